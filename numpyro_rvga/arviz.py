@@ -1,0 +1,217 @@
+"""Posteriors for ArviZ 0.x and 1.x: conversion, and the Pareto k of the importance ratios."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Iterable, Iterator, Mapping
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import numpy as np
+from jax import Array
+from jax.typing import ArrayLike
+
+from . import prediction
+from .model.tracing import run_model
+
+if TYPE_CHECKING:
+    from .model import Program
+    from .posterior import Posterior
+
+# Bounds the memory of a chunk of rows: draws times rows times elements of an observed site.
+CHUNK_VALUES = 2**20
+MIN_DRAWS = 100
+
+
+class Khat(NamedTuple):
+    """The Pareto k of the importance ratios p/q.
+
+    :param khat: the estimated shape of the ratios' tail; it has finite variance below 0.5, and no mean above 1.
+    :param verdict: what that means, in words.
+    """
+
+    khat: float
+    verdict: str
+
+    def __repr__(self) -> str:
+        return f"Pareto k = {self.khat:.2f}: {self.verdict}"
+
+
+def to_arviz(
+    posterior: Posterior,
+    data: Mapping[str, ArrayLike] | tuple | None = None,
+    *,
+    rng_key: Array | None = None,
+    num_samples: int = 1000,
+    coords: Mapping[str, Any] | None = None,
+    dims: Mapping[str, list[str]] | None = None,
+) -> Any:
+    """Convert a posterior to an ``arviz.InferenceData`` (ArviZ 0.x) or an ``xarray.DataTree`` (ArviZ 1.x).
+
+    Draws from q are independent, so there is one chain: every variable has the leading shape
+    ``(1, num_samples)``. The groups are ``posterior`` (latent sites and deterministic sites outside the row plate) and
+    ``sample_stats`` with ``log_q``, the log density of q in unconstrained space. With ``data`` also ``log_p`` in
+    ``sample_stats`` (the log joint in unconstrained space, so that ``arviz.loo_approximate_posterior`` can be called
+    with the two), ``log_likelihood``, ``posterior_predictive``, ``observed_data`` and ``constant_data``. Dimensions
+    are named after the model's plates.
+
+    :param posterior: the posterior.
+    :param data: rows with their outcome, as :meth:`RVGA.run` takes them.
+    :param rng_key: random key; ``jax.random.key(0)`` by default.
+    :param num_samples: the number of draws.
+    :param coords: coordinate values by dimension name.
+    :param dims: dimension names by variable; these win over the names of the plates.
+    :raises ImportError: if ArviZ is not installed.
+    :raises ValueError: if ``data`` lack the outcome.
+    """
+    from . import __version__
+
+    arviz, major = _import_arviz()
+    program = posterior.program
+    draw_key, predictive_key = jax.random.split(jax.random.key(0) if rng_key is None else rng_key)
+    theta = posterior.sample_unconstrained(draw_key, (num_samples,))
+    sampled: dict[str, dict[str, Any]] = {
+        "posterior": posterior.constrain(theta),
+        "sample_stats": {"log_q": posterior.log_prob_unconstrained(theta)},
+    }
+    fixed: dict[str, dict[str, Any]] = {}
+    if data is not None:
+        rows = _rows_with_outcome(program, data)
+        chunks = list(_chunks_of_log_likelihood(program, theta, rows))
+        sampled["sample_stats"]["log_p"] = _log_joint(program, theta, chunks)
+        sampled["log_likelihood"] = {site: _in_model_order(program, site, chunks) for site in program.observed_sites}
+        sampled["posterior_predictive"] = prediction.at_draws(posterior, predictive_key, rows, theta)
+        fixed["observed_data"] = _observed_values(program, rows)
+        fixed["constant_data"] = _other_arrays(rows, fixed["observed_data"])
+    groups = {group: {name: np.asarray(v)[None] for name, v in values.items()} for group, values in sampled.items()}
+    groups |= {group: {name: np.asarray(v) for name, v in values.items()} for group, values in fixed.items() if values}
+    labels = {"coords": coords, "dims": {**_plate_dims(program, groups), **(dims or {})}}
+    attributes = {"inference_library": "numpyro_rvga", "inference_library_version": __version__}
+    if major == 0:
+        return arviz.from_dict(**groups, attrs=attributes, posterior_attrs=attributes, **labels)
+    return arviz.from_dict(groups, attrs={"/": attributes, "posterior": attributes}, **labels)
+
+
+def khat(
+    posterior: Posterior,
+    data: Mapping[str, ArrayLike] | tuple,
+    *,
+    rng_key: Array | None = None,
+    num_samples: int = 1000,
+) -> Khat:
+    """Judge q by the Pareto k of the importance ratios p/q at draws from q (Vehtari et al. 2024; Yao et al. 2018).
+
+    The log joint is summed over chunks of rows, so memory does not grow with the number of rows.
+
+    :param posterior: the posterior.
+    :param data: all rows that the posterior has absorbed, with their outcome.
+    :param rng_key: random key; ``jax.random.key(0)`` by default.
+    :param num_samples: the number of draws.
+    :return: the Pareto k and a verdict. Ratios that do not vary at all, as for an exact posterior, give 0.
+    :raises ImportError: if ArviZ is not installed.
+    :raises ValueError: if ``data`` lack the outcome, and for fewer than 100 draws, too few to fit a tail to.
+    """
+    arviz, major = _import_arviz()
+    if num_samples < MIN_DRAWS:
+        raise ValueError(f"the Pareto k needs at least {MIN_DRAWS} draws, not {num_samples}.")
+    program = posterior.program
+    rng_key = jax.random.key(0) if rng_key is None else rng_key
+    theta = posterior.sample_unconstrained(rng_key, (num_samples,))
+    rows = _rows_with_outcome(program, data)
+    log_p = _log_joint(program, theta, _chunks_of_log_likelihood(program, theta, rows))
+    log_ratios = log_p - np.asarray(posterior.log_prob_unconstrained(theta), np.float64)
+    undefined = np.isnan(log_p) | np.isposinf(log_p)
+    if undefined.any() or np.isneginf(log_p).all():
+        number = (~np.isfinite(log_p)).sum()
+        return Khat(np.inf, f"the log joint is not a finite number at {number} of {num_samples} draws.")
+    if np.ptp(log_ratios) < np.finfo(np.float32).eps:
+        shape = 0.0
+    elif major == 0:
+        shape = float(arviz.psislw(log_ratios)[1])
+    else:
+        from arviz_stats.base import array_stats
+
+        shape = float(array_stats.psislw(-log_ratios)[1])
+    return Khat(shape, _verdict(shape, num_samples))
+
+
+def _rows_with_outcome(program: Program, data: Mapping[str, ArrayLike] | tuple) -> dict[str, Any]:
+    """:raises ValueError: if an observed site is not observed in ``data``; it would be drawn at random."""
+    rows = program.rows(data)
+    few = {name: values[:2] for name, values in rows.items()}
+    trace, _ = run_model(program.model, few, program.model_kwargs, row_plates=program.row_plates)
+    for site in program.observed_sites:
+        if not trace[site]["is_observed"]:
+            raise ValueError(f"the data lack the outcome of site '{site}': only predictive() does without it.")
+    return rows
+
+
+def _log_joint(program: Program, theta: Array, chunks: Iterable[dict[str, np.ndarray]]) -> np.ndarray:
+    """The log joint density in unconstrained space, with all row terms, summed in float64. Shape (num_samples,)."""
+    total = np.asarray(jax.jit(jax.vmap(program.log_prior))(theta), np.float64)
+    for terms in chunks:
+        for values in terms.values():
+            total = total + values.reshape(len(total), -1).sum(axis=1, dtype=np.float64)
+    return total
+
+
+def _chunks_of_log_likelihood(
+    program: Program, theta: Array, rows: Mapping[str, Any]
+) -> Iterator[dict[str, np.ndarray]]:
+    """The row terms of successive chunks of rows, each of shape (num_samples, rows of the chunk, *elements)."""
+    examples = jax.eval_shape(program.log_likelihood, theta[0], program.example_rows)
+    elements = max(values.size // values.shape[0] for values in examples.values())
+    chunk_size = max(1, CHUNK_VALUES // (len(theta) * elements))
+    evaluate = jax.jit(jax.vmap(program.log_likelihood, in_axes=(0, None)))
+    for start in range(0, program.num_rows(rows), chunk_size):
+        chunk = {name: values[start : start + chunk_size] for name, values in rows.items()}
+        yield jax.device_get(evaluate(theta, chunk))
+
+
+def _in_model_order(program: Program, site: str, chunks: list[dict[str, np.ndarray]]) -> np.ndarray:
+    """All rows of a site, with the row axis where the model's plates have it and not in front of the elements."""
+    terms = np.concatenate([chunk[site] for chunk in chunks], axis=1)
+    return np.moveaxis(terms, 1, 1 + prediction.row_axis(program, site))
+
+
+def _observed_values(program: Program, rows: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    trace, _ = run_model(program.model, rows, program.model_kwargs, row_plates=program.row_plates)
+    return {site: np.asarray(trace[site]["value"]) for site in program.observed_sites}
+
+
+def _other_arrays(rows: Mapping[str, Any], observed: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The data arrays that no observed site took as its value."""
+    arrays = {name: np.asarray(values) for name, values in rows.items()}
+    return {
+        name: values
+        for name, values in arrays.items()
+        if not any(np.array_equal(values, outcome) for outcome in observed.values())
+    }
+
+
+def _plate_dims(program: Program, groups: Mapping[str, Mapping[str, Any]]) -> dict[str, list[str]]:
+    """Dimension names by variable, after the model's plates."""
+    dims = {name: list(plates) for name, plates in program.plates.items() if plates}
+    if len(program.row_plates) == 1:
+        dims |= {name: list(program.row_plates) for name in groups.get("constant_data", {}) if name not in dims}
+    # A variable that bears the name of its own dimension would become that dimension's coordinate.
+    return {name: names for name, names in dims.items() if name not in names}
+
+
+def _verdict(shape: float, num_samples: int) -> str:
+    if shape <= min(0.7, 1 - 1 / np.log10(num_samples)):
+        return "good. Importance weights correct what is left of q's error."
+    if shape <= 0.7:
+        return f"too few draws to tell: take more than {num_samples}."
+    if shape <= 1:
+        return "doubtful. q misses part of the posterior; compare with NUTS, started from posterior.nuts()."
+    return "bad. q misses much of the posterior; use it only to start NUTS (posterior.nuts())."
+
+
+def _import_arviz() -> tuple[ModuleType, int]:
+    try:
+        import arviz
+    except ImportError as error:
+        raise ImportError("This needs ArviZ. Install it with: pip install arviz") from error
+    return arviz, int(importlib.metadata.version("arviz").split(".")[0])

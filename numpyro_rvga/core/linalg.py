@@ -1,0 +1,93 @@
+"""Linear algebra for small and large matrices. Tiny ones are unrolled: a LAPACK call costs more than the work."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+UNROLL = 3
+
+
+def cholesky(matrix: Array) -> Array:
+    """Lower Cholesky factor, NaN where ``matrix`` is not positive definite. Shape ``(n, n)``."""
+    n = matrix.shape[-1]
+    if n > UNROLL:
+        return jnp.linalg.cholesky(matrix, symmetrize_input=False)
+    rows: list[list[Array]] = []
+    for i in range(n):
+        row: list[Array] = []
+        for j in range(i + 1):
+            rest = matrix[..., i, j] - sum(row[k] * rows[j][k] for k in range(j)) if i != j else None
+            row.append(rest / rows[j][j] if i != j else jnp.sqrt(matrix[..., i, i] - sum(x * x for x in row)))
+        rows.append(row)
+    zero = jnp.zeros_like(matrix[..., 0, 0])
+    return jnp.stack([jnp.stack(row + [zero] * (n - len(row)), -1) for row in rows], -2)
+
+
+def solve_lower(factor: Array, rhs: Array, *, transpose: bool = False) -> Array:
+    """``factor^-1 rhs`` or, transposed, ``factor^-T rhs``. factor: lower triangular, (n, n); rhs: (n,) or (n, k)."""
+    n = factor.shape[-1]
+    if n > UNROLL:
+        matrix = rhs[:, None] if rhs.ndim == 1 else rhs
+        out = lax.linalg.triangular_solve(factor, matrix, left_side=True, lower=True, transpose_a=transpose)
+        return out[:, 0] if rhs.ndim == 1 else out
+    order = range(n - 1, -1, -1) if transpose else range(n)
+    solved: dict[int, Array] = {}
+    for i in order:
+        used = sum((factor[j, i] if transpose else factor[i, j]) * x for j, x in solved.items())
+        solved[i] = (rhs[i] - used) / factor[i, i]
+    return jnp.stack([solved[i] for i in range(n)])
+
+
+def semidefinite_factor(matrix: Array) -> tuple[Array, Array]:
+    """Lower L with L L^T = ``matrix`` (n, n), which may be singular, and M with M L = I on its range.
+
+    Unrolled over columns: meant for the few predictors of one row. A vanishing pivot gives a zero column.
+    """
+    n = matrix.shape[-1]
+    floor = jnp.finfo(matrix.dtype).eps * n * jnp.max(jnp.diagonal(matrix))
+    columns: list[Array] = []
+    pivots: list[Array] = []
+    rest = matrix
+    for j in range(n):
+        pivot = rest[j, j]
+        alive = pivot > floor
+        root = jnp.where(alive, jnp.sqrt(jnp.where(alive, pivot, 1.0)), 0.0)
+        column = jnp.where(alive, rest[:, j] / jnp.where(alive, root, 1.0), 0.0)
+        column = jnp.where(jnp.arange(n) < j, 0.0, column)
+        rest = rest - jnp.outer(column, column)
+        columns.append(column)
+        pivots.append(root)
+    factor = jnp.stack(columns, -1)
+    inverse: list[Array] = []
+    for i in range(n):
+        unit = jnp.zeros(n, matrix.dtype).at[i].set(1.0)
+        used = sum((factor[i, j] * inverse[j] for j in range(i)), jnp.zeros(n, matrix.dtype))
+        alive = pivots[i] > 0
+        inverse.append(jnp.where(alive, (unit - used) / jnp.where(alive, pivots[i], 1.0), 0.0))
+    return factor, jnp.stack(inverse)
+
+
+def positive_part(matrix: Array) -> Array:
+    """The nearest positive semi-definite matrix to a symmetric one. Shape ``(..., n, n)``."""
+    n = matrix.shape[-1]
+    if n == 1:
+        return jnp.maximum(matrix, 0.0)
+    if n == 2:
+        a, b, d = matrix[..., 0, 0], matrix[..., 0, 1], matrix[..., 1, 1]
+        half_trace, half_gap = 0.5 * (a + d), 0.5 * (a - d)
+        radius = jnp.sqrt(half_gap**2 + b**2)
+        high, low = half_trace + radius, half_trace - radius
+        share = jnp.where(radius > 0, jnp.maximum(high, 0.0) / jnp.where(radius > 0, 2 * radius, 1.0), 0.0)
+        identity = jnp.eye(2, dtype=matrix.dtype)
+        one_sided = share[..., None, None] * (matrix - low[..., None, None] * identity)
+        return jnp.where((low >= 0)[..., None, None], matrix, one_sided)
+    values, vectors = jnp.linalg.eigh(matrix)
+    return jnp.einsum("...ij,...j,...kj->...ik", vectors, jnp.maximum(values, 0.0), vectors)
+
+
+def lower_from_root(root: Array) -> Array:
+    """Lower triangular L with positive diagonal and L L^T = root root^T, without squaring. Shape ``(n, n)``."""
+    upper = jnp.linalg.qr(root.T, mode="r")
+    signs = jnp.where(jnp.diagonal(upper) < 0, -1.0, 1.0).astype(root.dtype)
+    return (upper * signs[:, None]).T

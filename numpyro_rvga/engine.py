@@ -1,0 +1,280 @@
+"""A program and options, compiled: state and rows in, state out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from .core import closed_forms as cf
+from .core import expectations as ex
+from .core.block import Factors, Kind, Settings
+from .core.recursion import Sites, State, StepInfo, explicit_step, implicit_step, joint_solve, scan_blocks
+from .model.program import Program
+from .model.terms import Terms, constants, flatten, linearise
+
+CONCAVE = (cf.Logistic, cf.Exponential, cf.Gaussian)
+SMOOTHNESS_ROWS = 16
+NUM_LINEARIZATIONS = 3  # of predictors that are not affine, in a small block
+
+
+class Options(NamedTuple):
+    """What :class:`RVGA` was asked for (hashable)."""
+
+    scheme: str
+    expectation: str
+    order: int | str
+    tolerance: float | None
+    max_iterations: int
+    num_samples: int
+
+
+class Engine:
+    """Jitted updates of a program's state.
+
+    :param rows: a few rows, to find out whether the densities are smooth.
+    :param rng_key: draws the nodes of Monte Carlo expectations.
+    """
+
+    def __init__(self, program: Program, options: Options, rows: dict, rng_key: Array):
+        self.program, self.options = program, options
+        keys = jax.random.split(rng_key, len(program.terms) + len(program.prior.terms))
+        few = {name: jnp.asarray(array[:SMOOTHNESS_ROWS]) for name, array in rows.items()}
+        self._kinds = tuple(make_kind(t, options, k, few) for t, k in zip(program.terms, keys))
+        prior_options = options._replace(expectation="auto", scheme="implicit")
+        prior_keys = keys[len(program.terms) :]
+        self._prior_kinds = tuple(make_kind(t, prior_options, k, {}) for t, k in zip(program.prior.terms, prior_keys))
+        precise = program.dtype == jnp.float64
+        tolerance = options.tolerance if options.tolerance is not None else (1e-9 if precise else 1e-6)
+        self._settings = Settings(tolerance, options.max_iterations)
+        self.is_affine = all(t.is_affine for t in program.terms)
+        self.joint = jax.jit(self._joint, static_argnames="with_sites")
+        self.settle = jax.jit(self._settle)
+        self.stream = jax.jit(self._stream, static_argnames=("block_size", "with_sites"))
+
+    @property
+    def numbers_per_row(self) -> int:
+        """Size of a row's Jacobians."""
+        return sum(t.num_elements * max(t.num_predictors, 1) for t in self.program.terms) * self.program.layout.size
+
+    # ------------------------------------------------------------------ compiled
+    def _joint(
+        self,
+        state: State,
+        rows: dict,
+        weights: Array,
+        sites: tuple[Sites, ...] | None = None,
+        *,
+        with_sites: bool = False,
+    ) -> tuple[State, StepInfo]:
+        """Rows and the true prior terms in one solve. With ``sites``, rows that the state knows by these."""
+        prepared = self._prepare(rows, weights)
+        fresh = jnp.sum(weights).astype(jnp.int32) if sites is None else jnp.zeros((), jnp.int32)
+        masked = None if sites is None else self._mask(sites, weights)
+        state, info = joint_solve(
+            self._kinds,
+            partial(self._linearise, prepared),
+            self._prior_kinds,
+            self._linearise_prior,
+            state,
+            fresh,
+            self._settings,
+            sites=masked,
+            laplace=self.options.scheme == "laplace",
+            with_sites=with_sites,
+        )
+        return state, info._replace(sites=self._by_row(info.sites, len(weights)))
+
+    def _settle(self, state: State) -> tuple[State, StepInfo]:
+        """The Gaussian summary of the data times the true prior."""
+        none, laplace = jnp.zeros((), jnp.int32), self.options.scheme == "laplace"
+        arguments = (lambda theta: (), self._prior_kinds, self._linearise_prior, state, none, self._settings)
+        return joint_solve((), *arguments, sites=None if laplace else (), laplace=laplace)
+
+    def _stream(
+        self, state: State, rows: dict, weights: Array, *, block_size: int, with_sites: bool = False
+    ) -> tuple[State, StepInfo]:
+        prepared = self._prepare(rows, weights)
+        cut = lambda x: x.reshape(-1, block_size * (x.shape[0] // weights.shape[0]), *x.shape[1:])  # noqa: E731
+        blocks = jax.tree.map(cut, prepared)
+        counts = jnp.sum(weights.reshape(-1, block_size), axis=1).astype(jnp.int32)
+        state, info = scan_blocks(partial(self._step, with_sites), state, blocks, counts)
+        return state, info._replace(sites=self._by_row(info.sites, len(weights)))
+
+    def _step(self, with_sites, block):
+        linearise_block = partial(self._linearise, block)
+        if self.options.scheme == "implicit":
+            linearizations = 1 if self.is_affine else NUM_LINEARIZATIONS
+            return implicit_step(self._kinds, linearise_block, self._settings, linearizations, with_sites)
+        return explicit_step(self._kinds, linearise_block)
+
+    def _by_row(self, sites: tuple[Sites, ...], num_rows: int) -> tuple[Sites, ...]:
+        """(n E, ...) and (blocks, B E, ...) arrays as (n, E, ...)."""
+
+        def fold(site, terms):
+            c = terms.num_predictors
+            tails = Sites((c, c), (c,), (), ())
+            return Sites(*[x.reshape(num_rows, terms.num_elements, *tail) for x, tail in zip(site, tails)])
+
+        return tuple(fold(site, terms) for site, terms in zip(sites, self.program.terms))
+
+    @staticmethod
+    def _mask(sites: tuple[Sites, ...], weights: Array) -> tuple[Sites, ...]:
+        """(n, E, ...) arrays as (n E, ...), without the rows that are mere padding."""
+
+        def scaled(x):
+            return (x * weights.reshape(-1, *[1] * (x.ndim - 1)).astype(x.dtype)).reshape(-1, *x.shape[2:])
+
+        return jax.tree.map(scaled, sites)
+
+    # ------------------------------------------------------------------ rows as factors
+    def _prepare(self, rows: dict, weights: Array) -> tuple:
+        """Everything about the rows that does not depend on the state: (n E, ...) arrays by site."""
+        origin = jnp.zeros(self.program.layout.size, self.program.dtype)
+        prepared = []
+        for terms in self.program.terms:
+            values = constants(terms, rows)
+            weight = jnp.broadcast_to(weights[:, None].astype(origin.dtype), (weights.shape[0], terms.num_elements))
+            if terms.is_affine:
+                prepared.append(flatten(*linearise(terms, origin, rows), (weight, values)))
+            else:
+                merged = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), (weight, values))
+                prepared.append((rows, merged))
+        return tuple(prepared)
+
+    def _linearise(self, prepared: tuple, theta: Array) -> tuple[Factors, ...]:
+        factors = []
+        for terms, known in zip(self.program.terms, prepared):
+            if terms.is_affine:
+                factors.append(known._replace(offset=known.offset + known.design @ theta))
+            else:
+                rows, values = known
+                offset, design = linearise(terms, theta, rows)
+                merge = lambda x: x.reshape(-1, *x.shape[2:])  # noqa: E731
+                factors.append(Factors(merge(offset), merge(design), values))
+        return tuple(factors)
+
+    def _linearise_prior(self, theta: Array) -> tuple[Factors, ...]:
+        factors = []
+        for terms in self.program.prior.terms:
+            weight = jnp.ones((1, terms.num_elements), theta.dtype)
+            factors.append(flatten(*linearise(terms, theta, {}), (weight, constants(terms, {}))))
+        return tuple(factors)
+
+
+# ---------------------------------------------------------------------- expectations of a site's terms
+def make_kind(terms: Terms, options: Options, rng_key: Array, rows: dict) -> Kind:
+    """The expectations of one site's terms, as the options ask.
+
+    :raises ValueError: naming the site, if the expectation asked for does not exist for its distribution.
+    """
+    expect = _expectation(terms, options, rng_key, rows)
+
+    def weighted(function):
+        def moments(mean, covariance, weighted_constants):
+            weight, values = weighted_constants
+            return tuple(weight * x for x in function(mean, covariance, values))
+
+        return moments
+
+    def plugin(mean, covariance, values):
+        return ex.linearized(lambda u: terms.density(u, values), mean, covariance)
+
+    name = _resolve(terms, options)
+    conservative = name != "probit"
+    concave = terms.closed_form in CONCAVE
+    return Kind(weighted(expect), weighted(plugin), concave, conservative)
+
+
+def _resolve(terms: Terms, options: Options) -> str:
+    if options.scheme == "qkf":
+        _need_closed_form(terms, "the quadratic Kalman filter", cf.Logistic)
+        return "quadratic_bound"
+    if options.scheme in ("ekf", "laplace"):
+        return "linearized"
+    name = options.expectation
+    if name == "probit":
+        _need_closed_form(terms, "expectation='probit'", cf.Logistic)
+    if name == "exact":
+        _need_closed_form(terms, "expectation='exact'", *cf.EXACT)
+    if name == "quadrature" and terms.num_predictors > 3:
+        raise ValueError(
+            f"site {terms.site!r} has {terms.num_predictors} predictors; expectation='quadrature' takes at most 3. "
+            "Use 'auto', 'monte_carlo' or 'sigma_points'."
+        )
+    if name == "auto":
+        if terms.closed_form is not None and options.order in ("auto", 2):
+            return "exact"
+        return "quadrature" if terms.num_predictors <= 3 else "monte_carlo"
+    return name
+
+
+def _need_closed_form(terms: Terms, what: str, *forms: type) -> None:
+    if terms.closed_form not in forms:
+        raise ValueError(
+            f"{what} needs {' or '.join(f.__name__ for f in forms)} terms, and site {terms.site!r} is none of these "
+            "with predictors affine in the latents. Use expectation='auto'."
+        )
+
+
+def _expectation(terms: Terms, options: Options, rng_key: Array, rows: dict) -> Callable:
+    name = _resolve(terms, options)
+    if name == "exact":
+        return cf.EXACT[terms.closed_form]
+    if name == "probit":
+        return cf.logistic_probit
+    if name == "quadratic_bound":
+        return cf.logistic_quadratic_bound
+    if name == "linearized" or terms.num_predictors == 0:
+        return lambda m, s, values: ex.linearized(lambda u: terms.density(u, values), m, s)
+    if name == "quadrature":
+        place = lambda density, m, s, order: ex.quadrature_nodes(density, m, s, order)  # noqa: E731
+    else:
+        if name == "sigma_points":
+            points, weights = ex.sigma_points(terms.num_predictors)
+        else:
+            points, weights = ex.monte_carlo_points(rng_key, options.num_samples, terms.num_predictors)
+        place = lambda density, m, s, order: ex.fixed_nodes(m, s, points, weights)  # noqa: E731
+
+    def moments(order, mean, covariance, values):
+        density = lambda u: terms.density(u, values)  # noqa: E731
+        return ex.from_nodes(density, place(density, mean, covariance, order), order)
+
+    order = options.order
+    if order == "auto":
+        order = 2 if name != "quadrature" or _is_smooth(moments, terms, rows) else 1
+    return partial(moments, order)
+
+
+def _is_smooth(moments: Callable, terms: Terms, rows: dict) -> bool:
+    """Whether E[hess phi] equals the derivative of E[grad phi]; it does not where phi has kinks (Laplace)."""
+
+    @jax.jit
+    def both():
+        values = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), constants(terms, rows))
+        count = jax.tree.leaves(values)[0].shape[0] if jax.tree.leaves(values) else 1
+        dtype = jnp.result_type(float)
+        rng = np.random.default_rng(0)
+        means = jnp.asarray(rng.normal(size=(count, terms.num_predictors)), dtype)
+        covariance = jnp.eye(terms.num_predictors, dtype=dtype)
+        found = [jax.vmap(lambda m, v, o=o: moments(o, m, covariance, v)[2])(means, values) for o in (1, 2)]
+        return jnp.max(jnp.abs(found[0] - found[1]), axis=(1, 2)), jnp.max(jnp.abs(found[0]), axis=(1, 2))
+
+    difference, size = (np.asarray(x) for x in both())
+    usable = np.isfinite(difference) & np.isfinite(size)
+    return not np.any(difference[usable] > 0.05 * size[usable] + 1e-6)
+
+
+def describe_bad_rows(program: Program, state: State, rows: dict[str, Any], first_row: int) -> str | None:
+    """Which row's likelihood is not finite at the state's mean."""
+    for name, values in program.log_likelihood(state.mean, rows).items():
+        bad = ~np.isfinite(np.asarray(values).reshape(len(values), -1)).all(axis=1)
+        if bad.any():
+            row = int(np.argmax(bad))
+            return f"site {name!r} gives row {first_row + row} a log-likelihood of {np.asarray(values)[row]}"
+    return None

@@ -1,0 +1,115 @@
+"""The user's data and keyword arguments: which is which, and are they fit to be used."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+
+def named_rows(
+    model: Callable, data: Mapping[str, Any] | tuple, model_kwargs: Mapping[str, Any]
+) -> dict[str, np.ndarray]:
+    """The data as arrays by argument name, checked.
+
+    :raises ValueError: naming the argument (and the row) if arrays differ in length, hold NaN or infinite values, are
+        not numeric, or if the model takes no such argument.
+    """
+    named = _by_name(model, data)
+    clash = sorted(set(named) & set(model_kwargs))
+    if clash:
+        raise ValueError(f"{clash[0]!r} is given twice: in the data and as a keyword argument of run().")
+    _check_names(model, [*named, *model_kwargs])
+    rows = {name: _as_array(name, value) for name, value in named.items() if value is not None}
+    if not rows:
+        raise ValueError("the data hold no array: give a mapping from the model's argument names to arrays of rows.")
+    lengths = {name: len(array) for name, array in rows.items()}
+    if len(set(lengths.values())) > 1:
+        listed = ", ".join(f"{name}: {length}" for name, length in lengths.items())
+        raise ValueError(
+            f"the data arrays must share their leading axis, the rows, but their lengths are {listed}. "
+            "Pass what is not per row as a keyword argument of run()."
+        )
+    if not next(iter(lengths.values())):
+        raise ValueError(f"the data have no rows: {', '.join(rows)} are empty.")
+    return rows
+
+
+def check_finite(rows: Mapping[str, np.ndarray], first_row: int = 0) -> None:
+    """:raises ValueError: naming the array and the first row that holds NaN or an infinite value."""
+    for name, array in rows.items():
+        if not np.issubdtype(array.dtype, np.inexact):
+            continue
+        if np.isfinite(array.sum()):  # one pass; a finite sum has finite terms
+            continue
+        bad = ~np.isfinite(array.reshape(len(array), -1)).all(axis=1)
+        if bad.any():
+            row = int(np.argmax(bad))
+            kind = "NaN" if np.isnan(array[row]).any() else "an infinite value"
+            raise ValueError(
+                f"data array {name!r} holds {kind} in row {first_row + row}. Drop or impute such rows, or mask them in "
+                "the model with numpyro.handlers.mask."
+            )
+
+
+def split_call(model: Callable, rows: Mapping[str, Any], model_kwargs: Mapping[str, Any]) -> tuple[tuple, dict]:
+    """(args, kwargs) for a call of the model: ``*args`` parameters positionally, all others by name."""
+    variadic = _variadic_name(model)
+    args = tuple(rows[k] for k in rows if variadic and k.startswith(f"{variadic}["))
+    return args, {k: v for k, v in {**rows, **model_kwargs}.items() if not (variadic and k.startswith(f"{variadic}["))}
+
+
+def _by_name(model: Callable, data: Mapping[str, Any] | tuple) -> dict[str, Any]:
+    if isinstance(data, Mapping):
+        return dict(data)
+    if not isinstance(data, tuple):
+        raise ValueError(
+            f"data must be a mapping from the model's argument names to arrays, or a tuple, not {type(data).__name__}."
+        )
+    parameters = _parameters(model)
+    names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    variadic = _variadic_name(model)
+    if len(data) > len(names) and variadic is None:
+        raise ValueError(
+            f"the model takes {len(names)} positional arguments ({', '.join(names)}), {len(data)} are given."
+        )
+    names += [f"{variadic}[{i}]" for i in range(len(data) - len(names))]
+    return dict(zip(names, data))
+
+
+def _check_names(model: Callable, given: list[str]) -> None:
+    parameters = _parameters(model)
+    if any(p.kind == p.VAR_KEYWORD for p in parameters):
+        return
+    variadic = _variadic_name(model)
+    known = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    for name in given:
+        if name not in known and not (variadic and name.startswith(f"{variadic}[")):
+            raise ValueError(f"the model takes no argument {name!r}; it takes {', '.join(known)}.")
+    required = [p.name for p in parameters if p.default is p.empty and p.name in known]
+    missing = [name for name in required if name not in given]
+    if missing:
+        raise ValueError(f"the model needs {missing[0]!r}: give it in the data or as a keyword argument of run().")
+
+
+def _parameters(model: Callable) -> list[inspect.Parameter]:
+    while isinstance(getattr(model, "fn", None), Callable):  # handlers wrap the model in .fn
+        model = model.fn
+    return list(inspect.signature(model).parameters.values())
+
+
+def _variadic_name(model: Callable) -> str | None:
+    return next((p.name for p in _parameters(model) if p.kind == p.VAR_POSITIONAL), None)
+
+
+def _as_array(name: str, value: Any) -> np.ndarray:
+    array = np.asarray(value)
+    if array.dtype.kind not in "biuf":
+        raise ValueError(
+            f"data array {name!r} has dtype {array.dtype}; numbers are needed. Encode categories as integers."
+        )
+    if array.ndim == 0:
+        raise ValueError(f"data array {name!r} is a scalar: pass what is not per row as a keyword argument of run().")
+    return array

@@ -1,0 +1,44 @@
+"""The flat parameter theta: which latent site stands where."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import Array
+
+
+class Layout(NamedTuple):
+    """Order and unconstrained shapes of the latent sites, fixed once, in the model's own order.
+
+    :ivar site_names: latent sites.
+    :ivar shapes: site -> unconstrained shape.
+    """
+
+    site_names: tuple[str, ...]
+    shapes: dict[str, tuple[int, ...]]
+
+    @property
+    def size(self) -> int:
+        """P, the number of unconstrained parameters."""
+        return sum(math.prod(self.shapes[name]) for name in self.site_names)
+
+    def unravel(self, theta: Array) -> dict[str, Array]:
+        """theta (..., P) -> site -> (..., *shape)."""
+        sites, start = {}, 0
+        for name in self.site_names:
+            shape = self.shapes[name]
+            stop = start + math.prod(shape)
+            sites[name] = jnp.reshape(theta[..., start:stop], (*jnp.shape(theta)[:-1], *shape))
+            start = stop
+        return sites
+
+    def ravel(self, sites: dict[str, Array]) -> Array:
+        """The inverse of :meth:`unravel`."""
+        pieces = []
+        for name in self.site_names:
+            value = jnp.asarray(sites[name])
+            batch = value.shape[: value.ndim - len(self.shapes[name])]
+            pieces.append(jnp.reshape(value, (*batch, -1)))
+        return jnp.concatenate(pieces, -1)

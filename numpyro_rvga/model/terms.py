@@ -1,0 +1,325 @@
+"""Terms of the log joint density as functions of a few predictors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro.distributions as dist
+from jax import Array
+from jax.scipy.special import gammaln
+from numpyro.distributions.transforms import IdentityTransform, biject_to
+
+from ..core import closed_forms as cf
+from ..core.block import Factors
+from ..core.symbolic import factorise
+from .tracing import SiteRecord, elements, peel, site_transform
+
+MAX_PREDICTORS = 16  # of an affine split; beyond, the distribution's own parameters are linearised in theta
+
+Rows = Mapping[str, Array]
+RunSite = Callable[[Array, Rows], SiteRecord]
+
+
+class Terms(NamedTuple):
+    """The terms of one site: ``density(predictors(theta, row, element), constants(row, element))`` each.
+
+    :ivar site: its name.
+    :ivar num_elements: E, independent terms per row (per site, for prior terms).
+    :ivar num_predictors: C.
+    :ivar is_affine: whether the predictors are affine in theta.
+    :ivar closed_form: a coefficient type of ``core.closed_forms``, which ``constants`` then returns, or None.
+    """
+
+    site: str
+    num_elements: int
+    num_predictors: int
+    is_affine: bool
+    predictors: Callable[[Array, Rows, Array], Array]
+    constants: Callable[[Rows, Array], Any]
+    density: Callable[[Array, Any], Array]
+    closed_form: type | None
+
+
+def site_terms(
+    run_site: RunSite, site: str, theta: jax.ShapeDtypeStruct, row: Rows, *, prefer_parameters: bool
+) -> Terms:
+    """Split one site's terms.
+
+    :param run_site: (theta, row) -> the site's record.
+    :param row: an example row: arrays with a leading axis of one (empty for prior terms).
+    :param prefer_parameters: use the distribution's own parameters as predictors, linearised in theta if need be
+        (what the extended Kalman filter does), even if an affine split is at hand.
+    """
+    count = jax.eval_shape(lambda t, r: elements(run_site(t, r)), theta, row).shape[0]
+    closed = _closed_form_terms(run_site, site, theta, row, count)
+    if closed is not None:
+        return closed
+    index = jax.ShapeDtypeStruct((), jnp.int32)
+    split = None
+    if not prefer_parameters:
+        split = factorise(lambda t, r, e: elements(run_site(t, r))[e], theta, row, index)
+        if split.num_predictors <= MAX_PREDICTORS:
+            return _affine_terms(site, count, split)
+    parameters = _parameter_terms(run_site, site, theta, row, count)
+    if parameters is None or (split is not None and split.num_predictors <= parameters.num_predictors):
+        split = split or factorise(lambda t, r, e: elements(run_site(t, r))[e], theta, row, index)
+        return _affine_terms(site, count, split)
+    return parameters
+
+
+def _affine_terms(site, count, split) -> Terms:
+    def predictors(theta, row, element):
+        return split.predictors(theta, (row, element))
+
+    def constants(row, element):
+        return split.constants((row, element))
+
+    return Terms(site, count, split.num_predictors, True, predictors, constants, split.density, None)
+
+
+# ---------------------------------------------------------------------- evaluation over many rows
+def linearise(terms: Terms, theta: Array, rows: Rows) -> tuple[Array, Array]:
+    """Predictors at theta (n, E, C) and their Jacobians (n, E, C, P)."""
+
+    def one(row, element):
+        row = {name: value[None] for name, value in row.items()}
+        function = lambda t: terms.predictors(t, row, element)  # noqa: E731
+        return function(theta), jax.jacrev(function)(theta)
+
+    return _over_rows(one, terms.num_elements, rows)
+
+
+def constants(terms: Terms, rows: Rows) -> Any:
+    """What the densities need of the rows: a pytree of (n, E, ...) arrays."""
+
+    def one(row, element):
+        return terms.constants({name: value[None] for name, value in row.items()}, element)
+
+    return _over_rows(one, terms.num_elements, rows)
+
+
+def flatten(offset: Array, design: Array, values: Any) -> Factors:
+    """(n, E, ...) arrays as n E factors."""
+    merge = lambda x: x.reshape(x.shape[0] * x.shape[1], *x.shape[2:])  # noqa: E731
+    return Factors(merge(offset), merge(design), jax.tree.map(merge, values))
+
+
+def _over_rows(function, num_elements, rows):
+    every_element = jax.vmap(function, in_axes=(None, 0))
+    indices = jnp.arange(num_elements, dtype=jnp.int32)
+    if not rows:
+        return jax.tree.map(lambda x: x[None], every_element({}, indices))
+    return jax.vmap(every_element, in_axes=(0, None))(dict(rows), indices)
+
+
+# ---------------------------------------------------------------------- families with closed-form expectations
+class _Family(NamedTuple):
+    """How a distribution's log density is one of the closed forms.
+
+    :ivar parameters: the predictors: attribute name and the link through which it must be affine in theta.
+    :ivar fixed: what must not depend on theta, and becomes the arguments of ``coefficients``.
+    """
+
+    parameters: tuple[tuple[str, str | None], ...]
+    fixed: tuple[str, ...]
+    coefficients: Callable[..., Any]
+
+
+def _bernoulli(value, weight):
+    return cf.Logistic(value, jnp.ones_like(value), jnp.zeros_like(value), weight)
+
+
+def _binomial(value, weight, total_count):
+    ways = gammaln(total_count + 1) - gammaln(value + 1) - gammaln(total_count - value + 1)
+    return cf.Logistic(value, total_count, ways, weight)
+
+
+def _poisson(value, weight):
+    return cf.Exponential(value, jnp.ones_like(value), -gammaln(value + 1), weight)
+
+
+def _exponential(value, weight):
+    return cf.Exponential(jnp.ones_like(value), value, jnp.zeros_like(value), weight)
+
+
+def _gamma(value, weight, concentration):
+    a = jnp.asarray(concentration, weight.dtype)
+    return cf.Exponential(a, value, (a - 1) * jnp.log(value) - gammaln(a), weight)
+
+
+def _normal(weight, scale=None):
+    zero = jnp.zeros_like(weight)
+    if scale is None:
+        return cf.GaussianLogScale(zero, zero, weight)
+    return cf.Gaussian(zero, scale, zero, weight)
+
+
+def _log_normal(value, weight, scale=None):
+    logged = jnp.log(value)
+    return _normal(weight, scale)._replace(target=logged, constant=-weight * logged)
+
+
+def _families(kind: type) -> list[_Family]:
+    """Ways to read a distribution as a closed form, the first that fits the model being used."""
+    observed = ("value", "weight")
+    error, location, log_scale = ("loc - value", None), ("loc", None), ("scale", "log")
+    table = {
+        dist.BernoulliLogits: [_Family((("logits", None),), observed, _bernoulli)],
+        dist.BernoulliProbs: [_Family((("probs", "logit"),), observed, _bernoulli)],
+        dist.BinomialLogits: [_Family((("logits", None),), (*observed, "total_count"), _binomial)],
+        dist.BinomialProbs: [_Family((("probs", "logit"),), (*observed, "total_count"), _binomial)],
+        dist.Poisson: [_Family((("rate", "log"),), observed, _poisson)],
+        dist.Exponential: [_Family((("rate", "log"),), observed, _exponential)],
+        dist.Gamma: [_Family((("rate", "log"),), (*observed, "concentration"), _gamma)],
+        dist.Normal: [
+            _Family((error,), ("weight", "scale"), _normal),
+            _Family((error, log_scale), ("weight",), _normal),
+        ],
+        dist.LogNormal: [
+            _Family((location,), (*observed, "scale"), _log_normal),
+            _Family((location, log_scale), observed, _log_normal),
+        ],
+    }
+    return table.get(kind, [])
+
+
+def _closed_form_terms(run_site, site, theta, row, count) -> Terms | None:
+    record = jax.eval_shape(lambda t, r: _describe(run_site(t, r)), theta, row)
+    if record.log_abs_det is not None:  # a transformed latent: its log-Jacobian is no part of the closed form
+        return None
+    index = jax.ShapeDtypeStruct((), jnp.int32)
+
+    def element_of(attribute):
+        def function(t, r, e):
+            found = run_site(t, r)
+            fn, mask = peel(found.fn)
+            if attribute == "weight":
+                array = found.weight * mask
+            elif attribute == "value":
+                array = found.value
+            else:
+                array = fn.loc - found.value if attribute == "loc - value" else getattr(fn, attribute)
+            return jnp.ravel(jnp.broadcast_to(jnp.asarray(array, theta.dtype), jnp.shape(found.value)))[e]
+
+        return function
+
+    for family in _families(_example_form(run_site, theta, row).kind):
+        fixed = [factorise(element_of(name), theta, row, index) for name in family.fixed]
+        if any(f.num_predictors for f in fixed):
+            continue
+        free = [factorise(element_of(name), theta, row, index, through=link) for name, link in family.parameters]
+        if not all(f is not None and f.is_affine for f in free):
+            continue
+        kind = type(jax.eval_shape(family.coefficients, *[jax.ShapeDtypeStruct((), theta.dtype)] * len(fixed)))
+
+        def predictors(t, r, e, free=free):
+            return jnp.concatenate([f.predictors(t, (r, e)) for f in free])
+
+        def constants(r, e, fixed=fixed, family=family):
+            nothing = jnp.zeros(0, theta.dtype)
+            return family.coefficients(*[f.density(nothing, f.constants((r, e))) for f in fixed])
+
+        return Terms(site, count, len(free), True, predictors, constants, cf.DENSITIES[kind], kind)
+    return None
+
+
+class _Description(NamedTuple):
+    value: Array
+    log_abs_det: Array | None
+
+
+def _describe(record: SiteRecord) -> _Description:
+    trivial = record.log_abs_det is None or isinstance(site_transform(record.fn), IdentityTransform)
+    return _Description(record.value, None if trivial else record.log_abs_det)
+
+
+class _Form(NamedTuple):
+    """What is static about a distribution: its type and its parameters' constraints (None if they cannot be named)."""
+
+    kind: type
+    supports: list | None
+
+
+def _example_form(run_site: RunSite, theta, row) -> _Form:
+    found: list[_Form] = []
+
+    def abstract(t, r):
+        fn = peel(run_site(t, r).fn)[0]
+        supports = _leaf_constraints(fn)
+        named = supports is not None and len(supports) == len(jax.tree.leaves(fn))
+        found.append(_Form(type(fn), supports if named else None))
+        return 0
+
+    jax.eval_shape(abstract, theta, row)
+    return found[0]
+
+
+# ---------------------------------------------------------------------- the distribution's parameters as predictors
+def _parameter_terms(run_site, site, theta, row, count) -> Terms | None:
+    """The distribution's theta-dependent, unconstrained parameters as predictors; None if they cannot be named."""
+    supports = _example_form(run_site, theta, row).supports
+    value = lambda t, r: run_site(t, r).value  # noqa: E731
+    if supports is None or _moves(value, theta, row):  # latent sites have no parameters apart from their value
+        return None
+    transforms = [biject_to(s) for s in supports]
+
+    def leaves(t, r):
+        return jax.tree.leaves(peel(run_site(t, r).fn)[0])
+
+    moving = [i for i in range(len(supports)) if _moves(lambda t, r, i=i: leaves(t, r)[i], theta, row)]
+    shapes = [jax.eval_shape(lambda t, r, i=i: transforms[i].inv(leaves(t, r)[i]), theta, row).shape for i in moving]
+    sizes = [int(np.prod(s)) for s in shapes]
+
+    def unconstrained(t, r):
+        values = leaves(t, r)
+        return jnp.concatenate([jnp.ravel(transforms[i].inv(values[i])).astype(theta.dtype) for i in moving])
+
+    zero = jnp.zeros(theta.shape, theta.dtype)  # parameters that do not move are the same at any theta
+
+    def term(u, r, e):
+        record = run_site(zero, r)
+        base, mask = peel(record.fn)
+        values, structure = jax.tree.flatten(base)
+        pieces = jnp.split(u, list(np.cumsum(sizes))[:-1])
+        for i, piece, shape in zip(moving, pieces, shapes):
+            values[i] = transforms[i](jnp.reshape(piece, shape))
+        log_prob = jax.tree.unflatten(structure, values).log_prob(record.value)
+        return jnp.ravel(jnp.where(mask, log_prob, 0.0) * record.weight)[e]
+
+    u = jax.ShapeDtypeStruct((sum(sizes),), theta.dtype)
+    inner = factorise(term, u, row, jax.ShapeDtypeStruct((), jnp.int32))
+
+    def predictors(t, r, e):
+        return inner.predictors(unconstrained(t, r), (r, e))
+
+    def constants(r, e):
+        return inner.constants((r, e))
+
+    return Terms(site, count, inner.num_predictors, False, predictors, constants, inner.density, None)
+
+
+def _moves(function, theta, row) -> bool:
+    total = factorise(lambda t, r: jnp.sum(function(t, r)).astype(theta.dtype), theta, row)
+    return total.num_predictors > 0
+
+
+def _leaf_constraints(fn: Any) -> list | None:
+    found: list = []
+    for field in type(fn).gather_pytree_data_fields():
+        value = fn.__dict__.get(field)
+        if isinstance(value, dist.Distribution):
+            inner = _leaf_constraints(value)
+            if inner is None:
+                return None
+            found += inner
+        elif value is not None:
+            leaves = jax.tree.leaves(value)
+            support = fn.arg_constraints.get(field)
+            if support is None or len(leaves) != 1:
+                return None
+            found.append(support)
+    return found

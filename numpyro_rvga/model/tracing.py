@@ -1,0 +1,191 @@
+"""Running a NumPyro model on a few rows at a given theta, and reading what it did."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpyro
+from jax import Array
+from numpyro import handlers
+from numpyro.distributions.transforms import biject_to
+from numpyro.primitives import Messenger
+
+from .arguments import split_call
+
+
+class SiteRecord(NamedTuple):
+    """One sample site of a run.
+
+    :ivar log_abs_det: log Jacobian of the latent's transform, elementwise or per event; None if observed.
+    :ivar weight: the user's scale, without the plates' subsampling factor.
+    :ivar plates: names of the enclosing plates, outermost first.
+    """
+
+    name: str
+    fn: Any
+    value: Array
+    unconstrained: Array | None
+    log_abs_det: Array | None
+    weight: Array | float
+    plates: tuple[str, ...]
+    is_observed: bool
+    is_auxiliary: bool
+
+
+class SiteInfo(NamedTuple):
+    """What is static about a sample site: shapes, plates and kinds, without its values.
+
+    :ivar unconstrained_shape: of a latent; None if observed.
+    """
+
+    value_shape: tuple[int, ...]
+    unconstrained_shape: tuple[int, ...] | None
+    plates: tuple[str, ...]
+    is_observed: bool
+    is_auxiliary: bool
+    is_discrete: bool
+    is_improper: bool
+
+
+class RowRunner(Messenger):
+    """Gives row plates the number of rows at hand, and latent sites their values from unconstrained space."""
+
+    def __init__(
+        self, fn: Callable, row_plates: frozenset[str], num_rows: int | None, unconstrained: Mapping[str, Array]
+    ):
+        super().__init__(fn)
+        self.row_plates, self.num_rows, self.unconstrained = row_plates, num_rows, unconstrained
+        self.plate_ratio: dict[str, float] = {}
+        self.plate_size: dict[str, int] = {}
+        self.log_abs_det: dict[str, Array] = {}
+
+    def process_message(self, msg: dict) -> None:
+        if msg["type"] == "plate":
+            size, subsample_size = msg["args"]
+            self.plate_size[msg["name"]] = size
+            if msg["name"] in self.row_plates:
+                msg["args"] = (size, self.num_rows)
+                msg["value"] = jnp.arange(self.num_rows)
+                subsample_size = self.num_rows
+            self.plate_ratio[msg["name"]] = size / (subsample_size or size)
+        elif msg["type"] == "subsample" and self.row_plates:
+            msg["kwargs"]["event_dim"] = None  # the rows at hand are the subsample
+        elif msg["type"] == "sample" and not msg["is_observed"] and msg["name"] in self.unconstrained:
+            transform = site_transform(msg["fn"])
+            z = self.unconstrained[msg["name"]]
+            msg["value"] = transform(z)
+            self.log_abs_det[msg["name"]] = transform.log_abs_det_jacobian(z, msg["value"])
+
+
+def run_model(
+    model: Callable,
+    rows: Mapping[str, Array],
+    model_kwargs: Mapping[str, Any],
+    *,
+    row_plates: frozenset[str] = frozenset(),
+    unconstrained: Mapping[str, Array] | None = None,
+    rng_key: Array | None = None,
+) -> tuple[dict, RowRunner]:
+    """The trace of the model on ``rows``; latents not in ``unconstrained`` are drawn."""
+    num_rows = len(next(iter(rows.values())))
+    runner = RowRunner(model, row_plates, num_rows, unconstrained or {})
+    seeded = handlers.seed(runner, jax.random.key(0) if rng_key is None else rng_key)
+    args, kwargs = split_call(model, rows, model_kwargs)
+    with handlers.block():
+        trace = handlers.trace(seeded).get_trace(*args, **kwargs)
+    return trace, runner
+
+
+def site_transform(fn: Any) -> Any:
+    """The map from unconstrained space to the support, elementwise where the event is only a reinterpretation."""
+    support = fn.support
+    while hasattr(support, "reinterpreted_batch_ndims"):
+        support = support.base_constraint
+    return biject_to(support)
+
+
+def sample_sites(trace: dict, runner: RowRunner) -> dict[str, SiteRecord]:
+    """The sample sites of a run, in order."""
+    records = {}
+    for name, site in trace.items():
+        if site["type"] != "sample":
+            continue
+        plates = tuple(f.name for f in sorted(site["cond_indep_stack"], key=lambda f: f.dim))
+        weight = 1.0 if site["scale"] is None else site["scale"]
+        for plate in plates:
+            weight = weight / runner.plate_ratio.get(plate, 1.0)
+        records[name] = SiteRecord(
+            name,
+            site["fn"],
+            site["value"],
+            runner.unconstrained.get(name),
+            runner.log_abs_det.get(name),
+            weight,
+            plates,
+            site["is_observed"],
+            bool(site["infer"].get("is_auxiliary", False)),
+        )
+    return records
+
+
+def site_info(record: SiteRecord) -> SiteInfo:
+    latent = not (record.is_observed or record.fn.is_discrete)
+    shape = jnp.shape(site_transform(record.fn).inv(record.value)) if latent else None
+    flags = record.is_observed, record.is_auxiliary, record.fn.is_discrete, _is_improper(record.fn)
+    return SiteInfo(jnp.shape(record.value), shape, record.plates, *flags)
+
+
+def _is_improper(fn: Any) -> bool:
+    improper, base = numpyro.distributions.ImproperUniform, numpyro.distributions.Distribution
+    while not isinstance(fn, improper) and isinstance(getattr(fn, "base_dist", None), base):
+        fn = fn.base_dist
+    return isinstance(fn, improper)
+
+
+def deterministic_sites(trace: dict) -> dict[str, Array]:
+    return {name: site["value"] for name, site in trace.items() if site["type"] == "deterministic"}
+
+
+def plates_of(trace: dict) -> dict[str, tuple[str, ...]]:
+    """Enclosing plates of every sample and deterministic site, outermost first."""
+    return {
+        name: tuple(f.name for f in sorted(site["cond_indep_stack"], key=lambda f: f.dim))
+        for name, site in trace.items()
+        if site["type"] in ("sample", "deterministic")
+    }
+
+
+def peel(fn: Any) -> tuple[Any, Array | bool]:
+    """A distribution without expansion, masks and event reinterpretation: its elements are the independent terms.
+
+    :return: the base distribution and the product of the masks.
+    """
+    mask: Array | bool = True
+    distributions = numpyro.distributions
+    while True:
+        if isinstance(fn, distributions.MaskedDistribution) and not fn.event_shape:
+            mask, fn = mask & jnp.asarray(fn._mask), fn.base_dist
+        elif isinstance(fn, (distributions.Independent, distributions.ExpandedDistribution)):
+            fn = fn.base_dist
+        else:
+            return fn, mask
+
+
+def elements(record: SiteRecord) -> Array:
+    """Log density terms of a site in unconstrained space, one per independent element, flattened."""
+    fn = record.fn
+    if isinstance(fn, numpyro.distributions.Independent) and (
+        record.log_abs_det is None or jnp.shape(record.log_abs_det) == jnp.shape(record.value)
+    ):
+        fn = fn.base_dist  # the terms one by one, not their sum over the event
+    terms = fn.log_prob(record.value) * record.weight
+    if record.log_abs_det is not None:
+        extra = jnp.ndim(record.log_abs_det) - jnp.ndim(terms)
+        log_abs_det = record.log_abs_det
+        if extra > 0:
+            log_abs_det = log_abs_det.sum(axis=tuple(range(-extra, 0)))
+        terms = terms + log_abs_det
+    return jnp.ravel(terms)

@@ -1,0 +1,177 @@
+"""Is this a model whose rows are conditionally independent given global, continuous latents? Say what is not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from numpyro import handlers
+
+from ..core.symbolic import depends_on
+from .arguments import split_call
+from .tracing import RowRunner, SiteInfo, peel, plates_of
+
+CHECKED_ROWS = 8
+SUPPORT_PIECE = 2**16
+
+
+def find_row_plates(model: Callable, rows: Mapping[str, Any], model_kwargs: Mapping[str, Any]) -> frozenset[str]:
+    """Plates around observed sites whose size is the number of rows, or that subsample them."""
+    num_rows = len(next(iter(rows.values())))
+    runner = RowRunner(model, frozenset(), None, {})
+    found: dict[str, Any] = {}
+
+    def abstract(rows):
+        args, kwargs = split_call(model, rows, model_kwargs)
+        with handlers.block():
+            trace = handlers.trace(handlers.seed(runner, jax.random.key(0))).get_trace(*args, **kwargs)
+        found["plates"] = plates_of(trace)
+        found["sites"] = {n: (s["is_observed"], s["fn"]) for n, s in trace.items() if s["type"] == "sample"}
+        return 0
+
+    jax.eval_shape(
+        abstract,
+        {name: jax.ShapeDtypeStruct(a.shape, jax.dtypes.canonicalize_dtype(a.dtype)) for name, a in rows.items()},
+    )
+    around = {p for n, (observed, _) in found["sites"].items() if observed for p in found["plates"][n]}
+    return frozenset(p for p in around if runner.plate_size[p] == num_rows)
+
+
+def check_latents(one: Mapping[str, SiteInfo], two: Mapping[str, SiteInfo], row_plates: frozenset[str]) -> None:
+    """:param one: the sites of a run on one row. :param two: those of a run on two rows.
+
+    :raises NotImplementedError: for discrete latents and latents that belong to single rows.
+    """
+    for name, site in one.items():
+        if site.is_observed:
+            continue
+        if site.is_discrete:
+            raise NotImplementedError(
+                f"site {name!r} is a discrete latent variable. Sum it out: a mixture is MixtureSameFamily or Mixture."
+            )
+        inside = row_plates & set(site.plates)
+        if inside:
+            raise NotImplementedError(_local_message(name, f"inside the row plate {sorted(inside)[0]!r}"))
+        if site.value_shape != two[name].value_shape:
+            raise NotImplementedError(_local_message(name, "whose shape grows with the number of rows"))
+
+
+def _local_message(name: str, how: str) -> str:
+    return (
+        f"site {name!r} is a latent variable {how}. Local latents are not supported: give it a plate of its own and "
+        "index into it (a[group]), or integrate it out of the observation's distribution."
+    )
+
+
+def check_independence(program: Any, rows: Mapping[str, np.ndarray]) -> None:
+    """The terms of a few rows must be the same taken together and one by one."""
+    count = min(CHECKED_ROWS, len(next(iter(rows.values()))))
+    few = {name: jnp.asarray(array[:count]) for name, array in rows.items()}
+    origin = jnp.zeros(program.layout.size, program.dtype)
+    alone = jax.eval_shape(lambda r: program.site_elements(origin, r), _row(few, 0))
+    for name, terms in alone.items():
+        if terms.shape[0] == 0:
+            raise NotImplementedError(_coupled_message(name, "one row by itself has no term"))
+    try:
+        together = jax.eval_shape(lambda r: program.site_elements(origin, r), few)
+    except (TypeError, ValueError) as error:
+        raise NotImplementedError(
+            _coupled_message(next(iter(alone)), f"on {count} rows the model fails: {error}")
+        ) from error
+    for name, terms in together.items():
+        if alone[name].shape[0] * count != terms.shape[0] and program.plates[name]:
+            size = alone[name].shape[0]
+            raise NotImplementedError(
+                _coupled_message(name, f"it has {size} terms for one row and {terms.shape[0]} for {count}")
+            )
+    singles = {name: array[:, None] for name, array in few.items()}
+    tolerance = 1e3 * float(jnp.finfo(program.dtype).eps)
+
+    @jax.jit
+    def both(theta, few, singles):
+        one_by_one = jax.vmap(lambda row: program.site_elements(theta, row))(singles)
+        return program.site_elements(theta, few), one_by_one
+
+    for seed in range(3):
+        theta = np.random.default_rng(seed).normal(0.0, 0.5, program.layout.size).astype(program.dtype)
+        joint, single = jax.device_get(both(theta, few, singles))
+        for name in joint:
+            total, parts = np.sum(np.asarray(joint[name], np.float64)), np.asarray(single[name], np.float64)
+            if not np.isfinite(total) or not np.isfinite(parts).all():
+                continue
+            if abs(total - parts.sum()) > tolerance * max(np.abs(parts).sum(), 1.0):
+                raise NotImplementedError(
+                    _coupled_message(
+                        name, f"{count} rows together have log density {total:.6g}, one by one {parts.sum():.6g}"
+                    )
+                )
+
+
+class SupportCheck:
+    """Are a site's observed values in its distribution's support? Compiled once, for pieces of a few fixed sizes."""
+
+    def __init__(self, program: Any, site: str):
+        self._site = site
+        inside = lambda row: {"inside": _in_support(program, site, row)}  # noqa: E731
+        value = lambda row: {"value": program.site_record(site, row).value}  # noqa: E731
+        self._value_arrays = sorted(depends_on(value, program.example_row)["value"])
+        self._arrays = sorted(depends_on(inside, program.example_row)["inside"])
+        self._support = peel_abstractly(program, site).support
+        example = program.example_row
+
+        @jax.jit
+        def many(arrays):
+            return jax.vmap(lambda row: inside({**example, **{n: v[None] for n, v in row.items()}})["inside"])(arrays)
+
+        self._many = many
+
+    def __call__(self, rows: Mapping[str, np.ndarray], first_row: int) -> None:
+        """:raises ValueError: naming site, array and row."""
+        if not self._arrays:
+            return
+        arrays = {name: rows[name] for name in self._arrays}
+        total = len(next(iter(arrays.values())))
+        size = min(SUPPORT_PIECE, 1 << (total - 1).bit_length())
+        for start in range(0, total, size):
+            taken = np.minimum(np.arange(start, start + size), total - 1)
+            inside = np.asarray(self._many({name: array[taken] for name, array in arrays.items()}))
+            if not inside.all():
+                row = first_row + int(taken[np.argmin(inside)])
+                where = f"row {row} of array {' and '.join(map(repr, self._value_arrays))}"
+                raise ValueError(
+                    f"site {self._site!r}: {where} lies outside the support ({self._support}) of its distribution."
+                )
+
+
+def peel_abstractly(program: Any, site: str) -> Any:
+    """A site's distribution, for what is static about it."""
+    found: list = []
+
+    def abstract(row):
+        found.append(peel(program.site_record(site, row).fn)[0])
+        return 0
+
+    jax.eval_shape(abstract, program.example_row)
+    return found[0]
+
+
+def _in_support(program, name, row):
+    record = program.site_record(name, row)
+    fn, mask = peel(record.fn)
+    inside = fn.support(record.value)
+    return jnp.all(inside | ~jnp.asarray(mask) if jnp.ndim(inside) >= jnp.ndim(mask) else inside)
+
+
+def _row(rows, i):
+    return {name: array[i : i + 1] for name, array in rows.items()}
+
+
+def _coupled_message(name: str, why: str) -> str:
+    return (
+        f"site {name!r}: the rows of the data are not conditionally independent given the latents, or the model does "
+        f"not take its rows from the data ({why}). Pass every per-row array in the data (lagged values as columns of "
+        "their own), and compute nothing across rows inside the model."
+    )

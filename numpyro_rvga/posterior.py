@@ -1,0 +1,292 @@
+"""The result: a Gaussian over a model's latent sites in unconstrained space, and everything that is read off it."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro.distributions as dist
+from jax import Array
+from jax.typing import ArrayLike
+from numpyro.infer import NUTS
+from numpyro.infer.autoguide import AutoMultivariateNormal
+
+from . import arviz, prediction, storage, warmstart
+from .core.linalg import lower_from_root
+
+if TYPE_CHECKING:
+    from .model import Program
+
+SUMMARY_PAIRS = 5_000
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class Posterior:
+    """A Gaussian approximation N(mean, scale scale^T) of a model's posterior in unconstrained space.
+
+    The sites are flattened in the order of :attr:`site_names`. Posteriors are made by ``RVGA(model).run(data)`` and its
+    relatives, seldom by hand.
+
+    :param program: the compiled model.
+    :param mean: mean of q, shape ``(P,)``.
+    :param scale: any square root of the covariance, shape ``(P, P)``: ``covariance = scale @ scale.T``.
+    :param elbo: the bound on log p(data), where the method has it.
+    :param info: what the run has to tell besides: plain scalars, strings, arrays, and lists or dicts of these.
+    :param continuation: the object whose ``update(posterior, data, **kwargs)`` absorbs further rows.
+    :param num_rows: the number of rows absorbed so far.
+    :raises ValueError: if the shapes of ``mean`` and ``scale`` do not fit the program's layout.
+    """
+
+    program: Program
+    mean: Array
+    scale: Array
+    elbo: float | None = None
+    info: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    continuation: Any = None
+    num_rows: int = dataclasses.field(kw_only=True)
+
+    def __post_init__(self) -> None:
+        size = self.program.layout.size
+        for name, shape in {"mean": (size,), "scale": (size, size)}.items():
+            value = jnp.asarray(getattr(self, name))
+            if value.shape != shape:
+                raise ValueError(f"{name} must have shape {shape} for this model, not {value.shape}.")
+            object.__setattr__(self, name, value)
+
+    def __repr__(self) -> str:
+        sites = ", ".join(self.site_names)
+        bound = "" if self.elbo is None else f", elbo={self.elbo:.6g}"
+        return f"Posterior(sites=({sites}), size={self.mean.size}, num_rows={self.num_rows}{bound})"
+
+    @property
+    def site_names(self) -> tuple[str, ...]:
+        """The latent sites, in the order in which they are flattened."""
+        return tuple(self.program.layout.site_names)
+
+    @functools.cached_property
+    def covariance(self) -> Array:
+        """The covariance of q in unconstrained space, shape ``(P, P)``."""
+        return jnp.matmul(self.scale, self.scale.T, precision="highest")
+
+    @functools.cached_property
+    def scale_tril(self) -> Array:
+        """The Cholesky factor of the covariance: lower triangular with a positive diagonal, shape ``(P, P)``."""
+        return lower_from_root(self.scale)
+
+    def sample_posterior(self, rng_key: Array, sample_shape: tuple[int, ...] = ()) -> dict[str, Array]:
+        """Draw from q.
+
+        :param rng_key: random key.
+        :param sample_shape: leading shape of the draws.
+        :return: the constrained latent sites and the deterministic sites outside the row plate, each of shape
+            ``(*sample_shape, *site_shape)``.
+        """
+        return self.constrain(self.sample_unconstrained(rng_key, sample_shape))
+
+    def sample_unconstrained(self, rng_key: Array, sample_shape: tuple[int, ...] = ()) -> Array:
+        """Draw flat unconstrained vectors theta from q.
+
+        :param rng_key: random key.
+        :param sample_shape: leading shape of the draws.
+        :return: shape ``(*sample_shape, P)``.
+        """
+        standard = jax.random.normal(rng_key, (*sample_shape, self.mean.size), self.mean.dtype)
+        return self._affine(standard)
+
+    def constrain(self, theta: Array) -> dict[str, Array]:
+        """The model's sites at flat unconstrained vectors.
+
+        :param theta: shape ``(..., P)``.
+        :return: the sites that :meth:`sample_posterior` returns, each of shape ``(..., *site_shape)``.
+        """
+        batch_shape = theta.shape[:-1]
+        sites = self._constrain(jnp.reshape(theta, (-1, theta.shape[-1])))
+        return {name: jnp.reshape(value, (*batch_shape, *value.shape[1:])) for name, value in sites.items()}
+
+    def median(self) -> dict[str, Array]:
+        """The median of q's marginals, as :meth:`~numpyro.infer.autoguide.AutoMultivariateNormal.median` has it.
+
+        :return: the constrained latent sites, and the deterministic sites outside the row plate, at the mean of q. This
+            is the marginal median wherever the site's transform acts elementwise (not for a simplex, say), and
+            for a deterministic site only where it is a monotone function of one latent value.
+        """
+        return self.constrain(self.mean)
+
+    def quantiles(self, quantiles: ArrayLike) -> dict[str, Array]:
+        """Quantiles of q's marginals, as :meth:`~numpyro.infer.autoguide.AutoMultivariateNormal.quantiles` has them.
+
+        :param quantiles: one probability or an array of them.
+        :return: dict of sites of shape ``(*quantiles.shape, *site_shape)``: the marginal quantiles in unconstrained space,
+            pushed through the model's transforms. The caveat of :meth:`median` holds.
+        """
+        probabilities = jnp.asarray(quantiles, self.mean.dtype)[..., None]
+        marginal_scale = jnp.linalg.norm(self.scale, axis=-1)
+        return self.constrain(dist.Normal(self.mean, marginal_scale).icdf(probabilities))
+
+    def log_prob(self, sites: Mapping[str, ArrayLike]) -> Array:
+        """The log density log q(theta) of the unconstrained vector theta that belongs to ``sites``.
+
+        This is a density in unconstrained space: the log-determinants of the transforms are not added. It is what
+        the model's log joint in unconstrained space (NumPyro's negative potential energy) compares with.
+
+        :param sites: constrained values of every latent site, with any common leading shape. Other entries, such as
+            deterministic sites, are ignored.
+        :return: log densities of that leading shape.
+        :raises ValueError: if a latent site is missing or has the wrong shape.
+        """
+        values, batch_shape = self._checked_latents(sites)
+        batch = {name: jnp.reshape(value, (-1, *value.shape[len(batch_shape) :])) for name, value in values.items()}
+        theta = self._unconstrain(batch)
+        return self.log_prob_unconstrained(jnp.reshape(theta, (*batch_shape, self.mean.size)))
+
+    def log_prob_unconstrained(self, theta: Array) -> Array:
+        """The log density of q at flat unconstrained vectors.
+
+        :param theta: shape ``(..., P)``.
+        :return: shape ``(...)``.
+        """
+        return dist.MultivariateNormal(self.mean, scale_tril=self.scale_tril).log_prob(theta)
+
+    def print_summary(self, prob: float = 0.9) -> None:
+        """Print mean, standard deviation, median and central interval of every scalar of the latent sites under q.
+
+        The figures are those of constrained values. They come from a fixed set of mirrored draws, so they are the same
+        at every call; for sites on the real line the mean and the median are exact.
+
+        :param prob: the probability of the interval.
+        :raises ValueError: if ``prob`` is not between 0 and 1.
+        """
+        if not 0 < prob < 1:
+            raise ValueError(f"prob must lie between 0 and 1, not {prob}.")
+        standard = jax.random.normal(jax.random.key(0), (SUMMARY_PAIRS, self.mean.size), self.mean.dtype)
+        theta = self._affine(jnp.concatenate([standard, -standard]))
+        draws = jax.device_get(self.constrain(theta))
+        print(_summary_table({name: draws[name].astype(np.float64) for name in self.site_names}, prob))
+
+    def predictive(
+        self,
+        rng_key: Array | None,
+        data: Mapping[str, ArrayLike] | tuple,
+        num_samples: int = 1000,
+        method: str = "monte_carlo",
+    ) -> dict[str, Any]:
+        """Predict the observed sites of new rows.
+
+        :param rng_key: random key; ``closed_form`` needs none.
+        :param data: rows as :meth:`RVGA.run` takes them, with or without the outcome.
+        :param num_samples: the number of posterior draws of ``monte_carlo``.
+        :param method: ``"monte_carlo"`` draws parameters from q and runs the model forward with every observed site
+            drawn anew. ``"closed_form"`` is the R-VGA paper's approximate probability of a logistic site and its
+            variance under q (equations 62 and 63), with no sampling.
+        :return: for ``monte_carlo`` the observed sites and the deterministic sites inside the row plate, of shape
+            ``(num_samples, *site_shape)``; for ``closed_form`` a dict ``{"mean": ..., "variance": ...}`` of arrays of
+            shape ``(num_rows, *element_shape)`` for each observed site.
+        :raises ValueError: if ``method`` is unknown or ``data`` invalid.
+        :raises NotImplementedError: if ``method`` is ``"closed_form"`` and an observed site is not logistic.
+        """
+        if method == "monte_carlo":
+            return prediction.monte_carlo(self, rng_key, data, num_samples)
+        if method == "closed_form":
+            return prediction.closed_form(self, data)
+        raise ValueError(f"method must be 'monte_carlo' or 'closed_form', not {method!r}.")
+
+    def to_arviz(
+        self,
+        data: Mapping[str, ArrayLike] | tuple | None = None,
+        *,
+        rng_key: Array | None = None,
+        num_samples: int = 1000,
+        coords: Mapping[str, Any] | None = None,
+        dims: Mapping[str, list[str]] | None = None,
+    ) -> Any:
+        """Convert to ArviZ; see :func:`numpyro_rvga.arviz.to_arviz`."""
+        return arviz.to_arviz(self, data, rng_key=rng_key, num_samples=num_samples, coords=coords, dims=dims)
+
+    def khat(
+        self, data: Mapping[str, ArrayLike] | tuple, *, rng_key: Array | None = None, num_samples: int = 1000
+    ) -> arviz.Khat:
+        """The Pareto k of the importance ratios p/q; see :func:`numpyro_rvga.arviz.khat`."""
+        return arviz.khat(self, data, rng_key=rng_key, num_samples=num_samples)
+
+    def nuts(self, **nuts_kwargs: Any) -> NUTS:
+        """A NUTS kernel warm-started from q; see :func:`numpyro_rvga.warmstart.nuts`."""
+        return warmstart.nuts(self, **nuts_kwargs)
+
+    def init_params(self, rng_key: Array, num_chains: int = 1) -> dict[str, Array]:
+        """Initial values of Markov chains; see :func:`numpyro_rvga.warmstart.init_params`."""
+        return warmstart.init_params(self, rng_key, num_chains)
+
+    def as_guide(self) -> tuple[AutoMultivariateNormal, dict[str, Array]]:
+        """The same Gaussian as a NumPyro guide; see :func:`numpyro_rvga.warmstart.as_guide`."""
+        return warmstart.as_guide(self)
+
+    def save(self, path: str | os.PathLike) -> None:
+        """Write this posterior to a file; see :func:`numpyro_rvga.storage.save`."""
+        storage.save(self, path)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike, model: Callable, **model_kwargs: Any) -> Posterior:
+        """Read a posterior that :meth:`save` wrote; see :func:`numpyro_rvga.storage.load`."""
+        return cls(**storage.load(path, model, **model_kwargs))
+
+    def update(self, data: Any, **kwargs: Any) -> Posterior:
+        """Absorb further rows.
+
+        :param data: rows as :meth:`RVGA.run` takes them.
+        :param kwargs: passed on to the method that made this posterior.
+        :return: a new posterior; this one stays as it is.
+        :raises ValueError: if this posterior has no method to go on with, as after :meth:`load`.
+        """
+        if self.continuation is None:
+            raise ValueError(
+                "This posterior holds no method to go on with. Choose one: RVGA(model).run(data, init=posterior)."
+            )
+        return self.continuation.update(self, data, **kwargs)
+
+    def _affine(self, standard: Array) -> Array:
+        return self.mean + jnp.matmul(standard, self.scale.T, precision="highest")
+
+    @functools.cached_property
+    def _constrain(self) -> Callable[[Array], dict[str, Array]]:
+        return jax.jit(jax.vmap(self.program.constrain))
+
+    @functools.cached_property
+    def _unconstrain(self) -> Callable[[dict[str, Array]], Array]:
+        return jax.jit(jax.vmap(self.program.unconstrain))
+
+    def _checked_latents(self, sites: Mapping[str, ArrayLike]) -> tuple[dict[str, Array], tuple[int, ...]]:
+        """The latent sites as arrays, and the leading shape that they share."""
+        missing = [name for name in self.site_names if name not in sites]
+        if missing:
+            raise ValueError(f"log_prob needs the latent sites {missing} too.")
+        values = {name: jnp.asarray(sites[name]) for name in self.site_names}
+        shapes = {name: value.shape for name, value in jax.eval_shape(self.program.constrain, self.mean).items()}
+        first = self.site_names[0]
+        batch_shape = values[first].shape[: max(values[first].ndim - len(shapes[first]), 0)]
+        for name, value in values.items():
+            expected = (*batch_shape, *shapes[name])
+            if value.shape != expected:
+                raise ValueError(f"site '{name}' must have shape {expected}, not {value.shape}.")
+        return values, batch_shape
+
+
+def _summary_table(samples: Mapping[str, np.ndarray], prob: float) -> str:
+    """The table of :func:`numpyro.diagnostics.print_summary` without the columns that concern Markov chains."""
+    tails = [(1 - prob) / 2, (1 + prob) / 2]
+    header = ["mean", "std", "median", *(f"{100 * tail:.1f}%" for tail in tails)]
+    rows = []
+    for name, draws in samples.items():
+        columns = [draws.mean(0), draws.std(0), np.median(draws, 0), *np.quantile(draws, tails, axis=0)]
+        for index in np.ndindex(draws.shape[1:]):
+            label = f"{name}[{','.join(map(str, index))}]" if index else name
+            rows.append((label, [column[index] for column in columns]))
+    width = max(10, *(len(label) for label, _ in rows))
+    lines = [" " * width + "".join(f" {title:>9}" for title in header)]
+    lines += [f"{label:>{width}}" + "".join(f" {value:>9.2f}" for value in values) for label, values in rows]
+    return "\n" + "\n".join(lines) + "\n"

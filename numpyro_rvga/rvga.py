@@ -1,0 +1,415 @@
+"""RVGA: the recursive variational Gaussian approximation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from .core.recursion import State, StepInfo, new_state
+from .engine import Engine, Options, describe_bad_rows
+from .model.arguments import check_finite, named_rows
+from .model.program import Program
+from .posterior import Posterior
+from .stream import RowMemory, RowSource, checked_blocks, pad, permuted
+
+SCHEMES = ("implicit", "explicit", "ekf", "qkf", "laplace")
+EXPECTATIONS = ("auto", "exact", "probit", "quadrature", "sigma_points", "monte_carlo", "linearized")
+ORDERS = ("auto", 2, 1, 0)
+FAMILIES = ("full",)
+FIRST_BLOCK_ROWS = 2000
+FIRST_BLOCK_ROWS_PER_PARAMETER = 40
+FIRST_BLOCK_NUMBERS = 2**26  # in the Jacobians of the first block
+MEMORY_ROWS_PER_PARAMETER = 1000
+MEMORY_NUMBERS = 2**25  # in the Jacobians of the kept rows
+CHUNK_NUMBERS = 2**22
+MAX_CHUNK = 8192
+DEFAULT_BLOCK = 128
+
+
+class RVGA:
+    """Gaussian posterior of a NumPyro model in one pass over the data.
+
+    **Example**
+
+    .. code-block:: python
+
+        posterior = RVGA(model).run({"X": X, "y": y})
+        posterior.print_summary()
+        posterior.to_arviz()
+
+    :param model: a NumPyro model whose rows are conditionally independent given global, continuous latents.
+    :param str scheme: ``"implicit"`` minimises KL(q_t || p(rows | theta) q_(t-1)) exactly, block by block (equations
+        28-29); ``"explicit"`` takes the expectations under q_(t-1) (30-31); ``"ekf"`` is the extended Kalman filter
+        (Theorem 3); ``"qkf"`` the quadratic Kalman filter for logistic rows (90); ``"laplace"`` the batch Laplace
+        approximation, with all rows in one block.
+    :param str expectation: how E_q[log lik] and its derivatives are computed. ``"auto"``: closed forms where there
+        are any (``"exact"``), ``"quadrature"`` for up to three predictors, else ``"monte_carlo"`` in predictor space.
+        Also ``"probit"`` (58-61), ``"sigma_points"``, ``"linearized"`` (derivatives at the mean).
+    :param order: derivatives of the log-likelihood that are used: 2, 1 or 0 (Corollary 1.1). ``"auto"``: 2, or 1
+        where the log-likelihood is found to have kinks.
+    :param block_size: rows that the implicit scheme takes at once. An integer asks for the plain recursion, in blocks
+        of that size from the first row on (1: the paper's); ``"auto"`` takes 128 after a large first block, and
+        keeps a memory. Explicit schemes take rows one by one.
+    :param first_block: rows of a first, joint solve. Much of the error of one pass is made while q is diffuse, so
+        ``"auto"`` takes 40 rows per parameter and at least 2,000, memory permitting (none with a given block_size).
+    :param memory: rows to keep for a last solve. While the data go by, the rows whose Gaussian summaries are least
+        exact (those that reached q while it was wide in their direction: rare levels, separated classes) are kept,
+        and in the end take their summaries' place. ``"auto"``: 1,000 rows per parameter, within 2^25 numbers (none
+        with a given block_size, or if predictors are not affine).
+    :param str family: ``"full"``, a Gaussian with a full covariance matrix.
+    :param bool shuffle: visit rows in random order. In-memory data only; with a file sorted by class or by time, one
+        pass in the given order is much less accurate than in a random one.
+    :param float improper_prior_scale: standard deviation, in unconstrained space, of the normal that stands for
+        improper priors. None (default) refuses them.
+    :param float tolerance: squared length of the natural gradient, in nats, at which a block counts as solved.
+        Default: 1e-9 in float64, 1e-6 in float32.
+    :param int max_iterations: of a block's solve.
+    :param int num_samples: nodes of Monte Carlo expectations.
+    :raises ValueError: for options that do not exist or exclude each other.
+
+    **References**
+
+    1. *The recursive variational Gaussian approximation (R-VGA)*, M. Lambert, S. Bonnabel, F. Bach (2021)
+    """
+
+    def __init__(
+        self,
+        model: Callable,
+        *,
+        scheme: str = "implicit",
+        expectation: str = "auto",
+        order: int | str = "auto",
+        block_size: int | str = "auto",
+        first_block: int | str = "auto",
+        memory: int | str = "auto",
+        family: str = "full",
+        shuffle: bool = False,
+        improper_prior_scale: float | None = None,
+        tolerance: float | None = None,
+        max_iterations: int = 200,
+        num_samples: int = 256,
+    ):
+        _check_choice("scheme", scheme, SCHEMES)
+        _check_choice("expectation", expectation, EXPECTATIONS)
+        _check_choice("order", order, ORDERS)
+        _check_choice("family", family, FAMILIES)
+        _check_size("block_size", block_size, 1)
+        _check_size("first_block", first_block, 0)
+        _check_size("memory", memory, 0)
+        if scheme != "implicit" and (block_size not in ("auto", 1) or {first_block, memory} - {"auto", 0}):
+            raise ValueError(f"scheme={scheme!r} fixes its blocks: leave block_size, first_block and memory at 'auto'.")
+        if scheme in ("ekf", "qkf", "laplace") and expectation != "auto":
+            raise ValueError(f"scheme={scheme!r} fixes the expectation: leave expectation at 'auto'.")
+        if expectation in ("exact", "probit", "linearized") and order not in ("auto", 2):
+            raise ValueError(f"expectation={expectation!r} has one form: leave order at 'auto'.")
+        if improper_prior_scale is not None and not improper_prior_scale > 0:
+            raise ValueError(f"improper_prior_scale must be positive, not {improper_prior_scale}.")
+        if tolerance is not None and not tolerance > 0:
+            raise ValueError(f"tolerance must be positive, not {tolerance}.")
+        for name, value in (("max_iterations", max_iterations), ("num_samples", num_samples)):
+            if not (isinstance(value, int) and value > 0):
+                raise ValueError(f"{name} must be a positive integer, not {value!r}.")
+        self.model = model
+        self.shuffle = shuffle
+        self.block_size = block_size
+        self.first_block = first_block
+        self.memory = memory
+        self.improper_prior_scale = improper_prior_scale
+        self.options = Options(scheme, expectation, order, tolerance, max_iterations, num_samples)
+        self._engines: list[tuple[Any, dict, Engine]] = []
+
+    # ------------------------------------------------------------------ one call
+    def run(
+        self,
+        data: Mapping[str, Any] | tuple | Iterable,
+        *,
+        rng_key: Array | None = None,
+        init: Posterior | State | None = None,
+        progress_bar: bool = True,
+        **model_kwargs: Any,
+    ) -> Posterior:
+        """One pass over the data.
+
+        :param data: a mapping from the model's argument names to arrays that share their leading axis, the rows; a
+            tuple of such arrays for positional arguments; or an iterable of such blocks.
+        :param rng_key: for ``shuffle`` and Monte Carlo expectations. Default: ``jax.random.key(0)``.
+        :param init: a posterior (or state) to go on from, in place of the prior.
+        :param progress_bar: show rows done.
+        :param model_kwargs: go to every call of the model unchanged.
+        :return: the posterior.
+        :raises ValueError: for unusable data, naming the array and the row. ``init`` is never harmed.
+        :raises NotImplementedError: for discrete or local latents, and for rows that are not independent.
+        """
+        rng_key = jax.random.key(0) if rng_key is None else rng_key
+        node_key, order_key = jax.random.split(rng_key)
+        in_memory = isinstance(data, (Mapping, tuple))
+        if in_memory:
+            rows = self._checked(data, 0, model_kwargs)
+            engine = self._engine(rows, model_kwargs, node_key)
+            engine.program.check_rows(rows)
+            total = _length(rows)
+            if self.shuffle:
+                rows = permuted(rows, np.asarray(jax.random.permutation(order_key, total)))
+            source = RowSource(iter([rows]))
+        else:
+            if self.shuffle:
+                raise ValueError("shuffle=True needs the data in memory; shuffle an iterable where it is made.")
+            blocks = checked_blocks(iter(data), lambda block, row: self._checked(block, row, model_kwargs))
+            head = next(blocks)
+            engine = self._engine(head, model_kwargs, node_key)
+            source, total = RowSource(_chain(head, blocks)), None
+        state = engine.program.initial_state() if init is None else _state_of(init, engine.program)
+        with _progress(progress_bar, total) as progress:
+            state, info = self._absorb(engine, state, source, total, progress, check=not in_memory)
+        return self._posterior(engine, state, info, model_kwargs)
+
+    # ------------------------------------------------------------------ functional form
+    def init(self, data: Mapping[str, Any] | tuple, *, rng_key: Array | None = None, **model_kwargs: Any) -> State:
+        """The state before any row, for data of this form.
+
+        :param data: a block of data, as for :meth:`run`; used for its form only, and not absorbed.
+        :return: the state, a pytree.
+        """
+        rows = self._checked(data, 0, model_kwargs)
+        return self._engine(
+            rows, model_kwargs, jax.random.key(0) if rng_key is None else rng_key
+        ).program.initial_state()
+
+    def update(self, state: State, data: Mapping[str, Any]) -> State:
+        """Absorb a block of rows: jointly (implicit and Laplace), or one by one (explicit schemes).
+
+        Pure: works under ``jax.jit``. Rows are not checked; a block that has no finite result leaves the state as is.
+
+        :param state: from :meth:`init` or an earlier update.
+        :param data: a mapping from argument names to arrays, of the form that :meth:`init` saw.
+        :raises RuntimeError: before :meth:`init`.
+        """
+        if not self._engines:
+            raise RuntimeError("call init(data) before update(state, data).")
+        engine = self._engines[-1][2]
+        rows = {name: jnp.asarray(array) for name, array in data.items() if array is not None}
+        weights = jnp.ones(_length(rows))
+        if self.options.scheme in ("implicit", "laplace"):
+            return engine.joint(state, rows, weights)[0]
+        return engine.stream(state, rows, weights, block_size=1)[0]
+
+    def posterior(self, state: State) -> Posterior:
+        """The posterior that a state stands for (prior terms that are not Gaussian solved for once more)."""
+        if not self._engines:
+            raise RuntimeError("call init(data) before posterior(state).")
+        _, model_kwargs, engine = self._engines[-1]
+        gathered = _Gathered()
+        if state.prior_site is not None:
+            state = self._settle(engine, state, gathered)
+        return self._posterior(engine, state, gathered.summary(), model_kwargs)
+
+    # ------------------------------------------------------------------ inside
+    def _absorb(self, engine, state, source, total, progress, check):
+        sizes = self._sizes(engine, total)
+        memory, gathered, done = RowMemory(sizes.memory), _Gathered(), 0
+        keep = sizes.memory > 0
+        while True:
+            joint = done == 0 and sizes.first > 0
+            piece = source.take(sizes.first if joint else sizes.chunk)
+            if piece is None:
+                break
+            length = _length(piece)
+            if check:
+                engine.program.check_rows(piece, done)
+            if joint:
+                after, info = engine.joint(state, *_on_device(piece, length), with_sites=keep)
+            else:
+                arrays = _on_device(piece, sizes.chunk)
+                after, info = engine.stream(state, *arrays, block_size=sizes.block, with_sites=keep)
+            if not np.asarray(info.ok).all():
+                self._refuse(engine, state, piece, done)
+            memory.offer(piece, info.sites)
+            gathered.add(info)
+            state, done = after, done + length
+            progress.update(length)
+        kept = memory.contents() if done > sizes.first else None
+        if kept is not None:
+            state = self._revisit(engine, state, *kept, gathered)
+        elif state.prior_site is not None and done > sizes.first:
+            state = self._settle(engine, state, gathered)
+        facts = {"num_rows": done, "block_size": sizes.block, "first_block": min(sizes.first, done)}
+        return state, gathered.summary() | facts | {"kept_rows": 0 if kept is None else _length(kept[0])}
+
+    def _revisit(self, engine, state, rows, sites, gathered):
+        """Solve once more with the kept rows as themselves, not as their Gaussian sites."""
+        length = _length(rows)
+        size = 1 << (length - 1).bit_length()  # few different sizes, few compilations
+        rows, weights = _on_device(rows, size)
+        fill = lambda x: np.concatenate([x, np.broadcast_to(x[-1:], (size - length, *x.shape[1:]))])  # noqa: E731
+        after, info = engine.joint(state, rows, weights, jax.tree.map(fill, sites))
+        gathered.add(info)
+        return after
+
+    def _settle(self, engine, state, gathered):
+        after, info = engine.settle(state)
+        if not bool(info.ok):
+            raise ValueError("the final solve against the true prior has no finite result: is the prior proper?")
+        gathered.add(info)
+        return after
+
+    def _sizes(self, engine: Engine, total: int | None) -> _Sizes:
+        per_row, size = engine.numbers_per_row, engine.program.layout.size
+        plain = self.block_size != "auto" or self.options.scheme != "implicit"
+        block = self.block_size if self.block_size != "auto" else DEFAULT_BLOCK if not plain else 1
+        if self.options.scheme == "laplace":
+            if total is None:
+                raise ValueError("scheme='laplace' needs all rows in memory at once.")
+            first = total
+        elif self.first_block == "auto":
+            first = 0 if plain else max(FIRST_BLOCK_ROWS, FIRST_BLOCK_ROWS_PER_PARAMETER * size)
+            if total is not None and total <= 2 * first:
+                first = total
+            first = min(first, max(FIRST_BLOCK_NUMBERS // per_row, 1))
+        else:
+            first = self.first_block
+        if self.memory == "auto":
+            useful = not plain and engine.is_affine
+            memory = min(MEMORY_ROWS_PER_PARAMETER * size, MEMORY_NUMBERS // per_row) if useful else 0
+        else:
+            memory = self.memory
+        chunk = min(MAX_CHUNK, max(CHUNK_NUMBERS // per_row, 1))
+        if total is not None:
+            chunk = min(chunk, max(total - first, 1))
+        return _Sizes(first, block, max(1, -(-chunk // block)) * block, memory)
+
+    def _refuse(self, engine, state, piece, first_row):
+        reason = describe_bad_rows(engine.program, state, piece, first_row)
+        rows = f"rows {first_row} to {first_row + _length(piece) - 1}"
+        raise ValueError(
+            f"no finite update on {rows}: {reason or 'the expected log-likelihood is not finite'} at the current "
+            "state. Check these rows and the prior's scale, or mask the rows in the model. What was passed as init is "
+            "unchanged."
+        )
+
+    def _posterior(self, engine, state, info, model_kwargs):
+        continuation = Continuation(self, state, dict(model_kwargs))
+        info = {"scheme": self.options.scheme, "expectation": self.options.expectation, **info}
+        bound, num_rows = float(state.log_evidence), int(state.num_rows)
+        return Posterior(engine.program, state.mean, state.root, bound, info, continuation, num_rows=num_rows)
+
+    def _checked(self, data, first_row, model_kwargs):
+        rows = named_rows(self.model, data, model_kwargs)
+        check_finite(rows, first_row)
+        return rows
+
+    def _engine(self, rows: dict[str, np.ndarray], model_kwargs: dict, rng_key: Array) -> Engine:
+        form = tuple(sorted((n, a.shape[1:], str(a.dtype)) for n, a in rows.items())), str(jnp.result_type(float))
+        form = (*form, _length(rows), tuple(np.asarray(jax.random.key_data(rng_key)).tolist()))
+        for known, kwargs, engine in self._engines:
+            if known == form and _same(kwargs, model_kwargs):
+                return engine
+        program = Program(
+            self.model,
+            rows,
+            model_kwargs,
+            improper_prior_scale=self.improper_prior_scale,
+            prefer_parameters=self.options.scheme == "ekf" or self.options.expectation == "linearized",
+        )
+        program.check_independence(rows)
+        engine = Engine(program, self.options, rows, rng_key)
+        self._engines.append((form, dict(model_kwargs), engine))
+        return engine
+
+
+@dataclass(frozen=True)
+class Continuation:
+    """What a posterior needs to take in more rows."""
+
+    rvga: RVGA
+    state: State
+    model_kwargs: dict
+
+    def update(self, posterior: Posterior, data: Any, **kwargs: Any) -> Posterior:
+        """The posterior after more rows; ``posterior`` is unchanged."""
+        return self.rvga.run(data, init=self.state, **{**self.model_kwargs, **kwargs})
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    first: int
+    block: int
+    chunk: int
+    memory: int
+
+
+class _Gathered:
+    """What the steps of a run have in common to report."""
+
+    def __init__(self):
+        self._iterations: list[float] = []
+        self._converged, self._decrement = True, 0.0
+
+    def add(self, info: StepInfo) -> None:
+        self._iterations.append(float(np.mean(np.asarray(info.iterations))))
+        self._converged = self._converged and bool(np.asarray(info.converged).all())
+        self._decrement = max(self._decrement, float(np.max(np.asarray(info.decrement))))
+
+    def summary(self) -> dict:
+        mean_iterations = float(np.mean(self._iterations)) if self._iterations else 0.0
+        return {"converged": self._converged, "mean_iterations": mean_iterations, "largest_decrement": self._decrement}
+
+
+def _on_device(piece, size):
+    rows, weights = pad(piece, size)
+    return {name: jnp.asarray(array) for name, array in rows.items()}, jnp.asarray(weights)
+
+
+def _state_of(init: Posterior | State, program: Program) -> State:
+    if isinstance(init, State):
+        return init
+    if init.site_names != program.layout.site_names or init.mean.shape[0] != program.layout.size:
+        raise ValueError(
+            f"init has latent sites {init.site_names}, the model {program.layout.site_names}: they must be the same."
+        )
+    if isinstance(init.continuation, Continuation):
+        return init.continuation.state
+    return new_state(jnp.asarray(init.mean, program.dtype), jnp.asarray(init.scale, program.dtype), None)
+
+
+def _chain(head, rest):
+    yield head
+    yield from rest
+
+
+def _progress(enabled: bool, total: int | None):
+    from tqdm.auto import tqdm
+
+    return tqdm(total=total, unit="row", unit_scale=True, disable=not enabled, desc="RVGA")
+
+
+def _same(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
+    return a.keys() == b.keys() and all(_equal(a[k], b[k]) for k in a)
+
+
+def _equal(a: Any, b: Any) -> bool:
+    if a is b:
+        return True
+    if isinstance(a, (np.ndarray, jax.Array)) or isinstance(b, (np.ndarray, jax.Array)):
+        return np.shape(a) == np.shape(b) and bool(np.array_equal(a, b))
+    return type(a) is type(b) and bool(a == b)
+
+
+def _length(rows: Mapping[str, Any]) -> int:
+    return len(next(iter(rows.values())))
+
+
+def _check_choice(name: str, value: Any, choices: tuple) -> None:
+    if value not in choices:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, not {value!r}.")
+
+
+def _check_size(name: str, value: Any, least: int) -> None:
+    whole = isinstance(value, int) and not isinstance(value, bool) and value >= least
+    if value != "auto" and not whole:
+        raise ValueError(f"{name} must be 'auto' or an integer of at least {least}, not {value!r}.")

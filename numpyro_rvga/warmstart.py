@@ -1,0 +1,105 @@
+"""Starting other inference from a posterior: a NUTS kernel, initial values of chains, a NumPyro guide."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from numpyro import handlers
+from numpyro.infer import NUTS, init_to_value
+from numpyro.infer.autoguide import AutoMultivariateNormal
+
+from .core.linalg import lower_from_root
+from .model.tracing import RowRunner
+
+if TYPE_CHECKING:
+    from .posterior import Posterior
+
+OVERDISPERSION = 1.5
+
+
+def nuts(posterior: Posterior, **nuts_kwargs: Any) -> NUTS:
+    """A NUTS kernel for the posterior's model, with q's covariance as its inverse mass matrix.
+
+    :param posterior: the posterior.
+    :param nuts_kwargs: keywords of :class:`~numpyro.infer.hmc.NUTS`; they win over the ones chosen here.
+        ``dense_mass`` may be True (the default), False (only the variances of q are used), or a list of tuples of
+        site names, the blocks of a block-diagonal mass matrix.
+    :return: a kernel for one :class:`~numpyro.infer.mcmc.MCMC` run, whose data are given to ``MCMC.run`` as usual.
+    """
+    blocks = nuts_kwargs.pop("dense_mass", True)
+    if isinstance(blocks, bool):
+        blocks = [posterior.site_names] if blocks else []
+    options = {
+        "dense_mass": blocks,
+        "inverse_mass_matrix": _mass_blocks(posterior, blocks),
+        "adapt_mass_matrix": False,
+        "step_size": posterior.mean.size**-0.25,
+    }
+    return NUTS(posterior.program.model, **(options | nuts_kwargs))
+
+
+def init_params(posterior: Posterior, rng_key: Array, num_chains: int = 1) -> dict[str, Array]:
+    """Initial values for ``MCMC.run(..., init_params=...)``: draws from q, spread out 1.5 times as far.
+
+    :param posterior: the posterior.
+    :param rng_key: random key.
+    :param num_chains: the number of chains.
+    :return: unconstrained values by site, with a leading axis of length ``num_chains`` if that is above one.
+    """
+    theta = posterior.sample_unconstrained(rng_key, (num_chains,) if num_chains > 1 else ())
+    return posterior.program.layout.unravel(posterior.mean + OVERDISPERSION * (theta - posterior.mean))
+
+
+def as_guide(posterior: Posterior) -> tuple[AutoMultivariateNormal, dict[str, Array]]:
+    """The same Gaussian as a NumPyro guide.
+
+    Guide and parameters serve ``Predictive(model, guide=guide, params=params, num_samples=...)``,
+    ``NeuTraReparam(guide, params)``, ``SVI`` (as ``init_params``) and the guide's own methods. The guide has seen
+    the model on a few rows only: its own methods return deterministic sites inside the row plate for those rows.
+
+    :param posterior: the posterior.
+    :return: the guide and its parameters ``auto_loc`` and ``auto_scale_tril``, in the guide's own flat order.
+    """
+    program = posterior.program
+    model = RowRunner(program.model, program.row_plates, program.num_rows(program.example_rows), {})
+    guide = AutoMultivariateNormal(model, init_loc_fn=init_to_value(values=posterior.median()))
+    arguments, keywords = program.call_arguments(program.example_rows)
+    with handlers.block(), handlers.seed(rng_seed=0):
+        guide(*arguments, **keywords)
+    order = _guide_order(posterior, guide)
+    params = {
+        f"{guide.prefix}_loc": posterior.mean[order],
+        f"{guide.prefix}_scale_tril": lower_from_root(posterior.scale[order]),
+    }
+    return guide, params
+
+
+def _guide_order(posterior: Posterior, guide: AutoMultivariateNormal) -> np.ndarray:
+    """For each place in the guide's flat vector, the place in the posterior's; NumPyro orders sites as it traces them."""
+    places = np.arange(posterior.mean.size)
+    ours, theirs = posterior.program.layout.unravel(places), guide._unpack_latent(places)
+    order = np.empty_like(places)
+    for name in posterior.site_names:
+        order[np.ravel(theirs[name])] = np.ravel(ours[name])
+    return order
+
+
+def _mass_blocks(posterior: Posterior, blocks: list[tuple[str, ...]]) -> dict[tuple[str, ...], Array]:
+    """q's covariance within each block of sites, and its variances for all other sites.
+
+    Keyed by site names, since NumPyro reads a plain array in alphabetical order. A new dict each time: NUTS writes to it.
+    """
+    places = posterior.program.layout.unravel(np.arange(posterior.mean.size))
+
+    def of_sites(names: tuple[str, ...]) -> np.ndarray:
+        return np.concatenate([np.ravel(places[name]) for name in names])
+
+    covariance = posterior.covariance
+    masses = {names: covariance[np.ix_(of_sites(names), of_sites(names))] for names in blocks}
+    others = tuple(name for name in posterior.site_names if not any(name in names for names in blocks))
+    if others:
+        masses[others] = jnp.diagonal(covariance)[of_sites(others)]
+    return masses
