@@ -1,0 +1,129 @@
+"""The block solver: monotone, stationary at its solution, and robust where undamped iterations diverge."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from numpyro_rvga.core import closed_forms as cf
+from numpyro_rvga.core import expectations as ex
+from numpyro_rvga.core.block import Factors, Kind, Settings, solve_block, standard_base
+
+
+def closed_kind(form):
+    density = cf.DENSITIES[form]
+    plugin = lambda m, s, c: ex.linearized(lambda u: density(u, c), m, s)  # noqa: E731
+    return Kind(cf.EXACT[form], plugin, form is not cf.GaussianLogScale)
+
+
+def student_kind():
+    density = lambda u, y: -2.0 * jnp.log1p((y - u[0]) ** 2 / 3)  # noqa: E731
+
+    def expect(m, s, y):
+        bound = lambda u: density(u, y)  # noqa: E731
+        return ex.from_nodes(bound, ex.quadrature_nodes(bound, m, s, 2), 2)
+
+    return Kind(expect, lambda m, s, y: ex.linearized(lambda u: density(u, y), m, s), False)
+
+
+def problem(name, n=40, r=3, scale=2.0, seed=0):
+    rng = np.random.default_rng(seed)
+    x = jnp.asarray(rng.normal(size=(n, r)) * scale)
+    if name == "logistic":
+        y = jnp.asarray(rng.integers(0, 2, n).astype(float))
+        return closed_kind(cf.Logistic), x[:, None, :], cf.Logistic(y, jnp.ones(n), jnp.zeros(n), jnp.ones(n))
+    if name == "separated logistic":
+        y = jnp.asarray((np.asarray(x[:, 0]) > 0).astype(float))
+        return closed_kind(cf.Logistic), 30 * x[:, None, :], cf.Logistic(y, jnp.ones(n), jnp.zeros(n), jnp.ones(n))
+    if name == "poisson":
+        y = jnp.asarray(rng.poisson(2.0, n).astype(float))
+        return closed_kind(cf.Exponential), x[:, None, :], cf.Exponential(y, jnp.ones(n), jnp.zeros(n), jnp.ones(n))
+    if name == "normal, unknown scale":
+        design = jnp.zeros((n, 2, r)).at[:, 0, : r - 1].set(x[:, : r - 1]).at[:, 1, r - 1].set(3.0)
+        y = 50 + x[:, 0] + jnp.asarray(rng.normal(size=n))
+        return (
+            closed_kind(cf.GaussianLogScale),
+            design.at[:, 0, 0].set(100.0),
+            cf.GaussianLogScale(y, jnp.zeros(n), jnp.ones(n)),
+        )
+    y = 3 * x[:, 0] + jnp.asarray(rng.standard_t(2, n))
+    return student_kind(), x[:, None, :], y
+
+
+NAMES = ["logistic", "separated logistic", "poisson", "normal, unknown scale", "student"]
+
+
+def solve(name, max_iterations=200, tolerance=1e-11):
+    """Cold from the base, or (where that is hopelessly wide) from the mode."""
+    kind, design, constants = problem(name)
+    r = design.shape[-1]
+
+    def predict(e):
+        return (Factors(design @ e, design, constants),)
+
+    @jax.jit
+    def run():
+        start, arguments = None, ((kind,), predict, standard_base(jnp.float64), r, jnp.float64)
+        if name != "logistic":
+            start = (solve_block(*arguments, Settings(1e-3, 100), point=True).mean, 4 * jnp.eye(r))
+        return solve_block(*arguments, Settings(tolerance, max_iterations), start=start)
+
+    return kind, design, constants, run()
+
+
+def bound_of(kind, design, constants, mean, root):
+    """sum E[phi] - KL(N(mean, root root^T) || N(0, I)), written out densely."""
+    spread = design @ root
+    values = jax.vmap(kind.expect)(design @ mean, spread @ jnp.swapaxes(spread, 1, 2), constants)[0]
+    covariance = root @ root.T
+    divergence = 0.5 * (jnp.trace(covariance) + mean @ mean - mean.size - jnp.linalg.slogdet(covariance)[1])
+    return jnp.sum(values) - divergence
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_bounds_gradient_vanishes_at_the_solution(name):
+    kind, design, constants, found = solve(name)
+    root = jnp.linalg.inv(found.root).T
+    bound = jax.jit(jax.value_and_grad(lambda m, s: bound_of(kind, design, constants, m, s), (0, 1)))
+    value, gradients = bound(found.mean, root)
+    assert found.converged
+    np.testing.assert_allclose(found.bound, value, rtol=1e-9)
+    in_deviations = (root.T @ gradients[0], root.T @ gradients[1])
+    assert max(float(jnp.max(jnp.abs(g))) for g in in_deviations) < 2e-4
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_more_iterations_never_lower_the_bound(name):
+    bounds = np.array([float(solve(name, k)[3].bound) for k in (0, 1, 4)])
+    assert np.all(np.diff(bounds) >= -1e-9 * np.abs(bounds[1:]))
+    assert bounds[-1] > bounds[0]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_no_gaussian_nearby_has_a_higher_bound(name):
+    kind, design, constants, found = solve(name)
+    root = jnp.linalg.inv(found.root).T
+    rng = np.random.default_rng(1)
+    bound = jax.jit(lambda m, s: bound_of(kind, design, constants, m, s))
+    for _ in range(10):
+        step = jnp.asarray(rng.normal(size=found.mean.shape) * 0.05)
+        stretch = jnp.eye(root.shape[0]) + 0.05 * jnp.asarray(rng.normal(size=root.shape))
+        assert bound(found.mean + root @ step, root @ stretch) < found.bound
+
+
+def test_one_gaussian_step_is_exact():
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(20, 4)), rng.normal(size=20)
+    constants = cf.Gaussian(jnp.asarray(y), jnp.full(20, 0.7), jnp.zeros(20), jnp.ones(20))
+    design = jnp.asarray(x)[:, None, :]
+    predict = lambda e: (Factors(design @ e, design, constants),)  # noqa: E731
+    kind = closed_kind(cf.Gaussian)
+    found = solve_block((kind,), predict, standard_base(jnp.float64), 4, jnp.float64, Settings(1e-12, 50))
+    precision = np.eye(4) + x.T @ x / 0.49
+    np.testing.assert_allclose(found.root @ found.root.T, precision, rtol=1e-12)
+    np.testing.assert_allclose(found.mean, np.linalg.solve(precision, x.T @ y / 0.49), rtol=1e-11)
+    evidence = -0.5 * (
+        y @ np.linalg.solve(0.49 * np.eye(20) + x @ x.T, y) + np.linalg.slogdet(0.49 * np.eye(20) + x @ x.T)[1]
+    )
+    np.testing.assert_allclose(found.bound, evidence - 10 * np.log(2 * np.pi), rtol=1e-12)
+    assert int(found.iterations) == 1

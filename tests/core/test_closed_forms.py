@@ -1,0 +1,96 @@
+"""Closed-form expectations against dense numerical integration in NumPy."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from scipy import integrate, special, stats
+
+from numpyro_rvga.core import closed_forms as cf
+
+ONE, ZERO = jnp.asarray(1.0), jnp.asarray(0.0)
+
+
+def dense_expectation(function, mean, deviation, features=(0.0,)):
+    """E[function(a)] for a ~ N(mean, deviation^2), by adaptive integration split at the function's features."""
+    low, high = mean - 12 * deviation, mean + 12 * deviation
+    points = sorted({p for f in features for p in (f - 30, f - 3, f, f + 3, f + 30) if low < p < high} | {mean})
+    edges = [low, *points, high]
+    density = stats.norm(mean, deviation).pdf
+    pieces = [integrate.quad(lambda a: function(a) * density(a), a, b, epsabs=1e-13) for a, b in itertools.pairwise(edges)]
+    return sum(p[0] for p in pieces)
+
+
+@pytest.mark.parametrize("mean", [-30.0, -2.0, 0.0, 1.5, 40.0])
+@pytest.mark.parametrize("deviation", [1e-3, 1.0, 10.0, 1e3])
+def test_scale_mixture_of_probits_is_accurate_for_any_mean_and_variance(mean, deviation):
+    coefficients = cf.Logistic(ONE, ONE, ZERO, ONE)
+    value, gradient, hessian = cf.logistic_mixture(jnp.array([mean]), jnp.array([[deviation**2]]), coefficients)
+    softplus = dense_expectation(lambda a: np.logaddexp(0, a), mean, deviation)
+    sigmoid = dense_expectation(special.expit, mean, deviation)
+    slope = dense_expectation(lambda a: special.expit(a) * special.expit(-a), mean, deviation)
+    np.testing.assert_allclose(value, mean - softplus, rtol=1e-7, atol=2e-8)
+    np.testing.assert_allclose(gradient[0], 1 - sigmoid, atol=1e-8)
+    np.testing.assert_allclose(-hessian[0, 0], slope, atol=6e-8)
+
+
+def test_probit_form_is_the_papers_equations_58_to_61():
+    m, v, y = 0.7, 4.0, 1.0
+    k = np.sqrt((8 / np.pi) / (8 / np.pi + v))
+    _, gradient, hessian = cf.logistic_probit(jnp.array([m]), jnp.array([[v]]), cf.Logistic(ONE * y, ONE, ZERO, ONE))
+    np.testing.assert_allclose(gradient[0], y - special.expit(k * m), rtol=1e-12)
+    np.testing.assert_allclose(hessian[0, 0], -k * special.expit(k * m) * special.expit(-k * m), rtol=1e-12)
+
+
+@pytest.mark.parametrize("mean", [-3.0, 0.0, 2.0])
+@pytest.mark.parametrize("variance", [1e-8, 0.5, 9.0])
+def test_quadratic_bound_lies_below_the_expectation_and_touches_it_at_a_point(mean, variance):
+    coefficients = cf.Logistic(ONE, ONE, ZERO, ONE)
+    arguments = jnp.array([mean]), jnp.array([[variance]]), coefficients
+    bound, exact = cf.logistic_quadratic_bound(*arguments)[0], cf.logistic_mixture(*arguments)[0]
+    assert bound <= exact + 1e-8
+    if variance < 1e-6:
+        np.testing.assert_allclose(bound, exact, atol=1e-7)
+
+
+CASES = {
+    "exponential": (cf.exponential, cf.exponential_density, cf.Exponential(ONE * 3, ONE * 0.7, ONE * -1.2, ONE * 2)),
+    "gaussian": (cf.gaussian, cf.gaussian_density, cf.Gaussian(ONE * 1.3, ONE * 0.6, ONE * 0.2, ONE * 1.5)),
+    "gaussian, log scale": (
+        cf.gaussian_log_scale,
+        cf.gaussian_log_scale_density,
+        cf.GaussianLogScale(ONE * 0.4, ONE * 0.1, ONE * 1.5),
+    ),
+    "binomial": (cf.logistic_mixture, cf.logistic_density, cf.Logistic(ONE * 4, ONE * 9, ONE * 0.3, ONE)),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_closed_form_equals_gauss_hermite_of_the_density_and_its_derivatives(case):
+    expectation, density, coefficients = CASES[case]
+    size = 2 if case == "gaussian, log scale" else 1
+    mean = jnp.array([0.3, -0.4])[:size]
+    covariance = jnp.array([[0.5, 0.2], [0.2, 0.3]])[:size, :size]
+    nodes, weights = np.polynomial.hermite_e.hermegauss(60)
+    grid = np.stack([g.ravel() for g in np.meshgrid(*[nodes] * size, indexing="ij")], -1)
+    mass = np.prod([g.ravel() for g in np.meshgrid(*[weights / weights.sum()] * size, indexing="ij")], axis=0)
+    points = mean + grid @ np.linalg.cholesky(covariance).T
+    for order, found in enumerate(expectation(mean, covariance, coefficients)):
+        derivative = [density, jax.grad(density), jax.hessian(density)][order]
+        expected = np.tensordot(mass, jax.vmap(lambda u: derivative(u, coefficients))(points), 1)  # noqa: B023
+        np.testing.assert_allclose(found, expected, rtol=1e-7, atol=1e-7)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_gradient_and_curvature_derive_from_the_value(case):
+    """Bonnet and Price: dE/dm = E[grad], 2 dE/dS = E[hess]: what makes the block bound's fixed point stationary."""
+    expectation, _, coefficients = CASES[case]
+    size = 2 if case == "gaussian, log scale" else 1
+    mean, covariance = jnp.array([0.3, -0.4])[:size], jnp.array([[0.5, 0.2], [0.2, 0.3]])[:size, :size]
+    value = lambda m, s: expectation(m, s, coefficients)[0]  # noqa: E731
+    _, gradient, hessian = expectation(mean, covariance, coefficients)
+    np.testing.assert_allclose(jax.grad(value, 0)(mean, covariance), gradient, rtol=1e-9, atol=1e-11)
+    slope = jax.grad(value, 1)(mean, covariance)
+    np.testing.assert_allclose(slope + slope.T, hessian, rtol=1e-9, atol=1e-11)

@@ -1,0 +1,61 @@
+"""Small linear algebra against NumPy."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from numpyro_rvga.core import linalg
+
+
+def symmetric(size, seed=0):
+    a = np.random.default_rng(seed).normal(size=(size, size))
+    return a + a.T
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 7])
+def test_cholesky_and_triangular_solves_equal_numpys(size):
+    a = symmetric(size)
+    matrix = a @ a + np.eye(size)
+    factor = linalg.cholesky(jnp.asarray(matrix))
+    np.testing.assert_allclose(factor, np.linalg.cholesky(matrix), atol=1e-12)
+    for rhs in (np.arange(1.0, size + 1), np.random.default_rng(1).normal(size=(size, 3))):
+        np.testing.assert_allclose(
+            linalg.solve_lower(factor, jnp.asarray(rhs)), np.linalg.solve(factor, rhs), atol=1e-12
+        )
+        found = linalg.solve_lower(factor, jnp.asarray(rhs), transpose=True)
+        np.testing.assert_allclose(found, np.linalg.solve(np.asarray(factor).T, rhs), atol=1e-12)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+def test_cholesky_of_an_indefinite_matrix_is_not_a_number(size):
+    assert not np.isfinite(np.asarray(linalg.cholesky(-jnp.eye(size)))).all()
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_semidefinite_factor_squares_to_the_matrix_and_inverts_on_its_range(size, rank):
+    root = np.random.default_rng(rank).normal(size=(size, min(rank, size)))
+    matrix = root @ root.T
+    factor, inverse = linalg.semidefinite_factor(jnp.asarray(matrix))
+    np.testing.assert_allclose(factor @ factor.T, matrix, atol=1e-10)
+    np.testing.assert_allclose(factor @ inverse @ factor, factor, atol=1e-8)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 6])
+@pytest.mark.parametrize("seed", range(4))
+def test_positive_part_keeps_the_nonnegative_eigenvalues(size, seed):
+    matrix = symmetric(size, seed)
+    values, vectors = np.linalg.eigh(matrix)
+    expected = (vectors * np.maximum(values, 0)) @ vectors.T
+    np.testing.assert_allclose(linalg.positive_part(jnp.asarray(matrix)[None])[0], expected, atol=1e-10)
+
+
+def test_positive_part_of_a_multiple_of_the_identity_is_itself_or_zero():
+    for scale in (2.0, -2.0):
+        found = linalg.positive_part(scale * jnp.eye(2)[None])[0]
+        np.testing.assert_allclose(found, max(scale, 0.0) * np.eye(2), atol=1e-12)
+
+
+def test_lower_from_root_is_the_cholesky_factor():
+    root = np.random.default_rng(0).normal(size=(6, 6))
+    np.testing.assert_allclose(linalg.lower_from_root(jnp.asarray(root)), np.linalg.cholesky(root @ root.T), atol=1e-10)

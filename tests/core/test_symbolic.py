@@ -1,0 +1,271 @@
+"""A scalar function of theta is split exactly into a density of affine predictors, and into as few as there are."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro.distributions as dist
+import pytest
+from jax.scipy.special import logsumexp, xlog1py, xlogy
+
+from numpyro_rvga.core.symbolic import depends_on, factorise
+
+SIZE = 6
+X = np.array([0.5, -1.2, 0.7])
+G = np.int32(2)
+MATRIX = np.arange(12.0).reshape(4, 3) / 7 - 0.6
+
+
+class Example(NamedTuple):
+    """``fun(theta, *row)`` with theta of SIZE numbers, and the C that it needs."""
+
+    fun: Any
+    num_predictors: int
+    row: tuple = ()
+
+
+def regression_log_density(t, x, g):
+    loc = t[0] + t[1:3][jnp.minimum(g, 1)] + x @ t[3:6]
+    return dist.Normal(loc, 0.7).log_prob(1.3)
+
+
+def heteroscedastic_log_density(t, x):
+    return dist.Normal(x @ t[:3], jnp.exp(x @ t[3:])).log_prob(0.4)
+
+
+def non_centred(t, g):
+    return jnp.cos((jnp.exp(t[0]) * t[1:])[g])
+
+
+def horseshoe_line(t, g):
+    return jnp.cos(jnp.exp(t[0]) * jnp.exp(t[1:])[g])
+
+
+def cumulative_product(t):
+    return jax.lax.scan(lambda carry, v: (carry * v, carry), 1.0, t[:3])[0]
+
+
+def scan_and_more(t):
+    return cumulative_product(t) * jnp.cos(t[4] + t[5])
+
+
+def power_by_loop(t, g):
+    return jax.lax.while_loop(lambda c: c[0] < g, lambda c: (c[0] + 1, c[1] * jnp.sin(c[1])), (0, t[3]))[1]
+
+
+def branch_on_theta(t):
+    return jax.lax.cond(t[0] > 0, lambda a: jnp.sin(a), lambda a: a * a, t[1])
+
+
+@jax.jit
+def inner(a):
+    return jnp.sin(a + 1.0)
+
+
+@jax.custom_jvp
+def cube(x):
+    return x**3
+
+
+cube.defjvp(lambda primals, tangents: (cube(primals[0]), 3 * primals[0] ** 2 * tangents[0]))
+
+
+EXAMPLES = {
+    # sums and multiples are one predictor
+    "constant": Example(lambda t, x: jnp.sum(x**2), 0, (X,)),
+    "affine": Example(lambda t, x: 2.0 - x @ t[:3] / 4, 1, (X,)),
+    "line": Example(regression_log_density, 1, (X, G)),
+    "two lines": Example(heteroscedastic_log_density, 2, (X,)),
+    "sum of single numbers": Example(lambda t: jnp.sin((t[0] + 3.0) + (2.0 * t[1] - t[2])), 1),
+    "affine part around a nonlinear one": Example(lambda t: jnp.sin(t[0] + jnp.cos(t[1]) + t[2]), 2),
+    "multiples of one number": Example(lambda t: jnp.sin(t[0]) * jnp.cos(2.0 * t[0] + 1.0), 1),
+    "a sum of two others": Example(lambda t: jnp.sin(t[0]) + jnp.cos(t[1]) * jnp.tanh(t[0] - t[1]), 2),
+    "product of two numbers": Example(lambda t: t[0] * t[1], 2),
+    "square": Example(lambda t, x: (x @ t[:3]) ** 2, 1, (X,)),
+    "choice made by the row": Example(lambda t, g: jnp.sin(jnp.where(g > 1, t[0], t[1])), 1, (G,)),
+    "choice made by theta": Example(lambda t: jnp.where(t[0] > 0, jnp.sin(t[1]), jnp.cos(t[1])), 2),
+    # linear algebra on whole arrays
+    "matrix-vector product": Example(lambda t, m: jnp.sum(jnp.tanh(m @ t[:3])), 4, (MATRIX,)),
+    "element of a matrix-vector product": Example(lambda t, m, g: jnp.tanh(m @ t[:3])[g], 1, (MATRIX, G)),
+    "cumulative sum": Example(lambda t, g: jnp.sin(jnp.cumsum(t)[g]), 1, (G,)),
+    "concatenation": Example(lambda t: jnp.sin(jnp.concatenate([t[:2], jnp.zeros(1)])[1]), 1),
+    "scatter": Example(lambda t, g: jnp.sin(jnp.zeros(SIZE).at[g].add(t[1])[g] + t[0]), 1, (G,)),
+    "padding": Example(lambda t: jnp.sin(jnp.pad(t, 1)[1]), 1),
+    "softmax with a pinned class": Example(
+        lambda t, g: jax.nn.log_softmax(jnp.concatenate([t[:2], jnp.zeros(1)]))[g], 2, (G,)
+    ),
+    # indexing moves through elementwise steps
+    "indexed after a nonlinear step": Example(lambda t, g: jnp.tanh(t)[g], 1, (G,)),
+    "indexed twice": Example(lambda t, g: jnp.tanh(jnp.exp(t)[::-1])[g], 1, (G,)),
+    "reshaped and transposed": Example(lambda t, g: jnp.tanh(t.reshape(2, 3)).T[g, 1], 1, (G,)),
+    "broadcast": Example(lambda t, x, g: (jnp.exp(t[0]) * x + jnp.ones((4, 3)))[1, g], 1, (X, G)),
+    "squeezed": Example(lambda t: jnp.squeeze(jnp.sin(t[None, 2:3])), 1),
+    "non-centred group effect": Example(non_centred, 2, (G,)),
+    # exponentials multiply by adding exponents
+    "product of exponentials": Example(lambda t: jnp.cos(jnp.exp(t[0]) * jnp.exp(t[1])), 1),
+    "quotient of exponentials": Example(lambda t: jnp.cos(jnp.exp(t[0]) / jnp.exp(t[1])), 1),
+    "powers and roots of exponentials": Example(
+        lambda t: jnp.cos(jnp.exp(t[0]) ** 2 * jnp.sqrt(jnp.exp(t[1])) * jax.lax.rsqrt(jnp.exp(t[2]))), 1
+    ),
+    "log of an exponential": Example(lambda t, x: jnp.log(jnp.exp(x @ t[:3])), 1, (X,)),
+    "horseshoe scale": Example(horseshoe_line, 1, (G,)),
+    "exponential times a number": Example(lambda t: jnp.cos(jnp.exp(t[0]) * jnp.exp(t[1]) * t[2]), 2),
+    # custom derivatives at shapes other than those that they were traced for
+    "softplus of an element": Example(lambda t, g: jax.nn.softplus(t)[g], 1, (G,)),
+    "softplus of a matrix's element": Example(
+        lambda t, x, g: jax.nn.softplus(t[None, :] * x[:, None])[1, g], 1, (X, G)
+    ),
+    "relu": Example(lambda t, g: jax.nn.relu(t)[g], 1, (G,)),
+    "xlogy": Example(lambda t, g: xlogy(jnp.arange(6.0), jnp.exp(t) + 1.0)[g], 1, (G,)),
+    "xlog1py": Example(lambda t, g: xlog1py(jnp.arange(6.0), jnp.exp(t))[g], 1, (G,)),
+    "own custom_jvp": Example(lambda t, g: cube(t)[g], 1, (G,)),
+    "log-sum-exp": Example(lambda t, x: logsumexp(t[:3] + x), 3, (X,)),
+    "bernoulli log density": Example(lambda t, x: dist.Bernoulli(logits=x @ t[:3]).log_prob(1), 1, (X,)),
+    "negative binomial log density": Example(
+        lambda t, x: dist.NegativeBinomial2(jnp.exp(x @ t[:3]), jnp.exp(t[3])).log_prob(4), 2, (X,)
+    ),
+    # control flow is taken as it stands
+    "scan": Example(cumulative_product, 3),
+    "scan and a line": Example(scan_and_more, 4),
+    "while loop": Example(power_by_loop, 1, (G,)),
+    "cond": Example(branch_on_theta, 2),
+    "cond chosen by the row": Example(lambda t, g: jax.lax.cond(g > 1, jnp.sin, jnp.cos, t[2]), 1, (G,)),
+    "sort": Example(lambda t: jnp.sort(t[:3])[1] ** 2, 3),
+    "cholesky": Example(lambda t: jnp.linalg.cholesky(jnp.eye(2) * jnp.exp(t[0]))[1, 1], 1),
+    # wrappers are looked through
+    "jitted inner function": Example(lambda t, x: inner(x @ t[:3]) * inner(t[3]), 2, (X,)),
+    "jitted inner function of a sum": Example(lambda t: inner(t[0] + t[1]), 1),
+    "checkpointed inner function": Example(lambda t, x: jax.checkpoint(jnp.sin)(x @ t[:3]), 1, (X,)),
+    "vmapped inner function": Example(lambda t, g: jax.vmap(lambda a: jnp.sin(a) * a)(t)[g], 1, (G,)),
+    "structured row": Example(lambda t, row: jnp.sin(row["x"] @ t[:3] + row["g"][0]), 1, ({"x": X, "g": (G,)},)),
+}
+
+by_example = pytest.mark.parametrize("name", EXAMPLES)
+
+
+def split_of(name, **options):
+    fun, num_predictors, row = EXAMPLES[name]
+    return fun, row, factorise(fun, jax.ShapeDtypeStruct((SIZE,), jnp.float64), *row, **options), num_predictors
+
+
+def points(count=4):
+    return np.random.default_rng(1).normal(size=(count, SIZE))
+
+
+@by_example
+def test_density_of_the_predictors_is_the_function_and_so_are_its_derivatives(name):
+    fun, row, split, _ = split_of(name)
+
+    def rebuilt(t):
+        return split.density(split.predictors(t, row), split.constants(row))
+
+    def direct(t):
+        return jnp.asarray(fun(t, *row), float)
+
+    for theta in points():
+        np.testing.assert_allclose(rebuilt(theta), direct(theta), rtol=1e-10, atol=1e-12)
+        derivative = jax.jacfwd if name == "while loop" else jax.grad  # a while loop has no reverse mode
+        np.testing.assert_allclose(derivative(rebuilt)(theta), derivative(direct)(theta), rtol=1e-9, atol=1e-10)
+
+
+@by_example
+def test_number_of_predictors_is_the_smallest(name):
+    _, row, split, expected = split_of(name)
+    assert split.num_predictors == expected
+    assert split.predictors(points(1)[0], row).shape == (expected,)
+
+
+@by_example
+def test_predictors_are_affine(name):
+    _, row, split, _ = split_of(name)
+    here, step = points(2)
+    middle, ahead, behind = (split.predictors(t, row) for t in (here, here + step, here - step))
+    np.testing.assert_allclose(ahead + behind - 2 * middle, 0.0, atol=1e-12)
+
+
+@by_example
+def test_density_and_constants_do_not_see_theta_and_rows_map(name):
+    fun, row, split, _ = split_of(name)
+    if not row:
+        return
+    doubled = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), row)
+    theta = points(1)[0]
+    predictors = jax.vmap(split.predictors, in_axes=(None, 0))(theta, doubled)
+    values = jax.jit(jax.vmap(split.density))(predictors, jax.vmap(split.constants)(doubled))
+    np.testing.assert_allclose(values, np.full(2, float(fun(theta, *row))), rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("name, affine", [("affine", True), ("log of an exponential", True), ("line", False)])
+def test_affine_functions_are_known_as_such(name, affine):
+    assert split_of(name)[2].is_affine is affine
+
+
+@pytest.mark.parametrize(
+    "fun, through, inverse",
+    [
+        (lambda t, x: 3.0 * jnp.exp(x @ t[:3]), "log", np.log),
+        (lambda t, x: jnp.exp(x @ t[:3]) / 3.0, "log", np.log),
+        (lambda t, x: 3.0 / jnp.exp(x @ t[:3]), "log", np.log),
+        (lambda t, x: jnp.exp(t[0]) * x[0] ** 2 * jnp.exp(x @ t[:3]), "log", np.log),
+        (lambda t, x: x[0] ** 2 + 0.0 * x[1], "log", np.log),
+        (lambda t, x: jax.nn.sigmoid(x @ t[:3] + 1.0), "logit", lambda p: np.log(p) - np.log1p(-p)),
+    ],
+)
+def test_links_are_read_off_exactly(fun, through, inverse):
+    split = factorise(fun, jax.ShapeDtypeStruct((SIZE,), jnp.float64), X, through=through)
+    assert split is not None and split.num_predictors <= 1
+    for theta in points():
+        value = split.density(split.predictors(theta, (X,)), split.constants((X,)))
+        np.testing.assert_allclose(value, inverse(fun(theta, X)), rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "fun, through",
+    [
+        (lambda t: 1.0 + jnp.exp(t[0]), "log"),
+        (lambda t: jnp.exp(t[0]) * t[1], "log"),
+        (lambda t: jnp.exp(jnp.sin(t[0])), "log"),
+        (lambda t: 0.5 * jax.nn.sigmoid(t[0]), "logit"),
+        (lambda t: jnp.exp(t[0]), "logit"),
+    ],
+)
+def test_links_that_are_not_there_are_not_read_off(fun, through):
+    assert factorise(fun, jax.ShapeDtypeStruct((SIZE,), jnp.float64), through=through) is None
+
+
+# ---------------------------------------------------------------------- which inputs matter
+def test_depends_on_names_exactly_the_inputs_that_enter():
+    inputs = {"x": jnp.ones(3), "y": jnp.ones(3), "g": jnp.arange(3), "unused": jnp.ones(2)}
+
+    def function(arrays):
+        return {
+            "both": arrays["x"].sum() + arrays["y"],
+            "itself": arrays["y"],
+            "index": jnp.ones(5)[arrays["g"]],
+            "nothing": jnp.zeros_like(arrays["x"]),
+            "pair": (arrays["x"], jnp.sin(arrays["g"] * 1.0)),
+        }
+
+    found = depends_on(function, inputs)
+    assert found == {
+        "both": {"x", "y"},
+        "itself": {"y"},
+        "index": {"g"},
+        "nothing": set(),
+        "pair": {"x", "g"},
+    }
+
+
+def test_depends_on_goes_by_the_program_not_by_its_values():
+    found = depends_on(lambda a: {"zero": 0.0 * a["x"], "branch": jnp.where(a["g"] > 0, a["x"], 1.0)},
+                       {"x": jnp.ones(2), "g": jnp.ones(2)})  # fmt: skip
+    assert found == {"zero": {"x"}, "branch": {"x", "g"}}
+
+
+def test_depends_on_looks_into_control_flow_and_jitted_functions():
+    def function(a):
+        scanned = jax.lax.scan(lambda carry, v: (carry + v, None), 0.0, a["x"])[0]
+        return {"scan": scanned, "jit": jax.jit(lambda v: v + 1.0)(a["y"])}
+
+    assert depends_on(function, {"x": jnp.ones(4), "y": jnp.ones(4)}) == {"scan": {"x"}, "jit": {"y"}}

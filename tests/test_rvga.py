@@ -1,0 +1,314 @@
+"""The recursion: exactness where it is exact, the paper's theorems, and what a user can ask of a run."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import pytest
+
+from numpyro_rvga import RVGA
+from numpyro_rvga.core.recursion import State
+
+SCALE = 0.7
+
+
+def linear_gaussian(X, y=None):
+    w = numpyro.sample("w", dist.Normal(0.5, 2.0).expand([X.shape[1]]).to_event(1))
+    with numpyro.plate("rows", len(X)):
+        numpyro.sample("y", dist.Normal(X @ w, SCALE), obs=y)
+
+
+def logistic(X, y=None, scale=2.0):
+    w = numpyro.sample("w", dist.Normal(0, scale).expand([X.shape[1]]).to_event(1))
+    with numpyro.plate("rows", len(X)):
+        numpyro.sample("y", dist.Bernoulli(logits=X @ w), obs=y)
+
+
+def hierarchical(X, g, y=None, num_groups=6):
+    scale = numpyro.sample("scale", dist.HalfNormal(1.0))
+    w = numpyro.sample("w", dist.Normal(0, 1).expand([X.shape[1]]).to_event(1))
+    with numpyro.plate("groups", num_groups):
+        a = numpyro.sample("a", dist.Normal(0, scale))
+    with numpyro.plate("rows", len(X)):
+        numpyro.sample("y", dist.Bernoulli(logits=X @ w + a[g]), obs=y)
+
+
+def data(kind, n=90, d=3, seed=0):
+    rng = np.random.default_rng(seed)
+    X, w = rng.normal(size=(n, d)), rng.normal(size=d)
+    if kind == "linear":
+        return {"X": X, "y": X @ w + SCALE * rng.normal(size=n)}
+    g = rng.integers(0, 6, n)
+    effect = rng.normal(size=6)[g] if kind == "groups" else 0.0
+    y = (rng.random(n) < 1 / (1 + np.exp(-X @ w - effect))).astype(float)
+    return {"X": X, "g": g, "y": y} if kind == "groups" else {"X": X, "y": y}
+
+
+def fit(model, rows, run=None, **options):
+    return RVGA(model, **options).run(rows, progress_bar=False, **(run or {}))
+
+
+def exact_posterior(rows):
+    X, y = rows["X"], rows["y"]
+    precision = np.eye(X.shape[1]) / 4 + X.T @ X / SCALE**2
+    return np.linalg.solve(precision, 0.5 / 4 + X.T @ y / SCALE**2), np.linalg.inv(precision)
+
+
+def log_evidence(rows):
+    X, y = rows["X"], rows["y"]
+    covariance = SCALE**2 * np.eye(len(y)) + 4 * X @ X.T
+    residual = y - X @ np.full(X.shape[1], 0.5)
+    log_det = np.linalg.slogdet(2 * np.pi * covariance)[1]
+    return -0.5 * (residual @ np.linalg.solve(covariance, residual) + log_det)
+
+
+def gap(a, b):
+    """Largest difference of means in standard deviations, and of log standard deviations."""
+    deviation = np.sqrt(np.diag(a.covariance))
+    means = np.max(np.abs(np.asarray(a.mean - b.mean)) / deviation)
+    return means, np.max(np.abs(np.log(np.sqrt(np.diag(b.covariance)) / deviation)))
+
+
+# ---------------------------------------------------------------------- linear-Gaussian rows
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"block_size": 1},
+        {"block_size": 7},
+        {"block_size": 64},
+        {"block_size": 5, "first_block": 20},
+        {"first_block": 20, "memory": 30},
+        {"scheme": "explicit"},
+        {"scheme": "ekf"},
+        {"scheme": "laplace"},
+        {"expectation": "quadrature", "block_size": 4},
+        {"expectation": "linearized", "block_size": 1},
+        {"expectation": "sigma_points", "block_size": 3},
+        {"expectation": "monte_carlo", "block_size": 3},
+        {"shuffle": True},
+    ],
+    ids=str,
+)
+def test_linear_gaussian_rows_give_the_exact_posterior_and_evidence(options):
+    rows = data("linear")
+    posterior = fit(linear_gaussian, rows, **options)
+    mean, covariance = exact_posterior(rows)
+    np.testing.assert_allclose(posterior.mean, mean, rtol=1e-10, atol=1e-10)
+    np.testing.assert_allclose(posterior.covariance, covariance, rtol=1e-10, atol=1e-12)
+    np.testing.assert_allclose(posterior.elbo, log_evidence(rows), rtol=1e-9)
+
+
+@pytest.mark.parametrize("order", [2, 1, 0])
+def test_derivatives_of_every_order_give_the_exact_posterior(order):
+    rows = data("linear")
+    posterior = fit(linear_gaussian, rows, expectation="quadrature", order=order, block_size=9)
+    mean, covariance = exact_posterior(rows)
+    tolerance = 1e-9 if order == 2 else 2e-4
+    np.testing.assert_allclose(posterior.mean, mean, atol=tolerance)
+    np.testing.assert_allclose(posterior.covariance, covariance, rtol=10 * tolerance, atol=1e-6)
+
+
+# ---------------------------------------------------------------------- the paper's theorems
+def online_natural_gradient(rows, scale):
+    """Equation (54): J_t the running mean of Fisher matrices, step 1 / (t + 1), from J_0 = the prior's precision."""
+    X, y = rows["X"], rows["y"]
+    mean, information = np.zeros(X.shape[1]), np.eye(X.shape[1]) / scale**2
+    for t, (x, target) in enumerate(zip(X, y), start=1):
+        p = 1 / (1 + np.exp(-x @ mean))
+        information = t / (t + 1) * information + p * (1 - p) * np.outer(x, x) / (t + 1)
+        mean = mean + np.linalg.solve(information, x * (target - p)) / (t + 1)
+    return mean, np.linalg.inv(information * (len(y) + 1))
+
+
+def test_ekf_is_the_online_natural_gradient_theorem_3():
+    rows = data("logistic", n=60)
+    posterior = fit(logistic, rows, scheme="ekf")
+    mean, covariance = online_natural_gradient(rows, 2.0)
+    np.testing.assert_allclose(posterior.mean, mean, rtol=1e-9)
+    np.testing.assert_allclose(posterior.covariance, covariance, rtol=1e-9)
+
+
+def test_explicit_scheme_with_derivatives_at_the_mean_is_the_ekf_theorem_3():
+    rows = data("logistic", n=60)
+    ekf = fit(logistic, rows, scheme="ekf")
+    linearized = fit(logistic, rows, scheme="explicit", expectation="linearized")
+    np.testing.assert_allclose(linearized.mean, ekf.mean, rtol=1e-12)
+    np.testing.assert_allclose(linearized.covariance, ekf.covariance, rtol=1e-12)
+
+
+def test_implicit_updates_satisfy_the_fixed_point_equations_3_and_4():
+    rows = data("logistic", n=1)
+    posterior = fit(logistic, rows, block_size=1)
+    x, y = rows["X"][0], rows["y"][0]
+    nodes, weights = np.polynomial.hermite_e.hermegauss(60)
+    a = x @ posterior.mean + nodes * np.sqrt(x @ posterior.covariance @ x)
+    p = 1 / (1 + np.exp(-a))
+    weights = weights / weights.sum()
+    np.testing.assert_allclose(posterior.mean, 4.0 * x * (y - weights @ p), atol=1e-5)
+    precision = np.eye(3) / 4 + np.outer(x, x) * (weights @ (p * (1 - p)))
+    np.testing.assert_allclose(np.linalg.inv(posterior.covariance), precision, atol=1e-5)
+
+
+def test_quadratic_kalman_filter_follows_equation_90():
+    rows = data("logistic", n=25)
+    mean, covariance = np.zeros(3), 4 * np.eye(3)
+    for x, y in zip(rows["X"], rows["y"]):
+        xi = np.sqrt(x @ (covariance + np.outer(mean, mean)) @ x)
+        noise = xi / (1 / (1 + np.exp(-xi)) - 0.5)
+        gain = covariance @ x / (noise + x @ covariance @ x)
+        mean = mean + gain * (noise * (y - 0.5) - x @ mean)
+        covariance = covariance - np.outer(gain, x @ covariance)
+    posterior = fit(logistic, rows, scheme="qkf")
+    np.testing.assert_allclose(posterior.mean, mean, rtol=1e-9)
+    np.testing.assert_allclose(posterior.covariance, covariance, rtol=1e-8)
+
+
+def test_laplace_is_the_mode_and_its_hessian():
+    rows = data("logistic")
+    posterior = fit(logistic, rows, scheme="laplace")
+    X, y = rows["X"], rows["y"]
+    log_joint = lambda w: jnp.sum(y * (X @ w) - jnp.logaddexp(0, X @ w)) - w @ w / 8  # noqa: E731
+    assert float(jnp.max(jnp.abs(jax.grad(log_joint)(posterior.mean)))) < 1e-4
+    np.testing.assert_allclose(posterior.covariance, jnp.linalg.inv(-jax.hessian(log_joint)(posterior.mean)), rtol=1e-6)
+
+
+@pytest.mark.parametrize("order", [1, 0])
+def test_orders_of_corollary_1_1_agree_with_the_second_order_form(order):
+    rows = data("logistic")
+    second = fit(logistic, rows, expectation="quadrature", order=2)
+    other = fit(logistic, rows, expectation="quadrature", order=order)
+    assert max(gap(second, other)) < 2e-4
+
+
+# ---------------------------------------------------------------------- one pass against the optimum
+def test_every_block_size_ends_close_to_the_joint_solve():
+    rows = data("logistic", n=400, d=5)
+    best = fit(logistic, rows)
+    for options in ({"block_size": 1}, {"block_size": 32}, {"block_size": 32, "first_block": 100}):
+        assert max(gap(best, fit(logistic, rows, **options))) < 0.1
+    bounds = [fit(logistic, rows, block_size=b).elbo for b in (1, 20, 400)]
+    assert bounds[0] <= bounds[1] + 1e-6 <= bounds[2] + 2e-6
+
+
+def test_kept_rows_repair_what_one_pass_gets_wrong():
+    rng = np.random.default_rng(3)
+    n = 600
+    X = np.column_stack([rng.normal(size=n), rng.random(n) < 0.05, rng.random(n) < 0.03]).astype(float)
+    y = (rng.random(n) < 1 / (1 + np.exp(-X @ [1.0, 4.0, -4.0]))).astype(float)
+    y[X[:, 1] == 1] = 1.0  # separated: the posterior of a rare level stays wide and skewed
+    rows = {"X": X, "y": y}
+    best = fit(logistic, rows, run={"scale": 5.0}, first_block=n)
+    plain = fit(logistic, rows, run={"scale": 5.0}, first_block=50, memory=0, block_size=16)
+    kept = fit(logistic, rows, run={"scale": 5.0}, first_block=50, memory=300, block_size=16)
+    assert max(gap(best, kept)) < 0.02 < max(gap(best, plain))
+    assert 0 < kept.info["kept_rows"] <= 300
+    np.testing.assert_allclose(kept.elbo, best.elbo, atol=0.05)
+
+
+def test_keeping_every_row_is_the_joint_solve():
+    rows = data("groups", n=120)
+    best = fit(hierarchical, rows)
+    kept = fit(hierarchical, rows, first_block=40, memory=1000, block_size=16)
+    assert max(gap(best, kept)) < 1e-3
+    np.testing.assert_allclose(kept.elbo, best.elbo, atol=1e-3)
+
+
+def test_rows_given_in_random_order_matter_less_than_rows_sorted_by_class():
+    rows = data("logistic", n=300)
+    order = np.argsort(rows["y"], kind="stable")
+    sorted_rows = {k: v[order] for k, v in rows.items()}
+    best = fit(logistic, rows)
+    in_order = max(gap(best, fit(logistic, sorted_rows, block_size=1)))
+    shuffled = max(gap(best, fit(logistic, sorted_rows, block_size=1, shuffle=True)))
+    assert shuffled < in_order
+
+
+# ---------------------------------------------------------------------- forms of data, states
+@pytest.mark.parametrize("cut", [[7], [1, 50], [40, 3, 30]])
+def test_the_posterior_does_not_depend_on_how_the_stream_was_cut(cut):
+    rows = data("logistic")
+    whole = fit(logistic, rows, first_block=20, memory=0)
+
+    def blocks():
+        start, i = 0, 0
+        while start < len(rows["y"]):
+            stop = start + cut[i % len(cut)]
+            yield {k: v[start:stop] for k, v in rows.items()}
+            start, i = stop, i + 1
+
+    streamed = fit(logistic, blocks(), first_block=20, memory=0)
+    np.testing.assert_allclose(streamed.mean, whole.mean, rtol=1e-12)
+    np.testing.assert_allclose(streamed.covariance, whole.covariance, rtol=1e-11)
+    assert streamed.num_rows == whole.num_rows == len(rows["y"])
+
+
+@pytest.mark.parametrize("model, kind", [(linear_gaussian, "linear"), (logistic, "logistic"), (hierarchical, "groups")])
+def test_a_posterior_is_the_next_prior(model, kind):
+    rows = data(kind, n=200)
+    halves = [{k: v[s] for k, v in rows.items()} for s in (slice(0, 120), slice(120, 200))]
+    once = fit(model, rows)
+    first = fit(model, halves[0])
+    mean_before = np.array(first.mean)
+    twice = RVGA(model).run(halves[1], init=first, progress_bar=False)
+    assert max(gap(once, twice)) < (1e-8 if kind == "linear" else 0.12)
+    assert max(gap(twice, first.update(halves[1], progress_bar=False))) < 1e-10
+    np.testing.assert_array_equal(first.mean, mean_before)
+    assert twice.num_rows == 200
+
+
+def test_functional_form_is_pure_and_works_under_jit():
+    rows = data("linear")
+    rvga = RVGA(linear_gaussian)
+    state = rvga.init(rows)
+    assert isinstance(state, State)
+    update = jax.jit(rvga.update)
+    for start in range(0, 90, 30):
+        state = update(state, {k: jnp.asarray(v[start : start + 30]) for k, v in rows.items()})
+    posterior = rvga.posterior(state)
+    mean, covariance = exact_posterior(rows)
+    np.testing.assert_allclose(posterior.mean, mean, rtol=1e-9)
+    np.testing.assert_allclose(posterior.covariance, covariance, rtol=1e-9)
+    assert posterior.num_rows == 90
+
+
+def test_a_second_run_of_the_same_shapes_compiles_nothing():
+    rows = data("groups")
+    rvga = RVGA(hierarchical, first_block=30)
+    rvga.run(rows, progress_bar=False)
+    other = {**rows, "y": 1 - rows["y"]}
+    compiled: list[str] = []
+    jax.monitoring.register_event_duration_secs_listener(lambda event, *_, **__: compiled.append(event))
+    compiled.clear()
+    rvga.run(other, progress_bar=False)
+    assert not [event for event in compiled if "backend_compile" in event]
+    jax.jit(lambda x: x + 1.5)(1.0)
+    assert [event for event in compiled if "backend_compile" in event], "the listener hears compilations"
+
+
+def test_row_arguments_may_be_positional():
+    rows = data("linear")
+    named, positional = fit(linear_gaussian, rows), fit(linear_gaussian, (rows["X"], rows["y"]))
+    np.testing.assert_array_equal(named.mean, positional.mean)
+
+
+# ---------------------------------------------------------------------- precision
+@pytest.mark.parametrize("options", [{}, {"block_size": 1}, {"block_size": 64}], ids=str)
+def test_float32_stays_close_to_float64_with_an_ill_conditioned_design(options):
+    rng = np.random.default_rng(0)
+    n, d = 6000, 10
+    basis = np.linalg.qr(rng.normal(size=(d, d)))[0]
+    X = rng.normal(size=(n, d)) * np.geomspace(1, 1e-2, d) @ basis  # condition number 1e4 of X'X
+    y = (rng.random(n) < 1 / (1 + np.exp(-X @ rng.normal(size=d)))).astype(float)
+    rows = {"X": X, "y": y}
+    double = fit(logistic, rows, **options)
+    with jax.enable_x64(False):
+        single = fit(functools.partial(logistic), {k: v.astype(np.float32) for k, v in rows.items()}, **options)
+        assert single.mean.dtype == jnp.float32
+        means, deviations = gap(double, single)
+    assert np.all(np.linalg.eigvalsh(np.asarray(single.covariance, np.float64)) > 0)
+    assert means < 0.02
+    assert deviations < 0.01
