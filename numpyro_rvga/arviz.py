@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
 # Bounds the memory of a chunk of rows: draws times rows times elements of an observed site.
 CHUNK_VALUES = 2**20
+NEARLY_EQUAL = 0.95  # relative sample size of weights that vary by about 20%
 MIN_DRAWS = 100
 
 
@@ -82,7 +84,7 @@ def to_arviz(
         sampled["sample_stats"]["log_p"] = _log_joint(program, theta, chunks)
         sampled["log_likelihood"] = {site: _in_model_order(program, site, chunks) for site in program.observed_sites}
         sampled["posterior_predictive"] = prediction.at_draws(posterior, predictive_key, rows, theta)
-        fixed["observed_data"] = _observed_values(program, rows)
+        fixed["observed_data"] = jax.device_get(jax.jit(partial(_observed_values, program))(rows))
         fixed["constant_data"] = _other_arrays(rows, fixed["observed_data"])
     groups = {group: {name: np.asarray(v)[None] for name, v in values.items()} for group, values in sampled.items()}
     groups |= {group: {name: np.asarray(v) for name, v in values.items()} for group, values in fixed.items() if values}
@@ -133,17 +135,13 @@ def khat(
         from arviz_stats.base import array_stats
 
         shape = float(array_stats.psislw(-log_ratios)[1])
-    return Khat(shape, _verdict(shape, num_samples))
+    return Khat(shape, _verdict(shape, _relative_sample_size(log_ratios), num_samples))
 
 
 def _rows_with_outcome(program: Program, data: Mapping[str, ArrayLike] | tuple) -> dict[str, Any]:
     """:raises ValueError: if an observed site is not observed in ``data``; it would be drawn at random."""
     rows = program.rows(data)
-    few = {name: values[:2] for name, values in rows.items()}
-    trace, _ = run_model(program.model, few, program.model_kwargs, row_plates=program.row_plates)
-    for site in program.observed_sites:
-        if not trace[site]["is_observed"]:
-            raise ValueError(f"the data lack the outcome of site '{site}': only predictive() does without it.")
+    jax.eval_shape(partial(_observed_values, program), {name: values[:2] for name, values in rows.items()})
     return rows
 
 
@@ -175,9 +173,12 @@ def _in_model_order(program: Program, site: str, chunks: list[dict[str, np.ndarr
     return np.moveaxis(terms, 1, 1 + prediction.row_axis(program, site))
 
 
-def _observed_values(program: Program, rows: Mapping[str, Any]) -> dict[str, np.ndarray]:
+def _observed_values(program: Program, rows: Mapping[str, Any]) -> dict[str, Array]:
     trace, _ = run_model(program.model, rows, program.model_kwargs, row_plates=program.row_plates)
-    return {site: np.asarray(trace[site]["value"]) for site in program.observed_sites}
+    for site in program.observed_sites:
+        if not trace[site]["is_observed"]:
+            raise ValueError(f"the data lack the outcome of site '{site}': only predictive() does without it.")
+    return {site: trace[site]["value"] for site in program.observed_sites}
 
 
 def _other_arrays(rows: Mapping[str, Any], observed: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -186,7 +187,7 @@ def _other_arrays(rows: Mapping[str, Any], observed: Mapping[str, np.ndarray]) -
     return {
         name: values
         for name, values in arrays.items()
-        if not any(np.array_equal(values, outcome) for outcome in observed.values())
+        if not any(np.array_equal(values.astype(outcome.dtype), outcome) for outcome in observed.values())
     }
 
 
@@ -199,7 +200,15 @@ def _plate_dims(program: Program, groups: Mapping[str, Mapping[str, Any]]) -> di
     return {name: names for name, names in dims.items() if name not in names}
 
 
-def _verdict(shape: float, num_samples: int) -> str:
+def _relative_sample_size(log_ratios: np.ndarray) -> float:
+    """Effective sample size of the importance weights over the number of draws."""
+    weights = np.exp(log_ratios - log_ratios.max())
+    return float(weights.sum() ** 2 / (weights**2).sum() / len(weights))
+
+
+def _verdict(shape: float, relative_sample_size: float, num_samples: int) -> str:
+    if relative_sample_size > NEARLY_EQUAL:  # k has no scale: it says nothing of a tail that hardly departs from one
+        return "good. The importance weights are nearly equal: q is almost the posterior."
     if shape <= min(0.7, 1 - 1 / np.log10(num_samples)):
         return "good. Importance weights correct what is left of q's error."
     if shape <= 0.7:

@@ -20,6 +20,8 @@ from .model.terms import Terms, constants, flatten, linearise
 
 CONCAVE = (cf.Logistic, cf.Exponential, cf.Gaussian)
 SMOOTHNESS_ROWS = 16
+SYMMETRIC_PREDICTORS = 8  # with more, as in neural networks, the prior's mean is often a saddle
+NUM_STARTS = 8
 NUM_LINEARIZATIONS = 3  # of predictors that are not affine, in a small block
 
 
@@ -43,6 +45,7 @@ class Engine:
 
     def __init__(self, program: Program, options: Options, rows: dict, rng_key: Array):
         self.program, self.options = program, options
+        start_key, rng_key = jax.random.split(rng_key)
         keys = jax.random.split(rng_key, len(program.terms) + len(program.prior.terms))
         few = {name: jnp.asarray(array[:SMOOTHNESS_ROWS]) for name, array in rows.items()}
         self._kinds = tuple(make_kind(t, options, k, few) for t, k in zip(program.terms, keys))
@@ -53,6 +56,9 @@ class Engine:
         tolerance = options.tolerance if options.tolerance is not None else (1e-9 if precise else 1e-6)
         self._settings = Settings(tolerance, options.max_iterations)
         self.is_affine = all(t.is_affine for t in program.terms)
+        wide = any(t.num_predictors > SYMMETRIC_PREDICTORS or not t.is_affine for t in program.terms)
+        shape = (NUM_STARTS, program.layout.size)
+        self._starts = jax.random.normal(start_key, shape, program.dtype) if wide else None
         self.joint = jax.jit(self._joint, static_argnames="with_sites")
         self.settle = jax.jit(self._settle)
         self.stream = jax.jit(self._stream, static_argnames=("block_size", "with_sites"))
@@ -87,6 +93,7 @@ class Engine:
             sites=masked,
             laplace=self.options.scheme == "laplace",
             with_sites=with_sites,
+            starts=self._starts if sites is None else None,
         )
         return state, info._replace(sites=self._by_row(info.sites, len(weights)))
 
@@ -186,7 +193,8 @@ def make_kind(terms: Terms, options: Options, rng_key: Array, rows: dict) -> Kin
         return ex.linearized(lambda u: terms.density(u, values), mean, covariance)
 
     name = _resolve(terms, options)
-    conservative = name != "probit"
+    second_order = getattr(expect, "args", (2,))[0] == 2
+    conservative = second_order and name not in ("probit", "monte_carlo", "sigma_points")
     concave = terms.closed_form in CONCAVE
     return Kind(weighted(expect), weighted(plugin), concave, conservative)
 

@@ -122,8 +122,8 @@ class Posterior:
         """Quantiles of q's marginals, as :meth:`~numpyro.infer.autoguide.AutoMultivariateNormal.quantiles` has them.
 
         :param quantiles: one probability or an array of them.
-        :return: dict of sites of shape ``(*quantiles.shape, *site_shape)``: the marginal quantiles in unconstrained space,
-            pushed through the model's transforms. The caveat of :meth:`median` holds.
+        :return: dict of sites of shape ``(*quantiles.shape, *site_shape)``: the marginal quantiles in unconstrained
+            space, pushed through the model's transforms. The caveat of :meth:`median` holds.
         """
         probabilities = jnp.asarray(quantiles, self.mean.dtype)[..., None]
         marginal_scale = jnp.linalg.norm(self.scale, axis=-1)

@@ -75,8 +75,8 @@ def closed_form(posterior: Posterior, data: Mapping[str, ArrayLike] | tuple) -> 
     for site in program.observed_sites:
         if program.link(site) != "logistic":
             raise NotImplementedError(
-                f"Site '{site}' has no closed form: that needs a Bernoulli or Binomial site whose logit is affine in the "
-                "latent sites. Use method='monte_carlo'."
+                f"Site '{site}' has no closed form: that needs a Bernoulli or Binomial site whose logit is affine in "
+                "the latent sites. Use method='monte_carlo'."
             )
     rows = program.rows(data)
     predictions = {}

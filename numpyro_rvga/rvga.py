@@ -262,22 +262,22 @@ class RVGA:
         per_row, size = engine.numbers_per_row, engine.program.layout.size
         plain = self.block_size != "auto" or self.options.scheme != "implicit"
         block = self.block_size if self.block_size != "auto" else DEFAULT_BLOCK if not plain else 1
+        if self.memory == "auto":
+            useful = not plain and engine.is_affine
+            memory = min(MEMORY_ROWS_PER_PARAMETER * size, MEMORY_NUMBERS // per_row) if useful else 0
+        else:
+            memory = self.memory
         if self.options.scheme == "laplace":
             if total is None:
                 raise ValueError("scheme='laplace' needs all rows in memory at once.")
             first = total
         elif self.first_block == "auto":
             first = 0 if plain else max(FIRST_BLOCK_ROWS, FIRST_BLOCK_ROWS_PER_PARAMETER * size)
-            if total is not None and total <= 2 * first:
-                first = total
+            if total is not None and not plain and total <= max(2 * first, memory):
+                first = total  # they would all be kept in the end
             first = min(first, max(FIRST_BLOCK_NUMBERS // per_row, 1))
         else:
             first = self.first_block
-        if self.memory == "auto":
-            useful = not plain and engine.is_affine
-            memory = min(MEMORY_ROWS_PER_PARAMETER * size, MEMORY_NUMBERS // per_row) if useful else 0
-        else:
-            memory = self.memory
         chunk = min(MAX_CHUNK, max(CHUNK_NUMBERS // per_row, 1))
         if total is not None:
             chunk = min(chunk, max(total - first, 1))
@@ -295,7 +295,8 @@ class RVGA:
     def _posterior(self, engine, state, info, model_kwargs):
         continuation = Continuation(self, state, dict(model_kwargs))
         info = {"scheme": self.options.scheme, "expectation": self.options.expectation, **info}
-        bound, num_rows = float(state.log_evidence), int(state.num_rows)
+        expected = self.options.scheme != "ekf" and self.options.expectation != "linearized"
+        bound, num_rows = float(state.log_evidence) if expected else None, int(state.num_rows)
         return Posterior(engine.program, state.mean, state.root, bound, info, continuation, num_rows=num_rows)
 
     def _checked(self, data, first_row, model_kwargs):

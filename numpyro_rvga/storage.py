@@ -125,7 +125,7 @@ def read(path: str | os.PathLike, kind: str) -> tuple[dict[str, Any], dict[str, 
         raise ValueError(f"{path} holds a {found[0]}, not a numpyro_rvga {kind}.")
     if found[1] > FORMAT_VERSION:
         raise ValueError(
-            f"{path} has format version {found[1]}; this numpyro_rvga reads up to {FORMAT_VERSION}. Update numpyro_rvga."
+            f"{path} has format version {found[1]}; this one reads up to {FORMAT_VERSION}: update numpyro_rvga."
         )
     return metadata, arrays
 

@@ -107,11 +107,17 @@ def permuted(rows: Rows, order: np.ndarray) -> Rows:
 
 def checked_blocks(blocks: Iterator, check: Callable[[object, int], Rows]) -> Iterator[Rows]:
     """Blocks after ``check(block, first_row)``; all must hold the same arrays."""
-    first_row, names = 0, None
+    first_row, names, shapes = 0, None, {}
     for block in blocks:
         rows = check(block, first_row)
         if names is not None and set(rows) != names:
             raise ValueError(f"row {first_row}: this block holds {sorted(rows)}, those before it {sorted(names)}.")
+        for name, array in rows.items():
+            if array.shape[1:] != shapes.setdefault(name, array.shape[1:]):
+                raise ValueError(
+                    f"row {first_row}: rows of {name!r} have shape {array.shape[1:]} in this block, "
+                    f"{shapes[name]} before it."
+                )
         names = set(rows)
         first_row += _length(rows)
         yield rows

@@ -23,6 +23,21 @@ OVERDISPERSION = 1.5
 def nuts(posterior: Posterior, **nuts_kwargs: Any) -> NUTS:
     """A NUTS kernel for the posterior's model, with q's covariance as its inverse mass matrix.
 
+    Give it a short warm-up and dispersed starts::
+
+        mcmc = MCMC(posterior.nuts(), num_warmup=200, num_samples=1000, num_chains=4, chain_method="vectorized")
+        mcmc.run(rng_key, X, y, init_params=posterior.init_params(rng_key, 4))
+
+    The mass matrix stays as it is (``adapt_mass_matrix=False``) and the step size, which starts at ``P ** -0.25``, is
+    adapted. Measured on logistic regressions with 30 coefficients, 5,000 rows and posterior covariances of condition
+    number 1e3 (correlated coefficients) and 7e5 (raw scales of independent covariates), four vectorised chains:
+    200 + 1,000 iterations of 7 leapfrog steps gave minimal effective sample sizes of 7,400 and 7,200, default NUTS with
+    1,000 + 1,000 iterations 1,700 (of 79 steps) and 5,700 (of 7, after a costly warm-up). Per second that is 22 and
+    3.5 times as much, the recursion included and compilation left out. R-hat was at most 1.001 throughout.
+    Letting NUTS adapt the mass matrix in so short a warm-up halved the effective sample size and made trajectories 2 to
+    10 times as long; it pays only where q is poor, and then in a warm-up of 1,000. A warm-up of 20 to 50 can end with
+    a step size that rejects everything, because NumPyro restarts its adaptation for the last tenth: use 100 or more.
+
     :param posterior: the posterior.
     :param nuts_kwargs: keywords of :class:`~numpyro.infer.hmc.NUTS`; they win over the ones chosen here.
         ``dense_mass`` may be True (the default), False (only the variances of q are used), or a list of tuples of
@@ -78,7 +93,7 @@ def as_guide(posterior: Posterior) -> tuple[AutoMultivariateNormal, dict[str, Ar
 
 
 def _guide_order(posterior: Posterior, guide: AutoMultivariateNormal) -> np.ndarray:
-    """For each place in the guide's flat vector, the place in the posterior's; NumPyro orders sites as it traces them."""
+    """For each place in the guide's flat vector, the place in the posterior's: NumPyro orders as it traces."""
     places = np.arange(posterior.mean.size)
     ours, theirs = posterior.program.layout.unravel(places), guide._unpack_latent(places)
     order = np.empty_like(places)
@@ -90,7 +105,8 @@ def _guide_order(posterior: Posterior, guide: AutoMultivariateNormal) -> np.ndar
 def _mass_blocks(posterior: Posterior, blocks: list[tuple[str, ...]]) -> dict[tuple[str, ...], Array]:
     """q's covariance within each block of sites, and its variances for all other sites.
 
-    Keyed by site names, since NumPyro reads a plain array in alphabetical order. A new dict each time: NUTS writes to it.
+    Keyed by site names, since NumPyro reads a plain array in alphabetical order. NUTS writes to the dict, so each
+    kernel needs its own.
     """
     places = posterior.program.layout.unravel(np.arange(posterior.mean.size))
 

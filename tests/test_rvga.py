@@ -99,7 +99,10 @@ def test_linear_gaussian_rows_give_the_exact_posterior_and_evidence(options):
     mean, covariance = exact_posterior(rows)
     np.testing.assert_allclose(posterior.mean, mean, rtol=1e-10, atol=1e-10)
     np.testing.assert_allclose(posterior.covariance, covariance, rtol=1e-10, atol=1e-12)
-    np.testing.assert_allclose(posterior.elbo, log_evidence(rows), rtol=1e-9)
+    if "ekf" in options.values() or "linearized" in options.values():
+        assert posterior.elbo is None, "derivatives at the mean give no expectation"
+    else:
+        np.testing.assert_allclose(posterior.elbo, log_evidence(rows), rtol=1e-9)
 
 
 @pytest.mark.parametrize("order", [2, 1, 0])

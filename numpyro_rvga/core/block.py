@@ -93,6 +93,7 @@ class Settings(NamedTuple):
 class _Evaluation(NamedTuple):
     root: Array
     bound: Array
+    merit: Array  # what must not fall: the bound, or minus the natural gradient's length if there is no bound
     gradient: Array
     curvature: Array  # -sum Z' G Z
     fallback: Array | None  # the same with each G's negative-curvature part removed; None if it has none
@@ -166,10 +167,8 @@ def solve_block(
             inverse = solve_lower(root, identity)
             trace = jnp.sum(inverse * inverse) if base.precision is None else jnp.sum(inverse * (inverse @ precision))
             bound = bound - 0.5 * (trace - dimension) - jnp.sum(jnp.log(jnp.diagonal(root)))
-        evaluation = _Evaluation(root, bound, gradient + linear - pull, curvature, fallback)
-        if seek_root:
-            return evaluation._replace(bound=-decrement_of(evaluation))
-        return evaluation
+        evaluation = _Evaluation(root, bound, bound, gradient + linear - pull, curvature, fallback)
+        return evaluation._replace(merit=-decrement_of(evaluation)) if seek_root else evaluation
 
     def decrement_of(at: _Evaluation) -> Array:
         if point:
@@ -188,8 +187,11 @@ def solve_block(
 
     slack = 8 * jnp.finfo(dtype).eps
 
+    def resolvable(at: _Evaluation) -> Array:
+        return slack * jnp.abs(at.bound)  # gains below rounding error cannot be told from losses
+
     def iterate(carry):
-        count, mean, matrix, at, _, _ = carry
+        count, mean, matrix, at, before, _ = carry
         target = target_of(at)
         if point:
             factor = cholesky(target)
@@ -203,19 +205,21 @@ def solve_block(
             moved = mean + t * solve_lower(root, solve_lower(root, at.gradient), transpose=True)
             return moved, mixed, measure(moved, mixed)
 
-        floor = at.bound - slack * jnp.abs(at.bound)
+        floor = at.merit - slack * jnp.abs(at.merit)
 
         def failing(trial):
             t, _, _, new = trial
-            return ~(new.bound >= floor) & (t > 0)
+            return ~(new.merit >= floor) & (t > 0)
 
         def halve(trial):
             t = jnp.where(trial[0] > SMALLEST_STEP, 0.5 * trial[0], 0.0)  # a step of zero: nothing rises any more
             return (t, *propose(t))
 
-        untried = (jnp.full((), 2.0, dtype), mean, matrix, at._replace(bound=jnp.full((), jnp.nan, dtype)))
+        untried = (jnp.full((), 2.0, dtype), mean, matrix, at._replace(merit=jnp.full((), jnp.nan, dtype)))
         t, mean, matrix, at = lax.while_loop(failing, halve, untried)
-        return count + 1, mean, matrix, at, decrement_of(at), t == 0
+        decrement = decrement_of(at)
+        stuck = (t == 0) | (decrement <= resolvable(at)) & (decrement > 0.5 * before)
+        return count + 1, mean, matrix, at, decrement, stuck
 
     def unfinished(carry):
         count, _, _, _, decrement, stuck = carry
@@ -231,7 +235,7 @@ def solve_block(
         return count + 1, 4 * matrix, measure(mean, 4 * matrix)
 
     square, unknown = jnp.zeros((dimension, dimension), dtype), jnp.full((), jnp.nan, dtype)
-    unmeasured = _Evaluation(square, unknown, jnp.zeros(dimension, dtype), square, None if safe else square)
+    unmeasured = _Evaluation(square, unknown, unknown, jnp.zeros(dimension, dtype), square, None if safe else square)
     _, matrix, at = lax.while_loop(
         lambda carry: ~jnp.isfinite(carry[2].bound) & (carry[0] < MAX_INFLATIONS),
         inflate,
@@ -239,6 +243,5 @@ def solve_block(
     )
     carry = (0, mean, matrix, at, decrement_of(at), jnp.asarray(False))
     count, mean, matrix, at, decrement, _ = lax.while_loop(unfinished, iterate, carry)
-    resolvable = slack * jnp.abs(at.bound)  # gains below rounding error cannot be told from losses
-    converged = jnp.isfinite(at.bound) & (decrement <= jnp.maximum(settings.tolerance, resolvable))
+    converged = jnp.isfinite(at.bound) & (decrement <= jnp.maximum(settings.tolerance, resolvable(at)))
     return Solution(mean, at.root, at.bound, decrement, count, converged)

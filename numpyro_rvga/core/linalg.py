@@ -39,6 +39,32 @@ def solve_lower(factor: Array, rhs: Array, *, transpose: bool = False) -> Array:
     return jnp.stack([solved[i] for i in range(n)])
 
 
+def solve_triangular(
+    a: Array, b: Array, *, left_side: bool, lower: bool, transpose_a: bool, conjugate_a: bool, unit_diagonal: bool
+) -> Array:
+    """What ``lax.linalg.triangular_solve`` does, for real matrices, as elementwise arithmetic. For small ``a``."""
+    del conjugate_a
+    if not left_side:  # X op(a) = b: solve op(a)^T X^T = b^T
+        solved = solve_triangular(
+            a,
+            jnp.swapaxes(b, -1, -2),
+            left_side=True,
+            lower=lower,
+            transpose_a=not transpose_a,
+            conjugate_a=False,
+            unit_diagonal=unit_diagonal,
+        )
+        return jnp.swapaxes(solved, -1, -2)
+    if transpose_a:
+        a, lower = jnp.swapaxes(a, -1, -2), not lower
+    n = a.shape[-1]
+    solved: dict[int, Array] = {}
+    for i in range(n) if lower else range(n - 1, -1, -1):
+        rest = b[..., i, :] - sum(a[..., i, j, None] * x for j, x in solved.items())
+        solved[i] = rest if unit_diagonal else rest / a[..., i, i, None]
+    return jnp.stack([solved[i] for i in range(n)], -2)
+
+
 def semidefinite_factor(matrix: Array) -> tuple[Array, Array]:
     """Lower L with L L^T = ``matrix`` (n, n), which may be singular, and M with M L = I on its range.
 

@@ -165,13 +165,15 @@ def explicit_step(
         factors = linearise(state.mean)
         designs, basis = _subspace(state.root, factors)
         blocks = tuple(Factors(f.offset, z, f.constants) for f, z in zip(factors, designs))
-        value, gradient, curvature, fallback = evaluate(kinds, blocks, lambda z: z, False)
+        _, gradient, curvature, fallback = evaluate(kinds, blocks, lambda z: z, False)
         identity = jnp.eye(gradient.shape[0], dtype=gradient.dtype)
         root = cholesky(identity + curvature)
         if fallback is not None:
             root = jnp.where(jnp.all(jnp.isfinite(root)), root, cholesky(identity + fallback))
         move = solve_lower(root, solve_lower(root, gradient), transpose=True)
         inverse = solve_lower(root, identity)
+        moved = tuple(b._replace(offset=b.offset + b.design @ move) for b in blocks)
+        value = evaluate(kinds, moved, partial(solve_lower, root), False)[0]
         divergence = 0.5 * (jnp.sum(inverse * inverse) - identity.shape[0] + move @ move)
         divergence = divergence + jnp.sum(jnp.log(jnp.diagonal(root)))
         zero = jnp.zeros((), gradient.dtype)
@@ -263,6 +265,7 @@ def joint_solve(
     sites: tuple[Sites, ...] | None = None,
     laplace: bool = False,
     with_sites: bool = False,
+    starts: Array | None = None,
 ) -> tuple[State, StepInfo]:
     """Rows and the true prior terms together.
 
@@ -272,6 +275,8 @@ def joint_solve(
 
     :param laplace: stop at the mode, with the negative Hessian there as precision.
     :param with_sites: report the rows' sites.
+    :param starts: (k, P) points, in the state's standard coordinates, of which the most probable is where the search
+        for the mode begins; default: the state's mean.
     """
     all_kinds = kinds + prior_kinds
     dtype, size = state.mean.dtype, state.mean.shape[0]
@@ -287,10 +292,14 @@ def joint_solve(
     precision = identity if base.precision is None else base.precision
     if sites is None:
         mode_settings = settings if laplace else POINT_SETTINGS
-        mode = solve_block(all_kinds, predict, base, size, dtype, mode_settings, point=True)
+        begin = jnp.zeros(size, dtype) if starts is None else _most_probable(all_kinds, predict, base, starts)
+        mode = solve_block(all_kinds, predict, base, size, dtype, mode_settings, start=(begin, identity), point=True)
         _, _, exact, fallback = evaluate(all_kinds, predict(mode.mean), None, True)
         fallback = exact if fallback is None else fallback
-        start = (mode.mean, _made_definite(precision + fallback))
+        # A hierarchy's density may have no mode (its scale runs to zero): then the state itself is where to start.
+        usable = mode.converged & jnp.all(jnp.isfinite(fallback))
+        curvature = jnp.where(usable, _made_definite(precision + fallback), identity)
+        start = (jnp.where(usable, mode.mean, 0.0), curvature)
     else:
         start = (jnp.zeros(size, dtype), identity)
     if laplace:
@@ -311,6 +320,16 @@ def joint_solve(
         factors = predict(found.mean)[: len(kinds)]
         info = info._replace(sites=summarise(kinds, factors, _spreads(factors, found.root)))
     return after, info
+
+
+def _most_probable(kinds, predict, base: Base, starts: Array) -> Array:
+    def log_density(e):
+        precision = e if base.precision is None else base.precision @ e
+        linear = 0.0 if base.linear is None else base.linear @ e
+        return evaluate(kinds, predict(e), None, True)[0] + linear - 0.5 * e @ precision
+
+    values = lax.map(log_density, starts)
+    return starts[jnp.argmax(jnp.where(jnp.isfinite(values), values, -jnp.inf))]
 
 
 def _divide(state: State, factors: tuple[Factors, ...], sites: tuple[Sites, ...] | None) -> Base:

@@ -15,12 +15,15 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend import core as jex_core
+
+from .linalg import solve_triangular
 
 CONSTANT, AFFINE, POINTWISE, OPAQUE = "constant", "affine", "pointwise", "opaque"
 
@@ -42,13 +45,27 @@ BILINEAR_PRIMITIVES = frozenset(["dot_general", "conv_general_dilated"])
 ARITHMETIC = frozenset("sum offset mul div neg copy convert_element_type".split())
 INLINED_PRIMITIVES = frozenset("jit pjit closed_call core_call remat checkpoint remat2".split())
 
+UNROLLED_SOLVE = 16  # batches of small LAPACK solves are slow, and can deadlock where XLA has few threads
+
 _serial = itertools.count()
 
 
 class Node:
     """One array-valued step of the symbolic program. Arrays of one element are held as scalars."""
 
-    __slots__ = ("kind", "shape", "dtype", "parents", "apply", "in_shapes", "name", "operand", "serial", "leaf_of")
+    __slots__ = (
+        "kind",
+        "shape",
+        "dtype",
+        "parents",
+        "apply",
+        "in_shapes",
+        "name",
+        "operand",
+        "serial",
+        "leaf_of",
+        "unwraps",
+    )
 
     def __init__(self, kind, shape, dtype, parents=(), apply=None, in_shapes=None, name="", operand=None):
         self.kind, self.dtype, self.parents, self.apply, self.name = kind, dtype, tuple(parents), apply, name
@@ -56,6 +73,7 @@ class Node:
         self.in_shapes = tuple(p.shape for p in self.parents) if in_shapes is None else tuple(in_shapes)
         self.operand = operand  # for exp, log and logistic: the Value it was applied to
         self.leaf_of: Node | None = None  # for a predictor: the affine node that it stands for
+        self.unwraps: Node | None = None  # for a concatenation of predictors: likewise
         self.serial = next(_serial)
 
     @property
@@ -245,8 +263,11 @@ class _Graph:
             closed = hasattr(inner, "jaxpr")
             return self.interpret(inner.jaxpr if closed else inner, inner.consts if closed else (), inputs)
         out = eqn.outvars[0].aval
+        elementwise = name in POINTWISE_PRIMITIVES or (name == "custom_jvp_call" and _is_pointwise_call(eqn))
+        if elementwise:
+            inputs = [self.broadcast(v, out.shape) for v in inputs]
         if name in ("add", "add_any", "sub"):
-            return [self.add(eqn, *inputs, sign=-1 if name == "sub" else 1)]
+            return [self.add(out, *inputs, sign=-1 if name == "sub" else 1)]
         if name == "neg" or (name in ("copy", "copy_p", "convert_element_type") and _is_float(out.dtype)):
             return [self.scale(eqn, inputs, 0)]
         if name == "mul" and (inputs[0].is_constant or inputs[1].is_constant):
@@ -265,7 +286,7 @@ class _Graph:
             return self.whole(eqn, inputs, AFFINE)
         if name == "select_n" and linear and inputs[0].is_constant:
             return self.whole(eqn, inputs, AFFINE)
-        if name in POINTWISE_PRIMITIVES or (name == "custom_jvp_call" and _is_pointwise_call(eqn)):
+        if elementwise:
             return [self.pointwise(eqn, inputs)]
         return self.whole(eqn, inputs, OPAQUE)
 
@@ -331,7 +352,16 @@ class _Graph:
             return self.node(
                 key, lambda: Node(POINTWISE, affine.shape, affine.dtype, parents, affine.apply, affine.in_shapes)
             )
+        if affine.name == "concatenate" and any(p.kind == CONSTANT for p in affine.parents):
+            return self.node(("unwrap", affine.serial), lambda: self._pieces(affine))
         return self.leaf(affine)
+
+    def _pieces(self, affine: Node) -> Node:
+        """A concatenation of affine nodes and constants: the constants (a pinned class) need no predictors."""
+        parents = [self.unwrap(p) if p.kind == AFFINE else p for p in affine.parents]
+        node = Node(OPAQUE, affine.shape, affine.dtype, parents, affine.apply, affine.in_shapes, "concatenate")
+        node.unwraps = affine
+        return node
 
     def materialise(self, value: Value) -> Node:
         if value.affine is None:
@@ -350,9 +380,7 @@ class _Graph:
         )
 
     # ------------------------------------------------------------------ sums and multiples
-    def add(self, eqn, x: Value, y: Value, sign: int) -> Value:
-        out = eqn.outvars[0].aval
-
+    def add(self, out: jax.ShapeDtypeStruct, x: Value, y: Value, sign: int) -> Value:
         def plus(a, b, kind, name):
             if a is None and b is None:
                 return None
@@ -441,7 +469,7 @@ class _Graph:
             other = _exponent(inputs[1])
             if other is None or not (exponent.is_affine and other.is_affine):
                 return None
-            total = self.add(eqn, exponent, other, sign=1 if name == "mul" else -1)
+            total = self.add(eqn.outvars[0].aval, exponent, other, sign=1 if name == "mul" else -1)
         elif name in ("integer_pow", "sqrt", "rsqrt", "square") and exponent.is_affine:
             power = {"integer_pow": eqn.params.get("y"), "sqrt": 0.5, "rsqrt": -0.5, "square": 2}[name]
             factor = self.constant(jnp.asarray(power, exponent.dtype))
@@ -475,6 +503,13 @@ class _Graph:
         key = (eqn.primitive.name, tuple(i.serial for i in indices), _freeze(eqn.params), out.shape)
         return self._map_selecting(inputs[0], out.shape, _binder(eqn), key, indices, index_shapes)
 
+    def broadcast(self, value: Value, shape: tuple[int, ...]) -> Value:
+        """Elementwise primitives stretch axes of length one themselves; here every operand has the result's shape."""
+        if value.shape == shape or math.prod(value.shape) == 1:
+            return value
+        spread = lambda x: jnp.broadcast_to(x, shape)  # noqa: E731
+        return self._map_selecting(value, shape, spread, ("broadcast", shape))
+
     def _map_selecting(self, value, out_shape, apply, key, indices=(), index_shapes=()) -> Value:
         """Each element of the result is a copy of an element of the operand: push that through elementwise steps."""
         done: dict[int, Node] = {}
@@ -487,8 +522,8 @@ class _Graph:
             return done[node.serial]
 
         def build(node: Node) -> Node:
-            if node.leaf_of is not None:
-                return self.unwrap(push(node.leaf_of))
+            if node.leaf_of is not None or node.unwraps is not None:
+                return self.unwrap(push(node.leaf_of or node.unwraps))
             inner = () if math.prod(out_shape) == 1 else out_shape
             through = node.kind == POINTWISE or (node.kind == AFFINE and node.name in ARITHMETIC)
             if through and node.parents:
@@ -527,17 +562,10 @@ class _Graph:
             logs = [self.log_of(Value(p.shape, p.dtype, None, p)) for p in node.parents]
             if any(v is None for v in logs):
                 return None
-            sign = 1 if node.name == "mul" else -1
-            left, right = logs
-            offset, linear = (left, right) if left.is_constant else (right, left)
-            if not (offset.is_constant and linear.is_affine) or (sign < 0 and left.is_constant):
-                return None
-            shape = value.shape
-            out = jax.ShapeDtypeStruct(shape, value.dtype)
-            signed = (
-                offset.rest if sign > 0 else Node(CONSTANT, offset.rest.shape, value.dtype, [offset.rest], jnp.negative)
+            total = self.add(
+                jax.ShapeDtypeStruct(value.shape, value.dtype), *logs, sign=1 if node.name == "mul" else -1
             )
-            return Value(shape, value.dtype, plus_offset(self, linear.affine, signed, out), None)
+            return total if total.is_affine or total.is_constant else None
         if node.name in ("copy", "convert_element_type"):
             return self.log_of(Value(value.shape, value.dtype, None, node.parents[0]))
         return None
@@ -587,6 +615,8 @@ def _is_pointwise_call(eqn) -> bool:
 
 
 def _binder(eqn) -> Callable:
+    if eqn.primitive.name == "triangular_solve" and eqn.invars[0].aval.shape[-1] <= UNROLLED_SOLVE:
+        return partial(solve_triangular, **eqn.params)
     found = eqn.primitive.get_bind_params(eqn.params)
     functions, params = found if isinstance(found, tuple) else ((), found)  # the form depends on the JAX version
     return lambda *arguments: eqn.primitive.bind(*functions, *arguments, **params)

@@ -105,7 +105,10 @@ def _variadic_name(model: Callable) -> str | None:
 
 
 def _as_array(name: str, value: Any) -> np.ndarray:
-    array = np.asarray(value)
+    try:
+        array = np.asarray(value)
+    except ValueError as error:
+        raise ValueError(f"data array {name!r} is not rectangular: its rows differ in shape.") from error
     if array.dtype.kind not in "biuf":
         raise ValueError(
             f"data array {name!r} has dtype {array.dtype}; numbers are needed. Encode categories as integers."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -56,17 +57,18 @@ class Program:
     ):
         self.model, self.model_kwargs = model, dict(model_kwargs)
         self.improper_prior_scale = improper_prior_scale
-        self.row_plates = validation.find_row_plates(model, rows, self.model_kwargs)
+        self.row_plates, observed = validation.find_row_plates(model, rows, self.model_kwargs)
         taken = np.arange(2) % len(next(iter(rows.values())))
         self.example_rows = {name: jnp.asarray(array[taken]) for name, array in rows.items()}
         self.example_row = {name: array[:1] for name, array in self.example_rows.items()}
         self.dtype = jnp.result_type(float)
-        self.sites, self.plates = self._describe(self.example_row)
+        self.sites, self.plates = validation.describe_one_row(self._describe, self.example_row, observed)
         validation.check_latents(self.sites, self._describe(self.example_rows)[0], self.row_plates)
         latents = {n: s.unconstrained_shape for n, s in self.sites.items() if not s.is_observed}
         self.layout = Layout(tuple(latents), latents)
         self._row_sites, self._prior_sites = self._classify()
         self.observed_sites = tuple(s for s in self._row_sites if not self.sites[s].is_auxiliary)
+        validation.check_has_terms({name: self.sites[name] for name in self._row_sites})
         if not self._row_sites:
             raise ValueError(
                 "the model has no observed site that depends on the data: give sample(..., obs=...) one of its arrays."
@@ -74,7 +76,7 @@ class Program:
         self._improper = frozenset(s for s in self.layout.site_names if self.sites[s].is_improper)
         if self._improper and improper_prior_scale is None:
             raise ValueError(
-                f"site {sorted(self._improper)[0]!r} has an improper prior, from which a recursion cannot start. Give it "
+                f"site {sorted(self._improper)[0]!r} has an improper prior, from which no recursion can start. Give it "
                 "a proper prior, or set improper_prior_scale: the scale of a normal, in unconstrained space, instead."
             )
         theta = jax.ShapeDtypeStruct((self.layout.size,), self.dtype)
@@ -120,9 +122,13 @@ class Program:
         validation.check_independence(self, rows)
 
     # ------------------------------------------------------------------ latents
+    @functools.cached_property
+    def _initial_state(self) -> State:
+        return initial_state(self.prior, self._draw_prior)
+
     def initial_state(self) -> State:
         """The prior, or a Gaussian fitted to it, as the state before the first row."""
-        return initial_state(self.prior, self._draw_prior)
+        return self._initial_state
 
     def constrain(self, theta: Array) -> dict[str, Array]:
         """Constrained latents and global deterministic sites. theta: (P,)."""

@@ -62,13 +62,30 @@ def site_terms(
     split = None
     if not prefer_parameters:
         split = factorise(lambda t, r, e: elements(run_site(t, r))[e], theta, row, index)
-        if split.num_predictors <= MAX_PREDICTORS:
-            return _affine_terms(site, count, split)
+        if min(split.num_predictors, theta.shape[0]) <= MAX_PREDICTORS:
+            identity = split.num_predictors > theta.shape[0]
+            return _identity_terms(run_site, site, theta, count) if identity else _affine_terms(site, count, split)
     parameters = _parameter_terms(run_site, site, theta, row, count)
     if parameters is None or (split is not None and split.num_predictors <= parameters.num_predictors):
         split = split or factorise(lambda t, r, e: elements(run_site(t, r))[e], theta, row, index)
         return _affine_terms(site, count, split)
     return parameters
+
+
+def _identity_terms(run_site, site, theta, count) -> Terms:
+    """All of theta as predictors: where a split names more numbers than there are."""
+
+    def predictors(t, row, element):
+        return t
+
+    def row_constants(row, element):
+        return row, element
+
+    def density(u, known):
+        row, element = known
+        return elements(run_site(u, row))[element]
+
+    return Terms(site, count, theta.shape[0], True, predictors, row_constants, density, None)
 
 
 def _affine_terms(site, count, split) -> Terms:

@@ -78,6 +78,10 @@ class RowRunner(Messenger):
             z = self.unconstrained[msg["name"]]
             msg["value"] = transform(z)
             self.log_abs_det[msg["name"]] = transform.log_abs_det_jacobian(z, msg["value"])
+        elif msg["type"] == "sample" and not msg["is_observed"] and msg["value"] is None and _is_improper(msg["fn"]):
+            transform = site_transform(msg["fn"])  # such a prior cannot be drawn from
+            shape = transform.inverse_shape(msg["fn"].shape(msg["kwargs"]["sample_shape"]))
+            msg["value"] = transform(jnp.zeros(shape))
 
 
 def run_model(

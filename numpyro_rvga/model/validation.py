@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -18,8 +18,10 @@ CHECKED_ROWS = 8
 SUPPORT_PIECE = 2**16
 
 
-def find_row_plates(model: Callable, rows: Mapping[str, Any], model_kwargs: Mapping[str, Any]) -> frozenset[str]:
-    """Plates around observed sites whose size is the number of rows, or that subsample them."""
+def find_row_plates(
+    model: Callable, rows: Mapping[str, Any], model_kwargs: Mapping[str, Any]
+) -> tuple[frozenset[str], list[str]]:
+    """Plates around observed sites whose size is the number of rows, or that subsample them; and these sites."""
     num_rows = len(next(iter(rows.values())))
     runner = RowRunner(model, frozenset(), None, {})
     found: dict[str, Any] = {}
@@ -29,15 +31,25 @@ def find_row_plates(model: Callable, rows: Mapping[str, Any], model_kwargs: Mapp
         with handlers.block():
             trace = handlers.trace(handlers.seed(runner, jax.random.key(0))).get_trace(*args, **kwargs)
         found["plates"] = plates_of(trace)
-        found["sites"] = {n: (s["is_observed"], s["fn"]) for n, s in trace.items() if s["type"] == "sample"}
+        found["observed"] = [n for n, s in trace.items() if s["type"] == "sample" and s["is_observed"]]
         return 0
 
     jax.eval_shape(
         abstract,
         {name: jax.ShapeDtypeStruct(a.shape, jax.dtypes.canonicalize_dtype(a.dtype)) for name, a in rows.items()},
     )
-    around = {p for n, (observed, _) in found["sites"].items() if observed for p in found["plates"][n]}
-    return frozenset(p for p in around if runner.plate_size[p] == num_rows)
+    around = {p for n in found["observed"] for p in found["plates"][n]}
+    return frozenset(p for p in around if runner.plate_size[p] == num_rows), found["observed"]
+
+
+def describe_one_row(describe: Callable, row: Mapping[str, Any], observed: Sequence[str]) -> Any:
+    """:raises NotImplementedError: naming the observed sites, if the model runs on all rows but not on one."""
+    try:
+        return describe(row)
+    except (AssertionError, IndexError, TypeError, ValueError) as error:
+        raise NotImplementedError(
+            _coupled_message(", ".join(observed), f"on one row the model fails: {error}")
+        ) from error
 
 
 def check_latents(one: Mapping[str, SiteInfo], two: Mapping[str, SiteInfo], row_plates: frozenset[str]) -> None:
@@ -66,15 +78,19 @@ def _local_message(name: str, how: str) -> str:
     )
 
 
+def check_has_terms(row_sites: Mapping[str, SiteInfo]) -> None:
+    """:raises NotImplementedError: if one row by itself is observed at no place."""
+    for name, site in row_sites.items():
+        if 0 in site.value_shape:
+            raise NotImplementedError(_coupled_message(name, "one row by itself has no term"))
+
+
 def check_independence(program: Any, rows: Mapping[str, np.ndarray]) -> None:
     """The terms of a few rows must be the same taken together and one by one."""
     count = min(CHECKED_ROWS, len(next(iter(rows.values()))))
     few = {name: jnp.asarray(array[:count]) for name, array in rows.items()}
     origin = jnp.zeros(program.layout.size, program.dtype)
     alone = jax.eval_shape(lambda r: program.site_elements(origin, r), _row(few, 0))
-    for name, terms in alone.items():
-        if terms.shape[0] == 0:
-            raise NotImplementedError(_coupled_message(name, "one row by itself has no term"))
     try:
         together = jax.eval_shape(lambda r: program.site_elements(origin, r), few)
     except (TypeError, ValueError) as error:

@@ -19,7 +19,9 @@ def dense_expectation(function, mean, deviation, features=(0.0,)):
     points = sorted({p for f in features for p in (f - 30, f - 3, f, f + 3, f + 30) if low < p < high} | {mean})
     edges = [low, *points, high]
     density = stats.norm(mean, deviation).pdf
-    pieces = [integrate.quad(lambda a: function(a) * density(a), a, b, epsabs=1e-13) for a, b in itertools.pairwise(edges)]
+    pieces = [
+        integrate.quad(lambda a: function(a) * density(a), a, b, epsabs=1e-13) for a, b in itertools.pairwise(edges)
+    ]
     return sum(p[0] for p in pieces)
 
 

@@ -1,0 +1,354 @@
+"""What cannot be used is refused with the right exception, naming the argument, row or site, and nothing is harmed."""
+
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import pytest
+
+from numpyro_rvga import RVGA
+
+NUM_ROWS = 100
+RNG = np.random.default_rng(9)
+X = RNG.normal(size=(NUM_ROWS, 2))
+Y = RNG.integers(0, 2, size=NUM_ROWS)
+
+
+def run(model, data, **kwargs):
+    options = {name: kwargs.pop(name) for name in ("scheme", "shuffle") if name in kwargs}
+    return RVGA(model, **options).run(data, progress_bar=False, **kwargs)
+
+
+def logistic(X, y=None):
+    b = numpyro.sample("b", dist.Normal(0.0, 1.0).expand([2]).to_event(1))
+    with numpyro.plate("rows", X.shape[0]):
+        numpyro.sample("y", dist.Bernoulli(logits=X @ b), obs=y)
+
+
+def logistic_with_scale(X, y=None, tau=None):
+    b = numpyro.sample("b", dist.Normal(0.0, tau).expand([2]).to_event(1))
+    with numpyro.plate("rows", X.shape[0]):
+        numpyro.sample("y", dist.Bernoulli(logits=X @ b), obs=y)
+
+
+def spoilt(array, row, value):
+    array = np.array(array, float)
+    array[row] = value
+    return array
+
+
+def blocks(data, size):
+    length = len(next(iter(data.values())))
+    return ({name: array[i : i + size] for name, array in data.items()} for i in range(0, length, size))
+
+
+# ---------------------------------------------------------------------- arrays
+@pytest.mark.parametrize(
+    "data, message",
+    [
+        ({"X": X, "y": Y[:-1]}, r"lengths are X: 100, y: 99"),
+        ((X, Y[:-1]), r"lengths are X: 100, y: 99"),
+        ({"X": spoilt(X, (41, 1), np.nan), "y": Y}, r"'X' holds NaN in row 41"),
+        ({"X": spoilt(X, (17, 0), np.inf), "y": Y}, r"'X' holds an infinite value in row 17"),
+        ({"X": spoilt(X, (17, 0), -np.inf), "y": Y}, r"'X' holds an infinite value in row 17"),
+        ({"X": X, "y": spoilt(Y, 99, np.nan)}, r"'y' holds NaN in row 99"),
+        ({"X": X[:0], "y": Y[:0]}, r"no rows: X, y"),
+        ({}, r"needs 'X'"),
+        ({"y": Y}, r"needs 'X'"),
+        ({"X": None, "y": None}, r"no array"),
+        ({"X": X, "y": np.array(["yes"] * NUM_ROWS)}, r"'y' has dtype"),
+        ({"X": X, "y": "yes"}, r"'y'"),
+        ({"X": X, "y": 1.0}, r"'y' is a scalar"),
+        ({"X": X, "y": [1, None] * 50}, r"'y' has dtype object"),
+        ({"X": X + 0j, "y": Y}, r"'X' has dtype complex"),
+        ({"X": X, "y": Y, "weights": np.ones(NUM_ROWS)}, r"no argument 'weights'.*X, y"),
+        ((X, Y, Y), r"takes 2 positional arguments \(X, y\), 3 are given"),
+        ("not data", r"mapping.*str"),
+        ([X, Y], r"mapping.*ndarray"),
+        (X, r"mapping.*ndarray"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_unusable_arrays_are_named(data, message):
+    with pytest.raises(ValueError, match=message):
+        run(logistic, data)
+
+
+def test_ragged_lists_are_named():
+    with pytest.raises(ValueError, match="'X'"):
+        run(logistic, {"X": [[1.0, 2.0], [3.0]], "y": [0, 1]})
+
+
+@pytest.mark.parametrize(
+    "fn, value, support",
+    [
+        (lambda u: dist.Bernoulli(logits=u), 2, "boolean"),
+        (lambda u: dist.Bernoulli(probs=1 / (1 + jnp.exp(-u))), -1, "boolean"),
+        (lambda u: dist.Poisson(jnp.exp(u)), -1, "integer"),
+        (lambda u: dist.Poisson(jnp.exp(u)), 0.5, "integer"),
+        (lambda u: dist.Binomial(total_count=3, logits=u), 4, "integer"),
+        (lambda u: dist.Gamma(2.0, jnp.exp(u)), -0.1, "positive"),
+        (lambda u: dist.LogNormal(u, 1.0), -1.0, "positive"),
+        (lambda u: dist.Beta(jnp.exp(u), 1.0), 1.5, "interval"),
+        (lambda u: dist.Categorical(logits=jnp.stack([u, 0 * u], -1)), 2, "integer"),
+    ],
+)
+@pytest.mark.parametrize("streamed", [False, True], ids=["in_memory", "in_a_later_block"])
+def test_values_outside_the_support_are_named_with_site_array_and_row(fn, value, support, streamed):
+    def model(x, count):
+        slope = numpyro.sample("slope", dist.Normal(0.0, 1.0))
+        with numpyro.plate("rows", x.shape[0]):
+            numpyro.sample("outcome", fn(slope * x), obs=count)
+
+    count = spoilt(np.full(NUM_ROWS, 0.5 if support == "interval" else 1.0), 73, value)
+    data = {"x": X[:, 0], "count": count.astype(int) if isinstance(value, int) else count}
+    with pytest.raises(ValueError, match=rf"(?i)'outcome': row 73 of array 'count'.*support.*{support}"):
+        run(model, blocks(data, 25) if streamed else data)
+
+
+def test_rows_of_later_blocks_are_counted_from_the_start():
+    with pytest.raises(ValueError, match="'X' holds NaN in row 73"):
+        run(logistic, blocks({"X": spoilt(X, (73, 0), np.nan), "y": Y}, 25))
+
+
+# ---------------------------------------------------------------------- streams
+def test_empty_streams_are_refused():
+    with pytest.raises(ValueError, match="empty"):
+        run(logistic, iter([]))
+
+
+def test_blocks_that_hold_other_arrays_are_refused_with_their_row():
+    with pytest.raises(ValueError, match=r"row 50.*\['X'\].*\['X', 'y'\]"):
+        run(logistic, [{"X": X[:50], "y": Y[:50]}, {"X": X[50:]}])
+
+
+def test_blocks_of_another_width_are_refused_by_name():
+    with pytest.raises(ValueError, match="'X'"):
+        run(logistic, [{"X": X[:50], "y": Y[:50]}, {"X": X[50:, :1], "y": Y[50:]}])
+
+
+def test_streams_are_not_shuffled():
+    with pytest.raises(ValueError, match="shuffle=True"):
+        run(logistic, blocks({"X": X, "y": Y}, 25), shuffle=True)
+
+
+def test_laplace_needs_the_rows_in_memory():
+    with pytest.raises(ValueError, match="'laplace' needs all rows"):
+        run(logistic, blocks({"X": X, "y": Y}, 25), scheme="laplace")
+
+
+# ---------------------------------------------------------------------- keyword arguments
+@pytest.mark.parametrize(
+    "data, kwargs, message",
+    [
+        ({"X": X, "y": Y}, {"y": Y}, r"'y' is given twice"),
+        ({"X": X, "y": Y}, {"num_groups": 3}, r"no argument 'num_groups'.*X, y"),
+    ],
+)
+def test_unusable_keyword_arguments_are_named(data, kwargs, message):
+    with pytest.raises(ValueError, match=message):
+        run(logistic, data, **kwargs)
+
+
+def test_scalars_belong_in_keyword_arguments():
+    with pytest.raises(ValueError, match=r"'tau' is a scalar.*keyword argument"):
+        run(logistic_with_scale, {"X": X, "y": Y, "tau": 2.0})
+
+
+def test_missing_arguments_are_named():
+    def model(X, y, num_groups):
+        logistic(X, y)
+
+    with pytest.raises(ValueError, match="needs 'num_groups'"):
+        run(model, {"X": X, "y": Y})
+
+
+# ---------------------------------------------------------------------- models
+def no_observation(X):
+    numpyro.sample("b", dist.Normal(0.0, 1.0))
+
+
+def outcome_left_out(X, y=None):
+    b = numpyro.sample("b", dist.Normal(0.0, 1.0))
+    numpyro.sample("y", dist.Normal(b, 1.0))
+
+
+def observed_constant(X):
+    b = numpyro.sample("b", dist.Normal(0.0, 1.0))
+    numpyro.sample("y", dist.Normal(b, 1.0), obs=0.5)
+
+
+@pytest.mark.parametrize("model", [no_observation, outcome_left_out, observed_constant], ids=lambda m: m.__name__)
+def test_models_without_observed_rows_are_refused(model):
+    with pytest.raises(ValueError, match="no observed site"):
+        run(model, {"X": X})
+
+
+def discrete_latent(X, y):
+    chosen = numpyro.sample("chosen", dist.Bernoulli(0.5))
+    with numpyro.plate("rows", X.shape[0]):
+        numpyro.sample("y", dist.Normal(1.0 * chosen, 1.0), obs=y)
+
+
+def discrete_latent_of_a_row(X, y):
+    with numpyro.plate("rows", X.shape[0]):
+        chosen = numpyro.sample("chosen", dist.Categorical(probs=jnp.ones(3) / 3))
+        numpyro.sample("y", dist.Normal(chosen, 1.0), obs=y)
+
+
+def latent_of_a_row(X, y):
+    with numpyro.plate("rows", X.shape[0]):
+        effect = numpyro.sample("effect", dist.Normal(0.0, 1.0))
+        numpyro.sample("y", dist.Normal(effect, 1.0), obs=y)
+
+
+def latent_as_long_as_the_data(X, y):
+    effect = numpyro.sample("effect", dist.Normal(0.0, 1.0).expand([X.shape[0]]).to_event(1))
+    numpyro.sample("y", dist.Normal(effect, 1.0), obs=y)
+
+
+def latent_walk_along_the_rows(X, y):
+    effect = numpyro.sample("effect", dist.GaussianRandomWalk(1.0, num_steps=X.shape[0]))
+    numpyro.sample("y", dist.Normal(effect, 1.0), obs=y)
+
+
+@pytest.mark.parametrize(
+    "model, site",
+    [
+        (discrete_latent, "chosen"),
+        (discrete_latent_of_a_row, "chosen"),
+        (latent_of_a_row, "effect"),
+        (latent_as_long_as_the_data, "effect"),
+        (latent_walk_along_the_rows, "effect"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_discrete_and_local_latents_are_refused_by_name(model, site):
+    with pytest.raises(NotImplementedError, match=f"site '{site}'"):
+        run(model, {"X": X, "y": X[:, 0]})
+
+
+def autoregression_in_a_plate(y):
+    rho = numpyro.sample("rho", dist.Normal(0.0, 1.0))
+    with numpyro.plate("steps", y.shape[0] - 1):
+        numpyro.sample("y", dist.Normal(rho * y[:-1], 1.0), obs=y[1:])
+
+
+def autoregression_without_a_plate(y):
+    rho = numpyro.sample("rho", dist.Normal(0.0, 1.0))
+    numpyro.sample("y", dist.Normal(rho * y[:-1], 1.0), obs=y[1:])
+
+
+def standardised_inside(y, x):
+    slope = numpyro.sample("slope", dist.Normal(0.0, 1.0))
+    with numpyro.plate("rows", x.shape[0]):
+        numpyro.sample("y", dist.Normal(slope * (x - x.mean()), 1.0), obs=y)
+
+
+def lagged_by_roll(y):
+    rho = numpyro.sample("rho", dist.Normal(0.0, 1.0))
+    with numpyro.plate("rows", y.shape[0]):
+        numpyro.sample("y", dist.Normal(rho * jnp.roll(y, 1), 1.0), obs=y)
+
+
+def jointly_normal_rows(y):
+    scale = numpyro.sample("scale", dist.LogNormal(0.0, 1.0))
+    covariance = scale * (0.5 * jnp.eye(y.shape[0]) + 0.5)
+    numpyro.sample("y", dist.MultivariateNormal(jnp.zeros(y.shape[0]), covariance), obs=y)
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        autoregression_in_a_plate,
+        autoregression_without_a_plate,
+        standardised_inside,
+        lagged_by_roll,
+        jointly_normal_rows,
+    ],
+    ids=lambda model: model.__name__,
+)
+def test_coupled_rows_are_refused_by_site(model):
+    data = {"y": X[:, 0], "x": X[:, 1] + 3.0} if model is standardised_inside else {"y": X[:, 0]}
+    with pytest.raises(NotImplementedError, match="site 'y': the rows of the data are not conditionally independent"):
+        run(model, data)
+
+
+# ---------------------------------------------------------------------- rows without a finite likelihood
+def truncated(x, y):
+    slope = numpyro.sample("slope", dist.Normal(0.0, 1.0))
+    with numpyro.plate("rows", x.shape[0]):
+        numpyro.factor("window", jnp.where(x > 9.0, -jnp.inf, -0.5 * (y - slope * x) ** 2))
+
+
+def test_a_row_of_likelihood_zero_is_named_and_the_init_posterior_stays_as_it_was():
+    good = {"x": X[:40, 0], "y": X[:40, 1]}
+    bad = {"x": spoilt(X[40:60, 0], 3, 10.0), "y": X[40:60, 1]}
+    before = run(truncated, good)
+    mean, covariance = np.array(before.mean), np.array(before.covariance)
+    for attempt in (before.update, lambda data: run(truncated, data, init=before)):
+        with pytest.raises(ValueError, match=r"'window' gives row 3 a log-likelihood of -inf.*init is unchanged"):
+            attempt(bad)
+    np.testing.assert_array_equal(before.mean, mean)
+    np.testing.assert_array_equal(before.covariance, covariance)
+    after = before.update({"x": X[40:60, 0], "y": X[40:60, 1]})
+    x, y = X[:60, 0], X[:60, 1]
+    np.testing.assert_allclose(after.mean, [x @ y / (1 + x @ x)], atol=1e-6)
+    np.testing.assert_allclose(after.covariance, [[1 / (1 + x @ x)]], atol=1e-6)
+
+
+def test_init_posteriors_of_another_model_are_refused():
+    other = run(truncated, {"x": X[:, 0], "y": X[:, 1]})
+    with pytest.raises(ValueError, match=r"\('slope',\).*\('b',\)"):
+        run(logistic, {"X": X, "y": Y}, init=other)
+
+
+# ---------------------------------------------------------------------- options and order of calls
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"scheme": "newton"}, r"scheme must be one of .*'implicit'.*not 'newton'"),
+        ({"expectation": "magic"}, r"expectation must be one of .*'quadrature'.*not 'magic'"),
+        ({"order": 3}, r"order must be one of .*not 3"),
+        ({"order": "second"}, r"order must be one of .*not 'second'"),
+        ({"family": "banded"}, r"family must be one of 'full', not 'banded'"),
+        ({"block_size": 0}, r"block_size must be 'auto' or an integer of at least 1, not 0"),
+        ({"block_size": 2.5}, r"block_size .*not 2.5"),
+        ({"block_size": True}, r"block_size .*not True"),
+        ({"block_size": "large"}, r"block_size .*not 'large'"),
+        ({"first_block": -1}, r"first_block .*at least 0, not -1"),
+        ({"max_iterations": 0}, r"max_iterations must be a positive integer, not 0"),
+        ({"num_samples": 1.5}, r"num_samples must be a positive integer, not 1.5"),
+        ({"tolerance": 0.0}, r"tolerance must be positive, not 0.0"),
+        ({"tolerance": float("nan")}, r"tolerance must be positive, not nan"),
+        ({"improper_prior_scale": -1.0}, r"improper_prior_scale must be positive, not -1.0"),
+        ({"scheme": "explicit", "block_size": 16}, r"scheme='explicit'.*block_size"),
+        ({"scheme": "ekf", "first_block": 16}, r"scheme='ekf'.*first_block"),
+        ({"scheme": "qkf", "expectation": "exact"}, r"scheme='qkf'.*expectation"),
+        ({"expectation": "probit", "order": 1}, r"expectation='probit'.*order"),
+    ],
+    ids=str,
+)
+def test_unknown_options_are_named_with_their_choices(options, message):
+    with pytest.raises(ValueError, match=message):
+        RVGA(logistic, **options)
+
+
+def counts(x, y):
+    slope = numpyro.sample("slope", dist.Normal(0.0, 1.0))
+    with numpyro.plate("rows", x.shape[0]):
+        numpyro.sample("visits", dist.NegativeBinomial2(jnp.exp(slope * x), 2.0), obs=y)
+
+
+@pytest.mark.parametrize("options", [{"scheme": "qkf"}, {"expectation": "probit"}, {"expectation": "exact"}], ids=str)
+def test_expectations_that_a_site_does_not_have_are_refused_by_its_name(options):
+    with pytest.raises(ValueError, match="site 'visits'"):
+        RVGA(counts, **options).run({"x": X[:, 0], "y": Y}, progress_bar=False)
+
+
+def test_functional_form_needs_init_first():
+    rvga = RVGA(logistic)
+    with pytest.raises(RuntimeError, match=r"init\(data\) before update"):
+        rvga.update(None, {"X": X, "y": Y})
+    with pytest.raises(RuntimeError, match=r"init\(data\) before posterior"):
+        rvga.posterior(None)

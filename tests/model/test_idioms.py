@@ -1,0 +1,444 @@
+"""The many ways to write one model: equal posteriors, and the mode and curvature of NumPyro's own log joint density."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import pytest
+from numpyro import handlers
+from numpyro.infer.reparam import LocScaleReparam, TransformReparam
+from references import assert_is_laplace, assert_moments_match, importance_moments
+from scipy import special
+
+from numpyro_rvga import RVGA
+from numpyro_rvga.core.closed_forms import Logistic
+
+NUM_ROWS = 60
+RNG = np.random.default_rng(4)
+X = RNG.normal(size=(NUM_ROWS, 2))
+Y = (special.expit(X @ np.array([1.0, -0.5])) > RNG.uniform(size=NUM_ROWS)).astype(int)
+DATA = {"X": X, "y": Y}
+
+
+def laplace(model, data, **kwargs):
+    """The cheapest posterior that sees every term of the log joint density: its mode and curvature there."""
+    return RVGA(model, scheme="laplace", tolerance=1e-13).run(data, progress_bar=False, **kwargs)
+
+
+def implicit(model, data, **kwargs):
+    return RVGA(model, tolerance=1e-13).run(data, progress_bar=False, **kwargs)
+
+
+def assert_same(one, other):
+    np.testing.assert_allclose(one.mean, other.mean, atol=1e-6)
+    np.testing.assert_allclose(one.covariance, other.covariance, atol=1e-6)
+
+
+# ---------------------------------------------------------------------- one logistic regression, many spellings
+def coefficients(scale=2.0):
+    return numpyro.sample("b", dist.Normal(0.0, scale).expand([2]).to_event(1))
+
+
+def row_plate(X, y=None):
+    line = X @ coefficients()
+    with numpyro.plate("rows", X.shape[0]):
+        numpyro.sample("y", dist.Bernoulli(logits=line), obs=y)
+
+
+def plate_by_len(X, y=None):
+    b = coefficients()
+    with numpyro.plate("rows", len(X)):
+        numpyro.sample("y", dist.Bernoulli(logits=X @ b), obs=y)
+
+
+def plate_by_len_of_the_outcome(X, y):
+    b = coefficients()
+    with numpyro.plate("rows", len(y), dim=-1):
+        numpyro.sample("y", dist.Bernoulli(logits=jnp.dot(X, b)), obs=y)
+
+
+def no_plate(X, y=None):
+    numpyro.sample("y", dist.Bernoulli(logits=X @ coefficients()), obs=y)
+
+
+def vector_event(X, y=None):
+    numpyro.sample("y", dist.Bernoulli(logits=X @ coefficients()).to_event(1), obs=y)
+
+
+def plate_of_latents(X, y=None):
+    with numpyro.plate("features", 2):
+        b = numpyro.sample("b", dist.Normal(0.0, 2.0))
+    with numpyro.plate("rows", X.shape[0]):
+        numpyro.sample("y", dist.Bernoulli(logits=X @ b), obs=y)
+
+
+def subsampled_plate(X, y):
+    b = coefficients()
+    with numpyro.plate("rows", X.shape[0], subsample_size=min(16, X.shape[0])) as idx:
+        numpyro.sample("y", dist.Bernoulli(logits=X[idx] @ b), obs=y[idx])
+
+
+def subsample_statement(X, y):
+    b = coefficients()
+    with numpyro.plate("rows", X.shape[0], subsample_size=min(16, X.shape[0])):
+        batch_X = numpyro.subsample(X, event_dim=1)
+        batch_y = numpyro.subsample(y, event_dim=0)
+        numpyro.sample("y", dist.Bernoulli(logits=batch_X @ b), obs=batch_y)
+
+
+def deterministic_line(X, y=None):
+    b = coefficients()
+    numpyro.deterministic("difference", b[0] - b[1])
+    with numpyro.plate("rows", X.shape[0]):
+        line = numpyro.deterministic("line", X @ b)
+        numpyro.sample("y", dist.Bernoulli(logits=line), obs=y)
+
+
+def factor_in_the_plate(X, y):
+    b = coefficients()
+    with numpyro.plate("rows", X.shape[0]):
+        numpyro.factor("y", y * (X @ b) - jax.nn.softplus(X @ b))
+
+
+def factor_without_plate(X, y):
+    line = X @ coefficients()
+    numpyro.factor("y", jnp.sum(y * line - jax.nn.softplus(line)))
+
+
+def trivially_handled(X, y=None):
+    b = coefficients()
+    with numpyro.plate("rows", X.shape[0]), handlers.mask(mask=jnp.ones(X.shape[0], bool)), handlers.scale(scale=1.0):
+        numpyro.sample("y", dist.Bernoulli(logits=X @ b), obs=y)
+
+
+def two_sites_per_row(X, y):
+    b = coefficients()
+    with numpyro.plate("rows", X.shape[0]):
+        with handlers.scale(scale=0.25):
+            numpyro.sample("y", dist.Bernoulli(logits=X @ b), obs=y)
+        with handlers.scale(scale=0.75):
+            numpyro.sample("again", dist.Bernoulli(probs=jax.nn.sigmoid(X @ b)), obs=y)
+
+
+def constant_size(X, y, num_rows):
+    b = coefficients()
+    with numpyro.plate("rows", num_rows, subsample_size=X.shape[0]):
+        numpyro.sample("y", dist.Bernoulli(logits=X @ b), obs=y)
+
+
+def constant_size_indexed(X, y, num_rows):
+    b = coefficients()
+    with numpyro.plate("rows", num_rows, subsample_size=16) as idx:
+        numpyro.sample("y", dist.Bernoulli(logits=X[idx] @ b), obs=y[idx])
+
+
+@pytest.fixture(scope="module")
+def plain():
+    return laplace(row_plate, DATA)
+
+
+def test_row_plate_gives_the_mode_and_curvature_of_the_joint_density(plain):
+    assert_is_laplace(plain, row_plate, **DATA)
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        plate_by_len,
+        plate_by_len_of_the_outcome,
+        no_plate,
+        vector_event,
+        plate_of_latents,
+        subsampled_plate,
+        subsample_statement,
+        deterministic_line,
+        factor_in_the_plate,
+        factor_without_plate,
+        trivially_handled,
+        two_sites_per_row,
+    ],
+    ids=lambda model: model.__name__,
+)
+def test_spellings_of_one_model_agree(plain, model):
+    assert_same(laplace(model, DATA), plain)
+
+
+@pytest.mark.parametrize("model", [constant_size, constant_size_indexed], ids=lambda model: model.__name__)
+def test_number_of_rows_as_a_model_keyword(plain, model):
+    assert_same(laplace(model, DATA, num_rows=NUM_ROWS), plain)
+
+
+def test_tuple_and_named_data_agree(plain):
+    assert_same(laplace(row_plate, (X, Y)), plain)
+
+
+def test_variadic_models_take_tuples(plain):
+    assert_same(laplace(lambda *arrays: row_plate(*arrays), (X, Y)), plain)
+
+
+def test_lists_and_jax_arrays_are_data(plain):
+    assert_same(laplace(row_plate, {"X": X.tolist(), "y": jnp.asarray(Y)}), plain)
+
+
+def test_none_as_a_data_entry_is_left_out(plain):
+    def model(X, y=None, weights=None):
+        row_plate(X, y)
+        assert weights is None
+
+    assert_same(laplace(model, {**DATA, "weights": None}), plain)
+
+
+def test_implicit_scheme_agrees_on_spellings_with_and_without_a_subsampled_plate():
+    full, subsampled = implicit(no_plate, DATA), implicit(subsampled_plate, DATA)
+    assert_same(full, subsampled)
+    np.testing.assert_allclose(full.elbo, subsampled.elbo, atol=1e-6)
+    assert [t.closed_form for t in subsampled.program.terms] == [Logistic]
+
+
+def test_global_deterministic_sites_come_with_the_draws_and_those_of_rows_do_not():
+    draws = laplace(deterministic_line, DATA).sample_posterior(jax.random.key(0), (5,))
+    assert set(draws) == {"b", "difference"}
+    np.testing.assert_allclose(draws["difference"], draws["b"][:, 0] - draws["b"][:, 1])
+
+
+# ---------------------------------------------------------------------- handlers
+KEEP = np.arange(NUM_ROWS) % 3 != 0
+REPEATS = np.arange(NUM_ROWS) % 3
+
+
+def masked_by_handler(X, y, keep):
+    b = coefficients()
+    with numpyro.plate("rows", X.shape[0]), handlers.mask(mask=keep):
+        numpyro.sample("y", dist.Bernoulli(logits=X @ b), obs=y)
+
+
+def masked_distribution(X, y, keep):
+    b = coefficients()
+    with numpyro.plate("rows", X.shape[0]):
+        numpyro.sample("y", dist.Bernoulli(logits=X @ b).mask(keep), obs=y)
+
+
+def masked_observations(X, y, keep):
+    line = X @ coefficients()
+    with numpyro.plate("rows", X.shape[0]), handlers.mask(mask=keep):
+        numpyro.sample("y", dist.BinomialLogits(line, total_count=1), obs=y)
+
+
+@pytest.mark.parametrize(
+    "model", [masked_by_handler, masked_distribution, masked_observations], ids=lambda model: model.__name__
+)
+def test_masked_rows_are_dropped_rows(model):
+    kept = {name: array[KEEP] for name, array in DATA.items()}
+    assert_same(laplace(model, {**DATA, "keep": KEEP}), laplace(row_plate, kept))
+
+
+def test_masked_rows_may_lie_outside_the_support():
+    y = np.where(KEEP, Y, -7)
+    kept = {name: array[KEEP] for name, array in DATA.items()}
+    assert_same(laplace(masked_by_handler, {"X": X, "y": y, "keep": KEEP}), laplace(row_plate, kept))
+
+
+def test_scale_of_two_is_every_row_twice():
+    def model(X, y):
+        b = coefficients()
+        with handlers.scale(scale=2.0), numpyro.plate("rows", X.shape[0]):
+            numpyro.sample("y", dist.Bernoulli(logits=X @ b), obs=y)
+
+    twice = {name: np.repeat(array, 2, axis=0) for name, array in DATA.items()}
+    assert_same(laplace(model, DATA), laplace(row_plate, twice))
+
+
+def test_scale_by_row_is_rows_repeated():
+    def model(X, y, weight):
+        b = coefficients()
+        with numpyro.plate("rows", X.shape[0]), handlers.scale(scale=weight):
+            numpyro.sample("y", dist.Bernoulli(logits=X @ b), obs=y)
+
+    repeated = {name: np.repeat(array, REPEATS, axis=0) for name, array in DATA.items()}
+    assert_same(laplace(model, {**DATA, "weight": REPEATS + 1e-12}), laplace(row_plate, repeated))
+
+
+def with_intercept(X, y=None):
+    a = numpyro.sample("a", dist.Normal(0.0, 1.0))
+    b = numpyro.sample("b", dist.Normal(a, 1.0).expand([2]).to_event(1))
+    with numpyro.plate("rows", X.shape[0]):
+        numpyro.sample("y", dist.Bernoulli(logits=a + X @ b), obs=y)
+
+
+def with_fixed_intercept(X, y=None):
+    b = numpyro.sample("b", dist.Normal(0.7, 1.0).expand([2]).to_event(1))
+    with numpyro.plate("rows", X.shape[0]):
+        numpyro.sample("y", dist.Bernoulli(logits=0.7 + X @ b), obs=y)
+
+
+def test_conditioned_latents_are_constants():
+    conditioned = laplace(handlers.condition(with_intercept, {"a": 0.7}), DATA)
+    assert conditioned.site_names == ("b",)
+    assert_same(conditioned, laplace(with_fixed_intercept, DATA))
+
+
+def test_conditioning_on_the_outcome_is_observing_it(plain):
+    def model(X):
+        row_plate(X)
+
+    def observed(X, y):
+        handlers.condition(model, {"y": y})(X)
+
+    assert_same(laplace(observed, DATA), plain)
+
+
+def test_data_level_factor_outside_the_plate_belongs_to_the_prior():
+    def model(X, y):
+        b = coefficients()
+        numpyro.factor("sum_to_one", -0.5 * ((b.sum() - 1.0) / 0.3) ** 2)
+        with numpyro.plate("rows", X.shape[0]):
+            numpyro.sample("y", dist.Bernoulli(logits=X @ b), obs=y)
+
+    posterior = laplace(model, DATA)
+    assert posterior.program.prior.terms == ()
+    assert_is_laplace(posterior, model, **DATA)
+
+
+def test_transform_reparameterisation():
+    def model(X, y=None):
+        base = dist.Normal(0.0, 1.0).expand([2]).to_event(1)
+        b = numpyro.sample("b", dist.TransformedDistribution(base, dist.transforms.AffineTransform(0.0, 2.0)))
+        with numpyro.plate("rows", X.shape[0]):
+            numpyro.sample("y", dist.Bernoulli(logits=X @ b), obs=y)
+
+    reparameterised = handlers.reparam(model, {"b": TransformReparam()})
+    posterior, plain = laplace(reparameterised, DATA), laplace(row_plate, DATA)
+    assert posterior.site_names == ("b_base",)
+    assert_is_laplace(posterior, reparameterised, **DATA)
+    np.testing.assert_allclose(2 * posterior.mean, plain.mean, atol=1e-6)
+    np.testing.assert_allclose(4 * posterior.covariance, plain.covariance, atol=1e-6)
+
+
+# ---------------------------------------------------------------------- groups
+NUM_GROUPS = 4
+GROUP = np.arange(160) % NUM_GROUPS
+SLOPE_DATA = RNG.normal(size=160)
+EFFECTS = np.array([-1.0, 0.2, 0.6, 1.4])
+GROUPED = {"x": SLOPE_DATA, "g": GROUP, "y": EFFECTS[GROUP] + 0.5 * SLOPE_DATA + 0.8 * RNG.normal(size=160)}
+
+
+def grouped_rows(x, g, y, effects):
+    slope = numpyro.sample("slope", dist.Normal(0.0, 1.0))
+    with numpyro.plate("rows", x.shape[0]):
+        numpyro.sample("y", dist.Normal(effects[g] + slope * x, 0.8), obs=y)
+
+
+def group_scale():
+    return numpyro.sample("m", dist.Normal(0.0, 1.0)), numpyro.sample("tau", dist.LogNormal(0.0, 0.5))
+
+
+def centred(x, g, y=None):
+    m, tau = group_scale()
+    with numpyro.plate("groups", NUM_GROUPS):
+        effects = numpyro.sample("a", dist.Normal(m, tau))
+    grouped_rows(x, g, y, effects)
+
+
+def non_centred(x, g, y=None):
+    m, tau = group_scale()
+    with numpyro.plate("groups", NUM_GROUPS):
+        standard = numpyro.sample("a_decentered", dist.Normal(0.0, 1.0))
+    effects = numpyro.deterministic("a", m + tau * standard)
+    grouped_rows(x, g, y, effects)
+
+
+@pytest.mark.parametrize(
+    "model, num_predictors, num_rows",
+    [(centred, 1, 160), (non_centred, 3, 12)],  # either where it is close to Gaussian
+    ids=["centred", "non_centred"],
+)
+def test_group_effects_match_importance_sampling(model, num_predictors, num_rows):
+    rows = {name: array[:num_rows] for name, array in GROUPED.items()}
+    posterior = RVGA(model).run(rows, progress_bar=False)
+    assert posterior.program.terms[0].num_predictors == num_predictors
+    reference = importance_moments(model, posterior.site_names, num_draws=40_000, **rows)
+    assert_moments_match(posterior, reference, 0.3, 0.3)
+
+
+def test_loc_scale_reparameterisation_is_the_non_centred_model():
+    reparameterised = laplace(handlers.reparam(centred, {"a": LocScaleReparam(0.0)}), GROUPED)
+    by_hand = laplace(non_centred, GROUPED)
+    assert reparameterised.site_names == by_hand.site_names
+    assert_same(reparameterised, by_hand)
+    assert_is_laplace(by_hand, non_centred, **GROUPED)
+
+
+def test_number_of_groups_as_a_model_keyword():
+    def model(x, g, y=None, num_groups=None):
+        with numpyro.plate("groups", num_groups):
+            effects = numpyro.sample("a", dist.Normal(0.0, 1.0))
+        grouped_rows(x, g, y, effects)
+
+    posterior = laplace(model, GROUPED, num_groups=NUM_GROUPS)
+    design = np.column_stack([np.eye(NUM_GROUPS)[GROUP], SLOPE_DATA])
+    covariance = np.linalg.inv(np.eye(NUM_GROUPS + 1) + design.T @ design / 0.64)
+    np.testing.assert_allclose(posterior.covariance, covariance, atol=1e-9)
+    np.testing.assert_allclose(posterior.mean, covariance @ design.T @ GROUPED["y"] / 0.64, atol=1e-9)
+
+
+def test_as_many_groups_as_rows_are_no_row_plate():
+    rows = {name: array[:NUM_GROUPS] for name, array in GROUPED.items()}
+    posterior = laplace(non_centred, rows)
+    assert "a_decentered" in posterior.site_names
+    assert_is_laplace(posterior, non_centred, **rows)
+
+
+# ---------------------------------------------------------------------- a neural network
+INPUT = np.linspace(-2.0, 2.0, 150)[:, None]
+CURVE = np.sin(2.0 * INPUT[:, 0])
+NETWORK_DATA = {"x": INPUT, "y": CURVE + 0.2 * RNG.normal(size=150)}
+HIDDEN = 8  # more affine predictors than the split takes: the network is linearised
+
+
+def network_model(x, y=None):
+    linen = pytest.importorskip("flax.linen")
+    from numpyro.contrib.module import random_flax_module
+
+    class Network(linen.Module):
+        @linen.compact
+        def __call__(self, x):
+            return linen.Dense(1)(jnp.tanh(linen.Dense(HIDDEN)(x)))[..., 0]
+
+    network = random_flax_module("network", Network(), prior=dist.Normal(0.0, 1.0), input_shape=(1, 1))
+    with numpyro.plate("rows", x.shape[0]):
+        numpyro.sample("y", dist.Normal(network(x), 0.2), obs=y)
+
+
+def network_output(theta, site_names):
+    shapes = {"Dense_0.kernel": (HIDDEN,), "Dense_0.bias": (HIDDEN,), "Dense_1.kernel": (HIDDEN,), "Dense_1.bias": ()}
+    parts, start = {}, 0
+    for name in site_names:
+        shape = shapes[name.removeprefix("network/")]
+        stop = start + int(np.prod(shape))
+        parts[name.removeprefix("network/")] = jnp.reshape(theta[start:stop], shape)
+        start = stop
+    hidden = jnp.tanh(INPUT * parts["Dense_0.kernel"] + parts["Dense_0.bias"])
+    return hidden @ parts["Dense_1.kernel"] + parts["Dense_1.bias"]
+
+
+def test_flax_network_is_linearised_in_its_output_and_its_laplace_covariance_is_gauss_newton():
+    posterior = RVGA(network_model, scheme="laplace").run(NETWORK_DATA, progress_bar=False)
+    (terms,) = posterior.program.terms
+    assert (terms.num_predictors, terms.is_affine) == (1, False)
+
+    def output(theta):
+        return network_output(theta, posterior.site_names)
+
+    value, jacobian = np.asarray(output(posterior.mean)), np.asarray(jax.jacobian(output)(posterior.mean))
+    precision = np.eye(len(posterior.mean)) + jacobian.T @ jacobian / 0.04
+    slope = jacobian.T @ (NETWORK_DATA["y"] - value) / 0.04 - np.asarray(posterior.mean)
+    assert slope @ np.linalg.solve(precision, slope) < 1e-6
+    np.testing.assert_allclose(posterior.covariance @ precision, np.eye(len(precision)), atol=1e-3)
+
+
+def test_flax_network_learns_the_curve():
+    posterior = RVGA(network_model).run(NETWORK_DATA, progress_bar=False)
+    draws = posterior.sample_unconstrained(jax.random.key(1), (200,))
+    fitted = jax.vmap(lambda theta: network_output(theta, posterior.site_names))(draws).mean(0)
+    assert np.sqrt(np.mean((fitted - CURVE) ** 2)) < 0.3 * CURVE.std()

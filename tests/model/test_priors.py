@@ -1,0 +1,296 @@
+"""Gaussian priors are found and exact; others add up to NumPyro's own log density; the stand-in leaves no trace."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import pytest
+from numpyro.distributions.transforms import AffineTransform, OrderedTransform
+from references import assert_moments_match, importance_moments, potential_of
+
+from numpyro_rvga import RVGA
+from numpyro_rvga.core.recursion import quadratic_at
+from numpyro_rvga.model.program import Program
+from numpyro_rvga.model.terms import constants, linearise
+
+ROWS = {"y": np.array([0.3, -0.4, 1.0])}
+
+
+def with_rows(prior):
+    """A model with this prior, and rows that see nothing of it but the sum of one site."""
+
+    def model(y=None):
+        first = prior()
+        with numpyro.plate("rows", y.shape[0]):
+            numpyro.sample("y", dist.Normal(jnp.sum(first), 1.0), obs=y)
+
+    return model
+
+
+def program_of(prior, **options):
+    return Program(with_rows(prior), ROWS, {}, **options)
+
+
+def prior_terms_at(program, theta):
+    """The Gaussian part and the other terms, each in its split form, added up."""
+    total = quadratic_at(program.prior.gaussian, theta)[0]
+    for terms in program.prior.terms:
+        offset = linearise(terms, theta, {})[0][0]
+        total = total + jnp.sum(jax.vmap(terms.density)(offset, jax.tree.map(lambda x: x[0], constants(terms, {}))))
+    return total
+
+
+# ---------------------------------------------------------------------- Gaussian priors
+CORRELATED = np.array([[2.0, 0.6, 0.0], [0.6, 1.0, -0.3], [0.0, -0.3, 0.5]])
+CENTRE = np.array([1.0, -2.0, 0.5])
+
+
+def by_covariance():
+    return numpyro.sample("a", dist.MultivariateNormal(CENTRE, CORRELATED))
+
+
+def by_scale_tril():
+    return numpyro.sample("a", dist.MultivariateNormal(CENTRE, scale_tril=np.linalg.cholesky(CORRELATED)))
+
+
+def by_precision():
+    return numpyro.sample("a", dist.MultivariateNormal(CENTRE, precision_matrix=np.linalg.inv(CORRELATED)))
+
+
+def linear_gaussian_hierarchy():
+    m = numpyro.sample("m", dist.Normal(0.0, 2.0))
+    with numpyro.plate("groups", 3):
+        return numpyro.sample("a", dist.Normal(m, 1.0))
+
+
+def random_walk():
+    return numpyro.sample("a", dist.GaussianRandomWalk(0.5, num_steps=4))
+
+
+def random_walk_step_by_step():
+    steps = [numpyro.sample("a0", dist.Normal(1.0, 0.5))]
+    for i in range(1, 4):
+        steps.append(numpyro.sample(f"a{i}", dist.Normal(0.9 * steps[-1], 0.5)))
+    return jnp.stack(steps)
+
+
+def log_normal():
+    return numpyro.sample("a", dist.LogNormal(jnp.array([0.5, -1.0]), 0.7).to_event(1))
+
+
+def affine_transform():
+    base = dist.Normal(0.0, 1.0).expand([2]).to_event(1)
+    return numpyro.sample("a", dist.TransformedDistribution(base, AffineTransform(3.0, 2.0)))
+
+
+def soft_constraint():
+    a = numpyro.sample("a", dist.Normal(0.0, 1.0).expand([2]).to_event(1))
+    numpyro.factor("sum", -0.5 * (a.sum() / 0.1) ** 2)
+    return a
+
+
+def hierarchy_moments():
+    loadings = np.array([[2.0, 0, 0, 0], [2.0, 1, 0, 0], [2.0, 0, 1, 0], [2.0, 0, 0, 1]])
+    return np.zeros(4), loadings @ loadings.T
+
+
+def walk_moments():
+    sums = 0.5 * np.tril(np.ones((4, 4)))
+    return np.zeros(4), sums @ sums.T
+
+
+def step_moments():
+    response = np.array([[0.9 ** (i - j) if i >= j else 0.0 for j in range(4)] for i in range(4)])
+    return response[:, 0], 0.25 * response @ response.T
+
+
+GAUSSIAN = {
+    by_covariance: (CENTRE, CORRELATED),
+    by_scale_tril: (CENTRE, CORRELATED),
+    by_precision: (CENTRE, CORRELATED),
+    linear_gaussian_hierarchy: hierarchy_moments(),
+    random_walk: walk_moments(),
+    random_walk_step_by_step: step_moments(),
+    log_normal: (np.array([0.5, -1.0]), 0.49 * np.eye(2)),
+    affine_transform: (np.full(2, 3.0), 4.0 * np.eye(2)),
+    soft_constraint: (np.zeros(2), np.linalg.inv(np.eye(2) + 100.0)),
+}
+
+
+@pytest.mark.parametrize("prior", GAUSSIAN, ids=lambda prior: prior.__name__)
+def test_gaussian_priors_are_found_and_exact(prior):
+    mean, covariance = GAUSSIAN[prior]
+    program = program_of(prior)
+    assert program.prior.terms == ()
+    np.testing.assert_allclose(program.prior.gaussian.precision, np.linalg.inv(covariance), atol=1e-9)
+    state = program.initial_state()
+    np.testing.assert_allclose(state.mean, mean, atol=1e-9)
+    np.testing.assert_allclose(state.root @ state.root.T, covariance, atol=1e-9)
+    assert state.prior_site is None
+
+
+def test_posterior_under_a_correlated_prior_is_the_conjugate_one():
+    posterior = RVGA(with_rows(by_covariance)).run(ROWS, progress_bar=False)
+    ones = np.ones((3, 3))
+    precision = np.linalg.inv(CORRELATED) + 3 * ones
+    mean = np.linalg.solve(precision, np.linalg.solve(CORRELATED, CENTRE) + ROWS["y"].sum())
+    np.testing.assert_allclose(posterior.mean, mean, atol=1e-6)
+    np.testing.assert_allclose(posterior.covariance, np.linalg.inv(precision), atol=1e-6)
+
+
+# ---------------------------------------------------------------------- other priors
+def one_site(fn):
+    return lambda: numpyro.sample("a", fn)
+
+
+def hierarchical():
+    m = numpyro.sample("m", dist.Normal(0.0, 2.0))
+    tau = numpyro.sample("tau", dist.HalfNormal(1.0))
+    with numpyro.plate("groups", 3):
+        return numpyro.sample("a", dist.Normal(m, tau))
+
+
+def horseshoe():
+    tau = numpyro.sample("tau", dist.HalfCauchy(1.0))
+    local = numpyro.sample("local", dist.HalfCauchy(1.0).expand([3]).to_event(1))
+    return numpyro.sample("a", dist.Normal(0.0, tau * local).to_event(1))
+
+
+def non_centred():
+    tau = numpyro.sample("tau", dist.HalfNormal(1.0))
+    return tau * numpyro.sample("z", dist.Normal(0.0, 1.0).expand([3]).to_event(1))
+
+
+def random_walk_of_latent_scale():
+    scale = numpyro.sample("scale", dist.Exponential(1.0))
+    return numpyro.sample("a", dist.GaussianRandomWalk(scale, num_steps=3))
+
+
+def covariance_of_latent_scale():
+    scales = numpyro.sample("scales", dist.HalfNormal(1.0).expand([3]).to_event(1))
+    root = numpyro.sample("root", dist.LKJCholesky(3, 2.0))
+    return numpyro.sample("a", dist.MultivariateNormal(0.0, scale_tril=scales[:, None] * root))
+
+
+def support_from_another_site():
+    low = numpyro.sample("low", dist.Normal(0.0, 1.0))
+    return numpyro.sample("a", dist.Uniform(low, low + 2.0))
+
+
+def soft_sign():
+    a = numpyro.sample("a", dist.Normal(0.0, 1.0).expand([2]).to_event(1))
+    numpyro.factor("positive", jnp.sum(jax.nn.log_sigmoid(3.0 * a)))
+    return a
+
+
+OTHERS = {
+    "half_normal": one_site(dist.HalfNormal(2.0)),
+    "half_cauchy": one_site(dist.HalfCauchy(1.0).expand([2])),
+    "exponential": one_site(dist.Exponential(2.0)),
+    "gamma": one_site(dist.Gamma(2.0, 1.0).expand([2]).to_event(1)),
+    "inverse_gamma": one_site(dist.InverseGamma(3.0, 1.0)),
+    "beta": one_site(dist.Beta(2.0, 3.0)),
+    "uniform": one_site(dist.Uniform(-1.0, 3.0)),
+    "student": one_site(dist.StudentT(3.0, 0.0, 1.0)),
+    "cauchy": one_site(dist.Cauchy(0.0, 1.0)),
+    "truncated_normal": one_site(dist.TruncatedNormal(1.0, 1.0, low=0.5)),
+    "dirichlet": one_site(dist.Dirichlet(jnp.array([1.0, 2.0, 3.0]))),
+    "dirichlets": one_site(dist.Dirichlet(jnp.ones((2, 3))).to_event(1)),
+    "lkj": one_site(dist.LKJCholesky(3, 2.0)),
+    "lkj_covariance": covariance_of_latent_scale,
+    "hierarchical": hierarchical,
+    "non_centred": non_centred,
+    "horseshoe": horseshoe,
+    "random_walk_of_latent_scale": random_walk_of_latent_scale,
+    "support_from_another_site": support_from_another_site,
+    "soft_sign": soft_sign,
+}
+ORDERED = one_site(dist.TransformedDistribution(dist.Normal(0.0, 3.0).expand([3]).to_event(1), OrderedTransform()))
+
+
+@pytest.mark.parametrize("name", [*OTHERS, "ordered"])
+def test_log_prior_and_its_split_form_are_numpyros_log_density(name):
+    prior = ORDERED if name == "ordered" else OTHERS[name]
+    program = program_of(prior)
+    potential, size = potential_of(prior, program.layout.site_names)
+    points = np.random.default_rng(2).normal(size=(4, size))
+    compare = jax.jit(jax.vmap(lambda z: (-potential(z), program.log_prior(z), prior_terms_at(program, z))))
+    expected, log_prior, split = compare(points)
+    np.testing.assert_allclose(log_prior, expected, rtol=1e-8, atol=1e-8)
+    np.testing.assert_allclose(split, expected, rtol=1e-8, atol=1e-8)
+    if name != "ordered":  # which is Gaussian in unconstrained space, if seen to be
+        assert program.prior.terms
+    state = program.initial_state()
+    assert np.isfinite(state.mean).all() and np.isfinite(np.linalg.cholesky(state.root @ state.root.T)).all()
+
+
+def test_log_joint_of_rows_and_prior_is_numpyros_log_density():
+    model = with_rows(hierarchical)
+    program = program_of(hierarchical)
+    potential, size = potential_of(model, program.layout.site_names, **ROWS)
+    theta = np.random.default_rng(3).normal(size=size)
+    joint = program.log_prior(theta) + program.log_likelihood(theta, ROWS)["y"].sum()
+    np.testing.assert_allclose(joint, -potential(theta), rtol=1e-10)
+
+
+def test_normal_of_latent_scale_is_not_gaussian_but_its_gaussian_parent_is():
+    program = program_of(hierarchical)
+    assert {terms.site for terms in program.prior.terms} == {"tau", "a"}
+    expected = np.zeros((5, 5))
+    expected[0, 0] = 0.25
+    np.testing.assert_allclose(program.prior.gaussian.precision, expected, atol=1e-12)
+
+
+def test_predictors_of_a_hierarchical_normal_are_effect_location_and_log_scale():
+    (terms,) = [t for t in program_of(hierarchical).prior.terms if t.site == "a"]
+    assert (terms.num_elements, terms.is_affine) == (3, True)
+    assert terms.num_predictors <= 3
+
+
+# ---------------------------------------------------------------------- the stand-in leaves no trace
+RNG = np.random.default_rng(6)
+
+
+def half_cauchy_scale(y):
+    loc = numpyro.sample("loc", dist.Normal(0.0, 5.0))
+    scale = numpyro.sample("scale", dist.HalfCauchy(1.0))
+    with numpyro.plate("rows", y.shape[0]):
+        numpyro.sample("y", dist.Normal(loc, scale), obs=y)
+
+
+def test_streamed_and_joint_solves_agree_under_a_prior_that_is_not_gaussian():
+    data = {"y": 3.0 + 0.5 * RNG.normal(size=200)}
+    joint = RVGA(half_cauchy_scale).run(data, progress_bar=False)
+    streamed = RVGA(half_cauchy_scale, first_block=40, block_size=20).run(data, progress_bar=False)
+    sd = np.sqrt(np.diagonal(joint.covariance))
+    np.testing.assert_allclose((streamed.mean - joint.mean) / sd, 0.0, atol=0.1)
+    np.testing.assert_allclose(np.sqrt(np.diagonal(streamed.covariance)) / sd, 1.0, atol=0.1)
+    reference = importance_moments(half_cauchy_scale, joint.site_names, **data)
+    assert_moments_match(joint, reference, 0.1, 0.1)
+
+
+# ---------------------------------------------------------------------- improper priors
+def improper():
+    numpyro.sample("proper", dist.Normal(0.0, 1.0))
+    return numpyro.sample("flat_effect", dist.ImproperUniform(dist.constraints.real, (2,), ()))
+
+
+def improper_positive():
+    return numpyro.sample("flat_scale", dist.ImproperUniform(dist.constraints.positive, (), ()))
+
+
+@pytest.mark.parametrize("prior, site", [(improper, "flat_effect"), (improper_positive, "flat_scale")])
+def test_improper_priors_are_refused_by_name(prior, site):
+    with pytest.raises(ValueError, match=f"'{site}' has an improper prior.*improper_prior_scale"):
+        RVGA(with_rows(prior)).run(ROWS, progress_bar=False)
+
+
+def test_improper_priors_become_wide_normals_on_request():
+    program = program_of(improper, improper_prior_scale=20.0)
+    assert program.prior.terms == ()
+    np.testing.assert_allclose(program.prior.gaussian.precision, np.diag([1.0, 1 / 400, 1 / 400]), atol=1e-12)
+    posterior = RVGA(with_rows(improper_positive), improper_prior_scale=20.0).run(
+        {"y": 2.0 + RNG.normal(size=400)}, progress_bar=False
+    )
+    assert abs(posterior.median()["flat_scale"] - 2.0) < 0.2

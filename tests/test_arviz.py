@@ -1,0 +1,276 @@
+"""ArviZ of either major version: groups and their contents, and the Pareto k."""
+
+import re
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import pytest
+from gaussian_posteriors import (
+    NOISE,
+    constrained,
+    constrained_posterior,
+    exact_regression,
+    flat,
+    posterior_of,
+    regression_data,
+)
+from numpyro.infer import log_likelihood
+from numpyro.infer.util import potential_energy
+from scipy import stats
+
+import numpyro_rvga.arviz
+
+az = pytest.importorskip("arviz")
+OUTCOME = np.array([0.1, 0.4, -0.3])
+
+
+def group_names(converted):
+    return (
+        {str(name).strip("/") for name in getattr(converted, "groups", ()) if name != "/"}
+        if not callable(converted.groups)
+        else set(converted.groups())
+    )
+
+
+@pytest.fixture(scope="module")
+def posterior():
+    return constrained_posterior()
+
+
+@pytest.fixture(scope="module")
+def converted(posterior):
+    return posterior.to_arviz({"y": OUTCOME}, num_samples=50)
+
+
+# ---------------------------------------------------------------------- groups
+def test_groups_without_data(posterior):
+    converted = posterior.to_arviz(num_samples=10)
+    assert group_names(converted) == {"posterior", "sample_stats"}
+    assert set(converted["sample_stats"].data_vars) == {"log_q"}
+    assert {name: v.shape for name, v in converted["posterior"].data_vars.items()} == {
+        "shift": (1, 10, 2),
+        "share": (1, 10),
+        "deviation": (1, 10),
+        "twice": (1, 10),
+    }
+
+
+def test_groups_with_data():
+    data = regression_data(num_rows=6)
+    converted = exact_regression(data).to_arviz(data, num_samples=10)
+    contents = {
+        "posterior": {"slopes", "intercept", "slope_sum"},
+        "sample_stats": {"log_q", "log_p"},
+        "log_likelihood": {"y"},
+        "posterior_predictive": {"y", "line"},
+        "observed_data": {"y"},
+        "constant_data": {"X"},
+    }
+    assert group_names(converted) == set(contents)
+    for group, names in contents.items():
+        assert set(converted[group].data_vars) == names
+    for group in ("log_likelihood", "posterior_predictive"):
+        assert converted[group]["y"].dims == ("chain", "draw", "rows")
+        assert converted[group]["y"].shape == (1, 10, 6)
+    assert converted["constant_data"]["X"].dims[0] == "rows"
+    np.testing.assert_allclose(converted["constant_data"]["X"], data["X"], rtol=1e-6)
+    np.testing.assert_allclose(converted["observed_data"]["y"], data["y"], rtol=1e-6)
+    assert converted["posterior"].attrs["inference_library"] == "numpyro_rvga"
+
+
+def test_log_p_is_numpyros_log_joint_and_log_q_the_density_of_q(posterior, converted):
+    draws = {name: np.asarray(v)[0] for name, v in converted["posterior"].data_vars.items()}
+    theta = flat(draws)
+    sites = {"shift": theta[:, :2], "share": theta[:, 2], "deviation": theta[:, 3]}
+    potential = jax.jit(jax.vmap(lambda values: potential_energy(constrained, (jnp.asarray(OUTCOME),), {}, values)))
+    log_joint = -potential(sites)
+    np.testing.assert_allclose(converted["sample_stats"]["log_p"][0], log_joint, rtol=1e-4, atol=1e-3)
+    log_q = stats.multivariate_normal(posterior.mean, posterior.covariance).logpdf(theta)
+    np.testing.assert_allclose(converted["sample_stats"]["log_q"][0], log_q, atol=2e-3)
+
+
+def test_log_likelihood_is_numpyros(posterior, converted):
+    draws = {name: jnp.asarray(converted["posterior"][name])[0] for name in posterior.site_names}
+    expected = log_likelihood(constrained, draws, jnp.asarray(OUTCOME))["y"]
+    np.testing.assert_allclose(converted["log_likelihood"]["y"][0], expected, rtol=1e-4, atol=1e-4)
+
+
+def outputs(x, y=None):
+    """Rows are the last plate, so that they do not come first; and factors that are no observations."""
+    slope = numpyro.sample("slope", dist.Normal(0.0, 1.0).expand([2]).to_event(1))
+    numpyro.factor("of_the_prior", -0.1 * slope.sum() ** 2)
+    with numpyro.plate("rows", x.shape[0], dim=-1):
+        numpyro.factor("of_each_row", -0.01 * slope[0] ** 2 * x)
+        with numpyro.plate("outputs", 2, dim=-2), numpyro.handlers.scale(scale=3.0):
+            numpyro.sample("y", dist.Normal(slope[:, None] * x, 1.0), obs=None if y is None else y.T)
+
+
+def test_plates_name_dimensions_and_factors_are_no_observations():
+    x, y = np.arange(1.0, 5.0), np.random.default_rng(0).normal(size=(4, 2))
+    posterior = posterior_of(outputs, {"x": x, "y": y}, np.array([0.2, -0.4]), 0.1 * np.eye(2))
+    converted = posterior.to_arviz({"x": x, "y": y}, num_samples=5)
+    slopes = np.asarray(converted["posterior"]["slope"])[0]
+    terms = 3 * stats.norm.logpdf(y.T, slopes[:, :, None] * x)
+    assert set(converted["log_likelihood"].data_vars) == {"y"}
+    assert converted["log_likelihood"]["y"].dims == ("chain", "draw", "outputs", "rows")
+    np.testing.assert_allclose(converted["log_likelihood"]["y"][0], terms, rtol=1e-4)
+    assert converted["posterior_predictive"]["y"].dims == ("chain", "draw", "outputs", "rows")
+    assert converted["observed_data"]["y"].dims == ("outputs", "rows")
+    np.testing.assert_allclose(converted["observed_data"]["y"], y.T, rtol=1e-6)
+    factors = -0.1 * slopes.sum(1) ** 2 - 0.01 * slopes[:, 0] ** 2 * x.sum()
+    log_p = stats.norm.logpdf(slopes).sum(1) + factors + terms.sum((1, 2))
+    np.testing.assert_allclose(converted["sample_stats"]["log_p"][0], log_p, rtol=1e-4)
+
+
+def test_the_users_dimensions_and_coordinates_win(posterior):
+    converted = posterior.to_arviz(
+        {"y": OUTCOME},
+        num_samples=5,
+        coords={"axis": ["north", "east"], "day": [7, 8, 9]},
+        dims={"shift": ["axis"], "y": ["day"]},
+    )
+    assert converted["posterior"]["shift"].dims == ("chain", "draw", "axis")
+    assert list(converted["posterior"]["axis"].values) == ["north", "east"]
+    assert converted["log_likelihood"]["y"].dims == ("chain", "draw", "day")
+
+
+def test_an_array_with_the_plates_name_stays_an_array():
+    def model(rows, y=None):
+        slope = numpyro.sample("slope", dist.Normal(0.0, 1.0))
+        with numpyro.plate("rows", rows.shape[0]):
+            numpyro.sample("y", dist.Normal(slope * rows, 1.0), obs=y)
+
+    data = {"rows": np.array([3.0, 1.0]), "y": np.ones(2)}
+    converted = posterior_of(model, data, np.zeros(1), np.eye(1)).to_arviz(data, num_samples=5)
+    np.testing.assert_allclose(converted["constant_data"]["rows"], data["rows"])
+    assert "rows" in converted["constant_data"].data_vars
+
+
+def test_loo_is_the_exact_one_of_the_conjugate_model():
+    data = regression_data(num_rows=30)
+    converted = exact_regression(data).to_arviz(data, num_samples=4000)
+    result = az.loo(converted)
+    design = np.column_stack([data["X"], np.ones(30)])
+    prior_covariance = design @ np.diag([4.0, 4.0, 9.0]) @ design.T + NOISE**2 * np.eye(30)
+    precision = np.linalg.inv(prior_covariance)
+    residual = precision @ (data["y"] - design @ [0.0, 0.0, 1.0])
+    variance = 1 / np.diagonal(precision)
+    exact = stats.norm.logpdf(residual * variance, scale=np.sqrt(variance)).sum()
+    found = result.elpd_loo if hasattr(result, "elpd_loo") else result.elpd
+    assert found == pytest.approx(exact, abs=0.3)
+    if hasattr(az, "loo_approximate_posterior"):
+        statistics = converted["sample_stats"]
+        corrected = az.loo_approximate_posterior(converted, statistics["log_p"], statistics["log_q"])
+        assert corrected.elpd == pytest.approx(exact, abs=0.3)
+
+
+def test_draws_follow_the_key(posterior):
+    first, same, other = (posterior.to_arviz(rng_key=jax.random.key(k), num_samples=4) for k in (1, 1, 2))
+    np.testing.assert_array_equal(first["posterior"]["share"], same["posterior"]["share"])
+    assert not np.any(np.asarray(first["posterior"]["share"]) == np.asarray(other["posterior"]["share"]))
+
+
+# ---------------------------------------------------------------------- Pareto k
+@pytest.fixture(scope="module")
+def data():
+    return regression_data()
+
+
+@pytest.mark.parametrize("inflation", [1.0, 1.4])
+def test_khat_of_an_exact_or_wider_q_is_good(data, inflation):
+    result = exact_regression(data, inflation).khat(data)
+    assert result.khat < 0.3
+    assert result.verdict.startswith("good")
+
+
+@pytest.mark.parametrize("variance_share", [0.6, 0.2])
+def test_khat_of_a_too_narrow_q_is_the_tail_index_of_its_ratios(data, variance_share):
+    """With q's covariance s times the exact one, ratios exceed t with probability t^(-1/(1 - s)), about."""
+    result = exact_regression(data, np.sqrt(variance_share)).khat(data, num_samples=40_000)
+    assert result.khat == pytest.approx(1 - variance_share, abs=0.25)
+
+
+@pytest.mark.parametrize("inflation, shift, verdict", [(1.0, 0.0, "good"), (0.1, 30.0, "bad")])
+def test_verdicts_tell_good_from_bad_approximations(data, inflation, shift, verdict):
+    assert exact_regression(data, inflation, shift).khat(data).verdict.startswith(verdict)
+
+
+@pytest.mark.parametrize(
+    "khat, num_samples, verdict",
+    [
+        (0.6, 100, "too few draws"),
+        (0.6, 10_000, "good"),
+        (0.71, 10_000, "doubtful"),
+        (0.99, 100, "doubtful"),
+        (1.01, 10_000, "bad"),
+        (np.inf, 1000, "bad"),
+    ],
+)
+def test_verdicts_get_worse_with_khat_and_with_few_draws(khat, num_samples, verdict):
+    assert numpyro_rvga.arviz._verdict(khat, 0.5, num_samples).startswith(verdict)
+
+
+def test_khat_refuses_few_draws(data):
+    with pytest.raises(ValueError, match="at least 100 draws, not 99"):
+        exact_regression(data).khat(data, num_samples=99)
+
+
+def test_khat_of_constant_ratios_is_zero(data, monkeypatch):
+    posterior = exact_regression(data)
+    monkeypatch.setattr(
+        numpyro_rvga.arviz, "_log_joint", lambda _, theta, __: np.asarray(posterior.log_prob_unconstrained(theta)) - 3.0
+    )
+    assert posterior.khat(data).khat == 0.0
+    assert posterior.khat(data).verdict.startswith("good")
+
+
+def test_khat_reads_as_a_sentence(data):
+    result = exact_regression(data).khat(data)
+    assert repr(result) == f"Pareto k = {result.khat:.2f}: {result.verdict}"
+    assert tuple(result) == (result.khat, result.verdict)
+
+
+@pytest.mark.parametrize("chunk_values", [1, 7 * 100, 40 * 100])
+def test_khat_does_not_depend_on_the_chunks_of_rows(data, monkeypatch, chunk_values):
+    posterior = exact_regression(data, 0.6)
+    expected = posterior.khat(data, num_samples=100).khat
+    monkeypatch.setattr(numpyro_rvga.arviz, "CHUNK_VALUES", chunk_values)
+    assert posterior.khat(data, num_samples=100).khat == pytest.approx(expected, abs=1e-2)
+
+
+def test_chunks_of_rows_bound_the_memory(data, monkeypatch):
+    posterior = exact_regression(data)
+    theta = posterior.sample_unconstrained(jax.random.key(0), (100,))
+    monkeypatch.setattr(numpyro_rvga.arviz, "CHUNK_VALUES", 7 * 100)
+    chunks = list(numpyro_rvga.arviz._chunks_of_log_likelihood(posterior.program, theta, data))
+    assert [chunk["y"].shape for chunk in chunks] == [(100, 7)] * 5 + [(100, 5)]
+
+
+@pytest.mark.parametrize("location, share", [(0.5, "[1-9][0-9]+"), (-9.0, "200")])
+def test_khat_says_when_the_log_joint_is_undefined(data, location, share):
+    def model(X, y=None):
+        slope = numpyro.sample("slope", dist.Normal(0.0, 1.0))
+        with numpyro.plate("rows", X.shape[0]):
+            numpyro.sample("y", dist.Normal(jnp.sqrt(slope), 1.0), obs=y)
+
+    result = posterior_of(model, data, np.array([location]), np.eye(1)).khat(data, num_samples=200)
+    assert result.khat == np.inf
+    assert re.match(f"the log joint is not a finite number at {share} of 200 draws", result.verdict)
+
+
+@pytest.mark.parametrize("method", ["to_arviz", "khat"])
+def test_missing_outcomes_are_not_made_up(data, method):
+    with pytest.raises(ValueError, match="lack the outcome of site 'y'"):
+        getattr(exact_regression(data), method)({"X": data["X"]})
+
+
+@pytest.mark.parametrize("method", ["to_arviz", "khat"])
+def test_missing_arviz_is_named(data, monkeypatch, method):
+    posterior = exact_regression(data)
+    monkeypatch.setitem(sys.modules, "arviz", None)
+    with pytest.raises(ImportError, match="pip install arviz"):
+        getattr(posterior, method)(data)

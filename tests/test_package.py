@@ -1,0 +1,75 @@
+"""Which part of the package may import which, and what importing it costs."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import numpyro_rvga
+
+PACKAGE = Path(numpyro_rvga.__file__).parent
+# From the bottom up: a room imports only from itself and from rooms below it.
+FLOORS = ["core", "model", "engine", "rvga"]
+HEAVY = ["arviz", "matplotlib", "tqdm.auto"]
+MOST_SECONDS = 0.2
+ATTEMPTS = 6
+
+
+def imported_modules(path):
+    """Absolute names of the modules that a file imports, at its top or inside functions."""
+    package = [PACKAGE.name, *path.relative_to(PACKAGE).parent.parts]
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            module = ".".join([*base, *([node.module] if node.module else [])])
+            yield from ([module] if node.module else [f"{module}.{alias.name}" for alias in node.names])
+
+
+def room_of(module):
+    """The room of a module of this package; None for other modules, and for the package itself."""
+    parts = module.split(".")
+    return parts[1] if parts[0] == PACKAGE.name and len(parts) > 1 else None
+
+
+def files_of(room):
+    return sorted((PACKAGE / room).rglob("*.py")) or [PACKAGE / f"{room}.py"]
+
+
+def test_core_knows_neither_numpyro_nor_arviz_nor_the_rest():
+    for path in files_of("core"):
+        for module in imported_modules(path):
+            assert module.split(".")[0] not in ("numpyro", "arviz", "tqdm", "matplotlib"), (path.name, module)
+            assert room_of(module) in (None, "core") and module != PACKAGE.name, (path.name, module)
+
+
+def test_imports_run_downward():
+    for height, room in enumerate(FLOORS):
+        above = FLOORS[height + 1 :]
+        for path in files_of(room):
+            for module in imported_modules(path):
+                assert room_of(module) not in above, (path.name, module)
+
+
+def test_heavy_modules_are_imported_when_needed():
+    # NumPyro imports tqdm by itself.
+    code = (
+        "import sys, numpyro.infer, numpyro.infer.autoguide; before = set(sys.modules); import numpyro_rvga; "
+        f"print([name for name in {HEAVY!r} if name in set(sys.modules) - before])"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"
+
+
+def test_import_is_quick():
+    code = (
+        "import time, numpyro.infer, numpyro.infer.autoguide, numpyro.distributions; start = time.process_time(); "
+        "import numpyro_rvga; print(time.process_time() - start)"
+    )
+    seconds = []
+    for _ in range(ATTEMPTS):
+        found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+        seconds.append(float(found.stdout))
+        if seconds[-1] < MOST_SECONDS:
+            return
+    raise AssertionError(f"importing numpyro_rvga took {min(seconds):.2f} s at best")

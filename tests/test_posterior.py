@@ -1,0 +1,288 @@
+"""What is read off a posterior: against closed forms, scipy and other posteriors."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import pytest
+from gaussian_posteriors import (
+    MEAN,
+    NOISE,
+    ROOT,
+    constrained_posterior,
+    exact_regression,
+    flat,
+    logistic_posterior,
+    posterior_of,
+    regression,
+    regression_answer,
+    regression_data,
+)
+from scipy import stats
+from scipy.special import expit
+
+from numpyro_rvga import RVGA, Posterior
+
+KEY = jax.random.key(3)
+COVARIANCE = ROOT @ ROOT.T
+TOLERANCE = 1e-9 if jax.config.jax_enable_x64 else 2e-5
+
+
+@pytest.fixture(scope="module")
+def posterior():
+    return constrained_posterior()
+
+
+@pytest.fixture(scope="module")
+def conjugate():
+    return exact_regression(regression_data())
+
+
+# ---------------------------------------------------------------------- moments
+def test_covariance_and_scale_tril_belong_to_the_root(posterior):
+    np.testing.assert_allclose(posterior.covariance, COVARIANCE, atol=TOLERANCE)
+    np.testing.assert_allclose(posterior.scale_tril, np.linalg.cholesky(COVARIANCE), atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("field, value", [("mean", np.zeros(3)), ("scale", np.ones(4)), ("scale", np.ones((4, 3)))])
+def test_moments_of_the_wrong_shape_are_refused(posterior, field, value):
+    moments = {"mean": MEAN, "scale": ROOT} | {field: value}
+    with pytest.raises(ValueError, match=f"{field} must have shape"):
+        Posterior(posterior.program, **moments, num_rows=3)
+
+
+def test_repr_names_sites_and_size(posterior):
+    assert repr(posterior) == "Posterior(sites=(shift, share, deviation), size=4, num_rows=3)"
+
+
+# ---------------------------------------------------------------------- draws, quantiles, density
+@pytest.mark.parametrize("sample_shape", [(), (3,), (2, 3)])
+def test_draws_have_the_sample_shape_and_the_models_global_sites(posterior, sample_shape):
+    draws = posterior.sample_posterior(KEY, sample_shape)
+    shapes = {name: value.shape for name, value in draws.items()}
+    event_shapes = {"shift": (2,), "share": (), "deviation": (), "twice": ()}
+    assert shapes == {name: sample_shape + shape for name, shape in event_shapes.items()}
+    np.testing.assert_allclose(draws["twice"], 2 * draws["deviation"], rtol=1e-6)
+
+
+def test_draws_have_the_moments_of_q(posterior):
+    theta = flat(posterior.sample_posterior(KEY, (40_000,)))
+    standard_error = np.sqrt(np.diagonal(COVARIANCE) / len(theta))
+    assert np.all(np.abs(theta.mean(0) - MEAN) < 5 * standard_error)
+    np.testing.assert_allclose(np.cov(theta.T), COVARIANCE, atol=0.02)
+
+
+@pytest.mark.parametrize("quantiles", [0.3, [0.05, 0.5, 0.975]])
+def test_quantiles_are_transformed_marginal_quantiles(posterior, quantiles):
+    found = posterior.quantiles(quantiles)
+    normal = stats.norm.ppf(np.asarray(quantiles)[..., None], MEAN, np.sqrt(np.diagonal(COVARIANCE)))
+    np.testing.assert_allclose(found["shift"], normal[..., :2], atol=1e-5)
+    np.testing.assert_allclose(found["share"], expit(normal[..., 2]), atol=1e-5)
+    np.testing.assert_allclose(found["deviation"], np.exp(normal[..., 3]), rtol=1e-5)
+
+
+def test_median_is_the_half_quantile_at_the_mean(posterior):
+    np.testing.assert_allclose(flat(posterior.median()), MEAN, atol=1e-5)
+    half = posterior.quantiles(0.5)
+    for name, value in posterior.median().items():
+        np.testing.assert_allclose(half[name], value, rtol=1e-5)
+
+
+@pytest.mark.parametrize("sample_shape", [(), (5,), (2, 3)])
+def test_log_prob_is_the_normal_density_in_unconstrained_space(posterior, sample_shape):
+    draws = posterior.sample_posterior(KEY, sample_shape)
+    expected = stats.multivariate_normal(MEAN, COVARIANCE).logpdf(flat(draws))
+    assert posterior.log_prob(draws).shape == sample_shape
+    np.testing.assert_allclose(posterior.log_prob(draws), expected, atol=1e-3)
+
+
+def test_log_prob_refuses_missing_and_misshapen_sites(posterior):
+    draws = posterior.sample_posterior(KEY, (5,))
+    with pytest.raises(ValueError, match="share"):
+        posterior.log_prob({name: value for name, value in draws.items() if name != "share"})
+    with pytest.raises(ValueError, match="'deviation' must have shape"):
+        posterior.log_prob(draws | {"deviation": jnp.ones(4)})
+    with pytest.raises(ValueError, match="'shift' must have shape"):
+        posterior.log_prob(draws | {"shift": jnp.ones(())})
+
+
+# ---------------------------------------------------------------------- summary
+def test_summary_prints_the_moments_of_constrained_sites(posterior, capsys):
+    posterior.print_summary(prob=0.8)
+    header, *rows = capsys.readouterr().out.strip("\n").splitlines()
+    assert header.split() == ["mean", "std", "median", "10.0%", "90.0%"]
+    printed = {line.split()[0]: np.array(line.split()[1:], float) for line in rows}
+    assert list(printed) == ["shift[0]", "shift[1]", "share", "deviation"]
+    sd = np.sqrt(np.diagonal(COVARIANCE))
+    share = expit(MEAN[2] + sd[2] * np.random.default_rng(0).normal(size=400_000))
+    expected = {
+        "shift[0]": stats.norm(MEAN[0], sd[0]),
+        "shift[1]": stats.norm(MEAN[1], sd[1]),
+        "deviation": stats.lognorm(sd[3], scale=np.exp(MEAN[3])),
+    }
+    for name, law in expected.items():
+        truth = [law.mean(), law.std(), law.median(), *law.ppf([0.1, 0.9])]
+        np.testing.assert_allclose(printed[name], truth, atol=0.03, err_msg=name)
+    truth = [share.mean(), share.std(), np.median(share), *np.quantile(share, [0.1, 0.9])]
+    np.testing.assert_allclose(printed["share"], truth, atol=0.02)
+
+
+def test_summary_is_the_same_every_time(posterior, capsys):
+    posterior.print_summary()
+    first = capsys.readouterr().out
+    posterior.print_summary()
+    assert capsys.readouterr().out == first
+
+
+@pytest.mark.parametrize("prob", [0, 1, 90])
+def test_summary_refuses_what_is_no_probability(posterior, prob):
+    with pytest.raises(ValueError, match="prob"):
+        posterior.print_summary(prob)
+
+
+# ---------------------------------------------------------------------- predictions
+NEW_X = np.array([[0.0, 0.0], [1.0, -2.0], [3.0, 10.0]])
+
+
+def test_monte_carlo_has_the_conjugate_predictive_moments(conjugate):
+    drawn = conjugate.predictive(KEY, {"X": NEW_X}, num_samples=20_000)
+    mean, covariance = regression_answer(regression_data())
+    design = np.column_stack([NEW_X, np.ones(3)])
+    variance = np.einsum("np,pq,nq->n", design, covariance, design)
+    assert set(drawn) == {"y", "line"}
+    assert drawn["y"].shape == (20_000, 3)
+    np.testing.assert_allclose(drawn["y"].mean(0), design @ mean, atol=0.03)
+    np.testing.assert_allclose(drawn["y"].var(0), variance + NOISE**2, rtol=0.05)
+    np.testing.assert_allclose(drawn["line"].var(0), variance, rtol=0.05)
+
+
+def test_monte_carlo_does_not_look_at_the_outcome(conjugate):
+    without = conjugate.predictive(KEY, {"X": NEW_X}, num_samples=5)
+    given = conjugate.predictive(KEY, {"X": NEW_X, "y": np.full(3, 1e6)}, num_samples=5)
+    positional = conjugate.predictive(KEY, (NEW_X, np.full(3, 1e6)), num_samples=5)
+    np.testing.assert_allclose(given["line"], without["line"], rtol=1e-6)
+    assert np.all(np.abs(given["y"]) < 100)
+    np.testing.assert_array_equal(given["y"], positional["y"])
+
+
+@pytest.mark.parametrize("num_samples", [1, 7])
+def test_monte_carlo_keeps_the_axis_of_draws(conjugate, num_samples):
+    assert conjugate.predictive(KEY, {"X": NEW_X}, num_samples)["y"].shape == (num_samples, 3)
+
+
+def test_monte_carlo_predicts_every_row_of_a_subsampling_model():
+    def model(x, y=None):
+        slope = numpyro.sample("slope", dist.Normal(0.0, 1.0))
+        numpyro.factor("nudge", -0.1 * slope**2)
+        with numpyro.plate("rows", x.shape[0], subsample_size=2) as index:
+            outcome = None if y is None else y[index]
+            numpyro.sample("y", dist.Normal(slope * x[index], 0.01), obs=outcome)
+
+    x = np.arange(6.0)
+    posterior = posterior_of(model, {"x": x, "y": 2 * x}, np.array([2.0]), np.array([[1e-3]]))
+    drawn = posterior.predictive(KEY, {"x": x, "y": 2 * x}, num_samples=50)
+    assert set(drawn) == {"y"}
+    np.testing.assert_allclose(drawn["y"].mean(0), 2 * x, atol=0.02)
+
+
+@pytest.mark.parametrize("location, deviation", [(0.0, 1.0), (1.5, 0.5), (-2.0, 3.0), (0.7, 1e-4)])
+def test_closed_form_is_close_to_the_logistic_normal_moments(location, deviation):
+    posterior = logistic_posterior([location, -location], np.diag([deviation, deviation]))
+    found = posterior.predictive(None, {"X": np.eye(2)}, method="closed_form")["y"]
+    nodes, weights = np.polynomial.hermite_e.hermegauss(200)
+    probabilities = expit(location + deviation * nodes)
+    weights = weights / weights.sum()
+    mean = weights @ probabilities
+    variance = weights @ (probabilities - mean) ** 2
+    np.testing.assert_allclose(found["mean"], [mean, 1 - mean], atol=0.02)
+    np.testing.assert_allclose(found["variance"], [variance, variance], atol=0.02, rtol=0.2)
+    assert np.all(found["variance"] > 0)
+
+
+def test_closed_form_is_the_papers_formula():
+    posterior = logistic_posterior([1.2, 0.4], np.array([[0.8, 0.0], [0.3, 0.5]]))
+    X = np.array([[1.0, 0.0], [2.0, -1.0]])
+    found = posterior.predictive(None, {"X": X, "y": np.ones(2)}, method="closed_form")["y"]
+    m = X @ [1.2, 0.4]
+    v = np.sum((X @ np.array([[0.8, 0.0], [0.3, 0.5]])) ** 2, axis=1)
+    k = np.sqrt(8 / np.pi) / np.sqrt(v + 8 / np.pi)
+    np.testing.assert_allclose(found["mean"], expit(k * m), rtol=1e-5)
+    np.testing.assert_allclose(found["variance"], expit(k * m) * (1 - expit(k * m)) * (1 - k), rtol=1e-4)
+
+
+def as_event(c, X=None, Y=None):
+    weights = numpyro.sample("weights", dist.Normal(0.0, 1.0).expand([2, 3]).to_event(2))
+    with numpyro.plate("rows", X.shape[0]):
+        numpyro.sample("Y", dist.Bernoulli(logits=c[:, None] + X @ weights).to_event(1), obs=Y)
+
+
+def as_plate_before_rows(c, X=None, Y=None):
+    weights = numpyro.sample("weights", dist.Normal(0.0, 1.0).expand([2, 3]).to_event(2))
+    with numpyro.plate("rows", X.shape[0], dim=-1), numpyro.plate("outputs", 3, dim=-2):
+        numpyro.sample("Y", dist.Bernoulli(logits=c + (X @ weights).T), obs=None if Y is None else Y.T)
+
+
+@pytest.mark.parametrize("model", [as_event, as_plate_before_rows])
+def test_closed_form_has_rows_first_and_then_elements(model):
+    rng = np.random.default_rng(0)
+    data = {"c": rng.normal(size=4), "X": rng.normal(size=(4, 2)), "Y": np.ones((4, 3))}
+    mean = rng.normal(size=6)
+    posterior = posterior_of(model, data, mean, 1e-4 * np.eye(6))
+    found = posterior.predictive(None, {"c": data["c"], "X": data["X"]}, method="closed_form")["Y"]["mean"]
+    np.testing.assert_allclose(found, expit(data["c"][:, None] + data["X"] @ mean.reshape(2, 3)), rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["A_outcome", "z_outcome"])
+def test_closed_form_needs_the_covariates_alone(name):
+    """Wherever the outcome's name sorts among the arguments."""
+
+    def model(c, X, **outcome):
+        slope = numpyro.sample("slope", dist.Normal(0.0, 1.0))
+        with numpyro.plate("rows", X.shape[0]):
+            numpyro.sample("y", dist.Bernoulli(logits=c + slope * X), obs=outcome.get(name))
+
+    data = {"c": np.array([1.0, -1.0, 0.5]), "X": np.array([2.0, 0.1, 3.0]), name: np.ones(3)}
+    posterior = posterior_of(model, data, np.array([0.7]), np.array([[1e-4]]))
+    found = posterior.predictive(None, {"c": data["c"], "X": data["X"]}, method="closed_form")["y"]["mean"]
+    np.testing.assert_allclose(found, expit(data["c"] + 0.7 * data["X"]), rtol=1e-4)
+
+
+def test_closed_form_refuses_to_guess_a_covariate():
+    def model(X, c=0.0, y=None):
+        slope = numpyro.sample("slope", dist.Normal(0.0, 1.0))
+        with numpyro.plate("rows", X.shape[0]):
+            numpyro.sample("y", dist.Bernoulli(logits=c + slope * X), obs=y)
+
+    data = {"X": np.ones(3), "c": np.ones(3), "y": np.ones(3)}
+    posterior = posterior_of(model, data, np.array([0.7]), np.array([[0.1]]))
+    with pytest.raises(ValueError, match=r"needs the data arrays \['c'\]"):
+        posterior.predictive(None, {"X": data["X"]}, method="closed_form")
+
+
+def test_closed_form_names_the_site_that_has_none(conjugate):
+    with pytest.raises(NotImplementedError, match="'y'"):
+        conjugate.predictive(KEY, {"X": NEW_X}, method="closed_form")
+
+
+def test_unknown_method_is_refused_with_the_choices(conjugate):
+    with pytest.raises(ValueError, match="'monte_carlo' or 'closed_form', not 'exact'"):
+        conjugate.predictive(KEY, {"X": NEW_X}, method="exact")
+
+
+# ---------------------------------------------------------------------- going on
+def test_update_without_a_method_says_how_to_go_on(posterior):
+    with pytest.raises(ValueError, match="init=posterior"):
+        posterior.update({"y": np.ones(3)})
+
+
+def test_update_is_the_posterior_of_all_rows():
+    data = regression_data()
+    halves = [{name: array[part] for name, array in data.items()} for part in (slice(25), slice(25, None))]
+    first = RVGA(regression).run(halves[0], progress_bar=False)
+    both = first.update(halves[1], progress_bar=False)
+    for found, rows in ((first, halves[0]), (both, data)):
+        mean, covariance = regression_answer(rows)
+        np.testing.assert_allclose(found.mean, mean, rtol=2e-3, atol=1e-3)
+        np.testing.assert_allclose(found.covariance, covariance, rtol=2e-2, atol=1e-5)
+        assert found.num_rows == len(rows["y"])

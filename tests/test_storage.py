@@ -1,0 +1,215 @@
+"""Posteriors in files: what comes back, and which files are refused."""
+
+import json
+import os
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import pytest
+from gaussian_posteriors import constrained, constrained_posterior, posterior_of, regression
+
+from numpyro_rvga import Posterior, storage
+
+KEY = jax.random.key(1)
+
+
+@pytest.fixture(scope="module")
+def posterior():
+    return constrained_posterior()
+
+
+@pytest.fixture
+def saved(posterior, tmp_path):
+    path = tmp_path / "posterior.npz"
+    posterior.save(path)
+    return path
+
+
+def with_keywords(x, y=None, *, center, transform=None, labels=()):
+    slope = numpyro.sample("slope", dist.Normal(center["at"], 1.0))
+    with numpyro.plate("rows", x.shape[0]):
+        location = slope * (x if transform is None else transform(x)) + len(labels)
+        numpyro.sample("y", dist.Normal(location, 1.0), obs=y)
+
+
+def keyword_posterior(**model_kwargs):
+    data = {"x": np.arange(3.0), "y": np.ones(3)}
+    return posterior_of(with_keywords, data, np.array([0.3]), np.array([[0.1]]), **model_kwargs)
+
+
+# ---------------------------------------------------------------------- what comes back
+def test_everything_comes_back_exactly(posterior, tmp_path):
+    info = {"scheme": "implicit", "converged": True, "sizes": [1, 2.5], "trace": np.arange(3), "nested": {"k": (None,)}}
+    full = Posterior(posterior.program, posterior.mean, posterior.scale, -1 / 3, info, num_rows=7)
+    full.save(tmp_path / "q")
+    loaded = Posterior.load(tmp_path / "q", constrained)
+    assert loaded.mean.dtype == posterior.mean.dtype
+    np.testing.assert_array_equal(loaded.mean, posterior.mean)
+    np.testing.assert_array_equal(loaded.scale, posterior.scale)
+    assert (loaded.elbo, loaded.num_rows, loaded.site_names) == (-1 / 3, 7, posterior.site_names)
+    np.testing.assert_array_equal(loaded.info["trace"], np.arange(3))
+    plain = {name: value for name, value in info.items() if name != "trace"}
+    assert {name: value for name, value in loaded.info.items() if name != "trace"} == plain
+
+
+def test_loaded_posteriors_sample_and_predict_alike(saved, posterior):
+    loaded = Posterior.load(saved, constrained)
+    data = {"y": np.array([0.3, 0.1, 2.0, 1.0])}
+    for before, after in (
+        (posterior.sample_posterior(KEY, (3,)), loaded.sample_posterior(KEY, (3,))),
+        (posterior.predictive(KEY, data, 3), loaded.predictive(KEY, data, 3)),
+    ):
+        assert before.keys() == after.keys()
+        for name, value in before.items():
+            np.testing.assert_array_equal(after[name], value)
+
+
+def test_model_keywords_come_back(tmp_path):
+    posterior = keyword_posterior(center={"at": jnp.float32(2.0)}, labels=("a", "b"))
+    posterior.save(tmp_path / "q")
+    loaded = Posterior.load(tmp_path / "q", with_keywords)
+    assert loaded.program.model_kwargs == {"center": {"at": 2.0}, "labels": ("a", "b")}
+    np.testing.assert_allclose(loaded.program.log_prior(jnp.zeros(1)), posterior.program.log_prior(jnp.zeros(1)))
+
+
+def test_keywords_that_are_not_plain_are_asked_for(tmp_path):
+    posterior = keyword_posterior(center={"at": 1.0}, transform=jnp.exp)
+    posterior.save(tmp_path / "q")
+    with pytest.raises(ValueError, match="'transform'"):
+        Posterior.load(tmp_path / "q", with_keywords)
+    loaded = Posterior.load(tmp_path / "q", with_keywords, transform=jnp.exp)
+    theta, rows = jnp.ones(1), {"x": np.ones(2), "y": np.ones(2)}
+    expected = posterior.program.log_likelihood(theta, rows)["y"]
+    np.testing.assert_allclose(loaded.program.log_likelihood(theta, rows)["y"], expected)
+
+
+def test_info_that_is_not_plain_is_refused_by_name(posterior, tmp_path):
+    odd = Posterior(posterior.program, posterior.mean, posterior.scale, None, {"key": object()}, num_rows=1)
+    with pytest.raises(ValueError, match="info/key"):
+        odd.save(tmp_path / "q")
+    assert os.listdir(tmp_path) == []
+
+
+def test_files_hold_plain_arrays_and_json_alone(saved):
+    with np.load(saved, allow_pickle=False) as archive:
+        arrays = {name: archive[name] for name in archive.files}
+    assert json.loads(str(arrays.pop("metadata")))["format_version"] == 1
+    assert all(array.dtype.kind in "biuf" for array in arrays.values())
+
+
+# ---------------------------------------------------------------------- writing
+def test_failed_writes_leave_the_old_file(saved, posterior, monkeypatch):
+    before = saved.read_bytes()
+
+    def half_written(file, **arrays):
+        file.write(b"half of it")
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(np, "savez", half_written)
+    with pytest.raises(OSError, match="no space left"):
+        posterior.save(saved)
+    assert saved.read_bytes() == before
+    assert os.listdir(saved.parent) == [saved.name]
+
+
+def test_files_are_complete_before_they_take_their_name(posterior, tmp_path, monkeypatch):
+    events = []
+    fsync, replace = os.fsync, os.replace
+    monkeypatch.setattr(os, "fsync", lambda descriptor: (events.append("fsync"), fsync(descriptor))[1])
+    monkeypatch.setattr(os, "replace", lambda a, b: (events.append("replace"), replace(a, b))[1])
+    posterior.save(tmp_path / "q")
+    assert events == ["fsync", "replace"]
+
+
+# ---------------------------------------------------------------------- refusals
+@pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 0.9, 0.99])
+def test_truncated_files_are_refused(saved, share):
+    contents = saved.read_bytes()
+    saved.write_bytes(contents[: int(share * len(contents))])
+    with pytest.raises(ValueError, match="damaged"):
+        Posterior.load(saved, constrained)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_no_damaged_byte_changes_an_array(saved, seed):
+    arrays = storage.read(saved, "posterior")[1]
+    contents = bytearray(saved.read_bytes())
+    contents[np.random.default_rng(seed).integers(len(contents))] ^= 0xFF
+    saved.write_bytes(contents)
+    try:
+        found = storage.read(saved, "posterior")[1]
+    except ValueError:
+        return
+    assert found.keys() == arrays.keys()
+    for name, array in arrays.items():
+        np.testing.assert_array_equal(found[name], array)
+
+
+def foreign_archive(path):
+    np.savez(path, mean=np.zeros(3))
+
+
+def foreign_array(path):
+    with open(path, "wb") as file:
+        np.save(file, np.zeros(3))
+
+
+def pickled_objects(path):
+    np.savez(path, metadata=np.array([{"kind": "numpyro_rvga posterior"}], dtype=object))
+
+
+@pytest.mark.parametrize("make", [foreign_archive, foreign_array, pickled_objects, lambda path: path.write_text("{}")])
+def test_foreign_files_are_refused(tmp_path, make):
+    path = tmp_path / "foreign.npz"
+    make(path)
+    with pytest.raises(ValueError, match="not a file that numpyro_rvga wrote"):
+        Posterior.load(path, constrained)
+
+
+def test_files_of_another_kind_are_refused(tmp_path):
+    storage.write(tmp_path / "q", "checkpoint", {}, {})
+    with pytest.raises(ValueError, match="holds a numpyro_rvga checkpoint"):
+        Posterior.load(tmp_path / "q", constrained)
+
+
+def test_files_of_a_newer_version_are_refused(posterior, tmp_path, monkeypatch):
+    monkeypatch.setattr(storage, "FORMAT_VERSION", 2)
+    posterior.save(tmp_path / "q")
+    monkeypatch.undo()
+    with pytest.raises(ValueError, match="format version 2"):
+        Posterior.load(tmp_path / "q", constrained)
+
+
+def other_shape(y=None):
+    shift = numpyro.sample("shift", dist.Normal(0.0, 1.0).expand([3]).to_event(1))
+    share = numpyro.sample("share", dist.Beta(2.0, 2.0))
+    deviation = numpyro.sample("deviation", dist.HalfNormal(1.0))
+    with numpyro.plate("rows", y.shape[0]):
+        numpyro.sample("y", dist.Normal(shift.sum() + share, deviation), obs=y)
+
+
+def other_order(y=None):
+    deviation = numpyro.sample("deviation", dist.HalfNormal(1.0))
+    share = numpyro.sample("share", dist.Beta(2.0, 2.0))
+    shift = numpyro.sample("shift", dist.Normal(0.0, 1.0).expand([2]).to_event(1))
+    with numpyro.plate("rows", y.shape[0]):
+        numpyro.sample("y", dist.Normal(shift.sum() + share, deviation), obs=y)
+
+
+@pytest.mark.parametrize("model", [other_shape, other_order])
+def test_models_with_other_sites_are_refused(saved, model):
+    with pytest.raises(ValueError, match="shift\\(2,\\), share\\(\\), deviation\\(\\)"):
+        Posterior.load(saved, model)
+
+
+def test_models_with_other_arguments_are_refused(saved):
+    with pytest.raises(ValueError, match="other arguments"):
+        Posterior.load(saved, regression)
+
+
+def test_missing_files_are_missing_files(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        Posterior.load(tmp_path / "nowhere", constrained)
