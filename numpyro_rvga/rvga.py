@@ -213,7 +213,7 @@ class RVGA:
     def _absorb(self, engine, state, source, total, progress, check):
         sizes = self._sizes(engine, total)
         memory, gathered, done = RowMemory(sizes.memory), _Gathered(), 0
-        keep = sizes.memory > 0
+        keep = sizes.memory > 0 and (total is None or total > sizes.first)
         while True:
             joint = done == 0 and sizes.first > 0
             piece = source.take(sizes.first if joint else sizes.chunk)

@@ -62,8 +62,8 @@ class RowMemory:
         self._count = 0
 
     def offer(self, rows: Rows, sites: tuple) -> None:
-        """Consider rows; ``sites`` is a tuple of sites of (n, E, ...) arrays."""
-        if not self._capacity:
+        """Consider rows; ``sites`` is a tuple of sites of (n, E, ...) arrays, empty where none are wanted."""
+        if not (self._capacity and sites):
             return
         error = sum(np.asarray(site.error).sum(axis=1) for site in sites)[: _length(rows)]
         chosen = np.flatnonzero(error > NEGLIGIBLE_ERROR)

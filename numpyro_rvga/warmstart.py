@@ -32,11 +32,11 @@ def nuts(posterior: Posterior, **nuts_kwargs: Any) -> NUTS:
     adapted. Measured on logistic regressions with 30 coefficients, 5,000 rows and posterior covariances of condition
     number 1e3 (correlated coefficients) and 7e5 (raw scales of independent covariates), four vectorised chains:
     200 + 1,000 iterations of 7 leapfrog steps gave minimal effective sample sizes of 7,400 and 7,200, default NUTS with
-    1,000 + 1,000 iterations 1,700 (of 79 steps) and 5,700 (of 7, after a costly warm-up). Per second that is 22 and
-    3.5 times as much, the recursion included and compilation left out. R-hat was at most 1.001 throughout.
-    Letting NUTS adapt the mass matrix in so short a warm-up halved the effective sample size and made trajectories 2 to
-    10 times as long; it pays only where q is poor, and then in a warm-up of 1,000. A warm-up of 20 to 50 can end with
-    a step size that rejects everything, because NumPyro restarts its adaptation for the last tenth: use 100 or more.
+    1,000 + 1,000 iterations 1,700 (of 79 steps) and 5,700 (of 7, after a costly warm-up). Per CPU second that is 22 and
+    3.5 times as much, the recursion included and compilation left out; R-hat was at most 1.001. Letting NUTS adapt the
+    mass matrix in warm-ups of up to 200 halved the effective sample size and made trajectories 2 to 10 times as long.
+    A warm-up of 20 ended with step sizes that reject nearly every proposal, one of 50 with uneven ones, since NumPyro
+    restarts the step size's adaptation for the last tenth of the warm-up: use 100 or more.
 
     :param posterior: the posterior.
     :param nuts_kwargs: keywords of :class:`~numpyro.infer.hmc.NUTS`; they win over the ones chosen here.

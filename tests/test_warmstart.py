@@ -20,6 +20,8 @@ from numpyro.infer import MCMC, NUTS, Predictive
 from numpyro.infer.reparam import NeuTraReparam
 from numpyro.infer.util import log_density
 
+from numpyro_rvga import Posterior
+
 KEY = jax.random.key(5)
 SITES = ("slopes", "intercept")
 
@@ -132,7 +134,20 @@ def test_initial_values_are_unconstrained_draws_spread_wider_than_q():
 
 
 # ---------------------------------------------------------------------- guide
-@pytest.fixture(scope="module", params=[lambda: exact_regression(regression_data()), constrained_posterior])
+def reordered_posterior():
+    """The same law, with its sites flattened in another order than the one in which a guide meets them."""
+    posterior = constrained_posterior()
+    layout = posterior.program.layout
+    order = np.array([3, 0, 1, 2])
+    posterior.program.layout = layout._replace(site_names=("deviation", "shift", "share"))
+    return Posterior(posterior.program, posterior.mean[order], posterior.scale[order], num_rows=3)
+
+
+@pytest.fixture(
+    scope="module",
+    params=[lambda: exact_regression(regression_data()), constrained_posterior, reordered_posterior],
+    ids=["conjugate", "constrained", "reordered"],
+)
 def guided(request):
     posterior = request.param()
     return posterior, *posterior.as_guide()

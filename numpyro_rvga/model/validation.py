@@ -81,7 +81,7 @@ def _local_message(name: str, how: str) -> str:
 def check_has_terms(row_sites: Mapping[str, SiteInfo]) -> None:
     """:raises NotImplementedError: if one row by itself is observed at no place."""
     for name, site in row_sites.items():
-        if 0 in site.value_shape:
+        if 0 in site.value_shape and not site.is_auxiliary:  # a factor has no value, only a density
             raise NotImplementedError(_coupled_message(name, "one row by itself has no term"))
 
 
