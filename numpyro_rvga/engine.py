@@ -194,7 +194,7 @@ def make_kind(terms: Terms, options: Options, rng_key: Array, rows: dict) -> Kin
 
     name = _resolve(terms, options)
     second_order = getattr(expect, "args", (2,))[0] == 2
-    conservative = second_order and name not in ("probit", "monte_carlo", "sigma_points")
+    conservative = second_order and name not in ("probit", "monte_carlo", "sigma_points", "linearized")
     concave = terms.closed_form in CONCAVE
     return Kind(weighted(expect), weighted(plugin), concave, conservative)
 

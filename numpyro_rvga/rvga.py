@@ -375,7 +375,9 @@ def _state_of(init: Posterior | State, program: Program) -> State:
         )
     if isinstance(init.continuation, Continuation):
         return init.continuation.state
-    return new_state(jnp.asarray(init.mean, program.dtype), jnp.asarray(init.scale, program.dtype), None)
+    state = new_state(jnp.asarray(init.mean, program.dtype), jnp.asarray(init.scale, program.dtype), None)
+    evidence = jnp.asarray(init.elbo or 0.0, program.dtype)
+    return state._replace(log_evidence=evidence, num_rows=jnp.asarray(init.num_rows, jnp.int32))
 
 
 def _chain(head, rest):
