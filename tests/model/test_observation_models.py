@@ -261,7 +261,7 @@ CASES = {
 
 
 HARD = {
-    "laplace_latent_scale": "Gauss-Hermite nodes across a kink: the posterior is right, but the solve does not converge",
+    "laplace_latent_scale": "Gauss-Hermite nodes across a kink: the solve does not converge",
     "multivariate_normal": "Monte Carlo nodes of the density itself: accuracy not established",
     "zero_inflated_negative_binomial": "three predictors with Gauss-Hermite nodes: accuracy not established",
 }
