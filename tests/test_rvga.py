@@ -311,7 +311,8 @@ def test_float32_stays_close_to_float64_with_an_ill_conditioned_design(options):
     with jax.enable_x64(False):
         single = fit(functools.partial(logistic), {k: v.astype(np.float32) for k, v in rows.items()}, **options)
         assert single.mean.dtype == jnp.float32
-        means, deviations = gap(double, single)
-    assert np.all(np.linalg.eigvalsh(np.asarray(single.covariance, np.float64)) > 0)
+        single_covariance = np.asarray(single.covariance, np.float64)
+    means, deviations = gap(double, single)
+    assert np.all(np.linalg.eigvalsh(single_covariance) > 0)
     assert means < 0.02
     assert deviations < 0.01
