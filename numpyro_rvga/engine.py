@@ -14,11 +14,11 @@ from jax import Array
 from .core import closed_forms as cf
 from .core import expectations as ex
 from .core.block import Factors, Kind, Settings
+from .core.compilation import jit_once
 from .core.recursion import Sites, State, StepInfo, explicit_step, implicit_step, joint_solve, scan_blocks
 from .model.program import Program
 from .model.terms import Terms, constants, flatten, linearise
 
-CONCAVE = (cf.Logistic, cf.Exponential, cf.Gaussian)
 SMOOTHNESS_ROWS = 16
 SYMMETRIC_PREDICTORS = 8  # with more, as in neural networks, the prior's mean is often a saddle
 NUM_STARTS = 8
@@ -45,23 +45,26 @@ class Engine:
 
     def __init__(self, program: Program, options: Options, rows: dict, rng_key: Array):
         self.program, self.options = program, options
-        start_key, rng_key = jax.random.split(rng_key)
-        keys = jax.random.split(rng_key, len(program.terms) + len(program.prior.terms))
-        few = {name: jnp.asarray(array[:SMOOTHNESS_ROWS]) for name, array in rows.items()}
-        self._kinds = tuple(make_kind(t, options, k, few) for t, k in zip(program.terms, keys))
+        few = {name: np.asarray(array[:SMOOTHNESS_ROWS]) for name, array in rows.items()}
+        self._kinds = tuple(make_kind(terms, options, rng_key, few) for terms in program.terms)
         prior_options = options._replace(expectation="auto", scheme="implicit")
-        prior_keys = keys[len(program.terms) :]
-        self._prior_kinds = tuple(make_kind(t, prior_options, k, {}) for t, k in zip(program.prior.terms, prior_keys))
-        precise = program.dtype == jnp.float64
-        tolerance = options.tolerance if options.tolerance is not None else (1e-9 if precise else 1e-6)
-        self._settings = Settings(tolerance, options.max_iterations)
+        self._prior_kinds = tuple(make_kind(terms, prior_options, rng_key, {}) for terms in program.prior.terms)
+        self._settings = Settings(self._tolerance(), options.max_iterations)
         self.is_affine = all(t.is_affine for t in program.terms)
         wide = any(t.num_predictors > SYMMETRIC_PREDICTORS or not t.is_affine for t in program.terms)
         shape = (NUM_STARTS, program.layout.size)
-        self._starts = jax.random.normal(start_key, shape, program.dtype) if wide else None
+        self._starts = jax.random.normal(rng_key, shape, program.dtype) if wide else None
         self.joint = jax.jit(self._joint, static_argnames="with_sites")
         self.settle = jax.jit(self._settle)
         self.stream = jax.jit(self._stream, static_argnames=("block_size", "with_sites"))
+
+    def _tolerance(self) -> float:
+        if self.options.tolerance is not None:
+            return self.options.tolerance
+        if self.program.dtype != jnp.float64:
+            return 1e-6
+        # Near a bound's maximum an error of q counts squared; near a mere root of the equations it counts in full.
+        return 1e-9 if all(kind.conservative for kind in self._kinds) else 1e-12
 
     @property
     def numbers_per_row(self) -> int:
@@ -180,7 +183,7 @@ def make_kind(terms: Terms, options: Options, rng_key: Array, rows: dict) -> Kin
 
     :raises ValueError: naming the site, if the expectation asked for does not exist for its distribution.
     """
-    expect = _expectation(terms, options, rng_key, rows)
+    expect, conservative = _expectation(terms, options, rng_key, rows)
 
     def weighted(function):
         def moments(mean, covariance, weighted_constants):
@@ -192,11 +195,7 @@ def make_kind(terms: Terms, options: Options, rng_key: Array, rows: dict) -> Kin
     def plugin(mean, covariance, values):
         return ex.linearized(lambda u: terms.density(u, values), mean, covariance)
 
-    name = _resolve(terms, options)
-    second_order = getattr(expect, "args", (2,))[0] == 2
-    conservative = second_order and name not in ("probit", "monte_carlo", "sigma_points", "linearized")
-    concave = terms.closed_form in CONCAVE
-    return Kind(weighted(expect), weighted(plugin), concave, conservative)
+    return Kind(weighted(expect), weighted(plugin), terms.closed_form in cf.CONCAVE, conservative)
 
 
 def _resolve(terms: Terms, options: Options) -> str:
@@ -230,18 +229,23 @@ def _need_closed_form(terms: Terms, what: str, *forms: type) -> None:
         )
 
 
-def _expectation(terms: Terms, options: Options, rng_key: Array, rows: dict) -> Callable:
+def _expectation(terms: Terms, options: Options, rng_key: Array, rows: dict) -> tuple[Callable, bool]:
+    """(mean, covariance, constants) -> moments, and whether gradient and curvature derive from the value.
+
+    Over fixed nodes the first-order form does: it is the derivative of the weighted sum itself.
+    """
     name = _resolve(terms, options)
     if name == "exact":
-        return cf.EXACT[terms.closed_form]
+        return cf.EXACT[terms.closed_form], True
     if name == "probit":
-        return cf.logistic_probit
+        return cf.logistic_probit, False
     if name == "quadratic_bound":
-        return cf.logistic_quadratic_bound
+        return cf.logistic_quadratic_bound, True
     if name == "linearized" or terms.num_predictors == 0:
-        return lambda m, s, values: ex.linearized(lambda u: terms.density(u, values), m, s)
+        return lambda m, s, values: ex.linearized(lambda u: terms.density(u, values), m, s), name != "linearized"
+    adaptive = name == "quadrature" and terms.num_predictors == 1
     if name == "quadrature":
-        place = lambda density, m, s, order: ex.quadrature_nodes(density, m, s, order)  # noqa: E731
+        place = ex.quadrature_nodes
     else:
         if name == "sigma_points":
             points, weights = ex.sigma_points(terms.num_predictors)
@@ -255,14 +259,14 @@ def _expectation(terms: Terms, options: Options, rng_key: Array, rows: dict) -> 
 
     order = options.order
     if order == "auto":
-        order = 2 if name != "quadrature" or _is_smooth(moments, terms, rows) else 1
-    return partial(moments, order)
+        order = 2 if adaptive and _is_smooth(moments, terms, rows) else 1
+    return partial(moments, order), order == (2 if adaptive else 1)
 
 
 def _is_smooth(moments: Callable, terms: Terms, rows: dict) -> bool:
     """Whether E[hess phi] equals the derivative of E[grad phi]; it does not where phi has kinks (Laplace)."""
 
-    @jax.jit
+    @jit_once
     def both():
         values = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), constants(terms, rows))
         count = jax.tree.leaves(values)[0].shape[0] if jax.tree.leaves(values) else 1

@@ -27,7 +27,8 @@ from .linalg import cholesky, positive_part, solve_lower
 
 Moments = tuple[Array, Array, Array]
 SMALLEST_STEP = 2.0**-30
-MAX_INFLATIONS = 40
+NARROWING = 4.0  # of the start's covariance, at a time
+MAX_NARROWINGS = 40
 
 
 class Factors(NamedTuple):
@@ -93,10 +94,20 @@ class Settings(NamedTuple):
 class _Evaluation(NamedTuple):
     root: Array
     bound: Array
-    merit: Array  # what must not fall: the bound, or minus the natural gradient's length if there is no bound
+    merit: Array  # what must not fall: the bound, or minus the decrement if there is no bound
     gradient: Array
-    curvature: Array  # -sum Z' G Z
-    fallback: Array | None  # the same with each G's negative-curvature part removed; None if it has none
+    target: Array  # the precision that a full step takes
+    decrement: Array
+
+
+class _Search(NamedTuple):
+    iterations: Array
+    trials: Array
+    step: Array  # 0 while the start is sought
+    mean: Array
+    matrix: Array  # precision
+    at: _Evaluation
+    stuck: Array
 
 
 def standard_base(dtype) -> Base:
@@ -140,108 +151,96 @@ def solve_block(
     dtype,
     settings: Settings,
     *,
-    start: tuple[Array, Array] | None = None,
+    start: Array | None = None,
     point: bool = False,
 ) -> Solution:
     """Solve the block problem.
 
+    It begins at the standard normal, made narrower until the bound is finite. With ``start`` it begins at that mean
+    and the width with the highest bound: far from the solution, expectations over a wide q say little.
+
     :param predict: m (r,) -> the factors linearised at m, their ``offset`` holding F_i(m).
-    :param start: mean (r,) and root of the precision (r, r) to start from; default: the base, which is then proper.
-        Where the bound is not finite there, the covariance is shrunk until it is.
-    :param point: seek the mode instead (q a point mass, derivatives at the mean): Laplace's approximation.
+    :param start: mean (r,) to start from.
+    :param point: seek the mode instead (q a point mass, derivatives at the mean), and the precision there: Laplace's
+        approximation.
     """
     identity = jnp.eye(dimension, dtype=dtype)
     precision = identity if base.precision is None else base.precision
     linear = jnp.zeros(dimension, dtype) if base.linear is None else base.linear
     seek_root = not all(kind.conservative for kind in kinds) and not point
     safe = all(kind.concave for kind in kinds)
-
-    def measure(mean, matrix) -> _Evaluation:
-        root = cholesky(matrix)
-        blocks = predict(mean)
-        to_root = None if point else lambda z: solve_lower(root, z)
-        value, gradient, curvature, fallback = evaluate(kinds, blocks, to_root, point)
-        pull = precision @ mean
-        bound = value + linear @ mean - 0.5 * mean @ pull + base.constant
-        if not point:
-            inverse = solve_lower(root, identity)
-            trace = jnp.sum(inverse * inverse) if base.precision is None else jnp.sum(inverse * (inverse @ precision))
-            bound = bound - 0.5 * (trace - dimension) - jnp.sum(jnp.log(jnp.diagonal(root)))
-        evaluation = _Evaluation(root, bound, bound, gradient + linear - pull, curvature, fallback)
-        return evaluation._replace(merit=-decrement_of(evaluation)) if seek_root else evaluation
-
-    def decrement_of(at: _Evaluation) -> Array:
-        if point:
-            slope = solve_lower(cholesky(target_of(at)), at.gradient)
-            return slope @ slope
-        slope = solve_lower(at.root, at.gradient)
-        relative = solve_lower(at.root, solve_lower(at.root, precision + at.curvature).T) - identity
-        return slope @ slope + 0.5 * jnp.sum(relative * relative)
-
-    def target_of(at: _Evaluation):
-        exact = precision + at.curvature
-        if safe:
-            return exact
-        usable = jnp.all(jnp.isfinite(cholesky(exact)))
-        return jnp.where(usable, exact, precision + at.fallback)
-
+    seek_width = start is not None and not point
     slack = 8 * jnp.finfo(dtype).eps
 
-    def resolvable(at: _Evaluation) -> Array:
-        return slack * jnp.abs(at.bound)  # gains below rounding error cannot be told from losses
-
-    def iterate(carry):
-        count, mean, matrix, at, before, _ = carry
-        target = target_of(at)
+    def measure(mean: Array, root: Array) -> _Evaluation:
+        value, gradient, curvature, fallback = evaluate(
+            kinds, predict(mean), None if point else lambda z: solve_lower(root, z), point
+        )
+        pull, exact = precision @ mean, precision + curvature
+        bound = value + linear @ mean - 0.5 * mean @ pull + base.constant
+        gradient = gradient + linear - pull
+        target = exact
+        if not safe:
+            target = jnp.where(jnp.all(jnp.isfinite(cholesky(exact))), exact, precision + fallback)
         if point:
-            factor = cholesky(target)
-            newton = solve_lower(factor, solve_lower(factor, at.gradient), transpose=True)
+            root = cholesky(target)
+            slope = solve_lower(root, gradient)
+            return _Evaluation(root, bound, bound, gradient, target, slope @ slope)
+        inverse = solve_lower(root, identity)
+        trace = jnp.sum(inverse * inverse) if base.precision is None else jnp.sum(inverse * (inverse @ precision))
+        bound = bound - 0.5 * (trace - dimension) - jnp.sum(jnp.log(jnp.diagonal(root)))
+        slope = inverse @ gradient
+        relative = inverse @ exact @ inverse.T - identity
+        decrement = slope @ slope + 0.5 * jnp.sum(relative * relative)
+        return _Evaluation(root, bound, -decrement if seek_root else bound, gradient, target, decrement)
 
-        def propose(t):
-            if point:
-                return mean + t * newton, matrix, measure(mean + t * newton, matrix)
-            mixed = (1 - t) * matrix + t * target
-            root = cholesky(mixed)
-            moved = mean + t * solve_lower(root, solve_lower(root, at.gradient), transpose=True)
-            return moved, mixed, measure(moved, mixed)
+    def try_once(search: _Search) -> _Search:
+        t, at = search.step, search.at
+        starting = t == 0
+        mixed = jnp.where(starting, search.matrix, (1 - t) * search.matrix + t * at.target)
+        factor = cholesky(at.target if point else mixed)
+        move = t * solve_lower(factor, solve_lower(factor, at.gradient), transpose=True)
+        mean = search.mean + jnp.where(starting, 0.0, move)
+        new = measure(mean, factor)
+        stepping = _after_step(search, mean, mixed, new)
+        return jax.tree.map(lambda a, b: jnp.where(starting, a, b), _after_start(search, new), stepping)
 
-        floor = at.merit - slack * jnp.abs(at.merit)
+    def _after_start(search: _Search, new: _Evaluation) -> _Search:
+        """A wider start was the better one, or: narrow it further, or go on from it."""
+        finite = jnp.isfinite(new.bound) & jnp.all(jnp.isfinite(new.gradient))
+        if not seek_width:
+            matrix = jnp.where(finite, search.matrix, NARROWING * search.matrix)
+            at, step = new, jnp.where(finite, 1.0, 0.0)
+        else:
+            better = finite & ~(new.bound <= search.at.bound)
+            worse = finite & ~better
+            matrix = jnp.where(worse, search.matrix / NARROWING, NARROWING * search.matrix)
+            at = jax.tree.map(lambda a, b: jnp.where(better, a, b), new, search.at)
+            step = jnp.where(worse, 1.0, 0.0)
+        step = step.astype(dtype)
+        stuck = (search.trials >= MAX_NARROWINGS) & (step == 0)
+        return search._replace(trials=search.trials + 1, step=step, matrix=matrix, at=at, stuck=stuck)
 
-        def failing(trial):
-            t, _, _, new = trial
-            return ~(new.merit >= floor) & (t > 0)
+    def _after_step(search: _Search, mean: Array, matrix: Array, new: _Evaluation) -> _Search:
+        t, at = search.step, search.at
+        accepted = new.merit >= at.merit - slack * jnp.abs(at.merit)
+        resolvable = slack * jnp.abs(new.bound)  # gains below rounding error cannot be told from losses
+        idle = accepted & (new.decrement <= resolvable) & (new.decrement > 0.5 * at.decrement)
+        after = _Search(search.iterations + 1, search.trials + 1, jnp.ones((), dtype), mean, matrix, new, idle)
+        halved = search._replace(trials=search.trials + 1, step=0.5 * t, stuck=t < SMALLEST_STEP)
+        return jax.tree.map(lambda a, b: jnp.where(accepted, a, b), after, halved)
 
-        def halve(trial):
-            t = jnp.where(trial[0] > SMALLEST_STEP, 0.5 * trial[0], 0.0)  # a step of zero: nothing rises any more
-            return (t, *propose(t))
+    def unfinished(search: _Search) -> Array:
+        unsolved = (search.iterations < settings.max_iterations) & ~(search.at.decrement <= settings.tolerance)
+        return (unsolved | (search.step == 0)) & ~search.stuck
 
-        untried = (jnp.full((), 2.0, dtype), mean, matrix, at._replace(merit=jnp.full((), jnp.nan, dtype)))
-        t, mean, matrix, at = lax.while_loop(failing, halve, untried)
-        decrement = decrement_of(at)
-        stuck = (t == 0) | (decrement <= resolvable(at)) & (decrement > 0.5 * before)
-        return count + 1, mean, matrix, at, decrement, stuck
-
-    def unfinished(carry):
-        count, _, _, _, decrement, stuck = carry
-        return (count < settings.max_iterations) & ~(decrement <= settings.tolerance) & ~stuck
-
-    if start is None:
-        mean, matrix = jnp.zeros(dimension, dtype), identity
-    else:
-        mean, matrix = start
-
-    def inflate(carry):
-        count, matrix, _ = carry
-        return count + 1, 4 * matrix, measure(mean, 4 * matrix)
-
-    square, unknown = jnp.zeros((dimension, dimension), dtype), jnp.full((), jnp.nan, dtype)
-    unmeasured = _Evaluation(square, unknown, unknown, jnp.zeros(dimension, dtype), square, None if safe else square)
-    _, matrix, at = lax.while_loop(
-        lambda carry: ~jnp.isfinite(carry[2].bound) & (carry[0] < MAX_INFLATIONS),
-        inflate,
-        (0, 0.25 * matrix, unmeasured),
-    )
-    carry = (0, mean, matrix, at, decrement_of(at), jnp.asarray(False))
-    count, mean, matrix, at, decrement, _ = lax.while_loop(unfinished, iterate, carry)
-    converged = jnp.isfinite(at.bound) & (decrement <= jnp.maximum(settings.tolerance, resolvable(at)))
-    return Solution(mean, at.root, at.bound, decrement, count, converged)
+    mean = jnp.zeros(dimension, dtype) if start is None else start
+    zeros, unknown = jnp.zeros((dimension, dimension), dtype), jnp.full((), jnp.nan, dtype)
+    unmeasured = _Evaluation(zeros, unknown, unknown, jnp.zeros(dimension, dtype), zeros, unknown)
+    count, step = jnp.zeros((), jnp.int32), jnp.zeros((), dtype)
+    begin = _Search(count, count, step, mean, identity, unmeasured, jnp.asarray(False))
+    found = lax.while_loop(unfinished, try_once, begin)
+    at = found.at
+    converged = at.decrement <= jnp.maximum(settings.tolerance, slack * jnp.abs(at.bound))
+    converged = converged & jnp.isfinite(at.bound)
+    return Solution(found.mean, at.root, at.bound, at.decrement, found.iterations, converged)

@@ -56,6 +56,23 @@ class GaussianLogScale(NamedTuple):
     weight: Array
 
 
+class Laplace(NamedTuple):
+    """phi(u) = weight * (-abs(target - u) / scale - log(2 scale)) + constant."""
+
+    target: Array
+    scale: Array
+    constant: Array
+    weight: Array
+
+
+class LaplaceLogScale(NamedTuple):
+    """phi(u) = weight * (-abs(target - u[0]) exp(-u[1]) - u[1] - log(2)) + constant."""
+
+    target: Array
+    constant: Array
+    weight: Array
+
+
 def logistic_density(u: Array, c: Logistic) -> Array:
     return c.weight * (c.successes * u[0] - c.trials * jax.nn.softplus(u[0]) + c.constant)
 
@@ -72,6 +89,14 @@ def gaussian_density(u: Array, c: Gaussian) -> Array:
 def gaussian_log_scale_density(u: Array, c: GaussianLogScale) -> Array:
     z = (c.target - u[0]) * jnp.exp(-u[1])
     return c.weight * (-0.5 * z * z - u[1] - 0.5 * jnp.log(2 * jnp.pi)) + c.constant
+
+
+def laplace_density(u: Array, c: Laplace) -> Array:
+    return c.weight * (-jnp.abs(c.target - u[0]) / c.scale - jnp.log(2 * c.scale)) + c.constant
+
+
+def laplace_log_scale_density(u: Array, c: LaplaceLogScale) -> Array:
+    return c.weight * (-jnp.abs(c.target - u[0]) * jnp.exp(-u[1]) - u[1] - jnp.log(2.0)) + c.constant
 
 
 def logistic_mixture(mean: Array, covariance: Array, c: Logistic) -> tuple[Array, Array, Array]:
@@ -135,15 +160,47 @@ def gaussian_log_scale(mean: Array, covariance: Array, c: GaussianLogScale) -> t
     return value, gradient, jnp.stack([jnp.stack([-k, cross]), jnp.stack([cross, -2 * squares])])
 
 
+def laplace(mean: Array, covariance: Array, c: Laplace) -> tuple[Array, Array, Array]:
+    distance, slope, bend = _folded_normal(c.target - mean[0], covariance[0, 0])
+    k = c.weight / c.scale
+    value = -k * distance - c.weight * jnp.log(2 * c.scale) + c.constant
+    return value, (k * slope)[None], (-k * bend)[None, None]
+
+
+def laplace_log_scale(mean: Array, covariance: Array, c: LaplaceLogScale) -> tuple[Array, Array, Array]:
+    """exp(-u[1]) tilts the Gaussian of u[0]: its mean moves by -cov(u[0], u[1]), its variance stays."""
+    k = c.weight * jnp.exp(-mean[1] + 0.5 * covariance[1, 1])
+    distance, slope, bend = _folded_normal(c.target - mean[0] + covariance[0, 1], covariance[0, 0])
+    value = -k * distance - c.weight * (mean[1] + jnp.log(2.0)) + c.constant
+    gradient = jnp.stack([k * slope, k * distance - c.weight])
+    cross = -k * slope
+    return value, gradient, jnp.stack([jnp.stack([-k * bend, cross]), jnp.stack([cross, -k * distance])])
+
+
+def _folded_normal(mean: Array, variance: Array) -> tuple[Array, Array, Array]:
+    """E[abs(a)] for a ~ N(mean, variance), and its first two derivatives in the mean."""
+    alive = variance > 0
+    deviation = jnp.sqrt(jnp.where(alive, variance, 1.0))
+    z = mean / deviation
+    density = jnp.where(alive, jnp.exp(-0.5 * z * z) * jnp.asarray((2 * jnp.pi) ** -0.5, mean.dtype), 0.0)
+    slope = jnp.where(alive, jax.lax.erf(z * jnp.asarray(0.5**0.5, mean.dtype)), jnp.sign(mean))
+    return mean * slope + 2 * deviation * density, slope, 2 * density / deviation
+
+
 DENSITIES = {
     Logistic: logistic_density,
     Exponential: exponential_density,
     Gaussian: gaussian_density,
     GaussianLogScale: gaussian_log_scale_density,
+    Laplace: laplace_density,
+    LaplaceLogScale: laplace_log_scale_density,
 }
 EXACT = {
     Logistic: logistic_mixture,
     Exponential: exponential,
     Gaussian: gaussian,
     GaussianLogScale: gaussian_log_scale,
+    Laplace: laplace,
+    LaplaceLogScale: laplace_log_scale,
 }
+CONCAVE = frozenset({Logistic, Exponential, Gaussian, Laplace})

@@ -29,12 +29,14 @@ BISECTIONS = 40
 class Nodes(NamedTuple):
     """Weighted points: a = m + factor @ z.
 
-    :ivar points: (K, C); :ivar whitened: z, (K, C); :ivar weights: (K,); :ivar inverse: factor^-1, (C, C).
+    :ivar points: (K, C). :ivar whitened: z, (K, C). :ivar weights: (K,).
+    :ivar factor: lower triangular, (C, C). :ivar inverse: its inverse, zero where it has none.
     """
 
     points: Array
     whitened: Array
     weights: Array
+    factor: Array
     inverse: Array
 
 
@@ -58,8 +60,11 @@ def from_nodes(density: Density, nodes: Nodes, order: int) -> Moments:
     values, gradients = jax.vmap(jax.value_and_grad(density))(points)
     value, gradient = weights @ values, weights @ gradients
     if order == 1:
-        product = nodes.inverse.T @ jnp.einsum("k,ki,kj->ij", weights, nodes.whitened, gradients - gradient)
-        return value, gradient, 0.5 * (product + product.T)
+        # The derivative of the sum in S, through S's Cholesky factor: exact for any nodes, were they few and random.
+        slopes = (gradients - gradient) @ nodes.factor
+        lower = jnp.tril(jnp.einsum("k,ki,kj->ij", weights, slopes, nodes.whitened))
+        symmetric = lower + jnp.tril(lower, -1).T
+        return value, gradient, nodes.inverse.T @ symmetric @ nodes.inverse
     hessians = jax.vmap(jax.hessian(density))(points)
     return value, gradient, jnp.einsum("k,kij->ij", weights, hessians)
 
@@ -75,7 +80,7 @@ def fixed_nodes(mean: Array, covariance: Array, whitened: Array, weights: Array)
     """Nodes at given positions of the standard normal: whitened (K, C), weights (K,)."""
     factor, inverse = semidefinite_factor(covariance)
     z = jnp.asarray(whitened, mean.dtype)
-    return Nodes(mean + z @ factor.T, z, jnp.asarray(weights, mean.dtype), inverse)
+    return Nodes(mean + z @ factor.T, z, jnp.asarray(weights, mean.dtype), factor, inverse)
 
 
 def sigma_points(num_predictors: int) -> tuple[np.ndarray, np.ndarray]:
@@ -123,7 +128,7 @@ def _adaptive_grid(density: Density, mean: Array, variance: Array, order: int) -
     alive = deviation > 0
     inverse = jnp.where(alive, 1.0 / safe, 0.0)
     points = mean + jnp.where(alive, offset, 0.0)
-    return Nodes(points[:, None], z[:, None], weights, inverse[None, None])
+    return Nodes(points[:, None], z[:, None], weights, deviation[None, None], inverse[None, None])
 
 
 def _bend(function: Callable[[Array], Array], low: Array, high: Array) -> Array:

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 UNROLL = 3
+SIGN_ITERATIONS = 40  # eigenvalues down to 1e-6 of the norm are told from zero
 
 
 def cholesky(matrix: Array) -> Array:
@@ -37,6 +38,17 @@ def solve_lower(factor: Array, rhs: Array, *, transpose: bool = False) -> Array:
         used = sum((factor[j, i] if transpose else factor[i, j]) * x for j, x in solved.items())
         solved[i] = (rhs[i] - used) / factor[i, i]
     return jnp.stack([solved[i] for i in range(n)])
+
+
+def cholesky_by_columns(matrix: Array) -> Array:
+    """What ``lax.linalg.cholesky`` does, as elementwise arithmetic. For small matrices, (..., n, n)."""
+    n = matrix.shape[-1]
+    columns: list[Array] = []
+    for j in range(n):
+        rest = matrix[..., :, j] - sum(column * column[..., j, None] for column in columns)
+        column = rest / jnp.sqrt(rest[..., j, None])
+        columns.append(jnp.where(jnp.arange(n) < j, 0.0, column))
+    return jnp.stack(columns, -1)
 
 
 def solve_triangular(
@@ -108,8 +120,11 @@ def positive_part(matrix: Array) -> Array:
         identity = jnp.eye(2, dtype=matrix.dtype)
         one_sided = share[..., None, None] * (matrix - low[..., None, None] * identity)
         return jnp.where((low >= 0)[..., None, None], matrix, one_sided)
-    values, vectors = jnp.linalg.eigh(matrix)
-    return jnp.einsum("...ij,...j,...kj->...ik", vectors, jnp.maximum(values, 0.0), vectors)
+    # |A| = A sign(A), the sign by Newton and Schulz's iteration: batches of LAPACK calls can deadlock (see symbolic).
+    size = jnp.linalg.norm(matrix, axis=(-2, -1), keepdims=True)
+    scaled = matrix / jnp.where(size > 0, size, 1.0)
+    sign = lax.fori_loop(0, SIGN_ITERATIONS, lambda _, x: 1.5 * x - 0.5 * (x @ x @ x), scaled)
+    return 0.5 * (matrix + matrix @ sign)
 
 
 def lower_from_root(root: Array) -> Array:

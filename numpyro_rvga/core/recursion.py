@@ -18,8 +18,6 @@ from jax import Array, lax
 from .block import Base, Factors, Kind, Settings, evaluate, solve_block, standard_base
 from .linalg import cholesky, semidefinite_factor, solve_lower
 
-POINT_SETTINGS = Settings(tolerance=1e-3, max_iterations=100)
-
 
 class Quadratic(NamedTuple):
     """constant + linear . (theta - centre) - (theta - centre)' precision (theta - centre) / 2."""
@@ -288,24 +286,12 @@ def joint_solve(
 
     origin = predict(jnp.zeros(size, dtype))
     base = _divide(state, origin[: len(kinds)], sites)
-    identity = jnp.eye(size, dtype=dtype)
-    precision = identity if base.precision is None else base.precision
+    start = None
     if sites is None:
-        mode_settings = settings if laplace else POINT_SETTINGS
-        begin = jnp.zeros(size, dtype) if starts is None else _most_probable(all_kinds, predict, base, starts)
-        mode = solve_block(all_kinds, predict, base, size, dtype, mode_settings, start=(begin, identity), point=True)
-        _, _, exact, fallback = evaluate(all_kinds, predict(mode.mean), None, True)
-        fallback = exact if fallback is None else fallback
-        # A hierarchy's density may have no mode (its scale runs to zero): then the state itself is where to start.
-        usable = mode.converged & jnp.all(jnp.isfinite(fallback))
-        curvature = jnp.where(usable, _made_definite(precision + fallback), identity)
-        start = (jnp.where(usable, mode.mean, 0.0), curvature)
-    else:
-        start = (jnp.zeros(size, dtype), identity)
+        start = jnp.zeros(size, dtype) if starts is None else _most_probable(all_kinds, predict, base, starts)
+    found = solve_block(all_kinds, predict, base, size, dtype, settings, start=start, point=laplace)
     if laplace:
-        found = _laplace(mode, cholesky(precision + exact), cholesky(precision + fallback))
-    else:
-        found = solve_block(all_kinds, predict, base, size, dtype, settings, start=start)
+        found = found._replace(bound=found.bound - jnp.sum(jnp.log(jnp.diagonal(found.root))))
 
     mean = state.mean + state.root @ found.mean
     root = solve_lower(found.root, state.root.T).T
@@ -351,19 +337,6 @@ def _divide(state: State, factors: tuple[Factors, ...], sites: tuple[Sites, ...]
         values = site.constant + jnp.sum((site.linear - 0.5 * pull) * block.offset, axis=1)
         constant = constant - jnp.sum(values)
     return Base(0.5 * (precision + precision.T), linear, constant)
-
-
-def _made_definite(precision: Array) -> Array:
-    proper = jnp.all(jnp.isfinite(cholesky(precision)))
-    lift = 1e-2 * (1e-3 + jnp.linalg.norm(precision, 2))
-    return jnp.where(proper, precision, precision + lift * jnp.eye(precision.shape[0], dtype=precision.dtype))
-
-
-def _laplace(mode, exact_root, fallback_root):
-    usable = jnp.all(jnp.isfinite(exact_root))
-    root = jnp.where(usable, exact_root, fallback_root)
-    half_log_det = jnp.sum(jnp.log(jnp.diagonal(root)))
-    return mode._replace(root=root, bound=mode.bound - half_log_det)
 
 
 def _prior_site(kinds, factors, mean, root, plugin) -> Quadratic:

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core as jex_core
 
-from .linalg import solve_triangular
+from .linalg import cholesky_by_columns, solve_triangular
 
 CONSTANT, AFFINE, POINTWISE, OPAQUE = "constant", "affine", "pointwise", "opaque"
 
@@ -45,7 +45,7 @@ BILINEAR_PRIMITIVES = frozenset(["dot_general", "conv_general_dilated"])
 ARITHMETIC = frozenset("sum offset mul div neg copy convert_element_type".split())
 INLINED_PRIMITIVES = frozenset("jit pjit closed_call core_call remat checkpoint remat2".split())
 
-UNROLLED_SOLVE = 16  # batches of small LAPACK solves are slow, and can deadlock where XLA has few threads
+UNROLLED_SIZE = 16  # batches of small LAPACK calls are slow, and two at once deadlock jaxlib's pool of two threads
 
 _serial = itertools.count()
 
@@ -615,8 +615,11 @@ def _is_pointwise_call(eqn) -> bool:
 
 
 def _binder(eqn) -> Callable:
-    if eqn.primitive.name == "triangular_solve" and eqn.invars[0].aval.shape[-1] <= UNROLLED_SOLVE:
+    small = bool(eqn.invars) and max(eqn.invars[0].aval.shape[-1:], default=0) <= UNROLLED_SIZE
+    if eqn.primitive.name == "triangular_solve" and small:
         return partial(solve_triangular, **eqn.params)
+    if eqn.primitive.name == "cholesky" and small:
+        return cholesky_by_columns
     found = eqn.primitive.get_bind_params(eqn.params)
     functions, params = found if isinstance(found, tuple) else ((), found)  # the form depends on the JAX version
     return lambda *arguments: eqn.primitive.bind(*functions, *arguments, **params)

@@ -10,11 +10,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from ..core.closed_forms import DENSITIES, Exponential, Gaussian, Logistic, gaussian
+from ..core.compilation import jit_once
+from ..core.expectations import linearized
 from ..core.recursion import Quadratic, State, new_state
 from .terms import Terms, constants, flatten, linearise
 
 CHECKED_ELEMENTS = 32  # of a site, when asking whether its terms are quadratic
 NUM_DRAWS = 2000
+ONE_PREDICTOR = (-1.0, 0.0, 1.0, 2.0, -12.0, -6.0, 6.0, 12.0)  # where terms of one predictor are looked at
+NEAR, ORIGIN = slice(0, 4), 1
 WINSOR = 4.0  # robust standard deviations at which prior draws are cut before their moments are taken
 
 
@@ -32,19 +37,19 @@ class Prior(NamedTuple):
 def split_prior(all_terms: list[Terms], theta: jax.ShapeDtypeStruct) -> Prior:
     """Collect terms whose Hessian is constant into one Gaussian; correlated and linear-Gaussian priors are exact."""
     size, dtype = theta.shape[0], theta.dtype
-    affine = [terms for terms in all_terms if terms.is_affine]
-    spreads, parts = jax.device_get(
-        jax.jit(lambda: ([_spread(t, dtype) for t in affine], [_expand(t, size, dtype) for t in affine]))()
-    )
-    precision, linear, constant = np.zeros((size, size), dtype), np.zeros(size, dtype), np.zeros((), dtype)
-    others = [terms for terms in all_terms if not terms.is_affine]
-    for terms, (spread, largest), part in zip(affine, spreads, parts):
-        if spread <= 100 * jnp.finfo(dtype).eps * largest:
-            precision, linear, constant = precision + part[0], linear + part[1], constant + part[2]
+    undecided = [t for t in all_terms if t.is_affine and t.closed_form is None]
+    probes = _once(lambda: [_probe(t, dtype) for t in undecided])
+    gaussian = [t for t in all_terms if t.closed_form is Gaussian]
+    others = [t for t in all_terms if not t.is_affine or t.closed_form not in (None, Gaussian)]
+    for terms, probe in zip(undecided, probes):
+        if _is_quadratic(probe):
+            gaussian.append(terms)
         else:
-            others.append(terms)
-    gaussian = Quadratic(*[jnp.asarray(x) for x in (precision, linear, constant, np.zeros(size, dtype))])
-    return Prior(gaussian, tuple(others))
+            others.append(_in_closed_form(terms, probe))
+    parts = _once(lambda: [_expand(t, size, dtype) for t in gaussian])
+    zeros = np.zeros((size, size), dtype), np.zeros(size, dtype), np.zeros((), dtype)
+    summed = [sum((part[i] for part in parts), start=zero) for i, zero in enumerate(zeros)]
+    return Prior(Quadratic(*[jnp.asarray(x) for x in (*summed, np.zeros(size, dtype))]), tuple(others))
 
 
 def initial_state(prior: Prior, draw: Callable[[Array], Array]) -> State:
@@ -57,7 +62,7 @@ def initial_state(prior: Prior, draw: Callable[[Array], Array]) -> State:
         mean, root, log_normalizer = _from_quadratic(prior.gaussian)
         state = new_state(mean, root, None)
         return state._replace(log_evidence=log_normalizer)
-    many = jax.jit(lambda key: jax.vmap(draw)(jax.random.split(key, NUM_DRAWS)))
+    many = jit_once(lambda key: jax.vmap(draw)(jax.random.split(key, NUM_DRAWS)))
     draws = np.asarray(many(jax.random.key(0)), np.float64)
     mean, root = _robust_moments(draws)
     gaussian = Quadratic(*[np.asarray(x, np.float64) for x in prior.gaussian])
@@ -71,26 +76,139 @@ def initial_state(prior: Prior, draw: Callable[[Array], Array]) -> State:
     return new_state(mean, root, Quadratic(*site))
 
 
-def _spread(terms: Terms, dtype) -> tuple[Array, Array]:
-    """How much the terms' Hessians differ from point to point, and how large they are: quadratics have no spread."""
+def _once(function: Callable[[], list]) -> list:
+    return jax.device_get(jit_once(function)())
+
+
+class _Probe(NamedTuple):
+    """A site's terms at a few points u: (E, K), (E, K, C), (E, K, C, C)."""
+
+    points: Array
+    values: Array
+    gradients: Array
+    hessians: Array
+
+
+def _probe(terms: Terms, dtype) -> _Probe:
+    """All elements of terms of one predictor, whose form may be known; a choice of elements of others."""
+    single = terms.num_predictors == 1
     rng = np.random.default_rng(0)
-    chosen = jnp.asarray(rng.permutation(terms.num_elements)[:CHECKED_ELEMENTS].astype(np.int32))
-    points = jnp.asarray(rng.normal(size=(3, terms.num_predictors)), dtype)
+    elements = np.arange(terms.num_elements) if single else rng.permutation(terms.num_elements)[:CHECKED_ELEMENTS]
+    points = np.array(ONE_PREDICTOR)[:, None] if single else rng.normal(size=(3, terms.num_predictors))
+    points = jnp.asarray(points, dtype)
 
-    def curvatures(element):
-        values = terms.constants({}, element)
-        return jax.vmap(lambda u: jax.hessian(terms.density)(u, values))(points)
+    def derivatives(element):
+        density = lambda u: terms.density(u, terms.constants({}, element))  # noqa: E731
+        return [jax.vmap(f)(points) for f in (density, jax.grad(density), jax.hessian(density))]
 
-    found = jax.vmap(curvatures)(chosen)
-    return jnp.max(jnp.abs(found - found[:, :1]), initial=0.0), jnp.max(jnp.abs(found), initial=0.0)
+    return _Probe(points, *jax.vmap(derivatives)(jnp.asarray(elements, jnp.int32)))
+
+
+def _is_quadratic(probe: _Probe) -> bool:
+    found = probe.hessians[:, NEAR]
+    spread = np.max(np.abs(found - found[:, :1]), initial=0.0)
+    return bool(spread <= 100 * np.finfo(found.dtype).eps * np.max(np.abs(found), initial=0.0))
+
+
+class _Form(NamedTuple):
+    """phi(u) = slope w - amount h(w) + constant with w = growth u + shift, for each element of a site: (E,) arrays."""
+
+    kind: type
+    growth: np.ndarray
+    shift: np.ndarray
+    slope: np.ndarray
+    amount: np.ndarray
+    constant: np.ndarray
+
+
+def _in_closed_form(terms: Terms, probe: _Probe) -> Terms:
+    """Terms of one predictor as an exponential (half-normal, exponential, gamma, inverse gamma, Weibull priors on the
+    log scale) or a logistic form (half-Cauchy, half-t, beta, uniform), if they are found to be one."""
+    if terms.num_predictors != 1 or not np.all(probe.hessians[:, NEAR] < 0):
+        return terms
+    for form in (_exponential_form(probe), *[_logistic_form(probe, growth) for growth in (1.0, 2.0)]):
+        if form is not None and _holds(form, probe):
+            return _with_form(terms, form)
+    return terms
+
+
+def _exponential_form(probe: _Probe) -> _Form | None:
+    """log(-phi'') is a line."""
+    points, logs = probe.points[NEAR, 0], np.log(-probe.hessians[:, NEAR, 0, 0])
+    growth = (logs[:, -1] - logs[:, 0]) / (points[-1] - points[0])
+    if np.any(growth == 0):
+        return None
+    line = logs[:, :1] + growth[:, None] * (points - points[0])
+    if np.any(np.abs(logs - line) > _tolerance(logs) * (1 + np.abs(logs))):
+        return None
+    amount = np.exp(logs[:, ORIGIN]) / growth**2
+    return _anchored(Exponential, growth, np.zeros_like(growth), amount, probe)
+
+
+def _logistic_form(probe: _Probe, growth: float) -> _Form | None:
+    """(-phi'')^(-1/2) is a multiple of cosh(w / 2)."""
+    points, inverse = probe.points[NEAR, 0], (-probe.hessians[:, NEAR, 0, 0]) ** -0.5
+    basis = np.exp(np.outer(points, [0.5 * growth, -0.5 * growth]))
+    weight = 1 / inverse  # relative errors
+    sides = [np.linalg.lstsq(basis * w[:, None], np.ones_like(w), rcond=None)[0] for w in weight]
+    rising, falling = np.array(sides, inverse.dtype).T
+    if np.any(rising <= 0) or np.any(falling <= 0):
+        return None
+    if np.any(np.abs((basis @ np.stack([rising, falling])).T * weight - 1) > _tolerance(inverse)):
+        return None
+    amount = 1 / (growth**2 * rising * falling)
+    return _anchored(Logistic, np.full_like(rising, growth), np.log(rising / falling), amount, probe)
+
+
+def _anchored(kind: type, growth, shift, amount, probe: _Probe) -> _Form:
+    """With the slope and constant that value and gradient at the origin ask for."""
+    curved, derivative = _curved(kind, shift)
+    slope = probe.gradients[:, ORIGIN, 0] / growth + amount * derivative
+    constant = probe.values[:, ORIGIN] - slope * shift + amount * curved
+    return _Form(kind, growth, shift, slope, amount, constant)
+
+
+def _curved(kind: type, w: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """h and h'."""
+    if kind is Exponential:
+        return np.exp(w), np.exp(w)
+    return np.logaddexp(0, w), np.exp(-np.logaddexp(0, -w))
+
+
+def _holds(form: _Form, probe: _Probe) -> bool:
+    """Whether values agree, far out too."""
+    w = form.growth[:, None] * probe.points[:, 0] + form.shift[:, None]
+    with np.errstate(over="ignore", invalid="ignore"):
+        pieces = form.slope[:, None] * w, -form.amount[:, None] * _curved(form.kind, w)[0], form.constant[:, None]
+        size = 1 + sum(np.abs(piece) for piece in pieces)
+        return bool(np.all(np.abs(sum(pieces) - probe.values) <= _tolerance(probe.values) * size))
+
+
+def _tolerance(array: np.ndarray) -> float:
+    return float(np.finfo(array.dtype).eps) ** 0.6
+
+
+def _with_form(terms: Terms, form: _Form) -> Terms:
+    growth, shift, slope, amount, constant = (jnp.asarray(x) for x in form[1:])
+
+    def predictors(theta, row, element):
+        return growth[element] * terms.predictors(theta, row, element) + shift[element]
+
+    def coefficients(row, element):
+        return form.kind(slope[element], amount[element], constant[element], jnp.ones((), amount.dtype))
+
+    density = DENSITIES[form.kind]
+    return Terms(terms.site, terms.num_elements, 1, True, predictors, coefficients, density, form.kind)
 
 
 def _expand(terms: Terms, size: int, dtype) -> tuple[Array, Array, Array]:
     """Precision, slope and value of the terms at theta = 0."""
     offset, design, values = flatten(*linearise(terms, jnp.zeros(size, dtype), {}), constants(terms, {}))
-    value = jax.vmap(terms.density)(offset, values)
-    slope = jax.vmap(jax.grad(terms.density))(offset, values)
-    curvature = jax.vmap(jax.hessian(terms.density))(offset, values)
+    if terms.closed_form is Gaussian:
+        value, slope, curvature = jax.vmap(lambda u, c: gaussian(u, jnp.zeros((1, 1), dtype), c))(offset, values)
+    else:
+        derivatives = jax.vmap(lambda u, c: linearized(lambda a: terms.density(a, c), u, None))
+        value, slope, curvature = derivatives(offset, values)
     flat = design.reshape(-1, size)
     weighted = jnp.einsum("ncd,ndp->ncp", curvature, design).reshape(flat.shape)
     return -flat.T @ weighted, slope.reshape(-1) @ flat, jnp.sum(value)

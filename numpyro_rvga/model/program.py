@@ -60,7 +60,7 @@ class Program:
         self.row_plates, observed = validation.find_row_plates(model, rows, self.model_kwargs)
         taken = np.arange(2) % len(next(iter(rows.values())))
         self.example_rows = {name: jnp.asarray(array[taken]) for name, array in rows.items()}
-        self.example_row = {name: array[:1] for name, array in self.example_rows.items()}
+        self.example_row = {name: jnp.asarray(array[:1]) for name, array in rows.items()}
         self.dtype = jnp.result_type(float)
         self.sites, self.plates = validation.describe_one_row(self._describe, self.example_row, observed)
         validation.check_latents(self.sites, self._describe(self.example_rows)[0], self.row_plates)

@@ -63,8 +63,9 @@ def site_terms(
     if not prefer_parameters:
         split = factorise(lambda t, r, e: elements(run_site(t, r))[e], theta, row, index)
         if min(split.num_predictors, theta.shape[0]) <= MAX_PREDICTORS:
-            identity = split.num_predictors > theta.shape[0]
-            return _identity_terms(run_site, site, theta, count) if identity else _affine_terms(site, count, split)
+            if split.num_predictors > theta.shape[0]:
+                return _identity_terms(site, theta.shape[0], count, split)
+            return _affine_terms(site, count, split)
     parameters = _parameter_terms(run_site, site, theta, row, count)
     if parameters is None or (split is not None and split.num_predictors <= parameters.num_predictors):
         split = split or factorise(lambda t, r, e: elements(run_site(t, r))[e], theta, row, index)
@@ -72,20 +73,19 @@ def site_terms(
     return parameters
 
 
-def _identity_terms(run_site, site, theta, count) -> Terms:
+def _identity_terms(site, size, count, split) -> Terms:
     """All of theta as predictors: where a split names more numbers than there are."""
 
-    def predictors(t, row, element):
-        return t
+    def predictors(theta, row, element):
+        return theta
 
-    def row_constants(row, element):
+    def constants(row, element):
         return row, element
 
     def density(u, known):
-        row, element = known
-        return elements(run_site(u, row))[element]
+        return split.density(split.predictors(u, known), split.constants(known))
 
-    return Terms(site, count, theta.shape[0], True, predictors, row_constants, density, None)
+    return Terms(site, count, size, True, predictors, constants, density, None)
 
 
 def _affine_terms(site, count, split) -> Terms:
@@ -175,6 +175,13 @@ def _normal(weight, scale=None):
     return cf.Gaussian(zero, scale, zero, weight)
 
 
+def _laplace(weight, scale=None):
+    zero = jnp.zeros_like(weight)
+    if scale is None:
+        return cf.LaplaceLogScale(zero, zero, weight)
+    return cf.Laplace(zero, scale, zero, weight)
+
+
 def _log_normal(value, weight, scale=None):
     logged = jnp.log(value)
     return _normal(weight, scale)._replace(target=logged, constant=-weight * logged)
@@ -195,6 +202,10 @@ def _families(kind: type) -> list[_Family]:
         dist.Normal: [
             _Family((error,), ("weight", "scale"), _normal),
             _Family((error, log_scale), ("weight",), _normal),
+        ],
+        dist.Laplace: [
+            _Family((error,), ("weight", "scale"), _laplace),
+            _Family((error, log_scale), ("weight",), _laplace),
         ],
         dist.LogNormal: [
             _Family((location,), (*observed, "scale"), _log_normal),

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from numpyro import handlers
 
+from ..core.compilation import jit_once
 from ..core.symbolic import depends_on
 from .arguments import split_call
 from .tracing import RowRunner, SiteInfo, peel, plates_of
@@ -88,9 +89,9 @@ def check_has_terms(row_sites: Mapping[str, SiteInfo]) -> None:
 def check_independence(program: Any, rows: Mapping[str, np.ndarray]) -> None:
     """The terms of a few rows must be the same taken together and one by one."""
     count = min(CHECKED_ROWS, len(next(iter(rows.values()))))
-    few = {name: jnp.asarray(array[:count]) for name, array in rows.items()}
+    few = {name: np.asarray(array[:count]) for name, array in rows.items()}
     origin = jnp.zeros(program.layout.size, program.dtype)
-    alone = jax.eval_shape(lambda r: program.site_elements(origin, r), _row(few, 0))
+    alone = jax.eval_shape(lambda r: program.site_elements(origin, r), program.example_row)
     try:
         together = jax.eval_shape(lambda r: program.site_elements(origin, r), few)
     except (TypeError, ValueError) as error:
@@ -106,7 +107,7 @@ def check_independence(program: Any, rows: Mapping[str, np.ndarray]) -> None:
     singles = {name: array[:, None] for name, array in few.items()}
     tolerance = 1e3 * float(jnp.finfo(program.dtype).eps)
 
-    @jax.jit
+    @jit_once
     def both(theta, few, singles):
         one_by_one = jax.vmap(lambda row: program.site_elements(theta, row))(singles)
         return program.site_elements(theta, few), one_by_one
@@ -179,10 +180,6 @@ def _in_support(program, name, row):
     fn, mask = peel(record.fn)
     inside = fn.support(record.value)
     return jnp.all(inside | ~jnp.asarray(mask) if jnp.ndim(inside) >= jnp.ndim(mask) else inside)
-
-
-def _row(rows, i):
-    return {name: array[i : i + 1] for name, array in rows.items()}
 
 
 def _coupled_message(name: str, why: str) -> str:

@@ -54,7 +54,7 @@ NAMES = ["logistic", "separated logistic", "poisson", "normal, unknown scale", "
 
 
 def solve(name, max_iterations=200, tolerance=1e-11):
-    """Cold from the base, or (where that is hopelessly wide) from the mode."""
+    """From the base, or (where that is hopelessly wide) from its mean."""
     kind, design, constants = problem(name)
     r = design.shape[-1]
 
@@ -65,7 +65,7 @@ def solve(name, max_iterations=200, tolerance=1e-11):
     def run():
         start, arguments = None, ((kind,), predict, standard_base(jnp.float64), r, jnp.float64)
         if name != "logistic":
-            start = (solve_block(*arguments, Settings(1e-3, 100), point=True).mean, 4 * jnp.eye(r))
+            start = jnp.zeros(r)
         return solve_block(*arguments, Settings(tolerance, max_iterations), start=start)
 
     return kind, design, constants, run()

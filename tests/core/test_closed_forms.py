@@ -65,14 +65,33 @@ CASES = {
         cf.gaussian_log_scale_density,
         cf.GaussianLogScale(ONE * 0.4, ONE * 0.1, ONE * 1.5),
     ),
+    "laplace": (cf.laplace, cf.laplace_density, cf.Laplace(ONE * 0.4, ONE * 0.6, ONE * 0.1, ONE * 1.5)),
+    "laplace, log scale": (
+        cf.laplace_log_scale,
+        cf.laplace_log_scale_density,
+        cf.LaplaceLogScale(ONE * 0.4, ONE * 0.1, ONE * 1.5),
+    ),
     "binomial": (cf.logistic_mixture, cf.logistic_density, cf.Logistic(ONE * 4, ONE * 9, ONE * 0.3, ONE)),
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [c for c in CASES if "laplace" in c])
+def test_value_across_a_kink_equals_a_dense_sum(case):
+    """Gradient and curvature then follow, by the test below."""
+    expectation, density, coefficients = CASES[case]
+    size = 2 if "log scale" in case else 1
+    mean, covariance = jnp.array([0.3, -0.4])[:size], jnp.array([[0.5, 0.2], [0.2, 0.3]])[:size, :size]
+    axes = [np.linspace(-9, 9, 2001), np.linspace(-9, 9, 201)][:size]
+    grid = np.stack([g.ravel() for g in np.meshgrid(*axes, indexing="ij")], -1)
+    mass = np.exp(-0.5 * (grid**2).sum(-1))
+    values = jax.vmap(lambda u: density(u, coefficients))(mean + grid @ np.linalg.cholesky(covariance).T)
+    np.testing.assert_allclose(expectation(mean, covariance, coefficients)[0], mass @ values / mass.sum(), rtol=1e-5)
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if "laplace" not in c])
 def test_closed_form_equals_gauss_hermite_of_the_density_and_its_derivatives(case):
     expectation, density, coefficients = CASES[case]
-    size = 2 if case == "gaussian, log scale" else 1
+    size = 2 if "log scale" in case else 1
     mean = jnp.array([0.3, -0.4])[:size]
     covariance = jnp.array([[0.5, 0.2], [0.2, 0.3]])[:size, :size]
     nodes, weights = np.polynomial.hermite_e.hermegauss(60)
@@ -89,7 +108,7 @@ def test_closed_form_equals_gauss_hermite_of_the_density_and_its_derivatives(cas
 def test_gradient_and_curvature_derive_from_the_value(case):
     """Bonnet and Price: dE/dm = E[grad], 2 dE/dS = E[hess]: what makes the block bound's fixed point stationary."""
     expectation, _, coefficients = CASES[case]
-    size = 2 if case == "gaussian, log scale" else 1
+    size = 2 if "log scale" in case else 1
     mean, covariance = jnp.array([0.3, -0.4])[:size], jnp.array([[0.5, 0.2], [0.2, 0.3]])[:size, :size]
     value = lambda m, s: expectation(m, s, coefficients)[0]  # noqa: E731
     _, gradient, hessian = expectation(mean, covariance, coefficients)

@@ -14,7 +14,7 @@ from references import assert_moments_match, importance_moments
 from scipy import special
 
 from numpyro_rvga import RVGA
-from numpyro_rvga.core.closed_forms import Exponential, Gaussian, GaussianLogScale, Logistic
+from numpyro_rvga.core.closed_forms import Exponential, Gaussian, GaussianLogScale, Laplace, LaplaceLogScale, Logistic
 
 NUM_ROWS = 160
 SLOPES = np.array([0.4, -0.8])
@@ -217,9 +217,9 @@ CASES = {
     "normal_latent_scale": case(lambda u: dist.Normal(u, scale_of()), GAUSSIAN, Term(2, GaussianLogScale)),
     "student_known_scale": case(lambda u: dist.StudentT(5.0, u, 0.6), STUDENT, Term(1)),
     "student_latent_scale": case(lambda u: dist.StudentT(5.0, u, scale_of()), STUDENT, Term(2)),
-    "laplace_known_scale": case(lambda u: dist.Laplace(u, 0.6), dist.Laplace(LINE, 0.6), Term(1), tolerance=LOOSE),
+    "laplace_known_scale": case(lambda u: dist.Laplace(u, 0.6), dist.Laplace(LINE, 0.6), Term(1, Laplace)),
     "laplace_latent_scale": case(
-        lambda u: dist.Laplace(u, scale_of()), dist.Laplace(LINE, 0.6), Term(2), tolerance=LOOSE
+        lambda u: dist.Laplace(u, scale_of()), dist.Laplace(LINE, 0.6), Term(2, LaplaceLogScale)
     ),
     "log_normal_latent_scale": case(
         lambda u: dist.LogNormal(u, scale_of()), dist.LogNormal(LINE, 0.6), Term(2, GaussianLogScale)
@@ -260,17 +260,7 @@ CASES = {
 }
 
 
-HARD = {
-    "laplace_latent_scale": "Gauss-Hermite nodes across a kink: the solve does not converge",
-    "multivariate_normal": "Monte Carlo nodes of the density itself: accuracy not established",
-    "zero_inflated_negative_binomial": "three predictors with Gauss-Hermite nodes: accuracy not established",
-}
-
-
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(n, marks=pytest.mark.xfail(reason=HARD[n], strict=False)) if n in HARD else n for n in CASES],
-)
+@pytest.mark.parametrize("name", CASES)
 def test_family_has_few_affine_predictors_and_the_right_posterior(name):
     model, data, terms, tolerance = CASES[name]()
     posterior = RVGA(model).run(data, progress_bar=False)
