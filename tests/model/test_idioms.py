@@ -411,18 +411,18 @@ def network_model(x, y=None):
 
 
 def network_output(theta, site_names):
-    shapes = {"Dense_0.kernel": (HIDDEN,), "Dense_0.bias": (HIDDEN,), "Dense_1.kernel": (HIDDEN,), "Dense_1.bias": ()}
+    # Flax numbers layers as they are made: the outer one first.
+    shapes = {"Dense_1.kernel": (HIDDEN,), "Dense_1.bias": (HIDDEN,), "Dense_0.kernel": (HIDDEN,), "Dense_0.bias": ()}
     parts, start = {}, 0
     for name in site_names:
         shape = shapes[name.removeprefix("network/")]
         stop = start + int(np.prod(shape))
         parts[name.removeprefix("network/")] = jnp.reshape(theta[start:stop], shape)
         start = stop
-    hidden = jnp.tanh(INPUT * parts["Dense_0.kernel"] + parts["Dense_0.bias"])
-    return hidden @ parts["Dense_1.kernel"] + parts["Dense_1.bias"]
+    hidden = jnp.tanh(INPUT * parts["Dense_1.kernel"] + parts["Dense_1.bias"])
+    return hidden @ parts["Dense_0.kernel"] + parts["Dense_0.bias"]
 
 
-@pytest.mark.xfail(reason="the search for the mode of a network leaves the region of the prior", strict=False)
 def test_flax_network_is_linearised_in_its_output_and_its_laplace_covariance_is_gauss_newton():
     posterior = RVGA(network_model, scheme="laplace").run(NETWORK_DATA, progress_bar=False)
     (terms,) = posterior.program.terms
@@ -438,9 +438,7 @@ def test_flax_network_is_linearised_in_its_output_and_its_laplace_covariance_is_
     np.testing.assert_allclose(posterior.covariance @ precision, np.eye(len(precision)), atol=1e-3)
 
 
-@pytest.mark.xfail(reason="the search for the mode of a network leaves the region of the prior", strict=False)
 def test_flax_network_learns_the_curve():
     posterior = RVGA(network_model).run(NETWORK_DATA, progress_bar=False)
-    draws = posterior.sample_unconstrained(jax.random.key(1), (200,))
-    fitted = jax.vmap(lambda theta: network_output(theta, posterior.site_names))(draws).mean(0)
-    assert np.sqrt(np.mean((fitted - CURVE) ** 2)) < 0.3 * CURVE.std()
+    fitted = network_output(posterior.mean, posterior.site_names)
+    assert np.sqrt(np.mean((fitted - CURVE) ** 2)) < 0.2 * CURVE.std()
