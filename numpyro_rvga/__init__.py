@@ -1,7 +1,8 @@
 """Gaussian posteriors of NumPyro models in one pass over the data."""
 
+from .dynamics import LinearDynamics, OrnsteinUhlenbeck, RandomWalk
 from .posterior import Posterior
 from .rvga import RVGA
 
-__all__ = ["RVGA", "Posterior"]
+__all__ = ["RVGA", "LinearDynamics", "OrnsteinUhlenbeck", "Posterior", "RandomWalk"]
 __version__ = "0.1.0"

@@ -112,9 +112,12 @@ def khat(
     :param num_samples: the number of draws.
     :return: the Pareto k and a verdict. Ratios that do not vary at all, as for an exact posterior, give 0.
     :raises ImportError: if ArviZ is not installed.
+    :raises NotImplementedError: after a run with dynamics.
     :raises ValueError: if ``data`` lack the outcome, and for fewer than 100 draws, too few to fit a tail to.
     """
     arviz, major = _import_arviz()
+    if "dynamics" in posterior.info:
+        raise NotImplementedError("parameters that move have no joint density with all rows to compare with.")
     if num_samples < MIN_DRAWS:
         raise ValueError(f"the Pareto k needs at least {MIN_DRAWS} draws, not {num_samples}.")
     program = posterior.program

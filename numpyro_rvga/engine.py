@@ -15,7 +15,16 @@ from .core import closed_forms as cf
 from .core import expectations as ex
 from .core.block import Factors, Kind, Settings
 from .core.compilation import jit_once
-from .core.recursion import Sites, State, StepInfo, explicit_step, implicit_step, joint_solve, scan_blocks
+from .core.recursion import (
+    Sites,
+    State,
+    StepInfo,
+    Transition,
+    explicit_step,
+    implicit_step,
+    joint_solve,
+    scan_blocks,
+)
 from .model.program import Program
 from .model.terms import Terms, constants, flatten, linearise
 
@@ -41,10 +50,13 @@ class Engine:
 
     :param rows: a few rows, to find out whether the densities are smooth.
     :param rng_key: draws the nodes of Monte Carlo expectations.
+    :param transition: how parameters move before each block of a stream.
     """
 
-    def __init__(self, program: Program, options: Options, rows: dict, rng_key: Array):
-        self.program, self.options = program, options
+    def __init__(
+        self, program: Program, options: Options, rows: dict, rng_key: Array, transition: Transition | None = None
+    ):
+        self.program, self.options, self._transition = program, options, transition
         few = {name: np.asarray(array[:SMOOTHNESS_ROWS]) for name, array in rows.items()}
         self._kinds = tuple(make_kind(terms, options, rng_key, few) for terms in program.terms)
         prior_options = options._replace(expectation="auto", scheme="implicit")
@@ -113,7 +125,7 @@ class Engine:
         cut = lambda x: x.reshape(-1, block_size * (x.shape[0] // weights.shape[0]), *x.shape[1:])  # noqa: E731
         blocks = jax.tree.map(cut, prepared)
         counts = jnp.sum(weights.reshape(-1, block_size), axis=1).astype(jnp.int32)
-        state, info = scan_blocks(partial(self._step, with_sites), state, blocks, counts)
+        state, info = scan_blocks(partial(self._step, with_sites), state, blocks, counts, self._transition)
         return state, info._replace(sites=self._by_row(info.sites, len(weights)))
 
     def _step(self, with_sites, block):

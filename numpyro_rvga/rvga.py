@@ -12,6 +12,7 @@ import numpy as np
 from jax import Array
 
 from .core.recursion import State, StepInfo, new_state
+from .dynamics import LinearDynamics, OrnsteinUhlenbeck, RandomWalk
 from .engine import Engine, Options, describe_bad_rows
 from .model.arguments import check_finite, named_rows
 from .model.program import Program
@@ -63,6 +64,9 @@ class RVGA:
         and in the end take their summaries' place. ``"auto"``: 1,000 rows per parameter, within 2^25 numbers (none
         with a given block_size, or if predictors are not affine).
     :param str family: ``"full"``, a Gaussian with a full covariance matrix.
+    :param dynamics: how parameters move before each update (:class:`RandomWalk`, :class:`OrnsteinUhlenbeck`,
+        :class:`LinearDynamics`), for streams that drift. The posterior is then of the parameters after the last row.
+        Blocks have one row unless ``block_size`` says otherwise, and no rows are kept.
     :param bool shuffle: visit rows in random order. In-memory data only; with a file sorted by class or by time, one
         pass in the given order is much less accurate than in a random one.
     :param float improper_prior_scale: standard deviation, in unconstrained space, of the normal that stands for
@@ -89,6 +93,7 @@ class RVGA:
         first_block: int | str = "auto",
         memory: int | str = "auto",
         family: str = "full",
+        dynamics: RandomWalk | OrnsteinUhlenbeck | LinearDynamics | None = None,
         shuffle: bool = False,
         improper_prior_scale: float | None = None,
         tolerance: float | None = None,
@@ -108,6 +113,16 @@ class RVGA:
             raise ValueError(f"scheme={scheme!r} fixes the expectation: leave expectation at 'auto'.")
         if expectation in ("exact", "probit", "linearized") and order not in ("auto", 2):
             raise ValueError(f"expectation={expectation!r} has one form: leave order at 'auto'.")
+        if dynamics is not None:
+            if not isinstance(dynamics, (RandomWalk, OrnsteinUhlenbeck, LinearDynamics)):
+                raise ValueError(
+                    f"dynamics must be a RandomWalk, OrnsteinUhlenbeck or LinearDynamics, not {dynamics!r}."
+                )
+            if scheme == "laplace" or shuffle or {first_block, memory} - {"auto", 0}:
+                raise ValueError(
+                    "dynamics take rows in their order, block by block: leave shuffle off, first_block and memory at "
+                    "'auto', and use a recursive scheme."
+                )
         if improper_prior_scale is not None and not improper_prior_scale > 0:
             raise ValueError(f"improper_prior_scale must be positive, not {improper_prior_scale}.")
         if tolerance is not None and not tolerance > 0:
@@ -116,6 +131,7 @@ class RVGA:
             if not (isinstance(value, int) and value > 0):
                 raise ValueError(f"{name} must be a positive integer, not {value!r}.")
         self.model = model
+        self.dynamics = dynamics
         self.shuffle = shuffle
         self.block_size = block_size
         self.first_block = first_block
@@ -163,7 +179,7 @@ class RVGA:
             head = next(blocks)
             engine = self._engine(head, model_kwargs, rng_key)
             source, total = RowSource(_chain(head, blocks)), None
-        state = engine.program.initial_state() if init is None else _state_of(init, engine.program)
+        state = self._initial_state(engine) if init is None else _state_of(init, engine.program)
         with _progress(progress_bar, total) as progress:
             state, info = self._absorb(engine, state, source, total, progress, check=not in_memory)
         return self._posterior(engine, state, info, model_kwargs)
@@ -176,12 +192,12 @@ class RVGA:
         :return: the state, a pytree.
         """
         rows = self._checked(data, 0, model_kwargs)
-        return self._engine(
-            rows, model_kwargs, jax.random.key(0) if rng_key is None else rng_key
-        ).program.initial_state()
+        rng_key = jax.random.key(0) if rng_key is None else rng_key
+        return self._initial_state(self._engine(rows, model_kwargs, rng_key))
 
     def update(self, state: State, data: Mapping[str, Any]) -> State:
-        """Absorb a block of rows: jointly (implicit and Laplace), or one by one (explicit schemes).
+        """Absorb a block of rows: jointly (implicit and Laplace), or one by one (explicit schemes). With dynamics,
+        parameters move once before a joint update, and before each row of the others.
 
         Pure: works under ``jax.jit``. Rows are not checked; a block that has no finite result leaves the state as is.
 
@@ -194,9 +210,10 @@ class RVGA:
         engine = self._engines[-1][2]
         rows = {name: jnp.asarray(array) for name, array in data.items() if array is not None}
         weights = jnp.ones(_length(rows))
-        if self.options.scheme in ("implicit", "laplace"):
+        implicit = self.options.scheme in ("implicit", "laplace")
+        if implicit and self.dynamics is None:
             return engine.joint(state, rows, weights)[0]
-        return engine.stream(state, rows, weights, block_size=1)[0]
+        return engine.stream(state, rows, weights, block_size=len(weights) if implicit else 1)[0]
 
     def posterior(self, state: State) -> Posterior:
         """The posterior that a state stands for (prior terms that are not Gaussian solved for once more)."""
@@ -209,6 +226,11 @@ class RVGA:
         return self._posterior(engine, state, gathered.summary(), model_kwargs)
 
     # ------------------------------------------------------------------ inside
+    def _initial_state(self, engine: Engine) -> State:
+        state = engine.program.initial_state()
+        # Parameters that move leave the prior behind: it is where they start from, and its Gaussian is enough for that.
+        return state if self.dynamics is None else state._replace(prior_site=None)
+
     def _absorb(self, engine, state, source, total, progress, check):
         sizes = self._sizes(engine, total)
         memory, gathered, done = RowMemory(sizes.memory), _Gathered(), 0
@@ -259,7 +281,7 @@ class RVGA:
 
     def _sizes(self, engine: Engine, total: int | None) -> _Sizes:
         per_row, size = engine.numbers_per_row, engine.program.layout.size
-        plain = self.block_size != "auto" or self.options.scheme != "implicit"
+        plain = self.block_size != "auto" or self.options.scheme != "implicit" or self.dynamics is not None
         block = self.block_size if self.block_size != "auto" else DEFAULT_BLOCK if not plain else 1
         if self.memory == "auto":
             useful = not plain and engine.is_affine
@@ -294,6 +316,8 @@ class RVGA:
     def _posterior(self, engine, state, info, model_kwargs):
         continuation = Continuation(self, state, dict(model_kwargs))
         info = {"scheme": self.options.scheme, "expectation": self.options.expectation, **info}
+        if self.dynamics is not None:
+            info["dynamics"] = type(self.dynamics).__name__
         expected = self.options.scheme != "ekf" and self.options.expectation != "linearized"
         bound, num_rows = float(state.log_evidence) if expected else None, int(state.num_rows)
         return Posterior(engine.program, state.mean, state.root, bound, info, continuation, num_rows=num_rows)
@@ -317,7 +341,10 @@ class RVGA:
             prefer_parameters=self.options.scheme == "ekf" or self.options.expectation == "linearized",
         )
         program.check_independence(rows)
-        engine = Engine(program, self.options, rows, rng_key)
+        transition = None
+        if self.dynamics is not None:
+            transition = self.dynamics.transition(program.layout, program.initial_state())
+        engine = Engine(program, self.options, rows, rng_key, transition)
         self._engines.append((form, dict(model_kwargs), engine))
         return engine
 

@@ -128,7 +128,7 @@ def positive_part(matrix: Array) -> Array:
 
 
 def lower_from_root(root: Array) -> Array:
-    """Lower triangular L with positive diagonal and L L^T = root root^T, without squaring. Shape ``(n, n)``."""
+    """Lower triangular L (n, n) with positive diagonal and L L^T = root root^T, without squaring. root: (n, k >= n)."""
     upper = jnp.linalg.qr(root.T, mode="r")
     signs = jnp.where(jnp.diagonal(upper) < 0, -1.0, 1.0).astype(root.dtype)
     return (upper * signs[:, None]).T

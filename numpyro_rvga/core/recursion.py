@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from .block import Base, Factors, Kind, Settings, evaluate, solve_block, standard_base
-from .linalg import cholesky, semidefinite_factor, solve_lower
+from .linalg import cholesky, lower_from_root, semidefinite_factor, solve_lower
 
 
 class Quadratic(NamedTuple):
@@ -43,6 +43,14 @@ class State(NamedTuple):
     log_evidence: Array
     prior_site: Quadratic | None
     num_rows: Array
+
+
+class Transition(NamedTuple):
+    """theta' = matrix theta + offset + noise_root z, with z standard normal: (P, P), (P,), (P, K)."""
+
+    matrix: Array
+    offset: Array
+    noise_root: Array
 
 
 class Sites(NamedTuple):
@@ -108,6 +116,13 @@ def summarise(kinds: tuple[Kind, ...], factors: tuple[Factors, ...], spreads: tu
         jax.vmap(partial(one, kind))(block.offset, spread, block.constants)
         for kind, block, spread in zip(kinds, factors, spreads)
     )
+
+
+def predict(transition: Transition, state: State) -> State:
+    """The state after the parameters have moved. What stood for the prior terms is now part of the Gaussian."""
+    mean = transition.matrix @ state.mean + transition.offset
+    root = lower_from_root(jnp.concatenate([transition.matrix @ state.root, transition.noise_root], axis=1))
+    return state._replace(mean=mean, mean_error=jnp.zeros_like(mean), root=root, prior_site=None)
 
 
 # ---------------------------------------------------------------------- small blocks
@@ -180,11 +195,19 @@ def explicit_step(
     return step
 
 
-def scan_blocks(make_step: Callable, state: State, blocks, counts: Array) -> tuple[State, StepInfo]:
-    """One step a block: ``make_step(block) -> step``; blocks is a pytree with a leading axis, counts its rows."""
+def scan_blocks(
+    make_step: Callable, state: State, blocks, counts: Array, transition: Transition | None = None
+) -> tuple[State, StepInfo]:
+    """One step a block: ``make_step(block) -> step``; blocks is a pytree with a leading axis, counts its rows.
+
+    :param transition: how parameters move before each block that has rows.
+    """
 
     def body(carry, xs):
         block, count = xs
+        if transition is not None:
+            moved = predict(transition, carry)
+            carry = jax.tree.map(lambda new, old: jnp.where(count > 0, new, old), moved, carry)
         return make_step(block)(carry, count)
 
     return lax.scan(body, state, (blocks, counts))

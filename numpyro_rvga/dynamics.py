@@ -1,0 +1,93 @@
+"""How parameters move between updates, for streams that drift. All scales are in unconstrained space."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from .core.recursion import State, Transition
+from .model.layout import Layout
+
+
+@dataclass(frozen=True)
+class RandomWalk:
+    """theta_t = theta_(t-1) + scale * noise, before each update.
+
+    :param scale: standard deviation of a step: one for all parameters, or a mapping from site names to numbers or
+        arrays of the site's unconstrained shape. Sites that are not named stay where they are.
+    :raises ValueError: for negative scales.
+    """
+
+    scale: float | Mapping[str, Any]
+
+    def __post_init__(self):
+        scales = self.scale.values() if isinstance(self.scale, Mapping) else [self.scale]
+        if not all(np.all(np.asarray(s) >= 0) for s in scales):
+            raise ValueError(f"the scale of a random walk must not be negative: {self.scale}.")
+
+    def transition(self, layout: Layout, prior: State) -> Transition:
+        """:raises ValueError: naming sites that the model does not have."""
+        scale = _by_parameter(self.scale, layout) if isinstance(self.scale, Mapping) else self.scale
+        noise = jnp.diag(jnp.broadcast_to(jnp.asarray(scale, prior.mean.dtype), prior.mean.shape))
+        return Transition(jnp.eye(layout.size, dtype=prior.mean.dtype), jnp.zeros_like(prior.mean), noise)
+
+
+@dataclass(frozen=True)
+class OrnsteinUhlenbeck:
+    """theta_t - m = decay (theta_(t-1) - m) + noise, whose stationary distribution is the prior, of mean m.
+
+    :param decay: from 0 (each update starts from the prior) to 1 (no movement).
+    :raises ValueError: for other values of ``decay``.
+    """
+
+    decay: float
+
+    def __post_init__(self):
+        if not 0 <= self.decay <= 1:
+            raise ValueError(f"decay must lie between 0 and 1, not {self.decay}.")
+
+    def transition(self, layout: Layout, prior: State) -> Transition:
+        matrix = self.decay * jnp.eye(layout.size, dtype=prior.mean.dtype)
+        return Transition(matrix, (1 - self.decay) * prior.mean, np.sqrt(1 - self.decay**2) * prior.root)
+
+
+@dataclass(frozen=True)
+class LinearDynamics:
+    """theta_t = matrix theta_(t-1) + offset + noise, in the order of :attr:`Posterior.mean`.
+
+    :param matrix: ``(P, P)``.
+    :param offset: ``(P,)``.
+    :param noise_covariance: ``(P, P)``, positive semi-definite.
+    """
+
+    matrix: Any
+    offset: Any
+    noise_covariance: Any
+
+    def transition(self, layout: Layout, prior: State) -> Transition:
+        """:raises ValueError: for arrays of other shapes, and a covariance that is none."""
+        size = layout.size
+        shapes = {"matrix": (size, size), "offset": (size,), "noise_covariance": (size, size)}
+        arrays = {name: np.asarray(getattr(self, name), np.float64) for name in shapes}
+        for name, shape in shapes.items():
+            if arrays[name].shape != shape:
+                raise ValueError(f"{name} must have shape {shape}, not {arrays[name].shape}: P is {size}.")
+        values, vectors = np.linalg.eigh(arrays["noise_covariance"])
+        symmetric = np.allclose(arrays["noise_covariance"], arrays["noise_covariance"].T)
+        if not symmetric or values[0] < -1e-8 * max(values[-1], 0.0):
+            raise ValueError("noise_covariance must be symmetric and positive semi-definite.")
+        noise = vectors * np.sqrt(np.maximum(values, 0.0))
+        return Transition(*[jnp.asarray(x, prior.mean.dtype) for x in (arrays["matrix"], arrays["offset"], noise)])
+
+
+def _by_parameter(scales: Mapping[str, Any], layout: Layout) -> Array:
+    unknown = sorted(set(scales) - set(layout.site_names))
+    if unknown:
+        raise ValueError(f"the model has no latent site {unknown[0]!r}; it has {', '.join(layout.site_names)}.")
+    filled = {n: jnp.broadcast_to(jnp.asarray(scales.get(n, 0.0)), layout.shapes[n]) for n in layout.site_names}
+    return layout.ravel(filled)
