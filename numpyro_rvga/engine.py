@@ -16,6 +16,7 @@ from .core import expectations as ex
 from .core.block import Factors, Kind, Settings
 from .core.compilation import jit_once
 from .core.recursion import (
+    JointRows,
     Sites,
     State,
     StepInfo,
@@ -99,7 +100,7 @@ class Engine:
         masked = None if sites is None else self._mask(sites, weights)
         state, info = joint_solve(
             self._kinds,
-            partial(self._linearise, prepared),
+            JointRows(self._linearise, jax.tree.map(lambda x: x[None], prepared)),
             self._prior_kinds,
             self._linearise_prior,
             state,
@@ -115,7 +116,8 @@ class Engine:
     def _settle(self, state: State) -> tuple[State, StepInfo]:
         """The Gaussian summary of the data times the true prior."""
         none, laplace = jnp.zeros((), jnp.int32), self.options.scheme == "laplace"
-        arguments = (lambda theta: (), self._prior_kinds, self._linearise_prior, state, none, self._settings)
+        nothing = JointRows(lambda chunk, theta: (), ())
+        arguments = (nothing, self._prior_kinds, self._linearise_prior, state, none, self._settings)
         return joint_solve((), *arguments, sites=None if laplace else (), laplace=laplace)
 
     def _stream(

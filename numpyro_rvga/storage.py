@@ -44,6 +44,7 @@ def save(posterior: Posterior, path: str | os.PathLike) -> None:
         "info": posterior.info,
         "example_rows": program.example_rows,
         "model_kwargs": keywords,
+        "improper_prior_scale": program.improper_prior_scale,
     }
     metadata = {
         "layout": _layout(program),
@@ -74,7 +75,7 @@ def load(path: str | os.PathLike, model: Callable, **model_kwargs: Any) -> dict[
         rows = named_rows(model, contents.pop("example_rows"), keywords)
     except ValueError as error:
         raise ValueError(f"{path} belongs to a model with other arguments: {error}") from error
-    program = Program.restore(model, rows, keywords)
+    program = Program.restore(model, rows, keywords, contents.pop("improper_prior_scale"))
     if _layout(program) != metadata["layout"]:
         raise ValueError(
             f"{path} belongs to another model: its latent sites are {_describe(metadata['layout'])}, "

@@ -11,7 +11,7 @@ import numpyro.distributions as dist
 import pytest
 from gaussian_posteriors import constrained, constrained_posterior, posterior_of, regression
 
-from numpyro_rvga import Posterior, storage
+from numpyro_rvga import RVGA, Posterior, storage
 
 KEY = jax.random.key(1)
 
@@ -73,6 +73,19 @@ def test_model_keywords_come_back(tmp_path):
     loaded = Posterior.load(tmp_path / "q", with_keywords)
     assert loaded.program.model_kwargs == {"center": {"at": 2.0}, "labels": ("a", "b")}
     np.testing.assert_allclose(loaded.program.log_prior(jnp.zeros(1)), posterior.program.log_prior(jnp.zeros(1)))
+
+
+def test_the_stand_in_for_an_improper_prior_comes_back(tmp_path):
+    def flat(y):
+        location = numpyro.sample("location", dist.ImproperUniform(dist.constraints.real, (), ()))
+        with numpyro.plate("rows", y.shape[0]):
+            numpyro.sample("y", dist.Normal(location, 1.0), obs=y)
+
+    posterior = RVGA(flat, improper_prior_scale=30.0).run({"y": np.arange(4.0)}, progress_bar=False)
+    posterior.save(tmp_path / "q")
+    loaded = Posterior.load(tmp_path / "q", flat)
+    theta = jnp.array([2.0])
+    np.testing.assert_allclose(loaded.program.log_prior(theta), dist.Normal(0.0, 30.0).log_prob(2.0), rtol=1e-12)
 
 
 def test_keywords_that_are_not_plain_are_asked_for(tmp_path):

@@ -26,6 +26,7 @@ from jax import Array, lax
 from .linalg import cholesky, positive_part, solve_lower
 
 Moments = tuple[Array, Array, Array]
+CovarianceRoot = Callable[[Array], Array]
 SMALLEST_STEP = 2.0**-30
 NARROWING = 4.0  # of the start's covariance, at a time
 MAX_NARROWINGS = 40
@@ -85,10 +86,20 @@ class Solution(NamedTuple):
 
 
 class Settings(NamedTuple):
-    """Stopping rule (static): the natural gradient's squared length, in nats, and the number of steps."""
+    """Stopping rule (static): the natural gradient's squared length, in nats, or as a share of what it was at the start
+    if that was less than one; and the number of steps."""
 
     tolerance: float
     max_iterations: int
+
+
+class Sums(NamedTuple):
+    """Over all factors: E[phi], Z' g, -Z' G Z, and the last with each G's negative part only (None: the same)."""
+
+    value: Array
+    gradient: Array
+    curvature: Array
+    fallback: Array | None
 
 
 class _Evaluation(NamedTuple):
@@ -100,14 +111,26 @@ class _Evaluation(NamedTuple):
     decrement: Array
 
 
-class _Search(NamedTuple):
+class Trial(NamedTuple):
+    """Where a search stands: q = N(mean, matrix^-1), evaluated, and the step to try next."""
+
     iterations: Array
     trials: Array
     step: Array  # 0 while the start is sought
     mean: Array
-    matrix: Array  # precision
+    matrix: Array
     at: _Evaluation
+    first: Array  # the decrement at the start
     stuck: Array
+
+
+class Search(NamedTuple):
+    """A loop: ``try_once`` from ``begin`` while ``unfinished``, then read the ``solution``."""
+
+    begin: Trial
+    try_once: Callable[[Trial], Trial]
+    unfinished: Callable[[Trial], Array]
+    solution: Callable[[Trial], Solution]
 
 
 def standard_base(dtype) -> Base:
@@ -115,12 +138,10 @@ def standard_base(dtype) -> Base:
     return Base(None, None, jnp.zeros((), dtype))
 
 
-def evaluate(kinds: tuple[Kind, ...], blocks: tuple[Factors, ...], covariance_root: Callable | None, plugin: bool):
-    """Sum of E[phi], sum Z' g, -sum Z' G Z, and the latter made positive semi-definite factor by factor.
+def evaluate(kinds: tuple[Kind, ...], blocks: tuple[Factors, ...], covariance_root: CovarianceRoot | None) -> Sums:
+    """Sums over factors.
 
-    The last is None where it is the same: all kinds are concave.
-
-    :param covariance_root: maps Z^T (r, n C) to Lambda^(-1/2) Z^T; None for a point mass.
+    :param covariance_root: maps Z^T (r, n C) to Lambda^(-1/2) Z^T; None for a point mass, with derivatives at the mean.
     """
     value, gradient, curvature, correction = 0.0, 0.0, 0.0, 0.0
     for kind, block in zip(kinds, blocks):
@@ -131,7 +152,7 @@ def evaluate(kinds: tuple[Kind, ...], blocks: tuple[Factors, ...], covariance_ro
         else:
             spread = covariance_root(flat.T).reshape(-1, n, c)
             covariance = jnp.einsum("rnc,rnd->ncd", spread, spread)
-        moments = jax.vmap(kind.plugin if plugin else kind.expect)
+        moments = jax.vmap(kind.plugin if covariance_root is None else kind.expect)
         e, g, h = moments(block.offset, covariance, block.constants)
         weighted = jnp.einsum("ncd,ndr->ncr", -h, block.design).reshape(n * c, r)
         value, gradient = value + jnp.sum(e), gradient + g.reshape(n * c) @ flat
@@ -140,12 +161,19 @@ def evaluate(kinds: tuple[Kind, ...], blocks: tuple[Factors, ...], covariance_ro
             removed = jnp.einsum("ncd,ndr->ncr", positive_part(h), block.design).reshape(n * c, r)
             correction = correction + flat.T @ removed
     fallback = None if all(kind.concave for kind in kinds) else curvature + correction
-    return value, gradient, curvature, fallback
+    return Sums(value, gradient, curvature, fallback)
+
+
+def add(a: Sums, b: Sums) -> Sums:
+    fallback = None
+    if a.fallback is not None or b.fallback is not None:
+        fallback = sum(x.curvature if x.fallback is None else x.fallback for x in (a, b))
+    return Sums(a.value + b.value, a.gradient + b.gradient, a.curvature + b.curvature, fallback)
 
 
 def solve_block(
     kinds: tuple[Kind, ...],
-    predict: Callable[[Array], tuple[Factors, ...]],
+    reduce: Callable[[Array, CovarianceRoot | None], Sums],
     base: Base,
     dimension: int,
     dtype,
@@ -154,12 +182,29 @@ def solve_block(
     start: Array | None = None,
     point: bool = False,
 ) -> Solution:
-    """Solve the block problem.
+    """Solve the block problem; see :func:`block_search` for the parameters."""
+    search = block_search(kinds, reduce, base, dimension, dtype, settings, start=start, point=point)
+    return search.solution(lax.while_loop(search.unfinished, search.try_once, search.begin))
+
+
+def block_search(
+    kinds: tuple[Kind, ...],
+    reduce: Callable[[Array, CovarianceRoot | None], Sums],
+    base: Base,
+    dimension: int,
+    dtype,
+    settings: Settings,
+    *,
+    start: Array | None = None,
+    point: bool = False,
+) -> Search:
+    """The search for a block's solution.
 
     It begins at the standard normal, made narrower until the bound is finite. With ``start`` it begins at that mean
     and the width with the highest bound: far from the solution, expectations over a wide q say little.
 
-    :param predict: m (r,) -> the factors linearised at m, their ``offset`` holding F_i(m).
+    :param kinds: of all factors.
+    :param reduce: mean m (r,) and :func:`evaluate`'s ``covariance_root`` -> sums over all factors, linearised at m.
     :param start: mean (r,) to start from.
     :param point: seek the mode instead (q a point mass, derivatives at the mean), and the precision there: Laplace's
         approximation.
@@ -173,9 +218,7 @@ def solve_block(
     slack = 8 * jnp.finfo(dtype).eps
 
     def measure(mean: Array, root: Array) -> _Evaluation:
-        value, gradient, curvature, fallback = evaluate(
-            kinds, predict(mean), None if point else lambda z: solve_lower(root, z), point
-        )
+        value, gradient, curvature, fallback = reduce(mean, None if point else lambda z: solve_lower(root, z))
         pull, exact = precision @ mean, precision + curvature
         bound = value + linear @ mean - 0.5 * mean @ pull + base.constant
         gradient = gradient + linear - pull
@@ -194,53 +237,61 @@ def solve_block(
         decrement = slope @ slope + 0.5 * jnp.sum(relative * relative)
         return _Evaluation(root, bound, -decrement if seek_root else bound, gradient, target, decrement)
 
-    def try_once(search: _Search) -> _Search:
-        t, at = search.step, search.at
+    def try_once(trial: Trial) -> Trial:
+        t, at = trial.step, trial.at
         starting = t == 0
-        mixed = jnp.where(starting, search.matrix, (1 - t) * search.matrix + t * at.target)
+        mixed = jnp.where(starting, trial.matrix, (1 - t) * trial.matrix + t * at.target)
         factor = cholesky(at.target if point else mixed)
         move = t * solve_lower(factor, solve_lower(factor, at.gradient), transpose=True)
-        mean = search.mean + jnp.where(starting, 0.0, move)
+        mean = trial.mean + jnp.where(starting, 0.0, move)
         new = measure(mean, factor)
-        stepping = _after_step(search, mean, mixed, new)
-        return jax.tree.map(lambda a, b: jnp.where(starting, a, b), _after_start(search, new), stepping)
+        stepping = _after_step(trial, mean, mixed, new)
+        return jax.tree.map(lambda a, b: jnp.where(starting, a, b), _after_start(trial, new), stepping)
 
-    def _after_start(search: _Search, new: _Evaluation) -> _Search:
+    def _after_start(trial: Trial, new: _Evaluation) -> Trial:
         """A wider start was the better one, or: narrow it further, or go on from it."""
         finite = jnp.isfinite(new.bound) & jnp.all(jnp.isfinite(new.gradient))
         if not seek_width:
-            matrix = jnp.where(finite, search.matrix, NARROWING * search.matrix)
+            matrix = jnp.where(finite, trial.matrix, NARROWING * trial.matrix)
             at, step = new, jnp.where(finite, 1.0, 0.0)
         else:
-            better = finite & ~(new.bound <= search.at.bound)
+            better = finite & ~(new.bound <= trial.at.bound)
             worse = finite & ~better
-            matrix = jnp.where(worse, search.matrix / NARROWING, NARROWING * search.matrix)
-            at = jax.tree.map(lambda a, b: jnp.where(better, a, b), new, search.at)
+            matrix = jnp.where(worse, trial.matrix / NARROWING, NARROWING * trial.matrix)
+            at = jax.tree.map(lambda a, b: jnp.where(better, a, b), new, trial.at)
             step = jnp.where(worse, 1.0, 0.0)
-        step = step.astype(dtype)
-        stuck = (search.trials >= MAX_NARROWINGS) & (step == 0)
-        return search._replace(trials=search.trials + 1, step=step, matrix=matrix, at=at, stuck=stuck)
+        stuck = (trial.trials >= MAX_NARROWINGS) & (step == 0)
+        trials, step = trial.trials + 1, step.astype(dtype)
+        return Trial(trial.iterations, trials, step, trial.mean, matrix, at, at.decrement, stuck)
 
-    def _after_step(search: _Search, mean: Array, matrix: Array, new: _Evaluation) -> _Search:
-        t, at = search.step, search.at
+    def _after_step(trial: Trial, mean: Array, matrix: Array, new: _Evaluation) -> Trial:
+        t, at = trial.step, trial.at
         accepted = new.merit >= at.merit - slack * jnp.abs(at.merit)
         resolvable = slack * jnp.abs(new.bound)  # gains below rounding error cannot be told from losses
         idle = accepted & (new.decrement <= resolvable) & (new.decrement > 0.5 * at.decrement)
-        after = _Search(search.iterations + 1, search.trials + 1, jnp.ones((), dtype), mean, matrix, new, idle)
-        halved = search._replace(trials=search.trials + 1, step=0.5 * t, stuck=t < SMALLEST_STEP)
+        trials, one = trial.trials + 1, jnp.ones((), dtype)
+        after = Trial(trial.iterations + 1, trials, one, mean, matrix, new, trial.first, idle)
+        halved = trial._replace(trials=trials, step=0.5 * t, stuck=t < SMALLEST_STEP)
         return jax.tree.map(lambda a, b: jnp.where(accepted, a, b), after, halved)
 
-    def unfinished(search: _Search) -> Array:
-        unsolved = (search.iterations < settings.max_iterations) & ~(search.at.decrement <= settings.tolerance)
-        return (unsolved | (search.step == 0)) & ~search.stuck
+    def tolerance(trial: Trial) -> Array:
+        # Relative for rows that hardly move q: ignored, a million of them would add up.
+        return settings.tolerance * jnp.minimum(1.0, trial.first)
+
+    def unfinished(trial: Trial) -> Array:
+        unsolved = (trial.iterations < settings.max_iterations) & ~(trial.at.decrement <= tolerance(trial))
+        return (unsolved | (trial.step == 0)) & ~trial.stuck
 
     mean = jnp.zeros(dimension, dtype) if start is None else start
     zeros, unknown = jnp.zeros((dimension, dimension), dtype), jnp.full((), jnp.nan, dtype)
     unmeasured = _Evaluation(zeros, unknown, unknown, jnp.zeros(dimension, dtype), zeros, unknown)
     count, step = jnp.zeros((), jnp.int32), jnp.zeros((), dtype)
-    begin = _Search(count, count, step, mean, identity, unmeasured, jnp.asarray(False))
-    found = lax.while_loop(unfinished, try_once, begin)
-    at = found.at
-    converged = at.decrement <= jnp.maximum(settings.tolerance, slack * jnp.abs(at.bound))
-    converged = converged & jnp.isfinite(at.bound)
-    return Solution(found.mean, at.root, at.bound, at.decrement, found.iterations, converged)
+    begin = Trial(count, count, step, mean, identity, unmeasured, unknown, jnp.asarray(False))
+
+    def solution(found: Trial) -> Solution:
+        at = found.at
+        converged = at.decrement <= jnp.maximum(tolerance(found), slack * jnp.abs(at.bound))
+        converged = converged & jnp.isfinite(at.bound)
+        return Solution(found.mean, at.root, at.bound, at.decrement, found.iterations, converged)
+
+    return Search(begin, try_once, unfinished, solution)

@@ -9,13 +9,25 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from .block import Base, Factors, Kind, Settings, evaluate, solve_block, standard_base
+from .block import (
+    Base,
+    Factors,
+    Kind,
+    Search,
+    Settings,
+    Solution,
+    add,
+    block_search,
+    evaluate,
+    solve_block,
+    standard_base,
+)
 from .linalg import cholesky, lower_from_root, semidefinite_factor, solve_lower
 
 
@@ -151,7 +163,8 @@ def implicit_step(
                 return tuple(Factors(f.offset + z @ e, z, f.constants) for f, z in zip(centred, designs))
 
             dtype = state.mean.dtype
-            found = solve_block(kinds, predict, standard_base(dtype), dimension, dtype, settings)
+            reduce = lambda e, covariance_root: evaluate(kinds, predict(e), covariance_root)  # noqa: E731
+            found = solve_block(kinds, reduce, standard_base(dtype), dimension, dtype, settings)
             return found, basis, predict(found.mean)
 
         found, basis, factors = solve(state.mean)
@@ -178,7 +191,7 @@ def explicit_step(
         factors = linearise(state.mean)
         designs, basis = _subspace(state.root, factors)
         blocks = tuple(Factors(f.offset, z, f.constants) for f, z in zip(factors, designs))
-        _, gradient, curvature, fallback = evaluate(kinds, blocks, lambda z: z, False)
+        _, gradient, curvature, fallback = evaluate(kinds, blocks, lambda z: z)
         identity = jnp.eye(gradient.shape[0], dtype=gradient.dtype)
         root = cholesky(identity + curvature)
         if fallback is not None:
@@ -186,7 +199,7 @@ def explicit_step(
         move = solve_lower(root, solve_lower(root, gradient), transpose=True)
         inverse = solve_lower(root, identity)
         moved = tuple(b._replace(offset=b.offset + b.design @ move) for b in blocks)
-        value = evaluate(kinds, moved, partial(solve_lower, root), False)[0]
+        value = evaluate(kinds, moved, partial(solve_lower, root)).value
         divergence = 0.5 * (jnp.sum(inverse * inverse) - identity.shape[0] + move @ move)
         divergence = divergence + jnp.sum(jnp.log(jnp.diagonal(root)))
         zero = jnp.zeros((), gradient.dtype)
@@ -276,7 +289,7 @@ def _compensated_add(total: Array, error: Array, change: Array) -> tuple[Array, 
 # ---------------------------------------------------------------------- joint solves
 def joint_solve(
     kinds: tuple[Kind, ...],
-    linearise: Callable[[Array], tuple[Factors, ...]],
+    rows: JointRows,
     prior_kinds: tuple[Kind, ...],
     prior_linearise: Callable[[Array], tuple[Factors, ...]],
     state: State,
@@ -297,45 +310,109 @@ def joint_solve(
     :param laplace: stop at the mode, with the negative Hessian there as precision.
     :param with_sites: report the rows' sites.
     :param starts: (k, P) points, in the state's standard coordinates, of which the most probable is where the search
-        for the mode begins; default: the state's mean.
+        begins; default: the state's mean.
     """
-    all_kinds = kinds + prior_kinds
-    dtype, size = state.mean.dtype, state.mean.shape[0]
-
-    def predict(e):
-        theta = state.mean + state.root @ e
-        factors = (*linearise(theta), *prior_linearise(theta))
-        return tuple(f._replace(design=f.design @ state.root) for f in factors)
-
-    origin = predict(jnp.zeros(size, dtype))
-    base = _divide(state, origin[: len(kinds)], sites)
-    start = None
-    if sites is None:
-        start = jnp.zeros(size, dtype) if starts is None else _most_probable(all_kinds, predict, base, starts)
-    found = solve_block(all_kinds, predict, base, size, dtype, settings, start=start, point=laplace)
-    if laplace:
-        found = found._replace(bound=found.bound - jnp.sum(jnp.log(jnp.diagonal(found.root))))
-
-    mean = state.mean + state.root @ found.mean
-    root = solve_lower(found.root, state.root.T).T
-    prior_site = None
-    if state.prior_site is not None:
-        prior_site = _prior_site(prior_kinds, prior_linearise(mean), mean, root, laplace)
-    moved = State(mean, jnp.zeros_like(mean), root, found.bound, prior_site, state.num_rows + num_rows)
-    ok = jnp.isfinite(found.bound) & jnp.all(jnp.isfinite(mean)) & jnp.all(jnp.isfinite(root))
-    after = jax.tree.map(lambda new, old: jnp.where(ok, new, old), moved, state)
-    info = StepInfo(found.bound - state.log_evidence, found.decrement, found.iterations, found.converged, ok)
+    joint = joint_search(
+        kinds, rows, prior_kinds, prior_linearise, state, settings, sites=sites, laplace=laplace, starts=starts
+    )
+    found = joint.search.solution(lax.while_loop(joint.search.unfinished, joint.search.try_once, joint.search.begin))
+    after, info = joint.absorb(found, num_rows)
     if with_sites:
-        factors = predict(found.mean)[: len(kinds)]
+        factors = joint.factors(found.mean)
         info = info._replace(sites=summarise(kinds, factors, _spreads(factors, found.root)))
     return after, info
 
 
-def _most_probable(kinds, predict, base: Base, starts: Array) -> Array:
+class JointRows(NamedTuple):
+    """Rows for a joint solve, which need not be in memory as factors all at once.
+
+    :ivar linearise: (chunk, theta (P,)) -> factors with ``offset`` = F_i(theta) and ``design`` the Jacobians.
+    :ivar chunks: a pytree with the chunks along the leading axis.
+    """
+
+    linearise: Callable[[Any, Array], tuple[Factors, ...]]
+    chunks: Any
+
+
+class Joint(NamedTuple):
+    """A joint solve as a search in the state's standard coordinates.
+
+    :ivar absorb: solution, number of rows -> the state after it.
+    :ivar factors: e -> the rows' factors there, in these coordinates.
+    """
+
+    search: Search
+    absorb: Callable[[Solution, Array], tuple[State, StepInfo]]
+    factors: Callable[[Array], tuple[Factors, ...]]
+
+
+def joint_search(
+    kinds: tuple[Kind, ...],
+    rows: JointRows,
+    prior_kinds: tuple[Kind, ...],
+    prior_linearise: Callable[[Array], tuple[Factors, ...]],
+    state: State,
+    settings: Settings,
+    *,
+    sites: tuple[Sites, ...] | None = None,
+    laplace: bool = False,
+    starts: Array | None = None,
+) -> Joint:
+    """What :func:`joint_solve` solves."""
+    dtype, size = state.mean.dtype, state.mean.shape[0]
+
+    def whitened(factors):
+        return tuple(f._replace(design=f.design @ state.root) for f in factors)
+
+    def factors_at(e):
+        one = lambda chunk: whitened(rows.linearise(chunk, state.mean + state.root @ e))  # noqa: E731
+        found = lax.map(one, rows.chunks)
+        return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), found)
+
+    def reduce(e, covariance_root):
+        theta = state.mean + state.root @ e
+        total = evaluate(prior_kinds, whitened(prior_linearise(theta)), covariance_root)
+
+        def of_chunk(chunk):
+            return evaluate(kinds, whitened(rows.linearise(chunk, theta)), covariance_root)
+
+        count = jax.tree.leaves(rows.chunks)[0].shape[0] if kinds else 0
+        if count == 1:
+            return add(total, of_chunk(jax.tree.map(lambda x: x[0], rows.chunks)))
+        if count > 1:
+            shapes = jax.eval_shape(of_chunk, jax.tree.map(lambda x: x[0], rows.chunks))
+            nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+            summed = lax.scan(lambda sums, chunk: (add(sums, of_chunk(chunk)), None), nothing, rows.chunks)[0]
+            return add(total, summed)
+        return total
+
+    base = _divide(state, () if sites is None else factors_at(jnp.zeros(size, dtype)), sites)
+    start = None
+    if sites is None:
+        start = jnp.zeros(size, dtype) if starts is None else _most_probable(reduce, base, starts)
+    search = block_search(kinds + prior_kinds, reduce, base, size, dtype, settings, start=start, point=laplace)
+
+    def absorb(found, num_rows):
+        bound = found.bound - jnp.sum(jnp.log(jnp.diagonal(found.root))) if laplace else found.bound
+        mean = state.mean + state.root @ found.mean
+        root = solve_lower(found.root, state.root.T).T
+        prior_site = None
+        if state.prior_site is not None:
+            prior_site = _prior_site(prior_kinds, prior_linearise(mean), mean, None if laplace else root)
+        moved = State(mean, jnp.zeros_like(mean), root, bound, prior_site, state.num_rows + num_rows)
+        ok = jnp.isfinite(bound) & jnp.all(jnp.isfinite(mean)) & jnp.all(jnp.isfinite(root))
+        after = jax.tree.map(lambda new, old: jnp.where(ok, new, old), moved, state)
+        gain = bound - state.log_evidence
+        return after, StepInfo(gain, found.decrement, found.iterations, found.converged, ok)
+
+    return Joint(search, absorb, factors_at)
+
+
+def _most_probable(reduce, base: Base, starts: Array) -> Array:
     def log_density(e):
         precision = e if base.precision is None else base.precision @ e
         linear = 0.0 if base.linear is None else base.linear @ e
-        return evaluate(kinds, predict(e), None, True)[0] + linear - 0.5 * e @ precision
+        return reduce(e, None).value + linear - 0.5 * e @ precision
 
     values = lax.map(log_density, starts)
     return starts[jnp.argmax(jnp.where(jnp.isfinite(values), values, -jnp.inf))]
@@ -362,8 +439,8 @@ def _divide(state: State, factors: tuple[Factors, ...], sites: tuple[Sites, ...]
     return Base(0.5 * (precision + precision.T), linear, constant)
 
 
-def _prior_site(kinds, factors, mean, root, plugin) -> Quadratic:
-    to_root = None if plugin else lambda z: root.T @ z
-    value, gradient, curvature, _ = evaluate(kinds, factors, to_root, plugin)
-    trace = 0.0 if plugin else jnp.sum((root @ root.T) * curvature)
-    return Quadratic(curvature, gradient, value + 0.5 * trace, mean)
+def _prior_site(kinds, factors, mean, root) -> Quadratic:
+    """What stands for the prior terms in N(mean, root root^T), or at a mode (root None)."""
+    sums = evaluate(kinds, factors, None if root is None else lambda z: root.T @ z)
+    trace = 0.0 if root is None else jnp.sum((root @ root.T) * sums.curvature)
+    return Quadratic(sums.curvature, sums.gradient, sums.value + 0.5 * trace, mean)

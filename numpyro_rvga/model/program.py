@@ -92,10 +92,16 @@ class Program:
         self._support_checks = [validation.SupportCheck(self, site) for site in self.observed_sites]
 
     @classmethod
-    def restore(cls, model: Callable, example_rows: Mapping[str, Array], model_kwargs: Mapping[str, Any]) -> Program:
+    def restore(
+        cls,
+        model: Callable,
+        example_rows: Mapping[str, Array],
+        model_kwargs: Mapping[str, Any],
+        improper_prior_scale: float | None,
+    ) -> Program:
         """A program from stored example rows, without data."""
         rows = {name: np.asarray(array) for name, array in example_rows.items()}
-        return cls(model, rows, model_kwargs, improper_prior_scale=1.0)
+        return cls(model, rows, model_kwargs, improper_prior_scale=improper_prior_scale)
 
     # ------------------------------------------------------------------ data
     def rows(self, data: Mapping[str, Any] | tuple) -> dict[str, np.ndarray]:
@@ -135,8 +141,7 @@ class Program:
         trace, runner = self._run(self.example_row, self.layout.unravel(theta))
         sites = sample_sites(trace, runner)
         values = {name: sites[name].value for name in self.layout.site_names}
-        local = {n for n, plates in self.plates.items() if self.row_plates & set(plates)}
-        return values | {n: v for n, v in deterministic_sites(trace).items() if n not in local}
+        return values | {n: v for n, v in deterministic_sites(trace).items() if self._row_axes.get(n) is None}
 
     def constrain_latents(self, theta: Array) -> dict[str, Array]:
         """Constrained latents only. theta: (P,)."""
@@ -160,12 +165,12 @@ class Program:
 
     def log_likelihood(self, theta: Array, rows: Mapping[str, Array], site: str | None = None) -> dict[str, Array]:
         """Log-likelihood of each row by observed site, (n, *elements); auxiliary factors under their own names."""
-        names = self._row_sites if site is None else (site,)
+        names, axes = self._row_sites if site is None else (site,), self._row_axes
 
         def one(row):
             records = self._records(self.layout.unravel(theta), {k: v[None] for k, v in row.items()})
             return {
-                name: _drop_row_axis(records[name].fn.log_prob(records[name].value) * records[name].weight)
+                name: _drop_axis(records[name].fn.log_prob(records[name].value) * records[name].weight, axes[name])
                 for name in names
             }
 
@@ -245,6 +250,21 @@ class Program:
         jax.eval_shape(abstract, rows)
         return found[0], found[1]
 
+    @functools.cached_property
+    def _row_axes(self) -> dict[str, int | None]:
+        """The axis along which an observed site's terms, or a deterministic site, grow with the rows; None if none."""
+        one, two = (self._shapes(rows) for rows in (self.example_row, self.example_rows))
+        return {name: next((i for i, n in enumerate(one[name]) if n != two[name][i]), None) for name in one}
+
+    def _shapes(self, rows) -> dict[str, tuple[int, ...]]:
+        def abstract(rows):
+            trace, runner = self._run(rows, {})
+            records = sample_sites(trace, runner)
+            terms = {n: records[n].fn.log_prob(records[n].value) * records[n].weight for n in self._row_sites}
+            return terms | {n: jnp.asarray(value) for n, value in deterministic_sites(trace).items()}
+
+        return {name: found.shape for name, found in jax.eval_shape(abstract, rows).items()}
+
     def _classify(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Observed sites that are terms of rows, and those that are terms of the prior."""
         theta = jnp.zeros(self.layout.size, self.dtype)
@@ -259,6 +279,5 @@ class Program:
         return tuple(of_rows), tuple(n for n in observed if n not in of_rows)
 
 
-def _drop_row_axis(array: Array) -> Array:
-    """A row's terms without the axes of length one that the row plate left."""
-    return jnp.reshape(array, [n for n in jnp.shape(array) if n != 1])
+def _drop_axis(array: Array, axis: int | None) -> Array:
+    return array if axis is None else jnp.squeeze(array, axis)

@@ -7,7 +7,7 @@ import pytest
 
 from numpyro_rvga.core import closed_forms as cf
 from numpyro_rvga.core import expectations as ex
-from numpyro_rvga.core.block import Factors, Kind, Settings, solve_block, standard_base
+from numpyro_rvga.core.block import Factors, Kind, Settings, evaluate, solve_block, standard_base
 
 
 def closed_kind(form):
@@ -58,12 +58,12 @@ def solve(name, max_iterations=200, tolerance=1e-11):
     kind, design, constants = problem(name)
     r = design.shape[-1]
 
-    def predict(e):
-        return (Factors(design @ e, design, constants),)
+    def reduce(e, covariance_root):
+        return evaluate((kind,), (Factors(design @ e, design, constants),), covariance_root)
 
     @jax.jit
     def run():
-        start, arguments = None, ((kind,), predict, standard_base(jnp.float64), r, jnp.float64)
+        start, arguments = None, ((kind,), reduce, standard_base(jnp.float64), r, jnp.float64)
         if name != "logistic":
             start = jnp.zeros(r)
         return solve_block(*arguments, Settings(tolerance, max_iterations), start=start)
@@ -116,9 +116,9 @@ def test_one_gaussian_step_is_exact():
     x, y = rng.normal(size=(20, 4)), rng.normal(size=20)
     constants = cf.Gaussian(jnp.asarray(y), jnp.full(20, 0.7), jnp.zeros(20), jnp.ones(20))
     design = jnp.asarray(x)[:, None, :]
-    predict = lambda e: (Factors(design @ e, design, constants),)  # noqa: E731
     kind = closed_kind(cf.Gaussian)
-    found = solve_block((kind,), predict, standard_base(jnp.float64), 4, jnp.float64, Settings(1e-12, 50))
+    reduce = lambda e, root: evaluate((kind,), (Factors(design @ e, design, constants),), root)  # noqa: E731
+    found = solve_block((kind,), reduce, standard_base(jnp.float64), 4, jnp.float64, Settings(1e-12, 50))
     precision = np.eye(4) + x.T @ x / 0.49
     np.testing.assert_allclose(found.root @ found.root.T, precision, rtol=1e-12)
     np.testing.assert_allclose(found.mean, np.linalg.solve(precision, x.T @ y / 0.49), rtol=1e-11)

@@ -442,3 +442,33 @@ def test_flax_network_learns_the_curve():
     posterior = RVGA(network_model).run(NETWORK_DATA, progress_bar=False)
     fitted = network_output(posterior.mean, posterior.site_names)
     assert np.sqrt(np.mean((fitted - CURVE) ** 2)) < 0.2 * CURVE.std()
+
+
+def rows_outside_a_plate(X, y=None):
+    b = numpyro.sample("b", dist.Normal(0, 1).expand([2]).to_event(1))
+    numpyro.deterministic("line", X @ b)
+    numpyro.deterministic("odds", jnp.exp(b[:1]))
+    numpyro.sample("y", dist.Normal(X @ b, 1.0), obs=y)
+
+
+def test_values_of_rows_are_no_part_of_the_posterior_with_or_without_a_plate():
+    rng = np.random.default_rng(0)
+    data = {"X": rng.normal(size=(30, 2)), "y": rng.normal(size=30)}
+    posterior = RVGA(rows_outside_a_plate).run(data, progress_bar=False)
+    draws = posterior.sample_posterior(jax.random.key(0), (5,))
+    assert {name: value.shape for name, value in draws.items()} == {"b": (5, 2), "odds": (5, 1)}
+
+
+def one_outcome_in_an_axis_of_its_own(X, y=None):
+    b = numpyro.sample("b", dist.Normal(0, 1).expand([2]).to_event(1))
+    with numpyro.plate("rows", X.shape[0], dim=-2), numpyro.plate("outcomes", 1):
+        numpyro.sample("y", dist.Normal((X @ b)[:, None], 1.0), obs=y)
+
+
+def test_a_genuine_axis_of_length_one_is_kept_in_the_log_likelihood():
+    rng = np.random.default_rng(0)
+    data = {"X": rng.normal(size=(30, 2)), "y": rng.normal(size=(30, 1))}
+    posterior = RVGA(one_outcome_in_an_axis_of_its_own).run(data, progress_bar=False)
+    terms = posterior.program.log_likelihood(posterior.mean, data)["y"]
+    assert terms.shape == (30, 1)
+    np.testing.assert_allclose(terms, dist.Normal(data["X"] @ posterior.mean, 1.0).log_prob(data["y"][:, 0])[:, None])
