@@ -62,7 +62,8 @@ class Engine:
         self._kinds = tuple(make_kind(terms, options, rng_key, few) for terms in program.terms)
         prior_options = options._replace(expectation="auto", scheme="implicit")
         self._prior_kinds = tuple(make_kind(terms, prior_options, rng_key, {}) for terms in program.prior.terms)
-        self._settings = Settings(self._tolerance(), options.max_iterations)
+        tight = 1e-12 if program.dtype == jnp.float64 else 1e-9  # what is left of a million rows adds up
+        self._settings = Settings(options.tolerance or tight, options.max_iterations)
         self.is_affine = all(t.is_affine for t in program.terms)
         wide = any(t.num_predictors > SYMMETRIC_PREDICTORS or not t.is_affine for t in program.terms)
         shape = (NUM_STARTS, program.layout.size)
@@ -70,14 +71,6 @@ class Engine:
         self.joint = jax.jit(self._joint, static_argnames="with_sites")
         self.settle = jax.jit(self._settle)
         self.stream = jax.jit(self._stream, static_argnames=("block_size", "with_sites"))
-
-    def _tolerance(self) -> float:
-        if self.options.tolerance is not None:
-            return self.options.tolerance
-        if self.program.dtype != jnp.float64:
-            return 1e-6
-        # Near a bound's maximum an error of q counts squared; near a mere root of the equations it counts in full.
-        return 1e-9 if all(kind.conservative for kind in self._kinds) else 1e-12
 
     @property
     def numbers_per_row(self) -> int:

@@ -71,9 +71,8 @@ class RVGA:
         pass in the given order is much less accurate than in a random one.
     :param float improper_prior_scale: standard deviation, in unconstrained space, of the normal that stands for
         improper priors. None (default) refuses them.
-    :param float tolerance: squared length of the natural gradient, in nats, at which a block counts as solved; a share
-        of what it was before the block, if that was less than one. Default: 1e-9 in float64 (1e-12 for expectations
-        that belong to no bound, such as the probit's), 1e-6 in float32.
+    :param float tolerance: squared length of the natural gradient, in nats, at which a block counts as solved, if it
+        has also fallen to a millionth of what it was before. Default: 1e-12 in float64, 1e-9 in float32.
     :param int max_iterations: of a block's solve.
     :param int num_samples: nodes of Monte Carlo expectations.
     :raises ValueError: for options that do not exist or exclude each other.
@@ -301,8 +300,9 @@ class RVGA:
         else:
             first = self.first_block
         chunk = min(MAX_CHUNK, max(CHUNK_NUMBERS // per_row, 1))
-        if total is not None:
-            chunk = min(chunk, max(total - first, 1))
+        if total is not None:  # pieces of equal length: none is mostly padding
+            rest = max(total - first, 1)
+            chunk = -(-rest // -(-rest // chunk))
         return _Sizes(first, block, max(1, -(-chunk // block)) * block, memory)
 
     def _refuse(self, engine, state, piece, first_row):

@@ -187,6 +187,18 @@ def test_orders_of_corollary_1_1_agree_with_the_second_order_form(order):
     assert max(gap(second, other)) < 2e-4
 
 
+@pytest.mark.parametrize("copies", [1, 40])
+def test_blocks_of_equal_rows_are_as_exact_as_others(copies):
+    """With more parameters than rows in a block: the rows span few directions, or only one."""
+    rng = np.random.default_rng(0)
+    X = np.repeat(rng.normal(size=(120 // copies, 60)), copies, axis=0)
+    rows = {"X": X, "y": X @ rng.normal(size=60) + SCALE * rng.normal(size=120)}
+    posterior = fit(linear_gaussian, rows, block_size=50, first_block=0)
+    mean, covariance = exact_posterior(rows)
+    np.testing.assert_allclose(posterior.mean, mean, atol=1e-9)
+    np.testing.assert_allclose(posterior.covariance, covariance, atol=1e-10)
+
+
 # ---------------------------------------------------------------------- one pass against the optimum
 def test_every_block_size_ends_close_to_the_joint_solve():
     rows = data("logistic", n=400, d=5)

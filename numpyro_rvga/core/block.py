@@ -17,6 +17,7 @@ bound monotone without any assumption of concavity, and leaves its stationary po
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -28,6 +29,8 @@ from .linalg import cholesky, positive_part, solve_lower
 Moments = tuple[Array, Array, Array]
 CovarianceRoot = Callable[[Array], Array]
 SMALLEST_STEP = 2.0**-30
+SHARE = 1e-6
+SHORTEST, LONGEST = 0.1, 1.0  # first step tried
 NARROWING = 4.0  # of the start's covariance, at a time
 MAX_NARROWINGS = 40
 
@@ -86,8 +89,8 @@ class Solution(NamedTuple):
 
 
 class Settings(NamedTuple):
-    """Stopping rule (static): the natural gradient's squared length, in nats, or as a share of what it was at the start
-    if that was less than one; and the number of steps."""
+    """Stopping rule (static): the natural gradient's squared length, in nats, which must also fall to a millionth of
+    what it was at the start; and the number of steps."""
 
     tolerance: float
     max_iterations: int
@@ -103,19 +106,17 @@ class Sums(NamedTuple):
 
 
 class _Evaluation(NamedTuple):
-    root: Array
     bound: Array
-    merit: Array  # what must not fall: the bound, or minus the decrement if there is no bound
     gradient: Array
     target: Array  # the precision that a full step takes
     decrement: Array
+    spread: Array  # the covariance's part of the decrement
 
 
 class Trial(NamedTuple):
     """Where a search stands: q = N(mean, matrix^-1), evaluated, and the step to try next."""
 
-    iterations: Array
-    trials: Array
+    iterations: Array  # while the start is sought: trials
     step: Array  # 0 while the start is sought
     mean: Array
     matrix: Array
@@ -184,7 +185,13 @@ def solve_block(
 ) -> Solution:
     """Solve the block problem; see :func:`block_search` for the parameters."""
     search = block_search(kinds, reduce, base, dimension, dtype, settings, start=start, point=point)
-    return search.solution(lax.while_loop(search.unfinished, search.try_once, search.begin))
+    loop = partial(lax.while_loop, search.unfinished, search.try_once)
+    if dimension > 1:
+        return search.solution(loop(search.begin))
+    # Most single rows are done after one step: written out, it costs less than a loop.
+    once = search.try_once(search.try_once(search.try_once(search.begin)))
+    whole = lambda: search.solution(loop(search.begin))  # noqa: E731
+    return lax.cond(search.unfinished(once), whole, lambda: search.solution(once))
 
 
 def block_search(
@@ -217,7 +224,8 @@ def block_search(
     seek_width = start is not None and not point
     slack = 8 * jnp.finfo(dtype).eps
 
-    def measure(mean: Array, root: Array) -> _Evaluation:
+    def measure(mean: Array, root: Array) -> tuple[_Evaluation, Array, Array]:
+        """At N(mean, (root root^T)^-1); also root^-1, and root^-1 target root^-T - 1."""
         value, gradient, curvature, fallback = reduce(mean, None if point else lambda z: solve_lower(root, z))
         pull, exact = precision @ mean, precision + curvature
         bound = value + linear @ mean - 0.5 * mean @ pull + base.constant
@@ -226,72 +234,77 @@ def block_search(
         if not safe:
             target = jnp.where(jnp.all(jnp.isfinite(cholesky(exact))), exact, precision + fallback)
         if point:
-            root = cholesky(target)
-            slope = solve_lower(root, gradient)
-            return _Evaluation(root, bound, bound, gradient, target, slope @ slope)
+            slope = solve_lower(cholesky(target), gradient)
+            zero = jnp.zeros((), dtype)
+            return _Evaluation(bound, gradient, target, slope @ slope, zero), identity, zero * identity
         inverse = solve_lower(root, identity)
         trace = jnp.sum(inverse * inverse) if base.precision is None else jnp.sum(inverse * (inverse @ precision))
         bound = bound - 0.5 * (trace - dimension) - jnp.sum(jnp.log(jnp.diagonal(root)))
         slope = inverse @ gradient
         relative = inverse @ exact @ inverse.T - identity
-        decrement = slope @ slope + 0.5 * jnp.sum(relative * relative)
-        return _Evaluation(root, bound, -decrement if seek_root else bound, gradient, target, decrement)
+        spread = 0.5 * jnp.sum(relative * relative)
+        return _Evaluation(bound, gradient, target, slope @ slope + spread, spread), inverse, relative
 
     def try_once(trial: Trial) -> Trial:
         t, at = trial.step, trial.at
         starting = t == 0
-        mixed = jnp.where(starting, trial.matrix, (1 - t) * trial.matrix + t * at.target)
+        turn = at.target - trial.matrix
+        mixed = trial.matrix if point else jnp.where(starting, trial.matrix, trial.matrix + t * turn)
         factor = cholesky(at.target if point else mixed)
-        move = t * solve_lower(factor, solve_lower(factor, at.gradient), transpose=True)
-        mean = trial.mean + jnp.where(starting, 0.0, move)
-        new = measure(mean, factor)
-        stepping = _after_step(trial, mean, mixed, new)
-        return jax.tree.map(lambda a, b: jnp.where(starting, a, b), _after_start(trial, new), stepping)
+        direction = solve_lower(factor, solve_lower(factor, at.gradient), transpose=True)
+        mean = trial.mean + jnp.where(starting, 0.0, t * direction)
+        new, inverse, relative = measure(mean, factor)
+        next_step = jnp.ones((), dtype)
+        if not point:
+            # The step at which the bound's slope along this move would have vanished (secant): T(V) may oscillate.
+            before = at.gradient @ direction + at.spread
+            after = new.gradient @ direction + 0.5 * jnp.sum(relative * (inverse @ turn @ inverse.T))
+            best = t * before / (before - after)
+            known = (after < before) & jnp.isfinite(best)
+            next_step = jnp.where(known, jnp.clip(best, SHORTEST, LONGEST), 1.0).astype(dtype)
+        stepped = _after_step(trial, mean, mixed, new, next_step)
+        return jax.tree.map(lambda a, b: jnp.where(starting, a, b), _after_start(trial, new), stepped)
 
     def _after_start(trial: Trial, new: _Evaluation) -> Trial:
         """A wider start was the better one, or: narrow it further, or go on from it."""
         finite = jnp.isfinite(new.bound) & jnp.all(jnp.isfinite(new.gradient))
         if not seek_width:
+            done, at = finite, new
             matrix = jnp.where(finite, trial.matrix, NARROWING * trial.matrix)
-            at, step = new, jnp.where(finite, 1.0, 0.0)
         else:
             better = finite & ~(new.bound <= trial.at.bound)
-            worse = finite & ~better
-            matrix = jnp.where(worse, trial.matrix / NARROWING, NARROWING * trial.matrix)
+            done = finite & ~better
+            matrix = jnp.where(done, trial.matrix / NARROWING, NARROWING * trial.matrix)
             at = jax.tree.map(lambda a, b: jnp.where(better, a, b), new, trial.at)
-            step = jnp.where(worse, 1.0, 0.0)
-        stuck = (trial.trials >= MAX_NARROWINGS) & (step == 0)
-        trials, step = trial.trials + 1, step.astype(dtype)
-        return Trial(trial.iterations, trials, step, trial.mean, matrix, at, at.decrement, stuck)
+        count = jnp.where(done, 0, trial.iterations + 1)
+        return Trial(count, done.astype(dtype), trial.mean, matrix, at, at.decrement, count > MAX_NARROWINGS)
 
-    def _after_step(trial: Trial, mean: Array, matrix: Array, new: _Evaluation) -> Trial:
-        t, at = trial.step, trial.at
-        accepted = new.merit >= at.merit - slack * jnp.abs(at.merit)
+    def _after_step(trial: Trial, mean: Array, matrix: Array, new: _Evaluation, next_step: Array) -> Trial:
+        at = trial.at
+        merit, before = (-new.decrement, -at.decrement) if seek_root else (new.bound, at.bound)
+        accepted = merit >= before - slack * jnp.abs(before)
         resolvable = slack * jnp.abs(new.bound)  # gains below rounding error cannot be told from losses
         idle = accepted & (new.decrement <= resolvable) & (new.decrement > 0.5 * at.decrement)
-        trials, one = trial.trials + 1, jnp.ones((), dtype)
-        after = Trial(trial.iterations + 1, trials, one, mean, matrix, new, trial.first, idle)
-        halved = trial._replace(trials=trials, step=0.5 * t, stuck=t < SMALLEST_STEP)
+        after = Trial(trial.iterations + 1, next_step, mean, matrix, new, trial.first, idle)
+        halved = trial._replace(step=0.5 * trial.step, stuck=trial.step < SMALLEST_STEP)
         return jax.tree.map(lambda a, b: jnp.where(accepted, a, b), after, halved)
 
     def tolerance(trial: Trial) -> Array:
-        # Relative for rows that hardly move q: ignored, a million of them would add up.
-        return settings.tolerance * jnp.minimum(1.0, trial.first)
+        # Relative for rows that hardly move q: passed over, a million of them would add up.
+        return jnp.minimum(settings.tolerance, SHARE * trial.first)
 
     def unfinished(trial: Trial) -> Array:
         unsolved = (trial.iterations < settings.max_iterations) & ~(trial.at.decrement <= tolerance(trial))
         return (unsolved | (trial.step == 0)) & ~trial.stuck
 
-    mean = jnp.zeros(dimension, dtype) if start is None else start
-    zeros, unknown = jnp.zeros((dimension, dimension), dtype), jnp.full((), jnp.nan, dtype)
-    unmeasured = _Evaluation(zeros, unknown, unknown, jnp.zeros(dimension, dtype), zeros, unknown)
-    count, step = jnp.zeros((), jnp.int32), jnp.zeros((), dtype)
-    begin = Trial(count, count, step, mean, identity, unmeasured, unknown, jnp.asarray(False))
-
     def solution(found: Trial) -> Solution:
         at = found.at
-        converged = at.decrement <= jnp.maximum(tolerance(found), slack * jnp.abs(at.bound))
-        converged = converged & jnp.isfinite(at.bound)
-        return Solution(found.mean, at.root, at.bound, at.decrement, found.iterations, converged)
+        converged = at.decrement <= jnp.maximum(settings.tolerance, slack * jnp.abs(at.bound))
+        root = cholesky(at.target if point else found.matrix)
+        return Solution(found.mean, root, at.bound, at.decrement, found.iterations, converged & jnp.isfinite(at.bound))
 
+    mean = jnp.zeros(dimension, dtype) if start is None else start
+    count, step, unknown = jnp.zeros((), jnp.int32), jnp.zeros((), dtype), jnp.full((), jnp.nan, dtype)
+    unmeasured = _Evaluation(unknown, jnp.zeros(dimension, dtype), identity, unknown, unknown)
+    begin = Trial(count, step, mean, identity, unmeasured, unknown, jnp.asarray(False))
     return Search(begin, try_once, unfinished, solution)

@@ -239,8 +239,12 @@ def _subspace(root: Array, factors: tuple[Factors, ...]):
         basis = stacked / jnp.where(length > 0, length, 1.0)
         reduced = length[None, None]
     else:
-        orthogonal, upper = jnp.linalg.qr(stacked.T)
-        basis, reduced = orthogonal.T, upper.T
+        # Equal rows would leave columns that shrink from step to step until they underflow, and LAPACK fails on these.
+        # A multiple of the identity below keeps every column alive; q feels it at the level of rounding errors only.
+        floor = jnp.finfo(stacked.dtype).eps ** 0.5 * jnp.max(jnp.abs(stacked))
+        columns = jnp.concatenate([stacked.T, floor * jnp.eye(total, dtype=stacked.dtype)])
+        orthogonal, upper = jnp.linalg.qr(columns)
+        basis, reduced = orthogonal[:size].T, upper.T
     pieces = jnp.split(reduced, [sum(sizes[: i + 1]) for i in range(len(sizes) - 1)])
     return [p.reshape(*z.shape[:2], total) for p, z in zip(pieces, whitened)], basis
 
