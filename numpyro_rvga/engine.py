@@ -62,8 +62,7 @@ class Engine:
         self._kinds = tuple(make_kind(terms, options, rng_key, few) for terms in program.terms)
         prior_options = options._replace(expectation="auto", scheme="implicit")
         self._prior_kinds = tuple(make_kind(terms, prior_options, rng_key, {}) for terms in program.prior.terms)
-        tight = 1e-12 if program.dtype == jnp.float64 else 1e-9  # what is left of a million rows adds up
-        self._settings = Settings(options.tolerance or tight, options.max_iterations)
+        self._double = program.dtype == jnp.float64
         self.is_affine = all(t.is_affine for t in program.terms)
         wide = any(t.num_predictors > SYMMETRIC_PREDICTORS or not t.is_affine for t in program.terms)
         shape = (NUM_STARTS, program.layout.size)
@@ -71,6 +70,16 @@ class Engine:
         self.joint = jax.jit(self._joint, static_argnames="with_sites")
         self.settle = jax.jit(self._settle)
         self.stream = jax.jit(self._stream, static_argnames=("block_size", "with_sites"))
+
+    def _settings(self, block_size: int | None = None) -> Settings:
+        """For blocks of a stream, or a joint solve. What is left of each block adds up over a stream: a row's share of
+        it must be small even after a million."""
+        tolerance = self.options.tolerance
+        if tolerance is None and block_size is None:
+            tolerance = 1e-8 if self._double else 1e-6
+        elif tolerance is None:
+            tolerance = block_size * (1e-12 if self._double else 1e-9)
+        return Settings(tolerance, self.options.max_iterations)
 
     @property
     def numbers_per_row(self) -> int:
@@ -98,7 +107,7 @@ class Engine:
             self._linearise_prior,
             state,
             fresh,
-            self._settings,
+            self._settings(),
             sites=masked,
             laplace=self.options.scheme == "laplace",
             with_sites=with_sites,
@@ -110,7 +119,7 @@ class Engine:
         """The Gaussian summary of the data times the true prior."""
         none, laplace = jnp.zeros((), jnp.int32), self.options.scheme == "laplace"
         nothing = JointRows(lambda chunk, theta: (), ())
-        arguments = (nothing, self._prior_kinds, self._linearise_prior, state, none, self._settings)
+        arguments = (nothing, self._prior_kinds, self._linearise_prior, state, none, self._settings())
         return joint_solve((), *arguments, sites=None if laplace else (), laplace=laplace)
 
     def _stream(
@@ -120,14 +129,15 @@ class Engine:
         cut = lambda x: x.reshape(-1, block_size * (x.shape[0] // weights.shape[0]), *x.shape[1:])  # noqa: E731
         blocks = jax.tree.map(cut, prepared)
         counts = jnp.sum(weights.reshape(-1, block_size), axis=1).astype(jnp.int32)
-        state, info = scan_blocks(partial(self._step, with_sites), state, blocks, counts, self._transition)
+        state, info = scan_blocks(partial(self._step, with_sites, block_size), state, blocks, counts, self._transition)
         return state, info._replace(sites=self._by_row(info.sites, len(weights)))
 
-    def _step(self, with_sites, block):
+    def _step(self, with_sites, block_size, block):
         linearise_block = partial(self._linearise, block)
         if self.options.scheme == "implicit":
             linearizations = 1 if self.is_affine else NUM_LINEARIZATIONS
-            return implicit_step(self._kinds, linearise_block, self._settings, linearizations, with_sites)
+            settings = self._settings(block_size)
+            return implicit_step(self._kinds, linearise_block, settings, linearizations, with_sites)
         return explicit_step(self._kinds, linearise_block)
 
     def _by_row(self, sites: tuple[Sites, ...], num_rows: int) -> tuple[Sites, ...]:

@@ -26,11 +26,11 @@ FAMILIES = ("full",)
 FIRST_BLOCK_ROWS = 2000
 FIRST_BLOCK_ROWS_PER_PARAMETER = 40
 FIRST_BLOCK_NUMBERS = 2**26  # in the Jacobians of the first block
-MEMORY_ROWS_PER_PARAMETER = 1000
+MEMORY_ROWS_PER_PARAMETER = 600
 MEMORY_NUMBERS = 2**25  # in the Jacobians of the kept rows
 CHUNK_NUMBERS = 2**22
 MAX_CHUNK = 8192
-DEFAULT_BLOCK = 128
+DEFAULT_BLOCK = 256
 
 
 class RVGA:
@@ -55,13 +55,13 @@ class RVGA:
     :param order: derivatives of the log-likelihood that are used: 2, 1 or 0 (Corollary 1.1). ``"auto"``: 2, or 1
         where the log-likelihood is found to have kinks.
     :param block_size: rows that the implicit scheme takes at once. An integer asks for the plain recursion, in blocks
-        of that size from the first row on (1: the paper's); ``"auto"`` takes 128 after a large first block, and
+        of that size from the first row on (1: the paper's); ``"auto"`` takes 256 after a large first block, and
         keeps a memory. Explicit schemes take rows one by one.
     :param first_block: rows of a first, joint solve. Much of the error of one pass is made while q is diffuse, so
         ``"auto"`` takes 40 rows per parameter and at least 2,000, memory permitting (none with a given block_size).
     :param memory: rows to keep for a last solve. While the data go by, the rows whose Gaussian summaries are least
         exact (those that reached q while it was wide in their direction: rare levels, separated classes) are kept,
-        and in the end take their summaries' place. ``"auto"``: 1,000 rows per parameter, within 2^25 numbers (none
+        and in the end take their summaries' place. ``"auto"``: 600 rows per parameter, within 2^25 numbers (none
         with a given block_size, or if predictors are not affine).
     :param str family: ``"full"``, a Gaussian with a full covariance matrix.
     :param dynamics: how parameters move before each update (:class:`RandomWalk`, :class:`OrnsteinUhlenbeck`,
@@ -72,7 +72,8 @@ class RVGA:
     :param float improper_prior_scale: standard deviation, in unconstrained space, of the normal that stands for
         improper priors. None (default) refuses them.
     :param float tolerance: squared length of the natural gradient, in nats, at which a block counts as solved, if it
-        has also fallen to a millionth of what it was before. Default: 1e-12 in float64, 1e-9 in float32.
+        has also fallen to a millionth of what it was before. Default: 1e-8 (float32: 1e-6) for joint solves, and
+        1e-12 (1e-9) times the number of rows for blocks of a stream, whose errors add up.
     :param int max_iterations: of a block's solve.
     :param int num_samples: nodes of Monte Carlo expectations.
     :raises ValueError: for options that do not exist or exclude each other.

@@ -22,6 +22,7 @@ from .block import (
     Search,
     Settings,
     Solution,
+    Sums,
     add,
     block_search,
     evaluate,
@@ -365,30 +366,30 @@ def joint_search(
     """What :func:`joint_solve` solves."""
     dtype, size = state.mean.dtype, state.mean.shape[0]
 
-    def whitened(factors):
-        return tuple(f._replace(design=f.design @ state.root) for f in factors)
-
     def factors_at(e):
-        one = lambda chunk: whitened(rows.linearise(chunk, state.mean + state.root @ e))  # noqa: E731
-        found = lax.map(one, rows.chunks)
+        def whitened(chunk):
+            factors = rows.linearise(chunk, state.mean + state.root @ e)
+            return tuple(f._replace(design=f.design @ state.root) for f in factors)
+
+        found = lax.map(whitened, rows.chunks)
         return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), found)
 
     def reduce(e, covariance_root):
+        # Designs stay in the coordinates of theta: per row, that saves one product with a (P, P) matrix.
         theta = state.mean + state.root @ e
-        total = evaluate(prior_kinds, whitened(prior_linearise(theta)), covariance_root)
+        to_spread = None if covariance_root is None else partial(jnp.matmul, covariance_root(state.root.T))
+        sums = evaluate(prior_kinds, prior_linearise(theta), to_spread)
+        if kinds:
+            sums = add(sums, over_chunks(lambda chunk: evaluate(kinds, rows.linearise(chunk, theta), to_spread)))
+        turned = lambda matrix: None if matrix is None else state.root.T @ matrix @ state.root  # noqa: E731
+        return Sums(sums.value, state.root.T @ sums.gradient, turned(sums.curvature), turned(sums.fallback))
 
-        def of_chunk(chunk):
-            return evaluate(kinds, whitened(rows.linearise(chunk, theta)), covariance_root)
-
-        count = jax.tree.leaves(rows.chunks)[0].shape[0] if kinds else 0
-        if count == 1:
-            return add(total, of_chunk(jax.tree.map(lambda x: x[0], rows.chunks)))
-        if count > 1:
-            shapes = jax.eval_shape(of_chunk, jax.tree.map(lambda x: x[0], rows.chunks))
-            nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-            summed = lax.scan(lambda sums, chunk: (add(sums, of_chunk(chunk)), None), nothing, rows.chunks)[0]
-            return add(total, summed)
-        return total
+    def over_chunks(function):
+        first = jax.tree.map(lambda x: x[0], rows.chunks)
+        if jax.tree.leaves(rows.chunks)[0].shape[0] == 1:
+            return function(first)
+        nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(function, first))
+        return lax.scan(lambda sums, chunk: (add(sums, function(chunk)), None), nothing, rows.chunks)[0]
 
     base = _divide(state, () if sites is None else factors_at(jnp.zeros(size, dtype)), sites)
     start = None
