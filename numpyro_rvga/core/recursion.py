@@ -391,7 +391,8 @@ def joint_search(
         nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(function, first))
         return lax.scan(lambda sums, chunk: (add(sums, function(chunk)), None), nothing, rows.chunks)[0]
 
-    base = _divide(state, () if sites is None else factors_at(jnp.zeros(size, dtype)), sites)
+    known = factors_at(jnp.zeros(size, dtype)) if sites else ()
+    base = _divide(state, known, sites)
     start = None
     if sites is None:
         start = jnp.zeros(size, dtype) if starts is None else _most_probable(reduce, base, starts)
