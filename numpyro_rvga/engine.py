@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -16,6 +16,7 @@ from .core import expectations as ex
 from .core.block import Factors, Kind, Settings
 from .core.compilation import jit_once
 from .core.recursion import (
+    Joint,
     JointRows,
     Sites,
     State,
@@ -23,9 +24,11 @@ from .core.recursion import (
     Transition,
     explicit_step,
     implicit_step,
+    joint_search,
     joint_solve,
     scan_blocks,
 )
+from .model.arguments import check_finite, named_rows
 from .model.program import Program
 from .model.terms import Terms, constants, flatten, linearise
 
@@ -114,6 +117,23 @@ class Engine:
             starts=self._starts if sites is None else None,
         )
         return state, info._replace(sites=self._by_row(info.sites, len(weights)))
+
+    def batch(
+        self, state: State, rows: dict, weights: Array, *, init: tuple[Array, Array] | None, alternating: bool
+    ) -> Joint:
+        """All rows and the true prior as a search. rows, weights: (chunks, n, ...), expanded one chunk at a time."""
+        expanded = lambda chunk, theta: self._linearise(self._prepare(*chunk), theta)  # noqa: E731
+        return joint_search(
+            self._kinds,
+            JointRows(expanded, (rows, weights)),
+            self._prior_kinds,
+            self._linearise_prior,
+            state,
+            self._settings(),
+            starts=None if init is not None else self._starts,
+            init=init,
+            alternating=alternating,
+        )
 
     def _settle(self, state: State) -> tuple[State, StepInfo]:
         """The Gaussian summary of the data times the true prior."""
@@ -307,3 +327,71 @@ def describe_bad_rows(program: Program, state: State, rows: dict[str, Any], firs
             row = int(np.argmax(bad))
             return f"site {name!r} gives row {first_row + row} a log-likelihood of {np.asarray(values)[row]}"
     return None
+
+
+# ---------------------------------------------------------------------- engines by the form of the data
+class Engines:
+    """The engines of a model, compiled once for each form of the data.
+
+    :param dynamics: what has a ``transition(layout, initial_state)``, or None.
+    """
+
+    def __init__(
+        self, model: Callable, options: Options, improper_prior_scale: float | None = None, dynamics: Any = None
+    ):
+        self._model, self._options, self._scale, self._dynamics = model, options, improper_prior_scale, dynamics
+        self._known: list[tuple[tuple, dict, Engine]] = []
+
+    @property
+    def last(self) -> Engine | None:
+        """The engine that was made last."""
+        return self._known[-1][2] if self._known else None
+
+    def get(self, rows: dict[str, np.ndarray], model_kwargs: dict, rng_key: Array) -> Engine:
+        """The engine for checked rows; see :func:`checked_rows`.
+
+        :raises ValueError, NotImplementedError: for models that do not fit, as :class:`Program` says.
+        """
+        shapes = tuple(sorted((n, a.shape[1:], str(a.dtype)) for n, a in rows.items()))
+        key = tuple(np.asarray(jax.random.key_data(rng_key)).tolist())
+        form = (shapes, str(jnp.result_type(float)), len(next(iter(rows.values()))), key)
+        for known, kwargs, engine in self._known:
+            if known == form and _same(kwargs, model_kwargs):
+                return engine
+        options = self._options
+        program = Program(
+            self._model,
+            rows,
+            model_kwargs,
+            improper_prior_scale=self._scale,
+            prefer_parameters=options.scheme == "ekf" or options.expectation == "linearized",
+        )
+        program.check_independence(rows)
+        transition = None
+        if self._dynamics is not None:
+            transition = self._dynamics.transition(program.layout, program.initial_state())
+        engine = Engine(program, options, rows, rng_key, transition)
+        self._known.append((form, dict(model_kwargs), engine))
+        return engine
+
+
+def checked_rows(model: Callable, data: Any, first_row: int, model_kwargs: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    """The data as arrays by argument name.
+
+    :raises ValueError: naming the array and the row, for unequal lengths and values that are not finite.
+    """
+    rows = named_rows(model, data, model_kwargs)
+    check_finite(rows, first_row)
+    return rows
+
+
+def _same(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
+    return a.keys() == b.keys() and all(_equal(a[k], b[k]) for k in a)
+
+
+def _equal(a: Any, b: Any) -> bool:
+    if a is b:
+        return True
+    if isinstance(a, (np.ndarray, jax.Array)) or isinstance(b, (np.ndarray, jax.Array)):
+        return np.shape(a) == np.shape(b) and bool(np.array_equal(a, b))
+    return type(a) is type(b) and bool(a == b)

@@ -13,15 +13,13 @@ from jax import Array
 
 from .core.recursion import State, StepInfo, new_state
 from .dynamics import LinearDynamics, OrnsteinUhlenbeck, RandomWalk
-from .engine import Engine, Options, describe_bad_rows
-from .model.arguments import check_finite, named_rows
+from .engine import Engine, Engines, Options, checked_rows, describe_bad_rows
 from .model.program import Program
+from .options import EXPECTATIONS, ORDERS, check_choice, check_options, check_size, progress
 from .posterior import Posterior
 from .stream import RowMemory, RowSource, checked_blocks, pad, permuted
 
 SCHEMES = ("implicit", "explicit", "ekf", "qkf", "laplace")
-EXPECTATIONS = ("auto", "exact", "probit", "quadrature", "sigma_points", "monte_carlo", "linearized")
-ORDERS = ("auto", 2, 1, 0)
 FAMILIES = ("full",)
 FIRST_BLOCK_ROWS = 2000
 FIRST_BLOCK_ROWS_PER_PARAMETER = 40
@@ -101,19 +99,18 @@ class RVGA:
         max_iterations: int = 200,
         num_samples: int = 256,
     ):
-        _check_choice("scheme", scheme, SCHEMES)
-        _check_choice("expectation", expectation, EXPECTATIONS)
-        _check_choice("order", order, ORDERS)
-        _check_choice("family", family, FAMILIES)
-        _check_size("block_size", block_size, 1)
-        _check_size("first_block", first_block, 0)
-        _check_size("memory", memory, 0)
+        check_choice("scheme", scheme, SCHEMES)
+        check_choice("expectation", expectation, EXPECTATIONS)
+        check_choice("order", order, ORDERS)
+        check_choice("family", family, FAMILIES)
+        check_size("block_size", block_size, 1)
+        check_size("first_block", first_block, 0)
+        check_size("memory", memory, 0)
         if scheme != "implicit" and (block_size not in ("auto", 1) or {first_block, memory} - {"auto", 0}):
             raise ValueError(f"scheme={scheme!r} fixes its blocks: leave block_size, first_block and memory at 'auto'.")
         if scheme in ("ekf", "qkf", "laplace") and expectation != "auto":
             raise ValueError(f"scheme={scheme!r} fixes the expectation: leave expectation at 'auto'.")
-        if expectation in ("exact", "probit", "linearized") and order not in ("auto", 2):
-            raise ValueError(f"expectation={expectation!r} has one form: leave order at 'auto'.")
+        check_options(expectation, order, improper_prior_scale, tolerance, max_iterations, num_samples)
         if dynamics is not None:
             if not isinstance(dynamics, (RandomWalk, OrnsteinUhlenbeck, LinearDynamics)):
                 raise ValueError(
@@ -124,22 +121,14 @@ class RVGA:
                     "dynamics take rows in their order, block by block: leave shuffle off, first_block and memory at "
                     "'auto', and use a recursive scheme."
                 )
-        if improper_prior_scale is not None and not improper_prior_scale > 0:
-            raise ValueError(f"improper_prior_scale must be positive, not {improper_prior_scale}.")
-        if tolerance is not None and not tolerance > 0:
-            raise ValueError(f"tolerance must be positive, not {tolerance}.")
-        for name, value in (("max_iterations", max_iterations), ("num_samples", num_samples)):
-            if not (isinstance(value, int) and value > 0):
-                raise ValueError(f"{name} must be a positive integer, not {value!r}.")
         self.model = model
         self.dynamics = dynamics
         self.shuffle = shuffle
         self.block_size = block_size
         self.first_block = first_block
         self.memory = memory
-        self.improper_prior_scale = improper_prior_scale
         self.options = Options(scheme, expectation, order, tolerance, max_iterations, num_samples)
-        self._engines: list[tuple[Any, dict, Engine]] = []
+        self._engines = Engines(model, self.options, improper_prior_scale, dynamics)
 
     # ------------------------------------------------------------------ one call
     def run(
@@ -166,8 +155,8 @@ class RVGA:
         rng_key = jax.random.key(0) if rng_key is None else rng_key
         in_memory = isinstance(data, (Mapping, tuple))
         if in_memory:
-            rows = self._checked(data, 0, model_kwargs)
-            engine = self._engine(rows, model_kwargs, rng_key)
+            rows = checked_rows(self.model, data, 0, model_kwargs)
+            engine = self._engines.get(rows, model_kwargs, rng_key)
             engine.program.check_rows(rows)
             total = _length(rows)
             if self.shuffle:
@@ -176,13 +165,13 @@ class RVGA:
         else:
             if self.shuffle:
                 raise ValueError("shuffle=True needs the data in memory; shuffle an iterable where it is made.")
-            blocks = checked_blocks(iter(data), lambda block, row: self._checked(block, row, model_kwargs))
+            blocks = checked_blocks(iter(data), lambda block, row: checked_rows(self.model, block, row, model_kwargs))
             head = next(blocks)
-            engine = self._engine(head, model_kwargs, rng_key)
+            engine = self._engines.get(head, model_kwargs, rng_key)
             source, total = RowSource(_chain(head, blocks)), None
         state = self._initial_state(engine) if init is None else _state_of(init, engine.program)
-        with _progress(progress_bar, total) as progress:
-            state, info = self._absorb(engine, state, source, total, progress, check=not in_memory)
+        with progress(progress_bar, total, "RVGA", "row") as bar:
+            state, info = self._absorb(engine, state, source, total, bar, check=not in_memory)
         return self._posterior(engine, state, info, model_kwargs)
 
     # ------------------------------------------------------------------ functional form
@@ -192,9 +181,9 @@ class RVGA:
         :param data: a block of data, as for :meth:`run`; used for its form only, and not absorbed.
         :return: the state, a pytree.
         """
-        rows = self._checked(data, 0, model_kwargs)
+        rows = checked_rows(self.model, data, 0, model_kwargs)
         rng_key = jax.random.key(0) if rng_key is None else rng_key
-        return self._initial_state(self._engine(rows, model_kwargs, rng_key))
+        return self._initial_state(self._engines.get(rows, model_kwargs, rng_key))
 
     def update(self, state: State, data: Mapping[str, Any]) -> State:
         """Absorb a block of rows: jointly (implicit and Laplace), or one by one (explicit schemes). With dynamics,
@@ -206,9 +195,9 @@ class RVGA:
         :param data: a mapping from argument names to arrays, of the form that :meth:`init` saw.
         :raises RuntimeError: before :meth:`init`.
         """
-        if not self._engines:
+        if self._engines.last is None:
             raise RuntimeError("call init(data) before update(state, data).")
-        engine = self._engines[-1][2]
+        engine = self._engines.last
         rows = {name: jnp.asarray(array) for name, array in data.items() if array is not None}
         weights = jnp.ones(_length(rows))
         implicit = self.options.scheme in ("implicit", "laplace")
@@ -218,9 +207,10 @@ class RVGA:
 
     def posterior(self, state: State) -> Posterior:
         """The posterior that a state stands for (prior terms that are not Gaussian solved for once more)."""
-        if not self._engines:
+        if self._engines.last is None:
             raise RuntimeError("call init(data) before posterior(state).")
-        _, model_kwargs, engine = self._engines[-1]
+        engine = self._engines.last
+        model_kwargs = engine.program.model_kwargs
         gathered = _Gathered()
         if state.prior_site is not None:
             state = self._settle(engine, state, gathered)
@@ -232,7 +222,7 @@ class RVGA:
         # Parameters that move leave the prior behind: it is where they start from, and its Gaussian is enough for that.
         return state if self.dynamics is None else state._replace(prior_site=None)
 
-    def _absorb(self, engine, state, source, total, progress, check):
+    def _absorb(self, engine, state, source, total, bar, check):
         sizes = self._sizes(engine, total)
         memory, gathered, done = RowMemory(sizes.memory), _Gathered(), 0
         keep = sizes.memory > 0 and (total is None or total > sizes.first)
@@ -254,7 +244,7 @@ class RVGA:
             memory.offer(piece, info.sites)
             gathered.add(info)
             state, done = after, done + length
-            progress.update(length)
+            bar.update(length)
         kept = memory.contents() if done > sizes.first else None
         if kept is not None:
             state = self._revisit(engine, state, *kept, gathered)
@@ -324,32 +314,6 @@ class RVGA:
         bound, num_rows = float(state.log_evidence) if expected else None, int(state.num_rows)
         return Posterior(engine.program, state.mean, state.root, bound, info, continuation, num_rows=num_rows)
 
-    def _checked(self, data, first_row, model_kwargs):
-        rows = named_rows(self.model, data, model_kwargs)
-        check_finite(rows, first_row)
-        return rows
-
-    def _engine(self, rows: dict[str, np.ndarray], model_kwargs: dict, rng_key: Array) -> Engine:
-        form = tuple(sorted((n, a.shape[1:], str(a.dtype)) for n, a in rows.items())), str(jnp.result_type(float))
-        form = (*form, _length(rows), tuple(np.asarray(jax.random.key_data(rng_key)).tolist()))
-        for known, kwargs, engine in self._engines:
-            if known == form and _same(kwargs, model_kwargs):
-                return engine
-        program = Program(
-            self.model,
-            rows,
-            model_kwargs,
-            improper_prior_scale=self.improper_prior_scale,
-            prefer_parameters=self.options.scheme == "ekf" or self.options.expectation == "linearized",
-        )
-        program.check_independence(rows)
-        transition = None
-        if self.dynamics is not None:
-            transition = self.dynamics.transition(program.layout, program.initial_state())
-        engine = Engine(program, self.options, rows, rng_key, transition)
-        self._engines.append((form, dict(model_kwargs), engine))
-        return engine
-
 
 @dataclass(frozen=True)
 class Continuation:
@@ -413,34 +377,5 @@ def _chain(head, rest):
     yield from rest
 
 
-def _progress(enabled: bool, total: int | None):
-    from tqdm.auto import tqdm
-
-    return tqdm(total=total, unit="row", unit_scale=True, disable=not enabled, desc="RVGA")
-
-
-def _same(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
-    return a.keys() == b.keys() and all(_equal(a[k], b[k]) for k in a)
-
-
-def _equal(a: Any, b: Any) -> bool:
-    if a is b:
-        return True
-    if isinstance(a, (np.ndarray, jax.Array)) or isinstance(b, (np.ndarray, jax.Array)):
-        return np.shape(a) == np.shape(b) and bool(np.array_equal(a, b))
-    return type(a) is type(b) and bool(a == b)
-
-
 def _length(rows: Mapping[str, Any]) -> int:
     return len(next(iter(rows.values())))
-
-
-def _check_choice(name: str, value: Any, choices: tuple) -> None:
-    if value not in choices:
-        raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, not {value!r}.")
-
-
-def _check_size(name: str, value: Any, least: int) -> None:
-    whole = isinstance(value, int) and not isinstance(value, bool) and value >= least
-    if value != "auto" and not whole:
-        raise ValueError(f"{name} must be 'auto' or an integer of at least {least}, not {value!r}.")

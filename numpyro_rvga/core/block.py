@@ -123,6 +123,7 @@ class Trial(NamedTuple):
     at: _Evaluation
     first: Array  # the decrement at the start
     stuck: Array
+    of_mean: Array  # if alternating: whose turn it is
 
 
 class Search(NamedTuple):
@@ -203,7 +204,9 @@ def block_search(
     settings: Settings,
     *,
     start: Array | None = None,
+    start_precision: Array | None = None,
     point: bool = False,
+    alternating: bool = False,
 ) -> Search:
     """The search for a block's solution.
 
@@ -213,15 +216,18 @@ def block_search(
     :param kinds: of all factors.
     :param reduce: mean m (r,) and :func:`evaluate`'s ``covariance_root`` -> sums over all factors, linearised at m.
     :param start: mean (r,) to start from.
+    :param start_precision: (r, r), if the width is known too.
     :param point: seek the mode instead (q a point mass, derivatives at the mean), and the precision there: Laplace's
         approximation.
+    :param alternating: solve for the mean alone, by Newton's method, and for the covariance alone, by its fixed point,
+        in turn; not for both at once.
     """
     identity = jnp.eye(dimension, dtype=dtype)
     precision = identity if base.precision is None else base.precision
     linear = jnp.zeros(dimension, dtype) if base.linear is None else base.linear
     seek_root = not all(kind.conservative for kind in kinds) and not point
     safe = all(kind.concave for kind in kinds)
-    seek_width = start is not None and not point
+    seek_width = start is not None and start_precision is None and not point
     slack = 8 * jnp.finfo(dtype).eps
 
     def measure(mean: Array, root: Array) -> tuple[_Evaluation, Array, Array]:
@@ -249,15 +255,21 @@ def block_search(
         t, at = trial.step, trial.at
         starting = t == 0
         turn = at.target - trial.matrix
+        if alternating:
+            turn = jnp.where(trial.of_mean, 0.0, turn)
         mixed = trial.matrix if point else jnp.where(starting, trial.matrix, trial.matrix + t * turn)
         factor = cholesky(at.target if point else mixed)
-        direction = solve_lower(factor, solve_lower(factor, at.gradient), transpose=True)
+        metric = cholesky(at.target) if alternating else factor
+        direction = solve_lower(metric, solve_lower(metric, at.gradient), transpose=True)
+        if alternating:
+            direction = jnp.where(trial.of_mean, direction, 0.0)
         mean = trial.mean + jnp.where(starting, 0.0, t * direction)
         new, inverse, relative = measure(mean, factor)
         next_step = jnp.ones((), dtype)
         if not point:
             # The step at which the bound's slope along this move would have vanished (secant): T(V) may oscillate.
-            before = at.gradient @ direction + at.spread
+            rise = jnp.where(trial.of_mean, 0.0, at.spread) if alternating else at.spread
+            before = at.gradient @ direction + rise
             after = new.gradient @ direction + 0.5 * jnp.sum(relative * (inverse @ turn @ inverse.T))
             best = t * before / (before - after)
             known = (after < before) & jnp.isfinite(best)
@@ -277,7 +289,8 @@ def block_search(
             matrix = jnp.where(done, trial.matrix / NARROWING, NARROWING * trial.matrix)
             at = jax.tree.map(lambda a, b: jnp.where(better, a, b), new, trial.at)
         count = jnp.where(done, 0, trial.iterations + 1)
-        return Trial(count, done.astype(dtype), trial.mean, matrix, at, at.decrement, count > MAX_NARROWINGS)
+        stuck = count > MAX_NARROWINGS
+        return Trial(count, done.astype(dtype), trial.mean, matrix, at, at.decrement, stuck, trial.of_mean)
 
     def _after_step(trial: Trial, mean: Array, matrix: Array, new: _Evaluation, next_step: Array) -> Trial:
         at = trial.at
@@ -285,7 +298,11 @@ def block_search(
         accepted = merit >= before - slack * jnp.abs(before)
         resolvable = slack * jnp.abs(new.bound)  # gains below rounding error cannot be told from losses
         idle = accepted & (new.decrement <= resolvable) & (new.decrement > 0.5 * at.decrement)
-        after = Trial(trial.iterations + 1, next_step, mean, matrix, new, trial.first, idle)
+        of_mean = trial.of_mean
+        if alternating:
+            share = jnp.where(of_mean, new.decrement - new.spread, new.spread)
+            of_mean = of_mean ^ (share <= 0.5 * tolerance(trial))
+        after = Trial(trial.iterations + 1, next_step, mean, matrix, new, trial.first, idle, of_mean)
         halved = trial._replace(step=0.5 * trial.step, stuck=trial.step < SMALLEST_STEP)
         return jax.tree.map(lambda a, b: jnp.where(accepted, a, b), after, halved)
 
@@ -306,5 +323,6 @@ def block_search(
     mean = jnp.zeros(dimension, dtype) if start is None else start
     count, step, unknown = jnp.zeros((), jnp.int32), jnp.zeros((), dtype), jnp.full((), jnp.nan, dtype)
     unmeasured = _Evaluation(unknown, jnp.zeros(dimension, dtype), identity, unknown, unknown)
-    begin = Trial(count, step, mean, identity, unmeasured, unknown, jnp.asarray(False))
+    matrix = identity if start_precision is None else start_precision
+    begin = Trial(count, step, mean, matrix, unmeasured, unknown, jnp.asarray(False), jnp.asarray(True))
     return Search(begin, try_once, unfinished, solution)

@@ -17,6 +17,7 @@ from jax import Array, lax
 
 from .block import (
     Base,
+    CovarianceRoot,
     Factors,
     Kind,
     Search,
@@ -342,11 +343,14 @@ class JointRows(NamedTuple):
 class Joint(NamedTuple):
     """A joint solve as a search in the state's standard coordinates.
 
+    :ivar reduce: the sums over all factors, as :func:`block_search` takes them. :ivar base: the rest of the bound.
     :ivar absorb: solution, number of rows -> the state after it.
     :ivar factors: e -> the rows' factors there, in these coordinates.
     """
 
     search: Search
+    reduce: Callable[[Array, CovarianceRoot | None], Sums]
+    base: Base
     absorb: Callable[[Solution, Array], tuple[State, StepInfo]]
     factors: Callable[[Array], tuple[Factors, ...]]
 
@@ -362,8 +366,13 @@ def joint_search(
     sites: tuple[Sites, ...] | None = None,
     laplace: bool = False,
     starts: Array | None = None,
+    init: tuple[Array, Array] | None = None,
+    alternating: bool = False,
 ) -> Joint:
-    """What :func:`joint_solve` solves."""
+    """What :func:`joint_solve` solves; see :func:`block_search` for ``alternating``.
+
+    :param init: mean (P,) and root of the covariance (P, P) of a q to start from.
+    """
     dtype, size = state.mean.dtype, state.mean.shape[0]
 
     def factors_at(e):
@@ -393,10 +402,26 @@ def joint_search(
 
     known = factors_at(jnp.zeros(size, dtype)) if sites else ()
     base = _divide(state, known, sites)
-    start = None
-    if sites is None:
+    start = start_precision = None
+    if init is not None:
+        start = jnp.linalg.solve(state.root, init[0] - state.mean)
+        inverse = jnp.linalg.solve(init[1], state.root)
+        start_precision = inverse.T @ inverse
+    elif sites is None:
         start = jnp.zeros(size, dtype) if starts is None else _most_probable(reduce, base, starts)
-    search = block_search(kinds + prior_kinds, reduce, base, size, dtype, settings, start=start, point=laplace)
+    all_kinds = kinds + prior_kinds
+    search = block_search(
+        all_kinds,
+        reduce,
+        base,
+        size,
+        dtype,
+        settings,
+        start=start,
+        start_precision=start_precision,
+        point=laplace,
+        alternating=alternating,
+    )
 
     def absorb(found, num_rows):
         bound = found.bound - jnp.sum(jnp.log(jnp.diagonal(found.root))) if laplace else found.bound
@@ -411,7 +436,7 @@ def joint_search(
         gain = bound - state.log_evidence
         return after, StepInfo(gain, found.decrement, found.iterations, found.converged, ok)
 
-    return Joint(search, absorb, factors_at)
+    return Joint(search, reduce, base, absorb, factors_at)
 
 
 def _most_probable(reduce, base: Base, starts: Array) -> Array:

@@ -1,0 +1,281 @@
+"""FixedPointVI: batch variational Gaussian inference."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from .core.block import Trial
+from .core.linalg import lower_from_root, solve_lower
+from .core.recursion import Joint, State
+from .engine import Engine, Engines, Options, checked_rows, describe_bad_rows
+from .options import EXPECTATIONS, ORDERS, check_choice, check_options, progress
+from .posterior import Posterior
+from .stream import pad
+
+SCHEDULES = ("incremental", "batch", "gradient")
+CHUNK_NUMBERS = 2**24  # in the Jacobians of a chunk
+GRADIENT_STEPS = 20  # between looks at the natural gradient
+
+
+class FixedPointVI:
+    """The best Gaussian: maximises the variational bound over all rows, with the true prior in it.
+
+    **Example**
+
+    .. code-block:: python
+
+        posterior = FixedPointVI(model).run({"X": X, "y": y})
+        posterior.elbo
+        posterior.info["bounds"]
+
+    :param model: a NumPyro model whose rows are conditionally independent given global, continuous latents.
+    :param str schedule: ``"incremental"`` takes a Newton step of the mean and a fixed-point step V <- T(V) of the
+        covariance at once (FPi); ``"batch"`` solves for one at a time, in turn (FPb); ``"gradient"`` climbs in the mean
+        and the covariance's Cholesky factor by L-BFGS (GRAD; needs optax). The first two shorten steps that would
+        lower the bound, so it never falls.
+    :param str expectation: as for :class:`RVGA`: ``"auto"``, ``"exact"``, ``"probit"``, ``"quadrature"``,
+        ``"sigma_points"``, ``"monte_carlo"`` or ``"linearized"``.
+    :param order: derivatives of the log-likelihood that are used: 2, 1, 0 or ``"auto"``.
+    :param float improper_prior_scale: standard deviation, in unconstrained space, of the normal that stands for
+        improper priors. None (default) refuses them.
+    :param float tolerance: squared length of the natural gradient, in nats, at which the bound counts as maximised.
+        Default: 1e-8 in float64, 1e-6 in float32.
+    :param int max_iterations: of the fixed point, or of L-BFGS.
+    :param int num_samples: nodes of Monte Carlo expectations.
+    :raises ValueError: for options that do not exist or exclude each other.
+
+    **References**
+
+    1. *A fixed-point operator for inference in variational Bayesian latent Gaussian models*, R. Sheth and R. Khardon
+       (2016)
+    """
+
+    def __init__(
+        self,
+        model: Callable,
+        *,
+        schedule: str = "incremental",
+        expectation: str = "auto",
+        order: int | str = "auto",
+        improper_prior_scale: float | None = None,
+        tolerance: float | None = None,
+        max_iterations: int = 500,
+        num_samples: int = 256,
+    ):
+        check_choice("schedule", schedule, SCHEDULES)
+        check_choice("expectation", expectation, EXPECTATIONS)
+        check_choice("order", order, ORDERS)
+        check_options(expectation, order, improper_prior_scale, tolerance, max_iterations, num_samples)
+        if schedule == "gradient" and expectation in ("probit", "linearized"):
+            raise ValueError(f"schedule='gradient' needs a bound to climb, and expectation={expectation!r} has none.")
+        self.model, self.schedule = model, schedule
+        options = Options("implicit", expectation, order, tolerance, max_iterations, num_samples)
+        self.options = options
+        self._engines = Engines(model, options, improper_prior_scale)
+
+    def run(
+        self,
+        data: Mapping[str, Any] | tuple,
+        *,
+        rng_key: Array | None = None,
+        init: Posterior | None = None,
+        progress_bar: bool = True,
+        **model_kwargs: Any,
+    ) -> Posterior:
+        """Maximise the bound.
+
+        :param data: a mapping from the model's argument names to arrays that share their leading axis, the rows; or a
+            tuple of such arrays for positional arguments. Their Jacobians are in memory one chunk of rows at a time.
+        :param rng_key: for Monte Carlo expectations. Default: ``jax.random.key(0)``.
+        :param init: a posterior of the same sites to start from, such as RVGA's. The rows that it has seen are not
+            counted: the prior is the model's.
+        :param progress_bar: show iterations and the bound.
+        :param model_kwargs: go to every call of the model unchanged.
+        :return: the posterior. ``info["bounds"]`` holds the bound after each iteration.
+        :raises ValueError: for unusable data, naming the array and the row.
+        :raises NotImplementedError: for discrete or local latents, and for rows that are not independent.
+        """
+        rng_key = jax.random.key(0) if rng_key is None else rng_key
+        rows = checked_rows(self.model, data, 0, model_kwargs)
+        engine = self._engines.get(rows, model_kwargs, rng_key)
+        engine.program.check_rows(rows)
+        start = None if init is None else _start_of(init, engine)
+        state, chunks = engine.program.initial_state(), _chunks(engine, rows)
+        with progress(progress_bar, None, "FixedPointVI", "it") as bar:
+            climb = self._climb_by_gradient if self.schedule == "gradient" else self._iterate
+            after, info, bounds = climb(engine, state, chunks, start, bar)
+        if not bool(info.ok):
+            reason = describe_bad_rows(engine.program, state, rows, 0)
+            raise ValueError(f"the bound is not finite: {reason or 'are the priors proper?'}.")
+        facts = {
+            "schedule": self.schedule,
+            "expectation": self.options.expectation,
+            "converged": bool(info.converged),
+            "iterations": int(info.iterations),
+            "largest_decrement": float(info.decrement),
+            "bounds": np.asarray(bounds),
+        }
+        expected = self.options.expectation != "linearized"
+        bound, num_rows = float(after.log_evidence) if expected else None, int(after.num_rows)
+        return Posterior(engine.program, after.mean, after.root, bound, facts, num_rows=num_rows)
+
+    # ------------------------------------------------------------------ inside
+    def _iterate(self, engine: Engine, state: State, chunks, start, bar):
+        joint = self._joint_of(engine, alternating=self.schedule == "batch")
+
+        @jax.jit
+        def begin(state, chunks, start):
+            return joint(state, chunks, start).search.begin
+
+        @jax.jit
+        def advance(state, chunks, start, trial):
+            search = joint(state, chunks, start).search
+            after = search.try_once(trial)
+            return after, search.unfinished(after)
+
+        @jax.jit
+        def finish(state, chunks, start, trial):
+            found = joint(state, chunks, start)
+            return found.absorb(found.search.solution(trial), _count(chunks))
+
+        trial, bounds, more = begin(state, chunks, start), [], True
+        while more:
+            before = int(trial.iterations)
+            trial, more = advance(state, chunks, start, trial)
+            seeking, iterations = float(trial.step) == 0, int(trial.iterations)
+            if not seeking and (iterations > before or not bounds):
+                bounds.append(float(trial.at.bound))
+                bar.update(1)
+                bar.set_postfix(bound=f"{bounds[-1]:.6g}", refresh=False)
+        return *finish(state, chunks, start, trial), bounds
+
+    def _climb_by_gradient(self, engine: Engine, state: State, chunks, start, bar):
+        optax = _import_optax()
+        joint = self._joint_of(engine, alternating=False)
+        optimizer = optax.lbfgs()
+
+        def negative_bound(state, chunks, start):
+            found = joint(state, chunks, start)
+
+            @jax.custom_vjp
+            def function(parameters):
+                return evaluate(parameters)[0]
+
+            def evaluate(parameters):
+                mean, lower = parameters
+                return _bound_and_slopes(found, mean, _root_of(lower))
+
+            def forward(parameters):
+                value, slopes = evaluate(parameters)
+                diagonal = jnp.exp(jnp.diagonal(parameters[1]))
+                inner = jnp.tril(slopes[1], -1) + jnp.diag(jnp.diagonal(slopes[1]) * diagonal)
+                return -value, (-slopes[0], -inner)
+
+            function.defvjp(forward, lambda slopes, scale: (jax.tree.map(lambda x: scale * x, slopes),))
+            return lambda parameters: function(parameters)
+
+        @jax.jit
+        def begin(state, chunks, start):
+            search = joint(state, chunks, start).search
+            seeking = lambda trial: (trial.step == 0) & ~trial.stuck  # noqa: E731
+            trial = jax.lax.while_loop(seeking, search.try_once, search.begin)
+            root = lower_from_root(jnp.linalg.inv(jnp.linalg.cholesky(trial.matrix)).T)
+            lower = jnp.tril(root, -1) + jnp.diag(jnp.log(jnp.diagonal(root)))
+            return (trial.mean, lower), optimizer.init((trial.mean, lower))
+
+        @jax.jit
+        def climb(state, chunks, start, parameters, memory):
+            objective = negative_bound(state, chunks, start)
+            look = optax.value_and_grad_from_state(objective)
+
+            def step(carry, _):
+                parameters, memory = carry
+                value, slope = look(parameters, state=memory)
+                moves, memory = optimizer.update(slope, memory, parameters, value=value, grad=slope, value_fn=objective)
+                return (optax.apply_updates(parameters, moves), memory), -value
+
+            return jax.lax.scan(step, (parameters, memory), None, length=GRADIENT_STEPS)
+
+        @jax.jit
+        def judge(state, chunks, start, parameters, iterations):
+            found = joint(state, chunks, start)
+            inverse = solve_lower(_root_of(parameters[1]), jnp.eye(parameters[0].size, dtype=parameters[0].dtype))
+            here = found.search.begin._replace(mean=parameters[0], matrix=inverse.T @ inverse)
+            trial: Trial = found.search.try_once(here)._replace(
+                iterations=iterations, mean=parameters[0], matrix=inverse.T @ inverse
+            )
+            return found.absorb(found.search.solution(trial), _count(chunks))
+
+        parameters, memory = begin(state, chunks, start)
+        bounds: list[float] = []
+        while True:
+            (parameters, memory), values = climb(state, chunks, start, parameters, memory)
+            bounds += np.asarray(values).tolist()
+            bar.update(len(values))
+            after, info = judge(state, chunks, start, parameters, len(bounds))
+            stalled = len(bounds) > 2 * GRADIENT_STEPS and bounds[-1] <= bounds[-GRADIENT_STEPS]
+            if bool(info.converged) or stalled or len(bounds) >= self.options.max_iterations:
+                return after, info, bounds
+
+    def _joint_of(self, engine: Engine, *, alternating: bool) -> Callable[..., Joint]:
+        def joint(state, chunks, start):
+            return engine.batch(state, *chunks, init=start, alternating=alternating)
+
+        return joint
+
+
+def _root_of(lower: Array) -> Array:
+    """The covariance's Cholesky factor, whose diagonal is kept as logarithms."""
+    return jnp.tril(lower, -1) + jnp.diag(jnp.exp(jnp.diagonal(lower)))
+
+
+def _bound_and_slopes(joint: Joint, mean: Array, root: Array) -> tuple[Array, tuple[Array, Array]]:
+    """The bound at N(mean, root root^T) and its slopes in both: E[grad], and (Lambda + E[hess] - precision) root."""
+    size = mean.size
+    identity = jnp.eye(size, dtype=mean.dtype)
+    precision = identity if joint.base.precision is None else joint.base.precision
+    linear = jnp.zeros_like(mean) if joint.base.linear is None else joint.base.linear
+    sums = joint.reduce(mean, lambda z: root.T @ z)
+    pull, exact = precision @ mean, precision + sums.curvature
+    entropy = jnp.sum(jnp.log(jnp.diagonal(root))) + 0.5 * size
+    bound = sums.value + linear @ mean - 0.5 * mean @ pull + joint.base.constant
+    bound = bound - 0.5 * jnp.sum(root * (precision @ root)) + entropy
+    inverse = solve_lower(root, identity)
+    return bound, (sums.gradient + linear - pull, jnp.tril(inverse.T - exact @ root))
+
+
+def _start_of(init: Posterior, engine: Engine) -> tuple[Array, Array]:
+    program = engine.program
+    if init.site_names != program.layout.site_names or init.mean.size != program.layout.size:
+        raise ValueError(
+            f"init has latent sites {init.site_names}, the model {program.layout.site_names}: they must be the same."
+        )
+    return jnp.asarray(init.mean, program.dtype), jnp.asarray(init.scale, program.dtype)
+
+
+def _chunks(engine: Engine, rows: dict[str, np.ndarray]) -> tuple[dict[str, Array], Array]:
+    """Rows and weights as (chunks, n, ...) arrays of equal length."""
+    total = len(next(iter(rows.values())))
+    count = -(-total * engine.numbers_per_row // CHUNK_NUMBERS)
+    size = -(-total // count)
+    padded, weights = pad(rows, count * size)
+    cut = lambda x: jnp.asarray(x).reshape(count, size, *x.shape[1:])  # noqa: E731
+    return {name: cut(array) for name, array in padded.items()}, cut(weights)
+
+
+def _count(chunks: tuple[dict[str, Array], Array]) -> Array:
+    return jnp.sum(chunks[1]).astype(jnp.int32)
+
+
+def _import_optax():
+    try:
+        import optax
+    except ImportError as error:
+        raise ImportError("schedule='gradient' needs optax: pip install 'numpyro_rvga[gradient]'.") from error
+    return optax

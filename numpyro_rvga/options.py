@@ -1,0 +1,47 @@
+"""Options that the inference objects share, checked at construction."""
+
+from __future__ import annotations
+
+from typing import Any
+
+EXPECTATIONS = ("auto", "exact", "probit", "quadrature", "sigma_points", "monte_carlo", "linearized")
+ORDERS = ("auto", 2, 1, 0)
+
+
+def check_choice(name: str, value: Any, choices: tuple) -> None:
+    """:raises ValueError: with the choices."""
+    if value not in choices:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, not {value!r}.")
+
+
+def check_size(name: str, value: Any, least: int) -> None:
+    """:raises ValueError: if ``value`` is neither 'auto' nor an integer of at least ``least``."""
+    whole = isinstance(value, int) and not isinstance(value, bool) and value >= least
+    if value != "auto" and not whole:
+        raise ValueError(f"{name} must be 'auto' or an integer of at least {least}, not {value!r}.")
+
+
+def check_options(
+    expectation: str,
+    order: int | str,
+    improper_prior_scale: float | None,
+    tolerance: float | None,
+    max_iterations: int,
+    num_samples: int,
+) -> None:
+    """:raises ValueError: naming the option."""
+    if expectation in ("exact", "probit", "linearized") and order not in ("auto", 2):
+        raise ValueError(f"expectation={expectation!r} has one form: leave order at 'auto'.")
+    for name, value in (("improper_prior_scale", improper_prior_scale), ("tolerance", tolerance)):
+        if value is not None and not value > 0:
+            raise ValueError(f"{name} must be positive, not {value}.")
+    for name, value in (("max_iterations", max_iterations), ("num_samples", num_samples)):
+        if not (isinstance(value, int) and value > 0):
+            raise ValueError(f"{name} must be a positive integer, not {value!r}.")
+
+
+def progress(enabled: bool, total: int | None, name: str, unit: str) -> Any:
+    """A progress bar."""
+    from tqdm.auto import tqdm
+
+    return tqdm(total=total, unit=unit, unit_scale=True, disable=not enabled, desc=name)
