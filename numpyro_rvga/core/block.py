@@ -11,7 +11,9 @@ implicit update, with all rows batch variational Gaussian inference. A step take
     m(t) = m + t Lambda(t)^-1 (sum Z_i^T g_i + linear - precision m):
 
 at t = 1 the fixed-point (Newton) step, for t -> 0 the natural gradient, which always rises. So halving t makes the
-bound monotone without any assumption of concavity, and leaves its stationary points alone.
+bound monotone without any assumption of concavity, and leaves its stationary points alone. The first t that a step
+tries is where, by the last move's slopes at both ends, that move had better ended: the map from Lambda to Lambda_new
+may turn errors around, and then t = 1 goes to and fro.
 """
 
 from __future__ import annotations
@@ -189,7 +191,7 @@ def solve_block(
     loop = partial(lax.while_loop, search.unfinished, search.try_once)
     if dimension > 1:
         return search.solution(loop(search.begin))
-    # Most single rows are done after one step: written out, it costs less than a loop.
+    # Most single rows are done after two steps: written out, they cost less than a loop.
     once = search.try_once(search.try_once(search.try_once(search.begin)))
     whole = lambda: search.solution(loop(search.begin))  # noqa: E731
     return lax.cond(search.unfinished(once), whole, lambda: search.solution(once))
