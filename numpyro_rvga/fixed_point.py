@@ -11,9 +11,11 @@ import numpy as np
 from jax import Array
 
 from .core.block import Trial
+from .core.joint import Joint
 from .core.linalg import lower_from_root, solve_lower
-from .core.recursion import Joint, State
-from .engine import Engine, Engines, Options, checked_rows, describe_bad_rows
+from .core.recursion import State
+from .engine import Engine, Engines, checked_rows, describe_bad_rows
+from .kinds import Options
 from .options import EXPECTATIONS, ORDERS, check_choice, check_options, progress
 from .posterior import Posterior
 from .stream import pad

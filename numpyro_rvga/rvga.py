@@ -13,7 +13,8 @@ from jax import Array
 
 from .core.recursion import State, StepInfo, new_state
 from .dynamics import LinearDynamics, OrnsteinUhlenbeck, RandomWalk
-from .engine import Engine, Engines, Options, checked_rows, describe_bad_rows
+from .engine import Engine, Engines, checked_rows, describe_bad_rows
+from .kinds import Options
 from .model.program import Program
 from .options import EXPECTATIONS, ORDERS, check_choice, check_options, check_size, progress
 from .posterior import Posterior

@@ -1,4 +1,4 @@
-"""How the Gaussian state moves: one block of rows at a time, or jointly with a prior that is not Gaussian.
+"""How the Gaussian state moves, one small block of rows at a time.
 
 The state's covariance is kept as a square root S (Sigma = S S^T, S of any form): positive definite by construction.
 In the coordinates e of theta = mean + S e the state is the standard normal, and a block of n C < P predictors moves
@@ -9,23 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
 from .block import (
-    Base,
-    CovarianceRoot,
     Factors,
     Kind,
-    Search,
     Settings,
-    Solution,
-    Sums,
-    add,
-    block_search,
     evaluate,
     solve_block,
     standard_base,
@@ -175,7 +168,7 @@ def implicit_step(
         info = (found.bound, found.decrement, found.iterations, found.converged)
         after, report = _move(state, basis, found.mean, found.root, num_rows, *info)
         if with_sites:
-            report = report._replace(sites=summarise(kinds, factors, _spreads(factors, found.root)))
+            report = report._replace(sites=summarise(kinds, factors, spreads(factors, found.root)))
         return after, report
 
     return step
@@ -251,7 +244,7 @@ def _subspace(root: Array, factors: tuple[Factors, ...]):
     return [p.reshape(*z.shape[:2], total) for p, z in zip(pieces, whitened)], basis
 
 
-def _spreads(factors: tuple[Factors, ...], precision_root: Array) -> tuple[Array, ...]:
+def spreads(factors: tuple[Factors, ...], precision_root: Array) -> tuple[Array, ...]:
     """Z_i Lambda^(-1/2) for each factor, (n, C, r)."""
 
     def spread(design):
@@ -290,188 +283,3 @@ def _compensated_add(total: Array, error: Array, change: Array) -> tuple[Array, 
     change = change + error
     after = total + change
     return after, change - (after - total)
-
-
-# ---------------------------------------------------------------------- joint solves
-def joint_solve(
-    kinds: tuple[Kind, ...],
-    rows: JointRows,
-    prior_kinds: tuple[Kind, ...],
-    prior_linearise: Callable[[Array], tuple[Factors, ...]],
-    state: State,
-    num_rows: Array,
-    settings: Settings,
-    *,
-    sites: tuple[Sites, ...] | None = None,
-    laplace: bool = False,
-    with_sites: bool = False,
-    starts: Array | None = None,
-) -> tuple[State, StepInfo]:
-    """Rows and the true prior terms together.
-
-    The state's Gaussian stand-in for the prior terms is divided out and the terms themselves take its place. With
-    ``sites`` the rows are known to the state by these: they are divided out too and the rows taken in afresh. So a
-    last solve is "Gaussian summary of the data x true prior x the rows that were kept".
-
-    :param laplace: stop at the mode, with the negative Hessian there as precision.
-    :param with_sites: report the rows' sites.
-    :param starts: (k, P) points, in the state's standard coordinates, of which the most probable is where the search
-        begins; default: the state's mean.
-    """
-    joint = joint_search(
-        kinds, rows, prior_kinds, prior_linearise, state, settings, sites=sites, laplace=laplace, starts=starts
-    )
-    found = joint.search.solution(lax.while_loop(joint.search.unfinished, joint.search.try_once, joint.search.begin))
-    after, info = joint.absorb(found, num_rows)
-    if with_sites:
-        factors = joint.factors(found.mean)
-        info = info._replace(sites=summarise(kinds, factors, _spreads(factors, found.root)))
-    return after, info
-
-
-class JointRows(NamedTuple):
-    """Rows for a joint solve, which need not be in memory as factors all at once.
-
-    :ivar linearise: (chunk, theta (P,)) -> factors with ``offset`` = F_i(theta) and ``design`` the Jacobians.
-    :ivar chunks: a pytree with the chunks along the leading axis.
-    """
-
-    linearise: Callable[[Any, Array], tuple[Factors, ...]]
-    chunks: Any
-
-
-class Joint(NamedTuple):
-    """A joint solve as a search in the state's standard coordinates.
-
-    :ivar reduce: the sums over all factors, as :func:`block_search` takes them. :ivar base: the rest of the bound.
-    :ivar absorb: solution, number of rows -> the state after it.
-    :ivar factors: e -> the rows' factors there, in these coordinates.
-    """
-
-    search: Search
-    reduce: Callable[[Array, CovarianceRoot | None], Sums]
-    base: Base
-    absorb: Callable[[Solution, Array], tuple[State, StepInfo]]
-    factors: Callable[[Array], tuple[Factors, ...]]
-
-
-def joint_search(
-    kinds: tuple[Kind, ...],
-    rows: JointRows,
-    prior_kinds: tuple[Kind, ...],
-    prior_linearise: Callable[[Array], tuple[Factors, ...]],
-    state: State,
-    settings: Settings,
-    *,
-    sites: tuple[Sites, ...] | None = None,
-    laplace: bool = False,
-    starts: Array | None = None,
-    init: tuple[Array, Array] | None = None,
-    alternating: bool = False,
-) -> Joint:
-    """What :func:`joint_solve` solves; see :func:`block_search` for ``alternating``.
-
-    :param init: mean (P,) and root of the covariance (P, P) of a q to start from.
-    """
-    dtype, size = state.mean.dtype, state.mean.shape[0]
-
-    def factors_at(e):
-        def whitened(chunk):
-            factors = rows.linearise(chunk, state.mean + state.root @ e)
-            return tuple(f._replace(design=f.design @ state.root) for f in factors)
-
-        found = lax.map(whitened, rows.chunks)
-        return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), found)
-
-    def reduce(e, covariance_root):
-        # Designs stay in the coordinates of theta: per row, that saves one product with a (P, P) matrix.
-        theta = state.mean + state.root @ e
-        to_spread = None if covariance_root is None else partial(jnp.matmul, covariance_root(state.root.T))
-        sums = evaluate(prior_kinds, prior_linearise(theta), to_spread)
-        if kinds:
-            sums = add(sums, over_chunks(lambda chunk: evaluate(kinds, rows.linearise(chunk, theta), to_spread)))
-        turned = lambda matrix: None if matrix is None else state.root.T @ matrix @ state.root  # noqa: E731
-        return Sums(sums.value, state.root.T @ sums.gradient, turned(sums.curvature), turned(sums.fallback))
-
-    def over_chunks(function):
-        first = jax.tree.map(lambda x: x[0], rows.chunks)
-        if jax.tree.leaves(rows.chunks)[0].shape[0] == 1:
-            return function(first)
-        nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(function, first))
-        return lax.scan(lambda sums, chunk: (add(sums, function(chunk)), None), nothing, rows.chunks)[0]
-
-    known = factors_at(jnp.zeros(size, dtype)) if sites else ()
-    base = _divide(state, known, sites)
-    start = start_precision = None
-    if init is not None:
-        start = jnp.linalg.solve(state.root, init[0] - state.mean)
-        inverse = jnp.linalg.solve(init[1], state.root)
-        start_precision = inverse.T @ inverse
-    elif sites is None:
-        start = jnp.zeros(size, dtype) if starts is None else _most_probable(reduce, base, starts)
-    all_kinds = kinds + prior_kinds
-    search = block_search(
-        all_kinds,
-        reduce,
-        base,
-        size,
-        dtype,
-        settings,
-        start=start,
-        start_precision=start_precision,
-        point=laplace,
-        alternating=alternating,
-    )
-
-    def absorb(found, num_rows):
-        bound = found.bound - jnp.sum(jnp.log(jnp.diagonal(found.root))) if laplace else found.bound
-        mean = state.mean + state.root @ found.mean
-        root = solve_lower(found.root, state.root.T).T
-        prior_site = None
-        if state.prior_site is not None:
-            prior_site = _prior_site(prior_kinds, prior_linearise(mean), mean, None if laplace else root)
-        moved = State(mean, jnp.zeros_like(mean), root, bound, prior_site, state.num_rows + num_rows)
-        ok = jnp.isfinite(bound) & jnp.all(jnp.isfinite(mean)) & jnp.all(jnp.isfinite(root))
-        after = jax.tree.map(lambda new, old: jnp.where(ok, new, old), moved, state)
-        gain = bound - state.log_evidence
-        return after, StepInfo(gain, found.decrement, found.iterations, found.converged, ok)
-
-    return Joint(search, reduce, base, absorb, factors_at)
-
-
-def _most_probable(reduce, base: Base, starts: Array) -> Array:
-    def log_density(e):
-        precision = e if base.precision is None else base.precision @ e
-        linear = 0.0 if base.linear is None else base.linear @ e
-        return reduce(e, None).value + linear - 0.5 * e @ precision
-
-    values = lax.map(log_density, starts)
-    return starts[jnp.argmax(jnp.where(jnp.isfinite(values), values, -jnp.inf))]
-
-
-def _divide(state: State, factors: tuple[Factors, ...], sites: tuple[Sites, ...] | None) -> Base:
-    """The state without its prior site and the rows' sites, in coordinates where the state is standard normal."""
-    base = standard_base(state.mean.dtype)._replace(constant=state.log_evidence)
-    if state.prior_site is None and sites is None:
-        return base
-    size = state.mean.shape[0]
-    precision, linear, constant = jnp.eye(size, dtype=state.mean.dtype), jnp.zeros_like(state.mean), base.constant
-    if state.prior_site is not None:
-        value, slope = quadratic_at(state.prior_site, state.mean)
-        precision = precision - state.root.T @ state.prior_site.precision @ state.root
-        linear, constant = linear - state.root.T @ slope, constant - value
-    for block, site in zip(factors, sites or ()):
-        pull = jnp.einsum("ncd,nd->nc", site.precision, block.offset)
-        weighted = jnp.einsum("ncd,ndr->ncr", site.precision, block.design)
-        precision = precision - jnp.einsum("ncr,ncs->rs", block.design, weighted)
-        linear = linear - jnp.einsum("nc,ncr->r", site.linear - pull, block.design)
-        values = site.constant + jnp.sum((site.linear - 0.5 * pull) * block.offset, axis=1)
-        constant = constant - jnp.sum(values)
-    return Base(0.5 * (precision + precision.T), linear, constant)
-
-
-def _prior_site(kinds, factors, mean, root) -> Quadratic:
-    """What stands for the prior terms in N(mean, root root^T), or at a mode (root None)."""
-    sums = evaluate(kinds, factors, None if root is None else lambda z: root.T @ z)
-    trace = 0.0 if root is None else jnp.sum((root @ root.T) * sums.curvature)
-    return Quadratic(sums.curvature, sums.gradient, sums.value + 0.5 * trace, mean)
