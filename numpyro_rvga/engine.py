@@ -15,7 +15,6 @@ from .core.block import Factors, Settings
 from .core.joint import Joint, JointRows, joint_search, joint_solve
 from .core.recursion import Sites, State, StepInfo, Transition, explicit_step, implicit_step, scan_blocks
 from .kinds import Options, make_kind
-from .model.arguments import check_finite, named_rows
 from .model.program import Program
 from .model.terms import constants, flatten, linearise
 
@@ -50,6 +49,14 @@ class Engine:
         self.settle = jax.jit(self._settle)
         self.stream = jax.jit(self._stream, static_argnames=("block_size", "with_sites"))
 
+    def check_start(self, init: Any) -> None:
+        """:raises ValueError: if a posterior is of other latent sites."""
+        layout = self.program.layout
+        if init.site_names != layout.site_names or init.mean.shape[0] != layout.size:
+            raise ValueError(
+                f"init has latent sites {init.site_names}, the model {layout.site_names}: they must be the same."
+            )
+
     def _settings(self, block_size: int | None = None) -> Settings:
         """For blocks of a stream, or a joint solve. What is left of each block adds up over a stream: a row's share of
         it must be small even after a million."""
@@ -78,20 +85,15 @@ class Engine:
         """Rows and the true prior terms in one solve. With ``sites``, rows that the state knows by these."""
         prepared = self._prepare(rows, weights)
         fresh = jnp.sum(weights).astype(jnp.int32) if sites is None else jnp.zeros((), jnp.int32)
-        masked = None if sites is None else self._mask(sites, weights)
-        state, info = joint_solve(
+        joint = self._search(
             self._kinds,
             JointRows(self._linearise, jax.tree.map(lambda x: x[None], prepared)),
-            self._prior_kinds,
-            self._linearise_prior,
             state,
-            fresh,
-            self._settings(),
-            sites=masked,
+            sites=None if sites is None else self._mask(sites, weights),
             laplace=self.options.scheme == "laplace",
-            with_sites=with_sites,
             starts=self._starts if sites is None else None,
         )
+        state, info = joint_solve(joint, fresh, with_sites=with_sites)
         return state, info._replace(sites=self._by_row(info.sites, len(weights)))
 
     def batch(
@@ -99,24 +101,20 @@ class Engine:
     ) -> Joint:
         """All rows and the true prior as a search. rows, weights: (chunks, n, ...), expanded one chunk at a time."""
         expanded = lambda chunk, theta: self._linearise(self._prepare(*chunk), theta)  # noqa: E731
-        return joint_search(
-            self._kinds,
-            JointRows(expanded, (rows, weights)),
-            self._prior_kinds,
-            self._linearise_prior,
-            state,
-            self._settings(),
-            starts=None if init is not None else self._starts,
-            init=init,
-            alternating=alternating,
-        )
+        starts = None if init is not None else self._starts
+        rows = JointRows(expanded, (rows, weights))
+        return self._search(self._kinds, rows, state, starts=starts, init=init, alternating=alternating)
 
     def _settle(self, state: State) -> tuple[State, StepInfo]:
         """The Gaussian summary of the data times the true prior."""
-        none, laplace = jnp.zeros((), jnp.int32), self.options.scheme == "laplace"
+        laplace = self.options.scheme == "laplace"
         nothing = JointRows(lambda chunk, theta: (), ())
-        arguments = (nothing, self._prior_kinds, self._linearise_prior, state, none, self._settings())
-        return joint_solve((), *arguments, sites=None if laplace else (), laplace=laplace)
+        joint = self._search((), nothing, state, sites=None if laplace else (), laplace=laplace)
+        return joint_solve(joint, jnp.zeros((), jnp.int32))
+
+    def _search(self, kinds: tuple, rows: JointRows, state: State, **options: Any) -> Joint:
+        prior = (self._prior_kinds, self._linearise_prior)
+        return joint_search(kinds, rows, *prior, state, self._settings(), **options)
 
     def _stream(
         self, state: State, rows: dict, weights: Array, *, block_size: int, with_sites: bool = False
@@ -244,16 +242,6 @@ class Engines:
         engine = Engine(program, options, rows, rng_key, transition)
         self._known.append((form, dict(model_kwargs), engine))
         return engine
-
-
-def checked_rows(model: Callable, data: Any, first_row: int, model_kwargs: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    """The data as arrays by argument name.
-
-    :raises ValueError: naming the array and the row, for unequal lengths and values that are not finite.
-    """
-    rows = named_rows(model, data, model_kwargs)
-    check_finite(rows, first_row)
-    return rows
 
 
 def _same(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:

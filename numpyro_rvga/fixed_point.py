@@ -10,15 +10,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from .core.block import Trial
 from .core.joint import Joint
 from .core.linalg import lower_from_root, solve_lower
 from .core.recursion import State
-from .engine import Engine, Engines, checked_rows, describe_bad_rows
+from .engine import Engine, Engines, describe_bad_rows
 from .kinds import Options
-from .options import EXPECTATIONS, ORDERS, check_choice, check_options, progress
+from .model.arguments import checked_rows
+from .options import check_choice, check_options
 from .posterior import Posterior
-from .stream import pad
+from .stream import pad, progress
 
 SCHEDULES = ("incremental", "batch", "gradient")
 CHUNK_NUMBERS = 2**24  # in the Jacobians of a chunk
@@ -71,15 +71,12 @@ class FixedPointVI:
         num_samples: int = 256,
     ):
         check_choice("schedule", schedule, SCHEDULES)
-        check_choice("expectation", expectation, EXPECTATIONS)
-        check_choice("order", order, ORDERS)
         check_options(expectation, order, improper_prior_scale, tolerance, max_iterations, num_samples)
         if schedule == "gradient" and expectation in ("probit", "linearized"):
             raise ValueError(f"schedule='gradient' needs a bound to climb, and expectation={expectation!r} has none.")
         self.model, self.schedule = model, schedule
-        options = Options("implicit", expectation, order, tolerance, max_iterations, num_samples)
-        self.options = options
-        self._engines = Engines(model, options, improper_prior_scale)
+        self.options = Options("implicit", expectation, order, tolerance, max_iterations, num_samples)
+        self._engines = Engines(model, self.options, improper_prior_scale)
 
     def run(
         self,
@@ -165,22 +162,15 @@ class FixedPointVI:
         def negative_bound(state, chunks, start):
             found = joint(state, chunks, start)
 
-            @jax.custom_vjp
-            def function(parameters):
-                return evaluate(parameters)[0]
-
-            def evaluate(parameters):
+            def value_and_slopes(parameters):
                 mean, lower = parameters
-                return _bound_and_slopes(found, mean, _root_of(lower))
+                value, (of_mean, of_root) = _bound_and_slopes(found, mean, _root_of(lower))
+                of_diagonal = jnp.diagonal(of_root) * jnp.exp(jnp.diagonal(lower))
+                return -value, (-of_mean, -jnp.tril(of_root, -1) - jnp.diag(of_diagonal))
 
-            def forward(parameters):
-                value, slopes = evaluate(parameters)
-                diagonal = jnp.exp(jnp.diagonal(parameters[1]))
-                inner = jnp.tril(slopes[1], -1) + jnp.diag(jnp.diagonal(slopes[1]) * diagonal)
-                return -value, (-slopes[0], -inner)
-
-            function.defvjp(forward, lambda slopes, scale: (jax.tree.map(lambda x: scale * x, slopes),))
-            return lambda parameters: function(parameters)
+            function = jax.custom_vjp(lambda parameters: value_and_slopes(parameters)[0])
+            function.defvjp(value_and_slopes, lambda slopes, scale: (jax.tree.map(lambda x: scale * x, slopes),))
+            return function
 
         @jax.jit
         def begin(state, chunks, start):
@@ -209,9 +199,7 @@ class FixedPointVI:
             found = joint(state, chunks, start)
             inverse = solve_lower(_root_of(parameters[1]), jnp.eye(parameters[0].size, dtype=parameters[0].dtype))
             here = found.search.begin._replace(mean=parameters[0], matrix=inverse.T @ inverse)
-            trial: Trial = found.search.try_once(here)._replace(
-                iterations=iterations, mean=parameters[0], matrix=inverse.T @ inverse
-            )
+            trial = here._replace(iterations=iterations, at=found.search.try_once(here).at)
             return found.absorb(found.search.solution(trial), _count(chunks))
 
         parameters, memory = begin(state, chunks, start)
@@ -253,12 +241,8 @@ def _bound_and_slopes(joint: Joint, mean: Array, root: Array) -> tuple[Array, tu
 
 
 def _start_of(init: Posterior, engine: Engine) -> tuple[Array, Array]:
-    program = engine.program
-    if init.site_names != program.layout.site_names or init.mean.size != program.layout.size:
-        raise ValueError(
-            f"init has latent sites {init.site_names}, the model {program.layout.site_names}: they must be the same."
-        )
-    return jnp.asarray(init.mean, program.dtype), jnp.asarray(init.scale, program.dtype)
+    engine.check_start(init)
+    return tuple(jnp.asarray(x, engine.program.dtype) for x in (init.mean, init.scale))
 
 
 def _chunks(engine: Engine, rows: dict[str, np.ndarray]) -> tuple[dict[str, Array], Array]:

@@ -30,6 +30,8 @@ def check_options(
     num_samples: int,
 ) -> None:
     """:raises ValueError: naming the option."""
+    check_choice("expectation", expectation, EXPECTATIONS)
+    check_choice("order", order, ORDERS)
     if expectation in ("exact", "probit", "linearized") and order not in ("auto", 2):
         raise ValueError(f"expectation={expectation!r} has one form: leave order at 'auto'.")
     for name, value in (("improper_prior_scale", improper_prior_scale), ("tolerance", tolerance)):
@@ -38,10 +40,3 @@ def check_options(
     for name, value in (("max_iterations", max_iterations), ("num_samples", num_samples)):
         if not (isinstance(value, int) and value > 0):
             raise ValueError(f"{name} must be a positive integer, not {value!r}.")
-
-
-def progress(enabled: bool, total: int | None, name: str, unit: str) -> Any:
-    """A progress bar."""
-    from tqdm.auto import tqdm
-
-    return tqdm(total=total, unit=unit, unit_scale=True, disable=not enabled, desc=name)

@@ -13,12 +13,12 @@ from jax import Array
 
 from .core.recursion import State, StepInfo, new_state
 from .dynamics import LinearDynamics, OrnsteinUhlenbeck, RandomWalk
-from .engine import Engine, Engines, checked_rows, describe_bad_rows
+from .engine import Engine, Engines, describe_bad_rows
 from .kinds import Options
-from .model.program import Program
-from .options import EXPECTATIONS, ORDERS, check_choice, check_options, check_size, progress
+from .model.arguments import checked_rows
+from .options import check_choice, check_options, check_size
 from .posterior import Posterior
-from .stream import RowMemory, RowSource, checked_blocks, pad, permuted
+from .stream import RowMemory, RowSource, checked_blocks, pad, permuted, progress
 
 SCHEMES = ("implicit", "explicit", "ekf", "qkf", "laplace")
 FAMILIES = ("full",)
@@ -101,8 +101,6 @@ class RVGA:
         num_samples: int = 256,
     ):
         check_choice("scheme", scheme, SCHEMES)
-        check_choice("expectation", expectation, EXPECTATIONS)
-        check_choice("order", order, ORDERS)
         check_choice("family", family, FAMILIES)
         check_size("block_size", block_size, 1)
         check_size("first_block", first_block, 0)
@@ -170,7 +168,7 @@ class RVGA:
             head = next(blocks)
             engine = self._engines.get(head, model_kwargs, rng_key)
             source, total = RowSource(_chain(head, blocks)), None
-        state = self._initial_state(engine) if init is None else _state_of(init, engine.program)
+        state = self._initial_state(engine) if init is None else _state_of(init, engine)
         with progress(progress_bar, total, "RVGA", "row") as bar:
             state, info = self._absorb(engine, state, source, total, bar, check=not in_memory)
         return self._posterior(engine, state, info, model_kwargs)
@@ -359,17 +357,15 @@ def _on_device(piece, size):
     return {name: jnp.asarray(array) for name, array in rows.items()}, jnp.asarray(weights)
 
 
-def _state_of(init: Posterior | State, program: Program) -> State:
+def _state_of(init: Posterior | State, engine: Engine) -> State:
     if isinstance(init, State):
         return init
-    if init.site_names != program.layout.site_names or init.mean.shape[0] != program.layout.size:
-        raise ValueError(
-            f"init has latent sites {init.site_names}, the model {program.layout.site_names}: they must be the same."
-        )
+    engine.check_start(init)
     if isinstance(init.continuation, Continuation):
         return init.continuation.state
-    state = new_state(jnp.asarray(init.mean, program.dtype), jnp.asarray(init.scale, program.dtype), None)
-    evidence = jnp.asarray(init.elbo or 0.0, program.dtype)
+    dtype = engine.program.dtype
+    state = new_state(jnp.asarray(init.mean, dtype), jnp.asarray(init.scale, dtype), None)
+    evidence = jnp.asarray(init.elbo or 0.0, dtype)
     return state._replace(log_evidence=evidence, num_rows=jnp.asarray(init.num_rows, jnp.int32))
 
 

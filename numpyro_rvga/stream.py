@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import numpy as np
 
@@ -123,6 +124,13 @@ def checked_blocks(blocks: Iterator, check: Callable[[object, int], Rows]) -> It
         yield rows
     if first_row == 0:
         raise ValueError("the stream of data is empty: it ended before its first row.")
+
+
+def progress(enabled: bool, total: int | None, name: str, unit: str) -> Any:
+    """A progress bar."""
+    from tqdm.auto import tqdm
+
+    return tqdm(total=total, unit=unit, unit_scale=True, disable=not enabled, desc=name)
 
 
 def _length(rows: Mapping[str, np.ndarray]) -> int:

@@ -19,7 +19,6 @@ may turn errors around, and then t = 1 goes to and fro.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -175,25 +174,16 @@ def add(a: Sums, b: Sums) -> Sums:
     return Sums(a.value + b.value, a.gradient + b.gradient, a.curvature + b.curvature, fallback)
 
 
-def solve_block(
-    kinds: tuple[Kind, ...],
-    reduce: Callable[[Array, CovarianceRoot | None], Sums],
-    base: Base,
-    dimension: int,
-    dtype,
-    settings: Settings,
-    *,
-    start: Array | None = None,
-    point: bool = False,
-) -> Solution:
-    """Solve the block problem; see :func:`block_search` for the parameters."""
-    search = block_search(kinds, reduce, base, dimension, dtype, settings, start=start, point=point)
-    loop = partial(lax.while_loop, search.unfinished, search.try_once)
-    if dimension > 1:
-        return search.solution(loop(search.begin))
-    # Most single rows are done after two steps: written out, they cost less than a loop.
+def run_search(search: Search, *, unrolled: bool = False) -> Solution:
+    """Run a search.
+
+    :param unrolled: write out the start and two steps, which most single rows need, and loop only for the others: a
+        loop costs more than the steps.
+    """
+    whole = lambda: search.solution(lax.while_loop(search.unfinished, search.try_once, search.begin))  # noqa: E731
+    if not unrolled:
+        return whole()
     once = search.try_once(search.try_once(search.try_once(search.begin)))
-    whole = lambda: search.solution(loop(search.begin))  # noqa: E731
     return lax.cond(search.unfinished(once), whole, lambda: search.solution(once))
 
 

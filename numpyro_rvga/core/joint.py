@@ -22,6 +22,7 @@ from .block import (
     add,
     block_search,
     evaluate,
+    run_search,
     standard_base,
 )
 from .linalg import solve_lower
@@ -44,50 +45,24 @@ class Joint(NamedTuple):
 
     :ivar reduce: the sums over all factors, as :func:`block_search` takes them. :ivar base: the rest of the bound.
     :ivar absorb: solution, number of rows -> the state after it.
-    :ivar factors: e -> the rows' factors there, in these coordinates.
+    :ivar sites: solution -> the rows' sites there.
     """
 
     search: Search
     reduce: Callable[[Array, CovarianceRoot | None], Sums]
     base: Base
     absorb: Callable[[Solution, Array], tuple[State, StepInfo]]
-    factors: Callable[[Array], tuple[Factors, ...]]
+    sites: Callable[[Solution], tuple[Sites, ...]]
 
 
-def joint_solve(
-    kinds: tuple[Kind, ...],
-    rows: JointRows,
-    prior_kinds: tuple[Kind, ...],
-    prior_linearise: Callable[[Array], tuple[Factors, ...]],
-    state: State,
-    num_rows: Array,
-    settings: Settings,
-    *,
-    sites: tuple[Sites, ...] | None = None,
-    laplace: bool = False,
-    with_sites: bool = False,
-    starts: Array | None = None,
-) -> tuple[State, StepInfo]:
-    """Rows and the true prior terms together.
+def joint_solve(joint: Joint, num_rows: Array, *, with_sites: bool = False) -> tuple[State, StepInfo]:
+    """The state after ``num_rows`` new rows.
 
-    The state's Gaussian stand-in for the prior terms is divided out and the terms themselves take its place. With
-    ``sites`` the rows are known to the state by these: they are divided out too and the rows taken in afresh. So a
-    last solve is "Gaussian summary of the data x true prior x the rows that were kept".
-
-    :param laplace: stop at the mode, with the negative Hessian there as precision.
     :param with_sites: report the rows' sites.
-    :param starts: (k, P) points, in the state's standard coordinates, of which the most probable is where the search
-        begins; default: the state's mean.
     """
-    joint = joint_search(
-        kinds, rows, prior_kinds, prior_linearise, state, settings, sites=sites, laplace=laplace, starts=starts
-    )
-    found = joint.search.solution(lax.while_loop(joint.search.unfinished, joint.search.try_once, joint.search.begin))
+    found = run_search(joint.search)
     after, info = joint.absorb(found, num_rows)
-    if with_sites:
-        factors = joint.factors(found.mean)
-        info = info._replace(sites=summarise(kinds, factors, spreads(factors, found.root)))
-    return after, info
+    return after, info._replace(sites=joint.sites(found)) if with_sites else info
 
 
 def joint_search(
@@ -104,9 +79,17 @@ def joint_search(
     init: tuple[Array, Array] | None = None,
     alternating: bool = False,
 ) -> Joint:
-    """What :func:`joint_solve` solves; see :func:`block_search` for ``alternating``.
+    """Rows and the true prior terms together.
 
+    The state's Gaussian stand-in for the prior terms is divided out and the terms themselves take its place. With
+    ``sites`` the rows are known to the state by these: they are divided out too and the rows taken in afresh. So a
+    last solve is "Gaussian summary of the data x true prior x the rows that were kept".
+
+    :param laplace: stop at the mode, with the negative Hessian there as precision.
+    :param starts: (k, P) points, in the state's standard coordinates, of which the most probable is where the search
+        begins; default: the state's mean.
     :param init: mean (P,) and root of the covariance (P, P) of a q to start from.
+    :param alternating: see :func:`block_search`.
     """
     dtype, size = state.mean.dtype, state.mean.shape[0]
 
@@ -171,7 +154,11 @@ def joint_search(
         gain = bound - state.log_evidence
         return after, StepInfo(gain, found.decrement, found.iterations, found.converged, ok)
 
-    return Joint(search, reduce, base, absorb, factors_at)
+    def sites_at(found):
+        factors = factors_at(found.mean)
+        return summarise(kinds, factors, spreads(factors, found.root))
+
+    return Joint(search, reduce, base, absorb, sites_at)
 
 
 def _most_probable(reduce, base: Base, starts: Array) -> Array:

@@ -15,14 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from .block import (
-    Factors,
-    Kind,
-    Settings,
-    evaluate,
-    solve_block,
-    standard_base,
-)
+from .block import Factors, Kind, Settings, block_search, evaluate, run_search, standard_base
 from .linalg import cholesky, lower_from_root, semidefinite_factor, solve_lower
 
 
@@ -159,7 +152,8 @@ def implicit_step(
 
             dtype = state.mean.dtype
             reduce = lambda e, covariance_root: evaluate(kinds, predict(e), covariance_root)  # noqa: E731
-            found = solve_block(kinds, reduce, standard_base(dtype), dimension, dtype, settings)
+            search = block_search(kinds, reduce, standard_base(dtype), dimension, dtype, settings)
+            found = run_search(search, unrolled=dimension == 1)
             return found, basis, predict(found.mean)
 
         found, basis, factors = solve(state.mean)

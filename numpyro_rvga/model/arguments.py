@@ -37,6 +37,16 @@ def named_rows(
     return rows
 
 
+def checked_rows(model: Callable, data: Any, first_row: int, model_kwargs: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    """The data as arrays by argument name.
+
+    :raises ValueError: naming the array and the row, for unequal lengths and values that are not finite.
+    """
+    rows = named_rows(model, data, model_kwargs)
+    check_finite(rows, first_row)
+    return rows
+
+
 def check_finite(rows: Mapping[str, np.ndarray], first_row: int = 0) -> None:
     """:raises ValueError: naming the array and the first row that holds NaN or an infinite value."""
     for name, array in rows.items():

@@ -16,7 +16,7 @@ from ..core.closed_forms import Logistic
 from ..core.recursion import State
 from ..core.symbolic import depends_on
 from . import validation
-from .arguments import check_finite, named_rows, split_call
+from .arguments import checked_rows, split_call
 from .layout import Layout
 from .prior import Prior, initial_state, split_prior
 from .terms import Terms, linearise, site_terms
@@ -37,7 +37,7 @@ class Program:
     """A model, its data's form and its keyword arguments, read once.
 
     :param model: a NumPyro model.
-    :param rows: data arrays by argument name, checked (see :func:`named_rows`).
+    :param rows: data arrays by argument name, checked (see :func:`checked_rows`).
     :param model_kwargs: passed to every call of the model unchanged.
     :param improper_prior_scale: standard deviation, in unconstrained space, of the normal that stands for improper
         priors; None refuses them.
@@ -106,9 +106,7 @@ class Program:
     # ------------------------------------------------------------------ data
     def rows(self, data: Mapping[str, Any] | tuple) -> dict[str, np.ndarray]:
         """The data as arrays by argument name, checked for names, lengths and finite values."""
-        rows = named_rows(self.model, data, self.model_kwargs)
-        check_finite(rows)
-        return rows
+        return checked_rows(self.model, data, 0, self.model_kwargs)
 
     @staticmethod
     def num_rows(rows: Mapping[str, Array]) -> int:

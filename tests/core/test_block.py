@@ -7,7 +7,7 @@ import pytest
 
 from numpyro_rvga.core import closed_forms as cf
 from numpyro_rvga.core import expectations as ex
-from numpyro_rvga.core.block import Factors, Kind, Settings, evaluate, solve_block, standard_base
+from numpyro_rvga.core.block import Factors, Kind, Settings, block_search, evaluate, run_search, standard_base
 
 
 def closed_kind(form):
@@ -66,7 +66,7 @@ def solve(name, max_iterations=200, tolerance=1e-11):
         start, arguments = None, ((kind,), reduce, standard_base(jnp.float64), r, jnp.float64)
         if name != "logistic":
             start = jnp.zeros(r)
-        return solve_block(*arguments, Settings(tolerance, max_iterations), start=start)
+        return run_search(block_search(*arguments, Settings(tolerance, max_iterations), start=start))
 
     return kind, design, constants, run()
 
@@ -118,7 +118,8 @@ def test_one_gaussian_step_is_exact():
     design = jnp.asarray(x)[:, None, :]
     kind = closed_kind(cf.Gaussian)
     reduce = lambda e, root: evaluate((kind,), (Factors(design @ e, design, constants),), root)  # noqa: E731
-    found = solve_block((kind,), reduce, standard_base(jnp.float64), 4, jnp.float64, Settings(1e-12, 50))
+    search = block_search((kind,), reduce, standard_base(jnp.float64), 4, jnp.float64, Settings(1e-12, 50))
+    found = run_search(search)
     precision = np.eye(4) + x.T @ x / 0.49
     np.testing.assert_allclose(found.root @ found.root.T, precision, rtol=1e-12)
     np.testing.assert_allclose(found.mean, np.linalg.solve(precision, x.T @ y / 0.49), rtol=1e-11)
