@@ -144,7 +144,8 @@ def khat(
 def _rows_with_outcome(program: Program, data: Mapping[str, ArrayLike] | tuple) -> dict[str, Any]:
     """:raises ValueError: if an observed site is not observed in ``data``; it would be drawn at random."""
     rows = program.rows(data)
-    jax.eval_shape(partial(_observed_values, program), {name: values[:2] for name, values in rows.items()})
+    few = rows if program.whole else {name: values[:2] for name, values in rows.items()}
+    jax.eval_shape(partial(_observed_values, program), few)
     return rows
 
 
@@ -161,19 +162,20 @@ def _chunks_of_log_likelihood(
     program: Program, theta: Array, rows: Mapping[str, Any]
 ) -> Iterator[dict[str, np.ndarray]]:
     """The row terms of successive chunks of rows, each of shape (num_samples, rows of the chunk, *elements)."""
-    examples = jax.eval_shape(program.log_likelihood, theta[0], program.example_rows)
+    examples = jax.eval_shape(program.log_likelihood, theta[0], program.inputs(program.example_rows))
     elements = max(values.size // values.shape[0] for values in examples.values())
     chunk_size = max(1, CHUNK_VALUES // (len(theta) * elements))
     evaluate = jax.jit(jax.vmap(program.log_likelihood, in_axes=(0, None)))
-    for start in range(0, program.num_rows(rows), chunk_size):
-        chunk = {name: values[start : start + chunk_size] for name, values in rows.items()}
+    inputs = program.inputs(rows)
+    for start in range(0, program.num_rows(inputs), chunk_size):
+        chunk = {name: values[start : start + chunk_size] for name, values in inputs.items()}
         yield jax.device_get(evaluate(theta, chunk))
 
 
 def _in_model_order(program: Program, site: str, chunks: list[dict[str, np.ndarray]]) -> np.ndarray:
     """All rows of a site, with the row axis where the model's plates have it and not in front of the elements."""
     terms = np.concatenate([chunk[site] for chunk in chunks], axis=1)
-    return np.moveaxis(terms, 1, 1 + prediction.row_axis(program, site))
+    return np.moveaxis(terms, 1, 1 + program.row_axis(site))
 
 
 def _observed_values(program: Program, rows: Mapping[str, Any]) -> dict[str, Array]:

@@ -11,12 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from .core.block import Factors, Settings
+from .core.block import Factors, Settings, apply_design
 from .core.joint import Joint, JointRows, joint_search, joint_solve
 from .core.recursion import Sites, State, StepInfo, Transition, explicit_step, implicit_step, scan_blocks
 from .kinds import Options, make_kind
 from .model.program import Program
-from .model.terms import constants, flatten, linearise
+from .model.terms import Terms, constants, linearise, merged, select
+from .model.validation import CoupledRows
 
 SMOOTHNESS_ROWS = 16
 SYMMETRIC_PREDICTORS = 8  # with more, as in neural networks, the prior's mean is often a saddle
@@ -27,7 +28,7 @@ NUM_LINEARIZATIONS = 3  # of predictors that are not affine, in a small block
 class Engine:
     """Jitted updates of a program's state.
 
-    :param rows: a few rows, to find out whether the densities are smooth.
+    :param rows: a few rows, as the program's terms take them, to find out whether the densities are smooth.
     :param rng_key: draws the nodes of Monte Carlo expectations.
     :param transition: how parameters move before each block of a stream.
     """
@@ -36,10 +37,11 @@ class Engine:
         self, program: Program, options: Options, rows: dict, rng_key: Array, transition: Transition | None = None
     ):
         self.program, self.options, self._transition = program, options, transition
-        few = {name: np.asarray(array[:SMOOTHNESS_ROWS]) for name, array in rows.items()}
-        self._kinds = tuple(make_kind(terms, options, rng_key, few) for terms in program.terms)
+        self._kinds = tuple(make_kind(terms, options, rng_key, rows) for terms in program.terms)
         prior_options = options._replace(expectation="auto", scheme="implicit")
-        self._prior_kinds = tuple(make_kind(terms, prior_options, rng_key, {}) for terms in program.prior.terms)
+        self._prior_kinds = tuple(
+            make_kind(terms, prior_options, rng_key, program.shared) for terms in program.prior.terms
+        )
         self._double = program.dtype == jnp.float64
         self.is_affine = all(t.is_affine for t in program.terms)
         wide = any(t.num_predictors > SYMMETRIC_PREDICTORS or not t.is_affine for t in program.terms)
@@ -89,6 +91,7 @@ class Engine:
             self._kinds,
             JointRows(self._linearise, jax.tree.map(lambda x: x[None], prepared)),
             state,
+            {},
             sites=None if sites is None else self._mask(sites, weights),
             laplace=self.options.scheme == "laplace",
             starts=self._starts if sites is None else None,
@@ -97,30 +100,46 @@ class Engine:
         return state, info._replace(sites=self._by_row(info.sites, len(weights)))
 
     def batch(
-        self, state: State, rows: dict, weights: Array, *, init: tuple[Array, Array] | None, alternating: bool
+        self,
+        state: State,
+        rows: dict,
+        weights: Array,
+        *,
+        shared: dict,
+        init: tuple[Array, Array] | None,
+        alternating: bool,
     ) -> Joint:
-        """All rows and the true prior as a search. rows, weights: (chunks, n, ...), expanded one chunk at a time."""
-        expanded = lambda chunk, theta: self._linearise(self._prepare(*chunk), theta)  # noqa: E731
+        """All rows and the true prior as a search.
+
+        :param rows: with ``weights``, (chunks, n, ...) arrays, expanded one chunk at a time.
+        :param shared: the ``numpyro.param`` sites, or nothing; as ``program.shared``.
+        """
+
+        def expanded(chunk, theta):
+            rows, weights = chunk
+            return self._linearise(self._prepare(rows | shared, weights), theta)
+
         starts = None if init is not None else self._starts
-        rows = JointRows(expanded, (rows, weights))
-        return self._search(self._kinds, rows, state, starts=starts, init=init, alternating=alternating)
+        joint_rows = JointRows(expanded, (rows, weights))
+        return self._search(self._kinds, joint_rows, state, shared, starts=starts, init=init, alternating=alternating)
 
     def _settle(self, state: State) -> tuple[State, StepInfo]:
         """The Gaussian summary of the data times the true prior."""
         laplace = self.options.scheme == "laplace"
         nothing = JointRows(lambda chunk, theta: (), ())
-        joint = self._search((), nothing, state, sites=None if laplace else (), laplace=laplace)
+        joint = self._search((), nothing, state, {}, sites=None if laplace else (), laplace=laplace)
         return joint_solve(joint, jnp.zeros((), jnp.int32))
 
-    def _search(self, kinds: tuple, rows: JointRows, state: State, **options: Any) -> Joint:
-        prior = (self._prior_kinds, self._linearise_prior)
+    def _search(self, kinds: tuple, rows: JointRows, state: State, shared: dict, **options: Any) -> Joint:
+        prior = (self._prior_kinds, partial(self._linearise_prior, shared))
         return joint_search(kinds, rows, *prior, state, self._settings(), **options)
 
     def _stream(
         self, state: State, rows: dict, weights: Array, *, block_size: int, with_sites: bool = False
     ) -> tuple[State, StepInfo]:
         prepared = self._prepare(rows, weights)
-        cut = lambda x: x.reshape(-1, block_size * (x.shape[0] // weights.shape[0]), *x.shape[1:])  # noqa: E731
+        count = weights.shape[0] // block_size
+        cut = lambda x: x.reshape(count, x.shape[0] // count, *x.shape[1:])  # noqa: E731
         blocks = jax.tree.map(cut, prepared)
         counts = jnp.sum(weights.reshape(-1, block_size), axis=1).astype(jnp.int32)
         state, info = scan_blocks(partial(self._step, with_sites, block_size), state, blocks, counts, self._transition)
@@ -161,36 +180,40 @@ class Engine:
         for terms in self.program.terms:
             values = constants(terms, rows)
             weight = jnp.broadcast_to(weights[:, None].astype(origin.dtype), (weights.shape[0], terms.num_elements))
-            if terms.is_affine:
-                prepared.append(flatten(*linearise(terms, origin, rows), (weight, values)))
+            if terms.site in self.program.selections:
+                known = weight, values, jnp.zeros((*weight.shape, 1, 0), origin.dtype)
+                prepared.append(Factors(*select(terms, origin, rows), merged(known)))
+            elif terms.is_affine:
+                prepared.append(_factors(terms, origin, rows, weight, values))
             else:
-                merged = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), (weight, values))
-                prepared.append((rows, merged))
+                prepared.append((rows, weight, values))
         return tuple(prepared)
 
     def _linearise(self, prepared: tuple, theta: Array) -> tuple[Factors, ...]:
         factors = []
         for terms, known in zip(self.program.terms, prepared):
             if terms.is_affine:
-                factors.append(known._replace(offset=known.offset + known.design @ theta))
+                factors.append(known._replace(offset=known.offset + apply_design(known.design, theta)))
             else:
-                rows, values = known
-                offset, design = linearise(terms, theta, rows)
-                merge = lambda x: x.reshape(-1, *x.shape[2:])  # noqa: E731
-                factors.append(Factors(merge(offset), merge(design), values))
+                factors.append(_factors(terms, theta, *known))
         return tuple(factors)
 
-    def _linearise_prior(self, theta: Array) -> tuple[Factors, ...]:
+    def _linearise_prior(self, shared: dict, theta: Array) -> tuple[Factors, ...]:
         factors = []
         for terms in self.program.prior.terms:
             weight = jnp.ones((1, terms.num_elements), theta.dtype)
-            factors.append(flatten(*linearise(terms, theta, {}), (weight, constants(terms, {}))))
+            factors.append(_factors(terms, theta, shared, weight, constants(terms, shared)))
         return tuple(factors)
+
+
+def _factors(terms: Terms, theta: Array, rows: dict, weight: Array, values: Any) -> Factors:
+    offset, design, local = linearise(terms, theta, rows)
+    return Factors(*merged((offset, design, (weight, values, local))))
 
 
 def describe_bad_rows(program: Program, state: State, rows: dict[str, Any], first_row: int) -> str | None:
     """Which row's likelihood is not finite at the state's mean."""
-    for name, values in program.log_likelihood(state.mean, rows).items():
+    for name, values in program.log_likelihood(state.mean, program.inputs(rows)).items():
         bad = ~np.isfinite(np.asarray(values).reshape(len(values), -1)).all(axis=1)
         if bad.any():
             row = int(np.argmax(bad))
@@ -203,12 +226,21 @@ class Engines:
     """The engines of a model, compiled once for each form of the data.
 
     :param dynamics: what has a ``transition(layout, initial_state)``, or None.
+    :param batch: whether all rows are always at hand: then models that do not run on some of them are welcome too,
+        and ``numpyro.param`` sites can be learned.
     """
 
     def __init__(
-        self, model: Callable, options: Options, improper_prior_scale: float | None = None, dynamics: Any = None
+        self,
+        model: Callable,
+        options: Options,
+        improper_prior_scale: float | None = None,
+        dynamics: Any = None,
+        *,
+        batch: bool = False,
     ):
         self._model, self._options, self._scale, self._dynamics = model, options, improper_prior_scale, dynamics
+        self._batch = batch
         self._known: list[tuple[tuple, dict, Engine]] = []
 
     @property
@@ -225,23 +257,37 @@ class Engines:
         key = tuple(np.asarray(jax.random.key_data(rng_key)).tolist())
         form = (shapes, str(jnp.result_type(float)), len(next(iter(rows.values()))), key)
         for known, kwargs, engine in self._known:
-            if known == form and _same(kwargs, model_kwargs):
+            own = not engine.program.whole or engine.program.holds(rows)
+            if known == form and own and _same(kwargs, model_kwargs):
                 return engine
         options = self._options
-        program = Program(
-            self._model,
-            rows,
-            model_kwargs,
-            improper_prior_scale=self._scale,
-            prefer_parameters=options.scheme == "ekf" or options.expectation == "linearized",
-        )
-        program.check_independence(rows)
+        program = self._program(rows, model_kwargs)
         transition = None
         if self._dynamics is not None:
             transition = self._dynamics.transition(program.layout, program.initial_state())
-        engine = Engine(program, options, rows, rng_key, transition)
+        few = {name: array[:SMOOTHNESS_ROWS] for name, array in program.inputs(rows).items()}
+        engine = Engine(program, options, few | program.shared, rng_key, transition)
         self._known.append((form, dict(model_kwargs), engine))
         return engine
+
+    def _program(self, rows: dict[str, np.ndarray], model_kwargs: dict) -> Program:
+        options = {
+            "improper_prior_scale": self._scale,
+            "prefer_parameters": self._options.scheme == "ekf" or self._options.expectation == "linearized",
+        }
+        try:
+            program = Program(self._model, rows, model_kwargs, **options)
+            program.check_independence(rows)
+        except CoupledRows:
+            if not self._batch:
+                raise
+            program = Program(self._model, rows, model_kwargs, whole=True, **options)
+        if program.params.layout.size and not self._batch:
+            raise NotImplementedError(
+                f"the model has numpyro.param sites ({', '.join(program.params.layout.site_names)}), which a recursion "
+                "cannot learn. Give them priors, or learn them with FixedPointVI."
+            )
+        return program
 
 
 def _same(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:

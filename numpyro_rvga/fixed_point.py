@@ -10,11 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from .core.joint import Joint
+from .core.joint import Joint, base_terms, bound_at
 from .core.linalg import lower_from_root, solve_lower
 from .core.recursion import State
 from .engine import Engine, Engines, describe_bad_rows
 from .kinds import Options
+from .learning import import_optax, learn
 from .model.arguments import checked_rows
 from .options import check_choice, check_options
 from .posterior import Posterior
@@ -23,6 +24,7 @@ from .stream import pad, progress
 SCHEDULES = ("incremental", "batch", "gradient")
 CHUNK_NUMBERS = 2**24  # in the Jacobians of a chunk
 GRADIENT_STEPS = 20  # between looks at the natural gradient
+LEARNING_TOLERANCE = 1e-5  # nats
 
 
 class FixedPointVI:
@@ -76,7 +78,7 @@ class FixedPointVI:
             raise ValueError(f"schedule='gradient' needs a bound to climb, and expectation={expectation!r} has none.")
         self.model, self.schedule = model, schedule
         self.options = Options("implicit", expectation, order, tolerance, max_iterations, num_samples)
-        self._engines = Engines(model, self.options, improper_prior_scale)
+        self._engines = Engines(model, self.options, improper_prior_scale, batch=True)
 
     def run(
         self,
@@ -104,13 +106,17 @@ class FixedPointVI:
         rows = checked_rows(self.model, data, 0, model_kwargs)
         engine = self._engines.get(rows, model_kwargs, rng_key)
         engine.program.check_rows(rows)
-        start = None if init is None else _start_of(init, engine)
-        state, chunks = engine.program.initial_state(), _chunks(engine, rows)
+        program, chunks, learned = engine.program, _chunks(engine, rows), None
+        start = None if init is None else _start_of(init, engine, program.initial_state())
         with progress(progress_bar, None, "FixedPointVI", "it") as bar:
+            if program.params.layout.size:
+                learned = learn(engine, chunks, start, self.options.tolerance or LEARNING_TOLERANCE, bar)
+                program, start = program.with_params(learned.params), learned.start
             climb = self._climb_by_gradient if self.schedule == "gradient" else self._iterate
-            after, info, bounds = climb(engine, state, chunks, start, bar)
+            state = program.initial_state()
+            after, info, bounds = climb(engine, program.shared, state, chunks, start, bar)
         if not bool(info.ok):
-            reason = describe_bad_rows(engine.program, state, rows, 0)
+            reason = describe_bad_rows(program, state, rows, 0)
             raise ValueError(f"the bound is not finite: {reason or 'are the priors proper?'}.")
         facts = {
             "schedule": self.schedule,
@@ -120,13 +126,15 @@ class FixedPointVI:
             "largest_decrement": float(info.decrement),
             "bounds": np.asarray(bounds),
         }
+        if learned is not None:
+            facts |= {"learned": learned.converged, "learning_bounds": np.asarray(learned.bounds)}
         expected = self.options.expectation != "linearized"
         bound, num_rows = float(after.log_evidence) if expected else None, int(after.num_rows)
-        return Posterior(engine.program, after.mean, after.root, bound, facts, num_rows=num_rows)
+        return Posterior(program, after.mean, after.root, bound, facts, num_rows=num_rows)
 
     # ------------------------------------------------------------------ inside
-    def _iterate(self, engine: Engine, state: State, chunks, start, bar):
-        joint = self._joint_of(engine, alternating=self.schedule == "batch")
+    def _iterate(self, engine: Engine, shared: dict, state: State, chunks, start, bar):
+        joint = self._joint_of(engine, shared, alternating=self.schedule == "batch")
 
         @jax.jit
         def begin(state, chunks, start):
@@ -154,9 +162,9 @@ class FixedPointVI:
                 bar.set_postfix(bound=f"{bounds[-1]:.6g}", refresh=False)
         return *finish(state, chunks, start, trial), bounds
 
-    def _climb_by_gradient(self, engine: Engine, state: State, chunks, start, bar):
-        optax = _import_optax()
-        joint = self._joint_of(engine, alternating=False)
+    def _climb_by_gradient(self, engine: Engine, shared: dict, state: State, chunks, start, bar):
+        optax = import_optax("schedule='gradient' and numpyro.param sites")
+        joint = self._joint_of(engine, shared, alternating=False)
         optimizer = optax.lbfgs()
 
         def negative_bound(state, chunks, start):
@@ -213,9 +221,9 @@ class FixedPointVI:
             if bool(info.converged) or stalled or len(bounds) >= self.options.max_iterations:
                 return after, info, bounds
 
-    def _joint_of(self, engine: Engine, *, alternating: bool) -> Callable[..., Joint]:
+    def _joint_of(self, engine: Engine, shared: dict, *, alternating: bool) -> Callable[..., Joint]:
         def joint(state, chunks, start):
-            return engine.batch(state, *chunks, init=start, alternating=alternating)
+            return engine.batch(state, *chunks, shared=shared, init=start, alternating=alternating)
 
         return joint
 
@@ -227,26 +235,24 @@ def _root_of(lower: Array) -> Array:
 
 def _bound_and_slopes(joint: Joint, mean: Array, root: Array) -> tuple[Array, tuple[Array, Array]]:
     """The bound at N(mean, root root^T) and its slopes in both: E[grad], and (Lambda + E[hess] - precision) root."""
-    size = mean.size
-    identity = jnp.eye(size, dtype=mean.dtype)
-    precision = identity if joint.base.precision is None else joint.base.precision
-    linear = jnp.zeros_like(mean) if joint.base.linear is None else joint.base.linear
+    precision, linear = base_terms(joint.base, mean)
     sums = joint.reduce(mean, lambda z: root.T @ z)
-    pull, exact = precision @ mean, precision + sums.curvature
-    entropy = jnp.sum(jnp.log(jnp.diagonal(root))) + 0.5 * size
-    bound = sums.value + linear @ mean - 0.5 * mean @ pull + joint.base.constant
-    bound = bound - 0.5 * jnp.sum(root * (precision @ root)) + entropy
-    inverse = solve_lower(root, identity)
-    return bound, (sums.gradient + linear - pull, jnp.tril(inverse.T - exact @ root))
+    inverse = solve_lower(root, jnp.eye(mean.size, dtype=mean.dtype))
+    of_root = jnp.tril(inverse.T - (precision + sums.curvature) @ root)
+    return bound_at(joint, mean, root), (sums.gradient + linear - precision @ mean, of_root)
 
 
-def _start_of(init: Posterior, engine: Engine) -> tuple[Array, Array]:
+def _start_of(init: Posterior, engine: Engine, state: State) -> tuple[Array, Array]:
+    """Mean and precision in the state's standard coordinates."""
     engine.check_start(init)
-    return tuple(jnp.asarray(x, engine.program.dtype) for x in (init.mean, init.scale))
+    mean, scale = (jnp.asarray(x, engine.program.dtype) for x in (init.mean, init.scale))
+    inverse = jnp.linalg.solve(scale, state.root)
+    return jnp.linalg.solve(state.root, mean - state.mean), inverse.T @ inverse
 
 
 def _chunks(engine: Engine, rows: dict[str, np.ndarray]) -> tuple[dict[str, Array], Array]:
-    """Rows and weights as (chunks, n, ...) arrays of equal length."""
+    """Rows, as the terms take them, and weights as (chunks, n, ...) arrays of equal length."""
+    rows = engine.program.inputs(rows)
     total = len(next(iter(rows.values())))
     count = -(-total * engine.numbers_per_row // CHUNK_NUMBERS)
     size = -(-total // count)
@@ -257,11 +263,3 @@ def _chunks(engine: Engine, rows: dict[str, np.ndarray]) -> tuple[dict[str, Arra
 
 def _count(chunks: tuple[dict[str, Array], Array]) -> Array:
     return jnp.sum(chunks[1]).astype(jnp.int32)
-
-
-def _import_optax():
-    try:
-        import optax
-    except ImportError as error:
-        raise ImportError("schedule='gradient' needs optax: pip install 'numpyro_rvga[gradient]'.") from error
-    return optax

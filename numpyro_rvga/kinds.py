@@ -36,17 +36,17 @@ def make_kind(terms: Terms, options: Options, rng_key: Array, rows: dict) -> Kin
     """
     expect, conservative = _expectation(terms, options, rng_key, rows)
 
-    def weighted(function):
-        def moments(mean, covariance, weighted_constants):
-            weight, values = weighted_constants
-            return tuple(weight * x for x in function(mean, covariance, values))
+    def moments(mean, covariance, known):
+        weight, values, local = known
+        return tuple(weight * x for x in expect(mean, covariance + local @ local.T, values))
 
-        return moments
+    def plugin(mean, covariance, known):
+        weight, values, _ = known
+        if terms.num_local:
+            return moments(mean, jnp.zeros_like(covariance), known)
+        return tuple(weight * x for x in ex.linearized(lambda u: terms.density(u, values), mean, covariance))
 
-    def plugin(mean, covariance, values):
-        return ex.linearized(lambda u: terms.density(u, values), mean, covariance)
-
-    return Kind(weighted(expect), weighted(plugin), terms.closed_form in cf.CONCAVE, conservative)
+    return Kind(moments, plugin, terms.closed_form in cf.CONCAVE, conservative)
 
 
 def _resolve(terms: Terms, options: Options) -> str:
@@ -86,6 +86,11 @@ def _expectation(terms: Terms, options: Options, rng_key: Array, rows: dict) -> 
     Over fixed nodes the first-order form does: it is the derivative of the weighted sum itself.
     """
     name = _resolve(terms, options)
+    if name == "linearized" and terms.num_local:
+        raise ValueError(
+            f"site {terms.site!r} depends on a latent variable of each row, whose spread linearised expectations "
+            "would pass over. Use expectation='auto' and scheme='implicit' or 'explicit'."
+        )
     if name == "exact":
         return cf.EXACT[terms.closed_form], True
     if name == "probit":

@@ -69,6 +69,11 @@ class Posterior:
         """The latent sites, in the order in which they are flattened."""
         return tuple(self.program.layout.site_names)
 
+    @property
+    def params(self) -> dict[str, Array]:
+        """The values of the model's ``numpyro.param`` sites, which :class:`FixedPointVI` learns."""
+        return self.program.params.constrained(self.program.params.values)
+
     @functools.cached_property
     def covariance(self) -> Array:
         """The covariance of q in unconstrained space, shape ``(P, P)``."""
@@ -79,15 +84,28 @@ class Posterior:
         """The Cholesky factor of the covariance: lower triangular with a positive diagonal, shape ``(P, P)``."""
         return lower_from_root(self.scale)
 
-    def sample_posterior(self, rng_key: Array, sample_shape: tuple[int, ...] = ()) -> dict[str, Array]:
+    def sample_posterior(
+        self,
+        rng_key: Array,
+        sample_shape: tuple[int, ...] = (),
+        data: Mapping[str, ArrayLike] | tuple | None = None,
+    ) -> dict[str, Array]:
         """Draw from q.
 
         :param rng_key: random key.
         :param sample_shape: leading shape of the draws.
+        :param data: rows whose own latent variables are to be drawn too: under q they follow their conditional prior.
         :return: the constrained latent sites and the deterministic sites outside the row plate, each of shape
             ``(*sample_shape, *site_shape)``.
         """
-        return self.constrain(self.sample_unconstrained(rng_key, sample_shape))
+        theta_key, local_key = (rng_key, None) if data is None else jax.random.split(rng_key)
+        theta = self.sample_unconstrained(theta_key, sample_shape)
+        sites = self.constrain(theta)
+        if data is not None:
+            flat = jnp.reshape(theta, (-1, theta.shape[-1]))
+            local = prediction.local_latents(self, local_key, self.program.rows(data), flat)
+            sites |= {name: jnp.reshape(value, (*sample_shape, *value.shape[1:])) for name, value in local.items()}
+        return sites
 
     def sample_unconstrained(self, rng_key: Array, sample_shape: tuple[int, ...] = ()) -> Array:
         """Draw flat unconstrained vectors theta from q.
@@ -179,7 +197,8 @@ class Posterior:
         """Predict the observed sites of new rows.
 
         :param rng_key: random key; ``closed_form`` needs none.
-        :param data: rows as :meth:`RVGA.run` takes them, with or without the outcome.
+        :param data: rows as :meth:`RVGA.run` takes them, with or without the outcome. They may be new even where the
+            model has a latent value for each row, as in Gaussian processes: those of new rows are drawn given the rest.
         :param num_samples: the number of posterior draws of ``monte_carlo``.
         :param method: ``"monte_carlo"`` draws parameters from q and runs the model forward with every observed site
             drawn anew. ``"closed_form"`` is the R-VGA paper's approximate probability of a logistic site and its

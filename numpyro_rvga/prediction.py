@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+import numpyro.distributions as dist
 from jax import Array
 from jax.typing import ArrayLike
 from numpyro import handlers
 from numpyro.infer import Predictive
+from numpyro.primitives import Messenger
 
 from .core.symbolic import depends_on
-from .model.tracing import RowRunner
+from .model.tracing import peel
 
 if TYPE_CHECKING:
-    from .model import Program
     from .posterior import Posterior
 
 PROBIT_SCALE = math.sqrt(8 / math.pi)
@@ -49,14 +50,90 @@ def at_draws(posterior: Posterior, rng_key: Array, rows: Mapping[str, Any], thet
     :return: observed sites and deterministic sites inside the row plate, of shape ``(num_samples, *site_shape)``.
     """
     program = posterior.program
+    inside = {name for name, plates in program.plates.items() if program.row_plates.intersection(plates)}
+    predicted = inside - set(program.sites) | set(program.observed_sites) | set(program.local.site_names)
+    if program.whole and not program.holds(rows):
+        return _at_new_rows(posterior, rng_key, rows, theta, predicted)
+    return _forward(posterior, rng_key, rows, theta, predicted)
+
+
+def local_latents(posterior: Posterior, rng_key: Array, rows: Mapping[str, Any], theta: Array) -> dict[str, Array]:
+    """Draw the rows' own latent variables at given parameters: the arguments are those of :func:`at_draws`."""
+    return _forward(posterior, rng_key, rows, theta, set(posterior.program.local.site_names))
+
+
+def _forward(posterior, rng_key, rows, theta, names: set[str]) -> dict[str, Array]:
+    program = posterior.program
     sites = posterior.constrain(theta)
     latents = {name: sites[name] for name in posterior.site_names}
-    model = RowRunner(program.model, program.row_plates, program.num_rows(rows), {})
-    local = {name for name, plates in program.plates.items() if program.row_plates.intersection(plates)}
-    predicted = sorted(local - set(program.sites) | set(program.observed_sites))
-    predict = Predictive(handlers.uncondition(model), latents, return_sites=predicted)
+    model = program.runner(program.num_rows(rows))
+    predict = Predictive(handlers.uncondition(model), latents, return_sites=sorted(names))
     arguments, keywords = program.call_arguments({name: jnp.asarray(values) for name, values in rows.items()})
     return predict(rng_key, *arguments, **keywords)
+
+
+def _at_new_rows(posterior, rng_key, rows, theta, names: set[str]) -> dict[str, Array]:
+    """Run the model on the rows that it was fitted to and the new ones together, latent sites that have grown completed
+    by draws given what is known of them."""
+    program = posterior.program
+    old = program.num_rows(program.example_rows)
+    both = {name: jnp.concatenate([program.example_rows[name], jnp.asarray(rows[name])]) for name in rows}
+    arguments, keywords = program.call_arguments(both)
+    model = handlers.uncondition(program.runner(program.num_rows(both)))
+
+    def one(key, theta):
+        fitted = program.constrain(theta)
+        latents = {name: fitted[name] for name in program.layout.site_names}
+        completed = Completion(handlers.seed(model, key), latents)
+        with handlers.block():
+            trace = handlers.trace(completed).get_trace(*arguments, **keywords)
+        grown = completed.grown | {n for n, value in fitted.items() if n in trace and _grew(trace[n], value)}
+        found = {}
+        for name in names | grown:
+            axis = 0 if name in grown else program.row_axis(name)
+            found[name] = jnp.moveaxis(jnp.moveaxis(trace[name]["value"], axis, 0)[old:], 0, axis)
+        return found
+
+    return jax.jit(jax.vmap(one))(jax.random.split(rng_key, len(theta)), theta)
+
+
+def _grew(site: dict, before: Array) -> bool:
+    return site["type"] == "deterministic" and jnp.shape(site["value"]) != before.shape
+
+
+class Completion(Messenger):
+    """Gives latent sites their values; of sites that have grown along their leading axis, the rest is drawn."""
+
+    def __init__(self, fn: Callable, values: Mapping[str, Array]):
+        super().__init__(fn)
+        self.values, self.grown = values, set()
+
+    def process_message(self, msg: dict) -> None:
+        if msg["type"] != "sample" or msg["name"] not in self.values:
+            return
+        value = self.values[msg["name"]]
+        shape = msg["fn"].shape(msg["kwargs"]["sample_shape"])
+        if shape != value.shape:
+            self.grown.add(msg["name"])
+            value = _completed(msg["name"], msg["fn"], shape, value, msg["kwargs"]["rng_key"])
+        msg["value"] = value
+
+
+def _completed(name: str, fn: Any, shape: tuple[int, ...], value: Array, rng_key: Array) -> Array:
+    """A draw of shape ``shape`` given its first entries."""
+    normal, _ = peel(fn)
+    known = value.shape[0]
+    noise = jax.random.normal(rng_key, shape, value.dtype)
+    if isinstance(normal, dist.Normal):
+        return jnp.concatenate([value, (normal.loc + normal.scale * noise)[known:]])
+    if isinstance(normal, dist.MultivariateNormal) and len(shape) == 1:
+        loc, lower = jnp.broadcast_to(normal.loc, shape), normal.scale_tril
+        whitened = jax.scipy.linalg.solve_triangular(lower[:known, :known], value - loc[:known], lower=True)
+        return loc + lower @ jnp.concatenate([whitened, noise[known:]])
+    raise NotImplementedError(
+        f"site {name!r} has a value for each row, and no values for new rows can be drawn given the others: it is "
+        f"{type(normal).__name__}, neither Normal nor MultivariateNormal."
+    )
 
 
 def closed_form(posterior: Posterior, data: Mapping[str, ArrayLike] | tuple) -> dict[str, dict[str, Array]]:
@@ -84,15 +161,10 @@ def closed_form(posterior: Posterior, data: Mapping[str, ArrayLike] | tuple) -> 
         complete = _with_stand_ins(posterior, rows, site)
         mean, covariance = program.predictors(posterior.mean, posterior.scale, complete, site)
         element_shape = list(program.sites[site].value_shape)
-        element_shape.pop(row_axis(program, site))
+        element_shape.pop(program.row_axis(site))
         shape = (program.num_rows(rows), *element_shape)
         predictions[site] = _probit_moments(mean.reshape(shape), covariance.reshape(shape))
     return predictions
-
-
-def row_axis(program: Program, site: str) -> int:
-    """The axis of an observed site's values along which rows lie."""
-    return next((axis for axis, plate in enumerate(program.plates[site]) if plate in program.row_plates), 0)
 
 
 def _with_stand_ins(posterior: Posterior, rows: Mapping[str, Any], site: str) -> dict[str, Any]:

@@ -45,6 +45,8 @@ def save(posterior: Posterior, path: str | os.PathLike) -> None:
         "example_rows": program.example_rows,
         "model_kwargs": keywords,
         "improper_prior_scale": program.improper_prior_scale,
+        "whole": program.whole,
+        "params": program.params.values,
     }
     metadata = {
         "layout": _layout(program),
@@ -75,7 +77,8 @@ def load(path: str | os.PathLike, model: Callable, **model_kwargs: Any) -> dict[
         rows = named_rows(model, contents.pop("example_rows"), keywords)
     except ValueError as error:
         raise ValueError(f"{path} belongs to a model with other arguments: {error}") from error
-    program = Program.restore(model, rows, keywords, contents.pop("improper_prior_scale"))
+    options = [contents.pop(name) for name in ("improper_prior_scale", "whole", "params")]
+    program = Program.restore(model, rows, keywords, *options)
     if _layout(program) != metadata["layout"]:
         raise ValueError(
             f"{path} belongs to another model: its latent sites are {_describe(metadata['layout'])}, "

@@ -12,7 +12,6 @@ from numpyro.infer import NUTS, init_to_value
 from numpyro.infer.autoguide import AutoMultivariateNormal
 
 from .core.linalg import lower_from_root
-from .model.tracing import RowRunner
 
 if TYPE_CHECKING:
     from .posterior import Posterior
@@ -44,6 +43,7 @@ def nuts(posterior: Posterior, **nuts_kwargs: Any) -> NUTS:
         site names, the blocks of a block-diagonal mass matrix.
     :return: a kernel for one :class:`~numpyro.infer.mcmc.MCMC` run, whose data are given to ``MCMC.run`` as usual.
     """
+    _refuse_local(posterior, "NUTS")
     blocks = nuts_kwargs.pop("dense_mass", True)
     if isinstance(blocks, bool):
         blocks = [posterior.site_names] if blocks else []
@@ -53,7 +53,10 @@ def nuts(posterior: Posterior, **nuts_kwargs: Any) -> NUTS:
         "adapt_mass_matrix": False,
         "step_size": posterior.mean.size**-0.25,
     }
-    return NUTS(posterior.program.model, **(options | nuts_kwargs))
+    model = posterior.program.model
+    if posterior.params:
+        model = handlers.substitute(model, data=posterior.params)
+    return NUTS(model, **(options | nuts_kwargs))
 
 
 def init_params(posterior: Posterior, rng_key: Array, num_chains: int = 1) -> dict[str, Array]:
@@ -78,8 +81,9 @@ def as_guide(posterior: Posterior) -> tuple[AutoMultivariateNormal, dict[str, Ar
     :param posterior: the posterior.
     :return: the guide and its parameters ``auto_loc`` and ``auto_scale_tril``, in the guide's own flat order.
     """
+    _refuse_local(posterior, "a guide")
     program = posterior.program
-    model = RowRunner(program.model, program.row_plates, program.num_rows(program.example_rows), {})
+    model = program.runner(program.num_rows(program.example_rows))
     guide = AutoMultivariateNormal(model, init_loc_fn=init_to_value(values=posterior.median()))
     arguments, keywords = program.call_arguments(program.example_rows)
     with handlers.block(), handlers.seed(rng_seed=0):
@@ -90,6 +94,15 @@ def as_guide(posterior: Posterior) -> tuple[AutoMultivariateNormal, dict[str, Ar
         f"{guide.prefix}_scale_tril": lower_from_root(posterior.scale[order]),
     }
     return guide, params
+
+
+def _refuse_local(posterior: Posterior, what: str) -> None:
+    names = posterior.program.local.site_names
+    if names:
+        raise NotImplementedError(
+            f"site {names[0]!r} is a latent variable of each row, which q integrates out and {what} would need: write "
+            "the model without it, or with one vector outside the row plate."
+        )
 
 
 def _guide_order(posterior: Posterior, guide: AutoMultivariateNormal) -> np.ndarray:

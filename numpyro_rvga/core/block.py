@@ -19,6 +19,7 @@ may turn errors around, and then t = 1 goes to and fro.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import jax
@@ -36,6 +37,23 @@ NARROWING = 16.0  # of the start's covariance, at a time
 MAX_NARROWINGS = 20
 
 
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Selection:
+    """A design (n, 1, r) whose row i is ``scale_i`` at place ``index_i`` and zero elsewhere.
+
+    :ivar index: (n,). :ivar scale: (n,). :ivar size: r.
+    """
+
+    index: Array
+    scale: Array
+    size: int = field(metadata={"static": True})
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        return len(self.index), 1, self.size
+
+
 class Factors(NamedTuple):
     """n factors of the same kind, linearised: a_i = offset_i + design_i e.
 
@@ -45,7 +63,7 @@ class Factors(NamedTuple):
     """
 
     offset: Array
-    design: Array
+    design: Array | Selection
     constants: tuple
 
 
@@ -136,6 +154,45 @@ class Search(NamedTuple):
     solution: Callable[[Trial], Solution]
 
 
+def apply_design(design: Array | Selection, e: Array) -> Array:
+    """design_i e for each factor, (n, C)."""
+    if isinstance(design, Selection):
+        return (design.scale * e[design.index])[:, None]
+    return design @ e
+
+
+def times_root(design: Array | Selection, root: Array) -> Array:
+    """design_i root for each factor, (n, C, r)."""
+    if isinstance(design, Selection):
+        return (design.scale[:, None] * root[design.index])[:, None]
+    return design @ root
+
+
+def _covariances(design: Array | Selection, covariance_root: CovarianceRoot) -> Array:
+    """Z_i Lambda^-1 Z_i^T, (n, C, C)."""
+    if isinstance(design, Selection):
+        lengths = jnp.sum(covariance_root(jnp.eye(design.size, dtype=design.scale.dtype)) ** 2, axis=0)
+        return (design.scale**2 * lengths[design.index])[:, None, None]
+    n, c, r = design.shape
+    spread = covariance_root(design.reshape(n * c, r).T).reshape(-1, n, c)
+    return jnp.einsum("rnc,rnd->ncd", spread, spread)
+
+
+def _pull_back(design: Array | Selection, gradients: Array) -> Array:
+    """sum Z_i^T g_i, (r,)."""
+    if isinstance(design, Selection):
+        return jnp.zeros(design.size, gradients.dtype).at[design.index].add(design.scale * gradients[:, 0])
+    return gradients.reshape(-1) @ design.reshape(-1, design.shape[-1])
+
+
+def _gram(design: Array | Selection, weights: Array) -> Array:
+    """sum Z_i^T W_i Z_i, (r, r)."""
+    if isinstance(design, Selection):
+        return jnp.diag(_pull_back(design, design.scale[:, None] * weights[:, 0]))
+    n, c, r = design.shape
+    return design.reshape(n * c, r).T @ jnp.einsum("ncd,ndr->ncr", weights, design).reshape(n * c, r)
+
+
 def standard_base(dtype) -> Base:
     """The standard normal, normalised."""
     return Base(None, None, jnp.zeros((), dtype))
@@ -148,21 +205,17 @@ def evaluate(kinds: tuple[Kind, ...], blocks: tuple[Factors, ...], covariance_ro
     """
     value, gradient, curvature, correction = 0.0, 0.0, 0.0, 0.0
     for kind, block in zip(kinds, blocks):
-        n, c, r = block.design.shape
-        flat = block.design.reshape(n * c, r)
+        n, c, _ = block.design.shape
         if covariance_root is None:
-            covariance = jnp.zeros((n, c, c), flat.dtype)
+            covariance = jnp.zeros((n, c, c), block.offset.dtype)
         else:
-            spread = covariance_root(flat.T).reshape(-1, n, c)
-            covariance = jnp.einsum("rnc,rnd->ncd", spread, spread)
+            covariance = _covariances(block.design, covariance_root)
         moments = jax.vmap(kind.plugin if covariance_root is None else kind.expect)
         e, g, h = moments(block.offset, covariance, block.constants)
-        weighted = jnp.einsum("ncd,ndr->ncr", -h, block.design).reshape(n * c, r)
-        value, gradient = value + jnp.sum(e), gradient + g.reshape(n * c) @ flat
-        curvature = curvature + flat.T @ weighted
+        value, gradient = value + jnp.sum(e), gradient + _pull_back(block.design, g)
+        curvature = curvature + _gram(block.design, -h)
         if not kind.concave:
-            removed = jnp.einsum("ncd,ndr->ncr", positive_part(h), block.design).reshape(n * c, r)
-            correction = correction + flat.T @ removed
+            correction = correction + _gram(block.design, positive_part(h))
     fallback = None if all(kind.concave for kind in kinds) else curvature + correction
     return Sums(value, gradient, curvature, fallback)
 

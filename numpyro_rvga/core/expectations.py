@@ -98,6 +98,18 @@ def monte_carlo_points(rng_key: Array, num_samples: int, num_predictors: int) ->
     return np.linalg.solve(root, draws.T).T, np.full(len(draws), 1.0 / len(draws))
 
 
+def normal_rule(dimension: int) -> tuple[np.ndarray, np.ndarray]:
+    """Points (K, dimension) and weights (K,) for expectations over the standard normal.
+
+    :raises NotImplementedError: for more than three dimensions.
+    """
+    if dimension not in HERMITE_NODES:
+        raise NotImplementedError(
+            f"no quadrature over the {dimension} variables of a row: at most three are integrated."
+        )
+    return _hermite_rule(dimension)
+
+
 def _hermite_rule(num_predictors: int) -> tuple[np.ndarray, np.ndarray]:
     x, w = np.polynomial.hermite_e.hermegauss(HERMITE_NODES[num_predictors])
     w = w / w.sum()

@@ -24,6 +24,7 @@ from .block import (
     evaluate,
     run_search,
     standard_base,
+    times_root,
 )
 from .linalg import solve_lower
 from .recursion import Quadratic, Sites, State, StepInfo, quadratic_at, spreads, summarise
@@ -53,6 +54,21 @@ class Joint(NamedTuple):
     base: Base
     absorb: Callable[[Solution, Array], tuple[State, StepInfo]]
     sites: Callable[[Solution], tuple[Sites, ...]]
+
+
+def bound_at(joint: Joint, mean: Array, root: Array) -> Array:
+    """The bound at N(mean, root root^T), with root lower triangular or its transpose."""
+    precision, linear = base_terms(joint.base, mean)
+    value = joint.reduce(mean, lambda z: root.T @ z).value
+    entropy = jnp.sum(jnp.log(jnp.diagonal(root))) + 0.5 * mean.size
+    trace = jnp.sum(root * (precision @ root))
+    return value + linear @ mean - 0.5 * mean @ precision @ mean + joint.base.constant - 0.5 * trace + entropy
+
+
+def base_terms(base: Base, mean: Array) -> tuple[Array, Array]:
+    """Precision and linear term, written out."""
+    precision = jnp.eye(mean.size, dtype=mean.dtype) if base.precision is None else base.precision
+    return precision, jnp.zeros_like(mean) if base.linear is None else base.linear
 
 
 def joint_solve(joint: Joint, num_rows: Array, *, with_sites: bool = False) -> tuple[State, StepInfo]:
@@ -88,7 +104,7 @@ def joint_search(
     :param laplace: stop at the mode, with the negative Hessian there as precision.
     :param starts: (k, P) points, in the state's standard coordinates, of which the most probable is where the search
         begins; default: the state's mean.
-    :param init: mean (P,) and root of the covariance (P, P) of a q to start from.
+    :param init: mean and precision of a q to start from, in the state's standard coordinates.
     :param alternating: see :func:`block_search`.
     """
     dtype, size = state.mean.dtype, state.mean.shape[0]
@@ -96,7 +112,7 @@ def joint_search(
     def factors_at(e):
         def whitened(chunk):
             factors = rows.linearise(chunk, state.mean + state.root @ e)
-            return tuple(f._replace(design=f.design @ state.root) for f in factors)
+            return tuple(f._replace(design=times_root(f.design, state.root)) for f in factors)
 
         found = lax.map(whitened, rows.chunks)
         return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), found)
@@ -122,9 +138,7 @@ def joint_search(
     base = _divide(state, known, sites)
     start = start_precision = None
     if init is not None:
-        start = jnp.linalg.solve(state.root, init[0] - state.mean)
-        inverse = jnp.linalg.solve(init[1], state.root)
-        start_precision = inverse.T @ inverse
+        start, start_precision = init
     elif sites is None:
         start = jnp.zeros(size, dtype) if starts is None else _most_probable(reduce, base, starts)
     all_kinds = kinds + prior_kinds

@@ -8,6 +8,9 @@ from typing import Any
 
 import numpy as np
 
+ROW = "numpyro_rvga.row"  # among a program's rows: their numbers, where the model always runs on all data
+PARAMS = "numpyro_rvga.params"  # among a program's rows: the numpyro.param sites, the same for all of them
+
 
 def named_rows(
     model: Callable, data: Mapping[str, Any] | tuple, model_kwargs: Mapping[str, Any]

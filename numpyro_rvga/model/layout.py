@@ -42,3 +42,8 @@ class Layout(NamedTuple):
             batch = value.shape[: value.ndim - len(self.shapes[name])]
             pieces.append(jnp.reshape(value, (*batch, -1)))
         return jnp.concatenate(pieces, -1)
+
+
+def layout_of(shapes: dict[str, tuple[int, ...]]) -> Layout:
+    """The layout with the sites in the order of ``shapes``."""
+    return Layout(tuple(shapes), shapes)

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import numpyro.distributions as dist
 from jax import Array
 
 from ..core.closed_forms import DENSITIES, Exponential, Gaussian, Logistic, gaussian
 from ..core.compilation import jit_once
 from ..core.expectations import linearized
-from ..core.recursion import Quadratic, State, new_state
-from .terms import Terms, constants, flatten, linearise
+from ..core.recursion import Quadratic, State
+from ..core.symbolic import factorise
+from .terms import Rows, RunSite, Terms, constants, linearise, merged
+from .tracing import peel
 
 CHECKED_ELEMENTS = 32  # of a site, when asking whether its terms are quadratic
 NUM_DRAWS = 2000
@@ -23,57 +27,169 @@ NEAR, ORIGIN = slice(0, 4), 1
 WINSOR = 4.0  # robust standard deviations at which prior draws are cut before their moments are taken
 
 
-class Prior(NamedTuple):
-    """log p(theta) = gaussian(theta) + sum of ``terms``.
+class Block(NamedTuple):
+    """A multivariate normal site that nothing else in the prior depends on: kept by location and scale.
 
-    :ivar gaussian: the exactly Gaussian terms; proper by itself if there are no others.
-    :ivar terms: the others.
+    :ivar moments: shared rows (the ``numpyro.param`` sites, or nothing) -> loc (K,), scale_tril (K, K).
     """
 
-    gaussian: Quadratic
+    site: str
+    start: int
+    stop: int
+    moments: Callable[[Rows], tuple[Array, Array]]
+
+
+class Prior(NamedTuple):
+    """log p(theta) = sum of ``blocks`` + sum of ``gaussian`` + sum of ``terms``.
+
+    :ivar gaussian: the other terms with a constant Hessian; proper by themselves if there are no ``terms``.
+    :ivar terms: all others.
+    """
+
+    blocks: tuple[Block, ...]
+    gaussian: tuple[Terms, ...]
     terms: tuple[Terms, ...]
 
 
-def split_prior(all_terms: list[Terms], theta: jax.ShapeDtypeStruct) -> Prior:
-    """Collect terms whose Hessian is constant into one Gaussian; correlated and linear-Gaussian priors are exact."""
+def split_prior(all_terms: list[Terms], blocks: list[Block], theta: jax.ShapeDtypeStruct, shared: Rows) -> Prior:
+    """Collect terms whose Hessian is constant; correlated and linear-Gaussian priors are exact.
+
+    :param blocks: multivariate normal sites; those that other terms touch are treated as these.
+    :param shared: what the terms depend on besides theta: the ``numpyro.param`` sites, or nothing.
+    """
     size, dtype = theta.shape[0], theta.dtype
+    names = {block.site for block in blocks}
+    touched = _touched([t for t in all_terms if t.site not in names], size, dtype, shared) if blocks else None
+    blocks = [block for block in blocks if not touched[block.start : block.stop].any()]
+    names = {block.site for block in blocks}
+    all_terms = [t for t in all_terms if t.site not in names]
     undecided = [t for t in all_terms if t.is_affine and t.closed_form is None]
-    probes = _once(lambda: [_probe(t, dtype) for t in undecided])
+    probes = _once(lambda: [_probe(t, dtype, shared) for t in undecided])
     gaussian = [t for t in all_terms if t.closed_form is Gaussian]
     others = [t for t in all_terms if not t.is_affine or t.closed_form not in (None, Gaussian)]
     for terms, probe in zip(undecided, probes):
         if _is_quadratic(probe):
             gaussian.append(terms)
         else:
-            others.append(_in_closed_form(terms, probe))
-    parts = _once(lambda: [_expand(t, size, dtype) for t in gaussian])
-    zeros = np.zeros((size, size), dtype), np.zeros(size, dtype), np.zeros((), dtype)
-    summed = [sum((part[i] for part in parts), start=zero) for i, zero in enumerate(zeros)]
-    return Prior(Quadratic(*[jnp.asarray(x) for x in (*summed, np.zeros(size, dtype))]), tuple(others))
+            others.append(terms if shared else _in_closed_form(terms, probe))
+    return Prior(tuple(blocks), tuple(gaussian), tuple(others))
 
 
-def initial_state(prior: Prior, draw: Callable[[Array], Array]) -> State:
-    """The Gaussian prior itself, or a Gaussian fitted to draws of the prior with its stand-in part recorded.
+def normal_block(
+    run_site: RunSite, site: str, start: int, stop: int, theta: jax.ShapeDtypeStruct, shared: Rows
+) -> Block | None:
+    """A latent site as a block, if it is one multivariate normal vector that does not depend on other latents."""
+
+    def moments_at(t, shared):
+        fn = peel(run_site(t, shared).fn)[0]
+        return jnp.broadcast_to(fn.loc, fn.event_shape), fn.scale_tril
+
+    found: list = []
+    jax.eval_shape(lambda t: found.append(peel(run_site(t, shared).fn)[0]) or 0, theta)
+    if not isinstance(found[0], dist.MultivariateNormal) or found[0].event_shape != (stop - start,):
+        return None
+    split = factorise(lambda t, r: sum(jnp.sum(x) for x in moments_at(t, r)).astype(theta.dtype), theta, shared)
+    origin = jnp.zeros(theta.shape, theta.dtype)
+    return None if split.num_predictors else Block(site, start, stop, lambda shared: moments_at(origin, shared))
+
+
+def _touched(all_terms: list[Terms], size: int, dtype, shared: Rows) -> np.ndarray:
+    """Which entries of theta terms depend on, (P,)."""
+    theta = jnp.asarray(np.random.default_rng(0).normal(size=size), dtype)
+    designs = _once(lambda: [jnp.any(linearise(t, theta, shared)[1] != 0, axis=(0, 1, 2)) for t in all_terms])
+    return np.any([np.zeros(size, bool), *designs], axis=0)
+
+
+class Start(NamedTuple):
+    """What :func:`state_at` needs besides the prior: moments of a Gaussian that stands for terms that are none."""
+
+    mean: np.ndarray
+    root: np.ndarray
+
+
+def fitted_start(prior: Prior, size: int, draw: Callable[[Array], Array]) -> Start | None:
+    """Moments of draws of the prior; None if it is Gaussian.
 
     :param draw: rng_key -> theta (P,), a draw from the prior.
     """
-    size, dtype = prior.gaussian.linear.shape[0], prior.gaussian.linear.dtype
     if not prior.terms:
-        mean, root, log_normalizer = _from_quadratic(prior.gaussian)
-        state = new_state(mean, root, None)
-        return state._replace(log_evidence=log_normalizer)
+        return None
     many = jit_once(lambda key: jax.vmap(draw)(jax.random.split(key, NUM_DRAWS)))
-    draws = np.asarray(many(jax.random.key(0)), np.float64)
-    mean, root = _robust_moments(draws)
-    gaussian = Quadratic(*[np.asarray(x, np.float64) for x in prior.gaussian])
-    shift = mean - gaussian.centre
-    pull = gaussian.precision @ shift
-    normal = -0.5 * size * np.log(2 * np.pi) - np.sum(np.log(np.diagonal(root)))
-    value = gaussian.constant + gaussian.linear @ shift - 0.5 * shift @ pull
-    inverse = np.linalg.inv(root)
-    site = (inverse.T @ inverse - gaussian.precision, pull - gaussian.linear, normal - value, mean)
-    mean, root, *site = [jnp.asarray(x, dtype) for x in (mean, root, *site)]
-    return new_state(mean, root, Quadratic(*site))
+    return Start(*_robust_moments(np.asarray(many(jax.random.key(0)), np.float64)[:, _free(prior, size)]))
+
+
+def initial_state(prior: Prior, size: int, dtype, start: Start | None, shared: Rows) -> State:
+    """The Gaussian prior itself, or ``start`` with what of it stands for prior terms recorded.
+
+    :raises ValueError: for a prior that is not proper.
+    """
+    part = _once(lambda: gaussian_part(prior, size, dtype, shared))
+    moments = _once(lambda: [block.moments(shared) for block in prior.blocks])
+    for block, (_, scale_tril) in zip(prior.blocks, moments):
+        if not np.isfinite(scale_tril).all():
+            raise ValueError(
+                f"the covariance matrix of site {block.site!r} is not positive definite in {np.dtype(dtype).name}. Add "
+                "a jitter to its diagonal (1e-6 times its size in float64, 1e-4 in float32)."
+            )
+    exact = jax.tree.map(lambda x: np.asarray(x, np.float64), (part, moments))
+    found = _assembled(np, prior, size, start, *exact)
+    return jax.tree.map(lambda x: jnp.asarray(x, dtype), found)._replace(num_rows=jnp.zeros((), jnp.int32))
+
+
+def state_at(prior: Prior, size: int, dtype, start: Start | None, shared: Rows) -> State:
+    """The same as a differentiable function of the ``numpyro.param`` sites."""
+    part = gaussian_part(prior, size, dtype, shared)
+    moments = [block.moments(shared) for block in prior.blocks]
+    start = None if start is None else Start(*[jnp.asarray(x, dtype) for x in start])
+    return _assembled(jnp, prior, size, start, part, moments)._replace(num_rows=jnp.zeros((), jnp.int32))
+
+
+def _assembled(xp, prior: Prior, size: int, start: Start | None, part: tuple, moments: list) -> State:
+    """The state, in NumPy or JAX (``xp``), from :func:`gaussian_part` and the blocks' moments."""
+    free = _free(prior, size)
+    precision, linear, constant = part
+    inner = precision[free][:, free], linear[free], constant
+    site = None
+    if start is None:
+        mean, root, evidence = _from_quadratic(xp, *inner)
+    else:
+        mean, root, evidence = start.mean, start.root, xp.zeros(())
+        site = _stand_in(xp, start, *inner)
+    order = np.concatenate([free, *[np.arange(block.start, block.stop) for block in prior.blocks]]).astype(int)
+    back = np.argsort(order)
+    mean = xp.concatenate([mean, *[loc for loc, _ in moments]])[back]
+    root = _block_diagonal(xp, [root, *[scale_tril for _, scale_tril in moments]])[back]
+    if site is not None:
+        blocks = [xp.zeros((block.stop - block.start,) * 2) for block in prior.blocks]
+        wide = _block_diagonal(xp, [site.precision, *blocks])[back][:, back]
+        slope = xp.concatenate([site.linear, xp.zeros(size - len(free))])[back]
+        site = Quadratic(wide, slope, site.constant, mean)
+    return State(mean, xp.zeros(size), root, evidence, site, None)
+
+
+def _free(prior: Prior, size: int) -> np.ndarray:
+    """The places of theta outside the blocks."""
+    inside = np.zeros(size, bool)
+    for block in prior.blocks:
+        inside[block.start : block.stop] = True
+    return np.flatnonzero(~inside)
+
+
+def _stand_in(xp, start: Start, precision, linear, constant) -> Quadratic:
+    """What the Gaussian terms leave of the start's normalised log density."""
+    mean, root = start
+    pull = precision @ mean
+    normal = -0.5 * len(mean) * math.log(2 * math.pi) - xp.sum(xp.log(xp.diagonal(root)))
+    value = constant + linear @ mean - 0.5 * mean @ pull
+    inverse = xp.linalg.inv(root)
+    return Quadratic(inverse.T @ inverse - precision, pull - linear, normal - value, mean)
+
+
+def _block_diagonal(xp, blocks: list) -> Array:
+    rows = []
+    for i, block in enumerate(blocks):
+        rows.append([block if i == j else xp.zeros((len(block), len(other))) for j, other in enumerate(blocks)])
+    return xp.block(rows)
 
 
 def _once(function: Callable[[], list]) -> list:
@@ -89,7 +205,7 @@ class _Probe(NamedTuple):
     hessians: Array
 
 
-def _probe(terms: Terms, dtype) -> _Probe:
+def _probe(terms: Terms, dtype, shared: Rows) -> _Probe:
     """All elements of terms of one predictor, whose form may be known; a choice of elements of others."""
     single = terms.num_predictors == 1
     rng = np.random.default_rng(0)
@@ -98,7 +214,7 @@ def _probe(terms: Terms, dtype) -> _Probe:
     points = jnp.asarray(points, dtype)
 
     def derivatives(element):
-        density = lambda u: terms.density(u, terms.constants({}, element))  # noqa: E731
+        density = lambda u: terms.density(u, terms.constants(shared, element))  # noqa: E731
         return [jax.vmap(f)(points) for f in (density, jax.grad(density), jax.hessian(density))]
 
     return _Probe(points, *jax.vmap(derivatives)(jnp.asarray(elements, jnp.int32)))
@@ -201,9 +317,17 @@ def _with_form(terms: Terms, form: _Form) -> Terms:
     return Terms(terms.site, terms.num_elements, 1, True, predictors, coefficients, density, form.kind)
 
 
-def _expand(terms: Terms, size: int, dtype) -> tuple[Array, Array, Array]:
+def gaussian_part(prior: Prior, size: int, dtype, shared: Rows) -> tuple[Array, Array, Array]:
+    """Precision, slope and value at theta = 0 of the Gaussian terms outside the blocks, added up."""
+    zeros = jnp.zeros((size, size), dtype), jnp.zeros(size, dtype), jnp.zeros((), dtype)
+    expanded = [_expand(terms, size, dtype, shared) for terms in prior.gaussian]
+    return tuple(sum((each[i] for each in expanded), start=zero) for i, zero in enumerate(zeros))
+
+
+def _expand(terms: Terms, size: int, dtype, shared: Rows) -> tuple[Array, Array, Array]:
     """Precision, slope and value of the terms at theta = 0."""
-    offset, design, values = flatten(*linearise(terms, jnp.zeros(size, dtype), {}), constants(terms, {}))
+    offset, design, _ = linearise(terms, jnp.zeros(size, dtype), shared)
+    offset, design, values = merged((offset, design, constants(terms, shared)))
     if terms.closed_form is Gaussian:
         value, slope, curvature = jax.vmap(lambda u, c: gaussian(u, jnp.zeros((1, 1), dtype), c))(offset, values)
     else:
@@ -214,24 +338,21 @@ def _expand(terms: Terms, size: int, dtype) -> tuple[Array, Array, Array]:
     return -flat.T @ weighted, slope.reshape(-1) @ flat, jnp.sum(value)
 
 
-def _from_quadratic(quadratic: Quadratic) -> tuple[Array, Array, Array]:
-    """Mean, root of the covariance and log normaliser of a Gaussian given by its log density up to a constant."""
-    precision = np.asarray(quadratic.precision, np.float64)
-    scale = 1 / np.sqrt(np.diagonal(precision))
+def _from_quadratic(xp, precision, linear, constant) -> tuple[Array, Array, Array]:
+    """Mean, root of the covariance and log normaliser of a Gaussian given by its log density around zero."""
+    scale = 1 / xp.sqrt(xp.diagonal(precision))
     try:
-        factor = np.linalg.cholesky(scale[:, None] * precision * scale)
+        factor = xp.linalg.cholesky(scale[:, None] * precision * scale)
     except np.linalg.LinAlgError as error:
         raise ValueError(
             "the prior's precision matrix is not positive definite: some direction has no prior."
         ) from error
-    root = scale[:, None] * np.linalg.inv(factor).T
-    linear = np.asarray(quadratic.linear, np.float64)
-    mean = np.asarray(quadratic.centre, np.float64) + root @ (root.T @ linear)
-    half_log_det = np.sum(np.log(np.diagonal(factor)) - np.log(scale))
-    quadratic_term = 0.5 * np.sum((root.T @ linear) ** 2)
-    log_normalizer = float(quadratic.constant) + quadratic_term + 0.5 * len(mean) * np.log(2 * np.pi) - half_log_det
-    dtype = quadratic.linear.dtype
-    return jnp.asarray(mean, dtype), jnp.asarray(root, dtype), jnp.asarray(log_normalizer, dtype)
+    root = scale[:, None] * xp.linalg.inv(factor).T
+    mean = root @ (root.T @ linear)
+    half_log_det = xp.sum(xp.log(xp.diagonal(factor)) - xp.log(scale))
+    quadratic_term = 0.5 * xp.sum((root.T @ linear) ** 2)
+    log_normalizer = constant + quadratic_term + 0.5 * len(mean) * math.log(2 * math.pi) - half_log_det
+    return mean, root, log_normalizer
 
 
 def _robust_moments(draws: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import functools
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -10,17 +12,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.scipy.special import logsumexp
 from numpyro import distributions as dist
 
 from ..core.closed_forms import Logistic
+from ..core.expectations import normal_rule
 from ..core.recursion import State
 from ..core.symbolic import depends_on
 from . import validation
-from .arguments import checked_rows, split_call
-from .layout import Layout
-from .prior import Prior, initial_state, split_prior
-from .terms import Terms, linearise, site_terms
+from .arguments import PARAMS, ROW, checked_rows, split_call
+from .layout import layout_of
+from .parameters import Parameters, parameters_of
+from .prior import Prior, Start, fitted_start, initial_state, normal_block, split_prior, state_at
+from .terms import Terms, by_row, is_selection, linearise, site_terms
 from .tracing import (
+    RowRunner,
     SiteInfo,
     SiteRecord,
     deterministic_sites,
@@ -42,7 +48,11 @@ class Program:
     :param improper_prior_scale: standard deviation, in unconstrained space, of the normal that stands for improper
         priors; None refuses them.
     :param prefer_parameters: see :func:`site_terms`.
-    :raises NotImplementedError: for discrete or local latents, and rows that are not conditionally independent.
+    :param whole: run the model on all rows at once, always: for latents with an entry for each row, as in Gaussian
+        processes. The rows are then part of the program.
+    :param params: values of the ``numpyro.param`` sites, in unconstrained space; default: where the model starts them.
+    :raises CoupledRows: for a model that cannot be run on single rows, if not ``whole``.
+    :raises NotImplementedError: for discrete latents, and local ones that are not normal.
     :raises ValueError: for models without data terms, improper priors, and values outside an observation's support.
     """
 
@@ -54,18 +64,24 @@ class Program:
         *,
         improper_prior_scale: float | None = None,
         prefer_parameters: bool = False,
+        whole: bool = False,
+        params: Array | None = None,
     ):
-        self.model, self.model_kwargs = model, dict(model_kwargs)
+        self.model, self.model_kwargs, self.whole = model, dict(model_kwargs), whole
         self.improper_prior_scale = improper_prior_scale
-        self.row_plates, observed = validation.find_row_plates(model, rows, self.model_kwargs)
-        taken = np.arange(2) % len(next(iter(rows.values())))
-        self.example_rows = {name: jnp.asarray(array[taken]) for name, array in rows.items()}
-        self.example_row = {name: jnp.asarray(array[:1]) for name, array in rows.items()}
         self.dtype = jnp.result_type(float)
+        self.row_plates, observed = validation.find_row_plates(model, rows, self.model_kwargs)
+        self._choose_examples(rows)
+        self.local, self.params = layout_of({}), parameters_of({}, self.dtype)
         self.sites, self.plates = validation.describe_one_row(self._describe, self.example_row, observed)
-        validation.check_latents(self.sites, self._describe(self.example_rows)[0], self.row_plates)
+        validation.check_continuous(self.sites)
+        local = frozenset()
+        if not whole:
+            local = validation.local_latents(self.sites, self._describe(self.example_rows)[0], self.row_plates)
         latents = {n: s.unconstrained_shape for n, s in self.sites.items() if not s.is_observed}
-        self.layout = Layout(tuple(latents), latents)
+        self.layout = layout_of({name: shape for name, shape in latents.items() if name not in local})
+        self.local = layout_of({name: shape for name, shape in latents.items() if name in local})
+        validation.check_shared(self.layout, self.local)
         self._row_sites, self._prior_sites = self._classify()
         self.observed_sites = tuple(s for s in self._row_sites if not self.sites[s].is_auxiliary)
         validation.check_has_terms({name: self.sites[name] for name in self._row_sites})
@@ -79,17 +95,56 @@ class Program:
                 f"site {sorted(self._improper)[0]!r} has an improper prior, from which no recursion can start. Give it "
                 "a proper prior, or set improper_prior_scale: the scale of a normal, in unconstrained space, instead."
             )
-        theta = jax.ShapeDtypeStruct((self.layout.size,), self.dtype)
-        self.terms: tuple[Terms, ...] = tuple(
-            site_terms(self._site_runner(s), s, theta, self.example_row, prefer_parameters=prefer_parameters)
-            for s in self._row_sites
-        )
-        prior_sites = [*self.layout.site_names, *self._prior_sites]
-        self.prior: Prior = split_prior(
-            [site_terms(self._site_runner(s), s, theta, {}, prefer_parameters=False) for s in prior_sites], theta
-        )
+        self.params = self._find_params()
+        if params is not None:
+            self.params = self.params._replace(values=jnp.asarray(params, self.dtype))
+        validation.check_local_scales(self)
+        self.terms = tuple(self._row_terms(s, prefer_parameters) for s in self._row_sites)
+        self.selections = self._find_selections()
+        self.prior = self._find_prior()
+        self._support_checks = [] if whole else [validation.SupportCheck(self, site) for site in self.observed_sites]
 
-        self._support_checks = [validation.SupportCheck(self, site) for site in self.observed_sites]
+    def _choose_examples(self, rows: Mapping[str, Array]) -> None:
+        """Two rows and one of them, to find things out; all of them, twice, if the model takes no fewer."""
+        taken = np.arange(2) % len(next(iter(rows.values())))
+        two = rows if self.whole else {name: array[taken] for name, array in rows.items()}
+        self.example_rows = {name: jnp.asarray(array) for name, array in two.items()}
+        one = {name: array if self.whole else array[:1] for name, array in rows.items()}
+        self.example_row = {name: jnp.asarray(array) for name, array in one.items()}
+
+    def _row_terms(self, site: str, prefer_parameters: bool) -> Terms:
+        theta = jax.ShapeDtypeStruct((self.layout.size + self.local.size,), self.dtype)
+        row = self.shared if self.whole else {**self.example_row, **self.shared}
+        terms = site_terms(self._site_runner(site), site, theta, row, prefer_parameters=prefer_parameters)
+        terms = terms._replace(num_local=self.local.size)
+        num_rows = self.num_rows(self.example_rows)
+        if not self.whole:
+            return terms
+        if terms.num_elements % num_rows:
+            raise NotImplementedError(
+                f"site {site!r} has {terms.num_elements} independent terms for {num_rows} rows of data: every row "
+                "needs as many. Observe it in a plate over the rows."
+            )
+        return by_row(terms, num_rows)
+
+    def _find_selections(self) -> frozenset[str]:
+        """Sites each of whose terms looks at one entry of theta."""
+        if not self.whole:
+            return frozenset()
+        rows = {**self.inputs(self.example_rows), **self.shared}
+        size, dtype = self.layout.size, self.dtype
+        return frozenset(terms.site for terms in self.terms if is_selection(terms, size, dtype, rows))
+
+    def _find_prior(self) -> Prior:
+        theta = jax.ShapeDtypeStruct((self.layout.size,), self.dtype)
+        names = [*self.layout.site_names, *self._prior_sites]
+        terms = [site_terms(self._site_runner(s), s, theta, self.shared, prefer_parameters=False) for s in names]
+        blocks, start = [], 0
+        for name in self.layout.site_names:
+            stop = start + math.prod(self.layout.shapes[name])
+            blocks.append(normal_block(self._site_runner(name), name, start, stop, theta, self.shared))
+            start = stop
+        return split_prior(terms, [b for b in blocks if b is not None], theta, self.shared)
 
     @classmethod
     def restore(
@@ -98,10 +153,20 @@ class Program:
         example_rows: Mapping[str, Array],
         model_kwargs: Mapping[str, Any],
         improper_prior_scale: float | None,
+        whole: bool,
+        params: np.ndarray,
     ) -> Program:
         """A program from stored example rows, without data."""
         rows = {name: np.asarray(array) for name, array in example_rows.items()}
-        return cls(model, rows, model_kwargs, improper_prior_scale=improper_prior_scale)
+        options = {"improper_prior_scale": improper_prior_scale, "whole": whole, "params": params}
+        return cls(model, rows, model_kwargs, **options)
+
+    def with_params(self, values: Array) -> Program:
+        """The same at other values (K,) of the ``numpyro.param`` sites, in unconstrained space."""
+        other = copy.copy(self)
+        other.__dict__.pop("_initial_state", None)
+        other.params = self.params._replace(values=values)
+        return other
 
     # ------------------------------------------------------------------ data
     def rows(self, data: Mapping[str, Any] | tuple) -> dict[str, np.ndarray]:
@@ -116,23 +181,63 @@ class Program:
         """(args, kwargs) of a call of the model on these rows."""
         return split_call(self.model, rows, self.model_kwargs)
 
+    def inputs(self, rows: Mapping[str, Array]) -> dict[str, Any]:
+        """What the terms take for these rows.
+
+        :raises ValueError: for rows other than the program's own, if the model always runs on all of these.
+        """
+        if not self.whole:
+            return dict(rows)
+        if not self.holds(rows):
+            raise ValueError(
+                "the latent sites of this posterior belong to the rows that it was fitted to: give these, all of them. "
+                "(Other rows can be predicted with method='monte_carlo'.)"
+            )
+        return {ROW: np.arange(self.num_rows(rows), dtype=np.int32)}
+
+    @property
+    def shared(self) -> dict[str, Array]:
+        """What the terms take besides rows: the ``numpyro.param`` sites, if there are any."""
+        return {PARAMS: self.params.values} if self.params.layout.size else {}
+
+    def holds(self, rows: Mapping[str, Array]) -> bool:
+        """Whether these are the rows that are part of the program, or some of their arrays."""
+        own = self.example_rows
+        return own.keys() >= rows.keys() and all(np.array_equal(own[n], jnp.asarray(rows[n])) for n in rows)
+
+    def row_axis(self, site: str) -> int:
+        """The axis of an observed site's values along which rows lie."""
+        return next((axis for axis, plate in enumerate(self.plates[site]) if plate in self.row_plates), 0)
+
     def check_rows(self, rows: Mapping[str, np.ndarray], first_row: int = 0) -> None:
         """:raises ValueError: naming site, array and row of an observed value outside its distribution's support."""
+        if self.whole:
+            for site in self.observed_sites:
+                validation.check_whole_support(self, site, rows)
         for check in self._support_checks:
             check(rows, first_row)
 
     def check_independence(self, rows: Mapping[str, np.ndarray]) -> None:
-        """:raises NotImplementedError: if the terms of a few rows change when the rows are taken one by one."""
-        validation.check_independence(self, rows)
+        """:raises CoupledRows: if the terms of a few rows change when the rows are taken one by one."""
+        if not self.whole:
+            validation.check_independence(self, rows)
 
     # ------------------------------------------------------------------ latents
     @functools.cached_property
+    def _start(self) -> Start | None:
+        return fitted_start(self.prior, self.layout.size, self._draw_prior)
+
+    @functools.cached_property
     def _initial_state(self) -> State:
-        return initial_state(self.prior, self._draw_prior)
+        return initial_state(self.prior, self.layout.size, self.dtype, self._start, self.shared)
 
     def initial_state(self) -> State:
         """The prior, or a Gaussian fitted to it, as the state before the first row."""
         return self._initial_state
+
+    def initial_state_at(self, params: Array) -> State:
+        """The same as a differentiable function of the ``numpyro.param`` sites (K,), in unconstrained space."""
+        return state_at(self.prior, self.layout.size, self.dtype, self._start, {PARAMS: params})
 
     def constrain(self, theta: Array) -> dict[str, Array]:
         """Constrained latents and global deterministic sites. theta: (P,)."""
@@ -162,23 +267,42 @@ class Program:
         return sum(jnp.sum(elements(self._proper(records[name]))) for name in names)
 
     def log_likelihood(self, theta: Array, rows: Mapping[str, Array], site: str | None = None) -> dict[str, Array]:
-        """Log-likelihood of each row by observed site, (n, *elements); auxiliary factors under their own names."""
+        """Log-likelihood of each row by observed site, (n, *elements); auxiliary factors under their own names.
+
+        Variables of the row's own are integrated out; what they enter is then summed over its elements.
+
+        :param rows: as :meth:`inputs` gives them.
+        """
         names, axes = self._row_sites if site is None else (site,), self._row_axes
+        if self.whole:
+            terms = self._log_probs(theta, self.example_row, names)
+            return {name: jnp.moveaxis(terms[name], self.row_axis(name), 0)[rows[ROW]] for name in names}
 
         def one(row):
-            records = self._records(self.layout.unravel(theta), {k: v[None] for k, v in row.items()})
-            return {
-                name: _drop_axis(records[name].fn.log_prob(records[name].value) * records[name].weight, axes[name])
-                for name in names
-            }
+            row = {k: v[None] for k, v in row.items()}
+            if not self.local.size:
+                terms = self._log_probs(theta, row, names)
+                return {name: _drop_axis(terms[name], axes[name]) for name in names}
+            points, weights = normal_rule(self.local.size)
+
+            def at(z):
+                everything = jnp.concatenate([theta, z])
+                return {name: jnp.sum(x) for name, x in self._log_probs(everything, row, names).items()}
+
+            found = jax.vmap(at)(jnp.asarray(points, self.dtype))
+            return {name: logsumexp(x, b=jnp.asarray(weights, self.dtype)) for name, x in found.items()}
 
         return jax.vmap(one)({name: jnp.asarray(value) for name, value in rows.items()})
+
+    def _log_probs(self, theta, rows, names):
+        records = self._records(self._unravel(theta), rows)
+        return {name: records[name].fn.log_prob(records[name].value) * records[name].weight for name in names}
 
     def predictors(self, mean: Array, root: Array, rows: Mapping[str, Array], site: str) -> tuple[Array, Array]:
         """Mean (n, E, C) and covariance (n, E, C, C) of a site's predictors under N(mean, root root^T)."""
         terms = next(t for t in self.terms if t.site == site)
-        offset, design = linearise(terms, mean, {k: jnp.asarray(v) for k, v in rows.items()})
-        spread = design @ root
+        offset, design, local = linearise(terms, mean, jax.tree.map(jnp.asarray, {**self.inputs(rows), **self.shared}))
+        spread = jnp.concatenate([design @ root, local], axis=-1)
         return offset, jnp.einsum("necp,nedp->necd", spread, spread)
 
     def link(self, site: str) -> str | None:
@@ -192,28 +316,75 @@ class Program:
         records = self._records(self.layout.unravel(theta), rows)
         return {name: elements(records[name]) for name in self._row_sites}
 
-    def site_record(self, name: str, rows: Mapping[str, Array]) -> SiteRecord:
-        return self._records({}, rows)[name]
+    def site_record(self, name: str, rows: Mapping[str, Array], theta: Array | None = None) -> SiteRecord:
+        return self._records({} if theta is None else self._unravel(theta), rows)[name]
+
+    def runner(self, num_rows: int) -> RowRunner:
+        """The model with latents that are drawn, its parameters and its plates at this number of rows."""
+        params = self.params.constrained(self.params.values)
+        return RowRunner(self.model, self.row_plates, num_rows, {}, params=params)
 
     def _run(self, rows, unconstrained, rng_key=None):
+        """``rows`` may hold values of the ``numpyro.param`` sites."""
+        arrays = {name: value for name, value in rows.items() if name != PARAMS}
         return run_model(
             self.model,
-            rows,
+            arrays,
             self.model_kwargs,
             row_plates=self.row_plates,
             unconstrained=unconstrained,
             rng_key=rng_key,
+            local=frozenset(self.local.site_names),
+            params=self.params.constrained(rows.get(PARAMS, self.params.values)),
         )
 
     def _records(self, unconstrained, rows) -> dict[str, SiteRecord]:
         return sample_sites(*self._run(rows, unconstrained))
 
+    def _unravel(self, theta: Array) -> dict[str, Array]:
+        """Sites of (P,), or of (P + K,) with the variables of one row."""
+        size = self.layout.size
+        sites = self.layout.unravel(theta[:size])
+        return sites | self.local.unravel(theta[size:]) if theta.shape[0] > size else sites
+
     def _site_runner(self, name):
         def run_site(theta, row):
-            record = self._records(self.layout.unravel(theta), row or self.example_row)[name]
+            own = any(key != PARAMS for key in row)
+            record = self._records(self._unravel(theta), row if own else {**self.example_row, **row})[name]
             return self._proper(record)
 
         return run_site
+
+    def _find_params(self) -> Parameters:
+        """The ``numpyro.param`` sites that matter: layers of a network whose weights are sampled do not.
+
+        :raises NotImplementedError: for sites that hold more than an array.
+        """
+        theta = jnp.zeros(self.layout.size + self.local.size, self.dtype)
+        found: list = []
+        jax.eval_shape(lambda rows: found.append(self._run(rows, {})[0]) or 0, self.example_row)
+        if not any(site["type"] == "param" for site in found[0].values()):
+            return self.params
+        trace, _ = self._run(self.example_row, self._unravel(theta))
+        sites = {name: site for name, site in trace.items() if site["type"] == "param"}
+
+        def log_joint(values):
+            run = run_model(
+                self.model,
+                self.example_row,
+                self.model_kwargs,
+                row_plates=self.row_plates,
+                unconstrained=self._unravel(theta),
+                local=frozenset(self.local.site_names),
+                params=values,
+            )
+            return {"total": sum(jnp.sum(elements(record)) for record in sample_sites(*run).values())}
+
+        used = depends_on(log_joint, {name: site["value"] for name, site in sites.items()})["total"]
+        for name in used:
+            if not isinstance(sites[name]["value"], (jax.Array, np.ndarray, float)):
+                raise NotImplementedError(f"numpyro.param site {name!r} must hold one array, for it is to be learned.")
+        return parameters_of({name: site for name, site in sites.items() if name in used}, self.dtype)
 
     def _proper(self, record: SiteRecord) -> SiteRecord:
         if record.name not in self._improper:
@@ -268,7 +439,7 @@ class Program:
         theta = jnp.zeros(self.layout.size, self.dtype)
 
         def observed_elements(row):
-            records = self._records(self.layout.unravel(theta), row)
+            records = self._records(self._unravel(theta), row)
             return {n: elements(r) for n, r in records.items() if r.is_observed}
 
         depends = depends_on(observed_elements, self.example_row)

@@ -14,8 +14,10 @@ from jax.scipy.special import gammaln
 from numpyro.distributions.transforms import IdentityTransform, biject_to
 
 from ..core import closed_forms as cf
-from ..core.block import Factors
+from ..core.block import Selection, apply_design
+from ..core.compilation import jit_once
 from ..core.symbolic import factorise
+from .arguments import PARAMS, ROW
 from .tracing import SiteRecord, elements, peel, site_transform
 
 MAX_PREDICTORS = 16  # of an affine split; beyond, the distribution's own parameters are linearised in theta
@@ -32,6 +34,7 @@ class Terms(NamedTuple):
     :ivar num_predictors: C.
     :ivar is_affine: whether the predictors are affine in theta.
     :ivar closed_form: a coefficient type of ``core.closed_forms``, which ``constants`` then returns, or None.
+    :ivar num_local: how many of theta's last entries are standard normal variables of the row's own.
     """
 
     site: str
@@ -42,6 +45,7 @@ class Terms(NamedTuple):
     constants: Callable[[Rows, Array], Any]
     density: Callable[[Array, Any], Array]
     closed_form: type | None
+    num_local: int = 0
 
 
 def site_terms(
@@ -99,38 +103,89 @@ def _affine_terms(site, count, split) -> Terms:
 
 
 # ---------------------------------------------------------------------- evaluation over many rows
-def linearise(terms: Terms, theta: Array, rows: Rows) -> tuple[Array, Array]:
-    """Predictors at theta (n, E, C) and their Jacobians (n, E, C, P)."""
+def linearise(terms: Terms, theta: Array, rows: Rows) -> tuple[Array, Array, Array]:
+    """Predictors at theta (n, E, C), and their Jacobians in theta (n, E, C, P) and in the row's own variables (n, E, C,
+    K), these at zero."""
+    everything = jnp.concatenate([theta, jnp.zeros(terms.num_local, theta.dtype)])
 
     def one(row, element):
-        row = {name: value[None] for name, value in row.items()}
         function = lambda t: terms.predictors(t, row, element)  # noqa: E731
-        return function(theta), jax.jacrev(function)(theta)
+        return function(everything), jax.jacrev(function)(everything)
 
-    return _over_rows(one, terms.num_elements, rows)
+    offset, design = _over_rows(one, terms.num_elements, rows)
+    return offset, design[..., : theta.shape[0]], design[..., theta.shape[0] :]
+
+
+def select(terms: Terms, theta: Array, rows: Rows) -> tuple[Array, Selection]:
+    """The same for terms whose one predictor is a multiple of one entry of theta."""
+
+    def one(row, element):
+        function = lambda t: terms.predictors(t, row, element)[0]  # noqa: E731
+        offset, scale = jax.jvp(function, (theta,), (jnp.ones_like(theta),))
+        place = jax.jvp(function, (theta,), (jnp.arange(theta.shape[0], dtype=theta.dtype),))[1]
+        return offset, scale, jnp.round(place / jnp.where(scale == 0, 1.0, scale)).astype(jnp.int32)
+
+    offset, scale, place = merged(_over_rows(one, terms.num_elements, rows))
+    return offset[:, None], Selection(jnp.clip(place, 0, theta.shape[0] - 1), scale, theta.shape[0])
+
+
+def is_selection(terms: Terms, size: int, dtype, rows: Rows) -> bool:
+    """Whether :func:`select` tells all of the predictors' Jacobians, asked along a random direction."""
+    if not (terms.is_affine and terms.num_predictors == 1 and not terms.num_local):
+        return False
+    origin = jnp.zeros(size, dtype)
+    direction = jnp.asarray(np.random.default_rng(0).normal(size=size), dtype)
+
+    @jit_once
+    def both(direction):
+        move = lambda t: _over_rows(lambda r, e: terms.predictors(t, r, e)[0], terms.num_elements, rows)  # noqa: E731
+        _, selection = select(terms, origin, rows)
+        return merged(jax.jvp(move, (origin,), (direction,))[1]), apply_design(selection, direction)[:, 0]
+
+    truth, told = (np.asarray(x) for x in both(direction))
+    return bool(np.allclose(told, truth, rtol=1e3 * np.finfo(truth.dtype).eps, atol=0))
 
 
 def constants(terms: Terms, rows: Rows) -> Any:
     """What the densities need of the rows: a pytree of (n, E, ...) arrays."""
 
-    def one(row, element):
-        return terms.constants({name: value[None] for name, value in row.items()}, element)
-
-    return _over_rows(one, terms.num_elements, rows)
+    return _over_rows(terms.constants, terms.num_elements, rows)
 
 
-def flatten(offset: Array, design: Array, values: Any) -> Factors:
-    """(n, E, ...) arrays as n E factors."""
-    merge = lambda x: x.reshape(x.shape[0] * x.shape[1], *x.shape[2:])  # noqa: E731
-    return Factors(merge(offset), merge(design), jax.tree.map(merge, values))
+def merged(arrays: Any) -> Any:
+    """A pytree of (n, E, ...) arrays as (n E, ...) arrays."""
+    return jax.tree.map(lambda x: x.reshape(x.shape[0] * x.shape[1], *x.shape[2:]), arrays)
 
 
 def _over_rows(function, num_elements, rows):
-    every_element = jax.vmap(function, in_axes=(None, 0))
+    """``function(row, element)`` for all; each array of a row keeps a leading axis of one."""
+    shared = {name: rows[name] for name in rows if name == PARAMS}
+    own = {name: rows[name] for name in rows if name != PARAMS}
     indices = jnp.arange(num_elements, dtype=jnp.int32)
-    if not rows:
-        return jax.tree.map(lambda x: x[None], every_element({}, indices))
-    return jax.vmap(every_element, in_axes=(0, None))(dict(rows), indices)
+
+    def every_element(row):
+        row = shared | {name: value[None] for name, value in row.items()}
+        return jax.vmap(lambda element: function(row, element))(indices)
+
+    if not own:
+        return jax.tree.map(lambda x: x[None], every_element({}))
+    return jax.vmap(every_element)(own)
+
+
+def by_row(terms: Terms, num_rows: int) -> Terms:
+    """The terms of a site with the model run on all rows at once, as terms of rows that are known by number."""
+    count = terms.num_elements // num_rows
+
+    def split(row, element):
+        return {n: v for n, v in row.items() if n == PARAMS}, row[ROW][0] * count + element
+
+    def predictors(theta, row, element):
+        return terms.predictors(theta, *split(row, element))
+
+    def constants(row, element):
+        return terms.constants(*split(row, element))
+
+    return terms._replace(num_elements=count, predictors=predictors, constants=constants)
 
 
 # ---------------------------------------------------------------------- families with closed-form expectations

@@ -39,6 +39,7 @@ class SiteInfo(NamedTuple):
     """What is static about a sample site: shapes, plates and kinds, without its values.
 
     :ivar unconstrained_shape: of a latent; None if observed.
+    :ivar is_normal: whether it is a normal distribution with independent elements.
     """
 
     value_shape: tuple[int, ...]
@@ -48,16 +49,29 @@ class SiteInfo(NamedTuple):
     is_auxiliary: bool
     is_discrete: bool
     is_improper: bool
+    is_normal: bool
 
 
 class RowRunner(Messenger):
-    """Gives row plates the number of rows at hand, and latent sites their values from unconstrained space."""
+    """Gives row plates the number of rows at hand, and latent sites their values from unconstrained space.
+
+    :param local: latent sites with one normal variable a row: their values are loc + scale times what
+        ``unconstrained`` gives, zero if nothing.
+    :param params: values of ``numpyro.param`` sites.
+    """
 
     def __init__(
-        self, fn: Callable, row_plates: frozenset[str], num_rows: int | None, unconstrained: Mapping[str, Array]
+        self,
+        fn: Callable,
+        row_plates: frozenset[str],
+        num_rows: int | None,
+        unconstrained: Mapping[str, Array],
+        local: frozenset[str] = frozenset(),
+        params: Mapping[str, Array] | None = None,
     ):
         super().__init__(fn)
         self.row_plates, self.num_rows, self.unconstrained = row_plates, num_rows, unconstrained
+        self.local, self.params = local, params or {}
         self.plate_ratio: dict[str, float] = {}
         self.plate_size: dict[str, int] = {}
         self.log_abs_det: dict[str, Array] = {}
@@ -73,6 +87,13 @@ class RowRunner(Messenger):
             self.plate_ratio[msg["name"]] = size / (subsample_size or size)
         elif msg["type"] == "subsample" and self.row_plates:
             msg["kwargs"]["event_dim"] = None  # the rows at hand are the subsample
+        elif msg["type"] == "param" and msg["name"] in self.params:
+            msg["value"] = self.params[msg["name"]]
+        elif msg["type"] == "sample" and not msg["is_observed"] and msg["name"] in self.local:
+            normal, _ = peel(msg["fn"])
+            shape = msg["fn"].shape(msg["kwargs"]["sample_shape"])
+            z = jnp.reshape(self.unconstrained.get(msg["name"], jnp.zeros(shape)), shape)
+            msg["value"] = normal.loc + normal.scale * z
         elif msg["type"] == "sample" and not msg["is_observed"] and msg["name"] in self.unconstrained:
             transform = site_transform(msg["fn"])
             z = self.unconstrained[msg["name"]]
@@ -92,10 +113,12 @@ def run_model(
     row_plates: frozenset[str] = frozenset(),
     unconstrained: Mapping[str, Array] | None = None,
     rng_key: Array | None = None,
+    local: frozenset[str] = frozenset(),
+    params: Mapping[str, Array] | None = None,
 ) -> tuple[dict, RowRunner]:
-    """The trace of the model on ``rows``; latents not in ``unconstrained`` are drawn."""
+    """The trace of the model on ``rows``; latents not in ``unconstrained`` are drawn, see :class:`RowRunner`."""
     num_rows = len(next(iter(rows.values())))
-    runner = RowRunner(model, row_plates, num_rows, unconstrained or {})
+    runner = RowRunner(model, row_plates, num_rows, unconstrained or {}, local, params)
     seeded = handlers.seed(runner, jax.random.key(0) if rng_key is None else rng_key)
     args, kwargs = split_call(model, rows, model_kwargs)
     with handlers.block():
@@ -138,7 +161,8 @@ def sample_sites(trace: dict, runner: RowRunner) -> dict[str, SiteRecord]:
 def site_info(record: SiteRecord) -> SiteInfo:
     latent = not (record.is_observed or record.fn.is_discrete)
     shape = jnp.shape(site_transform(record.fn).inv(record.value)) if latent else None
-    flags = record.is_observed, record.is_auxiliary, record.fn.is_discrete, _is_improper(record.fn)
+    is_normal = isinstance(peel(record.fn)[0], numpyro.distributions.Normal)
+    flags = record.is_observed, record.is_auxiliary, record.fn.is_discrete, _is_improper(record.fn), is_normal
     return SiteInfo(jnp.shape(record.value), shape, record.plates, *flags)
 
 

@@ -11,12 +11,17 @@ import numpy as np
 from numpyro import handlers
 
 from ..core.compilation import jit_once
-from ..core.symbolic import depends_on
+from ..core.symbolic import depends_on, factorise
 from .arguments import split_call
+from .layout import Layout
 from .tracing import RowRunner, SiteInfo, peel, plates_of
 
 CHECKED_ROWS = 8
 SUPPORT_PIECE = 2**16
+
+
+class CoupledRows(NotImplementedError):
+    """The model cannot be run on some of the rows alone."""
 
 
 def find_row_plates(
@@ -48,42 +53,79 @@ def describe_one_row(describe: Callable, row: Mapping[str, Any], observed: Seque
     try:
         return describe(row)
     except (AssertionError, IndexError, TypeError, ValueError) as error:
-        raise NotImplementedError(
-            _coupled_message(", ".join(observed), f"on one row the model fails: {error}")
-        ) from error
+        raise CoupledRows(_coupled_message(", ".join(observed), f"on one row the model fails: {error}")) from error
 
 
-def check_latents(one: Mapping[str, SiteInfo], two: Mapping[str, SiteInfo], row_plates: frozenset[str]) -> None:
-    """:param one: the sites of a run on one row. :param two: those of a run on two rows.
-
-    :raises NotImplementedError: for discrete latents and latents that belong to single rows.
-    """
-    for name, site in one.items():
-        if site.is_observed:
-            continue
-        if site.is_discrete:
+def check_continuous(sites: Mapping[str, SiteInfo]) -> None:
+    """:raises NotImplementedError: for discrete latents."""
+    for name, site in sites.items():
+        if site.is_discrete and not site.is_observed:
             raise NotImplementedError(
                 f"site {name!r} is a discrete latent variable. Sum it out: a mixture is MixtureSameFamily or Mixture."
             )
+
+
+def local_latents(
+    one: Mapping[str, SiteInfo], two: Mapping[str, SiteInfo], row_plates: frozenset[str]
+) -> frozenset[str]:
+    """The normal latents that belong to single rows.
+
+    :param one: the sites of a run on one row. :param two: those of a run on two rows.
+    :raises NotImplementedError: for local latents that are not normal.
+    :raises CoupledRows: for latents that grow with the number of rows and are in no row plate.
+    """
+    found = set()
+    for name, site in one.items():
         inside = row_plates & set(site.plates)
-        if inside:
-            raise NotImplementedError(_local_message(name, f"inside the row plate {sorted(inside)[0]!r}"))
-        if site.value_shape != two[name].value_shape:
-            raise NotImplementedError(_local_message(name, "whose shape grows with the number of rows"))
+        if site.is_observed or (not inside and site.value_shape == two[name].value_shape):
+            continue
+        if not inside:
+            raise CoupledRows(
+                f"site {name!r} is a latent variable whose shape grows with the number of rows. FixedPointVI takes "
+                "such models; a recursion needs latents that rows share: give it a plate of its own and index into it "
+                "(a[group]), or put it into the row plate if it is Normal given the others."
+            )
+        if not site.is_normal:
+            raise NotImplementedError(
+                f"site {name!r} is a latent variable inside the row plate {sorted(inside)[0]!r}, and only Normal ones "
+                "are integrated out. Write it as a function of a Normal one, or integrate it out of the observation's "
+                "distribution."
+            )
+        found.add(name)
+    return frozenset(found)
 
 
-def _local_message(name: str, how: str) -> str:
-    return (
-        f"site {name!r} is a latent variable {how}. Local latents are not supported: give it a plate of its own and "
-        "index into it (a[group]), or integrate it out of the observation's distribution."
-    )
+def check_shared(layout: Layout, local: Layout) -> None:
+    """:raises CoupledRows: if rows share no latent."""
+    if local.size and not layout.size:
+        raise CoupledRows(
+            f"site {local.site_names[0]!r} and all other latent variables belong to single rows: a recursion has "
+            "nothing to learn from one row for the next."
+        )
+
+
+def check_local_scales(program: Any) -> None:
+    """:raises NotImplementedError: for local latents whose standard deviation is not known: the bound over them, with
+    their conditional prior as q, would shrink it to zero."""
+    theta = jax.ShapeDtypeStruct((program.layout.size,), program.dtype)
+    for name in program.local.site_names:
+
+        def total_scale(t, row, name=name):
+            return jnp.sum(peel(program.site_record(name, row, t).fn)[0].scale).astype(program.dtype)
+
+        if factorise(total_scale, theta, program.example_row).num_predictors:
+            raise NotImplementedError(
+                f"site {name!r}, a latent variable of each row, has a standard deviation that depends on other latent "
+                "sites; only local latents of known scale are integrated out. FixedPointVI takes it as one vector "
+                "outside the row plate, Normal(...).expand([number of rows])."
+            )
 
 
 def check_has_terms(row_sites: Mapping[str, SiteInfo]) -> None:
-    """:raises NotImplementedError: if one row by itself is observed at no place."""
+    """:raises CoupledRows: if one row by itself is observed at no place."""
     for name, site in row_sites.items():
         if 0 in site.value_shape and not site.is_auxiliary:  # a factor has no value, only a density
-            raise NotImplementedError(_coupled_message(name, "one row by itself has no term"))
+            raise CoupledRows(_coupled_message(name, "one row by itself has no term"))
 
 
 def check_independence(program: Any, rows: Mapping[str, np.ndarray]) -> None:
@@ -95,13 +137,11 @@ def check_independence(program: Any, rows: Mapping[str, np.ndarray]) -> None:
     try:
         together = jax.eval_shape(lambda r: program.site_elements(origin, r), few)
     except (TypeError, ValueError) as error:
-        raise NotImplementedError(
-            _coupled_message(next(iter(alone)), f"on {count} rows the model fails: {error}")
-        ) from error
+        raise CoupledRows(_coupled_message(next(iter(alone)), f"on {count} rows the model fails: {error}")) from error
     for name, terms in together.items():
         if alone[name].shape[0] * count != terms.shape[0] and program.plates[name]:
             size = alone[name].shape[0]
-            raise NotImplementedError(
+            raise CoupledRows(
                 _coupled_message(name, f"it has {size} terms for one row and {terms.shape[0]} for {count}")
             )
     singles = {name: array[:, None] for name, array in few.items()}
@@ -120,7 +160,7 @@ def check_independence(program: Any, rows: Mapping[str, np.ndarray]) -> None:
             if not np.isfinite(total) or not np.isfinite(parts).all():
                 continue
             if abs(total - parts.sum()) > tolerance * max(np.abs(parts).sum(), 1.0):
-                raise NotImplementedError(
+                raise CoupledRows(
                     _coupled_message(
                         name, f"{count} rows together have log density {total:.6g}, one by one {parts.sum():.6g}"
                     )
@@ -163,6 +203,20 @@ class SupportCheck:
                 )
 
 
+def check_whole_support(program: Any, site: str, rows: Mapping[str, np.ndarray]) -> None:
+    """The same for a model that runs on all rows at once.
+
+    :raises ValueError: naming site and row.
+    """
+    inside = np.asarray(jax.jit(lambda rows: _elements_inside(program, site, rows))(dict(rows)))
+    bad = np.argwhere(~inside)
+    if len(bad):
+        axis = program.row_axis(site)
+        row = f"row {bad[0][axis]}" if axis < inside.ndim else "an element"
+        support = peel_abstractly(program, site).support
+        raise ValueError(f"site {site!r}: {row} lies outside the support ({support}) of its distribution.")
+
+
 def peel_abstractly(program: Any, site: str) -> Any:
     """A site's distribution, for what is static about it."""
     found: list = []
@@ -176,10 +230,14 @@ def peel_abstractly(program: Any, site: str) -> Any:
 
 
 def _in_support(program, name, row):
-    record = program.site_record(name, row)
+    return jnp.all(_elements_inside(program, name, row))
+
+
+def _elements_inside(program, name, rows):
+    record = program.site_record(name, rows)
     fn, mask = peel(record.fn)
     inside = fn.support(record.value)
-    return jnp.all(inside | ~jnp.asarray(mask) if jnp.ndim(inside) >= jnp.ndim(mask) else inside)
+    return inside | ~jnp.asarray(mask) if jnp.ndim(inside) >= jnp.ndim(mask) else inside
 
 
 def _coupled_message(name: str, why: str) -> str:

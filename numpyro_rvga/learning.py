@@ -1,0 +1,108 @@
+"""Learning ``numpyro.param`` sites: the bound, maximised over q, as a function of them."""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from .core.block import run_search
+from .core.joint import Joint, bound_at
+from .core.linalg import solve_lower
+from .engine import Engine
+from .model.arguments import PARAMS
+
+MAX_STEPS = 200
+FIRST_MOVE = 0.3  # largest first change of a parameter, in unconstrained space
+HALVINGS = 12
+ENOUGH = 1e-4  # of the rise that the slope promises
+
+
+class Learned(NamedTuple):
+    """Where learning ended.
+
+    :ivar params: (K,), in unconstrained space.
+    :ivar start: mean and precision of q there, in the initial state's standard coordinates.
+    :ivar bounds: the bound after each step.
+    """
+
+    params: Array
+    start: tuple[Array, Array]
+    bounds: list[float]
+    converged: bool
+
+
+def learn(engine: Engine, chunks: tuple, start: tuple[Array, Array] | None, tolerance: float, bar: Any) -> Learned:
+    """Climb by L-BFGS in the parameters, q solved for at each.
+
+    At the best q the bound does not change with q, so its slope in the parameters is the one with q held fixed: in the
+    standard coordinates of the prior, which the parameters move. (A whitened q stays a good start when a kernel's
+    length scale changes; the same q over function values would not.)
+
+    :param chunks: rows and weights, as ``engine.batch`` takes them.
+    :param tolerance: rise of the bound, in nats, below which a step counts as the last.
+    """
+    optax = import_optax("numpyro.param sites")
+    optimizer = optax.scale_by_lbfgs()
+
+    def joint(params: Array, chunks: tuple, start: tuple | None) -> Joint:
+        state = engine.program.initial_state_at(params)
+        return engine.batch(state, *chunks, shared={PARAMS: params}, init=start, alternating=False)
+
+    @jax.jit
+    def look(params, chunks, start):
+        found = run_search(joint(params, chunks, start).search)
+        inverse = solve_lower(found.root, jnp.eye(found.mean.size, dtype=found.mean.dtype))
+        slope = jax.grad(lambda p: bound_at(joint(p, chunks, None), found.mean, inverse.T))(params)
+        return found.bound, slope, (found.mean, found.root @ found.root.T)
+
+    params = engine.program.params.values
+    bound, slope, start = look(params, chunks, start)
+    if not np.isfinite(bound) or not np.isfinite(slope).all():
+        raise ValueError(
+            f"the bound or its slope is not finite where the numpyro.param sites start ({_shown(engine, params)}): "
+            "give them other initial values, or a covariance matrix of the model more jitter."
+        )
+    memory, bounds = optimizer.init(params), [float(bound)]
+    for _ in range(MAX_STEPS):
+        direction, memory = optimizer.update(-slope, memory, params)
+        step = -direction
+        if slope @ step <= 0:
+            step = slope
+        if len(bounds) == 1:
+            step = step * min(1.0, FIRST_MOVE / float(jnp.max(jnp.abs(step))))
+        rise, better = float(slope @ step), None
+        for halving in range(HALVINGS):
+            share = 0.5**halving
+            found = look(params + share * step, chunks, start)
+            if float(found[0]) - bounds[-1] >= ENOUGH * share * rise and np.isfinite(found[1]).all():
+                better = found
+                break
+        if better is None:
+            return Learned(params, start, bounds, rise <= tolerance)
+        params = params + share * step
+        bound, slope, start = better
+        bounds.append(float(bound))
+        bar.update(1)
+        bar.set_postfix(bound=f"{bounds[-1]:.6g}", refresh=False)
+        if bounds[-1] - bounds[-2] <= tolerance and rise <= 10 * tolerance:
+            return Learned(params, start, bounds, True)
+    return Learned(params, start, bounds, False)
+
+
+def import_optax(purpose: str) -> ModuleType:
+    """:raises ImportError: naming the extra."""
+    try:
+        import optax
+    except ImportError as error:
+        raise ImportError(f"{purpose} need optax: pip install 'numpyro_rvga[gradient]'.") from error
+    return optax
+
+
+def _shown(engine: Engine, params: Array) -> str:
+    values = engine.program.params.constrained(params)
+    return ", ".join(f"{name} = {np.asarray(value)}" for name, value in values.items())
