@@ -37,7 +37,7 @@ class Engine:
         self, program: Program, options: Options, rows: dict, rng_key: Array, transition: Transition | None = None
     ):
         self.program, self.options, self._transition = program, options, transition
-        self._kinds = tuple(make_kind(terms, options, rng_key, rows) for terms in program.terms)
+        self.kinds = tuple(make_kind(terms, options, rng_key, rows) for terms in program.terms)
         prior_options = options._replace(expectation="auto", scheme="implicit")
         self._prior_kinds = tuple(
             make_kind(terms, prior_options, rng_key, program.shared) for terms in program.prior.terms
@@ -56,7 +56,8 @@ class Engine:
         layout = self.program.layout
         if init.site_names != layout.site_names or init.mean.shape[0] != layout.size:
             raise ValueError(
-                f"init has latent sites {init.site_names}, the model {layout.site_names}: they must be the same."
+                f"the posterior has latent sites {init.site_names}, the model {layout.site_names}: they must be the "
+                "same."
             )
 
     def _settings(self, block_size: int | None = None) -> Settings:
@@ -88,7 +89,7 @@ class Engine:
         prepared = self._prepare(rows, weights)
         fresh = jnp.sum(weights).astype(jnp.int32) if sites is None else jnp.zeros((), jnp.int32)
         joint = self._search(
-            self._kinds,
+            self.kinds,
             JointRows(self._linearise, jax.tree.map(lambda x: x[None], prepared)),
             state,
             {},
@@ -121,7 +122,7 @@ class Engine:
 
         starts = None if init is not None else self._starts
         joint_rows = JointRows(expanded, (rows, weights))
-        return self._search(self._kinds, joint_rows, state, shared, starts=starts, init=init, alternating=alternating)
+        return self._search(self.kinds, joint_rows, state, shared, starts=starts, init=init, alternating=alternating)
 
     def _settle(self, state: State) -> tuple[State, StepInfo]:
         """The Gaussian summary of the data times the true prior."""
@@ -150,8 +151,8 @@ class Engine:
         if self.options.scheme == "implicit":
             linearizations = 1 if self.is_affine else NUM_LINEARIZATIONS
             settings = self._settings(block_size)
-            return implicit_step(self._kinds, linearise_block, settings, linearizations, with_sites)
-        return explicit_step(self._kinds, linearise_block)
+            return implicit_step(self.kinds, linearise_block, settings, linearizations, with_sites)
+        return explicit_step(self.kinds, linearise_block)
 
     def _by_row(self, sites: tuple[Sites, ...], num_rows: int) -> tuple[Sites, ...]:
         """(n E, ...) and (blocks, B E, ...) arrays as (n, E, ...)."""

@@ -9,7 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.typing import ArrayLike
 
+from .conditions import Conditions, check_conditions
 from .core.joint import Joint, base_terms, bound_at
 from .core.linalg import lower_from_root, solve_lower
 from .core.recursion import State
@@ -131,6 +133,62 @@ class FixedPointVI:
         expected = self.options.expectation != "linearized"
         bound, num_rows = float(after.log_evidence) if expected else None, int(after.num_rows)
         return Posterior(program, after.mean, after.root, bound, facts, num_rows=num_rows)
+
+    @classmethod
+    def conditions(
+        cls,
+        model: Callable,
+        data: Mapping[str, Any] | tuple,
+        *,
+        posterior: Posterior | None = None,
+        means: ArrayLike | None = None,
+        variances: ArrayLike | None = None,
+        expectation: str = "auto",
+        order: int | str = "auto",
+        num_samples: int = 256,
+        rng_key: Array | None = None,
+        **model_kwargs: Any,
+    ) -> Conditions:
+        """Whether the paper's conditions for the convergence of V <- T(V) at a fixed mean hold for a model.
+
+        With ``u ~ N(m, v)`` the predictor of a row under q, phi its log-likelihood and ``gamma(m, v) = -E[phi''(u)]``,
+        they are: ``gamma >= 0`` (condition 1); at fixed m, ``gamma`` nowhere falls (2a) or nowhere rises (2b) as v
+        grows. Theorem 1: under 1 and 2b the fixed point converges to the optimum, under 1 and 2a to the optimum or
+        to a cycle of two. :meth:`run` shortens steps that would lower the bound, with or without the conditions.
+
+        A site's predictor is what the method takes expectations over: the logit of a Bernoulli, the log rate of a
+        Poisson or exponential, and the mean less the observation of a normal or Laplace site. Sites with several
+        predictors have a matrix for gamma: its smallest eigenvalue tells of condition 1, condition 2 is not defined.
+
+        **Example**
+
+        .. code-block:: python
+
+            conditions = FixedPointVI.conditions(model, data, posterior=posterior)
+            print(conditions)
+            conditions.plot()
+
+        :param model: a NumPyro model, as for the constructor.
+        :param data: rows with their outcome, as :meth:`run` takes them. Over the grid, at most 200 different densities
+            of a site are looked at: those of up to 200 rows, evenly spread. At the posterior, all rows are.
+        :param posterior: a posterior of the same sites: the conditions are reported also at the ``(m, v)`` that the
+            rows have under it.
+        :param means: the grid of m. Default: from -8 to 8, and quantiles of the posterior's m. Give it for location
+            likelihoods, such as Student's t, whose outcomes lie elsewhere.
+        :param variances: the grid of v. Default: from 0.01 to 100, and quantiles of the posterior's v. Sites with
+            several predictors are looked at with means drawn from the box that ``means`` spans and covariances v I.
+        :param expectation: as for the constructor.
+        :param order: as for the constructor.
+        :param num_samples: as for the constructor.
+        :param rng_key: for Monte Carlo expectations. Default: ``jax.random.key(0)``.
+        :param model_kwargs: go to every call of the model unchanged.
+        :return: the findings, which print as a summary and :meth:`~numpyro_rvga.conditions.Conditions.plot` a map.
+        :raises ValueError: for unusable data, options or grids, and for a posterior of other latent sites.
+        :raises NotImplementedError: for discrete latents.
+        """
+        options = cls(model, expectation=expectation, order=order, num_samples=num_samples).options
+        rng_key = jax.random.key(0) if rng_key is None else rng_key
+        return check_conditions(model, options, data, posterior, means, variances, rng_key, model_kwargs)
 
     # ------------------------------------------------------------------ inside
     def _iterate(self, engine: Engine, shared: dict, state: State, chunks, start, bar):

@@ -158,7 +158,7 @@ def closed_form(posterior: Posterior, data: Mapping[str, ArrayLike] | tuple) -> 
     rows = program.rows(data)
     predictions = {}
     for site in program.observed_sites:
-        complete = _with_stand_ins(posterior, rows, site)
+        complete = program.inputs(rows) if program.whole else _with_stand_ins(posterior, rows, site)
         mean, covariance = program.predictors(posterior.mean, posterior.scale, complete, site)
         element_shape = list(program.sites[site].value_shape)
         element_shape.pop(program.row_axis(site))

@@ -299,9 +299,12 @@ class Program:
         return {name: records[name].fn.log_prob(records[name].value) * records[name].weight for name in names}
 
     def predictors(self, mean: Array, root: Array, rows: Mapping[str, Array], site: str) -> tuple[Array, Array]:
-        """Mean (n, E, C) and covariance (n, E, C, C) of a site's predictors under N(mean, root root^T)."""
+        """Mean (n, E, C) and covariance (n, E, C, C) of a site's predictors under N(mean, root root^T).
+
+        :param rows: as :meth:`inputs` gives them.
+        """
         terms = next(t for t in self.terms if t.site == site)
-        offset, design, local = linearise(terms, mean, jax.tree.map(jnp.asarray, {**self.inputs(rows), **self.shared}))
+        offset, design, local = linearise(terms, mean, jax.tree.map(jnp.asarray, {**rows, **self.shared}))
         spread = jnp.concatenate([design @ root, local], axis=-1)
         return offset, jnp.einsum("necp,nedp->necd", spread, spread)
 
