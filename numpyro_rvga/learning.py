@@ -48,6 +48,7 @@ def learn(engine: Engine, chunks: tuple, start: tuple[Array, Array] | None, tole
     """
     optax = import_optax("numpyro.param sites")
     optimizer = optax.scale_by_lbfgs()
+    engine.program.initial_state()  # what is drawn from the prior is drawn here, outside of compiled functions
 
     def joint(params: Array, chunks: tuple, start: tuple | None) -> Joint:
         state = engine.program.initial_state_at(params)

@@ -73,11 +73,12 @@ class Program:
         self.row_plates, observed = validation.find_row_plates(model, rows, self.model_kwargs)
         self._choose_examples(rows)
         self.local, self.params = layout_of({}), parameters_of({}, self.dtype)
-        self.sites, self.plates = validation.describe_one_row(self._describe, self.example_row, observed)
+        self.sites, self.plates = validation.describe_few(self._describe, self.example_row, "one row", observed)
         validation.check_continuous(self.sites)
         local = frozenset()
         if not whole:
-            local = validation.local_latents(self.sites, self._describe(self.example_rows)[0], self.row_plates)
+            of_two, _ = validation.describe_few(self._describe, self.example_rows, "two rows", observed)
+            local = validation.local_latents(self.sites, of_two, self.row_plates)
         latents = {n: s.unconstrained_shape for n, s in self.sites.items() if not s.is_observed}
         self.layout = layout_of({name: shape for name, shape in latents.items() if name not in local})
         self.local = layout_of({name: shape for name, shape in latents.items() if name in local})
@@ -98,8 +99,8 @@ class Program:
         self.params = self._find_params()
         if params is not None:
             self.params = self.params._replace(values=jnp.asarray(params, self.dtype))
-        validation.check_local_scales(self)
         self.terms = tuple(self._row_terms(s, prefer_parameters) for s in self._row_sites)
+        validation.check_local_terms(self)
         self.selections = self._find_selections()
         self.prior = self._find_prior()
         self._support_checks = [] if whole else [validation.SupportCheck(self, site) for site in self.observed_sites]
@@ -319,8 +320,8 @@ class Program:
         records = self._records(self.layout.unravel(theta), rows)
         return {name: elements(records[name]) for name in self._row_sites}
 
-    def site_record(self, name: str, rows: Mapping[str, Array], theta: Array | None = None) -> SiteRecord:
-        return self._records({} if theta is None else self._unravel(theta), rows)[name]
+    def site_record(self, name: str, rows: Mapping[str, Array]) -> SiteRecord:
+        return self._records({}, rows)[name]
 
     def runner(self, num_rows: int) -> RowRunner:
         """The model with latents that are drawn, its parameters and its plates at this number of rows."""

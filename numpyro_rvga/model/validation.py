@@ -11,9 +11,10 @@ import numpy as np
 from numpyro import handlers
 
 from ..core.compilation import jit_once
-from ..core.symbolic import depends_on, factorise
+from ..core.symbolic import depends_on
 from .arguments import split_call
 from .layout import Layout
+from .terms import linearise
 from .tracing import RowRunner, SiteInfo, peel, plates_of
 
 CHECKED_ROWS = 8
@@ -48,12 +49,12 @@ def find_row_plates(
     return frozenset(p for p in around if runner.plate_size[p] == num_rows), found["observed"]
 
 
-def describe_one_row(describe: Callable, row: Mapping[str, Any], observed: Sequence[str]) -> Any:
-    """:raises NotImplementedError: naming the observed sites, if the model runs on all rows but not on one."""
+def describe_few(describe: Callable, rows: Mapping[str, Any], number: str, observed: Sequence[str]) -> Any:
+    """:raises CoupledRows: naming the observed sites, if the model runs on all rows but not on these few."""
     try:
-        return describe(row)
+        return describe(rows)
     except (AssertionError, IndexError, TypeError, ValueError) as error:
-        raise CoupledRows(_coupled_message(", ".join(observed), f"on one row the model fails: {error}")) from error
+        raise CoupledRows(_coupled_message(", ".join(observed), f"on {number} the model fails: {error}")) from error
 
 
 def check_continuous(sites: Mapping[str, SiteInfo]) -> None:
@@ -104,20 +105,25 @@ def check_shared(layout: Layout, local: Layout) -> None:
         )
 
 
-def check_local_scales(program: Any) -> None:
-    """:raises NotImplementedError: for local latents whose standard deviation is not known: the bound over them, with
-    their conditional prior as q, would shrink it to zero."""
-    theta = jax.ShapeDtypeStruct((program.layout.size,), program.dtype)
-    for name in program.local.site_names:
+def check_local_terms(program: Any) -> None:
+    """:raises CoupledRows: if the rows' own variables are more than known additions to the predictors. With their
+    conditional prior as q, the bound would shrink a standard deviation that is to be learned to zero."""
+    if not program.local.size:
+        return
+    theta = jnp.asarray(np.random.default_rng(0).normal(size=program.layout.size), program.dtype)
+    rows = {**program.example_rows, **program.shared}
 
-        def total_scale(t, row, name=name):
-            return jnp.sum(peel(program.site_record(name, row, t).fn)[0].scale).astype(program.dtype)
+    @jit_once
+    def alone():
+        found = [linearise(terms, theta, rows)[1:] for terms in program.terms]
+        return [jnp.any(local != 0, axis=-1) & jnp.all(design == 0, axis=-1) for design, local in found]
 
-        if factorise(total_scale, theta, program.example_row).num_predictors:
-            raise NotImplementedError(
-                f"site {name!r}, a latent variable of each row, has a standard deviation that depends on other latent "
-                "sites; only local latents of known scale are integrated out. FixedPointVI takes it as one vector "
-                "outside the row plate, Normal(...).expand([number of rows])."
+    for terms, found in zip(program.terms, alone()):
+        if np.any(found) or not terms.is_affine:
+            names = ", ".join(map(repr, program.local.site_names))
+            raise CoupledRows(
+                f"site {names}, a latent variable of each row, enters site {terms.site!r} other than as an addition of "
+                "known standard deviation, and only such are integrated out. FixedPointVI takes such models."
             )
 
 
