@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -17,7 +18,7 @@ from .core.linalg import lower_from_root, solve_lower
 from .core.recursion import State
 from .engine import Engine, Engines, describe_bad_rows
 from .kinds import Options
-from .learning import import_optax, learn
+from .learning import Learned, import_optax, learn
 from .model.arguments import checked_rows
 from .options import check_choice, check_options
 from .posterior import Posterior
@@ -27,6 +28,7 @@ SCHEDULES = ("incremental", "batch", "gradient")
 CHUNK_NUMBERS = 2**24  # in the Jacobians of a chunk
 GRADIENT_STEPS = 20  # between looks at the natural gradient
 LEARNING_TOLERANCE = 1e-5  # nats
+CYCLE = 0.5  # best step of a map that turns errors around and leaves them as large as they were
 
 
 class FixedPointVI:
@@ -100,7 +102,11 @@ class FixedPointVI:
             counted: the prior is the model's.
         :param progress_bar: show iterations and the bound.
         :param model_kwargs: go to every call of the model unchanged.
-        :return: the posterior. ``info["bounds"]`` holds the bound after each iteration.
+        :return: the posterior. ``info`` holds ``converged``, ``iterations``, the bound after each (``bounds``), in how
+            many of them positive curvatures of the log-likelihood were set to zero to keep the precision positive
+            definite (``clamped_iterations``), and in how many the plain fixed point V <- T(V) would have gone to and
+            fro without coming nearer, as in Theorem 1's cycle of two, and was damped (``cycling_iterations``).
+            Where the bound is not maximised, ``converged`` is False, and a warning says why.
         :raises ValueError: for unusable data, naming the array and the row.
         :raises NotImplementedError: for discrete or local latents, and for rows that are not independent.
         """
@@ -116,7 +122,7 @@ class FixedPointVI:
                 program, start = program.with_params(learned.params), learned.start
             climb = self._climb_by_gradient if self.schedule == "gradient" else self._iterate
             state = program.initial_state()
-            after, info, bounds = climb(engine, program.shared, state, chunks, start, bar)
+            after, info, bounds, counts = climb(engine, program.shared, state, chunks, start, bar)
         if not bool(info.ok):
             reason = describe_bad_rows(program, state, rows, 0)
             raise ValueError(f"the bound is not finite: {reason or 'are the priors proper?'}.")
@@ -127,9 +133,11 @@ class FixedPointVI:
             "iterations": int(info.iterations),
             "largest_decrement": float(info.decrement),
             "bounds": np.asarray(bounds),
+            **counts,
         }
         if learned is not None:
             facts |= {"learned": learned.converged, "learning_bounds": np.asarray(learned.bounds)}
+        self._warn(facts, learned)
         expected = self.options.expectation != "linearized"
         bound, num_rows = float(after.log_evidence) if expected else None, int(after.num_rows)
         return Posterior(program, after.mean, after.root, bound, facts, num_rows=num_rows)
@@ -191,6 +199,25 @@ class FixedPointVI:
         return check_conditions(model, options, data, posterior, means, variances, rng_key, model_kwargs)
 
     # ------------------------------------------------------------------ inside
+    def _warn(self, facts: dict, learned: Learned | None) -> None:
+        if not facts["converged"]:
+            spent = facts["iterations"] >= self.options.max_iterations
+            reason = (
+                f"max_iterations={self.options.max_iterations} were spent" if spent else "no step raised it further"
+            )
+            warnings.warn(
+                f"the bound is not maximised: {reason}, and the squared natural gradient is "
+                f"{facts['largest_decrement']:.2g} nats. Raise max_iterations or tolerance, use float64, or check the "
+                "scales of the priors.",
+                stacklevel=3,
+            )
+        if learned is not None and not learned.converged:
+            warnings.warn(
+                f"the numpyro.param sites were still rising after {len(learned.bounds) - 1} steps: start them nearer, "
+                "or raise tolerance.",
+                stacklevel=3,
+            )
+
     def _iterate(self, engine: Engine, shared: dict, state: State, chunks, start, bar):
         joint = self._joint_of(engine, shared, alternating=self.schedule == "batch")
 
@@ -210,15 +237,19 @@ class FixedPointVI:
             return found.absorb(found.search.solution(trial), _count(chunks))
 
         trial, bounds, more = begin(state, chunks, start), [], True
+        clamped = cycling = 0
         while more:
             before = int(trial.iterations)
             trial, more = advance(state, chunks, start, trial)
             seeking, iterations = float(trial.step) == 0, int(trial.iterations)
             if not seeking and (iterations > before or not bounds):
                 bounds.append(float(trial.at.bound))
+                clamped += bool(trial.at.clamped)
+                cycling += float(trial.step) <= CYCLE
                 bar.update(1)
                 bar.set_postfix(bound=f"{bounds[-1]:.6g}", refresh=False)
-        return *finish(state, chunks, start, trial), bounds
+        counts = {"clamped_iterations": clamped, "cycling_iterations": cycling}
+        return *finish(state, chunks, start, trial), bounds, counts
 
     def _climb_by_gradient(self, engine: Engine, shared: dict, state: State, chunks, start, bar):
         optax = import_optax("schedule='gradient' and numpyro.param sites")
@@ -277,7 +308,7 @@ class FixedPointVI:
             after, info = judge(state, chunks, start, parameters, len(bounds))
             stalled = len(bounds) > 2 * GRADIENT_STEPS and bounds[-1] <= bounds[-GRADIENT_STEPS]
             if bool(info.converged) or stalled or len(bounds) >= self.options.max_iterations:
-                return after, info, bounds
+                return after, info, bounds, {}
 
     def _joint_of(self, engine: Engine, shared: dict, *, alternating: bool) -> Callable[..., Joint]:
         def joint(state, chunks, start):

@@ -130,6 +130,7 @@ class _Evaluation(NamedTuple):
     target: Array  # the precision that a full step takes
     decrement: Array
     spread: Array  # the covariance's part of the decrement
+    clamped: Array  # whether the target leaves out positive curvatures of phi
 
 
 class Trial(NamedTuple):
@@ -281,20 +282,21 @@ def block_search(
         pull, exact = precision @ mean, precision + curvature
         bound = value + linear @ mean - 0.5 * mean @ pull + base.constant
         gradient = gradient + linear - pull
-        target = exact
+        target, clamped = exact, jnp.asarray(False)
         if not safe:
-            target = jnp.where(jnp.all(jnp.isfinite(cholesky(exact))), exact, precision + fallback)
+            clamped = ~jnp.all(jnp.isfinite(cholesky(exact)))
+            target = jnp.where(clamped, precision + fallback, exact)
         if point:
             slope = solve_lower(cholesky(target), gradient)
             zero = jnp.zeros((), dtype)
-            return _Evaluation(bound, gradient, target, slope @ slope, zero), identity, zero * identity
+            return _Evaluation(bound, gradient, target, slope @ slope, zero, clamped), identity, zero * identity
         inverse = solve_lower(root, identity)
         trace = jnp.sum(inverse * inverse) if base.precision is None else jnp.sum(inverse * (inverse @ precision))
         bound = bound - 0.5 * (trace - dimension) - jnp.sum(jnp.log(jnp.diagonal(root)))
         slope = inverse @ gradient
         relative = inverse @ exact @ inverse.T - identity
         spread = 0.5 * jnp.sum(relative * relative)
-        return _Evaluation(bound, gradient, target, slope @ slope + spread, spread), inverse, relative
+        return _Evaluation(bound, gradient, target, slope @ slope + spread, spread, clamped), inverse, relative
 
     def try_once(trial: Trial) -> Trial:
         t, at = trial.step, trial.at
@@ -367,7 +369,7 @@ def block_search(
 
     mean = jnp.zeros(dimension, dtype) if start is None else start
     count, step, unknown = jnp.zeros((), jnp.int32), jnp.zeros((), dtype), jnp.full((), jnp.nan, dtype)
-    unmeasured = _Evaluation(unknown, jnp.zeros(dimension, dtype), identity, unknown, unknown)
+    unmeasured = _Evaluation(unknown, jnp.zeros(dimension, dtype), identity, unknown, unknown, jnp.asarray(False))
     matrix = identity if start_precision is None else start_precision
     begin = Trial(count, step, mean, matrix, unmeasured, unknown, jnp.asarray(False), jnp.asarray(True))
     return Search(begin, try_once, unfinished, solution)

@@ -90,12 +90,18 @@ def sigma_points(num_predictors: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def monte_carlo_points(rng_key: Array, num_samples: int, num_predictors: int) -> tuple[np.ndarray, np.ndarray]:
-    """Antithetic normal draws, rescaled to have exactly the identity as covariance: quadratics come out exact."""
+    """Antithetic normal points from a scrambled Sobol sequence, rescaled to have exactly the identity as covariance:
+    quadratics come out exact."""
+    from scipy.special import ndtri
+    from scipy.stats import qmc  # slow to import, and seldom needed
+
     half = max(num_samples // 2, num_predictors)
-    draws = np.asarray(jax.random.normal(rng_key, (half, num_predictors)), np.float64)
-    draws = np.concatenate([draws, -draws])
-    root = np.linalg.cholesky(draws.T @ draws / len(draws))
-    return np.linalg.solve(root, draws.T).T, np.full(len(draws), 1.0 / len(draws))
+    seed = np.asarray(jax.random.key_data(rng_key)).tolist()
+    uniform = qmc.Sobol(num_predictors, rng=np.random.default_rng(seed)).random(1 << (half - 1).bit_length())[:half]
+    points = ndtri(uniform)
+    points = np.concatenate([points, -points])
+    root = np.linalg.cholesky(points.T @ points / len(points))
+    return np.linalg.solve(root, points.T).T, np.full(len(points), 1.0 / len(points))
 
 
 def normal_rule(dimension: int) -> tuple[np.ndarray, np.ndarray]:
