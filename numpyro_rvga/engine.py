@@ -12,6 +12,7 @@ import numpy as np
 from jax import Array
 
 from .core.block import Factors, Settings, apply_design
+from .core.compilation import Compiled
 from .core.joint import Joint, JointRows, joint_search, joint_solve
 from .core.recursion import Sites, State, StepInfo, Transition, explicit_step, implicit_step, scan_blocks
 from .kinds import Options, make_kind
@@ -47,9 +48,9 @@ class Engine:
         wide = any(t.num_predictors > SYMMETRIC_PREDICTORS or not t.is_affine for t in program.terms)
         shape = (NUM_STARTS, program.layout.size)
         self._starts = jax.random.normal(rng_key, shape, program.dtype) if wide else None
-        self.joint = jax.jit(self._joint, static_argnames="with_sites")
-        self.settle = jax.jit(self._settle)
-        self.stream = jax.jit(self._stream, static_argnames=("block_size", "with_sites"))
+        self.joint = Compiled(self._joint, ("with_sites",))
+        self.settle = Compiled(self._settle)
+        self.stream = Compiled(self._stream, ("block_size", "with_sites"))
 
     def check_start(self, init: Any) -> None:
         """:raises ValueError: if a posterior is of other latent sites."""

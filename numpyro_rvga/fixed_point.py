@@ -13,6 +13,7 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from .conditions import Conditions, check_conditions
+from .core.compilation import Compiled
 from .core.joint import Joint, base_terms, bound_at
 from .core.linalg import lower_from_root, solve_lower
 from .core.recursion import State
@@ -221,17 +222,17 @@ class FixedPointVI:
     def _iterate(self, engine: Engine, shared: dict, state: State, chunks, start, bar):
         joint = self._joint_of(engine, shared, alternating=self.schedule == "batch")
 
-        @jax.jit
+        @Compiled
         def begin(state, chunks, start):
             return joint(state, chunks, start).search.begin
 
-        @jax.jit
+        @Compiled
         def advance(state, chunks, start, trial):
             search = joint(state, chunks, start).search
             after = search.try_once(trial)
             return after, search.unfinished(after)
 
-        @jax.jit
+        @Compiled
         def finish(state, chunks, start, trial):
             found = joint(state, chunks, start)
             return found.absorb(found.search.solution(trial), _count(chunks))
@@ -269,7 +270,7 @@ class FixedPointVI:
             function.defvjp(value_and_slopes, lambda slopes, scale: (jax.tree.map(lambda x: scale * x, slopes),))
             return function
 
-        @jax.jit
+        @Compiled
         def begin(state, chunks, start):
             search = joint(state, chunks, start).search
             seeking = lambda trial: (trial.step == 0) & ~trial.stuck  # noqa: E731
@@ -278,7 +279,7 @@ class FixedPointVI:
             lower = jnp.tril(root, -1) + jnp.diag(jnp.log(jnp.diagonal(root)))
             return (trial.mean, lower), optimizer.init((trial.mean, lower))
 
-        @jax.jit
+        @Compiled
         def climb(state, chunks, start, parameters, memory):
             objective = negative_bound(state, chunks, start)
             look = optax.value_and_grad_from_state(objective)
@@ -291,7 +292,7 @@ class FixedPointVI:
 
             return jax.lax.scan(step, (parameters, memory), None, length=GRADIENT_STEPS)
 
-        @jax.jit
+        @Compiled
         def judge(state, chunks, start, parameters, iterations):
             found = joint(state, chunks, start)
             inverse = solve_lower(_root_of(parameters[1]), jnp.eye(parameters[0].size, dtype=parameters[0].dtype))

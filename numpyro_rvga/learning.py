@@ -11,6 +11,7 @@ import numpy as np
 from jax import Array
 
 from .core.block import run_search
+from .core.compilation import Compiled
 from .core.joint import Joint, bound_at
 from .core.linalg import solve_lower
 from .engine import Engine
@@ -54,7 +55,7 @@ def learn(engine: Engine, chunks: tuple, start: tuple[Array, Array] | None, tole
         state = engine.program.initial_state_at(params)
         return engine.batch(state, *chunks, shared={PARAMS: params}, init=start, alternating=False)
 
-    @jax.jit
+    @Compiled
     def look(params, chunks, start):
         found = run_search(joint(params, chunks, start).search)
         inverse = solve_lower(found.root, jnp.eye(found.mean.size, dtype=found.mean.dtype))
