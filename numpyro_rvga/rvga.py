@@ -246,16 +246,16 @@ class RVGA:
             bar.update(length)
         kept = memory.contents() if done > sizes.first else None
         if kept is not None:
-            state = self._revisit(engine, state, *kept, gathered)
+            state = self._revisit(engine, state, *kept, sizes.memory, gathered)
         elif state.prior_site is not None and done > sizes.first:
             state = self._settle(engine, state, gathered)
         facts = {"num_rows": done, "block_size": sizes.block, "first_block": min(sizes.first, done)}
         return state, gathered.summary() | facts | {"kept_rows": 0 if kept is None else _length(kept[0])}
 
-    def _revisit(self, engine, state, rows, sites, gathered):
+    def _revisit(self, engine, state, rows, sites, capacity, gathered):
         """Solve once more with the kept rows as themselves, not as their Gaussian sites."""
         length = _length(rows)
-        size = 1 << (length - 1).bit_length()  # few different sizes, few compilations
+        size = min(1 << (length - 1).bit_length(), capacity)  # few different sizes, few compilations
         rows, weights = _on_device(rows, size)
         fill = lambda x: np.concatenate([x, np.broadcast_to(x[-1:], (size - length, *x.shape[1:]))])  # noqa: E731
         after, info = engine.joint(state, rows, weights, jax.tree.map(fill, sites))
@@ -354,7 +354,7 @@ class _Gathered:
 
 def _on_device(piece, size):
     rows, weights = pad(piece, size)
-    return {name: jnp.asarray(array) for name, array in rows.items()}, jnp.asarray(weights)
+    return jax.device_put((rows, weights))
 
 
 def _state_of(init: Posterior | State, engine: Engine) -> State:
