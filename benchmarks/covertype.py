@@ -1,6 +1,8 @@
 """Covertype: one pass of RVGA against SVI with AutoMultivariateNormal, both measured against the batch optimum.
 
-python benchmarks/covertype.py --data FOLDER      FOLDER holds load.py and the covtype file
+OPENBLAS_NUM_THREADS=1 python benchmarks/covertype.py --data FOLDER      FOLDER holds load.py and the covtype file
+
+One thread for OpenBLAS, from which jaxlib has its LAPACK: its threads wait by spinning, on the cores that XLA uses.
 """
 
 from __future__ import annotations
