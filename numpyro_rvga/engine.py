@@ -68,7 +68,7 @@ class Engine:
         if tolerance is None and block_size is None:
             tolerance = 1e-8 if self._double else 1e-6
         elif tolerance is None:
-            tolerance = block_size * (1e-12 if self._double else 1e-9)
+            tolerance = block_size * (1e-10 if self._double else 1e-9)
         return Settings(tolerance, self.options.max_iterations)
 
     @property

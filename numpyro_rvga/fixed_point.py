@@ -203,9 +203,7 @@ class FixedPointVI:
     def _warn(self, facts: dict, learned: Learned | None) -> None:
         if not facts["converged"]:
             spent = facts["iterations"] >= self.options.max_iterations
-            reason = (
-                f"max_iterations={self.options.max_iterations} were spent" if spent else "no step raised it further"
-            )
+            reason = f"all {self.options.max_iterations} iterations were spent" if spent else "no step raised it"
             warnings.warn(
                 f"the bound is not maximised: {reason}, and the squared natural gradient is "
                 f"{facts['largest_decrement']:.2g} nats. Raise max_iterations or tolerance, use float64, or check the "

@@ -29,7 +29,8 @@ MEMORY_ROWS_PER_PARAMETER = 600
 MEMORY_NUMBERS = 2**25  # in the Jacobians of the kept rows
 CHUNK_NUMBERS = 2**22
 MAX_CHUNK = 8192
-DEFAULT_BLOCK = 256
+DEFAULT_BLOCK = 1024
+DEFAULT_BLOCK_LINEARISED = 256  # where predictors are not affine
 
 
 class RVGA:
@@ -72,7 +73,7 @@ class RVGA:
         improper priors. None (default) refuses them.
     :param float tolerance: squared length of the natural gradient, in nats, at which a block counts as solved, if it
         has also fallen to a millionth of what it was before. Default: 1e-8 (float32: 1e-6) for joint solves, and
-        1e-12 (1e-9) times the number of rows for blocks of a stream, whose errors add up.
+        1e-10 (1e-9) times the number of rows for blocks of a stream, whose errors add up.
     :param int max_iterations: of a block's solve.
     :param int num_samples: nodes of Monte Carlo expectations.
     :raises ValueError: for options that do not exist or exclude each other.
@@ -272,7 +273,8 @@ class RVGA:
     def _sizes(self, engine: Engine, total: int | None) -> _Sizes:
         per_row, size = engine.numbers_per_row, engine.program.layout.size
         plain = self.block_size != "auto" or self.options.scheme != "implicit" or self.dynamics is not None
-        block = self.block_size if self.block_size != "auto" else DEFAULT_BLOCK if not plain else 1
+        default = DEFAULT_BLOCK if engine.is_affine else DEFAULT_BLOCK_LINEARISED
+        block = self.block_size if self.block_size != "auto" else 1 if plain else default
         if self.memory == "auto":
             useful = not plain and engine.is_affine
             memory = min(MEMORY_ROWS_PER_PARAMETER * size, MEMORY_NUMBERS // per_row) if useful else 0

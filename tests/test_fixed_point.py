@@ -42,7 +42,28 @@ def hierarchical(X, g, y=None):
         numpyro.sample("y", dist.Poisson(jnp.exp(a[g] + 0.3 * X[:, 0])), obs=y)
 
 
+def of_line(make):
+    """A model whose rows see theta through one line."""
+
+    def model(X, y=None):
+        w = numpyro.sample("w", dist.Normal(0.0, 3.0).expand([X.shape[1]]).to_event(1))
+        with numpyro.plate("rows", X.shape[0]):
+            numpyro.sample("y", make(X @ w), obs=y)
+
+    return model
+
+
+CUTS = jnp.array([-1.0, 0.5])
+LIKELIHOODS = {
+    "poisson": lambda line: dist.Poisson(jnp.exp(line)),
+    "laplace": lambda line: dist.Laplace(line, 0.5),
+    "student": lambda line: dist.StudentT(3.0, line, 0.5),
+    "ordinal": lambda line: dist.OrderedLogistic(line, CUTS),
+    "volatility": lambda line: dist.Normal(0.0, jnp.exp(0.5 * line)),
+    "exponential": lambda line: dist.Exponential(jnp.exp(-line)),
+}
 MODELS = {"linear": linear, "logistic": logistic, "robust": robust, "hierarchical": hierarchical}
+MODELS |= {name: of_line(make) for name, make in LIKELIHOODS.items()}
 
 
 def data(kind, n=150):
@@ -53,6 +74,8 @@ def data(kind, n=150):
         return {"X": X, "y": line + NOISE * rng.normal(size=n)}
     if kind == "logistic":
         return {"X": X, "y": (rng.random(n) < 1 / (1 + np.exp(-line))).astype(float)}
+    if kind in LIKELIHOODS:
+        return {"X": X, "y": np.asarray(LIKELIHOODS[kind](jnp.asarray(line)).sample(jax.random.key(0)))}
     if kind == "robust":
         return {"X": X, "y": line + 0.5 * rng.standard_t(4, n)}
     g = rng.integers(0, 5, n)
@@ -91,6 +114,100 @@ def test_fixed_points_are_where_a_gradient_climb_ends(kind):
         np.testing.assert_allclose(posterior.elbo, climbed.elbo, atol=1e-6)
         np.testing.assert_allclose((posterior.mean - climbed.mean) / deviation, 0.0, atol=1e-3)
         np.testing.assert_allclose(np.sqrt(np.diagonal(posterior.covariance)) / deviation, 1.0, atol=1e-3)
+
+
+def bound_of(kind, mean, root, rows):
+    """sum E[log lik] - KL of N(mean, root root^T), by NumPyro's densities on a fine grid."""
+    z = np.linspace(-8.5, 8.5, 1701)
+    weights = np.exp(-0.5 * z**2) * (z[1] - z[0]) / np.sqrt(2 * np.pi)
+    design = rows["X"]
+    line = (design @ mean)[:, None] + np.linalg.norm(design @ root, axis=1)[:, None] * z
+    expected = np.sum(np.asarray(LIKELIHOODS[kind](jnp.asarray(line)).log_prob(rows["y"][:, None])) @ weights)
+    divergence = 0.5 * (np.sum(root**2) + mean @ mean) / 9.0 - 1.5 + 1.5 * np.log(9.0)
+    return expected - divergence + np.sum(np.log(np.abs(np.diagonal(root))))
+
+
+@pytest.mark.parametrize("kind", LIKELIHOODS)
+def test_the_bound_has_no_slope_where_the_fixed_point_ends(kind):
+    rows = data(kind, n=40)
+    posterior = fit(kind, rows)
+    climbed = fit(kind, rows, schedule="gradient")
+    np.testing.assert_allclose(posterior.elbo, climbed.elbo, atol=1e-6)
+    mean, root = np.asarray(posterior.mean), np.asarray(posterior.scale_tril)
+    np.testing.assert_allclose(posterior.elbo, bound_of(kind, mean, root, rows), atol=1e-4)
+    for place in np.eye(3):  # in units of the posterior's standard deviations
+        step, turn = 0.02 * root @ place, np.eye(3) + 0.02 * np.outer(np.ones(3), place)
+        slope = [bound_of(kind, mean + sign * step, root, rows) for sign in (1, -1)]
+        turned = [bound_of(kind, mean, root @ np.linalg.matrix_power(np.tril(turn), sign), rows) for sign in (1, -1)]
+        assert abs(slope[0] - slope[1]) < 4e-5 and abs(turned[0] - turned[1]) < 1e-4
+        assert max(slope) < posterior.elbo and max(turned) < posterior.elbo
+
+
+def test_the_order_of_rows_does_not_matter():
+    rows = data("logistic")
+    turned = {name: array[::-1] for name, array in rows.items()}
+    np.testing.assert_allclose(fit("logistic", rows).elbo, fit("logistic", turned).elbo, atol=1e-9)
+
+
+# ---------------------------------------------------------------------- the theory of the paper
+def counts_of_one_rate(y=None):
+    rate = numpyro.sample("rate", dist.Normal(0.0, 10.0))
+    with numpyro.plate("rows", len(y)):
+        numpyro.sample("y", dist.Poisson(jnp.exp(rate)), obs=y)
+
+
+def plain_map(mean, count, variance):
+    """T(V) of equation 8 for Poisson rows: gamma = exp(m + v / 2)."""
+    return 1 / (0.01 + count * np.exp(mean + 0.5 * variance))
+
+
+@pytest.mark.parametrize("schedule", ["incremental", "batch"])
+@pytest.mark.parametrize("y", [[0.0], [0.0, 0.0], [1.0], [3.0, 5.0, 4.0]], ids=str)
+def test_poisson_solutions_are_the_only_fixed_points_and_bracketed(y, schedule):
+    """Proposition 1, and the monotone sequences of equation 13 about it."""
+    options = {"schedule": schedule, "tolerance": 1e-12}
+    posterior = FixedPointVI(counts_of_one_rate, **options).run({"y": np.array(y)}, progress_bar=False)
+    mean, best = float(posterior.mean[0]), float(posterior.covariance[0, 0])
+    np.testing.assert_allclose(plain_map(mean, len(y), best), best, rtol=1e-4)
+    np.testing.assert_allclose(sum(y) - len(y) * np.exp(mean + best / 2), mean / 100, atol=1e-5)
+    sequence = [100.0]
+    for _ in range(12):
+        sequence.append(plain_map(mean, len(y), sequence[-1]))
+    above, below = np.array(sequence[::2]), np.array(sequence[1::2])
+    assert np.all(np.diff(above) <= 1e-9) and np.all(np.diff(below) >= -1e-9)
+    assert above[-1] >= best * (1 - 1e-4) and below[-1] <= best * (1 + 1e-4)
+
+
+def test_the_cycle_of_two_that_theorem_1_allows_is_damped_and_told():
+    y = np.zeros(1)
+    posterior = FixedPointVI(counts_of_one_rate, schedule="batch").run({"y": y}, progress_bar=False)
+    mean, best = float(posterior.mean[0]), float(posterior.covariance[0, 0])
+    variance = 1.01 * best
+    for _ in range(200):
+        variance = plain_map(mean, 1, variance)
+    assert abs(plain_map(mean, 1, variance) - variance) > 1.0  # the plain map ends in the cycle
+    assert posterior.info["converged"] and posterior.info["cycling_iterations"] > 0
+    assert fit("logistic").info["cycling_iterations"] == 0
+
+
+def outliers(y=None):
+    place = numpyro.sample("place", dist.Normal(0.0, 10.0))
+    with numpyro.plate("rows", len(y)):
+        numpyro.sample("y", dist.StudentT(3.0, place, 0.3), obs=y)
+
+
+def test_positive_curvatures_are_clamped_and_counted():
+    """Condition 1 fails for Student's t."""
+    y = np.array([5.0, -5.0, 5.1, 4.9])
+    posterior = FixedPointVI(outliers).run({"y": y}, progress_bar=False)
+    assert posterior.info["converged"] and posterior.info["clamped_iterations"] > 0
+    assert fit("logistic").info["clamped_iterations"] == 0
+
+
+def test_a_run_that_ends_early_says_why():
+    with pytest.warns(UserWarning, match="not maximised: all 2 iterations were spent"):
+        posterior = fit("robust", max_iterations=2)
+    assert not posterior.info["converged"]
 
 
 @pytest.mark.parametrize("kind", ["logistic", "robust", "hierarchical"])

@@ -10,7 +10,7 @@ import numpyro
 import numpyro.distributions as dist
 import pytest
 
-from numpyro_rvga import RVGA
+from numpyro_rvga import RVGA, FixedPointVI
 from numpyro_rvga.core import closed_forms as cf
 
 REFERENCE = pathlib.Path(os.environ.get("RVGA_REFERENCE", pathlib.Path(__file__).parents[2] / "shared" / "reference"))
@@ -34,11 +34,11 @@ def load(case):
     return X, y.ravel(), mean.ravel(), covariance
 
 
-def gap(case, **options):
+def gap(case, method=RVGA, **options):
     """KL(q || posterior) above that of the best Gaussian (equation 94, with the expectations to 1e-8)."""
     X, y, prior_mean, prior_covariance = load(case)
     run = {"mean": prior_mean, "covariance": prior_covariance}
-    q = RVGA(model, **options).run({"X": X, "y": y}, progress_bar=False, **run)
+    q = method(model, **options).run({"X": X, "y": y}, progress_bar=False, **run)
     mean, covariance = np.asarray(q.mean), np.asarray(q.covariance)
     size = len(mean)
 
@@ -57,6 +57,11 @@ def gap(case, **options):
 @pytest.mark.parametrize("case", CASES)
 def test_default_ends_at_the_best_gaussian(case):
     assert abs(gap(case)) < 1e-3
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_fixed_point_is_the_best_gaussian(case):
+    assert abs(gap(case, FixedPointVI)) < 1e-4
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -115,7 +115,7 @@ def joint_search(
             return tuple(f._replace(design=times_root(f.design, state.root)) for f in factors)
 
         found = lax.map(whitened, rows.chunks)
-        return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), found)
+        return jax.tree.map(lambda x: x.reshape(x.shape[0] * x.shape[1], *x.shape[2:]), found)
 
     def reduce(e, covariance_root):
         # Designs stay in the coordinates of theta: per row, that saves one product with a (P, P) matrix.
