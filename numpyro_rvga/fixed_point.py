@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import time
 import warnings
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +17,7 @@ from .conditions import Conditions, check_conditions
 from .core.compilation import Compiled
 from .core.joint import Joint, base_terms, bound_at
 from .core.linalg import lower_from_root, solve_lower
-from .core.recursion import State
+from .core.recursion import State, StepInfo
 from .engine import Engine, Engines, describe_bad_rows
 from .kinds import Options
 from .learning import Learned, import_optax, learn
@@ -84,6 +85,7 @@ class FixedPointVI:
         self.model, self.schedule = model, schedule
         self.options = Options("implicit", expectation, order, tolerance, max_iterations, num_samples)
         self._engines = Engines(model, self.options, improper_prior_scale, batch=True)
+        self._compiled: dict[Engine, tuple[Callable, ...]] = {}
 
     def run(
         self,
@@ -103,14 +105,16 @@ class FixedPointVI:
             counted: the prior is the model's.
         :param progress_bar: show iterations and the bound.
         :param model_kwargs: go to every call of the model unchanged.
-        :return: the posterior. ``info`` holds ``converged``, ``iterations``, the bound after each (``bounds``), in how
-            many of them positive curvatures of the log-likelihood were set to zero to keep the precision positive
-            definite (``clamped_iterations``), and in how many the plain fixed point V <- T(V) would have gone to and
-            fro without coming nearer, as in Theorem 1's cycle of two, and was damped (``cycling_iterations``).
+        :return: the posterior. ``info`` holds ``converged``, ``iterations``, the bound after each (``bounds``), when
+            that was, in seconds since the start of this call (``seconds``; 20 iterations of L-BFGS are timed together),
+            in how many of them positive curvatures of the log-likelihood were set to zero to keep the precision
+            positive definite (``clamped_iterations``), and in how many the plain fixed point V <- T(V) would have gone
+            to and fro without coming nearer, as in Theorem 1's cycle of two, and was damped (``cycling_iterations``).
             Where the bound is not maximised, ``converged`` is False, and a warning says why.
         :raises ValueError: for unusable data, naming the array and the row.
         :raises NotImplementedError: for discrete or local latents, and for rows that are not independent.
         """
+        started = time.perf_counter()
         rng_key = jax.random.key(0) if rng_key is None else rng_key
         rows = checked_rows(self.model, data, 0, model_kwargs)
         engine = self._engines.get(rows, model_kwargs, rng_key)
@@ -121,9 +125,8 @@ class FixedPointVI:
             if program.params.layout.size:
                 learned = learn(engine, chunks, start, self.options.tolerance or LEARNING_TOLERANCE, bar)
                 program, start = program.with_params(learned.params), learned.start
-            climb = self._climb_by_gradient if self.schedule == "gradient" else self._iterate
-            state = program.initial_state()
-            after, info, bounds, counts = climb(engine, program.shared, state, chunks, start, bar)
+            state, record = program.initial_state(), Record(bar, started)
+            after, info = self._climb(engine, Problem(state, chunks, start, program.shared), record)
         if not bool(info.ok):
             reason = describe_bad_rows(program, state, rows, 0)
             raise ValueError(f"the bound is not finite: {reason or 'are the priors proper?'}.")
@@ -133,9 +136,11 @@ class FixedPointVI:
             "converged": bool(info.converged),
             "iterations": int(info.iterations),
             "largest_decrement": float(info.decrement),
-            "bounds": np.asarray(bounds),
-            **counts,
+            "bounds": np.asarray(record.bounds),
+            "seconds": np.asarray(record.seconds),
         }
+        if self.schedule != "gradient":
+            facts |= {"clamped_iterations": record.clamped, "cycling_iterations": record.cycling}
         if learned is not None:
             facts |= {"learned": learned.converged, "learning_bounds": np.asarray(learned.bounds)}
         self._warn(facts, learned)
@@ -217,46 +222,54 @@ class FixedPointVI:
                 stacklevel=3,
             )
 
-    def _iterate(self, engine: Engine, shared: dict, state: State, chunks, start, bar):
-        joint = self._joint_of(engine, shared, alternating=self.schedule == "batch")
+    def _climb(self, engine: Engine, problem: Problem, record: Record) -> tuple[State, StepInfo]:
+        compile_steps, climb = self._compile_iteration, self._iterate
+        if self.schedule == "gradient":
+            compile_steps, climb = self._compile_gradient_climb, self._climb_by_gradient
+        if engine not in self._compiled:
+            self._compiled[engine] = compile_steps(engine)
+        return climb(self._compiled[engine], problem, record)
+
+    def _compile_iteration(self, engine: Engine) -> tuple[Callable, ...]:
+        joint = self._joint_of(engine, alternating=self.schedule == "batch")
 
         @Compiled
-        def begin(state, chunks, start):
-            return joint(state, chunks, start).search.begin
+        def begin(problem):
+            return joint(problem).search.begin
 
         @Compiled
-        def advance(state, chunks, start, trial):
-            search = joint(state, chunks, start).search
+        def advance(problem, trial):
+            search = joint(problem).search
             after = search.try_once(trial)
             return after, search.unfinished(after)
 
         @Compiled
-        def finish(state, chunks, start, trial):
-            found = joint(state, chunks, start)
-            return found.absorb(found.search.solution(trial), _count(chunks))
+        def finish(problem, trial):
+            found = joint(problem)
+            return found.absorb(found.search.solution(trial), _count(problem.chunks))
 
-        trial, bounds, more = begin(state, chunks, start), [], True
-        clamped = cycling = 0
+        return begin, advance, finish
+
+    def _iterate(self, compiled: tuple[Callable, ...], problem: Problem, record: Record) -> tuple[State, StepInfo]:
+        begin, advance, finish = compiled
+        trial, more = begin(problem), True
         while more:
             before = int(trial.iterations)
-            trial, more = advance(state, chunks, start, trial)
+            trial, more = advance(problem, trial)
             seeking, iterations = float(trial.step) == 0, int(trial.iterations)
-            if not seeking and (iterations > before or not bounds):
-                bounds.append(float(trial.at.bound))
-                clamped += bool(trial.at.clamped)
-                cycling += float(trial.step) <= CYCLE
-                bar.update(1)
-                bar.set_postfix(bound=f"{bounds[-1]:.6g}", refresh=False)
-        counts = {"clamped_iterations": clamped, "cycling_iterations": cycling}
-        return *finish(state, chunks, start, trial), bounds, counts
+            if not seeking and (iterations > before or not record.bounds):
+                record.add([float(trial.at.bound)])
+                record.clamped += bool(trial.at.clamped)
+                record.cycling += float(trial.step) <= CYCLE
+        return finish(problem, trial)
 
-    def _climb_by_gradient(self, engine: Engine, shared: dict, state: State, chunks, start, bar):
+    def _compile_gradient_climb(self, engine: Engine) -> tuple[Callable, ...]:
         optax = import_optax("schedule='gradient' and numpyro.param sites")
-        joint = self._joint_of(engine, shared, alternating=False)
+        joint = self._joint_of(engine, alternating=False)
         optimizer = optax.lbfgs()
 
-        def negative_bound(state, chunks, start):
-            found = joint(state, chunks, start)
+        def negative_bound(problem):
+            found = joint(problem)
 
             def value_and_slopes(parameters):
                 mean, lower = parameters
@@ -269,8 +282,8 @@ class FixedPointVI:
             return function
 
         @Compiled
-        def begin(state, chunks, start):
-            search = joint(state, chunks, start).search
+        def begin(problem):
+            search = joint(problem).search
             seeking = lambda trial: (trial.step == 0) & ~trial.stuck  # noqa: E731
             trial = jax.lax.while_loop(seeking, search.try_once, search.begin)
             root = lower_from_root(jnp.linalg.inv(jnp.linalg.cholesky(trial.matrix)).T)
@@ -278,8 +291,8 @@ class FixedPointVI:
             return (trial.mean, lower), optimizer.init((trial.mean, lower))
 
         @Compiled
-        def climb(state, chunks, start, parameters, memory):
-            objective = negative_bound(state, chunks, start)
+        def climb(problem, parameters, memory):
+            objective = negative_bound(problem)
             look = optax.value_and_grad_from_state(objective)
 
             def step(carry, _):
@@ -291,29 +304,71 @@ class FixedPointVI:
             return jax.lax.scan(step, (parameters, memory), None, length=GRADIENT_STEPS)
 
         @Compiled
-        def judge(state, chunks, start, parameters, iterations):
-            found = joint(state, chunks, start)
+        def judge(problem, parameters, iterations):
+            found = joint(problem)
             inverse = solve_lower(_root_of(parameters[1]), jnp.eye(parameters[0].size, dtype=parameters[0].dtype))
             here = found.search.begin._replace(mean=parameters[0], matrix=inverse.T @ inverse)
             trial = here._replace(iterations=iterations, at=found.search.try_once(here).at)
-            return found.absorb(found.search.solution(trial), _count(chunks))
+            return found.absorb(found.search.solution(trial), _count(problem.chunks))
 
-        parameters, memory = begin(state, chunks, start)
-        bounds: list[float] = []
+        return begin, climb, judge
+
+    def _climb_by_gradient(
+        self, compiled: tuple[Callable, ...], problem: Problem, record: Record
+    ) -> tuple[State, StepInfo]:
+        begin, climb, judge = compiled
+        parameters, memory = begin(problem)
+        bounds = record.bounds
         while True:
-            (parameters, memory), values = climb(state, chunks, start, parameters, memory)
-            bounds += np.asarray(values).tolist()
-            bar.update(len(values))
-            after, info = judge(state, chunks, start, parameters, len(bounds))
+            (parameters, memory), values = climb(problem, parameters, memory)
+            record.add(np.asarray(values).tolist())
+            after, info = judge(problem, parameters, len(bounds))
             stalled = len(bounds) > 2 * GRADIENT_STEPS and bounds[-1] <= bounds[-GRADIENT_STEPS]
             if bool(info.converged) or stalled or len(bounds) >= self.options.max_iterations:
-                return after, info, bounds, {}
+                return after, info
 
-    def _joint_of(self, engine: Engine, shared: dict, *, alternating: bool) -> Callable[..., Joint]:
-        def joint(state, chunks, start):
+    def _joint_of(self, engine: Engine, *, alternating: bool) -> Callable[[Problem], Joint]:
+        def joint(problem):
+            state, chunks, start, shared = problem
             return engine.batch(state, *chunks, shared=shared, init=start, alternating=alternating)
 
         return joint
+
+
+class Problem(NamedTuple):
+    """What the compiled steps of a climb take.
+
+    :ivar state: the prior. :ivar chunks: rows and weights. :ivar start: mean and precision of a q to start from, in the
+        state's standard coordinates, or None. :ivar shared: the ``numpyro.param`` sites, or nothing.
+    """
+
+    state: State
+    chunks: tuple[dict[str, Array], Array]
+    start: tuple[Array, Array] | None
+    shared: dict[str, Array]
+
+
+class Record:
+    """The bound after each iteration, when it was known, and both on a progress bar.
+
+    :ivar clamped: iterations whose target left out curvatures. :ivar cycling: iterations that the plain map repeats.
+    """
+
+    def __init__(self, bar: Any, started: float):
+        self._bar, self._started = bar, started
+        self._last = time.perf_counter() - started
+        self.bounds: list[float] = []
+        self.seconds: list[float] = []
+        self.clamped = self.cycling = 0
+
+    def add(self, bounds: list[float]) -> None:
+        """Bounds of iterations that together took the time since those before."""
+        now = time.perf_counter() - self._started
+        self.seconds += np.linspace(self._last, now, len(bounds) + 1)[1:].tolist()
+        self._last = now
+        self.bounds += bounds
+        self._bar.update(len(bounds))
+        self._bar.set_postfix(bound=f"{bounds[-1]:.6g}", refresh=False)
 
 
 def _root_of(lower: Array) -> Array:

@@ -220,6 +220,19 @@ def test_the_bound_never_falls(kind, schedule):
     np.testing.assert_allclose(bounds[-1], posterior.elbo, rtol=1e-12)
 
 
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_each_bound_has_its_time_and_a_second_run_compiles_nothing(schedule):
+    method, rows = FixedPointVI(logistic, schedule=schedule), data("logistic")
+    first = method.run(rows, progress_bar=False).info
+    assert len(first["seconds"]) == len(first["bounds"])
+    assert first["seconds"][0] > 0 and np.all(np.diff(first["seconds"]) > 0)
+    compiled: list[str] = []
+    jax.monitoring.register_event_duration_secs_listener(lambda event, *_, **__: compiled.append(event))
+    second = method.run({**rows, "y": 1 - rows["y"]}, progress_bar=False).info
+    assert not [event for event in compiled if "backend_compile" in event]
+    assert second["seconds"][-1] < first["seconds"][-1]
+
+
 def test_all_rows_in_one_block_of_rvga_are_the_same_problem():
     best, recursive = fit("hierarchical"), RVGA(hierarchical).run(data("hierarchical"), progress_bar=False)
     np.testing.assert_allclose(best.elbo, recursive.elbo, atol=1e-7)
