@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +24,17 @@ SMOOTHNESS_ROWS = 16
 SYMMETRIC_PREDICTORS = 8  # with more, as in neural networks, the prior's mean is often a saddle
 NUM_STARTS = 8
 NUM_LINEARIZATIONS = 3  # of predictors that are not affine, in a small block
+
+
+class Known(NamedTuple):
+    """What a state knows of rows that are solved for jointly.
+
+    :ivar sites: by which they are part of it: (n, E, ...) arrays, zero for rows that are not.
+    :ivar fresh: how many are new to it.
+    """
+
+    sites: tuple[Sites, ...]
+    fresh: Array
 
 
 class Engine:
@@ -82,21 +93,21 @@ class Engine:
         state: State,
         rows: dict,
         weights: Array,
-        sites: tuple[Sites, ...] | None = None,
+        known: Known | None = None,
         *,
         with_sites: bool = False,
     ) -> tuple[State, StepInfo]:
-        """Rows and the true prior terms in one solve. With ``sites``, rows that the state knows by these."""
+        """Rows and the true prior terms in one solve. With ``known``, the state may know these rows already."""
         prepared = self._prepare(rows, weights)
-        fresh = jnp.sum(weights).astype(jnp.int32) if sites is None else jnp.zeros((), jnp.int32)
+        fresh = jnp.sum(weights).astype(jnp.int32) if known is None else known.fresh
         joint = self._search(
             self.kinds,
             JointRows(self._linearise, jax.tree.map(lambda x: x[None], prepared)),
             state,
             {},
-            sites=None if sites is None else self._mask(sites, weights),
+            sites=None if known is None else self._mask(known.sites, weights),
             laplace=self.options.scheme == "laplace",
-            starts=self._starts if sites is None else None,
+            starts=self._starts if known is None else None,
         )
         state, info = joint_solve(joint, fresh, with_sites=with_sites)
         return state, info._replace(sites=self._by_row(info.sites, len(weights)))
@@ -164,6 +175,13 @@ class Engine:
             return Sites(*[x.reshape(num_rows, terms.num_elements, *tail) for x, tail in zip(site, tails)])
 
         return tuple(fold(site, terms) for site, terms in zip(sites, self.program.terms))
+
+    def unknown(self, num_rows: int) -> Known:
+        """Of new rows: sites that say nothing."""
+        shapes = ((t.num_elements, t.num_predictors) for t in self.program.terms)
+        nothing = [Sites(*[np.zeros((num_rows, e, *tail)) for tail in ((c, c), (c,), (), ())]) for e, c in shapes]
+        sites = jax.tree.map(lambda x: x.astype(self.program.dtype), tuple(nothing))
+        return Known(sites, np.asarray(num_rows, np.int32))
 
     @staticmethod
     def _mask(sites: tuple[Sites, ...], weights: Array) -> tuple[Sites, ...]:

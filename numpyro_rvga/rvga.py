@@ -13,7 +13,7 @@ from jax import Array
 
 from .core.recursion import State, StepInfo, new_state
 from .dynamics import LinearDynamics, OrnsteinUhlenbeck, RandomWalk
-from .engine import Engine, Engines, describe_bad_rows
+from .engine import Engine, Engines, Known, describe_bad_rows
 from .kinds import Options
 from .model.arguments import checked_rows
 from .options import check_choice, check_options, check_size
@@ -25,7 +25,7 @@ FAMILIES = ("full",)
 FIRST_BLOCK_ROWS = 2000
 FIRST_BLOCK_ROWS_PER_PARAMETER = 40
 FIRST_BLOCK_NUMBERS = 2**26  # in the Jacobians of the first block
-MEMORY_ROWS_PER_PARAMETER = 600
+MEMORY_ROWS_PER_PARAMETER = 400
 MEMORY_NUMBERS = 2**25  # in the Jacobians of the kept rows
 CHUNK_NUMBERS = 2**22
 MAX_CHUNK = 8192
@@ -55,13 +55,14 @@ class RVGA:
     :param order: derivatives of the log-likelihood that are used: 2, 1 or 0 (Corollary 1.1). ``"auto"``: 2, or 1
         where the log-likelihood is found to have kinks.
     :param block_size: rows that the implicit scheme takes at once. An integer asks for the plain recursion, in blocks
-        of that size from the first row on (1: the paper's); ``"auto"`` takes 256 after a large first block, and
+        of that size from the first row on (1: the paper's); ``"auto"`` takes 1,024 after a large first block, and
         keeps a memory. Explicit schemes take rows one by one.
     :param first_block: rows of a first, joint solve. Much of the error of one pass is made while q is diffuse, so
-        ``"auto"`` takes 40 rows per parameter and at least 2,000, memory permitting (none with a given block_size).
+        ``"auto"`` takes as many as ``memory``, at least 40 per parameter and 2,000, or all of up to twice as many (none
+        with a given block_size).
     :param memory: rows to keep for a last solve. While the data go by, the rows whose Gaussian summaries are least
         exact (those that reached q while it was wide in their direction: rare levels, separated classes) are kept,
-        and in the end take their summaries' place. ``"auto"``: 600 rows per parameter, within 2^25 numbers (none
+        and in the end take their summaries' place. ``"auto"``: 400 rows per parameter, within 2^25 numbers (none
         with a given block_size, or if predictors are not affine).
     :param str family: ``"full"``, a Gaussian with a full covariance matrix.
     :param dynamics: how parameters move before each update (:class:`RandomWalk`, :class:`OrnsteinUhlenbeck`,
@@ -235,7 +236,8 @@ class RVGA:
             if check:
                 engine.program.check_rows(piece, done)
             if joint:
-                after, info = engine.joint(state, *_on_device(piece, length), with_sites=keep)
+                known = (engine.unknown(length),) if keep else ()
+                after, info = engine.joint(state, *_on_device(piece, length), *known, with_sites=keep)
             else:
                 arrays = _on_device(piece, sizes.chunk)
                 after, info = engine.stream(state, *arrays, block_size=sizes.block, with_sites=keep)
@@ -255,11 +257,10 @@ class RVGA:
 
     def _revisit(self, engine, state, rows, sites, capacity, gathered):
         """Solve once more with the kept rows as themselves, not as their Gaussian sites."""
-        length = _length(rows)
-        size = min(1 << (length - 1).bit_length(), capacity)  # few different sizes, few compilations
-        rows, weights = _on_device(rows, size)
-        fill = lambda x: np.concatenate([x, np.broadcast_to(x[-1:], (size - length, *x.shape[1:]))])  # noqa: E731
-        after, info = engine.joint(state, rows, weights, jax.tree.map(fill, sites))
+        rest = capacity - _length(rows)  # padded, the solve has the form of the first: it is compiled
+        fill = lambda x: np.concatenate([x, np.broadcast_to(x[-1:], (rest, *x.shape[1:]))])  # noqa: E731
+        known = Known(jax.tree.map(fill, sites), np.zeros((), np.int32))
+        after, info = engine.joint(state, *_on_device(rows, capacity), known, with_sites=True)
         gathered.add(info)
         return after
 
@@ -285,9 +286,9 @@ class RVGA:
                 raise ValueError("scheme='laplace' needs all rows in memory at once.")
             first = total
         elif self.first_block == "auto":
-            first = 0 if plain else max(FIRST_BLOCK_ROWS, FIRST_BLOCK_ROWS_PER_PARAMETER * size)
-            if total is not None and not plain and total <= max(2 * first, memory):
-                first = total  # they would all be kept in the end
+            first = 0 if plain else max(FIRST_BLOCK_ROWS, FIRST_BLOCK_ROWS_PER_PARAMETER * size, memory)
+            if total is not None and not plain and total <= 2 * first:
+                first = total  # half of them would be kept in the end
             first = min(first, max(FIRST_BLOCK_NUMBERS // per_row, 1))
         else:
             first = self.first_block

@@ -139,7 +139,7 @@ def joint_search(
     start = start_precision = None
     if init is not None:
         start, start_precision = init
-    elif sites is None:
+    else:
         start = jnp.zeros(size, dtype) if starts is None else _most_probable(reduce, base, starts)
     all_kinds = kinds + prior_kinds
     search = block_search(
