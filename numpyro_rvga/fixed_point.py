@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,14 +13,12 @@ import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 
+from .climbs import FixedPointClimb, GradientClimb, Problem, Record
 from .conditions import Conditions, check_conditions
-from .core.compilation import Compiled
-from .core.joint import Joint, base_terms, bound_at
-from .core.linalg import lower_from_root, solve_lower
-from .core.recursion import State, StepInfo
+from .core.recursion import State
 from .engine import Engine, Engines, describe_bad_rows
 from .kinds import Options
-from .learning import Learned, import_optax, learn
+from .learning import Learned, Learner
 from .model.arguments import checked_rows
 from .options import check_choice, check_options
 from .posterior import Posterior
@@ -28,9 +26,7 @@ from .stream import pad, progress
 
 SCHEDULES = ("incremental", "batch", "gradient")
 CHUNK_NUMBERS = 2**24  # in the Jacobians of a chunk
-GRADIENT_STEPS = 20  # between looks at the natural gradient
 LEARNING_TOLERANCE = 1e-5  # nats
-CYCLE = 0.5  # best step of a map that turns errors around and leaves them as large as they were
 
 
 class FixedPointVI:
@@ -85,7 +81,8 @@ class FixedPointVI:
         self.model, self.schedule = model, schedule
         self.options = Options("implicit", expectation, order, tolerance, max_iterations, num_samples)
         self._engines = Engines(model, self.options, improper_prior_scale, batch=True)
-        self._compiled: dict[Engine, tuple[Callable, ...]] = {}
+        self._climbs: dict[Engine, FixedPointClimb | GradientClimb] = {}
+        self._learners: dict[Engine, Learner] = {}
 
     def run(
         self,
@@ -123,10 +120,12 @@ class FixedPointVI:
         start = None if init is None else _start_of(init, engine, program.initial_state())
         with progress(progress_bar, None, "FixedPointVI", "it") as bar:
             if program.params.layout.size:
-                learned = learn(engine, chunks, start, self.options.tolerance or LEARNING_TOLERANCE, bar)
+                if engine not in self._learners:
+                    self._learners[engine] = Learner(engine)
+                learned = self._learners[engine](chunks, start, self.options.tolerance or LEARNING_TOLERANCE, bar)
                 program, start = program.with_params(learned.params), learned.start
             state, record = program.initial_state(), Record(bar, started)
-            after, info = self._climb(engine, Problem(state, chunks, start, program.shared), record)
+            after, info = self._climb_of(engine)(Problem(state, chunks, start, program.shared), record)
         if not bool(info.ok):
             reason = describe_bad_rows(program, state, rows, 0)
             raise ValueError(f"the bound is not finite: {reason or 'are the priors proper?'}.")
@@ -222,167 +221,13 @@ class FixedPointVI:
                 stacklevel=3,
             )
 
-    def _climb(self, engine: Engine, problem: Problem, record: Record) -> tuple[State, StepInfo]:
-        compile_steps, climb = self._compile_iteration, self._iterate
-        if self.schedule == "gradient":
-            compile_steps, climb = self._compile_gradient_climb, self._climb_by_gradient
-        if engine not in self._compiled:
-            self._compiled[engine] = compile_steps(engine)
-        return climb(self._compiled[engine], problem, record)
-
-    def _compile_iteration(self, engine: Engine) -> tuple[Callable, ...]:
-        joint = self._joint_of(engine, alternating=self.schedule == "batch")
-
-        @Compiled
-        def begin(problem):
-            return joint(problem).search.begin
-
-        @Compiled
-        def advance(problem, trial):
-            search = joint(problem).search
-            after = search.try_once(trial)
-            return after, search.unfinished(after)
-
-        @Compiled
-        def finish(problem, trial):
-            found = joint(problem)
-            return found.absorb(found.search.solution(trial), _count(problem.chunks))
-
-        return begin, advance, finish
-
-    def _iterate(self, compiled: tuple[Callable, ...], problem: Problem, record: Record) -> tuple[State, StepInfo]:
-        begin, advance, finish = compiled
-        trial, more = begin(problem), True
-        while more:
-            before = int(trial.iterations)
-            trial, more = advance(problem, trial)
-            seeking, iterations = float(trial.step) == 0, int(trial.iterations)
-            if not seeking and (iterations > before or not record.bounds):
-                record.add([float(trial.at.bound)])
-                record.clamped += bool(trial.at.clamped)
-                record.cycling += float(trial.step) <= CYCLE
-        return finish(problem, trial)
-
-    def _compile_gradient_climb(self, engine: Engine) -> tuple[Callable, ...]:
-        optax = import_optax("schedule='gradient' and numpyro.param sites")
-        joint = self._joint_of(engine, alternating=False)
-        optimizer = optax.lbfgs()
-
-        def negative_bound(problem):
-            found = joint(problem)
-
-            def value_and_slopes(parameters):
-                mean, lower = parameters
-                value, (of_mean, of_root) = _bound_and_slopes(found, mean, _root_of(lower))
-                of_diagonal = jnp.diagonal(of_root) * jnp.exp(jnp.diagonal(lower))
-                return -value, (-of_mean, -jnp.tril(of_root, -1) - jnp.diag(of_diagonal))
-
-            function = jax.custom_vjp(lambda parameters: value_and_slopes(parameters)[0])
-            function.defvjp(value_and_slopes, lambda slopes, scale: (jax.tree.map(lambda x: scale * x, slopes),))
-            return function
-
-        @Compiled
-        def begin(problem):
-            search = joint(problem).search
-            seeking = lambda trial: (trial.step == 0) & ~trial.stuck  # noqa: E731
-            trial = jax.lax.while_loop(seeking, search.try_once, search.begin)
-            root = lower_from_root(jnp.linalg.inv(jnp.linalg.cholesky(trial.matrix)).T)
-            lower = jnp.tril(root, -1) + jnp.diag(jnp.log(jnp.diagonal(root)))
-            return (trial.mean, lower), optimizer.init((trial.mean, lower))
-
-        @Compiled
-        def climb(problem, parameters, memory):
-            objective = negative_bound(problem)
-            look = optax.value_and_grad_from_state(objective)
-
-            def step(carry, _):
-                parameters, memory = carry
-                value, slope = look(parameters, state=memory)
-                moves, memory = optimizer.update(slope, memory, parameters, value=value, grad=slope, value_fn=objective)
-                return (optax.apply_updates(parameters, moves), memory), -value
-
-            return jax.lax.scan(step, (parameters, memory), None, length=GRADIENT_STEPS)
-
-        @Compiled
-        def judge(problem, parameters, iterations):
-            found = joint(problem)
-            inverse = solve_lower(_root_of(parameters[1]), jnp.eye(parameters[0].size, dtype=parameters[0].dtype))
-            here = found.search.begin._replace(mean=parameters[0], matrix=inverse.T @ inverse)
-            trial = here._replace(iterations=iterations, at=found.search.try_once(here).at)
-            return found.absorb(found.search.solution(trial), _count(problem.chunks))
-
-        return begin, climb, judge
-
-    def _climb_by_gradient(
-        self, compiled: tuple[Callable, ...], problem: Problem, record: Record
-    ) -> tuple[State, StepInfo]:
-        begin, climb, judge = compiled
-        parameters, memory = begin(problem)
-        bounds = record.bounds
-        while True:
-            (parameters, memory), values = climb(problem, parameters, memory)
-            record.add(np.asarray(values).tolist())
-            after, info = judge(problem, parameters, len(bounds))
-            stalled = len(bounds) > 2 * GRADIENT_STEPS and bounds[-1] <= bounds[-GRADIENT_STEPS]
-            if bool(info.converged) or stalled or len(bounds) >= self.options.max_iterations:
-                return after, info
-
-    def _joint_of(self, engine: Engine, *, alternating: bool) -> Callable[[Problem], Joint]:
-        def joint(problem):
-            state, chunks, start, shared = problem
-            return engine.batch(state, *chunks, shared=shared, init=start, alternating=alternating)
-
-        return joint
-
-
-class Problem(NamedTuple):
-    """What the compiled steps of a climb take.
-
-    :ivar state: the prior. :ivar chunks: rows and weights. :ivar start: mean and precision of a q to start from, in the
-        state's standard coordinates, or None. :ivar shared: the ``numpyro.param`` sites, or nothing.
-    """
-
-    state: State
-    chunks: tuple[dict[str, Array], Array]
-    start: tuple[Array, Array] | None
-    shared: dict[str, Array]
-
-
-class Record:
-    """The bound after each iteration, when it was known, and both on a progress bar.
-
-    :ivar clamped: iterations whose target left out curvatures. :ivar cycling: iterations that the plain map repeats.
-    """
-
-    def __init__(self, bar: Any, started: float):
-        self._bar, self._started = bar, started
-        self._last = time.perf_counter() - started
-        self.bounds: list[float] = []
-        self.seconds: list[float] = []
-        self.clamped = self.cycling = 0
-
-    def add(self, bounds: list[float]) -> None:
-        """Bounds of iterations that together took the time since those before."""
-        now = time.perf_counter() - self._started
-        self.seconds += np.linspace(self._last, now, len(bounds) + 1)[1:].tolist()
-        self._last = now
-        self.bounds += bounds
-        self._bar.update(len(bounds))
-        self._bar.set_postfix(bound=f"{bounds[-1]:.6g}", refresh=False)
-
-
-def _root_of(lower: Array) -> Array:
-    """The covariance's Cholesky factor, whose diagonal is kept as logarithms."""
-    return jnp.tril(lower, -1) + jnp.diag(jnp.exp(jnp.diagonal(lower)))
-
-
-def _bound_and_slopes(joint: Joint, mean: Array, root: Array) -> tuple[Array, tuple[Array, Array]]:
-    """The bound at N(mean, root root^T) and its slopes in both: E[grad], and (Lambda + E[hess] - precision) root."""
-    precision, linear = base_terms(joint.base, mean)
-    sums = joint.reduce(mean, lambda z: root.T @ z)
-    inverse = solve_lower(root, jnp.eye(mean.size, dtype=mean.dtype))
-    of_root = jnp.tril(inverse.T - (precision + sums.curvature) @ root)
-    return bound_at(joint, mean, root), (sums.gradient + linear - precision @ mean, of_root)
+    def _climb_of(self, engine: Engine) -> FixedPointClimb | GradientClimb:
+        if engine not in self._climbs:
+            if self.schedule == "gradient":
+                self._climbs[engine] = GradientClimb(engine, self.options.max_iterations)
+            else:
+                self._climbs[engine] = FixedPointClimb(engine, alternating=self.schedule == "batch")
+        return self._climbs[engine]
 
 
 def _start_of(init: Posterior, engine: Engine, state: State) -> tuple[Array, Array]:
@@ -402,7 +247,3 @@ def _chunks(engine: Engine, rows: dict[str, np.ndarray]) -> tuple[dict[str, Arra
     padded, weights = pad(rows, count * size)
     cut = lambda x: jnp.asarray(x).reshape(count, size, *x.shape[1:])  # noqa: E731
     return {name: cut(array) for name, array in padded.items()}, cut(weights)
-
-
-def _count(chunks: tuple[dict[str, Array], Array]) -> Array:
-    return jnp.sum(chunks[1]).astype(jnp.int32)

@@ -37,63 +37,89 @@ class Learned(NamedTuple):
     converged: bool
 
 
-def learn(engine: Engine, chunks: tuple, start: tuple[Array, Array] | None, tolerance: float, bar: Any) -> Learned:
-    """Climb by L-BFGS in the parameters, q solved for at each.
+class Learner:
+    """Climbs by L-BFGS in the parameters, q solved for at each.
 
     At the best q the bound does not change with q, so its slope in the parameters is the one with q held fixed: in the
     standard coordinates of the prior, which the parameters move. (A whitened q stays a good start when a kernel's
     length scale changes; the same q over function values would not.)
 
-    :param chunks: rows and weights, as ``engine.batch`` takes them.
-    :param tolerance: rise of the bound, in nats, below which a step counts as the last.
+    :raises ImportError: without optax.
     """
-    optax = import_optax("numpyro.param sites")
-    optimizer = optax.scale_by_lbfgs()
-    engine.program.initial_state()  # what is drawn from the prior is drawn here, outside of compiled functions
 
-    def joint(params: Array, chunks: tuple, start: tuple | None) -> Joint:
-        state = engine.program.initial_state_at(params)
-        return engine.batch(state, *chunks, shared={PARAMS: params}, init=start, alternating=False)
+    def __init__(self, engine: Engine):
+        self._engine, self._optimizer = engine, import_optax("numpyro.param sites").scale_by_lbfgs()
+        self._turn = Compiled(self._optimizer.update)
+        engine.program.initial_state()  # what is drawn from the prior is drawn here, outside of compiled functions
 
-    @Compiled
-    def look(params, chunks, start):
-        found = run_search(joint(params, chunks, start).search)
-        inverse = solve_lower(found.root, jnp.eye(found.mean.size, dtype=found.mean.dtype))
-        slope = jax.grad(lambda p: bound_at(joint(p, chunks, None), found.mean, inverse.T))(params)
-        return found.bound, slope, (found.mean, found.root @ found.root.T)
+        def joint(params: Array, chunks: tuple, start: tuple | None) -> Joint:
+            state = engine.program.initial_state_at(params)
+            return engine.batch(state, *chunks, shared={PARAMS: params}, init=start, alternating=False)
 
-    params = engine.program.params.values
-    bound, slope, start = look(params, chunks, start)
-    if not np.isfinite(bound) or not np.isfinite(slope).all():
-        raise ValueError(
-            f"the bound or its slope is not finite where the numpyro.param sites start ({_shown(engine, params)}): "
-            "give them other initial values, or a covariance matrix of the model more jitter."
-        )
-    memory, bounds = optimizer.init(params), [float(bound)]
-    for _ in range(MAX_STEPS):
-        direction, memory = optimizer.update(-slope, memory, params)
-        step = -direction
-        if slope @ step <= 0:
-            step = slope
-        if len(bounds) == 1:
-            step = step * min(1.0, FIRST_MOVE / float(jnp.max(jnp.abs(step))))
-        rise, better = float(slope @ step), None
+        @Compiled
+        def seek_start(params, chunks):
+            search = joint(params, chunks, None).search
+            seeking = lambda trial: (trial.step == 0) & ~trial.stuck  # noqa: E731
+            trial = jax.lax.while_loop(seeking, search.try_once, search.begin)
+            return trial.mean, trial.matrix
+
+        @Compiled
+        def look(params, chunks, start):
+            found = run_search(joint(params, chunks, start).search)
+            inverse = solve_lower(found.root, jnp.eye(found.mean.size, dtype=found.mean.dtype))
+            slope = jax.grad(lambda p: bound_at(joint(p, chunks, None), found.mean, inverse.T))(params)
+            return found.bound, slope, (found.mean, found.root @ found.root.T)
+
+        self._seek_start, self._look = seek_start, look
+
+    def __call__(self, chunks: tuple, start: tuple[Array, Array] | None, tolerance: float, bar: Any) -> Learned:
+        """Learn from where the model starts the parameters.
+
+        :param chunks: rows and weights, as ``engine.batch`` takes them.
+        :param start: mean and precision of a q to start from, in the initial state's standard coordinates, or None.
+        :param tolerance: rise of the bound, in nats, below which a step counts as the last.
+        :raises ValueError: if the bound or its slope is not finite there.
+        """
+        params = np.asarray(self._engine.program.params.values)
+        if start is None:  # the search would seek one itself, but that is another form of it to compile
+            start = self._seek_start(params, chunks)
+        bound, slope, start = self._look(params, chunks, start)
+        if not np.isfinite(bound) or not np.isfinite(slope).all():
+            raise ValueError(
+                f"the bound or its slope is not finite where the numpyro.param sites start ({self._shown(params)}): "
+                "give them other initial values, or a covariance matrix of the model more jitter."
+            )
+        memory, bounds = self._optimizer.init(params), [float(bound)]
+        for _ in range(MAX_STEPS):
+            direction, memory = self._turn(-slope, memory, params)
+            direction, slope = np.asarray(direction), np.asarray(slope)
+            step = -direction if slope @ direction < 0 else slope
+            if len(bounds) == 1:
+                step = step * min(1.0, FIRST_MOVE / float(np.max(np.abs(step))))
+            rise = float(slope @ step)
+            found = self._first_better(params, step, rise, bounds[-1], chunks, start)
+            if found is None:
+                return Learned(params, start, bounds, rise <= tolerance)
+            params, (bound, slope, start) = found
+            bounds.append(float(bound))
+            bar.update(1)
+            bar.set_postfix(bound=f"{bounds[-1]:.6g}", refresh=False)
+            if bounds[-1] - bounds[-2] <= tolerance and rise <= 10 * tolerance:
+                return Learned(params, start, bounds, True)
+        return Learned(params, start, bounds, False)
+
+    def _first_better(self, params, step, rise, bound, chunks, start) -> tuple | None:
+        """The parameters, and what is found there, of the longest of a few steps that raises the bound enough."""
         for halving in range(HALVINGS):
             share = 0.5**halving
-            found = look(params + share * step, chunks, start)
-            if float(found[0]) - bounds[-1] >= ENOUGH * share * rise and np.isfinite(found[1]).all():
-                better = found
-                break
-        if better is None:
-            return Learned(params, start, bounds, rise <= tolerance)
-        params = params + share * step
-        bound, slope, start = better
-        bounds.append(float(bound))
-        bar.update(1)
-        bar.set_postfix(bound=f"{bounds[-1]:.6g}", refresh=False)
-        if bounds[-1] - bounds[-2] <= tolerance and rise <= 10 * tolerance:
-            return Learned(params, start, bounds, True)
-    return Learned(params, start, bounds, False)
+            found = self._look(params + share * step, chunks, start)
+            if float(found[0]) - bound >= ENOUGH * share * rise and np.isfinite(found[1]).all():
+                return params + share * step, found
+        return None
+
+    def _shown(self, params: Array) -> str:
+        values = self._engine.program.params.constrained(params)
+        return ", ".join(f"{name} = {np.asarray(value)}" for name, value in values.items())
 
 
 def import_optax(purpose: str) -> ModuleType:
@@ -103,8 +129,3 @@ def import_optax(purpose: str) -> ModuleType:
     except ImportError as error:
         raise ImportError(f"{purpose} need optax: pip install 'numpyro_rvga[gradient]'.") from error
     return optax
-
-
-def _shown(engine: Engine, params: Array) -> str:
-    values = engine.program.params.constrained(params)
-    return ", ".join(f"{name} = {np.asarray(value)}" for name, value in values.items())

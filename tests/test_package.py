@@ -9,7 +9,19 @@ import numpyro_rvga
 
 PACKAGE = Path(numpyro_rvga.__file__).parent
 # From the bottom up: a room imports only from itself and from rooms below it.
-FLOORS = ["core", "model", "kinds", "dynamics", "engine", "conditions", "options", "rvga", "fixed_point"]
+FLOORS = [
+    "core",
+    "model",
+    "kinds",
+    "dynamics",
+    "engine",
+    "conditions",
+    "learning",
+    "climbs",
+    "options",
+    "rvga",
+    "fixed_point",
+]
 HEAVY = ["arviz", "matplotlib", "tqdm.auto"]
 MOST_SECONDS = 0.2
 ATTEMPTS = 6

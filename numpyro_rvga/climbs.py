@@ -1,0 +1,192 @@
+"""The climbs of FixedPointVI: by the fixed point, and by gradients."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from .core.compilation import Compiled
+from .core.joint import Joint, base_terms, bound_at
+from .core.linalg import lower_from_root, solve_lower
+from .core.recursion import State, StepInfo
+from .engine import Engine
+from .learning import import_optax
+
+GRADIENT_STEPS = 20  # between looks at the natural gradient
+CYCLE = 0.5  # best step of a map that turns errors around and leaves them as large as they were
+
+
+class Problem(NamedTuple):
+    """What the compiled steps of a climb take.
+
+    :ivar state: the prior. :ivar chunks: rows and weights. :ivar start: mean and precision of a q to start from, in the
+        state's standard coordinates, or None. :ivar shared: the ``numpyro.param`` sites, or nothing.
+    """
+
+    state: State
+    chunks: tuple[dict[str, Array], Array]
+    start: tuple[Array, Array] | None
+    shared: dict[str, Array]
+
+
+class Record:
+    """The bound after each iteration, when it was known, and both on a progress bar.
+
+    :ivar clamped: iterations whose target left out curvatures. :ivar cycling: iterations that the plain map repeats.
+    """
+
+    def __init__(self, bar: Any, started: float):
+        self._bar, self._started = bar, started
+        self._last = time.perf_counter() - started
+        self.bounds: list[float] = []
+        self.seconds: list[float] = []
+        self.clamped = self.cycling = 0
+
+    def add(self, bounds: list[float]) -> None:
+        """Bounds of iterations that together took the time since those before."""
+        now = time.perf_counter() - self._started
+        self.seconds += np.linspace(self._last, now, len(bounds) + 1)[1:].tolist()
+        self._last = now
+        self.bounds += bounds
+        self._bar.update(len(bounds))
+        self._bar.set_postfix(bound=f"{bounds[-1]:.6g}", refresh=False)
+
+
+class FixedPointClimb:
+    """Newton steps of the mean and fixed-point steps of the covariance, compiled for an engine.
+
+    :param alternating: take them in turn, each to its end.
+    """
+
+    def __init__(self, engine: Engine, *, alternating: bool):
+        joint = _joint_of(engine, alternating=alternating)
+
+        @Compiled
+        def begin(problem):
+            return joint(problem).search.begin
+
+        @Compiled
+        def advance(problem, trial):
+            search = joint(problem).search
+            after = search.try_once(trial)
+            return after, search.unfinished(after)
+
+        @Compiled
+        def finish(problem, trial):
+            found = joint(problem)
+            return found.absorb(found.search.solution(trial), _count(problem.chunks))
+
+        self._begin, self._advance, self._finish = begin, advance, finish
+
+    def __call__(self, problem: Problem, record: Record) -> tuple[State, StepInfo]:
+        trial, more = self._begin(problem), True
+        while more:
+            before = int(trial.iterations)
+            trial, more = self._advance(problem, trial)
+            seeking, iterations = float(trial.step) == 0, int(trial.iterations)
+            if not seeking and (iterations > before or not record.bounds):
+                record.add([float(trial.at.bound)])
+                record.clamped += bool(trial.at.clamped)
+                record.cycling += float(trial.step) <= CYCLE
+        return self._finish(problem, trial)
+
+
+class GradientClimb:
+    """L-BFGS in the mean and the covariance's Cholesky factor, compiled for an engine.
+
+    :raises ImportError: without optax.
+    """
+
+    def __init__(self, engine: Engine, max_iterations: int):
+        optax = import_optax("schedule='gradient' and numpyro.param sites")
+        joint = _joint_of(engine, alternating=False)
+        optimizer = optax.lbfgs()
+
+        def negative_bound(problem):
+            found = joint(problem)
+
+            def value_and_slopes(parameters):
+                mean, lower = parameters
+                value, (of_mean, of_root) = _bound_and_slopes(found, mean, _root_of(lower))
+                of_diagonal = jnp.diagonal(of_root) * jnp.exp(jnp.diagonal(lower))
+                return -value, (-of_mean, -jnp.tril(of_root, -1) - jnp.diag(of_diagonal))
+
+            function = jax.custom_vjp(lambda parameters: value_and_slopes(parameters)[0])
+            function.defvjp(value_and_slopes, lambda slopes, scale: (jax.tree.map(lambda x: scale * x, slopes),))
+            return function
+
+        @Compiled
+        def begin(problem):
+            search = joint(problem).search
+            seeking = lambda trial: (trial.step == 0) & ~trial.stuck  # noqa: E731
+            trial = jax.lax.while_loop(seeking, search.try_once, search.begin)
+            root = lower_from_root(jnp.linalg.inv(jnp.linalg.cholesky(trial.matrix)).T)
+            lower = jnp.tril(root, -1) + jnp.diag(jnp.log(jnp.diagonal(root)))
+            return (trial.mean, lower), optimizer.init((trial.mean, lower))
+
+        @Compiled
+        def climb(problem, parameters, memory):
+            objective = negative_bound(problem)
+            look = optax.value_and_grad_from_state(objective)
+
+            def step(carry, _):
+                parameters, memory = carry
+                value, slope = look(parameters, state=memory)
+                moves, memory = optimizer.update(slope, memory, parameters, value=value, grad=slope, value_fn=objective)
+                return (optax.apply_updates(parameters, moves), memory), -value
+
+            return jax.lax.scan(step, (parameters, memory), None, length=GRADIENT_STEPS)
+
+        @Compiled
+        def judge(problem, parameters, iterations):
+            found = joint(problem)
+            inverse = solve_lower(_root_of(parameters[1]), jnp.eye(parameters[0].size, dtype=parameters[0].dtype))
+            here = found.search.begin._replace(mean=parameters[0], matrix=inverse.T @ inverse)
+            trial = here._replace(iterations=iterations, at=found.search.try_once(here).at)
+            return found.absorb(found.search.solution(trial), _count(problem.chunks))
+
+        self._begin, self._climb, self._judge = begin, climb, judge
+        self._max_iterations = max_iterations
+
+    def __call__(self, problem: Problem, record: Record) -> tuple[State, StepInfo]:
+        parameters, memory = self._begin(problem)
+        bounds = record.bounds
+        while True:
+            (parameters, memory), values = self._climb(problem, parameters, memory)
+            record.add(np.asarray(values).tolist())
+            after, info = self._judge(problem, parameters, len(bounds))
+            stalled = len(bounds) > 2 * GRADIENT_STEPS and bounds[-1] <= bounds[-GRADIENT_STEPS]
+            if bool(info.converged) or stalled or len(bounds) >= self._max_iterations:
+                return after, info
+
+
+def _joint_of(engine: Engine, *, alternating: bool) -> Callable[[Problem], Joint]:
+    def joint(problem):
+        state, chunks, start, shared = problem
+        return engine.batch(state, *chunks, shared=shared, init=start, alternating=alternating)
+
+    return joint
+
+
+def _root_of(lower: Array) -> Array:
+    """The covariance's Cholesky factor, whose diagonal is kept as logarithms."""
+    return jnp.tril(lower, -1) + jnp.diag(jnp.exp(jnp.diagonal(lower)))
+
+
+def _bound_and_slopes(joint: Joint, mean: Array, root: Array) -> tuple[Array, tuple[Array, Array]]:
+    """The bound at N(mean, root root^T) and its slopes in both: E[grad], and (Lambda + E[hess] - precision) root."""
+    precision, linear = base_terms(joint.base, mean)
+    sums = joint.reduce(mean, lambda z: root.T @ z)
+    inverse = solve_lower(root, jnp.eye(mean.size, dtype=mean.dtype))
+    of_root = jnp.tril(inverse.T - (precision + sums.curvature) @ root)
+    return bound_at(joint, mean, root), (sums.gradient + linear - precision @ mean, of_root)
+
+
+def _count(chunks: tuple[dict[str, Array], Array]) -> Array:
+    return jnp.sum(chunks[1]).astype(jnp.int32)
