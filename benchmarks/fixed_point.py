@@ -185,6 +185,11 @@ def cases(folder: str) -> dict[str, Callable[[], Case]]:
         X, y = shuffled(X, cover == 1, 20_000)
         return glm("GLM, logistic: covertype", logistic, with_intercept(X), y)
 
+    def digits():
+        data = load.load("usps")
+        X, y = shuffled(data["X"], data["y"] % 2)
+        return glm("GLM, logistic: USPS odd or even", logistic, with_intercept(X), y)
+
     def bike():
         data = load.load("bike_hour")
         X, y = shuffled(data["X"], data["y"])
@@ -226,7 +231,18 @@ def cases(folder: str) -> dict[str, Callable[[], Case]]:
         X, y = shuffled(standardised(data["X"]), standardised(data["y"]), GP_ROWS)
         return gp("GP, Student's t: energy", student_t, X, y, squared_exponential(2.0, 1.0))
 
-    found = [covertype, bike, protein, banana, usps, bike_process, kin8nm_process, kin8nm_sparse, energy_student]
+    found = [
+        covertype,
+        digits,
+        bike,
+        protein,
+        banana,
+        usps,
+        bike_process,
+        kin8nm_process,
+        kin8nm_sparse,
+        energy_student,
+    ]
     return {make.__name__: make for make in found}
 
 

@@ -1,0 +1,87 @@
+"""Gaussian process classification in the plane: a banana among other points, its kernel learned on the bound.
+
+The latent function has a value for each point, so ``FixedPointVI`` runs the model on all points at once. The kernel's
+length scale and amplitude are ``numpyro.param`` sites. The picture asks for the function at new points, on a grid: it
+is drawn there given its values at the old ones.
+"""
+
+from __future__ import annotations
+
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+from plots import parse_arguments, plt, save
+
+from numpyro_rvga import FixedPointVI
+
+JITTER = 1e-4
+EXTENT = (-4.0, 4.0, -3.5, 5.0)
+MARKERS = {0: ("o", "white"), 1: ("^", "#E69F00")}
+
+
+def model(X, inside=None):
+    length = numpyro.param("length", 1.0, constraint=dist.constraints.positive)
+    amplitude = numpyro.param("amplitude", 1.0, constraint=dist.constraints.positive)
+    distances = jnp.sum((X[:, None] - X) ** 2, axis=-1)
+    covariance = amplitude**2 * jnp.exp(-0.5 * distances / length**2) + JITTER * jnp.eye(len(X))
+    f = numpyro.sample("f", dist.MultivariateNormal(jnp.zeros(len(X)), covariance))
+    with numpyro.plate("points", len(X)):
+        numpyro.sample("inside", dist.Bernoulli(logits=f), obs=inside)
+
+
+def make_data(count: int) -> dict[str, np.ndarray]:
+    """Points along a bent line, and as many around and inside the bend."""
+    rng = np.random.default_rng(0)
+    inside = rng.permutation(np.arange(count) % 2)
+    across = 2.6 * rng.uniform(-1, 1, count)
+    banana = np.column_stack([across, 0.7 * across**2 - 1.2 + 0.45 * rng.normal(size=count)])
+    rest = np.column_stack([1.4 * rng.normal(size=count), 1.3 + 1.1 * rng.normal(size=count)])
+    return {"X": np.where(inside[:, None] == 1, banana, rest), "inside": inside}
+
+
+def main(argv: list[str] | None = None) -> None:
+    arguments = parse_arguments(__doc__, argv)
+    numpyro.enable_x64()
+    data = make_data(60 if arguments.quick else 250)
+    start = time.perf_counter()
+    posterior = FixedPointVI(model).run(data, progress_bar=False)
+    learned = {name: float(value) for name, value in posterior.params.items()}
+    print(f"fitted in {time.perf_counter() - start:.1f} s with compilation, bound {posterior.elbo:.2f}, {learned}")
+
+    side = 12 if arguments.quick else 48
+    across, up = np.linspace(*EXTENT[:2], side), np.linspace(*EXTENT[2:], side)
+    grid = np.stack(np.meshgrid(across, up), axis=-1).reshape(-1, 2)
+    start = time.perf_counter()
+    draws = posterior.predictive(jax.random.key(1), {"X": grid}, num_samples=100 if arguments.quick else 1000)["f"]
+    print(f"{len(draws)} functions drawn at {len(grid)} new points in {time.perf_counter() - start:.1f} s")
+
+    surfaces = {
+        "probability to be in the banana": (jax.nn.sigmoid(draws).mean(axis=0), "RdBu_r", (0, 1)),
+        "standard deviation of the latent function": (draws.std(axis=0), "viridis", (0, np.ceil(learned["amplitude"]))),
+    }
+    figure, axes = plt.subplots(1, 2, figsize=(9, 4), sharey=True)
+    for axis, (title, (values, colours, limits)) in zip(axes, surfaces.items()):
+        values = np.asarray(values).reshape(side, side)
+        levels = np.linspace(*limits, 21)
+        filled = axis.contourf(across, up, np.clip(values, *limits), levels, cmap=colours)
+        figure.colorbar(filled, ax=axis, shrink=0.9, ticks=np.linspace(*limits, 5))
+        for value, (marker, colour) in MARKERS.items():
+            chosen = data["X"][data["inside"] == value]
+            label = "in the banana" if value else "outside"
+            axis.plot(*chosen.T, marker, mfc=colour, mec="black", mew=0.5, ms=3.5, ls="", label=label)
+        axis.set_title(title)
+        axis.set_xlim(*EXTENT[:2])
+        axis.set_ylim(*EXTENT[2:])
+    probability = np.asarray(surfaces["probability to be in the banana"][0]).reshape(side, side)
+    axes[0].contour(across, up, probability, [0.5], colors="black", linewidths=1.2)
+    handles, labels = axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=2)
+    save(figure, arguments.output, "gp_classification")
+
+
+if __name__ == "__main__":
+    main()
