@@ -32,7 +32,7 @@ Moments = tuple[Array, Array, Array]
 CovarianceRoot = Callable[[Array], Array]
 SMALLEST_STEP = 2.0**-30
 SHARE = 1e-6
-SHORTEST, LONGEST = 0.1, 1.0  # first step tried
+SHORTEST, LONGEST = 0.1, 1.5  # first step tried
 NARROWING = 16.0  # of the start's covariance, at a time
 MAX_NARROWINGS = 20
 
