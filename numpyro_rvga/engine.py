@@ -74,12 +74,12 @@ class Engine:
 
     def _settings(self, block_size: int | None = None) -> Settings:
         """For blocks of a stream, or a joint solve. What is left of each block adds up over a stream: a row's share of
-        it must be small even after a million."""
+        the natural gradient must be small even after a million."""
         tolerance = self.options.tolerance
-        if tolerance is None and block_size is None:
+        if tolerance is None:
             tolerance = 1e-8 if self._double else 1e-6
-        elif tolerance is None:
-            tolerance = block_size * (1e-10 if self._double else 1e-9)
+            if block_size is not None:
+                tolerance = min(tolerance, block_size**2 * (1e-12 if self._double else 1e-9))
         return Settings(tolerance, self.options.max_iterations)
 
     @property

@@ -73,8 +73,8 @@ class RVGA:
     :param float improper_prior_scale: standard deviation, in unconstrained space, of the normal that stands for
         improper priors. None (default) refuses them.
     :param float tolerance: squared length of the natural gradient, in nats, at which a block counts as solved, if it
-        has also fallen to a millionth of what it was before. Default: 1e-8 (float32: 1e-6) for joint solves, and
-        1e-10 (1e-9) times the number of rows for blocks of a stream, whose errors add up.
+        has also fallen to a millionth of what it was before. Default: 1e-8 (float32: 1e-6), and for blocks of a stream,
+        whose errors add up, at most 1e-12 (1e-9) times the square of their number of rows.
     :param int max_iterations: of a block's solve.
     :param int num_samples: nodes of Monte Carlo expectations.
     :raises ValueError: for options that do not exist or exclude each other.

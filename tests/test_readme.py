@@ -4,7 +4,8 @@ import re
 from pathlib import Path
 
 import numpyro_rvga
-from numpyro_rvga.rvga import EXPECTATIONS, SCHEMES
+from numpyro_rvga.options import EXPECTATIONS
+from numpyro_rvga.rvga import SCHEMES
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
