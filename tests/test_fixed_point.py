@@ -233,6 +233,29 @@ def test_each_bound_has_its_time_and_a_second_run_compiles_nothing(schedule):
     assert second["seconds"][-1] < first["seconds"][-1]
 
 
+def test_a_gaussian_process_may_bring_its_covariance_along():
+    """On a few of its rows alone, this model fails."""
+    x = np.linspace(0.0, 3.0, 20)
+    covariance = np.exp(-0.5 * (x[:, None] - x) ** 2) + 1e-6 * np.eye(20)
+    y = np.sin(x) + 0.1 * np.cos(40 * x)
+
+    def process(y, covariance):
+        f = numpyro.sample("f", dist.MultivariateNormal(0.0, covariance))
+        with numpyro.plate("rows", len(y)):
+            numpyro.sample("y", dist.Normal(f, NOISE), obs=y)
+
+    method = FixedPointVI(process)
+    posterior = method.run({"y": y}, covariance=covariance, progress_bar=False)
+    gain = covariance @ np.linalg.inv(covariance + NOISE**2 * np.eye(20))
+    np.testing.assert_allclose(posterior.mean, gain @ y, atol=1e-6)
+    np.testing.assert_allclose(posterior.covariance, covariance - gain @ covariance, atol=1e-6)
+
+    compiled: list[str] = []
+    jax.monitoring.register_event_duration_secs_listener(lambda event, *_, **__: compiled.append(event))
+    method.run({"y": y}, covariance=covariance, progress_bar=False)
+    assert not [event for event in compiled if "backend_compile" in event]
+
+
 def test_all_rows_in_one_block_of_rvga_are_the_same_problem():
     best, recursive = fit("hierarchical"), RVGA(hierarchical).run(data("hierarchical"), progress_bar=False)
     np.testing.assert_allclose(best.elbo, recursive.elbo, atol=1e-7)

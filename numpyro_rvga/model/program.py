@@ -103,7 +103,8 @@ class Program:
         validation.check_local_terms(self)
         self.selections = self._find_selections()
         self.prior = self._find_prior()
-        self._support_checks = [] if whole else [validation.SupportCheck(self, site) for site in self.observed_sites]
+        support_check = validation.WholeSupportCheck if whole else validation.SupportCheck
+        self._support_checks = [support_check(self, site) for site in self.observed_sites]
 
     def _choose_examples(self, rows: Mapping[str, Array]) -> None:
         """Two rows and one of them, to find things out; all of them, twice, if the model takes no fewer."""
@@ -212,9 +213,6 @@ class Program:
 
     def check_rows(self, rows: Mapping[str, np.ndarray], first_row: int = 0) -> None:
         """:raises ValueError: naming site, array and row of an observed value outside its distribution's support."""
-        if self.whole:
-            for site in self.observed_sites:
-                validation.check_whole_support(self, site, rows)
         for check in self._support_checks:
             check(rows, first_row)
 

@@ -209,18 +209,23 @@ class SupportCheck:
                 )
 
 
-def check_whole_support(program: Any, site: str, rows: Mapping[str, np.ndarray]) -> None:
-    """The same for a model that runs on all rows at once.
+class WholeSupportCheck:
+    """The same for a model that runs on all rows at once."""
 
-    :raises ValueError: naming site and row.
-    """
-    inside = np.asarray(jax.jit(lambda rows: _elements_inside(program, site, rows))(dict(rows)))
-    bad = np.argwhere(~inside)
-    if len(bad):
-        axis = program.row_axis(site)
-        row = f"row {bad[0][axis]}" if axis < inside.ndim else "an element"
-        support = peel_abstractly(program, site).support
-        raise ValueError(f"site {site!r}: {row} lies outside the support ({support}) of its distribution.")
+    def __init__(self, program: Any, site: str):
+        self._site, self._axis = site, program.row_axis(site)
+        self._support = peel_abstractly(program, site).support
+        self._inside = jax.jit(lambda rows: _elements_inside(program, site, rows))
+
+    def __call__(self, rows: Mapping[str, np.ndarray], first_row: int) -> None:
+        """:raises ValueError: naming site and row."""
+        inside = np.asarray(self._inside(dict(rows)))
+        bad = np.argwhere(~inside)
+        if len(bad):
+            row = f"row {first_row + bad[0][self._axis]}" if self._axis < inside.ndim else "an element"
+            raise ValueError(
+                f"site {self._site!r}: {row} lies outside the support ({self._support}) of its distribution."
+            )
 
 
 def peel_abstractly(program: Any, site: str) -> Any:
