@@ -48,7 +48,7 @@ def true_rate(x: np.ndarray) -> np.ndarray:
 def main(argv: list[str] | None = None) -> None:
     arguments = parse_arguments(__doc__, argv)
     numpyro.enable_x64()
-    num_rows, num_inducing = (200, 10) if arguments.quick else (3000, 30)
+    num_rows, num_inducing = (100, 6) if arguments.quick else (3000, 30)
     rng = np.random.default_rng(0)
     x = rng.uniform(*SPAN, 2 * num_rows)
     x = np.sort(x[(x < GAP[0]) | (x > GAP[1])][:num_rows])
