@@ -18,7 +18,8 @@ from .engine import Engine
 from .model.arguments import PARAMS
 
 MAX_STEPS = 200
-FIRST_MOVE = 0.3  # largest first change of a parameter, in unconstrained space
+FIRST_MOVE = 0.3  # largest change of a parameter in the first step, in unconstrained space
+LONGEST_MOVE = 1.0  # in others: beyond, the bound may be flat (a scale near zero), and nothing leads back
 HALVINGS = 12
 ENOUGH = 1e-4  # of the rise that the slope promises
 
@@ -77,7 +78,7 @@ class Learner:
 
         :param chunks: rows and weights, as ``engine.batch`` takes them.
         :param start: mean and precision of a q to start from, in the initial state's standard coordinates, or None.
-        :param tolerance: rise of the bound, in nats, below which a step counts as the last.
+        :param tolerance: rise of the bound, in nats, that the last step promises.
         :raises ValueError: if the bound or its slope is not finite there.
         """
         params = np.asarray(self._engine.program.params.values)
@@ -94,8 +95,8 @@ class Learner:
             direction, memory = self._turn(-slope, memory, params)
             direction, slope = np.asarray(direction), np.asarray(slope)
             step = -direction if slope @ direction < 0 else slope
-            if len(bounds) == 1:
-                step = step * min(1.0, FIRST_MOVE / float(np.max(np.abs(step))))
+            longest = FIRST_MOVE if len(bounds) == 1 else LONGEST_MOVE
+            step = step * min(1.0, longest / float(np.max(np.abs(step))))
             rise = float(slope @ step)
             found = self._first_better(params, step, rise, bounds[-1], chunks, start)
             if found is None:
@@ -104,7 +105,7 @@ class Learner:
             bounds.append(float(bound))
             bar.update(1)
             bar.set_postfix(bound=f"{bounds[-1]:.6g}", refresh=False)
-            if bounds[-1] - bounds[-2] <= tolerance and rise <= 10 * tolerance:
+            if rise <= tolerance and len(bounds) > 2:  # the first step knows no curvature
                 return Learned(params, start, bounds, True)
         return Learned(params, start, bounds, False)
 

