@@ -40,7 +40,12 @@ class FixedPointVI:
         posterior.elbo
         posterior.info["bounds"]
 
-    :param model: a NumPyro model whose rows are conditionally independent given global, continuous latents.
+    Normal latents inside the row plate, of known scale, are integrated out with their conditional prior (sparse
+    Gaussian processes). Models that do not run on some of the rows alone, such as those with a latent value for each
+    row, are run on all of them at once. The model's ``numpyro.param`` sites are learned: the bound, maximised over q,
+    is climbed by L-BFGS in them (needs optax); see :attr:`Posterior.params`.
+
+    :param model: a NumPyro model whose latents are continuous and whose observations are conditionally independent.
     :param str schedule: ``"incremental"`` takes a Newton step of the mean and a fixed-point step V <- T(V) of the
         covariance at once (FPi); ``"batch"`` solves for one at a time, in turn (FPb); ``"gradient"`` climbs in the mean
         and the covariance's Cholesky factor by L-BFGS (GRAD; needs optax). The first two shorten steps that would
@@ -51,7 +56,7 @@ class FixedPointVI:
     :param float improper_prior_scale: standard deviation, in unconstrained space, of the normal that stands for
         improper priors. None (default) refuses them.
     :param float tolerance: squared length of the natural gradient, in nats, at which the bound counts as maximised.
-        Default: 1e-8 in float64, 1e-6 in float32.
+        Default: 1e-8 in float64, 1e-6 in float32. Also the rise that the last step of learning promises; default: 1e-5.
     :param int max_iterations: of the fixed point, or of L-BFGS.
     :param int num_samples: nodes of Monte Carlo expectations.
     :raises ValueError: for options that do not exist or exclude each other.
@@ -109,7 +114,7 @@ class FixedPointVI:
             to and fro without coming nearer, as in Theorem 1's cycle of two, and was damped (``cycling_iterations``).
             Where the bound is not maximised, ``converged`` is False, and a warning says why.
         :raises ValueError: for unusable data, naming the array and the row.
-        :raises NotImplementedError: for discrete or local latents, and for rows that are not independent.
+        :raises NotImplementedError: for discrete latents, and for latents inside the row plate that are not Normal.
         """
         started = time.perf_counter()
         rng_key = jax.random.key(0) if rng_key is None else rng_key

@@ -151,7 +151,8 @@ class RVGA:
         :param model_kwargs: go to every call of the model unchanged.
         :return: the posterior.
         :raises ValueError: for unusable data, naming the array and the row. ``init`` is never harmed.
-        :raises NotImplementedError: for discrete or local latents, and for rows that are not independent.
+        :raises NotImplementedError: for discrete latents, for those of single rows unless they are Normal additions of
+            known scale, for ``numpyro.param`` sites, and for rows that are not independent.
         """
         rng_key = jax.random.key(0) if rng_key is None else rng_key
         in_memory = isinstance(data, (Mapping, tuple))

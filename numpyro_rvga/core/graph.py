@@ -1,0 +1,384 @@
+"""A JAX program read as a graph: affine part and rest of every intermediate result."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend import core as jex_core
+
+from .nodes import AFFINE, CONSTANT, OPAQUE, POINTWISE, Node, Value, ancestors
+from .primitives import (
+    ARITHMETIC,
+    BILINEAR_PRIMITIVES,
+    INLINED_PRIMITIVES,
+    LINEAR_PRIMITIVES,
+    POINTWISE_PRIMITIVES,
+    SELECTING_PRIMITIVES,
+    binder,
+    freeze,
+    is_float,
+    is_pointwise_call,
+    pointwise_apply,
+)
+
+
+class Graph:
+    """Interprets a jaxpr on ``Value``s and remembers what it has built, so that equal steps are one node."""
+
+    def __init__(self):
+        self._cache: dict = {}
+
+    # ------------------------------------------------------------------ reading the program
+    def interpret(self, jaxpr, consts, inputs: Sequence[Value]) -> list[Value]:
+        env = {}
+
+        def read(atom) -> Value:
+            if isinstance(atom, jex_core.Literal):
+                return self.constant(atom.val)
+            return env[atom]
+
+        for var, const in zip(jaxpr.constvars, consts):
+            env[var] = self.constant(const)
+        env.update(zip(jaxpr.invars, inputs))
+        for eqn in jaxpr.eqns:
+            env.update(zip(eqn.outvars, self.equation(eqn, [read(a) for a in eqn.invars])))
+        return [read(a) for a in jaxpr.outvars]
+
+    def equation(self, eqn, inputs: list[Value]) -> list[Value]:
+        name = eqn.primitive.name
+        if all(v.is_constant for v in inputs):
+            return self.whole(eqn, inputs, CONSTANT)
+        if name in INLINED_PRIMITIVES:
+            inner = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
+            closed = hasattr(inner, "jaxpr")
+            return self.interpret(inner.jaxpr if closed else inner, inner.consts if closed else (), inputs)
+        out = eqn.outvars[0].aval
+        elementwise = name in POINTWISE_PRIMITIVES or (name == "custom_jvp_call" and is_pointwise_call(eqn))
+        if elementwise:
+            inputs = [self.broadcast(v, out.shape) for v in inputs]
+        if name in ("add", "add_any", "sub"):
+            return [self.add(out, *inputs, sign=-1 if name == "sub" else 1)]
+        if name == "neg" or (name in ("copy", "copy_p", "convert_element_type") and is_float(out.dtype)):
+            return [self.scale(eqn, inputs, 0)]
+        if name == "mul" and (inputs[0].is_constant or inputs[1].is_constant):
+            return [self.scale(eqn, inputs, 1 if inputs[0].is_constant else 0)]
+        if name == "div" and inputs[1].is_constant:
+            return [self.scale(eqn, inputs, 0)]
+        if name in SELECTING_PRIMITIVES and all(v.is_constant for v in inputs[1:]):
+            return [self.select(eqn, inputs)]
+        if name == "reduce_sum" and math.prod(inputs[0].shape) == math.prod(out.shape):
+            reshape = lambda x: jnp.reshape(x, out.shape)  # noqa: E731
+            return [self._map_selecting(inputs[0], out.shape, reshape, ("reshape", out.shape))]
+        linear = all(v.is_constant or v.is_affine for v in inputs)
+        if name in LINEAR_PRIMITIVES and linear:
+            return self.whole(eqn, inputs, AFFINE)
+        if name in BILINEAR_PRIMITIVES and linear and sum(not v.is_constant for v in inputs) == 1:
+            return self.whole(eqn, inputs, AFFINE)
+        if name == "select_n" and linear and inputs[0].is_constant:
+            return self.whole(eqn, inputs, AFFINE)
+        if elementwise:
+            return [self.pointwise(eqn, inputs)]
+        return self.whole(eqn, inputs, OPAQUE)
+
+    # ------------------------------------------------------------------ building nodes
+    def constant(self, array) -> Value:
+        array = jnp.asarray(array)
+        node = Node(CONSTANT, array.shape, array.dtype, apply=lambda: array)
+        node.operand = array if array.size == 1 and not isinstance(array, jax.core.Tracer) else None
+        return Value(array.shape, array.dtype, None, node)
+
+    def node(self, key, make: Callable[[], Node]) -> Node:
+        try:
+            hash(key)
+        except TypeError:
+            return make()
+        if key not in self._cache:
+            self._cache[key] = make()
+        return self._cache[key]
+
+    def whole(self, eqn, inputs, kind) -> list[Value]:
+        """The equation as it stands, on whole arrays."""
+        parents = [self.materialise(v) if kind != AFFINE else self._linear_part(v) for v in inputs]
+        in_shapes = tuple(v.shape for v in inputs)
+        outs = [v.aval for v in eqn.outvars]
+        key = (eqn.primitive.name, kind, tuple(p.serial for p in parents), in_shapes, freeze(eqn.params))
+
+        bind = binder(eqn)
+        if not eqn.primitive.multiple_results:
+            out = outs[0]
+            made = self.node(
+                key, lambda: Node(kind, out.shape, out.dtype, parents, bind, in_shapes, eqn.primitive.name)
+            )
+            affine = kind == AFFINE
+            return [Value(out.shape, out.dtype, made if affine else None, None if affine else made)]
+        bundle = self.node(
+            key, lambda: Node(kind, (0,), None, parents, lambda *a: list(bind(*a)), in_shapes, eqn.primitive.name)
+        )
+        values = []
+        for i, out in enumerate(outs):
+            pick = self.node(
+                (bundle.serial, i),
+                lambda i=i, out=out: Node(kind, out.shape, out.dtype, [bundle], lambda b, i=i: b[i], [None]),
+            )
+            values.append(Value(out.shape, out.dtype, *((pick, None) if kind == AFFINE else (None, pick))))
+        return values
+
+    def _linear_part(self, value: Value) -> Node:
+        return value.rest if value.is_constant else value.affine
+
+    def leaf(self, affine: Node) -> Node:
+        def make():
+            node = Node(POINTWISE, affine.shape, affine.dtype, name="predictor")
+            node.leaf_of = affine
+            return node
+
+        return self.node(("leaf", affine.serial), make)
+
+    def unwrap(self, affine: Node) -> Node:
+        """An affine node as elementwise arithmetic with constants on a predictor that several terms can share."""
+        if affine.name in ("mul", "div", "neg", "copy", "convert_element_type", "offset"):
+            parents = [self.unwrap(p) if p.kind == AFFINE else p for p in affine.parents]
+            key = ("unwrap", affine.serial)
+            return self.node(
+                key, lambda: Node(POINTWISE, affine.shape, affine.dtype, parents, affine.apply, affine.in_shapes)
+            )
+        if affine.name == "concatenate" and any(p.kind == CONSTANT for p in affine.parents):
+            return self.node(("unwrap", affine.serial), lambda: self._pieces(affine))
+        return self.leaf(affine)
+
+    def _pieces(self, affine: Node) -> Node:
+        """A concatenation of affine nodes and constants: the constants (a pinned class) need no predictors."""
+        parents = [self.unwrap(p) if p.kind == AFFINE else p for p in affine.parents]
+        node = Node(OPAQUE, affine.shape, affine.dtype, parents, affine.apply, affine.in_shapes, "concatenate")
+        node.unwraps = affine
+        return node
+
+    def materialise(self, value: Value) -> Node:
+        if value.affine is None:
+            return value.rest
+        linear = self.unwrap(value.affine)
+        if value.rest is None:
+            return linear
+        return self._combine(value.shape, value.dtype, linear, value.rest)
+
+    def _combine(self, shape, dtype, a: Node, b: Node) -> Node:
+        kind = OPAQUE if OPAQUE in (a.kind, b.kind) else POINTWISE
+        inner = shape if max(a.size, b.size) > 1 else ()
+        return self.node(
+            ("combine", a.serial, b.serial, inner),
+            lambda: Node(kind, inner, dtype, [a, b], lambda x, y: x + y, [inner, inner]),
+        )
+
+    # ------------------------------------------------------------------ sums and multiples
+    def add(self, out: jax.ShapeDtypeStruct, x: Value, y: Value, sign: int) -> Value:
+        def plus(a, b, kind, name):
+            if a is None and b is None:
+                return None
+            if b is None:
+                return a
+            parents = [b] if a is None else [a, b]
+            inner = out.shape if max(p.size for p in parents) > 1 else ()
+            if a is None:
+                apply = (lambda v: v) if sign > 0 else (lambda v: -v)
+                name = "copy" if sign > 0 else "neg"
+            else:
+                apply = (lambda u, v: u + v) if sign > 0 else (lambda u, v: u - v)
+            if any(p.kind == OPAQUE for p in parents):
+                kind = OPAQUE
+            elif kind != AFFINE:
+                kind = CONSTANT if all(p.kind == CONSTANT for p in parents) else POINTWISE
+            key = ("sum", sign, name, inner, None if a is None else a.serial, b.serial)
+            return self.node(key, lambda: Node(kind, inner, out.dtype, parents, apply, [inner] * len(parents), name))
+
+        affine = plus(x.affine, y.affine, AFFINE, "sum")
+        rest = plus(x.rest, y.rest, POINTWISE, "sum")
+        if affine is not None and rest is not None:
+            if rest.kind == CONSTANT:
+                return Value(out.shape, out.dtype, plus_offset(self, affine, rest, out), None)
+            shared = {n.leaf_of.serial for n in ancestors([rest]) if n.leaf_of is not None}
+            linear = self.unwrap(affine)
+            if {n.leaf_of.serial for n in ancestors([linear]) if n.leaf_of is not None} <= shared:
+                return Value(out.shape, out.dtype, None, self._combine(out.shape, out.dtype, linear, rest))
+        return Value(out.shape, out.dtype, affine, rest)
+
+    def scale(self, eqn, inputs: list[Value], which: int) -> Value:
+        """A multiple (by a constant), negation or float cast of inputs[which]: both parts alike."""
+        out, target = eqn.outvars[0].aval, inputs[which]
+
+        def part(node, kind):
+            if node is None:
+                return None
+            parents = [node if i == which else self.materialise(v) for i, v in enumerate(inputs)]
+            kind = kind if kind == AFFINE else node.kind
+            return self._elementwise(eqn, parents, kind, out)
+
+        return Value(out.shape, out.dtype, part(target.affine, AFFINE), part(target.rest, None))
+
+    def _elementwise(self, eqn, parents, kind, out) -> Node:
+        inner = out.shape if max(p.size for p in parents) > 1 else ()
+        key = (eqn.primitive.name, kind, inner, tuple(p.serial for p in parents), freeze(eqn.params))
+        apply = pointwise_apply(eqn)
+        return self.node(
+            key, lambda: Node(kind, inner, out.dtype, parents, apply, [inner] * len(parents), eqn.primitive.name)
+        )
+
+    # ------------------------------------------------------------------ elementwise operations
+    def pointwise(self, eqn, inputs: list[Value]) -> Value:
+        name, out = eqn.primitive.name, eqn.outvars[0].aval
+        if name in ("eq", "ne") and self._says_finite(name, inputs):
+            return self.constant(np.ones(out.shape, bool))
+        shortcut = self._exponential_algebra(eqn, inputs)
+        if shortcut is not None:
+            return shortcut
+        parents = [self.materialise(v) for v in inputs]
+        kind = OPAQUE if any(p.kind == OPAQUE for p in parents) else POINTWISE
+        node = self._elementwise(eqn, parents, kind, out)
+        if name in ("exp", "logistic") and node.operand is None:
+            node.operand = inputs[0]
+        return Value(out.shape, out.dtype, None, node)
+
+    @staticmethod
+    def _says_finite(name: str, inputs: Sequence[Value]) -> bool:
+        """x == x and x != inf, of an affine x: checks of finiteness, which need no predictor of their own."""
+        affine, other = inputs if inputs[0].affine is not None else inputs[::-1]
+        if not affine.is_affine:
+            return False
+        if name == "eq":
+            return affine.affine is other.affine and other.is_affine
+        literal = other.rest.operand if other.is_constant else None
+        return literal is not None and bool(np.isinf(literal).all())
+
+    def _exponential_algebra(self, eqn, inputs) -> Value | None:
+        name, first = eqn.primitive.name, inputs[0]
+        exponent = _exponent(first)
+        if exponent is None:
+            return None
+        if name == "log":
+            return exponent
+        if name in ("mul", "div"):
+            other = _exponent(inputs[1])
+            if other is None or not (exponent.is_affine and other.is_affine):
+                return None
+            total = self.add(eqn.outvars[0].aval, exponent, other, sign=1 if name == "mul" else -1)
+        elif name in ("integer_pow", "sqrt", "rsqrt", "square") and exponent.is_affine:
+            power = {"integer_pow": eqn.params.get("y"), "sqrt": 0.5, "rsqrt": -0.5, "square": 2}[name]
+            factor = self.constant(jnp.asarray(power, exponent.dtype))
+            node = self.node(
+                ("power", exponent.affine.serial, power),
+                lambda: Node(
+                    AFFINE,
+                    exponent.affine.shape,
+                    exponent.dtype,
+                    [exponent.affine, factor.rest],
+                    lambda a, c: a * c,
+                    [exponent.affine.shape, ()],
+                    "mul",
+                ),
+            )
+            total = Value(exponent.shape, exponent.dtype, node, None)
+        else:
+            return None
+        parent = self.materialise(total)
+        result = self.node(
+            ("exp", parent.serial),
+            lambda: Node(POINTWISE, parent.shape, total.dtype, [parent], jnp.exp, name="exp", operand=total),
+        )
+        return Value(total.shape, total.dtype, None, result)
+
+    # ------------------------------------------------------------------ indexing and reshaping
+    def select(self, eqn, inputs: list[Value]) -> Value:
+        out = eqn.outvars[0].aval
+        indices = [v.rest for v in inputs[1:]]
+        index_shapes = [v.shape for v in inputs[1:]]
+        key = (eqn.primitive.name, tuple(i.serial for i in indices), freeze(eqn.params), out.shape)
+        return self._map_selecting(inputs[0], out.shape, binder(eqn), key, indices, index_shapes)
+
+    def broadcast(self, value: Value, shape: tuple[int, ...]) -> Value:
+        """Elementwise primitives stretch axes of length one themselves; here every operand has the result's shape."""
+        if value.shape == shape or math.prod(value.shape) == 1:
+            return value
+        spread = lambda x: jnp.broadcast_to(x, shape)  # noqa: E731
+        return self._map_selecting(value, shape, spread, ("broadcast", shape))
+
+    def _map_selecting(self, value, out_shape, apply, key, indices=(), index_shapes=()) -> Value:
+        """Each element of the result is a copy of an element of the operand: push that through elementwise steps."""
+        done: dict[int, Node] = {}
+
+        def push(node: Node | None) -> Node | None:
+            if node is None or node.shape == ():
+                return node
+            if node.serial not in done:
+                done[node.serial] = self.node((key, node.serial, value.shape), lambda: build(node))
+            return done[node.serial]
+
+        def build(node: Node) -> Node:
+            if node.leaf_of is not None or node.unwraps is not None:
+                return self.unwrap(push(node.leaf_of or node.unwraps))
+            inner = () if math.prod(out_shape) == 1 else out_shape
+            through = node.kind == POINTWISE or (node.kind == AFFINE and node.name in ARITHMETIC)
+            if through and node.parents:
+                made = Node(
+                    node.kind,
+                    inner,
+                    node.dtype,
+                    [push(p) for p in node.parents],
+                    node.apply,
+                    [inner if s != () else () for s in node.in_shapes],
+                    node.name,
+                )
+                if node.operand is not None:
+                    made.operand = self._map_selecting(node.operand, out_shape, apply, key, indices, index_shapes)
+                return made
+            return Node(node.kind, out_shape, node.dtype, [node, *indices], apply, [value.shape, *index_shapes], key[0])
+
+        return Value(out_shape, value.dtype, push(value.affine), push(value.rest))
+
+    # ------------------------------------------------------------------ reading off a link
+    def log_of(self, value: Value) -> Value | None:
+        """log(value) as an affine Value, if the program shows it: products of constants and exponentials."""
+        if value.is_constant:
+            log = self.node(
+                ("log", value.rest.serial),
+                lambda: Node(CONSTANT, value.rest.shape, value.dtype, [value.rest], jnp.log),
+            )
+            return value._replace(rest=log)
+        if value.affine is not None:
+            return None
+        exponent = _exponent(value)
+        if exponent is not None:
+            return exponent if exponent.is_affine or exponent.is_constant else None
+        node = value.rest
+        if node.name in ("mul", "div") and len(node.parents) == 2:
+            logs = [self.log_of(Value(p.shape, p.dtype, None, p)) for p in node.parents]
+            if any(v is None for v in logs):
+                return None
+            total = self.add(
+                jax.ShapeDtypeStruct(value.shape, value.dtype), *logs, sign=1 if node.name == "mul" else -1
+            )
+            return total if total.is_affine or total.is_constant else None
+        if node.name in ("copy", "convert_element_type"):
+            return self.log_of(Value(value.shape, value.dtype, None, node.parents[0]))
+        return None
+
+    def logit_of(self, value: Value) -> Value | None:
+        if value.affine is None and value.rest.name == "logistic" and value.rest.operand is not None:
+            return value.rest.operand
+        return None
+
+
+def plus_offset(graph: Graph, affine: Node, offset: Node, out) -> Node:
+    inner = out.shape if max(affine.size, offset.size) > 1 else ()
+    return graph.node(
+        ("offset", affine.serial, offset.serial, inner),
+        lambda: Node(AFFINE, inner, out.dtype, [affine, offset], lambda x, y: x + y, [inner, inner], "offset"),
+    )
+
+
+def _exponent(value: Value) -> Value | None:
+    if value.affine is None and value.rest.name == "exp":
+        return value.rest.operand
+    return None

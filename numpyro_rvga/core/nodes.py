@@ -1,0 +1,95 @@
+"""Nodes of a symbolic program, and their values."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+CONSTANT, AFFINE, POINTWISE, OPAQUE = "constant", "affine", "pointwise", "opaque"
+
+_serial = itertools.count()
+
+
+class Node:
+    """One array-valued step of the symbolic program. Arrays of one element are held as scalars."""
+
+    __slots__ = (
+        "kind",
+        "shape",
+        "dtype",
+        "parents",
+        "apply",
+        "in_shapes",
+        "name",
+        "operand",
+        "serial",
+        "leaf_of",
+        "unwraps",
+    )
+
+    def __init__(self, kind, shape, dtype, parents=(), apply=None, in_shapes=None, name="", operand=None):
+        self.kind, self.dtype, self.parents, self.apply, self.name = kind, dtype, tuple(parents), apply, name
+        self.shape = () if math.prod(shape) == 1 else tuple(shape)
+        self.in_shapes = tuple(p.shape for p in self.parents) if in_shapes is None else tuple(in_shapes)
+        self.operand = operand  # for exp, log and logistic: the Value it was applied to
+        self.leaf_of: Node | None = None  # for a predictor: the affine node that it stands for
+        self.unwraps: Node | None = None  # for a concatenation of predictors: likewise
+        self.serial = next(_serial)
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+
+class Value(NamedTuple):
+    """An intermediate result of the program: ``affine + rest``, either of which may be absent."""
+
+    shape: tuple[int, ...]
+    dtype: Any
+    affine: Node | None
+    rest: Node | None
+
+    @property
+    def is_constant(self) -> bool:
+        return self.affine is None and self.rest.kind == CONSTANT
+
+    @property
+    def is_affine(self) -> bool:
+        return self.rest is None
+
+
+def ancestors(roots: Sequence[Node], stop: Callable[[Node], bool] = lambda n: False) -> list[Node]:
+    seen, stack = {}, list(roots)
+    while stack:
+        node = stack.pop()
+        if node.serial in seen:
+            continue
+        seen[node.serial] = node
+        if not stop(node):
+            stack.extend(node.parents)
+    return [seen[k] for k in sorted(seen)]  # parents are always older than children
+
+
+def evaluate_nodes(roots: Sequence[Node], known: dict[int, jax.Array]) -> list[jax.Array]:
+    values = dict(known)
+    for node in ancestors(roots, stop=lambda n: n.serial in known):
+        if node.serial not in values:
+            arguments = [_spread(values[p.serial], s) for p, s in zip(node.parents, node.in_shapes)]
+            result = node.apply(*arguments)
+            values[node.serial] = result if isinstance(result, list) else _canonical(result, node.shape)
+    return [values[n.serial] for n in roots]
+
+
+def _canonical(array, shape):
+    return jnp.reshape(array, ()) if shape == () else array
+
+
+def _spread(array, shape):
+    if isinstance(array, list) or jnp.shape(array) == tuple(shape):
+        return array
+    return jnp.broadcast_to(array, shape) if jnp.ndim(array) == 0 else jnp.reshape(array, shape)

@@ -1,0 +1,101 @@
+"""JAX's primitives, sorted by what they do to entries, and how to apply them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+
+from .linalg import cholesky_by_columns, solve_triangular
+
+POINTWISE_PRIMITIVES = frozenset(
+    """abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp copy copy_p
+    convert_element_type cos cosh digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge gt igamma igammac integer_pow
+    is_finite le lgamma log log1p logistic lt max min mul ne neg nextafter not or polygamma pow reduce_precision
+    regularized_incomplete_beta rem round rsqrt select_n sign sin sinh sqrt square stop_gradient sub tan tanh xor
+    zeta""".split()
+)
+SELECTING_PRIMITIVES = frozenset(
+    "reshape squeeze expand_dims broadcast_in_dim transpose rev slice dynamic_slice gather".split()
+)
+LINEAR_PRIMITIVES = frozenset(
+    """reduce_sum cumsum concatenate stack unstack split tile pad dynamic_update_slice scatter scatter-add scatter_add
+    real imag""".split()
+)
+BILINEAR_PRIMITIVES = frozenset(["dot_general", "conv_general_dilated"])
+ARITHMETIC = frozenset("sum offset mul div neg copy convert_element_type".split())
+INLINED_PRIMITIVES = frozenset("jit pjit closed_call core_call remat checkpoint remat2".split())
+
+UNROLLED_SIZE = 16  # batches of small LAPACK calls are slow, and two at once deadlock jaxlib's pool of two threads
+
+
+def is_float(dtype) -> bool:
+    return jnp.issubdtype(dtype, jnp.floating)
+
+
+def is_pointwise_call(eqn) -> bool:
+    """Whether a custom_jvp call is elementwise: same shapes in and out, and only elementwise steps inside."""
+    shapes = {v.aval.shape for v in eqn.invars if v.aval.shape != ()} | {v.aval.shape for v in eqn.outvars}
+
+    def pointwise(jaxpr):
+        for inner in jaxpr.eqns:
+            name = inner.primitive.name
+            if name in INLINED_PRIMITIVES:
+                if not pointwise(inner.params["jaxpr"].jaxpr):
+                    return False
+            elif name == "broadcast_in_dim":
+                if inner.invars[0].aval.shape not in ((), inner.outvars[0].aval.shape):
+                    return False
+            elif name not in POINTWISE_PRIMITIVES and name != "custom_jvp_call":
+                return False
+        return True
+
+    return len(eqn.outvars) == 1 and len(shapes) == 1 and pointwise(eqn.params["call_jaxpr"].jaxpr)
+
+
+def binder(eqn) -> Callable:
+    small = bool(eqn.invars) and max(eqn.invars[0].aval.shape[-1:], default=0) <= UNROLLED_SIZE
+    if eqn.primitive.name == "triangular_solve" and small:
+        return partial(solve_triangular, **eqn.params)
+    if eqn.primitive.name == "cholesky" and small:
+        return cholesky_by_columns
+    found = eqn.primitive.get_bind_params(eqn.params)
+    functions, params = found if isinstance(found, tuple) else ((), found)  # the form depends on the JAX version
+    return lambda *arguments: eqn.primitive.bind(*functions, *arguments, **params)
+
+
+def pointwise_apply(eqn) -> Callable:
+    bind_all = binder(eqn)
+
+    def bind(*arguments):
+        result = bind_all(*arguments)
+        return result[0] if eqn.primitive.multiple_results else result
+
+    if eqn.primitive.name != "custom_jvp_call":
+        return bind
+    shapes = [v.aval.shape for v in eqn.invars]
+    dtypes = [v.aval.dtype for v in eqn.invars]
+
+    def one_element(*scalars):
+        arguments = [jnp.broadcast_to(s, shape).astype(d) for s, shape, d in zip(scalars, shapes, dtypes)]
+        return jnp.ravel(bind(*arguments))[0]
+
+    def apply(*arguments):  # the call is compiled for its own shape; elsewhere it is mapped over elements
+        if [jnp.shape(a) for a in arguments] == shapes:
+            return bind(*arguments)
+        shape = jnp.shape(arguments[0])
+        flat = jax.vmap(one_element)(*[jnp.ravel(a) for a in arguments])
+        return jnp.reshape(flat, shape)
+
+    return apply
+
+
+def freeze(params: dict) -> tuple | object:
+    try:
+        frozen = tuple(sorted((k, v) for k, v in params.items() if k not in ("sharding", "out_sharding")))
+        hash(frozen)
+        return frozen
+    except TypeError:
+        return object()  # unlike anything else: this step is never merged with another
