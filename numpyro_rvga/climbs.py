@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from .core.block import seek_start
 from .core.compilation import Compiled
 from .core.joint import Joint, base_terms, bound_at
 from .core.linalg import lower_from_root, solve_lower
@@ -123,9 +124,7 @@ class GradientClimb:
 
         @Compiled
         def begin(problem):
-            search = joint(problem).search
-            seeking = lambda trial: (trial.step == 0) & ~trial.stuck  # noqa: E731
-            trial = jax.lax.while_loop(seeking, search.try_once, search.begin)
+            trial = seek_start(joint(problem).search)
             root = lower_from_root(jnp.linalg.inv(jnp.linalg.cholesky(trial.matrix)).T)
             lower = jnp.tril(root, -1) + jnp.diag(jnp.log(jnp.diagonal(root)))
             return (trial.mean, lower), optimizer.init((trial.mean, lower))
@@ -182,10 +181,10 @@ def _root_of(lower: Array) -> Array:
 def _bound_and_slopes(joint: Joint, mean: Array, root: Array) -> tuple[Array, tuple[Array, Array]]:
     """The bound at N(mean, root root^T) and its slopes in both: E[grad], and (Lambda + E[hess] - precision) root."""
     precision, linear = base_terms(joint.base, mean)
-    sums = joint.reduce(mean, lambda z: root.T @ z)
+    bound, sums = bound_at(joint, mean, root)
     inverse = solve_lower(root, jnp.eye(mean.size, dtype=mean.dtype))
     of_root = jnp.tril(inverse.T - (precision + sums.curvature) @ root)
-    return bound_at(joint, mean, root), (sums.gradient + linear - precision @ mean, of_root)
+    return bound, (sums.gradient + linear - precision @ mean, of_root)
 
 
 def _count(chunks: tuple[dict[str, Array], Array]) -> Array:

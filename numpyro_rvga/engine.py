@@ -170,17 +170,14 @@ class Engine:
         """(n E, ...) and (blocks, B E, ...) arrays as (n, E, ...)."""
 
         def fold(site, terms):
-            c = terms.num_predictors
-            tails = Sites((c, c), (c,), (), ())
-            return Sites(*[x.reshape(num_rows, terms.num_elements, *tail) for x, tail in zip(site, tails)])
+            return Sites(*[x.reshape(num_rows, *shape) for x, shape in zip(site, _site_shapes(terms))])
 
         return tuple(fold(site, terms) for site, terms in zip(sites, self.program.terms))
 
     def unknown(self, num_rows: int) -> Known:
         """Of new rows: sites that say nothing."""
-        shapes = ((t.num_elements, t.num_predictors) for t in self.program.terms)
-        nothing = [Sites(*[np.zeros((num_rows, e, *tail)) for tail in ((c, c), (c,), (), ())]) for e, c in shapes]
-        sites = jax.tree.map(lambda x: x.astype(self.program.dtype), tuple(nothing))
+        nothing = lambda shape: np.zeros((num_rows, *shape), self.program.dtype)  # noqa: E731
+        sites = tuple(Sites(*map(nothing, _site_shapes(terms))) for terms in self.program.terms)
         return Known(sites, np.asarray(num_rows, np.int32))
 
     @staticmethod
@@ -224,6 +221,12 @@ class Engine:
             weight = jnp.ones((1, terms.num_elements), theta.dtype)
             factors.append(_factors(terms, theta, shared, weight, constants(terms, shared)))
         return tuple(factors)
+
+
+def _site_shapes(terms: Terms) -> Sites:
+    """Shapes of one row's sites."""
+    elements, c = terms.num_elements, terms.num_predictors
+    return Sites((elements, c, c), (elements, c), (elements,), (elements,))
 
 
 def _factors(terms: Terms, theta: Array, rows: dict, weight: Array, values: Any) -> Factors:

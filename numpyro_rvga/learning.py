@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from .core.block import run_search
+from .core.block import run_search, seek_start
 from .core.compilation import Compiled
 from .core.joint import Joint, bound_at
 from .core.linalg import solve_lower
@@ -58,20 +58,18 @@ class Learner:
             return engine.batch(state, *chunks, shared={PARAMS: params}, init=start, alternating=False)
 
         @Compiled
-        def seek_start(params, chunks):
-            search = joint(params, chunks, None).search
-            seeking = lambda trial: (trial.step == 0) & ~trial.stuck  # noqa: E731
-            trial = jax.lax.while_loop(seeking, search.try_once, search.begin)
+        def begin(params, chunks):
+            trial = seek_start(joint(params, chunks, None).search)
             return trial.mean, trial.matrix
 
         @Compiled
         def look(params, chunks, start):
             found = run_search(joint(params, chunks, start).search)
             inverse = solve_lower(found.root, jnp.eye(found.mean.size, dtype=found.mean.dtype))
-            slope = jax.grad(lambda p: bound_at(joint(p, chunks, None), found.mean, inverse.T))(params)
+            slope = jax.grad(lambda p: bound_at(joint(p, chunks, None), found.mean, inverse.T)[0])(params)
             return found.bound, slope, (found.mean, found.root @ found.root.T)
 
-        self._seek_start, self._look = seek_start, look
+        self._begin, self._look = begin, look
 
     def __call__(self, chunks: tuple, start: tuple[Array, Array] | None, tolerance: float, bar: Any) -> Learned:
         """Learn from where the model starts the parameters.
@@ -83,7 +81,7 @@ class Learner:
         """
         params = np.asarray(self._engine.program.params.values)
         if start is None:  # the search would seek one itself, but that is another form of it to compile
-            start = self._seek_start(params, chunks)
+            start = self._begin(params, chunks)
         bound, slope, start = self._look(params, chunks, start)
         if not np.isfinite(bound) or not np.isfinite(slope).all():
             raise ValueError(

@@ -228,6 +228,11 @@ def add(a: Sums, b: Sums) -> Sums:
     return Sums(a.value + b.value, a.gradient + b.gradient, a.curvature + b.curvature, fallback)
 
 
+def seek_start(search: Search) -> Trial:
+    """Where a search stands once it knows how wide to start."""
+    return lax.while_loop(lambda trial: (trial.step == 0) & ~trial.stuck, search.try_once, search.begin)
+
+
 def run_search(search: Search, *, unrolled: bool = False) -> Solution:
     """Run a search.
 

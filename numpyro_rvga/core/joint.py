@@ -56,13 +56,14 @@ class Joint(NamedTuple):
     sites: Callable[[Solution], tuple[Sites, ...]]
 
 
-def bound_at(joint: Joint, mean: Array, root: Array) -> Array:
-    """The bound at N(mean, root root^T), with root lower triangular or its transpose."""
+def bound_at(joint: Joint, mean: Array, root: Array) -> tuple[Array, Sums]:
+    """The bound at N(mean, root root^T), with root lower triangular or its transpose, and the sums over factors."""
     precision, linear = base_terms(joint.base, mean)
-    value = joint.reduce(mean, lambda z: root.T @ z).value
+    sums = joint.reduce(mean, lambda z: root.T @ z)
     entropy = jnp.sum(jnp.log(jnp.diagonal(root))) + 0.5 * mean.size
     trace = jnp.sum(root * (precision @ root))
-    return value + linear @ mean - 0.5 * mean @ precision @ mean + joint.base.constant - 0.5 * trace + entropy
+    bound = sums.value + linear @ mean - 0.5 * mean @ precision @ mean + joint.base.constant
+    return bound - 0.5 * trace + entropy, sums
 
 
 def base_terms(base: Base, mean: Array) -> tuple[Array, Array]:

@@ -218,8 +218,7 @@ class Program:
 
     def check_independence(self, rows: Mapping[str, np.ndarray]) -> None:
         """:raises CoupledRows: if the terms of a few rows change when the rows are taken one by one."""
-        if not self.whole:
-            validation.check_independence(self, rows)
+        validation.check_independence(self, rows)
 
     # ------------------------------------------------------------------ latents
     @functools.cached_property
@@ -244,11 +243,6 @@ class Program:
         sites = sample_sites(trace, runner)
         values = {name: sites[name].value for name in self.layout.site_names}
         return values | {n: v for n, v in deterministic_sites(trace).items() if self._row_axes.get(n) is None}
-
-    def constrain_latents(self, theta: Array) -> dict[str, Array]:
-        """Constrained latents only. theta: (P,)."""
-        sites = self.constrain(theta)
-        return {name: sites[name] for name in self.layout.site_names}
 
     def unconstrain(self, sites: Mapping[str, Array]) -> Array:
         """theta (P,) of constrained latents."""
@@ -295,7 +289,7 @@ class Program:
 
     def _log_probs(self, theta, rows, names):
         records = self._records(self._unravel(theta), rows)
-        return {name: records[name].fn.log_prob(records[name].value) * records[name].weight for name in names}
+        return {name: _log_prob(records[name]) for name in names}
 
     def predictors(self, mean: Array, root: Array, rows: Mapping[str, Array], site: str) -> tuple[Array, Array]:
         """Mean (n, E, C) and covariance (n, E, C, C) of a site's predictors under N(mean, root root^T).
@@ -326,9 +320,11 @@ class Program:
         params = self.params.constrained(self.params.values)
         return RowRunner(self.model, self.row_plates, num_rows, {}, params=params)
 
-    def _run(self, rows, unconstrained, rng_key=None):
-        """``rows`` may hold values of the ``numpyro.param`` sites."""
+    def _run(self, rows, unconstrained, rng_key=None, params=None):
+        """``params`` are the ``numpyro.param`` sites by name; default: as in ``rows``, or else where they stand."""
         arrays = {name: value for name, value in rows.items() if name != PARAMS}
+        if params is None:
+            params = self.params.constrained(rows.get(PARAMS, self.params.values))
         return run_model(
             self.model,
             arrays,
@@ -337,7 +333,7 @@ class Program:
             unconstrained=unconstrained,
             rng_key=rng_key,
             local=frozenset(self.local.site_names),
-            params=self.params.constrained(rows.get(PARAMS, self.params.values)),
+            params=params,
         )
 
     def _records(self, unconstrained, rows) -> dict[str, SiteRecord]:
@@ -371,16 +367,8 @@ class Program:
         sites = {name: site for name, site in trace.items() if site["type"] == "param"}
 
         def log_joint(values):
-            run = run_model(
-                self.model,
-                self.example_row,
-                self.model_kwargs,
-                row_plates=self.row_plates,
-                unconstrained=self._unravel(theta),
-                local=frozenset(self.local.site_names),
-                params=values,
-            )
-            return {"total": sum(jnp.sum(elements(record)) for record in sample_sites(*run).values())}
+            records = sample_sites(*self._run(self.example_row, self._unravel(theta), params=values))
+            return {"total": sum(jnp.sum(elements(record)) for record in records.values())}
 
         used = depends_on(log_joint, {name: site["value"] for name, site in sites.items()})["total"]
         for name in used:
@@ -431,7 +419,7 @@ class Program:
         def abstract(rows):
             trace, runner = self._run(rows, {})
             records = sample_sites(trace, runner)
-            terms = {n: records[n].fn.log_prob(records[n].value) * records[n].weight for n in self._row_sites}
+            terms = {n: _log_prob(records[n]) for n in self._row_sites}
             return terms | {n: jnp.asarray(value) for n, value in deterministic_sites(trace).items()}
 
         return {name: found.shape for name, found in jax.eval_shape(abstract, rows).items()}
@@ -448,6 +436,10 @@ class Program:
         observed = [n for n, s in self.sites.items() if s.is_observed]
         of_rows = [n for n in observed if depends[n] or self.row_plates & set(self.sites[n].plates)]
         return tuple(of_rows), tuple(n for n in observed if n not in of_rows)
+
+
+def _log_prob(record: SiteRecord) -> Array:
+    return record.fn.log_prob(record.value) * record.weight
 
 
 def _drop_axis(array: Array, axis: int | None) -> Array:
