@@ -1,9 +1,20 @@
 """Gaussian posteriors of NumPyro models in one pass over the data."""
 
+from .bong import BONG
 from .dynamics import LinearDynamics, OrnsteinUhlenbeck, RandomWalk
 from .fixed_point import FixedPointVI
+from .initialization import init_to_module
 from .posterior import Posterior
 from .rvga import RVGA
 
-__all__ = ["RVGA", "FixedPointVI", "LinearDynamics", "OrnsteinUhlenbeck", "Posterior", "RandomWalk"]
+__all__ = [
+    "BONG",
+    "RVGA",
+    "FixedPointVI",
+    "LinearDynamics",
+    "OrnsteinUhlenbeck",
+    "Posterior",
+    "RandomWalk",
+    "init_to_module",
+]
 __version__ = "0.1.0"

@@ -276,11 +276,11 @@ def _at_posterior(
     posterior: Posterior,
 ) -> Curvature:
     program = engine.program
-    mean, root = (jnp.asarray(x, program.dtype) for x in (posterior.mean, posterior.scale))
+    gaussian = jax.tree.map(lambda x: jnp.asarray(x, program.dtype), posterior.gaussian)
 
     @jax.jit
     def of_chunk(chunk):
-        predictors = program.predictors(mean, root, chunk, terms.site)
+        predictors = program.predictors(gaussian, chunk, terms.site)
         return *predictors, *jax.vmap(jax.vmap(evaluate))(*predictors, constants(terms, chunk | shared))
 
     total, size = program.num_rows(rows), max(1, CHUNK_NUMBERS // engine.numbers_per_row)

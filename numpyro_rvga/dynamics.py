@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from .core.recursion import State, Transition
+from .core.gaussians import Transition
 from .model.layout import Layout
 
 
@@ -30,11 +31,14 @@ class RandomWalk:
         if not all(np.all(np.asarray(s) >= 0) for s in scales):
             raise ValueError(f"the scale of a random walk must not be negative: {self.scale}.")
 
-    def transition(self, layout: Layout, prior: State) -> Transition:
-        """:raises ValueError: naming sites that the model does not have."""
+    def transition(self, layout: Layout, mean: Array, root: Array) -> Transition:
+        """The same for a prior N(mean, root root^T), or with standard deviations ``root`` (P,).
+
+        :raises ValueError: naming sites that the model does not have.
+        """
         scale = _by_parameter(self.scale, layout) if isinstance(self.scale, Mapping) else self.scale
-        noise = jnp.diag(jnp.broadcast_to(jnp.asarray(scale, prior.mean.dtype), prior.mean.shape))
-        return Transition(jnp.eye(layout.size, dtype=prior.mean.dtype), jnp.zeros_like(prior.mean), noise)
+        noise = jnp.broadcast_to(jnp.asarray(scale, mean.dtype), mean.shape)
+        return Transition(jnp.ones_like(mean), jnp.zeros_like(mean), noise)
 
 
 @dataclass(frozen=True)
@@ -51,9 +55,10 @@ class OrnsteinUhlenbeck:
         if not 0 <= self.decay <= 1:
             raise ValueError(f"decay must lie between 0 and 1, not {self.decay}.")
 
-    def transition(self, layout: Layout, prior: State) -> Transition:
-        matrix = self.decay * jnp.eye(layout.size, dtype=prior.mean.dtype)
-        return Transition(matrix, (1 - self.decay) * prior.mean, np.sqrt(1 - self.decay**2) * prior.root)
+    def transition(self, layout: Layout, mean: Array, root: Array) -> Transition:
+        """As :meth:`RandomWalk.transition`."""
+        matrix = jnp.full_like(mean, self.decay)
+        return Transition(matrix, (1 - self.decay) * mean, math.sqrt(1 - self.decay**2) * root)
 
 
 @dataclass(frozen=True)
@@ -69,20 +74,34 @@ class LinearDynamics:
     offset: Any
     noise_covariance: Any
 
-    def transition(self, layout: Layout, prior: State) -> Transition:
-        """:raises ValueError: for arrays of other shapes, and a covariance that is none."""
+    def transition(self, layout: Layout, mean: Array, root: Array) -> Transition:
+        """As :meth:`RandomWalk.transition`.
+
+        :raises ValueError: for arrays of other shapes, and a covariance that is none.
+        """
         size = layout.size
         shapes = {"matrix": (size, size), "offset": (size,), "noise_covariance": (size, size)}
         arrays = {name: np.asarray(getattr(self, name), np.float64) for name in shapes}
         for name, shape in shapes.items():
             if arrays[name].shape != shape:
                 raise ValueError(f"{name} must have shape {shape}, not {arrays[name].shape}: P is {size}.")
-        values, vectors = np.linalg.eigh(arrays["noise_covariance"])
-        symmetric = np.allclose(arrays["noise_covariance"], arrays["noise_covariance"].T)
-        if not symmetric or values[0] < -1e-8 * max(values[-1], 0.0):
+        matrix, offset, covariance = arrays.values()
+        values, vectors = np.linalg.eigh(covariance)
+        if not np.allclose(covariance, covariance.T) or values[0] < -1e-8 * max(values[-1], 0.0):
             raise ValueError("noise_covariance must be symmetric and positive semi-definite.")
         noise = vectors * np.sqrt(np.maximum(values, 0.0))
-        return Transition(*[jnp.asarray(x, prior.mean.dtype) for x in (arrays["matrix"], arrays["offset"], noise)])
+        if all(np.array_equal(x, np.diag(np.diagonal(x))) for x in (matrix, covariance)):  # entry by entry
+            matrix, noise = np.diagonal(matrix), np.sqrt(np.diagonal(covariance))
+        return Transition(*[jnp.asarray(x, mean.dtype) for x in (matrix, offset, noise)])
+
+
+Dynamics = RandomWalk | OrnsteinUhlenbeck | LinearDynamics
+
+
+def check_dynamics(dynamics: Any) -> None:
+    """:raises ValueError: if these are no dynamics, and not None."""
+    if dynamics is not None and not isinstance(dynamics, Dynamics):
+        raise ValueError(f"dynamics must be a RandomWalk, OrnsteinUhlenbeck or LinearDynamics, not {dynamics!r}.")
 
 
 def _by_parameter(scales: Mapping[str, Any], layout: Layout) -> Array:

@@ -13,8 +13,9 @@ from jax import Array
 
 from .core.block import Factors, Settings, apply_design
 from .core.compilation import Compiled
+from .core.gaussians import Transition
 from .core.joint import Joint, JointRows, joint_search, joint_solve
-from .core.recursion import Sites, State, StepInfo, Transition, explicit_step, implicit_step, scan_blocks
+from .core.recursion import Sites, State, StepInfo, explicit_step, implicit_step, scan_blocks
 from .kinds import Options, make_kind
 from .model.program import Program
 from .model.terms import Terms, constants, linearise, merged, select
@@ -98,13 +99,13 @@ class Engine:
         with_sites: bool = False,
     ) -> tuple[State, StepInfo]:
         """Rows and the true prior terms in one solve. With ``known``, the state may know these rows already."""
-        prepared = self._prepare(rows, weights)
+        prepared = self.prepare(rows, weights)
         fresh = jnp.sum(weights).astype(jnp.int32) if known is None else known.fresh
         joint = self._search(
             self.kinds,
-            JointRows(self._linearise, jax.tree.map(lambda x: x[None], prepared)),
+            JointRows(self.linearise, jax.tree.map(lambda x: x[None], prepared)),
             state,
-            {},
+            partial(self._linearise_prior, {}),
             sites=None if known is None else self._mask(known.sites, weights),
             laplace=self.options.scheme == "laplace",
             starts=self._starts if known is None else None,
@@ -130,27 +131,35 @@ class Engine:
 
         def expanded(chunk, theta):
             rows, weights = chunk
-            return self._linearise(self._prepare(rows | shared, weights), theta)
+            return self.linearise(self.prepare(rows | shared, weights), theta)
 
         starts = None if init is not None else self._starts
         joint_rows = JointRows(expanded, (rows, weights))
-        return self._search(self.kinds, joint_rows, state, shared, starts=starts, init=init, alternating=alternating)
+        prior = partial(self._linearise_prior, shared)
+        return self._search(self.kinds, joint_rows, state, prior, starts=starts, init=init, alternating=alternating)
 
-    def _settle(self, state: State) -> tuple[State, StepInfo]:
-        """The Gaussian summary of the data times the true prior."""
+    def _settle(self, state: State, rest: Array | None = None, places: Array | None = None) -> tuple[State, StepInfo]:
+        """The Gaussian summary of the data times the true prior.
+
+        :param places: entries of theta (S,) that the state is of, if not of all: those that prior terms look at. The
+            others stay as in ``rest`` (P,).
+        """
         laplace = self.options.scheme == "laplace"
         nothing = JointRows(lambda chunk, theta: (), ())
-        joint = self._search((), nothing, state, {}, sites=None if laplace else (), laplace=laplace)
+        linearise_prior = partial(self._linearise_prior, {})
+        if places is not None:
+            linearise_prior = partial(_at_places, linearise_prior, rest, places)
+        sites = None if laplace else ()
+        joint = self._search((), nothing, state, linearise_prior, sites=sites, laplace=laplace)
         return joint_solve(joint, jnp.zeros((), jnp.int32))
 
-    def _search(self, kinds: tuple, rows: JointRows, state: State, shared: dict, **options: Any) -> Joint:
-        prior = (self._prior_kinds, partial(self._linearise_prior, shared))
-        return joint_search(kinds, rows, *prior, state, self._settings(), **options)
+    def _search(self, kinds: tuple, rows: JointRows, state: State, linearise_prior: Callable, **options: Any) -> Joint:
+        return joint_search(kinds, rows, self._prior_kinds, linearise_prior, state, self._settings(), **options)
 
     def _stream(
         self, state: State, rows: dict, weights: Array, *, block_size: int, with_sites: bool = False
     ) -> tuple[State, StepInfo]:
-        prepared = self._prepare(rows, weights)
+        prepared = self.prepare(rows, weights)
         count = weights.shape[0] // block_size
         cut = lambda x: x.reshape(count, x.shape[0] // count, *x.shape[1:])  # noqa: E731
         blocks = jax.tree.map(cut, prepared)
@@ -159,7 +168,7 @@ class Engine:
         return state, info._replace(sites=self._by_row(info.sites, len(weights)))
 
     def _step(self, with_sites, block_size, block):
-        linearise_block = partial(self._linearise, block)
+        linearise_block = partial(self.linearise, block)
         if self.options.scheme == "implicit":
             linearizations = 1 if self.is_affine else NUM_LINEARIZATIONS
             settings = self._settings(block_size)
@@ -190,7 +199,7 @@ class Engine:
         return jax.tree.map(scaled, sites)
 
     # ------------------------------------------------------------------ rows as factors
-    def _prepare(self, rows: dict, weights: Array) -> tuple:
+    def prepare(self, rows: dict, weights: Array) -> tuple:
         """Everything about the rows that does not depend on the state: (n E, ...) arrays by site."""
         origin = jnp.zeros(self.program.layout.size, self.program.dtype)
         prepared = []
@@ -206,7 +215,7 @@ class Engine:
                 prepared.append((rows, weight, values))
         return tuple(prepared)
 
-    def _linearise(self, prepared: tuple, theta: Array) -> tuple[Factors, ...]:
+    def linearise(self, prepared: tuple, theta: Array) -> tuple[Factors, ...]:
         factors = []
         for terms, known in zip(self.program.terms, prepared):
             if terms.is_affine:
@@ -221,6 +230,12 @@ class Engine:
             weight = jnp.ones((1, terms.num_elements), theta.dtype)
             factors.append(_factors(terms, theta, shared, weight, constants(terms, shared)))
         return tuple(factors)
+
+
+def _at_places(linearise_prior: Callable, rest: Array, places: Array, some: Array) -> tuple[Factors, ...]:
+    """Prior factors as functions of some entries of theta."""
+    factors = linearise_prior(rest.at[places].set(some))
+    return tuple(f._replace(design=f.design[..., places]) for f in factors)
 
 
 def _site_shapes(terms: Terms) -> Sites:
@@ -248,7 +263,7 @@ def describe_bad_rows(program: Program, state: State, rows: dict[str, Any], firs
 class Engines:
     """The engines of a model, compiled once for each form of the data.
 
-    :param dynamics: what has a ``transition(layout, initial_state)``, or None.
+    :param dynamics: what has a ``transition(layout, mean, root)``, or None.
     :param batch: whether all rows are always at hand: then models that do not run on some of them are welcome too,
         and ``numpyro.param`` sites can be learned.
     """
@@ -287,7 +302,8 @@ class Engines:
         program = self._program(rows, model_kwargs)
         transition = None
         if self._dynamics is not None:
-            transition = self._dynamics.transition(program.layout, program.initial_state())
+            prior = program.initial_state()
+            transition = self._dynamics.transition(program.layout, prior.mean, prior.root)
         few = {name: array[:SMOOTHNESS_ROWS] for name, array in program.inputs(rows).items()}
         engine = Engine(program, options, few | program.shared, rng_key, transition)
         self._known.append((form, dict(model_kwargs), engine))

@@ -15,6 +15,7 @@ from jax.typing import ArrayLike
 
 from .climbs import FixedPointClimb, GradientClimb, Problem, Record
 from .conditions import Conditions, check_conditions
+from .core.gaussians import FullGaussian
 from .core.recursion import State
 from .engine import Engine, Engines, describe_bad_rows
 from .kinds import Options
@@ -150,7 +151,8 @@ class FixedPointVI:
         self._warn(facts, learned)
         expected = self.options.expectation != "linearized"
         bound, num_rows = float(after.log_evidence) if expected else None, int(after.num_rows)
-        return Posterior(program, after.mean, after.root, bound, facts, num_rows=num_rows)
+        gaussian = FullGaussian(after.mean, after.root)
+        return Posterior(program, gaussian, bound, facts, num_rows=num_rows)
 
     @classmethod
     def conditions(

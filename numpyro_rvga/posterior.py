@@ -15,10 +15,10 @@ import numpyro.distributions as dist
 from jax import Array
 from jax.typing import ArrayLike
 from numpyro.infer import NUTS
-from numpyro.infer.autoguide import AutoMultivariateNormal
+from numpyro.infer.autoguide import AutoContinuous
 
 from . import arviz, prediction, storage, warmstart
-from .core.linalg import lower_from_root
+from .core.gaussians import Family
 
 if TYPE_CHECKING:
     from .model import Program
@@ -28,24 +28,22 @@ SUMMARY_PAIRS = 5_000
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Posterior:
-    """A Gaussian approximation N(mean, scale scale^T) of a model's posterior in unconstrained space.
+    """A Gaussian approximation of a model's posterior in unconstrained space.
 
     The sites are flattened in the order of :attr:`site_names`. Posteriors are made by ``RVGA(model).run(data)`` and its
     relatives, seldom by hand.
 
     :param program: the compiled model.
-    :param mean: mean of q, shape ``(P,)``.
-    :param scale: any square root of the covariance, shape ``(P, P)``: ``covariance = scale @ scale.T``.
+    :param gaussian: q, of any family: its arrays have P entries along their last axis.
     :param elbo: the bound on log p(data), where the method has it.
     :param info: what the run has to tell besides: plain scalars, strings, arrays, and lists or dicts of these.
     :param continuation: the object whose ``update(posterior, data, **kwargs)`` absorbs further rows.
     :param num_rows: the number of rows absorbed so far.
-    :raises ValueError: if the shapes of ``mean`` and ``scale`` do not fit the program's layout.
+    :raises ValueError: if the shapes of the Gaussian's arrays do not fit the program's layout.
     """
 
     program: Program
-    mean: Array
-    scale: Array
+    gaussian: Family
     elbo: float | None = None
     info: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     continuation: Any = None
@@ -53,11 +51,12 @@ class Posterior:
 
     def __post_init__(self) -> None:
         size = self.program.layout.size
-        for name, shape in {"mean": (size,), "scale": (size, size)}.items():
-            value = jnp.asarray(getattr(self, name))
-            if value.shape != shape:
-                raise ValueError(f"{name} must have shape {shape} for this model, not {value.shape}.")
-            object.__setattr__(self, name, value)
+        gaussian = jax.tree.map(jnp.asarray, self.gaussian)
+        for field in dataclasses.fields(gaussian):
+            shape = getattr(gaussian, field.name).shape
+            if shape[-1:] != (size,) or (field.name == "root" and shape != (size, size)):
+                raise ValueError(f"{field.name} must have {size} entries along every axis for this model, not {shape}.")
+        object.__setattr__(self, "gaussian", gaussian)
 
     def __repr__(self) -> str:
         sites = ", ".join(self.site_names)
@@ -70,6 +69,16 @@ class Posterior:
         return tuple(self.program.layout.site_names)
 
     @property
+    def mean(self) -> Array:
+        """The mean of q in unconstrained space, shape ``(P,)``."""
+        return self.gaussian.mean
+
+    @property
+    def scale(self) -> Array:
+        """A square root of the covariance, shape ``(P, P)``: ``covariance = scale @ scale.T``."""
+        return self.gaussian.as_full().root
+
+    @property
     def params(self) -> dict[str, Array]:
         """The values of the model's ``numpyro.param`` sites, which :class:`FixedPointVI` learns."""
         return self.program.params.constrained(self.program.params.values)
@@ -77,12 +86,12 @@ class Posterior:
     @functools.cached_property
     def covariance(self) -> Array:
         """The covariance of q in unconstrained space, shape ``(P, P)``."""
-        return jnp.matmul(self.scale, self.scale.T, precision="highest")
+        return self.gaussian.covariance()
 
     @functools.cached_property
     def scale_tril(self) -> Array:
         """The Cholesky factor of the covariance: lower triangular with a positive diagonal, shape ``(P, P)``."""
-        return lower_from_root(self.scale)
+        return self.gaussian.scale_tril()
 
     def sample_posterior(
         self,
@@ -114,8 +123,8 @@ class Posterior:
         :param sample_shape: leading shape of the draws.
         :return: shape ``(*sample_shape, P)``.
         """
-        standard = jax.random.normal(rng_key, (*sample_shape, self.mean.size), self.mean.dtype)
-        return self._affine(standard)
+        standard = jax.random.normal(rng_key, (*sample_shape, self.gaussian.noise_size), self.mean.dtype)
+        return self.gaussian.transform(standard)
 
     def constrain(self, theta: Array) -> dict[str, Array]:
         """The model's sites at flat unconstrained vectors.
@@ -144,8 +153,7 @@ class Posterior:
             space, pushed through the model's transforms. The caveat of :meth:`median` holds.
         """
         probabilities = jnp.asarray(quantiles, self.mean.dtype)[..., None]
-        marginal_scale = jnp.linalg.norm(self.scale, axis=-1)
-        return self.constrain(dist.Normal(self.mean, marginal_scale).icdf(probabilities))
+        return self.constrain(dist.Normal(self.mean, self.gaussian.deviation()).icdf(probabilities))
 
     def log_prob(self, sites: Mapping[str, ArrayLike]) -> Array:
         """The log density log q(theta) of the unconstrained vector theta that belongs to ``sites``.
@@ -169,7 +177,7 @@ class Posterior:
         :param theta: shape ``(..., P)``.
         :return: shape ``(...)``.
         """
-        return dist.MultivariateNormal(self.mean, scale_tril=self.scale_tril).log_prob(theta)
+        return self.gaussian.log_density(theta)
 
     def print_summary(self, prob: float = 0.9) -> None:
         """Print mean, standard deviation, median and central interval of every scalar of the latent sites under q.
@@ -182,8 +190,9 @@ class Posterior:
         """
         if not 0 < prob < 1:
             raise ValueError(f"prob must lie between 0 and 1, not {prob}.")
-        standard = jax.random.normal(jax.random.key(0), (SUMMARY_PAIRS, self.mean.size), self.mean.dtype)
-        theta = self._affine(jnp.concatenate([standard, -standard]))
+        shape = (SUMMARY_PAIRS, self.gaussian.noise_size)
+        standard = jax.random.normal(jax.random.key(0), shape, self.mean.dtype)
+        theta = self.gaussian.transform(jnp.concatenate([standard, -standard]))
         draws = jax.device_get(self.constrain(theta))
         print(_summary_table({name: draws[name].astype(np.float64) for name in self.site_names}, prob))
 
@@ -241,7 +250,7 @@ class Posterior:
         """Initial values of Markov chains; see :func:`numpyro_rvga.warmstart.init_params`."""
         return warmstart.init_params(self, rng_key, num_chains)
 
-    def as_guide(self) -> tuple[AutoMultivariateNormal, dict[str, Array]]:
+    def as_guide(self) -> tuple[AutoContinuous, dict[str, Array]]:
         """The same Gaussian as a NumPyro guide; see :func:`numpyro_rvga.warmstart.as_guide`."""
         return warmstart.as_guide(self)
 
@@ -267,9 +276,6 @@ class Posterior:
                 "This posterior holds no method to go on with. Choose one: RVGA(model).run(data, init=posterior)."
             )
         return self.continuation.update(self, data, **kwargs)
-
-    def _affine(self, standard: Array) -> Array:
-        return self.mean + jnp.matmul(standard, self.scale.T, precision="highest")
 
     @functools.cached_property
     def _constrain(self) -> Callable[[Array], dict[str, Array]]:

@@ -159,7 +159,7 @@ def closed_form(posterior: Posterior, data: Mapping[str, ArrayLike] | tuple) -> 
     predictions = {}
     for site in program.observed_sites:
         complete = program.inputs(rows) if program.whole else _with_stand_ins(posterior, rows, site)
-        mean, covariance = program.predictors(posterior.mean, posterior.scale, complete, site)
+        mean, covariance = program.predictors(posterior.gaussian, complete, site)
         element_shape = list(program.sites[site].value_shape)
         element_shape.pop(program.row_axis(site))
         shape = (program.num_rows(rows), *element_shape)
@@ -178,7 +178,7 @@ def _with_stand_ins(posterior: Posterior, rows: Mapping[str, Any], site: str) ->
         return dict(rows)
 
     def predictors(arrays: Mapping[str, Array]) -> dict[str, Array]:
-        return {site: program.predictors(posterior.mean, posterior.scale, arrays, site)[0]}
+        return {site: program.predictors(posterior.gaussian, arrays, site)[0]}
 
     needed = sorted(depends_on(predictors, program.example_rows)[site] & set(missing))
     if needed:

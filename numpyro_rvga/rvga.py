@@ -11,8 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from .core.gaussians import FullGaussian
 from .core.recursion import State, StepInfo, new_state
-from .dynamics import LinearDynamics, OrnsteinUhlenbeck, RandomWalk
+from .dynamics import Dynamics, check_dynamics
 from .engine import Engine, Engines, Known, describe_bad_rows
 from .kinds import Options
 from .model.arguments import checked_rows
@@ -95,7 +96,7 @@ class RVGA:
         first_block: int | str = "auto",
         memory: int | str = "auto",
         family: str = "full",
-        dynamics: RandomWalk | OrnsteinUhlenbeck | LinearDynamics | None = None,
+        dynamics: Dynamics | None = None,
         shuffle: bool = False,
         improper_prior_scale: float | None = None,
         tolerance: float | None = None,
@@ -112,16 +113,12 @@ class RVGA:
         if scheme in ("ekf", "qkf", "laplace") and expectation != "auto":
             raise ValueError(f"scheme={scheme!r} fixes the expectation: leave expectation at 'auto'.")
         check_options(expectation, order, improper_prior_scale, tolerance, max_iterations, num_samples)
-        if dynamics is not None:
-            if not isinstance(dynamics, (RandomWalk, OrnsteinUhlenbeck, LinearDynamics)):
-                raise ValueError(
-                    f"dynamics must be a RandomWalk, OrnsteinUhlenbeck or LinearDynamics, not {dynamics!r}."
-                )
-            if scheme == "laplace" or shuffle or {first_block, memory} - {"auto", 0}:
-                raise ValueError(
-                    "dynamics take rows in their order, block by block: leave shuffle off, first_block and memory at "
-                    "'auto', and use a recursive scheme."
-                )
+        check_dynamics(dynamics)
+        if dynamics is not None and (scheme == "laplace" or shuffle or {first_block, memory} - {"auto", 0}):
+            raise ValueError(
+                "dynamics take rows in their order, block by block: leave shuffle off, first_block and memory at "
+                "'auto', and use a recursive scheme."
+            )
         self.model = model
         self.dynamics = dynamics
         self.shuffle = shuffle
@@ -315,7 +312,8 @@ class RVGA:
             info["dynamics"] = type(self.dynamics).__name__
         expected = self.options.scheme != "ekf" and self.options.expectation != "linearized"
         bound, num_rows = float(state.log_evidence) if expected else None, int(state.num_rows)
-        return Posterior(engine.program, state.mean, state.root, bound, info, continuation, num_rows=num_rows)
+        gaussian = FullGaussian(state.mean, state.root)
+        return Posterior(engine.program, gaussian, bound, info, continuation, num_rows=num_rows)
 
 
 @dataclass(frozen=True)

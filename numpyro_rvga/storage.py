@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import uuid
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
+from .core.gaussians import FAMILIES
 from .model import Program
 from .model.arguments import named_rows
 
@@ -37,8 +39,8 @@ def save(posterior: Posterior, path: str | os.PathLike) -> None:
     program = posterior.program
     keywords = {name: value for name, value in program.model_kwargs.items() if _is_plain(value)}
     contents = {
-        "mean": posterior.mean,
-        "scale": posterior.scale,
+        "family": next(name for name, kind in FAMILIES.items() if isinstance(posterior.gaussian, kind)),
+        "gaussian": dataclasses.asdict(posterior.gaussian),
         "elbo": None if posterior.elbo is None else float(posterior.elbo),
         "num_rows": int(posterior.num_rows),
         "info": posterior.info,
@@ -84,7 +86,8 @@ def load(path: str | os.PathLike, model: Callable, **model_kwargs: Any) -> dict[
             f"{path} belongs to another model: its latent sites are {_describe(metadata['layout'])}, "
             f"those of the given model {_describe(_layout(program))}."
         )
-    return {"program": program, **contents}
+    gaussian = FAMILIES[contents.pop("family")](**contents.pop("gaussian"))
+    return {"program": program, "gaussian": gaussian, **contents}
 
 
 def write(path: str | os.PathLike, kind: str, metadata: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> None:

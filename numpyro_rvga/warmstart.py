@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from numpyro import handlers
 from numpyro.infer import NUTS, init_to_value
-from numpyro.infer.autoguide import AutoMultivariateNormal
+from numpyro.infer.autoguide import AutoContinuous, AutoDiagonalNormal, AutoMultivariateNormal
 
+from .core.gaussians import DiagonalGaussian
 from .core.linalg import lower_from_root
 
 if TYPE_CHECKING:
@@ -39,12 +39,12 @@ def nuts(posterior: Posterior, **nuts_kwargs: Any) -> NUTS:
 
     :param posterior: the posterior.
     :param nuts_kwargs: keywords of :class:`~numpyro.infer.hmc.NUTS`; they win over the ones chosen here.
-        ``dense_mass`` may be True (the default), False (only the variances of q are used), or a list of tuples of
-        site names, the blocks of a block-diagonal mass matrix.
+        ``dense_mass`` may be True (the default, but for a diagonal q), False (only the variances of q are used), or a
+        list of tuples of site names, the blocks of a block-diagonal mass matrix.
     :return: a kernel for one :class:`~numpyro.infer.mcmc.MCMC` run, whose data are given to ``MCMC.run`` as usual.
     """
     _refuse_local(posterior, "NUTS")
-    blocks = nuts_kwargs.pop("dense_mass", True)
+    blocks = nuts_kwargs.pop("dense_mass", not isinstance(posterior.gaussian, DiagonalGaussian))
     if isinstance(blocks, bool):
         blocks = [posterior.site_names] if blocks else []
     options = {
@@ -71,28 +71,33 @@ def init_params(posterior: Posterior, rng_key: Array, num_chains: int = 1) -> di
     return posterior.program.layout.unravel(posterior.mean + OVERDISPERSION * (theta - posterior.mean))
 
 
-def as_guide(posterior: Posterior) -> tuple[AutoMultivariateNormal, dict[str, Array]]:
-    """The same Gaussian as a NumPyro guide.
+def as_guide(posterior: Posterior) -> tuple[AutoContinuous, dict[str, Array]]:
+    """The same Gaussian as a NumPyro guide: ``AutoDiagonalNormal`` for a diagonal q, else ``AutoMultivariateNormal``.
 
     Guide and parameters serve ``Predictive(model, guide=guide, params=params, num_samples=...)``,
     ``NeuTraReparam(guide, params)``, ``SVI`` (as ``init_params``) and the guide's own methods. The guide has seen
     the model on a few rows only: its own methods return deterministic sites inside the row plate for those rows.
 
     :param posterior: the posterior.
-    :return: the guide and its parameters ``auto_loc`` and ``auto_scale_tril``, in the guide's own flat order.
+    :return: the guide and its parameters, ``auto_loc`` and ``auto_scale_tril`` (or ``auto_scale``), in the guide's own
+        flat order.
     """
     _refuse_local(posterior, "a guide")
     program = posterior.program
     model = program.runner(program.num_rows(program.example_rows))
-    guide = AutoMultivariateNormal(model, init_loc_fn=init_to_value(values=posterior.median()))
+    diagonal = isinstance(posterior.gaussian, DiagonalGaussian)
+    guide = (AutoDiagonalNormal if diagonal else AutoMultivariateNormal)(
+        model, init_loc_fn=init_to_value(values=posterior.median())
+    )
     arguments, keywords = program.call_arguments(program.example_rows)
     with handlers.block(), handlers.seed(rng_seed=0):
         guide(*arguments, **keywords)
     order = _guide_order(posterior, guide)
-    params = {
-        f"{guide.prefix}_loc": posterior.mean[order],
-        f"{guide.prefix}_scale_tril": lower_from_root(posterior.scale[order]),
-    }
+    params = {f"{guide.prefix}_loc": posterior.mean[order]}
+    if diagonal:
+        params[f"{guide.prefix}_scale"] = posterior.gaussian.deviation()[order]
+    else:
+        params[f"{guide.prefix}_scale_tril"] = lower_from_root(posterior.scale[order])
     return guide, params
 
 
@@ -105,7 +110,7 @@ def _refuse_local(posterior: Posterior, what: str) -> None:
         )
 
 
-def _guide_order(posterior: Posterior, guide: AutoMultivariateNormal) -> np.ndarray:
+def _guide_order(posterior: Posterior, guide: AutoContinuous) -> np.ndarray:
     """For each place in the guide's flat vector, the place in the posterior's: NumPyro orders as it traces."""
     places = np.arange(posterior.mean.size)
     ours, theirs = posterior.program.layout.unravel(places), guide._unpack_latent(places)
@@ -126,9 +131,8 @@ def _mass_blocks(posterior: Posterior, blocks: list[tuple[str, ...]]) -> dict[tu
     def of_sites(names: tuple[str, ...]) -> np.ndarray:
         return np.concatenate([np.ravel(places[name]) for name in names])
 
-    covariance = posterior.covariance
-    masses = {names: covariance[np.ix_(of_sites(names), of_sites(names))] for names in blocks}
+    masses = {names: posterior.covariance[np.ix_(of_sites(names), of_sites(names))] for names in blocks}
     others = tuple(name for name in posterior.site_names if not any(name in names for names in blocks))
     if others:
-        masses[others] = jnp.diagonal(covariance)[of_sites(others)]
+        masses[others] = posterior.gaussian.deviation()[of_sites(others)] ** 2
     return masses

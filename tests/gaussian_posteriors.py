@@ -8,6 +8,7 @@ import numpyro
 import numpyro.distributions as dist
 
 from numpyro_rvga import Posterior
+from numpyro_rvga.core.gaussians import FullGaussian
 from numpyro_rvga.model import Program
 
 NOISE = 0.5
@@ -15,7 +16,7 @@ NOISE = 0.5
 
 def posterior_of(model, data, mean, scale, **model_kwargs):
     program = Program(model, {name: np.asarray(array) for name, array in data.items()}, model_kwargs)
-    return Posterior(program, mean, scale, num_rows=len(next(iter(data.values()))))
+    return Posterior(program, FullGaussian(mean, scale), num_rows=len(next(iter(data.values()))))
 
 
 def regression(X, y=None):
@@ -53,7 +54,7 @@ def exact_regression(data, inflation=1.0, shift=0.0):
     mean, covariance = regression_answer(data)
     mean = mean + shift * np.sqrt(np.diagonal(covariance))
     scale = inflation * np.linalg.cholesky(covariance)
-    return Posterior(regression_program(), mean, scale, num_rows=len(data["y"]))
+    return Posterior(regression_program(), FullGaussian(mean, scale), num_rows=len(data["y"]))
 
 
 def constrained(y=None):

@@ -19,8 +19,11 @@ FLOORS = [
     "learning",
     "climbs",
     "options",
+    "presets",
     "rvga",
     "fixed_point",
+    "online",
+    "bong",
 ]
 HEAVY = ["arviz", "matplotlib", "tqdm.auto"]
 MOST_SECONDS = 0.2

@@ -23,6 +23,7 @@ from scipy import stats
 from scipy.special import expit
 
 from numpyro_rvga import RVGA, Posterior
+from numpyro_rvga.core.gaussians import FullGaussian
 
 KEY = jax.random.key(3)
 COVARIANCE = ROOT @ ROOT.T
@@ -45,11 +46,11 @@ def test_covariance_and_scale_tril_belong_to_the_root(posterior):
     np.testing.assert_allclose(posterior.scale_tril, np.linalg.cholesky(COVARIANCE), atol=TOLERANCE)
 
 
-@pytest.mark.parametrize("field, value", [("mean", np.zeros(3)), ("scale", np.ones(4)), ("scale", np.ones((4, 3)))])
+@pytest.mark.parametrize("field, value", [("mean", np.zeros(3)), ("root", np.ones(4)), ("root", np.ones((4, 3)))])
 def test_moments_of_the_wrong_shape_are_refused(posterior, field, value):
-    moments = {"mean": MEAN, "scale": ROOT} | {field: value}
-    with pytest.raises(ValueError, match=f"{field} must have shape"):
-        Posterior(posterior.program, **moments, num_rows=3)
+    moments = {"mean": MEAN, "root": ROOT} | {field: value}
+    with pytest.raises(ValueError, match=f"{field} must have 4 entries"):
+        Posterior(posterior.program, FullGaussian(**moments), num_rows=3)
 
 
 def test_repr_names_sites_and_size(posterior):

@@ -43,7 +43,7 @@ def keyword_posterior(**model_kwargs):
 # ---------------------------------------------------------------------- what comes back
 def test_everything_comes_back_exactly(posterior, tmp_path):
     info = {"scheme": "implicit", "converged": True, "sizes": [1, 2.5], "trace": np.arange(3), "nested": {"k": (None,)}}
-    full = Posterior(posterior.program, posterior.mean, posterior.scale, -1 / 3, info, num_rows=7)
+    full = Posterior(posterior.program, posterior.gaussian, -1 / 3, info, num_rows=7)
     full.save(tmp_path / "q")
     loaded = Posterior.load(tmp_path / "q", constrained)
     assert loaded.mean.dtype == posterior.mean.dtype
@@ -100,7 +100,7 @@ def test_keywords_that_are_not_plain_are_asked_for(tmp_path):
 
 
 def test_info_that_is_not_plain_is_refused_by_name(posterior, tmp_path):
-    odd = Posterior(posterior.program, posterior.mean, posterior.scale, None, {"key": object()}, num_rows=1)
+    odd = Posterior(posterior.program, posterior.gaussian, None, {"key": object()}, num_rows=1)
     with pytest.raises(ValueError, match="info/key"):
         odd.save(tmp_path / "q")
     assert os.listdir(tmp_path) == []

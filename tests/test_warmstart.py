@@ -21,6 +21,7 @@ from numpyro.infer.reparam import NeuTraReparam
 from numpyro.infer.util import log_density
 
 from numpyro_rvga import Posterior
+from numpyro_rvga.core.gaussians import FullGaussian
 
 KEY = jax.random.key(5)
 SITES = ("slopes", "intercept")
@@ -140,7 +141,7 @@ def reordered_posterior():
     layout = posterior.program.layout
     order = np.array([3, 0, 1, 2])
     posterior.program.layout = layout._replace(site_names=("deviation", "shift", "share"))
-    return Posterior(posterior.program, posterior.mean[order], posterior.scale[order], num_rows=3)
+    return Posterior(posterior.program, FullGaussian(posterior.mean[order], posterior.scale[order]), num_rows=3)
 
 
 @pytest.fixture(

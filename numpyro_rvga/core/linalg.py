@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
 UNROLL = 3
+MOST_ADDED = 64  # rows that are added one by one
+MOST_UNROLLED = 16  # columns of a semidefinite factor
 SIGN_ITERATIONS = 40  # eigenvalues down to 1e-6 of the norm are told from zero
 
 
@@ -106,6 +109,18 @@ def semidefinite_factor(matrix: Array) -> tuple[Array, Array]:
     return factor, jnp.stack(inverse)
 
 
+def semidefinite_root(matrices: Array) -> Array:
+    """Roots L with L L^T = M of positive semi-definite matrices, which may be singular. Shape ``(n, C, C)``."""
+    if matrices.shape[-1] <= MOST_UNROLLED:
+        return jax.vmap(lambda matrix: semidefinite_factor(matrix)[0])(matrices)
+
+    def one(matrix):  # one after the other: batches of LAPACK calls can deadlock (see symbolic)
+        values, vectors = jnp.linalg.eigh(matrix)
+        return vectors * jnp.sqrt(jnp.maximum(values, 0.0))
+
+    return lax.map(one, matrices)
+
+
 def positive_part(matrix: Array) -> Array:
     """The nearest positive semi-definite matrix to a symmetric one. Shape ``(..., n, n)``."""
     n = matrix.shape[-1]
@@ -132,3 +147,22 @@ def lower_from_root(root: Array) -> Array:
     upper = jnp.linalg.qr(root.T, mode="r")
     signs = jnp.where(jnp.diagonal(upper) < 0, -1.0, 1.0).astype(root.dtype)
     return (upper * signs[:, None]).T
+
+
+def column_sums(rows: Array) -> Array:
+    """Sums over the first axis of (K, P), K small and P large, as XLA's CPU reduction does them twenty times slower."""
+    return sum(rows[i] for i in range(1, len(rows))) + rows[0] if 0 < len(rows) <= MOST_ADDED else jnp.sum(rows, axis=0)
+
+
+def row_space(rows: Array) -> tuple[Array, Array]:
+    """Rows (K, P), K < P, as ``reduced`` (K, K) times an orthonormal ``basis`` (K, P)."""
+    if rows.shape[0] == 1:
+        length = jnp.sqrt(jnp.sum(rows * rows))
+        return length[None, None], rows / jnp.where(length > 0, length, 1.0)
+    # Equal rows would leave columns that shrink from step to step until they underflow, and LAPACK fails on these.
+    # A multiple of the identity below keeps every column alive; what is added is at the level of rounding errors.
+    count, size = rows.shape
+    floor = jnp.finfo(rows.dtype).eps ** 0.5 * jnp.max(jnp.abs(rows))
+    columns = jnp.concatenate([rows.T, floor * jnp.eye(count, dtype=rows.dtype)])
+    orthogonal, upper = jnp.linalg.qr(columns)
+    return upper.T, orthogonal[:size].T

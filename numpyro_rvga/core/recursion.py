@@ -16,7 +16,8 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from .block import Factors, Kind, Settings, block_search, evaluate, run_search, standard_base
-from .linalg import cholesky, lower_from_root, semidefinite_factor, solve_lower
+from .gaussians import FullGaussian, Transition
+from .linalg import cholesky, row_space, semidefinite_factor, solve_lower
 
 
 class Quadratic(NamedTuple):
@@ -43,14 +44,6 @@ class State(NamedTuple):
     log_evidence: Array
     prior_site: Quadratic | None
     num_rows: Array
-
-
-class Transition(NamedTuple):
-    """theta' = matrix theta + offset + noise_root z, with z standard normal: (P, P), (P,), (P, K)."""
-
-    matrix: Array
-    offset: Array
-    noise_root: Array
 
 
 class Sites(NamedTuple):
@@ -120,9 +113,9 @@ def summarise(kinds: tuple[Kind, ...], factors: tuple[Factors, ...], spreads: tu
 
 def predict(transition: Transition, state: State) -> State:
     """The state after the parameters have moved. What stood for the prior terms is now part of the Gaussian."""
-    mean = transition.matrix @ state.mean + transition.offset
-    root = lower_from_root(jnp.concatenate([transition.matrix @ state.root, transition.noise_root], axis=1))
-    return state._replace(mean=mean, mean_error=jnp.zeros_like(mean), root=root, prior_site=None)
+    moved = FullGaussian(state.mean, state.root).moved(transition)
+    error = jnp.zeros_like(moved.mean)
+    return state._replace(mean=moved.mean, mean_error=error, root=moved.root, prior_site=None)
 
 
 # ---------------------------------------------------------------------- small blocks
@@ -223,17 +216,7 @@ def _subspace(root: Array, factors: tuple[Factors, ...]):
     if total >= size:
         return whitened, None
     stacked = jnp.concatenate([z.reshape(-1, size) for z in whitened])
-    if total == 1:
-        length = jnp.sqrt(jnp.sum(stacked * stacked))
-        basis = stacked / jnp.where(length > 0, length, 1.0)
-        reduced = length[None, None]
-    else:
-        # Equal rows would leave columns that shrink from step to step until they underflow, and LAPACK fails on these.
-        # A multiple of the identity below keeps every column alive; q feels it at the level of rounding errors only.
-        floor = jnp.finfo(stacked.dtype).eps ** 0.5 * jnp.max(jnp.abs(stacked))
-        columns = jnp.concatenate([stacked.T, floor * jnp.eye(total, dtype=stacked.dtype)])
-        orthogonal, upper = jnp.linalg.qr(columns)
-        basis, reduced = orthogonal[:size].T, upper.T
+    reduced, basis = row_space(stacked)
     pieces = jnp.split(reduced, [sum(sizes[: i + 1]) for i in range(len(sizes) - 1)])
     return [p.reshape(*z.shape[:2], total) for p, z in zip(pieces, whitened)], basis
 

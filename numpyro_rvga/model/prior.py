@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import numpyro.distributions as dist
-from jax import Array
+from jax import Array, lax
 
 from ..core.closed_forms import DENSITIES, Exponential, Gaussian, Logistic, gaussian
 from ..core.compilation import jit_once
 from ..core.expectations import linearized
 from ..core.recursion import Quadratic, State
 from ..core.symbolic import factorise
-from .terms import Rows, RunSite, Terms, constants, linearise, merged
+from .terms import Rows, RunSite, Terms, constants, is_selection, linearise, merged, predictors_of, select
 from .tracing import peel
 
 CHECKED_ELEMENTS = 32  # of a site, when asking whether its terms are quadratic
@@ -59,8 +59,9 @@ def split_prior(all_terms: list[Terms], blocks: list[Block], theta: jax.ShapeDty
     """
     size, dtype = theta.shape[0], theta.dtype
     names = {block.site for block in blocks}
-    touched = _touched([t for t in all_terms if t.site not in names], size, dtype, shared) if blocks else None
-    blocks = [block for block in blocks if not touched[block.start : block.stop].any()]
+    if blocks:
+        touched = _touched([t for t in all_terms if t.site not in names], size, dtype, shared)
+        blocks = [block for block in blocks if not touched[block.start : block.stop].any()]
     names = {block.site for block in blocks}
     all_terms = [t for t in all_terms if t.site not in names]
     undecided = [t for t in all_terms if t.is_affine and t.closed_form is None]
@@ -93,18 +94,96 @@ def normal_block(
     return None if split.num_predictors else Block(site, start, stop, lambda shared: moments_at(origin, shared))
 
 
-def _touched(all_terms: list[Terms], size: int, dtype, shared: Rows) -> np.ndarray:
-    """Which entries of theta terms depend on, (P,)."""
-    theta = jnp.asarray(np.random.default_rng(0).normal(size=size), dtype)
-    designs = _once(lambda: [jnp.any(linearise(t, theta, shared)[1] != 0, axis=(0, 1, 2)) for t in all_terms])
-    return np.any([np.zeros(size, bool), *designs], axis=0)
-
-
 class Start(NamedTuple):
     """What :func:`state_at` needs besides the prior: moments of a Gaussian that stands for terms that are none."""
 
     mean: np.ndarray
     root: np.ndarray
+
+
+class IndependentStart(NamedTuple):
+    """A Gaussian of independent entries that stands for the prior.
+
+    :ivar mean: (P,). :ivar variance: (P,).
+    :ivar places: (S,), the entries where it is not the prior itself: those of terms that are not Gaussian, or that
+        couple entries.
+    :ivar site: over these, the part of the start's log density that stands for such terms; None if there are none.
+    """
+
+    mean: Array
+    variance: Array
+    places: np.ndarray
+    site: Quadratic | None
+
+
+def independent_start(prior: Prior, size: int, dtype, draw: Callable[[Array], Array]) -> IndependentStart:
+    """The prior's own entries where they are normal and independent, moments of its draws for the others.
+
+    Takes no (P, P) array where there are few of the others.
+
+    :param draw: rng_key -> theta (P,), a draw from the prior.
+    :raises ValueError: for a prior that is not proper.
+    """
+    alone = [is_selection(terms, size, dtype, {}) for terms in prior.gaussian]
+    single = [terms for terms, is_alone in zip(prior.gaussian, alone) if is_alone]
+    coupling = [terms for terms, is_alone in zip(prior.gaussian, alone) if not is_alone]
+    precision, linear, constant = (np.array(x, np.float64) for x in _once(lambda: _diagonal_part(single, size, dtype)))
+    touched = _touched([*coupling, *prior.terms], size, dtype, {})
+    for block in prior.blocks:
+        touched[block.start : block.stop] = True
+    places, others = np.flatnonzero(touched), ~touched
+    if np.any(precision[others] <= 0):
+        raise ValueError("the prior's precision is not positive: some direction has no prior.")
+    safe = np.where(others, precision, 1.0)
+    mean, variance, site = linear / safe, 1 / safe, None
+    if len(places):
+        drawn = jit_once(lambda key: lax.map(lambda k: draw(k)[places], jax.random.split(key, NUM_DRAWS)))
+        centre, root = _robust_moments(np.asarray(drawn(jax.random.key(0)), np.float64))
+        spread = np.linalg.norm(root, axis=1)
+        mean[places], variance[places] = centre, spread**2
+        inner, slope = np.diag(precision[places]), linear[places]
+        more = _once(lambda: [_expand(t, size, dtype, {}) for t in coupling])
+        for matrix, vector, value in (*more, *_once(lambda: [_block_terms(b, size, dtype) for b in prior.blocks])):
+            inner, slope = inner + matrix[places][:, places], slope + vector[places]
+            constant = constant + value
+        site = _stand_in(np, Start(centre, np.diag(spread)), inner, slope, constant)
+        site = jax.tree.map(lambda x: jnp.asarray(x, dtype), site)
+    return IndependentStart(jnp.asarray(mean, dtype), jnp.asarray(variance, dtype), places, site)
+
+
+def _diagonal_part(all_terms: list[Terms], size: int, dtype) -> tuple[Array, Array, Array]:
+    """Precision (P,), slope (P,) and value at theta = 0 of Gaussian terms that look at one entry each."""
+    precision, linear, constant = jnp.zeros(size, dtype), jnp.zeros(size, dtype), jnp.zeros((), dtype)
+    for terms in all_terms:
+        offset, selection = select(terms, jnp.zeros(size, dtype), {})
+        value, slope, curvature = _quadratics(terms, offset, merged(constants(terms, {})))
+        precision = precision.at[selection.index].add(-(selection.scale**2) * curvature[:, 0, 0])
+        linear = linear.at[selection.index].add(selection.scale * slope[:, 0])
+        constant = constant + jnp.sum(value)
+    return precision, linear, constant
+
+
+def _block_terms(block: Block, size: int, dtype) -> tuple[Array, Array, Array]:
+    """Precision (P, P), slope and value at theta = 0."""
+    loc, scale_tril = block.moments({})
+    inverse = jax.scipy.linalg.solve_triangular(scale_tril, jnp.eye(len(loc), dtype=dtype), lower=True)
+    pull = inverse @ loc
+    value = -0.5 * pull @ pull - jnp.sum(jnp.log(jnp.diagonal(scale_tril))) - 0.5 * len(loc) * math.log(2 * math.pi)
+    inside = slice(block.start, block.stop)
+    precision = jnp.zeros((size, size), dtype).at[inside, inside].set(inverse.T @ inverse)
+    return precision, jnp.zeros(size, dtype).at[inside].set(inverse.T @ pull), value
+
+
+def _touched(all_terms: list[Terms], size: int, dtype, shared: Rows) -> np.ndarray:
+    """Which entries of theta terms depend on, (P,), by pulling random slopes back from a random place."""
+    rng = np.random.default_rng(0)
+    theta = jnp.asarray(rng.normal(size=size), dtype)
+
+    def touches(terms):
+        values, pull_back = jax.vjp(lambda t: predictors_of(terms, t, shared), theta)
+        return pull_back(jnp.asarray(rng.normal(size=values.shape), dtype))[0] != 0
+
+    return np.any([np.zeros(size, bool), *_once(lambda: [touches(t) for t in all_terms])], axis=0)
 
 
 def fitted_start(prior: Prior, size: int, draw: Callable[[Array], Array]) -> Start | None:
@@ -328,14 +407,17 @@ def _expand(terms: Terms, size: int, dtype, shared: Rows) -> tuple[Array, Array,
     """Precision, slope and value of the terms at theta = 0."""
     offset, design, _ = linearise(terms, jnp.zeros(size, dtype), shared)
     offset, design, values = merged((offset, design, constants(terms, shared)))
-    if terms.closed_form is Gaussian:
-        value, slope, curvature = jax.vmap(lambda u, c: gaussian(u, jnp.zeros((1, 1), dtype), c))(offset, values)
-    else:
-        derivatives = jax.vmap(lambda u, c: linearized(lambda a: terms.density(a, c), u, None))
-        value, slope, curvature = derivatives(offset, values)
+    value, slope, curvature = _quadratics(terms, offset, values)
     flat = design.reshape(-1, size)
     weighted = jnp.einsum("ncd,ndp->ncp", curvature, design).reshape(flat.shape)
     return -flat.T @ weighted, slope.reshape(-1) @ flat, jnp.sum(value)
+
+
+def _quadratics(terms: Terms, offset: Array, values: Any) -> tuple[Array, Array, Array]:
+    """Value, gradient and Hessian of Gaussian terms at their predictors."""
+    if terms.closed_form is Gaussian:
+        return jax.vmap(lambda u, c: gaussian(u, jnp.zeros((1, 1), offset.dtype), c))(offset, values)
+    return jax.vmap(lambda u, c: linearized(lambda a: terms.density(a, c), u, None))(offset, values)
 
 
 def _from_quadratic(xp, precision, linear, constant) -> tuple[Array, Array, Array]:

@@ -17,13 +17,24 @@ from numpyro import distributions as dist
 
 from ..core.closed_forms import Logistic
 from ..core.expectations import normal_rule
+from ..core.gaussians import Family
 from ..core.recursion import State
 from ..core.symbolic import depends_on
 from . import validation
 from .arguments import PARAMS, ROW, checked_rows, split_call
 from .layout import layout_of
 from .parameters import Parameters, parameters_of
-from .prior import Prior, Start, fitted_start, initial_state, normal_block, split_prior, state_at
+from .prior import (
+    IndependentStart,
+    Prior,
+    Start,
+    fitted_start,
+    independent_start,
+    initial_state,
+    normal_block,
+    split_prior,
+    state_at,
+)
 from .terms import Terms, by_row, is_selection, linearise, site_terms
 from .tracing import (
     RowRunner,
@@ -233,6 +244,14 @@ class Program:
         """The prior, or a Gaussian fitted to it, as the state before the first row."""
         return self._initial_state
 
+    @functools.cached_property
+    def _independent_start(self) -> IndependentStart:
+        return independent_start(self.prior, self.layout.size, self.dtype, self._draw_prior)
+
+    def independent_start(self) -> IndependentStart:
+        """A Gaussian of independent entries that stands for the prior before the first row."""
+        return self._independent_start
+
     def initial_state_at(self, params: Array) -> State:
         """The same as a differentiable function of the ``numpyro.param`` sites (K,), in unconstrained space."""
         return state_at(self.prior, self.layout.size, self.dtype, self._start, {PARAMS: params})
@@ -291,14 +310,14 @@ class Program:
         records = self._records(self._unravel(theta), rows)
         return {name: _log_prob(records[name]) for name in names}
 
-    def predictors(self, mean: Array, root: Array, rows: Mapping[str, Array], site: str) -> tuple[Array, Array]:
-        """Mean (n, E, C) and covariance (n, E, C, C) of a site's predictors under N(mean, root root^T).
+    def predictors(self, gaussian: Family, rows: Mapping[str, Array], site: str) -> tuple[Array, Array]:
+        """Mean (n, E, C) and covariance (n, E, C, C) of a site's predictors under a Gaussian.
 
         :param rows: as :meth:`inputs` gives them.
         """
         terms = next(t for t in self.terms if t.site == site)
-        offset, design, local = linearise(terms, mean, jax.tree.map(jnp.asarray, {**rows, **self.shared}))
-        spread = jnp.concatenate([design @ root, local], axis=-1)
+        offset, design, local = linearise(terms, gaussian.mean, jax.tree.map(jnp.asarray, {**rows, **self.shared}))
+        spread = jnp.concatenate([gaussian.spread(design), local], axis=-1)
         return offset, jnp.einsum("necp,nedp->necd", spread, spread)
 
     def link(self, site: str) -> str | None:

@@ -116,6 +116,11 @@ def linearise(terms: Terms, theta: Array, rows: Rows) -> tuple[Array, Array, Arr
     return offset, design[..., : theta.shape[0]], design[..., theta.shape[0] :]
 
 
+def predictors_of(terms: Terms, theta: Array, rows: Rows) -> Array:
+    """Predictors at theta (n, E, C)."""
+    return _over_rows(lambda row, element: terms.predictors(theta, row, element), terms.num_elements, rows)
+
+
 def select(terms: Terms, theta: Array, rows: Rows) -> tuple[Array, Selection]:
     """The same for terms whose one predictor is a multiple of one entry of theta."""
 

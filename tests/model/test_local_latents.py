@@ -111,8 +111,7 @@ def test_local_latents_are_drawn_for_given_rows(sparse_posterior):
     draws = sparse_posterior.sample_posterior(jax.random.key(0), (4, 5000), data={"x": INPUTS[:3]})
     assert draws["f"].shape == (4, 5000, 3) and draws["u"].shape == (4, 5000, 9)
     mean, covariance = sparse_posterior.program.predictors(
-        sparse_posterior.mean,
-        sparse_posterior.scale,
+        sparse_posterior.gaussian,
         sparse_posterior.program.inputs({"x": INPUTS[:3], "y": np.zeros(3)}),
         "y",
     )

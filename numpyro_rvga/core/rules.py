@@ -1,0 +1,86 @@
+"""How q moves to what a block of rows says: the four rules, which differ in two choices (BONG paper, table 2).
+
+A rule takes natural or plain gradients, and one step from the prior, where its KL divergence has no gradient, or
+several, which have to count it. So BONG is BLR with one step of rate 1, and BOG is BBB with one step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from .gaussians import Family, Site, gradient_step, is_valid
+
+RULES = ("bong", "bog", "blr", "bbb")
+NATURAL = ("bong", "blr")
+
+
+class Rule(NamedTuple):
+    """What a step of one block is (static).
+
+    :ivar name: one of :data:`RULES`. :ivar chart: "natural" or "moment". :ivar num_iters: steps for each block.
+    :ivar inclusive: the minimiser of KL(exact || q) instead, for the diagonal family.
+    """
+
+    name: str
+    chart: str = "natural"
+    learning_rate: float = 1.0
+    num_iters: int = 1
+    inclusive: bool = False
+
+
+class Updated(NamedTuple):
+    """:ivar clipped: whether curvatures lost their negative part, without which q would have been no Gaussian.
+    :ivar ok: whether the result is a Gaussian."""
+
+    q: Any
+    clipped: Array
+    ok: Array
+
+
+def update(rule: Rule, prior: Family, estimate: Callable[[Array, Family], Site], rng_key: Array) -> Updated:
+    """q after a block of rows, from the prior that holds all rows before it.
+
+    :param estimate: (rng_key, q) -> what the block says at q.
+    """
+    first_key, rng_key = jax.random.split(rng_key)
+    q, clipped = _step(rule, prior, estimate(first_key, prior), None)
+    if rule.num_iters > 1:
+
+        def body(iteration, carry):
+            q, clipped = carry
+            key = jax.random.fold_in(rng_key, iteration)
+            q, again = _step(rule, q, estimate(key, q), prior)
+            return q, clipped | again
+
+        q, clipped = lax.fori_loop(1, rule.num_iters, body, (q, clipped))
+    return Updated(q, clipped, is_valid(q))
+
+
+def iterate(rule: Rule, prior: Family, q: Family, estimate: Callable[[Array, Family], Site], rng_key: Array) -> Updated:
+    """One step from q towards the posterior given all data, of which the block speaks for (batch BLR, E.6)."""
+    q, clipped = _step(rule, q, estimate(rng_key, q), prior)
+    return Updated(q, clipped, is_valid(q))
+
+
+def _step(rule: Rule, q: Family, site: Site, prior: Family | None) -> tuple[Family, Array]:
+    take = _natural if rule.name in NATURAL else _plain
+    after = take(rule, q, site, prior)
+    if not site.may_be_indefinite:
+        return after, jnp.asarray(False)
+    fine = is_valid(after)
+    return lax.cond(fine, lambda: after, lambda: take(rule, q, site.clipped(), prior)), ~fine
+
+
+def _natural(rule: Rule, q: Family, site: Site, prior: Family | None) -> Family:
+    if rule.inclusive:
+        return q.inclusive_step(site)
+    return q.natural_step(site, rule.learning_rate, rule.chart, prior)
+
+
+def _plain(rule: Rule, q: Family, site: Site, prior: Family | None) -> Family:
+    return gradient_step(q, site, rule.learning_rate, rule.chart, prior if rule.name == "bbb" else None)

@@ -1,0 +1,81 @@
+"""Where q's mean starts, if not at the prior's: NumPyro's strategies, and the weights that layers start from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array
+from numpyro import handlers
+from numpyro.primitives import Messenger
+
+from .model.program import Program
+
+PARAMS = "$params"  # how numpyro.contrib.module ends the names of a module's weights
+
+
+def init_to_module(site: dict | None = None) -> Any:
+    """Start the weights of ``random_flax_module`` and ``random_nnx_module`` where their layers would start.
+
+    The prior of a network's weights is centred at zero, and there the network has no gradient: it is a saddle. Other
+    sites start at their prior's mean. For ``init_loc_fn`` of :class:`BONG`.
+    """
+    return init_to_module if site is None else None
+
+
+def initial_location(program: Program, init_loc_fn: Callable, rng_key: Array) -> Array:
+    """theta (P,) at which a strategy starts; NaN where it leaves a site to the prior's mean.
+
+    :raises ValueError: if the strategy is :func:`init_to_module` and no weights of a module are found.
+    """
+    weights = _Weights(handlers.seed(program.runner(program.num_rows(program.example_row)), rng_key))
+    arguments, keywords = program.call_arguments(program.example_row)
+    found: dict[str, Array] = {}
+
+    def note(site):
+        if site["type"] == "sample" and not site["is_observed"] and site["name"] in program.layout.site_names:
+            value = init_loc_fn(site)
+            if value is not None:
+                found[site["name"]] = value
+            return value
+        return None
+
+    with handlers.block():
+        trace = handlers.trace(handlers.substitute(weights, substitute_fn=note)).get_trace(*arguments, **keywords)
+    if init_loc_fn is init_to_module:
+        found = {name: value for name, value in weights.values.items() if name in program.layout.site_names}
+        if not found:
+            raise ValueError(
+                "init_to_module found no weights of random_flax_module or random_nnx_module: use another init_loc_fn, "
+                "such as init_to_value(values=...)."
+            )
+    drawn = {name: trace[name]["value"] for name in program.layout.site_names}
+    theta = program.unconstrain(drawn | found)
+    known = program.layout.ravel(
+        {name: jnp.full(program.layout.shapes[name], name in found) for name in program.layout.site_names}
+    )
+    return jnp.where(known, theta, jnp.nan)
+
+
+class _Weights(Messenger):
+    """Notes the weights of modules by the names of the sites that take their place."""
+
+    def __init__(self, fn: Callable):
+        super().__init__(fn)
+        self.values: dict[str, Array] = {}
+
+    def postprocess_message(self, msg: dict) -> None:
+        if msg["type"] == "param" and msg["name"].endswith(PARAMS) and msg["value"] is not None:
+            prefix = msg["name"].removesuffix(PARAMS)
+            self.values |= {f"{prefix}/{path}": value for path, value in _leaves(msg["value"])}
+
+
+def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Array]]:
+    """Paths, joined by dots, and arrays."""
+    for name, item in tree.items():
+        path = f"{prefix}.{name}" if prefix else str(name)
+        if isinstance(item, Mapping):
+            yield from _leaves(item, path)
+        elif hasattr(item, "dtype"):
+            yield path, item

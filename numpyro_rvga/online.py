@@ -1,0 +1,278 @@
+"""A program, a family and a rule, compiled: how q takes in blocks of rows, one after the other."""
+
+from __future__ import annotations
+
+import functools
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from .core.compilation import Compiled
+from .core.estimators import Observation, make_estimator
+from .core.gaussians import DiagonalGaussian, Family, FullGaussian, converted, is_valid
+from .core.recursion import Quadratic, State, quadratic_at
+from .core.rules import Rule, Updated, iterate, update
+from .engine import Engine
+from .model.predictive import linearized_predictors, log_mean_density
+from .model.terms import predictors_of
+
+WEIGHT = "__weight__"
+PREDICTIVE_SAMPLES = 100  # of the predictors of a row that has more than three
+
+
+class OnlineOptions(NamedTuple):
+    """What :class:`BONG` was asked for, the rule apart (hashable)."""
+
+    family: str
+    rank: int
+    hessian: str
+    num_samples: int
+
+
+class OnlineState(NamedTuple):
+    """q after ``num_rows`` rows.
+
+    :ivar gaussian: q, with a Gaussian that stands for prior terms that are none.
+    :ivar num_blocks: updates so far; with ``rng_key`` it makes the key of the next.
+    :ivar settled: whether q holds the prior's true terms already.
+    """
+
+    gaussian: Any
+    num_rows: Array
+    num_blocks: Array
+    rng_key: Array
+    settled: Array
+
+
+class BlockInfo(NamedTuple):
+    """:ivar ok: whether the block left q a Gaussian; else nothing changed, and later blocks were not taken in.
+    :ivar clipped: whether curvatures lost their negative part.
+    :ivar log_predictive: (B,), log density of the block's rows under the q before them, if asked for."""
+
+    ok: Array
+    clipped: Array
+    log_predictive: Array | None
+
+
+class Online:
+    """Jitted updates of q.
+
+    :param init: theta (P,) -> where q's mean is to start instead of the prior's mean, or None.
+    :param dynamics: how parameters move before each block, or None.
+    :raises NotImplementedError: for curvatures that a family cannot hold.
+    """
+
+    def __init__(self, engine: Engine, options: OnlineOptions, rule: Rule, dynamics: Any, init: Array | None):
+        self.engine, self.options, self.rule = engine, options, rule
+        self._check()
+        self._estimator = make_estimator(options.hessian, options.num_samples)
+        self.places, self._site, self.start = self._prior(init)
+        self.transition = None
+        if dynamics is not None:
+            root = self.start.root if isinstance(self.start, FullGaussian) else self.start.deviation()
+            self.transition = dynamics.transition(engine.program.layout, self.start.mean, root)
+        self.stream = Compiled(self._stream, ("block_size", "predict"))
+        self.one_block = Compiled(self._one_block, ("predict",))
+        self.one_iteration = Compiled(self._one_iteration)
+        self._settle = Compiled(self._settled_part)
+
+    def _check(self) -> None:
+        program, options = self.engine.program, self.options
+        if program.local.size and options.hessian != "expected":
+            raise NotImplementedError(
+                f"site {program.local.site_names[0]!r} is a latent variable of each row, which hessian="
+                f"{options.hessian!r} does not integrate out: use hessian='auto'."
+            )
+        if options.family == "low-rank" and options.hessian == "expected":
+            for kind, terms in zip(self.engine.kinds, program.terms):
+                if not kind.concave:
+                    raise NotImplementedError(
+                        f"site {terms.site!r} may have a log-likelihood that is not concave, and family='low-rank' "
+                        "needs a positive semi-definite curvature: use hessian='lin-hess', 'lin-ef' or 'mc-ef'."
+                    )
+
+    def _prior(self, init: Array | None) -> tuple[np.ndarray | None, Quadratic | None, Family]:
+        """Where the start is not the prior itself, what stands there for the prior's terms, and the start."""
+        program = self.engine.program
+        if self.options.family == "full":
+            state = program.initial_state()
+            return None, state.prior_site, FullGaussian(_first_known(init, state.mean), state.root)
+        found = program.independent_start()
+        start = DiagonalGaussian(_first_known(init, found.mean), found.variance)
+        return found.places, found.site, converted(start, self.options.family, self._rank)
+
+    def initial_state(self, rng_key: Array) -> OnlineState:
+        zero = jnp.zeros((), jnp.int32)
+        return OnlineState(self.start, zero, zero, rng_key, jnp.asarray(self._site is None))
+
+    def state_of(self, gaussian: Family, num_rows: int, rng_key: Array) -> OnlineState:
+        """A posterior of any family as a state of this one."""
+        same = jax.tree.map(lambda x: jnp.asarray(x, self.engine.program.dtype), gaussian)
+        found = converted(same, self.options.family, self._rank)
+        start = self.initial_state(rng_key)
+        return start._replace(gaussian=found, num_rows=jnp.asarray(num_rows, jnp.int32), settled=jnp.asarray(True))
+
+    def holds(self, state: OnlineState) -> bool:
+        """Whether the state's Gaussian is one of this family."""
+        shapes = lambda tree: jax.tree.map(jnp.shape, tree)  # noqa: E731
+        return shapes(state.gaussian) == shapes(self.start)
+
+    @property
+    def _rank(self) -> int:
+        return min(self.options.rank, self.engine.program.layout.size)
+
+    @functools.cached_property
+    def one_by_one(self) -> bool:
+        """Whether blocks are better taken in by a call each: XLA runs a convolution inside of a loop on one thread."""
+        program = self.engine.program
+        if jax.default_backend() != "cpu":
+            return False
+        rows, theta = program.example_row, jnp.zeros(program.layout.size, program.dtype)
+        traced = jax.make_jaxpr(lambda r, t: [predictors_of(terms, t, r) for terms in program.terms])(rows, theta)
+        return "conv_general_dilated" in str(traced)
+
+    # ------------------------------------------------------------------ compiled
+    def _stream(
+        self, state: OnlineState, rows: dict, weights: Array, *, block_size: int, predict: str | None = None
+    ) -> tuple[OnlineState, BlockInfo]:
+        cut = lambda x: x.reshape(-1, block_size, *x.shape[1:])  # noqa: E731
+        blocks = {name: cut(array) for name, array in rows.items()}, cut(weights)
+
+        def body(carry, block):
+            state, alive = carry
+            count = jnp.sum(block[1] > 0).astype(jnp.int32)
+            advance = lambda: self._one_block(state, *block, count, predict=predict)  # noqa: E731
+            after, info = lax.cond(
+                alive & (count > 0), advance, lambda: (state, self._nothing(alive, block[1], predict))
+            )
+            return (after, info.ok), info
+
+        (state, _), info = lax.scan(body, (state, jnp.asarray(True)), blocks)
+        return state, info
+
+    def _one_block(
+        self, state: OnlineState, rows: dict, weights: Array, count: Array, *, predict: str | None = None
+    ) -> tuple[OnlineState, BlockInfo]:
+        """:param weights: one for rows, zero for padding. :param count: of the rows."""
+        prior = state.gaussian if self.transition is None else state.gaussian.moved(self.transition)
+        observation = self.observation(rows, weights)
+        key = jax.random.fold_in(state.rng_key, state.num_blocks)
+        log_predictive = None
+        if predict is not None:
+            plugin = predict == "plugin"
+            log_predictive = self._log_predictive(prior, rows, jax.random.fold_in(key, 1), plugin=plugin)
+        updated = update(self.rule, prior, partial(self._estimate, observation), key)
+        return self._after(state, updated, count), BlockInfo(updated.ok, updated.clipped, log_predictive)
+
+    def _nothing(self, alive: Array, weights: Array, predict: str | None) -> BlockInfo:
+        """Of a block that was not taken in."""
+        zeros = jnp.zeros(len(weights), self.start.mean.dtype) if predict is not None else None
+        return BlockInfo(alive, jnp.asarray(False), zeros)
+
+    def _one_iteration(
+        self, prior: Family, state: OnlineState, rows: dict, weights: Array
+    ) -> tuple[OnlineState, BlockInfo]:
+        """One step towards the posterior given all data, for which the weighted rows speak."""
+        observation = self.observation(rows, weights)
+        key = jax.random.fold_in(state.rng_key, state.num_blocks)
+        updated = iterate(self.rule, prior, state.gaussian, partial(self._estimate, observation), key)
+        return self._after(state, updated, jnp.zeros((), jnp.int32)), BlockInfo(updated.ok, updated.clipped, None)
+
+    @staticmethod
+    def _after(state: OnlineState, updated: Updated, count: Array) -> OnlineState:
+        keep = lambda new, old: jnp.where(updated.ok, new, old)  # noqa: E731
+        gaussian = jax.tree.map(keep, updated.q, state.gaussian)
+        step = updated.ok.astype(jnp.int32)
+        counts = {"num_rows": state.num_rows + count * step, "num_blocks": state.num_blocks + step}
+        return state._replace(gaussian=gaussian, **counts)
+
+    # ------------------------------------------------------------------ rows
+    def observation(self, rows: dict, weights: Array) -> Observation:
+        prepared = self.engine.prepare(rows, weights)
+        weighted = rows | {WEIGHT: weights}
+        return Observation(self.engine.kinds, partial(self.engine.linearise, prepared), weighted, self._log_lik)
+
+    def _estimate(self, observation: Observation, rng_key: Array, q: Family):
+        return self._estimator(rng_key, q, observation)
+
+    def _log_lik(self, theta: Array, row: dict) -> Array:
+        """A row's log-likelihood, times its weight."""
+        weight = row[WEIGHT]
+        row = {name: value[None] for name, value in row.items() if name != WEIGHT}
+
+        def of(terms):
+            one = lambda e: terms.density(terms.predictors(theta, row, e), terms.constants(row, e))  # noqa: E731
+            return jnp.sum(jax.vmap(one)(jnp.arange(terms.num_elements, dtype=jnp.int32)))
+
+        return weight.astype(theta.dtype) * sum(of(terms) for terms in self.engine.program.terms)
+
+    def _log_predictive(self, q: Family, rows: dict, rng_key: Array, *, plugin: bool) -> Array:
+        """(B,): each row's log density under q."""
+        program, count = self.engine.program, PREDICTIVE_SAMPLES
+
+        def of(row, key):
+            return log_mean_density(program, *linearized_predictors(program, q, row, key, count, plugin=plugin), row)
+
+        return jax.vmap(of)(rows, jax.random.split(rng_key, len(next(iter(rows.values())))))
+
+    # ------------------------------------------------------------------ prior terms that are not Gaussian
+    def settled(self, state: OnlineState) -> Family:
+        """q with the prior's true terms in place of the Gaussian that stood for them.
+
+        :raises ValueError: if there is no such q.
+        """
+        if bool(state.settled) or self.transition is not None:
+            return state.gaussian
+        after = self._settle(state.gaussian, self._site)
+        if not bool(is_valid(after)):
+            raise ValueError("the final solve against the true prior has no finite result: is the prior proper?")
+        return after
+
+    def _settled_part(self, q: Family, site: Quadratic) -> Family:
+        """Solved over the entries that the terms look at, for a full Gaussian; the family then keeps what it can: the
+        diagonal of the precision, as in all its steps."""
+        program, places = self.engine.program, self.places
+        some = q if places is None else _marginal(q, places)
+        zero, none = jnp.zeros((), some.mean.dtype), jnp.zeros((), jnp.int32)
+        state = State(some.mean, jnp.zeros_like(some.mean), some.root, zero, site, none)
+        if program.prior.terms:
+            state, info = self.engine.settle(state, q.mean, places)
+            after = FullGaussian(state.mean, jnp.where(info.ok, state.root, jnp.nan))
+        else:
+            after = _divided(state)
+        if places is None:
+            return after
+        precision = _precision(after.root)
+        if isinstance(q, DiagonalGaussian):
+            variance = q.variance.at[places].set(1 / jnp.diagonal(precision))
+            return DiagonalGaussian(q.mean.at[places].set(after.mean), variance)
+        change = jnp.diagonal(precision - _precision(some.root))
+        return q.raised(places, precision @ (after.mean - some.mean), change)
+
+
+def _first_known(preferred: Array | None, other: Array) -> Array:
+    return other if preferred is None else jnp.where(jnp.isnan(preferred), other, preferred)
+
+
+def _marginal(q: Family, places: np.ndarray) -> FullGaussian:
+    """q over some entries."""
+    selected = jnp.zeros((len(places), len(q.mean)), q.mean.dtype).at[jnp.arange(len(places)), places].set(1.0)
+    spread = q.spread(selected)
+    return FullGaussian(q.mean[places], jnp.linalg.cholesky(spread @ spread.T))
+
+
+def _divided(state: State) -> FullGaussian:
+    """q without its prior site: all that is left is Gaussian."""
+    inverse = jnp.linalg.inv(state.root)
+    root = jnp.linalg.inv(jnp.linalg.cholesky(inverse.T @ inverse - state.prior_site.precision)).T
+    _, slope = quadratic_at(state.prior_site, state.mean)
+    return FullGaussian(state.mean - root @ (root.T @ slope), root)
+
+
+def _precision(root: Array) -> Array:
+    inverse = jnp.linalg.inv(root)
+    return inverse.T @ inverse

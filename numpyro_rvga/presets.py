@@ -1,0 +1,67 @@
+"""Methods of the literature, as choices of :class:`BONG`'s options."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+
+class Preset(NamedTuple):
+    """:ivar options: what the method fixes. :ivar what: its name in words. :ivar source: where it comes from."""
+
+    options: dict[str, Any]
+    what: str
+    source: str
+
+
+PRESETS = {
+    "cm-ekf": Preset(
+        {"rule": "bong", "hessian": "lin-hess", "family": "full"},
+        "conditional-moments extended Kalman filter, online natural gradient",
+        "Tronarp et al. (2018); Ollivier (2018)",
+    ),
+    "vd-ekf": Preset(
+        {"rule": "bong", "hessian": "lin-hess", "family": "diagonal", "projection": "exclusive"},
+        "variational diagonal extended Kalman filter",
+        "Chang, Murphy, Jones (2022)",
+    ),
+    "fd-ekf": Preset(
+        {"rule": "bong", "hessian": "lin-hess", "family": "diagonal", "projection": "inclusive"},
+        "fully decoupled extended Kalman filter",
+        "Puskorius, Feldkamp (2003)",
+    ),
+    "lo-fi": Preset(
+        {"rule": "bong", "hessian": "lin-hess", "family": "low-rank"},
+        "low-rank extended Kalman filter",
+        "Chang et al. (2023)",
+    ),
+    "explicit-rvga": Preset(
+        {"rule": "bong", "hessian": "auto", "family": "full"},
+        "recursive variational Gaussian approximation, explicit",
+        "Lambert, Bonnabel, Bach (2021)",
+    ),
+    "von": Preset(
+        {"rule": "blr", "hessian": "mc-hess", "family": "diagonal"},
+        "variational online Newton",
+        "Khan et al. (2018)",
+    ),
+    "vogn": Preset(
+        {"rule": "blr", "hessian": "mc-ef", "family": "diagonal"},
+        "variational online Gauss-Newton",
+        "Khan et al. (2018)",
+    ),
+    "slang": Preset(
+        {"rule": "blr", "hessian": "mc-ef", "family": "low-rank"},
+        "structured covariance by low-rank natural gradients",
+        "Mishkin et al. (2018)",
+    ),
+    "bayes-by-backprop": Preset(
+        {"rule": "bbb", "hessian": "mc-ef", "family": "diagonal", "parameterization": "moment"},
+        "weight uncertainty by gradients of the bound, in mean and variance",
+        "Blundell et al. (2015)",
+    ),
+    "online-newton": Preset(
+        {"rule": "blr", "hessian": "lin-hess", "family": "full"},
+        "Newton's method with a running Hessian, by the delta method",
+        "Khan, Rue (2023)",
+    ),
+}
