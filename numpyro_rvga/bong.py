@@ -381,7 +381,7 @@ class _Run:
 
     def _refuse(self, rows: dict, first_row: int) -> None:
         bong = self._bong
-        reason = describe_bad_rows(self._online.engine.program, bong.state.gaussian, rows, first_row)
+        reason = describe_bad_rows(self._online.engine.program, bong.state.gaussian.mean, rows, first_row)
         if reason is not None:
             advice = "check these rows, or mask them in the model"
         elif bong.rule.name != "bong":

@@ -12,7 +12,7 @@ import numpy as np
 from jax import Array
 
 from .core.block import Factors, Settings, apply_design
-from .core.compilation import Compiled
+from .core.compilation import Compiled, jit_once
 from .core.gaussians import Transition
 from .core.joint import Joint, JointRows, joint_search, joint_solve
 from .core.recursion import Sites, State, StepInfo, explicit_step, implicit_step, scan_blocks
@@ -249,9 +249,10 @@ def _factors(terms: Terms, theta: Array, rows: dict, weight: Array, values: Any)
     return Factors(*merged((offset, design, (weight, values, local))))
 
 
-def describe_bad_rows(program: Program, state: State, rows: dict[str, Any], first_row: int) -> str | None:
-    """Which row's likelihood is not finite at the state's mean."""
-    for name, values in program.log_likelihood(state.mean, program.inputs(rows)).items():
+def describe_bad_rows(program: Program, mean: Array, rows: dict[str, Any], first_row: int) -> str | None:
+    """Which row's likelihood is not finite at q's mean."""
+    terms = jit_once(lambda arrays: program.log_likelihood(mean, arrays))(program.inputs(rows))
+    for name, values in terms.items():
         bad = ~np.isfinite(np.asarray(values).reshape(len(values), -1)).all(axis=1)
         if bad.any():
             row = int(np.argmax(bad))

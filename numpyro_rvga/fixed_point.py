@@ -133,7 +133,7 @@ class FixedPointVI:
             state, record = program.initial_state(), Record(bar, started)
             after, info = self._climb_of(engine)(Problem(state, chunks, start, program.shared), record)
         if not bool(info.ok):
-            reason = describe_bad_rows(program, state, rows, 0)
+            reason = describe_bad_rows(program, state.mean, rows, 0)
             raise ValueError(f"the bound is not finite: {reason or 'are the priors proper?'}.")
         facts = {
             "schedule": self.schedule,

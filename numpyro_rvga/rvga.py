@@ -297,7 +297,7 @@ class RVGA:
         return _Sizes(first, block, max(1, -(-chunk // block)) * block, memory)
 
     def _refuse(self, engine, state, piece, first_row):
-        reason = describe_bad_rows(engine.program, state, piece, first_row)
+        reason = describe_bad_rows(engine.program, state.mean, piece, first_row)
         rows = f"rows {first_row} to {first_row + _length(piece) - 1}"
         raise ValueError(
             f"no finite update on {rows}: {reason or 'the expected log-likelihood is not finite'} at the current "
