@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -18,7 +17,6 @@ from .core.recursion import Quadratic, State, quadratic_at
 from .core.rules import Rule, Updated, iterate, update
 from .engine import Engine
 from .model.predictive import linearized_predictors, log_mean_density
-from .model.terms import predictors_of
 
 WEIGHT = "__weight__"
 PREDICTIVE_SAMPLES = 100  # of the predictors of a row that has more than three
@@ -125,15 +123,10 @@ class Online:
     def _rank(self) -> int:
         return min(self.options.rank, self.engine.program.layout.size)
 
-    @functools.cached_property
+    @property
     def one_by_one(self) -> bool:
         """Whether blocks are better taken in by a call each: XLA runs a convolution inside of a loop on one thread."""
-        program = self.engine.program
-        if jax.default_backend() != "cpu":
-            return False
-        rows, theta = program.example_row, jnp.zeros(program.layout.size, program.dtype)
-        traced = jax.make_jaxpr(lambda r, t: [predictors_of(terms, t, r) for terms in program.terms])(rows, theta)
-        return "conv_general_dilated" in str(traced)
+        return jax.default_backend() == "cpu" and self.engine.program.convolves
 
     # ------------------------------------------------------------------ compiled
     def _stream(

@@ -325,6 +325,15 @@ class Program:
         terms = next(t for t in self.terms if t.site == site)
         return "logistic" if terms.closed_form is Logistic else None
 
+    @functools.cached_property
+    def convolves(self) -> bool:
+        """Whether the rows' predictors are found by convolutions, which XLA's CPU code does best one row at a time."""
+        theta = jnp.zeros(self.layout.size + self.local.size, self.dtype)
+        row = {**self.example_row, **self.shared}
+        return "conv_general_dilated" in str(
+            jax.make_jaxpr(lambda t, r: self._log_probs(t, r, self._row_sites))(theta, row)
+        )
+
     # ------------------------------------------------------------------ inside
     def site_elements(self, theta: Array, rows: Mapping[str, Array]) -> dict[str, Array]:
         """The terms of every row site, flattened, with the model run on all the rows at once."""
@@ -333,6 +342,10 @@ class Program:
 
     def site_record(self, name: str, rows: Mapping[str, Array]) -> SiteRecord:
         return self._records({}, rows)[name]
+
+    def outcome_arrays(self, site: str) -> set[str]:
+        """The data arrays from which an observed site's values are taken."""
+        return set(depends_on(lambda row: {site: self.site_record(site, row).value}, self.example_row)[site])
 
     def runner(self, num_rows: int) -> RowRunner:
         """The model with latents that are drawn, its parameters and its plates at this number of rows."""

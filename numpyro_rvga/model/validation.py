@@ -179,8 +179,7 @@ class SupportCheck:
     def __init__(self, program: Any, site: str):
         self._site = site
         inside = lambda row: {"inside": _in_support(program, site, row)}  # noqa: E731
-        value = lambda row: {"value": program.site_record(site, row).value}  # noqa: E731
-        self._value_arrays = sorted(depends_on(value, program.example_row)["value"])
+        self._value_arrays = sorted(program.outcome_arrays(site))
         self._arrays = sorted(depends_on(inside, program.example_row)["inside"])
         self._support = peel_abstractly(program, site).support
         example = program.example_row

@@ -1,0 +1,178 @@
+"""How well a posterior predicts: log predictive densities, error rates, calibration."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.typing import ArrayLike
+
+from .model.predictive import METHODS, linearized_predictors, log_mean_density, sampled_predictors
+from .model.tracing import peel
+from .options import check_choice
+from .stream import pad
+
+if TYPE_CHECKING:
+    from .bong import BONG
+    from .model import Program
+    from .posterior import Posterior
+
+CHUNK_NUMBERS = 2**22  # in the Jacobians, or the predictors at draws, of the rows that are evaluated at once
+MAX_CHUNK = 4096
+
+_evaluators: weakref.WeakKeyDictionary[Program, dict] = weakref.WeakKeyDictionary()
+
+
+def log_predictive_density(
+    posterior: Posterior,
+    data: Mapping[str, ArrayLike] | tuple,
+    *,
+    method: str = "linearized",
+    num_samples: int = 100,
+    rng_key: Array | None = None,
+) -> np.ndarray:
+    """The log density of each row's outcome, averaged over q.
+
+    Densities are averaged, not their logarithms nor the predictors.
+
+    :param data: rows with their outcome, as :meth:`RVGA.run` takes them.
+    :param method: ``"linearized"``: the predictors (logits, say) are linearised in the parameters at q's mean and are
+        then Gaussian; exact for predictors that are linear, and for networks better than ``"monte_carlo"``, which
+        draws parameters. ``"plugin"``: at q's mean.
+    :param num_samples: draws; up to three predictors a row are integrated by quadrature where they are linearised.
+    :param rng_key: of the draws. Default: ``jax.random.key(0)``.
+    :return: (n,).
+    :raises NotImplementedError: where rows cannot be predicted one by one, as with Gaussian processes.
+    """
+    return _evaluate(posterior, data, None, None, method, num_samples, rng_key)
+
+
+def nlpd(posterior: Posterior, data: Mapping[str, ArrayLike] | tuple, **options: Any) -> float:
+    """The mean negative log predictive density of the rows; options as for :func:`log_predictive_density`."""
+    return -float(np.mean(log_predictive_density(posterior, data, **options)))
+
+
+def outcome_probabilities(
+    posterior: Posterior,
+    data: Mapping[str, ArrayLike] | tuple,
+    *,
+    method: str = "linearized",
+    num_samples: int = 100,
+    rng_key: Array | None = None,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Probabilities of all outcomes of a discrete observed site, averaged over q.
+
+    :param data: rows, with their outcome (which is used for its form only).
+    :return: the outcomes (K,), and their probabilities in each row, (n, K).
+    :raises ValueError: if the model has not one observed site with finitely many outcomes, taken from one data array.
+    """
+    name, outcomes = _outcomes(posterior.program)
+    found = _evaluate(posterior, data, name, outcomes, method, num_samples, rng_key)
+    return outcomes, np.exp(found)
+
+
+def misclassification(posterior: Posterior, data: Mapping[str, ArrayLike] | tuple, **options: Any) -> float:
+    """The share of rows whose most probable outcome is not theirs; options as for :func:`outcome_probabilities`."""
+    outcomes, probabilities = outcome_probabilities(posterior, data, **options)
+    return float(np.mean(outcomes[probabilities.argmax(axis=1)] != _observed(posterior, data)))
+
+
+def expected_calibration_error(
+    posterior: Posterior, data: Mapping[str, ArrayLike] | tuple, *, num_bins: int = 15, **options: Any
+) -> float:
+    """How far the probability of the most probable outcome is from the share of rows where it is right: the mean over
+    rows of the difference within their bin, of ``num_bins`` bins of equal width."""
+    outcomes, probabilities = outcome_probabilities(posterior, data, **options)
+    confidence = probabilities.max(axis=1)
+    right = outcomes[probabilities.argmax(axis=1)] == _observed(posterior, data)
+    bins = np.minimum((confidence * num_bins).astype(int), num_bins - 1)
+    gaps = np.bincount(bins, weights=right - confidence, minlength=num_bins)
+    return float(np.abs(gaps).sum() / len(right))
+
+
+def prequential_log_density(
+    method: BONG, data: Any, *, prediction: str = "linearized", **run_options: Any
+) -> np.ndarray:
+    """The log predictive density of each row under q before it was seen: the measure for streams that drift.
+
+    :param method: what is to run over the data.
+    :param prediction: ``"linearized"`` or ``"plugin"``.
+    :param run_options: of :meth:`BONG.run`.
+    :return: (n,).
+    """
+    return method.run(data, prequential=prediction, **run_options).info["log_predictive"]
+
+
+def _evaluate(posterior, data, name, outcomes, method, num_samples, rng_key) -> np.ndarray:
+    check_choice("method", method, METHODS)
+    program = posterior.program
+    if program.whole:
+        raise NotImplementedError(
+            "the model has a latent value for each row, so its rows cannot be predicted one by one: use "
+            "posterior.predictive."
+        )
+    rows = program.rows(data)
+    keys = jax.random.split(jax.random.key(0) if rng_key is None else rng_key, len(next(iter(rows.values()))) + 1)
+    theta = posterior.sample_unconstrained(keys[0], (num_samples,)) if method == "monte_carlo" else None
+    evaluate = _evaluator(program, name, method, num_samples)
+    numbers = sum(t.num_elements * t.num_predictors for t in program.terms)
+    numbers *= num_samples if method == "monte_carlo" else 1 if method == "plugin" else program.layout.size
+    size, total, found = max(1, min(MAX_CHUNK, CHUNK_NUMBERS // max(numbers, 1))), len(keys) - 1, []
+    if method == "linearized" and program.convolves and jax.default_backend() == "cpu":
+        size = 1
+    for start in range(0, total, size):
+        piece, _ = pad({n: array[start : start + size] for n, array in rows.items()}, min(size, total))
+        own = keys[1 + np.minimum(np.arange(start, start + min(size, total)), total - 1)]
+        found.append(evaluate(posterior.gaussian, theta, piece, own, outcomes))
+    return np.concatenate([np.asarray(x) for x in found])[:total]
+
+
+def _evaluator(program: Program, name: str | None, method: str, num_samples: int) -> Any:
+    """Compiled once for a program: callbacks evaluate again and again."""
+    known = _evaluators.setdefault(program, {})
+    key = (name, method, num_samples)
+    if key not in known:
+        # The program is held by what is compiled through a weak reference, or neither would ever be freed.
+        known[key] = jax.jit(functools.partial(_of_rows, weakref.ref(program), name, method, num_samples))
+    return known[key]
+
+
+def _of_rows(program_of, name, method, num_samples, gaussian, theta, rows, keys, outcomes):
+    program = program_of()
+
+    def one(row, key):
+        if method == "monte_carlo":
+            nodes = sampled_predictors(program, theta, row, key)
+        else:
+            nodes = linearized_predictors(program, gaussian, row, key, num_samples, plugin=method == "plugin")
+        if name is None:
+            return log_mean_density(program, *nodes, row)
+        values = jnp.asarray(outcomes, row[name].dtype)
+        return jax.vmap(lambda value: log_mean_density(program, *nodes, row | {name: value}))(values)
+
+    return jax.vmap(one)(rows, keys)
+
+
+def _outcomes(program: Program) -> tuple[str, np.ndarray]:
+    """The data array that the observed site's values are taken from, and what they can be."""
+    sites = program.observed_sites
+    arrays = {name for site in sites for name in program.outcome_arrays(site)}
+    record = program.site_record(sites[0], program.example_row)
+    fn, _ = peel(record.fn)
+    if len(sites) != 1 or len(arrays) != 1 or not fn.has_enumerate_support or np.size(record.value) != 1:
+        raise ValueError(
+            "outcome probabilities need one observed site with one value a row, from one data array, and finitely many "
+            f"outcomes: the model observes {', '.join(sites)}."
+        )
+    return arrays.pop(), np.ravel(np.asarray(fn.enumerate_support(expand=False)))
+
+
+def _observed(posterior: Posterior, data: Any) -> np.ndarray:
+    name, _ = _outcomes(posterior.program)
+    return np.asarray(posterior.program.rows(data)[name]).reshape(-1)
