@@ -19,6 +19,7 @@ from numpyro.infer.autoguide import AutoContinuous
 
 from . import arviz, prediction, storage, warmstart
 from .core.gaussians import Family
+from .options import check_choice
 
 if TYPE_CHECKING:
     from .model import Program
@@ -208,21 +209,22 @@ class Posterior:
         :param rng_key: random key; ``closed_form`` needs none.
         :param data: rows as :meth:`RVGA.run` takes them, with or without the outcome. They may be new even where the
             model has a latent value for each row, as in Gaussian processes: those of new rows are drawn given the rest.
-        :param num_samples: the number of posterior draws of ``monte_carlo``.
+        :param num_samples: the number of draws.
         :param method: ``"monte_carlo"`` draws parameters from q and runs the model forward with every observed site
-            drawn anew. ``"closed_form"`` is the R-VGA paper's approximate probability of a logistic site and its
-            variance under q (equations 62 and 63), with no sampling.
-        :return: for ``monte_carlo`` the observed sites and the deterministic sites inside the row plate, of shape
+            drawn anew. ``"linearized"`` does so with the observed distributions' parameters linearised at the mean of
+            q, which for networks is closer to the data; ``"plugin"`` with theta at the mean. ``"closed_form"`` is the
+            R-VGA paper's approximate probability of a logistic site and its variance under q (equations 62 and 63),
+            with no sampling.
+        :return: for draws the observed sites and the deterministic sites inside the row plate, of shape
             ``(num_samples, *site_shape)``; for ``closed_form`` a dict ``{"mean": ..., "variance": ...}`` of arrays of
             shape ``(num_rows, *element_shape)`` for each observed site.
         :raises ValueError: if ``method`` is unknown or ``data`` invalid.
         :raises NotImplementedError: if ``method`` is ``"closed_form"`` and an observed site is not logistic.
         """
-        if method == "monte_carlo":
-            return prediction.monte_carlo(self, rng_key, data, num_samples)
+        check_choice("method", method, (*prediction.DRAWN, "closed_form"))
         if method == "closed_form":
             return prediction.closed_form(self, data)
-        raise ValueError(f"method must be 'monte_carlo' or 'closed_form', not {method!r}.")
+        return prediction.DRAWN[method](self, rng_key, data, num_samples)
 
     def to_arviz(
         self,

@@ -1,4 +1,4 @@
-"""Predictions of new rows: by Monte Carlo through the model, or in closed form for logistic sites."""
+"""Predictions of new rows: draws through the model or its linearisation, and closed forms for logistic sites."""
 
 from __future__ import annotations
 
@@ -16,9 +16,11 @@ from numpyro.infer import Predictive
 from numpyro.primitives import Messenger
 
 from .core.symbolic import depends_on
+from .model.terms import unconstrained_parameters
 from .model.tracing import peel
 
 if TYPE_CHECKING:
+    from .model import Program
     from .posterior import Posterior
 
 PROBIT_SCALE = math.sqrt(8 / math.pi)
@@ -40,6 +42,88 @@ def monte_carlo(
     return at_draws(posterior, model_key, posterior.program.rows(data), theta)
 
 
+def plugin(
+    posterior: Posterior, rng_key: Array, data: Mapping[str, ArrayLike] | tuple, num_samples: int
+) -> dict[str, Array]:
+    """Run the model forward at the mean of q, with every observed site drawn anew: what :func:`monte_carlo` returns.
+
+    :raises NotImplementedError: if the model has a latent value for each row.
+    """
+    program = posterior.program
+    _refuse_latents_of_rows(program, "plugin")
+    sites = program.constrain(posterior.mean)
+    latents = {name: sites[name] for name in posterior.site_names}
+    rows = program.rows(data)
+    model = handlers.substitute(handlers.uncondition(program.runner(program.num_rows(rows))), data=latents)
+    arguments, keywords = program.call_arguments({name: jnp.asarray(values) for name, values in rows.items()})
+    predict = Predictive(model, num_samples=num_samples, return_sites=sorted(_predicted(program)))
+    return predict(rng_key, *arguments, **keywords)
+
+
+def linearized(
+    posterior: Posterior, rng_key: Array, data: Mapping[str, ArrayLike] | tuple, num_samples: int
+) -> dict[str, Array]:
+    """Draw outcomes with the parameters of the observed distributions, in unconstrained space, linearised in theta at
+    the mean of q: what :func:`monte_carlo` returns, and for networks closer to the data.
+
+    :raises NotImplementedError: if the model has a latent value for each row, or the parameters of an observed
+        distribution cannot be named.
+    """
+    program = posterior.program
+    _refuse_latents_of_rows(program, "linearized")
+    rows = {name: jnp.asarray(values) for name, values in program.rows(data).items()}
+    arguments, keywords = program.call_arguments(rows)
+    predicted, built = sorted(_predicted(program)), {}
+
+    def outputs(theta):
+        sites = program.constrain(theta)
+        model = handlers.substitute(program.runner(program.num_rows(rows)), data=sites)
+        with handlers.block():
+            trace = handlers.trace(handlers.seed(model, jax.random.key(0))).get_trace(*arguments, **keywords)
+        found = {}
+        for name in predicted:
+            if name not in program.observed_sites:
+                found[name] = trace[name]["value"]
+                continue
+            fn = trace[name]["fn"]
+            while isinstance(fn, dist.MaskedDistribution):
+                fn = fn.base_dist
+            found[name], built[name] = unconstrained_parameters(name, fn)
+        return found
+
+    @jax.jit
+    def drawn(theta_key, site_key):
+        centre, push = jax.linearize(outputs, posterior.mean)
+
+        def one(theta, key):
+            moved = jax.tree.map(_shifted, centre, push(theta - posterior.mean))
+            keys = dict(zip(predicted, jax.random.split(key, len(predicted))))
+            return {n: built[n](v).sample(keys[n]) if n in built else v for n, v in moved.items()}
+
+        theta = posterior.sample_unconstrained(theta_key, (num_samples,))
+        return jax.vmap(one)(theta, jax.random.split(site_key, num_samples))
+
+    return drawn(*jax.random.split(rng_key))
+
+
+def _shifted(centre: Array, change: Array) -> Array:
+    return centre if change.dtype == jax.dtypes.float0 else centre + change  # integers do not move
+
+
+def _refuse_latents_of_rows(program: Program, method: str) -> None:
+    if program.whole or program.local.size:
+        raise NotImplementedError(
+            f"the model has a latent value for each row, which method={method!r} would pass over: use "
+            "method='monte_carlo'."
+        )
+
+
+def _predicted(program: Program) -> set[str]:
+    """Observed sites, deterministic ones inside the row plate, and the rows' own latent variables."""
+    inside = {name for name, plates in program.plates.items() if program.row_plates.intersection(plates)}
+    return inside - set(program.sites) | set(program.observed_sites) | set(program.local.site_names)
+
+
 def at_draws(posterior: Posterior, rng_key: Array, rows: Mapping[str, Any], theta: Array) -> dict[str, Array]:
     """Predict rows at given parameters.
 
@@ -50,8 +134,7 @@ def at_draws(posterior: Posterior, rng_key: Array, rows: Mapping[str, Any], thet
     :return: observed sites and deterministic sites inside the row plate, of shape ``(num_samples, *site_shape)``.
     """
     program = posterior.program
-    inside = {name for name, plates in program.plates.items() if program.row_plates.intersection(plates)}
-    predicted = inside - set(program.sites) | set(program.observed_sites) | set(program.local.site_names)
+    predicted = _predicted(program)
     if program.whole and not program.holds(rows):
         return _at_new_rows(posterior, rng_key, rows, theta, predicted)
     return _forward(posterior, rng_key, rows, theta, predicted)
@@ -134,6 +217,9 @@ def _completed(name: str, fn: Any, shape: tuple[int, ...], value: Array, rng_key
         f"site {name!r} has a value for each row, and no values for new rows can be drawn given the others: it is "
         f"{type(normal).__name__}, neither Normal nor MultivariateNormal."
     )
+
+
+DRAWN = {"monte_carlo": monte_carlo, "linearized": linearized, "plugin": plugin}
 
 
 def closed_form(posterior: Posterior, data: Mapping[str, ArrayLike] | tuple) -> dict[str, dict[str, Array]]:

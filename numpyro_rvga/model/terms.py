@@ -390,6 +390,28 @@ def _parameter_terms(run_site, site, theta, row, count) -> Terms | None:
     return Terms(site, count, inner.num_predictors, False, predictors, constants, inner.density, None)
 
 
+def unconstrained_parameters(site: str, fn: Any) -> tuple[list[Array], Callable[[list[Array]], Any]]:
+    """A distribution's parameters in unconstrained space, and the way back to the distribution.
+
+    :raises NotImplementedError: naming the site, if the parameters' constraints are not known.
+    """
+    values, structure = jax.tree.flatten(fn)
+    supports = _leaf_constraints(peel(fn)[0])
+    if supports is None or len(supports) != len(values):
+        raise NotImplementedError(
+            f"the parameters of site {site!r} ({type(peel(fn)[0]).__name__}) cannot be linearised: use "
+            "method='monte_carlo'."
+        )
+    transforms = [
+        None if jnp.issubdtype(jnp.result_type(v), jnp.integer) else biject_to(s) for v, s in zip(values, supports)
+    ]
+
+    def build(moved):
+        return jax.tree.unflatten(structure, [m if t is None else t(m) for m, t in zip(moved, transforms)])
+
+    return [v if t is None else t.inv(v) for v, t in zip(values, transforms)], build
+
+
 def _moves(function, theta, row) -> bool:
     total = factorise(lambda t, r: jnp.sum(function(t, r)).astype(theta.dtype), theta, row)
     return total.num_predictors > 0
