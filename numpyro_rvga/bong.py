@@ -218,7 +218,7 @@ class BONG:
         :param data: a mapping from argument names to arrays, of the form that :meth:`init` saw.
         :raises RuntimeError: before :meth:`init`.
         """
-        online = self._last("update(state, data)")
+        online = self.online
         arrays = {name: jnp.asarray(array) for name, array in data.items() if array is not None}
         length = _length(arrays)
         size = -(-length // self.block_size) * self.block_size
@@ -229,13 +229,18 @@ class BONG:
 
     def posterior(self, state: OnlineState) -> Posterior:
         """The posterior that a state stands for (prior terms that are not Gaussian solved for)."""
-        online = self._last("posterior(state)")
+        online = self.online
         return self._posterior(online, state, online.engine.program.model_kwargs, {})
 
     # ------------------------------------------------------------------ inside
-    def _last(self, what: str) -> Online:
+    @property
+    def online(self) -> Online:
+        """The compiled updates for the data that were seen last.
+
+        :raises RuntimeError: before :meth:`init`.
+        """
         if self._engines.last is None:
-            raise RuntimeError(f"call init(data) before {what}.")
+            raise RuntimeError("call init(data) first: it compiles the updates for data of that form.")
         return self._online[self._engines.last]
 
     def _get(self, rows: dict, model_kwargs: dict, rng_key: Array) -> Online:
@@ -385,11 +390,13 @@ class _Run:
         if reason is not None:
             advice = "check these rows, or mask them in the model"
         elif bong.rule.name != "bong":
-            advice = f"the learning rate {bong.rule.learning_rate:g} is too large here: lower it"
+            advice = f"the learning rate {bong.rule.learning_rate:g} is too large here: lower learning_rate"
         elif bong.rule.chart == "moment":
             advice = "moment steps may leave the positive definite matrices: use parameterization='natural'"
         else:
-            advice = "scale the data, or give the prior a smaller scale"
+            advice = (
+                "standardise the data, give the prior a smaller scale, or use hessian='auto', which looks at all of q"
+            )
         where = f"row {first_row}" if _length(rows) == 1 else f"rows {first_row} to {first_row + _length(rows) - 1}"
         raise ValueError(
             f"the update on {where} (after {int(bong.state.num_blocks)} updates) leaves no finite Gaussian"

@@ -13,7 +13,7 @@ import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 
-from .model.predictive import METHODS, linearized_predictors, log_mean_density, sampled_predictors
+from .model.predictive import METHODS, average, log_predictive, sampled_predictors
 from .model.tracing import peel
 from .options import check_choice
 from .stream import pad
@@ -148,13 +148,13 @@ def _of_rows(program_of, name, method, num_samples, gaussian, theta, rows, keys,
 
     def one(row, key):
         if method == "monte_carlo":
-            nodes = sampled_predictors(program, theta, row, key)
+            density = functools.partial(average, program, sampled_predictors(program, theta, row, key))
         else:
-            nodes = linearized_predictors(program, gaussian, row, key, num_samples, plugin=method == "plugin")
+            density = log_predictive(program, gaussian, row, key, num_samples, plugin=method == "plugin")
         if name is None:
-            return log_mean_density(program, *nodes, row)
+            return density(row)
         values = jnp.asarray(outcomes, row[name].dtype)
-        return jax.vmap(lambda value: log_mean_density(program, *nodes, row | {name: value}))(values)
+        return jax.vmap(lambda value: density(row | {name: value}))(values)
 
     return jax.vmap(one)(rows, keys)
 

@@ -16,7 +16,7 @@ from .core.gaussians import DiagonalGaussian, Family, FullGaussian, converted, i
 from .core.recursion import Quadratic, State, quadratic_at
 from .core.rules import Rule, Updated, iterate, update
 from .engine import Engine
-from .model.predictive import linearized_predictors, log_mean_density
+from .model.predictive import log_predictive
 
 WEIGHT = "__weight__"
 PREDICTIVE_SAMPLES = 100  # of the predictors of a row that has more than three
@@ -208,7 +208,7 @@ class Online:
         program, count = self.engine.program, PREDICTIVE_SAMPLES
 
         def of(row, key):
-            return log_mean_density(program, *linearized_predictors(program, q, row, key, count, plugin=plugin), row)
+            return log_predictive(program, q, row, key, count, plugin=plugin)(row)
 
         return jax.vmap(of)(rows, jax.random.split(rng_key, len(next(iter(rows.values())))))
 

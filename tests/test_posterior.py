@@ -267,7 +267,7 @@ def test_closed_form_names_the_site_that_has_none(conjugate):
 
 
 def test_unknown_method_is_refused_with_the_choices(conjugate):
-    with pytest.raises(ValueError, match="'monte_carlo' or 'closed_form', not 'exact'"):
+    with pytest.raises(ValueError, match="'linearized', 'plugin', 'closed_form', not 'exact'"):
         conjugate.predictive(KEY, {"X": NEW_X}, method="exact")
 
 

@@ -3,32 +3,37 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jax import Array, lax
 from jax.scipy.special import logsumexp
 
 from ..core.expectations import HERMITE_NODES, normal_rule
 from ..core.gaussians import Family
-from ..core.linalg import semidefinite_root
+from ..core.linalg import cholesky, positive_part, semidefinite_root, solve_lower
 from .program import Program
 from .terms import linearise, predictors_of
 
 METHODS = ("plugin", "linearized", "monte_carlo")
+MODE_STEPS = 25
+LONGEST_MOVE = 3.0  # standard deviations
+
 Row = Mapping[str, Array]
 
 
-def linearized_predictors(
+def log_predictive(
     program: Program, gaussian: Family, row: Row, rng_key: Array, num_samples: int, *, plugin: bool = False
-) -> tuple[Array, Array]:
-    """A row's predictors, linearised in theta at the mean: nodes (S, T) and log weights (S,).
+) -> Callable[[Row], Array]:
+    """The log density of a row under a Gaussian, with its predictors linearised in theta at the mean.
 
-    All T predictors of its sites and elements are drawn together: by quadrature if there are up to three.
+    All T predictors of its sites and elements are averaged over together: by quadrature if there are up to three.
 
     :param row: without a leading axis. :param plugin: theta stays at its mean.
+    :return: (the row, perhaps with another outcome) -> its log density.
     """
     rows = {name: value[None] for name, value in row.items()}
     centres, spreads = [], []
@@ -39,39 +44,60 @@ def linearized_predictors(
         spreads.append(jnp.concatenate(parts, axis=-1).reshape(offset.size, -1))
     centre, spread = jnp.concatenate(centres), jnp.concatenate(spreads)
     if not spread.shape[1]:
-        return centre[None], jnp.zeros(1, centre.dtype)
+        return lambda row: log_density(program, centre, row)
     root = semidefinite_root((spread @ spread.T)[None])[0]
-    standard, log_weights = _nodes(rng_key, num_samples, len(centre), centre.dtype)
-    return centre + standard @ root.T, log_weights
+    if len(centre) in HERMITE_NODES:
+        return lambda row: _by_quadrature(lambda z: log_density(program, centre + root @ z, row), len(centre))
+    standard = jax.random.normal(rng_key, (num_samples, len(centre)), centre.dtype)
+    return partial(average, program, centre + standard @ root.T)
 
 
-def sampled_predictors(program: Program, theta: Array, row: Row, rng_key: Array) -> tuple[Array, Array]:
-    """A row's predictors at draws of theta (S, P), with draws of the row's own variables."""
+def sampled_predictors(program: Program, theta: Array, row: Row, rng_key: Array) -> Array:
+    """A row's predictors (S, T) at draws of theta (S, P), with draws of the row's own variables."""
     rows = {name: value[None] for name, value in row.items()}
     local = jax.random.normal(rng_key, (len(theta), program.local.size), theta.dtype)
 
     def at(everything):
         return jnp.concatenate([predictors_of(terms, everything, rows).reshape(-1) for terms in program.terms])
 
-    nodes = jax.vmap(at)(jnp.concatenate([theta, local], axis=1))
-    return nodes, jnp.full(len(theta), -math.log(len(theta)), theta.dtype)
+    return jax.vmap(at)(jnp.concatenate([theta, local], axis=1))
 
 
-def log_mean_density(program: Program, predictors: Array, log_weights: Array, row: Row) -> Array:
-    """The logarithm of a row's density, averaged over nodes (S, T) of its predictors."""
+def average(program: Program, predictors: Array, row: Row) -> Array:
+    """The logarithm of a row's density, averaged over draws of its predictors (S, T)."""
+    found = jax.vmap(lambda u: log_density(program, u, row))(predictors)
+    return logsumexp(found) - math.log(len(predictors))
+
+
+def log_density(program: Program, predictors: Array, row: Row) -> Array:
+    """A row's log density at its predictors (T,)."""
     rows, total, start = {name: value[None] for name, value in row.items()}, 0.0, 0
     for terms in program.terms:
         shape = terms.num_elements, terms.num_predictors
-        own = predictors[:, start : start + math.prod(shape)].reshape(-1, *shape)
+        own = predictors[start : start + math.prod(shape)].reshape(shape)
         start += math.prod(shape)
-        known = jax.vmap(lambda e, terms=terms: terms.constants(rows, e))(jnp.arange(shape[0], dtype=jnp.int32))
-        density = jax.vmap(jax.vmap(terms.density), (0, None))(own, known)
-        total = total + jnp.sum(density, axis=1)
-    return logsumexp(total + log_weights)
+        known = jax.vmap(partial(terms.constants, rows))(jnp.arange(shape[0], dtype=jnp.int32))
+        total = total + jnp.sum(jax.vmap(terms.density)(own, known))
+    return total
 
 
-def _nodes(rng_key: Array, num_samples: int, size: int, dtype) -> tuple[Array, Array]:
-    if size in HERMITE_NODES:
-        points, weights = normal_rule(size)
-        return jnp.asarray(points, dtype), jnp.asarray(np.log(weights), dtype)
-    return jax.random.normal(rng_key, (num_samples, size), dtype), jnp.full(num_samples, -math.log(num_samples), dtype)
+def _by_quadrature(log_density: Callable[[Array], Array], size: int) -> Array:
+    """log E[exp(log_density(z))] over the standard normal, with Hermite nodes laid about the integrand's mode: the
+    density may be much narrower than the normal."""
+    integrand = lambda z: log_density(z) - 0.5 * z @ z  # noqa: E731
+    identity = jnp.eye(size)
+
+    def precision(z):  # at least the normal's own
+        return identity + positive_part(-jax.hessian(log_density)(z))
+
+    def climb(_, z):
+        move = jnp.linalg.solve(precision(z), jax.grad(integrand)(z))
+        return z + move / jnp.maximum(1.0, jnp.linalg.norm(move) / LONGEST_MOVE)
+
+    mode = lax.fori_loop(0, MODE_STEPS, climb, jnp.zeros(size))
+    factor = cholesky(precision(mode))
+    points, weights = normal_rule(size)
+    points = jnp.asarray(points, mode.dtype)
+    nodes = mode + jax.vmap(lambda x: solve_lower(factor, x, transpose=True))(points)
+    spacing = jnp.asarray(np.log(weights), mode.dtype) + 0.5 * jnp.sum(points**2, axis=1)
+    return logsumexp(jax.vmap(integrand)(nodes) + spacing) - jnp.sum(jnp.log(jnp.diagonal(factor)))
