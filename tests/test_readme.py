@@ -4,7 +4,11 @@ import re
 from pathlib import Path
 
 import numpyro_rvga
+from numpyro_rvga.bong import PAPER_HESSIANS
+from numpyro_rvga.core.gaussians import CHARTS, FAMILIES
+from numpyro_rvga.core.rules import RULES
 from numpyro_rvga.options import EXPECTATIONS
+from numpyro_rvga.presets import PRESETS
 from numpyro_rvga.rvga import SCHEMES
 
 ROOT = Path(__file__).parents[1]
@@ -38,7 +42,7 @@ def test_pictures_are_small():
 
 
 def test_options_are_all_listed():
-    for option in (*SCHEMES, *EXPECTATIONS):
+    for option in (*SCHEMES, *EXPECTATIONS, *RULES, *PAPER_HESSIANS, *FAMILIES, *CHARTS, *PRESETS):
         assert f'`"{option}"`' in README, option
 
 
