@@ -18,7 +18,6 @@ from .core.rules import Rule, Updated, iterate, update
 from .engine import Engine
 from .model.predictive import log_predictive
 
-WEIGHT = "__weight__"
 PREDICTIVE_SAMPLES = 100  # of the predictors of a row that has more than three
 
 
@@ -186,22 +185,21 @@ class Online:
     # ------------------------------------------------------------------ rows
     def observation(self, rows: dict, weights: Array) -> Observation:
         prepared = self.engine.prepare(rows, weights)
-        weighted = rows | {WEIGHT: weights}
-        return Observation(self.engine.kinds, partial(self.engine.linearise, prepared), weighted, self._log_lik)
+        weights = weights.astype(self.start.mean.dtype)
+        return Observation(self.engine.kinds, partial(self.engine.linearise, prepared), rows, self._log_lik, weights)
 
     def _estimate(self, observation: Observation, rng_key: Array, q: Family):
         return self._estimator(rng_key, q, observation)
 
     def _log_lik(self, theta: Array, row: dict) -> Array:
-        """A row's log-likelihood, times its weight."""
-        weight = row[WEIGHT]
-        row = {name: value[None] for name, value in row.items() if name != WEIGHT}
+        """A row's log-likelihood."""
+        row = {name: value[None] for name, value in row.items()}
 
         def of(terms):
             one = lambda e: terms.density(terms.predictors(theta, row, e), terms.constants(row, e))  # noqa: E731
             return jnp.sum(jax.vmap(one)(jnp.arange(terms.num_elements, dtype=jnp.int32)))
 
-        return weight.astype(theta.dtype) * sum(of(terms) for terms in self.engine.program.terms)
+        return sum(of(terms) for terms in self.engine.program.terms)
 
     def _log_predictive(self, q: Family, rows: dict, rng_key: Array, *, plugin: bool) -> Array:
         """(B,): each row's log density under q."""

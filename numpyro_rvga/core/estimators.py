@@ -27,19 +27,21 @@ class Observation(NamedTuple):
 
     :ivar kinds: of its factors. :ivar linearise: theta (P,) -> factors with offset F_i(theta) and design the Jacobians.
     :ivar rows: pytree of (n, ...) arrays. :ivar log_lik: (theta, one of the rows) -> its log-likelihood.
+    :ivar weights: (n,), how many rows each stands for; the factors hold them already.
     """
 
     kinds: tuple[Kind, ...]
     linearise: Callable[[Array], tuple[Factors, ...]]
     rows: Any
     log_lik: Callable[[Array, Any], Array]
+    weights: Array
 
     def gradients(self, theta: Array) -> Array:
         """Of each row's log-likelihood, (n, P)."""
         return jax.vmap(jax.grad(self.log_lik), (None, 0))(theta, self.rows)
 
     def total(self, theta: Array) -> Array:
-        return jnp.sum(jax.vmap(self.log_lik, (None, 0))(theta, self.rows))
+        return self.weights @ jax.vmap(self.log_lik, (None, 0))(theta, self.rows)
 
 
 Estimator = Callable[[Array, Family, Observation], Site]
@@ -57,7 +59,7 @@ def make_estimator(hessian: str, num_samples: int) -> Estimator:
     if hessian == "mc-ef":
         return partial(_sampled_fisher, num_samples)
     if hessian == "lin-ef":
-        return lambda rng_key, q, observation: _empirical_fisher(observation.gradients(q.mean), 1)
+        return lambda rng_key, q, observation: _empirical_fisher(observation, q.mean[None])
     return lambda rng_key, q, observation: _in_predictor_space(q, observation, expected=hessian == "expected")
 
 
@@ -89,13 +91,14 @@ def _in_predictor_space(q: Family, observation: Observation, *, expected: bool) 
 
 
 def _sampled_fisher(num_samples: int, rng_key: Array, q: Family, observation: Observation) -> Site:
-    gradients = jax.vmap(observation.gradients)(_draws(rng_key, q, num_samples))
-    return _empirical_fisher(gradients.reshape(-1, len(q.mean)), num_samples)
+    return _empirical_fisher(observation, _draws(rng_key, q, num_samples))
 
 
-def _empirical_fisher(gradients: Array, num_samples: int) -> Site:
-    """Outer products of gradients (num_samples x n, P) for minus the Hessian."""
-    return Site(jnp.sum(gradients, axis=0) / num_samples, gradients / jnp.sqrt(num_samples).astype(gradients.dtype))
+def _empirical_fisher(observation: Observation, thetas: Array) -> Site:
+    """Outer products of the rows' gradients for minus their Hessians, averaged over theta (M, P)."""
+    gradients = jax.vmap(observation.gradients)(thetas).reshape(-1, thetas.shape[1])
+    weights = jnp.tile(observation.weights / len(thetas), len(thetas))
+    return Site(weights @ gradients, jnp.sqrt(weights)[:, None] * gradients)
 
 
 def _sampled_hessian(num_samples: int, rng_key: Array, q: Family, observation: Observation) -> Site:
