@@ -1,0 +1,327 @@
+"""The rules against the BONG paper's equations, written out densely, and the laws that bind rules and families."""
+
+from functools import partial
+
+import dense_rules as dense
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from numpyro_rvga.core.gaussians import (
+    FAMILIES,
+    DiagonalGaussian,
+    FullGaussian,
+    LowRankGaussian,
+    Site,
+    gradient_step,
+)
+from numpyro_rvga.core.rules import Rule, iterate, update
+
+P, RANK = 5, 2
+KEY = jax.random.key(0)
+RATES = {"bong": 1.0, "bog": 0.02, "blr": 0.3, "bbb": 0.02}
+MEMBERS = [(f, c) for f in ("full", "diagonal") for c in ("natural", "moment")] + [("low-rank", "natural")]
+FORMS = {
+    "full": ["two rows", "two rows, weighted", "many rows and a diagonal"],
+    "diagonal": ["two rows", "many rows and a diagonal"],
+    "low-rank": ["two rows", "many rows"],
+}
+CASES = [(rule, *member, form) for rule in RATES for member in MEMBERS for form in FORMS[member[0]]]
+
+
+def gaussian(family, seed=0, size=P, rank=RANK):
+    rng = np.random.default_rng(seed)
+    mean = jnp.asarray(rng.normal(size=size))
+    if family == "full":
+        return FullGaussian(mean, jnp.asarray(0.9 * np.eye(size) + 0.2 * rng.normal(size=(size, size))))
+    if family == "diagonal":
+        return DiagonalGaussian(mean, jnp.asarray(rng.uniform(0.5, 1.5, size)))
+    return LowRankGaussian(
+        mean, jnp.asarray(rng.uniform(0.7, 1.5, size)), jnp.asarray(0.6 * rng.normal(size=(rank, size)))
+    )
+
+
+def described(xp, mean, covariance, form, size=P):
+    """Of some rows, at a q: gradient, factor, weight and diagonal. They change with mean and covariance."""
+    rng = np.random.default_rng(10)
+    many = form.startswith("many rows")
+    factor = 0.15 * rng.normal(size=(2 * size, size)) if many else 0.4 * rng.normal(size=(2, size))
+    direction, target = rng.normal(size=size), rng.normal(size=size)
+    steepness = (1 + 0.3 * xp.tanh(mean @ direction)) / xp.sqrt(1 + 0.1 * xp.trace(covariance))
+    gradient = target - 0.5 * mean * steepness
+    weight = diagonal = None
+    if form == "two rows, weighted":
+        weight = np.array([[1.0, 0.6], [0.6, -0.4]])  # indefinite
+    if form == "many rows and a diagonal":
+        weight = np.diag(np.linspace(-0.5, 1.5, len(factor)))
+        diagonal = 0.3 * rng.normal(size=size) * steepness
+    return gradient, factor * steepness, weight, diagonal
+
+
+def estimate(form, size=P):
+    def at(rng_key, q):
+        gradient, factor, weight, diagonal = described(jnp, q.mean, q.covariance(), form, size)
+        return Site(gradient, factor, None if weight is None else jnp.asarray(weight), diagonal)
+
+    return at
+
+
+def dense_estimate(form, size=P):
+    def at(mean, covariance):
+        gradient, factor, weight, diagonal = described(np, mean, covariance, form, size)
+        hessian = factor.T @ factor if weight is None else factor.T @ weight @ factor
+        return gradient, -(hessian if diagonal is None else hessian + np.diag(diagonal))
+
+    return at
+
+
+@pytest.fixture(autouse=True)
+def operation_by_operation():
+    """Operations are compiled once for all tests, whole updates would be for each."""
+    with jax.disable_jit():
+        yield
+
+
+def take(rule, prior, estimator):
+    return update(rule, prior, estimator, KEY)
+
+
+def assert_same(found, expected, rtol=1e-10):
+    found = dense.as_dense(found)
+    np.testing.assert_allclose(found.mean, expected.mean, rtol=rtol, atol=rtol)
+    np.testing.assert_allclose(found.covariance, expected.covariance, rtol=rtol, atol=rtol)
+
+
+# ---------------------------------------------------------------------- appendix E
+@pytest.mark.parametrize("rule, family, chart, form", CASES)
+def test_updates_follow_the_papers_equations_and_leave_gaussians(rule, family, chart, form):
+    prior, num_iters = gaussian(family), 3 if rule in ("blr", "bbb") else 1
+    found = take(Rule(rule, chart, RATES[rule], num_iters), prior, estimate(form))
+    assert bool(found.ok) and not bool(found.clipped)
+    start, at = dense.as_dense(prior), dense_estimate(form)
+    expected = dense.updated(rule, family, chart, start, at, RATES[rule], num_iters)
+    assert_same(found.q, expected)
+    covariance = np.asarray(found.q.covariance())
+    np.testing.assert_allclose(covariance, covariance.T, rtol=1e-13)
+    assert np.linalg.eigvalsh(covariance).min() > 0
+    if family == "low-rank":
+        found = dense.as_dense(found.q)
+        np.testing.assert_allclose(found.diagonal, expected.diagonal, rtol=1e-10)
+        np.testing.assert_allclose(found.factor @ found.factor.T, expected.factor @ expected.factor.T, atol=1e-10)
+
+
+def kalman_gain_form(prior, F, R, error):
+    """Equations 23-25 and 130-132."""
+    S = prior.covariance
+    gain = S @ F.T @ np.linalg.inv(R + F @ S @ F.T)
+    return dense.Full(prior.mean + gain @ error, S - gain @ F @ S)
+
+
+def test_lin_hess_is_the_kalman_filters_update():
+    rng = np.random.default_rng(0)
+    F, R, error = rng.normal(size=(3, P)), np.diag([0.5, 1.0, 2.0]), rng.normal(size=3)
+    prior = gaussian("full")
+    site = Site(jnp.asarray(F.T @ np.linalg.inv(R) @ error), jnp.asarray(np.linalg.inv(R) ** 0.5 @ F))
+    found = take(Rule("bong"), prior, lambda key, q: site)
+    assert_same(found.q, kalman_gain_form(dense.as_dense(prior), F, R, error))
+
+
+@pytest.mark.parametrize("num_draws", [1, 4, 7])
+def test_empirical_fisher_updates_follow_the_woodbury_form(num_draws):
+    """Equations 122-127: with few draws, and with more than there are parameters."""
+    gradients = np.random.default_rng(1).normal(size=(P, num_draws))
+    prior = gaussian("full")
+    S = dense.as_dense(prior).covariance
+    gain = S @ gradients @ np.linalg.inv(num_draws * np.eye(num_draws) + gradients.T @ S @ gradients)
+    expected = dense.Full(prior.mean + gain @ np.ones(num_draws), S - gain @ gradients.T @ S)
+    site = Site(jnp.asarray(gradients.mean(axis=1)), jnp.asarray(gradients.T / np.sqrt(num_draws)))
+    assert_same(take(Rule("bong"), prior, lambda key, q: site).q, expected)
+
+
+@pytest.mark.parametrize("family, chart", MEMBERS)
+@pytest.mark.parametrize("rule", ["blr", "bbb"])
+def test_iterations_in_batch_mode_pull_towards_the_prior(rule, family, chart):
+    q, prior = gaussian(family, seed=1), gaussian(family)
+    form = "two rows"
+    found = iterate(Rule(rule, chart, RATES[rule]), prior, q, estimate(form), KEY)
+    start = dense.as_dense(q)
+    g, G = dense_estimate(form)(start.mean, start.covariance)
+    assert_same(found.q, dense.STEPS[rule, family, chart](start, g, G, RATES[rule], dense.as_dense(prior)))
+
+
+@pytest.mark.parametrize(
+    "family, chart, expected",
+    [
+        ("full", "natural", lambda m, S, g, G, a, b: (None, np.linalg.inv((1 - a) * np.linalg.inv(S) + a * (b - G)))),
+        ("full", "moment", lambda m, S, g, G, a, b: (m + a * S @ (g - b @ m), (1 + a) * S + a * S @ (G - b) @ S)),
+        (
+            "diagonal",
+            "natural",
+            lambda m, S, g, G, a, b: (None, np.diag(1 / ((1 - a) / np.diag(S) + a * np.diag(b - G)))),
+        ),
+        (
+            "diagonal",
+            "moment",
+            lambda m, S, g, G, a, b: (
+                m + a * np.diag(S) * (g - np.diag(b) * m),
+                np.diag((1 + a) * np.diag(S) + a * np.diag(S) ** 2 * np.diag(G - b)),
+            ),
+        ),
+    ],
+)
+def test_batch_blr_with_a_spherical_prior_follows_appendix_e6(family, chart, expected):
+    """Equations 329-344."""
+    scale, rate, q = 0.7, 0.3, gaussian(family, seed=1)
+    identity, zeros = jnp.eye(P), jnp.zeros(P)
+    prior = FullGaussian(zeros, scale * identity) if family == "full" else DiagonalGaussian(zeros, scale**2 + zeros)
+    found = dense.as_dense(iterate(Rule("blr", chart, rate), prior, q, estimate("two rows"), KEY).q)
+    start = dense.as_dense(q)
+    g, G = dense_estimate("two rows")(start.mean, start.covariance)
+    mean, covariance = expected(start.mean, start.covariance, g, G, rate, np.eye(P) / scale**2)
+    if mean is None:
+        mean = start.mean + rate * covariance @ (g - start.mean / scale**2)
+    np.testing.assert_allclose(found.mean, mean, rtol=1e-10)
+    np.testing.assert_allclose(found.covariance, covariance, rtol=1e-10, atol=1e-12)
+
+
+# ---------------------------------------------------------------------- laws between rules
+@pytest.mark.parametrize("family, chart", MEMBERS)
+def test_blr_with_one_step_of_rate_one_is_bong(family, chart):
+    prior = gaussian(family)
+    bong, blr = (take(Rule(name, chart, 1.0), prior, estimate("two rows")).q for name in ("bong", "blr"))
+    assert_same(blr, dense.as_dense(bong), rtol=1e-13)
+
+
+@pytest.mark.parametrize("family, chart", MEMBERS)
+def test_bbb_with_one_step_is_bog(family, chart):
+    prior = gaussian(family)
+    bog, bbb = (take(Rule(name, chart, 0.03), prior, estimate("two rows")).q for name in ("bog", "bbb"))
+    assert_same(bbb, dense.as_dense(bog), rtol=1e-13)
+
+
+@pytest.mark.parametrize("family, chart", MEMBERS)
+def test_the_divergence_counts_nothing_at_the_prior(family, chart):
+    prior = gaussian(family)
+    site = estimate("two rows")(KEY, prior)
+    for step in (
+        partial(gradient_step, rate=0.02, chart=chart),
+        partial(type(prior).natural_step, step=0.4, chart=chart),
+    ):
+        assert_same(step(prior, site=site, prior=prior), dense.as_dense(step(prior, site=site)), rtol=1e-11)
+
+
+@pytest.mark.parametrize("family", ["full", "diagonal"])
+@pytest.mark.parametrize("rule", ["bong", "blr"])
+def test_natural_and_moment_steps_agree_to_first_order(rule, family):
+    prior = gaussian(family)
+
+    def difference(step):
+        scaled = lambda key, q: Site(step * site.gradient, jnp.sqrt(step) * site.factor)  # noqa: E731
+        rate = 1.0 if rule == "bong" else step
+        estimator = scaled if rule == "bong" else lambda key, q: site
+        pair = [take(Rule(rule, chart, rate), prior, estimator).q for chart in ("natural", "moment")]
+        pair = [dense.as_dense(q) for q in pair]
+        return max(np.max(np.abs(pair[0].mean - pair[1].mean)), np.max(np.abs(pair[0].covariance - pair[1].covariance)))
+
+    site = estimate("two rows")(KEY, prior)
+    assert difference(1e-3) > 1e-8
+    assert difference(1e-3) / difference(5e-4) == pytest.approx(4, rel=0.02)
+
+
+# ---------------------------------------------------------------------- laws between families
+def stream(rule, prior, form, size, count=2):
+    """Several blocks, each the next one's prior."""
+    for _ in range(count):
+        found = take(rule, prior, estimate(form, size))
+        assert bool(found.ok)
+        prior = found.q
+    return prior
+
+
+@pytest.mark.parametrize("rule, num_iters", [("bong", 1), ("blr", 3)])
+@pytest.mark.parametrize("form", ["two rows", "many rows"])
+def test_low_rank_of_full_rank_is_the_full_family(rule, num_iters, form):
+    prior = gaussian("low-rank", rank=P)
+    rule = Rule(rule, "natural", RATES[rule], num_iters)
+    found = stream(rule, prior, form, P)
+    assert_same(found, dense.as_dense(stream(rule, prior.as_full(), form, P)), rtol=1e-9)
+
+
+@pytest.mark.parametrize("chart", ["natural", "moment"])
+@pytest.mark.parametrize("rule", RATES)
+def test_with_one_parameter_the_diagonal_family_is_the_full_one(rule, chart):
+    prior = DiagonalGaussian(jnp.array([0.4]), jnp.array([1.3]))
+    rule = Rule(rule, chart, RATES[rule], 2 if rule in ("blr", "bbb") else 1)
+    expected = stream(rule, FullGaussian(prior.mean, jnp.sqrt(prior.variance)[None]), "two rows, weighted", 1)
+    assert_same(stream(rule, prior, "two rows, weighted", 1), dense.as_dense(expected), rtol=1e-12)
+
+
+def test_with_one_parameter_inclusive_exclusive_and_full_updates_are_the_same():
+    prior = DiagonalGaussian(jnp.array([0.4]), jnp.array([1.3]))
+    inclusive = stream(Rule("bong", inclusive=True), prior, "two rows", 1)
+    exclusive = stream(Rule("bong"), prior, "two rows", 1)
+    full = stream(Rule("bong"), FullGaussian(prior.mean, jnp.sqrt(prior.variance)[None]), "two rows", 1)
+    assert_same(inclusive, dense.as_dense(exclusive), rtol=1e-13)
+    assert_same(inclusive, dense.as_dense(full), rtol=1e-13)
+
+
+@pytest.mark.parametrize("form", ["two rows", "two rows, weighted", "many rows"])
+def test_the_inclusive_projection_keeps_the_exact_updates_mean_and_variances(form):
+    """The decoupled extended Kalman filter (diagonal EKF paper, equations 4-7 and 12)."""
+    prior = gaussian("diagonal")
+    found = take(Rule("bong", inclusive=True), prior, estimate(form)).q
+    start = dense.as_dense(prior)
+    exact = dense.bong_full_natural(start, *dense_estimate(form)(start.mean, start.covariance), 1.0, start)
+    np.testing.assert_allclose(found.mean, exact.mean, rtol=1e-11)
+    np.testing.assert_allclose(found.variance, np.diag(exact.covariance), rtol=1e-11)
+
+
+def test_the_exclusive_projection_keeps_the_exact_updates_precisions():
+    """Diagonal EKF paper, equations 13-14."""
+    prior, form = gaussian("diagonal"), "two rows"
+    found = take(Rule("bong"), prior, estimate(form)).q
+    start = dense.as_dense(prior)
+    exact = dense.bong_full_natural(start, *dense_estimate(form)(start.mean, start.covariance), 1.0, start)
+    np.testing.assert_allclose(1 / found.variance, np.diag(np.linalg.inv(exact.covariance)), rtol=1e-11)
+
+
+# ---------------------------------------------------------------------- what is a Gaussian
+@pytest.mark.parametrize("chart", ["natural", "moment"])
+@pytest.mark.parametrize("family", ["full", "diagonal"])
+@pytest.mark.parametrize("rule", RATES)
+def test_natural_steps_that_would_leave_no_gaussian_lose_their_negative_curvature(rule, family, chart):
+    """Precisions fall by it beyond zero; covariances rise by it, which needs no help."""
+    prior, rng = gaussian(family), np.random.default_rng(4)
+    factor, weight, gradient = rng.normal(size=(2, P)), np.diag([0.05, -2000.0]), 0.01 * rng.normal(size=P)
+    site = Site(*map(jnp.asarray, (gradient, factor, weight)))
+    found = take(Rule(rule, chart, RATES[rule]), prior, lambda key, q: site)
+    assert bool(found.clipped) == (chart == "natural")
+    assert bool(found.ok)
+    G = -factor.T @ (np.maximum(weight, 0) if chart == "natural" else weight) @ factor
+    start = dense.as_dense(prior)
+    assert_same(found.q, dense.STEPS[rule, family, chart](start, gradient, G, RATES[rule], start), rtol=1e-9)
+
+
+@pytest.mark.parametrize("family", ["full", "diagonal"])
+@pytest.mark.parametrize("rule", RATES)
+def test_a_moment_step_beyond_the_positive_definite_matrices_is_not_ok(rule, family):
+    prior = gaussian(family)
+    site = Site(jnp.zeros(P), 30 * jnp.eye(P))
+    assert not bool(take(Rule(rule, "moment", RATES[rule]), prior, lambda key, q: site).ok)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_site_that_is_not_finite_is_not_ok(family):
+    prior = gaussian(family)
+    site = Site(jnp.full(P, jnp.nan), jnp.ones((2, P)))
+    assert not bool(take(Rule("bong"), prior, lambda key, q: site).ok)
+
+
+@pytest.mark.parametrize("rule", ["bog", "bbb"])
+def test_plain_gradients_of_low_rank_factors_vanish_at_no_factor(rule):
+    """At W = 0 the gradient in W is zero (equations 311 and 321): a diagonal precision stays one."""
+    prior = LowRankGaussian(jnp.ones(P), 2.0 * jnp.ones(P), jnp.zeros((RANK, P)))
+    found = stream(Rule(rule, "natural", 0.02, 1), prior, "two rows", P)
+    np.testing.assert_array_equal(found.factor, 0.0)
+    assert float(jnp.min(found.diagonal)) > 2.0
