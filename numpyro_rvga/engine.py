@@ -24,6 +24,7 @@ from .model.validation import CoupledRows
 SMOOTHNESS_ROWS = 16
 SYMMETRIC_PREDICTORS = 8  # with more, as in neural networks, the prior's mean is often a saddle
 NUM_STARTS = 8
+ROW_ITERATIONS = 2  # at least, of rows one by one: in a routine, the second costs little and leaves much less
 NUM_LINEARIZATIONS = 3  # of predictors that are not affine, in a small block
 
 
@@ -81,7 +82,7 @@ class Engine:
             tolerance = 1e-8 if self._double else 1e-6
             if block_size is not None:
                 tolerance = min(tolerance, block_size**2 * (1e-12 if self._double else 1e-9))
-        return Settings(tolerance, self.options.max_iterations)
+        return Settings(tolerance, self.options.max_iterations, ROW_ITERATIONS if block_size == 1 else 0)
 
     @property
     def numbers_per_row(self) -> int:

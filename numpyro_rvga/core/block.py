@@ -109,10 +109,11 @@ class Solution(NamedTuple):
 
 class Settings(NamedTuple):
     """Stopping rule (static): the natural gradient's squared length, in nats, which must also fall to a millionth of
-    what it was at the start; and the number of steps."""
+    what it was at the start; and the number of steps, at most and at least."""
 
     tolerance: float
     max_iterations: int
+    min_iterations: int = 0
 
 
 class Sums(NamedTuple):
@@ -233,17 +234,8 @@ def seek_start(search: Search) -> Trial:
     return lax.while_loop(lambda trial: (trial.step == 0) & ~trial.stuck, search.try_once, search.begin)
 
 
-def run_search(search: Search, *, unrolled: bool = False) -> Solution:
-    """Run a search.
-
-    :param unrolled: write out the start and two steps, which most single rows need, and loop only for the others: a
-        loop costs more than the steps.
-    """
-    whole = lambda: search.solution(lax.while_loop(search.unfinished, search.try_once, search.begin))  # noqa: E731
-    if not unrolled:
-        return whole()
-    once = search.try_once(search.try_once(search.try_once(search.begin)))
-    return lax.cond(search.unfinished(once), whole, lambda: search.solution(once))
+def run_search(search: Search) -> Solution:
+    return search.solution(lax.while_loop(search.unfinished, search.try_once, search.begin))
 
 
 def block_search(
@@ -363,7 +355,8 @@ def block_search(
         return jnp.minimum(settings.tolerance, SHARE * trial.first)
 
     def unfinished(trial: Trial) -> Array:
-        unsolved = (trial.iterations < settings.max_iterations) & ~(trial.at.decrement <= tolerance(trial))
+        unsolved = ~(trial.at.decrement <= tolerance(trial)) | (trial.iterations < settings.min_iterations)
+        unsolved = unsolved & (trial.iterations < settings.max_iterations)
         return (unsolved | (trial.step == 0)) & ~trial.stuck
 
     def solution(found: Trial) -> Solution:

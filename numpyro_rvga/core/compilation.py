@@ -7,11 +7,22 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+from jax import Array, lax
+from jax.experimental.xla_metadata import set_xla_metadata
+from jax.extend import core as jex_core
+
+from .primitives import POINTWISE_PRIMITIVES, SELECTING_PRIMITIVES
 
 # On CPUs, XLA's newer emitters take half of the compilation, and LLVM's higher levels a quarter of what is left. Both
 # gain nothing here: most of a run is spent in matrix products and LAPACK, which are compiled already.
 OLDER_EMITTERS = ("xla_cpu_use_fusion_emitters", False)
 LLVM_LEVEL = "xla_backend_optimization_level"
+# With vector products, what XLA can put into a single routine: nothing that calls a library, and no scatter.
+ROUTINE_PRIMITIVES = frozenset(
+    """jit pjit closed_call custom_jvp_call custom_vjp_call custom_vjp_call_jaxpr while cond scan platform_index
+    concatenate stack unstack split pad iota reduce_sum reduce_max reduce_min reduce_and reduce_or argmax
+    argmin""".split()
+).union(POINTWISE_PRIMITIVES, SELECTING_PRIMITIVES)
 
 
 def jit_once(function: Callable) -> Callable:
@@ -34,6 +45,50 @@ class Compiled:
         if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(args)):
             return self._nested(*args, **static)
         return self._light(*args, **static)
+
+
+def one_routine(function: Callable) -> Callable:
+    """``function`` of a few numbers, for use in compiled functions: on CPUs, XLA runs it as a single routine.
+
+    Else it runs operation by operation, and starting one costs ten times what it does to a few numbers. Operations
+    that have no place in a routine leave the function as it is.
+    """
+    jitted = jax.jit(function)
+
+    def call(*args: Any) -> Any:
+        if jax.default_backend() == "cpu" and _is_elementary(jitted.trace(*args).jaxpr) and _routines_exist():
+            return _as_routine(jitted)(*args)
+        return jitted(*args)
+
+    return call
+
+
+def _as_routine(jitted: Callable) -> Callable:
+    return lambda *args: set_xla_metadata(jitted(*args), inlineable="false", xla_cpu_small_call="true")
+
+
+def _is_elementary(jaxpr: jex_core.ClosedJaxpr) -> bool:
+    """Products are of vectors only: those of matrices go to a library, be it under ``jax.vmap``."""
+
+    def elementary(eqn):
+        if eqn.primitive.name == "dot_general":
+            return all(sum(size > 1 for size in v.aval.shape) <= 1 for v in eqn.invars)
+        inner = [x for x in jax.tree.leaves(list(eqn.params.values())) if hasattr(x, "eqns")]
+        return eqn.primitive.name in ROUTINE_PRIMITIVES and all(map(_is_elementary, inner))
+
+    return all(map(elementary, jaxpr.eqns))
+
+
+@functools.cache
+def _routines_exist() -> bool:
+    def doubled(x: Array) -> Array:
+        return lax.while_loop(lambda y: y < 1, lambda y: 2 * y, x)
+
+    try:
+        jax.jit(_as_routine(jax.jit(doubled))).lower(1.0).compile()
+    except jax.errors.JaxRuntimeError:
+        return False
+    return True
 
 
 def _options(level: int) -> dict[str, Any]:

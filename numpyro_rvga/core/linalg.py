@@ -157,8 +157,8 @@ def column_sums(rows: Array) -> Array:
 def row_space(rows: Array) -> tuple[Array, Array]:
     """Rows (K, P), K < P, as ``reduced`` (K, K) times an orthonormal ``basis`` (K, P)."""
     if rows.shape[0] == 1:
-        length = jnp.sqrt(jnp.sum(rows * rows))
-        return length[None, None], rows / jnp.where(length > 0, length, 1.0)
+        length = jnp.sqrt(rows @ rows.T)
+        return length, rows / jnp.where(length > 0, length, 1.0)
     # Equal rows would leave columns that shrink from step to step until they underflow, and LAPACK fails on these.
     # A multiple of the identity below keeps every column alive; what is added is at the level of rounding errors.
     count, size = rows.shape

@@ -15,7 +15,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from .block import Factors, Kind, Settings, block_search, evaluate, run_search, standard_base
+from .block import Factors, Kind, Settings, Solution, block_search, evaluate, run_search, standard_base
+from .compilation import one_routine
 from .gaussians import FullGaussian, Transition
 from .linalg import cholesky, row_space, semidefinite_factor, solve_lower
 
@@ -133,25 +134,17 @@ def implicit_step(
     """
 
     def step(state: State, num_rows: Array) -> tuple[State, StepInfo]:
-        def solve(mean):
-            factors = linearise(mean)
-            shift = state.mean - mean
-            centred = tuple(f._replace(offset=f.offset + f.design @ shift) for f in factors)
-            designs, basis = _subspace(state.root, centred)
-            dimension = designs[0].shape[-1]
+        def solve(factors):
+            designs, basis = _subspace(state.root, factors)
+            blocks = tuple(f._replace(design=z) for f, z in zip(factors, designs))
+            search = partial(_search_block, kinds, settings)
+            found = one_routine(search)(blocks) if designs[0].shape[-1] == 1 else search(blocks)
+            return found, basis, _predict(blocks, found.mean)
 
-            def predict(e):
-                return tuple(Factors(f.offset + z @ e, z, f.constants) for f, z in zip(centred, designs))
-
-            dtype = state.mean.dtype
-            reduce = lambda e, covariance_root: evaluate(kinds, predict(e), covariance_root)  # noqa: E731
-            search = block_search(kinds, reduce, standard_base(dtype), dimension, dtype, settings)
-            found = run_search(search, unrolled=dimension == 1)
-            return found, basis, predict(found.mean)
-
-        found, basis, factors = solve(state.mean)
+        found, basis, factors = solve(linearise(state.mean))
         for _ in range(num_linearizations - 1):
-            found, basis, factors = solve(state.mean + state.root @ _lift(basis, found.mean))
+            shift = state.root @ _lift(basis, found.mean)
+            found, basis, factors = solve(_predict(linearise(state.mean + shift), -shift))
         info = (found.bound, found.decrement, found.iterations, found.converged)
         after, report = _move(state, basis, found.mean, found.root, num_rows, *info)
         if with_sites:
@@ -159,6 +152,18 @@ def implicit_step(
         return after, report
 
     return step
+
+
+def _search_block(kinds: tuple[Kind, ...], settings: Settings, blocks: tuple[Factors, ...]) -> Solution:
+    """From the standard normal."""
+    dtype, dimension = blocks[0].offset.dtype, blocks[0].design.shape[-1]
+    reduce = lambda e, covariance_root: evaluate(kinds, _predict(blocks, e), covariance_root)  # noqa: E731
+    return run_search(block_search(kinds, reduce, standard_base(dtype), dimension, dtype, settings))
+
+
+def _predict(blocks: tuple[Factors, ...], e: Array) -> tuple[Factors, ...]:
+    """The factors, linearised where they are, seen from e."""
+    return tuple(b._replace(offset=b.offset + b.design @ e) for b in blocks)
 
 
 def explicit_step(
@@ -180,8 +185,7 @@ def explicit_step(
             root = jnp.where(jnp.all(jnp.isfinite(root)), root, cholesky(identity + fallback))
         move = solve_lower(root, solve_lower(root, gradient), transpose=True)
         inverse = solve_lower(root, identity)
-        moved = tuple(b._replace(offset=b.offset + b.design @ move) for b in blocks)
-        value = evaluate(kinds, moved, partial(solve_lower, root)).value
+        value = evaluate(kinds, _predict(blocks, move), partial(solve_lower, root)).value
         divergence = 0.5 * (jnp.sum(inverse * inverse) - identity.shape[0] + move @ move)
         divergence = divergence + jnp.sum(jnp.log(jnp.diagonal(root)))
         zero = jnp.zeros((), gradient.dtype)

@@ -1,8 +1,11 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
-from numpyro_rvga.core.compilation import LLVM_LEVEL, Compiled, _exists
+from numpyro_rvga.core.compilation import LLVM_LEVEL, Compiled, _exists, one_routine
+
+ROUTINE = "xla_cpu_small_call"
 
 
 def power(x, *, exponent=2):
@@ -20,3 +23,23 @@ def test_works_inside_other_transformations():
 def test_options_that_this_version_of_the_compiler_does_not_know_are_left_out():
     assert not _exists("xla_option_of_another_version", True)
     assert _exists(LLVM_LEVEL, 1)
+
+
+def doublings(x):
+    return jax.lax.while_loop(lambda y: y @ y < 100, lambda y: 2 * y + jnp.exp(-y), x)
+
+
+def test_a_function_of_a_few_numbers_is_one_routine_on_cpus():
+    x = jnp.arange(1.0, 4.0)
+    wrapped = jax.jit(one_routine(doublings))
+    np.testing.assert_allclose(wrapped(x), doublings(x), rtol=1e-6)
+    np.testing.assert_allclose(jax.vmap(wrapped)(x[:, None]), jax.vmap(doublings)(x[:, None]), rtol=1e-6)
+    assert (ROUTINE in wrapped.lower(x).as_text()) == (jax.default_backend() == "cpu")
+
+
+@pytest.mark.parametrize("function", [jnp.linalg.cholesky, jnp.sort, lambda x: x @ x, lambda x: x.at[:, [0, 1]].add(1)])
+def test_what_has_no_place_in_a_routine_is_left_as_it_is(function):
+    x = jnp.array([[2.0, 1.0], [1.0, 2.0]])
+    wrapped = jax.jit(one_routine(lambda x: jax.lax.cond(x[0, 0] > 0, function, jnp.negative, x)))
+    np.testing.assert_allclose(wrapped(x), function(x), rtol=1e-6)
+    assert ROUTINE not in wrapped.lower(x).as_text()
