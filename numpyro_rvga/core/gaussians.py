@@ -147,7 +147,7 @@ class FullGaussian:
         pull = site.gradient
         if narrow:
             reduced, basis = row_space(site.factor @ self.root)
-            excess = reduced @ (reduced.T if site.weight is None else site.weight @ reduced.T)
+            excess = reduced.T @ (reduced if site.weight is None else site.weight @ reduced)
         else:
             excess = site.gram(self.root)
         if prior is not None:
