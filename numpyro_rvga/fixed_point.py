@@ -7,7 +7,6 @@ import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
@@ -21,7 +20,7 @@ from .engine import Engine, Engines, describe_bad_rows
 from .kinds import Options
 from .learning import Learned, Learner
 from .model.arguments import checked_rows
-from .options import check_choice, check_options
+from .options import check_choice, check_options, default_key
 from .posterior import Posterior
 from .stream import pad, progress
 
@@ -118,7 +117,7 @@ class FixedPointVI:
         :raises NotImplementedError: for discrete latents, and for latents inside the row plate that are not Normal.
         """
         started = time.perf_counter()
-        rng_key = jax.random.key(0) if rng_key is None else rng_key
+        rng_key = default_key() if rng_key is None else rng_key
         rows = checked_rows(self.model, data, 0, model_kwargs)
         engine = self._engines.get(rows, model_kwargs, rng_key)
         engine.program.check_rows(rows)
@@ -207,7 +206,7 @@ class FixedPointVI:
         :raises NotImplementedError: for discrete latents.
         """
         options = cls(model, expectation=expectation, order=order, num_samples=num_samples).options
-        rng_key = jax.random.key(0) if rng_key is None else rng_key
+        rng_key = default_key() if rng_key is None else rng_key
         return check_conditions(model, options, data, posterior, means, variances, rng_key, model_kwargs)
 
     # ------------------------------------------------------------------ inside

@@ -4,8 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
+import numpy as np
+from jax import Array
+
 EXPECTATIONS = ("auto", "exact", "probit", "quadrature", "sigma_points", "monte_carlo", "linearized")
 ORDERS = ("auto", 2, 1, 0)
+
+
+def default_key() -> Array:
+    """``jax.random.key(0)``, without the code that would be compiled to hash the seed."""
+    return jax.random.wrap_key_data(np.zeros(2, np.uint32), impl="threefry2x32")
 
 
 def check_choice(name: str, value: Any, choices: tuple) -> None:

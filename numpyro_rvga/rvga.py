@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -17,7 +18,7 @@ from .dynamics import Dynamics, check_dynamics
 from .engine import Engine, Engines, Known, describe_bad_rows
 from .kinds import Options
 from .model.arguments import checked_rows
-from .options import check_choice, check_options, check_size
+from .options import check_choice, check_options, check_size, default_key
 from .posterior import Posterior
 from .stream import RowMemory, RowSource, checked_blocks, pad, permuted, progress
 
@@ -151,7 +152,7 @@ class RVGA:
         :raises NotImplementedError: for discrete latents, for those of single rows unless they are Normal additions of
             known scale, for ``numpyro.param`` sites, and for rows that are not independent.
         """
-        rng_key = jax.random.key(0) if rng_key is None else rng_key
+        rng_key = default_key() if rng_key is None else rng_key
         in_memory = isinstance(data, (Mapping, tuple))
         if in_memory:
             rows = checked_rows(self.model, data, 0, model_kwargs)
@@ -181,7 +182,7 @@ class RVGA:
         :return: the state, a pytree.
         """
         rows = checked_rows(self.model, data, 0, model_kwargs)
-        rng_key = jax.random.key(0) if rng_key is None else rng_key
+        rng_key = default_key() if rng_key is None else rng_key
         return self._initial_state(self._engines.get(rows, model_kwargs, rng_key))
 
     def update(self, state: State, data: Mapping[str, Any]) -> State:
@@ -225,6 +226,7 @@ class RVGA:
         sizes = self._sizes(engine, total)
         memory, gathered, done = RowMemory(sizes.memory), _Gathered(), 0
         keep = sizes.memory > 0 and (total is None or total > sizes.first)
+        finish = lambda: None  # noqa: E731
         while True:
             joint = done == 0 and sizes.first > 0
             piece = source.take(sizes.first if joint else sizes.chunk)
@@ -239,12 +241,10 @@ class RVGA:
             else:
                 arrays = _on_device(piece, sizes.chunk)
                 after, info = engine.stream(state, *arrays, block_size=sizes.block, with_sites=keep)
-            if not np.asarray(info.ok).all():
-                self._refuse(engine, state, piece, done)
-            memory.offer(piece, info.sites)
-            gathered.add(info)
+            finish()  # the piece before: it was under way while this one's step was compiled
+            finish = partial(self._finish, engine, state, piece, done, info, memory, gathered, bar)
             state, done = after, done + length
-            bar.update(length)
+        finish()
         kept = memory.contents() if done > sizes.first else None
         if kept is not None:
             state = self._revisit(engine, state, *kept, sizes.memory, gathered)
@@ -252,6 +252,14 @@ class RVGA:
             state = self._settle(engine, state, gathered)
         facts = {"num_rows": done, "block_size": sizes.block, "first_block": min(sizes.first, done)}
         return state, gathered.summary() | facts | {"kept_rows": 0 if kept is None else _length(kept[0])}
+
+    def _finish(self, engine, before, piece, first_row, info, memory, gathered, bar):
+        """Wait for a step's result and keep what it has to tell."""
+        if not np.asarray(info.ok).all():
+            self._refuse(engine, before, piece, first_row)
+        memory.offer(piece, info.sites)
+        gathered.add(info)
+        bar.update(_length(piece))
 
     def _revisit(self, engine, state, rows, sites, capacity, gathered):
         """Solve once more with the kept rows as themselves, not as their Gaussian sites."""

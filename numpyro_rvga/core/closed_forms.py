@@ -73,8 +73,16 @@ class LaplaceLogScale(NamedTuple):
     weight: Array
 
 
+@jax.custom_jvp
+def _softplus(u: Array) -> Array:
+    return jax.nn.softplus(u)
+
+
+_softplus.defjvps(lambda slope, _, u: jax.nn.sigmoid(u) * slope)  # JAX's own is a long way to the same
+
+
 def logistic_density(u: Array, c: Logistic) -> Array:
-    return c.weight * (c.successes * u[0] - c.trials * jax.nn.softplus(u[0]) + c.constant)
+    return c.weight * (c.successes * u[0] - c.trials * _softplus(u[0]) + c.constant)
 
 
 def exponential_density(u: Array, c: Exponential) -> Array:

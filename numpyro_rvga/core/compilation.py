@@ -92,14 +92,20 @@ def _routines_exist() -> bool:
 
 
 def _options(level: int) -> dict[str, Any]:
-    return dict(option for option in (OLDER_EMITTERS, (LLVM_LEVEL, level)) if _exists(*option))
+    return {name: value for name, value in (OLDER_EMITTERS, (LLVM_LEVEL, level)) if name in _known_options()}
 
 
 @functools.cache
-def _exists(name: str, value: Any) -> bool:
-    """Whether this version of XLA knows the option: names come and go."""
+def _known_options() -> frozenset[str]:
+    """One attempt for all of them, one for each if that fails."""
+    options = dict([OLDER_EMITTERS, (LLVM_LEVEL, 1)])
+    return frozenset(options if _exist(options) else (n for n, value in options.items() if _exist({n: value})))
+
+
+def _exist(options: dict[str, Any]) -> bool:
+    """Whether this version of XLA knows the options: names come and go."""
     try:
-        jax.jit(lambda: 0, compiler_options={name: value})()
+        jax.jit(lambda: 0, compiler_options=options)()
     except jax.errors.JaxRuntimeError:
         return False
     return True

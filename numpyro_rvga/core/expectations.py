@@ -42,7 +42,13 @@ class Nodes(NamedTuple):
 
 def linearized(density: Density, mean: Array, covariance: Array) -> Moments:
     """Derivatives at the mean; the covariance is ignored."""
-    return density(mean), jax.grad(density)(mean), jax.hessian(density)(mean)
+
+    def slope(u: Array) -> tuple[Array, tuple[Array, Array]]:
+        value, gradient = jax.value_and_grad(density)(u)
+        return gradient, (value, gradient)
+
+    hessian, (value, gradient) = jax.jacfwd(slope, has_aux=True)(mean)
+    return value, gradient, hessian
 
 
 def from_nodes(density: Density, nodes: Nodes, order: int) -> Moments:

@@ -86,7 +86,7 @@ class Graph:
 
     # ------------------------------------------------------------------ building nodes
     def constant(self, array) -> Value:
-        array = jnp.asarray(array)
+        array = array if isinstance(array, jax.Array) else jax.device_put(array)
         node = Node(CONSTANT, array.shape, array.dtype, apply=lambda: array)
         node.operand = array if array.size == 1 and not isinstance(array, jax.core.Tracer) else None
         return Value(array.shape, array.dtype, None, node)

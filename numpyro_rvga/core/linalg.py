@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 
 UNROLL = 3
@@ -101,8 +102,7 @@ def semidefinite_factor(matrix: Array) -> tuple[Array, Array]:
         pivots.append(root)
     factor = jnp.stack(columns, -1)
     inverse: list[Array] = []
-    for i in range(n):
-        unit = jnp.zeros(n, matrix.dtype).at[i].set(1.0)
+    for i, unit in enumerate(np.eye(n, dtype=matrix.dtype)):
         used = sum((factor[i, j] * inverse[j] for j in range(i)), jnp.zeros(n, matrix.dtype))
         alive = pivots[i] > 0
         inverse.append(jnp.where(alive, (unit - used) / jnp.where(alive, pivots[i], 1.0), 0.0))

@@ -97,14 +97,13 @@ def summarise(kinds: tuple[Kind, ...], factors: tuple[Factors, ...], spreads: tu
         value, gradient, hessian = kind.expect(mean, covariance, constants)
         linear = gradient - hessian @ mean
         constant = value - linear @ mean - 0.5 * (mean @ hessian @ mean + jnp.sum(hessian * covariance))
-        curvature = lambda u: kind.plugin(u, covariance, constants)[2]  # noqa: E731
-        root, _ = semidefinite_factor(covariance)
-        here = curvature(mean)
-        error = jnp.zeros((), mean.dtype)
-        for step in root.T:
-            ahead, behind = curvature(mean + step) - here, curvature(mean - step) - here
-            error = error + jnp.maximum(jnp.abs(step @ ahead @ step), jnp.abs(step @ behind @ step))
-        return Sites(-hessian, linear, constant, error)
+        steps = semidefinite_factor(covariance)[0].T
+        points = jnp.concatenate([mean[None], mean + steps, mean - steps])
+        here, *others = jnp.split(
+            jax.vmap(lambda u: kind.plugin(u, covariance, constants)[2])(points), [1, 1 + len(mean)]
+        )
+        changes = [jnp.abs(jax.vmap(lambda step, change: step @ change @ step)(steps, x - here)) for x in others]
+        return Sites(-hessian, linear, constant, jnp.sum(jnp.maximum(*changes)))
 
     return tuple(
         jax.vmap(partial(one, kind))(block.offset, spread, block.constants)

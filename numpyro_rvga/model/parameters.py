@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 from numpyro.distributions import constraints
 from numpyro.distributions.transforms import biject_to
@@ -44,4 +46,4 @@ def parameters_of(trace: Mapping[str, dict], dtype) -> Parameters:
         if not jnp.all(jnp.isfinite(initial[name])):
             raise ValueError(f"numpyro.param site {name!r} starts at {site['value']}, outside its constraint.")
     layout = layout_of({name: value.shape for name, value in initial.items()})
-    return Parameters(layout, transforms, layout.ravel(initial) if initial else jnp.zeros(0, dtype))
+    return Parameters(layout, transforms, layout.ravel(initial) if initial else jax.device_put(np.zeros(0, dtype)))

@@ -65,7 +65,7 @@ def split_prior(all_terms: list[Terms], blocks: list[Block], theta: jax.ShapeDty
     names = {block.site for block in blocks}
     all_terms = [t for t in all_terms if t.site not in names]
     undecided = [t for t in all_terms if t.is_affine and t.closed_form is None]
-    probes = _once(lambda: [_probe(t, dtype, shared) for t in undecided])
+    probes = _once(lambda: [_probe(t, dtype, shared) for t in undecided]) if undecided else []
     gaussian = [t for t in all_terms if t.closed_form is Gaussian]
     others = [t for t in all_terms if not t.is_affine or t.closed_form not in (None, Gaussian)]
     for terms, probe in zip(undecided, probes):
@@ -202,8 +202,7 @@ def initial_state(prior: Prior, size: int, dtype, start: Start | None, shared: R
 
     :raises ValueError: for a prior that is not proper.
     """
-    part = _once(lambda: gaussian_part(prior, size, dtype, shared))
-    moments = _once(lambda: [block.moments(shared) for block in prior.blocks])
+    part, moments = _once(lambda: _parts(prior, size, dtype, shared))
     for block, (_, scale_tril) in zip(prior.blocks, moments):
         if not np.isfinite(scale_tril).all():
             raise ValueError(
@@ -212,19 +211,24 @@ def initial_state(prior: Prior, size: int, dtype, start: Start | None, shared: R
             )
     exact = jax.tree.map(lambda x: np.asarray(x, np.float64), (part, moments))
     found = _assembled(np, prior, size, start, *exact)
-    return jax.tree.map(lambda x: jnp.asarray(x, dtype), found)._replace(num_rows=jnp.zeros((), jnp.int32))
+    state = jax.tree.map(lambda x: np.asarray(x, dtype), found)
+    return jax.device_put(state._replace(num_rows=np.zeros((), np.int32)))
 
 
 def state_at(prior: Prior, size: int, dtype, start: Start | None, shared: Rows) -> State:
     """The same as a differentiable function of the ``numpyro.param`` sites."""
-    part = gaussian_part(prior, size, dtype, shared)
-    moments = [block.moments(shared) for block in prior.blocks]
+    part, moments = _parts(prior, size, dtype, shared)
     start = None if start is None else Start(*[jnp.asarray(x, dtype) for x in start])
     return _assembled(jnp, prior, size, start, part, moments)._replace(num_rows=jnp.zeros((), jnp.int32))
 
 
+def _parts(prior: Prior, size: int, dtype, shared: Rows) -> tuple[tuple, list]:
+    """:func:`gaussian_part` and the blocks' moments."""
+    return gaussian_part(prior, size, dtype, shared), [block.moments(shared) for block in prior.blocks]
+
+
 def _assembled(xp, prior: Prior, size: int, start: Start | None, part: tuple, moments: list) -> State:
-    """The state, in NumPy or JAX (``xp``), from :func:`gaussian_part` and the blocks' moments."""
+    """The state, in NumPy or JAX (``xp``), from :func:`_parts`."""
     free = _free(prior, size)
     precision, linear, constant = part
     inner = precision[free][:, free], linear[free], constant

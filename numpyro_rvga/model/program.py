@@ -121,9 +121,8 @@ class Program:
         """Two rows and one of them, to find things out; all of them, twice, if the model takes no fewer."""
         taken = np.arange(2) % len(next(iter(rows.values())))
         two = rows if self.whole else {name: array[taken] for name, array in rows.items()}
-        self.example_rows = {name: jnp.asarray(array) for name, array in two.items()}
         one = {name: array if self.whole else array[:1] for name, array in rows.items()}
-        self.example_row = {name: jnp.asarray(array) for name, array in one.items()}
+        self.example_rows, self.example_row = jax.device_put((two, one), may_alias=False)
 
     def _row_terms(self, site: str, prefer_parameters: bool) -> Terms:
         theta = jax.ShapeDtypeStruct((self.layout.size + self.local.size,), self.dtype)
@@ -390,7 +389,7 @@ class Program:
 
         :raises NotImplementedError: for sites that hold more than an array.
         """
-        theta = jnp.zeros(self.layout.size + self.local.size, self.dtype)
+        theta = jax.device_put(np.zeros(self.layout.size + self.local.size, self.dtype))
         found: list = []
         jax.eval_shape(lambda rows: found.append(self._run(rows, {})[0]) or 0, self.example_row)
         if not any(site["type"] == "param" for site in found[0].values()):
@@ -458,7 +457,7 @@ class Program:
 
     def _classify(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Observed sites that are terms of rows, and those that are terms of the prior."""
-        theta = jnp.zeros(self.layout.size, self.dtype)
+        theta = jax.device_put(np.zeros(self.layout.size, self.dtype))
 
         def observed_elements(row):
             records = self._records(self._unravel(theta), row)

@@ -138,7 +138,7 @@ def check_independence(program: Any, rows: Mapping[str, np.ndarray]) -> None:
     """The terms of a few rows must be the same taken together and one by one."""
     count = min(CHECKED_ROWS, len(next(iter(rows.values()))))
     few = {name: np.asarray(array[:count]) for name, array in rows.items()}
-    origin = jnp.zeros(program.layout.size, program.dtype)
+    origin = jax.device_put(np.zeros(program.layout.size, program.dtype))
     alone = jax.eval_shape(lambda r: program.site_elements(origin, r), program.example_row)
     try:
         together = jax.eval_shape(lambda r: program.site_elements(origin, r), few)

@@ -3,7 +3,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from numpyro_rvga.core.compilation import LLVM_LEVEL, Compiled, _exists, one_routine
+from numpyro_rvga.core.compilation import LLVM_LEVEL, Compiled, _exist, one_routine
 
 ROUTINE = "xla_cpu_small_call"
 
@@ -21,8 +21,8 @@ def test_works_inside_other_transformations():
 
 
 def test_options_that_this_version_of_the_compiler_does_not_know_are_left_out():
-    assert not _exists("xla_option_of_another_version", True)
-    assert _exists(LLVM_LEVEL, 1)
+    assert not _exist({LLVM_LEVEL: 1, "xla_option_of_another_version": True})
+    assert _exist({LLVM_LEVEL: 1})
 
 
 def doublings(x):
