@@ -21,6 +21,7 @@ METHODS = {
     "laplace": ("Laplace", "#D55E00"),
 }
 RVGA_COLOUR = "#0072B2"
+COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9")
 
 plt.rcParams.update(
     {
@@ -38,8 +39,11 @@ plt.rcParams.update(
 )
 
 
-def parse_arguments(description: str | None, argv: list[str] | None) -> argparse.Namespace:
+def parse_arguments(description: str | None, argv: list[str] | None, *, data: str | None = None) -> argparse.Namespace:
+    """:param data: the file that ``--data FOLDER`` is to hold, for examples that can take a paper's own data."""
     parser = argparse.ArgumentParser(description=description)
+    if data is not None:
+        parser.add_argument("--data", type=Path, metavar="FOLDER", help=f"folder with {data}, to use instead")
     parser.add_argument("--output", type=Path, default=Path("figures"), help="folder for the figures")
     parser.add_argument("--quick", action="store_true", help="a smaller problem, to see whether it runs")
     return parser.parse_args(argv)
