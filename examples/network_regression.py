@@ -2,10 +2,11 @@
 
 A network with two hidden layers of 20 learns the torque at the first joint from positions, velocities and accelerations
 of all joints. The filters differ in what they keep of the weights' covariance: all of it, diagonal plus low rank of the
-precision, or a diagonal in two ways. For comparison, least squares on all rows, and the same network trained by Adam
-over and over. The prior is a Gaussian around the weights that a layer would start from, and how wide it may be is chosen
-for each filter on rows held out: a diagonal precision overshoots if it is wide. By default the arm is simulated: three links of point masses under gravity. With ``--data FOLDER`` it
-is the SARCOS arm with its seven joints (the published test part, split here).
+precision, or a diagonal in two ways. The prior is a Gaussian around weights that a layer would start from, and how wide
+it may be is chosen for each filter on rows held out: a diagonal precision overshoots if it is wide. For comparison,
+least squares on all rows, and the same network trained by Adam over and over. By default the arm is simulated: three
+links of point masses under gravity. With ``--data FOLDER`` it is the SARCOS arm with its seven joints (the published
+test part, split here).
 """
 
 from __future__ import annotations
@@ -121,7 +122,9 @@ def main(argv: list[str] | None = None) -> None:
         return posterior.num_rows, error, nlpd(posterior, test)
 
     part = len(train["y"]) // 4
-    short, held_out = ({name: array[rows] for name, array in train.items()} for rows in (slice(part), slice(-part, None)))
+    short, held_out = (
+        {name: array[rows] for name, array in train.items()} for rows in (slice(part), slice(-part, None))
+    )
     curves, scales = {}, {}
     for preset in ("lo-fi", "vd-ekf") if arguments.quick else METHODS:
         label, options = METHODS[preset]
@@ -138,7 +141,9 @@ def main(argv: list[str] | None = None) -> None:
 
     lines = {}
     epochs = 20 if arguments.quick else 200
-    adam = MLPRegressor(hidden_layer_sizes=(HIDDEN, HIDDEN), activation="tanh", max_iter=epochs, n_iter_no_change=epochs, random_state=0)
+    adam = MLPRegressor(
+        hidden_layer_sizes=(HIDDEN, HIDDEN), activation="tanh", max_iter=epochs, n_iter_no_change=epochs, random_state=0
+    )
     for label, regressor in (("least squares", LinearRegression()), (f"Adam, {epochs} epochs", adam)):
         begin = time.perf_counter()
         with warnings.catch_warnings():
