@@ -19,7 +19,7 @@ from .initialization import initial_location
 from .kinds import Options
 from .model.arguments import checked_rows
 from .online import Online, OnlineOptions, OnlineState
-from .options import EXPECTATIONS, check_choice
+from .options import EXPECTATIONS, check_choice, default_key
 from .posterior import Posterior
 from .presets import PRESETS
 from .stream import RowSource, checked_blocks, pad, permuted, progress
@@ -172,7 +172,7 @@ class BONG:
         check_choice("prequential", prequential, PREDICTIONS)
         if callback_every is not None and callback_every < 1:
             raise ValueError(f"callback_every must be a positive number of rows, not {callback_every}.")
-        rng_key = jax.random.key(0) if rng_key is None else rng_key
+        rng_key = default_key() if rng_key is None else rng_key
         in_memory = isinstance(data, (Mapping, tuple))
         if in_memory:
             rows = checked_rows(self.model, data, 0, model_kwargs)
@@ -206,7 +206,7 @@ class BONG:
         :return: the state, a pytree.
         """
         rows = checked_rows(self.model, data, 0, model_kwargs)
-        rng_key = jax.random.key(0) if rng_key is None else rng_key
+        rng_key = default_key() if rng_key is None else rng_key
         return self._get(rows, model_kwargs, rng_key).initial_state(rng_key)
 
     def update(self, state: OnlineState, data: Mapping[str, Any]) -> OnlineState:
