@@ -16,6 +16,7 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 from flax import linen as nn
+from matplotlib.ticker import LogLocator, NullLocator
 from numpyro.contrib.module import random_flax_module
 from plots import COLOURS, parse_arguments, plt, save
 from sklearn.datasets import load_digits
@@ -133,7 +134,7 @@ def curve(problem: Problem, label: str, options: dict) -> tuple[str, np.ndarray]
     seconds = time.perf_counter() - begin - evaluating
     found = np.array(posterior.info["callback"])
     print(f"{label:24s} {found[-1, 1]:8.3f} {found[-1, 2]:8.3f} {seconds:8.1f}")
-    return f"{label}, {seconds:.0f} s", found
+    return f"{label}: {seconds:.0f} s", found
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -151,13 +152,16 @@ def main(argv: list[str] | None = None) -> None:
             found = curve(problem, f"{rule} {hessian}", options | RULES[rule])
             plot(left, found, colour, dashes)
     for family, colour in zip(families, COLOURS):
-        plot(right, curve(problem, family, FAMILIES[family]), colour, "-")
-    left.set_title("rules and curvatures, low-rank 10 (learning rate), seconds")
-    right.set_title("families, bong lin-hess, seconds")
+        plot(right, curve(problem, family, FAMILIES[family]), colour, "--" if family == "diagonal, moment" else "-")
+    left.set_title("rules and curvatures, low-rank 10 (learning rate)")
+    right.set_title("families, bong lin-hess")
     left.set_ylabel(f"NLPD of {len(problem.test['y']):,} test rows, linearised")
     for axis in (left, right):
         axis.set_xlabel("rows absorbed")
         axis.set_yscale("log")
+        axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 3, 5)))
+        axis.yaxis.set_major_formatter("{x:g}")
+        axis.yaxis.set_minor_locator(NullLocator())
         axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=2, fontsize=7.5)
     save(figure, arguments.output, "online_networks")
 

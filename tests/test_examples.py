@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+pytest.importorskip("flax")
 pytest.importorskip("matplotlib")
 pytest.importorskip("sklearn")
 pytest.importorskip("statsmodels")
