@@ -3,7 +3,7 @@
 A network with two hidden layers of 20 learns the torque at the first joint from positions, velocities and accelerations
 of all joints. The filters differ in what they keep of the weights' covariance: all of it, diagonal plus low rank of the
 precision, or a diagonal in two ways. The prior is a Gaussian around weights that a layer would start from, and how wide
-it may be is chosen for each filter on rows held out: a diagonal precision overshoots if it is wide. For comparison,
+it may be is chosen for each filter on rows held out. For comparison,
 least squares on all rows, and the same network trained by Adam over and over. By default the arm is simulated: three
 links of point masses under gravity. With ``--data FOLDER`` it is the SARCOS arm with its seven joints (the published
 test part, split here).

@@ -26,7 +26,7 @@ from .stream import RowSource, checked_blocks, pad, permuted, progress
 
 PAPER_HESSIANS = ("lin-hess", "lin-ef", "mc-hess", "mc-ef")
 HESSIANS = (*PAPER_HESSIANS, *(name for name in EXPECTATIONS if name != "linearized"))
-PROJECTIONS = ("exclusive", "inclusive")
+PROJECTIONS = (None, "exclusive", "inclusive")
 PREDICTIONS = (None, "plugin", "linearized")
 CHUNK_BLOCKS = 1024
 CHUNK_NUMBERS = 2**24  # in the Jacobians of the rows that are worked on between looks at the progress bar
@@ -62,9 +62,10 @@ class BONG:
     :param float learning_rate: of ``"bog"``, ``"blr"`` and ``"bbb"``.
     :param int num_iters: steps for each row of ``"blr"`` and ``"bbb"``.
     :param int num_samples: draws of ``"mc-hess"`` and ``"mc-ef"``, and nodes of Monte Carlo expectations.
-    :param str projection: of the diagonal family: ``"exclusive"`` keeps the precision's diagonal (minimises KL(q ||
-        exact)), ``"inclusive"`` the covariance's (KL(exact || q), the fully decoupled extended Kalman filter; for
-        ``rule="bong"``).
+    :param projection: for ``rule="bong"`` with the diagonal family: take the mean of the full update, with the diagonal
+        of its precision (``"exclusive"``, the minimiser of KL(q || full); VD-EKF) or of its covariance
+        (``"inclusive"``, KL(full || q); FD-EKF). None (default) takes the family's own natural gradient, whose mean
+        overshoots where many parameters explain the same row.
     :param dynamics: how parameters move before each block (:class:`RandomWalk`, :class:`OrnsteinUhlenbeck`,
         :class:`LinearDynamics`).
     :param int block_size: rows taken in together. One row at a time is the most accurate, larger blocks are faster.
@@ -94,7 +95,7 @@ class BONG:
         learning_rate: float = 1.0,
         num_iters: int = 1,
         num_samples: int = 100,
-        projection: str = "exclusive",
+        projection: str | None = None,
         dynamics: Dynamics | None = None,
         block_size: int = 1,
         num_epochs: int | None = None,
@@ -117,7 +118,7 @@ class BONG:
             raise ValueError("num_epochs is for rule='blr' or 'bbb', with num_iters=1 and no dynamics.")
         self.model, self.dynamics, self.init_loc_fn = model, dynamics, init_loc_fn
         self.block_size, self.num_epochs, self.shuffle = block_size, num_epochs, shuffle
-        self.rule = Rule(rule, parameterization, learning_rate, num_iters, projection == "inclusive")
+        self.rule = Rule(rule, parameterization, learning_rate, num_iters, projection)
         self.options = OnlineOptions(family, rank, hessian if hessian in PAPER_HESSIANS else "expected", num_samples)
         self._described = {"rule": rule, "hessian": hessian, "family": family, "parameterization": parameterization}
         expectation = "linearized" if hessian in PAPER_HESSIANS else hessian
@@ -411,7 +412,7 @@ def _check_combination(
     parameterization: str,
     learning_rate: float,
     num_iters: int,
-    projection: str,
+    projection: str | None,
 ) -> None:
     """:raises ValueError: with the reason why options exclude each other."""
     if not learning_rate > 0:
@@ -435,10 +436,10 @@ def _check_combination(
         )
     if family == "low-rank" and parameterization != "natural":
         raise ValueError("family='low-rank' has one parameterization: leave it at 'natural'.")
-    if projection == "inclusive" and (family != "diagonal" or rule != "bong" or parameterization != "natural"):
-        raise ValueError("projection='inclusive' is for rule='bong' with family='diagonal' and natural parameters.")
-    if projection == "inclusive" and hessian == "mc-hess":
-        raise ValueError("projection='inclusive' needs a curvature of low rank: use another hessian than 'mc-hess'.")
+    if projection is not None and (family != "diagonal" or rule != "bong" or parameterization != "natural"):
+        raise ValueError("projection is for rule='bong' with family='diagonal' and natural parameters.")
+    if projection is not None and hessian == "mc-hess":
+        raise ValueError("projection needs a curvature of low rank: use another hessian than 'mc-hess'.")
 
 
 def _chain(head, rest):

@@ -247,16 +247,19 @@ class DiagonalGaussian:
             variance, gain = self.variance * (1 - step * excess * self.variance), self.variance
         return DiagonalGaussian(self.mean + step * gain * pull, variance)
 
-    def inclusive_step(self, site: Site) -> DiagonalGaussian:
-        """The exact update's mean, and the diagonal of its covariance: of all diagonal Gaussians the minimiser of
-        KL(exact || q) (diagonal EKF paper, equation 12)."""
+    def projected_step(self, site: Site, projection: str) -> DiagonalGaussian:
+        """The exact update's mean, and the diagonal of its precision ("exclusive": of all diagonal Gaussians the
+        minimiser of KL(q || exact); diagonal EKF paper, equation 13) or covariance ("inclusive": KL(exact || q); 12).
+        """
         wide = site.factor * self.variance
         weighted = site.factor if site.weight is None else site.weight @ site.factor
         inner = jnp.eye(len(wide), dtype=wide.dtype) + weighted @ wide.T
-        gain = wide.T @ jnp.linalg.solve(inner, weighted * self.variance)  # Sigma - Sigma'
         raw = self.variance * site.gradient
-        correction = wide.T @ jnp.linalg.solve(inner, weighted @ raw)
-        return DiagonalGaussian(self.mean + raw - correction, self.variance - jnp.diagonal(gain))
+        mean = self.mean + raw - wide.T @ jnp.linalg.solve(inner, weighted @ raw)
+        if projection == "exclusive":
+            return DiagonalGaussian(mean, self.variance / (1 + site.curvature_diagonal() * self.variance))
+        narrowing = column_sums(wide * jnp.linalg.solve(inner, weighted * self.variance))
+        return DiagonalGaussian(mean, self.variance - narrowing)
 
     def coordinates(self, chart: str) -> tuple[Array, Array]:
         if chart == "moment":

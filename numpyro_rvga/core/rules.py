@@ -23,14 +23,14 @@ class Rule(NamedTuple):
     """What a step of one block is (static).
 
     :ivar name: one of :data:`RULES`. :ivar chart: "natural" or "moment". :ivar num_iters: steps for each block.
-    :ivar inclusive: the minimiser of KL(exact || q) instead, for the diagonal family.
+    :ivar projection: for the diagonal family, how the exact update is projected instead: see ``projected_step``.
     """
 
     name: str
     chart: str = "natural"
     learning_rate: float = 1.0
     num_iters: int = 1
-    inclusive: bool = False
+    projection: str | None = None
 
 
 class Updated(NamedTuple):
@@ -77,8 +77,8 @@ def _step(rule: Rule, q: Family, site: Site, prior: Family | None) -> tuple[Fami
 
 
 def _natural(rule: Rule, q: Family, site: Site, prior: Family | None) -> Family:
-    if rule.inclusive:
-        return q.inclusive_step(site)
+    if rule.projection is not None:
+        return q.projected_step(site, rule.projection)
     return q.natural_step(site, rule.learning_rate, rule.chart, prior)
 
 

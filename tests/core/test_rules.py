@@ -257,33 +257,41 @@ def test_with_one_parameter_the_diagonal_family_is_the_full_one(rule, chart):
     assert_same(stream(rule, prior, "two rows, weighted", 1), dense.as_dense(expected), rtol=1e-12)
 
 
-def test_with_one_parameter_inclusive_exclusive_and_full_updates_are_the_same():
+@pytest.mark.parametrize("projection", [None, "exclusive", "inclusive"])
+def test_with_one_parameter_projections_and_full_updates_are_the_same(projection):
     prior = DiagonalGaussian(jnp.array([0.4]), jnp.array([1.3]))
-    inclusive = stream(Rule("bong", inclusive=True), prior, "two rows", 1)
-    exclusive = stream(Rule("bong"), prior, "two rows", 1)
+    found = stream(Rule("bong", projection=projection), prior, "two rows", 1)
     full = stream(Rule("bong"), FullGaussian(prior.mean, jnp.sqrt(prior.variance)[None]), "two rows", 1)
-    assert_same(inclusive, dense.as_dense(exclusive), rtol=1e-13)
-    assert_same(inclusive, dense.as_dense(full), rtol=1e-13)
+    assert_same(found, dense.as_dense(full), rtol=1e-13)
 
 
+@pytest.mark.parametrize("projection", ["exclusive", "inclusive"])
 @pytest.mark.parametrize("form", ["two rows", "two rows, weighted", "many rows"])
-def test_the_inclusive_projection_keeps_the_exact_updates_mean_and_variances(form):
-    """The decoupled extended Kalman filter (diagonal EKF paper, equations 4-7 and 12)."""
+def test_projections_keep_the_exact_updates_mean_and_precisions_or_variances(form, projection):
+    """The diagonal extended Kalman filters (diagonal EKF paper, equations 4-7, 12 and 13)."""
     prior = gaussian("diagonal")
-    found = take(Rule("bong", inclusive=True), prior, estimate(form)).q
+    found = take(Rule("bong", projection=projection), prior, estimate(form)).q
     start = dense.as_dense(prior)
     exact = dense.bong_full_natural(start, *dense_estimate(form)(start.mean, start.covariance), 1.0, start)
+    kept = np.diag(exact.covariance) if projection == "inclusive" else 1 / np.diag(np.linalg.inv(exact.covariance))
     np.testing.assert_allclose(found.mean, exact.mean, rtol=1e-11)
-    np.testing.assert_allclose(found.variance, np.diag(exact.covariance), rtol=1e-11)
+    np.testing.assert_allclose(found.variance, kept, rtol=1e-11)
 
 
-def test_the_exclusive_projection_keeps_the_exact_updates_precisions():
-    """Diagonal EKF paper, equations 13-14."""
-    prior, form = gaussian("diagonal"), "two rows"
-    found = take(Rule("bong"), prior, estimate(form)).q
+@pytest.mark.parametrize("projection", ["exclusive", "inclusive"])
+def test_projections_minimise_their_divergence_from_the_exact_update(projection):
+    prior = gaussian("diagonal")
+    found = take(Rule("bong", projection=projection), prior, estimate("two rows")).q
     start = dense.as_dense(prior)
-    exact = dense.bong_full_natural(start, *dense_estimate(form)(start.mean, start.covariance), 1.0, start)
-    np.testing.assert_allclose(1 / found.variance, np.diag(np.linalg.inv(exact.covariance)), rtol=1e-11)
+    exact = dense.bong_full_natural(start, *dense_estimate("two rows")(start.mean, start.covariance), 1.0, start)
+    target = FullGaussian(jnp.asarray(exact.mean), jnp.linalg.cholesky(jnp.asarray(exact.covariance)))
+
+    def divergence(mean, log_variance):
+        q = DiagonalGaussian(mean, jnp.exp(log_variance)).as_full()
+        return q.divergence(target) if projection == "exclusive" else target.divergence(q)
+
+    slopes = jax.grad(divergence, (0, 1))(found.mean, jnp.log(found.variance))
+    np.testing.assert_allclose(slopes, np.zeros((2, P)), atol=1e-10)
 
 
 # ---------------------------------------------------------------------- what is a Gaussian
