@@ -71,6 +71,7 @@ class BONG:
     :param int block_size: rows taken in together. One row at a time is the most accurate, larger blocks are faster.
     :param num_epochs: batch mode of ``"blr"`` and ``"bbb"`` (appendix E.6): pass so often over rows in memory, in
         blocks that each speak for all rows, towards the posterior of all of them. None (default): each row counts once.
+        Callbacks then come after each epoch.
     :param init_loc_fn: where q's mean starts, if not at the prior's mean: one of NumPyro's initialisation strategies,
         or :func:`init_to_module` for the weights that a network's layers would start from.
     :param bool shuffle: visit in-memory rows in random order (afresh in each epoch).
@@ -353,6 +354,7 @@ class _Run:
 
     def epochs(self, rows: dict, bar: Any) -> Posterior:
         bong, online, total = self._bong, self._online, _length(rows)
+        prior, all_rows = bong.state.gaussian, bong.state.num_rows + total
         key = jax.random.key_data(bong.state.rng_key)
         order, rng = np.arange(total), np.random.default_rng(np.asarray(key).tolist())
         for _ in range(bong.num_epochs):
@@ -361,14 +363,14 @@ class _Run:
             for start in range(0, total, bong.block_size):
                 taken = order[start : start + bong.block_size]
                 part, weights = pad(permuted(rows, taken), min(bong.block_size, total))
-                scale = np.float32(total / len(taken))
-                bong.state, info = online.one_iteration(online.start, bong.state, part, scale * weights)
+                weights = (total / len(taken) * weights).astype(online.engine.program.dtype)
+                bong.state, info = online.one_iteration(prior, bong.state, part, weights)
                 if not bool(info.ok):
                     self._refuse(permuted(rows, taken), int(taken[0]))
                 self._clipped += int(info.clipped)
                 bar.update(len(taken))
+            bong.state = bong.state._replace(num_rows=all_rows)
             self._call_back()
-        bong.state = bong.state._replace(num_rows=jnp.asarray(total, jnp.int32))
         return self._finished()
 
     def _call_back(self) -> None:

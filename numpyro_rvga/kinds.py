@@ -89,7 +89,7 @@ def _expectation(terms: Terms, options: Options, rng_key: Array, rows: dict) -> 
     if name == "linearized" and terms.num_local:
         raise ValueError(
             f"site {terms.site!r} depends on a latent variable of each row, whose spread linearised expectations "
-            "would pass over. Use expectation='auto' and scheme='implicit' or 'explicit'."
+            "would pass over. Use expectation='auto' and scheme='implicit' or 'explicit'; in BONG, hessian='auto'."
         )
     if name == "exact":
         return cf.EXACT[terms.closed_form], True

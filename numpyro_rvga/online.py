@@ -79,11 +79,6 @@ class Online:
 
     def _check(self) -> None:
         program, options = self.engine.program, self.options
-        if program.local.size and options.hessian != "expected":
-            raise NotImplementedError(
-                f"site {program.local.site_names[0]!r} is a latent variable of each row, which hessian="
-                f"{options.hessian!r} does not integrate out: use hessian='auto'."
-            )
         if options.family == "low-rank" and options.hessian == "expected":
             for kind, terms in zip(self.engine.kinds, program.terms):
                 if not kind.concave:
@@ -237,12 +232,11 @@ class Online:
             after = _divided(state)
         if places is None:
             return after
-        precision = _precision(after.root)
+        before, precision = _precision(some.root), _precision(after.root)
         if isinstance(q, DiagonalGaussian):
             variance = q.variance.at[places].set(1 / jnp.diagonal(precision))
             return DiagonalGaussian(q.mean.at[places].set(after.mean), variance)
-        change = jnp.diagonal(precision - _precision(some.root))
-        return q.raised(places, precision @ (after.mean - some.mean), change)
+        return q.raised(places, before @ (after.mean - some.mean), jnp.diagonal(precision - before))
 
 
 def _first_known(preferred: Array | None, other: Array) -> Array:

@@ -382,11 +382,10 @@ class LowRankGaussian:
         factor = solve_lower(jnp.linalg.cholesky(inner), self.factor * (scale / (self.diagonal * variance)))
         return LowRankGaussian(mean, 1 / variance, factor)
 
-    def raised(self, places: Array, linear: Array, diagonal: Array) -> LowRankGaussian:
-        """With ``diagonal`` added to the precision and ``linear`` to the gradient at some places."""
-        after = LowRankGaussian(self.mean, self.diagonal.at[places].add(diagonal), self.factor)
-        pull = jnp.zeros_like(self.mean).at[places].set(linear)
-        return after._replace_mean(self.mean + after._solve(pull))
+    def raised(self, places: Array, pull: Array, diagonal: Array) -> LowRankGaussian:
+        """The mean pulled at some places, as the covariance has it, and then ``diagonal`` added to the precision."""
+        mean = self.mean + self._solve(jnp.zeros_like(self.mean).at[places].set(pull))
+        return LowRankGaussian(mean, self.diagonal.at[places].add(diagonal), self.factor)
 
     def _replace_mean(self, mean: Array) -> LowRankGaussian:
         return LowRankGaussian(mean, self.diagonal, self.factor)

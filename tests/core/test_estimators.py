@@ -12,6 +12,7 @@ from numpyro_rvga.core import expectations as ex
 from numpyro_rvga.core.block import Factors, Kind
 from numpyro_rvga.core.estimators import Observation, make_estimator
 from numpyro_rvga.core.gaussians import DiagonalGaussian, FullGaussian, LowRankGaussian
+from numpyro_rvga.core.rules import RULES, Rule, update
 
 KEY = jax.random.key(3)
 POINTS, WEIGHTS = np.polynomial.hermite_e.hermegauss(40)
@@ -284,3 +285,28 @@ def test_rows_and_sites_add_up(hessian):
         alone = [Sites(*[part[i : i + 1] for part in TWO]) for i in range(2)]
         alone = [estimated(hessian, q, sites, ROWS, 4) for sites in alone]
         np.testing.assert_allclose(curvature(whole), sum(map(curvature, alone)), rtol=1e-10, atol=1e-12)
+
+
+# ---------------------------------------------------------------------- with every rule
+COMBINATIONS = [
+    (rule, hessian, family, chart)
+    for rule in RULES
+    for hessian in ("lin-hess", "lin-ef", "mc-hess", "mc-ef")
+    for family in FAMILIES
+    for chart in ("natural", "moment")
+    if family != "low-rank" or (chart == "natural" and hessian != "mc-hess")
+]
+
+
+@pytest.mark.parametrize("rule, hessian, family, chart", COMBINATIONS)
+def test_every_combination_leaves_a_gaussian(rule, hessian, family, chart):
+    observation, estimator = LOGISTIC.observe(ROWS, jnp.ones(3)), make_estimator(hessian, 3)
+    prior = FAMILIES[family]
+    several, rate = rule in ("blr", "bbb"), 1.0 if rule == "bong" else 0.05
+    with jax.disable_jit():  # operations are compiled once for all
+        found = update(
+            Rule(rule, chart, rate, 2 if several else 1), prior, lambda key, q: estimator(key, q, observation), KEY
+        )
+    assert bool(found.ok)
+    assert np.all(np.linalg.eigvalsh(found.q.covariance()) > 0)
+    assert float(jnp.linalg.norm(found.q.mean - prior.mean)) > 1e-3
