@@ -165,7 +165,7 @@ def options_of(rule, hessian, family, chart):
 
 @pytest.mark.parametrize("rule, hessian, member", list(itertools.product(RULES, HESSIANS, MEMBERS)))
 def test_every_combination_can_be_made_but_for_one_that_makes_no_sense(rule, hessian, member):
-    """That each of their updates leaves a Gaussian is among the tests of the rules."""
+    """That an update of each leaves a Gaussian is among the tests of the estimators."""
     if hessian == "mc-hess" and member[0] == "low-rank":
         with pytest.raises(ValueError, match="positive semi-definite curvature"):
             BONG(logistic, **options_of(rule, hessian, *member))
@@ -177,13 +177,9 @@ def test_every_combination_can_be_made_but_for_one_that_makes_no_sense(rule, hes
     "rule, hessian, member",
     [
         ("bong", "mc-ef", ("full", "moment")),
-        ("bong", "mc-hess", ("diagonal", "natural")),
         ("bog", "lin-hess", ("low-rank", "natural")),
-        ("bog", "mc-hess", ("full", "natural")),
-        ("blr", "lin-ef", ("low-rank", "natural")),
-        ("blr", "mc-hess", ("full", "moment")),
-        ("bbb", "lin-hess", ("full", "natural")),
-        ("bbb", "mc-ef", ("diagonal", "moment")),
+        ("blr", "mc-hess", ("diagonal", "natural")),
+        ("bbb", "lin-ef", ("full", "natural")),
     ],
 )
 def test_combinations_take_in_all_rows(rule, hessian, member):

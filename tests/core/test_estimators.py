@@ -211,8 +211,10 @@ EXPONENTIAL_FAMILIES = {
 }
 
 
-@pytest.mark.parametrize("concave", [True, False])
-@pytest.mark.parametrize("name", EXPONENTIAL_FAMILIES)
+@pytest.mark.parametrize(
+    "name, concave",
+    [("softmax", True), ("softmax", False), ("Poisson", True), ("Bernoulli", False), ("vector Gaussian", False)],
+)
 def test_linearised_hessians_are_those_of_a_gaussian_with_the_rows_own_mean_and_covariance(name, concave):
     """Proposition 4.2: linear(f)-delta = linear(h)-Gaussian, whether or not the density is known to be concave."""
     density, outputs, y, mean, covariance, statistic = EXPONENTIAL_FAMILIES[name]
@@ -260,8 +262,10 @@ def test_expectations_in_predictor_space_are_those_over_theta(sites, family):
 
 
 # ---------------------------------------------------------------------- weights
-@pytest.mark.parametrize("hessian", ["lin-hess", "lin-ef", "mc-hess", "mc-ef", "expected"])
-@pytest.mark.parametrize("family", ["full", "diagonal"])
+@pytest.mark.parametrize(
+    "hessian, family",
+    [*[(name, "full") for name in ("lin-hess", "lin-ef", "mc-hess", "mc-ef", "expected")], ("mc-hess", "diagonal")],
+)
 def test_a_weighted_row_counts_as_so_many_rows(hessian, family):
     """Gradient and curvature both; a row of weight zero is as good as absent."""
     q, weights = FAMILIES[family], [2.0, 3.0, 0.0]
@@ -302,11 +306,9 @@ COMBINATIONS = [
 def test_every_combination_leaves_a_gaussian(rule, hessian, family, chart):
     observation, estimator = LOGISTIC.observe(ROWS, jnp.ones(3)), make_estimator(hessian, 3)
     prior = FAMILIES[family]
-    several, rate = rule in ("blr", "bbb"), 1.0 if rule == "bong" else 0.05
+    rule = Rule(rule, chart, 1.0 if rule == "bong" else 0.05)
     with jax.disable_jit():  # operations are compiled once for all
-        found = update(
-            Rule(rule, chart, rate, 2 if several else 1), prior, lambda key, q: estimator(key, q, observation), KEY
-        )
+        found = update(rule, prior, lambda key, q: estimator(key, q, observation), KEY)
     assert bool(found.ok)
     assert np.all(np.linalg.eigvalsh(found.q.covariance()) > 0)
     assert float(jnp.linalg.norm(found.q.mean - prior.mean)) > 1e-3
