@@ -32,6 +32,7 @@ from numpyro.infer import SVI, Trace_ELBO
 from numpyro.infer.autoguide import AutoMultivariateNormal
 
 from numpyro_rvga import FixedPointVI, Posterior
+from numpyro_rvga.core.gaussians import FullGaussian
 
 TARGET = 1e-3  # nats
 SCHEDULES = {"FPi": "incremental", "FPb": "batch", "GRAD": "gradient"}
@@ -326,7 +327,7 @@ def exact_bound(case: Case, best: Posterior) -> Callable[[jax.Array, jax.Array],
         if case.whitened is not None:
             scale_tril = jnp.asarray(case.kwargs["scale_tril"])
             mean, root = case.kwargs.get("center", 0.0) + scale_tril @ mean, scale_tril @ root
-        here = dataclasses.replace(best, mean=mean, scale=root)
+        here = dataclasses.replace(best, gaussian=FullGaussian(mean, root))
         found = evaluator.run(case.rows, init=here, progress_bar=False, **case.kwargs)
         return float(found.info["bounds"][0])
 

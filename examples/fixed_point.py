@@ -24,6 +24,7 @@ from sklearn.datasets import make_moons
 from statsmodels.datasets import randhie
 
 from numpyro_rvga import FixedPointVI
+from numpyro_rvga.core.gaussians import FullGaussian
 
 SCHEDULES = {
     "incremental": ("fixed point, mean and covariance at once", "#0072B2"),
@@ -89,7 +90,7 @@ def climb_by_svi(model, data, fixed_point, best, num_looks, num_steps, learning_
         state = jax.block_until_ready(advance(state))
         seconds.append(time.perf_counter() - start)
         params = svi.get_params(state)
-        here = dataclasses.replace(best, mean=params["auto_loc"], scale=params["auto_scale_tril"])
+        here = dataclasses.replace(best, gaussian=FullGaussian(params["auto_loc"], params["auto_scale_tril"]))
         bounds.append(fixed_point.run(data, init=here, progress_bar=False).info["bounds"][0])
     return Curve(*SVI_STYLE, np.cumsum(seconds), np.array(bounds))
 
