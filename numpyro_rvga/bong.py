@@ -51,8 +51,10 @@ class BONG:
         gradient step; ``"blr"`` (Bayesian learning rule) and ``"bbb"`` (Bayes by backprop) take ``num_iters`` such
         steps on the bound, KL divergence included (equations 30-34).
     :param str hessian: how expected gradient and curvature are found. ``"lin-hess"``: at q's mean, with the model's
-        outputs linearised (exact and positive semi-definite for exponential families, singular ones such as the softmax
-        included; for others curvature loses its negative part). ``"lin-ef"``: at q's mean, with the gradient's square
+        outputs linearised: the Kalman filter with the row's own mean and covariance for Bernoulli, binomial, Poisson
+        and softmax rows (whose covariance is singular) under any link, and for Normal rows of known scale. Other rows,
+        Normal ones of unknown scale among them, have the curvature that is observed, less its negative part, which may
+        be far off: take ``"auto"`` for these. ``"lin-ef"``: at q's mean, with the gradient's square
         for the curvature, and no Jacobian. ``"mc-hess"``, ``"mc-ef"``: both averaged over draws of theta (the diagonal
         family takes one of Hutchinson's probes a draw). And RVGA's expectations in predictor space: ``"auto"``,
         ``"exact"``, ``"probit"``, ``"quadrature"``, ``"sigma_points"``, ``"monte_carlo"``.
