@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from .checkpoints import EVERY
 from .core.gaussians import CHARTS, FAMILIES
 from .core.rules import NATURAL, RULES, Rule
 from .dynamics import Dynamics, check_dynamics
@@ -18,11 +20,12 @@ from .engine import Engines, describe_bad_rows
 from .initialization import initial_location
 from .kinds import Options
 from .model.arguments import checked_rows
-from .online import Online, OnlineOptions, OnlineState
+from .online import BlockInfo, Online, OnlineOptions, OnlineState
 from .options import EXPECTATIONS, check_choice, default_key
+from .passes import Pass, PassOptions, open_source, rows_named
 from .posterior import Posterior
 from .presets import PRESETS
-from .stream import RowSource, checked_blocks, pad, permuted, progress
+from .stream import Rows, RowSource, num_rows, pad, permuted, progress
 
 PAPER_HESSIANS = ("lin-hess", "lin-ef", "mc-hess", "mc-ef")
 HESSIANS = (*PAPER_HESSIANS, *(name for name in EXPECTATIONS if name != "linearized"))
@@ -155,6 +158,10 @@ class BONG:
         callback: Callable[[Posterior], Any] | None = None,
         callback_every: int | None = None,
         prequential: str | None = None,
+        checkpoint: str | os.PathLike | None = None,
+        every: int = EVERY,
+        resume: bool = False,
+        on_bad_row: str = "raise",
         **model_kwargs: Any,
     ) -> Posterior:
         """Take in the data, block by block.
@@ -168,6 +175,9 @@ class BONG:
         :param prequential: ``"plugin"`` or ``"linearized"``: before each block, compute its rows' log predictive
             densities under the q of that moment, linearised predictors averaged over; they come as
             ``info["log_predictive"]``, (n,).
+        :param checkpoint: a file to write the run's place to; with ``every`` and ``resume`` as for :meth:`RVGA.run`.
+            After a resumption, ``info["callback"]`` begins there.
+        :param on_bad_row: ``"raise"`` or ``"skip"``, as for :meth:`RVGA.run`.
         :param model_kwargs: go to every call of the model unchanged.
         :return: the posterior. ``info`` says how many blocks lost negative curvature (``clipped``).
         :raises ValueError: for unusable data, naming the array and the row; and where an update leaves no Gaussian,
@@ -176,29 +186,26 @@ class BONG:
         check_choice("prequential", prequential, PREDICTIONS)
         if callback_every is not None and callback_every < 1:
             raise ValueError(f"callback_every must be a positive number of rows, not {callback_every}.")
+        options = PassOptions(checkpoint, every, resume, on_bad_row)
+        if self.num_epochs is not None and (checkpoint is not None or options.skips):
+            raise ValueError("num_epochs goes without checkpoint and on_bad_row='skip': those are for a single pass.")
         rng_key = default_key() if rng_key is None else rng_key
-        in_memory = isinstance(data, (Mapping, tuple))
-        if in_memory:
-            rows = checked_rows(self.model, data, 0, model_kwargs)
-            online = self._get(rows, model_kwargs, rng_key)
-            online.engine.program.check_rows(rows)
-        elif self.shuffle or self.num_epochs is not None:
-            raise ValueError("shuffle=True and num_epochs need the data in memory.")
-        else:
-            blocks = checked_blocks(iter(data), lambda block, row: checked_rows(self.model, block, row, model_kwargs))
-            rows = next(blocks)
-            online = self._get(rows, model_kwargs, rng_key)
+        order_key = rng_key if self.shuffle and self.num_epochs is None else None
+        source, head, in_memory = open_source(data, self.model, model_kwargs, options, order_key)
+        if self.num_epochs is not None and not in_memory:
+            raise ValueError("num_epochs needs the data in memory: it passes over them again.")
+        online = self._get(head, model_kwargs, rng_key)
+        if in_memory and not options.skips:
+            online.engine.program.check_rows(head)
         self.state = self._start(online, init, rng_key)
-        run = _Run(self, online, model_kwargs, callback, callback_every, prequential)
-        total = _length(rows) if in_memory else None
+        call_back = _CallBack(self, online, model_kwargs, callback, callback_every)
         if self.num_epochs is not None:
-            with progress(progress_bar, self.num_epochs * total, "BONG", "row") as bar:
-                return run.epochs(rows, bar)
-        if self.shuffle:
-            rows = permuted(rows, np.asarray(jax.random.permutation(rng_key, total)))
-        source = RowSource(iter([rows]) if in_memory else _chain(rows, blocks))
-        with progress(progress_bar, total, "BONG", "row") as bar:
-            return run.stream(source, bar, check=not in_memory)
+            with progress(progress_bar, self.num_epochs * source.total, "BONG", "row") as bar:
+                return self._epochs(online, head, call_back, bar, model_kwargs)
+        with progress(progress_bar, source.total, "BONG", "row") as bar:
+            run = _Run(self, online, source, options, bar, in_memory, call_back, prequential)
+            state = run(self.state, self._facts(rng_key))
+        return self._posterior(online, state, model_kwargs, run.facts())
 
     # ------------------------------------------------------------------ functional form
     def init(
@@ -224,7 +231,7 @@ class BONG:
         """
         online = self.online
         arrays = {name: jnp.asarray(array) for name, array in data.items() if array is not None}
-        length = _length(arrays)
+        length = num_rows(arrays)
         size = -(-length // self.block_size) * self.block_size
         taken = jnp.minimum(jnp.arange(size), length - 1)
         weights = (jnp.arange(size) < length).astype(jnp.float32)
@@ -274,6 +281,55 @@ class BONG:
         gaussian, program = online.settled(state), online.engine.program
         return Posterior(program, gaussian, None, facts, continuation, num_rows=int(state.num_rows))
 
+    def _epochs(
+        self, online: Online, rows: Rows, call_back: _CallBack, bar: Any, model_kwargs: Mapping[str, Any]
+    ) -> Posterior:
+        """Passes over all rows, in blocks that each speak for all of them."""
+        total, clipped = num_rows(rows), 0
+        prior, all_rows = self.state.gaussian, self.state.num_rows + total
+        key = jax.random.key_data(self.state.rng_key)
+        order, rng = np.arange(total), np.random.default_rng(np.asarray(key).tolist())
+        for _ in range(self.num_epochs):
+            if self.shuffle:
+                order = rng.permutation(total)
+            for start in range(0, total, self.block_size):
+                taken = order[start : start + self.block_size]
+                part, weights = pad(permuted(rows, taken), min(self.block_size, total))
+                weights = (total / len(taken) * weights).astype(online.engine.program.dtype)
+                self.state, info = online.one_iteration(prior, self.state, part, weights)
+                if not bool(info.ok):
+                    self._refuse(online, permuted(rows, taken), int(taken[0]))
+                clipped += int(info.clipped)
+                bar.update(len(taken))
+            self.state = self.state._replace(num_rows=all_rows)
+            call_back(self.state)
+        return self._posterior(online, self.state, model_kwargs, {"clipped": clipped} | call_back.facts())
+
+    def _facts(self, rng_key: Array) -> dict[str, Any]:
+        """What tells a run of these options from others."""
+        facts = {"method": "BONG", "dynamics": repr(self.dynamics), "shuffle": self.shuffle, "block": self.block_size}
+        facts["the key"] = np.asarray(jax.random.key_data(rng_key)).tolist()
+        return facts | self.rule._asdict() | self.options._asdict()
+
+    def _refuse(self, online: Online, rows: Rows, first_row: int) -> None:
+        """:raises ValueError: about rows that left no Gaussian of the last good state."""
+        reason = describe_bad_rows(online.engine.program, self.state.gaussian.mean, rows, first_row)
+        if reason is not None:
+            advice = "check these rows, mask them in the model, or pass on_bad_row='skip'"
+        elif self.rule.name != "bong":
+            advice = f"the learning rate {self.rule.learning_rate:g} is too large here: lower learning_rate"
+        elif self.rule.chart == "moment":
+            advice = "moment steps may leave the positive definite matrices: use parameterization='natural'"
+        else:
+            advice = (
+                "standardise the data, give the prior a smaller scale, or use hessian='auto', which looks at all of q"
+            )
+        where = f"{rows_named(rows, first_row)} (after {int(self.state.num_blocks)} updates)"
+        raise ValueError(
+            f"the update on {where} leaves no finite Gaussian{'' if reason is None else ': ' + reason}; {advice}. "
+            "The last good state is kept as .state."
+        )
+
 
 @dataclass(frozen=True)
 class Continuation:
@@ -288,125 +344,101 @@ class Continuation:
         return self.bong.run(data, init=self.state, **{**self.model_kwargs, **kwargs})
 
 
-class _Run:
-    """One call of :meth:`BONG.run`: pieces of data through the compiled steps, and what they have to tell."""
+class _CallBack:
+    """The user's function of the posterior so far, and what it returned."""
+
+    def __init__(self, bong: BONG, online: Online, model_kwargs: dict, function: Callable | None, every: int | None):
+        self._posterior_of = lambda state: bong._posterior(online, state, model_kwargs, {})
+        self._function, self._returned = function, []
+        self.every = None if every is None else -(-every // bong.block_size) * bong.block_size
+
+    def __call__(self, state: OnlineState) -> None:
+        if self._function is not None:
+            returned = self._function(self._posterior_of(state))
+            if returned is not None:
+                self._returned.append(returned)
+
+    def facts(self) -> dict[str, Any]:
+        return {"callback": self._returned} if self._returned else {}
+
+
+class _Run(Pass):
+    """One pass of :meth:`BONG.run`."""
 
     def __init__(
         self,
         bong: BONG,
         online: Online,
-        model_kwargs: dict,
-        callback: Callable | None,
-        every: int | None,
+        source: RowSource,
+        options: PassOptions,
+        bar: Any,
+        checked: bool,
+        call_back: _CallBack,
         prequential: str | None,
     ):
-        self._bong, self._online, self._model_kwargs = bong, online, model_kwargs
-        self._callback, self._every, self._prequential = callback, every, prequential
-        self._clipped, self._predictive, self._returned = 0, [], []
+        super().__init__(online.engine.program, source, options, bar, checked=checked)
+        self._bong, self._online, self._call_back, self._prequential = bong, online, call_back, prequential
+        self._block = bong.block_size
+        numbers = self._block * online.engine.numbers_per_row
+        blocks = min(CHUNK_BLOCKS, options.most_rows // self._block, CHUNK_NUMBERS // numbers)
+        self._chunk = max(1, blocks) * self._block
+        self._clipped, self._predictive = 0, []
 
-    def stream(self, source: RowSource, bar: Any, *, check: bool) -> Posterior:
-        block = self._bong.block_size
-        chunk = max(1, min(CHUNK_BLOCKS, CHUNK_NUMBERS // (block * self._online.engine.numbers_per_row))) * block
-        every = None if self._every is None else -(-self._every // block) * block
-        done, last_call = 0, 0
-        while True:
-            size = chunk if every is None else min(chunk, last_call + every - done)
-            piece = source.take(size)
-            if piece is None:
-                break
-            if check:
-                self._online.engine.program.check_rows(piece, done)
-            self._absorb(piece, chunk, done)
-            done += _length(piece)
-            bar.update(_length(piece))
-            if every is not None and done - last_call == every:
-                self._call_back()
-                last_call = done
-        if done > last_call:
-            self._call_back()
-        return self._finished()
+    def size(self, place: int) -> int:
+        every = self._call_back.every
+        return self._chunk if every is None else min(self._chunk, every - place % every)
 
-    def _absorb(self, piece: dict, size: int, first_row: int) -> None:
-        block, length = self._bong.block_size, _length(piece)
-        rows, weights = pad(piece, size)
+    def step(self, state: OnlineState, rows: Rows, weights: np.ndarray, place: int) -> tuple[OnlineState, BlockInfo]:
         if self._online.one_by_one:
-            count = -(-length // block)
-            infos = []
-            for start in range(0, count * block, block):
-                part = {name: array[start : start + block] for name, array in rows.items()}
-                taken, present = weights[start : start + block], min(block, length - start)
-                self._bong.state, info = self._online.one_block(
-                    self._bong.state, part, taken, present, predict=self._prequential
-                )
-                infos.append(info)
-            info = jax.tree.map(lambda *x: np.stack(x), *jax.device_get(infos))
-        else:
-            arguments = jax.device_put((rows, weights))
-            self._bong.state, info = self._online.stream(
-                self._bong.state, *arguments, block_size=block, predict=self._prequential
-            )
-            info = jax.device_get(info)
-        if not info.ok.all():
-            start = int(np.argmin(info.ok)) * block
-            rows = {name: array[start : min(start + block, length)] for name, array in piece.items()}
-            self._refuse(rows, first_row + start)
-        self._clipped += int(info.clipped.sum())
+            return self._one_by_one(state, rows, weights)
+        arguments = jax.device_put(pad(rows, self._chunk, weights))
+        return self._online.stream(state, *arguments, block_size=self._block, predict=self._prequential)
+
+    def _one_by_one(self, state: OnlineState, rows: Rows, weights: np.ndarray) -> tuple[OnlineState, BlockInfo]:
+        infos = []
+        rows, weights = pad(rows, -(-num_rows(rows) // self._block) * self._block, weights)
+        for start in range(0, len(weights), self._block):
+            part = {name: array[start : start + self._block] for name, array in rows.items()}
+            taken = weights[start : start + self._block]
+            count = int(np.count_nonzero(taken))
+            after, info = self._online.one_block(state, part, taken, count, predict=self._prequential)
+            state = after if count else state
+            infos.append(info)
+        return state, jax.tree.map(lambda *x: np.stack(x), *jax.device_get(infos))
+
+    def failed(self, report: BlockInfo, length: int) -> list[tuple[int, int]]:
+        bad = np.flatnonzero(~np.asarray(report.ok))[:1]  # the blocks after it were not taken in
+        return [(int(i) * self._block, min(int(i + 1) * self._block, length)) for i in bad]
+
+    def accept(self, state: OnlineState, rows: Rows, weights: np.ndarray, report: BlockInfo, place: int) -> None:
+        self._bong.state = state
+        self._clipped += int(np.sum(report.clipped))
         if self._prequential is not None:
-            self._predictive.append(info.log_predictive.reshape(-1)[:length])
+            found = np.asarray(report.log_predictive).reshape(-1)[: len(weights)]
+            self._predictive.append(np.where(weights > 0, found, np.nan))
+        done, every = place + len(weights), self._call_back.every
+        if every is not None and done % every == 0:
+            self._call_back(state)
 
-    def epochs(self, rows: dict, bar: Any) -> Posterior:
-        bong, online, total = self._bong, self._online, _length(rows)
-        prior, all_rows = bong.state.gaussian, bong.state.num_rows + total
-        key = jax.random.key_data(bong.state.rng_key)
-        order, rng = np.arange(total), np.random.default_rng(np.asarray(key).tolist())
-        for _ in range(bong.num_epochs):
-            if bong.shuffle:
-                order = rng.permutation(total)
-            for start in range(0, total, bong.block_size):
-                taken = order[start : start + bong.block_size]
-                part, weights = pad(permuted(rows, taken), min(bong.block_size, total))
-                weights = (total / len(taken) * weights).astype(online.engine.program.dtype)
-                bong.state, info = online.one_iteration(prior, bong.state, part, weights)
-                if not bool(info.ok):
-                    self._refuse(permuted(rows, taken), int(taken[0]))
-                self._clipped += int(info.clipped)
-                bar.update(len(taken))
-            bong.state = bong.state._replace(num_rows=all_rows)
-            self._call_back()
-        return self._finished()
+    def notes(self) -> dict[str, Any]:
+        return {"clipped": self._clipped, "log_predictive": self._predictive}
 
-    def _call_back(self) -> None:
-        if self._callback is not None:
-            returned = self._callback(self._bong._posterior(self._online, self._bong.state, self._model_kwargs, {}))
-            if returned is not None:
-                self._returned.append(returned)
+    def read_notes(self, notes: Mapping[str, Any]) -> None:
+        self._clipped, self._predictive, self._bong.state = notes["clipped"], notes["log_predictive"], self.state
 
-    def _finished(self) -> Posterior:
-        info: dict[str, Any] = {"clipped": self._clipped}
+    def refuse(self, before: OnlineState, after: OnlineState, rows: Rows, first_row: int) -> None:
+        self._bong.state = after
+        self._bong._refuse(self._online, rows, first_row)
+
+    def facts(self) -> dict[str, Any]:
+        """What the whole pass has to tell; with a last call back, if rows came after the one before."""
+        every = self._call_back.every
+        if every is None or self.done % every:
+            self._call_back(self.state)
+        facts: dict[str, Any] = {"clipped": self._clipped}
         if self._predictive:
-            info["log_predictive"] = np.concatenate(self._predictive)
-        if self._returned:
-            info["callback"] = self._returned
-        return self._bong._posterior(self._online, self._bong.state, self._model_kwargs, info)
-
-    def _refuse(self, rows: dict, first_row: int) -> None:
-        bong = self._bong
-        reason = describe_bad_rows(self._online.engine.program, bong.state.gaussian.mean, rows, first_row)
-        if reason is not None:
-            advice = "check these rows, or mask them in the model"
-        elif bong.rule.name != "bong":
-            advice = f"the learning rate {bong.rule.learning_rate:g} is too large here: lower learning_rate"
-        elif bong.rule.chart == "moment":
-            advice = "moment steps may leave the positive definite matrices: use parameterization='natural'"
-        else:
-            advice = (
-                "standardise the data, give the prior a smaller scale, or use hessian='auto', which looks at all of q"
-            )
-        where = f"row {first_row}" if _length(rows) == 1 else f"rows {first_row} to {first_row + _length(rows) - 1}"
-        raise ValueError(
-            f"the update on {where} (after {int(bong.state.num_blocks)} updates) leaves no finite Gaussian"
-            f"{'' if reason is None else ': ' + reason}; {advice}. The last good state is kept as .state."
-        )
+            facts["log_predictive"] = np.concatenate(self._predictive)
+        return facts | self._call_back.facts() | self.skipped()
 
 
 def _check_combination(
@@ -444,12 +476,3 @@ def _check_combination(
         raise ValueError("projection is for rule='bong' with family='diagonal' and natural parameters.")
     if projection is not None and hessian == "mc-hess":
         raise ValueError("projection needs a curvature of low rank: use another hessian than 'mc-hess'.")
-
-
-def _chain(head, rest):
-    yield head
-    yield from rest
-
-
-def _length(rows: Mapping[str, Any]) -> int:
-    return len(next(iter(rows.values())))

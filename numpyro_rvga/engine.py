@@ -184,11 +184,11 @@ class Engine:
 
         return tuple(fold(site, terms) for site, terms in zip(sites, self.program.terms))
 
-    def unknown(self, num_rows: int) -> Known:
-        """Of new rows: sites that say nothing."""
-        nothing = lambda shape: np.zeros((num_rows, *shape), self.program.dtype)  # noqa: E731
+    def unknown(self, weights: np.ndarray) -> Known:
+        """Of new rows of these weights: sites that say nothing."""
+        nothing = lambda shape: np.zeros((len(weights), *shape), self.program.dtype)  # noqa: E731
         sites = tuple(Sites(*map(nothing, _site_shapes(terms))) for terms in self.program.terms)
-        return Known(sites, np.asarray(num_rows, np.int32))
+        return Known(sites, np.asarray(np.count_nonzero(weights), np.int32))
 
     @staticmethod
     def _mask(sites: tuple[Sites, ...], weights: Array) -> tuple[Sites, ...]:
@@ -295,7 +295,7 @@ class Engines:
         """
         shapes = tuple(sorted((n, a.shape[1:], str(a.dtype)) for n, a in rows.items()))
         key = tuple(np.asarray(jax.random.key_data(rng_key)).tolist())
-        form = (shapes, str(jnp.result_type(float)), len(next(iter(rows.values()))), key)
+        form = (shapes, str(jnp.result_type(float)), key)
         for known, kwargs, engine in self._known:
             own = not engine.program.whole or engine.program.holds(rows)
             if known == form and own and _same(kwargs, model_kwargs):

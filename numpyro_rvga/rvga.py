@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import jax
@@ -12,15 +12,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from .checkpoints import EVERY
 from .core.gaussians import FullGaussian
-from .core.recursion import State, StepInfo, new_state
+from .core.recursion import Sites, State, StepInfo, new_state
 from .dynamics import Dynamics, check_dynamics
 from .engine import Engine, Engines, Known, describe_bad_rows
 from .kinds import Options
 from .model.arguments import checked_rows
 from .options import check_choice, check_options, check_size, default_key
+from .passes import Pass, PassOptions, open_source, rows_named
 from .posterior import Posterior
-from .stream import RowMemory, RowSource, checked_blocks, pad, permuted, progress
+from .stream import RowMemory, Rows, RowSource, num_rows, pad, progress
 
 SCHEMES = ("implicit", "explicit", "ekf", "qkf", "laplace")
 FAMILIES = ("full",)
@@ -128,6 +130,7 @@ class RVGA:
         self.memory = memory
         self.options = Options(scheme, expectation, order, tolerance, max_iterations, num_samples)
         self._engines = Engines(model, self.options, improper_prior_scale, dynamics)
+        self.state: State | None = None
 
     # ------------------------------------------------------------------ one call
     def run(
@@ -137,41 +140,49 @@ class RVGA:
         rng_key: Array | None = None,
         init: Posterior | State | None = None,
         progress_bar: bool = True,
+        checkpoint: str | os.PathLike | None = None,
+        every: int = EVERY,
+        resume: bool = False,
+        on_bad_row: str = "raise",
         **model_kwargs: Any,
     ) -> Posterior:
         """One pass over the data.
 
         :param data: a mapping from the model's argument names to arrays that share their leading axis, the rows; a
-            tuple of such arrays for positional arguments; or an iterable of such blocks.
+            tuple of such arrays for positional arguments; or an iterable of such blocks, of any sizes: the result does
+            not depend on how it is cut, and no more of it than the first block is in memory at once. An iterable may
+            have ``num_rows``, and ``from_row(n)``, an iterable of what follows n rows (:class:`ParquetRows` has both).
         :param rng_key: for ``shuffle`` and Monte Carlo expectations. Default: ``jax.random.key(0)``.
         :param init: a posterior (or state) to go on from, in place of the prior.
         :param progress_bar: show rows done.
+        :param checkpoint: a file to write the run's place to, so that it can go on after a crash. The checkpoint before
+            is kept as ``<checkpoint>.previous``.
+        :param every: rows between checkpoints. One is also written when the run ends, in whatever way.
+        :param resume: go on from ``checkpoint`` if that exists, to the bit as if the run had not been stopped. ``data``
+            are those of the stopped run, from their first row on; the rows that it took in are passed over.
+        :param on_bad_row: what happens to a row that holds NaN or infinite values or an outcome outside its
+            distribution's support, or has no finite likelihood: ``"raise"`` a ValueError, or ``"skip"`` it;
+            ``info["num_skipped"]`` and ``info["skipped_rows"]`` (the first 1,000) then tell which.
         :param model_kwargs: go to every call of the model unchanged.
-        :return: the posterior.
-        :raises ValueError: for unusable data, naming the array and the row. ``init`` is never harmed.
+        :return: the posterior. After an error or Ctrl-C, the state after the last good rows is in :attr:`state`.
+        :raises ValueError: for unusable data, naming the array and the row, and for checkpoints that are damaged or of
+            another run. ``init`` is never harmed.
         :raises NotImplementedError: for discrete latents, for those of single rows unless they are Normal additions of
             known scale, for ``numpyro.param`` sites, and for rows that are not independent.
         """
+        options = PassOptions(checkpoint, every, resume, on_bad_row)
         rng_key = default_key() if rng_key is None else rng_key
-        in_memory = isinstance(data, (Mapping, tuple))
-        if in_memory:
-            rows = checked_rows(self.model, data, 0, model_kwargs)
-            engine = self._engines.get(rows, model_kwargs, rng_key)
-            engine.program.check_rows(rows)
-            total = _length(rows)
-            if self.shuffle:
-                rows = permuted(rows, np.asarray(jax.random.permutation(rng_key, total)))
-            source = RowSource(iter([rows]))
-        else:
-            if self.shuffle:
-                raise ValueError("shuffle=True needs the data in memory; shuffle an iterable where it is made.")
-            blocks = checked_blocks(iter(data), lambda block, row: checked_rows(self.model, block, row, model_kwargs))
-            head = next(blocks)
-            engine = self._engines.get(head, model_kwargs, rng_key)
-            source, total = RowSource(_chain(head, blocks)), None
-        state = self._initial_state(engine) if init is None else _state_of(init, engine)
-        with progress(progress_bar, total, "RVGA", "row") as bar:
-            state, info = self._absorb(engine, state, source, total, bar, check=not in_memory)
+        source, head, in_memory = open_source(
+            data, self.model, model_kwargs, options, rng_key if self.shuffle else None
+        )
+        engine = self._engines.get(head, model_kwargs, rng_key)
+        if in_memory and not options.skips:
+            engine.program.check_rows(head)
+        self.state = self._initial_state(engine) if init is None else _state_of(init, engine)
+        with progress(progress_bar, source.total, "RVGA", "row") as bar:
+            run = _Run(self, engine, source, options, bar, in_memory)
+            state = run(self.state, self._facts(rng_key, run.sizes))
+            state, info = run.finished(state)
         return self._posterior(engine, state, info, model_kwargs)
 
     # ------------------------------------------------------------------ functional form
@@ -199,7 +210,7 @@ class RVGA:
             raise RuntimeError("call init(data) before update(state, data).")
         engine = self._engines.last
         rows = {name: jnp.asarray(array) for name, array in data.items() if array is not None}
-        weights = jnp.ones(_length(rows))
+        weights = jnp.ones(num_rows(rows))
         implicit = self.options.scheme in ("implicit", "laplace")
         if implicit and self.dynamics is None:
             return engine.joint(state, rows, weights)[0]
@@ -222,54 +233,6 @@ class RVGA:
         # Parameters that move leave the prior behind: it is where they start from, and its Gaussian is enough for that.
         return state if self.dynamics is None else state._replace(prior_site=None)
 
-    def _absorb(self, engine, state, source, total, bar, check):
-        sizes = self._sizes(engine, total)
-        memory, gathered, done = RowMemory(sizes.memory), _Gathered(), 0
-        keep = sizes.memory > 0 and (total is None or total > sizes.first)
-        finish = lambda: None  # noqa: E731
-        while True:
-            joint = done == 0 and sizes.first > 0
-            piece = source.take(sizes.first if joint else sizes.chunk)
-            if piece is None:
-                break
-            length = _length(piece)
-            if check:
-                engine.program.check_rows(piece, done)
-            if joint:
-                known = (engine.unknown(length),) if keep else ()
-                after, info = engine.joint(state, *_on_device(piece, length), *known, with_sites=keep)
-            else:
-                arrays = _on_device(piece, sizes.chunk)
-                after, info = engine.stream(state, *arrays, block_size=sizes.block, with_sites=keep)
-            finish()  # the piece before: it was under way while this one's step was compiled
-            finish = partial(self._finish, engine, state, piece, done, info, memory, gathered, bar)
-            state, done = after, done + length
-        finish()
-        kept = memory.contents() if done > sizes.first else None
-        if kept is not None:
-            state = self._revisit(engine, state, *kept, sizes.memory, gathered)
-        elif state.prior_site is not None and done > sizes.first:
-            state = self._settle(engine, state, gathered)
-        facts = {"num_rows": done, "block_size": sizes.block, "first_block": min(sizes.first, done)}
-        return state, gathered.summary() | facts | {"kept_rows": 0 if kept is None else _length(kept[0])}
-
-    def _finish(self, engine, before, piece, first_row, info, memory, gathered, bar):
-        """Wait for a step's result and keep what it has to tell."""
-        if not np.asarray(info.ok).all():
-            self._refuse(engine, before, piece, first_row)
-        memory.offer(piece, info.sites)
-        gathered.add(info)
-        bar.update(_length(piece))
-
-    def _revisit(self, engine, state, rows, sites, capacity, gathered):
-        """Solve once more with the kept rows as themselves, not as their Gaussian sites."""
-        rest = capacity - _length(rows)  # padded, the solve has the form of the first: it is compiled
-        fill = lambda x: np.concatenate([x, np.broadcast_to(x[-1:], (rest, *x.shape[1:]))])  # noqa: E731
-        known = Known(jax.tree.map(fill, sites), np.zeros((), np.int32))
-        after, info = engine.joint(state, *_on_device(rows, capacity), known, with_sites=True)
-        gathered.add(info)
-        return after
-
     def _settle(self, engine, state, gathered):
         after, info = engine.settle(state)
         if not bool(info.ok):
@@ -277,7 +240,7 @@ class RVGA:
         gathered.add(info)
         return after
 
-    def _sizes(self, engine: Engine, total: int | None) -> _Sizes:
+    def _sizes(self, engine: Engine, source: RowSource, most_rows: int) -> _Sizes:
         per_row, size = engine.numbers_per_row, engine.program.layout.size
         plain = self.block_size != "auto" or self.options.scheme != "implicit" or self.dynamics is not None
         default = DEFAULT_BLOCK if engine.is_affine else DEFAULT_BLOCK_LINEARISED
@@ -288,29 +251,29 @@ class RVGA:
         else:
             memory = self.memory
         if self.options.scheme == "laplace":
-            if total is None:
+            if source.total is None:
                 raise ValueError("scheme='laplace' needs all rows in memory at once.")
-            first = total
+            first = source.total
         elif self.first_block == "auto":
             first = 0 if plain else max(FIRST_BLOCK_ROWS, FIRST_BLOCK_ROWS_PER_PARAMETER * size, memory)
-            if total is not None and not plain and total <= 2 * first:
-                first = total  # half of them would be kept in the end
-            first = min(first, max(FIRST_BLOCK_NUMBERS // per_row, 1))
+            most = max(FIRST_BLOCK_NUMBERS // per_row, 1)
+            # Of twice as many, half would be kept in the end.
+            first = min(first if plain or source.is_longer_than(2 * first) else 2 * first, most)
         else:
             first = self.first_block
-        chunk = min(MAX_CHUNK, max(CHUNK_NUMBERS // per_row, 1))
-        if total is not None:  # pieces of equal length: none is mostly padding
-            rest = max(total - first, 1)
+        chunk = min(MAX_CHUNK, most_rows, max(CHUNK_NUMBERS // per_row, 1))
+        if source.total is not None:  # pieces of equal length: none is mostly padding
+            rest = max(source.total - first, 1)
             chunk = -(-rest // -(-rest // chunk))
-        return _Sizes(first, block, max(1, -(-chunk // block)) * block, memory)
+        keep = memory > 0 and source.is_longer_than(first)
+        return _Sizes(first, block, max(1, -(-chunk // block)) * block, memory, keep)
 
-    def _refuse(self, engine, state, piece, first_row):
-        reason = describe_bad_rows(engine.program, state.mean, piece, first_row)
-        rows = f"rows {first_row} to {first_row + _length(piece) - 1}"
-        raise ValueError(
-            f"no finite update on {rows}: {reason or 'the expected log-likelihood is not finite'} at the current "
-            "state. Check these rows and the prior's scale, or mask the rows in the model. What was passed as init is "
-            "unchanged."
+    def _facts(self, rng_key: Array, sizes: _Sizes) -> dict[str, Any]:
+        """What tells a run of these options from others."""
+        facts = {"method": "RVGA", "dynamics": repr(self.dynamics), "shuffle": self.shuffle}
+        facts["the key"] = np.asarray(jax.random.key_data(rng_key)).tolist() if self.shuffle else None
+        return (
+            facts | self.options._asdict() | {"first block": sizes.first, "block": sizes.block, "memory": sizes.memory}
         )
 
     def _posterior(self, engine, state, info, model_kwargs):
@@ -339,32 +302,111 @@ class Continuation:
 
 @dataclass(frozen=True)
 class _Sizes:
+    """:ivar first: rows of the first, joint solve. :ivar chunk: of a compiled step. :ivar keep: whether to keep any."""
+
     first: int
     block: int
     chunk: int
     memory: int
+    keep: bool
+
+
+class _Run(Pass):
+    """One call of :meth:`RVGA.run`."""
+
+    def __init__(self, rvga: RVGA, engine: Engine, source: RowSource, options: PassOptions, bar: Any, checked: bool):
+        super().__init__(engine.program, source, options, bar, checked=checked)
+        self._rvga, self._engine = rvga, engine
+        self.sizes = rvga._sizes(engine, source, options.most_rows)
+        self._memory, self._gathered = RowMemory(self.sizes.memory), _Gathered()
+
+    def size(self, place: int) -> int:
+        return self.sizes.first if self._is_joint(place) else self.sizes.chunk
+
+    def step(self, state: State, rows: Rows, weights: np.ndarray, place: int) -> tuple[State, StepInfo]:
+        sizes, engine = self.sizes, self._engine
+        if self._is_joint(place):
+            known = (engine.unknown(weights),) if sizes.keep else ()
+            return engine.joint(state, *jax.device_put((rows, weights)), *known, with_sites=sizes.keep)
+        arrays = jax.device_put(pad(rows, sizes.chunk, weights))
+        return engine.stream(state, *arrays, block_size=sizes.block, with_sites=sizes.keep)
+
+    def failed(self, report: StepInfo, length: int) -> list[tuple[int, int]]:
+        ok = np.atleast_1d(np.asarray(report.ok))
+        block = length if np.ndim(report.ok) == 0 else self.sizes.block
+        return [(int(i) * block, min(int(i + 1) * block, length)) for i in np.flatnonzero(~ok)]
+
+    def accept(self, state: State, rows: Rows, weights: np.ndarray, report: StepInfo, place: int) -> None:
+        self._memory.offer(rows, report.sites)
+        self._gathered.add(report)
+        self._rvga.state = state
+
+    def notes(self) -> dict[str, Any]:
+        return {"memory": self._memory.stored(), "gathered": self._gathered.stored()}
+
+    def read_notes(self, notes: Mapping[str, Any]) -> None:
+        self._memory.restore(notes["memory"], Sites)
+        self._gathered.restore(notes["gathered"])
+        self._rvga.state = self.state
+
+    def refuse(self, before: State, after: State, rows: Rows, first_row: int) -> None:
+        reason = describe_bad_rows(self._program, before.mean, rows, first_row)
+        raise ValueError(
+            f"no finite update on {rows_named(rows, first_row)}: "
+            f"{reason or 'the expected log-likelihood is not finite'} at the current state. Check these rows and the "
+            "prior's scale, mask the rows in the model, or pass on_bad_row='skip'. What was passed as init is "
+            "unchanged, and the state before these rows is kept as .state."
+        )
+
+    def finished(self, state: State) -> tuple[State, dict[str, Any]]:
+        """The state with the kept rows as themselves and the prior's true terms, and the facts of the run."""
+        sizes, gathered = self.sizes, self._gathered
+        kept = self._memory.contents() if self.done > sizes.first else None
+        if kept is not None:
+            state = self._revisit(state, *kept)
+        elif state.prior_site is not None and self.done > sizes.first:
+            state = self._rvga._settle(self._engine, state, gathered)
+        facts = {"num_rows": self.done, "block_size": sizes.block, "first_block": min(sizes.first, self.done)}
+        facts["kept_rows"] = 0 if kept is None else num_rows(kept[0])
+        return state, gathered.summary() | facts | self.skipped()
+
+    def _is_joint(self, place: int) -> bool:
+        return place == 0 and self.sizes.first > 0
+
+    def _revisit(self, state: State, rows: Rows, sites: tuple[Sites, ...]) -> State:
+        """Solve once more with the kept rows as themselves, not as their Gaussian sites."""
+        capacity = self.sizes.memory  # padded, the solve has the form of the first: it is compiled
+        rest = capacity - num_rows(rows)
+        fill = lambda x: np.concatenate([x, np.broadcast_to(x[-1:], (rest, *x.shape[1:]))])  # noqa: E731
+        known = Known(jax.tree.map(fill, sites), np.zeros((), np.int32))
+        after, info = self._engine.joint(state, *jax.device_put(pad(rows, capacity)), known, with_sites=True)
+        self._gathered.add(info)
+        return after
 
 
 class _Gathered:
     """What the steps of a run have in common to report."""
 
     def __init__(self):
-        self._iterations: list[float] = []
+        self._iterations, self._steps = 0.0, 0
         self._converged, self._decrement = True, 0.0
 
     def add(self, info: StepInfo) -> None:
-        self._iterations.append(float(np.mean(np.asarray(info.iterations))))
+        iterations = np.asarray(info.iterations)
+        self._iterations += float(iterations.sum())
+        self._steps += int(np.count_nonzero(iterations))  # none in blocks of padding
         self._converged = self._converged and bool(np.asarray(info.converged).all())
         self._decrement = max(self._decrement, float(np.max(np.asarray(info.decrement))))
 
+    def stored(self) -> list:
+        return [self._iterations, self._steps, self._converged, self._decrement]
+
+    def restore(self, stored: list) -> None:
+        self._iterations, self._steps, self._converged, self._decrement = stored
+
     def summary(self) -> dict:
-        mean_iterations = float(np.mean(self._iterations)) if self._iterations else 0.0
+        mean_iterations = self._iterations / max(self._steps, 1)
         return {"converged": self._converged, "mean_iterations": mean_iterations, "largest_decrement": self._decrement}
-
-
-def _on_device(piece, size):
-    rows, weights = pad(piece, size)
-    return jax.device_put((rows, weights))
 
 
 def _state_of(init: Posterior | State, engine: Engine) -> State:
@@ -377,12 +419,3 @@ def _state_of(init: Posterior | State, engine: Engine) -> State:
     state = new_state(jnp.asarray(init.mean, dtype), jnp.asarray(init.scale, dtype), None)
     evidence = jnp.asarray(init.elbo or 0.0, dtype)
     return state._replace(log_evidence=evidence, num_rows=jnp.asarray(init.num_rows, jnp.int32))
-
-
-def _chain(head, rest):
-    yield head
-    yield from rest
-
-
-def _length(rows: Mapping[str, Any]) -> int:
-    return len(next(iter(rows.values())))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import os
 import uuid
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 FORMAT_VERSION = 1
 METADATA = "metadata"
+DIGEST = "digest"
 
 
 def save(posterior: Posterior, path: str | os.PathLike) -> None:
@@ -53,7 +55,7 @@ def save(posterior: Posterior, path: str | os.PathLike) -> None:
     metadata = {
         "layout": _layout(program),
         "withheld_keywords": sorted(set(program.model_kwargs) - set(keywords)),
-        "contents": {name: _encode(value, name, arrays) for name, value in contents.items()},
+        "contents": {name: encode(value, name, arrays) for name, value in contents.items()},
     }
     write(path, "posterior", metadata, arrays)
 
@@ -70,7 +72,7 @@ def load(path: str | os.PathLike, model: Callable, **model_kwargs: Any) -> dict[
         keyword, or belongs to a model with other arguments or other latent sites.
     """
     metadata, arrays = read(path, "posterior")
-    contents = {name: _decode(value, arrays) for name, value in metadata["contents"].items()}
+    contents = {name: decode(value, arrays) for name, value in metadata["contents"].items()}
     missing = sorted(set(metadata["withheld_keywords"]) - set(model_kwargs))
     if missing:
         raise ValueError(f"{path} could not hold the model keywords {missing}: pass them to load as keywords.")
@@ -90,22 +92,32 @@ def load(path: str | os.PathLike, model: Callable, **model_kwargs: Any) -> dict[
     return {"program": program, "gaussian": gaussian, **contents}
 
 
-def write(path: str | os.PathLike, kind: str, metadata: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> None:
+def write(
+    path: str | os.PathLike,
+    kind: str,
+    metadata: Mapping[str, Any],
+    arrays: Mapping[str, np.ndarray],
+    previous: Path | None = None,
+) -> None:
     """Write arrays and JSON metadata to one .npz file: to a temporary file first, which then takes the name ``path``.
 
     :param path: the file to write, under exactly this name.
     :param kind: what the file holds; :func:`read` asks for it.
     :param metadata: what ``json.dumps`` takes.
     :param arrays: arrays by name, none of dtype object.
+    :param previous: the name that a file already at ``path`` is given; None: it is replaced.
     """
     target = Path(path)
     temporary = target.with_name(f".{target.name}.{uuid.uuid4().hex}")
     text = json.dumps({"kind": f"numpyro_rvga {kind}", "format_version": FORMAT_VERSION, **metadata})
+    members = {METADATA: np.array(text), **arrays}
     try:
         with open(temporary, "xb") as file:
-            np.savez(file, **{METADATA: np.array(text)}, **arrays)
+            np.savez(file, **{DIGEST: np.array(_digest(members))}, **members)
             file.flush()
             os.fsync(file.fileno())
+        if previous is not None and target.exists():
+            os.replace(target, previous)
         os.replace(temporary, target)
     finally:
         temporary.unlink(missing_ok=True)
@@ -124,10 +136,13 @@ def read(path: str | os.PathLike, kind: str) -> tuple[dict[str, Any], dict[str, 
         try:
             with np.load(file, allow_pickle=False) as archive:
                 arrays = {name: archive[name] for name in archive.files}
+            intact = str(arrays.pop(DIGEST)) == _digest(arrays)
             metadata = json.loads(str(arrays.pop(METADATA)))
             found = metadata.pop("kind"), metadata.pop("format_version")
         except Exception as error:  # A damaged archive can raise nearly anything.
             raise ValueError(f"{path} is damaged, or not a file that numpyro_rvga wrote.") from error
+    if not intact:
+        raise ValueError(f"{path} is damaged: its contents are not those that were written.")
     if found[0] != f"numpyro_rvga {kind}":
         raise ValueError(f"{path} holds a {found[0]}, not a numpyro_rvga {kind}.")
     if found[1] > FORMAT_VERSION:
@@ -135,6 +150,16 @@ def read(path: str | os.PathLike, kind: str) -> tuple[dict[str, Any], dict[str, 
             f"{path} has format version {found[1]}; this one reads up to {FORMAT_VERSION}: update numpyro_rvga."
         )
     return metadata, arrays
+
+
+def _digest(members: Mapping[str, np.ndarray]) -> str:
+    """SHA-256 of arrays and their names and forms: the archive's own checksums leave the latter out."""
+    found = hashlib.sha256()
+    for name in sorted(members):
+        array = np.ascontiguousarray(members[name])
+        found.update(repr((name, array.dtype.str, members[name].shape)).encode())
+        found.update(array.view(np.uint8) if array.size and array.dtype.kind != "U" else array.tobytes())
+    return found.hexdigest()
 
 
 def _layout(program: Program) -> list[list]:
@@ -145,7 +170,7 @@ def _describe(layout: list[list]) -> str:
     return ", ".join(f"{name}{tuple(shape)}" for name, shape in layout)
 
 
-def _encode(value: Any, name: str, arrays: dict[str, np.ndarray]) -> Any:
+def encode(value: Any, name: str, arrays: dict[str, np.ndarray]) -> Any:
     """A JSON value that stands for ``value``, whose arrays go to ``arrays`` under names that begin with ``name``."""
     if isinstance(value, np.generic):
         value = value.item()
@@ -155,28 +180,28 @@ def _encode(value: Any, name: str, arrays: dict[str, np.ndarray]) -> Any:
         arrays[name] = np.asarray(value)
         return {"array": name}
     if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
-        return {"dict": {key: _encode(item, f"{name}/{key}", arrays) for key, item in value.items()}}
+        return {"dict": {key: encode(item, f"{name}/{key}", arrays) for key, item in value.items()}}
     if isinstance(value, (list, tuple)):
-        items = [_encode(item, f"{name}/{index}", arrays) for index, item in enumerate(value)]
+        items = [encode(item, f"{name}/{index}", arrays) for index, item in enumerate(value)]
         return {"tuple" if isinstance(value, tuple) else "list": items}
     raise ValueError(f"{name} of type {type(value).__name__} cannot be stored in a file of plain arrays.")
 
 
-def _decode(encoded: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> Any:
+def decode(encoded: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> Any:
     ((kind, value),) = encoded.items()
     if kind == "array":
         return arrays[value]
     if kind == "dict":
-        return {key: _decode(item, arrays) for key, item in value.items()}
+        return {key: decode(item, arrays) for key, item in value.items()}
     if kind in ("list", "tuple"):
-        items = [_decode(item, arrays) for item in value]
+        items = [decode(item, arrays) for item in value]
         return tuple(items) if kind == "tuple" else items
     return value
 
 
 def _is_plain(value: Any) -> bool:
     try:
-        _encode(value, "", {})
+        encode(value, "", {})
     except ValueError:
         return False
     return True

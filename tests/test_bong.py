@@ -676,7 +676,7 @@ def test_what_a_run_cannot_do_is_refused():
         fit(linear, rows, run={"prequential": "monte_carlo"})
     with pytest.raises(ValueError, match="callback_every"):
         fit(linear, rows, run={"callback_every": 0})
-    with pytest.raises(ValueError, match="num_epochs need the data in memory"):
+    with pytest.raises(ValueError, match="num_epochs needs the data in memory"):
         fit(linear, iter([rows]), rule="blr", num_epochs=2)
     with pytest.raises(ValueError, match="ended before its first row"):
         fit(linear, iter([]))

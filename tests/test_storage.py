@@ -110,6 +110,7 @@ def test_files_hold_plain_arrays_and_json_alone(saved):
     with np.load(saved, allow_pickle=False) as archive:
         arrays = {name: archive[name] for name in archive.files}
     assert json.loads(str(arrays.pop("metadata")))["format_version"] == 1
+    assert len(str(arrays.pop("digest"))) == 64
     assert all(array.dtype.kind in "biuf" for array in arrays.values())
 
 

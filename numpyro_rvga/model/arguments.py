@@ -53,11 +53,7 @@ def checked_rows(model: Callable, data: Any, first_row: int, model_kwargs: Mappi
 def check_finite(rows: Mapping[str, np.ndarray], first_row: int = 0) -> None:
     """:raises ValueError: naming the array and the first row that holds NaN or an infinite value."""
     for name, array in rows.items():
-        if not np.issubdtype(array.dtype, np.inexact):
-            continue
-        if np.isfinite(array.sum()):  # one pass; a finite sum has finite terms
-            continue
-        bad = ~np.isfinite(array.reshape(len(array), -1)).all(axis=1)
+        bad = ~_finite(array)
         if bad.any():
             row = int(np.argmax(bad))
             kind = "NaN" if np.isnan(array[row]).any() else "an infinite value"
@@ -65,6 +61,19 @@ def check_finite(rows: Mapping[str, np.ndarray], first_row: int = 0) -> None:
                 f"data array {name!r} holds {kind} in row {first_row + row}. Drop or impute such rows, or mask them in "
                 "the model with numpyro.handlers.mask."
             )
+
+
+def finite_rows(rows: Mapping[str, np.ndarray]) -> np.ndarray:
+    """Which rows hold neither NaN nor infinite values, (n,)."""
+    return np.all([_finite(array) for array in rows.values()], axis=0)
+
+
+def _finite(array: np.ndarray) -> np.ndarray:
+    if not np.issubdtype(array.dtype, np.inexact) or np.isfinite(
+        array.sum()
+    ):  # one pass; a finite sum has finite terms
+        return np.ones(len(array), bool)
+    return np.isfinite(array.reshape(len(array), -1)).all(axis=1)
 
 
 def split_call(model: Callable, rows: Mapping[str, Any], model_kwargs: Mapping[str, Any]) -> tuple[tuple, dict]:

@@ -21,7 +21,7 @@ from ..core.gaussians import Family
 from ..core.recursion import State
 from ..core.symbolic import depends_on
 from . import validation
-from .arguments import PARAMS, ROW, checked_rows, split_call
+from .arguments import PARAMS, ROW, checked_rows, finite_rows, split_call
 from .layout import layout_of
 from .parameters import Parameters, parameters_of
 from .prior import (
@@ -225,6 +225,10 @@ class Program:
         """:raises ValueError: naming site, array and row of an observed value outside its distribution's support."""
         for check in self._support_checks:
             check(rows, first_row)
+
+    def usable(self, rows: Mapping[str, np.ndarray]) -> np.ndarray:
+        """Which rows hold finite values only, and observed ones in their distributions' supports, (n,)."""
+        return np.all([finite_rows(rows), *[check.inside(rows) for check in self._support_checks]], axis=0)
 
     def check_independence(self, rows: Mapping[str, np.ndarray]) -> None:
         """:raises CoupledRows: if the terms of a few rows change when the rows are taken one by one."""

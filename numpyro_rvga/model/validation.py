@@ -190,22 +190,27 @@ class SupportCheck:
 
         self._many = many
 
-    def __call__(self, rows: Mapping[str, np.ndarray], first_row: int) -> None:
-        """:raises ValueError: naming site, array and row."""
+    def inside(self, rows: Mapping[str, np.ndarray]) -> np.ndarray:
+        """Which rows' values are in the support, (n,)."""
+        total = len(next(iter(rows.values())))
+        inside = np.ones(total, bool)
         if not self._arrays:
-            return
-        arrays = {name: rows[name] for name in self._arrays}
-        total = len(next(iter(arrays.values())))
+            return inside
         size = min(SUPPORT_PIECE, 1 << (total - 1).bit_length())
         for start in range(0, total, size):
             taken = np.minimum(np.arange(start, start + size), total - 1)
-            inside = np.asarray(self._many({name: array[taken] for name, array in arrays.items()}))
-            if not inside.all():
-                row = first_row + int(taken[np.argmin(inside)])
-                where = f"row {row} of array {' and '.join(map(repr, self._value_arrays))}"
-                raise ValueError(
-                    f"site {self._site!r}: {where} lies outside the support ({self._support}) of its distribution."
-                )
+            found = np.asarray(self._many({name: rows[name][taken] for name in self._arrays}))
+            inside[start : start + size] = found[: total - start]
+        return inside
+
+    def __call__(self, rows: Mapping[str, np.ndarray], first_row: int) -> None:
+        """:raises ValueError: naming site, array and row."""
+        inside = self.inside(rows)
+        if not inside.all():
+            where = f"row {first_row + int(np.argmin(inside))} of array {' and '.join(map(repr, self._value_arrays))}"
+            raise ValueError(
+                f"site {self._site!r}: {where} lies outside the support ({self._support}) of its distribution."
+            )
 
 
 class WholeSupportCheck:

@@ -1,0 +1,325 @@
+"""One pass over rows: pieces through compiled steps, with checkpoints, and without the rows that cannot be used."""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .checkpoints import EVERY, Checkpoint
+from .core.compilation import jit_once
+from .model.arguments import check_finite, finite_rows, named_rows
+from .model.program import Program
+from .options import check_choice
+from .stream import Rows, RowSource, num_rows, permuted, rows_in_memory, rows_of_blocks
+
+BAD_ROW_POLICIES = ("raise", "skip")
+HEAD = 32  # rows from which the form of the data is found out
+LISTED = 1000  # skipped rows whose numbers are kept
+
+
+@dataclass(frozen=True)
+class PassOptions:
+    """What a user may ask of a pass; see :meth:`RVGA.run`."""
+
+    checkpoint: Any = None
+    every: int = EVERY
+    resume: bool = False
+    on_bad_row: str = "raise"
+
+    def __post_init__(self):
+        check_choice("on_bad_row", self.on_bad_row, BAD_ROW_POLICIES)
+        if self.resume and self.checkpoint is None:
+            raise ValueError("resume=True needs checkpoint=, the file to go on from.")
+
+    @property
+    def skips(self) -> bool:
+        return self.on_bad_row == "skip"
+
+    @property
+    def most_rows(self) -> int:
+        """Of a step, for checkpoints to come in time."""
+        return sys.maxsize if self.checkpoint is None else self.every
+
+    def open_checkpoint(self) -> Checkpoint | None:
+        if self.checkpoint is None:
+            return None
+        return Checkpoint(self.checkpoint, self.every, resume=self.resume)
+
+
+def open_source(
+    data: Any, model: Any, model_kwargs: Mapping[str, Any], options: PassOptions, order_key: jax.Array | None = None
+) -> tuple[RowSource, Rows, bool]:
+    """The data as a source of rows.
+
+    :param order_key: for rows in random order; None: as they come.
+    :return: the source; rows that show the form of the data, with finite values; and whether all rows are in memory.
+    :raises ValueError: for data of no use, naming the array and the row.
+    """
+    if isinstance(data, (Mapping, tuple)):
+        rows = named_rows(model, data, model_kwargs)
+        if not options.skips:
+            check_finite(rows)
+        order = None if order_key is None else np.asarray(jax.random.permutation(order_key, num_rows(rows)))
+        return rows_in_memory(rows, order), _with_finite_head(rows), True
+    if order_key is not None:
+        raise ValueError("shuffle=True needs the data in memory; shuffle an iterable where it is made.")
+    if not isinstance(data, Iterable):
+        raise ValueError(
+            "data must be a mapping from the model's argument names to arrays, a tuple of arrays, or an iterable of "
+            f"such blocks, not {type(data).__name__}."
+        )
+    source = rows_of_blocks(data, model, model_kwargs)
+    head = source.peek(HEAD)
+    if not options.skips:
+        check_finite(head)
+    return source, _with_finite_head(head), False
+
+
+def _with_finite_head(rows: Rows) -> Rows:
+    """The same number of rows, of which the first hold finite values."""
+    finite = finite_rows({name: array[:HEAD] for name, array in rows.items()})
+    if finite.all():
+        return rows
+    usable = np.flatnonzero(finite_rows(rows))
+    if not len(usable):
+        raise ValueError(f"the first {num_rows(rows)} rows all hold NaN or infinite values.")
+    return permuted(rows, usable[np.arange(num_rows(rows)) % len(usable)])
+
+
+class _Step(NamedTuple):
+    """A compiled step under way. :ivar report: None if no row could be used."""
+
+    before: Any
+    rows: Rows
+    weights: np.ndarray
+    place: int
+    after: Any
+    report: Any
+
+
+class Pass(ABC):
+    """Rows from a source, piece by piece, each result looked at while the next is under way.
+
+    :ivar state: after the last piece whose result is known to be good.
+    :ivar done: how many rows that was.
+    """
+
+    def __init__(self, program: Program, source: RowSource, options: PassOptions, bar: Any, *, checked: bool):
+        self._program, self._source, self._options, self._bar = program, source, options, bar
+        self._checked = checked and not options.skips
+        self._checkpoint = options.open_checkpoint()
+        self.state: Any = None
+        self.done = self._written = 0
+        self._num_skipped, self._skipped = 0, []
+        self._whole = True  # whether notes, state and place are of the same moment
+
+    # ------------------------------------------------------------------ what a method does with rows
+    @abstractmethod
+    def size(self, place: int) -> int:
+        """How many rows are taken at a place."""
+
+    @abstractmethod
+    def step(self, state: Any, rows: Rows, weights: np.ndarray, place: int) -> tuple[Any, Any]:
+        """State and report after rows, of weight one or zero. The results need not be waited for."""
+
+    @abstractmethod
+    def failed(self, report: Any, length: int) -> list[tuple[int, int]]:
+        """The first row, and that after the last, of the blocks that left no finite Gaussian."""
+
+    @abstractmethod
+    def refuse(self, before: Any, after: Any, rows: Rows, first_row: int) -> None:
+        """:raises ValueError: about these rows."""
+
+    @abstractmethod
+    def accept(self, state: Any, rows: Rows, weights: np.ndarray, report: Any, place: int) -> None:
+        """Take note of a good result."""
+
+    @abstractmethod
+    def notes(self) -> dict[str, Any]:
+        """What was taken note of, as plain values and arrays."""
+
+    @abstractmethod
+    def read_notes(self, notes: Mapping[str, Any]) -> None:
+        """Go on from such notes."""
+
+    # ------------------------------------------------------------------ the pass
+    def __call__(self, state: Any, run: Mapping[str, Any]) -> Any:
+        """The state after all rows.
+
+        :param run: facts that tell this run from others; see :class:`Checkpoint`.
+        """
+        self.state = state
+        if self._checkpoint is not None:
+            self._resume(self._checkpoint.read({**run, **self._data_facts(state)}))
+        place, under_way = self.done, None
+        try:
+            while (rows := self._source.take(self.size(place))) is not None:
+                latest = self.state if under_way is None else under_way.after
+                step = self._begin(latest, *self._usable(rows, place), place)
+                if under_way is not None:
+                    self._finish(under_way)
+                    if self.state is not latest:  # rows were left out, of which the step knew nothing
+                        step = self._begin(self.state, *step[1:4])
+                place, under_way = place + num_rows(rows), step
+            if under_way is not None:
+                self._finish(under_way)
+        finally:  # also when it is interrupted, or a row refused
+            if self._checkpoint is not None and self._whole and self.done > self._written:
+                self._write()
+        if self.done == self._num_skipped and self.done:
+            raise ValueError(f"none of the {self.done} rows can be used.")
+        return self.state
+
+    def skipped(self) -> dict[str, Any]:
+        """For the posterior's ``info``."""
+        if not self._options.skips:
+            return {}
+        return {"num_skipped": self._num_skipped, "skipped_rows": np.array(self._skipped, np.int64)}
+
+    def _begin(self, state: Any, rows: Rows, weights: np.ndarray, place: int) -> _Step:
+        after, report = self.step(state, rows, weights, place) if weights.any() else (state, None)
+        return _Step(state, rows, weights, place, after, report)
+
+    def _finish(self, step: _Step) -> None:
+        """Wait for a step's result."""
+        length = num_rows(step.rows)
+        failed = self._failed(step)
+        if failed and not self._options.skips:
+            first, stop = failed[0]
+            rows = {name: array[first:stop] for name, array in step.rows.items()}
+            self.refuse(step.before, step.after, rows, self._source.number(step.place + first))
+        while failed:
+            step = self._without_bad_rows(step, *failed[0])
+            failed = self._failed(step)
+        self._whole = False
+        if step.report is not None:
+            self.accept(step.after, step.rows, step.weights, step.report, step.place)
+        left_out = np.flatnonzero(step.weights == 0)
+        self._num_skipped += len(left_out)
+        room = LISTED - len(self._skipped)
+        self._skipped += [self._source.number(step.place + int(row)) for row in left_out[:room]]
+        self.state, self.done = step.after, step.place + length
+        self._whole = True
+        self._bar.update(length)
+        if self._checkpoint is not None and self.done - self._written >= self._checkpoint.every:
+            self._write()
+
+    def _failed(self, step: _Step) -> list[tuple[int, int]]:
+        return [] if step.report is None else self.failed(step.report, num_rows(step.rows))
+
+    # ------------------------------------------------------------------ rows that cannot be used
+    def _usable(self, rows: Rows, place: int) -> tuple[Rows, np.ndarray]:
+        """The rows with weights: those that cannot be used have weight zero, and a usable one's values."""
+        if self._options.skips:
+            return _replaced(rows, self._program.usable(rows))
+        if not self._checked:
+            check_finite(rows, place)
+            self._program.check_rows(rows, place)
+        return rows, np.ones(num_rows(rows), np.float32)
+
+    def _without_bad_rows(self, step: _Step, first: int, stop: int) -> _Step:
+        """The step again, without the rows of a block that are to blame for its failure."""
+        suspects = first + np.flatnonzero(step.weights[first:stop])
+        others = step.weights > 0
+        others[suspects] = False
+
+        def again(kept_suspects: np.ndarray) -> _Step:
+            kept = others.copy()
+            kept[kept_suspects] = True
+            return self._begin(step.before, *_replaced(step.rows, kept), step.place)
+
+        to_blame = suspects
+        while len(to_blame) > 1:
+            halves = np.array_split(to_blame, 2)
+            failing = [half for half in halves if any(start <= first for start, _ in self._failed(again(half)))]
+            if not failing:
+                break  # only together
+            to_blame = failing[0]
+        return again(np.setdiff1d(suspects, to_blame))
+
+    # ------------------------------------------------------------------ checkpoints
+    def _data_facts(self, state: Any) -> dict[str, Any]:
+        """What changes if the rows, the prior or the likelihood do."""
+        head = _with_finite_head(self._source.peek(HEAD))
+        digest = hashlib.sha256()
+        for name in sorted(head):
+            array = np.ascontiguousarray(head[name])
+            digest.update(repr((name, array.dtype.str, array.shape)).encode() + array.tobytes())
+        origin = jnp.zeros(self._program.layout.size, self._program.dtype)
+        densities = jit_once(lambda rows: self._program.log_likelihood(origin, rows))(head)
+        return {
+            "sites": {n: list(self._program.layout.shapes[n]) for n in self._program.layout.site_names},
+            "dtype": str(self._program.dtype),
+            "the start": np.array([_summary(x) for x in _plain(state)]),
+            "the beginning of the data": digest.hexdigest(),
+            "the likelihood of the first rows": np.concatenate([np.ravel(x) for x in densities.values()]),
+        }
+
+    def _write(self) -> None:
+        contents = {"state": _plain(self.state), "done": self.done, "notes": self.notes()}
+        skipped = {"num_skipped": self._num_skipped, "skipped": np.array(self._skipped, np.int64)}
+        self._checkpoint.write(contents | skipped)
+        self._written = self.done
+
+    def _resume(self, contents: Mapping[str, Any] | None) -> None:
+        if contents is None:
+            return
+        self.state = _as_before(contents["state"], self.state)
+        self.done = self._written = contents["done"]
+        self._num_skipped, self._skipped = contents["num_skipped"], contents["skipped"].tolist()
+        self.read_notes(contents["notes"])
+        self._source.skip(self.done)
+        self._bar.update(self.done)
+
+
+def rows_named(rows: Rows, first_row: int) -> str:
+    count = num_rows(rows)
+    return f"row {first_row}" if count == 1 else f"rows {first_row} to {first_row + count - 1}"
+
+
+def _replaced(rows: Rows, kept: np.ndarray) -> tuple[Rows, np.ndarray]:
+    """The rows with weights: those not kept have weight zero and the values of the kept row before, or else after."""
+    weights = kept.astype(np.float32)
+    if kept.all() or not kept.any():
+        return rows, weights
+    source = np.maximum.accumulate(np.where(kept, np.arange(len(kept)), -1))
+    return permuted(rows, np.where(source < 0, np.argmax(kept), source)), weights
+
+
+def _plain(state: Any) -> list[np.ndarray]:
+    """The arrays of a state, keys of random numbers as their data."""
+    is_key = lambda x: jnp.issubdtype(x.dtype, jax.dtypes.prng_key)  # noqa: E731
+    return [np.asarray(jax.random.key_data(x) if is_key(x) else x) for x in map(jnp.asarray, jax.tree.leaves(state))]
+
+
+def _summary(array: np.ndarray) -> list[float]:
+    """Numbers that change if the array does, and hardly by rounding."""
+    flat = np.ravel(array).astype(np.float64)
+    return [flat.sum(), np.abs(flat).sum(), flat @ np.cos(np.arange(len(flat)))]
+
+
+def _as_before(arrays: list[np.ndarray], like: Any) -> Any:
+    """A state from its arrays.
+
+    :raises ValueError: for arrays of another form.
+    """
+    leaves, structure = jax.tree.flatten(like)
+    forms = [(x.shape, x.dtype) for x in _plain(like)]
+    if [(x.shape, x.dtype) for x in arrays] != forms:
+        raise ValueError("the checkpoint holds a state of another form than this run's.")
+
+    def restored(array, leaf):
+        leaf = jnp.asarray(leaf)
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            return jax.random.wrap_key_data(jnp.asarray(array), impl=jax.random.key_impl(leaf))
+        return jnp.asarray(array)
+
+    return jax.tree.unflatten(structure, [restored(a, leaf) for a, leaf in zip(arrays, leaves)])

@@ -1,0 +1,410 @@
+"""Streams: however the rows come, whatever interrupts them, the posterior is the same."""
+
+import functools
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import pytest
+
+from numpyro_rvga import BONG, RVGA, RandomWalk
+from numpyro_rvga import passes as passes_module
+from numpyro_rvga import rvga as rvga_module
+from numpyro_rvga.core.compilation import Compiled
+
+NUM_ROWS = 1500
+
+
+def logistic(X, y=None):
+    scale = numpyro.sample("scale", dist.HalfNormal(1.0))
+    w = numpyro.sample("w", dist.Normal(0, 1).expand([X.shape[1]]).to_event(1))
+    with numpyro.plate("rows", len(X)):
+        numpyro.sample("y", dist.Bernoulli(logits=scale * (X @ w)), obs=y)
+
+
+def linear(X, y=None):
+    w = numpyro.sample("w", dist.Normal(0, 1).expand([X.shape[1]]).to_event(1))
+    with numpyro.plate("rows", len(X)):
+        numpyro.sample("y", dist.Normal(X @ w, 1.0), obs=y)
+
+
+def probit_rates(X, y=None):
+    w = numpyro.sample("w", dist.Normal(0, 1).expand([X.shape[1]]).to_event(1))
+    with numpyro.plate("rows", len(X)):
+        numpyro.sample("y", dist.Poisson(jax.numpy.exp(X @ w)), obs=y)
+
+
+def truncated(X, y=None):
+    w = numpyro.sample("w", dist.Normal(0, 1).expand([X.shape[1]]).to_event(1))
+    with numpyro.plate("rows", len(X)):
+        numpyro.factor("window", jax.numpy.where(X[:, 0] > 99.0, -jax.numpy.inf, -0.5 * (y - X @ w) ** 2))
+
+
+def make(kind="binary", n=NUM_ROWS, d=3, seed=0):
+    rng = np.random.default_rng(seed)
+    X, w = rng.normal(size=(n, d)), rng.normal(size=d)
+    if kind == "binary":
+        return {"X": X, "y": (rng.random(n) < 1 / (1 + np.exp(-X @ w))).astype(float)}
+    if kind == "counts":
+        return {"X": X, "y": rng.poisson(np.exp(0.5 * X @ w)).astype(float)}
+    return {"X": X, "y": X @ w + rng.normal(size=n)}
+
+
+ROWS = make()
+# Every part of a pass: the joint first block, several pieces of several blocks, kept rows, the prior's true terms.
+DEFAULT = lambda **options: RVGA(logistic, first_block=150, memory=40, **options)  # noqa: E731
+METHODS = {
+    "truncated": lambda: RVGA(truncated, block_size=8),
+    "default": DEFAULT,
+    "shuffled": lambda: DEFAULT(shuffle=True),
+    "explicit": lambda: RVGA(probit_rates, scheme="explicit"),
+    "drift": lambda: RVGA(linear, block_size=3, dynamics=RandomWalk(0.01)),
+    "low-rank": lambda: BONG(logistic, family="low-rank", rank=2),
+    "sampled": lambda: BONG(logistic, family="diagonal", hessian="mc-ef", num_samples=20),
+}
+
+
+@functools.cache
+def method_of(name):
+    """One for all tests: they share what is compiled."""
+    return METHODS[name]()
+
+
+@pytest.fixture(autouse=True)
+def small_pieces(monkeypatch):
+    monkeypatch.setattr(rvga_module, "MAX_CHUNK", 256)
+    monkeypatch.setattr(rvga_module, "DEFAULT_BLOCK_LINEARISED", 64)
+    monkeypatch.setattr("numpyro_rvga.bong.CHUNK_BLOCKS", 64)
+
+
+def rows_of(name):
+    kinds = {"explicit": "counts", "drift": "continuous", "truncated": "continuous"}
+    return make(kinds.get(name, "binary"))
+
+
+def run(method, rows, **kwargs):
+    return method.run(rows, progress_bar=False, **kwargs)
+
+
+def cut(rows, sizes):
+    """Blocks of these sizes, again and again."""
+    start, turn = 0, 0
+    while start < len(rows["y"]):
+        stop = start + sizes[turn % len(sizes)]
+        yield {name: array[start:stop] for name, array in rows.items()}
+        start, turn = stop, turn + 1
+
+
+def assert_same(one, other, tolerance=1e-12):
+    leaves = [jax.tree.leaves(p.gaussian) for p in (one, other)]
+    for a, b in zip(*leaves):
+        np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance)
+    assert one.num_rows == other.num_rows
+    assert (one.elbo is None) == (other.elbo is None)
+    assert one.elbo is None or abs(one.elbo - other.elbo) < 1e-9 * abs(one.elbo)
+
+
+def assert_identical(one, other):
+    for a, b in zip(*[jax.tree.leaves(p.gaussian) for p in (one, other)]):
+        np.testing.assert_array_equal(a, b)
+    assert one.elbo == other.elbo
+    assert {k: v for k, v in one.info.items() if np.ndim(v) == 0} == {
+        k: v for k, v in other.info.items() if np.ndim(v) == 0
+    }
+
+
+# ---------------------------------------------------------------------- how the rows come
+@pytest.mark.parametrize("name", ["default", "explicit", "low-rank"])
+def test_the_posterior_does_not_depend_on_how_the_data_are_cut_and_one_run_is_one_compilation(name, monkeypatch):
+    rows, method = rows_of(name), method_of(name)
+    whole = run(method, rows)
+    compiled = []
+    call = Compiled.__call__
+    monkeypatch.setattr(Compiled, "__call__", lambda self, *a, **k: compiled.append(self._light) or call(self, *a, **k))
+    random_sizes = np.random.default_rng(1).integers(1, 400, 50).tolist()
+    for sizes in ([1], [7], [1000], random_sizes):
+        assert_same(run(method, cut(rows, sizes)), whole)
+    for function in set(compiled):
+        assert function._cache_size() <= 2  # arrays of known length have pieces of their own size
+
+
+@pytest.mark.parametrize("num_rows", [140, 150, 151, 299, 301, 450])
+def test_streams_and_arrays_around_the_size_of_the_first_block_agree(num_rows):
+    method = RVGA(logistic, memory=150)
+    method_rows = make(n=num_rows)
+    original = rvga_module.FIRST_BLOCK_ROWS, rvga_module.FIRST_BLOCK_ROWS_PER_PARAMETER
+    rvga_module.FIRST_BLOCK_ROWS, rvga_module.FIRST_BLOCK_ROWS_PER_PARAMETER = 150, 1
+    try:
+        assert_same(run(method, cut(method_rows, [40])), run(method, method_rows))
+    finally:
+        rvga_module.FIRST_BLOCK_ROWS, rvga_module.FIRST_BLOCK_ROWS_PER_PARAMETER = original
+
+
+def test_lists_as_loaders_give_them_are_positional():
+    loader = [[block["X"], block["y"]] for block in cut(ROWS, [100])]
+    assert_same(run(method_of("default"), loader), run(method_of("default"), ROWS))
+
+
+def test_data_that_are_no_data_are_named():
+    with pytest.raises(ValueError, match="an iterable of such blocks, not int"):
+        run(method_of("default"), 3)
+
+
+# ---------------------------------------------------------------------- checkpoints
+class Stop(Exception):
+    pass
+
+
+def stopping(rows, after, size=50):
+    for start, block in enumerate(cut(rows, [size])):
+        if start * size >= after:
+            raise Stop
+        yield block
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_stopped_run_goes_on_to_the_bit(name, tmp_path):
+    rows, method = rows_of(name), method_of(name)
+    in_memory = name == "shuffled"
+    whole, streamed = run(method, rows), None if in_memory else run(method, cut(rows, [50]))
+    path = tmp_path / "run.ckpt"
+    for moment, after in enumerate(np.random.default_rng(2).integers(50, 1200, 3)):
+        file = path.with_suffix(f".{moment}")
+        if in_memory:
+            stopped_at = interrupt_after(method, rows, file, int(after))
+        else:
+            with pytest.raises(Stop):
+                run(method, stopping(rows, after), checkpoint=file, every=100)
+            stopped_at = int(method.state.num_rows)
+        assert stopped_at < NUM_ROWS
+        again = run(method, rows if in_memory else cut(rows, [17]), checkpoint=file, every=100, resume=True)
+        assert_identical(again, whole if in_memory else streamed)
+        assert_same(again, whole)
+
+
+def interrupt_after(method, rows, file, after):
+    """As Ctrl-C does, at some place of a run."""
+    accept = rvga_module._Run.accept
+
+    def interrupted(self, state, rows, *rest):
+        accept(self, state, rows, *rest)
+        if int(state.num_rows) >= after:
+            raise KeyboardInterrupt
+
+    rvga_module._Run.accept = interrupted
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            run(method, rows, checkpoint=file, every=100)
+    finally:
+        rvga_module._Run.accept = accept
+    assert int(method.state.num_rows) >= after  # a usable state
+    assert np.isfinite(method.posterior(method.state).mean).all()
+    return int(method.state.num_rows)
+
+
+def test_a_finished_run_has_nothing_left_to_do(tmp_path):
+    method = method_of("default")
+    first = run(method, ROWS, checkpoint=tmp_path / "run")
+    assert_identical(run(method, ROWS, checkpoint=tmp_path / "run", resume=True), first)
+    more = {name: np.concatenate([array, array[:100]]) for name, array in ROWS.items()}
+    longer = run(method, cut(more, [90]), checkpoint=tmp_path / "run", resume=True)
+    assert longer.num_rows == NUM_ROWS + 100  # the log of a service has grown
+
+
+def test_prequential_densities_survive(tmp_path):
+    method = method_of("low-rank")
+    whole = run(method, ROWS, prequential="plugin")
+    with pytest.raises(Stop):
+        run(method, stopping(ROWS, 700), checkpoint=tmp_path / "run", every=100, prequential="plugin")
+    again = run(method, ROWS, checkpoint=tmp_path / "run", resume=True, prequential="plugin")
+    np.testing.assert_allclose(again.info["log_predictive"], whole.info["log_predictive"], rtol=1e-12)
+
+
+SCRIPT = """
+import sys, time
+import numpy as np
+sys.path.insert(0, {tests!r})
+import test_streams as t
+
+def slow(rows):
+    for block in t.cut(rows, [50]):
+        time.sleep(0.02)
+        yield block
+
+posterior = t.run(t.METHODS["drift"](), slow(t.rows_of("drift")), checkpoint={path!r}, every=50, resume=True)
+np.savez({result!r}, mean=posterior.mean, root=posterior.gaussian.root)
+"""
+
+
+def test_a_killed_process_goes_on_to_the_bit(tmp_path):
+    path, result = tmp_path / "run", tmp_path / "result.npz"
+    script = SCRIPT.format(tests=str(Path(__file__).parent), path=str(path), result=str(result))
+    process = subprocess.Popen([sys.executable, "-c", script])
+    while not path.exists() and process.poll() is None:
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL and not result.exists()
+    subprocess.run([sys.executable, "-c", script], check=True)
+    expected = run(method_of("drift"), rows_of("drift"))
+    with np.load(result) as found:
+        np.testing.assert_array_equal(found["mean"], expected.mean)
+        np.testing.assert_array_equal(found["root"], expected.gaussian.root)
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory):
+    """A checkpoint of a linear model in the middle of its data."""
+    path = tmp_path_factory.mktemp("stopped") / "run"
+    method, rows = RVGA(linear, block_size=5), make("continuous")
+    with pytest.raises(Stop):
+        run(method, stopping(rows, 600), checkpoint=path, every=100)
+    return method, rows, path
+
+
+def test_checkpoints_are_not_overwritten_by_other_runs(stopped):
+    method, rows, path = stopped
+    before = path.read_bytes()
+    with pytest.raises(ValueError, match="exists: pass resume=True"):
+        run(method, rows, checkpoint=path)
+    others = {
+        "block was 5 and is 4": (RVGA(linear, block_size=4), rows),
+        "the beginning of the data": (method, {"X": rows["X"] + 1, "y": rows["y"]}),
+        "the start differs": (RVGA(with_scale(2.0), block_size=5), rows),
+        "the likelihood of the first rows differs": (RVGA(with_scale(1.0, noise=3.0), block_size=5), rows),
+        "sites was": (RVGA(logistic, block_size=5), ROWS),
+        "method was 'RVGA' and is 'BONG'": (BONG(linear), rows),
+    }
+    for message, (other, data) in others.items():
+        with pytest.raises(ValueError, match=f"(?s)checkpoint of another run.*{message}"):
+            run(other, cut(data, [100]), checkpoint=path, resume=True)
+    assert path.read_bytes() == before
+
+
+def with_scale(prior, noise=1.0):
+    def model(X, y=None):
+        w = numpyro.sample("w", dist.Normal(0, prior).expand([X.shape[1]]).to_event(1))
+        with numpyro.plate("rows", len(X)):
+            numpyro.sample("y", dist.Normal(X @ w, noise), obs=y)
+
+    return model
+
+
+def test_data_that_end_before_the_checkpoint_are_refused(stopped):
+    method, rows, path = stopped
+    with pytest.raises(ValueError, match="the data end after 100 rows"):
+        run(method, cut({n: a[:100] for n, a in rows.items()}, [10]), checkpoint=path, resume=True)
+
+
+def test_damaged_checkpoints_are_refused_and_name_the_one_before(stopped, tmp_path):
+    method, rows, path = stopped
+    file = tmp_path / "run"
+    contents = path.read_bytes()
+    file.with_name("run.previous").write_bytes(contents)
+    expected = run(method, rows)
+    rng = np.random.default_rng(3)
+    damaged = [contents[:length] for length in rng.integers(0, len(contents), 30)]
+    for place in rng.integers(0, len(contents), 60):
+        flipped = bytearray(contents)
+        flipped[place] ^= 1 << int(rng.integers(8))
+        damaged.append(bytes(flipped))
+    damaged += [rng.bytes(n) for n in (0, 10, 1000)]
+    for case in damaged:
+        file.write_bytes(case)
+        try:
+            found = run(method, cut(rows, [100]), checkpoint=file, resume=True)
+        except ValueError as error:
+            assert "run.previous" in str(error)
+            assert file.read_bytes() == case
+        else:  # a byte that means nothing
+            assert_same(found, expected)
+            file.with_name("run.previous").write_bytes(contents)
+
+
+def test_a_run_stopped_between_two_checkpoints_names_goes_on_from_the_one_before(stopped, tmp_path):
+    method, rows, path = stopped
+    (tmp_path / "run.previous").write_bytes(path.read_bytes())
+    assert_same(run(method, cut(rows, [100]), checkpoint=tmp_path / "run", resume=True), run(method, rows))
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"every": 0, "checkpoint": "x"}, "every must be a positive number of rows"),
+        ({"resume": True}, "resume=True needs checkpoint="),
+        ({"checkpoint": "/no/such/folder/x"}, "folder /no/such/folder does not exist"),
+        ({"on_bad_row": "drop"}, "on_bad_row must be one of 'raise', 'skip'"),
+    ],
+)
+def test_unusable_options_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        run(method_of("default"), ROWS, **options)
+
+
+# ---------------------------------------------------------------------- bad rows
+SPOILING = {
+    "explicit": [("X", np.nan), ("y", np.inf), ("y", -3.0), ("X", 1e200)],
+    "truncated": [("X", np.nan), ("X", 100.0)],
+}
+
+
+def spoilt(rows, places, name="default"):
+    """Values that are not finite, or outside the support, or of likelihood zero, or beyond computation."""
+    rows = {name: array.copy() for name, array in rows.items()}
+    spoil = SPOILING.get(name, [("X", np.nan), ("y", np.inf), ("y", -3.0)])
+    for turn, place in enumerate(places):
+        name, value = spoil[turn % len(spoil)]
+        rows[name][place] = value
+    return rows
+
+
+BAD = [0, 1, 30, 31, 149, 150, 700, 701, 702, 703, 1499]
+
+
+@pytest.mark.parametrize("source", ["array", "blocks"])
+@pytest.mark.parametrize("name", ["default", "explicit", "low-rank", "truncated"])
+def test_bad_rows_are_left_out_and_listed(name, source):
+    method = method_of(name)
+    rows = spoilt(rows_of(name), BAD, name)
+    found = run(method, rows if source == "array" else cut(rows, [90]), on_bad_row="skip")
+    assert found.info["num_skipped"] == len(BAD)
+    assert found.info["skipped_rows"].tolist() == BAD
+    assert found.num_rows == NUM_ROWS - len(BAD)
+    without = run(method, {n: np.delete(a, BAD, axis=0) for n, a in rows.items()})
+    deviation = np.sqrt(np.diag(without.covariance))
+    exact = name != "default"  # where blocks begin at other rows
+    np.testing.assert_allclose((found.mean - without.mean) / deviation, 0, atol=1e-6 if exact else 0.2)
+
+
+def test_skipped_rows_are_numbered_as_in_the_data_when_shuffled():
+    found = run(method_of("shuffled"), spoilt(ROWS, BAD), on_bad_row="skip")
+    assert sorted(found.info["skipped_rows"].tolist()) == BAD
+    with pytest.raises(ValueError, match=r"row [789]:"):
+        run(RVGA(linear, block_size=1, shuffle=True), {"X": make()["X"] + 1e200 * np.eye(1500, 3, -7), "y": ROWS["y"]})
+
+
+def test_only_so_many_skipped_rows_are_listed(monkeypatch):
+    monkeypatch.setattr(passes_module, "LISTED", 4)
+    found = run(method_of("explicit"), spoilt(rows_of("explicit"), BAD, "explicit"), on_bad_row="skip")
+    assert found.info["num_skipped"] == len(BAD) and found.info["skipped_rows"].tolist() == BAD[:4]
+
+
+def test_skipped_rows_survive_a_checkpoint(tmp_path):
+    method, rows = method_of("default"), spoilt(ROWS, BAD)
+    with pytest.raises(Stop):
+        run(method, stopping(rows, 800), checkpoint=tmp_path / "run", every=100, on_bad_row="skip")
+    again = run(method, cut(rows, [50]), checkpoint=tmp_path / "run", resume=True, on_bad_row="skip")
+    assert again.info["skipped_rows"].tolist() == BAD
+
+
+def test_data_of_bad_rows_alone_are_refused():
+    rows = {"X": np.full((60, 3), np.nan), "y": np.zeros(60)}
+    with pytest.raises(ValueError, match="rows all hold NaN"):
+        run(method_of("default"), rows, on_bad_row="skip")
+    with pytest.raises(ValueError, match="none of the 60 rows can be used"):
+        run(method_of("default"), {"X": np.ones((60, 3)), "y": np.full(60, -1.0)}, on_bad_row="skip")
