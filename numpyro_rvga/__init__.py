@@ -1,5 +1,6 @@
 """Gaussian posteriors of NumPyro models in one pass over the data."""
 
+from .arrow import ParquetRows, arrow_blocks
 from .bong import BONG
 from .dynamics import LinearDynamics, OrnsteinUhlenbeck, RandomWalk
 from .fixed_point import FixedPointVI
@@ -13,8 +14,10 @@ __all__ = [
     "FixedPointVI",
     "LinearDynamics",
     "OrnsteinUhlenbeck",
+    "ParquetRows",
     "Posterior",
     "RandomWalk",
+    "arrow_blocks",
     "init_to_module",
 ]
 __version__ = "0.1.0"

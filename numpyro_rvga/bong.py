@@ -197,14 +197,14 @@ class BONG:
         online = self._get(head, model_kwargs, rng_key)
         if in_memory and not options.skips:
             online.engine.program.check_rows(head)
-        self.state = self._start(online, init, rng_key)
+        state = self.state = self._start(online, init, rng_key)
         call_back = _CallBack(self, online, model_kwargs, callback, callback_every)
         if self.num_epochs is not None:
             with progress(progress_bar, self.num_epochs * source.total, "BONG", "row") as bar:
                 return self._epochs(online, head, call_back, bar, model_kwargs)
         with progress(progress_bar, source.total, "BONG", "row") as bar:
             run = _Run(self, online, source, options, bar, in_memory, call_back, prequential)
-            state = run(self.state, self._facts(rng_key))
+            state = run(state, self._facts(rng_key))
         return self._posterior(online, state, model_kwargs, run.facts())
 
     # ------------------------------------------------------------------ functional form
@@ -244,6 +244,10 @@ class BONG:
         return self._posterior(online, state, online.engine.program.model_kwargs, {})
 
     # ------------------------------------------------------------------ inside
+    def __getstate__(self) -> dict[str, Any]:
+        """Without what is compiled, for other processes."""
+        return self.__dict__ | {"_online": {}, "state": None}
+
     @property
     def online(self) -> Online:
         """The compiled updates for the data that were seen last.
@@ -269,17 +273,17 @@ class BONG:
         if isinstance(init, OnlineState):
             return init
         online.engine.check_start(init)
-        if isinstance(init.continuation, Continuation) and online.holds(init.continuation.state):
-            return init.continuation.state
+        if isinstance(init.state, OnlineState) and online.holds(init.state):
+            return init.state
         return online.state_of(init.gaussian, init.num_rows, rng_key)
 
     def _posterior(self, online: Online, state: OnlineState, model_kwargs: dict, info: dict) -> Posterior:
         facts = self._described | info
         if self.dynamics is not None:
             facts["dynamics"] = type(self.dynamics).__name__
-        continuation = Continuation(self, state, dict(model_kwargs))
+        continuation = Continuation(self, online, dict(model_kwargs))
         gaussian, program = online.settled(state), online.engine.program
-        return Posterior(program, gaussian, None, facts, continuation, num_rows=int(state.num_rows))
+        return Posterior(program, gaussian, None, facts, continuation, state, num_rows=int(state.num_rows))
 
     def _epochs(
         self, online: Online, rows: Rows, call_back: _CallBack, bar: Any, model_kwargs: Mapping[str, Any]
@@ -336,12 +340,12 @@ class Continuation:
     """What a posterior needs to take in more rows."""
 
     bong: BONG
-    state: OnlineState
+    online: Online
     model_kwargs: dict
 
     def update(self, posterior: Posterior, data: Any, **kwargs: Any) -> Posterior:
         """The posterior after more rows; ``posterior`` is unchanged."""
-        return self.bong.run(data, init=self.state, **{**self.model_kwargs, **kwargs})
+        return self.bong.run(data, init=posterior, **{**self.model_kwargs, **kwargs})
 
 
 class _CallBack:

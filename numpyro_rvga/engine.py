@@ -283,6 +283,10 @@ class Engines:
         self._batch = batch
         self._known: list[tuple[tuple, dict, Engine]] = []
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Without what is compiled, for other processes."""
+        return self.__dict__ | {"_known": []}
+
     @property
     def last(self) -> Engine | None:
         """The engine that was made last."""

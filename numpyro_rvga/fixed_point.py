@@ -151,7 +151,7 @@ class FixedPointVI:
         expected = self.options.expectation != "linearized"
         bound, num_rows = float(after.log_evidence) if expected else None, int(after.num_rows)
         gaussian = FullGaussian(after.mean, after.root)
-        return Posterior(program, gaussian, bound, facts, num_rows=num_rows)
+        return Posterior(program, gaussian, bound, facts, state=after, num_rows=num_rows)
 
     @classmethod
     def conditions(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -17,7 +17,7 @@ from jax.typing import ArrayLike
 from numpyro.infer import NUTS
 from numpyro.infer.autoguide import AutoContinuous
 
-from . import arviz, prediction, storage, warmstart
+from . import arviz, merging, prediction, storage, warmstart
 from .core.gaussians import Family
 from .options import check_choice
 
@@ -39,6 +39,7 @@ class Posterior:
     :param elbo: the bound on log p(data), where the method has it.
     :param info: what the run has to tell besides: plain scalars, strings, arrays, and lists or dicts of these.
     :param continuation: the object whose ``update(posterior, data, **kwargs)`` absorbs further rows.
+    :param state: what that method goes on from, and parts are merged by.
     :param num_rows: the number of rows absorbed so far.
     :raises ValueError: if the shapes of the Gaussian's arrays do not fit the program's layout.
     """
@@ -48,6 +49,7 @@ class Posterior:
     elbo: float | None = None
     info: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     continuation: Any = None
+    state: Any = None
     num_rows: int = dataclasses.field(kw_only=True)
 
     def __post_init__(self) -> None:
@@ -264,6 +266,20 @@ class Posterior:
     def load(cls, path: str | os.PathLike, model: Callable, **model_kwargs: Any) -> Posterior:
         """Read a posterior that :meth:`save` wrote; see :func:`numpyro_rvga.storage.load`."""
         return cls(**storage.load(path, model, **model_kwargs))
+
+    @classmethod
+    def merge(cls, parts: Sequence[Posterior]) -> Posterior:
+        """What runs on different rows have learned together, with the prior counted once.
+
+        The parts are posteriors of the same model given different rows, each made from the model's prior. They may have
+        been made anywhere, and come from files. The result is that of all rows where these are linear and Gaussian;
+        elsewhere a part's summary is as good as its own run, so fewer and larger parts are more accurate.
+
+        :param parts: posteriors of one method and family. For priors that are not Gaussian, one more solve follows.
+        :return: a posterior that takes in more rows with :meth:`update` if the first part does.
+        :raises ValueError: if sites, priors or families differ, or the parts cannot be merged, with the part's number.
+        """
+        return cls(**merging.merge(parts))
 
     def update(self, data: Any, **kwargs: Any) -> Posterior:
         """Absorb further rows.

@@ -178,10 +178,10 @@ class RVGA:
         engine = self._engines.get(head, model_kwargs, rng_key)
         if in_memory and not options.skips:
             engine.program.check_rows(head)
-        self.state = self._initial_state(engine) if init is None else _state_of(init, engine)
+        state = self.state = self._initial_state(engine) if init is None else _state_of(init, engine)
         with progress(progress_bar, source.total, "RVGA", "row") as bar:
             run = _Run(self, engine, source, options, bar, in_memory)
-            state = run(self.state, self._facts(rng_key, run.sizes))
+            state = run(state, self._facts(rng_key, run.sizes))
             state, info = run.finished(state)
         return self._posterior(engine, state, info, model_kwargs)
 
@@ -228,6 +228,10 @@ class RVGA:
         return self._posterior(engine, state, gathered.summary(), model_kwargs)
 
     # ------------------------------------------------------------------ inside
+    def __getstate__(self) -> dict[str, Any]:
+        """For other processes."""
+        return self.__dict__ | {"state": None}
+
     def _initial_state(self, engine: Engine) -> State:
         state = engine.program.initial_state()
         # Parameters that move leave the prior behind: it is where they start from, and its Gaussian is enough for that.
@@ -277,14 +281,14 @@ class RVGA:
         )
 
     def _posterior(self, engine, state, info, model_kwargs):
-        continuation = Continuation(self, state, dict(model_kwargs))
+        continuation = Continuation(self, dict(model_kwargs))
         info = {"scheme": self.options.scheme, "expectation": self.options.expectation, **info}
         if self.dynamics is not None:
             info["dynamics"] = type(self.dynamics).__name__
         expected = self.options.scheme != "ekf" and self.options.expectation != "linearized"
         bound, num_rows = float(state.log_evidence) if expected else None, int(state.num_rows)
         gaussian = FullGaussian(state.mean, state.root)
-        return Posterior(engine.program, gaussian, bound, info, continuation, num_rows=num_rows)
+        return Posterior(engine.program, gaussian, bound, info, continuation, state, num_rows=num_rows)
 
 
 @dataclass(frozen=True)
@@ -292,12 +296,11 @@ class Continuation:
     """What a posterior needs to take in more rows."""
 
     rvga: RVGA
-    state: State
     model_kwargs: dict
 
     def update(self, posterior: Posterior, data: Any, **kwargs: Any) -> Posterior:
         """The posterior after more rows; ``posterior`` is unchanged."""
-        return self.rvga.run(data, init=self.state, **{**self.model_kwargs, **kwargs})
+        return self.rvga.run(data, init=posterior, **{**self.model_kwargs, **kwargs})
 
 
 @dataclass(frozen=True)
@@ -326,6 +329,7 @@ class _Run(Pass):
     def step(self, state: State, rows: Rows, weights: np.ndarray, place: int) -> tuple[State, StepInfo]:
         sizes, engine = self.sizes, self._engine
         if self._is_joint(place):
+            rows, weights = pad(rows, _rounded_up(len(weights)), weights)
             known = (engine.unknown(weights),) if sizes.keep else ()
             return engine.joint(state, *jax.device_put((rows, weights)), *known, with_sites=sizes.keep)
         arrays = jax.device_put(pad(rows, sizes.chunk, weights))
@@ -409,12 +413,18 @@ class _Gathered:
         return {"converged": self._converged, "mean_iterations": mean_iterations, "largest_decrement": self._decrement}
 
 
+def _rounded_up(length: int) -> int:
+    """By an eighth at most: solves of nearly as many rows have one form, and are compiled once."""
+    step = 1 << max(length.bit_length() - 4, 0)
+    return -(-length // step) * step
+
+
 def _state_of(init: Posterior | State, engine: Engine) -> State:
     if isinstance(init, State):
         return init
     engine.check_start(init)
-    if isinstance(init.continuation, Continuation):
-        return init.continuation.state
+    if isinstance(init.state, State):
+        return init.state
     dtype = engine.program.dtype
     state = new_state(jnp.asarray(init.mean, dtype), jnp.asarray(init.scale, dtype), None)
     evidence = jnp.asarray(init.elbo or 0.0, dtype)

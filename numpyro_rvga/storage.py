@@ -12,9 +12,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from .core.gaussians import FAMILIES
+from .core.recursion import Quadratic, State
 from .model import Program
 from .model.arguments import named_rows
 
@@ -43,6 +45,7 @@ def save(posterior: Posterior, path: str | os.PathLike) -> None:
     contents = {
         "family": next(name for name, kind in FAMILIES.items() if isinstance(posterior.gaussian, kind)),
         "gaussian": dataclasses.asdict(posterior.gaussian),
+        "state": _stored_state(posterior.state),
         "elbo": None if posterior.elbo is None else float(posterior.elbo),
         "num_rows": int(posterior.num_rows),
         "info": posterior.info,
@@ -89,7 +92,20 @@ def load(path: str | os.PathLike, model: Callable, **model_kwargs: Any) -> dict[
             f"those of the given model {_describe(_layout(program))}."
         )
     gaussian = FAMILIES[contents.pop("family")](**contents.pop("gaussian"))
-    return {"program": program, "gaussian": gaussian, **contents}
+    return {"program": program, "gaussian": gaussian, "state": _state(contents.pop("state")), **contents}
+
+
+def _stored_state(state: Any) -> dict | None:
+    """What the Gaussian does not tell of a state: it is stored only if there is more to it."""
+    if not isinstance(state, State) or state.prior_site is None:
+        return None
+    return state._asdict() | {"prior_site": state.prior_site._asdict()}
+
+
+def _state(stored: Mapping[str, Any] | None) -> State | None:
+    if stored is None:
+        return None
+    return jax.tree.map(jnp.asarray, State(**{**stored, "prior_site": Quadratic(**stored["prior_site"])}))
 
 
 def write(

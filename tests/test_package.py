@@ -10,22 +10,29 @@ import numpyro_rvga
 PACKAGE = Path(numpyro_rvga.__file__).parent
 # From the bottom up: a room imports only from itself and from rooms below it.
 FLOORS = [
+    "arrow",
     "core",
     "model",
+    "options",
     "kinds",
     "dynamics",
+    "stream",
     "engine",
-    "conditions",
     "learning",
     "climbs",
-    "options",
     "presets",
+    "online",
+    "merging",
+    "storage",
+    "conditions",
+    "checkpoints",
+    "passes",
     "rvga",
     "fixed_point",
-    "online",
     "bong",
+    "distributed",
 ]
-HEAVY = ["arviz", "matplotlib", "tqdm.auto"]
+HEAVY = ["arviz", "dask", "distributed", "matplotlib", "pyarrow", "tqdm.auto"]
 MOST_SECONDS = 0.2
 ATTEMPTS = 6
 

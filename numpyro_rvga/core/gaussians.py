@@ -387,6 +387,14 @@ class LowRankGaussian:
         mean = self.mean + self._solve(jnp.zeros_like(self.mean).at[places].set(pull))
         return LowRankGaussian(mean, self.diagonal.at[places].add(diagonal), self.factor)
 
+    def joined(self, parts: list[LowRankGaussian]) -> LowRankGaussian:
+        """This prior, of zero factor, times the ratio of each part to it, projected back."""
+        diagonal = self.diagonal + sum(q.diagonal - self.diagonal for q in parts)
+        linear = self.diagonal * self.mean
+        linear = linear + sum(q._times_precision(q.mean) - self.diagonal * self.mean for q in parts)
+        wide = LowRankGaussian(self.mean, diagonal, jnp.concatenate([q.factor for q in parts]))
+        return wide._replace_mean(wide._solve(linear))._truncated(len(self.factor))
+
     def _replace_mean(self, mean: Array) -> LowRankGaussian:
         return LowRankGaussian(mean, self.diagonal, self.factor)
 

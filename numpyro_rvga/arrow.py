@@ -1,0 +1,165 @@
+"""Rows from Arrow record batches and Parquet files. Needs pyarrow: ``pip install 'numpyro_rvga[stream]'``."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import numpy as np
+
+BATCH = 2**16  # rows of a row group that are read at a time
+Columns = Mapping[str, str | Sequence[str]]
+
+
+class RowGroup(NamedTuple):
+    """A row group of a Parquet file."""
+
+    path: str
+    number: int
+    num_rows: int
+
+
+class ParquetRows:
+    """The rows of Parquet files as blocks for ``run``, read row group by row group, each time anew.
+
+    **Example**
+
+    .. code-block:: python
+
+        rows = ParquetRows("flights/", {"X": ["distance", "hour"], "y": "delay"})
+        posterior = RVGA(model).run(rows)
+
+    Values that are missing become NaN: pass ``on_bad_row="skip"`` to leave such rows out.
+
+    :param path: a file, a folder of ``.parquet`` files (taken in the order of their names, subfolders too), or several
+        of these.
+    :param columns: the model's argument names to columns: a name gives an array of shape ``(n,)``, or ``(n, k)`` for a
+        column of lists of one length; a list of k names gives one of shape ``(n, k)``.
+    :raises FileNotFoundError: if there is no such file, or none in a folder.
+    :raises ValueError: naming columns that a file does not have, and the columns that it has.
+    :raises ImportError: without pyarrow.
+
+    :ivar num_rows: the number of rows.
+    :ivar groups: the row groups that hold them.
+    """
+
+    def __init__(self, path: str | os.PathLike | Sequence[str | os.PathLike], columns: Columns):
+        several = [path] if isinstance(path, (str, os.PathLike)) else list(path)
+        files = [file for each in several for file in _files(Path(each))]
+        self._set(columns, [group for file in files for group in _groups(file, columns)])
+
+    def _set(self, columns: Columns, groups: Sequence[RowGroup]) -> ParquetRows:
+        self.columns = {name: of if isinstance(of, str) else list(of) for name, of in columns.items()}
+        self.groups = tuple(groups)
+        self.num_rows = sum(group.num_rows for group in self.groups)
+        return self
+
+    def __repr__(self) -> str:
+        return f"ParquetRows({self.num_rows} rows in {len(self.groups)} row groups)"
+
+    def __iter__(self) -> Iterator[dict[str, np.ndarray]]:
+        return self.from_row(0)
+
+    def from_row(self, row: int) -> Iterator[dict[str, np.ndarray]]:
+        """The blocks from a row on; row groups before it are not read."""
+        for group in self.groups:
+            if row < group.num_rows:
+                yield from self._blocks(group, row)
+            row = max(row - group.num_rows, 0)
+
+    def split(self, count: int) -> list[ParquetRows]:
+        """These rows in up to ``count`` parts of whole row groups, neighbours together and about equally many each.
+
+        :raises ValueError: for less than one part.
+        """
+        if count < 1:
+            raise ValueError(f"count must be at least 1, not {count}.")
+        ends = np.cumsum([group.num_rows for group in self.groups])
+        part = np.minimum((ends - 1) * count // max(self.num_rows, 1), count - 1)
+        chosen = [[group for group, p in zip(self.groups, part) if p == number] for number in range(count)]
+        return [ParquetRows.__new__(ParquetRows)._set(self.columns, groups) for groups in chosen if groups]
+
+    def _blocks(self, group: RowGroup, skipped: int) -> Iterator[dict[str, np.ndarray]]:
+        wanted = [name for of in self.columns.values() for name in ([of] if isinstance(of, str) else of)]
+        with _pyarrow("pyarrow.parquet").ParquetFile(group.path) as file:
+            batches = file.iter_batches(BATCH, row_groups=[group.number], columns=sorted(set(wanted)))
+            for block in arrow_blocks(batches, self.columns):
+                length = len(next(iter(block.values())))
+                if skipped < length:
+                    yield {name: array[skipped:] for name, array in block.items()}
+                skipped = max(skipped - length, 0)
+
+
+def arrow_blocks(batches: Iterable[Any], columns: Columns) -> Iterator[dict[str, np.ndarray]]:
+    """Blocks for ``run`` from an iterable of ``pyarrow.RecordBatch``, such as a Flight reader gives.
+
+    :param batches: record batches, or tables.
+    :param columns: as for :class:`ParquetRows`.
+    :raises ValueError: naming columns that a batch does not have, or whose lists differ in length.
+    """
+    for batch in batches:
+        _check_columns(columns, batch.schema.names, "the record batch")
+        yield {
+            name: _array(batch, of) if isinstance(of, str) else np.stack([_array(batch, c) for c in of], axis=1)
+            for name, of in columns.items()
+        }
+
+
+def _array(batch: Any, name: str) -> np.ndarray:
+    pyarrow = _pyarrow("pyarrow")
+    column = batch.column(name)
+    column = column.combine_chunks() if isinstance(column, pyarrow.ChunkedArray) else column
+    if pyarrow.types.is_fixed_size_list(column.type) and not column.null_count:
+        return _plain(column.flatten()).reshape(len(column), column.type.list_size)
+    if pyarrow.types.is_list(column.type) or pyarrow.types.is_fixed_size_list(column.type):
+        lengths = set(column.value_lengths().to_pylist())
+        if len(lengths) != 1 or None in lengths:
+            raise ValueError(f"column {name!r} holds lists of different lengths, or none in some rows.")
+        return _plain(column.flatten()).reshape(len(column), lengths.pop())
+    return _plain(column)
+
+
+def _plain(column: Any) -> np.ndarray:
+    """Missing values are NaN."""
+    pyarrow = _pyarrow("pyarrow")
+    if pyarrow.types.is_boolean(column.type) or pyarrow.types.is_decimal(column.type):
+        column = column.cast(
+            pyarrow.float64() if column.null_count or not pyarrow.types.is_boolean(column.type) else pyarrow.uint8()
+        )
+    return column.to_numpy(zero_copy_only=False)
+
+
+def _files(path: Path) -> list[Path]:
+    if path.is_file():
+        return [path]
+    found = sorted(path.rglob("*.parquet")) if path.is_dir() else []
+    if not found:
+        raise FileNotFoundError(f"{path} is neither a file nor a folder that holds .parquet files.")
+    return found
+
+
+def _groups(file: Path, columns: Columns) -> list[RowGroup]:
+    with _pyarrow("pyarrow.parquet").ParquetFile(file) as opened:
+        _check_columns(columns, opened.schema_arrow.names, str(file))
+        metadata = opened.metadata
+        lengths = [metadata.row_group(number).num_rows for number in range(metadata.num_row_groups)]
+    return [RowGroup(str(file), number, length) for number, length in enumerate(lengths) if length]
+
+
+def _check_columns(columns: Columns, names: Sequence[str], where: str) -> None:
+    for argument, of in columns.items():
+        for name in [of] if isinstance(of, str) else of:
+            if name not in names:
+                raise ValueError(f"{where} has no column {name!r} for {argument!r}; it has {', '.join(names)}.")
+
+
+def _pyarrow(module: str) -> ModuleType:
+    import importlib
+
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise ImportError("Arrow and Parquet need pyarrow: pip install 'numpyro_rvga[stream]'.") from error

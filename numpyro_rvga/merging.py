@@ -1,0 +1,202 @@
+"""Merging: what several runs learned from their own rows, with the prior counted once.
+
+In natural parameters, q = prior + sum over parts of (q_k - prior): streaming variational Bayes. For linear-Gaussian
+rows that is the posterior of all data; else each part's summary is as good as its own run could make it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .core.gaussians import DiagonalGaussian, Family, FullGaussian, LowRankGaussian, is_valid
+from .core.recursion import Quadratic, State
+from .engine import Engine
+from .kinds import Options
+from .online import OnlineState
+from .options import default_key
+
+if TYPE_CHECKING:
+    from .model import Program
+    from .posterior import Posterior
+
+SIMILAR = 1e-6  # relative difference of priors that rounding may make
+SETTLING = Options("implicit", "auto", "auto", None, 200, 256)
+
+
+def merge(parts: Sequence[Posterior]) -> dict[str, Any]:
+    """The fields of a posterior that holds what all parts have learned.
+
+    :raises ValueError: if there are none, if their sites, priors or families differ, or if they cannot be merged.
+    """
+    parts = list(parts)
+    if not parts:
+        raise ValueError("there are no posteriors to merge.")
+    first = parts[0]
+    for number, part in enumerate(parts):
+        _check_alike(first, part, number)
+    states = [part.state if part.state is not None else _state_of(part, n) for n, part in enumerate(parts)]
+    info = {"merged": len(parts)}
+    common = {"program": first.program, "continuation": first.continuation, "info": info}
+    if isinstance(states[0], State):
+        state = merged(first.program.initial_state(), states)
+        if state.prior_site is not None:
+            state = _settled(first.program, state)
+        bound = float(state.log_evidence) if all(part.elbo is not None for part in parts) else None
+        return common | _fields(FullGaussian(state.mean, state.root), state, bound)
+    online = first.continuation.online
+    state = merged(online.initial_state(states[0].rng_key), states)
+    return common | _fields(online.settled(state), state, None)
+
+
+def merged(start: State | OnlineState, states: Sequence[State | OnlineState]) -> State | OnlineState:
+    """The state of all rows, from the states that runs from ``start`` on parts of them ended in.
+
+    :raises ValueError: if there is no such Gaussian.
+    """
+    if isinstance(start, State):
+        return _merged_states(start, states)
+    if all(bool(state.settled) and not bool(start.settled) for state in states):
+        raise ValueError("these states hold the prior's true terms already: merge those that runs return.")
+    gaussian = _merged_family(start.gaussian, [state.gaussian for state in states])
+    if not bool(is_valid(gaussian)):
+        raise ValueError(_indefinite())
+    counts = {name: sum(int(getattr(state, name)) for state in states) for name in ("num_rows", "num_blocks")}
+    return start._replace(gaussian=gaussian, **{name: jnp.asarray(n, jnp.int32) for name, n in counts.items()})
+
+
+# ---------------------------------------------------------------------- full Gaussians with their evidence
+class _Exponent(NamedTuple):
+    """constant + linear . (theta - origin) - (theta - origin)' precision (theta - origin) / 2, in double precision."""
+
+    precision: np.ndarray
+    linear: np.ndarray
+    constant: float
+
+    def plus(self, other: _Exponent, times: float = 1.0) -> _Exponent:
+        return _Exponent(*[a + times * b for a, b in zip(self, other)])
+
+
+def _merged_states(start: State, states: Sequence[State]) -> State:
+    origin = np.asarray(states[0].mean, np.float64)
+    prior = _joint_density(start, origin)
+    prior_site = None if start.prior_site is None else _site(start.prior_site, origin)
+    total = prior
+    for state in states:
+        total = total.plus(_joint_density(state, origin)).plus(prior, -1.0)
+        if prior_site is not None:  # each part has its own
+            total = total.plus(_site(state.prior_site, origin), -1.0).plus(prior_site)
+    try:
+        lower = np.linalg.cholesky(total.precision)
+    except np.linalg.LinAlgError as error:
+        raise ValueError(_indefinite()) from error
+    inverse = np.linalg.inv(lower)
+    shift = inverse.T @ (inverse @ total.linear)
+    evidence = total.constant + 0.5 * total.linear @ shift + 0.5 * len(shift) * np.log(2 * np.pi)
+    evidence -= np.sum(np.log(np.diagonal(lower)))
+    as_before = lambda x, like: jnp.asarray(x, like.dtype)  # noqa: E731
+    return State(
+        as_before(origin + shift, start.mean),
+        jnp.zeros_like(start.mean),
+        as_before(inverse.T, start.root),
+        as_before(evidence, start.log_evidence),
+        start.prior_site,
+        as_before(sum(int(state.num_rows) for state in states), start.num_rows),
+    )
+
+
+def _joint_density(state: State, origin: np.ndarray) -> _Exponent:
+    """log q + log evidence."""
+    inverse = np.linalg.inv(np.asarray(state.root, np.float64))
+    shift = inverse @ (np.asarray(state.mean, np.float64) + np.asarray(state.mean_error, np.float64) - origin)
+    constant = float(state.log_evidence) - 0.5 * shift @ shift + np.linalg.slogdet(inverse)[1]
+    return _Exponent(inverse.T @ inverse, inverse.T @ shift, constant - 0.5 * len(shift) * np.log(2 * np.pi))
+
+
+def _site(site: Quadratic, origin: np.ndarray) -> _Exponent:
+    precision, linear, constant, centre = (np.asarray(x, np.float64) for x in site)
+    delta = origin - centre
+    pull = precision @ delta
+    return _Exponent(precision, linear - pull, float(constant + linear @ delta - 0.5 * delta @ pull))
+
+
+# ---------------------------------------------------------------------- Gaussians of any family
+def _merged_family(start: Family, parts: Sequence[Family]) -> Family:
+    fresh = lambda natural, prior: prior + sum(x - prior for x in natural)  # noqa: E731
+    if isinstance(start, DiagonalGaussian):
+        precision = fresh([1 / q.variance for q in parts], 1 / start.variance)
+        linear = fresh([q.mean / q.variance for q in parts], start.mean / start.variance)
+        return DiagonalGaussian(linear / precision, 1 / precision)
+    if isinstance(start, LowRankGaussian):
+        return start.joined(parts)
+    precision = fresh([_precision(q) for q in parts], _precision(start))
+    linear = fresh([_precision(q) @ _double(q.mean) for q in parts], _precision(start) @ _double(start.mean))
+    try:
+        root = np.linalg.inv(np.linalg.cholesky(precision)).T
+    except np.linalg.LinAlgError as error:
+        raise ValueError(_indefinite()) from error
+    return FullGaussian(*[jnp.asarray(x, start.mean.dtype) for x in (root @ (root.T @ linear), root)])
+
+
+def _double(array: jax.Array) -> np.ndarray:
+    return np.asarray(array, np.float64)
+
+
+def _precision(q: FullGaussian) -> np.ndarray:
+    inverse = np.linalg.inv(_double(q.root))
+    return inverse.T @ inverse
+
+
+# ---------------------------------------------------------------------- posteriors
+def _check_alike(first: Posterior, part: Posterior, number: int) -> None:
+    layouts = [[(name, p.program.layout.shapes[name]) for name in p.site_names] for p in (first, part)]
+    if layouts[0] != layouts[1]:
+        raise ValueError(
+            f"part {number} has latent sites {layouts[1]}, part 0 has {layouts[0]}: they must be the same."
+        )
+    if part.program.whole:
+        raise ValueError(f"part {number} has latent sites of single rows, which other parts know nothing of.")
+    if "dynamics" in part.info:
+        raise ValueError(f"part {number} was made with dynamics: its rows are not of the same parameters as others.")
+    if type(part.state) is not type(first.state) and None not in (part.state, first.state):
+        raise ValueError(f"part {number} was made by another kind of method than part 0.")
+    if type(part.gaussian) is not type(first.gaussian):
+        raise ValueError(f"part {number} is of another family of Gaussians than part 0.")
+    priors = [jax.tree.leaves(p.program.initial_state()) for p in (first, part)]
+    if len(priors[0]) != len(priors[1]) or not all(
+        np.allclose(a, b, rtol=SIMILAR, atol=SIMILAR) for a, b in zip(*priors)
+    ):
+        raise ValueError(f"part {number} has another prior than part 0: it must be the same, to be counted once.")
+
+
+def _state_of(part: Posterior, number: int) -> State:
+    """Of a posterior that comes without."""
+    prior = part.program.initial_state()
+    if not isinstance(part.gaussian, FullGaussian) or prior.prior_site is not None:
+        raise ValueError(f"part {number} was stored without what it takes to merge it: merge posteriors, then save.")
+    zero = jnp.zeros_like(part.mean)
+    evidence = jnp.asarray(0.0 if part.elbo is None else part.elbo, prior.log_evidence.dtype)
+    return State(part.mean, zero, part.gaussian.root, evidence, None, jnp.asarray(part.num_rows, jnp.int32))
+
+
+def _settled(program: Program, state: State) -> State:
+    rows = program.inputs(program.example_rows) | program.shared
+    state, info = Engine(program, SETTLING, rows, default_key()).settle(state)
+    if not bool(info.ok):
+        raise ValueError("the final solve against the true prior has no finite result: is the prior proper?")
+    return state
+
+
+def _fields(gaussian: Family, state: Any, bound: float | None) -> dict[str, Any]:
+    return {"gaussian": gaussian, "state": state, "elbo": bound, "num_rows": int(state.num_rows)}
+
+
+def _indefinite() -> str:
+    return (
+        "the parts have no merged Gaussian: in some direction they are together wider than the prior, as likelihoods "
+        "that are not log-concave may leave them. Use fewer and larger parts."
+    )

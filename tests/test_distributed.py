@@ -1,0 +1,121 @@
+"""Parts of the data on a Dask cluster, merged."""
+
+import os
+import signal
+import threading
+import time
+
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import pytest
+
+from numpyro_rvga import BONG, RVGA, ParquetRows, Posterior, RandomWalk
+
+dask_distributed = pytest.importorskip("distributed")
+pa = pytest.importorskip("pyarrow")
+pq = pytest.importorskip("pyarrow.parquet")
+
+from numpyro_rvga import distributed  # noqa: E402
+
+pytestmark = [
+    # Of the cluster's own making.
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+]
+COLUMNS = {"X": ["a", "b"], "y": "y"}
+
+
+def model(X, y=None):
+    scale = numpyro.sample("scale", dist.HalfNormal(1.0))
+    w = numpyro.sample("w", dist.Normal(0, 1).expand([X.shape[1]]).to_event(1))
+    with numpyro.plate("rows", len(X)):
+        numpyro.sample("y", dist.Normal(X @ w, scale), obs=y)
+
+
+class SlowRows(ParquetRows):
+    """Rows that leave the time to kill who reads them, who leaves a note."""
+
+    def from_row(self, row):
+        path = os.environ["RVGA_TEST_NOTES"]
+        with open(os.path.join(path, f"{os.getpid()}-{time.time_ns()}"), "w"):
+            pass
+        time.sleep(1.0)
+        yield from super().from_row(row)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    rng = np.random.default_rng(0)
+    a, b = rng.normal(size=(2, 3000))
+    path = tmp_path_factory.mktemp("rows")
+    pq.write_table(
+        pa.table({"a": a, "b": b, "y": a - b + rng.normal(size=3000)}), path / "0.parquet", row_group_size=500
+    )
+    return path
+
+
+@pytest.fixture(scope="module")
+def client(tmp_path_factory):
+    notes = tmp_path_factory.mktemp("notes")
+    os.environ["RVGA_TEST_NOTES"] = str(notes)
+    with dask_distributed.LocalCluster(2, threads_per_worker=1, dashboard_address=":0") as cluster:
+        with dask_distributed.Client(cluster) as client:
+            client.notes = notes
+            yield client
+
+
+def assert_same(found, expected):
+    np.testing.assert_allclose(found.mean, expected.mean, rtol=1e-9)
+    np.testing.assert_allclose(found.covariance, expected.covariance, rtol=1e-8)
+    assert found.num_rows == expected.num_rows == 3000
+
+
+def test_a_worker_that_is_killed_changes_nothing(client, folder):
+    parts = ParquetRows(folder, COLUMNS).split(4)
+    method = RVGA(model)
+    expected = Posterior.merge([method.run(part, progress_bar=False) for part in parts])
+    slow = [SlowRows.__new__(SlowRows)._set(part.columns, part.groups) for part in parts]
+
+    def kill_the_first():
+        deadline = time.monotonic() + 60
+        while not (notes := os.listdir(client.notes)) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        os.kill(int(notes[0].split("-")[0]), signal.SIGKILL)
+
+    thread = threading.Thread(target=kill_the_first, daemon=True)
+    thread.start()
+    found = distributed.run(method, slow, client=client)
+    thread.join()
+    assert len(os.listdir(client.notes)) > len(parts)  # some part was begun twice
+    assert_same(found, expected)
+    assert found.info["merged"] == 4 and [info["num_rows"] for info in found.info["parts"]] == [
+        p.num_rows for p in parts
+    ]
+    assert found.elbo == pytest.approx(expected.elbo)
+    assert found.update(next(iter(parts[0])), progress_bar=False).num_rows > 3000
+
+
+def test_bong_and_arrays_run_on_clusters_too(client):
+    rng = np.random.default_rng(1)
+    X = rng.normal(size=(300, 2))
+    y = X @ [1.0, -1.0] + rng.normal(size=300)
+    parts = [{"X": X[i : i + 100], "y": y[i : i + 100]} for i in (0, 100, 200)]
+    parts[1]["y"][5] = np.nan
+    method = BONG(model, family="diagonal", hessian="auto")
+    with client.as_current():
+        found = distributed.run(method, parts, on_bad_row="skip")
+    expected = Posterior.merge([method.run(part, progress_bar=False, on_bad_row="skip") for part in parts])
+    np.testing.assert_allclose(found.mean, expected.mean, rtol=1e-9)
+    assert found.num_rows == 299
+    assert [info["num_skipped"] for info in found.info["parts"]] == [0, 1, 0]
+
+
+def test_unusable_parts_are_refused(client):
+    with pytest.raises(ValueError, match="there are no parts"):
+        distributed.run(RVGA(model), [], client=client)
+    with pytest.raises(ValueError, match="dynamics cannot be merged"):
+        distributed.run(RVGA(model, dynamics=RandomWalk(0.1)), [{}], client=client)
+    with pytest.raises(ValueError, match="holds NaN in row 1"):
+        distributed.run(RVGA(model), [{"X": np.ones((3, 2)), "y": np.array([0, np.nan, 0])}], client=client, retries=0)

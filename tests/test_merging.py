@@ -1,0 +1,183 @@
+"""Merging: exact where rows are linear and Gaussian, close elsewhere, and the prior counted once."""
+
+import functools
+import itertools
+
+import jax
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import pytest
+
+from numpyro_rvga import BONG, RVGA, FixedPointVI, Posterior, RandomWalk
+
+
+def linear(X, y=None, prior_scale=2.0):
+    w = numpyro.sample("w", dist.Normal(0.5, prior_scale).expand([X.shape[1]]).to_event(1))
+    with numpyro.plate("rows", len(X)):
+        numpyro.sample("y", dist.Normal(X @ w, 0.7), obs=y)
+
+
+def idle_scale(X, y=None):
+    """The rows say nothing of a site whose prior is not Gaussian."""
+    numpyro.sample("scale", dist.HalfNormal(1.0))
+    linear(X, y)
+
+
+def hierarchical(X, g, y=None):
+    scale = numpyro.sample("scale", dist.HalfNormal(1.0))
+    w = numpyro.sample("w", dist.Normal(0, 1).expand([X.shape[1]]).to_event(1))
+    with numpyro.plate("groups", 5):
+        a = numpyro.sample("a", dist.Normal(0, scale))
+    with numpyro.plate("rows", len(X)):
+        numpyro.sample("y", dist.Bernoulli(logits=X @ w + a[g]), obs=y)
+
+
+def rows(n=240, d=3, seed=0):
+    rng = np.random.default_rng(seed)
+    X, w = rng.normal(size=(n, d)), rng.normal(size=d)
+    return {"X": X, "y": X @ w + 0.7 * rng.normal(size=n)}
+
+
+@functools.cache
+def grouped(n=2000):
+    rng = np.random.default_rng(1)
+    X, g = rng.normal(size=(n, 2)), rng.integers(0, 5, n)
+    logits = X @ [1.0, -0.5] + np.array([-1.0, -0.4, 0.1, 0.6, 1.2])[g]
+    return {"X": X, "g": g, "y": (rng.random(n) < 1 / (1 + np.exp(-logits))).astype(float)}
+
+
+@functools.cache
+def best():
+    posterior = FixedPointVI(hierarchical).run(grouped(), progress_bar=False)
+    return posterior, np.sqrt(np.diag(posterior.covariance))
+
+
+HIERARCHICAL = RVGA(hierarchical)
+
+
+def parts_of(method, data, count, **kwargs):
+    """Posteriors of parts of different lengths."""
+    edges = np.linspace(0, len(data["y"]) ** 0.7, count + 1) ** (1 / 0.7)
+    edges = np.round(edges).astype(int)
+    pieces = [{name: array[a:b] for name, array in data.items()} for a, b in itertools.pairwise(edges)]
+    return [method.run(piece, progress_bar=False, **kwargs) for piece in pieces]
+
+
+METHODS = {
+    "rvga": lambda model: RVGA(model),
+    "row by row": lambda model: RVGA(model, block_size=1),
+    "fixed point": lambda model: FixedPointVI(model),
+    "bong": lambda model: BONG(model),
+    "low-rank": lambda model: BONG(model, family="low-rank", rank=3),
+}
+
+
+@pytest.mark.parametrize("count", [1, 2, 7])
+@pytest.mark.parametrize("name", METHODS)
+def test_parts_of_linear_gaussian_rows_give_the_exact_posterior_and_evidence(name, count):
+    data = rows()
+    X, y = data["X"], data["y"]
+    precision = np.eye(3) / 4 + X.T @ X / 0.49
+    mean = np.linalg.solve(precision, 0.5 / 4 + X.T @ y / 0.49)
+    merged = Posterior.merge(parts_of(METHODS[name](linear), data, count))
+    np.testing.assert_allclose(merged.mean, mean, rtol=1e-9)
+    np.testing.assert_allclose(merged.covariance, np.linalg.inv(precision), rtol=1e-9)
+    assert merged.num_rows == len(y) and merged.info["merged"] == count
+    if merged.elbo is not None:
+        marginal = 0.49 * np.eye(len(y)) + 4 * X @ X.T
+        residual = y - X @ np.full(3, 0.5)
+        log_det = np.linalg.slogdet(2 * np.pi * marginal)[1]
+        evidence = -0.5 * (log_det + residual @ np.linalg.solve(marginal, residual))
+        np.testing.assert_allclose(merged.elbo, evidence, rtol=1e-9)
+
+
+@pytest.mark.parametrize("family", ["diagonal", "low-rank"])
+def test_merged_families_are_valid_and_pool_their_parts(family):
+    parts = parts_of(BONG(linear, family=family, rank=1), rows(), 4)
+    merged = Posterior.merge(parts)
+    assert type(merged.gaussian) is type(parts[0].gaussian)
+    deviation = np.sqrt(np.diag(merged.covariance))
+    assert (deviation < min(np.sqrt(np.diag(p.covariance)).min() for p in parts)).all()
+    exact = RVGA(linear).run(rows(), progress_bar=False)
+    assert (abs(merged.mean - exact.mean) < 2 * deviation).all()
+
+
+@pytest.mark.parametrize("name", ["rvga", "fixed point", "bong", "low-rank"])
+def test_a_prior_that_is_not_gaussian_is_counted_once(name):
+    data = rows(60)
+    method = METHODS[name](idle_scale)
+    whole, merged = method.run(data, progress_bar=False), Posterior.merge(parts_of(method, data, 5))
+    np.testing.assert_allclose(merged.mean, whole.mean, atol=1e-3)
+    np.testing.assert_allclose(merged.covariance, whole.covariance, atol=1e-3)
+
+
+def test_parts_of_a_hierarchical_model_come_close_to_the_best_gaussian():
+    optimum, deviation = best()
+    merged = Posterior.merge(parts_of(HIERARCHICAL, grouped(), 4))
+    assert (abs(merged.mean - optimum.mean) / deviation).max() < 0.15
+    np.testing.assert_allclose(np.sqrt(np.diag(merged.covariance)) / deviation, 1, atol=0.1)
+    assert abs(merged.elbo - optimum.elbo) < 0.3
+
+
+def test_parts_may_come_from_files_and_merged_posteriors_go_on(tmp_path):
+    data = grouped()
+    early, late = ({n: a[i:j] for n, a in data.items()} for i, j in ((0, 1500), (1500, 2000)))
+    parts = parts_of(HIERARCHICAL, early, 3)
+    merged = Posterior.merge(parts)
+    for number, part in enumerate(parts):
+        part.save(tmp_path / f"{number}")
+    loaded = [Posterior.load(tmp_path / f"{number}", hierarchical) for number in range(3)]
+    again = Posterior.merge(loaded)
+    np.testing.assert_allclose(again.mean, merged.mean, rtol=1e-12)
+    np.testing.assert_allclose(again.covariance, merged.covariance, rtol=1e-12)
+    assert again.elbo == pytest.approx(merged.elbo)
+    updated = [merged.update(late, progress_bar=False)]
+    updated.append(HIERARCHICAL.run(late, init=again, progress_bar=False))
+    updated.append(Posterior.merge([merged, *parts_of(HIERARCHICAL, late, 1)]))
+    optimum, deviation = best()
+    for posterior in updated:
+        assert posterior.num_rows == 2000
+        assert (abs(posterior.mean - optimum.mean) / deviation).max() < 0.15
+
+
+def test_single_precision_parts_are_merged_in_double():
+    with jax.enable_x64(False):
+        data = rows(6000)
+        merged = Posterior.merge(parts_of(RVGA(linear), data, 8))
+        assert merged.mean.dtype == np.float32
+    exact = RVGA(linear).run(data, progress_bar=False)
+    np.testing.assert_allclose(merged.mean, exact.mean, atol=0.02 * np.sqrt(np.diag(exact.covariance)).min())
+
+
+def test_parts_that_do_not_fit_together_are_refused_by_number():
+    data = rows(40)
+    part = RVGA(linear).run(data, progress_bar=False)
+    wide = rows(40, d=4)
+    others = {
+        "part 1 has latent sites": RVGA(linear).run(wide, progress_bar=False),
+        "part 1 has another prior": RVGA(linear).run(data, prior_scale=1.0, progress_bar=False),
+        "part 1 was made with dynamics": RVGA(linear, dynamics=RandomWalk(0.1)).run(data, progress_bar=False),
+        "part 1 was made by another kind": BONG(linear).run(data, progress_bar=False),
+    }
+    for message, other in others.items():
+        with pytest.raises(ValueError, match=message):
+            Posterior.merge([part, other])
+    with pytest.raises(ValueError, match="no posteriors to merge"):
+        Posterior.merge([])
+
+
+def test_parts_stored_without_their_prior_are_refused(tmp_path):
+    part = BONG(idle_scale, family="diagonal").run(rows(40), progress_bar=False)
+    part.save(tmp_path / "part")
+    loaded = Posterior.load(tmp_path / "part", idle_scale)
+    with pytest.raises(ValueError, match="part 0 was stored without"):
+        Posterior.merge([loaded, loaded])
+
+
+def test_parts_that_are_together_wider_than_the_prior_are_refused():
+    part = RVGA(linear).run(rows(40), progress_bar=False)
+    widened = part.state._replace(root=10 * part.state.root + 10 * np.eye(3))
+    wide = Posterior(part.program, part.gaussian, part.elbo, part.info, part.continuation, widened, num_rows=40)
+    with pytest.raises(ValueError, match="no merged Gaussian"):
+        Posterior.merge([wide, wide])
