@@ -12,7 +12,6 @@ import numpy as np
 from jax import Array
 
 from .core.block import seek_start
-from .core.compilation import Compiled
 from .core.joint import Joint, base_terms, bound_at
 from .core.linalg import lower_from_root, solve_lower
 from .core.recursion import State, StepInfo
@@ -68,17 +67,17 @@ class FixedPointClimb:
     def __init__(self, engine: Engine, *, alternating: bool):
         joint = _joint_of(engine, alternating=alternating)
 
-        @Compiled
+        @engine.compiled
         def begin(problem):
             return joint(problem).search.begin
 
-        @Compiled
+        @engine.compiled
         def advance(problem, trial):
             search = joint(problem).search
             after = search.try_once(trial)
             return after, search.unfinished(after)
 
-        @Compiled
+        @engine.compiled
         def finish(problem, trial):
             found = joint(problem)
             return found.absorb(found.search.solution(trial), _count(problem.chunks))
@@ -122,14 +121,14 @@ class GradientClimb:
             function.defvjp(value_and_slopes, lambda slopes, scale: (jax.tree.map(lambda x: scale * x, slopes),))
             return function
 
-        @Compiled
+        @engine.compiled
         def begin(problem):
             trial = seek_start(joint(problem).search)
             root = lower_from_root(jnp.linalg.inv(jnp.linalg.cholesky(trial.matrix)).T)
             lower = jnp.tril(root, -1) + jnp.diag(jnp.log(jnp.diagonal(root)))
             return (trial.mean, lower), optimizer.init((trial.mean, lower))
 
-        @Compiled
+        @engine.compiled
         def climb(problem, parameters, memory):
             objective = negative_bound(problem)
             look = optax.value_and_grad_from_state(objective)
@@ -142,7 +141,7 @@ class GradientClimb:
 
             return jax.lax.scan(step, (parameters, memory), None, length=GRADIENT_STEPS)
 
-        @Compiled
+        @engine.compiled
         def judge(problem, parameters, iterations):
             found = joint(problem)
             inverse = solve_lower(_root_of(parameters[1]), jnp.eye(parameters[0].size, dtype=parameters[0].dtype))

@@ -10,12 +10,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.sharding import Mesh
 
 from .core.block import Factors, Settings, apply_design
 from .core.compilation import Compiled, jit_once
 from .core.gaussians import Transition
 from .core.joint import Joint, JointRows, joint_search, joint_solve
 from .core.recursion import Sites, State, StepInfo, explicit_step, implicit_step, scan_blocks
+from .devices import Devices
 from .kinds import Options, make_kind
 from .model.program import Program
 from .model.terms import Terms, constants, linearise, merged, select
@@ -45,10 +47,17 @@ class Engine:
     :param rows: a few rows, as the program's terms take them, to find out whether the densities are smooth.
     :param rng_key: draws the nodes of Monte Carlo expectations.
     :param transition: how parameters move before each block of a stream.
+    :param devices: among which rows are shared out.
     """
 
     def __init__(
-        self, program: Program, options: Options, rows: dict, rng_key: Array, transition: Transition | None = None
+        self,
+        program: Program,
+        options: Options,
+        rows: dict,
+        rng_key: Array,
+        transition: Transition | None = None,
+        devices: Devices | None = None,
     ):
         self.program, self.options, self._transition = program, options, transition
         self.kinds = tuple(make_kind(terms, options, rng_key, rows) for terms in program.terms)
@@ -61,9 +70,14 @@ class Engine:
         wide = any(t.num_predictors > SYMMETRIC_PREDICTORS or not t.is_affine for t in program.terms)
         shape = (NUM_STARTS, program.layout.size)
         self._starts = jax.random.normal(rng_key, shape, program.dtype) if wide else None
-        self.joint = Compiled(self._joint, ("with_sites",))
-        self.settle = Compiled(self._settle)
-        self.stream = Compiled(self._stream, ("block_size", "with_sites"))
+        self.devices = Devices(None) if devices is None else devices
+        self.joint = self.compiled(self._joint, ("with_sites",))
+        self.settle = self.compiled(self._settle)
+        self.stream = self.compiled(self._stream, ("with_sites",))
+
+    def compiled(self, function: Callable, static_argnames: tuple[str, ...] = ()) -> Compiled:
+        """With results that each device has."""
+        return Compiled(function, static_argnames, self.devices.everywhere)
 
     def check_start(self, init: Any) -> None:
         """:raises ValueError: if a posterior is of other latent sites."""
@@ -157,16 +171,13 @@ class Engine:
     def _search(self, kinds: tuple, rows: JointRows, state: State, linearise_prior: Callable, **options: Any) -> Joint:
         return joint_search(kinds, rows, self._prior_kinds, linearise_prior, state, self._settings(), **options)
 
-    def _stream(
-        self, state: State, rows: dict, weights: Array, *, block_size: int, with_sites: bool = False
-    ) -> tuple[State, StepInfo]:
-        prepared = self.prepare(rows, weights)
-        count = weights.shape[0] // block_size
-        cut = lambda x: x.reshape(count, x.shape[0] // count, *x.shape[1:])  # noqa: E731
-        blocks = jax.tree.map(cut, prepared)
-        counts = jnp.sum(weights.reshape(-1, block_size), axis=1).astype(jnp.int32)
+    def _stream(self, state: State, rows: dict, weights: Array, *, with_sites: bool = False) -> tuple[State, StepInfo]:
+        """Block after block: (blocks, B, ...) arrays."""
+        count, block_size = weights.shape
+        blocks = jax.vmap(self.prepare)(rows, weights)
+        counts = jnp.sum(weights, axis=1).astype(jnp.int32)
         state, info = scan_blocks(partial(self._step, with_sites, block_size), state, blocks, counts, self._transition)
-        return state, info._replace(sites=self._by_row(info.sites, len(weights)))
+        return state, info._replace(sites=self._by_row(info.sites, count * block_size))
 
     def _step(self, with_sites, block_size, block):
         linearise_block = partial(self.linearise, block)
@@ -266,6 +277,7 @@ class Engines:
     """The engines of a model, compiled once for each form of the data.
 
     :param dynamics: what has a ``transition(layout, mean, root)``, or None.
+    :param mesh: devices that share the rows.
     :param batch: whether all rows are always at hand: then models that do not run on some of them are welcome too,
         and ``numpyro.param`` sites can be learned.
     """
@@ -278,9 +290,10 @@ class Engines:
         dynamics: Any = None,
         *,
         batch: bool = False,
+        mesh: Mesh | None = None,
     ):
         self._model, self._options, self._scale, self._dynamics = model, options, improper_prior_scale, dynamics
-        self._batch = batch
+        self._batch, self.devices = batch, Devices(mesh)
         self._known: list[tuple[tuple, dict, Engine]] = []
 
     def __getstate__(self) -> dict[str, Any]:
@@ -311,7 +324,7 @@ class Engines:
             prior = program.initial_state()
             transition = self._dynamics.transition(program.layout, prior.mean, prior.root)
         few = {name: array[:SMOOTHNESS_ROWS] for name, array in program.inputs(rows).items()}
-        engine = Engine(program, options, few | program.shared, rng_key, transition)
+        engine = Engine(program, options, few | program.shared, rng_key, transition, self.devices)
         self._known.append((form, dict(model_kwargs), engine))
         return engine
 

@@ -7,9 +7,11 @@ import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.sharding import Mesh
 from jax.typing import ArrayLike
 
 from .climbs import FixedPointClimb, GradientClimb, Problem, Record
@@ -59,6 +61,7 @@ class FixedPointVI:
         Default: 1e-8 in float64, 1e-6 in float32. Also the rise that the last step of learning promises; default: 1e-5.
     :param int max_iterations: of the fixed point, or of L-BFGS.
     :param int num_samples: nodes of Monte Carlo expectations.
+    :param mesh: devices that share the rows; see :class:`RVGA`.
     :raises ValueError: for options that do not exist or exclude each other.
 
     **References**
@@ -78,6 +81,7 @@ class FixedPointVI:
         tolerance: float | None = None,
         max_iterations: int = 500,
         num_samples: int = 256,
+        mesh: Mesh | None = None,
     ):
         check_choice("schedule", schedule, SCHEDULES)
         check_options(expectation, order, improper_prior_scale, tolerance, max_iterations, num_samples)
@@ -85,7 +89,7 @@ class FixedPointVI:
             raise ValueError(f"schedule='gradient' needs a bound to climb, and expectation={expectation!r} has none.")
         self.model, self.schedule = model, schedule
         self.options = Options("implicit", expectation, order, tolerance, max_iterations, num_samples)
-        self._engines = Engines(model, self.options, improper_prior_scale, batch=True)
+        self._engines = Engines(model, self.options, improper_prior_scale, batch=True, mesh=mesh)
         self._climbs: dict[Engine, FixedPointClimb | GradientClimb] = {}
         self._learners: dict[Engine, Learner] = {}
 
@@ -129,8 +133,10 @@ class FixedPointVI:
                     self._learners[engine] = Learner(engine)
                 learned = self._learners[engine](chunks, start, self.options.tolerance or LEARNING_TOLERANCE, bar)
                 program, start = program.with_params(learned.params), learned.start
-            state, record = program.initial_state(), Record(bar, started)
-            after, info = self._climb_of(engine)(Problem(state, chunks, start, program.shared), record)
+            state, record = engine.devices.put(program.initial_state()), Record(bar, started)
+            start = engine.devices.put(start)
+            problem = Problem(state, chunks, start, engine.devices.put(program.shared))
+            after, info = engine.devices.fetch(self._climb_of(engine)(problem, record))
         if not bool(info.ok):
             reason = describe_bad_rows(program, state.mean, rows, 0)
             raise ValueError(f"the bound is not finite: {reason or 'are the priors proper?'}.")
@@ -249,7 +255,7 @@ def _chunks(engine: Engine, rows: dict[str, np.ndarray]) -> tuple[dict[str, Arra
     rows = engine.program.inputs(rows)
     total = len(next(iter(rows.values())))
     count = -(-total * engine.numbers_per_row // CHUNK_NUMBERS)
-    size = -(-total // count)
+    size = engine.devices.rounded_up(-(-total // count))
     padded, weights = pad(rows, count * size)
-    cut = lambda x: jnp.asarray(x).reshape(count, size, *x.shape[1:])  # noqa: E731
-    return {name: cut(array) for name, array in padded.items()}, cut(weights)
+    cut = lambda x: x.reshape(count, size, *x.shape[1:])  # noqa: E731
+    return engine.devices.put_rows(jax.tree.map(cut, (padded, weights)), axis=1)

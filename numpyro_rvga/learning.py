@@ -11,7 +11,6 @@ import numpy as np
 from jax import Array
 
 from .core.block import run_search, seek_start
-from .core.compilation import Compiled
 from .core.joint import Joint, bound_at
 from .core.linalg import solve_lower
 from .engine import Engine
@@ -50,19 +49,19 @@ class Learner:
 
     def __init__(self, engine: Engine):
         self._engine, self._optimizer = engine, import_optax("numpyro.param sites").scale_by_lbfgs()
-        self._turn = Compiled(self._optimizer.update)
+        self._turn = engine.compiled(self._optimizer.update)
         engine.program.initial_state()  # what is drawn from the prior is drawn here, outside of compiled functions
 
         def joint(params: Array, chunks: tuple, start: tuple | None) -> Joint:
             state = engine.program.initial_state_at(params)
             return engine.batch(state, *chunks, shared={PARAMS: params}, init=start, alternating=False)
 
-        @Compiled
+        @engine.compiled
         def begin(params, chunks):
             trial = seek_start(joint(params, chunks, None).search)
             return trial.mean, trial.matrix
 
-        @Compiled
+        @engine.compiled
         def look(params, chunks, start):
             found = run_search(joint(params, chunks, start).search)
             inverse = solve_lower(found.root, jnp.eye(found.mean.size, dtype=found.mean.dtype))

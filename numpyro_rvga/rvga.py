@@ -11,10 +11,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.sharding import Mesh
 
 from .checkpoints import EVERY
 from .core.gaussians import FullGaussian
 from .core.recursion import Sites, State, StepInfo, new_state
+from .devices import Devices
 from .dynamics import Dynamics, check_dynamics
 from .engine import Engine, Engines, Known, describe_bad_rows
 from .kinds import Options
@@ -81,6 +83,8 @@ class RVGA:
         whose errors add up, at most 1e-12 (1e-9) times the square of their number of rows.
     :param int max_iterations: of a block's solve.
     :param int num_samples: nodes of Monte Carlo expectations.
+    :param mesh: devices that share the rows of each block, of one process or of several. In several, each runs the same
+        program on the same data, and reads what its own devices take. Blocks of a few rows are faster on one device.
     :raises ValueError: for options that do not exist or exclude each other.
 
     **References**
@@ -105,6 +109,7 @@ class RVGA:
         tolerance: float | None = None,
         max_iterations: int = 200,
         num_samples: int = 256,
+        mesh: Mesh | None = None,
     ):
         check_choice("scheme", scheme, SCHEMES)
         check_choice("family", family, FAMILIES)
@@ -129,7 +134,8 @@ class RVGA:
         self.first_block = first_block
         self.memory = memory
         self.options = Options(scheme, expectation, order, tolerance, max_iterations, num_samples)
-        self._engines = Engines(model, self.options, improper_prior_scale, dynamics)
+        self._engines = Engines(model, self.options, improper_prior_scale, dynamics, mesh=mesh)
+        self._check_shared(self._engines.devices)
         self.state: State | None = None
 
     # ------------------------------------------------------------------ one call
@@ -181,8 +187,9 @@ class RVGA:
         state = self.state = self._initial_state(engine) if init is None else _state_of(init, engine)
         with progress(progress_bar, source.total, "RVGA", "row") as bar:
             run = _Run(self, engine, source, options, bar, in_memory)
-            state = run(state, self._facts(rng_key, run.sizes))
+            state = run(engine.devices.put(state), self._facts(rng_key, run.sizes))
             state, info = run.finished(state)
+            state = engine.devices.fetch(state)
         return self._posterior(engine, state, info, model_kwargs)
 
     # ------------------------------------------------------------------ functional form
@@ -214,7 +221,7 @@ class RVGA:
         implicit = self.options.scheme in ("implicit", "laplace")
         if implicit and self.dynamics is None:
             return engine.joint(state, rows, weights)[0]
-        return engine.stream(state, rows, weights, block_size=len(weights) if implicit else 1)[0]
+        return engine.stream(state, *_cut((rows, weights), len(weights) if implicit else 1))[0]
 
     def posterior(self, state: State) -> Posterior:
         """The posterior that a state stands for (prior terms that are not Gaussian solved for once more)."""
@@ -228,6 +235,16 @@ class RVGA:
         return self._posterior(engine, state, gathered.summary(), model_kwargs)
 
     # ------------------------------------------------------------------ inside
+    def _check_shared(self, devices: Devices) -> None:
+        """:raises ValueError: for blocks of which not every device has as many rows."""
+        one_by_one = self.options.scheme in ("explicit", "ekf", "qkf") or self.dynamics is not None
+        block = 1 if one_by_one and self.block_size == "auto" else self.block_size
+        if block != "auto" and block % devices.count:
+            raise ValueError(
+                f"{devices.count} devices cannot share blocks of {block} rows: take a block_size that is a multiple of "
+                f"{devices.count}, or leave mesh out."
+            )
+
     def __getstate__(self) -> dict[str, Any]:
         """For other processes."""
         return self.__dict__ | {"state": None}
@@ -247,7 +264,7 @@ class RVGA:
     def _sizes(self, engine: Engine, source: RowSource, most_rows: int) -> _Sizes:
         per_row, size = engine.numbers_per_row, engine.program.layout.size
         plain = self.block_size != "auto" or self.options.scheme != "implicit" or self.dynamics is not None
-        default = DEFAULT_BLOCK if engine.is_affine else DEFAULT_BLOCK_LINEARISED
+        default = engine.devices.rounded_up(DEFAULT_BLOCK if engine.is_affine else DEFAULT_BLOCK_LINEARISED)
         block = self.block_size if self.block_size != "auto" else 1 if plain else default
         if self.memory == "auto":
             useful = not plain and engine.is_affine
@@ -329,11 +346,11 @@ class _Run(Pass):
     def step(self, state: State, rows: Rows, weights: np.ndarray, place: int) -> tuple[State, StepInfo]:
         sizes, engine = self.sizes, self._engine
         if self._is_joint(place):
-            rows, weights = pad(rows, _rounded_up(len(weights)), weights)
+            rows, weights = pad(rows, self._joint_size(len(weights)), weights)
             known = (engine.unknown(weights),) if sizes.keep else ()
-            return engine.joint(state, *jax.device_put((rows, weights)), *known, with_sites=sizes.keep)
-        arrays = jax.device_put(pad(rows, sizes.chunk, weights))
-        return engine.stream(state, *arrays, block_size=sizes.block, with_sites=sizes.keep)
+            return engine.joint(state, *engine.devices.put_rows((rows, weights)), *known, with_sites=sizes.keep)
+        blocks = _cut(pad(rows, sizes.chunk, weights), sizes.block)
+        return engine.stream(state, *engine.devices.put_rows(blocks, axis=1), with_sites=sizes.keep)
 
     def failed(self, report: StepInfo, length: int) -> list[tuple[int, int]]:
         ok = np.atleast_1d(np.asarray(report.ok))
@@ -374,16 +391,22 @@ class _Run(Pass):
         facts["kept_rows"] = 0 if kept is None else num_rows(kept[0])
         return state, gathered.summary() | facts | self.skipped()
 
+    def _joint_size(self, length: int) -> int:
+        """Padded rows of a joint solve, at most an eighth more: solves of nearly as many rows are compiled once."""
+        step = 1 << max(length.bit_length() - 4, 0)
+        return self._engine.devices.rounded_up(-(-length // step) * step)
+
     def _is_joint(self, place: int) -> bool:
         return place == 0 and self.sizes.first > 0
 
     def _revisit(self, state: State, rows: Rows, sites: tuple[Sites, ...]) -> State:
         """Solve once more with the kept rows as themselves, not as their Gaussian sites."""
-        capacity = self.sizes.memory  # padded, the solve has the form of the first: it is compiled
+        capacity = self._joint_size(self.sizes.memory)
         rest = capacity - num_rows(rows)
         fill = lambda x: np.concatenate([x, np.broadcast_to(x[-1:], (rest, *x.shape[1:]))])  # noqa: E731
         known = Known(jax.tree.map(fill, sites), np.zeros((), np.int32))
-        after, info = self._engine.joint(state, *jax.device_put(pad(rows, capacity)), known, with_sites=True)
+        placed = self._engine.devices.put_rows(pad(rows, capacity))
+        after, info = self._engine.joint(state, *placed, known, with_sites=True)
         self._gathered.add(info)
         return after
 
@@ -413,10 +436,9 @@ class _Gathered:
         return {"converged": self._converged, "mean_iterations": mean_iterations, "largest_decrement": self._decrement}
 
 
-def _rounded_up(length: int) -> int:
-    """By an eighth at most: solves of nearly as many rows have one form, and are compiled once."""
-    step = 1 << max(length.bit_length() - 4, 0)
-    return -(-length // step) * step
+def _cut(arrays: Any, block_size: int) -> Any:
+    """(n, ...) arrays as (blocks, B, ...)."""
+    return jax.tree.map(lambda x: x.reshape(-1, block_size, *x.shape[1:]), arrays)
 
 
 def _state_of(init: Posterior | State, engine: Engine) -> State:

@@ -60,10 +60,12 @@ def folder(tmp_path_factory):
 def client(tmp_path_factory):
     notes = tmp_path_factory.mktemp("notes")
     os.environ["RVGA_TEST_NOTES"] = str(notes)
-    with dask_distributed.LocalCluster(2, threads_per_worker=1, dashboard_address=":0") as cluster:
-        with dask_distributed.Client(cluster) as client:
-            client.notes = notes
-            yield client
+    with (
+        dask_distributed.LocalCluster(2, threads_per_worker=1, dashboard_address=":0") as cluster,
+        dask_distributed.Client(cluster) as client,
+    ):
+        client.notes = notes
+        yield client
 
 
 def assert_same(found, expected):

@@ -34,11 +34,13 @@ class Compiled:
     """``jax.jit`` for a function that takes long to compile.
 
     :param static_argnames: as for ``jax.jit``.
+    :param out_shardings: as for ``jax.jit``.
     """
 
-    def __init__(self, function: Callable, static_argnames: tuple[str, ...] = ()):
+    def __init__(self, function: Callable, static_argnames: tuple[str, ...] = (), out_shardings: Any = None):
         functools.update_wrapper(self, function)
-        self._light = jax.jit(function, static_argnames=static_argnames, compiler_options=_options(1))
+        options = {"static_argnames": static_argnames, "out_shardings": out_shardings}
+        self._light = jax.jit(function, compiler_options=_options(1), **options)
         self._nested = jax.jit(function, static_argnames=static_argnames)  # the outer function has the options
 
     def __call__(self, *args: Any, **static: Any) -> Any:

@@ -1,0 +1,58 @@
+"""Rows shared out among the devices of a mesh; what they say of the parameters is added up by XLA."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+
+class Devices:
+    """Where arrays live.
+
+    :param mesh: devices of one process or of several. None: the default device.
+    :raises ValueError: for what is no mesh.
+
+    :ivar count: how many devices share the rows.
+    :ivar everywhere: the sharding of arrays that each device has; None without a mesh.
+    """
+
+    def __init__(self, mesh: Mesh | None):
+        if mesh is not None and not isinstance(mesh, Mesh):
+            raise ValueError(f"mesh must be a jax.sharding.Mesh, as jax.make_mesh gives, not {type(mesh).__name__}.")
+        if mesh is not None:  # XLA is to find out how to share the work
+            mesh = Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * mesh.devices.ndim)
+        self._mesh = mesh
+        self.count = 1 if mesh is None else mesh.size
+        self.everywhere = None if mesh is None else NamedSharding(mesh, PartitionSpec())
+
+    def rounded_up(self, num_rows: int) -> int:
+        """To the next number of rows that the devices can share."""
+        return -(-num_rows // self.count) * self.count
+
+    def put_rows(self, tree: Any, axis: int = 0) -> Any:
+        """Arrays whose rows lie along an axis: each device has some of them."""
+        if self._mesh is None:
+            return jax.device_put(tree)
+        return self._put(tree, NamedSharding(self._mesh, PartitionSpec(*[None] * axis, self._mesh.axis_names)))
+
+    def put(self, tree: Any) -> Any:
+        """Arrays that each device has."""
+        return tree if self._mesh is None else self._put(tree, self.everywhere)
+
+    def fetch(self, tree: Any) -> Any:
+        """Arrays that each device has, on this process's default device."""
+        return tree if self._mesh is None else jax.tree.map(lambda x: jnp.asarray(np.asarray(x)), tree)
+
+    @staticmethod
+    def _put(tree: Any, sharding: NamedSharding) -> Any:
+        def placed(array: Any) -> Array:
+            array = np.asarray(array)
+            array = array.astype(jax.dtypes.canonicalize_dtype(array.dtype), copy=False)
+            return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
+
+        return jax.tree.map(placed, tree)
