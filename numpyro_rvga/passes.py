@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -22,6 +23,7 @@ from .stream import Rows, RowSource, num_rows, permuted, rows_in_memory, rows_of
 
 BAD_ROW_POLICIES = ("raise", "skip")
 HEAD = 32  # rows from which the form of the data is found out
+AHEAD = 8  # steps under way: while they compute, the next rows are read
 LISTED = 1000  # skipped rows whose numbers are kept
 
 
@@ -95,12 +97,18 @@ def _with_finite_head(rows: Rows) -> Rows:
 
 
 class _Step(NamedTuple):
-    """A compiled step under way. :ivar report: None if no row could be used."""
+    """A compiled step under way.
+
+    :ivar weights: zero for rows that are left out.
+    :ivar inside: waits for the answer, which rows' outcomes are in their support.
+    :ivar report: None if no row could be used.
+    """
 
     before: Any
     rows: Rows
     weights: np.ndarray
     place: int
+    inside: Callable[[], np.ndarray]
     after: Any
     report: Any
 
@@ -159,19 +167,17 @@ class Pass(ABC):
         self.state = state
         if self._checkpoint is not None:
             self._resume(self._checkpoint.read({**run, **self._data_facts(state)}))
-        place, under_way = self.done, None
+        place, under_way = self.done, deque()
         try:
             while (rows := self._source.take(self.size(place))) is not None:
-                latest = self.state if under_way is None else under_way.after
-                step = self._begin(latest, *self._usable(rows, place), place)
-                if under_way is not None:
+                latest = under_way[-1].after if under_way else self.state
+                under_way.append(self._begin(latest, *self._finite(rows, place), place))
+                place += num_rows(rows)
+                if len(under_way) > AHEAD:
                     self._finish(under_way)
-                    if self.state is not latest:  # rows were left out, of which the step knew nothing
-                        step = self._begin(self.state, *step[1:4])
-                place, under_way = place + num_rows(rows), step
-            if under_way is not None:
+        finally:  # also when it is interrupted, or the source fails
+            while under_way:
                 self._finish(under_way)
-        finally:  # also when it is interrupted, or a row refused
             if self._checkpoint is not None and self._whole and self.done > self._written:
                 self._write()
         if self.done == self._num_skipped and self.done:
@@ -185,12 +191,46 @@ class Pass(ABC):
         return {"num_skipped": self._num_skipped, "skipped_rows": np.array(self._skipped, np.int64)}
 
     def _begin(self, state: Any, rows: Rows, weights: np.ndarray, place: int) -> _Step:
+        inside = (lambda: np.ones(len(weights), bool)) if self._checked else self._program.begin_check(rows)
         after, report = self.step(state, rows, weights, place) if weights.any() else (state, None)
-        return _Step(state, rows, weights, place, after, report)
+        return _Step(state, rows, weights, place, inside, after, report)
 
-    def _finish(self, step: _Step) -> None:
-        """Wait for a step's result."""
-        length = num_rows(step.rows)
+    def _finish(self, under_way: deque[_Step]) -> None:
+        """Wait for the first step's result, and begin the others anew if rows had to be left out."""
+        first = under_way.popleft()
+        try:
+            step = self._good(first)
+            self._take_note(step)
+        except BaseException:
+            under_way.clear()  # they follow a state that is not good
+            raise
+        if step is not first:
+            state = self.state
+            for number, later in enumerate(under_way):
+                under_way[number] = self._begin(state, later.rows, later.weights, later.place)
+                state = under_way[number].after
+
+    def _take_note(self, step: _Step) -> None:
+        self._whole = False
+        if step.report is not None:
+            self.accept(step.after, step.rows, step.weights, step.report, step.place)
+        left_out = np.flatnonzero(step.weights == 0)
+        self._num_skipped += len(left_out)
+        room = LISTED - len(self._skipped)
+        self._skipped += [self._source.number(step.place + int(row)) for row in left_out[:room]]
+        self.state, self.done = step.after, step.place + num_rows(step.rows)
+        self._whole = True
+        self._bar.update(num_rows(step.rows))
+        if self._checkpoint is not None and self.done - self._written >= self._checkpoint.every:
+            self._write()
+
+    def _good(self, step: _Step) -> _Step:
+        """The step, if need be without the rows that cannot be used."""
+        usable = step.inside() | (step.weights == 0)
+        if not usable.all():
+            if not self._options.skips:
+                self._program.check_rows(step.rows, step.place)
+            step = self._begin(step.before, *_replaced(step.rows, usable & (step.weights > 0)), step.place)
         failed = self._failed(step)
         if failed and not self._options.skips:
             first, stop = failed[0]
@@ -199,30 +239,18 @@ class Pass(ABC):
         while failed:
             step = self._without_bad_rows(step, *failed[0])
             failed = self._failed(step)
-        self._whole = False
-        if step.report is not None:
-            self.accept(step.after, step.rows, step.weights, step.report, step.place)
-        left_out = np.flatnonzero(step.weights == 0)
-        self._num_skipped += len(left_out)
-        room = LISTED - len(self._skipped)
-        self._skipped += [self._source.number(step.place + int(row)) for row in left_out[:room]]
-        self.state, self.done = step.after, step.place + length
-        self._whole = True
-        self._bar.update(length)
-        if self._checkpoint is not None and self.done - self._written >= self._checkpoint.every:
-            self._write()
+        return step
 
     def _failed(self, step: _Step) -> list[tuple[int, int]]:
         return [] if step.report is None else self.failed(step.report, num_rows(step.rows))
 
     # ------------------------------------------------------------------ rows that cannot be used
-    def _usable(self, rows: Rows, place: int) -> tuple[Rows, np.ndarray]:
-        """The rows with weights: those that cannot be used have weight zero, and a usable one's values."""
+    def _finite(self, rows: Rows, place: int) -> tuple[Rows, np.ndarray]:
+        """The rows with weights: those that are not finite have weight zero, and another one's values."""
         if self._options.skips:
-            return _replaced(rows, self._program.usable(rows))
+            return _replaced(rows, finite_rows(rows))
         if not self._checked:
             check_finite(rows, place)
-            self._program.check_rows(rows, place)
         return rows, np.ones(num_rows(rows), np.float32)
 
     def _without_bad_rows(self, step: _Step, first: int, stop: int) -> _Step:

@@ -21,7 +21,7 @@ from ..core.gaussians import Family
 from ..core.recursion import State
 from ..core.symbolic import depends_on
 from . import validation
-from .arguments import PARAMS, ROW, checked_rows, finite_rows, split_call
+from .arguments import PARAMS, ROW, checked_rows, split_call
 from .layout import layout_of
 from .parameters import Parameters, parameters_of
 from .prior import (
@@ -226,9 +226,10 @@ class Program:
         for check in self._support_checks:
             check(rows, first_row)
 
-    def usable(self, rows: Mapping[str, np.ndarray]) -> np.ndarray:
-        """Which rows hold finite values only, and observed ones in their distributions' supports, (n,)."""
-        return np.all([finite_rows(rows), *[check.inside(rows) for check in self._support_checks]], axis=0)
+    def begin_check(self, rows: Mapping[str, np.ndarray]) -> Callable[[], np.ndarray]:
+        """Start to check rows; what is returned waits for the answer: which of them :meth:`check_rows` lets pass."""
+        begun = [check.begin(rows) for check in self._support_checks]
+        return lambda: np.all([np.ones(self.num_rows(rows), bool), *[finish() for finish in begun]], axis=0)
 
     def check_independence(self, rows: Mapping[str, np.ndarray]) -> None:
         """:raises CoupledRows: if the terms of a few rows change when the rows are taken one by one."""

@@ -190,22 +190,20 @@ class SupportCheck:
 
         self._many = many
 
-    def inside(self, rows: Mapping[str, np.ndarray]) -> np.ndarray:
-        """Which rows' values are in the support, (n,)."""
+    def begin(self, rows: Mapping[str, np.ndarray]) -> Callable[[], np.ndarray]:
+        """Start to look; what is returned waits for the answer: which rows' values are in the support, (n,)."""
         total = len(next(iter(rows.values())))
-        inside = np.ones(total, bool)
         if not self._arrays:
-            return inside
+            return lambda: np.ones(total, bool)
         size = min(SUPPORT_PIECE, 1 << (total - 1).bit_length())
-        for start in range(0, total, size):
-            taken = np.minimum(np.arange(start, start + size), total - 1)
-            found = np.asarray(self._many({name: rows[name][taken] for name in self._arrays}))
-            inside[start : start + size] = found[: total - start]
-        return inside
+        starts = range(0, total, size)
+        taken = [np.minimum(np.arange(start, start + size), total - 1) for start in starts]
+        found = [self._many({name: rows[name][places] for name in self._arrays}) for places in taken]
+        return lambda: np.concatenate([np.asarray(x) for x in found])[:total]
 
     def __call__(self, rows: Mapping[str, np.ndarray], first_row: int) -> None:
         """:raises ValueError: naming site, array and row."""
-        inside = self.inside(rows)
+        inside = self.begin(rows)()
         if not inside.all():
             where = f"row {first_row + int(np.argmin(inside))} of array {' and '.join(map(repr, self._value_arrays))}"
             raise ValueError(
