@@ -129,7 +129,7 @@ def precision(num_rows: int, figure: str | None) -> None:
 
 def child(num_rows: int, folder: str) -> None:
     """The process that is killed."""
-    source = Rows(num_rows, pause=0.05)
+    source = Rows(num_rows, pause=0.5)
     posterior = RVGA(model).run(source, checkpoint=Path(folder) / "run", every=100_000, resume=True, progress_bar=False)
     np.savez(Path(folder) / "result.npz", mean=posterior.mean, root=posterior.gaussian.root)
 

@@ -8,6 +8,7 @@ import pytest
 
 pytest.importorskip("flax")
 pytest.importorskip("matplotlib")
+pytest.importorskip("pyarrow")
 pytest.importorskip("sklearn")
 pytest.importorskip("statsmodels")
 

@@ -29,7 +29,7 @@ def test_commands_are_one_line_each():
 
 
 def test_files_that_it_names_exist():
-    links = re.findall(r"\]\(((?!http)[^)#]+)\)", README)
+    links = re.findall(r"\]\(((?!http)[^)#]+)(?:#[\w-]+)?\)", README)
     scripts = re.findall(r"examples/\w+\.py", README)
     assert links and scripts
     for path in [*links, *scripts]:
