@@ -1,8 +1,29 @@
-"""Double precision for every test, decided before JAX is imported; tests of float32 turn it off locally."""
+"""Settings that are decided before JAX is imported."""
 
 import os
+import subprocess
+import sys
+from pathlib import Path
 
+# Double precision for every test; tests of float32 turn it off locally.
 os.environ.setdefault("JAX_ENABLE_X64", "1")
 # Most of a test's time is compilation: make it fast rather than its result. Several test processes share few cores:
 # threads of their own inside each would only get in each other's way.
-os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_cpu_multi_thread_eigen=false")
+FLAGS = "--xla_backend_optimization_level=0 --xla_cpu_multi_thread_eigen=false"
+OLDER_EMITTERS = "--xla_cpu_use_fusion_emitters=false"  # half of the compilation; newer versions do not have them
+# And what one test has compiled need not be compiled for another, nor in another process, nor the next time.
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parents[1] / ".pytest_cache" / "jax"))
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
+
+
+def flags_that_exist() -> str:
+    """XLA ends the process at flags that it does not know."""
+    flags = f"{FLAGS} {OLDER_EMITTERS}"
+    attempt = [sys.executable, "-c", "import jax; jax.devices()"]
+    known = subprocess.run(attempt, env=os.environ | {"XLA_FLAGS": flags}, capture_output=True, check=False)
+    return flags if known.returncode == 0 else FLAGS
+
+
+if "XLA_FLAGS" not in os.environ:  # the processes of a run inherit them
+    os.environ["XLA_FLAGS"] = flags_that_exist()

@@ -61,8 +61,8 @@ def test_a_mesh_of_one_device_changes_nothing():
 
 def test_meshes_that_cannot_be_used_are_refused():
     with pytest.raises(ValueError, match=r"mesh must be a jax\.sharding\.Mesh"):
-        RVGA(sharded.hierarchical, mesh=jax.devices())
+        RVGA(sharded.logistic, mesh=jax.devices())
     two = Mesh(np.array(2 * jax.devices()[:1]), ("rows",))
     for options in ({"block_size": 3}, {"scheme": "explicit"}):
         with pytest.raises(ValueError, match="2 devices cannot share blocks of"):
-            RVGA(sharded.hierarchical, mesh=two, **options)
+            RVGA(sharded.logistic, mesh=two, **options)

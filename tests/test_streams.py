@@ -23,9 +23,9 @@ NUM_ROWS = 1500
 
 def logistic(X, y=None):
     scale = numpyro.sample("scale", dist.HalfNormal(1.0))
-    w = numpyro.sample("w", dist.Normal(0, 1).expand([X.shape[1]]).to_event(1))
+    w = numpyro.sample("w", dist.Normal(0, scale).expand([X.shape[1]]).to_event(1))
     with numpyro.plate("rows", len(X)):
-        numpyro.sample("y", dist.Bernoulli(logits=scale * (X @ w)), obs=y)
+        numpyro.sample("y", dist.Bernoulli(logits=X @ w), obs=y)
 
 
 def linear(X, y=None):
@@ -79,7 +79,7 @@ def method_of(name):
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch):
     monkeypatch.setattr(rvga_module, "MAX_CHUNK", 256)
-    monkeypatch.setattr(rvga_module, "DEFAULT_BLOCK_LINEARISED", 64)
+    monkeypatch.setattr(rvga_module, "DEFAULT_BLOCK", 64)
     monkeypatch.setattr("numpyro_rvga.bong.CHUNK_BLOCKS", 64)
 
 
