@@ -111,7 +111,7 @@ def memory(num_rows: int, figure: str | None) -> None:
         plot, axes = plt.subplots(figsize=(6, 3), layout="constrained")
         axes.plot(rows / 1e6, resident)
         axes.set(xlabel="rows taken in, millions", ylabel="resident memory, MiB", ylim=(0, None))
-        axes.set_title(f"A stream of {num_rows:,} rows, {COLUMNS} columns, from blocks that are made on the fly")
+        axes.set_title(f"A stream of {num_rows:,} rows of {COLUMNS} columns")
         plot.savefig(figure, dpi=110)
         print(f"saved {figure}")
 

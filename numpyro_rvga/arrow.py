@@ -84,7 +84,7 @@ class ParquetRows:
 
     def _blocks(self, group: RowGroup, skipped: int) -> Iterator[dict[str, np.ndarray]]:
         wanted = [name for of in self.columns.values() for name in ([of] if isinstance(of, str) else of)]
-        with _pyarrow("pyarrow.parquet").ParquetFile(group.path) as file:
+        with _pyarrow().parquet.ParquetFile(group.path) as file:
             batches = file.iter_batches(BATCH, row_groups=[group.number], columns=sorted(set(wanted)))
             for block in arrow_blocks(batches, self.columns):
                 length = len(next(iter(block.values())))
@@ -109,7 +109,7 @@ def arrow_blocks(batches: Iterable[Any], columns: Columns) -> Iterator[dict[str,
 
 
 def _array(batch: Any, name: str) -> np.ndarray:
-    pyarrow = _pyarrow("pyarrow")
+    pyarrow = _pyarrow()
     column = batch.column(name)
     column = column.combine_chunks() if isinstance(column, pyarrow.ChunkedArray) else column
     if pyarrow.types.is_fixed_size_list(column.type) and not column.null_count:
@@ -124,11 +124,11 @@ def _array(batch: Any, name: str) -> np.ndarray:
 
 def _plain(column: Any) -> np.ndarray:
     """Missing values are NaN."""
-    pyarrow = _pyarrow("pyarrow")
-    if pyarrow.types.is_boolean(column.type) or pyarrow.types.is_decimal(column.type):
-        column = column.cast(
-            pyarrow.float64() if column.null_count or not pyarrow.types.is_boolean(column.type) else pyarrow.uint8()
-        )
+    pyarrow = _pyarrow()
+    if pyarrow.types.is_boolean(column.type):
+        column = column.cast(pyarrow.uint8())
+    if pyarrow.types.is_decimal(column.type):
+        column = column.cast(pyarrow.float64())
     return column.to_numpy(zero_copy_only=False)
 
 
@@ -142,7 +142,7 @@ def _files(path: Path) -> list[Path]:
 
 
 def _groups(file: Path, columns: Columns) -> list[RowGroup]:
-    with _pyarrow("pyarrow.parquet").ParquetFile(file) as opened:
+    with _pyarrow().parquet.ParquetFile(file) as opened:
         _check_columns(columns, opened.schema_arrow.names, str(file))
         metadata = opened.metadata
         lengths = [metadata.row_group(number).num_rows for number in range(metadata.num_row_groups)]
@@ -156,10 +156,10 @@ def _check_columns(columns: Columns, names: Sequence[str], where: str) -> None:
                 raise ValueError(f"{where} has no column {name!r} for {argument!r}; it has {', '.join(names)}.")
 
 
-def _pyarrow(module: str) -> ModuleType:
-    import importlib
-
+def _pyarrow() -> ModuleType:
     try:
-        return importlib.import_module(module)
+        import pyarrow
+        import pyarrow.parquet
     except ImportError as error:
         raise ImportError("Arrow and Parquet need pyarrow: pip install 'numpyro_rvga[stream]'.") from error
+    return pyarrow

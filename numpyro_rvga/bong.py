@@ -83,6 +83,8 @@ class BONG:
     :param float improper_prior_scale: as for :class:`RVGA`.
     :raises ValueError: for options that do not exist or exclude each other.
 
+    :ivar state: of the last run, after the last rows that it took in, also if it was stopped; for :meth:`posterior`.
+
     **References**
 
     1. *Bayesian online natural gradient (BONG)*, M. Jones, P. Chang, K. Murphy (2024)

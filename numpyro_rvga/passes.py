@@ -23,6 +23,7 @@ from .stream import Rows, RowSource, num_rows, permuted, rows_in_memory, rows_of
 
 BAD_ROW_POLICIES = ("raise", "skip")
 HEAD = 32  # rows from which the form of the data is found out
+SEARCHED = 2**16  # rows among which there must be one with finite values
 AHEAD = 8  # steps under way: while they compute, the next rows are read
 LISTED = 1000  # skipped rows whose numbers are kept
 
@@ -82,6 +83,8 @@ def open_source(
     head = source.peek(HEAD)
     if not options.skips:
         check_finite(head)
+    elif not finite_rows(head).any():
+        head = source.peek(SEARCHED)
     return source, _with_finite_head(head), False
 
 
@@ -114,7 +117,7 @@ class _Step(NamedTuple):
 
 
 class Pass(ABC):
-    """Rows from a source, piece by piece, each result looked at while the next is under way.
+    """Rows from a source, piece by piece, each result looked at while the next ones are under way.
 
     :ivar state: after the last piece whose result is known to be good.
     :ivar done: how many rows that was.

@@ -87,6 +87,8 @@ class RVGA:
         program on the same data, and reads what its own devices take. Blocks of a few rows are faster on one device.
     :raises ValueError: for options that do not exist or exclude each other.
 
+    :ivar state: of the last run, after the last rows that it took in, also if it was stopped; for :meth:`posterior`.
+
     **References**
 
     1. *The recursive variational Gaussian approximation (R-VGA)*, M. Lambert, S. Bonnabel, F. Bach (2021)

@@ -1,5 +1,7 @@
 """Rows from Arrow and Parquet."""
 
+import sys
+
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
@@ -95,6 +97,21 @@ def test_lists_are_rows_of_a_matrix_and_truth_values_are_numbers(kind):
         (block,) = arrow_blocks(batches, {"v": "v", "flag": "flag"})
         np.testing.assert_array_equal(block["v"], [[1, 2, 3], [4, 5, 6]])
         assert block["flag"].dtype.kind in "biu"
+
+
+def test_decimals_and_missing_truth_values_are_numbers():
+    decimals = pa.array([1.5, None], pa.float64()).cast(pa.decimal128(5, 2))
+    table = pa.table({"amount": decimals, "flag": [True, None]})
+    (block,) = arrow_blocks(table.to_batches(), {"amount": "amount", "flag": "flag"})
+    np.testing.assert_array_equal(block["amount"], [1.5, np.nan])
+    np.testing.assert_array_equal(block["flag"], [1.0, np.nan])
+
+
+def test_pyarrow_is_named_where_it_is_needed(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    (tmp_path / "t.parquet").write_bytes(b"")
+    with pytest.raises(ImportError, match=r"pip install 'numpyro_rvga\[stream\]'"):
+        ParquetRows(tmp_path / "t.parquet", COLUMNS)
 
 
 def test_what_cannot_be_read_is_named(folder, tmp_path):
