@@ -13,7 +13,7 @@ from .model.arguments import named_rows
 
 Rows = dict[str, np.ndarray]
 NEGLIGIBLE_ERROR = 1e-6  # nats: of a row whose Gaussian site is as good as exact
-SLICE = 2**16  # rows of arrays in memory that are handed on at a time
+SLICE = 2**16  # rows that are permuted, or passed over, at a time
 
 
 class RowSource:
@@ -103,9 +103,11 @@ def rows_in_memory(rows: Rows, order: np.ndarray | None = None) -> RowSource:
     total = num_rows(rows)
 
     def slices(start: int) -> Iterator[Rows]:
-        for first in range(start, total, SLICE):
-            chosen = slice(first, first + SLICE) if order is None else order[first : first + SLICE]
-            yield {name: array[chosen] for name, array in rows.items()}
+        if order is None and start < total:
+            yield {name: array[start:] for name, array in rows.items()}
+        elif order is not None:
+            for first in range(start, total, SLICE):
+                yield permuted(rows, order[first : first + SLICE])
 
     number = int if order is None else lambda place: int(order[place])
     return RowSource(slices, total, seekable=True, number=number)
