@@ -79,7 +79,7 @@ def test_parquet_gives_the_posterior_of_the_arrays(folder, tmp_path):
     for _ in range(2):
         found = method.run(ParquetRows(folder, COLUMNS), progress_bar=False, checkpoint=checkpoint, resume=True)
         np.testing.assert_allclose(found.mean, expected.mean, rtol=1e-12)
-        np.testing.assert_allclose(found.covariance, expected.covariance, rtol=1e-11)
+        np.testing.assert_allclose(found.covariance, expected.covariance, rtol=1e-12)
 
 
 def test_missing_values_are_rows_to_skip(tmp_path):
