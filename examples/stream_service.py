@@ -46,18 +46,17 @@ def serve(folder: Path, num_files: int) -> None:
     rvga, checkpoint = method(), folder / "checkpoint"
     for number in range(num_files):
         answer = folder / f"answer-{number:04}.json"
-        if answer.exists() and number < num_files - 1:
+        if answer.exists():
             continue  # of before the last kill
         while not (folder / f"log/{number:04}.parquet").exists():
             time.sleep(0.02)
         files = [folder / f"log/{i:04}.parquet" for i in range(number + 1)]
-        seen = ParquetRows(files[:-1], COLUMNS) if number else None
-        if seen is not None:  # takes in what the checkpoint has not yet: the file before, or less after a kill
-            posterior = rvga.run(seen, checkpoint=checkpoint, every=ROWS_PER_FILE, resume=True, progress_bar=False)
-        (rows,) = ParquetRows(files[-1:], COLUMNS)
         w, deviation = np.zeros(3), np.full(3, 2.0)
-        if seen is not None:
+        if number:  # takes in what the checkpoint has not yet: the file before, or less after a kill
+            seen = ParquetRows(files[:-1], COLUMNS)
+            posterior = rvga.run(seen, checkpoint=checkpoint, every=ROWS_PER_FILE, resume=True, progress_bar=False)
             w, deviation = np.asarray(posterior.mean), np.sqrt(np.diag(posterior.covariance))
+        (rows,) = ParquetRows(files[-1:], COLUMNS)
         probability = expit(rows["X"] @ w)
         said = np.where(rows["y"] > 0, probability, 1 - probability)
         report = {"w": w.tolist(), "deviation": deviation.tolist(), "score": float(np.mean(np.log(said)))}

@@ -112,13 +112,11 @@ def _array(batch: Any, name: str) -> np.ndarray:
     pyarrow = _pyarrow()
     column = batch.column(name)
     column = column.combine_chunks() if isinstance(column, pyarrow.ChunkedArray) else column
-    if pyarrow.types.is_fixed_size_list(column.type) and not column.null_count:
-        return _plain(column.flatten()).reshape(len(column), column.type.list_size)
     if pyarrow.types.is_list(column.type) or pyarrow.types.is_fixed_size_list(column.type):
-        lengths = set(column.value_lengths().to_pylist())
-        if len(lengths) != 1 or None in lengths:
+        lengths = column.value_lengths().unique().to_pylist()
+        if len(lengths) != 1 or lengths[0] is None:
             raise ValueError(f"column {name!r} holds lists of different lengths, or none in some rows.")
-        return _plain(column.flatten()).reshape(len(column), lengths.pop())
+        return _plain(column.flatten()).reshape(len(column), lengths[0])
     return _plain(column)
 
 

@@ -19,13 +19,13 @@ from .dynamics import Dynamics, check_dynamics
 from .engine import Engines, describe_bad_rows
 from .initialization import initial_location
 from .kinds import Options
-from .model.arguments import checked_rows
+from .model.arguments import checked_rows, num_rows
 from .online import BlockInfo, Online, OnlineOptions, OnlineState
 from .options import EXPECTATIONS, check_choice, default_key
 from .passes import Pass, PassOptions, open_source, rows_named
 from .posterior import Posterior
 from .presets import PRESETS
-from .stream import Rows, RowSource, num_rows, pad, permuted, progress
+from .stream import Rows, RowSource, pad, permuted, progress
 
 PAPER_HESSIANS = ("lin-hess", "lin-ef", "mc-hess", "mc-ef")
 HESSIANS = (*PAPER_HESSIANS, *(name for name in EXPECTATIONS if name != "linearized"))

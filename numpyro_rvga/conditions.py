@@ -16,7 +16,7 @@ from jax.typing import ArrayLike
 from .core.block import Kind
 from .engine import Engine, Engines
 from .kinds import Options
-from .model.arguments import checked_rows
+from .model.arguments import checked_rows, num_rows
 from .model.terms import Terms, constants
 
 if TYPE_CHECKING:
@@ -227,7 +227,7 @@ def _distinct_densities(
     terms: Terms, rows: dict[str, np.ndarray], shared: dict[str, Array]
 ) -> tuple[np.ndarray, np.ndarray, Any]:
     """Rows, elements and constants (densities, ...) of different densities, spread over the data."""
-    chosen = _spread(len(next(iter(rows.values()))), MOST_DENSITIES)
+    chosen = _spread(num_rows(rows), MOST_DENSITIES)
     few = {name: jnp.asarray(array[chosen]) for name, array in rows.items()}
     found = jax.jit(partial(constants, terms))(few | shared)
     values = jax.tree.map(lambda x: np.asarray(x).reshape(-1, *x.shape[2:]), found)

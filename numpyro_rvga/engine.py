@@ -75,6 +75,16 @@ class Engine:
         self.settle = self.compiled(self._settle)
         self.stream = self.compiled(self._stream, ("with_sites",))
 
+    def settled(self, state: State) -> tuple[State, StepInfo]:
+        """The state with the prior's true terms in place of the Gaussian that stood for them.
+
+        :raises ValueError: if there is no such state.
+        """
+        after, info = self.settle(state)
+        if not bool(info.ok):
+            raise ValueError("the final solve against the true prior has no finite result: is the prior proper?")
+        return after, info
+
     def compiled(self, function: Callable, static_argnames: tuple[str, ...] = ()) -> Compiled:
         """With results that each device has."""
         return Compiled(function, static_argnames, self.devices.everywhere)

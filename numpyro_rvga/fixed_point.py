@@ -7,7 +7,6 @@ import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
@@ -21,10 +20,10 @@ from .core.recursion import State
 from .engine import Engine, Engines, describe_bad_rows
 from .kinds import Options
 from .learning import Learned, Learner
-from .model.arguments import checked_rows
+from .model.arguments import checked_rows, num_rows
 from .options import check_choice, check_options, default_key
 from .posterior import Posterior
-from .stream import pad, progress
+from .stream import in_blocks, pad, progress
 
 SCHEDULES = ("incremental", "batch", "gradient")
 CHUNK_NUMBERS = 2**24  # in the Jacobians of a chunk
@@ -253,9 +252,8 @@ def _start_of(init: Posterior, engine: Engine, state: State) -> tuple[Array, Arr
 def _chunks(engine: Engine, rows: dict[str, np.ndarray]) -> tuple[dict[str, Array], Array]:
     """Rows, as the terms take them, and weights as (chunks, n, ...) arrays of equal length."""
     rows = engine.program.inputs(rows)
-    total = len(next(iter(rows.values())))
+    total = num_rows(rows)
     count = -(-total * engine.numbers_per_row // CHUNK_NUMBERS)
     size = engine.devices.rounded_up(-(-total // count))
     padded, weights = pad(rows, count * size)
-    cut = lambda x: x.reshape(count, size, *x.shape[1:])  # noqa: E731
-    return engine.devices.put_rows(jax.tree.map(cut, (padded, weights)), axis=1)
+    return engine.devices.put_rows(in_blocks((padded, weights), size), axis=1)

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .core.gaussians import DiagonalGaussian, Family, FullGaussian, LowRankGaussian, is_valid
-from .core.recursion import Quadratic, State
+from .core.recursion import Quadratic, State, new_state
 from .engine import Engine
 from .kinds import Options
 from .online import OnlineState
@@ -133,25 +133,20 @@ def _merged_family(start: Family, parts: Sequence[Family]) -> Family:
         return DiagonalGaussian(linear / precision, 1 / precision)
     if isinstance(start, LowRankGaussian):
         return start.joined(parts)
-    precision = fresh([_precision(q) for q in parts], _precision(start))
-    linear = fresh([_precision(q) @ _double(q.mean) for q in parts], _precision(start) @ _double(start.mean))
-    try:
-        root = np.linalg.inv(np.linalg.cholesky(precision)).T
-    except np.linalg.LinAlgError as error:
-        raise ValueError(_indefinite()) from error
-    return FullGaussian(*[jnp.asarray(x, start.mean.dtype) for x in (root @ (root.T @ linear), root)])
-
-
-def _double(array: jax.Array) -> np.ndarray:
-    return np.asarray(array, np.float64)
-
-
-def _precision(q: FullGaussian) -> np.ndarray:
-    inverse = np.linalg.inv(_double(q.root))
-    return inverse.T @ inverse
+    whole = lambda q: new_state(q.mean, q.root, None)  # noqa: E731
+    state = _merged_states(whole(start), [whole(q) for q in parts])
+    return FullGaussian(state.mean, state.root)
 
 
 # ---------------------------------------------------------------------- posteriors
+def state_of_gaussian(posterior: Posterior) -> State:
+    """The state of which nothing is known but the Gaussian and the bound."""
+    dtype = posterior.program.dtype
+    state = new_state(jnp.asarray(posterior.mean, dtype), jnp.asarray(posterior.scale, dtype), None)
+    evidence = jnp.asarray(posterior.elbo or 0.0, dtype)
+    return state._replace(log_evidence=evidence, num_rows=jnp.asarray(posterior.num_rows, jnp.int32))
+
+
 def _check_alike(first: Posterior, part: Posterior, number: int) -> None:
     layouts = [[(name, p.program.layout.shapes[name]) for name in p.site_names] for p in (first, part)]
     if layouts[0] != layouts[1]:
@@ -178,17 +173,12 @@ def _state_of(part: Posterior, number: int) -> State:
     prior = part.program.initial_state()
     if not isinstance(part.gaussian, FullGaussian) or prior.prior_site is not None:
         raise ValueError(f"part {number} was stored without what it takes to merge it: merge posteriors, then save.")
-    zero = jnp.zeros_like(part.mean)
-    evidence = jnp.asarray(0.0 if part.elbo is None else part.elbo, prior.log_evidence.dtype)
-    return State(part.mean, zero, part.gaussian.root, evidence, None, jnp.asarray(part.num_rows, jnp.int32))
+    return state_of_gaussian(part)
 
 
 def _settled(program: Program, state: State) -> State:
     rows = program.inputs(program.example_rows) | program.shared
-    state, info = Engine(program, SETTLING, rows, default_key()).settle(state)
-    if not bool(info.ok):
-        raise ValueError("the final solve against the true prior has no finite result: is the prior proper?")
-    return state
+    return Engine(program, SETTLING, rows, default_key()).settled(state)[0]
 
 
 def _fields(gaussian: Family, state: Any, bound: float | None) -> dict[str, Any]:

@@ -13,6 +13,7 @@ import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 
+from .model.arguments import num_rows
 from .model.predictive import METHODS, average, log_predictive, sampled_predictors
 from .model.tracing import peel
 from .options import check_choice
@@ -118,7 +119,7 @@ def _evaluate(posterior, data, name, outcomes, method, num_samples, rng_key) -> 
             "posterior.predictive."
         )
     rows = program.rows(data)
-    keys = jax.random.split(jax.random.key(0) if rng_key is None else rng_key, len(next(iter(rows.values()))) + 1)
+    keys = jax.random.split(jax.random.key(0) if rng_key is None else rng_key, num_rows(rows) + 1)
     theta = posterior.sample_unconstrained(keys[0], (num_samples,)) if method == "monte_carlo" else None
     evaluate = _evaluator(program, name, method, num_samples)
     numbers = sum(t.num_elements * t.num_predictors for t in program.terms)

@@ -16,7 +16,9 @@ from .core.gaussians import DiagonalGaussian, Family, FullGaussian, converted, i
 from .core.recursion import Quadratic, State, quadratic_at
 from .core.rules import Rule, Updated, iterate, update
 from .engine import Engine
+from .model.arguments import num_rows
 from .model.predictive import log_predictive
+from .stream import in_blocks
 
 PREDICTIVE_SAMPLES = 100  # of the predictors of a row that has more than three
 
@@ -126,8 +128,7 @@ class Online:
     def _stream(
         self, state: OnlineState, rows: dict, weights: Array, *, block_size: int, predict: str | None = None
     ) -> tuple[OnlineState, BlockInfo]:
-        cut = lambda x: x.reshape(-1, block_size, *x.shape[1:])  # noqa: E731
-        blocks = {name: cut(array) for name, array in rows.items()}, cut(weights)
+        blocks = in_blocks((rows, weights), block_size)
 
         def body(carry, block):
             state, alive = carry
@@ -203,7 +204,7 @@ class Online:
         def of(row, key):
             return log_predictive(program, q, row, key, count, plugin=plugin)(row)
 
-        return jax.vmap(of)(rows, jax.random.split(rng_key, len(next(iter(rows.values())))))
+        return jax.vmap(of)(rows, jax.random.split(rng_key, num_rows(rows)))
 
     # ------------------------------------------------------------------ prior terms that are not Gaussian
     def settled(self, state: OnlineState) -> Family:

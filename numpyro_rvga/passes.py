@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import sys
 from abc import ABC, abstractmethod
 from collections import deque
@@ -16,10 +15,11 @@ import numpy as np
 
 from .checkpoints import EVERY, Checkpoint
 from .core.compilation import jit_once
-from .model.arguments import check_finite, finite_rows, named_rows
+from .model.arguments import check_finite, finite_rows, named_rows, num_rows
 from .model.program import Program
 from .options import check_choice
-from .stream import Rows, RowSource, num_rows, permuted, rows_in_memory, rows_of_blocks
+from .storage import digest
+from .stream import Rows, RowSource, permuted, rows_in_memory, rows_of_blocks
 
 BAD_ROW_POLICIES = ("raise", "skip")
 HEAD = 32  # rows from which the form of the data is found out
@@ -280,17 +280,13 @@ class Pass(ABC):
     def _data_facts(self, state: Any) -> dict[str, Any]:
         """What changes if the rows, the prior or the likelihood do."""
         head = _with_finite_head(self._source.peek(HEAD))
-        digest = hashlib.sha256()
-        for name in sorted(head):
-            array = np.ascontiguousarray(head[name])
-            digest.update(repr((name, array.dtype.str, array.shape)).encode() + array.tobytes())
         origin = jnp.zeros(self._program.layout.size, self._program.dtype)
         densities = jit_once(lambda rows: self._program.log_likelihood(origin, rows))(head)
         return {
             "sites": {n: list(self._program.layout.shapes[n]) for n in self._program.layout.site_names},
             "dtype": str(self._program.dtype),
             "the start": np.array([_summary(x) for x in _plain(state)]),
-            "the beginning of the data": digest.hexdigest(),
+            "the beginning of the data": digest(head),
             "the likelihood of the first rows": np.concatenate([np.ravel(x) for x in densities.values()]),
         }
 

@@ -15,16 +15,17 @@ from jax.sharding import Mesh
 
 from .checkpoints import EVERY
 from .core.gaussians import FullGaussian
-from .core.recursion import Sites, State, StepInfo, new_state
+from .core.recursion import Sites, State, StepInfo
 from .devices import Devices
 from .dynamics import Dynamics, check_dynamics
 from .engine import Engine, Engines, Known, describe_bad_rows
 from .kinds import Options
-from .model.arguments import checked_rows
+from .merging import state_of_gaussian
+from .model.arguments import checked_rows, num_rows
 from .options import check_choice, check_options, check_size, default_key
 from .passes import Pass, PassOptions, open_source, rows_named
 from .posterior import Posterior
-from .stream import RowMemory, Rows, RowSource, num_rows, pad, progress
+from .stream import RowMemory, Rows, RowSource, in_blocks, pad, progress
 
 SCHEMES = ("implicit", "explicit", "ekf", "qkf", "laplace")
 FAMILIES = ("full",)
@@ -223,7 +224,7 @@ class RVGA:
         implicit = self.options.scheme in ("implicit", "laplace")
         if implicit and self.dynamics is None:
             return engine.joint(state, rows, weights)[0]
-        return engine.stream(state, *_cut((rows, weights), len(weights) if implicit else 1))[0]
+        return engine.stream(state, *in_blocks((rows, weights), len(weights) if implicit else 1))[0]
 
     def posterior(self, state: State) -> Posterior:
         """The posterior that a state stands for (prior terms that are not Gaussian solved for once more)."""
@@ -233,7 +234,8 @@ class RVGA:
         model_kwargs = engine.program.model_kwargs
         gathered = _Gathered()
         if state.prior_site is not None:
-            state = self._settle(engine, state, gathered)
+            state, info = engine.settled(state)
+            gathered.add(info)
         return self._posterior(engine, state, gathered.summary(), model_kwargs)
 
     # ------------------------------------------------------------------ inside
@@ -255,13 +257,6 @@ class RVGA:
         state = engine.program.initial_state()
         # Parameters that move leave the prior behind: it is where they start from, and its Gaussian is enough for that.
         return state if self.dynamics is None else state._replace(prior_site=None)
-
-    def _settle(self, engine, state, gathered):
-        after, info = engine.settle(state)
-        if not bool(info.ok):
-            raise ValueError("the final solve against the true prior has no finite result: is the prior proper?")
-        gathered.add(info)
-        return after
 
     def _sizes(self, engine: Engine, source: RowSource, most_rows: int) -> _Sizes:
         per_row, size = engine.numbers_per_row, engine.program.layout.size
@@ -351,7 +346,7 @@ class _Run(Pass):
             rows, weights = pad(rows, self._joint_size(len(weights)), weights)
             known = (engine.unknown(weights),) if sizes.keep else ()
             return engine.joint(state, *engine.devices.put_rows((rows, weights)), *known, with_sites=sizes.keep)
-        blocks = _cut(pad(rows, sizes.chunk, weights), sizes.block)
+        blocks = in_blocks(pad(rows, sizes.chunk, weights), sizes.block)
         return engine.stream(state, *engine.devices.put_rows(blocks, axis=1), with_sites=sizes.keep)
 
     def failed(self, report: StepInfo, length: int) -> list[tuple[int, int]]:
@@ -388,7 +383,8 @@ class _Run(Pass):
         if kept is not None:
             state = self._revisit(state, *kept)
         elif state.prior_site is not None and self.done > sizes.first:
-            state = self._rvga._settle(self._engine, state, gathered)
+            state, info = self._engine.settled(state)
+            gathered.add(info)
         facts = {"num_rows": self.done, "block_size": sizes.block, "first_block": min(sizes.first, self.done)}
         facts["kept_rows"] = 0 if kept is None else num_rows(kept[0])
         return state, gathered.summary() | facts | self.skipped()
@@ -438,18 +434,10 @@ class _Gathered:
         return {"converged": self._converged, "mean_iterations": mean_iterations, "largest_decrement": self._decrement}
 
 
-def _cut(arrays: Any, block_size: int) -> Any:
-    """(n, ...) arrays as (blocks, B, ...)."""
-    return jax.tree.map(lambda x: x.reshape(-1, block_size, *x.shape[1:]), arrays)
-
-
 def _state_of(init: Posterior | State, engine: Engine) -> State:
     if isinstance(init, State):
         return init
     engine.check_start(init)
     if isinstance(init.state, State):
         return init.state
-    dtype = engine.program.dtype
-    state = new_state(jnp.asarray(init.mean, dtype), jnp.asarray(init.scale, dtype), None)
-    evidence = jnp.asarray(init.elbo or 0.0, dtype)
-    return state._replace(log_evidence=evidence, num_rows=jnp.asarray(init.num_rows, jnp.int32))
+    return state_of_gaussian(init)

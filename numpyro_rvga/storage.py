@@ -129,7 +129,7 @@ def write(
     members = {METADATA: np.array(text), **arrays}
     try:
         with open(temporary, "xb") as file:
-            np.savez(file, **{DIGEST: np.array(_digest(members))}, **members)
+            np.savez(file, **{DIGEST: np.array(digest(members))}, **members)
             file.flush()
             os.fsync(file.fileno())
         if previous is not None and target.exists():
@@ -152,7 +152,7 @@ def read(path: str | os.PathLike, kind: str) -> tuple[dict[str, Any], dict[str, 
         try:
             with np.load(file, allow_pickle=False) as archive:
                 arrays = {name: archive[name] for name in archive.files}
-            intact = str(arrays.pop(DIGEST)) == _digest(arrays)
+            intact = str(arrays.pop(DIGEST)) == digest(arrays)
             metadata = json.loads(str(arrays.pop(METADATA)))
             found = metadata.pop("kind"), metadata.pop("format_version")
         except Exception as error:  # A damaged archive can raise nearly anything.
@@ -168,7 +168,7 @@ def read(path: str | os.PathLike, kind: str) -> tuple[dict[str, Any], dict[str, 
     return metadata, arrays
 
 
-def _digest(members: Mapping[str, np.ndarray]) -> str:
+def digest(members: Mapping[str, np.ndarray]) -> str:
     """SHA-256 of arrays and their names and forms: the archive's own checksums leave the latter out."""
     found = hashlib.sha256()
     for name in sorted(members):

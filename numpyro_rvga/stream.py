@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
+import jax
 import numpy as np
 
-from .model.arguments import named_rows
+from .model.arguments import named_rows, num_rows
 
 Rows = dict[str, np.ndarray]
 NEGLIGIBLE_ERROR = 1e-6  # nats: of a row whose Gaussian site is as good as exact
@@ -213,8 +214,9 @@ def permuted(rows: Rows, order: np.ndarray) -> Rows:
     return {name: array[order] for name, array in rows.items()}
 
 
-def num_rows(rows: Mapping[str, Any]) -> int:
-    return len(next(iter(rows.values())))
+def in_blocks(arrays: Any, block_size: int) -> Any:
+    """A pytree of (n, ...) arrays as (blocks, B, ...)."""
+    return jax.tree.map(lambda x: x.reshape(-1, block_size, *x.shape[1:]), arrays)
 
 
 def progress(enabled: bool, total: int | None, name: str, unit: str) -> Any:

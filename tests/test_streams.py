@@ -34,7 +34,7 @@ def linear(X, y=None):
         numpyro.sample("y", dist.Normal(X @ w, 1.0), obs=y)
 
 
-def probit_rates(X, y=None):
+def log_rates(X, y=None):
     w = numpyro.sample("w", dist.Normal(0, 1).expand([X.shape[1]]).to_event(1))
     with numpyro.plate("rows", len(X)):
         numpyro.sample("y", dist.Poisson(jax.numpy.exp(X @ w)), obs=y)
@@ -63,7 +63,7 @@ METHODS = {
     "truncated": lambda: RVGA(truncated, block_size=8),
     "default": DEFAULT,
     "shuffled": lambda: DEFAULT(shuffle=True),
-    "explicit": lambda: RVGA(probit_rates, scheme="explicit"),
+    "explicit": lambda: RVGA(log_rates, scheme="explicit"),
     "drift": lambda: RVGA(linear, block_size=3, dynamics=RandomWalk(0.01)),
     "low-rank": lambda: BONG(logistic, family="low-rank", rank=2),
     "sampled": lambda: BONG(logistic, family="diagonal", hessian="mc-ef", num_samples=20),
@@ -135,15 +135,12 @@ def test_the_posterior_does_not_depend_on_how_the_data_are_cut_and_one_run_is_on
 
 
 @pytest.mark.parametrize("num_rows", [140, 150, 151, 299, 301, 450])
-def test_streams_and_arrays_around_the_size_of_the_first_block_agree(num_rows):
+def test_streams_and_arrays_around_the_size_of_the_first_block_agree(num_rows, monkeypatch):
     method = RVGA(logistic, memory=150)
     method_rows = make(n=num_rows)
-    original = rvga_module.FIRST_BLOCK_ROWS, rvga_module.FIRST_BLOCK_ROWS_PER_PARAMETER
-    rvga_module.FIRST_BLOCK_ROWS, rvga_module.FIRST_BLOCK_ROWS_PER_PARAMETER = 150, 1
-    try:
-        assert_same(run(method, cut(method_rows, [40])), run(method, method_rows))
-    finally:
-        rvga_module.FIRST_BLOCK_ROWS, rvga_module.FIRST_BLOCK_ROWS_PER_PARAMETER = original
+    monkeypatch.setattr(rvga_module, "FIRST_BLOCK_ROWS", 150)
+    monkeypatch.setattr(rvga_module, "FIRST_BLOCK_ROWS_PER_PARAMETER", 1)
+    assert_same(run(method, cut(method_rows, [40])), run(method, method_rows))
 
 
 def test_lists_as_loaders_give_them_are_positional():
@@ -197,12 +194,9 @@ def interrupt_after(method, rows, file, after):
         if int(state.num_rows) >= after:
             raise KeyboardInterrupt
 
-    rvga_module._Run.accept = interrupted
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            run(method, rows, checkpoint=file, every=100)
-    finally:
-        rvga_module._Run.accept = accept
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(rvga_module._Run, "accept", interrupted)
+        run(method, rows, checkpoint=file, every=100)
     assert int(method.state.num_rows) >= after  # a usable state
     assert np.isfinite(method.posterior(method.state).mean).all()
     return int(method.state.num_rows)

@@ -69,11 +69,14 @@ def finite_rows(rows: Mapping[str, np.ndarray]) -> np.ndarray:
 
 
 def _finite(array: np.ndarray) -> np.ndarray:
-    if not np.issubdtype(array.dtype, np.inexact) or np.isfinite(
-        array.sum()
-    ):  # one pass; a finite sum has finite terms
+    """Which rows of an array hold finite values only, (n,)."""
+    if not np.issubdtype(array.dtype, np.inexact) or np.isfinite(array.sum()):  # finite sums have finite terms
         return np.ones(len(array), bool)
     return np.isfinite(array.reshape(len(array), -1)).all(axis=1)
+
+
+def num_rows(rows: Mapping[str, Any]) -> int:
+    return len(next(iter(rows.values())))
 
 
 def split_call(model: Callable, rows: Mapping[str, Any], model_kwargs: Mapping[str, Any]) -> tuple[tuple, dict]:

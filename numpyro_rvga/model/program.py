@@ -21,7 +21,7 @@ from ..core.gaussians import Family
 from ..core.recursion import State
 from ..core.symbolic import depends_on
 from . import validation
-from .arguments import PARAMS, ROW, checked_rows, split_call
+from .arguments import PARAMS, ROW, checked_rows, num_rows, split_call
 from .layout import layout_of
 from .parameters import Parameters, parameters_of
 from .prior import (
@@ -119,7 +119,7 @@ class Program:
 
     def _choose_examples(self, rows: Mapping[str, Array]) -> None:
         """Two rows and one of them, to find things out; all of them, twice, if the model takes no fewer."""
-        taken = np.arange(2) % len(next(iter(rows.values())))
+        taken = np.arange(2) % num_rows(rows)
         two = rows if self.whole else {name: array[taken] for name, array in rows.items()}
         one = {name: array if self.whole else array[:1] for name, array in rows.items()}
         self.example_rows, self.example_row = jax.device_put((two, one), may_alias=False)
@@ -185,9 +185,7 @@ class Program:
         """The data as arrays by argument name, checked for names, lengths and finite values."""
         return checked_rows(self.model, data, 0, self.model_kwargs)
 
-    @staticmethod
-    def num_rows(rows: Mapping[str, Array]) -> int:
-        return len(next(iter(rows.values())))
+    num_rows = staticmethod(num_rows)
 
     def call_arguments(self, rows: Mapping[str, Array]) -> tuple[tuple, dict]:
         """(args, kwargs) of a call of the model on these rows."""

@@ -13,7 +13,7 @@ from numpyro import handlers
 from numpyro.distributions.transforms import biject_to
 from numpyro.primitives import Messenger
 
-from .arguments import split_call
+from .arguments import num_rows, split_call
 
 
 class SiteRecord(NamedTuple):
@@ -117,8 +117,7 @@ def run_model(
     params: Mapping[str, Array] | None = None,
 ) -> tuple[dict, RowRunner]:
     """The trace of the model on ``rows``; latents not in ``unconstrained`` are drawn, see :class:`RowRunner`."""
-    num_rows = len(next(iter(rows.values())))
-    runner = RowRunner(model, row_plates, num_rows, unconstrained or {}, local, params)
+    runner = RowRunner(model, row_plates, num_rows(rows), unconstrained or {}, local, params)
     seeded = handlers.seed(runner, jax.random.key(0) if rng_key is None else rng_key)
     args, kwargs = split_call(model, rows, model_kwargs)
     with handlers.block():

@@ -12,7 +12,7 @@ from numpyro import handlers
 
 from ..core.compilation import jit_once
 from ..core.symbolic import depends_on
-from .arguments import split_call
+from .arguments import num_rows, split_call
 from .layout import Layout
 from .terms import linearise
 from .tracing import RowRunner, SiteInfo, peel, plates_of
@@ -29,7 +29,6 @@ def find_row_plates(
     model: Callable, rows: Mapping[str, Any], model_kwargs: Mapping[str, Any]
 ) -> tuple[frozenset[str], list[str]]:
     """Plates around observed sites whose size is the number of rows, or that subsample them; and these sites."""
-    num_rows = len(next(iter(rows.values())))
     runner = RowRunner(model, frozenset(), None, {})
     found: dict[str, Any] = {}
 
@@ -46,7 +45,7 @@ def find_row_plates(
         {name: jax.ShapeDtypeStruct(a.shape, jax.dtypes.canonicalize_dtype(a.dtype)) for name, a in rows.items()},
     )
     around = {p for n in found["observed"] for p in found["plates"][n]}
-    return frozenset(p for p in around if runner.plate_size[p] == num_rows), found["observed"]
+    return frozenset(p for p in around if runner.plate_size[p] == num_rows(rows)), found["observed"]
 
 
 def describe_few(describe: Callable, rows: Mapping[str, Any], number: str, observed: Sequence[str]) -> Any:
@@ -136,7 +135,7 @@ def check_has_terms(row_sites: Mapping[str, SiteInfo]) -> None:
 
 def check_independence(program: Any, rows: Mapping[str, np.ndarray]) -> None:
     """The terms of a few rows must be the same taken together and one by one."""
-    count = min(CHECKED_ROWS, len(next(iter(rows.values()))))
+    count = min(CHECKED_ROWS, num_rows(rows))
     few = {name: np.asarray(array[:count]) for name, array in rows.items()}
     origin = jax.device_put(np.zeros(program.layout.size, program.dtype))
     alone = jax.eval_shape(lambda r: program.site_elements(origin, r), program.example_row)
@@ -192,7 +191,7 @@ class SupportCheck:
 
     def begin(self, rows: Mapping[str, np.ndarray]) -> Callable[[], np.ndarray]:
         """Start to look; what is returned waits for the answer: which rows' values are in the support, (n,)."""
-        total = len(next(iter(rows.values())))
+        total = num_rows(rows)
         if not self._arrays:
             return lambda: np.ones(total, bool)
         size = min(SUPPORT_PIECE, 1 << (total - 1).bit_length())
