@@ -123,10 +123,11 @@ class GradientClimb:
 
         @engine.compiled
         def begin(problem):
-            trial = seek_start(joint(problem).search)
-            root = lower_from_root(jnp.linalg.inv(jnp.linalg.cholesky(trial.matrix)).T)
+            search = joint(problem).search
+            found = search.solution(seek_start(search))
+            root = lower_from_root(jnp.linalg.inv(found.root).T)
             lower = jnp.tril(root, -1) + jnp.diag(jnp.log(jnp.diagonal(root)))
-            return (trial.mean, lower), optimizer.init((trial.mean, lower))
+            return (found.mean, lower), optimizer.init((found.mean, lower))
 
         @engine.compiled
         def climb(problem, parameters, memory):
@@ -143,10 +144,9 @@ class GradientClimb:
 
         @engine.compiled
         def judge(problem, parameters, iterations):
-            found = joint(problem)
             inverse = solve_lower(_root_of(parameters[1]), jnp.eye(parameters[0].size, dtype=parameters[0].dtype))
-            here = found.search.begin._replace(mean=parameters[0], matrix=inverse.T @ inverse)
-            trial = here._replace(iterations=iterations, at=found.search.try_once(here).at)
+            found = joint(problem._replace(start=(parameters[0], inverse.T @ inverse)))
+            trial = found.search.try_once(found.search.begin)._replace(iterations=iterations)
             return found.absorb(found.search.solution(trial), _count(problem.chunks))
 
         self._begin, self._climb, self._judge = begin, climb, judge

@@ -27,6 +27,7 @@ SMOOTHNESS_ROWS = 16
 SYMMETRIC_PREDICTORS = 8  # with more, as in neural networks, the prior's mean is often a saddle
 NUM_STARTS = 8
 ROW_ITERATIONS = 2  # at least, of rows one by one: in a routine, the second costs little and leaves much less
+ONE_PASS_TOLERANCE = 1e-6  # nats: of joint solves around a stream, which itself leaves a thousand times more
 NUM_LINEARIZATIONS = 3  # of predictors that are not affine, in a small block
 
 
@@ -108,6 +109,12 @@ class Engine:
                 tolerance = min(tolerance, block_size**2 * (1e-12 if self._double else 1e-9))
         return Settings(tolerance, self.options.max_iterations, ROW_ITERATIONS if block_size == 1 else 0)
 
+    def _settings_around_a_stream(self) -> Settings:
+        settings = self._settings()
+        if self.options.tolerance is None:
+            settings = settings._replace(tolerance=ONE_PASS_TOLERANCE, share=1.0)
+        return settings
+
     @property
     def numbers_per_row(self) -> int:
         """Size of a row's Jacobians."""
@@ -134,6 +141,7 @@ class Engine:
             sites=None if known is None else self._mask(known.sites, weights),
             laplace=self.options.scheme == "laplace",
             starts=self._starts if known is None else None,
+            settings=self._settings() if known is None else self._settings_around_a_stream(),
         )
         state, info = joint_solve(joint, fresh, with_sites=with_sites)
         return state, info._replace(sites=self._by_row(info.sites, len(weights)))
@@ -161,7 +169,9 @@ class Engine:
         starts = None if init is not None else self._starts
         joint_rows = JointRows(expanded, (rows, weights))
         prior = partial(self._linearise_prior, shared)
-        return self._search(self.kinds, joint_rows, state, prior, starts=starts, init=init, alternating=alternating)
+        options = {"starts": starts, "init": init, "alternating": alternating}
+        selecting = len(self.program.selections) == len(self.program.terms)
+        return self._search(self.kinds, joint_rows, state, prior, **options, selecting=selecting)
 
     def _settle(self, state: State, rest: Array | None = None, places: Array | None = None) -> tuple[State, StepInfo]:
         """The Gaussian summary of the data times the true prior.
@@ -179,7 +189,8 @@ class Engine:
         return joint_solve(joint, jnp.zeros((), jnp.int32))
 
     def _search(self, kinds: tuple, rows: JointRows, state: State, linearise_prior: Callable, **options: Any) -> Joint:
-        return joint_search(kinds, rows, self._prior_kinds, linearise_prior, state, self._settings(), **options)
+        settings = options.pop("settings", None) or self._settings()
+        return joint_search(kinds, rows, self._prior_kinds, linearise_prior, state, settings, **options)
 
     def _stream(self, state: State, rows: dict, weights: Array, *, with_sites: bool = False) -> tuple[State, StepInfo]:
         """Block after block: (blocks, B, ...) arrays."""

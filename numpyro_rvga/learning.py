@@ -58,8 +58,9 @@ class Learner:
 
         @engine.compiled
         def begin(params, chunks):
-            trial = seek_start(joint(params, chunks, None).search)
-            return trial.mean, trial.matrix
+            search = joint(params, chunks, None).search
+            found = search.solution(seek_start(search))
+            return found.mean, found.root @ found.root.T
 
         @engine.compiled
         def look(params, chunks, start):

@@ -156,13 +156,14 @@ class RowMemory:
         self._capacity = capacity
         self._pieces: list[tuple[np.ndarray, Rows, tuple]] = []
         self._count = 0
+        self._least = NEGLIGIBLE_ERROR  # rows of no larger error would not be among those kept
 
     def offer(self, rows: Rows, sites: tuple) -> None:
         """Consider rows; ``sites`` is a tuple of sites of (n, E, ...) arrays, empty where none are wanted."""
         if not (self._capacity and sites):
             return
         error = sum(np.asarray(site.error).sum(axis=1) for site in sites)[: num_rows(rows)]
-        chosen = np.flatnonzero(error > NEGLIGIBLE_ERROR)
+        chosen = np.flatnonzero(error > self._least)
         if not len(chosen):
             return
         self._keep(error[chosen], permuted(rows, chosen), _map_sites(lambda x: np.asarray(x)[chosen], sites))
@@ -186,6 +187,8 @@ class RowMemory:
     def restore(self, stored: list, site_type: type) -> None:
         for error, rows, sites in stored:
             self._keep(error, rows, tuple(site_type(*site) for site in sites))
+        if self._pieces:
+            self._prune()
 
     def _keep(self, error: np.ndarray, rows: Rows, sites: tuple) -> None:
         self._pieces.append((error, rows, sites))
@@ -198,6 +201,8 @@ class RowMemory:
         kept = _map_sites(lambda *x: np.concatenate(x)[order], *sites)
         self._pieces, self._count = [], 0
         self._keep(error[order], permuted(_joined(list(rows)), order), kept)
+        if len(order) == self._capacity:
+            self._least = error[order[-1]]
 
 
 def pad(rows: Rows, size: int, weights: np.ndarray | None = None) -> tuple[Rows, np.ndarray]:

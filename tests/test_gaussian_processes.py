@@ -1,5 +1,7 @@
 """Latents with a value for each row: Gaussian processes against closed forms, brute force and each other."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,6 +10,7 @@ import numpyro.distributions as dist
 import pytest
 
 from numpyro_rvga import RVGA, FixedPointVI, Posterior
+from numpyro_rvga.core.gaussians import FullGaussian
 
 RNG = np.random.default_rng(1)
 INPUTS = np.sort(RNG.uniform(-2, 2, size=30))
@@ -136,6 +139,23 @@ def test_classification_is_a_stationary_point_of_the_bound():
         rise = independent_bound(mean + step, root, K, y) - independent_bound(mean - step, root, K, y)
         turned = [independent_bound(mean, root @ (np.eye(len(y)) + sign * turn), K, y) for sign in (1, -1)]
         assert abs(rise) < 1e-7 and abs(turned[0] - turned[1]) < 1e-7
+
+
+def robust(x, y=None):
+    f = numpyro.sample("f", dist.MultivariateNormal(jnp.zeros(len(x)), covariance_of(x)))
+    with numpyro.plate("rows", len(x)):
+        numpyro.sample("y", dist.StudentT(3.0, f, 0.1), obs=y)
+
+
+@pytest.mark.parametrize(("model", "y"), [(classification, LABELS), (robust, OUTPUTS)])
+def test_a_search_among_weights_ends_where_one_among_matrices_does(model, y):
+    found = fit(model, y)
+    again = FixedPointVI(model).run({"x": INPUTS, "y": y}, init=found, progress_bar=False)
+    np.testing.assert_allclose(again.info["bounds"], found.elbo, atol=1e-7)
+    shifted = dataclasses.replace(found, gaussian=FullGaussian(found.mean + 0.1, 1.5 * found.gaussian.root))
+    other = FixedPointVI(model).run({"x": INPUTS, "y": y}, init=shifted, progress_bar=False)
+    assert other.info["bounds"][0] < found.elbo - 1
+    np.testing.assert_allclose(other.elbo, found.elbo, atol=1e-6)
 
 
 def test_a_covariance_matrix_may_be_the_data():

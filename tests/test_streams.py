@@ -17,6 +17,8 @@ from numpyro_rvga import BONG, RVGA, RandomWalk, storage
 from numpyro_rvga import passes as passes_module
 from numpyro_rvga import rvga as rvga_module
 from numpyro_rvga.core.compilation import Compiled
+from numpyro_rvga.core.recursion import Sites
+from numpyro_rvga.stream import RowMemory
 
 NUM_ROWS = 1500
 
@@ -429,3 +431,17 @@ def test_data_of_bad_rows_alone_are_refused():
         run(method_of("default"), rows, on_bad_row="skip")
     with pytest.raises(ValueError, match="none of the 60 rows can be used"):
         run(method_of("default"), {"X": np.ones((60, 3)), "y": np.full(60, -1.0)}, on_bad_row="skip")
+
+
+@pytest.mark.parametrize("piece", [1, 7, 50, 200])
+def test_a_memory_holds_the_rows_of_the_largest_errors(piece):
+    error = np.random.default_rng(0).gamma(0.5, size=(200, 1))
+    memory = RowMemory(20)
+    for start in range(0, 200, piece):
+        part = error[start : start + piece]
+        site = Sites(np.zeros((len(part), 1, 1, 1)), np.zeros((len(part), 1, 1)), np.zeros((len(part), 1)), part)
+        memory.offer({"row": np.arange(start, start + len(part))}, (site,))
+    rows, (site,) = memory.contents()
+    expected = np.argsort(-error[:, 0])[:20]
+    np.testing.assert_array_equal(rows["row"], expected)
+    np.testing.assert_array_equal(site.error, error[expected])

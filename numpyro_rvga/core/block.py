@@ -29,7 +29,6 @@ from jax import Array, lax
 from .linalg import cholesky, positive_part, solve_lower
 
 Moments = tuple[Array, Array, Array]
-CovarianceRoot = Callable[[Array], Array]
 SMALLEST_STEP = 2.0**-30
 SHARE = 1e-6
 SHORTEST, LONGEST = 0.1, 1.5  # first step tried
@@ -108,16 +107,24 @@ class Solution(NamedTuple):
 
 
 class Settings(NamedTuple):
-    """Stopping rule (static): the natural gradient's squared length, in nats, which must also fall to a millionth of
-    what it was at the start; and the number of steps, at most and at least."""
+    """Stopping rule (static).
+
+    :ivar tolerance: for the natural gradient's squared length, in nats.
+    :ivar max_iterations: and ``min_iterations``: the number of steps, at most and at least.
+    :ivar share: of what that length was at the start, which must be reached too.
+    """
 
     tolerance: float
     max_iterations: int
     min_iterations: int = 0
+    share: float = SHARE
 
 
 class Sums(NamedTuple):
-    """Over all factors: E[phi], Z' g, -Z' G Z, and the last with each G's negative part only (None: the same)."""
+    """Over all factors: E[phi], Z' g, -Z' G Z, and the last with each G's negative part only (None: the same).
+
+    Of selections -Z' G Z is diagonal, and its diagonal (r,) stands for it.
+    """
 
     value: Array
     gradient: Array
@@ -170,13 +177,13 @@ def times_root(design: Array | Selection, root: Array) -> Array:
     return design @ root
 
 
-def _covariances(design: Array | Selection, covariance_root: CovarianceRoot) -> Array:
+def _covariances(design: Array | Selection, covariance_root: Array) -> Array:
     """Z_i Lambda^-1 Z_i^T, (n, C, C)."""
     if isinstance(design, Selection):
-        lengths = jnp.sum(covariance_root(jnp.eye(design.size, dtype=design.scale.dtype)) ** 2, axis=0)
+        lengths = jnp.sum(covariance_root**2, axis=0)
         return (design.scale**2 * lengths[design.index])[:, None, None]
     n, c, r = design.shape
-    spread = covariance_root(design.reshape(n * c, r).T).reshape(-1, n, c)
+    spread = (covariance_root @ design.reshape(n * c, r).T).reshape(-1, n, c)
     return jnp.einsum("rnc,rnd->ncd", spread, spread)
 
 
@@ -188,9 +195,9 @@ def _pull_back(design: Array | Selection, gradients: Array) -> Array:
 
 
 def _gram(design: Array | Selection, weights: Array) -> Array:
-    """sum Z_i^T W_i Z_i, (r, r)."""
+    """sum Z_i^T W_i Z_i, (r, r), or its diagonal (r,) if it is diagonal."""
     if isinstance(design, Selection):
-        return jnp.diag(_pull_back(design, design.scale[:, None] * weights[:, 0]))
+        return _pull_back(design, design.scale[:, None] * weights[:, 0])
     n, c, r = design.shape
     return design.reshape(n * c, r).T @ jnp.einsum("ncd,ndr->ncr", weights, design).reshape(n * c, r)
 
@@ -200,10 +207,17 @@ def standard_base(dtype) -> Base:
     return Base(None, None, jnp.zeros((), dtype))
 
 
-def evaluate(kinds: tuple[Kind, ...], blocks: tuple[Factors, ...], covariance_root: CovarianceRoot | None) -> Sums:
+def _plus(a: Array, b: Array) -> Array:
+    """The sum of two matrices (r, r), for which their diagonals (r,) may stand."""
+    if {jnp.ndim(a), jnp.ndim(b)} == {1, 2}:
+        a, b = (jnp.diag(x) if x.ndim == 1 else x for x in (a, b))
+    return a + b
+
+
+def evaluate(kinds: tuple[Kind, ...], blocks: tuple[Factors, ...], covariance_root: Array | None) -> Sums:
     """Sums over factors.
 
-    :param covariance_root: maps Z^T (r, n C) to Lambda^(-1/2) Z^T; None for a point mass, with derivatives at the mean.
+    :param covariance_root: any A with A^T A = Lambda^-1; None for a point mass, with derivatives at the mean.
     """
     value, gradient, curvature, correction = 0.0, 0.0, 0.0, 0.0
     for kind, block in zip(kinds, blocks):
@@ -215,18 +229,75 @@ def evaluate(kinds: tuple[Kind, ...], blocks: tuple[Factors, ...], covariance_ro
         moments = jax.vmap(kind.plugin if covariance_root is None else kind.expect)
         e, g, h = moments(block.offset, covariance, block.constants)
         value, gradient = value + jnp.sum(e), gradient + _pull_back(block.design, g)
-        curvature = curvature + _gram(block.design, -h)
+        curvature = _plus(curvature, _gram(block.design, -h))
         if not kind.concave:
-            correction = correction + _gram(block.design, positive_part(h))
-    fallback = None if all(kind.concave for kind in kinds) else curvature + correction
+            correction = _plus(correction, _gram(block.design, positive_part(h)))
+    fallback = None if all(kind.concave for kind in kinds) else _plus(curvature, correction)
     return Sums(value, gradient, curvature, fallback)
 
 
 def add(a: Sums, b: Sums) -> Sums:
     fallback = None
     if a.fallback is not None or b.fallback is not None:
-        fallback = sum(x.curvature if x.fallback is None else x.fallback for x in (a, b))
-    return Sums(a.value + b.value, a.gradient + b.gradient, a.curvature + b.curvature, fallback)
+        fallback = _plus(*[x.curvature if x.fallback is None else x.fallback for x in (a, b)])
+    return Sums(a.value + b.value, a.gradient + b.gradient, _plus(a.curvature, b.curvature), fallback)
+
+
+class Dense(NamedTuple):
+    """Precisions as matrices (r, r)."""
+
+    precision: Array
+
+    def begin(self) -> Array:
+        return jnp.eye(len(self.precision), dtype=self.precision.dtype)
+
+    def narrower(self, x: Array) -> Array:
+        return NARROWING * x
+
+    def wider(self, x: Array) -> Array:
+        return x / NARROWING
+
+    def whole(self, x: Array) -> Array:
+        return x
+
+    def target(self, curvature: Array) -> Array:
+        return self.precision + curvature
+
+    def products(self, inverse: Array, a: Array, b: Array) -> tuple[Array, Array]:
+        """Of differences of precisions, <a, a> and <a, b> in the metric of N(., inverse^T inverse)."""
+        a, b = (inverse @ x @ inverse.T for x in (a, b))
+        return jnp.sum(a * a), jnp.sum(a * b)
+
+
+class Weighted(NamedTuple):
+    """Precisions ``precision + frame^T diag(w) frame`` as their w (n,): what selections, seen through a frame, make of
+    the base's. Cholesky factors and inverses apart, an iteration then takes three products of matrices, not eight.
+
+    :ivar frame: (n, r).
+    """
+
+    precision: Array
+    frame: Array
+
+    def begin(self) -> Array:
+        return jnp.zeros(len(self.frame), self.frame.dtype)
+
+    def narrower(self, x: Array) -> Array:
+        return NARROWING * x + 1
+
+    def wider(self, x: Array) -> Array:
+        return (x - 1) / NARROWING
+
+    def whole(self, x: Array) -> Array:
+        return self.precision + (self.frame.T * x) @ self.frame
+
+    def target(self, curvature: Array) -> Array:
+        return curvature
+
+    def products(self, inverse: Array, a: Array, b: Array) -> tuple[Array, Array]:
+        spread = inverse @ self.frame.T
+        pulled = (spread.T @ spread) ** 2 @ a
+        return a @ pulled, b @ pulled
 
 
 def seek_start(search: Search) -> Trial:
@@ -240,7 +311,7 @@ def run_search(search: Search) -> Solution:
 
 def block_search(
     kinds: tuple[Kind, ...],
-    reduce: Callable[[Array, CovarianceRoot | None], Sums],
+    reduce: Callable[[Array, Array | None], Sums],
     base: Base,
     dimension: int,
     dtype,
@@ -250,6 +321,7 @@ def block_search(
     start_precision: Array | None = None,
     point: bool = False,
     alternating: bool = False,
+    frame: Array | None = None,
 ) -> Search:
     """The search for a block's solution.
 
@@ -259,41 +331,43 @@ def block_search(
     :param kinds: of all factors.
     :param reduce: mean m (r,) and :func:`evaluate`'s ``covariance_root`` -> sums over all factors, linearised at m.
     :param start: mean (r,) to start from.
-    :param start_precision: (r, r), if the width is known too.
+    :param start_precision: if the width is known too: (r, r), or with ``frame`` its weights.
     :param point: seek the mode instead (q a point mass, derivatives at the mean), and the precision there: Laplace's
         approximation.
     :param alternating: solve for the mean alone, by Newton's method, and for the covariance alone, by its fixed point,
         in turn; not for both at once.
+    :param frame: with it, all curvatures come as the w (n,) of frame^T diag(w) frame, and so does the search keep its
+        precisions.
     """
     identity = jnp.eye(dimension, dtype=dtype)
     precision = identity if base.precision is None else base.precision
     linear = jnp.zeros(dimension, dtype) if base.linear is None else base.linear
+    form = Dense(precision) if frame is None else Weighted(precision, frame)
     seek_root = not all(kind.conservative for kind in kinds) and not point
     safe = all(kind.concave for kind in kinds)
     seek_width = start is not None and start_precision is None and not point
     slack = 8 * jnp.finfo(dtype).eps
 
-    def measure(mean: Array, root: Array) -> tuple[_Evaluation, Array, Array]:
-        """At N(mean, (root root^T)^-1); also root^-1, and root^-1 target root^-T - 1."""
-        value, gradient, curvature, fallback = reduce(mean, None if point else lambda z: solve_lower(root, z))
-        pull, exact = precision @ mean, precision + curvature
+    def measure(mean: Array, root: Array, here: Array, turn: Array) -> tuple[_Evaluation, Array]:
+        """At N(mean, (root root^T)^-1), whose precision is ``here``; also half <target - here, turn>."""
+        inverse = identity if point else solve_lower(root, identity)
+        value, gradient, curvature, fallback = reduce(mean, None if point else inverse)
+        pull, exact = precision @ mean, form.target(curvature)
         bound = value + linear @ mean - 0.5 * mean @ pull + base.constant
         gradient = gradient + linear - pull
         target, clamped = exact, jnp.asarray(False)
         if not safe:
-            clamped = ~jnp.all(jnp.isfinite(cholesky(exact)))
-            target = jnp.where(clamped, precision + fallback, exact)
+            clamped = ~jnp.all(jnp.isfinite(cholesky(form.whole(exact))))
+            target = jnp.where(clamped, form.target(fallback), exact)
         if point:
             slope = solve_lower(cholesky(target), gradient)
             zero = jnp.zeros((), dtype)
-            return _Evaluation(bound, gradient, target, slope @ slope, zero, clamped), identity, zero * identity
-        inverse = solve_lower(root, identity)
+            return _Evaluation(bound, gradient, target, slope @ slope, zero, clamped), zero
         trace = jnp.sum(inverse * inverse) if base.precision is None else jnp.sum(inverse * (inverse @ precision))
         bound = bound - 0.5 * (trace - dimension) - jnp.sum(jnp.log(jnp.diagonal(root)))
         slope = inverse @ gradient
-        relative = inverse @ exact @ inverse.T - identity
-        spread = 0.5 * jnp.sum(relative * relative)
-        return _Evaluation(bound, gradient, target, slope @ slope + spread, spread, clamped), inverse, relative
+        square, along = form.products(inverse, exact - here, turn)
+        return _Evaluation(bound, gradient, target, slope @ slope + 0.5 * square, 0.5 * square, clamped), 0.5 * along
 
     def try_once(trial: Trial) -> Trial:
         t, at = trial.step, trial.at
@@ -302,19 +376,19 @@ def block_search(
         if alternating:
             turn = jnp.where(trial.of_mean, 0.0, turn)
         mixed = trial.matrix if point else jnp.where(starting, trial.matrix, trial.matrix + t * turn)
-        factor = cholesky(at.target if point else mixed)
-        metric = cholesky(at.target) if alternating else factor
+        factor = cholesky(form.whole(at.target if point else mixed))
+        metric = cholesky(form.whole(at.target)) if alternating else factor
         direction = solve_lower(metric, solve_lower(metric, at.gradient), transpose=True)
         if alternating:
             direction = jnp.where(trial.of_mean, direction, 0.0)
         mean = trial.mean + jnp.where(starting, 0.0, t * direction)
-        new, inverse, relative = measure(mean, factor)
+        new, along = measure(mean, factor, mixed, turn)
         next_step = jnp.ones((), dtype)
         if not point:
             # The step at which the bound's slope along this move would have vanished (secant): T(V) may oscillate.
             rise = jnp.where(trial.of_mean, 0.0, at.spread) if alternating else at.spread
             before = at.gradient @ direction + rise
-            after = new.gradient @ direction + 0.5 * jnp.sum(relative * (inverse @ turn @ inverse.T))
+            after = new.gradient @ direction + along
             best = t * before / (before - after)
             known = (after < before) & jnp.isfinite(best)
             next_step = jnp.where(known, jnp.clip(best, SHORTEST, LONGEST), 1.0).astype(dtype)
@@ -326,11 +400,11 @@ def block_search(
         finite = jnp.isfinite(new.bound) & jnp.all(jnp.isfinite(new.gradient))
         if not seek_width:
             done, at = finite, new
-            matrix = jnp.where(finite, trial.matrix, NARROWING * trial.matrix)
+            matrix = jnp.where(finite, trial.matrix, form.narrower(trial.matrix))
         else:
             better = finite & ~(new.bound <= trial.at.bound)
             done = finite & ~better
-            matrix = jnp.where(done, trial.matrix / NARROWING, NARROWING * trial.matrix)
+            matrix = jnp.where(done, form.wider(trial.matrix), form.narrower(trial.matrix))
             at = jax.tree.map(lambda a, b: jnp.where(better, a, b), new, trial.at)
         count = jnp.where(done, 0, trial.iterations + 1)
         stuck = count > MAX_NARROWINGS
@@ -352,7 +426,7 @@ def block_search(
 
     def tolerance(trial: Trial) -> Array:
         # Relative for rows that hardly move q: passed over, a million of them would add up.
-        return jnp.minimum(settings.tolerance, SHARE * trial.first)
+        return jnp.minimum(settings.tolerance, settings.share * trial.first)
 
     def unfinished(trial: Trial) -> Array:
         unsolved = ~(trial.at.decrement <= tolerance(trial)) | (trial.iterations < settings.min_iterations)
@@ -362,12 +436,12 @@ def block_search(
     def solution(found: Trial) -> Solution:
         at = found.at
         converged = at.decrement <= jnp.maximum(settings.tolerance, slack * jnp.abs(at.bound))
-        root = cholesky(at.target if point else found.matrix)
+        root = cholesky(form.whole(at.target if point else found.matrix))
         return Solution(found.mean, root, at.bound, at.decrement, found.iterations, converged & jnp.isfinite(at.bound))
 
     mean = jnp.zeros(dimension, dtype) if start is None else start
     count, step, unknown = jnp.zeros((), jnp.int32), jnp.zeros((), dtype), jnp.full((), jnp.nan, dtype)
-    unmeasured = _Evaluation(unknown, jnp.zeros(dimension, dtype), identity, unknown, unknown, jnp.asarray(False))
-    matrix = identity if start_precision is None else start_precision
+    matrix = form.begin() if start_precision is None else start_precision
+    unmeasured = _Evaluation(unknown, jnp.zeros(dimension, dtype), matrix, unknown, unknown, jnp.asarray(False))
     begin = Trial(count, step, mean, matrix, unmeasured, unknown, jnp.asarray(False), jnp.asarray(True))
     return Search(begin, try_once, unfinished, solution)

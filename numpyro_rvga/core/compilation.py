@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -94,7 +95,10 @@ def _routines_exist() -> bool:
 
 
 def _options(level: int) -> dict[str, Any]:
-    return {name: value for name, value in (OLDER_EMITTERS, (LLVM_LEVEL, level)) if name in _known_options()}
+    """Those that exist, and that the user has not set."""
+    chosen = os.environ.get("XLA_FLAGS", "")
+    options = dict([OLDER_EMITTERS, (LLVM_LEVEL, level)])
+    return {name: value for name, value in options.items() if name in _known_options() and name not in chosen}
 
 
 @functools.cache

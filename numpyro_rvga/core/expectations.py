@@ -43,11 +43,19 @@ class Nodes(NamedTuple):
 def linearized(density: Density, mean: Array, covariance: Array) -> Moments:
     """Derivatives at the mean; the covariance is ignored."""
 
-    def slope(u: Array) -> tuple[Array, tuple[Array, Array]]:
+    if mean.shape[0] == 1:  # the same, but shorter to compile
+
+        def slope(u: Array) -> tuple[Array, Array]:
+            return jax.jvp(density, (u,), (jnp.ones_like(u),))
+
+        (value, first), (_, second) = jax.jvp(slope, (mean,), (jnp.ones_like(mean),))
+        return value, first[None], second[None, None]
+
+    def gradient_and_value(u: Array) -> tuple[Array, tuple[Array, Array]]:
         value, gradient = jax.value_and_grad(density)(u)
         return gradient, (value, gradient)
 
-    hessian, (value, gradient) = jax.jacfwd(slope, has_aux=True)(mean)
+    hessian, (value, gradient) = jax.jacfwd(gradient_and_value, has_aux=True)(mean)
     return value, gradient, hessian
 
 

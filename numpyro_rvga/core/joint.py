@@ -12,7 +12,6 @@ from jax import Array, lax
 
 from .block import (
     Base,
-    CovarianceRoot,
     Factors,
     Kind,
     Search,
@@ -50,7 +49,7 @@ class Joint(NamedTuple):
     """
 
     search: Search
-    reduce: Callable[[Array, CovarianceRoot | None], Sums]
+    reduce: Callable[[Array, Array | None], Sums]
     base: Base
     absorb: Callable[[Solution, Array], tuple[State, StepInfo]]
     sites: Callable[[Solution], tuple[Sites, ...]]
@@ -59,7 +58,7 @@ class Joint(NamedTuple):
 def bound_at(joint: Joint, mean: Array, root: Array) -> tuple[Array, Sums]:
     """The bound at N(mean, root root^T), with root lower triangular or its transpose, and the sums over factors."""
     precision, linear = base_terms(joint.base, mean)
-    sums = joint.reduce(mean, lambda z: root.T @ z)
+    sums = joint.reduce(mean, root.T)
     entropy = jnp.sum(jnp.log(jnp.diagonal(root))) + 0.5 * mean.size
     trace = jnp.sum(root * (precision @ root))
     bound = sums.value + linear @ mean - 0.5 * mean @ precision @ mean + joint.base.constant
@@ -95,6 +94,7 @@ def joint_search(
     starts: Array | None = None,
     init: tuple[Array, Array] | None = None,
     alternating: bool = False,
+    selecting: bool = False,
 ) -> Joint:
     """Rows and the true prior terms together.
 
@@ -107,6 +107,7 @@ def joint_search(
         begins; default: the state's mean.
     :param init: mean and precision of a q to start from, in the state's standard coordinates.
     :param alternating: see :func:`block_search`.
+    :param selecting: whether the designs of all rows are selections.
     """
     dtype, size = state.mean.dtype, state.mean.shape[0]
 
@@ -118,15 +119,23 @@ def joint_search(
         found = lax.map(whitened, rows.chunks)
         return jax.tree.map(lambda x: x.reshape(x.shape[0] * x.shape[1], *x.shape[2:]), found)
 
-    def reduce(e, covariance_root):
+    def reduce(e, covariance_root, in_frame=False):
         # Designs stay in the coordinates of theta: per row, that saves one product with a (P, P) matrix.
         theta = state.mean + state.root @ e
-        to_spread = None if covariance_root is None else partial(jnp.matmul, covariance_root(state.root.T))
+        to_spread = None if covariance_root is None else covariance_root @ state.root.T
         sums = evaluate(prior_kinds, prior_linearise(theta), to_spread)
         if kinds:
             sums = add(sums, over_chunks(lambda chunk: evaluate(kinds, rows.linearise(chunk, theta), to_spread)))
-        turned = lambda matrix: None if matrix is None else state.root.T @ matrix @ state.root  # noqa: E731
-        return Sums(sums.value, state.root.T @ sums.gradient, turned(sums.curvature), turned(sums.fallback))
+        if not in_frame:
+            sums = sums._replace(curvature=turned(sums.curvature), fallback=turned(sums.fallback))
+        return sums._replace(gradient=state.root.T @ sums.gradient)
+
+    def turned(curvature):
+        if curvature is None:
+            return None
+        if jnp.ndim(curvature) < 2:
+            return (state.root.T * curvature) @ state.root
+        return state.root.T @ curvature @ state.root
 
     def over_chunks(function):
         first = jax.tree.map(lambda x: x[0], rows.chunks)
@@ -135,6 +144,8 @@ def joint_search(
         nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(function, first))
         return lax.scan(lambda sums, chunk: (add(sums, function(chunk)), None), nothing, rows.chunks)[0]
 
+    # A precision to start from may be of any form.
+    in_frame = selecting and not prior_kinds and not sites and not laplace and init is None
     known = factors_at(jnp.zeros(size, dtype)) if sites else ()
     base = _divide(state, known, sites)
     start = start_precision = None
@@ -145,7 +156,7 @@ def joint_search(
     all_kinds = kinds + prior_kinds
     search = block_search(
         all_kinds,
-        reduce,
+        partial(reduce, in_frame=in_frame),
         base,
         size,
         dtype,
@@ -154,6 +165,7 @@ def joint_search(
         start_precision=start_precision,
         point=laplace,
         alternating=alternating,
+        frame=state.root if in_frame else None,
     )
 
     def absorb(found, num_rows):
@@ -209,6 +221,6 @@ def _divide(state: State, factors: tuple[Factors, ...], sites: tuple[Sites, ...]
 
 def _prior_site(kinds, factors, mean, root) -> Quadratic:
     """What stands for the prior terms in N(mean, root root^T), or at a mode (root None)."""
-    sums = evaluate(kinds, factors, None if root is None else lambda z: root.T @ z)
+    sums = evaluate(kinds, factors, None if root is None else root.T)
     trace = 0.0 if root is None else jnp.sum((root @ root.T) * sums.curvature)
     return Quadratic(sums.curvature, sums.gradient, sums.value + 0.5 * trace, mean)

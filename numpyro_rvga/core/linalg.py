@@ -87,6 +87,10 @@ def semidefinite_factor(matrix: Array) -> tuple[Array, Array]:
     Unrolled over columns: meant for the few predictors of one row. A vanishing pivot gives a zero column.
     """
     n = matrix.shape[-1]
+    if n == 1:
+        alive = matrix > 0
+        root = jnp.sqrt(jnp.where(alive, matrix, 1.0))
+        return jnp.where(alive, root, 0.0), jnp.where(alive, 1 / root, 0.0)
     floor = jnp.finfo(matrix.dtype).eps * n * jnp.max(jnp.diagonal(matrix))
     columns: list[Array] = []
     pivots: list[Array] = []

@@ -99,11 +99,10 @@ def summarise(kinds: tuple[Kind, ...], factors: tuple[Factors, ...], spreads: tu
         constant = value - linear @ mean - 0.5 * (mean @ hessian @ mean + jnp.sum(hessian * covariance))
         steps = semidefinite_factor(covariance)[0].T
         points = jnp.concatenate([mean[None], mean + steps, mean - steps])
-        here, *others = jnp.split(
-            jax.vmap(lambda u: kind.plugin(u, covariance, constants)[2])(points), [1, 1 + len(mean)]
-        )
-        changes = [jnp.abs(jax.vmap(lambda step, change: step @ change @ step)(steps, x - here)) for x in others]
-        return Sites(-hessian, linear, constant, jnp.sum(jnp.maximum(*changes)))
+        curvatures = jax.vmap(lambda u: kind.plugin(u, covariance, constants)[2])(points)
+        changes = (curvatures[1:] - curvatures[0]).reshape(2, *covariance.shape, len(mean))
+        along = jnp.abs(jnp.einsum("ki,skij,kj->sk", steps, changes, steps))
+        return Sites(-hessian, linear, constant, jnp.sum(jnp.max(along, axis=0)))
 
     return tuple(
         jax.vmap(partial(one, kind))(block.offset, spread, block.constants)
@@ -177,14 +176,14 @@ def explicit_step(
         factors = linearise(state.mean)
         designs, basis = _subspace(state.root, factors)
         blocks = tuple(Factors(f.offset, z, f.constants) for f, z in zip(factors, designs))
-        _, gradient, curvature, fallback = evaluate(kinds, blocks, lambda z: z)
-        identity = jnp.eye(gradient.shape[0], dtype=gradient.dtype)
+        identity = jnp.eye(designs[0].shape[-1], dtype=state.mean.dtype)
+        _, gradient, curvature, fallback = evaluate(kinds, blocks, identity)
         root = cholesky(identity + curvature)
         if fallback is not None:
             root = jnp.where(jnp.all(jnp.isfinite(root)), root, cholesky(identity + fallback))
         move = solve_lower(root, solve_lower(root, gradient), transpose=True)
         inverse = solve_lower(root, identity)
-        value = evaluate(kinds, _predict(blocks, move), partial(solve_lower, root)).value
+        value = evaluate(kinds, _predict(blocks, move), inverse).value
         divergence = 0.5 * (jnp.sum(inverse * inverse) - identity.shape[0] + move @ move)
         divergence = divergence + jnp.sum(jnp.log(jnp.diagonal(root)))
         zero = jnp.zeros((), gradient.dtype)

@@ -58,8 +58,8 @@ def solve(name, max_iterations=200, tolerance=1e-11):
     kind, design, constants = problem(name)
     r = design.shape[-1]
 
-    def reduce(e, covariance_root):
-        return evaluate((kind,), (Factors(design @ e, design, constants),), covariance_root)
+    def reduce(e, root):
+        return evaluate((kind,), (Factors(design @ e, design, constants),), root)
 
     @jax.jit
     def run():

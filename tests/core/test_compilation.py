@@ -3,7 +3,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from numpyro_rvga.core.compilation import LLVM_LEVEL, Compiled, _exist, one_routine
+from numpyro_rvga.core.compilation import LLVM_LEVEL, Compiled, _exist, _options, one_routine
 
 ROUTINE = "xla_cpu_small_call"
 
@@ -43,3 +43,10 @@ def test_what_has_no_place_in_a_routine_is_left_as_it_is(function):
     wrapped = jax.jit(one_routine(lambda x: jax.lax.cond(x[0, 0] > 0, function, jnp.negative, x)))
     np.testing.assert_allclose(wrapped(x), function(x), rtol=1e-6)
     assert ROUTINE not in wrapped.lower(x).as_text()
+
+
+def test_what_the_user_has_set_is_left_to_the_user(monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", "")
+    assert _options(1)[LLVM_LEVEL] == 1
+    monkeypatch.setenv("XLA_FLAGS", f"--{LLVM_LEVEL}=0")
+    assert LLVM_LEVEL not in _options(1)
