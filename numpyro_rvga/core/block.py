@@ -244,9 +244,13 @@ def add(a: Sums, b: Sums) -> Sums:
 
 
 class Dense(NamedTuple):
-    """Precisions as matrices (r, r)."""
+    """Precisions as matrices (r, r).
+
+    :ivar precision: the base's. :ivar standard: whether that is the identity.
+    """
 
     precision: Array
+    standard: bool
 
     def begin(self) -> Array:
         return jnp.eye(len(self.precision), dtype=self.precision.dtype)
@@ -263,15 +267,24 @@ class Dense(NamedTuple):
     def target(self, curvature: Array) -> Array:
         return self.precision + curvature
 
-    def products(self, inverse: Array, a: Array, b: Array) -> tuple[Array, Array]:
-        """Of differences of precisions, <a, a> and <a, b> in the metric of N(., inverse^T inverse)."""
-        a, b = (inverse @ x @ inverse.T for x in (a, b))
+    def covariance_root(self, root: Array) -> Array:
+        """For :func:`evaluate`: the inverse of the precision's Cholesky factor."""
+        return solve_lower(root, self.begin())
+
+    def trace(self, x: Array, covariance_root: Array) -> Array:
+        """Of the base's precision times the covariance."""
+        return jnp.sum(covariance_root * (covariance_root if self.standard else covariance_root @ self.precision))
+
+    def products(self, covariance_root: Array, a: Array, b: Array) -> tuple[Array, Array]:
+        """Of differences of precisions, <a, a> and <a, b> in q's metric."""
+        a, b = (covariance_root @ x @ covariance_root.T for x in (a, b))
         return jnp.sum(a * a), jnp.sum(a * b)
 
 
 class Weighted(NamedTuple):
     """Precisions ``precision + frame^T diag(w) frame`` as their w (n,): what selections, seen through a frame, make of
-    the base's. Cholesky factors and inverses apart, an iteration then takes three products of matrices, not eight.
+    the base's. Beside a factorisation and a triangular solve, an iteration then takes two products of matrices, not
+    eight.
 
     :ivar frame: (n, r).
     """
@@ -294,9 +307,15 @@ class Weighted(NamedTuple):
     def target(self, curvature: Array) -> Array:
         return curvature
 
-    def products(self, inverse: Array, a: Array, b: Array) -> tuple[Array, Array]:
-        spread = inverse @ self.frame.T
-        pulled = (spread.T @ spread) ** 2 @ a
+    def covariance_root(self, root: Array) -> Array:
+        """In the frame."""
+        return solve_lower(root, self.frame.T)
+
+    def trace(self, x: Array, covariance_root: Array) -> Array:
+        return len(self.precision) - x @ jnp.sum(covariance_root**2, axis=0)
+
+    def products(self, covariance_root: Array, a: Array, b: Array) -> tuple[Array, Array]:
+        pulled = (covariance_root.T @ covariance_root) ** 2 @ a
         return a @ pulled, b @ pulled
 
 
@@ -336,13 +355,13 @@ def block_search(
         approximation.
     :param alternating: solve for the mean alone, by Newton's method, and for the covariance alone, by its fixed point,
         in turn; not for both at once.
-    :param frame: with it, all curvatures come as the w (n,) of frame^T diag(w) frame, and so does the search keep its
-        precisions.
+    :param frame: with it, ``reduce`` sees covariances in this frame (n, r), all curvatures come as the w (n,) of
+        frame^T diag(w) frame, and so does the search keep its precisions.
     """
     identity = jnp.eye(dimension, dtype=dtype)
     precision = identity if base.precision is None else base.precision
     linear = jnp.zeros(dimension, dtype) if base.linear is None else base.linear
-    form = Dense(precision) if frame is None else Weighted(precision, frame)
+    form = Dense(precision, base.precision is None) if frame is None else Weighted(precision, frame)
     seek_root = not all(kind.conservative for kind in kinds) and not point
     safe = all(kind.concave for kind in kinds)
     seek_width = start is not None and start_precision is None and not point
@@ -350,8 +369,8 @@ def block_search(
 
     def measure(mean: Array, root: Array, here: Array, turn: Array) -> tuple[_Evaluation, Array]:
         """At N(mean, (root root^T)^-1), whose precision is ``here``; also half <target - here, turn>."""
-        inverse = identity if point else solve_lower(root, identity)
-        value, gradient, curvature, fallback = reduce(mean, None if point else inverse)
+        covariance_root = None if point else form.covariance_root(root)
+        value, gradient, curvature, fallback = reduce(mean, covariance_root)
         pull, exact = precision @ mean, form.target(curvature)
         bound = value + linear @ mean - 0.5 * mean @ pull + base.constant
         gradient = gradient + linear - pull
@@ -363,10 +382,10 @@ def block_search(
             slope = solve_lower(cholesky(target), gradient)
             zero = jnp.zeros((), dtype)
             return _Evaluation(bound, gradient, target, slope @ slope, zero, clamped), zero
-        trace = jnp.sum(inverse * inverse) if base.precision is None else jnp.sum(inverse * (inverse @ precision))
+        trace = form.trace(here, covariance_root)
         bound = bound - 0.5 * (trace - dimension) - jnp.sum(jnp.log(jnp.diagonal(root)))
-        slope = inverse @ gradient
-        square, along = form.products(inverse, exact - here, turn)
+        slope = solve_lower(root, gradient)
+        square, along = form.products(covariance_root, exact - here, turn)
         return _Evaluation(bound, gradient, target, slope @ slope + 0.5 * square, 0.5 * square, clamped), 0.5 * along
 
     def try_once(trial: Trial) -> Trial:

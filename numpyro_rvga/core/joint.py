@@ -122,10 +122,11 @@ def joint_search(
     def reduce(e, covariance_root, in_frame=False):
         # Designs stay in the coordinates of theta: per row, that saves one product with a (P, P) matrix.
         theta = state.mean + state.root @ e
-        to_spread = None if covariance_root is None else covariance_root @ state.root.T
-        sums = evaluate(prior_kinds, prior_linearise(theta), to_spread)
+        if covariance_root is not None and not in_frame:
+            covariance_root = covariance_root @ state.root.T
+        sums = evaluate(prior_kinds, prior_linearise(theta), covariance_root)
         if kinds:
-            sums = add(sums, over_chunks(lambda chunk: evaluate(kinds, rows.linearise(chunk, theta), to_spread)))
+            sums = add(sums, over_chunks(lambda chunk: evaluate(kinds, rows.linearise(chunk, theta), covariance_root)))
         if not in_frame:
             sums = sums._replace(curvature=turned(sums.curvature), fallback=turned(sums.fallback))
         return sums._replace(gradient=state.root.T @ sums.gradient)
