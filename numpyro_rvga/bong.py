@@ -331,9 +331,9 @@ class BONG:
                 "standardise the data, give the prior a smaller scale, or use hessian='auto', which looks at all of q"
             )
         where = f"{rows_named(rows, first_row)} (after {int(self.state.num_blocks)} updates)"
+        reason = ", or one absurdly far away" if reason is None else f": {reason}"
         raise ValueError(
-            f"the update on {where} leaves no finite Gaussian{'' if reason is None else ': ' + reason}; {advice}. "
-            "The last good state is kept as .state."
+            f"the update on {where} leaves no finite Gaussian{reason}; {advice}. The last good state is kept as .state."
         )
 
 

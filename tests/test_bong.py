@@ -721,6 +721,15 @@ def test_a_learning_rate_that_is_too_large_is_reported_and_the_last_good_state_k
     assert np.isfinite(bong.state.gaussian.mean).all()
 
 
+@pytest.mark.parametrize(("rule", "num_iters"), [("bog", 1), ("bbb", 5)])
+def test_divergence_is_reported_before_numbers_overflow(rule, num_iters):
+    rows = data("linear", n=100)
+    bong = BONG(linear, rule=rule, num_iters=num_iters, family="low-rank", rank=2, learning_rate=1.0)
+    with pytest.raises(ValueError, match="absurdly far away; the learning rate 1 is too large here: lower"):
+        bong.run(rows, progress_bar=False)
+    assert float(np.abs(bong.state.gaussian.mean).max()) < 1e6
+
+
 def test_moment_steps_that_leave_the_positive_definite_matrices_advise_natural_ones():
     with pytest.raises(ValueError, match="parameterization='natural'"):
         fit(linear, data(n=4), parameterization="moment")

@@ -31,6 +31,7 @@ from jax import Array
 from .linalg import cholesky, column_sums, lower_from_root, positive_part, row_space, solve_lower
 
 CHARTS = ("natural", "moment")
+FARTHEST = 1e4  # standard deviations that plain gradients may move a mean by: beyond, they diverge
 
 
 class Site(NamedTuple):
@@ -403,8 +404,8 @@ class LowRankGaussian:
 
     def _inner_root(self) -> Array:
         """Cholesky factor of I + W D^-1 W^T, (R, R)."""
-        scaled = self.factor / jnp.sqrt(self.diagonal)
-        return jnp.linalg.cholesky(jnp.eye(len(scaled), dtype=scaled.dtype) + scaled @ scaled.T)
+        identity = jnp.eye(len(self.factor), dtype=self.factor.dtype)
+        return jnp.linalg.cholesky(identity + (self.factor / self.diagonal) @ self.factor.T)
 
     def _narrowing(self) -> Array:
         """N (R, P) with Sigma = D^-1 - N^T N."""
@@ -412,10 +413,10 @@ class LowRankGaussian:
 
     def _solve(self, rows: Array) -> Array:
         """Sigma x for each x of (..., P)."""
-        scaled = rows / self.diagonal
-        inner = scaled @ self.factor.T
+        narrow = self.factor / self.diagonal  # also in the inner root: written once, as each pass over it costs
+        inner = rows @ narrow.T
         flat = jax.scipy.linalg.cho_solve((self._inner_root(), True), inner.reshape(-1, inner.shape[-1]).T).T
-        return scaled - flat.reshape(inner.shape) @ (self.factor / self.diagonal)
+        return rows / self.diagonal - flat.reshape(inner.shape) @ narrow
 
     def _log_det_precision(self) -> Array:
         return jnp.sum(jnp.log(self.diagonal)) + 2 * jnp.sum(jnp.log(jnp.diagonal(self._inner_root())))
@@ -480,6 +481,12 @@ def is_valid(q: Family) -> Array:
     if isinstance(q, DiagonalGaussian):
         return finite & jnp.all(jnp.isfinite(q.variance) & (q.variance > 0))
     return finite & jnp.all(jnp.isfinite(q.diagonal) & (q.diagonal > 0)) & jnp.all(jnp.isfinite(q.factor))
+
+
+def is_near(q: Family, before: Family) -> Array:
+    """Whether no entry of the mean has moved by more than ``FARTHEST`` standard deviations."""
+    deviation = 1 / jnp.sqrt(before.diagonal) if isinstance(before, LowRankGaussian) else before.deviation()
+    return jnp.all(jnp.abs(q.mean - before.mean) <= FARTHEST * deviation)
 
 
 def _inverse(matrix: Array) -> Array:

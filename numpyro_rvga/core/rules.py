@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from .gaussians import Family, Site, gradient_step, is_valid
+from .gaussians import Family, Site, gradient_step, is_near, is_valid
 
 RULES = ("bong", "bog", "blr", "bbb")
 NATURAL = ("bong", "blr")
@@ -35,7 +35,7 @@ class Rule(NamedTuple):
 
 class Updated(NamedTuple):
     """:ivar clipped: whether curvatures lost their negative part, without which q would have been no Gaussian.
-    :ivar ok: whether the result is a Gaussian."""
+    :ivar ok: whether the result is a Gaussian, not absurdly far away."""
 
     q: Any
     clipped: Array
@@ -58,13 +58,18 @@ def update(rule: Rule, prior: Family, estimate: Callable[[Array, Family], Site],
             return q, clipped | again
 
         q, clipped = lax.fori_loop(1, rule.num_iters, body, (q, clipped))
-    return Updated(q, clipped, is_valid(q))
+    return Updated(q, clipped, _is_ok(rule, q, prior))
 
 
 def iterate(rule: Rule, prior: Family, q: Family, estimate: Callable[[Array, Family], Site], rng_key: Array) -> Updated:
     """One step from q towards the posterior given all data, of which the block speaks for (batch BLR, E.6)."""
-    q, clipped = _step(rule, q, estimate(rng_key, q), prior)
-    return Updated(q, clipped, is_valid(q))
+    after, clipped = _step(rule, q, estimate(rng_key, q), prior)
+    return Updated(after, clipped, _is_ok(rule, after, q))
+
+
+def _is_ok(rule: Rule, after: Family, before: Family) -> Array:
+    """A plain rule at too large a rate may diverge for long before its numbers overflow."""
+    return is_valid(after) if rule.name in NATURAL else is_valid(after) & is_near(after, before)
 
 
 def _step(rule: Rule, q: Family, site: Site, prior: Family | None) -> tuple[Family, Array]:
