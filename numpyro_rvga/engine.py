@@ -74,7 +74,7 @@ class Engine:
         self.devices = Devices(None) if devices is None else devices
         self.joint = self.compiled(self._joint, ("with_sites",))
         self.settle = self.compiled(self._settle)
-        self.stream = self.compiled(self._stream, ("with_sites",))
+        self.stream = self.compiled(self._stream, ("with_sites",), routines=True)
 
     def settled(self, state: State) -> tuple[State, StepInfo]:
         """The state with the prior's true terms in place of the Gaussian that stood for them.
@@ -86,9 +86,11 @@ class Engine:
             raise ValueError("the final solve against the true prior has no finite result: is the prior proper?")
         return after, info
 
-    def compiled(self, function: Callable, static_argnames: tuple[str, ...] = ()) -> Compiled:
+    def compiled(
+        self, function: Callable, static_argnames: tuple[str, ...] = (), *, routines: bool = False
+    ) -> Compiled:
         """With results that each device has."""
-        return Compiled(function, static_argnames, self.devices.everywhere)
+        return Compiled(function, static_argnames, self.devices.everywhere, routines=routines)
 
     def check_start(self, init: Any) -> None:
         """:raises ValueError: if a posterior is of other latent sites."""

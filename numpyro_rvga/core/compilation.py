@@ -36,12 +36,23 @@ class Compiled:
 
     :param static_argnames: as for ``jax.jit``.
     :param out_shardings: as for ``jax.jit``.
+    :param routines: whether it may hold routines of :func:`one_routine`.
     """
 
-    def __init__(self, function: Callable, static_argnames: tuple[str, ...] = (), out_shardings: Any = None):
+    def __init__(
+        self,
+        function: Callable,
+        static_argnames: tuple[str, ...] = (),
+        out_shardings: Any = None,
+        *,
+        routines: bool = False,
+    ):
         functools.update_wrapper(self, function)
         options = {"static_argnames": static_argnames, "out_shardings": out_shardings}
-        self._light = jax.jit(function, compiler_options=_options(1), **options)
+        compiler_options = _options(1)
+        if routines and LLVM_LEVEL in _known_options():  # at level 0, a second routine of other types may never end
+            compiler_options[LLVM_LEVEL] = 1
+        self._light = jax.jit(function, compiler_options=compiler_options, **options)
         self._nested = jax.jit(function, static_argnames=static_argnames)  # the outer function has the options
 
     def __call__(self, *args: Any, **static: Any) -> Any:
