@@ -57,9 +57,10 @@ HIERARCHICAL = RVGA(hierarchical)
 
 
 def parts_of(method, data, count, **kwargs):
-    """Posteriors of parts of different lengths."""
-    edges = np.linspace(0, len(data["y"]) ** 0.7, count + 1) ** (1 / 0.7)
-    edges = np.round(edges).astype(int)
+    """Posteriors of parts of two lengths."""
+    shares = np.resize([1, 2], count)
+    edges = np.concatenate([[0], np.cumsum(shares) * (len(data["y"]) // shares.sum())])
+    edges[-1] = len(data["y"])
     pieces = [{name: array[a:b] for name, array in data.items()} for a, b in itertools.pairwise(edges)]
     return [method.run(piece, progress_bar=False, **kwargs) for piece in pieces]
 
