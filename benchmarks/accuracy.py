@@ -16,12 +16,9 @@ import os
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # LAPACK's threads wait for each other where others are busy
 
 import argparse
-import dataclasses
-import importlib.util
 import json
 import platform
 import time
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,40 +28,27 @@ import jax.numpy as jnp
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
+from _data import load_module
+from covertype import load_rows
+from covertype import model as logistic
+from fixed_point import Case, exact_bound
 from numpyro.infer import MCMC, NUTS, SVI, Trace_ELBO
 from numpyro.infer.autoguide import AutoLaplaceApproximation, AutoMultivariateNormal
 
 import numpyro_rvga
 from numpyro_rvga import BONG, RVGA, FixedPointVI, Posterior
-from numpyro_rvga.core.gaussians import FullGaussian
 
 NUTS_ITERATIONS = 2000  # of which half are warm-up
 SVI_BATCH = 4096
 LAPLACE_STEPS = 2000
-Rows = dict[str, np.ndarray]
 
 
 # ---------------------------------------------------------------------- models and data
-def logistic(X, y=None, batch=None):
-    w = numpyro.sample("w", dist.Normal(0, 3).expand([X.shape[1]]).to_event(1))
-    with numpyro.plate("rows", len(X), subsample_size=batch) as index:
-        x, target = (X, y) if batch is None else (X[index], y[index])
-        numpyro.sample("y", dist.Bernoulli(logits=x @ w), obs=target)
-
-
 def claims(X, log_exposure, y=None, batch=None):
     w = numpyro.sample("w", dist.Normal(0, 3).expand([X.shape[1]]).to_event(1))
     with numpyro.plate("rows", len(X), subsample_size=batch) as index:
         x, offset, target = (X, log_exposure, y) if batch is None else (X[index], log_exposure[index], y[index])
         numpyro.sample("y", dist.Poisson(jnp.exp(offset + x @ w)), obs=target)
-
-
-class Case(NamedTuple):
-    """:ivar title: for people."""
-
-    title: str
-    model: Callable
-    rows: Rows
 
 
 def made(folder: str | None) -> Case:
@@ -74,32 +58,23 @@ def made(folder: str | None) -> Case:
     X = np.column_stack([np.ones(count), rng.normal(size=(count, size)) @ mixing])
     logits = X @ np.concatenate([[-1.0], rng.normal(size=size) / 2])
     rows = {"X": X, "y": (rng.random(count) < 1 / (1 + np.exp(-logits))).astype(float)}
-    return Case(f"logistic, made: {count:,} x {size + 1}", logistic, rows)
+    return Case(f"logistic, made: {count:,} x {size + 1}", logistic, rows, {})
 
 
-def covertype(folder: str | None) -> Case:
-    X, cover, _ = load_module(folder).design("covtype", drop_first=False)
-    order = np.random.default_rng(0).permutation(len(cover))[:400_000]
-    X = np.column_stack([np.ones(len(order)), X[order]]).astype(np.float64)
-    rows = {"X": X, "y": (cover[order] == 1).astype(np.float64)}
-    return Case(f"logistic, Covertype: {len(order):,} x {X.shape[1]}", logistic, rows)
+def covertype(folder: str) -> Case:
+    rows = load_rows(folder, 400_000)
+    count, size = rows["X"].shape
+    return Case(f"logistic, Covertype: {count:,} x {size}", logistic, rows, {})
 
 
-def insurance(folder: str | None) -> Case:
+def insurance(folder: str) -> Case:
     load = load_module(folder)
     X, counts, _ = load.design("freMTPL2freq")
     order = np.random.default_rng(0).permutation(len(counts))
     X = np.column_stack([np.ones(len(order)), X[order]]).astype(np.float64)
     rows = {"X": X, "log_exposure": np.log(load.load("freMTPL2freq")["exposure"][order])}
     rows["y"] = counts[order].astype(np.float64)
-    return Case(f"Poisson, freMTPL2freq: {len(order):,} x {X.shape[1]}", claims, rows)
-
-
-def load_module(folder: str | None) -> Any:
-    spec = importlib.util.spec_from_file_location("load", Path(folder or "") / "load.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return Case(f"Poisson, freMTPL2freq: {len(order):,} x {X.shape[1]}", claims, rows, {})
 
 
 BUNDLED = {"made": made}
@@ -112,7 +87,7 @@ class Point(NamedTuple):
 
     seconds: float
     mean: np.ndarray
-    covariance: np.ndarray
+    scale_tril: np.ndarray
 
 
 def passes(case: Case) -> dict[str, Callable[[], Posterior]]:
@@ -131,7 +106,7 @@ def timed(run: Callable[[], Posterior]) -> tuple[Point, Posterior]:
     start = time.perf_counter()
     posterior = run()
     jax.block_until_ready(posterior.gaussian)
-    return Point(time.perf_counter() - start, posterior.mean, posterior.covariance), posterior
+    return Point(time.perf_counter() - start, posterior.mean, posterior.scale_tril), posterior
 
 
 def svi(case: Case, num_steps: int, learning_rate: float) -> list[Point]:
@@ -152,8 +127,7 @@ def svi(case: Case, num_steps: int, learning_rate: float) -> list[Point]:
     for _ in range(20):
         state = jax.block_until_ready(advance(state, num_steps // 20))
         params = method.get_params(state)
-        root = np.asarray(params["auto_scale_tril"])
-        points.append(Point(time.perf_counter() - start, np.asarray(params["auto_loc"]), root @ root.T))
+        points.append(Point(time.perf_counter() - start, params["auto_loc"], params["auto_scale_tril"]))
     return points
 
 
@@ -164,13 +138,12 @@ def auto_laplace(case: Case) -> Point:
     start = time.perf_counter()
     found = method.run(jax.random.key(0), LAPLACE_STEPS, **case.rows, progress_bar=False)
     transform = guide.get_transform(found.params)
-    root = np.asarray(transform.scale_tril)
-    return Point(time.perf_counter() - start, np.asarray(transform.loc), root @ root.T)
+    return Point(time.perf_counter() - start, transform.loc, jax.block_until_ready(transform.scale_tril))
 
 
 def nuts_seconds(case: Case, num_draws: int = 4) -> float:
-    """Of a run of default NUTS, extrapolated from the leapfrog steps of a few of its first draws: the second run of a
-    compiled chain is timed. Later draws, of an adapted step size, may take more or fewer steps."""
+    """Of NUTS with trees of at most 63 steps, extrapolated from a few of its first draws: the second run of a compiled
+    chain is timed. Later draws, of an adapted step size, may take more or fewer steps."""
     kernel = MCMC(NUTS(case.model, max_tree_depth=6), num_warmup=num_draws, num_samples=num_draws, progress_bar=False)
     kernel.run(jax.random.key(0), **case.rows)
     start = time.perf_counter()
@@ -180,24 +153,9 @@ def nuts_seconds(case: Case, num_draws: int = 4) -> float:
 
 
 # ---------------------------------------------------------------------- runs
-def exact_bound(case: Case, best: Posterior) -> Callable[[Point], float]:
-    """Where a fixed point that starts at a Gaussian begins."""
-    evaluator = FixedPointVI(case.model, max_iterations=1)
-
-    def bound(point: Point) -> float:
-        gaussian = FullGaussian(jnp.asarray(point.mean), jnp.linalg.cholesky(jnp.asarray(point.covariance)))
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # one iteration does not converge
-            start = dataclasses.replace(best, gaussian=gaussian)
-            found = evaluator.run(case.rows, init=start, progress_bar=False)
-        return float(found.info["bounds"][0])
-
-    return bound
-
-
 def run_case(case: Case, svi_steps: int, learning_rate: float) -> dict[str, Any]:
     """What there is to draw."""
-    print(case.title, flush=True)
+    print(case.name, flush=True)
     found: dict[str, list[Point]] = {}
     for name, run in passes(case).items():
         point, posterior = timed(run)
@@ -209,13 +167,13 @@ def run_case(case: Case, svi_steps: int, learning_rate: float) -> dict[str, Any]
     found["SVI, AutoMultivariateNormal"] = svi(case, svi_steps, learning_rate)
     curves = {}
     for name, points in found.items():
-        gaps = [best.elbo - bound(point) for point in points]
+        gaps = [best.elbo - bound(point.mean, point.scale_tril) for point in points]
         errors = [float(np.max(np.abs(point.mean - best.mean) / deviation)) for point in points]
         curves[name] = {"seconds": [point.seconds for point in points], "gaps": gaps, "errors": errors}
         print(f"  {name:28s} {points[-1].seconds:8.2f} s  {gaps[-1]:12.4g} nats  {errors[-1]:9.3g} sd", flush=True)
     seconds = nuts_seconds(case)
     print(f"  NUTS, {NUTS_ITERATIONS:,} iterations, extrapolated: {seconds:.0f} s", flush=True)
-    return {"title": case.title, "curves": curves, "nuts_seconds": seconds}
+    return {"title": case.name, "curves": curves, "nuts_seconds": seconds}
 
 
 def about() -> dict[str, Any]:

@@ -8,8 +8,6 @@ One thread for OpenBLAS, from which jaxlib has its LAPACK: its threads wait by s
 from __future__ import annotations
 
 import argparse
-import importlib.util
-import pathlib
 import time
 
 import jax
@@ -17,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
+from _data import load_module
 from numpyro.infer import SVI, Trace_ELBO
 from numpyro.infer.autoguide import AutoMultivariateNormal
 
@@ -35,10 +34,7 @@ def model(X, y=None, batch=None):
 
 def load_rows(folder: str, count: int) -> dict[str, np.ndarray]:
     """An intercept and all 54 columns; the most frequent cover type against the others; rows in random order."""
-    spec = importlib.util.spec_from_file_location("load", pathlib.Path(folder) / "load.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    design, cover, _ = module.design("covtype", drop_first=False)
+    design, cover, _ = load_module(folder).design("covtype", drop_first=False)
     order = np.random.default_rng(0).permutation(len(cover))[:count]
     X = np.column_stack([np.ones(count), design[order]]).astype(np.float64)
     return {"X": X, "y": (cover[order] == 1).astype(np.float64)}

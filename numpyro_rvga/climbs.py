@@ -123,8 +123,7 @@ class GradientClimb:
 
         @engine.compiled
         def begin(problem):
-            search = joint(problem).search
-            found = search.solution(seek_start(search))
+            found = seek_start(joint(problem).search)
             root = lower_from_root(jnp.linalg.inv(found.root).T)
             lower = jnp.tril(root, -1) + jnp.diag(jnp.log(jnp.diagonal(root)))
             return (found.mean, lower), optimizer.init((found.mean, lower))

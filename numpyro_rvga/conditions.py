@@ -13,7 +13,7 @@ import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 
-from .core.block import Kind
+from .core.factors import Kind
 from .engine import Engine, Engines
 from .kinds import Options
 from .model.arguments import checked_rows, num_rows

@@ -12,8 +12,9 @@ import numpy as np
 from jax import Array
 from jax.sharding import Mesh
 
-from .core.block import Factors, Settings, apply_design
+from .core.block import Settings
 from .core.compilation import Compiled, jit_once
+from .core.factors import Factors, apply_design
 from .core.gaussians import Transition
 from .core.joint import Joint, JointRows, joint_search, joint_solve
 from .core.recursion import Sites, State, StepInfo, explicit_step, implicit_step, scan_blocks
@@ -143,7 +144,7 @@ class Engine:
             sites=None if known is None else self._mask(known.sites, weights),
             laplace=self.options.scheme == "laplace",
             starts=self._starts if known is None else None,
-            settings=self._settings() if known is None else self._settings_around_a_stream(),
+            settings=None if known is None else self._settings_around_a_stream(),
         )
         state, info = joint_solve(joint, fresh, with_sites=with_sites)
         return state, info._replace(sites=self._by_row(info.sites, len(weights)))
@@ -171,9 +172,16 @@ class Engine:
         starts = None if init is not None else self._starts
         joint_rows = JointRows(expanded, (rows, weights))
         prior = partial(self._linearise_prior, shared)
-        options = {"starts": starts, "init": init, "alternating": alternating}
-        selecting = len(self.program.selections) == len(self.program.terms)
-        return self._search(self.kinds, joint_rows, state, prior, **options, selecting=selecting)
+        return self._search(
+            self.kinds,
+            joint_rows,
+            state,
+            prior,
+            starts=starts,
+            init=init,
+            alternating=alternating,
+            selecting=len(self.program.selections) == len(self.program.terms),
+        )
 
     def _settle(self, state: State, rest: Array | None = None, places: Array | None = None) -> tuple[State, StepInfo]:
         """The Gaussian summary of the data times the true prior.
@@ -190,8 +198,16 @@ class Engine:
         joint = self._search((), nothing, state, linearise_prior, sites=sites, laplace=laplace)
         return joint_solve(joint, jnp.zeros((), jnp.int32))
 
-    def _search(self, kinds: tuple, rows: JointRows, state: State, linearise_prior: Callable, **options: Any) -> Joint:
-        settings = options.pop("settings", None) or self._settings()
+    def _search(
+        self,
+        kinds: tuple,
+        rows: JointRows,
+        state: State,
+        linearise_prior: Callable,
+        settings: Settings | None = None,
+        **options: Any,
+    ) -> Joint:
+        settings = self._settings() if settings is None else settings
         return joint_search(kinds, rows, self._prior_kinds, linearise_prior, state, settings, **options)
 
     def _stream(self, state: State, rows: dict, weights: Array, *, with_sites: bool = False) -> tuple[State, StepInfo]:

@@ -13,8 +13,8 @@ from jax import Array
 
 from .core import closed_forms as cf
 from .core import expectations as ex
-from .core.block import Kind
 from .core.compilation import jit_once
+from .core.factors import Kind
 from .model.terms import Terms, constants
 
 

@@ -58,8 +58,7 @@ class Learner:
 
         @engine.compiled
         def begin(params, chunks):
-            search = joint(params, chunks, None).search
-            found = search.solution(seek_start(search))
+            found = seek_start(joint(params, chunks, None).search)
             return found.mean, found.root @ found.root.T
 
         @engine.compiled

@@ -81,7 +81,8 @@ class RVGA:
         improper priors. None (default) refuses them.
     :param float tolerance: squared length of the natural gradient, in nats, at which a block counts as solved, if it
         has also fallen to a millionth of what it was before. Default: 1e-8 (float32: 1e-6), and for blocks of a stream,
-        whose errors add up, at most 1e-12 (1e-9) times the square of their number of rows.
+        whose errors add up, at most 1e-12 (1e-9) times the square of their number of rows. The joint solves before and
+        after a stream of which rows are kept stop at 1e-6, however far they have come.
     :param int max_iterations: of a block's solve.
     :param int num_samples: nodes of Monte Carlo expectations.
     :param mesh: devices that share the rows of each block, of one process or of several. In several, each runs the same

@@ -187,8 +187,6 @@ class RowMemory:
     def restore(self, stored: list, site_type: type) -> None:
         for error, rows, sites in stored:
             self._keep(error, rows, tuple(site_type(*site) for site in sites))
-        if self._pieces:
-            self._prune()
 
     def _keep(self, error: np.ndarray, rows: Rows, sites: tuple) -> None:
         self._pieces.append((error, rows, sites))

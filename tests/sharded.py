@@ -63,9 +63,9 @@ def is_shared(mesh):
 if __name__ == "__main__":
     arrays = {}
     everywhere = [jax.device_count()] * 2
-    for name, size in zip(list(METHODS)[:: 2 if process else 1], everywhere if process else [8, 4, 2]):
+    for name, size in zip(list(METHODS)[:: 2 if process else 1], everywhere if process else [2, 4, 8]):
         mesh = jax.make_mesh((size,), ("rows",), devices=jax.devices()[:size])
         arrays[f"{name}, {size} devices"] = found(name, mesh)
-    arrays["is_shared"] = bool(process) or is_shared(mesh)  # among the last of the meshes
+    arrays["is_shared"] = bool(process) or is_shared(mesh)  # the largest
     if not process or process[0] == "0":
         np.savez(result, **arrays)

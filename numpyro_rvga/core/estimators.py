@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.scipy.linalg import block_diag
 
-from .block import Factors, Kind
+from .factors import Factors, Kind
 from .gaussians import DiagonalGaussian, Family, Site
 from .linalg import positive_part, semidefinite_root
 

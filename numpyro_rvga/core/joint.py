@@ -10,21 +10,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from .block import (
-    Base,
-    Factors,
-    Kind,
-    Search,
-    Settings,
-    Solution,
-    Sums,
-    add,
-    block_search,
-    evaluate,
-    run_search,
-    standard_base,
-    times_root,
-)
+from .block import Base, Search, Settings, Solution, block_search, run_search, standard_base
+from .factors import Factors, Kind, Sums, add, evaluate, times_root
 from .linalg import solve_lower
 from .recursion import Quadratic, Sites, State, StepInfo, quadratic_at, spreads, summarise
 

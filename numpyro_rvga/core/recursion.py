@@ -15,8 +15,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from .block import Factors, Kind, Settings, Solution, block_search, evaluate, run_search, standard_base
+from .block import Settings, Solution, block_search, run_search, standard_base
 from .compilation import one_routine
+from .factors import Factors, Kind, evaluate
 from .gaussians import FullGaussian, Transition
 from .linalg import cholesky, row_space, semidefinite_factor, solve_lower
 

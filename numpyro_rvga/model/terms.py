@@ -14,8 +14,8 @@ from jax.scipy.special import gammaln
 from numpyro.distributions.transforms import IdentityTransform, biject_to
 
 from ..core import closed_forms as cf
-from ..core.block import Selection, apply_design
 from ..core.compilation import jit_once
+from ..core.factors import Selection, apply_design
 from ..core.symbolic import factorise
 from .arguments import PARAMS, ROW
 from .tracing import SiteRecord, elements, peel, site_transform

@@ -7,7 +7,8 @@ import pytest
 
 from numpyro_rvga.core import closed_forms as cf
 from numpyro_rvga.core import expectations as ex
-from numpyro_rvga.core.block import Factors, Kind, Settings, block_search, evaluate, run_search, standard_base
+from numpyro_rvga.core.block import Settings, block_search, run_search, standard_base
+from numpyro_rvga.core.factors import Factors, Kind, evaluate
 
 
 def closed_kind(form):

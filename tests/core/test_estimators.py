@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from numpyro_rvga.core import expectations as ex
-from numpyro_rvga.core.block import Factors, Kind
 from numpyro_rvga.core.estimators import Observation, make_estimator
+from numpyro_rvga.core.factors import Factors, Kind
 from numpyro_rvga.core.gaussians import DiagonalGaussian, FullGaussian, LowRankGaussian
 from numpyro_rvga.core.rules import RULES, Rule, update
 
