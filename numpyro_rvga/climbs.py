@@ -19,6 +19,8 @@ from .engine import Engine
 from .learning import import_optax
 
 GRADIENT_STEPS = 20  # between looks at the natural gradient
+MOST_AT_ONCE = 16  # iterations between looks at the bound,
+SHORT = 0.1  # if those before took fewer seconds
 CYCLE = 0.5  # best step of a map that turns errors around and leaves them as large as they were
 
 
@@ -48,14 +50,28 @@ class Record:
         self.seconds: list[float] = []
         self.clamped = self.cycling = 0
 
-    def add(self, bounds: list[float]) -> None:
-        """Bounds of iterations that together took the time since those before."""
+    def add(self, bounds: list[float]) -> float:
+        """Bounds of iterations that together took the time since those before, which is returned, in seconds."""
         now = time.perf_counter() - self._started
         self.seconds += np.linspace(self._last, now, len(bounds) + 1)[1:].tolist()
-        self._last = now
+        spent, self._last = now - self._last, now
         self.bounds += bounds
         self._bar.update(len(bounds))
         self._bar.set_postfix(bound=f"{bounds[-1]:.6g}", refresh=False)
+        return spent
+
+
+class Steps(NamedTuple):
+    """Iterations that were compiled as one loop.
+
+    :ivar count: how many there were. :ivar bounds: after each, as its clamped curvatures and the step it ended on in
+        ``clamped`` and ``steps``, (MOST_AT_ONCE,).
+    """
+
+    count: Array
+    bounds: Array
+    clamped: Array
+    steps: Array
 
 
 class FixedPointClimb:
@@ -72,10 +88,27 @@ class FixedPointClimb:
             return joint(problem).search.begin
 
         @engine.compiled
-        def advance(problem, trial):
+        def advance(problem, trial, limit):
             search = joint(problem).search
-            after = search.try_once(trial)
-            return after, search.unfinished(after)
+
+            def going(carry):
+                trial, steps = carry
+                return (steps.count < limit) & search.unfinished(trial)
+
+            def step(carry):
+                trial, steps = carry
+                after = search.try_once(trial)
+                begun = (trial.step == 0) & (after.step > 0)
+                new = begun | (after.iterations > trial.iterations) & (trial.step > 0)
+                place = jnp.where(new, steps.count, MOST_AT_ONCE)  # out of bounds: dropped
+                found = (after.at.bound, after.at.clamped, after.step)
+                kept = [old.at[place].set(value, mode="drop") for old, value in zip(steps[1:], found)]
+                return after, Steps(steps.count + new, *kept)
+
+            nothing = jnp.zeros(MOST_AT_ONCE, trial.step.dtype)
+            steps = Steps(jnp.zeros((), jnp.int32), nothing, nothing > 0, nothing)
+            trial, steps = jax.lax.while_loop(going, step, (trial, steps))
+            return trial, steps, search.unfinished(trial)
 
         @engine.compiled
         def finish(problem, trial):
@@ -85,15 +118,15 @@ class FixedPointClimb:
         self._begin, self._advance, self._finish = begin, advance, finish
 
     def __call__(self, problem: Problem, record: Record) -> tuple[State, StepInfo]:
-        trial, more = self._begin(problem), True
+        trial, more, limit = self._begin(problem), True, 1
         while more:
-            before = int(trial.iterations)
-            trial, more = self._advance(problem, trial)
-            seeking, iterations = float(trial.step) == 0, int(trial.iterations)
-            if not seeking and (iterations > before or not record.bounds):
-                record.add([float(trial.at.bound)])
-                record.clamped += bool(trial.at.clamped)
-                record.cycling += float(trial.step) <= CYCLE
+            trial, steps, more = self._advance(problem, trial, limit)
+            steps = jax.tree.map(np.asarray, steps)
+            record.clamped += int(np.sum(steps.clamped[: steps.count]))
+            record.cycling += int(np.sum(steps.steps[: steps.count] <= CYCLE))
+            if steps.count:
+                spent = record.add(steps.bounds[: steps.count].tolist())
+                limit = min(2 * limit, MOST_AT_ONCE) if spent < SHORT else 1
         return self._finish(problem, trial)
 
 

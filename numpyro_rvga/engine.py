@@ -16,7 +16,8 @@ from .core.block import Settings
 from .core.compilation import Compiled, jit_once
 from .core.factors import Factors, apply_design
 from .core.gaussians import Transition
-from .core.joint import Joint, JointRows, joint_search, joint_solve
+from .core.joint import Joint, joint_search, joint_solve
+from .core.objective import JointRows
 from .core.recursion import Sites, State, StepInfo, explicit_step, implicit_step, scan_blocks
 from .devices import Devices
 from .kinds import Options, make_kind
@@ -104,13 +105,15 @@ class Engine:
 
     def _settings(self, block_size: int | None = None) -> Settings:
         """For blocks of a stream, or a joint solve. What is left of each block adds up over a stream: a row's share of
-        the natural gradient must be small even after a million."""
-        tolerance = self.options.tolerance
+        the natural gradient must be small even after a million. But it moves q little: refinements gain nothing."""
+        tolerance, limit = self.options.tolerance, self.options.max_iterations
         if tolerance is None:
             tolerance = 1e-8 if self._double else 1e-6
-            if block_size is not None:
-                tolerance = min(tolerance, block_size**2 * (1e-12 if self._double else 1e-9))
-        return Settings(tolerance, self.options.max_iterations, ROW_ITERATIONS if block_size == 1 else 0)
+        if block_size is None:
+            return Settings(tolerance, limit)
+        if self.options.tolerance is None:
+            tolerance = min(tolerance, block_size**2 * (1e-12 if self._double else 1e-9))
+        return Settings(tolerance, limit, ROW_ITERATIONS if block_size == 1 else 0, refinements=0)
 
     def _settings_around_a_stream(self) -> Settings:
         settings = self._settings()
@@ -208,7 +211,10 @@ class Engine:
         **options: Any,
     ) -> Joint:
         settings = self._settings() if settings is None else settings
-        return joint_search(kinds, rows, self._prior_kinds, linearise_prior, state, settings, **options)
+        is_affine = all(t.is_affine for t in self.program.prior.terms) and (not kinds or self.is_affine)
+        return joint_search(
+            kinds, rows, self._prior_kinds, linearise_prior, state, settings, is_affine=is_affine, **options
+        )
 
     def _stream(self, state: State, rows: dict, weights: Array, *, with_sites: bool = False) -> tuple[State, StepInfo]:
         """Block after block: (blocks, B, ...) arrays."""

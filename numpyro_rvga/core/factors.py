@@ -29,7 +29,7 @@ class Selection:
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        return len(self.index), 1, self.size
+        return self.index.shape[0], 1, self.size
 
 
 class Factors(NamedTuple):
@@ -87,16 +87,6 @@ def times_root(design: Array | Selection, root: Array) -> Array:
     return design @ root
 
 
-def _covariances(design: Array | Selection, covariance_root: Array) -> Array:
-    """Z_i Lambda^-1 Z_i^T, (n, C, C)."""
-    if isinstance(design, Selection):
-        lengths = jnp.sum(covariance_root**2, axis=0)
-        return (design.scale**2 * lengths[design.index])[:, None, None]
-    n, c, r = design.shape
-    spread = (covariance_root @ design.reshape(n * c, r).T).reshape(-1, n, c)
-    return jnp.einsum("rnc,rnd->ncd", spread, spread)
-
-
 def _pull_back(design: Array | Selection, gradients: Array) -> Array:
     """sum Z_i^T g_i, (r,)."""
     if isinstance(design, Selection):
@@ -119,30 +109,63 @@ def _plus(a: Array, b: Array) -> Array:
     return a + b
 
 
-def evaluate(kinds: tuple[Kind, ...], blocks: tuple[Factors, ...], covariance_root: Array | None) -> Sums:
-    """Sums over factors.
+def covariances(blocks: tuple[Factors, ...], covariance_root: Array) -> tuple[Array, ...]:
+    """Z_i Lambda^-1 Z_i^T by kind, (n, C, C). ``covariance_root``: any A with A^T A = Lambda^-1."""
 
-    :param covariance_root: any A with A^T A = Lambda^-1; None for a point mass, with derivatives at the mean.
+    def of_design(design):
+        if isinstance(design, Selection):
+            lengths = jnp.sum(covariance_root**2, axis=0)
+            return (design.scale**2 * lengths[design.index])[:, None, None]
+        n, c, r = design.shape
+        spread = (covariance_root @ design.reshape(n * c, r).T).reshape(-1, n, c)
+        return jnp.einsum("rnc,rnd->ncd", spread, spread)
+
+    return tuple(of_design(block.design) for block in blocks)
+
+
+def expect(
+    kinds: tuple[Kind, ...], blocks: tuple[Factors, ...], covariances: tuple[Array, ...] | None
+) -> tuple[Array, Array, tuple[Array, ...]]:
+    """sum E[phi], sum Z_i^T g_i, and E[hess phi] by kind, (n, C, C).
+
+    :param covariances: None for a point mass, with derivatives at the mean.
     """
-    value, gradient, curvature, correction = 0.0, 0.0, 0.0, 0.0
-    for kind, block in zip(kinds, blocks):
-        n, c, _ = block.design.shape
-        if covariance_root is None:
-            covariance = jnp.zeros((n, c, c), block.offset.dtype)
+    value, gradient, hessians = 0.0, 0.0, []
+    for i, (kind, block) in enumerate(zip(kinds, blocks)):
+        if covariances is None:
+            n, c, _ = block.design.shape
+            moments, covariance = kind.plugin, jnp.zeros((n, c, c), block.offset.dtype)
         else:
-            covariance = _covariances(block.design, covariance_root)
-        moments = jax.vmap(kind.plugin if covariance_root is None else kind.expect)
-        e, g, h = moments(block.offset, covariance, block.constants)
+            moments, covariance = kind.expect, covariances[i]
+        e, g, h = jax.vmap(moments)(block.offset, covariance, block.constants)
         value, gradient = value + jnp.sum(e), gradient + _pull_back(block.design, g)
+        hessians.append(h)
+    return value, gradient, tuple(hessians)
+
+
+def curve(
+    kinds: tuple[Kind, ...], blocks: tuple[Factors, ...], hessians: tuple[Array, ...]
+) -> tuple[Array, Array | None]:
+    """-Z' G Z, and the same with each G's negative part only (None: no difference)."""
+    curvature, correction = 0.0, 0.0
+    for kind, block, h in zip(kinds, blocks, hessians):
         curvature = _plus(curvature, _gram(block.design, -h))
         if not kind.concave:
             correction = _plus(correction, _gram(block.design, positive_part(h)))
     fallback = None if all(kind.concave for kind in kinds) else _plus(curvature, correction)
-    return Sums(value, gradient, curvature, fallback)
+    return curvature, fallback
 
 
-def add(a: Sums, b: Sums) -> Sums:
+def evaluate(kinds: tuple[Kind, ...], blocks: tuple[Factors, ...], covariance_root: Array | None) -> Sums:
+    """All sums. ``covariance_root``: as :func:`covariances` takes it; None for a point mass."""
+    spread = None if covariance_root is None else covariances(blocks, covariance_root)
+    value, gradient, hessians = expect(kinds, blocks, spread)
+    return Sums(value, gradient, *curve(kinds, blocks, hessians))
+
+
+def add_curves(a: tuple[Array, Array | None], b: tuple[Array, Array | None]) -> tuple[Array, Array | None]:
+    """Sums of :func:`curve`'s."""
     fallback = None
-    if a.fallback is not None or b.fallback is not None:
-        fallback = _plus(*[x.curvature if x.fallback is None else x.fallback for x in (a, b)])
-    return Sums(a.value + b.value, a.gradient + b.gradient, _plus(a.curvature, b.curvature), fallback)
+    if a[1] is not None or b[1] is not None:
+        fallback = _plus(*[x[0] if x[1] is None else x[1] for x in (a, b)])
+    return _plus(a[0], b[0]), fallback

@@ -4,39 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
 from .block import Base, Search, Settings, Solution, block_search, run_search, standard_base
-from .factors import Factors, Kind, Sums, add, evaluate, times_root
+from .factors import Factors, Kind, Sums, evaluate, times_root
 from .linalg import solve_lower
+from .objective import JointRows, Objective, joint_objective
 from .recursion import Quadratic, Sites, State, StepInfo, quadratic_at, spreads, summarise
-
-
-class JointRows(NamedTuple):
-    """Rows for a joint solve, which need not be in memory as factors all at once.
-
-    :ivar linearise: (chunk, theta (P,)) -> factors with ``offset`` = F_i(theta) and ``design`` the Jacobians.
-    :ivar chunks: a pytree with the chunks along the leading axis.
-    """
-
-    linearise: Callable[[Any, Array], tuple[Factors, ...]]
-    chunks: Any
 
 
 class Joint(NamedTuple):
     """A joint solve as a search in the state's standard coordinates.
 
-    :ivar reduce: the sums over all factors, as :func:`block_search` takes them. :ivar base: the rest of the bound.
+    :ivar objective: the factors' part of the bound. :ivar base: the rest of it.
     :ivar absorb: solution, number of rows -> the state after it.
     :ivar sites: solution -> the rows' sites there.
     """
 
     search: Search
-    reduce: Callable[[Array, Array | None], Sums]
+    objective: Objective
     base: Base
     absorb: Callable[[Solution, Array], tuple[State, StepInfo]]
     sites: Callable[[Solution], tuple[Sites, ...]]
@@ -45,7 +35,7 @@ class Joint(NamedTuple):
 def bound_at(joint: Joint, mean: Array, root: Array) -> tuple[Array, Sums]:
     """The bound at N(mean, root root^T), with root lower triangular or its transpose, and the sums over factors."""
     precision, linear = base_terms(joint.base, mean)
-    sums = joint.reduce(mean, root.T)
+    sums = joint.objective.sums(mean, root.T)
     entropy = jnp.sum(jnp.log(jnp.diagonal(root))) + 0.5 * mean.size
     trace = jnp.sum(root * (precision @ root))
     bound = sums.value + linear @ mean - 0.5 * mean @ precision @ mean + joint.base.constant
@@ -78,6 +68,7 @@ def joint_search(
     *,
     sites: tuple[Sites, ...] | None = None,
     laplace: bool = False,
+    is_affine: bool = False,
     starts: Array | None = None,
     init: tuple[Array, Array] | None = None,
     alternating: bool = False,
@@ -90,6 +81,7 @@ def joint_search(
     last solve is "Gaussian summary of the data x true prior x the rows that were kept".
 
     :param laplace: stop at the mode, with the negative Hessian there as precision.
+    :param is_affine: whether all predictors are affine in theta.
     :param starts: (k, P) points, in the state's standard coordinates, of which the most probable is where the search
         begins; default: the state's mean.
     :param init: mean and precision of a q to start from, in the state's standard coordinates.
@@ -106,45 +98,21 @@ def joint_search(
         found = lax.map(whitened, rows.chunks)
         return jax.tree.map(lambda x: x.reshape(x.shape[0] * x.shape[1], *x.shape[2:]), found)
 
-    def reduce(e, covariance_root, in_frame=False):
-        # Designs stay in the coordinates of theta: per row, that saves one product with a (P, P) matrix.
-        theta = state.mean + state.root @ e
-        if covariance_root is not None and not in_frame:
-            covariance_root = covariance_root @ state.root.T
-        sums = evaluate(prior_kinds, prior_linearise(theta), covariance_root)
-        if kinds:
-            sums = add(sums, over_chunks(lambda chunk: evaluate(kinds, rows.linearise(chunk, theta), covariance_root)))
-        if not in_frame:
-            sums = sums._replace(curvature=turned(sums.curvature), fallback=turned(sums.fallback))
-        return sums._replace(gradient=state.root.T @ sums.gradient)
-
-    def turned(curvature):
-        if curvature is None:
-            return None
-        if jnp.ndim(curvature) < 2:
-            return (state.root.T * curvature) @ state.root
-        return state.root.T @ curvature @ state.root
-
-    def over_chunks(function):
-        first = jax.tree.map(lambda x: x[0], rows.chunks)
-        if jax.tree.leaves(rows.chunks)[0].shape[0] == 1:
-            return function(first)
-        nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(function, first))
-        return lax.scan(lambda sums, chunk: (add(sums, function(chunk)), None), nothing, rows.chunks)[0]
-
     # A precision to start from may be of any form.
     in_frame = selecting and not prior_kinds and not sites and not laplace and init is None
+    make = partial(
+        joint_objective, kinds, rows, prior_kinds, prior_linearise, state.mean, state.root, is_affine=is_affine
+    )
+    objective = make(in_frame=False)
     known = factors_at(jnp.zeros(size, dtype)) if sites else ()
     base = _divide(state, known, sites)
     start = start_precision = None
     if init is not None:
         start, start_precision = init
     else:
-        start = jnp.zeros(size, dtype) if starts is None else _most_probable(reduce, base, starts)
-    all_kinds = kinds + prior_kinds
+        start = jnp.zeros(size, dtype) if starts is None else _most_probable(objective, base, starts)
     search = block_search(
-        all_kinds,
-        partial(reduce, in_frame=in_frame),
+        make(in_frame=True) if in_frame else objective,
         base,
         size,
         dtype,
@@ -173,14 +141,14 @@ def joint_search(
         factors = factors_at(found.mean)
         return summarise(kinds, factors, spreads(factors, found.root))
 
-    return Joint(search, reduce, base, absorb, sites_at)
+    return Joint(search, objective, base, absorb, sites_at)
 
 
-def _most_probable(reduce, base: Base, starts: Array) -> Array:
+def _most_probable(objective: Objective, base: Base, starts: Array) -> Array:
     def log_density(e):
         precision = e if base.precision is None else base.precision @ e
         linear = 0.0 if base.linear is None else base.linear @ e
-        return reduce(e, None).value + linear - 0.5 * e @ precision
+        return objective.expect(e, None)[0] + linear - 0.5 * e @ precision
 
     values = lax.map(log_density, starts)
     return starts[jnp.argmax(jnp.where(jnp.isfinite(values), values, -jnp.inf))]

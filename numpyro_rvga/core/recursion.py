@@ -20,6 +20,7 @@ from .compilation import one_routine
 from .factors import Factors, Kind, evaluate
 from .gaussians import FullGaussian, Transition
 from .linalg import cholesky, row_space, semidefinite_factor, solve_lower
+from .objective import objective_of
 
 
 class Quadratic(NamedTuple):
@@ -156,8 +157,8 @@ def implicit_step(
 def _search_block(kinds: tuple[Kind, ...], settings: Settings, blocks: tuple[Factors, ...]) -> Solution:
     """From the standard normal."""
     dtype, dimension = blocks[0].offset.dtype, blocks[0].design.shape[-1]
-    reduce = lambda e, covariance_root: evaluate(kinds, _predict(blocks, e), covariance_root)  # noqa: E731
-    return run_search(block_search(kinds, reduce, standard_base(dtype), dimension, dtype, settings))
+    objective = objective_of(kinds, partial(_predict, blocks))
+    return run_search(block_search(objective, standard_base(dtype), dimension, dtype, settings))
 
 
 def _predict(blocks: tuple[Factors, ...], e: Array) -> tuple[Factors, ...]:
