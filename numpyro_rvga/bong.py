@@ -55,12 +55,13 @@ class BONG:
         steps on the bound, KL divergence included (equations 30-34).
     :param str hessian: how expected gradient and curvature are found. ``"lin-hess"``: at q's mean, with the model's
         outputs linearised: the Kalman filter with the row's own mean and covariance for Bernoulli, binomial, Poisson
-        and softmax rows (whose covariance is singular) under any link, and for Normal rows of known scale. Other rows,
-        Normal ones of unknown scale among them, have the curvature that is observed, less its negative part, which may
-        be far off: take ``"auto"`` for these. ``"lin-ef"``: at q's mean, with the gradient's square
-        for the curvature, and no Jacobian. ``"mc-hess"``, ``"mc-ef"``: both averaged over draws of theta (the diagonal
-        family takes one of Hutchinson's probes a draw). And RVGA's expectations in predictor space: ``"auto"``,
-        ``"exact"``, ``"probit"``, ``"quadrature"``, ``"sigma_points"``, ``"monte_carlo"``.
+        and softmax rows (whose covariance is singular) under any link, and for Normal and Laplace rows whose location
+        is affine in the latents, their scale known or, on a log scale, too. Other rows have the curvature that is
+        observed, less its negative part, which may be far off: take ``"auto"`` for these. ``"lin-ef"``: at q's mean,
+        with the gradient's square for the curvature, and no Jacobian. ``"mc-hess"``, ``"mc-ef"``: both averaged over
+        draws of theta (the diagonal family takes one of Hutchinson's probes a draw). And RVGA's expectations in
+        predictor space: ``"auto"``, ``"exact"``, ``"probit"``, ``"quadrature"``, ``"sigma_points"``,
+        ``"monte_carlo"``.
     :param str family: ``"full"``; ``"diagonal"``; or ``"low-rank"``, a precision of diagonal plus low rank.
     :param int rank: of the low-rank family.
     :param str parameterization: of the full and diagonal families' steps: ``"natural"`` or ``"moment"``.

@@ -46,7 +46,12 @@ def make_kind(terms: Terms, options: Options, rng_key: Array, rows: dict) -> Kin
             return moments(mean, jnp.zeros_like(covariance), known)
         return tuple(weight * x for x in ex.linearized(lambda u: terms.density(u, values), mean, covariance))
 
-    return Kind(moments, plugin, terms.closed_form in cf.CONCAVE, conservative)
+    def information(mean, known):
+        weight, values, _ = known
+        return weight * cf.INFORMATION[terms.closed_form](mean, values)
+
+    informed = terms.closed_form in cf.INFORMATION and not terms.num_local
+    return Kind(moments, plugin, terms.closed_form in cf.CONCAVE, conservative, information if informed else None)
 
 
 def _resolve(terms: Terms, options: Options) -> str:

@@ -237,6 +237,31 @@ def test_lin_hess_is_a_gaussian_with_the_rows_own_mean_and_variance_whatever_the
     assert_exact(posterior, (start + gain * (y - h), np.eye(2) - np.outer(gain, H)))
 
 
+def location_and_scale(distribution):
+    def model(X, y=None):
+        w = numpyro.sample("w", dist.Normal(0, 2).expand([X.shape[1]]).to_event(1))
+        scale = numpyro.sample("scale", dist.LogNormal(0, 1))
+        with numpyro.plate("rows", X.shape[0]):
+            numpyro.sample("y", distribution(X @ w, scale), obs=y)
+
+    return model
+
+
+@pytest.mark.parametrize("distribution", [dist.Normal, dist.Laplace])
+def test_lin_hess_learns_unknown_scales_by_their_information(distribution):
+    """The curvature that is observed would be zero, or grow with the square of the first rows' residuals."""
+    rng = np.random.default_rng(0)
+    X = rng.normal(size=(1000, 3))
+    noise = np.asarray(distribution(0.0, 0.3).sample(jax.random.key(0), (1000,)))
+    rows = {"X": X, "y": X @ np.array([1.0, -1.0, 0.5]) + noise}
+    model = location_and_scale(distribution)
+    online, best = fit(model, rows), FixedPointVI(model).run(rows, progress_bar=False)
+    deviations = np.sqrt(np.diag(best.covariance))
+    assert np.all(np.abs(online.mean - best.mean)[:3] < 1.0 * deviations[:3])
+    assert abs(float(online.mean[3] - best.mean[3])) < 0.2  # of a log scale
+    np.testing.assert_allclose(np.sqrt(np.diag(online.covariance)), deviations, rtol=0.3)
+
+
 # ---------------------------------------------------------------------- the authors' results
 @pytest.mark.skipif(
     not (REFERENCE / "logreg").exists(), reason="the authors' results are not at hand (set RVGA_REFERENCE)"

@@ -195,6 +195,27 @@ def _folded_normal(mean: Array, variance: Array) -> tuple[Array, Array, Array]:
     return mean * slope + 2 * deviation * density, slope, 2 * density / deviation
 
 
+# ---------------------------------------------------------------------- Fisher information
+# minus the Hessian, averaged over outcomes drawn at the mean: of forms whose Hessian need not be negative
+# semi-definite, or has kinks.
+def gaussian_log_scale_information(mean: Array, c: GaussianLogScale) -> Array:
+    return c.weight * jnp.diag(jnp.stack([jnp.exp(-2 * mean[1]), jnp.full_like(mean[1], 2.0)]))
+
+
+def laplace_information(mean: Array, c: Laplace) -> Array:
+    return (c.weight / c.scale**2)[None, None]
+
+
+def laplace_log_scale_information(mean: Array, c: LaplaceLogScale) -> Array:
+    return c.weight * jnp.diag(jnp.stack([jnp.exp(-2 * mean[1]), jnp.ones_like(mean[1])]))
+
+
+INFORMATION = {
+    GaussianLogScale: gaussian_log_scale_information,
+    Laplace: laplace_information,
+    LaplaceLogScale: laplace_log_scale_information,
+}
+
 DENSITIES = {
     Logistic: logistic_density,
     Exponential: exponential_density,

@@ -64,7 +64,8 @@ def make_estimator(hessian: str, num_samples: int) -> Estimator:
 
 
 def _in_predictor_space(q: Family, observation: Observation, *, expected: bool) -> Site:
-    """E[grad phi] and E[hess phi] under q, or both at its mean; then phi's curvature loses its negative part."""
+    """E[grad phi] and E[hess phi] under q; or the gradient at its mean and the Hessian there without its positive part,
+    for which the kind's Fisher information stands if it has one."""
     gradient, rows, weights = jnp.zeros_like(q.mean), [], []
     for kind, factors in zip(observation.kinds, observation.linearise(q.mean)):
         n, c, size = factors.design.shape
@@ -75,12 +76,15 @@ def _in_predictor_space(q: Family, observation: Observation, *, expected: bool) 
             covariance = jnp.zeros((n, c, c), q.mean.dtype)
         moments = jax.vmap(kind.expect if expected else kind.plugin)
         _, slopes, curvatures = moments(factors.offset, covariance, factors.constants)
+        semidefinite = kind.concave
+        if not expected and kind.information is not None:
+            curvatures, semidefinite = -jax.vmap(kind.information)(factors.offset, factors.constants), True
         gradient = gradient + slopes.reshape(-1) @ factors.design.reshape(-1, size)
         if expected and not kind.concave:
             rows.append(factors.design.reshape(-1, size))
             weights.append(block_diag(*-curvatures))
         else:
-            root = semidefinite_root(-curvatures if kind.concave else positive_part(-curvatures))
+            root = semidefinite_root(-curvatures if semidefinite else positive_part(-curvatures))
             rows.append(jnp.einsum("ncd,ncp->ndp", root, factors.design).reshape(-1, size))
             weights.append(None)
     factor = jnp.concatenate(rows)

@@ -53,12 +53,15 @@ class Kind(NamedTuple):
     :ivar concave: whether phi is known to be log-concave.
     :ivar conservative: whether ``expect``'s gradient and curvature derive from its value. If not (inverse probit),
         the fixed-point equations are solved as a root instead.
+    :ivar information: (mean, constants) -> the Fisher information (C, C), which stands for minus the Hessian where
+        that is no curvature to go by.
     """
 
     expect: Callable[[Array, Array, tuple], Moments]
     plugin: Callable[[Array, Array, tuple], Moments]
     concave: bool
     conservative: bool = True
+    information: Callable[[Array, tuple], Array] | None = None
 
 
 class Sums(NamedTuple):

@@ -115,3 +115,28 @@ def test_gradient_and_curvature_derive_from_the_value(case):
     np.testing.assert_allclose(jax.grad(value, 0)(mean, covariance), gradient, rtol=1e-9, atol=1e-11)
     slope = jax.grad(value, 1)(mean, covariance)
     np.testing.assert_allclose(slope + slope.T, hessian, rtol=1e-9, atol=1e-11)
+
+
+OUTCOMES = {
+    "normal": (cf.gaussian_log_scale_information, cf.GaussianLogScale, lambda y: (y, ZERO, ONE), [0.4, 0.3]),
+    "laplace": (cf.laplace_information, cf.Laplace, lambda y: (y, jnp.asarray(0.7), ZERO, ONE), [0.4]),
+    "laplace, unknown scale": (
+        cf.laplace_log_scale_information,
+        cf.LaplaceLogScale,
+        lambda y: (y, ZERO, ONE),
+        [0.4, 0.3],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OUTCOMES)
+def test_the_information_is_the_scores_variance_over_outcomes(name):
+    information, form, coefficients, mean = OUTCOMES[name]
+    y = jnp.asarray(np.concatenate([np.linspace(-40.0, mean[0], 200_001)[:-1], np.linspace(mean[0], 40.0, 200_001)]))
+    mean = jnp.asarray(mean)
+    density = lambda u, y: cf.DENSITIES[form](u, form(*coefficients(y)))  # noqa: E731
+    values, scores = jax.vmap(jax.value_and_grad(density), (None, 0))(mean, y)
+    weights = np.exp(values) * np.gradient(np.asarray(y))
+    np.testing.assert_allclose(weights.sum(), 1.0, atol=1e-4)
+    known = form(*coefficients(ONE))
+    np.testing.assert_allclose(information(mean, known), np.einsum("k,ki,kj", weights, scores, scores), atol=2e-3)
