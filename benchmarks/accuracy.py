@@ -17,7 +17,6 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # LAPACK's threads wait for 
 
 import argparse
 import json
-import platform
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -29,13 +28,13 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 from _data import load_module
+from _results import write
 from covertype import load_rows
 from covertype import model as logistic
 from fixed_point import Case, exact_bound
 from numpyro.infer import MCMC, NUTS, SVI, Trace_ELBO
 from numpyro.infer.autoguide import AutoLaplaceApproximation, AutoMultivariateNormal
 
-import numpyro_rvga
 from numpyro_rvga import BONG, RVGA, FixedPointVI, Posterior
 
 NUTS_ITERATIONS = 2000  # of which half are warm-up
@@ -176,12 +175,6 @@ def run_case(case: Case, svi_steps: int, learning_rate: float) -> dict[str, Any]
     return {"title": case.name, "curves": curves, "nuts_seconds": seconds}
 
 
-def about() -> dict[str, Any]:
-    versions = {m.__name__: m.__version__ for m in (jax, numpyro, numpyro_rvga)}
-    machine = {"processor": platform.processor() or platform.machine(), "cores": os.cpu_count()}
-    return {"versions": versions, "python": platform.python_version(), "device": jax.default_backend()} | machine
-
-
 # ---------------------------------------------------------------------- the picture
 COLOURS = {
     "RVGA": "#0072B2",
@@ -236,11 +229,10 @@ def main() -> None:
     if args.data is None and not set(names) <= set(BUNDLED):
         parser.error(f"without --data there are only {', '.join(BUNDLED)}")
     numpyro.enable_x64()
-    results = about() | {"cases": []}
-    args.output.mkdir(parents=True, exist_ok=True)
+    found = []
     for name in names:
-        results["cases"].append(run_case(CASES[name](args.data), args.svi_steps, args.svi_learning_rate))
-        (args.output / "accuracy.json").write_text(json.dumps(results, indent=1))
+        found.append(run_case(CASES[name](args.data), args.svi_steps, args.svi_learning_rate))
+        results = write(found, args.output / "accuracy.json")
     draw(results, args.output / "accuracy.png")
 
 

@@ -1,6 +1,6 @@
 """The bound against time: FixedPointVI's three schedules and SVI, on the models of Sheth and Khardon's Figures 2 to 5.
 
-python benchmarks/fixed_point.py --data FOLDER [--output FOLDER]      FOLDER holds load.py and the data files
+python -m benchmarks fixed_point --data FOLDER      FOLDER holds load.py and the data files
 
 A gap is the distance, in nats, to the best bound that any of the methods reached. SVI's bound is not its own noisy
 estimate but the exact one, evaluated off the clock. GRAD climbs in coordinates where the prior is standard normal:
@@ -15,6 +15,7 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # LAPACK's threads wait for 
 
 import argparse
 import dataclasses
+import json
 import pathlib
 import time
 import warnings
@@ -27,6 +28,7 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 from _data import load_module
+from _results import write
 from numpyro import handlers
 from numpyro.infer import SVI, Trace_ELBO
 from numpyro.infer.autoguide import AutoMultivariateNormal
@@ -352,44 +354,52 @@ def report(curves: dict[str, Curve], best: float) -> None:
     print("  iterations: " + "  ".join(f"{n} {len(c.bounds)}" for n, c in curves.items() if n != "SVI"), flush=True)
 
 
-def draw(results: dict[str, tuple[dict[str, Curve], float]], folder: pathlib.Path) -> None:
+def draw(results: dict[str, Any], path: pathlib.Path) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    columns = min(len(results), 3)
-    shape = -(-len(results) // columns), columns
-    size = 3.6 * columns, 2.7 * shape[0]
-    figure, axes = plt.subplots(*shape, figsize=size, squeeze=False, sharey=True, layout="constrained")
-    for axis in axes.flat[len(results) :]:
+    cases = results["cases"]
+    columns = min(len(cases), 5)
+    rows = -(-len(cases) // columns)
+    size = 2.7 * columns, 2.4 * rows + 0.3
+    figure, axes = plt.subplots(rows, columns, figsize=size, squeeze=False, sharey=True, layout="constrained")
+    for axis in axes.flat[len(cases) :]:
         axis.set_visible(False)
-    for axis, (name, (curves, best)) in zip(axes.flat, results.items()):
-        for method, curve in curves.items():
-            gaps = np.maximum(best - curve.bounds, 1e-6)
-            axis.loglog(curve.seconds, gaps, ".-", color=COLOURS[method], ms=3, lw=1.2, label=method)
+    for axis, case in zip(axes.flat, cases):
+        for method, curve in case["curves"].items():
+            gaps = np.maximum(case["best"] - np.array(curve["bounds"]), 1e-6)
+            axis.loglog(curve["seconds"], gaps, ".-", color=COLOURS[method], ms=3, lw=1.2, label=method)
         axis.axhline(TARGET, color="#999999", lw=0.8, ls=":")
-        axis.set_title(name, fontsize=9)
+        axis.set_title(case["title"], fontsize=8)
         axis.spines[["top", "right"]].set_visible(False)
         axis.tick_params(labelsize=7)
     figure.supxlabel("seconds, compilation not counted", fontsize=9)
     figure.supylabel("nats below the best bound", fontsize=9)
     axes[0, 0].legend(frameon=False, fontsize=8)
-    folder.mkdir(parents=True, exist_ok=True)
-    figure.savefig(folder / "fixed_point.png", dpi=110)
-    print(f"saved {folder / 'fixed_point.png'}")
+    figure.savefig(path, dpi=90)
+    print(f"saved {path}")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", required=True)
+    parser.add_argument("--data", help="folder with load.py and the data files")
     parser.add_argument("--cases", nargs="*", help="some of them, by name; default: all")
-    parser.add_argument("--output", type=pathlib.Path, help="folder for a picture of the curves")
-    parser.add_argument("--svi-seconds", type=float, default=60.0)
+    parser.add_argument(
+        "--output", type=pathlib.Path, default=pathlib.Path("figures"), help="folder for fixed_point.json and .png"
+    )
+    parser.add_argument("--draw", type=pathlib.Path, help="draw the picture of this file and do no more")
+    parser.add_argument("--svi-seconds", type=float, default=30.0)
     parser.add_argument("--svi-learning-rate", type=float, default=0.01)
     args = parser.parse_args()
+    if args.draw is not None:
+        draw(json.loads(args.draw.read_text()), args.draw.with_suffix(".png"))
+        return
+    if args.data is None:
+        parser.error("--data is needed")
     numpyro.enable_x64()
-    known, results = cases(args.data), {}
+    known, found = cases(args.data), []
     for name in args.cases or known:
         case, curves = known[name](), {}
         print(case.name, flush=True)
@@ -400,9 +410,10 @@ def main() -> None:
         curves["SVI"] = run_svi(case, fixed_point, args.svi_seconds, args.svi_learning_rate)
         best = max(curve.bounds.max() for curve in curves.values())
         report(curves, best)
-        results[case.name] = curves, best
-    if args.output is not None:
-        draw(results, args.output)
+        saved = {method: {k: np.asarray(v).tolist() for k, v in c._asdict().items()} for method, c in curves.items()}
+        found.append({"title": case.name, "best": float(best), "curves": saved})
+        results = write(found, args.output / "fixed_point.json")
+    draw(results, args.output / "fixed_point.png")
 
 
 if __name__ == "__main__":

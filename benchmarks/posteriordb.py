@@ -54,9 +54,10 @@ def best_gaussian(folder: str) -> dict[str, tuple[float, float]]:
     return found
 
 
-def seconds_of_nuts(entry) -> float:
+def seconds_of_nuts(entry, num_chains: int) -> float:
     start = time.perf_counter()
-    mcmc = MCMC(NUTS(entry.model), num_warmup=1000, num_samples=1000, progress_bar=False)
+    options = {"num_warmup": 1000, "num_samples": 1000, "num_chains": num_chains, "chain_method": "sequential"}
+    mcmc = MCMC(NUTS(entry.model), progress_bar=False, **options)
     mcmc.run(jax.random.key(0), **entry.kwargs())
     jax.block_until_ready(mcmc.get_samples())
     return time.perf_counter() - start
@@ -68,7 +69,8 @@ def main() -> None:
     parser.add_argument("--method", choices=METHODS, default="rvga")
     parser.add_argument("--tag", help="glm, for instance; default: all posteriors")
     parser.add_argument("--only", help="one posterior")
-    parser.add_argument("--nuts", action="store_true", help="time one chain of NUTS too, 1,000 + 1,000 iterations")
+    parser.add_argument("--nuts", action="store_true", help="time NUTS too, 1,000 + 1,000 iterations a chain")
+    parser.add_argument("--chains", type=int, default=4, help="of NUTS, one after the other: R-hat needs several")
     parser.add_argument("--samples", type=int, default=400_000)
     args = parser.parse_args()
     numpyro.enable_x64()
@@ -84,7 +86,7 @@ def main() -> None:
         jax.block_until_ready(posterior.scale)
         spent = time.perf_counter() - start
         found = errors(entry, posterior, args.samples)
-        slow = seconds_of_nuts(entry) if args.nuts else float("nan")
+        slow = seconds_of_nuts(entry, args.chains) if args.nuts else float("nan")
         passed, total, quicker = passed + (max(found) < 0.1), total + 1, quicker + (spent < slow)
         close += all(abs(error - least) < 0.02 for error, least in zip(found, best[name]))
         print(

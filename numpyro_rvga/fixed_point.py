@@ -47,10 +47,11 @@ class FixedPointVI:
     is climbed by L-BFGS in them (needs optax); see :attr:`Posterior.params`.
 
     :param model: a NumPyro model whose latents are continuous and whose observations are conditionally independent.
-    :param str schedule: ``"incremental"`` takes a Newton step of the mean and a fixed-point step V <- T(V) of the
-        covariance at once (FPi); ``"batch"`` solves for one at a time, in turn (FPb); ``"gradient"`` climbs in the mean
-        and the covariance's Cholesky factor by L-BFGS (GRAD; needs optax). The first two shorten steps that would
-        lower the bound, so it never falls.
+    :param str schedule: ``"incremental"`` takes one fixed-point step V <- T(V) of the covariance at a time, and Newton
+        steps of the mean, cheap where predictors are affine, as far as the covariance's error warrants (FPi; one step
+        of both at once where they are not affine); ``"batch"`` solves for one to its end, then for the other, in turn
+        (FPb); ``"gradient"`` climbs in the mean and the covariance's Cholesky factor by L-BFGS (GRAD; needs optax). The
+        first two shorten steps that would lower the bound, so it never falls.
     :param str expectation: as for :class:`RVGA`: ``"auto"``, ``"exact"``, ``"probit"``, ``"quadrature"``,
         ``"sigma_points"``, ``"monte_carlo"`` or ``"linearized"``.
     :param order: derivatives of the log-likelihood that are used: 2, 1, 0 or ``"auto"``.

@@ -51,7 +51,9 @@ def make_kind(terms: Terms, options: Options, rng_key: Array, rows: dict) -> Kin
         return weight * cf.INFORMATION[terms.closed_form](mean, values)
 
     informed = terms.closed_form in cf.INFORMATION and not terms.num_local
-    return Kind(moments, plugin, terms.closed_form in cf.CONCAVE, conservative, information if informed else None)
+    sampled = _resolve(terms, options) == "monte_carlo"
+    known = information if informed else None
+    return Kind(moments, plugin, terms.closed_form in cf.CONCAVE, conservative, sampled, known)
 
 
 def _resolve(terms: Terms, options: Options) -> str:

@@ -53,6 +53,7 @@ class Kind(NamedTuple):
     :ivar concave: whether phi is known to be log-concave.
     :ivar conservative: whether ``expect``'s gradient and curvature derive from its value. If not (inverse probit),
         the fixed-point equations are solved as a root instead.
+    :ivar sampled: whether expectations are averages over many nodes, dearer than a product of matrices.
     :ivar information: (mean, constants) -> the Fisher information (C, C), which stands for minus the Hessian where
         that is no curvature to go by.
     """
@@ -61,6 +62,7 @@ class Kind(NamedTuple):
     plugin: Callable[[Array, Array, tuple], Moments]
     concave: bool
     conservative: bool = True
+    sampled: bool = False
     information: Callable[[Array, tuple], Array] | None = None
 
 

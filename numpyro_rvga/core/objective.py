@@ -22,7 +22,7 @@ class Objective(NamedTuple):
     :ivar expect: m and that (None: a point mass, derivatives at m) -> sum E[phi], its gradient in m (r,), and what
         ``curve`` needs to know.
     :ivar curve: m and that -> the sums of :func:`~numpyro_rvga.core.factors.curve`.
-    :ivar staged: whether ``spread`` does not depend on m, and ``expect`` takes no product of matrices.
+    :ivar staged: whether ``spread`` does not depend on m, and ``expect`` is cheap: takes no product of matrices.
     """
 
     kinds: tuple[Kind, ...]
@@ -143,7 +143,7 @@ def joint_objective(
         return of_prior.value + of_rows.value, root.T @ (of_prior.gradient + of_rows.gradient), curves
 
     all_kinds = kinds + prior_kinds
-    if is_affine and _keeps_covariances(rows, mean):
+    if is_affine and _keeps_covariances(rows, mean) and not any(kind.sampled for kind in all_kinds):
         return Objective(all_kinds, spread, expect_staged, curve_staged, True)
     return Objective(
         all_kinds,
