@@ -224,8 +224,9 @@ def block_search(
 ) -> Search:
     """The search for a block's solution.
 
-    It begins at the standard normal, made narrower until the bound is finite. With ``start`` it begins at that mean
-    and the width with the highest bound: far from the solution, expectations over a wide q say little.
+    It begins at the standard normal, made narrower until the bound is finite; with ``start`` at that mean, and, unless
+    all factors are log-concave, at the width with the highest bound: far from the solution, expectations over a wide q
+    say little. Log-concave factors over a wide q make it narrow in the first step.
 
     :param start: mean (r,) to start from.
     :param start_precision: if the width is known too: (r, r), or with ``frame`` its weights.
