@@ -27,8 +27,8 @@ from numpyro_rvga import FixedPointVI
 from numpyro_rvga.core.gaussians import FullGaussian
 
 SCHEDULES = {
-    "incremental": ("fixed point, mean and covariance at once", "#0072B2"),
-    "batch": ("fixed point, in turn", "#009E73"),
+    "incremental": ("fixed point, step by step", "#0072B2"),
+    "batch": ("fixed point, one to its end, then the other", "#009E73"),
     "gradient": ("L-BFGS", "#E69F00"),
 }
 SVI_STYLE = ("SVI, AutoMultivariateNormal", "#CC79A7")

@@ -37,6 +37,7 @@ SHORTEST = 0.1  # first step tried
 NEARLY_FULL = 0.05  # a full step forgets the old precision, however large, and is taken in place of one so near
 NARROWING = 256.0  # of the start's covariance, at a time
 MAX_NARROWINGS = 10
+WORTH = 0.1  # of a negative bound that narrowing must leave of it, if factors are log-concave
 REFINEMENTS = 20  # at most
 REFINED = 0.01  # of the natural gradient's squared length before a step: where the mean is solved well enough for now
 SHORTER = 0.25  # of a Newton step of the mean that lowered the bound
@@ -224,9 +225,9 @@ def block_search(
 ) -> Search:
     """The search for a block's solution.
 
-    It begins at the standard normal, made narrower until the bound is finite; with ``start`` at that mean, and, unless
-    all factors are log-concave, at the width with the highest bound: far from the solution, expectations over a wide q
-    say little. Log-concave factors over a wide q make it narrow in the first step.
+    It begins at the standard normal, made narrower until the bound is finite; with ``start`` at that mean and the width
+    with the highest bound: far from the solution, expectations over a wide q say little. Log-concave factors over a
+    wide q do lead on, and faster, but where exponentials dwarf all else.
 
     :param start: mean (r,) to start from.
     :param start_precision: if the width is known too: (r, r), or with ``frame`` its weights.
@@ -246,7 +247,8 @@ def block_search(
     if not objective.staged or point or alternating or seek_root:
         settings = settings._replace(refinements=0)
     unknown = jnp.full((), jnp.nan, dtype)
-    seek_width = start is not None and start_precision is None and not point and (alternating or not safe)
+    seek_width = start is not None and start_precision is None and not point
+    share = WORTH if safe and not alternating else 1.0
     slack = 8 * jnp.finfo(dtype).eps
 
     def slope_at(mean: Array, covariances: Any) -> tuple[Array, Array, Any]:
@@ -343,7 +345,8 @@ def block_search(
             done, at = finite, new
             matrix = jnp.where(finite, trial.matrix, form.narrower(trial.matrix))
         else:
-            better = finite & ~(new.bound <= trial.at.bound)
+            before = trial.at.bound
+            better = finite & ~(new.bound <= jnp.maximum(before, share * before))
             done = finite & ~better
             matrix = jnp.where(done, form.wider(trial.matrix), form.narrower(trial.matrix))
             at = jax.tree.map(lambda a, b: jnp.where(better, a, b), new, trial.at)

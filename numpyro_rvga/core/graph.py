@@ -78,7 +78,7 @@ class Graph:
             return self.whole(eqn, inputs, AFFINE)
         if name in BILINEAR_PRIMITIVES and linear and sum(not v.is_constant for v in inputs) == 1:
             return self.whole(eqn, inputs, AFFINE)
-        if name == "select_n" and linear and inputs[0].is_constant:
+        if name in ("select_n", "triangular_solve") and linear and inputs[0].is_constant:
             return self.whole(eqn, inputs, AFFINE)
         if elementwise:
             return [self.pointwise(eqn, inputs)]

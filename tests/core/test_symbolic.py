@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpyro.distributions as dist
 import pytest
+from jax.scipy.linalg import solve_triangular
 from jax.scipy.special import logsumexp, xlog1py, xlogy
 
 from numpyro_rvga.core.symbolic import depends_on, factorise
@@ -88,6 +89,9 @@ EXAMPLES = {
     # linear algebra on whole arrays
     "matrix-vector product": Example(lambda t, m: jnp.sum(jnp.tanh(m @ t[:3])), 4, (MATRIX,)),
     "element of a matrix-vector product": Example(lambda t, m, g: jnp.tanh(m @ t[:3])[g], 1, (MATRIX, G)),
+    "triangular solve": Example(
+        lambda t, m: jnp.sin(jnp.sum(solve_triangular(m[:3], t[:3], lower=True))), 1, (MATRIX,)
+    ),
     "cumulative sum": Example(lambda t, g: jnp.sin(jnp.cumsum(t)[g]), 1, (G,)),
     "concatenation": Example(lambda t: jnp.sin(jnp.concatenate([t[:2], jnp.zeros(1)])[1]), 1),
     "scatter": Example(lambda t, g: jnp.sin(jnp.zeros(SIZE).at[g].add(t[1])[g] + t[0]), 1, (G,)),
