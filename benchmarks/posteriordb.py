@@ -9,27 +9,18 @@ compilation.
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import pathlib
-import sys
 import time
 
 import jax
 import numpy as np
 import numpyro
+from _data import load_module
 from numpyro.infer import MCMC, NUTS
 
 from numpyro_rvga import RVGA, FixedPointVI
 
 METHODS = {"rvga": RVGA, "fixed_point": FixedPointVI}
-
-
-def load_models(folder: str):
-    spec = importlib.util.spec_from_file_location("posteriordb_models", pathlib.Path(folder) / "models.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module.POSTERIORS
 
 
 def errors(entry, posterior, num_samples: int) -> tuple[float, float]:
@@ -75,7 +66,7 @@ def main() -> None:
     args = parser.parse_args()
     numpyro.enable_x64()
     best, close, passed, quicker, total = best_gaussian(args.data), 0, 0, 0, 0
-    for name, entry in load_models(args.data).items():
+    for name, entry in load_module(args.data, "models").POSTERIORS.items():
         if args.tag not in (None, entry.tag) or args.only not in (None, name):
             continue
         arguments = entry.kwargs()

@@ -17,7 +17,7 @@ from .core.compilation import Compiled, jit_once
 from .core.factors import Factors, apply_design
 from .core.gaussians import Transition
 from .core.joint import Joint, joint_search, joint_solve
-from .core.objective import JointRows
+from .core.objective import Group
 from .core.recursion import Sites, State, StepInfo, explicit_step, implicit_step, scan_blocks
 from .devices import Devices
 from .kinds import Options, make_kind
@@ -106,13 +106,13 @@ class Engine:
     def _settings(self, block_size: int | None = None) -> Settings:
         """For blocks of a stream, or a joint solve. What is left of each block adds up over a stream: a row's share of
         the natural gradient must be small even after a million. But it moves q little: refinements gain nothing."""
-        tolerance, limit = self.options.tolerance, self.options.max_iterations
-        if tolerance is None:
-            tolerance = 1e-8 if self._double else 1e-6
+        tolerance, limit = 1e-8 if self._double else 1e-6, self.options.max_iterations
+        if block_size is not None:
+            tolerance = min(tolerance, block_size**2 * (1e-12 if self._double else 1e-9))
+        if self.options.tolerance is not None:
+            tolerance = self.options.tolerance
         if block_size is None:
             return Settings(tolerance, limit)
-        if self.options.tolerance is None:
-            tolerance = min(tolerance, block_size**2 * (1e-12 if self._double else 1e-9))
         return Settings(tolerance, limit, ROW_ITERATIONS if block_size == 1 else 0, refinements=0)
 
     def _settings_around_a_stream(self) -> Settings:
@@ -140,10 +140,9 @@ class Engine:
         prepared = self.prepare(rows, weights)
         fresh = jnp.sum(weights).astype(jnp.int32) if known is None else known.fresh
         joint = self._search(
-            self.kinds,
-            JointRows(self.linearise, jax.tree.map(lambda x: x[None], prepared)),
+            Group(self.kinds, self.linearise, jax.tree.map(lambda x: x[None], prepared)),
+            self._prior({}),
             state,
-            partial(self._linearise_prior, {}),
             sites=None if known is None else self._mask(known.sites, weights),
             laplace=self.options.scheme == "laplace",
             starts=self._starts if known is None else None,
@@ -173,13 +172,10 @@ class Engine:
             return self.linearise(self.prepare(rows | shared, weights), theta)
 
         starts = None if init is not None else self._starts
-        joint_rows = JointRows(expanded, (rows, weights))
-        prior = partial(self._linearise_prior, shared)
         return self._search(
-            self.kinds,
-            joint_rows,
+            Group(self.kinds, expanded, (rows, weights)),
+            self._prior(shared),
             state,
-            prior,
             starts=starts,
             init=init,
             alternating=alternating,
@@ -193,28 +189,19 @@ class Engine:
             others stay as in ``rest`` (P,).
         """
         laplace = self.options.scheme == "laplace"
-        nothing = JointRows(lambda chunk, theta: (), ())
-        linearise_prior = partial(self._linearise_prior, {})
+        prior = self._prior({})
         if places is not None:
-            linearise_prior = partial(_at_places, linearise_prior, rest, places)
-        sites = None if laplace else ()
-        joint = self._search((), nothing, state, linearise_prior, sites=sites, laplace=laplace)
+            prior = prior._replace(linearise=partial(_at_places, prior.linearise, rest, places))
+        nothing = Group((), lambda chunk, theta: ())
+        joint = self._search(nothing, prior, state, sites=None if laplace else (), laplace=laplace)
         return joint_solve(joint, jnp.zeros((), jnp.int32))
 
     def _search(
-        self,
-        kinds: tuple,
-        rows: JointRows,
-        state: State,
-        linearise_prior: Callable,
-        settings: Settings | None = None,
-        **options: Any,
+        self, rows: Group, prior: Group, state: State, settings: Settings | None = None, **options: Any
     ) -> Joint:
         settings = self._settings() if settings is None else settings
-        is_affine = all(t.is_affine for t in self.program.prior.terms) and (not kinds or self.is_affine)
-        return joint_search(
-            kinds, rows, self._prior_kinds, linearise_prior, state, settings, is_affine=is_affine, **options
-        )
+        is_affine = all(t.is_affine for t in self.program.prior.terms) and (not rows.kinds or self.is_affine)
+        return joint_search(rows, prior, state, settings, is_affine=is_affine, **options)
 
     def _stream(self, state: State, rows: dict, weights: Array, *, with_sites: bool = False) -> tuple[State, StepInfo]:
         """Block after block: (blocks, B, ...) arrays."""
@@ -281,17 +268,22 @@ class Engine:
                 factors.append(_factors(terms, theta, *known))
         return tuple(factors)
 
-    def _linearise_prior(self, shared: dict, theta: Array) -> tuple[Factors, ...]:
-        factors = []
-        for terms in self.program.prior.terms:
-            weight = jnp.ones((1, terms.num_elements), theta.dtype)
-            factors.append(_factors(terms, theta, shared, weight, constants(terms, shared)))
-        return tuple(factors)
+    def _prior(self, shared: dict) -> Group:
+        """The prior's terms. ``shared``: the ``numpyro.param`` sites, or nothing."""
+
+        def linearise_prior(chunk, theta):
+            factors = []
+            for terms in self.program.prior.terms:
+                weight = jnp.ones((1, terms.num_elements), theta.dtype)
+                factors.append(_factors(terms, theta, shared, weight, constants(terms, shared)))
+            return tuple(factors)
+
+        return Group(self._prior_kinds, linearise_prior)
 
 
-def _at_places(linearise_prior: Callable, rest: Array, places: Array, some: Array) -> tuple[Factors, ...]:
+def _at_places(linearise: Callable, rest: Array, places: Array, chunk: Any, some: Array) -> tuple[Factors, ...]:
     """Prior factors as functions of some entries of theta."""
-    factors = linearise_prior(rest.at[places].set(some))
+    factors = linearise(chunk, rest.at[places].set(some))
     return tuple(f._replace(design=f.design[..., places]) for f in factors)
 
 

@@ -34,7 +34,8 @@ def make_kind(terms: Terms, options: Options, rng_key: Array, rows: dict) -> Kin
 
     :raises ValueError: naming the site, if the expectation asked for does not exist for its distribution.
     """
-    expect, conservative = _expectation(terms, options, rng_key, rows)
+    name = _resolve(terms, options)
+    expect, conservative = _expectation(name, terms, options, rng_key, rows)
 
     def moments(mean, covariance, known):
         weight, values, local = known
@@ -50,10 +51,14 @@ def make_kind(terms: Terms, options: Options, rng_key: Array, rows: dict) -> Kin
         weight, values, _ = known
         return weight * cf.INFORMATION[terms.closed_form](mean, values)
 
-    informed = terms.closed_form in cf.INFORMATION and not terms.num_local
-    sampled = _resolve(terms, options) == "monte_carlo"
-    known = information if informed else None
-    return Kind(moments, plugin, terms.closed_form in cf.CONCAVE, conservative, sampled, known)
+    return Kind(
+        moments,
+        plugin,
+        concave=terms.closed_form in cf.CONCAVE,
+        conservative=conservative,
+        sampled=name == "monte_carlo",
+        information=information if terms.closed_form in cf.INFORMATION and not terms.num_local else None,
+    )
 
 
 def _resolve(terms: Terms, options: Options) -> str:
@@ -87,12 +92,11 @@ def _need_closed_form(terms: Terms, what: str, *forms: type) -> None:
         )
 
 
-def _expectation(terms: Terms, options: Options, rng_key: Array, rows: dict) -> tuple[Callable, bool]:
+def _expectation(name: str, terms: Terms, options: Options, rng_key: Array, rows: dict) -> tuple[Callable, bool]:
     """(mean, covariance, constants) -> moments, and whether gradient and curvature derive from the value.
 
     Over fixed nodes the first-order form does: it is the derivative of the weighted sum itself.
     """
-    name = _resolve(terms, options)
     if name == "linearized" and terms.num_local:
         raise ValueError(
             f"site {terms.site!r} depends on a latent variable of each row, whose spread linearised expectations "

@@ -313,15 +313,15 @@ def block_search(
         turn = at.target - trial.matrix
         if alternating:
             turn = jnp.where(trial.of_mean, 0.0, turn)
-        still = starting | (trial.of_mean & alternating)
+        keeps_matrix = starting | (trial.of_mean & alternating)
         # Not matrix + t turn, which would lose a target far smaller than the matrix.
-        mixed = trial.matrix if point else jnp.where(still, trial.matrix, (1 - t) * trial.matrix + t * at.target)
+        mixed = trial.matrix if point else jnp.where(keeps_matrix, trial.matrix, (1 - t) * trial.matrix + t * at.target)
         factor = cholesky(form.whole(at.target if point else mixed))
-        metric = cholesky(form.whole(at.target)) if alternating else factor
-        direction = _newton(metric, at.gradient)
-        if alternating:
-            direction = jnp.where(trial.of_mean, direction, 0.0)
-        mean = trial.mean if settings.refinements else trial.mean + jnp.where(starting, 0.0, t * direction)
+        mean = trial.mean
+        if not settings.refinements:
+            metric = cholesky(form.whole(at.target)) if alternating else factor
+            keeps_mean = starting | (~trial.of_mean & alternating)
+            mean = jnp.where(keeps_mean, mean, mean + t * _newton(metric, at.gradient))
         most = jnp.where(starting, 0, settings.refinements)
         mean, new, along = measure(mean, factor, mixed, turn, most, REFINED * at.decrement)
         direction = (mean - trial.mean) / t

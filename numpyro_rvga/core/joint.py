@@ -11,9 +11,9 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from .block import Base, Search, Settings, Solution, block_search, run_search, standard_base
-from .factors import Factors, Kind, Sums, evaluate, times_root
+from .factors import Factors, Sums, evaluate, times_root
 from .linalg import solve_lower
-from .objective import JointRows, Objective, joint_objective
+from .objective import Group, Objective, joint_objective
 from .recursion import Quadratic, Sites, State, StepInfo, quadratic_at, spreads, summarise
 
 
@@ -59,10 +59,8 @@ def joint_solve(joint: Joint, num_rows: Array, *, with_sites: bool = False) -> t
 
 
 def joint_search(
-    kinds: tuple[Kind, ...],
-    rows: JointRows,
-    prior_kinds: tuple[Kind, ...],
-    prior_linearise: Callable[[Array], tuple[Factors, ...]],
+    rows: Group,
+    prior: Group,
     state: State,
     settings: Settings,
     *,
@@ -99,10 +97,8 @@ def joint_search(
         return jax.tree.map(lambda x: x.reshape(x.shape[0] * x.shape[1], *x.shape[2:]), found)
 
     # A precision to start from may be of any form.
-    in_frame = selecting and not prior_kinds and not sites and not laplace and init is None
-    make = partial(
-        joint_objective, kinds, rows, prior_kinds, prior_linearise, state.mean, state.root, is_affine=is_affine
-    )
+    in_frame = selecting and not prior.kinds and not sites and not laplace and init is None
+    make = partial(joint_objective, (prior, rows), state.mean, state.root, is_affine=is_affine)
     objective = make(in_frame=False)
     known = factors_at(jnp.zeros(size, dtype)) if sites else ()
     base = _divide(state, known, sites)
@@ -130,7 +126,7 @@ def joint_search(
         root = solve_lower(found.root, state.root.T).T
         prior_site = None
         if state.prior_site is not None:
-            prior_site = _prior_site(prior_kinds, prior_linearise(mean), mean, None if laplace else root)
+            prior_site = _prior_site(prior, mean, None if laplace else root)
         moved = State(mean, jnp.zeros_like(mean), root, bound, prior_site, state.num_rows + num_rows)
         ok = jnp.isfinite(bound) & jnp.all(jnp.isfinite(mean)) & jnp.all(jnp.isfinite(root))
         after = jax.tree.map(lambda new, old: jnp.where(ok, new, old), moved, state)
@@ -139,7 +135,7 @@ def joint_search(
 
     def sites_at(found):
         factors = factors_at(found.mean)
-        return summarise(kinds, factors, spreads(factors, found.root))
+        return summarise(rows.kinds, factors, spreads(factors, found.root))
 
     return Joint(search, objective, base, absorb, sites_at)
 
@@ -175,8 +171,8 @@ def _divide(state: State, factors: tuple[Factors, ...], sites: tuple[Sites, ...]
     return Base(0.5 * (precision + precision.T), linear, constant)
 
 
-def _prior_site(kinds, factors, mean, root) -> Quadratic:
+def _prior_site(prior: Group, mean: Array, root: Array | None) -> Quadratic:
     """What stands for the prior terms in N(mean, root root^T), or at a mode (root None)."""
-    sums = evaluate(kinds, factors, None if root is None else root.T)
+    sums = evaluate(prior.kinds, prior.linearise(prior.first, mean), None if root is None else root.T)
     trace = 0.0 if root is None else jnp.sum((root @ root.T) * sums.curvature)
     return Quadratic(sums.curvature, sums.gradient, sums.value + 0.5 * trace, mean)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import reduce
 from typing import Any, NamedTuple
 
 import jax
@@ -36,15 +37,22 @@ class Objective(NamedTuple):
         return Sums(value, gradient, *self.curve(mean, known))
 
 
-class JointRows(NamedTuple):
-    """Rows for a joint solve, which need not be in memory as factors all at once.
+class Group(NamedTuple):
+    """Factors that need not be in memory all at once: rows, or the terms of a prior.
 
+    :ivar kinds: of a chunk's factors; () if there are none.
     :ivar linearise: (chunk, theta (P,)) -> factors with ``offset`` = F_i(theta) and ``design`` the Jacobians.
-    :ivar chunks: a pytree with the chunks along the leading axis; () if there are no rows.
+    :ivar chunks: a pytree with the chunks along the leading axis; () for one that needs no arrays.
     """
 
+    kinds: tuple[Kind, ...]
     linearise: Callable[[Any, Array], tuple[Factors, ...]]
-    chunks: Any
+    chunks: Any = ()
+
+    @property
+    def count(self) -> int:
+        """The number of chunks."""
+        return max((x.shape[0] for x in jax.tree.leaves(self.chunks)), default=1)
 
     @property
     def first(self) -> Any:
@@ -52,9 +60,8 @@ class JointRows(NamedTuple):
 
     def visit(self, function: Callable, *known: Any) -> tuple[Any, Any]:
         """The sum over chunks of what ``function(chunk, *known)`` finds first, and what it finds second by chunk."""
-        chunks = (self.chunks, *known)
-        first = jax.tree.map(lambda x: x[0], chunks)
-        if all(x.shape[0] == 1 for x in jax.tree.leaves(self.chunks)):
+        first = (self.first, *jax.tree.map(lambda x: x[0], known))
+        if self.count == 1:
             found = function(*first)
             return found[0], jax.tree.map(lambda x: x[None], found[1])
         nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(function, *first)[0])
@@ -63,7 +70,7 @@ class JointRows(NamedTuple):
             found, rest = function(*chunk)
             return jax.tree.map(jnp.add, total, found), rest
 
-        return lax.scan(body, nothing, chunks)
+        return lax.scan(body, nothing, (self.chunks, *known))
 
 
 def objective_of(kinds: tuple[Kind, ...], factors_at: Callable[[Array], tuple[Factors, ...]]) -> Objective:
@@ -78,17 +85,9 @@ def objective_of(kinds: tuple[Kind, ...], factors_at: Callable[[Array], tuple[Fa
 
 
 def joint_objective(
-    kinds: tuple[Kind, ...],
-    rows: JointRows,
-    prior_kinds: tuple[Kind, ...],
-    prior_linearise: Callable[[Array], tuple[Factors, ...]],
-    mean: Array,
-    root: Array,
-    *,
-    is_affine: bool,
-    in_frame: bool,
+    groups: tuple[Group, ...], mean: Array, root: Array, *, is_affine: bool, in_frame: bool
 ) -> Objective:
-    """Of rows and prior terms, at theta = mean + root e.
+    """Of groups of factors, at theta = mean + root e.
 
     Designs stay in the coordinates of theta: per row, that saves one product with a (P, P) matrix.
 
@@ -109,41 +108,40 @@ def joint_objective(
             return (root.T * curvature) @ root
         return root.T @ curvature @ root
 
+    def visit(function, e, *known):
+        """Every group's sums and what else is found, by ``function(kinds, factors, *known)``; ``known`` by group."""
+        theta = theta_at(e)
+
+        def of_group(group, *known):
+            return group.visit(lambda chunk, *rest: function(group.kinds, group.linearise(chunk, theta), *rest), *known)
+
+        return zip(*map(of_group, groups, *known))
+
     def spread(e, covariance_root):
-        theta, covariance_root = theta_at(e), in_theta(covariance_root)
-        of_rows = rows.visit(lambda chunk: ((), covariances(rows.linearise(chunk, theta), covariance_root)))[1]
-        return covariances(prior_linearise(theta), covariance_root), of_rows
+        covariance_root = in_theta(covariance_root)
+        return tuple(visit(lambda kinds, factors: ((), covariances(factors, covariance_root)), e))[1]
 
     def expect_staged(e, known):
-        theta = theta_at(e)
+        def one(kinds, factors, known=None):
+            value, gradient, hessians = expect(kinds, factors, known)
+            return (value, gradient), hessians
 
-        def one(chunk, *known):
-            *sums, hessians = expect(kinds, rows.linearise(chunk, theta), *known or (None,))
-            return tuple(sums), hessians
-
-        of_prior, of_rows = (None, ()) if known is None else (known[0], (known[1],))
-        value, gradient, of_prior = expect(prior_kinds, prior_linearise(theta), of_prior)
-        (more, pull), of_rows = rows.visit(one, *of_rows)
-        return value + more, root.T @ (gradient + pull), (of_prior, of_rows)
+        sums, hessians = visit(one, e, *() if known is None else (known,))
+        value, gradient = map(sum, zip(*sums))
+        return value, root.T @ gradient, hessians
 
     def curve_staged(e, hessians):
-        theta = theta_at(e)
-        of_prior, of_rows = hessians
-        found, _ = rows.visit(lambda chunk, h: (curve(kinds, rows.linearise(chunk, theta), h), ()), of_rows)
-        sums = add_curves(curve(prior_kinds, prior_linearise(theta), of_prior), found)
-        return turned(sums[0]), turned(sums[1])
+        curves, _ = visit(lambda kinds, factors, h: (curve(kinds, factors, h), ()), e, hessians)
+        return tuple(map(turned, reduce(add_curves, curves)))
 
     def expect_at_once(e, covariance_root):
-        theta = theta_at(e)
         covariance_root = None if covariance_root is None else in_theta(covariance_root)
-        of_prior = evaluate(prior_kinds, prior_linearise(theta), covariance_root)
-        one = lambda chunk: (evaluate(kinds, rows.linearise(chunk, theta), covariance_root), ())  # noqa: E731
-        of_rows, _ = rows.visit(one)
-        curves = add_curves(of_prior[2:], of_rows[2:])
-        return of_prior.value + of_rows.value, root.T @ (of_prior.gradient + of_rows.gradient), curves
+        sums, _ = visit(lambda kinds, factors: (evaluate(kinds, factors, covariance_root), ()), e)
+        value, gradient = sum(s.value for s in sums), sum(s.gradient for s in sums)
+        return value, root.T @ gradient, reduce(add_curves, [(s.curvature, s.fallback) for s in sums])
 
-    all_kinds = kinds + prior_kinds
-    if is_affine and _keeps_covariances(rows, mean) and not any(kind.sampled for kind in all_kinds):
+    all_kinds = tuple(kind for group in groups for kind in group.kinds)
+    if is_affine and not any(kind.sampled for kind in all_kinds) and all(_keeps_covariances(g, mean) for g in groups):
         return Objective(all_kinds, spread, expect_staged, curve_staged, True)
     return Objective(
         all_kinds,
@@ -154,10 +152,10 @@ def joint_objective(
     )
 
 
-def _keeps_covariances(rows: JointRows, theta: Array) -> bool:
-    """Whether the predictors' covariances of all rows are fewer numbers than the Jacobians of a chunk, or are of one
-    chunk."""
-    count = max((x.shape[0] for x in jax.tree.leaves(rows.chunks)), default=1)
-    factors = jax.eval_shape(rows.linearise, rows.first, theta)
-    shapes = [factor.design.shape for factor in factors]
-    return count == 1 or count * sum(n * c * c for n, c, _ in shapes) <= sum(n * c * p for n, c, p in shapes)
+def _keeps_covariances(group: Group, theta: Array) -> bool:
+    """Whether the predictors' covariances of all chunks are fewer numbers than the Jacobians of one, or there is but
+    one."""
+    if group.count == 1:
+        return True
+    shapes = [factor.design.shape for factor in jax.eval_shape(group.linearise, group.first, theta)]
+    return group.count * sum(n * c * c for n, c, _ in shapes) <= sum(n * c * p for n, c, p in shapes)
