@@ -12,9 +12,11 @@ import numpy as np
 from jax import Array
 
 from .core.block import seek_start
+from .core.compilation import Compiled
 from .core.joint import Joint, base_terms, bound_at
 from .core.linalg import lower_from_root, solve_lower
 from .core.recursion import State, StepInfo
+from .core.sparse import SparseJoint
 from .engine import Engine
 from .learning import import_optax
 
@@ -35,6 +37,10 @@ class Problem(NamedTuple):
     chunks: tuple[dict[str, Array], Array]
     start: tuple[Array, Array] | None
     shared: dict[str, Array]
+
+    @property
+    def num_rows(self) -> Array:
+        return jnp.sum(self.chunks[1]).astype(jnp.int32)
 
 
 class Record:
@@ -77,17 +83,15 @@ class Steps(NamedTuple):
 class FixedPointClimb:
     """Newton steps of the mean and fixed-point steps of the covariance, compiled for an engine.
 
-    :param alternating: take them in turn, each to its end.
+    :param compiled: as :meth:`Engine.compiled`. :param joint: problem, with its ``chunks``, -> search.
     """
 
-    def __init__(self, engine: Engine, *, alternating: bool):
-        joint = _joint_of(engine, alternating=alternating)
-
-        @engine.compiled
+    def __init__(self, compiled: Callable[[Callable], Compiled], joint: Callable[[Any], Joint | SparseJoint]):
+        @compiled
         def begin(problem):
             return joint(problem).search.begin
 
-        @engine.compiled
+        @compiled
         def advance(problem, trial, limit):
             search = joint(problem).search
 
@@ -110,10 +114,10 @@ class FixedPointClimb:
             trial, steps = jax.lax.while_loop(going, step, (trial, steps))
             return trial, steps, search.unfinished(trial)
 
-        @engine.compiled
+        @compiled
         def finish(problem, trial):
             found = joint(problem)
-            return found.absorb(found.search.solution(trial), _count(problem.chunks))
+            return found.absorb(found.search.solution(trial), problem.num_rows)
 
         self._begin, self._advance, self._finish = begin, advance, finish
 
@@ -138,7 +142,7 @@ class GradientClimb:
 
     def __init__(self, engine: Engine, max_iterations: int):
         optax = import_optax("schedule='gradient' and numpyro.param sites")
-        joint = _joint_of(engine, alternating=False)
+        joint = joint_of(engine, alternating=False)
         optimizer = optax.lbfgs()
 
         def negative_bound(problem):
@@ -179,7 +183,7 @@ class GradientClimb:
             inverse = solve_lower(_root_of(parameters[1]), jnp.eye(parameters[0].size, dtype=parameters[0].dtype))
             found = joint(problem._replace(start=(parameters[0], inverse.T @ inverse)))
             trial = found.search.try_once(found.search.begin)._replace(iterations=iterations)
-            return found.absorb(found.search.solution(trial), _count(problem.chunks))
+            return found.absorb(found.search.solution(trial), problem.num_rows)
 
         self._begin, self._climb, self._judge = begin, climb, judge
         self._max_iterations = max_iterations
@@ -196,7 +200,12 @@ class GradientClimb:
                 return after, info
 
 
-def _joint_of(engine: Engine, *, alternating: bool) -> Callable[[Problem], Joint]:
+def joint_of(engine: Engine, *, alternating: bool) -> Callable[[Problem], Joint]:
+    """Searches for whole precision matrices.
+
+    :param alternating: for the mean and the covariance in turn, each to its end.
+    """
+
     def joint(problem):
         state, chunks, start, shared = problem
         return engine.batch(state, *chunks, shared=shared, init=start, alternating=alternating)
@@ -216,7 +225,3 @@ def _bound_and_slopes(joint: Joint, mean: Array, root: Array) -> tuple[Array, tu
     inverse = solve_lower(root, jnp.eye(mean.size, dtype=mean.dtype))
     of_root = jnp.tril(inverse.T - (precision + sums.curvature) @ root)
     return bound, (sums.gradient + linear - precision @ mean, of_root)
-
-
-def _count(chunks: tuple[dict[str, Array], Array]) -> Array:
-    return jnp.sum(chunks[1]).astype(jnp.int32)

@@ -14,22 +14,27 @@ from jax.sharding import Mesh
 
 from .core.block import Settings
 from .core.compilation import Compiled, jit_once
-from .core.factors import Factors, apply_design
+from .core.designs import apply_design
+from .core.factors import Factors
 from .core.gaussians import Transition
 from .core.joint import Joint, joint_search, joint_solve
 from .core.objective import Group
 from .core.recursion import Sites, State, StepInfo, explicit_step, implicit_step, scan_blocks
 from .devices import Devices
 from .kinds import Options, make_kind
+from .model.arguments import num_rows
 from .model.program import Program
-from .model.terms import Terms, constants, linearise, merged, select
+from .model.sparsity import selecting_view, sparse_design
+from .model.terms import Terms, constants, linearise, merged
 from .model.validation import CoupledRows
+from .stream import in_blocks, pad
 
 SMOOTHNESS_ROWS = 16
 SYMMETRIC_PREDICTORS = 8  # with more, as in neural networks, the prior's mean is often a saddle
 NUM_STARTS = 8
 ROW_ITERATIONS = 2  # at least, of rows one by one: in a routine, the second costs little and leaves much less
 ONE_PASS_TOLERANCE = 1e-6  # nats: of joint solves around a stream, which itself leaves a thousand times more
+CHUNK_NUMBERS = 2**24  # in the Jacobians of a chunk
 NUM_LINEARIZATIONS = 3  # of predictors that are not affine, in a small block
 
 
@@ -65,7 +70,7 @@ class Engine:
         self.program, self.options, self._transition = program, options, transition
         self.kinds = tuple(make_kind(terms, options, rng_key, rows) for terms in program.terms)
         prior_options = options._replace(expectation="auto", scheme="implicit")
-        self._prior_kinds = tuple(
+        self.prior_kinds = tuple(
             make_kind(terms, prior_options, rng_key, program.shared) for terms in program.prior.terms
         )
         self._double = program.dtype == jnp.float64
@@ -103,7 +108,7 @@ class Engine:
                 "same."
             )
 
-    def _settings(self, block_size: int | None = None) -> Settings:
+    def settings(self, block_size: int | None = None) -> Settings:
         """For blocks of a stream, or a joint solve. What is left of each block adds up over a stream: a row's share of
         the natural gradient must be small even after a million. But it moves q little: refinements gain nothing."""
         tolerance, limit = 1e-8 if self._double else 1e-6, self.options.max_iterations
@@ -116,7 +121,7 @@ class Engine:
         return Settings(tolerance, limit, ROW_ITERATIONS if block_size == 1 else 0, refinements=0)
 
     def _settings_around_a_stream(self) -> Settings:
-        settings = self._settings()
+        settings = self.settings()
         if self.options.tolerance is None:
             settings = settings._replace(tolerance=ONE_PASS_TOLERANCE, share=1.0)
         return settings
@@ -199,7 +204,7 @@ class Engine:
     def _search(
         self, rows: Group, prior: Group, state: State, settings: Settings | None = None, **options: Any
     ) -> Joint:
-        settings = self._settings() if settings is None else settings
+        settings = self.settings() if settings is None else settings
         is_affine = all(t.is_affine for t in self.program.prior.terms) and (not rows.kinds or self.is_affine)
         return joint_search(rows, prior, state, settings, is_affine=is_affine, **options)
 
@@ -215,7 +220,7 @@ class Engine:
         linearise_block = partial(self.linearise, block)
         if self.options.scheme == "implicit":
             linearizations = 1 if self.is_affine else NUM_LINEARIZATIONS
-            settings = self._settings(block_size)
+            settings = self.settings(block_size)
             return implicit_step(self.kinds, linearise_block, settings, linearizations, with_sites)
         return explicit_step(self.kinds, linearise_block)
 
@@ -252,7 +257,8 @@ class Engine:
             weight = jnp.broadcast_to(weights[:, None].astype(origin.dtype), (weights.shape[0], terms.num_elements))
             if terms.site in self.program.selections:
                 known = weight, values, jnp.zeros((*weight.shape, 1, 0), origin.dtype)
-                prepared.append(Factors(*select(terms, origin, rows), merged(known)))
+                view = selecting_view(origin.size)
+                prepared.append(Factors(*sparse_design(terms, view, origin, rows), merged(known)))
             elif terms.is_affine:
                 prepared.append(_factors(terms, origin, rows, weight, values))
             else:
@@ -278,7 +284,7 @@ class Engine:
                 factors.append(_factors(terms, theta, shared, weight, constants(terms, shared)))
             return tuple(factors)
 
-        return Group(self._prior_kinds, linearise_prior)
+        return Group(self.prior_kinds, linearise_prior)
 
 
 def _at_places(linearise: Callable, rest: Array, places: Array, chunk: Any, some: Array) -> tuple[Factors, ...]:
@@ -296,6 +302,20 @@ def _site_shapes(terms: Terms) -> Sites:
 def _factors(terms: Terms, theta: Array, rows: dict, weight: Array, values: Any) -> Factors:
     offset, design, local = linearise(terms, theta, rows)
     return Factors(*merged((offset, design, (weight, values, local))))
+
+
+def chunks_of(
+    engine: Engine, rows: dict[str, np.ndarray], numbers_per_row: int, weights: np.ndarray | None = None
+) -> tuple[dict[str, Array], Array]:
+    """Rows, as the terms take them, and weights as (chunks, n, ...) arrays of equal length.
+
+    :param numbers_per_row: size of a row's Jacobians, which are in memory a chunk at a time.
+    """
+    rows = engine.program.inputs(rows)
+    total = num_rows(rows)
+    count = -(-total * numbers_per_row // CHUNK_NUMBERS)
+    size = engine.devices.rounded_up(-(-total // count))
+    return engine.devices.put_rows(in_blocks(pad(rows, count * size, weights), size), axis=1)
 
 
 def describe_bad_rows(program: Program, mean: Array, rows: dict[str, Any], first_row: int) -> str | None:

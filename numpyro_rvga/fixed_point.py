@@ -13,20 +13,21 @@ from jax import Array
 from jax.sharding import Mesh
 from jax.typing import ArrayLike
 
-from .climbs import FixedPointClimb, GradientClimb, Problem, Record
+from .climbs import FixedPointClimb, GradientClimb, Problem, Record, joint_of
 from .conditions import Conditions, check_conditions
 from .core.gaussians import FullGaussian
 from .core.recursion import State
-from .engine import Engine, Engines, describe_bad_rows
+from .core.sparse import Start
+from .engine import Engine, Engines, chunks_of, describe_bad_rows
 from .kinds import Options
 from .learning import Learned, Learner
-from .model.arguments import checked_rows, num_rows
+from .model.arguments import checked_rows
 from .options import check_choice, check_options, default_key
 from .posterior import Posterior
-from .stream import in_blocks, pad, progress
+from .sparse import SparseEngine, SparseEngines
+from .stream import progress
 
 SCHEDULES = ("incremental", "batch", "gradient")
-CHUNK_NUMBERS = 2**24  # in the Jacobians of a chunk
 LEARNING_TOLERANCE = 1e-5  # nats
 
 
@@ -90,7 +91,8 @@ class FixedPointVI:
         self.model, self.schedule = model, schedule
         self.options = Options("implicit", expectation, order, tolerance, max_iterations, num_samples)
         self._engines = Engines(model, self.options, improper_prior_scale, batch=True, mesh=mesh)
-        self._climbs: dict[Engine, FixedPointClimb | GradientClimb] = {}
+        self._climbs: dict[Engine | SparseEngine, FixedPointClimb | GradientClimb] = {}
+        self._sparse_engines = SparseEngines()
         self._learners: dict[Engine, Learner] = {}
 
     def run(
@@ -125,20 +127,31 @@ class FixedPointVI:
         rows = checked_rows(self.model, data, 0, model_kwargs)
         engine = self._engines.get(rows, model_kwargs, rng_key)
         engine.program.check_rows(rows)
-        program, chunks, learned = engine.program, _chunks(engine, rows), None
-        start = None if init is None else _start_of(init, engine, program.initial_state())
+        program, learned = engine.program, None
+        if init is not None:
+            engine.check_start(init)
+        sparse = self._sparse_engines.get(engine, rows) if self.schedule == "incremental" else None
         with progress(progress_bar, None, "FixedPointVI", "it") as bar:
-            if program.params.layout.size:
-                if engine not in self._learners:
-                    self._learners[engine] = Learner(engine)
-                learned = self._learners[engine](chunks, start, self.options.tolerance or LEARNING_TOLERANCE, bar)
-                program, start = program.with_params(learned.params), learned.start
-            state, record = engine.devices.put(program.initial_state()), Record(bar, started)
-            start = engine.devices.put(start)
-            problem = Problem(state, chunks, start, engine.devices.put(program.shared))
-            after, info = engine.devices.fetch(self._climb_of(engine)(problem, record))
+            if sparse is not None:
+                problem, climb = (
+                    sparse.problem(rows, None if init is None else _marginals_of(init)),
+                    self._climb_of(sparse),
+                )
+                origin = problem.start.mean
+            else:
+                chunks = chunks_of(engine, rows, engine.numbers_per_row)
+                start = None if init is None else _start_of(init, engine, program.initial_state())
+                if program.params.layout.size:
+                    if engine not in self._learners:
+                        self._learners[engine] = Learner(engine)
+                    learned = self._learners[engine](chunks, start, self.options.tolerance or LEARNING_TOLERANCE, bar)
+                    program, start = program.with_params(learned.params), learned.start
+                state, start, shared = engine.devices.put((program.initial_state(), start, program.shared))
+                problem, climb, origin = Problem(state, chunks, start, shared), self._climb_of(engine), state.mean
+            record = Record(bar, started)
+            after, info = engine.devices.fetch(climb(problem, record))
         if not bool(info.ok):
-            reason = describe_bad_rows(program, state.mean, rows, 0)
+            reason = describe_bad_rows(program, origin, rows, 0)
             raise ValueError(f"the bound is not finite: {reason or 'are the priors proper?'}.")
         facts = {
             "schedule": self.schedule,
@@ -155,9 +168,8 @@ class FixedPointVI:
             facts |= {"learned": learned.converged, "learning_bounds": np.asarray(learned.bounds)}
         self._warn(facts, learned)
         expected = self.options.expectation != "linearized"
-        bound, num_rows = float(after.log_evidence) if expected else None, int(after.num_rows)
-        gaussian = FullGaussian(after.mean, after.root)
-        return Posterior(program, gaussian, bound, facts, state=after, num_rows=num_rows)
+        bound, gaussian = float(after.log_evidence) if expected else None, FullGaussian(after.mean, after.root)
+        return Posterior(program, gaussian, bound, facts, state=after, num_rows=int(after.num_rows))
 
     @classmethod
     def conditions(
@@ -233,28 +245,25 @@ class FixedPointVI:
                 stacklevel=3,
             )
 
-    def _climb_of(self, engine: Engine) -> FixedPointClimb | GradientClimb:
+    def _climb_of(self, engine: Engine | SparseEngine) -> FixedPointClimb | GradientClimb:
         if engine not in self._climbs:
-            if self.schedule == "gradient":
+            if isinstance(engine, SparseEngine):
+                self._climbs[engine] = FixedPointClimb(engine.compiled, engine.joint)
+            elif self.schedule == "gradient":
                 self._climbs[engine] = GradientClimb(engine, self.options.max_iterations)
             else:
-                self._climbs[engine] = FixedPointClimb(engine, alternating=self.schedule == "batch")
+                self._climbs[engine] = FixedPointClimb(
+                    engine.compiled, joint_of(engine, alternating=self.schedule == "batch")
+                )
         return self._climbs[engine]
+
+
+def _marginals_of(init: Posterior | None) -> Start | None:
+    return None if init is None else Start(init.mean, np.sum(np.asarray(init.scale) ** 2, axis=1))
 
 
 def _start_of(init: Posterior, engine: Engine, state: State) -> tuple[Array, Array]:
     """Mean and precision in the state's standard coordinates."""
-    engine.check_start(init)
     mean, scale = (jnp.asarray(x, engine.program.dtype) for x in (init.mean, init.scale))
     inverse = jnp.linalg.solve(scale, state.root)
     return jnp.linalg.solve(state.root, mean - state.mean), inverse.T @ inverse
-
-
-def _chunks(engine: Engine, rows: dict[str, np.ndarray]) -> tuple[dict[str, Array], Array]:
-    """Rows, as the terms take them, and weights as (chunks, n, ...) arrays of equal length."""
-    rows = engine.program.inputs(rows)
-    total = num_rows(rows)
-    count = -(-total * engine.numbers_per_row // CHUNK_NUMBERS)
-    size = engine.devices.rounded_up(-(-total // count))
-    padded, weights = pad(rows, count * size)
-    return engine.devices.put_rows(in_blocks((padded, weights), size), axis=1)

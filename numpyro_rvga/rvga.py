@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -25,6 +25,7 @@ from .model.arguments import checked_rows, num_rows
 from .options import check_choice, check_options, check_size, default_key
 from .passes import Pass, PassOptions, open_source, rows_named
 from .posterior import Posterior
+from .sparse import SparseEngine, SparseEngines
 from .stream import RowMemory, Rows, RowSource, in_blocks, pad, progress
 
 SCHEMES = ("implicit", "explicit", "ekf", "qkf", "laplace")
@@ -140,6 +141,7 @@ class RVGA:
         self.options = Options(scheme, expectation, order, tolerance, max_iterations, num_samples)
         self._engines = Engines(model, self.options, improper_prior_scale, dynamics, mesh=mesh)
         self._check_shared(self._engines.devices)
+        self._sparse_engines = SparseEngines()
         self.state: State | None = None
 
     # ------------------------------------------------------------------ one call
@@ -188,9 +190,15 @@ class RVGA:
         engine = self._engines.get(head, model_kwargs, rng_key)
         if in_memory and not options.skips:
             engine.program.check_rows(head)
-        state = self.state = self._initial_state(engine) if init is None else _state_of(init, engine)
+        sparse = None
+        if init is None and in_memory and checkpoint is None:
+            sparse = self._sparse_engine(engine, head)
+        if sparse is not None:
+            state = self.state = sparse.initial_state()
+        else:
+            state = self.state = self._initial_state(engine) if init is None else _state_of(init, engine)
         with progress(progress_bar, source.total, "RVGA", "row") as bar:
-            run = _Run(self, engine, source, options, bar, in_memory)
+            run = _Run(self, engine, source, options, bar, in_memory, sparse)
             state = run(engine.devices.put(state), self._facts(rng_key, run.sizes))
             state, info = run.finished(state)
             state = engine.devices.fetch(state)
@@ -258,6 +266,14 @@ class RVGA:
         state = engine.program.initial_state()
         # Parameters that move leave the prior behind: it is where they start from, and its Gaussian is enough for that.
         return state if self.dynamics is None else state._replace(prior_site=None)
+
+    def _sparse_engine(self, engine: Engine, rows: Rows) -> SparseEngine | None:
+        """For rows that are to be solved for together, if each looks at a few entries of theta; None for others."""
+        chosen = {self.block_size, self.first_block, self.memory} != {"auto"}
+        most = 2 * MEMORY_ROWS_PER_PARAMETER * engine.program.layout.size
+        if chosen or self.options.scheme != "implicit" or self.dynamics is not None or num_rows(rows) > most:
+            return None
+        return self._sparse_engines.get(engine, rows)
 
     def _sizes(self, engine: Engine, source: RowSource, most_rows: int) -> _Sizes:
         per_row, size = engine.numbers_per_row, engine.program.layout.size
@@ -332,10 +348,21 @@ class _Sizes:
 class _Run(Pass):
     """One call of :meth:`RVGA.run`."""
 
-    def __init__(self, rvga: RVGA, engine: Engine, source: RowSource, options: PassOptions, bar: Any, checked: bool):
+    def __init__(
+        self,
+        rvga: RVGA,
+        engine: Engine,
+        source: RowSource,
+        options: PassOptions,
+        bar: Any,
+        checked: bool,
+        sparse: SparseEngine | None,
+    ):
         super().__init__(engine.program, source, options, bar, checked=checked)
-        self._rvga, self._engine = rvga, engine
+        self._rvga, self._engine, self._sparse = rvga, engine, sparse
         self.sizes = rvga._sizes(engine, source, options.most_rows)
+        if sparse is not None:
+            self.sizes = replace(self.sizes, first=source.total, keep=False)
         self._memory, self._gathered = RowMemory(self.sizes.memory), _Gathered()
 
     def size(self, place: int) -> int:
@@ -343,6 +370,8 @@ class _Run(Pass):
 
     def step(self, state: State, rows: Rows, weights: np.ndarray, place: int) -> tuple[State, StepInfo]:
         sizes, engine = self.sizes, self._engine
+        if self._sparse is not None:
+            return self._sparse.solve(self._sparse.problem(rows, weights=weights))
         if self._is_joint(place):
             rows, weights = pad(rows, self._joint_size(len(weights)), weights)
             known = (engine.unknown(weights),) if sizes.keep else ()

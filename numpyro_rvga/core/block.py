@@ -28,14 +28,13 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from .linalg import cholesky, solve_lower
 from .objective import Objective
+from .precisions import Dense, Form
 
 SMALLEST_STEP = 2.0**-30
 SHARE = 1e-6
 SHORTEST = 0.1  # first step tried
 NEARLY_FULL = 0.05  # a full step forgets the old precision, however large, and is taken in place of one so near
-NARROWING = 256.0  # of the start's covariance, at a time
 MAX_NARROWINGS = 10
 WORTH = 0.1  # of a negative bound that narrowing must leave of it, if factors are log-concave
 REFINEMENTS = 20  # at most
@@ -90,6 +89,7 @@ class _Evaluation(NamedTuple):
     decrement: Array
     spread: Array  # the covariance's part of the decrement
     clamped: Array  # whether the target leaves out positive curvatures of phi
+    factor: Array | None  # of the target, if it was needed to find that out
 
 
 class Trial(NamedTuple):
@@ -119,86 +119,6 @@ def standard_base(dtype) -> Base:
     return Base(None, None, jnp.zeros((), dtype))
 
 
-class Dense(NamedTuple):
-    """Precisions as matrices (r, r).
-
-    :ivar precision: the base's. :ivar standard: whether that is the identity.
-    """
-
-    precision: Array
-    standard: bool
-
-    def begin(self) -> Array:
-        return jnp.eye(len(self.precision), dtype=self.precision.dtype)
-
-    def narrower(self, x: Array) -> Array:
-        return NARROWING * x
-
-    def wider(self, x: Array) -> Array:
-        return x / NARROWING
-
-    def whole(self, x: Array) -> Array:
-        return x
-
-    def target(self, curvature: Array) -> Array:
-        return self.precision + curvature
-
-    def covariance_root(self, root: Array) -> Array:
-        """For :func:`evaluate`: the inverse of the precision's Cholesky factor."""
-        return solve_lower(root, self.begin())
-
-    def trace(self, x: Array, covariance_root: Array) -> Array:
-        """Of the base's precision times the covariance."""
-        return jnp.sum(covariance_root * (covariance_root if self.standard else covariance_root @ self.precision))
-
-    def products(self, covariance_root: Array, a: Array, b: Array) -> tuple[Array, Array]:
-        """Of differences of precisions, <a, a> and <a, b> in q's metric."""
-        a, b = (covariance_root @ x @ covariance_root.T for x in (a, b))
-        return jnp.sum(a * a), jnp.sum(a * b)
-
-
-class Weighted(NamedTuple):
-    """Precisions ``precision + frame^T diag(w) frame`` as their w (n,): what selections, seen through a frame, make of
-    the base's. Beside a factorisation and a triangular solve, an iteration then takes two products of matrices, not
-    eight.
-
-    :ivar frame: (n, r).
-    """
-
-    precision: Array
-    frame: Array
-
-    def begin(self) -> Array:
-        return jnp.zeros(len(self.frame), self.frame.dtype)
-
-    def narrower(self, x: Array) -> Array:
-        return NARROWING * x + 1
-
-    def wider(self, x: Array) -> Array:
-        return (x - 1) / NARROWING
-
-    def whole(self, x: Array) -> Array:
-        return self.precision + (self.frame.T * x) @ self.frame
-
-    def target(self, curvature: Array) -> Array:
-        return curvature
-
-    def covariance_root(self, root: Array) -> Array:
-        """In the frame."""
-        return solve_lower(root, self.frame.T)
-
-    def trace(self, x: Array, covariance_root: Array) -> Array:
-        return len(self.precision) - x @ jnp.sum(covariance_root**2, axis=0)
-
-    def products(self, covariance_root: Array, a: Array, b: Array) -> tuple[Array, Array]:
-        pulled = (covariance_root.T @ covariance_root) ** 2 @ a
-        return a @ pulled, b @ pulled
-
-
-def _newton(root: Array, gradient: Array) -> Array:
-    return solve_lower(root, solve_lower(root, gradient), transpose=True)
-
-
 def seek_start(search: Search) -> Solution:
     """What a search knows once it has found how wide to start."""
     return search.solution(
@@ -221,7 +141,7 @@ def block_search(
     start_precision: Array | None = None,
     point: bool = False,
     alternating: bool = False,
-    frame: Array | None = None,
+    form: Form | None = None,
 ) -> Search:
     """The search for a block's solution.
 
@@ -230,18 +150,17 @@ def block_search(
     wide q do lead on, and faster, but where exponentials dwarf all else.
 
     :param start: mean (r,) to start from.
-    :param start_precision: if the width is known too: (r, r), or with ``frame`` its weights.
+    :param start_precision: if the width is known too: as an array of ``form``.
     :param point: seek the mode instead (q a point mass, derivatives at the mean), and the precision there: Laplace's
         approximation.
     :param alternating: solve for the mean alone, by Newton's method, and for the covariance alone, by its fixed point,
         in turn; not for both at once.
-    :param frame: with it, ``objective`` sees covariances in this frame (n, r), all curvatures come as the w (n,) of
-        frame^T diag(w) frame, and so does the search keep its precisions.
+    :param form: in which ``objective`` sees covariances and has curvatures. Default: dense matrices.
     """
     identity = jnp.eye(dimension, dtype=dtype)
     precision = identity if base.precision is None else base.precision
     linear = jnp.zeros(dimension, dtype) if base.linear is None else base.linear
-    form = Dense(precision, base.precision is None) if frame is None else Weighted(precision, frame)
+    form = Dense(precision, base.precision is None) if form is None else form
     seek_root = not all(kind.conservative for kind in objective.kinds) and not point
     safe = all(kind.concave for kind in objective.kinds)
     if not objective.staged or point or alternating or seek_root:
@@ -253,7 +172,7 @@ def block_search(
 
     def slope_at(mean: Array, covariances: Any) -> tuple[Array, Array, Any]:
         value, gradient, hessians = objective.expect(mean, covariances)
-        pull = precision @ mean
+        pull = form.pull(mean)
         return value + linear @ mean - 0.5 * mean @ pull + base.constant, gradient + linear - pull, hessians
 
     def refined(
@@ -273,7 +192,7 @@ def block_search(
         def visit(carry):  # a loop, so that expectations are compiled once
             count, tried, mean, found, left = carry
             new = slope_at(tried, spread)
-            move = _newton(factor, new[1])
+            move = form.solve(factor, new[1])
             better = (count == 0) | (new[0] > found[0])
             taken = (tried, new, new[1] @ move)
             kept = jax.tree.map(lambda a, b: jnp.where(better, a, b), taken, (mean, found, left))
@@ -287,24 +206,25 @@ def block_search(
     def measure(mean: Array, root: Array, here: Array, turn: Array, *limits: Array) -> tuple[Array, _Evaluation, Array]:
         """At N(mean, (root root^T)^-1), whose precision is ``here``, the mean refined within limits. Also half
         <target - here, turn>."""
-        covariance_root = None if point else form.covariance_root(root)
-        spread = None if point else objective.spread(mean, covariance_root)
+        known = None if point else form.spread(root)
+        spread = None if point else objective.spread(mean, known)
         mean, (bound, gradient, hessians) = refined(mean, spread, root, *limits)
         curvature, fallback = objective.curve(mean, hessians)
         exact = form.target(curvature)
-        target, clamped = exact, jnp.asarray(False)
+        target, clamped, of_target = exact, jnp.asarray(False), None
         if not safe:
-            clamped = ~jnp.all(jnp.isfinite(cholesky(form.whole(exact))))
+            of_exact = form.factor(exact)
+            clamped = ~jnp.all(jnp.isfinite(of_exact))
             target = jnp.where(clamped, form.target(fallback), exact)
+            of_target = lax.cond(clamped, lambda: form.factor(target), lambda: of_exact)
         if point:
-            slope = solve_lower(cholesky(target), gradient)
+            length = gradient @ form.solve(form.factor(target), gradient)
             zero = jnp.zeros((), dtype)
-            return mean, _Evaluation(bound, gradient, target, slope @ slope, zero, clamped), zero
-        trace = form.trace(here, covariance_root)
-        bound = bound - 0.5 * (trace - dimension) - jnp.sum(jnp.log(jnp.diagonal(root)))
-        slope = solve_lower(root, gradient)
-        square, along = form.products(covariance_root, exact - here, turn)
-        found = _Evaluation(bound, gradient, target, slope @ slope + 0.5 * square, 0.5 * square, clamped)
+            return mean, _Evaluation(bound, gradient, target, length, zero, clamped, of_target), zero
+        bound = bound - 0.5 * (form.trace(here, known) - dimension) - form.half_log_determinant(root)
+        length = gradient @ form.solve(root, gradient)
+        square, along = form.products(root, known, exact - here, turn)
+        found = _Evaluation(bound, gradient, target, length + 0.5 * square, 0.5 * square, clamped, of_target)
         return mean, found, 0.5 * along
 
     def try_once(trial: Trial) -> Trial:
@@ -316,12 +236,16 @@ def block_search(
         keeps_matrix = starting | (trial.of_mean & alternating)
         # Not matrix + t turn, which would lose a target far smaller than the matrix.
         mixed = trial.matrix if point else jnp.where(keeps_matrix, trial.matrix, (1 - t) * trial.matrix + t * at.target)
-        factor = cholesky(form.whole(at.target if point else mixed))
+        if safe:
+            factor = form.factor(at.target if point else mixed)
+        else:
+            is_target = jnp.asarray(point) | (~keeps_matrix & (t == 1))
+            factor = lax.cond(is_target, lambda: at.factor, lambda: form.factor(mixed))
         mean = trial.mean
         if not settings.refinements:
-            metric = cholesky(form.whole(at.target)) if alternating else factor
+            metric = form.factor(at.target) if alternating else factor
             keeps_mean = starting | (~trial.of_mean & alternating)
-            mean = jnp.where(keeps_mean, mean, mean + t * _newton(metric, at.gradient))
+            mean = jnp.where(keeps_mean, mean, mean + t * form.solve(metric, at.gradient))
         most = jnp.where(starting, 0, settings.refinements)
         mean, new, along = measure(mean, factor, mixed, turn, most, REFINED * at.decrement)
         direction = (mean - trial.mean) / t
@@ -380,12 +304,13 @@ def block_search(
     def solution(found: Trial) -> Solution:
         at = found.at
         converged = at.decrement <= jnp.maximum(settings.tolerance, slack * jnp.abs(at.bound))
-        root = cholesky(form.whole(at.target if point else found.matrix))
+        root = form.factor(at.target if point else found.matrix)
         return Solution(found.mean, root, at.bound, at.decrement, found.iterations, converged & jnp.isfinite(at.bound))
 
     mean = jnp.zeros(dimension, dtype) if start is None else start
     count, step = jnp.zeros((), jnp.int32), jnp.zeros((), dtype)
     matrix = form.begin() if start_precision is None else start_precision
-    unmeasured = _Evaluation(unknown, jnp.zeros(dimension, dtype), matrix, unknown, unknown, jnp.asarray(False))
+    factor = None if safe else jnp.full(jax.eval_shape(form.factor, matrix).shape, jnp.nan, dtype)
+    unmeasured = _Evaluation(unknown, jnp.zeros(dimension, dtype), matrix, unknown, unknown, jnp.asarray(False), factor)
     begin = Trial(count, step, mean, matrix, unmeasured, unknown, jnp.asarray(False), jnp.asarray(True))
     return Search(begin, try_once, unfinished, solution)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -11,9 +10,11 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from .block import Base, Search, Settings, Solution, block_search, run_search, standard_base
-from .factors import Factors, Sums, evaluate, times_root
+from .designs import times_root
+from .factors import Factors, Sums, evaluate
 from .linalg import solve_lower
-from .objective import Group, Objective, joint_objective
+from .objective import Group, Objective, joint_objective, standard_frame
+from .precisions import Weighted
 from .recursion import Quadratic, Sites, State, StepInfo, quadratic_at, spreads, summarise
 
 
@@ -97,9 +98,13 @@ def joint_search(
         return jax.tree.map(lambda x: x.reshape(x.shape[0] * x.shape[1], *x.shape[2:]), found)
 
     # A precision to start from may be of any form.
-    in_frame = selecting and not prior.kinds and not sites and not laplace and init is None
-    make = partial(joint_objective, (prior, rows), state.mean, state.root, is_affine=is_affine)
-    objective = make(in_frame=False)
+    weighted = selecting and not prior.kinds and not sites and not laplace and init is None
+
+    def seen_from(weighted):
+        frame = standard_frame(state.mean, state.root, weighted=weighted)
+        return joint_objective((prior, rows), frame, size, dtype, is_affine=is_affine)
+
+    objective = seen_from(False)
     known = factors_at(jnp.zeros(size, dtype)) if sites else ()
     base = _divide(state, known, sites)
     start = start_precision = None
@@ -108,7 +113,7 @@ def joint_search(
     else:
         start = jnp.zeros(size, dtype) if starts is None else _most_probable(objective, base, starts)
     search = block_search(
-        make(in_frame=True) if in_frame else objective,
+        seen_from(True) if weighted else objective,
         base,
         size,
         dtype,
@@ -117,7 +122,7 @@ def joint_search(
         start_precision=start_precision,
         point=laplace,
         alternating=alternating,
-        frame=state.root if in_frame else None,
+        form=Weighted(jnp.eye(size, dtype=dtype), state.root) if weighted else None,
     )
 
     def absorb(found, num_rows):

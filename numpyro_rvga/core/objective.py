@@ -84,42 +84,61 @@ def objective_of(kinds: tuple[Kind, ...], factors_at: Callable[[Array], tuple[Fa
     )
 
 
-def joint_objective(
-    groups: tuple[Group, ...], mean: Array, root: Array, *, is_affine: bool, in_frame: bool
-) -> Objective:
-    """Of groups of factors, at theta = mean + root e.
+class Frame(NamedTuple):
+    """How the coordinates e of a search see theta, gradients, covariances and curvatures, which factors see in theirs.
 
-    Designs stay in the coordinates of theta: per row, that saves one product with a (P, P) matrix.
-
-    :param is_affine: whether all predictors are affine in theta.
-    :param in_frame: whether covariances come in the coordinates of theta, and curvatures are wanted there.
+    :ivar theta: e (r,) -> theta (P,). :ivar pull: gradients. :ivar spread: what the search knows of its covariance ->
+        that of the factors' coordinates, as :func:`~.designs.covariance` takes it. :ivar curve: curvatures.
     """
 
-    def theta_at(e):
-        return mean + root @ e
+    theta: Callable[[Array], Array]
+    pull: Callable[[Array], Array]
+    spread: Callable[[Any], Any]
+    curve: Callable[[Array], Array]
 
-    def in_theta(covariance_root):
-        return covariance_root if in_frame else covariance_root @ root.T
+
+def standard_frame(mean: Array, root: Array, *, weighted: bool) -> Frame:
+    """theta = mean + root e. Designs stay in the coordinates of theta: per row, that saves one product with a (P, P)
+    matrix.
+
+    :param weighted: whether the search does so too: its precisions are :class:`~.precisions.Weighted` by ``root``.
+    """
 
     def turned(curvature):
-        if curvature is None or in_frame:
-            return curvature
         if jnp.ndim(curvature) < 2:
             return (root.T * curvature) @ root
         return root.T @ curvature @ root
 
+    same = lambda x: x  # noqa: E731
+    return Frame(
+        lambda e: mean + root @ e,
+        lambda gradient: root.T @ gradient,
+        same if weighted else lambda covariance_root: covariance_root @ root.T,
+        same if weighted else turned,
+    )
+
+
+def joint_objective(groups: tuple[Group, ...], frame: Frame, size: int, dtype, *, is_affine: bool) -> Objective:
+    """Of groups of factors, whose designs are in coordinates of theta.
+
+    :param is_affine: whether all predictors are affine in theta.
+    """
+
+    def turned(curves):
+        return tuple(None if curvature is None else frame.curve(curvature) for curvature in curves)
+
     def visit(function, e, *known):
         """Every group's sums and what else is found, by ``function(kinds, factors, *known)``; ``known`` by group."""
-        theta = theta_at(e)
+        theta = frame.theta(e)
 
         def of_group(group, *known):
             return group.visit(lambda chunk, *rest: function(group.kinds, group.linearise(chunk, theta), *rest), *known)
 
         return zip(*map(of_group, groups, *known))
 
-    def spread(e, covariance_root):
-        covariance_root = in_theta(covariance_root)
-        return tuple(visit(lambda kinds, factors: ((), covariances(factors, covariance_root)), e))[1]
+    def spread(e, known):
+        known = frame.spread(known)
+        return tuple(visit(lambda kinds, factors: ((), covariances(factors, known)), e))[1]
 
     def expect_staged(e, known):
         def one(kinds, factors, known=None):
@@ -128,34 +147,32 @@ def joint_objective(
 
         sums, hessians = visit(one, e, *() if known is None else (known,))
         value, gradient = map(sum, zip(*sums))
-        return value, root.T @ gradient, hessians
+        return value, frame.pull(gradient), hessians
 
     def curve_staged(e, hessians):
         curves, _ = visit(lambda kinds, factors, h: (curve(kinds, factors, h), ()), e, hessians)
-        return tuple(map(turned, reduce(add_curves, curves)))
+        return turned(reduce(add_curves, curves))
 
-    def expect_at_once(e, covariance_root):
-        covariance_root = None if covariance_root is None else in_theta(covariance_root)
-        sums, _ = visit(lambda kinds, factors: (evaluate(kinds, factors, covariance_root), ()), e)
+    def expect_at_once(e, known):
+        known = None if known is None else frame.spread(known)
+        sums, _ = visit(lambda kinds, factors: (evaluate(kinds, factors, known), ()), e)
         value, gradient = sum(s.value for s in sums), sum(s.gradient for s in sums)
-        return value, root.T @ gradient, reduce(add_curves, [(s.curvature, s.fallback) for s in sums])
+        return value, frame.pull(gradient), reduce(add_curves, [(s.curvature, s.fallback) for s in sums])
+
+    def keeps_covariances(group):
+        """Whether the predictors' covariances of all chunks are fewer numbers than the Jacobians of one, or there is
+        but one."""
+        shapes = [f.design.shape for f in jax.eval_shape(group.linearise, group.first, jnp.zeros(size, dtype))]
+        numbers, jacobians = sum(n * c * c for n, c, _ in shapes), sum(n * c * p for n, c, p in shapes)
+        return group.count == 1 or group.count * numbers <= jacobians
 
     all_kinds = tuple(kind for group in groups for kind in group.kinds)
-    if is_affine and not any(kind.sampled for kind in all_kinds) and all(_keeps_covariances(g, mean) for g in groups):
+    if is_affine and not any(kind.sampled for kind in all_kinds) and all(map(keeps_covariances, groups)):
         return Objective(all_kinds, spread, expect_staged, curve_staged, True)
     return Objective(
         all_kinds,
-        lambda e, covariance_root: covariance_root,
+        lambda e, known: known,
         expect_at_once,
-        lambda e, curves: tuple(map(turned, curves)),
+        lambda e, curves: turned(curves),
         False,
     )
-
-
-def _keeps_covariances(group: Group, theta: Array) -> bool:
-    """Whether the predictors' covariances of all chunks are fewer numbers than the Jacobians of one, or there is but
-    one."""
-    if group.count == 1:
-        return True
-    shapes = [factor.design.shape for factor in jax.eval_shape(group.linearise, group.first, theta)]
-    return group.count * sum(n * c * c for n, c, _ in shapes) <= sum(n * c * p for n, c, p in shapes)

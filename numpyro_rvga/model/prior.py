@@ -14,14 +14,17 @@ from jax import Array, lax
 
 from ..core.closed_forms import DENSITIES, Exponential, Gaussian, Logistic, gaussian
 from ..core.compilation import jit_once
+from ..core.designs import gram, pull_back
 from ..core.expectations import linearized
 from ..core.recursion import Quadratic, State
 from ..core.symbolic import factorise
-from .terms import Rows, RunSite, Terms, constants, is_selection, linearise, merged, predictors_of, select
+from .sparsity import is_selection, selecting_view, sparse_design
+from .terms import Rows, RunSite, Terms, constants, linearise, merged, predictors_of
 from .tracing import peel
 
 CHECKED_ELEMENTS = 32  # of a site, when asking whether its terms are quadratic
 NUM_DRAWS = 2000
+BATCH_NUMBERS = 2**20  # in the draws that are made together
 ONE_PREDICTOR = (-1.0, 0.0, 1.0, 2.0, -12.0, -6.0, 6.0, 12.0)  # where terms of one predictor are looked at
 NEAR, ORIGIN = slice(0, 4), 1
 WINSOR = 4.0  # robust standard deviations at which prior draws are cut before their moments are taken
@@ -116,10 +119,23 @@ class IndependentStart(NamedTuple):
     site: Quadratic | None
 
 
-def independent_start(prior: Prior, size: int, dtype, draw: Callable[[Array], Array]) -> IndependentStart:
-    """The prior's own entries where they are normal and independent, moments of its draws for the others.
+class Marginals(NamedTuple):
+    """The entries of theta under the prior, each for itself: exact where they are normal and independent of the
+    others, by moments of draws at the other ``places`` (S,).
 
-    Takes no (P, P) array where there are few of the others.
+    :ivar mean: (P,). :ivar variance: (P,). :ivar coupling: Gaussian terms that look at several entries.
+    :ivar alone: precision (P,), slope (P,) and value at theta = 0 of all other Gaussian terms.
+    """
+
+    mean: np.ndarray
+    variance: np.ndarray
+    places: np.ndarray
+    coupling: list[Terms]
+    alone: tuple[np.ndarray, np.ndarray, np.ndarray]
+
+
+def marginals(prior: Prior, size: int, dtype, draw: Callable[[Array], Array]) -> Marginals:
+    """Takes no (P, P) array.
 
     :param draw: rng_key -> theta (P,), a draw from the prior.
     :raises ValueError: for a prior that is not proper.
@@ -135,19 +151,33 @@ def independent_start(prior: Prior, size: int, dtype, draw: Callable[[Array], Ar
     if np.any(precision[others] <= 0):
         raise ValueError("the prior's precision is not positive: some direction has no prior.")
     safe = np.where(others, precision, 1.0)
-    mean, variance, site = linear / safe, 1 / safe, None
+    mean, variance = linear / safe, 1 / safe
     if len(places):
-        drawn = jit_once(lambda key: lax.map(lambda k: draw(k)[places], jax.random.split(key, NUM_DRAWS)))
-        centre, root = _robust_moments(np.asarray(drawn(jax.random.key(0)), np.float64))
-        spread = np.linalg.norm(root, axis=1)
-        mean[places], variance[places] = centre, spread**2
+        batch = max(1, min(NUM_DRAWS, BATCH_NUMBERS // size))
+        drawn = jit_once(
+            lambda key: lax.map(lambda k: draw(k)[places], jax.random.split(key, NUM_DRAWS), batch_size=batch)
+        )
+        cut = _winsorised(np.asarray(drawn(jax.random.key(0)), np.float64))
+        mean[places], variance[places] = cut.mean(axis=0), cut.var(axis=0, ddof=1)
+    return Marginals(mean, variance, places, coupling, (precision, linear, constant))
+
+
+def independent_start(prior: Prior, size: int, dtype, draw: Callable[[Array], Array]) -> IndependentStart:
+    """:func:`marginals`, and what they stand for. Takes no (P, P) array where there are few ``places``.
+
+    :param draw: as for :func:`marginals`.
+    :raises ValueError: for a prior that is not proper.
+    """
+    mean, variance, places, coupling, (precision, linear, constant) = marginals(prior, size, dtype, draw)
+    site = None
+    if len(places):
         inner, slope = np.diag(precision[places]), linear[places]
         more = _once(lambda: [_expand(t, size, dtype, {}) for t in coupling])
         for matrix, vector, value in (*more, *_once(lambda: [_block_terms(b, size, dtype) for b in prior.blocks])):
             inner, slope = inner + matrix[places][:, places], slope + vector[places]
             constant = constant + value
-        site = _stand_in(np, Start(centre, np.diag(spread)), inner, slope, constant)
-        site = jax.tree.map(lambda x: jnp.asarray(x, dtype), site)
+        start = Start(mean[places], np.diag(np.sqrt(variance[places])))
+        site = jax.tree.map(lambda x: jnp.asarray(x, dtype), _stand_in(np, start, inner, slope, constant))
     return IndependentStart(jnp.asarray(mean, dtype), jnp.asarray(variance, dtype), places, site)
 
 
@@ -155,10 +185,9 @@ def _diagonal_part(all_terms: list[Terms], size: int, dtype) -> tuple[Array, Arr
     """Precision (P,), slope (P,) and value at theta = 0 of Gaussian terms that look at one entry each."""
     precision, linear, constant = jnp.zeros(size, dtype), jnp.zeros(size, dtype), jnp.zeros((), dtype)
     for terms in all_terms:
-        offset, selection = select(terms, jnp.zeros(size, dtype), {})
+        offset, design = sparse_design(terms, selecting_view(size), jnp.zeros(size, dtype), {})
         value, slope, curvature = _quadratics(terms, offset, merged(constants(terms, {})))
-        precision = precision.at[selection.index].add(-(selection.scale**2) * curvature[:, 0, 0])
-        linear = linear.at[selection.index].add(selection.scale * slope[:, 0])
+        precision, linear = precision + gram(design, -curvature), linear + pull_back(design, slope)
         constant = constant + jnp.sum(value)
     return precision, linear, constant
 
@@ -442,13 +471,18 @@ def _from_quadratic(xp, precision, linear, constant) -> tuple[Array, Array, Arra
 
 
 def _robust_moments(draws: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Mean and lower root of the covariance of draws (n, P), each coordinate winsorised: heavy tails must not rule."""
-    finite = draws[np.isfinite(draws).all(axis=1)]
-    low, centre, high = np.quantile(finite, [0.25, 0.5, 0.75], axis=0)
-    deviation = np.maximum((high - low) / 1.349, 1e-6)
-    cut = np.clip(finite, centre - WINSOR * deviation, centre + WINSOR * deviation)
+    """Mean and lower root of the covariance of draws (n, P), as :func:`_winsorised`."""
+    cut = _winsorised(draws)
     covariance = np.atleast_2d(np.cov(cut.T))
     scale = np.sqrt(np.diagonal(covariance))
     correlation = covariance / np.outer(scale, scale)
     shrunk = 0.95 * correlation + 0.05 * np.eye(len(scale))  # more coordinates than draws can support stay regular
     return cut.mean(axis=0), scale[:, None] * np.linalg.cholesky(shrunk)
+
+
+def _winsorised(draws: np.ndarray) -> np.ndarray:
+    """The finite draws, each coordinate cut far out: heavy tails must not rule moments."""
+    finite = draws[np.isfinite(draws).all(axis=1)]
+    low, centre, high = np.quantile(finite, [0.25, 0.5, 0.75], axis=0)
+    deviation = np.maximum((high - low) / 1.349, 1e-6)
+    return np.clip(finite, centre - WINSOR * deviation, centre + WINSOR * deviation)

@@ -15,7 +15,7 @@ from jax import Array
 from jax.scipy.special import logsumexp
 from numpyro import distributions as dist
 
-from ..core.closed_forms import Logistic
+from ..core.closed_forms import Gaussian, Logistic
 from ..core.expectations import normal_rule
 from ..core.gaussians import Family
 from ..core.recursion import State
@@ -26,16 +26,19 @@ from .layout import layout_of
 from .parameters import Parameters, parameters_of
 from .prior import (
     IndependentStart,
+    Marginals,
     Prior,
     Start,
     fitted_start,
     independent_start,
     initial_state,
+    marginals,
     normal_block,
     split_prior,
     state_at,
 )
-from .terms import Terms, by_row, is_selection, linearise, site_terms
+from .sparsity import Sparsity, find_sparsity, is_selection
+from .terms import Terms, by_row, linearise, site_terms
 from .tracing import (
     RowRunner,
     SiteInfo,
@@ -253,6 +256,19 @@ class Program:
     def independent_start(self) -> IndependentStart:
         """A Gaussian of independent entries that stands for the prior before the first row."""
         return self._independent_start
+
+    @functools.cached_property
+    def marginals(self) -> Marginals:
+        """The entries of theta under the prior, each for itself."""
+        return marginals(self.prior, self.layout.size, self.dtype, self._draw_prior)
+
+    def find_sparsity(self, rows: Mapping[str, Array]) -> Sparsity | None:
+        """How all terms look at a few entries of theta each, given all rows; None if they do not, or gain nothing."""
+        exact = all(terms.closed_form is Gaussian for terms in self.prior.gaussian)
+        if self.whole or self.prior.blocks or self.params.layout.size or not exact:
+            return None
+        prior_terms = (*self.prior.gaussian, *self.prior.terms)
+        return find_sparsity(self.layout, self.dtype, self.terms, prior_terms, rows)
 
     def initial_state_at(self, params: Array) -> State:
         """The same as a differentiable function of the ``numpyro.param`` sites (K,), in unconstrained space."""

@@ -14,8 +14,6 @@ from jax.scipy.special import gammaln
 from numpyro.distributions.transforms import IdentityTransform, biject_to
 
 from ..core import closed_forms as cf
-from ..core.compilation import jit_once
-from ..core.factors import Selection, apply_design
 from ..core.symbolic import factorise
 from .arguments import PARAMS, ROW
 from .tracing import SiteRecord, elements, peel, site_transform
@@ -112,49 +110,19 @@ def linearise(terms: Terms, theta: Array, rows: Rows) -> tuple[Array, Array, Arr
         function = lambda t: terms.predictors(t, row, element)  # noqa: E731
         return function(everything), jax.jacrev(function)(everything)
 
-    offset, design = _over_rows(one, terms.num_elements, rows)
+    offset, design = over_rows(one, terms.num_elements, rows)
     return offset, design[..., : theta.shape[0]], design[..., theta.shape[0] :]
 
 
 def predictors_of(terms: Terms, theta: Array, rows: Rows) -> Array:
     """Predictors at theta (n, E, C)."""
-    return _over_rows(lambda row, element: terms.predictors(theta, row, element), terms.num_elements, rows)
-
-
-def select(terms: Terms, theta: Array, rows: Rows) -> tuple[Array, Selection]:
-    """The same for terms whose one predictor is a multiple of one entry of theta."""
-
-    def one(row, element):
-        function = lambda t: terms.predictors(t, row, element)[0]  # noqa: E731
-        offset, scale = jax.jvp(function, (theta,), (jnp.ones_like(theta),))
-        place = jax.jvp(function, (theta,), (jnp.arange(theta.shape[0], dtype=theta.dtype),))[1]
-        return offset, scale, jnp.round(place / jnp.where(scale == 0, 1.0, scale)).astype(jnp.int32)
-
-    offset, scale, place = merged(_over_rows(one, terms.num_elements, rows))
-    return offset[:, None], Selection(jnp.clip(place, 0, theta.shape[0] - 1), scale, theta.shape[0])
-
-
-def is_selection(terms: Terms, size: int, dtype, rows: Rows) -> bool:
-    """Whether :func:`select` tells all of the predictors' Jacobians, asked along a random direction."""
-    if not (terms.is_affine and terms.num_predictors == 1 and not terms.num_local):
-        return False
-    origin = jnp.zeros(size, dtype)
-    direction = jnp.asarray(np.random.default_rng(0).normal(size=size), dtype)
-
-    @jit_once
-    def both(direction):
-        move = lambda t: _over_rows(lambda r, e: terms.predictors(t, r, e)[0], terms.num_elements, rows)  # noqa: E731
-        _, selection = select(terms, origin, rows)
-        return merged(jax.jvp(move, (origin,), (direction,))[1]), apply_design(selection, direction)[:, 0]
-
-    truth, told = (np.asarray(x) for x in both(direction))
-    return bool(np.allclose(told, truth, rtol=1e3 * np.finfo(truth.dtype).eps, atol=0))
+    return over_rows(lambda row, element: terms.predictors(theta, row, element), terms.num_elements, rows)
 
 
 def constants(terms: Terms, rows: Rows) -> Any:
     """What the densities need of the rows: a pytree of (n, E, ...) arrays."""
 
-    return _over_rows(terms.constants, terms.num_elements, rows)
+    return over_rows(terms.constants, terms.num_elements, rows)
 
 
 def merged(arrays: Any) -> Any:
@@ -162,10 +130,9 @@ def merged(arrays: Any) -> Any:
     return jax.tree.map(lambda x: x.reshape(x.shape[0] * x.shape[1], *x.shape[2:]), arrays)
 
 
-def _over_rows(function, num_elements, rows):
+def over_rows(function, num_elements, rows):
     """``function(row, element)`` for all; each array of a row keeps a leading axis of one."""
-    shared = {name: rows[name] for name in rows if name == PARAMS}
-    own = {name: rows[name] for name in rows if name != PARAMS}
+    shared, own = split_rows(rows)
     indices = jnp.arange(num_elements, dtype=jnp.int32)
 
     def every_element(row):
@@ -175,6 +142,12 @@ def _over_rows(function, num_elements, rows):
     if not own:
         return jax.tree.map(lambda x: x[None], every_element({}))
     return jax.vmap(every_element)(own)
+
+
+def split_rows(rows: Rows) -> tuple[dict[str, Array], dict[str, Array]]:
+    """What all rows share, the ``numpyro.param`` sites, and what they have of their own."""
+    shared = {name: rows[name] for name in rows if name == PARAMS}
+    return shared, {name: rows[name] for name in rows if name != PARAMS}
 
 
 def by_row(terms: Terms, num_rows: int) -> Terms:

@@ -1,0 +1,199 @@
+"""The forms in which a search keeps precisions: as matrices, as weights of rows, or packed.
+
+An array x of a form stands for a precision. What stands for its Cholesky factor is NaN where it is not positive
+definite.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from .designs import Packed
+from .linalg import cholesky, solve_lower
+
+NARROWING = 256.0  # of the start's covariance, at a time
+NUM_PROBES = 32  # directions along which products of packed matrices are estimated
+
+
+class Dense(NamedTuple):
+    """Precisions as matrices (r, r).
+
+    :ivar precision: the base's. :ivar standard: whether that is the identity.
+    """
+
+    precision: Array
+    standard: bool
+
+    def begin(self) -> Array:
+        """The precision to start from."""
+        return jnp.eye(len(self.precision), dtype=self.precision.dtype)
+
+    def narrower(self, x: Array) -> Array:
+        return NARROWING * x
+
+    def wider(self, x: Array) -> Array:
+        """What was made narrower."""
+        return x / NARROWING
+
+    def target(self, curvature: Array) -> Array:
+        """With the base's precision added, if x does not go without saying it."""
+        return self.precision + curvature
+
+    def pull(self, mean: Array) -> Array:
+        """The base's precision times the mean."""
+        return self.precision @ mean
+
+    def factor(self, x: Array) -> Array:
+        return cholesky(x)
+
+    def solve(self, factor: Array, vector: Array) -> Array:
+        """The covariance times a vector."""
+        return solve_lower(factor, solve_lower(factor, vector), transpose=True)
+
+    def half_log_determinant(self, factor: Array) -> Array:
+        return jnp.sum(jnp.log(jnp.diagonal(factor)))
+
+    def spread(self, factor: Array) -> Array:
+        """Of the covariance, what the factors look at: here any A with A^T A equal to it."""
+        return solve_lower(factor, self.begin())
+
+    def trace(self, x: Array, spread: Array) -> Array:
+        """Of the base's precision times the covariance."""
+        return jnp.sum(spread * (spread if self.standard else spread @ self.precision))
+
+    def products(self, factor: Array, spread: Array, a: Array, b: Array) -> tuple[Array, Array]:
+        """Of differences of precisions, <a, a> and <a, b> in q's metric."""
+        a, b = (spread @ x @ spread.T for x in (a, b))
+        return jnp.sum(a * a), jnp.sum(a * b)
+
+
+class Weighted(NamedTuple):
+    """Precisions ``precision + frame^T diag(w) frame`` as their w (n,): what selections, seen through a frame, make of
+    the base's. Beside a factorisation and a triangular solve, an iteration then takes two products of matrices, not
+    eight.
+
+    :ivar frame: (n, r).
+    """
+
+    precision: Array
+    frame: Array
+
+    def begin(self) -> Array:
+        return jnp.zeros(len(self.frame), self.frame.dtype)
+
+    def narrower(self, x: Array) -> Array:
+        return NARROWING * x + 1
+
+    def wider(self, x: Array) -> Array:
+        return (x - 1) / NARROWING
+
+    def target(self, curvature: Array) -> Array:
+        return curvature
+
+    def pull(self, mean: Array) -> Array:
+        return self.precision @ mean
+
+    def factor(self, x: Array) -> Array:
+        return cholesky(self.precision + (self.frame.T * x) @ self.frame)
+
+    solve, half_log_determinant = Dense.solve, Dense.half_log_determinant
+
+    def spread(self, factor: Array) -> Array:
+        """In the frame."""
+        return solve_lower(factor, self.frame.T)
+
+    def trace(self, x: Array, spread: Array) -> Array:
+        return len(self.precision) - x @ jnp.sum(spread**2, axis=0)
+
+    def products(self, factor: Array, spread: Array, a: Array, b: Array) -> tuple[Array, Array]:
+        pulled = (spread.T @ spread) ** 2 @ a
+        return a @ pulled, b @ pulled
+
+
+class Arrow(NamedTuple):
+    """Precisions packed, of h heads and k other entries: [[D, B^T], [B, A]] with D diagonal. The base has none.
+
+    Its Cholesky factor is [[s, 0], [W, L]] with s = D^(1/2), W = B / s and L L^T = A - W W^T, and packed like it: work
+    grows with h k^2 + k^3, not with (h + k)^3.
+
+    :ivar start: the precision to start from, (h + k,), diagonal. :ivar heads: h.
+    """
+
+    start: Array
+    heads: int
+
+    def begin(self) -> Array:
+        return self._packed(self.start[: self.heads], 0.0, jnp.diag(self.start[self.heads :]))
+
+    narrower, wider = Dense.narrower, Dense.wider
+
+    def target(self, curvature: Array) -> Array:
+        return curvature
+
+    def pull(self, mean: Array) -> Array:
+        return jnp.zeros_like(mean)
+
+    def factor(self, x: Array) -> Array:
+        diagonal, border, corner = self._parts(x)
+        scale = jnp.sqrt(diagonal)
+        border = border / scale
+        return self._packed(scale, border, cholesky(corner - border @ border.T))
+
+    def solve(self, factor: Array, vector: Array) -> Array:
+        return self._solve_transposed(factor, self._solve_lower(factor, vector[:, None]))[:, 0]
+
+    def half_log_determinant(self, factor: Array) -> Array:
+        scale, _, corner = self._parts(factor)
+        return jnp.sum(jnp.log(scale)) + jnp.sum(jnp.log(jnp.diagonal(corner)))
+
+    def spread(self, factor: Array) -> Packed:
+        scale, border, corner = self._parts(factor)
+        inverse = solve_lower(corner, jnp.eye(len(corner), dtype=corner.dtype))
+        rest, border = inverse.T @ inverse, border / scale
+        between = -rest @ border
+        return Packed(self._packed(1 / scale**2 - jnp.sum(border * between, axis=0), between, rest))
+
+    def trace(self, x: Array, spread: Packed) -> Array:
+        return jnp.zeros((), x.dtype)
+
+    def products(self, factor: Array, spread: Packed, a: Array, b: Array) -> tuple[Array, Array]:
+        """Estimates, along a few directions: whole products would take most of the time, and are asked for to know
+        when and how far to go."""
+        probes = jnp.asarray(np.random.default_rng(0).normal(size=(a.shape[1], NUM_PROBES)), a.dtype)
+        directions = self._solve_transposed(factor, probes)
+        a, b = (self._solve_lower(factor, self._times(x, directions)) for x in (a, b))
+        return jnp.sum(a * a) / NUM_PROBES, jnp.sum(a * b) / NUM_PROBES
+
+    def covariance_root(self, factor: Array) -> Array:
+        """The factor's inverse, (h + k, h + k)."""
+        return self._solve_lower(factor, jnp.eye(factor.shape[1], dtype=factor.dtype))
+
+    def _times(self, x: Array, vectors: Array) -> Array:
+        diagonal, border, corner = self._parts(x)
+        head, rest = vectors[: self.heads], vectors[self.heads :]
+        return jnp.concatenate([diagonal[:, None] * head + border.T @ rest, border @ head + corner @ rest])
+
+    def _solve_lower(self, factor: Array, vectors: Array) -> Array:
+        scale, border, corner = self._parts(factor)
+        head = vectors[: self.heads] / scale[:, None]
+        return jnp.concatenate([head, solve_lower(corner, vectors[self.heads :] - border @ head)])
+
+    def _solve_transposed(self, factor: Array, vectors: Array) -> Array:
+        scale, border, corner = self._parts(factor)
+        rest = solve_lower(corner, vectors[self.heads :], transpose=True)
+        return jnp.concatenate([(vectors[: self.heads] - border.T @ rest) / scale[:, None], rest])
+
+    def _parts(self, x: Array) -> tuple[Array, Array, Array]:
+        return x[0, : self.heads], x[1:, : self.heads], x[1:, self.heads :]
+
+    def _packed(self, diagonal: Array, border: Array | float, corner: Array) -> Array:
+        border = jnp.broadcast_to(border, (len(corner), self.heads))
+        first = jnp.concatenate([diagonal, jnp.zeros(len(corner), corner.dtype)])
+        return jnp.concatenate([first[None], jnp.concatenate([border, corner], axis=1)])
+
+
+Form = Dense | Weighted | Arrow

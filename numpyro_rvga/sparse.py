@@ -1,0 +1,138 @@
+"""Models whose terms look at a few entries of theta each, compiled: rows in, a joint solve out."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from .core.block import run_search
+from .core.designs import apply_design
+from .core.factors import Factors
+from .core.objective import Group
+from .core.recursion import State, StepInfo
+from .core.sparse import Order, SparseJoint, Start, sparse_search
+from .engine import Engine, chunks_of
+from .kinds import make_kind
+from .model.arguments import num_rows
+from .model.sparsity import Sparsity, View, sparse_design
+from .model.terms import Terms, constants, merged
+
+
+class SparseProblem(NamedTuple):
+    """What a solve takes.
+
+    :ivar start: where it begins. :ivar chunks: what :attr:`SparseEngine.prepare` returns.
+    """
+
+    start: Start
+    chunks: tuple
+    num_rows: Array
+
+
+class SparseEngine:
+    """Joint solves of all rows and the whole prior.
+
+    :ivar prepare: rows and weights, (chunks, n, ...) arrays -> the terms of rows, of the prior, and of its Gaussian
+        part, as far as they do not depend on theta. :ivar solve: problem -> the state after all rows.
+    """
+
+    def __init__(self, engine: Engine, sparsity: Sparsity):
+        self.sparsity, self._engine = sparsity, engine
+        program, prior = engine.program, engine.program.prior
+        gaussian_options = engine.options._replace(expectation="exact", scheme="implicit")
+        gaussian_kinds = tuple(make_kind(t, gaussian_options, jax.random.key(0), {}) for t in prior.gaussian)
+        self._kinds = engine.kinds, engine.prior_kinds, gaussian_kinds
+        self._seen = [
+            [(terms, sparsity.views[in_prior, terms.site]) for terms in all_terms]
+            for in_prior, all_terms in ((False, program.terms), (True, prior.terms), (True, prior.gaussian))
+        ]
+        self._is_affine = engine.is_affine and all(terms.is_affine for terms in prior.terms)
+        self.compiled = engine.compiled
+        self.prepare = engine.compiled(self._prepare)
+        self.solve = engine.compiled(self._solve)
+
+    def problem(
+        self, rows: dict[str, np.ndarray], start: Start | None = None, weights: np.ndarray | None = None
+    ) -> SparseProblem:
+        """For all rows. ``start``: where to begin; default: at the prior's marginals."""
+        program = self._engine.program
+        start = Start(*(program.marginals[:2] if start is None else start))
+        start = Start(*[np.asarray(x, program.dtype) for x in start])
+        chunks = self.prepare(*chunks_of(self._engine, rows, self.sparsity.numbers_per_row, weights))
+        total = num_rows(rows) if weights is None else np.count_nonzero(weights)
+        return SparseProblem(self._engine.devices.put(start), chunks, np.int32(total))
+
+    def initial_state(self) -> State:
+        """The prior's marginals, as the state before the first row."""
+        mean, variance = (jnp.asarray(x, self._engine.program.dtype) for x in self._engine.program.marginals[:2])
+        zero = jnp.zeros((), mean.dtype)
+        return State(mean, jnp.zeros_like(mean), jnp.diag(jnp.sqrt(variance)), zero, None, jnp.zeros((), jnp.int32))
+
+    def joint(self, problem: SparseProblem) -> SparseJoint:
+        """The solve as a search."""
+        order = Order(self.sparsity.order, self.sparsity.heads)
+        groups = [
+            Group(kinds, partial(self._linearise, seen), chunks)
+            for kinds, seen, chunks in zip(self._kinds, self._seen, problem.chunks)
+        ]
+        return sparse_search(*groups, order, problem.start, self._engine.settings(), is_affine=self._is_affine)
+
+    def _solve(self, problem: SparseProblem) -> tuple[State, StepInfo]:
+        joint = self.joint(problem)
+        return joint.absorb(run_search(joint.search), problem.num_rows)
+
+    def _prepare(self, rows: dict, weights: Array) -> tuple:
+        of_rows, *of_prior = self._seen
+        one = jnp.ones((1, 1), weights.dtype)
+        found = [jax.vmap(partial(self._prepare_chunk, of_rows))(rows, weights)]
+        return *found, *[jax.vmap(partial(self._prepare_chunk, seen))({}, one) for seen in of_prior]
+
+    def _prepare_chunk(self, seen: list[tuple[Terms, View]], rows: dict, weights: Array) -> tuple:
+        origin, prepared = jnp.zeros(self.sparsity.order.size, self._engine.program.dtype), []
+        for terms, view in seen:
+            weight = jnp.broadcast_to(weights[:, None].astype(origin.dtype), (len(weights), terms.num_elements))
+            nothing = jnp.zeros((*weight.shape, terms.num_predictors, 0), origin.dtype)
+            known = merged((weight, constants(terms, rows), nothing))
+            if terms.is_affine:
+                prepared.append(Factors(*sparse_design(terms, view, origin, rows), known))
+            else:
+                prepared.append((rows, known))
+        return tuple(prepared)
+
+    def _linearise(self, seen: list[tuple[Terms, View]], prepared: tuple, ordered: Array) -> tuple[Factors, ...]:
+        """Factors at theta (P,), in the sparsity's order."""
+        factors: list[Any] = []
+        for (terms, view), known in zip(seen, prepared):
+            if terms.is_affine:
+                factors.append(known._replace(offset=known.offset + apply_design(known.design, ordered)))
+            else:
+                rows, constants_known = known
+                theta = ordered[np.argsort(self.sparsity.order)]
+                factors.append(Factors(*sparse_design(terms, view, theta, rows), constants_known))
+        return tuple(factors)
+
+
+class SparseEngines:
+    """Those of engines, compiled once for each way in which rows look at theta."""
+
+    def __init__(self):
+        self._known: dict[Engine, SparseEngine] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without what is compiled, for other processes."""
+        return {"_known": {}}
+
+    def get(self, engine: Engine, rows: dict[str, np.ndarray]) -> SparseEngine | None:
+        """For all rows there are; None if terms look at more than a few entries of theta, or theta is short."""
+        sparsity = engine.program.find_sparsity(engine.program.inputs(rows))
+        if sparsity is None:
+            return None
+        known = self._known.get(engine)
+        if known is None or known.sparsity.key != sparsity.key:
+            known = self._known[engine] = SparseEngine(engine, sparsity)
+        return known

@@ -1,0 +1,196 @@
+"""Crossed and nested effects, of which each row looks at a few: what is found, and that the answer is the same."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import pytest
+
+from numpyro_rvga import RVGA, FixedPointVI
+from numpyro_rvga.model import sparsity
+from numpyro_rvga.model.program import Program
+
+NUM_A, NUM_B, NUM_ROWS = 17, 9, 300
+SCALES = 1.5, 0.8
+NOISE = 0.6
+
+
+@pytest.fixture(autouse=True)
+def short_theta_counts(monkeypatch):
+    monkeypatch.setattr(sparsity, "FEWEST_PARAMETERS", 10)
+
+
+@pytest.fixture(scope="module")
+def rows():
+    rng = np.random.default_rng(0)
+    a, b, x = rng.integers(0, NUM_A, NUM_ROWS), rng.integers(0, NUM_B, NUM_ROWS), rng.normal(size=NUM_ROWS)
+    effects = SCALES[0] * rng.normal(size=NUM_A)[a] + SCALES[1] * rng.normal(size=NUM_B)[b]
+    outcome = 0.5 + effects + 0.3 * x
+    return {
+        "normal": {"a": a, "b": b, "x": x, "y": outcome + NOISE * rng.normal(size=NUM_ROWS)},
+        "counts": {"a": a, "b": b, "x": x, "y": rng.poisson(np.exp(0.5 * outcome)).astype(float)},
+    }
+
+
+def conjugate(a, b, x, y=None):
+    m = numpyro.sample("m", dist.Normal(1.0, 2.0))
+    slope = numpyro.sample("slope", dist.Normal(0.0, 1.0))
+    u = numpyro.sample("u", dist.Normal(0.0, SCALES[0]).expand([NUM_A]).to_event(1))
+    v = numpyro.sample("v", dist.Normal(m, SCALES[1]).expand([NUM_B]).to_event(1))
+    with numpyro.plate("rows", len(a)):
+        numpyro.sample("y", dist.Normal(u[a] + v[b] + slope * x, NOISE), obs=y)
+
+
+def linked(link, centred=True, slopes=False):
+    """A model of unknown scales, whose outcomes are normal, of unknown scale too, or counts."""
+
+    def model(a, b, x, y=None):
+        m = numpyro.sample("m", dist.Normal(0.0, 2.0))
+        tau = numpyro.sample("tau", dist.HalfNormal(1.0).expand([2]).to_event(1))
+        u = numpyro.sample("u", dist.Normal(0.0, tau[0] if centred else 1.0).expand([NUM_A]).to_event(1))
+        v = numpyro.sample("v", dist.Normal(0.0, tau[1]).expand([NUM_B]).to_event(1))
+        predictor = m + (u if centred else tau[0] * u)[a] + v[b]
+        if slopes:
+            s = numpyro.sample("s", dist.Normal(0.0, 0.5).expand([NUM_A, 2]).to_event(2))
+            predictor = predictor + s[a, 0] * x + s[a, 1] * jnp.sin(x)
+        sigma = numpyro.sample("sigma", dist.HalfNormal(1.0)) if link == "normal" else None
+        with numpyro.plate("rows", len(a)):
+            of_rows = dist.Normal(predictor, sigma) if link == "normal" else dist.Poisson(jnp.exp(predictor))
+            numpyro.sample("y", of_rows, obs=y)
+
+    return model
+
+
+def by_whole_matrices(model, data, monkeypatch):
+    monkeypatch.setattr(sparsity, "FEWEST_PARAMETERS", 10**6)
+    return FixedPointVI(model).run(data, progress_bar=False)
+
+
+def sparsity_of(model, data):
+    program = Program(model, data, {})
+    return program.find_sparsity(data)
+
+
+def test_linear_effects_are_exact(rows):
+    data = rows["normal"]
+    found = FixedPointVI(conjugate).run(data, progress_bar=False)
+    design = np.zeros((NUM_ROWS, 2 + NUM_A + NUM_B))  # of m, slope, u, v - m
+    design[:, 0], design[:, 1] = 1, data["x"]
+    design[np.arange(NUM_ROWS), 2 + data["a"]] = 1
+    design[np.arange(NUM_ROWS), 2 + NUM_A + data["b"]] = 1
+    variance = np.concatenate([[4.0, 1.0], np.full(NUM_A, SCALES[0] ** 2), np.full(NUM_B, SCALES[1] ** 2)])
+    sigma = np.linalg.inv(np.diag(1 / variance) + design.T @ design / NOISE**2)
+    prior_mean = np.concatenate([[1.0], np.zeros(1 + NUM_A + NUM_B)])
+    mean = sigma @ (prior_mean / variance + design.T @ data["y"] / NOISE**2)
+    centred = np.eye(len(mean))
+    centred[2 + NUM_A :, 0] = 1  # v = m + what is left
+    np.testing.assert_allclose(found.mean, centred @ mean, atol=1e-7)
+    np.testing.assert_allclose(found.covariance, centred @ sigma @ centred.T, atol=1e-8)
+    marginal = np.diag(np.full(NUM_ROWS, NOISE**2)) + design @ np.diag(variance) @ design.T
+    evidence = dist.MultivariateNormal(jnp.asarray(design @ prior_mean), jnp.asarray(marginal)).log_prob(data["y"])
+    np.testing.assert_allclose(found.elbo, evidence, rtol=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("link", "options"),
+    [("normal", {}), ("counts", {}), ("normal", {"slopes": True}), ("normal", {"centred": False})],
+    ids=["normal", "counts", "slopes", "not centred"],
+)
+def test_unknown_scales_are_found_as_by_whole_matrices(rows, link, options, monkeypatch):
+    model, data = linked(link, **options), rows[link]
+    assert sparsity_of(model, data) is not None
+    sparse = FixedPointVI(model).run(data, progress_bar=False)
+    dense = by_whole_matrices(model, data, monkeypatch)
+    deviation = np.sqrt(np.diag(dense.covariance))
+    np.testing.assert_allclose(sparse.elbo, dense.elbo, atol=1e-4 if options.get("centred", True) else 0.05)
+    np.testing.assert_allclose(sparse.mean / deviation, dense.mean / deviation, atol=0.01)
+    np.testing.assert_allclose(sparse.covariance, dense.covariance, atol=0.01 * np.max(deviation) ** 2)
+
+
+def test_a_solve_may_begin_at_a_posterior(rows):
+    model, data = linked("normal"), rows["normal"]
+    method = FixedPointVI(model)
+    first = method.run(data, progress_bar=False)
+    again = method.run(data, init=first, progress_bar=False)
+    np.testing.assert_allclose(again.elbo, first.elbo, atol=1e-7)
+    assert again.info["iterations"] < first.info["iterations"]
+
+
+def test_single_precision_comes_near(rows, monkeypatch):
+    model, data = linked("normal"), rows["normal"]
+    double = FixedPointVI(model).run(data, progress_bar=False)
+    with jax.enable_x64(False):
+        single = FixedPointVI(model).run(data, progress_bar=False)
+    deviation = np.sqrt(np.diag(double.covariance))
+    assert np.max(np.abs(np.asarray(single.mean) - double.mean) / deviation) < 0.02
+
+
+def test_what_a_sparsity_says(rows):
+    found = sparsity_of(linked("normal", slopes=True), rows["normal"])
+    assert found.heads == NUM_A
+    assert len(found.views[False, "y"].strands) == 6  # u, v, two slopes, m and sigma
+    assert found.views[False, "y"].headed and found.views[True, "u"].headed and not found.views[True, "v"].headed
+    assert sorted(found.order) == list(range(found.order.size))
+
+
+def walk(a, b, x, y=None):
+    u = numpyro.sample("u", dist.GaussianRandomWalk(1.0, NUM_A * 5))
+    with numpyro.plate("rows", len(a)):
+        numpyro.sample("y", dist.Normal(u[a], NOISE), obs=y)
+
+
+def two_of_one_site(a, b, x, y=None):
+    u = numpyro.sample("u", dist.Normal(0.0, 1.0).expand([NUM_A * 5]).to_event(1))
+    with numpyro.plate("rows", len(a)):
+        numpyro.sample("y", dist.Normal(u[a] - u[b + NUM_A], NOISE), obs=y)
+
+
+def wide(a, b, x, y=None):
+    u = numpyro.sample("u", dist.Normal(0.0, 1.0).expand([80]).to_event(1))
+    with numpyro.plate("rows", len(a)):
+        numpyro.sample("y", dist.Normal(jnp.cos(x[:, None] * jnp.arange(80)) @ u, NOISE), obs=y)
+
+
+@pytest.mark.parametrize("model", [walk, two_of_one_site, wide])
+def test_terms_that_look_at_more_are_left_to_whole_matrices(rows, model):
+    assert sparsity_of(model, rows["normal"]) is None
+
+
+def test_one_row_that_looks_at_more_is_noticed(rows):
+    def model(a, b, x, y=None):
+        u = numpyro.sample("u", dist.Normal(0.0, 1.0).expand([100]).to_event(1))
+        with numpyro.plate("rows", len(a)):
+            numpyro.sample("y", dist.Normal(u[a] + jnp.where(x > 0, u[b + 50], 0.0), NOISE), obs=y)
+
+    data = dict(rows["normal"], x=np.where(np.arange(NUM_ROWS) == 250, 1.0, -1.0))
+    assert sparsity_of(model, dict(data, x=-np.ones(NUM_ROWS))) is not None
+    assert sparsity_of(model, data) is None
+
+
+@pytest.mark.parametrize("link", ["normal", "counts"])
+def test_rvga_solves_for_all_rows_at_once(rows, link):
+    data, model = rows[link], linked(link)
+    found, best = (method(model).run(data, progress_bar=False) for method in (RVGA, FixedPointVI))
+    np.testing.assert_allclose(found.elbo, best.elbo, atol=1e-6)
+    np.testing.assert_allclose(found.mean, best.mean, atol=1e-4)
+    assert found.num_rows == NUM_ROWS and found.info["first_block"] == NUM_ROWS
+
+
+def test_rvga_leaves_out_rows_that_cannot_be_used(rows):
+    data, model = dict(rows["normal"]), linked("normal")
+    data["y"] = np.where(np.arange(NUM_ROWS) == 7, np.nan, data["y"])
+    found = RVGA(model).run(data, on_bad_row="skip", progress_bar=False)
+    best = RVGA(model).run({name: np.delete(array, 7) for name, array in data.items()}, progress_bar=False)
+    np.testing.assert_allclose(found.elbo, best.elbo, atol=1e-6)
+    assert found.info["skipped_rows"].tolist() == [7]
+
+
+def test_rvga_takes_in_more_rows_afterwards(rows):
+    model, data = linked("normal"), rows["normal"]
+    parts = [{name: array[part] for name, array in data.items()} for part in (slice(0, 270), slice(270, None))]
+    found = RVGA(model).run(parts[0], progress_bar=False).update(parts[1], progress_bar=False)
+    best = FixedPointVI(model).run(data, progress_bar=False)
+    deviation = np.sqrt(np.diag(best.covariance))
+    assert np.max(np.abs(found.mean - best.mean) / deviation) < 0.3
+    assert found.num_rows == NUM_ROWS
