@@ -178,7 +178,7 @@ class Posterior:
         """
         return self.constrain(self.mean)
 
-    def quantiles(self, quantiles: ArrayLike) -> dict[str, Array]:
+    def quantiles(self, quantiles: ArrayLike | Sequence[float]) -> dict[str, Array]:
         """Quantiles of q's marginals, as :meth:`~numpyro.infer.autoguide.AutoMultivariateNormal.quantiles` has them.
 
         **Example**
