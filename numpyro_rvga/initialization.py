@@ -31,13 +31,12 @@ def init_to_module(site: dict | None = None) -> Any:
         >>> from numpyro.contrib.module import random_flax_module
         >>> from numpyro_rvga import BONG, init_to_module
         >>> def network(X, y=None):
-        ...     layers = linen.Sequential([linen.Dense(4), linen.tanh, linen.Dense(1)])
-        ...     logits = random_flax_module("net", layers, dist.Normal(0, 1), input_shape=(2,))
+        ...     logits = random_flax_module("net", linen.Dense(1), dist.Normal(0, 1), input_shape=(2,))
         ...     with numpyro.plate("rows", X.shape[0]):
         ...         numpyro.sample("y", dist.Bernoulli(logits=logits(X)[:, 0]), obs=y)
         >>> start = BONG(network, init_loc_fn=init_to_module).init(data).gaussian.mean
-        >>> int((start != 0).sum()), start.size  # layers draw their kernels, and start their biases at zero
-        (12, 17)
+        >>> int((start != 0).sum()), start.size  # the layer draws its kernel, and starts its bias at zero
+        (2, 3)
     """
     return init_to_module if site is None else None
 

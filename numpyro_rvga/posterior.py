@@ -452,10 +452,9 @@ class Posterior:
 
         .. doctest::
 
-            >>> early = RVGA(model).run({"X": X[:150], "y": data["y"][:150]}, progress_bar=False)
-            >>> late = early.update({"X": X[150:], "y": data["y"][150:]}, progress_bar=False)
-            >>> early.num_rows, late.num_rows
-            (150, 200)
+            >>> later = posterior.update(data, progress_bar=False)  # as if these were new rows
+            >>> posterior.num_rows, later.num_rows
+            (200, 400)
 
         :param data: rows as :meth:`RVGA.run` takes them.
         :param kwargs: passed on to the method that made this posterior.
