@@ -1,4 +1,8 @@
-"""Gaussian posteriors of NumPyro models in one pass over the data."""
+"""Gaussian posteriors of NumPyro models in one pass over the data.
+
+The public interface is what ``__all__`` names, with :mod:`numpyro_rvga.metrics`, which judges predictions, and
+:mod:`numpyro_rvga.distributed`, which runs on Dask clusters. Other modules may change without notice.
+"""
 
 from .arrow import ParquetRows, arrow_blocks
 from .bong import BONG

@@ -27,10 +27,20 @@ class ParquetRows:
 
     **Example**
 
-    .. code-block:: python
+    With the model and the data of :class:`RVGA`'s example:
 
-        rows = ParquetRows("flights/", {"X": ["distance", "hour"], "y": "delay"})
-        posterior = RVGA(model).run(rows)
+    .. doctest::
+
+        >>> import pyarrow
+        >>> import pyarrow.parquet
+        >>> from numpyro_rvga import ParquetRows
+        >>> table = pyarrow.table({"distance": X[:, 0], "hour": X[:, 1], "late": data["y"]})
+        >>> pyarrow.parquet.write_table(table, "flights.parquet", row_group_size=64)
+        >>> rows = ParquetRows("flights.parquet", {"X": ["distance", "hour"], "y": "late"})
+        >>> rows
+        ParquetRows(200 rows in 4 row groups)
+        >>> RVGA(model).run(rows, progress_bar=False).num_rows
+        200
 
     Values that are missing become NaN: pass ``on_bad_row="skip"`` to leave such rows out.
 
@@ -95,6 +105,17 @@ class ParquetRows:
 
 def arrow_blocks(batches: Iterable[Any], columns: Columns) -> Iterator[dict[str, np.ndarray]]:
     """Blocks for ``run`` from an iterable of ``pyarrow.RecordBatch``, such as a Flight reader gives.
+
+    **Example**
+
+    .. doctest::
+
+        >>> import pyarrow
+        >>> from numpyro_rvga import arrow_blocks
+        >>> table = pyarrow.table({"distance": [3.0, 1.5, 2.0], "hour": [9.0, 7.5, 23.0], "late": [0, 1, 0]})
+        >>> blocks = arrow_blocks(table.to_batches(max_chunksize=2), {"X": ["distance", "hour"], "y": "late"})
+        >>> [(block["X"].shape, block["y"].tolist()) for block in blocks]
+        [((2, 2), [0, 1]), ((1, 2), [0])]
 
     :param batches: record batches, or tables.
     :param columns: as for :class:`ParquetRows`.

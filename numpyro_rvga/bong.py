@@ -44,10 +44,14 @@ class BONG:
 
     **Example**
 
-    .. code-block:: python
+    With the model and the data of :class:`RVGA`'s example:
 
-        posterior = BONG(model, family="low-rank", rank=10).run({"X": X, "y": y})
-        posterior = BONG.preset("lo-fi", model, rank=10).run({"X": X, "y": y})
+    .. doctest::
+
+        >>> from numpyro_rvga import BONG
+        >>> diagonal = BONG(model, family="diagonal").run(data, progress_bar=False)
+        >>> print(np.asarray(diagonal.mean).round(0), diagonal.num_rows)
+        [ 1. -2.] 200
 
     :param model: a NumPyro model whose rows are conditionally independent given global, continuous latents.
     :param str rule: ``"bong"`` takes one natural-gradient step on the expected log-likelihood, ``"bog"`` one plain
@@ -140,6 +144,17 @@ class BONG:
     def preset(cls, name: str, model: Callable, **options: Any) -> BONG:
         """A method by the name that the literature gives it; see :data:`numpyro_rvga.presets.PRESETS`.
 
+        **Example**
+
+        With the model and the data of :class:`RVGA`'s example:
+
+        .. doctest::
+
+            >>> from numpyro_rvga import BONG
+            >>> lo_fi = BONG.preset("lo-fi", model, rank=1).run(data, progress_bar=False)
+            >>> print(np.asarray(lo_fi.mean).round(0))
+            [ 1. -2.]
+
         :param options: others than the preset fixes, and those that it leaves open, such as ``rank``.
         :raises ValueError: for unknown names, and options that the preset fixes.
         """
@@ -168,6 +183,18 @@ class BONG:
         **model_kwargs: Any,
     ) -> Posterior:
         """Take in the data, block by block.
+
+        **Example**
+
+        With the model and the data of :class:`RVGA`'s example:
+
+        .. doctest::
+
+            >>> from numpyro_rvga import BONG
+            >>> spread = lambda q: float(q.covariance.trace()) ** 0.5
+            >>> seen = BONG(model).run(data, progress_bar=False, callback=spread, callback_every=100).info["callback"]
+            >>> len(seen), seen[0] > seen[1]  # after 100 and 200 rows
+            (2, True)
 
         :param data: as for :meth:`RVGA.run`.
         :param rng_key: for draws of theta, ``shuffle`` and ``init_loc_fn``. Default: ``jax.random.key(0)``.

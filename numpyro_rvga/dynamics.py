@@ -19,6 +19,17 @@ from .model.layout import Layout
 class RandomWalk:
     """theta_t = theta_(t-1) + scale * noise, before each update.
 
+    **Example**
+
+    With the model, the data and the posterior of :class:`RVGA`'s example:
+
+    .. doctest::
+
+        >>> from numpyro_rvga import RandomWalk
+        >>> now = RVGA(model, dynamics=RandomWalk({"slopes": 0.1})).run(data, progress_bar=False)
+        >>> bool((now.covariance.diagonal() > posterior.covariance.diagonal()).all())  # old rows tell less of today
+        True
+
     :param scale: standard deviation of a step: one for all parameters, or a mapping from site names to numbers or
         arrays of the site's unconstrained shape. Sites that are not named stay where they are.
     :raises ValueError: for negative scales.
@@ -45,6 +56,17 @@ class RandomWalk:
 class OrnsteinUhlenbeck:
     """theta_t - m = decay (theta_(t-1) - m) + noise, whose stationary distribution is the prior, of mean m.
 
+    **Example**
+
+    With the model, the data and the posterior of :class:`RVGA`'s example:
+
+    .. doctest::
+
+        >>> from numpyro_rvga import OrnsteinUhlenbeck
+        >>> now = RVGA(model, dynamics=OrnsteinUhlenbeck(0.9)).run(data, progress_bar=False)
+        >>> bool((abs(now.mean) < abs(posterior.mean)).all())  # drawn back to the prior's mean, zero
+        True
+
     :param decay: from 0 (each update starts from the prior) to 1 (no movement).
     :raises ValueError: for other values of ``decay``.
     """
@@ -64,6 +86,18 @@ class OrnsteinUhlenbeck:
 @dataclass(frozen=True)
 class LinearDynamics:
     """theta_t = matrix theta_(t-1) + offset + noise, in the order of :attr:`Posterior.mean`.
+
+    **Example**
+
+    With the model, the data and the posterior of :class:`RVGA`'s example:
+
+    .. doctest::
+
+        >>> from numpyro_rvga import LinearDynamics
+        >>> drift = LinearDynamics(np.eye(2), np.array([0.1, 0.0]), 0.01 * np.eye(2))  # the first slope grows
+        >>> now = RVGA(model, dynamics=drift).run(data, progress_bar=False)
+        >>> bool(now.mean[0] > posterior.mean[0])
+        True
 
     :param matrix: ``(P, P)``.
     :param offset: ``(P,)``.

@@ -36,11 +36,14 @@ class FixedPointVI:
 
     **Example**
 
-    .. code-block:: python
+    With the model and the data of :class:`RVGA`'s example:
 
-        posterior = FixedPointVI(model).run({"X": X, "y": y})
-        posterior.elbo
-        posterior.info["bounds"]
+    .. doctest::
+
+        >>> from numpyro_rvga import FixedPointVI
+        >>> best = FixedPointVI(model).run(data, progress_bar=False)
+        >>> print(np.asarray(best.mean).round(1), round(best.elbo), best.info["converged"])
+        [ 1.3 -2. ] -91 True
 
     Normal latents inside the row plate, of known scale, are integrated out with their conditional prior (sparse
     Gaussian processes). Models that do not run on some of the rows alone, such as those with a latent value for each
@@ -105,6 +108,17 @@ class FixedPointVI:
         **model_kwargs: Any,
     ) -> Posterior:
         """Maximise the bound.
+
+        **Example**
+
+        With the model, the data and the posterior of :class:`RVGA`'s example:
+
+        .. doctest::
+
+            >>> from numpyro_rvga import FixedPointVI
+            >>> best = FixedPointVI(model).run(data, init=posterior, progress_bar=False)
+            >>> best.elbo >= posterior.elbo - 1e-3, bool(np.all(np.diff(best.info["bounds"]) >= -1e-3))
+            (True, True)
 
         :param data: a mapping from the model's argument names to arrays that share their leading axis, the rows; or a
             tuple of such arrays for positional arguments. Their Jacobians are in memory one chunk of rows at a time.
@@ -199,11 +213,16 @@ class FixedPointVI:
 
         **Example**
 
-        .. code-block:: python
+        With the model, the data and the posterior of :class:`RVGA`'s example:
 
-            conditions = FixedPointVI.conditions(model, data, posterior=posterior)
-            print(conditions)
-            conditions.plot()
+        .. doctest::
+
+            >>> from numpyro_rvga import FixedPointVI
+            >>> conditions = FixedPointVI.conditions(model, data, posterior=posterior)
+            >>> conditions.positive, conditions.increasing, conditions.decreasing
+            (True, False, False)
+            >>> print(conditions.sites["y"].posterior)
+            condition 1 holds, condition 2a fails, condition 2b fails
 
         :param model: a NumPyro model, as for the constructor.
         :param data: rows with their outcome, as :meth:`run` takes them. Over the grid, at most 200 different densities

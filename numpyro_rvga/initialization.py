@@ -20,6 +20,23 @@ def init_to_module(site: dict | None = None) -> Any:
 
     The prior of a network's weights is centred at zero, and there the network has no gradient: it is a saddle. Other
     sites start at their prior's mean. For ``init_loc_fn`` of :class:`BONG`.
+
+    **Example**
+
+    With the data of :class:`RVGA`'s example:
+
+    .. doctest::
+
+        >>> from flax import linen
+        >>> from numpyro.contrib.module import random_flax_module
+        >>> from numpyro_rvga import BONG, init_to_module
+        >>> def network(X, y=None):
+        ...     logits = random_flax_module("net", linen.Dense(1), dist.Normal(0, 1), input_shape=(2,))
+        ...     with numpyro.plate("rows", X.shape[0]):
+        ...         numpyro.sample("y", dist.Bernoulli(logits=logits(X)[:, 0]), obs=y)
+        >>> start = BONG(network, init_loc_fn=init_to_module).init(data).gaussian.mean
+        >>> int((start != 0).sum()), start.size  # the layer draws its kernel, and starts its bias at zero
+        (2, 3)
     """
     return init_to_module if site is None else None
 

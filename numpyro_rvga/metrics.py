@@ -42,6 +42,17 @@ def log_predictive_density(
 
     Densities are averaged, not their logarithms nor the predictors.
 
+    **Example**
+
+    With the model, the data and the posterior of :class:`RVGA`'s example:
+
+    .. doctest::
+
+        >>> from numpyro_rvga import metrics
+        >>> found = metrics.log_predictive_density(posterior, data)
+        >>> found.shape, bool((found < 0).all())
+        ((200,), True)
+
     :param data: rows with their outcome, as :meth:`RVGA.run` takes them.
     :param method: ``"linearized"``: the predictors (logits, say) are linearised in the parameters at q's mean and are
         then Gaussian; exact for predictors that are linear, and for networks better than ``"monte_carlo"``, which
@@ -55,7 +66,18 @@ def log_predictive_density(
 
 
 def nlpd(posterior: Posterior, data: Mapping[str, ArrayLike] | tuple, **options: Any) -> float:
-    """The mean negative log predictive density of the rows; options as for :func:`log_predictive_density`."""
+    """The mean negative log predictive density of the rows; options as for :func:`log_predictive_density`.
+
+    **Example**
+
+    With the model, the data and the posterior of :class:`RVGA`'s example:
+
+    .. doctest::
+
+        >>> from numpyro_rvga import metrics
+        >>> round(metrics.nlpd(posterior, data), 2), bool(metrics.nlpd(posterior, data) < np.log(2))  # of guessing
+        (0.43, True)
+    """
     return -float(np.mean(log_predictive_density(posterior, data, **options)))
 
 
@@ -69,6 +91,17 @@ def outcome_probabilities(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Probabilities of all outcomes of a discrete observed site, averaged over q.
 
+    **Example**
+
+    With the model, the data and the posterior of :class:`RVGA`'s example:
+
+    .. doctest::
+
+        >>> from numpyro_rvga import metrics
+        >>> outcomes, probabilities = metrics.outcome_probabilities(posterior, data)
+        >>> outcomes.tolist(), probabilities.shape, bool(np.allclose(probabilities.sum(1), 1, atol=1e-3))
+        ([0, 1], (200, 2), True)
+
     :param data: rows, with their outcome (which is used for its form only).
     :return: the outcomes (K,), and their probabilities in each row, (n, K).
     :raises ValueError: if the model has not one observed site with finitely many outcomes, taken from one data array.
@@ -79,7 +112,18 @@ def outcome_probabilities(
 
 
 def misclassification(posterior: Posterior, data: Mapping[str, ArrayLike] | tuple, **options: Any) -> float:
-    """The share of rows whose most probable outcome is not theirs; options as for :func:`outcome_probabilities`."""
+    """The share of rows whose most probable outcome is not theirs; options as for :func:`outcome_probabilities`.
+
+    **Example**
+
+    With the model, the data and the posterior of :class:`RVGA`'s example:
+
+    .. doctest::
+
+        >>> from numpyro_rvga import metrics
+        >>> round(metrics.misclassification(posterior, data), 2)
+        0.2
+    """
     outcomes, probabilities = outcome_probabilities(posterior, data, **options)
     return float(np.mean(outcomes[probabilities.argmax(axis=1)] != _observed(posterior, data)))
 
@@ -88,7 +132,18 @@ def expected_calibration_error(
     posterior: Posterior, data: Mapping[str, ArrayLike] | tuple, *, num_bins: int = 15, **options: Any
 ) -> float:
     """How far the probability of the most probable outcome is from the share of rows where it is right: the mean over
-    rows of the difference within their bin, of ``num_bins`` bins of equal width."""
+    rows of the difference within their bin, of ``num_bins`` bins of equal width.
+
+    **Example**
+
+    With the model, the data and the posterior of :class:`RVGA`'s example:
+
+    .. doctest::
+
+        >>> from numpyro_rvga import metrics
+        >>> metrics.expected_calibration_error(posterior, data, num_bins=5) < 0.1
+        True
+    """
     outcomes, probabilities = outcome_probabilities(posterior, data, **options)
     confidence = probabilities.max(axis=1)
     right = outcomes[probabilities.argmax(axis=1)] == _observed(posterior, data)
@@ -101,6 +156,17 @@ def prequential_log_density(
     method: BONG, data: Any, *, prediction: str = "linearized", **run_options: Any
 ) -> np.ndarray:
     """The log predictive density of each row under q before it was seen: the measure for streams that drift.
+
+    **Example**
+
+    With the model and the data of :class:`RVGA`'s example:
+
+    .. doctest::
+
+        >>> from numpyro_rvga import BONG, metrics
+        >>> found = metrics.prequential_log_density(BONG(model), data, progress_bar=False)
+        >>> found.shape, bool(found[100:].mean() > found[:100].mean())  # it learns
+        ((200,), True)
 
     :param method: what is to run over the data.
     :param prediction: ``"linearized"`` or ``"plugin"``.

@@ -34,6 +34,17 @@ class Posterior:
     The sites are flattened in the order of :attr:`site_names`. Posteriors are made by ``RVGA(model).run(data)`` and its
     relatives, seldom by hand.
 
+    **Example**
+
+    With the posterior of :class:`RVGA`'s example:
+
+    .. doctest::
+
+        >>> posterior
+        Posterior(sites=(slopes), size=2, num_rows=200, elbo=-91.2...)
+        >>> posterior.site_names, posterior.mean.shape, posterior.covariance.shape
+        (('slopes',), (2,), (2, 2))
+
     :param program: the compiled model.
     :param gaussian: q, of any family: its arrays have P entries along their last axis.
     :param elbo: the bound on log p(data), where the method has it.
@@ -104,6 +115,16 @@ class Posterior:
     ) -> dict[str, Array]:
         """Draw from q.
 
+        **Example**
+
+        With the posterior of :class:`RVGA`'s example:
+
+        .. doctest::
+
+            >>> import jax
+            >>> posterior.sample_posterior(jax.random.key(0), (500,))["slopes"].shape
+            (500, 2)
+
         :param rng_key: random key.
         :param sample_shape: leading shape of the draws.
         :param data: rows whose own latent variables are to be drawn too: under q they follow their conditional prior.
@@ -142,14 +163,33 @@ class Posterior:
     def median(self) -> dict[str, Array]:
         """The median of q's marginals, as :meth:`~numpyro.infer.autoguide.AutoMultivariateNormal.median` has it.
 
+        **Example**
+
+        With the posterior of :class:`RVGA`'s example:
+
+        .. doctest::
+
+            >>> print(np.asarray(posterior.median()["slopes"]).round(1))
+            [ 1.3 -2. ]
+
         :return: the constrained latent sites, and the deterministic sites outside the row plate, at the mean of q. This
             is the marginal median wherever the site's transform acts elementwise (not for a simplex, say), and
             for a deterministic site only where it is a monotone function of one latent value.
         """
         return self.constrain(self.mean)
 
-    def quantiles(self, quantiles: ArrayLike) -> dict[str, Array]:
+    def quantiles(self, quantiles: ArrayLike | Sequence[float]) -> dict[str, Array]:
         """Quantiles of q's marginals, as :meth:`~numpyro.infer.autoguide.AutoMultivariateNormal.quantiles` has them.
+
+        **Example**
+
+        With the posterior of :class:`RVGA`'s example:
+
+        .. doctest::
+
+            >>> low, high = posterior.quantiles([0.05, 0.95])["slopes"]
+            >>> print(np.asarray(high - low).round(1))
+            [0.8 1. ]
 
         :param quantiles: one probability or an array of them.
         :return: dict of sites of shape ``(*quantiles.shape, *site_shape)``: the marginal quantiles in unconstrained
@@ -163,6 +203,16 @@ class Posterior:
 
         This is a density in unconstrained space: the log-determinants of the transforms are not added. It is what
         the model's log joint in unconstrained space (NumPyro's negative potential energy) compares with.
+
+        **Example**
+
+        With the posterior of :class:`RVGA`'s example:
+
+        .. doctest::
+
+            >>> densities = posterior.log_prob({"slopes": np.array([[1.0, -2.0], [0.0, 0.0]])})
+            >>> densities.shape, bool(densities[0] > densities[1])
+            ((2,), True)
 
         :param sites: constrained values of every latent site, with any common leading shape. Other entries, such as
             deterministic sites, are ignored.
@@ -188,6 +238,19 @@ class Posterior:
         The figures are those of constrained values. They come from a fixed set of mirrored draws, so they are the same
         at every call; for sites on the real line the mean and the median are exact.
 
+        **Example**
+
+        With the posterior of :class:`RVGA`'s example:
+
+        .. doctest::
+
+            >>> posterior.print_summary()
+            <BLANKLINE>
+                            mean       std    median      5.0%     95.0%
+             slopes[0]      1.28 ...
+             slopes[1]     -2.03 ...
+            <BLANKLINE>
+
         :param prob: the probability of the interval.
         :raises ValueError: if ``prob`` is not between 0 and 1.
         """
@@ -207,6 +270,19 @@ class Posterior:
         method: str = "monte_carlo",
     ) -> dict[str, Any]:
         """Predict the observed sites of new rows.
+
+        **Example**
+
+        With the posterior of :class:`RVGA`'s example:
+
+        .. doctest::
+
+            >>> import jax
+            >>> new = {"X": np.array([[1.0, 0.0], [0.0, 1.0], [0.0, 0.0]])}
+            >>> posterior.predictive(jax.random.key(0), new, num_samples=500)["y"].shape
+            (500, 3)
+            >>> print(np.asarray(posterior.predictive(None, new, method="closed_form")["y"]["mean"]).round(1))
+            [0.8 0.1 0.5]
 
         :param rng_key: random key; ``closed_form`` needs none.
         :param data: rows as :meth:`RVGA.run` takes them, with or without the outcome. They may be new even where the
@@ -237,21 +313,69 @@ class Posterior:
         coords: Mapping[str, Any] | None = None,
         dims: Mapping[str, list[str]] | None = None,
     ) -> Any:
-        """Convert to ArviZ; see :func:`numpyro_rvga.arviz.to_arviz`."""
+        """Convert to ArviZ; see :func:`numpyro_rvga.arviz.to_arviz`.
+
+        **Example**
+
+        With the model, the data and the posterior of :class:`RVGA`'s example:
+
+        .. doctest::
+
+            >>> result = posterior.to_arviz(data, num_samples=500)
+            >>> dict(result["posterior"]["slopes"].sizes)
+            {'chain': 1, 'draw': 500, 'slopes_dim_0': 2}
+            >>> sorted(result["sample_stats"].data_vars)
+            ['log_p', 'log_q']
+        """
         return arviz.to_arviz(self, data, rng_key=rng_key, num_samples=num_samples, coords=coords, dims=dims)
 
     def khat(
         self, data: Mapping[str, ArrayLike] | tuple, *, rng_key: Array | None = None, num_samples: int = 1000
     ) -> arviz.Khat:
-        """The Pareto k of the importance ratios p/q; see :func:`numpyro_rvga.arviz.khat`."""
+        """The Pareto k of the importance ratios p/q; see :func:`numpyro_rvga.arviz.khat`.
+
+        **Example**
+
+        With the model, the data and the posterior of :class:`RVGA`'s example:
+
+        .. doctest::
+
+            >>> print(posterior.khat(data).verdict)
+            good. The importance weights are nearly equal: q is almost the posterior.
+        """
         return arviz.khat(self, data, rng_key=rng_key, num_samples=num_samples)
 
     def nuts(self, **nuts_kwargs: Any) -> NUTS:
-        """A NUTS kernel warm-started from q; see :func:`numpyro_rvga.warmstart.nuts`."""
+        """A NUTS kernel warm-started from q; see :func:`numpyro_rvga.warmstart.nuts`.
+
+        **Example**
+
+        With the model, the data and the posterior of :class:`RVGA`'s example:
+
+        .. doctest::
+
+            >>> import jax
+            >>> from numpyro.infer import MCMC
+            >>> mcmc = MCMC(posterior.nuts(), num_warmup=100, num_samples=100, progress_bar=False)
+            >>> mcmc.run(jax.random.key(0), **data, init_params=posterior.init_params(jax.random.key(1)))
+            >>> mcmc.get_samples()["slopes"].shape
+            (100, 2)
+        """
         return warmstart.nuts(self, **nuts_kwargs)
 
     def init_params(self, rng_key: Array, num_chains: int = 1) -> dict[str, Array]:
-        """Initial values of Markov chains; see :func:`numpyro_rvga.warmstart.init_params`."""
+        """Initial values of Markov chains; see :func:`numpyro_rvga.warmstart.init_params`.
+
+        **Example**
+
+        With the posterior of :class:`RVGA`'s example:
+
+        .. doctest::
+
+            >>> import jax
+            >>> posterior.init_params(jax.random.key(0), num_chains=4)["slopes"].shape
+            (4, 2)
+        """
         return warmstart.init_params(self, rng_key, num_chains)
 
     def as_guide(self) -> tuple[AutoContinuous, dict[str, Array]]:
@@ -259,12 +383,37 @@ class Posterior:
         return warmstart.as_guide(self)
 
     def save(self, path: str | os.PathLike) -> None:
-        """Write this posterior to a file; see :func:`numpyro_rvga.storage.save`."""
+        """Write this posterior to a file; see :func:`numpyro_rvga.storage.save`.
+
+        **Example**
+
+        With the posterior of :class:`RVGA`'s example:
+
+        .. doctest::
+
+            >>> from pathlib import Path
+            >>> posterior.save("posterior.npz")
+            >>> Path("posterior.npz").exists()
+            True
+        """
         storage.save(self, path)
 
     @classmethod
     def load(cls, path: str | os.PathLike, model: Callable, **model_kwargs: Any) -> Posterior:
-        """Read a posterior that :meth:`save` wrote; see :func:`numpyro_rvga.storage.load`."""
+        """Read a posterior that :meth:`save` wrote; see :func:`numpyro_rvga.storage.load`.
+
+        **Example**
+
+        With the model and the posterior of :class:`RVGA`'s example:
+
+        .. doctest::
+
+            >>> from numpyro_rvga import Posterior
+            >>> posterior.save("posterior.npz")
+            >>> again = Posterior.load("posterior.npz", model)
+            >>> bool((again.mean == posterior.mean).all()), again.num_rows
+            (True, 200)
+        """
         return cls(**storage.load(path, model, **model_kwargs))
 
     @classmethod
@@ -275,6 +424,19 @@ class Posterior:
         been made anywhere, and come from files. The result is that of all rows where these are linear and Gaussian;
         elsewhere a part's summary is as good as its own run, so fewer and larger parts are more accurate.
 
+        **Example**
+
+        With the model, the data and the posterior of :class:`RVGA`'s example:
+
+        .. doctest::
+
+            >>> from numpyro_rvga import Posterior
+            >>> method, halves = RVGA(model), [slice(0, 100), slice(100, 200)]
+            >>> parts = [method.run({n: a[half] for n, a in data.items()}, progress_bar=False) for half in halves]
+            >>> whole = Posterior.merge(parts)
+            >>> whole.num_rows, bool(np.allclose(whole.mean, posterior.mean, atol=0.1))
+            (200, True)
+
         :param parts: posteriors of one method and family. For priors that are not Gaussian, one more solve follows.
         :return: a posterior that takes in more rows with :meth:`update` if the first part does.
         :raises ValueError: if sites, priors or families differ, or the parts cannot be merged, with the part's number.
@@ -283,6 +445,16 @@ class Posterior:
 
     def update(self, data: Any, **kwargs: Any) -> Posterior:
         """Absorb further rows.
+
+        **Example**
+
+        With the model, the data and the posterior of :class:`RVGA`'s example:
+
+        .. doctest::
+
+            >>> later = posterior.update(data, progress_bar=False)  # as if these were new rows
+            >>> posterior.num_rows, later.num_rows
+            (200, 400)
 
         :param data: rows as :meth:`RVGA.run` takes them.
         :param kwargs: passed on to the method that made this posterior.

@@ -46,11 +46,22 @@ class RVGA:
 
     **Example**
 
-    .. code-block:: python
+    .. doctest::
 
-        posterior = RVGA(model).run({"X": X, "y": y})
-        posterior.print_summary()
-        posterior.to_arviz()
+        >>> import numpy as np
+        >>> import numpyro
+        >>> import numpyro.distributions as dist
+        >>> from numpyro_rvga import RVGA
+        >>> def model(X, y=None):
+        ...     slopes = numpyro.sample("slopes", dist.Normal(0, 2).expand([2]).to_event(1))
+        ...     with numpyro.plate("rows", X.shape[0]):
+        ...         numpyro.sample("y", dist.Bernoulli(logits=X @ slopes), obs=y)
+        >>> rng = np.random.default_rng(0)
+        >>> X = rng.normal(size=(200, 2))
+        >>> data = {"X": X, "y": (X @ [1, -2] > rng.logistic(size=200)).astype(int)}
+        >>> posterior = RVGA(model).run(data, progress_bar=False)
+        >>> print(np.asarray(posterior.mean).round(1), round(posterior.elbo))
+        [ 1.3 -2. ] -91
 
     :param model: a NumPyro model whose rows are conditionally independent given global, continuous latents.
     :param str scheme: ``"implicit"`` minimises KL(q_t || p(rows | theta) q_(t-1)) exactly, block by block (equations
@@ -160,6 +171,17 @@ class RVGA:
     ) -> Posterior:
         """One pass over the data.
 
+        **Example**
+
+        With the model, the data and the posterior of :class:`RVGA`'s example:
+
+        .. doctest::
+
+            >>> blocks = [{name: array[i : i + 64] for name, array in data.items()} for i in range(0, 200, 64)]
+            >>> streamed = RVGA(model).run(blocks, progress_bar=False)
+            >>> streamed.num_rows, bool(np.allclose(streamed.mean, posterior.mean, atol=1e-4))
+            (200, True)
+
         :param data: a mapping from the model's argument names to arrays that share their leading axis, the rows; a
             tuple of such arrays for positional arguments; or an iterable of such blocks, of any sizes: the result does
             not depend on how it is cut, and no more of it than the first block is in memory at once. An iterable may
@@ -208,6 +230,17 @@ class RVGA:
     def init(self, data: Mapping[str, Any] | tuple, *, rng_key: Array | None = None, **model_kwargs: Any) -> State:
         """The state before any row, for data of this form.
 
+        **Example**
+
+        With the model, the data and the posterior of :class:`RVGA`'s example:
+
+        .. doctest::
+
+            >>> method = RVGA(model)
+            >>> state = method.init(data)
+            >>> int(state.num_rows)
+            0
+
         :param data: a block of data, as for :meth:`run`; used for its form only, and not absorbed.
         :return: the state, a pytree.
         """
@@ -220,6 +253,18 @@ class RVGA:
         parameters move once before a joint update, and before each row of the others.
 
         Pure: works under ``jax.jit``. Rows are not checked; a block that has no finite result leaves the state as is.
+
+        **Example**
+
+        With the model, the data and the posterior of :class:`RVGA`'s example:
+
+        .. doctest::
+
+            >>> import jax
+            >>> method = RVGA(model)
+            >>> state = jax.jit(method.update)(method.init(data), data)
+            >>> int(state.num_rows)
+            200
 
         :param state: from :meth:`init` or an earlier update.
         :param data: a mapping from argument names to arrays, of the form that :meth:`init` saw.
@@ -236,7 +281,19 @@ class RVGA:
         return engine.stream(state, *in_blocks((rows, weights), len(weights) if implicit else 1))[0]
 
     def posterior(self, state: State) -> Posterior:
-        """The posterior that a state stands for (prior terms that are not Gaussian solved for once more)."""
+        """The posterior that a state stands for (prior terms that are not Gaussian solved for once more).
+
+        **Example**
+
+        With the model, the data and the posterior of :class:`RVGA`'s example:
+
+        .. doctest::
+
+            >>> method = RVGA(model)
+            >>> state = method.update(method.init(data), data)
+            >>> print(np.asarray(method.posterior(state).mean).round(1))
+            [ 1.3 -2. ]
+        """
         if self._engines.last is None:
             raise RuntimeError("call init(data) before posterior(state).")
         engine = self._engines.last

@@ -1,11 +1,13 @@
 """Which part of the package may import which, and what importing it costs."""
 
 import ast
+import inspect
 import subprocess
 import sys
 from pathlib import Path
 
 import numpyro_rvga
+from numpyro_rvga import distributed, metrics
 
 PACKAGE = Path(numpyro_rvga.__file__).parent
 # From the bottom up: a room imports only from itself and from rooms below it.
@@ -96,3 +98,27 @@ def test_import_is_quick():
         if seconds[-1] < MOST_SECONDS:
             return
     raise AssertionError(f"importing numpyro_rvga took {min(seconds):.2f} s at best")
+
+
+def public_functions():
+    """Names and functions: what the package exports, the methods of its classes, and its two public modules."""
+    for name in numpyro_rvga.__all__:
+        item = getattr(numpyro_rvga, name)
+        members = inspect.getmembers(item, callable) if inspect.isclass(item) else []
+        yield from ((f"{name}.{n}", member) for n, member in members if n == "__init__" or not n.startswith("_"))
+        if not inspect.isclass(item):
+            yield name, item
+    for module in (metrics, distributed):
+        for name, item in vars(module).items():
+            if inspect.isfunction(item) and item.__module__ == module.__name__ and not name.startswith("_"):
+                yield name, item
+
+
+def test_public_functions_are_typed():
+    functions = dict(public_functions())
+    assert {"RVGA.__init__", "Posterior.merge", "arrow_blocks", "nlpd", "run"} <= set(functions)
+    for name, function in functions.items():
+        signature = inspect.signature(function)
+        for parameter in signature.parameters.values():
+            assert parameter.name == "self" or parameter.annotation is not inspect.Parameter.empty, (name, parameter)
+        assert name.endswith("__init__") or signature.return_annotation is not inspect.Signature.empty, name

@@ -46,6 +46,11 @@ def test_options_are_all_listed():
         assert f'`"{option}"`' in README, option
 
 
+def test_public_names_are_all_listed():
+    for name in numpyro_rvga.__all__:
+        assert f"`{name}`" in README, name
+
+
 def test_python_runs(capsys):
     names = {}
     for block in blocks("python"):
