@@ -14,7 +14,7 @@ import time
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
-from plots import COLOURS, REFERENCE, parse_arguments, plt, save
+from plots import COLOURS, REFERENCE, WIDTH, parse_arguments, plt, save
 from scipy.special import expit, log_expit
 
 from numpyro_rvga import BONG, OrnsteinUhlenbeck, RandomWalk
@@ -106,7 +106,7 @@ def report(name: str, chosen: str, scores: np.ndarray, seconds: float | None = N
 
 
 def draw(scores, labels, start):
-    figure, (above, below) = plt.subplots(2, 1, figsize=(9, 5.6), sharex=True)
+    figure, (above, below) = plt.subplots(2, 1, figsize=(WIDTH, 5.2), sharex=True)
     colours = dict(zip(scores, (REFERENCE, COLOURS[0], COLOURS[2], COLOURS[1], COLOURS[3])))
     length = len(scores[STANDING])
     window = max(length // 40, 20)
@@ -123,7 +123,7 @@ def draw(scores, labels, start):
     above.set_ylabel(f"log predictive density,\nmean of {window:,} rows")
     below.set_ylabel("nats gained over static,\nsince the first tenth")
     below.set_xlabel("row of the stream")
-    figure.legend(loc="outside upper center", ncols=len(scores))
+    figure.legend(loc="outside lower center", ncols=len(scores))
     return figure
 
 
