@@ -92,16 +92,17 @@ def main(argv: list[str] | None = None) -> None:
 def draw(results, rates):
     figure, axes = plt.subplots(1, len(results), figsize=(WIDTH, 3.6), sharey=True, squeeze=False)
     for axis, (title, (bong, scores)) in zip(axes[0], results.items()):
-        axis.axhline(bong, color="black", lw=1.6, ls="--", label="bong (has none)")
+        axis.axhline(bong, color="black", lw=1.6, label="bong (has none)")
         for i, ((name, found), marker) in enumerate(zip(scores.items(), "osD^")):
             fine = found < TOP
             style = {"color": COLOURS[i], "lw": 1.4, "label": name}
             axis.plot(rates, np.where(fine, found, np.nan), f"{marker}-", ms=4, **style)
             axis.plot(rates[~fine], np.full(sum(~fine), TOP + 0.1 * i), "x", color=COLOURS[i], ms=6, mew=1.8)
+        if any(np.any(~(found < TOP)) for found in scores.values()):
+            axis.text(min(rates), TOP + 0.15, "worse, or refused:", fontsize=8, va="center")
         axis.set_title(f"{title}\nbong: {bong:.2f}", fontsize=9)
         axis.set(xscale="log", ylim=(0, TOP + 0.4), xlim=(0.8 * min(rates), 1.4 * max(rates)), xlabel="learning rate")
-    axes[0, 0].text(min(rates), TOP, "x: worse, or refused", fontsize=8, va="center")
-    axes[0, 0].set_ylabel("test NLPD (plug-in) after one pass, nats a row")
+    axes[0, 0].set_ylabel("test NLPD (plug-in), nats a row")
     handles, labels = axes[0, 0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=len(labels))
     return figure

@@ -107,7 +107,7 @@ def best_rate(problem: Problem, options: dict) -> float | None:
 
 
 def curve(problem: Problem, label: str, options: dict) -> tuple[str, np.ndarray] | None:
-    """The label with its seconds, and rows absorbed against NLPD."""
+    """The label with its learning rate, and rows absorbed against NLPD."""
     if options.get("rule", "bong") != "bong":
         rate = best_rate(problem, options)
         if rate is None:
@@ -134,7 +134,7 @@ def curve(problem: Problem, label: str, options: dict) -> tuple[str, np.ndarray]
     seconds = time.perf_counter() - begin - evaluating
     found = np.array(posterior.info["callback"])
     print(f"{label:24s} {found[-1, 1]:8.3f} {found[-1, 2]:8.3f} {seconds:8.1f}")
-    return f"{label}: {seconds:.0f} s", found
+    return label, found
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -162,15 +162,15 @@ def draw(rules, families, num_test):
         for found, colour, dashes in curves:
             if found is not None:
                 label, scores = found
-                style = {"color": colour, "ls": dashes, "lw": 1.5, "marker": "o", "ms": 3}
+                style = {"color": colour, "ls": dashes, "lw": 1.5, "marker": ".", "ms": 5}
                 axis.plot(scores[:, 0], scores[:, 1], label=label, **style)
         axis.set_xlabel("rows absorbed")
         axis.set_yscale("log")
-        axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 3, 5)))
+        axis.yaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5, 7), numticks=20))
         axis.yaxis.set_major_formatter("{x:g}")
         axis.yaxis.set_minor_locator(NullLocator())
-        axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=2, fontsize=7.5)
-    left.set_title("rules and curvatures, low-rank 10 (learning rate)")
+        axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=2, fontsize=8, handlelength=3.2)
+    left.set_title("rules and curvatures (learning rate), low-rank 10")
     right.set_title("families, bong lin-hess")
     left.set_ylabel(f"NLPD of {num_test:,} test rows, linearised, nats a row")
     return figure

@@ -1,4 +1,4 @@
-"""How sure is a classifier away from its data? Iso-probabilities of five approximations (R-VGA paper, figure 11).
+"""How sure is a classifier away from its data? Iso-probabilities of six Gaussians (R-VGA paper, figure 11).
 
 Two well separated classes leave the direction of the boundary and the steepness open. The predictive probability
 averages over what is left open, in closed form (equation 62), and is compared with the true posterior's.
@@ -61,11 +61,12 @@ def main(argv: list[str] | None = None) -> None:
 
     maps = {"true posterior": true_probabilities(data, points, 100 if arguments.quick else 500)}
     print(f"{'':16s} {'theta':>16s} {'mean error of the probability':>32s}")
-    for scheme in ("implicit", "explicit", "ekf", "qkf", "laplace"):
-        options = {"first_block": 0, "block_size": 1} if scheme == "implicit" else {}
-        posterior = RVGA(model, scheme=scheme, **options).run(data, progress_bar=False)
+    for scheme, (label, _) in METHODS.items():
+        options = {} if scheme == "default" else {"scheme": scheme}
+        if scheme == "implicit":
+            options |= {"first_block": 0, "block_size": 1}  # the paper's recursion, row by row
+        posterior = RVGA(model, **options).run(data, progress_bar=False)
         answer = posterior.predictive(None, {"X": points}, method="closed_form")
-        label = METHODS[scheme][0]
         maps[label] = np.asarray(jnp.ravel(answer["y"]["mean"]))
         error = np.abs(maps[label] - maps["true posterior"]).mean()
         print(f"{label:16s} {np.array2string(np.asarray(posterior.mean), precision=2):>16s} {error:32.3f}")
@@ -73,7 +74,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def draw(data, axis_points, maps):
-    figure, axes = plt.subplots(2, 3, figsize=(WIDTH, 5.8), sharex=True, sharey=True)
+    figure, axes = plt.subplots(2, 4, figsize=(WIDTH, 5), sharex=True, sharey=True)
     for axis, (title, probabilities) in zip(axes.ravel(), maps.items()):
         error = np.abs(probabilities - maps["true posterior"]).mean()
         surface = probabilities.reshape(len(axis_points), -1)
@@ -82,17 +83,17 @@ def draw(data, axis_points, maps):
         axis.clabel(lines, fmt="%g", fontsize=7)
         for label, (marker, colour) in MARKERS.items():
             axis.plot(*data["X"][data["y"] == label].T, marker, color=colour, ms=2, label=f"class {label}")
-        axis.set_title(title if title == "true posterior" else f"{title}: mean error {error:.3f}")
-        axis.set_aspect("equal")
-    for axis in axes[-1]:
-        axis.set_xlabel("input 1")
+        axis.set_title(title if title == "true posterior" else f"{title}\nmean error {error:.3f}", fontsize=9)
+        axis.set(aspect="equal", xlabel="input 1", xticks=(-5, 0, 5), yticks=(-5, 0, 5))
+        axis.tick_params(labelbottom=True)
     for axis in axes[:, 0]:
         axis.set_ylabel("input 2")
-    figure.colorbar(
-        image, ax=axes, label="predictive probability of class 1", shrink=0.7, ticks=[0, 0.25, 0.5, 0.75, 1]
-    )
-    handles, labels = axes[0, 0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=2, markerscale=2.5)
+    spare = axes[-1, -1]
+    spare.axis("off")
+    scale = figure.colorbar(image, cax=spare.inset_axes([0.05, 0.5, 0.9, 0.08]), orientation="horizontal")
+    scale.set_label("probability of class 1")
+    scale.set_ticks([0, 0.25, 0.5, 0.75, 1])
+    spare.legend(*axes[0, 0].get_legend_handles_labels(), loc="upper center", ncols=2, markerscale=2.5)
     return figure
 
 
