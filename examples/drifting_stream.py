@@ -14,7 +14,7 @@ import time
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
-from plots import COLOURS, REFERENCE, parse_arguments, plt, save
+from plots import COLOURS, REFERENCE, WIDTH, parse_arguments, plt, save
 from scipy.special import expit, log_expit
 
 from numpyro_rvga import BONG, OrnsteinUhlenbeck, RandomWalk
@@ -24,6 +24,7 @@ SCALES = (0.01, 0.03, 0.1, 0.3, 1.0)
 DECAYS = (0.9999, 0.999, 0.99, 0.97, 0.9)
 RATES = (0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
 STANDING = "static"
+LINES = {"random walk": ("-", 2.6), "Ornstein-Uhlenbeck": ("--", 1.2), "repeats": (":", 1.4)}  # the first two coincide
 
 
 def model(X, y=None):
@@ -106,24 +107,25 @@ def report(name: str, chosen: str, scores: np.ndarray, seconds: float | None = N
 
 
 def draw(scores, labels, start):
-    figure, (above, below) = plt.subplots(2, 1, figsize=(9, 5.6), sharex=True)
+    figure, (above, below) = plt.subplots(2, 1, figsize=(WIDTH, 5), sharex=True, height_ratios=[1.2, 1])
     colours = dict(zip(scores, (REFERENCE, COLOURS[0], COLOURS[2], COLOURS[1], COLOURS[3])))
     length = len(scores[STANDING])
     window = max(length // 40, 20)
     rows = np.arange(start, length)
+    after = rows[rows >= start + window]
     for name, score in scores.items():
         total = np.concatenate([[0.0], np.cumsum(score)])
-        after = rows[rows >= start + window]
-        line = {"repeats": ":", "Ornstein-Uhlenbeck": "--"}.get(name, "-")
-        style = {"color": colours[name], "lw": 1.4, "ls": line}
+        line, width = LINES.get(name, ("-", 1.4))
+        style = {"color": colours[name], "lw": width, "ls": line}
         above.plot(after, (total[after + 1] - total[after + 1 - window]) / window, label=labels[name], **style)
-        below.plot(rows, np.cumsum((score - scores[STANDING])[start:]), **style)
-    above.axhline(np.log(0.5), color=REFERENCE, lw=0.8, ls="--")
-    above.text(length, np.log(0.5), "a coin", ha="right", va="bottom", fontsize=8, color=REFERENCE)
+        if name not in (STANDING, "repeats"):
+            below.plot(rows, np.cumsum((score - scores["SGD"])[start:]), **style)
+    above.axhline(np.log(0.5), color=REFERENCE, lw=0.8, ls=":")
+    above.text(start, np.log(0.5), "a coin", va="bottom", fontsize=8, color=REFERENCE)
     above.set_ylabel(f"log predictive density,\nmean of {window:,} rows")
-    below.set_ylabel("nats gained over static,\nsince the first tenth")
-    below.set_xlabel("row of the stream")
-    figure.legend(loc="outside upper center", ncols=len(scores))
+    below.set(ylabel="nats gained over SGD,\nsince the first tenth", xlabel="row of the stream", xlim=(start, length))
+    below.xaxis.set_major_formatter("{x:,.0f}")
+    figure.legend(loc="outside lower center", ncols=len(scores))
     return figure
 
 

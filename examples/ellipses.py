@@ -1,7 +1,7 @@
 """Five Gaussian approximations of a two-dimensional logistic posterior (R-VGA paper, figures 3 to 6).
 
 Rows: a tight prior, a wide one, a very wide one, each with its mean off the truth, and an ill-conditioned design. Left
-and middle: one standard deviation ellipses over the true posterior's contours. Right: KL(q || posterior of all rows)
+and middle: one standard deviation ellipses over the true posterior's density. Right: KL(q || posterior of all rows)
 as the rows come in one by one. Laplace's approximation and RVGA's default, which takes so few rows jointly, see them
 all at once.
 """
@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
-from plots import METHODS, parse_arguments, plt, save
+from plots import METHODS, WIDTH, parse_arguments, plt, save
 from scipy.special import log_expit, logsumexp
 
 from numpyro_rvga import RVGA
@@ -35,6 +35,7 @@ CASES = [
     Case("prior sd 10, ill-conditioned", 10.0, 0.0, 4.0),
 ]
 BATCH = ("default", "laplace")  # these see all rows at once
+PANELS = (("implicit", "explicit"), ("ekf", "qkf"))
 FARTHEST = 15  # standard deviations, beyond which an ellipse is not drawn
 
 
@@ -52,6 +53,16 @@ def two_classes(num_rows: int, condition: float) -> dict[str, np.ndarray]:
     noise = rng.normal(size=(num_rows, 2)) * np.array([1.0, 2.0 ** (-condition / 2)]) @ rotation
     centre = np.array([1.0, 1.0]) / np.sqrt(2)
     return {"X": np.where(y[:, None] == 1, centre, -centre) + noise / np.linalg.norm(noise.std(0)), "y": y}
+
+
+class Found(NamedTuple):
+    """What there is to draw of a case: the true density on its grid, Gaussians, and their divergences from it."""
+
+    axes: list[np.ndarray]
+    log_density: np.ndarray
+    moments: dict[str, tuple[np.ndarray, np.ndarray]]
+    curves: dict[str, tuple[np.ndarray, list[float]]]
+    divergence: dict[str, float]
 
 
 class TruePosterior:
@@ -102,65 +113,81 @@ def ellipse(mean, covariance):
     return mean[:, None] + np.linalg.cholesky(covariance) @ np.stack([np.cos(angle), np.sin(angle)])
 
 
+def compare(case: Case, num_rows: int, size: int) -> Found:
+    data = two_classes(num_rows, case.condition)
+    prior = {"prior_mean": case.prior_mean, "prior_scale": case.prior_scale}
+    moments, curves = {}, {}
+    for name, scheme in (("default", "implicit"), ("laplace", "laplace")):
+        found = RVGA(model, scheme=scheme).run(data, progress_bar=False, **prior)
+        moments[name] = np.asarray(found.mean, np.float64), np.asarray(found.covariance, np.float64)
+    posterior = TruePosterior(data, case)
+    centre, covariance = moments["default"]
+    posterior.normalise(centre, 9 * np.sqrt(np.diagonal(covariance)), size)
+    after = np.unique(np.geomspace(1, num_rows, 40).round().astype(int))
+    for scheme in sum(PANELS, ()):
+        means, covariances = trajectory(scheme, data, **prior)
+        moments[scheme] = means[-1], covariances[-1]
+        curves[scheme] = after, [posterior.divergence_from(means[t], covariances[t]) for t in after]
+    divergence = {name: posterior.divergence_from(*found) for name, found in moments.items()}
+    return Found(posterior.axes, posterior.log_density, moments, curves, divergence)
+
+
 def main(argv: list[str] | None = None) -> None:
     arguments = parse_arguments(__doc__, argv)
     num_rows, size = (30, 60) if arguments.quick else (200, 300)
-    cases = CASES[:1] if arguments.quick else CASES
-    figure, grid = plt.subplots(len(cases), 3, figsize=(9, 2.7 * len(cases)), squeeze=False, width_ratios=[1, 1, 1.2])
-    for (left, middle, right), case in zip(grid, cases):
-        data = two_classes(num_rows, case.condition)
-        prior = {"prior_mean": case.prior_mean, "prior_scale": case.prior_scale}
-        finals = {}
-        for name, scheme in (("default", "implicit"), ("laplace", "laplace")):
-            found = RVGA(model, scheme=scheme).run(data, progress_bar=False, **prior)
-            finals[name] = np.asarray(found.mean, np.float64), np.asarray(found.covariance, np.float64)
-        centre, spread = finals["default"][0], np.sqrt(np.diagonal(finals["default"][1]))
-        posterior = TruePosterior(data, case)
-        posterior.normalise(centre, 9 * spread, size)
-        for scheme in ("implicit", "explicit", "ekf", "qkf"):
-            means, covariances = trajectory(scheme, data, **prior)
-            finals[scheme] = (means[-1], covariances[-1])
-            after = np.unique(np.geomspace(1, num_rows, 40).round().astype(int))
-            divergences = [posterior.divergence_from(means[t], covariances[t]) for t in after]
-            right.plot(after, divergences, color=METHODS[scheme][1], lw=1.6)
-        divergence = {name: posterior.divergence_from(*moments) for name, moments in finals.items()}
-        for name in BATCH:
-            right.axhline(divergence[name], color=METHODS[name][1], lw=1.2, ls="--")
-        right.set(xscale="log", yscale="log")
-        listed = ", ".join(f"{label} {divergence[name]:.3g}" for name, (label, _) in METHODS.items())
-        print(f"{case.title}: KL {listed}")
+    results = {}
+    print(f"{'KL, nats':30s}" + "".join(f"{label:>18s}" for label, _ in METHODS.values()))
+    for case in CASES[:1] if arguments.quick else CASES:
+        results[case.title] = found = compare(case, num_rows, size)
+        print(f"{case.title:30s}" + "".join(f"{found.divergence[name]:18.3g}" for name in METHODS))
+    save(draw(results), arguments.output, "ellipses")
 
-        relative = np.exp(posterior.log_density - posterior.log_density.max())
-        for axis, schemes in ((left, ("implicit", "explicit")), (middle, ("ekf", "qkf"))):
-            axis.contourf(*posterior.axes, relative, np.linspace(0.05, 1, 8), cmap="Greys", alpha=0.6)
-            low, high = centre - 3 * spread, centre + 3 * spread
-            absent = []
-            for name in (*schemes, *BATCH):
-                curve = ellipse(*finals[name])
-                if np.any(np.abs(finals[name][0] - centre) > FARTHEST * spread):
-                    absent.append(METHODS[name][0])
-                    continue
-                axis.plot(*curve, color=METHODS[name][1], lw=1.6, ls="--" if name in BATCH else "-")
-                low, high = np.minimum(low, curve.min(1)), np.maximum(high, curve.max(1))
-            margin = 0.04 * (high - low)
-            (left_end, bottom), (right_end, top) = low - margin, high + margin
-            axis.set(xlim=(left_end, right_end), ylim=(bottom, top))
-            if absent:
-                axis.text(0.03, 0.97, f"far outside: {', '.join(absent)}", va="top", transform=axis.transAxes)
-        left.set_ylabel(case.title)
-    grid[0, 0].set_title("R-VGA")
-    grid[0, 1].set_title("Kalman filters")
-    grid[0, 2].set_title("KL(q || posterior), nats")
-    grid[-1, 2].set_xlabel("rows absorbed")
-    for axis in grid[-1, :2]:
-        axis.set_xlabel("parameter 1 (up: parameter 2)")
+
+def draw(results):
+    figure, grid = plt.subplots(
+        len(results), 3, figsize=(WIDTH, 2.3 * len(results) + 0.4), squeeze=False, width_ratios=[1, 1, 1.2]
+    )
+    for (*ellipses, right), (title, found) in zip(grid, results.items()):
+        for axis, schemes in zip(ellipses, PANELS):
+            draw_ellipses(axis, found, (*schemes, *BATCH))
+        for name, curve in found.curves.items():
+            right.plot(*curve, color=METHODS[name][1], lw=1.6)
+        for name in BATCH:
+            right.axhline(found.divergence[name], color=METHODS[name][1], lw=1.2, ls="--")
+        right.set(xscale="log", yscale="log")
+        ellipses[0].set_ylabel(f"{title}\n\nparameter 2")
+    for axis, title in zip(grid[0], ("R-VGA", "Kalman filters", "KL(q || posterior), nats")):
+        axis.set_title(title)
+    for axis, label in zip(grid[-1], ("parameter 1", "parameter 1", "rows absorbed")):
+        axis.set_xlabel(label)
     handles = [
         plt.Line2D([], [], color=colour, lw=1.6, ls="--" if name in BATCH else "-", label=label)
         for name, (label, colour) in METHODS.items()
     ]
     handles.append(plt.Rectangle((0, 0), 1, 1, color="#bbbbbb", label="true posterior"))
     figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), columnspacing=1.2, handlelength=1.6)
-    save(figure, arguments.output, "ellipses")
+    return figure
+
+
+def draw_ellipses(axis, found, schemes):
+    relative = np.exp(found.log_density - found.log_density.max())
+    axis.contourf(*found.axes, relative, np.linspace(0.05, 1, 8), cmap="Greys", alpha=0.6)
+    centre, covariance = found.moments["default"]
+    spread, absent = np.sqrt(np.diagonal(covariance)), []
+    low, high = centre - 3 * spread, centre + 3 * spread
+    for name in schemes:
+        label, colour = METHODS[name]
+        curve = ellipse(*found.moments[name])
+        if np.any(np.abs(found.moments[name][0] - centre) > FARTHEST * spread):
+            absent.append(label)
+            continue
+        axis.plot(*curve, color=colour, lw=1.6, ls="--" if name in BATCH else "-")
+        low, high = np.minimum(low, curve.min(1)), np.maximum(high, curve.max(1))
+    margin = 0.04 * (high - low)
+    (left_end, bottom), (right_end, top) = low - margin, high + margin
+    axis.set(xlim=(left_end, right_end), ylim=(bottom, top))
+    if absent:
+        axis.text(0.03, 0.97, f"far outside: {', '.join(absent)}", va="top", transform=axis.transAxes)
 
 
 if __name__ == "__main__":

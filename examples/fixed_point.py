@@ -19,7 +19,7 @@ import numpyro
 import numpyro.distributions as dist
 from numpyro.infer import SVI, Trace_ELBO
 from numpyro.infer.autoguide import AutoMultivariateNormal
-from plots import parse_arguments, plt, save
+from plots import COLOURS, REFERENCE, WIDTH, parse_arguments, plt, save
 from sklearn.datasets import make_moons
 from statsmodels.datasets import randhie
 
@@ -27,11 +27,12 @@ from numpyro_rvga import FixedPointVI
 from numpyro_rvga.core.gaussians import FullGaussian
 
 SCHEDULES = {
-    "incremental": ("fixed point, step by step", "#0072B2"),
-    "batch": ("fixed point, one to its end, then the other", "#009E73"),
-    "gradient": ("L-BFGS", "#E69F00"),
+    "incremental": ("fixed point, step by step", COLOURS[0]),
+    "batch": ("fixed point, one to its end, then the other", COLOURS[2]),
+    "gradient": ("L-BFGS", COLOURS[1]),
 }
-SVI_STYLE = ("SVI, AutoMultivariateNormal", "#CC79A7")
+SVI_STYLE = ("SVI, AutoMultivariateNormal", COLOURS[3])
+CLOSE = 1e-3  # nats, a dotted line
 SMALLEST_GAP = 1e-6
 
 
@@ -112,25 +113,34 @@ def main(argv: list[str] | None = None) -> None:
         problems = {"Poisson regression": (regression, {name: array[::100] for name, array in people.items()})}
         num_looks, num_steps = 3, 5
 
-    figure, axes = plt.subplots(1, len(problems), figsize=(9, 3.8), squeeze=False, sharey=True)
-    for axis, (title, (model, data)) in zip(axes[0], problems.items()):
+    results = {}
+    for title, (model, data) in problems.items():
         curves, fixed_point, best = climb(model, data)
         curves.append(climb_by_svi(model, data, fixed_point, best, num_looks, num_steps))
+        results[title] = curves
         optimum = max(curve.bounds.max() for curve in curves)
         print(title)
         for curve in curves:
             gaps = optimum - curve.bounds
-            near = np.flatnonzero(gaps < 1e-3)
-            when = f"{curve.seconds[near[0]]:.2f} s to 0.001 nats" if len(near) else f"{gaps[-1]:.2g} nats"
-            print(f"  {curve.label:42s} {when}, {curve.seconds[-1]:.2f} s in all")
-            gaps = np.maximum(gaps, SMALLEST_GAP)
+            near = np.flatnonzero(gaps < CLOSE)
+            when = f"{curve.seconds[near[0]]:.2f} s to {CLOSE} nats" if len(near) else f"{gaps[-1]:.2g} nats left"
+            print(f"  {curve.label:44s} {when:>20s}, {curve.seconds[-1]:6.2f} s in all")
+    save(draw(results), arguments.output, "fixed_point")
+
+
+def draw(results):
+    figure, axes = plt.subplots(1, len(results), figsize=(WIDTH, 3.6), squeeze=False, sharey=True)
+    for axis, (title, curves) in zip(axes[0], results.items()):
+        optimum = max(curve.bounds.max() for curve in curves)
+        for curve in curves:
+            gaps = np.maximum(optimum - curve.bounds, SMALLEST_GAP)
             axis.loglog(curve.seconds, gaps, ".-", color=curve.colour, ms=4, lw=1.2, label=curve.label)
-        axis.set_title(title)
-        axis.set_xlabel("seconds, compilation not counted")
+        axis.axhline(CLOSE, color=REFERENCE, lw=0.8, ls=":")
+        axis.set(title=title, xlabel="seconds, compilation not counted")
     axes[0, 0].set_ylabel("nats below the best bound")
     handles, labels = axes[0, 0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=len(handles))
-    save(figure, arguments.output, "fixed_point")
+    return figure
 
 
 if __name__ == "__main__":

@@ -15,14 +15,14 @@ import jax.numpy as jnp
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
-from plots import parse_arguments, plt, save
+from plots import RVGA_COLOUR, WIDTH, parse_arguments, plt, save
+from scipy.special import expit
 
 from numpyro_rvga import FixedPointVI
 
 JITTER = 1e-4
 EXTENT = (-4.0, 4.0, -3.5, 5.0)
 MARKERS = {0: ("o", "white"), 1: ("^", "#E69F00")}
-
 
 KERNELS = {
     "linear": lambda X, length: 1 + X @ X.T / length**2,
@@ -63,49 +63,49 @@ def main(argv: list[str] | None = None) -> None:
     for kernel in list(KERNELS)[-2 if arguments.quick else 0 :]:
         start = time.perf_counter()
         found[kernel] = posterior = method.run(data, kernel=kernel, progress_bar=False)
-        learned = {name: float(value) for name, value in posterior.params.items()}
-        print(
-            f"{kernel:20s} bound {posterior.elbo:8.2f}, {time.perf_counter() - start:.1f} s with compilation, {learned}"
-        )
-    posterior = max(found.values(), key=lambda candidate: candidate.elbo)
+        seconds = time.perf_counter() - start
+        learned = ", ".join(f"{name} {float(value):.2f}" for name, value in posterior.params.items())
+        print(f"{kernel:20s} bound {posterior.elbo:8.2f}, {seconds:5.1f} s with compilation, {learned}")
+    bounds = {kernel: posterior.elbo for kernel, posterior in found.items()}
+    posterior = found[max(bounds, key=bounds.get)]
 
     side = 12 if arguments.quick else 48
     across, up = np.linspace(*EXTENT[:2], side), np.linspace(*EXTENT[2:], side)
     grid = np.stack(np.meshgrid(across, up), axis=-1).reshape(-1, 2)
     start = time.perf_counter()
     draws = posterior.predictive(jax.random.key(1), {"X": grid}, num_samples=100 if arguments.quick else 1000)["f"]
+    draws = np.asarray(draws).reshape(-1, side, side)
     print(f"{len(draws)} functions drawn at {len(grid)} new points in {time.perf_counter() - start:.1f} s")
+    save(draw(data, across, up, draws, bounds), arguments.output, "gp_classification")
 
+
+def draw(data, across, up, draws, bounds):
+    probability, deviation = expit(draws).mean(axis=0), draws.std(axis=0)
     surfaces = {
-        "probability to be in the banana": (jax.nn.sigmoid(draws).mean(axis=0), "RdBu_r", (0, 1)),
-        "standard deviation of the latent function": (
-            draws.std(axis=0),
-            "viridis",
-            (0, np.ceil(float(posterior.params["amplitude"]))),
-        ),
+        "probability to be in the banana": (probability, "RdBu", np.linspace(0, 1, 5)),
+        "standard deviation of the latent function": (deviation, "viridis", np.arange(np.ceil(deviation.max()) + 1)),
     }
-    figure = plt.figure(figsize=(12.5, 4))
-    axes = figure.subplots(1, 3, width_ratios=(4, 4, 2))
-    for axis, (title, (values, colours, limits)) in zip(axes, surfaces.items()):
-        values = np.asarray(values).reshape(side, side)
-        levels = np.linspace(*limits, 21)
-        filled = axis.contourf(across, up, np.clip(values, *limits), levels, cmap=colours)
-        figure.colorbar(filled, ax=axis, shrink=0.9, ticks=np.linspace(*limits, 5))
+    figure = plt.figure(figsize=(WIDTH, 5.6))
+    above, below = figure.subfigures(2, 1, height_ratios=[3.2, 1])
+    axes = above.subplots(1, 2, sharey=True)
+    for axis, (title, (values, colours, ticks)) in zip(axes, surfaces.items()):
+        filled = axis.contourf(across, up, values, np.linspace(0, ticks[-1], 4 * len(ticks) - 3), cmap=colours)
+        above.colorbar(filled, ax=axis, ticks=ticks)
         for value, (marker, colour) in MARKERS.items():
             chosen = data["X"][data["inside"] == value]
             label = "in the banana" if value else "outside"
             axis.plot(*chosen.T, marker, mfc=colour, mec="black", mew=0.5, ms=3.5, ls="", label=label)
-        axis.set_title(title)
-        axis.set_xlim(*EXTENT[:2])
-        axis.set_ylim(*EXTENT[2:])
-    probability = np.asarray(surfaces["probability to be in the banana"][0]).reshape(side, side)
-    axes[2].barh(list(found), [q.elbo - posterior.elbo for q in found.values()], color="#0072B2", height=0.5)
-    axes[2].set_title("bound below the best, nats")
-    axes[2].tick_params(axis="y", labelsize=8)
+        axis.set(title=title, xlim=EXTENT[:2], ylim=EXTENT[2:], xlabel="input 1")
+    axes[0].set_ylabel("input 2")
     axes[0].contour(across, up, probability, [0.5], colors="black", linewidths=1.2)
-    handles, labels = axes[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=2)
-    save(figure, arguments.output, "gp_classification")
+    above.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=2)
+
+    axis, gaps = below.subplots(), [max(bounds.values()) - bound for bound in bounds.values()]
+    axis.barh(list(bounds), gaps, color=RVGA_COLOUR, height=0.55)
+    for place, gap in enumerate(gaps):
+        axis.text(gap, place, f" {gap:.1f}", va="center", fontsize=8)
+    axis.set_xlabel("bound on the log evidence: nats below the best kernel's")
+    return figure
 
 
 if __name__ == "__main__":

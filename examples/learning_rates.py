@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
-from plots import COLOURS, parse_arguments, plt, save
+from plots import COLOURS, WIDTH, parse_arguments, plt, save
 from sklearn.datasets import load_digits
 
 from numpyro_rvga import BONG
@@ -75,27 +75,37 @@ def main(argv: list[str] | None = None) -> None:
     rates = RATES[2:3] if arguments.quick else RATES
     panels = dict(list(PANELS.items())[1:2]) if arguments.quick else PANELS
     print(f"{len(START)} weights, {len(train['y'])} rows; plug-in NLPD of {len(test['y'])} test rows")
-    figure, axes = plt.subplots(1, len(panels), figsize=(9, 3.8), sharey=True, squeeze=False)
-    for axis, (title, options) in zip(axes[0], panels.items()):
+    results = {}
+    for title, options in panels.items():
         bong = score(train, test, **options)
         print(f"\n{title + ', learning rate':34s}" + " ".join(f"{rate:8g}" for rate in rates))
         print(f"  {'bong':32s}{bong:8.3f}")
-        axis.axhline(bong, color="black", lw=1.6, ls="--", label="bong (has none)")
-        for i, (name, rule) in enumerate(RULES.items()):
+        scores = {}
+        for name, rule in RULES.items():
             found = np.array([score(train, test, learning_rate=rate, **rule, **options) for rate in rates])
             print(f"  {name:32s}" + " ".join(f"{value:8.3g}" if value > TOP else f"{value:8.3f}" for value in found))
+            scores[name] = found
+        results[title] = bong, scores
+    save(draw(results, np.array(rates)), arguments.output, "learning_rates")
+
+
+def draw(results, rates):
+    figure, axes = plt.subplots(1, len(results), figsize=(WIDTH, 3.6), sharey=True, squeeze=False)
+    for axis, (title, (bong, scores)) in zip(axes[0], results.items()):
+        axis.axhline(bong, color="black", lw=1.6, label="bong (has none)")
+        for i, ((name, found), marker) in enumerate(zip(scores.items(), "osD^")):
             fine = found < TOP
             style = {"color": COLOURS[i], "lw": 1.4, "label": name}
-            axis.plot(rates, np.where(fine, found, np.nan), f"{'osD^'[i]}-", ms=4, **style)
-            bad = np.array(rates)[~fine]
-            axis.plot(bad, np.full(len(bad), TOP + 0.1 * i), "x", color=COLOURS[i], ms=6, mew=1.8)
+            axis.plot(rates, np.where(fine, found, np.nan), f"{marker}-", ms=4, **style)
+            axis.plot(rates[~fine], np.full(sum(~fine), TOP + 0.1 * i), "x", color=COLOURS[i], ms=6, mew=1.8)
+        if any(np.any(~(found < TOP)) for found in scores.values()):
+            axis.text(min(rates), TOP + 0.15, "worse, or refused:", fontsize=8, va="center")
         axis.set_title(f"{title}\nbong: {bong:.2f}", fontsize=9)
         axis.set(xscale="log", ylim=(0, TOP + 0.4), xlim=(0.8 * min(rates), 1.4 * max(rates)), xlabel="learning rate")
-    axes[0, 0].text(min(rates), TOP, "x: worse, or refused", fontsize=7.5, va="center")
-    axes[0, 0].set_ylabel("test NLPD (plug-in) after one pass")
+    axes[0, 0].set_ylabel("test NLPD (plug-in), nats a row")
     handles, labels = axes[0, 0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside upper center", ncols=len(labels))
-    save(figure, arguments.output, "learning_rates")
+    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels))
+    return figure
 
 
 if __name__ == "__main__":

@@ -3,10 +3,9 @@
 A network with two hidden layers of 20 learns the torque at the first joint from positions, velocities and accelerations
 of all joints. The filters differ in what they keep of the weights' covariance: all of it, diagonal plus low rank of the
 precision, or a diagonal in two ways. The prior is a Gaussian around weights that a layer would start from, and how wide
-it may be is chosen for each filter on rows held out. For comparison,
-least squares on all rows, and the same network trained by Adam over and over. By default the arm is simulated: three
-links of point masses under gravity. With ``--data FOLDER`` it is the SARCOS arm with its seven joints (the published
-test part, split here).
+it may be is chosen for each filter on rows held out. For comparison, least squares on all rows, and the same network
+trained by Adam over and over. By default the arm is simulated: three links of point masses under gravity. With
+``--data FOLDER`` it is the SARCOS arm with its seven joints (the published test part, split here).
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
-from plots import COLOURS, REFERENCE, parse_arguments, plt, save
+from plots import COLOURS, REFERENCE, WIDTH, parse_arguments, plt, save
 from sklearn.exceptions import ConvergenceWarning
 from sklearn.linear_model import LinearRegression
 from sklearn.neural_network import MLPRegressor
@@ -161,8 +160,11 @@ def report(label: str, error: float, density: float, seconds: float, scale: floa
 
 
 def draw(curves, scales, lines):
-    figure, axes = plt.subplots(1, 2, figsize=(9, 4))
-    for axis, column, what in ((axes[0], 1, "test MSE / variance"), (axes[1], 2, "test NLPD")):
+    figure, axes = plt.subplots(1, 2, figsize=(WIDTH, 3.8))
+    for axis, column, what in (
+        (axes[0], 1, "test mean squared error / variance"),
+        (axes[1], 2, "test NLPD, nats a row"),
+    ):
         for (preset, curve), colour in zip(curves.items(), COLOURS):
             label = f"{METHODS[preset][0]}, prior sd {scales[preset]:g}"
             axis.plot(curve[:, 0], curve[:, column], "o-", color=colour, ms=3, lw=1.4, label=label)
@@ -176,7 +178,7 @@ def draw(curves, scales, lines):
             low = min(curve[:, column].min() for curve in curves.values())
             axis.set_ylim(low - 0.5, low + 2)
     handles, labels = axes[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside upper center", ncols=3)
+    figure.legend(handles, labels, loc="outside lower center", ncols=3)
     return figure
 
 

@@ -6,6 +6,8 @@ shapes, cutpoints) is inferred too. The data are simulated, so the truth is know
 
 from __future__ import annotations
 
+import time
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,7 +15,7 @@ import numpyro
 import numpyro.distributions as dist
 from numpyro import handlers
 from numpyro.infer import MCMC, NUTS
-from plots import REFERENCE, RVGA_COLOUR, parse_arguments, plt, save
+from plots import REFERENCE, RVGA_COLOUR, TRUTH, WIDTH, intervals, parse_arguments, plt, save
 
 from numpyro_rvga import RVGA
 
@@ -110,47 +112,70 @@ def simulate(family, truth, num_rows):
     return data | {"y": np.asarray(y)}
 
 
-def intervals(draws, names):
+def summary(draws, names):
     """5, 50 and 95% quantiles (3, number of scalars), and a label for each scalar."""
     labels = [f"{n}[{i}]" if np.ndim(draws[n]) > 1 else n for n in names for i in range(draws[n][0].size)]
     columns = np.concatenate([np.reshape(draws[n], (len(draws[n]), -1)) for n in names], axis=1)
     return np.quantile(columns, [0.05, 0.5, 0.95], axis=0), labels
 
 
+def deviations(quantiles):
+    """Standard deviations of Gaussians with these 90% intervals."""
+    return (quantiles[2] - quantiles[0]) / 3.29
+
+
 def main(argv: list[str] | None = None) -> None:
     arguments = parse_arguments(__doc__, argv)
     chosen = {name: FAMILIES[name] for name in IN_A_HURRY} if arguments.quick else FAMILIES
     length = 100 if arguments.quick else 500
-    columns = min(3, len(chosen))
-    figure, axes = plt.subplots(-(-len(chosen) // columns), columns, figsize=(9, 1.9 * -(-len(chosen) // columns)))
-    for axis, (title, (family, extra)) in zip(np.ravel(axes), chosen.items()):
+    found = {}
+    print(f"{'':22s} {'medians differ by':>18s} {'intervals by':>13s} {'RVGA':>8s} {'NUTS':>8s}")
+    for title, (family, extra) in chosen.items():
         truth = {"intercept": 0.5, "slope": -0.8, **extra}
         data = simulate(family, truth, 300)
+        start = time.perf_counter()
         posterior = RVGA(model).run(data, family=family, progress_bar=False)
+        jax.block_until_ready(posterior.mean)
+        rvga_seconds = time.perf_counter() - start
         mcmc = MCMC(NUTS(model), num_warmup=length, num_samples=2 * length, progress_bar=False)
+        start = time.perf_counter()
         mcmc.run(jax.random.key(3), **data, family=family)
+        draws = jax.block_until_ready(mcmc.get_samples())
+        nuts_seconds = time.perf_counter() - start
 
-        names = list(truth)
-        reference, labels = intervals(mcmc.get_samples(), names)
-        ours, _ = intervals(posterior.sample_posterior(jax.random.key(4), (4000,)), names)
-        true_values = np.concatenate([np.ravel(truth[name]) for name in names])
-        place = np.arange(len(labels))
-        for shift, colour, (low, middle, high) in ((-0.15, REFERENCE, reference), (0.15, RVGA_COLOUR, ours)):
-            axis.hlines(place + shift, low, high, color=colour, lw=2.5)
-            axis.plot(middle, place + shift, "o", color=colour, ms=4)
-        axis.vlines(true_values, place - 0.4, place + 0.4, color="black", lw=1, ls=":")
+        reference, labels = summary(draws, list(truth))
+        ours, _ = summary(posterior.sample_posterior(jax.random.key(4), (4000,)), list(truth))
+        found[title] = labels, np.concatenate([np.ravel(value) for value in truth.values()]), reference, ours
+        shift = np.max(np.abs(ours[1] - reference[1]) / deviations(reference))
+        ratio = np.max(np.abs(deviations(ours) / deviations(reference) - 1))
+        print(f"{title:22s} {shift:15.2f} sd {ratio:13.0%} {rvga_seconds:6.1f} s {nuts_seconds:6.1f} s")
+    truth, reference, ours = (np.concatenate(parts, axis=-1) for parts in list(zip(*found.values()))[1:])
+    for name, (low, _, high) in (("RVGA", ours), ("NUTS", reference)):
+        print(f"{name}: {np.sum((low <= truth) & (truth <= high))} of {len(truth)} intervals hold the truth")
+    save(draw(found), arguments.output, "observation_families")
+
+
+def draw(found):
+    columns = min(3, len(found))
+    rows = -(-len(found) // columns)
+    figure, axes = plt.subplots(rows, columns, figsize=(WIDTH, 1.5 * rows + 0.6), sharex=True)
+    for axis, (title, (labels, truth, reference, ours)) in zip(np.ravel(axes), found.items()):
+        place, centre, scale = np.arange(len(labels)), reference[1], deviations(reference)
+        intervals(axis, place - 0.17, *(reference - centre) / scale, REFERENCE, across=True)
+        intervals(axis, place + 0.17, *(ours - centre) / scale, RVGA_COLOUR, across=True)
+        axis.vlines((truth - centre) / scale, place - 0.45, place + 0.45, color=TRUTH, lw=1.2, ls=":")
         axis.set_yticks(place, labels)
         axis.set_ylim(len(labels) - 0.4, -0.6)
         axis.set_title(title)
-        error = np.max(np.abs(ours[1] - reference[1]) / (reference[2] - reference[0]) * 3.29)
-        print(f"{title:24s} medians differ by at most {error:.2f} posterior standard deviations")
+    for axis in np.atleast_2d(axes)[-1]:
+        axis.set_xlabel("sd from NUTS's median")
     handles = [
-        plt.Line2D([], [], color=REFERENCE, lw=2.5, marker="o", ms=4, label="NUTS, 90% interval"),
-        plt.Line2D([], [], color=RVGA_COLOUR, lw=2.5, marker="o", ms=4, label="RVGA, 90% interval"),
-        plt.Line2D([], [], color="black", lw=1, ls=":", label="truth"),
+        plt.Line2D([], [], color=REFERENCE, lw=2, marker="o", ms=3.5, label="NUTS, median and 90% interval"),
+        plt.Line2D([], [], color=RVGA_COLOUR, lw=2, marker="o", ms=3.5, label="RVGA, median and 90% interval"),
+        plt.Line2D([], [], color=TRUTH, lw=1, ls=":", label="truth"),
     ]
     figure.legend(handles=handles, loc="outside lower center", ncols=3)
-    save(figure, arguments.output, "observation_families")
+    return figure
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ import numpyro.distributions as dist
 from flax import linen as nn
 from matplotlib.ticker import LogLocator, NullLocator
 from numpyro.contrib.module import random_flax_module
-from plots import COLOURS, parse_arguments, plt, save
+from plots import COLOURS, WIDTH, parse_arguments, plt, save
 from sklearn.datasets import load_digits
 
 from numpyro_rvga import BONG, init_to_module
@@ -107,7 +107,7 @@ def best_rate(problem: Problem, options: dict) -> float | None:
 
 
 def curve(problem: Problem, label: str, options: dict) -> tuple[str, np.ndarray] | None:
-    """The label with its seconds, and rows absorbed against NLPD."""
+    """The label with its learning rate, and rows absorbed against NLPD."""
     if options.get("rule", "bong") != "bong":
         rate = best_rate(problem, options)
         if rate is None:
@@ -134,7 +134,7 @@ def curve(problem: Problem, label: str, options: dict) -> tuple[str, np.ndarray]
     seconds = time.perf_counter() - begin - evaluating
     found = np.array(posterior.info["callback"])
     print(f"{label:24s} {found[-1, 1]:8.3f} {found[-1, 2]:8.3f} {seconds:8.1f}")
-    return f"{label}: {seconds:.0f} s", found
+    return label, found
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -144,32 +144,36 @@ def main(argv: list[str] | None = None) -> None:
     families = ["diagonal, natural"] if arguments.quick else list(FAMILIES)
     if arguments.data is not None:
         families.remove("full")
-    figure, (left, right) = plt.subplots(1, 2, figsize=(9, 5.6), sharey=True)
     print(f"{'':24s} {'NLPD':>8s} {'plug-in':>8s} {'seconds':>8s}")
+    rules, others = [], []
     for rule, colour in zip(("bog",) if arguments.quick else RULES, COLOURS):
         for hessian, dashes in hessians.items():
             options = {"rule": rule, "hessian": hessian, "family": "low-rank", "num_samples": problem.num_samples}
-            found = curve(problem, f"{rule} {hessian}", options | RULES[rule])
-            plot(left, found, colour, dashes)
+            rules.append((curve(problem, f"{rule} {hessian}", options | RULES[rule]), colour, dashes))
     for family, colour in zip(families, COLOURS):
-        plot(right, curve(problem, family, FAMILIES[family]), colour, "--" if family == "diagonal, moment" else "-")
-    left.set_title("rules and curvatures, low-rank 10 (learning rate)")
-    right.set_title("families, bong lin-hess")
-    left.set_ylabel(f"NLPD of {len(problem.test['y']):,} test rows, linearised")
-    for axis in (left, right):
+        dashes = "--" if family == "diagonal, moment" else "-"
+        others.append((curve(problem, family, FAMILIES[family]), colour, dashes))
+    save(draw(rules, others, len(problem.test["y"])), arguments.output, "online_networks")
+
+
+def draw(rules, families, num_test):
+    figure, (left, right) = plt.subplots(1, 2, figsize=(WIDTH, 5.4), sharey=True)
+    for axis, curves in ((left, rules), (right, families)):
+        for found, colour, dashes in curves:
+            if found is not None:
+                label, scores = found
+                style = {"color": colour, "ls": dashes, "lw": 1.5, "marker": ".", "ms": 5}
+                axis.plot(scores[:, 0], scores[:, 1], label=label, **style)
         axis.set_xlabel("rows absorbed")
         axis.set_yscale("log")
-        axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 3, 5)))
+        axis.yaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5, 7), numticks=20))
         axis.yaxis.set_major_formatter("{x:g}")
         axis.yaxis.set_minor_locator(NullLocator())
-        axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=2, fontsize=7.5)
-    save(figure, arguments.output, "online_networks")
-
-
-def plot(axis, found, colour, dashes):
-    if found is not None:
-        label, scores = found
-        axis.plot(scores[:, 0], scores[:, 1], color=colour, ls=dashes, lw=1.5, marker="o", ms=3, label=label)
+        axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=2, fontsize=8, handlelength=3.2)
+    left.set_title("rules and curvatures (learning rate), low-rank 10")
+    right.set_title("families, bong lin-hess")
+    left.set_ylabel(f"NLPD of {num_test:,} test rows, linearised, nats a row")
+    return figure
 
 
 if __name__ == "__main__":

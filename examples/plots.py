@@ -1,27 +1,33 @@
-"""What the examples' figures have in common: colours, labels, where they are saved."""
+"""What the examples' figures have in common: colours, shapes, how they are saved."""
 
 from __future__ import annotations
 
 import argparse
+import io
 from pathlib import Path
 
 import matplotlib
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from PIL import Image
 
-REFERENCE = "#555555"  # NUTS, or the true posterior
+REFERENCE = "#555555"  # NUTS, or whatever else the Gaussian is compared with
+TRUTH = "black"  # what the data were made with, always as a broken line
+RVGA_COLOUR = "#0072B2"
+# Okabe and Ito's colours, which colour-blind readers can tell apart.
+COLOURS = (RVGA_COLOUR, "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9")
 METHODS = {
     "default": ("RVGA's default", "black"),
-    "implicit": ("R-VGA, implicit", "#0072B2"),
-    "explicit": ("R-VGA, explicit", "#E69F00"),
-    "ekf": ("EKF", "#009E73"),
-    "qkf": ("QKF", "#CC79A7"),
-    "laplace": ("Laplace", "#D55E00"),
+    "implicit": ("R-VGA, implicit", COLOURS[0]),
+    "explicit": ("R-VGA, explicit", COLOURS[1]),
+    "ekf": ("EKF", COLOURS[2]),
+    "qkf": ("QKF", COLOURS[3]),
+    "laplace": ("Laplace", COLOURS[4]),
 }
-RVGA_COLOUR = "#0072B2"
-COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9")
+WIDTH = 9  # inches
 
 plt.rcParams.update(
     {
@@ -41,7 +47,7 @@ plt.rcParams.update(
 
 def parse_arguments(description: str | None, argv: list[str] | None, *, data: str | None = None) -> argparse.Namespace:
     """:param data: the file that ``--data FOLDER`` is to hold, for examples that can take a paper's own data."""
-    parser = argparse.ArgumentParser(description=description)
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     if data is not None:
         parser.add_argument("--data", type=Path, metavar="FOLDER", help=f"folder with {data}, to use instead")
     parser.add_argument("--output", type=Path, default=Path("figures"), help="folder for the figures")
@@ -49,8 +55,30 @@ def parse_arguments(description: str | None, argv: list[str] | None, *, data: st
     return parser.parse_args(argv)
 
 
+def intervals(axis: Axes, place, low, middle, high, colour: str, *, across: bool = False) -> None:
+    """A line from ``low`` to ``high`` with a dot at ``middle``, upright or ``across``."""
+    if across:
+        axis.hlines(place, low, high, color=colour, lw=2)
+        axis.plot(middle, place, "o", color=colour, ms=3.5)
+    else:
+        axis.vlines(place, low, high, color=colour, lw=2)
+        axis.plot(place, middle, "o", color=colour, ms=3.5)
+
+
+def density_axis(axis: Axes, title: str) -> None:
+    """Densities are compared by their shapes: no scale for their heights."""
+    axis.set_title(title, fontsize=8)
+    axis.set_yticks([])
+    axis.set_ylim(0, None)
+    axis.spines["left"].set_visible(False)
+
+
 def save(figure: Figure, folder: Path, name: str) -> None:
+    """With a palette of 256 colours: a third of the bytes, for the same picture."""
     folder.mkdir(parents=True, exist_ok=True)
-    figure.savefig(folder / f"{name}.png")
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png")
     plt.close(figure)
-    print(f"saved {folder / f'{name}.png'}")
+    path = folder / f"{name}.png"
+    Image.open(buffer).convert("RGB").quantize(256, method=Image.Quantize.MEDIANCUT).save(path, optimize=True)
+    print(f"saved {path}")

@@ -1,4 +1,4 @@
-"""How sure is a classifier away from its data? Iso-probabilities of five approximations (R-VGA paper, figure 11).
+"""How sure is a classifier away from its data? Iso-probabilities of six Gaussians (R-VGA paper, figure 11).
 
 Two well separated classes leave the direction of the boundary and the steepness open. The predictive probability
 averages over what is left open, in closed form (equation 62), and is compared with the true posterior's.
@@ -10,13 +10,15 @@ import jax.numpy as jnp
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
-from plots import METHODS, parse_arguments, plt, save
+from plots import METHODS, WIDTH, parse_arguments, plt, save
 from scipy.special import expit, log_expit
 
 from numpyro_rvga import RVGA
 
 PRIOR_SCALE = 10.0
-LEVELS = np.array([0.01, 0.1, 0.3, 0.5, 0.7, 0.9, 0.99])
+LEVELS = (0.01, 0.1, 0.3, 0.5, 0.7, 0.9, 0.99)
+FILLED = np.linspace(0, 1, 21)
+MARKERS = {0: ("o", "#7A1020"), 1: ("^", "#08306B")}
 REACH = 6.0
 
 
@@ -57,40 +59,42 @@ def main(argv: list[str] | None = None) -> None:
     axis_points = np.linspace(-REACH, REACH, resolution)
     points = np.stack(np.meshgrid(axis_points, axis_points), -1).reshape(-1, 2)
 
-    maps = {"True posterior": true_probabilities(data, points, 100 if arguments.quick else 500)}
-    schemes = ["implicit", "explicit", "ekf", "qkf", "laplace"]
-    for scheme in schemes:
-        options = {"first_block": 0, "block_size": 1} if scheme == "implicit" else {}
-        posterior = RVGA(model, scheme=scheme, **options).run(data, progress_bar=False)
+    maps = {"true posterior": true_probabilities(data, points, 100 if arguments.quick else 500)}
+    print(f"{'':16s} {'theta':>16s} {'mean error of the probability':>32s}")
+    for scheme, (label, _) in METHODS.items():
+        options = {} if scheme == "default" else {"scheme": scheme}
+        if scheme == "implicit":
+            options |= {"first_block": 0, "block_size": 1}  # the paper's recursion, row by row
+        posterior = RVGA(model, **options).run(data, progress_bar=False)
         answer = posterior.predictive(None, {"X": points}, method="closed_form")
-        maps[METHODS[scheme][0]] = np.asarray(jnp.ravel(answer["y"]["mean"]))
-        print(f"{METHODS[scheme][0]:16s} theta = {np.asarray(posterior.mean).round(2)}")
+        maps[label] = np.asarray(jnp.ravel(answer["y"]["mean"]))
+        error = np.abs(maps[label] - maps["true posterior"]).mean()
+        print(f"{label:16s} {np.array2string(np.asarray(posterior.mean), precision=2):>16s} {error:32.3f}")
+    save(draw(data, axis_points, maps), arguments.output, "predictive_uncertainty")
 
-    figure, axes = plt.subplots(2, 3, figsize=(9, 6.2), sharex=True, sharey=True)
+
+def draw(data, axis_points, maps):
+    figure, axes = plt.subplots(2, 4, figsize=(WIDTH, 5), sharex=True, sharey=True)
     for axis, (title, probabilities) in zip(axes.ravel(), maps.items()):
-        error = np.abs(probabilities - maps["True posterior"]).mean()
-        image = axis.contourf(
-            axis_points,
-            axis_points,
-            probabilities.reshape(resolution, -1),
-            np.linspace(0, 1, 21),
-            cmap="RdBu",
-            vmin=-0.3,
-            vmax=1.3,
-        )
-        lines = axis.contour(
-            axis_points, axis_points, probabilities.reshape(resolution, -1), LEVELS, colors="black", linewidths=0.7
-        )
+        error = np.abs(probabilities - maps["true posterior"]).mean()
+        surface = probabilities.reshape(len(axis_points), -1)
+        image = axis.contourf(axis_points, axis_points, surface, FILLED, cmap="RdBu", vmin=-0.3, vmax=1.3)
+        lines = axis.contour(axis_points, axis_points, surface, LEVELS, colors="black", linewidths=0.7)
         axis.clabel(lines, fmt="%g", fontsize=7)
-        for label, colour in ((0, "#7A1020"), (1, "#08306B")):
-            x, y = data["X"][data["y"] == label].T
-            axis.plot(x, y, ".", color=colour, ms=2)
-        axis.set_title(title if title == "True posterior" else f"{title} (mean error {error:.3f})")
-        axis.set_aspect("equal")
-    figure.colorbar(
-        image, ax=axes, label="predictive probability of class 1", shrink=0.7, ticks=[0, 0.25, 0.5, 0.75, 1]
-    )
-    save(figure, arguments.output, "predictive_uncertainty")
+        for label, (marker, colour) in MARKERS.items():
+            axis.plot(*data["X"][data["y"] == label].T, marker, color=colour, ms=2, label=f"class {label}")
+        axis.set_title(title if title == "true posterior" else f"{title}\nmean error {error:.3f}", fontsize=9)
+        axis.set(aspect="equal", xlabel="input 1", xticks=(-5, 0, 5), yticks=(-5, 0, 5))
+        axis.tick_params(labelbottom=True)
+    for axis in axes[:, 0]:
+        axis.set_ylabel("input 2")
+    spare = axes[-1, -1]
+    spare.axis("off")
+    scale = figure.colorbar(image, cax=spare.inset_axes([0.05, 0.5, 0.9, 0.08]), orientation="horizontal")
+    scale.set_label("probability of class 1")
+    scale.set_ticks([0, 0.25, 0.5, 0.75, 1])
+    spare.legend(*axes[0, 0].get_legend_handles_labels(), loc="upper center", ncols=2, markerscale=2.5)
+    return figure
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ import numpyro
 import numpyro.distributions as dist
 import pandas as pd
 from numpyro.infer import MCMC, NUTS
-from plots import REFERENCE, RVGA_COLOUR, parse_arguments, plt, save
+from plots import REFERENCE, RVGA_COLOUR, WIDTH, density_axis, intervals, parse_arguments, plt, save
 from scipy import stats
 from scipy.special import expit
 from statsmodels.datasets import fair
@@ -87,7 +87,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def draw(posterior, nuts, cells):
-    figure = plt.figure(figsize=(9, 5.4))
+    figure = plt.figure(figsize=(WIDTH, 5.4))
     above, below = figure.subfigures(2, 1, height_ratios=[1.25, 1])
     probabilities = np.array([0.05, 0.5, 0.95])
     rvga = expit(np.asarray(posterior.quantiles(probabilities)["intercept"]))
@@ -98,11 +98,9 @@ def draw(posterior, nuts, cells):
         members = np.flatnonzero(cells[:, 0] == rating)
         for shift, colour, quantiles in ((-0.17, REFERENCE, reference), (0.17, RVGA_COLOUR, rvga)):
             place = np.arange(len(members)) + shift
-            low, middle, high = quantiles[:, members]
-            axis.vlines(place, low, high, color=colour, lw=2)
-            axis.plot(place, middle, "o", color=colour, ms=3.5)
+            intervals(axis, place, *quantiles[:, members], colour)
         axis.set_title(f"marriage {RATINGS[rating]}")
-        axis.set_xticks(np.arange(len(members)), [f"{years:g}" for years in cells[members, 1]], fontsize=6.5)
+        axis.set_xticks(np.arange(len(members)), [f"{years:g}" for years in cells[members, 1]], fontsize=7)
         axis.set_ylim(0, 1)
     axes[0].set_ylabel("probability of an affair")
     above.supxlabel("years married", fontsize=9)
@@ -112,14 +110,13 @@ def draw(posterior, nuts, cells):
     exact = posterior.quantiles(stats.norm.cdf(standard))
     ours = [exact["center"], exact["spread"], *np.asarray(exact["slopes"]).T]
     draws = [nuts["center"], nuts["spread"], *np.asarray(nuts["slopes"]).T]
-    for axis, title, curve, sample in zip(below.subplots(1, len(titles)), titles, ours, draws):
+    axes = below.subplots(1, len(titles))
+    for axis, title, curve, sample in zip(axes, titles, ours, draws):
         place = np.asarray(curve, np.float64)
         axis.fill_between(place, stats.gaussian_kde(sample)(place), color=REFERENCE, alpha=0.3, lw=0)
         axis.plot(place, stats.norm.pdf(standard) / np.gradient(place, standard), color=RVGA_COLOUR, lw=1.6)
-        axis.set_title(title, fontsize=8)
-        axis.set_yticks([])
-        axis.set_ylim(0, None)
-        axis.spines["left"].set_visible(False)
+        density_axis(axis, title)
+    axes[0].set_ylabel("density, log odds")
     handles = [
         plt.Line2D([], [], color=REFERENCE, lw=4, alpha=0.6, label="NUTS, 90% interval and density"),
         plt.Line2D([], [], color=RVGA_COLOUR, lw=2, label="RVGA in one pass"),

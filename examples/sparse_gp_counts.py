@@ -14,7 +14,7 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 from jax.scipy.linalg import solve_triangular
-from plots import REFERENCE, RVGA_COLOUR, parse_arguments, plt, save
+from plots import COLOURS, REFERENCE, RVGA_COLOUR, TRUTH, WIDTH, parse_arguments, plt, save
 
 from numpyro_rvga import FixedPointVI
 
@@ -56,8 +56,9 @@ def main(argv: list[str] | None = None) -> None:
     inducing = np.linspace(SPAN[0], SPAN[1] + 1, num_inducing)
     start = time.perf_counter()
     posterior = FixedPointVI(model).run(data, inducing=inducing, progress_bar=False)
-    learned = {name: round(float(value), 3) for name, value in posterior.params.items()}
-    print(f"fitted in {time.perf_counter() - start:.1f} s with compilation, bound {posterior.elbo:.2f}, {learned}")
+    seconds = time.perf_counter() - start
+    learned = ", ".join(f"{name} {float(value):.2f}" for name, value in posterior.params.items())
+    print(f"bound {posterior.elbo:.2f}, {seconds:.1f} s with compilation, {learned}")
 
     grid = np.linspace(SPAN[0], SPAN[1] + 1, 40 if arguments.quick else 300)
     draws = posterior.predictive(jax.random.key(1), {"x": grid}, num_samples=200 if arguments.quick else 4000)
@@ -67,22 +68,23 @@ def main(argv: list[str] | None = None) -> None:
     low, high = np.quantile(at_rows, [0.05, 0.95], axis=0)
     inside = np.mean((low <= data["count"]) & (data["count"] <= high))
     print(f"{100 * inside:.1f}% of the counts lie within their 90% bands")
+    covered = np.mean((rate[0] <= true_rate(grid)) & (true_rate(grid) <= rate[2]))
+    print(f"the true rate lies within its 90% band on {100 * covered:.1f}% of the line")
+    save(draw(data, inducing, grid, rate, counts), arguments.output, "sparse_gp_counts")
 
-    figure, axis = plt.subplots(figsize=(9, 3.8))
-    axis.plot(x, data["count"], ".", color=REFERENCE, ms=3, alpha=0.4, mew=0, label="counts")
+
+def draw(data, inducing, grid, rate, counts):
+    figure, axis = plt.subplots(figsize=(WIDTH, 3.6))
+    axis.plot(data["x"], data["count"], ".", color=REFERENCE, ms=3, alpha=0.4, mew=0, label="counts")
     axis.fill_between(grid, *counts, color=RVGA_COLOUR, alpha=0.15, lw=0, label="90% of new counts")
     axis.fill_between(grid, rate[0], rate[2], color=RVGA_COLOUR, alpha=0.45, lw=0, label="90% of the rate")
     axis.plot(grid, rate[1], color=RVGA_COLOUR, lw=1.4, label="rate, median")
-    axis.plot(grid, true_rate(grid), "--", color="black", lw=1, label="true rate")
-    axis.plot(
-        inducing, np.zeros(num_inducing), "|", color="#D55E00", ms=9, mew=1.5, label="inducing points", clip_on=False
-    )
-    axis.set_xlim(SPAN[0], SPAN[1] + 1)
-    axis.set_ylim(0, 1.2 * np.quantile(data["count"], 0.999))
-    axis.set_xlabel("x")
-    axis.set_ylabel("count")
-    figure.legend(loc="outside lower center", ncols=6)
-    save(figure, arguments.output, "sparse_gp_counts")
+    axis.plot(grid, true_rate(grid), "--", color=TRUTH, lw=1, label="true rate")
+    style = {"color": COLOURS[4], "ms": 9, "mew": 1.5, "clip_on": False}
+    axis.plot(inducing, np.zeros(len(inducing)), "|", label="inducing points", **style)
+    axis.set(xlim=(SPAN[0], SPAN[1] + 1), ylim=(0, 1.2 * np.quantile(data["count"], 0.999)), xlabel="x", ylabel="count")
+    figure.legend(loc="outside lower center", ncols=6, columnspacing=1.5)
+    return figure
 
 
 if __name__ == "__main__":

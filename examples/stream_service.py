@@ -21,7 +21,7 @@ import numpyro
 import numpyro.distributions as dist
 import pyarrow as pa
 import pyarrow.parquet as pq
-from plots import COLOURS, REFERENCE, parse_arguments, plt, save
+from plots import COLOURS, REFERENCE, TRUTH, WIDTH, parse_arguments, plt, save
 from scipy.special import expit
 
 from numpyro_rvga import RVGA, ParquetRows, RandomWalk
@@ -74,7 +74,7 @@ def truth(num_files: int) -> np.ndarray:
     """(files, 3) coefficients that wander, and change at once in the middle."""
     rng = np.random.default_rng(3)
     w = np.array([-0.5, 1.5, -1.0]) + np.cumsum(0.1 * rng.normal(size=(num_files, 3)), axis=0)
-    w[num_files // 2 :, 1] -= 2.5
+    w[num_files // 2 :, 2] += 1.8
     return w
 
 
@@ -135,26 +135,20 @@ def main(argv: list[str] | None = None) -> None:
     save(draw(w, found, killed_at), arguments.output, "stream_service")
 
 
-def draw(w: np.ndarray, found: list[dict], killed_at: list[int]) -> plt.Figure:
-    figure, axes = plt.subplots(figsize=(8, 3.6))
+def draw(w: np.ndarray, found: list[dict], killed_at: list[int]):
+    figure, axis = plt.subplots(figsize=(WIDTH, 3.4))
     files = np.arange(len(w))
     mean, deviation = (np.array([answer[name] for answer in found]) for name in ("w", "deviation"))
-    for i, name in enumerate(["intercept", "slope of a", "slope of b"]):
-        axes.plot(files, w[:, i], color=REFERENCE, linewidth=0.9, linestyle=":", label="truth" if i == 0 else None)
-        axes.plot(files, mean[:, i], color=COLOURS[i], label=name)
-        axes.fill_between(
-            files,
-            mean[:, i] - 2 * deviation[:, i],
-            mean[:, i] + 2 * deviation[:, i],
-            color=COLOURS[i],
-            alpha=0.15,
-            linewidth=0,
-        )
     for number in killed_at:
-        axes.axvline(number, color="black", linewidth=0.8, label="killed" if number == killed_at[0] else None)
-    axes.set(xlabel=f"file of {ROWS_PER_FILE} rows", ylabel="coefficient, before the file is read", ylim=(-4, 4))
-    axes.legend(ncols=5, loc="upper center")
-    axes.set_title("A service on a drifting stream: killed at random, it goes on where it was")
+        axis.axvline(number, color=REFERENCE, lw=0.8, label="service killed" if number == killed_at[-1] else None)
+    for i, (name, colour) in enumerate(zip(("intercept", "slope of a", "slope of b"), COLOURS)):
+        low, high = mean[:, i] - 2 * deviation[:, i], mean[:, i] + 2 * deviation[:, i]
+        axis.fill_between(files, low, high, color=colour, alpha=0.2, lw=0)
+        axis.plot(files, mean[:, i], color=colour, lw=1.6, label=f"{name}, mean and 2 sd")
+        axis.plot(files, w[:, i], color=TRUTH, lw=1, ls=":", label="truth" if i == 2 else None)
+    axis.set(xlim=(0, len(w) - 1), ylim=(-2.5, 3), ylabel="coefficient, before the file is read")
+    axis.set_xlabel(f"file of {ROWS_PER_FILE} rows")
+    figure.legend(loc="outside lower center", ncols=5)
     return figure
 
 

@@ -14,11 +14,16 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 from numpyro.infer import MCMC, NUTS
-from plots import REFERENCE, RVGA_COLOUR, parse_arguments, plt, save
+from plots import REFERENCE, RVGA_COLOUR, WIDTH, density_axis, intervals, parse_arguments, plt, save
 
 from numpyro_rvga import FixedPointVI
 
-SHARED = {"center": "mean of the intercepts", "spread": "their spread", "slope": "upper floor", "noise": "noise"}
+SHARED = {
+    "center": "mean of the intercepts",
+    "spread": "spread of the intercepts",
+    "slope": "slope of upper floor",
+    "noise": "sd of the noise",
+}
 
 
 def model(upper_floor, county, radon=None, num_counties=None):
@@ -72,22 +77,19 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def draw(ours, nuts, sizes):
-    methods = (("NUTS", nuts, REFERENCE, -0.2), ("FixedPointVI", ours, RVGA_COLOUR, 0.2))
-    figure = plt.figure(figsize=(9, 5.2))
+    figure = plt.figure(figsize=(WIDTH, 5.2))
     above, below = figure.subfigures(2, 1, height_ratios=[1.2, 1])
     axis = above.subplots()
     order = np.argsort(-sizes, kind="stable")
-    for label, draws, colour, shift in methods:
+    for draws, colour, shift in ((nuts, REFERENCE, -0.2), (ours, RVGA_COLOUR, 0.2)):
         place, mean, deviation = np.arange(len(order)) + shift, draws["intercept"].mean(0), draws["intercept"].std(0)
-        axis.vlines(place, (mean - deviation)[order], (mean + deviation)[order], color=colour, lw=1.6)
-        axis.plot(place, mean[order], "o", color=colour, ms=2.8, label=label)
+        intervals(axis, place, *(value[order] for value in (mean - deviation, mean, mean + deviation)), colour)
     axis.axhline(nuts["center"].mean(), color=REFERENCE, lw=0.8, ls=":")
     shown = np.linspace(0, len(order) - 1, min(len(order), 12)).astype(int)
     axis.set_xticks(shown, [f"{sizes[order[i]]}" for i in shown])
     axis.set_xlim(-1, len(order))
     axis.set_xlabel("counties, by their number of houses")
     axis.set_ylabel("intercept, mean and one sd")
-    axis.legend(ncols=2, loc="lower right", bbox_to_anchor=(1, 0.98))
 
     panels = below.subplots(1, 2 + len(SHARED))
     for panel, name, read in ((panels[0], "means", np.mean), (panels[1], "sds", np.std)):
@@ -102,9 +104,13 @@ def draw(ours, nuts, sizes):
         bins = np.histogram_bin_edges(np.concatenate([ours[name], nuts[name]]), 40)
         panel.hist(nuts[name], bins, density=True, color=REFERENCE, alpha=0.35)
         panel.hist(ours[name], bins, density=True, histtype="step", color=RVGA_COLOUR, lw=1.4)
-        panel.set_title(title, fontsize=8)
-        panel.set_yticks([])
-        panel.spines["left"].set_visible(False)
+        density_axis(panel, title)
+    handles = [
+        plt.Line2D([], [], color=REFERENCE, lw=2, marker="o", ms=3.5, label="NUTS"),
+        plt.Line2D([], [], color=RVGA_COLOUR, lw=2, marker="o", ms=3.5, label="FixedPointVI"),
+        plt.Line2D([], [], color=REFERENCE, lw=0.8, ls=":", label="mean of the intercepts"),
+    ]
+    below.legend(handles=handles, loc="outside lower center", ncols=3)
     return figure
 
 

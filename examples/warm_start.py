@@ -14,7 +14,7 @@ import numpyro
 import numpyro.distributions as dist
 from numpyro.diagnostics import effective_sample_size
 from numpyro.infer import MCMC, NUTS
-from plots import REFERENCE, RVGA_COLOUR, parse_arguments, plt, save
+from plots import REFERENCE, RVGA_COLOUR, WIDTH, parse_arguments, plt, save
 from sklearn.datasets import load_breast_cancer
 
 from numpyro_rvga import RVGA
@@ -30,7 +30,7 @@ def model(X, benign=None):
 
 
 def sample(kernel, num_warmup, num_samples, data, init_params=None):
-    """Effective sample sizes, leapfrog steps (warm-up included) and seconds."""
+    """Effective sample sizes, leapfrog steps (warm-up included) and seconds (compilation included)."""
     mcmc = MCMC(
         kernel,
         num_warmup=num_warmup,
@@ -39,10 +39,11 @@ def sample(kernel, num_warmup, num_samples, data, init_params=None):
         chain_method="vectorized",
         progress_bar=False,
     )
+    keywords = {**data, "extra_fields": ("num_steps",)}
     start = time.perf_counter()
-    mcmc.warmup(jax.random.key(0), **data, init_params=init_params, collect_warmup=True, extra_fields=("num_steps",))
+    mcmc.warmup(jax.random.key(0), init_params=init_params, collect_warmup=True, **keywords)
     steps = int(mcmc.get_extra_fields()["num_steps"].sum())
-    mcmc.run(mcmc.post_warmup_state.rng_key, **data, extra_fields=("num_steps",))
+    mcmc.run(mcmc.post_warmup_state.rng_key, **keywords)
     steps += int(mcmc.get_extra_fields()["num_steps"].sum())
     seconds = time.perf_counter() - start
     draws = mcmc.get_samples(group_by_chain=True)
@@ -62,28 +63,36 @@ def main(argv: list[str] | None = None) -> None:
     print(f"RVGA: {time.perf_counter() - start:.1f} s, condition number {np.linalg.cond(posterior.covariance):.0f}")
 
     start_values = posterior.init_params(jax.random.key(1), NUM_CHAINS)
-    runs = {
-        "default NUTS, 500 warm-up steps": (NUTS(model), num_samples, None, REFERENCE),
-        "posterior.nuts(), 100 warm-up steps": (posterior.nuts(), num_samples // 5, start_values, RVGA_COLOUR),
+    kernels = {
+        "default NUTS": (NUTS(model), num_samples, None),
+        "posterior.nuts()": (posterior.nuts(), num_samples // 5, start_values),
     }
-    figure, axes = plt.subplots(1, 2, figsize=(9, 3.4), width_ratios=[1, 1.6])
-    for i, (name, (kernel, num_warmup, values, colour)) in enumerate(runs.items()):
+    found = {}
+    print(f"{'':18s} {'steps':>8s} {'seconds':>8s} {'smallest ESS':>13s} {'per 1,000 steps':>16s}")
+    for name, (kernel, num_warmup, values) in kernels.items():
         sizes, steps, seconds = sample(kernel, num_warmup, num_samples, data, values)
+        found[name] = num_warmup, steps, sizes
+        rate = 1000 * sizes.min() / steps
+        print(f"{name:18s} {steps:8,} {seconds:8.1f} {sizes.min():13.0f} {rate:16.1f}")
+    save(draw(found), arguments.output, "warm_start")
+
+
+def draw(found):
+    figure, (left, right) = plt.subplots(1, 2, figsize=(WIDTH, 3.2), width_ratios=[1, 1.6])
+    for i, ((name, (num_warmup, steps, sizes)), colour) in enumerate(zip(found.items(), (REFERENCE, RVGA_COLOUR))):
+        left.bar(i, steps, color=colour, width=0.6)
+        left.text(i, steps, f"{steps:,}", ha="center", va="bottom", fontsize=8)
         rates = np.sort(1000 * sizes / steps)
-        print(
-            f"{name}: {steps} leapfrog steps, {seconds:.1f} s, smallest effective sample size {sizes.min():.0f}, "
-            f"{rates[0]:.1f} per 1,000 steps"
-        )
-        axes[0].bar(i, steps, color=colour, width=0.6)
-        axes[0].text(i, steps, f"{steps:,}", ha="center", va="bottom", fontsize=8)
-        axes[1].plot(np.arange(1, len(rates) + 1), rates, "o-", color=colour, ms=3.5, lw=1, label=name)
-    axes[0].set_xticks([0, 1], ["default NUTS", "posterior.nuts()"])
-    axes[0].set_ylabel("leapfrog steps, warm-up included")
-    axes[1].set_xlabel("parameter, from the worst to the best")
-    axes[1].set_ylabel("effective draws per 1,000 leapfrog steps")
-    axes[1].set_ylim(0, None)
-    axes[1].legend()
-    save(figure, arguments.output, "warm_start")
+        label = f"{name}, {num_warmup} warm-up steps a chain"
+        right.plot(np.arange(1, len(rates) + 1), rates, "o-", color=colour, ms=3.5, lw=1, label=label)
+    left.set_xticks(range(len(found)), list(found))
+    left.set_ylabel("leapfrog steps with warm-up")
+    left.yaxis.set_major_formatter("{x:,.0f}")
+    right.set_xlabel("parameter, from the worst to the best")
+    right.set_ylabel("effective draws per 1,000 steps")
+    right.set_ylim(0, None)
+    figure.legend(loc="outside lower center", ncols=2)
+    return figure
 
 
 if __name__ == "__main__":
