@@ -50,6 +50,9 @@ class FixedPointVI:
     row, are run on all of them at once. The model's ``numpyro.param`` sites are learned: the bound, maximised over q,
     is climbed by L-BFGS in them (needs optax); see :attr:`Posterior.params`.
 
+    Where each term looks at few entries of theta, as with crossed effects, the longest site is eliminated (by
+    ``schedule="incremental"``): work then grows with the cube of the number of all other parameters.
+
     :param model: a NumPyro model whose latents are continuous and whose observations are conditionally independent.
     :param str schedule: ``"incremental"`` takes one fixed-point step V <- T(V) of the covariance at a time, and Newton
         steps of the mean, cheap where predictors are affine, as far as the covariance's error warrants (FPi; one step
