@@ -53,6 +53,8 @@ class Report:
 
     def __call__(self, **values: Any) -> None:
         def shown(value):
+            if isinstance(value, bool) or value is None:
+                return str(value)
             return f"{value:.4g}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else value
 
         print("  ".join(f"{name} {shown(value)}" for name, value in values.items()), flush=True)

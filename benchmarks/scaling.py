@@ -4,7 +4,7 @@ python -m benchmarks scaling [--parts NAME ...] [--largest P] [--output FOLDER]
 python -m benchmarks scaling --draw FOLDER/scaling.json
 
 Seconds are medians of compiled runs, in float32 and float64. An exponent is the slope of log seconds between the last
-two sizes. Memory is what the process holds at most during a run, above what it held before, the rows among it (Linux only).
+two sizes. Memory is what the process holds at most during a run, above what it held before and the rows (on Linux).
 """
 
 from __future__ import annotations
