@@ -108,5 +108,5 @@ class LogDensity:
 
 
 def in_order(values: dict[str, Array], site_names: tuple[str, ...]) -> np.ndarray:
-    """Sites' values, or draws of them along the first axis, as flat vectors."""
+    """Sites' values as a flat vector."""
     return np.concatenate([np.asarray(values[name]).reshape(-1) for name in site_names])
