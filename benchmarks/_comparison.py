@@ -142,7 +142,7 @@ def draw(results: dict[str, Any], path: Path) -> None:
 
     cases = results["cases"]
     columns = min(len(cases), 2)
-    size = (4.6 * columns, 3.2 * -(-len(cases) // columns) + 0.8)
+    size = (4.6 * columns, 3.2 * -(-len(cases) // columns) + 1.0)
     figure, axes = plt.subplots(-(-len(cases) // columns), columns, figsize=size, squeeze=False, layout="constrained")
     for axis in axes.flat[len(cases) :]:
         axis.set_visible(False)
@@ -155,9 +155,10 @@ def draw(results: dict[str, Any], path: Path) -> None:
         axis.set_title(case["title"], fontsize=9)
         axis.spines[["top", "right"]].set_visible(False)
         axis.tick_params(labelsize=8)
-    figure.supxlabel("seconds, compilation included", fontsize=9)
+        axis.xaxis.set_minor_formatter("")
+        axis.set_xlabel("seconds, compilation included", fontsize=8)
     figure.supylabel("nats below the best Gaussian's bound", fontsize=9)
     handles = {label: handle for axis in axes.flat for handle, label in zip(*axis.get_legend_handles_labels())}
-    figure.legend(handles.values(), handles, loc="outside lower center", ncols=3, fontsize=8, frameon=False)
+    figure.legend(handles.values(), handles, loc="outside lower center", ncols=2 * columns, fontsize=8, frameon=False)
     figure.savefig(path, dpi=110)
     print(f"saved {path}")
