@@ -133,7 +133,7 @@ def run_case(case: Case, effort: Effort) -> dict:
 def main() -> None:
     options = parser(__doc__, drawn=True)
     options.add_argument("--data", help="folder with load.py and the data files")
-    add_effort(options, 15.0)
+    add_effort(options, 10.0)
     options.add_argument("--cases", nargs="*", choices=CASES, help="default: all that the data allow")
     args = options.parse_args()
     if args.draw is not None:

@@ -154,7 +154,7 @@ def run_case(name: str, case: Case, effort: Effort, folder: Path) -> dict[str, A
 def main() -> None:
     options = parser(__doc__, drawn=True)
     options.add_argument("--data", help="folder with load.py and the data files")
-    add_effort(options, 30.0)
+    add_effort(options, 20.0)
     options.add_argument("--cases", nargs="*", choices=CASES, help="default: all that the data allow")
     args = options.parse_args()
     if args.draw is not None:
