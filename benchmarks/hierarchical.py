@@ -46,18 +46,18 @@ SCALE = "sd_"  # the names of scales begin so
 
 # ---------------------------------------------------------------------- models and data
 def effects(name: str, count: int, scale, centred: bool):
-    """Effects of groups: informed by many rows each, or by few, where the scaled ones are nearer to a Gaussian."""
+    """Effects of groups: of many rows each, or, not centred, of a few, where they are nearer to a Gaussian."""
     if centred:
         return numpyro.sample(name, dist.Normal(0, scale).expand([count]).to_event(1))
     return scale * numpyro.sample(name, dist.Normal(0, 1).expand([count]).to_event(1))
 
 
-def grouped(X, groups, y=None, sizes=(), names=(), centred=(), normal=False):
+def grouped(X, groups, y=None, sizes=(), names=(), centred=True, normal=False):
     """Linear predictors with effects of crossed groups, ``groups`` has a column for each; logistic or normal rows."""
     predictor = X @ numpyro.sample("slopes", dist.Normal(0, 2).expand([X.shape[1]]).to_event(1))
     for column, (name, size) in enumerate(zip(names, sizes)):
         scale = numpyro.sample(SCALE + name, dist.HalfNormal(1))
-        predictor = predictor + effects(name, size, scale, name in centred)[groups[:, column]]
+        predictor = predictor + effects(name, size, scale, centred)[groups[:, column]]
     noise = numpyro.sample(SCALE + "noise", dist.HalfNormal(1)) if normal else None
     with numpyro.plate("rows", len(X)):
         numpyro.sample("y", dist.Normal(predictor, noise) if normal else dist.Bernoulli(logits=predictor), obs=y)
@@ -78,12 +78,12 @@ def affairs(folder: str | None) -> Case:
     table = fair.load_pandas().data
     cells = np.unique(table[["rate_marriage", "yrs_married"]].to_numpy(), axis=0, return_inverse=True)[1]
     X = table[["age", "children", "religious", "educ"]].to_numpy()
-    return grouped_case("logistic, affairs", X, {"cell": cells}, table["affairs"] > 0, centred=("cell",))
+    return grouped_case("logistic, affairs", X, {"cell": cells}, table["affairs"] > 0)
 
 
 def radon(folder: str) -> Case:
     data = load_module(folder).load("radon_mn")
-    return grouped_case("normal, radon", data["X"], {"county": data["county"]}, data["y"], normal=True)
+    return grouped_case("normal, radon", data["X"], {"county": data["county"]}, data["y"], normal=True, centred=False)
 
 
 def election(folder: str) -> Case:
@@ -91,7 +91,7 @@ def election(folder: str) -> Case:
     black, female = data["black"].astype(float), data["female"].astype(float)
     X = np.column_stack([black, female, black * female, data["v_prev_full"]])
     groups = {name: data[name] for name in ("state", "age", "edu", "age_edu")} | {"region": data["region_full"]}
-    return grouped_case("logistic, election of 1988", X, groups, data["y"], centred=("state",))
+    return grouped_case("logistic, election of 1988", X, groups, data["y"])
 
 
 BUNDLED = {"affairs": affairs}
