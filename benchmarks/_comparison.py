@@ -40,7 +40,7 @@ class Effort(NamedTuple):
 
 def add_effort(options: argparse.ArgumentParser, seconds: float) -> None:
     options.add_argument("--steps", type=int, default=10_000, help="of SVI, and at most of BlackJAX's full-rank VI")
-    options.add_argument("--rates", type=float, nargs="+", default=[0.003, 0.01, 0.03], help="learning rates to try")
+    options.add_argument("--rates", type=float, nargs="+", default=[0.03, 0.1, 0.3], help="learning rates to try")
     options.add_argument("--seconds", type=float, default=seconds, help="of BlackJAX's full-rank VI, and to time NUTS")
 
 

@@ -17,7 +17,7 @@ from numpyro.infer.autoguide import AutoContinuous, AutoLaplaceApproximation, Au
 from numpyro_rvga import Posterior
 
 CURVE_POINTS = 10
-RATE_FALLS_TO = 0.01  # of the first learning rate, along a run
+RATE_FALLS_TO = 0.001  # of the first learning rate, along a run
 FULL_RANK_DRAWS = 5  # a step
 PATHFINDER_ITERATIONS = 60
 PATHFINDER_NUMBERS = 2**26  # of all draws' rows, which it holds at once
@@ -109,9 +109,10 @@ def reordered(guide: AutoContinuous, site_names: tuple[str, ...], mean, root) ->
     """A guide's Gaussian, in our order of the sites."""
     order = in_order(guide._unpack_latent(np.arange(len(mean))), site_names)
     mean, root = np.asarray(mean)[order], np.asarray(root)[order]
-    if np.array_equal(order, np.arange(len(mean))) or not np.all(np.isfinite(root)):
+    if not np.all(np.isfinite(root)):
         return mean, root
-    return mean, np.linalg.cholesky(root @ root.T)
+    upper = np.linalg.qr(root.T, mode="r")
+    return mean, upper.T * np.sign(np.diag(upper))
 
 
 # ---------------------------------------------------------------------- BlackJAX's
@@ -145,7 +146,10 @@ def full_rank(case: Case, density: LogDensity, num_steps: int, seconds: float) -
 
     initial = blackjax.fullrank_vi(None, optax.adam(lambda i: 1.0)).init(density.start)
     compiling = seconds_of(0)
-    num_steps = max(min(num_steps, int(3 * seconds / seconds_of(3))), CURVE_POINTS)
+    count = 1
+    while (spent := seconds_of(count)) < 0.2 and count < num_steps:
+        count *= 4
+    num_steps = max(min(num_steps, int(count * seconds / spent)), CURVE_POINTS)
 
     def run(rate):
         def advance(state, count):
