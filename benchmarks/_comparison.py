@@ -40,7 +40,8 @@ class Effort(NamedTuple):
 
 def add_effort(options: argparse.ArgumentParser, seconds: float) -> None:
     options.add_argument("--steps", type=int, default=10_000, help="of SVI, and at most of BlackJAX's full-rank VI")
-    options.add_argument("--rates", type=float, nargs="+", default=[0.03, 0.1, 0.3], help="learning rates to try")
+    rates = [0.003, 0.01, 0.03, 0.1]
+    options.add_argument("--rates", type=float, nargs="+", default=rates, help="learning rates to try")
     options.add_argument("--seconds", type=float, default=seconds, help="of BlackJAX's full-rank VI, and to time NUTS")
 
 

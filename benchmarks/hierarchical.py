@@ -11,8 +11,8 @@ These models' bounds have no closed form: each is an average over the same 4,000
 largest of a mean, in standard deviations of NUTS, and the largest of a standard deviation's logarithm, in unconstrained
 space. Hierarchical scales are told apart, and their errors are those of log scales. The reference is four chains of
 NUTS, one after the other, of 1,000 + 2,000 iterations, kept in the output folder; the seconds of "NUTS" are a sixth of
-theirs, those of 1,000 + 1,000 iterations of one chain. Started from RVGA's posterior, whose seconds are added, it takes
-100 + 1,000, extrapolated where these take longer than ``--seconds``.
+theirs, as 1,000 + 1,000 iterations of one chain would take with a sixth of the compilation. Started from RVGA's
+posterior, whose seconds are added, it takes 100 + 1,000, extrapolated where these take longer than ``--seconds``.
 """
 
 from __future__ import annotations

@@ -113,8 +113,8 @@ def categories(num_rows: int, size: int, count: int, dtype: type) -> tuple[Calla
 
 def predictors(count: int, dtype: type) -> Measured:
     if count == 1:
-        return measured(RVGA(model, block_size=128), make_data(5_000, 60, dtype))
-    softmax, rows = categories(5_000, 60, count, dtype)
+        return measured(RVGA(model, block_size=128), make_data(2_000, 60, dtype))
+    softmax, rows = categories(2_000, 60, count, dtype)
     return measured(RVGA(softmax, block_size=128), rows)
 
 
@@ -136,11 +136,11 @@ def bong_step(family: str, hessian: str, size: int, dtype: type, rank: int = 10)
 
 PARTS = {
     "RVGA, rows": Part("rows (20 parameters)", (10_000, 100_000, 1_000_000), lambda n, d: rvga(n, 20, d)),
-    "RVGA, parameters": Part("parameters", (10, 50, 200, 500), lambda p, d: rvga(20_000, p, d, block_size=128)),
+    "RVGA, parameters": Part("parameters", (10, 50, 200, 500), lambda p, d: rvga(10_000, p, d, block_size=128)),
     "RVGA, predictors": Part("predictors of a row", (1, 2, 5, 10), predictors),
-    "RVGA, block": Part("rows of a block", (1, 16, 128, 1024), lambda b, d: rvga(20_000, 50, d, block_size=b)),
+    "RVGA, block": Part("rows of a block", (1, 16, 128, 1024), lambda b, d: rvga(10_000, 50, d, block_size=b)),
     "FixedPointVI, rows": Part("rows (20 parameters)", (10_000, 100_000, 1_000_000), lambda n, d: iteration(n, 20, d)),
-    "FixedPointVI, parameters": Part("parameters", (10, 50, 200, 500), lambda p, d: iteration(20_000, p, d)),
+    "FixedPointVI, parameters": Part("parameters", (10, 50, 200, 500), lambda p, d: iteration(10_000, p, d)),
 }
 PARTS |= {
     f"BONG, {family}, {hessian}": Part(
@@ -183,7 +183,7 @@ def run(name: str, part: Part) -> Iterator[dict[str, Any]]:
 
 PANELS = {
     "RVGA against rows, and FixedPointVI's iteration": ("RVGA, rows", "FixedPointVI, rows"),
-    "against parameters (20,000 rows)": ("RVGA, parameters", "FixedPointVI, parameters"),
+    "against parameters (10,000 rows)": ("RVGA, parameters", "FixedPointVI, parameters"),
     "RVGA against predictors, and rows of a block": ("RVGA, predictors", "RVGA, block"),
     "a step of BONG against weights": tuple(f"BONG, {family}, {hessian}" for family, hessian in FAMILIES),
 }
