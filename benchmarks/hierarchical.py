@@ -4,8 +4,8 @@ python -m benchmarks hierarchical [--data FOLDER] [--cases NAME ...] [--output F
 python -m benchmarks hierarchical --draw FOLDER/hierarchical.json
 
 Without ``--data`` (a folder with load.py and the data files) there is only the survey that statsmodels ships. Seconds
-and learning rates are as in ``accuracy``, and SVI sees all rows. Laplace's approximation has no mode to go to where the
-groups are centred: the density grows without bound as a scale goes to nothing.
+and learning rates are as in ``accuracy``, and SVI sees all rows. RVGA's Laplace scheme is left out: where groups are
+centred, the density grows without bound as a scale goes to nothing, so that NumPyro finds a local mode at best.
 
 These models' bounds have no closed form: each is an average over the same 4,000 standard normal draws. Errors are the
 largest of a mean, in standard deviations of NUTS, and the largest of a standard deviation's logarithm, in unconstrained
