@@ -1,50 +1,24 @@
-"""What a step of BONG costs: against the numbers of parameters, outputs and directions, and against plain code.
+"""A step of BONG beside plain code, in turns.
 
-``python benchmarks/bong.py`` times single steps of a softmax model of P weights and prints the exponents of their
-growth (``--output`` saves the plot). ``--network`` times steps of a convolutional network of 57,722 weights beside the
-update equations of the BONG paper (E.3.2 and E.5.2) written out with a Jacobian, an SVD and a pseudo-inverse, in turns.
+python -m benchmarks bong [--repeats N]
+
+The model is a convolutional network of 57,722 weights, and the plain code the update equations of the BONG paper (E.3.2
+and E.5.2) written out with a Jacobian, an SVD and a pseudo-inverse.
 """
 
 from __future__ import annotations
 
-import argparse
 import collections
-import math
 import time
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
+from _results import Report, parser
 
 from numpyro_rvga import BONG, init_to_module
-
-METHODS = [
-    ("diagonal", "lin-ef"),
-    ("diagonal", "lin-hess"),
-    ("diagonal", "mc-ef"),
-    ("low-rank", "lin-ef"),
-    ("low-rank", "lin-hess"),
-    ("low-rank", "mc-ef"),
-]
-SIZES = (100, 1_000, 10_000, 100_000, 1_000_000)
-SAMPLES = 10
-
-
-def softmax_step(family: str, hessian: str, size: int, outputs: int = 10, rank: int = 10):
-    """A step of a softmax model whose logits are sums of ``size`` weights, squashed."""
-
-    def model(X, y=None):
-        w = numpyro.sample("w", dist.Normal(0, 1).expand([size]).to_event(1))
-        with numpyro.plate("rows", X.shape[0]):
-            logits = X @ jnp.tanh(w).reshape(-1, outputs)
-            numpyro.sample("y", dist.Categorical(logits=logits), obs=y)
-
-    rng = np.random.default_rng(0)
-    rows = {"X": rng.normal(size=(2, size // outputs)).astype(np.float32) / math.sqrt(size), "y": np.array([0, 1])}
-    return step_of(BONG(model, family=family, hessian=hessian, rank=rank, num_samples=SAMPLES), rows)
 
 
 def step_of(bong: BONG, rows: dict):
@@ -68,46 +42,7 @@ def medians(steps: dict, repeats: int) -> dict:
     return {name: 1e3 * float(np.median(found)) for name, found in seconds.items()}
 
 
-def growth(repeats: int, largest: int, output: Path | None) -> None:
-    sizes = [size for size in SIZES if size <= largest]
-    print(f"{'family':10} {'hessian':9}" + "".join(f"{f'P={size:,}':>13}" for size in sizes) + "   exponent")
-    times = {}
-    for family, hessian in METHODS:
-        found = [medians({0: softmax_step(family, hessian, size)}, repeats)[0] for size in sizes]
-        times[family, hessian] = found
-        exponent = np.polyfit(np.log(sizes[-3:]), np.log(found[-3:]), 1)[0]
-        cells = "".join(f"{milliseconds:10.3f} ms" for milliseconds in found)
-        print(f"{family:10} {hessian:9}{cells}   {exponent:8.2f}")
-    middle = sizes[-2]
-    for name, values in (("outputs", (5, 10, 20)), ("rank", (5, 10, 20, 40))):
-        steps = {v: softmax_step("low-rank", "lin-hess", middle, **{name: v}) for v in values}
-        found = medians(steps, repeats)
-        text = ", ".join(f"{value}: {milliseconds:.2f} ms" for value, milliseconds in found.items())
-        print(f"low-rank lin-hess at P={middle:,} against {name}: {text}")
-    if output is not None:
-        plot(sizes, times, output)
-
-
-def plot(sizes: list[int], times: dict, output: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(5, 3.6), layout="constrained")
-    colours = {"lin-ef": "#0072B2", "lin-hess": "#D55E00", "mc-ef": "#009E73"}
-    for (family, hessian), found in times.items():
-        style = "-o" if family == "diagonal" else "--s"
-        axes.loglog(sizes, found, style, ms=4, color=colours[hessian], label=f"{family}, {hessian}")
-    axes.loglog(sizes[-3:], np.array(sizes[-3:]) * 0.3 * found[-1] / sizes[-1], ":k", label="linear")
-    axes.set(xlabel="parameters", ylabel="milliseconds a step")
-    axes.legend(frameon=False, fontsize=7)
-    figure.savefig(output, dpi=110)
-    print(f"saved {output}")
-
-
-# ---------------------------------------------------------------------- a network, beside plain code
-def network(repeats: int) -> None:
+def network(repeats: int, report: Report) -> None:
     import flax.linen as nn
     from numpyro.contrib.module import random_flax_module
 
@@ -163,23 +98,16 @@ def network(repeats: int) -> None:
         "diagonal": step_of(BONG(model, family="diagonal", init_loc_fn=init_to_module), rows),
     }
     found = medians(steps, repeats)
-    for name, milliseconds in found.items():
-        print(f"{name:16} {milliseconds:8.2f} ms")
     for family in ("low-rank", "diagonal"):
-        print(f"{family}: {found[family] / found[family + ', plain']:.2f} of the plain code's time")
+        plain = found[f"{family}, plain"]
+        report(family=family, ratio=found[family] / plain, milliseconds=found[family], plain_milliseconds=plain)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--network", action="store_true")
-    parser.add_argument("--repeats", type=int, default=30)
-    parser.add_argument("--largest", type=int, default=SIZES[-1], help="number of parameters")
-    parser.add_argument("--output", type=Path, help="where the plot is saved")
-    arguments = parser.parse_args()
-    if arguments.network:
-        network(arguments.repeats)
-    else:
-        growth(arguments.repeats, arguments.largest, arguments.output)
+    options = parser(__doc__)
+    options.add_argument("--repeats", type=int, default=30)
+    args = options.parse_args()
+    network(args.repeats, Report(args.output / "bong.json"))
 
 
 if __name__ == "__main__":

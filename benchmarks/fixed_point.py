@@ -13,12 +13,9 @@ import os
 
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # LAPACK's threads wait for each other where others are busy
 
-import argparse
-import dataclasses
 import json
 import pathlib
 import time
-import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -28,13 +25,13 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 from _data import load_module
-from _results import write
+from _gaussians import Case, exact_bound
+from _results import parser, write
 from numpyro import handlers
 from numpyro.infer import SVI, Trace_ELBO
 from numpyro.infer.autoguide import AutoMultivariateNormal
 
 from numpyro_rvga import FixedPointVI, Posterior
-from numpyro_rvga.core.gaussians import FullGaussian
 
 TARGET = 1e-3  # nats
 SCHEDULES = {"FPi": "incremental", "FPb": "batch", "GRAD": "gradient"}
@@ -44,7 +41,6 @@ INDUCING = 100
 JITTER = 1e-4
 GRADIENT_ITERATIONS = 3000
 RATE_FALLS_TO = 1e-5  # of SVI's first learning rate
-Rows = dict[str, np.ndarray]
 
 
 # ---------------------------------------------------------------------- models
@@ -114,20 +110,6 @@ def whitened_sparse_process(observe: Callable) -> Callable:
             observe(f, y)
 
     return model
-
-
-class Case(NamedTuple):
-    """A model and its data.
-
-    :ivar whitened: the same model for SVI, with standard normal latents, which are ``center + scale_tril z``: in these
-        Adam has its best chance. None: the same model.
-    """
-
-    name: str
-    model: Callable
-    rows: Rows
-    kwargs: dict[str, Any]
-    whitened: Callable | None = None
 
 
 def glm(name: str, observe: Callable, X: np.ndarray, y: np.ndarray) -> Case:
@@ -314,23 +296,6 @@ def run_svi(case: Case, best: Posterior, budget: float, learning_rate: float) ->
     return Curve(np.array(seconds), np.array(bounds), compiling)
 
 
-def exact_bound(case: Case, best: Posterior) -> Callable[[jax.Array, jax.Array], float]:
-    """The bound at a Gaussian over SVI's latents: where a fixed point that starts there begins."""
-    evaluator = FixedPointVI(case.model, max_iterations=1)
-
-    def bound(mean, root):
-        if case.whitened is not None:
-            scale_tril = jnp.asarray(case.kwargs["scale_tril"])
-            mean, root = case.kwargs.get("center", 0.0) + scale_tril @ mean, scale_tril @ root
-        here = dataclasses.replace(best, gaussian=FullGaussian(mean, root))
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # one iteration does not converge
-            found = evaluator.run(case.rows, init=here, progress_bar=False, **case.kwargs)
-        return float(found.info["bounds"][0])
-
-    return bound
-
-
 def time_to_target(curve: Curve, best: float, *, compiling: bool) -> float:
     """Seconds; infinite if it never got there."""
     reached = np.flatnonzero(curve.bounds >= best - TARGET)
@@ -383,21 +348,17 @@ def draw(results: dict[str, Any], path: pathlib.Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", help="folder with load.py and the data files")
-    parser.add_argument("--cases", nargs="*", help="some of them, by name; default: all")
-    parser.add_argument(
-        "--output", type=pathlib.Path, default=pathlib.Path("figures"), help="folder for fixed_point.json and .png"
-    )
-    parser.add_argument("--draw", type=pathlib.Path, help="draw the picture of this file and do no more")
-    parser.add_argument("--svi-seconds", type=float, default=30.0)
-    parser.add_argument("--svi-learning-rate", type=float, default=0.01)
-    args = parser.parse_args()
+    options = parser(__doc__, drawn=True)
+    options.add_argument("--data", help="folder with load.py and the data files")
+    options.add_argument("--cases", nargs="*", help="some of them, by name; default: all")
+    options.add_argument("--svi-seconds", type=float, default=30.0)
+    options.add_argument("--svi-learning-rate", type=float, default=0.01)
+    args = options.parse_args()
     if args.draw is not None:
         draw(json.loads(args.draw.read_text()), args.draw.with_suffix(".png"))
         return
     if args.data is None:
-        parser.error("--data is needed")
+        options.error("--data is needed")
     numpyro.enable_x64()
     known, found = cases(args.data), []
     for name in args.cases or known:

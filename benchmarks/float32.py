@@ -1,16 +1,15 @@
 """A million rows in single precision, ill-conditioned: is q positive definite, and how far from double precision?
 
-python benchmarks/float32.py
+python -m benchmarks float32 [--rows N] [--parameters P] [--condition NUMBER]
 """
 
 from __future__ import annotations
-
-import argparse
 
 import jax
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
+from _results import Report, parser
 
 from numpyro_rvga import RVGA
 
@@ -31,24 +30,24 @@ def make_rows(n: int, p: int, condition: float) -> dict[str, np.ndarray]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rows", type=int, default=1_000_000)
-    parser.add_argument("--parameters", type=int, default=50)
-    parser.add_argument("--condition", type=float, default=1e4)
-    args = parser.parse_args()
+    options = parser(__doc__)
+    options.add_argument("--rows", type=int, default=1_000_000)
+    options.add_argument("--parameters", type=int, default=50)
+    options.add_argument("--condition", type=float, default=1e4)
+    args = options.parse_args()
     rows = make_rows(args.rows, args.parameters, args.condition)
-    found = {}
+    found, report = {}, Report(args.output / "float32.json")
     for name, options in {"default": {}, "block_size=1": {"block_size": 1}}.items():
         for double in (False, True):
             with jax.enable_x64(double):
                 data = {k: v.astype(np.float64) for k, v in rows.items()} if double else rows
                 posterior = RVGA(model, **options).run(data, progress_bar=False)
                 found[double] = np.asarray(posterior.mean, np.float64), np.asarray(posterior.covariance, np.float64)
-        smallest = np.linalg.eigvalsh(found[False][1])[0]
+        smallest = float(np.linalg.eigvalsh(found[False][1])[0])
         deviation = np.sqrt(np.diag(found[True][1]))
-        means = np.max(np.abs(found[False][0] - found[True][0]) / deviation)
-        spread = np.max(np.abs(np.sqrt(np.diag(found[False][1])) / deviation - 1))
-        print(f"{name:14s} smallest eigenvalue {smallest:.2e}; means within {means:.4f} sd, sds within {spread:.2%}")
+        means = float(np.max(np.abs(found[False][0] - found[True][0]) / deviation))
+        spread = float(np.max(np.abs(np.sqrt(np.diag(found[False][1])) / deviation - 1)))
+        report(method=name, smallest_eigenvalue=smallest, error_of_means_in_sds=means, relative_error_of_sds=spread)
 
 
 if __name__ == "__main__":

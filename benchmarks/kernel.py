@@ -1,12 +1,10 @@
-"""The NumPyro path against a hand-written scan of the same algorithm, and how cost grows with N and P.
+"""The NumPyro path against a hand-written scan of the same algorithm: microseconds a row, of 54 columns.
 
-python benchmarks/kernel.py
+python -m benchmarks kernel [--rows N] [--float32]
 """
 
 from __future__ import annotations
 
-import argparse
-import time
 from collections.abc import Callable
 
 import jax
@@ -14,9 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
+from _results import Report, parser
+from bong import medians
 
 from numpyro_rvga import RVGA
 from numpyro_rvga.core.closed_forms import MIXTURE_SCALES, MIXTURE_WEIGHTS
+
+SIZE = 54
 
 
 def model(X, y=None):
@@ -73,66 +75,33 @@ def hand_written(mean, covariance, X, y):
     return jax.lax.scan(row, (mean, covariance), (X, y))[0]
 
 
-def seconds(function: Callable, repeats: int = 5) -> float:
-    """Median wall time after a warm-up."""
-    jax.block_until_ready(function())
-    times = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        jax.block_until_ready(function())
-        times.append(time.perf_counter() - start)
-    return float(np.median(times))
-
-
 def run(rows: dict, **options) -> Callable:
     rvga = RVGA(model, **options)
     return lambda: rvga.run(rows, progress_bar=False).scale
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rows", type=int, default=100_000)
-    parser.add_argument("--quick", action="store_true", help="small sizes, to see that it runs")
-    parser.add_argument("--float32", action="store_true")
-    args = parser.parse_args()
+    options = parser(__doc__)
+    options.add_argument("--rows", type=int, default=100_000)
+    options.add_argument("--float32", action="store_true")
+    args = options.parse_args()
     if not args.float32:
         numpyro.enable_x64()
     dtype = np.float32 if args.float32 else np.float64
-    n = 4_000 if args.quick else args.rows
-
-    rows = make_data(n, 54, dtype)
+    rows = make_data(args.rows, SIZE, dtype)
     X, y = jnp.asarray(rows["X"]), jnp.asarray(rows["y"])
-    mean, covariance = jnp.zeros(54, dtype), 9 * jnp.eye(54, dtype=dtype)
-    print(f"N = {n}, P = 54, {np.dtype(dtype).name}: microseconds per row")
+    mean, covariance = jnp.zeros(SIZE, dtype), 9 * jnp.eye(SIZE, dtype=dtype)
     candidates = {
         "hand-written scan": lambda: hand_written(mean, covariance, X, y),
-        "RVGA block_size=1": run(rows, block_size=1),
-        "RVGA block_size=128": run(rows, block_size=128),
-        "RVGA default": run(rows),
+        "RVGA, block_size=1": run(rows, block_size=1),
+        "RVGA, block_size=128": run(rows, block_size=128),
+        "RVGA": run(rows),
     }
-    times = {name: [] for name in candidates}
-    for function in candidates.values():
-        jax.block_until_ready(function())
-    for _ in range(5):  # in turn, so that a change of the machine's speed meets all alike
-        for name, function in candidates.items():
-            start = time.perf_counter()
-            jax.block_until_ready(function())
-            times[name].append(time.perf_counter() - start)
-    base = np.median(times["hand-written scan"])
-    for name, values in times.items():
-        ratios = np.array(values) / np.array(times["hand-written scan"])
-        print(f"  {name:22s} {np.median(values) / n * 1e6:7.2f}   ratio {np.median(ratios):5.2f}")
-    print(f"  (hand-written median {base:.3f} s)")
-
-    sizes = (1_000, 4_000) if args.quick else (10_000, 100_000, 1_000_000)
-    print("time against N (P = 20, default options)")
-    for size in sizes:
-        print(f"  N = {size:9d}  {seconds(run(make_data(size, 20, dtype)), 3) / size * 1e6:7.2f} us per row")
-    widths = (10, 20) if args.quick else (50, 100, 200, 500)
-    print("time against P (N = 20,000, block_size=128)")
-    for width in widths:
-        spent = seconds(run(make_data(2_000 if args.quick else 20_000, width, dtype), block_size=128), 3)
-        print(f"  P = {width:5d}  {spent:7.3f} s   {spent / width**2 * 1e6:7.3f} us per P^2")
+    found = medians(candidates, repeats=5)
+    report = Report(args.output / "kernel.json")
+    for name, milliseconds in found.items():
+        ratio = milliseconds / found["hand-written scan"]
+        report(method=name, ratio=ratio, microseconds_a_row=1e3 * milliseconds / args.rows, dtype=dtype.__name__)
 
 
 if __name__ == "__main__":

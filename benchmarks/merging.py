@@ -1,6 +1,6 @@
 """Merging: posteriors of parts of the data, merged, against a single pass and the best Gaussian.
 
-OPENBLAS_NUM_THREADS=1 python benchmarks/merging.py [--quick]        prints a table in Markdown
+OPENBLAS_NUM_THREADS=1 python -m benchmarks merging [--quick]
 
 Errors are in standard deviations of the best Gaussian (FixedPointVI's): the largest error of a mean, and the largest
 relative error of a standard deviation.
@@ -8,12 +8,11 @@ relative error of a standard deviation.
 
 from __future__ import annotations
 
-import argparse
-
 import jax.numpy as jnp
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
+from _results import Report, parser
 
 from numpyro_rvga import RVGA, FixedPointVI, Posterior
 
@@ -51,29 +50,28 @@ def cases(num_rows: int):
     yield "Poisson, 20 groups", counts, {"X": X[:, :3], "g": g, "y": y}
 
 
-def error(posterior: Posterior, best: Posterior) -> str:
+def errors(posterior: Posterior, best: Posterior) -> dict[str, float]:
     deviation = np.sqrt(np.diag(best.covariance))
     of_mean = np.max(np.abs(posterior.mean - best.mean) / deviation)
     of_deviation = np.max(np.abs(np.sqrt(np.diag(posterior.covariance)) / deviation - 1))
-    return f"{of_mean:.2g}, {of_deviation:.1%}"
+    return {"error_of_means_in_sds": float(of_mean), "relative_error_of_sds": float(of_deviation)}
 
 
-def main(num_rows: int) -> None:
-    print("| Model | one pass | " + " | ".join(f"{count} parts" for count in COUNTS) + " |")
-    print("| --- |" + " --- |" * (len(COUNTS) + 1))
+def main() -> None:
+    options = parser(__doc__)
+    options.add_argument("--quick", action="store_true", help="fewer rows")
+    args = options.parse_args()
+    numpyro.enable_x64()
+    num_rows, report = 6_400 if args.quick else 128_000, Report(args.output / "merging.json")
     for name, model, data in cases(num_rows):
         best = FixedPointVI(model).run(data, progress_bar=False)
         method = RVGA(model)
-        found = [error(method.run(data, progress_bar=False), best)]
-        for count in COUNTS:
+        for count in (1, *COUNTS):
             pieces = np.array_split(np.arange(num_rows), count)
             parts = [method.run({n: x[i] for n, x in data.items()}, progress_bar=False) for i in pieces]
-            found.append(error(Posterior.merge(parts), best))
-        print(f"| {name} | " + " | ".join(found) + " |", flush=True)
+            merged = parts[0] if count == 1 else Posterior.merge(parts)
+            report(model=name, parts=count, **errors(merged, best))
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="fewer rows")
-    numpyro.enable_x64()
-    main(6_400 if parser.parse_args().quick else 128_000)
+    main()

@@ -1,6 +1,6 @@
 """Real posteriors with gold-standard draws: means and standard deviations against them, and seconds against NUTS.
 
-python benchmarks/posteriordb.py --data FOLDER [--method fixed_point] [--tag glm] [--nuts]
+python -m benchmarks posteriordb --data FOLDER [--method fixed_point] [--tag glm] [--nuts]
 
 FOLDER holds models.py, data/ and reference/, and README.md with the errors of the best Gaussian. Seconds include
 compilation.
@@ -8,7 +8,6 @@ compilation.
 
 from __future__ import annotations
 
-import argparse
 import pathlib
 import time
 
@@ -16,6 +15,7 @@ import jax
 import numpy as np
 import numpyro
 from _data import load_module
+from _results import Report, parser
 from numpyro.infer import MCMC, NUTS
 
 from numpyro_rvga import RVGA, FixedPointVI
@@ -55,16 +55,17 @@ def seconds_of_nuts(entry, num_chains: int) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--data", required=True)
-    parser.add_argument("--method", choices=METHODS, default="rvga")
-    parser.add_argument("--tag", help="glm, for instance; default: all posteriors")
-    parser.add_argument("--only", help="one posterior")
-    parser.add_argument("--nuts", action="store_true", help="time NUTS too, 1,000 + 1,000 iterations a chain")
-    parser.add_argument("--chains", type=int, default=4, help="of NUTS, one after the other: R-hat needs several")
-    parser.add_argument("--samples", type=int, default=400_000)
-    args = parser.parse_args()
+    options = parser(__doc__)
+    options.add_argument("--data", required=True)
+    options.add_argument("--method", choices=METHODS, default="rvga")
+    options.add_argument("--tag", help="glm, for instance; default: all posteriors")
+    options.add_argument("--only", help="one posterior")
+    options.add_argument("--nuts", action="store_true", help="time NUTS too, 1,000 + 1,000 iterations a chain")
+    options.add_argument("--chains", type=int, default=4, help="of NUTS, one after the other: R-hat needs several")
+    options.add_argument("--samples", type=int, default=400_000)
+    args = options.parse_args()
     numpyro.enable_x64()
+    report = Report(args.output / "posteriordb.json")
     best, close, passed, quicker, total = best_gaussian(args.data), 0, 0, 0, 0
     for name, entry in load_module(args.data, "models").POSTERIORS.items():
         if args.tag not in (None, entry.tag) or args.only not in (None, name):
@@ -77,13 +78,17 @@ def main() -> None:
         jax.block_until_ready(posterior.scale)
         spent = time.perf_counter() - start
         found = errors(entry, posterior, args.samples)
-        slow = seconds_of_nuts(entry, args.chains) if args.nuts else float("nan")
-        passed, total, quicker = passed + (max(found) < 0.1), total + 1, quicker + (spent < slow)
+        slow = seconds_of_nuts(entry, args.chains) if args.nuts else None
+        passed, total, quicker = passed + (max(found) < 0.1), total + 1, quicker + (slow is not None and spent < slow)
         close += all(abs(error - least) < 0.02 for error, least in zip(found, best[name]))
-        print(
-            f"{name:46s} {found[0]:7.3f} sd {found[1]:7.3f}  best Gaussian {best[name][0]:6.3f} sd {best[name][1]:6.3f}"
-            f"  {spent:6.1f} s  NUTS {slow:6.1f} s  {posterior.info['converged']}",
-            flush=True,
+        report(
+            posterior=name,
+            error_of_means_in_sds=found[0],
+            log_error_of_sds=found[1],
+            of_best_gaussian=best[name],
+            seconds=spent,
+            nuts_seconds=slow,
+            converged=bool(posterior.info["converged"]),
         )
     print(f"of {total}: {passed} within 0.1 sd and 10%, {close} within 0.02 of the best Gaussian, {quicker} sooner")
 

@@ -1,6 +1,7 @@
 """Streams of logistic rows, made on the fly: speed, memory, single precision, and processes that are killed.
 
-OPENBLAS_NUM_THREADS=1 python benchmarks/streams.py rate|memory|precision|kills [--rows N] [--figure FILE]
+OPENBLAS_NUM_THREADS=1 python -m benchmarks streams rate|memory|precision|kills [--rows N] [--output FOLDER]
+python -m benchmarks streams memory --draw FOLDER/streams_memory.json
 
 rate: rows a second from memory, from blocks that are there, and from blocks that are made while the run computes.
 memory: this process's resident memory along a stream. precision: float32 against float64. kills: a run that is killed
@@ -10,6 +11,7 @@ at random 20 times, and resumed each time, against one that is not.
 from __future__ import annotations
 
 import argparse
+import json
 import signal
 import subprocess
 import sys
@@ -17,12 +19,14 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
 import psutil
+from _results import Report, parser, write
 
 from numpyro_rvga import RVGA
 
@@ -63,7 +67,7 @@ def seconds(run, *arguments) -> float:
     return time.perf_counter() - start
 
 
-def rate(num_rows: int, figure: str | None) -> None:
+def rate(num_rows: int, output: Path) -> None:
     blocks = list(Rows(num_rows))
     whole = {name: np.concatenate([block[name] for block in blocks]) for name in blocks[0]}
     method = RVGA(model)
@@ -77,10 +81,11 @@ def rate(num_rows: int, figure: str | None) -> None:
     start = time.perf_counter()
     for _ in Rows(num_rows):
         pass
-    print(f"making the rows alone: {num_rows / (time.perf_counter() - start):,.0f} rows/s")
-    fastest = min(times["one array"])
+    report = Report(output / "streams_rate.json")
+    report(source="making the rows alone", rows_a_second=num_rows / (time.perf_counter() - start))
     for name, found in times.items():
-        print(f"{name:24} {num_rows / min(found):>12,.0f} rows/s, {min(found) / fastest:.2f} times the array's time")
+        ratio = min(found) / min(times["one array"])
+        report(source=name, rows_a_second=num_rows / min(found), time_to_that_of_one_array=ratio)
 
 
 class Watched(Rows):
@@ -98,33 +103,40 @@ class Watched(Rows):
             yield block
 
 
-def memory(num_rows: int, figure: str | None) -> None:
+def memory(num_rows: int, output: Path) -> None:
     source = Watched(num_rows)
     took = seconds(RVGA(model).run, source)
-    rows, resident = np.array(source.memory).T
-    early = resident[rows > num_rows / 10]
+    early = [resident for rows, resident in source.memory if rows > num_rows / 10]
     print(f"{num_rows:,} rows in {took:.0f} s, {num_rows / took:,.0f} rows/s with compilation")
-    print(f"resident memory after a tenth of them: {early.min():.0f} to {early.max():.0f} MiB")
-    if figure is not None:
-        import matplotlib.pyplot as plt
-
-        plot, axes = plt.subplots(figsize=(6, 3), layout="constrained")
-        axes.plot(rows / 1e6, resident)
-        axes.set(xlabel="rows taken in, millions", ylabel="resident memory, MiB", ylim=(0, None))
-        axes.set_title(f"A stream of {num_rows:,} rows of {COLUMNS} columns")
-        plot.savefig(figure, dpi=110)
-        print(f"saved {figure}")
+    print(f"resident memory after a tenth of them: {min(early):.0f} to {max(early):.0f} MiB")
+    found = {"rows": num_rows, "seconds": took, "memory": source.memory}
+    draw(write([found], output / "streams_memory.json"), output / "streams_memory.png")
 
 
-def precision(num_rows: int, figure: str | None) -> None:
+def draw(results: dict[str, Any], path: Path) -> None:
+    import matplotlib.pyplot as plt
+
+    found = results["cases"][0]
+    rows, resident = np.array(found["memory"]).T
+    plot, axes = plt.subplots(figsize=(6, 3), layout="constrained")
+    axes.plot(rows / 1e6, resident)
+    axes.set(xlabel="rows taken in, millions", ylabel="resident memory, MiB", ylim=(0, None))
+    axes.set_title(f"A stream of {found['rows']:,} rows of {COLUMNS} columns")
+    plot.savefig(path, dpi=110)
+    print(f"saved {path}")
+
+
+def precision(num_rows: int, output: Path) -> None:
     found = {}
     for double in (False, True):
         with jax.enable_x64(double):
             posterior = RVGA(model).run(Rows(num_rows), progress_bar=False)
             found[double] = np.asarray(posterior.mean, np.float64), np.sqrt(np.diag(posterior.covariance))
     (single, single_deviation), (mean, deviation) = found[False], found[True]
-    print(f"means differ by at most {np.max(np.abs(single - mean) / deviation):.5f} standard deviations")
-    print(f"standard deviations differ by at most {np.max(np.abs(single_deviation / deviation - 1)):.2%}")
+    means = float(np.max(np.abs(single - mean) / deviation))
+    deviations = float(np.max(np.abs(single_deviation / deviation - 1)))
+    report = Report(output / "streams_precision.json")
+    report(rows=num_rows, error_of_means_in_sds=means, relative_error_of_sds=deviations)
 
 
 def child(num_rows: int, folder: str) -> None:
@@ -134,7 +146,7 @@ def child(num_rows: int, folder: str) -> None:
     np.savez(Path(folder) / "result.npz", mean=posterior.mean, root=posterior.gaussian.root)
 
 
-def kills(num_rows: int, figure: str | None) -> None:
+def kills(num_rows: int, output: Path) -> None:
     expected = RVGA(model).run(Rows(num_rows), progress_bar=False)
     rng, killed = np.random.default_rng(1), 0
     with tempfile.TemporaryDirectory() as folder:
@@ -152,18 +164,23 @@ def kills(num_rows: int, figure: str | None) -> None:
                 killed += 1
         with np.load(result) as found:
             same = [np.array_equal(found["mean"], expected.mean), np.array_equal(found["root"], expected.gaussian.root)]
-    print(f"killed {killed} times; mean and root are the same to the bit: {same}")
+    Report(output / "streams_kills.json")(rows=num_rows, kills=killed, mean_and_root_same_to_the_bit=all(same))
+
+
+def main() -> None:
+    options = parser(__doc__, drawn=True)
+    options.add_argument("part", choices=[*SIZES, "child"])
+    options.add_argument("--rows", type=int)
+    options.add_argument("--folder", help=argparse.SUPPRESS)
+    args = options.parse_args()
+    if args.draw is not None:
+        draw(json.loads(args.draw.read_text()), args.draw.with_suffix(".png"))
+    elif args.part == "child":
+        child(args.rows, args.folder)
+    else:
+        parts = {"rate": rate, "memory": memory, "precision": precision, "kills": kills}
+        parts[args.part](args.rows or SIZES[args.part], args.output)
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=[*SIZES, "child"])
-    parser.add_argument("--rows", type=int)
-    parser.add_argument("--figure", help="where to save the picture of memory")
-    parser.add_argument("--folder", help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    if arguments.part == "child":
-        child(arguments.rows, arguments.folder)
-    else:
-        parts = {"rate": rate, "memory": memory, "precision": precision, "kills": kills}
-        parts[arguments.part](arguments.rows or SIZES[arguments.part], arguments.figure)
+    main()

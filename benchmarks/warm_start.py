@@ -1,19 +1,19 @@
 """NUTS warm-started by RVGA against default NUTS: effective draws per second of an ill-conditioned logistic regression.
 
-python benchmarks/warm_start.py
+python -m benchmarks warm_start [--conditions NUMBER ...] [--rows N] [--parameters P]
 
 Everything counts: RVGA's own run, the warm-up, and compilation (also given without it).
 """
 
 from __future__ import annotations
 
-import argparse
 import time
 
 import jax
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
+from _results import Report, parser
 from numpyro.diagnostics import effective_sample_size, gelman_rubin
 from numpyro.infer import MCMC, NUTS
 
@@ -37,8 +37,8 @@ def make_rows(rows: int, size: int, condition: float) -> dict[str, np.ndarray]:
     return {"X": X, "y": (rng.random(rows) < 1 / (1 + np.exp(-logits))).astype(float)}
 
 
-def measure(name: str, make_kernel, num_warmup: int, num_samples: int, chains: int, rows: dict) -> float:
-    """Smallest effective sample size per second, compilation included. ``make_kernel() -> kernel, initial values``."""
+def measure(make_kernel, num_warmup: int, num_samples: int, chains: int, rows: dict) -> dict[str, float]:
+    """Seconds, and what they buy. ``make_kernel() -> kernel, initial values``."""
     start = time.perf_counter()
     kernel, values = make_kernel()
     options = {"num_chains": chains, "chain_method": "vectorized", "progress_bar": False}
@@ -52,22 +52,19 @@ def measure(name: str, make_kernel, num_warmup: int, num_samples: int, chains: i
     again = time.perf_counter() - start
     smallest = min(float(np.min(effective_sample_size(x))) for x in draws.values())
     rhat = max(float(np.max(gelman_rubin(x))) for x in draws.values())
-    print(
-        f"{name:14s} {cold:7.1f} s cold, {again:6.1f} s compiled (sampling only), smallest effective sample size "
-        f"{smallest:6.0f}, R-hat {rhat:.4f}: {smallest / cold:7.1f} per second cold, {smallest / again:7.1f} compiled",
-        flush=True,
-    )
-    return smallest / cold
+    found = {"seconds": cold, "seconds_of_sampling_again": again, "smallest_effective_sample_size": smallest}
+    return found | {"rhat": rhat, "effective_draws_a_second": smallest / cold}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rows", type=int, default=5_000)
-    parser.add_argument("--parameters", type=int, default=30)
-    parser.add_argument("--conditions", type=float, nargs="+", default=[1e2, 1e3, 1e4])
-    parser.add_argument("--chains", type=int, default=4)
-    parser.add_argument("--samples", type=int, default=1_000)
-    args = parser.parse_args()
+    options = parser(__doc__)
+    options.add_argument("--rows", type=int, default=5_000)
+    options.add_argument("--parameters", type=int, default=30)
+    options.add_argument("--conditions", type=float, nargs="+", default=[1e2, 1e3, 1e4])
+    options.add_argument("--chains", type=int, default=4)
+    options.add_argument("--samples", type=int, default=1_000)
+    args = options.parse_args()
+    report = Report(args.output / "warm_start.json")
     for condition in args.conditions:
         rows = make_rows(args.rows, args.parameters, condition)
 
@@ -75,10 +72,11 @@ def main() -> None:
             posterior = RVGA(model).run(rows, progress_bar=False)
             return posterior.nuts(), posterior.init_params(jax.random.key(0), args.chains)
 
-        print(f"condition number {condition:.0g}, {args.rows} x {args.parameters}, {args.chains} chains")
-        started = measure("warm-started", warm, 200, args.samples, args.chains, rows)
-        default = measure("default", lambda: (NUTS(model), None), args.samples, args.samples, args.chains, rows)
-        print(f"ratio, cold: {started / default:.1f}", flush=True)
+        started = measure(warm, 200, args.samples, args.chains, rows)
+        default = measure(lambda: (NUTS(model), None), args.samples, args.samples, args.chains, rows)
+        ratio = started["effective_draws_a_second"] / default["effective_draws_a_second"]
+        report(method="warm-started", condition=condition, ratio=ratio, **started)
+        report(method="default", condition=condition, ratio=1.0, **default)
 
 
 if __name__ == "__main__":
