@@ -64,8 +64,7 @@ class RVGA:
         [ 1.3 -2. ] -91
 
     Where each term looks at few entries of theta, as with crossed effects, all rows are solved for together, and no
-    matrix of all parameters is factorised: for data in memory, up to 800 rows for each parameter, and the options left at
-    their defaults.
+    matrix of all parameters is factorised: for data in memory, up to 800 rows for each parameter, and default options.
 
     :param model: a NumPyro model whose rows are conditionally independent given global, continuous latents.
     :param str scheme: ``"implicit"`` minimises KL(q_t || p(rows | theta) q_(t-1)) exactly, block by block (equations
