@@ -143,27 +143,31 @@ class FullGaussian:
         self, site: Site, step: Array | float, chart: str, prior: FullGaussian | None = None
     ) -> FullGaussian:
         """:param prior: None if this Gaussian is the prior itself: then the cost is O(K P^2)."""
-        size = self.mean.shape[0]
-        narrow = prior is None and site.diagonal is None and site.factor.shape[0] < size
-        pull = site.gradient
-        if narrow:
-            reduced, basis = row_space(site.factor @ self.root)
-            excess = reduced.T @ (reduced if site.weight is None else site.weight @ reduced)
-        else:
-            excess = site.gram(self.root)
+        natural = chart == "natural"
+        if prior is None and site.diagonal is None and len(site.factor) < len(self.mean):
+            return self._narrow_step(site, step, natural)
+        ratio_excess, pull = 0.0, site.gradient
         if prior is not None:
             ratio = jnp.linalg.solve(prior.root, self.root)
-            excess = excess + ratio.T @ ratio - jnp.eye(size, dtype=excess.dtype)
+            ratio_excess = ratio.T @ ratio - jnp.eye(len(self.mean), dtype=ratio.dtype)
             pull = pull + _apply_precision(prior.root, prior.mean - self.mean)
-        # In the coordinates of root, q is standard normal: its new precision there is I + step * excess.
-        identity = jnp.eye(excess.shape[0], dtype=excess.dtype)
-        if chart == "natural":
-            change = solve_lower(cholesky(identity + step * excess), identity).T
-        else:
-            change = cholesky(identity - step * excess)
-        root = self.root + (self.root @ basis.T) @ (change - identity) @ basis if narrow else self.root @ change
-        gain = root if chart == "natural" else self.root
+        root = self.root @ _change(site.gram(self.root) + ratio_excess, step, natural)
+        gain = root if natural else self.root
         return FullGaussian(self.mean + step * gain @ (gain.T @ pull), root)
+
+    def _narrow_step(self, site: Site, step: Array | float, natural: bool) -> FullGaussian:
+        """The step from the prior itself, by a factor of few rows: the root is read twice and written once."""
+        rows = jnp.concatenate([site.factor, site.gradient[None]]) @ self.root
+        reduced, basis = row_space(rows[:-1])
+        change = _change(reduced.T @ (reduced if site.weight is None else site.weight @ reduced), step, natural)
+        turn, slope = change - jnp.eye(len(change), dtype=change.dtype), rows[-1]
+        if natural:  # the new root, transposed, times the gradient
+            slope = slope + ((basis @ slope) @ turn) @ basis
+        spread = self.root @ jnp.concatenate([basis, slope[None]]).T
+        columns, move = spread[:, :-1] @ turn, spread[:, -1]
+        if natural:
+            move = move + columns @ (basis @ slope)
+        return FullGaussian(self.mean + step * move, self.root + columns @ basis)
 
     def coordinates(self, chart: str) -> tuple[Array, Array]:
         covariance = self.root @ self.root.T
@@ -493,6 +497,15 @@ def _inverse(matrix: Array) -> Array:
     """Of a positive definite matrix."""
     inverse_root = solve_lower(cholesky(matrix), jnp.eye(len(matrix), dtype=matrix.dtype))
     return inverse_root.T @ inverse_root
+
+
+def _change(excess: Array, step: Array | float, natural: bool) -> Array:
+    """What a root is multiplied by. In its coordinates q is standard normal, and excess is added to the precision, or
+    taken from the covariance."""
+    identity = jnp.eye(len(excess), dtype=excess.dtype)
+    if natural:
+        return solve_lower(cholesky(identity + step * excess), identity).T
+    return cholesky(identity - step * excess)
 
 
 def _apply_precision(root: Array, vector: Array) -> Array:
