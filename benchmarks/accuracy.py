@@ -78,7 +78,7 @@ def made(folder: str | None) -> Case:
     return Case(f"logistic, made: {count:,} x {size + 1}", logistic, rows, {})
 
 
-def covertype(folder: str, count: int = 200_000) -> Case:
+def covertype(folder: str, count: int = 400_000) -> Case:
     """An intercept and all 54 columns; the most frequent cover type against the others; rows in random order."""
     design, cover, _ = load_module(folder).design("covtype", drop_first=False)
     order = np.random.default_rng(0).permutation(len(cover))[:count]
@@ -87,10 +87,11 @@ def covertype(folder: str, count: int = 200_000) -> Case:
     return Case(f"logistic, Covertype: {count:,} x {X.shape[1]}", logistic, rows, {})
 
 
-def insurance(folder: str, count: int = 300_000) -> Case:
+def insurance(folder: str) -> Case:
     load = load_module(folder)
     X, counts, _ = load.design("freMTPL2freq")
-    order = np.random.default_rng(0).permutation(len(counts))[:count]
+    count = len(counts)
+    order = np.random.default_rng(0).permutation(count)
     X = np.column_stack([np.ones(count), X[order]]).astype(np.float64)
     rows = {"X": X, "log_exposure": np.log(load.load("freMTPL2freq")["exposure"][order])}
     rows["y"] = counts[order].astype(np.float64)

@@ -15,7 +15,7 @@ from .core.designs import apply_design
 from .core.factors import Factors
 from .core.objective import Group
 from .core.recursion import State, StepInfo
-from .core.sparse import Order, SparseJoint, Start, sparse_search
+from .core.sparse import SparseJoint, Start, sparse_search
 from .engine import Engine, chunks_of
 from .kinds import make_kind
 from .model.arguments import num_rows
@@ -75,12 +75,13 @@ class SparseEngine:
 
     def joint(self, problem: SparseProblem) -> SparseJoint:
         """The solve as a search."""
-        order = Order(self.sparsity.order, self.sparsity.heads)
         groups = [
             Group(kinds, partial(self._linearise, seen), chunks)
             for kinds, seen, chunks in zip(self._kinds, self._seen, problem.chunks)
         ]
-        return sparse_search(*groups, order, problem.start, self._engine.settings(), is_affine=self._is_affine)
+        return sparse_search(
+            *groups, self.sparsity.order, problem.start, self._engine.settings(), is_affine=self._is_affine
+        )
 
     def _solve(self, problem: SparseProblem) -> tuple[State, StepInfo]:
         joint = self.joint(problem)
@@ -93,7 +94,7 @@ class SparseEngine:
         return *found, *[jax.vmap(partial(self._prepare_chunk, seen))({}, one) for seen in of_prior]
 
     def _prepare_chunk(self, seen: list[tuple[Terms, View]], rows: dict, weights: Array) -> tuple:
-        origin, prepared = jnp.zeros(self.sparsity.order.size, self._engine.program.dtype), []
+        origin, prepared = jnp.zeros(self.sparsity.order.places.size, self._engine.program.dtype), []
         for terms, view in seen:
             weight = jnp.broadcast_to(weights[:, None].astype(origin.dtype), (len(weights), terms.num_elements))
             nothing = jnp.zeros((*weight.shape, terms.num_predictors, 0), origin.dtype)
@@ -112,7 +113,7 @@ class SparseEngine:
                 factors.append(known._replace(offset=known.offset + apply_design(known.design, ordered)))
             else:
                 rows, constants_known = known
-                theta = ordered[np.argsort(self.sparsity.order)]
+                theta = ordered[self.sparsity.order.back]
                 factors.append(Factors(*sparse_design(terms, view, theta, rows), constants_known))
         return tuple(factors)
 

@@ -9,7 +9,7 @@ import numpyro
 import numpyro.distributions as dist
 import pytest
 
-from numpyro_rvga import RVGA, FixedPointVI, fixed_point
+from numpyro_rvga import RVGA, FixedPointVI, engine
 
 SCHEDULES = ("incremental", "batch", "gradient")
 NOISE = 0.7
@@ -263,7 +263,7 @@ def test_all_rows_in_one_block_of_rvga_are_the_same_problem():
 @pytest.mark.parametrize("schedule", ["incremental", "batch"])
 def test_chunks_of_rows_do_not_change_the_result(schedule, rows, monkeypatch):
     whole = fit("logistic", schedule=schedule, tolerance=1e-12)
-    monkeypatch.setattr(fixed_point, "CHUNK_NUMBERS", rows * 3)  # 3 parameters
+    monkeypatch.setattr(engine, "CHUNK_NUMBERS", rows * 3)  # 3 parameters
     cut = fit("logistic", schedule=schedule, tolerance=1e-12)
     np.testing.assert_allclose(cut.mean, whole.mean, atol=2e-6)
     np.testing.assert_allclose(cut.elbo, whole.elbo, rtol=1e-9)

@@ -108,18 +108,13 @@ def test_unknown_scales_are_found_as_by_whole_matrices(rows, link, options, monk
     np.testing.assert_allclose(sparse.covariance, dense.covariance, atol=0.01 * np.max(deviation) ** 2)
 
 
-def test_a_solve_may_begin_at_a_posterior(rows):
+def test_a_solve_may_begin_at_a_posterior_and_be_of_single_precision(rows):
     model, data = linked("normal"), rows["normal"]
     method = FixedPointVI(model)
-    first = method.run(data, progress_bar=False)
-    again = method.run(data, init=first, progress_bar=False)
-    np.testing.assert_allclose(again.elbo, first.elbo, atol=1e-7)
-    assert again.info["iterations"] < first.info["iterations"]
-
-
-def test_single_precision_comes_near(rows, monkeypatch):
-    model, data = linked("normal"), rows["normal"]
-    double = FixedPointVI(model).run(data, progress_bar=False)
+    double = method.run(data, progress_bar=False)
+    again = method.run(data, init=double, progress_bar=False)
+    np.testing.assert_allclose(again.elbo, double.elbo, atol=1e-7)
+    assert again.info["iterations"] < double.info["iterations"]
     with jax.enable_x64(False):
         single = FixedPointVI(model).run(data, progress_bar=False)
     deviation = np.sqrt(np.diag(double.covariance))
@@ -128,10 +123,10 @@ def test_single_precision_comes_near(rows, monkeypatch):
 
 def test_what_a_sparsity_says(rows):
     found = sparsity_of(linked("normal", slopes=True), rows["normal"])
-    assert found.heads == NUM_A
+    assert found.order.heads == NUM_A
     assert len(found.views[False, "y"].strands) == 6  # u, v, two slopes, m and sigma
     assert found.views[False, "y"].headed and found.views[True, "u"].headed and not found.views[True, "v"].headed
-    assert sorted(found.order) == list(range(found.order.size))
+    assert sorted(found.order.places) == list(range(found.order.places.size))
 
 
 def walk(a, b, x, y=None):
@@ -168,22 +163,14 @@ def test_one_row_that_looks_at_more_is_noticed(rows):
     assert sparsity_of(model, data) is None
 
 
-@pytest.mark.parametrize("link", ["normal", "counts"])
-def test_rvga_solves_for_all_rows_at_once(rows, link):
-    data, model = rows[link], linked(link)
-    found, best = (method(model).run(data, progress_bar=False) for method in (RVGA, FixedPointVI))
+def test_rvga_solves_for_all_rows_that_can_be_used_at_once(rows):
+    data, model = rows["counts"], linked("counts")
+    best = FixedPointVI(model).run({name: np.delete(array, 7) for name, array in data.items()}, progress_bar=False)
+    holed = dict(data, y=np.where(np.arange(NUM_ROWS) == 7, np.nan, data["y"]))
+    found = RVGA(model).run(holed, on_bad_row="skip", progress_bar=False)
     np.testing.assert_allclose(found.elbo, best.elbo, atol=1e-6)
     np.testing.assert_allclose(found.mean, best.mean, atol=1e-4)
-    assert found.num_rows == NUM_ROWS and found.info["first_block"] == NUM_ROWS
-
-
-def test_rvga_leaves_out_rows_that_cannot_be_used(rows):
-    data, model = dict(rows["normal"]), linked("normal")
-    data["y"] = np.where(np.arange(NUM_ROWS) == 7, np.nan, data["y"])
-    found = RVGA(model).run(data, on_bad_row="skip", progress_bar=False)
-    best = RVGA(model).run({name: np.delete(array, 7) for name, array in data.items()}, progress_bar=False)
-    np.testing.assert_allclose(found.elbo, best.elbo, atol=1e-6)
-    assert found.info["skipped_rows"].tolist() == [7]
+    assert found.info["skipped_rows"].tolist() == [7] and found.info["first_block"] == NUM_ROWS
 
 
 def test_rvga_takes_in_more_rows_afterwards(rows):

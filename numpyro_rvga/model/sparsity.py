@@ -17,6 +17,7 @@ from jax import Array, lax
 
 from ..core.compilation import jit_once
 from ..core.designs import Sparse
+from ..core.sparse import Order
 from .layout import Layout
 from .terms import Rows, Terms, merged, over_rows, split_rows
 
@@ -43,20 +44,22 @@ class View(NamedTuple):
 class Sparsity(NamedTuple):
     """How the terms of a model see theta.
 
-    :ivar order: (P,), the entries of theta in the order of their numbers, heads first. :ivar heads: how many they are.
-    :ivar views: by whether a term is one of the prior, and its site. :ivar numbers_per_row: in the arrays that the
-        row terms' designs take.
+    :ivar order: in which its entries are numbered. :ivar views: by whether a term is one of the prior, and its site.
+    :ivar numbers_per_row: in the arrays that the row terms' designs take.
     """
 
-    order: np.ndarray
-    heads: int
+    order: Order
     views: dict[tuple[bool, str], View]
     numbers_per_row: int
 
     @property
     def key(self) -> tuple:
         """Equal if two say the same of a model."""
-        return self.heads, self.order.tobytes(), tuple((name, len(view.strands)) for name, view in self.views.items())
+        return (
+            self.order.heads,
+            self.order.places.tobytes(),
+            tuple((name, len(view.strands)) for name, view in self.views.items()),
+        )
 
 
 # ---------------------------------------------------------------------- designs
@@ -176,17 +179,16 @@ def find_sparsity(
         return None
     head = max(whole, key=lambda i: len(strands[i]))
     ranked = [head, *whole[whole != head], *split]
-    order = np.concatenate([strands[i] for i in ranked])
-    heads, place, views = len(strands[head]), np.argsort(order), {}
+    order, views = Order(np.concatenate([strands[i] for i in ranked]), len(strands[head])), {}
     for (in_prior, terms), look in zip(sides, looks):
         seen = []
         for i in (i for i in ranked if look.touched[i]):
             seen += [strands[i]] if single[i] else list(strands[i][:, None])
         if not seen or len(seen) > MOST_SLOTS:
             return None
-        views[in_prior, terms.site] = View(tuple(seen), place, heads, bool(look.touched[head]))
+        views[in_prior, terms.site] = View(tuple(seen), order.back, order.heads, bool(look.touched[head]))
     counts = [(t.num_elements, t.num_predictors, len(views[False, t.site].strands)) for t in row_terms]
-    return Sparsity(order, heads, views, sum(e * k * (c + 2 * k) for e, c, k in counts))
+    return Sparsity(order, views, sum(e * k * (c + 2 * k) for e, c, k in counts))
 
 
 def _columns(layout: Layout) -> tuple[np.ndarray, ...]:
