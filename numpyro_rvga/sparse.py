@@ -122,7 +122,7 @@ class SparseEngines:
     """Those of engines, compiled once for each way in which rows look at theta."""
 
     def __init__(self):
-        self._known: dict[Engine, SparseEngine] = {}
+        self._known: dict[Engine, SparseEngine | None] = {}
 
     def __getstate__(self) -> dict[str, Any]:
         """Without what is compiled, for other processes."""
@@ -130,10 +130,10 @@ class SparseEngines:
 
     def get(self, engine: Engine, rows: dict[str, np.ndarray]) -> SparseEngine | None:
         """For all rows there are; None if terms look at more than a few entries of theta, or theta is short."""
-        sparsity = engine.program.find_sparsity(engine.program.inputs(rows))
-        if sparsity is None:
-            return None
         known = self._known.get(engine)
-        if known is None or known.sparsity.key != sparsity.key:
-            known = self._known[engine] = SparseEngine(engine, sparsity)
-        return known
+        if engine in self._known and known is None:  # not asked again: whole matrices are never wrong
+            return None
+        sparsity = engine.program.find_sparsity(engine.program.inputs(rows))
+        if sparsity is None or known is None or known.sparsity.key != sparsity.key:
+            self._known[engine] = None if sparsity is None else SparseEngine(engine, sparsity)
+        return self._known[engine]
