@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-from collections.abc import Callable, Iterator
+import json
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpyro
 from _gaussians import Bound, Case, LogDensity, Point, finite
 from _methods import auto_laplace, best_of_rates, full_rank, pathfinder, svi, timed
+from _results import parser, write
 
 from numpyro_rvga import Posterior
 
@@ -163,3 +166,38 @@ def draw(results: dict[str, Any], path: Path) -> None:
     figure.legend(handles.values(), handles, loc="outside lower center", ncols=2 * columns, fontsize=8, frameon=False)
     figure.savefig(path, dpi=110)
     print(f"saved {path}")
+
+
+def run_cases(
+    description: str,
+    name: str,
+    cases: dict[str, Callable[[str | None], Case]],
+    bundled: Iterable[str],
+    run_case: Callable[[Case, Effort, Path], dict[str, Any]],
+    *,
+    seconds: float,
+    batch: int | None = None,
+) -> None:
+    """The command line of a comparison: its cases, their results as JSON, and the picture.
+
+    :param cases: from the data folder. :param bundled: those that need none.
+    :param run_case: what there is to draw of a case, from that, the effort and a file for long runs that are kept.
+    :param seconds: default of ``--seconds``. :param batch: rows of SVI's steps.
+    """
+    options = parser(description, drawn=True)
+    options.add_argument("--data", help="folder with load.py and the data files")
+    add_effort(options, seconds)
+    options.add_argument("--cases", nargs="*", choices=cases, help="default: all that the data allow")
+    args = options.parse_args()
+    if args.draw is not None:
+        draw(json.loads(args.draw.read_text()), args.draw.with_suffix(".png"))
+        return
+    names = args.cases or list(bundled if args.data is None else cases)
+    if args.data is None and not set(names) <= set(bundled):
+        options.error(f"without --data there are only {', '.join(bundled)}")
+    numpyro.enable_x64()
+    effort, found = Effort(args.steps, batch, args.rates, args.seconds), []
+    for case in names:
+        found.append(run_case(cases[case](args.data), effort, args.output / f"nuts_{case}.json"))
+        results = write(found, args.output / f"{name}.json")
+    draw(results, args.output / f"{name}.png")

@@ -20,19 +20,18 @@ import os
 
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # LAPACK's threads wait for each other where others are busy
 
-import json
 from collections.abc import Callable
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
-from _comparison import Effort, Reference, add_effort, compare, draw
+from _comparison import Effort, Reference, compare, run_cases
 from _data import load_module
 from _gaussians import Case, exact_bound
 from _methods import nuts_seconds
-from _results import parser, write
 from numpyro.infer import NUTS
 
 from numpyro_rvga import BONG, RVGA, FixedPointVI, Posterior
@@ -116,7 +115,7 @@ def passes(case: Case) -> dict[str, Callable[[], Posterior]]:
     return {name: lambda method=method: run(method) for name, method in methods.items()}
 
 
-def run_case(case: Case, effort: Effort) -> dict:
+def run_case(case: Case, effort: Effort, kept: Path) -> dict:
     def reference(best):
         return Reference(best.mean, np.sqrt(np.diag(best.covariance)), np.zeros(len(best.mean), bool))
 
@@ -131,25 +130,5 @@ def run_case(case: Case, effort: Effort) -> dict:
     return found.results | {"nuts": nuts}
 
 
-def main() -> None:
-    options = parser(__doc__, drawn=True)
-    options.add_argument("--data", help="folder with load.py and the data files")
-    add_effort(options, 10.0)
-    options.add_argument("--cases", nargs="*", choices=CASES, help="default: all that the data allow")
-    args = options.parse_args()
-    if args.draw is not None:
-        draw(json.loads(args.draw.read_text()), args.draw.with_suffix(".png"))
-        return
-    names = args.cases or list(BUNDLED if args.data is None else CASES)
-    if args.data is None and not set(names) <= set(BUNDLED):
-        options.error(f"without --data there are only {', '.join(BUNDLED)}")
-    numpyro.enable_x64()
-    found = []
-    for name in names:
-        found.append(run_case(CASES[name](args.data), Effort(args.steps, SVI_BATCH, args.rates, args.seconds)))
-        results = write(found, args.output / "accuracy.json")
-    draw(results, args.output / "accuracy.png")
-
-
 if __name__ == "__main__":
-    main()
+    run_cases(__doc__, "accuracy", CASES, BUNDLED, run_case, seconds=10.0, batch=SVI_BATCH)

@@ -32,11 +32,10 @@ import jax.numpy as jnp
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
-from _comparison import Effort, Reference, add_effort, compare, draw
+from _comparison import Effort, Reference, compare, run_cases
 from _data import load_module
 from _gaussians import Case, LogDensity, in_order, sampled_bound
 from _methods import nuts_seconds
-from _results import parser, write
 from numpyro.diagnostics import effective_sample_size, gelman_rubin
 from numpyro.infer import MCMC, NUTS
 
@@ -127,14 +126,14 @@ def long_run(case: Case, density: LogDensity, site_names: tuple[str, ...], path:
 
 
 # ---------------------------------------------------------------------- runs
-def run_case(name: str, case: Case, effort: Effort, folder: Path) -> dict[str, Any]:
+def run_case(case: Case, effort: Effort, kept: Path) -> dict[str, Any]:
     methods = {"RVGA": RVGA(case.model), "FixedPointVI": FixedPointVI(case.model)}
     passes = {name: lambda m=method: m.run(case.rows, progress_bar=False) for name, method in methods.items()}
     reference: dict[str, Any] = {}
 
     def against(best):
         names = best.site_names
-        reference.update(long_run(case, LogDensity(case, names), names, folder / f"nuts_{name}.json"))
+        reference.update(long_run(case, LogDensity(case, names), names, kept))
         sites = best.median()
         scales = in_order({site: jnp.full_like(sites[site], site.startswith(SCALE)) for site in names}, names)
         return Reference(np.array(reference["mean"]), np.array(reference["deviation"]), scales.astype(bool))
@@ -149,25 +148,5 @@ def run_case(name: str, case: Case, effort: Effort, folder: Path) -> dict[str, A
     return found.results | {"nuts": nuts, "reference": reference}
 
 
-def main() -> None:
-    options = parser(__doc__, drawn=True)
-    options.add_argument("--data", help="folder with load.py and the data files")
-    add_effort(options, 20.0)
-    options.add_argument("--cases", nargs="*", choices=CASES, help="default: all that the data allow")
-    args = options.parse_args()
-    if args.draw is not None:
-        draw(json.loads(args.draw.read_text()), args.draw.with_suffix(".png"))
-        return
-    names = args.cases or list(BUNDLED if args.data is None else CASES)
-    if args.data is None and not set(names) <= set(BUNDLED):
-        options.error(f"without --data there are only {', '.join(BUNDLED)}")
-    numpyro.enable_x64()
-    effort, found = Effort(args.steps, None, args.rates, args.seconds), []
-    for name in names:
-        found.append(run_case(name, CASES[name](args.data), effort, args.output))
-        results = write(found, args.output / "hierarchical.json")
-    draw(results, args.output / "hierarchical.png")
-
-
 if __name__ == "__main__":
-    main()
+    run_cases(__doc__, "hierarchical", CASES, BUNDLED, run_case, seconds=20.0)

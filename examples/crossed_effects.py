@@ -16,7 +16,7 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 from numpyro.infer import MCMC, NUTS
-from plots import REFERENCE, RVGA_COLOUR, WIDTH, density_axis, parse_arguments, plt, save
+from plots import REFERENCE, RVGA_COLOUR, WIDTH, compare_densities, parse_arguments, plt, save
 
 from numpyro_rvga import FixedPointVI
 
@@ -125,10 +125,7 @@ def draw(ours, nuts, sizes):
     panels[0].set_ylabel("FixedPointVI", fontsize=8)
     panels[0].legend(markerscale=4, fontsize=7)
     for panel, (name, title) in zip(panels[2:], SCALES.items()):
-        bins = np.histogram_bin_edges(np.concatenate([ours[name], nuts[name]]), 40)
-        panel.hist(nuts[name], bins, density=True, color=REFERENCE, alpha=0.35)
-        panel.hist(ours[name], bins, density=True, histtype="step", color=RVGA_COLOUR, lw=1.4)
-        density_axis(panel, title)
+        compare_densities(panel, ours[name], nuts[name], title)
     return figure
 
 

@@ -7,6 +7,7 @@ import io
 from pathlib import Path
 
 import matplotlib
+import numpy as np
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
@@ -71,6 +72,14 @@ def density_axis(axis: Axes, title: str) -> None:
     axis.set_yticks([])
     axis.set_ylim(0, None)
     axis.spines["left"].set_visible(False)
+
+
+def compare_densities(axis: Axes, ours, reference, title: str) -> None:
+    """Histograms of draws, the reference's filled."""
+    bins = np.histogram_bin_edges(np.concatenate([ours, reference]), 40)
+    axis.hist(reference, bins, density=True, color=REFERENCE, alpha=0.35)
+    axis.hist(ours, bins, density=True, histtype="step", color=RVGA_COLOUR, lw=1.4)
+    density_axis(axis, title)
 
 
 def save(figure: Figure, folder: Path, name: str) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 from numpyro.infer import MCMC, NUTS
-from plots import REFERENCE, RVGA_COLOUR, WIDTH, density_axis, intervals, parse_arguments, plt, save
+from plots import REFERENCE, RVGA_COLOUR, WIDTH, compare_densities, intervals, parse_arguments, plt, save
 
 from numpyro_rvga import FixedPointVI
 
@@ -101,10 +101,7 @@ def draw(ours, nuts, sizes):
         panel.set_xlabel("NUTS", fontsize=8)
     panels[0].set_ylabel("FixedPointVI", fontsize=8)
     for panel, (name, title) in zip(panels[2:], SHARED.items()):
-        bins = np.histogram_bin_edges(np.concatenate([ours[name], nuts[name]]), 40)
-        panel.hist(nuts[name], bins, density=True, color=REFERENCE, alpha=0.35)
-        panel.hist(ours[name], bins, density=True, histtype="step", color=RVGA_COLOUR, lw=1.4)
-        density_axis(panel, title)
+        compare_densities(panel, ours[name], nuts[name], title)
     handles = [
         plt.Line2D([], [], color=REFERENCE, lw=2, marker="o", ms=3.5, label="NUTS"),
         plt.Line2D([], [], color=RVGA_COLOUR, lw=2, marker="o", ms=3.5, label="FixedPointVI"),

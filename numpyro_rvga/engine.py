@@ -14,7 +14,6 @@ from jax.sharding import Mesh
 
 from .core.block import Settings
 from .core.compilation import Compiled, jit_once
-from .core.designs import apply_design
 from .core.factors import Factors
 from .core.gaussians import Transition
 from .core.joint import Joint, joint_search, joint_solve
@@ -22,10 +21,11 @@ from .core.objective import Group
 from .core.recursion import Sites, State, StepInfo, explicit_step, implicit_step, scan_blocks
 from .devices import Devices
 from .kinds import Options, make_kind
+from .linearised import factors_at, factors_of, prepare
 from .model.arguments import num_rows
 from .model.program import Program
-from .model.sparsity import selecting_view, sparse_design
-from .model.terms import Terms, constants, linearise, merged
+from .model.sparsity import selecting_view
+from .model.terms import Terms, constants
 from .model.validation import CoupledRows
 from .stream import in_blocks, pad
 
@@ -73,6 +73,8 @@ class Engine:
         self.prior_kinds = tuple(
             make_kind(terms, prior_options, rng_key, program.shared) for terms in program.prior.terms
         )
+        view = selecting_view(program.layout.size)
+        self._seen = [(terms, view if terms.site in program.selections else None) for terms in program.terms]
         self._double = program.dtype == jnp.float64
         self.is_affine = all(t.is_affine for t in program.terms)
         wide = any(t.num_predictors > SYMMETRIC_PREDICTORS or not t.is_affine for t in program.terms)
@@ -249,30 +251,11 @@ class Engine:
 
     # ------------------------------------------------------------------ rows as factors
     def prepare(self, rows: dict, weights: Array) -> tuple:
-        """Everything about the rows that does not depend on the state: (n E, ...) arrays by site."""
-        origin = jnp.zeros(self.program.layout.size, self.program.dtype)
-        prepared = []
-        for terms in self.program.terms:
-            values = constants(terms, rows)
-            weight = jnp.broadcast_to(weights[:, None].astype(origin.dtype), (weights.shape[0], terms.num_elements))
-            if terms.site in self.program.selections:
-                known = weight, values, jnp.zeros((*weight.shape, 1, 0), origin.dtype)
-                view = selecting_view(origin.size)
-                prepared.append(Factors(*sparse_design(terms, view, origin, rows), merged(known)))
-            elif terms.is_affine:
-                prepared.append(_factors(terms, origin, rows, weight, values))
-            else:
-                prepared.append((rows, weight, values))
-        return tuple(prepared)
+        """Everything about the rows that does not depend on the state; see :func:`~.linearised.prepare`."""
+        return prepare(self._seen, jnp.zeros(self.program.layout.size, self.program.dtype), rows, weights)
 
     def linearise(self, prepared: tuple, theta: Array) -> tuple[Factors, ...]:
-        factors = []
-        for terms, known in zip(self.program.terms, prepared):
-            if terms.is_affine:
-                factors.append(known._replace(offset=known.offset + apply_design(known.design, theta)))
-            else:
-                factors.append(_factors(terms, theta, *known))
-        return tuple(factors)
+        return factors_of(self._seen, prepared, theta)
 
     def _prior(self, shared: dict) -> Group:
         """The prior's terms. ``shared``: the ``numpyro.param`` sites, or nothing."""
@@ -281,7 +264,7 @@ class Engine:
             factors = []
             for terms in self.program.prior.terms:
                 weight = jnp.ones((1, terms.num_elements), theta.dtype)
-                factors.append(_factors(terms, theta, shared, weight, constants(terms, shared)))
+                factors.append(factors_at(terms, None, theta, shared, weight, constants(terms, shared)))
             return tuple(factors)
 
         return Group(self.prior_kinds, linearise_prior)
@@ -297,11 +280,6 @@ def _site_shapes(terms: Terms) -> Sites:
     """Shapes of one row's sites."""
     elements, c = terms.num_elements, terms.num_predictors
     return Sites((elements, c, c), (elements, c), (elements,), (elements,))
-
-
-def _factors(terms: Terms, theta: Array, rows: dict, weight: Array, values: Any) -> Factors:
-    offset, design, local = linearise(terms, theta, rows)
-    return Factors(*merged((offset, design, (weight, values, local))))
 
 
 def chunks_of(

@@ -150,10 +150,7 @@ class FixedPointVI:
         sparse = self._sparse_engines.get(engine, rows) if self.schedule == "incremental" else None
         with progress(progress_bar, None, "FixedPointVI", "it") as bar:
             if sparse is not None:
-                problem, climb = (
-                    sparse.problem(rows, None if init is None else _marginals_of(init)),
-                    self._climb_of(sparse),
-                )
+                problem, climb = sparse.problem(rows, _marginals_of(init)), self._climb_of(sparse)
                 origin = problem.start.mean
             else:
                 chunks = chunks_of(engine, rows, engine.numbers_per_row)

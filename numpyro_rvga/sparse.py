@@ -11,16 +11,15 @@ import numpy as np
 from jax import Array
 
 from .core.block import run_search
-from .core.designs import apply_design
 from .core.factors import Factors
 from .core.objective import Group
 from .core.recursion import State, StepInfo
 from .core.sparse import SparseJoint, Start, sparse_search
 from .engine import Engine, chunks_of
 from .kinds import make_kind
+from .linearised import Seen, factors_of, prepare
 from .model.arguments import num_rows
-from .model.sparsity import Sparsity, View, sparse_design
-from .model.terms import Terms, constants, merged
+from .model.sparsity import Sparsity
 
 
 class SparseProblem(NamedTuple):
@@ -88,52 +87,36 @@ class SparseEngine:
         return joint.absorb(run_search(joint.search), problem.num_rows)
 
     def _prepare(self, rows: dict, weights: Array) -> tuple:
-        of_rows, *of_prior = self._seen
+        origin = jnp.zeros(self.sparsity.order.places.size, self._engine.program.dtype)
         one = jnp.ones((1, 1), weights.dtype)
-        found = [jax.vmap(partial(self._prepare_chunk, of_rows))(rows, weights)]
-        return *found, *[jax.vmap(partial(self._prepare_chunk, seen))({}, one) for seen in of_prior]
+        known = (rows, weights), ({}, one), ({}, one)
+        return tuple(jax.vmap(partial(prepare, seen, origin))(*each) for seen, each in zip(self._seen, known))
 
-    def _prepare_chunk(self, seen: list[tuple[Terms, View]], rows: dict, weights: Array) -> tuple:
-        origin, prepared = jnp.zeros(self.sparsity.order.places.size, self._engine.program.dtype), []
-        for terms, view in seen:
-            weight = jnp.broadcast_to(weights[:, None].astype(origin.dtype), (len(weights), terms.num_elements))
-            nothing = jnp.zeros((*weight.shape, terms.num_predictors, 0), origin.dtype)
-            known = merged((weight, constants(terms, rows), nothing))
-            if terms.is_affine:
-                prepared.append(Factors(*sparse_design(terms, view, origin, rows), known))
-            else:
-                prepared.append((rows, known))
-        return tuple(prepared)
-
-    def _linearise(self, seen: list[tuple[Terms, View]], prepared: tuple, ordered: Array) -> tuple[Factors, ...]:
+    def _linearise(self, seen: list[Seen], prepared: tuple, ordered: Array) -> tuple[Factors, ...]:
         """Factors at theta (P,), in the sparsity's order."""
-        factors: list[Any] = []
-        for (terms, view), known in zip(seen, prepared):
-            if terms.is_affine:
-                factors.append(known._replace(offset=known.offset + apply_design(known.design, ordered)))
-            else:
-                rows, constants_known = known
-                theta = ordered[self.sparsity.order.back]
-                factors.append(Factors(*sparse_design(terms, view, theta, rows), constants_known))
-        return tuple(factors)
+        return factors_of(seen, prepared, ordered, lambda ordered: ordered[self.sparsity.order.back])
 
 
 class SparseEngines:
     """Those of engines, compiled once for each way in which rows look at theta."""
 
     def __init__(self):
-        self._known: dict[Engine, SparseEngine | None] = {}
+        self._known: dict[Engine, SparseEngine] = {}
+        self._dense: set[Engine] = set()
 
     def __getstate__(self) -> dict[str, Any]:
         """Without what is compiled, for other processes."""
-        return {"_known": {}}
+        return {"_known": {}, "_dense": set()}
 
     def get(self, engine: Engine, rows: dict[str, np.ndarray]) -> SparseEngine | None:
         """For all rows there are; None if terms look at more than a few entries of theta, or theta is short."""
-        known = self._known.get(engine)
-        if engine in self._known and known is None:  # not asked again: whole matrices are never wrong
+        if engine in self._dense:  # not asked again: whole matrices are never wrong
             return None
         sparsity = engine.program.find_sparsity(engine.program.inputs(rows))
-        if sparsity is None or known is None or known.sparsity.key != sparsity.key:
-            self._known[engine] = None if sparsity is None else SparseEngine(engine, sparsity)
-        return self._known[engine]
+        if sparsity is None:
+            self._dense.add(engine)
+            return None
+        known = self._known.get(engine)
+        if known is None or known.sparsity.key != sparsity.key:
+            known = self._known[engine] = SparseEngine(engine, sparsity)
+        return known

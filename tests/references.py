@@ -1,5 +1,8 @@
-"""What a posterior is compared with: NumPyro's own potential energy, and moments by importance sampling from it."""
+"""What a posterior is compared with: NumPyro's own potential energy, moments by importance sampling from it, and where
+the authors' results are, if they are at hand."""
 
+import os
+from pathlib import Path
 from typing import NamedTuple
 
 import jax
@@ -10,6 +13,7 @@ from numpyro.distributions import biject_to
 from numpyro.infer.util import potential_energy
 from scipy.optimize import minimize
 
+REFERENCE = Path(os.environ.get("RVGA_REFERENCE", Path(__file__).parents[2] / "shared" / "reference"))
 DEGREES_OF_FREEDOM = 6
 ADAPTIVE_ROUNDS = 4
 

@@ -2,8 +2,6 @@
 
 import functools
 import itertools
-import os
-import pathlib
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +10,7 @@ import numpyro
 import numpyro.distributions as dist
 import pytest
 from numpyro.infer import init_to_value
+from references import REFERENCE
 
 from numpyro_rvga import (
     BONG,
@@ -24,7 +23,6 @@ from numpyro_rvga import (
 )
 from numpyro_rvga.core.gaussians import FAMILIES
 
-REFERENCE = pathlib.Path(os.environ.get("RVGA_REFERENCE", pathlib.Path(__file__).parents[2] / "shared" / "reference"))
 NOISE, PRIOR_MEAN, PRIOR_SCALE = 0.7, 0.5, 2.0
 RULES = ("bong", "bog", "blr", "bbb")
 HESSIANS = ("lin-hess", "lin-ef", "mc-hess", "mc-ef")

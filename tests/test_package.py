@@ -19,6 +19,7 @@ FLOORS = [
     "kinds",
     "dynamics",
     "stream",
+    "linearised",
     "engine",
     "sparse",
     "learning",
@@ -36,7 +37,7 @@ FLOORS = [
     "distributed",
 ]
 HEAVY = ["arviz", "dask", "distributed", "matplotlib", "pyarrow", "tqdm.auto"]
-MOST_SECONDS = 0.4  # of CPU; half of that on an idle machine
+MOST_ADDED = 0.2  # to the time of importing NumPyro
 ATTEMPTS = 6
 
 
@@ -86,18 +87,19 @@ def test_heavy_modules_are_imported_when_needed():
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"
 
 
-def test_import_is_quick():
+def test_import_adds_little_to_that_of_numpyro():
     code = (
-        "import time, numpyro.infer, numpyro.infer.autoguide, numpyro.distributions; start = time.process_time(); "
-        "import numpyro_rvga; print(time.process_time() - start)"
+        "import time; start = time.process_time(); "
+        "import numpyro.infer, numpyro.infer.autoguide, numpyro.distributions; before = time.process_time(); "
+        "import numpyro_rvga; print((time.process_time() - before) / (before - start))"
     )
-    seconds = []
+    shares = []
     for _ in range(ATTEMPTS):
         found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-        seconds.append(float(found.stdout))
-        if seconds[-1] < MOST_SECONDS:
+        shares.append(float(found.stdout))
+        if shares[-1] < MOST_ADDED:
             return
-    raise AssertionError(f"importing numpyro_rvga took {min(seconds):.2f} s at best")
+    raise AssertionError(f"importing numpyro_rvga took {min(shares):.2f} of NumPyro's time at best")
 
 
 def public_functions():

@@ -1,19 +1,17 @@
 """The figures of the R-VGA paper, on identical data, against the authors' results and the best of all Gaussians."""
 
 import json
-import os
-import pathlib
 
 import jax
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
 import pytest
+from references import REFERENCE
 
 from numpyro_rvga import RVGA, FixedPointVI
 from numpyro_rvga.core import closed_forms as cf
 
-REFERENCE = pathlib.Path(os.environ.get("RVGA_REFERENCE", pathlib.Path(__file__).parents[2] / "shared" / "reference"))
 FILE = REFERENCE / "rvga_paper.json"
 CASES = json.loads(FILE.read_text())["cases"] if FILE.exists() else {"none": None}
 

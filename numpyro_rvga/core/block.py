@@ -89,7 +89,7 @@ class _Evaluation(NamedTuple):
     decrement: Array
     spread: Array  # the covariance's part of the decrement
     clamped: Array  # whether the target leaves out positive curvatures of phi
-    factor: Array | None  # of the target, if it was needed to find that out
+    factor: Array | None  # of the target, if it was needed: to find that out, or for a mode
 
 
 class Trial(NamedTuple):
@@ -163,6 +163,7 @@ def block_search(
     form = Dense(precision, base.precision is None) if form is None else form
     seek_root = not all(kind.conservative for kind in objective.kinds) and not point
     safe = all(kind.concave for kind in objective.kinds)
+    keeps_factor = point or not safe
     if not objective.staged or point or alternating or seek_root:
         settings = settings._replace(refinements=0)
     unknown = jnp.full((), jnp.nan, dtype)
@@ -212,13 +213,15 @@ def block_search(
         curvature, fallback = objective.curve(mean, hessians)
         exact = form.target(curvature)
         target, clamped, of_target = exact, jnp.asarray(False), None
+        if keeps_factor:
+            of_target = form.factor(exact)
         if not safe:
-            of_exact = form.factor(exact)
+            of_exact = of_target
             clamped = ~jnp.all(jnp.isfinite(of_exact))
             target = jnp.where(clamped, form.target(fallback), exact)
             of_target = lax.cond(clamped, lambda: form.factor(target), lambda: of_exact)
         if point:
-            length = gradient @ form.solve(form.factor(target), gradient)
+            length = gradient @ form.solve(of_target, gradient)
             zero = jnp.zeros((), dtype)
             return mean, _Evaluation(bound, gradient, target, length, zero, clamped, of_target), zero
         bound = bound - 0.5 * (form.trace(here, known) - dimension) - form.half_log_determinant(root)
@@ -236,11 +239,12 @@ def block_search(
         keeps_matrix = starting | (trial.of_mean & alternating)
         # Not matrix + t turn, which would lose a target far smaller than the matrix.
         mixed = trial.matrix if point else jnp.where(keeps_matrix, trial.matrix, (1 - t) * trial.matrix + t * at.target)
-        if safe:
-            factor = form.factor(at.target if point else mixed)
+        if point:
+            factor = at.factor
+        elif keeps_factor:
+            factor = lax.cond(~keeps_matrix & (t == 1), lambda: at.factor, lambda: form.factor(mixed))
         else:
-            is_target = jnp.asarray(point) | (~keeps_matrix & (t == 1))
-            factor = lax.cond(is_target, lambda: at.factor, lambda: form.factor(mixed))
+            factor = form.factor(mixed)
         mean = trial.mean
         if not settings.refinements:
             metric = form.factor(at.target) if alternating else factor
@@ -304,13 +308,13 @@ def block_search(
     def solution(found: Trial) -> Solution:
         at = found.at
         converged = at.decrement <= jnp.maximum(settings.tolerance, slack * jnp.abs(at.bound))
-        root = form.factor(at.target if point else found.matrix)
+        root = at.factor if point else form.factor(found.matrix)
         return Solution(found.mean, root, at.bound, at.decrement, found.iterations, converged & jnp.isfinite(at.bound))
 
     mean = jnp.zeros(dimension, dtype) if start is None else start
     count, step = jnp.zeros((), jnp.int32), jnp.zeros((), dtype)
     matrix = form.begin() if start_precision is None else start_precision
-    factor = None if safe else jnp.full(jax.eval_shape(form.factor, matrix).shape, jnp.nan, dtype)
+    factor = None if not keeps_factor else jnp.full(jax.eval_shape(form.factor, matrix).shape, jnp.nan, dtype)
     unmeasured = _Evaluation(unknown, jnp.zeros(dimension, dtype), matrix, unknown, unknown, jnp.asarray(False), factor)
     begin = Trial(count, step, mean, matrix, unmeasured, unknown, jnp.asarray(False), jnp.asarray(True))
     return Search(begin, try_once, unfinished, solution)

@@ -79,8 +79,9 @@ def sparse_search(
         mean, root = found.mean[back], form.covariance_root(found.root).T[back]
         site = None
         if prior.kinds:
-            sums = evaluate(prior.kinds, prior.linearise(prior.first, found.mean), form.spread(found.root))
-            trace = packed_inner(form.spread(found.root).array, sums.curvature)
+            covariance = form.spread(found.root)
+            sums = evaluate(prior.kinds, prior.linearise(prior.first, found.mean), covariance)
+            trace = packed_inner(covariance.array, sums.curvature)
             precision = unpacked(sums.curvature)[back][:, back]
             site = Quadratic(precision, sums.gradient[back], sums.value + 0.5 * trace, mean)
         ok = jnp.isfinite(found.bound) & jnp.all(jnp.isfinite(mean)) & jnp.all(jnp.isfinite(root))

@@ -167,19 +167,24 @@ def find_sparsity(
         return None
     theta = jnp.asarray(0.5 * np.random.default_rng(1).normal(size=layout.size), dtype)
     strands = _columns(layout)
-    sides = [(False, terms) for terms in row_terms] + [(True, terms) for terms in prior_terms]
-    few = {name: array[:FEW] for name, array in rows.items()}
-    for some in (few, rows):
-        looks = [_look(terms, strands, theta, {} if in_prior else some) for in_prior, terms in sides]
-        single = np.all([look.single for look in looks], axis=0)
-        if any(len(strand) > MOST_SPLIT for strand, alone in zip(strands, single) if not alone):
-            return None
+
+    def look(some):
+        return [_look(terms, strands, theta, some) for terms in row_terms]
+
+    few = look({name: array[:FEW] for name, array in rows.items()})
+    if _looks_too_wide(few, strands):
+        return None
+    looks = look(rows) + [_look(terms, strands, theta, {}) for terms in prior_terms]
+    if _looks_too_wide(looks, strands):
+        return None
+    single = _single(looks)
     whole, split = [np.flatnonzero(chosen) for chosen in (single, ~single)]
     if not len(whole):
         return None
     head = max(whole, key=lambda i: len(strands[i]))
     ranked = [head, *whole[whole != head], *split]
     order, views = Order(np.concatenate([strands[i] for i in ranked]), len(strands[head])), {}
+    sides = [(False, terms) for terms in row_terms] + [(True, terms) for terms in prior_terms]
     for (in_prior, terms), look in zip(sides, looks):
         seen = []
         for i in (i for i in ranked if look.touched[i]):
@@ -189,6 +194,15 @@ def find_sparsity(
         views[in_prior, terms.site] = View(tuple(seen), order.back, order.heads, bool(look.touched[head]))
     counts = [(t.num_elements, t.num_predictors, len(views[False, t.site].strands)) for t in row_terms]
     return Sparsity(order, views, sum(e * k * (c + 2 * k) for e, c, k in counts))
+
+
+def _single(looks: list[_Looks]) -> np.ndarray:
+    """(S,): of which strands no term looks at two entries."""
+    return np.all([look.single for look in looks], axis=0)
+
+
+def _looks_too_wide(looks: list[_Looks], strands: tuple[np.ndarray, ...]) -> bool:
+    return any(len(strand) > MOST_SPLIT for strand, alone in zip(strands, _single(looks)) if not alone)
 
 
 def _columns(layout: Layout) -> tuple[np.ndarray, ...]:

@@ -1,0 +1,57 @@
+"""Terms as factors: what does not depend on theta is found once, the rest at each theta."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array
+
+from .core.designs import apply_design
+from .core.factors import Factors
+from .model.sparsity import View, sparse_design
+from .model.terms import Terms, constants, linearise, merged
+
+Seen = tuple[Terms, View | None]  # terms, and the few entries of theta that they look at; None: any
+
+
+def factors_at(terms: Terms, view: View | None, theta: Array, rows: dict, weight: Array, values: Any) -> Factors:
+    """Of one site, at theta (P,)."""
+    if view is None:
+        offset, design, local = linearise(terms, theta, rows)
+        return Factors(*merged((offset, design, (weight, values, local))))
+    local = jnp.zeros((*weight.shape, terms.num_predictors, 0), theta.dtype)
+    return Factors(*sparse_design(terms, view, theta, rows), merged((weight, values, local)))
+
+
+def prepare(seen: Iterable[Seen], origin: Array, rows: dict, weights: Array) -> tuple:
+    """Everything about rows that does not depend on theta: (n E, ...) arrays by site.
+
+    :param origin: theta = 0.
+    """
+    prepared = []
+    for terms, view in seen:
+        values = constants(terms, rows)
+        weight = jnp.broadcast_to(weights[:, None].astype(origin.dtype), (len(weights), terms.num_elements))
+        if terms.is_affine:
+            prepared.append(factors_at(terms, view, origin, rows, weight, values))
+        else:
+            prepared.append((rows, weight, values))
+    return tuple(prepared)
+
+
+def factors_of(
+    seen: Iterable[Seen], prepared: tuple, entries: Array, theta_of: Callable[[Array], Array] = lambda theta: theta
+) -> tuple[Factors, ...]:
+    """What was prepared, at theta.
+
+    :param entries: theta (P,), in the order in which designs count its entries. :param theta_of: puts it in its own.
+    """
+    factors = []
+    for (terms, view), known in zip(seen, prepared):
+        if terms.is_affine:
+            factors.append(known._replace(offset=known.offset + apply_design(known.design, entries)))
+        else:
+            factors.append(factors_at(terms, view, theta_of(entries), *known))
+    return tuple(factors)
