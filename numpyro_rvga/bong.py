@@ -358,7 +358,8 @@ class BONG:
             advice = (
                 "standardise the data, give the prior a smaller scale, or use hessian='auto', which looks at all of q"
             )
-        where = f"{rows_named(rows, first_row)} (after {int(self.state.num_blocks)} updates)"
+        before = int(self.state.num_blocks)
+        where = f"{rows_named(rows, first_row)} (after {before} update{'' if before == 1 else 's'})"
         reason = ", or one absurdly far away" if reason is None else f": {reason}"
         raise ValueError(
             f"the update on {where} leaves no finite Gaussian{reason}; {advice}. The last good state is kept as .state."

@@ -1,5 +1,6 @@
 """Settings that are decided before JAX is imported."""
 
+import gc
 import os
 import subprocess
 import sys
@@ -15,6 +16,8 @@ OLDER_EMITTERS = "--xla_cpu_use_fusion_emitters=false"  # half of the compilatio
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parents[1] / ".pytest_cache" / "jax"))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
+# Tracing makes millions of objects that stay: to look for cycles as often as by default is a fifth of a test's time.
+gc.set_threshold(200_000, 50, 100)
 
 
 def flags_that_exist() -> str:

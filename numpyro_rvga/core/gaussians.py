@@ -15,20 +15,32 @@ dynamics, and take two kinds of steps towards a maximum of E_q[log lik] - KL(q |
   (BONG paper, E.1.3 and E.2.3). At the prior itself its own terms cancel: with t = 1 that is BONG.
 - ``gradient_step``, along the plain gradient in the same parameters, or in (mean, diagonal, factor).
 
+A step that leaves no Gaussian leaves a mean of NaN.
+
 No (P, P) array is ever made by the last two families, save for dynamics that are given as one.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
-from .linalg import cholesky, column_sums, lower_from_root, positive_part, row_space, solve_lower
+from .linalg import (
+    cholesky,
+    column_sums,
+    lower_from_root,
+    positive_part,
+    row_space,
+    solve_lower,
+    sums_over_columns,
+)
 
 CHARTS = ("natural", "moment")
 FARTHEST = 1e4  # standard deviations that plain gradients may move a mean by: beyond, they diverge
@@ -153,7 +165,7 @@ class FullGaussian:
             pull = pull + _apply_precision(prior.root, prior.mean - self.mean)
         root = self.root @ _change(site.gram(self.root) + ratio_excess, step, natural)
         gain = root if natural else self.root
-        return FullGaussian(self.mean + step * gain @ (gain.T @ pull), root)
+        return _refused_if_invalid(FullGaussian(self.mean + step * gain @ (gain.T @ pull), root))
 
     def _narrow_step(self, site: Site, step: Array | float, natural: bool) -> FullGaussian:
         """The step from the prior itself, by a factor of few rows: the root is read twice and written once."""
@@ -167,7 +179,9 @@ class FullGaussian:
         columns, move = spread[:, :-1] @ turn, spread[:, -1]
         if natural:
             move = move + columns @ (basis @ slope)
-        return FullGaussian(self.mean + step * move, self.root + columns @ basis)
+        # Not looked at entry by entry, as each pass over a root costs: this bounds all of them.
+        fine = jnp.isfinite(jnp.sum(jnp.max(jnp.abs(columns), axis=0) * jnp.max(jnp.abs(basis), axis=1)))
+        return FullGaussian(jnp.where(fine, self.mean + step * move, jnp.nan), self.root + columns @ basis)
 
     def coordinates(self, chart: str) -> tuple[Array, Array]:
         covariance = self.root @ self.root.T
@@ -250,7 +264,7 @@ class DiagonalGaussian:
             variance = gain = self.variance / (1 + step * excess * self.variance)
         else:
             variance, gain = self.variance * (1 - step * excess * self.variance), self.variance
-        return DiagonalGaussian(self.mean + step * gain * pull, variance)
+        return _refused_if_invalid(DiagonalGaussian(self.mean + step * gain * pull, variance))
 
     def projected_step(self, site: Site, projection: str) -> DiagonalGaussian:
         """The exact update's mean, and the diagonal of its precision ("exclusive": of all diagonal Gaussians the
@@ -262,9 +276,10 @@ class DiagonalGaussian:
         raw = self.variance * site.gradient
         mean = self.mean + raw - wide.T @ jnp.linalg.solve(inner, weighted @ raw)
         if projection == "exclusive":
-            return DiagonalGaussian(mean, self.variance / (1 + site.curvature_diagonal() * self.variance))
-        narrowing = column_sums(wide * jnp.linalg.solve(inner, weighted * self.variance))
-        return DiagonalGaussian(mean, self.variance - narrowing)
+            variance = self.variance / (1 + site.curvature_diagonal() * self.variance)
+        else:
+            variance = self.variance - column_sums(wide * jnp.linalg.solve(inner, weighted * self.variance))
+        return _refused_if_invalid(DiagonalGaussian(mean, variance))
 
     def coordinates(self, chart: str) -> tuple[Array, Array]:
         if chart == "moment":
@@ -346,14 +361,12 @@ class LowRankGaussian:
         """H must be positive semi-definite, in the form of a factor alone; ``chart`` is "natural"."""
         added = jnp.sqrt(step) * site.factor
         if prior is None:
-            wide = LowRankGaussian(self.mean, self.diagonal, jnp.concatenate([self.factor, added]))
-            pull = site.gradient
+            rows, diagonal, pull = [self.factor, added], self.diagonal, site.gradient
         else:
             rows = [jnp.sqrt(1 - step) * self.factor, jnp.sqrt(step) * prior.factor, added]
             diagonal = (1 - step) * self.diagonal + step * prior.diagonal
-            wide = LowRankGaussian(self.mean, diagonal, jnp.concatenate(rows))
             pull = site.gradient + prior._times_precision(prior.mean - self.mean)
-        return wide._replace_mean(self.mean + step * wide._solve(pull))._truncated(len(self.factor))
+        return _low_rank(self.mean, step * pull, diagonal, rows, len(self.factor))
 
     def coordinates(self, chart: str) -> tuple[Array, Array, Array]:
         return self.mean, self.diagonal, self.factor
@@ -397,11 +410,7 @@ class LowRankGaussian:
         diagonal = self.diagonal + sum(q.diagonal - self.diagonal for q in parts)
         linear = self.diagonal * self.mean
         linear = linear + sum(q._times_precision(q.mean) - self.diagonal * self.mean for q in parts)
-        wide = LowRankGaussian(self.mean, diagonal, jnp.concatenate([q.factor for q in parts]))
-        return wide._replace_mean(wide._solve(linear))._truncated(len(self.factor))
-
-    def _replace_mean(self, mean: Array) -> LowRankGaussian:
-        return LowRankGaussian(mean, self.diagonal, self.factor)
+        return _low_rank(jnp.zeros_like(linear), linear, diagonal, [q.factor for q in parts], len(self.factor))
 
     def _times_precision(self, vector: Array) -> Array:
         return self.diagonal * vector + (self.factor @ vector) @ self.factor
@@ -425,12 +434,6 @@ class LowRankGaussian:
     def _log_det_precision(self) -> Array:
         return jnp.sum(jnp.log(self.diagonal)) + 2 * jnp.sum(jnp.log(jnp.diagonal(self._inner_root())))
 
-    def _truncated(self, rank: int) -> LowRankGaussian:
-        _, vectors = jnp.linalg.eigh(self.factor @ self.factor.T)
-        kept = vectors[:, len(vectors) - rank :].T @ self.factor
-        dropped = column_sums(self.factor**2) - column_sums(kept**2)
-        return LowRankGaussian(self.mean, self.diagonal + jnp.maximum(dropped, 0.0), kept)
-
 
 Family = FullGaussian | DiagonalGaussian | LowRankGaussian
 FAMILIES = {"full": FullGaussian, "diagonal": DiagonalGaussian, "low-rank": LowRankGaussian}
@@ -447,7 +450,7 @@ def converted(q: Family, family: str, rank: int) -> Family:
     if isinstance(q, LowRankGaussian):
         if family == "low-rank":
             rows = jnp.zeros((max(rank - len(q.factor), 0), len(q.mean)), q.mean.dtype)
-            return LowRankGaussian(q.mean, q.diagonal, jnp.concatenate([rows, q.factor]))._truncated(rank)
+            return _low_rank(q.mean, jnp.zeros_like(q.mean), q.diagonal, [rows, q.factor], rank)
         return DiagonalGaussian(q.mean, 1 / (q.diagonal + column_sums(q.factor**2)))
     precision = _inverse(q.covariance())
     return (
@@ -474,7 +477,7 @@ def gradient_step(q: Family, site: Site, rate: Array | float, chart: str, prior:
     start = q.coordinates(chart)
     slopes = jax.grad(objective)(start)
     moved = jax.tree.map(lambda x, slope: x + rate * slope, start, slopes)
-    return type(q).from_coordinates(moved, chart)
+    return _refused_if_invalid(type(q).from_coordinates(moved, chart))
 
 
 def is_valid(q: Family) -> Array:
@@ -485,6 +488,10 @@ def is_valid(q: Family) -> Array:
     if isinstance(q, DiagonalGaussian):
         return finite & jnp.all(jnp.isfinite(q.variance) & (q.variance > 0))
     return finite & jnp.all(jnp.isfinite(q.diagonal) & (q.diagonal > 0)) & jnp.all(jnp.isfinite(q.factor))
+
+
+def _refused_if_invalid(q: Family) -> Family:
+    return dataclasses.replace(q, mean=jnp.where(is_valid(q), q.mean, jnp.nan))
 
 
 def is_near(q: Family, before: Family) -> Array:
@@ -514,6 +521,30 @@ def _apply_precision(root: Array, vector: Array) -> Array:
 
 def _log_normal(lengths: Array, log_det: Array, size: int) -> Array:
     return -0.5 * (lengths + log_det + size * math.log(2 * math.pi))
+
+
+def _low_rank(mean: Array, pull: Array, diagonal: Array, rows: list[Array], rank: int) -> LowRankGaussian:
+    """Of precision Lambda = diag(diagonal) + sum of rows^T rows, at mean + Lambda^-1 pull, the member of the family.
+
+    Each pass over the rows (K_i, P) costs, so all products are made in one, and all combinations in another.
+    """
+
+    def products(pull, diagonal, *rows):
+        wide = jnp.concatenate(rows)
+        narrow = wide / diagonal
+        return narrow @ wide.T, narrow @ pull, wide @ wide.T
+
+    inner, pulled, gram = sums_over_columns(products, pull, diagonal, *rows)
+    identity = jnp.eye(len(gram), dtype=gram.dtype)
+    share = jax.scipy.linalg.cho_solve((jnp.linalg.cholesky(identity + inner), True), pulled)
+    leading = jnp.linalg.eigh(gram)[1][:, len(gram) - rank :].T
+    ends = np.cumsum([len(r) for r in rows])[:-1]
+    kept = sum(part @ r for part, r in zip(jnp.split(leading, ends, axis=1), rows))
+    mean = mean + (pull - sum(part @ r for part, r in zip(jnp.split(share, ends), rows))) / diagonal
+    dropped = sum(column_sums(r**2) for r in rows) - column_sums(kept**2)
+    diagonal = diagonal + jnp.maximum(dropped, 0.0)
+    fine = jnp.all(jnp.isfinite(diagonal) & (diagonal > 0))  # which the squares of all that is kept are part of
+    return LowRankGaussian(jnp.where(fine, mean, jnp.nan), diagonal, kept)
 
 
 def _leading_part(mean: Array, precision: Array, rank: int) -> LowRankGaussian:

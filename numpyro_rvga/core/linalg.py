@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +12,7 @@ from jax import Array, lax
 
 UNROLL = 3
 MOST_ADDED = 64  # rows that are added one by one
+PIECE = 1024  # columns of long rows that are multiplied at once
 MOST_UNROLLED = 16  # columns of a semidefinite factor
 SIGN_ITERATIONS = 40  # eigenvalues down to 1e-6 of the norm are told from zero
 
@@ -156,6 +160,27 @@ def lower_from_root(root: Array) -> Array:
 def column_sums(rows: Array) -> Array:
     """Sums over the first axis of (K, P), K small and P large, as XLA's CPU reduction does them twenty times slower."""
     return sum(rows[i] for i in range(1, len(rows))) + rows[0] if 0 < len(rows) <= MOST_ADDED else jnp.sum(rows, axis=0)
+
+
+def sums_over_columns(function: Callable[..., Any], *arrays: Array) -> Any:
+    """``function`` of arrays (..., P), which must be sums over P, such as products of long rows.
+
+    On CPUs it is applied piece by piece: pieces stay in the cache, for all products that are made of them.
+    """
+    size = arrays[0].shape[-1]
+    pieces = size // PIECE
+    if pieces < 2 or jax.default_backend() != "cpu":
+        return function(*arrays)
+
+    def of_piece(i, width):
+        return function(*[lax.dynamic_slice_in_dim(array, i * PIECE, width, -1) for array in arrays])
+
+    def body(i, found):
+        return jax.tree.map(jnp.add, found, of_piece(i, PIECE))
+
+    found = lax.fori_loop(1, pieces, body, of_piece(0, PIECE))
+    rest = size - pieces * PIECE
+    return jax.tree.map(jnp.add, found, of_piece(pieces, rest)) if rest else found
 
 
 def row_space(rows: Array) -> tuple[Array, Array]:

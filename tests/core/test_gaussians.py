@@ -178,6 +178,28 @@ def test_a_gaussian_is_valid_and_its_broken_forms_are_not(q):
             assert not bool(is_valid(type(q)(**{**vars(q), name: vars(q)[name].at[1].set(bad)})))
 
 
+BROKEN = [
+    ("full", "natural", -1e3),
+    ("full", "moment", 1e3),
+    ("diagonal", "natural", -1e3),
+    ("diagonal", "moment", 1e3),
+    *((family, "natural", value) for family in FAMILIES for value in (np.nan, np.inf)),
+]
+
+
+@pytest.mark.parametrize("family, chart, weight", BROKEN)
+def test_a_step_that_leaves_no_gaussian_leaves_a_mean_that_is_not_a_number(family, chart, weight):
+    """Of weights that are too negative for a precision, or too large for a covariance, or not finite."""
+    q, row = gaussian(family), np.ones((1, P))
+    if np.isfinite(weight):
+        site = Site(jnp.zeros(P), jnp.asarray(row), jnp.full((1, 1), weight))
+    else:
+        site = Site(jnp.zeros(P), jnp.asarray(row).at[0, 2].set(weight))
+    assert not np.isfinite(q.natural_step(site, 1.0, chart).mean).any()
+    fine = q.natural_step(Site(jnp.ones(P), jnp.asarray(0.1 * row)), 1.0, chart)
+    assert bool(is_valid(fine)) and np.isfinite(fine.mean).all()
+
+
 # ---------------------------------------------------------------------- dynamics
 SCALES = np.linspace(0.2, 1.1, P)
 TRANSITIONS = {

@@ -59,3 +59,13 @@ def test_positive_part_of_a_multiple_of_the_identity_is_itself_or_zero():
 def test_lower_from_root_is_the_cholesky_factor():
     root = np.random.default_rng(0).normal(size=(6, 6))
     np.testing.assert_allclose(linalg.lower_from_root(jnp.asarray(root)), np.linalg.cholesky(root @ root.T), atol=1e-10)
+
+
+@pytest.mark.parametrize("size", [1, 7, linalg.PIECE, 2 * linalg.PIECE, 3 * linalg.PIECE + 5])
+def test_sums_over_columns_are_those_of_all_at_once(size):
+    rng = np.random.default_rng(0)
+    rows, scale = rng.normal(size=(3, size)), rng.uniform(1, 2, size=size)
+    products = lambda rows, scale: {"gram": rows @ rows.T, "vector": rows @ scale}  # noqa: E731
+    found = linalg.sums_over_columns(products, jnp.asarray(rows), jnp.asarray(scale))
+    np.testing.assert_allclose(found["gram"], rows @ rows.T, rtol=1e-11, atol=1e-11)
+    np.testing.assert_allclose(found["vector"], rows @ scale, rtol=1e-11, atol=1e-11)

@@ -1,0 +1,163 @@
+"""A network that learns online: error rate, NLPD and calibration of test rows, by rows absorbed."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from online_networks import HESSIANS, RULES, Problem, best_rate, digits, mnist
+from plots import COLOURS, REFERENCE
+from sklearn.metrics import log_loss, zero_one_loss
+
+from numpyro_rvga import BONG, init_to_module
+from numpyro_rvga.metrics import outcome_probabilities
+
+PREDICTIVES = ("plugin", "linearized", "monte_carlo")
+MEASURES = {"error rate": "linear", "NLPD, nats": "log", "calibration error": "linear"}
+NUM_LOOKS = 8
+NUM_BINS = 20
+NUM_TEST = 500
+SGD_RATES = (0.003, 0.01, 0.03, 0.1)
+FAMILIES = {
+    "bong, diagonal, natural": ({"family": "diagonal"}, "-"),
+    "bong, diagonal, moment": ({"family": "diagonal", "parameterization": "moment"}, "--"),
+    "bong, low-rank 1": ({"family": "low-rank", "rank": 1}, "-"),
+    "bong, low-rank 10": ({"family": "low-rank", "rank": 10}, "-"),
+    "VD-EKF": ({"family": "diagonal", "projection": "exclusive"}, "-"),
+    "FD-EKF": ({"family": "diagonal", "projection": "inclusive"}, "-"),
+}
+
+
+def measure(labels: np.ndarray, probabilities: np.ndarray) -> list[float]:
+    """Error rate, NLPD and expected calibration error."""
+    classes, best = np.arange(probabilities.shape[1]), probabilities.argmax(1)
+    confidence, right = probabilities.max(1), best == labels
+    bins = np.minimum((confidence * NUM_BINS).astype(int), NUM_BINS - 1)
+    gaps = np.bincount(bins, right - confidence)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # float32 sums to one less well than is asked for
+        score = log_loss(labels, probabilities, labels=classes)
+    return [zero_one_loss(labels, best), score, float(np.abs(gaps).sum() / len(labels))]
+
+
+def follow(problem: Problem, options: dict) -> tuple[list[int], dict[str, list[list[float]]]] | None:
+    """Rows absorbed, and measures there for each predictive; None if an update was refused."""
+
+    def look(posterior):
+        scores = {}
+        for method in PREDICTIVES:
+            _, probabilities = outcome_probabilities(posterior, problem.test, method=method)
+            scores[method] = measure(problem.test["y"], probabilities)
+        return posterior.num_rows, scores
+
+    method = BONG(problem.model, init_loc_fn=init_to_module, **options)
+    every = len(problem.train["y"]) // NUM_LOOKS
+    try:
+        found = method.run(problem.train, callback=look, callback_every=every, progress_bar=False).info["callback"]
+    except ValueError as error:
+        print(f"  refused: {error}", flush=True)
+        return None
+    return [rows for rows, _ in found], {name: [scores[name] for _, scores in found] for name in PREDICTIVES}
+
+
+def gradient_descent(problem: Problem) -> tuple[str, list[int], list[list[float]]]:
+    """One pass of stochastic gradient descent, one row at a time, with the rate that does best on rows held out."""
+    start = problem.module.init(jax.random.key(0), problem.train["X"][:1])
+
+    def loss(weights, x, y):
+        return optax.softmax_cross_entropy_with_integer_labels(problem.module.apply(weights, x), y).mean()
+
+    def descend(rate, looks):
+        optimizer = optax.sgd(rate)
+
+        @jax.jit
+        def step(weights, memory, x, y):
+            turn, memory = optimizer.update(jax.grad(loss)(weights, x, y), memory)
+            return optax.apply_updates(weights, turn), memory
+
+        weights, memory, seen = start, optimizer.init(start), []
+        X, y = problem.train["X"], problem.train["y"]
+        for row in range(looks[-1]):
+            weights, memory = step(weights, memory, X[row : row + 1], y[row : row + 1])
+            if row + 1 in looks:
+                seen.append(weights)
+        return seen
+
+    def probabilities(weights, X):
+        return np.asarray(jax.nn.softmax(problem.module.apply(weights, jnp.asarray(X))))
+
+    total = len(problem.train["y"])
+    looks = list(range(total // NUM_LOOKS, total + 1, total // NUM_LOOKS))
+    part, held_out = [2 * total // 5], problem.held_out
+    losses = {rate: loss(descend(rate, part)[-1], held_out["X"], held_out["y"]) for rate in SGD_RATES}
+    rate = min(losses, key=losses.get)
+    scores = [measure(problem.test["y"], probabilities(w, problem.test["X"])) for w in descend(rate, looks)]
+    return f"SGD, plug-in ({rate:g})", looks, scores
+
+
+def panels(curves: dict[str, tuple[list[int], dict[str, list[list[float]]], dict]]) -> list[dict[str, Any]]:
+    """A line of panels for each predictive, a column for each measure."""
+    made = []
+    for method in PREDICTIVES:
+        for i, (what, scale) in enumerate(MEASURES.items()):
+            drawn = {
+                label: {"rows": rows, "values": [values[i] for values in scores[method]], "style": style}
+                for label, (rows, scores, style) in curves.items()
+                if method in scores
+            }
+            shared = {"scale": scale, "row_scale": "linear", "columns": len(MEASURES), "curves": drawn}
+            made.append({"title": method, "what": what} | shared)
+    return made
+
+
+def load(folder: Path | None, quick: bool) -> Problem:
+    problem = digits(quick) if folder is None else mnist(folder)
+    return problem._replace(test={name: array[:NUM_TEST] for name, array in problem.test.items()})
+
+
+def show(label: str, scores: dict[str, list[list[float]]]) -> None:
+    ends = "  ".join(f"{name} {values[-1][1]:.3f}" for name, values in scores.items())
+    print(f"{label:30s} NLPD at the end: {ends}", flush=True)
+
+
+def rules(folder: Path | None, quick: bool) -> Iterator[list[dict[str, Any]]]:
+    problem, curves = load(folder, quick), {}
+    for (rule, steps), colour in zip(RULES.items(), COLOURS):
+        for hessian, dashes in HESSIANS.items():
+            options = {"rule": rule, "hessian": hessian, "family": "low-rank", "num_samples": problem.num_samples}
+            options, label = options | steps, f"{rule} {hessian}"
+            if rule != "bong":
+                options["learning_rate"] = rate = best_rate(problem, options)
+                label = f"{label} ({rate})"
+                if rate is None:
+                    print(f"{label}: refused at all learning rates", flush=True)
+                    continue
+            found = follow(problem, options)
+            if found is not None:
+                show(label, found[1])
+                curves[label] = (*found, {"color": colour, "ls": dashes})
+                yield panels(curves)
+        if quick:
+            break
+
+
+def families(folder: Path | None, quick: bool) -> Iterator[list[dict[str, Any]]]:
+    problem, curves = load(folder, quick), {}
+    for (label, (options, dashes)), colour in zip(FAMILIES.items(), COLOURS):
+        found = follow(problem, options)
+        if found is not None:
+            show(label, found[1])
+            curves[label] = (*found, {"color": colour, "ls": dashes})
+            yield panels(curves)
+        if quick:
+            break
+    label, looks, scores = gradient_descent(problem)
+    show(label, {"plugin": scores})
+    curves[label] = looks, {"plugin": scores}, {"color": REFERENCE, "ls": ":"}
+    yield panels(curves)

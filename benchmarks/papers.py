@@ -1,0 +1,89 @@
+"""The papers' curves, drawn anew from runs of this package.
+
+    python -m benchmarks papers [--data FOLDER] [--parts PART ...]
+
+Parts, and the figures whose settings they take:
+
+- posteriors: divergence from a logistic posterior by rows absorbed ("The recursive variational Gaussian
+  approximation", figures 3 to 10 and 14 to 16);
+- rules: error rate, NLPD and calibration of a network by rows absorbed, for rules and curvatures ("Bayesian online
+  natural gradient", figures 1, 5, 7);
+- families: the same for families of Gaussians, with diagonal Kalman filters and stochastic gradient descent (the same
+  paper, figures 2, 6, 8; "Diagonal extended Kalman filters", figures 1 and 4);
+- rates: NLPD of a network for regression by rows absorbed, for learning rates ("Bayesian online natural gradient",
+  figures 9 to 13).
+
+The networks learn scikit-learn's digits, and a function of Friedman's; with ``--data`` they learn MNIST, which takes
+about an hour, and SARCOS. Curves against time have benchmarks of their own: ``fixed_point`` ("Monte Carlo is not
+needed: fixed point", figures 2 to 5), and ``scaling`` and ``bong`` (running times of the BONG paper, figures 3 and 4).
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # LAPACK's threads wait for each other where others are busy
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))  # their problems are taken over
+
+from _paper_networks import families, rules
+from _paper_posteriors import posteriors
+from _paper_rates import rates
+from _results import parser, write
+
+PARTS = {"posteriors": posteriors, "rules": rules, "families": families, "rates": rates}
+
+
+def draw(results: dict[str, Any], path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    panels = results["cases"]
+    columns = panels[0]["columns"]
+    lines = -(-len(panels) // columns)
+    size = (2.9 * columns, 2.3 * lines + 1.0)
+    figure, axes = plt.subplots(lines, columns, figsize=size, squeeze=False, layout="constrained")
+    for axis in axes.flat[len(panels) :]:
+        axis.set_visible(False)
+    for axis, panel in zip(axes.flat, panels):
+        for label, curve in panel["curves"].items():
+            axis.plot(curve["rows"], curve["values"], label=label, lw=1.4, **curve["style"])
+        axis.set_title(panel["title"], fontsize=9)
+        axis.set_ylabel(panel["what"], fontsize=8)
+        axis.set_yscale(panel["scale"])
+        axis.set_xscale(panel["row_scale"])
+        axis.set_ylim(top=panel.get("top"))
+        axis.tick_params(labelsize=7)
+        axis.spines[["top", "right"]].set_visible(False)
+    figure.supxlabel("rows absorbed", fontsize=9)
+    handles = {label: handle for axis in axes.flat for handle, label in zip(*axis.get_legend_handles_labels())}
+    figure.legend(handles.values(), handles, loc="outside lower center", ncols=4, fontsize=8, frameon=False)
+    figure.savefig(path, dpi=100)
+    print(f"saved {path}")
+
+
+def main() -> None:
+    options = parser(__doc__, drawn=True)
+    options.add_argument("--data", type=Path, help="folder with mnist.npz, load.py and the data files it reads")
+    options.add_argument("--parts", nargs="*", choices=PARTS, default=list(PARTS), help="default: all")
+    options.add_argument("--quick", action="store_true", help="fewer rows and panels, to see whether it runs")
+    arguments = options.parse_args()
+    if arguments.draw is not None:
+        draw(json.loads(arguments.draw.read_text()), arguments.draw.with_suffix(".png"))
+        return
+    for name in arguments.parts:
+        path = arguments.output / f"papers_{name}.json"
+        for panels in PARTS[name](arguments.data, arguments.quick):  # those that there are so far
+            results = write(panels, path)
+        draw(results, path.with_suffix(".png"))
+
+
+if __name__ == "__main__":
+    main()
