@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from online_networks import HESSIANS, RULES, Problem, best_rate, digits, mnist
+from online_networks import HESSIANS, RULES, Problem, digits, mnist, tuned
 from plots import COLOURS, REFERENCE
 from sklearn.metrics import log_loss, zero_one_loss
 
@@ -20,8 +20,9 @@ from numpyro_rvga.metrics import outcome_probabilities
 
 PREDICTIVES = ("plugin", "linearized", "monte_carlo")
 MEASURES = {"error rate": "linear", "NLPD, nats": "log", "calibration error": "linear"}
-NUM_LOOKS = 8
+NUM_LOOKS = 4
 NUM_BINS = 20
+NUM_DRAWS = 30
 NUM_TEST = 500
 SGD_RATES = (0.003, 0.01, 0.03, 0.1)
 FAMILIES = {
@@ -46,17 +47,16 @@ def measure(labels: np.ndarray, probabilities: np.ndarray) -> list[float]:
     return [zero_one_loss(labels, best), score, float(np.abs(gaps).sum() / len(labels))]
 
 
-def follow(problem: Problem, options: dict) -> tuple[list[int], dict[str, list[list[float]]]] | None:
+def follow(problem: Problem, method: BONG) -> tuple[list[int], dict[str, list[list[float]]]] | None:
     """Rows absorbed, and measures there for each predictive; None if an update was refused."""
 
     def look(posterior):
         scores = {}
         for method in PREDICTIVES:
-            _, probabilities = outcome_probabilities(posterior, problem.test, method=method)
+            _, probabilities = outcome_probabilities(posterior, problem.test, method=method, num_samples=NUM_DRAWS)
             scores[method] = measure(problem.test["y"], probabilities)
         return posterior.num_rows, scores
 
-    method = BONG(problem.model, init_loc_fn=init_to_module, **options)
     every = len(problem.train["y"]) // NUM_LOOKS
     try:
         found = method.run(problem.train, callback=look, callback_every=every, progress_bar=False).info["callback"]
@@ -131,14 +131,13 @@ def rules(folder: Path | None, quick: bool) -> Iterator[list[dict[str, Any]]]:
     for (rule, steps), colour in zip(RULES.items(), COLOURS):
         for hessian, dashes in HESSIANS.items():
             options = {"rule": rule, "hessian": hessian, "family": "low-rank", "num_samples": problem.num_samples}
-            options, label = options | steps, f"{rule} {hessian}"
+            method, label = tuned(problem, options | steps), f"{rule} {hessian}"
+            if method is None:
+                print(f"{label}: refused at all learning rates", flush=True)
+                continue
             if rule != "bong":
-                options["learning_rate"] = rate = best_rate(problem, options)
-                label = f"{label} ({rate})"
-                if rate is None:
-                    print(f"{label}: refused at all learning rates", flush=True)
-                    continue
-            found = follow(problem, options)
+                label = f"{label} ({method.rule.learning_rate:g})"
+            found = follow(problem, method)
             if found is not None:
                 show(label, found[1])
                 curves[label] = (*found, {"color": colour, "ls": dashes})
@@ -150,7 +149,7 @@ def rules(folder: Path | None, quick: bool) -> Iterator[list[dict[str, Any]]]:
 def families(folder: Path | None, quick: bool) -> Iterator[list[dict[str, Any]]]:
     problem, curves = load(folder, quick), {}
     for (label, (options, dashes)), colour in zip(FAMILIES.items(), COLOURS):
-        found = follow(problem, options)
+        found = follow(problem, BONG(problem.model, init_loc_fn=init_to_module, **options))
         if found is not None:
             show(label, found[1])
             curves[label] = (*found, {"color": colour, "ls": dashes})

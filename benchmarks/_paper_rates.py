@@ -39,7 +39,7 @@ def load(folder: Path | None, quick: bool) -> tuple[dict, dict]:
     return {name: array[: 100 if quick else NUM_ROWS] for name, array in train.items()}, test
 
 
-def follow(train: dict, test: dict, options: dict) -> Curve:
+def follow(train: dict, test: dict, method: BONG) -> Curve:
     """Rows absorbed, and NLPD there; as far as the run came, if an update was refused."""
     rows, scores = [], []
 
@@ -47,7 +47,6 @@ def follow(train: dict, test: dict, options: dict) -> Curve:
         rows.append(posterior.num_rows)
         scores.append(nlpd(posterior, test, method="plugin"))
 
-    method = BONG(model, family="low-rank", **options)
     start = starting_weights(train["X"].shape[1])
     every = len(train["y"]) // NUM_LOOKS
     try:
@@ -62,11 +61,12 @@ def rates(folder: Path | None, quick: bool) -> Iterator[list[dict[str, Any]]]:
     tried = RATES[-1:] if quick else RATES
     panels, bests = [], []
     for hessian, sampling in HESSIANS.items():
-        options = {"hessian": hessian} | sampling
-        bong = {"bong": (*follow(train, test, options), {"color": "black"})}
+        options = {"family": "low-rank", "hessian": hessian} | sampling
+        bong = {"bong": (*follow(train, test, BONG(model, **options)), {"color": "black"})}
         best = {}
         for rule, steps in RULES.items():
-            found = {rate: follow(train, test, options | steps | {"learning_rate": rate}) for rate in tried}
+            method = BONG(model, **options, **steps)
+            found = {rate: follow(train, test, method.with_learning_rate(rate)) for rate in tried}
             curves = {
                 f"learning rate {rate:g}": (*curve, {"color": colour})
                 for (rate, curve), colour in zip(found.items(), COLOURS)

@@ -61,10 +61,10 @@ def make_data(num_train: int) -> list[dict[str, np.ndarray]]:
     return [{"X": (digits.data[rows] / 16).astype(np.float32), "y": digits.target[rows]} for rows in parts]
 
 
-def score(train, test, **options) -> float:
+def score(method: BONG, train, test) -> float:
     """NaN for a run that is refused."""
     try:
-        return nlpd(BONG(model, **options).run(train, progress_bar=False), test, method="plugin")
+        return nlpd(method.run(train, progress_bar=False), test, method="plugin")
     except ValueError:
         return np.nan
 
@@ -77,12 +77,13 @@ def main(argv: list[str] | None = None) -> None:
     print(f"{len(START)} weights, {len(train['y'])} rows; plug-in NLPD of {len(test['y'])} test rows")
     results = {}
     for title, options in panels.items():
-        bong = score(train, test, **options)
+        bong = score(BONG(model, **options), train, test)
         print(f"\n{title + ', learning rate':34s}" + " ".join(f"{rate:8g}" for rate in rates))
         print(f"  {'bong':32s}{bong:8.3f}")
         scores = {}
         for name, rule in RULES.items():
-            found = np.array([score(train, test, learning_rate=rate, **rule, **options) for rate in rates])
+            method = BONG(model, **rule, **options)
+            found = np.array([score(method.with_learning_rate(rate), train, test) for rate in rates])
             print(f"  {name:32s}" + " ".join(f"{value:8.3g}" if value > TOP else f"{value:8.3f}" for value in found))
             scores[name] = found
         results[title] = bong, scores

@@ -89,31 +89,35 @@ def mnist(folder) -> Problem:
     return Problem(Convolutional(), 0.1, *parts, (0.01, 0.03, 0.1, 0.3), 10)
 
 
-def best_rate(problem: Problem, options: dict) -> float | None:
-    """By the plug-in NLPD of the rows held out, after two fifths of the training rows; None if all runs are refused."""
-    if len(problem.rates) == 1:
-        return problem.rates[0]
+def tuned(problem: Problem, options: dict) -> BONG | None:
+    """At the learning rate with the least plug-in NLPD of the rows held out, after two fifths of the training rows.
+
+    None if all runs are refused.
+    """
+    method = BONG(problem.model, init_loc_fn=init_to_module, **options)
+    if method.rule.name == "bong":
+        return method
     length, found = 2 * len(problem.train["y"]) // 5, {}
     part = {name: array[:length] for name, array in problem.train.items()}
     for rate in problem.rates:
-        method = BONG(problem.model, learning_rate=rate, init_loc_fn=init_to_module, **options)
+        tried = method.with_learning_rate(rate)
         try:
-            score = nlpd(method.run(part, progress_bar=False), problem.held_out, method="plugin")
+            score = nlpd(tried.run(part, progress_bar=False), problem.held_out, method="plugin")
         except ValueError:
             continue
         if np.isfinite(score):
-            found[rate] = score
-    return min(found, key=found.get, default=None)
+            found[score] = tried
+    return found[min(found)] if found else None
 
 
 def curve(problem: Problem, label: str, options: dict) -> tuple[str, np.ndarray] | None:
     """The label with its learning rate, and rows absorbed against NLPD."""
-    if options.get("rule", "bong") != "bong":
-        rate = best_rate(problem, options)
-        if rate is None:
-            print(f"{label:24s} refused at all learning rates")
-            return None
-        label, options = f"{label} ({rate:g})", {**options, "learning_rate": rate}
+    method = tuned(problem, options)
+    if method is None:
+        print(f"{label:24s} refused at all learning rates")
+        return None
+    if method.rule.name != "bong":
+        label = f"{label} ({method.rule.learning_rate:g})"
     evaluating = 0.0
 
     def look(posterior):
@@ -123,7 +127,6 @@ def curve(problem: Problem, label: str, options: dict) -> tuple[str, np.ndarray]
         evaluating += time.perf_counter() - begin
         return posterior.num_rows, *scores
 
-    method = BONG(problem.model, init_loc_fn=init_to_module, **options)
     begin = time.perf_counter()
     keywords = {"callback": look, "callback_every": len(problem.train["y"]) // 5, "progress_bar": False}
     try:

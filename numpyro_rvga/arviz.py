@@ -164,7 +164,7 @@ def _chunks_of_log_likelihood(
     """The row terms of successive chunks of rows, each of shape (num_samples, rows of the chunk, *elements)."""
     examples = jax.eval_shape(program.log_likelihood, theta[0], program.inputs(program.example_rows))
     elements = max(values.size // values.shape[0] for values in examples.values())
-    chunk_size = max(1, CHUNK_VALUES // (len(theta) * elements))
+    chunk_size = max(1, CHUNK_VALUES // (len(theta) * max(elements, program.largest_array)))
     evaluate = jax.jit(jax.vmap(program.log_likelihood, in_axes=(0, None)))
     inputs = program.inputs(rows)
     for start in range(0, program.num_rows(inputs), chunk_size):

@@ -67,7 +67,8 @@ class BONG:
         predictor space: ``"auto"``, ``"exact"``, ``"probit"``, ``"quadrature"``, ``"sigma_points"``,
         ``"monte_carlo"``.
     :param str family: ``"full"``; ``"diagonal"``; or ``"low-rank"``, a precision of diagonal plus low rank.
-    :param int rank: of the low-rank family.
+    :param int rank: of the low-rank family. Plain gradients (``"bog"``, ``"bbb"``) leave a factor at zero, where it
+        starts, as their slope is zero there: they learn a diagonal precision whatever the rank.
     :param str parameterization: of the full and diagonal families' steps: ``"natural"`` or ``"moment"``.
     :param float learning_rate: of ``"bog"``, ``"blr"`` and ``"bbb"``.
     :param int num_iters: steps for each row of ``"blr"`` and ``"bbb"``.
@@ -164,6 +165,31 @@ class BONG:
         if again:
             raise ValueError(f"preset {name!r} fixes {again[0]}={fixed[again[0]]!r}; use BONG(...) to choose it.")
         return cls(model, **fixed, **options)
+
+    def with_learning_rate(self, learning_rate: float) -> BONG:
+        """The same method at another learning rate, which shares what is compiled: to choose a rate.
+
+        **Example**
+
+        With the model and the data of :class:`RVGA`'s example:
+
+        .. doctest::
+
+            >>> from numpyro_rvga import BONG, metrics
+            >>> method, scores = BONG(model, rule="blr"), {}
+            >>> for rate in (0.01, 0.1, 1.0):
+            ...     posterior = method.with_learning_rate(rate).run(data, progress_bar=False)
+            ...     scores[rate] = metrics.nlpd(posterior, data)
+            >>> min(scores, key=scores.get)
+            1.0
+
+        :raises ValueError: for a rate that the rule does not take.
+        """
+        rule = self.rule._replace(learning_rate=learning_rate)
+        _check_rate(rule.name, learning_rate)
+        other = object.__new__(type(self))
+        other.__dict__.update(self.__dict__, rule=rule, state=None)
+        return other
 
     # ------------------------------------------------------------------ one call
     def run(
@@ -266,7 +292,7 @@ class BONG:
         taken = jnp.minimum(jnp.arange(size), length - 1)
         weights = (jnp.arange(size) < length).astype(jnp.float32)
         rows = {name: array[taken] for name, array in arrays.items()}
-        return online.stream(state, rows, weights, block_size=self.block_size)[0]
+        return online.stream(state, rows, weights, self._rate, block_size=self.block_size)[0]
 
     def posterior(self, state: OnlineState) -> Posterior:
         """The posterior that a state stands for (prior terms that are not Gaussian solved for)."""
@@ -277,6 +303,11 @@ class BONG:
     def __getstate__(self) -> dict[str, Any]:
         """Without what is compiled, for other processes."""
         return self.__dict__ | {"_online": {}, "state": None}
+
+    @property
+    def _rate(self) -> np.ndarray | None:
+        """The learning rate as an argument of compiled functions; None if there is none."""
+        return None if self.rule.name == "bong" else np.asarray(self.rule.learning_rate, self.online.start.mean.dtype)
 
     @property
     def online(self) -> Online:
@@ -330,7 +361,7 @@ class BONG:
                 taken = order[start : start + self.block_size]
                 part, weights = pad(permuted(rows, taken), min(self.block_size, total))
                 weights = (total / len(taken) * weights).astype(online.engine.program.dtype)
-                self.state, info = online.one_iteration(prior, self.state, part, weights)
+                self.state, info = online.one_iteration(prior, self.state, part, weights, self._rate)
                 if not bool(info.ok):
                     self._refuse(online, permuted(rows, taken), int(taken[0]))
                 clipped += int(info.clipped)
@@ -426,7 +457,7 @@ class _Run(Pass):
     def step(self, state: OnlineState, rows: Rows, weights: np.ndarray, place: int) -> tuple[OnlineState, BlockInfo]:
         if self._online.one_by_one:
             return self._one_by_one(state, rows, weights)
-        arguments = jax.device_put(pad(rows, self._chunk, weights))
+        arguments = *jax.device_put(pad(rows, self._chunk, weights)), self._bong._rate
         return self._online.stream(state, *arguments, block_size=self._block, predict=self._prequential)
 
     def _one_by_one(self, state: OnlineState, rows: Rows, weights: np.ndarray) -> tuple[OnlineState, BlockInfo]:
@@ -436,7 +467,7 @@ class _Run(Pass):
             part = {name: array[start : start + self._block] for name, array in rows.items()}
             taken = weights[start : start + self._block]
             count = int(np.count_nonzero(taken))
-            after, info = self._online.one_block(state, part, taken, count, predict=self._prequential)
+            after, info = self._online.one_block(state, part, taken, count, self._bong._rate, predict=self._prequential)
             state = after if count else state
             infos.append(info)
         return state, jax.tree.map(lambda *x: np.stack(x), *jax.device_get(infos))
@@ -486,20 +517,13 @@ def _check_combination(
     projection: str | None,
 ) -> None:
     """:raises ValueError: with the reason why options exclude each other."""
-    if not learning_rate > 0:
-        raise ValueError(f"learning_rate must be positive, not {learning_rate!r}.")
-    if rule == "bong" and learning_rate != 1.0:
-        raise ValueError(
-            "rule='bong' takes no learning rate: its step of one is exact for conjugate models. Use rule='blr'."
-        )
+    _check_rate(rule, learning_rate)
     if rule in ("bong", "bog") and num_iters != 1:
         several = "blr" if rule in NATURAL else "bbb"
         raise ValueError(
             f"rule={rule!r} takes one step for each row, from the prior: more would count the row more than once. Use "
             f"rule={several!r}, whose KL divergence prevents that."
         )
-    if rule == "blr" and learning_rate > 1.0:
-        raise ValueError(f"rule='blr' interpolates: its learning_rate is at most 1, not {learning_rate}.")
     if family == "low-rank" and hessian == "mc-hess":
         raise ValueError(
             "family='low-rank' needs a positive semi-definite curvature, and sampled Hessians may have any sign: use "
@@ -511,3 +535,15 @@ def _check_combination(
         raise ValueError("projection is for rule='bong' with family='diagonal' and natural parameters.")
     if projection is not None and hessian == "mc-hess":
         raise ValueError("projection needs a curvature of low rank: use another hessian than 'mc-hess'.")
+
+
+def _check_rate(rule: str, learning_rate: float) -> None:
+    """:raises ValueError: for a rate that the rule does not take."""
+    if not learning_rate > 0:
+        raise ValueError(f"learning_rate must be positive, not {learning_rate!r}.")
+    if rule == "bong" and learning_rate != 1.0:
+        raise ValueError(
+            "rule='bong' takes no learning rate: its step of one is exact for conjugate models. Use rule='blr'."
+        )
+    if rule == "blr" and learning_rate > 1.0:
+        raise ValueError(f"rule='blr' interpolates: its learning_rate is at most 1, not {learning_rate}.")

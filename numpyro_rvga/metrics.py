@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from .model import Program
     from .posterior import Posterior
 
-CHUNK_NUMBERS = 2**22  # in the Jacobians, or the predictors at draws, of the rows that are evaluated at once
+CHUNK_NUMBERS = 2**22  # in the largest array that is made of the rows that are evaluated at once
 MAX_CHUNK = 4096
 
 _evaluators: weakref.WeakKeyDictionary[Program, dict] = weakref.WeakKeyDictionary()
@@ -188,8 +188,12 @@ def _evaluate(posterior, data, name, outcomes, method, num_samples, rng_key) -> 
     keys = jax.random.split(jax.random.key(0) if rng_key is None else rng_key, num_rows(rows) + 1)
     theta = posterior.sample_unconstrained(keys[0], (num_samples,)) if method == "monte_carlo" else None
     evaluate = _evaluator(program, name, method, num_samples)
-    numbers = sum(t.num_elements * t.num_predictors for t in program.terms)
-    numbers *= num_samples if method == "monte_carlo" else 1 if method == "plugin" else program.layout.size
+    predictors, largest = sum(t.num_elements * t.num_predictors for t in program.terms), program.largest_array
+    numbers = {
+        "plugin": max(predictors, largest),
+        "linearized": predictors * max(program.layout.size, largest),
+        "monte_carlo": num_samples * max(predictors, largest),
+    }[method]
     size, total, found = max(1, min(MAX_CHUNK, CHUNK_NUMBERS // max(numbers, 1))), len(keys) - 1, []
     if method == "linearized" and program.convolves and jax.default_backend() == "cpu":
         size = 1

@@ -126,14 +126,22 @@ class Online:
 
     # ------------------------------------------------------------------ compiled
     def _stream(
-        self, state: OnlineState, rows: dict, weights: Array, *, block_size: int, predict: str | None = None
+        self,
+        state: OnlineState,
+        rows: dict,
+        weights: Array,
+        rate: Array | None = None,
+        *,
+        block_size: int,
+        predict: str | None = None,
     ) -> tuple[OnlineState, BlockInfo]:
+        """:param rate: the learning rate, if it is not to be the rule's."""
         blocks = in_blocks((rows, weights), block_size)
 
         def body(carry, block):
             state, alive = carry
             count = jnp.sum(block[1] > 0).astype(jnp.int32)
-            advance = lambda: self._one_block(state, *block, count, predict=predict)  # noqa: E731
+            advance = lambda: self._one_block(state, *block, count, rate, predict=predict)  # noqa: E731
             after, info = lax.cond(
                 alive & (count > 0), advance, lambda: (state, self._nothing(alive, block[1], predict))
             )
@@ -143,7 +151,14 @@ class Online:
         return state, info
 
     def _one_block(
-        self, state: OnlineState, rows: dict, weights: Array, count: Array, *, predict: str | None = None
+        self,
+        state: OnlineState,
+        rows: dict,
+        weights: Array,
+        count: Array,
+        rate: Array | None = None,
+        *,
+        predict: str | None = None,
     ) -> tuple[OnlineState, BlockInfo]:
         """:param weights: one for rows, zero for padding. :param count: of the rows."""
         prior = state.gaussian if self.transition is None else state.gaussian.moved(self.transition)
@@ -153,7 +168,7 @@ class Online:
         if predict is not None:
             plugin = predict == "plugin"
             log_predictive = self._log_predictive(prior, rows, jax.random.fold_in(key, 1), plugin=plugin)
-        updated = update(self.rule, prior, partial(self._estimate, observation), key)
+        updated = update(self.rule.at(rate), prior, partial(self._estimate, observation), key)
         return self._after(state, updated, count), BlockInfo(updated.ok, updated.clipped, log_predictive)
 
     def _nothing(self, alive: Array, weights: Array, predict: str | None) -> BlockInfo:
@@ -162,12 +177,12 @@ class Online:
         return BlockInfo(alive, jnp.asarray(False), zeros)
 
     def _one_iteration(
-        self, prior: Family, state: OnlineState, rows: dict, weights: Array
+        self, prior: Family, state: OnlineState, rows: dict, weights: Array, rate: Array | None = None
     ) -> tuple[OnlineState, BlockInfo]:
         """One step towards the posterior given all data, for which the weighted rows speak."""
         observation = self.observation(rows, weights)
         key = jax.random.fold_in(state.rng_key, state.num_blocks)
-        updated = iterate(self.rule, prior, state.gaussian, partial(self._estimate, observation), key)
+        updated = iterate(self.rule.at(rate), prior, state.gaussian, partial(self._estimate, observation), key)
         return self._after(state, updated, jnp.zeros((), jnp.int32)), BlockInfo(updated.ok, updated.clipped, None)
 
     @staticmethod

@@ -652,6 +652,43 @@ def test_epochs_go_on_from_a_posterior_as_their_prior():
         assert second.num_rows == 30
 
 
+# ---------------------------------------------------------------------- learning rates
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"rule": "bog", "family": "diagonal"},
+        {"rule": "blr", "family": "low-rank", "rank": 2, "num_iters": 2},
+        {"rule": "bbb", "num_iters": 3, "hessian": "mc-ef", "num_samples": 4},
+        {"rule": "blr", "num_epochs": 2, "block_size": 5},
+    ],
+    ids=str,
+)
+def test_another_learning_rate_is_another_method_that_needs_no_compilation(options):
+    """At 1e-12, as a rate that is known when a step is compiled may round otherwise."""
+    rows = data("logistic")
+    method = BONG(logistic, learning_rate=0.3, **options)
+    first = method.run(rows, progress_bar=False)
+    compiled: list[str] = []
+    jax.monitoring.register_event_duration_secs_listener(lambda event, *_, **__: compiled.append(event))
+    slower = method.with_learning_rate(0.01).run(rows, progress_bar=False)
+    assert not [event for event in compiled if "backend_compile" in event]
+    alone = BONG(logistic, learning_rate=0.01, **options).run(rows, progress_bar=False)
+    np.testing.assert_allclose(slower.mean, alone.mean, rtol=1e-12, atol=1e-14)
+    np.testing.assert_allclose(slower.covariance, alone.covariance, rtol=1e-12, atol=1e-14)
+    assert np.max(np.abs(slower.mean - first.mean)) > 0.01
+    again = method.run(rows, progress_bar=False)
+    np.testing.assert_array_equal(again.mean, first.mean)
+
+
+def test_rates_that_a_rule_does_not_take_are_refused():
+    with pytest.raises(ValueError, match="at most 1, not 2"):
+        BONG(linear, rule="blr").with_learning_rate(2.0)
+    with pytest.raises(ValueError, match="must be positive"):
+        BONG(linear, rule="bog").with_learning_rate(0.0)
+    with pytest.raises(ValueError, match="takes no learning rate"):
+        BONG(linear).with_learning_rate(0.5)
+
+
 # ---------------------------------------------------------------------- bad input
 @pytest.mark.parametrize(
     "options, message",

@@ -12,7 +12,7 @@ from jax import Array, lax
 from jax.experimental.xla_metadata import set_xla_metadata
 from jax.extend import core as jex_core
 
-from .primitives import POINTWISE_PRIMITIVES, SELECTING_PRIMITIVES
+from .primitives import POINTWISE_PRIMITIVES, SELECTING_PRIMITIVES, equations
 
 # On CPUs, XLA's newer emitters take half of the compilation, and LLVM's higher levels a quarter of what is left. Both
 # gain nothing here: most of a run is spent in matrix products and LAPACK, which are compiled already.
@@ -87,10 +87,9 @@ def _is_elementary(jaxpr: jex_core.ClosedJaxpr) -> bool:
     def elementary(eqn):
         if eqn.primitive.name == "dot_general":
             return all(sum(size > 1 for size in v.aval.shape) <= 1 for v in eqn.invars)
-        inner = [x for x in jax.tree.leaves(list(eqn.params.values())) if hasattr(x, "eqns")]
-        return eqn.primitive.name in ROUTINE_PRIMITIVES and all(map(_is_elementary, inner))
+        return eqn.primitive.name in ROUTINE_PRIMITIVES
 
-    return all(map(elementary, jaxpr.eqns))
+    return all(map(elementary, equations(jaxpr)))
 
 
 @functools.cache

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import jax
@@ -29,6 +29,15 @@ ARITHMETIC = frozenset("sum offset mul div neg copy convert_element_type".split(
 INLINED_PRIMITIVES = frozenset("jit pjit closed_call core_call remat checkpoint remat2".split())
 
 UNROLLED_SIZE = 16  # batches of small LAPACK calls are slow, and two at once deadlock jaxlib's pool of two threads
+
+
+def equations(jaxpr) -> Iterator:
+    """All of a program, those of the programs inside it too."""
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for inner in jax.tree.leaves(list(eqn.params.values())):
+            if hasattr(inner, "eqns"):
+                yield from equations(inner)
 
 
 def is_float(dtype) -> bool:

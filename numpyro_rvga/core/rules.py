@@ -28,9 +28,13 @@ class Rule(NamedTuple):
 
     name: str
     chart: str = "natural"
-    learning_rate: float = 1.0
+    learning_rate: float | Array = 1.0
     num_iters: int = 1
     projection: str | None = None
+
+    def at(self, learning_rate: Array | None) -> Rule:
+        """With a learning rate that is known when the step is taken only; None: as it is."""
+        return self if learning_rate is None else self._replace(learning_rate=learning_rate)
 
 
 class Updated(NamedTuple):

@@ -18,6 +18,7 @@ from numpyro import distributions as dist
 from ..core.closed_forms import Gaussian, Logistic
 from ..core.expectations import normal_rule
 from ..core.gaussians import Family
+from ..core.primitives import equations
 from ..core.recursion import State
 from ..core.symbolic import depends_on
 from . import validation
@@ -346,11 +347,24 @@ class Program:
     @functools.cached_property
     def convolves(self) -> bool:
         """Whether the rows' predictors are found by convolutions, which XLA's CPU code does best one row at a time."""
-        theta = jnp.zeros(self.layout.size + self.local.size, self.dtype)
-        row = {**self.example_row, **self.shared}
-        return "conv_general_dilated" in str(
-            jax.make_jaxpr(lambda t, r: self._log_probs(t, r, self._row_sites))(theta, row)
-        )
+        return any(eqn.primitive.name == "conv_general_dilated" for eqn in self._equations(1, 1))
+
+    @functools.cached_property
+    def largest_array(self) -> int:
+        """Numbers for each row and each theta in the largest array that leads to log-likelihoods: a network's layer."""
+        sizes = {
+            (n, m): np.array([sum(v.aval.size for v in eqn.outvars) for eqn in self._equations(n, m)])
+            for n in (2, 3)
+            for m in (2, 3)
+        }
+        return int(np.max(sizes[3, 3] - sizes[3, 2] - sizes[2, 3] + sizes[2, 2]))
+
+    def _equations(self, num_rows: int, num_thetas: int) -> list:
+        """Those of the log-likelihoods of rows at each theta."""
+        theta = jax.ShapeDtypeStruct((num_thetas, self.layout.size), self.dtype)
+        inputs = self.inputs(self.example_rows)
+        rows = {name: jax.ShapeDtypeStruct((num_rows, *x.shape[1:]), x.dtype) for name, x in inputs.items()}
+        return list(equations(jax.make_jaxpr(jax.vmap(self.log_likelihood, (0, None)))(theta, rows).jaxpr))
 
     # ------------------------------------------------------------------ inside
     def site_elements(self, theta: Array, rows: Mapping[str, Array]) -> dict[str, Array]:
