@@ -459,6 +459,13 @@ class _Run(Pass):
 
     def refuse(self, before: State, after: State, rows: Rows, first_row: int) -> None:
         reason = describe_bad_rows(self._program, before.mean, rows, first_row)
+        prior_sites = [terms.site for terms in self._program.prior.terms]
+        if reason is None and self._rvga.options.scheme == "laplace" and prior_sites:
+            raise ValueError(
+                f"no mode was found with {rows_named(rows, first_row)}: the density of a scale and the effects that it "
+                f"is the scale of has none, as it grows without bound where both go to zero (see {prior_sites[0]!r}). "
+                "Use the default scheme, or write the effects as location + scale * z with standard normal z."
+            )
         raise ValueError(
             f"no finite update on {rows_named(rows, first_row)}: "
             f"{reason or 'the expected log-likelihood is not finite'} at the current state. Check these rows and the "

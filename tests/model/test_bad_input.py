@@ -132,6 +132,23 @@ def test_streams_are_not_shuffled():
         run(logistic, blocks({"X": X, "y": Y}, 25), shuffle=True)
 
 
+def test_laplace_names_the_scale_if_there_is_no_mode():
+    """Of eight effects and their scale, centred."""
+
+    def centred(group, y=None):
+        scale = numpyro.sample("scale", dist.HalfNormal(1.0))
+        with numpyro.plate("groups", 8):
+            effect = numpyro.sample("effect", dist.Normal(0.0, scale))
+        with numpyro.plate("rows", len(group)):
+            numpyro.sample("y", dist.Bernoulli(logits=effect[group]), obs=y)
+
+    rows = {"group": np.arange(200) % 8, "y": np.arange(200) // 8 % 2}
+    with pytest.raises(
+        ValueError, match=r"no mode was found.*without bound.*'(scale|effect)'.*location \+ scale"
+    ):
+        run(centred, rows, scheme="laplace")
+
+
 def test_laplace_needs_the_rows_in_memory():
     with pytest.raises(ValueError, match="'laplace' needs all rows"):
         run(logistic, blocks({"X": X, "y": Y}, 25), scheme="laplace")
