@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .core.gaussians import DiagonalGaussian, Family, FullGaussian, LowRankGaussian, is_valid
+from .core.gaussians import DiagonalGaussian, Family, FullGaussian, LowRankGaussian
 from .core.recursion import Quadratic, State, new_state
 from .engine import Engine
 from .kinds import Options
@@ -63,7 +63,7 @@ def merged(start: State | OnlineState, states: Sequence[State | OnlineState]) ->
     if all(bool(state.settled) and not bool(start.settled) for state in states):
         raise ValueError("these states hold the prior's true terms already: merge those that runs return.")
     gaussian = _merged_family(start.gaussian, [state.gaussian for state in states])
-    if not bool(is_valid(gaussian)):
+    if not bool(gaussian.is_valid()):
         raise ValueError(_indefinite())
     counts = {name: sum(int(getattr(state, name)) for state in states) for name in ("num_rows", "num_blocks")}
     return start._replace(gaussian=gaussian, **{name: jnp.asarray(n, jnp.int32) for name, n in counts.items()})

@@ -12,7 +12,7 @@ from jax import Array, lax
 
 from .core.compilation import Compiled
 from .core.estimators import Observation, make_estimator
-from .core.gaussians import DiagonalGaussian, Family, FullGaussian, converted, is_valid
+from .core.gaussians import DiagonalGaussian, Family, FullGaussian, converted
 from .core.recursion import Quadratic, State, quadratic_at
 from .core.rules import Rule, Updated, iterate, update
 from .engine import Engine
@@ -230,7 +230,7 @@ class Online:
         if bool(state.settled) or self.transition is not None:
             return state.gaussian
         after = self._settle(state.gaussian, self._site)
-        if not bool(is_valid(after)):
+        if not bool(after.is_valid()):
             raise ValueError("the final solve against the true prior has no finite result: is the prior proper?")
         return after
 

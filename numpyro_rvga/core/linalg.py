@@ -157,6 +157,12 @@ def lower_from_root(root: Array) -> Array:
     return (upper * signs[:, None]).T
 
 
+def inverse(matrix: Array) -> Array:
+    """Of a positive definite matrix."""
+    inverse_root = solve_lower(cholesky(matrix), jnp.eye(len(matrix), dtype=matrix.dtype))
+    return inverse_root.T @ inverse_root
+
+
 def column_sums(rows: Array) -> Array:
     """Sums over the first axis of (K, P), K small and P large, as XLA's CPU reduction does them twenty times slower."""
     return sum(rows[i] for i in range(1, len(rows))) + rows[0] if 0 < len(rows) <= MOST_ADDED else jnp.sum(rows, axis=0)

@@ -15,7 +15,6 @@ from numpyro_rvga.core.gaussians import (
     Site,
     Transition,
     converted,
-    is_valid,
 )
 
 P, RANK = 5, 2
@@ -170,12 +169,12 @@ def test_the_divergences_gradient_is_that_of_finite_differences_and_zero_at_the_
 
 
 def test_a_gaussian_is_valid_and_its_broken_forms_are_not(q):
-    assert bool(is_valid(q))
+    assert bool(q.is_valid())
     for name, value in vars(q).items():
-        assert not bool(is_valid(type(q)(**{**vars(q), name: value.at[(0,) * value.ndim].set(jnp.nan)})))
+        assert not bool(type(q)(**{**vars(q), name: value.at[(0,) * value.ndim].set(jnp.nan)}).is_valid())
     for name in {"variance", "diagonal"} & set(vars(q)):
         for bad in (0.0, -1.0):
-            assert not bool(is_valid(type(q)(**{**vars(q), name: vars(q)[name].at[1].set(bad)})))
+            assert not bool(type(q)(**{**vars(q), name: vars(q)[name].at[1].set(bad)}).is_valid())
 
 
 BROKEN = [
@@ -197,7 +196,7 @@ def test_a_step_that_leaves_no_gaussian_leaves_a_mean_that_is_not_a_number(famil
         site = Site(jnp.zeros(P), jnp.asarray(row).at[0, 2].set(weight))
     assert not np.isfinite(q.natural_step(site, 1.0, chart).mean).any()
     fine = q.natural_step(Site(jnp.ones(P), jnp.asarray(0.1 * row)), 1.0, chart)
-    assert bool(is_valid(fine)) and np.isfinite(fine.mean).all()
+    assert bool(fine.is_valid()) and np.isfinite(fine.mean).all()
 
 
 # ---------------------------------------------------------------------- dynamics
@@ -248,7 +247,7 @@ def test_general_dynamics_are_exact_up_to_the_familys_projection(q, which):
         precision = np.linalg.inv(expected)
         found = dense.as_dense(moved).precision
         np.testing.assert_allclose(np.diag(found), np.diag(precision), rtol=1e-9)
-        assert bool(is_valid(moved))
+        assert bool(moved.is_valid())
         error = np.linalg.norm(found - precision)
         assert error < np.linalg.norm(np.diag(np.diag(precision)) - precision), "better than no factor at all"
 
@@ -289,7 +288,7 @@ def test_a_smaller_rank_keeps_the_leading_directions():
 def test_low_rank_of_almost_full_rank_holds_any_full_gaussian(rank):
     q = gaussian("full")
     found = converted(q, "low-rank", rank)
-    assert bool(is_valid(found))
+    assert bool(found.is_valid())
     np.testing.assert_allclose(moments(found)[1], moments(q)[1], rtol=1e-7, atol=1e-9)
 
 

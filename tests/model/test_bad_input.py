@@ -143,9 +143,7 @@ def test_laplace_names_the_scale_if_there_is_no_mode():
             numpyro.sample("y", dist.Bernoulli(logits=effect[group]), obs=y)
 
     rows = {"group": np.arange(200) % 8, "y": np.arange(200) // 8 % 2}
-    with pytest.raises(
-        ValueError, match=r"no mode was found.*without bound.*'(scale|effect)'.*location \+ scale"
-    ):
+    with pytest.raises(ValueError, match=r"no mode was found.*without bound.*'(scale|effect)'.*location \+ scale"):
         run(centred, rows, scheme="laplace")
 
 
