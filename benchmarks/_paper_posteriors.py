@@ -40,7 +40,7 @@ class Setting(NamedTuple):
 
     @property
     def title(self) -> str:
-        said = f"{self.figure}: d = {self.dimension}, s = {self.separation:g}, c = {self.condition:g}"
+        said = f"figure {self.figure}: d = {self.dimension}, s = {self.separation:g}, c = {self.condition:g}"
         return f"{said}\nprior sd {self.prior_scale:g}" + (f", off by {self.prior_norm:g}" if self.prior_norm else "")
 
 

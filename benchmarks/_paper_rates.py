@@ -24,7 +24,7 @@ HESSIANS = {"lin-hess": {}, "mc-ef": {"num_samples": 100}}
 BEST = {"1 step": ("blr, 1 step", "bog"), "10 steps": ("blr, 10 steps", "bbb, 10 steps", "bog")}
 NUM_ROWS = 1000
 NUM_LOOKS = 10
-PRIOR_SCALE = 0.3
+PRIOR_SCALE = 0.1
 TOP = 3.0  # nats, above which nothing is drawn
 Curve = tuple[list[int], list[float]]
 

@@ -44,6 +44,7 @@ def draw(results: dict[str, Any], path: Path) -> None:
 
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
+    from matplotlib.ticker import LogLocator, NullLocator
 
     panels = results["cases"]
     columns = panels[0]["columns"]
@@ -59,10 +60,16 @@ def draw(results: dict[str, Any], path: Path) -> None:
         axis.set_ylabel(panel["what"], fontsize=8)
         axis.set_yscale(panel["scale"])
         axis.set_xscale(panel["row_scale"])
+        low, high = axis.get_ylim()
+        if panel["scale"] == "log" and high < 100 * low:  # or the powers of ten are enough
+            axis.yaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5, 7), numticks=20))
+            axis.yaxis.set_major_formatter("{x:g}")
+            axis.yaxis.set_minor_locator(NullLocator())
         axis.set_ylim(top=panel.get("top"))
         axis.tick_params(labelsize=7)
         axis.spines[["top", "right"]].set_visible(False)
-    figure.supxlabel("rows absorbed", fontsize=9)
+    for axis in axes.flat[len(panels) - columns : len(panels)]:
+        axis.set_xlabel("rows absorbed", fontsize=8)
     handles = {label: handle for axis in axes.flat for handle, label in zip(*axis.get_legend_handles_labels())}
     figure.legend(handles.values(), handles, loc="outside lower center", ncols=4, fontsize=8, frameon=False)
     figure.savefig(path, dpi=100)

@@ -86,7 +86,7 @@ def mnist(folder) -> Problem:
         {"X": X[part][rows[name]], "y": arrays[f"y_{part}"][rows[name]].astype(int)}
         for name, part in (("train", "train"), ("held_out", "train"), ("test", "test"))
     ]
-    return Problem(Convolutional(), 0.1, *parts, (0.01, 0.03, 0.1, 0.3), 10)
+    return Problem(Convolutional(), 0.17, *parts, (0.01, 0.03, 0.1, 0.3), 10)
 
 
 def tuned(problem: Problem, options: dict) -> BONG | None:
