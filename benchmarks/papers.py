@@ -35,22 +35,18 @@ from _paper_networks import families, rules
 from _paper_posteriors import posteriors
 from _paper_rates import rates
 from _results import parser, write
+from matplotlib.ticker import LogLocator, NullLocator
+from plots import plt, save
 
 PARTS = {"posteriors": posteriors, "rules": rules, "families": families, "rates": rates}
 
 
 def draw(results: dict[str, Any], path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-    from matplotlib.ticker import LogLocator, NullLocator
-
     panels = results["cases"]
     columns = panels[0]["columns"]
     lines = -(-len(panels) // columns)
     size = (2.9 * columns, 2.3 * lines + 1.0)
-    figure, axes = plt.subplots(lines, columns, figsize=size, squeeze=False, layout="constrained")
+    figure, axes = plt.subplots(lines, columns, figsize=size, squeeze=False)
     for axis in axes.flat[len(panels) :]:
         axis.set_visible(False)
     for axis, panel in zip(axes.flat, panels):
@@ -67,13 +63,11 @@ def draw(results: dict[str, Any], path: Path) -> None:
             axis.yaxis.set_minor_locator(NullLocator())
         axis.set_ylim(top=panel.get("top"))
         axis.tick_params(labelsize=7)
-        axis.spines[["top", "right"]].set_visible(False)
     for axis in axes.flat[len(panels) - columns : len(panels)]:
         axis.set_xlabel("rows absorbed", fontsize=8)
     handles = {label: handle for axis in axes.flat for handle, label in zip(*axis.get_legend_handles_labels())}
-    figure.legend(handles.values(), handles, loc="outside lower center", ncols=4, fontsize=8, frameon=False)
-    figure.savefig(path, dpi=100)
-    print(f"saved {path}")
+    figure.legend(handles.values(), handles, loc="outside lower center", ncols=4, fontsize=8)
+    save(figure, path.parent, path.stem)
 
 
 def main() -> None:

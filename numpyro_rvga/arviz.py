@@ -124,6 +124,11 @@ def khat(
     rng_key = jax.random.key(0) if rng_key is None else rng_key
     theta = posterior.sample_unconstrained(rng_key, (num_samples,))
     rows = _rows_with_outcome(program, data)
+    if program.num_rows(rows) != posterior.num_rows:
+        raise ValueError(
+            f"data has {program.num_rows(rows)} rows, and the posterior has absorbed {posterior.num_rows}: give all of "
+            "these, and no others."
+        )
     log_p = _log_joint(program, theta, _chunks_of_log_likelihood(program, theta, rows))
     log_ratios = log_p - np.asarray(posterior.log_prob_unconstrained(theta), np.float64)
     undefined = np.isnan(log_p) | np.isposinf(log_p)

@@ -15,7 +15,7 @@ import numpy as np
 
 from .checkpoints import EVERY, Checkpoint
 from .core.compilation import jit_once
-from .model.arguments import check_finite, finite_rows, named_rows, num_rows
+from .model.arguments import check_finite, finite_rows, named_rows, num_rows, refuse_frames
 from .model.program import Program
 from .options import check_choice
 from .storage import digest
@@ -66,6 +66,7 @@ def open_source(
     :return: the source; rows that show the form of the data, with finite values; and whether all rows are in memory.
     :raises ValueError: for data of no use, naming the array and the row.
     """
+    refuse_frames(data)
     if isinstance(data, (Mapping, tuple)):
         rows = named_rows(model, data, model_kwargs)
         if not options.skips:

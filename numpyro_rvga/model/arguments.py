@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -86,7 +86,23 @@ def split_call(model: Callable, rows: Mapping[str, Any], model_kwargs: Mapping[s
     return args, {k: v for k, v in {**rows, **model_kwargs}.items() if not (variadic and k.startswith(f"{variadic}["))}
 
 
+def refuse_frames(data: Any) -> None:
+    """:raises ValueError: for a DataFrame, whose columns are no arguments of the model."""
+    if hasattr(data, "columns") and hasattr(data, "to_numpy"):
+        raise ValueError(
+            f"data is a {type(data).__name__}: give its columns as the arrays that the model takes, as in "
+            "{'X': frame[['a', 'b']], 'y': frame['y']}."
+        )
+
+
+def absent_arguments(model: Callable, given: Iterable[str]) -> list[str]:
+    """The model's arguments that are not given and that are None by default."""
+    given = set(given)
+    return [p.name for p in _parameters(model) if p.default is None and p.name not in given]
+
+
 def _by_name(model: Callable, data: Mapping[str, Any] | tuple) -> dict[str, Any]:
+    refuse_frames(data)
     if isinstance(data, Mapping):
         return dict(data)
     if not isinstance(data, tuple):
@@ -112,7 +128,8 @@ def _check_names(model: Callable, given: list[str]) -> None:
     known = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     for name in given:
         if name not in known and not (variadic and name.startswith(f"{variadic}[")):
-            raise ValueError(f"the model takes no argument {name!r}; it takes {', '.join(known)}.")
+            takes = f"it takes {', '.join(known)}" if known else "it takes none"
+            raise ValueError(f"the model, and run(), take no argument {name!r}; of the model, {takes}.")
     required = [p.name for p in parameters if p.default is p.empty and p.name in known]
     missing = [name for name in required if name not in given]
     if missing:

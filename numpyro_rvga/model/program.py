@@ -18,11 +18,12 @@ from numpyro import distributions as dist
 from ..core.closed_forms import Gaussian, Logistic
 from ..core.expectations import normal_rule
 from ..core.gaussians import Family
+from ..core.indices import indexes
 from ..core.primitives import equations
 from ..core.recursion import State
 from ..core.symbolic import depends_on
 from . import validation
-from .arguments import PARAMS, ROW, checked_rows, num_rows, split_call
+from .arguments import PARAMS, ROW, absent_arguments, checked_rows, num_rows, split_call
 from .layout import layout_of
 from .parameters import Parameters, parameters_of
 from .prior import (
@@ -86,6 +87,13 @@ class Program:
         self.improper_prior_scale = improper_prior_scale
         self.dtype = jnp.result_type(float)
         self.row_plates, observed = validation.find_row_plates(model, rows, self.model_kwargs)
+        if not observed:
+            absent = absent_arguments(model, [*rows, *self.model_kwargs])
+            advice = f"; the data lack {', '.join(map(repr, absent))}" if absent else ""
+            raise ValueError(
+                "the model has no observed site that depends on the data: give sample(..., obs=...) one of its arrays"
+                f"{advice}."
+            )
         self._choose_examples(rows)
         self.local, self.params = layout_of({}), parameters_of({}, self.dtype)
         self.sites, self.plates = validation.describe_few(self._describe, self.example_row, "one row", observed)
@@ -119,7 +127,10 @@ class Program:
         self.selections = self._find_selections()
         self.prior = self._find_prior()
         support_check = validation.WholeSupportCheck if whole else validation.SupportCheck
-        self._support_checks = [support_check(self, site) for site in self.observed_sites]
+        self._checks = [support_check(self, site) for site in self.observed_sites]
+        self._index_check = None if whole else self._find_index_check()
+        if self._index_check is not None:
+            self._checks.append(self._index_check)
 
     def _choose_examples(self, rows: Mapping[str, Array]) -> None:
         """Two rows and one of them, to find things out; all of them, twice, if the model takes no fewer."""
@@ -142,6 +153,16 @@ class Program:
                 "needs as many. Observe it in a plate over the rows."
             )
         return by_row(terms, num_rows)
+
+    def _find_index_check(self) -> validation.IndexCheck | None:
+        """None if the model indexes nothing by a row."""
+        theta = jnp.zeros(self.layout.size + self.local.size, self.dtype)
+
+        def parameters(row):
+            records = self._records(self._unravel(theta), {**row, **self.shared})
+            return [jax.tree.leaves(records[site].fn) for site in self._row_sites]
+
+        return validation.IndexCheck(self, parameters) if indexes(parameters, self.example_row) else None
 
     def _find_selections(self) -> frozenset[str]:
         """Sites each of whose terms looks at one entry of theta."""
@@ -186,8 +207,11 @@ class Program:
 
     # ------------------------------------------------------------------ data
     def rows(self, data: Mapping[str, Any] | tuple) -> dict[str, np.ndarray]:
-        """The data as arrays by argument name, checked for names, lengths and finite values."""
-        return checked_rows(self.model, data, 0, self.model_kwargs)
+        """The data as arrays by argument name, checked for names, lengths, finite values and indices."""
+        rows = checked_rows(self.model, data, 0, self.model_kwargs)
+        if self._index_check is not None:
+            self._index_check(rows, 0)
+        return rows
 
     num_rows = staticmethod(num_rows)
 
@@ -224,13 +248,14 @@ class Program:
         return next((axis for axis, plate in enumerate(self.plates[site]) if plate in self.row_plates), 0)
 
     def check_rows(self, rows: Mapping[str, np.ndarray], first_row: int = 0) -> None:
-        """:raises ValueError: naming site, array and row of an observed value outside its distribution's support."""
-        for check in self._support_checks:
+        """:raises ValueError: naming array and row of an observed value outside its distribution's support, or of an
+        index of nothing."""
+        for check in self._checks:
             check(rows, first_row)
 
     def begin_check(self, rows: Mapping[str, np.ndarray]) -> Callable[[], np.ndarray]:
         """Start to check rows; what is returned waits for the answer: which of them :meth:`check_rows` lets pass."""
-        begun = [check.begin(rows) for check in self._support_checks]
+        begun = [check.begin(rows) for check in self._checks]
         return lambda: np.all([np.ones(self.num_rows(rows), bool), *[finish() for finish in begun]], axis=0)
 
     def check_independence(self, rows: Mapping[str, np.ndarray]) -> None:

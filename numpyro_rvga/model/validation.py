@@ -8,9 +8,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 from numpyro import handlers
 
 from ..core.compilation import jit_once
+from ..core.indices import indexings
 from ..core.symbolic import depends_on
 from .arguments import num_rows, split_call
 from .layout import Layout
@@ -172,42 +174,88 @@ def check_independence(program: Any, rows: Mapping[str, np.ndarray]) -> None:
                 )
 
 
-class SupportCheck:
-    """Are a site's observed values in its distribution's support? Compiled once, for pieces of a few fixed sizes."""
+class RowCheck:
+    """A question about each row, compiled once, for pieces of a few fixed sizes.
 
-    def __init__(self, program: Any, site: str):
-        self._site = site
-        inside = lambda row: {"inside": _in_support(program, site, row)}  # noqa: E731
-        self._value_arrays = sorted(program.outcome_arrays(site))
-        self._arrays = sorted(depends_on(inside, program.example_row)["inside"])
-        self._support = peel_abstractly(program, site).support
+    :param question: row -> arrays of bool (any shape), true if all is well.
+    """
+
+    def __init__(self, program: Any, question: Callable[[dict], Array]):
+        self._arrays = sorted(depends_on(lambda row: {"answer": question(row)}, program.example_row)["answer"])
         example = program.example_row
+        self._shape = jax.eval_shape(question, example).shape
 
         @jax.jit
         def many(arrays):
-            return jax.vmap(lambda row: inside({**example, **{n: v[None] for n, v in row.items()}})["inside"])(arrays)
+            return jax.vmap(lambda row: question({**example, **{n: v[None] for n, v in row.items()}}))(arrays)
 
         self._many = many
 
-    def begin(self, rows: Mapping[str, np.ndarray]) -> Callable[[], np.ndarray]:
-        """Start to look; what is returned waits for the answer: which rows' values are in the support, (n,)."""
+    def answers(self, rows: Mapping[str, np.ndarray]) -> Callable[[], np.ndarray]:
+        """Start to look; what is returned waits for the answers, (n, ...). Rows may lack what is not looked at."""
         total = num_rows(rows)
-        if not self._arrays:
-            return lambda: np.ones(total, bool)
+        if not set(self._arrays) & set(rows):
+            return lambda: np.ones((total, *self._shape), bool)
         size = min(SUPPORT_PIECE, 1 << (total - 1).bit_length())
         starts = range(0, total, size)
         taken = [np.minimum(np.arange(start, start + size), total - 1) for start in starts]
-        found = [self._many({name: rows[name][places] for name in self._arrays}) for places in taken]
+        found = [self._many({name: rows[name][places] for name in self._arrays if name in rows}) for places in taken]
         return lambda: np.concatenate([np.asarray(x) for x in found])[:total]
+
+    def begin(self, rows: Mapping[str, np.ndarray]) -> Callable[[], np.ndarray]:
+        """Start to look; what is returned waits for the answer: with which rows all is well, (n,)."""
+        waiting, total = self.answers(rows), num_rows(rows)
+        return lambda: waiting().reshape(total, -1).all(axis=1)
+
+
+class SupportCheck(RowCheck):
+    """Are a site's observed values in its distribution's support?"""
+
+    def __init__(self, program: Any, site: str):
+        super().__init__(program, lambda row: _in_support(program, site, row))
+        self._site, self._value_arrays = site, sorted(program.outcome_arrays(site))
+        self._support = peel_abstractly(program, site).support
 
     def __call__(self, rows: Mapping[str, np.ndarray], first_row: int) -> None:
         """:raises ValueError: naming site, array and row."""
         inside = self.begin(rows)()
         if not inside.all():
-            where = f"row {first_row + int(np.argmin(inside))} of array {' and '.join(map(repr, self._value_arrays))}"
+            row = int(np.argmin(inside))
+            where = f"row {first_row + row} of array {' and '.join(map(repr, self._value_arrays))}"
             raise ValueError(
                 f"site {self._site!r}: {where} lies outside the support ({self._support}) of its distribution."
             )
+
+
+class IndexCheck(RowCheck):
+    """Do the rows index what there is?
+
+    :param parameters: row -> what the model makes of a row: a pytree.
+    """
+
+    def __init__(self, program: Any, parameters: Callable[[dict], Any]):
+        self._sizes: list[int] = []
+
+        def inside(row):
+            found = indexings(parameters, row)
+            self._sizes = [indexing.size for indexing in found]
+            return jnp.stack([indexing.inside for indexing in found])
+
+        super().__init__(program, inside)
+
+    def __call__(self, rows: Mapping[str, np.ndarray], first_row: int) -> None:
+        """:raises ValueError: naming array and row."""
+        inside = self.answers(rows)()
+        if inside.all():
+            return
+        row, place = np.argwhere(~inside)[0]
+        size = self._sizes[place]
+        arrays = [name for name in self._arrays if name in rows and np.issubdtype(rows[name].dtype, np.integer)]
+        held = ", ".join(f"{name!r} holds {rows[name][row]}" for name in arrays) or " and ".join(self._arrays)
+        raise ValueError(
+            f"row {first_row + row} indexes what is not there: array {held}, and what the model indexes has {size} "
+            f"entries, 0 to {size - 1}. Count groups from 0, or make the model's plate larger."
+        )
 
 
 class WholeSupportCheck:

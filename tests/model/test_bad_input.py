@@ -1,12 +1,14 @@
 """What cannot be used is refused with the right exception, naming the argument, row or site, and nothing is harmed."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
+import pandas
 import pytest
 
-from numpyro_rvga import RVGA
+from numpyro_rvga import BONG, RVGA, FixedPointVI
 
 NUM_ROWS = 100
 RNG = np.random.default_rng(9)
@@ -132,6 +134,13 @@ def test_streams_are_not_shuffled():
         run(logistic, blocks({"X": X, "y": Y}, 25), shuffle=True)
 
 
+def test_a_data_frame_is_refused_with_what_to_give_instead():
+    frame = pandas.DataFrame({"X": X[:, 0], "y": Y})
+    for data in (frame, iter([frame])):
+        with pytest.raises(ValueError, match=r"data is a DataFrame: give its columns.*frame\['y'\]"):
+            run(logistic, data)
+
+
 def test_laplace_names_the_scale_if_there_is_no_mode():
     """Of eight effects and their scale, centred."""
 
@@ -197,6 +206,62 @@ def observed_constant(X):
 def test_models_without_observed_rows_are_refused(model):
     with pytest.raises(ValueError, match="no observed site"):
         run(model, {"X": X})
+
+
+def test_a_missing_outcome_is_named():
+    with pytest.raises(ValueError, match=r"no observed site.*the data lack 'y'"):
+        run(logistic, {"X": X})
+
+
+# ---------------------------------------------------------------------- indices
+def grouped(group, y=None, num_groups=4):
+    with numpyro.plate("groups", num_groups):
+        effect = numpyro.sample("effect", dist.Normal(0.0, 1.0))
+    with numpyro.plate("rows", len(group)):
+        numpyro.sample("y", dist.Normal(effect[group], 1.0), obs=y)
+
+
+def groups(bad=None, at=37):
+    """60 rows of 4 groups, of which one may be another."""
+    rows = {"group": np.arange(60) % 4, "y": np.linspace(-1, 1, 60)}
+    if bad is not None:
+        rows["group"][at] = bad
+    return rows
+
+
+@pytest.mark.parametrize("bad", [4, 100, -5])
+@pytest.mark.parametrize("how", ["array", "blocks", "bong", "fixed point", "update", "predictive"])
+def test_an_index_of_nothing_is_refused_with_array_row_and_bound(bad, how):
+    message = f"row 37 indexes what is not there: array 'group' holds {bad},.* has 4 entries, 0 to 3"
+    actions = {
+        "array": lambda rows: run(grouped, rows),
+        "blocks": lambda rows: run(grouped, blocks(rows, 25)),
+        "bong": lambda rows: BONG(grouped).run(rows, progress_bar=False),
+        "fixed point": lambda rows: FixedPointVI(grouped).run(rows, progress_bar=False),
+        "update": lambda rows: run(grouped, groups()).update(rows, progress_bar=False),
+        "predictive": lambda rows: run(grouped, groups()).predictive(jax.random.key(0), {"group": rows["group"]}),
+    }
+    with pytest.raises(ValueError, match=message):
+        actions[how](groups(bad))
+
+
+def test_rows_that_index_nothing_can_be_skipped():
+    rows = groups(7)
+    skipped = RVGA(grouped).run(rows, progress_bar=False, on_bad_row="skip")
+    others = run(grouped, {name: np.delete(array, 37, axis=0) for name, array in rows.items()})
+    assert skipped.info["skipped_rows"] == [37]
+    np.testing.assert_allclose(skipped.mean, others.mean, atol=1e-6)
+
+
+def test_indices_from_the_end_and_those_with_a_mode_of_their_own_are_taken():
+    def with_a_mode(group, y=None):
+        effect = numpyro.sample("effect", dist.Normal(0.0, 1.0).expand([4]).to_event(1))
+        with numpyro.plate("rows", len(group)):
+            numpyro.sample("y", dist.Normal(jnp.take(effect, group, mode="clip"), 1.0), obs=y)
+
+    last = run(grouped, groups(3))
+    np.testing.assert_allclose(run(grouped, groups(-1)).mean, last.mean, atol=1e-6)
+    np.testing.assert_allclose(run(with_a_mode, groups(9)).mean, last.mean, atol=1e-6)
 
 
 def discrete_latent(X, y):

@@ -1,0 +1,67 @@
+"""Do indices lie within what they index? XLA reads something else where they do not, and says nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jax.extend import core as jex_core
+
+from .primitives import INLINED_PRIMITIVES, binder, equations
+
+
+class Indexing(NamedTuple):
+    """:ivar inside: whether all indices of one place in the program lie within bounds.
+    :ivar size: length of the axis that they index (the first such one)."""
+
+    inside: Array
+    size: int
+
+
+def indexes(function: Callable, *args: Any) -> bool:
+    """Whether a function indexes anything by plain ``array[index]``, for abstract arguments."""
+    return any(map(_is_plain, equations(jax.make_jaxpr(function)(*args).jaxpr)))
+
+
+def indexings(function: Callable, *args: Any) -> list[Indexing]:
+    """All plain ``array[index]`` in a function of pytrees, at these arguments."""
+    closed = jax.make_jaxpr(function)(*args)
+    found: list[Indexing] = []
+    _evaluate(closed.jaxpr, closed.consts, jax.tree.leaves(args), found)
+    return found
+
+
+def _is_plain(eqn: Any) -> bool:
+    """Others say what is to be done with indices that are out of bounds."""
+    return eqn.primitive.name == "gather" and eqn.params["mode"] == lax.GatherScatterMode.PROMISE_IN_BOUNDS
+
+
+def _evaluate(jaxpr: Any, consts: list, args: list, found: list[Indexing]) -> list:
+    values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args]))
+
+    def read(atom):
+        return atom.val if isinstance(atom, jex_core.Literal) else values[atom]
+
+    for eqn in jaxpr.eqns:
+        inputs = [read(atom) for atom in eqn.invars]
+        if _is_plain(eqn):
+            found.append(_indexing(eqn, *inputs))
+        if eqn.primitive.name in INLINED_PRIMITIVES and "jaxpr" in eqn.params:
+            inner = eqn.params["jaxpr"]
+            inner, inner_consts = (inner.jaxpr, inner.consts) if hasattr(inner, "consts") else (inner, [])
+            outputs = _evaluate(inner, inner_consts, inputs, found)
+        else:
+            result = binder(eqn)(*inputs)
+            outputs = result if eqn.primitive.multiple_results else [result]
+        values.update(zip(eqn.outvars, outputs))
+    return [read(atom) for atom in jaxpr.outvars]
+
+
+def _indexing(eqn: Any, operand: Array, indices: Array) -> Indexing:
+    axes, sizes = eqn.params["dimension_numbers"].start_index_map, eqn.params["slice_sizes"]
+    last = np.array([operand.shape[axis] - sizes[axis] for axis in axes])
+    return Indexing(jnp.all((indices >= 0) & (indices <= last)), operand.shape[axes[0]])
