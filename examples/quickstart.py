@@ -119,7 +119,7 @@ def draw(posterior, nuts, cells):
     axes[0].set_ylabel("density, log odds")
     handles = [
         plt.Line2D([], [], color=REFERENCE, lw=4, alpha=0.6, label="NUTS, 90% interval and density"),
-        plt.Line2D([], [], color=RVGA_COLOUR, lw=2, label="RVGA in one pass"),
+        plt.Line2D([], [], color=RVGA_COLOUR, lw=2, label="RVGA"),
     ]
     below.legend(handles=handles, loc="outside lower center", ncols=2)
     return figure

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +18,7 @@ from .core.gaussians import CHARTS, FAMILIES
 from .core.rules import NATURAL, RULES, Rule
 from .dynamics import Dynamics, check_dynamics
 from .engine import Engines, describe_bad_rows
-from .initialization import initial_location
+from .initialization import initial_location, is_at_rest
 from .kinds import Options
 from .model.arguments import checked_rows, num_rows
 from .online import BlockInfo, Online, OnlineOptions, OnlineState
@@ -325,7 +326,13 @@ class BONG:
             location = None
             if self.init_loc_fn is not None:
                 location = initial_location(engine.program, self.init_loc_fn, rng_key)
-            self._online[engine] = Online(engine, self.options, self.rule, self.dynamics, location)
+            online = self._online[engine] = Online(engine, self.options, self.rule, self.dynamics, location)
+            if self.init_loc_fn is None and is_at_rest(engine.program, online.start.mean):
+                warnings.warn(
+                    "the weights of the network start at zero, where it has no slope and learns next to nothing: pass "
+                    "init_loc_fn=init_to_module, or give them a prior with another mean.",
+                    stacklevel=4,
+                )
         return self._online[engine]
 
     def _start(self, online: Online, init: Posterior | OnlineState | None, rng_key: Array) -> OnlineState:

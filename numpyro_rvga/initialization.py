@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 from numpyro import handlers
@@ -46,8 +47,6 @@ def initial_location(program: Program, init_loc_fn: Callable, rng_key: Array) ->
 
     :raises ValueError: if the strategy is :func:`init_to_module` and no weights of a module are found.
     """
-    weights = _Weights(handlers.seed(program.runner(program.num_rows(program.example_row)), rng_key))
-    arguments, keywords = program.call_arguments(program.example_row)
     found: dict[str, Array] = {}
 
     def note(site):
@@ -58,10 +57,9 @@ def initial_location(program: Program, init_loc_fn: Callable, rng_key: Array) ->
             return value
         return None
 
-    with handlers.block():
-        trace = handlers.trace(handlers.substitute(weights, substitute_fn=note)).get_trace(*arguments, **keywords)
+    trace, weights = _drawn(program, rng_key, note)
     if init_loc_fn is init_to_module:
-        found = {name: value for name, value in weights.values.items() if name in program.layout.site_names}
+        found = weights
         if not found:
             raise ValueError(
                 "init_to_module found no weights of random_flax_module or random_nnx_module: use another init_loc_fn, "
@@ -73,6 +71,27 @@ def initial_location(program: Program, init_loc_fn: Callable, rng_key: Array) ->
         {name: jnp.full(program.layout.shapes[name], name in found) for name in program.layout.site_names}
     )
     return jnp.where(known, theta, jnp.nan)
+
+
+def is_at_rest(program: Program, mean: Array) -> bool:
+    """Whether the layers of a module, two or more of them, all start at zero: the network has no slope there."""
+    if not any("/" in name for name in program.layout.site_names):  # the names of no module's weights
+        return False
+    _, weights = _drawn(program, jax.random.key(0), lambda site: None)
+    sites = program.layout.unravel(jnp.asarray(mean))
+    kernels = [name for name, value in weights.items() if jnp.ndim(value) > 1]
+    return len(kernels) > 1 and not any(bool(jnp.any(sites[name])) for name in kernels)
+
+
+def _drawn(program: Program, rng_key: Array, substitute_fn: Callable) -> tuple[dict, dict[str, Array]]:
+    """A trace of the model, and the weights that the layers of its modules would start from, by site."""
+    model = _Weights(handlers.seed(program.runner(program.num_rows(program.example_row)), rng_key))
+    arguments, keywords = program.call_arguments(program.example_row)
+    with handlers.block():
+        trace = handlers.trace(handlers.substitute(model, substitute_fn=substitute_fn)).get_trace(
+            *arguments, **keywords
+        )
+    return trace, {name: value for name, value in model.values.items() if name in program.layout.site_names}
 
 
 class _Weights(Messenger):

@@ -412,6 +412,14 @@ def test_weights_start_where_their_layers_would_and_other_sites_at_the_priors_me
     np.testing.assert_allclose(np.diag(start.covariance), 1.0, rtol=1e-12)
 
 
+def test_a_network_that_starts_at_rest_is_warned_of():
+    rows = data(n=6)
+    with pytest.warns(UserWarning, match="start at zero, where it has no slope.*init_to_module"):
+        BONG(network, family="diagonal").init(rows)
+    start = BONG(network, family="diagonal", init_loc_fn=init_to_module).run(rows, progress_bar=False)
+    assert np.any(start.median()["net/first.kernel"])
+
+
 def test_init_to_module_needs_a_module():
     with pytest.raises(ValueError, match="found no weights"):
         fit(linear, data(n=4), init_loc_fn=init_to_module)
