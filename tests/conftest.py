@@ -17,7 +17,7 @@ os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parents[1]
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 # Tracing makes millions of objects that stay: to look for cycles as often as by default is a fifth of a test's time.
-gc.set_threshold(200_000, 50, 100)
+gc.set_threshold(100_000, 20, 10)
 
 
 def flags_that_exist() -> str:
