@@ -124,7 +124,7 @@ def khat(
     rng_key = jax.random.key(0) if rng_key is None else rng_key
     theta = posterior.sample_unconstrained(rng_key, (num_samples,))
     rows = _rows_with_outcome(program, data)
-    if program.num_rows(rows) != posterior.num_rows:
+    if not program.whole and program.num_rows(rows) != posterior.num_rows:
         raise ValueError(
             f"data has {program.num_rows(rows)} rows, and the posterior has absorbed {posterior.num_rows}: give all of "
             "these, and no others."

@@ -180,6 +180,12 @@ def data():
     return regression_data()
 
 
+def test_khat_of_other_rows_than_were_absorbed_is_refused(data):
+    few = {name: array[:7] for name, array in data.items()}
+    with pytest.raises(ValueError, match=r"data has 7 rows, and the posterior has absorbed \d+"):
+        exact_regression(data, 1.0).khat(few)
+
+
 @pytest.mark.parametrize("inflation", [1.0, 1.4])
 def test_khat_of_an_exact_or_wider_q_is_good(data, inflation):
     result = exact_regression(data, inflation).khat(data)
