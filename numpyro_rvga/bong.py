@@ -275,7 +275,7 @@ class BONG:
         """
         rows = checked_rows(self.model, data, 0, model_kwargs)
         rng_key = default_key() if rng_key is None else rng_key
-        return self._get(rows, model_kwargs, rng_key).initial_state(rng_key)
+        return self._start(self._get(rows, model_kwargs, rng_key), None, rng_key)
 
     def update(self, state: OnlineState, data: Mapping[str, Any]) -> OnlineState:
         """Take in rows, in blocks of ``block_size``.
@@ -326,17 +326,17 @@ class BONG:
             location = None
             if self.init_loc_fn is not None:
                 location = initial_location(engine.program, self.init_loc_fn, rng_key)
-            online = self._online[engine] = Online(engine, self.options, self.rule, self.dynamics, location)
-            if self.init_loc_fn is None and is_at_rest(engine.program, online.start.mean):
-                warnings.warn(
-                    "the weights of the network start at zero, where it has no slope and learns next to nothing: pass "
-                    "init_loc_fn=init_to_module, or give them a prior with another mean.",
-                    stacklevel=4,
-                )
+            self._online[engine] = Online(engine, self.options, self.rule, self.dynamics, location)
         return self._online[engine]
 
     def _start(self, online: Online, init: Posterior | OnlineState | None, rng_key: Array) -> OnlineState:
         if init is None:
+            if self.init_loc_fn is None and is_at_rest(online.engine.program, online.start.mean):
+                warnings.warn(
+                    "the weights of the network start at zero, where it has no slope and learns next to nothing: pass "
+                    "init_loc_fn=init_to_module, or give them a prior with another mean.",
+                    stacklevel=3,
+                )
             return online.initial_state(rng_key)
         if isinstance(init, OnlineState):
             return init
@@ -451,7 +451,7 @@ class _Run(Pass):
     ):
         super().__init__(online.engine.program, source, options, bar, checked=checked)
         self._bong, self._online, self._call_back, self._prequential = bong, online, call_back, prequential
-        self._block = bong.block_size
+        self._block, self._rate = bong.block_size, bong._rate
         numbers = self._block * online.engine.numbers_per_row
         blocks = min(CHUNK_BLOCKS, options.most_rows // self._block, CHUNK_NUMBERS // numbers)
         self._chunk = max(1, blocks) * self._block
@@ -464,7 +464,7 @@ class _Run(Pass):
     def step(self, state: OnlineState, rows: Rows, weights: np.ndarray, place: int) -> tuple[OnlineState, BlockInfo]:
         if self._online.one_by_one:
             return self._one_by_one(state, rows, weights)
-        arguments = *jax.device_put(pad(rows, self._chunk, weights)), self._bong._rate
+        arguments = *jax.device_put(pad(rows, self._chunk, weights)), self._rate
         return self._online.stream(state, *arguments, block_size=self._block, predict=self._prequential)
 
     def _one_by_one(self, state: OnlineState, rows: Rows, weights: np.ndarray) -> tuple[OnlineState, BlockInfo]:
@@ -474,7 +474,7 @@ class _Run(Pass):
             part = {name: array[start : start + self._block] for name, array in rows.items()}
             taken = weights[start : start + self._block]
             count = int(np.count_nonzero(taken))
-            after, info = self._online.one_block(state, part, taken, count, self._bong._rate, predict=self._prequential)
+            after, info = self._online.one_block(state, part, taken, count, self._rate, predict=self._prequential)
             state = after if count else state
             infos.append(info)
         return state, jax.tree.map(lambda *x: np.stack(x), *jax.device_get(infos))

@@ -66,13 +66,13 @@ def open_source(
     :return: the source; rows that show the form of the data, with finite values; and whether all rows are in memory.
     :raises ValueError: for data of no use, naming the array and the row.
     """
-    refuse_frames(data)
     if isinstance(data, (Mapping, tuple)):
         rows = named_rows(model, data, model_kwargs)
         if not options.skips:
             check_finite(rows)
         order = None if order_key is None else np.asarray(jax.random.permutation(order_key, num_rows(rows)))
         return rows_in_memory(rows, order), _with_finite_head(rows), True
+    refuse_frames(data)
     if order_key is not None:
         raise ValueError("shuffle=True needs the data in memory; shuffle an iterable where it is made.")
     if not isinstance(data, Iterable):

@@ -314,7 +314,7 @@ def block_search(
     mean = jnp.zeros(dimension, dtype) if start is None else start
     count, step = jnp.zeros((), jnp.int32), jnp.zeros((), dtype)
     matrix = form.begin() if start_precision is None else start_precision
-    factor = None if not keeps_factor else jnp.full(jax.eval_shape(form.factor, matrix).shape, jnp.nan, dtype)
+    factor = jnp.full(jax.eval_shape(form.factor, matrix).shape, jnp.nan, dtype) if keeps_factor else None
     unmeasured = _Evaluation(unknown, jnp.zeros(dimension, dtype), matrix, unknown, unknown, jnp.asarray(False), factor)
     begin = Trial(count, step, mean, matrix, unmeasured, unknown, jnp.asarray(False), jnp.asarray(True))
     return Search(begin, try_once, unfinished, solution)

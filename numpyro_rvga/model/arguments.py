@@ -102,9 +102,9 @@ def absent_arguments(model: Callable, given: Iterable[str]) -> list[str]:
 
 
 def _by_name(model: Callable, data: Mapping[str, Any] | tuple) -> dict[str, Any]:
-    refuse_frames(data)
     if isinstance(data, Mapping):
         return dict(data)
+    refuse_frames(data)
     if not isinstance(data, tuple):
         raise ValueError(
             f"data must be a mapping from the model's argument names to arrays, or a tuple, not {type(data).__name__}."
@@ -128,8 +128,9 @@ def _check_names(model: Callable, given: list[str]) -> None:
     known = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     for name in given:
         if name not in known and not (variadic and name.startswith(f"{variadic}[")):
-            takes = f"it takes {', '.join(known)}" if known else "it takes none"
-            raise ValueError(f"the model, and run(), take no argument {name!r}; of the model, {takes}.")
+            raise ValueError(
+                f"run() and the model take no argument {name!r}; the model takes {', '.join(known) or 'none'}."
+            )
     required = [p.name for p in parameters if p.default is p.empty and p.name in known]
     missing = [name for name in required if name not in given]
     if missing:

@@ -23,7 +23,7 @@ from ..core.primitives import equations
 from ..core.recursion import State
 from ..core.symbolic import depends_on
 from . import validation
-from .arguments import PARAMS, ROW, absent_arguments, checked_rows, num_rows, split_call
+from .arguments import PARAMS, ROW, checked_rows, num_rows, split_call
 from .layout import layout_of
 from .parameters import Parameters, parameters_of
 from .prior import (
@@ -87,13 +87,8 @@ class Program:
         self.improper_prior_scale = improper_prior_scale
         self.dtype = jnp.result_type(float)
         self.row_plates, observed = validation.find_row_plates(model, rows, self.model_kwargs)
-        if not observed:
-            absent = absent_arguments(model, [*rows, *self.model_kwargs])
-            advice = f"; the data lack {', '.join(map(repr, absent))}" if absent else ""
-            raise ValueError(
-                "the model has no observed site that depends on the data: give sample(..., obs=...) one of its arrays"
-                f"{advice}."
-            )
+        given = [*rows, *self.model_kwargs]
+        validation.check_has_outcome(observed, model, given)
         self._choose_examples(rows)
         self.local, self.params = layout_of({}), parameters_of({}, self.dtype)
         self.sites, self.plates = validation.describe_few(self._describe, self.example_row, "one row", observed)
@@ -109,10 +104,7 @@ class Program:
         self._row_sites, self._prior_sites = self._classify()
         self.observed_sites = tuple(s for s in self._row_sites if not self.sites[s].is_auxiliary)
         validation.check_has_terms({name: self.sites[name] for name in self._row_sites})
-        if not self._row_sites:
-            raise ValueError(
-                "the model has no observed site that depends on the data: give sample(..., obs=...) one of its arrays."
-            )
+        validation.check_has_outcome(self._row_sites, model, given)
         self._improper = frozenset(s for s in self.layout.site_names if self.sites[s].is_improper)
         if self._improper and improper_prior_scale is None:
             raise ValueError(

@@ -14,7 +14,7 @@ from numpyro import handlers
 from ..core.compilation import jit_once
 from ..core.indices import indexings
 from ..core.symbolic import depends_on
-from .arguments import num_rows, split_call
+from .arguments import absent_arguments, num_rows, split_call
 from .layout import Layout
 from .terms import linearise
 from .tracing import RowRunner, SiteInfo, peel, plates_of
@@ -48,6 +48,17 @@ def find_row_plates(
     )
     around = {p for n in found["observed"] for p in found["plates"][n]}
     return frozenset(p for p in around if runner.plate_size[p] == num_rows(rows)), found["observed"]
+
+
+def check_has_outcome(found: Sequence[str], model: Callable, given: Sequence[str]) -> None:
+    """:raises ValueError: for no observed sites, naming arguments of the model that are not given."""
+    if not found:
+        absent = absent_arguments(model, given)
+        advice = f"; the data lack {', '.join(map(repr, absent))}" if absent else ""
+        raise ValueError(
+            "the model has no observed site that depends on the data: give sample(..., obs=...) one of its arrays"
+            f"{advice}."
+        )
 
 
 def describe_few(describe: Callable, rows: Mapping[str, Any], number: str, observed: Sequence[str]) -> Any:
@@ -192,14 +203,14 @@ class RowCheck:
         self._many = many
 
     def answers(self, rows: Mapping[str, np.ndarray]) -> Callable[[], np.ndarray]:
-        """Start to look; what is returned waits for the answers, (n, ...). Rows may lack what is not looked at."""
+        """Start to look; what is returned waits for the answers, (n, ...)."""
         total = num_rows(rows)
-        if not set(self._arrays) & set(rows):
+        if not self._arrays:
             return lambda: np.ones((total, *self._shape), bool)
         size = min(SUPPORT_PIECE, 1 << (total - 1).bit_length())
         starts = range(0, total, size)
         taken = [np.minimum(np.arange(start, start + size), total - 1) for start in starts]
-        found = [self._many({name: rows[name][places] for name in self._arrays if name in rows}) for places in taken]
+        found = [self._many({name: rows[name][places] for name in self._arrays}) for places in taken]
         return lambda: np.concatenate([np.asarray(x) for x in found])[:total]
 
     def begin(self, rows: Mapping[str, np.ndarray]) -> Callable[[], np.ndarray]:
@@ -220,8 +231,7 @@ class SupportCheck(RowCheck):
         """:raises ValueError: naming site, array and row."""
         inside = self.begin(rows)()
         if not inside.all():
-            row = int(np.argmin(inside))
-            where = f"row {first_row + row} of array {' and '.join(map(repr, self._value_arrays))}"
+            where = f"row {first_row + int(np.argmin(inside))} of array {' and '.join(map(repr, self._value_arrays))}"
             raise ValueError(
                 f"site {self._site!r}: {where} lies outside the support ({self._support}) of its distribution."
             )
@@ -245,12 +255,14 @@ class IndexCheck(RowCheck):
 
     def __call__(self, rows: Mapping[str, np.ndarray], first_row: int) -> None:
         """:raises ValueError: naming array and row."""
+        if not rows.keys() >= set(self._arrays):  # rows to predict may lack what the model takes None for
+            return
         inside = self.answers(rows)()
         if inside.all():
             return
         row, place = np.argwhere(~inside)[0]
         size = self._sizes[place]
-        arrays = [name for name in self._arrays if name in rows and np.issubdtype(rows[name].dtype, np.integer)]
+        arrays = [name for name in self._arrays if np.issubdtype(rows[name].dtype, np.integer)]
         held = ", ".join(f"{name!r} holds {rows[name][row]}" for name in arrays) or " and ".join(self._arrays)
         raise ValueError(
             f"row {first_row + row} indexes what is not there: array {held}, and what the model indexes has {size} "
