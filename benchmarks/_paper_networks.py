@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -126,9 +126,18 @@ def show(label: str, scores: dict[str, list[list[float]]]) -> None:
     print(f"{label:30s} NLPD at the end: {ends}", flush=True)
 
 
-def rules(folder: Path | None, quick: bool) -> Iterator[list[dict[str, Any]]]:
-    problem, curves = load(folder, quick), {}
-    for (rule, steps), colour in zip(RULES.items(), COLOURS):
+def followed(problem: Problem, candidates: Iterable[tuple[str, BONG, dict]], curves: dict) -> Iterator[list[dict]]:
+    """Panels after each of the candidates, labels, methods and styles, whose curves are added."""
+    for label, method, style in candidates:
+        found = follow(problem, method)
+        if found is not None:
+            show(label, found[1])
+            curves[label] = (*found, style)
+            yield panels(curves)
+
+
+def tuned_rules(problem: Problem, quick: bool) -> Iterator[tuple[str, BONG, dict]]:
+    for (rule, steps), colour in list(zip(RULES.items(), COLOURS))[: 1 if quick else None]:
         for hessian, dashes in HESSIANS.items():
             options = {"rule": rule, "hessian": hessian, "family": "low-rank", "num_samples": problem.num_samples}
             method, label = tuned(problem, options | steps), f"{rule} {hessian}"
@@ -137,25 +146,21 @@ def rules(folder: Path | None, quick: bool) -> Iterator[list[dict[str, Any]]]:
                 continue
             if rule != "bong":
                 label = f"{label} ({method.rule.learning_rate:g})"
-            found = follow(problem, method)
-            if found is not None:
-                show(label, found[1])
-                curves[label] = (*found, {"color": colour, "ls": dashes})
-                yield panels(curves)
-        if quick:
-            break
+            yield label, method, {"color": colour, "ls": dashes}
+
+
+def rules(folder: Path | None, quick: bool) -> Iterator[list[dict[str, Any]]]:
+    problem = load(folder, quick)
+    yield from followed(problem, tuned_rules(problem, quick), {})
 
 
 def families(folder: Path | None, quick: bool) -> Iterator[list[dict[str, Any]]]:
     problem, curves = load(folder, quick), {}
-    for (label, (options, dashes)), colour in zip(FAMILIES.items(), COLOURS):
-        found = follow(problem, BONG(problem.model, init_loc_fn=init_to_module, **options))
-        if found is not None:
-            show(label, found[1])
-            curves[label] = (*found, {"color": colour, "ls": dashes})
-            yield panels(curves)
-        if quick:
-            break
+    candidates = (
+        (label, BONG(problem.model, init_loc_fn=init_to_module, **options), {"color": colour, "ls": dashes})
+        for (label, (options, dashes)), colour in list(zip(FAMILIES.items(), COLOURS))[: 1 if quick else None]
+    )
+    yield from followed(problem, candidates, curves)
     label, looks, scores = gradient_descent(problem)
     show(label, {"plugin": scores})
     curves[label] = looks, {"plugin": scores}, {"color": REFERENCE, "ls": ":"}

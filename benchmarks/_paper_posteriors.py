@@ -7,10 +7,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-import numpyro
-import numpyro.distributions as dist
+from ellipses import model, trajectory
 from plots import METHODS
 from scipy.stats import norm
 
@@ -57,12 +55,6 @@ SETTINGS = [
 ]
 
 
-def model(X, y=None, mean=None, scale=None):
-    theta = numpyro.sample("theta", dist.Normal(mean, scale).expand([X.shape[1]]).to_event(1))
-    with numpyro.plate("rows", X.shape[0]):
-        numpyro.sample("y", dist.Bernoulli(logits=X @ theta), obs=y)
-
-
 def two_classes(setting: Setting) -> dict[str, np.ndarray]:
     """Two Gaussians of a covariance that is turned at random, each class scaled by its spread (section 6, eq. 91)."""
     d, rng = setting.dimension, np.random.default_rng(10)
@@ -82,29 +74,16 @@ def divergence(data: dict[str, np.ndarray], prior: dict[str, float], mean: np.nd
     signed = (2 * data["y"] - 1)[:, None] * data["X"]
     spread = np.sqrt(np.einsum("nd,de,ne->n", signed, covariance, signed))
     likelihood = -(np.logaddexp(0, -((signed @ mean)[:, None] + spread[:, None] * NODES)) @ MASS).sum()
-    variance, size = prior["scale"] ** 2, len(mean)
-    apart = np.trace(covariance) + np.sum((mean - prior["mean"]) ** 2)
+    variance, size = prior["prior_scale"] ** 2, len(mean)
+    apart = np.trace(covariance) + np.sum((mean - prior["prior_mean"]) ** 2)
     entropy = 0.5 * (np.linalg.slogdet(covariance)[1] + size)
     return float(-likelihood + 0.5 * (apart / variance + size * np.log(variance)) - entropy)
 
 
-def trajectory(options: dict, data, prior) -> tuple[np.ndarray, np.ndarray]:
-    """Means and covariances after each row, by the functional form: init, then a jitted update."""
-    method = RVGA(model, **options)
-    state = method.init(data, **prior)
-    update = jax.jit(method.update)
-    means, roots = [], []
-    for row in range(len(data["y"])):
-        state = update(state, {name: jnp.asarray(array[row : row + 1]) for name, array in data.items()})
-        means.append(state.mean)
-        roots.append(state.root)
-    roots = np.asarray(jnp.stack(roots), np.float64)
-    return np.asarray(jnp.stack(means), np.float64), roots @ np.swapaxes(roots, 1, 2)
-
-
 def panel(setting: Setting) -> dict[str, Any]:
     data = two_classes(setting)
-    prior = {"mean": setting.prior_norm / np.sqrt(setting.dimension), "scale": float(setting.prior_scale)}
+    prior_mean = setting.prior_norm / np.sqrt(setting.dimension)
+    prior = {"prior_mean": prior_mean, "prior_scale": float(setting.prior_scale)}
 
     def end(method):
         found = method.run(data, progress_bar=False, **prior)
@@ -114,8 +93,8 @@ def panel(setting: Setting) -> dict[str, Any]:
     after = np.unique(np.geomspace(1, setting.num_rows, NUM_LOOKS).round().astype(int))
     curves = {}
     for name, options in RECURSIONS.items():
-        means, covariances = trajectory(options, data, prior)
-        curves[name] = after, [divergence(data, prior, means[t - 1], covariances[t - 1]) - best for t in after]
+        means, covariances = trajectory(RVGA(model, **options), data, **prior)
+        curves[name] = after, [divergence(data, prior, means[t], covariances[t]) - best for t in after]
     for name, options in AT_ONCE.items():
         curves[name] = after[[0, -1]], [end(RVGA(model, **options)) - best] * 2
     said = "  ".join(f"{name} {values[-1]:.3g}" for name, (_, values) in curves.items())

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from network_regression import model, simulated_arm, split, starting_weights
+from network_regression import arm, model, split, starting_weights
 from plots import COLOURS
 
 from numpyro_rvga import BONG
@@ -30,12 +30,7 @@ Curve = tuple[list[int], list[float]]
 
 
 def load(folder: Path | None, quick: bool) -> tuple[dict, dict]:
-    if folder is None:
-        X, y = simulated_arm(2000)
-    else:
-        with np.load(folder / "uci_reg__sarcos_test_only.npz") as file:
-            X, y = file["X"], file["Y"][:, 0]
-    train, test = split(X, y, 1000)
+    train, test = split(*arm(folder, 2000), 1000)
     return {name: array[: 100 if quick else NUM_ROWS] for name, array in train.items()}, test
 
 

@@ -40,7 +40,7 @@ FARTHEST = 15  # standard deviations, beyond which an ellipse is not drawn
 
 
 def model(X, y=None, prior_mean=0.0, prior_scale=1.0):
-    theta = numpyro.sample("theta", dist.Normal(prior_mean, prior_scale).expand([2]).to_event(1))
+    theta = numpyro.sample("theta", dist.Normal(prior_mean, prior_scale).expand([X.shape[1]]).to_event(1))
     with numpyro.plate("rows", X.shape[0]):
         numpyro.sample("y", dist.Bernoulli(logits=X @ theta), obs=y)
 
@@ -94,9 +94,8 @@ class TruePosterior:
         return float(self.log_evidence - entropy - weight @ self.log_joint(mean + standard @ root.T))
 
 
-def trajectory(scheme: str, data, **prior) -> tuple[np.ndarray, np.ndarray]:
-    """Means and covariances after each row, by the functional form: init, then a jitted update."""
-    method = RVGA(model, scheme=scheme)
+def trajectory(method: RVGA, data, **prior) -> tuple[np.ndarray, np.ndarray]:
+    """Means and covariances before any row and after each, by the functional form: init, then a jitted update."""
     state = method.init(data, **prior)
     update = jax.jit(method.update)
     means, roots = [state.mean], [state.root]
@@ -125,7 +124,7 @@ def compare(case: Case, num_rows: int, size: int) -> Found:
     posterior.normalise(centre, 9 * np.sqrt(np.diagonal(covariance)), size)
     after = np.unique(np.geomspace(1, num_rows, 40).round().astype(int))
     for scheme in sum(PANELS, ()):
-        means, covariances = trajectory(scheme, data, **prior)
+        means, covariances = trajectory(RVGA(model, scheme=scheme), data, **prior)
         moments[scheme] = means[-1], covariances[-1]
         curves[scheme] = after, [posterior.divergence_from(means[t], covariances[t]) for t in after]
     divergence = {name: posterior.divergence_from(*found) for name, found in moments.items()}

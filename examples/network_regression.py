@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import time
 import warnings
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -89,6 +90,14 @@ def simulated_arm(num_rows: int) -> tuple[np.ndarray, np.ndarray]:
     return np.column_stack([q, velocity, acceleration]), y + 0.05 * y.std() * rng.normal(size=num_rows)
 
 
+def arm(folder: Path | None, num_simulated: int) -> tuple[np.ndarray, np.ndarray]:
+    """States and torques of the SARCOS arm, if its file is in a folder, or else of the simulated one."""
+    if folder is None:
+        return simulated_arm(num_simulated)
+    with np.load(folder / "uci_reg__sarcos_test_only.npz") as file:
+        return file["X"], file["Y"][:, 0]
+
+
 def split(X: np.ndarray, y: np.ndarray, num_test: int):
     """Training and test rows, in random order, standardised by the training rows."""
     order = np.random.default_rng(1).permutation(len(y))
@@ -104,11 +113,7 @@ def normal_nlpd(residuals: np.ndarray, variance: float) -> float:
 
 def main(argv: list[str] | None = None) -> None:
     arguments = parse_arguments(__doc__, argv, data="uci_reg__sarcos_test_only.npz")
-    if arguments.data is None:
-        X, y = simulated_arm(500 if arguments.quick else 4000)
-    else:
-        with np.load(arguments.data / "uci_reg__sarcos_test_only.npz") as file:
-            X, y = file["X"], file["Y"][:, 0]
+    X, y = arm(arguments.data, 500 if arguments.quick else 4000)
     train, test = split(X, y, len(y) // 4)
     start = starting_weights(X.shape[1])
     print(f"{len(train['y'])} rows, {len(test['y'])} test rows, {X.shape[1]} inputs, {len(start)} weights\n")

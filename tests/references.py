@@ -8,6 +8,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from numpyro import handlers
 from numpyro.distributions import biject_to
 from numpyro.infer.util import potential_energy
@@ -16,6 +17,13 @@ from scipy.optimize import minimize
 REFERENCE = Path(os.environ.get("RVGA_REFERENCE", Path(__file__).parents[2] / "shared" / "reference"))
 DEGREES_OF_FREEDOM = 6
 ADAPTIVE_ROUNDS = 4
+
+
+def needs_reference(name: str) -> pytest.MarkDecorator:
+    """Skips where a file or folder of the authors' results is not at hand."""
+    return pytest.mark.skipif(
+        not (REFERENCE / name).exists(), reason="the authors' results are not at hand (set RVGA_REFERENCE)"
+    )
 
 
 class Moments(NamedTuple):

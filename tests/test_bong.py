@@ -10,7 +10,7 @@ import numpyro
 import numpyro.distributions as dist
 import pytest
 from numpyro.infer import init_to_value
-from references import REFERENCE
+from references import REFERENCE, needs_reference
 
 from numpyro_rvga import (
     BONG,
@@ -261,9 +261,7 @@ def test_lin_hess_learns_unknown_scales_by_their_information(distribution):
 
 
 # ---------------------------------------------------------------------- the authors' results
-@pytest.mark.skipif(
-    not (REFERENCE / "logreg").exists(), reason="the authors' results are not at hand (set RVGA_REFERENCE)"
-)
+@needs_reference("logreg")
 @pytest.mark.parametrize("case", ["d10", "d100"])
 def test_the_authors_linearised_results_are_reproduced(case):
     def model(X, y=None, mean=None, covariance=None):

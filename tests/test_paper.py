@@ -7,7 +7,7 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 import pytest
-from references import REFERENCE
+from references import REFERENCE, needs_reference
 
 from numpyro_rvga import RVGA, FixedPointVI
 from numpyro_rvga.core import closed_forms as cf
@@ -15,9 +15,7 @@ from numpyro_rvga.core import closed_forms as cf
 FILE = REFERENCE / "rvga_paper.json"
 CASES = json.loads(FILE.read_text())["cases"] if FILE.exists() else {"none": None}
 
-pytestmark = pytest.mark.skipif(
-    not FILE.exists(), reason="the paper's reference results are not at hand (set RVGA_REFERENCE)"
-)
+pytestmark = needs_reference(FILE.name)
 
 
 def model(X, y=None, mean=None, covariance=None):
