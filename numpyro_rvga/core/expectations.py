@@ -22,7 +22,8 @@ Moments = tuple[Array, Array, Array]
 GRID_HALF_WIDTH = 8.5  # standard deviations; the mass outside is below 1e-16
 GRID_CENTRE_RANGE = 3.0  # the crowded place stays within so many; farther out, the bulk would be sampled too coarsely
 GRID_NODES = 81
-HERMITE_NODES = {1: 32, 2: 20, 3: 10}
+HERMITE_NODES = {2: 20, 3: 6}  # along each axis, of log densities
+DENSITY_NODES = {1: 32, 2: 20, 3: 10}  # of densities, which have the sharper peaks
 BISECTIONS = 40
 
 
@@ -87,7 +88,7 @@ def quadrature_nodes(density: Density, mean: Array, covariance: Array, order: in
     """One predictor: a grid that resolves both N(m, v) and the feature of phi. Two or three: Gauss-Hermite."""
     if mean.shape[0] == 1:
         return _adaptive_grid(density, mean[0], covariance[0, 0], order)
-    return fixed_nodes(mean, covariance, *_hermite_rule(mean.shape[0]))
+    return fixed_nodes(mean, covariance, *_hermite_rule(mean.shape[0], HERMITE_NODES[mean.shape[0]]))
 
 
 def fixed_nodes(mean: Array, covariance: Array, whitened: Array, weights: Array) -> Nodes:
@@ -123,18 +124,18 @@ def normal_rule(dimension: int) -> tuple[np.ndarray, np.ndarray]:
 
     :raises NotImplementedError: for more than three dimensions.
     """
-    if dimension not in HERMITE_NODES:
+    if dimension not in DENSITY_NODES:
         raise NotImplementedError(
             f"no quadrature over the {dimension} variables of a row: at most three are integrated."
         )
-    return _hermite_rule(dimension)
+    return _hermite_rule(dimension, DENSITY_NODES[dimension])
 
 
-def _hermite_rule(num_predictors: int) -> tuple[np.ndarray, np.ndarray]:
-    x, w = np.polynomial.hermite_e.hermegauss(HERMITE_NODES[num_predictors])
+def _hermite_rule(dimension: int, num_nodes: int) -> tuple[np.ndarray, np.ndarray]:
+    x, w = np.polynomial.hermite_e.hermegauss(num_nodes)
     w = w / w.sum()
-    axes = np.meshgrid(*[x] * num_predictors, indexing="ij")
-    weights = np.meshgrid(*[w] * num_predictors, indexing="ij")
+    axes = np.meshgrid(*[x] * dimension, indexing="ij")
+    weights = np.meshgrid(*[w] * dimension, indexing="ij")
     return np.stack([a.ravel() for a in axes], -1), np.prod([a.ravel() for a in weights], axis=0)
 
 

@@ -63,6 +63,17 @@ def check_finite(rows: Mapping[str, np.ndarray], first_row: int = 0) -> None:
             )
 
 
+def check_same_shapes(rows: Mapping[str, np.ndarray], example: Mapping[str, Any]) -> None:
+    """:raises ValueError: naming an array whose rows are of another shape than those of the example."""
+    for name in rows.keys() & example.keys():
+        given, known = np.shape(rows[name])[1:], np.shape(example[name])[1:]
+        if given != known:
+            raise ValueError(
+                f"data array {name!r} has rows of shape {given}, and those that the posterior has absorbed have "
+                f"{known}: give the same columns, in the same order."
+            )
+
+
 def finite_rows(rows: Mapping[str, np.ndarray]) -> np.ndarray:
     """Which rows hold neither NaN nor infinite values, (n,)."""
     return np.all([_finite(array) for array in rows.values()], axis=0)

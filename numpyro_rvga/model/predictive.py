@@ -12,7 +12,7 @@ import numpy as np
 from jax import Array, lax
 from jax.scipy.special import logsumexp
 
-from ..core.expectations import HERMITE_NODES, normal_rule
+from ..core.expectations import DENSITY_NODES, normal_rule
 from ..core.gaussians import Family
 from ..core.linalg import cholesky, positive_part, semidefinite_root, solve_lower
 from .program import Program
@@ -46,7 +46,7 @@ def log_predictive(
     if not spread.shape[1]:
         return lambda row: log_density(program, centre, row)
     root = semidefinite_root((spread @ spread.T)[None])[0]
-    if len(centre) in HERMITE_NODES:
+    if len(centre) in DENSITY_NODES:
         return lambda row: _by_quadrature(lambda z: log_density(program, centre + root @ z, row), len(centre))
     standard = jax.random.normal(rng_key, (num_samples, len(centre)), centre.dtype)
     return partial(average, program, centre + standard @ root.T)

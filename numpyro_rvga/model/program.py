@@ -23,7 +23,7 @@ from ..core.primitives import equations
 from ..core.recursion import State
 from ..core.symbolic import depends_on
 from . import validation
-from .arguments import PARAMS, ROW, checked_rows, num_rows, split_call
+from .arguments import PARAMS, ROW, check_same_shapes, checked_rows, num_rows, split_call
 from .layout import layout_of
 from .parameters import Parameters, parameters_of
 from .prior import (
@@ -199,8 +199,10 @@ class Program:
 
     # ------------------------------------------------------------------ data
     def rows(self, data: Mapping[str, Any] | tuple) -> dict[str, np.ndarray]:
-        """The data as arrays by argument name, checked for names, lengths, finite values and indices."""
+        """The data as arrays by argument name, checked for names, lengths, finite values, shapes and indices."""
         rows = checked_rows(self.model, data, 0, self.model_kwargs)
+        if not self.whole:
+            check_same_shapes(rows, self.example_row)
         if self._index_check is not None:
             self._index_check(rows, 0)
         return rows

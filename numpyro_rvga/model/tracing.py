@@ -120,8 +120,13 @@ def run_model(
     runner = RowRunner(model, row_plates, num_rows(rows), unconstrained or {}, local, params)
     seeded = handlers.seed(runner, jax.random.key(0) if rng_key is None else rng_key)
     args, kwargs = split_call(model, rows, model_kwargs)
-    with handlers.block():
-        trace = handlers.trace(seeded).get_trace(*args, **kwargs)
+    try:
+        with handlers.block():
+            trace = handlers.trace(seeded).get_trace(*args, **kwargs)
+    except Exception as error:
+        given = ", ".join(f"{name} {jnp.result_type(array)}{list(jnp.shape(array))}" for name, array in rows.items())
+        error.add_note(f"The model failed on data of {given}.")
+        raise
     return trace, runner
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -9,15 +10,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from numpyro import handlers
 
 from ..core.compilation import jit_once
 from ..core.indices import indexings
 from ..core.symbolic import depends_on
-from .arguments import absent_arguments, num_rows, split_call
+from .arguments import absent_arguments, num_rows
 from .layout import Layout
 from .terms import linearise
-from .tracing import RowRunner, SiteInfo, peel, plates_of
+from .tracing import SiteInfo, SiteRecord, peel, plates_of, run_model, sample_sites
 
 CHECKED_ROWS = 8
 SUPPORT_PIECE = 2**16
@@ -31,15 +31,13 @@ def find_row_plates(
     model: Callable, rows: Mapping[str, Any], model_kwargs: Mapping[str, Any]
 ) -> tuple[frozenset[str], list[str]]:
     """Plates around observed sites whose size is the number of rows, or that subsample them; and these sites."""
-    runner = RowRunner(model, frozenset(), None, {})
     found: dict[str, Any] = {}
 
     def abstract(rows):
-        args, kwargs = split_call(model, rows, model_kwargs)
-        with handlers.block():
-            trace = handlers.trace(handlers.seed(runner, jax.random.key(0))).get_trace(*args, **kwargs)
-        found["plates"] = plates_of(trace)
-        found["observed"] = [n for n, s in trace.items() if s["type"] == "sample" and s["is_observed"]]
+        trace, runner = run_model(model, rows, model_kwargs)
+        observed = {name: site for name, site in sample_sites(trace, runner).items() if site.is_observed}
+        check_outcomes_shape(observed)
+        found.update(plates=plates_of(trace), observed=list(observed), sizes=runner.plate_size)
         return 0
 
     jax.eval_shape(
@@ -47,7 +45,24 @@ def find_row_plates(
         {name: jax.ShapeDtypeStruct(a.shape, jax.dtypes.canonicalize_dtype(a.dtype)) for name, a in rows.items()},
     )
     around = {p for n in found["observed"] for p in found["plates"][n]}
-    return frozenset(p for p in around if runner.plate_size[p] == num_rows(rows)), found["observed"]
+    return frozenset(p for p in around if found["sizes"][p] == num_rows(rows)), found["observed"]
+
+
+def check_outcomes_shape(observed: Mapping[str, SiteRecord]) -> None:
+    """:raises ValueError: naming the site, where each outcome would be taken with the distribution of every other."""
+    for name, site in observed.items():
+        shape = jnp.shape(site.value)
+        shape = shape[: len(shape) - len(site.fn.event_shape)]
+        try:
+            both = np.broadcast_shapes(shape, site.fn.batch_shape)
+        except ValueError:
+            continue  # the density fails by itself, or the distribution's own way to take values does not
+        if math.prod(both) > max(math.prod(shape), math.prod(site.fn.batch_shape)):
+            raise ValueError(
+                f"site {name!r}: the outcomes have shape {shape} and their distributions {site.fn.batch_shape}, so "
+                f"that their densities would be {both}, those of every outcome under every distribution. Give outcomes "
+                f"of shape {site.fn.batch_shape}: one column is y[:, 0]."
+            )
 
 
 def check_has_outcome(found: Sequence[str], model: Callable, given: Sequence[str]) -> None:
@@ -231,9 +246,11 @@ class SupportCheck(RowCheck):
         """:raises ValueError: naming site, array and row."""
         inside = self.begin(rows)()
         if not inside.all():
-            where = f"row {first_row + int(np.argmin(inside))} of array {' and '.join(map(repr, self._value_arrays))}"
+            row = int(np.argmin(inside))
+            held = " and ".join(f"{name!r} holds {rows[name][row]}" for name in self._value_arrays)
             raise ValueError(
-                f"site {self._site!r}: {where} lies outside the support ({self._support}) of its distribution."
+                f"site {self._site!r}: row {first_row + row} of array {held}, which lies outside the support "
+                f"({self._support}) of its distribution."
             )
 
 

@@ -104,8 +104,34 @@ def test_values_outside_the_support_are_named_with_site_array_and_row(fn, value,
 
     count = spoilt(np.full(NUM_ROWS, 0.5 if support == "interval" else 1.0), 73, value)
     data = {"x": X[:, 0], "count": count.astype(int) if isinstance(value, int) else count}
-    with pytest.raises(ValueError, match=rf"(?i)'outcome': row 73 of array 'count'.*support.*{support}"):
+    with pytest.raises(ValueError, match=rf"(?i)'outcome': row 73 of array 'count' holds {value}.*support.*{support}"):
         run(model, blocks(data, 25) if streamed else data)
+
+
+@pytest.mark.parametrize("method", [RVGA, BONG, FixedPointVI])
+def test_outcomes_in_a_column_are_refused(method):
+    with pytest.raises(ValueError, match=r"'y': the outcomes have shape \(100, 1\).*\(100, 100\).*of shape \(100,\)"):
+        method(logistic).run({"X": X, "y": Y[:, None]}, progress_bar=False)
+
+
+def test_errors_of_the_model_itself_come_with_the_shapes_of_the_data():
+    with pytest.raises(TypeError, match="dot_general") as error:
+        run(logistic, {"X": np.ones((NUM_ROWS, 4)), "y": Y})
+    assert any("data of X float64[100, 4], y int64[100]" in note for note in error.value.__notes__)
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda posterior, rows: posterior.predictive(jax.random.key(0), rows),
+        lambda posterior, rows: posterior.to_arviz(rows | {"y": Y}),
+    ],
+    ids=["predictive", "to_arviz"],
+)
+def test_a_posterior_refuses_rows_of_other_columns_by_name(use):
+    posterior = run(logistic, {"X": X, "y": Y})
+    with pytest.raises(ValueError, match=r"'X' has rows of shape \(4,\).*have \(2,\)"):
+        use(posterior, {"X": np.ones((NUM_ROWS, 4))})
 
 
 def test_rows_of_later_blocks_are_counted_from_the_start():
