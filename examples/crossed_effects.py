@@ -70,7 +70,7 @@ def main(argv: list[str] | None = None) -> None:
     posterior = FixedPointVI(model).run(data, **counts, progress_bar=False)
     seconds = time.perf_counter() - start
 
-    length = 50 if arguments.quick else 500
+    length = 20 if arguments.quick else 500
     mcmc = MCMC(NUTS(model), num_warmup=length, num_samples=2 * length, progress_bar=False)
     start = time.perf_counter()
     mcmc.run(jax.random.key(0), **data, **counts)

@@ -127,7 +127,7 @@ def deviations(quantiles):
 def main(argv: list[str] | None = None) -> None:
     arguments = parse_arguments(__doc__, argv)
     chosen = {name: FAMILIES[name] for name in IN_A_HURRY} if arguments.quick else FAMILIES
-    length = 100 if arguments.quick else 500
+    length = 40 if arguments.quick else 500
     found = {}
     print(f"{'':22s} {'medians differ by':>18s} {'intervals by':>13s} {'RVGA':>8s} {'NUTS':>8s}")
     for title, (family, extra) in chosen.items():

@@ -55,7 +55,7 @@ def main(argv: list[str] | None = None) -> None:
     jax.block_until_ready(posterior.mean)
     rvga_seconds = time.perf_counter() - start
 
-    length = 100 if arguments.quick else 500
+    length = 40 if arguments.quick else 500
     chain_method = "parallel" if jax.local_device_count() > 1 else "sequential"
     mcmc = MCMC(
         NUTS(model),

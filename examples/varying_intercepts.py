@@ -57,7 +57,7 @@ def main(argv: list[str] | None = None) -> None:
     posterior = FixedPointVI(model).run(data, num_counties=num_counties, progress_bar=False)
     seconds = time.perf_counter() - start
 
-    length = 100 if arguments.quick else 1000
+    length = 40 if arguments.quick else 1000
     mcmc = MCMC(NUTS(model), num_warmup=length, num_samples=2 * length, progress_bar=False)
     start = time.perf_counter()
     mcmc.run(jax.random.key(0), **data, num_counties=num_counties)

@@ -55,7 +55,7 @@ def main(argv: list[str] | None = None) -> None:
     arguments = parse_arguments(__doc__, argv)
     bunch = load_breast_cancer()
     data = {"X": (bunch.data - bunch.data.mean(0)) / bunch.data.std(0), "benign": bunch.target}
-    num_samples = 50 if arguments.quick else 500
+    num_samples = 20 if arguments.quick else 500
 
     start = time.perf_counter()
     posterior = RVGA(model).run(data, progress_bar=False)
