@@ -80,4 +80,7 @@ class Checkpoint:
             else:
                 same, difference = theirs == ours, f"was {theirs!r} and is {ours!r}"
             if not same:
-                raise ValueError(f"{path} is the checkpoint of another run: {name} {difference}.")
+                raise ValueError(
+                    f"{path} is the checkpoint of another run: {name} {difference}. Give what that run was given, or "
+                    "choose another name."
+                )
