@@ -135,8 +135,13 @@ def followed(problem: Problem, candidates: Iterable[tuple[str, BONG, dict]], cur
             yield panels(curves)
 
 
+def coloured(choices: dict[str, Any], quick: bool) -> list[tuple[tuple[str, Any], str]]:
+    """Names, choices and their colours; in a hurry the first alone."""
+    return list(zip(choices.items(), COLOURS))[: 1 if quick else None]
+
+
 def tuned_rules(problem: Problem, quick: bool) -> Iterator[tuple[str, BONG, dict]]:
-    for (rule, steps), colour in list(zip(RULES.items(), COLOURS))[: 1 if quick else None]:
+    for (rule, steps), colour in coloured(RULES, quick):
         for hessian, dashes in HESSIANS.items():
             options = {"rule": rule, "hessian": hessian, "family": "low-rank", "num_samples": problem.num_samples}
             method, label = tuned(problem, options | steps), f"{rule} {hessian}"
@@ -157,7 +162,7 @@ def families(folder: Path | None, quick: bool) -> Iterator[list[dict[str, Any]]]
     problem, curves = load(folder, quick), {}
     candidates = (
         (label, BONG(problem.model, init_loc_fn=init_to_module, **options), {"color": colour, "ls": dashes})
-        for (label, (options, dashes)), colour in list(zip(FAMILIES.items(), COLOURS))[: 1 if quick else None]
+        for (label, (options, dashes)), colour in coloured(FAMILIES, quick)
     )
     yield from followed(problem, candidates, curves)
     label, looks, scores = gradient_descent(problem)

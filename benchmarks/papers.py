@@ -14,7 +14,7 @@ Parts, and the figures whose settings they take:
   figures 9 to 13).
 
 The networks learn scikit-learn's digits, and a simulated robot arm; with ``--data`` they learn MNIST, which takes about
-an hour, and SARCOS. Curves against time have benchmarks of their own: ``fixed_point`` ("A fixed-point operator for
+two hours, and SARCOS. Curves against time have benchmarks of their own: ``fixed_point`` ("A fixed-point operator for
 inference in variational Bayesian latent Gaussian models", figures 2 to 5), and ``scaling`` and ``bong`` (running times
 of the BONG paper, figures 3 and 4).
 """

@@ -27,6 +27,7 @@ from sklearn.neural_network import MLPRegressor
 from numpyro_rvga import BONG
 from numpyro_rvga.metrics import nlpd
 
+ARM_FILE = "uci_reg__sarcos_test_only.npz"
 HIDDEN = 20
 PRIOR_SCALES = (0.3, 0.1, 0.03)
 NOISE = 0.2  # standard deviation of what the network does not explain, where targets have standard deviation 1
@@ -94,7 +95,7 @@ def arm(folder: Path | None, num_simulated: int) -> tuple[np.ndarray, np.ndarray
     """States and torques of the SARCOS arm, if its file is in a folder, or else of the simulated one."""
     if folder is None:
         return simulated_arm(num_simulated)
-    with np.load(folder / "uci_reg__sarcos_test_only.npz") as file:
+    with np.load(folder / ARM_FILE) as file:
         return file["X"], file["Y"][:, 0]
 
 
@@ -112,7 +113,7 @@ def normal_nlpd(residuals: np.ndarray, variance: float) -> float:
 
 
 def main(argv: list[str] | None = None) -> None:
-    arguments = parse_arguments(__doc__, argv, data="uci_reg__sarcos_test_only.npz")
+    arguments = parse_arguments(__doc__, argv, data=ARM_FILE)
     X, y = arm(arguments.data, 500 if arguments.quick else 4000)
     train, test = split(X, y, len(y) // 4)
     start = starting_weights(X.shape[1])

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from .model.arguments import named_rows, num_rows
+from .model.arguments import check_row_shapes, named_rows, num_rows, row_shapes
 
 Rows = dict[str, np.ndarray]
 NEGLIGIBLE_ERROR = 1e-6  # nats: of a row whose Gaussian site is as good as exact
@@ -130,18 +130,13 @@ def rows_of_blocks(blocks: Iterable, model: Callable, model_kwargs: Mapping[str,
 
 def _checked_blocks(blocks: Iterator, first_row: int, named: Callable[[Any], Rows]) -> Iterator[Rows]:
     """All must hold the same arrays."""
-    names, shapes = None, {}
+    known: dict[str, tuple[int, ...]] = {}
     for block in blocks:
         rows = named(tuple(block) if isinstance(block, list) else block)
-        if names is not None and set(rows) != names:
-            raise ValueError(f"row {first_row}: this block holds {sorted(rows)}, those before it {sorted(names)}.")
-        for name, array in rows.items():
-            if array.shape[1:] != shapes.setdefault(name, array.shape[1:]):
-                raise ValueError(
-                    f"row {first_row}: rows of {name!r} have shape {array.shape[1:]} in this block, "
-                    f"{shapes[name]} before it."
-                )
-        names = set(rows)
+        known = known or row_shapes(rows)
+        if set(rows) != set(known):
+            raise ValueError(f"row {first_row}: this block holds {sorted(rows)}, those before it {sorted(known)}.")
+        check_row_shapes(rows, known, f"before row {first_row}")
         first_row += num_rows(rows)
         yield rows
 

@@ -63,14 +63,19 @@ def check_finite(rows: Mapping[str, np.ndarray], first_row: int = 0) -> None:
             )
 
 
-def check_same_shapes(rows: Mapping[str, np.ndarray], example: Mapping[str, Any]) -> None:
-    """:raises ValueError: naming an array whose rows are of another shape than those of the example."""
-    for name in rows.keys() & example.keys():
-        given, known = np.shape(rows[name])[1:], np.shape(example[name])[1:]
-        if given != known:
+def row_shapes(rows: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """The shape of one row of each array."""
+    return {name: tuple(np.shape(array)[1:]) for name, array in rows.items()}
+
+
+def check_row_shapes(rows: Mapping[str, Any], known: Mapping[str, tuple[int, ...]], which: str) -> None:
+    """:raises ValueError: naming an array whose rows are of another shape than those that are known, and ``which``
+    these are."""
+    for name, shape in row_shapes(rows).items():
+        if shape != known.get(name, shape):
             raise ValueError(
-                f"data array {name!r} has rows of shape {given}, and those that the posterior has absorbed have "
-                f"{known}: give the same columns, in the same order."
+                f"data array {name!r} has rows of shape {shape}, and those {which} have {known[name]}: give the same "
+                "columns, in the same order."
             )
 
 

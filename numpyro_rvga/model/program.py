@@ -23,7 +23,7 @@ from ..core.primitives import equations
 from ..core.recursion import State
 from ..core.symbolic import depends_on
 from . import validation
-from .arguments import PARAMS, ROW, check_same_shapes, checked_rows, num_rows, split_call
+from .arguments import PARAMS, ROW, check_row_shapes, checked_rows, num_rows, row_shapes, split_call
 from .layout import layout_of
 from .parameters import Parameters, parameters_of
 from .prior import (
@@ -202,7 +202,7 @@ class Program:
         """The data as arrays by argument name, checked for names, lengths, finite values, shapes and indices."""
         rows = checked_rows(self.model, data, 0, self.model_kwargs)
         if not self.whole:
-            check_same_shapes(rows, self.example_row)
+            check_row_shapes(rows, row_shapes(self.example_row), "that the posterior has absorbed")
         if self._index_check is not None:
             self._index_check(rows, 0)
         return rows
