@@ -2,15 +2,19 @@
 
 The public interface is what ``__all__`` names, with :mod:`numpyro_rvga.metrics`, which judges predictions, and
 :mod:`numpyro_rvga.distributed`, which runs on Dask clusters. Other modules may change without notice.
+
+From the bottom up: ``core`` is the mathematics, in JAX alone; ``model`` reads a NumPyro model; ``engines`` compile its
+updates; ``streams`` bring the rows to these; ``results`` hold what comes out. The methods, ``rvga``, ``bong`` and
+``fixed_point``, are options and calls of the rest.
 """
 
-from .arrow import ParquetRows, arrow_blocks
 from .bong import BONG
 from .dynamics import LinearDynamics, OrnsteinUhlenbeck, RandomWalk
 from .fixed_point import FixedPointVI
 from .initialization import init_to_module
-from .posterior import Posterior
+from .results.posterior import Posterior
 from .rvga import RVGA
+from .streams.arrow import ParquetRows, arrow_blocks
 
 __all__ = [
     "BONG",

@@ -6,6 +6,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -13,27 +14,27 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from .checkpoints import EVERY
 from .core.gaussians import CHARTS, FAMILIES
 from .core.rules import NATURAL, RULES, Rule
 from .dynamics import Dynamics, check_dynamics
-from .engine import Engines, describe_bad_rows
+from .engines.engine import Engines
+from .engines.kinds import Options
+from .engines.online import Online, OnlineOptions, OnlineState
 from .initialization import initial_location, is_at_rest
-from .kinds import Options
-from .model.arguments import checked_rows, num_rows
-from .online import BlockInfo, Online, OnlineOptions, OnlineState
+from .model.arguments import checked_rows
+from .model.rows import num_rows
 from .options import EXPECTATIONS, check_choice, default_key
-from .passes import Pass, PassOptions, open_source, rows_named
-from .posterior import Posterior
 from .presets import PRESETS
-from .stream import Rows, RowSource, pad, permuted, progress
+from .results.posterior import Posterior
+from .streams.checkpoints import EVERY
+from .streams.online_pass import CallBack, OnlinePass, run_epochs
+from .streams.passes import PassOptions, open_source
+from .streams.source import progress
 
 PAPER_HESSIANS = ("lin-hess", "lin-ef", "mc-hess", "mc-ef")
 HESSIANS = (*PAPER_HESSIANS, *(name for name in EXPECTATIONS if name != "linearized"))
 PROJECTIONS = (None, "exclusive", "inclusive")
 PREDICTIONS = (None, "plugin", "linearized")
-CHUNK_BLOCKS = 1024
-CHUNK_NUMBERS = 2**24  # in the Jacobians of the rows that are worked on between looks at the progress bar
 
 
 class BONG:
@@ -255,14 +256,18 @@ class BONG:
         if in_memory and not options.skips:
             online.engine.program.check_rows(head)
         state = self.state = self._start(online, init, rng_key)
-        call_back = _CallBack(self, online, model_kwargs, callback, callback_every)
-        if self.num_epochs is not None:
-            with progress(progress_bar, self.num_epochs * source.total, "BONG", "row") as bar:
-                return self._epochs(online, head, call_back, bar, model_kwargs)
-        with progress(progress_bar, source.total, "BONG", "row") as bar:
-            run = _Run(self, online, source, options, bar, in_memory, call_back, prequential)
-            state = run(state, self._facts(rng_key))
-        return self._posterior(online, state, model_kwargs, run.facts())
+        posterior_of = partial(self._posterior, online, model_kwargs=model_kwargs, info={})
+        call_back = CallBack(posterior_of, callback, self._whole_blocks(callback_every))
+        total = source.total if self.num_epochs is None else self.num_epochs * source.total
+        with progress(progress_bar, total, "BONG", "row") as bar:
+            if self.num_epochs is None:
+                choices = {"block_size": self.block_size, "predict": prequential, "checked": in_memory}
+                taken = OnlinePass(online, self.rule, source, options, bar, self._keep, call_back, **choices)
+                state, info = taken(state, self._facts(rng_key)), taken.facts()
+            else:
+                choices = {"num_epochs": self.num_epochs, "block_size": self.block_size, "shuffle": self.shuffle}
+                state, info = run_epochs(online, self.rule, state, head, bar, self._keep, call_back, **choices)
+        return self._posterior(online, state, model_kwargs, info)
 
     # ------------------------------------------------------------------ functional form
     def init(
@@ -293,7 +298,7 @@ class BONG:
         taken = jnp.minimum(jnp.arange(size), length - 1)
         weights = (jnp.arange(size) < length).astype(jnp.float32)
         rows = {name: array[taken] for name, array in arrays.items()}
-        return online.stream(state, rows, weights, self._rate, block_size=self.block_size)[0]
+        return online.stream(state, rows, weights, online.rate(self.rule), block_size=self.block_size)[0]
 
     def posterior(self, state: OnlineState) -> Posterior:
         """The posterior that a state stands for (prior terms that are not Gaussian solved for)."""
@@ -305,10 +310,12 @@ class BONG:
         """Without what is compiled, for other processes."""
         return self.__dict__ | {"_online": {}, "state": None}
 
-    @property
-    def _rate(self) -> np.ndarray | None:
-        """The learning rate as an argument of compiled functions; None if there is none."""
-        return None if self.rule.name == "bong" else np.asarray(self.rule.learning_rate, self.online.start.mean.dtype)
+    def _keep(self, state: OnlineState) -> None:
+        self.state = state
+
+    def _whole_blocks(self, count: int | None) -> int | None:
+        """Rows, rounded up to whole blocks."""
+        return None if count is None else -(-count // self.block_size) * self.block_size
 
     @property
     def online(self) -> Online:
@@ -353,55 +360,11 @@ class BONG:
         gaussian, program = online.settled(state), online.engine.program
         return Posterior(program, gaussian, None, facts, continuation, state, num_rows=int(state.num_rows))
 
-    def _epochs(
-        self, online: Online, rows: Rows, call_back: _CallBack, bar: Any, model_kwargs: Mapping[str, Any]
-    ) -> Posterior:
-        """Passes over all rows, in blocks that each speak for all of them."""
-        total, clipped = num_rows(rows), 0
-        prior, all_rows = self.state.gaussian, self.state.num_rows + total
-        key = jax.random.key_data(self.state.rng_key)
-        order, rng = np.arange(total), np.random.default_rng(np.asarray(key).tolist())
-        for _ in range(self.num_epochs):
-            if self.shuffle:
-                order = rng.permutation(total)
-            for start in range(0, total, self.block_size):
-                taken = order[start : start + self.block_size]
-                part, weights = pad(permuted(rows, taken), min(self.block_size, total))
-                weights = (total / len(taken) * weights).astype(online.engine.program.dtype)
-                self.state, info = online.one_iteration(prior, self.state, part, weights, self._rate)
-                if not bool(info.ok):
-                    self._refuse(online, permuted(rows, taken), int(taken[0]))
-                clipped += int(info.clipped)
-                bar.update(len(taken))
-            self.state = self.state._replace(num_rows=all_rows)
-            call_back(self.state)
-        return self._posterior(online, self.state, model_kwargs, {"clipped": clipped} | call_back.facts())
-
     def _facts(self, rng_key: Array) -> dict[str, Any]:
         """What tells a run of these options from others."""
         facts = {"method": "BONG", "dynamics": repr(self.dynamics), "shuffle": self.shuffle, "block": self.block_size}
         facts["the key"] = np.asarray(jax.random.key_data(rng_key)).tolist()
         return facts | self.rule._asdict() | self.options._asdict()
-
-    def _refuse(self, online: Online, rows: Rows, first_row: int) -> None:
-        """:raises ValueError: about rows that left no Gaussian of the last good state."""
-        reason = describe_bad_rows(online.engine.program, self.state.gaussian.mean, rows, first_row)
-        if reason is not None:
-            advice = "check these rows, mask them in the model, or pass on_bad_row='skip'"
-        elif self.rule.name != "bong":
-            advice = f"the learning rate {self.rule.learning_rate:g} is too large here: lower learning_rate"
-        elif self.rule.chart == "moment":
-            advice = "moment steps may leave the positive definite matrices: use parameterization='natural'"
-        else:
-            advice = (
-                "standardise the data, give the prior a smaller scale, or use hessian='auto', which looks at all of q"
-            )
-        before = int(self.state.num_blocks)
-        where = f"{rows_named(rows, first_row)} (after {before} update{'' if before == 1 else 's'})"
-        reason = ", or one absurdly far away" if reason is None else f": {reason}"
-        raise ValueError(
-            f"the update on {where} leaves no finite Gaussian{reason}; {advice}. The last good state is kept as .state."
-        )
 
 
 @dataclass(frozen=True)
@@ -415,103 +378,6 @@ class Continuation:
     def update(self, posterior: Posterior, data: Any, **kwargs: Any) -> Posterior:
         """The posterior after more rows; ``posterior`` is unchanged."""
         return self.bong.run(data, init=posterior, **{**self.model_kwargs, **kwargs})
-
-
-class _CallBack:
-    """The user's function of the posterior so far, and what it returned."""
-
-    def __init__(self, bong: BONG, online: Online, model_kwargs: dict, function: Callable | None, every: int | None):
-        self._posterior_of = lambda state: bong._posterior(online, state, model_kwargs, {})
-        self._function, self._returned = function, []
-        self.every = None if every is None else -(-every // bong.block_size) * bong.block_size
-
-    def __call__(self, state: OnlineState) -> None:
-        if self._function is not None:
-            returned = self._function(self._posterior_of(state))
-            if returned is not None:
-                self._returned.append(returned)
-
-    def facts(self) -> dict[str, Any]:
-        return {"callback": self._returned} if self._returned else {}
-
-
-class _Run(Pass):
-    """One pass of :meth:`BONG.run`."""
-
-    def __init__(
-        self,
-        bong: BONG,
-        online: Online,
-        source: RowSource,
-        options: PassOptions,
-        bar: Any,
-        checked: bool,
-        call_back: _CallBack,
-        prequential: str | None,
-    ):
-        super().__init__(online.engine.program, source, options, bar, checked=checked)
-        self._bong, self._online, self._call_back, self._prequential = bong, online, call_back, prequential
-        self._block, self._rate = bong.block_size, bong._rate
-        numbers = self._block * online.engine.numbers_per_row
-        blocks = min(CHUNK_BLOCKS, options.most_rows // self._block, CHUNK_NUMBERS // numbers)
-        self._chunk = max(1, blocks) * self._block
-        self._clipped, self._predictive = 0, []
-
-    def size(self, place: int) -> int:
-        every = self._call_back.every
-        return self._chunk if every is None else min(self._chunk, every - place % every)
-
-    def step(self, state: OnlineState, rows: Rows, weights: np.ndarray, place: int) -> tuple[OnlineState, BlockInfo]:
-        if self._online.one_by_one:
-            return self._one_by_one(state, rows, weights)
-        arguments = *jax.device_put(pad(rows, self._chunk, weights)), self._rate
-        return self._online.stream(state, *arguments, block_size=self._block, predict=self._prequential)
-
-    def _one_by_one(self, state: OnlineState, rows: Rows, weights: np.ndarray) -> tuple[OnlineState, BlockInfo]:
-        infos = []
-        rows, weights = pad(rows, -(-num_rows(rows) // self._block) * self._block, weights)
-        for start in range(0, len(weights), self._block):
-            part = {name: array[start : start + self._block] for name, array in rows.items()}
-            taken = weights[start : start + self._block]
-            count = int(np.count_nonzero(taken))
-            after, info = self._online.one_block(state, part, taken, count, self._rate, predict=self._prequential)
-            state = after if count else state
-            infos.append(info)
-        return state, jax.tree.map(lambda *x: np.stack(x), *jax.device_get(infos))
-
-    def failed(self, report: BlockInfo, length: int) -> list[tuple[int, int]]:
-        bad = np.flatnonzero(~np.asarray(report.ok))[:1]  # the blocks after it were not taken in
-        return [(int(i) * self._block, min(int(i + 1) * self._block, length)) for i in bad]
-
-    def accept(self, state: OnlineState, rows: Rows, weights: np.ndarray, report: BlockInfo, place: int) -> None:
-        self._bong.state = state
-        self._clipped += int(np.sum(report.clipped))
-        if self._prequential is not None:
-            found = np.asarray(report.log_predictive).reshape(-1)[: len(weights)]
-            self._predictive.append(np.where(weights > 0, found, np.nan))
-        done, every = place + len(weights), self._call_back.every
-        if every is not None and done % every == 0:
-            self._call_back(state)
-
-    def notes(self) -> dict[str, Any]:
-        return {"clipped": self._clipped, "log_predictive": self._predictive}
-
-    def read_notes(self, notes: Mapping[str, Any]) -> None:
-        self._clipped, self._predictive, self._bong.state = notes["clipped"], notes["log_predictive"], self.state
-
-    def refuse(self, before: OnlineState, after: OnlineState, rows: Rows, first_row: int) -> None:
-        self._bong.state = after
-        self._bong._refuse(self._online, rows, first_row)
-
-    def facts(self) -> dict[str, Any]:
-        """What the whole pass has to tell; with a last call back, if rows came after the one before."""
-        every = self._call_back.every
-        if every is None or self.done % every:
-            self._call_back(self.state)
-        facts: dict[str, Any] = {"clipped": self._clipped}
-        if self._predictive:
-            facts["log_predictive"] = np.concatenate(self._predictive)
-        return facts | self._call_back.facts() | self.skipped()
 
 
 def _check_combination(

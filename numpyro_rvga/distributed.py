@@ -10,11 +10,11 @@ import jax
 import numpy as np
 
 from .bong import BONG
-from .merging import merged
-from .online import OnlineState
-from .passes import HEAD, PassOptions, open_source
-from .posterior import Posterior
+from .engines.online import OnlineState
+from .results.merging import merged
+from .results.posterior import Posterior
 from .rvga import RVGA
+from .streams.passes import HEAD, PassOptions, open_source
 
 if TYPE_CHECKING:
     from distributed import Client

@@ -13,19 +13,19 @@ from jax import Array
 from jax.sharding import Mesh
 from jax.typing import ArrayLike
 
-from .climbs import FixedPointClimb, GradientClimb, Problem, Record, joint_of
-from .conditions import Conditions, check_conditions
 from .core.gaussians import FullGaussian
 from .core.recursion import State
 from .core.sparse import Start
-from .engine import Engine, Engines, chunks_of, describe_bad_rows
-from .kinds import Options
-from .learning import Learned, Learner
+from .engines.climbs import FixedPointClimb, GradientClimb, Problem, Record, joint_of
+from .engines.engine import Engine, Engines, chunks_of, describe_bad_rows
+from .engines.kinds import Options
+from .engines.learning import Learned, Learner
+from .engines.sparse import SparseEngine, SparseEngines
 from .model.arguments import checked_rows
 from .options import check_choice, check_options, default_key
-from .posterior import Posterior
-from .sparse import SparseEngine, SparseEngines
-from .stream import progress
+from .results.conditions import Conditions, check_conditions
+from .results.posterior import Posterior
+from .streams.source import progress
 
 SCHEDULES = ("incremental", "batch", "gradient")
 LEARNING_TOLERANCE = 1e-5  # nats
@@ -238,7 +238,7 @@ class FixedPointVI:
         :param num_samples: as for the constructor.
         :param rng_key: for Monte Carlo expectations. Default: ``jax.random.key(0)``.
         :param model_kwargs: go to every call of the model unchanged.
-        :return: the findings, which print as a summary and :meth:`~numpyro_rvga.conditions.Conditions.plot` a map.
+        :return: the findings, which print as a summary, and draw a map with their ``plot()``.
         :raises ValueError: for unusable data, options or grids, and for a posterior of other latent sites.
         :raises NotImplementedError: for discrete latents.
         """

@@ -12,6 +12,7 @@ from numpyro import handlers
 from numpyro.primitives import Messenger
 
 from .model.program import Program
+from .model.rows import num_rows
 
 PARAMS = "$params"  # how numpyro.contrib.module ends the names of a module's weights
 
@@ -85,7 +86,7 @@ def is_at_rest(program: Program, mean: Array) -> bool:
 
 def _drawn(program: Program, rng_key: Array, substitute_fn: Callable) -> tuple[dict, dict[str, Array]]:
     """A trace of the model, and the weights that the layers of its modules would start from, by site."""
-    model = _Weights(handlers.seed(program.runner(program.num_rows(program.example_row)), rng_key))
+    model = _Weights(handlers.seed(program.runner(num_rows(program.example_row)), rng_key))
     arguments, keywords = program.call_arguments(program.example_row)
     with handlers.block():
         trace = handlers.trace(handlers.substitute(model, substitute_fn=substitute_fn)).get_trace(

@@ -13,16 +13,15 @@ import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 
-from .model.arguments import num_rows
 from .model.predictive import METHODS, average, log_predictive, sampled_predictors
+from .model.rows import num_rows, pad
 from .model.tracing import peel
 from .options import check_choice
-from .stream import pad
 
 if TYPE_CHECKING:
     from .bong import BONG
     from .model import Program
-    from .posterior import Posterior
+    from .results.posterior import Posterior
 
 CHUNK_NUMBERS = 2**22  # in the largest array that is made of the rows that are evaluated at once
 MAX_CHUNK = 4096

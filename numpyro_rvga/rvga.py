@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -13,32 +13,25 @@ import numpy as np
 from jax import Array
 from jax.sharding import Mesh
 
-from .checkpoints import EVERY
 from .core.gaussians import FullGaussian
-from .core.recursion import Sites, State, StepInfo
-from .devices import Devices
+from .core.recursion import State
 from .dynamics import Dynamics, check_dynamics
-from .engine import Engine, Engines, Known, describe_bad_rows
-from .kinds import Options
-from .merging import state_of_gaussian
-from .model.arguments import checked_rows, num_rows
+from .engines.devices import Devices
+from .engines.engine import Engine, Engines
+from .engines.kinds import Options
+from .engines.sparse import SparseEngine, SparseEngines
+from .model.arguments import checked_rows
+from .model.rows import Rows, in_blocks, num_rows
 from .options import check_choice, check_options, check_size, default_key
-from .passes import Pass, PassOptions, open_source, rows_named
-from .posterior import Posterior
-from .sparse import SparseEngine, SparseEngines
-from .stream import RowMemory, Rows, RowSource, in_blocks, pad, progress
+from .results.merging import state_of_gaussian
+from .results.posterior import Posterior
+from .streams.checkpoints import EVERY
+from .streams.passes import PassOptions, open_source
+from .streams.recursive_pass import MEMORY_ROWS_PER_PARAMETER, Gathered, RecursivePass, Sizes, choose_sizes
+from .streams.source import progress
 
 SCHEMES = ("implicit", "explicit", "ekf", "qkf", "laplace")
 FAMILIES = ("full",)
-FIRST_BLOCK_ROWS = 2000
-FIRST_BLOCK_ROWS_PER_PARAMETER = 40
-FIRST_BLOCK_NUMBERS = 2**26  # in the Jacobians of the first block
-MEMORY_ROWS_PER_PARAMETER = 400
-MEMORY_NUMBERS = 2**25  # in the Jacobians of the kept rows
-CHUNK_NUMBERS = 2**22
-MAX_CHUNK = 8192
-DEFAULT_BLOCK = 1024
-DEFAULT_BLOCK_LINEARISED = 256  # where predictors are not affine
 
 
 class RVGA:
@@ -222,10 +215,14 @@ class RVGA:
             state = self.state = sparse.initial_state()
         else:
             state = self.state = self._initial_state(engine) if init is None else _state_of(init, engine)
+        asked = {"block_size": self.block_size, "first_block": self.first_block, "memory": self.memory}
+        sizes = choose_sizes(engine, source, options.most_rows, **asked)
+        if sparse is not None:
+            sizes = sizes._replace(first=source.total, keep=False)
         with progress(progress_bar, source.total, "RVGA", "row") as bar:
-            run = _Run(self, engine, source, options, bar, in_memory, sparse)
-            state = run(engine.devices.put(state), self._facts(rng_key, run.sizes))
-            state, info = run.finished(state)
+            taken = RecursivePass(engine, source, options, bar, self._keep, sizes, sparse, checked=in_memory)
+            state = taken(engine.devices.put(state), self._facts(rng_key, sizes))
+            state, info = taken.finished(state)
             state = engine.devices.fetch(state)
         return self._posterior(engine, state, info, model_kwargs)
 
@@ -301,13 +298,16 @@ class RVGA:
             raise RuntimeError("call init(data) before posterior(state).")
         engine = self._engines.last
         model_kwargs = engine.program.model_kwargs
-        gathered = _Gathered()
+        gathered = Gathered()
         if state.prior_site is not None:
             state, info = engine.settled(state)
             gathered.add(info)
         return self._posterior(engine, state, gathered.summary(), model_kwargs)
 
     # ------------------------------------------------------------------ inside
+    def _keep(self, state: State) -> None:
+        self.state = state
+
     def _check_shared(self, devices: Devices) -> None:
         """:raises ValueError: for blocks of which not every device has as many rows."""
         one_by_one = self.options.scheme in ("explicit", "ekf", "qkf") or self.dynamics is not None
@@ -335,35 +335,7 @@ class RVGA:
             return None
         return self._sparse_engines.get(engine, rows)
 
-    def _sizes(self, engine: Engine, source: RowSource, most_rows: int) -> _Sizes:
-        per_row, size = engine.numbers_per_row, engine.program.layout.size
-        plain = self.block_size != "auto" or self.options.scheme != "implicit" or self.dynamics is not None
-        default = engine.devices.rounded_up(DEFAULT_BLOCK if engine.is_affine else DEFAULT_BLOCK_LINEARISED)
-        block = self.block_size if self.block_size != "auto" else 1 if plain else default
-        if self.memory == "auto":
-            useful = not plain and engine.is_affine
-            memory = min(MEMORY_ROWS_PER_PARAMETER * size, MEMORY_NUMBERS // per_row) if useful else 0
-        else:
-            memory = self.memory
-        if self.options.scheme == "laplace":
-            if source.total is None:
-                raise ValueError("scheme='laplace' needs all rows in memory at once.")
-            first = source.total
-        elif self.first_block == "auto":
-            first = 0 if plain else max(FIRST_BLOCK_ROWS, FIRST_BLOCK_ROWS_PER_PARAMETER * size, memory)
-            most = max(FIRST_BLOCK_NUMBERS // per_row, 1)
-            # Of twice as many, half would be kept in the end.
-            first = min(first if plain or source.is_longer_than(2 * first) else 2 * first, most)
-        else:
-            first = self.first_block
-        chunk = min(MAX_CHUNK, most_rows, max(CHUNK_NUMBERS // per_row, 1))
-        if source.total is not None:  # pieces of equal length: none is mostly padding
-            rest = max(source.total - first, 1)
-            chunk = -(-rest // -(-rest // chunk))
-        keep = memory > 0 and source.is_longer_than(first)
-        return _Sizes(first, block, max(1, -(-chunk // block)) * block, memory, keep)
-
-    def _facts(self, rng_key: Array, sizes: _Sizes) -> dict[str, Any]:
+    def _facts(self, rng_key: Array, sizes: Sizes) -> dict[str, Any]:
         """What tells a run of these options from others."""
         facts = {"method": "RVGA", "dynamics": repr(self.dynamics), "shuffle": self.shuffle}
         facts["the key"] = np.asarray(jax.random.key_data(rng_key)).tolist() if self.shuffle else None
@@ -392,143 +364,6 @@ class Continuation:
     def update(self, posterior: Posterior, data: Any, **kwargs: Any) -> Posterior:
         """The posterior after more rows; ``posterior`` is unchanged."""
         return self.rvga.run(data, init=posterior, **{**self.model_kwargs, **kwargs})
-
-
-@dataclass(frozen=True)
-class _Sizes:
-    """:ivar first: rows of the first, joint solve. :ivar chunk: of a compiled step. :ivar keep: whether to keep any."""
-
-    first: int
-    block: int
-    chunk: int
-    memory: int
-    keep: bool
-
-
-class _Run(Pass):
-    """One call of :meth:`RVGA.run`."""
-
-    def __init__(
-        self,
-        rvga: RVGA,
-        engine: Engine,
-        source: RowSource,
-        options: PassOptions,
-        bar: Any,
-        checked: bool,
-        sparse: SparseEngine | None,
-    ):
-        super().__init__(engine.program, source, options, bar, checked=checked)
-        self._rvga, self._engine, self._sparse = rvga, engine, sparse
-        self.sizes = rvga._sizes(engine, source, options.most_rows)
-        if sparse is not None:
-            self.sizes = replace(self.sizes, first=source.total, keep=False)
-        self._memory, self._gathered = RowMemory(self.sizes.memory), _Gathered()
-
-    def size(self, place: int) -> int:
-        return self.sizes.first if self._is_joint(place) else self.sizes.chunk
-
-    def step(self, state: State, rows: Rows, weights: np.ndarray, place: int) -> tuple[State, StepInfo]:
-        sizes, engine = self.sizes, self._engine
-        if self._sparse is not None:
-            return self._sparse.solve(self._sparse.problem(rows, weights=weights))
-        if self._is_joint(place):
-            rows, weights = pad(rows, self._joint_size(len(weights)), weights)
-            known = (engine.unknown(weights),) if sizes.keep else ()
-            return engine.joint(state, *engine.devices.put_rows((rows, weights)), *known, with_sites=sizes.keep)
-        blocks = in_blocks(pad(rows, sizes.chunk, weights), sizes.block)
-        return engine.stream(state, *engine.devices.put_rows(blocks, axis=1), with_sites=sizes.keep)
-
-    def failed(self, report: StepInfo, length: int) -> list[tuple[int, int]]:
-        ok = np.atleast_1d(np.asarray(report.ok))
-        block = length if np.ndim(report.ok) == 0 else self.sizes.block
-        return [(int(i) * block, min(int(i + 1) * block, length)) for i in np.flatnonzero(~ok)]
-
-    def accept(self, state: State, rows: Rows, weights: np.ndarray, report: StepInfo, place: int) -> None:
-        self._memory.offer(rows, report.sites)
-        self._gathered.add(report)
-        self._rvga.state = state
-
-    def notes(self) -> dict[str, Any]:
-        return {"memory": self._memory.stored(), "gathered": self._gathered.stored()}
-
-    def read_notes(self, notes: Mapping[str, Any]) -> None:
-        self._memory.restore(notes["memory"], Sites)
-        self._gathered.restore(notes["gathered"])
-        self._rvga.state = self.state
-
-    def refuse(self, before: State, after: State, rows: Rows, first_row: int) -> None:
-        reason = describe_bad_rows(self._program, before.mean, rows, first_row)
-        prior_sites = [terms.site for terms in self._program.prior.terms]
-        if reason is None and self._rvga.options.scheme == "laplace" and prior_sites:
-            raise ValueError(
-                f"no mode was found with {rows_named(rows, first_row)}: the density of a scale and the effects that it "
-                f"is the scale of has none, as it grows without bound where both go to zero (see {prior_sites[0]!r}). "
-                "Use the default scheme, or write the effects as location + scale * z with standard normal z."
-            )
-        raise ValueError(
-            f"no finite update on {rows_named(rows, first_row)}: "
-            f"{reason or 'the expected log-likelihood is not finite'} at the current state. Check these rows and the "
-            "prior's scale, mask the rows in the model, or pass on_bad_row='skip'. What was passed as init is "
-            "unchanged, and the state before these rows is kept as .state."
-        )
-
-    def finished(self, state: State) -> tuple[State, dict[str, Any]]:
-        """The state with the kept rows as themselves and the prior's true terms, and the facts of the run."""
-        sizes, gathered = self.sizes, self._gathered
-        kept = self._memory.contents() if self.done > sizes.first else None
-        if kept is not None:
-            state = self._revisit(state, *kept)
-        elif state.prior_site is not None and self.done > sizes.first:
-            state, info = self._engine.settled(state)
-            gathered.add(info)
-        facts = {"num_rows": self.done, "block_size": sizes.block, "first_block": min(sizes.first, self.done)}
-        facts["kept_rows"] = 0 if kept is None else num_rows(kept[0])
-        return state, gathered.summary() | facts | self.skipped()
-
-    def _joint_size(self, length: int) -> int:
-        """Padded rows of a joint solve, at most an eighth more: solves of nearly as many rows are compiled once."""
-        step = 1 << max(length.bit_length() - 4, 0)
-        return self._engine.devices.rounded_up(-(-length // step) * step)
-
-    def _is_joint(self, place: int) -> bool:
-        return place == 0 and self.sizes.first > 0
-
-    def _revisit(self, state: State, rows: Rows, sites: tuple[Sites, ...]) -> State:
-        """Solve once more with the kept rows as themselves, not as their Gaussian sites."""
-        capacity = self._joint_size(self.sizes.memory)
-        rest = capacity - num_rows(rows)
-        fill = lambda x: np.concatenate([x, np.broadcast_to(x[-1:], (rest, *x.shape[1:]))])  # noqa: E731
-        known = Known(jax.tree.map(fill, sites), np.zeros((), np.int32))
-        placed = self._engine.devices.put_rows(pad(rows, capacity))
-        after, info = self._engine.joint(state, *placed, known, with_sites=True)
-        self._gathered.add(info)
-        return after
-
-
-class _Gathered:
-    """What the steps of a run have in common to report."""
-
-    def __init__(self):
-        self._iterations, self._steps = 0.0, 0
-        self._converged, self._decrement = True, 0.0
-
-    def add(self, info: StepInfo) -> None:
-        iterations = np.asarray(info.iterations)
-        self._iterations += float(iterations.sum())
-        self._steps += int(np.count_nonzero(iterations))  # none in blocks of padding
-        self._converged = self._converged and bool(np.asarray(info.converged).all())
-        self._decrement = max(self._decrement, float(np.max(np.asarray(info.decrement))))
-
-    def stored(self) -> list:
-        return [self._iterations, self._steps, self._converged, self._decrement]
-
-    def restore(self, stored: list) -> None:
-        self._iterations, self._steps, self._converged, self._decrement = stored
-
-    def summary(self) -> dict:
-        mean_iterations = self._iterations / max(self._steps, 1)
-        return {"converged": self._converged, "mean_iterations": mean_iterations, "largest_decrement": self._decrement}
 
 
 def _state_of(init: Posterior | State, engine: Engine) -> State:

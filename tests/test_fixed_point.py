@@ -9,7 +9,8 @@ import numpyro
 import numpyro.distributions as dist
 import pytest
 
-from numpyro_rvga import RVGA, FixedPointVI, engine
+from numpyro_rvga import RVGA, FixedPointVI
+from numpyro_rvga.engines import engine
 
 SCHEDULES = ("incremental", "batch", "gradient")
 NOISE = 0.7

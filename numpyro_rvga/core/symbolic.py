@@ -39,35 +39,48 @@ class Factorisation(NamedTuple):
     density: Callable[[jax.Array, tuple], jax.Array]
 
 
-def factorise(
-    fun: Callable, theta: jax.ShapeDtypeStruct, *row: Any, through: str | None = None
-) -> Factorisation | None:
-    """Split a scalar function of theta into affine predictors and a density of them.
+class Reading:
+    """A program of theta whose outputs can be split, each by itself.
 
-    :param fun: ``fun(theta, *row) -> scalar``.
+    :param fun: ``fun(theta, *row) -> list of scalars``.
     :param theta: shape and dtype of theta, ``(P,)``.
     :param row: abstract or concrete arguments (pytrees), used for their shapes only.
-    :param through: ``"log"`` or ``"logit"``: factorise the log (or the logit) of ``fun`` instead, if it can be
-        read off the program as an affine function of theta; otherwise None is returned.
-    :return: the factorisation.
     """
-    graph = Graph()
-    abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), row)
-    jaxpr = jax.make_jaxpr(fun)(theta, *abstract)
-    leaves, treedef = jax.tree.flatten(abstract)
-    theta_node = Node(AFFINE, theta.shape, theta.dtype, name="theta")
-    row_nodes = [Node(CONSTANT, x.shape, x.dtype, name="row") for x in leaves]
-    inputs = [Value(theta.shape, theta.dtype, theta_node, None)]
-    inputs += [Value(x.shape, x.dtype, None, n) for x, n in zip(leaves, row_nodes)]
-    (out,) = graph.interpret(jaxpr.jaxpr, jaxpr.consts, inputs)
-    if through is not None:
-        out = {"log": graph.log_of, "logit": graph.logit_of}[through](out)
-        if out is None or not (out.is_affine or out.is_constant):
-            return None
-    return _close(graph, out, theta_node, row_nodes, theta, treedef)
+
+    def __init__(self, fun: Callable, theta: jax.ShapeDtypeStruct, *row: Any):
+        self._graph, self._theta = Graph(), theta
+        abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), row)
+        jaxpr = jax.make_jaxpr(fun)(theta, *abstract)
+        self._theta_node = Node(AFFINE, theta.shape, theta.dtype, name="theta")
+        leaves = jax.tree.leaves(abstract)
+        self._row_nodes = [Node(CONSTANT, x.shape, x.dtype, name="row") for x in leaves]
+        inputs = [Value(theta.shape, theta.dtype, self._theta_node, None)]
+        inputs += [Value(x.shape, x.dtype, None, n) for x, n in zip(leaves, self._row_nodes)]
+        self._outputs = self._graph.interpret(jaxpr.jaxpr, jaxpr.consts, inputs)
+
+    def split(self, output: int, through: str | None = None) -> Factorisation | None:
+        """An output's affine predictors and a density of them.
+
+        :param through: ``"log"`` or ``"logit"``: split the log (or the logit) of the output instead, if it can be
+            read off the program as an affine function of theta; otherwise None is returned.
+        """
+        out = self._outputs[output]
+        if through is not None:
+            out = {"log": self._graph.log_of, "logit": self._graph.logit_of}[through](out)
+            if out is None or not (out.is_affine or out.is_constant):
+                return None
+        return _close(self._graph, out, self._theta_node, self._row_nodes, self._theta)
 
 
-def _close(graph, out, theta_node, row_nodes, theta, treedef) -> Factorisation:
+def factorise(fun: Callable, theta: jax.ShapeDtypeStruct, *row: Any) -> Factorisation:
+    """Split a scalar function of theta into affine predictors and a density of them; see :class:`Reading`.
+
+    :param fun: ``fun(theta, *row) -> scalar``.
+    """
+    return Reading(lambda *arguments: [fun(*arguments)], theta, *row).split(0)
+
+
+def _close(graph, out, theta_node, row_nodes, theta) -> Factorisation:
     derived: dict[int, Node] = {}
     if out.is_affine:
         root = graph.leaf(out.affine)

@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 
+from .rows import Rows
+
 ROW = "numpyro_rvga.row"  # among a program's rows: their numbers, where the model always runs on all data
 PARAMS = "numpyro_rvga.params"  # among a program's rows: the numpyro.param sites, the same for all of them
 
 
-def named_rows(
-    model: Callable, data: Mapping[str, Any] | tuple, model_kwargs: Mapping[str, Any]
-) -> dict[str, np.ndarray]:
+def named_rows(model: Callable, data: Mapping[str, Any] | tuple, model_kwargs: Mapping[str, Any]) -> Rows:
     """The data as arrays by argument name, checked.
 
     :raises ValueError: naming the argument (and the row) if arrays differ in length, hold NaN or infinite values, are
@@ -40,7 +40,7 @@ def named_rows(
     return rows
 
 
-def checked_rows(model: Callable, data: Any, first_row: int, model_kwargs: Mapping[str, Any]) -> dict[str, np.ndarray]:
+def checked_rows(model: Callable, data: Any, first_row: int, model_kwargs: Mapping[str, Any]) -> Rows:
     """The data as arrays by argument name.
 
     :raises ValueError: naming the array and the row, for unequal lengths and values that are not finite.
@@ -89,10 +89,6 @@ def _finite(array: np.ndarray) -> np.ndarray:
     if not np.issubdtype(array.dtype, np.inexact) or np.isfinite(array.sum()):  # finite sums have finite terms
         return np.ones(len(array), bool)
     return np.isfinite(array.reshape(len(array), -1)).all(axis=1)
-
-
-def num_rows(rows: Mapping[str, Any]) -> int:
-    return len(next(iter(rows.values())))
 
 
 def split_call(model: Callable, rows: Mapping[str, Any], model_kwargs: Mapping[str, Any]) -> tuple[tuple, dict]:

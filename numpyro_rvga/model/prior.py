@@ -12,21 +12,19 @@ import numpy as np
 import numpyro.distributions as dist
 from jax import Array, lax
 
-from ..core.closed_forms import DENSITIES, Exponential, Gaussian, Logistic, gaussian
-from ..core.compilation import jit_once
+from ..core.closed_forms import Gaussian, gaussian
+from ..core.compilation import at_once, jit_once
 from ..core.designs import gram, pull_back
 from ..core.expectations import linearized
 from ..core.recursion import Quadratic, State
 from ..core.symbolic import factorise
+from .recognition import in_closed_form, is_quadratic, probe
 from .sparsity import is_selection, selecting_view, sparse_design
-from .terms import Rows, RunSite, Terms, constants, linearise, merged, predictors_of
+from .terms import Arrays, RunSite, Terms, constants, linearise, merged, predictors_of
 from .tracing import peel
 
-CHECKED_ELEMENTS = 32  # of a site, when asking whether its terms are quadratic
 NUM_DRAWS = 2000
 BATCH_NUMBERS = 2**20  # in the draws that are made together
-ONE_PREDICTOR = (-1.0, 0.0, 1.0, 2.0, -12.0, -6.0, 6.0, 12.0)  # where terms of one predictor are looked at
-NEAR, ORIGIN = slice(0, 4), 1
 WINSOR = 4.0  # robust standard deviations at which prior draws are cut before their moments are taken
 
 
@@ -39,7 +37,7 @@ class Block(NamedTuple):
     site: str
     start: int
     stop: int
-    moments: Callable[[Rows], tuple[Array, Array]]
+    moments: Callable[[Arrays], tuple[Array, Array]]
 
 
 class Prior(NamedTuple):
@@ -54,7 +52,7 @@ class Prior(NamedTuple):
     terms: tuple[Terms, ...]
 
 
-def split_prior(all_terms: list[Terms], blocks: list[Block], theta: jax.ShapeDtypeStruct, shared: Rows) -> Prior:
+def split_prior(all_terms: list[Terms], blocks: list[Block], theta: jax.ShapeDtypeStruct, shared: Arrays) -> Prior:
     """Collect terms whose Hessian is constant; correlated and linear-Gaussian priors are exact.
 
     :param blocks: multivariate normal sites; those that other terms touch are treated as these.
@@ -68,19 +66,19 @@ def split_prior(all_terms: list[Terms], blocks: list[Block], theta: jax.ShapeDty
     names = {block.site for block in blocks}
     all_terms = [t for t in all_terms if t.site not in names]
     undecided = [t for t in all_terms if t.is_affine and t.closed_form is None]
-    probes = _once(lambda: [_probe(t, dtype, shared) for t in undecided]) if undecided else []
+    probes = at_once(lambda: [probe(t, dtype, shared) for t in undecided]) if undecided else []
     gaussian = [t for t in all_terms if t.closed_form is Gaussian]
     others = [t for t in all_terms if not t.is_affine or t.closed_form not in (None, Gaussian)]
-    for terms, probe in zip(undecided, probes):
-        if _is_quadratic(probe):
+    for terms, found in zip(undecided, probes):
+        if is_quadratic(found):
             gaussian.append(terms)
         else:
-            others.append(terms if shared else _in_closed_form(terms, probe))
+            others.append(terms if shared else in_closed_form(terms, found))
     return Prior(tuple(blocks), tuple(gaussian), tuple(others))
 
 
 def normal_block(
-    run_site: RunSite, site: str, start: int, stop: int, theta: jax.ShapeDtypeStruct, shared: Rows
+    run_site: RunSite, site: str, start: int, stop: int, theta: jax.ShapeDtypeStruct, shared: Arrays
 ) -> Block | None:
     """A latent site as a block, if it is one multivariate normal vector that does not depend on other latents."""
 
@@ -143,7 +141,9 @@ def marginals(prior: Prior, size: int, dtype, draw: Callable[[Array], Array]) ->
     alone = [is_selection(terms, size, dtype, {}) for terms in prior.gaussian]
     single = [terms for terms, is_alone in zip(prior.gaussian, alone) if is_alone]
     coupling = [terms for terms, is_alone in zip(prior.gaussian, alone) if not is_alone]
-    precision, linear, constant = (np.array(x, np.float64) for x in _once(lambda: _diagonal_part(single, size, dtype)))
+    precision, linear, constant = (
+        np.array(x, np.float64) for x in at_once(lambda: _diagonal_part(single, size, dtype))
+    )
     touched = _touched([*coupling, *prior.terms], size, dtype, {})
     for block in prior.blocks:
         touched[block.start : block.stop] = True
@@ -172,8 +172,8 @@ def independent_start(prior: Prior, size: int, dtype, draw: Callable[[Array], Ar
     site = None
     if len(places):
         inner, slope = np.diag(precision[places]), linear[places]
-        more = _once(lambda: [_expand(t, size, dtype, {}) for t in coupling])
-        for matrix, vector, value in (*more, *_once(lambda: [_block_terms(b, size, dtype) for b in prior.blocks])):
+        more = at_once(lambda: [_expand(t, size, dtype, {}) for t in coupling])
+        for matrix, vector, value in (*more, *at_once(lambda: [_block_terms(b, size, dtype) for b in prior.blocks])):
             inner, slope = inner + matrix[places][:, places], slope + vector[places]
             constant = constant + value
         start = Start(mean[places], np.diag(np.sqrt(variance[places])))
@@ -203,7 +203,7 @@ def _block_terms(block: Block, size: int, dtype) -> tuple[Array, Array, Array]:
     return precision, jnp.zeros(size, dtype).at[inside].set(inverse.T @ pull), value
 
 
-def _touched(all_terms: list[Terms], size: int, dtype, shared: Rows) -> np.ndarray:
+def _touched(all_terms: list[Terms], size: int, dtype, shared: Arrays) -> np.ndarray:
     """Which entries of theta terms depend on, (P,), by pulling random slopes back from a random place."""
     rng = np.random.default_rng(0)
     theta = jnp.asarray(rng.normal(size=size), dtype)
@@ -212,7 +212,7 @@ def _touched(all_terms: list[Terms], size: int, dtype, shared: Rows) -> np.ndarr
         values, pull_back = jax.vjp(lambda t: predictors_of(terms, t, shared), theta)
         return pull_back(jnp.asarray(rng.normal(size=values.shape), dtype))[0] != 0
 
-    return np.any([np.zeros(size, bool), *_once(lambda: [touches(t) for t in all_terms])], axis=0)
+    return np.any([np.zeros(size, bool), *at_once(lambda: [touches(t) for t in all_terms])], axis=0)
 
 
 def fitted_start(prior: Prior, size: int, draw: Callable[[Array], Array]) -> Start | None:
@@ -226,12 +226,12 @@ def fitted_start(prior: Prior, size: int, draw: Callable[[Array], Array]) -> Sta
     return Start(*_robust_moments(np.asarray(many(jax.random.key(0)), np.float64)[:, _free(prior, size)]))
 
 
-def initial_state(prior: Prior, size: int, dtype, start: Start | None, shared: Rows) -> State:
+def initial_state(prior: Prior, size: int, dtype, start: Start | None, shared: Arrays) -> State:
     """The Gaussian prior itself, or ``start`` with what of it stands for prior terms recorded.
 
     :raises ValueError: for a prior that is not proper.
     """
-    part, moments = _once(lambda: _parts(prior, size, dtype, shared))
+    part, moments = at_once(lambda: _parts(prior, size, dtype, shared))
     for block, (_, scale_tril) in zip(prior.blocks, moments):
         if not np.isfinite(scale_tril).all():
             raise ValueError(
@@ -244,14 +244,14 @@ def initial_state(prior: Prior, size: int, dtype, start: Start | None, shared: R
     return jax.device_put(state._replace(num_rows=np.zeros((), np.int32)))
 
 
-def state_at(prior: Prior, size: int, dtype, start: Start | None, shared: Rows) -> State:
+def state_at(prior: Prior, size: int, dtype, start: Start | None, shared: Arrays) -> State:
     """The same as a differentiable function of the ``numpyro.param`` sites."""
     part, moments = _parts(prior, size, dtype, shared)
     start = None if start is None else Start(*[jnp.asarray(x, dtype) for x in start])
     return _assembled(jnp, prior, size, start, part, moments)._replace(num_rows=jnp.zeros((), jnp.int32))
 
 
-def _parts(prior: Prior, size: int, dtype, shared: Rows) -> tuple[tuple, list]:
+def _parts(prior: Prior, size: int, dtype, shared: Arrays) -> tuple[tuple, list]:
     """:func:`gaussian_part` and the blocks' moments."""
     return gaussian_part(prior, size, dtype, shared), [block.moments(shared) for block in prior.blocks]
 
@@ -304,139 +304,14 @@ def _block_diagonal(xp, blocks: list) -> Array:
     return xp.block(rows)
 
 
-def _once(function: Callable[[], list]) -> list:
-    return jax.device_get(jit_once(function)())
-
-
-class _Probe(NamedTuple):
-    """A site's terms at a few points u: (E, K), (E, K, C), (E, K, C, C)."""
-
-    points: Array
-    values: Array
-    gradients: Array
-    hessians: Array
-
-
-def _probe(terms: Terms, dtype, shared: Rows) -> _Probe:
-    """All elements of terms of one predictor, whose form may be known; a choice of elements of others."""
-    single = terms.num_predictors == 1
-    rng = np.random.default_rng(0)
-    elements = np.arange(terms.num_elements) if single else rng.permutation(terms.num_elements)[:CHECKED_ELEMENTS]
-    points = np.array(ONE_PREDICTOR)[:, None] if single else rng.normal(size=(3, terms.num_predictors))
-    points = jnp.asarray(points, dtype)
-
-    def derivatives(element):
-        density = lambda u: terms.density(u, terms.constants(shared, element))  # noqa: E731
-        return [jax.vmap(f)(points) for f in (density, jax.grad(density), jax.hessian(density))]
-
-    return _Probe(points, *jax.vmap(derivatives)(jnp.asarray(elements, jnp.int32)))
-
-
-def _is_quadratic(probe: _Probe) -> bool:
-    found = probe.hessians[:, NEAR]
-    spread = np.max(np.abs(found - found[:, :1]), initial=0.0)
-    return bool(spread <= 100 * np.finfo(found.dtype).eps * np.max(np.abs(found), initial=0.0))
-
-
-class _Form(NamedTuple):
-    """phi(u) = slope w - amount h(w) + constant with w = growth u + shift, for each element of a site: (E,) arrays."""
-
-    kind: type
-    growth: np.ndarray
-    shift: np.ndarray
-    slope: np.ndarray
-    amount: np.ndarray
-    constant: np.ndarray
-
-
-def _in_closed_form(terms: Terms, probe: _Probe) -> Terms:
-    """Terms of one predictor as an exponential (half-normal, exponential, gamma, inverse gamma, Weibull priors on the
-    log scale) or a logistic form (half-Cauchy, half-t, beta, uniform), if they are found to be one."""
-    if terms.num_predictors != 1 or not np.all(probe.hessians[:, NEAR] < 0):
-        return terms
-    for form in (_exponential_form(probe), *[_logistic_form(probe, growth) for growth in (1.0, 2.0)]):
-        if form is not None and _holds(form, probe):
-            return _with_form(terms, form)
-    return terms
-
-
-def _exponential_form(probe: _Probe) -> _Form | None:
-    """log(-phi'') is a line."""
-    points, logs = probe.points[NEAR, 0], np.log(-probe.hessians[:, NEAR, 0, 0])
-    growth = (logs[:, -1] - logs[:, 0]) / (points[-1] - points[0])
-    if np.any(growth == 0):
-        return None
-    line = logs[:, :1] + growth[:, None] * (points - points[0])
-    if np.any(np.abs(logs - line) > _tolerance(logs) * (1 + np.abs(logs))):
-        return None
-    amount = np.exp(logs[:, ORIGIN]) / growth**2
-    return _anchored(Exponential, growth, np.zeros_like(growth), amount, probe)
-
-
-def _logistic_form(probe: _Probe, growth: float) -> _Form | None:
-    """(-phi'')^(-1/2) is a multiple of cosh(w / 2)."""
-    points, inverse = probe.points[NEAR, 0], (-probe.hessians[:, NEAR, 0, 0]) ** -0.5
-    basis = np.exp(np.outer(points, [0.5 * growth, -0.5 * growth]))
-    weight = 1 / inverse  # relative errors
-    sides = [np.linalg.lstsq(basis * w[:, None], np.ones_like(w), rcond=None)[0] for w in weight]
-    rising, falling = np.array(sides, inverse.dtype).T
-    if np.any(rising <= 0) or np.any(falling <= 0):
-        return None
-    if np.any(np.abs((basis @ np.stack([rising, falling])).T * weight - 1) > _tolerance(inverse)):
-        return None
-    amount = 1 / (growth**2 * rising * falling)
-    return _anchored(Logistic, np.full_like(rising, growth), np.log(rising / falling), amount, probe)
-
-
-def _anchored(kind: type, growth, shift, amount, probe: _Probe) -> _Form:
-    """With the slope and constant that value and gradient at the origin ask for."""
-    curved, derivative = _curved(kind, shift)
-    slope = probe.gradients[:, ORIGIN, 0] / growth + amount * derivative
-    constant = probe.values[:, ORIGIN] - slope * shift + amount * curved
-    return _Form(kind, growth, shift, slope, amount, constant)
-
-
-def _curved(kind: type, w: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """h and h'."""
-    if kind is Exponential:
-        return np.exp(w), np.exp(w)
-    return np.logaddexp(0, w), np.exp(-np.logaddexp(0, -w))
-
-
-def _holds(form: _Form, probe: _Probe) -> bool:
-    """Whether values agree, far out too."""
-    w = form.growth[:, None] * probe.points[:, 0] + form.shift[:, None]
-    with np.errstate(over="ignore", invalid="ignore"):
-        pieces = form.slope[:, None] * w, -form.amount[:, None] * _curved(form.kind, w)[0], form.constant[:, None]
-        size = 1 + sum(np.abs(piece) for piece in pieces)
-        return bool(np.all(np.abs(sum(pieces) - probe.values) <= _tolerance(probe.values) * size))
-
-
-def _tolerance(array: np.ndarray) -> float:
-    return float(np.finfo(array.dtype).eps) ** 0.6
-
-
-def _with_form(terms: Terms, form: _Form) -> Terms:
-    growth, shift, slope, amount, constant = (jnp.asarray(x) for x in form[1:])
-
-    def predictors(theta, row, element):
-        return growth[element] * terms.predictors(theta, row, element) + shift[element]
-
-    def coefficients(row, element):
-        return form.kind(slope[element], amount[element], constant[element], jnp.ones((), amount.dtype))
-
-    density = DENSITIES[form.kind]
-    return Terms(terms.site, terms.num_elements, 1, True, predictors, coefficients, density, form.kind)
-
-
-def gaussian_part(prior: Prior, size: int, dtype, shared: Rows) -> tuple[Array, Array, Array]:
+def gaussian_part(prior: Prior, size: int, dtype, shared: Arrays) -> tuple[Array, Array, Array]:
     """Precision, slope and value at theta = 0 of the Gaussian terms outside the blocks, added up."""
     zeros = jnp.zeros((size, size), dtype), jnp.zeros(size, dtype), jnp.zeros((), dtype)
     expanded = [_expand(terms, size, dtype, shared) for terms in prior.gaussian]
     return tuple(sum((each[i] for each in expanded), start=zero) for i, zero in enumerate(zeros))
 
 
-def _expand(terms: Terms, size: int, dtype, shared: Rows) -> tuple[Array, Array, Array]:
+def _expand(terms: Terms, size: int, dtype, shared: Arrays) -> tuple[Array, Array, Array]:
     """Precision, slope and value of the terms at theta = 0."""
     offset, design, _ = linearise(terms, jnp.zeros(size, dtype), shared)
     offset, design, values = merged((offset, design, constants(terms, shared)))

@@ -23,7 +23,7 @@ from ..core.primitives import equations
 from ..core.recursion import State
 from ..core.symbolic import depends_on
 from . import validation
-from .arguments import PARAMS, ROW, check_row_shapes, checked_rows, num_rows, row_shapes, split_call
+from .arguments import PARAMS, ROW, check_row_shapes, checked_rows, row_shapes, split_call
 from .layout import layout_of
 from .parameters import Parameters, parameters_of
 from .prior import (
@@ -39,6 +39,7 @@ from .prior import (
     split_prior,
     state_at,
 )
+from .rows import Rows, num_rows
 from .sparsity import Sparsity, find_sparsity, is_selection
 from .terms import Terms, by_row, linearise, site_terms
 from .tracing import (
@@ -136,15 +137,15 @@ class Program:
         row = self.shared if self.whole else {**self.example_row, **self.shared}
         terms = site_terms(self._site_runner(site), site, theta, row, prefer_parameters=prefer_parameters)
         terms = terms._replace(num_local=self.local.size)
-        num_rows = self.num_rows(self.example_rows)
         if not self.whole:
             return terms
-        if terms.num_elements % num_rows:
+        total = num_rows(self.example_rows)
+        if terms.num_elements % total:
             raise NotImplementedError(
-                f"site {site!r} has {terms.num_elements} independent terms for {num_rows} rows of data: every row "
+                f"site {site!r} has {terms.num_elements} independent terms for {total} rows of data: every row "
                 "needs as many. Observe it in a plate over the rows."
             )
-        return by_row(terms, num_rows)
+        return by_row(terms, total)
 
     def _find_index_check(self) -> validation.IndexCheck | None:
         """None if the model indexes nothing by a row."""
@@ -198,7 +199,7 @@ class Program:
         return other
 
     # ------------------------------------------------------------------ data
-    def rows(self, data: Mapping[str, Any] | tuple) -> dict[str, np.ndarray]:
+    def rows(self, data: Mapping[str, Any] | tuple) -> Rows:
         """The data as arrays by argument name, checked for names, lengths, finite values, shapes and indices."""
         rows = checked_rows(self.model, data, 0, self.model_kwargs)
         if not self.whole:
@@ -206,8 +207,6 @@ class Program:
         if self._index_check is not None:
             self._index_check(rows, 0)
         return rows
-
-    num_rows = staticmethod(num_rows)
 
     def call_arguments(self, rows: Mapping[str, Array]) -> tuple[tuple, dict]:
         """(args, kwargs) of a call of the model on these rows."""
@@ -225,7 +224,7 @@ class Program:
                 "the latent sites of this posterior belong to the rows that it was fitted to: give these, all of them. "
                 "(Other rows can be predicted with method='monte_carlo'.)"
             )
-        return {ROW: np.arange(self.num_rows(rows), dtype=np.int32)}
+        return {ROW: np.arange(num_rows(rows), dtype=np.int32)}
 
     @property
     def shared(self) -> dict[str, Array]:
@@ -250,7 +249,7 @@ class Program:
     def begin_check(self, rows: Mapping[str, np.ndarray]) -> Callable[[], np.ndarray]:
         """Start to check rows; what is returned waits for the answer: which of them :meth:`check_rows` lets pass."""
         begun = [check.begin(rows) for check in self._checks]
-        return lambda: np.all([np.ones(self.num_rows(rows), bool), *[finish() for finish in begun]], axis=0)
+        return lambda: np.all([np.ones(num_rows(rows), bool), *[finish() for finish in begun]], axis=0)
 
     def check_independence(self, rows: Mapping[str, np.ndarray]) -> None:
         """:raises CoupledRows: if the terms of a few rows change when the rows are taken one by one."""

@@ -19,7 +19,7 @@ from ..core.compilation import jit_once
 from ..core.designs import Sparse
 from ..core.sparse import Order
 from .layout import Layout
-from .terms import Rows, Terms, merged, over_rows, split_rows
+from .terms import Arrays, Terms, merged, over_rows, split_rows
 
 FEWEST_PARAMETERS = 200  # below, whole matrices are small
 MOST_SPLIT = 64  # entries of a strand of which terms look at several
@@ -63,7 +63,7 @@ class Sparsity(NamedTuple):
 
 
 # ---------------------------------------------------------------------- designs
-def sparse_design(terms: Terms, view: View, theta: Array, rows: Rows) -> tuple[Array, Sparse]:
+def sparse_design(terms: Terms, view: View, theta: Array, rows: Arrays) -> tuple[Array, Sparse]:
     """Predictors at theta (n E, C), and their Jacobians."""
     directions = _along(view.strands, theta.size, theta.dtype)
     offset, pushed = merged(_pushed(terms, theta, directions, rows))
@@ -80,7 +80,7 @@ def selecting_view(size: int) -> View:
     return View((np.arange(size),), np.arange(size), size, True)
 
 
-def is_selection(terms: Terms, size: int, dtype, rows: Rows) -> bool:
+def is_selection(terms: Terms, size: int, dtype, rows: Arrays) -> bool:
     """Whether each term's one predictor is an affine function of one entry of theta."""
     if not (terms.is_affine and terms.num_predictors == 1 and not terms.num_local):
         return False
@@ -96,7 +96,7 @@ def _along(strands: tuple[np.ndarray, ...], size: int, dtype) -> np.ndarray:
     return directions
 
 
-def _pushed(terms: Terms, theta: Array, directions: np.ndarray, rows: Rows) -> tuple[Array, Array]:
+def _pushed(terms: Terms, theta: Array, directions: np.ndarray, rows: Arrays) -> tuple[Array, Array]:
     """Predictors (n, E, C), and their changes along directions (n, E, D, C)."""
 
     def one(row, element):
@@ -123,7 +123,7 @@ class _Looks(NamedTuple):
     single: np.ndarray
 
 
-def _look(terms: Terms, strands: tuple[np.ndarray, ...], theta: Array, rows: Rows) -> _Looks:
+def _look(terms: Terms, strands: tuple[np.ndarray, ...], theta: Array, rows: Arrays) -> _Looks:
     """Asked along a random direction."""
     count, eps = len(strands), np.finfo(theta.dtype).eps
     probe = np.random.default_rng(0).normal(size=theta.size).astype(theta.dtype)
@@ -147,7 +147,7 @@ def _look(terms: Terms, strands: tuple[np.ndarray, ...], theta: Array, rows: Row
     return _Looks(np.any([f.touched for f in found], axis=0), np.all([f.single for f in found], axis=0))
 
 
-def _parts(rows: Rows) -> Iterator[Rows]:
+def _parts(rows: Arrays) -> Iterator[Arrays]:
     """Rows in parts of equal length, the first ones once more in the last."""
     shared, own = split_rows(rows)
     count = len(next(iter(own.values()))) if own else 0
@@ -157,7 +157,7 @@ def _parts(rows: Rows) -> Iterator[Rows]:
 
 
 def find_sparsity(
-    layout: Layout, dtype, row_terms: tuple[Terms, ...], prior_terms: tuple[Terms, ...], rows: Rows
+    layout: Layout, dtype, row_terms: tuple[Terms, ...], prior_terms: tuple[Terms, ...], rows: Arrays
 ) -> Sparsity | None:
     """How terms look at theta, if each looks at a few entries; None if not, or if theta is short.
 

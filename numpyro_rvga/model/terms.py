@@ -14,14 +14,14 @@ from jax.scipy.special import gammaln
 from numpyro.distributions.transforms import IdentityTransform, biject_to
 
 from ..core import closed_forms as cf
-from ..core.symbolic import factorise
+from ..core.symbolic import Reading, factorise
 from .arguments import PARAMS, ROW
 from .tracing import SiteRecord, elements, peel, site_transform
 
 MAX_PREDICTORS = 16  # of an affine split; beyond, the distribution's own parameters are linearised in theta
 
-Rows = Mapping[str, Array]
-RunSite = Callable[[Array, Rows], SiteRecord]
+Arrays = Mapping[str, Array]
+RunSite = Callable[[Array, Arrays], SiteRecord]
 
 
 class Terms(NamedTuple):
@@ -39,15 +39,15 @@ class Terms(NamedTuple):
     num_elements: int
     num_predictors: int
     is_affine: bool
-    predictors: Callable[[Array, Rows, Array], Array]
-    constants: Callable[[Rows, Array], Any]
+    predictors: Callable[[Array, Arrays, Array], Array]
+    constants: Callable[[Arrays, Array], Any]
     density: Callable[[Array, Any], Array]
     closed_form: type | None
     num_local: int = 0
 
 
 def site_terms(
-    run_site: RunSite, site: str, theta: jax.ShapeDtypeStruct, row: Rows, *, prefer_parameters: bool
+    run_site: RunSite, site: str, theta: jax.ShapeDtypeStruct, row: Arrays, *, prefer_parameters: bool
 ) -> Terms:
     """Split one site's terms.
 
@@ -56,8 +56,9 @@ def site_terms(
     :param prefer_parameters: use the distribution's own parameters as predictors, linearised in theta if need be
         (what the extended Kalman filter does), even if an affine split is at hand.
     """
-    count = jax.eval_shape(lambda t, r: elements(run_site(t, r)), theta, row).shape[0]
-    closed = _closed_form_terms(run_site, site, theta, row, count)
+    form = _example_form(run_site, theta, row)
+    count = form.num_elements
+    closed = _closed_form_terms(run_site, site, theta, row, form)
     if closed is not None:
         return closed
     index = jax.ShapeDtypeStruct((), jnp.int32)
@@ -68,7 +69,7 @@ def site_terms(
             if split.num_predictors > theta.shape[0]:
                 return _identity_terms(site, theta.shape[0], count, split)
             return _affine_terms(site, count, split)
-    parameters = _parameter_terms(run_site, site, theta, row, count)
+    parameters = _parameter_terms(run_site, site, theta, row, form)
     if parameters is None or (split is not None and split.num_predictors <= parameters.num_predictors):
         split = split or factorise(lambda t, r, e: elements(run_site(t, r))[e], theta, row, index)
         return _affine_terms(site, count, split)
@@ -101,7 +102,7 @@ def _affine_terms(site, count, split) -> Terms:
 
 
 # ---------------------------------------------------------------------- evaluation over many rows
-def linearise(terms: Terms, theta: Array, rows: Rows) -> tuple[Array, Array, Array]:
+def linearise(terms: Terms, theta: Array, rows: Arrays) -> tuple[Array, Array, Array]:
     """Predictors at theta (n, E, C), and their Jacobians in theta (n, E, C, P) and in the row's own variables (n, E, C,
     K), these at zero."""
     everything = jnp.concatenate([theta, jnp.zeros(terms.num_local, theta.dtype)])
@@ -114,12 +115,12 @@ def linearise(terms: Terms, theta: Array, rows: Rows) -> tuple[Array, Array, Arr
     return offset, design[..., : theta.shape[0]], design[..., theta.shape[0] :]
 
 
-def predictors_of(terms: Terms, theta: Array, rows: Rows) -> Array:
+def predictors_of(terms: Terms, theta: Array, rows: Arrays) -> Array:
     """Predictors at theta (n, E, C)."""
     return over_rows(lambda row, element: terms.predictors(theta, row, element), terms.num_elements, rows)
 
 
-def constants(terms: Terms, rows: Rows) -> Any:
+def constants(terms: Terms, rows: Arrays) -> Any:
     """What the densities need of the rows: a pytree of (n, E, ...) arrays."""
 
     return over_rows(terms.constants, terms.num_elements, rows)
@@ -144,7 +145,7 @@ def over_rows(function, num_elements, rows):
     return jax.vmap(every_element)(own)
 
 
-def split_rows(rows: Rows) -> tuple[dict[str, Array], dict[str, Array]]:
+def split_rows(rows: Arrays) -> tuple[dict[str, Array], dict[str, Array]]:
     """What all rows share, the ``numpyro.param`` sites, and what they have of their own."""
     shared = {name: rows[name] for name in rows if name == PARAMS}
     return shared, {name: rows[name] for name in rows if name != PARAMS}
@@ -248,31 +249,25 @@ def _families(kind: type) -> list[_Family]:
     return table.get(kind, [])
 
 
-def _closed_form_terms(run_site, site, theta, row, count) -> Terms | None:
-    record = jax.eval_shape(lambda t, r: _describe(run_site(t, r)), theta, row)
-    if record.log_abs_det is not None:  # a transformed latent: its log-Jacobian is no part of the closed form
+def _closed_form_terms(run_site, site, theta, row, form) -> Terms | None:
+    families = _families(form.kind)
+    if not families or form.has_jacobian:  # a transformed latent's log-Jacobian is no part of the closed form
         return None
     index = jax.ShapeDtypeStruct((), jnp.int32)
+    names = sorted({name for family in families for name in (*family.fixed, *(n for n, _ in family.parameters))})
 
-    def element_of(attribute):
-        def function(t, r, e):
-            found = run_site(t, r)
-            fn, mask = peel(found.fn)
-            if attribute == "weight":
-                array = found.weight * mask
-            elif attribute == "value":
-                array = found.value
-            else:
-                array = fn.loc - found.value if attribute == "loc - value" else getattr(fn, attribute)
-            return jnp.ravel(jnp.broadcast_to(jnp.asarray(array, theta.dtype), jnp.shape(found.value)))[e]
+    def attributes(t, r, e):
+        record = run_site(t, r)
+        arrays = [_attribute(record, name) for name in names]
+        shape = jnp.shape(record.value)
+        return [jnp.ravel(jnp.broadcast_to(jnp.asarray(array, theta.dtype), shape))[e] for array in arrays]
 
-        return function
-
-    for family in _families(_example_form(run_site, theta, row).kind):
-        fixed = [factorise(element_of(name), theta, row, index) for name in family.fixed]
+    reading = Reading(attributes, theta, row, index)
+    for family in families:
+        fixed = [reading.split(names.index(name)) for name in family.fixed]
         if any(f.num_predictors for f in fixed):
             continue
-        free = [factorise(element_of(name), theta, row, index, through=link) for name, link in family.parameters]
+        free = [reading.split(names.index(name), link) for name, link in family.parameters]
         if not all(f is not None and f.is_affine for f in free):
             continue
         kind = type(jax.eval_shape(family.coefficients, *[jax.ShapeDtypeStruct((), theta.dtype)] * len(fixed)))
@@ -284,35 +279,44 @@ def _closed_form_terms(run_site, site, theta, row, count) -> Terms | None:
             nothing = jnp.zeros(0, theta.dtype)
             return family.coefficients(*[f.density(nothing, f.constants((r, e))) for f in fixed])
 
-        return Terms(site, count, len(free), True, predictors, constants, cf.DENSITIES[kind], kind)
+        return Terms(site, form.num_elements, len(free), True, predictors, constants, cf.DENSITIES[kind], kind)
     return None
 
 
-class _Description(NamedTuple):
-    value: Array
-    log_abs_det: Array | None
-
-
-def _describe(record: SiteRecord) -> _Description:
-    trivial = record.log_abs_det is None or isinstance(site_transform(record.fn), IdentityTransform)
-    return _Description(record.value, None if trivial else record.log_abs_det)
+def _attribute(record: SiteRecord, name: str) -> Any:
+    fn, mask = peel(record.fn)
+    if name == "weight":
+        return record.weight * mask
+    if name == "value":
+        return record.value
+    return fn.loc - record.value if name == "loc - value" else getattr(fn, name)
 
 
 class _Form(NamedTuple):
-    """What is static about a distribution: its type and its parameters' constraints (None if they cannot be named)."""
+    """What is static about a site.
 
+    :ivar kind: the distribution's type.
+    :ivar supports: its parameters' constraints, None if they cannot be named.
+    :ivar has_jacobian: whether it is a latent site of another support than the real line.
+    """
+
+    num_elements: int
     kind: type
     supports: list | None
+    has_jacobian: bool
 
 
 def _example_form(run_site: RunSite, theta, row) -> _Form:
     found: list[_Form] = []
 
     def abstract(t, r):
-        fn = peel(run_site(t, r).fn)[0]
+        record = run_site(t, r)
+        fn, terms = peel(record.fn)[0], elements(record)
         supports = _leaf_constraints(fn)
         named = supports is not None and len(supports) == len(jax.tree.leaves(fn))
-        found.append(_Form(type(fn), supports if named else None))
+        transformed = record.log_abs_det is not None
+        has_jacobian = transformed and not isinstance(site_transform(record.fn), IdentityTransform)
+        found.append(_Form(terms.shape[0], type(fn), supports if named else None, has_jacobian))
         return 0
 
     jax.eval_shape(abstract, theta, row)
@@ -320,9 +324,9 @@ def _example_form(run_site: RunSite, theta, row) -> _Form:
 
 
 # ---------------------------------------------------------------------- the distribution's parameters as predictors
-def _parameter_terms(run_site, site, theta, row, count) -> Terms | None:
+def _parameter_terms(run_site, site, theta, row, form) -> Terms | None:
     """The distribution's theta-dependent, unconstrained parameters as predictors; None if they cannot be named."""
-    supports = _example_form(run_site, theta, row).supports
+    supports = form.supports
     value = lambda t, r: run_site(t, r).value  # noqa: E731
     if supports is None or _moves(value, theta, row):  # latent sites have no parameters apart from their value
         return None
@@ -360,7 +364,7 @@ def _parameter_terms(run_site, site, theta, row, count) -> Terms | None:
     def constants(r, e):
         return inner.constants((r, e))
 
-    return Terms(site, count, inner.num_predictors, False, predictors, constants, inner.density, None)
+    return Terms(site, form.num_elements, inner.num_predictors, False, predictors, constants, inner.density, None)
 
 
 def unconstrained_parameters(site: str, fn: Any) -> tuple[list[Array], Callable[[list[Array]], Any]]:

@@ -13,7 +13,8 @@ from numpyro import handlers
 from numpyro.distributions.transforms import biject_to
 from numpyro.primitives import Messenger
 
-from .arguments import num_rows, split_call
+from .arguments import split_call
+from .rows import num_rows
 
 
 class SiteRecord(NamedTuple):

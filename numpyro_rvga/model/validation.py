@@ -14,8 +14,9 @@ from jax import Array
 from ..core.compilation import jit_once
 from ..core.indices import indexings
 from ..core.symbolic import depends_on
-from .arguments import absent_arguments, num_rows
+from .arguments import absent_arguments
 from .layout import Layout
+from .rows import num_rows
 from .terms import linearise
 from .tracing import SiteInfo, SiteRecord, peel, plates_of, run_model, sample_sites
 

@@ -10,7 +10,7 @@ import pytest
 from jax.scipy.linalg import solve_triangular
 from jax.scipy.special import logsumexp, xlog1py, xlogy
 
-from numpyro_rvga.core.symbolic import depends_on, factorise
+from numpyro_rvga.core.symbolic import Reading, depends_on, factorise
 
 SIZE = 6
 X = np.array([0.5, -1.2, 0.7])
@@ -217,7 +217,7 @@ def test_affine_functions_are_known_as_such(name, affine):
     ],
 )
 def test_links_are_read_off_exactly(fun, through, inverse):
-    split = factorise(fun, jax.ShapeDtypeStruct((SIZE,), jnp.float64), X, through=through)
+    split = Reading(lambda *a: [fun(*a)], jax.ShapeDtypeStruct((SIZE,), jnp.float64), X).split(0, through)
     assert split is not None and split.num_predictors <= 1
     for theta in points():
         value = split.density(split.predictors(theta, (X,)), split.constants((X,)))
@@ -235,7 +235,7 @@ def test_links_are_read_off_exactly(fun, through, inverse):
     ],
 )
 def test_links_that_are_not_there_are_not_read_off(fun, through):
-    assert factorise(fun, jax.ShapeDtypeStruct((SIZE,), jnp.float64), through=through) is None
+    assert Reading(lambda w: [fun(w)], jax.ShapeDtypeStruct((SIZE,), jnp.float64)).split(0, through) is None
 
 
 # ---------------------------------------------------------------------- which inputs matter

@@ -13,13 +13,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ..core.compilation import jit_once
+from ..files import digest
+from ..model.arguments import check_finite, finite_rows, named_rows, refuse_frames
+from ..model.program import Program
+from ..model.rows import Rows, num_rows, permuted
+from ..options import check_choice
 from .checkpoints import EVERY, Checkpoint
-from .core.compilation import jit_once
-from .model.arguments import check_finite, finite_rows, named_rows, num_rows, refuse_frames
-from .model.program import Program
-from .options import check_choice
-from .storage import digest
-from .stream import Rows, RowSource, permuted, rows_in_memory, rows_of_blocks
+from .source import RowSource, rows_in_memory, rows_of_blocks
 
 BAD_ROW_POLICIES = ("raise", "skip")
 HEAD = 32  # rows from which the form of the data is found out
@@ -41,6 +42,8 @@ class PassOptions:
         check_choice("on_bad_row", self.on_bad_row, BAD_ROW_POLICIES)
         if self.resume and self.checkpoint is None:
             raise ValueError("resume=True needs checkpoint=, the file to go on from.")
+        if not isinstance(self.every, int) or isinstance(self.every, bool) or self.every < 1:
+            raise ValueError(f"every must be a positive number of rows, not {self.every!r}.")
 
     @property
     def skips(self) -> bool:
@@ -120,12 +123,25 @@ class _Step(NamedTuple):
 class Pass(ABC):
     """Rows from a source, piece by piece, each result looked at while the next ones are under way.
 
+    :param bar: a progress bar.
+    :param keep: called with the state after each good piece.
+    :param checked: whether it is known that the rows are finite, and their outcomes in their support.
+
     :ivar state: after the last piece whose result is known to be good.
     :ivar done: how many rows that was.
     """
 
-    def __init__(self, program: Program, source: RowSource, options: PassOptions, bar: Any, *, checked: bool):
-        self._program, self._source, self._options, self._bar = program, source, options, bar
+    def __init__(
+        self,
+        program: Program,
+        source: RowSource,
+        options: PassOptions,
+        bar: Any,
+        keep: Callable[[Any], None],
+        *,
+        checked: bool,
+    ):
+        self._program, self._source, self._options, self._bar, self._keep = program, source, options, bar, keep
         self._checked = checked and not options.skips
         self._checkpoint = options.open_checkpoint()
         self.state: Any = None
@@ -217,6 +233,7 @@ class Pass(ABC):
     def _take_note(self, step: _Step) -> None:
         self._whole = False
         if step.report is not None:
+            self._keep(step.after)
             self.accept(step.after, step.rows, step.weights, step.report, step.place)
         left_out = np.flatnonzero(step.weights == 0)
         self._num_skipped += len(left_out)
@@ -304,6 +321,7 @@ class Pass(ABC):
         self.done = self._written = contents["done"]
         self._num_skipped, self._skipped = contents["num_skipped"], contents["skipped"].tolist()
         self.read_notes(contents["notes"])
+        self._keep(self.state)
         self._source.skip(self.done)
         self._bar.update(self.done)
 

@@ -15,12 +15,13 @@ from numpyro import handlers
 from numpyro.infer import Predictive
 from numpyro.primitives import Messenger
 
-from .core.symbolic import depends_on
-from .model.terms import unconstrained_parameters
-from .model.tracing import peel
+from ..core.symbolic import depends_on
+from ..model.rows import num_rows
+from ..model.terms import unconstrained_parameters
+from ..model.tracing import peel
 
 if TYPE_CHECKING:
-    from .model import Program
+    from ..model import Program
     from .posterior import Posterior
 
 PROBIT_SCALE = math.sqrt(8 / math.pi)
@@ -54,7 +55,7 @@ def plugin(
     sites = program.constrain(posterior.mean)
     latents = {name: sites[name] for name in posterior.site_names}
     rows = program.rows(data)
-    model = handlers.substitute(handlers.uncondition(program.runner(program.num_rows(rows))), data=latents)
+    model = handlers.substitute(handlers.uncondition(program.runner(num_rows(rows))), data=latents)
     arguments, keywords = program.call_arguments({name: jnp.asarray(values) for name, values in rows.items()})
     predict = Predictive(model, num_samples=num_samples, return_sites=sorted(_predicted(program)))
     return predict(rng_key, *arguments, **keywords)
@@ -77,7 +78,7 @@ def linearized(
 
     def outputs(theta):
         sites = program.constrain(theta)
-        model = handlers.substitute(program.runner(program.num_rows(rows)), data=sites)
+        model = handlers.substitute(program.runner(num_rows(rows)), data=sites)
         with handlers.block():
             trace = handlers.trace(handlers.seed(model, jax.random.key(0))).get_trace(*arguments, **keywords)
         found = {}
@@ -149,7 +150,7 @@ def _forward(posterior, rng_key, rows, theta, names: set[str]) -> dict[str, Arra
     program = posterior.program
     sites = posterior.constrain(theta)
     latents = {name: sites[name] for name in posterior.site_names}
-    model = program.runner(program.num_rows(rows))
+    model = program.runner(num_rows(rows))
     predict = Predictive(handlers.uncondition(model), latents, return_sites=sorted(names))
     arguments, keywords = program.call_arguments({name: jnp.asarray(values) for name, values in rows.items()})
     return predict(rng_key, *arguments, **keywords)
@@ -159,10 +160,10 @@ def _at_new_rows(posterior, rng_key, rows, theta, names: set[str]) -> dict[str, 
     """Run the model on the rows that it was fitted to and the new ones together, latent sites that have grown completed
     by draws given what is known of them."""
     program = posterior.program
-    old = program.num_rows(program.example_rows)
+    old = num_rows(program.example_rows)
     both = {name: jnp.concatenate([program.example_rows[name], jnp.asarray(rows[name])]) for name in rows}
     arguments, keywords = program.call_arguments(both)
-    model = handlers.uncondition(program.runner(program.num_rows(both)))
+    model = handlers.uncondition(program.runner(num_rows(both)))
 
     def one(key, theta):
         fitted = program.constrain(theta)
@@ -248,7 +249,7 @@ def closed_form(posterior: Posterior, data: Mapping[str, ArrayLike] | tuple) -> 
         mean, covariance = program.predictors(posterior.gaussian, complete, site)
         element_shape = list(program.sites[site].value_shape)
         element_shape.pop(program.row_axis(site))
-        shape = (program.num_rows(rows), *element_shape)
+        shape = (num_rows(rows), *element_shape)
         predictions[site] = _probit_moments(mean.reshape(shape), covariance.reshape(shape))
     return predictions
 
@@ -269,8 +270,8 @@ def _with_stand_ins(posterior: Posterior, rows: Mapping[str, Any], site: str) ->
     needed = sorted(depends_on(predictors, program.example_rows)[site] & set(missing))
     if needed:
         raise ValueError(f"the prediction of site '{site}' needs the data arrays {needed} too.")
-    num_rows = program.num_rows(rows)
-    return {**rows, **{name: jnp.broadcast_to(v[:1], (num_rows, *v.shape[1:])) for name, v in missing.items()}}
+    total = num_rows(rows)
+    return {**rows, **{name: jnp.broadcast_to(v[:1], (total, *v.shape[1:])) for name, v in missing.items()}}
 
 
 def _probit_moments(mean: Array, variance: Array) -> dict[str, Array]:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 
-from .core.designs import apply_design
-from .core.factors import Factors
-from .model.sparsity import View, sparse_design
-from .model.terms import Terms, constants, linearise, merged
+from ..core.designs import apply_design
+from ..core.factors import Factors, Kind
+from ..model.sparsity import View, sparse_design
+from ..model.terms import Terms, constants, linearise, merged
 
 Seen = tuple[Terms, View | None]  # terms, and the few entries of theta that they look at; None: any
 
@@ -55,3 +56,15 @@ def factors_of(
         else:
             factors.append(factors_at(terms, view, theta_of(entries), *known))
     return tuple(factors)
+
+
+def merged_by_form(
+    seen: Sequence[Seen], kinds: Sequence[Kind], prepared: tuple
+) -> tuple[list[Seen], tuple[Kind, ...], tuple]:
+    """Sites of the same closed form as one, for there to be less to compile. For designs that are whole matrices."""
+    places: dict[Any, list[int]] = {}
+    for place, (terms, _) in enumerate(seen):
+        places.setdefault(place if terms.closed_form is None else terms.closed_form, []).append(place)
+    together = [jax.tree.map(lambda *x: jnp.concatenate(x), *[prepared[i] for i in same]) for same in places.values()]
+    first = [same[0] for same in places.values()]
+    return [seen[i] for i in first], tuple(kinds[i] for i in first), tuple(together)

@@ -8,7 +8,7 @@ import numpyro.distributions as dist
 import pytest
 
 from numpyro_rvga import FixedPointVI
-from numpyro_rvga import conditions as module
+from numpyro_rvga.engines import curvature as module
 
 MEANS, VARIANCES = np.linspace(-3.0, 3.0, 7), np.geomspace(0.05, 10.0, 6)
 M, V = np.meshgrid(MEANS, VARIANCES, indexing="ij")

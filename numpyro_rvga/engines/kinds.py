@@ -11,11 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from .core import closed_forms as cf
-from .core import expectations as ex
-from .core.compilation import jit_once
-from .core.factors import Kind
-from .model.terms import Terms, constants
+from ..core import closed_forms as cf
+from ..core import expectations as ex
+from ..core.compilation import jit_once
+from ..core.factors import Kind
+from ..model.terms import Terms, constants
 
 
 class Options(NamedTuple):

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from . import storage
+from .. import files
 
 KIND = "checkpoint"
 EVERY = 100_000  # rows
@@ -22,15 +22,12 @@ class Checkpoint:
     :param path: the file. The checkpoint before the last stays beside it, under the name ``<path>.previous``.
     :param every: rows between checkpoints.
     :param resume: whether to go on from a checkpoint that is there.
-    :raises ValueError: for another number of rows, a folder that is not there, and a file at ``path`` that would be
-        lost.
+    :raises ValueError: for a folder that is not there, and a file at ``path`` that would be lost.
     """
 
     def __init__(self, path: str | os.PathLike, every: int, *, resume: bool):
         self._path = Path(path)
         self._previous = self._path.with_name(f"{self._path.name}.previous")
-        if not isinstance(every, int) or isinstance(every, bool) or every < 1:
-            raise ValueError(f"every must be a positive number of rows, not {every!r}.")
         if not self._path.absolute().parent.is_dir():
             raise ValueError(f"checkpoint={str(path)!r}: the folder {self._path.absolute().parent} does not exist.")
         if not resume and self._path.exists():
@@ -52,22 +49,22 @@ class Checkpoint:
         if not self._resume or path is None:
             return None
         try:
-            metadata, arrays = storage.read(path, KIND)
+            metadata, arrays = files.read(path, KIND)
         except ValueError as error:
             another = path == self._path and self._previous.exists()
             advice = (
                 f" The checkpoint before it is {self._previous}: rename that to go on from there." if another else ""
             )
             raise ValueError(f"no run can go on from this checkpoint: {error}{advice}") from error
-        contents = {name: storage.decode(value, arrays) for name, value in metadata["contents"].items()}
+        contents = {name: files.decode(value, arrays) for name, value in metadata["contents"].items()}
         self._check_run(contents.pop("run"), path)
         return contents
 
     def write(self, contents: Mapping[str, Any]) -> None:
         """Replace the last checkpoint, atomically."""
         arrays: dict[str, np.ndarray] = {}
-        encoded = {n: storage.encode(v, n, arrays) for n, v in {**contents, "run": self._run}.items()}
-        storage.write(self._path, KIND, {"contents": encoded}, arrays, self._previous)
+        encoded = {n: files.encode(v, n, arrays) for n, v in {**contents, "run": self._run}.items()}
+        files.write(self._path, KIND, {"contents": encoded}, arrays, self._previous)
 
     def _check_run(self, found: Mapping[str, Any], path: Path) -> None:
         for name in {**found, **self._run}:

@@ -12,22 +12,21 @@ import numpy as np
 from jax import Array
 from jax.sharding import Mesh
 
-from .core.block import Settings
-from .core.compilation import Compiled, jit_once
-from .core.factors import Factors
-from .core.gaussians import Transition
-from .core.joint import Joint, joint_search, joint_solve
-from .core.objective import Group
-from .core.recursion import Sites, State, StepInfo, explicit_step, implicit_step, scan_blocks
+from ..core.block import Settings
+from ..core.compilation import Compiled, jit_once
+from ..core.factors import Factors
+from ..core.gaussians import Transition
+from ..core.joint import Joint, joint_search, joint_solve
+from ..core.objective import Group
+from ..core.recursion import Sites, State, StepInfo, explicit_step, implicit_step, scan_blocks
+from ..model.program import Program
+from ..model.rows import Rows, in_blocks, num_rows, pad
+from ..model.sparsity import selecting_view
+from ..model.terms import Terms
+from ..model.validation import CoupledRows
 from .devices import Devices
 from .kinds import Options, make_kind
-from .linearised import factors_at, factors_of, prepare
-from .model.arguments import num_rows
-from .model.program import Program
-from .model.sparsity import selecting_view
-from .model.terms import Terms, constants
-from .model.validation import CoupledRows
-from .stream import in_blocks, pad
+from .linearised import factors_of, merged_by_form, prepare
 
 SMOOTHNESS_ROWS = 16
 SYMMETRIC_PREDICTORS = 8  # with more, as in neural networks, the prior's mean is often a saddle
@@ -127,6 +126,11 @@ class Engine:
         if self.options.tolerance is None:
             settings = settings._replace(tolerance=ONE_PASS_TOLERANCE, share=1.0)
         return settings
+
+    @property
+    def is_moving(self) -> bool:
+        """Whether parameters move between blocks."""
+        return self._transition is not None
 
     @property
     def numbers_per_row(self) -> int:
@@ -252,7 +256,11 @@ class Engine:
     # ------------------------------------------------------------------ rows as factors
     def prepare(self, rows: dict, weights: Array) -> tuple:
         """Everything about the rows that does not depend on the state; see :func:`~.linearised.prepare`."""
-        return prepare(self._seen, jnp.zeros(self.program.layout.size, self.program.dtype), rows, weights)
+        return prepare(self._seen, self._origin, rows, weights)
+
+    @property
+    def _origin(self) -> Array:
+        return jnp.zeros(self.program.layout.size, self.program.dtype)
 
     def linearise(self, prepared: tuple, theta: Array) -> tuple[Factors, ...]:
         return factors_of(self._seen, prepared, theta)
@@ -260,14 +268,10 @@ class Engine:
     def _prior(self, shared: dict) -> Group:
         """The prior's terms. ``shared``: the ``numpyro.param`` sites, or nothing."""
 
-        def linearise_prior(chunk, theta):
-            factors = []
-            for terms in self.program.prior.terms:
-                weight = jnp.ones((1, terms.num_elements), theta.dtype)
-                factors.append(factors_at(terms, None, theta, shared, weight, constants(terms, shared)))
-            return tuple(factors)
-
-        return Group(self.prior_kinds, linearise_prior)
+        seen = [(terms, None) for terms in self.program.prior.terms]
+        known = prepare(seen, self._origin, shared, jnp.ones(1, self.program.dtype))
+        seen, kinds, known = merged_by_form(seen, self.prior_kinds, known)
+        return Group(kinds, lambda chunk, theta: factors_of(seen, known, theta))
 
 
 def _at_places(linearise: Callable, rest: Array, places: Array, chunk: Any, some: Array) -> tuple[Factors, ...]:
@@ -283,7 +287,7 @@ def _site_shapes(terms: Terms) -> Sites:
 
 
 def chunks_of(
-    engine: Engine, rows: dict[str, np.ndarray], numbers_per_row: int, weights: np.ndarray | None = None
+    engine: Engine, rows: Rows, numbers_per_row: int, weights: np.ndarray | None = None
 ) -> tuple[dict[str, Array], Array]:
     """Rows, as the terms take them, and weights as (chunks, n, ...) arrays of equal length.
 
@@ -340,7 +344,7 @@ class Engines:
         """The engine that was made last."""
         return self._known[-1][2] if self._known else None
 
-    def get(self, rows: dict[str, np.ndarray], model_kwargs: dict, rng_key: Array) -> Engine:
+    def get(self, rows: Rows, model_kwargs: dict, rng_key: Array) -> Engine:
         """The engine for checked rows; see :func:`checked_rows`.
 
         :raises ValueError, NotImplementedError: for models that do not fit, as :class:`Program` says.
@@ -363,7 +367,7 @@ class Engines:
         self._known.append((form, dict(model_kwargs), engine))
         return engine
 
-    def _program(self, rows: dict[str, np.ndarray], model_kwargs: dict) -> Program:
+    def _program(self, rows: Rows, model_kwargs: dict) -> Program:
         options = {
             "improper_prior_scale": self._scale,
             "prefer_parameters": self._options.scheme == "ekf" or self._options.expectation == "linearized",

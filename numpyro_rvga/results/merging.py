@@ -13,15 +13,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .core.gaussians import DiagonalGaussian, Family, FullGaussian, LowRankGaussian
-from .core.recursion import Quadratic, State, new_state
-from .engine import Engine
-from .kinds import Options
-from .online import OnlineState
-from .options import default_key
+from ..core.gaussians import DiagonalGaussian, Family, FullGaussian, LowRankGaussian
+from ..core.recursion import Quadratic, State, new_state
+from ..engines.engine import Engine
+from ..engines.kinds import Options
+from ..engines.online import OnlineState
+from ..options import default_key
 
 if TYPE_CHECKING:
-    from .model import Program
+    from ..model import Program
     from .posterior import Posterior
 
 SIMILAR = 1e-6  # relative difference of priors that rounding may make

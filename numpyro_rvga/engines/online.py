@@ -10,15 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from .core.compilation import Compiled
-from .core.estimators import Observation, make_estimator
-from .core.gaussians import DiagonalGaussian, Family, FullGaussian, converted
-from .core.recursion import Quadratic, State, quadratic_at
-from .core.rules import Rule, Updated, iterate, update
+from ..core.compilation import Compiled
+from ..core.estimators import Observation, make_estimator
+from ..core.gaussians import DiagonalGaussian, Family, FullGaussian, converted
+from ..core.recursion import Quadratic, State, quadratic_at
+from ..core.rules import Rule, Updated, iterate, update
+from ..model.predictive import log_predictive
+from ..model.rows import in_blocks, num_rows
 from .engine import Engine
-from .model.arguments import num_rows
-from .model.predictive import log_predictive
-from .stream import in_blocks
 
 PREDICTIVE_SAMPLES = 100  # of the predictors of a row that has more than three
 
@@ -78,6 +77,10 @@ class Online:
         self.one_block = Compiled(self._one_block, ("predict",))
         self.one_iteration = Compiled(self._one_iteration)
         self._settle = Compiled(self._settled_part)
+
+    def rate(self, rule: Rule) -> np.ndarray | None:
+        """A rule's learning rate as an argument of the compiled functions; None if it has none."""
+        return None if rule.name == "bong" else np.asarray(rule.learning_rate, self.start.mean.dtype)
 
     def _check(self) -> None:
         program, options = self.engine.program, self.options

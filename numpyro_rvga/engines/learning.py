@@ -10,11 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from .core.block import run_search, seek_start
-from .core.joint import Joint, bound_at
-from .core.linalg import solve_lower
+from ..core.block import run_search, seek_start
+from ..core.joint import Joint, bound_at
+from ..core.linalg import solve_lower
+from ..model.arguments import PARAMS
 from .engine import Engine
-from .model.arguments import PARAMS
 
 MAX_STEPS = 200
 FIRST_MOVE = 0.3  # largest change of a parameter in the first step, in unconstrained space

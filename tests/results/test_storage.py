@@ -11,7 +11,7 @@ import numpyro.distributions as dist
 import pytest
 from gaussian_posteriors import constrained, constrained_posterior, posterior_of, regression
 
-from numpyro_rvga import RVGA, Posterior, storage
+from numpyro_rvga import RVGA, Posterior, files
 
 KEY = jax.random.key(1)
 
@@ -149,12 +149,12 @@ def test_truncated_files_are_refused(saved, share):
 
 @pytest.mark.parametrize("seed", range(20))
 def test_no_damaged_byte_changes_an_array(saved, seed):
-    arrays = storage.read(saved, "posterior")[1]
+    arrays = files.read(saved, "posterior")[1]
     contents = bytearray(saved.read_bytes())
     contents[np.random.default_rng(seed).integers(len(contents))] ^= 0xFF
     saved.write_bytes(contents)
     try:
-        found = storage.read(saved, "posterior")[1]
+        found = files.read(saved, "posterior")[1]
     except ValueError:
         return
     assert found.keys() == arrays.keys()
@@ -184,13 +184,13 @@ def test_foreign_files_are_refused(tmp_path, make):
 
 
 def test_files_of_another_kind_are_refused(tmp_path):
-    storage.write(tmp_path / "q", "checkpoint", {}, {})
+    files.write(tmp_path / "q", "checkpoint", {}, {})
     with pytest.raises(ValueError, match="holds a numpyro_rvga checkpoint"):
         Posterior.load(tmp_path / "q", constrained)
 
 
 def test_files_of_a_newer_version_are_refused(posterior, tmp_path, monkeypatch):
-    monkeypatch.setattr(storage, "FORMAT_VERSION", 2)
+    monkeypatch.setattr(files, "FORMAT_VERSION", 2)
     posterior.save(tmp_path / "q")
     monkeypatch.undo()
     with pytest.raises(ValueError, match="format version 2"):

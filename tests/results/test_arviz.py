@@ -22,7 +22,7 @@ from numpyro.infer import log_likelihood
 from numpyro.infer.util import potential_energy
 from scipy import stats
 
-import numpyro_rvga.arviz
+import numpyro_rvga.results.arviz
 
 az = pytest.importorskip("arviz")
 OUTCOME = np.array([0.1, 0.4, -0.3])
@@ -217,7 +217,7 @@ def test_verdicts_tell_good_from_bad_approximations(data, inflation, shift, verd
     ],
 )
 def test_verdicts_get_worse_with_khat_and_with_few_draws(khat, num_samples, verdict):
-    assert numpyro_rvga.arviz._verdict(khat, 0.5, num_samples).startswith(verdict)
+    assert numpyro_rvga.results.arviz._verdict(khat, 0.5, num_samples).startswith(verdict)
 
 
 def test_khat_refuses_few_draws(data):
@@ -228,7 +228,9 @@ def test_khat_refuses_few_draws(data):
 def test_khat_of_constant_ratios_is_zero(data, monkeypatch):
     posterior = exact_regression(data)
     monkeypatch.setattr(
-        numpyro_rvga.arviz, "_log_joint", lambda _, theta, __: np.asarray(posterior.log_prob_unconstrained(theta)) - 3.0
+        numpyro_rvga.results.arviz,
+        "_log_joint",
+        lambda _, theta, __: np.asarray(posterior.log_prob_unconstrained(theta)) - 3.0,
     )
     assert posterior.khat(data).khat == 0.0
     assert posterior.khat(data).verdict.startswith("good")
@@ -244,15 +246,15 @@ def test_khat_reads_as_a_sentence(data):
 def test_khat_does_not_depend_on_the_chunks_of_rows(data, monkeypatch, chunk_values):
     posterior = exact_regression(data, 0.6)
     expected = posterior.khat(data, num_samples=100).khat
-    monkeypatch.setattr(numpyro_rvga.arviz, "CHUNK_VALUES", chunk_values)
+    monkeypatch.setattr(numpyro_rvga.results.arviz, "CHUNK_VALUES", chunk_values)
     assert posterior.khat(data, num_samples=100).khat == pytest.approx(expected, abs=1e-2)
 
 
 def test_chunks_of_rows_bound_the_memory(data, monkeypatch):
     posterior = exact_regression(data)
     theta = posterior.sample_unconstrained(jax.random.key(0), (100,))
-    monkeypatch.setattr(numpyro_rvga.arviz, "CHUNK_VALUES", 7 * 100)
-    chunks = list(numpyro_rvga.arviz._chunks_of_log_likelihood(posterior.program, theta, data))
+    monkeypatch.setattr(numpyro_rvga.results.arviz, "CHUNK_VALUES", 7 * 100)
+    chunks = list(numpyro_rvga.results.arviz._chunks_of_log_likelihood(posterior.program, theta, data))
     assert [chunk["y"].shape for chunk in chunks] == [(100, 7)] * 5 + [(100, 5)]
 
 

@@ -11,12 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from .core.block import seek_start
-from .core.compilation import Compiled
-from .core.joint import Joint, base_terms, bound_at
-from .core.linalg import lower_from_root, solve_lower
-from .core.recursion import State, StepInfo
-from .core.sparse import SparseJoint
+from ..core.block import seek_start
+from ..core.compilation import Compiled
+from ..core.joint import Joint, base_terms, bound_at
+from ..core.linalg import lower_from_root, solve_lower
+from ..core.recursion import State, StepInfo
+from ..core.sparse import SparseJoint
 from .engine import Engine
 from .learning import import_optax
 

@@ -10,16 +10,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from .core.block import run_search
-from .core.factors import Factors
-from .core.objective import Group
-from .core.recursion import State, StepInfo
-from .core.sparse import SparseJoint, Start, sparse_search
+from ..core.block import run_search
+from ..core.factors import Factors
+from ..core.objective import Group
+from ..core.recursion import State, StepInfo
+from ..core.sparse import SparseJoint, Start, sparse_search
+from ..model.rows import Rows, num_rows
+from ..model.sparsity import Sparsity
 from .engine import Engine, chunks_of
 from .kinds import make_kind
 from .linearised import Seen, factors_of, prepare
-from .model.arguments import num_rows
-from .model.sparsity import Sparsity
 
 
 class SparseProblem(NamedTuple):
@@ -55,9 +55,7 @@ class SparseEngine:
         self.prepare = engine.compiled(self._prepare)
         self.solve = engine.compiled(self._solve)
 
-    def problem(
-        self, rows: dict[str, np.ndarray], start: Start | None = None, weights: np.ndarray | None = None
-    ) -> SparseProblem:
+    def problem(self, rows: Rows, start: Start | None = None, weights: np.ndarray | None = None) -> SparseProblem:
         """For all rows. ``start``: where to begin; default: at the prior's marginals."""
         program = self._engine.program
         start = Start(*(program.marginals[:2] if start is None else start))
@@ -108,7 +106,7 @@ class SparseEngines:
         """Without what is compiled, for other processes."""
         return {"_known": {}, "_dense": set()}
 
-    def get(self, engine: Engine, rows: dict[str, np.ndarray]) -> SparseEngine | None:
+    def get(self, engine: Engine, rows: Rows) -> SparseEngine | None:
         """For all rows there are; None if terms look at more than a few entries of theta, or theta is short."""
         if engine in self._dense:  # not asked again: whole matrices are never wrong
             return None

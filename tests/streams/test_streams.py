@@ -14,11 +14,11 @@ import numpyro
 import numpyro.distributions as dist
 import pytest
 
-from numpyro_rvga import BONG, RVGA, RandomWalk, storage
-from numpyro_rvga import passes as passes_module
-from numpyro_rvga import rvga as rvga_module
+from numpyro_rvga import BONG, RVGA, RandomWalk, files
 from numpyro_rvga.core.recursion import Sites
-from numpyro_rvga.stream import RowMemory
+from numpyro_rvga.streams import passes as passes_module
+from numpyro_rvga.streams import recursive_pass
+from numpyro_rvga.streams.memory import RowMemory
 
 NUM_ROWS = 1500
 STEPS = ("jit(_joint)", "jit(_stream)", "jit(_one_block)")
@@ -81,9 +81,9 @@ def method_of(name):
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch):
-    monkeypatch.setattr(rvga_module, "MAX_CHUNK", 256)
-    monkeypatch.setattr(rvga_module, "DEFAULT_BLOCK", 64)
-    monkeypatch.setattr("numpyro_rvga.bong.CHUNK_BLOCKS", 64)
+    monkeypatch.setattr(recursive_pass, "MAX_CHUNK", 256)
+    monkeypatch.setattr(recursive_pass, "DEFAULT_BLOCK", 64)
+    monkeypatch.setattr("numpyro_rvga.streams.online_pass.CHUNK_BLOCKS", 64)
 
 
 def rows_of(name):
@@ -146,8 +146,8 @@ def test_the_posterior_does_not_depend_on_how_the_data_are_cut_and_one_run_is_on
 def test_streams_and_arrays_around_the_size_of_the_first_block_agree(num_rows, monkeypatch):
     method = RVGA(logistic, memory=150)
     method_rows = make(n=num_rows)
-    monkeypatch.setattr(rvga_module, "FIRST_BLOCK_ROWS", 150)
-    monkeypatch.setattr(rvga_module, "FIRST_BLOCK_ROWS_PER_PARAMETER", 1)
+    monkeypatch.setattr(recursive_pass, "FIRST_BLOCK_ROWS", 150)
+    monkeypatch.setattr(recursive_pass, "FIRST_BLOCK_ROWS_PER_PARAMETER", 1)
     assert_same(run(method, cut(method_rows, [40])), run(method, method_rows))
 
 
@@ -195,7 +195,7 @@ def test_a_stopped_run_goes_on_to_the_bit(name, tmp_path):
 
 def interrupt_after(method, rows, file, after):
     """As Ctrl-C does, at some place of a run."""
-    accept = rvga_module._Run.accept
+    accept = recursive_pass.RecursivePass.accept
 
     def interrupted(self, state, rows, *rest):
         accept(self, state, rows, *rest)
@@ -203,7 +203,7 @@ def interrupt_after(method, rows, file, after):
             raise KeyboardInterrupt
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(rvga_module._Run, "accept", interrupted)
+        patch.setattr(recursive_pass.RecursivePass, "accept", interrupted)
         run(method, rows, checkpoint=file, every=100)
     assert int(method.state.num_rows) >= after  # a usable state
     assert np.isfinite(method.posterior(method.state).mean).all()
@@ -306,7 +306,7 @@ def test_data_that_end_before_the_checkpoint_are_refused(stopped):
 def test_no_damaged_file_is_read_as_another(tmp_path):
     file = tmp_path / "run"
     intact = {"mean": np.arange(3.0), "place": np.arange(4)}
-    storage.write(file, "checkpoint", {"contents": {}}, intact)
+    files.write(file, "checkpoint", {"contents": {}}, intact)
     contents = file.read_bytes()
     rng = np.random.default_rng(3)
     damaged = [contents[:length] for length in range(len(contents))]
@@ -319,7 +319,7 @@ def test_no_damaged_file_is_read_as_another(tmp_path):
     for case in damaged:
         file.write_bytes(case)
         try:
-            _, found = storage.read(file, "checkpoint")
+            _, found = files.read(file, "checkpoint")
         except ValueError as error:
             assert "run is damaged" in str(error)
         else:  # a byte that means nothing, such as the time in the archive's table
@@ -333,7 +333,7 @@ def test_damaged_checkpoints_are_refused_kept_and_name_the_one_before(stopped, t
     file, contents = tmp_path / "run", path.read_bytes()
     file.with_name("run.previous").write_bytes(contents)
     newer = tmp_path / "newer"
-    storage.write(newer, "checkpoint", {"format_version": 99, "contents": {}}, {})
+    files.write(newer, "checkpoint", {"format_version": 99, "contents": {}}, {})
     for case, message in [(contents[:-30], "is damaged"), (newer.read_bytes(), "update numpyro_rvga")]:
         file.write_bytes(case)
         with pytest.raises(ValueError, match=rf"(?s){message}.*run\.previous"):

@@ -7,13 +7,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
-import jax
 import numpy as np
 
-from .model.arguments import check_row_shapes, named_rows, num_rows, row_shapes
+from ..model.arguments import check_row_shapes, named_rows, row_shapes
+from ..model.rows import Rows, joined, num_rows, permuted
 
-Rows = dict[str, np.ndarray]
-NEGLIGIBLE_ERROR = 1e-6  # nats: of a row whose Gaussian site is as good as exact
 SLICE = 2**16  # rows that are permuted, or passed over, at a time
 
 
@@ -54,7 +52,7 @@ class RowSource:
             pieces.append(head)
             size -= length
             self._num_held -= length
-        return _joined(pieces) if pieces else None
+        return joined(pieces) if pieces else None
 
     def peek(self, size: int) -> Rows:
         """The rows that :meth:`take` would give, which stay.
@@ -141,95 +139,8 @@ def _checked_blocks(blocks: Iterator, first_row: int, named: Callable[[Any], Row
         yield rows
 
 
-class RowMemory:
-    """The rows whose Gaussian sites are least exact, with these sites: bounded, filled while the data go by.
-
-    :param capacity: rows kept.
-    """
-
-    def __init__(self, capacity: int):
-        self._capacity = capacity
-        self._pieces: list[tuple[np.ndarray, Rows, tuple]] = []
-        self._count = 0
-        self._least = NEGLIGIBLE_ERROR  # rows of no larger error would not be among those kept
-
-    def offer(self, rows: Rows, sites: tuple) -> None:
-        """Consider rows; ``sites`` is a tuple of sites of (n, E, ...) arrays, empty where none are wanted."""
-        if not (self._capacity and sites):
-            return
-        error = sum(np.asarray(site.error).sum(axis=1) for site in sites)[: num_rows(rows)]
-        chosen = np.flatnonzero(error > self._least)
-        if not len(chosen):
-            return
-        self._keep(error[chosen], permuted(rows, chosen), _map_sites(lambda x: np.asarray(x)[chosen], sites))
-        if self._count > 2 * self._capacity:
-            self._prune()
-
-    def contents(self) -> tuple[Rows, tuple] | None:
-        """The kept rows and their sites; None if there are none."""
-        if not self._pieces:
-            return None
-        self._prune()
-        _, rows, sites = self._pieces[0]
-        return rows, sites
-
-    def stored(self) -> list:
-        """Plain arrays from which :meth:`restore` makes this memory again."""
-        if self._pieces:
-            self._prune()
-        return [(error, rows, [tuple(site) for site in sites]) for error, rows, sites in self._pieces]
-
-    def restore(self, stored: list, site_type: type) -> None:
-        for error, rows, sites in stored:
-            self._keep(error, rows, tuple(site_type(*site) for site in sites))
-
-    def _keep(self, error: np.ndarray, rows: Rows, sites: tuple) -> None:
-        self._pieces.append((error, rows, sites))
-        self._count += len(error)
-
-    def _prune(self) -> None:
-        errors, rows, sites = zip(*self._pieces)
-        error = np.concatenate(errors)
-        order = np.argsort(-error, kind="stable")[: self._capacity]
-        kept = _map_sites(lambda *x: np.concatenate(x)[order], *sites)
-        self._pieces, self._count = [], 0
-        self._keep(error[order], permuted(_joined(list(rows)), order), kept)
-        if len(order) == self._capacity:
-            self._least = error[order[-1]]
-
-
-def pad(rows: Rows, size: int, weights: np.ndarray | None = None) -> tuple[Rows, np.ndarray]:
-    """Rows repeated up to ``size``, and weights (size,): zero for the repeats, one for rows unless they are given."""
-    length = num_rows(rows)
-    weights = np.ones(length, np.float32) if weights is None else weights
-    if length == size:
-        return rows, weights
-    taken = np.minimum(np.arange(size), length - 1)
-    return permuted(rows, taken), np.concatenate([weights, np.zeros(size - length, weights.dtype)])
-
-
-def permuted(rows: Rows, order: np.ndarray) -> Rows:
-    return {name: array[order] for name, array in rows.items()}
-
-
-def in_blocks(arrays: Any, block_size: int) -> Any:
-    """A pytree of (n, ...) arrays as (blocks, B, ...)."""
-    return jax.tree.map(lambda x: x.reshape(-1, block_size, *x.shape[1:]), arrays)
-
-
 def progress(enabled: bool, total: int | None, name: str, unit: str) -> Any:
     """A progress bar."""
     from tqdm.auto import tqdm
 
     return tqdm(total=total, unit=unit, unit_scale=True, disable=not enabled, desc=name)
-
-
-def _joined(pieces: list[Rows]) -> Rows:
-    if len(pieces) == 1:
-        return pieces[0]
-    return {name: np.concatenate([piece[name] for piece in pieces]) for name in pieces[0]}
-
-
-def _map_sites(function: Callable, *several: tuple) -> tuple:
-    """Field by field, over tuples of sites of the same form."""
-    return tuple(type(same[0])(*[function(*fields) for fields in zip(*same)]) for same in zip(*several))

@@ -13,11 +13,12 @@ import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 
+from ..model.rows import Rows, num_rows
+from ..model.tracing import run_model
 from . import prediction
-from .model.tracing import run_model
 
 if TYPE_CHECKING:
-    from .model import Program
+    from ..model import Program
     from .posterior import Posterior
 
 # Bounds the memory of a chunk of rows: draws times rows times elements of an observed site.
@@ -49,25 +50,8 @@ def to_arviz(
     coords: Mapping[str, Any] | None = None,
     dims: Mapping[str, list[str]] | None = None,
 ) -> Any:
-    """Convert a posterior to an ``arviz.InferenceData`` (ArviZ 0.x) or an ``xarray.DataTree`` (ArviZ 1.x).
-
-    Draws from q are independent, so there is one chain: every variable has the leading shape
-    ``(1, num_samples)``. The groups are ``posterior`` (latent sites and deterministic sites outside the row plate) and
-    ``sample_stats`` with ``log_q``, the log density of q in unconstrained space. With ``data`` also ``log_p`` in
-    ``sample_stats`` (the log joint in unconstrained space, so that ``arviz.loo_approximate_posterior`` can be called
-    with the two), ``log_likelihood``, ``posterior_predictive``, ``observed_data`` and ``constant_data``. Dimensions
-    are named after the model's plates.
-
-    :param posterior: the posterior.
-    :param data: rows with their outcome, as :meth:`RVGA.run` takes them.
-    :param rng_key: random key; ``jax.random.key(0)`` by default.
-    :param num_samples: the number of draws.
-    :param coords: coordinate values by dimension name.
-    :param dims: dimension names by variable; these win over the names of the plates.
-    :raises ImportError: if ArviZ is not installed.
-    :raises ValueError: if ``data`` lack the outcome.
-    """
-    from . import __version__
+    """See :meth:`Posterior.to_arviz`."""
+    from .. import __version__
 
     arviz, major = _import_arviz()
     program = posterior.program
@@ -102,19 +86,7 @@ def khat(
     rng_key: Array | None = None,
     num_samples: int = 1000,
 ) -> Khat:
-    """Judge q by the Pareto k of the importance ratios p/q at draws from q (Vehtari et al. 2024; Yao et al. 2018).
-
-    The log joint is summed over chunks of rows, so memory does not grow with the number of rows.
-
-    :param posterior: the posterior.
-    :param data: all rows that the posterior has absorbed, with their outcome.
-    :param rng_key: random key; ``jax.random.key(0)`` by default.
-    :param num_samples: the number of draws.
-    :return: the Pareto k and a verdict. Ratios that do not vary at all, as for an exact posterior, give 0.
-    :raises ImportError: if ArviZ is not installed.
-    :raises NotImplementedError: after a run with dynamics.
-    :raises ValueError: if ``data`` lack the outcome, and for fewer than 100 draws, too few to fit a tail to.
-    """
+    """See :meth:`Posterior.khat`."""
     arviz, major = _import_arviz()
     if "dynamics" in posterior.info:
         raise NotImplementedError("parameters that move have no joint density with all rows to compare with.")
@@ -124,9 +96,9 @@ def khat(
     rng_key = jax.random.key(0) if rng_key is None else rng_key
     theta = posterior.sample_unconstrained(rng_key, (num_samples,))
     rows = _rows_with_outcome(program, data)
-    if not program.whole and program.num_rows(rows) != posterior.num_rows:
+    if not program.whole and num_rows(rows) != posterior.num_rows:
         raise ValueError(
-            f"data has {program.num_rows(rows)} rows, and the posterior has absorbed {posterior.num_rows}: give all of "
+            f"data has {num_rows(rows)} rows, and the posterior has absorbed {posterior.num_rows}: give all of "
             "these, and no others."
         )
     log_p = _log_joint(program, theta, _chunks_of_log_likelihood(program, theta, rows))
@@ -154,7 +126,7 @@ def _rows_with_outcome(program: Program, data: Mapping[str, ArrayLike] | tuple) 
     return rows
 
 
-def _log_joint(program: Program, theta: Array, chunks: Iterable[dict[str, np.ndarray]]) -> np.ndarray:
+def _log_joint(program: Program, theta: Array, chunks: Iterable[Rows]) -> np.ndarray:
     """The log joint density in unconstrained space, with all row terms, summed in float64. Shape (num_samples,)."""
     total = np.asarray(jax.jit(jax.vmap(program.log_prior))(theta), np.float64)
     for terms in chunks:
@@ -163,21 +135,19 @@ def _log_joint(program: Program, theta: Array, chunks: Iterable[dict[str, np.nda
     return total
 
 
-def _chunks_of_log_likelihood(
-    program: Program, theta: Array, rows: Mapping[str, Any]
-) -> Iterator[dict[str, np.ndarray]]:
+def _chunks_of_log_likelihood(program: Program, theta: Array, rows: Mapping[str, Any]) -> Iterator[Rows]:
     """The row terms of successive chunks of rows, each of shape (num_samples, rows of the chunk, *elements)."""
     examples = jax.eval_shape(program.log_likelihood, theta[0], program.inputs(program.example_rows))
     elements = max(values.size // values.shape[0] for values in examples.values())
     chunk_size = max(1, CHUNK_VALUES // (len(theta) * max(elements, program.largest_array)))
     evaluate = jax.jit(jax.vmap(program.log_likelihood, in_axes=(0, None)))
     inputs = program.inputs(rows)
-    for start in range(0, program.num_rows(inputs), chunk_size):
+    for start in range(0, num_rows(inputs), chunk_size):
         chunk = {name: values[start : start + chunk_size] for name, values in inputs.items()}
         yield jax.device_get(evaluate(theta, chunk))
 
 
-def _in_model_order(program: Program, site: str, chunks: list[dict[str, np.ndarray]]) -> np.ndarray:
+def _in_model_order(program: Program, site: str, chunks: list[Rows]) -> np.ndarray:
     """All rows of a site, with the row axis where the model's plates have it and not in front of the elements."""
     terms = np.concatenate([chunk[site] for chunk in chunks], axis=1)
     return np.moveaxis(terms, 1, 1 + program.row_axis(site))

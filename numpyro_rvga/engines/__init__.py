@@ -1,0 +1,1 @@
+"""A program's updates, compiled: state and rows in, state out. Nothing here knows where rows come from."""

@@ -1,0 +1,138 @@
+"""Which terms are quadratic, or have a closed form: told from their derivatives at a few points."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from ..core.closed_forms import DENSITIES, Exponential, Logistic
+from .terms import Arrays, Terms
+
+CHECKED_ELEMENTS = 32  # of a site, when asking whether its terms are quadratic
+ONE_PREDICTOR = (-1.0, 0.0, 1.0, 2.0, -12.0, -6.0, 6.0, 12.0)  # where terms of one predictor are looked at
+NEAR, ORIGIN = slice(0, 4), 1
+
+
+class Probe(NamedTuple):
+    """A site's terms at a few points u: (E, K), (E, K, C), (E, K, C, C)."""
+
+    points: Array
+    values: Array
+    gradients: Array
+    hessians: Array
+
+
+def probe(terms: Terms, dtype, shared: Arrays) -> Probe:
+    """All elements of terms of one predictor, whose form may be known; a choice of elements of others."""
+    single = terms.num_predictors == 1
+    rng = np.random.default_rng(0)
+    elements = np.arange(terms.num_elements) if single else rng.permutation(terms.num_elements)[:CHECKED_ELEMENTS]
+    points = np.array(ONE_PREDICTOR)[:, None] if single else rng.normal(size=(3, terms.num_predictors))
+    points = jnp.asarray(points, dtype)
+
+    def derivatives(element):
+        density = lambda u: terms.density(u, terms.constants(shared, element))  # noqa: E731
+        return [jax.vmap(f)(points) for f in (density, jax.grad(density), jax.hessian(density))]
+
+    return Probe(points, *jax.vmap(derivatives)(jnp.asarray(elements, jnp.int32)))
+
+
+def is_quadratic(probe: Probe) -> bool:
+    found = probe.hessians[:, NEAR]
+    spread = np.max(np.abs(found - found[:, :1]), initial=0.0)
+    return bool(spread <= 100 * np.finfo(found.dtype).eps * np.max(np.abs(found), initial=0.0))
+
+
+class _Form(NamedTuple):
+    """phi(u) = slope w - amount h(w) + constant with w = growth u + shift, for each element of a site: (E,) arrays."""
+
+    kind: type
+    growth: np.ndarray
+    shift: np.ndarray
+    slope: np.ndarray
+    amount: np.ndarray
+    constant: np.ndarray
+
+
+def in_closed_form(terms: Terms, probe: Probe) -> Terms:
+    """Terms of one predictor as an exponential (half-normal, exponential, gamma, inverse gamma, Weibull priors on the
+    log scale) or a logistic form (half-Cauchy, half-t, beta, uniform), if they are found to be one."""
+    if terms.num_predictors != 1 or not np.all(probe.hessians[:, NEAR] < 0):
+        return terms
+    for form in (_exponential_form(probe), *[_logistic_form(probe, growth) for growth in (1.0, 2.0)]):
+        if form is not None and _holds(form, probe):
+            return _with_form(terms, form)
+    return terms
+
+
+def _exponential_form(probe: Probe) -> _Form | None:
+    """log(-phi'') is a line."""
+    points, logs = probe.points[NEAR, 0], np.log(-probe.hessians[:, NEAR, 0, 0])
+    growth = (logs[:, -1] - logs[:, 0]) / (points[-1] - points[0])
+    if np.any(growth == 0):
+        return None
+    line = logs[:, :1] + growth[:, None] * (points - points[0])
+    if np.any(np.abs(logs - line) > _tolerance(logs) * (1 + np.abs(logs))):
+        return None
+    amount = np.exp(logs[:, ORIGIN]) / growth**2
+    return _anchored(Exponential, growth, np.zeros_like(growth), amount, probe)
+
+
+def _logistic_form(probe: Probe, growth: float) -> _Form | None:
+    """(-phi'')^(-1/2) is a multiple of cosh(w / 2)."""
+    points, inverse = probe.points[NEAR, 0], (-probe.hessians[:, NEAR, 0, 0]) ** -0.5
+    basis = np.exp(np.outer(points, [0.5 * growth, -0.5 * growth]))
+    weight = 1 / inverse  # relative errors
+    sides = [np.linalg.lstsq(basis * w[:, None], np.ones_like(w), rcond=None)[0] for w in weight]
+    rising, falling = np.array(sides, inverse.dtype).T
+    if np.any(rising <= 0) or np.any(falling <= 0):
+        return None
+    if np.any(np.abs((basis @ np.stack([rising, falling])).T * weight - 1) > _tolerance(inverse)):
+        return None
+    amount = 1 / (growth**2 * rising * falling)
+    return _anchored(Logistic, np.full_like(rising, growth), np.log(rising / falling), amount, probe)
+
+
+def _anchored(kind: type, growth, shift, amount, probe: Probe) -> _Form:
+    """With the slope and constant that value and gradient at the origin ask for."""
+    curved, derivative = _curved(kind, shift)
+    slope = probe.gradients[:, ORIGIN, 0] / growth + amount * derivative
+    constant = probe.values[:, ORIGIN] - slope * shift + amount * curved
+    return _Form(kind, growth, shift, slope, amount, constant)
+
+
+def _curved(kind: type, w: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """h and h'."""
+    if kind is Exponential:
+        return np.exp(w), np.exp(w)
+    return np.logaddexp(0, w), np.exp(-np.logaddexp(0, -w))
+
+
+def _holds(form: _Form, probe: Probe) -> bool:
+    """Whether values agree, far out too."""
+    w = form.growth[:, None] * probe.points[:, 0] + form.shift[:, None]
+    with np.errstate(over="ignore", invalid="ignore"):
+        pieces = form.slope[:, None] * w, -form.amount[:, None] * _curved(form.kind, w)[0], form.constant[:, None]
+        size = 1 + sum(np.abs(piece) for piece in pieces)
+        return bool(np.all(np.abs(sum(pieces) - probe.values) <= _tolerance(probe.values) * size))
+
+
+def _tolerance(array: np.ndarray) -> float:
+    return float(np.finfo(array.dtype).eps) ** 0.6
+
+
+def _with_form(terms: Terms, form: _Form) -> Terms:
+    growth, shift, slope, amount, constant = (jnp.asarray(x) for x in form[1:])
+
+    def predictors(theta, row, element):
+        return growth[element] * terms.predictors(theta, row, element) + shift[element]
+
+    def coefficients(row, element):
+        return form.kind(slope[element], amount[element], constant[element], jnp.ones((), amount.dtype))
+
+    density = DENSITIES[form.kind]
+    return Terms(terms.site, terms.num_elements, 1, True, predictors, coefficients, density, form.kind)

@@ -1,0 +1,1 @@
+"""What a run leaves: the posterior, its draws and predictions, ArviZ, NUTS, files, merging."""

@@ -1,0 +1,180 @@
+"""BONG's passes over rows: once, block by block, or again and again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from ..core.rules import Rule
+from ..engines.engine import describe_bad_rows
+from ..engines.online import BlockInfo, Online, OnlineState
+from ..model.rows import Rows, num_rows, pad, permuted
+from .passes import Pass, PassOptions, rows_named
+from .source import RowSource
+
+CHUNK_BLOCKS = 1024
+CHUNK_NUMBERS = 2**24  # in the Jacobians of the rows that are worked on between looks at the progress bar
+
+
+class CallBack:
+    """The user's function of the posterior so far, and what it returned.
+
+    :param every: rows between calls; None: at the end alone.
+    """
+
+    def __init__(self, posterior_of: Callable[[OnlineState], Any], function: Callable | None, every: int | None):
+        self._posterior_of, self._function, self._returned = posterior_of, function, []
+        self.every = every
+
+    def __call__(self, state: OnlineState) -> None:
+        if self._function is not None:
+            returned = self._function(self._posterior_of(state))
+            if returned is not None:
+                self._returned.append(returned)
+
+    def facts(self) -> dict[str, Any]:
+        return {"callback": self._returned} if self._returned else {}
+
+
+class OnlinePass(Pass):
+    """One pass of :meth:`BONG.run`.
+
+    :param rule: that of ``online``, maybe with another learning rate.
+    :param predict: how rows are predicted before they are taken in, if they are.
+    """
+
+    def __init__(
+        self,
+        online: Online,
+        rule: Rule,
+        source: RowSource,
+        options: PassOptions,
+        bar: Any,
+        keep: Callable[[OnlineState], None],
+        call_back: CallBack,
+        *,
+        block_size: int,
+        predict: str | None,
+        checked: bool,
+    ):
+        super().__init__(online.engine.program, source, options, bar, keep, checked=checked)
+        self._online, self._rule, self._rate = online, rule, online.rate(rule)
+        self._block, self._call_back, self._predict = block_size, call_back, predict
+        blocks = min(
+            CHUNK_BLOCKS, options.most_rows // block_size, CHUNK_NUMBERS // (block_size * online.engine.numbers_per_row)
+        )
+        self._chunk = max(1, blocks) * block_size
+        self._clipped, self._predictive = 0, []
+
+    def size(self, place: int) -> int:
+        every = self._call_back.every
+        return self._chunk if every is None else min(self._chunk, every - place % every)
+
+    def step(self, state: OnlineState, rows: Rows, weights: np.ndarray, place: int) -> tuple[OnlineState, BlockInfo]:
+        if self._online.one_by_one:
+            return self._one_by_one(state, rows, weights)
+        arguments = *jax.device_put(pad(rows, self._chunk, weights)), self._rate
+        return self._online.stream(state, *arguments, block_size=self._block, predict=self._predict)
+
+    def _one_by_one(self, state: OnlineState, rows: Rows, weights: np.ndarray) -> tuple[OnlineState, BlockInfo]:
+        infos = []
+        rows, weights = pad(rows, -(-num_rows(rows) // self._block) * self._block, weights)
+        for start in range(0, len(weights), self._block):
+            part = {name: array[start : start + self._block] for name, array in rows.items()}
+            taken = weights[start : start + self._block]
+            count = int(np.count_nonzero(taken))
+            after, info = self._online.one_block(state, part, taken, count, self._rate, predict=self._predict)
+            state = after if count else state
+            infos.append(info)
+        return state, jax.tree.map(lambda *x: np.stack(x), *jax.device_get(infos))
+
+    def failed(self, report: BlockInfo, length: int) -> list[tuple[int, int]]:
+        bad = np.flatnonzero(~np.asarray(report.ok))[:1]  # the blocks after it were not taken in
+        return [(int(i) * self._block, min(int(i + 1) * self._block, length)) for i in bad]
+
+    def accept(self, state: OnlineState, rows: Rows, weights: np.ndarray, report: BlockInfo, place: int) -> None:
+        self._clipped += int(np.sum(report.clipped))
+        if self._predict is not None:
+            found = np.asarray(report.log_predictive).reshape(-1)[: len(weights)]
+            self._predictive.append(np.where(weights > 0, found, np.nan))
+        done, every = place + len(weights), self._call_back.every
+        if every is not None and done % every == 0:
+            self._call_back(state)
+
+    def notes(self) -> dict[str, Any]:
+        return {"clipped": self._clipped, "log_predictive": self._predictive}
+
+    def read_notes(self, notes: Mapping[str, Any]) -> None:
+        self._clipped, self._predictive = notes["clipped"], notes["log_predictive"]
+
+    def refuse(self, before: OnlineState, after: OnlineState, rows: Rows, first_row: int) -> None:
+        self._keep(after)  # which has the blocks before these rows
+        refuse(self._online, self._rule, after, rows, first_row)
+
+    def facts(self) -> dict[str, Any]:
+        """What the whole pass has to tell; with a last call back, if rows came after the one before."""
+        every = self._call_back.every
+        if every is None or self.done % every:
+            self._call_back(self.state)
+        facts: dict[str, Any] = {"clipped": self._clipped}
+        if self._predictive:
+            facts["log_predictive"] = np.concatenate(self._predictive)
+        return facts | self._call_back.facts() | self.skipped()
+
+
+def run_epochs(
+    online: Online,
+    rule: Rule,
+    state: OnlineState,
+    rows: Rows,
+    bar: Any,
+    keep: Callable[[OnlineState], None],
+    call_back: CallBack,
+    *,
+    num_epochs: int,
+    block_size: int,
+    shuffle: bool,
+) -> tuple[OnlineState, dict[str, Any]]:
+    """Passes over all rows, in blocks that each speak for all of them, and what they have to tell."""
+    total, clipped = num_rows(rows), 0
+    prior, all_rows, rate = state.gaussian, state.num_rows + total, online.rate(rule)
+    order, rng = np.arange(total), np.random.default_rng(np.asarray(jax.random.key_data(state.rng_key)).tolist())
+    for _ in range(num_epochs):
+        if shuffle:
+            order = rng.permutation(total)
+        for start in range(0, total, block_size):
+            taken = order[start : start + block_size]
+            part, weights = pad(permuted(rows, taken), min(block_size, total))
+            weights = (total / len(taken) * weights).astype(online.engine.program.dtype)
+            state, info = online.one_iteration(prior, state, part, weights, rate)
+            keep(state)
+            if not bool(info.ok):
+                refuse(online, rule, state, permuted(rows, taken), int(taken[0]))
+            clipped += int(info.clipped)
+            bar.update(len(taken))
+        state = state._replace(num_rows=all_rows)
+        keep(state)
+        call_back(state)
+    return state, {"clipped": clipped} | call_back.facts()
+
+
+def refuse(online: Online, rule: Rule, state: OnlineState, rows: Rows, first_row: int) -> None:
+    """:raises ValueError: about rows that left no Gaussian of the last good state."""
+    reason = describe_bad_rows(online.engine.program, state.gaussian.mean, rows, first_row)
+    if reason is not None:
+        advice = "check these rows, mask them in the model, or pass on_bad_row='skip'"
+    elif rule.name != "bong":
+        advice = f"the learning rate {rule.learning_rate:g} is too large here: lower learning_rate"
+    elif rule.chart == "moment":
+        advice = "moment steps may leave the positive definite matrices: use parameterization='natural'"
+    else:
+        advice = "standardise the data, give the prior a smaller scale, or use hessian='auto', which looks at all of q"
+    before = int(state.num_blocks)
+    where = f"{rows_named(rows, first_row)} (after {before} update{'' if before == 1 else 's'})"
+    reason = ", or one absurdly far away" if reason is None else f": {reason}"
+    raise ValueError(
+        f"the update on {where} leaves no finite Gaussian{reason}; {advice}. The last good state is kept as .state."
+    )

@@ -1,0 +1,204 @@
+"""RVGA's pass: a joint solve of the first rows, a recursion over the others, and a last solve with those kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from ..core.recursion import Sites, State, StepInfo
+from ..engines.engine import Engine, Known, describe_bad_rows
+from ..engines.sparse import SparseEngine
+from ..model.rows import Rows, in_blocks, num_rows, pad
+from .memory import RowMemory
+from .passes import Pass, PassOptions, rows_named
+from .source import RowSource
+
+FIRST_BLOCK_ROWS = 2000
+FIRST_BLOCK_ROWS_PER_PARAMETER = 40
+FIRST_BLOCK_NUMBERS = 2**26  # in the Jacobians of the first block
+MEMORY_ROWS_PER_PARAMETER = 400
+MEMORY_NUMBERS = 2**25  # in the Jacobians of the kept rows
+CHUNK_NUMBERS = 2**22
+MAX_CHUNK = 8192
+DEFAULT_BLOCK = 1024
+DEFAULT_BLOCK_LINEARISED = 256  # where predictors are not affine
+
+
+class Sizes(NamedTuple):
+    """:ivar first: rows of the first, joint solve. :ivar block: of an update. :ivar chunk: of a compiled step.
+    :ivar memory: rows kept at most. :ivar keep: whether to keep any."""
+
+    first: int
+    block: int
+    chunk: int
+    memory: int
+    keep: bool
+
+
+def choose_sizes(
+    engine: Engine,
+    source: RowSource,
+    most_rows: int,
+    *,
+    block_size: int | str,
+    first_block: int | str,
+    memory: int | str,
+) -> Sizes:
+    """What ``"auto"`` stands for; see :class:`RVGA`.
+
+    :param most_rows: of a step.
+    :raises ValueError: for rows that are not in memory, if they are wanted all at once.
+    """
+    scheme, per_row, size = engine.options.scheme, engine.numbers_per_row, engine.program.layout.size
+    plain = block_size != "auto" or scheme != "implicit" or engine.is_moving
+    default = engine.devices.rounded_up(DEFAULT_BLOCK if engine.is_affine else DEFAULT_BLOCK_LINEARISED)
+    block = block_size if block_size != "auto" else 1 if plain else default
+    if memory == "auto":
+        useful = not plain and engine.is_affine
+        memory = min(MEMORY_ROWS_PER_PARAMETER * size, MEMORY_NUMBERS // per_row) if useful else 0
+    if scheme == "laplace":
+        if source.total is None:
+            raise ValueError("scheme='laplace' needs all rows in memory at once.")
+        first = source.total
+    elif first_block == "auto":
+        first = 0 if plain else max(FIRST_BLOCK_ROWS, FIRST_BLOCK_ROWS_PER_PARAMETER * size, memory)
+        most = max(FIRST_BLOCK_NUMBERS // per_row, 1)
+        # Of twice as many, half would be kept in the end.
+        first = min(first if plain or source.is_longer_than(2 * first) else 2 * first, most)
+    else:
+        first = first_block
+    chunk = min(MAX_CHUNK, most_rows, max(CHUNK_NUMBERS // per_row, 1))
+    if source.total is not None:  # pieces of equal length: none is mostly padding
+        rest = max(source.total - first, 1)
+        chunk = -(-rest // -(-rest // chunk))
+    keep = memory > 0 and source.is_longer_than(first)
+    return Sizes(first, block, max(1, -(-chunk // block)) * block, memory, keep)
+
+
+class RecursivePass(Pass):
+    """One call of :meth:`RVGA.run`.
+
+    :param sparse: solves for all rows together; None: the recursion.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        source: RowSource,
+        options: PassOptions,
+        bar: Any,
+        keep: Callable[[State], None],
+        sizes: Sizes,
+        sparse: SparseEngine | None,
+        *,
+        checked: bool,
+    ):
+        super().__init__(engine.program, source, options, bar, keep, checked=checked)
+        self._engine, self._sizes, self._sparse = engine, sizes, sparse
+        self._memory, self._gathered = RowMemory(sizes.memory), Gathered()
+
+    def size(self, place: int) -> int:
+        return self._sizes.first if self._is_joint(place) else self._sizes.chunk
+
+    def step(self, state: State, rows: Rows, weights: np.ndarray, place: int) -> tuple[State, StepInfo]:
+        sizes, engine = self._sizes, self._engine
+        if self._sparse is not None:
+            return self._sparse.solve(self._sparse.problem(rows, weights=weights))
+        if self._is_joint(place):
+            rows, weights = pad(rows, self._joint_size(len(weights)), weights)
+            known = (engine.unknown(weights),) if sizes.keep else ()
+            return engine.joint(state, *engine.devices.put_rows((rows, weights)), *known, with_sites=sizes.keep)
+        blocks = in_blocks(pad(rows, sizes.chunk, weights), sizes.block)
+        return engine.stream(state, *engine.devices.put_rows(blocks, axis=1), with_sites=sizes.keep)
+
+    def failed(self, report: StepInfo, length: int) -> list[tuple[int, int]]:
+        ok = np.atleast_1d(np.asarray(report.ok))
+        block = length if np.ndim(report.ok) == 0 else self._sizes.block
+        return [(int(i) * block, min(int(i + 1) * block, length)) for i in np.flatnonzero(~ok)]
+
+    def accept(self, state: State, rows: Rows, weights: np.ndarray, report: StepInfo, place: int) -> None:
+        self._memory.offer(rows, report.sites)
+        self._gathered.add(report)
+
+    def notes(self) -> dict[str, Any]:
+        return {"memory": self._memory.stored(), "gathered": self._gathered.stored()}
+
+    def read_notes(self, notes: Mapping[str, Any]) -> None:
+        self._memory.restore(notes["memory"], Sites)
+        self._gathered.restore(notes["gathered"])
+
+    def refuse(self, before: State, after: State, rows: Rows, first_row: int) -> None:
+        reason = describe_bad_rows(self._program, before.mean, rows, first_row)
+        prior_sites = [terms.site for terms in self._program.prior.terms]
+        if reason is None and self._engine.options.scheme == "laplace" and prior_sites:
+            raise ValueError(
+                f"no mode was found with {rows_named(rows, first_row)}: the density of a scale and the effects that it "
+                f"is the scale of has none, as it grows without bound where both go to zero (see {prior_sites[0]!r}). "
+                "Use the default scheme, or write the effects as location + scale * z with standard normal z."
+            )
+        raise ValueError(
+            f"no finite update on {rows_named(rows, first_row)}: "
+            f"{reason or 'the expected log-likelihood is not finite'} at the current state. Check these rows and the "
+            "prior's scale, mask the rows in the model, or pass on_bad_row='skip'. What was passed as init is "
+            "unchanged, and the state before these rows is kept as .state."
+        )
+
+    def finished(self, state: State) -> tuple[State, dict[str, Any]]:
+        """The state with the kept rows as themselves and the prior's true terms, and the facts of the run."""
+        sizes, gathered = self._sizes, self._gathered
+        kept = self._memory.contents() if self.done > sizes.first else None
+        if kept is not None:
+            state = self._revisit(state, *kept)
+        elif state.prior_site is not None and self.done > sizes.first:
+            state, info = self._engine.settled(state)
+            gathered.add(info)
+        facts = {"num_rows": self.done, "block_size": sizes.block, "first_block": min(sizes.first, self.done)}
+        facts["kept_rows"] = 0 if kept is None else num_rows(kept[0])
+        return state, gathered.summary() | facts | self.skipped()
+
+    def _joint_size(self, length: int) -> int:
+        """Padded rows of a joint solve, at most an eighth more: solves of nearly as many rows are compiled once."""
+        step = 1 << max(length.bit_length() - 4, 0)
+        return self._engine.devices.rounded_up(-(-length // step) * step)
+
+    def _is_joint(self, place: int) -> bool:
+        return place == 0 and self._sizes.first > 0
+
+    def _revisit(self, state: State, rows: Rows, sites: tuple[Sites, ...]) -> State:
+        """Solve once more with the kept rows as themselves, not as their Gaussian sites."""
+        capacity = self._joint_size(self._sizes.memory)
+        rest = capacity - num_rows(rows)
+        fill = lambda x: np.concatenate([x, np.broadcast_to(x[-1:], (rest, *x.shape[1:]))])  # noqa: E731
+        known = Known(jax.tree.map(fill, sites), np.zeros((), np.int32))
+        placed = self._engine.devices.put_rows(pad(rows, capacity))
+        after, info = self._engine.joint(state, *placed, known, with_sites=True)
+        self._gathered.add(info)
+        return after
+
+
+class Gathered:
+    """What the steps of a run have in common to report."""
+
+    def __init__(self):
+        self._iterations, self._steps = 0.0, 0
+        self._converged, self._decrement = True, 0.0
+
+    def add(self, info: StepInfo) -> None:
+        iterations = np.asarray(info.iterations)
+        self._iterations += float(iterations.sum())
+        self._steps += int(np.count_nonzero(iterations))  # none in blocks of padding
+        self._converged = self._converged and bool(np.asarray(info.converged).all())
+        self._decrement = max(self._decrement, float(np.max(np.asarray(info.decrement))))
+
+    def stored(self) -> list:
+        return [self._iterations, self._steps, self._converged, self._decrement]
+
+    def restore(self, stored: list) -> None:
+        self._iterations, self._steps, self._converged, self._decrement = stored
+
+    def summary(self) -> dict:
+        mean_iterations = self._iterations / max(self._steps, 1)
+        return {"converged": self._converged, "mean_iterations": mean_iterations, "largest_decrement": self._decrement}
