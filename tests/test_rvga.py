@@ -329,3 +329,15 @@ def test_float32_stays_close_to_float64_with_an_ill_conditioned_design(options):
     assert np.all(np.linalg.eigvalsh(single_covariance) > 0)
     assert means < 0.02
     assert deviations < 0.01
+
+
+def test_float32_rows_one_by_one_are_solved_as_far_as_rounding_lets_them():
+    rng = np.random.default_rng(0)
+    X = rng.normal(size=(20_000, 10)).astype(np.float32)
+    rows = {"X": X, "y": (X @ rng.normal(size=10) > rng.logistic(size=20_000)).astype(np.float32)}
+    double = fit(logistic, {name: array.astype(float) for name, array in rows.items()}, block_size=1)
+    with jax.enable_x64(False):
+        single = fit(functools.partial(logistic), rows, block_size=1)
+    assert single.info["converged"]
+    assert single.info["mean_iterations"] < 1.2 * double.info["mean_iterations"]
+    assert max(gap(double, single)) < 0.002

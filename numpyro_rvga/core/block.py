@@ -169,7 +169,10 @@ def block_search(
     unknown = jnp.full((), jnp.nan, dtype)
     seek_width = start is not None and start_precision is None and not point
     share = WORTH if safe and not alternating else 1.0
-    slack = 8 * jnp.finfo(dtype).eps
+
+    def rounding(bound: Array) -> Array:
+        """Its error: the covariance's trace, of about the dimension, cancels in it, and may be far larger than it."""
+        return 8 * jnp.finfo(dtype).eps * (dimension + jnp.abs(bound))
 
     def slope_at(mean: Array, covariances: Any) -> tuple[Array, Array, Any]:
         value, gradient, hessians = objective.expect(mean, covariances)
@@ -285,8 +288,8 @@ def block_search(
     def _after_step(trial: Trial, mean: Array, matrix: Array, new: _Evaluation, next_step: Array) -> Trial:
         at = trial.at
         merit, before = (-new.decrement, -at.decrement) if seek_root else (new.bound, at.bound)
-        accepted = merit >= before - slack * jnp.abs(before)
-        resolvable = slack * jnp.abs(new.bound)  # gains below rounding error cannot be told from losses
+        accepted = merit >= before - rounding(before)
+        resolvable = rounding(new.bound)  # gains below rounding error cannot be told from losses
         idle = accepted & (new.decrement <= resolvable) & (new.decrement > 0.5 * at.decrement)
         of_mean = trial.of_mean
         if alternating:
@@ -307,7 +310,7 @@ def block_search(
 
     def solution(found: Trial) -> Solution:
         at = found.at
-        converged = at.decrement <= jnp.maximum(settings.tolerance, slack * jnp.abs(at.bound))
+        converged = at.decrement <= jnp.maximum(settings.tolerance, rounding(at.bound))
         root = at.factor if point else form.factor(found.matrix)
         return Solution(found.mean, root, at.bound, at.decrement, found.iterations, converged & jnp.isfinite(at.bound))
 
