@@ -224,5 +224,5 @@ def test_other_rows_have_no_likelihood(posteriors):
 def test_an_outcome_outside_its_support_is_named():
     labels = LABELS.copy()
     labels[7] = 2
-    with pytest.raises(ValueError, match="site 'y': row 7 lies outside the support"):
+    with pytest.raises(ValueError, match=r"row 7 of array 'y' holds 2\.0, which lies outside the support"):
         fit(classification, labels)

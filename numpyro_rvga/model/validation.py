@@ -247,12 +247,8 @@ class SupportCheck(RowCheck):
         """:raises ValueError: naming site, array and row."""
         inside = self.begin(rows)()
         if not inside.all():
-            row = int(np.argmin(inside))
-            held = " and ".join(f"{name!r} holds {rows[name][row]}" for name in self._value_arrays)
-            raise ValueError(
-                f"site {self._site!r}: row {first_row + row} of array {held}, which lies outside the support "
-                f"({self._support}) of its distribution."
-            )
+            where = _held(rows, self._value_arrays, int(np.argmin(inside)), first_row)
+            raise ValueError(_outside(self._site, where, self._support))
 
 
 class IndexCheck(RowCheck):
@@ -292,8 +288,8 @@ class WholeSupportCheck:
     """The same for a model that runs on all rows at once."""
 
     def __init__(self, program: Any, site: str):
-        self._site, self._axis = site, program.row_axis(site)
-        self._support = peel_abstractly(program, site).support
+        self._site, self._value_arrays = site, sorted(program.outcome_arrays(site))
+        self._support, self._axis = peel_abstractly(program, site).support, program.row_axis(site)
         self._inside = jax.jit(lambda rows: _elements_inside(program, site, rows))
 
     def __call__(self, rows: Mapping[str, np.ndarray], first_row: int) -> None:
@@ -301,10 +297,18 @@ class WholeSupportCheck:
         inside = np.asarray(self._inside(dict(rows)))
         bad = np.argwhere(~inside)
         if len(bad):
-            row = f"row {first_row + bad[0][self._axis]}" if self._axis < inside.ndim else "an element"
-            raise ValueError(
-                f"site {self._site!r}: {row} lies outside the support ({self._support}) of its distribution."
-            )
+            where = "an element is given"
+            if self._axis < inside.ndim:
+                where = _held(rows, self._value_arrays, int(bad[0][self._axis]), first_row)
+            raise ValueError(_outside(self._site, where, self._support))
+
+
+def _held(rows: Mapping[str, np.ndarray], names: list[str], row: int, first_row: int) -> str:
+    return f"row {first_row + row} of array " + " and ".join(f"{name!r} holds {rows[name][row]}" for name in names)
+
+
+def _outside(site: str, where: str, support: Any) -> str:
+    return f"site {site!r}: {where}, which lies outside the support ({support}) of its distribution."
 
 
 def peel_abstractly(program: Any, site: str) -> Any:
