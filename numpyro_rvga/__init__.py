@@ -4,8 +4,9 @@ The public interface is what ``__all__`` names, with :mod:`numpyro_rvga.metrics`
 :mod:`numpyro_rvga.distributed`, which runs on Dask clusters. Other modules may change without notice.
 
 From the bottom up: ``core`` is the mathematics, in JAX alone; ``model`` reads a NumPyro model; ``engines`` compile its
-updates; ``streams`` bring the rows to these; ``results`` hold what comes out. The methods, ``rvga``, ``bong`` and
-``fixed_point``, are options and calls of the rest.
+updates; ``streams`` bring the rows to these; ``results`` hold what comes out. The methods, ``rvga``, ``bong`` (with its
+``presets``) and ``fixed_point``, check their ``options`` and call the rest. ``dynamics`` and ``initialization`` are
+options that are objects.
 """
 
 from .bong import BONG

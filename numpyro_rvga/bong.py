@@ -18,18 +18,17 @@ from .core.gaussians import CHARTS, FAMILIES
 from .core.rules import NATURAL, RULES, Rule
 from .dynamics import Dynamics, check_dynamics
 from .engines.engine import Engines
-from .engines.kinds import Options
 from .engines.online import Online, OnlineOptions, OnlineState
 from .initialization import initial_location, is_at_rest
 from .model.arguments import checked_rows
 from .model.rows import num_rows
-from .options import EXPECTATIONS, check_choice, default_key
+from .options import EXPECTATIONS, Options, check_choice, default_key
 from .presets import PRESETS
+from .progress import progress
 from .results.posterior import Posterior
 from .streams.checkpoints import EVERY
 from .streams.online_pass import CallBack, OnlinePass, run_epochs
 from .streams.passes import PassOptions, open_source
-from .streams.source import progress
 
 PAPER_HESSIANS = ("lin-hess", "lin-ef", "mc-hess", "mc-ef")
 HESSIANS = (*PAPER_HESSIANS, *(name for name in EXPECTATIONS if name != "linearized"))
@@ -257,16 +256,37 @@ class BONG:
             online.engine.program.check_rows(head)
         state = self.state = self._start(online, init, rng_key)
         posterior_of = partial(self._posterior, online, model_kwargs=model_kwargs, info={})
-        call_back = CallBack(posterior_of, callback, self._whole_blocks(callback_every))
+        call_back = CallBack(posterior_of, callback)
         total = source.total if self.num_epochs is None else self.num_epochs * source.total
         with progress(progress_bar, total, "BONG", "row") as bar:
             if self.num_epochs is None:
-                choices = {"block_size": self.block_size, "predict": prequential, "checked": in_memory}
-                taken = OnlinePass(online, self.rule, source, options, bar, self._keep, call_back, **choices)
+                taken = OnlinePass(
+                    online,
+                    self.rule,
+                    source,
+                    options,
+                    bar,
+                    self._set_state,
+                    call_back,
+                    every=callback_every,
+                    block_size=self.block_size,
+                    predict=prequential,
+                    checked=in_memory,
+                )
                 state, info = taken(state, self._facts(rng_key)), taken.facts()
             else:
-                choices = {"num_epochs": self.num_epochs, "block_size": self.block_size, "shuffle": self.shuffle}
-                state, info = run_epochs(online, self.rule, state, head, bar, self._keep, call_back, **choices)
+                state, info = run_epochs(
+                    online,
+                    self.rule,
+                    state,
+                    head,
+                    bar,
+                    self._set_state,
+                    call_back,
+                    num_epochs=self.num_epochs,
+                    block_size=self.block_size,
+                    shuffle=self.shuffle,
+                )
         return self._posterior(online, state, model_kwargs, info)
 
     # ------------------------------------------------------------------ functional form
@@ -310,12 +330,8 @@ class BONG:
         """Without what is compiled, for other processes."""
         return self.__dict__ | {"_online": {}, "state": None}
 
-    def _keep(self, state: OnlineState) -> None:
+    def _set_state(self, state: OnlineState) -> None:
         self.state = state
-
-    def _whole_blocks(self, count: int | None) -> int | None:
-        """Rows, rounded up to whole blocks."""
-        return None if count is None else -(-count // self.block_size) * self.block_size
 
     @property
     def online(self) -> Online:

@@ -17,15 +17,16 @@ from .core.gaussians import FullGaussian
 from .core.recursion import State
 from .core.sparse import Start
 from .engines.climbs import FixedPointClimb, GradientClimb, Problem, Record, joint_of
-from .engines.engine import Engine, Engines, chunks_of, describe_bad_rows
-from .engines.kinds import Options
+from .engines.engine import Engine, Engines, chunks_of
 from .engines.learning import Learned, Learner
 from .engines.sparse import SparseEngine, SparseEngines
 from .model.arguments import checked_rows
-from .options import check_choice, check_options, default_key
+from .model.rows import num_rows
+from .model.validation import describe_bad_rows
+from .options import Options, check_choice, check_options, default_key
+from .progress import progress
 from .results.conditions import Conditions, check_conditions
 from .results.posterior import Posterior
-from .streams.source import progress
 
 SCHEDULES = ("incremental", "batch", "gradient")
 LEARNING_TOLERANCE = 1e-5  # nats
@@ -165,7 +166,7 @@ class FixedPointVI:
             record = Record(bar, started)
             after, info = engine.devices.fetch(climb(problem, record))
         if not bool(info.ok):
-            reason = describe_bad_rows(program, origin, rows, 0)
+            reason = describe_bad_rows(program, origin, rows, range(num_rows(rows)))
             raise ValueError(f"the bound is not finite: {reason or 'are the priors proper?'}.")
         facts = {
             "schedule": self.schedule,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -10,6 +10,17 @@ from jax import Array
 
 EXPECTATIONS = ("auto", "exact", "probit", "quadrature", "sigma_points", "monte_carlo", "linearized")
 ORDERS = ("auto", 2, 1, 0)
+
+
+class Options(NamedTuple):
+    """What a method that solves for its Gaussians was asked for (hashable)."""
+
+    scheme: str
+    expectation: str
+    order: int | str
+    tolerance: float | None
+    max_iterations: int
+    num_samples: int
 
 
 def default_key() -> Array:

@@ -18,17 +18,16 @@ from .core.recursion import State
 from .dynamics import Dynamics, check_dynamics
 from .engines.devices import Devices
 from .engines.engine import Engine, Engines
-from .engines.kinds import Options
 from .engines.sparse import SparseEngine, SparseEngines
 from .model.arguments import checked_rows
 from .model.rows import Rows, in_blocks, num_rows
-from .options import check_choice, check_options, check_size, default_key
+from .options import Options, check_choice, check_options, check_size, default_key
+from .progress import progress
 from .results.merging import state_of_gaussian
 from .results.posterior import Posterior
 from .streams.checkpoints import EVERY
 from .streams.passes import PassOptions, open_source
 from .streams.recursive_pass import MEMORY_ROWS_PER_PARAMETER, Gathered, RecursivePass, Sizes, choose_sizes
-from .streams.source import progress
 
 SCHEMES = ("implicit", "explicit", "ekf", "qkf", "laplace")
 FAMILIES = ("full",)
@@ -208,21 +207,18 @@ class RVGA:
         engine = self._engines.get(head, model_kwargs, rng_key)
         if in_memory and not options.skips:
             engine.program.check_rows(head)
-        sparse = None
+        asked = {"block_size": self.block_size, "first_block": self.first_block, "memory": self.memory}
+        sizes, sparse = choose_sizes(engine, source, options.most_rows, **asked), None
         if init is None and in_memory and checkpoint is None:
             sparse = self._sparse_engine(engine, head)
         if sparse is not None:
-            state = self.state = sparse.initial_state()
+            self.state, sizes = sparse.initial_state(), sizes._replace(first=source.total, keeps_rows=False)
         else:
-            state = self.state = self._initial_state(engine) if init is None else _state_of(init, engine)
-        asked = {"block_size": self.block_size, "first_block": self.first_block, "memory": self.memory}
-        sizes = choose_sizes(engine, source, options.most_rows, **asked)
-        if sparse is not None:
-            sizes = sizes._replace(first=source.total, keep=False)
+            self.state = self._initial_state(engine) if init is None else _state_of(init, engine)
         with progress(progress_bar, source.total, "RVGA", "row") as bar:
-            taken = RecursivePass(engine, source, options, bar, self._keep, sizes, sparse, checked=in_memory)
-            state = taken(engine.devices.put(state), self._facts(rng_key, sizes))
-            state, info = taken.finished(state)
+            taken = RecursivePass(engine, source, options, bar, self._set_state, sizes, sparse, checked=in_memory)
+            taken(engine.devices.put(self.state), self._facts(rng_key, sizes))
+            state, info = taken.finished()
             state = engine.devices.fetch(state)
         return self._posterior(engine, state, info, model_kwargs)
 
@@ -305,7 +301,7 @@ class RVGA:
         return self._posterior(engine, state, gathered.summary(), model_kwargs)
 
     # ------------------------------------------------------------------ inside
-    def _keep(self, state: State) -> None:
+    def _set_state(self, state: State) -> None:
         self.state = state
 
     def _check_shared(self, devices: Devices) -> None:
@@ -343,15 +339,14 @@ class RVGA:
             facts | self.options._asdict() | {"first block": sizes.first, "block": sizes.block, "memory": sizes.memory}
         )
 
-    def _posterior(self, engine, state, info, model_kwargs):
+    def _posterior(self, engine: Engine, state: State, info: dict, model_kwargs: Mapping[str, Any]) -> Posterior:
         continuation = Continuation(self, dict(model_kwargs))
         info = {"scheme": self.options.scheme, "expectation": self.options.expectation, **info}
         if self.dynamics is not None:
             info["dynamics"] = type(self.dynamics).__name__
         expected = self.options.scheme != "ekf" and self.options.expectation != "linearized"
-        bound, num_rows = float(state.log_evidence) if expected else None, int(state.num_rows)
-        gaussian = FullGaussian(state.mean, state.root)
-        return Posterior(engine.program, gaussian, bound, info, continuation, state, num_rows=num_rows)
+        bound, gaussian = float(state.log_evidence) if expected else None, FullGaussian(state.mean, state.root)
+        return Posterior(engine.program, gaussian, bound, info, continuation, state, num_rows=int(state.num_rows))
 
 
 @dataclass(frozen=True)

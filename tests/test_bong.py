@@ -22,6 +22,7 @@ from numpyro_rvga import (
     init_to_module,
 )
 from numpyro_rvga.core.gaussians import FAMILIES
+from numpyro_rvga.engines.online import Online
 
 NOISE, PRIOR_MEAN, PRIOR_SCALE = 0.7, 0.5, 2.0
 RULES = ("bong", "bog", "blr", "bbb")
@@ -589,6 +590,31 @@ def test_shuffling_visits_each_row_once_in_an_order_of_the_keys():
     assert_exact(fit(linear, data(), shuffle=True), exact_posterior(data()))
     with pytest.raises(ValueError, match="in memory"):
         fit(logistic, iter([rows]), shuffle=True)
+
+
+def convolutional(X, y=None):
+    kernel = numpyro.sample("kernel", dist.Normal(0, 1).expand([3, 3, 1, 1]).to_event(4))
+    found = jax.lax.conv_general_dilated(X, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+    with numpyro.plate("rows", len(X)):
+        numpyro.sample("y", dist.Bernoulli(logits=jnp.tanh(found).sum((1, 2, 3))), obs=y)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"block_size": 3},
+        {"rule": "blr", "num_iters": 3, "learning_rate": 0.3, "block_size": 3},
+        {"rule": "blr", "num_iters": 12, "learning_rate": 0.1, "hessian": "mc-ef", "num_samples": 4},
+    ],
+    ids=["bong", "blr", "many steps"],
+)
+def test_networks_with_convolutions_take_blocks_by_calls_and_end_where_a_loop_does(options, monkeypatch):
+    rng = np.random.default_rng(0)
+    rows = {"X": rng.normal(size=(7, 5, 5, 1)), "y": np.arange(7.0) % 2}
+    found = fit(convolutional, rows, family="low-rank", rank=2, **options)
+    assert found.continuation.online.one_by_one
+    monkeypatch.setattr(Online, "one_by_one", False)
+    assert_same(found, fit(functools.partial(convolutional), rows, family="low-rank", rank=2, **options))
 
 
 def test_row_arguments_may_be_positional():

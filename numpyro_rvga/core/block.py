@@ -170,9 +170,11 @@ def block_search(
     seek_width = start is not None and start_precision is None and not point
     share = WORTH if safe and not alternating else 1.0
 
-    def rounding(bound: Array) -> Array:
-        """Its error: the covariance's trace, of about the dimension, cancels in it, and may be far larger than it."""
-        return 8 * jnp.finfo(dtype).eps * (dimension + jnp.abs(bound))
+    def rounding(merit: Array) -> Array:
+        """Of a bound, or what else is compared. In a bound the covariance's trace cancels, which is of about the
+        dimension and may be far larger."""
+        cancelling = 0 if point or seek_root else dimension
+        return 8 * jnp.finfo(dtype).eps * (cancelling + jnp.abs(merit))
 
     def slope_at(mean: Array, covariances: Any) -> tuple[Array, Array, Any]:
         value, gradient, hessians = objective.expect(mean, covariances)

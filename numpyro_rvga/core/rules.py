@@ -46,10 +46,13 @@ class Updated(NamedTuple):
     ok: Array
 
 
-def update(rule: Rule, prior: Family, estimate: Callable[[Array, Family], Site], rng_key: Array) -> Updated:
+def update(
+    rule: Rule, prior: Family, estimate: Callable[[Array, Family], Site], rng_key: Array, *, unroll: bool = False
+) -> Updated:
     """q after a block of rows, from the prior that holds all rows before it.
 
     :param estimate: (rng_key, q) -> what the block says at q.
+    :param unroll: write the steps out one after the other.
     """
     first_key, rng_key = jax.random.split(rng_key)
     q, clipped = _step(rule, prior, estimate(first_key, prior), None)
@@ -61,7 +64,7 @@ def update(rule: Rule, prior: Family, estimate: Callable[[Array, Family], Site],
             q, again = _step(rule, q, estimate(key, q), prior)
             return q, clipped | again
 
-        q, clipped = lax.fori_loop(1, rule.num_iters, body, (q, clipped))
+        q, clipped = lax.fori_loop(1, rule.num_iters, body, (q, clipped), unroll=unroll or None)
     return Updated(q, clipped, _is_ok(rule, q, prior))
 
 

@@ -42,7 +42,7 @@ class Factorisation(NamedTuple):
 class Reading:
     """A program of theta whose outputs can be split, each by itself.
 
-    :param fun: ``fun(theta, *row) -> list of scalars``.
+    :param fun: ``fun(theta, *row) -> dict of scalars``.
     :param theta: shape and dtype of theta, ``(P,)``.
     :param row: abstract or concrete arguments (pytrees), used for their shapes only.
     """
@@ -50,15 +50,16 @@ class Reading:
     def __init__(self, fun: Callable, theta: jax.ShapeDtypeStruct, *row: Any):
         self._graph, self._theta = Graph(), theta
         abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), row)
-        jaxpr = jax.make_jaxpr(fun)(theta, *abstract)
+        jaxpr, shapes = jax.make_jaxpr(fun, return_shape=True)(theta, *abstract)
         self._theta_node = Node(AFFINE, theta.shape, theta.dtype, name="theta")
         leaves = jax.tree.leaves(abstract)
         self._row_nodes = [Node(CONSTANT, x.shape, x.dtype, name="row") for x in leaves]
         inputs = [Value(theta.shape, theta.dtype, self._theta_node, None)]
         inputs += [Value(x.shape, x.dtype, None, n) for x, n in zip(leaves, self._row_nodes)]
-        self._outputs = self._graph.interpret(jaxpr.jaxpr, jaxpr.consts, inputs)
+        outputs = self._graph.interpret(jaxpr.jaxpr, jaxpr.consts, inputs)
+        self._outputs = jax.tree.unflatten(jax.tree.structure(shapes), outputs)
 
-    def split(self, output: int, through: str | None = None) -> Factorisation | None:
+    def split(self, output: str, through: str | None = None) -> Factorisation | None:
         """An output's affine predictors and a density of them.
 
         :param through: ``"log"`` or ``"logit"``: split the log (or the logit) of the output instead, if it can be
@@ -77,7 +78,7 @@ def factorise(fun: Callable, theta: jax.ShapeDtypeStruct, *row: Any) -> Factoris
 
     :param fun: ``fun(theta, *row) -> scalar``.
     """
-    return Reading(lambda *arguments: [fun(*arguments)], theta, *row).split(0)
+    return Reading(lambda *arguments: {"value": fun(*arguments)}, theta, *row).split("value")
 
 
 def _close(graph, out, theta_node, row_nodes, theta) -> Factorisation:

@@ -1,1 +1,2 @@
-"""A program's updates, compiled: state and rows in, state out. Nothing here knows where rows come from."""
+"""A program's updates and expectations, compiled: state and rows in, state out. Nothing here knows where rows come
+from."""

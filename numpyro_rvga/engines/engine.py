@@ -13,7 +13,7 @@ from jax import Array
 from jax.sharding import Mesh
 
 from ..core.block import Settings
-from ..core.compilation import Compiled, jit_once
+from ..core.compilation import Compiled
 from ..core.factors import Factors
 from ..core.gaussians import Transition
 from ..core.joint import Joint, joint_search, joint_solve
@@ -24,8 +24,9 @@ from ..model.rows import Rows, in_blocks, num_rows, pad
 from ..model.sparsity import selecting_view
 from ..model.terms import Terms
 from ..model.validation import CoupledRows
+from ..options import Options
 from .devices import Devices
-from .kinds import Options, make_kind
+from .kinds import make_kind
 from .linearised import factors_of, merged_by_form, prepare
 
 SMOOTHNESS_ROWS = 16
@@ -267,7 +268,6 @@ class Engine:
 
     def _prior(self, shared: dict) -> Group:
         """The prior's terms. ``shared``: the ``numpyro.param`` sites, or nothing."""
-
         seen = [(terms, None) for terms in self.program.prior.terms]
         known = prepare(seen, self._origin, shared, jnp.ones(1, self.program.dtype))
         seen, kinds, known = merged_by_form(seen, self.prior_kinds, known)
@@ -298,17 +298,6 @@ def chunks_of(
     count = -(-total * numbers_per_row // CHUNK_NUMBERS)
     size = engine.devices.rounded_up(-(-total // count))
     return engine.devices.put_rows(in_blocks(pad(rows, count * size, weights), size), axis=1)
-
-
-def describe_bad_rows(program: Program, mean: Array, rows: dict[str, Any], first_row: int) -> str | None:
-    """Which row's likelihood is not finite at q's mean."""
-    terms = jit_once(lambda arrays: program.log_likelihood(mean, arrays))(program.inputs(rows))
-    for name, values in terms.items():
-        bad = ~np.isfinite(np.asarray(values).reshape(len(values), -1)).all(axis=1)
-        if bad.any():
-            row = int(np.argmax(bad))
-            return f"site {name!r} gives row {first_row + row} a log-likelihood of {np.asarray(values)[row]}"
-    return None
 
 
 # ---------------------------------------------------------------------- engines by the form of the data

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,17 +15,7 @@ from ..core import expectations as ex
 from ..core.compilation import jit_once
 from ..core.factors import Kind
 from ..model.terms import Terms, constants
-
-
-class Options(NamedTuple):
-    """What :class:`RVGA` was asked for (hashable)."""
-
-    scheme: str
-    expectation: str
-    order: int | str
-    tolerance: float | None
-    max_iterations: int
-    num_samples: int
+from ..options import Options
 
 
 def make_kind(terms: Terms, options: Options, rng_key: Array, rows: dict) -> Kind:

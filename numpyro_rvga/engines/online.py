@@ -19,6 +19,7 @@ from ..model.predictive import log_predictive
 from ..model.rows import in_blocks, num_rows
 from .engine import Engine
 
+MOST_UNROLLED = 10  # steps for a row, of networks with convolutions; each is compiled by itself
 PREDICTIVE_SAMPLES = 100  # of the predictors of a row that has more than three
 
 
@@ -171,7 +172,9 @@ class Online:
         if predict is not None:
             plugin = predict == "plugin"
             log_predictive = self._log_predictive(prior, rows, jax.random.fold_in(key, 1), plugin=plugin)
-        updated = update(self.rule.at(rate), prior, partial(self._estimate, observation), key)
+        estimate = partial(self._estimate, observation)
+        unroll = self.one_by_one and self.rule.num_iters <= MOST_UNROLLED
+        updated = update(self.rule.at(rate), prior, estimate, key, unroll=unroll)
         return self._after(state, updated, count), BlockInfo(updated.ok, updated.clipped, log_predictive)
 
     def _nothing(self, alive: Array, weights: Array, predict: str | None) -> BlockInfo:

@@ -18,7 +18,7 @@ from ..core.designs import gram, pull_back
 from ..core.expectations import linearized
 from ..core.recursion import Quadratic, State
 from ..core.symbolic import factorise
-from .recognition import in_closed_form, is_quadratic, probe
+from .recognition import in_closed_form, is_quadratic, probe_terms
 from .sparsity import is_selection, selecting_view, sparse_design
 from .terms import Arrays, RunSite, Terms, constants, linearise, merged, predictors_of
 from .tracing import peel
@@ -66,14 +66,14 @@ def split_prior(all_terms: list[Terms], blocks: list[Block], theta: jax.ShapeDty
     names = {block.site for block in blocks}
     all_terms = [t for t in all_terms if t.site not in names]
     undecided = [t for t in all_terms if t.is_affine and t.closed_form is None]
-    probes = at_once(lambda: [probe(t, dtype, shared) for t in undecided]) if undecided else []
+    probes = at_once(lambda: [probe_terms(t, dtype, shared) for t in undecided]) if undecided else []
     gaussian = [t for t in all_terms if t.closed_form is Gaussian]
     others = [t for t in all_terms if not t.is_affine or t.closed_form not in (None, Gaussian)]
-    for terms, found in zip(undecided, probes):
-        if is_quadratic(found):
+    for terms, probe in zip(undecided, probes):
+        if is_quadratic(probe):
             gaussian.append(terms)
         else:
-            others.append(terms if shared else in_closed_form(terms, found))
+            others.append(terms if shared else in_closed_form(terms, probe))
     return Prior(tuple(blocks), tuple(gaussian), tuple(others))
 
 

@@ -26,7 +26,7 @@ class Probe(NamedTuple):
     hessians: Array
 
 
-def probe(terms: Terms, dtype, shared: Arrays) -> Probe:
+def probe_terms(terms: Terms, dtype, shared: Arrays) -> Probe:
     """All elements of terms of one predictor, whose form may be known; a choice of elements of others."""
     single = terms.num_predictors == 1
     rng = np.random.default_rng(0)

@@ -46,6 +46,37 @@ class Terms(NamedTuple):
     num_local: int = 0
 
 
+class _Example(NamedTuple):
+    """What is static about a site.
+
+    :ivar kind: the distribution's type.
+    :ivar supports: its parameters' constraints, None if they cannot be named.
+    :ivar has_jacobian: whether it is a latent site of another support than the real line.
+    """
+
+    num_elements: int
+    kind: type
+    supports: list | None
+    has_jacobian: bool
+
+
+def _example_of(run_site: RunSite, theta: jax.ShapeDtypeStruct, row: Arrays) -> _Example:
+    found: list[_Example] = []
+
+    def abstract(t, r):
+        record = run_site(t, r)
+        fn, terms = peel(record.fn)[0], elements(record)
+        supports = _leaf_constraints(fn)
+        named = supports is not None and len(supports) == len(jax.tree.leaves(fn))
+        transformed = record.log_abs_det is not None
+        has_jacobian = transformed and not isinstance(site_transform(record.fn), IdentityTransform)
+        found.append(_Example(terms.shape[0], type(fn), supports if named else None, has_jacobian))
+        return 0
+
+    jax.eval_shape(abstract, theta, row)
+    return found[0]
+
+
 def site_terms(
     run_site: RunSite, site: str, theta: jax.ShapeDtypeStruct, row: Arrays, *, prefer_parameters: bool
 ) -> Terms:
@@ -56,9 +87,9 @@ def site_terms(
     :param prefer_parameters: use the distribution's own parameters as predictors, linearised in theta if need be
         (what the extended Kalman filter does), even if an affine split is at hand.
     """
-    form = _example_form(run_site, theta, row)
-    count = form.num_elements
-    closed = _closed_form_terms(run_site, site, theta, row, form)
+    example = _example_of(run_site, theta, row)
+    count = example.num_elements
+    closed = _closed_form_terms(run_site, site, theta, row, example)
     if closed is not None:
         return closed
     index = jax.ShapeDtypeStruct((), jnp.int32)
@@ -69,7 +100,7 @@ def site_terms(
             if split.num_predictors > theta.shape[0]:
                 return _identity_terms(site, theta.shape[0], count, split)
             return _affine_terms(site, count, split)
-    parameters = _parameter_terms(run_site, site, theta, row, form)
+    parameters = _parameter_terms(run_site, site, theta, row, example)
     if parameters is None or (split is not None and split.num_predictors <= parameters.num_predictors):
         split = split or factorise(lambda t, r, e: elements(run_site(t, r))[e], theta, row, index)
         return _affine_terms(site, count, split)
@@ -249,25 +280,29 @@ def _families(kind: type) -> list[_Family]:
     return table.get(kind, [])
 
 
-def _closed_form_terms(run_site, site, theta, row, form) -> Terms | None:
-    families = _families(form.kind)
-    if not families or form.has_jacobian:  # a transformed latent's log-Jacobian is no part of the closed form
+def _closed_form_terms(
+    run_site: RunSite, site: str, theta: jax.ShapeDtypeStruct, row: Arrays, example: _Example
+) -> Terms | None:
+    families = _families(example.kind)
+    if not families or example.has_jacobian:  # a transformed latent's log-Jacobian is no part of the closed form
         return None
     index = jax.ShapeDtypeStruct((), jnp.int32)
-    names = sorted({name for family in families for name in (*family.fixed, *(n for n, _ in family.parameters))})
+    names = {name for family in families for name in (*family.fixed, *(n for n, _ in family.parameters))}
 
     def attributes(t, r, e):
         record = run_site(t, r)
-        arrays = [_attribute(record, name) for name in names]
-        shape = jnp.shape(record.value)
-        return [jnp.ravel(jnp.broadcast_to(jnp.asarray(array, theta.dtype), shape))[e] for array in arrays]
+
+        def element(array):
+            return jnp.ravel(jnp.broadcast_to(jnp.asarray(array, theta.dtype), jnp.shape(record.value)))[e]
+
+        return {name: element(_attribute(record, name)) for name in names}
 
     reading = Reading(attributes, theta, row, index)
     for family in families:
-        fixed = [reading.split(names.index(name)) for name in family.fixed]
+        fixed = [reading.split(name) for name in family.fixed]
         if any(f.num_predictors for f in fixed):
             continue
-        free = [reading.split(names.index(name), link) for name, link in family.parameters]
+        free = [reading.split(name, link) for name, link in family.parameters]
         if not all(f is not None and f.is_affine for f in free):
             continue
         kind = type(jax.eval_shape(family.coefficients, *[jax.ShapeDtypeStruct((), theta.dtype)] * len(fixed)))
@@ -279,7 +314,7 @@ def _closed_form_terms(run_site, site, theta, row, form) -> Terms | None:
             nothing = jnp.zeros(0, theta.dtype)
             return family.coefficients(*[f.density(nothing, f.constants((r, e))) for f in fixed])
 
-        return Terms(site, form.num_elements, len(free), True, predictors, constants, cf.DENSITIES[kind], kind)
+        return Terms(site, example.num_elements, len(free), True, predictors, constants, cf.DENSITIES[kind], kind)
     return None
 
 
@@ -292,41 +327,12 @@ def _attribute(record: SiteRecord, name: str) -> Any:
     return fn.loc - record.value if name == "loc - value" else getattr(fn, name)
 
 
-class _Form(NamedTuple):
-    """What is static about a site.
-
-    :ivar kind: the distribution's type.
-    :ivar supports: its parameters' constraints, None if they cannot be named.
-    :ivar has_jacobian: whether it is a latent site of another support than the real line.
-    """
-
-    num_elements: int
-    kind: type
-    supports: list | None
-    has_jacobian: bool
-
-
-def _example_form(run_site: RunSite, theta, row) -> _Form:
-    found: list[_Form] = []
-
-    def abstract(t, r):
-        record = run_site(t, r)
-        fn, terms = peel(record.fn)[0], elements(record)
-        supports = _leaf_constraints(fn)
-        named = supports is not None and len(supports) == len(jax.tree.leaves(fn))
-        transformed = record.log_abs_det is not None
-        has_jacobian = transformed and not isinstance(site_transform(record.fn), IdentityTransform)
-        found.append(_Form(terms.shape[0], type(fn), supports if named else None, has_jacobian))
-        return 0
-
-    jax.eval_shape(abstract, theta, row)
-    return found[0]
-
-
 # ---------------------------------------------------------------------- the distribution's parameters as predictors
-def _parameter_terms(run_site, site, theta, row, form) -> Terms | None:
+def _parameter_terms(
+    run_site: RunSite, site: str, theta: jax.ShapeDtypeStruct, row: Arrays, example: _Example
+) -> Terms | None:
     """The distribution's theta-dependent, unconstrained parameters as predictors; None if they cannot be named."""
-    supports = form.supports
+    supports = example.supports
     value = lambda t, r: run_site(t, r).value  # noqa: E731
     if supports is None or _moves(value, theta, row):  # latent sites have no parameters apart from their value
         return None
@@ -364,7 +370,7 @@ def _parameter_terms(run_site, site, theta, row, form) -> Terms | None:
     def constants(r, e):
         return inner.constants((r, e))
 
-    return Terms(site, form.num_elements, inner.num_predictors, False, predictors, constants, inner.density, None)
+    return Terms(site, example.num_elements, inner.num_predictors, False, predictors, constants, inner.density, None)
 
 
 def unconstrained_parameters(site: str, fn: Any) -> tuple[list[Array], Callable[[list[Array]], Any]]:

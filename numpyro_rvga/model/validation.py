@@ -247,8 +247,8 @@ class SupportCheck(RowCheck):
         """:raises ValueError: naming site, array and row."""
         inside = self.begin(rows)()
         if not inside.all():
-            where = _held(rows, self._value_arrays, int(np.argmin(inside)), first_row)
-            raise ValueError(_outside(self._site, where, self._support))
+            row = int(np.argmin(inside))
+            raise ValueError(_outside_message(self._site, self._support, rows, self._value_arrays, row, first_row))
 
 
 class IndexCheck(RowCheck):
@@ -288,27 +288,48 @@ class WholeSupportCheck:
     """The same for a model that runs on all rows at once."""
 
     def __init__(self, program: Any, site: str):
-        self._site, self._value_arrays = site, sorted(program.outcome_arrays(site))
-        self._support, self._axis = peel_abstractly(program, site).support, program.row_axis(site)
+        self._program, self._site, self._axis = program, site, program.row_axis(site)
+        self._support = peel_abstractly(program, site).support
         self._inside = jax.jit(lambda rows: _elements_inside(program, site, rows))
 
     def __call__(self, rows: Mapping[str, np.ndarray], first_row: int) -> None:
-        """:raises ValueError: naming site and row."""
+        """:raises ValueError: naming site, array and row."""
         inside = np.asarray(self._inside(dict(rows)))
         bad = np.argwhere(~inside)
         if len(bad):
-            where = "an element is given"
-            if self._axis < inside.ndim:
-                where = _held(rows, self._value_arrays, int(bad[0][self._axis]), first_row)
-            raise ValueError(_outside(self._site, where, self._support))
+            names = sorted(self._program.outcome_arrays(self._site))
+            row = int(bad[0][self._axis]) if self._axis < inside.ndim else None
+            raise ValueError(_outside_message(self._site, self._support, rows, names, row, first_row))
 
 
-def _held(rows: Mapping[str, np.ndarray], names: list[str], row: int, first_row: int) -> str:
-    return f"row {first_row + row} of array " + " and ".join(f"{name!r} holds {rows[name][row]}" for name in names)
+def _outside_message(
+    site: str, support: Any, rows: Mapping[str, np.ndarray], names: list[str], row: int | None, first_row: int
+) -> str:
+    """:param names: the arrays that the site's values are from; none if they are no data.
+    :param row: None for values that are not of rows."""
+    outside = f"outside the support ({support}) of its distribution"
+    if row is None:
+        return f"site {site!r}: a value lies {outside}."
+    if not names:
+        return f"site {site!r}: row {first_row + row} lies {outside}."
+    held = " and ".join(f"{name!r} holds {rows[name][row]}" for name in names)
+    return f"site {site!r}: row {first_row + row} of array {held}, which lies {outside}."
 
 
-def _outside(site: str, where: str, support: Any) -> str:
-    return f"site {site!r}: {where}, which lies outside the support ({support}) of its distribution."
+def describe_bad_rows(
+    program: Any, theta: Array, rows: Mapping[str, Any], numbers: Sequence[int] | np.ndarray
+) -> str | None:
+    """Which row's likelihood is not finite at theta (P,), if one is not.
+
+    :param numbers: of the rows in the data.
+    """
+    terms = jax.device_get(jit_once(program.log_likelihood)(theta, program.inputs(rows)))
+    for name, values in terms.items():
+        bad = ~np.isfinite(values.reshape(len(values), -1)).all(axis=1)
+        if bad.any():
+            row = int(np.argmax(bad))
+            return f"site {name!r} gives row {numbers[row]} a log-likelihood of {values[row]}"
+    return None
 
 
 def peel_abstractly(program: Any, site: str) -> Any:

@@ -13,7 +13,7 @@ import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 
-from ..model.rows import Rows, num_rows
+from ..model.rows import num_rows
 from ..model.tracing import run_model
 from . import prediction
 
@@ -126,7 +126,7 @@ def _rows_with_outcome(program: Program, data: Mapping[str, ArrayLike] | tuple) 
     return rows
 
 
-def _log_joint(program: Program, theta: Array, chunks: Iterable[Rows]) -> np.ndarray:
+def _log_joint(program: Program, theta: Array, chunks: Iterable[dict[str, np.ndarray]]) -> np.ndarray:
     """The log joint density in unconstrained space, with all row terms, summed in float64. Shape (num_samples,)."""
     total = np.asarray(jax.jit(jax.vmap(program.log_prior))(theta), np.float64)
     for terms in chunks:
@@ -135,7 +135,9 @@ def _log_joint(program: Program, theta: Array, chunks: Iterable[Rows]) -> np.nda
     return total
 
 
-def _chunks_of_log_likelihood(program: Program, theta: Array, rows: Mapping[str, Any]) -> Iterator[Rows]:
+def _chunks_of_log_likelihood(
+    program: Program, theta: Array, rows: Mapping[str, Any]
+) -> Iterator[dict[str, np.ndarray]]:
     """The row terms of successive chunks of rows, each of shape (num_samples, rows of the chunk, *elements)."""
     examples = jax.eval_shape(program.log_likelihood, theta[0], program.inputs(program.example_rows))
     elements = max(values.size // values.shape[0] for values in examples.values())
@@ -147,7 +149,7 @@ def _chunks_of_log_likelihood(program: Program, theta: Array, rows: Mapping[str,
         yield jax.device_get(evaluate(theta, chunk))
 
 
-def _in_model_order(program: Program, site: str, chunks: list[Rows]) -> np.ndarray:
+def _in_model_order(program: Program, site: str, chunks: list[dict[str, np.ndarray]]) -> np.ndarray:
     """All rows of a site, with the row axis where the model's plates have it and not in front of the elements."""
     terms = np.concatenate([chunk[site] for chunk in chunks], axis=1)
     return np.moveaxis(terms, 1, 1 + program.row_axis(site))

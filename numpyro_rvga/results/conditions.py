@@ -22,10 +22,10 @@ from ..engines.curvature import (
     over_scattered_points,
 )
 from ..engines.engine import Engine, Engines
-from ..engines.kinds import Options
 from ..model.arguments import checked_rows
 from ..model.rows import Rows
 from ..model.terms import Terms
+from ..options import Options
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -180,10 +180,10 @@ def _check_site(
     return SiteConditions(terms.num_predictors, indices, elements, grid, at)
 
 
-def _widened(default: np.ndarray, at_posterior: np.ndarray | None) -> np.ndarray:
-    if at_posterior is None:
+def _widened(default: np.ndarray, values: np.ndarray | None) -> np.ndarray:
+    if values is None:
         return default
-    points = np.quantile(at_posterior, POSTERIOR_QUANTILES)
+    points = np.quantile(values, POSTERIOR_QUANTILES)
     return np.union1d(default, points[(points > 0) | (default[0] < 0)])
 
 

@@ -16,9 +16,8 @@ import numpy as np
 from ..core.gaussians import DiagonalGaussian, Family, FullGaussian, LowRankGaussian
 from ..core.recursion import Quadratic, State, new_state
 from ..engines.engine import Engine
-from ..engines.kinds import Options
 from ..engines.online import OnlineState
-from ..options import default_key
+from ..options import Options, default_key
 
 if TYPE_CHECKING:
     from ..model import Program

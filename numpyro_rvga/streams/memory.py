@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from ..core.recursion import Sites
 from ..model.rows import Rows, joined, num_rows, permuted
 
 NEGLIGIBLE_ERROR = 1e-6  # nats: of a row whose Gaussian site is as good as exact
@@ -49,9 +50,9 @@ class RowMemory:
             self._prune()
         return [(error, rows, [tuple(site) for site in sites]) for error, rows, sites in self._pieces]
 
-    def restore(self, stored: list, site_type: type) -> None:
+    def restore(self, stored: list) -> None:
         for error, rows, sites in stored:
-            self._keep(error, rows, tuple(site_type(*site) for site in sites))
+            self._keep(error, rows, tuple(Sites(*site) for site in sites))
 
     def _keep(self, error: np.ndarray, rows: Rows, sites: tuple) -> None:
         self._pieces.append((error, rows, sites))

@@ -9,10 +9,10 @@ import jax
 import numpy as np
 
 from ..core.rules import Rule
-from ..engines.engine import describe_bad_rows
 from ..engines.online import BlockInfo, Online, OnlineState
 from ..model.rows import Rows, num_rows, pad, permuted
-from .passes import Pass, PassOptions, rows_named
+from ..model.validation import describe_bad_rows
+from .passes import Pass, PassOptions, first_failed, rows_named
 from .source import RowSource
 
 CHUNK_BLOCKS = 1024
@@ -20,14 +20,10 @@ CHUNK_NUMBERS = 2**24  # in the Jacobians of the rows that are worked on between
 
 
 class CallBack:
-    """The user's function of the posterior so far, and what it returned.
+    """The user's function of the posterior so far, and what it returned."""
 
-    :param every: rows between calls; None: at the end alone.
-    """
-
-    def __init__(self, posterior_of: Callable[[OnlineState], Any], function: Callable | None, every: int | None):
+    def __init__(self, posterior_of: Callable[[OnlineState], Any], function: Callable | None):
         self._posterior_of, self._function, self._returned = posterior_of, function, []
-        self.every = every
 
     def __call__(self, state: OnlineState) -> None:
         if self._function is not None:
@@ -43,6 +39,7 @@ class OnlinePass(Pass):
     """One pass of :meth:`BONG.run`.
 
     :param rule: that of ``online``, maybe with another learning rate.
+    :param every: rows between calls of ``call_back``, rounded up to whole blocks; None: at the end alone.
     :param predict: how rows are predicted before they are taken in, if they are.
     """
 
@@ -53,16 +50,18 @@ class OnlinePass(Pass):
         source: RowSource,
         options: PassOptions,
         bar: Any,
-        keep: Callable[[OnlineState], None],
+        publish: Callable[[OnlineState], None],
         call_back: CallBack,
         *,
+        every: int | None,
         block_size: int,
         predict: str | None,
         checked: bool,
     ):
-        super().__init__(online.engine.program, source, options, bar, keep, checked=checked)
+        super().__init__(online.engine.program, source, options, bar, publish, checked=checked)
         self._online, self._rule, self._rate = online, rule, online.rate(rule)
         self._block, self._call_back, self._predict = block_size, call_back, predict
+        self._every = None if every is None else -(-every // block_size) * block_size
         blocks = min(
             CHUNK_BLOCKS, options.most_rows // block_size, CHUNK_NUMBERS // (block_size * online.engine.numbers_per_row)
         )
@@ -70,8 +69,7 @@ class OnlinePass(Pass):
         self._clipped, self._predictive = 0, []
 
     def size(self, place: int) -> int:
-        every = self._call_back.every
-        return self._chunk if every is None else min(self._chunk, every - place % every)
+        return self._chunk if self._every is None else min(self._chunk, self._every - place % self._every)
 
     def step(self, state: OnlineState, rows: Rows, weights: np.ndarray, place: int) -> tuple[OnlineState, BlockInfo]:
         if self._online.one_by_one:
@@ -91,17 +89,15 @@ class OnlinePass(Pass):
             infos.append(info)
         return state, jax.tree.map(lambda *x: np.stack(x), *jax.device_get(infos))
 
-    def failed(self, report: BlockInfo, length: int) -> list[tuple[int, int]]:
-        bad = np.flatnonzero(~np.asarray(report.ok))[:1]  # the blocks after it were not taken in
-        return [(int(i) * self._block, min(int(i + 1) * self._block, length)) for i in bad]
+    def failed(self, report: BlockInfo, length: int) -> tuple[int, int] | None:
+        return first_failed(np.asarray(report.ok), self._block, length)  # later ones were not taken in
 
     def accept(self, state: OnlineState, rows: Rows, weights: np.ndarray, report: BlockInfo, place: int) -> None:
         self._clipped += int(np.sum(report.clipped))
         if self._predict is not None:
             found = np.asarray(report.log_predictive).reshape(-1)[: len(weights)]
             self._predictive.append(np.where(weights > 0, found, np.nan))
-        done, every = place + len(weights), self._call_back.every
-        if every is not None and done % every == 0:
+        if self._every is not None and (place + len(weights)) % self._every == 0:
             self._call_back(state)
 
     def notes(self) -> dict[str, Any]:
@@ -110,14 +106,13 @@ class OnlinePass(Pass):
     def read_notes(self, notes: Mapping[str, Any]) -> None:
         self._clipped, self._predictive = notes["clipped"], notes["log_predictive"]
 
-    def refuse(self, before: OnlineState, after: OnlineState, rows: Rows, first_row: int) -> None:
-        self._keep(after)  # which has the blocks before these rows
-        refuse(self._online, self._rule, after, rows, first_row)
+    def refuse(self, before: OnlineState, after: OnlineState, rows: Rows, numbers: np.ndarray) -> None:
+        self._publish(after)  # which has the blocks before these rows
+        _refuse_update(self._online, self._rule, after, rows, numbers)
 
     def facts(self) -> dict[str, Any]:
         """What the whole pass has to tell; with a last call back, if rows came after the one before."""
-        every = self._call_back.every
-        if every is None or self.done % every:
+        if self._every is None or self.done % self._every:
             self._call_back(self.state)
         facts: dict[str, Any] = {"clipped": self._clipped}
         if self._predictive:
@@ -131,7 +126,7 @@ def run_epochs(
     state: OnlineState,
     rows: Rows,
     bar: Any,
-    keep: Callable[[OnlineState], None],
+    publish: Callable[[OnlineState], None],
     call_back: CallBack,
     *,
     num_epochs: int,
@@ -150,20 +145,20 @@ def run_epochs(
             part, weights = pad(permuted(rows, taken), min(block_size, total))
             weights = (total / len(taken) * weights).astype(online.engine.program.dtype)
             state, info = online.one_iteration(prior, state, part, weights, rate)
-            keep(state)
+            publish(state)
             if not bool(info.ok):
-                refuse(online, rule, state, permuted(rows, taken), int(taken[0]))
+                _refuse_update(online, rule, state, permuted(rows, taken), taken)
             clipped += int(info.clipped)
             bar.update(len(taken))
         state = state._replace(num_rows=all_rows)
-        keep(state)
+        publish(state)
         call_back(state)
     return state, {"clipped": clipped} | call_back.facts()
 
 
-def refuse(online: Online, rule: Rule, state: OnlineState, rows: Rows, first_row: int) -> None:
+def _refuse_update(online: Online, rule: Rule, state: OnlineState, rows: Rows, numbers: np.ndarray) -> None:
     """:raises ValueError: about rows that left no Gaussian of the last good state."""
-    reason = describe_bad_rows(online.engine.program, state.gaussian.mean, rows, first_row)
+    reason = describe_bad_rows(online.engine.program, state.gaussian.mean, rows, numbers)
     if reason is not None:
         advice = "check these rows, mask them in the model, or pass on_bad_row='skip'"
     elif rule.name != "bong":
@@ -173,7 +168,7 @@ def refuse(online: Online, rule: Rule, state: OnlineState, rows: Rows, first_row
     else:
         advice = "standardise the data, give the prior a smaller scale, or use hessian='auto', which looks at all of q"
     before = int(state.num_blocks)
-    where = f"{rows_named(rows, first_row)} (after {before} update{'' if before == 1 else 's'})"
+    where = f"{rows_named(numbers)} (after {before} update{'' if before == 1 else 's'})"
     reason = ", or one absurdly far away" if reason is None else f": {reason}"
     raise ValueError(
         f"the update on {where} leaves no finite Gaussian{reason}; {advice}. The last good state is kept as .state."

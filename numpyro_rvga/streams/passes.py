@@ -31,7 +31,11 @@ LISTED = 1000  # skipped rows whose numbers are kept
 
 @dataclass(frozen=True)
 class PassOptions:
-    """What a user may ask of a pass; see :meth:`RVGA.run`."""
+    """What a user may ask of a pass; see :meth:`RVGA.run`.
+
+    :raises ValueError: for options that do not exist or exclude each other, and for checkpoints that cannot be
+        written.
+    """
 
     checkpoint: Any = None
     every: int = EVERY
@@ -44,6 +48,7 @@ class PassOptions:
             raise ValueError("resume=True needs checkpoint=, the file to go on from.")
         if not isinstance(self.every, int) or isinstance(self.every, bool) or self.every < 1:
             raise ValueError(f"every must be a positive number of rows, not {self.every!r}.")
+        self.open_checkpoint()  # to say what is wrong with it before any row is read
 
     @property
     def skips(self) -> bool:
@@ -124,7 +129,7 @@ class Pass(ABC):
     """Rows from a source, piece by piece, each result looked at while the next ones are under way.
 
     :param bar: a progress bar.
-    :param keep: called with the state after each good piece.
+    :param publish: called with each state that is known to be good.
     :param checked: whether it is known that the rows are finite, and their outcomes in their support.
 
     :ivar state: after the last piece whose result is known to be good.
@@ -137,11 +142,11 @@ class Pass(ABC):
         source: RowSource,
         options: PassOptions,
         bar: Any,
-        keep: Callable[[Any], None],
+        publish: Callable[[Any], None],
         *,
         checked: bool,
     ):
-        self._program, self._source, self._options, self._bar, self._keep = program, source, options, bar, keep
+        self._program, self._source, self._options, self._bar, self._publish = program, source, options, bar, publish
         self._checked = checked and not options.skips
         self._checkpoint = options.open_checkpoint()
         self.state: Any = None
@@ -159,12 +164,12 @@ class Pass(ABC):
         """State and report after rows, of weight one or zero. The results need not be waited for."""
 
     @abstractmethod
-    def failed(self, report: Any, length: int) -> list[tuple[int, int]]:
-        """The first row, and that after the last, of the blocks that left no finite Gaussian."""
+    def failed(self, report: Any, length: int) -> tuple[int, int] | None:
+        """The first row, and that after the last, of the first block that left no finite Gaussian."""
 
     @abstractmethod
-    def refuse(self, before: Any, after: Any, rows: Rows, first_row: int) -> None:
-        """:raises ValueError: about these rows."""
+    def refuse(self, before: Any, after: Any, rows: Rows, numbers: np.ndarray) -> None:
+        """:raises ValueError: about these rows, whose numbers in the data are given."""
 
     @abstractmethod
     def accept(self, state: Any, rows: Rows, weights: np.ndarray, report: Any, place: int) -> None:
@@ -233,7 +238,7 @@ class Pass(ABC):
     def _take_note(self, step: _Step) -> None:
         self._whole = False
         if step.report is not None:
-            self._keep(step.after)
+            self._publish(step.after)
             self.accept(step.after, step.rows, step.weights, step.report, step.place)
         left_out = np.flatnonzero(step.weights == 0)
         self._num_skipped += len(left_out)
@@ -253,17 +258,18 @@ class Pass(ABC):
                 self._program.check_rows(step.rows, step.place)
             step = self._begin(step.before, *_replaced(step.rows, usable & (step.weights > 0)), step.place)
         failed = self._failed(step)
-        if failed and not self._options.skips:
-            first, stop = failed[0]
+        if failed is not None and not self._options.skips:
+            first, stop = failed
             rows = {name: array[first:stop] for name, array in step.rows.items()}
-            self.refuse(step.before, step.after, rows, self._source.number(step.place + first))
-        while failed:
-            step = self._without_bad_rows(step, *failed[0])
+            numbers = [self._source.number(step.place + row) for row in range(first, stop)]
+            self.refuse(step.before, step.after, rows, np.array(numbers))
+        while failed is not None:
+            step = self._without_bad_rows(step, *failed)
             failed = self._failed(step)
         return step
 
-    def _failed(self, step: _Step) -> list[tuple[int, int]]:
-        return [] if step.report is None else self.failed(step.report, num_rows(step.rows))
+    def _failed(self, step: _Step) -> tuple[int, int] | None:
+        return None if step.report is None else self.failed(step.report, num_rows(step.rows))
 
     # ------------------------------------------------------------------ rows that cannot be used
     def _finite(self, rows: Rows, place: int) -> tuple[Rows, np.ndarray]:
@@ -288,7 +294,8 @@ class Pass(ABC):
         to_blame = suspects
         while len(to_blame) > 1:
             halves = np.array_split(to_blame, 2)
-            failing = [half for half in halves if any(start <= first for start, _ in self._failed(again(half)))]
+            blocks = [self._failed(again(half)) for half in halves]
+            failing = [half for half, bad in zip(halves, blocks) if bad is not None and bad[0] <= first]
             if not failing:
                 break  # only together
             to_blame = failing[0]
@@ -321,14 +328,25 @@ class Pass(ABC):
         self.done = self._written = contents["done"]
         self._num_skipped, self._skipped = contents["num_skipped"], contents["skipped"].tolist()
         self.read_notes(contents["notes"])
-        self._keep(self.state)
+        self._publish(self.state)
         self._source.skip(self.done)
         self._bar.update(self.done)
 
 
-def rows_named(rows: Rows, first_row: int) -> str:
-    count = num_rows(rows)
-    return f"row {first_row}" if count == 1 else f"rows {first_row} to {first_row + count - 1}"
+def first_failed(ok: np.ndarray, block_size: int, length: int) -> tuple[int, int] | None:
+    """The rows of the first of equal blocks that is not ok, of ``length`` rows in all; None if there is none."""
+    bad = np.flatnonzero(~ok)
+    return (int(bad[0]) * block_size, min(int(bad[0] + 1) * block_size, length)) if len(bad) else None
+
+
+def rows_named(numbers: np.ndarray) -> str:
+    """Rows by their numbers in the data, which in random order need not be consecutive."""
+    first, last = numbers[0], numbers[-1]
+    if len(numbers) == 1:
+        return f"row {first}"
+    if np.all(np.diff(numbers) == 1):
+        return f"rows {first} to {last}"
+    return f"{len(numbers)} rows, from row {first} to row {last} in random order"
 
 
 def _replaced(rows: Rows, kept: np.ndarray) -> tuple[Rows, np.ndarray]:

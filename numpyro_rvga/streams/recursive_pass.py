@@ -9,11 +9,12 @@ import jax
 import numpy as np
 
 from ..core.recursion import Sites, State, StepInfo
-from ..engines.engine import Engine, Known, describe_bad_rows
+from ..engines.engine import Engine, Known
 from ..engines.sparse import SparseEngine
 from ..model.rows import Rows, in_blocks, num_rows, pad
+from ..model.validation import describe_bad_rows
 from .memory import RowMemory
-from .passes import Pass, PassOptions, rows_named
+from .passes import Pass, PassOptions, first_failed, rows_named
 from .source import RowSource
 
 FIRST_BLOCK_ROWS = 2000
@@ -29,13 +30,13 @@ DEFAULT_BLOCK_LINEARISED = 256  # where predictors are not affine
 
 class Sizes(NamedTuple):
     """:ivar first: rows of the first, joint solve. :ivar block: of an update. :ivar chunk: of a compiled step.
-    :ivar memory: rows kept at most. :ivar keep: whether to keep any."""
+    :ivar memory: rows kept at most. :ivar keeps_rows: whether to keep any."""
 
     first: int
     block: int
     chunk: int
     memory: int
-    keep: bool
+    keeps_rows: bool
 
 
 def choose_sizes(
@@ -74,8 +75,8 @@ def choose_sizes(
     if source.total is not None:  # pieces of equal length: none is mostly padding
         rest = max(source.total - first, 1)
         chunk = -(-rest // -(-rest // chunk))
-    keep = memory > 0 and source.is_longer_than(first)
-    return Sizes(first, block, max(1, -(-chunk // block)) * block, memory, keep)
+    keeps_rows = memory > 0 and source.is_longer_than(first)
+    return Sizes(first, block, max(1, -(-chunk // block)) * block, memory, keeps_rows)
 
 
 class RecursivePass(Pass):
@@ -90,13 +91,13 @@ class RecursivePass(Pass):
         source: RowSource,
         options: PassOptions,
         bar: Any,
-        keep: Callable[[State], None],
+        publish: Callable[[State], None],
         sizes: Sizes,
         sparse: SparseEngine | None,
         *,
         checked: bool,
     ):
-        super().__init__(engine.program, source, options, bar, keep, checked=checked)
+        super().__init__(engine.program, source, options, bar, publish, checked=checked)
         self._engine, self._sizes, self._sparse = engine, sizes, sparse
         self._memory, self._gathered = RowMemory(sizes.memory), Gathered()
 
@@ -109,15 +110,14 @@ class RecursivePass(Pass):
             return self._sparse.solve(self._sparse.problem(rows, weights=weights))
         if self._is_joint(place):
             rows, weights = pad(rows, self._joint_size(len(weights)), weights)
-            known = (engine.unknown(weights),) if sizes.keep else ()
-            return engine.joint(state, *engine.devices.put_rows((rows, weights)), *known, with_sites=sizes.keep)
+            known = (engine.unknown(weights),) if sizes.keeps_rows else ()
+            return engine.joint(state, *engine.devices.put_rows((rows, weights)), *known, with_sites=sizes.keeps_rows)
         blocks = in_blocks(pad(rows, sizes.chunk, weights), sizes.block)
-        return engine.stream(state, *engine.devices.put_rows(blocks, axis=1), with_sites=sizes.keep)
+        return engine.stream(state, *engine.devices.put_rows(blocks, axis=1), with_sites=sizes.keeps_rows)
 
-    def failed(self, report: StepInfo, length: int) -> list[tuple[int, int]]:
-        ok = np.atleast_1d(np.asarray(report.ok))
-        block = length if np.ndim(report.ok) == 0 else self._sizes.block
-        return [(int(i) * block, min(int(i + 1) * block, length)) for i in np.flatnonzero(~ok)]
+    def failed(self, report: StepInfo, length: int) -> tuple[int, int] | None:
+        joint = np.ndim(report.ok) == 0
+        return first_failed(np.atleast_1d(report.ok), length if joint else self._sizes.block, length)
 
     def accept(self, state: State, rows: Rows, weights: np.ndarray, report: StepInfo, place: int) -> None:
         self._memory.offer(rows, report.sites)
@@ -127,28 +127,28 @@ class RecursivePass(Pass):
         return {"memory": self._memory.stored(), "gathered": self._gathered.stored()}
 
     def read_notes(self, notes: Mapping[str, Any]) -> None:
-        self._memory.restore(notes["memory"], Sites)
+        self._memory.restore(notes["memory"])
         self._gathered.restore(notes["gathered"])
 
-    def refuse(self, before: State, after: State, rows: Rows, first_row: int) -> None:
-        reason = describe_bad_rows(self._program, before.mean, rows, first_row)
+    def refuse(self, before: State, after: State, rows: Rows, numbers: np.ndarray) -> None:
+        reason = describe_bad_rows(self._program, before.mean, rows, numbers)
         prior_sites = [terms.site for terms in self._program.prior.terms]
         if reason is None and self._engine.options.scheme == "laplace" and prior_sites:
             raise ValueError(
-                f"no mode was found with {rows_named(rows, first_row)}: the density of a scale and the effects that it "
+                f"no mode was found with {rows_named(numbers)}: the density of a scale and the effects that it "
                 f"is the scale of has none, as it grows without bound where both go to zero (see {prior_sites[0]!r}). "
                 "Use the default scheme, or write the effects as location + scale * z with standard normal z."
             )
         raise ValueError(
-            f"no finite update on {rows_named(rows, first_row)}: "
+            f"no finite update on {rows_named(numbers)}: "
             f"{reason or 'the expected log-likelihood is not finite'} at the current state. Check these rows and the "
             "prior's scale, mask the rows in the model, or pass on_bad_row='skip'. What was passed as init is "
             "unchanged, and the state before these rows is kept as .state."
         )
 
-    def finished(self, state: State) -> tuple[State, dict[str, Any]]:
+    def finished(self) -> tuple[State, dict[str, Any]]:
         """The state with the kept rows as themselves and the prior's true terms, and the facts of the run."""
-        sizes, gathered = self._sizes, self._gathered
+        state, sizes, gathered = self.state, self._sizes, self._gathered
         kept = self._memory.contents() if self.done > sizes.first else None
         if kept is not None:
             state = self._revisit(state, *kept)

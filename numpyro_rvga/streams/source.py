@@ -137,10 +137,3 @@ def _checked_blocks(blocks: Iterator, first_row: int, named: Callable[[Any], Row
         check_row_shapes(rows, known, f"before row {first_row}")
         first_row += num_rows(rows)
         yield rows
-
-
-def progress(enabled: bool, total: int | None, name: str, unit: str) -> Any:
-    """A progress bar."""
-    from tqdm.auto import tqdm
-
-    return tqdm(total=total, unit=unit, unit_scale=True, disable=not enabled, desc=name)

@@ -13,6 +13,7 @@ from jax.scipy.special import logsumexp, xlog1py, xlogy
 from numpyro_rvga.core.symbolic import Reading, depends_on, factorise
 
 SIZE = 6
+THETA = jax.ShapeDtypeStruct((SIZE,), jnp.float64)
 X = np.array([0.5, -1.2, 0.7])
 G = np.int32(2)
 MATRIX = np.arange(12.0).reshape(4, 3) / 7 - 0.6
@@ -148,9 +149,9 @@ EXAMPLES = {
 by_example = pytest.mark.parametrize("name", EXAMPLES)
 
 
-def split_of(name, **options):
+def split_of(name):
     fun, num_predictors, row = EXAMPLES[name]
-    return fun, row, factorise(fun, jax.ShapeDtypeStruct((SIZE,), jnp.float64), *row, **options), num_predictors
+    return fun, row, factorise(fun, THETA, *row), num_predictors
 
 
 def points(count=4):
@@ -217,7 +218,7 @@ def test_affine_functions_are_known_as_such(name, affine):
     ],
 )
 def test_links_are_read_off_exactly(fun, through, inverse):
-    split = Reading(lambda *a: [fun(*a)], jax.ShapeDtypeStruct((SIZE,), jnp.float64), X).split(0, through)
+    split = Reading(lambda *a: {"value": fun(*a)}, THETA, X).split("value", through)
     assert split is not None and split.num_predictors <= 1
     for theta in points():
         value = split.density(split.predictors(theta, (X,)), split.constants((X,)))
@@ -235,7 +236,7 @@ def test_links_are_read_off_exactly(fun, through, inverse):
     ],
 )
 def test_links_that_are_not_there_are_not_read_off(fun, through):
-    assert Reading(lambda w: [fun(w)], jax.ShapeDtypeStruct((SIZE,), jnp.float64)).split(0, through) is None
+    assert Reading(lambda w: {"value": fun(w)}, THETA).split("value", through) is None
 
 
 # ---------------------------------------------------------------------- which inputs matter
@@ -273,3 +274,20 @@ def test_depends_on_looks_into_control_flow_and_jitted_functions():
         return {"scan": scanned, "jit": jax.jit(lambda v: v + 1.0)(a["y"])}
 
     assert depends_on(function, {"x": jnp.ones(4), "y": jnp.ones(4)}) == {"scan": {"x"}, "jit": {"y"}}
+
+
+def test_outputs_of_one_reading_split_as_each_does_alone():
+    def both(t, x, g):
+        mean = x @ t[:3] + t[3]
+        return {"mean": mean - 0.4, "scale": jnp.exp(t[4]), "density": dist.Normal(mean, jnp.exp(t[4])).log_prob(t[g])}
+
+    reading = Reading(both, THETA, X, G)
+    cases = {("mean", None): 1, ("scale", "log"): 1, ("scale", None): 1, ("density", None): 2}
+    for (name, through), num_predictors in cases.items():
+        split = reading.split(name, through)
+        alone = Reading(lambda t, x, g, n=name: {n: both(t, x, g)[n]}, THETA, X, G).split(name, through)
+        assert split.num_predictors == alone.num_predictors == num_predictors
+        for theta in points():
+            found, expected = (s.density(s.predictors(theta, (X, G)), s.constants((X, G))) for s in (split, alone))
+            value = both(theta, X, G)[name]
+            np.testing.assert_allclose([found, expected], jnp.log(value) if through else value, rtol=1e-12)

@@ -8,7 +8,7 @@ import numpyro.distributions as dist
 import pytest
 
 from numpyro_rvga import FixedPointVI
-from numpyro_rvga.engines import curvature as module
+from numpyro_rvga.engines import curvature
 
 MEANS, VARIANCES = np.linspace(-3.0, 3.0, 7), np.geomspace(0.05, 10.0, 6)
 M, V = np.meshgrid(MEANS, VARIANCES, indexing="ij")
@@ -150,7 +150,7 @@ def test_students_t_is_not_concave():
 
 @pytest.mark.parametrize("chunk", [2**18, 2 * 7])
 def test_rows_are_looked_at_where_the_posterior_puts_them(chunk, posterior, monkeypatch):
-    monkeypatch.setattr(module, "CHUNK_NUMBERS", chunk)
+    monkeypatch.setattr(curvature, "CHUNK_NUMBERS", chunk)
     rows = data("logistic")
     at = check("logistic", posterior=posterior).sites["y"].posterior
     X, covariance = rows["X"], np.asarray(posterior.covariance)

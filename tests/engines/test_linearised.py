@@ -1,0 +1,41 @@
+"""Prior terms of one closed form are compiled as one: with the same sums."""
+
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+
+from numpyro_rvga.core.factors import evaluate
+from numpyro_rvga.engines.engine import Engine
+from numpyro_rvga.engines.linearised import factors_of, merged_by_form, prepare
+from numpyro_rvga.model import Program
+from numpyro_rvga.options import Options
+
+
+def model(X, y=None):
+    scale = numpyro.sample("scale", dist.HalfNormal(2))
+    scales = numpyro.sample("scales", dist.HalfNormal(jnp.array([0.5, 1.0, 3.0])).to_event(1))
+    share = numpyro.sample("share", dist.Beta(2, 3))
+    effects = numpyro.sample("effects", dist.Normal(0, scale).expand([4]).to_event(1))
+    slopes = numpyro.sample("slopes", dist.Normal(0, scales).to_event(1))
+    with numpyro.plate("rows", len(X)):
+        numpyro.sample("y", dist.Normal(X @ slopes + effects.sum() + share, 1), obs=y)
+
+
+def test_sites_of_one_form_add_up_to_what_each_says_alone():
+    rows = {"X": np.ones((3, 3)), "y": np.zeros(3)}
+    program = Program(model, rows, {})
+    engine = Engine(program, Options("implicit", "auto", "auto", None, 200, 64), rows, None)
+    size, rng = program.layout.size, np.random.default_rng(0)
+    theta, root = jnp.asarray(rng.normal(size=size)), jnp.asarray(0.3 * rng.normal(size=(size, size)))
+    seen = [(terms, None) for terms in program.prior.terms]
+    known = prepare(seen, jnp.zeros(size), {}, jnp.ones(1))
+    few, kinds, together = merged_by_form(seen, engine.prior_kinds, known)
+    assert len(seen) == 5
+    assert sorted(terms.num_predictors for terms, _ in few) == [1, 1, 2]
+    apart = evaluate(engine.prior_kinds, factors_of(seen, known, theta), root)
+    merged = evaluate(kinds, factors_of(few, together, theta), root)
+    for expected, found in zip(apart, merged):
+        assert (expected is None) == (found is None)
+        if found is not None:
+            np.testing.assert_allclose(found, expected, rtol=1e-10, atol=1e-12)
