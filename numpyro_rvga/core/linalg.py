@@ -168,6 +168,18 @@ def column_sums(rows: Array) -> Array:
     return sum(rows[i] for i in range(1, len(rows))) + rows[0] if 0 < len(rows) <= MOST_ADDED else jnp.sum(rows, axis=0)
 
 
+@jax.custom_vjp
+def scaled_columns(rows: Array, scale: Array) -> Array:
+    """(K, P) times (P,), with a gradient in the scale that is found by :func:`column_sums`."""
+    return rows * scale
+
+
+scaled_columns.defvjp(
+    lambda rows, scale: (rows * scale, (rows, scale)),
+    lambda known, slope: (slope * known[1], column_sums(slope * known[0])),
+)
+
+
 def sums_over_columns(function: Callable[..., Any], *arrays: Array) -> Any:
     """``function`` of arrays (..., P), which must be sums over P, such as products of long rows.
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from ..linalg import cholesky, column_sums, inverse, solve_lower, sums_over_columns
+from ..linalg import cholesky, column_sums, inverse, scaled_columns, solve_lower, sums_over_columns
 from .full import FullGaussian
 from .steps import Site, Transition, log_normal
 
@@ -88,13 +88,13 @@ class LowRankGaussian:
         return cls(*coordinates)
 
     def mean_curvature(self, site: Site) -> Array:
-        return jnp.sum(self._solve(site.factor) * site.factor)
+        return self._variance_along(site.factor)
 
     def divergence(self, other: LowRankGaussian) -> Array:
         shift = self.mean - other.mean
-        narrowing = self._narrowing()
-        trace = jnp.sum(other.diagonal / self.diagonal) - jnp.sum(narrowing**2 * other.diagonal)
-        trace = trace + jnp.sum(self._solve(other.factor) * other.factor)
+        narrow = self._narrow()
+        within = self._solve_inner((narrow * other.diagonal) @ narrow.T)
+        trace = jnp.sum(other.diagonal / self.diagonal) - jnp.trace(within) + self._variance_along(other.factor)
         length = shift @ other._times_precision(shift)
         return 0.5 * (trace + length - len(shift) + self._log_det_precision() - other._log_det_precision())
 
@@ -127,20 +127,33 @@ class LowRankGaussian:
     def _times_precision(self, vector: Array) -> Array:
         return self.diagonal * vector + (self.factor @ vector) @ self.factor
 
+    def _narrow(self) -> Array:
+        """W D^-1 (R, P)."""
+        return scaled_columns(self.factor, 1 / self.diagonal)
+
     def _inner_root(self) -> Array:
         """Cholesky factor of I + W D^-1 W^T, (R, R)."""
         identity = jnp.eye(len(self.factor), dtype=self.factor.dtype)
-        return jnp.linalg.cholesky(identity + (self.factor / self.diagonal) @ self.factor.T)
+        return jnp.linalg.cholesky(identity + self._narrow() @ self.factor.T)
+
+    def _solve_inner(self, columns: Array) -> Array:
+        """(I + W D^-1 W^T)^-1 times (R, N)."""
+        return jax.scipy.linalg.cho_solve((self._inner_root(), True), columns)
+
+    def _variance_along(self, rows: Array) -> Array:
+        """The sum of x Sigma x^T over rows x (N, P)."""
+        inner = self._narrow() @ rows.T
+        return column_sums(rows**2) @ (1 / self.diagonal) - jnp.sum(inner * self._solve_inner(inner))
 
     def _narrowing(self) -> Array:
         """N (R, P) with Sigma = D^-1 - N^T N."""
-        return solve_lower(self._inner_root(), self.factor / self.diagonal)
+        return solve_lower(self._inner_root(), self._narrow())
 
     def _solve(self, rows: Array) -> Array:
         """Sigma x for each x of (..., P)."""
-        narrow = self.factor / self.diagonal  # also in the inner root: written once, as each pass over it costs
+        narrow = self._narrow()
         inner = rows @ narrow.T
-        flat = jax.scipy.linalg.cho_solve((self._inner_root(), True), inner.reshape(-1, inner.shape[-1]).T).T
+        flat = self._solve_inner(inner.reshape(-1, inner.shape[-1]).T).T
         return rows / self.diagonal - flat.reshape(inner.shape) @ narrow
 
     def _log_det_precision(self) -> Array:
