@@ -22,7 +22,7 @@ from .engines.online import Online, OnlineOptions, OnlineState
 from .initialization import initial_location, is_at_rest
 from .model.arguments import checked_rows
 from .model.rows import num_rows
-from .options import EXPECTATIONS, Options, check_choice, default_key
+from .options import EXPECTATIONS, Options, check_choice, default_key, is_count
 from .presets import PRESETS
 from .progress import progress
 from .results.posterior import Posterior
@@ -125,7 +125,7 @@ class BONG:
         check_choice("projection", projection, PROJECTIONS)
         counts = {"rank": rank, "num_iters": num_iters, "num_samples": num_samples, "block_size": block_size}
         for name, value in (counts if num_epochs is None else counts | {"num_epochs": num_epochs}).items():
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            if not is_count(value, 1):
                 raise ValueError(f"{name} must be a positive integer, not {value!r}.")
         _check_combination(rule, hessian, family, parameterization, learning_rate, num_iters, projection)
         check_dynamics(dynamics)

@@ -34,10 +34,14 @@ def check_choice(name: str, value: Any, choices: tuple) -> None:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, not {value!r}.")
 
 
+def is_count(value: Any, least: int) -> bool:
+    """Whether a value is an integer of at least ``least``."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
 def check_size(name: str, value: Any, least: int) -> None:
     """:raises ValueError: if ``value`` is neither 'auto' nor an integer of at least ``least``."""
-    whole = isinstance(value, int) and not isinstance(value, bool) and value >= least
-    if value != "auto" and not whole:
+    if value != "auto" and not is_count(value, least):
         raise ValueError(f"{name} must be 'auto' or an integer of at least {least}, not {value!r}.")
 
 

@@ -207,8 +207,15 @@ class RVGA:
         engine = self._engines.get(head, model_kwargs, rng_key)
         if in_memory and not options.skips:
             engine.program.check_rows(head)
-        asked = {"block_size": self.block_size, "first_block": self.first_block, "memory": self.memory}
-        sizes, sparse = choose_sizes(engine, source, options.most_rows, **asked), None
+        sizes = choose_sizes(
+            engine,
+            source,
+            options.most_rows,
+            block_size=self.block_size,
+            first_block=self.first_block,
+            memory=self.memory,
+        )
+        sparse = None
         if init is None and in_memory and checkpoint is None:
             sparse = self._sparse_engine(engine, head)
         if sparse is not None:

@@ -226,3 +226,5 @@ def test_an_outcome_outside_its_support_is_named():
     labels[7] = 2
     with pytest.raises(ValueError, match=r"row 7 of array 'y' holds 2\.0, which lies outside the support"):
         fit(classification, labels)
+    with pytest.warns(UserWarning, match="Out-of-support"), pytest.raises(ValueError, match="row 7 lies outside"):
+        FixedPointVI(classification).run({"x": INPUTS}, y=labels, progress_bar=False)

@@ -70,7 +70,45 @@ class Reading:
             out = {"log": self._graph.log_of, "logit": self._graph.logit_of}[through](out)
             if out is None or not (out.is_affine or out.is_constant):
                 return None
-        return _close(self._graph, out, self._theta_node, self._row_nodes, self._theta)
+        return self._close(out)
+
+    def _close(self, out: Value) -> Factorisation:
+        graph, theta, theta_node, row_nodes = self._graph, self._theta, self._theta_node, self._row_nodes
+        derived: dict[int, Node] = {}
+        if out.is_affine:
+            root = graph.leaf(out.affine)
+            leaves = [root]
+        else:
+            root = graph.materialise(out)
+            leaves = [n for n in ancestors([root]) if n.leaf_of is not None]
+            leaves, derived = _independent(graph, leaves)
+        live = ancestors([root, *derived.values()], stop=lambda n: n.kind == CONSTANT)
+        constants = [n for n in live if n.kind == CONSTANT]
+        sizes = [leaf.size for leaf in leaves]
+        affine_nodes = [leaf.leaf_of for leaf in leaves]
+
+        def bind_row(row):
+            flat = jax.tree.leaves(row)
+            return {n.serial: jnp.reshape(x, n.shape) for n, x in zip(row_nodes, flat)}
+
+        def predictors(theta_value, row):
+            known = bind_row(row) | {theta_node.serial: jnp.reshape(theta_value, theta_node.shape)}
+            values = evaluate_nodes(affine_nodes, known)
+            flat = [jnp.ravel(v).astype(theta.dtype) for v in values]
+            return jnp.concatenate(flat) if flat else jnp.zeros((0,), theta.dtype)
+
+        def constant_values(row):
+            return tuple(evaluate_nodes(constants, bind_row(row)))
+
+        def density(u, values):
+            pieces = jnp.split(u, list(itertools.accumulate(sizes))[:-1]) if sizes else []
+            known = {n.serial: v for n, v in zip(constants, values)}
+            known |= {n.serial: jnp.reshape(piece, n.shape).astype(n.dtype) for n, piece in zip(leaves, pieces)}
+            for serial, node in reversed(derived.items()):  # newer ones may be sums of older ones
+                known[serial] = evaluate_nodes([node], known)[0]
+            return jnp.reshape(evaluate_nodes([root], known)[0], ()).astype(u.dtype)
+
+        return Factorisation(sum(sizes), out.is_affine, predictors, constant_values, density)
 
 
 def factorise(fun: Callable, theta: jax.ShapeDtypeStruct, *row: Any) -> Factorisation:
@@ -79,44 +117,6 @@ def factorise(fun: Callable, theta: jax.ShapeDtypeStruct, *row: Any) -> Factoris
     :param fun: ``fun(theta, *row) -> scalar``.
     """
     return Reading(lambda *arguments: {"value": fun(*arguments)}, theta, *row).split("value")
-
-
-def _close(graph, out, theta_node, row_nodes, theta) -> Factorisation:
-    derived: dict[int, Node] = {}
-    if out.is_affine:
-        root = graph.leaf(out.affine)
-        leaves = [root]
-    else:
-        root = graph.materialise(out)
-        leaves = [n for n in ancestors([root]) if n.leaf_of is not None]
-        leaves, derived = _independent(graph, leaves)
-    live = ancestors([root, *derived.values()], stop=lambda n: n.kind == CONSTANT)
-    constants = [n for n in live if n.kind == CONSTANT]
-    sizes = [leaf.size for leaf in leaves]
-    affine_nodes = [leaf.leaf_of for leaf in leaves]
-
-    def bind_row(row):
-        flat = jax.tree.leaves(row)
-        return {n.serial: jnp.reshape(x, n.shape) for n, x in zip(row_nodes, flat)}
-
-    def predictors(theta_value, row):
-        known = bind_row(row) | {theta_node.serial: jnp.reshape(theta_value, theta_node.shape)}
-        values = evaluate_nodes(affine_nodes, known)
-        flat = [jnp.ravel(v).astype(theta.dtype) for v in values]
-        return jnp.concatenate(flat) if flat else jnp.zeros((0,), theta.dtype)
-
-    def constant_values(row):
-        return tuple(evaluate_nodes(constants, bind_row(row)))
-
-    def density(u, values):
-        pieces = jnp.split(u, list(itertools.accumulate(sizes))[:-1]) if sizes else []
-        known = {n.serial: v for n, v in zip(constants, values)}
-        known |= {n.serial: jnp.reshape(piece, n.shape).astype(n.dtype) for n, piece in zip(leaves, pieces)}
-        for serial, node in reversed(derived.items()):  # newer ones may be sums of older ones
-            known[serial] = evaluate_nodes([node], known)[0]
-        return jnp.reshape(evaluate_nodes([root], known)[0], ()).astype(u.dtype)
-
-    return Factorisation(sum(sizes), out.is_affine, predictors, constant_values, density)
 
 
 def _independent(graph, leaves: list[Node]) -> tuple[list[Node], dict[int, Node]]:

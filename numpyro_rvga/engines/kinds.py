@@ -12,7 +12,7 @@ from jax import Array
 
 from ..core import closed_forms as cf
 from ..core import expectations as ex
-from ..core.compilation import jit_once
+from ..core.compilation import at_once
 from ..core.factors import Kind
 from ..model.terms import Terms, constants
 from ..options import Options
@@ -122,7 +122,6 @@ def _expectation(name: str, terms: Terms, options: Options, rng_key: Array, rows
 def _is_smooth(moments: Callable, terms: Terms, rows: dict) -> bool:
     """Whether E[hess phi] equals the derivative of E[grad phi]; it does not where phi has kinks (Laplace)."""
 
-    @jit_once
     def both():
         values = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), constants(terms, rows))
         count = jax.tree.leaves(values)[0].shape[0] if jax.tree.leaves(values) else 1
@@ -133,6 +132,6 @@ def _is_smooth(moments: Callable, terms: Terms, rows: dict) -> bool:
         found = [jax.vmap(lambda m, v, o=o: moments(o, m, covariance, v)[2])(means, values) for o in (1, 2)]
         return jnp.max(jnp.abs(found[0] - found[1]), axis=(1, 2)), jnp.max(jnp.abs(found[0]), axis=(1, 2))
 
-    difference, size = (np.asarray(x) for x in both())
+    difference, size = at_once(both)
     usable = np.isfinite(difference) & np.isfinite(size)
     return not np.any(difference[usable] > 0.05 * size[usable] + 1e-6)

@@ -172,8 +172,12 @@ def independent_start(prior: Prior, size: int, dtype, draw: Callable[[Array], Ar
     site = None
     if len(places):
         inner, slope = np.diag(precision[places]), linear[places]
-        more = at_once(lambda: [_expand(t, size, dtype, {}) for t in coupling])
-        for matrix, vector, value in (*more, *at_once(lambda: [_block_terms(b, size, dtype) for b in prior.blocks])):
+        expanded = at_once(
+            lambda: (
+                [_expand(t, size, dtype, {}) for t in coupling] + [_block_terms(b, size, dtype) for b in prior.blocks]
+            )
+        )
+        for matrix, vector, value in expanded:
             inner, slope = inner + matrix[places][:, places], slope + vector[places]
             constant = constant + value
         start = Start(mean[places], np.diag(np.sqrt(variance[places])))

@@ -10,12 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 import numpyro.distributions as dist
 from jax import Array
-from jax.scipy.special import gammaln
 from numpyro.distributions.transforms import IdentityTransform, biject_to
 
 from ..core import closed_forms as cf
 from ..core.symbolic import Reading, factorise
 from .arguments import PARAMS, ROW
+from .distributions import patterns_of
 from .tracing import SiteRecord, elements, peel, site_transform
 
 MAX_PREDICTORS = 16  # of an affine split; beyond, the distribution's own parameters are linearised in theta
@@ -198,96 +198,15 @@ def by_row(terms: Terms, num_rows: int) -> Terms:
     return terms._replace(num_elements=count, predictors=predictors, constants=constants)
 
 
-# ---------------------------------------------------------------------- families with closed-form expectations
-class _Family(NamedTuple):
-    """How a distribution's log density is one of the closed forms.
-
-    :ivar parameters: the predictors: attribute name and the link through which it must be affine in theta.
-    :ivar fixed: what must not depend on theta, and becomes the arguments of ``coefficients``.
-    """
-
-    parameters: tuple[tuple[str, str | None], ...]
-    fixed: tuple[str, ...]
-    coefficients: Callable[..., Any]
-
-
-def _bernoulli(value, weight):
-    return cf.Logistic(value, jnp.ones_like(value), jnp.zeros_like(value), weight)
-
-
-def _binomial(value, weight, total_count):
-    ways = gammaln(total_count + 1) - gammaln(value + 1) - gammaln(total_count - value + 1)
-    return cf.Logistic(value, total_count, ways, weight)
-
-
-def _poisson(value, weight):
-    return cf.Exponential(value, jnp.ones_like(value), -gammaln(value + 1), weight)
-
-
-def _exponential(value, weight):
-    return cf.Exponential(jnp.ones_like(value), value, jnp.zeros_like(value), weight)
-
-
-def _gamma(value, weight, concentration):
-    a = jnp.asarray(concentration, weight.dtype)
-    return cf.Exponential(a, value, (a - 1) * jnp.log(value) - gammaln(a), weight)
-
-
-def _normal(weight, scale=None):
-    zero = jnp.zeros_like(weight)
-    if scale is None:
-        return cf.GaussianLogScale(zero, zero, weight)
-    return cf.Gaussian(zero, scale, zero, weight)
-
-
-def _laplace(weight, scale=None):
-    zero = jnp.zeros_like(weight)
-    if scale is None:
-        return cf.LaplaceLogScale(zero, zero, weight)
-    return cf.Laplace(zero, scale, zero, weight)
-
-
-def _log_normal(value, weight, scale=None):
-    logged = jnp.log(value)
-    return _normal(weight, scale)._replace(target=logged, constant=-weight * logged)
-
-
-def _families(kind: type) -> list[_Family]:
-    """Ways to read a distribution as a closed form, the first that fits the model being used."""
-    observed = ("value", "weight")
-    error, location, log_scale = ("loc - value", None), ("loc", None), ("scale", "log")
-    table = {
-        dist.BernoulliLogits: [_Family((("logits", None),), observed, _bernoulli)],
-        dist.BernoulliProbs: [_Family((("probs", "logit"),), observed, _bernoulli)],
-        dist.BinomialLogits: [_Family((("logits", None),), (*observed, "total_count"), _binomial)],
-        dist.BinomialProbs: [_Family((("probs", "logit"),), (*observed, "total_count"), _binomial)],
-        dist.Poisson: [_Family((("rate", "log"),), observed, _poisson)],
-        dist.Exponential: [_Family((("rate", "log"),), observed, _exponential)],
-        dist.Gamma: [_Family((("rate", "log"),), (*observed, "concentration"), _gamma)],
-        dist.Normal: [
-            _Family((error,), ("weight", "scale"), _normal),
-            _Family((error, log_scale), ("weight",), _normal),
-        ],
-        dist.Laplace: [
-            _Family((error,), ("weight", "scale"), _laplace),
-            _Family((error, log_scale), ("weight",), _laplace),
-        ],
-        dist.LogNormal: [
-            _Family((location,), (*observed, "scale"), _log_normal),
-            _Family((location, log_scale), observed, _log_normal),
-        ],
-    }
-    return table.get(kind, [])
-
-
+# ---------------------------------------------------------------------- closed-form expectations
 def _closed_form_terms(
     run_site: RunSite, site: str, theta: jax.ShapeDtypeStruct, row: Arrays, example: _Example
 ) -> Terms | None:
-    families = _families(example.kind)
-    if not families or example.has_jacobian:  # a transformed latent's log-Jacobian is no part of the closed form
+    patterns = patterns_of(example.kind)
+    if not patterns or example.has_jacobian:  # a transformed latent's log-Jacobian is no part of the closed form
         return None
     index = jax.ShapeDtypeStruct((), jnp.int32)
-    names = {name for family in families for name in (*family.fixed, *(n for n, _ in family.parameters))}
+    names = {name for pattern in patterns for name in (*pattern.fixed, *(n for n, _ in pattern.parameters))}
 
     def attributes(t, r, e):
         record = run_site(t, r)
@@ -298,21 +217,21 @@ def _closed_form_terms(
         return {name: element(_attribute(record, name)) for name in names}
 
     reading = Reading(attributes, theta, row, index)
-    for family in families:
-        fixed = [reading.split(name) for name in family.fixed]
+    for pattern in patterns:
+        fixed = [reading.split(name) for name in pattern.fixed]
         if any(f.num_predictors for f in fixed):
             continue
-        free = [reading.split(name, link) for name, link in family.parameters]
+        free = [reading.split(name, link) for name, link in pattern.parameters]
         if not all(f is not None and f.is_affine for f in free):
             continue
-        kind = type(jax.eval_shape(family.coefficients, *[jax.ShapeDtypeStruct((), theta.dtype)] * len(fixed)))
+        kind = type(jax.eval_shape(pattern.coefficients, *[jax.ShapeDtypeStruct((), theta.dtype)] * len(fixed)))
 
         def predictors(t, r, e, free=free):
             return jnp.concatenate([f.predictors(t, (r, e)) for f in free])
 
-        def constants(r, e, fixed=fixed, family=family):
+        def constants(r, e, fixed=fixed, pattern=pattern):
             nothing = jnp.zeros(0, theta.dtype)
-            return family.coefficients(*[f.density(nothing, f.constants((r, e))) for f in fixed])
+            return pattern.coefficients(*[f.density(nothing, f.constants((r, e))) for f in fixed])
 
         return Terms(site, example.num_elements, len(free), True, predictors, constants, cf.DENSITIES[kind], kind)
     return None

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from ..core.compilation import jit_once
+from ..core.compilation import at_once, jit_once
 from ..core.indices import indexings
 from ..core.symbolic import depends_on
 from .arguments import absent_arguments
@@ -141,12 +141,11 @@ def check_local_terms(program: Any) -> None:
     theta = jnp.asarray(np.random.default_rng(0).normal(size=program.layout.size), program.dtype)
     rows = {**program.example_rows, **program.shared}
 
-    @jit_once
     def alone():
         found = [linearise(terms, theta, rows)[1:] for terms in program.terms]
         return [jnp.any(local != 0, axis=-1) & jnp.all(design == 0, axis=-1) for design, local in found]
 
-    for terms, found in zip(program.terms, alone()):
+    for terms, found in zip(program.terms, at_once(alone)):
         if np.any(found) or not terms.is_affine:
             names = ", ".join(map(repr, program.local.site_names))
             raise CoupledRows(
@@ -240,15 +239,13 @@ class SupportCheck(RowCheck):
 
     def __init__(self, program: Any, site: str):
         super().__init__(program, lambda row: _in_support(program, site, row))
-        self._site, self._value_arrays = site, sorted(program.outcome_arrays(site))
-        self._support = peel_abstractly(program, site).support
+        self._program, self._site = program, site
 
     def __call__(self, rows: Mapping[str, np.ndarray], first_row: int) -> None:
         """:raises ValueError: naming site, array and row."""
         inside = self.begin(rows)()
         if not inside.all():
-            row = int(np.argmin(inside))
-            raise ValueError(_outside_message(self._site, self._support, rows, self._value_arrays, row, first_row))
+            raise ValueError(_outside_message(self._program, self._site, rows, int(np.argmin(inside)), first_row))
 
 
 class IndexCheck(RowCheck):
@@ -289,7 +286,6 @@ class WholeSupportCheck:
 
     def __init__(self, program: Any, site: str):
         self._program, self._site, self._axis = program, site, program.row_axis(site)
-        self._support = peel_abstractly(program, site).support
         self._inside = jax.jit(lambda rows: _elements_inside(program, site, rows))
 
     def __call__(self, rows: Mapping[str, np.ndarray], first_row: int) -> None:
@@ -297,17 +293,14 @@ class WholeSupportCheck:
         inside = np.asarray(self._inside(dict(rows)))
         bad = np.argwhere(~inside)
         if len(bad):
-            names = sorted(self._program.outcome_arrays(self._site))
             row = int(bad[0][self._axis]) if self._axis < inside.ndim else None
-            raise ValueError(_outside_message(self._site, self._support, rows, names, row, first_row))
+            raise ValueError(_outside_message(self._program, self._site, rows, row, first_row))
 
 
-def _outside_message(
-    site: str, support: Any, rows: Mapping[str, np.ndarray], names: list[str], row: int | None, first_row: int
-) -> str:
-    """:param names: the arrays that the site's values are from; none if they are no data.
-    :param row: None for values that are not of rows."""
-    outside = f"outside the support ({support}) of its distribution"
+def _outside_message(program: Any, site: str, rows: Mapping[str, np.ndarray], row: int | None, first_row: int) -> str:
+    """:param row: None for values that are not of rows."""
+    outside = f"outside the support ({peel_abstractly(program, site).support}) of its distribution"
+    names = sorted(program.outcome_arrays(site))
     if row is None:
         return f"site {site!r}: a value lies {outside}."
     if not names:

@@ -43,12 +43,11 @@ class Khat(NamedTuple):
 
 def to_arviz(
     posterior: Posterior,
-    data: Mapping[str, ArrayLike] | tuple | None = None,
-    *,
-    rng_key: Array | None = None,
-    num_samples: int = 1000,
-    coords: Mapping[str, Any] | None = None,
-    dims: Mapping[str, list[str]] | None = None,
+    data: Mapping[str, ArrayLike] | tuple | None,
+    rng_key: Array | None,
+    num_samples: int,
+    coords: Mapping[str, Any] | None,
+    dims: Mapping[str, list[str]] | None,
 ) -> Any:
     """See :meth:`Posterior.to_arviz`."""
     from .. import __version__
@@ -79,13 +78,7 @@ def to_arviz(
     return arviz.from_dict(groups, attrs={"/": attributes, "posterior": attributes}, **labels)
 
 
-def khat(
-    posterior: Posterior,
-    data: Mapping[str, ArrayLike] | tuple,
-    *,
-    rng_key: Array | None = None,
-    num_samples: int = 1000,
-) -> Khat:
+def khat(posterior: Posterior, data: Mapping[str, ArrayLike] | tuple, rng_key: Array | None, num_samples: int) -> Khat:
     """See :meth:`Posterior.khat`."""
     arviz, major = _import_arviz()
     if "dynamics" in posterior.info:

@@ -342,7 +342,7 @@ class Posterior:
         :raises ImportError: if ArviZ is not installed.
         :raises ValueError: if ``data`` lack the outcome.
         """
-        return arviz.to_arviz(self, data, rng_key=rng_key, num_samples=num_samples, coords=coords, dims=dims)
+        return arviz.to_arviz(self, data, rng_key, num_samples, coords, dims)
 
     def khat(
         self, data: Mapping[str, ArrayLike] | tuple, *, rng_key: Array | None = None, num_samples: int = 1000
@@ -368,7 +368,7 @@ class Posterior:
         :raises NotImplementedError: after a run with dynamics.
         :raises ValueError: if ``data`` lack the outcome, and for fewer than 100 draws, too few to fit a tail to.
         """
-        return arviz.khat(self, data, rng_key=rng_key, num_samples=num_samples)
+        return arviz.khat(self, data, rng_key, num_samples)
 
     def nuts(self, **nuts_kwargs: Any) -> NUTS:
         """A NUTS kernel for the posterior's model, with q's covariance as its inverse mass matrix.

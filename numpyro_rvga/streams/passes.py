@@ -18,7 +18,7 @@ from ..files import digest
 from ..model.arguments import check_finite, finite_rows, named_rows, refuse_frames
 from ..model.program import Program
 from ..model.rows import Rows, num_rows, permuted
-from ..options import check_choice
+from ..options import check_choice, is_count
 from .checkpoints import EVERY, Checkpoint
 from .source import RowSource, rows_in_memory, rows_of_blocks
 
@@ -29,10 +29,11 @@ AHEAD = 8  # steps under way: while they compute, the next rows are read
 LISTED = 1000  # skipped rows whose numbers are kept
 
 
-@dataclass(frozen=True)
+@dataclass
 class PassOptions:
     """What a user may ask of a pass; see :meth:`RVGA.run`.
 
+    :ivar opened: the checkpoint, looked at before any row is read; None if there is to be none.
     :raises ValueError: for options that do not exist or exclude each other, and for checkpoints that cannot be
         written.
     """
@@ -46,9 +47,11 @@ class PassOptions:
         check_choice("on_bad_row", self.on_bad_row, BAD_ROW_POLICIES)
         if self.resume and self.checkpoint is None:
             raise ValueError("resume=True needs checkpoint=, the file to go on from.")
-        if not isinstance(self.every, int) or isinstance(self.every, bool) or self.every < 1:
+        if not is_count(self.every, 1):
             raise ValueError(f"every must be a positive number of rows, not {self.every!r}.")
-        self.open_checkpoint()  # to say what is wrong with it before any row is read
+        self.opened = None
+        if self.checkpoint is not None:
+            self.opened = Checkpoint(self.checkpoint, self.every, resume=self.resume)
 
     @property
     def skips(self) -> bool:
@@ -58,11 +61,6 @@ class PassOptions:
     def most_rows(self) -> int:
         """Of a step, for checkpoints to come in time."""
         return sys.maxsize if self.checkpoint is None else self.every
-
-    def open_checkpoint(self) -> Checkpoint | None:
-        if self.checkpoint is None:
-            return None
-        return Checkpoint(self.checkpoint, self.every, resume=self.resume)
 
 
 def open_source(
@@ -148,7 +146,7 @@ class Pass(ABC):
     ):
         self._program, self._source, self._options, self._bar, self._publish = program, source, options, bar, publish
         self._checked = checked and not options.skips
-        self._checkpoint = options.open_checkpoint()
+        self._checkpoint = options.opened
         self.state: Any = None
         self.done = self._written = 0
         self._num_skipped, self._skipped = 0, []

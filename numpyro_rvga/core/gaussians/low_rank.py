@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.scipy.linalg import cho_solve
 
 from ..linalg import cholesky, column_sums, inverse, scaled_columns, solve_lower, sums_over_columns
 from .full import FullGaussian
@@ -88,15 +89,16 @@ class LowRankGaussian:
         return cls(*coordinates)
 
     def mean_curvature(self, site: Site) -> Array:
-        return self._variance_along(site.factor)
+        return self._variance_along(site.factor, *self._inner())
 
     def divergence(self, other: LowRankGaussian) -> Array:
         shift = self.mean - other.mean
-        narrow = self._narrow()
-        within = self._solve_inner((narrow * other.diagonal) @ narrow.T)
-        trace = jnp.sum(other.diagonal / self.diagonal) - jnp.trace(within) + self._variance_along(other.factor)
+        narrow, root = self._inner()
+        within = cho_solve((root, True), (narrow * other.diagonal) @ narrow.T)
+        trace = jnp.sum(other.diagonal / self.diagonal) - jnp.trace(within)
+        trace = trace + self._variance_along(other.factor, narrow, root)
         length = shift @ other._times_precision(shift)
-        return 0.5 * (trace + length - len(shift) + self._log_det_precision() - other._log_det_precision())
+        return 0.5 * (trace + length - len(shift) + self._log_det_precision(root) - other._log_det_precision())
 
     def moved(self, transition: Transition) -> LowRankGaussian:
         """Exact where matrix and noise are diagonal; else projected, by way of (P, P) matrices."""
@@ -127,37 +129,34 @@ class LowRankGaussian:
     def _times_precision(self, vector: Array) -> Array:
         return self.diagonal * vector + (self.factor @ vector) @ self.factor
 
-    def _narrow(self) -> Array:
-        """W D^-1 (R, P)."""
-        return scaled_columns(self.factor, 1 / self.diagonal)
-
-    def _inner_root(self) -> Array:
-        """Cholesky factor of I + W D^-1 W^T, (R, R)."""
+    def _inner(self) -> tuple[Array, Array]:
+        """W D^-1 (R, P), and the Cholesky factor of I + W D^-1 W^T (R, R). Who needs them more often finds them
+        once: each pass over the former costs, and autodiff makes two more."""
+        narrow = scaled_columns(self.factor, 1 / self.diagonal)
         identity = jnp.eye(len(self.factor), dtype=self.factor.dtype)
-        return jnp.linalg.cholesky(identity + self._narrow() @ self.factor.T)
+        return narrow, jnp.linalg.cholesky(identity + narrow @ self.factor.T)
 
-    def _solve_inner(self, columns: Array) -> Array:
-        """(I + W D^-1 W^T)^-1 times (R, N)."""
-        return jax.scipy.linalg.cho_solve((self._inner_root(), True), columns)
-
-    def _variance_along(self, rows: Array) -> Array:
-        """The sum of x Sigma x^T over rows x (N, P)."""
-        inner = self._narrow() @ rows.T
-        return column_sums(rows**2) @ (1 / self.diagonal) - jnp.sum(inner * self._solve_inner(inner))
+    def _variance_along(self, rows: Array, narrow: Array, root: Array) -> Array:
+        """The sum of x Sigma x^T over rows x (N, P), by what :meth:`_inner` finds."""
+        inner = narrow @ rows.T
+        return column_sums(rows**2) @ (1 / self.diagonal) - jnp.sum(inner * cho_solve((root, True), inner))
 
     def _narrowing(self) -> Array:
         """N (R, P) with Sigma = D^-1 - N^T N."""
-        return solve_lower(self._inner_root(), self._narrow())
+        narrow, root = self._inner()
+        return solve_lower(root, narrow)
 
     def _solve(self, rows: Array) -> Array:
         """Sigma x for each x of (..., P)."""
-        narrow = self._narrow()
+        narrow, root = self._inner()
         inner = rows @ narrow.T
-        flat = self._solve_inner(inner.reshape(-1, inner.shape[-1]).T).T
+        flat = cho_solve((root, True), inner.reshape(-1, inner.shape[-1]).T).T
         return rows / self.diagonal - flat.reshape(inner.shape) @ narrow
 
-    def _log_det_precision(self) -> Array:
-        return jnp.sum(jnp.log(self.diagonal)) + 2 * jnp.sum(jnp.log(jnp.diagonal(self._inner_root())))
+    def _log_det_precision(self, root: Array | None = None) -> Array:
+        """:param root: the second that :meth:`_inner` finds, if it is known."""
+        root = self._inner()[1] if root is None else root
+        return jnp.sum(jnp.log(self.diagonal)) + 2 * jnp.sum(jnp.log(jnp.diagonal(root)))
 
 
 def projected(mean: Array, pull: Array, diagonal: Array, rows: list[Array], rank: int) -> LowRankGaussian:
@@ -173,7 +172,7 @@ def projected(mean: Array, pull: Array, diagonal: Array, rows: list[Array], rank
 
     inner, pulled, gram = sums_over_columns(products, pull, diagonal, *rows)
     identity = jnp.eye(len(gram), dtype=gram.dtype)
-    share = jax.scipy.linalg.cho_solve((jnp.linalg.cholesky(identity + inner), True), pulled)
+    share = cho_solve((jnp.linalg.cholesky(identity + inner), True), pulled)
     leading = jnp.linalg.eigh(gram)[1][:, len(gram) - rank :].T
     ends = np.cumsum([len(r) for r in rows])[:-1]
     kept = sum(part @ r for part, r in zip(jnp.split(leading, ends, axis=1), rows))
