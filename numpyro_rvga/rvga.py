@@ -27,7 +27,7 @@ from .results.merging import state_of_gaussian
 from .results.posterior import Posterior
 from .streams.checkpoints import EVERY
 from .streams.passes import PassOptions, open_source
-from .streams.recursive_pass import MEMORY_ROWS_PER_PARAMETER, Gathered, RecursivePass, Sizes, choose_sizes
+from .streams.recursive_pass import JOINT_ROWS_PER_PARAMETER, Gathered, RecursivePass, Sizes, choose_sizes
 
 SCHEMES = ("implicit", "explicit", "ekf", "qkf", "laplace")
 FAMILIES = ("full",)
@@ -72,12 +72,14 @@ class RVGA:
         of that size from the first row on (1: the paper's); ``"auto"`` takes 1,024 after a large first block, and
         keeps a memory. Explicit schemes take rows one by one.
     :param first_block: rows of a first, joint solve. Much of the error of one pass is made while q is diffuse, so
-        ``"auto"`` takes as many as ``memory``, at least 40 per parameter and 2,000, or all of up to twice as many (none
-        with a given block_size).
-    :param memory: rows to keep for a last solve. While the data go by, the rows whose Gaussian summaries are least
-        exact (those that reached q while it was wide in their direction: rare levels, separated classes) are kept,
-        and in the end take their summaries' place. ``"auto"``: 400 rows per parameter, within 2^25 numbers (none
-        with a given block_size, or if predictors are not affine).
+        ``"auto"`` takes 400 per parameter (no more than ``memory``, but 2,000 and 40 per parameter at least), or all
+        of up to twice as many (none with a given block_size).
+    :param memory: rows to keep. While the data go by, the rows whose Gaussian summaries are least exact (those that
+        reached q while it was wide in their direction: rare levels, separated classes) are kept. In the end they take
+        their summaries' place in joint solves, 400 rows per parameter at a time, those first whose summaries are
+        furthest from what q would now make of them, until these would move q by less than a quarter of a standard
+        deviation even if all pulled the same way. ``"auto"``: 2,000 rows per parameter, within 2^25 numbers (none with
+        a given block_size, or if predictors are not affine).
     :param str family: ``"full"``, a Gaussian with a full covariance matrix.
     :param dynamics: how parameters move before each update (:class:`RandomWalk`, :class:`OrnsteinUhlenbeck`,
         :class:`LinearDynamics`), for streams that drift. The posterior is then of the parameters after the last row.
@@ -333,7 +335,7 @@ class RVGA:
     def _sparse_engine(self, engine: Engine, rows: Rows) -> SparseEngine | None:
         """For rows that are to be solved for together, if each looks at a few entries of theta; None for others."""
         chosen = {self.block_size, self.first_block, self.memory} != {"auto"}
-        most = 2 * MEMORY_ROWS_PER_PARAMETER * engine.program.layout.size
+        most = 2 * JOINT_ROWS_PER_PARAMETER * engine.program.layout.size
         if chosen or self.options.scheme != "implicit" or self.dynamics is not None or num_rows(rows) > most:
             return None
         return self._sparse_engines.get(engine, rows)

@@ -224,6 +224,25 @@ def test_kept_rows_repair_what_one_pass_gets_wrong():
     np.testing.assert_allclose(kept.elbo, best.elbo, atol=0.05)
 
 
+def test_kept_rows_that_are_more_than_one_solve_takes_are_solved_for_in_turns():
+    rng = np.random.default_rng(4)
+    n = 9000
+    X = np.column_stack([np.ones(n), rng.normal(size=n), rng.random(n) < 0.1])
+    y = rng.poisson(np.exp(X @ [-5.0, 0.4, -1.0])).astype(float)  # few counts: no row says much, and all are skewed
+
+    def counts(X, y=None):
+        w = numpyro.sample("w", dist.Normal(0, 3).expand([3]).to_event(1))
+        with numpyro.plate("rows", len(X)):
+            numpyro.sample("y", dist.Poisson(jnp.exp(X @ w)), obs=y)
+
+    rows = {"X": X, "y": y}
+    best = fit(counts, rows, first_block=n)
+    one, turns = (fit(counts, rows, first_block=50, memory=memory, block_size=16) for memory in (1200, 6000))
+    assert turns.info["kept_rows"] == 6000
+    assert max(gap(best, turns)) < 0.05 < 0.3 < max(gap(best, one))
+    np.testing.assert_allclose(turns.elbo, best.elbo, atol=0.05)
+
+
 def test_keeping_every_row_is_the_joint_solve():
     rows = data("groups", n=120)
     best = fit(hierarchical, rows)

@@ -112,6 +112,25 @@ def summarise(kinds: tuple[Kind, ...], factors: tuple[Factors, ...], spreads: tu
     )
 
 
+def misfits(
+    kinds: tuple[Kind, ...], factors: tuple[Factors, ...], spreads: tuple[Array, ...], sites: tuple[Sites, ...]
+) -> tuple[Array, ...]:
+    """By how much the sites are not those of a q as :func:`summarise` has it, (n,) by kind: the length of what q's
+    natural gradient lacks for each factor, in standard deviations of q."""
+
+    def one(kind, mean, spread, constants, site):
+        covariance = spread @ spread.T
+        _, gradient, hessian = kind.expect(mean, covariance, constants)
+        pull = gradient - (site.linear - site.precision @ mean)
+        turn = covariance @ (hessian + site.precision)
+        return jnp.sqrt(jnp.maximum(pull @ covariance @ pull + 0.5 * jnp.sum(turn * turn.T), 0.0))
+
+    return tuple(
+        jax.vmap(partial(one, kind))(block.offset, spread, block.constants, site)
+        for kind, block, spread, site in zip(kinds, factors, spreads, sites)
+    )
+
+
 def predict(transition: Transition, state: State) -> State:
     """The state after the parameters have moved. What stood for the prior terms is now part of the Gaussian."""
     moved = FullGaussian(state.mean, state.root).moved(transition)

@@ -14,11 +14,12 @@ from jax.sharding import Mesh
 
 from ..core.block import Settings
 from ..core.compilation import Compiled
+from ..core.designs import times_root
 from ..core.factors import Factors
 from ..core.gaussians import Transition
 from ..core.joint import Joint, joint_search, joint_solve
 from ..core.objective import Group
-from ..core.recursion import Sites, State, StepInfo, explicit_step, implicit_step, scan_blocks
+from ..core.recursion import Sites, State, StepInfo, explicit_step, implicit_step, misfits, scan_blocks
 from ..model.program import Program
 from ..model.rows import Rows, in_blocks, num_rows, pad
 from ..model.sparsity import selecting_view
@@ -82,6 +83,7 @@ class Engine:
         self._starts = jax.random.normal(rng_key, shape, program.dtype) if wide else None
         self.devices = Devices(None) if devices is None else devices
         self.joint = self.compiled(self._joint, ("with_sites",))
+        self.misfits = self.compiled(self._misfits)
         self.settle = self.compiled(self._settle)
         self.stream = self.compiled(self._stream, ("with_sites",), routines=True)
 
@@ -162,6 +164,13 @@ class Engine:
         )
         state, info = joint_solve(joint, fresh, with_sites=with_sites)
         return state, info._replace(sites=self._by_row(info.sites, len(weights)))
+
+    def _misfits(self, state: State, rows: dict, weights: Array, sites: tuple[Sites, ...]) -> Array:
+        """By how much the rows' sites (n, E, ...) are not what the state would make of the rows, (n,)."""
+        factors = self.linearise(self.prepare(rows, weights), state.mean)
+        whitened = tuple(times_root(f.design, state.root) for f in factors)
+        found = misfits(self.kinds, factors, whitened, self._mask(sites, weights))
+        return sum(jnp.sum(misfit.reshape(len(weights), -1), axis=1) for misfit in found)
 
     def batch(
         self,

@@ -20,8 +20,11 @@ from .source import RowSource
 FIRST_BLOCK_ROWS = 2000
 FIRST_BLOCK_ROWS_PER_PARAMETER = 40
 FIRST_BLOCK_NUMBERS = 2**26  # in the Jacobians of the first block
-MEMORY_ROWS_PER_PARAMETER = 400
+JOINT_ROWS_PER_PARAMETER = 400  # of a solve with kept rows
+MEMORY_ROWS_PER_PARAMETER = 2000
 MEMORY_NUMBERS = 2**25  # in the Jacobians of the kept rows
+MOST_LOOKS = 8  # at kept rows that are more than one solve takes
+SETTLED = 0.25  # standard deviations: what the rows' misfits may come to if they all pull the same way
 CHUNK_NUMBERS = 2**22
 MAX_CHUNK = 8192
 DEFAULT_BLOCK = 1024
@@ -30,12 +33,13 @@ DEFAULT_BLOCK_LINEARISED = 256  # where predictors are not affine
 
 class Sizes(NamedTuple):
     """:ivar first: rows of the first, joint solve. :ivar block: of an update. :ivar chunk: of a compiled step.
-    :ivar memory: rows kept at most. :ivar keeps_rows: whether to keep any."""
+    :ivar memory: rows kept at most. :ivar joint: those of them in one solve. :ivar keeps_rows: whether to keep any."""
 
     first: int
     block: int
     chunk: int
     memory: int
+    joint: int
     keeps_rows: bool
 
 
@@ -60,12 +64,13 @@ def choose_sizes(
     if memory == "auto":
         useful = not plain and engine.is_affine
         memory = min(MEMORY_ROWS_PER_PARAMETER * size, MEMORY_NUMBERS // per_row) if useful else 0
+    joint = min(JOINT_ROWS_PER_PARAMETER * size, memory)
     if scheme == "laplace":
         if source.total is None:
             raise ValueError("scheme='laplace' needs all rows in memory at once.")
         first = source.total
     elif first_block == "auto":
-        first = 0 if plain else max(FIRST_BLOCK_ROWS, FIRST_BLOCK_ROWS_PER_PARAMETER * size, memory)
+        first = 0 if plain else max(FIRST_BLOCK_ROWS, FIRST_BLOCK_ROWS_PER_PARAMETER * size, joint)
         most = max(FIRST_BLOCK_NUMBERS // per_row, 1)
         # Of twice as many, half would be kept in the end.
         first = min(first if plain or source.is_longer_than(2 * first) else 2 * first, most)
@@ -76,7 +81,7 @@ def choose_sizes(
         rest = max(source.total - first, 1)
         chunk = -(-rest // -(-rest // chunk))
     keeps_rows = memory > 0 and source.is_longer_than(first)
-    return Sizes(first, block, max(1, -(-chunk // block)) * block, memory, keeps_rows)
+    return Sizes(first, block, max(1, -(-chunk // block)) * block, memory, joint, keeps_rows)
 
 
 class RecursivePass(Pass):
@@ -168,15 +173,49 @@ class RecursivePass(Pass):
         return place == 0 and self._sizes.first > 0
 
     def _revisit(self, state: State, rows: Rows, sites: tuple[Sites, ...]) -> State:
-        """Solve once more with the kept rows as themselves, not as their Gaussian sites."""
-        capacity = self._joint_size(self._sizes.memory)
-        rest = capacity - num_rows(rows)
-        fill = lambda x: np.concatenate([x, np.broadcast_to(x[-1:], (rest, *x.shape[1:]))])  # noqa: E731
-        known = Known(jax.tree.map(fill, sites), np.zeros((), np.int32))
-        placed = self._engine.devices.put_rows(pad(rows, capacity))
+        """Solve once more with the kept rows as themselves, not as their Gaussian sites. Of more than one solve takes,
+        those come first whose sites are furthest off, and then those that now are."""
+        at_once = self._sizes.joint
+        if num_rows(rows) <= at_once:
+            return self._solved(state, rows, sites)[0]
+        sites = jax.tree.map(np.array, sites)
+        for look in range(MOST_LOOKS):
+            misfits = self._misfits(state, rows, sites)
+            if look and misfits.sum() < SETTLED:
+                break
+            worst = np.argsort(-misfits, kind="stable")[:at_once]
+            state, anew = self._solved(state, *_chosen((rows, sites), worst))
+            for kept, site in zip(jax.tree.leaves(sites), jax.tree.leaves(anew)):
+                kept[worst] = np.asarray(site)[: len(worst)]
+        return state
+
+    def _misfits(self, state: State, rows: Rows, sites: tuple[Sites, ...]) -> np.ndarray:
+        """By how much each row's sites are not what the state would make of the row."""
+        size, count = self._joint_size(self._sizes.joint), num_rows(rows)
+        found = []
+        for start in range(0, count, size):
+            part = _chosen((rows, sites), slice(start, start + size))
+            found.append(self._engine.misfits(state, *self._placed(*part, size)))
+        return np.concatenate([np.asarray(misfits) for misfits in found])[:count]
+
+    def _solved(self, state: State, rows: Rows, sites: tuple[Sites, ...]) -> tuple[State, tuple[Sites, ...]]:
+        """With these rows, of which the state knows by their sites, as themselves; and their sites then."""
+        *placed, sites = self._placed(rows, sites, self._joint_size(self._sizes.joint))
+        known = Known(sites, np.zeros((), np.int32))
         after, info = self._engine.joint(state, *placed, known, with_sites=True)
         self._gathered.add(info)
-        return after
+        return after, info.sites
+
+    def _placed(self, rows: Rows, sites: tuple[Sites, ...], size: int) -> tuple[Rows, np.ndarray, tuple[Sites, ...]]:
+        """Rows, weights and sites, ``size`` of each, on the devices."""
+        rest = size - num_rows(rows)
+        fill = lambda x: np.concatenate([x, np.broadcast_to(x[-1:], (rest, *x.shape[1:]))])  # noqa: E731
+        return *self._engine.devices.put_rows(pad(rows, size)), jax.tree.map(fill, sites)
+
+
+def _chosen(arrays: Any, which: np.ndarray | slice) -> Any:
+    """Of a pytree of (n, ...) arrays."""
+    return jax.tree.map(lambda x: x[which], arrays)
 
 
 class Gathered:
