@@ -17,7 +17,7 @@ from _results import parser, write
 
 from numpyro_rvga import Posterior
 
-SMALLEST_GAP = 1e-3  # of the picture
+GAPS = 1e-3, 1e6  # of the picture: what is less or more lies on its edges
 COLOURS = {
     "RVGA": "#0072B2",
     "RVGA, block_size=1": "#56B4E9",
@@ -75,14 +75,14 @@ class Compared(NamedTuple):
 def compare(
     case: Case,
     passes: dict[str, Callable[[], Posterior]],
-    make_bound: Callable[[Case, Posterior, LogDensity], Bound],
+    make_bound: Callable[[Case, LogDensity], Bound],
     effort: Effort,
     reference: Callable[[Posterior], Reference],
 ) -> Compared:
     """Run all methods.
 
     :param passes: our methods by name, FixedPointVI last.
-    :param make_bound: from the case, FixedPointVI's posterior and the model's log density.
+    :param make_bound: from the case and the model's log density.
     :param reference: from FixedPointVI's posterior.
     """
     print(case.name, flush=True)
@@ -93,7 +93,7 @@ def compare(
         print(f"  {name:24s} {point.seconds:8.2f} s", flush=True)
     best = posteriors["FixedPointVI"]
     density = LogDensity(case, best.site_names)
-    bound, against = make_bound(case, best, density), reference(best)
+    bound, against = make_bound(case, density), reference(best)
     found |= rivals(case, density, best.site_names, bound, effort)
     curves = {}
     for name, (points, notes) in found.items():
@@ -153,7 +153,7 @@ def draw(results: dict[str, Any], path: Path) -> None:
     for axis, case in zip(axes.flat, cases):
         for name, curve, found in gaps(case):
             style = {"ls": "-", "marker": "."} if len(found) > 1 else {"ls": "", "marker": "o", "ms": 7}
-            axis.loglog(curve["seconds"], np.maximum(found, SMALLEST_GAP), color=COLOURS[name], label=name, **style)
+            axis.loglog(curve["seconds"], np.clip(found, *GAPS), color=COLOURS[name], label=name, **style)
         for name, seconds in case["nuts"].items():
             axis.axvline(seconds, color="#666666", ls=NUTS_LINES[name], lw=1.2, label=name)
         axis.set_title(case["title"], fontsize=9)
@@ -173,6 +173,7 @@ def run_cases(
     name: str,
     cases: dict[str, Callable[[str | None], Case]],
     bundled: Iterable[str],
+    with_data: Iterable[str],
     run_case: Callable[[Case, Effort, Path], dict[str, Any]],
     *,
     seconds: float,
@@ -180,19 +181,21 @@ def run_cases(
 ) -> None:
     """The command line of a comparison: its cases, their results as JSON, and the picture.
 
-    :param cases: from the data folder. :param bundled: those that need none.
+    :param cases: from the data folder. :param bundled: those that need none, which run without it.
+    :param with_data: those that run with it.
     :param run_case: what there is to draw of a case, from that, the effort and a file for long runs that are kept.
     :param seconds: default of ``--seconds``. :param batch: rows of SVI's steps.
     """
     options = parser(description, drawn=True)
     options.add_argument("--data", help="folder with load.py and the data files")
     add_effort(options, seconds)
-    options.add_argument("--cases", nargs="*", choices=cases, help="default: all that the data allow")
+    usual = f"{', '.join(bundled)}, or with data {', '.join(with_data)}"
+    options.add_argument("--cases", nargs="*", choices=cases, help=f"default: {usual}")
     args = options.parse_args()
     if args.draw is not None:
         draw(json.loads(args.draw.read_text()), args.draw.with_suffix(".png"))
         return
-    names = args.cases or list(bundled if args.data is None else cases)
+    names = args.cases or list(bundled if args.data is None else with_data)
     if args.data is None and not set(names) <= set(bundled):
         options.error(f"without --data there are only {', '.join(bundled)}")
     numpyro.enable_x64()

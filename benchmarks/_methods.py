@@ -20,6 +20,7 @@ CURVE_POINTS = 10
 RATE_FALLS_TO = 0.001  # of the first learning rate, along a run
 FULL_RANK_DRAWS = 5  # a step
 PATHFINDER_ITERATIONS = 60
+SETTLING = 20  # iterations of NUTS
 PATHFINDER_NUMBERS = 2**26  # of all draws' rows, which it holds at once
 
 
@@ -187,14 +188,16 @@ def pathfinder(case: Case, density: LogDensity) -> Point:
 
 # ---------------------------------------------------------------------- NUTS
 def nuts_seconds(case: Case, kernel: NUTS, iterations: int, budget: float, start: dict | None = None) -> float:
-    """Of so many iterations, extrapolated from those that the budget allows; compilation is not counted.
+    """Of so many iterations, extrapolated from as many as the budget allows after those in which the step size settles.
+    Compilation is not counted.
 
-    The step size is adapted from the first on, so later ones may take more or fewer leapfrog steps.
+    The mass matrix of a cold start is adapted later on, after which iterations may take fewer leapfrog steps.
     """
     rows = LogDensity.rows(case)
     state = kernel.init(jax.random.key(0), iterations, start, model_args=(), model_kwargs=rows | case.kwargs)
     sample = jax.jit(lambda state, rows: kernel.sample(state, (), rows | case.kwargs))
-    jax.block_until_ready(sample(state, rows))
+    for _ in range(SETTLING):
+        state = jax.block_until_ready(sample(state, rows))
     spent, done = 0.0, 0
     while done < iterations and spent < budget:
         began = time.perf_counter()

@@ -264,7 +264,7 @@ def run_svi(case: Case, best: Posterior, budget: float, learning_rate: float) ->
                 numpyro.sample("f", dist.Normal(A @ (scale_tril @ z), spread))
 
     arguments = {name: jnp.asarray(array) for name, array in (case.rows | case.kwargs).items()}
-    bound = exact_bound(case, best)
+    bound = exact_bound(case)
 
     def prepare(num_steps):
         rate = lambda step: learning_rate * RATE_FALLS_TO ** (step / num_steps)  # noqa: E731

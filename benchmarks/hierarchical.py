@@ -138,7 +138,7 @@ def run_case(case: Case, effort: Effort, kept: Path) -> dict[str, Any]:
         scales = in_order({site: jnp.full_like(sites[site], site.startswith(SCALE)) for site in names}, names)
         return Reference(np.array(reference["mean"]), np.array(reference["deviation"]), scales.astype(bool))
 
-    found = compare(case, passes, lambda case, _, density: sampled_bound(case, density), effort, against)
+    found = compare(case, passes, sampled_bound, effort, against)
     start = found.posteriors["RVGA"]
     warm = nuts_seconds(case, start.nuts(), 1100, effort.seconds, start.init_params(jax.random.key(0)))
     cold = reference["seconds"] * 2000 / (CHAINS * (WARMUP + DRAWS))
@@ -149,4 +149,4 @@ def run_case(case: Case, effort: Effort, kept: Path) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    run_cases(__doc__, "hierarchical", CASES, BUNDLED, run_case, seconds=20.0)
+    run_cases(__doc__, "hierarchical", CASES, BUNDLED, CASES, run_case, seconds=20.0)

@@ -184,8 +184,10 @@ class RecursivePass(Pass):
             if look and misfits.sum() < SETTLED:
                 break
             worst = np.argsort(-misfits, kind="stable")[:at_once]
-            state, anew = self._solved(state, *_chosen((rows, sites), worst))
-            for kept, site in zip(jax.tree.leaves(sites), jax.tree.leaves(anew)):
+            state, info = self._solved(state, *_chosen((rows, sites), worst))
+            if not bool(info.ok):
+                break
+            for kept, site in zip(jax.tree.leaves(sites), jax.tree.leaves(info.sites)):
                 kept[worst] = np.asarray(site)[: len(worst)]
         return state
 
@@ -198,13 +200,13 @@ class RecursivePass(Pass):
             found.append(self._engine.misfits(state, *self._placed(*part, size)))
         return np.concatenate([np.asarray(misfits) for misfits in found])[:count]
 
-    def _solved(self, state: State, rows: Rows, sites: tuple[Sites, ...]) -> tuple[State, tuple[Sites, ...]]:
-        """With these rows, of which the state knows by their sites, as themselves; and their sites then."""
+    def _solved(self, state: State, rows: Rows, sites: tuple[Sites, ...]) -> tuple[State, StepInfo]:
+        """With these rows, of which the state knows by their sites, as themselves."""
         *placed, sites = self._placed(rows, sites, self._joint_size(self._sizes.joint))
         known = Known(sites, np.zeros((), np.int32))
         after, info = self._engine.joint(state, *placed, known, with_sites=True)
         self._gathered.add(info)
-        return after, info.sites
+        return after, info
 
     def _placed(self, rows: Rows, sites: tuple[Sites, ...], size: int) -> tuple[Rows, np.ndarray, tuple[Sites, ...]]:
         """Rows, weights and sites, ``size`` of each, on the devices."""
