@@ -77,7 +77,7 @@ class RVGA:
     :param memory: rows to keep. While the data go by, the rows whose Gaussian summaries are least exact (those that
         reached q while it was wide in their direction: rare levels, separated classes) are kept. In the end they take
         their summaries' place in joint solves, 400 rows per parameter at a time, those first whose summaries are
-        furthest from what q would now make of them, until these would move q by less than a quarter of a standard
+        furthest from what q would now make of them, until these would move q by less than a tenth of a standard
         deviation even if all pulled the same way. ``"auto"``: 2,000 rows per parameter, within 2^25 numbers (none with
         a given block_size, or if predictors are not affine).
     :param str family: ``"full"``, a Gaussian with a full covariance matrix.

@@ -239,7 +239,7 @@ def test_kept_rows_that_are_more_than_one_solve_takes_are_solved_for_in_turns():
     best = fit(counts, rows, first_block=n)
     one, turns = (fit(counts, rows, first_block=50, memory=memory, block_size=16) for memory in (1200, 6000))
     assert turns.info["kept_rows"] == 6000
-    assert max(gap(best, turns)) < 0.05 < 0.3 < max(gap(best, one))
+    assert max(gap(best, turns)) < 0.1 < 0.3 < max(gap(best, one))
     np.testing.assert_allclose(turns.elbo, best.elbo, atol=0.05)
 
 
