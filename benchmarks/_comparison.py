@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -171,9 +171,8 @@ def draw(results: dict[str, Any], path: Path) -> None:
 def run_cases(
     description: str,
     name: str,
-    cases: dict[str, Callable[[str | None], Case]],
-    bundled: Iterable[str],
-    with_data: Iterable[str],
+    bundled: dict[str, Callable[[str | None], Case]],
+    with_data: dict[str, Callable[[str], Case]],
     run_case: Callable[[Case, Effort, Path], dict[str, Any]],
     *,
     seconds: float,
@@ -181,11 +180,11 @@ def run_cases(
 ) -> None:
     """The command line of a comparison: its cases, their results as JSON, and the picture.
 
-    :param cases: from the data folder. :param bundled: those that need none, which run without it.
-    :param with_data: those that run with it.
+    :param bundled: cases that need no data folder, which run without it. :param with_data: those that run with it.
     :param run_case: what there is to draw of a case, from that, the effort and a file for long runs that are kept.
     :param seconds: default of ``--seconds``. :param batch: rows of SVI's steps.
     """
+    cases = bundled | with_data
     options = parser(description, drawn=True)
     options.add_argument("--data", help="folder with load.py and the data files")
     add_effort(options, seconds)

@@ -20,8 +20,8 @@ CURVE_POINTS = 10
 RATE_FALLS_TO = 0.001  # of the first learning rate, along a run
 FULL_RANK_DRAWS = 5  # a step
 PATHFINDER_ITERATIONS = 60
-SETTLING = 20  # iterations of NUTS
 PATHFINDER_NUMBERS = 2**26  # of all draws' rows, which it holds at once
+SETTLING = 20  # iterations of NUTS
 
 
 class Run(NamedTuple):

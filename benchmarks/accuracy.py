@@ -133,4 +133,4 @@ def run_case(case: Case, effort: Effort, kept: Path) -> dict:
 
 
 if __name__ == "__main__":
-    run_cases(__doc__, "accuracy", BUNDLED | WITH_DATA, BUNDLED, WITH_DATA, run_case, seconds=5.0, batch=SVI_BATCH)
+    run_cases(__doc__, "accuracy", BUNDLED, WITH_DATA, run_case, seconds=5.0, batch=SVI_BATCH)

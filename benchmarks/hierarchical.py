@@ -96,7 +96,7 @@ def election(folder: str) -> Case:
 
 
 BUNDLED = {"affairs": affairs}
-CASES = BUNDLED | {"radon": radon, "election": election}
+WITH_DATA = BUNDLED | {"radon": radon, "election": election}
 
 
 # ---------------------------------------------------------------------- NUTS
@@ -149,4 +149,4 @@ def run_case(case: Case, effort: Effort, kept: Path) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    run_cases(__doc__, "hierarchical", CASES, BUNDLED, CASES, run_case, seconds=20.0)
+    run_cases(__doc__, "hierarchical", BUNDLED, WITH_DATA, run_case, seconds=20.0)

@@ -14,7 +14,7 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from .model.predictive import METHODS, average, log_predictive, sampled_predictors
-from .model.rows import num_rows, pad
+from .model.rows import num_rows, pad, selected
 from .model.tracing import peel
 from .options import check_choice
 
@@ -197,7 +197,7 @@ def _evaluate(posterior, data, name, outcomes, method, num_samples, rng_key) -> 
     if method == "linearized" and program.convolves and jax.default_backend() == "cpu":
         size = 1
     for start in range(0, total, size):
-        piece, _ = pad({n: array[start : start + size] for n, array in rows.items()}, min(size, total))
+        piece, _ = pad(selected(rows, slice(start, start + size)), min(size, total))
         own = keys[1 + np.minimum(np.arange(start, start + min(size, total)), total - 1)]
         found.append(evaluate(posterior.gaussian, theta, piece, own, outcomes))
     return np.concatenate([np.asarray(x) for x in found])[:total]

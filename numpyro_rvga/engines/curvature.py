@@ -14,7 +14,7 @@ from jax import Array
 
 from ..core.factors import Kind
 from ..core.gaussians import Family
-from ..model.rows import Rows, num_rows
+from ..model.rows import Rows, num_rows, selected
 from ..model.terms import Terms, constants
 from .engine import Engine
 
@@ -156,10 +156,8 @@ def at_posterior(
         return *predictors, *jax.vmap(jax.vmap(evaluate))(*predictors, constants(terms, chunk | shared))
 
     total, size = num_rows(rows), max(1, CHUNK_NUMBERS // engine.numbers_per_row)
-    chunks = [
-        jax.device_get(of_chunk({name: array[start : start + size] for name, array in rows.items()}))
-        for start in range(0, total, size)
-    ]
+    pieces = [selected(rows, slice(start, start + size)) for start in range(0, total, size)]
+    chunks = [jax.device_get(of_chunk(piece)) for piece in pieces]
     means, covariances, matrices, slopes = jax.tree.map(lambda *x: np.concatenate(x), *chunks)
     if terms.num_predictors == 1:
         means, covariances, slopes = means[..., 0], covariances[..., 0, 0], slopes[..., 0, 0]

@@ -15,18 +15,20 @@ def num_rows(rows: Mapping[str, Any]) -> int:
     return len(next(iter(rows.values())))
 
 
-def pad(rows: Rows, size: int, weights: np.ndarray | None = None) -> tuple[Rows, np.ndarray]:
-    """Rows repeated up to ``size``, and weights (size,): zero for the repeats, one for rows unless they are given."""
-    length = num_rows(rows)
+def pad(rows: Any, size: int, weights: np.ndarray | None = None) -> tuple[Any, np.ndarray]:
+    """A pytree of (n, ...) arrays whose last row is repeated up to ``size``, and weights (size,): zero for the repeats,
+    one for rows unless they are given."""
+    length = len(jax.tree.leaves(rows)[0])
     weights = np.ones(length, np.float32) if weights is None else weights
     if length == size:
         return rows, weights
     taken = np.minimum(np.arange(size), length - 1)
-    return permuted(rows, taken), np.concatenate([weights, np.zeros(size - length, weights.dtype)])
+    return selected(rows, taken), np.concatenate([weights, np.zeros(size - length, weights.dtype)])
 
 
-def permuted(rows: Rows, order: np.ndarray) -> Rows:
-    return {name: array[order] for name, array in rows.items()}
+def selected(rows: Any, which: np.ndarray | slice) -> Any:
+    """Rows of a pytree of (n, ...) arrays."""
+    return jax.tree.map(lambda x: x[which], rows)
 
 
 def in_blocks(arrays: Any, block_size: int) -> Any:

@@ -13,7 +13,7 @@ import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 
-from ..model.rows import num_rows
+from ..model.rows import num_rows, selected
 from ..model.tracing import run_model
 from . import prediction
 
@@ -138,8 +138,7 @@ def _chunks_of_log_likelihood(
     evaluate = jax.jit(jax.vmap(program.log_likelihood, in_axes=(0, None)))
     inputs = program.inputs(rows)
     for start in range(0, num_rows(inputs), chunk_size):
-        chunk = {name: values[start : start + chunk_size] for name, values in inputs.items()}
-        yield jax.device_get(evaluate(theta, chunk))
+        yield jax.device_get(evaluate(theta, selected(inputs, slice(start, start + chunk_size))))
 
 
 def _in_model_order(program: Program, site: str, chunks: list[dict[str, np.ndarray]]) -> np.ndarray:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
+import jax
 import numpy as np
 
 from ..core.recursion import Sites
-from ..model.rows import Rows, joined, num_rows, permuted
+from ..model.rows import Rows, joined, num_rows, selected
 
 NEGLIGIBLE_ERROR = 1e-6  # nats: of a row whose Gaussian site is as good as exact
 
@@ -32,7 +31,7 @@ class RowMemory:
         chosen = np.flatnonzero(error > self._least)
         if not len(chosen):
             return
-        self._keep(error[chosen], permuted(rows, chosen), _map_sites(lambda x: np.asarray(x)[chosen], sites))
+        self._keep(error[chosen], *selected((rows, jax.tree.map(np.asarray, sites)), chosen))
         if self._count > 2 * self._capacity:
             self._prune()
 
@@ -62,13 +61,8 @@ class RowMemory:
         errors, rows, sites = zip(*self._pieces)
         error = np.concatenate(errors)
         order = np.argsort(-error, kind="stable")[: self._capacity]
-        kept = _map_sites(lambda *x: np.concatenate(x)[order], *sites)
+        kept = jax.tree.map(lambda *x: np.concatenate(x)[order], *sites)
         self._pieces, self._count = [], 0
-        self._keep(error[order], permuted(joined(list(rows)), order), kept)
+        self._keep(error[order], selected(joined(list(rows)), order), kept)
         if len(order) == self._capacity:
             self._least = error[order[-1]]
-
-
-def _map_sites(function: Callable, *several: tuple) -> tuple:
-    """Field by field, over tuples of sites of the same form."""
-    return tuple(type(same[0])(*[function(*fields) for fields in zip(*same)]) for same in zip(*several))

@@ -10,7 +10,7 @@ import numpy as np
 
 from ..core.rules import Rule
 from ..engines.online import BlockInfo, Online, OnlineState
-from ..model.rows import Rows, num_rows, pad, permuted
+from ..model.rows import Rows, num_rows, pad, selected
 from ..model.validation import describe_bad_rows
 from .passes import Pass, PassOptions, first_failed, rows_named
 from .source import RowSource
@@ -142,12 +142,12 @@ def run_epochs(
             order = rng.permutation(total)
         for start in range(0, total, block_size):
             taken = order[start : start + block_size]
-            part, weights = pad(permuted(rows, taken), min(block_size, total))
+            part, weights = pad(selected(rows, taken), min(block_size, total))
             weights = (total / len(taken) * weights).astype(online.engine.program.dtype)
             state, info = online.one_iteration(prior, state, part, weights, rate)
             publish(state)
             if not bool(info.ok):
-                _refuse_update(online, rule, state, permuted(rows, taken), taken)
+                _refuse_update(online, rule, state, selected(rows, taken), taken)
             clipped += int(info.clipped)
             bar.update(len(taken))
         state = state._replace(num_rows=all_rows)

@@ -17,7 +17,7 @@ from ..core.compilation import jit_once
 from ..files import digest
 from ..model.arguments import check_finite, finite_rows, named_rows, refuse_frames
 from ..model.program import Program
-from ..model.rows import Rows, num_rows, permuted
+from ..model.rows import Rows, num_rows, selected
 from ..options import check_choice, is_count
 from .checkpoints import EVERY, Checkpoint
 from .source import RowSource, rows_in_memory, rows_of_blocks
@@ -103,7 +103,7 @@ def _with_finite_head(rows: Rows) -> Rows:
     usable = np.flatnonzero(finite_rows(rows))
     if not len(usable):
         raise ValueError(f"the first {num_rows(rows)} rows all hold NaN or infinite values.")
-    return permuted(rows, usable[np.arange(num_rows(rows)) % len(usable)])
+    return selected(rows, usable[np.arange(num_rows(rows)) % len(usable)])
 
 
 class _Step(NamedTuple):
@@ -353,7 +353,7 @@ def _replaced(rows: Rows, kept: np.ndarray) -> tuple[Rows, np.ndarray]:
     if kept.all() or not kept.any():
         return rows, weights
     source = np.maximum.accumulate(np.where(kept, np.arange(len(kept)), -1))
-    return permuted(rows, np.where(source < 0, np.argmax(kept), source)), weights
+    return selected(rows, np.where(source < 0, np.argmax(kept), source)), weights
 
 
 def _plain(state: Any) -> list[np.ndarray]:

@@ -11,7 +11,7 @@ import numpy as np
 from ..core.recursion import Sites, State, StepInfo
 from ..engines.engine import Engine, Known
 from ..engines.sparse import SparseEngine
-from ..model.rows import Rows, in_blocks, num_rows, pad
+from ..model.rows import Rows, in_blocks, num_rows, pad, selected
 from ..model.validation import describe_bad_rows
 from .memory import RowMemory
 from .passes import Pass, PassOptions, first_failed, rows_named
@@ -184,7 +184,7 @@ class RecursivePass(Pass):
             if look and misfits.sum() < SETTLED:
                 break
             worst = np.argsort(-misfits, kind="stable")[:at_once]
-            state, info = self._solved(state, *_chosen((rows, sites), worst))
+            state, info = self._solved(state, *selected((rows, sites), worst))
             if not bool(info.ok):
                 break
             for kept, site in zip(jax.tree.leaves(sites), jax.tree.leaves(info.sites)):
@@ -196,7 +196,7 @@ class RecursivePass(Pass):
         size, count = self._joint_size(self._sizes.joint), num_rows(rows)
         found = []
         for start in range(0, count, size):
-            part = _chosen((rows, sites), slice(start, start + size))
+            part = selected((rows, sites), slice(start, start + size))
             found.append(self._engine.misfits(state, *self._placed(*part, size)))
         return np.concatenate([np.asarray(misfits) for misfits in found])[:count]
 
@@ -210,14 +210,8 @@ class RecursivePass(Pass):
 
     def _placed(self, rows: Rows, sites: tuple[Sites, ...], size: int) -> tuple[Rows, np.ndarray, tuple[Sites, ...]]:
         """Rows, weights and sites, ``size`` of each, on the devices."""
-        rest = size - num_rows(rows)
-        fill = lambda x: np.concatenate([x, np.broadcast_to(x[-1:], (rest, *x.shape[1:]))])  # noqa: E731
-        return *self._engine.devices.put_rows(pad(rows, size)), jax.tree.map(fill, sites)
-
-
-def _chosen(arrays: Any, which: np.ndarray | slice) -> Any:
-    """Of a pytree of (n, ...) arrays."""
-    return jax.tree.map(lambda x: x[which], arrays)
+        (rows, sites), weights = pad((rows, sites), size)
+        return *self._engine.devices.put_rows((rows, weights)), sites
 
 
 class Gathered:

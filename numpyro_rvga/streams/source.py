@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from ..model.arguments import check_row_shapes, named_rows, row_shapes
-from ..model.rows import Rows, joined, num_rows, permuted
+from ..model.rows import Rows, joined, num_rows, selected
 
-SLICE = 2**16  # rows that are permuted, or passed over, at a time
+SLICE = 2**16  # rows that are selected, or passed over, at a time
 
 
 class RowSource:
@@ -106,7 +106,7 @@ def rows_in_memory(rows: Rows, order: np.ndarray | None = None) -> RowSource:
             yield {name: array[start:] for name, array in rows.items()}
         elif order is not None:
             for first in range(start, total, SLICE):
-                yield permuted(rows, order[first : first + SLICE])
+                yield selected(rows, order[first : first + SLICE])
 
     number = int if order is None else lambda place: int(order[place])
     return RowSource(slices, total, seekable=True, number=number)
