@@ -195,10 +195,12 @@ def block_search(
             count, *_, left = carry
             return (count <= most) & ~(left <= enough)
 
+        solve = form.solver(factor)
+
         def visit(carry):  # a loop, so that expectations are compiled once
             count, tried, mean, found, left = carry
             new = slope_at(tried, spread)
-            move = form.solve(factor, new[1])
+            move = solve(new[1])
             better = (count == 0) | (new[0] > found[0])
             taken = (tried, new, new[1] @ move)
             kept = jax.tree.map(lambda a, b: jnp.where(better, a, b), taken, (mean, found, left))
@@ -215,22 +217,25 @@ def block_search(
         known = None if point else form.spread(root)
         spread = None if point else objective.spread(mean, known)
         mean, (bound, gradient, hessians) = refined(mean, spread, root, *limits)
-        curvature, fallback = objective.curve(mean, hessians)
-        exact = form.target(curvature)
+        exact = form.target(objective.curve(mean, hessians, False))
         target, clamped, of_target = exact, jnp.asarray(False), None
         if keeps_factor:
             of_target = form.factor(exact)
         if not safe:
+
+            def clamp():
+                target = form.target(objective.curve(mean, hessians, True))
+                return target, form.factor(target)
+
             of_exact = of_target
             clamped = ~jnp.all(jnp.isfinite(of_exact))
-            target = jnp.where(clamped, form.target(fallback), exact)
-            of_target = lax.cond(clamped, lambda: form.factor(target), lambda: of_exact)
+            target, of_target = lax.cond(clamped, clamp, lambda: (exact, of_exact))
         if point:
-            length = gradient @ form.solve(of_target, gradient)
+            length = gradient @ form.solver(of_target)(gradient)
             zero = jnp.zeros((), dtype)
             return mean, _Evaluation(bound, gradient, target, length, zero, clamped, of_target), zero
         bound = bound - 0.5 * (form.trace(here, known) - dimension) - form.half_log_determinant(root)
-        length = gradient @ form.solve(root, gradient)
+        length = gradient @ form.solver(root)(gradient)
         square, along = form.products(root, known, exact - here, turn)
         found = _Evaluation(bound, gradient, target, length + 0.5 * square, 0.5 * square, clamped, of_target)
         return mean, found, 0.5 * along
@@ -254,7 +259,7 @@ def block_search(
         if not settings.refinements:
             metric = form.factor(at.target) if alternating else factor
             keeps_mean = starting | (~trial.of_mean & alternating)
-            mean = jnp.where(keeps_mean, mean, mean + t * form.solve(metric, at.gradient))
+            mean = jnp.where(keeps_mean, mean, mean + t * form.solver(metric)(at.gradient))
         most = jnp.where(starting, 0, settings.refinements)
         mean, new, along = measure(mean, factor, mixed, turn, most, REFINED * at.decrement)
         direction = (mean - trial.mean) / t

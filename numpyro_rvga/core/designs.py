@@ -81,11 +81,13 @@ class Sparse:
 
     def gram(self, weights: Array) -> Array:
         products = jnp.einsum("nca,ncd,ndb->nab", self.values, weights, self.values)
-        found = jnp.zeros((1 + self.size - self.heads, self.size), products.dtype)
-        found = found.at[self._rows, self.index[:, None, :]].add(products[:, int(self.headed) :])
+        shape = 1 + self.size - self.heads, self.size
+        # Flat: what it scatters into by two indices, XLA may turn round, for everything after it to turn back.
+        found = jnp.zeros(shape[0] * shape[1], products.dtype)
+        found = found.at[self._rows * self.size + self.index[:, None, :]].add(products[:, int(self.headed) :])
         if self.headed:
-            found = found.at[0, self.index[:, 0]].add(products[:, 0, 0])
-        return found[0] if self.heads == self.size else found
+            found = found.at[self.index[:, 0]].add(products[:, 0, 0])
+        return found if self.heads == self.size else found.reshape(shape)
 
 
 def apply_design(design: Array | Sparse, e: Array) -> Array:

@@ -50,18 +50,14 @@ class Kind(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """Over all factors: E[phi], Z' g, -Z' G Z, and the last with each G's negative part only (None: the same).
-
-    Matrices come as :func:`~.designs.gram` has them.
-    """
+    """Over all factors: E[phi], Z' g and -Z' G Z, which comes as :func:`~.designs.gram` has it."""
 
     value: Array
     gradient: Array
     curvature: Array
-    fallback: Array | None
 
 
-def _plus(a: Array, b: Array) -> Array:
+def add_curves(a: Array, b: Array) -> Array:
     """The sum of two matrices of one form; or of (r, r), for which their diagonals (r,) may stand."""
     if {jnp.ndim(a), jnp.ndim(b)} == {1, 2}:
         a, b = (jnp.diag(x) if x.ndim == 1 else x for x in (a, b))
@@ -94,28 +90,19 @@ def expect(
 
 
 def curve(
-    kinds: tuple[Kind, ...], blocks: tuple[Factors, ...], hessians: tuple[Array, ...]
-) -> tuple[Array, Array | None]:
-    """-Z' G Z, and the same with each G's negative part only (None: no difference)."""
-    curvature, correction = 0.0, 0.0
+    kinds: tuple[Kind, ...], blocks: tuple[Factors, ...], hessians: tuple[Array, ...], *, clamped: bool = False
+) -> Array:
+    """-Z' G Z. ``clamped``: with each G's negative part only."""
+    curvature = 0.0
     for kind, block, h in zip(kinds, blocks, hessians):
-        curvature = _plus(curvature, gram(block.design, -h))
-        if not kind.concave:
-            correction = _plus(correction, gram(block.design, positive_part(h)))
-    fallback = None if all(kind.concave for kind in kinds) else _plus(curvature, correction)
-    return curvature, fallback
+        if clamped and not kind.concave:
+            h = h - positive_part(h)
+        curvature = add_curves(curvature, gram(block.design, -h))
+    return curvature
 
 
 def evaluate(kinds: tuple[Kind, ...], blocks: tuple[Factors, ...], spread: Array | Packed | None) -> Sums:
     """All sums. ``spread``: as :func:`covariances` takes it; None for a point mass."""
     found = None if spread is None else covariances(blocks, spread)
     value, gradient, hessians = expect(kinds, blocks, found)
-    return Sums(value, gradient, *curve(kinds, blocks, hessians))
-
-
-def add_curves(a: tuple[Array, Array | None], b: tuple[Array, Array | None]) -> tuple[Array, Array | None]:
-    """Sums of :func:`curve`'s."""
-    fallback = None
-    if a[1] is not None or b[1] is not None:
-        fallback = _plus(*[x[0] if x[1] is None else x[1] for x in (a, b)])
-    return _plus(a[0], b[0]), fallback
+    return Sums(value, gradient, curve(kinds, blocks, hessians))

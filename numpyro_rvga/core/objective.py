@@ -10,9 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from .factors import Factors, Kind, Sums, add_curves, covariances, curve, evaluate, expect
-
-Curves = tuple[Array, Array | None]
+from .factors import Factors, Kind, Sums, add_curves, covariances, curve, expect
 
 
 class Objective(NamedTuple):
@@ -22,19 +20,19 @@ class Objective(NamedTuple):
     :ivar spread: m and any A with A^T A = Lambda^-1 -> what ``expect`` needs to know of Lambda.
     :ivar expect: m and that (None: a point mass, derivatives at m) -> sum E[phi], its gradient in m (r,), and what
         ``curve`` needs to know.
-    :ivar curve: m and that -> the sums of :func:`~numpyro_rvga.core.factors.curve`.
+    :ivar curve: m, that, and whether to clamp -> the sum of :func:`~numpyro_rvga.core.factors.curve`.
     :ivar staged: whether ``spread`` does not depend on m, and ``expect`` is cheap: takes no product of matrices.
     """
 
     kinds: tuple[Kind, ...]
     spread: Callable[[Array, Array], Any]
     expect: Callable[[Array, Any], tuple[Array, Array, Any]]
-    curve: Callable[[Array, Any], Curves]
+    curve: Callable[[Array, Any, bool], Array]
     staged: bool
 
     def sums(self, mean: Array, covariance_root: Array) -> Sums:
         value, gradient, known = self.expect(mean, self.spread(mean, covariance_root))
-        return Sums(value, gradient, *self.curve(mean, known))
+        return Sums(value, gradient, self.curve(mean, known, False))
 
 
 class Group(NamedTuple):
@@ -79,7 +77,7 @@ def objective_of(kinds: tuple[Kind, ...], factors_at: Callable[[Array], tuple[Fa
         kinds,
         lambda e, covariance_root: covariances(factors_at(e), covariance_root),
         lambda e, spread: expect(kinds, factors_at(e), spread),
-        lambda e, hessians: curve(kinds, factors_at(e), hessians),
+        lambda e, hessians, clamped: curve(kinds, factors_at(e), hessians, clamped=clamped),
         True,
     )
 
@@ -123,9 +121,8 @@ def joint_objective(groups: tuple[Group, ...], frame: Frame, size: int, dtype, *
 
     :param is_affine: whether all predictors are affine in theta.
     """
-
-    def turned(curves):
-        return tuple(None if curvature is None else frame.curve(curvature) for curvature in curves)
+    all_kinds = tuple(kind for group in groups for kind in group.kinds)
+    ways = [False] if all(kind.concave for kind in all_kinds) else [False, True]
 
     def visit(function, e, *known):
         """Every group's sums and what else is found, by ``function(kinds, factors, *known)``; ``known`` by group."""
@@ -149,15 +146,22 @@ def joint_objective(groups: tuple[Group, ...], frame: Frame, size: int, dtype, *
         value, gradient = map(sum, zip(*sums))
         return value, frame.pull(gradient), hessians
 
-    def curve_staged(e, hessians):
-        curves, _ = visit(lambda kinds, factors, h: (curve(kinds, factors, h), ()), e, hessians)
-        return turned(reduce(add_curves, curves))
+    def curve_staged(e, hessians, clamped):
+        curves, _ = visit(lambda kinds, factors, h: (curve(kinds, factors, h, clamped=clamped), ()), e, hessians)
+        return frame.curve(reduce(add_curves, curves))
 
     def expect_at_once(e, known):
         known = None if known is None else frame.spread(known)
-        sums, _ = visit(lambda kinds, factors: (evaluate(kinds, factors, known), ()), e)
-        value, gradient = sum(s.value for s in sums), sum(s.gradient for s in sums)
-        return value, frame.pull(gradient), reduce(add_curves, [(s.curvature, s.fallback) for s in sums])
+
+        def one(kinds, factors):
+            found = None if known is None else covariances(factors, known)
+            value, gradient, hessians = expect(kinds, factors, found)
+            curves = [curve(kinds, factors, hessians, clamped=clamped) for clamped in ways]
+            return (value, gradient, curves), ()
+
+        sums, _ = visit(one, e)
+        values, gradients, curves = zip(*sums)
+        return sum(values), frame.pull(sum(gradients)), [reduce(add_curves, each) for each in zip(*curves)]
 
     def keeps_covariances(group):
         """Whether the predictors' covariances of all chunks are fewer numbers than the Jacobians of one, or there is
@@ -166,13 +170,12 @@ def joint_objective(groups: tuple[Group, ...], frame: Frame, size: int, dtype, *
         numbers, jacobians = sum(n * c * c for n, c, _ in shapes), sum(n * c * p for n, c, p in shapes)
         return group.count == 1 or group.count * numbers <= jacobians
 
-    all_kinds = tuple(kind for group in groups for kind in group.kinds)
     if is_affine and not any(kind.sampled for kind in all_kinds) and all(map(keeps_covariances, groups)):
         return Objective(all_kinds, spread, expect_staged, curve_staged, True)
     return Objective(
         all_kinds,
         lambda e, known: known,
         expect_at_once,
-        lambda e, curves: turned(curves),
+        lambda e, curves, clamped: frame.curve(curves[clamped]),
         False,
     )

@@ -6,6 +6,7 @@ definite.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -50,9 +51,9 @@ class Dense(NamedTuple):
     def factor(self, x: Array) -> Array:
         return cholesky(x)
 
-    def solve(self, factor: Array, vector: Array) -> Array:
-        """The covariance times a vector."""
-        return solve_lower(factor, solve_lower(factor, vector), transpose=True)
+    def solver(self, factor: Array) -> Callable[[Array], Array]:
+        """Takes a vector to the covariance times it."""
+        return lambda vector: solve_lower(factor, solve_lower(factor, vector), transpose=True)
 
     def half_log_determinant(self, factor: Array) -> Array:
         return jnp.sum(jnp.log(jnp.diagonal(factor)))
@@ -100,7 +101,7 @@ class Weighted(NamedTuple):
     def factor(self, x: Array) -> Array:
         return cholesky(self.precision + (self.frame.T * x) @ self.frame)
 
-    solve, half_log_determinant = Dense.solve, Dense.half_log_determinant
+    solver, half_log_determinant = Dense.solver, Dense.half_log_determinant
 
     def spread(self, factor: Array) -> Array:
         """In the frame."""
@@ -143,8 +144,9 @@ class Arrow(NamedTuple):
         border = border / scale
         return self._packed(scale, border, cholesky(corner - border @ border.T))
 
-    def solve(self, factor: Array, vector: Array) -> Array:
-        return self._solve_transposed(factor, self._solve_lower(factor, vector[:, None]))[:, 0]
+    def solver(self, factor: Array) -> Callable[[Array], Array]:
+        parts = self._parts(factor)  # here: in a loop, they would be cut out each time
+        return lambda vector: _solve_transposed(parts, _solve_lower(parts, vector[:, None]))[:, 0]
 
     def half_log_determinant(self, factor: Array) -> Array:
         scale, _, corner = self._parts(factor)
@@ -164,36 +166,46 @@ class Arrow(NamedTuple):
         """Estimates, along a few directions: whole products would take most of the time, and are asked for to know
         when and how far to go."""
         probes = jnp.asarray(np.random.default_rng(0).normal(size=(a.shape[1], NUM_PROBES)), a.dtype)
-        directions = self._solve_transposed(factor, probes)
-        a, b = (self._solve_lower(factor, self._times(x, directions)) for x in (a, b))
+        parts = self._parts(factor)
+        directions = _solve_transposed(parts, probes)
+        a, b = (_solve_lower(parts, _times(self._parts(x), directions)) for x in (a, b))
         return jnp.sum(a * a) / NUM_PROBES, jnp.sum(a * b) / NUM_PROBES
 
     def covariance_root(self, factor: Array) -> Array:
         """The factor's inverse, (h + k, h + k)."""
-        return self._solve_lower(factor, jnp.eye(factor.shape[1], dtype=factor.dtype))
-
-    def _times(self, x: Array, vectors: Array) -> Array:
-        diagonal, border, corner = self._parts(x)
-        head, rest = vectors[: self.heads], vectors[self.heads :]
-        return jnp.concatenate([diagonal[:, None] * head + border.T @ rest, border @ head + corner @ rest])
-
-    def _solve_lower(self, factor: Array, vectors: Array) -> Array:
         scale, border, corner = self._parts(factor)
-        head = vectors[: self.heads] / scale[:, None]
-        return jnp.concatenate([head, solve_lower(corner, vectors[self.heads :] - border @ head)])
+        head = jnp.concatenate([jnp.diag(1 / scale), jnp.zeros(border.T.shape, factor.dtype)], axis=1)
+        rest = jnp.concatenate([-border / scale, jnp.eye(len(corner), dtype=factor.dtype)], axis=1)
+        return jnp.concatenate([head, solve_lower(corner, rest)])
 
-    def _solve_transposed(self, factor: Array, vectors: Array) -> Array:
-        scale, border, corner = self._parts(factor)
-        rest = solve_lower(corner, vectors[self.heads :], transpose=True)
-        return jnp.concatenate([(vectors[: self.heads] - border.T @ rest) / scale[:, None], rest])
-
-    def _parts(self, x: Array) -> tuple[Array, Array, Array]:
+    def _parts(self, x: Array) -> _Parts:
         return x[0, : self.heads], x[1:, : self.heads], x[1:, self.heads :]
 
     def _packed(self, diagonal: Array, border: Array | float, corner: Array) -> Array:
         border = jnp.broadcast_to(border, (len(corner), self.heads))
         first = jnp.concatenate([diagonal, jnp.zeros(len(corner), corner.dtype)])
         return jnp.concatenate([first[None], jnp.concatenate([border, corner], axis=1)])
+
+
+_Parts = tuple[Array, Array, Array]  # the heads' diagonal (h,), the border (k, h) and the corner (k, k)
+
+
+def _times(parts: _Parts, vectors: Array) -> Array:
+    diagonal, border, corner = parts
+    head, rest = vectors[: diagonal.size], vectors[diagonal.size :]
+    return jnp.concatenate([diagonal[:, None] * head + border.T @ rest, border @ head + corner @ rest])
+
+
+def _solve_lower(parts: _Parts, vectors: Array) -> Array:
+    scale, border, corner = parts
+    head = vectors[: scale.size] / scale[:, None]
+    return jnp.concatenate([head, solve_lower(corner, vectors[scale.size :] - border @ head)])
+
+
+def _solve_transposed(parts: _Parts, vectors: Array) -> Array:
+    scale, border, corner = parts
+    rest = solve_lower(corner, vectors[scale.size :], transpose=True)
+    return jnp.concatenate([(vectors[: scale.size] - border.T @ rest) / scale[:, None], rest])
 
 
 Form = Dense | Weighted | Arrow

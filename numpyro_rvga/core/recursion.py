@@ -17,7 +17,7 @@ from jax import Array, lax
 
 from .block import Settings, Solution, block_search, run_search, standard_base
 from .compilation import one_routine
-from .factors import Factors, Kind, evaluate
+from .factors import Factors, Kind, covariances, curve, evaluate, expect
 from .gaussians import FullGaussian, Transition
 from .linalg import cholesky, row_space, semidefinite_factor, solve_lower
 from .objective import objective_of
@@ -198,10 +198,14 @@ def explicit_step(
         designs, basis = _subspace(state.root, factors)
         blocks = tuple(Factors(f.offset, z, f.constants) for f, z in zip(factors, designs))
         identity = jnp.eye(designs[0].shape[-1], dtype=state.mean.dtype)
-        _, gradient, curvature, fallback = evaluate(kinds, blocks, identity)
-        root = cholesky(identity + curvature)
-        if fallback is not None:
-            root = jnp.where(jnp.all(jnp.isfinite(root)), root, cholesky(identity + fallback))
+        _, gradient, hessians = expect(kinds, blocks, covariances(blocks, identity))
+
+        def rooted(*, clamped):
+            return cholesky(identity + curve(kinds, blocks, hessians, clamped=clamped))
+
+        root = rooted(clamped=False)
+        if not all(kind.concave for kind in kinds):
+            root = jnp.where(jnp.all(jnp.isfinite(root)), root, rooted(clamped=True))
         move = solve_lower(root, solve_lower(root, gradient), transpose=True)
         inverse = solve_lower(root, identity)
         value = evaluate(kinds, _predict(blocks, move), inverse).value
