@@ -18,6 +18,7 @@ from _results import parser, write
 from numpyro_rvga import Posterior
 
 GAPS = 1e-3, 1e6  # of the picture: what is less or more lies on its edges
+MOST_LATENTS = 1000  # of methods that take hours with more
 COLOURS = {
     "RVGA": "#0072B2",
     "RVGA, block_size=1": "#56B4E9",
@@ -107,11 +108,16 @@ def compare(
 
 def rivals(case: Case, density: LogDensity, site_names: tuple[str, ...], bound: Bound, effort: Effort):
     """The other methods' Gaussians, and what is to be noted of them, by name."""
-    found = {"NumPyro, Laplace": ([auto_laplace(case, site_names)], {})}
-    runs = {"NumPyro, SVI": lambda rate: svi(case, site_names, effort.num_steps, rate, effort.batch)}
+    found, runs, few = {}, {}, len(density.start) <= MOST_LATENTS
+    if few:
+        found["NumPyro, Laplace"] = ([auto_laplace(case, site_names)], {})
+        runs["NumPyro, SVI"] = lambda rate: svi(case, site_names, effort.num_steps, rate, effort.batch)
+    else:
+        print(f"  {len(density.start):,} latents: SVI, Laplace and full-rank VI are left out", flush=True)
     if all(importlib.util.find_spec(name) for name in ("blackjax", "optax")):
         found["BlackJAX, Pathfinder"] = ([pathfinder(case, density)], {})
-        runs["BlackJAX, full-rank VI"] = full_rank(case, density, effort.num_steps, effort.seconds)
+        if few:
+            runs["BlackJAX, full-rank VI"] = full_rank(case, density, effort.num_steps, effort.seconds)
     else:
         print("  BlackJAX and optax are not installed: their methods are left out", flush=True)
     for name, run in runs.items():

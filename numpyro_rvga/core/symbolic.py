@@ -82,8 +82,8 @@ class Reading:
             root = graph.materialise(out)
             leaves = [n for n in ancestors([root]) if n.leaf_of is not None]
             leaves, derived = _independent(graph, leaves)
-        live = ancestors([root, *derived.values()], stop=lambda n: n.kind == CONSTANT)
-        constants = [n for n in live if n.kind == CONSTANT]
+        live = ancestors([root, *derived.values()], stop=_is_of_rows)
+        constants = [n for n in live if _is_of_rows(n)]
         sizes = [leaf.size for leaf in leaves]
         affine_nodes = [leaf.leaf_of for leaf in leaves]
 
@@ -109,6 +109,11 @@ class Reading:
             return jnp.reshape(evaluate_nodes([root], known)[0], ()).astype(u.dtype)
 
         return Factorisation(sum(sizes), out.is_affine, predictors, constant_values, density)
+
+
+def _is_of_rows(node: Node) -> bool:
+    """Whether it is a constant, and more than a number that the program itself states."""
+    return node.kind == CONSTANT and any(n.name == "row" or n.size > 1 for n in ancestors([node]))
 
 
 def factorise(fun: Callable, theta: jax.ShapeDtypeStruct, *row: Any) -> Factorisation:

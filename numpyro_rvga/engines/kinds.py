@@ -14,6 +14,7 @@ from ..core import closed_forms as cf
 from ..core import expectations as ex
 from ..core.compilation import at_once
 from ..core.factors import Kind
+from ..core.tilted import TiltedForm, tilted
 from ..model.terms import Terms, constants
 from ..options import Options
 
@@ -59,7 +60,7 @@ def _resolve(terms: Terms, options: Options) -> str:
     name = options.expectation
     if name == "probit":
         _need_closed_form(terms, "expectation='probit'", cf.Logistic)
-    if name == "exact":
+    if name == "exact" and not isinstance(terms.closed_form, TiltedForm):
         _need_closed_form(terms, "expectation='exact'", *cf.EXACT)
     if name == "quadrature" and terms.num_predictors > 3:
         raise ValueError(
@@ -92,7 +93,8 @@ def _expectation(name: str, terms: Terms, options: Options, rng_key: Array, rows
             "would pass over. Use expectation='auto' and scheme='implicit' or 'explicit'; in BONG, hessian='auto'."
         )
     if name == "exact":
-        return cf.EXACT[terms.closed_form], True
+        form = terms.closed_form
+        return partial(tilted, form) if isinstance(form, TiltedForm) else cf.EXACT[form], True
     if name == "probit":
         return cf.logistic_probit, False
     if name == "quadratic_bound":

@@ -18,7 +18,7 @@ from ..core.designs import gram, pull_back
 from ..core.expectations import linearized
 from ..core.recursion import Quadratic, State
 from ..core.symbolic import factorise
-from .recognition import in_closed_form, is_quadratic, probe_terms
+from .recognition import in_closed_form, in_tilted_form, is_quadratic, probe_terms
 from .sparsity import is_selection, selecting_view, sparse_design
 from .terms import Arrays, RunSite, Terms, constants, linearise, merged, predictors_of
 from .tracing import peel
@@ -73,7 +73,7 @@ def split_prior(all_terms: list[Terms], blocks: list[Block], theta: jax.ShapeDty
         if is_quadratic(probe):
             gaussian.append(terms)
         else:
-            others.append(terms if shared else in_closed_form(terms, probe))
+            others.append(in_tilted_form(terms if shared else in_closed_form(terms, probe), dtype, shared))
     return Prior(tuple(blocks), tuple(gaussian), tuple(others))
 
 

@@ -39,6 +39,7 @@ from .prior import (
     split_prior,
     state_at,
 )
+from .recognition import in_tilted_form
 from .rows import Rows, num_rows
 from .sparsity import Sparsity, find_sparsity, is_selection
 from .terms import Terms, by_row, linearise, site_terms
@@ -136,7 +137,7 @@ class Program:
         theta = jax.ShapeDtypeStruct((self.layout.size + self.local.size,), self.dtype)
         row = self.shared if self.whole else {**self.example_row, **self.shared}
         terms = site_terms(self._site_runner(site), site, theta, row, prefer_parameters=prefer_parameters)
-        terms = terms._replace(num_local=self.local.size)
+        terms = in_tilted_form(terms, self.dtype, row)._replace(num_local=self.local.size)
         if not self.whole:
             return terms
         total = num_rows(self.example_rows)

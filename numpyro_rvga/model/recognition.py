@@ -1,7 +1,8 @@
-"""Which terms are quadratic, or have a closed form: told from their derivatives at a few points."""
+"""Which terms are quadratic, or have a closed form: told from their derivatives at a few points, or their program."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -10,6 +11,7 @@ import numpy as np
 from jax import Array
 
 from ..core.closed_forms import DENSITIES, Exponential, Logistic
+from ..core.tilted import read_tilted, tilted_density
 from .terms import Arrays, Terms
 
 CHECKED_ELEMENTS = 32  # of a site, when asking whether its terms are quadratic
@@ -45,6 +47,25 @@ def is_quadratic(probe: Probe) -> bool:
     found = probe.hessians[:, NEAR]
     spread = np.max(np.abs(found - found[:, :1]), initial=0.0)
     return bool(spread <= 100 * np.finfo(found.dtype).eps * np.max(np.abs(found), initial=0.0))
+
+
+def in_tilted_form(terms: Terms, dtype, row: Arrays) -> Terms:
+    """Terms as sums of squares and products of predictors times exponentials, if their program says that they are.
+
+    :param row: an example row: arrays with a leading axis of one (empty for prior terms).
+    """
+    if terms.closed_form is not None or not terms.is_affine:
+        return terms
+    known = jax.eval_shape(terms.constants, row, jax.ShapeDtypeStruct((), jnp.int32))
+    found = read_tilted(terms.density, terms.num_predictors, dtype, known)
+    if found is None:
+        return terms
+    form, coefficients = found
+    return terms._replace(
+        constants=lambda row, element: coefficients(terms.constants(row, element)),
+        density=partial(tilted_density, form),
+        closed_form=form,
+    )
 
 
 class _Form(NamedTuple):

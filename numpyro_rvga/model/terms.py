@@ -14,6 +14,7 @@ from numpyro.distributions.transforms import IdentityTransform, biject_to
 
 from ..core import closed_forms as cf
 from ..core.symbolic import Reading, factorise
+from ..core.tilted import TiltedForm
 from .arguments import PARAMS, ROW
 from .distributions import patterns_of
 from .tracing import SiteRecord, elements, peel, site_transform
@@ -31,7 +32,8 @@ class Terms(NamedTuple):
     :ivar num_elements: E, independent terms per row (per site, for prior terms).
     :ivar num_predictors: C.
     :ivar is_affine: whether the predictors are affine in theta.
-    :ivar closed_form: a coefficient type of ``core.closed_forms``, which ``constants`` then returns, or None.
+    :ivar closed_form: a coefficient type of ``core.closed_forms``, which ``constants`` then returns; or a form of
+        ``core.tilted``; or None.
     :ivar num_local: how many of theta's last entries are standard normal variables of the row's own.
     """
 
@@ -42,7 +44,7 @@ class Terms(NamedTuple):
     predictors: Callable[[Array, Arrays, Array], Array]
     constants: Callable[[Arrays, Array], Any]
     density: Callable[[Array, Any], Array]
-    closed_form: type | None
+    closed_form: type | TiltedForm | None
     num_local: int = 0
 
 

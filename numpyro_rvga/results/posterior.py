@@ -403,8 +403,9 @@ class Posterior:
             (100, 2)
 
         :param nuts_kwargs: keywords of :class:`~numpyro.infer.hmc.NUTS`; they win over the ones chosen here.
-            ``dense_mass`` may be True (the default, but for a diagonal q), False (only the variances of q are used), or
-            a list of tuples of site names, the blocks of a block-diagonal mass matrix.
+            ``dense_mass`` may be True, False (only the variances of q are used: the default for a diagonal q, and for
+            more than 1,000 parameters, where each leapfrog step would mostly be a product with the whole matrix), or a
+            list of tuples of site names, the blocks of a block-diagonal mass matrix.
         :return: a kernel for one :class:`~numpyro.infer.mcmc.MCMC` run, whose data are given to ``MCMC.run`` as usual.
         """
         return warmstart.nuts(self, **nuts_kwargs)

@@ -18,12 +18,14 @@ if TYPE_CHECKING:
     from .posterior import Posterior
 
 OVERDISPERSION = 1.5
+MOST_DENSE = 1000  # parameters: of more, a product with a whole matrix takes longer than most models' gradients
 
 
 def nuts(posterior: Posterior, **nuts_kwargs: Any) -> NUTS:
     """See :meth:`Posterior.nuts`."""
     _refuse_local(posterior, "NUTS")
-    blocks = nuts_kwargs.pop("dense_mass", not isinstance(posterior.gaussian, DiagonalGaussian))
+    dense = not isinstance(posterior.gaussian, DiagonalGaussian) and posterior.mean.size <= MOST_DENSE
+    blocks = nuts_kwargs.pop("dense_mass", dense)
     if isinstance(blocks, bool):
         blocks = [posterior.site_names] if blocks else []
     options = {

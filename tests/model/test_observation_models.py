@@ -10,11 +10,13 @@ import numpyro.distributions as dist
 import pytest
 from jax.scipy.stats import norm
 from numpyro.distributions.transforms import OrderedTransform
-from references import assert_moments_match, importance_moments
+from numpyro.infer.reparam import LocScaleReparam
+from references import assert_moments_match, importance_moments, potential_of
 from scipy import special
 
 from numpyro_rvga import RVGA
 from numpyro_rvga.core.closed_forms import Exponential, Gaussian, GaussianLogScale, Laplace, LaplaceLogScale, Logistic
+from numpyro_rvga.core.tilted import TiltedForm
 
 NUM_ROWS = 160
 SLOPES = np.array([0.4, -0.8])
@@ -130,6 +132,16 @@ def ordered_logistic_model(x, y=None):
 def ordered_logistic():
     y = draw(dist.OrderedLogistic(-1.2 * X[:, 1], jnp.array([-1.0, 0.3, 1.2])))
     return Case(ordered_logistic_model, {"x": X[:, 1], "y": y}, (Term(4),), LOOSE)
+
+
+def effects_model(group, y=None):
+    """Effects of groups that are not centred."""
+    loc, scale = numpyro.sample("loc", dist.Normal(0.0, 3.0)), numpyro.sample("scale", dist.HalfNormal(1.0))
+    with numpyro.handlers.reparam(config={"effects": LocScaleReparam(0)}), numpyro.plate("groups", 8):
+        effects = numpyro.sample("effects", dist.Normal(loc, scale))
+    noise = scale_of()
+    with numpyro.plate("rows", group.shape[0]):
+        numpyro.sample("y", dist.Normal(effects[group], noise), obs=y)
 
 
 def multivariate_model(y):
@@ -269,3 +281,22 @@ def test_family_has_few_affine_predictors_and_the_right_posterior(name):
     assert posterior.info["converged"]
     assert_moments_match(posterior, importance_moments(model, posterior.site_names, **data), *tolerance)
     assert found == terms
+
+
+def test_effects_that_are_not_centred_have_an_exact_bound():
+    group = np.arange(NUM_ROWS) % 8
+    data = {"group": group, "y": np.linspace(-0.6, 1.5, 8)[group] + 0.5 * NOISE}
+    posterior = RVGA(effects_model).run(data, progress_bar=False)
+    (terms,) = posterior.program.terms
+    assert isinstance(terms.closed_form, TiltedForm)
+    assert posterior.info["converged"]
+    potential, size = potential_of(effects_model, posterior.site_names, **data)
+    standard = RNG.normal(size=(10_000, size))
+    standard = np.concatenate([standard, -standard])
+    root = np.asarray(posterior.scale_tril)
+    values = jax.lax.map(potential, posterior.mean + standard @ root.T, batch_size=1000)
+    ratios = 0.5 * np.sum(standard**2, axis=1) - values  # log p - log q, but for q's constant
+    constant = 0.5 * size * np.log(2 * np.pi) + np.sum(np.log(np.diag(root)))
+    error = np.std(ratios[:10_000] + ratios[10_000:]) / 2 / 100
+    assert error < 0.02
+    np.testing.assert_allclose(posterior.elbo, np.mean(ratios) + constant, atol=4 * error)

@@ -22,6 +22,7 @@ from numpyro.infer.util import log_density
 
 from numpyro_rvga import Posterior
 from numpyro_rvga.core.gaussians import FullGaussian
+from numpyro_rvga.results import warmstart
 
 KEY = jax.random.key(5)
 SITES = ("slopes", "intercept")
@@ -95,6 +96,12 @@ def test_mass_matrix_is_the_covariance_under_the_models_site_order(posterior, da
 
 def test_diagonal_mass_matrix_is_the_variances(posterior, data, covariance):
     masses = masses_at_start(posterior.nuts(dense_mass=False), posterior, data)
+    np.testing.assert_allclose(masses[SITES], np.diagonal(covariance), rtol=1e-3)
+
+
+def test_of_many_parameters_the_mass_matrix_is_diagonal(posterior, data, covariance, monkeypatch):
+    monkeypatch.setattr(warmstart, "MOST_DENSE", posterior.mean.size - 1)
+    masses = masses_at_start(posterior.nuts(), posterior, data)
     np.testing.assert_allclose(masses[SITES], np.diagonal(covariance), rtol=1e-3)
 
 
