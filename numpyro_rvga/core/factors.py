@@ -64,9 +64,10 @@ def add_curves(a: Array, b: Array) -> Array:
     return a + b
 
 
-def covariances(blocks: tuple[Factors, ...], spread: Array | Packed) -> tuple[Array, ...]:
-    """Z_i Lambda^-1 Z_i^T by kind, (n, C, C). ``spread``: Lambda^-1 as :func:`~.designs.covariance` takes it."""
-    return tuple(covariance(block.design, spread) for block in blocks)
+def covariances(blocks: tuple[Factors, ...], spread: Array | Packed | None) -> tuple[Array, ...] | None:
+    """Z_i Lambda^-1 Z_i^T by kind, (n, C, C). ``spread``: Lambda^-1 as :func:`~.designs.covariance` takes it; None for
+    a point mass, which has none."""
+    return None if spread is None else tuple(covariance(block.design, spread) for block in blocks)
 
 
 def expect(
@@ -103,6 +104,5 @@ def curve(
 
 def evaluate(kinds: tuple[Kind, ...], blocks: tuple[Factors, ...], spread: Array | Packed | None) -> Sums:
     """All sums. ``spread``: as :func:`covariances` takes it; None for a point mass."""
-    found = None if spread is None else covariances(blocks, spread)
-    value, gradient, hessians = expect(kinds, blocks, found)
+    value, gradient, hessians = expect(kinds, blocks, covariances(blocks, spread))
     return Sums(value, gradient, curve(kinds, blocks, hessians))

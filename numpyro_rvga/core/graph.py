@@ -20,6 +20,7 @@ from .primitives import (
     SELECTING_PRIMITIVES,
     binder,
     freeze,
+    inner_program,
     is_float,
     is_pointwise_call,
     pointwise_apply,
@@ -53,9 +54,7 @@ class Graph:
         if all(v.is_constant for v in inputs):
             return self.whole(eqn, inputs, CONSTANT)
         if name in INLINED_PRIMITIVES:
-            inner = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
-            closed = hasattr(inner, "jaxpr")
-            return self.interpret(inner.jaxpr if closed else inner, inner.consts if closed else (), inputs)
+            return self.interpret(*inner_program(eqn), inputs)
         out = eqn.outvars[0].aval
         elementwise = name in POINTWISE_PRIMITIVES or (name == "custom_jvp_call" and is_pointwise_call(eqn))
         if elementwise:

@@ -11,7 +11,7 @@ import numpy as np
 from jax import Array, lax
 from jax.extend import core as jex_core
 
-from .primitives import INLINED_PRIMITIVES, binder, equations
+from .primitives import INLINED_PRIMITIVES, equations, inner_program, results
 
 
 class Indexing(NamedTuple):
@@ -51,12 +51,9 @@ def _evaluate(jaxpr: Any, consts: list, args: list, found: list[Indexing]) -> li
         if _is_plain(eqn):
             found.append(_indexing(eqn, *inputs))
         if eqn.primitive.name in INLINED_PRIMITIVES and "jaxpr" in eqn.params:
-            inner = eqn.params["jaxpr"]
-            inner, inner_consts = (inner.jaxpr, inner.consts) if hasattr(inner, "consts") else (inner, [])
-            outputs = _evaluate(inner, inner_consts, inputs, found)
+            outputs = _evaluate(*inner_program(eqn), inputs, found)
         else:
-            result = binder(eqn)(*inputs)
-            outputs = result if eqn.primitive.multiple_results else [result]
+            outputs = results(eqn, inputs)
         values.update(zip(eqn.outvars, outputs))
     return [read(atom) for atom in jaxpr.outvars]
 

@@ -154,8 +154,7 @@ def joint_objective(groups: tuple[Group, ...], frame: Frame, size: int, dtype, *
         known = None if known is None else frame.spread(known)
 
         def one(kinds, factors):
-            found = None if known is None else covariances(factors, known)
-            value, gradient, hessians = expect(kinds, factors, found)
+            value, gradient, hessians = expect(kinds, factors, covariances(factors, known))
             curves = [curve(kinds, factors, hessians, clamped=clamped) for clamped in ways]
             return (value, gradient, curves), ()
 

@@ -75,6 +75,18 @@ def binder(eqn) -> Callable:
     return lambda *arguments: eqn.primitive.bind(*functions, *arguments, **params)
 
 
+def inner_program(eqn) -> tuple:
+    """The program that an equation calls, and its constants."""
+    inner = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
+    return (inner.jaxpr, inner.consts) if hasattr(inner, "consts") else (inner, [])
+
+
+def results(eqn, inputs: list) -> list:
+    """What an equation makes of its inputs."""
+    found = binder(eqn)(*inputs)
+    return list(found) if eqn.primitive.multiple_results else [found]
+
+
 def pointwise_apply(eqn) -> Callable:
     bind_all = binder(eqn)
 

@@ -17,7 +17,7 @@ import numpy as np
 from jax import Array
 from jax.extend import core as jex_core
 
-from .primitives import INLINED_PRIMITIVES, SELECTING_PRIMITIVES, binder, is_float
+from .primitives import INLINED_PRIMITIVES, SELECTING_PRIMITIVES, inner_program, is_float, results
 
 MOST_SUMMANDS = 64
 MOST_ENTRIES = 64  # of an intermediate array
@@ -205,10 +205,6 @@ def _of_number(known: Callable, traced: Callable, x: Any) -> Any:
     return known(x) if isinstance(x, float) else traced(x)
 
 
-def _same(x: _Sum, *_: Any) -> _Sum:
-    return x
-
-
 ELEMENTWISE = {
     "add": _Sum.__add__,
     "add_any": _Sum.__add__,
@@ -221,8 +217,8 @@ ELEMENTWISE = {
     "square": lambda x: x * x,
     "sqrt": lambda x: x.power(0.5),
     "rsqrt": lambda x: x.power(-0.5),
-    "copy": _same,
-    "copy_p": _same,
+    "copy": lambda x: x,
+    "copy_p": lambda x: x,
 }
 
 
@@ -246,7 +242,7 @@ def _interpret(jaxpr: Any, consts: list, inputs: list) -> list:
         inputs = [read(atom) for atom in eqn.invars]
         try:
             found = [None] * len(eqn.outvars) if any(x is None for x in inputs) else _equation(eqn, inputs)
-        except _NotTilted:
+        except (_NotTilted, OverflowError):  # the latter of Python's numbers
             found = [None] * len(eqn.outvars)
         values.update(zip(eqn.outvars, found))
     return [read(atom) for atom in jaxpr.outvars]
@@ -261,8 +257,7 @@ def _equation(eqn: Any, inputs: list) -> list:
     if not any(map(_is_symbolic, inputs)):
         return _evaluated(eqn, inputs)
     if name in INLINED:
-        inner = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
-        return _interpret(*((inner.jaxpr, inner.consts) if hasattr(inner, "consts") else (inner, [])), inputs)
+        return _interpret(*inner_program(eqn), inputs)
     if name in STRUCTURAL:
         return _rearranged(eqn, inputs)
     if name == "reduce_sum":
@@ -282,11 +277,9 @@ def _equation(eqn: Any, inputs: list) -> list:
 
 def _evaluated(eqn: Any, inputs: list) -> list:
     if not all(map(_is_known, inputs)):
-        found = binder(eqn)(*inputs)
-        return found if eqn.primitive.multiple_results else [found]
+        return results(eqn, inputs)
     with jax.ensure_compile_time_eval():
-        found = binder(eqn)(*inputs)
-    return [np.asarray(x) for x in (found if eqn.primitive.multiple_results else [found])]
+        return [np.asarray(x) for x in results(eqn, inputs)]
 
 
 def _rearranged(eqn: Any, inputs: list) -> list:

@@ -105,6 +105,7 @@ OTHERS = {
     "a choice by a predictor": lambda u, y: jnp.where(u[0] > 0, u[1], y),
     "a power of data": lambda u, y: y ** jnp.exp(u[0]),
     "heavy tails": lambda u, y: dist.StudentT(4.0, u[0], jnp.exp(u[1])).log_prob(y),
+    "a number that overflows": lambda u, y: jnp.exp(u[0] + 1000.0),
     "too many summands": lambda u, y: jnp.sum(jnp.exp(jnp.arange(1.0, MOST_SUMMANDS + 2) * u[0])),
     "too large arrays": lambda u, y: jnp.sum(jnp.ones(1000) * u[0]),
 }
