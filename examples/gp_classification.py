@@ -60,7 +60,7 @@ def main(argv: list[str] | None = None) -> None:
     numpyro.enable_x64()
     data = make_data(60 if arguments.quick else 250)
     method, found = FixedPointVI(model), {}
-    for kernel in list(KERNELS)[-2 if arguments.quick else 0 :]:
+    for kernel in list(KERNELS)[-1 if arguments.quick else 0 :]:
         start = time.perf_counter()
         found[kernel] = posterior = method.run(data, kernel=kernel, progress_bar=False)
         seconds = time.perf_counter() - start

@@ -49,7 +49,7 @@ def potential_of(model, site_names, *args, **kwargs):
     return potential, sum(sizes)
 
 
-def importance_moments(model, site_names, *args, num_draws=12_000, **kwargs) -> Moments:
+def importance_moments(model, site_names, *args, num_draws=8_000, **kwargs) -> Moments:
     """Moments by adaptive, self-normalised importance sampling from a multivariate t around the mode."""
     potential, size = potential_of(model, site_names, *args, **kwargs)
     many = jax.jit(lambda thetas: jax.lax.map(potential, thetas, batch_size=1000))
@@ -58,7 +58,7 @@ def importance_moments(model, site_names, *args, num_draws=12_000, **kwargs) -> 
     mean, covariance = found.x, 1.5 * found.hess_inv
     rng = np.random.default_rng(0)
     for round_number in range(ADAPTIVE_ROUNDS + 1):
-        count = num_draws if round_number == ADAPTIVE_ROUNDS else 3000
+        count = num_draws if round_number == ADAPTIVE_ROUNDS else 2000
         root = np.linalg.cholesky(covariance + 1e-10 * np.eye(size))
         mixing = np.sqrt(rng.chisquare(DEGREES_OF_FREEDOM, count) / DEGREES_OF_FREEDOM)
         standard = rng.normal(size=(count, size)) / mixing[:, None]

@@ -79,7 +79,6 @@ def gap(a, b):
         {},
         {"block_size": 1},
         {"block_size": 7},
-        {"block_size": 64},
         {"block_size": 5, "first_block": 20},
         {"first_block": 20, "memory": 30},
         {"scheme": "explicit"},
@@ -89,7 +88,6 @@ def gap(a, b):
         {"expectation": "linearized", "block_size": 1},
         {"expectation": "sigma_points", "block_size": 3},
         {"expectation": "monte_carlo", "block_size": 3},
-        {"shuffle": True},
     ],
     ids=str,
 )

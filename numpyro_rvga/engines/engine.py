@@ -82,6 +82,8 @@ class Engine:
         shape = (NUM_STARTS, program.layout.size)
         self._starts = jax.random.normal(rng_key, shape, program.dtype) if wide else None
         self.devices = Devices(None) if devices is None else devices
+        # Within other compiled functions: a model's predictors are then traced once for each of these, not each time.
+        self.prepare, self.linearise = jax.jit(self._prepare), jax.jit(self._linearise)
         self.joint = self.compiled(self._joint, ("with_sites",))
         self.misfits = self.compiled(self._misfits)
         self.settle = self.compiled(self._settle)
@@ -264,7 +266,7 @@ class Engine:
         return jax.tree.map(scaled, sites)
 
     # ------------------------------------------------------------------ rows as factors
-    def prepare(self, rows: dict, weights: Array) -> tuple:
+    def _prepare(self, rows: dict, weights: Array) -> tuple:
         """Everything about the rows that does not depend on the state; see :func:`~.linearised.prepare`."""
         return prepare(self._seen, self._origin, rows, weights)
 
@@ -272,7 +274,7 @@ class Engine:
     def _origin(self) -> Array:
         return jnp.zeros(self.program.layout.size, self.program.dtype)
 
-    def linearise(self, prepared: tuple, theta: Array) -> tuple[Factors, ...]:
+    def _linearise(self, prepared: tuple, theta: Array) -> tuple[Factors, ...]:
         return factors_of(self._seen, prepared, theta)
 
     def _prior(self, shared: dict) -> Group:

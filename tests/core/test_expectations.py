@@ -1,5 +1,6 @@
 """Node-based expectations against dense numerical integration, for all orders of Corollary 1.1."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -25,6 +26,11 @@ def poisson(u):
     return 3 * u[0] - jnp.exp(u[0])
 
 
+quadrature_nodes = jax.jit(ex.quadrature_nodes, static_argnums=(0, 3))
+from_nodes = jax.jit(ex.from_nodes, static_argnums=(0, 2))
+fixed_nodes = jax.jit(ex.fixed_nodes)
+
+
 def dense(function, mean, deviation, feature):
     grid = np.concatenate([mean + deviation * np.linspace(-10, 10, 200_001), feature + np.linspace(-80, 80, 200_001)])
     grid = np.unique(grid[np.abs(grid - mean) < 10 * deviation])
@@ -38,8 +44,8 @@ def test_quadrature_resolves_a_feature_a_thousand_times_narrower_or_wider_than_q
     if order == 0 and deviation > 100:
         pytest.skip("without derivatives the grid is centred at the mean, not at the feature")
     mean = shift * deviation
-    nodes = ex.quadrature_nodes(logistic, jnp.array([mean]), jnp.array([[deviation**2]]), order)
-    value, gradient, hessian = ex.from_nodes(logistic, nodes, order)
+    nodes = quadrature_nodes(logistic, jnp.array([mean]), jnp.array([[deviation**2]]), order)
+    value, gradient, hessian = from_nodes(logistic, nodes, order)
     sigmoid = lambda a: 0.5 * (1 + np.tanh(0.5 * a))  # noqa: E731
     np.testing.assert_allclose(
         value, dense(lambda a: -np.logaddexp(0, -a), mean, deviation, 0.0), rtol=1e-4 if order == 0 else 1e-6
@@ -54,7 +60,7 @@ def test_quadrature_resolves_a_feature_a_thousand_times_narrower_or_wider_than_q
 @pytest.mark.parametrize("density", [logistic, student, poisson])
 def test_the_three_orders_agree_on_smooth_densities(density):
     mean, covariance = jnp.array([0.4]), jnp.array([[0.8]])
-    found = [ex.from_nodes(density, ex.quadrature_nodes(density, mean, covariance, o), o) for o in (2, 1, 0)]
+    found = [from_nodes(density, quadrature_nodes(density, mean, covariance, o), o) for o in (2, 1, 0)]
     for other in found[1:]:
         for a, b in zip(found[0], other):
             np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)
@@ -63,11 +69,11 @@ def test_the_three_orders_agree_on_smooth_densities(density):
 @pytest.mark.parametrize("order", [1, 0])
 def test_lower_orders_see_the_curvature_of_a_kink_that_the_hessian_misses(order):
     mean, variance = jnp.array([0.1]), 0.7
-    nodes = ex.quadrature_nodes(laplace, mean, jnp.array([[variance]]), order)
-    hessian = ex.from_nodes(laplace, nodes, order)[2][0, 0]
+    nodes = quadrature_nodes(laplace, mean, jnp.array([[variance]]), order)
+    hessian = from_nodes(laplace, nodes, order)[2][0, 0]
     expected = -2 * stats.norm(0.1, np.sqrt(variance)).pdf(0.5)  # -|u - 1/2| bends by -2 at 1/2
     np.testing.assert_allclose(hessian, expected, rtol=5e-3)
-    missed = ex.from_nodes(laplace, ex.quadrature_nodes(laplace, mean, jnp.array([[variance]]), 2), 2)[2][0, 0]
+    missed = from_nodes(laplace, quadrature_nodes(laplace, mean, jnp.array([[variance]]), 2), 2)[2][0, 0]
     assert missed == 0
 
 
@@ -84,11 +90,11 @@ def test_rules_are_exact_for_quadratics_even_if_the_covariance_is_singular(size,
     covariance = jnp.asarray(root @ root.T)
     density = lambda u: slope @ u + 0.5 * u @ curvature @ u  # noqa: E731
     if rule == "hermite":
-        nodes = ex.quadrature_nodes(density, mean, covariance, 2)
+        nodes = quadrature_nodes(density, mean, covariance, 2)
     else:
         pair = ex.sigma_points(size) if rule == "sigma_points" else ex.monte_carlo_points(random.key(0), 64, size)
-        nodes = ex.fixed_nodes(mean, covariance, *pair)
-    value, gradient, hessian = ex.from_nodes(density, nodes, 2)
+        nodes = fixed_nodes(mean, covariance, *pair)
+    value, gradient, hessian = from_nodes(density, nodes, 2)
     np.testing.assert_allclose(value, density(mean) + 0.5 * np.trace(curvature @ covariance), rtol=1e-10)
     np.testing.assert_allclose(gradient, slope + curvature @ mean, rtol=1e-9, atol=1e-9)
     np.testing.assert_allclose(hessian, curvature, rtol=1e-9, atol=1e-9)
@@ -97,11 +103,11 @@ def test_rules_are_exact_for_quadratics_even_if_the_covariance_is_singular(size,
 def test_monte_carlo_converges_to_quadrature():
     density = lambda u: -jnp.logaddexp(0.0, u[0] + 0.5 * u[1])  # noqa: E731
     mean, covariance = jnp.array([0.3, -1.0]), jnp.array([[1.0, 0.3], [0.3, 2.0]])
-    exact = ex.from_nodes(density, ex.quadrature_nodes(density, mean, covariance, 2), 2)
+    exact = from_nodes(density, quadrature_nodes(density, mean, covariance, 2), 2)
     errors = []
     for count in (64, 16384):
         pair = ex.monte_carlo_points(random.key(1), count, 2)
-        found = ex.from_nodes(density, ex.fixed_nodes(mean, covariance, *pair), 2)
+        found = from_nodes(density, fixed_nodes(mean, covariance, *pair), 2)
         errors.append(max(float(jnp.max(jnp.abs(a - b))) for a, b in zip(exact, found)))
     assert errors[1] < 0.01 < 0.5
     assert errors[1] < errors[0]

@@ -1,5 +1,6 @@
 """Prior terms of one closed form are compiled as one: with the same sums."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import numpyro
@@ -29,13 +30,15 @@ def test_sites_of_one_form_add_up_to_what_each_says_alone():
     size, rng = program.layout.size, np.random.default_rng(0)
     theta, root = jnp.asarray(rng.normal(size=size)), jnp.asarray(0.3 * rng.normal(size=(size, size)))
     seen = [(terms, None) for terms in program.prior.terms]
-    known = prepare(seen, jnp.zeros(size), {}, jnp.ones(1))
-    few, kinds, together = merged_by_form(seen, engine.prior_kinds, known)
-    assert len(seen) == 5
-    assert sorted(terms.num_predictors for terms, _ in few) == [1, 1, 2]
-    apart = evaluate(engine.prior_kinds, factors_of(seen, known, theta), root)
-    merged = evaluate(kinds, factors_of(few, together, theta), root)
-    for expected, found in zip(apart, merged):
-        assert (expected is None) == (found is None)
-        if found is not None:
-            np.testing.assert_allclose(found, expected, rtol=1e-10, atol=1e-12)
+
+    @jax.jit
+    def both(theta, root):
+        known = prepare(seen, jnp.zeros(size), {}, jnp.ones(1))
+        few, kinds, together = merged_by_form(seen, engine.prior_kinds, known)
+        assert len(seen) == 5
+        assert sorted(terms.num_predictors for terms, _ in few) == [1, 1, 2]
+        apart = evaluate(engine.prior_kinds, factors_of(seen, known, theta), root)
+        return apart, evaluate(kinds, factors_of(few, together, theta), root)
+
+    for expected, found in zip(*both(theta, root)):
+        np.testing.assert_allclose(found, expected, rtol=1e-10, atol=1e-12)

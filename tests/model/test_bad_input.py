@@ -95,17 +95,28 @@ def test_ragged_lists_are_named():
         (lambda u: dist.Categorical(logits=jnp.stack([u, 0 * u], -1)), 2, "integer"),
     ],
 )
-@pytest.mark.parametrize("streamed", [False, True], ids=["in_memory", "in_a_later_block"])
-def test_values_outside_the_support_are_named_with_site_array_and_row(fn, value, support, streamed):
+def test_values_outside_the_support_are_named_with_site_array_and_row(fn, value, support):
+    model, data = observing(fn, value, 0.5 if support == "interval" else 1.0)
+    with pytest.raises(ValueError, match=rf"(?i)'outcome': row 73 of array 'count' holds {value}.*support.*{support}"):
+        run(model, data)
+
+
+def test_values_outside_the_support_are_named_in_later_blocks_too():
+    model, data = observing(lambda u: dist.Poisson(jnp.exp(u)), -1, 1.0)
+    with pytest.raises(ValueError, match="'outcome': row 73 of array 'count' holds -1"):
+        run(model, blocks(data, 25))
+
+
+def observing(fn, value, others):
+    """A model, and data whose row 73 holds the value."""
+
     def model(x, count):
         slope = numpyro.sample("slope", dist.Normal(0.0, 1.0))
         with numpyro.plate("rows", x.shape[0]):
             numpyro.sample("outcome", fn(slope * x), obs=count)
 
-    count = spoilt(np.full(NUM_ROWS, 0.5 if support == "interval" else 1.0), 73, value)
-    data = {"x": X[:, 0], "count": count.astype(int) if isinstance(value, int) else count}
-    with pytest.raises(ValueError, match=rf"(?i)'outcome': row 73 of array 'count' holds {value}.*support.*{support}"):
-        run(model, blocks(data, 25) if streamed else data)
+    count = spoilt(np.full(NUM_ROWS, others), 73, value)
+    return model, {"x": X[:, 0], "count": count.astype(int) if isinstance(value, int) else count}
 
 
 @pytest.mark.parametrize("method", [RVGA, BONG, FixedPointVI])

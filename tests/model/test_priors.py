@@ -171,8 +171,8 @@ def random_walk_of_latent_scale():
 
 
 def covariance_of_latent_scale():
-    scales = numpyro.sample("scales", dist.HalfNormal(1.0).expand([3]).to_event(1))
-    root = numpyro.sample("root", dist.LKJCholesky(3, 2.0))
+    scales = numpyro.sample("scales", dist.HalfNormal(1.0).expand([2]).to_event(1))
+    root = numpyro.sample("root", dist.LKJCholesky(2, 2.0))
     return numpyro.sample("a", dist.MultivariateNormal(0.0, scale_tril=scales[:, None] * root))
 
 
