@@ -74,6 +74,7 @@ def main(argv: list[str] | None = None) -> None:
     train, test = make_data(30 if arguments.quick else 600)
     rates = RATES[2:3] if arguments.quick else RATES
     panels = dict(list(PANELS.items())[1:2]) if arguments.quick else PANELS
+    rules = dict(list(RULES.items())[:2]) if arguments.quick else RULES
     print(f"{len(START)} weights, {len(train['y'])} rows; plug-in NLPD of {len(test['y'])} test rows")
     results = {}
     for title, options in panels.items():
@@ -81,7 +82,7 @@ def main(argv: list[str] | None = None) -> None:
         print(f"\n{title + ', learning rate':34s}" + " ".join(f"{rate:8g}" for rate in rates))
         print(f"  {'bong':32s}{bong:8.3f}")
         scores = {}
-        for name, rule in RULES.items():
+        for name, rule in rules.items():
             method = BONG(model, **rule, **options)
             found = np.array([score(method.with_learning_rate(rate), train, test) for rate in rates])
             print(f"  {name:32s}" + " ".join(f"{value:8.3g}" if value > TOP else f"{value:8.3f}" for value in found))

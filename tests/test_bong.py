@@ -311,10 +311,8 @@ def kalman_filter(rows, matrix, offset, noise, block_size=1):
 @pytest.mark.parametrize(
     "family, name, block_size",
     [
-        ("full", "random walk", 1),
         ("full", "general", 4),
         ("low-rank", "Ornstein-Uhlenbeck", 4),
-        ("low-rank", "entry by entry", 1),
         ("low-rank", "general", 1),
         ("diagonal", "random walk", 1),
         ("diagonal", "Ornstein-Uhlenbeck", 4),

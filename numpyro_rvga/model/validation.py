@@ -165,18 +165,6 @@ def check_independence(program: Any, rows: Mapping[str, np.ndarray]) -> None:
     """The terms of a few rows must be the same taken together and one by one."""
     count = min(CHECKED_ROWS, num_rows(rows))
     few = {name: np.asarray(array[:count]) for name, array in rows.items()}
-    origin = jax.device_put(np.zeros(program.layout.size, program.dtype))
-    alone = jax.eval_shape(lambda r: program.site_elements(origin, r), program.example_row)
-    try:
-        together = jax.eval_shape(lambda r: program.site_elements(origin, r), few)
-    except (TypeError, ValueError) as error:
-        raise CoupledRows(_coupled_message(next(iter(alone)), f"on {count} rows the model fails: {error}")) from error
-    for name, terms in together.items():
-        if alone[name].shape[0] * count != terms.shape[0] and program.plates[name]:
-            size = alone[name].shape[0]
-            raise CoupledRows(
-                _coupled_message(name, f"it has {size} terms for one row and {terms.shape[0]} for {count}")
-            )
     singles = {name: array[:, None] for name, array in few.items()}
     tolerance = 1e3 * float(jnp.finfo(program.dtype).eps)
 
@@ -185,6 +173,18 @@ def check_independence(program: Any, rows: Mapping[str, np.ndarray]) -> None:
         one_by_one = jax.vmap(lambda row: program.site_elements(theta, row))(singles)
         return program.site_elements(theta, few), one_by_one
 
+    origin = np.zeros(program.layout.size, program.dtype)
+    try:
+        together, alone = jax.eval_shape(both, origin, few, singles)
+    except (TypeError, ValueError) as error:
+        sites = ", ".join(program.observed_sites)
+        raise CoupledRows(_coupled_message(sites, f"on {count} rows the model fails: {error}")) from error
+    for name, terms in together.items():
+        if alone[name].size != terms.size and program.plates[name]:
+            size = alone[name].shape[1]
+            raise CoupledRows(
+                _coupled_message(name, f"it has {size} terms for one row and {terms.shape[0]} for {count}")
+            )
     for seed in range(3):
         theta = np.random.default_rng(seed).normal(0.0, 0.5, program.layout.size).astype(program.dtype)
         joint, single = jax.device_get(both(theta, few, singles))

@@ -108,15 +108,20 @@ def test_unknown_scales_are_found_as_by_whole_matrices(rows, link, options, monk
     np.testing.assert_allclose(sparse.covariance, dense.covariance, atol=0.01 * np.max(deviation) ** 2)
 
 
-def test_a_solve_may_begin_at_a_posterior_and_be_of_single_precision(rows):
-    model, data = linked("normal"), rows["normal"]
-    method = FixedPointVI(model)
-    double = method.run(data, progress_bar=False)
+@pytest.fixture(scope="module")
+def fitted(rows):
+    """A method and what it finds."""
+    method = FixedPointVI(linked("normal"))
+    return method, method.run(rows["normal"], progress_bar=False)
+
+
+def test_a_solve_may_begin_at_a_posterior_and_be_of_single_precision(rows, fitted):
+    (method, double), data = fitted, rows["normal"]
     again = method.run(data, init=double, progress_bar=False)
     np.testing.assert_allclose(again.elbo, double.elbo, atol=1e-7)
     assert again.info["iterations"] < double.info["iterations"]
     with jax.enable_x64(False):
-        single = FixedPointVI(model).run(data, progress_bar=False)
+        single = FixedPointVI(linked("normal")).run(data, progress_bar=False)
     deviation = np.sqrt(np.diag(double.covariance))
     assert np.max(np.abs(np.asarray(single.mean) - double.mean) / deviation) < 0.02
 
@@ -173,11 +178,10 @@ def test_rvga_solves_for_all_rows_that_can_be_used_at_once(rows):
     assert found.info["skipped_rows"].tolist() == [7] and found.info["first_block"] == NUM_ROWS
 
 
-def test_rvga_takes_in_more_rows_afterwards(rows):
-    model, data = linked("normal"), rows["normal"]
+def test_rvga_takes_in_more_rows_afterwards(rows, fitted):
+    (_, best), model, data = fitted, linked("normal"), rows["normal"]
     parts = [{name: array[part] for name, array in data.items()} for part in (slice(0, 270), slice(270, None))]
     found = RVGA(model).run(parts[0], progress_bar=False).update(parts[1], progress_bar=False)
-    best = FixedPointVI(model).run(data, progress_bar=False)
     deviation = np.sqrt(np.diag(best.covariance))
     assert np.max(np.abs(found.mean - best.mean) / deviation) < 0.3
     assert found.num_rows == NUM_ROWS

@@ -220,9 +220,6 @@ CASES = {
     "multinomial": multinomial,
     "poisson_log_offset": log_exp_offset,
     "poisson_exposure": exposure,
-    "negative_binomial": case(
-        lambda u: dist.NegativeBinomial2(jnp.exp(u), scale_of()), dist.NegativeBinomial2(np.exp(LINE), 2.0), Term(2)
-    ),
     "normal_known_scale": case(lambda u: dist.Normal(u, 0.6), GAUSSIAN, Term(1, Gaussian)),
     "normal_latent_scale": case(lambda u: dist.Normal(u, scale_of()), GAUSSIAN, Term(2, GaussianLogScale)),
     "student_latent_scale": case(lambda u: dist.StudentT(5.0, u, scale_of()), STUDENT, Term(2)),
