@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -13,8 +13,14 @@ from numpyro import handlers
 from numpyro.distributions.transforms import biject_to
 from numpyro.primitives import Messenger
 
-from .arguments import split_call
+from .arguments import absent_arguments, split_call
 from .rows import num_rows
+
+NEED_NUMBERS = (
+    jax.errors.ConcretizationTypeError,
+    jax.errors.TracerArrayConversionError,
+    jax.errors.TracerIntegerConversionError,
+)
 
 
 class SiteRecord(NamedTuple):
@@ -125,10 +131,27 @@ def run_model(
         with handlers.block():
             trace = handlers.trace(seeded).get_trace(*args, **kwargs)
     except Exception as error:
-        given = ", ".join(f"{name} {jnp.result_type(array)}{list(jnp.shape(array))}" for name, array in rows.items())
-        error.add_note(f"The model failed on data of {given}.")
+        for note in _advice(error, model, rows, model_kwargs):
+            error.add_note(note)
         raise
     return trace, runner
+
+
+def _advice(
+    error: Exception, model: Callable, rows: Mapping[str, Array], model_kwargs: Mapping[str, Any]
+) -> Iterator[str]:
+    """What may help the author of a model that failed."""
+    given = ", ".join(f"{name} {jnp.result_type(array)}{list(jnp.shape(array))}" for name, array in rows.items())
+    yield f"The model failed on data of {given}."
+    absent = absent_arguments(model, [*rows, *model_kwargs])
+    if absent:
+        yield f"These of its arguments were not given and are None: {', '.join(map(repr, absent))}."
+    if isinstance(error, NEED_NUMBERS):
+        yield (
+            "Data and latent values have no numbers yet when a model is read, as under jax.jit. What it computes of "
+            "data in Python or NumPy, such as the number of groups, belongs into keyword arguments of run(): "
+            "num_groups=int(group.max()) + 1. Choose by jnp.where, not by if."
+        )
 
 
 def site_transform(fn: Any) -> Any:

@@ -131,6 +131,33 @@ def test_errors_of_the_model_itself_come_with_the_shapes_of_the_data():
     assert any("data of X float64[100, 4], y int64[100]" in note for note in error.value.__notes__)
 
 
+def counted(group):
+    return jnp.zeros(len(np.unique(group)))[group]
+
+
+def sized(group):
+    return jnp.zeros(int(jnp.max(group)) + 1)[group]
+
+
+def chosen(group):
+    return 1.0 if numpyro.sample("a", dist.Normal(0, 1)) > 0 else -1.0
+
+
+@pytest.mark.parametrize("mean", [counted, sized, chosen])
+@pytest.mark.parametrize("method", [RVGA, BONG, FixedPointVI])
+def test_models_that_need_numbers_are_told_where_to_put_them(method, mean):
+    def model(group, y=None, num_groups=None):
+        centre = mean(group)
+        with numpyro.plate("rows", len(group)):
+            numpyro.sample("y", dist.Normal(centre, 1), obs=y)
+
+    with pytest.raises(TypeError) as error:
+        method(model).run({"group": Y, "y": X[:, 0]}, progress_bar=False)
+    notes = " ".join(error.value.__notes__)
+    assert "not given and are None: 'num_groups'" in notes
+    assert "keyword arguments of run(): num_groups=int(group.max()) + 1" in notes
+
+
 @pytest.mark.parametrize(
     "use",
     [
