@@ -383,10 +383,17 @@ def autoregression_without_a_plate(y):
     numpyro.sample("y", dist.Normal(rho * y[:-1], 1.0), obs=y[1:])
 
 
-def standardised_inside(y, x):
+def centred_inside(y, x):
     slope = numpyro.sample("slope", dist.Normal(0.0, 1.0))
     with numpyro.plate("rows", x.shape[0]):
         numpyro.sample("y", dist.Normal(slope * (x - x.mean()), 1.0), obs=y)
+
+
+def standardised_inside(y, x):
+    """One row by itself has no standard deviation."""
+    slope = numpyro.sample("slope", dist.Normal(0.0, 1.0))
+    with numpyro.plate("rows", x.shape[0]):
+        numpyro.sample("y", dist.Normal(slope * (x - x.mean()) / x.std(), 1.0), obs=y)
 
 
 def lagged_by_roll(y):
@@ -406,6 +413,7 @@ def jointly_normal_rows(y):
     [
         autoregression_in_a_plate,
         autoregression_without_a_plate,
+        centred_inside,
         standardised_inside,
         lagged_by_roll,
         jointly_normal_rows,
@@ -413,7 +421,7 @@ def jointly_normal_rows(y):
     ids=lambda model: model.__name__,
 )
 def test_coupled_rows_are_refused_by_site(model):
-    data = {"y": X[:, 0], "x": X[:, 1] + 3.0} if model is standardised_inside else {"y": X[:, 0]}
+    data = {"y": X[:, 0], "x": X[:, 1] + 3.0} if model in (centred_inside, standardised_inside) else {"y": X[:, 0]}
     with pytest.raises(NotImplementedError, match="site 'y': the rows of the data are not conditionally independent"):
         run(model, data)
 
