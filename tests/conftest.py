@@ -12,7 +12,7 @@ os.environ.setdefault("JAX_ENABLE_X64", "1")
 # threads of their own inside each would only get in each other's way.
 FLAGS = "--xla_backend_optimization_level=0 --xla_cpu_multi_thread_eigen=false --xla_cpu_parallel_codegen_split_count=1"
 OLDER_EMITTERS = "--xla_cpu_use_fusion_emitters=false"  # half of the compilation; newer versions do not have them
-os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")  # nor are stacks kept with each operation
+os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")  # each operation would keep where it was called from
 # And what one test has compiled need not be compiled for another, nor in another process, nor the next time.
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parents[1] / ".pytest_cache" / "jax"))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")

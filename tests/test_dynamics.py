@@ -54,7 +54,8 @@ def kalman_filter(rows, matrix, offset, covariance, block_size):
     return mean, spread, evidence
 
 
-@pytest.mark.parametrize(("name", "scheme"), [*((name, "implicit") for name in CASES), (next(iter(CASES)), "explicit")])
+@pytest.mark.parametrize("scheme", ["implicit", "explicit"])
+@pytest.mark.parametrize("name", CASES)
 def test_linear_gaussian_rows_are_filtered_as_by_kalman(name, scheme):
     dynamics, system = CASES[name]
     rows = data()

@@ -329,7 +329,7 @@ def test_row_arguments_may_be_positional():
 
 
 # ---------------------------------------------------------------------- precision
-@pytest.mark.parametrize("options", [{"block_size": 1}, {"block_size": 64}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"block_size": 1}, {"block_size": 64}], ids=str)
 def test_float32_stays_close_to_float64_with_an_ill_conditioned_design(options):
     rng = np.random.default_rng(0)
     n, d = 6000, 10

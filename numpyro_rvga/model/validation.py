@@ -177,8 +177,8 @@ def check_independence(program: Any, rows: Mapping[str, np.ndarray]) -> None:
     try:
         together, alone = jax.eval_shape(both, origin, few, singles)
     except (TypeError, ValueError) as error:
-        sites = ", ".join(program.observed_sites)
-        raise CoupledRows(_coupled_message(sites, f"on {count} rows the model fails: {error}")) from error
+        site = program.terms[0].site
+        raise CoupledRows(_coupled_message(site, f"on {count} rows the model fails: {error}")) from error
     for name, terms in together.items():
         if alone[name].size != terms.size and program.plates[name]:
             size = alone[name].shape[1]

@@ -70,8 +70,9 @@ def test_gradient_and_curvature_derive_from_the_value(name):
 
     @jax.jit
     def both(y):
-        slopes = jax.grad(lambda m, s: tilted(form, m, s, read(y))[0], (0, 1))(mean, covariance)
-        return slopes, tilted(form, mean, covariance, read(y))
+        known = read(y)
+        slopes = jax.grad(lambda m, s: tilted(form, m, s, known)[0], (0, 1))(mean, covariance)
+        return slopes, tilted(form, mean, covariance, known)
 
     slopes, (_, gradient, hessian) = both(0.7)
     np.testing.assert_allclose(slopes[0], gradient, rtol=1e-9, atol=1e-11)

@@ -9,6 +9,7 @@ import pandas
 import pytest
 
 from numpyro_rvga import BONG, RVGA, FixedPointVI
+from numpyro_rvga.model.validation import CHECKED_ROWS
 
 NUM_ROWS = 100
 RNG = np.random.default_rng(9)
@@ -81,6 +82,18 @@ def test_ragged_lists_are_named():
         run(logistic, {"X": [[1.0, 2.0], [3.0]], "y": [0, 1]})
 
 
+def observing(fn, value, others):
+    """A model, and data whose row 73 holds the value."""
+
+    def model(x, count):
+        slope = numpyro.sample("slope", dist.Normal(0.0, 1.0))
+        with numpyro.plate("rows", x.shape[0]):
+            numpyro.sample("outcome", fn(slope * x), obs=count)
+
+    count = spoilt(np.full(NUM_ROWS, others), 73, value)
+    return model, {"x": X[:, 0], "count": count.astype(int) if isinstance(value, int) else count}
+
+
 @pytest.mark.parametrize(
     "fn, value, support",
     [
@@ -105,18 +118,6 @@ def test_values_outside_the_support_are_named_in_later_blocks_too():
     model, data = observing(lambda u: dist.Poisson(jnp.exp(u)), -1, 1.0)
     with pytest.raises(ValueError, match="'outcome': row 73 of array 'count' holds -1"):
         run(model, blocks(data, 25))
-
-
-def observing(fn, value, others):
-    """A model, and data whose row 73 holds the value."""
-
-    def model(x, count):
-        slope = numpyro.sample("slope", dist.Normal(0.0, 1.0))
-        with numpyro.plate("rows", x.shape[0]):
-            numpyro.sample("outcome", fn(slope * x), obs=count)
-
-    count = spoilt(np.full(NUM_ROWS, others), 73, value)
-    return model, {"x": X[:, 0], "count": count.astype(int) if isinstance(value, int) else count}
 
 
 @pytest.mark.parametrize("method", [RVGA, BONG, FixedPointVI])
@@ -424,6 +425,16 @@ def test_coupled_rows_are_refused_by_site(model):
     data = {"y": X[:, 0], "x": X[:, 1] + 3.0} if model in (centred_inside, standardised_inside) else {"y": X[:, 0]}
     with pytest.raises(NotImplementedError, match="site 'y': the rows of the data are not conditionally independent"):
         run(model, data)
+
+
+def test_a_model_that_fails_on_a_few_rows_is_refused_by_its_factor():
+    def model(y):
+        mean = numpyro.sample("mean", dist.Normal(0.0, 1.0))
+        with numpyro.plate("rows", y.shape[0]):
+            numpyro.factor("distance", -((y - mean @ jnp.ones(3) if y.shape[0] == CHECKED_ROWS else y - mean) ** 2))
+
+    with pytest.raises(NotImplementedError, match=f"site 'distance': .*on {CHECKED_ROWS} rows the model fails"):
+        run(model, {"y": X[:, 0]})
 
 
 # ---------------------------------------------------------------------- rows without a finite likelihood

@@ -142,7 +142,7 @@ def test_the_posterior_does_not_depend_on_how_the_data_are_cut_and_one_run_is_on
     assert steps and max(steps.values()) <= 2, steps  # arrays of known length have pieces of their own size
 
 
-@pytest.mark.parametrize("num_rows", [150, 151, 301])
+@pytest.mark.parametrize("num_rows", [140, 150, 151, 301])
 def test_streams_and_arrays_around_the_size_of_the_first_block_agree(num_rows, monkeypatch):
     method = RVGA(logistic, memory=150)
     method_rows = make(n=num_rows)
