@@ -8,19 +8,17 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend import core as jex_core
 
+from .interpret import interpret, is_inlined
 from .nodes import AFFINE, CONSTANT, OPAQUE, POINTWISE, Node, Value, ancestors
 from .primitives import (
     ARITHMETIC,
     BILINEAR_PRIMITIVES,
-    INLINED_PRIMITIVES,
     LINEAR_PRIMITIVES,
     POINTWISE_PRIMITIVES,
     SELECTING_PRIMITIVES,
     binder,
     freeze,
-    inner_program,
     is_float,
     is_pointwise_call,
     pointwise_apply,
@@ -35,26 +33,14 @@ class Graph:
 
     # ------------------------------------------------------------------ reading the program
     def interpret(self, jaxpr, consts, inputs: Sequence[Value]) -> list[Value]:
-        env = {}
+        return interpret(jaxpr, consts, inputs, self.equation, self.constant)
 
-        def read(atom) -> Value:
-            if isinstance(atom, jex_core.Literal):
-                return self.constant(atom.val)
-            return env[atom]
-
-        for var, const in zip(jaxpr.constvars, consts):
-            env[var] = self.constant(const)
-        env.update(zip(jaxpr.invars, inputs))
-        for eqn in jaxpr.eqns:
-            env.update(zip(eqn.outvars, self.equation(eqn, [read(a) for a in eqn.invars])))
-        return [read(a) for a in jaxpr.outvars]
-
-    def equation(self, eqn, inputs: list[Value]) -> list[Value]:
+    def equation(self, eqn, inputs: list[Value]) -> list[Value] | None:
         name = eqn.primitive.name
         if all(v.is_constant for v in inputs):
             return self.whole(eqn, inputs, CONSTANT)
-        if name in INLINED_PRIMITIVES:
-            return self.interpret(*inner_program(eqn), inputs)
+        if is_inlined(eqn):
+            return None
         out = eqn.outvars[0].aval
         elementwise = name in POINTWISE_PRIMITIVES or (name == "custom_jvp_call" and is_pointwise_call(eqn))
         if elementwise:

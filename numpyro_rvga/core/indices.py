@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
-from jax.extend import core as jex_core
 
-from .primitives import INLINED_PRIMITIVES, equations, inner_program, results
+from .interpret import interpret, is_inlined
+from .primitives import equations, results
 
 
 class Indexing(NamedTuple):
@@ -31,31 +31,19 @@ def indexings(function: Callable, *args: Any) -> list[Indexing]:
     """All plain ``array[index]`` in a function of pytrees, at these arguments."""
     closed = jax.make_jaxpr(function)(*args)
     found: list[Indexing] = []
-    _evaluate(closed.jaxpr, closed.consts, jax.tree.leaves(args), found)
+
+    def evaluate(eqn, inputs):
+        if _is_plain(eqn):
+            found.append(_indexing(eqn, *inputs))
+        return None if is_inlined(eqn) else results(eqn, inputs)
+
+    interpret(closed.jaxpr, closed.consts, jax.tree.leaves(args), evaluate)
     return found
 
 
 def _is_plain(eqn: Any) -> bool:
     """Others say what is to be done with indices that are out of bounds."""
     return eqn.primitive.name == "gather" and eqn.params["mode"] == lax.GatherScatterMode.PROMISE_IN_BOUNDS
-
-
-def _evaluate(jaxpr: Any, consts: list, args: list, found: list[Indexing]) -> list:
-    values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args]))
-
-    def read(atom):
-        return atom.val if isinstance(atom, jex_core.Literal) else values[atom]
-
-    for eqn in jaxpr.eqns:
-        inputs = [read(atom) for atom in eqn.invars]
-        if _is_plain(eqn):
-            found.append(_indexing(eqn, *inputs))
-        if eqn.primitive.name in INLINED_PRIMITIVES and "jaxpr" in eqn.params:
-            outputs = _evaluate(*inner_program(eqn), inputs, found)
-        else:
-            outputs = results(eqn, inputs)
-        values.update(zip(eqn.outvars, outputs))
-    return [read(atom) for atom in jaxpr.outvars]
 
 
 def _indexing(eqn: Any, operand: Array, indices: Array) -> Indexing:

@@ -22,6 +22,8 @@ from .gaussians import FullGaussian, Transition
 from .linalg import cholesky, row_space, semidefinite_factor, solve_lower
 from .objective import objective_of
 
+ROUTINE_NUMBERS = 16  # in the Jacobians of a block whose solve is one routine: XLA cannot fuse those of many rows
+
 
 class Quadratic(NamedTuple):
     """constant + linear . (theta - centre) - (theta - centre)' precision (theta - centre) / 2."""
@@ -157,7 +159,9 @@ def implicit_step(
             designs, basis = _subspace(state.root, factors)
             blocks = tuple(f._replace(design=z) for f, z in zip(factors, designs))
             search = partial(_search_block, kinds, settings)
-            found = one_routine(search)(blocks) if designs[0].shape[-1] == 1 else search(blocks)
+            if designs[0].shape[-1] == 1 and sum(z.size for z in designs) <= ROUTINE_NUMBERS:
+                search = one_routine(search)
+            found = search(blocks)
             return found, basis, _predict(blocks, found.mean)
 
         found, basis, factors = solve(linearise(state.mean))

@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.extend import core as jex_core
 
 from .graph import Graph
 from .nodes import AFFINE, CONSTANT, POINTWISE, Node, Value, ancestors, evaluate_nodes
@@ -144,23 +143,3 @@ def _independent(graph, leaves: list[Node]) -> tuple[list[Node], dict[int, Node]
             derived[leaf.serial] = found
             del kept[leaf.leaf_of.serial]
     return [n for n in leaves if n.serial not in derived], derived
-
-
-def depends_on(function: Callable[[dict], dict], inputs: dict[str, Any]) -> dict[str, frozenset[str]]:
-    """Which of the named inputs each named output depends on, read off the program (not off its values)."""
-    names = sorted(inputs)
-    jaxpr, shape = jax.make_jaxpr(lambda *arrays: function(dict(zip(names, arrays))), return_shape=True)(
-        *[inputs[n] for n in names]
-    )
-    sources: dict = {}
-    for var, name in zip(jaxpr.jaxpr.invars, names):
-        sources[var] = frozenset([name])
-
-    def read(atom) -> frozenset[str]:
-        return frozenset() if isinstance(atom, jex_core.Literal) else sources.get(atom, frozenset())
-
-    for eqn in jaxpr.jaxpr.eqns:
-        touched = frozenset().union(*[read(a) for a in eqn.invars])
-        sources.update({v: touched for v in eqn.outvars})
-    found = iter([read(a) for a in jaxpr.jaxpr.outvars])
-    return {name: frozenset().union(*[next(found) for _ in jax.tree.leaves(shape[name])]) for name in sorted(shape)}

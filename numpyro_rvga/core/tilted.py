@@ -17,7 +17,8 @@ import numpy as np
 from jax import Array
 from jax.extend import core as jex_core
 
-from .primitives import INLINED_PRIMITIVES, SELECTING_PRIMITIVES, inner_program, is_float, results
+from .interpret import interpret
+from .primitives import INLINED_PRIMITIVES, SELECTING_PRIMITIVES, is_float, results
 
 MOST_SUMMANDS = 64
 MOST_ENTRIES = 64  # of an intermediate array
@@ -224,40 +225,32 @@ ELEMENTWISE = {
 
 def _read(closed: jex_core.ClosedJaxpr, predictors: list[_Sum], constants: list[Array]) -> _Sum:
     """:raises _NotTilted: if the program's one result is no such sum."""
-    (out,) = _interpret(closed.jaxpr, closed.consts, [_object_array(predictors, (len(predictors),)), *constants])
+    inputs = [_object_array(predictors, (len(predictors),)), *constants]
+    (out,) = interpret(closed.jaxpr, closed.consts, inputs, _equation_or_none, _known)
     if not _is_symbolic(out):
         raise _NotTilted
     return out.ravel()[0]
 
 
-def _interpret(jaxpr: Any, consts: list, inputs: list) -> list:
+def _equation_or_none(eqn: Any, inputs: list) -> list | None:
     """Arrays of objects are of sums, others of numbers: NumPy's where they are known. None is neither, which only
     matters if it is used: programs check what they then pass over."""
-    values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*map(_known, consts), *inputs]))
-
-    def read(atom):
-        return np.asarray(atom.val) if isinstance(atom, jex_core.Literal) else values[atom]
-
-    for eqn in jaxpr.eqns:
-        inputs = [read(atom) for atom in eqn.invars]
-        try:
-            found = [None] * len(eqn.outvars) if any(x is None for x in inputs) else _equation(eqn, inputs)
-        except (_NotTilted, OverflowError):  # the latter of Python's numbers
-            found = [None] * len(eqn.outvars)
-        values.update(zip(eqn.outvars, found))
-    return [read(atom) for atom in jaxpr.outvars]
+    try:
+        return [None] * len(eqn.outvars) if any(x is None for x in inputs) else _equation(eqn, inputs)
+    except (_NotTilted, OverflowError):  # the latter of Python's numbers
+        return [None] * len(eqn.outvars)
 
 
 def _known(array: Any) -> Any:
     return array if isinstance(array, jax.core.Tracer) else np.asarray(array)
 
 
-def _equation(eqn: Any, inputs: list) -> list:
+def _equation(eqn: Any, inputs: list) -> list | None:
     name = eqn.primitive.name
     if not any(map(_is_symbolic, inputs)):
         return _evaluated(eqn, inputs)
     if name in INLINED:
-        return _interpret(*inner_program(eqn), inputs)
+        return None
     if name in STRUCTURAL:
         return _rearranged(eqn, inputs)
     if name == "reduce_sum":

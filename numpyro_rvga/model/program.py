@@ -19,9 +19,9 @@ from ..core.closed_forms import Gaussian, Logistic
 from ..core.expectations import normal_rule
 from ..core.gaussians import Family
 from ..core.indices import indexes
+from ..core.interpret import depends_on
 from ..core.primitives import equations
 from ..core.recursion import State
-from ..core.symbolic import depends_on
 from . import validation
 from .arguments import PARAMS, ROW, check_row_shapes, checked_rows, row_shapes, split_call
 from .layout import layout_of

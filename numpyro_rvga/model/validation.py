@@ -13,7 +13,7 @@ from jax import Array
 
 from ..core.compilation import at_once, jit_once
 from ..core.indices import indexings
-from ..core.symbolic import depends_on
+from ..core.interpret import depends_on
 from .arguments import absent_arguments
 from .layout import Layout
 from .rows import num_rows

@@ -15,7 +15,7 @@ from numpyro import handlers
 from numpyro.infer import Predictive
 from numpyro.primitives import Messenger
 
-from ..core.symbolic import depends_on
+from ..core.interpret import depends_on
 from ..model.rows import num_rows
 from ..model.terms import unconstrained_parameters
 from ..model.tracing import peel

@@ -10,7 +10,7 @@ import pytest
 from jax.scipy.linalg import solve_triangular
 from jax.scipy.special import logsumexp, xlog1py, xlogy
 
-from numpyro_rvga.core.symbolic import Reading, depends_on, factorise
+from numpyro_rvga.core.symbolic import Reading, factorise
 
 SIZE = 6
 THETA = jax.ShapeDtypeStruct((SIZE,), jnp.float64)
@@ -238,43 +238,6 @@ def test_links_are_read_off_exactly(fun, through, inverse):
 )
 def test_links_that_are_not_there_are_not_read_off(fun, through):
     assert Reading(lambda w: {"value": fun(w)}, THETA).split("value", through) is None
-
-
-# ---------------------------------------------------------------------- which inputs matter
-def test_depends_on_names_exactly_the_inputs_that_enter():
-    inputs = {"x": jnp.ones(3), "y": jnp.ones(3), "g": jnp.arange(3), "unused": jnp.ones(2)}
-
-    def function(arrays):
-        return {
-            "both": arrays["x"].sum() + arrays["y"],
-            "itself": arrays["y"],
-            "index": jnp.ones(5)[arrays["g"]],
-            "nothing": jnp.zeros_like(arrays["x"]),
-            "pair": (arrays["x"], jnp.sin(arrays["g"] * 1.0)),
-        }
-
-    found = depends_on(function, inputs)
-    assert found == {
-        "both": {"x", "y"},
-        "itself": {"y"},
-        "index": {"g"},
-        "nothing": set(),
-        "pair": {"x", "g"},
-    }
-
-
-def test_depends_on_goes_by_the_program_not_by_its_values():
-    found = depends_on(lambda a: {"zero": 0.0 * a["x"], "branch": jnp.where(a["g"] > 0, a["x"], 1.0)},
-                       {"x": jnp.ones(2), "g": jnp.ones(2)})  # fmt: skip
-    assert found == {"zero": {"x"}, "branch": {"x", "g"}}
-
-
-def test_depends_on_looks_into_control_flow_and_jitted_functions():
-    def function(a):
-        scanned = jax.lax.scan(lambda carry, v: (carry + v, None), 0.0, a["x"])[0]
-        return {"scan": scanned, "jit": jax.jit(lambda v: v + 1.0)(a["y"])}
-
-    assert depends_on(function, {"x": jnp.ones(4), "y": jnp.ones(4)}) == {"scan": {"x"}, "jit": {"y"}}
 
 
 def test_outputs_of_one_reading_split_as_each_does_alone():

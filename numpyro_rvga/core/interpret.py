@@ -1,0 +1,156 @@
+"""Reading a JAX program equation by equation: which inputs it depends on, and what can be computed beforehand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.extend import core as jex_core
+
+from .primitives import INLINED_PRIMITIVES, inner_program, results
+
+Rule = Callable[[Any, list], list | None]
+
+
+def interpret(
+    jaxpr: Any, consts: Sequence, inputs: Sequence, rule: Rule, constant: Callable[[Any], Any] = lambda value: value
+) -> list:
+    """A program's outputs where each equation's outputs are what a rule says.
+
+    :param jaxpr: an open jaxpr.
+    :param consts: values of its constants.
+    :param inputs: one for each input variable, of any type that the rule understands.
+    :param rule: (equation, its inputs) -> its outputs. None: the equation calls a program, which is read in its turn.
+    :param constant: what stands for a constant.
+    """
+    environment = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*map(constant, consts), *inputs]))
+
+    def read(atom: Any) -> Any:
+        return constant(atom.val) if isinstance(atom, jex_core.Literal) else environment[atom]
+
+    for eqn in jaxpr.eqns:
+        arguments = [read(atom) for atom in eqn.invars]
+        outputs = rule(eqn, arguments)
+        if outputs is None:
+            outputs = interpret(*inner_program(eqn), arguments, rule, constant)
+        environment.update(zip(eqn.outvars, outputs))
+    return [read(atom) for atom in jaxpr.outvars]
+
+
+def is_inlined(eqn: Any) -> bool:
+    """Whether an equation calls a program that may as well be written out."""
+    return eqn.primitive.name in INLINED_PRIMITIVES and ("jaxpr" in eqn.params or "call_jaxpr" in eqn.params)
+
+
+def depends_on(function: Callable[[dict], dict], inputs: dict[str, Any]) -> dict[str, frozenset[str]]:
+    """Which of the named inputs each named output depends on, by the program and not by its values."""
+    names = sorted(inputs)
+    closed, shape = jax.make_jaxpr(lambda *arrays: function(dict(zip(names, arrays))), return_shape=True)(
+        *[inputs[n] for n in names]
+    )
+    sources = [frozenset([name]) for name in names for _ in jax.tree.leaves(inputs[name])]
+
+    def union(eqn: Any, arguments: list) -> list | None:
+        return None if is_inlined(eqn) else [frozenset().union(*arguments)] * len(eqn.outvars)
+
+    nothing = lambda value: frozenset()  # noqa: E731
+    outputs = iter(interpret(closed.jaxpr, closed.consts, sources, union, nothing))
+    return {name: frozenset().union(*[next(outputs) for _ in jax.tree.leaves(shape[name])]) for name in sorted(shape)}
+
+
+class PartialEvaluation(NamedTuple):
+    """A function of data and parameters, in two stages: what the data alone determine, and the rest.
+
+    :ivar residuals: data -> the arrays that they alone determine and that the rest needs.
+    :ivar finish: (residuals, *parameters) -> the function's value.
+    :ivar shapes: of the residuals.
+    :ivar program: what ``finish`` computes, as text, and the constants in it. Equal for equal programs.
+    """
+
+    residuals: Callable[[Any], tuple[Array, ...]]
+    finish: Callable[..., Any]
+    shapes: tuple[jax.ShapeDtypeStruct, ...]
+    program: tuple
+
+    def is_same(self, other: PartialEvaluation) -> bool:
+        """Whether both finish the same way, given residuals."""
+        (text, consts), (other_text, other_consts) = self.program, other.program
+        same = self.shapes == other.shapes and text == other_text and len(consts) == len(other_consts)
+        return same and all(np.array_equal(a, b, equal_nan=_may_be_nan(a)) for a, b in zip(consts, other_consts))
+
+
+def partial_evaluation(function: Callable, data: Any, *parameters: Any) -> PartialEvaluation:
+    """Split ``function(data, *parameters)``.
+
+    :param data: a pytree of arrays, or of their shapes.
+    :param parameters: likewise.
+    """
+    closed, shape = jax.make_jaxpr(function, return_shape=True)(data, *parameters)
+    written_out = jax.make_jaxpr(lambda *leaves: _evaluate_inlined(closed, leaves))(
+        *jax.tree.leaves((data, *parameters))
+    )
+    jaxpr, consts = written_out.jaxpr, written_out.consts
+    count, structure = len(jax.tree.leaves(data)), jax.tree.structure(shape)
+    of_parameters, of_data = set(jaxpr.invars[count:]), set(jaxpr.invars[:count])
+    equations = _live_equations(jaxpr)
+    for eqn in equations:
+        variables = set(_variables(eqn.invars))
+        if variables & of_parameters:
+            of_parameters.update(eqn.outvars)
+        elif variables & of_data:
+            of_data.update(eqn.outvars)
+    late = [eqn for eqn in equations if not set(eqn.outvars) & of_data]
+    early = [eqn for eqn in equations if not set(eqn.outvars) & of_parameters]
+    needed = _variables([*jaxpr.outvars, *[atom for eqn in late for atom in eqn.invars]])
+    passed = tuple(dict.fromkeys(v for v in needed if v in of_data))
+    fixed = dict(zip(jaxpr.constvars, consts))
+
+    def residuals(data: Any) -> tuple[Array, ...]:
+        environment = fixed | dict(zip(jaxpr.invars, map(jnp.asarray, jax.tree.leaves(data))))
+        return tuple(_evaluate(early, environment, passed))
+
+    def finish(residuals: Sequence[Array], *parameters: Any) -> Any:
+        environment = fixed | dict(zip(passed, residuals))
+        environment |= dict(zip(jaxpr.invars[count:], map(jnp.asarray, jax.tree.leaves(parameters))))
+        return jax.tree.unflatten(structure, _evaluate(late, environment, jaxpr.outvars))
+
+    shapes = tuple(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in passed)
+    text = str(jax.make_jaxpr(finish)(shapes, *parameters)) if late else ""
+    return PartialEvaluation(residuals, finish, shapes, (text, consts))
+
+
+def _evaluate_inlined(closed: Any, leaves: Sequence) -> list:
+    return interpret(
+        closed.jaxpr, closed.consts, leaves, lambda eqn, inputs: None if is_inlined(eqn) else results(eqn, inputs)
+    )
+
+
+def _live_equations(jaxpr: Any) -> list:
+    """Those that an output depends on."""
+    needed, live = set(_variables(jaxpr.outvars)), []
+    for eqn in reversed(jaxpr.eqns):
+        if needed.intersection(eqn.outvars):
+            needed.update(_variables(eqn.invars))
+            live.append(eqn)
+    return live[::-1]
+
+
+def _variables(atoms: Iterable) -> list:
+    return [atom for atom in atoms if not isinstance(atom, jex_core.Literal)]
+
+
+def _evaluate(equations: Sequence, environment: dict, outputs: Sequence) -> list:
+    def read(atom: Any) -> Any:
+        return jnp.asarray(atom.val) if isinstance(atom, jex_core.Literal) else environment[atom]
+
+    for eqn in equations:
+        environment.update(zip(eqn.outvars, results(eqn, [read(atom) for atom in eqn.invars])))
+    return [read(atom) for atom in outputs]
+
+
+def _may_be_nan(array: Any) -> bool:
+    return jnp.issubdtype(jnp.result_type(array), jnp.inexact)
