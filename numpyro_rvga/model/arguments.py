@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from .arrays import as_data_array
 from .rows import Rows
 
 ROW = "numpyro_rvga.row"  # among a program's rows: their numbers, where the model always runs on all data
@@ -18,14 +19,14 @@ def named_rows(model: Callable, data: Mapping[str, Any] | tuple, model_kwargs: M
     """The data as arrays by argument name, checked.
 
     :raises ValueError: naming the argument (and the row) if arrays differ in length, hold NaN or infinite values, are
-        not numeric, or if the model takes no such argument.
+        not numbers that JAX can hold, or if the model takes no such argument.
     """
     named = _by_name(model, data)
     clash = sorted(set(named) & set(model_kwargs))
     if clash:
         raise ValueError(f"{clash[0]!r} is given twice: in the data and as a keyword argument of run().")
     _check_names(model, [*named, *model_kwargs])
-    rows = {name: _as_array(name, value) for name, value in named.items() if value is not None}
+    rows = {name: as_data_array(name, value) for name, value in named.items() if value is not None}
     if not rows:
         raise ValueError("the data hold no array: give a mapping from the model's argument names to arrays of rows.")
     lengths = {name: len(array) for name, array in rows.items()}
@@ -157,17 +158,3 @@ def _parameters(model: Callable) -> list[inspect.Parameter]:
 
 def _variadic_name(model: Callable) -> str | None:
     return next((p.name for p in _parameters(model) if p.kind == p.VAR_POSITIONAL), None)
-
-
-def _as_array(name: str, value: Any) -> np.ndarray:
-    try:
-        array = np.asarray(value)
-    except ValueError as error:
-        raise ValueError(f"data array {name!r} is not rectangular: its rows differ in shape.") from error
-    if array.dtype.kind not in "biuf":
-        raise ValueError(
-            f"data array {name!r} has dtype {array.dtype}; numbers are needed. Encode categories as integers."
-        )
-    if array.ndim == 0:
-        raise ValueError(f"data array {name!r} is a scalar: pass what is not per row as a keyword argument of run().")
-    return array

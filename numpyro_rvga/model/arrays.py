@@ -1,0 +1,86 @@
+"""The user's arrays as NumPy arrays that mean the same in JAX."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+
+NUMERIC_KINDS = "biuf"
+
+
+def as_data_array(name: str, value: Any) -> np.ndarray:
+    """An array of numbers whose first axis is the rows.
+
+    Integers of fewer than 32 bits are widened, and so are unsigned ones, so that no arithmetic in the model wraps.
+    Masked and missing entries become NaN.
+
+    :param name: of the argument, for messages.
+    :param value: anything that NumPy, pandas or Polars take for an array.
+    :raises ValueError: naming the argument, for what is not numeric or not rectangular, and the row of an integer that
+        JAX would wrap or that is masked.
+    """
+    array = _unmasked(name, _numeric(name, value))
+    if array.dtype.kind not in NUMERIC_KINDS:
+        raise ValueError(
+            f"data array {name!r} has dtype {array.dtype}; numbers are needed. Encode categories as integers."
+        )
+    if array.ndim == 0:
+        raise ValueError(f"data array {name!r} is a scalar: pass what is not per row as a keyword argument of run().")
+    return _widened(name, array)
+
+
+def _numeric(name: str, value: Any) -> np.ndarray:
+    """As NumPy reads it; columns of several numeric types, or with missing values, as floating-point numbers."""
+    try:
+        array = value if isinstance(value, np.ma.MaskedArray) else np.asarray(value)
+    except ValueError as error:
+        raise ValueError(f"data array {name!r} is not rectangular: its rows differ in shape.") from error
+    dtypes = getattr(value, "dtypes", None)  # of a DataFrame one a column, of a Series its own
+    if array.dtype.kind != "O" or dtypes is None or not hasattr(value, "to_numpy"):
+        return array
+    columns = list(dtypes) if hasattr(dtypes, "__iter__") else [dtypes]
+    kinds = {getattr(dtype, "kind", "O") for dtype in columns}
+    if not kinds <= set(NUMERIC_KINDS):
+        return array
+    complete = not np.asarray(value.isna()).any()
+    if complete and kinds <= set("iu"):
+        return value.to_numpy(dtype=np.int64)
+    if complete and kinds == {"b"}:
+        return value.to_numpy(dtype=bool)
+    return value.to_numpy(dtype=np.float64, na_value=np.nan)
+
+
+def _unmasked(name: str, array: np.ndarray) -> np.ndarray:
+    if not isinstance(array, np.ma.MaskedArray):
+        return array
+    if not np.ma.is_masked(array):
+        return array.data
+    if array.dtype.kind == "f":
+        return array.filled(np.nan)
+    row = int(np.argwhere(np.ma.getmaskarray(array))[0][0])
+    raise ValueError(
+        f"data array {name!r} is masked in row {row}, and integers have no value for what is missing: drop such rows, "
+        "or fill them and mask them in the model with numpyro.handlers.mask."
+    )
+
+
+def _widened(name: str, array: np.ndarray) -> np.ndarray:
+    kind, size = array.dtype.kind, array.dtype.itemsize
+    if kind == "f":
+        return array if size >= 4 else array.astype(np.float32)
+    if kind == "b" or (kind == "i" and size == 4):
+        return array
+    if size < 4:
+        return array.astype(np.int32)
+    largest = np.iinfo(jax.dtypes.canonicalize_dtype(np.int64))
+    wraps = (array > largest.max) | (array < largest.min)
+    if wraps.any():
+        row = tuple(np.argwhere(wraps)[0])
+        raise ValueError(
+            f"data array {name!r} holds {array[row]} in row {row[0]}, which JAX would wrap to {largest.bits} bits. "
+            "Call numpyro.enable_x64() first, count from a later origin or in a larger unit, or give floating-point "
+            "numbers."
+        )
+    return array if kind == "i" else array.astype(largest.dtype)
