@@ -21,7 +21,7 @@ from .engines.engine import Engines
 from .engines.online import Online, OnlineOptions, OnlineState
 from .initialization import initial_location, is_at_rest
 from .model.arguments import checked_rows
-from .model.rows import num_rows
+from .model.rows import Rows, num_rows
 from .options import EXPECTATIONS, Options, check_choice, default_key, is_count
 from .presets import PRESETS
 from .progress import progress
@@ -248,10 +248,11 @@ class BONG:
             raise ValueError("num_epochs goes without checkpoint and on_bad_row='skip': those are for a single pass.")
         rng_key = default_key() if rng_key is None else rng_key
         order_key = rng_key if self.shuffle and self.num_epochs is None else None
-        source, head, in_memory = open_source(data, self.model, model_kwargs, options, order_key)
-        if self.num_epochs is not None and not in_memory:
+        source, head, all_rows = open_source(data, self.model, model_kwargs, options, order_key)
+        if self.num_epochs is not None and all_rows is None:
             raise ValueError("num_epochs needs the data in memory: it passes over them again.")
-        online = self._get(head, model_kwargs, rng_key)
+        in_memory = all_rows is not None
+        online = self._get(head, model_kwargs, rng_key, all_rows if init is None else None)
         if in_memory and not options.skips:
             online.engine.program.check_rows(head)
         state = self.state = self._start(online, init, rng_key)
@@ -312,7 +313,7 @@ class BONG:
         :raises RuntimeError: before :meth:`init`.
         """
         online = self.online
-        arrays = {name: jnp.asarray(array) for name, array in data.items() if array is not None}
+        arrays = online.engine.program.rows_to_absorb(data)
         length = num_rows(arrays)
         size = -(-length // self.block_size) * self.block_size
         taken = jnp.minimum(jnp.arange(size), length - 1)
@@ -343,14 +344,20 @@ class BONG:
             raise RuntimeError("call init(data) first: it compiles the updates for data of that form.")
         return self._online[self._engines.last]
 
-    def _get(self, rows: dict, model_kwargs: dict, rng_key: Array) -> Online:
-        engine = self._engines.get(rows, model_kwargs, rng_key)
-        if engine not in self._online:
-            location = None
-            if self.init_loc_fn is not None:
-                location = initial_location(engine.program, self.init_loc_fn, rng_key)
-            self._online[engine] = Online(engine, self.options, self.rule, self.dynamics, location)
-        return self._online[engine]
+    def _get(self, rows: dict, model_kwargs: dict, rng_key: Array, all_rows: Rows | None = None) -> Online:
+        engine = self._engines.get(rows, model_kwargs, rng_key, all_rows)
+        online = self._online.get(engine)
+        if online is not None and online.engine.program is engine.program:
+            return online
+        location = None
+        if self.init_loc_fn is not None:
+            location = initial_location(engine.program, self.init_loc_fn, rng_key)
+        if online is None:
+            online = Online(engine, self.options, self.rule, self.dynamics, location)
+        else:
+            online = online.bind(engine, location)
+        self._online[engine] = online
+        return online
 
     def _start(self, online: Online, init: Posterior | OnlineState | None, rng_key: Array) -> OnlineState:
         if init is None:
@@ -363,7 +370,7 @@ class BONG:
             return online.initial_state(rng_key)
         if isinstance(init, OnlineState):
             return init
-        online.engine.check_start(init)
+        online.engine.check_continued(init)
         if isinstance(init.state, OnlineState) and online.holds(init.state):
             return init.state
         return online.state_of(init.gaussian, init.num_rows, rng_key)

@@ -66,12 +66,12 @@ def run(
     client = _current_client() if client is None else client
     options = {"rng_key": rng_key, "on_bad_row": on_bad_row, "progress_bar": False, **model_kwargs}
     double = bool(jax.config.jax_enable_x64)
+    _, head, _ = open_source(parts[0], method.model, model_kwargs, PassOptions(on_bad_row="skip"))
+    start = method.init({name: array[:HEAD] for name, array in head.items()}, rng_key=rng_key, **model_kwargs)
     # A task of its own: a worker keeps it, with what it has compiled, for all its parts.
     shared = client.submit(_itself, method, pure=False)
     tasks = [client.submit(_run_part, shared, part, options, double, pure=False, retries=retries) for part in parts]
     states, infos = zip(*client.gather(tasks))
-    _, head, _ = open_source(parts[0], method.model, model_kwargs, PassOptions(on_bad_row="skip"))
-    start = method.init({name: array[:HEAD] for name, array in head.items()}, rng_key=rng_key, **model_kwargs)
     posterior = method.posterior(merged(start, states))
     info = {**posterior.info, "merged": len(parts), "parts": list(infos)}
     return dataclasses.replace(posterior, info=info)

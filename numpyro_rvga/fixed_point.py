@@ -143,7 +143,7 @@ class FixedPointVI:
         started = time.perf_counter()
         rng_key = default_key() if rng_key is None else rng_key
         rows = checked_rows(self.model, data, 0, model_kwargs)
-        engine = self._engines.get(rows, model_kwargs, rng_key)
+        engine = self._engines.get(rows, model_kwargs, rng_key, rows)
         engine.program.check_rows(rows)
         program, learned = engine.program, None
         if init is not None:
@@ -157,12 +157,11 @@ class FixedPointVI:
                 chunks = chunks_of(engine, rows, engine.numbers_per_row)
                 start = None if init is None else _start_of(init, engine, program.initial_state())
                 if program.params.layout.size:
-                    if engine not in self._learners:
-                        self._learners[engine] = Learner(engine)
-                    learned = self._learners[engine](chunks, start, self.options.tolerance or LEARNING_TOLERANCE, bar)
+                    learned = self._learner_of(engine)(chunks, start, self.options.tolerance or LEARNING_TOLERANCE, bar)
                     program, start = program.with_params(learned.params), learned.start
-                state, start, shared = engine.devices.put((program.initial_state(), start, program.shared))
-                problem, climb, origin = Problem(state, chunks, start, shared), self._climb_of(engine), state.mean
+                inputs = engine.devices.put((program.initial_state(), start, program.prior_inputs))
+                problem, climb = Problem(inputs[0], chunks, *inputs[1:]), self._climb_of(engine)
+                origin = problem.state.mean
             record = Record(bar, started)
             after, info = engine.devices.fetch(climb(problem, record))
         if not bool(info.ok):
@@ -264,6 +263,13 @@ class FixedPointVI:
                 "or raise tolerance.",
                 stacklevel=3,
             )
+
+    def _learner_of(self, engine: Engine) -> Learner:
+        """One that was made for what these data determine of the prior."""
+        learner = self._learners.get(engine)
+        if learner is None or learner.engine.program is not engine.program:
+            learner = self._learners[engine] = Learner(engine)
+        return learner
 
     def _climb_of(self, engine: Engine | SparseEngine) -> FixedPointClimb | GradientClimb:
         if engine not in self._climbs:

@@ -203,10 +203,9 @@ class RVGA:
         """
         options = PassOptions(checkpoint, every, resume, on_bad_row)
         rng_key = default_key() if rng_key is None else rng_key
-        source, head, in_memory = open_source(
-            data, self.model, model_kwargs, options, rng_key if self.shuffle else None
-        )
-        engine = self._engines.get(head, model_kwargs, rng_key)
+        source, head, all_rows = open_source(data, self.model, model_kwargs, options, rng_key if self.shuffle else None)
+        engine = self._engines.get(head, model_kwargs, rng_key, all_rows if init is None else None)
+        in_memory = all_rows is not None
         if in_memory and not options.skips:
             engine.program.check_rows(head)
         sizes = choose_sizes(
@@ -278,11 +277,11 @@ class RVGA:
         if self._engines.last is None:
             raise RuntimeError("call init(data) before update(state, data).")
         engine = self._engines.last
-        rows = {name: jnp.asarray(array) for name, array in data.items() if array is not None}
+        rows = engine.program.rows_to_absorb(data)
         weights = jnp.ones(num_rows(rows))
         implicit = self.options.scheme in ("implicit", "laplace")
         if implicit and self.dynamics is None:
-            return engine.joint(state, rows, weights)[0]
+            return engine.joint(engine.program.prior_inputs, state, rows, weights)[0]
         return engine.stream(state, *in_blocks((rows, weights), len(weights) if implicit else 1))[0]
 
     def posterior(self, state: State) -> Posterior:
@@ -373,7 +372,7 @@ class Continuation:
 def _state_of(init: Posterior | State, engine: Engine) -> State:
     if isinstance(init, State):
         return init
-    engine.check_start(init)
+    engine.check_continued(init)
     if isinstance(init.state, State):
         return init.state
     return state_of_gaussian(init)

@@ -11,7 +11,7 @@ import numpy as np
 from jax import Array, lax
 
 from .interpret import interpret, is_inlined
-from .primitives import equations, results
+from .primitives import results
 
 
 class Indexing(NamedTuple):
@@ -24,7 +24,7 @@ class Indexing(NamedTuple):
 
 def indexes(function: Callable, *args: Any) -> bool:
     """Whether a function indexes anything by plain ``array[index]``, for abstract arguments."""
-    return any(map(_is_plain, equations(jax.make_jaxpr(function)(*args).jaxpr)))
+    return bool(jax.eval_shape(lambda *args: [found.inside for found in indexings(function, *args)], *args))
 
 
 def indexings(function: Callable, *args: Any) -> list[Indexing]:

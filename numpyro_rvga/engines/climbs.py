@@ -30,13 +30,13 @@ class Problem(NamedTuple):
     """What the compiled steps of a climb take.
 
     :ivar state: the prior. :ivar chunks: rows and weights. :ivar start: mean and precision of a q to start from, in the
-        state's standard coordinates, or None. :ivar shared: the ``numpyro.param`` sites, or nothing.
+        state's standard coordinates, or None. :ivar prior_inputs: as ``program.prior_inputs``.
     """
 
     state: State
     chunks: tuple[dict[str, Array], Array]
     start: tuple[Array, Array] | None
-    shared: dict[str, Array]
+    prior_inputs: dict[str, Any]
 
     @property
     def num_rows(self) -> Array:
@@ -207,8 +207,8 @@ def joint_of(engine: Engine, *, alternating: bool) -> Callable[[Problem], Joint]
     """
 
     def joint(problem):
-        state, chunks, start, shared = problem
-        return engine.batch(state, *chunks, shared=shared, init=start, alternating=alternating)
+        state, chunks, start, prior_inputs = problem
+        return engine.batch(state, *chunks, prior_inputs=prior_inputs, init=start, alternating=alternating)
 
     return joint
 

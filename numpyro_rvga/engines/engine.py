@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
@@ -20,6 +21,7 @@ from ..core.gaussians import Transition
 from ..core.joint import Joint, joint_search, joint_solve
 from ..core.objective import Group
 from ..core.recursion import Sites, State, StepInfo, explicit_step, implicit_step, misfits, scan_blocks
+from ..model.arguments import PARAMS
 from ..model.program import Program
 from ..model.rows import Rows, in_blocks, num_rows, pad
 from ..model.sparsity import selecting_view
@@ -69,10 +71,11 @@ class Engine:
         devices: Devices | None = None,
     ):
         self.program, self.options, self._transition = program, options, transition
+        self._identity = object()
         self.kinds = tuple(make_kind(terms, options, rng_key, rows) for terms in program.terms)
         prior_options = options._replace(expectation="auto", scheme="implicit")
         self.prior_kinds = tuple(
-            make_kind(terms, prior_options, rng_key, program.shared) for terms in program.prior.terms
+            make_kind(terms, prior_options, rng_key, program.prior_inputs) for terms in program.prior.terms
         )
         view = selecting_view(program.layout.size)
         self._seen = [(terms, view if terms.site in program.selections else None) for terms in program.terms]
@@ -89,12 +92,28 @@ class Engine:
         self.settle = self.compiled(self._settle)
         self.stream = self.compiled(self._stream, ("with_sites",), routines=True)
 
+    def bind(self, program: Program) -> Engine:
+        """The same for a program that differs in what the data determine: nothing is compiled anew.
+
+        :param program: what :meth:`Program.bind` made of this engine's.
+        """
+        other = copy.copy(self)
+        other.program = program
+        return other
+
+    def __eq__(self, other: Any) -> bool:
+        """Whether two engines run the same compiled functions."""
+        return isinstance(other, Engine) and self._identity is other._identity
+
+    def __hash__(self) -> int:
+        return id(self._identity)
+
     def settled(self, state: State) -> tuple[State, StepInfo]:
         """The state with the prior's true terms in place of the Gaussian that stood for them.
 
         :raises ValueError: if there is no such state.
         """
-        after, info = self.settle(state)
+        after, info = self.settle(self.program.prior_inputs, state)
         if not bool(info.ok):
             raise ValueError("the final solve against the true prior has no finite result: is the prior proper?")
         return after, info
@@ -113,6 +132,12 @@ class Engine:
                 f"the posterior has latent sites {init.site_names}, the model {layout.site_names}: they must be the "
                 "same."
             )
+
+    def check_continued(self, init: Any) -> None:
+        """:raises ValueError: if no run of this program can go on from a posterior: for other latent sites, or arrays
+        that were given to it and now are not."""
+        self.check_start(init)
+        init.program.check_given(self.program.example_row, init.program.example_row)
 
     def settings(self, block_size: int | None = None) -> Settings:
         """For blocks of a stream, or a joint solve. What is left of each block adds up over a stream: a row's share of
@@ -145,6 +170,7 @@ class Engine:
     # ------------------------------------------------------------------ compiled
     def _joint(
         self,
+        prior_inputs: dict,
         state: State,
         rows: dict,
         weights: Array,
@@ -152,12 +178,15 @@ class Engine:
         *,
         with_sites: bool = False,
     ) -> tuple[State, StepInfo]:
-        """Rows and the true prior terms in one solve. With ``known``, the state may know these rows already."""
+        """Rows and the true prior terms in one solve. With ``known``, the state may know these rows already.
+
+        :param prior_inputs: as ``program.prior_inputs``.
+        """
         prepared = self.prepare(rows, weights)
         fresh = jnp.sum(weights).astype(jnp.int32) if known is None else known.fresh
         joint = self._search(
             Group(self.kinds, self.linearise, jax.tree.map(lambda x: x[None], prepared)),
-            self._prior({}),
+            self._prior(prior_inputs),
             state,
             sites=None if known is None else self._mask(known.sites, weights),
             laplace=self.options.scheme == "laplace",
@@ -180,24 +209,26 @@ class Engine:
         rows: dict,
         weights: Array,
         *,
-        shared: dict,
+        prior_inputs: dict,
         init: tuple[Array, Array] | None,
         alternating: bool,
     ) -> Joint:
         """All rows and the true prior as a search.
 
         :param rows: with ``weights``, (chunks, n, ...) arrays, expanded one chunk at a time.
-        :param shared: the ``numpyro.param`` sites, or nothing; as ``program.shared``.
+        :param prior_inputs: as ``program.prior_inputs``.
         """
+
+        params = {name: value for name, value in prior_inputs.items() if name == PARAMS}
 
         def expanded(chunk, theta):
             rows, weights = chunk
-            return self.linearise(self.prepare(rows | shared, weights), theta)
+            return self.linearise(self.prepare(rows | params, weights), theta)
 
         starts = None if init is not None else self._starts
         return self._search(
             Group(self.kinds, expanded, (rows, weights)),
-            self._prior(shared),
+            self._prior(prior_inputs),
             state,
             starts=starts,
             init=init,
@@ -205,14 +236,17 @@ class Engine:
             selecting=len(self.program.selections) == len(self.program.terms),
         )
 
-    def _settle(self, state: State, rest: Array | None = None, places: Array | None = None) -> tuple[State, StepInfo]:
+    def _settle(
+        self, prior_inputs: dict, state: State, rest: Array | None = None, places: Array | None = None
+    ) -> tuple[State, StepInfo]:
         """The Gaussian summary of the data times the true prior.
 
+        :param prior_inputs: as ``program.prior_inputs``.
         :param places: entries of theta (S,) that the state is of, if not of all: those that prior terms look at. The
             others stay as in ``rest`` (P,).
         """
         laplace = self.options.scheme == "laplace"
-        prior = self._prior({})
+        prior = self._prior(prior_inputs)
         if places is not None:
             prior = prior._replace(linearise=partial(_at_places, prior.linearise, rest, places))
         nothing = Group((), lambda chunk, theta: ())
@@ -277,10 +311,10 @@ class Engine:
     def _linearise(self, prepared: tuple, theta: Array) -> tuple[Factors, ...]:
         return factors_of(self._seen, prepared, theta)
 
-    def _prior(self, shared: dict) -> Group:
-        """The prior's terms. ``shared``: the ``numpyro.param`` sites, or nothing."""
+    def _prior(self, inputs: dict) -> Group:
+        """The prior's terms. ``inputs``: as ``program.prior_inputs``."""
         seen = [(terms, None) for terms in self.program.prior.terms]
-        known = prepare(seen, self._origin, shared, jnp.ones(1, self.program.dtype))
+        known = prepare(seen, self._origin, inputs, jnp.ones(1, self.program.dtype))
         seen, kinds, known = merged_by_form(seen, self.prior_kinds, known)
         return Group(kinds, lambda chunk, theta: factors_of(seen, known, theta))
 
@@ -319,6 +353,8 @@ class Engines:
     :param mesh: devices that share the rows.
     :param batch: whether all rows are always at hand: then models that do not run on some of them are welcome too,
         and ``numpyro.param`` sites can be learned.
+
+    :ivar last: the engine that was asked for last.
     """
 
     def __init__(
@@ -334,41 +370,47 @@ class Engines:
         self._model, self._options, self._scale, self._dynamics = model, options, improper_prior_scale, dynamics
         self._batch, self.devices = batch, Devices(mesh)
         self._known: list[tuple[tuple, dict, Engine]] = []
+        self.last: Engine | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Without what is compiled, for other processes."""
-        return self.__dict__ | {"_known": []}
+        return self.__dict__ | {"_known": [], "last": None}
 
-    @property
-    def last(self) -> Engine | None:
-        """The engine that was made last."""
-        return self._known[-1][2] if self._known else None
-
-    def get(self, rows: Rows, model_kwargs: dict, rng_key: Array) -> Engine:
+    def get(self, rows: Rows, model_kwargs: dict, rng_key: Array, all_rows: Rows | None = None) -> Engine:
         """The engine for checked rows; see :func:`checked_rows`.
 
+        :param all_rows: all rows, of which ``rows`` may be some, if they are at hand.
         :raises ValueError, NotImplementedError: for models that do not fit, as :class:`Program` says.
         """
         shapes = tuple(sorted((n, a.shape[1:], str(a.dtype)) for n, a in rows.items()))
         key = tuple(np.asarray(jax.random.key_data(rng_key)).tolist())
         form = (shapes, str(jnp.result_type(float)), key)
         for known, kwargs, engine in self._known:
-            own = not engine.program.whole or engine.program.holds(rows)
-            if known == form and own and _same(kwargs, model_kwargs):
-                return engine
-        options = self._options
-        program = self._program(rows, model_kwargs)
+            if known == form and _same(kwargs, model_kwargs):
+                program = engine.program.bind(rows, all_rows)
+                if program is not None:
+                    self.last = engine if program is engine.program else engine.bind(program)
+                    return self.last
+        options, model_kwargs = self._options, _snapshot(model_kwargs)
+        program = self._program(rows, model_kwargs, all_rows)
         transition = None
         if self._dynamics is not None:
+            if program.data_prior is not None:
+                raise ValueError(
+                    f"{program.prior_reads}, which parameters that move know only in part. Compute what it "
+                    "needs beforehand, and pass it as a keyword argument of run()."
+                )
             prior = program.initial_state()
             transition = self._dynamics.transition(program.layout, prior.mean, prior.root)
         few = {name: array[:SMOOTHNESS_ROWS] for name, array in program.inputs(rows).items()}
         engine = Engine(program, options, few | program.shared, rng_key, transition, self.devices)
-        self._known.append((form, dict(model_kwargs), engine))
+        self._known.append((form, model_kwargs, engine))
+        self.last = engine
         return engine
 
-    def _program(self, rows: Rows, model_kwargs: dict) -> Program:
+    def _program(self, rows: Rows, model_kwargs: dict, all_rows: Rows | None) -> Program:
         options = {
+            "all_rows": all_rows,
             "improper_prior_scale": self._scale,
             "prefer_parameters": self._options.scheme == "ekf" or self._options.expectation == "linearized",
         }
@@ -387,6 +429,11 @@ class Engines:
         return program
 
 
+def _snapshot(model_kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """With copies of arrays that may be written to."""
+    return jax.tree.map(lambda value: value.copy() if isinstance(value, np.ndarray) else value, dict(model_kwargs))
+
+
 def _same(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
     return a.keys() == b.keys() and all(_equal(a[k], b[k]) for k in a)
 
@@ -394,6 +441,10 @@ def _same(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
 def _equal(a: Any, b: Any) -> bool:
     if a is b:
         return True
+    if isinstance(a, Mapping) and isinstance(b, Mapping):
+        return _same(a, b)
+    if isinstance(a, (list, tuple)) and type(a) is type(b):
+        return len(a) == len(b) and all(map(_equal, a, b))
     if isinstance(a, (np.ndarray, jax.Array)) or isinstance(b, (np.ndarray, jax.Array)):
         return np.shape(a) == np.shape(b) and bool(np.array_equal(a, b))
     return type(a) is type(b) and bool(a == b)

@@ -48,13 +48,14 @@ class Learner:
     """
 
     def __init__(self, engine: Engine):
-        self._engine, self._optimizer = engine, import_optax("numpyro.param sites").scale_by_lbfgs()
+        self.engine, self._optimizer = engine, import_optax("numpyro.param sites").scale_by_lbfgs()
         self._turn = engine.compiled(self._optimizer.update)
         engine.program.initial_state()  # what is drawn from the prior is drawn here, outside of compiled functions
 
         def joint(params: Array, chunks: tuple, start: tuple | None) -> Joint:
             state = engine.program.initial_state_at(params)
-            return engine.batch(state, *chunks, shared={PARAMS: params}, init=start, alternating=False)
+            prior_inputs = engine.program.prior_inputs | {PARAMS: params}
+            return engine.batch(state, *chunks, prior_inputs=prior_inputs, init=start, alternating=False)
 
         @engine.compiled
         def begin(params, chunks):
@@ -78,7 +79,7 @@ class Learner:
         :param tolerance: rise of the bound, in nats, that the last step promises.
         :raises ValueError: if the bound or its slope is not finite there.
         """
-        params = np.asarray(self._engine.program.params.values)
+        params = np.asarray(self.engine.program.params.values)
         if start is None:  # the search would seek one itself, but that is another form of it to compile
             start = self._begin(params, chunks)
         bound, slope, start = self._look(params, chunks, start)
@@ -116,7 +117,7 @@ class Learner:
         return None
 
     def _shown(self, params: Array) -> str:
-        values = self._engine.program.params.constrained(params)
+        values = self.engine.program.params.constrained(params)
         return ", ".join(f"{name} = {np.asarray(value)}" for name, value in values.items())
 
 

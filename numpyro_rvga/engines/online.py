@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -69,7 +70,7 @@ class Online:
         self.engine, self.options, self.rule = engine, options, rule
         self._check()
         self._estimator = make_estimator(options.hessian, options.num_samples)
-        self.places, self._site, self.start = self._prior(init)
+        self._set_prior(init)
         self.transition = None
         if dynamics is not None:
             root = self.start.root if isinstance(self.start, FullGaussian) else self.start.deviation()
@@ -78,6 +79,13 @@ class Online:
         self.one_block = Compiled(self._one_block, ("predict",))
         self.one_iteration = Compiled(self._one_iteration)
         self._settle = Compiled(self._settled_part)
+
+    def bind(self, engine: Engine, init: Array | None) -> Online:
+        """The same for a program that differs in what the data determine; see :meth:`Engine.bind`."""
+        other = copy.copy(self)
+        other.engine = engine
+        other._set_prior(init)
+        return other
 
     def rate(self, rule: Rule) -> np.ndarray | None:
         """A rule's learning rate as an argument of the compiled functions; None if it has none."""
@@ -93,15 +101,18 @@ class Online:
                         "needs a positive semi-definite curvature: use hessian='lin-hess', 'lin-ef' or 'mc-ef'."
                     )
 
-    def _prior(self, init: Array | None) -> tuple[np.ndarray | None, Quadratic | None, Family]:
+    def _set_prior(self, init: Array | None) -> None:
         """Where the start is not the prior itself, what stands there for the prior's terms, and the start."""
         program = self.engine.program
         if self.options.family == "full":
             state = program.initial_state()
-            return None, state.prior_site, FullGaussian(_first_known(init, state.mean), state.root)
+            self.places, self._site = None, state.prior_site
+            self.start: Family = FullGaussian(_first_known(init, state.mean), state.root)
+            return
         found = program.independent_start()
         start = DiagonalGaussian(_first_known(init, found.mean), found.variance)
-        return found.places, found.site, converted(start, self.options.family, self._rank)
+        self.places, self._site = found.places, found.site
+        self.start = converted(start, self.options.family, self._rank)
 
     def initial_state(self, rng_key: Array) -> OnlineState:
         zero = jnp.zeros((), jnp.int32)
@@ -235,12 +246,12 @@ class Online:
         """
         if bool(state.settled) or self.transition is not None:
             return state.gaussian
-        after = self._settle(state.gaussian, self._site)
+        after = self._settle(self.engine.program.prior_inputs, state.gaussian, self._site)
         if not bool(after.is_valid()):
             raise ValueError("the final solve against the true prior has no finite result: is the prior proper?")
         return after
 
-    def _settled_part(self, q: Family, site: Quadratic) -> Family:
+    def _settled_part(self, prior_inputs: dict, q: Family, site: Quadratic) -> Family:
         """Solved over the entries that the terms look at, for a full Gaussian; the family then keeps what it can: the
         diagonal of the precision, as in all its steps."""
         program, places = self.engine.program, self.places
@@ -248,7 +259,7 @@ class Online:
         zero, none = jnp.zeros((), some.mean.dtype), jnp.zeros((), jnp.int32)
         state = State(some.mean, jnp.zeros_like(some.mean), some.root, zero, site, none)
         if program.prior.terms:
-            state, info = self.engine.settle(state, q.mean, places)
+            state, info = self.engine.settle(prior_inputs, state, q.mean, places)
             after = FullGaussian(state.mean, jnp.where(info.ok, state.root, jnp.nan))
         else:
             after = _divided(state)

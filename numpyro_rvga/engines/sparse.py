@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -36,12 +37,14 @@ class SparseProblem(NamedTuple):
 class SparseEngine:
     """Joint solves of all rows and the whole prior.
 
-    :ivar prepare: rows and weights, (chunks, n, ...) arrays -> the terms of rows, of the prior, and of its Gaussian
-        part, as far as they do not depend on theta. :ivar solve: problem -> the state after all rows.
+    :ivar prepare: ``program.prior_inputs``, rows and weights, (chunks, n, ...) arrays -> the terms of rows, of the
+        prior, and of its Gaussian part, as far as they do not depend on theta.
+    :ivar solve: problem -> the state after all rows.
     """
 
     def __init__(self, engine: Engine, sparsity: Sparsity):
         self.sparsity, self._engine = sparsity, engine
+        self._identity = object()
         program, prior = engine.program, engine.program.prior
         gaussian_options = engine.options._replace(expectation="exact", scheme="implicit")
         gaussian_kinds = tuple(make_kind(t, gaussian_options, jax.random.key(0), {}) for t in prior.gaussian)
@@ -55,14 +58,27 @@ class SparseEngine:
         self.prepare = engine.compiled(self._prepare)
         self.solve = engine.compiled(self._solve)
 
+    def bind(self, engine: Engine) -> SparseEngine:
+        """The same for a program that differs in what the data determine; see :meth:`Engine.bind`."""
+        other = copy.copy(self)
+        other._engine = engine
+        return other
+
+    def __eq__(self, other: Any) -> bool:
+        return isinstance(other, SparseEngine) and self._identity is other._identity
+
+    def __hash__(self) -> int:
+        return id(self._identity)
+
     def problem(self, rows: Rows, start: Start | None = None, weights: np.ndarray | None = None) -> SparseProblem:
         """For all rows. ``start``: where to begin; default: at the prior's marginals."""
         program = self._engine.program
         start = Start(*(program.marginals[:2] if start is None else start))
         start = Start(*[np.asarray(x, program.dtype) for x in start])
-        chunks = self.prepare(*chunks_of(self._engine, rows, self.sparsity.numbers_per_row, weights))
+        chunks = chunks_of(self._engine, rows, self.sparsity.numbers_per_row, weights)
+        prepared = self.prepare(program.prior_inputs, *chunks)
         total = num_rows(rows) if weights is None else np.count_nonzero(weights)
-        return SparseProblem(self._engine.devices.put(start), chunks, np.int32(total))
+        return SparseProblem(self._engine.devices.put(start), prepared, np.int32(total))
 
     def initial_state(self) -> State:
         """The prior's marginals, as the state before the first row."""
@@ -84,11 +100,11 @@ class SparseEngine:
         joint = self.joint(problem)
         return joint.absorb(run_search(joint.search), problem.num_rows)
 
-    def _prepare(self, rows: dict, weights: Array) -> tuple:
+    def _prepare(self, prior_inputs: dict, rows: dict, weights: Array) -> tuple:
         origin = jnp.zeros(self.sparsity.order.places.size, self._engine.program.dtype)
-        one = jnp.ones((1, 1), weights.dtype)
-        known = (rows, weights), ({}, one), ({}, one)
-        return tuple(jax.vmap(partial(prepare, seen, origin))(*each) for seen, each in zip(self._seen, known))
+        prior = jax.tree.map(lambda x: x[None], prior_inputs), jnp.ones((1, 1), weights.dtype)  # one chunk
+        inputs = (rows, weights), prior, prior
+        return tuple(jax.vmap(partial(prepare, seen, origin))(*each) for seen, each in zip(self._seen, inputs))
 
     def _linearise(self, seen: list[Seen], prepared: tuple, ordered: Array) -> tuple[Factors, ...]:
         """Factors at theta (P,), in the sparsity's order."""
@@ -117,4 +133,4 @@ class SparseEngines:
         known = self._known.get(engine)
         if known is None or known.sparsity.key != sparsity.key:
             known = self._known[engine] = SparseEngine(engine, sparsity)
-        return known
+        return known.bind(engine)

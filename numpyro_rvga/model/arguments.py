@@ -13,6 +13,8 @@ from .rows import Rows
 
 ROW = "numpyro_rvga.row"  # among a program's rows: their numbers, where the model always runs on all data
 PARAMS = "numpyro_rvga.params"  # among a program's rows: the numpyro.param sites, the same for all of them
+CONSTANTS = "numpyro_rvga.constants"  # likewise: what the data determine of the prior
+SHARED = (PARAMS, CONSTANTS)
 
 
 def named_rows(model: Callable, data: Mapping[str, Any] | tuple, model_kwargs: Mapping[str, Any]) -> Rows:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 NUMERIC_KINDS = "biuf"
 
@@ -84,3 +86,13 @@ def _widened(name: str, array: np.ndarray) -> np.ndarray:
             "numbers."
         )
     return array if kind == "i" else array.astype(largest.dtype)
+
+
+def as_jax_array(name: str, value: Any) -> Array:
+    """The same for JAX, whose arrays may be traced and are then widened only."""
+    if not isinstance(value, Array):
+        return jnp.asarray(as_data_array(name, value))
+    narrow, dtype = value.dtype.itemsize < 4, value.dtype
+    if narrow and jnp.issubdtype(dtype, jnp.integer):
+        return value.astype(jnp.int32)
+    return value.astype(jnp.float32) if narrow and jnp.issubdtype(dtype, jnp.floating) else value

@@ -16,6 +16,7 @@ from ..core.closed_forms import Gaussian, gaussian
 from ..core.compilation import at_once, jit_once
 from ..core.designs import gram, pull_back
 from ..core.expectations import linearized
+from ..core.interpret import depends_on
 from ..core.recursion import Quadratic, State
 from ..core.symbolic import factorise
 from .recognition import in_closed_form, in_tilted_form, is_quadratic, probe_terms
@@ -31,7 +32,7 @@ WINSOR = 4.0  # robust standard deviations at which prior draws are cut before t
 class Block(NamedTuple):
     """A multivariate normal site that nothing else in the prior depends on: kept by location and scale.
 
-    :ivar moments: shared rows (the ``numpyro.param`` sites, or nothing) -> loc (K,), scale_tril (K, K).
+    :ivar moments: ``program.prior_inputs`` -> loc (K,), scale_tril (K, K).
     """
 
     site: str
@@ -56,7 +57,7 @@ def split_prior(all_terms: list[Terms], blocks: list[Block], theta: jax.ShapeDty
     """Collect terms whose Hessian is constant; correlated and linear-Gaussian priors are exact.
 
     :param blocks: multivariate normal sites; those that other terms touch are treated as these.
-    :param shared: what the terms depend on besides theta: the ``numpyro.param`` sites, or nothing.
+    :param shared: what the terms depend on besides theta: ``program.prior_inputs``.
     """
     size, dtype = theta.shape[0], theta.dtype
     names = {block.site for block in blocks}
@@ -67,14 +68,30 @@ def split_prior(all_terms: list[Terms], blocks: list[Block], theta: jax.ShapeDty
     all_terms = [t for t in all_terms if t.site not in names]
     undecided = [t for t in all_terms if t.is_affine and t.closed_form is None]
     probes = at_once(lambda: [probe_terms(t, dtype, shared) for t in undecided]) if undecided else []
+    fixed = _reading_nothing(undecided, dtype, shared)
     gaussian = [t for t in all_terms if t.closed_form is Gaussian]
     others = [t for t in all_terms if not t.is_affine or t.closed_form not in (None, Gaussian)]
     for terms, probe in zip(undecided, probes):
         if is_quadratic(probe):
             gaussian.append(terms)
         else:
-            others.append(in_tilted_form(terms if shared else in_closed_form(terms, probe), dtype, shared))
+            others.append(in_tilted_form(in_closed_form(terms, probe) if terms.site in fixed else terms, dtype, shared))
     return Prior(tuple(blocks), tuple(gaussian), tuple(others))
+
+
+def _reading_nothing(all_terms: list[Terms], dtype, shared: Arrays) -> set[str]:
+    """Sites whose densities depend on nothing but their predictors."""
+    if not shared:
+        return {terms.site for terms in all_terms}
+
+    def densities(shared):
+        def of(terms):
+            element = jnp.zeros((), jnp.int32)
+            return terms.density(jnp.zeros(terms.num_predictors, dtype), terms.constants(shared, element))
+
+        return {terms.site: of(terms) for terms in all_terms}
+
+    return {site for site, names in depends_on(densities, dict(shared)).items() if not names}
 
 
 def normal_block(
@@ -132,19 +149,20 @@ class Marginals(NamedTuple):
     alone: tuple[np.ndarray, np.ndarray, np.ndarray]
 
 
-def marginals(prior: Prior, size: int, dtype, draw: Callable[[Array], Array]) -> Marginals:
+def marginals(prior: Prior, size: int, dtype, draw: Callable[[Array], Array], shared: Arrays) -> Marginals:
     """Takes no (P, P) array.
 
     :param draw: rng_key -> theta (P,), a draw from the prior.
+    :param shared: what the terms depend on besides theta.
     :raises ValueError: for a prior that is not proper.
     """
-    alone = [is_selection(terms, size, dtype, {}) for terms in prior.gaussian]
+    alone = [is_selection(terms, size, dtype, shared) for terms in prior.gaussian]
     single = [terms for terms, is_alone in zip(prior.gaussian, alone) if is_alone]
     coupling = [terms for terms, is_alone in zip(prior.gaussian, alone) if not is_alone]
     precision, linear, constant = (
-        np.array(x, np.float64) for x in at_once(lambda: _diagonal_part(single, size, dtype))
+        np.array(x, np.float64) for x in at_once(lambda: _diagonal_part(single, size, dtype, shared))
     )
-    touched = _touched([*coupling, *prior.terms], size, dtype, {})
+    touched = _touched([*coupling, *prior.terms], size, dtype, shared)
     for block in prior.blocks:
         touched[block.start : block.stop] = True
     places, others = np.flatnonzero(touched), ~touched
@@ -162,19 +180,22 @@ def marginals(prior: Prior, size: int, dtype, draw: Callable[[Array], Array]) ->
     return Marginals(mean, variance, places, coupling, (precision, linear, constant))
 
 
-def independent_start(prior: Prior, size: int, dtype, draw: Callable[[Array], Array]) -> IndependentStart:
+def independent_start(
+    prior: Prior, size: int, dtype, draw: Callable[[Array], Array], shared: Arrays
+) -> IndependentStart:
     """:func:`marginals`, and what they stand for. Takes no (P, P) array where there are few ``places``.
 
-    :param draw: as for :func:`marginals`.
+    :param draw: as for :func:`marginals`, and ``shared`` too.
     :raises ValueError: for a prior that is not proper.
     """
-    mean, variance, places, coupling, (precision, linear, constant) = marginals(prior, size, dtype, draw)
+    mean, variance, places, coupling, (precision, linear, constant) = marginals(prior, size, dtype, draw, shared)
     site = None
     if len(places):
         inner, slope = np.diag(precision[places]), linear[places]
         expanded = at_once(
             lambda: (
-                [_expand(t, size, dtype, {}) for t in coupling] + [_block_terms(b, size, dtype) for b in prior.blocks]
+                [_expand(t, size, dtype, shared) for t in coupling]
+                + [_block_terms(b, size, dtype, shared) for b in prior.blocks]
             )
         )
         for matrix, vector, value in expanded:
@@ -185,20 +206,20 @@ def independent_start(prior: Prior, size: int, dtype, draw: Callable[[Array], Ar
     return IndependentStart(jnp.asarray(mean, dtype), jnp.asarray(variance, dtype), places, site)
 
 
-def _diagonal_part(all_terms: list[Terms], size: int, dtype) -> tuple[Array, Array, Array]:
+def _diagonal_part(all_terms: list[Terms], size: int, dtype, shared: Arrays) -> tuple[Array, Array, Array]:
     """Precision (P,), slope (P,) and value at theta = 0 of Gaussian terms that look at one entry each."""
     precision, linear, constant = jnp.zeros(size, dtype), jnp.zeros(size, dtype), jnp.zeros((), dtype)
     for terms in all_terms:
-        offset, design = sparse_design(terms, selecting_view(size), jnp.zeros(size, dtype), {})
-        value, slope, curvature = _quadratics(terms, offset, merged(constants(terms, {})))
+        offset, design = sparse_design(terms, selecting_view(size), jnp.zeros(size, dtype), shared)
+        value, slope, curvature = _quadratics(terms, offset, merged(constants(terms, shared)))
         precision, linear = precision + gram(design, -curvature), linear + pull_back(design, slope)
         constant = constant + jnp.sum(value)
     return precision, linear, constant
 
 
-def _block_terms(block: Block, size: int, dtype) -> tuple[Array, Array, Array]:
+def _block_terms(block: Block, size: int, dtype, shared: Arrays) -> tuple[Array, Array, Array]:
     """Precision (P, P), slope and value at theta = 0."""
-    loc, scale_tril = block.moments({})
+    loc, scale_tril = block.moments(shared)
     inverse = jax.scipy.linalg.solve_triangular(scale_tril, jnp.eye(len(loc), dtype=dtype), lower=True)
     pull = inverse @ loc
     value = -0.5 * pull @ pull - jnp.sum(jnp.log(jnp.diagonal(scale_tril))) - 0.5 * len(loc) * math.log(2 * math.pi)
@@ -219,23 +240,24 @@ def _touched(all_terms: list[Terms], size: int, dtype, shared: Arrays) -> np.nda
     return np.any([np.zeros(size, bool), *at_once(lambda: [touches(t) for t in all_terms])], axis=0)
 
 
-def fitted_start(prior: Prior, size: int, draw: Callable[[Array], Array]) -> Start | None:
+def fitted_start(prior: Prior, size: int, draws: Callable[[Array], Array]) -> Start | None:
     """Moments of draws of the prior; None if it is Gaussian.
 
-    :param draw: rng_key -> theta (P,), a draw from the prior.
+    :param draws: rng_keys -> theta (n, P), draws from the prior.
     """
     if not prior.terms:
         return None
-    many = jit_once(lambda key: jax.vmap(draw)(jax.random.split(key, NUM_DRAWS)))
-    return Start(*_robust_moments(np.asarray(many(jax.random.key(0)), np.float64)[:, _free(prior, size)]))
+    drawn = np.asarray(draws(jax.random.split(jax.random.key(0), NUM_DRAWS)), np.float64)
+    return Start(*_robust_moments(drawn[:, _free(prior, size)]))
 
 
-def initial_state(prior: Prior, size: int, dtype, start: Start | None, shared: Arrays) -> State:
+def initial_state(prior: Prior, size: int, dtype, start: Start | None, parts: tuple[tuple, list]) -> State:
     """The Gaussian prior itself, or ``start`` with what of it stands for prior terms recorded.
 
+    :param parts: what :func:`gaussian_parts` gives.
     :raises ValueError: for a prior that is not proper.
     """
-    part, moments = at_once(lambda: _parts(prior, size, dtype, shared))
+    part, moments = jax.device_get(parts)
     for block, (_, scale_tril) in zip(prior.blocks, moments):
         if not np.isfinite(scale_tril).all():
             raise ValueError(
@@ -250,18 +272,18 @@ def initial_state(prior: Prior, size: int, dtype, start: Start | None, shared: A
 
 def state_at(prior: Prior, size: int, dtype, start: Start | None, shared: Arrays) -> State:
     """The same as a differentiable function of the ``numpyro.param`` sites."""
-    part, moments = _parts(prior, size, dtype, shared)
+    part, moments = gaussian_parts(prior, size, dtype, shared)
     start = None if start is None else Start(*[jnp.asarray(x, dtype) for x in start])
     return _assembled(jnp, prior, size, start, part, moments)._replace(num_rows=jnp.zeros((), jnp.int32))
 
 
-def _parts(prior: Prior, size: int, dtype, shared: Arrays) -> tuple[tuple, list]:
+def gaussian_parts(prior: Prior, size: int, dtype, shared: Arrays) -> tuple[tuple, list]:
     """:func:`gaussian_part` and the blocks' moments."""
     return gaussian_part(prior, size, dtype, shared), [block.moments(shared) for block in prior.blocks]
 
 
 def _assembled(xp, prior: Prior, size: int, start: Start | None, part: tuple, moments: list) -> State:
-    """The state, in NumPy or JAX (``xp``), from :func:`_parts`."""
+    """The state, in NumPy or JAX (``xp``), from :func:`gaussian_parts`."""
     free = _free(prior, size)
     precision, linear, constant = part
     inner = precision[free][:, free], linear[free], constant

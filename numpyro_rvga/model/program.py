@@ -5,17 +5,19 @@ from __future__ import annotations
 import copy
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import numpyro
 from jax import Array
 from jax.scipy.special import logsumexp
 from numpyro import distributions as dist
 
 from ..core.closed_forms import Gaussian, Logistic
+from ..core.compilation import jit_once
 from ..core.expectations import normal_rule
 from ..core.gaussians import Family
 from ..core.indices import indexes
@@ -23,7 +25,20 @@ from ..core.interpret import depends_on
 from ..core.primitives import equations
 from ..core.recursion import State
 from . import validation
-from .arguments import PARAMS, ROW, check_row_shapes, checked_rows, row_shapes, split_call
+from .arguments import (
+    CONSTANTS,
+    PARAMS,
+    ROW,
+    SHARED,
+    check_row_shapes,
+    checked_rows,
+    finite_rows,
+    row_shapes,
+    split_call,
+)
+from .arrays import as_jax_array
+from .data_prior import DataPrior, PriorConstants, SiteArrays, data_dependence, data_prior, described, of_site
+from .deterministic import DeterministicSites, classify_deterministic
 from .layout import layout_of
 from .parameters import Parameters, parameters_of
 from .prior import (
@@ -32,6 +47,7 @@ from .prior import (
     Prior,
     Start,
     fitted_start,
+    gaussian_parts,
     independent_start,
     initial_state,
     marginals,
@@ -40,7 +56,7 @@ from .prior import (
     state_at,
 )
 from .recognition import in_tilted_form
-from .rows import Rows, num_rows
+from .rows import Rows, num_rows, selected
 from .sparsity import Sparsity, find_sparsity, is_selection
 from .terms import Terms, by_row, linearise, site_terms
 from .tracing import (
@@ -49,6 +65,7 @@ from .tracing import (
     SiteRecord,
     deterministic_sites,
     elements,
+    peel,
     plates_of,
     run_model,
     sample_sites,
@@ -69,9 +86,14 @@ class Program:
     :param whole: run the model on all rows at once, always: for latents with an entry for each row, as in Gaussian
         processes. The rows are then part of the program.
     :param params: values of the ``numpyro.param`` sites, in unconstrained space; default: where the model starts them.
+    :param all_rows: all rows, which priors and deterministic sites may read, if they are at hand.
+    :param constants: what all rows determine of such a prior, if that is known already.
+    :ivar deterministic: names of the deterministic sites.
+    :ivar data_rows: all rows, if they are at hand and deterministic sites read them.
     :raises CoupledRows: for a model that cannot be run on single rows, if not ``whole``.
     :raises NotImplementedError: for discrete latents, and local ones that are not normal.
-    :raises ValueError: for models without data terms, improper priors, and values outside an observation's support.
+    :raises ValueError: for models without data terms, improper priors, values outside an observation's support, and
+        priors that read rows of which there are more to come.
     """
 
     def __init__(
@@ -84,9 +106,14 @@ class Program:
         prefer_parameters: bool = False,
         whole: bool = False,
         params: Array | None = None,
+        all_rows: Rows | None = None,
+        constants: PriorConstants | None = None,
     ):
         self.model, self.model_kwargs, self.whole = model, dict(model_kwargs), whole
         self.improper_prior_scale = improper_prior_scale
+        self._prior_arrays: dict[str, frozenset[str]] = {}
+        self.data_prior: DataPrior | None = None
+        self.constants: PriorConstants | None = None
         self.dtype = jnp.result_type(float)
         self.row_plates, observed = validation.find_row_plates(model, rows, self.model_kwargs)
         given = [*rows, *self.model_kwargs]
@@ -119,12 +146,19 @@ class Program:
         self.terms = tuple(self._row_terms(s, prefer_parameters) for s in self._row_sites)
         validation.check_local_terms(self)
         self.selections = self._find_selections()
-        self.prior = self._find_prior()
         support_check = validation.WholeSupportCheck if whole else validation.SupportCheck
         self._checks = [support_check(self, site) for site in self.observed_sites]
         self._index_check = None if whole else self._find_index_check()
         if self._index_check is not None:
             self._checks.append(self._index_check)
+        self._prior_arrays = self._find_prior_arrays()
+        if self._prior_arrays:
+            self.data_prior, self.constants = self._read_prior(all_rows, constants)
+        self.deterministic = self._find_deterministic()
+        self.data_rows = self._rows_to_keep(all_rows)
+        self.prior = self._find_prior()
+        self._gaussian_parts = jit_once(lambda inputs: gaussian_parts(self.prior, self.layout.size, self.dtype, inputs))
+        self._prior_draws = jit_once(jax.vmap(self._draw_prior, (0, None)))
 
     def _choose_examples(self, rows: Mapping[str, Array]) -> None:
         """Two rows and one of them, to find things out; all of them, twice, if the model takes no fewer."""
@@ -166,16 +200,69 @@ class Program:
         size, dtype = self.layout.size, self.dtype
         return frozenset(terms.site for terms in self.terms if is_selection(terms, size, dtype, rows))
 
+    def _prior_records_of(self, rows, theta, params) -> dict[str, SiteArrays]:
+        found = self._records(self.layout.unravel(theta), {**rows, PARAMS: params})
+        return {name: of_site(found[name]) for name in self.layout.site_names}
+
+    @property
+    def prior_reads(self) -> str:
+        """The first latent site whose prior reads the data, and what it reads, for messages."""
+        return described(self._prior_arrays)
+
+    def _find_prior_arrays(self) -> dict[str, frozenset[str]]:
+        """The latent sites whose prior reads the data, with what it reads; see :func:`data_dependence`."""
+        if self.whole:  # the rows are part of the program
+            return {}
+        theta = jax.device_put(np.zeros(self.layout.size, self.dtype))
+        return data_dependence(self._prior_records_of, self.example_row, self.example_rows, theta, self.params.values)
+
+    def _read_prior(
+        self, all_rows: Rows | None, constants: PriorConstants | None = None
+    ) -> tuple[DataPrior, PriorConstants]:
+        """The prior of sites that read the data, and what all rows determine of it.
+
+        :param constants: the latter, if it is known already.
+        :raises ValueError: if rows are needed and not at hand.
+        """
+        if constants is None and all_rows is None:
+            raise ValueError(
+                f"{self.prior_reads}, and not all rows are at hand: in a stream, or in a run that goes on "
+                "from another. Compute what it needs beforehand, and pass it as a keyword argument of run()."
+            )
+        usable = None if constants is not None else self._usable(all_rows)
+        total = num_rows(usable) if constants is None else constants.num_rows
+        theta, params = jax.device_put(np.zeros(self.layout.size, self.dtype)), self.params.values
+
+        def records(rows, theta, params):
+            found = self._prior_records_of(rows, theta, params)
+            return {name: found[name] for name in self._prior_arrays}
+
+        def draw(rows, rng_key, params):
+            return self._draw(rng_key, {**rows, PARAMS: params})
+
+        found = data_prior(records, draw, self.example_row, total, theta, params)
+        return found, found.constants(usable) if constants is None else constants
+
+    def _rows_to_keep(self, all_rows: Rows | None) -> Rows | None:
+        """All rows, if deterministic sites read them and they are at hand."""
+        return None if all_rows is None or not self.deterministic.of_data else self._usable(all_rows)
+
+    def _usable(self, rows: Mapping[str, Array]) -> Rows:
+        """The rows that are finite, with outcomes in their support."""
+        usable = finite_rows(rows)
+        usable &= self.begin_check(rows)()
+        return dict(rows) if usable.all() else selected(dict(rows), usable)
+
     def _find_prior(self) -> Prior:
         theta = jax.ShapeDtypeStruct((self.layout.size,), self.dtype)
         names = [*self.layout.site_names, *self._prior_sites]
-        terms = [site_terms(self._site_runner(s), s, theta, self.shared, prefer_parameters=False) for s in names]
+        terms = [site_terms(self._site_runner(s), s, theta, self.prior_inputs, prefer_parameters=False) for s in names]
         blocks, start = [], 0
         for name in self.layout.site_names:
             stop = start + math.prod(self.layout.shapes[name])
-            blocks.append(normal_block(self._site_runner(name), name, start, stop, theta, self.shared))
+            blocks.append(normal_block(self._site_runner(name), name, start, stop, theta, self.prior_inputs))
             start = stop
-        return split_prior(terms, [b for b in blocks if b is not None], theta, self.shared)
+        return split_prior(terms, [b for b in blocks if b is not None], theta, self.prior_inputs)
 
     @classmethod
     def restore(
@@ -186,28 +273,103 @@ class Program:
         improper_prior_scale: float | None,
         whole: bool,
         params: np.ndarray,
+        constants: PriorConstants | None,
     ) -> Program:
         """A program from stored example rows, without data."""
         rows = {name: np.asarray(array) for name, array in example_rows.items()}
         options = {"improper_prior_scale": improper_prior_scale, "whole": whole, "params": params}
-        return cls(model, rows, model_kwargs, **options)
+        return cls(model, rows, model_kwargs, constants=constants, **options)
 
     def with_params(self, values: Array) -> Program:
         """The same at other values (K,) of the ``numpyro.param`` sites, in unconstrained space."""
-        other = copy.copy(self)
-        other.__dict__.pop("_initial_state", None)
+        other = self._copied()
         other.params = self.params._replace(values=values)
         return other
 
+    def bind(self, rows: Rows, all_rows: Rows | None) -> Program | None:
+        """The same for other data of this form; None if these data make it another program.
+
+        :param rows: as for the constructor, and ``all_rows`` too.
+        :raises ValueError: for a prior that reads all rows, if these are not at hand.
+        """
+        if self.whole:
+            return self if self.holds(rows) else None
+        if self.data_prior is None and not self.deterministic.of_data:
+            return self
+        other = self._copied()
+        other.data_rows = self._rows_to_keep(all_rows)
+        if self.data_prior is not None:
+            found, other.constants = self._read_prior(all_rows)
+            if not found.is_same(self.data_prior):
+                return None
+        return other
+
+    def _copied(self) -> Program:
+        """Without what depends on parameters or data."""
+        other = copy.copy(self)
+        for name in ("_start", "_initial_state", "_independent_start", "marginals"):
+            other.__dict__.pop(name, None)
+        return other
+
     # ------------------------------------------------------------------ data
-    def rows(self, data: Mapping[str, Any] | tuple) -> Rows:
-        """The data as arrays by argument name, checked for names, lengths, finite values, shapes and indices."""
+    def rows(self, data: Mapping[str, Any] | tuple, *, predicted: bool = False) -> Rows:
+        """The data as arrays by argument name, checked for names, lengths, finite values, shapes and indices.
+
+        :param predicted: whether the rows are to be predicted: then what predictions do not depend on may be left out.
+        :raises ValueError: naming arrays that are left out although the run had them.
+        """
         rows = checked_rows(self.model, data, 0, self.model_kwargs)
+        needed = self._prediction_arrays if predicted else set(self.example_row) - self._outcome_arrays
+        self.check_given(rows, needed)
         if not self.whole:
             check_row_shapes(rows, row_shapes(self.example_row), "that the posterior has absorbed")
         if self._index_check is not None:
             self._index_check(rows, 0)
         return rows
+
+    def check_given(self, rows: Collection[str], needed: Collection[str]) -> None:
+        """:raises ValueError: for arrays that are left out: the model would take their default values."""
+        missing = sorted(set(needed) - set(rows))
+        if missing:
+            raise ValueError(
+                f"the data lack {missing[0]!r}, which the posterior was fitted with: the model would take the default "
+                "of that argument. Give it again."
+            )
+
+    def rows_to_absorb(self, data: Mapping[str, Any]) -> dict[str, Array]:
+        """Data arrays of the same form as JAX's, which may be traced, without a look at their values.
+
+        :raises ValueError: for arrays that are left out.
+        """
+        rows = {name: as_jax_array(name, array) for name, array in data.items() if array is not None}
+        self.check_given(rows, self.example_row)
+        return rows
+
+    @functools.cached_property
+    def _outcome_arrays(self) -> frozenset[str]:
+        """The data arrays that are nothing but outcomes."""
+        taken = frozenset().union(*(self.outcome_arrays(site) for site in self.observed_sites))
+        return taken - self._prediction_arrays
+
+    @functools.cached_property
+    def _prediction_arrays(self) -> frozenset[str]:
+        """The data arrays that predictions depend on: by distributions or deterministic sites."""
+        theta = jnp.zeros(self.layout.size + self.local.size, self.dtype)
+
+        def predictions(rows):
+            trace, runner = self._run(rows, self._unravel(theta))
+            records = sample_sites(trace, runner)
+            names = (*self.observed_sites, *self.local.site_names)
+            values = {name: value for name, value in deterministic_sites(trace).items() if name in self.of_rows}
+            return {"all": ([peel(records[name].fn)[0] for name in names], values)}
+
+        return depends_on(predictions, self.example_row)["all"]
+
+    @property
+    def of_rows(self) -> frozenset[str]:
+        """Deterministic sites with a value for each row, or inside a plate over the rows."""
+        inside = {name for name, plates in self.plates.items() if self.row_plates.intersection(plates)}
+        return self.deterministic.of_rows | (inside & (self.deterministic.of_latents | self.deterministic.of_data))
 
     def call_arguments(self, rows: Mapping[str, Array]) -> tuple[tuple, dict]:
         """(args, kwargs) of a call of the model on these rows."""
@@ -231,6 +393,11 @@ class Program:
     def shared(self) -> dict[str, Array]:
         """What the terms take besides rows: the ``numpyro.param`` sites, if there are any."""
         return {PARAMS: self.params.values} if self.params.layout.size else {}
+
+    @property
+    def prior_inputs(self) -> dict[str, Any]:
+        """What the prior's terms take: the ``numpyro.param`` sites, and what the data determine of the prior."""
+        return self.shared if self.constants is None else self.shared | {CONSTANTS: self.constants.arrays[0]}
 
     def holds(self, rows: Mapping[str, Array]) -> bool:
         """Whether these are the rows that are part of the program, or some of their arrays."""
@@ -259,19 +426,23 @@ class Program:
     # ------------------------------------------------------------------ latents
     @functools.cached_property
     def _start(self) -> Start | None:
-        return fitted_start(self.prior, self.layout.size, self._draw_prior)
+        return fitted_start(self.prior, self.layout.size, lambda keys: self._prior_draws(keys, self._draw_constants))
 
     @functools.cached_property
     def _initial_state(self) -> State:
-        return initial_state(self.prior, self.layout.size, self.dtype, self._start, self.shared)
+        parts = self._gaussian_parts(self.prior_inputs)
+        return initial_state(self.prior, self.layout.size, self.dtype, self._start, parts)
 
     def initial_state(self) -> State:
         """The prior, or a Gaussian fitted to it, as the state before the first row."""
         return self._initial_state
 
+    def _draw_one(self, rng_key: Array) -> Array:
+        return self._draw_prior(rng_key, self._draw_constants)
+
     @functools.cached_property
     def _independent_start(self) -> IndependentStart:
-        return independent_start(self.prior, self.layout.size, self.dtype, self._draw_prior)
+        return independent_start(self.prior, self.layout.size, self.dtype, self._draw_one, self.prior_inputs)
 
     def independent_start(self) -> IndependentStart:
         """A Gaussian of independent entries that stands for the prior before the first row."""
@@ -280,7 +451,7 @@ class Program:
     @functools.cached_property
     def marginals(self) -> Marginals:
         """The entries of theta under the prior, each for itself."""
-        return marginals(self.prior, self.layout.size, self.dtype, self._draw_prior)
+        return marginals(self.prior, self.layout.size, self.dtype, self._draw_one, self.prior_inputs)
 
     def find_sparsity(self, rows: Mapping[str, Array]) -> Sparsity | None:
         """How all terms look at a few entries of theta each, given all rows; None if they do not, or gain nothing."""
@@ -288,31 +459,36 @@ class Program:
         if self.whole or self.prior.blocks or self.params.layout.size or not exact:
             return None
         prior_terms = (*self.prior.gaussian, *self.prior.terms)
-        return find_sparsity(self.layout, self.dtype, self.terms, prior_terms, rows)
+        return find_sparsity(self.layout, self.dtype, self.terms, prior_terms, rows, self.prior_inputs)
 
     def initial_state_at(self, params: Array) -> State:
         """The same as a differentiable function of the ``numpyro.param`` sites (K,), in unconstrained space."""
-        return state_at(self.prior, self.layout.size, self.dtype, self._start, {PARAMS: params})
+        return state_at(self.prior, self.layout.size, self.dtype, self._start, self.prior_inputs | {PARAMS: params})
 
     def constrain(self, theta: Array) -> dict[str, Array]:
-        """Constrained latents and global deterministic sites. theta: (P,)."""
+        """Constrained latents and the deterministic sites that are functions of them. theta: (P,)."""
         trace, runner = self._run(self.example_row, self.layout.unravel(theta))
-        sites = sample_sites(trace, runner)
+        sites = sample_sites(trace, runner) | self._data_records(theta, self.prior_inputs)
         values = {name: sites[name].value for name in self.layout.site_names}
-        return values | {n: v for n, v in deterministic_sites(trace).items() if self._row_axes.get(n) is None}
+        return values | {n: v for n, v in deterministic_sites(trace).items() if n in self.deterministic.of_latents}
+
+    def deterministic_of_data(self, theta: Array, rows: Mapping[str, Array]) -> dict[str, Array]:
+        """Deterministic sites that read the data, given all rows. theta: (P,)."""
+        trace, _ = self._run(rows, self.layout.unravel(theta))
+        return {n: v for n, v in deterministic_sites(trace).items() if n in self.deterministic.of_data}
 
     def unconstrain(self, sites: Mapping[str, Array]) -> Array:
         """theta (P,) of constrained latents."""
         values: dict[str, Array] = {}
         for name in self.layout.site_names:  # supports may depend on the sites before
-            fn = self._records(values, self.example_row)[name].fn
+            fn = self._prior_records(values)[name].fn
             values[name] = site_transform(fn).inv(jnp.asarray(sites[name]))
         return self.layout.ravel(values)
 
     # ------------------------------------------------------------------ densities
     def log_prior(self, theta: Array) -> Array:
         """log p(theta) in unconstrained space, prior-level factors included. theta: (P,)."""
-        records = self._records(self.layout.unravel(theta), self.example_row)
+        records = self._prior_records(self.layout.unravel(theta))
         names = [*self.layout.site_names, *self._prior_sites]
         return sum(jnp.sum(elements(self._proper(records[name]))) for name in names)
 
@@ -405,22 +581,56 @@ class Program:
 
     def _run(self, rows, unconstrained, rng_key=None, params=None):
         """``params`` are the ``numpyro.param`` sites by name; default: as in ``rows``, or else where they stand."""
-        arrays = {name: value for name, value in rows.items() if name != PARAMS}
+        arrays = {name: value for name, value in rows.items() if name not in SHARED}
         if params is None:
             params = self.params.constrained(rows.get(PARAMS, self.params.values))
-        return run_model(
-            self.model,
-            arrays,
-            self.model_kwargs,
-            row_plates=self.row_plates,
-            unconstrained=unconstrained,
-            rng_key=rng_key,
-            local=frozenset(self.local.site_names),
-            params=params,
-        )
+        with numpyro.validation_enabled(False):  # parameters that a few rows give need not be those of all rows
+            return run_model(
+                self.model,
+                arrays,
+                self.model_kwargs,
+                row_plates=self.row_plates,
+                unconstrained=unconstrained,
+                rng_key=rng_key,
+                local=frozenset(self.local.site_names),
+                params=params,
+            )
+
+    def _run_abstractly(self, rows) -> dict:
+        """A trace without values."""
+        found: list = []
+        jax.eval_shape(lambda rows: found.append(self._run(rows, {})[0]) or 0, rows)
+        return found[0]
 
     def _records(self, unconstrained, rows) -> dict[str, SiteRecord]:
         return sample_sites(*self._run(rows, unconstrained))
+
+    def _prior_records(self, unconstrained: Mapping[str, Array]) -> dict[str, SiteRecord]:
+        """Records of latent sites, and of observed ones that no row enters. Sites not given are drawn, or zero."""
+        records = self._records(unconstrained, self.example_row)
+        zeros = {name: jnp.zeros(shape, self.dtype) for name, shape in self.layout.shapes.items()}
+        return records | self._data_records(self.layout.ravel(zeros | dict(unconstrained)), self.prior_inputs)
+
+    def _data_records(self, theta: Array, inputs: Mapping[str, Any]) -> dict[str, SiteRecord]:
+        """Records of the latent sites whose prior reads the data. ``inputs``: as :attr:`prior_inputs`."""
+        if self.data_prior is None:
+            return {}
+        found = self.data_prior.records.finish(inputs[CONSTANTS], theta, inputs.get(PARAMS, self.params.values))
+        unconstrained = self.layout.unravel(theta)
+        return {
+            name: SiteRecord(
+                name,
+                arrays.fn,
+                arrays.value,
+                unconstrained[name],
+                arrays.log_abs_det,
+                arrays.weight,
+                self.plates[name],
+                is_observed=False,
+                is_auxiliary=False,
+            )
+            for name, arrays in found.items()
+        }
 
     def _unravel(self, theta: Array) -> dict[str, Array]:
         """Sites of (P,), or of (P + K,) with the variables of one row."""
@@ -430,7 +640,9 @@ class Program:
 
     def _site_runner(self, name):
         def run_site(theta, row):
-            own = any(key != PARAMS for key in row)
+            if name in self._prior_arrays:
+                return self._proper(self._data_records(theta, row)[name])
+            own = any(key not in SHARED for key in row)
             record = self._records(self._unravel(theta), row if own else {**self.example_row, **row})[name]
             return self._proper(record)
 
@@ -442,9 +654,7 @@ class Program:
         :raises NotImplementedError: for sites that hold more than an array.
         """
         theta = jax.device_put(np.zeros(self.layout.size + self.local.size, self.dtype))
-        found: list = []
-        jax.eval_shape(lambda rows: found.append(self._run(rows, {})[0]) or 0, self.example_row)
-        if not any(site["type"] == "param" for site in found[0].values()):
+        if not any(site["type"] == "param" for site in self._run_abstractly(self.example_row).values()):
             return self.params
         trace, _ = self._run(self.example_row, self._unravel(theta))
         sites = {name: site for name, site in trace.items() if site["type"] == "param"}
@@ -466,18 +676,25 @@ class Program:
         wide = dist.Normal(jnp.zeros(jnp.shape(z), self.dtype), self.improper_prior_scale)
         return record._replace(fn=wide, value=z, log_abs_det=None)
 
-    def _draw_prior(self, rng_key):
-        records = sample_sites(*self._run_prior(rng_key))
-        return self.layout.ravel(
-            {n: site_transform(records[n].fn).inv(records[n].value) for n in self.layout.site_names}
-        )
+    def _draw_prior(self, rng_key: Array, constants: tuple[Array, ...] | None) -> Array:
+        """theta (P,) from the prior. ``constants``: what the data determine of it, if it reads them."""
+        if self.data_prior is None:
+            return self._draw(rng_key, self.example_row)
+        return self.data_prior.draw.finish(constants, rng_key, self.params.values)
 
-    def _run_prior(self, rng_key):
+    @property
+    def _draw_constants(self) -> tuple[Array, ...] | None:
+        return None if self.constants is None else self.constants.arrays[1]
+
+    def _draw(self, rng_key: Array, rows: Mapping[str, Array]) -> Array:
         wide = {}
         for name in sorted(self._improper):
             rng_key, key = jax.random.split(rng_key)
             wide[name] = self.improper_prior_scale * jax.random.normal(key, self.layout.shapes[name], self.dtype)
-        return self._run(self.example_row, wide, rng_key)
+        records = sample_sites(*self._run(rows, wide, rng_key))
+        return self.layout.ravel(
+            {n: site_transform(records[n].fn).inv(records[n].value) for n in self.layout.site_names}
+        )
 
     def _describe(self, rows) -> tuple[dict[str, SiteInfo], dict[str, tuple[str, ...]]]:
         """Static facts of all sites on these rows, without running the model."""
@@ -491,6 +708,23 @@ class Program:
 
         jax.eval_shape(abstract, rows)
         return found[0], found[1]
+
+    def _find_deterministic(self) -> DeterministicSites:
+        found = self._run_abstractly(self.example_row)
+        names = [name for name, site in found.items() if site["type"] == "deterministic"]
+        if not names:
+            return DeterministicSites()
+        if self.whole:
+            return DeterministicSites(of_latents=frozenset(names))
+        of_rows = [name for name in names if self._row_axes[name] is not None]
+        theta = jax.device_put(np.zeros(self.layout.size, self.dtype))
+        return classify_deterministic(
+            lambda rows, theta: deterministic_sites(self._run(rows, self.layout.unravel(theta))[0]),
+            of_rows,
+            self.example_row,
+            self.example_rows,
+            theta,
+        )
 
     @functools.cached_property
     def _row_axes(self) -> dict[str, int | None]:

@@ -157,11 +157,12 @@ def _parts(rows: Arrays) -> Iterator[Arrays]:
 
 
 def find_sparsity(
-    layout: Layout, dtype, row_terms: tuple[Terms, ...], prior_terms: tuple[Terms, ...], rows: Arrays
+    layout: Layout, dtype, row_terms: tuple[Terms, ...], prior_terms: tuple[Terms, ...], rows: Arrays, shared: Arrays
 ) -> Sparsity | None:
     """How terms look at theta, if each looks at a few entries; None if not, or if theta is short.
 
     :param rows: all that there are.
+    :param shared: what prior terms depend on besides theta.
     """
     if layout.size < FEWEST_PARAMETERS or any(terms.num_local for terms in row_terms):
         return None
@@ -174,7 +175,7 @@ def find_sparsity(
     few = look({name: array[:FEW] for name, array in rows.items()})
     if _looks_too_wide(few, strands):
         return None
-    looks = look(rows) + [_look(terms, strands, theta, {}) for terms in prior_terms]
+    looks = look(rows) + [_look(terms, strands, theta, shared) for terms in prior_terms]
     if _looks_too_wide(looks, strands):
         return None
     single = _single(looks)

@@ -15,7 +15,7 @@ from numpyro.distributions.transforms import IdentityTransform, biject_to
 from ..core import closed_forms as cf
 from ..core.symbolic import Reading, factorise
 from ..core.tilted import TiltedForm
-from .arguments import PARAMS, ROW
+from .arguments import ROW, SHARED
 from .distributions import patterns_of
 from .tracing import SiteRecord, elements, peel, site_transform
 
@@ -179,9 +179,9 @@ def over_rows(function, num_elements, rows):
 
 
 def split_rows(rows: Arrays) -> tuple[dict[str, Array], dict[str, Array]]:
-    """What all rows share, the ``numpyro.param`` sites, and what they have of their own."""
-    shared = {name: rows[name] for name in rows if name == PARAMS}
-    return shared, {name: rows[name] for name in rows if name != PARAMS}
+    """What all rows share, and what they have of their own."""
+    shared = {name: rows[name] for name in rows if name in SHARED}
+    return shared, {name: rows[name] for name in rows if name not in SHARED}
 
 
 def by_row(terms: Terms, num_rows: int) -> Terms:
@@ -189,7 +189,7 @@ def by_row(terms: Terms, num_rows: int) -> Terms:
     count = terms.num_elements // num_rows
 
     def split(row, element):
-        return {n: v for n, v in row.items() if n == PARAMS}, row[ROW][0] * count + element
+        return split_rows(row)[0], row[ROW][0] * count + element
 
     def predictors(theta, row, element):
         return terms.predictors(theta, *split(row, element))

@@ -56,13 +56,13 @@ def to_arviz(
     program = posterior.program
     draw_key, predictive_key = jax.random.split(jax.random.key(0) if rng_key is None else rng_key)
     theta = posterior.sample_unconstrained(draw_key, (num_samples,))
+    rows = None if data is None else _rows_with_outcome(program, data)
     sampled: dict[str, dict[str, Any]] = {
-        "posterior": posterior.constrain(theta),
+        "posterior": posterior.constrain(theta, rows),
         "sample_stats": {"log_q": posterior.log_prob_unconstrained(theta)},
     }
     fixed: dict[str, dict[str, Any]] = {}
-    if data is not None:
-        rows = _rows_with_outcome(program, data)
+    if rows is not None:
         chunks = list(_chunks_of_log_likelihood(program, theta, rows))
         sampled["sample_stats"]["log_p"] = _log_joint(program, theta, chunks)
         sampled["log_likelihood"] = {site: _in_model_order(program, site, chunks) for site in program.observed_sites}

@@ -117,7 +117,7 @@ def check_conditions(
         raise ValueError("variances must be positive.")
     rows = checked_rows(model, data, 0, model_kwargs)
     # Any scale will do: the conditions concern the likelihood alone.
-    engine = Engines(model, options, improper_prior_scale=1.0, batch=True).get(rows, dict(model_kwargs), rng_key)
+    engine = Engines(model, options, improper_prior_scale=1.0, batch=True).get(rows, dict(model_kwargs), rng_key, rows)
     engine.program.check_rows(rows)
     rows, shared = engine.program.inputs(rows), engine.program.shared
     if posterior is not None:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from ..model import Program
 
 SUMMARY_PAIRS = 5_000
+DRAWN_NUMBERS = 2**22  # in the arrays of all rows, for draws that are looked at together
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -128,15 +129,19 @@ class Posterior:
         :param rng_key: random key.
         :param sample_shape: leading shape of the draws.
         :param data: rows whose own latent variables are to be drawn too: under q they follow their conditional prior.
-        :return: the constrained latent sites and the deterministic sites outside the row plate, each of shape
-            ``(*sample_shape, *site_shape)``.
+            Deterministic sites that read all rows, such as a mean over them, are those of ``data``; without it those of
+            the rows that the posterior was fitted to. After :meth:`load`, :meth:`update` or a stream, which leave these
+            not at hand, such sites come with ``data`` only.
+        :return: the constrained latent sites and the deterministic sites that have no value for each row, each of
+            shape ``(*sample_shape, *site_shape)``.
         """
         theta_key, local_key = (rng_key, None) if data is None else jax.random.split(rng_key)
         theta = self.sample_unconstrained(theta_key, sample_shape)
-        sites = self.constrain(theta)
-        if data is not None:
+        rows = None if data is None else self.program.rows(data, predicted=True)
+        sites = self.constrain(theta, rows)
+        if rows is not None:
             flat = jnp.reshape(theta, (-1, theta.shape[-1]))
-            local = prediction.local_latents(self, local_key, self.program.rows(data), flat)
+            local = prediction.local_latents(self, local_key, rows, flat)
             sites |= {name: jnp.reshape(value, (*sample_shape, *value.shape[1:])) for name, value in local.items()}
         return sites
 
@@ -150,15 +155,23 @@ class Posterior:
         standard = jax.random.normal(rng_key, (*sample_shape, self.gaussian.noise_size), self.mean.dtype)
         return self.gaussian.transform(standard)
 
-    def constrain(self, theta: Array) -> dict[str, Array]:
+    def constrain(self, theta: Array, rows: Mapping[str, ArrayLike] | None = None) -> dict[str, Array]:
         """The model's sites at flat unconstrained vectors.
 
         :param theta: shape ``(..., P)``.
+        :param rows: arrays by argument name, as for ``data`` of :meth:`sample_posterior`.
         :return: the sites that :meth:`sample_posterior` returns, each of shape ``(..., *site_shape)``.
         """
-        batch_shape = theta.shape[:-1]
-        sites = self._constrain(jnp.reshape(theta, (-1, theta.shape[-1])))
+        batch_shape, flat = theta.shape[:-1], jnp.reshape(theta, (-1, theta.shape[-1]))
+        sites, rows = self.constrain_latents(flat), self.program.data_rows if rows is None else rows
+        if self.program.deterministic.of_data and rows is not None:
+            sites |= self._deterministic_of_data(flat, dict(rows))
         return {name: jnp.reshape(value, (*batch_shape, *value.shape[1:])) for name, value in sites.items()}
+
+    @functools.cached_property
+    def constrain_latents(self) -> Callable[[Array], dict[str, Array]]:
+        """theta (n, P) -> the constrained latent sites, and deterministic sites that are functions of them alone."""
+        return jax.jit(jax.vmap(self.program.constrain))
 
     def median(self) -> dict[str, Array]:
         """The median of q's marginals, as :meth:`~numpyro.infer.autoguide.AutoMultivariateNormal.median` has it.
@@ -172,9 +185,9 @@ class Posterior:
             >>> print(np.asarray(posterior.median()["slopes"]).round(1))
             [ 1.3 -2. ]
 
-        :return: the constrained latent sites, and the deterministic sites outside the row plate, at the mean of q. This
-            is the marginal median wherever the site's transform acts elementwise (not for a simplex, say), and
-            for a deterministic site only where it is a monotone function of one latent value.
+        :return: the constrained latent sites, and the deterministic sites that :meth:`sample_posterior` has, at the
+            mean of q. This is the marginal median wherever the site's transform acts elementwise (not for a simplex,
+            say), and for a deterministic site only where it is a monotone function of one latent value.
         """
         return self.constrain(self.mean)
 
@@ -259,7 +272,7 @@ class Posterior:
         shape = (SUMMARY_PAIRS, self.gaussian.noise_size)
         standard = jax.random.normal(jax.random.key(0), shape, self.mean.dtype)
         theta = self.gaussian.transform(jnp.concatenate([standard, -standard]))
-        draws = jax.device_get(self.constrain(theta))
+        draws = jax.device_get(self.constrain_latents(theta))
         print(_summary_table({name: draws[name].astype(np.float64) for name in self.site_names}, prob))
 
     def predictive(
@@ -542,8 +555,16 @@ class Posterior:
         return self.continuation.update(self, data, **kwargs)
 
     @functools.cached_property
-    def _constrain(self) -> Callable[[Array], dict[str, Array]]:
-        return jax.jit(jax.vmap(self.program.constrain))
+    def _deterministic_of_data(self) -> Callable[[Array, dict[str, ArrayLike]], dict[str, Array]]:
+        """Of theta (n, P) and rows, as many draws at a time as memory has room for."""
+
+        @jax.jit
+        def of_draws(theta: Array, rows: dict[str, Array]) -> dict[str, Array]:
+            numbers = sum(array.size for array in rows.values())
+            at = lambda one: self.program.deterministic_of_data(one, rows)  # noqa: E731
+            return jax.lax.map(at, theta, batch_size=max(1, min(len(theta), DRAWN_NUMBERS // numbers)))
+
+        return of_draws
 
     @functools.cached_property
     def _unconstrain(self) -> Callable[[dict[str, Array]], Array]:

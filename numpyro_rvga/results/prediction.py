@@ -15,7 +15,6 @@ from numpyro import handlers
 from numpyro.infer import Predictive
 from numpyro.primitives import Messenger
 
-from ..core.interpret import depends_on
 from ..model.rows import num_rows
 from ..model.terms import unconstrained_parameters
 from ..model.tracing import peel
@@ -40,7 +39,7 @@ def monte_carlo(
     """
     draw_key, model_key = jax.random.split(rng_key)
     theta = posterior.sample_unconstrained(draw_key, (num_samples,))
-    return at_draws(posterior, model_key, posterior.program.rows(data), theta)
+    return at_draws(posterior, model_key, posterior.program.rows(data, predicted=True), theta)
 
 
 def plugin(
@@ -54,7 +53,7 @@ def plugin(
     _refuse_latents_of_rows(program, "plugin")
     sites = program.constrain(posterior.mean)
     latents = {name: sites[name] for name in posterior.site_names}
-    rows = program.rows(data)
+    rows = program.rows(data, predicted=True)
     model = handlers.substitute(handlers.uncondition(program.runner(num_rows(rows))), data=latents)
     arguments, keywords = program.call_arguments({name: jnp.asarray(values) for name, values in rows.items()})
     predict = Predictive(model, num_samples=num_samples, return_sites=sorted(_predicted(program)))
@@ -72,7 +71,7 @@ def linearized(
     """
     program = posterior.program
     _refuse_latents_of_rows(program, "linearized")
-    rows = {name: jnp.asarray(values) for name, values in program.rows(data).items()}
+    rows = {name: jnp.asarray(values) for name, values in program.rows(data, predicted=True).items()}
     arguments, keywords = program.call_arguments(rows)
     predicted, built = sorted(_predicted(program)), {}
 
@@ -120,9 +119,8 @@ def _refuse_latents_of_rows(program: Program, method: str) -> None:
 
 
 def _predicted(program: Program) -> set[str]:
-    """Observed sites, deterministic ones inside the row plate, and the rows' own latent variables."""
-    inside = {name for name, plates in program.plates.items() if program.row_plates.intersection(plates)}
-    return inside - set(program.sites) | set(program.observed_sites) | set(program.local.site_names)
+    """Observed sites, deterministic ones of the rows, and the rows' own latent variables."""
+    return {*program.of_rows, *program.observed_sites, *program.local.site_names}
 
 
 def at_draws(posterior: Posterior, rng_key: Array, rows: Mapping[str, Any], theta: Array) -> dict[str, Array]:
@@ -148,7 +146,7 @@ def local_latents(posterior: Posterior, rng_key: Array, rows: Mapping[str, Any],
 
 def _forward(posterior, rng_key, rows, theta, names: set[str]) -> dict[str, Array]:
     program = posterior.program
-    sites = posterior.constrain(theta)
+    sites = posterior.constrain_latents(theta)
     latents = {name: sites[name] for name in posterior.site_names}
     model = program.runner(num_rows(rows))
     predict = Predictive(handlers.uncondition(model), latents, return_sites=sorted(names))
@@ -242,10 +240,10 @@ def closed_form(posterior: Posterior, data: Mapping[str, ArrayLike] | tuple) -> 
                 f"Site '{site}' has no closed form: that needs a Bernoulli or Binomial site whose logit is affine in "
                 "the latent sites. Use method='monte_carlo'."
             )
-    rows = program.rows(data)
+    rows = program.rows(data, predicted=True)
     predictions = {}
     for site in program.observed_sites:
-        complete = program.inputs(rows) if program.whole else _with_stand_ins(posterior, rows, site)
+        complete = program.inputs(rows) if program.whole else _with_stand_ins(posterior, rows)
         mean, covariance = program.predictors(posterior.gaussian, complete, site)
         element_shape = list(program.sites[site].value_shape)
         element_shape.pop(program.row_axis(site))
@@ -254,22 +252,10 @@ def closed_form(posterior: Posterior, data: Mapping[str, ArrayLike] | tuple) -> 
     return predictions
 
 
-def _with_stand_ins(posterior: Posterior, rows: Mapping[str, Any], site: str) -> dict[str, Any]:
-    """Rows with any value for the arrays that are missing: outcomes, on which a site's predictors do not depend.
-
-    :raises ValueError: if the predictors do depend on a missing array.
-    """
+def _with_stand_ins(posterior: Posterior, rows: Mapping[str, Any]) -> dict[str, Any]:
+    """Rows with any value for the arrays that are missing: those that predictions do not depend on."""
     program = posterior.program
     missing = {name: values for name, values in program.example_rows.items() if name not in rows}
-    if not missing:
-        return dict(rows)
-
-    def predictors(arrays: Mapping[str, Array]) -> dict[str, Array]:
-        return {site: program.predictors(posterior.gaussian, arrays, site)[0]}
-
-    needed = sorted(depends_on(predictors, program.example_rows)[site] & set(missing))
-    if needed:
-        raise ValueError(f"the prediction of site '{site}' needs the data arrays {needed} too.")
     total = num_rows(rows)
     return {**rows, **{name: jnp.broadcast_to(v[:1], (total, *v.shape[1:])) for name, v in missing.items()}}
 

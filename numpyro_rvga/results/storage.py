@@ -16,6 +16,7 @@ from ..core.gaussians import FAMILIES
 from ..core.recursion import Quadratic, State
 from ..model import Program
 from ..model.arguments import named_rows
+from ..model.data_prior import PriorConstants
 
 if TYPE_CHECKING:
     from .posterior import Posterior
@@ -38,6 +39,7 @@ def save(posterior: Posterior, path: str | os.PathLike) -> None:
         "improper_prior_scale": program.improper_prior_scale,
         "whole": program.whole,
         "params": program.params.values,
+        "prior_constants": None if program.constants is None else _stored_constants(program.constants),
     }
     metadata = {
         "layout": _layout(program),
@@ -60,7 +62,8 @@ def load(path: str | os.PathLike, model: Callable, **model_kwargs: Any) -> dict[
     except ValueError as error:
         raise ValueError(f"{path} belongs to a model with other arguments: {error}") from error
     options = [contents.pop(name) for name in ("improper_prior_scale", "whole", "params")]
-    program = Program.restore(model, rows, keywords, *options)
+    constants = _constants(contents.pop("prior_constants", None))
+    program = Program.restore(model, rows, keywords, *options, constants)
     if _layout(program) != metadata["layout"]:
         raise ValueError(
             f"{path} belongs to another model: its latent sites are {_describe(metadata['layout'])}, "
@@ -81,6 +84,16 @@ def _state(stored: Mapping[str, Any] | None) -> State | None:
     if stored is None:
         return None
     return jax.tree.map(jnp.asarray, State(**{**stored, "prior_site": Quadratic(**stored["prior_site"])}))
+
+
+def _stored_constants(constants: PriorConstants) -> dict:
+    return {"num_rows": constants.num_rows, "arrays": [list(arrays) for arrays in constants.arrays]}
+
+
+def _constants(stored: Mapping[str, Any] | None) -> PriorConstants | None:
+    if stored is None:
+        return None
+    return PriorConstants(stored["num_rows"], tuple(tuple(map(jnp.asarray, arrays)) for arrays in stored["arrays"]))
 
 
 def _layout(program: Program) -> list[list]:

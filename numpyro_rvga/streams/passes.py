@@ -65,11 +65,11 @@ class PassOptions:
 
 def open_source(
     data: Any, model: Any, model_kwargs: Mapping[str, Any], options: PassOptions, order_key: jax.Array | None = None
-) -> tuple[RowSource, Rows, bool]:
+) -> tuple[RowSource, Rows, Rows | None]:
     """The data as a source of rows.
 
     :param order_key: for rows in random order; None: as they come.
-    :return: the source; rows that show the form of the data, with finite values; and whether all rows are in memory.
+    :return: the source; rows that show the form of the data, with finite values; and all rows, if they are in memory.
     :raises ValueError: for data of no use, naming the array and the row.
     """
     if isinstance(data, (Mapping, tuple)):
@@ -77,7 +77,7 @@ def open_source(
         if not options.skips:
             check_finite(rows)
         order = None if order_key is None else np.asarray(jax.random.permutation(order_key, num_rows(rows)))
-        return rows_in_memory(rows, order), _with_finite_head(rows), True
+        return rows_in_memory(rows, order), _with_finite_head(rows), rows
     refuse_frames(data)
     if order_key is not None:
         raise ValueError("shuffle=True needs the data in memory; shuffle an iterable where it is made.")
@@ -92,7 +92,7 @@ def open_source(
         check_finite(head)
     elif not finite_rows(head).any():
         head = source.peek(SEARCHED)
-    return source, _with_finite_head(head), False
+    return source, _with_finite_head(head), None
 
 
 def _with_finite_head(rows: Rows) -> Rows:

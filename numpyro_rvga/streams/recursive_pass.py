@@ -116,7 +116,8 @@ class RecursivePass(Pass):
         if self._is_joint(place):
             rows, weights = pad(rows, self._joint_size(len(weights)), weights)
             known = (engine.unknown(weights),) if sizes.keeps_rows else ()
-            return engine.joint(state, *engine.devices.put_rows((rows, weights)), *known, with_sites=sizes.keeps_rows)
+            rows, weights = engine.devices.put_rows((rows, weights))
+            return engine.joint(engine.program.prior_inputs, state, rows, weights, *known, with_sites=sizes.keeps_rows)
         blocks = in_blocks(pad(rows, sizes.chunk, weights), sizes.block)
         return engine.stream(state, *engine.devices.put_rows(blocks, axis=1), with_sites=sizes.keeps_rows)
 
@@ -204,7 +205,7 @@ class RecursivePass(Pass):
         """With these rows, of which the state knows by their sites, as themselves."""
         *placed, sites = self._placed(rows, sites, self._joint_size(self._sizes.joint))
         known = Known(sites, np.zeros((), np.int32))
-        after, info = self._engine.joint(state, *placed, known, with_sites=True)
+        after, info = self._engine.joint(self._program.prior_inputs, state, *placed, known, with_sites=True)
         self._gathered.add(info)
         return after, info
 

@@ -257,7 +257,7 @@ def test_closed_form_refuses_to_guess_a_covariate():
 
     data = {"X": np.ones(3), "c": np.ones(3), "y": np.ones(3)}
     posterior = posterior_of(model, data, np.array([0.7]), np.array([[0.1]]))
-    with pytest.raises(ValueError, match=r"needs the data arrays \['c'\]"):
+    with pytest.raises(ValueError, match=r"the data lack 'c'"):
         posterior.predictive(None, {"X": data["X"]}, method="closed_form")
 
 
