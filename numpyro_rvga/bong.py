@@ -28,7 +28,7 @@ from .progress import progress
 from .results.posterior import Posterior
 from .streams.checkpoints import EVERY
 from .streams.online_pass import CallBack, OnlinePass, run_epochs
-from .streams.passes import PassOptions, open_source
+from .streams.passes import SHUFFLES, PassOptions, open_source, ordered
 
 PAPER_HESSIANS = ("lin-hess", "lin-ef", "mc-hess", "mc-ef")
 HESSIANS = (*PAPER_HESSIANS, *(name for name in EXPECTATIONS if name != "linearized"))
@@ -86,7 +86,9 @@ class BONG:
         Callbacks then come after each epoch.
     :param init_loc_fn: where q's mean starts, if not at the prior's mean: one of NumPyro's initialisation strategies,
         or :func:`init_to_module` for the weights that a network's layers would start from.
-    :param bool shuffle: visit in-memory rows in random order (afresh in each epoch).
+    :param shuffle: as for :class:`RVGA`; in each epoch the order is drawn afresh. A row is taken in by one step from
+        the q of that moment, and not looked at again: digits sorted by class leave a network that knows the last class
+        best. ``"auto"`` keeps the rows' own order with ``dynamics`` and ``prequential``, which are about that order.
     :param float improper_prior_scale: as for :class:`RVGA`.
     :raises ValueError: for options that do not exist or exclude each other.
 
@@ -115,7 +117,7 @@ class BONG:
         block_size: int = 1,
         num_epochs: int | None = None,
         init_loc_fn: Callable | None = None,
-        shuffle: bool = False,
+        shuffle: bool | str = "auto",
         improper_prior_scale: float | None = None,
     ):
         check_choice("rule", rule, RULES)
@@ -123,6 +125,7 @@ class BONG:
         check_choice("family", family, tuple(FAMILIES))
         check_choice("parameterization", parameterization, CHARTS)
         check_choice("projection", projection, PROJECTIONS)
+        check_choice("shuffle", shuffle, SHUFFLES)
         counts = {"rank": rank, "num_iters": num_iters, "num_samples": num_samples, "block_size": block_size}
         for name, value in (counts if num_epochs is None else counts | {"num_epochs": num_epochs}).items():
             if not is_count(value, 1):
@@ -247,14 +250,16 @@ class BONG:
         if self.num_epochs is not None and (checkpoint is not None or options.skips):
             raise ValueError("num_epochs goes without checkpoint and on_bad_row='skip': those are for a single pass.")
         rng_key = default_key() if rng_key is None else rng_key
-        order_key = rng_key if self.shuffle and self.num_epochs is None else None
-        source, head, all_rows = open_source(data, self.model, model_kwargs, options, order_key)
+        source, head, all_rows = open_source(data, self.model, model_kwargs, options, self.shuffle)
         if self.num_epochs is not None and all_rows is None:
             raise ValueError("num_epochs needs the data in memory: it passes over them again.")
         in_memory = all_rows is not None
         online = self._get(head, model_kwargs, rng_key, all_rows if init is None else None)
         if in_memory and not options.skips:
             online.engine.program.check_rows(head)
+        if self.num_epochs is None:
+            useful = source.is_longer_than(self.block_size) and self.dynamics is None and prequential is None
+            source = ordered(source, self.shuffle, rng_key, useful=useful)
         state = self.state = self._start(online, init, rng_key)
         posterior_of = partial(self._posterior, online, model_kwargs=model_kwargs, info={})
         call_back = CallBack(posterior_of, callback)
@@ -274,7 +279,7 @@ class BONG:
                     predict=prequential,
                     checked=in_memory,
                 )
-                state, info = taken(state, self._facts(rng_key)), taken.facts()
+                state, info = taken(state, self._facts(rng_key, shuffled=source.order is not None)), taken.facts()
             else:
                 state, info = run_epochs(
                     online,
@@ -286,7 +291,7 @@ class BONG:
                     call_back,
                     num_epochs=self.num_epochs,
                     block_size=self.block_size,
-                    shuffle=self.shuffle,
+                    shuffle=bool(self.shuffle),
                 )
         return self._posterior(online, state, model_kwargs, info)
 
@@ -383,9 +388,9 @@ class BONG:
         gaussian, program = online.settled(state), online.engine.program
         return Posterior(program, gaussian, None, facts, continuation, state, num_rows=int(state.num_rows))
 
-    def _facts(self, rng_key: Array) -> dict[str, Any]:
+    def _facts(self, rng_key: Array, *, shuffled: bool) -> dict[str, Any]:
         """What tells a run of these options from others."""
-        facts = {"method": "BONG", "dynamics": repr(self.dynamics), "shuffle": self.shuffle, "block": self.block_size}
+        facts = {"method": "BONG", "dynamics": repr(self.dynamics), "shuffle": shuffled, "block": self.block_size}
         facts["the key"] = np.asarray(jax.random.key_data(rng_key)).tolist()
         return facts | self.rule._asdict() | self.options._asdict()
 

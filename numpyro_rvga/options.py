@@ -22,6 +22,11 @@ class Options(NamedTuple):
     max_iterations: int
     num_samples: int
 
+    @property
+    def has_bound(self) -> bool:
+        """Whether expectations are taken: derivatives at a mean or a mode bound nothing."""
+        return self.scheme not in ("ekf", "laplace") and self.expectation != "linearized"
+
 
 def default_key() -> Array:
     """``jax.random.key(0)``, without the code that would be compiled to hash the seed."""

@@ -25,8 +25,9 @@ from .options import Options, check_choice, check_options, check_size, default_k
 from .progress import progress
 from .results.merging import state_of_gaussian
 from .results.posterior import Posterior
+from .streams.certification import Certification
 from .streams.checkpoints import EVERY
-from .streams.passes import PassOptions, open_source
+from .streams.passes import SHUFFLES, PassOptions, open_source, ordered
 from .streams.recursive_pass import JOINT_ROWS_PER_PARAMETER, Gathered, RecursivePass, Sizes, choose_sizes
 
 SCHEMES = ("implicit", "explicit", "ekf", "qkf", "laplace")
@@ -84,8 +85,10 @@ class RVGA:
     :param dynamics: how parameters move before each update (:class:`RandomWalk`, :class:`OrnsteinUhlenbeck`,
         :class:`LinearDynamics`), for streams that drift. The posterior is then of the parameters after the last row.
         Blocks have one row unless ``block_size`` says otherwise, and no rows are kept.
-    :param bool shuffle: visit rows in random order. In-memory data only; with a file sorted by class or by time, one
-        pass in the given order is much less accurate than in a random one.
+    :param shuffle: visit rows in random order, which ``rng_key`` determines: one pass over rows that are sorted, by
+        class or by time, is much less accurate. ``"auto"``: if they can be read in any order (arrays, lists of blocks,
+        :class:`ParquetRows`, of whose row groups eight or more are mixed at a time), and there are no ``dynamics``.
+        True: raise an error for rows that cannot. False: in their own order.
     :param float improper_prior_scale: standard deviation, in unconstrained space, of the normal that stands for
         improper priors. None (default) refuses them.
     :param float tolerance: squared length of the natural gradient, in nats, at which a block counts as solved, if it
@@ -94,6 +97,14 @@ class RVGA:
         after a stream of which rows are kept stop at 1e-6, however far they have come.
     :param int max_iterations: of a block's solve.
     :param int num_samples: nodes of Monte Carlo expectations.
+    :param bool certify: look at all rows once more in the end, if they can be read again: that evaluates the bound and
+        its natural gradient at q, and natural-gradient steps on all rows follow while they are needed. Only then is
+        ``elbo`` a bound, and ``converged`` a statement about q: else ``elbo`` is None, and what the steps' bounds add
+        up to is ``info["log_evidence_estimate"]``. For the implicit, explicit and quadratic schemes without dynamics;
+        only the implicit scheme takes such steps.
+    :param int max_looks: at all rows, in the end.
+    :param float certificate_tolerance: squared length of the natural gradient, in nats, at which q counts as the best
+        Gaussian: about twice its Kullback-Leibler divergence from that.
     :param mesh: devices that share the rows of each block, of one process or of several. In several, each runs the same
         program on the same data, and reads what its own devices take. Blocks of a few rows are faster on one device.
     :raises ValueError: for options that do not exist or exclude each other.
@@ -117,11 +128,14 @@ class RVGA:
         memory: int | str = "auto",
         family: str = "full",
         dynamics: Dynamics | None = None,
-        shuffle: bool = False,
+        shuffle: bool | str = "auto",
         improper_prior_scale: float | None = None,
         tolerance: float | None = None,
         max_iterations: int = 200,
         num_samples: int = 256,
+        certify: bool = True,
+        max_looks: int = 3,
+        certificate_tolerance: float = 1e-3,
         mesh: Mesh | None = None,
     ):
         check_choice("scheme", scheme, SCHEMES)
@@ -129,13 +143,14 @@ class RVGA:
         check_size("block_size", block_size, 1)
         check_size("first_block", first_block, 0)
         check_size("memory", memory, 0)
+        check_choice("shuffle", shuffle, SHUFFLES)
         if scheme != "implicit" and (block_size not in ("auto", 1) or {first_block, memory} - {"auto", 0}):
             raise ValueError(f"scheme={scheme!r} fixes its blocks: leave block_size, first_block and memory at 'auto'.")
         if scheme in ("ekf", "qkf", "laplace") and expectation != "auto":
             raise ValueError(f"scheme={scheme!r} fixes the expectation: leave expectation at 'auto'.")
         check_options(expectation, order, improper_prior_scale, tolerance, max_iterations, num_samples)
         check_dynamics(dynamics)
-        if dynamics is not None and (scheme == "laplace" or shuffle or {first_block, memory} - {"auto", 0}):
+        if dynamics is not None and (scheme == "laplace" or shuffle is True or {first_block, memory} - {"auto", 0}):
             raise ValueError(
                 "dynamics take rows in their order, block by block: leave shuffle off, first_block and memory at "
                 "'auto', and use a recursive scheme."
@@ -150,6 +165,7 @@ class RVGA:
         self._engines = Engines(model, self.options, improper_prior_scale, dynamics, mesh=mesh)
         self._check_shared(self._engines.devices)
         self._sparse_engines = SparseEngines()
+        self._certification = Certification(certify, max_looks, certificate_tolerance)
         self.state: State | None = None
 
     # ------------------------------------------------------------------ one call
@@ -181,8 +197,10 @@ class RVGA:
 
         :param data: a mapping from the model's argument names to arrays that share their leading axis, the rows; a
             tuple of such arrays for positional arguments; or an iterable of such blocks, of any sizes: the result does
-            not depend on how it is cut, and no more of it than the first block is in memory at once. An iterable may
-            have ``num_rows``, and ``from_row(n)``, an iterable of what follows n rows (:class:`ParquetRows` has both).
+            not depend on how it is cut. An iterable may have ``num_rows``, and ``from_row(n)``, an iterable of what
+            follows n rows (:class:`ParquetRows` has both, and lists need neither): then it is read in random order,
+            2^23 numbers or eight row groups' shares of them at a time. Of others, no more than the first block is in
+            memory at once.
         :param rng_key: for ``shuffle`` and Monte Carlo expectations. Default: ``jax.random.key(0)``.
         :param init: a posterior (or state) to go on from, in place of the prior.
         :param progress_bar: show rows done.
@@ -195,7 +213,11 @@ class RVGA:
             distribution's support, or has no finite likelihood: ``"raise"`` a ValueError, or ``"skip"`` it;
             ``info["num_skipped"]`` and ``info["skipped_rows"]`` (the first 1,000) then tell which.
         :param model_kwargs: go to every call of the model unchanged.
-        :return: the posterior. After an error or Ctrl-C, the state after the last good rows is in :attr:`state`.
+        :return: the posterior. ``info`` holds ``converged``: whether q is the best Gaussian, as far as is known; and
+            if that was looked at, ``looks`` at all rows after the pass (0 if all were in one solve), the squared
+            natural gradient (``squared_natural_gradient``), and the bound before and after steps on all rows
+            (``bound_before``, ``bound_after``). Where q is not the best Gaussian in the end, a warning says so. After
+            an error or Ctrl-C, the state after the last good rows is in :attr:`state`.
         :raises ValueError: for unusable data, naming the array and the row, and for checkpoints that are damaged or of
             another run. ``init`` is never harmed.
         :raises NotImplementedError: for discrete latents, for those of single rows unless they are Normal additions of
@@ -203,7 +225,7 @@ class RVGA:
         """
         options = PassOptions(checkpoint, every, resume, on_bad_row)
         rng_key = default_key() if rng_key is None else rng_key
-        source, head, all_rows = open_source(data, self.model, model_kwargs, options, rng_key if self.shuffle else None)
+        source, head, all_rows = open_source(data, self.model, model_kwargs, options, self.shuffle)
         engine = self._engines.get(head, model_kwargs, rng_key, all_rows if init is None else None)
         in_memory = all_rows is not None
         if in_memory and not options.skips:
@@ -216,6 +238,8 @@ class RVGA:
             first_block=self.first_block,
             memory=self.memory,
         )
+        several_blocks = source.is_longer_than(sizes.first)
+        visited = ordered(source, self.shuffle, rng_key, useful=several_blocks and self.dynamics is None)
         sparse = None
         if init is None and in_memory and checkpoint is None:
             sparse = self._sparse_engine(engine, head)
@@ -223,12 +247,15 @@ class RVGA:
             self.state, sizes = sparse.initial_state(), sizes._replace(first=source.total, keeps_rows=False)
         else:
             self.state = self._initial_state(engine) if init is None else _state_of(init, engine)
+        start = self.state
         with progress(progress_bar, source.total, "RVGA", "row") as bar:
-            taken = RecursivePass(engine, source, options, bar, self._set_state, sizes, sparse, checked=in_memory)
-            taken(engine.devices.put(self.state), self._facts(rng_key, sizes))
+            taken = RecursivePass(engine, visited, options, bar, self._set_state, sizes, sparse, checked=in_memory)
+            taken(engine.devices.put(start), self._facts(rng_key, sizes, shuffled=visited.order is not None))
             state, info = taken.finished()
             state = engine.devices.fetch(state)
-        return self._posterior(engine, state, info, model_kwargs)
+            state, bound, certified = self._certification(engine, start, state, source, taken, rng_key)
+        from_prior = int(start.num_rows) == 0
+        return self._posterior(engine, state, info | certified, model_kwargs, bound if from_prior else None)
 
     # ------------------------------------------------------------------ functional form
     def init(self, data: Mapping[str, Any] | tuple, *, rng_key: Array | None = None, **model_kwargs: Any) -> State:
@@ -339,21 +366,34 @@ class RVGA:
             return None
         return self._sparse_engines.get(engine, rows)
 
-    def _facts(self, rng_key: Array, sizes: Sizes) -> dict[str, Any]:
+    def _facts(self, rng_key: Array, sizes: Sizes, *, shuffled: bool) -> dict[str, Any]:
         """What tells a run of these options from others."""
-        facts = {"method": "RVGA", "dynamics": repr(self.dynamics), "shuffle": self.shuffle}
-        facts["the key"] = np.asarray(jax.random.key_data(rng_key)).tolist() if self.shuffle else None
+        facts = {"method": "RVGA", "dynamics": repr(self.dynamics), "shuffle": shuffled}
+        facts["the key"] = np.asarray(jax.random.key_data(rng_key)).tolist() if shuffled else None
         return (
             facts | self.options._asdict() | {"first block": sizes.first, "block": sizes.block, "memory": sizes.memory}
         )
 
-    def _posterior(self, engine: Engine, state: State, info: dict, model_kwargs: Mapping[str, Any]) -> Posterior:
+    def _posterior(
+        self,
+        engine: Engine,
+        state: State,
+        info: dict,
+        model_kwargs: Mapping[str, Any],
+        bound: float | None = None,
+    ) -> Posterior:
+        """:param bound: on the log evidence, if it is known."""
         continuation = Continuation(self, dict(model_kwargs))
         info = {"scheme": self.options.scheme, "expectation": self.options.expectation, **info}
         if self.dynamics is not None:
             info["dynamics"] = type(self.dynamics).__name__
-        expected = self.options.scheme != "ekf" and self.options.expectation != "linearized"
-        bound, gaussian = float(state.log_evidence) if expected else None, FullGaussian(state.mean, state.root)
+        if self.options.scheme != "ekf" and self.options.expectation != "linearized":  # a Laplace evidence is one too
+            evidence = float(state.log_evidence)
+            if bound is None and engine.program.is_conjugate:
+                bound = evidence
+            if bound is None:
+                info["log_evidence_estimate"] = evidence
+        gaussian = FullGaussian(state.mean, state.root)
         return Posterior(engine.program, gaussian, bound, info, continuation, state, num_rows=int(state.num_rows))
 
 

@@ -186,7 +186,7 @@ class Engine:
         fresh = jnp.sum(weights).astype(jnp.int32) if known is None else known.fresh
         joint = self._search(
             Group(self.kinds, self.linearise, jax.tree.map(lambda x: x[None], prepared)),
-            self._prior(prior_inputs),
+            self.prior_group(prior_inputs),
             state,
             sites=None if known is None else self._mask(known.sites, weights),
             laplace=self.options.scheme == "laplace",
@@ -228,7 +228,7 @@ class Engine:
         starts = None if init is not None else self._starts
         return self._search(
             Group(self.kinds, expanded, (rows, weights)),
-            self._prior(prior_inputs),
+            self.prior_group(prior_inputs),
             state,
             starts=starts,
             init=init,
@@ -246,7 +246,7 @@ class Engine:
             others stay as in ``rest`` (P,).
         """
         laplace = self.options.scheme == "laplace"
-        prior = self._prior(prior_inputs)
+        prior = self.prior_group(prior_inputs)
         if places is not None:
             prior = prior._replace(linearise=partial(_at_places, prior.linearise, rest, places))
         nothing = Group((), lambda chunk, theta: ())
@@ -311,7 +311,7 @@ class Engine:
     def _linearise(self, prepared: tuple, theta: Array) -> tuple[Factors, ...]:
         return factors_of(self._seen, prepared, theta)
 
-    def _prior(self, inputs: dict) -> Group:
+    def prior_group(self, inputs: dict) -> Group:
         """The prior's terms. ``inputs``: as ``program.prior_inputs``."""
         seen = [(terms, None) for terms in self.program.prior.terms]
         known = prepare(seen, self._origin, inputs, jnp.ones(1, self.program.dtype))

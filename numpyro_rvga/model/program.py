@@ -726,6 +726,17 @@ class Program:
             theta,
         )
 
+    @property
+    def is_proper(self) -> bool:
+        """Whether the prior is the model's own: no normal stands for an improper one."""
+        return not self._improper
+
+    @property
+    def is_conjugate(self) -> bool:
+        """Whether all terms are Gaussian: then q is the posterior, and the bound the evidence."""
+        gaussian = all(terms.is_affine and terms.closed_form is Gaussian for terms in self.terms)
+        return gaussian and not self.prior.terms
+
     @functools.cached_property
     def _row_axes(self) -> dict[str, int | None]:
         """The axis along which an observed site's terms, or a deterministic site, grow with the rows; None if none."""

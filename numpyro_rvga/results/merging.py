@@ -45,7 +45,10 @@ def merge(parts: Sequence[Posterior]) -> dict[str, Any]:
         state = merged(first.program.initial_state(), states)
         if state.prior_site is not None:
             state = _settled(first.program, state)
-        bound = float(state.log_evidence) if all(part.elbo is not None for part in parts) else None
+        known = first.program.is_conjugate and all(part.elbo is not None for part in parts)
+        bound = float(state.log_evidence) if known else None
+        if bound is None:
+            info["log_evidence_estimate"] = float(state.log_evidence)
         return common | _fields(FullGaussian(state.mean, state.root), state, bound)
     online = first.continuation.online
     state = merged(online.initial_state(states[0].rng_key), states)
@@ -142,7 +145,8 @@ def state_of_gaussian(posterior: Posterior) -> State:
     """The state of which nothing is known but the Gaussian and the bound."""
     dtype = posterior.program.dtype
     state = new_state(jnp.asarray(posterior.mean, dtype), jnp.asarray(posterior.scale, dtype), None)
-    evidence = jnp.asarray(posterior.elbo or 0.0, dtype)
+    known = posterior.elbo if posterior.elbo is not None else posterior.info.get("log_evidence_estimate", 0.0)
+    evidence = jnp.asarray(known, dtype)
     return state._replace(log_evidence=evidence, num_rows=jnp.asarray(posterior.num_rows, jnp.int32))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -23,6 +23,7 @@ from .checkpoints import EVERY, Checkpoint
 from .source import RowSource, rows_in_memory, rows_of_blocks
 
 BAD_ROW_POLICIES = ("raise", "skip")
+SHUFFLES = ("auto", True, False)
 HEAD = 32  # rows from which the form of the data is found out
 SEARCHED = 2**16  # rows among which there must be one with finite values
 AHEAD = 8  # steps under way: while they compute, the next rows are read
@@ -64,11 +65,11 @@ class PassOptions:
 
 
 def open_source(
-    data: Any, model: Any, model_kwargs: Mapping[str, Any], options: PassOptions, order_key: jax.Array | None = None
+    data: Any, model: Any, model_kwargs: Mapping[str, Any], options: PassOptions, shuffle: bool | str = "auto"
 ) -> tuple[RowSource, Rows, Rows | None]:
-    """The data as a source of rows.
+    """The data as a source of rows, in their own order.
 
-    :param order_key: for rows in random order; None: as they come.
+    :param shuffle: True: they must allow any other.
     :return: the source; rows that show the form of the data, with finite values; and all rows, if they are in memory.
     :raises ValueError: for data of no use, naming the array and the row.
     """
@@ -76,23 +77,34 @@ def open_source(
         rows = named_rows(model, data, model_kwargs)
         if not options.skips:
             check_finite(rows)
-        order = None if order_key is None else np.asarray(jax.random.permutation(order_key, num_rows(rows)))
-        return rows_in_memory(rows, order), _with_finite_head(rows), rows
+        return rows_in_memory(rows), _with_finite_head(rows), rows
     refuse_frames(data)
-    if order_key is not None:
-        raise ValueError("shuffle=True needs the data in memory; shuffle an iterable where it is made.")
     if not isinstance(data, Iterable):
         raise ValueError(
             "data must be a mapping from the model's argument names to arrays, a tuple of arrays, or an iterable of "
             f"such blocks, not {type(data).__name__}."
         )
     source = rows_of_blocks(data, model, model_kwargs)
+    if shuffle is True and not source.takes_any_order:
+        raise ValueError(
+            "shuffle=True needs rows that can be read in any order: arrays, a list of blocks, ParquetRows, or an "
+            "iterable with num_rows and from_row. This one can be read once: shuffle it where it is made."
+        )
     head = source.peek(HEAD)
     if not options.skips:
         check_finite(head)
     elif not finite_rows(head).any():
         head = source.peek(SEARCHED)
     return source, _with_finite_head(head), None
+
+
+def ordered(source: RowSource, shuffle: bool | str, rng_key: jax.Array, *, useful: bool) -> RowSource:
+    """The source in the order in which its rows are to be visited.
+
+    :param shuffle: one of ``SHUFFLES``. :param useful: what ``"auto"`` stands for, where any order is possible.
+    """
+    shuffled = useful and source.takes_any_order if shuffle == "auto" else shuffle
+    return source.in_random_order(rng_key) if shuffled else source
 
 
 def _with_finite_head(rows: Rows) -> Rows:
@@ -149,7 +161,7 @@ class Pass(ABC):
         self._checkpoint = options.opened
         self.state: Any = None
         self.done = self._written = 0
-        self._num_skipped, self._skipped = 0, []
+        self._skipped: list[int] = []
         self._whole = True  # whether notes, state and place are of the same moment
 
     # ------------------------------------------------------------------ what a method does with rows
@@ -203,7 +215,7 @@ class Pass(ABC):
                 self._finish(under_way)
             if self._checkpoint is not None and self._whole and self.done > self._written:
                 self._write()
-        if self.done == self._num_skipped and self.done:
+        if self.done == len(self._skipped) and self.done:
             raise ValueError(f"none of the {self.done} rows can be used.")
         return self.state
 
@@ -211,7 +223,12 @@ class Pass(ABC):
         """For the posterior's ``info``."""
         if not self._options.skips:
             return {}
-        return {"num_skipped": self._num_skipped, "skipped_rows": np.array(self._skipped, np.int64)}
+        return {"num_skipped": len(self._skipped), "skipped_rows": self.left_out[:LISTED]}
+
+    @property
+    def left_out(self) -> np.ndarray:
+        """The numbers of the rows that were skipped."""
+        return np.sort(np.array(self._skipped, np.int64))
 
     def _begin(self, state: Any, rows: Rows, weights: np.ndarray, place: int) -> _Step:
         inside = (lambda: np.ones(len(weights), bool)) if self._checked else self._program.begin_check(rows)
@@ -239,9 +256,7 @@ class Pass(ABC):
             self._publish(step.after)
             self.accept(step.after, step.rows, step.weights, step.report, step.place)
         left_out = np.flatnonzero(step.weights == 0)
-        self._num_skipped += len(left_out)
-        room = LISTED - len(self._skipped)
-        self._skipped += [self._source.number(step.place + int(row)) for row in left_out[:room]]
+        self._skipped += [self._source.number(step.place + int(row)) for row in left_out]
         self.state, self.done = step.after, step.place + num_rows(step.rows)
         self._whole = True
         self._bar.update(num_rows(step.rows))
@@ -254,7 +269,7 @@ class Pass(ABC):
         if not usable.all():
             if not self._options.skips:
                 self._program.check_rows(step.rows, step.place)
-            step = self._begin(step.before, *_replaced(step.rows, usable & (step.weights > 0)), step.place)
+            step = self._begin(step.before, *replaced(step.rows, usable & (step.weights > 0)), step.place)
         failed = self._failed(step)
         if failed is not None and not self._options.skips:
             first, stop = failed
@@ -273,7 +288,7 @@ class Pass(ABC):
     def _finite(self, rows: Rows, place: int) -> tuple[Rows, np.ndarray]:
         """The rows with weights: those that are not finite have weight zero, and another one's values."""
         if self._options.skips:
-            return _replaced(rows, finite_rows(rows))
+            return replaced(rows, finite_rows(rows))
         if not self._checked:
             check_finite(rows, place)
         return rows, np.ones(num_rows(rows), np.float32)
@@ -287,7 +302,7 @@ class Pass(ABC):
         def again(kept_suspects: np.ndarray) -> _Step:
             kept = others.copy()
             kept[kept_suspects] = True
-            return self._begin(step.before, *_replaced(step.rows, kept), step.place)
+            return self._begin(step.before, *replaced(step.rows, kept), step.place)
 
         to_blame = suspects
         while len(to_blame) > 1:
@@ -315,8 +330,7 @@ class Pass(ABC):
 
     def _write(self) -> None:
         contents = {"state": _plain(self.state), "done": self.done, "notes": self.notes()}
-        skipped = {"num_skipped": self._num_skipped, "skipped": np.array(self._skipped, np.int64)}
-        self._checkpoint.write(contents | skipped)
+        self._checkpoint.write(contents | {"skipped": self.left_out})
         self._written = self.done
 
     def _resume(self, contents: Mapping[str, Any] | None) -> None:
@@ -324,7 +338,7 @@ class Pass(ABC):
             return
         self.state = _as_before(contents["state"], self.state)
         self.done = self._written = contents["done"]
-        self._num_skipped, self._skipped = contents["num_skipped"], contents["skipped"].tolist()
+        self._skipped = contents["skipped"].tolist()
         self.read_notes(contents["notes"])
         self._publish(self.state)
         self._source.skip(self.done)
@@ -347,7 +361,23 @@ def rows_named(numbers: np.ndarray) -> str:
     return f"{len(numbers)} rows, from row {first} to row {last} in random order"
 
 
-def _replaced(rows: Rows, kept: np.ndarray) -> tuple[Rows, np.ndarray]:
+def usable_chunks(source: RowSource, left_out: np.ndarray, size: int) -> Iterator[tuple[int, Rows, np.ndarray]]:
+    """All rows of a source that can be read again, in their own order, with the number of the first, and weights.
+
+    :param left_out: the numbers of rows of weight zero, sorted.
+    """
+    source.rewind()
+    place = 0
+    while (rows := source.take(size)) is not None:
+        kept = np.ones(num_rows(rows), bool)
+        first, stop = np.searchsorted(left_out, [place, place + len(kept)])
+        kept[left_out[first:stop] - place] = False
+        if kept.any():
+            yield place, *replaced(rows, kept)
+        place += len(kept)
+
+
+def replaced(rows: Rows, kept: np.ndarray) -> tuple[Rows, np.ndarray]:
     """The rows with weights: those not kept have weight zero and the values of the kept row before, or else after."""
     weights = kept.astype(np.float32)
     if kept.all() or not kept.any():

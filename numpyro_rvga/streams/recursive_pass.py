@@ -88,6 +88,8 @@ class RecursivePass(Pass):
     """One call of :meth:`RVGA.run`.
 
     :param sparse: solves for all rows together; None: the recursion.
+
+    :ivar only_rows: the usable rows of the first, joint solve, if no others followed.
     """
 
     def __init__(
@@ -105,6 +107,7 @@ class RecursivePass(Pass):
         super().__init__(engine.program, source, options, bar, publish, checked=checked)
         self._engine, self._sizes, self._sparse = engine, sizes, sparse
         self._memory, self._gathered = RowMemory(sizes.memory), Gathered()
+        self.only_rows: Rows = {}
 
     def size(self, place: int) -> int:
         return self._sizes.first if self._is_joint(place) else self._sizes.chunk
@@ -126,6 +129,7 @@ class RecursivePass(Pass):
         return first_failed(np.atleast_1d(report.ok), length if joint else self._sizes.block, length)
 
     def accept(self, state: State, rows: Rows, weights: np.ndarray, report: StepInfo, place: int) -> None:
+        self.only_rows = selected(rows, weights > 0) if place == 0 and self._is_joint(place) else {}
         self._memory.offer(rows, report.sites)
         self._gathered.add(report)
 
@@ -164,6 +168,17 @@ class RecursivePass(Pass):
         facts = {"num_rows": self.done, "block_size": sizes.block, "first_block": min(sizes.first, self.done)}
         facts["kept_rows"] = 0 if kept is None else num_rows(kept[0])
         return state, gathered.summary() | facts | self.skipped()
+
+    @property
+    def largest_decrement(self) -> float:
+        """The largest squared natural gradient, in nats, that a step has left."""
+        return self._gathered.summary()["largest_decrement"]
+
+    @property
+    def is_one_solve(self) -> bool:
+        """Whether all rows were solved for together, and the bound was maximised."""
+        options = self._engine.options
+        return options.scheme == "implicit" and options.has_bound and 0 < self.done <= self._sizes.first
 
     def _joint_size(self, length: int) -> int:
         """Padded rows of a joint solve, at most an eighth more: solves of nearly as many rows are compiled once."""

@@ -1,0 +1,67 @@
+"""A model's log density as NumPyro itself finds it, for comparison with what this package has read from the model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import jax
+import jax.numpy as jnp
+import numpyro
+from jax import Array, lax
+from numpyro import handlers
+from numpyro.infer.util import compute_log_probs, constrain_fn, potential_energy
+from numpyro.primitives import Messenger
+
+from ..core.compilation import jit_once
+from .program import Program
+from .rows import num_rows
+
+BATCH = 4  # points at which the model runs at once
+
+
+class OwnDensity:
+    """The log density of a program's model at points, compiled once for each number of rows."""
+
+    def __init__(self, program: Program):
+        self._program = program
+        self._at_points = jit_once(self._of_all)
+
+    def __call__(self, rows: Mapping[str, Array], points: Array) -> tuple[dict[str, Array], Array]:
+        """Log likelihoods of all rows by observed site, and the log joint density in unconstrained space, each (K,).
+
+        :param rows: data arrays by argument name. :param points: theta, (K, P).
+        """
+        return jax.device_get(self._at_points(dict(rows), points))
+
+    def _of_all(self, rows: dict[str, Array], points: Array) -> tuple[dict[str, Array], Array]:
+        return lax.map(lambda theta: self._at(theta, rows), points, batch_size=BATCH)
+
+    def _at(self, theta: Array, rows: dict[str, Array]) -> tuple[dict[str, Array], Array]:
+        program = self._program
+        args, kwargs = program.call_arguments(rows)
+        sites = program.layout.unravel(theta)
+
+        def model(*args, **kwargs):
+            whole = _AllRows(program.model, program.row_plates, num_rows(rows))
+            return handlers.seed(whole, rng_seed=0)(*args, **kwargs)
+
+        with handlers.block(), numpyro.validation_enabled(False):
+            latents = constrain_fn(model, args, kwargs, sites)
+            log_probs, _ = compute_log_probs(model, args, kwargs, latents)
+            joint = -potential_energy(model, args, kwargs, sites)
+        return {terms.site: log_probs[terms.site] for terms in program.terms}, joint
+
+
+class _AllRows(Messenger):
+    """Gives row plates the number of rows that there are: nothing is scaled up."""
+
+    def __init__(self, fn: Callable, row_plates: frozenset[str], num_rows: int):
+        super().__init__(fn)
+        self._row_plates, self._num_rows = row_plates, num_rows
+
+    def process_message(self, msg: dict) -> None:
+        if msg["type"] == "plate" and msg["name"] in self._row_plates:
+            msg["args"] = (self._num_rows, self._num_rows)
+            msg["value"] = jnp.arange(self._num_rows)
+        elif msg["type"] == "subsample" and self._row_plates:
+            msg["kwargs"]["event_dim"] = None

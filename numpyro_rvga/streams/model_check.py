@@ -1,0 +1,123 @@
+"""Whether a model has been read rightly: the bound against NumPyro's own log density at draws from q."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import numpy as np
+from jax import Array, lax
+
+from ..core.compilation import jit_once
+from ..core.recursion import State
+from ..engines.certificate import Certificate
+from ..engines.engine import Engine
+from ..model.own_density import BATCH, OwnDensity
+from ..model.rows import Rows
+from ..model.terms import Terms, over_rows
+
+NUM_PAIRS = 32  # of draws and their mirror images
+MOST_ROWS = 10_000
+STANDARD_ERRORS = 5.0  # that the draws' mean and the bound's term may differ by,
+SLACK = 0.05  # besides so many nats
+SAME = 1e-3  # nats, of densities that are the same but for rounding
+
+
+class Difference(NamedTuple):
+    """Between the bound's term and its mean over draws, in nats.
+
+    :ivar site: of the rows. :ivar term: of the bound. :ivar mean: over draws, with its standard ``error``.
+    :ivar misread: whether the density itself was read wrongly, and not only its expectation taken approximately.
+    """
+
+    site: str
+    term: float
+    mean: float
+    error: float
+    misread: bool
+
+
+class ModelCheck:
+    """Comparisons for one engine.
+
+    :param certificate: of the same engine.
+    """
+
+    def __init__(self, engine: Engine, certificate: Certificate):
+        self._engine, self._certificate = engine, certificate
+        self._own = OwnDensity(engine.program)
+        self._read = jit_once(self._densities)
+        all_terms = engine.program.terms
+        self._is_exact = all(terms.is_affine and isinstance(terms.closed_form, type) for terms in all_terms)
+        self._has_passed = False
+
+    @property
+    def is_done(self) -> bool:
+        """Whether nothing is left to find out: other data are read alike, and expectations in closed form are exact."""
+        return self._is_exact and self._has_passed
+
+    def __call__(self, state: State, rows: Rows, bound: float | None, rng: np.random.Generator) -> list[Difference]:
+        """The sites of rows whose expected log-likelihood under q is not what the model says.
+
+        :param rows: some rows, or all. :param bound: on the evidence of these rows, if they are all and it is known.
+        """
+        mean, root = (np.asarray(x, np.float64) for x in (state.mean, state.root))
+        half = rng.normal(size=(NUM_PAIRS, len(mean)))
+        standard = np.concatenate([half, -half])
+        points = (mean + standard @ root.T).astype(self._engine.program.dtype)
+        by_site, joint = self._own(rows, points)
+        if bound is not None and self._agree(bound, *_averaged(joint - _log_density(standard, root))):
+            self._has_passed = True
+            return []
+        found, read = [], None
+        terms = self._certificate.terms_at(state, rows)
+        for terms_of, term, gradient, curvature in zip(self._engine.program.terms, *terms):
+            own = np.asarray(by_site[terms_of.site], np.float64)
+            slope, bend = root.T @ gradient, root.T @ curvature @ root
+            quadratic = standard @ slope + 0.5 * (np.trace(bend) - np.sum(standard * (standard @ bend), axis=1))
+            average = _averaged(own - quadratic)
+            if not self._agree(term, *average):
+                read = self._read(rows, points) if read is None else read
+                misread = not self._is_same(np.asarray(read[terms_of.site], np.float64), own)
+                found.append(Difference(terms_of.site, float(term), *average, misread))
+        self._has_passed = not found
+        return found
+
+    def _agree(self, term: float, mean: float, error: float) -> bool:
+        return bool(abs(term - mean) <= STANDARD_ERRORS * error + SLACK + self._rounding(term))
+
+    def _is_same(self, read: np.ndarray, own: np.ndarray) -> bool:
+        """Where one is not finite, the other is not either: both say that the point is impossible."""
+        finite = np.isfinite(own)
+        same = np.abs(read - own)[finite] <= SAME + self._rounding(own[finite])
+        return bool(np.array_equal(finite, np.isfinite(read)) and same.all())
+
+    def _rounding(self, nats: Any) -> Any:
+        return 64 * float(np.finfo(self._engine.program.dtype).eps) * np.abs(nats)
+
+    def _densities(self, rows: dict, points: Array) -> dict[str, Array]:
+        """Log-likelihoods of all rows by site (K,), as they were read."""
+        inputs = self._engine.program.inputs(rows) | self._engine.program.shared
+
+        def of(terms: Terms, theta: Array) -> Array:
+            def one(row, element):
+                return terms.density(terms.predictors(theta, row, element), terms.constants(row, element))
+
+            return over_rows(one, terms.num_elements, inputs).sum()
+
+        def at(theta: Array) -> dict[str, Array]:
+            return {terms.site: of(terms, theta) for terms in self._engine.program.terms}
+
+        return lax.map(at, points, batch_size=BATCH)
+
+
+def _averaged(values: np.ndarray) -> tuple[float, float]:
+    """Mean and standard error over draws and their mirror images (2 n,)."""
+    pairs = 0.5 * (values[:NUM_PAIRS] + values[NUM_PAIRS:])
+    return float(np.mean(pairs)), float(np.std(pairs, ddof=1) / math.sqrt(NUM_PAIRS))
+
+
+def _log_density(standard: np.ndarray, root: np.ndarray) -> np.ndarray:
+    """Of q at its draws, given what they are in its standard coordinates (K, P)."""
+    half_log_det = np.linalg.slogdet(root)[1]
+    return -0.5 * np.sum(standard**2, axis=1) - half_log_det - 0.5 * root.shape[0] * math.log(2 * math.pi)

@@ -1,0 +1,126 @@
+"""A random order in which rows are read that lie in memory or in files, without a second copy of all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import jax
+import numpy as np
+from jax import Array
+
+from ..model.rows import Rows, joined, selected
+
+SLICE = 2**13  # rows that are selected at a time: while they are copied, they stay in the processor's cache
+BUFFER_NUMBERS = 2**23  # in the rows that are read to be mixed with each other
+FEWEST_PIECES = 8  # from places all over the data that are mixed with each other
+
+
+class Round(NamedTuple):
+    """Rows that are read together and handed out in random order.
+
+    :ivar place: how many rows are handed out before them. :ivar parts: (K, 2), first row in the data and length.
+    """
+
+    place: int
+    parts: np.ndarray
+
+    @property
+    def length(self) -> int:
+        return int(self.parts[:, 1].sum())
+
+
+class RandomOrder:
+    """Rows in an order that the key and the sizes determine, from any place on.
+
+    :param reader_at: row -> a function that reads so many of the rows that follow it.
+    """
+
+    def __init__(self, reader_at: Callable[[int], Callable[[int], Rows]], rounds: Sequence[Round], rng_key: Array):
+        self._reader_at, self._rounds = reader_at, rounds
+        self._seed = seed_of(rng_key)
+        self._last: tuple[int, np.ndarray] | None = None
+
+    def open_at(self, place: int) -> Iterator[Rows]:
+        """The rows from a place in the order on, in blocks."""
+        readers: dict[int, Callable[[int], Rows]] = {}
+        for number, each in enumerate(self._rounds):
+            if each.place + each.length <= place:
+                continue
+            readers = {int(row): readers.get(int(row)) or self._reader_at(int(row)) for row in each.parts[:, 0]}
+            rows = joined([readers[int(row)](int(length)) for row, length in each.parts])
+            readers = {int(row + length): readers[int(row)] for row, length in each.parts}
+            order = self._order_of(number)
+            for start in range(max(place - each.place, 0), len(order), SLICE):
+                yield selected(rows, order[start : start + SLICE])
+
+    def number(self, place: int) -> int:
+        """The number in the data of the row at a place in the order."""
+        ends = np.cumsum([each.length for each in self._rounds])
+        index = int(np.searchsorted(ends, place, side="right"))
+        row = int(self._order_of(index)[place - self._rounds[index].place])
+        for first, length in self._rounds[index].parts:
+            if row < length:
+                return int(first) + row
+            row -= int(length)
+        raise IndexError(f"there is no row at place {place}.")
+
+    def _order_of(self, number: int) -> np.ndarray:
+        if self._last is None or self._last[0] != number:
+            rng = np.random.default_rng([*self._seed, number])
+            self._last = number, rng.permutation(self._rounds[number].length)
+        return self._last[1]
+
+
+def seed_of(rng_key: Array) -> list[int]:
+    """For NumPy's generators, which permute many rows ten times as fast as JAX's."""
+    return np.asarray(jax.random.key_data(rng_key)).ravel().tolist()
+
+
+def one_round(total: int) -> list[Round]:
+    """For rows in memory: all at once."""
+    return [Round(0, np.array([[0, total]]))]
+
+
+def rounds_of(pieces: Sequence[int], numbers_per_row: int, rng_key: Array) -> list[Round]:
+    """For rows in files: pieces from all over the data are taken together, and each round has a share of each.
+
+    :param pieces: the data's pieces, as numbers of rows that are fast to read one after the other.
+    """
+    capacity = max(BUFFER_NUMBERS // numbers_per_row, 1)
+    lengths = np.asarray([length for length in pieces if length])
+    if lengths.sum() <= capacity:
+        return one_round(int(lengths.sum()))
+    cuts = -(-FEWEST_PIECES // len(lengths))
+    lengths = np.concatenate([_even(length, cuts) for length in lengths])
+    starts = np.cumsum(lengths) - lengths
+    order = np.random.default_rng(seed_of(rng_key)).permutation(len(lengths))
+    rounds, place = [], 0
+    for together in _waves(lengths, order, capacity):
+        count = -(-int(lengths[together].sum()) // capacity)
+        shares = np.stack([_even(length, count) for length in lengths[together]])
+        firsts = starts[together][:, None] + np.cumsum(shares, axis=1) - shares
+        for first, share in zip(firsts.T, shares.T):
+            taken = share > 0
+            rounds.append(Round(place, np.stack([first[taken], share[taken]], axis=1)))
+            place += int(share.sum())
+    return rounds
+
+
+def _waves(lengths: np.ndarray, order: np.ndarray, capacity: int) -> Iterator[np.ndarray]:
+    """Pieces that are taken together: enough of them to fill a round. What is left over joins the last."""
+    found: list[list[int]] = [[]]
+    for piece in order:
+        if len(found[-1]) >= FEWEST_PIECES and lengths[found[-1]].sum() >= capacity:
+            found.append([])
+        found[-1].append(piece)
+    last = found[-1]
+    if len(found) > 1 and (len(last) < FEWEST_PIECES or lengths[last].sum() < capacity):
+        found[-2:] = [found[-2] + last]
+    yield from map(np.array, found)
+
+
+def _even(length: int, count: int) -> np.ndarray:
+    """So many rows in parts that differ by one at most."""
+    ends = length * np.arange(count + 1) // count
+    return np.diff(ends)

@@ -1,0 +1,259 @@
+"""Rows in any order end at the best Gaussian; what is called a bound is one; and what q is not, is said."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from numpyro_rvga import RVGA, FixedPointVI, ParquetRows, RandomWalk
+from numpyro_rvga.model.own_density import OwnDensity
+
+NUM_ROWS = 6000
+SHAPE = 1.5
+
+
+def regression(distribution):
+    def model(X, y=None):
+        w = numpyro.sample("w", dist.Normal(0, 2).expand([X.shape[1]]).to_event(1))
+        with numpyro.plate("rows", len(X)):
+            numpyro.sample("y", distribution(X @ w), obs=y)
+
+    return model
+
+
+def unknown_scale(X, y=None):
+    w = numpyro.sample("w", dist.Normal(0, 2).expand([X.shape[1]]).to_event(1))
+    scale = numpyro.sample("scale", dist.HalfNormal(2.0))
+    with numpyro.plate("rows", len(X)):
+        numpyro.sample("y", dist.Normal(X @ w, scale), obs=y)
+
+
+LIKELIHOODS = {
+    "logistic": lambda line: dist.Bernoulli(logits=line),
+    "poisson": lambda line: dist.Poisson(jnp.exp(line)),
+    "binomial": lambda line: dist.Binomial(5, logits=line),
+    "gamma": lambda line: dist.Gamma(SHAPE, SHAPE / jnp.exp(line)),
+}
+MODELS = {name: regression(make) for name, make in LIKELIHOODS.items()} | {"normal": unknown_scale}
+
+
+def made(kind, num_rows=NUM_ROWS, seed=0):
+    """Sorted by outcome."""
+    rng = np.random.default_rng(seed)
+    X = np.column_stack([np.ones(num_rows), rng.normal(size=(num_rows, 2))])
+    line = X @ [0.3, 0.5, -0.4]
+    if kind == "normal":
+        y = line + 1.5 * rng.normal(size=num_rows)
+    else:
+        y = np.asarray(LIKELIHOODS[kind](jnp.asarray(line)).sample(jax.random.key(seed)))
+    order = np.argsort(y, kind="stable")
+    return {"X": X[order], "y": y[order]}
+
+
+def run(method, rows, **kwargs):
+    return method.run(rows, progress_bar=False, **kwargs)
+
+
+def divergence(p, q):
+    """KL(p || q) in nats."""
+    delta = np.asarray(p.mean) - np.asarray(q.mean)
+    precision = np.linalg.inv(np.asarray(q.covariance, np.float64))
+    ratio = precision @ np.asarray(p.covariance, np.float64)
+    return 0.5 * (np.trace(ratio) + delta @ precision @ delta - len(delta) - np.linalg.slogdet(ratio)[1])
+
+
+def in_blocks(rows, size=500):
+    return [{name: array[i : i + size] for name, array in rows.items()} for i in range(0, len(rows["y"]), size)]
+
+
+def in_files(rows, folder):
+    columns = {f"x{i}": rows["X"][:, i] for i in range(rows["X"].shape[1])} | {"y": rows["y"]}
+    pq.write_table(pa.table(columns), folder / "rows.parquet", row_group_size=700)
+    return ParquetRows(folder / "rows.parquet", {"X": ["x0", "x1", "x2"], "y": "y"})
+
+
+SOURCES = {"arrays": lambda rows, _: rows, "list": lambda rows, _: in_blocks(rows), "files": in_files}
+
+
+# ---------------------------------------------------------------------- rows that can be read again
+@pytest.mark.parametrize(
+    ("kind", "source"), [*((kind, "arrays") for kind in MODELS), ("normal", "list"), ("poisson", "files")]
+)
+def test_sorted_rows_at_hand_end_at_the_best_gaussian(kind, source, tmp_path):
+    rows = made(kind)
+    posterior = run(RVGA(MODELS[kind]), SOURCES[source](rows, tmp_path))
+    best = run(FixedPointVI(MODELS[kind]), rows, init=posterior)
+    assert divergence(posterior, best) < 0.001
+    assert best.elbo - 0.001 < posterior.elbo < best.elbo + 1e-6
+    assert posterior.info["converged"] and 1 <= posterior.info["looks"] <= 3
+    assert posterior.info["squared_natural_gradient"] <= 1e-3
+
+
+@pytest.mark.parametrize("options", [{"shuffle": False}, {"block_size": 1}, {"shuffle": False, "first_block": 500}])
+@pytest.mark.parametrize("kind", ["logistic", "poisson"])
+def test_no_order_and_no_option_puts_the_bound_above_the_best(kind, options):
+    rows = made(kind, 4500)
+    method = RVGA(MODELS[kind], certificate_tolerance=1e6, **options)  # the pass alone, evaluated
+    posterior, best = run(method, rows), run(FixedPointVI(MODELS[kind]), rows)
+    assert posterior.elbo < best.elbo + 1e-6
+    assert posterior.info["looks"] == 1
+
+
+def bound_of(mean, covariance, rows):
+    """By quadrature over each row's predictor, as a function that JAX differentiates."""
+    nodes, weights = np.polynomial.hermite_e.hermegauss(60)
+    X, y = rows["X"], rows["y"]
+    spread = jnp.sqrt(jnp.einsum("np,pq,nq->n", X, covariance, X))
+    line = (X @ mean)[:, None] + spread[:, None] * nodes
+    expected = jnp.sum(dist.Bernoulli(logits=line).log_prob(y[:, None]) @ (weights / weights.sum()))
+    kl = 0.5 * ((jnp.trace(covariance) + mean @ mean) / 4 - len(mean) + len(mean) * jnp.log(4.0))
+    return expected - kl + 0.5 * jnp.linalg.slogdet(covariance)[1]
+
+
+def test_the_bound_and_its_natural_gradient_are_those_of_quadrature():
+    rows = made("logistic", 4500)
+    posterior = run(RVGA(MODELS["logistic"], shuffle=False, block_size=1, certificate_tolerance=1e6), rows)
+    mean, covariance = np.asarray(posterior.mean), np.asarray(posterior.covariance)
+    bound, (slope, turn) = jax.value_and_grad(bound_of, (0, 1))(mean, covariance, rows)
+    root = np.linalg.cholesky(covariance)
+    squared = slope @ covariance @ slope + 0.5 * np.sum((2 * root.T @ (0.5 * (turn + turn.T)) @ root) ** 2)
+    np.testing.assert_allclose(posterior.elbo, bound, atol=1e-6)
+    np.testing.assert_allclose(posterior.info["squared_natural_gradient"], squared, rtol=1e-5)
+    assert squared > 0.01  # rows that are sorted
+
+
+def test_rows_that_were_left_out_are_left_out_again():
+    rows = made("poisson")
+    bad = [3, 4, 2500, NUM_ROWS - 1]
+    spoilt = {"X": rows["X"].copy(), "y": rows["y"].astype(float)}
+    spoilt["X"][bad[:2]], spoilt["y"][bad[2:]] = np.nan, -1.0
+    posterior = run(RVGA(MODELS["poisson"]), spoilt, on_bad_row="skip")
+    assert posterior.info["skipped_rows"].tolist() == bad
+    best = run(FixedPointVI(MODELS["poisson"]), {n: np.delete(a, bad, axis=0) for n, a in rows.items()})
+    assert divergence(posterior, best) < 0.001
+    np.testing.assert_allclose(posterior.elbo, best.elbo, atol=0.001)
+
+
+def test_a_q_that_is_not_the_best_gaussian_is_told_and_more_looks_mend_it():
+    rows, options = made("normal", 4500), {"shuffle": False, "block_size": 1}
+    with pytest.warns(UserWarning, match="q is not the best Gaussian: after 3 looks"):
+        posterior = run(RVGA(unknown_scale, **options), rows)
+    assert not posterior.info["converged"] and posterior.info["squared_natural_gradient"] > 1
+    best = run(FixedPointVI(unknown_scale), rows)
+    mended = run(RVGA(unknown_scale, max_looks=60, **options), rows)
+    assert mended.info["converged"] and 3 < mended.info["looks"] < 60
+    assert divergence(mended, best) < 0.001
+
+
+def test_steps_never_lower_the_bound():
+    rows = made("poisson", 4500)
+    posterior = run(RVGA(MODELS["poisson"], shuffle=False, block_size=1, max_looks=5), rows)
+    assert posterior.info["bound_after"] > posterior.info["bound_before"] + 1
+    assert posterior.elbo == posterior.info["bound_after"]
+
+
+def test_other_schemes_are_looked_at_and_left_as_they_are():
+    rows, options = made("logistic", 4500), {"scheme": "explicit", "shuffle": False}
+    plain = run(RVGA(MODELS["logistic"], certify=False, **options), rows)
+    looked_at = run(RVGA(MODELS["logistic"], **options), rows)
+    np.testing.assert_array_equal(looked_at.mean, plain.mean)
+    assert looked_at.info["looks"] == 1 and not looked_at.info["converged"]
+    assert looked_at.elbo < run(FixedPointVI(MODELS["logistic"]), rows).elbo
+
+
+def test_single_precision_is_certified():
+    with jax.enable_x64(False):
+        rows = {name: array.astype(np.float32) for name, array in made("normal", 20_000).items()}
+        posterior = run(RVGA(unknown_scale), rows)
+        assert posterior.mean.dtype == jnp.float32 and posterior.info["converged"]
+    best = run(FixedPointVI(unknown_scale), rows)
+    assert divergence(posterior, best) < 0.001
+    np.testing.assert_allclose(posterior.elbo, best.elbo, atol=0.02)
+
+
+def test_the_state_stands_for_the_certified_posterior():
+    rows, more = made("normal"), made("normal", seed=1)
+    method = RVGA(unknown_scale)
+    posterior = run(method, rows)
+    again = method.posterior(posterior.state)  # with the prior's true terms in place of what stands for them
+    np.testing.assert_allclose(again.mean, posterior.mean, atol=1e-5)
+    both = {name: np.concatenate([rows[name], more[name]]) for name in rows}
+    best = run(FixedPointVI(unknown_scale), both)
+    assert divergence(posterior.update(more, progress_bar=False), best) < 0.05
+
+
+# ---------------------------------------------------------------------- what is no bound is not called one
+def test_what_is_no_bound_is_not_called_one():
+    rows = made("logistic")
+    method = RVGA(MODELS["logistic"])
+    certified = run(method, rows)
+    others = {
+        "a stream": run(method, iter(in_blocks(rows))),
+        "an update": certified.update(in_blocks(rows)[0], progress_bar=False),
+        "a functional update": method.posterior(method.update(method.init(rows), rows)),
+        "no certificate": run(RVGA(MODELS["logistic"], certify=False), rows),
+        "Laplace": run(RVGA(MODELS["logistic"], scheme="laplace"), rows),
+        "a drift": run(RVGA(MODELS["logistic"], dynamics=RandomWalk(0.01)), in_blocks(rows)[0]),
+    }
+    for case, posterior in others.items():
+        assert posterior.elbo is None, case
+        assert np.isfinite(posterior.info["log_evidence_estimate"]), case
+    np.testing.assert_allclose(others["a stream"].info["log_evidence_estimate"], certified.elbo, atol=200)
+
+
+def test_rows_that_are_solved_for_together_need_no_look():
+    rows = {name: array[::20] for name, array in made("logistic").items()}
+    posterior = run(RVGA(MODELS["logistic"]), rows)
+    assert posterior.info["looks"] == 0 and posterior.info["converged"]
+    np.testing.assert_allclose(posterior.elbo, run(FixedPointVI(MODELS["logistic"]), rows).elbo, atol=1e-6)
+    streamed = run(RVGA(MODELS["logistic"]), iter(in_blocks(rows, 70)))
+    np.testing.assert_allclose(streamed.elbo, posterior.elbo, atol=1e-9)
+
+
+# ---------------------------------------------------------------------- the model itself is asked
+def network(x, y=None):
+    inner = numpyro.sample("inner", dist.Normal(0, 1).expand([20]).to_event(1))
+    outer = numpyro.sample("outer", dist.Normal(0, 1).expand([20]).to_event(1))
+    with numpyro.plate("rows", len(x)):
+        numpyro.sample("y", dist.Normal(jnp.tanh(x[:, None] * inner) @ outer, 0.3), obs=y)
+
+
+def test_an_expectation_that_is_off_is_told():
+    """A few rows leave the weights nearly as wide as their prior, where a network is not its tangent."""
+    x = np.linspace(-1, 1, 30)
+    with pytest.warns(UserWarning, match="site 'y': .* expectation is approximate here, so there is no bound"):
+        posterior = run(RVGA(network), {"x": x, "y": np.sin(3 * x)})
+    assert posterior.elbo is None and np.isfinite(posterior.info["log_evidence_estimate"])
+
+
+@pytest.mark.parametrize("num_rows", [300, 12_000])
+def test_a_site_that_is_read_wrongly_is_an_error_that_names_it(num_rows, monkeypatch):
+    own = OwnDensity.__call__
+
+    def twice(self, rows, points):
+        by_site, joint = own(self, rows, points)
+        return {"y": 2 * by_site["y"]}, joint + by_site["y"]
+
+    method = RVGA(MODELS["poisson"])
+    with monkeypatch.context() as patch, pytest.raises(ValueError, match="site 'y' was read wrongly"):
+        patch.setattr(OwnDensity, "__call__", twice)
+        run(method, made("poisson", num_rows))
+    assert run(method, made("poisson", num_rows)).elbo is not None
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"certify": "yes"}, "certify must be one of True, False"),
+        ({"max_looks": 0}, "max_looks must be a positive integer"),
+        ({"certificate_tolerance": 0.0}, "certificate_tolerance must be positive"),
+        ({"shuffle": "always"}, "shuffle must be one of 'auto', True, False"),
+    ],
+)
+def test_unusable_options_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        RVGA(MODELS["logistic"], **options)
