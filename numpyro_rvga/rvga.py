@@ -165,6 +165,7 @@ class RVGA:
         self._engines = Engines(model, self.options, improper_prior_scale, dynamics, mesh=mesh)
         self._check_shared(self._engines.devices)
         self._sparse_engines = SparseEngines()
+        self.certify = certify
         self._certification = Certification(certify, max_looks, certificate_tolerance)
         self.state: State | None = None
 
@@ -249,7 +250,18 @@ class RVGA:
             self.state = self._initial_state(engine) if init is None else _state_of(init, engine)
         start = self.state
         with progress(progress_bar, source.total, "RVGA", "row") as bar:
-            taken = RecursivePass(engine, visited, options, bar, self._set_state, sizes, sparse, checked=in_memory)
+            sampled = self.certify and sizes.keeps_rows and not source.seekable and self.options.has_bound
+            taken = RecursivePass(
+                engine,
+                visited,
+                options,
+                bar,
+                self._set_state,
+                sizes,
+                sparse,
+                checked=in_memory,
+                sampled_by=rng_key if sampled else None,
+            )
             taken(engine.devices.put(start), self._facts(rng_key, sizes, shuffled=visited.order is not None))
             state, info = taken.finished()
             state = engine.devices.fetch(state)

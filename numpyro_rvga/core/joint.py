@@ -15,7 +15,7 @@ from .factors import Factors, Sums, evaluate
 from .linalg import solve_lower
 from .objective import Group, Objective, joint_objective, standard_frame
 from .precisions import Weighted
-from .recursion import Quadratic, Sites, State, StepInfo, quadratic_at, spreads, summarise
+from .recursion import Absorbed, Quadratic, Sites, State, StepInfo, quadratic_at, spreads, summarise
 
 
 class Joint(NamedTuple):
@@ -23,14 +23,14 @@ class Joint(NamedTuple):
 
     :ivar objective: the factors' part of the bound. :ivar base: the rest of it.
     :ivar absorb: solution, number of rows -> the state after it.
-    :ivar sites: solution -> the rows' sites there.
+    :ivar absorbed: solution -> how q sees the rows there.
     """
 
     search: Search
     objective: Objective
     base: Base
     absorb: Callable[[Solution, Array], tuple[State, StepInfo]]
-    sites: Callable[[Solution], tuple[Sites, ...]]
+    absorbed: Callable[[Solution], tuple[Absorbed, ...]]
 
 
 def bound_at(joint: Joint, mean: Array, root: Array) -> tuple[Array, Sums]:
@@ -49,14 +49,14 @@ def base_terms(base: Base, mean: Array) -> tuple[Array, Array]:
     return precision, jnp.zeros_like(mean) if base.linear is None else base.linear
 
 
-def joint_solve(joint: Joint, num_rows: Array, *, with_sites: bool = False) -> tuple[State, StepInfo]:
+def joint_solve(joint: Joint, num_rows: Array, *, with_absorbed: bool = False) -> tuple[State, StepInfo]:
     """The state after ``num_rows`` new rows.
 
-    :param with_sites: report the rows' sites.
+    :param with_absorbed: report how q sees the rows.
     """
     found = run_search(joint.search)
     after, info = joint.absorb(found, num_rows)
-    return after, info._replace(sites=joint.sites(found)) if with_sites else info
+    return after, info._replace(absorbed=joint.absorbed(found)) if with_absorbed else info
 
 
 def joint_search(
@@ -138,11 +138,11 @@ def joint_search(
         gain = bound - state.log_evidence
         return after, StepInfo(gain, found.decrement, found.iterations, found.converged, ok)
 
-    def sites_at(found):
+    def absorbed_at(found):
         factors = factors_at(found.mean)
         return summarise(rows.kinds, factors, spreads(factors, found.root))
 
-    return Joint(search, objective, base, absorb, sites_at)
+    return Joint(search, objective, base, absorb, absorbed_at)
 
 
 def _most_probable(objective: Objective, base: Base, starts: Array) -> Array:

@@ -55,13 +55,23 @@ class Sites(NamedTuple):
     """The quadratics that stand for n factors of one kind in q: constant + linear . u - u' precision u / 2.
 
     :ivar precision: (n, C, C). :ivar linear: (n, C). :ivar constant: (n,).
-    :ivar error: (n,), how many nats the quadratic may be off where q has mass: the change of the factor's curvature
-        one standard deviation away, times the variance. Zero for Gaussian factors.
     """
 
     precision: Array
     linear: Array
     constant: Array
+
+
+class Absorbed(NamedTuple):
+    """How q saw the predictors of n factors of one kind when it took them in: what :func:`sites_of` makes sites from.
+
+    :ivar mean: (n, C). :ivar covariance: (n, C, C).
+    :ivar error: (n,), how many nats the site may be off where q has mass: the change of the factor's curvature one
+        standard deviation away, times the variance. Zero for Gaussian factors.
+    """
+
+    mean: Array
+    covariance: Array
     error: Array
 
 
@@ -70,7 +80,7 @@ class StepInfo(NamedTuple):
 
     :ivar bound: E_q[log lik] - KL(q || before).
     :ivar ok: whether the result is finite; else nothing changed.
-    :ivar sites: what now stands for the factors, by kind; empty unless asked for.
+    :ivar absorbed: how q now sees the factors, by kind; empty unless asked for.
     """
 
     bound: Array
@@ -78,7 +88,7 @@ class StepInfo(NamedTuple):
     iterations: Array
     converged: Array
     ok: Array
-    sites: tuple[Sites, ...] = ()
+    absorbed: tuple[Absorbed, ...] = ()
 
 
 def new_state(mean: Array, root: Array, prior_site: Quadratic | None) -> State:
@@ -93,20 +103,19 @@ def quadratic_at(site: Quadratic, theta: Array) -> tuple[Array, Array]:
     return site.constant + site.linear @ delta - 0.5 * delta @ pull, site.linear - pull
 
 
-def summarise(kinds: tuple[Kind, ...], factors: tuple[Factors, ...], spreads: tuple[Array, ...]) -> tuple[Sites, ...]:
-    """The factors' sites at a q under which predictor i has mean ``offset`` and covariance spread_i spread_i^T."""
+def summarise(
+    kinds: tuple[Kind, ...], factors: tuple[Factors, ...], spreads: tuple[Array, ...]
+) -> tuple[Absorbed, ...]:
+    """How a q sees the factors under which predictor i has mean ``offset`` and covariance spread_i spread_i^T."""
 
     def one(kind, mean, spread, constants):
         covariance = spread @ spread.T
-        value, gradient, hessian = kind.expect(mean, covariance, constants)
-        linear = gradient - hessian @ mean
-        constant = value - linear @ mean - 0.5 * (mean @ hessian @ mean + jnp.sum(hessian * covariance))
         steps = semidefinite_factor(covariance)[0].T
         points = jnp.concatenate([mean[None], mean + steps, mean - steps])
         curvatures = jax.vmap(lambda u: kind.plugin(u, covariance, constants)[2])(points)
         changes = (curvatures[1:] - curvatures[0]).reshape(2, *covariance.shape, len(mean))
         along = jnp.abs(jnp.einsum("ki,skij,kj->sk", steps, changes, steps))
-        return Sites(-hessian, linear, constant, jnp.sum(jnp.max(along, axis=0)))
+        return Absorbed(mean, covariance, jnp.sum(jnp.max(along, axis=0)))
 
     return tuple(
         jax.vmap(partial(one, kind))(block.offset, spread, block.constants)
@@ -114,11 +123,28 @@ def summarise(kinds: tuple[Kind, ...], factors: tuple[Factors, ...], spreads: tu
     )
 
 
+def sites_of(
+    kinds: tuple[Kind, ...], factors: tuple[Factors, ...], absorbed: tuple[Absorbed, ...]
+) -> tuple[Sites, ...]:
+    """The sites of factors that q took in when it saw them so: of their expected value and derivatives then."""
+
+    def one(kind, mean, covariance, constants):
+        value, gradient, hessian = kind.expect(mean, covariance, constants)
+        linear = gradient - hessian @ mean
+        constant = value - linear @ mean - 0.5 * (mean @ hessian @ mean + jnp.sum(hessian * covariance))
+        return Sites(-hessian, linear, constant)
+
+    return tuple(
+        jax.vmap(partial(one, kind))(seen.mean, seen.covariance, block.constants)
+        for kind, block, seen in zip(kinds, factors, absorbed)
+    )
+
+
 def misfits(
     kinds: tuple[Kind, ...], factors: tuple[Factors, ...], spreads: tuple[Array, ...], sites: tuple[Sites, ...]
 ) -> tuple[Array, ...]:
-    """By how much the sites are not those of a q as :func:`summarise` has it, (n,) by kind: the length of what q's
-    natural gradient lacks for each factor, in standard deviations of q."""
+    """By how much the sites are not those that this q would make (see :func:`summarise`), (n,) by kind: the length of
+    what q's natural gradient lacks for each factor, in standard deviations of q."""
 
     def one(kind, mean, spread, constants, site):
         covariance = spread @ spread.T
@@ -146,12 +172,12 @@ def implicit_step(
     linearise: Callable[[Array], tuple[Factors, ...]],
     settings: Settings,
     num_linearizations: int,
-    with_sites: bool,
+    with_absorbed: bool,
 ) -> Callable[[State, Array], tuple[State, StepInfo]]:
     """The exact minimiser of KL(q' || p(rows | theta) q), f linearised ``num_linearizations`` times (once if affine).
 
     :param linearise: theta (P,) -> factors with ``offset`` = F_i(theta) and ``design`` the Jacobians (n, C, P).
-    :param with_sites: report the factors' sites.
+    :param with_absorbed: report how q sees the factors.
     """
 
     def step(state: State, num_rows: Array) -> tuple[State, StepInfo]:
@@ -170,8 +196,8 @@ def implicit_step(
             found, basis, factors = solve(_predict(linearise(state.mean + shift), -shift))
         info = (found.bound, found.decrement, found.iterations, found.converged)
         after, report = _move(state, basis, found.mean, found.root, num_rows, *info)
-        if with_sites:
-            report = report._replace(sites=summarise(kinds, factors, spreads(factors, found.root)))
+        if with_absorbed:
+            report = report._replace(absorbed=summarise(kinds, factors, spreads(factors, found.root)))
         return after, report
 
     return step

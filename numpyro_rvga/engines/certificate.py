@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import reduce
 from typing import Any, NamedTuple
 
 import jax
@@ -12,9 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from ..core.factors import add_curves, evaluate
+from ..core.factors import Factors, add_curves, covariances, evaluate
 from ..core.objective import Group
-from ..core.recursion import Quadratic, State
+from ..core.recursion import Absorbed, Quadratic, Sites, State
 from ..model.rows import Rows, num_rows, pad, selected
 from .engine import Engine
 
@@ -23,6 +24,7 @@ MAX_CHUNK = 2**16
 AHEAD = 2  # chunks under way
 SHORTEST = 1e-3  # of a step whose precision is not positive definite
 SHORTER = 0.5
+DOUBT = 4.0  # times its noise: how large an estimate must be to be acted upon
 
 Chunks = Callable[[int], Iterable[tuple[Rows, np.ndarray]]]
 
@@ -35,24 +37,35 @@ class Sums(NamedTuple):
     curvatures: np.ndarray
 
 
+class Noise(NamedTuple):
+    """Standard errors of the bound and of the gradient (P,), and what they add to the squared natural gradient."""
+
+    bound: float
+    gradient: np.ndarray
+    squared: float
+
+
 class Look(NamedTuple):
     """The bound at q, in nats, and what it is made of.
 
     :ivar prior: the prior's terms that are not Gaussian.
     :ivar gradient: of the bound in the mean, (P,), in coordinates in which q is standard normal.
     :ivar precision: minus the expected Hessian of the log joint density, (P, P), in these; the identity at the best q.
+    :ivar noise: of estimates; None for what was computed from all rows.
     """
 
     bound: float
     prior: Sums
     gradient: np.ndarray
     precision: np.ndarray
+    noise: Noise | None = None
 
     @property
     def squared_natural_gradient(self) -> float:
-        """In nats: about twice the Kullback-Leibler divergence from the best Gaussian."""
+        """In nats: about twice the Kullback-Leibler divergence from the best Gaussian. Estimates are without bias."""
         off = self.precision - np.eye(len(self.gradient))
-        return float(self.gradient @ self.gradient + 0.5 * np.sum(off * off))
+        squared = float(self.gradient @ self.gradient + 0.5 * np.sum(off * off))
+        return squared if self.noise is None else squared - self.noise.squared
 
 
 class Certified(NamedTuple):
@@ -64,6 +77,19 @@ class Certified(NamedTuple):
     after: Look
 
 
+class Stratum(NamedTuple):
+    """Rows, how a state saw them when they became part of it (n, E, ...), and for how many rows each of them speaks."""
+
+    rows: Rows
+    absorbed: tuple[Absorbed, ...]
+    weights: np.ndarray
+
+    def in_chunks(self, size: int) -> Iterator[tuple[Rows, np.ndarray, tuple[Absorbed, ...]]]:
+        for start in range(0, len(self.weights), size):
+            part = slice(start, start + size)
+            yield selected(self.rows, part), self.weights[part], selected(self.absorbed, part)
+
+
 class Certificate:
     """Looks at all rows, compiled for an engine."""
 
@@ -72,6 +98,7 @@ class Certificate:
         self._size: int | None = None
         self._of_rows = engine.compiled(self._row_sums)
         self._of_prior = engine.compiled(self._prior_sums)
+        self._of_each = engine.compiled(self._row_values)
 
     def __call__(
         self,
@@ -97,13 +124,38 @@ class Certificate:
 
         def look_at(state: State) -> Look:
             mean, root = put((state.mean, state.root))
-            return base.look(
-                state, self._all_rows(mean, root, chunks(size), size), _double(self._of_prior(prior_inputs, mean, root))
-            )
+            rows = self._added_up(mean, root, chunks(size), size)
+            return base.look(state, rows, _double(self._of_prior(prior_inputs, mean, root)))
 
+        found = self._climb(look_at, state, tolerance, max_looks)
+        return found._replace(state=_stored(found.state, found.after, start))
+
+    def estimated(self, state: State, known: Stratum, batches: Sequence[Stratum], max_looks: int) -> Certified:
+        """What the bound and the natural gradient would be on all rows, from some of them, and the state after steps
+        where it is known well enough.
+
+        All rows are part of the state by their sites: it lacks what the sites lack. That is small, so that a sample
+        tells it far better than it tells the bound itself.
+
+        :param state: after the last row.
+        :param known: rows that speak for themselves. :param batches: a sample of the others, in batches of equal sizes,
+            of weights that make it speak for all of these.
+        """
+        base, size = _Base(state._replace(prior_site=None)), self._chunk(max(len(b.weights) for b in (known, *batches)))
+        nothing = _nothing(state)
+
+        def look_at(state: State) -> Look:
+            place = self._engine.devices.put((state.mean, state.root))
+            sums = [self._added_up(*place, stratum.in_chunks(size), size) for stratum in (known, *batches)]
+            total = reduce(_added, sums[1:], sums[0])
+            return base.look(state, total, nothing)._replace(noise=_noise(state, sums[1:]))
+
+        return self._climb(look_at, state, 0.0, max_looks)
+
+    def _climb(self, look_at: Callable[[State], Look], state: State, tolerance: float, max_looks: int) -> Certified:
         before = at = look_at(state)
         looks, step = 1, 1.0
-        while at.squared_natural_gradient > tolerance and looks < max_looks:
+        while at.squared_natural_gradient > tolerance + _doubtful(at) and looks < max_looks:
             trial, step = _moved(state, at, step)
             if trial is None:
                 break
@@ -113,7 +165,7 @@ class Certificate:
                 state, at, step = trial, found, 1.0
             else:
                 step *= SHORTER
-        return Certified(_stored(state, at, start), looks, before, at)
+        return Certified(state, looks, before, at)
 
     def terms_at(self, state: State, rows: Rows) -> Sums:
         """Of some rows."""
@@ -121,7 +173,12 @@ class Certificate:
         starts = range(0, num_rows(rows), size)
         pieces = [selected(rows, slice(start, start + size)) for start in starts]
         mean, root = self._engine.devices.put((state.mean, state.root))
-        return self._all_rows(mean, root, [(piece, np.ones(num_rows(piece), np.float32)) for piece in pieces], size)
+        return self._added_up(mean, root, [(piece, np.ones(num_rows(piece), np.float32)) for piece in pieces], size)
+
+    def values_at(self, state: State, rows: Rows) -> np.ndarray:
+        """The expected log-likelihood of each row, (n,)."""
+        mean, root = self._engine.devices.put((state.mean, state.root))
+        return np.asarray(self._of_each(mean, root, *pad(rows, num_rows(rows))))
 
     def _chunk(self, total: int | None) -> int:
         """Rows of a chunk: all have as many, but for the last. Data of nearly as many rows are compiled once."""
@@ -131,12 +188,12 @@ class Certificate:
         step = 1 << max(size.bit_length() - 4, 0)
         return self._engine.devices.rounded_up(-(-size // step) * step)
 
-    def _all_rows(self, mean: Array, root: Array, chunks: Iterable[tuple[Rows, np.ndarray]], size: int) -> Sums:
-        """Chunk by chunk, added up in double precision."""
+    def _added_up(self, mean: Array, root: Array, chunks: Iterable[tuple], size: int) -> Sums:
+        """Of rows, weights and, if they are part of a state, how it saw them; in double precision."""
         total, under_way = None, deque()
-        for rows, weights in chunks:
-            placed = self._engine.devices.put_rows(pad(rows, size, weights))
-            under_way.append(self._of_rows(mean, root, *placed))
+        for rows, weights, *absorbed in chunks:
+            (rows, *absorbed), weights = pad((rows, *absorbed), size, weights)
+            under_way.append(self._of_rows(mean, root, *self._engine.devices.put_rows((rows, weights, *absorbed))))
             if len(under_way) > AHEAD:
                 total = _added(total, _double(under_way.popleft()))
         for found in under_way:
@@ -152,9 +209,26 @@ class Certificate:
         return found.bound > at.bound + rounding or (found.bound > at.bound - rounding and nearer)
 
     # ------------------------------------------------------------------ compiled
-    def _row_sums(self, mean: Array, root: Array, rows: dict, weights: Array) -> Sums:
+    def _row_sums(
+        self, mean: Array, root: Array, rows: dict, weights: Array, absorbed: tuple[Absorbed, ...] | None = None
+    ) -> Sums:
+        """Of the rows, or of what their sites lack in a state that saw them so when they became part of it."""
         engine = self._engine
-        return _sums(engine.kinds, engine.linearise(engine.prepare(rows, weights), mean), root)
+        factors = engine.linearise(engine.prepare(rows, weights), mean)
+        found = _sums(engine.kinds, factors, root)
+        if absorbed is None:
+            return found
+        stood_for = [_site_sums(*each, root) for each in zip(factors, engine.sites_at(factors, absorbed))]
+        return jax.tree.map(lambda x, *parts: x - jnp.stack(parts), found, *stood_for)
+
+    def _row_values(self, mean: Array, root: Array, rows: dict, weights: Array) -> Array:
+        engine = self._engine
+        factors = engine.linearise(engine.prepare(rows, weights), mean)
+        values = [
+            jax.vmap(kind.expect)(block.offset, spread, block.constants)[0].reshape(len(weights), -1).sum(axis=1)
+            for kind, block, spread in zip(engine.kinds, factors, covariances(factors, root.T))
+        ]
+        return sum(values)
 
     def _prior_sums(self, prior_inputs: dict, mean: Array, root: Array) -> Sums:
         prior: Group = self._engine.prior_group(prior_inputs)
@@ -167,6 +241,41 @@ def _sums(kinds: tuple, factors: tuple, root: Array) -> Sums:
     zeros = Sums(jnp.zeros(0, root.dtype), jnp.zeros((0, size), root.dtype), jnp.zeros((0, size, size), root.dtype))
     whole = [Sums(s.value, s.gradient, add_curves(s.curvature, jnp.zeros((size, size), root.dtype))) for s in each]
     return Sums(*[jnp.stack(parts) for parts in zip(*whole)]) if whole else zeros
+
+
+def _site_sums(block: Factors, site: Sites, root: Array) -> Sums:
+    """Of the quadratics constant + linear . u - u' precision u / 2, u the predictors of n factors."""
+    spread = block.design @ root
+    pull = jnp.einsum("ncd,nd->nc", site.precision, block.offset)
+    values = site.constant + jnp.sum((site.linear - 0.5 * pull) * block.offset, axis=1)
+    traces = jnp.einsum("ncr,ncd,ndr->n", spread, site.precision, spread)
+    gradient = jnp.einsum("nc,ncp->p", site.linear - pull, block.design)
+    weighted = jnp.einsum("ncd,ndp->ncp", site.precision, block.design)
+    curvature = jnp.einsum("ncp,ncq->pq", block.design, weighted)
+    return Sums(jnp.sum(values - 0.5 * traces), gradient, curvature)
+
+
+def _nothing(state: State) -> Sums:
+    size = state.mean.shape[0]
+    return Sums(np.zeros(0), np.zeros((0, size)), np.zeros((0, size, size)))
+
+
+def _doubtful(at: Look) -> float:
+    """How large a squared natural gradient may be by chance."""
+    return 0.0 if at.noise is None else DOUBT * at.noise.squared
+
+
+def _noise(state: State, batches: list[Sums]) -> Noise:
+    """From the differences between batches of the sum over these."""
+    root, count = _double(state.root), len(batches)
+
+    def error(parts: list[np.ndarray]) -> np.ndarray:
+        return np.std(parts, axis=0, ddof=1) * math.sqrt(count)
+
+    gradient = error([root.T @ batch.gradients.sum(axis=0) for batch in batches])
+    curvature = error([root.T @ batch.curvatures.sum(axis=0) @ root for batch in batches])
+    squared = float(gradient @ gradient + 0.5 * np.sum(curvature**2))
+    return Noise(float(error([batch.values.sum() for batch in batches])), gradient, squared)
 
 
 def _added(total: Sums | None, found: Sums) -> Sums:

@@ -20,7 +20,17 @@ from ..core.factors import Factors
 from ..core.gaussians import Transition
 from ..core.joint import Joint, joint_search, joint_solve
 from ..core.objective import Group
-from ..core.recursion import Sites, State, StepInfo, explicit_step, implicit_step, misfits, scan_blocks
+from ..core.recursion import (
+    Absorbed,
+    Sites,
+    State,
+    StepInfo,
+    explicit_step,
+    implicit_step,
+    misfits,
+    scan_blocks,
+    sites_of,
+)
 from ..model.arguments import PARAMS
 from ..model.program import Program
 from ..model.rows import Rows, in_blocks, num_rows, pad
@@ -44,11 +54,13 @@ NUM_LINEARIZATIONS = 3  # of predictors that are not affine, in a small block
 class Known(NamedTuple):
     """What a state knows of rows that are solved for jointly.
 
-    :ivar sites: by which they are part of it: (n, E, ...) arrays, zero for rows that are not.
+    :ivar absorbed: how it saw them when they became part of it: (n, E, ...) arrays.
+    :ivar is_part: whether they are: one or zero.
     :ivar fresh: how many are new to it.
     """
 
-    sites: tuple[Sites, ...]
+    absorbed: tuple[Absorbed, ...]
+    is_part: Array
     fresh: Array
 
 
@@ -87,10 +99,10 @@ class Engine:
         self.devices = Devices(None) if devices is None else devices
         # Within other compiled functions: a model's predictors are then traced once for each of these, not each time.
         self.prepare, self.linearise = jax.jit(self._prepare), jax.jit(self._linearise)
-        self.joint = self.compiled(self._joint, ("with_sites",))
+        self.joint = self.compiled(self._joint, ("with_absorbed",))
         self.misfits = self.compiled(self._misfits)
         self.settle = self.compiled(self._settle)
-        self.stream = self.compiled(self._stream, ("with_sites",), routines=True)
+        self.stream = self.compiled(self._stream, ("with_absorbed",), routines=True)
 
     def bind(self, program: Program) -> Engine:
         """The same for a program that differs in what the data determine: nothing is compiled anew.
@@ -167,6 +179,11 @@ class Engine:
         """Size of a row's Jacobians."""
         return sum(t.num_elements * max(t.num_predictors, 1) for t in self.program.terms) * self.program.layout.size
 
+    @property
+    def numbers_absorbed(self) -> int:
+        """Of how a q sees a row."""
+        return sum(int(np.prod(shape)) for terms in self.program.terms for shape in _absorbed_shapes(terms))
+
     # ------------------------------------------------------------------ compiled
     def _joint(
         self,
@@ -176,7 +193,7 @@ class Engine:
         weights: Array,
         known: Known | None = None,
         *,
-        with_sites: bool = False,
+        with_absorbed: bool = False,
     ) -> tuple[State, StepInfo]:
         """Rows and the true prior terms in one solve. With ``known``, the state may know these rows already.
 
@@ -184,23 +201,30 @@ class Engine:
         """
         prepared = self.prepare(rows, weights)
         fresh = jnp.sum(weights).astype(jnp.int32) if known is None else known.fresh
+        sites = None
+        if known is not None:
+            found = self.sites_at(self.linearise(prepared, state.mean), known.absorbed)
+            sites = jax.tree.map(lambda x: known.is_part.astype(x.dtype) * x, found)
         joint = self._search(
             Group(self.kinds, self.linearise, jax.tree.map(lambda x: x[None], prepared)),
             self.prior_group(prior_inputs),
             state,
-            sites=None if known is None else self._mask(known.sites, weights),
+            sites=sites,
             laplace=self.options.scheme == "laplace",
             starts=self._starts if known is None else None,
             settings=None if known is None else self._settings_around_a_stream(),
         )
-        state, info = joint_solve(joint, fresh, with_sites=with_sites)
-        return state, info._replace(sites=self._by_row(info.sites, len(weights)))
+        state, info = joint_solve(joint, fresh, with_absorbed=with_absorbed)
+        return state, info._replace(absorbed=self._by_row(info.absorbed, len(weights)))
 
-    def _misfits(self, state: State, rows: dict, weights: Array, sites: tuple[Sites, ...]) -> Array:
-        """By how much the rows' sites (n, E, ...) are not what the state would make of the rows, (n,)."""
+    def _misfits(self, state: State, rows: dict, weights: Array, absorbed: tuple[Absorbed, ...]) -> Array:
+        """By how much the rows' sites are not what the state would make of the rows, (n,).
+
+        :param absorbed: how the state saw them when they became part of it: (n, E, ...) arrays.
+        """
         factors = self.linearise(self.prepare(rows, weights), state.mean)
         whitened = tuple(times_root(f.design, state.root) for f in factors)
-        found = misfits(self.kinds, factors, whitened, self._mask(sites, weights))
+        found = misfits(self.kinds, factors, whitened, self.sites_at(factors, absorbed))
         return sum(jnp.sum(misfit.reshape(len(weights), -1), axis=1) for misfit in found)
 
     def batch(
@@ -260,44 +284,42 @@ class Engine:
         is_affine = all(t.is_affine for t in self.program.prior.terms) and (not rows.kinds or self.is_affine)
         return joint_search(rows, prior, state, settings, is_affine=is_affine, **options)
 
-    def _stream(self, state: State, rows: dict, weights: Array, *, with_sites: bool = False) -> tuple[State, StepInfo]:
+    def _stream(
+        self, state: State, rows: dict, weights: Array, *, with_absorbed: bool = False
+    ) -> tuple[State, StepInfo]:
         """Block after block: (blocks, B, ...) arrays."""
         count, block_size = weights.shape
         blocks = jax.vmap(self.prepare)(rows, weights)
         counts = jnp.sum(weights, axis=1).astype(jnp.int32)
-        state, info = scan_blocks(partial(self._step, with_sites, block_size), state, blocks, counts, self._transition)
-        return state, info._replace(sites=self._by_row(info.sites, count * block_size))
+        step = partial(self._step, with_absorbed, block_size)
+        state, info = scan_blocks(step, state, blocks, counts, self._transition)
+        return state, info._replace(absorbed=self._by_row(info.absorbed, count * block_size))
 
-    def _step(self, with_sites, block_size, block):
+    def _step(self, with_absorbed, block_size, block):
         linearise_block = partial(self.linearise, block)
         if self.options.scheme == "implicit":
             linearizations = 1 if self.is_affine else NUM_LINEARIZATIONS
             settings = self.settings(block_size)
-            return implicit_step(self.kinds, linearise_block, settings, linearizations, with_sites)
+            return implicit_step(self.kinds, linearise_block, settings, linearizations, with_absorbed)
         return explicit_step(self.kinds, linearise_block)
 
-    def _by_row(self, sites: tuple[Sites, ...], num_rows: int) -> tuple[Sites, ...]:
+    def _by_row(self, absorbed: tuple[Absorbed, ...], num_rows: int) -> tuple[Absorbed, ...]:
         """(n E, ...) and (blocks, B E, ...) arrays as (n, E, ...)."""
 
-        def fold(site, terms):
-            return Sites(*[x.reshape(num_rows, *shape) for x, shape in zip(site, _site_shapes(terms))])
+        def fold(seen, terms):
+            return Absorbed(*[x.reshape(num_rows, *shape) for x, shape in zip(seen, _absorbed_shapes(terms))])
 
-        return tuple(fold(site, terms) for site, terms in zip(sites, self.program.terms))
+        return tuple(fold(seen, terms) for seen, terms in zip(absorbed, self.program.terms))
 
     def unknown(self, weights: np.ndarray) -> Known:
-        """Of new rows of these weights: sites that say nothing."""
+        """Of new rows of these weights."""
         nothing = lambda shape: np.zeros((len(weights), *shape), self.program.dtype)  # noqa: E731
-        sites = tuple(Sites(*map(nothing, _site_shapes(terms))) for terms in self.program.terms)
-        return Known(sites, np.asarray(np.count_nonzero(weights), np.int32))
+        absorbed = tuple(Absorbed(*map(nothing, _absorbed_shapes(terms))) for terms in self.program.terms)
+        return Known(absorbed, np.zeros((), np.int32), np.asarray(np.count_nonzero(weights), np.int32))
 
-    @staticmethod
-    def _mask(sites: tuple[Sites, ...], weights: Array) -> tuple[Sites, ...]:
-        """(n, E, ...) arrays as (n E, ...), without the rows that are mere padding."""
-
-        def scaled(x):
-            return (x * weights.reshape(-1, *[1] * (x.ndim - 1)).astype(x.dtype)).reshape(-1, *x.shape[2:])
-
-        return jax.tree.map(scaled, sites)
+    def sites_at(self, factors: tuple[Factors, ...], absorbed: tuple[Absorbed, ...]) -> tuple[Sites, ...]:
+        """The sites of rows that became part of a state when it saw them so: (n, E, ...) arrays."""
+        return sites_of(self.kinds, factors, jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), absorbed))
 
     # ------------------------------------------------------------------ rows as factors
     def _prepare(self, rows: dict, weights: Array) -> tuple:
@@ -325,10 +347,10 @@ def _at_places(linearise: Callable, rest: Array, places: Array, chunk: Any, some
     return tuple(f._replace(design=f.design[..., places]) for f in factors)
 
 
-def _site_shapes(terms: Terms) -> Sites:
-    """Shapes of one row's sites."""
+def _absorbed_shapes(terms: Terms) -> Absorbed:
+    """Shapes of how a q sees one row."""
     elements, c = terms.num_elements, terms.num_predictors
-    return Sites((elements, c, c), (elements, c), (elements,), (elements,))
+    return Absorbed((elements, c), (elements, c, c), (elements,))
 
 
 def chunks_of(

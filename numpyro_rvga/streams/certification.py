@@ -15,10 +15,11 @@ from ..engines.engine import Engine
 from ..model.rows import Rows, joined, num_rows, selected
 from ..options import check_choice, is_count
 from .model_check import MOST_ROWS, NUM_PAIRS, Difference, ModelCheck
+from .one_time import estimated
 from .order import seed_of
 from .passes import usable_chunks
 from .recursive_pass import RecursivePass
-from .source import RowSource
+from .source import RowSource, rows_in_memory
 
 APPROXIMATE = ("probit", "sigma_points")  # expectations that whoever asks for them knows to be so
 LEVEL = 4  # of the user's call, for warnings
@@ -58,29 +59,46 @@ class Certification:
         :param rng_key: for draws of theta.
         :raises ValueError: naming a site whose density is not what was read.
         """
-        bound, info, rows = None, {}, taken.only_rows
-        rng = np.random.default_rng(seed_of(rng_key))
+        bound, info, rows = None, {}, {}
         if taken.is_one_solve:
             bound = float(state.log_evidence)
             info = _described(0, taken.largest_decrement, bound, bound)
         if not self._certify or not engine.options.has_bound or engine.is_moving:
             return state, bound, info
-        known = self._compiled_for(engine)
-        if not taken.is_one_solve:
-            if not source.seekable:
-                return state, None, {}
-            sample = _Sample(taken, rng)
-            state, bound, info = self._looked_at(engine, known.certificate, start, state, source, taken, sample)
-            rows = sample.rows
-        elif num_rows(rows) > MOST_ROWS:
-            rows = selected(rows, np.sort(rng.choice(num_rows(rows), MOST_ROWS, replace=False)))
-        everything = num_rows(rows) == int(state.num_rows) and engine.program.is_proper
+        known, rng = self._compiled_for(engine), np.random.default_rng(seed_of(rng_key))
+        if taken.is_one_solve:
+            rows = taken.only_rows
+        elif source.seekable:
+            state, bound, info, rows = self._looked_at(engine, start, state, source, taken.left_out, taken.done, rng)
+        elif taken.sample.holds_all:
+            source, nothing = rows_in_memory(taken.sample.contents().rows), np.zeros(0, np.int64)
+            state, bound, info, rows = self._looked_at(engine, start, state, source, nothing, source.total, rng)
+        elif taken.sample.num_offered:
+            state, info = estimated(known.certificate, state, taken, self._max_looks, stacklevel=LEVEL)
+            rows = taken.sample.contents().rows
         if rows and not engine.program.local.size and not known.check.is_done:
-            differences = known.check(state, rows, bound if everything else None, rng)
-            if differences:
-                _report(differences, silent=engine.options.expectation in APPROXIMATE)
-                bound = None
+            bound = self._checked(engine, known.check, state, bound, _some(rows, rng), rng)
         return state, bound, info
+
+    def _checked(
+        self,
+        engine: Engine,
+        check: ModelCheck,
+        state: State,
+        bound: float | None,
+        rows: Rows,
+        rng: np.random.Generator,
+    ) -> float | None:
+        """The bound, if the model itself agrees.
+
+        :raises ValueError: naming a site whose density is not what was read.
+        """
+        everything = num_rows(rows) == int(state.num_rows) and engine.program.is_proper
+        differences = check(state, rows, bound if everything else None, rng)
+        if not differences:
+            return bound
+        _report(differences, silent=engine.options.expectation in APPROXIMATE)
+        return None
 
     def _compiled_for(self, engine: Engine) -> _Compiled:
         if engine not in self._known:
@@ -91,20 +109,24 @@ class Certification:
     def _looked_at(
         self,
         engine: Engine,
-        certificate: Certificate,
         start: State,
         state: State,
         source: RowSource,
-        taken: RecursivePass,
-        sample: _Sample,
-    ) -> tuple[State, float, dict[str, Any]]:
-        implicit = engine.options.scheme == "implicit"
-        found = certificate(
+        left_out: np.ndarray,
+        total: int,
+        rng: np.random.Generator,
+    ) -> tuple[State, float, dict[str, Any], Rows]:
+        """The state after looks at all rows, the bound, what else is known, and a sample of the rows.
+
+        :param left_out: the numbers of the rows, of ``total``, that were skipped.
+        """
+        implicit, sample = engine.options.scheme == "implicit", _Sample(total, left_out, rng)
+        found = self._compiled_for(engine).certificate(
             start,
             state,
-            lambda size: sample.watched(usable_chunks(source, taken.left_out, size)),
+            lambda size: sample.watched(usable_chunks(source, left_out, size)),
             prior_inputs=engine.program.prior_inputs,
-            total=taken.done,
+            total=total,
             tolerance=self._tolerance,
             max_looks=self._max_looks if implicit else 1,
         )
@@ -117,15 +139,15 @@ class Certification:
                 stacklevel=LEVEL,
             )
         info = _described(found.looks, off, found.before.bound, found.after.bound)
-        return found.state, found.after.bound, info | {"converged": off <= self._tolerance}
+        return found.state, found.after.bound, info | {"converged": off <= self._tolerance}, sample.rows
 
 
 class _Sample:
     """Usable rows, drawn at random, that are picked up while chunks of all rows go by for the first time."""
 
-    def __init__(self, taken: RecursivePass, rng: np.random.Generator):
-        drawn = rng.choice(taken.done, min(taken.done, MOST_ROWS), replace=False)
-        self._numbers = np.setdiff1d(drawn, taken.left_out)
+    def __init__(self, total: int, left_out: np.ndarray, rng: np.random.Generator):
+        drawn = rng.choice(total, min(total, MOST_ROWS), replace=False)
+        self._numbers = np.setdiff1d(drawn, left_out)
         self._pieces: list[Rows] | None = []
         self.rows: Rows = {}
 
@@ -138,6 +160,13 @@ class _Sample:
             yield rows, weights
         if self._pieces is not None:
             self.rows, self._pieces = joined(self._pieces) if self._pieces else {}, None
+
+
+def _some(rows: Rows, rng: np.random.Generator) -> Rows:
+    """At most so many of the rows, at random."""
+    if num_rows(rows) <= MOST_ROWS:
+        return rows
+    return selected(rows, np.sort(rng.choice(num_rows(rows), MOST_ROWS, replace=False)))
 
 
 def _report(differences: list[Difference], *, silent: bool) -> None:

@@ -1,68 +1,104 @@
-"""The rows that one pass does worst by, kept for a last solve."""
+"""Rows that are kept while a stream goes by: those that one pass does worst by, and a sample of all."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from ..core.recursion import Sites
+from ..core.recursion import Absorbed
 from ..model.rows import Rows, joined, num_rows, selected
 
 NEGLIGIBLE_ERROR = 1e-6  # nats: of a row whose Gaussian site is as good as exact
 
 
+class Kept(NamedTuple):
+    """Rows, their places in the order in which they came, and how q saw them when it took them in (n, E, ...)."""
+
+    priority: np.ndarray
+    places: np.ndarray
+    rows: Rows
+    absorbed: tuple[Absorbed, ...]
+
+
 class RowMemory:
-    """The rows whose Gaussian sites are least exact, with these sites: bounded, filled while the data go by.
+    """The rows of the highest priorities: bounded, filled while the data go by.
 
     :param capacity: rows kept.
+    :param least: rows of no higher priority are not kept.
+
+    :ivar num_offered: how many rows went by.
     """
 
-    def __init__(self, capacity: int):
-        self._capacity = capacity
-        self._pieces: list[tuple[np.ndarray, Rows, tuple]] = []
-        self._count = 0
-        self._least = NEGLIGIBLE_ERROR  # rows of no larger error would not be among those kept
+    def __init__(self, capacity: int, least: float = -np.inf):
+        self._capacity, self._least = capacity, least
+        self._pieces: list[Kept] = []
+        self._count = self.num_offered = 0
 
-    def offer(self, rows: Rows, sites: tuple) -> None:
-        """Consider rows; ``sites`` is a tuple of sites of (n, E, ...) arrays, empty where none are wanted."""
-        if not (self._capacity and sites):
+    def offer(self, kept: Kept) -> None:
+        """Consider rows."""
+        self.num_offered += len(kept.places)
+        chosen = np.flatnonzero(kept.priority > self._least)
+        if not (self._capacity and len(chosen)):
             return
-        error = sum(np.asarray(site.error).sum(axis=1) for site in sites)[: num_rows(rows)]
-        chosen = np.flatnonzero(error > self._least)
-        if not len(chosen):
-            return
-        self._keep(error[chosen], *selected((rows, jax.tree.map(np.asarray, sites)), chosen))
+        self._keep(Kept(*selected(tuple(kept), chosen)))
         if self._count > 2 * self._capacity:
             self._prune()
 
-    def contents(self) -> tuple[Rows, tuple] | None:
-        """The kept rows and their sites; None if there are none."""
+    def contents(self) -> Kept | None:
+        """What is kept; None if there is nothing."""
         if not self._pieces:
             return None
         self._prune()
-        _, rows, sites = self._pieces[0]
-        return rows, sites
+        return self._pieces[0]
+
+    @property
+    def holds_all(self) -> bool:
+        """Whether rows went by, and every one is kept."""
+        return 0 < self.num_offered == self._count <= self._capacity
 
     def stored(self) -> list:
         """Plain arrays from which :meth:`restore` makes this memory again."""
         if self._pieces:
             self._prune()
-        return [(error, rows, [tuple(site) for site in sites]) for error, rows, sites in self._pieces]
+        pieces = [(*piece[:3], [tuple(seen) for seen in piece.absorbed]) for piece in self._pieces]
+        return [self.num_offered, pieces]
 
-    def restore(self, stored: list) -> None:
-        for error, rows, sites in stored:
-            self._keep(error, rows, tuple(Sites(*site) for site in sites))
+    def restore(self, stored: Sequence[Any]) -> None:
+        self.num_offered, pieces = stored
+        for *known, absorbed in pieces:
+            self._keep(Kept(*known, tuple(Absorbed(*seen) for seen in absorbed)))
 
-    def _keep(self, error: np.ndarray, rows: Rows, sites: tuple) -> None:
-        self._pieces.append((error, rows, sites))
-        self._count += len(error)
+    def _keep(self, kept: Kept) -> None:
+        self._pieces.append(kept)
+        self._count += len(kept.places)
 
     def _prune(self) -> None:
-        errors, rows, sites = zip(*self._pieces)
-        error = np.concatenate(errors)
-        order = np.argsort(-error, kind="stable")[: self._capacity]
-        kept = jax.tree.map(lambda *x: np.concatenate(x)[order], *sites)
+        priority = np.concatenate([piece.priority for piece in self._pieces])
+        order = np.argsort(-priority, kind="stable")[: self._capacity]
+        places = np.concatenate([piece.places for piece in self._pieces])[order]
+        rows = selected(joined([piece.rows for piece in self._pieces]), order)
+        absorbed = jax.tree.map(lambda *x: np.concatenate(x)[order], *[piece.absorbed for piece in self._pieces])
         self._pieces, self._count = [], 0
-        self._keep(error[order], selected(joined(list(rows)), order), kept)
+        self._keep(Kept(priority[order], places, rows, absorbed))
         if len(order) == self._capacity:
-            self._least = error[order[-1]]
+            self._least = priority[order[-1]]
+
+
+def inexactness(absorbed: tuple[Absorbed, ...]) -> np.ndarray:
+    """How many nats the sites of each row may be off, (n,)."""
+    return sum(seen.error.sum(axis=1) for seen in absorbed)
+
+
+def taken_in(rows: Rows, absorbed: tuple[Absorbed, ...], weights: np.ndarray, place: int) -> Kept:
+    """The rows of weight one, with no priority yet.
+
+    :param absorbed: of the rows, and perhaps of padding. :param place: of the first row.
+    """
+    used = np.flatnonzero(weights)
+    own = jax.tree.map(lambda x: np.asarray(x)[: num_rows(rows)], absorbed)
+    if len(used) < len(weights):
+        rows, own = selected((rows, own), used)
+    return Kept(np.zeros(len(used)), place + used, rows, own)

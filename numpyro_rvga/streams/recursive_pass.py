@@ -7,13 +7,15 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jax import Array
 
-from ..core.recursion import Sites, State, StepInfo
+from ..core.recursion import Absorbed, State, StepInfo
 from ..engines.engine import Engine, Known
 from ..engines.sparse import SparseEngine
 from ..model.rows import Rows, in_blocks, num_rows, pad, selected
 from ..model.validation import describe_bad_rows
-from .memory import RowMemory
+from .memory import NEGLIGIBLE_ERROR, Kept, RowMemory, inexactness, taken_in
+from .order import seed_of
 from .passes import Pass, PassOptions, first_failed, rows_named
 from .source import RowSource
 
@@ -24,6 +26,7 @@ JOINT_ROWS_PER_PARAMETER = 400  # of a solve with kept rows
 MEMORY_ROWS_PER_PARAMETER = 2000
 MEMORY_NUMBERS = 2**25  # in the Jacobians of the kept rows
 MOST_LOOKS = 8  # at kept rows that are more than one solve takes
+SAMPLE_NUMBERS = 2**23  # in the rows of a sample, and how q saw them
 SETTLED = 0.1  # standard deviations: what the rows' misfits may come to if they all pull the same way
 CHUNK_NUMBERS = 2**22
 MAX_CHUNK = 8192
@@ -89,7 +92,13 @@ class RecursivePass(Pass):
 
     :param sparse: solves for all rows together; None: the recursion.
 
+    :param sampled_by: the key of a sample of all rows, for data that cannot be read again; None: there is to be none.
+
     :ivar only_rows: the usable rows of the first, joint solve, if no others followed.
+    :ivar sample: of all rows, uniform, and how q saw them when it took them in.
+    :ivar kept: the rows of the last solves, and how q has seen them since; None if there are none.
+    :ivar predicted: of each block after the first solve, its bound, which is how likely q thought it to be before,
+        and its number of rows.
     """
 
     def __init__(
@@ -103,11 +112,17 @@ class RecursivePass(Pass):
         sparse: SparseEngine | None,
         *,
         checked: bool,
+        sampled_by: Array | None,
     ):
         super().__init__(engine.program, source, options, bar, publish, checked=checked)
         self._engine, self._sizes, self._sparse = engine, sizes, sparse
-        self._memory, self._gathered = RowMemory(sizes.memory), Gathered()
+        self._memory, self._gathered = RowMemory(sizes.memory, NEGLIGIBLE_ERROR), Gathered()
+        self._sampled_by = sampled_by
+        numbers = engine.numbers_absorbed + sum(row[0].size for row in engine.program.example_row.values())
+        self.sample = RowMemory(0 if sampled_by is None else SAMPLE_NUMBERS // numbers)
         self.only_rows: Rows = {}
+        self.kept: Kept | None = None
+        self.predicted: list[tuple[float, int]] = []
 
     def size(self, place: int) -> int:
         return self._sizes.first if self._is_joint(place) else self._sizes.chunk
@@ -120,9 +135,11 @@ class RecursivePass(Pass):
             rows, weights = pad(rows, self._joint_size(len(weights)), weights)
             known = (engine.unknown(weights),) if sizes.keeps_rows else ()
             rows, weights = engine.devices.put_rows((rows, weights))
-            return engine.joint(engine.program.prior_inputs, state, rows, weights, *known, with_sites=sizes.keeps_rows)
+            return engine.joint(
+                engine.program.prior_inputs, state, rows, weights, *known, with_absorbed=sizes.keeps_rows
+            )
         blocks = in_blocks(pad(rows, sizes.chunk, weights), sizes.block)
-        return engine.stream(state, *engine.devices.put_rows(blocks, axis=1), with_sites=sizes.keeps_rows)
+        return engine.stream(state, *engine.devices.put_rows(blocks, axis=1), with_absorbed=sizes.keeps_rows)
 
     def failed(self, report: StepInfo, length: int) -> tuple[int, int] | None:
         joint = np.ndim(report.ok) == 0
@@ -130,14 +147,30 @@ class RecursivePass(Pass):
 
     def accept(self, state: State, rows: Rows, weights: np.ndarray, report: StepInfo, place: int) -> None:
         self.only_rows = selected(rows, weights > 0) if place == 0 and self._is_joint(place) else {}
-        self._memory.offer(rows, report.sites)
         self._gathered.add(report)
+        if report.absorbed:
+            taken = taken_in(rows, report.absorbed, weights, place)
+            self._memory.offer(taken._replace(priority=inexactness(taken.absorbed)))
+            if self._sampled_by is not None:
+                draws = np.random.default_rng([*seed_of(self._sampled_by), place]).random(len(taken.places))
+                self.sample.offer(taken._replace(priority=draws))
+        if np.ndim(report.bound):
+            padded = np.pad(weights, (0, np.size(report.bound) * self._sizes.block - len(weights)))
+            counts = np.count_nonzero(padded.reshape(np.size(report.bound), -1), axis=1)
+            self.predicted += zip(np.asarray(report.bound)[counts > 0].tolist(), counts[counts > 0].tolist())
 
     def notes(self) -> dict[str, Any]:
-        return {"memory": self._memory.stored(), "gathered": self._gathered.stored()}
+        return {
+            "memory": self._memory.stored(),
+            "sample": self.sample.stored(),
+            "predicted": np.array(self.predicted, np.float64),
+            "gathered": self._gathered.stored(),
+        }
 
     def read_notes(self, notes: Mapping[str, Any]) -> None:
         self._memory.restore(notes["memory"])
+        self.sample.restore(notes["sample"])
+        self.predicted = [(bound, int(count)) for bound, count in notes["predicted"].reshape(-1, 2)]
         self._gathered.restore(notes["gathered"])
 
     def refuse(self, before: State, after: State, rows: Rows, numbers: np.ndarray) -> None:
@@ -161,12 +194,13 @@ class RecursivePass(Pass):
         state, sizes, gathered = self.state, self._sizes, self._gathered
         kept = self._memory.contents() if self.done > sizes.first else None
         if kept is not None:
-            state = self._revisit(state, *kept)
+            state, absorbed = self._revisit(state, kept.rows, kept.absorbed)
+            self.kept = kept._replace(absorbed=absorbed)
         elif state.prior_site is not None and self.done > sizes.first:
             state, info = self._engine.settled(state)
             gathered.add(info)
         facts = {"num_rows": self.done, "block_size": sizes.block, "first_block": min(sizes.first, self.done)}
-        facts["kept_rows"] = 0 if kept is None else num_rows(kept[0])
+        facts["kept_rows"] = 0 if kept is None else num_rows(kept.rows)
         return state, gathered.summary() | facts | self.skipped()
 
     @property
@@ -188,46 +222,50 @@ class RecursivePass(Pass):
     def _is_joint(self, place: int) -> bool:
         return place == 0 and self._sizes.first > 0
 
-    def _revisit(self, state: State, rows: Rows, sites: tuple[Sites, ...]) -> State:
+    def _revisit(self, state: State, rows: Rows, absorbed: tuple[Absorbed, ...]) -> tuple[State, tuple[Absorbed, ...]]:
         """Solve once more with the kept rows as themselves, not as their Gaussian sites. Of more than one solve takes,
-        those come first whose sites are furthest off, and then those that now are."""
-        at_once = self._sizes.joint
-        if num_rows(rows) <= at_once:
-            return self._solved(state, rows, sites)[0]
-        sites = jax.tree.map(np.array, sites)
+        those come first whose sites are furthest off, and then those that now are. Also how it sees the rows then."""
+        at_once, count = self._sizes.joint, num_rows(rows)
+        if count <= at_once:
+            state, info = self._solved(state, rows, absorbed)
+            now = jax.tree.map(lambda seen: np.asarray(seen)[:count], info.absorbed)
+            return state, now if bool(info.ok) else absorbed
+        absorbed = jax.tree.map(np.array, absorbed)
         for look in range(MOST_LOOKS):
-            misfits = self._misfits(state, rows, sites)
+            misfits = self._misfits(state, rows, absorbed)
             if look and misfits.sum() < SETTLED:
                 break
             worst = np.argsort(-misfits, kind="stable")[:at_once]
-            state, info = self._solved(state, *selected((rows, sites), worst))
+            state, info = self._solved(state, *selected((rows, absorbed), worst))
             if not bool(info.ok):
                 break
-            for kept, site in zip(jax.tree.leaves(sites), jax.tree.leaves(info.sites)):
-                kept[worst] = np.asarray(site)[: len(worst)]
-        return state
+            for kept, seen in zip(jax.tree.leaves(absorbed), jax.tree.leaves(info.absorbed)):
+                kept[worst] = np.asarray(seen)[: len(worst)]
+        return state, absorbed
 
-    def _misfits(self, state: State, rows: Rows, sites: tuple[Sites, ...]) -> np.ndarray:
+    def _misfits(self, state: State, rows: Rows, absorbed: tuple[Absorbed, ...]) -> np.ndarray:
         """By how much each row's sites are not what the state would make of the row."""
         size, count = self._joint_size(self._sizes.joint), num_rows(rows)
         found = []
         for start in range(0, count, size):
-            part = selected((rows, sites), slice(start, start + size))
+            part = selected((rows, absorbed), slice(start, start + size))
             found.append(self._engine.misfits(state, *self._placed(*part, size)))
         return np.concatenate([np.asarray(misfits) for misfits in found])[:count]
 
-    def _solved(self, state: State, rows: Rows, sites: tuple[Sites, ...]) -> tuple[State, StepInfo]:
-        """With these rows, of which the state knows by their sites, as themselves."""
-        *placed, sites = self._placed(rows, sites, self._joint_size(self._sizes.joint))
-        known = Known(sites, np.zeros((), np.int32))
-        after, info = self._engine.joint(self._program.prior_inputs, state, *placed, known, with_sites=True)
+    def _solved(self, state: State, rows: Rows, absorbed: tuple[Absorbed, ...]) -> tuple[State, StepInfo]:
+        """With these rows as themselves, not as the sites by which they are part of the state."""
+        *placed, absorbed = self._placed(rows, absorbed, self._joint_size(self._sizes.joint))
+        known = Known(absorbed, np.ones((), np.int32), np.zeros((), np.int32))
+        after, info = self._engine.joint(self._program.prior_inputs, state, *placed, known, with_absorbed=True)
         self._gathered.add(info)
         return after, info
 
-    def _placed(self, rows: Rows, sites: tuple[Sites, ...], size: int) -> tuple[Rows, np.ndarray, tuple[Sites, ...]]:
-        """Rows, weights and sites, ``size`` of each, on the devices."""
-        (rows, sites), weights = pad((rows, sites), size)
-        return *self._engine.devices.put_rows((rows, weights)), sites
+    def _placed(
+        self, rows: Rows, absorbed: tuple[Absorbed, ...], size: int
+    ) -> tuple[Rows, np.ndarray, tuple[Absorbed, ...]]:
+        """``size`` rows and their weights, on the devices, and how the state saw them."""
+        (rows, absorbed), weights = pad((rows, absorbed), size)
+        return *self._engine.devices.put_rows((rows, weights)), absorbed
 
 
 class Gathered:

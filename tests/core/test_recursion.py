@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from numpyro_rvga.core.factors import Factors, Kind
-from numpyro_rvga.core.recursion import Sites, misfits, summarise
+from numpyro_rvga.core.recursion import Sites, misfits, sites_of, summarise
 
 
 def log_bilinear(mean, covariance, constants):
@@ -27,6 +27,10 @@ def setting(n=5, p=4, seed=0):
     return mean, root, designs, (factors,), (jnp.asarray(designs @ root),)
 
 
+def made_anew(factors, spreads):
+    return sites_of((KIND,), factors, summarise((KIND,), factors, spreads))
+
+
 def divergence(precision, pull, other_precision, other_pull):
     """KL between Gaussians given by precision and precision times mean."""
     covariance, mean = np.linalg.inv(precision), np.linalg.solve(precision, pull)
@@ -37,7 +41,7 @@ def divergence(precision, pull, other_precision, other_pull):
 
 def test_a_site_has_the_expected_value_and_derivatives_of_its_factor():
     _, _, _, factors, spreads = setting()
-    (sites,) = summarise((KIND,), factors, spreads)
+    (sites,) = made_anew(factors, spreads)
     for i in range(5):
         mean, covariance = np.asarray(factors[0].offset[i]), np.asarray(spreads[0][i] @ spreads[0][i].T)
         draws = np.random.default_rng(i).multivariate_normal(mean, covariance, size=400_000)
@@ -55,14 +59,14 @@ def test_a_site_has_the_expected_value_and_derivatives_of_its_factor():
 
 def test_a_site_made_anew_fits():
     _, _, _, factors, spreads = setting()
-    sites = summarise((KIND,), factors, spreads)
+    sites = made_anew(factors, spreads)
     np.testing.assert_allclose(misfits((KIND,), factors, spreads, sites)[0], 0.0, atol=1e-7)
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_a_misfit_is_how_far_q_would_move_towards_a_site_made_anew(seed):
     mean, root, designs, factors, spreads = setting(seed=seed)
-    (right,) = summarise((KIND,), factors, spreads)
+    (right,) = made_anew(factors, spreads)
     rng = np.random.default_rng(10 + seed)
     turn = rng.normal(size=right.precision.shape)
     wrong = Sites(right.precision + turn + turn.swapaxes(1, 2), right.linear + rng.normal(size=(5, 2)), *right[2:])

@@ -192,7 +192,7 @@ def test_what_is_no_bound_is_not_called_one():
     method = RVGA(MODELS["logistic"])
     certified = run(method, rows)
     others = {
-        "a stream": run(method, iter(in_blocks(rows))),
+        "a stream": run(RVGA(MODELS["logistic"], block_size=500), in_stream(rows)),
         "an update": certified.update(in_blocks(rows)[0], progress_bar=False),
         "a functional update": method.posterior(method.update(method.init(rows), rows)),
         "no certificate": run(RVGA(MODELS["logistic"], certify=False), rows),
@@ -202,7 +202,6 @@ def test_what_is_no_bound_is_not_called_one():
     for case, posterior in others.items():
         assert posterior.elbo is None, case
         assert np.isfinite(posterior.info["log_evidence_estimate"]), case
-    np.testing.assert_allclose(others["a stream"].info["log_evidence_estimate"], certified.elbo, atol=200)
 
 
 def test_rows_that_are_solved_for_together_need_no_look():
@@ -257,3 +256,75 @@ def test_a_site_that_is_read_wrongly_is_an_error_that_names_it(num_rows, monkeyp
 def test_unusable_options_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
         RVGA(MODELS["logistic"], **options)
+
+
+# ---------------------------------------------------------------------- rows that can be read once
+def in_stream(rows):
+    return iter(in_blocks(rows))
+
+
+@pytest.fixture
+def few_are_kept(monkeypatch):
+    """A sample of 1,200 rows, and 300 of those that a pass does worst by."""
+    monkeypatch.setattr("numpyro_rvga.streams.recursive_pass.SAMPLE_NUMBERS", 1200 * 7)
+    monkeypatch.setattr("numpyro_rvga.streams.recursive_pass.MEMORY_ROWS_PER_PARAMETER", 100)
+
+
+def shuffled(rows, seed=0):
+    order = np.random.default_rng(seed).permutation(len(rows["y"]))
+    return {name: array[order] for name, array in rows.items()}
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_a_stream_of_which_every_row_is_kept_is_certified(kind):
+    rows = shuffled(made(kind))
+    posterior = run(RVGA(MODELS[kind]), in_stream(rows))
+    best = run(FixedPointVI(MODELS[kind]), rows)
+    assert divergence(posterior, best) < 0.001 and posterior.info["converged"]
+    assert best.elbo - 0.001 < posterior.elbo < best.elbo + 1e-6
+
+
+@pytest.mark.parametrize("kind", ["logistic", "poisson", "gamma"])
+def test_a_sample_tells_what_a_pass_in_random_order_lacks(kind, few_are_kept):
+    rows = shuffled(made(kind, 20_000))
+    plain = run(RVGA(MODELS[kind], certify=False), in_stream(rows))
+    posterior = run(RVGA(MODELS[kind]), in_stream(rows))  # without a warning
+    best = run(FixedPointVI(MODELS[kind]), rows)
+    assert posterior.elbo is None and posterior.info["converged"]
+    assert divergence(posterior, best) < 0.3 * divergence(plain, best)
+    assert abs(posterior.info["bound_estimate"] - best.elbo) < 5 * posterior.info["bound_error"] + 0.01
+    assert posterior.info["log_evidence_estimate"] == pytest.approx(posterior.info["bound_estimate"])
+
+
+@pytest.mark.parametrize("kind", ["logistic", "poisson"])
+def test_an_order_that_does_harm_is_told_and_mended_as_far_as_a_sample_can(kind, few_are_kept):
+    rows = made(kind, 20_000)
+    plain = run(RVGA(MODELS[kind], certify=False), in_stream(rows))
+    best = run(FixedPointVI(MODELS[kind]), rows)
+    with pytest.warns(UserWarning, match=r"cannot undo: .* q was off by \d.* Read the rows again .* or use dynamics"):
+        posterior = run(RVGA(MODELS[kind]), in_stream(rows))
+    assert not posterior.info["converged"] and posterior.elbo is None
+    assert divergence(posterior, best) < 0.1 * divergence(plain, best)
+
+
+def test_rows_in_random_order_raise_no_alarm(few_are_kept):
+    """Warnings are errors here."""
+    method, rows = RVGA(MODELS["poisson"]), made("poisson", 8000)
+    for seed in range(20):
+        run(method, in_stream(shuffled(rows, seed)))
+
+
+def test_a_stopped_stream_goes_on_with_its_sample_to_the_bit(few_are_kept, tmp_path):
+    rows, method = shuffled(made("poisson", 12_000)), RVGA(MODELS["poisson"])
+
+    def stopping():
+        yield from in_blocks({name: array[:7000] for name, array in rows.items()})
+        raise KeyboardInterrupt
+
+    options = {"checkpoint": tmp_path / "run", "every": 2000}
+    with pytest.raises(KeyboardInterrupt):
+        run(method, stopping(), **options)
+    again = run(method, in_stream(rows), resume=True, **options)
+    whole = run(method, in_stream(rows), checkpoint=tmp_path / "other", every=2000)
+    np.testing.assert_array_equal(again.mean, whole.mean)
+    assert again.info["bound_estimate"] == whole.info["bound_estimate"]

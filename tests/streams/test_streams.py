@@ -15,10 +15,10 @@ import numpyro.distributions as dist
 import pytest
 
 from numpyro_rvga import BONG, RVGA, RandomWalk, files
-from numpyro_rvga.core.recursion import Sites
+from numpyro_rvga.core.recursion import Absorbed
 from numpyro_rvga.streams import passes as passes_module
 from numpyro_rvga.streams import recursive_pass
-from numpyro_rvga.streams.memory import RowMemory
+from numpyro_rvga.streams.memory import RowMemory, inexactness, taken_in
 
 NUM_ROWS = 1500
 STEPS = ("jit(_joint)", "jit(_stream)", "jit(_one_block)")
@@ -472,9 +472,12 @@ def test_a_memory_holds_the_rows_of_the_largest_errors(piece):
     memory = RowMemory(20)
     for start in range(0, 200, piece):
         part = error[start : start + piece]
-        site = Sites(np.zeros((len(part), 1, 1, 1)), np.zeros((len(part), 1, 1)), np.zeros((len(part), 1)), part)
-        memory.offer({"row": np.arange(start, start + len(part))}, (site,))
-    rows, (site,) = memory.contents()
+        seen = Absorbed(np.zeros((len(part), 1, 1)), np.zeros((len(part), 1, 1, 1)), part)
+        offered = taken_in({"row": np.arange(start, start + len(part))}, (seen,), np.ones(len(part)), start)
+        memory.offer(offered._replace(priority=inexactness(offered.absorbed)))
+    kept = memory.contents()
     expected = np.argsort(-error[:, 0])[:20]
-    np.testing.assert_array_equal(rows["row"], expected)
-    np.testing.assert_array_equal(site.error, error[expected])
+    np.testing.assert_array_equal(kept.rows["row"], expected)
+    np.testing.assert_array_equal(kept.places, expected)
+    np.testing.assert_array_equal(kept.absorbed[0].error, error[expected])
+    assert memory.num_offered == 200 and not memory.holds_all

@@ -1,0 +1,104 @@
+"""What a sample of the rows tells of a pass over data that cannot be read again."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from ..core.recursion import State
+from ..engines.certificate import Certificate, Look, Stratum
+from ..model.rows import Rows, selected
+from .memory import Kept
+from .recursive_pass import RecursivePass
+
+NUM_BATCHES = 16  # of the sample, for standard errors
+LEARNED = 0.25  # of the blocks: after so many, q hardly changes what it expects
+MOST_ROWS = 10_000  # that tell how much the log densities of rows vary
+DEVIATIONS = 3.0  # by which blocks may be more unlike each other than rows in random order make them
+CHANCE = 0.005  # of a natural gradient as large as this, were there none
+HARM = 0.1  # standard deviations that q was off by,
+LEFT = 0.02  # and nats of squared natural gradient that are or may be left: less is not worth a word
+
+
+def estimated(
+    certificate: Certificate, state: State, taken: RecursivePass, max_looks: int, *, stacklevel: int
+) -> tuple[State, dict[str, Any]]:
+    """The state after steps where it is known well enough what it lacks, and what is known of it.
+
+    :param stacklevel: of the user's call, for a warning if the order of the rows has done harm.
+    """
+    sample = taken.sample.contents()
+    known, batches = _strata(sample, taken.kept, taken.sample.num_offered)
+    if not len(batches[0].weights):  # nearly all rows are kept, and the sample has no others
+        return state, {}
+    found = certificate.estimated(state, known, batches, max_looks)
+    before, after = found.before, found.after
+    unlike = _unlikeness(taken.predicted, _variance(certificate, state, sample.rows))
+    off, chance = _furthest(before)
+    left = after.squared_natural_gradient + 2 * after.noise.squared
+    disordered = unlike > DEVIATIONS and chance < CHANCE and off > HARM and not left < LEFT
+    if disordered:
+        warnings.warn(
+            f"the rows come in an order that one pass cannot undo: blocks are unlike each other (by {unlike:.1f} "
+            f"standard deviations more than rows in random order), and q was off by {off:.2g} of its standard "
+            f"deviations. A sample of the rows leaves {_furthest(after)[0]:.2g} of these. Read the rows again (arrays, "
+            "a list of blocks, ParquetRows), or use dynamics if the parameters drift.",
+            stacklevel=stacklevel,
+        )
+    info = {
+        "looks": found.looks,
+        "squared_natural_gradient": after.squared_natural_gradient,
+        "squared_natural_gradient_noise": after.noise.squared,
+        "bound_estimate": after.bound,
+        "bound_error": after.noise.bound,
+    }
+    evidence = np.asarray(after.bound, state.mean.dtype)
+    return found.state._replace(log_evidence=evidence), info | ({"converged": False} if disordered else {})
+
+
+def _strata(sample: Kept, kept: Kept | None, num_rows: int) -> tuple[Stratum, list[Stratum]]:
+    """The kept rows, which speak for themselves, and the sample of all others, in batches."""
+    if kept is None:
+        others, known = np.arange(len(sample.places)), Stratum(sample.rows, sample.absorbed, np.zeros(0, np.float32))
+    else:
+        others = np.flatnonzero(~np.isin(sample.places, kept.places))
+        known = Stratum(kept.rows, kept.absorbed, np.ones(len(kept.places), np.float32))
+    size = len(others) // NUM_BATCHES
+    weight = (num_rows - len(known.weights)) / max(size * NUM_BATCHES, 1)
+    batches = []
+    for number in range(NUM_BATCHES):
+        rows, absorbed = selected((sample.rows, sample.absorbed), others[number * size : (number + 1) * size])
+        batches.append(Stratum(rows, absorbed, np.full(size, weight)))
+    return known, batches
+
+
+def _variance(certificate: Certificate, state: State, rows: Rows) -> float:
+    """Of the rows' expected log-likelihoods under q."""
+    return float(np.var(certificate.values_at(state, selected(rows, slice(MOST_ROWS))), ddof=1))
+
+
+def _unlikeness(predicted: Sequence[tuple[float, int]], variance: float) -> float:
+    """By how many standard deviations the log densities of blocks, as q predicted them, vary more than those of rows
+    in random order would: chi squared, as a normal variable (Wilson and Hilferty)."""
+    bounds, counts = np.array(predicted[int(LEARNED * len(predicted)) :], np.float64).reshape(-1, 2).T
+    freedom = len(bounds) - 1
+    if freedom < 1 or not variance > 0:
+        return 0.0
+    centre = bounds.sum() / counts.sum()
+    statistic = float(np.sum((bounds - counts * centre) ** 2 / counts) / variance)
+    spread = 2 / (9 * freedom)
+    return float(((statistic / freedom) ** (1 / 3) - (1 - spread)) / math.sqrt(spread))
+
+
+def _furthest(at: Look) -> tuple[float, float]:
+    """How far q is from where its natural gradient leads, in standard deviations of the worst of its standard
+    coordinates, and the chance that any of these were so far from zero, relative to its error, were there nothing."""
+    from scipy.stats import t as student  # slow to import, and seldom needed
+
+    scores = np.abs(at.gradient) / np.maximum(at.noise.gradient, np.finfo(float).tiny)
+    chance = 2 * len(scores) * float(student.sf(scores.max(), NUM_BATCHES - 1))
+    return float(np.abs(at.gradient).max()), min(chance, 1.0)
