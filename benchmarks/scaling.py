@@ -35,6 +35,7 @@ from kernel import make_data, model
 
 from numpyro_rvga import BONG, RVGA, FixedPointVI
 
+PASS = {"shuffle": False, "certify": False}  # alone
 REPEATS = 3
 STEPS = 10  # of BONG
 OUTPUTS = 10
@@ -113,9 +114,9 @@ def categories(num_rows: int, size: int, count: int, dtype: type) -> tuple[Calla
 
 def predictors(count: int, dtype: type) -> Measured:
     if count == 1:
-        return measured(RVGA(model, block_size=128), make_data(2_000, 60, dtype))
+        return measured(RVGA(model, block_size=128, **PASS), make_data(2_000, 60, dtype))
     softmax, rows = categories(2_000, 60, count, dtype)
-    return measured(RVGA(softmax, block_size=128), rows)
+    return measured(RVGA(softmax, block_size=128, **PASS), rows)
 
 
 def bong_step(family: str, hessian: str, size: int, dtype: type, rank: int = 10) -> Measured:
@@ -154,7 +155,7 @@ PARTS["BONG, rank"] = Part(
 
 
 def rvga(num_rows: int, size: int, dtype: type, **options: Any) -> Measured:
-    return measured(RVGA(model, **options), make_data(num_rows, size, dtype))
+    return measured(RVGA(model, **PASS | options), make_data(num_rows, size, dtype))
 
 
 def iteration(num_rows: int, size: int, dtype: type) -> Measured:

@@ -32,6 +32,7 @@ from numpyro_rvga import RVGA
 
 COLUMNS, BLOCK = 20, 2**16
 KILLS = 20
+PASS = {"shuffle": False, "certify": False}  # alone: blocks are made once
 SIZES = {"rate": 4_000_000, "memory": 100_000_000, "precision": 10_000_000, "kills": 4_000_000}
 
 
@@ -70,7 +71,7 @@ def seconds(run, *arguments) -> float:
 def rate(num_rows: int, output: Path) -> None:
     blocks = list(Rows(num_rows))
     whole = {name: np.concatenate([block[name] for block in blocks]) for name in blocks[0]}
-    method = RVGA(model)
+    method = RVGA(model, **PASS)
     sources = {"one array": whole, "blocks": blocks, "blocks made on the fly": Rows(num_rows)}
     times = {name: [] for name in sources}
     for turn in range(4):
@@ -105,7 +106,7 @@ class Watched(Rows):
 
 def memory(num_rows: int, output: Path) -> None:
     source = Watched(num_rows)
-    took = seconds(RVGA(model).run, source)
+    took = seconds(RVGA(model, **PASS).run, source)
     early = [resident for rows, resident in source.memory if rows > num_rows / 10]
     print(f"{num_rows:,} rows in {took:.0f} s, {num_rows / took:,.0f} rows/s with compilation")
     print(f"resident memory after a tenth of them: {min(early):.0f} to {max(early):.0f} MiB")
@@ -130,7 +131,7 @@ def precision(num_rows: int, output: Path) -> None:
     found = {}
     for double in (False, True):
         with jax.enable_x64(double):
-            posterior = RVGA(model).run(Rows(num_rows), progress_bar=False)
+            posterior = RVGA(model, **PASS).run(Rows(num_rows), progress_bar=False)
             found[double] = np.asarray(posterior.mean, np.float64), np.sqrt(np.diag(posterior.covariance))
     (single, single_deviation), (mean, deviation) = found[False], found[True]
     means = float(np.max(np.abs(single - mean) / deviation))
@@ -142,12 +143,13 @@ def precision(num_rows: int, output: Path) -> None:
 def child(num_rows: int, folder: str) -> None:
     """The process that is killed."""
     source = Rows(num_rows, pause=0.5)
-    posterior = RVGA(model).run(source, checkpoint=Path(folder) / "run", every=100_000, resume=True, progress_bar=False)
+    method = RVGA(model, **PASS)
+    posterior = method.run(source, checkpoint=Path(folder) / "run", every=100_000, resume=True, progress_bar=False)
     np.savez(Path(folder) / "result.npz", mean=posterior.mean, root=posterior.gaussian.root)
 
 
 def kills(num_rows: int, output: Path) -> None:
-    expected = RVGA(model).run(Rows(num_rows), progress_bar=False)
+    expected = RVGA(model, **PASS).run(Rows(num_rows), progress_bar=False)
     rng, killed = np.random.default_rng(1), 0
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "result.npz"

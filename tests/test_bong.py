@@ -11,6 +11,7 @@ import numpyro.distributions as dist
 import pytest
 from numpyro.infer import init_to_value
 from references import REFERENCE, needs_reference
+from sklearn.datasets import load_digits
 
 from numpyro_rvga import (
     BONG,
@@ -848,3 +849,22 @@ def test_single_precision_stays_close_to_double(options):
     if "mc-hess" not in options.values():  # whose draws are others
         np.testing.assert_allclose(mean, double.mean, atol=1e-4)
         np.testing.assert_allclose(covariance, double.covariance, atol=1e-4)
+
+
+def test_digits_sorted_by_class_are_learned():
+    """In their own order, the last class is what is known best."""
+    digits = load_digits()
+    order = np.argsort(digits.target, kind="stable")
+    rows = {"X": digits.data[order] / 16.0, "y": digits.target[order]}
+
+    def classes(X, y=None):
+        w = numpyro.sample("w", dist.Normal(0, 1).expand([640]).to_event(1))
+        with numpyro.plate("rows", X.shape[0]):
+            numpyro.sample("y", dist.Categorical(logits=X @ w.reshape(64, 10)), obs=y)
+
+    def accuracy(method):
+        w = np.asarray(method.run(rows, progress_bar=False).mean).reshape(64, 10)
+        return np.mean(np.argmax(rows["X"] @ w, axis=1) == rows["y"])
+
+    options = {"family": "diagonal", "block_size": 10}
+    assert accuracy(BONG(classes, **options)) > 0.9 > 0.8 > accuracy(BONG(classes, shuffle=False, **options))

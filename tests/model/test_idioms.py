@@ -23,11 +23,26 @@ DATA = {"X": X, "y": Y}
 
 def laplace(model, data, **kwargs):
     """The cheapest posterior that sees every term of the log joint density: its mode and curvature there."""
-    return RVGA(model, scheme="laplace", tolerance=1e-13).run(data, progress_bar=False, **kwargs)
+    return second_run(RVGA(model, scheme="laplace", tolerance=1e-13), data, **kwargs)
 
 
 def implicit(model, data, **kwargs):
-    return RVGA(model, tolerance=1e-13).run(data, progress_bar=False, **kwargs)
+    return second_run(RVGA(model, tolerance=1e-13), data, **kwargs)
+
+
+def second_run(method, data, **kwargs):
+    """Of an object that has run on other data of the same form, of which nothing must be left."""
+
+    def other(array):
+        turned = np.roll(np.asarray(array), 7, axis=0)[::-1]
+        return 0.9 * turned if turned.dtype.kind == "f" else turned
+
+    if isinstance(data, tuple):
+        before = tuple(map(other, data))
+    else:
+        before = {name: array if array is None else other(array) for name, array in data.items()}
+    method.run(before, progress_bar=False, **kwargs)
+    return method.run(data, progress_bar=False, **kwargs)
 
 
 def assert_same(one, other):
