@@ -90,9 +90,9 @@ def made(kind: str, num_rows: int) -> Case:
 
 
 def with_intercept(X: np.ndarray) -> np.ndarray:
-    X = np.nan_to_num(np.asarray(X, np.float64), nan=0.0)
-    spread = X.std(0)
-    return np.column_stack([np.ones(len(X)), ((X - X.mean(0)) / np.where(spread > 0, spread, 1))[:, spread > 0]])
+    """And without columns that are constant: indicators of levels that do not occur."""
+    X = np.asarray(X, np.float64)
+    return np.column_stack([np.ones(len(X)), X[:, X.std(0) > 0]])
 
 
 def real(folder: str) -> Iterator[Case]:

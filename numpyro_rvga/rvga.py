@@ -28,7 +28,15 @@ from .results.posterior import Posterior
 from .streams.certification import Certification
 from .streams.checkpoints import EVERY
 from .streams.passes import SHUFFLES, PassOptions, open_source, ordered
-from .streams.recursive_pass import JOINT_ROWS_PER_PARAMETER, Gathered, RecursivePass, Sizes, choose_sizes
+from .streams.recursive_pass import (
+    FEW_NUMBERS,
+    JOINT_ROWS_PER_PARAMETER,
+    SAMPLE_NUMBERS,
+    Gathered,
+    RecursivePass,
+    Sizes,
+    choose_sizes,
+)
 
 SCHEMES = ("implicit", "explicit", "ekf", "qkf", "laplace")
 FAMILIES = ("full",)
@@ -209,7 +217,8 @@ class RVGA:
             is kept as ``<checkpoint>.previous``.
         :param every: rows between checkpoints. One is also written when the run ends, in whatever way.
         :param resume: go on from ``checkpoint`` if that exists, to the bit as if the run had not been stopped. ``data``
-            are those of the stopped run, from their first row on; the rows that it took in are passed over.
+            are those of the stopped run, from their first row on; the rows that it took in are passed over. Data that
+            have grown since then need ``shuffle=False``, so that the rows of the stopped run are still the first.
         :param on_bad_row: what happens to a row that holds NaN or infinite values or an outcome outside its
             distribution's support, or has no finite likelihood: ``"raise"`` a ValueError, or ``"skip"`` it;
             ``info["num_skipped"]`` and ``info["skipped_rows"]`` (the first 1,000) then tell which.
@@ -217,10 +226,13 @@ class RVGA:
         :return: the posterior. ``info`` holds ``converged``: whether q is the best Gaussian, as far as is known; and
             if that was looked at, ``looks`` at all rows after the pass (0 if all were in one solve), the squared
             natural gradient (``squared_natural_gradient``), and the bound before and after steps on all rows
-            (``bound_before``, ``bound_after``). Where q is not the best Gaussian in the end, a warning says so. After
-            an error or Ctrl-C, the state after the last good rows is in :attr:`state`.
-        :raises ValueError: for unusable data, naming the array and the row, and for checkpoints that are damaged or of
-            another run. ``init`` is never harmed.
+            (``bound_before``, ``bound_after``). Of streams that are too long to be kept, a sample of up to 2^23
+            numbers estimates these: ``bound_estimate`` with standard error ``bound_error``, and
+            ``squared_natural_gradient`` with what its noise may be (``squared_natural_gradient_noise``). Where q is
+            not the best Gaussian in the end, a warning says so. After an error or Ctrl-C, the state after the last
+            good rows is in :attr:`state`.
+        :raises ValueError: for unusable data, naming the array and the row; for checkpoints that are damaged or of
+            another run; and for sites whose density NumPyro finds to be another. ``init`` is never harmed.
         :raises NotImplementedError: for discrete latents, for those of single rows unless they are Normal additions of
             known scale, for ``numpyro.param`` sites, and for rows that are not independent.
         """
@@ -250,7 +262,7 @@ class RVGA:
             self.state = self._initial_state(engine) if init is None else _state_of(init, engine)
         start = self.state
         with progress(progress_bar, source.total, "RVGA", "row") as bar:
-            sampled = self.certify and sizes.keeps_rows and not source.seekable and self.options.has_bound
+            sampled = self.certify and sizes.keeps_rows and self.options.has_bound
             taken = RecursivePass(
                 engine,
                 visited,
@@ -261,6 +273,7 @@ class RVGA:
                 sparse,
                 checked=in_memory,
                 sampled_by=rng_key if sampled else None,
+                sample_numbers=FEW_NUMBERS if source.seekable else SAMPLE_NUMBERS,
             )
             taken(engine.devices.put(start), self._facts(rng_key, sizes, shuffled=visited.order is not None))
             state, info = taken.finished()

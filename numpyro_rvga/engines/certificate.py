@@ -22,8 +22,11 @@ from .engine import Engine
 CHUNK_NUMBERS = 2**21  # in the Jacobians of the rows that are looked at together
 MAX_CHUNK = 2**16
 AHEAD = 2  # chunks under way
-SHORTEST = 1e-3  # of a step whose precision is not positive definite
+SHORTEST, LONGEST = 1e-3, 2.0  # steps
 SHORTER = 0.5
+FAST = 0.05  # of the squared natural gradient is left by a step of the right length
+FLAT = 0.5  # of q's precision: if it is to lose more,
+WIDENED = 1 / 3  # it loses so much at a time
 DOUBT = 4.0  # times its noise: how large an estimate must be to be acted upon
 
 Chunks = Callable[[int], Iterable[tuple[Rows, np.ndarray]]]
@@ -156,15 +159,16 @@ class Certificate:
         before = at = look_at(state)
         looks, step = 1, 1.0
         while at.squared_natural_gradient > tolerance + _doubtful(at) and looks < max_looks:
-            trial, step = _moved(state, at, step)
-            if trial is None:
+            move = _moved(state, at, step)
+            if move is None:
                 break
-            found = look_at(trial)
+            found = look_at(move.state)
             looks += 1
+            step = _best_step(move, at, found)
             if self._is_better(found, at):
-                state, at, step = trial, found, 1.0
+                state, at = move.state, found
             else:
-                step *= SHORTER
+                step = min(step, SHORTER * move.step)
         return Certified(state, looks, before, at)
 
     def terms_at(self, state: State, rows: Rows) -> Sums:
@@ -315,20 +319,54 @@ class _Base:
         return Look(bound, prior, at.root.T @ gradient, 0.5 * (target + target.T))
 
 
-def _moved(state: State, at: Look, step: float) -> tuple[State | None, float]:
-    """The state after a natural-gradient step, and its length: Lambda' = (1 - t) Lambda + t E[-hess], which must be
-    positive definite, and mean' = mean + t Sigma' gradient."""
+class _Move(NamedTuple):
+    """A step from one q to another.
+
+    :ivar step: its length. :ivar slope: of the bound along it, where it begins.
+    :ivar shift: of the mean, (P,), and ``turn`` of the precision, (P, P), in the other q's standard coordinates.
+    """
+
+    state: State
+    step: float
+    slope: float
+    shift: np.ndarray
+    turn: np.ndarray
+
+
+def _moved(state: State, at: Look, step: float) -> _Move | None:
+    """A natural-gradient step: Lambda' = (1 - t) Lambda + t E[-hess], which must be positive definite, and
+    mean' = mean + t Sigma' gradient. None if there is none."""
+    if not (np.isfinite(at.precision).all() and np.isfinite(at.gradient).all()):
+        return None
     old, identity = _double(state), np.eye(len(at.gradient))
-    while step >= SHORTEST and np.isfinite(at.precision).all() and np.isfinite(at.gradient).all():
+    off = at.precision - identity
+    smallest = float(np.linalg.eigvalsh(off)[0])
+    if smallest < -FLAT:  # where q becomes wider, curvatures are others: by too much at once, and all is lost
+        step = min(step, -WIDENED / smallest)
+    while step >= SHORTEST:
         try:
-            factor = np.linalg.cholesky((1 - step) * identity + step * at.precision)
+            factor = np.linalg.cholesky(identity + step * off)
         except np.linalg.LinAlgError:
             step *= SHORTER
             continue
         inverse = np.linalg.inv(factor)
-        mean, root = old.mean + step * old.root @ (inverse.T @ (inverse @ at.gradient)), old.root @ inverse.T
-        return _in_precision(state, mean, root), step
-    return None, step
+        shift = step * (inverse @ at.gradient)
+        moved = inverse.T @ shift
+        slope = float(at.gradient @ moved + 0.5 * step * np.sum(off * off))
+        after = _in_precision(state, old.mean + old.root @ moved, old.root @ inverse.T)
+        return _Move(after, step, slope, shift, step * (inverse @ off @ inverse.T))
+    return None
+
+
+def _best_step(move: _Move, before: Look, found: Look) -> float:
+    """The length at which the bound's slope along the move would have vanished (secant), which is then that of the next
+    one: where steps are too long, or too short, they are so again and again."""
+    slope = found.gradient @ move.shift + 0.5 * np.sum((found.precision - np.eye(len(move.shift))) * move.turn)
+    if found.squared_natural_gradient < FAST * before.squared_natural_gradient:
+        return 1.0
+    if not slope < move.slope:
+        return LONGEST
+    return float(np.clip(move.step * move.slope / (move.slope - slope), SHORTEST, LONGEST))
 
 
 def _in_precision(state: State, mean: np.ndarray, root: np.ndarray) -> State:

@@ -15,10 +15,10 @@ from ..engines.engine import Engine
 from ..model.rows import Rows, joined, num_rows, selected
 from ..options import check_choice, is_count
 from .model_check import MOST_ROWS, NUM_PAIRS, Difference, ModelCheck
-from .one_time import estimated
 from .order import seed_of
 from .passes import usable_chunks
 from .recursive_pass import RecursivePass
+from .sampled import estimated, stepped
 from .source import RowSource, rows_in_memory
 
 APPROXIMATE = ("probit", "sigma_points")  # expectations that whoever asks for them knows to be so
@@ -69,6 +69,7 @@ class Certification:
         if taken.is_one_solve:
             rows = taken.only_rows
         elif source.seekable:
+            state = stepped(known.certificate, state, taken)
             state, bound, info, rows = self._looked_at(engine, start, state, source, taken.left_out, taken.done, rng)
         elif taken.sample.holds_all:
             source, nothing = rows_in_memory(taken.sample.contents().rows), np.zeros(0, np.int64)

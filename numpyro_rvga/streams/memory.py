@@ -29,11 +29,11 @@ class RowMemory:
     :param capacity: rows kept.
     :param least: rows of no higher priority are not kept.
 
-    :ivar num_offered: how many rows went by.
+    :ivar capacity: rows kept. :ivar num_offered: how many rows went by.
     """
 
     def __init__(self, capacity: int, least: float = -np.inf):
-        self._capacity, self._least = capacity, least
+        self.capacity, self._least = capacity, least
         self._pieces: list[Kept] = []
         self._count = self.num_offered = 0
 
@@ -41,10 +41,10 @@ class RowMemory:
         """Consider rows."""
         self.num_offered += len(kept.places)
         chosen = np.flatnonzero(kept.priority > self._least)
-        if not (self._capacity and len(chosen)):
+        if not (self.capacity and len(chosen)):
             return
         self._keep(Kept(*selected(tuple(kept), chosen)))
-        if self._count > 2 * self._capacity:
+        if self._count > 2 * self.capacity:
             self._prune()
 
     def contents(self) -> Kept | None:
@@ -57,7 +57,7 @@ class RowMemory:
     @property
     def holds_all(self) -> bool:
         """Whether rows went by, and every one is kept."""
-        return 0 < self.num_offered == self._count <= self._capacity
+        return 0 < self.num_offered == self._count <= self.capacity
 
     def stored(self) -> list:
         """Plain arrays from which :meth:`restore` makes this memory again."""
@@ -77,13 +77,13 @@ class RowMemory:
 
     def _prune(self) -> None:
         priority = np.concatenate([piece.priority for piece in self._pieces])
-        order = np.argsort(-priority, kind="stable")[: self._capacity]
+        order = np.argsort(-priority, kind="stable")[: self.capacity]
         places = np.concatenate([piece.places for piece in self._pieces])[order]
         rows = selected(joined([piece.rows for piece in self._pieces]), order)
         absorbed = jax.tree.map(lambda *x: np.concatenate(x)[order], *[piece.absorbed for piece in self._pieces])
         self._pieces, self._count = [], 0
         self._keep(Kept(priority[order], places, rows, absorbed))
-        if len(order) == self._capacity:
+        if len(order) == self.capacity:
             self._least = priority[order[-1]]
 
 

@@ -13,7 +13,8 @@ from ..model.rows import Rows, joined, selected
 
 SLICE = 2**13  # rows that are selected at a time: while they are copied, they stay in the processor's cache
 BUFFER_NUMBERS = 2**23  # in the rows that are read to be mixed with each other
-FEWEST_PIECES = 8  # from places all over the data that are mixed with each other
+FEWEST_PIECES, MOST_PIECES = 8, 256  # from places all over the data that are read by turns
+OPEN_NUMBERS = 2**27  # in pieces that are read by turns, if they are more than the fewest
 
 
 class Round(NamedTuple):
@@ -96,7 +97,7 @@ def rounds_of(pieces: Sequence[int], numbers_per_row: int, rng_key: Array) -> li
     starts = np.cumsum(lengths) - lengths
     order = np.random.default_rng(seed_of(rng_key)).permutation(len(lengths))
     rounds, place = [], 0
-    for together in _waves(lengths, order, capacity):
+    for together in _waves(lengths, order, max(capacity, OPEN_NUMBERS // numbers_per_row)):
         count = -(-int(lengths[together].sum()) // capacity)
         shares = np.stack([_even(length, count) for length in lengths[together]])
         firsts = starts[together][:, None] + np.cumsum(shares, axis=1) - shares
@@ -107,17 +108,14 @@ def rounds_of(pieces: Sequence[int], numbers_per_row: int, rng_key: Array) -> li
     return rounds
 
 
-def _waves(lengths: np.ndarray, order: np.ndarray, capacity: int) -> Iterator[np.ndarray]:
-    """Pieces that are taken together: enough of them to fill a round. What is left over joins the last."""
-    found: list[list[int]] = [[]]
-    for piece in order:
-        if len(found[-1]) >= FEWEST_PIECES and lengths[found[-1]].sum() >= capacity:
-            found.append([])
-        found[-1].append(piece)
-    last = found[-1]
-    if len(found) > 1 and (len(last) < FEWEST_PIECES or lengths[last].sum() < capacity):
-        found[-2:] = [found[-2] + last]
-    yield from map(np.array, found)
+def _waves(lengths: np.ndarray, order: np.ndarray, most_rows: int) -> list[np.ndarray]:
+    """Pieces that are read by turns: as many as may be open at once, and about equally many each."""
+    open_rows, count, waves = 0, 0, 1
+    for length in lengths[order]:
+        open_rows, count = open_rows + length, count + 1
+        if count > FEWEST_PIECES and (open_rows > most_rows or count > MOST_PIECES):
+            open_rows, count, waves = length, 1, waves + 1
+    return np.array_split(order, max(min(waves, len(order) // FEWEST_PIECES), 1))
 
 
 def _even(length: int, count: int) -> np.ndarray:

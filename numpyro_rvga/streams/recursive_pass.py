@@ -27,6 +27,7 @@ MEMORY_ROWS_PER_PARAMETER = 2000
 MEMORY_NUMBERS = 2**25  # in the Jacobians of the kept rows
 MOST_LOOKS = 8  # at kept rows that are more than one solve takes
 SAMPLE_NUMBERS = 2**23  # in the rows of a sample, and how q saw them
+FEW_NUMBERS = 2**18  # if the rows can be read again
 SETTLED = 0.1  # standard deviations: what the rows' misfits may come to if they all pull the same way
 CHUNK_NUMBERS = 2**22
 MAX_CHUNK = 8192
@@ -92,7 +93,8 @@ class RecursivePass(Pass):
 
     :param sparse: solves for all rows together; None: the recursion.
 
-    :param sampled_by: the key of a sample of all rows, for data that cannot be read again; None: there is to be none.
+    :param sampled_by: the key of a sample of all rows; None: there is to be none.
+    :param sample_numbers: in the rows of the sample, and how q saw them.
 
     :ivar only_rows: the usable rows of the first, joint solve, if no others followed.
     :ivar sample: of all rows, uniform, and how q saw them when it took them in.
@@ -113,13 +115,14 @@ class RecursivePass(Pass):
         *,
         checked: bool,
         sampled_by: Array | None,
+        sample_numbers: int,
     ):
         super().__init__(engine.program, source, options, bar, publish, checked=checked)
         self._engine, self._sizes, self._sparse = engine, sizes, sparse
         self._memory, self._gathered = RowMemory(sizes.memory, NEGLIGIBLE_ERROR), Gathered()
         self._sampled_by = sampled_by
         numbers = engine.numbers_absorbed + sum(row[0].size for row in engine.program.example_row.values())
-        self.sample = RowMemory(0 if sampled_by is None else SAMPLE_NUMBERS // numbers)
+        self.sample = RowMemory(0 if sampled_by is None else sample_numbers // numbers)
         self.only_rows: Rows = {}
         self.kept: Kept | None = None
         self.predicted: list[tuple[float, int]] = []

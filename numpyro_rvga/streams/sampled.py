@@ -1,4 +1,4 @@
-"""What a sample of the rows tells of a pass over data that cannot be read again."""
+"""What a sample of the rows tells of a pass: what q lacks, and whether the order of the rows has done harm."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NUM_BATCHES = 16  # of the sample, for standard errors
 LEARNED = 0.25  # of the blocks: after so many, q hardly changes what it expects
 MOST_ROWS = 10_000  # that tell how much the log densities of rows vary
 DEVIATIONS = 3.0  # by which blocks may be more unlike each other than rows in random order make them
-CHANCE = 0.005  # of a natural gradient as large as this, were there none
+WORTH_A_STEP = 8  # times as many rows as the sample
 HARM = 0.1  # standard deviations that q was off by,
 LEFT = 0.02  # and nats of squared natural gradient that are or may be left: less is not worth a word
 
@@ -38,14 +38,13 @@ def estimated(
     found = certificate.estimated(state, known, batches, max_looks)
     before, after = found.before, found.after
     unlike = _unlikeness(taken.predicted, _variance(certificate, state, sample.rows))
-    off, chance = _furthest(before)
-    left = after.squared_natural_gradient + 2 * after.noise.squared
-    disordered = unlike > DEVIATIONS and chance < CHANCE and off > HARM and not left < LEFT
+    off, left = _furthest(before), after.squared_natural_gradient + 2 * after.noise.squared
+    disordered = unlike > DEVIATIONS and not (off < HARM or left < LEFT)
     if disordered:
         warnings.warn(
             f"the rows come in an order that one pass cannot undo: blocks are unlike each other (by {unlike:.1f} "
             f"standard deviations more than rows in random order), and q was off by {off:.2g} of its standard "
-            f"deviations. A sample of the rows leaves {_furthest(after)[0]:.2g} of these. Read the rows again (arrays, "
+            f"deviations. A sample of the rows leaves {_furthest(after):.2g} of these. Read the rows again (arrays, "
             "a list of blocks, ParquetRows), or use dynamics if the parameters drift.",
             stacklevel=stacklevel,
         )
@@ -57,7 +56,18 @@ def estimated(
         "bound_error": after.noise.bound,
     }
     evidence = np.asarray(after.bound, state.mean.dtype)
-    return found.state._replace(log_evidence=evidence), info | ({"converged": False} if disordered else {})
+    return found.state._replace(log_evidence=evidence), info | {"converged": left < LEFT}
+
+
+def stepped(certificate: Certificate, state: State, taken: RecursivePass) -> State:
+    """The state after a step by the sample alone, if the rows are many and it is known well enough. Of the kept rows
+    nothing is asked: q was solved for with them."""
+    if not 0 < WORTH_A_STEP * taken.sample.capacity <= taken.sample.num_offered:
+        return state
+    known, batches = _strata(taken.sample.contents(), taken.kept, taken.sample.num_offered)
+    if not len(batches[0].weights):
+        return state
+    return certificate.estimated(state, known._replace(weights=known.weights[:0]), batches, max_looks=2).state
 
 
 def _strata(sample: Kept, kept: Kept | None, num_rows: int) -> tuple[Stratum, list[Stratum]]:
@@ -83,22 +93,19 @@ def _variance(certificate: Certificate, state: State, rows: Rows) -> float:
 
 def _unlikeness(predicted: Sequence[tuple[float, int]], variance: float) -> float:
     """By how many standard deviations the log densities of blocks, as q predicted them, vary more than those of rows
-    in random order would: chi squared, as a normal variable (Wilson and Hilferty)."""
+    in random order would: together, by chi squared as a normal variable (Wilson and Hilferty), or the worst of them."""
     bounds, counts = np.array(predicted[int(LEARNED * len(predicted)) :], np.float64).reshape(-1, 2).T
     freedom = len(bounds) - 1
     if freedom < 1 or not variance > 0:
         return 0.0
-    centre = bounds.sum() / counts.sum()
-    statistic = float(np.sum((bounds - counts * centre) ** 2 / counts) / variance)
+    squares = (bounds - counts * bounds.sum() / counts.sum()) ** 2 / counts / variance
     spread = 2 / (9 * freedom)
-    return float(((statistic / freedom) ** (1 / 3) - (1 - spread)) / math.sqrt(spread))
+    together = ((squares.sum() / freedom) ** (1 / 3) - (1 - spread)) / math.sqrt(spread)
+    worst = math.sqrt(max(squares.max() - 2 * math.log(2 * len(bounds)), 0.0))
+    return float(max(together, worst))
 
 
-def _furthest(at: Look) -> tuple[float, float]:
+def _furthest(at: Look) -> float:
     """How far q is from where its natural gradient leads, in standard deviations of the worst of its standard
-    coordinates, and the chance that any of these were so far from zero, relative to its error, were there nothing."""
-    from scipy.stats import t as student  # slow to import, and seldom needed
-
-    scores = np.abs(at.gradient) / np.maximum(at.noise.gradient, np.finfo(float).tiny)
-    chance = 2 * len(scores) * float(student.sf(scores.max(), NUM_BATCHES - 1))
-    return float(np.abs(at.gradient).max()), min(chance, 1.0)
+    coordinates."""
+    return float(np.abs(at.gradient).max())
