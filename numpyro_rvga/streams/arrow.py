@@ -42,7 +42,8 @@ class ParquetRows:
         >>> RVGA(model).run(rows, progress_bar=False).num_rows
         200
 
-    With many row groups, rows can be mixed well: ``run`` visits them in random order, eight groups or more at a time.
+    ``run`` visits rows in random order. It mixes up to 2^25 numbers at a time, from many row groups or, if the file has
+    few, from many places.
     Values that are missing become NaN: pass ``on_bad_row="skip"`` to leave such rows out.
 
     :param path: a file, a folder of ``.parquet`` files (taken in the order of their names, subfolders too), or several

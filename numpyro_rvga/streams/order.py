@@ -12,7 +12,7 @@ from jax import Array
 from ..model.rows import Rows, joined, selected
 
 SLICE = 2**13  # rows that are selected at a time: while they are copied, they stay in the processor's cache
-BUFFER_NUMBERS = 2**23  # in the rows that are read to be mixed with each other
+BUFFER_NUMBERS = 2**25  # in the rows that are read to be mixed with each other
 FEWEST_PIECES, MOST_PIECES = 8, 256  # from places all over the data that are read by turns
 OPEN_NUMBERS = 2**27  # in pieces that are read by turns, if they are more than the fewest
 
