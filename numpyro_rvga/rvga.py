@@ -73,10 +73,11 @@ class RVGA:
         (Theorem 3); ``"qkf"`` the quadratic Kalman filter for logistic rows (90); ``"laplace"`` the batch Laplace
         approximation, with all rows in one block.
     :param str expectation: how E_q[log lik] and its derivatives are computed. ``"auto"``: closed forms where there
-        are any (``"exact"``), ``"quadrature"`` for up to three predictors, else ``"monte_carlo"`` in predictor space.
+        are any (``"exact"``). Else a few nodes for each row, and more for rows of which they are known not to do:
+        ``"quadrature"`` for up to three predictors, ``"monte_carlo"`` in predictor space for more.
         Also ``"probit"`` (58-61), ``"sigma_points"``, ``"linearized"`` (derivatives at the mean).
-    :param order: derivatives of the log-likelihood that are used: 2, 1 or 0 (Corollary 1.1). ``"auto"``: 2, or 1
-        where the log-likelihood is found to have kinks.
+    :param order: derivatives of the log-likelihood that are used: 2, 1 or 0 (Corollary 1.1). ``"auto"``: 1, which
+        sees the curvature of kinks too; closed forms have one form.
     :param block_size: rows that the implicit scheme takes at once. An integer asks for the plain recursion, in blocks
         of that size from the first row on (1: the paper's); ``"auto"`` takes 1,024 after a large first block, and
         keeps a memory. Explicit schemes take rows one by one.

@@ -74,7 +74,7 @@ def _in_predictor_space(q: Family, observation: Observation, *, expected: bool) 
             covariance = jnp.einsum("ncr,ndr->ncd", spread, spread)
         else:
             covariance = jnp.zeros((n, c, c), q.mean.dtype)
-        moments = jax.vmap(kind.expect if expected else kind.plugin)
+        moments = kind.expect if expected else jax.vmap(kind.plugin)
         _, slopes, curvatures = moments(factors.offset, covariance, factors.constants)
         semidefinite = kind.concave
         if not expected and kind.information is not None:

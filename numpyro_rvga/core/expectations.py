@@ -12,19 +12,17 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array, lax
+from jax import Array
 
 from .linalg import semidefinite_factor
+from .panels import normal_integral
 
 Density = Callable[[Array], Array]
 Moments = tuple[Array, Array, Array]
 
-GRID_HALF_WIDTH = 8.5  # standard deviations; the mass outside is below 1e-16
-GRID_CENTRE_RANGE = 3.0  # the crowded place stays within so many; farther out, the bulk would be sampled too coarsely
-GRID_NODES = 81
 HERMITE_NODES = {2: 20, 3: 6}  # along each axis, of log densities
 DENSITY_NODES = {1: 32, 2: 20, 3: 10}  # of densities, which have the sharper peaks
-BISECTIONS = 40
+QUADRATURE_TOLERANCE = 1e-10
 
 
 class Nodes(NamedTuple):
@@ -75,20 +73,49 @@ def from_nodes(density: Density, nodes: Nodes, order: int) -> Moments:
     values, gradients = jax.vmap(jax.value_and_grad(density))(points)
     value, gradient = weights @ values, weights @ gradients
     if order == 1:
-        # The derivative of the sum in S, through S's Cholesky factor: exact for any nodes, were they few and random.
-        slopes = (gradients - gradient) @ nodes.factor
-        lower = jnp.tril(jnp.einsum("k,ki,kj->ij", weights, slopes, nodes.whitened))
-        symmetric = lower + jnp.tril(lower, -1).T
-        return value, gradient, nodes.inverse.T @ symmetric @ nodes.inverse
+        return with_slopes(value, gradient, gradients, nodes.whitened, weights, nodes.factor, nodes.inverse)
     hessians = jax.vmap(jax.hessian(density))(points)
     return value, gradient, jnp.einsum("k,kij->ij", weights, hessians)
 
 
-def quadrature_nodes(density: Density, mean: Array, covariance: Array, order: int) -> Nodes:
-    """One predictor: a grid that resolves both N(m, v) and the feature of phi. Two or three: Gauss-Hermite."""
-    if mean.shape[0] == 1:
-        return _adaptive_grid(density, mean[0], covariance[0, 0], order)
-    return fixed_nodes(mean, covariance, *_hermite_rule(mean.shape[0], HERMITE_NODES[mean.shape[0]]))
+def with_slopes(
+    value: Array, gradient: Array, gradients: Array, z: Array, weights: Array, factor: Array, inverse: Array
+) -> Moments:
+    """With the derivative of the sum in S, through S's Cholesky factor: exact for any nodes, were they few and random.
+
+    :param gradients: at the nodes, (K, C), of which ``gradient`` is the weighted mean.
+    """
+    slopes = (gradients - gradient) @ factor
+    lower = jnp.tril(jnp.einsum("k,ki,kj->ij", weights, slopes, z))
+    symmetric = lower + jnp.tril(lower, -1).T
+    return value, gradient, inverse.T @ symmetric @ inverse
+
+
+def quadrature(order: int, density: Density, mean: Array, covariance: Array) -> Moments:
+    """One predictor: panels that adapt to phi. Two or three: Gauss-Hermite."""
+    if mean.shape[0] > 1:
+        return from_nodes(density, fixed_nodes(mean, covariance, *hermite_nodes(mean.shape[0])), order)
+    root, inverse = semidefinite_factor(covariance)
+    root, inverse = root[0, 0], inverse[0, 0]
+    phi = lambda a: density(a[None])  # noqa: E731
+
+    def integrands(z: Array) -> tuple[Array, Array, Array]:
+        value, slope = jax.value_and_grad(phi)(mean[0] + root * z)
+        off, turn = value - centre, slope - at_centre  # what is left cancels less
+        if order == 0:
+            pair = off * z * inverse, off * (z * z - 1) * inverse**2
+        else:
+            pair = slope, turn * z * inverse if order == 1 else jax.grad(jax.grad(phi))(mean[0] + root * z)
+        return value, slope * root, jnp.stack([off, *pair])
+
+    centre, at_centre = jax.value_and_grad(phi)(mean[0])
+    value, gradient, hessian = normal_integral(integrands, mean.dtype, QUADRATURE_TOLERANCE)[0]
+    return centre + value, gradient[None], hessian[None, None]
+
+
+def hermite_nodes(dimension: int) -> tuple[np.ndarray, np.ndarray]:
+    """Positions (K, dimension) and weights (K,) for log densities."""
+    return hermite_rule(dimension, HERMITE_NODES[dimension])
 
 
 def fixed_nodes(mean: Array, covariance: Array, whitened: Array, weights: Array) -> Nodes:
@@ -128,53 +155,13 @@ def normal_rule(dimension: int) -> tuple[np.ndarray, np.ndarray]:
         raise NotImplementedError(
             f"no quadrature over the {dimension} variables of a row: at most three are integrated."
         )
-    return _hermite_rule(dimension, DENSITY_NODES[dimension])
+    return hermite_rule(dimension, DENSITY_NODES[dimension])
 
 
-def _hermite_rule(dimension: int, num_nodes: int) -> tuple[np.ndarray, np.ndarray]:
+def hermite_rule(dimension: int, num_nodes: int) -> tuple[np.ndarray, np.ndarray]:
+    """Gauss and Hermite's rule of so many nodes along each axis: positions (K, dimension) and weights (K,)."""
     x, w = np.polynomial.hermite_e.hermegauss(num_nodes)
     w = w / w.sum()
     axes = np.meshgrid(*[x] * dimension, indexing="ij")
     weights = np.meshgrid(*[w] * dimension, indexing="ij")
     return np.stack([a.ravel() for a in axes], -1), np.prod([a.ravel() for a in weights], axis=0)
-
-
-def _adaptive_grid(density: Density, mean: Array, variance: Array, order: int) -> Nodes:
-    """Trapezoidal rule in t with a = centre + width sinh(t).
-
-    Its nodes crowd at ``centre``, where phi bends most (half of the change of phi' lies on either side), down to a
-    thousandth of the standard deviation, and still cover N(m, v) with spacing of a fraction of its standard
-    deviation: accurate when the standard deviation is 1e-3 and when it is 1e3 times the width of phi.
-    """
-    deviation = jnp.sqrt(variance)
-    safe = jnp.where(deviation > 0, deviation, 1.0)
-    low, high = mean - GRID_HALF_WIDTH * safe, mean + GRID_HALF_WIDTH * safe
-    reach = GRID_CENTRE_RANGE * safe
-    centre = mean if order == 0 else _bend(lambda a: density(a[None]), mean - reach, mean + reach)
-    width = 1e-3 * safe
-    start, stop = jnp.arcsinh((low - centre) / width), jnp.arcsinh((high - centre) / width)
-    t = start + (stop - start) * jnp.linspace(0.0, 1.0, GRID_NODES, dtype=mean.dtype)
-    offset = centre - mean + width * jnp.sinh(t)
-    z = offset / safe
-    weights = jnp.exp(-0.5 * z * z) * jnp.cosh(t)
-    weights = weights / jnp.sum(weights)
-    alive = deviation > 0
-    inverse = jnp.where(alive, 1.0 / safe, 0.0)
-    points = mean + jnp.where(alive, offset, 0.0)
-    return Nodes(points[:, None], z[:, None], weights, deviation[None, None], inverse[None, None])
-
-
-def _bend(function: Callable[[Array], Array], low: Array, high: Array) -> Array:
-    slope = jax.grad(function)
-    at_low, at_high = slope(low), slope(high)
-    middle = 0.5 * (at_low + at_high)
-    falling = at_low > at_high
-
-    def halve(_, bracket):
-        left, right = bracket
-        centre = 0.5 * (left + right)
-        go_right = (slope(centre) > middle) == falling
-        return jnp.where(go_right, centre, left), jnp.where(go_right, right, centre)
-
-    left, right = lax.fori_loop(0, BISECTIONS, halve, (low, high))
-    return 0.5 * (left + right)

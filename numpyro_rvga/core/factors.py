@@ -31,22 +31,29 @@ class Factors(NamedTuple):
 class Kind(NamedTuple):
     """What the factors of one kind have in common (static).
 
-    :ivar expect: (mean (C,), covariance (C, C), constants) -> E[phi], E[grad phi], E[hess phi].
-    :ivar plugin: the same at the mean, covariance ignored.
+    :ivar expect: of n factors: means (n, C), covariances (n, C, C), constants (n, ...) -> E[phi] (n,), E[grad phi]
+        (n, C), E[hess phi] (n, C, C).
+    :ivar plugin: of one factor, the same at the mean, covariance ignored.
+    :ivar finest: of one factor, the same as ``expect`` and as exactly as may be.
     :ivar concave: whether phi is known to be log-concave.
     :ivar conservative: whether ``expect``'s gradient and curvature derive from its value. If not (inverse probit),
         the fixed-point equations are solved as a root instead.
     :ivar sampled: whether expectations are averages over many nodes, dearer than a product of matrices.
     :ivar information: (mean, constants) -> the Fisher information (C, C), which stands for minus the Hessian where
         that is no curvature to go by.
+    :ivar errors: as ``expect``, -> the estimated errors of what that finds, in nats (n,); None if it is exact, or has
+        no estimate.
     """
 
     expect: Callable[[Array, Array, tuple], Moments]
     plugin: Callable[[Array, Array, tuple], Moments]
+    finest: Callable[[Array, Array, tuple], Moments]
     concave: bool
     conservative: bool = True
     sampled: bool = False
     information: Callable[[Array, tuple], Array] | None = None
+    errors: Callable[[Array, Array, tuple], Array] | None = None
+    errors: Callable[[Array, Array, tuple], Array] | None = None
 
 
 class Sums(NamedTuple):
@@ -81,10 +88,10 @@ def expect(
     for i, (kind, block) in enumerate(zip(kinds, blocks)):
         if covariances is None:
             n, c, _ = block.design.shape
-            moments, covariance = kind.plugin, jnp.zeros((n, c, c), block.offset.dtype)
+            moments, covariance = jax.vmap(kind.plugin), jnp.zeros((n, c, c), block.offset.dtype)
         else:
             moments, covariance = kind.expect, covariances[i]
-        e, g, h = jax.vmap(moments)(block.offset, covariance, block.constants)
+        e, g, h = moments(block.offset, covariance, block.constants)
         value, gradient = value + jnp.sum(e), gradient + pull_back(block.design, g)
         hessians.append(h)
     return value, gradient, tuple(hessians)

@@ -17,7 +17,7 @@ from jax import Array, lax
 
 from .block import Settings, Solution, block_search, run_search, standard_base
 from .compilation import one_routine
-from .factors import Factors, Kind, covariances, curve, evaluate, expect
+from .factors import Factors, Kind, Moments, covariances, curve, evaluate, expect
 from .gaussians import FullGaussian, Transition
 from .linalg import cholesky, row_space, semidefinite_factor, solve_lower
 from .objective import objective_of
@@ -127,36 +127,47 @@ def sites_of(
     kinds: tuple[Kind, ...], factors: tuple[Factors, ...], absorbed: tuple[Absorbed, ...]
 ) -> tuple[Sites, ...]:
     """The sites of factors that q took in when it saw them so: of their expected value and derivatives then."""
-
-    def one(kind, mean, covariance, constants):
-        value, gradient, hessian = kind.expect(mean, covariance, constants)
-        linear = gradient - hessian @ mean
-        constant = value - linear @ mean - 0.5 * (mean @ hessian @ mean + jnp.sum(hessian * covariance))
-        return Sites(-hessian, linear, constant)
-
     return tuple(
-        jax.vmap(partial(one, kind))(seen.mean, seen.covariance, block.constants)
+        _sites(seen, kind.expect(seen.mean, seen.covariance, block.constants))
         for kind, block, seen in zip(kinds, factors, absorbed)
     )
 
 
-def misfits(
-    kinds: tuple[Kind, ...], factors: tuple[Factors, ...], spreads: tuple[Array, ...], sites: tuple[Sites, ...]
-) -> tuple[Array, ...]:
-    """By how much the sites are not those that this q would make (see :func:`summarise`), (n,) by kind: the length of
-    what q's natural gradient lacks for each factor, in standard deviations of q."""
+def _sites(seen: Absorbed, moments: Moments) -> Sites:
+    """Of n factors of one kind."""
 
-    def one(kind, mean, spread, constants, site):
-        covariance = spread @ spread.T
-        _, gradient, hessian = kind.expect(mean, covariance, constants)
+    def one(mean, covariance, moments):
+        value, gradient, hessian = moments
+        linear = gradient - hessian @ mean
+        constant = value - linear @ mean - 0.5 * (mean @ hessian @ mean + jnp.sum(hessian * covariance))
+        return Sites(-hessian, linear, constant)
+
+    return jax.vmap(one)(seen.mean, seen.covariance, moments)
+
+
+def sites_and_misfits(
+    kinds: tuple[Kind, ...], factors: tuple[Factors, ...], spreads: tuple[Array, ...], absorbed: tuple[Absorbed, ...]
+) -> tuple[tuple[Sites, ...], tuple[Array, ...]]:
+    """The sites of factors (see :func:`sites_of`), and by how much they are not those that this q would make (see
+    :func:`summarise`), (n,) by kind: the length of what q's natural gradient lacks for each factor, in standard
+    deviations of q."""
+
+    def one(mean, covariance, moments, site):
+        _, gradient, hessian = moments
         pull = gradient - (site.linear - site.precision @ mean)
         turn = covariance @ (hessian + site.precision)
         return jnp.sqrt(jnp.maximum(pull @ covariance @ pull + 0.5 * jnp.sum(turn * turn.T), 0.0))
 
-    return tuple(
-        jax.vmap(partial(one, kind))(block.offset, spread, block.constants, site)
-        for kind, block, spread, site in zip(kinds, factors, spreads, sites)
-    )
+    def of_kind(kind, block, spread, seen):
+        covariance = jnp.einsum("ncr,ndr->ncd", spread, spread)
+        then, now = (seen.mean, seen.covariance, block.constants), (block.offset, covariance, block.constants)
+        both = kind.expect(*jax.tree.map(lambda *x: jnp.concatenate(x), then, now))  # at once: compiled once
+        count = len(block.offset)
+        sites = _sites(seen, tuple(x[:count] for x in both))
+        return sites, jax.vmap(one)(block.offset, covariance, tuple(x[count:] for x in both), sites)
+
+    found = list(map(of_kind, kinds, factors, spreads, absorbed))
+    return tuple(sites for sites, _ in found), tuple(misfits for _, misfits in found)
 
 
 def predict(transition: Transition, state: State) -> State:

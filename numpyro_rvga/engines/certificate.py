@@ -229,7 +229,7 @@ class Certificate:
         engine = self._engine
         factors = engine.linearise(engine.prepare(rows, weights), mean)
         values = [
-            jax.vmap(kind.expect)(block.offset, spread, block.constants)[0].reshape(len(weights), -1).sum(axis=1)
+            kind.expect(block.offset, spread, block.constants)[0].reshape(len(weights), -1).sum(axis=1)
             for kind, block, spread in zip(engine.kinds, factors, covariances(factors, root.T))
         ]
         return sum(values)

@@ -88,7 +88,7 @@ def curvature_of(terms: Terms, kind: Kind, dtype: Any, values: Any) -> Evaluate:
 
     def gamma(mean, covariance, value):
         nothing = jnp.zeros((terms.num_predictors, 0), mean.dtype)  # v has the variance of the row's own variables
-        return -kind.expect(mean, covariance, (1.0, value, nothing))[2]
+        return -kind.finest(mean, covariance, (1.0, value, nothing))[2]
 
     if terms.num_predictors > 1:
         return lambda mean, covariance, value: (gamma(mean, covariance, value), None)

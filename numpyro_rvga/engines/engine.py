@@ -27,8 +27,8 @@ from ..core.recursion import (
     StepInfo,
     explicit_step,
     implicit_step,
-    misfits,
     scan_blocks,
+    sites_and_misfits,
     sites_of,
 )
 from ..model.arguments import PARAMS
@@ -42,7 +42,6 @@ from .devices import Devices
 from .kinds import make_kind
 from .linearised import factors_of, merged_by_form, prepare
 
-SMOOTHNESS_ROWS = 16
 SYMMETRIC_PREDICTORS = 8  # with more, as in neural networks, the prior's mean is often a saddle
 NUM_STARTS = 8
 ROW_ITERATIONS = 2  # at least, of rows one by one: in a routine, the second costs little and leaves much less
@@ -54,12 +53,12 @@ NUM_LINEARIZATIONS = 3  # of predictors that are not affine, in a small block
 class Known(NamedTuple):
     """What a state knows of rows that are solved for jointly.
 
-    :ivar absorbed: how it saw them when they became part of it: (n, E, ...) arrays.
+    :ivar sites: what stands for them in it, (n, E, ...) arrays.
     :ivar is_part: whether they are: one or zero.
     :ivar fresh: how many are new to it.
     """
 
-    absorbed: tuple[Absorbed, ...]
+    sites: tuple[Sites, ...]
     is_part: Array
     fresh: Array
 
@@ -67,7 +66,6 @@ class Known(NamedTuple):
 class Engine:
     """Jitted updates of a program's state.
 
-    :param rows: a few rows, as the program's terms take them, to find out whether the densities are smooth.
     :param rng_key: draws the nodes of Monte Carlo expectations.
     :param transition: how parameters move before each block of a stream.
     :param devices: among which rows are shared out.
@@ -77,18 +75,15 @@ class Engine:
         self,
         program: Program,
         options: Options,
-        rows: dict,
         rng_key: Array,
         transition: Transition | None = None,
         devices: Devices | None = None,
     ):
         self.program, self.options, self._transition = program, options, transition
         self._identity = object()
-        self.kinds = tuple(make_kind(terms, options, rng_key, rows) for terms in program.terms)
+        self.kinds = tuple(make_kind(terms, options, rng_key) for terms in program.terms)
         prior_options = options._replace(expectation="auto", scheme="implicit")
-        self.prior_kinds = tuple(
-            make_kind(terms, prior_options, rng_key, program.prior_inputs) for terms in program.prior.terms
-        )
+        self.prior_kinds = tuple(make_kind(terms, prior_options, rng_key) for terms in program.prior.terms)
         view = selecting_view(program.layout.size)
         self._seen = [(terms, view if terms.site in program.selections else None) for terms in program.terms]
         self._double = program.dtype == jnp.float64
@@ -203,8 +198,12 @@ class Engine:
         fresh = jnp.sum(weights).astype(jnp.int32) if known is None else known.fresh
         sites = None
         if known is not None:
-            found = self.sites_at(self.linearise(prepared, state.mean), known.absorbed)
-            sites = jax.tree.map(lambda x: known.is_part.astype(x.dtype) * x, found)
+            part = known.is_part * (weights > 0)  # not of rows that pad
+
+            def of_factors(x: Array) -> Array:
+                return (part.reshape(-1, *[1] * (x.ndim - 1)) * x).astype(x.dtype).reshape(-1, *x.shape[2:])
+
+            sites = jax.tree.map(of_factors, known.sites)
         joint = self._search(
             Group(self.kinds, self.linearise, jax.tree.map(lambda x: x[None], prepared)),
             self.prior_group(prior_inputs),
@@ -217,15 +216,20 @@ class Engine:
         state, info = joint_solve(joint, fresh, with_absorbed=with_absorbed)
         return state, info._replace(absorbed=self._by_row(info.absorbed, len(weights)))
 
-    def _misfits(self, state: State, rows: dict, weights: Array, absorbed: tuple[Absorbed, ...]) -> Array:
-        """By how much the rows' sites are not what the state would make of the rows, (n,).
+    def _misfits(
+        self, state: State, rows: dict, weights: Array, absorbed: tuple[Absorbed, ...]
+    ) -> tuple[Array, tuple[Sites, ...]]:
+        """By how much the rows' sites are not what the state would make of the rows, (n,), and these sites.
 
         :param absorbed: how the state saw them when they became part of it: (n, E, ...) arrays.
         """
         factors = self.linearise(self.prepare(rows, weights), state.mean)
         whitened = tuple(times_root(f.design, state.root) for f in factors)
-        found = misfits(self.kinds, factors, whitened, self.sites_at(factors, absorbed))
-        return sum(jnp.sum(misfit.reshape(len(weights), -1), axis=1) for misfit in found)
+        merged = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), absorbed)
+        sites, found = sites_and_misfits(self.kinds, factors, whitened, merged)
+        count = len(weights)
+        sites = jax.tree.map(lambda x: x.reshape(count, -1, *x.shape[1:]), sites)
+        return sum(jnp.sum(misfit.reshape(count, -1), axis=1) for misfit in found), sites
 
     def batch(
         self,
@@ -314,8 +318,9 @@ class Engine:
     def unknown(self, weights: np.ndarray) -> Known:
         """Of new rows of these weights."""
         nothing = lambda shape: np.zeros((len(weights), *shape), self.program.dtype)  # noqa: E731
-        absorbed = tuple(Absorbed(*map(nothing, _absorbed_shapes(terms))) for terms in self.program.terms)
-        return Known(absorbed, np.zeros((), np.int32), np.asarray(np.count_nonzero(weights), np.int32))
+        shapes = [(e, c, c) for e, c, _ in (_absorbed_shapes(terms).covariance for terms in self.program.terms)]
+        sites = tuple(Sites(*map(nothing, (shape, shape[:2], shape[:1]))) for shape in shapes)
+        return Known(sites, np.zeros((), np.int32), np.asarray(np.count_nonzero(weights), np.int32))
 
     def sites_at(self, factors: tuple[Factors, ...], absorbed: tuple[Absorbed, ...]) -> tuple[Sites, ...]:
         """The sites of rows that became part of a state when it saw them so: (n, E, ...) arrays."""
@@ -424,8 +429,7 @@ class Engines:
                 )
             prior = program.initial_state()
             transition = self._dynamics.transition(program.layout, prior.mean, prior.root)
-        few = {name: array[:SMOOTHNESS_ROWS] for name, array in program.inputs(rows).items()}
-        engine = Engine(program, options, few | program.shared, rng_key, transition, self.devices)
+        engine = Engine(program, options, rng_key, transition, self.devices)
         self._known.append((form, model_kwargs, engine))
         self.last = engine
         return engine

@@ -4,37 +4,48 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array
 
 from ..core import closed_forms as cf
 from ..core import expectations as ex
-from ..core.compilation import at_once
 from ..core.factors import Kind
+from ..core.ladder import expectations
 from ..core.tilted import TiltedForm, tilted
-from ..model.terms import Terms, constants
+from ..model.terms import Terms
 from ..options import Options
 
 
-def make_kind(terms: Terms, options: Options, rng_key: Array, rows: dict) -> Kind:
+def make_kind(terms: Terms, options: Options, rng_key: Array, *, thorough: bool = False) -> Kind:
     """The expectations of one site's terms, as the options ask.
 
+    :param thorough: see :func:`~numpyro_rvga.core.ladder.expectations`.
     :raises ValueError: naming the site, if the expectation asked for does not exist for its distribution.
     """
     name = _resolve(terms, options)
-    expect, conservative = _expectation(name, terms, options, rng_key, rows)
+    rule = _rule(name, terms, options, rng_key, thorough)
 
-    def moments(mean, covariance, known):
+    def expect(means, covariances, known):
         weight, values, local = known
-        return tuple(weight * x for x in expect(mean, covariance + local @ local.T, values))
+        spread = covariances + jnp.einsum("nck,ndk->ncd", local, local)
+        found = rule.expect(means, spread, values)
+        return tuple(weight.reshape(-1, *[1] * (x.ndim - 1)) * x for x in found)
+
+    def errors(means, covariances, known):
+        weight, values, local = known
+        return weight * rule.errors(means, covariances + jnp.einsum("nck,ndk->ncd", local, local), values)
+
+    def finest(mean, covariance, known):
+        weight, values, local = known
+        return tuple(weight * x for x in rule.finest(mean, covariance + local @ local.T, values))
 
     def plugin(mean, covariance, known):
         weight, values, _ = known
         if terms.num_local:
-            return moments(mean, jnp.zeros_like(covariance), known)
+            return finest(mean, jnp.zeros_like(covariance), known)
         return tuple(weight * x for x in ex.linearized(lambda u: terms.density(u, values), mean, covariance))
 
     def information(mean, known):
@@ -42,13 +53,28 @@ def make_kind(terms: Terms, options: Options, rng_key: Array, rows: dict) -> Kin
         return weight * cf.INFORMATION[terms.closed_form](mean, values)
 
     return Kind(
-        moments,
+        expect,
         plugin,
+        finest,
         concave=terms.closed_form in cf.CONCAVE,
-        conservative=conservative,
-        sampled=name == "monte_carlo",
+        conservative=rule.conservative,
+        sampled=name == "monte_carlo" or (name == "ladder" and terms.num_predictors > 3),
         information=information if terms.closed_form in cf.INFORMATION and not terms.num_local else None,
+        errors=None if rule.errors is None else errors,
     )
+
+
+class _Rule(NamedTuple):
+    """How expectations are computed.
+
+    :ivar expect: and ``errors``: of many factors, as :class:`Kind` has them. :ivar finest: of one factor, as exactly as
+        may be. :ivar conservative: whether gradient and curvature derive from the value.
+    """
+
+    expect: Callable
+    finest: Callable
+    conservative: bool
+    errors: Callable | None = None
 
 
 def _resolve(terms: Terms, options: Options) -> str:
@@ -70,7 +96,9 @@ def _resolve(terms: Terms, options: Options) -> str:
     if name == "auto":
         if terms.closed_form is not None and options.order in ("auto", 2):
             return "exact"
-        return "quadrature" if terms.num_predictors <= 3 else "monte_carlo"
+        return "ladder"
+    if name == "quadrature" and options.order in ("auto", 1):
+        return "ladder"
     return name
 
 
@@ -82,58 +110,48 @@ def _need_closed_form(terms: Terms, what: str, *forms: type) -> None:
         )
 
 
-def _expectation(name: str, terms: Terms, options: Options, rng_key: Array, rows: dict) -> tuple[Callable, bool]:
-    """(mean, covariance, constants) -> moments, and whether gradient and curvature derive from the value.
+def _rule(name: str, terms: Terms, options: Options, rng_key: Array, thorough: bool) -> _Rule:
+    """The rule of this name.
 
-    Over fixed nodes the first-order form does: it is the derivative of the weighted sum itself.
+    Over fixed nodes the first-order form derives from the value: it is the derivative of the weighted sum itself.
     """
     if name == "linearized" and terms.num_local:
         raise ValueError(
             f"site {terms.site!r} depends on a latent variable of each row, whose spread linearised expectations "
             "would pass over. Use expectation='auto' and scheme='implicit' or 'explicit'; in BONG, hessian='auto'."
         )
+
+    def of_each(expect: Callable, conservative: bool) -> _Rule:
+        return _Rule(jax.vmap(expect), expect, conservative)
+
     if name == "exact":
         form = terms.closed_form
-        return partial(tilted, form) if isinstance(form, TiltedForm) else cf.EXACT[form], True
+        return of_each(partial(tilted, form) if isinstance(form, TiltedForm) else cf.EXACT[form], True)
     if name == "probit":
-        return cf.logistic_probit, False
+        return of_each(cf.logistic_probit, False)
     if name == "quadratic_bound":
-        return cf.logistic_quadratic_bound, True
+        return of_each(cf.logistic_quadratic_bound, True)
+
+    def at_density(moments: Callable) -> Callable:
+        return lambda m, s, values: moments(lambda u: terms.density(u, values), m, s)
+
     if name == "linearized" or terms.num_predictors == 0:
-        return lambda m, s, values: ex.linearized(lambda u: terms.density(u, values), m, s), name != "linearized"
-    adaptive = name == "quadrature" and terms.num_predictors == 1
-    if name == "quadrature":
-        place = ex.quadrature_nodes
-    else:
-        if name == "sigma_points":
-            points, weights = ex.sigma_points(terms.num_predictors)
-        else:
-            points, weights = ex.monte_carlo_points(rng_key, options.num_samples, terms.num_predictors)
-        place = lambda density, m, s, order: ex.fixed_nodes(m, s, points, weights)  # noqa: E731
-
-    def moments(order, mean, covariance, values):
-        density = lambda u: terms.density(u, values)  # noqa: E731
-        return ex.from_nodes(density, place(density, mean, covariance, order), order)
-
+        return of_each(at_density(ex.linearized), name != "linearized")
     order = options.order
-    if order == "auto":
-        order = 2 if adaptive and _is_smooth(moments, terms, rows) else 1
-    return partial(moments, order), order == (2 if adaptive else 1)
+    if name == "quadrature":
+        return of_each(at_density(partial(ex.quadrature, order)), order == 2 and terms.num_predictors == 1)
+    sampled = name == "monte_carlo" or terms.num_predictors > 3
+    nodes = None
+    if name == "sigma_points":
+        nodes = ex.sigma_points(terms.num_predictors)
+    elif sampled:
+        nodes = ex.monte_carlo_points(rng_key, options.num_samples, terms.num_predictors)
+    order = 1 if order == "auto" else order
 
+    def over_nodes(density: Callable, mean: Array, covariance: Array) -> ex.Moments:
+        return ex.from_nodes(density, ex.fixed_nodes(mean, covariance, *nodes), order)
 
-def _is_smooth(moments: Callable, terms: Terms, rows: dict) -> bool:
-    """Whether E[hess phi] equals the derivative of E[grad phi]; it does not where phi has kinks (Laplace)."""
-
-    def both():
-        values = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), constants(terms, rows))
-        count = jax.tree.leaves(values)[0].shape[0] if jax.tree.leaves(values) else 1
-        dtype = jnp.result_type(float)
-        rng = np.random.default_rng(0)
-        means = jnp.asarray(rng.normal(size=(count, terms.num_predictors)), dtype)
-        covariance = jnp.eye(terms.num_predictors, dtype=dtype)
-        found = [jax.vmap(lambda m, v, o=o: moments(o, m, covariance, v)[2])(means, values) for o in (1, 2)]
-        return jnp.max(jnp.abs(found[0] - found[1]), axis=(1, 2)), jnp.max(jnp.abs(found[0]), axis=(1, 2))
-
-    difference, size = at_once(both)
-    usable = np.isfinite(difference) & np.isfinite(size)
-    return not np.any(difference[usable] > 0.05 * size[usable] + 1e-6)
+    if name != "ladder":
+        return of_each(at_density(over_nodes), order == 1)
+    expect, errors = expectations(terms.density, terms.num_predictors, nodes, thorough=thorough)
+    return _Rule(expect, at_density(over_nodes if sampled else partial(ex.quadrature, 1)), True, errors)

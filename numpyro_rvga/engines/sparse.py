@@ -47,7 +47,7 @@ class SparseEngine:
         self._identity = object()
         program, prior = engine.program, engine.program.prior
         gaussian_options = engine.options._replace(expectation="exact", scheme="implicit")
-        gaussian_kinds = tuple(make_kind(t, gaussian_options, jax.random.key(0), {}) for t in prior.gaussian)
+        gaussian_kinds = tuple(make_kind(t, gaussian_options, jax.random.key(0)) for t in prior.gaussian)
         self._kinds = engine.kinds, engine.prior_kinds, gaussian_kinds
         self._seen = [
             [(terms, sparsity.views[in_prior, terms.site]) for terms in all_terms]

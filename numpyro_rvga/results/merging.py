@@ -180,8 +180,7 @@ def _state_of(part: Posterior, number: int) -> State:
 
 
 def _settled(program: Program, state: State) -> State:
-    rows = program.inputs(program.example_rows) | program.shared
-    return Engine(program, SETTLING, rows, default_key()).settled(state)[0]
+    return Engine(program, SETTLING, default_key()).settled(state)[0]
 
 
 def _fields(gaussian: Family, state: Any, bound: float | None) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from jax import Array
 
-from ..core.recursion import Absorbed, State, StepInfo
+from ..core.recursion import Absorbed, Sites, State, StepInfo
 from ..engines.engine import Engine, Known
 from ..engines.sparse import SparseEngine
 from ..model.rows import Rows, in_blocks, num_rows, pad, selected
@@ -230,45 +230,46 @@ class RecursivePass(Pass):
         those come first whose sites are furthest off, and then those that now are. Also how it sees the rows then."""
         at_once, count = self._sizes.joint, num_rows(rows)
         if count <= at_once:
-            state, info = self._solved(state, rows, absorbed)
+            sites = self._misfits(state, rows, absorbed)[1]
+            state, info = self._solved(state, rows, sites)
             now = jax.tree.map(lambda seen: np.asarray(seen)[:count], info.absorbed)
             return state, now if bool(info.ok) else absorbed
         absorbed = jax.tree.map(np.array, absorbed)
         for look in range(MOST_LOOKS):
-            misfits = self._misfits(state, rows, absorbed)
+            misfits, sites = self._misfits(state, rows, absorbed)
             if look and misfits.sum() < SETTLED:
                 break
             worst = np.argsort(-misfits, kind="stable")[:at_once]
-            state, info = self._solved(state, *selected((rows, absorbed), worst))
+            state, info = self._solved(state, *selected((rows, sites), worst))
             if not bool(info.ok):
                 break
             for kept, seen in zip(jax.tree.leaves(absorbed), jax.tree.leaves(info.absorbed)):
                 kept[worst] = np.asarray(seen)[: len(worst)]
         return state, absorbed
 
-    def _misfits(self, state: State, rows: Rows, absorbed: tuple[Absorbed, ...]) -> np.ndarray:
-        """By how much each row's sites are not what the state would make of the row."""
+    def _misfits(
+        self, state: State, rows: Rows, absorbed: tuple[Absorbed, ...]
+    ) -> tuple[np.ndarray, tuple[Sites, ...]]:
+        """By how much each row's sites are not what the state would make of the row, and these sites."""
         size, count = self._joint_size(self._sizes.joint), num_rows(rows)
         found = []
         for start in range(0, count, size):
             part = selected((rows, absorbed), slice(start, start + size))
             found.append(self._engine.misfits(state, *self._placed(*part, size)))
-        return np.concatenate([np.asarray(misfits) for misfits in found])[:count]
+        return jax.tree.map(lambda *parts: np.concatenate(parts)[:count], *jax.device_get(found))
 
-    def _solved(self, state: State, rows: Rows, absorbed: tuple[Absorbed, ...]) -> tuple[State, StepInfo]:
+    def _solved(self, state: State, rows: Rows, sites: tuple[Sites, ...]) -> tuple[State, StepInfo]:
         """With these rows as themselves, not as the sites by which they are part of the state."""
-        *placed, absorbed = self._placed(rows, absorbed, self._joint_size(self._sizes.joint))
-        known = Known(absorbed, np.ones((), np.int32), np.zeros((), np.int32))
+        *placed, sites = self._placed(rows, sites, self._joint_size(self._sizes.joint))
+        known = Known(sites, np.ones((), np.int32), np.zeros((), np.int32))
         after, info = self._engine.joint(self._program.prior_inputs, state, *placed, known, with_absorbed=True)
         self._gathered.add(info)
         return after, info
 
-    def _placed(
-        self, rows: Rows, absorbed: tuple[Absorbed, ...], size: int
-    ) -> tuple[Rows, np.ndarray, tuple[Absorbed, ...]]:
-        """``size`` rows and their weights, on the devices, and how the state saw them."""
-        (rows, absorbed), weights = pad((rows, absorbed), size)
-        return *self._engine.devices.put_rows((rows, weights)), absorbed
+    def _placed(self, rows: Rows, known: tuple, size: int) -> tuple[Rows, np.ndarray, tuple]:
+        """``size`` rows and their weights, on the devices, and what the state knows of them."""
+        (rows, known), weights = pad((rows, known), size)
+        return *self._engine.devices.put_rows((rows, weights)), known
 
 
 class Gathered:

@@ -47,7 +47,7 @@ class Sites(NamedTuple):
                 row, weight = known
                 return tuple(weight * x for x in ex.linearized(lambda u: density(u, row), mean, covariance))
 
-            kinds.append(Kind(moments, plugin, concave))
+            kinds.append(Kind(jax.vmap(moments), plugin, moments, concave))
 
         def linearise(theta):
             def one(f):

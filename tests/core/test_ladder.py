@@ -1,0 +1,163 @@
+"""Expectations on the ladder against dense numerical integration, and the errors that it reports."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.scipy.special import gammaln
+
+from numpyro_rvga.core.expectations import hermite_rule, monte_carlo_points
+from numpyro_rvga.core.ladder import expectations
+
+
+def negative_binomial(u, y):
+    rate = jnp.logaddexp(u[0], u[1])
+    k = jnp.exp(u[1])
+    return gammaln(y + k) - gammaln(k) - gammaln(y + 1) + k * (u[1] - rate) + y * (u[0] - rate)
+
+
+def student_t(u, y):
+    return -2.5 * jnp.log1p(((y - u[0]) * jnp.exp(-u[1])) ** 2 / 4) - u[1]
+
+
+def tanh_network(u, y):
+    return -0.5 * ((y / 5 - jnp.tanh(u[0])) / 0.2) ** 2
+
+
+def outliers(u, y):
+    z = (y - u[0]) / 0.1
+    return jnp.logaddexp(-0.5 * z * z - jnp.log(0.1), -4 - 0.5 * (z / 100) ** 2)
+
+
+def mixture_of_three(u, y):
+    return jax.nn.logsumexp(-0.5 * ((y - u) / jnp.array([0.5, 1.0, 2.0])) ** 2)
+
+
+def tilted_absolute(u, y):
+    return -jnp.abs(y - u[0]) * jnp.exp(-u[1]) - u[1]
+
+
+def hinge(u, y):
+    return -jnp.maximum(0.0, jnp.abs(y - u[0]) - 0.5) / 0.2
+
+
+SMOOTH = [(negative_binomial, 2), (student_t, 2), (tanh_network, 1), (outliers, 1), (mixture_of_three, 3)]
+
+
+def factors(size, deviation, count=7, seed=0):
+    """Means, covariances of about ``deviation``, and outcomes."""
+    rng = np.random.default_rng(seed)
+    roots = deviation * np.tril(rng.normal(size=(count, size, size)) / np.sqrt(size))
+    covariances = roots @ roots.swapaxes(1, 2)
+    return jnp.asarray(rng.normal(size=(count, size))), jnp.asarray(covariances), jnp.asarray(rng.poisson(2.0, count))
+
+
+def by_many_nodes(phi, means, covariances, outcomes, nodes):
+    """E[phi], E[grad phi], E[hess phi] from gradients at nodes, factor by factor: Gauss-Hermite's, or on a line."""
+    z, weights = hermite_rule(means.shape[1], nodes)
+    if means.shape[1] == 1:
+        z = np.linspace(-9, 9, 20_001)[:, None]
+        weights = np.exp(-0.5 * z[:, 0] ** 2) / np.sum(np.exp(-0.5 * z**2))
+
+    def one(mean, covariance, y):
+        root = jnp.linalg.cholesky(covariance)
+        values, slopes = jax.vmap(jax.value_and_grad(lambda u: phi(u, y)))(mean + z @ root.T)
+        square = jnp.einsum("k,ki,kj->ij", weights, slopes, z) @ jnp.linalg.inv(root)
+        return weights @ values, weights @ slopes, 0.5 * (square + square.T)
+
+    return jax.jit(jax.vmap(one))(means, covariances, outcomes)
+
+
+@pytest.mark.parametrize("deviation", [0.01, 0.1, 0.5])
+@pytest.mark.parametrize("phi, size", SMOOTH)
+def test_smooth_densities_are_integrated_to_within_the_reported_error(phi, size, deviation):
+    known = factors(size, deviation)
+    expect, errors = expectations(phi, size)
+    found, estimates = jax.jit(expect)(*known), np.asarray(jax.jit(errors)(*known))
+    dense = by_many_nodes(phi, *known, {1: 1, 2: 80, 3: 30}[size])
+    roots = np.linalg.cholesky(known[1])
+    off = [np.asarray(a - b) for a, b in zip(found, dense)]
+    scaled = [off[0], np.einsum("nc,ncd->nd", off[1], roots), roots.swapaxes(1, 2) @ off[2] @ roots]
+    worst = np.max([np.abs(x.reshape(len(x), -1)).max(axis=1) for x in scaled], axis=0)
+    assert np.all(worst <= np.maximum(3 * estimates, 1e-9))
+    assert worst.max() < 3e-5 * max(1.0, np.abs(dense[0]).max())
+
+
+@pytest.mark.parametrize("shift", [-2.0, 0.3, 4.0])
+@pytest.mark.parametrize("deviation", [1e-3, 0.1, 3.0])
+def test_a_kink_anywhere_near_q_is_seen(deviation, shift):
+    expect, _ = expectations(hinge, 1)
+    mean, kink = 0.7, 1.7 - 0.5  # phi(u) = -max(0, |1.7 - u| - 0.5) / 0.2
+    mean = kink - shift * deviation
+    found = jax.jit(expect)(jnp.array([[mean]]), jnp.array([[[deviation**2]]]), jnp.array([1.7]))
+    grid = np.linspace(-10, 10, 2_000_001)
+    density = np.exp(-0.5 * grid**2) / np.sqrt(2 * np.pi)
+    u = mean + deviation * grid
+    values = -np.maximum(0, np.abs(1.7 - u) - 0.5) / 0.2
+    slopes = 5.0 * np.sign(1.7 - u) * (np.abs(1.7 - u) > 0.5)
+    size = 5.0 * deviation
+    np.testing.assert_allclose(found[0][0], np.trapezoid(values * density, grid), atol=2e-5 * size)
+    np.testing.assert_allclose(
+        found[1][0, 0] * deviation, np.trapezoid(slopes * density, grid) * deviation, atol=2e-5 * size
+    )
+    curvature = np.trapezoid(slopes * grid * density, grid) * deviation
+    np.testing.assert_allclose(found[2][0, 0, 0] * deviation**2, curvature, atol=2e-5 * size)
+
+
+@pytest.mark.parametrize("deviation", [0.05, 0.5])
+def test_kinks_in_two_dimensions_need_the_thorough_ladder_and_the_other_says_so(deviation):
+    means, covariances, outcomes = factors(2, deviation)
+    means = means.at[:, 0].set(outcomes + 0.3 * deviation)
+    m, s = np.asarray(means), np.asarray(covariances)
+    # exp(-u1) tilts the Gaussian of u0: what is left is the mean of a folded normal.
+    scale = np.exp(-m[:, 1] + 0.5 * s[:, 1, 1])
+    centre, width = outcomes - m[:, 0] + s[:, 0, 1], np.sqrt(s[:, 0, 0])
+    from scipy import stats
+
+    folded = centre * (1 - 2 * stats.norm.cdf(-centre / width)) + 2 * width * stats.norm.pdf(centre / width)
+    truth = -scale * folded - m[:, 1]
+    off = {}
+    for thorough in (False, True):
+        expect, errors = expectations(tilted_absolute, 2, thorough=thorough)
+        off[thorough] = np.abs(jax.jit(expect)(means, covariances, outcomes)[0] - truth)
+        estimates = np.asarray(jax.jit(errors)(means, covariances, outcomes))
+        assert np.all(off[thorough] <= np.maximum(estimates, 1e-5 * deviation))
+    assert off[True].max() < 1e-4 * deviation < off[False].max()
+
+
+def test_with_many_predictors_the_better_of_two_rules_is_taken():
+    size = 6
+    phi = lambda u, y: -jnp.exp(jnp.sum(u) / np.sqrt(size)) + y * u[0]  # noqa: E731
+    expect, _ = expectations(phi, size, monte_carlo_points(jax.random.key(0), 256, size))
+    for deviation, bound in ((0.05, 1e-8), (0.3, 1e-3), (1.0, 0.3)):
+        means, covariances, outcomes = factors(size, deviation)
+        variance = jnp.einsum("ncd->n", covariances) / size
+        truth = -jnp.exp(jnp.sum(means, axis=1) / np.sqrt(size) + 0.5 * variance) + outcomes * means[:, 0]
+        assert float(jnp.max(jnp.abs(expect(means, covariances, outcomes)[0] - truth))) < bound * 3
+
+
+@pytest.mark.parametrize("phi, size", [(negative_binomial, 2), (hinge, 1)])
+def test_the_value_may_be_differentiated(phi, size):
+    means, covariances, _ = factors(size, 0.3)
+    covariances = covariances + 0.02 * jnp.eye(size)
+    outcomes = jnp.linspace(0.5, 3.0, len(means))
+    expect, _ = expectations(phi, size)
+    total = lambda *known: jnp.sum(expect(*known)[0])  # noqa: E731
+    slopes = jax.jit(jax.grad(total, argnums=(0, 1, 2)))(means, covariances, outcomes)
+    for place in range(3):
+        known = [means, covariances, outcomes]
+        turn = jnp.asarray(np.random.default_rng(place).normal(size=known[place].shape))
+        turn = turn + turn.swapaxes(1, 2) if place == 1 else turn
+        moved = [[x + sign * 1e-4 * turn if i == place else x for i, x in enumerate(known)] for sign in (1, -1)]
+        difference = (total(*moved[0]) - total(*moved[1])) / 2e-4
+        np.testing.assert_allclose(jnp.sum(slopes[place] * turn), difference, rtol=2e-2 if phi is hinge else 1e-5)
+
+
+def test_single_precision_is_as_good_as_its_rounding():
+    known = factors(2, 0.3)
+    expect, _ = expectations(negative_binomial, 2)
+    double = expect(*known)
+    single = expect(*(x.astype(jnp.float32) for x in known))
+    for a, b in zip(double, single):
+        assert b.dtype == jnp.float32
+        np.testing.assert_allclose(a, b, rtol=2e-3, atol=2e-3)
