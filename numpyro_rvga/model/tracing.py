@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpyro
+import numpyro.distributions as dist
 from jax import Array
 from numpyro import handlers
 from numpyro.distributions.transforms import biject_to
@@ -16,6 +17,7 @@ from numpyro.primitives import Messenger
 from .arguments import absent_arguments, split_call
 from .rows import num_rows
 
+REACH = 2.0  # in unconstrained space, of sites that cannot be drawn: as NumPyro starts NUTS
 NEED_NUMBERS = (
     jax.errors.ConcretizationTypeError,
     jax.errors.TracerArrayConversionError,
@@ -110,6 +112,21 @@ class RowRunner(Messenger):
             transform = site_transform(msg["fn"])  # such a prior cannot be drawn from
             shape = transform.inverse_shape(msg["fn"].shape(msg["kwargs"]["sample_shape"]))
             msg["value"] = transform(jnp.zeros(shape))
+        elif msg["type"] == "sample" and not msg["is_observed"] and msg["value"] is None:
+            shape = msg["kwargs"]["sample_shape"]
+            if not _can_be_drawn(msg["fn"], shape):
+                transform = site_transform(msg["fn"])
+                size = transform.inverse_shape(msg["fn"].shape(shape))
+                msg["value"] = transform(jax.random.uniform(numpyro.prng_key(), size, minval=-REACH, maxval=REACH))
+
+
+def _can_be_drawn(fn: dist.Distribution, shape: tuple[int, ...]) -> bool:
+    """Whether the distribution has a sampler: truncated ones of no known quantile function have none."""
+    try:
+        jax.eval_shape(lambda key: fn(rng_key=key, sample_shape=shape), jax.random.key(0))
+    except (ImportError, NotImplementedError):
+        return False
+    return True
 
 
 def run_model(
@@ -195,7 +212,7 @@ def site_info(record: SiteRecord) -> SiteInfo:
 
 
 def _is_improper(fn: Any) -> bool:
-    improper, base = numpyro.distributions.ImproperUniform, numpyro.distributions.Distribution
+    improper, base = dist.ImproperUniform, dist.Distribution
     while not isinstance(fn, improper) and isinstance(getattr(fn, "base_dist", None), base):
         fn = fn.base_dist
     return isinstance(fn, improper)

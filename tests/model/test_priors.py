@@ -9,7 +9,7 @@ import pytest
 from numpyro.distributions.transforms import AffineTransform, OrderedTransform
 from references import assert_moments_match, importance_moments, potential_of
 
-from numpyro_rvga import RVGA
+from numpyro_rvga import RVGA, FixedPointVI
 from numpyro_rvga.model.prior import gaussian_part
 from numpyro_rvga.model.program import Program
 from numpyro_rvga.model.terms import constants, linearise
@@ -297,3 +297,22 @@ def test_improper_priors_become_wide_normals_on_request():
         {"y": 2.0 + RNG.normal(size=400)}, progress_bar=False
     )
     assert abs(posterior.median()["flat_scale"] - 2.0) < 0.2
+
+
+@pytest.mark.parametrize("method", [RVGA, FixedPointVI])
+def test_a_prior_that_cannot_be_drawn_from_gives_the_posterior_of_the_same_prior_that_can(method):
+    def model(x, y, prior):
+        slope, scale = numpyro.sample("slope", dist.Normal(0, 2)), numpyro.sample("scale", prior)
+        with numpyro.plate("rows", len(x)):
+            numpyro.sample("y", dist.Normal(slope * x, scale), obs=y)
+
+    rng = np.random.default_rng(0)
+    data = {"x": rng.normal(size=60)}
+    data["y"] = data["x"] + rng.normal(size=60)
+    half_t = dist.TruncatedDistribution(dist.StudentT(1.0, 0.0, 10.0), low=0.0)  # of one degree: a half-Cauchy
+    found, known = (
+        method(model).run(data, prior=prior, progress_bar=False) for prior in (half_t, dist.HalfCauchy(10.0))
+    )
+    np.testing.assert_allclose(found.mean, known.mean, atol=1e-4)
+    np.testing.assert_allclose(found.covariance, known.covariance, rtol=1e-3, atol=1e-7)
+    np.testing.assert_allclose(found.elbo, known.elbo, atol=1e-4)
