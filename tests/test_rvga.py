@@ -361,3 +361,27 @@ def test_float32_rows_one_by_one_are_solved_as_far_as_rounding_lets_them():
     assert single.info["converged"]
     assert single.info["mean_iterations"] < 1.2 * double.info["mean_iterations"]
     assert max(gap(double, single)) < 0.002
+
+
+@pytest.mark.parametrize("outcome", ["normal", "laplace"])
+def test_the_extended_kalman_filter_goes_by_the_fisher_information(outcome):
+    """Observed Hessians of a log scale may have the wrong sign, and those of Laplace rows are zero."""
+
+    def model(x, y):
+        slope = numpyro.sample("slope", dist.Normal(0, 2))
+        scale = numpyro.sample("scale", dist.LogNormal(0, 1)) if outcome == "normal" else 0.5
+        family = dist.Normal if outcome == "normal" else dist.Laplace
+        with numpyro.plate("rows", len(x)):
+            numpyro.sample("y", family(slope * x, scale), obs=y)
+
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=2000)
+    data = {"x": x, "y": x + 0.5 * getattr(rng, outcome)(size=2000)}
+    posterior = RVGA(model, scheme="ekf").run(data, progress_bar=False)
+    sds = np.sqrt(np.diag(posterior.covariance))
+    places = posterior.site_names.index("slope")
+    np.testing.assert_allclose(sds[places], 0.5 / np.linalg.norm(x), rtol=0.05)
+    assert abs(posterior.mean[places] - 1) < 3 * sds[places]
+    if outcome == "normal":
+        np.testing.assert_allclose(sds[1 - places], 1 / np.sqrt(2 * len(x)), rtol=0.05)
+        assert abs(posterior.mean[1 - places] - np.log(0.5)) < 3 * sds[1 - places]

@@ -38,6 +38,11 @@ def make_kind(terms: Terms, options: Options, rng_key: Array, *, thorough: bool 
         weight, values, local = known
         return weight * rule.errors(means, covariances + jnp.einsum("nck,ndk->ncd", local, local), values)
 
+    def filtered(means, covariances, known):
+        """What the extended Kalman filter takes (R-VGA paper, Theorem 3): the Fisher information is its curvature."""
+        found = jax.vmap(plugin)(means, covariances, known)
+        return *found[:2], -jax.vmap(information)(means, known)
+
     def finest(mean, covariance, known):
         weight, values, local = known
         return tuple(weight * x for x in rule.finest(mean, covariance + local @ local.T, values))
@@ -52,14 +57,15 @@ def make_kind(terms: Terms, options: Options, rng_key: Array, *, thorough: bool 
         weight, values, _ = known
         return weight * cf.INFORMATION[terms.closed_form](mean, values)
 
+    has_information = terms.closed_form in cf.INFORMATION and not terms.num_local
     return Kind(
-        expect,
+        filtered if options.scheme == "ekf" and has_information else expect,
         plugin,
         finest,
         concave=terms.closed_form in cf.CONCAVE,
         conservative=rule.conservative,
         sampled=name == "monte_carlo" or (name == "ladder" and terms.num_predictors > 3),
-        information=information if terms.closed_form in cf.INFORMATION and not terms.num_local else None,
+        information=information if has_information else None,
         errors=None if rule.errors is None else errors,
     )
 
