@@ -18,6 +18,7 @@ from .core.recursion import State
 from .core.sparse import Start
 from .engines.climbs import FixedPointClimb, GradientClimb, Problem, Record, joint_of
 from .engines.engine import Engine, Engines, chunks_of
+from .engines.expectation_errors import BUDGET, KnownErrors, warn_of
 from .engines.learning import Learned, Learner
 from .engines.sparse import SparseEngine, SparseEngines
 from .model.arguments import checked_rows
@@ -100,6 +101,7 @@ class FixedPointVI:
         self._engines = Engines(model, self.options, improper_prior_scale, batch=True, mesh=mesh)
         self._climbs: dict[Engine | SparseEngine, FixedPointClimb | GradientClimb] = {}
         self._sparse_engines = SparseEngines()
+        self._errors = KnownErrors()
         self._learners: dict[Engine, Learner] = {}
 
     def run(
@@ -136,7 +138,8 @@ class FixedPointVI:
             in how many of them positive curvatures of the log-likelihood were set to zero to keep the precision
             positive definite (``clamped_iterations``), and in how many the plain fixed point V <- T(V) would have gone
             to and fro without coming nearer, as in Theorem 1's cycle of two, and was damped (``cycling_iterations``).
-            Where the bound is not maximised, ``converged`` is False, and a warning says why.
+            ``elbo_error`` is as in :meth:`RVGA.run` (not with learned parameters). Where the bound is not maximised,
+            ``converged`` is False, and a warning says why.
         :raises ValueError: for unusable data, naming the array and the row.
         :raises NotImplementedError: for discrete latents, and for latents inside the row plate that are not Normal.
         """
@@ -167,6 +170,12 @@ class FixedPointVI:
         if not bool(info.ok):
             reason = describe_bad_rows(program, origin, rows, range(num_rows(rows)))
             raise ValueError(f"the bound is not finite: {reason or 'are the priors proper?'}.")
+        expected = self.options.expectation != "linearized"
+        error = self._errors.at(engine, after, rows) if expected and learned is None else 0.0
+        if error > BUDGET and engine.can_be_thorough:
+            self._engines.make_thorough(engine)
+            return self.run(data, rng_key=rng_key, init=init, progress_bar=False, **model_kwargs)
+        warn_of(error, stacklevel=2)
         facts = {
             "schedule": self.schedule,
             "expectation": self.options.expectation,
@@ -180,8 +189,9 @@ class FixedPointVI:
             facts |= {"clamped_iterations": record.clamped, "cycling_iterations": record.cycling}
         if learned is not None:
             facts |= {"learned": learned.converged, "learning_bounds": np.asarray(learned.bounds)}
+        if expected and learned is None:
+            facts["elbo_error"] = error
         self._warn(facts, learned)
-        expected = self.options.expectation != "linearized"
         bound, gaussian = float(after.log_evidence) if expected else None, FullGaussian(after.mean, after.root)
         return Posterior(program, gaussian, bound, facts, state=after, num_rows=int(after.num_rows))
 

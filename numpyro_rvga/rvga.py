@@ -18,9 +18,10 @@ from .core.recursion import State
 from .dynamics import Dynamics, check_dynamics
 from .engines.devices import Devices
 from .engines.engine import Engine, Engines
+from .engines.expectation_errors import BUDGET, KnownErrors, warn_of
 from .engines.sparse import SparseEngine, SparseEngines
 from .model.arguments import checked_rows
-from .model.rows import Rows, in_blocks, num_rows
+from .model.rows import Rows, in_blocks, num_rows, without
 from .options import Options, check_choice, check_options, check_size, default_key
 from .progress import progress
 from .results.merging import state_of_gaussian
@@ -174,6 +175,7 @@ class RVGA:
         self._engines = Engines(model, self.options, improper_prior_scale, dynamics, mesh=mesh)
         self._check_shared(self._engines.devices)
         self._sparse_engines = SparseEngines()
+        self._errors = KnownErrors()
         self.certify = certify
         self._certification = Certification(certify, max_looks, certificate_tolerance)
         self.state: State | None = None
@@ -229,7 +231,9 @@ class RVGA:
             natural gradient (``squared_natural_gradient``), and the bound before and after steps on all rows
             (``bound_before``, ``bound_after``). Of streams that are too long to be kept, a sample of up to 2^23
             numbers estimates these: ``bound_estimate`` with standard error ``bound_error``, and
-            ``squared_natural_gradient`` with what its noise may be (``squared_natural_gradient_noise``). Where q is
+            ``squared_natural_gradient`` with what its noise may be (``squared_natural_gradient_noise``).
+            ``elbo_error`` is by how many nats the expectations at q may be off, all together: above a thousandth, all
+            starts again with finer rules, if there are any. Where q is
             not the best Gaussian in the end, a warning says so. After an error or Ctrl-C, the state after the last
             good rows is in :attr:`state`.
         :raises ValueError: for unusable data, naming the array and the row; for checkpoints that are damaged or of
@@ -279,7 +283,15 @@ class RVGA:
             taken(engine.devices.put(start), self._facts(rng_key, sizes, shuffled=visited.order is not None))
             state, info = taken.finished()
             state = engine.devices.fetch(state)
+            if self.certify and self.options.has_bound:
+                info["elbo_error"] = self._errors.at(engine, state, without(head, taken.left_out))
+            if info.get("elbo_error", 0.0) > BUDGET and engine.can_be_thorough and source.seekable and not checkpoint:
+                self._engines.make_thorough(engine)
+                return self.run(
+                    data, rng_key=rng_key, init=init, progress_bar=False, on_bad_row=on_bad_row, **model_kwargs
+                )
             state, bound, certified = self._certification(engine, start, state, source, taken, rng_key)
+        warn_of(info.get("elbo_error", 0.0), stacklevel=2)
         from_prior = int(start.num_rows) == 0
         return self._posterior(engine, state, info | certified, model_kwargs, bound if from_prior else None)
 

@@ -19,6 +19,7 @@ from ..core.designs import times_root
 from ..core.factors import Factors
 from ..core.gaussians import Transition
 from ..core.joint import Joint, joint_search, joint_solve
+from ..core.ladder import TENSOR_NODES
 from ..core.objective import Group
 from ..core.recursion import (
     Absorbed,
@@ -69,6 +70,7 @@ class Engine:
     :param rng_key: draws the nodes of Monte Carlo expectations.
     :param transition: how parameters move before each block of a stream.
     :param devices: among which rows are shared out.
+    :param thorough: see :func:`~numpyro_rvga.core.ladder.expectations`.
     """
 
     def __init__(
@@ -78,12 +80,17 @@ class Engine:
         rng_key: Array,
         transition: Transition | None = None,
         devices: Devices | None = None,
+        *,
+        thorough: bool = False,
     ):
         self.program, self.options, self._transition = program, options, transition
+        self._rng_key, self._thorough = rng_key, thorough
         self._identity = object()
-        self.kinds = tuple(make_kind(terms, options, rng_key) for terms in program.terms)
+        self.kinds = tuple(make_kind(terms, options, rng_key, thorough=thorough) for terms in program.terms)
         prior_options = options._replace(expectation="auto", scheme="implicit")
-        self.prior_kinds = tuple(make_kind(terms, prior_options, rng_key) for terms in program.prior.terms)
+        self.prior_kinds = tuple(
+            make_kind(terms, prior_options, rng_key, thorough=thorough) for terms in program.prior.terms
+        )
         view = selecting_view(program.layout.size)
         self._seen = [(terms, view if terms.site in program.selections else None) for terms in program.terms]
         self._double = program.dtype == jnp.float64
@@ -107,6 +114,19 @@ class Engine:
         other = copy.copy(self)
         other.program = program
         return other
+
+    @property
+    def can_be_thorough(self) -> bool:
+        """Whether there are expectations that :meth:`thoroughly` finds better."""
+        all_terms = zip((*self.kinds, *self.prior_kinds), (*self.program.terms, *self.program.prior.terms))
+        return not self._thorough and any(
+            kind.errors is not None and terms.num_predictors in TENSOR_NODES for kind, terms in all_terms
+        )
+
+    def thoroughly(self) -> Engine:
+        """The same with the rules that kinks need; they take long to compile."""
+        transition, devices = self._transition, self.devices
+        return Engine(self.program, self.options, self._rng_key, transition, devices, thorough=True)
 
     def __eq__(self, other: Any) -> bool:
         """Whether two engines run the same compiled functions."""
@@ -433,6 +453,11 @@ class Engines:
         self._known.append((form, model_kwargs, engine))
         self.last = engine
         return engine
+
+    def make_thorough(self, engine: Engine) -> None:
+        """From now on, :meth:`Engine.thoroughly` in place of the engine."""
+        self.last = engine.thoroughly()
+        self._known = [(form, kwargs, self.last if known == engine else known) for form, kwargs, known in self._known]
 
     def _program(self, rows: Rows, model_kwargs: dict, all_rows: Rows | None) -> Program:
         options = {

@@ -31,6 +31,11 @@ def selected(rows: Any, which: np.ndarray | slice) -> Any:
     return jax.tree.map(lambda x: x[which], rows)
 
 
+def without(rows: Any, left_out: np.ndarray) -> Any:
+    """Rows but those of some numbers."""
+    return selected(rows, np.setdiff1d(np.arange(num_rows(rows)), left_out)) if len(left_out) else rows
+
+
 def in_blocks(arrays: Any, block_size: int) -> Any:
     """A pytree of (n, ...) arrays as (blocks, B, ...)."""
     return jax.tree.map(lambda x: x.reshape(-1, block_size, *x.shape[1:]), arrays)

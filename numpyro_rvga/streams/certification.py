@@ -63,6 +63,13 @@ class Certification:
         if taken.is_one_solve:
             bound = float(state.log_evidence)
             info = _described(0, taken.largest_decrement, bound, bound)
+            if not taken.has_converged and taken.largest_decrement > self._tolerance:
+                warnings.warn(
+                    "q is not the best Gaussian: all rows were solved for together, and in the end no step raised the "
+                    f"bound, with a squared natural gradient of {taken.largest_decrement:.2g} nats. Raise "
+                    "max_iterations, use float64, or check the scales of the priors.",
+                    stacklevel=LEVEL - 1,
+                )
         if not self._certify or not engine.options.has_bound or engine.is_moving:
             return state, bound, info
         known, rng = self._compiled_for(engine), np.random.default_rng(seed_of(rng_key))

@@ -212,6 +212,11 @@ class RecursivePass(Pass):
         return self._gathered.summary()["largest_decrement"]
 
     @property
+    def has_converged(self) -> bool:
+        """Whether every step was solved to its tolerance."""
+        return self._gathered.summary()["converged"]
+
+    @property
     def is_one_solve(self) -> bool:
         """Whether all rows were solved for together, and the bound was maximised."""
         options = self._engine.options

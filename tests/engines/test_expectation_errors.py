@@ -1,0 +1,85 @@
+"""Rows with kinks, of one and of two predictors: the closed forms of Laplace rows are the truth."""
+
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import pytest
+
+from numpyro_rvga import RVGA, FixedPointVI
+
+RNG = np.random.default_rng(0)
+X = RNG.normal(size=120)
+DATA = {"x": X, "y": 1 + 0.5 * X + 0.5 * RNG.laplace(size=120)}
+
+
+def line(x):
+    return numpyro.sample("a", dist.Normal(0, 5)) + numpyro.sample("b", dist.Normal(0, 5)) * x
+
+
+def absolute_factor(x, y):
+    mean = line(x)
+    with numpyro.plate("rows", len(x)):
+        numpyro.factor("loss", -jnp.abs(y - mean) / 0.5)
+
+
+def laplace(x, y):
+    mean = line(x)
+    with numpyro.plate("rows", len(x)):
+        numpyro.sample("y", dist.Laplace(mean, 0.5), obs=y)
+
+
+def median(x, y):
+    mean, scale = line(x), numpyro.sample("scale", dist.LogNormal(0, 1))
+    with numpyro.plate("rows", len(x)):
+        numpyro.sample("y", dist.AsymmetricLaplaceQuantile(mean, scale, 0.5), obs=y)
+
+
+def median_as_laplace(x, y):
+    mean, scale = line(x), numpyro.sample("scale", dist.LogNormal(0, 1))
+    with numpyro.plate("rows", len(x)):
+        numpyro.sample("y", dist.Laplace(mean, 2 * scale), obs=y)
+
+
+def insensitive(x, y):
+    mean = line(x)
+    with numpyro.plate("rows", len(x)):
+        numpyro.factor("loss", -jnp.maximum(0.0, jnp.abs(y - mean) - 0.3) / 0.2)
+
+
+@pytest.mark.parametrize(
+    "method, kinked, exact",
+    [(RVGA, absolute_factor, laplace), (FixedPointVI, absolute_factor, laplace), (RVGA, median, median_as_laplace)],
+)
+def test_kinks_give_the_posterior_that_closed_forms_give(method, kinked, exact):
+    found = method(kinked).run(DATA, progress_bar=False)
+    truth = method(exact).run(DATA, progress_bar=False)
+    sds = np.sqrt(np.diag(truth.covariance))
+    np.testing.assert_allclose(found.mean / sds, truth.mean / sds, atol=0.01)
+    np.testing.assert_allclose(np.sqrt(np.diag(found.covariance)), sds, rtol=0.005)
+    np.testing.assert_allclose(found.elbo, truth.elbo, atol=2e-3)
+    assert found.info["converged"]
+    assert found.info["elbo_error"] < 1e-3
+    assert truth.info["elbo_error"] == 0
+
+
+def test_an_insensitive_loss_is_at_the_best_gaussian_of_a_dense_grid():
+    found = FixedPointVI(insensitive).run(DATA, progress_bar=False)
+    mean, root = np.asarray(found.mean), np.linalg.cholesky(found.covariance)
+    nodes, weights = np.polynomial.hermite_e.hermegauss(200)
+
+    def bound(mean, root):
+        """By 200 nodes along each row's own predictor."""
+        design = np.stack([np.ones_like(X), X], axis=1)
+        centre, spread = design @ mean, np.linalg.norm(design @ root, axis=1)
+        residual = DATA["y"][:, None] - centre[:, None] - spread[:, None] * nodes
+        loss = -np.maximum(0, np.abs(residual) - 0.3) / 0.2
+        prior = -0.5 * (mean @ mean + np.sum(root**2)) / 25 - 2 * np.log(5) + 1 + np.log(np.diag(root)).sum()
+        return (loss @ weights).sum() / weights.sum() + prior
+
+    np.testing.assert_allclose(found.elbo, bound(mean, root), atol=0.02)
+    for seed in range(8):
+        turn = np.random.default_rng(seed).normal(size=5)
+        moved = mean + 0.3 * root @ turn[:2], root @ (np.eye(2) + 0.3 * np.array([[turn[2], 0], [turn[3], turn[4]]]))
+        if np.all(np.diag(moved[1]) > 0):
+            assert bound(*moved) < bound(mean, root)
