@@ -28,15 +28,17 @@ def make_kind(terms: Terms, options: Options, rng_key: Array, *, thorough: bool 
     name = _resolve(terms, options)
     rule = _rule(name, terms, options, rng_key, thorough)
 
+    def with_local(covariances, local):
+        return covariances + jnp.einsum("nck,ndk->ncd", local, local)
+
     def expect(means, covariances, known):
         weight, values, local = known
-        spread = covariances + jnp.einsum("nck,ndk->ncd", local, local)
-        found = rule.expect(means, spread, values)
+        found = rule.expect(means, with_local(covariances, local), values)
         return tuple(weight.reshape(-1, *[1] * (x.ndim - 1)) * x for x in found)
 
     def errors(means, covariances, known):
         weight, values, local = known
-        return weight * rule.errors(means, covariances + jnp.einsum("nck,ndk->ncd", local, local), values)
+        return weight * rule.errors(means, with_local(covariances, local), values)
 
     def filtered(means, covariances, known):
         """What the extended Kalman filter takes (R-VGA paper, Theorem 3): the Fisher information is its curvature."""
@@ -99,12 +101,12 @@ def _resolve(terms: Terms, options: Options) -> str:
             f"site {terms.site!r} has {terms.num_predictors} predictors; expectation='quadrature' takes at most 3. "
             "Use 'auto', 'monte_carlo' or 'sigma_points'."
         )
+    if name == "auto" and terms.closed_form is not None and options.order in ("auto", 2):
+        return "exact"
+    if name in ("auto", "quadrature") and options.order in ("auto", 1):
+        return "ladder"
     if name == "auto":
-        if terms.closed_form is not None and options.order in ("auto", 2):
-            return "exact"
-        return "ladder"
-    if name == "quadrature" and options.order in ("auto", 1):
-        return "ladder"
+        return "quadrature" if terms.num_predictors <= 3 else "monte_carlo"
     return name
 
 

@@ -63,6 +63,13 @@ def test_kinks_give_the_posterior_that_closed_forms_give(method, kinked, exact):
     assert truth.info["elbo_error"] == 0
 
 
+@pytest.mark.parametrize("order, sees_kinks", [(0, True), (1, True), (2, False)])
+def test_the_order_that_is_asked_for_is_the_one_that_is_used(order, sees_kinks):
+    """The Hessian of an absolute loss is zero wherever it exists."""
+    found = RVGA(absolute_factor, order=order, scheme="explicit").run(DATA, progress_bar=False)
+    assert (np.sqrt(np.diag(found.covariance)).max() < 1) == sees_kinks
+
+
 def test_an_insensitive_loss_is_at_the_best_gaussian_of_a_dense_grid():
     found = FixedPointVI(insensitive).run(DATA, progress_bar=False)
     mean, root = np.asarray(found.mean), np.linalg.cholesky(found.covariance)
