@@ -16,6 +16,7 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 from _results import Report, parser
+from bong import medians
 from jax import Array
 from numpyro.infer import MCMC, NUTS
 
@@ -25,6 +26,7 @@ from numpyro_rvga.core.expectations import hermite_rule
 from numpyro_rvga.core.ladder import expectations
 
 REPEATS = 7
+CLOSED = "logistic, closed form"
 DENSE = {1: 120, 2: 60, 3: 24}  # nodes along each axis; of rows with kinks these are rough
 
 
@@ -68,16 +70,6 @@ LIKELIHOODS = [
 ]
 
 
-def median_seconds(function: Callable) -> float:
-    jax.block_until_ready(function())
-    found = []
-    for _ in range(REPEATS):
-        start = time.perf_counter()
-        jax.block_until_ready(function())
-        found.append(time.perf_counter() - start)
-    return float(np.median(found))
-
-
 def dense(phi: Callable, means: Array, covariances: Array, outcomes: Array) -> Array:
     z, weights = hermite_rule(means.shape[1], DENSE[means.shape[1]])
 
@@ -98,22 +90,23 @@ def rows_of(size: int, deviation: float, count: int) -> tuple[Array, Array, Arra
 
 
 def measure_rules(count: int, report: Report) -> None:
+    rules = [(phi, size, *map(jax.jit, expectations(phi, size))) for phi, size in LIKELIHOODS]
     for deviation in (0.01, 0.1, 1.0):
         means, covariances, outcomes = rows_of(1, deviation, count)
         ones = jnp.ones(count)
         closed = jax.jit(lambda m, s, y, ones=ones: jax.vmap(logistic_mixture)(m, s, Logistic(y, ones, ones, ones)))
-        reference = median_seconds(partial(closed, means, covariances, outcomes))
-        report(likelihood="logistic, closed form", deviation=deviation, microseconds_a_row=1e6 * reference / count)
-        for phi, size in LIKELIHOODS:
-            known = rows_of(size, deviation, count)
-            expect, errors = (jax.jit(f) for f in expectations(phi, size))
-            seconds = median_seconds(partial(expect, *known))
-            some = tuple(x[:64] for x in known)
+        steps = {CLOSED: partial(closed, means, covariances, outcomes)}
+        steps |= {phi.__name__: partial(expect, *rows_of(size, deviation, count)) for phi, size, expect, _ in rules}
+        milliseconds = medians(steps, REPEATS)
+        shown = {name: 1e3 * value / count for name, value in milliseconds.items()}
+        report(likelihood=CLOSED, deviation=deviation, microseconds_a_row=shown[CLOSED])
+        for phi, size, expect, errors in rules:
+            some = tuple(x[:64] for x in rows_of(size, deviation, count))
             report(
                 likelihood=phi.__name__,
                 deviation=deviation,
-                microseconds_a_row=1e6 * seconds / count,
-                ratio=seconds / reference,
+                microseconds_a_row=shown[phi.__name__],
+                ratio=shown[phi.__name__] / shown[CLOSED],
                 error=float(jnp.max(jnp.abs(expect(*some)[0] - dense(phi, *some)))),
                 estimated_error=float(jnp.max(errors(*some))),
             )

@@ -18,7 +18,7 @@ from .core.recursion import State
 from .core.sparse import Start
 from .engines.climbs import FixedPointClimb, GradientClimb, Problem, Record, joint_of
 from .engines.engine import Engine, Engines, chunks_of
-from .engines.expectation_errors import BUDGET, KnownErrors, warn_of
+from .engines.expectation_errors import BUDGET, ExpectationErrors, warn_of
 from .engines.learning import Learned, Learner
 from .engines.sparse import SparseEngine, SparseEngines
 from .model.arguments import checked_rows
@@ -101,7 +101,7 @@ class FixedPointVI:
         self._engines = Engines(model, self.options, improper_prior_scale, batch=True, mesh=mesh)
         self._climbs: dict[Engine | SparseEngine, FixedPointClimb | GradientClimb] = {}
         self._sparse_engines = SparseEngines()
-        self._errors = KnownErrors()
+        self._errors = ExpectationErrors()
         self._learners: dict[Engine, Learner] = {}
 
     def run(
@@ -171,12 +171,14 @@ class FixedPointVI:
             reason = describe_bad_rows(program, origin, rows, range(num_rows(rows)))
             raise ValueError(f"the bound is not finite: {reason or 'are the priors proper?'}.")
         expected = self.options.expectation != "linearized"
-        error = self._errors.at(engine, after, rows) if expected and learned is None else 0.0
-        if error > BUDGET and engine.can_be_thorough:
-            self._engines.make_thorough(engine)
-            return self.run(data, rng_key=rng_key, init=init, progress_bar=False, **model_kwargs)
-        warn_of(error, stacklevel=2)
-        facts = {
+        known = {}
+        if expected and learned is None:
+            error = known["elbo_error"] = self._errors(engine, after, rows)
+            if error > BUDGET and engine.can_be_thorough:
+                self._engines.make_thorough(engine)
+                return self.run(data, rng_key=rng_key, init=init, progress_bar=progress_bar, **model_kwargs)
+            warn_of(error, stacklevel=3)
+        facts = known | {
             "schedule": self.schedule,
             "expectation": self.options.expectation,
             "converged": bool(info.converged),
@@ -189,8 +191,6 @@ class FixedPointVI:
             facts |= {"clamped_iterations": record.clamped, "cycling_iterations": record.cycling}
         if learned is not None:
             facts |= {"learned": learned.converged, "learning_bounds": np.asarray(learned.bounds)}
-        if expected and learned is None:
-            facts["elbo_error"] = error
         self._warn(facts, learned)
         bound, gaussian = float(after.log_evidence) if expected else None, FullGaussian(after.mean, after.root)
         return Posterior(program, gaussian, bound, facts, state=after, num_rows=int(after.num_rows))

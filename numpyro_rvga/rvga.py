@@ -18,7 +18,7 @@ from .core.recursion import State
 from .dynamics import Dynamics, check_dynamics
 from .engines.devices import Devices
 from .engines.engine import Engine, Engines
-from .engines.expectation_errors import BUDGET, KnownErrors, warn_of
+from .engines.expectation_errors import BUDGET, ExpectationErrors, warn_of
 from .engines.sparse import SparseEngine, SparseEngines
 from .model.arguments import checked_rows
 from .model.rows import Rows, in_blocks, num_rows, without
@@ -74,8 +74,8 @@ class RVGA:
         (Theorem 3); ``"qkf"`` the quadratic Kalman filter for logistic rows (90); ``"laplace"`` the batch Laplace
         approximation, with all rows in one block.
     :param str expectation: how E_q[log lik] and its derivatives are computed. ``"auto"``: closed forms where there
-        are any (``"exact"``). Else a few nodes for each row, and more for rows of which they are known not to do:
-        ``"quadrature"`` for up to three predictors, ``"monte_carlo"`` in predictor space for more.
+        are any (``"exact"``). Else every row gets a few nodes, and a row that needs more gets more:
+        ``"quadrature"`` for up to three predictors, ``"monte_carlo"`` in predictor space beyond.
         Also ``"probit"`` (58-61), ``"sigma_points"``, ``"linearized"`` (derivatives at the mean).
     :param order: derivatives of the log-likelihood that are used: 2, 1 or 0 (Corollary 1.1). ``"auto"``: 1, which
         sees the curvature of kinks too; closed forms have one form.
@@ -175,7 +175,7 @@ class RVGA:
         self._engines = Engines(model, self.options, improper_prior_scale, dynamics, mesh=mesh)
         self._check_shared(self._engines.devices)
         self._sparse_engines = SparseEngines()
-        self._errors = KnownErrors()
+        self._errors = ExpectationErrors()
         self.certify = certify
         self._certification = Certification(certify, max_looks, certificate_tolerance)
         self.state: State | None = None
@@ -233,9 +233,8 @@ class RVGA:
             numbers estimates these: ``bound_estimate`` with standard error ``bound_error``, and
             ``squared_natural_gradient`` with what its noise may be (``squared_natural_gradient_noise``).
             ``elbo_error`` is by how many nats the expectations at q may be off, all together: above a thousandth, all
-            starts again with finer rules, if there are any. Where q is
-            not the best Gaussian in the end, a warning says so. After an error or Ctrl-C, the state after the last
-            good rows is in :attr:`state`.
+            starts again with finer rules, if there are any. Where q is not the best Gaussian in the end, a warning says
+            so. After an error or Ctrl-C, the state after the last good rows is in :attr:`state`.
         :raises ValueError: for unusable data, naming the array and the row; for checkpoints that are damaged or of
             another run; and for sites whose density NumPyro finds to be another. ``init`` is never harmed.
         :raises NotImplementedError: for discrete latents, for those of single rows unless they are Normal additions of
@@ -283,15 +282,14 @@ class RVGA:
             taken(engine.devices.put(start), self._facts(rng_key, sizes, shuffled=visited.order is not None))
             state, info = taken.finished()
             state = engine.devices.fetch(state)
-            if self.certify and self.options.has_bound:
-                info["elbo_error"] = self._errors.at(engine, state, without(head, taken.left_out))
-            if info.get("elbo_error", 0.0) > BUDGET and engine.can_be_thorough and source.seekable and not checkpoint:
+        if self.certify and self.options.has_bound and not engine.is_moving:
+            error = info["elbo_error"] = self._errors(engine, state, without(head, taken.left_out))
+            if error > BUDGET and engine.can_be_thorough and source.seekable and checkpoint is None:
                 self._engines.make_thorough(engine)
-                return self.run(
-                    data, rng_key=rng_key, init=init, progress_bar=False, on_bad_row=on_bad_row, **model_kwargs
-                )
-            state, bound, certified = self._certification(engine, start, state, source, taken, rng_key)
-        warn_of(info.get("elbo_error", 0.0), stacklevel=2)
+                again = {"rng_key": rng_key, "init": init, "progress_bar": progress_bar, "on_bad_row": on_bad_row}
+                return self.run(data, **again, **model_kwargs)
+            warn_of(error, stacklevel=3)
+        state, bound, certified = self._certification(engine, start, state, source, taken, rng_key)
         from_prior = int(start.num_rows) == 0
         return self._posterior(engine, state, info | certified, model_kwargs, bound if from_prior else None)
 

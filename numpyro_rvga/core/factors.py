@@ -53,7 +53,6 @@ class Kind(NamedTuple):
     sampled: bool = False
     information: Callable[[Array, tuple], Array] | None = None
     errors: Callable[[Array, Array, tuple], Array] | None = None
-    errors: Callable[[Array, Array, tuple], Array] | None = None
 
 
 class Sums(NamedTuple):

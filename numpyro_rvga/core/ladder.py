@@ -119,7 +119,7 @@ def _finer(num_predictors: int, nodes: tuple | None, thorough: bool) -> list[tup
 def _refined(rule: Callable, size: int, factors: Factor, hard: Array, found: Any) -> Any:
     """What is found, by this rule for the hard factors, ``size`` at a time."""
     if len(hard) == 1:
-        return lax.cond(hard[0], lambda: _better(rule(factors), found), lambda: found)
+        return lax.cond(hard[0], lambda: _better(found, rule(factors)), lambda: found)
     total, size = len(hard), min(size, len(hard))
     count = jnp.sum(hard)
     places = jnp.argsort(~hard, stable=True)
@@ -128,18 +128,18 @@ def _refined(rule: Callable, size: int, factors: Factor, hard: Array, found: Any
     def take_batch(carry: tuple[Array, Any]) -> tuple[Array, Any]:
         start, found = carry
         chosen = lax.dynamic_slice(places, (start,), (size,))
-        new = rule(jax.tree.map(lambda x: x.at[chosen].get(mode="clip"), factors))
-        better = ~(new[1] >= found[1].at[chosen].get(mode="clip"))
-        taken = (start + jnp.arange(size) < count) & better
-        target = jnp.where(taken, chosen, total)  # out of bounds: dropped
+        some, before = jax.tree.map(lambda x: x.at[chosen].get(mode="clip"), (factors, found))
+        new = _better(before, rule(some))
+        target = jnp.where(start + jnp.arange(size) < count, chosen, total)  # out of bounds: dropped
         return start + size, jax.tree.map(lambda old, x: old.at[target].set(x, mode="drop"), found, new)
 
     return lax.while_loop(lambda carry: carry[0] < count, take_batch, (jnp.zeros((), count.dtype), found))[1]
 
 
-def _better(one: Any, other: Any) -> Any:
-    """What has the smaller error."""
-    return jax.tree.map(lambda a, b: jnp.where((one[1] >= other[1])[0], b, a), one, other)
+def _better(before: Any, after: Any) -> Any:
+    """What is found after, but for factors that have no smaller error then."""
+    kept = after[1] >= before[1]
+    return jax.tree.map(lambda a, b: jnp.where(kept.reshape(-1, *[1] * (a.ndim - 1)), a, b), before, after)
 
 
 # ---------------------------------------------------------------------- rules, of one factor
@@ -151,14 +151,10 @@ def _fifth_degree(phi: PHI, factor: Factor) -> tuple[Moments, Array, Array, Arra
     from it farther out is due to its sixth and seventh derivatives, as is the rule's error; or to a kink in between.
     """
     size, dtype = factor.mean.size, factor.mean.dtype
-    z, weights, lines = _fifth_degree_nodes(size)
-    density = lambda u: phi(u, factor.constants)  # noqa: E731
-    values, gradients = jax.vmap(jax.value_and_grad(density))(factor.mean + jnp.asarray(z, dtype) @ factor.root.T)
-    used = len(weights)
-    moments = _summed(
-        values[:used], gradients[:used], jnp.asarray(z[:used], dtype), jnp.asarray(weights, dtype), factor
-    )
-    units, reach, places = lines
+    points, weights, (units, reach, places) = _fifth_degree_nodes(size)
+    values, gradients, z, weights = _at_nodes(phi, factor, (points, weights))
+    used = slice(len(weights))
+    moments = _summed(values[used], gradients[used], z[used], weights, factor)
     slopes = gradients @ factor.root  # in the coordinates z
     at = values[places], jnp.einsum("lkc,lc->lk", slopes[places], jnp.asarray(units, dtype))
     error = SHARE * jax.vmap(partial(_off_polynomial, FAR))(jnp.asarray(reach, dtype), *at)
@@ -167,10 +163,7 @@ def _fifth_degree(phi: PHI, factor: Factor) -> tuple[Moments, Array, Array, Arra
     bent = far - node - ((FAR - reach) / reach)[:, None, None] * (node - slopes[0])
     bent = bent[jnp.argmax(error)]
     bent = bent[jnp.argmax(jnp.sum(bent * bent, axis=1))]
-    length = jnp.sqrt(jnp.sum(bent * bent))
-    last = jnp.zeros(size, dtype).at[-1].set(1.0)
-    known = (length > 0) & jnp.isfinite(length)
-    direction = jnp.where(known, bent / jnp.where(known, length, 1.0), last)
+    direction = _unit(bent, 0.0, jnp.zeros(size, dtype).at[-1].set(1.0))
     total = jnp.sum(error) if size <= MOST_DIAGONAL else size * jnp.sum(error)
     return moments, total, direction, gradients[0]
 
@@ -243,7 +236,7 @@ def _spread_out(nodes: tuple[np.ndarray, np.ndarray], phi: PHI, factor: Factor) 
 
 
 def _at_nodes(phi: PHI, factor: Factor, nodes: tuple[np.ndarray, np.ndarray]) -> tuple[Array, Array, Array, Array]:
-    """Values (K,) and gradients (K, C) at nodes, whose positions (K, C) and weights (K,) follow."""
+    """Values (K,) and gradients (K, C) at nodes; then their positions (K, C) and the weights, in the same precision."""
     z, weights = (jnp.asarray(x, factor.mean.dtype) for x in nodes)
     density = lambda u: phi(u, factor.constants)  # noqa: E731
     values, gradients = jax.vmap(jax.value_and_grad(density))(factor.mean + z @ factor.root.T)
@@ -304,10 +297,14 @@ def _normal(phi: PHI, factor: Factor) -> Array:
 
     begin = jnp.full((), -FAR, dtype), jnp.full((), 2 * FAR, dtype), slopes(jnp.array([-FAR, 0.0, FAR], dtype))
     *_, ends = lax.fori_loop(0, NARROWINGS, halve, begin)
-    jump = ends[2] - ends[0]
-    length = jnp.sqrt(jump @ jump)
-    known = length > NOTICEABLE * jnp.max(jnp.abs(ends))
-    return jnp.where(known, jump / jnp.where(known, length, 1.0), factor.direction)
+    return _unit(ends[2] - ends[0], NOTICEABLE * jnp.max(jnp.abs(ends)), factor.direction)
+
+
+def _unit(vector: Array, least: Array | float, default: Array) -> Array:
+    """The vector's direction, if it is finite and longer than ``least``."""
+    length = jnp.sqrt(vector @ vector)
+    known = (length > least) & jnp.isfinite(length)
+    return jnp.where(known, vector / jnp.where(known, length, 1.0), default)
 
 
 def _with_last(direction: Array) -> Array:
@@ -330,12 +327,11 @@ def _size(root: Array, moments: Moments) -> Array:
 def _differentiable(expect: Callable, phi: PHI, num_predictors: int) -> Callable:
     """``expect``, whose value may be differentiated (once, backwards). Loops may not, and need not: gradient and
     curvature are the slopes in mean and covariance, and those in phi's constants are expectations too."""
-    z, weights = (
-        hermite_rule(num_predictors, {1: 80, 2: 20}[num_predictors])
-        if num_predictors <= 2
-        else _fifth_degree_nodes(num_predictors)[:2]
-    )
-    z = z[: len(weights)]
+    if num_predictors in SLOPE_NODES:
+        z, weights = hermite_rule(num_predictors, SLOPE_NODES[num_predictors])
+    else:
+        z, weights, _ = _fifth_degree_nodes(num_predictors)
+        z = z[: len(weights)]
 
     def of_constants(mean: Array, covariance: Array, constants: Any) -> Array:
         root, _ = semidefinite_factor(covariance)

@@ -36,7 +36,7 @@ from ..model.arguments import PARAMS
 from ..model.program import Program
 from ..model.rows import Rows, in_blocks, num_rows, pad
 from ..model.sparsity import selecting_view
-from ..model.terms import Terms
+from ..model.terms import Terms, merged
 from ..model.validation import CoupledRows
 from ..options import Options
 from .devices import Devices
@@ -219,11 +219,8 @@ class Engine:
         sites = None
         if known is not None:
             part = known.is_part * (weights > 0)  # not of rows that pad
-
-            def of_factors(x: Array) -> Array:
-                return (part.reshape(-1, *[1] * (x.ndim - 1)) * x).astype(x.dtype).reshape(-1, *x.shape[2:])
-
-            sites = jax.tree.map(of_factors, known.sites)
+            parts = jax.tree.map(lambda x: part.reshape(-1, *[1] * (x.ndim - 1)).astype(x.dtype) * x, known.sites)
+            sites = merged(parts)
         joint = self._search(
             Group(self.kinds, self.linearise, jax.tree.map(lambda x: x[None], prepared)),
             self.prior_group(prior_inputs),
@@ -245,8 +242,7 @@ class Engine:
         """
         factors = self.linearise(self.prepare(rows, weights), state.mean)
         whitened = tuple(times_root(f.design, state.root) for f in factors)
-        merged = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), absorbed)
-        sites, found = sites_and_misfits(self.kinds, factors, whitened, merged)
+        sites, found = sites_and_misfits(self.kinds, factors, whitened, merged(absorbed))
         count = len(weights)
         sites = jax.tree.map(lambda x: x.reshape(count, -1, *x.shape[1:]), sites)
         return sum(jnp.sum(misfit.reshape(count, -1), axis=1) for misfit in found), sites
@@ -344,7 +340,7 @@ class Engine:
 
     def sites_at(self, factors: tuple[Factors, ...], absorbed: tuple[Absorbed, ...]) -> tuple[Sites, ...]:
         """The sites of rows that became part of a state when it saw them so: (n, E, ...) arrays."""
-        return sites_of(self.kinds, factors, jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), absorbed))
+        return sites_of(self.kinds, factors, merged(absorbed))
 
     # ------------------------------------------------------------------ rows as factors
     def _prepare(self, rows: dict, weights: Array) -> tuple:

@@ -31,6 +31,11 @@ def selected(rows: Any, which: np.ndarray | slice) -> Any:
     return jax.tree.map(lambda x: x[which], rows)
 
 
+def evenly_spread(count: int, most: int) -> np.ndarray:
+    """At most so many of ``range(count)``."""
+    return np.unique(np.linspace(0, count - 1, min(count, most)).astype(int))
+
+
 def without(rows: Any, left_out: np.ndarray) -> Any:
     """Rows but those of some numbers."""
     return selected(rows, np.setdiff1d(np.arange(num_rows(rows)), left_out)) if len(left_out) else rows

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.scipy.special import gammaln
+from scipy import stats
 
 from numpyro_rvga.core.expectations import hermite_rule, monte_carlo_points
 from numpyro_rvga.core.ladder import expectations
@@ -87,7 +88,7 @@ def test_smooth_densities_are_integrated_to_within_the_reported_error(phi, size,
 @pytest.mark.parametrize("deviation", [1e-3, 0.1, 3.0])
 def test_a_kink_anywhere_near_q_is_seen(deviation, shift):
     expect, _ = expectations(hinge, 1)
-    mean, kink = 0.7, 1.7 - 0.5  # phi(u) = -max(0, |1.7 - u| - 0.5) / 0.2
+    kink = 1.7 - 0.5  # phi(u) = -max(0, |1.7 - u| - 0.5) / 0.2
     mean = kink - shift * deviation
     found = jax.jit(expect)(jnp.array([[mean]]), jnp.array([[[deviation**2]]]), jnp.array([1.7]))
     grid = np.linspace(-10, 10, 2_000_001)
@@ -112,8 +113,6 @@ def test_kinks_in_two_dimensions_need_the_thorough_ladder_and_the_other_says_so(
     # exp(-u1) tilts the Gaussian of u0: what is left is the mean of a folded normal.
     scale = np.exp(-m[:, 1] + 0.5 * s[:, 1, 1])
     centre, width = outcomes - m[:, 0] + s[:, 0, 1], np.sqrt(s[:, 0, 0])
-    from scipy import stats
-
     folded = centre * (1 - 2 * stats.norm.cdf(-centre / width)) + 2 * width * stats.norm.pdf(centre / width)
     truth = -scale * folded - m[:, 1]
     off = {}
