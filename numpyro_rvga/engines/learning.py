@@ -5,16 +5,11 @@ from __future__ import annotations
 from types import ModuleType
 from typing import Any, NamedTuple
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from ..core.block import run_search, seek_start
-from ..core.joint import Joint, bound_at
-from ..core.linalg import solve_lower
-from ..model.arguments import PARAMS
 from .engine import Engine
+from .maximized_bound import MaximizedBound
 
 MAX_STEPS = 200
 FIRST_MOVE = 0.3  # largest change of a parameter in the first step, in unconstrained space
@@ -38,11 +33,7 @@ class Learned(NamedTuple):
 
 
 class Learner:
-    """Climbs by L-BFGS in the parameters, q solved for at each.
-
-    At the best q the bound does not change with q, so its slope in the parameters is the one with q held fixed: in the
-    standard coordinates of the prior, which the parameters move. (A whitened q stays a good start when a kernel's
-    length scale changes; the same q over function values would not.)
+    """Climbs by L-BFGS in the parameters, q solved for at each; see :class:`~.maximized_bound.MaximizedBound`.
 
     :raises ImportError: without optax.
     """
@@ -50,26 +41,7 @@ class Learner:
     def __init__(self, engine: Engine):
         self.engine, self._optimizer = engine, import_optax("numpyro.param sites").scale_by_lbfgs()
         self._turn = engine.compiled(self._optimizer.update)
-        engine.program.initial_state()  # what is drawn from the prior is drawn here, outside of compiled functions
-
-        def joint(params: Array, chunks: tuple, start: tuple | None) -> Joint:
-            state = engine.program.initial_state_at(params)
-            prior_inputs = engine.program.prior_inputs | {PARAMS: params}
-            return engine.batch(state, *chunks, prior_inputs=prior_inputs, init=start, alternating=False)
-
-        @engine.compiled
-        def begin(params, chunks):
-            found = seek_start(joint(params, chunks, None).search)
-            return found.mean, found.root @ found.root.T
-
-        @engine.compiled
-        def look(params, chunks, start):
-            found = run_search(joint(params, chunks, start).search)
-            inverse = solve_lower(found.root, jnp.eye(found.mean.size, dtype=found.mean.dtype))
-            slope = jax.grad(lambda p: bound_at(joint(p, chunks, None), found.mean, inverse.T)[0])(params)
-            return found.bound, slope, (found.mean, found.root @ found.root.T)
-
-        self._begin, self._look = begin, look
+        self._bound = MaximizedBound(engine)
 
     def __call__(self, chunks: tuple, start: tuple[Array, Array] | None, tolerance: float, bar: Any) -> Learned:
         """Learn from where the model starts the parameters.
@@ -81,8 +53,8 @@ class Learner:
         """
         params = np.asarray(self.engine.program.params.values)
         if start is None:  # the search would seek one itself, but that is another form of it to compile
-            start = self._begin(params, chunks)
-        bound, slope, start = self._look(params, chunks, start)
+            start = self._bound.begin(params, chunks)
+        bound, slope, start, _ = self._bound.solve(params, chunks, start)
         if not np.isfinite(bound) or not np.isfinite(slope).all():
             raise ValueError(
                 f"the bound or its slope is not finite where the numpyro.param sites start ({self._shown(params)}): "
@@ -99,7 +71,7 @@ class Learner:
             found = self._first_better(params, step, rise, bounds[-1], chunks, start)
             if found is None:
                 return Learned(params, start, bounds, rise <= tolerance)
-            params, (bound, slope, start) = found
+            params, (bound, slope, start, _) = found
             bounds.append(float(bound))
             bar.update(1)
             bar.set_postfix(bound=f"{bounds[-1]:.6g}", refresh=False)
@@ -111,8 +83,8 @@ class Learner:
         """The parameters, and what is found there, of the longest of a few steps that raises the bound enough."""
         for halving in range(HALVINGS):
             share = 0.5**halving
-            found = self._look(params + share * step, chunks, start)
-            if float(found[0]) - bound >= ENOUGH * share * rise and np.isfinite(found[1]).all():
+            found = self._bound.solve(params + share * step, chunks, start)
+            if float(found.bound) - bound >= ENOUGH * share * rise and np.isfinite(found.gradient).all():
                 return params + share * step, found
         return None
 

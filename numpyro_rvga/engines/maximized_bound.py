@@ -1,0 +1,73 @@
+"""The bound, maximized over q, as one compiled function of the ``numpyro.param`` sites."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from ..core.block import run_search, seek_start
+from ..core.joint import Joint, bound_at
+from ..core.linalg import solve_lower
+from ..model.arguments import PARAMS
+from .engine import Engine
+
+Start = tuple[Array, Array]
+"""Mean and precision of a q, in the standard coordinates of the prior (which the parameters move)."""
+
+
+class Maximum(NamedTuple):
+    """The bound's maximum over q at some values of the parameters.
+
+    :ivar bound: in nats. :ivar gradient: of the maximum in the parameters (K,), in unconstrained space.
+    :ivar start: the maximizing q, from which a solve at near values starts. :ivar converged: whether it is one.
+    """
+
+    bound: Array
+    gradient: Array
+    start: Start
+    converged: Array
+
+
+class MaximizedBound:
+    """L(h) = max_q E_q[log p(y, x, h)] + entropy of q, with h the ``numpyro.param`` sites.
+
+    At the best q the bound does not change with q, so its gradient in h is the partial one with q held fixed
+    (the envelope theorem), q in the standard coordinates of the prior. (A whitened q stays a good start when a
+    kernel's length scale changes; the same q over function values would not.)
+
+    :ivar begin: params (K,) and chunks of rows, as ``engine.batch`` takes them -> a start.
+    :ivar solve: params, chunks and a start -> :class:`Maximum`.
+    :ivar moments: params and a start -> mean (P,) and a root (P, P) of the covariance, of theta.
+    """
+
+    def __init__(self, engine: Engine):
+        program = engine.program
+        program.initial_state()  # what is drawn from the prior is drawn here, outside of compiled functions
+
+        def joint(params: Array, chunks: tuple, start: Start | None) -> Joint:
+            state = program.initial_state_at(params)
+            prior_inputs = program.prior_inputs | {PARAMS: params}
+            return engine.batch(state, *chunks, prior_inputs=prior_inputs, init=start, alternating=False)
+
+        @engine.compiled
+        def begin(params, chunks):
+            found = seek_start(joint(params, chunks, None).search)
+            return found.mean, found.root @ found.root.T
+
+        @engine.compiled
+        def solve(params, chunks, start):
+            found = run_search(joint(params, chunks, start).search)
+            inverse = solve_lower(found.root, jnp.eye(found.mean.size, dtype=found.mean.dtype))
+            gradient = jax.grad(lambda p: bound_at(joint(p, chunks, None), found.mean, inverse.T)[0])(params)
+            return Maximum(found.bound, gradient, (found.mean, found.root @ found.root.T), found.converged)
+
+        @engine.compiled
+        def moments(params, start):
+            state, (mean, precision) = program.initial_state_at(params), start
+            lower = jnp.linalg.cholesky(precision)
+            return state.mean + state.root @ mean, solve_lower(lower, state.root.T).T
+
+        self.begin, self.solve, self.moments = begin, solve, moments
