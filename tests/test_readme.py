@@ -1,26 +1,54 @@
-"""The README's commands are one line each, what it names exists, and its Python runs."""
+"""README and guides: commands are one line each, links lead somewhere, options are listed, and the Python runs."""
 
 import re
 from pathlib import Path
+
+import pytest
 
 import numpyro_rvga
 from numpyro_rvga.bong import PAPER_HESSIANS
 from numpyro_rvga.core.gaussians import CHARTS, FAMILIES
 from numpyro_rvga.core.rules import RULES
+from numpyro_rvga.fixed_point import SCHEDULES
 from numpyro_rvga.options import EXPECTATIONS
 from numpyro_rvga.presets import PRESETS
 from numpyro_rvga.rvga import SCHEMES
 
 ROOT = Path(__file__).parents[1]
-README = (ROOT / "README.md").read_text(encoding="utf-8")
+README = ROOT / "README.md"
+GUIDES = sorted((ROOT / "docs").glob("*.md"))
+PAGES = [README, *GUIDES, ROOT / "examples" / "README.md"]
+MOST_LINES = 200  # of the README
 
 
-def blocks(language):
-    return re.findall(rf"^```{language}\n(.*?)^```$", README, flags=re.DOTALL | re.MULTILINE)
+def text_of(page):
+    return page.read_text(encoding="utf-8")
+
+
+def blocks(page, language):
+    return re.findall(rf"^```{language}\n(.*?)^```$", text_of(page), flags=re.DOTALL | re.MULTILINE)
+
+
+def anchors(page):
+    """What GitHub makes of headings: lower case, without punctuation, hyphens for spaces."""
+    headings = re.findall(r"^#+ (.*)$", text_of(page), flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def with_python(pages):
+    return [page for page in pages if blocks(page, "python")]
+
+
+def name_of(page):
+    return str(page.relative_to(ROOT))
+
+
+def test_readme_is_short():
+    assert len(text_of(README).splitlines()) <= MOST_LINES
 
 
 def test_commands_are_one_line_each():
-    first, second = blocks("bash")[:2]
+    first, second = blocks(README, "bash")[:2]
     for command in (first, second):
         assert len(command.strip().splitlines()) == 1
         assert "venv" in command and "pip install" in command
@@ -28,12 +56,19 @@ def test_commands_are_one_line_each():
     assert "pytest" in second
 
 
-def test_files_that_it_names_exist():
-    links = re.findall(r"\]\(((?!http)[^)#]+)(?:#[\w-]+)?\)", README)
-    scripts = re.findall(r"examples/\w+\.py", README)
-    assert links and scripts
-    for path in [*links, *scripts]:
-        assert (ROOT / path).is_file(), path
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_links_lead_somewhere(page):
+    for path, anchor in re.findall(r"\]\((?!http)([^)#]*)(?:#([\w-]+))?\)", text_of(page)):
+        target = (page.parent / path).resolve() if path else page
+        assert target.is_file(), path
+        assert not anchor or anchor in anchors(target), (path, anchor)
+    for script in re.findall(r"examples/\w+\.py", text_of(page)):
+        assert (ROOT / script).is_file(), script
+
+
+def test_readme_links_all_guides():
+    for guide in GUIDES:
+        assert f"]({name_of(guide)})" in text_of(README), guide.name
 
 
 def test_pictures_are_small():
@@ -42,18 +77,20 @@ def test_pictures_are_small():
 
 
 def test_options_are_all_listed():
-    for option in (*SCHEMES, *EXPECTATIONS, *RULES, *PAPER_HESSIANS, *FAMILIES, *CHARTS, *PRESETS):
-        assert f'`"{option}"`' in README, option
+    text = "".join(map(text_of, GUIDES))
+    for option in (*SCHEMES, *EXPECTATIONS, *RULES, *PAPER_HESSIANS, *FAMILIES, *CHARTS, *PRESETS, *SCHEDULES):
+        assert f'`"{option}"`' in text, option
 
 
 def test_public_names_are_all_listed():
     for name in numpyro_rvga.__all__:
-        assert f"`{name}`" in README, name
+        assert f"`{name}`" in text_of(README), name
 
 
-def test_python_runs(capsys):
+@pytest.mark.parametrize("page", with_python([README, *GUIDES]), ids=name_of)
+def test_python_runs(page, capsys):
     names = {}
-    for block in blocks("python"):
-        exec(compile(block, "README.md", "exec"), names)
-    assert isinstance(names["posterior"], numpyro_rvga.Posterior)
-    assert "slopes" in capsys.readouterr().out
+    for block in blocks(page, "python"):
+        exec(compile(block, name_of(page), "exec"), names)
+    if page == README:
+        assert "slopes" in capsys.readouterr().out
