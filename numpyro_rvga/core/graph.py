@@ -22,6 +22,7 @@ from .primitives import (
     is_float,
     is_pointwise_call,
     pointwise_apply,
+    special_function,
 )
 
 
@@ -39,10 +40,11 @@ class Graph:
         name = eqn.primitive.name
         if all(v.is_constant for v in inputs):
             return self.whole(eqn, inputs, CONSTANT)
-        if is_inlined(eqn):
+        special = special_function(eqn) is not None
+        if is_inlined(eqn) and not special:
             return None
         out = eqn.outvars[0].aval
-        elementwise = name in POINTWISE_PRIMITIVES or (name == "custom_jvp_call" and is_pointwise_call(eqn))
+        elementwise = special or name in POINTWISE_PRIMITIVES or (name == "custom_jvp_call" and is_pointwise_call(eqn))
         if elementwise:
             inputs = [self.broadcast(v, out.shape) for v in inputs]
         if name in ("add", "add_any", "sub"):

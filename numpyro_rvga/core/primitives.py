@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from .linalg import cholesky_by_columns, solve_triangular
+from .special import log_beta, log_gamma
 
 POINTWISE_PRIMITIVES = frozenset(
     """abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp copy copy_p
@@ -27,6 +28,8 @@ LINEAR_PRIMITIVES = frozenset(
 BILINEAR_PRIMITIVES = frozenset(["dot_general", "conv_general_dilated"])
 ARITHMETIC = frozenset("sum offset mul div neg copy convert_element_type".split())
 INLINED_PRIMITIVES = frozenset("jit pjit closed_call core_call remat checkpoint remat2".split())
+# By the names of primitives and of JAX's own programs; programs of other names are written out.
+SPECIAL_FUNCTIONS = {"lgamma": log_gamma, "betaln": log_beta, "_betaln_impl": log_beta}
 
 UNROLLED_SIZE = 16  # batches of small LAPACK calls are slow, and two at once deadlock jaxlib's pool of two threads
 
@@ -64,6 +67,12 @@ def is_pointwise_call(eqn) -> bool:
     return len(eqn.outvars) == 1 and len(shapes) == 1 and pointwise(eqn.params["call_jaxpr"].jaxpr)
 
 
+def special_function(eqn) -> Callable | None:
+    """What stands for an elementwise step that is a special function with an own implementation."""
+    inlined = eqn.primitive.name in INLINED_PRIMITIVES
+    return SPECIAL_FUNCTIONS.get(eqn.params.get("name") if inlined else eqn.primitive.name)
+
+
 def binder(eqn) -> Callable:
     small = bool(eqn.invars) and max(eqn.invars[0].aval.shape[-1:], default=0) <= UNROLLED_SIZE
     if eqn.primitive.name == "triangular_solve" and small:
@@ -88,6 +97,9 @@ def results(eqn, inputs: list) -> list:
 
 
 def pointwise_apply(eqn) -> Callable:
+    special = special_function(eqn)
+    if special is not None:
+        return special
     bind_all = binder(eqn)
 
     def bind(*arguments):
