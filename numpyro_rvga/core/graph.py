@@ -8,11 +8,11 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.lax import GatherScatterMode
 
 from .interpret import interpret, is_inlined
 from .nodes import AFFINE, CONSTANT, OPAQUE, POINTWISE, Node, Value, ancestors
 from .primitives import (
-    ARITHMETIC,
     BILINEAR_PRIMITIVES,
     LINEAR_PRIMITIVES,
     POINTWISE_PRIMITIVES,
@@ -23,6 +23,16 @@ from .primitives import (
     is_pointwise_call,
     pointwise_apply,
     special_function,
+)
+from .pushing import columns_of, index_of, num_distinct, selected, selected_value, selection_node
+from .selection import (
+    Selection,
+    broadcast_selection,
+    everything,
+    known_index,
+    reshaped,
+    selection_of,
+    without_repetition,
 )
 
 
@@ -56,12 +66,15 @@ class Graph:
         if name == "div" and inputs[1].is_constant:
             return [self.scale(eqn, inputs, 0)]
         if name in SELECTING_PRIMITIVES and all(v.is_constant for v in inputs[1:]):
-            return [self.select(eqn, inputs)]
+            found = self.select(eqn, inputs)
+            if found is not None:
+                return [found]
+        if name in ("split", "unstack"):
+            return self.parts(eqn, inputs[0])
         if name == "reduce_sum" and math.prod(inputs[0].shape) == math.prod(out.shape):
-            reshape = lambda x: jnp.reshape(x, out.shape)  # noqa: E731
-            return [self._map_selecting(inputs[0], out.shape, reshape, ("reshape", out.shape))]
+            return [selected_value(self, inputs[0], reshaped(inputs[0].shape, out.shape))]
         linear = all(v.is_constant or v.is_affine for v in inputs)
-        if name in LINEAR_PRIMITIVES and linear:
+        if name in (LINEAR_PRIMITIVES | SELECTING_PRIMITIVES) and linear:
             return self.whole(eqn, inputs, AFFINE)
         if name in BILINEAR_PRIMITIVES and linear and sum(not v.is_constant for v in inputs) == 1:
             return self.whole(eqn, inputs, AFFINE)
@@ -74,8 +87,15 @@ class Graph:
     # ------------------------------------------------------------------ building nodes
     def constant(self, array) -> Value:
         array = array if isinstance(array, jax.Array) else jax.device_put(array)
-        node = Node(CONSTANT, array.shape, array.dtype, apply=lambda: array)
-        node.operand = array if array.size == 1 and not isinstance(array, jax.core.Tracer) else None
+
+        def make():
+            node = Node(CONSTANT, array.shape, array.dtype, apply=lambda: array)
+            node.operand = array if number is not None else None
+            node.name = "traced" if isinstance(array, jax.core.Tracer) else ""
+            return node
+
+        number = None if isinstance(array, jax.core.Tracer) or array.size > 1 else np.asarray(array)
+        node = make() if number is None else self.node(("number", str(array.dtype), number.tobytes()), make)
         return Value(array.shape, array.dtype, None, node)
 
     def node(self, key, make: Callable[[], Node]) -> Node:
@@ -97,8 +117,9 @@ class Graph:
         bind = binder(eqn)
         if not eqn.primitive.multiple_results:
             out = outs[0]
+            name, params = eqn.primitive.name, eqn.params
             made = self.node(
-                key, lambda: Node(kind, out.shape, out.dtype, parents, bind, in_shapes, eqn.primitive.name)
+                key, lambda: Node(kind, out.shape, out.dtype, parents, bind, in_shapes, name, params=params)
             )
             affine = kind == AFFINE
             return [Value(out.shape, out.dtype, made if affine else None, None if affine else made)]
@@ -135,14 +156,26 @@ class Graph:
             )
         if affine.name == "concatenate" and any(p.kind == CONSTANT for p in affine.parents):
             return self.node(("unwrap", affine.serial), lambda: self._pieces(affine))
+        if num_distinct(affine) < affine.size:
+            return self.node(("unwrap", affine.serial), lambda: self._from_fewer(affine))
         return self.leaf(affine)
+
+    def _from_fewer(self, affine: Node) -> Node:
+        """What repeats entries, as an outer sum does, from predictors that do not."""
+        if affine.name == "sum":
+            parents = [self.unwrap(p) if p.kind == AFFINE else p for p in affine.parents]
+            node = Node(POINTWISE, affine.shape, affine.dtype, parents, affine.apply, affine.in_shapes)
+            node.unwraps = affine
+            return node
+        few, back = without_repetition(affine.selection)
+        leaf = self.leaf(selected(self, affine.parents[0], few))
+        return leaf if leaf.shape == () else selection_node(leaf, back)
 
     def _pieces(self, affine: Node) -> Node:
         """A concatenation of affine nodes and constants: the constants (a pinned class) need no predictors."""
         parents = [self.unwrap(p) if p.kind == AFFINE else p for p in affine.parents]
-        node = Node(OPAQUE, affine.shape, affine.dtype, parents, affine.apply, affine.in_shapes, "concatenate")
-        node.unwraps = affine
-        return node
+        shapes, params = affine.in_shapes, affine.params
+        return Node(OPAQUE, affine.shape, affine.dtype, parents, affine.apply, shapes, "concatenate", params=params)
 
     def materialise(self, value: Value) -> Node:
         if value.affine is None:
@@ -153,11 +186,10 @@ class Graph:
         return self._combine(value.shape, value.dtype, linear, value.rest)
 
     def _combine(self, shape, dtype, a: Node, b: Node) -> Node:
-        kind = OPAQUE if OPAQUE in (a.kind, b.kind) else POINTWISE
         inner = shape if max(a.size, b.size) > 1 else ()
         return self.node(
             ("combine", a.serial, b.serial, inner),
-            lambda: Node(kind, inner, dtype, [a, b], lambda x, y: x + y, [inner, inner]),
+            lambda: Node(POINTWISE, inner, dtype, [a, b], lambda x, y: x + y, [inner, inner]),
         )
 
     # ------------------------------------------------------------------ sums and multiples
@@ -174,9 +206,7 @@ class Graph:
                 name = "copy" if sign > 0 else "neg"
             else:
                 apply = (lambda u, v: u + v) if sign > 0 else (lambda u, v: u - v)
-            if any(p.kind == OPAQUE for p in parents):
-                kind = OPAQUE
-            elif kind != AFFINE:
+            if kind != AFFINE:
                 kind = CONSTANT if all(p.kind == CONSTANT for p in parents) else POINTWISE
             key = ("sum", sign, name, inner, None if a is None else a.serial, b.serial)
             return self.node(key, lambda: Node(kind, inner, out.dtype, parents, apply, [inner] * len(parents), name))
@@ -200,7 +230,7 @@ class Graph:
             if node is None:
                 return None
             parents = [node if i == which else self.materialise(v) for i, v in enumerate(inputs)]
-            kind = kind if kind == AFFINE else node.kind
+            kind = kind if kind == AFFINE or node.kind == CONSTANT else POINTWISE
             return self._elementwise(eqn, parents, kind, out)
 
         return Value(out.shape, out.dtype, part(target.affine, AFFINE), part(target.rest, None))
@@ -222,8 +252,7 @@ class Graph:
         if shortcut is not None:
             return shortcut
         parents = [self.materialise(v) for v in inputs]
-        kind = OPAQUE if any(p.kind == OPAQUE for p in parents) else POINTWISE
-        node = self._elementwise(eqn, parents, kind, out)
+        node = self._elementwise(eqn, parents, POINTWISE, out)
         if name in ("exp", "logistic") and node.operand is None:
             node.operand = inputs[0]
         return Value(out.shape, out.dtype, None, node)
@@ -277,52 +306,37 @@ class Graph:
         return Value(total.shape, total.dtype, None, result)
 
     # ------------------------------------------------------------------ indexing and reshaping
-    def select(self, eqn, inputs: list[Value]) -> Value:
-        out = eqn.outvars[0].aval
-        indices = [v.rest for v in inputs[1:]]
-        index_shapes = [v.shape for v in inputs[1:]]
-        key = (eqn.primitive.name, tuple(i.serial for i in indices), freeze(eqn.params), out.shape)
-        return self._map_selecting(inputs[0], out.shape, binder(eqn), key, indices, index_shapes)
+    def select(self, eqn, inputs: list[Value]) -> Value | None:
+        """None: this selects in another way than entry by entry."""
+        name, indices = eqn.primitive.name, None
+        if name == "gather":
+            if eqn.params["mode"] == GatherScatterMode.FILL_OR_DROP:
+                return None
+            indices = columns_of(inputs[1])
+        elif name == "dynamic_slice":
+            indices = [index_of(v.rest, ()) for v in inputs[1:]]
+        selection = selection_of(eqn, indices)
+        return None if selection is None else selected_value(self, inputs[0], selection)
+
+    def parts(self, eqn, value: Value) -> list[Value]:
+        """An array cut into pieces."""
+        axis, start, found = eqn.params["axis"], 0, []
+        for out in eqn.outvars:
+            shape = out.aval.shape if eqn.primitive.name == "split" else np.insert(out.aval.shape, axis, 1)
+            piece = everything(shape)
+            moved = known_index(start + piece.indices[axis].value)
+            indices = tuple(moved if a == axis else index for a, index in enumerate(piece.indices))
+            found.append(selected_value(self, value, Selection(tuple(shape), indices)))
+            if len(shape) != len(out.aval.shape):
+                found[-1] = selected_value(self, found[-1], reshaped(shape, out.aval.shape))
+            start += int(shape[axis])
+        return found
 
     def broadcast(self, value: Value, shape: tuple[int, ...]) -> Value:
         """Elementwise primitives stretch axes of length one themselves; here every operand has the result's shape."""
         if value.shape == shape or math.prod(value.shape) == 1:
             return value
-        spread = lambda x: jnp.broadcast_to(x, shape)  # noqa: E731
-        return self._map_selecting(value, shape, spread, ("broadcast", shape))
-
-    def _map_selecting(self, value, out_shape, apply, key, indices=(), index_shapes=()) -> Value:
-        """Each element of the result is a copy of an element of the operand: push that through elementwise steps."""
-        done: dict[int, Node] = {}
-
-        def push(node: Node | None) -> Node | None:
-            if node is None or node.shape == ():
-                return node
-            if node.serial not in done:
-                done[node.serial] = self.node((key, node.serial, value.shape), lambda: build(node))
-            return done[node.serial]
-
-        def build(node: Node) -> Node:
-            if node.leaf_of is not None or node.unwraps is not None:
-                return self.unwrap(push(node.leaf_of or node.unwraps))
-            inner = () if math.prod(out_shape) == 1 else out_shape
-            through = node.kind == POINTWISE or (node.kind == AFFINE and node.name in ARITHMETIC)
-            if through and node.parents:
-                made = Node(
-                    node.kind,
-                    inner,
-                    node.dtype,
-                    [push(p) for p in node.parents],
-                    node.apply,
-                    [inner if s != () else () for s in node.in_shapes],
-                    node.name,
-                )
-                if node.operand is not None:
-                    made.operand = self._map_selecting(node.operand, out_shape, apply, key, indices, index_shapes)
-                return made
-            return Node(node.kind, out_shape, node.dtype, [node, *indices], apply, [value.shape, *index_shapes], key[0])
-
-        return Value(out_shape, value.dtype, push(value.affine), push(value.rest))
+        return selected_value(self, value, broadcast_selection(value.shape, shape))
 
     # ------------------------------------------------------------------ reading off a link
     def log_of(self, value: Value) -> Value | None:

@@ -30,15 +30,19 @@ class Node:
         "serial",
         "leaf_of",
         "unwraps",
+        "params",
+        "selection",
     )
 
-    def __init__(self, kind, shape, dtype, parents=(), apply=None, in_shapes=None, name="", operand=None):
+    def __init__(self, kind, shape, dtype, parents=(), apply=None, in_shapes=None, name="", operand=None, params=None):
         self.kind, self.dtype, self.parents, self.apply, self.name = kind, dtype, tuple(parents), apply, name
         self.shape = () if math.prod(shape) == 1 else tuple(shape)
         self.in_shapes = tuple(p.shape for p in self.parents) if in_shapes is None else tuple(in_shapes)
         self.operand = operand  # for exp, log and logistic: the Value it was applied to
         self.leaf_of: Node | None = None  # for a predictor: the affine node that it stands for
-        self.unwraps: Node | None = None  # for a concatenation of predictors: likewise
+        self.unwraps: Node | None = None  # for a sum of predictors: likewise
+        self.params = params  # of the equation that it stands for
+        self.selection: Any = None  # of its first parent's entries, if it is one
         self.serial = next(_serial)
 
     @property

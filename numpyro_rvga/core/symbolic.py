@@ -5,9 +5,10 @@ A log-likelihood term l(theta, row) is read as a JAX program and split into
     constants(row), predictors(theta, row) in R^C (affine in theta), density(u, constants),
 
 with l = density(predictors): the few numbers through which theta enters. Three facts keep C small. Sums are kept
-as "affine part + rest", so ``alpha + a[g] + x @ b`` is one predictor. Elementwise operations are kept symbolic
-and indexing is pushed through them, so ``(tau * z)[g]`` needs ``z[g]`` and not all of ``z``. And products of
-exponentials are exponentials of sums, so ``tau * lambda`` is one predictor on the log scale.
+as "affine part + rest", so ``alpha + a[g] + x @ b`` is one predictor. Indexing is pushed through elementwise
+operations, products of matrices, sums and triangular solves, so ``((tau[:, None] * L) @ z).T[g, 0]`` needs the column
+``z[:, g]`` and not all of ``z``. And products of exponentials are exponentials of sums, so ``tau * lambda`` is one
+predictor on the log scale.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import jax.numpy as jnp
 from .graph import Graph
 from .nodes import AFFINE, CONSTANT, POINTWISE, Node, Value, ancestors, evaluate_nodes
 from .primitives import ARITHMETIC
+from .selection import everything, places_within, select_entries
 
 
 class Factorisation(NamedTuple):
@@ -124,12 +126,14 @@ def factorise(fun: Callable, theta: jax.ShapeDtypeStruct, *row: Any) -> Factoris
 
 
 def _independent(graph, leaves: list[Node]) -> tuple[list[Node], dict[int, Node]]:
-    """Drop predictors that are sums and multiples of other predictors; say how to compute them from those."""
+    """Drop predictors that are entries, sums and multiples of other predictors; say how to compute them from those."""
     kept, derived = {n.leaf_of.serial: n for n in leaves}, {}
 
     def expression(affine: Node, top: bool) -> Node | None:
         if not top and affine.serial in kept:
             return kept[affine.serial]
+        if affine.selection is not None:
+            return _entries_of_others(affine, [leaf for leaf in kept.values() if leaf.leaf_of is not affine])
         if affine.name not in ARITHMETIC:
             return None
         parents = [expression(p, False) if p.kind == AFFINE else p for p in affine.parents]
@@ -143,3 +147,23 @@ def _independent(graph, leaves: list[Node]) -> tuple[list[Node], dict[int, Node]
             derived[leaf.serial] = found
             del kept[leaf.leaf_of.serial]
     return [n for n in leaves if n.serial not in derived], derived
+
+
+def _entries_of_others(affine: Node, leaves: list[Node]) -> Node | None:
+    """Selected entries as those of a predictor that has them all."""
+    (operand, *nodes), selection = affine.parents, affine.selection
+    for leaf in leaves:
+        other = leaf.leaf_of
+        if other is not operand and (other.selection is None or other.parents[0] is not operand):
+            continue
+        inner = everything(operand.shape) if other is operand else other.selection
+        places = places_within(operand.shape, inner, selection)
+        if places is not None:
+            select = select_entries(selection)
+
+            def apply(array, *indices, places=places, select=select):
+                return jnp.ravel(array)[select(jnp.asarray(places), *indices)]
+
+            in_shapes = [leaf.shape, *selection.node_shapes]
+            return Node(POINTWISE, selection.shape, affine.dtype, [leaf, *nodes], apply, in_shapes, "entries")
+    return None

@@ -15,7 +15,8 @@ from numpyro_rvga.core.symbolic import Reading, factorise
 SIZE = 6
 THETA = jax.ShapeDtypeStruct((SIZE,), jnp.float64)
 X = np.array([0.5, -1.2, 0.7])
-G = np.int32(2)
+G, B = np.int32(2), np.int32(1)
+COVARIANCE = np.array([[1.0, 0.3], [0.3, 2.0]])
 MATRIX = np.arange(12.0).reshape(4, 3) / 7 - 0.6
 
 
@@ -38,6 +39,12 @@ def heteroscedastic_log_density(t, x):
 
 def non_centred(t, g):
     return jnp.cos((jnp.exp(t[0]) * t[1:])[g])
+
+
+def correlated_effects(t, g):
+    factor = jnp.array([[1.0, 0.0], [0.6, 0.8]])
+    effects = ((jnp.exp(t[:2])[:, None] * factor) @ t[2:].reshape(2, 2).T).T
+    return jnp.sin(effects[g, 0]) + effects[g, 1]
 
 
 def horseshoe_line(t, g):
@@ -107,6 +114,46 @@ EXAMPLES = {
     "broadcast": Example(lambda t, x, g: (jnp.exp(t[0]) * x + jnp.ones((4, 3)))[1, g], 1, (X, G)),
     "squeezed": Example(lambda t: jnp.squeeze(jnp.sin(t[None, 2:3])), 1),
     "non-centred group effect": Example(non_centred, 2, (G,)),
+    # indexing moves through products, solves and joins
+    "entry of a product": Example(
+        lambda t, g: jnp.sin((jnp.exp(t[:2]) * jnp.eye(2) @ t[2:].reshape(2, 2))[0, g]), 4, (B,)
+    ),
+    "entry of a product of correlated effects": Example(correlated_effects, 4, (B,)),
+    "row of a batch of products": Example(
+        lambda t, g: jnp.sum(jnp.sin(jnp.exp(t[:4]).reshape(2, 2, 1) @ t[4:].reshape(2, 1, 1)).ravel()[g]), 2, (G,)
+    ),
+    "right-hand side of a solve": Example(
+        lambda t, g: jnp.sum(solve_triangular(jnp.eye(2) + jnp.exp(t[0]), t[2:].reshape(2, 2), lower=True)[:, g] ** 2),
+        3,
+        (B,),
+    ),
+    "multivariate normals by row": Example(
+        lambda t, g: dist.MultivariateNormal(0.0, scale_tril=jnp.diag(jnp.exp(t[:2]))).log_prob(t[2:].reshape(2, 2))[g],
+        4,
+        (B,),
+    ),
+    "covariance of a few scales": Example(
+        lambda t: jnp.sin(jnp.linalg.cholesky(jnp.outer(jnp.exp(t[:2]), jnp.exp(t[:2])) * COVARIANCE)[1, 0]), 2
+    ),
+    "one of several Cholesky factors": Example(
+        lambda t, g: jnp.linalg.cholesky(jnp.exp(t[:2])[:, None, None] * COVARIANCE)[g, 1, 0], 1, (B,)
+    ),
+    "cumulative sum of a column": Example(
+        lambda t, g: jnp.sin(jnp.cumsum(jnp.exp(t).reshape(3, 2), axis=0)[2, g]), 3, (B,)
+    ),
+    "largest of a row": Example(lambda t, g: jnp.max(jnp.exp(t).reshape(2, 3), axis=1)[g], 3, (B,)),
+    "joined, one part known": Example(
+        lambda t, g: jnp.sin(jnp.stack([jnp.exp(t[:3]), jnp.cosh(t[3:])], -1)[g, 1]), 1, (B,)
+    ),
+    "joined, the part not known": Example(
+        lambda t, g: jnp.sin(jnp.concatenate([jnp.exp(t[:3]), jnp.cosh(t[3:])])[g]), 2, (G,)
+    ),
+    "one class and all of them": Example(lambda t, g: jax.nn.log_softmax(t.reshape(2, 3)[1])[g], 3, (G,)),
+    "unpacked": Example(lambda t: (lambda a, b, c: jnp.sin(a[1]) * b[0])(*jnp.exp(t).reshape(3, 2)), 2),
+    "split": Example(lambda t: jnp.sin(jnp.split(jnp.cosh(t), 3)[1][0]), 1),
+    "beyond the end": Example(lambda t, g: jnp.nan_to_num(jnp.take(jnp.cosh(t), g + 9)), 6, (G,)),
+    "a window": Example(lambda t, g: jnp.prod(jax.lax.dynamic_slice(jnp.cosh(t), (g,), (2,))), 2, (G,)),
+    "every other, turned round": Example(lambda t: jnp.prod(jnp.cosh(t)[::-2][1:]), 2),
     # exponentials multiply by adding exponents
     "product of exponentials": Example(lambda t: jnp.cos(jnp.exp(t[0]) * jnp.exp(t[1])), 1),
     "quotient of exponentials": Example(lambda t: jnp.cos(jnp.exp(t[0]) / jnp.exp(t[1])), 1),

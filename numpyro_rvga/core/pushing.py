@@ -1,0 +1,318 @@
+"""Selections pushed through a program: an entry of a product needs a row and a column, and no more.
+
+Each rule says what a selection of a node's entries is, as a node of selections of its parents. Axes that are summed
+over, or that an operation runs along, follow those of the result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from .nodes import AFFINE, CONSTANT, OPAQUE, POINTWISE, Node, Value
+from .primitives import ARITHMETIC
+from .selection import (
+    Index,
+    Selection,
+    clamped,
+    composed,
+    everything,
+    known_index,
+    known_value,
+    of_indices,
+    picked,
+    select_entries,
+    trailing,
+    with_trailing,
+)
+
+if TYPE_CHECKING:
+    from .graph import Graph
+
+MOST_COUNTED = 4096  # entries of an affine node that are told apart
+
+REDUCTIONS = {
+    "reduce_sum": jnp.sum,
+    "reduce_max": jnp.max,
+    "reduce_min": jnp.min,
+    "reduce_prod": jnp.prod,
+    "reduce_and": jnp.all,
+    "reduce_or": jnp.any,
+}
+CUMULATIVE = {
+    "cumsum": lax.cumsum,
+    "cumprod": lax.cumprod,
+    "cummax": lax.cummax,
+    "cummin": lax.cummin,
+    "cumlogsumexp": lax.cumlogsumexp,
+}
+
+
+def selected_value(graph: Graph, value: Value, selection: Selection) -> Value:
+    affine, rest = (None if node is None else selected(graph, node, selection) for node in (value.affine, value.rest))
+    return Value(selection.shape, value.dtype, affine, rest)
+
+
+def selected(graph: Graph, node: Node, selection: Selection) -> Node:
+    """The entries of a node. One that is the same everywhere stays as it is."""
+    if node.shape == () or selection.key == everything(node.shape).key:
+        return node
+    return graph.node(("selected", node.serial, selection.key), lambda: _selected(graph, node, selection))
+
+
+def _selected(graph: Graph, node: Node, selection: Selection) -> Node:
+    of_affine = node.leaf_of or node.unwraps
+    if of_affine is not None:
+        return graph.unwrap(selected(graph, of_affine, selection))
+    if node.parents and (node.kind == POINTWISE or (node.kind == AFFINE and node.name in ARITHMETIC)):
+        shape = () if selection.size == 1 else selection.shape
+        parents = [selected(graph, parent, selection) for parent in node.parents]
+        in_shapes = [shape if s != () else () for s in node.in_shapes]
+        made = Node(node.kind, shape, node.dtype, parents, node.apply, in_shapes, node.name)
+        if node.operand is not None:
+            made.operand = selected_value(graph, node.operand, selection)
+        return made
+    if node.selection is not None:
+        return selected(graph, node.parents[0], composed(node.selection, selection))
+    if node.kind != CONSTANT and node.name in RULES and selection.size < node.size:
+        made = RULES[node.name](graph, node, selection)
+        if made is not None:
+            return made
+    return selection_node(node, selection)
+
+
+def selection_node(node: Node, selection: Selection) -> Node:
+    """The entries as a step of the program, which stays where it is."""
+    kind = node.kind if node.kind in (AFFINE, CONSTANT) else OPAQUE
+    in_shapes, apply = [node.shape, *selection.node_shapes], select_entries(selection)
+    made = Node(kind, selection.shape, node.dtype, [node, *selection.nodes], apply, in_shapes, "selected")
+    made.selection = selection
+    return made
+
+
+def num_distinct(affine: Node) -> int:
+    """Entries of which an affine node is made, those that it repeats counted once."""
+    return len(_sources(affine)) if affine.size <= MOST_COUNTED else affine.size
+
+
+def _sources(affine: Node) -> set[tuple]:
+    """Numbers of nodes, and places in them."""
+    if affine.selection is not None:
+        operand, selection = affine.parents[0], affine.selection
+        if selection.nodes:
+            few = of_indices(selection.indices, len(selection.shape))
+            return {(operand.serial, few.key, i) for i in range(few.size)}
+        return {(operand.serial, int(i)) for i in np.unique(selection.flat(operand.shape))}
+    if affine.name not in ARITHMETIC:
+        return {(affine.serial, i) for i in range(affine.size)}
+    return set().union(*[_sources(parent) for parent in affine.parents if parent.kind == AFFINE])
+
+
+# ---------------------------------------------------------------------- rules
+def _product(graph: Graph, node: Node, selection: Selection) -> Node | None:
+    """Of matrices, or of arrays of these."""
+    if node.kind == AFFINE:
+        return None
+    contracted, batch = node.params["dimension_numbers"]
+    lengths = [node.in_shapes[0][axis] for axis in contracted[0]]
+    count, used, sides = len(lengths), len(batch[0]), []
+    for parent, shape, summed, shared in zip(node.parents, node.in_shapes, contracted, batch):
+        places: dict[int, Index] = dict(zip(summed, trailing(selection, lengths)))
+        places |= {axis: with_trailing(selection.indices[i], count) for i, axis in enumerate(shared)}
+        for axis in (axis for axis in range(len(shape)) if axis not in places):
+            places[axis] = with_trailing(selection.indices[used], count)
+            used += 1
+        side = of_indices([places[axis] for axis in range(len(shape))], len(selection.shape) + count)
+        sides.append((selected(graph, parent, side), side.shape))
+    axes = tuple(range(len(selection.shape), len(selection.shape) + count))
+
+    def apply(a: Array, b: Array) -> Array:
+        return jnp.broadcast_to(jnp.sum(a * b, axis=axes), selection.shape).astype(node.dtype)
+
+    return _made(node, selection, sides, apply)
+
+
+def _reduction(graph: Graph, node: Node, selection: Selection) -> Node | None:
+    if node.kind == AFFINE:
+        return None
+    (shape,), axes = node.in_shapes, node.params["axes"]
+    side = of_indices(_with_core(selection, shape, axes), len(selection.shape) + len(axes))
+    reduced = tuple(range(len(selection.shape), len(side.shape)))
+    operation = REDUCTIONS[node.name]
+
+    def apply(array: Array) -> Array:
+        return jnp.broadcast_to(operation(array, axis=reduced), selection.shape)
+
+    return _made(node, selection, [(selected(graph, node.parents[0], side), side.shape)], apply)
+
+
+def _with_core(selection: Selection, shape: Sequence[int], core: Sequence[int]) -> list[Index]:
+    """Indices of an operand: the core axes run over all their places, the others follow those of the result."""
+    whole = dict(zip(core, trailing(selection, [shape[axis] for axis in core])))
+    others = iter(selection.indices)
+    return [whole[axis] if axis in whole else with_trailing(next(others), len(core)) for axis in range(len(shape))]
+
+
+def _cumulative(graph: Graph, node: Node, selection: Selection) -> Node | None:
+    (shape,), axis = node.in_shapes, node.params["axis"]
+    if node.kind == AFFINE or len(shape) == 1:
+        return None
+    others = Selection(selection.shape, tuple(i for a, i in enumerate(selection.indices) if a != axis))
+    side = of_indices(_with_core(others, shape, [axis]), len(selection.shape) + 1)
+    index, operation, reverse = selection.indices[axis], CUMULATIVE[node.name], node.params["reverse"]
+
+    def apply(array: Array, *nodes: Array) -> Array:
+        done = operation(array, axis=array.ndim - 1, reverse=reverse)
+        return jnp.broadcast_to(picked(done, _value(index, nodes)), selection.shape)
+
+    return _made(node, selection, [(selected(graph, node.parents[0], side), side.shape)], apply, [index])
+
+
+def _factorized(graph: Graph, node: Node, selection: Selection) -> Node | None:
+    """Cholesky factors of several matrices."""
+    (shape,) = node.in_shapes
+    if len(shape) == 2:
+        return None
+    core = [len(shape) - 2, len(shape) - 1]
+    others = Selection(selection.shape, selection.indices[:-2])
+    side = of_indices(_with_core(others, shape, core), len(selection.shape) + 2)
+    row, column = selection.indices[-2:]
+
+    def apply(array: Array, *nodes: Array) -> Array:
+        i, j = _value(row, nodes), _value(column, nodes[0 if row.is_known else 1 :])
+        factor = node.apply(array)
+        flat = factor.reshape(*factor.shape[:-2], -1)
+        return jnp.broadcast_to(picked(flat, i * shape[-1] + j), selection.shape)
+
+    return _made(node, selection, [(selected(graph, node.parents[0], side), side.shape)], apply, [row, column])
+
+
+def _solved(graph: Graph, node: Node, selection: Selection) -> Node | None:
+    """Of a triangular system with several right-hand sides, those that are asked for."""
+    if node.kind == AFFINE:
+        return None
+    (matrix, right), (matrix_shape, shape) = node.parents, node.in_shapes
+    left_side = node.params["left_side"]
+    along_axis = len(shape) - (2 if left_side else 1)
+    others = Selection(selection.shape, tuple(i for a, i in enumerate(selection.indices) if a != along_axis))
+    side = of_indices(_with_core(others, shape, [along_axis]), len(selection.shape) + 1)
+    index, size = selection.indices[along_axis], shape[along_axis]
+    if len(matrix_shape) == 2:
+        of_matrix, matrix_shape = matrix, matrix_shape
+    else:
+        batch = Selection(selection.shape, selection.indices[:-2])
+        chosen = of_indices(_with_core(batch, matrix_shape, [len(shape) - 2, len(shape) - 1]), len(selection.shape) + 2)
+        of_matrix, matrix_shape = selected(graph, matrix, chosen), chosen.shape
+
+    def apply(a: Array, b: Array, *nodes: Array) -> Array:
+        lead = jnp.broadcast_shapes(a.shape[:-2], b.shape[:-1])
+        a, b = jnp.broadcast_to(a, (*lead, size, size)), jnp.broadcast_to(b, (*lead, size))
+        b = b[..., None] if left_side else b[..., None, :]
+        x = node.apply(a, b).reshape(*lead, size)
+        return jnp.broadcast_to(picked(x, _value(index, nodes)), selection.shape)
+
+    sides = [(of_matrix, matrix_shape), (selected(graph, right, side), side.shape)]
+    return _made(node, selection, sides, apply, [index])
+
+
+def _concatenated(graph: Graph, node: Node, selection: Selection) -> Node | None:
+    axis = node.params["dimension"]
+    lengths = [shape[axis] for shape in node.in_shapes]
+    return _of_pieces(graph, node, selection, axis, lengths, keeps_axis=True)
+
+
+def _stacked(graph: Graph, node: Node, selection: Selection) -> Node | None:
+    return _of_pieces(graph, node, selection, node.params["axis"], [1] * len(node.parents), keeps_axis=False)
+
+
+def _of_pieces(
+    graph: Graph, node: Node, selection: Selection, axis: int, lengths: list[int], *, keeps_axis: bool
+) -> Node | None:
+    """Of the one piece in which all entries lie; or of all pieces, of which one is chosen for each entry."""
+    index, starts = selection.indices[axis], np.cumsum([0, *lengths])
+
+    def of_piece(i: int, inside: Index) -> Node:
+        indices = [inside if a == axis else other for a, other in enumerate(selection.indices)]
+        kept = tuple(x for a, x in enumerate(indices) if keeps_axis or a != axis)
+        return selected(graph, node.parents[i], Selection(selection.shape, kept))
+
+    if index.is_known:
+        pieces = np.unique(np.searchsorted(starts, index.value, side="right") - 1)
+        if len(pieces) == 1:
+            found = of_piece(int(pieces[0]), known_index(index.value - starts[pieces[0]]))
+            return found if node.kind != AFFINE or found.kind == AFFINE else None
+    if node.kind == AFFINE:
+        return None
+    sides = [
+        (of_piece(i, clamped(index, int(start), length - 1)), selection.shape)
+        for i, (start, length) in enumerate(zip(starts, lengths))
+    ]
+
+    def apply(*arrays: Array) -> Array:
+        places = _value(index, arrays[len(sides) :])
+        result = arrays[0]
+        for start, array in zip(starts[1:], arrays[1 : len(sides)]):
+            result = jnp.where(places >= int(start), array, result)
+        return jnp.broadcast_to(result, selection.shape).astype(node.dtype)
+
+    return _made(node, selection, sides, apply, [index])
+
+
+def _value(index: Index, nodes: Sequence[Array]) -> Array:
+    return jnp.asarray(index.value) if index.is_known else nodes[0]
+
+
+def _made(
+    node: Node,
+    selection: Selection,
+    sides: Sequence[tuple[Node, tuple]],
+    apply: Callable,
+    indices: Sequence[Index] = (),
+) -> Node:
+    unknown = [index for index in indices if not index.is_known]
+    parents = [*[parent for parent, _ in sides], *[index.value for index in unknown]]
+    in_shapes = [*[shape for _, shape in sides], *[index.shape for index in unknown]]
+    return Node(OPAQUE, selection.shape, node.dtype, parents, apply, in_shapes, "pushed")
+
+
+RULES: dict[str, Callable[..., Node | None]] = {
+    "dot_general": _product,
+    "cholesky": _factorized,
+    "triangular_solve": _solved,
+    "concatenate": _concatenated,
+    "stack": _stacked,
+    **dict.fromkeys(REDUCTIONS, _reduction),
+    **dict.fromkeys(CUMULATIVE, _cumulative),
+}
+
+
+# ---------------------------------------------------------------------- indices that a program computes
+def columns_of(indices: Value) -> list[Index]:
+    """The columns of a gather's indices, as far as they are known each by itself."""
+    node, shape = indices.rest, indices.shape
+    count = shape[-1]
+    if node.name == "concatenate" and len(node.parents) == count and node.params["dimension"] == len(shape) - 1:
+        return [index_of(parent, shape[:-1]) for parent in node.parents]
+    if count == 1:
+        return [index_of(node, shape[:-1])]
+    whole = known_value(node)
+    if whole is not None:
+        return [known_index(whole.reshape(shape)[..., i]) for i in range(count)]
+    return [Index(shape[:-1], _column(node, shape, i), ("column", node.serial, i)) for i in range(count)]
+
+
+def _column(node: Node, shape: tuple[int, ...], i: int) -> Node:
+    apply = lambda array: array[..., i]  # noqa: E731
+    return Node(CONSTANT, shape[:-1], node.dtype, [node], apply, [shape], f"column {i}")
+
+
+def index_of(node: Node, shape: tuple[int, ...]) -> Index:
+    """A constant, of so many places, as an index."""
+    value = known_value(node)
+    if value is not None:
+        return known_index(np.broadcast_to(value, shape) if value.ndim == 0 else value.reshape(shape))
+    return Index(tuple(shape), node)

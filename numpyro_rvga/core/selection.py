@@ -1,0 +1,346 @@
+"""Which entries of an array a program selects: one index for each axis of the operand.
+
+Slices, transposes, reshapes, broadcasts and gathers are all of this form, and one after another they compose to one.
+An index varies only along the axes of the result that it depends on, so that rows and columns stay apart.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from .nodes import CONSTANT, Node, ancestors, evaluate_nodes
+
+LARGEST_MAP = 2**16  # entries of an array of which it is looked up where a selection has them
+
+
+class Index(NamedTuple):
+    """Places along one axis of the operand.
+
+    :ivar shape: it has the result's number of axes, and length one along those that it does not depend on.
+    :ivar value: numbers of that shape, or a node that has them.
+    :ivar origin: how the node was made: equal for equal indices.
+    """
+
+    shape: tuple[int, ...]
+    value: np.ndarray | Node
+    origin: tuple = ()
+
+    @property
+    def is_known(self) -> bool:
+        return isinstance(self.value, np.ndarray)
+
+    @property
+    def key(self) -> tuple:
+        return self.shape, self.value.tobytes() if self.is_known else self.origin or self.value.serial
+
+
+class Selection(NamedTuple):
+    """``result[o] = operand[indices[0][o], indices[1][o], ...]``.
+
+    :ivar shape: of the result. :ivar indices: one for each axis of the operand.
+    """
+
+    shape: tuple[int, ...]
+    indices: tuple[Index, ...]
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def key(self) -> tuple:
+        return self.shape, tuple(index.key for index in self.indices)
+
+    @property
+    def nodes(self) -> list[Node]:
+        """The indices that are not known."""
+        return [index.value for index in self.indices if not index.is_known]
+
+    @property
+    def node_shapes(self) -> list[tuple[int, ...]]:
+        return [index.shape for index in self.indices if not index.is_known]
+
+    def flat(self, operand_shape: tuple[int, ...]) -> np.ndarray:
+        """Places in the flattened operand, of indices that are all known."""
+        places = np.broadcast_arrays(*[index.value for index in self.indices])
+        return np.ravel_multi_index(places, operand_shape)
+
+
+def known_index(value: np.ndarray) -> Index:
+    value = np.asarray(value, np.int32)
+    return Index(value.shape, value)
+
+
+def along(length: int, axis: int, num_axes: int) -> Index:
+    """0, 1, ... along one axis of the result."""
+    return known_index(np.arange(length).reshape([-1 if i == axis else 1 for i in range(num_axes)]))
+
+
+def everything(shape: Sequence[int]) -> Selection:
+    return Selection(tuple(shape), tuple(along(n, i, len(shape)) for i, n in enumerate(shape)))
+
+
+def with_trailing(index: Index, count: int) -> Index:
+    """The same with so many further axes, on which it does not depend."""
+    shape = (*index.shape, *[1] * count)
+    return index._replace(shape=shape, value=_reshaped(index.value, shape), origin=(index.key, shape))
+
+
+def of_indices(indices: Sequence[Index], num_axes: int) -> Selection:
+    """The smallest result of these indices."""
+    shape = np.broadcast_shapes(*[index.shape for index in indices]) if indices else (1,) * num_axes
+    return Selection(tuple(shape), tuple(indices))
+
+
+# ---------------------------------------------------------------------- applying and composing
+def select_entries(selection: Selection) -> Callable[..., Array]:
+    """(operand, *indices that are not known) -> the result."""
+    slices = _as_slices(selection)
+
+    def apply(operand: Array, *nodes: Array) -> Array:
+        if slices is not None:
+            return jnp.reshape(operand[slices], selection.shape)
+        operand, rest = jnp.asarray(operand), iter(nodes)
+        places = [index.value if index.is_known else next(rest) for index in selection.indices]
+        places = [jnp.asarray(place).astype(jnp.uint32) for place in places]  # unsigned: none counts from the end
+        return jnp.broadcast_to(operand[tuple(places)], selection.shape)
+
+    return apply
+
+
+def _as_slices(selection: Selection) -> tuple[slice, ...] | None:
+    """The same as slices and a reshape; None if it is none."""
+    slices, last = [], -1
+    for index in selection.indices:
+        if not index.is_known:
+            return None
+        flat = index.value.ravel()
+        if len(flat) == 0:
+            return None
+        steps = np.diff(flat)
+        long = [axis for axis, length in enumerate(index.shape) if length > 1]
+        if len(long) > 1 or (long and (long[0] <= last or steps[0] <= 0 or (steps != steps[0]).any())):
+            return None
+        last = long[0] if long else last
+        slices.append(slice(int(flat[0]), int(flat[-1]) + 1, int(steps[0]) if len(steps) else 1))
+    return tuple(slices) if math.prod(len(i.value.ravel()) for i in selection.indices) == selection.size else None
+
+
+def composed(inner: Selection, outer: Selection) -> Selection:
+    """``outer`` of what ``inner`` selects."""
+    return Selection(outer.shape, tuple(_index_at(index, outer) for index in inner.indices))
+
+
+def _index_at(index: Index, outer: Selection) -> Index:
+    count = len(outer.shape)
+    axes = [axis for axis, length in enumerate(index.shape) if length > 1]
+    if not axes and index.is_known:
+        return known_index(index.value.reshape((1,) * count))
+    at = [outer.indices[axis] for axis in axes]
+    if index.is_known and len(axes) == 1 and np.array_equal(index.value.ravel(), np.arange(index.value.size)):
+        return at[0]
+    squeezed = tuple(index.shape[axis] for axis in axes)
+    shape = tuple(np.broadcast_shapes(*[i.shape for i in at])) if at else (1,) * count
+    if index.is_known and all(i.is_known for i in at):
+        return known_index(np.broadcast_to(index.value.reshape(squeezed)[tuple(i.value for i in at)], shape))
+    operand = index.value if not index.is_known else _constant(index.value)
+    chosen = Selection(shape, tuple(at))
+
+    def apply(array: Array, *nodes: Array) -> Array:
+        return jnp.reshape(select_entries(chosen)(jnp.reshape(array, squeezed), *nodes), shape)
+
+    in_shapes = [index.shape, *chosen.node_shapes]
+    parents, values = [operand, *chosen.nodes], possible_values(index)
+    made = Node(CONSTANT, shape, operand.dtype, parents, apply, in_shapes, "index", params=values)
+    return Index(shape, made, ("at", index.key, chosen.key))
+
+
+def possible_values(index: Index) -> np.ndarray | None:
+    """Those that the index may have; None if nothing is known of them."""
+    return np.unique(index.value) if index.is_known else index.value.params if index.value.name == "index" else None
+
+
+def places_within(operand_shape: tuple[int, ...], inner: Selection, outer: Selection) -> np.ndarray | None:
+    """Where the result of ``inner`` has each entry of the operand, as an array of the operand's shape: -1 for nowhere.
+    None if the result of ``outer`` may have entries that are nowhere there."""
+    if inner.nodes or math.prod(operand_shape) > LARGEST_MAP:
+        return None
+    places = np.full(operand_shape, -1)
+    at = tuple(np.broadcast_to(index.value, inner.shape) for index in inner.indices)
+    places[at] = np.arange(inner.size).reshape(inner.shape)
+    values = [possible_values(index) for index in outer.indices]
+    axes = [np.arange(n) if v is None else v for v, n in zip(values, operand_shape)]
+    return places if (places[np.ix_(*axes)] >= 0).all() else None
+
+
+def without_repetition(selection: Selection) -> tuple[Selection, Selection]:
+    """A selection as one of each entry once, as far as the indices are known, and one of these."""
+    if selection.nodes:
+        few = of_indices(selection.indices, len(selection.shape))
+        return few, broadcast_selection(few.shape, selection.shape)
+    found = [np.unique(index.value, return_inverse=True) for index in selection.indices]
+    shape = tuple(len(values) for values, _ in found)
+    few = [values.reshape([-1 if a == i else 1 for a in range(len(shape))]) for i, (values, _) in enumerate(found)]
+    back = [known_index(at.reshape(index.shape)) for (_, at), index in zip(found, selection.indices)]
+    return Selection(shape, tuple(map(known_index, few))), Selection(selection.shape, tuple(back))
+
+
+def _constant(array: np.ndarray) -> Node:
+    return Node(CONSTANT, array.shape, array.dtype, apply=lambda: jnp.asarray(array))
+
+
+# ---------------------------------------------------------------------- reading JAX's primitives
+def known_value(node: Node) -> np.ndarray | None:
+    """The value of a constant that no row enters and that can be found now."""
+    live = ancestors([node])
+    if any(n.name in ("row", "traced") for n in live):
+        return None
+    with jax.ensure_compile_time_eval():
+        return np.asarray(jax.jit(lambda: evaluate_nodes([node], {})[0])())
+
+
+def selection_of(eqn: Any, indices: Sequence[Index] | None = None) -> Selection | None:
+    """What an equation selects from its first input; None if that is not of this form.
+
+    :param indices: of a gather, one for each column of its indices; of a dynamic slice, one for each axis. They have
+        the shape of the gather's batch axes, or none.
+    """
+    name, params = eqn.primitive.name, eqn.params
+    shape, out = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
+    if name in ("reshape", "squeeze", "expand_dims", "reduce_sum"):
+        return None if params.get("dimensions") is not None and name == "reshape" else reshaped(shape, out)
+    if name == "broadcast_in_dim":
+        axes = params["broadcast_dimensions"]
+        return Selection(out, tuple(_stretched(n, axis, out) for n, axis in zip(shape, axes)))
+    if name == "transpose":
+        places = {axis: place for place, axis in enumerate(params["permutation"])}
+        return Selection(out, tuple(along(n, places[axis], len(out)) for axis, n in enumerate(shape)))
+    if name == "rev":
+        found = everything(out).indices
+        turned = [known_index(out[a] - 1 - i.value) for a, i in enumerate(found)]
+        return Selection(out, tuple(turned[a] if a in params["dimensions"] else i for a, i in enumerate(found)))
+    if name == "slice":
+        strides = params["strides"] or (1,) * len(shape)
+        moved = [
+            known_index(start + stride * i.value)
+            for start, stride, i in zip(params["start_indices"], strides, everything(out).indices)
+        ]
+        return Selection(out, tuple(moved))
+    if indices is None:
+        return None
+    if name == "dynamic_slice":
+        starts = [clamped(index, 0, n - k) for index, n, k in zip(indices, shape, out)]
+        one = (1,) * len(out)
+        starts = [Index(one, _reshaped(start.value, one), (start.key, one)) for start in starts]
+        return Selection(
+            out, tuple(_plus(start, along(k, a, len(out))) for a, (start, k) in enumerate(zip(starts, out)))
+        )
+    return _gathered(params, shape, out, indices) if name == "gather" else None
+
+
+def broadcast_selection(shape: tuple[int, ...], out: tuple[int, ...]) -> Selection:
+    """Axes of length one, stretched."""
+    return Selection(tuple(out), tuple(_stretched(n, axis, out) for axis, n in enumerate(shape)))
+
+
+def _stretched(length: int, axis: int, out: tuple[int, ...]) -> Index:
+    return along(length if out[axis] == length else 1, axis, len(out))
+
+
+def reshaped(shape: tuple[int, ...], out: tuple[int, ...]) -> Selection:
+    """A reshape, with the axes that it leaves alone kept apart."""
+    indices: list[Index] = []
+    for ins, outs in _groups(shape, out):
+        lengths = [out[axis] for axis in outs]
+        flat = np.arange(math.prod(lengths)).reshape([out[a] if a in outs else 1 for a in range(len(out))])
+        for place in np.unravel_index(flat, [shape[axis] for axis in ins]) if ins else ():
+            indices.append(known_index(place))
+    return Selection(tuple(out), tuple(indices))
+
+
+def _groups(shape: Sequence[int], out: Sequence[int]) -> list[tuple[list[int], list[int]]]:
+    """Runs of axes of the operand and of the result that hold the same entries."""
+    groups, ins, outs, i, j = [], [], [], 0, 0
+    while i < len(shape) or j < len(out):
+        before, after = math.prod(shape[a] for a in ins), math.prod(out[a] for a in outs)
+        if ins and before == after:
+            groups.append((ins, outs))
+            ins, outs = [], []
+        elif i < len(shape) and (before <= after or j >= len(out)):
+            ins = [*ins, i]
+            i += 1
+        else:
+            outs = [*outs, j]
+            j += 1
+    return [*groups, (ins, outs)] if ins or outs else groups
+
+
+def _gathered(params: dict, shape: tuple, out: tuple, columns: Sequence[Index]) -> Selection | None:
+    numbers, sizes = params["dimension_numbers"], params["slice_sizes"]
+    batch_axes = [axis for axis in range(len(out)) if axis not in numbers.offset_dims]
+    offsets = iter(numbers.offset_dims)
+    indices = []
+    for axis, length in enumerate(shape):
+        index = known_index(np.zeros((1,) * len(out)))
+        if axis in numbers.start_index_map:
+            column = columns[numbers.start_index_map.index(axis)]
+            placed = dict(zip(batch_axes, column.shape))
+            spread = tuple(placed.get(a, 1) for a in range(len(out)))
+            column = Index(spread, _reshaped(column.value, spread), (column.key, spread))
+            index = clamped(column, 0, length - sizes[axis])
+        if axis in numbers.operand_batching_dims:
+            place = numbers.start_indices_batching_dims[numbers.operand_batching_dims.index(axis)]
+            index = along(length, batch_axes[place], len(out))
+        elif axis not in numbers.collapsed_slice_dims:
+            index = _plus(index, along(sizes[axis], next(offsets), len(out)))
+        indices.append(index)
+    return Selection(tuple(out), tuple(indices))
+
+
+def _reshaped(value: np.ndarray | Node, shape: tuple[int, ...]) -> np.ndarray | Node:
+    return value.reshape(shape) if isinstance(value, np.ndarray) else value
+
+
+def clamped(index: Index, start: int, largest: int) -> Index:
+    """Places from ``start`` on, counted from there; those outside 0 to ``largest`` moved to the nearest inside."""
+    if index.is_known:
+        return known_index(np.clip(index.value - start, 0, largest))
+    if largest == 0:
+        return known_index(np.zeros((1,) * len(index.shape)))
+    apply = lambda i: jnp.clip(i.astype(jnp.int32) - start, 0, largest)  # noqa: E731
+    return _made(index, index.shape, apply, ("clamped", index.key, start, largest), np.arange(largest + 1))
+
+
+def _plus(start: Index, steps: Index) -> Index:
+    if start.is_known:
+        return known_index(start.value + steps.value)
+    if steps.value.size == 1:
+        return start
+    shape = tuple(np.broadcast_shapes(start.shape, steps.shape))
+    return _made(start, shape, lambda i: i + steps.value, ("plus", start.key, steps.key))
+
+
+def _made(index: Index, shape: tuple, apply: Callable, origin: tuple, values: np.ndarray | None = None) -> Index:
+    """:param values: that the index may have."""
+    node = Node(CONSTANT, shape, np.dtype(np.int32), [index.value], apply, [index.shape], "index", params=values)
+    return Index(shape, node, origin)
+
+
+def picked(array: Array, index: Array) -> Array:
+    """Entries along the last axis: ``array`` (*shape, n), ``index`` of a shape that broadcasts with ``shape``."""
+    shape = jnp.broadcast_shapes(array.shape[:-1], index.shape)
+    array = jnp.broadcast_to(array, (*shape, array.shape[-1]))
+    return jnp.take_along_axis(array, jnp.broadcast_to(index, shape)[..., None], axis=-1, mode="clip")[..., 0]
+
+
+def trailing(selection: Selection, lengths: Sequence[int]) -> list[Index]:
+    """Indices that run over further axes of these lengths, after those of a selection's result."""
+    total = len(selection.shape) + len(lengths)
+    return [along(length, len(selection.shape) + i, total) for i, length in enumerate(lengths)]
