@@ -263,7 +263,9 @@ class BONG:
         state = self.state = self._start(online, init, rng_key)
         posterior_of = partial(self._posterior, online, model_kwargs=model_kwargs, info={})
         call_back = CallBack(posterior_of, callback)
-        total = source.total if self.num_epochs is None else self.num_epochs * source.total
+        total = source.total
+        if self.num_epochs is not None and total is not None:
+            total *= self.num_epochs
         with progress(progress_bar, total, "BONG", "row") as bar:
             if self.num_epochs is None:
                 taken = OnlinePass(

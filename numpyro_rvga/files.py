@@ -36,10 +36,11 @@ def write(
     target = Path(path)
     temporary = target.with_name(f".{target.name}.{uuid.uuid4().hex}")
     text = json.dumps({"kind": f"numpyro_rvga {kind}", "format_version": FORMAT_VERSION, **metadata})
-    members = {METADATA: np.array(text), **arrays}
+    members: dict[str, Any] = {METADATA: np.array(text), **arrays}
+    members[DIGEST] = np.array(digest(members))
     try:
         with open(temporary, "xb") as file:
-            np.savez(file, **{DIGEST: np.array(digest(members))}, **members)
+            np.savez(file, **members)
             file.flush()
             os.fsync(file.fileno())
         if previous is not None and target.exists():
@@ -121,5 +122,5 @@ def digest(members: Mapping[str, np.ndarray]) -> str:
     for name in sorted(members):
         array = np.ascontiguousarray(members[name])
         found.update(repr((name, array.dtype.str, members[name].shape)).encode())
-        found.update(array.view(np.uint8) if array.size and array.dtype.kind != "U" else array.tobytes())
+        found.update(array.view(np.uint8).data if array.size and array.dtype.kind != "U" else array.tobytes())
     return found.hexdigest()

@@ -30,7 +30,7 @@ class Options(NamedTuple):
 
 def default_key() -> Array:
     """``jax.random.key(0)``, without the code that would be compiled to hash the seed."""
-    return jax.random.wrap_key_data(np.zeros(2, np.uint32), impl="threefry2x32")
+    return jax.random.wrap_key_data(jax.device_put(np.zeros(2, np.uint32)), impl="threefry2x32")
 
 
 def check_choice(name: str, value: Any, choices: tuple) -> None:

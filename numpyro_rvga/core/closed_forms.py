@@ -6,7 +6,8 @@ Each function takes ``mean`` (C,), ``covariance`` (C, C) and the term's coeffici
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -210,13 +211,13 @@ def laplace_log_scale_information(mean: Array, c: LaplaceLogScale) -> Array:
     return c.weight * jnp.diag(jnp.stack([jnp.exp(-2 * mean[1]), jnp.ones_like(mean[1])]))
 
 
-INFORMATION = {
+INFORMATION: dict[Any, Callable] = {
     GaussianLogScale: gaussian_log_scale_information,
     Laplace: laplace_information,
     LaplaceLogScale: laplace_log_scale_information,
 }
 
-DENSITIES = {
+DENSITIES: dict[Any, Callable] = {
     Logistic: logistic_density,
     Exponential: exponential_density,
     Gaussian: gaussian_density,
@@ -224,7 +225,7 @@ DENSITIES = {
     Laplace: laplace_density,
     LaplaceLogScale: laplace_log_scale_density,
 }
-EXACT = {
+EXACT: dict[Any, Callable] = {
     Logistic: logistic_mixture,
     Exponential: exponential,
     Gaussian: gaussian,

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 from jax import Array, lax
+from jax.core import Tracer
 from jax.experimental.xla_metadata import set_xla_metadata
 from jax.extend import core as jex_core
 
@@ -53,7 +54,7 @@ class Compiled:
         routines: bool = False,
     ):
         functools.update_wrapper(self, function)
-        options = {"static_argnames": static_argnames, "out_shardings": out_shardings}
+        options: dict[str, Any] = {"static_argnames": static_argnames, "out_shardings": out_shardings}
         compiler_options = _options(1)
         if routines and LLVM_LEVEL in _known_options():  # at level 0, a second routine of other types may never end
             compiler_options[LLVM_LEVEL] = 1
@@ -61,7 +62,7 @@ class Compiled:
         self._nested = jax.jit(function, static_argnames=static_argnames)  # the outer function has the options
 
     def __call__(self, *args: Any, **static: Any) -> Any:
-        if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(args)):
+        if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(args)):
             return self._nested(*args, **static)
         return self._light(*args, **static)
 

@@ -64,7 +64,8 @@ class Sparse:
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        return *self.values.shape[:2], self.size
+        n, num_predictors, _ = self.values.shape
+        return n, num_predictors, self.size
 
     @property
     def _rows(self) -> Array:
@@ -129,5 +130,6 @@ def covariance(design: Array | Sparse, spread: Array | Packed) -> Array:
         matrix = spread if isinstance(spread, Packed) else packed_gram(spread, design.heads)
         return jnp.einsum("nca,nab,ndb->ncd", design.values, design.entries(matrix), design.values)
     n, c, r = design.shape
+    assert not isinstance(spread, Packed)
     moved = (spread @ design.reshape(n * c, r).T).reshape(-1, n, c)
     return jnp.einsum("rnc,rnd->ncd", moved, moved)

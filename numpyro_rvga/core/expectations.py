@@ -39,7 +39,7 @@ class Nodes(NamedTuple):
     inverse: Array
 
 
-def linearized(density: Density, mean: Array, covariance: Array) -> Moments:
+def linearized(density: Density, mean: Array, covariance: Array | None) -> Moments:
     """Derivatives at the mean; the covariance is ignored."""
 
     if mean.shape[0] == 1:  # the same, but shorter to compile

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
@@ -13,9 +13,10 @@ from .designs import Packed, Sparse, covariance, gram, pull_back
 from .linalg import positive_part
 
 Moments = tuple[Array, Array, Array]
+Design = TypeVar("Design", Array, Sparse)
 
 
-class Factors(NamedTuple):
+class Factors(NamedTuple, Generic[Design]):
     """n factors of the same kind, linearised: a_i = offset_i + design_i e.
 
     :ivar offset: (n, C).
@@ -24,7 +25,7 @@ class Factors(NamedTuple):
     """
 
     offset: Array
-    design: Array | Sparse
+    design: Design
     constants: tuple
 
 
@@ -70,6 +71,14 @@ def add_curves(a: Array, b: Array) -> Array:
     return a + b
 
 
+@overload
+def covariances(blocks: tuple[Factors, ...], spread: None) -> None: ...
+
+
+@overload
+def covariances(blocks: tuple[Factors, ...], spread: Array | Packed) -> tuple[Array, ...]: ...
+
+
 def covariances(blocks: tuple[Factors, ...], spread: Array | Packed | None) -> tuple[Array, ...] | None:
     """Z_i Lambda^-1 Z_i^T by kind, (n, C, C). ``spread``: Lambda^-1 as :func:`~.designs.covariance` takes it; None for
     a point mass, which has none."""
@@ -83,7 +92,8 @@ def expect(
 
     :param covariances: None for a point mass, with derivatives at the mean.
     """
-    value, gradient, hessians = 0.0, 0.0, []
+    value = gradient = jnp.asarray(0.0)  # of weak type: the factors' type prevails
+    hessians = []
     for i, (kind, block) in enumerate(zip(kinds, blocks)):
         if covariances is None:
             n, c, _ = block.design.shape
@@ -100,7 +110,7 @@ def curve(
     kinds: tuple[Kind, ...], blocks: tuple[Factors, ...], hessians: tuple[Array, ...], *, clamped: bool = False
 ) -> Array:
     """-Z' G Z. ``clamped``: with each G's negative part only."""
-    curvature = 0.0
+    curvature = jnp.asarray(0.0)
     for kind, block, h in zip(kinds, blocks, hessians):
         if clamped and not kind.concave:
             h = h - positive_part(h)

@@ -26,8 +26,10 @@ def cholesky(matrix: Array) -> Array:
     for i in range(n):
         row: list[Array] = []
         for j in range(i + 1):
-            rest = matrix[..., i, j] - sum(row[k] * rows[j][k] for k in range(j)) if i != j else None
-            row.append(rest / rows[j][j] if i != j else jnp.sqrt(matrix[..., i, i] - sum(x * x for x in row)))
+            if i == j:
+                row.append(jnp.sqrt(matrix[..., i, i] - sum(x * x for x in row)))
+            else:
+                row.append((matrix[..., i, j] - sum(row[k] * rows[j][k] for k in range(j))) / rows[j][j])
         rows.append(row)
     zero = jnp.zeros_like(matrix[..., 0, 0])
     return jnp.stack([jnp.stack(row + [zero] * (n - len(row)), -1) for row in rows], -2)

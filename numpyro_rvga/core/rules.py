@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from .gaussians import Family, Site, gradient_step, is_near
+from .gaussians import DiagonalGaussian, Family, Site, gradient_step, is_near
 
 RULES = ("bong", "bog", "blr", "bbb")
 NATURAL = ("bong", "blr")
@@ -93,7 +93,7 @@ def _step(rule: Rule, q: Family, site: Site, prior: Family | None) -> tuple[Fami
 
 
 def _natural(rule: Rule, q: Family, site: Site, prior: Family | None) -> Family:
-    if rule.projection is not None:
+    if rule.projection is not None and isinstance(q, DiagonalGaussian):
         return q.projected_step(site, rule.projection)
     return q.natural_step(site, rule.learning_rate, rule.chart, prior)
 

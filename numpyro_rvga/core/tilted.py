@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.core import Tracer
 from jax.extend import core as jex_core
 
 from .interpret import interpret
@@ -44,12 +45,13 @@ class TiltedForm(NamedTuple):
             for place, number in pairs:
                 row[place] = number
         unit = np.eye(self.num_predictors + 1, self.num_predictors, dtype=dtype)
-        return tilts, *(unit[list(places)] for places in zip(*self.factors))
+        first, second = (unit[list(places)] for places in zip(*self.factors))
+        return tilts, first, second
 
     @property
     def lone(self) -> np.ndarray:
         """Whether each factor is one: (2, T)."""
-        return self.num_predictors == np.array(self.factors).T
+        return np.equal(self.num_predictors, np.array(self.factors).T)
 
 
 class Tilted(NamedTuple):
@@ -108,7 +110,8 @@ def read_tilted(
         return None
     if not keys:
         return None
-    factors = tuple((*places, *[num_predictors] * 2)[:2] for places, _ in keys)
+    padded = [(*places, num_predictors, num_predictors) for places, _ in keys]
+    factors = tuple((first, second) for first, second, *_ in padded)
     return TiltedForm(num_predictors, factors, tuple(tilt for _, tilt in keys)), coefficients
 
 
@@ -242,7 +245,7 @@ def _equation_or_none(eqn: Any, inputs: list) -> list | None:
 
 
 def _known(array: Any) -> Any:
-    return array if isinstance(array, jax.core.Tracer) else np.asarray(array)
+    return array if isinstance(array, Tracer) else np.asarray(array)
 
 
 def _equation(eqn: Any, inputs: list) -> list | None:

@@ -35,9 +35,9 @@ Chunks = Callable[[int], Iterable[tuple[Rows, np.ndarray]]]
 class Sums(NamedTuple):
     """Of terms, at q and by site: E[phi] (S,), its gradient in the mean (S, P), and minus its Hessian (S, P, P)."""
 
-    values: np.ndarray
-    gradients: np.ndarray
-    curvatures: np.ndarray
+    values: Array | np.ndarray
+    gradients: Array | np.ndarray
+    curvatures: Array | np.ndarray
 
 
 class Noise(NamedTuple):
@@ -194,7 +194,8 @@ class Certificate:
 
     def _added_up(self, mean: Array, root: Array, chunks: Iterable[tuple], size: int) -> Sums:
         """Of rows, weights and, if they are part of a state, how it saw them; in double precision."""
-        total, under_way = None, deque()
+        total: Any = None
+        under_way: deque = deque()
         for rows, weights, *absorbed in chunks:
             (rows, *absorbed), weights = pad((rows, *absorbed), size, weights)
             under_way.append(self._of_rows(mean, root, *self._engine.devices.put_rows((rows, weights, *absorbed))))
@@ -232,7 +233,7 @@ class Certificate:
             kind.expect(block.offset, spread, block.constants)[0].reshape(len(weights), -1).sum(axis=1)
             for kind, block, spread in zip(engine.kinds, factors, covariances(factors, root.T))
         ]
-        return sum(values)
+        return reduce(jnp.add, values)
 
     def _prior_sums(self, prior_inputs: dict, mean: Array, root: Array) -> Sums:
         prior: Group = self._engine.prior_group(prior_inputs)
@@ -279,7 +280,7 @@ def _noise(state: State, batches: list[Sums]) -> Noise:
     gradient = error([root.T @ batch.gradients.sum(axis=0) for batch in batches])
     curvature = error([root.T @ batch.curvatures.sum(axis=0) @ root for batch in batches])
     squared = float(gradient @ gradient + 0.5 * np.sum(curvature**2))
-    return Noise(float(error([batch.values.sum() for batch in batches])), gradient, squared)
+    return Noise(float(error([np.asarray(batch.values.sum()) for batch in batches])), gradient, squared)
 
 
 def _added(total: Sums | None, found: Sums) -> Sums:
@@ -373,21 +374,21 @@ def _in_precision(state: State, mean: np.ndarray, root: np.ndarray) -> State:
     """With this mean and root in the state's own precision."""
     dtype = state.mean.dtype
     rounded = mean.astype(dtype)
-    error = (mean - rounded).astype(dtype)
-    return state._replace(mean=rounded, mean_error=error, root=root.astype(dtype))
+    arrays: dict[str, Any] = {"mean": rounded, "mean_error": (mean - rounded).astype(dtype), "root": root.astype(dtype)}
+    return state._replace(**arrays)
 
 
 def _stored(state: State, at: Look, start: State) -> State:
     """The state with the bound, and with what now stands for the prior terms."""
     dtype = state.mean.dtype
-    site = None
+    site: Any = None
     if start.prior_site is not None:
         old = _double(state)
         curvature, gradient = at.prior.curvatures.sum(axis=0), at.prior.gradients.sum(axis=0)
         trace = np.sum(old.root * (curvature @ old.root))
         site = Quadratic(curvature, gradient, at.prior.values.sum() + 0.5 * trace, old.mean)
         site = jax.tree.map(lambda x: np.asarray(x, dtype), site)
-    return jax.device_put(state._replace(log_evidence=np.asarray(at.bound, dtype), prior_site=site))
+    return jax.device_put(state._replace(log_evidence=jnp.asarray(at.bound, dtype), prior_site=site))
 
 
 def _half_log_det(root: np.ndarray) -> float:

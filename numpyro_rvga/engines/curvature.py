@@ -209,7 +209,7 @@ def _extreme_eigenvalues(matrices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     if matrices.shape[-1] == 1:
         gamma = matrices[..., 0, 0]
         return gamma, np.abs(gamma)
-    finite = np.isfinite(matrices).all(axis=(-2, -1))
+    finite = np.asarray(np.isfinite(matrices).all(axis=(-2, -1)))
     eigenvalues = np.linalg.eigvalsh(np.where(finite[..., None, None], matrices, 0.0))
     size = np.where(finite, np.max(np.abs(eigenvalues), axis=-1), 0.0)
     return np.where(finite, eigenvalues[..., 0], np.nan), size

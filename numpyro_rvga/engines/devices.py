@@ -42,7 +42,7 @@ class Devices:
 
     def put(self, tree: Any) -> Any:
         """Arrays that each device has."""
-        return tree if self._mesh is None else self._put(tree, self.everywhere)
+        return tree if self.everywhere is None else self._put(tree, self.everywhere)
 
     def fetch(self, tree: Any) -> Any:
         """Arrays that each device has, on this process's default device."""

@@ -13,7 +13,7 @@ from jax import Array, lax
 
 from ..core.compilation import Compiled
 from ..core.estimators import Observation, make_estimator
-from ..core.gaussians import DiagonalGaussian, Family, FullGaussian, converted
+from ..core.gaussians import DiagonalGaussian, Family, FullGaussian, LowRankGaussian, converted
 from ..core.recursion import Quadratic, State, quadratic_at
 from ..core.rules import Rule, Updated, iterate, update
 from ..model.predictive import log_predictive
@@ -255,20 +255,21 @@ class Online:
         """Solved over the entries that the terms look at, for a full Gaussian; the family then keeps what it can: the
         diagonal of the precision, as in all its steps."""
         program, places = self.engine.program, self.places
-        some = q if places is None else _marginal(q, places)
+        some = q.as_full() if places is None else _marginal(q, places)
         zero, none = jnp.zeros((), some.mean.dtype), jnp.zeros((), jnp.int32)
         state = State(some.mean, jnp.zeros_like(some.mean), some.root, zero, site, none)
         if program.prior.terms:
             state, info = self.engine.settle(prior_inputs, state, q.mean, places)
             after = FullGaussian(state.mean, jnp.where(info.ok, state.root, jnp.nan))
         else:
-            after = _divided(state)
+            after = _divided(some, site)
         if places is None:
             return after
         before, precision = _precision(some.root), _precision(after.root)
         if isinstance(q, DiagonalGaussian):
             variance = q.variance.at[places].set(1 / jnp.diagonal(precision))
             return DiagonalGaussian(q.mean.at[places].set(after.mean), variance)
+        assert isinstance(q, LowRankGaussian)
         return q.raised(places, before @ (after.mean - some.mean), jnp.diagonal(precision - before))
 
 
@@ -283,12 +284,11 @@ def _marginal(q: Family, places: np.ndarray) -> FullGaussian:
     return FullGaussian(q.mean[places], jnp.linalg.cholesky(spread @ spread.T))
 
 
-def _divided(state: State) -> FullGaussian:
+def _divided(q: FullGaussian, site: Quadratic) -> FullGaussian:
     """q without its prior site: all that is left is Gaussian."""
-    inverse = jnp.linalg.inv(state.root)
-    root = jnp.linalg.inv(jnp.linalg.cholesky(inverse.T @ inverse - state.prior_site.precision)).T
-    _, slope = quadratic_at(state.prior_site, state.mean)
-    return FullGaussian(state.mean - root @ (root.T @ slope), root)
+    root = jnp.linalg.inv(jnp.linalg.cholesky(_precision(q.root) - site.precision)).T
+    _, slope = quadratic_at(site, q.mean)
+    return FullGaussian(q.mean - root @ (root.T @ slope), root)
 
 
 def _precision(root: Array) -> Array:

@@ -6,6 +6,7 @@ import math
 from typing import NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 
@@ -24,7 +25,7 @@ class Layout(NamedTuple):
         """P, the number of unconstrained parameters."""
         return sum(math.prod(self.shapes[name]) for name in self.site_names)
 
-    def unravel(self, theta: Array) -> dict[str, Array]:
+    def unravel(self, theta: Array | np.ndarray) -> dict[str, Array]:
         """theta (..., P) -> site -> (..., *shape)."""
         sites, start = {}, 0
         for name in self.site_names:

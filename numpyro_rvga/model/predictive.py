@@ -71,7 +71,7 @@ def average(program: Program, predictors: Array, row: Row) -> Array:
 
 def log_density(program: Program, predictors: Array, row: Row) -> Array:
     """A row's log density at its predictors (T,)."""
-    rows, total, start = {name: value[None] for name, value in row.items()}, 0.0, 0
+    rows, total, start = {name: value[None] for name, value in row.items()}, jnp.zeros((), predictors.dtype), 0
     for terms in program.terms:
         shape = terms.num_elements, terms.num_predictors
         own = predictors[start : start + math.prod(shape)].reshape(shape)

@@ -107,7 +107,7 @@ def normal_block(
     jax.eval_shape(lambda t: found.append(peel(run_site(t, shared).fn)[0]) or 0, theta)
     if not isinstance(found[0], dist.MultivariateNormal) or found[0].event_shape != (stop - start,):
         return None
-    split = factorise(lambda t, r: sum(jnp.sum(x) for x in moments_at(t, r)).astype(theta.dtype), theta, shared)
+    split = factorise(lambda t, r: jnp.asarray(sum(jnp.sum(x) for x in moments_at(t, r)), theta.dtype), theta, shared)
     origin = jnp.zeros(theta.shape, theta.dtype)
     return None if split.num_predictors else Block(site, start, stop, lambda shared: moments_at(origin, shared))
 
@@ -115,8 +115,8 @@ def normal_block(
 class Start(NamedTuple):
     """What :func:`state_at` needs besides the prior: moments of a Gaussian that stands for terms that are none."""
 
-    mean: np.ndarray
-    root: np.ndarray
+    mean: np.ndarray | Array
+    root: np.ndarray | Array
 
 
 class IndependentStart(NamedTuple):
@@ -302,7 +302,7 @@ def _assembled(xp, prior: Prior, size: int, start: Start | None, part: tuple, mo
         wide = _block_diagonal(xp, [site.precision, *blocks])[back][:, back]
         slope = xp.concatenate([site.linear, xp.zeros(size - len(free))])[back]
         site = Quadratic(wide, slope, site.constant, mean)
-    return State(mean, xp.zeros(size), root, evidence, site, None)
+    return State(mean, xp.zeros(size), root, evidence, site, xp.zeros(()))
 
 
 def _free(prior: Prior, size: int) -> np.ndarray:
@@ -313,9 +313,10 @@ def _free(prior: Prior, size: int) -> np.ndarray:
     return np.flatnonzero(~inside)
 
 
-def _stand_in(xp, start: Start, precision, linear, constant) -> Quadratic:
+def _stand_in(xp: Any, start: Start, precision, linear, constant) -> Quadratic:
     """What the Gaussian terms leave of the start's normalised log density."""
-    mean, root = start
+    mean: Any = start.mean
+    root: Any = start.root
     pull = precision @ mean
     normal = -0.5 * len(mean) * math.log(2 * math.pi) - xp.sum(xp.log(xp.diagonal(root)))
     value = constant + linear @ mean - 0.5 * mean @ pull
@@ -332,9 +333,11 @@ def _block_diagonal(xp, blocks: list) -> Array:
 
 def gaussian_part(prior: Prior, size: int, dtype, shared: Arrays) -> tuple[Array, Array, Array]:
     """Precision, slope and value at theta = 0 of the Gaussian terms outside the blocks, added up."""
-    zeros = jnp.zeros((size, size), dtype), jnp.zeros(size, dtype), jnp.zeros((), dtype)
-    expanded = [_expand(terms, size, dtype, shared) for terms in prior.gaussian]
-    return tuple(sum((each[i] for each in expanded), start=zero) for i, zero in enumerate(zeros))
+    precision, linear, constant = jnp.zeros((size, size), dtype), jnp.zeros(size, dtype), jnp.zeros((), dtype)
+    for terms in prior.gaussian:
+        p, b, c = _expand(terms, size, dtype, shared)
+        precision, linear, constant = precision + p, linear + b, constant + c
+    return precision, linear, constant
 
 
 def _expand(terms: Terms, size: int, dtype, shared: Arrays) -> tuple[Array, Array, Array]:

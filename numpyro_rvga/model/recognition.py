@@ -142,7 +142,7 @@ def _holds(form: _Form, probe: Probe) -> bool:
         return bool(np.all(np.abs(sum(pieces) - probe.values) <= _tolerance(probe.values) * size))
 
 
-def _tolerance(array: np.ndarray) -> float:
+def _tolerance(array: np.ndarray | Array) -> float:
     return float(np.finfo(array.dtype).eps) ** 0.6
 
 

@@ -201,7 +201,7 @@ def _checked_axis(name: str, values: ArrayLike | None) -> np.ndarray | None:
 def _plot(found: SiteConditions, name: str, ax: Axes | None) -> Axes:
     plt, colours, patches = _import_matplotlib()
     ax = plt.subplots()[1] if ax is None else ax
-    rises, falls = ((sign * found.grid.direction > 0).any(axis=0) for sign in (1, -1))
+    rises, falls = ((sign * np.asarray(found.grid.direction) > 0).any(axis=0) for sign in (1, -1))
     kinds = {"constant": "#eeeeee", "increasing": "#e69f00", "decreasing": "#56b4e9", "differs by row": "#999999"}
     means, variances = found.grid.means[:, 0], found.grid.variances
     palette = colours.ListedColormap(list(kinds.values()))
@@ -209,7 +209,9 @@ def _plot(found: SiteConditions, name: str, ax: Axes | None) -> Axes:
     edges = _edges(means), np.exp(_edges(np.log(variances)))
     ax.pcolormesh(*edges, areas, cmap=palette, vmin=-0.5, vmax=3.5, rasterized=True)
     handles = [
-        patches.Patch(color=colour, label=label) for i, (label, colour) in enumerate(kinds.items()) if i in areas
+        patches.Patch(color=colour, label=label)
+        for i, (label, colour) in enumerate(kinds.items())
+        if np.any(areas == i)
     ]
     if found.posterior is not None:
         at = found.posterior

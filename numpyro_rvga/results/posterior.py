@@ -139,7 +139,7 @@ class Posterior:
         theta = self.sample_unconstrained(theta_key, sample_shape)
         rows = None if data is None else self.program.rows(data, predicted=True)
         sites = self.constrain(theta, rows)
-        if rows is not None:
+        if rows is not None and local_key is not None:
             flat = jnp.reshape(theta, (-1, theta.shape[-1]))
             local = prediction.local_latents(self, local_key, rows, flat)
             sites |= {name: jnp.reshape(value, (*sample_shape, *value.shape[1:])) for name, value in local.items()}
@@ -309,12 +309,14 @@ class Posterior:
         :return: for draws the observed sites and the deterministic sites inside the row plate, of shape
             ``(num_samples, *site_shape)``; for ``closed_form`` a dict ``{"mean": ..., "variance": ...}`` of arrays of
             shape ``(num_rows, *element_shape)`` for each observed site.
-        :raises ValueError: if ``method`` is unknown or ``data`` invalid.
+        :raises ValueError: if ``method`` is unknown or needs ``rng_key``, or ``data`` are invalid.
         :raises NotImplementedError: if ``method`` is ``"closed_form"`` and an observed site is not logistic.
         """
         check_choice("method", method, (*prediction.DRAWN, "closed_form"))
         if method == "closed_form":
             return prediction.closed_form(self, data)
+        if rng_key is None:
+            raise ValueError(f"method={method!r} draws: pass rng_key=jax.random.key(0).")
         return prediction.DRAWN[method](self, rng_key, data, num_samples)
 
     def to_arviz(

@@ -1,23 +1,9 @@
 """The Gaussian families, and how each takes a step: full, diagonal, and diagonal plus low-rank precision.
 
-A family knows neither likelihoods nor keys nor learning schedules. It can be sampled, projected on predictors, moved by
-dynamics, and take two kinds of steps towards a maximum of E_q[log lik] - KL(q || prior):
+:class:`Family` says what each can do. There are two kinds of steps towards a maximum of E_q[log p(y | theta)] -
+KL(q || prior): ``natural_step``, which each family has, and :func:`gradient_step`, which is the same for all.
 
-- ``natural_step``, along the natural gradient, in the natural parameters ("natural") or in mean and covariance
-  ("moment"). With H = -E_q[hess log lik], g = E_q[grad log lik] and the prior's Lambda_0 and mu_0, natural:
-
-      Lambda' = (1 - t) Lambda + t (Lambda_0 + H),          mu' = mu + t Sigma' (Lambda_0 (mu_0 - mu) + g),
-
-  moment:
-
-      Sigma' = Sigma - t Sigma (Lambda_0 + H - Lambda) Sigma,   mu' = mu + t Sigma (Lambda_0 (mu_0 - mu) + g)
-
-  (BONG paper, E.1.3 and E.2.3). At the prior itself its own terms cancel: with t = 1 that is BONG.
-- ``gradient_step``, along the plain gradient in the same parameters, or in (mean, diagonal, factor).
-
-A step that leaves no Gaussian leaves a mean of NaN.
-
-No (P, P) array is ever made by the last two families, save for dynamics that are given as one.
+The diagonal and the low-rank family make no (P, P) array, except for dynamics that are given as one.
 """
 
 from __future__ import annotations
@@ -28,6 +14,7 @@ from jax import Array
 
 from ..linalg import column_sums, inverse
 from .diagonal import DiagonalGaussian
+from .family import Family
 from .full import FullGaussian
 from .low_rank import LowRankGaussian, leading_part, projected
 from .steps import CHARTS, Site, Transition, refused_if_invalid
@@ -48,13 +35,12 @@ __all__ = [
 
 FARTHEST = 1e4  # standard deviations that plain gradients may move a mean by: beyond, they diverge
 
-Family = FullGaussian | DiagonalGaussian | LowRankGaussian
 FAMILIES = {"full": FullGaussian, "diagonal": DiagonalGaussian, "low-rank": LowRankGaussian}
 
 
 def converted(q: Family, family: str, rank: int) -> Family:
     """The member of a family nearest to q: precisions keep their diagonal, and ``rank`` directions of the rest."""
-    if isinstance(q, FAMILIES[family]) and (family != "low-rank" or len(q.factor) == rank):
+    if isinstance(q, FAMILIES[family]) and not (isinstance(q, LowRankGaussian) and len(q.factor) != rank):
         return q
     if family == "full":
         return q.as_full()

@@ -114,7 +114,7 @@ class LowRankGaussian:
         factor = solve_lower(jnp.linalg.cholesky(inner), self.factor * (scale / (self.diagonal * variance)))
         return LowRankGaussian(mean, 1 / variance, factor)
 
-    def raised(self, places: Array, pull: Array, diagonal: Array) -> LowRankGaussian:
+    def raised(self, places: Array | np.ndarray, pull: Array, diagonal: Array) -> LowRankGaussian:
         """The mean pulled at some places, as the covariance has it, and then ``diagonal`` added to the precision."""
         mean = self.mean + self._solve(jnp.zeros_like(self.mean).at[places].set(pull))
         return LowRankGaussian(mean, self.diagonal.at[places].add(diagonal), self.factor)
@@ -175,7 +175,8 @@ def projected(mean: Array, pull: Array, diagonal: Array, rows: list[Array], rank
     share = cho_solve((jnp.linalg.cholesky(identity + inner), True), pulled)
     leading = jnp.linalg.eigh(gram)[1][:, len(gram) - rank :].T
     ends = np.cumsum([len(r) for r in rows])[:-1]
-    kept = sum(part @ r for part, r in zip(jnp.split(leading, ends, axis=1), rows))
+    parts = jnp.split(leading, ends, axis=1)
+    kept = sum((part @ r for part, r in zip(parts[1:], rows[1:])), start=parts[0] @ rows[0])
     mean = mean + (pull - sum(part @ r for part, r in zip(jnp.split(share, ends), rows))) / diagonal
     dropped = sum(column_sums(r**2) for r in rows) - column_sums(kept**2)
     diagonal = diagonal + jnp.maximum(dropped, 0.0)

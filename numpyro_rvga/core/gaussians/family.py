@@ -1,0 +1,102 @@
+"""What a family of Gaussians over theta in R^P can do."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol
+
+from jax import Array
+
+from .steps import Site, Transition
+
+if TYPE_CHECKING:
+    from typing import Self
+
+    from .full import FullGaussian
+
+
+class Family(Protocol):
+    """A member q = N(mu, Sigma) of a family: a pytree of arrays.
+
+    A likelihood, a random key or a learning schedule is not its business. A step that leaves no Gaussian returns a mean
+    of NaN.
+    """
+
+    @property
+    def mean(self) -> Array:
+        """mu, (P,)."""
+        ...
+
+    @property
+    def noise_size(self) -> int:
+        """K, the length of the standard normal vectors that :meth:`transform` takes."""
+        ...
+
+    def is_valid(self) -> Array:
+        """Whether the arrays are those of a Gaussian: a scalar bool."""
+        ...
+
+    def transform(self, standard: Array) -> Array:
+        """Draws of theta (..., P) from draws of the standard normal (..., K)."""
+        ...
+
+    def covariance(self) -> Array:
+        """Sigma, (P, P)."""
+        ...
+
+    def scale_tril(self) -> Array:
+        """The lower Cholesky factor of Sigma, (P, P)."""
+        ...
+
+    def deviation(self) -> Array:
+        """Standard deviations of the marginals, (P,)."""
+        ...
+
+    def as_full(self) -> FullGaussian:
+        """The same Gaussian, with a (P, P) root of its covariance."""
+        ...
+
+    def log_density(self, theta: Array) -> Array:
+        """log q at theta (..., P)."""
+        ...
+
+    def spread(self, design: Array) -> Array:
+        """Z (..., C, K) with Z Z^T = F Sigma F^T, for Jacobians F (..., C, P)."""
+        ...
+
+    def natural_step(self, site: Site, step: Array | float, chart: str, prior: Self | None = None) -> Self:
+        """A step of length t along the natural gradient of E_q[log p(y | theta)] - KL(q || prior).
+
+        With H = -E_q[hess log p(y | theta)], g = E_q[grad log p(y | theta)] and the prior N(mu_0, Lambda_0^-1), in the
+        natural parameters (``chart="natural"``; BONG paper, E.1.3):
+
+            Lambda' = (1 - t) Lambda + t (Lambda_0 + H),     mu' = mu + t Sigma' (Lambda_0 (mu_0 - mu) + g),
+
+        and in mean and covariance (``chart="moment"``; E.2.3):
+
+            Sigma' = Sigma - t Sigma (Lambda_0 + H - Lambda) Sigma,     mu' = mu + t Sigma (Lambda_0 (mu_0 - mu) + g).
+
+        :param site: g and H.
+        :param prior: None if q is the prior itself, whose own terms cancel; with t = 1 that is BONG.
+        """
+        ...
+
+    def coordinates(self, chart: str) -> tuple[Array, ...]:
+        """The parameters in which plain gradients are taken."""
+        ...
+
+    @classmethod
+    def from_coordinates(cls, coordinates: Any, chart: str) -> Self:
+        """The inverse of :meth:`coordinates`; NaN where these are of no Gaussian."""
+        ...
+
+    def mean_curvature(self, site: Site) -> Array:
+        """trace(H Sigma)."""
+        ...
+
+    def divergence(self, other: Self) -> Array:
+        """KL(self || other)."""
+        ...
+
+    def moved(self, transition: Transition) -> Self:
+        """The distribution of A theta + b + noise."""
+        ...
