@@ -37,6 +37,7 @@ from .streams.recursive_pass import (
     RecursivePass,
     Sizes,
     choose_sizes,
+    fits_quick_solve,
 )
 
 SCHEMES = ("implicit", "explicit", "ekf", "qkf", "laplace")
@@ -265,10 +266,15 @@ class RVGA:
         else:
             self.state = self._initial_state(engine) if init is None else _state_of(init, engine)
         start = self.state
+        quick = None
+        if init is None and in_memory and checkpoint is None and sparse is None:
+            quick = self._quick_engine(engine, source.total)
+        if quick is not None:
+            sizes = sizes._replace(first=source.total, keeps_rows=False)
         with progress(progress_bar, source.total, "RVGA", "row") as bar:
             sampled = self.certify and sizes.keeps_rows and self.options.has_bound
             taken = RecursivePass(
-                engine,
+                engine if quick is None else quick,
                 visited,
                 options,
                 bar,
@@ -282,16 +288,26 @@ class RVGA:
             taken(engine.devices.put(start), self._facts(rng_key, sizes, shuffled=visited.order is not None))
             state, info = taken.finished()
             state = engine.devices.fetch(state)
+        found = self._certification(engine, start, state, source, taken, rng_key, exact=quick is None)
+        info |= found.info
         if self.certify and self.options.has_bound and not engine.is_moving:
-            error = info["elbo_error"] = self._errors(engine, state, without(head, taken.left_out))
-            if error > BUDGET and engine.can_be_thorough and source.seekable and checkpoint is None:
+            if "elbo_error" not in info:
+                info["elbo_error"] = self._errors(engine, found.state, without(head, taken.left_out))
+            can_restart = source.seekable and checkpoint is None
+            kinked = can_restart and info["elbo_error"] > BUDGET and engine.can_be_thorough
+            missed = quick is not None and not info["converged"]
+            if kinked:
                 self._engines.make_thorough(engine)
+            elif missed:
+                self._engines.forget_quick(engine)
+            if kinked or missed:
                 again = {"rng_key": rng_key, "init": init, "progress_bar": progress_bar, "on_bad_row": on_bad_row}
                 return self.run(data, **again, **model_kwargs)
-            warn_of(error, stacklevel=3)
-        state, bound, certified = self._certification(engine, start, state, source, taken, rng_key)
+            warn_of(info["elbo_error"], stacklevel=3)
+        self._certification.warn(engine, taken, found)
+        bound = self._certification.checked(engine, found, rng_key)
         from_prior = int(start.num_rows) == 0
-        return self._posterior(engine, state, info | certified, model_kwargs, bound if from_prior else None)
+        return self._posterior(engine, found.state, info, model_kwargs, bound if from_prior else None)
 
     # ------------------------------------------------------------------ functional form
     def init(self, data: Mapping[str, Any] | tuple, *, rng_key: Array | None = None, **model_kwargs: Any) -> State:
@@ -401,6 +417,14 @@ class RVGA:
         if chosen or self.options.scheme != "implicit" or self.dynamics is not None or num_rows(rows) > most:
             return None
         return self._sparse_engines.get(engine, rows)
+
+    def _quick_engine(self, engine: Engine, total: int | None) -> Engine | None:
+        """Solves for all of many rows together, by few nodes for each: what these miss, looks at all rows mend. None
+        for rows with closed forms, or if other sizes were asked for."""
+        chosen = {self.block_size, self.first_block, self.memory} != {"auto"}
+        if chosen or self.options.scheme != "implicit" or not self.certify or engine.is_moving or not engine.is_affine:
+            return None
+        return self._engines.quick(engine) if fits_quick_solve(engine, total) else None
 
     def _facts(self, rng_key: Array, sizes: Sizes, *, shuffled: bool) -> dict[str, Any]:
         """What tells a run of these options from others."""

@@ -42,8 +42,8 @@ class Kind(NamedTuple):
     :ivar sampled: whether expectations are averages over many nodes, dearer than a product of matrices.
     :ivar information: (mean, constants) -> the Fisher information (C, C), which stands for minus the Hessian where
         that is no curvature to go by.
-    :ivar errors: as ``expect``, -> the estimated errors of what that finds, in nats (n,); None if it is exact, or has
-        no estimate.
+    :ivar measured: as ``expect``, -> what that finds, and its estimated errors, in nats (n,); None if it is exact, or
+        has no estimate.
     """
 
     expect: Callable[[Array, Array, tuple], Moments]
@@ -53,7 +53,7 @@ class Kind(NamedTuple):
     conservative: bool = True
     sampled: bool = False
     information: Callable[[Array, tuple], Array] | None = None
-    errors: Callable[[Array, Array, tuple], Array] | None = None
+    measured: Callable[[Array, Array, tuple], tuple[Moments, Array]] | None = None
 
 
 class Sums(NamedTuple):

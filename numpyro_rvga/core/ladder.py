@@ -19,10 +19,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from .expectations import Moments, hermite_rule, with_slopes
+from .expectations import Moments, fixed_nodes, from_nodes, hermite_rule, with_slopes
 from .linalg import semidefinite_factor
 from .panels import NODES, normal_integral
 
+EFFORTS = ("few", "usual", "thorough")
 EXACT = {64: 1e-8, 32: 1e-6}  # nats: an error of no consequence, by the precision's bits
 SMALL = 1e-5  # of a factor's natural gradient: an error of no consequence, far from the solution
 TENSOR_NODES = {2: ((8, 14), (12, 24)), 3: ((5, 10), (6, 16))}  # across and along: of the rule compared, the one used
@@ -35,7 +36,8 @@ NOTICEABLE = 0.01  # of the gradient's size there: a jump
 MOST_DIAGONAL = 3  # predictors, for which diagonals are looked at too
 FAR = 4.5  # standard deviations: where phi is compared with the polynomial
 SHARE = 1 / 150  # of what phi differs there: of the sixth derivative's part, 1/167 is missing in the curvature
-BATCH_POINTS = 2**16  # at which phi is evaluated at once
+CACHED_POINTS = 2**14  # at which phi is evaluated at once, if all factors take the same rule
+BATCH_POINTS = 2**16  # and if they take finer ones
 MOST_BATCH = 1024  # factors
 
 PHI = Callable[[Array, Any], Array]
@@ -66,21 +68,53 @@ def expectations(
     num_predictors: int,
     nodes: tuple[np.ndarray, np.ndarray] | None = None,
     *,
-    thorough: bool = False,
+    effort: str = "usual",
 ) -> tuple[Callable, Callable]:
     """(means (n, C), covariances (n, C, C), constants (n, ...)) -> E[phi], E[grad phi], E[hess phi] of n factors; and
-    -> the estimated errors of these, in nats (n,).
+    -> the same, with the estimated errors, in nats (n,).
 
     :param nodes: positions (K, C) and weights (K,) of the last rule, for more than three predictors: the fifth-degree
         rule's work is then kept where that is the better one.
-    :param thorough: with the rule that kinks need in two or three dimensions; it takes long to compile.
+    :param effort: ``"few"``: the fifth-degree rule alone, whose errors are not known, in at most three dimensions.
+        ``"thorough"``: also the rule that kinks need in two or three dimensions; it takes long to compile.
     """
-    climb = partial(_climb, phi, num_predictors, nodes, thorough)
+    if effort == "few":
+        return _differentiable(partial(_by_few_nodes, phi), phi, num_predictors), None
+    climb = partial(_climb, phi, num_predictors, nodes, effort == "thorough")
 
     def expect(means: Array, covariances: Array, constants: Any) -> Moments:
         return climb(means, covariances, constants)[0]
 
-    return _differentiable(expect, phi, num_predictors), lambda *known: climb(*known)[1]
+    return _differentiable(expect, phi, num_predictors), climb
+
+
+def _by_few_nodes(phi: PHI, means: Array, covariances: Array, constants: Any) -> Moments:
+    points, weights, _ = _fifth_degree_nodes(means.shape[1])
+
+    def of_each(mean: Array, covariance: Array, constants: Any) -> Moments:
+        nodes = fixed_nodes(mean, covariance, points[: len(weights)], weights)
+        return from_nodes(lambda u: phi(u, constants), nodes, 1)
+
+    return _in_chunks(jax.vmap(of_each), len(weights), (means, covariances, constants))
+
+
+def _in_chunks(function: Callable, num_points: int, known: tuple) -> Any:
+    """``function(*known)`` of n factors, some at a time: what it computes at their points then stays in the cache.
+
+    Each takes factors from all over: where devices share them, all work on each chunk.
+    """
+    total = len(known[0])
+    count = -(-total * num_points // CACHED_POINTS)
+    if count == 1:
+        return function(*known)
+    size = -(-total // count)
+
+    def split(x: Array) -> Array:
+        padded = jnp.concatenate([x, x[: size * count - total]])
+        return padded.reshape(size, count, *x.shape[1:]).swapaxes(0, 1)
+
+    found = lax.map(lambda chunk: function(*chunk), jax.tree.map(split, known))
+    return jax.tree.map(lambda x: x.swapaxes(0, 1).reshape(size * count, *x.shape[2:])[:total], found)
 
 
 def _climb(
@@ -92,17 +126,25 @@ def _climb(
     covariances: Array,
     constants: Any,
 ) -> tuple[Moments, Array]:
-    roots, inverses = jax.vmap(semidefinite_factor)(covariances)
-    nothing = jnp.zeros_like(means)  # of what the first rule finds
-    factors = Factor(means, roots, inverses, nothing, nothing, nothing[:, 0], constants)
-    moments, error, directions, slopes = jax.vmap(partial(_fifth_degree, phi))(factors)
-    tolerance = jnp.maximum(EXACT[jnp.finfo(means.dtype).bits], SMALL * jax.vmap(_size)(roots, moments))
-    factors, found = factors._replace(direction=directions, slope=slopes, tolerance=tolerance), (moments, error)
+    num_points = len(_fifth_degree_nodes(num_predictors)[0])
+    first = jax.vmap(partial(_first_rule, phi))
+    factors, *found = _in_chunks(first, num_points, (means, covariances, constants))
+    tolerance, found = factors.tolerance, tuple(found)
     for least, rule, num_points in _finer(num_predictors, nodes, thorough):
         size = min(max(BATCH_POINTS // num_points, 1), MOST_BATCH)
         hard = ~(found[1] <= least * tolerance)
         found = _refined(jax.vmap(partial(rule, phi)), size, factors, hard, found)
     return found
+
+
+def _first_rule(phi: PHI, mean: Array, covariance: Array, constants: Any) -> tuple[Factor, Moments, Array]:
+    """The factor, and what the fifth-degree rule finds."""
+    root, inverse = semidefinite_factor(covariance)
+    nothing = jnp.zeros_like(mean)
+    factor = Factor(mean, root, inverse, nothing, nothing, nothing[0], constants)
+    moments, error, direction, slope = _fifth_degree(phi, factor)
+    tolerance = jnp.maximum(EXACT[jnp.finfo(mean.dtype).bits], SMALL * _size(root, moments))
+    return factor._replace(direction=direction, slope=slope, tolerance=tolerance), moments, error
 
 
 def _finer(num_predictors: int, nodes: tuple | None, thorough: bool) -> list[tuple[float, Rule, int]]:

@@ -13,7 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from ..core.factors import Factors, add_curves, covariances, evaluate
+from ..core.designs import gram, pull_back
+from ..core.factors import Factors, add_curves, covariances
 from ..core.objective import Group
 from ..core.recursion import Absorbed, Quadratic, Sites, State
 from ..model.rows import Rows, num_rows, pad, selected
@@ -33,11 +34,13 @@ Chunks = Callable[[int], Iterable[tuple[Rows, np.ndarray]]]
 
 
 class Sums(NamedTuple):
-    """Of terms, at q and by site: E[phi] (S,), its gradient in the mean (S, P), and minus its Hessian (S, P, P)."""
+    """Of terms, at q and by site: E[phi] (S,), its gradient in the mean (S, P), minus its Hessian (S, P, P), and the
+    estimated errors of E[phi] (S,)."""
 
     values: Array | np.ndarray
     gradients: Array | np.ndarray
     curvatures: Array | np.ndarray
+    errors: Array | np.ndarray
 
 
 class Noise(NamedTuple):
@@ -54,6 +57,7 @@ class Look(NamedTuple):
     :ivar prior: the prior's terms that are not Gaussian.
     :ivar gradient: of the bound in the mean, (P,), in coordinates in which q is standard normal.
     :ivar precision: minus the expected Hessian of the log joint density, (P, P), in these; the identity at the best q.
+    :ivar error: by how many nats the expectations in the bound may be off.
     :ivar noise: of estimates; None for what was computed from all rows.
     """
 
@@ -61,6 +65,7 @@ class Look(NamedTuple):
     prior: Sums
     gradient: np.ndarray
     precision: np.ndarray
+    error: float
     noise: Noise | None = None
 
     @property
@@ -242,10 +247,16 @@ class Certificate:
 
 def _sums(kinds: tuple, factors: tuple, root: Array) -> Sums:
     size = root.shape[0]
-    each = [evaluate((kind,), (block,), root.T) for kind, block in zip(kinds, factors)]
-    zeros = Sums(jnp.zeros(0, root.dtype), jnp.zeros((0, size), root.dtype), jnp.zeros((0, size, size), root.dtype))
-    whole = [Sums(s.value, s.gradient, add_curves(s.curvature, jnp.zeros((size, size), root.dtype))) for s in each]
-    return Sums(*[jnp.stack(parts) for parts in zip(*whole)]) if whole else zeros
+    found = []
+    for kind, block, spread in zip(kinds, factors, covariances(factors, root.T)):
+        known = block.offset, spread, block.constants
+        exact = kind.measured is None
+        moments, errors = (kind.expect(*known), jnp.zeros((), root.dtype)) if exact else kind.measured(*known)
+        value, gradient, hessian = moments
+        curvature = add_curves(gram(block.design, -hessian), jnp.zeros((size, size), root.dtype))
+        found.append(Sums(jnp.sum(value), pull_back(block.design, gradient), curvature, jnp.sum(errors)))
+    zeros = [jnp.zeros((0, *shape), root.dtype) for shape in ((), (size,), (size, size), ())]
+    return Sums(*[jnp.stack(parts) for parts in zip(*found)]) if found else Sums(*zeros)
 
 
 def _site_sums(block: Factors, site: Sites, root: Array) -> Sums:
@@ -257,12 +268,12 @@ def _site_sums(block: Factors, site: Sites, root: Array) -> Sums:
     gradient = jnp.einsum("nc,ncp->p", site.linear - pull, block.design)
     weighted = jnp.einsum("ncd,ndp->ncp", site.precision, block.design)
     curvature = jnp.einsum("ncp,ncq->pq", block.design, weighted)
-    return Sums(jnp.sum(values - 0.5 * traces), gradient, curvature)
+    return Sums(jnp.sum(values - 0.5 * traces), gradient, curvature, jnp.zeros((), values.dtype))
 
 
 def _nothing(state: State) -> Sums:
     size = state.mean.shape[0]
-    return Sums(np.zeros(0), np.zeros((0, size)), np.zeros((0, size, size)))
+    return Sums(np.zeros(0), np.zeros((0, size)), np.zeros((0, size, size)), np.zeros(0))
 
 
 def _doubtful(at: Look) -> float:
@@ -317,7 +328,8 @@ class _Base:
         gradient = linear + rows.gradients.sum(axis=0) + prior.gradients.sum(axis=0)
         target = precision + rows.curvatures.sum(axis=0) + prior.curvatures.sum(axis=0)
         target = at.root.T @ target @ at.root
-        return Look(bound, prior, at.root.T @ gradient, 0.5 * (target + target.T))
+        error = float(rows.errors.sum() + prior.errors.sum())
+        return Look(bound, prior, at.root.T @ gradient, 0.5 * (target + target.T), error)
 
 
 class _Move(NamedTuple):

@@ -70,7 +70,7 @@ class Engine:
     :param rng_key: draws the nodes of Monte Carlo expectations.
     :param transition: how parameters move before each block of a stream.
     :param devices: among which rows are shared out.
-    :param thorough: see :func:`~numpyro_rvga.core.ladder.expectations`.
+    :param effort: of the rows' expectations; see :func:`~numpyro_rvga.core.ladder.expectations`.
     """
 
     def __init__(
@@ -81,15 +81,16 @@ class Engine:
         transition: Transition | None = None,
         devices: Devices | None = None,
         *,
-        thorough: bool = False,
+        effort: str = "usual",
     ):
         self.program, self.options, self._transition = program, options, transition
-        self._rng_key, self._thorough = rng_key, thorough
+        self._rng_key, self.effort = rng_key, effort
         self._identity = object()
-        self.kinds = tuple(make_kind(terms, options, rng_key, thorough=thorough) for terms in program.terms)
+        self.kinds = tuple(make_kind(terms, options, rng_key, effort=effort) for terms in program.terms)
         prior_options = options._replace(expectation="auto", scheme="implicit")
         self.prior_kinds = tuple(
-            make_kind(terms, prior_options, rng_key, thorough=thorough) for terms in program.prior.terms
+            make_kind(terms, prior_options, rng_key, effort="thorough" if effort == "thorough" else "usual")
+            for terms in program.prior.terms
         )
         view = selecting_view(program.layout.size)
         self._seen = [(terms, view if terms.site in program.selections else None) for terms in program.terms]
@@ -117,16 +118,20 @@ class Engine:
 
     @property
     def can_be_thorough(self) -> bool:
-        """Whether there are expectations that :meth:`thoroughly` finds better."""
+        """Whether there are expectations that a thorough engine finds better."""
         all_terms = zip((*self.kinds, *self.prior_kinds), (*self.program.terms, *self.program.prior.terms))
-        return not self._thorough and any(
-            kind.errors is not None and terms.num_predictors in TENSOR_NODES for kind, terms in all_terms
+        return self.effort != "thorough" and any(
+            kind.measured is not None and terms.num_predictors in TENSOR_NODES for kind, terms in all_terms
         )
 
-    def thoroughly(self) -> Engine:
-        """The same with the rules that kinks need; they take long to compile."""
-        transition, devices = self._transition, self.devices
-        return Engine(self.program, self.options, self._rng_key, transition, devices, thorough=True)
+    @property
+    def can_do_with_few(self) -> bool:
+        """Whether there are expectations that take less time by few nodes."""
+        return self.effort == "usual" and any(kind.measured is not None and not kind.sampled for kind in self.kinds)
+
+    def with_effort(self, effort: str) -> Engine:
+        """The same with other rules for its expectations."""
+        return Engine(self.program, self.options, self._rng_key, self._transition, self.devices, effort=effort)
 
     def __eq__(self, other: Any) -> bool:
         """Whether two engines run the same compiled functions."""
@@ -413,11 +418,12 @@ class Engines:
         self._model, self._options, self._scale, self._dynamics = model, options, improper_prior_scale, dynamics
         self._batch, self.devices = batch, Devices(mesh)
         self._known: list[tuple[tuple, dict, Engine]] = []
+        self._quick: dict[Engine, Engine | None] = {}
         self.last: Engine | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Without what is compiled, for other processes."""
-        return self.__dict__ | {"_known": [], "last": None}
+        return self.__dict__ | {"_known": [], "_quick": {}, "last": None}
 
     def get(self, rows: Rows, model_kwargs: dict, rng_key: Array, all_rows: Rows | None = None) -> Engine:
         """The engine for checked rows; see :func:`checked_rows`.
@@ -451,9 +457,20 @@ class Engines:
         return engine
 
     def make_thorough(self, engine: Engine) -> None:
-        """From now on, :meth:`Engine.thoroughly` in place of the engine."""
-        self.last = engine.thoroughly()
+        """From now on, thorough rules in place of the engine's."""
+        self.last = engine.with_effort("thorough")
         self._known = [(form, kwargs, self.last if known == engine else known) for form, kwargs, known in self._known]
+
+    def quick(self, engine: Engine) -> Engine | None:
+        """The same by few nodes for each row; None if they are known not to be enough."""
+        if engine not in self._quick:
+            self._quick[engine] = engine.with_effort("few") if engine.can_do_with_few else None
+        found = self._quick[engine]
+        return None if found is None else found.bind(engine.program)
+
+    def forget_quick(self, engine: Engine) -> None:
+        """From now on, :meth:`quick` gives None."""
+        self._quick[engine] = None
 
     def _program(self, rows: Rows, model_kwargs: dict, all_rows: Rows | None) -> Program:
         options = {

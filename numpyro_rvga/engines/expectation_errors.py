@@ -35,7 +35,7 @@ class ExpectationErrors:
 
         :param rows: all, or a sample. No more than MOST_ROWS are looked at.
         """
-        if not num_rows(rows) or all(kind.errors is None for kind in (*engine.kinds, *engine.prior_kinds)):
+        if not num_rows(rows) or all(kind.measured is None for kind in (*engine.kinds, *engine.prior_kinds)):
             return 0.0
         if engine not in self._known:
             self._known[engine] = _compiled(engine)
@@ -74,6 +74,6 @@ def _compiled(engine: Engine) -> Callable:
 def _summed(kinds: tuple, factors: tuple, root: Array) -> Array:
     total = jnp.zeros((), root.dtype)
     for kind, block, spread in zip(kinds, factors, covariances(factors, root.T)):
-        if kind.errors is not None:
-            total = total + jnp.sum(kind.errors(block.offset, spread, block.constants))
+        if kind.measured is not None:
+            total = total + jnp.sum(kind.measured(block.offset, spread, block.constants)[1])
     return total

@@ -19,26 +19,28 @@ from ..model.terms import Terms
 from ..options import Options
 
 
-def make_kind(terms: Terms, options: Options, rng_key: Array, *, thorough: bool = False) -> Kind:
+def make_kind(terms: Terms, options: Options, rng_key: Array, *, effort: str = "usual") -> Kind:
     """The expectations of one site's terms, as the options ask.
 
-    :param thorough: see :func:`~numpyro_rvga.core.ladder.expectations`.
+    :param effort: see :func:`~numpyro_rvga.core.ladder.expectations`.
     :raises ValueError: naming the site, if the expectation asked for does not exist for its distribution.
     """
     name = _resolve(terms, options)
-    rule = _rule(name, terms, options, rng_key, thorough)
+    rule = _rule(name, terms, options, rng_key, effort)
 
     def with_local(covariances, local):
         return covariances + jnp.einsum("nck,ndk->ncd", local, local)
 
+    def weighted(weight, found):
+        return jax.tree.map(lambda x: weight.reshape(-1, *[1] * (x.ndim - 1)) * x, found)
+
     def expect(means, covariances, known):
         weight, values, local = known
-        found = rule.expect(means, with_local(covariances, local), values)
-        return tuple(weight.reshape(-1, *[1] * (x.ndim - 1)) * x for x in found)
+        return weighted(weight, rule.expect(means, with_local(covariances, local), values))
 
-    def errors(means, covariances, known):
+    def measured(means, covariances, known):
         weight, values, local = known
-        return weight * rule.errors(means, with_local(covariances, local), values)
+        return weighted(weight, rule.measured(means, with_local(covariances, local), values))
 
     def filtered(means, covariances, known):
         """What the extended Kalman filter takes (R-VGA paper, Theorem 3): the Fisher information is its curvature."""
@@ -68,21 +70,22 @@ def make_kind(terms: Terms, options: Options, rng_key: Array, *, thorough: bool 
         conservative=rule.conservative,
         sampled=name == "monte_carlo" or (name == "ladder" and terms.num_predictors > 3),
         information=information if has_information else None,
-        errors=None if rule.errors is None else errors,
+        measured=None if rule.measured is None else measured,
     )
 
 
 class _Rule(NamedTuple):
     """How expectations are computed.
 
-    :ivar expect: and ``errors``: of many factors, as :class:`Kind` has them. :ivar finest: of one factor, as exactly as
-        may be. :ivar conservative: whether gradient and curvature derive from the value.
+    :ivar expect: and ``measured``: of many factors, as :class:`Kind` has them.
+    :ivar finest: of one factor, as exactly as may be.
+    :ivar conservative: whether gradient and curvature derive from the value.
     """
 
     expect: Callable
     finest: Callable
     conservative: bool
-    errors: Callable | None = None
+    measured: Callable | None = None
 
 
 def _resolve(terms: Terms, options: Options) -> str:
@@ -118,7 +121,7 @@ def _need_closed_form(terms: Terms, what: str, *forms: type) -> None:
         )
 
 
-def _rule(name: str, terms: Terms, options: Options, rng_key: Array, thorough: bool) -> _Rule:
+def _rule(name: str, terms: Terms, options: Options, rng_key: Array, effort: str) -> _Rule:
     """The rule of this name.
 
     Over fixed nodes the first-order form derives from the value: it is the derivative of the weighted sum itself.
@@ -161,5 +164,6 @@ def _rule(name: str, terms: Terms, options: Options, rng_key: Array, thorough: b
 
     if name != "ladder":
         return of_each(at_density(over_nodes), order == 1)
-    expect, errors = expectations(terms.density, terms.num_predictors, nodes, thorough=thorough)
-    return _Rule(expect, at_density(over_nodes if sampled else partial(ex.quadrature, 1)), True, errors)
+    few = effort == "few" and sampled
+    expect, measured = expectations(terms.density, terms.num_predictors, nodes, effort="usual" if few else effort)
+    return _Rule(expect, at_density(over_nodes if sampled else partial(ex.quadrature, 1)), True, measured)

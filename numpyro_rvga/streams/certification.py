@@ -21,6 +21,7 @@ from .recursive_pass import RecursivePass
 from .sampled import estimated, stepped
 from .source import RowSource, rows_in_memory
 
+FINE = 1e-6  # nats: the squared natural gradient that looks leave where q was found by few nodes
 APPROXIMATE = ("probit", "sigma_points")  # expectations that whoever asks for them knows to be so
 LEVEL = 4  # of the user's call, for warnings
 
@@ -28,6 +29,16 @@ LEVEL = 4  # of the user's call, for warnings
 class _Compiled(NamedTuple):
     certificate: Certificate
     check: ModelCheck
+
+
+class Findings(NamedTuple):
+    """:ivar bound: at the state, if there is one. :ivar info: what else is known of it, for the posterior's ``info``.
+    :ivar rows: some of those that were looked at, or all; none if there were no looks."""
+
+    state: State
+    bound: float | None
+    info: dict[str, Any]
+    rows: Rows
 
 
 class Certification:
@@ -50,57 +61,77 @@ class Certification:
         return self.__dict__ | {"_known": {}}
 
     def __call__(
-        self, engine: Engine, start: State, state: State, source: RowSource, taken: RecursivePass, rng_key: Array
-    ) -> tuple[State, float | None, dict[str, Any]]:
-        """The state after looks and steps on all rows, the bound there, and what else is known of it.
+        self,
+        engine: Engine,
+        start: State,
+        state: State,
+        source: RowSource,
+        taken: RecursivePass,
+        rng_key: Array,
+        *,
+        exact: bool,
+    ) -> Findings:
+        """What looks at all rows, and steps on them, have found.
 
         :param start: before the first row. :param state: after the last.
         :param source: of all rows, in their own order. :param taken: the pass.
+        :param rng_key: of the sample of rows, for streams of which one is kept.
+        :param exact: whether the pass took its expectations as the engine takes them, and not by fewer nodes.
+        """
+        found = Findings(state, None, {}, {})
+        if taken.is_one_solve and exact:
+            bound = float(state.log_evidence)
+            info = _described(0, taken.largest_decrement, bound, bound)
+            found = Findings(state, bound, info, taken.only_rows)
+        if not self._certify or not engine.options.has_bound or engine.is_moving or found.rows:
+            return found
+        certificate, rng = self._compiled_for(engine).certificate, np.random.default_rng(seed_of(rng_key))
+        if source.seekable:
+            state = stepped(certificate, state, taken)
+            tolerance = self._tolerance if exact else min(self._tolerance, FINE)
+            return self._looked_at(engine, start, state, source, taken.left_out, taken.done, rng, tolerance)
+        if taken.sample.holds_all:
+            source, nothing = rows_in_memory(taken.sample.contents().rows), np.zeros(0, np.int64)
+            return self._looked_at(engine, start, state, source, nothing, source.total, rng, self._tolerance)
+        if taken.sample.num_offered:
+            state, info = estimated(certificate, state, taken, self._max_looks, stacklevel=LEVEL)
+            return Findings(state, None, info, taken.sample.contents().rows)
+        return found
+
+    def warn(self, engine: Engine, taken: RecursivePass, found: Findings) -> None:
+        """If q is not the best Gaussian."""
+        off = found.info.get("squared_natural_gradient", 0.0)
+        if found.bound is None or off <= self._tolerance or engine.options.scheme != "implicit":
+            return
+        if not found.info["looks"]:
+            if not taken.has_converged:
+                warnings.warn(
+                    "q is not the best Gaussian: all rows were solved for together, and in the end no step raised the "
+                    f"bound, with a squared natural gradient of {off:.2g} nats. Raise max_iterations, use float64, or "
+                    "check the scales of the priors.",
+                    stacklevel=LEVEL - 1,
+                )
+            return
+        warnings.warn(
+            f"q is not the best Gaussian: after {found.info['looks']} looks at all rows its squared natural gradient "
+            f"is {off:.2g} nats, more than certificate_tolerance={self._tolerance:g}. Raise max_looks, or go on with "
+            "FixedPointVI(model).run(data, init=posterior).",
+            stacklevel=LEVEL - 1,
+        )
+
+    def checked(self, engine: Engine, found: Findings, rng_key: Array) -> float | None:
+        """The bound, if the model itself agrees.
+
         :param rng_key: for draws of theta.
         :raises ValueError: naming a site whose density is not what was read.
         """
-        bound, info, rows = None, {}, {}
-        if taken.is_one_solve:
-            bound = float(state.log_evidence)
-            info = _described(0, taken.largest_decrement, bound, bound)
-            if not taken.has_converged and taken.largest_decrement > self._tolerance:
-                warnings.warn(
-                    "q is not the best Gaussian: all rows were solved for together, and in the end no step raised the "
-                    f"bound, with a squared natural gradient of {taken.largest_decrement:.2g} nats. Raise "
-                    "max_iterations, use float64, or check the scales of the priors.",
-                    stacklevel=LEVEL - 1,
-                )
-        if not self._certify or not engine.options.has_bound or engine.is_moving:
-            return state, bound, info
-        known, rng = self._compiled_for(engine), np.random.default_rng(seed_of(rng_key))
-        if taken.is_one_solve:
-            rows = taken.only_rows
-        elif source.seekable:
-            state = stepped(known.certificate, state, taken)
-            state, bound, info, rows = self._looked_at(engine, start, state, source, taken.left_out, taken.done, rng)
-        elif taken.sample.holds_all:
-            source, nothing = rows_in_memory(taken.sample.contents().rows), np.zeros(0, np.int64)
-            state, bound, info, rows = self._looked_at(engine, start, state, source, nothing, source.total, rng)
-        elif taken.sample.num_offered:
-            state, info = estimated(known.certificate, state, taken, self._max_looks, stacklevel=LEVEL)
-            rows = taken.sample.contents().rows
-        if rows and not engine.program.local.size and not known.check.is_done:
-            bound = self._checked(engine, known.check, state, bound, _some(rows, rng), rng)
-        return state, bound, info
-
-    def _checked(
-        self,
-        engine: Engine,
-        check: ModelCheck,
-        state: State,
-        bound: float | None,
-        rows: Rows,
-        rng: np.random.Generator,
-    ) -> float | None:
-        """The bound, if the model itself agrees.
-
-        :raises ValueError: naming a site whose density is not what was read.
-        """
+        if not found.rows or not self._certify or not engine.options.has_bound or engine.is_moving:
+            return found.bound
+        check = self._compiled_for(engine).check
+        if engine.program.local.size or check.is_done:
+            return found.bound
+        rng = np.random.default_rng(seed_of(rng_key))
+        state, bound, rows = found.state, found.bound, _some(found.rows, rng)
         everything = num_rows(rows) == int(state.num_rows) and engine.program.is_proper
         differences = check(state, rows, bound if everything else None, rng)
         if not differences:
@@ -123,11 +154,9 @@ class Certification:
         left_out: np.ndarray,
         total: int,
         rng: np.random.Generator,
-    ) -> tuple[State, float, dict[str, Any], Rows]:
-        """The state after looks at all rows, the bound, what else is known, and a sample of the rows.
-
-        :param left_out: the numbers of the rows, of ``total``, that were skipped.
-        """
+        tolerance: float,
+    ) -> Findings:
+        """:param left_out: the numbers of the rows, of ``total``, that were skipped."""
         implicit, sample = engine.options.scheme == "implicit", _Sample(total, left_out, rng)
         found = self._compiled_for(engine).certificate(
             start,
@@ -135,19 +164,13 @@ class Certification:
             lambda size: sample.watched(usable_chunks(source, left_out, size)),
             prior_inputs=engine.program.prior_inputs,
             total=total,
-            tolerance=self._tolerance,
+            tolerance=tolerance,
             max_looks=self._max_looks if implicit else 1,
         )
         off = found.after.squared_natural_gradient
-        if implicit and not off <= self._tolerance:
-            warnings.warn(
-                f"q is not the best Gaussian: after {found.looks} looks at all rows its squared natural gradient is "
-                f"{off:.2g} nats, more than certificate_tolerance={self._tolerance:g}. Raise max_looks, or go on with "
-                "FixedPointVI(model).run(data, init=posterior).",
-                stacklevel=LEVEL,
-            )
         info = _described(found.looks, off, found.before.bound, found.after.bound)
-        return found.state, found.after.bound, info | {"converged": off <= self._tolerance}, sample.rows
+        info |= {"converged": off <= self._tolerance, "elbo_error": found.after.error}
+        return Findings(found.state, found.after.bound, info, sample.rows)
 
 
 class _Sample:

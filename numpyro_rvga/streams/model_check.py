@@ -71,7 +71,7 @@ class ModelCheck:
             return []
         found, read = [], None
         terms = self._certificate.terms_at(state, rows)
-        for terms_of, term, gradient, curvature in zip(self._engine.program.terms, *terms):
+        for terms_of, term, gradient, curvature, _ in zip(self._engine.program.terms, *terms):
             own = np.asarray(by_site[terms_of.site], np.float64)
             slope, bend = root.T @ gradient, root.T @ curvature @ root
             quadratic = standard @ slope + 0.5 * (np.trace(bend) - np.sum(standard * (standard @ bend), axis=1))

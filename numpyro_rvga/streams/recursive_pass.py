@@ -22,6 +22,7 @@ from .source import RowSource
 FIRST_BLOCK_ROWS = 2000
 FIRST_BLOCK_ROWS_PER_PARAMETER = 40
 FIRST_BLOCK_NUMBERS = 2**26  # in the Jacobians of the first block
+QUICK_ROWS_PER_PARAMETER = 200  # of a solve by few nodes for each row
 JOINT_ROWS_PER_PARAMETER = 400  # of a solve with kept rows
 MEMORY_ROWS_PER_PARAMETER = 2000
 MEMORY_NUMBERS = 2**25  # in the Jacobians of the kept rows
@@ -86,6 +87,13 @@ def choose_sizes(
         chunk = -(-rest // -(-rest // chunk))
     keeps_rows = memory > 0 and source.is_longer_than(first)
     return Sizes(first, block, max(1, -(-chunk // block)) * block, memory, joint, keeps_rows)
+
+
+def fits_quick_solve(engine: Engine, total: int) -> bool:
+    """Whether rows are many enough for narrow predictors, and not too many for one solve."""
+    size = engine.program.layout.size
+    wanted = QUICK_ROWS_PER_PARAMETER * size <= total <= 2 * MEMORY_ROWS_PER_PARAMETER * size
+    return wanted and total * engine.numbers_per_row <= FIRST_BLOCK_NUMBERS
 
 
 class RecursivePass(Pass):

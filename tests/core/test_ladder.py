@@ -7,6 +7,7 @@ import pytest
 from jax.scipy.special import gammaln
 from scipy import stats
 
+from numpyro_rvga.core import ladder
 from numpyro_rvga.core.expectations import hermite_rule, monte_carlo_points
 from numpyro_rvga.core.ladder import expectations
 
@@ -73,8 +74,8 @@ def by_many_nodes(phi, means, covariances, outcomes, nodes):
 @pytest.mark.parametrize("phi, size", SMOOTH)
 def test_smooth_densities_are_integrated_to_within_the_reported_error(phi, size, deviation):
     known = factors(size, deviation)
-    expect, errors = expectations(phi, size)
-    found, estimates = jax.jit(expect)(*known), np.asarray(jax.jit(errors)(*known))
+    _, measured = expectations(phi, size)
+    found, estimates = jax.tree.map(np.asarray, jax.jit(measured)(*known))
     dense = by_many_nodes(phi, *known, {1: 1, 2: 80, 3: 30}[size])
     roots = np.linalg.cholesky(known[1])
     off = [np.asarray(a - b) for a, b in zip(found, dense)]
@@ -116,12 +117,32 @@ def test_kinks_in_two_dimensions_need_the_thorough_ladder_and_the_other_says_so(
     folded = centre * (1 - 2 * stats.norm.cdf(-centre / width)) + 2 * width * stats.norm.pdf(centre / width)
     truth = -scale * folded - m[:, 1]
     off = {}
-    for thorough in (False, True):
-        expect, errors = expectations(tilted_absolute, 2, thorough=thorough)
-        off[thorough] = np.abs(jax.jit(expect)(means, covariances, outcomes)[0] - truth)
-        estimates = np.asarray(jax.jit(errors)(means, covariances, outcomes))
-        assert np.all(off[thorough] <= np.maximum(estimates, 1e-5 * deviation))
-    assert off[True].max() < 1e-4 * deviation < off[False].max()
+    for effort in ("usual", "thorough"):
+        _, measured = expectations(tilted_absolute, 2, effort=effort)
+        found, estimates = jax.jit(measured)(means, covariances, outcomes)
+        off[effort] = np.abs(found[0] - truth)
+        assert np.all(off[effort] <= np.maximum(estimates, 1e-5 * deviation))
+    assert off["thorough"].max() < 1e-4 * deviation < off["usual"].max()
+
+
+@pytest.mark.parametrize("phi, size", SMOOTH)
+def test_few_nodes_are_exact_where_factors_are_narrow(phi, size):
+    known = factors(size, 0.003)
+    few, measured = expectations(phi, size, effort="few")
+    assert measured is None
+    for a, b in zip(jax.jit(few)(*known), by_many_nodes(phi, *known, {1: 1, 2: 40, 3: 12}[size])):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("effort", ["few", "usual"])
+def test_many_factors_are_taken_in_chunks_and_none_is_lost(effort, monkeypatch):
+    known = factors(2, 0.4, count=53)
+    expect, _ = expectations(negative_binomial, 2, effort=effort)
+    whole = jax.jit(expect)(*known)
+    monkeypatch.setattr(ladder, "CACHED_POINTS", 100)
+    expect, _ = expectations(negative_binomial, 2, effort=effort)
+    for a, b in zip(jax.jit(expect)(*known), whole):
+        np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-10)
 
 
 def test_with_many_predictors_the_better_of_two_rules_is_taken():

@@ -63,6 +63,41 @@ def test_kinks_give_the_posterior_that_closed_forms_give(method, kinked, exact):
     assert truth.info["elbo_error"] == 0
 
 
+def counts(x, y):
+    mean, concentration = line(x), numpyro.sample("concentration", dist.Exponential(1))
+    with numpyro.plate("rows", len(x)):
+        numpyro.sample("y", dist.NegativeBinomial2(jnp.exp(mean), concentration), obs=y)
+
+
+def many(outcomes):
+    rng = np.random.default_rng(1)
+    x = rng.normal(size=900)
+    return {"x": x, "y": outcomes(rng, 0.5 + 0.5 * x)}
+
+
+def test_many_rows_are_solved_for_by_few_nodes_and_looked_at_by_more():
+    data = many(lambda rng, mean: rng.negative_binomial(2, 2 / (2 + np.exp(mean))).astype(float))
+    method = RVGA(counts)
+    found, truth = method.run(data, progress_bar=False), FixedPointVI(counts).run(data, progress_bar=False)
+    assert found.info["looks"] >= 1 and found.info["converged"] and found.info["elbo_error"] < 1e-3
+    sds = np.sqrt(np.diag(truth.covariance))
+    np.testing.assert_allclose(found.mean / sds, truth.mean / sds, atol=1e-3)
+    np.testing.assert_allclose(np.sqrt(np.diag(found.covariance)), sds, rtol=1e-3)
+    np.testing.assert_allclose(found.elbo, truth.elbo, atol=1e-4)
+
+
+def test_where_few_nodes_are_not_enough_more_are_taken():
+    """The kinks of an absolute loss."""
+    data = many(lambda rng, mean: mean + 0.5 * rng.laplace(size=900))
+    found = RVGA(absolute_factor).run(data, progress_bar=False)
+    truth = RVGA(laplace).run(data, progress_bar=False)
+    sds = np.sqrt(np.diag(truth.covariance))
+    assert found.info["converged"] and found.info["elbo_error"] < 1e-3
+    np.testing.assert_allclose(found.mean / sds, truth.mean / sds, atol=0.01)
+    np.testing.assert_allclose(np.sqrt(np.diag(found.covariance)), sds, rtol=0.005)
+    np.testing.assert_allclose(found.elbo, truth.elbo, atol=2e-3)
+
+
 @pytest.mark.parametrize("order, sees_kinks", [(0, True), (1, True), (2, False)])
 def test_the_order_that_is_asked_for_is_the_one_that_is_used(order, sees_kinks):
     """The Hessian of an absolute loss is zero wherever it exists."""
