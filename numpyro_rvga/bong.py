@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from .core.gaussians import CHARTS, FAMILIES
+from .core.gaussians import FAMILIES, PARAMETERIZATIONS
 from .core.rules import NATURAL, RULES, Rule
 from .dynamics import Dynamics, check_dynamics
 from .engines.engine import Engines
@@ -123,7 +123,7 @@ class BONG:
         check_choice("rule", rule, RULES)
         check_choice("hessian", hessian, HESSIANS)
         check_choice("family", family, tuple(FAMILIES))
-        check_choice("parameterization", parameterization, CHARTS)
+        check_choice("parameterization", parameterization, PARAMETERIZATIONS)
         check_choice("projection", projection, PROJECTIONS)
         check_choice("shuffle", shuffle, SHUFFLES)
         counts = {"rank": rank, "num_iters": num_iters, "num_samples": num_samples, "block_size": block_size}

@@ -7,7 +7,7 @@ import pytest
 
 import numpyro_rvga
 from numpyro_rvga.bong import PAPER_HESSIANS
-from numpyro_rvga.core.gaussians import CHARTS, FAMILIES
+from numpyro_rvga.core.gaussians import FAMILIES, PARAMETERIZATIONS
 from numpyro_rvga.core.rules import RULES
 from numpyro_rvga.fixed_point import SCHEDULES
 from numpyro_rvga.options import EXPECTATIONS
@@ -78,7 +78,16 @@ def test_pictures_are_small():
 
 def test_options_are_all_listed():
     text = "".join(map(text_of, GUIDES))
-    for option in (*SCHEMES, *EXPECTATIONS, *RULES, *PAPER_HESSIANS, *FAMILIES, *CHARTS, *PRESETS, *SCHEDULES):
+    for option in (
+        *SCHEMES,
+        *EXPECTATIONS,
+        *RULES,
+        *PAPER_HESSIANS,
+        *FAMILIES,
+        *PARAMETERIZATIONS,
+        *PRESETS,
+        *SCHEDULES,
+    ):
         assert f'`"{option}"`' in text, option
 
 

@@ -1,7 +1,7 @@
-"""What a block of rows says at q: the gradient and curvature of its expected log-likelihood, estimated.
+"""Estimators of g = E_q[grad log p(y | theta)] and H = -E_q[hess log p(y | theta)] of a block of rows.
 
-In predictor space, where the model's Jacobian is taken at q's mean, or in parameter space, by draws of theta, which is
-unbiased for any model.
+In predictor space, with the model's Jacobian at q's mean (lin-hess, lin-ef, and the expectations of RVGA); or in
+parameter space, averaged over draws of theta, which is unbiased for any model (mc-hess, mc-ef).
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from jax import Array
 from jax.scipy.linalg import block_diag
 
 from .factors import Factors, Kind
-from .gaussians import DiagonalGaussian, Family, Site
+from .gaussians import DiagonalGaussian, ExpectedDerivatives, Family
 from .linalg import positive_part, semidefinite_root
-
-PARAMETER_SPACE = ("mc-hess", "mc-ef")
 
 
 class Observation(NamedTuple):
     """A block of n rows.
 
-    :ivar kinds: of its factors. :ivar linearise: theta (P,) -> factors with offset F_i(theta) and design the Jacobians.
-    :ivar rows: pytree of (n, ...) arrays. :ivar log_lik: (theta, one of the rows) -> its log-likelihood.
-    :ivar weights: (n,), how many rows each stands for; the factors hold them already.
+    :ivar kinds: the kinds of its factors.
+    :ivar linearise: theta (P,) -> factors: predictors f_i(theta) (``offset``) and their Jacobians (``design``).
+    :ivar rows: pytree of (n, ...) arrays.
+    :ivar log_lik: (theta, one row) -> log p(y_i | theta).
+    :ivar weights: (n,), the number of rows that each stands for; the factors are weighted already.
     """
 
     kinds: tuple[Kind, ...]
@@ -37,18 +37,19 @@ class Observation(NamedTuple):
     weights: Array
 
     def gradients(self, theta: Array) -> Array:
-        """Of each row's log-likelihood, (n, P)."""
+        """grad log p(y_i | theta) of each row, (n, P)."""
         return jax.vmap(jax.grad(self.log_lik), (None, 0))(theta, self.rows)
 
     def total(self, theta: Array) -> Array:
+        """The weighted sum of log p(y_i | theta)."""
         return self.weights @ jax.vmap(self.log_lik, (None, 0))(theta, self.rows)
 
 
-Estimator = Callable[[Array, Family, Observation], Site]
+Estimator = Callable[[Array, Family, Observation], ExpectedDerivatives]
 
 
 def make_estimator(hessian: str, num_samples: int) -> Estimator:
-    """The estimator of this name: (rng_key, q, observation) -> site.
+    """The estimator of this name: (rng_key, q, observation) -> expected derivatives.
 
     :param hessian: ``"lin-hess"``, ``"lin-ef"``, ``"mc-hess"`` or ``"mc-ef"`` (BONG paper, table 1), or
         ``"expected"``: each kind's own expectation in predictor space.
@@ -63,15 +64,18 @@ def make_estimator(hessian: str, num_samples: int) -> Estimator:
     return lambda rng_key, q, observation: _in_predictor_space(q, observation, expected=hessian == "expected")
 
 
-def _in_predictor_space(q: Family, observation: Observation, *, expected: bool) -> Site:
-    """E[grad phi] and E[hess phi] under q; or the gradient at its mean and the Hessian there without its positive part,
-    for which the kind's Fisher information stands if it has one."""
+def _in_predictor_space(q: Family, observation: Observation, *, expected: bool) -> ExpectedDerivatives:
+    """g = sum F_i^T g_i and H = -sum F_i^T G_i F_i, with F_i the Jacobians at q's mean.
+
+    :param expected: g_i and G_i are expectations under q. Else they are taken at the mean: G_i is minus the Fisher
+        information, or for kinds without one the Hessian without its positive part.
+    """
     gradient, rows, weights = jnp.zeros_like(q.mean), [], []
     for kind, factors in zip(observation.kinds, observation.linearise(q.mean)):
         n, c, size = factors.design.shape
         if expected:
-            spread = q.spread(factors.design)
-            covariance = jnp.einsum("ncr,ndr->ncd", spread, spread)
+            root = q.predictor_root(factors.design)
+            covariance = jnp.einsum("ncr,ndr->ncd", root, root)
         else:
             covariance = jnp.zeros((n, c, c), q.mean.dtype)
         moments = kind.expect if expected else jax.vmap(kind.plugin)
@@ -89,24 +93,24 @@ def _in_predictor_space(q: Family, observation: Observation, *, expected: bool) 
             weights.append(None)
     factor = jnp.concatenate(rows)
     if all(weight is None for weight in weights):
-        return Site(gradient, factor)
+        return ExpectedDerivatives(gradient, factor)
     filled = [jnp.eye(len(r), dtype=r.dtype) if w is None else w for r, w in zip(rows, weights)]
-    return Site(gradient, factor, block_diag(*filled))
+    return ExpectedDerivatives(gradient, factor, block_diag(*filled))
 
 
-def _sampled_fisher(num_samples: int, rng_key: Array, q: Family, observation: Observation) -> Site:
+def _sampled_fisher(num_samples: int, rng_key: Array, q: Family, observation: Observation) -> ExpectedDerivatives:
     return _empirical_fisher(observation, _draws(rng_key, q, num_samples))
 
 
-def _empirical_fisher(observation: Observation, thetas: Array) -> Site:
-    """Outer products of the rows' gradients for minus their Hessians, averaged over theta (M, P)."""
+def _empirical_fisher(observation: Observation, thetas: Array) -> ExpectedDerivatives:
+    """g, and H by the outer products of the rows' gradients; both averaged over ``thetas`` (M, P)."""
     gradients = jax.vmap(observation.gradients)(thetas).reshape(-1, thetas.shape[1])
     weights = jnp.tile(observation.weights / len(thetas), len(thetas))
-    return Site(weights @ gradients, jnp.sqrt(weights)[:, None] * gradients)
+    return ExpectedDerivatives(weights @ gradients, jnp.sqrt(weights)[:, None] * gradients)
 
 
-def _sampled_hessian(num_samples: int, rng_key: Array, q: Family, observation: Observation) -> Site:
-    """All of it; for a diagonal q its diagonal, by one of Hutchinson's probes for each draw."""
+def _sampled_hessian(num_samples: int, rng_key: Array, q: Family, observation: Observation) -> ExpectedDerivatives:
+    """g and H averaged over draws; for a diagonal q the diagonal of H, by one of Hutchinson's probes for each draw."""
     draw_key, probe_key = jax.random.split(rng_key)
     draws, size = _draws(draw_key, q, num_samples), len(q.mean)
     slope = jax.grad(observation.total)
@@ -114,11 +118,11 @@ def _sampled_hessian(num_samples: int, rng_key: Array, q: Family, observation: O
         probes = jax.random.rademacher(probe_key, draws.shape, q.mean.dtype)
         gradients, products = jax.vmap(lambda theta, z: jax.jvp(slope, (theta,), (z,)))(draws, probes)
         nothing = jnp.zeros((0, size), q.mean.dtype)
-        return Site(jnp.mean(gradients, axis=0), nothing, diagonal=-jnp.mean(probes * products, axis=0))
+        return ExpectedDerivatives(jnp.mean(gradients, axis=0), nothing, diagonal=-jnp.mean(probes * products, axis=0))
     average = lambda shift: jnp.mean(jax.vmap(lambda theta: slope(theta + shift))(draws), axis=0)  # noqa: E731
     origin, identity = jnp.zeros_like(q.mean), jnp.eye(size, dtype=q.mean.dtype)
     hessian = jax.jacfwd(average)(origin)
-    return Site(average(origin), identity, -0.5 * (hessian + hessian.T))
+    return ExpectedDerivatives(average(origin), identity, -0.5 * (hessian + hessian.T))
 
 
 def _draws(rng_key: Array, q: Family, num_samples: int) -> Array:

@@ -172,7 +172,7 @@ def sites_and_misfits(
 
 def predict(transition: Transition, state: State) -> State:
     """The state after the parameters have moved. What stood for the prior terms is now part of the Gaussian."""
-    moved = FullGaussian(state.mean, state.root).moved(transition)
+    moved = FullGaussian(state.mean, state.root).predict(transition)
     error = jnp.zeros_like(moved.mean)
     return state._replace(mean=moved.mean, mean_error=error, root=moved.root, prior_site=None)
 

@@ -1,7 +1,8 @@
-"""How q moves to what a block of rows says: the four rules, which differ in two choices (BONG paper, table 2).
+"""The four update rules of the BONG paper (table 2), which differ in two choices.
 
-A rule takes natural or plain gradients, and one step from the prior, where its KL divergence has no gradient, or
-several, which have to count it. So BONG is BLR with one step of rate 1, and BOG is BBB with one step.
+A rule takes natural gradients (BONG, BLR) or plain ones (BOG, BBB). It takes one step from the prior on
+E_q[log p(y | theta)] (BONG, BOG), or several on the bound E_q[log p(y | theta)] - KL(q || prior) (BLR, BBB). At the
+prior the KL divergence has no gradient. So BONG is BLR with one step of rate 1, and BOG is BBB with one step.
 """
 
 from __future__ import annotations
@@ -13,33 +14,40 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from .gaussians import DiagonalGaussian, Family, Site, gradient_step, is_near
+from .gaussians import DiagonalGaussian, ExpectedDerivatives, Family, gradient_step, has_diverged
 
 RULES = ("bong", "bog", "blr", "bbb")
 NATURAL = ("bong", "blr")
 
 
 class Rule(NamedTuple):
-    """What a step of one block is (static).
+    """How a block of rows updates q (static).
 
-    :ivar name: one of :data:`RULES`. :ivar chart: "natural" or "moment". :ivar num_iters: steps for each block.
-    :ivar projection: for the diagonal family, how the exact update is projected instead: see ``projected_step``.
+    :ivar name: one of :data:`RULES`.
+    :ivar parameterization: ``"natural"`` or ``"moment"``: the parameters in which a step is taken.
+    :ivar learning_rate: of a step.
+    :ivar num_iters: steps for each block.
+    :ivar projection: for the diagonal family, ``"exclusive"`` or ``"inclusive"``: project the full update instead; see
+        :meth:`DiagonalGaussian.projected_step`.
     """
 
     name: str
-    chart: str = "natural"
+    parameterization: str = "natural"
     learning_rate: float | Array = 1.0
     num_iters: int = 1
     projection: str | None = None
 
     def at(self, learning_rate: Array | None) -> Rule:
-        """With a learning rate that is known when the step is taken only; None: as it is."""
+        """The same rule with another learning rate, which may be traced; None: unchanged."""
         return self if learning_rate is None else self._replace(learning_rate=learning_rate)
 
 
 class Updated(NamedTuple):
-    """:ivar clipped: whether curvatures lost their negative part, without which q would have been no Gaussian.
-    :ivar ok: whether the result is a Gaussian, not absurdly far away."""
+    """q after a block of rows.
+
+    :ivar clipped: whether H lost its negative part, since the step would have left no Gaussian.
+    :ivar ok: whether q is a Gaussian and has not diverged.
+    """
 
     q: Any
     clipped: Array
@@ -47,12 +55,18 @@ class Updated(NamedTuple):
 
 
 def update(
-    rule: Rule, prior: Family, estimate: Callable[[Array, Family], Site], rng_key: Array, *, unroll: bool = False
+    rule: Rule,
+    prior: Family,
+    estimate: Callable[[Array, Family], ExpectedDerivatives],
+    rng_key: Array,
+    *,
+    unroll: bool = False,
 ) -> Updated:
-    """q after a block of rows, from the prior that holds all rows before it.
+    """q after a block of rows.
 
-    :param estimate: (rng_key, q) -> what the block says at q.
-    :param unroll: write the steps out one after the other.
+    :param prior: the Gaussian before the block.
+    :param estimate: (rng_key, q) -> the expected derivatives of the block's log-likelihood at q.
+    :param unroll: unroll the loop over steps.
     """
     first_key, rng_key = jax.random.split(rng_key)
     q, clipped = _step(rule, prior, estimate(first_key, prior), None)
@@ -68,35 +82,44 @@ def update(
     return Updated(q, clipped, _is_ok(rule, q, prior))
 
 
-def iterate(rule: Rule, prior: Family, q: Family, estimate: Callable[[Array, Family], Site], rng_key: Array) -> Updated:
-    """One step from q towards the posterior given all data, of which the block speaks for (batch BLR, E.6)."""
+def iterate(
+    rule: Rule, prior: Family, q: Family, estimate: Callable[[Array, Family], ExpectedDerivatives], rng_key: Array
+) -> Updated:
+    """One step from q towards the posterior of all rows (batch BLR, BONG paper, E.6).
+
+    :param prior: before any row.
+    :param estimate: as for :func:`update`, scaled from the block to all rows.
+    """
     after, clipped = _step(rule, q, estimate(rng_key, q), prior)
     return Updated(after, clipped, _is_ok(rule, after, q))
 
 
 def _is_ok(rule: Rule, after: Family, before: Family) -> Array:
-    """A plain rule at too large a rate may diverge for long before its numbers overflow."""
-    return _left_a_gaussian(after) if rule.name in NATURAL else is_near(after, before)
+    """Plain gradients at too large a rate may diverge for long before their numbers overflow."""
+    return _is_gaussian(after) if rule.name in NATURAL else ~has_diverged(after, before)
 
 
-def _left_a_gaussian(after: Family) -> Array:
+def _is_gaussian(after: Family) -> Array:
+    """Steps that leave no Gaussian return a mean of NaN."""
     return jnp.all(jnp.isfinite(after.mean))
 
 
-def _step(rule: Rule, q: Family, site: Site, prior: Family | None) -> tuple[Family, Array]:
+def _step(rule: Rule, q: Family, derivatives: ExpectedDerivatives, prior: Family | None) -> tuple[Family, Array]:
     take = _natural if rule.name in NATURAL else _plain
-    after = take(rule, q, site, prior)
-    if not site.may_be_indefinite:
+    after = take(rule, q, derivatives, prior)
+    if not derivatives.may_be_indefinite:
         return after, jnp.asarray(False)
-    fine = _left_a_gaussian(after)
-    return lax.cond(fine, lambda: after, lambda: take(rule, q, site.clipped(), prior)), ~fine
+    fine = _is_gaussian(after)
+    return lax.cond(fine, lambda: after, lambda: take(rule, q, derivatives.clipped(), prior)), ~fine
 
 
-def _natural(rule: Rule, q: Family, site: Site, prior: Family | None) -> Family:
+def _natural(rule: Rule, q: Family, derivatives: ExpectedDerivatives, prior: Family | None) -> Family:
     if rule.projection is not None and isinstance(q, DiagonalGaussian):
-        return q.projected_step(site, rule.projection)
-    return q.natural_step(site, rule.learning_rate, rule.chart, prior)
+        return q.projected_step(derivatives, rule.projection)
+    return q.natural_step(derivatives, rule.learning_rate, rule.parameterization, prior)
 
 
-def _plain(rule: Rule, q: Family, site: Site, prior: Family | None) -> Family:
-    return gradient_step(q, site, rule.learning_rate, rule.chart, prior if rule.name == "bbb" else None)
+def _plain(rule: Rule, q: Family, derivatives: ExpectedDerivatives, prior: Family | None) -> Family:
+    return gradient_step(
+        q, derivatives, rule.learning_rate, rule.parameterization, prior if rule.name == "bbb" else None
+    )

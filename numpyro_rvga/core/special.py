@@ -1,5 +1,7 @@
-"""The gamma and beta functions' logarithms, for densities that are evaluated at many nodes: with their slopes, they
-take a third of the time of JAX's, which serve all arguments."""
+"""Logarithms of the gamma and beta functions, for densities that are evaluated at many nodes.
+
+With their derivatives they take a third of the time of JAX's, which serve all arguments.
+"""
 
 from __future__ import annotations
 

@@ -176,7 +176,7 @@ class Online:
         predict: str | None = None,
     ) -> tuple[OnlineState, BlockInfo]:
         """:param weights: one for rows, zero for padding. :param count: of the rows."""
-        prior = state.gaussian if self.transition is None else state.gaussian.moved(self.transition)
+        prior = state.gaussian if self.transition is None else state.gaussian.predict(self.transition)
         observation = self.observation(rows, weights)
         key = jax.random.fold_in(state.rng_key, state.num_blocks)
         log_predictive = None
@@ -270,7 +270,7 @@ class Online:
             variance = q.variance.at[places].set(1 / jnp.diagonal(precision))
             return DiagonalGaussian(q.mean.at[places].set(after.mean), variance)
         assert isinstance(q, LowRankGaussian)
-        return q.raised(places, before @ (after.mean - some.mean), jnp.diagonal(precision - before))
+        return q.with_information(places, before @ (after.mean - some.mean), jnp.diagonal(precision - before))
 
 
 def _first_known(preferred: Array | None, other: Array) -> Array:
@@ -280,7 +280,7 @@ def _first_known(preferred: Array | None, other: Array) -> Array:
 def _marginal(q: Family, places: np.ndarray) -> FullGaussian:
     """q over some entries."""
     selected = jnp.zeros((len(places), len(q.mean)), q.mean.dtype).at[jnp.arange(len(places)), places].set(1.0)
-    spread = q.spread(selected)
+    spread = q.predictor_root(selected)
     return FullGaussian(q.mean[places], jnp.linalg.cholesky(spread @ spread.T))
 
 

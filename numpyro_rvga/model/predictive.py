@@ -39,7 +39,7 @@ def log_predictive(
     centres, spreads = [], []
     for terms in program.terms:
         offset, design, local = linearise(terms, gaussian.mean, rows)
-        parts = [local] if plugin else [gaussian.spread(design), local]
+        parts = [local] if plugin else [gaussian.predictor_root(design), local]
         centres.append(offset.reshape(-1))
         spreads.append(jnp.concatenate(parts, axis=-1).reshape(offset.size, -1))
     centre, spread = jnp.concatenate(centres), jnp.concatenate(spreads)

@@ -531,7 +531,7 @@ class Program:
         """
         terms = next(t for t in self.terms if t.site == site)
         offset, design, local = linearise(terms, gaussian.mean, jax.tree.map(jnp.asarray, {**rows, **self.shared}))
-        spread = jnp.concatenate([gaussian.spread(design), local], axis=-1)
+        spread = jnp.concatenate([gaussian.predictor_root(design), local], axis=-1)
         return offset, jnp.einsum("necp,nedp->necd", spread, spread)
 
     def link(self, site: str) -> str | None:

@@ -243,7 +243,7 @@ class Posterior:
         :param theta: shape ``(..., P)``.
         :return: shape ``(...)``.
         """
-        return self.gaussian.log_density(theta)
+        return self.gaussian.log_prob(theta)
 
     def print_summary(self, prob: float = 0.9) -> None:
         """Print mean, standard deviation, median and central interval of every scalar of the latent sites under q.

@@ -163,7 +163,7 @@ def _refuse_update(online: Online, rule: Rule, state: OnlineState, rows: Rows, n
         advice = "check these rows, mask them in the model, or pass on_bad_row='skip'"
     elif rule.name != "bong":
         advice = f"the learning rate {rule.learning_rate:g} is too large here: lower learning_rate"
-    elif rule.chart == "moment":
+    elif rule.parameterization == "moment":
         advice = "moment steps may leave the positive definite matrices: use parameterization='natural'"
     else:
         advice = "standardise the data, give the prior a smaller scale, or use hessian='auto', which looks at all of q"

@@ -293,20 +293,20 @@ def test_rows_and_sites_add_up(hessian):
 
 # ---------------------------------------------------------------------- with every rule
 COMBINATIONS = [
-    (rule, hessian, family, chart)
+    (rule, hessian, family, parameterization)
     for rule in RULES
     for hessian in ("lin-hess", "lin-ef", "mc-hess", "mc-ef")
     for family in FAMILIES
-    for chart in ("natural", "moment")
-    if family != "low-rank" or (chart == "natural" and hessian != "mc-hess")
+    for parameterization in ("natural", "moment")
+    if family != "low-rank" or (parameterization == "natural" and hessian != "mc-hess")
 ]
 
 
-@pytest.mark.parametrize("rule, hessian, family, chart", COMBINATIONS)
-def test_every_combination_leaves_a_gaussian(rule, hessian, family, chart):
+@pytest.mark.parametrize("rule, hessian, family, parameterization", COMBINATIONS)
+def test_every_combination_leaves_a_gaussian(rule, hessian, family, parameterization):
     observation, estimator = LOGISTIC.observe(ROWS, jnp.ones(3)), make_estimator(hessian, 3)
     prior = FAMILIES[family]
-    rule = Rule(rule, chart, 1.0 if rule == "bong" else 0.05)
+    rule = Rule(rule, parameterization, 1.0 if rule == "bong" else 0.05)
     with jax.disable_jit():  # operations are compiled once for all
         found = update(rule, prior, lambda key, q: estimator(key, q, observation), KEY)
     assert bool(found.ok)

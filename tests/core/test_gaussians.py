@@ -10,9 +10,9 @@ from scipy.stats import multivariate_normal
 from numpyro_rvga.core.gaussians import (
     FAMILIES,
     DiagonalGaussian,
+    ExpectedDerivatives,
     FullGaussian,
     LowRankGaussian,
-    Site,
     Transition,
     converted,
 )
@@ -40,10 +40,10 @@ def curvature(rng, form):
     """A site and its H."""
     factor = rng.normal(size=(3, P))
     if form == "factor":
-        return Site(jnp.zeros(P), jnp.asarray(factor)), factor.T @ factor
+        return ExpectedDerivatives(jnp.zeros(P), jnp.asarray(factor)), factor.T @ factor
     weight, diagonal = rng.normal(size=(3, 3)), rng.normal(size=P)
     weight = weight + weight.T
-    site = Site(jnp.zeros(P), jnp.asarray(factor), jnp.asarray(weight), jnp.asarray(diagonal))
+    site = ExpectedDerivatives(jnp.zeros(P), jnp.asarray(factor), jnp.asarray(weight), jnp.asarray(diagonal))
     return site, factor.T @ weight @ factor + np.diag(diagonal)
 
 
@@ -65,7 +65,7 @@ def test_covariance_its_factor_and_deviations_are_those_of_the_dense_matrix(q):
 @pytest.mark.parametrize("shape", [(), (4,), (2, 3)])
 def test_log_density_is_scipys(q, shape):
     theta = np.random.default_rng(1).normal(size=(*shape, P))
-    found = q.log_density(jnp.asarray(theta))
+    found = q.log_prob(jnp.asarray(theta))
     assert found.shape == shape
     np.testing.assert_allclose(found, multivariate_normal(*moments(q)).logpdf(theta), rtol=1e-11)
 
@@ -73,7 +73,7 @@ def test_log_density_is_scipys(q, shape):
 @pytest.mark.parametrize("shape", [(1,), (4, 3)])
 def test_spread_is_a_root_of_the_predictors_covariance(q, shape):
     design = np.random.default_rng(1).normal(size=(*shape, P))
-    spread = np.asarray(q.spread(jnp.asarray(design)))
+    spread = np.asarray(q.predictor_root(jnp.asarray(design)))
     assert spread.shape[:-1] == shape
     found = np.einsum("...ck,...dk->...cd", spread, spread)
     np.testing.assert_allclose(found, design @ moments(q)[1] @ np.swapaxes(design, -1, -2), rtol=1e-11, atol=1e-12)
@@ -101,7 +101,7 @@ def test_draws_have_the_mean_and_covariance(q):
 def test_mean_curvature_is_a_trace(family, form):
     q = gaussian(family)
     site, H = curvature(np.random.default_rng(1), form)
-    np.testing.assert_allclose(q.mean_curvature(site), np.trace(H @ moments(q)[1]), rtol=1e-11)
+    np.testing.assert_allclose(q.expected_quadratic(site), np.trace(H @ moments(q)[1]), rtol=1e-11)
 
 
 @pytest.mark.parametrize("form", ["factor", "all"])
@@ -129,42 +129,42 @@ def kl(a, b):
 
 def test_divergence_is_the_dense_formula(q):
     other = gaussian(next(name for name, family in FAMILIES.items() if isinstance(q, family)), seed=3)
-    np.testing.assert_allclose(q.divergence(other), kl(dense.as_dense(q), dense.as_dense(other)), rtol=1e-10)
-    np.testing.assert_allclose(q.divergence(q), 0.0, atol=1e-12)
+    np.testing.assert_allclose(q.kl_divergence(other), kl(dense.as_dense(q), dense.as_dense(other)), rtol=1e-10)
+    np.testing.assert_allclose(q.kl_divergence(q), 0.0, atol=1e-12)
 
 
-@pytest.mark.parametrize("family, chart", CHARTED)
-def test_coordinates_are_the_papers_and_lead_back(family, chart):
+@pytest.mark.parametrize("family, parameterization", CHARTED)
+def test_coordinates_are_the_papers_and_lead_back(family, parameterization):
     q = gaussian(family)
     mean, covariance = moments(q)
-    found = q.coordinates(chart)
+    found = q.coordinates(parameterization)
     precision = np.linalg.inv(covariance)
     if family == "low-rank":
         expected = (mean, q.diagonal, q.factor)
-    elif chart == "moment":
+    elif parameterization == "moment":
         expected = (mean, covariance if family == "full" else np.diag(covariance))
     else:
         expected = (precision @ mean, -0.5 * precision if family == "full" else -0.5 * np.diag(precision))
     for x, y in zip(found, expected):
         np.testing.assert_allclose(x, y, rtol=1e-9, atol=1e-10)
-    again = type(q).from_coordinates(found, chart)
+    again = type(q).from_coordinates(found, parameterization)
     np.testing.assert_allclose(again.mean, mean, rtol=1e-9)
     np.testing.assert_allclose(again.covariance(), covariance, rtol=1e-9, atol=1e-10)
 
 
-@pytest.mark.parametrize("family, chart", CHARTED)
-def test_the_divergences_gradient_is_that_of_finite_differences_and_zero_at_the_prior(family, chart):
-    """In every coordinate of the chart, the dense formula differenced."""
+@pytest.mark.parametrize("family, parameterization", CHARTED)
+def test_the_divergences_gradient_is_that_of_finite_differences_and_zero_at_the_prior(family, parameterization):
+    """In every coordinate of the parameterization, the dense formula differenced."""
     prior, q = gaussian(family, seed=4), gaussian(family)
-    flat, unravel = jax.flatten_util.ravel_pytree(q.coordinates(chart))
-    build = jax.jit(lambda c: type(q).from_coordinates(unravel(c), chart))
-    gradient = jax.jit(jax.grad(lambda c: build(c).divergence(prior)))
+    flat, unravel = jax.flatten_util.ravel_pytree(q.coordinates(parameterization))
+    build = jax.jit(lambda c: type(q).from_coordinates(unravel(c), parameterization))
+    gradient = jax.jit(jax.grad(lambda c: build(c).kl_divergence(prior)))
     differences, step = [], 1e-5
     for unit in np.eye(len(flat)):
         ahead, behind = (kl(dense.as_dense(build(flat + s * unit)), dense.as_dense(prior)) for s in (step, -step))
         differences.append((ahead - behind) / (2 * step))
     np.testing.assert_allclose(gradient(flat), differences, rtol=1e-5, atol=1e-6)
-    at_the_prior = gradient(jax.flatten_util.ravel_pytree(prior.coordinates(chart))[0])
+    at_the_prior = gradient(jax.flatten_util.ravel_pytree(prior.coordinates(parameterization))[0])
     np.testing.assert_allclose(at_the_prior, 0.0, atol=1e-10)
 
 
@@ -186,16 +186,16 @@ BROKEN = [
 ]
 
 
-@pytest.mark.parametrize("family, chart, weight", BROKEN)
-def test_a_step_that_leaves_no_gaussian_leaves_a_mean_that_is_not_a_number(family, chart, weight):
+@pytest.mark.parametrize("family, parameterization, weight", BROKEN)
+def test_a_step_that_leaves_no_gaussian_leaves_a_mean_that_is_not_a_number(family, parameterization, weight):
     """Of weights that are too negative for a precision, or too large for a covariance, or not finite."""
     q, row = gaussian(family), np.ones((1, P))
     if np.isfinite(weight):
-        site = Site(jnp.zeros(P), jnp.asarray(row), jnp.full((1, 1), weight))
+        site = ExpectedDerivatives(jnp.zeros(P), jnp.asarray(row), jnp.full((1, 1), weight))
     else:
-        site = Site(jnp.zeros(P), jnp.asarray(row).at[0, 2].set(weight))
-    assert not np.isfinite(q.natural_step(site, 1.0, chart).mean).any()
-    fine = q.natural_step(Site(jnp.ones(P), jnp.asarray(0.1 * row)), 1.0, chart)
+        site = ExpectedDerivatives(jnp.zeros(P), jnp.asarray(row).at[0, 2].set(weight))
+    assert not np.isfinite(q.natural_step(site, 1.0, parameterization).mean).any()
+    fine = q.natural_step(ExpectedDerivatives(jnp.ones(P), jnp.asarray(0.1 * row)), 1.0, parameterization)
     assert bool(fine.is_valid()) and np.isfinite(fine.mean).all()
 
 
@@ -220,7 +220,7 @@ def dense_transition(matrix, offset, noise):
 def test_entrywise_dynamics_are_exact_in_every_family(q, name):
     matrix, offset, noise = dense_transition(*TRANSITIONS[name])
     mean, covariance = moments(q)
-    moved = q.moved(Transition(*map(jnp.asarray, TRANSITIONS[name])))
+    moved = q.predict(Transition(*map(jnp.asarray, TRANSITIONS[name])))
     assert type(moved) is type(q)
     np.testing.assert_allclose(moved.mean, matrix @ mean + offset, rtol=1e-12)
     np.testing.assert_allclose(moments(moved)[1], matrix @ covariance @ matrix.T + noise, rtol=1e-10, atol=1e-11)
@@ -236,7 +236,7 @@ def test_general_dynamics_are_exact_up_to_the_familys_projection(q, which):
     A, offset, Q = dense_transition(*parts)
     mean, covariance = moments(q)
     expected = A @ covariance @ A.T + Q
-    moved = q.moved(Transition(*map(jnp.asarray, parts)))
+    moved = q.predict(Transition(*map(jnp.asarray, parts)))
     np.testing.assert_allclose(moved.mean, A @ mean + offset, rtol=1e-11)
     if isinstance(q, FullGaussian):
         np.testing.assert_allclose(moments(moved)[1], expected, rtol=1e-11, atol=1e-12)
@@ -257,7 +257,7 @@ def test_low_rank_of_almost_full_rank_holds_any_dynamics(rank):
     rng = np.random.default_rng(6)
     q = gaussian("low-rank", rank=rank)
     A, root = np.eye(P) + 0.3 * rng.normal(size=(P, P)), 0.4 * rng.normal(size=(P, P))
-    moved = q.moved(Transition(jnp.asarray(A), jnp.zeros(P), jnp.asarray(root)))
+    moved = q.predict(Transition(jnp.asarray(A), jnp.zeros(P), jnp.asarray(root)))
     np.testing.assert_allclose(moments(moved)[1], A @ moments(q)[1] @ A.T + root @ root.T, rtol=1e-8, atol=1e-9)
 
 
@@ -295,7 +295,7 @@ def test_low_rank_of_almost_full_rank_holds_any_full_gaussian(rank):
 def test_a_raised_gaussian_is_pulled_by_its_covariance_and_has_a_larger_precision():
     q = gaussian("low-rank")
     places, pull, more = np.array([1, 3]), np.array([0.7, -0.4]), np.array([0.5, 2.0])
-    found = q.raised(places, jnp.asarray(pull), jnp.asarray(more))
+    found = q.with_information(places, jnp.asarray(pull), jnp.asarray(more))
     mean, covariance = moments(q)
     np.testing.assert_allclose(found.mean, mean + covariance[:, places] @ pull, rtol=1e-11)
     precision = dense.as_dense(q).precision

@@ -11,9 +11,9 @@ import pytest
 from numpyro_rvga.core.gaussians import (
     FAMILIES,
     DiagonalGaussian,
+    ExpectedDerivatives,
     FullGaussian,
     LowRankGaussian,
-    Site,
     gradient_step,
 )
 from numpyro_rvga.core.rules import Rule, iterate, update
@@ -62,7 +62,7 @@ def described(xp, mean, covariance, form, size=P):
 def estimate(form, size=P):
     def at(rng_key, q):
         gradient, factor, weight, diagonal = described(jnp, q.mean, q.covariance(), form, size)
-        return Site(gradient, factor, None if weight is None else jnp.asarray(weight), diagonal)
+        return ExpectedDerivatives(gradient, factor, None if weight is None else jnp.asarray(weight), diagonal)
 
     return at
 
@@ -94,13 +94,13 @@ def assert_same(found, expected, rtol=1e-10):
 
 
 # ---------------------------------------------------------------------- appendix E
-@pytest.mark.parametrize("rule, family, chart, form", CASES)
-def test_updates_follow_the_papers_equations_and_leave_gaussians(rule, family, chart, form):
+@pytest.mark.parametrize("rule, family, parameterization, form", CASES)
+def test_updates_follow_the_papers_equations_and_leave_gaussians(rule, family, parameterization, form):
     prior, num_iters = gaussian(family), 3 if rule in ("blr", "bbb") else 1
-    found = take(Rule(rule, chart, RATES[rule], num_iters), prior, estimate(form))
+    found = take(Rule(rule, parameterization, RATES[rule], num_iters), prior, estimate(form))
     assert bool(found.ok) and not bool(found.clipped)
     start, at = dense.as_dense(prior), dense_estimate(form)
-    expected = dense.updated(rule, family, chart, start, at, RATES[rule], num_iters)
+    expected = dense.updated(rule, family, parameterization, start, at, RATES[rule], num_iters)
     assert_same(found.q, expected)
     covariance = np.asarray(found.q.covariance())
     np.testing.assert_allclose(covariance, covariance.T, rtol=1e-13)
@@ -122,7 +122,7 @@ def test_lin_hess_is_the_kalman_filters_update():
     rng = np.random.default_rng(0)
     F, R, error = rng.normal(size=(3, P)), np.diag([0.5, 1.0, 2.0]), rng.normal(size=3)
     prior = gaussian("full")
-    site = Site(jnp.asarray(F.T @ np.linalg.inv(R) @ error), jnp.asarray(np.linalg.inv(R) ** 0.5 @ F))
+    site = ExpectedDerivatives(jnp.asarray(F.T @ np.linalg.inv(R) @ error), jnp.asarray(np.linalg.inv(R) ** 0.5 @ F))
     found = take(Rule("bong"), prior, lambda key, q: site)
     assert_same(found.q, kalman_gain_form(dense.as_dense(prior), F, R, error))
 
@@ -135,23 +135,23 @@ def test_empirical_fisher_updates_follow_the_woodbury_form(num_draws):
     S = dense.as_dense(prior).covariance
     gain = S @ gradients @ np.linalg.inv(num_draws * np.eye(num_draws) + gradients.T @ S @ gradients)
     expected = dense.Full(prior.mean + gain @ np.ones(num_draws), S - gain @ gradients.T @ S)
-    site = Site(jnp.asarray(gradients.mean(axis=1)), jnp.asarray(gradients.T / np.sqrt(num_draws)))
+    site = ExpectedDerivatives(jnp.asarray(gradients.mean(axis=1)), jnp.asarray(gradients.T / np.sqrt(num_draws)))
     assert_same(take(Rule("bong"), prior, lambda key, q: site).q, expected)
 
 
-@pytest.mark.parametrize("family, chart", MEMBERS)
+@pytest.mark.parametrize("family, parameterization", MEMBERS)
 @pytest.mark.parametrize("rule", ["blr", "bbb"])
-def test_iterations_in_batch_mode_pull_towards_the_prior(rule, family, chart):
+def test_iterations_in_batch_mode_pull_towards_the_prior(rule, family, parameterization):
     q, prior = gaussian(family, seed=1), gaussian(family)
     form = "two rows"
-    found = iterate(Rule(rule, chart, RATES[rule]), prior, q, estimate(form), KEY)
+    found = iterate(Rule(rule, parameterization, RATES[rule]), prior, q, estimate(form), KEY)
     start = dense.as_dense(q)
     g, G = dense_estimate(form)(start.mean, start.covariance)
-    assert_same(found.q, dense.STEPS[rule, family, chart](start, g, G, RATES[rule], dense.as_dense(prior)))
+    assert_same(found.q, dense.STEPS[rule, family, parameterization](start, g, G, RATES[rule], dense.as_dense(prior)))
 
 
 @pytest.mark.parametrize(
-    "family, chart, expected",
+    "family, parameterization, expected",
     [
         ("full", "natural", lambda m, S, g, G, a, b: (None, np.linalg.inv((1 - a) * np.linalg.inv(S) + a * (b - G)))),
         ("full", "moment", lambda m, S, g, G, a, b: (m + a * S @ (g - b @ m), (1 + a) * S + a * S @ (G - b) @ S)),
@@ -170,12 +170,12 @@ def test_iterations_in_batch_mode_pull_towards_the_prior(rule, family, chart):
         ),
     ],
 )
-def test_batch_blr_with_a_spherical_prior_follows_appendix_e6(family, chart, expected):
+def test_batch_blr_with_a_spherical_prior_follows_appendix_e6(family, parameterization, expected):
     """Equations 329-344."""
     scale, rate, q = 0.7, 0.3, gaussian(family, seed=1)
     identity, zeros = jnp.eye(P), jnp.zeros(P)
     prior = FullGaussian(zeros, scale * identity) if family == "full" else DiagonalGaussian(zeros, scale**2 + zeros)
-    found = dense.as_dense(iterate(Rule("blr", chart, rate), prior, q, estimate("two rows"), KEY).q)
+    found = dense.as_dense(iterate(Rule("blr", parameterization, rate), prior, q, estimate("two rows"), KEY).q)
     start = dense.as_dense(q)
     g, G = dense_estimate("two rows")(start.mean, start.covariance)
     mean, covariance = expected(start.mean, start.covariance, g, G, rate, np.eye(P) / scale**2)
@@ -186,29 +186,31 @@ def test_batch_blr_with_a_spherical_prior_follows_appendix_e6(family, chart, exp
 
 
 # ---------------------------------------------------------------------- laws between rules
-@pytest.mark.parametrize("family, chart", MEMBERS)
-def test_blr_with_one_step_of_rate_one_is_bong(family, chart):
+@pytest.mark.parametrize("family, parameterization", MEMBERS)
+def test_blr_with_one_step_of_rate_one_is_bong(family, parameterization):
     prior = gaussian(family)
-    bong, blr = (take(Rule(name, chart, 1.0), prior, estimate("two rows")).q for name in ("bong", "blr"))
+    bong, blr = (take(Rule(name, parameterization, 1.0), prior, estimate("two rows")).q for name in ("bong", "blr"))
     assert_same(blr, dense.as_dense(bong), rtol=1e-13)
 
 
-@pytest.mark.parametrize("family, chart", MEMBERS)
-def test_bbb_with_one_step_is_bog(family, chart):
+@pytest.mark.parametrize("family, parameterization", MEMBERS)
+def test_bbb_with_one_step_is_bog(family, parameterization):
     prior = gaussian(family)
-    bog, bbb = (take(Rule(name, chart, 0.03), prior, estimate("two rows")).q for name in ("bog", "bbb"))
+    bog, bbb = (take(Rule(name, parameterization, 0.03), prior, estimate("two rows")).q for name in ("bog", "bbb"))
     assert_same(bbb, dense.as_dense(bog), rtol=1e-13)
 
 
-@pytest.mark.parametrize("family, chart", MEMBERS)
-def test_the_divergence_counts_nothing_at_the_prior(family, chart):
+@pytest.mark.parametrize("family, parameterization", MEMBERS)
+def test_the_divergence_counts_nothing_at_the_prior(family, parameterization):
     prior = gaussian(family)
     site = estimate("two rows")(KEY, prior)
     for step in (
-        partial(gradient_step, rate=0.02, chart=chart),
-        partial(type(prior).natural_step, step=0.4, chart=chart),
+        partial(gradient_step, rate=0.02, parameterization=parameterization),
+        partial(type(prior).natural_step, step=0.4, parameterization=parameterization),
     ):
-        assert_same(step(prior, site=site, prior=prior), dense.as_dense(step(prior, site=site)), rtol=1e-11)
+        assert_same(
+            step(prior, derivatives=site, prior=prior), dense.as_dense(step(prior, derivatives=site)), rtol=1e-11
+        )
 
 
 @pytest.mark.parametrize("family", ["full", "diagonal"])
@@ -217,10 +219,12 @@ def test_natural_and_moment_steps_agree_to_first_order(rule, family):
     prior = gaussian(family)
 
     def difference(step):
-        scaled = lambda key, q: Site(step * site.gradient, jnp.sqrt(step) * site.factor)  # noqa: E731
+        scaled = lambda key, q: ExpectedDerivatives(step * site.gradient, jnp.sqrt(step) * site.factor)  # noqa: E731
         rate = 1.0 if rule == "bong" else step
         estimator = scaled if rule == "bong" else lambda key, q: site
-        pair = [take(Rule(rule, chart, rate), prior, estimator).q for chart in ("natural", "moment")]
+        pair = [
+            take(Rule(rule, parameterization, rate), prior, estimator).q for parameterization in ("natural", "moment")
+        ]
         pair = [dense.as_dense(q) for q in pair]
         return max(np.max(np.abs(pair[0].mean - pair[1].mean)), np.max(np.abs(pair[0].covariance - pair[1].covariance)))
 
@@ -248,11 +252,11 @@ def test_low_rank_of_full_rank_is_the_full_family(rule, num_iters, form):
     assert_same(found, dense.as_dense(stream(rule, prior.as_full(), form, P)), rtol=1e-9)
 
 
-@pytest.mark.parametrize("chart", ["natural", "moment"])
+@pytest.mark.parametrize("parameterization", ["natural", "moment"])
 @pytest.mark.parametrize("rule", RATES)
-def test_with_one_parameter_the_diagonal_family_is_the_full_one(rule, chart):
+def test_with_one_parameter_the_diagonal_family_is_the_full_one(rule, parameterization):
     prior = DiagonalGaussian(jnp.array([0.4]), jnp.array([1.3]))
-    rule = Rule(rule, chart, RATES[rule], 2 if rule in ("blr", "bbb") else 1)
+    rule = Rule(rule, parameterization, RATES[rule], 2 if rule in ("blr", "bbb") else 1)
     expected = stream(rule, FullGaussian(prior.mean, jnp.sqrt(prior.variance)[None]), "two rows, weighted", 1)
     assert_same(stream(rule, prior, "two rows, weighted", 1), dense.as_dense(expected), rtol=1e-12)
 
@@ -286,43 +290,43 @@ def test_projections_minimise_their_divergence_from_the_exact_update(projection)
     exact = dense.bong_full_natural(start, *dense_estimate("two rows")(start.mean, start.covariance), 1.0, start)
     target = FullGaussian(jnp.asarray(exact.mean), jnp.linalg.cholesky(jnp.asarray(exact.covariance)))
 
-    def divergence(mean, log_variance):
+    def kl_divergence(mean, log_variance):
         q = DiagonalGaussian(mean, jnp.exp(log_variance)).as_full()
-        return q.divergence(target) if projection == "exclusive" else target.divergence(q)
+        return q.kl_divergence(target) if projection == "exclusive" else target.kl_divergence(q)
 
-    slopes = jax.grad(divergence, (0, 1))(found.mean, jnp.log(found.variance))
+    slopes = jax.grad(kl_divergence, (0, 1))(found.mean, jnp.log(found.variance))
     np.testing.assert_allclose(slopes, np.zeros((2, P)), atol=1e-10)
 
 
 # ---------------------------------------------------------------------- what is a Gaussian
-@pytest.mark.parametrize("chart", ["natural", "moment"])
+@pytest.mark.parametrize("parameterization", ["natural", "moment"])
 @pytest.mark.parametrize("family", ["full", "diagonal"])
 @pytest.mark.parametrize("rule", RATES)
-def test_natural_steps_that_would_leave_no_gaussian_lose_their_negative_curvature(rule, family, chart):
+def test_natural_steps_that_would_leave_no_gaussian_lose_their_negative_curvature(rule, family, parameterization):
     """Precisions fall by it beyond zero; covariances rise by it, which needs no help."""
     prior, rng = gaussian(family), np.random.default_rng(4)
     factor, weight, gradient = rng.normal(size=(2, P)), np.diag([0.05, -2000.0]), 0.01 * rng.normal(size=P)
-    site = Site(*map(jnp.asarray, (gradient, factor, weight)))
-    found = take(Rule(rule, chart, RATES[rule]), prior, lambda key, q: site)
-    assert bool(found.clipped) == (chart == "natural")
+    site = ExpectedDerivatives(*map(jnp.asarray, (gradient, factor, weight)))
+    found = take(Rule(rule, parameterization, RATES[rule]), prior, lambda key, q: site)
+    assert bool(found.clipped) == (parameterization == "natural")
     assert bool(found.ok)
-    G = -factor.T @ (np.maximum(weight, 0) if chart == "natural" else weight) @ factor
+    G = -factor.T @ (np.maximum(weight, 0) if parameterization == "natural" else weight) @ factor
     start = dense.as_dense(prior)
-    assert_same(found.q, dense.STEPS[rule, family, chart](start, gradient, G, RATES[rule], start), rtol=1e-9)
+    assert_same(found.q, dense.STEPS[rule, family, parameterization](start, gradient, G, RATES[rule], start), rtol=1e-9)
 
 
 @pytest.mark.parametrize("family", ["full", "diagonal"])
 @pytest.mark.parametrize("rule", RATES)
 def test_a_moment_step_beyond_the_positive_definite_matrices_is_not_ok(rule, family):
     prior = gaussian(family)
-    site = Site(jnp.zeros(P), 30 * jnp.eye(P))
+    site = ExpectedDerivatives(jnp.zeros(P), 30 * jnp.eye(P))
     assert not bool(take(Rule(rule, "moment", RATES[rule]), prior, lambda key, q: site).ok)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_site_that_is_not_finite_is_not_ok(family):
     prior = gaussian(family)
-    site = Site(jnp.full(P, jnp.nan), jnp.ones((2, P)))
+    site = ExpectedDerivatives(jnp.full(P, jnp.nan), jnp.ones((2, P)))
     assert not bool(take(Rule("bong"), prior, lambda key, q: site).ok)
 
 

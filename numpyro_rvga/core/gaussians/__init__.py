@@ -17,29 +17,29 @@ from .diagonal import DiagonalGaussian
 from .family import Family
 from .full import FullGaussian
 from .low_rank import LowRankGaussian, leading_part, projected
-from .steps import CHARTS, Site, Transition, refused_if_invalid
+from .steps import PARAMETERIZATIONS, ExpectedDerivatives, Transition, nan_if_invalid
 
 __all__ = [
-    "CHARTS",
     "FAMILIES",
+    "PARAMETERIZATIONS",
     "DiagonalGaussian",
+    "ExpectedDerivatives",
     "Family",
     "FullGaussian",
     "LowRankGaussian",
-    "Site",
     "Transition",
     "converted",
     "gradient_step",
-    "is_near",
+    "has_diverged",
 ]
 
-FARTHEST = 1e4  # standard deviations that plain gradients may move a mean by: beyond, they diverge
+FARTHEST = 1e4  # standard deviations by which a plain gradient step may move a mean
 
 FAMILIES = {"full": FullGaussian, "diagonal": DiagonalGaussian, "low-rank": LowRankGaussian}
 
 
 def converted(q: Family, family: str, rank: int) -> Family:
-    """The member of a family nearest to q: precisions keep their diagonal, and ``rank`` directions of the rest."""
+    """q in another family, with the diagonal of its precision, and ``rank`` directions of the rest if low-rank."""
     if isinstance(q, FAMILIES[family]) and not (isinstance(q, LowRankGaussian) and len(q.factor) != rank):
         return q
     if family == "full":
@@ -59,27 +59,32 @@ def converted(q: Family, family: str, rank: int) -> Family:
     )
 
 
-def gradient_step(q: Family, site: Site, rate: Array | float, chart: str, prior: Family | None = None) -> Family:
-    """A step along the plain gradient of E_q[log lik] - KL(q || prior) in q's coordinates.
+def gradient_step(
+    q: Family, derivatives: ExpectedDerivatives, rate: Array | float, parameterization: str, prior: Family | None = None
+) -> Family:
+    """A step along the plain gradient of E_q[log p(y | theta)] - KL(q || prior) in q's parameters (BOG, BBB).
 
-    The gradient in the mean is g and that in the covariance -H / 2 (Bonnet's and Price's theorems), so the objective
-    has the gradient of a function that is linear in both.
+    E_q[log p(y | theta)] has the gradient g in the mean and -H / 2 in the covariance (Bonnet's and Price's theorems).
+    So has the function g . mu - trace(H Sigma) / 2, which is differentiated in its place.
 
-    :param prior: None if its KL divergence is left out (BOG), or q is the prior itself.
+    :param derivatives: g and H at q.
+    :param rate: the learning rate.
+    :param parameterization: the parameters: ``"natural"`` or ``"moment"``; the low-rank family has its arrays.
+    :param prior: None to leave out the KL divergence (BOG), which has no gradient where q is the prior.
     """
 
     def objective(coordinates):
-        new = type(q).from_coordinates(coordinates, chart)
-        value = site.gradient @ new.mean - 0.5 * new.mean_curvature(site)
-        return value if prior is None else value - new.divergence(prior)
+        new = type(q).from_coordinates(coordinates, parameterization)
+        value = derivatives.gradient @ new.mean - 0.5 * new.expected_quadratic(derivatives)
+        return value if prior is None else value - new.kl_divergence(prior)
 
-    start = q.coordinates(chart)
+    start = q.coordinates(parameterization)
     slopes = jax.grad(objective)(start)
     moved = jax.tree.map(lambda x, slope: x + rate * slope, start, slopes)
-    return refused_if_invalid(type(q).from_coordinates(moved, chart))
+    return nan_if_invalid(type(q).from_coordinates(moved, parameterization))
 
 
-def is_near(q: Family, before: Family) -> Array:
-    """Whether no entry of the mean has moved by more than ``FARTHEST`` standard deviations."""
+def has_diverged(q: Family, before: Family) -> Array:
+    """Whether an entry of the mean is NaN or has moved by more than ``FARTHEST`` standard deviations."""
     deviation = 1 / jnp.sqrt(before.diagonal) if isinstance(before, LowRankGaussian) else before.deviation()
-    return jnp.all(jnp.abs(q.mean - before.mean) <= FARTHEST * deviation)
+    return ~jnp.all(jnp.abs(q.mean - before.mean) <= FARTHEST * deviation)

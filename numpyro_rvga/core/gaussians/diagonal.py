@@ -1,4 +1,4 @@
-"""A Gaussian of independent entries."""
+"""Gaussians with independent entries."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from jax import Array
 
 from ..linalg import column_sums
 from .full import FullGaussian
-from .steps import Site, Transition, log_normal, refused_if_invalid
+from .steps import ExpectedDerivatives, Transition, log_normal, nan_if_invalid
 
 
 @jax.tree_util.register_dataclass
@@ -43,59 +43,65 @@ class DiagonalGaussian:
     def as_full(self) -> FullGaussian:
         return FullGaussian(self.mean, self.scale_tril())
 
-    def log_density(self, theta: Array) -> Array:
+    def log_prob(self, theta: Array) -> Array:
         lengths = jnp.sum((theta - self.mean) ** 2 / self.variance, axis=-1)
         return log_normal(lengths, jnp.sum(jnp.log(self.variance)), len(self.mean))
 
-    def spread(self, design: Array) -> Array:
+    def predictor_root(self, design: Array) -> Array:
         return design * jnp.sqrt(self.variance)
 
     def natural_step(
-        self, site: Site, step: Array | float, chart: str, prior: DiagonalGaussian | None = None
+        self,
+        derivatives: ExpectedDerivatives,
+        step: Array | float,
+        parameterization: str,
+        prior: DiagonalGaussian | None = None,
     ) -> DiagonalGaussian:
-        excess, pull = site.curvature_diagonal(), site.gradient
+        excess, gradient = derivatives.curvature_diagonal(), derivatives.gradient
         if prior is not None:
             excess = excess + 1 / prior.variance - 1 / self.variance
-            pull = pull + (prior.mean - self.mean) / prior.variance
-        if chart == "natural":
+            gradient = gradient + (prior.mean - self.mean) / prior.variance
+        if parameterization == "natural":
             variance = gain = self.variance / (1 + step * excess * self.variance)
         else:
             variance, gain = self.variance * (1 - step * excess * self.variance), self.variance
-        return refused_if_invalid(DiagonalGaussian(self.mean + step * gain * pull, variance))
+        return nan_if_invalid(DiagonalGaussian(self.mean + step * gain * gradient, variance))
 
-    def projected_step(self, site: Site, projection: str) -> DiagonalGaussian:
-        """The exact update's mean, and the diagonal of its precision ("exclusive": of all diagonal Gaussians the
-        minimiser of KL(q || exact); diagonal EKF paper, equation 13) or covariance ("inclusive": KL(exact || q); 12).
+    def projected_step(self, derivatives: ExpectedDerivatives, projection: str) -> DiagonalGaussian:
+        """The mean of the full update, with the diagonal of its precision or covariance.
+
+        ``"exclusive"``: of its precision, the minimizer of KL(q || full) (diagonal EKF paper, equation 13).
+        ``"inclusive"``: of its covariance, the minimizer of KL(full || q) (equation 12).
         """
-        wide = site.factor * self.variance
-        weighted = site.factor if site.weight is None else site.weight @ site.factor
+        wide = derivatives.factor * self.variance
+        weighted = derivatives.factor if derivatives.weight is None else derivatives.weight @ derivatives.factor
         inner = jnp.eye(len(wide), dtype=wide.dtype) + weighted @ wide.T
-        raw = self.variance * site.gradient
+        raw = self.variance * derivatives.gradient
         mean = self.mean + raw - wide.T @ jnp.linalg.solve(inner, weighted @ raw)
         if projection == "exclusive":
-            variance = self.variance / (1 + site.curvature_diagonal() * self.variance)
+            variance = self.variance / (1 + derivatives.curvature_diagonal() * self.variance)
         else:
             variance = self.variance - column_sums(wide * jnp.linalg.solve(inner, weighted * self.variance))
-        return refused_if_invalid(DiagonalGaussian(mean, variance))
+        return nan_if_invalid(DiagonalGaussian(mean, variance))
 
-    def coordinates(self, chart: str) -> tuple[Array, Array]:
-        if chart == "moment":
+    def coordinates(self, parameterization: str) -> tuple[Array, Array]:
+        if parameterization == "moment":
             return self.mean, self.variance
         return self.mean / self.variance, -0.5 / self.variance
 
     @classmethod
-    def from_coordinates(cls, coordinates: tuple[Array, Array], chart: str) -> DiagonalGaussian:
+    def from_coordinates(cls, coordinates: tuple[Array, Array], parameterization: str) -> DiagonalGaussian:
         first, second = coordinates
-        return cls(first, second) if chart == "moment" else cls(-0.5 * first / second, -0.5 / second)
+        return cls(first, second) if parameterization == "moment" else cls(-0.5 * first / second, -0.5 / second)
 
-    def mean_curvature(self, site: Site) -> Array:
-        return self.variance @ site.curvature_diagonal()
+    def expected_quadratic(self, derivatives: ExpectedDerivatives) -> Array:
+        return self.variance @ derivatives.curvature_diagonal()
 
-    def divergence(self, other: DiagonalGaussian) -> Array:
+    def kl_divergence(self, other: DiagonalGaussian) -> Array:
         ratio = self.variance / other.variance
         return 0.5 * jnp.sum(ratio + (self.mean - other.mean) ** 2 / other.variance - 1 - jnp.log(ratio))
 
-    def moved(self, transition: Transition) -> DiagonalGaussian:
+    def predict(self, transition: Transition) -> DiagonalGaussian:
         if transition.matrix.ndim == 2:
             variance = transition.matrix**2 @ self.variance
         else:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from jax import Array
 
-from .steps import Site, Transition
+from .steps import ExpectedDerivatives, Transition
 
 if TYPE_CHECKING:
     from typing import Self
@@ -55,48 +55,50 @@ class Family(Protocol):
         """The same Gaussian, with a (P, P) root of its covariance."""
         ...
 
-    def log_density(self, theta: Array) -> Array:
+    def log_prob(self, theta: Array) -> Array:
         """log q at theta (..., P)."""
         ...
 
-    def spread(self, design: Array) -> Array:
+    def predictor_root(self, design: Array) -> Array:
         """Z (..., C, K) with Z Z^T = F Sigma F^T, for Jacobians F (..., C, P)."""
         ...
 
-    def natural_step(self, site: Site, step: Array | float, chart: str, prior: Self | None = None) -> Self:
+    def natural_step(
+        self, derivatives: ExpectedDerivatives, step: Array | float, parameterization: str, prior: Self | None = None
+    ) -> Self:
         """A step of length t along the natural gradient of E_q[log p(y | theta)] - KL(q || prior).
 
         With H = -E_q[hess log p(y | theta)], g = E_q[grad log p(y | theta)] and the prior N(mu_0, Lambda_0^-1), in the
-        natural parameters (``chart="natural"``; BONG paper, E.1.3):
+        natural parameters (``parameterization="natural"``; BONG paper, E.1.3):
 
             Lambda' = (1 - t) Lambda + t (Lambda_0 + H),     mu' = mu + t Sigma' (Lambda_0 (mu_0 - mu) + g),
 
-        and in mean and covariance (``chart="moment"``; E.2.3):
+        and in mean and covariance (``parameterization="moment"``; E.2.3):
 
             Sigma' = Sigma - t Sigma (Lambda_0 + H - Lambda) Sigma,     mu' = mu + t Sigma (Lambda_0 (mu_0 - mu) + g).
 
-        :param site: g and H.
+        :param derivatives: g and H.
         :param prior: None if q is the prior itself, whose own terms cancel; with t = 1 that is BONG.
         """
         ...
 
-    def coordinates(self, chart: str) -> tuple[Array, ...]:
+    def coordinates(self, parameterization: str) -> tuple[Array, ...]:
         """The parameters in which plain gradients are taken."""
         ...
 
     @classmethod
-    def from_coordinates(cls, coordinates: Any, chart: str) -> Self:
+    def from_coordinates(cls, coordinates: Any, parameterization: str) -> Self:
         """The inverse of :meth:`coordinates`; NaN where these are of no Gaussian."""
         ...
 
-    def mean_curvature(self, site: Site) -> Array:
+    def expected_quadratic(self, derivatives: ExpectedDerivatives) -> Array:
         """trace(H Sigma)."""
         ...
 
-    def divergence(self, other: Self) -> Array:
+    def kl_divergence(self, other: Self) -> Array:
         """KL(self || other)."""
         ...
 
-    def moved(self, transition: Transition) -> Self:
+    def predict(self, transition: Transition) -> Self:
         """The distribution of A theta + b + noise."""
         ...

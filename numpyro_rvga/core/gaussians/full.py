@@ -1,4 +1,4 @@
-"""A Gaussian with a covariance of any form."""
+"""Gaussians with a full covariance matrix, kept as a square root."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from ..linalg import cholesky, inverse, lower_from_root, row_space, solve_lower
-from .steps import Site, Transition, log_normal, refused_if_invalid
+from .steps import ExpectedDerivatives, Transition, log_normal, nan_if_invalid
 
 
 @jax.tree_util.register_dataclass
@@ -17,7 +17,7 @@ from .steps import Site, Transition, log_normal, refused_if_invalid
 class FullGaussian:
     """N(mean, root root^T).
 
-    :ivar mean: (P,). :ivar root: (P, P), of any form.
+    :ivar mean: (P,). :ivar root: (P, P), any square root of the covariance: it need not be triangular.
     """
 
     mean: Array
@@ -25,117 +25,118 @@ class FullGaussian:
 
     @property
     def noise_size(self) -> int:
-        """Length of the standard normal vectors that :meth:`transform` takes."""
         return self.root.shape[1]
 
     def is_valid(self) -> Array:
         return jnp.all(jnp.isfinite(self.mean)) & jnp.all(jnp.isfinite(self.root))
 
     def transform(self, standard: Array) -> Array:
-        """Draws of theta (..., P) from draws of the standard normal (..., noise_size)."""
         return self.mean + jnp.matmul(standard, self.root.T, precision="highest")
 
     def covariance(self) -> Array:
         return jnp.matmul(self.root, self.root.T, precision="highest")
 
     def scale_tril(self) -> Array:
-        """The Cholesky factor of the covariance."""
         return lower_from_root(self.root)
 
     def deviation(self) -> Array:
-        """Standard deviations of the marginals, (P,)."""
         return jnp.linalg.norm(self.root, axis=1)
 
     def as_full(self) -> FullGaussian:
         return self
 
-    def log_density(self, theta: Array) -> Array:
-        """At theta (..., P)."""
+    def log_prob(self, theta: Array) -> Array:
         lower = self.scale_tril()
         flat = (theta - self.mean).reshape(-1, len(self.mean))
         lengths = jnp.sum(solve_lower(lower, flat.T) ** 2, axis=0).reshape(theta.shape[:-1])
         return log_normal(lengths, 2 * jnp.sum(jnp.log(jnp.diagonal(lower))), len(self.mean))
 
-    def spread(self, design: Array) -> Array:
-        """Z (..., C, K) with Z Z^T = design Sigma design^T for designs (..., C, P)."""
+    def predictor_root(self, design: Array) -> Array:
         return design @ self.root
 
     def natural_step(
-        self, site: Site, step: Array | float, chart: str, prior: FullGaussian | None = None
+        self,
+        derivatives: ExpectedDerivatives,
+        step: Array | float,
+        parameterization: str,
+        prior: FullGaussian | None = None,
     ) -> FullGaussian:
-        """:param prior: None if this Gaussian is the prior itself: then the cost is O(K P^2)."""
-        natural = chart == "natural"
-        if prior is None and site.diagonal is None and len(site.factor) < len(self.mean):
-            return self._narrow_step(site, step, natural)
-        ratio_excess, pull = 0.0, site.gradient
+        # From the prior itself, with factors of K < P rows, the cost is O(K P^2).
+        natural = parameterization == "natural"
+        if prior is None and derivatives.diagonal is None and len(derivatives.factor) < len(self.mean):
+            return self._narrow_step(derivatives, step, natural)
+        ratio_excess, gradient = 0.0, derivatives.gradient
         if prior is not None:
             ratio = jnp.linalg.solve(prior.root, self.root)
             ratio_excess = ratio.T @ ratio - jnp.eye(len(self.mean), dtype=ratio.dtype)
-            pull = pull + _apply_precision(prior.root, prior.mean - self.mean)
-        root = self.root @ _change(site.gram(self.root) + ratio_excess, step, natural)
+            gradient = gradient + _precision_times(prior.root, prior.mean - self.mean)
+        root = self.root @ _change(derivatives.gram(self.root) + ratio_excess, step, natural)
         gain = root if natural else self.root
-        return refused_if_invalid(FullGaussian(self.mean + step * gain @ (gain.T @ pull), root))
+        return nan_if_invalid(FullGaussian(self.mean + step * gain @ (gain.T @ gradient), root))
 
-    def _narrow_step(self, site: Site, step: Array | float, natural: bool) -> FullGaussian:
-        """The step from the prior itself, by a factor of few rows: the root is read twice and written once."""
-        rows = jnp.concatenate([site.factor, site.gradient[None]]) @ self.root
+    def _narrow_step(self, derivatives: ExpectedDerivatives, step: Array | float, natural: bool) -> FullGaussian:
+        """The step from the prior itself, in the row space of ``factor @ root``: two reads of the root, one write."""
+        rows = jnp.concatenate([derivatives.factor, derivatives.gradient[None]]) @ self.root
         reduced, basis = row_space(rows[:-1])
-        change = _change(reduced.T @ (reduced if site.weight is None else site.weight @ reduced), step, natural)
-        turn, slope = change - jnp.eye(len(change), dtype=change.dtype), rows[-1]
+        weighted = reduced if derivatives.weight is None else derivatives.weight @ reduced
+        change = _change(reduced.T @ weighted, step, natural)
+        excess, gradient = change - jnp.eye(len(change), dtype=change.dtype), rows[-1]
         if natural:  # the new root, transposed, times the gradient
-            slope = slope + ((basis @ slope) @ turn) @ basis
-        spread = self.root @ jnp.concatenate([basis, slope[None]]).T
-        columns, move = spread[:, :-1] @ turn, spread[:, -1]
+            gradient = gradient + ((basis @ gradient) @ excess) @ basis
+        products = self.root @ jnp.concatenate([basis, gradient[None]]).T
+        columns, move = products[:, :-1] @ excess, products[:, -1]
         if natural:
-            move = move + columns @ (basis @ slope)
-        # Not looked at entry by entry, as each pass over a root costs: this bounds all of them.
+            move = move + columns @ (basis @ gradient)
+        # An upper bound of all entries: a pass over the root would cost as much as the step.
         fine = jnp.isfinite(jnp.sum(jnp.max(jnp.abs(columns), axis=0) * jnp.max(jnp.abs(basis), axis=1)))
         return FullGaussian(jnp.where(fine, self.mean + step * move, jnp.nan), self.root + columns @ basis)
 
-    def coordinates(self, chart: str) -> tuple[Array, Array]:
+    def coordinates(self, parameterization: str) -> tuple[Array, Array]:
         covariance = self.root @ self.root.T
-        if chart == "moment":
+        if parameterization == "moment":
             return self.mean, covariance
         precision = inverse(covariance)
         return precision @ self.mean, -0.5 * precision
 
     @classmethod
-    def from_coordinates(cls, coordinates: tuple[Array, Array], chart: str) -> FullGaussian:
+    def from_coordinates(cls, coordinates: tuple[Array, Array], parameterization: str) -> FullGaussian:
         """NaN where the coordinates are those of no Gaussian."""
         first, second = coordinates
-        if chart == "moment":
+        if parameterization == "moment":
             return cls(first, cholesky(0.5 * (second + second.T)))
         factor = cholesky(-(second + second.T))
         root = solve_lower(factor, jnp.eye(len(first), dtype=first.dtype)).T
         return cls(root @ (root.T @ first), root)
 
-    def mean_curvature(self, site: Site) -> Array:
-        """trace(H Sigma)."""
-        rows = site.factor @ self.root
-        found = jnp.sum(rows * (rows if site.weight is None else site.weight @ rows))
-        return found if site.diagonal is None else found + site.diagonal @ jnp.sum(self.root**2, axis=1)
+    def expected_quadratic(self, derivatives: ExpectedDerivatives) -> Array:
+        rows = derivatives.factor @ self.root
+        trace = jnp.sum(rows * (rows if derivatives.weight is None else derivatives.weight @ rows))
+        return trace if derivatives.diagonal is None else trace + derivatives.diagonal @ jnp.sum(self.root**2, axis=1)
 
-    def divergence(self, other: FullGaussian) -> Array:
-        """KL(self || other)."""
+    def kl_divergence(self, other: FullGaussian) -> Array:
         ratio = jnp.linalg.solve(other.root, self.root)
         shift = jnp.linalg.solve(other.root, self.mean - other.mean)
         trace = jnp.sum(ratio * ratio) + shift @ shift - len(shift)
         return 0.5 * trace - jnp.linalg.slogdet(ratio)[1]
 
-    def moved(self, transition: Transition) -> FullGaussian:
+    def predict(self, transition: Transition) -> FullGaussian:
         noise = transition.noise_root
-        columns = [transition.applied(self.root), jnp.diag(noise) if noise.ndim == 1 else noise]
+        columns = [transition.apply(self.root), jnp.diag(noise) if noise.ndim == 1 else noise]
         return FullGaussian(transition.mean(self.mean), lower_from_root(jnp.concatenate(columns, axis=1)))
 
 
 def _change(excess: Array, step: Array | float, natural: bool) -> Array:
-    """What a root is multiplied by. In its coordinates q is standard normal, and excess is added to the precision, or
-    taken from the covariance."""
+    """C (P, P) such that ``root @ C`` is the root after the step.
+
+    In the coordinates of the root q is standard normal. There ``step * excess`` is added to the precision (natural) or
+    subtracted from the covariance (moment).
+    """
     identity = jnp.eye(len(excess), dtype=excess.dtype)
     if natural:
         return solve_lower(cholesky(identity + step * excess), identity).T
     return cholesky(identity - step * excess)
 
 
-def _apply_precision(root: Array, vector: Array) -> Array:
+def _precision_times(root: Array, vector: Array) -> Array:
+    """Lambda vector, for Lambda^-1 = root root^T."""
     return jnp.linalg.solve(root.T, jnp.linalg.solve(root, vector))

@@ -1,4 +1,4 @@
-"""A Gaussian whose precision is diagonal plus low rank."""
+"""Gaussians whose precision is diagonal plus low rank (LO-FI, SLANG)."""
 
 from __future__ import annotations
 
@@ -12,16 +12,18 @@ from jax.scipy.linalg import cho_solve
 
 from ..linalg import cholesky, column_sums, inverse, scaled_columns, solve_lower, sums_over_columns
 from .full import FullGaussian
-from .steps import Site, Transition, log_normal
+from .steps import ExpectedDerivatives, Transition, log_normal
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class LowRankGaussian:
-    """N(mean, (diag(diagonal) + factor^T factor)^-1): (P,), (P,), (R, P).
+    """N(mean, (diag(diagonal) + factor^T factor)^-1).
 
-    Every step returns a member of the family: of what a step adds, the R leading directions are kept and the diagonal
-    of the rest. The mean moves before that, with everything.
+    A step adds rows to the factor. The mean takes the full step. Of the precision, the R leading directions and the
+    diagonal of the rest are kept, so that the result is a member of the family.
+
+    :ivar mean: (P,). :ivar diagonal: (P,), positive. :ivar factor: (R, P).
     """
 
     mean: Array
@@ -58,86 +60,98 @@ class LowRankGaussian:
             self.mean, solve_lower(cholesky(precision), jnp.eye(len(self.mean), dtype=self.mean.dtype)).T
         )
 
-    def log_density(self, theta: Array) -> Array:
+    def log_prob(self, theta: Array) -> Array:
         shift = theta - self.mean
         lengths = jnp.sum(shift**2 * self.diagonal, axis=-1) + jnp.sum((shift @ self.factor.T) ** 2, axis=-1)
         return log_normal(lengths, -self._log_det_precision(), len(self.mean))
 
-    def spread(self, design: Array) -> Array:
+    def predictor_root(self, design: Array) -> Array:
         # Sigma = Sigma Lambda Sigma, and Lambda = [sqrt(diagonal), factor^T] [sqrt(diagonal), factor^T]^T.
         solved = self._solve(design)
         return jnp.concatenate([solved * jnp.sqrt(self.diagonal), solved @ self.factor.T], axis=-1)
 
     def natural_step(
-        self, site: Site, step: Array | float, chart: str, prior: LowRankGaussian | None = None
+        self,
+        derivatives: ExpectedDerivatives,
+        step: Array | float,
+        parameterization: str,
+        prior: LowRankGaussian | None = None,
     ) -> LowRankGaussian:
-        """H must be positive semi-definite, in the form of a factor alone; ``chart`` is "natural"."""
-        added = jnp.sqrt(step) * site.factor
+        """H must be positive semi-definite, in the form of a factor alone; ``parameterization`` is "natural"."""
+        added = jnp.sqrt(step) * derivatives.factor
         if prior is None:
-            rows, diagonal, pull = [self.factor, added], self.diagonal, site.gradient
+            rows, diagonal, gradient = [self.factor, added], self.diagonal, derivatives.gradient
         else:
             rows = [jnp.sqrt(1 - step) * self.factor, jnp.sqrt(step) * prior.factor, added]
             diagonal = (1 - step) * self.diagonal + step * prior.diagonal
-            pull = site.gradient + prior._times_precision(prior.mean - self.mean)
-        return projected(self.mean, step * pull, diagonal, rows, len(self.factor))
+            gradient = derivatives.gradient + prior._precision_times(prior.mean - self.mean)
+        return projected(self.mean, step * gradient, diagonal, rows, len(self.factor))
 
-    def coordinates(self, chart: str) -> tuple[Array, Array, Array]:
+    def coordinates(self, parameterization: str) -> tuple[Array, Array, Array]:
         return self.mean, self.diagonal, self.factor
 
     @classmethod
-    def from_coordinates(cls, coordinates: tuple[Array, Array, Array], chart: str) -> LowRankGaussian:
+    def from_coordinates(cls, coordinates: tuple[Array, Array, Array], parameterization: str) -> LowRankGaussian:
         return cls(*coordinates)
 
-    def mean_curvature(self, site: Site) -> Array:
-        return self._variance_along(site.factor, *self._inner())
+    def expected_quadratic(self, derivatives: ExpectedDerivatives) -> Array:
+        return self._variance_along(derivatives.factor, *self._inner())
 
-    def divergence(self, other: LowRankGaussian) -> Array:
+    def kl_divergence(self, other: LowRankGaussian) -> Array:
         shift = self.mean - other.mean
         narrow, root = self._inner()
         within = cho_solve((root, True), (narrow * other.diagonal) @ narrow.T)
         trace = jnp.sum(other.diagonal / self.diagonal) - jnp.trace(within)
         trace = trace + self._variance_along(other.factor, narrow, root)
-        length = shift @ other._times_precision(shift)
+        length = shift @ other._precision_times(shift)
         return 0.5 * (trace + length - len(shift) + self._log_det_precision(root) - other._log_det_precision())
 
-    def moved(self, transition: Transition) -> LowRankGaussian:
+    def predict(self, transition: Transition) -> LowRankGaussian:
         """Exact where matrix and noise are diagonal; else projected, by way of (P, P) matrices."""
         mean, rank = transition.mean(self.mean), len(self.factor)
         if transition.matrix.ndim == 2 or transition.noise_root.ndim == 2:
-            spread = transition.applied(self.as_full().root)
+            root = transition.apply(self.as_full().root)
             noise = transition.noise_root
             noise = jnp.diag(noise**2) if noise.ndim == 1 else noise @ noise.T
-            return leading_part(mean, inverse(spread @ spread.T + noise), rank)
+            return leading_part(mean, inverse(root @ root.T + noise), rank)
         scale, noise = jnp.broadcast_to(transition.matrix, mean.shape), transition.noise_variance
         variance = scale**2 / self.diagonal + noise
         inner = jnp.eye(rank, dtype=mean.dtype) + (self.factor * (noise / (self.diagonal * variance))) @ self.factor.T
         factor = solve_lower(jnp.linalg.cholesky(inner), self.factor * (scale / (self.diagonal * variance)))
         return LowRankGaussian(mean, 1 / variance, factor)
 
-    def raised(self, places: Array | np.ndarray, pull: Array, diagonal: Array) -> LowRankGaussian:
-        """The mean pulled at some places, as the covariance has it, and then ``diagonal`` added to the precision."""
-        mean = self.mean + self._solve(jnp.zeros_like(self.mean).at[places].set(pull))
-        return LowRankGaussian(mean, self.diagonal.at[places].add(diagonal), self.factor)
+    def with_information(self, indices: Array | np.ndarray, information: Array, diagonal: Array) -> LowRankGaussian:
+        """Mean moved by Sigma ``information``, then ``diagonal`` added to the precision; both at some entries.
+
+        :param indices: (K,), the entries. :param information: (K,). :param diagonal: (K,).
+        """
+        mean = self.mean + self._solve(jnp.zeros_like(self.mean).at[indices].set(information))
+        return LowRankGaussian(mean, self.diagonal.at[indices].add(diagonal), self.factor)
 
     def joined(self, parts: list[LowRankGaussian]) -> LowRankGaussian:
-        """This prior, of zero factor, times the ratio of each part to it, projected back."""
+        """This prior, whose factor is zero, times the ratio of each part to it, projected to the family."""
         diagonal = self.diagonal + sum(q.diagonal - self.diagonal for q in parts)
         linear = self.diagonal * self.mean
-        linear = linear + sum(q._times_precision(q.mean) - self.diagonal * self.mean for q in parts)
+        linear = linear + sum(q._precision_times(q.mean) - self.diagonal * self.mean for q in parts)
         return projected(jnp.zeros_like(linear), linear, diagonal, [q.factor for q in parts], len(self.factor))
 
-    def _times_precision(self, vector: Array) -> Array:
+    def _precision_times(self, vector: Array) -> Array:
         return self.diagonal * vector + (self.factor @ vector) @ self.factor
 
     def _inner(self) -> tuple[Array, Array]:
-        """W D^-1 (R, P), and the Cholesky factor of I + W D^-1 W^T (R, R). Who needs them more often finds them
-        once: each pass over the former costs, and autodiff makes two more."""
+        """W D^-1 (R, P), and the Cholesky factor of I + W D^-1 W^T (R, R), for the factor W and the diagonal D.
+
+        To be computed once: each pass over (R, P) costs, and differentiation makes two more.
+        """
         narrow = scaled_columns(self.factor, 1 / self.diagonal)
         identity = jnp.eye(len(self.factor), dtype=self.factor.dtype)
         return narrow, jnp.linalg.cholesky(identity + narrow @ self.factor.T)
 
     def _variance_along(self, rows: Array, narrow: Array, root: Array) -> Array:
-        """The sum of x Sigma x^T over rows x (N, P), by what :meth:`_inner` finds."""
+        """The sum of x Sigma x^T over the rows x of (N, P).
+
+        :param narrow: and ``root``: from :meth:`_inner`.
+        """
         inner = narrow @ rows.T
         return column_sums(rows**2) @ (1 / self.diagonal) - jnp.sum(inner * cho_solve((root, True), inner))
 
@@ -154,38 +168,45 @@ class LowRankGaussian:
         return rows / self.diagonal - flat.reshape(inner.shape) @ narrow
 
     def _log_det_precision(self, root: Array | None = None) -> Array:
-        """:param root: the second that :meth:`_inner` finds, if it is known."""
+        """:param root: the second result of :meth:`_inner`; None: it is computed."""
         root = self._inner()[1] if root is None else root
         return jnp.sum(jnp.log(self.diagonal)) + 2 * jnp.sum(jnp.log(jnp.diagonal(root)))
 
 
-def projected(mean: Array, pull: Array, diagonal: Array, rows: list[Array], rank: int) -> LowRankGaussian:
-    """Of precision Lambda = diag(diagonal) + sum of rows^T rows, at mean + Lambda^-1 pull, the member of the family.
+def projected(mean: Array, information: Array, diagonal: Array, rows: list[Array], rank: int) -> LowRankGaussian:
+    """N(mean + Lambda^-1 information, Lambda^-1), projected to the family.
 
-    Each pass over the rows (K_i, P) costs, so all products are made in one, and all combinations in another.
+    Lambda is diag(diagonal) plus the sum of rows_i^T rows_i. Of the sum, ``rank`` leading directions are kept, and the
+    diagonal of the rest. The rows (K_i, P) are read twice: once for all products, and once for all linear combinations.
+
+    :param information: (P,).
     """
 
-    def products(pull, diagonal, *rows):
+    def products(information, diagonal, *rows):
         wide = jnp.concatenate(rows)
         narrow = wide / diagonal
-        return narrow @ wide.T, narrow @ pull, wide @ wide.T
+        return narrow @ wide.T, narrow @ information, wide @ wide.T
 
-    inner, pulled, gram = sums_over_columns(products, pull, diagonal, *rows)
+    inner, projection, gram = sums_over_columns(products, information, diagonal, *rows)
     identity = jnp.eye(len(gram), dtype=gram.dtype)
-    share = cho_solve((jnp.linalg.cholesky(identity + inner), True), pulled)
+    weights = cho_solve((jnp.linalg.cholesky(identity + inner), True), projection)
     leading = jnp.linalg.eigh(gram)[1][:, len(gram) - rank :].T
     ends = np.cumsum([len(r) for r in rows])[:-1]
     parts = jnp.split(leading, ends, axis=1)
     kept = sum((part @ r for part, r in zip(parts[1:], rows[1:])), start=parts[0] @ rows[0])
-    mean = mean + (pull - sum(part @ r for part, r in zip(jnp.split(share, ends), rows))) / diagonal
+    mean = mean + (information - sum(part @ r for part, r in zip(jnp.split(weights, ends), rows))) / diagonal
     dropped = sum(column_sums(r**2) for r in rows) - column_sums(kept**2)
     diagonal = diagonal + jnp.maximum(dropped, 0.0)
-    fine = jnp.all(jnp.isfinite(diagonal) & (diagonal > 0))  # which the squares of all that is kept are part of
+    # Finite squares of the rows are part of the diagonal, so the factor needs no test of its own.
+    fine = jnp.all(jnp.isfinite(diagonal) & (diagonal > 0))
     return LowRankGaussian(jnp.where(fine, mean, jnp.nan), diagonal, kept)
 
 
 def leading_part(mean: Array, precision: Array, rank: int) -> LowRankGaussian:
-    """The leading directions of a precision matrix beyond its least eigenvalue, and the diagonal of the rest."""
+    """N(mean, precision^-1) projected to the family.
+
+    The factor has the ``rank`` leading eigenvectors, less the smallest eigenvalue; the diagonal is that of the rest.
+    """
     values, vectors = jnp.linalg.eigh(precision)
     start = len(values) - rank
     factor = jnp.sqrt(values[start:] - values[0])[:, None] * vectors[:, start:].T

@@ -1,4 +1,4 @@
-"""What moves a Gaussian: what rows say of it, dynamics, and what a step must leave."""
+"""Inputs of a Gaussian's updates: expected derivatives of a log-likelihood, and linear Gaussian dynamics."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ from jax import Array
 
 from ..linalg import column_sums, positive_part
 
-CHARTS = ("natural", "moment")
+PARAMETERIZATIONS = ("natural", "moment")
 
 
-class Site(NamedTuple):
-    """What a block of rows says at q: g and H = factor^T weight factor + diag(diagonal).
+class ExpectedDerivatives(NamedTuple):
+    """g = E_q[grad log p(y | theta)] and H = -E_q[hess log p(y | theta)] of a block of rows.
+
+    H = factor^T weight factor + diag(diagonal) is not formed.
 
     :ivar gradient: g, (P,). :ivar factor: (K, P). :ivar weight: (K, K), symmetric; None: the identity.
     :ivar diagonal: (P,), or None.
@@ -28,10 +30,11 @@ class Site(NamedTuple):
 
     @property
     def may_be_indefinite(self) -> bool:
+        """Whether H may have negative eigenvalues."""
         return self.weight is not None or self.diagonal is not None
 
-    def clipped(self) -> Site:
-        """With H's negative part left out."""
+    def clipped(self) -> ExpectedDerivatives:
+        """The same without the negative parts of ``weight`` and ``diagonal``: H is positive semi-definite."""
         weight = None if self.weight is None else positive_part(self.weight)
         diagonal = None if self.diagonal is None else jnp.maximum(self.diagonal, 0.0)
         return self._replace(weight=weight, diagonal=diagonal)
@@ -39,18 +42,18 @@ class Site(NamedTuple):
     def curvature_diagonal(self) -> Array:
         """The diagonal of H, (P,)."""
         weighted = self.factor if self.weight is None else self.weight @ self.factor
-        found = column_sums(self.factor * weighted)
-        return found if self.diagonal is None else found + self.diagonal
+        diagonal = column_sums(self.factor * weighted)
+        return diagonal if self.diagonal is None else diagonal + self.diagonal
 
-    def gram(self, spread: Array) -> Array:
-        """spread^T H spread for spread (P, N)."""
-        rows = self.factor @ spread
-        found = rows.T @ (rows if self.weight is None else self.weight @ rows)
-        return found if self.diagonal is None else found + spread.T @ (self.diagonal[:, None] * spread)
+    def gram(self, columns: Array) -> Array:
+        """A^T H A for A = ``columns`` (P, N): (N, N)."""
+        rows = self.factor @ columns
+        product = rows.T @ (rows if self.weight is None else self.weight @ rows)
+        return product if self.diagonal is None else product + columns.T @ (self.diagonal[:, None] * columns)
 
 
 class Transition(NamedTuple):
-    """theta' = matrix theta + offset + noise.
+    """One step of linear Gaussian dynamics: theta' = matrix theta + offset + noise.
 
     :ivar matrix: (P, P), or its diagonal (P,). :ivar offset: (P,).
     :ivar noise_root: R (P, K), for noise of covariance R R^T, or the standard deviations (P,) of independent noise.
@@ -61,9 +64,9 @@ class Transition(NamedTuple):
     noise_root: Array
 
     def mean(self, mean: Array) -> Array:
-        return self.applied(mean) + self.offset
+        return self.apply(mean) + self.offset
 
-    def applied(self, columns: Array) -> Array:
+    def apply(self, columns: Array) -> Array:
         """matrix columns, (P,) or (P, N)."""
         if self.matrix.ndim == 2:
             return self.matrix @ columns
@@ -74,8 +77,8 @@ class Transition(NamedTuple):
         return self.noise_root**2 if self.noise_root.ndim == 1 else jnp.sum(self.noise_root**2, axis=1)
 
 
-def refused_if_invalid(q: Any) -> Any:
-    """With a mean of NaN if it is no Gaussian."""
+def nan_if_invalid(q: Any) -> Any:
+    """q with a mean of NaN where its arrays are not those of a Gaussian."""
     return dataclasses.replace(q, mean=jnp.where(q.is_valid(), q.mean, jnp.nan))
 
 
