@@ -17,7 +17,8 @@ from numpyro_rvga.rvga import SCHEMES
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
 GUIDES = sorted((ROOT / "docs").glob("*.md"))
-PAGES = [README, *GUIDES, ROOT / "examples" / "README.md"]
+CONTRIBUTING = ROOT / "CONTRIBUTING.md"
+PAGES = [README, *GUIDES, CONTRIBUTING, ROOT / "examples" / "README.md"]
 MOST_LINES = 200  # of the README
 
 
@@ -74,6 +75,19 @@ def test_readme_links_all_guides():
 def test_pictures_are_small():
     for picture in (ROOT / "examples" / "figures").iterdir():
         assert picture.stat().st_size < 200_000, picture
+
+
+def test_contributing_names_code_that_exists():
+    """Files of the package, and functions as in `path/file.py`: `function` and `another`."""
+    text = text_of(CONTRIBUTING)
+    files = set(re.findall(r"`((?:core|model|engines|streams|results)/[\w/]+\.py|\w+\.py)`", text))
+    assert len(files) > 20
+    for file in files:
+        assert (ROOT / "numpyro_rvga" / file).is_file(), file
+    for file, names in re.findall(r"`([\w/]+\.py)`: ((?:`\w+`(?: and )?)+)", text):
+        code = (ROOT / "numpyro_rvga" / file).read_text(encoding="utf-8")
+        for name in re.findall(r"`(\w+)`", names):
+            assert re.search(rf"\b(def|class) {name}\b", code), (file, name)
 
 
 def test_options_are_all_listed():
