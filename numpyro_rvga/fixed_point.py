@@ -171,9 +171,10 @@ class FixedPointVI:
             reason = describe_bad_rows(program, origin, rows, range(num_rows(rows)))
             raise ValueError(f"the bound is not finite: {reason or 'are the priors proper?'}.")
         expected = self.options.expectation != "linearized"
-        known = {}
+        known, bound = {}, float(after.log_evidence) if expected else None
         if expected and learned is None:
-            error = known["elbo_error"] = self._errors(engine, after, rows)
+            error, excess = self._errors(engine, after, rows)
+            known["elbo_error"], bound = error, bound - excess
             if error > BUDGET and engine.can_be_thorough:
                 self._engines.make_thorough(engine)
                 return self.run(data, rng_key=rng_key, init=init, progress_bar=progress_bar, **model_kwargs)
@@ -192,7 +193,7 @@ class FixedPointVI:
         if learned is not None:
             facts |= {"learned": learned.converged, "learning_bounds": np.asarray(learned.bounds)}
         self._warn(facts, learned)
-        bound, gaussian = float(after.log_evidence) if expected else None, FullGaussian(after.mean, after.root)
+        gaussian = FullGaussian(after.mean, after.root)
         return Posterior(program, gaussian, bound, facts, state=after, num_rows=int(after.num_rows))
 
     @classmethod

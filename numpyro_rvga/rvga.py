@@ -291,8 +291,9 @@ class RVGA:
         found = self._certification(engine, start, state, source, taken, rng_key, exact=quick is None)
         info |= found.info
         if self.certify and self.options.has_bound and not engine.is_moving:
-            if "elbo_error" not in info:
-                info["elbo_error"] = self._errors(engine, found.state, without(head, taken.left_out))
+            if "elbo_error" not in info or engine.is_sampled:
+                info["elbo_error"], excess = self._errors(engine, found.state, without(head, taken.left_out))
+                found = found.lowered(excess)
             can_restart = source.seekable and checkpoint is None
             kinked = can_restart and info["elbo_error"] > BUDGET and engine.can_be_thorough
             missed = quick is not None and not info["converged"]

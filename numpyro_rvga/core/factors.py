@@ -42,6 +42,7 @@ class Kind(NamedTuple):
     :ivar sampled: whether expectations are averages over many nodes, dearer than a product of matrices.
     :ivar information: (mean, constants) -> the Fisher information (C, C), which stands for minus the Hessian where
         that is no curvature to go by.
+    :ivar fresh: of n factors, E[phi] over R sets of nodes that no search has seen, (n, R); None but for samples.
     :ivar measured: as ``expect``, -> what that finds, and its estimated errors, in nats (n,); None if it is exact, or
         has no estimate.
     """
@@ -54,6 +55,7 @@ class Kind(NamedTuple):
     sampled: bool = False
     information: Callable[[Array, tuple], Array] | None = None
     measured: Callable[[Array, Array, tuple], tuple[Moments, Array]] | None = None
+    fresh: Callable[[Array, Array, tuple], Array] | None = None
 
 
 class Sums(NamedTuple):

@@ -125,6 +125,11 @@ class Engine:
         )
 
     @property
+    def is_sampled(self) -> bool:
+        """Whether expectations over rows are averages over many nodes."""
+        return any(kind.sampled for kind in self.kinds)
+
+    @property
     def can_do_with_few(self) -> bool:
         """Whether there are expectations that take less time by few nodes."""
         return self.effort == "usual" and any(kind.measured is not None and not kind.sampled for kind in self.kinds)

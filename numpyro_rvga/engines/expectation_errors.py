@@ -2,26 +2,42 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
-from ..core.factors import covariances
+from ..core.factors import Kind, covariances
 from ..core.recursion import State
 from ..model.rows import Rows, evenly_spread, num_rows, selected
 from .engine import Engine, chunks_of
+from .kinds import NUM_FRESH
 
 BUDGET = 1e-3  # nats, in all: what is above calls for finer rules,
 WORTH_A_WARNING = 1.0  # and if there are none, for a warning
 MOST_ROWS = 4096
+MOST_NODES = 2**20  # that no search has seen
+DEVIATIONS = 2.0  # of a standard error
+
+
+class Accuracy(NamedTuple):
+    """Of the expectations in a bound, in nats.
+
+    :ivar error: by how much they may be off, all together.
+    :ivar excess: what the bound has too much, as far as is known: a search makes the most of the nodes that it sees.
+    """
+
+    error: float
+    excess: float
 
 
 class ExpectationErrors:
-    """The sums of the estimated errors at q, compiled once for an engine."""
+    """The accuracy of expectations at q, compiled once for an engine."""
 
     def __init__(self):
         self._known: dict[Engine, Callable] = {}
@@ -30,20 +46,27 @@ class ExpectationErrors:
         """Without what is compiled, for other processes."""
         return {"_known": {}}
 
-    def __call__(self, engine: Engine, state: State, rows: Rows) -> float:
-        """In nats: over all rows of a state, as some of them let expect, and the prior.
+    def __call__(self, engine: Engine, state: State, rows: Rows) -> Accuracy:
+        """Over all rows of a state, as some of them let expect, and the prior.
+
+        Rules of few nodes know their errors. Of samples, the standard error is that of as many sets of fresh nodes.
 
         :param rows: all, or a sample. No more than MOST_ROWS are looked at.
         """
-        if not num_rows(rows) or all(kind.measured is None for kind in (*engine.kinds, *engine.prior_kinds)):
-            return 0.0
+        kinds = (*engine.kinds, *engine.prior_kinds)
+        if not num_rows(rows) or all(kind.measured is None and kind.fresh is None for kind in kinds):
+            return Accuracy(0.0, 0.0)
         if engine not in self._known:
             self._known[engine] = _compiled(engine)
-        some = selected(rows, evenly_spread(num_rows(rows), MOST_ROWS))
+        most = MOST_ROWS
+        if any(kind.fresh is not None for kind in engine.kinds):
+            most = min(most, MOST_NODES // (NUM_FRESH * engine.options.num_samples))
+        some = selected(rows, evenly_spread(num_rows(rows), max(most, 2)))
         chunks = chunks_of(engine, some, engine.numbers_per_row)
         place = engine.devices.put((state.mean, state.root))
-        of_some, of_prior = self._known[engine](engine.program.prior_inputs, *place, chunks)
-        return float(of_some) * int(state.num_rows) / num_rows(some) + float(of_prior)
+        of_some, of_prior = jax.device_get(self._known[engine](engine.program.prior_inputs, *place, chunks))
+        total, count = int(state.num_rows), num_rows(some)
+        return _together([_accuracy(x, total, count) for x in of_some] + [_accuracy(x, 1, 1) for x in of_prior])
 
 
 def warn_of(error: float, stacklevel: int) -> None:
@@ -56,24 +79,60 @@ def warn_of(error: float, stacklevel: int) -> None:
         )
 
 
+class _Sums(NamedTuple):
+    """Over factors of one kind.
+
+    :ivar errors: as the rule knows them; infinite if it does not.
+    :ivar excess: what the rule finds over what each set of fresh nodes does (NUM_FRESH,), of samples.
+    :ivar squares: of the excess of each factor, averaged over sets, ().
+    """
+
+    errors: Array
+    excess: Array
+    squares: Array
+
+
+def _accuracy(sums: _Sums, total: int, count: int) -> Accuracy:
+    """Of ``total`` rows, as ``count`` let expect. Errors that are known to be smaller than a standard error stand."""
+    scale = total / count
+    errors = scale * float(sums.errors)
+    excess = scale * np.asarray(sums.excess, np.float64)
+    of_sets = np.var(excess, ddof=1) / NUM_FRESH
+    of_rows = scale**2 * float(sums.squares) if total > count else 0.0
+    standard_error = DEVIATIONS * math.sqrt(of_sets + of_rows)
+    return Accuracy(errors, 0.0) if errors <= standard_error else Accuracy(standard_error, float(np.mean(excess)))
+
+
+def _together(parts: list[Accuracy]) -> Accuracy:
+    return Accuracy(sum(part.error for part in parts), sum(part.excess for part in parts))
+
+
 def _compiled(engine: Engine) -> Callable:
-    """Of rows and of the prior: ``program.prior_inputs``, mean, root and chunks of rows -> sums of errors."""
+    """Of rows and of the prior, by kind: ``program.prior_inputs``, mean, root and chunks of rows -> sums."""
 
     @engine.compiled
-    def of_all(prior_inputs: dict, mean: Array, root: Array, chunks: tuple) -> tuple[Array, Array]:
+    def of_all(prior_inputs: dict, mean: Array, root: Array, chunks: tuple) -> tuple[list[_Sums], list[_Sums]]:
         def of_chunk(chunk):
             return _summed(engine.kinds, engine.linearise(engine.prepare(*chunk), mean), root)
 
         prior = engine.prior_group(prior_inputs)
         of_prior = _summed(prior.kinds, prior.linearise(prior.first, mean), root)
-        return jnp.sum(jax.lax.map(of_chunk, chunks)), of_prior
+        return jax.tree.map(lambda x: jnp.sum(x, axis=0), jax.lax.map(of_chunk, chunks)), of_prior
 
     return of_all
 
 
-def _summed(kinds: tuple, factors: tuple, root: Array) -> Array:
-    total = jnp.zeros((), root.dtype)
+def _summed(kinds: tuple[Kind, ...], factors: tuple, root: Array) -> list[_Sums]:
+    found = []
     for kind, block, spread in zip(kinds, factors, covariances(factors, root.T)):
-        if kind.measured is not None:
-            total = total + jnp.sum(kind.measured(block.offset, spread, block.constants)[1])
-    return total
+        known = block.offset, spread, block.constants
+        zero = jnp.zeros((), root.dtype)
+        moments, errors = (None, zero) if kind.measured is None else kind.measured(*known)
+        sums = _Sums(jnp.sum(errors), jnp.zeros(NUM_FRESH, root.dtype), zero)
+        if kind.fresh is not None:
+            if moments is None:
+                moments, sums = kind.expect(*known), sums._replace(errors=zero + jnp.inf)
+            excess = moments[0][:, None] - kind.fresh(*known)
+            sums = sums._replace(excess=jnp.sum(excess, axis=0), squares=jnp.sum(jnp.mean(excess, axis=1) ** 2))
+        found.append(sums)
+    return found

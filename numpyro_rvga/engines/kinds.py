@@ -8,15 +8,19 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from ..core import closed_forms as cf
 from ..core import expectations as ex
 from ..core.factors import Kind
 from ..core.ladder import expectations
+from ..core.linalg import semidefinite_factor
 from ..core.tilted import TiltedForm, tilted
 from ..model.terms import Terms
 from ..options import Options
+
+NUM_FRESH = 8  # sets of nodes that no search has seen
 
 
 def make_kind(terms: Terms, options: Options, rng_key: Array, *, effort: str = "usual") -> Kind:
@@ -47,6 +51,21 @@ def make_kind(terms: Terms, options: Options, rng_key: Array, *, effort: str = "
         found = jax.vmap(plugin)(means, covariances, known)
         return *found[:2], -jax.vmap(information)(means, known)
 
+    def fresh(means, covariances, known):
+        weight, values, local = known
+        with jax.ensure_compile_time_eval():  # the nodes are constants
+            keys = [jax.random.fold_in(rng_key, number) for number in range(1, NUM_FRESH + 1)]
+            sets = [ex.monte_carlo_points(key, options.num_samples, terms.num_predictors) for key in keys]
+        z, weights = (np.stack(parts) for parts in zip(*sets))
+
+        def of_each(mean, covariance, values):
+            root, _ = semidefinite_factor(covariance)
+            points = mean + jnp.asarray(z, mean.dtype) @ root.T
+            found = jax.vmap(jax.vmap(lambda u: terms.density(u, values)))(points)
+            return jnp.sum(jnp.asarray(weights, mean.dtype) * found, axis=1)
+
+        return weighted(weight, jax.vmap(of_each)(means, with_local(covariances, local), values))
+
     def finest(mean, covariance, known):
         weight, values, local = known
         return tuple(weight * x for x in rule.finest(mean, covariance + local @ local.T, values))
@@ -61,6 +80,7 @@ def make_kind(terms: Terms, options: Options, rng_key: Array, *, effort: str = "
         weight, values, _ = known
         return weight * cf.INFORMATION[terms.closed_form](mean, values)
 
+    sampled = name == "monte_carlo" or (name == "ladder" and terms.num_predictors > 3)
     has_information = terms.closed_form in cf.INFORMATION and not terms.num_local
     return Kind(
         filtered if options.scheme == "ekf" and has_information else expect,
@@ -68,9 +88,10 @@ def make_kind(terms: Terms, options: Options, rng_key: Array, *, effort: str = "
         finest,
         concave=terms.closed_form in cf.CONCAVE,
         conservative=rule.conservative,
-        sampled=name == "monte_carlo" or (name == "ladder" and terms.num_predictors > 3),
+        sampled=sampled,
         information=information if has_information else None,
         measured=None if rule.measured is None else measured,
+        fresh=fresh if sampled else None,
     )
 
 

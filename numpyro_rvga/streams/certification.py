@@ -40,6 +40,10 @@ class Findings(NamedTuple):
     info: dict[str, Any]
     rows: Rows
 
+    def lowered(self, excess: float) -> Findings:
+        """With a bound that has so much less."""
+        return self if self.bound is None else self._replace(bound=self.bound - excess)
+
 
 class Certification:
     """Looks at all rows after a pass, if they can be read again; see :class:`RVGA`.

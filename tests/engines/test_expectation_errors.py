@@ -1,10 +1,12 @@
 """Rows with kinks, of one and of two predictors: the closed forms of Laplace rows are the truth."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
 import pytest
+from numpyro.infer.util import log_density
 
 from numpyro_rvga import RVGA, FixedPointVI
 
@@ -125,3 +127,26 @@ def test_an_insensitive_loss_is_at_the_best_gaussian_of_a_dense_grid():
         moved = mean + 0.3 * root @ turn[:2], root @ (np.eye(2) + 0.3 * np.array([[turn[2], 0], [turn[3], turn[4]]]))
         if np.all(np.diag(moved[1]) > 0):
             assert bound(*moved) < bound(mean, root)
+
+
+def classes(x, y):
+    levels = numpyro.sample("levels", dist.Normal(0, 3).expand([9]).to_event(1))
+    slopes = numpyro.sample("slopes", dist.Normal(0, 3).expand([9]).to_event(1))
+    with numpyro.plate("rows", len(x)):
+        numpyro.sample("y", dist.Categorical(logits=levels + slopes * x[:, None]), obs=y)
+
+
+@pytest.mark.parametrize("method", [RVGA, FixedPointVI])
+def test_the_bound_of_rows_with_many_predictors_is_that_of_nodes_which_the_search_has_not_seen(method):
+    """Nine logits by 32 nodes, against draws of theta through NumPyro's own density."""
+    rng = np.random.default_rng(0)
+    data = {"x": rng.normal(size=14), "y": rng.integers(0, 9, 14)}
+    found = method(classes, num_samples=32).run(data, progress_bar=False)
+    draws = found.sample_posterior(jax.random.key(1), (5000,))
+    model = lambda sites: log_density(classes, (data["x"], data["y"]), {}, sites)[0]  # noqa: E731
+    ratios = np.asarray(jax.jit(jax.vmap(model))(draws) - found.log_prob(draws))
+    truth, noise = ratios.mean(), 3 * ratios.std() / np.sqrt(len(ratios))
+    assert abs(found.elbo - truth) < 1.5 * found.info["elbo_error"] + noise
+    assert found.info["elbo_error"] < 0.4
+    seen = found.info["bound_after"] if method is RVGA else found.info["bounds"][-1]
+    assert seen - truth > 0.4  # what the search itself makes of its nodes is no bound
