@@ -14,13 +14,13 @@ from jax.sharding import Mesh
 from jax.typing import ArrayLike
 
 from .core.gaussians import FullGaussian
-from .core.recursion import State
-from .core.sparse import Start
-from .engines.climbs import FixedPointClimb, GradientClimb, Problem, Record, joint_of
+from .core.sparse import Marginals
+from .engines.climbs import GradientAscent, Record
 from .engines.engine import Engine, Engines, chunks_of
 from .engines.expectation_errors import BUDGET, ExpectationErrors, warn_of
+from .engines.joint_solver import JointProblem, whitened
 from .engines.learning import Learned, Learner
-from .engines.sparse import SparseEngine, SparseEngines
+from .engines.sparse import SparseEngines
 from .model.arguments import checked_rows
 from .model.rows import num_rows
 from .model.validation import describe_bad_rows
@@ -59,8 +59,8 @@ class FixedPointVI:
     :param str schedule: ``"incremental"`` takes one fixed-point step V <- T(V) of the covariance at a time, and Newton
         steps of the mean, cheap where predictors are affine, as far as the covariance's error warrants (FPi; one step
         of both at once where they are not affine); ``"batch"`` solves for one to its end, then for the other, in turn
-        (FPb); ``"gradient"`` climbs in the mean and the covariance's Cholesky factor by L-BFGS (GRAD; needs optax). The
-        first two shorten steps that would lower the bound, so it never falls.
+        (FPb); ``"gradient"`` climbs in the mean and the covariance's Cholesky factor by L-BFGS (GRAD). The first
+        two shorten steps that would lower the bound, so it never falls.
     :param str expectation: as for :class:`RVGA`: ``"auto"``, ``"exact"``, ``"probit"``, ``"quadrature"``,
         ``"sigma_points"``, ``"monte_carlo"`` or ``"linearized"``.
     :param order: derivatives of the log-likelihood that are used: 2, 1, 0 or ``"auto"``.
@@ -99,7 +99,7 @@ class FixedPointVI:
         self.model, self.schedule = model, schedule
         self.options = Options("implicit", expectation, order, tolerance, max_iterations, num_samples)
         self._engines = Engines(model, self.options, improper_prior_scale, batch=True, mesh=mesh)
-        self._climbs: dict[Engine | SparseEngine, FixedPointClimb | GradientClimb] = {}
+        self._ascents: dict[Engine, GradientAscent] = {}
         self._sparse_engines = SparseEngines()
         self._errors = ExpectationErrors()
         self._learners: dict[Engine, Learner] = {}
@@ -153,20 +153,27 @@ class FixedPointVI:
             engine.check_start(init)
         sparse = self._sparse_engines.get(engine, rows) if self.schedule == "incremental" else None
         with progress(progress_bar, None, "FixedPointVI", "it") as bar:
+            record = Record(bar, started)
             if sparse is not None:
-                problem, climb = sparse.problem(rows, _marginals_of(init)), self._climb_of(sparse)
-                origin = problem.start.mean
+                sparse_problem = sparse.problem(rows, _marginals_of(init))
+                origin = sparse_problem.marginals.mean
+                after, info = sparse.solve(sparse_problem, record.step)
             else:
-                chunks = chunks_of(engine, rows, engine.numbers_per_row)
-                start = None if init is None else _start_of(init, engine, program.initial_state())
+                chunks, before = chunks_of(engine, rows, engine.numbers_per_row), program.initial_state()
+                start = None if init is None else whitened(before, *_gaussian_of(init, program.dtype))
                 if program.params.layout.size:
                     learned = self._learner_of(engine)(chunks, start, self.options.tolerance or LEARNING_TOLERANCE, bar)
                     program, start = program.with_params(learned.params), learned.start
-                inputs = engine.devices.put((program.initial_state(), start, program.prior_inputs))
-                problem, climb = Problem(inputs[0], chunks, *inputs[1:]), self._climb_of(engine)
-                origin = problem.state.mean
-            record = Record(bar, started)
-            after, info = engine.devices.fetch(climb(problem, record))
+                    before = program.initial_state()
+                inputs = engine.devices.put((before, start, program.prior_inputs))
+                problem = JointProblem(inputs[0], chunks, inputs[2], init=inputs[1])
+                origin, count = before.mean, np.int32(num_rows(rows))
+                if self.schedule == "gradient":
+                    after, info = self._ascent_of(engine)(problem, count, record)
+                else:
+                    alternating = self.schedule == "batch"
+                    after, info = engine.solve_all(problem, count, alternating=alternating, on_step=record.step)
+            after, info = engine.devices.fetch((after, info))
         if not bool(info.ok):
             reason = describe_bad_rows(program, origin, rows, range(num_rows(rows)))
             raise ValueError(f"the bound is not finite: {reason or 'are the priors proper?'}.")
@@ -282,25 +289,16 @@ class FixedPointVI:
             learner = self._learners[engine] = Learner(engine)
         return learner
 
-    def _climb_of(self, engine: Engine | SparseEngine) -> FixedPointClimb | GradientClimb:
-        if engine not in self._climbs:
-            if isinstance(engine, SparseEngine):
-                self._climbs[engine] = FixedPointClimb(engine.compiled, engine.joint)
-            elif self.schedule == "gradient":
-                self._climbs[engine] = GradientClimb(engine, self.options.max_iterations)
-            else:
-                self._climbs[engine] = FixedPointClimb(
-                    engine.compiled, joint_of(engine, alternating=self.schedule == "batch")
-                )
-        return self._climbs[engine]
+    def _ascent_of(self, engine: Engine) -> GradientAscent:
+        if engine not in self._ascents:
+            self._ascents[engine] = GradientAscent(engine, self.options.max_iterations)
+        return self._ascents[engine]
 
 
-def _marginals_of(init: Posterior | None) -> Start | None:
-    return None if init is None else Start(init.mean, np.sum(np.asarray(init.scale) ** 2, axis=1))
+def _marginals_of(init: Posterior | None) -> Marginals | None:
+    return None if init is None else Marginals(init.mean, np.sum(np.asarray(init.scale) ** 2, axis=1))
 
 
-def _start_of(init: Posterior, engine: Engine, state: State) -> tuple[Array, Array]:
-    """Mean and precision in the state's standard coordinates."""
-    mean, scale = (jnp.asarray(x, engine.program.dtype) for x in (init.mean, init.scale))
-    inverse = jnp.linalg.solve(scale, state.root)
-    return jnp.linalg.solve(state.root, mean - state.mean), inverse.T @ inverse
+def _gaussian_of(init: Posterior, dtype: Any) -> tuple[Array, Array]:
+    """Mean and a root of the covariance."""
+    return jnp.asarray(init.mean, dtype), jnp.asarray(init.scale, dtype)

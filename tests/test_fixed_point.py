@@ -1,7 +1,5 @@
 """FixedPointVI: exact where the answer is known, its schedules against each other, the bound's rise, chunks, starts."""
 
-import sys
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -314,9 +312,3 @@ def test_a_start_of_another_model_and_data_that_are_not_finite_are_refused():
     rows["y"][7] = np.nan
     with pytest.raises(ValueError, match=r"'y'.*row 7|row 7.*'y'"):
         fit("linear", rows)
-
-
-def test_without_optax_the_error_names_the_extra(monkeypatch):
-    monkeypatch.setitem(sys.modules, "optax", None)
-    with pytest.raises(ImportError, match="gradient"):
-        fit("linear", schedule="gradient")

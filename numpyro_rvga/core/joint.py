@@ -9,37 +9,48 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from .block import Base, Search, Settings, Solution, block_search, run_search, standard_base
+from . import maximize
 from .designs import times_root
 from .factors import Factors, Sums, evaluate
 from .linalg import solve_lower
+from .maximize import Base, Search, Solution, SolverState, standard_base
 from .objective import Group, Objective, joint_objective, standard_frame
-from .precisions import Weighted
+from .precisions import Dense, PrecisionForm, Weighted
 from .recursion import Absorbed, Quadratic, Sites, State, StepInfo, quadratic_at, spreads, summarise
 
 
-class Joint(NamedTuple):
-    """A joint solve as a search in the state's standard coordinates.
+class Start(NamedTuple):
+    """Where a solve begins, and in what terms.
 
-    :ivar objective: the factors' part of the bound. :ivar base: the rest of it.
+    :ivar base: the bound's part that is not the factors'. :ivar form: of precisions. :ivar state: not yet evaluated.
+    """
+
+    base: Base
+    form: PrecisionForm
+    state: SolverState
+
+
+class Joint(NamedTuple):
+    """A joint solve, in the standard coordinates of the Gaussian before it. Nothing is computed until a part is called.
+
+    :ivar objective: the factors' part of the bound. :ivar start: where it begins.
     :ivar absorb: solution, number of rows -> the state after it.
     :ivar absorbed: solution -> how q sees the rows there.
     """
 
-    search: Search
     objective: Objective
-    base: Base
+    start: Callable[[], Start]
     absorb: Callable[[Solution, Array], tuple[State, StepInfo]]
-    absorbed: Callable[[Solution], tuple[Absorbed, ...]]
+    absorbed: Callable[[Solution], tuple[Absorbed, ...]] = lambda found: ()
 
 
-def bound_at(joint: Joint, mean: Array, root: Array) -> tuple[Array, Sums]:
+def bound_at(joint: Joint, base: Base, mean: Array, root: Array) -> tuple[Array, Sums]:
     """The bound at N(mean, root root^T), with root lower triangular or its transpose, and the sums over factors."""
-    precision, linear = base_terms(joint.base, mean)
+    precision, linear = base_terms(base, mean)
     sums = joint.objective.sums(mean, root.T)
     entropy = jnp.sum(jnp.log(jnp.diagonal(root))) + 0.5 * mean.size
     trace = jnp.sum(root * (precision @ root))
-    bound = sums.value + linear @ mean - 0.5 * mean @ precision @ mean + joint.base.constant
+    bound = sums.value + linear @ mean - 0.5 * mean @ precision @ mean + base.constant
     return bound - 0.5 * trace + entropy, sums
 
 
@@ -49,28 +60,15 @@ def base_terms(base: Base, mean: Array) -> tuple[Array, Array]:
     return precision, jnp.zeros_like(mean) if base.linear is None else base.linear
 
 
-def joint_solve(joint: Joint, num_rows: Array, *, with_absorbed: bool = False) -> tuple[State, StepInfo]:
-    """The state after ``num_rows`` new rows.
-
-    :param with_absorbed: report how q sees the rows.
-    """
-    found = run_search(joint.search)
-    after, info = joint.absorb(found, num_rows)
-    return after, info._replace(absorbed=joint.absorbed(found)) if with_absorbed else info
-
-
-def joint_search(
+def joint_solve(
+    search: Search,
     rows: Group,
     prior: Group,
     state: State,
-    settings: Settings,
     *,
     sites: tuple[Sites, ...] | None = None,
-    laplace: bool = False,
-    is_affine: bool = False,
     starts: Array | None = None,
     init: tuple[Array, Array] | None = None,
-    alternating: bool = False,
     selecting: bool = False,
 ) -> Joint:
     """Rows and the true prior terms together.
@@ -79,12 +77,9 @@ def joint_search(
     ``sites`` the rows are known to the state by these: they are divided out too and the rows taken in afresh. So a
     last solve is "Gaussian summary of the data x true prior x the rows that were kept".
 
-    :param laplace: stop at the mode, with the negative Hessian there as precision.
-    :param is_affine: whether all predictors are affine in theta.
     :param starts: (k, P) points, in the state's standard coordinates, of which the most probable is where the search
         begins; default: the state's mean.
     :param init: mean and precision of a q to start from, in the state's standard coordinates.
-    :param alternating: see :func:`block_search`.
     :param selecting: whether the designs of all rows are selections.
     """
     dtype, size = state.mean.dtype, state.mean.shape[0]
@@ -98,40 +93,26 @@ def joint_search(
         return jax.tree.map(lambda x: x.reshape(x.shape[0] * x.shape[1], *x.shape[2:]), found)
 
     # A precision to start from may be of any form.
-    weighted = selecting and not prior.kinds and not sites and not laplace and init is None
+    weighted = selecting and not prior.kinds and not sites and not search.mode and init is None
+    frame = standard_frame(state.mean, state.root, weighted=weighted)
+    objective = joint_objective((prior, rows), frame, staged=search.staged)
 
-    def seen_from(weighted):
-        frame = standard_frame(state.mean, state.root, weighted=weighted)
-        return joint_objective((prior, rows), frame, size, dtype, is_affine=is_affine)
-
-    objective = seen_from(False)
-    known = factors_at(jnp.zeros(size, dtype)) if sites else ()
-    base = _divide(state, known, sites)
-    start = start_precision = None
-    if init is not None:
-        start, start_precision = init
-    else:
-        start = jnp.zeros(size, dtype) if starts is None else _most_probable(objective, base, starts)
-    search = block_search(
-        seen_from(True) if weighted else objective,
-        base,
-        size,
-        dtype,
-        settings,
-        start=start,
-        start_precision=start_precision,
-        point=laplace,
-        alternating=alternating,
-        form=Weighted(jnp.eye(size, dtype=dtype), state.root) if weighted else None,
-    )
+    def start():
+        known = factors_at(jnp.zeros(size, dtype)) if sites else ()
+        base = _divide(state, known, sites)
+        mean, precision = (jnp.zeros(size, dtype), None) if init is None else init
+        if starts is not None:
+            mean = _most_probable(objective, base, starts)
+        form = Weighted(jnp.eye(size, dtype=dtype), state.root) if weighted else Dense(base.precision)
+        return Start(base, form, maximize.init(search, form, mean, precision))
 
     def absorb(found, num_rows):
-        bound = found.bound - jnp.sum(jnp.log(jnp.diagonal(found.root))) if laplace else found.bound
+        bound = found.bound - jnp.sum(jnp.log(jnp.diagonal(found.root))) if search.mode else found.bound
         mean = state.mean + state.root @ found.mean
         root = solve_lower(found.root, state.root.T).T
         prior_site = None
         if state.prior_site is not None:
-            prior_site = _prior_site(prior, mean, None if laplace else root)
+            prior_site = _prior_site(prior, mean, None if search.mode else root)
         moved = State(mean, jnp.zeros_like(mean), root, bound, prior_site, state.num_rows + num_rows)
         ok = jnp.isfinite(bound) & jnp.all(jnp.isfinite(mean)) & jnp.all(jnp.isfinite(root))
         after = jax.tree.map(lambda new, old: jnp.where(ok, new, old), moved, state)
@@ -142,7 +123,7 @@ def joint_search(
         factors = factors_at(found.mean)
         return summarise(rows.kinds, factors, spreads(factors, found.root))
 
-    return Joint(search, objective, base, absorb, absorbed_at)
+    return Joint(objective, start, absorb, absorbed_at)
 
 
 def _most_probable(objective: Objective, base: Base, starts: Array) -> Array:

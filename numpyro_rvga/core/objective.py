@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import reduce
 from typing import Any, NamedTuple
 
@@ -16,23 +16,24 @@ from .factors import Factors, Kind, Sums, add_curves, covariances, curve, expect
 class Objective(NamedTuple):
     """What the factors add to the bound at N(m, Lambda^-1), m (r,), and its derivatives.
 
-    :ivar kinds: of all factors.
-    :ivar spread: m and any A with A^T A = Lambda^-1 -> what ``expect`` needs to know of Lambda.
-    :ivar expect: m and that (None: a point mass, derivatives at m) -> sum E[phi], its gradient in m (r,), and what
-        ``curve`` needs to know.
-    :ivar curve: m, that, and whether to clamp -> the sum of :func:`~numpyro_rvga.core.factors.curve`.
-    :ivar staged: whether ``spread`` does not depend on m, and ``expect`` is cheap: takes no product of matrices.
+    :ivar covariances: m, and what a form of precisions calls the covariance's root -> what ``expect`` needs to know of
+        Lambda. None: that is the root itself.
+    :ivar expect: m and that (None: a point mass, derivatives at m) -> sum E[log p], its gradient in m (r,), and what
+        ``curvature`` needs to know.
+    :ivar curvature: m, that, and whether to clamp -> the sum of :func:`~numpyro_rvga.core.factors.curve`.
     """
 
-    kinds: tuple[Kind, ...]
-    spread: Callable[[Array, Array], Any]
+    covariances: Callable[[Array, Any], Any] | None
     expect: Callable[[Array, Any], tuple[Array, Array, Any]]
-    curve: Callable[[Array, Any, bool], Array]
-    staged: bool
+    curvature: Callable[[Array, Any, bool], Array]
 
-    def sums(self, mean: Array, covariance_root: Array) -> Sums:
-        value, gradient, known = self.expect(mean, self.spread(mean, covariance_root))
-        return Sums(value, gradient, self.curve(mean, known, False))
+    def seen(self, mean: Array, covariance_root: Any) -> Any:
+        """What ``expect`` needs to know of Lambda."""
+        return covariance_root if self.covariances is None else self.covariances(mean, covariance_root)
+
+    def sums(self, mean: Array, covariance_root: Any) -> Sums:
+        value, gradient, known = self.expect(mean, self.seen(mean, covariance_root))
+        return Sums(value, gradient, self.curvature(mean, known, False))
 
 
 class Group(NamedTuple):
@@ -71,14 +72,22 @@ class Group(NamedTuple):
         return lax.scan(body, nothing, (self.chunks, *known))
 
 
+def is_log_concave(kinds: Sequence[Kind]) -> bool:
+    """Whether all factors are known to be."""
+    return all(kind.concave for kind in kinds)
+
+
+def is_conservative(kinds: Sequence[Kind]) -> bool:
+    """Whether all gradients and curvatures derive from their values."""
+    return all(kind.conservative for kind in kinds)
+
+
 def objective_of(kinds: tuple[Kind, ...], factors_at: Callable[[Array], tuple[Factors, ...]]) -> Objective:
     """Of factors that are affine in e. ``factors_at``: e (r,) -> the factors seen from there."""
     return Objective(
-        kinds,
         lambda e, covariance_root: covariances(factors_at(e), covariance_root),
-        lambda e, spread: expect(kinds, factors_at(e), spread),
+        lambda e, known: expect(kinds, factors_at(e), known),
         lambda e, hessians, clamped: curve(kinds, factors_at(e), hessians, clamped=clamped),
-        True,
     )
 
 
@@ -116,13 +125,27 @@ def standard_frame(mean: Array, root: Array, *, weighted: bool) -> Frame:
     )
 
 
-def joint_objective(groups: tuple[Group, ...], frame: Frame, size: int, dtype, *, is_affine: bool) -> Objective:
+def in_stages(kinds: Sequence[Kind], shapes: Sequence[tuple[int, int]], size: int, num_chunks: int) -> bool:
+    """Whether the parts of an objective of affine factors are worth computing one after the other, so that the mean can
+    be solved for at covariances that stay: where these are cheap to keep, and expectations are no dearer than products
+    of matrices.
+
+    :param shapes: for each site, elements of a row, predictors of an element. :param size: of theta.
+    """
+    if any(kind.sampled for kind in kinds):
+        return False
+    # The predictors' covariances of all chunks are fewer numbers than the Jacobians of one, or there is but one.
+    return num_chunks == 1 or num_chunks * sum(e * c * c for e, c in shapes) <= sum(e * c for e, c in shapes) * size
+
+
+def joint_objective(groups: tuple[Group, ...], frame: Frame, *, staged: bool) -> Objective:
     """Of groups of factors, whose designs are in coordinates of theta.
 
-    :param is_affine: whether all predictors are affine in theta.
+    :param staged: whether each part is computed when it is asked for. Otherwise ``expect`` computes the curvatures too:
+        factors that are not affine are linearized once, and what is large is not kept.
     """
     all_kinds = tuple(kind for group in groups for kind in group.kinds)
-    ways = [False] if all(kind.concave for kind in all_kinds) else [False, True]
+    ways = [False] if is_log_concave(all_kinds) else [False, True]
 
     def visit(function, e, *known):
         """Every group's sums and what else is found, by ``function(kinds, factors, *known)``; ``known`` by group."""
@@ -133,7 +156,7 @@ def joint_objective(groups: tuple[Group, ...], frame: Frame, size: int, dtype, *
 
         return zip(*map(of_group, groups, *known))
 
-    def spread(e, known):
+    def covariances_staged(e, known):
         known = frame.spread(known)
         return tuple(visit(lambda kinds, factors: ((), covariances(factors, known)), e))[1]
 
@@ -146,7 +169,7 @@ def joint_objective(groups: tuple[Group, ...], frame: Frame, size: int, dtype, *
         value, gradient = map(sum, zip(*sums))
         return value, frame.pull(gradient), hessians
 
-    def curve_staged(e, hessians, clamped):
+    def curvature_staged(e, hessians, clamped):
         curves, _ = visit(lambda kinds, factors, h: (curve(kinds, factors, h, clamped=clamped), ()), e, hessians)
         return frame.curve(reduce(add_curves, curves))
 
@@ -162,19 +185,6 @@ def joint_objective(groups: tuple[Group, ...], frame: Frame, size: int, dtype, *
         values, gradients, curves = zip(*sums)
         return sum(values), frame.pull(sum(gradients)), [reduce(add_curves, each) for each in zip(*curves)]
 
-    def keeps_covariances(group):
-        """Whether the predictors' covariances of all chunks are fewer numbers than the Jacobians of one, or there is
-        but one."""
-        shapes = [f.design.shape for f in jax.eval_shape(group.linearise, group.first, jnp.zeros(size, dtype))]
-        numbers, jacobians = sum(n * c * c for n, c, _ in shapes), sum(n * c * p for n, c, p in shapes)
-        return group.count == 1 or group.count * numbers <= jacobians
-
-    if is_affine and not any(kind.sampled for kind in all_kinds) and all(map(keeps_covariances, groups)):
-        return Objective(all_kinds, spread, expect_staged, curve_staged, True)
-    return Objective(
-        all_kinds,
-        lambda e, known: known,
-        expect_at_once,
-        lambda e, curves, clamped: frame.curve(curves[clamped]),
-        False,
-    )
+    if staged:
+        return Objective(covariances_staged, expect_staged, curvature_staged)
+    return Objective(None, expect_at_once, lambda e, curves, clamped: frame.curve(curves[clamped]))

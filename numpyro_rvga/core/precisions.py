@@ -1,14 +1,16 @@
-"""The forms in which a search keeps precisions: as matrices, as weights of rows, or packed.
+"""The forms in which a solve keeps precisions: as matrices, as weights of rows, or packed.
 
 An array x of a form stands for a precision. What stands for its Cholesky factor is NaN where it is not positive
-definite.
+definite. Forms are pytrees: arguments of compiled functions.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
@@ -23,15 +25,14 @@ NUM_PROBES = 32  # directions along which products of packed matrices are estima
 class Dense(NamedTuple):
     """Precisions as matrices (r, r).
 
-    :ivar precision: the base's. :ivar standard: whether that is the identity.
+    :ivar precision: the base's; None: the identity.
     """
 
-    precision: Array
-    standard: bool
+    precision: Array | None
 
-    def begin(self) -> Array:
+    def begin(self, mean: Array) -> Array:
         """The precision to start from."""
-        return jnp.eye(len(self.precision), dtype=self.precision.dtype)
+        return jnp.eye(mean.size, dtype=mean.dtype)
 
     def narrower(self, x: Array) -> Array:
         return NARROWING * x
@@ -41,12 +42,13 @@ class Dense(NamedTuple):
         return x / NARROWING
 
     def target(self, curvature: Array) -> Array:
-        """With the base's precision added, if x does not go without saying it."""
-        return self.precision + curvature
+        """The base's precision plus the curvature of the factors."""
+        precision = jnp.eye(len(curvature), dtype=curvature.dtype) if self.precision is None else self.precision
+        return precision + curvature
 
-    def pull(self, mean: Array) -> Array:
+    def precision_times(self, mean: Array) -> Array:
         """The base's precision times the mean."""
-        return self.precision @ mean
+        return mean if self.precision is None else self.precision @ mean
 
     def factor(self, x: Array) -> Array:
         return cholesky(x)
@@ -58,17 +60,18 @@ class Dense(NamedTuple):
     def half_log_determinant(self, factor: Array) -> Array:
         return jnp.sum(jnp.log(jnp.diagonal(factor)))
 
-    def spread(self, factor: Array) -> Array:
-        """Of the covariance, what the factors look at: here any A with A^T A equal to it."""
-        return solve_lower(factor, self.begin())
+    def covariance_root(self, factor: Array) -> Array:
+        """What the predictors' covariances are computed from: here A (r, r) with A^T A the covariance."""
+        return solve_lower(factor, jnp.eye(len(factor), dtype=factor.dtype))
 
-    def trace(self, x: Array, spread: Array) -> Array:
+    def trace(self, x: Array, covariance_root: Array) -> Array:
         """Of the base's precision times the covariance."""
-        return jnp.sum(spread * (spread if self.standard else spread @ self.precision))
+        weighted = covariance_root if self.precision is None else covariance_root @ self.precision
+        return jnp.sum(covariance_root * weighted)
 
-    def products(self, factor: Array, spread: Array, a: Array, b: Array) -> tuple[Array, Array]:
+    def products(self, factor: Array, covariance_root: Array, a: Array, b: Array) -> tuple[Array, Array]:
         """Of differences of precisions, <a, a> and <a, b> in q's metric."""
-        a, b = (spread @ x @ spread.T for x in (a, b))
+        a, b = (covariance_root @ x @ covariance_root.T for x in (a, b))
         return jnp.sum(a * a), jnp.sum(a * b)
 
 
@@ -83,7 +86,7 @@ class Weighted(NamedTuple):
     precision: Array
     frame: Array
 
-    def begin(self) -> Array:
+    def begin(self, mean: Array) -> Array:
         return jnp.zeros(len(self.frame), self.frame.dtype)
 
     def narrower(self, x: Array) -> Array:
@@ -95,7 +98,7 @@ class Weighted(NamedTuple):
     def target(self, curvature: Array) -> Array:
         return curvature
 
-    def pull(self, mean: Array) -> Array:
+    def precision_times(self, mean: Array) -> Array:
         return self.precision @ mean
 
     def factor(self, x: Array) -> Array:
@@ -103,19 +106,21 @@ class Weighted(NamedTuple):
 
     solver, half_log_determinant = Dense.solver, Dense.half_log_determinant
 
-    def spread(self, factor: Array) -> Array:
-        """In the frame."""
+    def covariance_root(self, factor: Array) -> Array:
+        """In the coordinates of the selections: A (r, n)."""
         return solve_lower(factor, self.frame.T)
 
-    def trace(self, x: Array, spread: Array) -> Array:
-        return len(self.precision) - x @ jnp.sum(spread**2, axis=0)
+    def trace(self, x: Array, covariance_root: Array) -> Array:
+        return len(self.precision) - x @ jnp.sum(covariance_root**2, axis=0)
 
-    def products(self, factor: Array, spread: Array, a: Array, b: Array) -> tuple[Array, Array]:
-        pulled = (spread.T @ spread) ** 2 @ a
-        return a @ pulled, b @ pulled
+    def products(self, factor: Array, covariance_root: Array, a: Array, b: Array) -> tuple[Array, Array]:
+        weighted = (covariance_root.T @ covariance_root) ** 2 @ a
+        return a @ weighted, b @ weighted
 
 
-class Arrow(NamedTuple):
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Arrow:
     """Precisions packed, of h heads and k other entries: [[D, B^T], [B, A]] with D diagonal. The base has none.
 
     Its Cholesky factor is [[s, 0], [W, L]] with s = D^(1/2), W = B / s and L L^T = A - W W^T, and packed like it: work
@@ -125,9 +130,9 @@ class Arrow(NamedTuple):
     """
 
     start: Array
-    heads: int
+    heads: int = field(metadata={"static": True})
 
-    def begin(self) -> Array:
+    def begin(self, mean: Array) -> Array:
         return self._packed(self.start[: self.heads], 0.0, jnp.diag(self.start[self.heads :]))
 
     narrower, wider = Dense.narrower, Dense.wider
@@ -135,7 +140,7 @@ class Arrow(NamedTuple):
     def target(self, curvature: Array) -> Array:
         return curvature
 
-    def pull(self, mean: Array) -> Array:
+    def precision_times(self, mean: Array) -> Array:
         return jnp.zeros_like(mean)
 
     def factor(self, x: Array) -> Array:
@@ -152,17 +157,18 @@ class Arrow(NamedTuple):
         scale, _, corner = self._parts(factor)
         return jnp.sum(jnp.log(scale)) + jnp.sum(jnp.log(jnp.diagonal(corner)))
 
-    def spread(self, factor: Array) -> Packed:
+    def covariance_root(self, factor: Array) -> Packed:
+        """The covariance itself, packed: as far as sparse designs look at it."""
         scale, border, corner = self._parts(factor)
         inverse = solve_lower(corner, jnp.eye(len(corner), dtype=corner.dtype))
         rest, border = inverse.T @ inverse, border / scale
         between = -rest @ border
         return Packed(self._packed(1 / scale**2 - jnp.sum(border * between, axis=0), between, rest))
 
-    def trace(self, x: Array, spread: Packed) -> Array:
+    def trace(self, x: Array, covariance_root: Packed) -> Array:
         return jnp.zeros((), x.dtype)
 
-    def products(self, factor: Array, spread: Packed, a: Array, b: Array) -> tuple[Array, Array]:
+    def products(self, factor: Array, covariance_root: Packed, a: Array, b: Array) -> tuple[Array, Array]:
         """Estimates, along a few directions: whole products would take most of the time, and are asked for to know
         when and how far to go."""
         probes = jnp.asarray(np.random.default_rng(0).normal(size=(a.shape[1], NUM_PROBES)), a.dtype)
@@ -171,7 +177,7 @@ class Arrow(NamedTuple):
         a, b = (_solve_lower(parts, _times(self._parts(x), directions)) for x in (a, b))
         return jnp.sum(a * a) / NUM_PROBES, jnp.sum(a * b) / NUM_PROBES
 
-    def covariance_root(self, factor: Array) -> Array:
+    def dense_root(self, factor: Array) -> Array:
         """The factor's inverse, (h + k, h + k)."""
         scale, border, corner = self._parts(factor)
         head = jnp.concatenate([jnp.diag(1 / scale), jnp.zeros(border.T.shape, factor.dtype)], axis=1)
@@ -208,4 +214,4 @@ def _solve_transposed(parts: _Parts, vectors: Array) -> Array:
     return jnp.concatenate([(vectors[: scale.size] - border.T @ rest) / scale[:, None], rest])
 
 
-Form = Dense | Weighted | Arrow
+PrecisionForm = Dense | Weighted | Arrow

@@ -15,12 +15,13 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from .block import Settings, Solution, block_search, run_search, standard_base
 from .compilation import one_routine
 from .factors import Factors, Kind, Moments, covariances, curve, evaluate, expect
 from .gaussians import FullGaussian, Transition
 from .linalg import cholesky, row_space, semidefinite_factor, solve_lower
-from .objective import objective_of
+from .maximize import Search, Settings, Solution, init, solve_traced, standard_base
+from .objective import is_conservative, is_log_concave, objective_of
+from .precisions import Dense
 
 ROUTINE_NUMBERS = 16  # in the Jacobians of a block whose solve is one routine: XLA cannot fuse those of many rows
 
@@ -195,10 +196,10 @@ def implicit_step(
         def solve(factors):
             designs, basis = _subspace(state.root, factors)
             blocks = tuple(f._replace(design=z) for f, z in zip(factors, designs))
-            search = partial(_search_block, kinds, settings)
+            solver = partial(_solve_block, kinds, settings)
             if designs[0].shape[-1] == 1 and sum(z.size for z in designs) <= ROUTINE_NUMBERS:
-                search = one_routine(search)
-            found = search(blocks)
+                solver = one_routine(solver)
+            found = solver(blocks)
             return found, basis, _predict(blocks, found.mean)
 
         found, basis, factors = solve(linearise(state.mean))
@@ -214,11 +215,12 @@ def implicit_step(
     return step
 
 
-def _search_block(kinds: tuple[Kind, ...], settings: Settings, blocks: tuple[Factors, ...]) -> Solution:
+def _solve_block(kinds: tuple[Kind, ...], settings: Settings, blocks: tuple[Factors, ...]) -> Solution:
     """From the standard normal."""
-    dtype, dimension = blocks[0].offset.dtype, blocks[0].design.shape[-1]
+    search = Search(settings, is_log_concave(kinds), by_decrement=not is_conservative(kinds))
+    mean, form = jnp.zeros(blocks[0].design.shape[-1], blocks[0].offset.dtype), Dense(None)
     objective = objective_of(kinds, partial(_predict, blocks))
-    return run_search(block_search(objective, standard_base(dtype), dimension, dtype, settings))
+    return solve_traced(search, objective, standard_base(mean.dtype), form, init(search, form, mean))
 
 
 def _predict(blocks: tuple[Factors, ...], e: Array) -> tuple[Factors, ...]:

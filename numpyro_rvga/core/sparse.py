@@ -3,29 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from .block import Base, Search, Settings, Solution, block_search
+from . import maximize
 from .designs import packed_inner, unpacked
 from .factors import evaluate
+from .joint import Joint, Start
+from .maximize import Base, Search
 from .objective import Frame, Group, joint_objective
 from .precisions import Arrow
 from .recursion import Quadratic, State, StepInfo
-
-
-class SparseJoint(NamedTuple):
-    """A search over theta itself, its entries reordered.
-
-    :ivar absorb: solution, number of rows -> the state after it.
-    """
-
-    search: Search
-    absorb: Callable[[Solution, Array], tuple[State, StepInfo]]
 
 
 class Order(NamedTuple):
@@ -43,43 +34,44 @@ class Order(NamedTuple):
         return np.argsort(self.places)
 
 
-class Start(NamedTuple):
+class Marginals(NamedTuple):
     """A Gaussian of independent entries to start from: (P,) arrays."""
 
     mean: Array
     variance: Array
 
 
-def sparse_search(
+def sparse_solve(
+    search: Search,
     rows: Group,
     prior: Group,
     gaussian: Group,
     order: Order,
-    start: Start,
-    settings: Settings,
-    *,
-    is_affine: bool,
-) -> SparseJoint:
-    """Rows and the whole prior together. Nothing stands for any of it: the base is flat.
+    marginals: Marginals,
+) -> Joint:
+    """Rows and the whole prior together, over theta itself, its entries reordered. The base is flat.
 
     :param prior: its terms that are not Gaussian. :param gaussian: those that are. The designs of all three are
         :class:`~.designs.Sparse`, and all take theta in ``order``.
-    :param is_affine: whether all predictors are affine in theta.
+    :param marginals: where the search begins.
     """
-    size, dtype = start.mean.size, start.mean.dtype
+    size, dtype = marginals.mean.size, marginals.mean.dtype
     back = order.back
     same = lambda x: x  # noqa: E731
     frame = Frame(same, same, same, same)
-    objective = joint_objective((gaussian, prior, rows), frame, size, dtype, is_affine=is_affine)
-    form = Arrow((1 / start.variance)[order.places], order.heads)
-    flat = Base(None, None, jnp.asarray(0.5 * size * math.log(2 * math.pi), dtype))  # of the entropy
-    search = block_search(objective, flat, size, dtype, settings, start=start.mean[order.places], form=form)
+    groups = (gaussian, prior, rows)
+    objective = joint_objective(groups, frame, staged=search.staged)
+    form = Arrow((1 / marginals.variance)[order.places], order.heads)
+
+    def start():
+        flat = Base(None, None, jnp.asarray(0.5 * size * math.log(2 * math.pi), dtype))  # of the entropy
+        return Start(flat, form, maximize.init(search, form, marginals.mean[order.places]))
 
     def absorb(found, num_rows):
-        mean, root = found.mean[back], form.covariance_root(found.root).T[back]
+        mean, root = found.mean[back], form.dense_root(found.root).T[back]
         site = None
         if prior.kinds:
-            covariance = form.spread(found.root)
+            covariance = form.covariance_root(found.root)
             sums = evaluate(prior.kinds, prior.linearise(prior.first, found.mean), covariance)
             trace = packed_inner(covariance.array, sums.curvature)
             precision = unpacked(sums.curvature)[back][:, back]
@@ -88,4 +80,4 @@ def sparse_search(
         after = State(mean, jnp.zeros_like(mean), root, found.bound, site, num_rows)
         return after, StepInfo(found.bound, found.decrement, found.iterations, found.converged, ok)
 
-    return SparseJoint(search, absorb)
+    return Joint(objective, start, absorb)

@@ -1,46 +1,24 @@
-"""The climbs of FixedPointVI: by the fixed point, and by gradients."""
+"""FixedPointVI's record of its steps, and its ascent by gradients."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from ..core.block import seek_start
-from ..core.compilation import Compiled
-from ..core.joint import Joint, base_terms, bound_at
-from ..core.linalg import lower_from_root, solve_lower
+from ..core.joint import base_terms, bound_at
+from ..core.linalg import solve_lower
+from ..core.maximize import Progress, Search
 from ..core.recursion import State, StepInfo
-from ..core.sparse import SparseJoint
 from .engine import Engine
-from .learning import import_optax
+from .joint_solver import JointProblem, whitened
 
 GRADIENT_STEPS = 20  # between looks at the natural gradient
-MOST_AT_ONCE = 16  # iterations between looks at the bound,
-SHORT = 0.1  # if those before took fewer seconds
 CYCLE = 0.5  # best step of a map that turns errors around and leaves them as large as they were
-
-
-class Problem(NamedTuple):
-    """What the compiled steps of a climb take.
-
-    :ivar state: the prior. :ivar chunks: rows and weights. :ivar start: mean and precision of a q to start from, in the
-        state's standard coordinates, or None. :ivar prior_inputs: as ``program.prior_inputs``.
-    """
-
-    state: State
-    chunks: tuple[dict[str, Array], Array]
-    start: tuple[Array, Array] | None
-    prior_inputs: dict[str, Any]
-
-    @property
-    def num_rows(self) -> Array:
-        return jnp.sum(self.chunks[1]).astype(jnp.int32)
 
 
 class Record:
@@ -56,172 +34,99 @@ class Record:
         self.seconds: list[float] = []
         self.clamped = self.cycling = 0
 
-    def add(self, bounds: list[float]) -> float:
-        """Bounds of iterations that together took the time since those before, which is returned, in seconds."""
+    def step(self, progress: Progress) -> None:
+        """A step of the fixed point."""
+        self.clamped += bool(progress.clamped)
+        self.cycling += bool(progress.step <= CYCLE)
+        self.add([float(progress.bound)])
+
+    def add(self, bounds: list[float]) -> None:
+        """Bounds of iterations that together took the time since those before."""
         now = time.perf_counter() - self._started
         self.seconds += np.linspace(self._last, now, len(bounds) + 1)[1:].tolist()
-        spent, self._last = now - self._last, now
+        self._last = now
         self.bounds += bounds
         self._bar.update(len(bounds))
         self._bar.set_postfix(bound=f"{bounds[-1]:.6g}", refresh=False)
-        return spent
 
 
-class Steps(NamedTuple):
-    """Iterations that were compiled as one loop.
-
-    :ivar count: how many there were. :ivar bounds: after each, as its clamped curvatures and the step it ended on in
-        ``clamped`` and ``steps``, (MOST_AT_ONCE,).
-    """
-
-    count: Array
-    bounds: Array
-    clamped: Array
-    steps: Array
-
-
-class FixedPointClimb:
-    """Newton steps of the mean and fixed-point steps of the covariance, compiled for an engine.
-
-    :param compiled: as :meth:`Engine.compiled`. :param joint: problem, with its ``chunks``, -> search.
-    """
-
-    def __init__(self, compiled: Callable[[Callable], Compiled], joint: Callable[[Any], Joint | SparseJoint]):
-        @compiled
-        def begin(problem):
-            return joint(problem).search.begin
-
-        @compiled
-        def advance(problem, trial, limit):
-            search = joint(problem).search
-
-            def going(carry):
-                trial, steps = carry
-                return (steps.count < limit) & search.unfinished(trial)
-
-            def step(carry):
-                trial, steps = carry
-                after = search.try_once(trial)
-                begun = (trial.step == 0) & (after.step > 0)
-                new = begun | (after.iterations > trial.iterations) & (trial.step > 0)
-                place = jnp.where(new, steps.count, MOST_AT_ONCE)  # out of bounds: dropped
-                found = (after.at.bound, after.at.clamped, after.step)
-                kept = [old.at[place].set(value, mode="drop") for old, value in zip(steps[1:], found)]
-                return after, Steps(steps.count + new, *kept)
-
-            nothing = jnp.zeros(MOST_AT_ONCE, trial.step.dtype)
-            steps = Steps(jnp.zeros((), jnp.int32), nothing, nothing > 0, nothing)
-            trial, steps = jax.lax.while_loop(going, step, (trial, steps))
-            return trial, steps, search.unfinished(trial)
-
-        @compiled
-        def finish(problem, trial):
-            found = joint(problem)
-            return found.absorb(found.search.solution(trial), problem.num_rows)
-
-        self._begin, self._advance, self._finish = begin, advance, finish
-
-    def __call__(self, problem: Problem, record: Record) -> tuple[State, StepInfo]:
-        trial, more, limit = self._begin(problem), True, 1
-        while more:
-            trial, steps, more = self._advance(problem, trial, limit)
-            steps = jax.tree.map(np.asarray, steps)
-            record.clamped += int(np.sum(steps.clamped[: steps.count]))
-            record.cycling += int(np.sum(steps.steps[: steps.count] <= CYCLE))
-            if steps.count:
-                spent = record.add(steps.bounds[: steps.count].tolist())
-                limit = min(2 * limit, MOST_AT_ONCE) if spent < SHORT else 1
-        return self._finish(problem, trial)
-
-
-class GradientClimb:
-    """L-BFGS in the mean and the covariance's Cholesky factor, compiled for an engine.
-
-    :raises ImportError: without optax.
+class GradientAscent:
+    """L-BFGS in the mean and the covariance's Cholesky factor, whose diagonal is kept as logarithms (GRAD of the
+    fixed-point paper).
     """
 
     def __init__(self, engine: Engine, max_iterations: int):
-        optax = import_optax("schedule='gradient' and numpyro.param sites")
-        joint = joint_of(engine, alternating=False)
-        optimizer = optax.lbfgs()
+        self._engine, self._max_iterations = engine, max_iterations
+        self._bound = engine.compiled(self._bound_and_slopes, ("search",))
 
-        def negative_bound(problem):
-            found = joint(problem)
+    def __call__(self, problem: JointProblem, num_rows: Array, record: Record) -> tuple[State, StepInfo]:
+        import scipy.optimize  # here: it takes long to import, and other schedules do without
 
-            def value_and_slopes(parameters):
-                mean, lower = parameters
-                value, (of_mean, of_root) = _bound_and_slopes(found, mean, _root_of(lower))
-                of_diagonal = jnp.diagonal(of_root) * jnp.exp(jnp.diagonal(lower))
-                return -value, (-of_mean, -jnp.tril(of_root, -1) - jnp.diag(of_diagonal))
+        engine, before = self._engine, problem.state
+        # No step of the fixed point: where the search would begin, and how good that is.
+        search = engine.search_all(problem)
+        search = search._replace(settings=search.settings._replace(max_iterations=0))
 
-            function = jax.custom_vjp(lambda parameters: value_and_slopes(parameters)[0])
-            function.defvjp(value_and_slopes, lambda slopes, scale: (jax.tree.map(lambda x: scale * x, slopes),))
-            return function
+        def evaluate(problem: JointProblem) -> tuple[State, StepInfo]:
+            return engine.joint_solver(search._replace(seek_scale=problem.init is None), problem, num_rows)
 
-        @engine.compiled
-        def begin(problem):
-            found = seek_start(joint(problem).search)
-            root = lower_from_root(jnp.linalg.inv(found.root).T)
-            lower = jnp.tril(root, -1) + jnp.diag(jnp.log(jnp.diagonal(root)))
-            return (found.mean, lower), optimizer.init((found.mean, lower))
+        def judge(x: np.ndarray) -> tuple[State, StepInfo]:
+            mean, lower = unpacked(x)
+            inverse = solve_lower(_root_of(lower), jnp.eye(mean.size, dtype=mean.dtype))
+            after, info = evaluate(problem._replace(init=(mean, inverse.T @ inverse)))
+            return after, info._replace(iterations=jnp.asarray(len(record.bounds)))
 
-        @engine.compiled
-        def climb(problem, parameters, memory):
-            objective = negative_bound(problem)
-            look = optax.value_and_grad_from_state(objective)
+        started, info = evaluate(problem)
+        if not bool(info.ok):
+            return started, info
+        mean, precision = whitened(before, started.mean, started.root)
+        root = np.linalg.cholesky(np.linalg.inv(np.asarray(precision, np.float64)))
+        size, dtype, lower_part = mean.size, before.mean.dtype, np.tril_indices(mean.size)
 
-            def step(carry, _):
-                parameters, memory = carry
-                value, slope = look(parameters, state=memory)
-                moves, memory = optimizer.update(slope, memory, parameters, value=value, grad=slope, value_fn=objective)
-                return (optax.apply_updates(parameters, moves), memory), -value
+        def packed(mean: Array, lower: Array) -> np.ndarray:
+            return np.concatenate([np.asarray(mean, np.float64), np.asarray(lower, np.float64)[lower_part]])
 
-            return jax.lax.scan(step, (parameters, memory), None, length=GRADIENT_STEPS)
+        def unpacked(x: np.ndarray) -> tuple[Array, Array]:
+            lower = np.zeros((size, size))
+            lower[lower_part] = x[size:]
+            return jnp.asarray(x[:size], dtype), jnp.asarray(lower, dtype)
 
-        @engine.compiled
-        def judge(problem, parameters, iterations):
-            inverse = solve_lower(_root_of(parameters[1]), jnp.eye(parameters[0].size, dtype=parameters[0].dtype))
-            found = joint(problem._replace(start=(parameters[0], inverse.T @ inverse)))
-            trial = found.search.try_once(found.search.begin)._replace(iterations=iterations)
-            return found.absorb(found.search.solution(trial), problem.num_rows)
+        def negative_bound(x: np.ndarray) -> tuple[float, np.ndarray]:
+            bound, slopes = jax.device_get(self._bound(problem, *unpacked(x), search=search))
+            return -float(bound), -packed(*slopes)
 
-        self._begin, self._climb, self._judge = begin, climb, judge
-        self._max_iterations = max_iterations
+        found = started, info
 
-    def __call__(self, problem: Problem, record: Record) -> tuple[State, StepInfo]:
-        parameters, memory = self._begin(problem)
-        bounds = record.bounds
-        while True:
-            (parameters, memory), values = self._climb(problem, parameters, memory)
-            record.add(np.asarray(values).tolist())
-            after, info = self._judge(problem, parameters, len(bounds))
-            stalled = len(bounds) > 2 * GRADIENT_STEPS and bounds[-1] <= bounds[-GRADIENT_STEPS]
-            if bool(info.converged) or stalled or len(bounds) >= self._max_iterations:
-                return after, info
+        def look(intermediate_result: Any) -> None:
+            nonlocal found
+            record.add([-float(intermediate_result.fun)])
+            if len(record.bounds) % GRADIENT_STEPS == 0:
+                found = judge(intermediate_result.x)
+                if bool(found[1].converged):
+                    raise StopIteration
 
+        log_root = np.tril(root, -1) + np.diag(np.log(np.diagonal(root)))
+        options = {"maxiter": self._max_iterations, "maxfun": 20 * self._max_iterations, "ftol": 0.0, "gtol": 0.0}
+        x0 = packed(mean, log_root)
+        ended = scipy.optimize.minimize(negative_bound, x0, jac=True, method="L-BFGS-B", callback=look, options=options)
+        return found if bool(found[1].converged) else judge(ended.x)
 
-def joint_of(engine: Engine, *, alternating: bool) -> Callable[[Problem], Joint]:
-    """Searches for whole precision matrices.
-
-    :param alternating: for the mean and the covariance in turn, each to its end.
-    """
-
-    def joint(problem):
-        state, chunks, start, prior_inputs = problem
-        return engine.batch(state, *chunks, prior_inputs=prior_inputs, init=start, alternating=alternating)
-
-    return joint
+    def _bound_and_slopes(
+        self, problem: JointProblem, mean: Array, lower: Array, *, search: Search
+    ) -> tuple[Array, tuple[Array, Array]]:
+        """The bound at N(mean, root root^T) and its slopes in the mean and in ``lower``: E[grad], and
+        (Lambda + E[hess] - precision) root."""
+        joint, root = self._engine.joint_parts(search._replace(seek_scale=False), problem), _root_of(lower)
+        base = joint.start().base
+        precision, linear = base_terms(base, mean)
+        bound, sums = bound_at(joint, base, mean, root)
+        inverse = solve_lower(root, jnp.eye(mean.size, dtype=mean.dtype))
+        of_root = jnp.tril(inverse.T - (precision + sums.curvature) @ root)
+        of_diagonal = jnp.diagonal(of_root) * jnp.diagonal(root)
+        of_lower = jnp.tril(of_root, -1) + jnp.diag(of_diagonal)
+        return bound, (sums.gradient + linear - precision @ mean, of_lower)
 
 
 def _root_of(lower: Array) -> Array:
     """The covariance's Cholesky factor, whose diagonal is kept as logarithms."""
     return jnp.tril(lower, -1) + jnp.diag(jnp.exp(jnp.diagonal(lower)))
-
-
-def _bound_and_slopes(joint: Joint, mean: Array, root: Array) -> tuple[Array, tuple[Array, Array]]:
-    """The bound at N(mean, root root^T) and its slopes in both: E[grad], and (Lambda + E[hess] - precision) root."""
-    precision, linear = base_terms(joint.base, mean)
-    bound, sums = bound_at(joint, mean, root)
-    inverse = solve_lower(root, jnp.eye(mean.size, dtype=mean.dtype))
-    of_root = jnp.tril(inverse.T - (precision + sums.curvature) @ root)
-    return bound, (sums.gradient + linear - precision @ mean, of_root)

@@ -13,14 +13,14 @@ import numpy as np
 from jax import Array
 from jax.sharding import Mesh
 
-from ..core.block import Settings
 from ..core.compilation import Compiled
 from ..core.designs import times_root
 from ..core.factors import Factors
 from ..core.gaussians import Transition
-from ..core.joint import Joint, joint_search, joint_solve
+from ..core.joint import Joint, joint_solve
 from ..core.ladder import TENSOR_NODES
-from ..core.objective import Group
+from ..core.maximize import Progress, Search, Settings
+from ..core.objective import Group, in_stages
 from ..core.recursion import (
     Absorbed,
     Sites,
@@ -40,6 +40,7 @@ from ..model.terms import Terms, merged
 from ..model.validation import CoupledRows
 from ..options import Options
 from .devices import Devices
+from .joint_solver import JointProblem, JointSolver, PriorProblem, RowChunks, search_for
 from .kinds import make_kind
 from .linearised import factors_of, merged_by_form, prepare
 
@@ -102,9 +103,11 @@ class Engine:
         self.devices = Devices(None) if devices is None else devices
         # Within other compiled functions: a model's predictors are then traced once for each of these, not each time.
         self.prepare, self.linearise = jax.jit(self._prepare), jax.jit(self._linearise)
-        self.joint = self.compiled(self._joint, ("with_absorbed",))
+        self._prepare_block = Compiled(self._prepared_block)
+        self._known_sites = Compiled(_known_sites)
+        self.joint_solver = JointSolver(self.joint_parts, self.devices)
+        self._prior_solver = JointSolver(self._prior_parts, self.devices)
         self.misfits = self.compiled(self._misfits)
-        self.settle = self.compiled(self._settle)
         self.stream = self.compiled(self._stream, ("with_absorbed",), routines=True)
 
     def bind(self, program: Program) -> Engine:
@@ -178,7 +181,7 @@ class Engine:
 
     def settings(self, block_size: int | None = None) -> Settings:
         """For blocks of a stream, or a joint solve. What is left of each block adds up over a stream: a row's share of
-        the natural gradient must be small even after a million. But it moves q little: refinements gain nothing."""
+        the natural gradient must be small even after a million."""
         tolerance, limit = 1e-8 if self._double else 1e-6, self.options.max_iterations
         if block_size is not None:
             tolerance = min(tolerance, block_size**2 * (1e-12 if self._double else 1e-9))
@@ -186,12 +189,12 @@ class Engine:
             tolerance = self.options.tolerance
         if block_size is None:
             return Settings(tolerance, limit)
-        return Settings(tolerance, limit, ROW_ITERATIONS if block_size == 1 else 0, refinements=0)
+        return Settings(tolerance, limit, ROW_ITERATIONS if block_size == 1 else 0)
 
     def _settings_around_a_stream(self) -> Settings:
         settings = self.settings()
         if self.options.tolerance is None:
-            settings = settings._replace(tolerance=ONE_PASS_TOLERANCE, share=1.0)
+            settings = settings._replace(tolerance=ONE_PASS_TOLERANCE, rtol=1.0)
         return settings
 
     @property
@@ -209,8 +212,8 @@ class Engine:
         """Of how a q sees a row."""
         return sum(int(np.prod(shape)) for terms in self.program.terms for shape in _absorbed_shapes(terms))
 
-    # ------------------------------------------------------------------ compiled
-    def _joint(
+    # ------------------------------------------------------------------ joint solves
+    def joint(
         self,
         prior_inputs: dict,
         state: State,
@@ -224,25 +227,106 @@ class Engine:
 
         :param prior_inputs: as ``program.prior_inputs``.
         """
-        prepared = self.prepare(rows, weights)
-        fresh = jnp.sum(weights).astype(jnp.int32) if known is None else known.fresh
-        sites = None
-        if known is not None:
-            part = known.is_part * (weights > 0)  # not of rows that pad
-            parts = jax.tree.map(lambda x: part.reshape(-1, *[1] * (x.ndim - 1)).astype(x.dtype) * x, known.sites)
-            sites = merged(parts)
-        joint = self._search(
-            Group(self.kinds, self.linearise, jax.tree.map(lambda x: x[None], prepared)),
-            self.prior_group(prior_inputs),
-            state,
-            sites=sites,
-            laplace=self.options.scheme == "laplace",
-            starts=self._starts if known is None else None,
-            settings=None if known is None else self._settings_around_a_stream(),
+        prepared, new = self._prepare_block(rows, weights)
+        sites = None if known is None else self._known_sites(known, weights)
+        search = search_for(
+            (*self.prior_kinds, *self.kinds),
+            self.settings() if known is None else self._settings_around_a_stream(),
+            staged=self._is_staged(1),
+            mode=self.options.scheme == "laplace",
         )
-        state, info = joint_solve(joint, fresh, with_absorbed=with_absorbed)
-        return state, info._replace(absorbed=self._by_row(info.absorbed, len(weights)))
+        problem = JointProblem(state, prepared, prior_inputs, sites)
+        new = new if known is None else known.fresh
+        return self.joint_solver(search, problem, new, with_absorbed=with_absorbed)
 
+    def solve_all(
+        self,
+        problem: JointProblem,
+        num_rows: Array,
+        *,
+        alternating: bool = False,
+        on_step: Callable[[Progress], None] | None = None,
+    ) -> tuple[State, StepInfo]:
+        """The best Gaussian for all rows of a problem and the true prior."""
+        search = self.search_all(problem, alternating=alternating)
+        if problem.num_chunks == 1 and isinstance(problem.chunks, RowChunks):  # prepared once, not at each step
+            (rows, weights), params = problem.chunks, self._params_of(problem)
+            rows = {name: array[0] for name, array in rows.items()}
+            problem = problem._replace(chunks=self._prepare_block(rows | params, weights[0])[0])
+        return self.joint_solver(search, problem, num_rows, on_step=on_step)
+
+    def search_all(self, problem: JointProblem, *, alternating: bool = False) -> Search:
+        """What :meth:`solve_all` seeks."""
+        return search_for(
+            (*self.prior_kinds, *self.kinds),
+            self.settings(),
+            staged=self._is_staged(problem.num_chunks),
+            has_start=problem.init is not None,
+            alternating=alternating,
+        )
+
+    def _is_staged(self, num_chunks: int) -> bool:
+        affine = self.is_affine and all(t.is_affine for t in self.program.prior.terms)
+        shapes = [(t.num_elements, t.num_predictors) for t in self.program.terms]
+        return affine and in_stages((*self.prior_kinds, *self.kinds), shapes, self.program.layout.size, num_chunks)
+
+    def joint_parts(self, search: Search, problem: JointProblem) -> Joint:
+        """A problem's parts."""
+        params = self._params_of(problem)
+
+        def linearise(chunk, theta):
+            if isinstance(chunk, RowChunks):
+                chunk = self.prepare(chunk.rows | params, chunk.weights)
+            return self.linearise(chunk, theta)
+
+        parts = joint_solve(
+            search,
+            Group(self.kinds, linearise, problem.chunks),
+            self.prior_group(problem.prior_inputs),
+            problem.state,
+            sites=problem.sites,
+            starts=self._starts if problem.sites is None and problem.init is None else None,
+            init=problem.init,
+            selecting=len(self.program.selections) == len(self.program.terms),
+        )
+        return parts._replace(absorbed=lambda found: self._by_row(parts.absorbed(found)))
+
+    @staticmethod
+    def _params_of(problem: JointProblem) -> dict[str, Array]:
+        """Learned parameters, as rows take them."""
+        return {name: value for name, value in problem.prior_inputs.items() if name == PARAMS}
+
+    def settle(
+        self, prior_inputs: dict, state: State, rest: Array | None = None, places: np.ndarray | None = None
+    ) -> tuple[State, StepInfo]:
+        """The Gaussian summary of the data times the true prior.
+
+        :param prior_inputs: as ``program.prior_inputs``.
+        :param places: entries of theta (S,) that the state is of, if not of all: those that prior terms look at. The
+            others stay as in ``rest`` (P,).
+        """
+        search = search_for(
+            self.prior_kinds,
+            self.settings(),
+            staged=all(t.is_affine for t in self.program.prior.terms),
+            mode=self.options.scheme == "laplace",
+        )
+        problem = PriorProblem(state, prior_inputs, None if places is None else (rest, places))
+        return self._prior_solver(search, problem, jnp.zeros((), jnp.int32))
+
+    def _prior_parts(self, search: Search, problem: PriorProblem) -> Joint:
+        prior = self.prior_group(problem.prior_inputs)
+        if problem.among is not None:
+            prior = prior._replace(linearise=partial(_at_places, prior.linearise, *problem.among))
+        nothing = Group((), lambda chunk, theta: ())
+        return joint_solve(search, nothing, prior, problem.state)
+
+    def _prepared_block(self, rows: dict, weights: Array) -> tuple[tuple, Array]:
+        """Rows as a problem's only chunk, and how many they are."""
+        prepared = jax.tree.map(lambda x: x[None], self.prepare(rows, weights))
+        return prepared, jnp.sum(weights).astype(jnp.int32)
+
+    # ------------------------------------------------------------------ compiled
     def _misfits(
         self, state: State, rows: dict, weights: Array, absorbed: tuple[Absorbed, ...]
     ) -> tuple[Array, tuple[Sites, ...]]:
@@ -257,73 +341,16 @@ class Engine:
         sites = jax.tree.map(lambda x: x.reshape(count, -1, *x.shape[1:]), sites)
         return sum(jnp.sum(misfit.reshape(count, -1), axis=1) for misfit in found), sites
 
-    def batch(
-        self,
-        state: State,
-        rows: dict,
-        weights: Array,
-        *,
-        prior_inputs: dict,
-        init: tuple[Array, Array] | None,
-        alternating: bool,
-    ) -> Joint:
-        """All rows and the true prior as a search.
-
-        :param rows: with ``weights``, (chunks, n, ...) arrays, expanded one chunk at a time.
-        :param prior_inputs: as ``program.prior_inputs``.
-        """
-
-        params = {name: value for name, value in prior_inputs.items() if name == PARAMS}
-
-        def expanded(chunk, theta):
-            rows, weights = chunk
-            return self.linearise(self.prepare(rows | params, weights), theta)
-
-        starts = None if init is not None else self._starts
-        return self._search(
-            Group(self.kinds, expanded, (rows, weights)),
-            self.prior_group(prior_inputs),
-            state,
-            starts=starts,
-            init=init,
-            alternating=alternating,
-            selecting=len(self.program.selections) == len(self.program.terms),
-        )
-
-    def _settle(
-        self, prior_inputs: dict, state: State, rest: Array | None = None, places: Array | None = None
-    ) -> tuple[State, StepInfo]:
-        """The Gaussian summary of the data times the true prior.
-
-        :param prior_inputs: as ``program.prior_inputs``.
-        :param places: entries of theta (S,) that the state is of, if not of all: those that prior terms look at. The
-            others stay as in ``rest`` (P,).
-        """
-        laplace = self.options.scheme == "laplace"
-        prior = self.prior_group(prior_inputs)
-        if places is not None:
-            prior = prior._replace(linearise=partial(_at_places, prior.linearise, rest, places))
-        nothing = Group((), lambda chunk, theta: ())
-        joint = self._search(nothing, prior, state, sites=None if laplace else (), laplace=laplace)
-        return joint_solve(joint, jnp.zeros((), jnp.int32))
-
-    def _search(
-        self, rows: Group, prior: Group, state: State, settings: Settings | None = None, **options: Any
-    ) -> Joint:
-        settings = self.settings() if settings is None else settings
-        is_affine = all(t.is_affine for t in self.program.prior.terms) and (not rows.kinds or self.is_affine)
-        return joint_search(rows, prior, state, settings, is_affine=is_affine, **options)
-
     def _stream(
         self, state: State, rows: dict, weights: Array, *, with_absorbed: bool = False
     ) -> tuple[State, StepInfo]:
         """Block after block: (blocks, B, ...) arrays."""
-        count, block_size = weights.shape
+        block_size = weights.shape[1]
         blocks = jax.vmap(self.prepare)(rows, weights)
         counts = jnp.sum(weights, axis=1).astype(jnp.int32)
         step = partial(self._step, with_absorbed, block_size)
         state, info = scan_blocks(step, state, blocks, counts, self._transition)
-        return state, info._replace(absorbed=self._by_row(info.absorbed, count * block_size))
+        return state, info._replace(absorbed=self._by_row(info.absorbed))
 
     def _step(self, with_absorbed, block_size, block):
         linearise_block = partial(self.linearise, block)
@@ -333,11 +360,11 @@ class Engine:
             return implicit_step(self.kinds, linearise_block, settings, linearizations, with_absorbed)
         return explicit_step(self.kinds, linearise_block)
 
-    def _by_row(self, absorbed: tuple[Absorbed, ...], num_rows: int) -> tuple[Absorbed, ...]:
+    def _by_row(self, absorbed: tuple[Absorbed, ...]) -> tuple[Absorbed, ...]:
         """(n E, ...) and (blocks, B E, ...) arrays as (n, E, ...)."""
 
         def fold(seen, terms):
-            return Absorbed(*[x.reshape(num_rows, *shape) for x, shape in zip(seen, _absorbed_shapes(terms))])
+            return Absorbed(*[x.reshape(-1, *shape) for x, shape in zip(seen, _absorbed_shapes(terms))])
 
         return tuple(fold(seen, terms) for seen, terms in zip(absorbed, self.program.terms))
 
@@ -378,15 +405,19 @@ def _at_places(linearise: Callable, rest: Array, places: Array, chunk: Any, some
     return tuple(f._replace(design=f.design[..., places]) for f in factors)
 
 
+def _known_sites(known: Known, weights: Array) -> tuple[Sites, ...]:
+    """Those of rows that are part of the state; zero for others, and for rows that pad."""
+    part = known.is_part * (weights > 0)
+    return merged(jax.tree.map(lambda x: part.reshape(-1, *[1] * (x.ndim - 1)).astype(x.dtype) * x, known.sites))
+
+
 def _absorbed_shapes(terms: Terms) -> Absorbed:
     """Shapes of how a q sees one row."""
     elements, c = terms.num_elements, terms.num_predictors
     return Absorbed((elements, c), (elements, c, c), (elements,))
 
 
-def chunks_of(
-    engine: Engine, rows: Rows, numbers_per_row: int, weights: np.ndarray | None = None
-) -> tuple[dict[str, Array], Array]:
+def chunks_of(engine: Engine, rows: Rows, numbers_per_row: int, weights: np.ndarray | None = None) -> RowChunks:
     """Rows, as the terms take them, and weights as (chunks, n, ...) arrays of equal length.
 
     :param numbers_per_row: size of a row's Jacobians, which are in memory a chunk at a time.
@@ -395,7 +426,7 @@ def chunks_of(
     total = num_rows(rows)
     count = -(-total * numbers_per_row // CHUNK_NUMBERS)
     size = engine.devices.rounded_up(-(-total // count))
-    return engine.devices.put_rows(in_blocks(pad(rows, count * size, weights), size), axis=1)
+    return RowChunks(*engine.devices.put_rows(in_blocks(pad(rows, count * size, weights), size), axis=1))
 
 
 # ---------------------------------------------------------------------- engines by the form of the data

@@ -8,11 +8,12 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from ..core.block import run_search, seek_start
 from ..core.joint import Joint, bound_at
 from ..core.linalg import solve_lower
+from ..core.maximize import Search, Solution, solve_traced
 from ..model.arguments import PARAMS
 from .engine import Engine
+from .joint_solver import JointProblem, RowChunks
 
 Start = tuple[Array, Array]
 """Mean and precision of a q, in the standard coordinates of the prior (which the parameters move)."""
@@ -38,7 +39,7 @@ class MaximizedBound:
     (the envelope theorem), q in the standard coordinates of the prior. (A whitened q stays a good start when a
     kernel's length scale changes; the same q over function values would not.)
 
-    :ivar begin: params (K,) and chunks of rows, as ``engine.batch`` takes them -> a start.
+    :ivar begin: params (K,) and chunks of rows, as :func:`~.engine.chunks_of` makes them -> a start.
     :ivar solve: params, chunks and a start -> :class:`Maximum`.
     :ivar moments: params and a start -> mean (P,) and a root (P, P) of the covariance, of theta.
     """
@@ -47,22 +48,35 @@ class MaximizedBound:
         program = engine.program
         program.initial_state()  # what is drawn from the prior is drawn here, outside of compiled functions
 
-        def joint(params: Array, chunks: tuple, start: Start | None) -> Joint:
+        def parts(params: Array, chunks: RowChunks, start: Start | None) -> tuple[Search, Joint]:
             state = program.initial_state_at(params)
-            prior_inputs = program.prior_inputs | {PARAMS: params}
-            return engine.batch(state, *chunks, prior_inputs=prior_inputs, init=start, alternating=False)
+            problem = JointProblem(state, chunks, program.prior_inputs | {PARAMS: params}, init=start)
+            search = engine.search_all(problem)
+            return search, engine.joint_parts(search, problem)
+
+        def solved(search: Search, joint: Joint) -> Solution:
+            base, form, state = joint.start()
+            return solve_traced(search, joint.objective, base, form, state)
 
         @engine.compiled
         def begin(params, chunks):
-            found = seek_start(joint(params, chunks, None).search)
+            search, joint = parts(params, chunks, None)
+            settings = search.settings._replace(max_iterations=0)  # the scale alone
+            found = solved(search._replace(settings=settings), joint)
             return found.mean, found.root @ found.root.T
 
         @engine.compiled
         def solve(params, chunks, start):
-            found = run_search(joint(params, chunks, start).search)
+            found = solved(*parts(params, chunks, start))
             inverse = solve_lower(found.root, jnp.eye(found.mean.size, dtype=found.mean.dtype))
-            gradient = jax.grad(lambda p: bound_at(joint(p, chunks, None), found.mean, inverse.T)[0])(params)
-            return Maximum(found.bound, gradient, (found.mean, found.root @ found.root.T), found.converged)
+
+            def bound(params, start=start):
+                _, joint = parts(params, chunks, start)
+                return bound_at(joint, joint.start().base, found.mean, inverse.T)[0]
+
+            return Maximum(
+                found.bound, jax.grad(bound)(params), (found.mean, found.root @ found.root.T), found.converged
+            )
 
         @engine.compiled
         def moments(params, start):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -11,14 +12,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from ..core.block import run_search
 from ..core.factors import Factors
-from ..core.objective import Group
+from ..core.joint import Joint
+from ..core.maximize import Progress, Search
+from ..core.objective import Group, in_stages
 from ..core.recursion import State, StepInfo
-from ..core.sparse import SparseJoint, Start, sparse_search
+from ..core.sparse import Marginals, sparse_solve
 from ..model.rows import Rows, num_rows
 from ..model.sparsity import Sparsity
 from .engine import Engine, chunks_of
+from .joint_solver import JointSolver, search_for
 from .kinds import make_kind
 from .linearised import Seen, factors_of, prepare
 
@@ -26,10 +29,10 @@ from .linearised import Seen, factors_of, prepare
 class SparseProblem(NamedTuple):
     """What a solve takes.
 
-    :ivar start: where it begins. :ivar chunks: what :attr:`SparseEngine.prepare` returns.
+    :ivar marginals: where it begins. :ivar chunks: what :attr:`SparseEngine.prepare` returns.
     """
 
-    start: Start
+    marginals: Marginals
     chunks: tuple
     num_rows: Array
 
@@ -39,7 +42,6 @@ class SparseEngine:
 
     :ivar prepare: ``program.prior_inputs``, rows and weights, (chunks, n, ...) arrays -> the terms of rows, of the
         prior, and of its Gaussian part, as far as they do not depend on theta.
-    :ivar solve: problem -> the state after all rows.
     """
 
     def __init__(self, engine: Engine, sparsity: Sparsity):
@@ -54,9 +56,8 @@ class SparseEngine:
             for in_prior, all_terms in ((False, program.terms), (True, prior.terms), (True, prior.gaussian))
         ]
         self._is_affine = engine.is_affine and all(terms.is_affine for terms in prior.terms)
-        self.compiled = engine.compiled
         self.prepare = engine.compiled(self._prepare)
-        self.solve = engine.compiled(self._solve)
+        self._solver = JointSolver(self._parts, engine.devices)
 
     def bind(self, engine: Engine) -> SparseEngine:
         """The same for a program that differs in what the data determine; see :meth:`Engine.bind`."""
@@ -70,15 +71,17 @@ class SparseEngine:
     def __hash__(self) -> int:
         return id(self._identity)
 
-    def problem(self, rows: Rows, start: Start | None = None, weights: np.ndarray | None = None) -> SparseProblem:
-        """For all rows. ``start``: where to begin; default: at the prior's marginals."""
+    def problem(
+        self, rows: Rows, marginals: Marginals | None = None, weights: np.ndarray | None = None
+    ) -> SparseProblem:
+        """For all rows. ``marginals``: where to begin; default: at the prior's."""
         program = self._engine.program
-        start = Start(*(program.marginals[:2] if start is None else start))
-        start = Start(*[np.asarray(x, program.dtype) for x in start])
+        marginals = Marginals(*(program.marginals[:2] if marginals is None else marginals))
+        marginals = Marginals(*[np.asarray(x, program.dtype) for x in marginals])
         chunks = chunks_of(self._engine, rows, self.sparsity.numbers_per_row, weights)
         prepared = self.prepare(program.prior_inputs, *chunks)
         total = num_rows(rows) if weights is None else np.count_nonzero(weights)
-        return SparseProblem(self._engine.devices.put(start), prepared, np.int32(total))
+        return SparseProblem(self._engine.devices.put(marginals), prepared, np.int32(total))
 
     def initial_state(self) -> State:
         """The prior's marginals, as the state before the first row."""
@@ -86,19 +89,23 @@ class SparseEngine:
         zero = jnp.zeros((), mean.dtype)
         return State(mean, jnp.zeros_like(mean), jnp.diag(jnp.sqrt(variance)), zero, None, jnp.zeros((), jnp.int32))
 
-    def joint(self, problem: SparseProblem) -> SparseJoint:
-        """The solve as a search."""
+    def solve(
+        self, problem: SparseProblem, on_step: Callable[[Progress], None] | None = None
+    ) -> tuple[State, StepInfo]:
+        """The state after all rows."""
+        all_kinds = tuple(kind for kinds in self._kinds for kind in kinds)
+        program, num_chunks = self._engine.program, jax.tree.leaves(problem.chunks[0])[0].shape[0]
+        shapes = [(terms.num_elements, terms.num_predictors) for terms in program.terms]
+        staged = self._is_affine and in_stages(all_kinds, shapes, program.layout.size, num_chunks)
+        search = search_for(all_kinds, self._engine.settings(), staged=staged)
+        return self._solver(search, problem, problem.num_rows, on_step=on_step)
+
+    def _parts(self, search: Search, problem: SparseProblem) -> Joint:
         groups = [
             Group(kinds, partial(self._linearise, seen), chunks)
             for kinds, seen, chunks in zip(self._kinds, self._seen, problem.chunks)
         ]
-        return sparse_search(
-            *groups, self.sparsity.order, problem.start, self._engine.settings(), is_affine=self._is_affine
-        )
-
-    def _solve(self, problem: SparseProblem) -> tuple[State, StepInfo]:
-        joint = self.joint(problem)
-        return joint.absorb(run_search(joint.search), problem.num_rows)
+        return sparse_solve(search, *groups, self.sparsity.order, problem.marginals)
 
     def _prepare(self, prior_inputs: dict, rows: dict, weights: Array) -> tuple:
         origin = jnp.zeros(self.sparsity.order.places.size, self._engine.program.dtype)

@@ -78,7 +78,7 @@ def test_terms_that_each_look_at_one_entry_have_a_diagonal_gram(rng):
 def packed(rng):
     """Two differences of packed precisions, and a precision."""
     arrays = [gram(design_of(rng, True), jnp.broadcast_to(w * jnp.eye(C), (N, C, C))) for w in (1.0, -0.4, 0.7)]
-    return arrays[1], arrays[2], arrays[0] + Arrow(jnp.full(SIZE, 2.0), HEADS).begin()
+    return arrays[1], arrays[2], arrays[0] + Arrow(jnp.full(SIZE, 2.0), HEADS).begin(jnp.zeros(SIZE))
 
 
 def test_arrows_do_as_whole_precisions(packed):
@@ -87,9 +87,9 @@ def test_arrows_do_as_whole_precisions(packed):
     factor, sigma = form.factor(x), np.linalg.inv(np.asarray(unpacked(x)))
     np.testing.assert_allclose(form.solver(factor)(vector), np.linalg.solve(precision, vector), rtol=1e-10)
     np.testing.assert_allclose(form.half_log_determinant(factor), 0.5 * np.linalg.slogdet(precision)[1], rtol=1e-12)
-    root = np.asarray(form.covariance_root(factor))
+    root = np.asarray(form.dense_root(factor))
     np.testing.assert_allclose(root.T @ root, sigma, atol=1e-12)
-    spread = form.spread(factor)
+    spread = form.covariance_root(factor)
     np.testing.assert_allclose(spread.array[1:], sigma[HEADS:], atol=1e-12)
     np.testing.assert_allclose(spread.array[0, :HEADS], np.diag(sigma)[:HEADS], rtol=1e-10)
 
@@ -101,7 +101,7 @@ def test_products_of_arrows_are_estimated(packed, monkeypatch):
     factor = form.factor(x)
     sigma, first, second = np.linalg.inv(np.asarray(unpacked(x))), np.asarray(unpacked(a)), np.asarray(unpacked(b))
     expected = np.trace(sigma @ first @ sigma @ first), np.trace(sigma @ first @ sigma @ second)
-    np.testing.assert_allclose(form.products(factor, form.spread(factor), a, b), expected, rtol=0.02)
+    np.testing.assert_allclose(form.products(factor, form.covariance_root(factor), a, b), expected, rtol=0.02)
 
 
 def test_an_arrow_that_is_not_positive_definite_has_no_factor(packed):

@@ -1,4 +1,6 @@
-"""The block solver: monotone, stationary at its solution, and robust where undamped iterations diverge."""
+"""The solver: monotone, stationary at its solution, and robust where undamped iterations diverge."""
+
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -7,9 +9,22 @@ import pytest
 
 from numpyro_rvga.core import closed_forms as cf
 from numpyro_rvga.core import expectations as ex
-from numpyro_rvga.core.block import Settings, block_search, run_search, standard_base
 from numpyro_rvga.core.factors import Factors, Kind
+from numpyro_rvga.core.maximize import (
+    Search,
+    Settings,
+    Steps,
+    evaluate,
+    init,
+    pending,
+    solution,
+    solve,
+    solve_traced,
+    standard_base,
+    updated,
+)
 from numpyro_rvga.core.objective import objective_of
+from numpyro_rvga.core.precisions import Dense
 
 
 def closed_kind(form):
@@ -55,21 +70,30 @@ def problem(name, n=40, r=3, scale=2.0, seed=0):
 NAMES = ["logistic", "separated logistic", "poisson", "normal, unknown scale", "student"]
 
 
-def solve(name, max_iterations=200, tolerance=1e-11, **settings):
+FORM = Dense(None)
+
+
+def solved(objective, search, size, driver="host"):
+    """By one of the two drivers, from the standard normal."""
+    base, state = standard_base(jnp.float64), init(search, FORM, jnp.zeros(size))
+    if driver == "traced":
+        return jax.jit(lambda: solve_traced(search, objective, base, FORM, state))()
+    steps = Steps(
+        jax.jit(lambda state: pending(search, objective, FORM, state)),
+        jax.jit(lambda at, mean: evaluate(objective, base, FORM, at, mean)),
+        jax.jit(lambda at, found: updated(search, objective, FORM, at, found)),
+    )
+    return solution(search, FORM, solve(search, steps, state))
+
+
+@functools.cache
+def solution_of(name, max_iterations=200, driver="host", staged=True):
     """From the base, or (where that is hopelessly wide) from its mean."""
     kind, design, constants = problem(name)
-    r = design.shape[-1]
-
     objective = objective_of((kind,), lambda e: (Factors(design @ e, design, constants),))
-
-    @jax.jit
-    def run():
-        start, arguments = None, (objective, standard_base(jnp.float64), r, jnp.float64)
-        if name != "logistic":
-            start = jnp.zeros(r)
-        return run_search(block_search(*arguments, Settings(tolerance, max_iterations, **settings), start=start))
-
-    return kind, design, constants, run()
+    settings = Settings(1e-11, max_iterations)
+    search = Search(settings, kind.concave, seek_scale=name != "logistic", staged=staged)
+    return kind, design, constants, solved(objective, search, design.shape[-1], driver)
 
 
 def bound_of(kind, design, constants, mean, root):
@@ -81,9 +105,10 @@ def bound_of(kind, design, constants, mean, root):
     return jnp.sum(values) - divergence
 
 
+@pytest.mark.parametrize("driver", ["host", "traced"])
 @pytest.mark.parametrize("name", NAMES)
-def test_the_bounds_gradient_vanishes_at_the_solution(name):
-    kind, design, constants, found = solve(name)
+def test_the_bounds_gradient_vanishes_at_the_solution(name, driver):
+    kind, design, constants, found = solution_of(name, driver=driver)
     root = jnp.linalg.inv(found.root).T
     bound = jax.jit(jax.value_and_grad(lambda m, s: bound_of(kind, design, constants, m, s), (0, 1)))
     value, gradients = bound(found.mean, root)
@@ -95,14 +120,14 @@ def test_the_bounds_gradient_vanishes_at_the_solution(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_more_iterations_never_lower_the_bound(name):
-    bounds = np.array([float(solve(name, k)[3].bound) for k in (0, 1, 4)])
+    bounds = np.array([float(solution_of(name, k)[3].bound) for k in (0, 1, 4)])
     assert np.all(np.diff(bounds) >= -1e-9 * np.abs(bounds[1:]))
     assert bounds[-1] > bounds[0]
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_no_gaussian_nearby_has_a_higher_bound(name):
-    kind, design, constants, found = solve(name)
+    kind, design, constants, found = solution_of(name)
     root = jnp.linalg.inv(found.root).T
     rng = np.random.default_rng(1)
     bound = jax.jit(lambda m, s: bound_of(kind, design, constants, m, s))
@@ -113,7 +138,7 @@ def test_no_gaussian_nearby_has_a_higher_bound(name):
 
 
 def test_solving_for_the_mean_after_each_covariance_saves_iterations():
-    both_at_once, in_turn = solve("separated logistic", refinements=0)[3], solve("separated logistic")[3]
+    both_at_once, in_turn = (solution_of("separated logistic", staged=staged)[3] for staged in (False, True))
     np.testing.assert_allclose(in_turn.bound, both_at_once.bound, rtol=1e-9)
     assert int(in_turn.iterations) <= 0.5 * int(both_at_once.iterations)
 
@@ -121,14 +146,14 @@ def test_solving_for_the_mean_after_each_covariance_saves_iterations():
 @pytest.mark.parametrize(
     "design", [[[10.0, 0.0]], [[9.0, 8.0], [1.0, -1.0]]], ids=["one row", "a precision that is singular in doubles"]
 )
-@pytest.mark.parametrize("start", [None, jnp.zeros(2)], ids=["the base", "its mean"])
-def test_far_too_wide_starts_are_left_in_a_few_steps(design, start):
+@pytest.mark.parametrize("seek_scale", [False, True], ids=["the base", "its mean"])
+@pytest.mark.parametrize("driver", ["host", "traced"])
+def test_far_too_wide_starts_are_left_in_a_few_steps(design, seek_scale, driver):
     """E[exp] and its curvature are e^50 and e^72 there."""
     design, n = jnp.asarray(design)[:, None], len(design)
     constants = cf.Exponential(jnp.zeros(n), jnp.ones(n), jnp.zeros(n), jnp.ones(n))
     objective = objective_of((closed_kind(cf.Exponential),), lambda e: (Factors(design @ e, design, constants),))
-    settings = Settings(1e-11, 100)
-    found = run_search(block_search(objective, standard_base(jnp.float64), 2, jnp.float64, settings, start=start))
+    found = solved(objective, Search(Settings(1e-11, 100), True, seek_scale=seek_scale, staged=True), 2, driver)
     assert found.converged and int(found.iterations) < 40
 
 
@@ -139,8 +164,7 @@ def test_gaussian_factors_are_solved_exactly():
     design = jnp.asarray(x)[:, None, :]
     kind = closed_kind(cf.Gaussian)
     objective = objective_of((kind,), lambda e: (Factors(design @ e, design, constants),))
-    search = block_search(objective, standard_base(jnp.float64), 4, jnp.float64, Settings(1e-12, 50))
-    found = run_search(search)
+    found = solved(objective, Search(Settings(1e-12, 50), True, staged=True), 4)
     precision = np.eye(4) + x.T @ x / 0.49
     np.testing.assert_allclose(found.root @ found.root.T, precision, rtol=1e-12)
     np.testing.assert_allclose(found.mean, np.linalg.solve(precision, x.T @ y / 0.49), rtol=1e-11)

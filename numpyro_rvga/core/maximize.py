@@ -1,0 +1,561 @@
+"""The best Gaussian for a sum of factors, as pure steps of a visible state.
+
+Over q = N(m, Lambda^-1) in R^r, maximize
+
+    sum_i E_q[log p_i(F_i(e))] + E_q[log base(e)] + entropy(q),      log base(e) = linear . e - e' precision e / 2,
+
+where factor i sees e through its predictors, u_i ~ N(F_i(m), J_i Lambda^-1 J_i^T). With one row this is R-VGA's
+implicit update, with all rows batch variational Gaussian inference. A step takes
+
+    Lambda(t) = (1 - t) Lambda + t Lambda_new,   Lambda_new = precision - sum J_i^T H_i J_i,
+    m(t) = m + t Lambda(t)^-1 (sum J_i^T g_i + linear - precision m):
+
+at t = 1 the fixed-point (Newton) step, for t -> 0 the natural gradient, which always rises. So halving t makes the
+bound monotone without any assumption of concavity, and leaves its stationary points alone. The first t that a step
+tries is where, by the last move's slopes at both ends, that move had better ended: the map from Lambda to Lambda_new
+may turn errors around, and then t = 1 goes to and fro.
+
+Where Lambda_new is not positive definite, a step leads to what the negative parts of the H_i alone make of it, so that
+t = 1 is possible. But that need not raise the bound. Where it does not, the step leads to Lambda_new itself, for a t
+small enough.
+
+One step is :func:`propose` (state -> the q to try), an evaluation of the factors there, and :func:`update` (state and
+evaluation -> state). :func:`solve_traced` takes the steps inside a compiled function, for blocks of a stream;
+:func:`solve` takes them from the host, which compiles faster, and sees each step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from .objective import Objective
+from .precisions import PrecisionForm
+
+MIN_STEP = 2.0**-30
+RTOL = 1e-6
+SHORTEST_FIRST_TRY = 0.1
+NEARLY_FULL = 0.05  # a full step forgets the old precision, however large, and is taken in place of one so near
+MAX_NARROWINGS = 10
+STEEP = 0.1  # of the bound's slope towards the exact target, that one towards the clamped target must have
+ACCEPT_RATIO = 0.1  # of a negative bound that narrowing must leave of it, if factors are log-concave
+MAX_MEAN_STEPS = 20  # Newton steps of the mean after one of the covariance, where they need no matrix product
+INNER_RTOL = 0.01  # of the squared natural gradient before a step: where the mean is solved well enough for now
+BACKTRACK = 0.25  # of a Newton step of the mean that lowered the bound
+
+
+class Base(NamedTuple):
+    """log base(e) = linear . e - e' precision e / 2 + constant. ``None`` precision: the identity."""
+
+    precision: Array | None
+    linear: Array | None
+    constant: Array
+
+
+class Solution(NamedTuple):
+    """q = N(mean, (root root^T)^-1) and how it was found.
+
+    :ivar mean: (r,). :ivar root: lower Cholesky factor of the precision, (r, r).
+    :ivar bound: the maximized objective; with a normalized base, sum E[log p] - KL(q || base).
+    :ivar decrement: squared length of the last natural gradient, in nats: twice the distance to the optimum.
+    """
+
+    mean: Array
+    root: Array
+    bound: Array
+    decrement: Array
+    iterations: Array
+    converged: Array
+
+
+class Settings(NamedTuple):
+    """When to stop (static).
+
+    :ivar tolerance: for the natural gradient's squared length, in nats.
+    :ivar max_iterations: and ``min_iterations``: the number of steps, at most and at least.
+    :ivar rtol: of what that length was at the start, which must be reached too.
+    """
+
+    tolerance: float
+    max_iterations: int
+    min_iterations: int = 0
+    rtol: float = RTOL
+
+
+class Search(NamedTuple):
+    """What is sought, and how (static).
+
+    :ivar log_concave: whether all factors are known to be.
+    :ivar by_decrement: whether steps must lower the decrement, not raise the bound: for expectations whose gradient
+        and curvature do not derive from their value.
+    :ivar mode: seek the mode (q a point mass, derivatives at the mean), and the precision there: Laplace's
+        approximation.
+    :ivar alternating: solve for the mean alone, by Newton's method, and for the covariance alone, by its fixed point,
+        in turn; not for both at once.
+    :ivar seek_scale: begin with the scale that has the highest bound. Far from the solution, expectations over a wide q
+        say little. Log-concave factors over a wide q do lead on, and faster, but where exponentials dwarf all else.
+        Otherwise the scale is narrowed until the bound is finite.
+    :ivar staged: whether the objective computes its parts one after the other, as it does where predictors are affine.
+        Their covariances do not depend on the mean then, and its Newton steps take no product of matrices. So the
+        host solves for the mean after each step of the covariance, which takes a third as many steps as both at once.
+    """
+
+    settings: Settings
+    log_concave: bool
+    by_decrement: bool = False
+    mode: bool = False
+    alternating: bool = False
+    seek_scale: bool = False
+    staged: bool = False
+
+    @property
+    def solves_for_mean(self) -> bool:
+        """Whether the mean has steps of its own after each step of the covariance."""
+        return self.staged and not (self.by_decrement or self.mode or self.alternating)
+
+    @property
+    def keeps_factor(self) -> bool:
+        """Whether the target's Cholesky factor is needed besides a full step: to know that it is positive definite."""
+        return self.mode or not self.log_concave
+
+
+class Evaluation(NamedTuple):
+    """The bound at a q, and where it leads.
+
+    :ivar target: the precision that a full step takes. :ivar target_factor: its Cholesky factor, if it is kept.
+    :ivar decrement: the squared natural gradient, of which ``covariance_decrement`` is the covariance's part.
+    :ivar clamped: whether the target leaves out positive curvatures of the log-likelihoods.
+    """
+
+    bound: Array
+    gradient: Array
+    target: Array
+    decrement: Array
+    covariance_decrement: Array
+    clamped: Array
+    target_factor: Any
+
+
+class SolverState(NamedTuple):
+    """Where a search stands: q = N(mean, precision^-1), evaluated, and the step to try next.
+
+    :ivar iterations: steps taken; while the initial scale is sought, trials.
+    :ivar step: t; 0 while the initial scale is sought.
+    :ivar stuck: whether no step can raise the bound any more.
+    :ivar updating_mean: if alternating: whether it is the mean's turn.
+    """
+
+    iterations: Array
+    step: Array
+    mean: Array
+    precision: Array
+    evaluation: Evaluation
+    initial_decrement: Array
+    stuck: Array
+    updating_mean: Array
+
+
+class Proposal(NamedTuple):
+    """The q to evaluate next, N(mean, precision^-1).
+
+    :ivar factor: the precision's Cholesky factor.
+    :ivar covariance_root: what the factors need of its inverse, see :mod:`~.precisions`; None if a mode is sought.
+    :ivar change: the target less the state's precision, along which slopes are compared.
+    """
+
+    mean: Array
+    precision: Array
+    factor: Array
+    covariance_root: Any
+    change: Array
+
+
+class Slope(NamedTuple):
+    """The bound's part that depends on the mean, its gradient there, and the factors' expected Hessians."""
+
+    value: Array
+    gradient: Array
+    hessians: Any
+
+
+class Target(NamedTuple):
+    """The precision that a full step takes, its Cholesky factor if it is kept, and whether it is clamped."""
+
+    precision: Array
+    factor: Any
+    clamped: Array
+
+
+def standard_base(dtype) -> Base:
+    """The standard normal, normalized."""
+    return Base(None, None, jnp.zeros((), dtype))
+
+
+def init(search: Search, form: PrecisionForm, mean: Array, precision: Array | None = None) -> SolverState:
+    """The state before anything was evaluated.
+
+    :param precision: as an array of ``form``; default: the one to narrow from.
+    """
+    dtype, unknown = mean.dtype, jnp.full((), jnp.nan, mean.dtype)
+    precision = form.begin(mean) if precision is None else precision
+    factor = None
+    if search.keeps_factor:
+        factor = jnp.full(jax.eval_shape(form.factor, precision).shape, jnp.nan, dtype)
+    no, zero = jnp.asarray(False), jnp.zeros((), dtype)
+    evaluation = Evaluation(unknown, jnp.zeros_like(mean), precision, unknown, unknown, no, factor)
+    return SolverState(jnp.zeros((), jnp.int32), zero, mean, precision, evaluation, unknown, no, jnp.asarray(True))
+
+
+def propose(search: Search, form: PrecisionForm, state: SolverState) -> Proposal:
+    """The q to evaluate next."""
+    t, at = state.step, state.evaluation
+    starting = t == 0
+    change = at.target - state.precision
+    if search.alternating:
+        change = jnp.where(state.updating_mean, 0.0, change)
+    keeps_precision = starting | (state.updating_mean & search.alternating)
+    if search.mode:
+        precision, factor = state.precision, at.target_factor
+    else:  # Not precision + t change, which would lose a target far smaller than the precision.
+        mixed = (1 - t) * state.precision + t * at.target
+        precision = jnp.where(keeps_precision, state.precision, mixed)
+        if search.keeps_factor:
+            full = ~keeps_precision & (t == 1)
+            factor = lax.cond(full, lambda: at.target_factor, lambda: form.factor(precision))
+        else:
+            factor = form.factor(precision)
+    mean = state.mean
+    if not search.solves_for_mean:
+        metric = form.factor(at.target) if search.alternating else factor
+        keeps_mean = starting | (~state.updating_mean & search.alternating)
+        mean = jnp.where(keeps_mean, mean, mean + t * form.solver(metric)(at.gradient))
+    covariance_root = None if search.mode else form.covariance_root(factor)
+    return Proposal(mean, precision, factor, covariance_root, change)
+
+
+def with_base(base: Base, form: PrecisionForm, mean: Array, value: Array, gradient: Array, hessians: Any) -> Slope:
+    """The factors' expected values and the base's, at a mean."""
+    linear = jnp.zeros_like(mean) if base.linear is None else base.linear
+    pull = form.precision_times(mean)
+    value = value + linear @ mean - 0.5 * mean @ pull + base.constant
+    return Slope(value, gradient + linear - pull, hessians)
+
+
+def exact_target(search: Search, form: PrecisionForm, curvature: Array) -> Target:
+    """Of the factors' exact curvature."""
+    precision = form.target(curvature)
+    return Target(precision, form.factor(precision) if search.keeps_factor else None, jnp.asarray(False))
+
+
+def clamped_target(
+    search: Search, form: PrecisionForm, proposal: Proposal, exact: Target, clamped_curvature: Array
+) -> Target:
+    """In place of an exact target that is not positive definite: the one without the factors' positive curvatures, if
+    the bound rises towards it."""
+    precision = form.target(clamped_curvature)
+    factor = form.factor(precision)
+    if search.mode or search.alternating:
+        return Target(precision, factor, jnp.asarray(True))
+    ahead = exact.precision - proposal.precision
+    steepest, slope = form.products(proposal.factor, proposal.covariance_root, ahead, precision - proposal.precision)
+    rises = slope >= STEEP * steepest
+    return Target(jnp.where(rises, precision, exact.precision), jnp.where(rises, factor, exact.factor), rises)
+
+
+def update(
+    search: Search,
+    form: PrecisionForm,
+    state: SolverState,
+    proposal: Proposal,
+    mean: Array,
+    slope: Slope,
+    exact: Array,
+    target: Target,
+) -> SolverState:
+    """The state after an evaluation of the proposal, at ``mean``.
+
+    :param exact: the precision of the factors' exact curvature, of which the natural gradient is.
+    """
+    if search.mode:
+        length = slope.gradient @ form.solver(target.factor)(slope.gradient)
+        zero = jnp.zeros((), mean.dtype)
+        new = Evaluation(slope.value, slope.gradient, target.precision, length, zero, target.clamped, target.factor)
+        along = zero
+    else:
+        root, covariance_root = proposal.factor, proposal.covariance_root
+        divergence = 0.5 * (form.trace(proposal.precision, covariance_root) - mean.size)
+        bound = slope.value - divergence - form.half_log_determinant(root)
+        length = slope.gradient @ form.solver(root)(slope.gradient)
+        square, along = form.products(root, covariance_root, exact - proposal.precision, proposal.change)
+        along, square = 0.5 * along, 0.5 * square
+        factor = target.factor if search.keeps_factor else None
+        new = Evaluation(bound, slope.gradient, target.precision, length + square, square, target.clamped, factor)
+    started = _after_start(search, form, state, new)
+    stepped = _after_step(search, state, proposal, mean, new, _next_step(search, state, mean, new, along))
+    return jax.tree.map(lambda a, b: jnp.where(state.step == 0, a, b), started, stepped)
+
+
+def _next_step(search: Search, state: SolverState, mean: Array, new: Evaluation, along: Array) -> Array:
+    """The step at which the bound's slope along this move would have vanished (secant): T(V) may oscillate."""
+    dtype, t, at = mean.dtype, state.step, state.evaluation
+    if search.mode:
+        return jnp.ones((), dtype)
+    direction = (mean - state.mean) / t
+    rise = at.covariance_decrement
+    if search.alternating:
+        rise = jnp.where(state.updating_mean, 0.0, rise)
+    before = at.gradient @ direction + rise
+    after = new.gradient @ direction + along
+    best = t * before / (before - after)
+    known = (after < before) & jnp.isfinite(best) & (jnp.abs(best - 1) > NEARLY_FULL)
+    return jnp.where(known, jnp.clip(best, SHORTEST_FIRST_TRY, 1.0), 1.0).astype(dtype)
+
+
+def _after_start(search: Search, form: PrecisionForm, state: SolverState, new: Evaluation) -> SolverState:
+    """A wider start was the better one, or: narrow it further, or go on from it."""
+    finite = jnp.isfinite(new.bound) & jnp.all(jnp.isfinite(new.gradient))
+    if not search.seek_scale:
+        done, at = finite, new
+        precision = jnp.where(finite, state.precision, form.narrower(state.precision))
+    else:
+        before = state.evaluation.bound
+        share = ACCEPT_RATIO if search.log_concave and not search.alternating else 1.0
+        better = finite & ~(new.bound <= jnp.maximum(before, share * before))
+        done = finite & ~better
+        precision = jnp.where(done, form.wider(state.precision), form.narrower(state.precision))
+        at = jax.tree.map(lambda a, b: jnp.where(better, a, b), new, state.evaluation)
+    count = jnp.where(done, 0, state.iterations + 1)
+    step = done.astype(state.mean.dtype)
+    return SolverState(
+        count, step, state.mean, precision, at, at.decrement, count > MAX_NARROWINGS, state.updating_mean
+    )
+
+
+def _after_step(
+    search: Search, state: SolverState, proposal: Proposal, mean: Array, new: Evaluation, next_step: Array
+) -> SolverState:
+    at = state.evaluation
+    merit, before = (-new.decrement, -at.decrement) if search.by_decrement else (new.bound, at.bound)
+    accepted = merit >= before - rounding(search, mean, before)
+    resolvable = rounding(search, mean, new.bound)  # gains below rounding error cannot be told from losses
+    idle = accepted & (new.decrement <= resolvable) & (new.decrement > 0.5 * at.decrement)
+    updating_mean = state.updating_mean
+    if search.alternating:
+        share = jnp.where(updating_mean, new.decrement - new.covariance_decrement, new.covariance_decrement)
+        updating_mean = updating_mean ^ (share <= 0.5 * _tolerance(search.settings, state))
+    after = SolverState(
+        state.iterations + 1, next_step, mean, proposal.precision, new, state.initial_decrement, idle, updating_mean
+    )
+    halved = state._replace(step=0.5 * state.step, stuck=state.step < MIN_STEP)
+    return jax.tree.map(lambda a, b: jnp.where(accepted, a, b), after, halved)
+
+
+def rounding(search: Search, mean: Array, merit: Array) -> Array:
+    """The rounding error of a bound, or of what else is compared. In a bound the covariance's trace cancels, which is
+    of about the dimension and may be far larger."""
+    cancelling = 0 if search.mode or search.by_decrement else mean.size
+    return 8 * jnp.finfo(mean.dtype).eps * (cancelling + jnp.abs(merit))
+
+
+def _tolerance(settings: Settings, state: SolverState) -> Array:
+    # Relative for rows that hardly move q: passed over, a million of them would add up.
+    return jnp.minimum(settings.tolerance, settings.rtol * state.initial_decrement)
+
+
+def unfinished(search: Search, state: SolverState) -> Array:
+    """Whether there is a step to take."""
+    settings = search.settings
+    unsolved = ~(state.evaluation.decrement <= _tolerance(settings, state))
+    unsolved = unsolved | (state.iterations < settings.min_iterations)
+    unsolved = unsolved & (state.iterations < settings.max_iterations)
+    return (unsolved | (state.step == 0)) & ~state.stuck
+
+
+def solution(search: Search, form: PrecisionForm, state: SolverState) -> Solution:
+    """What the state has found."""
+    at = state.evaluation
+    converged = at.decrement <= jnp.maximum(search.settings.tolerance, rounding(search, state.mean, at.bound))
+    root = at.target_factor if search.mode else form.factor(state.precision)
+    converged = converged & jnp.isfinite(at.bound)
+    return Solution(state.mean, root, at.bound, at.decrement, state.iterations, converged)
+
+
+def settle_target(
+    search: Search, form: PrecisionForm, objective: Objective, proposal: Proposal, mean: Array, hessians: Any
+) -> tuple[Array, Target]:
+    """The precision of the factors' exact curvature at the proposal, and the one that a full step takes."""
+    exact = exact_target(search, form, objective.curvature(mean, hessians, False))
+    if search.log_concave:
+        return exact.precision, exact
+
+    def clamped() -> Target:
+        return clamped_target(search, form, proposal, exact, objective.curvature(mean, hessians, True))
+
+    return exact.precision, lax.cond(jnp.all(jnp.isfinite(exact.factor)), lambda: exact, clamped)
+
+
+# ---------------------------------------------------------------------- inside a compiled function
+def solve_traced(search: Search, objective: Objective, base: Base, form: PrecisionForm, state: SolverState) -> Solution:
+    """The solution, by a loop that XLA runs."""
+
+    def slope_at(mean: Array, covariances: Any) -> Slope:
+        return with_base(base, form, mean, *objective.expect(mean, covariances))
+
+    def step(state: SolverState) -> SolverState:
+        proposal = propose(search, form, state)
+        mean = proposal.mean
+        covariances = None if search.mode else objective.seen(mean, proposal.covariance_root)
+        if search.solves_for_mean:
+            num_steps = jnp.where(state.step == 0, 0, MAX_MEAN_STEPS)
+            tolerance = INNER_RTOL * state.evaluation.decrement
+            mean, slope = _solve_mean_traced(form, slope_at, proposal, covariances, num_steps, tolerance)
+        else:
+            slope = slope_at(mean, covariances)
+        exact, target = settle_target(search, form, objective, proposal, mean, slope.hessians)
+        return update(search, form, state, proposal, mean, slope, exact, target)
+
+    return solution(search, form, lax.while_loop(lambda state: unfinished(search, state), step, state))
+
+
+def _solve_mean_traced(
+    form: PrecisionForm,
+    slope_at: Callable[[Array, Any], Slope],
+    proposal: Proposal,
+    covariances: Any,
+    num_steps: Array,
+    tolerance: Array,
+) -> tuple[Array, Slope]:
+    """As :func:`_solve_mean`."""
+    solver = form.solver(proposal.factor)
+
+    def going(carry: tuple) -> Array:
+        count, *_, length = carry
+        return (count <= num_steps) & ~(length <= tolerance)
+
+    def visit(carry: tuple) -> tuple:  # a loop, so that expectations are compiled once
+        count, tried, mean, slope, length = carry
+        new = slope_at(tried, covariances)
+        move = solver(new.gradient)
+        better = (count == 0) | (new.value > slope.value)
+        taken = (tried, new, new.gradient @ move)
+        best = jax.tree.map(lambda a, b: jnp.where(better, a, b), taken, (mean, slope, length))
+        return count + 1, jnp.where(better, tried + move, mean + BACKTRACK * (tried - mean)), *best
+
+    mean = proposal.mean
+    nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(slope_at, mean, covariances))
+    unknown = jnp.full((), jnp.nan, mean.dtype)
+    begin = (jnp.zeros((), jnp.int32), mean, mean, nothing, unknown)
+    _, _, mean, slope, _ = lax.while_loop(going, visit, begin)
+    return mean, slope
+
+
+# ---------------------------------------------------------------------- from the host
+class Pending(NamedTuple):
+    """A state, the q to evaluate next, and the predictors' covariances there."""
+
+    state: SolverState
+    proposal: Proposal
+    covariances: Any
+
+
+class Progress(NamedTuple):
+    """What the host sees after each step."""
+
+    unfinished: Array
+    iterations: Array
+    step: Array
+    bound: Array
+    decrement: Array
+    clamped: Array
+
+
+class Evaluated(NamedTuple):
+    """The bound's slope at a mean, the Newton step from there, and the mean's squared natural gradient."""
+
+    mean: Array
+    slope: Slope
+    newton_step: Array
+    squared_length: Array
+
+
+class Steps(NamedTuple):
+    """The compiled functions that the host calls in turn: of a model, only ``evaluate`` has the log-likelihoods in it.
+
+    :ivar propose: see :func:`pending`. :ivar evaluate: see :func:`evaluate`. :ivar update: see :func:`updated`.
+    """
+
+    propose: Callable[[SolverState], Pending]
+    evaluate: Callable[[Pending, Array], Evaluated]
+    update: Callable[[Pending, Evaluated], tuple[SolverState, Progress]]
+
+
+def pending(search: Search, objective: Objective, form: PrecisionForm, state: SolverState) -> Pending:
+    """With the state's proposal."""
+    proposal = propose(search, form, state)
+    covariances = None if search.mode else objective.seen(proposal.mean, proposal.covariance_root)
+    return Pending(state, proposal, covariances)
+
+
+def evaluate(objective: Objective, base: Base, form: PrecisionForm, at: Pending, mean: Array) -> Evaluated:
+    """The factors' expectations at the proposal's covariance."""
+    slope = with_base(base, form, mean, *objective.expect(mean, at.covariances))
+    move = form.solver(at.proposal.factor)(slope.gradient)
+    return Evaluated(mean, slope, move, slope.gradient @ move)
+
+
+def updated(
+    search: Search, objective: Objective, form: PrecisionForm, at: Pending, found: Evaluated
+) -> tuple[SolverState, Progress]:
+    """The state after an evaluation."""
+    state, proposal, _ = at
+    exact, target = settle_target(search, form, objective, proposal, found.mean, found.slope.hessians)
+    state = update(search, form, state, proposal, found.mean, found.slope, exact, target)
+    new = state.evaluation
+    more = unfinished(search, state)
+    return state, Progress(more, state.iterations, state.step, new.bound, new.decrement, new.clamped)
+
+
+def solve(
+    search: Search, steps: Steps, state: SolverState, on_step: Callable[[Progress], None] | None = None
+) -> SolverState:
+    """The state where the search ends; its :func:`solution` is q.
+
+    :param on_step: is told of each step that was accepted, and of the start.
+    """
+    started, iterations, decrement, more = False, 0, math.nan, True
+    while more:
+        at = steps.propose(state)
+        num_steps = MAX_MEAN_STEPS if search.solves_for_mean and started else 0
+        found = _solve_mean(steps.evaluate, at, num_steps, INNER_RTOL * decrement)
+        state, progress = steps.update(at, found)
+        progress = jax.device_get(progress)
+        if on_step is not None and progress.step > 0 and (not started or progress.iterations > iterations):
+            on_step(progress)
+        started, iterations = bool(progress.step > 0), int(progress.iterations)
+        more, decrement = bool(progress.unfinished), float(progress.decrement)
+    return state
+
+
+def _solve_mean(
+    evaluate: Callable[[Pending, Array], Evaluated], at: Pending, num_steps: int, tolerance: float
+) -> Evaluated:
+    """After Newton steps of the mean, at the proposal's covariance, that raise the bound.
+
+    :param num_steps: at most. :param tolerance: squared length of the mean's natural gradient at which to stop.
+    """
+    best = evaluate(at, at.proposal.mean)
+    move = best.newton_step
+    for _ in range(num_steps):
+        if float(best.squared_length) <= tolerance:
+            break
+        new = evaluate(at, best.mean + move)
+        if float(new.slope.value) > float(best.slope.value):
+            best, move = new, new.newton_step
+        else:
+            move = BACKTRACK * move
+    return best

@@ -1,0 +1,193 @@
+"""Joint solves, driven from the host: what is compiled of a model are the moments of its factors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.core import Tracer
+
+from ..core.compilation import Compiled, jit_once
+from ..core.factors import Kind
+from ..core.joint import Joint, Start
+from ..core.maximize import (
+    Base,
+    Evaluated,
+    Pending,
+    Progress,
+    Search,
+    Settings,
+    Slope,
+    SolverState,
+    Steps,
+    evaluate,
+    pending,
+    solution,
+    solve,
+    solve_traced,
+    updated,
+)
+from ..core.objective import is_conservative, is_log_concave
+from ..core.precisions import PrecisionForm
+from ..core.recursion import Sites, State, StepInfo
+from .devices import Devices
+
+
+class RowChunks(NamedTuple):
+    """Rows as the terms take them, and weights: (chunks, n, ...) arrays."""
+
+    rows: dict[str, Array]
+    weights: Array
+
+
+class JointProblem(NamedTuple):
+    """What a joint solve takes.
+
+    :ivar state: the Gaussian before it. :ivar chunks: rows, prepared or not, with the chunks along the leading axis.
+    :ivar prior_inputs: as ``program.prior_inputs``.
+    :ivar sites: by which the state knows the rows; None: it does not.
+    :ivar init: mean and precision of a q to start from, in the state's standard coordinates, or None.
+    """
+
+    state: State
+    chunks: Any
+    prior_inputs: dict[str, Any]
+    sites: tuple[Sites, ...] | None = None
+    init: tuple[Array, Array] | None = None
+
+    @property
+    def num_chunks(self) -> int:
+        return jax.tree.leaves(self.chunks)[0].shape[0]
+
+
+class PriorProblem(NamedTuple):
+    """What a solve with the true prior alone takes.
+
+    :ivar among: all entries of theta (P,) and the numbers of those that the state is of; None: it is of all.
+    """
+
+    state: State
+    prior_inputs: dict[str, Any]
+    among: tuple[Array, Array] | None = None
+
+
+def search_for(
+    kinds: Sequence[Kind],
+    settings: Settings,
+    *,
+    staged: bool,
+    has_start: bool = False,
+    mode: bool = False,
+    alternating: bool = False,
+) -> Search:
+    """What a joint solve of factors of these kinds seeks.
+
+    :param staged: see :func:`~numpyro_rvga.core.objective.in_stages`.
+    :param has_start: whether there is a q to start from.
+    """
+    return Search(
+        settings,
+        is_log_concave(kinds),
+        by_decrement=not mode and not is_conservative(kinds),
+        mode=mode,
+        alternating=alternating,
+        seek_scale=not mode and not has_start,
+        staged=staged,
+    )
+
+
+def whitened(before: State, mean: Array, root: Array) -> tuple[Array, Array]:
+    """Mean and precision of N(mean, root root^T), in coordinates in which ``before`` is standard normal."""
+    return _whitened(before.mean, before.root, mean, root)
+
+
+@jit_once
+def _whitened(origin: Array, scale: Array, mean: Array, root: Array) -> tuple[Array, Array]:
+    inverse = jnp.linalg.solve(root, scale)
+    return jnp.linalg.solve(scale, mean - origin), inverse.T @ inverse
+
+
+class JointSolver:
+    """Solves problems of one form, driven from the host. Inside a compiled function, XLA runs the steps.
+
+    :param joint: search, problem (a pytree) -> its parts.
+    """
+
+    def __init__(self, joint: Callable[[Search, Any], Joint], devices: Devices):
+        self._joint, self._devices = joint, devices
+        each: Any = devices.everywhere
+        pending = None if each is None else Pending(each, each, None)  # rows stay where they are
+        slope: Any = None if each is None else Slope(each, each, None)
+        evaluated = None if each is None else Evaluated(each, slope, each, each)
+        self._begin = Compiled(self._begun, ("search",), each)
+        self._propose = Compiled(self._proposed, ("search",), pending)
+        self._evaluate = Compiled(self._evaluated, ("search",), evaluated)
+        self._update = Compiled(self._updated, ("search",), each)
+        self._finish = Compiled(self._finished, ("search", "with_absorbed"), each)
+        self._traced = jax.jit(self._solved_traced, static_argnames=("search", "with_absorbed"))
+
+    def __call__(
+        self,
+        search: Search,
+        problem: Any,
+        num_rows: Array,
+        *,
+        with_absorbed: bool = False,
+        on_step: Callable[[Progress], None] | None = None,
+    ) -> tuple[State, StepInfo]:
+        """The state after ``num_rows`` new rows.
+
+        :param with_absorbed: report how q sees the rows.
+        """
+        if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((problem, num_rows))):
+            return self._traced(problem, num_rows, search=search, with_absorbed=with_absorbed)
+        base, form, state = self._begin(problem, search=search)
+        steps = Steps(
+            lambda state: self._propose(problem, form, state, search=search),
+            lambda at, mean: self._evaluate(problem, base, form, at, mean, search=search),
+            lambda at, found: self._update(problem, form, at, found, search=search),
+        )
+        found = solve(search, steps, state, on_step)
+        return self._finish(problem, form, found, num_rows, search=search, with_absorbed=with_absorbed)
+
+    def _begun(self, problem: Any, *, search: Search) -> Start:
+        return self._joint(search, problem).start()
+
+    def _proposed(self, problem: Any, form: PrecisionForm, state: SolverState, *, search: Search) -> Pending:
+        return pending(search, self._joint(search, problem).objective, form, state)
+
+    def _evaluated(
+        self, problem: Any, base: Base, form: PrecisionForm, at: Pending, mean: Array, *, search: Search
+    ) -> Evaluated:
+        return evaluate(self._joint(search, problem).objective, base, form, at, mean)
+
+    def _updated(
+        self, problem: Any, form: PrecisionForm, at: Pending, found: Evaluated, *, search: Search
+    ) -> tuple[SolverState, Progress]:
+        return updated(search, self._joint(search, problem).objective, form, at, found)
+
+    def _finished(
+        self,
+        problem: Any,
+        form: PrecisionForm,
+        state: SolverState,
+        num_rows: Array,
+        *,
+        search: Search,
+        with_absorbed: bool,
+    ) -> tuple[State, StepInfo]:
+        joint, found = self._joint(search, problem), solution(search, form, state)
+        after, info = joint.absorb(found, jnp.asarray(num_rows))
+        return after, info._replace(absorbed=joint.absorbed(found)) if with_absorbed else info
+
+    def _solved_traced(
+        self, problem: Any, num_rows: Array, *, search: Search, with_absorbed: bool
+    ) -> tuple[State, StepInfo]:
+        joint = self._joint(search, problem)
+        base, form, state = joint.start()
+        found = solve_traced(search, joint.objective, base, form, state)
+        after, info = joint.absorb(found, jnp.asarray(num_rows))
+        return after, info._replace(absorbed=joint.absorbed(found)) if with_absorbed else info
