@@ -1,4 +1,4 @@
-"""BONG: Bayesian online natural gradient, and its whole family."""
+"""BONG: Bayesian online natural gradient, and the methods of its family."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ PREDICTIONS = (None, "plugin", "linearized")
 
 
 class BONG:
-    """Gaussian posterior of a NumPyro model by Bayesian online natural gradient steps, one for each row.
+    """Gaussian posterior of a NumPyro model by one Bayesian online natural-gradient step for each row.
 
-    A method is a rule, a curvature (``hessian``), a family and its parameterisation: any of them with any other, but
-    for those that are refused because they make no sense. Networks of a million weights are welcome with the diagonal
-    and low-rank families, which make no (P, P) array.
+    A method is a rule, a Hessian, a family and its parameterization. Any goes with any other, except for combinations
+    that make no sense, which are refused. The diagonal and low-rank families make no (P, P) array, so networks of a
+    million weights fit.
 
     **Example**
 
@@ -56,43 +56,46 @@ class BONG:
 
     :param model: a NumPyro model whose rows are conditionally independent given global, continuous latents.
     :param str rule: ``"bong"`` takes one natural-gradient step on the expected log-likelihood, ``"bog"`` one plain
-        gradient step; ``"blr"`` (Bayesian learning rule) and ``"bbb"`` (Bayes by backprop) take ``num_iters`` such
-        steps on the bound, KL divergence included (equations 30-34).
-    :param str hessian: how expected gradient and curvature are found. ``"lin-hess"``: at q's mean, with the model's
-        outputs linearised: the Kalman filter with the row's own mean and covariance for Bernoulli, binomial, Poisson
-        and softmax rows (whose covariance is singular) under any link, and for Normal and Laplace rows whose location
-        is affine in the latents, their scale known or, on a log scale, too. Other rows have the curvature that is
-        observed, less its negative part, which may be far off: take ``"auto"`` for these. ``"lin-ef"``: at q's mean,
-        with the gradient's square for the curvature, and no Jacobian. ``"mc-hess"``, ``"mc-ef"``: both averaged over
-        draws of theta (the diagonal family takes one of Hutchinson's probes a draw). And RVGA's expectations in
-        predictor space: ``"auto"``, ``"exact"``, ``"probit"``, ``"quadrature"``, ``"sigma_points"``,
-        ``"monte_carlo"``.
+        gradient step on it; ``"blr"`` (Bayesian learning rule) and ``"bbb"`` (Bayes by backprop) take ``num_iters``
+        natural or plain gradient steps on the bound, which has the KL divergence (equations 30-34).
+    :param str hessian: how the expected gradient and Hessian of the log-likelihood are computed.
+
+        - ``"lin-hess"``: at q's mean, with the model's outputs linearized and minus the Fisher information for the
+          Hessian. This is the extended Kalman filter. It holds for Bernoulli, binomial, Poisson and softmax rows under
+          any link, and for Normal and Laplace rows whose location (and log scale) is affine in the latent sites. Other
+          rows have the observed Hessian without its positive part, which may be far off: take ``"auto"`` for these.
+        - ``"lin-ef"``: at q's mean, with the outer product of the gradient for minus the Hessian, without a Jacobian.
+        - ``"mc-hess"``, ``"mc-ef"``: the Hessian, or outer products of gradients, averaged over draws of theta. (The
+          diagonal family takes one of Hutchinson's probes for each draw.)
+        - RVGA's expectations: ``"auto"``, ``"exact"``, ``"probit"``, ``"quadrature"``, ``"sigma_points"``,
+          ``"monte_carlo"``.
     :param str family: ``"full"``; ``"diagonal"``; or ``"low-rank"``, a precision of diagonal plus low rank.
-    :param int rank: of the low-rank family. Plain gradients (``"bog"``, ``"bbb"``) leave a factor at zero, where it
-        starts, as their slope is zero there: they learn a diagonal precision whatever the rank.
-    :param str parameterization: of the full and diagonal families' steps: ``"natural"`` or ``"moment"``.
+    :param int rank: of the low-rank family. Its factor starts at zero, where plain gradients (``"bog"``, ``"bbb"``)
+        vanish: these rules learn a diagonal precision whatever the rank.
+    :param str parameterization: the parameters in which the full and diagonal families take a step: ``"natural"`` or
+        ``"moment"``.
     :param float learning_rate: of ``"bog"``, ``"blr"`` and ``"bbb"``.
     :param int num_iters: steps for each row of ``"blr"`` and ``"bbb"``.
     :param int num_samples: draws of ``"mc-hess"`` and ``"mc-ef"``, and nodes of Monte Carlo expectations.
-    :param projection: for ``rule="bong"`` with the diagonal family: take the mean of the full update, with the diagonal
-        of its precision (``"exclusive"``, the minimiser of KL(q || full); VD-EKF) or of its covariance
-        (``"inclusive"``, KL(full || q); FD-EKF). None (default) takes the family's own natural gradient, whose mean
+    :param projection: for ``rule="bong"`` with the diagonal family: project the full update. ``"exclusive"`` keeps the
+        diagonal of its precision, the minimizer of KL(q || full) (VD-EKF). ``"inclusive"`` keeps that of its
+        covariance, the minimizer of KL(full || q) (FD-EKF). None (default) takes the family's own natural gradient, whose mean
         overshoots where many parameters explain the same row.
     :param dynamics: how parameters move before each block (:class:`RandomWalk`, :class:`OrnsteinUhlenbeck`,
         :class:`LinearDynamics`).
-    :param int block_size: rows taken in together. One row at a time is the most accurate, larger blocks are faster.
-    :param num_epochs: batch mode of ``"blr"`` and ``"bbb"`` (appendix E.6): pass so often over rows in memory, in
-        blocks that each speak for all rows, towards the posterior of all of them. None (default): each row counts once.
-        Callbacks then come after each epoch.
-    :param init_loc_fn: where q's mean starts, if not at the prior's mean: one of NumPyro's initialisation strategies,
-        or :func:`init_to_module` for the weights that a network's layers would start from.
-    :param shuffle: as for :class:`RVGA`; in each epoch the order is drawn afresh. A row is taken in by one step from
-        the q of that moment, and not looked at again: digits sorted by class leave a network that knows the last class
-        best. ``"auto"`` keeps the rows' own order with ``dynamics`` and ``prequential``, which are about that order.
+    :param int block_size: rows in one update. One row is the most accurate; larger blocks are faster.
+    :param num_epochs: batch mode of ``"blr"`` and ``"bbb"`` (appendix E.6): the number of passes over rows in memory.
+        Each block then represents all rows, and q approaches the posterior of all rows. Callbacks come after each
+        epoch. None (default): one pass in which each row counts once.
+    :param init_loc_fn: where q's mean starts: one of NumPyro's initialization strategies, or :func:`init_to_module` for
+        the weights that a network's layers would start from. None (default): at the prior's mean.
+    :param shuffle: as for :class:`RVGA`; each epoch has a new order. Each row is used once, at the q of that moment: a
+        network that sees digits sorted by class knows the last class best. ``"auto"`` keeps the rows' own order with
+        ``dynamics`` and ``prequential``, which depend on that order.
     :param float improper_prior_scale: as for :class:`RVGA`.
     :raises ValueError: for options that do not exist or exclude each other.
 
-    :ivar state: of the last run, after the last rows that it took in, also if it was stopped; for :meth:`posterior`.
+    :ivar state: of the last run, after its last update, also if it was stopped; for :meth:`posterior`.
 
     **References**
 
@@ -147,7 +150,7 @@ class BONG:
 
     @classmethod
     def preset(cls, name: str, model: Callable, **options: Any) -> BONG:
-        """A method by the name that the literature gives it; see :data:`numpyro_rvga.presets.PRESETS`.
+        """A method by its name in the literature; see :data:`numpyro_rvga.presets.PRESETS`.
 
         **Example**
 
@@ -160,7 +163,7 @@ class BONG:
             >>> print(np.asarray(lo_fi.mean).round(0))
             [ 1. -2.]
 
-        :param options: others than the preset fixes, and those that it leaves open, such as ``rank``.
+        :param options: options that the preset leaves open, such as ``rank``.
         :raises ValueError: for unknown names, and options that the preset fixes.
         """
         check_choice("preset", name, tuple(PRESETS))
@@ -171,7 +174,7 @@ class BONG:
         return cls(model, **fixed, **options)
 
     def with_learning_rate(self, learning_rate: float) -> BONG:
-        """The same method at another learning rate, which shares what is compiled: to choose a rate.
+        """The same method at another learning rate, without compiling again.
 
         **Example**
 
@@ -212,7 +215,7 @@ class BONG:
         on_bad_row: str = "raise",
         **model_kwargs: Any,
     ) -> Posterior:
-        """Take in the data, block by block.
+        """Update by all rows, block by block.
 
         **Example**
 
@@ -228,18 +231,18 @@ class BONG:
 
         :param data: as for :meth:`RVGA.run`.
         :param rng_key: for draws of theta, ``shuffle`` and ``init_loc_fn``. Default: ``jax.random.key(0)``.
-        :param init: a posterior (or state) to go on from, in place of the prior.
+        :param init: a posterior (or state) to continue from; None: the prior.
         :param progress_bar: show rows done.
         :param callback: called with the posterior so far after every ``callback_every`` rows, and at the end. What it
             returns, if not None, is collected in ``info["callback"]``.
-        :param prequential: ``"plugin"`` or ``"linearized"``: before each block, compute its rows' log predictive
-            densities under the q of that moment, linearised predictors averaged over; they come as
-            ``info["log_predictive"]``, (n,).
-        :param checkpoint: a file to write the run's place to; with ``every`` and ``resume`` as for :meth:`RVGA.run`.
-            After a resumption, ``info["callback"]`` begins there.
+        :param prequential: ``"plugin"`` or ``"linearized"``: compute the log predictive density of each row under q
+            before its update, at q's mean or averaged over linearized predictors. ``info["log_predictive"]`` (n,) has
+            them.
+        :param checkpoint: a file for the state of the run; with ``every`` and ``resume`` as for :meth:`RVGA.run`. After
+            a restart, ``info["callback"]`` begins there.
         :param on_bad_row: ``"raise"`` or ``"skip"``, as for :meth:`RVGA.run`.
         :param model_kwargs: go to every call of the model unchanged.
-        :return: the posterior. ``info`` says how many blocks lost negative curvature (``clipped``).
+        :return: the posterior. ``info["clipped"]`` counts blocks whose Hessian lost its positive part.
         :raises ValueError: for unusable data, naming the array and the row; and where an update leaves no Gaussian,
             naming the row and what to change. The last good state is then in :attr:`state`.
         """
@@ -311,9 +314,10 @@ class BONG:
         return self._start(self._get(rows, model_kwargs, rng_key), None, rng_key)
 
     def update(self, state: OnlineState, data: Mapping[str, Any]) -> OnlineState:
-        """Take in rows, in blocks of ``block_size``.
+        """Update by rows, in blocks of ``block_size``.
 
-        Pure: works under ``jax.jit``. Rows are not checked; from a block on that leaves no Gaussian, nothing changes.
+        A pure function, also under ``jax.jit``. Rows are not checked. From a block that leaves no Gaussian on, the
+        state does not change.
 
         :param state: from :meth:`init` or an earlier update.
         :param data: a mapping from argument names to arrays, of the form that :meth:`init` saw.
@@ -329,13 +333,13 @@ class BONG:
         return online.stream(state, rows, weights, online.rate(self.rule), block_size=self.block_size)[0]
 
     def posterior(self, state: OnlineState) -> Posterior:
-        """The posterior that a state stands for (prior terms that are not Gaussian solved for)."""
+        """The posterior of a state, with the exact prior."""
         online = self.online
         return self._posterior(online, state, online.engine.program.model_kwargs, {})
 
     # ------------------------------------------------------------------ inside
     def __getstate__(self) -> dict[str, Any]:
-        """Without what is compiled, for other processes."""
+        """The state without compiled functions, for other processes."""
         return self.__dict__ | {"_online": {}, "state": None}
 
     def _set_state(self, state: OnlineState) -> None:
@@ -343,7 +347,7 @@ class BONG:
 
     @property
     def online(self) -> Online:
-        """The compiled updates for the data that were seen last.
+        """The compiled updates for the form of the last data.
 
         :raises RuntimeError: before :meth:`init`.
         """
@@ -391,7 +395,7 @@ class BONG:
         return Posterior(program, gaussian, None, facts, continuation, state, num_rows=int(state.num_rows))
 
     def _facts(self, rng_key: Array, *, shuffled: bool) -> dict[str, Any]:
-        """What tells a run of these options from others."""
+        """What a checkpoint compares: options that determine the result."""
         facts = {"method": "BONG", "dynamics": repr(self.dynamics), "shuffle": shuffled, "block": self.block_size}
         facts["the key"] = np.asarray(jax.random.key_data(rng_key)).tolist()
         return facts | self.rule._asdict() | self.options._asdict()

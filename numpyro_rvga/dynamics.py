@@ -1,4 +1,4 @@
-"""How parameters move between updates, for streams that drift. All scales are in unconstrained space."""
+"""Linear Gaussian dynamics of the parameters between updates. Scales are in unconstrained space."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class RandomWalk:
         True
 
     :param scale: standard deviation of a step: one for all parameters, or a mapping from site names to numbers or
-        arrays of the site's unconstrained shape. Sites that are not named stay where they are.
+        arrays of the site's unconstrained shape. Sites that are not named do not move.
     :raises ValueError: for negative scales.
     """
 
@@ -43,7 +43,10 @@ class RandomWalk:
             raise ValueError(f"the scale of a random walk must not be negative: {self.scale}.")
 
     def transition(self, layout: Layout, mean: Array, root: Array) -> Transition:
-        """The same for a prior N(mean, root root^T), or with standard deviations ``root`` (P,).
+        """A, b and the noise of theta' = A theta + b + noise.
+
+        :param mean: of the prior, (P,).
+        :param root: of the prior's covariance, (P, P), or its standard deviations (P,).
 
         :raises ValueError: naming sites that the model does not have.
         """
@@ -54,7 +57,7 @@ class RandomWalk:
 
 @dataclass(frozen=True)
 class OrnsteinUhlenbeck:
-    """theta_t - m = decay (theta_(t-1) - m) + noise, whose stationary distribution is the prior, of mean m.
+    """theta_t - m = decay (theta_(t-1) - m) + noise. The stationary distribution is the prior, with mean m.
 
     **Example**
 
@@ -111,7 +114,7 @@ class LinearDynamics:
     def transition(self, layout: Layout, mean: Array, root: Array) -> Transition:
         """As :meth:`RandomWalk.transition`.
 
-        :raises ValueError: for arrays of other shapes, and a covariance that is none.
+        :raises ValueError: for arrays of other shapes, and a matrix that is not a covariance.
         """
         size = layout.size
         shapes = {"matrix": (size, size), "offset": (size,), "noise_covariance": (size, size)}
@@ -133,12 +136,13 @@ Dynamics = RandomWalk | OrnsteinUhlenbeck | LinearDynamics
 
 
 def check_dynamics(dynamics: Any) -> None:
-    """:raises ValueError: if these are no dynamics, and not None."""
+    """:raises ValueError: if ``dynamics`` is neither None nor one of :data:`Dynamics`."""
     if dynamics is not None and not isinstance(dynamics, Dynamics):
         raise ValueError(f"dynamics must be a RandomWalk, OrnsteinUhlenbeck or LinearDynamics, not {dynamics!r}.")
 
 
 def _by_parameter(scales: Mapping[str, Any], layout: Layout) -> Array:
+    """The scale of each parameter, (P,)."""
     unknown = sorted(set(scales) - set(layout.site_names))
     if unknown:
         raise ValueError(f"the model has no latent site {unknown[0]!r}; it has {', '.join(layout.site_names)}.")

@@ -1,4 +1,4 @@
-"""Where q's mean starts, if not at the prior's: NumPyro's strategies, and the weights that layers start from."""
+"""Initial means of q other than the prior's: NumPyro's strategies, and the initial weights of a network's layers."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ PARAMS = "$params"  # how numpyro.contrib.module ends the names of a module's we
 def init_to_module(site: dict | None = None) -> Any:
     """Start the weights of ``random_flax_module`` and ``random_nnx_module`` where their layers would start.
 
-    The prior of a network's weights is centred at zero, and there the network has no gradient: it is a saddle. Other
-    sites start at their prior's mean. For ``init_loc_fn`` of :class:`BONG`.
+    The prior of a network's weights is centered at zero, a saddle where the network has no gradient. Other sites start
+    at their prior's mean. For ``init_loc_fn`` of :class:`BONG`.
 
     **Example**
 
@@ -44,7 +44,7 @@ def init_to_module(site: dict | None = None) -> Any:
 
 
 def initial_location(program: Program, init_loc_fn: Callable, rng_key: Array) -> Array:
-    """theta (P,) at which a strategy starts; NaN where it leaves a site to the prior's mean.
+    """theta (P,) at which a strategy starts; NaN for sites that start at the prior's mean.
 
     :raises ValueError: if the strategy is :func:`init_to_module` and no weights of a module are found.
     """

@@ -53,10 +53,10 @@ def log_predictive_density(
         ((200,), True)
 
     :param data: rows with their outcome, as :meth:`RVGA.run` takes them.
-    :param method: ``"linearized"``: the predictors (logits, say) are linearised in the parameters at q's mean and are
-        then Gaussian; exact for predictors that are linear, and for networks better than ``"monte_carlo"``, which
+    :param method: ``"linearized"``: the predictors (logits, say) are linearized in the parameters at q's mean, and so
+        Gaussian. Exact for linear predictors, and better for networks than ``"monte_carlo"``, which
         draws parameters. ``"plugin"``: at q's mean.
-    :param num_samples: draws; up to three predictors a row are integrated by quadrature where they are linearised.
+    :param num_samples: draws. Linearized rows of up to three predictors need none: they are integrated by quadrature.
     :param rng_key: of the draws. Default: ``jax.random.key(0)``.
     :return: (n,).
     :raises NotImplementedError: where rows cannot be predicted one by one, as with Gaussian processes.
@@ -111,7 +111,7 @@ def outcome_probabilities(
 
 
 def misclassification(posterior: Posterior, data: Mapping[str, ArrayLike] | tuple, **options: Any) -> float:
-    """The share of rows whose most probable outcome is not theirs; options as for :func:`outcome_probabilities`.
+    """The fraction of rows whose outcome is not the most probable one; options as for :func:`outcome_probabilities`.
 
     **Example**
 
@@ -130,8 +130,11 @@ def misclassification(posterior: Posterior, data: Mapping[str, ArrayLike] | tupl
 def expected_calibration_error(
     posterior: Posterior, data: Mapping[str, ArrayLike] | tuple, *, num_bins: int = 15, **options: Any
 ) -> float:
-    """How far the probability of the most probable outcome is from the share of rows where it is right: the mean over
-    rows of the difference within their bin, of ``num_bins`` bins of equal width.
+    """The expected calibration error of the most probable outcome.
+
+    Rows are put into ``num_bins`` bins of equal width by the probability of their most probable outcome. The error is
+    the mean over rows of the absolute difference, in their bin, of the mean probability and the fraction of rows with
+    that outcome.
 
     **Example**
 
@@ -167,7 +170,7 @@ def prequential_log_density(
         >>> found.shape, bool(found[100:].mean() > found[:100].mean())  # it learns
         ((200,), True)
 
-    :param method: what is to run over the data.
+    :param method: the method that runs over the data.
     :param prediction: ``"linearized"`` or ``"plugin"``.
     :param run_options: of :meth:`BONG.run`.
     :return: (n,).
@@ -204,11 +207,11 @@ def _evaluate(posterior, data, name, outcomes, method, num_samples, rng_key) -> 
 
 
 def _evaluator(program: Program, name: str | None, method: str, num_samples: int) -> Any:
-    """Compiled once for a program: callbacks evaluate again and again."""
+    """The compiled evaluation, kept for later calls: callbacks evaluate many times."""
     known = _evaluators.setdefault(program, {})
     key = (name, method, num_samples)
     if key not in known:
-        # The program is held by what is compiled through a weak reference, or neither would ever be freed.
+        # A strong reference from the compiled function to the program would keep both alive forever.
         known[key] = jax.jit(functools.partial(_of_rows, weakref.ref(program), name, method, num_samples))
     return known[key]
 
@@ -230,7 +233,7 @@ def _of_rows(program_of, name, method, num_samples, gaussian, theta, rows, keys,
 
 
 def _outcomes(program: Program) -> tuple[str, np.ndarray]:
-    """The data array that the observed site's values are taken from, and what they can be."""
+    """The data array with the observed site's values, and the possible values."""
     sites = program.observed_sites
     arrays = {name for site in sites for name in program.outcome_arrays(site)}
     record = program.site_record(sites[0], program.example_row)

@@ -13,7 +13,7 @@ ORDERS = ("auto", 2, 1, 0)
 
 
 class Options(NamedTuple):
-    """What a method that solves for its Gaussians was asked for (hashable)."""
+    """Options of :class:`RVGA` and :class:`FixedPointVI` (hashable)."""
 
     scheme: str
     expectation: str
@@ -24,12 +24,12 @@ class Options(NamedTuple):
 
     @property
     def has_bound(self) -> bool:
-        """Whether expectations are taken: derivatives at a mean or a mode bound nothing."""
+        """Whether there is a variational bound: not where derivatives are taken at a mean or a mode."""
         return self.scheme not in ("ekf", "laplace") and self.expectation != "linearized"
 
 
 def default_key() -> Array:
-    """``jax.random.key(0)``, without the code that would be compiled to hash the seed."""
+    """``jax.random.key(0)``, without compiling a hash of the seed."""
     return jax.random.wrap_key_data(jax.device_put(np.zeros(2, np.uint32)), impl="threefry2x32")
 
 

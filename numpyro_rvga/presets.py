@@ -1,4 +1,4 @@
-"""Methods of the literature, as choices of :class:`BONG`'s options."""
+"""Methods of the literature, as options of :class:`BONG`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,12 @@ from typing import Any, NamedTuple
 
 
 class Preset(NamedTuple):
-    """:ivar options: what the method fixes. :ivar what: its name in words. :ivar source: where it comes from."""
+    """A method of the literature.
+
+    :ivar options: the options of :class:`BONG` that it fixes.
+    :ivar what: its name in words.
+    :ivar source: the paper.
+    """
 
     options: dict[str, Any]
     what: str

@@ -1,4 +1,4 @@
-"""Compilation: its time counts too."""
+"""``jax.jit`` with options that shorten compilation."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .primitives import POINTWISE_PRIMITIVES, SELECTING_PRIMITIVES, equations
 # gain nothing here: most of a run is spent in matrix products and LAPACK, which are compiled already.
 OLDER_EMITTERS = ("xla_cpu_use_fusion_emitters", False)
 LLVM_LEVEL = "xla_backend_optimization_level"
-# With vector products, what XLA can put into a single routine: nothing that calls a library, and no scatter.
+# With vector products, what XLA can fuse into one kernel: nothing that calls a library, and no scatter.
 ROUTINE_PRIMITIVES = frozenset(
     """jit pjit closed_call custom_jvp_call custom_vjp_call custom_vjp_call_jaxpr while cond scan platform_index
     concatenate stack unstack split pad iota reduce_sum reduce_max reduce_min reduce_and reduce_or argmax
@@ -28,21 +28,21 @@ ROUTINE_PRIMITIVES = frozenset(
 
 
 def jit_once(function: Callable) -> Callable:
-    """``jax.jit`` for a function that is called once or twice on little data: compiled fast rather than well."""
+    """``jax.jit`` for a function that is called once or twice on little data: fast to compile, slower to run."""
     return jax.jit(function, compiler_options=_options(0))
 
 
 def at_once(function: Callable[[], Any]) -> Any:
-    """What a function of nothing gives, in NumPy, as one compiled step."""
+    """The result of a function without arguments, compiled as one step, as NumPy arrays."""
     return jax.device_get(jit_once(function)())
 
 
 class Compiled:
-    """``jax.jit`` for a function that takes long to compile.
+    """``jax.jit`` for a function that takes long to compile. Inside another compiled function it is plain ``jax.jit``.
 
     :param static_argnames: as for ``jax.jit``.
     :param out_shardings: as for ``jax.jit``.
-    :param routines: whether it may hold routines of :func:`one_routine`.
+    :param routines: whether it contains functions made by :func:`single_kernel`.
     """
 
     def __init__(
@@ -67,11 +67,11 @@ class Compiled:
         return self._light(*args, **static)
 
 
-def one_routine(function: Callable) -> Callable:
-    """``function`` of a few numbers, for use in compiled functions: on CPUs, XLA runs it as a single routine.
+def single_kernel(function: Callable) -> Callable:
+    """``function`` of a few numbers as a single kernel, inside a compiled function on a CPU.
 
-    Else it runs operation by operation, and starting one costs ten times what it does to a few numbers. Operations
-    that have no place in a routine leave the function as it is.
+    XLA otherwise runs it operation by operation, and starting an operation costs ten times its work on a few numbers.
+    A function with operations that cannot be in such a kernel is unchanged.
     """
     jitted = jax.jit(function)
 
@@ -88,7 +88,7 @@ def _as_routine(jitted: Callable) -> Callable:
 
 
 def _is_elementary(jaxpr: jex_core.ClosedJaxpr) -> bool:
-    """Products are of vectors only: those of matrices go to a library, be it under ``jax.vmap``."""
+    """Whether all operations can be in one kernel: products of vectors can, those of matrices call a library."""
 
     def elementary(eqn):
         if eqn.primitive.name == "dot_general":
@@ -111,7 +111,7 @@ def _routines_exist() -> bool:
 
 
 def _options(level: int) -> dict[str, Any]:
-    """Those that exist, and that the user has not set."""
+    """The compiler options that this XLA has and that the user has not set."""
     chosen = os.environ.get("XLA_FLAGS", "")
     options = dict([OLDER_EMITTERS, (LLVM_LEVEL, level)])
     return {name: value for name, value in options.items() if name in _known_options() and name not in chosen}
@@ -119,13 +119,13 @@ def _options(level: int) -> dict[str, Any]:
 
 @functools.cache
 def _known_options() -> frozenset[str]:
-    """One attempt for all of them, one for each if that fails."""
+    """The names of the options that this XLA has."""
     options = dict([OLDER_EMITTERS, (LLVM_LEVEL, 1)])
     return frozenset(options if _exist(options) else (n for n, value in options.items() if _exist({n: value})))
 
 
 def _exist(options: dict[str, Any]) -> bool:
-    """Whether this version of XLA knows the options: names come and go."""
+    """Whether this version of XLA has the options."""
     try:
         jax.jit(lambda: 0, compiler_options=options)()
     except jax.errors.JaxRuntimeError:

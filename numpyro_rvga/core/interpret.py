@@ -1,4 +1,4 @@
-"""Reading a JAX program equation by equation: which inputs it depends on, and what can be computed beforehand."""
+"""Interpreters of jaxprs: dependence of outputs on inputs, and partial evaluation."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ Rule = Callable[[Any, list], list | None]
 def interpret(
     jaxpr: Any, consts: Sequence, inputs: Sequence, rule: Rule, constant: Callable[[Any], Any] = lambda value: value
 ) -> list:
-    """A program's outputs where each equation's outputs are what a rule says.
+    """Evaluate a jaxpr with a rule in place of each equation.
 
     :param jaxpr: an open jaxpr.
     :param consts: values of its constants.
     :param inputs: one for each input variable, of any type that the rule understands.
     :param rule: (equation, its inputs) -> its outputs. None: the equation calls a program, which is read in its turn.
-    :param constant: what stands for a constant.
+    :param constant: a constant's value -> what the rule sees in its place.
+    :return: one result for each output variable.
     """
     environment = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*map(constant, consts), *inputs]))
 
@@ -42,12 +43,12 @@ def interpret(
 
 
 def is_inlined(eqn: Any) -> bool:
-    """Whether an equation calls a program that may as well be written out."""
+    """Whether an equation calls a jaxpr that can be inlined."""
     return eqn.primitive.name in INLINED_PRIMITIVES and ("jaxpr" in eqn.params or "call_jaxpr" in eqn.params)
 
 
 def depends_on(function: Callable[[dict], dict], inputs: dict[str, Any]) -> dict[str, frozenset[str]]:
-    """Which of the named inputs each named output depends on, by the program and not by its values."""
+    """The names of the inputs that each named output depends on, read from the jaxpr."""
     names = sorted(inputs)
     closed, shape = jax.make_jaxpr(lambda *arrays: function(dict(zip(names, arrays))), return_shape=True)(
         *[inputs[n] for n in names]
@@ -57,18 +58,17 @@ def depends_on(function: Callable[[dict], dict], inputs: dict[str, Any]) -> dict
     def union(eqn: Any, arguments: list) -> list | None:
         return None if is_inlined(eqn) else [frozenset().union(*arguments)] * len(eqn.outvars)
 
-    nothing = lambda value: frozenset()  # noqa: E731
-    outputs = iter(interpret(closed.jaxpr, closed.consts, sources, union, nothing))
+    outputs = iter(interpret(closed.jaxpr, closed.consts, sources, union, lambda value: frozenset()))
     return {name: frozenset().union(*[next(outputs) for _ in jax.tree.leaves(shape[name])]) for name in sorted(shape)}
 
 
 class PartialEvaluation(NamedTuple):
-    """A function of data and parameters, in two stages: what the data alone determine, and the rest.
+    """A function of data and parameters in two stages: the part that depends on the data alone, and the rest.
 
-    :ivar residuals: data -> the arrays that they alone determine and that the rest needs.
+    :ivar residuals: data -> the arrays that depend on the data alone and that ``finish`` needs.
     :ivar finish: (residuals, *parameters) -> the function's value.
-    :ivar shapes: of the residuals.
-    :ivar program: what ``finish`` computes, as text, and the constants in it. Equal for equal programs.
+    :ivar shapes: shapes of the residuals.
+    :ivar program: the jaxpr of ``finish`` as text, and its constants. Equal for equal programs.
     """
 
     residuals: Callable[[Any], tuple[Array, ...]]
@@ -77,7 +77,7 @@ class PartialEvaluation(NamedTuple):
     program: tuple
 
     def is_same(self, other: PartialEvaluation) -> bool:
-        """Whether both finish the same way, given residuals."""
+        """Whether ``finish`` is the same function."""
         (text, consts), (other_text, other_consts) = self.program, other.program
         same = self.shapes == other.shapes and text == other_text and len(consts) == len(other_consts)
         return same and all(np.array_equal(a, b, equal_nan=_may_be_nan(a)) for a, b in zip(consts, other_consts))
@@ -90,10 +90,8 @@ def partial_evaluation(function: Callable, data: Any, *parameters: Any) -> Parti
     :param parameters: likewise.
     """
     closed, shape = jax.make_jaxpr(function, return_shape=True)(data, *parameters)
-    written_out = jax.make_jaxpr(lambda *leaves: _evaluate_inlined(closed, leaves))(
-        *jax.tree.leaves((data, *parameters))
-    )
-    jaxpr, consts = written_out.jaxpr, written_out.consts
+    inlined = jax.make_jaxpr(lambda *leaves: _evaluate_inlined(closed, leaves))(*jax.tree.leaves((data, *parameters)))
+    jaxpr, consts = inlined.jaxpr, inlined.consts
     count, structure = len(jax.tree.leaves(data)), jax.tree.structure(shape)
     of_parameters, of_data = set(jaxpr.invars[count:]), set(jaxpr.invars[:count])
     equations = _live_equations(jaxpr)
@@ -130,7 +128,7 @@ def _evaluate_inlined(closed: Any, leaves: Sequence) -> list:
 
 
 def _live_equations(jaxpr: Any) -> list:
-    """Those that an output depends on."""
+    """The equations that an output depends on."""
     needed, live = set(_variables(jaxpr.outvars)), []
     for eqn in reversed(jaxpr.eqns):
         if needed.intersection(eqn.outvars):

@@ -1,4 +1,4 @@
-"""Linear algebra for small and large matrices. Tiny ones are unrolled: a LAPACK call costs more than the work."""
+"""Linear algebra. Factorizations of tiny matrices are unrolled, since a LAPACK call costs more than the work."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-UNROLL = 3
-MOST_ADDED = 64  # rows that are added one by one
-PIECE = 1024  # columns of long rows that are multiplied at once
-MOST_UNROLLED = 16  # columns of a semidefinite factor
-SIGN_ITERATIONS = 40  # eigenvalues down to 1e-6 of the norm are told from zero
+UNROLL = 3  # the largest n for which n x n matrices are unrolled
+MOST_ADDED = 64  # the largest number of rows that are added one by one
+PIECE = 1024  # columns that are multiplied at once
+MOST_UNROLLED = 16  # the largest number of columns of an unrolled semidefinite factor
+SIGN_ITERATIONS = 40  # resolve eigenvalues down to 1e-6 of the norm
 
 
 def cholesky(matrix: Array) -> Array:
@@ -51,7 +51,7 @@ def solve_lower(factor: Array, rhs: Array, *, transpose: bool = False) -> Array:
 
 
 def cholesky_by_columns(matrix: Array) -> Array:
-    """What ``lax.linalg.cholesky`` does, as elementwise arithmetic. For small matrices, (..., n, n)."""
+    """``lax.linalg.cholesky`` as elementwise arithmetic, for small matrices (..., n, n)."""
     n = matrix.shape[-1]
     columns: list[Array] = []
     for j in range(n):
@@ -64,7 +64,7 @@ def cholesky_by_columns(matrix: Array) -> Array:
 def solve_triangular(
     a: Array, b: Array, *, left_side: bool, lower: bool, transpose_a: bool, conjugate_a: bool, unit_diagonal: bool
 ) -> Array:
-    """What ``lax.linalg.triangular_solve`` does, for real matrices, as elementwise arithmetic. For small ``a``."""
+    """``lax.linalg.triangular_solve`` as elementwise arithmetic, for small real ``a``."""
     del conjugate_a
     if not left_side:  # X op(a) = b: solve op(a)^T X^T = b^T
         solved = solve_triangular(
@@ -124,7 +124,7 @@ def semidefinite_root(matrices: Array) -> Array:
     if matrices.shape[-1] <= MOST_UNROLLED:
         return jax.vmap(lambda matrix: semidefinite_factor(matrix)[0])(matrices)
 
-    def one(matrix):  # one after the other: batches of LAPACK calls can deadlock (see symbolic)
+    def one(matrix):  # one after the other: batches of LAPACK calls can deadlock (see primitives.UNROLLED_SIZE)
         values, vectors = jnp.linalg.eigh(matrix)
         return vectors * jnp.sqrt(jnp.maximum(values, 0.0))
 
@@ -141,11 +141,11 @@ def positive_part(matrix: Array) -> Array:
         half_trace, half_gap = 0.5 * (a + d), 0.5 * (a - d)
         radius = jnp.sqrt(half_gap**2 + b**2)
         high, low = half_trace + radius, half_trace - radius
-        share = jnp.where(radius > 0, jnp.maximum(high, 0.0) / jnp.where(radius > 0, 2 * radius, 1.0), 0.0)
+        ratio = jnp.where(radius > 0, jnp.maximum(high, 0.0) / jnp.where(radius > 0, 2 * radius, 1.0), 0.0)
         identity = jnp.eye(2, dtype=matrix.dtype)
-        one_sided = share[..., None, None] * (matrix - low[..., None, None] * identity)
+        one_sided = ratio[..., None, None] * (matrix - low[..., None, None] * identity)
         return jnp.where((low >= 0)[..., None, None], matrix, one_sided)
-    # |A| = A sign(A), the sign by Newton and Schulz's iteration: batches of LAPACK calls can deadlock (see symbolic).
+    # |A| = A sign(A), with sign(A) by Newton and Schulz's iteration: batches of LAPACK calls can deadlock.
     size = jnp.linalg.norm(matrix, axis=(-2, -1), keepdims=True)
     scaled = matrix / jnp.where(size > 0, size, 1.0)
     sign = lax.fori_loop(0, SIGN_ITERATIONS, lambda _, x: 1.5 * x - 0.5 * (x @ x @ x), scaled)
@@ -160,32 +160,34 @@ def lower_from_root(root: Array) -> Array:
 
 
 def inverse(matrix: Array) -> Array:
-    """Of a positive definite matrix."""
+    """The inverse of a positive definite matrix (n, n)."""
     inverse_root = solve_lower(cholesky(matrix), jnp.eye(len(matrix), dtype=matrix.dtype))
     return inverse_root.T @ inverse_root
 
 
 def column_sums(rows: Array) -> Array:
-    """Sums over the first axis of (K, P), K small and P large, as XLA's CPU reduction does them twenty times slower."""
+    """Sums over the first axis of (K, P), for small K and large P: twenty times as fast as XLA's reduction on CPUs."""
     return sum(rows[i] for i in range(1, len(rows))) + rows[0] if 0 < len(rows) <= MOST_ADDED else jnp.sum(rows, axis=0)
 
 
 @jax.custom_vjp
 def scaled_columns(rows: Array, scale: Array) -> Array:
-    """(K, P) times (P,), with a gradient in the scale that is found by :func:`column_sums`."""
+    """(K, P) times (P,). Its gradient in the scale uses :func:`column_sums`."""
     return rows * scale
 
 
 scaled_columns.defvjp(
     lambda rows, scale: (rows * scale, (rows, scale)),
-    lambda known, slope: (slope * known[1], column_sums(slope * known[0])),
+    lambda saved, cotangent: (cotangent * saved[1], column_sums(cotangent * saved[0])),
 )
 
 
 def sums_over_columns(function: Callable[..., Any], *arrays: Array) -> Any:
-    """``function`` of arrays (..., P), which must be sums over P, such as products of long rows.
+    """``function(*arrays)`` for a function that is a sum over the last axis, such as products of long rows.
 
-    On CPUs it is applied piece by piece: pieces stay in the cache, for all products that are made of them.
+    On CPUs the sum is taken over pieces of the axis, which stay in the cache.
+
+    :param arrays: (..., P).
     """
     size = arrays[0].shape[-1]
     pieces = size // PIECE
@@ -195,12 +197,12 @@ def sums_over_columns(function: Callable[..., Any], *arrays: Array) -> Any:
     def of_piece(i, width):
         return function(*[lax.dynamic_slice_in_dim(array, i * PIECE, width, -1) for array in arrays])
 
-    def body(i, found):
-        return jax.tree.map(jnp.add, found, of_piece(i, PIECE))
+    def body(i, total):
+        return jax.tree.map(jnp.add, total, of_piece(i, PIECE))
 
-    found = lax.fori_loop(1, pieces, body, of_piece(0, PIECE))
+    total = lax.fori_loop(1, pieces, body, of_piece(0, PIECE))
     rest = size - pieces * PIECE
-    return jax.tree.map(jnp.add, found, of_piece(pieces, rest)) if rest else found
+    return jax.tree.map(jnp.add, total, of_piece(pieces, rest)) if rest else total
 
 
 def row_space(rows: Array) -> tuple[Array, Array]:

@@ -1,4 +1,4 @@
-"""JAX's primitives, sorted by what they do to entries, and how to apply them."""
+"""JAX's primitives by what they do to entries, and functions that apply them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ UNROLLED_SIZE = 16  # batches of small LAPACK calls are slow, and two at once de
 
 
 def equations(jaxpr) -> Iterator:
-    """All of a program, those of the programs inside it too."""
+    """The equations of a jaxpr and of the jaxprs inside it."""
     for eqn in jaxpr.eqns:
         yield eqn
         for inner in jax.tree.leaves(list(eqn.params.values())):
@@ -68,12 +68,13 @@ def is_pointwise_call(eqn) -> bool:
 
 
 def special_function(eqn) -> Callable | None:
-    """What stands for an elementwise step that is a special function with an own implementation."""
+    """This package's implementation of an elementwise special function; None if it has none."""
     inlined = eqn.primitive.name in INLINED_PRIMITIVES
     return SPECIAL_FUNCTIONS.get(eqn.params.get("name") if inlined else eqn.primitive.name)
 
 
 def binder(eqn) -> Callable:
+    """A function of the equation's inputs that returns its outputs. Small LAPACK calls are unrolled."""
     small = bool(eqn.invars) and max(eqn.invars[0].aval.shape[-1:], default=0) <= UNROLLED_SIZE
     if eqn.primitive.name == "triangular_solve" and small:
         return partial(solve_triangular, **eqn.params)
@@ -85,18 +86,19 @@ def binder(eqn) -> Callable:
 
 
 def inner_program(eqn) -> tuple:
-    """The program that an equation calls, and its constants."""
+    """The jaxpr that an equation calls, and its constants."""
     inner = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
     return (inner.jaxpr, inner.consts) if hasattr(inner, "consts") else (inner, [])
 
 
 def results(eqn, inputs: list) -> list:
-    """What an equation makes of its inputs."""
+    """The outputs of an equation, as a list."""
     found = binder(eqn)(*inputs)
     return list(found) if eqn.primitive.multiple_results else [found]
 
 
 def pointwise_apply(eqn) -> Callable:
+    """A function of arrays of one shape, which may differ from the equation's own, that applies it elementwise."""
     special = special_function(eqn)
     if special is not None:
         return special
@@ -126,6 +128,7 @@ def pointwise_apply(eqn) -> Callable:
 
 
 def freeze(params: dict) -> tuple | object:
+    """Parameters of an equation as a key: equal for equal parameters. Those that cannot be hashed equal no other."""
     try:
         frozen = tuple(sorted((k, v) for k, v in params.items() if k not in ("sharding", "out_sharding")))
         hash(frozen)

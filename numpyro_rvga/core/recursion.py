@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from .compilation import one_routine
+from .compilation import single_kernel
 from .factors import Factors, Kind, Moments, covariances, curve, evaluate, expect
 from .gaussians import FullGaussian, Transition
 from .linalg import cholesky, row_space, semidefinite_factor, solve_lower
@@ -198,7 +198,7 @@ def implicit_step(
             blocks = tuple(f._replace(design=z) for f, z in zip(factors, designs))
             solver = partial(_solve_block, kinds, settings)
             if designs[0].shape[-1] == 1 and sum(z.size for z in designs) <= ROUTINE_NUMBERS:
-                solver = one_routine(solver)
+                solver = single_kernel(solver)
             found = solver(blocks)
             return found, basis, _predict(blocks, found.mean)
 

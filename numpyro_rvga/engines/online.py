@@ -1,4 +1,4 @@
-"""A program, a family and a rule, compiled: how q takes in blocks of rows, one after the other."""
+"""BONG's updates for a model, a family and a rule, compiled."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PREDICTIVE_SAMPLES = 100  # of the predictors of a row that has more than three
 
 
 class OnlineOptions(NamedTuple):
-    """What :class:`BONG` was asked for, the rule apart (hashable)."""
+    """Options of :class:`BONG` other than the rule (hashable)."""
 
     family: str
     rank: int
@@ -36,9 +36,9 @@ class OnlineOptions(NamedTuple):
 class OnlineState(NamedTuple):
     """q after ``num_rows`` rows.
 
-    :ivar gaussian: q, with a Gaussian that stands for prior terms that are none.
-    :ivar num_blocks: updates so far; with ``rng_key`` it makes the key of the next.
-    :ivar settled: whether q holds the prior's true terms already.
+    :ivar gaussian: q. Prior terms that are not Gaussian are approximated by a Gaussian in it, unless it is ``settled``.
+    :ivar num_blocks: the number of updates; with ``rng_key`` it determines the key of the next.
+    :ivar settled: whether q has the exact prior.
     """
 
     gaussian: Any
@@ -49,9 +49,12 @@ class OnlineState(NamedTuple):
 
 
 class BlockInfo(NamedTuple):
-    """:ivar ok: whether the block left q a Gaussian; else nothing changed, and later blocks were not taken in.
-    :ivar clipped: whether curvatures lost their negative part.
-    :ivar log_predictive: (B,), log density of the block's rows under the q before them, if asked for."""
+    """Diagnostics of an update by one block.
+
+    :ivar ok: whether the update left a Gaussian. Otherwise q is unchanged, and later blocks are skipped.
+    :ivar clipped: whether H lost its negative part.
+    :ivar log_predictive: (B,), the log predictive density of each row under q before the block; None if not asked for.
+    """
 
     ok: Array
     clipped: Array
@@ -59,9 +62,9 @@ class BlockInfo(NamedTuple):
 
 
 class Online:
-    """Jitted updates of q.
+    """Compiled updates of q.
 
-    :param init: theta (P,) -> where q's mean is to start instead of the prior's mean, or None.
+    :param init: theta (P,) at which q's mean starts, NaN for the prior's mean; None: the prior's mean.
     :param dynamics: how parameters move before each block, or None.
     :raises NotImplementedError: for curvatures that a family cannot hold.
     """
@@ -88,7 +91,7 @@ class Online:
         return other
 
     def rate(self, rule: Rule) -> np.ndarray | None:
-        """A rule's learning rate as an argument of the compiled functions; None if it has none."""
+        """A rule's learning rate as an argument of the compiled functions; None for BONG."""
         return None if rule.name == "bong" else np.asarray(rule.learning_rate, self.start.mean.dtype)
 
     def _check(self) -> None:
@@ -102,7 +105,7 @@ class Online:
                     )
 
     def _set_prior(self, init: Array | None) -> None:
-        """Where the start is not the prior itself, what stands there for the prior's terms, and the start."""
+        """Set the first q, the Gaussian approximation of prior terms in it, and the indices of its entries."""
         program = self.engine.program
         if self.options.family == "full":
             state = program.initial_state()
@@ -119,7 +122,7 @@ class Online:
         return OnlineState(self.start, zero, zero, rng_key, jnp.asarray(self._site is None))
 
     def state_of(self, gaussian: Family, num_rows: int, rng_key: Array) -> OnlineState:
-        """A posterior of any family as a state of this one."""
+        """The state of a Gaussian of any family, converted to this one."""
         same = jax.tree.map(lambda x: jnp.asarray(x, self.engine.program.dtype), gaussian)
         found = converted(same, self.options.family, self._rank)
         start = self.initial_state(rng_key)
@@ -136,7 +139,7 @@ class Online:
 
     @property
     def one_by_one(self) -> bool:
-        """Whether blocks are better taken in by a call each: XLA runs a convolution inside of a loop on one thread."""
+        """Whether each block is a call of its own: XLA runs a convolution inside a loop on one thread."""
         return jax.default_backend() == "cpu" and self.engine.program.convolves
 
     # ------------------------------------------------------------------ compiled
@@ -150,7 +153,10 @@ class Online:
         block_size: int,
         predict: str | None = None,
     ) -> tuple[OnlineState, BlockInfo]:
-        """:param rate: the learning rate, if it is not to be the rule's."""
+        """A scan over blocks of rows.
+
+        :param rate: the learning rate; None: the rule's.
+        """
         blocks = in_blocks((rows, weights), block_size)
 
         def body(carry, block):
@@ -175,7 +181,10 @@ class Online:
         *,
         predict: str | None = None,
     ) -> tuple[OnlineState, BlockInfo]:
-        """:param weights: one for rows, zero for padding. :param count: of the rows."""
+        """One update: dynamics, expected derivatives, rule.
+
+        :param weights: (B,), one for rows, zero for padding. :param count: the number of rows.
+        """
         prior = state.gaussian if self.transition is None else state.gaussian.predict(self.transition)
         observation = self.observation(rows, weights)
         key = jax.random.fold_in(state.rng_key, state.num_blocks)
@@ -189,14 +198,14 @@ class Online:
         return self._after(state, updated, count), BlockInfo(updated.ok, updated.clipped, log_predictive)
 
     def _nothing(self, alive: Array, weights: Array, predict: str | None) -> BlockInfo:
-        """Of a block that was not taken in."""
+        """The diagnostics of a block that is skipped."""
         zeros = jnp.zeros(len(weights), self.start.mean.dtype) if predict is not None else None
         return BlockInfo(alive, jnp.asarray(False), zeros)
 
     def _one_iteration(
         self, prior: Family, state: OnlineState, rows: dict, weights: Array, rate: Array | None = None
     ) -> tuple[OnlineState, BlockInfo]:
-        """One step towards the posterior given all data, for which the weighted rows speak."""
+        """One step towards the posterior of all rows, which the weighted rows of the block represent (batch BLR)."""
         observation = self.observation(rows, weights)
         key = jax.random.fold_in(state.rng_key, state.num_blocks)
         updated = iterate(self.rule.at(rate), prior, state.gaussian, partial(self._estimate, observation), key)
@@ -220,7 +229,7 @@ class Online:
         return self._estimator(rng_key, q, observation)
 
     def _log_lik(self, theta: Array, row: dict) -> Array:
-        """A row's log-likelihood."""
+        """log p(y_i | theta) of one row."""
         row = {name: value[None] for name, value in row.items()}
 
         def of(terms):
@@ -240,9 +249,9 @@ class Online:
 
     # ------------------------------------------------------------------ prior terms that are not Gaussian
     def settled(self, state: OnlineState) -> Family:
-        """q with the prior's true terms in place of the Gaussian that stood for them.
+        """q with the exact prior in place of its Gaussian approximation.
 
-        :raises ValueError: if there is no such q.
+        :raises ValueError: if the result is not a Gaussian.
         """
         if bool(state.settled) or self.transition is not None:
             return state.gaussian
@@ -252,8 +261,10 @@ class Online:
         return after
 
     def _settled_part(self, prior_inputs: dict, q: Family, site: Quadratic) -> Family:
-        """Solved over the entries that the terms look at, for a full Gaussian; the family then keeps what it can: the
-        diagonal of the precision, as in all its steps."""
+        """Solve with the exact prior over the entries that its terms depend on, with a full Gaussian.
+
+        The diagonal and low-rank families then keep the diagonal of the change of the precision, as in all their steps.
+        """
         program, places = self.engine.program, self.places
         some = q.as_full() if places is None else _marginal(q, places)
         zero, none = jnp.zeros((), some.mean.dtype), jnp.zeros((), jnp.int32)
@@ -278,14 +289,14 @@ def _first_known(preferred: Array | None, other: Array) -> Array:
 
 
 def _marginal(q: Family, places: np.ndarray) -> FullGaussian:
-    """q over some entries."""
+    """The marginal of q over some entries."""
     selected = jnp.zeros((len(places), len(q.mean)), q.mean.dtype).at[jnp.arange(len(places)), places].set(1.0)
     spread = q.predictor_root(selected)
     return FullGaussian(q.mean[places], jnp.linalg.cholesky(spread @ spread.T))
 
 
 def _divided(q: FullGaussian, site: Quadratic) -> FullGaussian:
-    """q without its prior site: all that is left is Gaussian."""
+    """q divided by ``site``."""
     root = jnp.linalg.inv(jnp.linalg.cholesky(_precision(q.root) - site.precision)).T
     _, slope = quadratic_at(site, q.mean)
     return FullGaussian(q.mean - root @ (root.T @ slope), root)

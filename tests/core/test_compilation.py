@@ -3,7 +3,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from numpyro_rvga.core.compilation import LLVM_LEVEL, Compiled, _exist, _options, one_routine
+from numpyro_rvga.core.compilation import LLVM_LEVEL, Compiled, _exist, _options, single_kernel
 
 ROUTINE = "xla_cpu_small_call"
 
@@ -29,9 +29,9 @@ def doublings(x):
     return jax.lax.while_loop(lambda y: y @ y < 100, lambda y: 2 * y + jnp.exp(-y), x)
 
 
-def test_a_function_of_a_few_numbers_is_one_routine_on_cpus():
+def test_a_function_of_a_few_numbers_is_single_kernel_on_cpus():
     x = jnp.arange(1.0, 4.0)
-    wrapped = jax.jit(one_routine(doublings))
+    wrapped = jax.jit(single_kernel(doublings))
     np.testing.assert_allclose(wrapped(x), doublings(x), rtol=1e-6)
     np.testing.assert_allclose(jax.vmap(wrapped)(x[:, None]), jax.vmap(doublings)(x[:, None]), rtol=1e-6)
     assert (ROUTINE in wrapped.lower(x).as_text()) == (jax.default_backend() == "cpu")
@@ -40,7 +40,7 @@ def test_a_function_of_a_few_numbers_is_one_routine_on_cpus():
 @pytest.mark.parametrize("function", [jnp.linalg.cholesky, jnp.sort, lambda x: x @ x, lambda x: x.at[:, [0, 1]].add(1)])
 def test_what_has_no_place_in_a_routine_is_left_as_it_is(function):
     x = jnp.array([[2.0, 1.0], [1.0, 2.0]])
-    wrapped = jax.jit(one_routine(lambda x: jax.lax.cond(x[0, 0] > 0, function, jnp.negative, x)))
+    wrapped = jax.jit(single_kernel(lambda x: jax.lax.cond(x[0, 0] > 0, function, jnp.negative, x)))
     np.testing.assert_allclose(wrapped(x), function(x), rtol=1e-6)
     assert ROUTINE not in wrapped.lower(x).as_text()
 
