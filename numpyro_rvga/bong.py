@@ -78,9 +78,9 @@ class BONG:
     :param int num_iters: steps for each row of ``"blr"`` and ``"bbb"``.
     :param int num_samples: draws of ``"mc-hess"`` and ``"mc-ef"``, and nodes of Monte Carlo expectations.
     :param projection: for ``rule="bong"`` with the diagonal family: project the full update. ``"exclusive"`` keeps the
-        diagonal of its precision, the minimizer of KL(q || full) (VD-EKF). ``"inclusive"`` keeps that of its
-        covariance, the minimizer of KL(full || q) (FD-EKF). None (default) takes the family's own natural gradient, whose mean
-        overshoots where many parameters explain the same row.
+        diagonal of its precision, the minimizer of KL(q || full) (VD-EKF). ``"inclusive"`` keeps the diagonal of its
+        covariance, the minimizer of KL(full || q) (FD-EKF). None (default) takes the family's own natural gradient,
+        whose mean overshoots where many parameters explain the same row.
     :param dynamics: how parameters move before each block (:class:`RandomWalk`, :class:`OrnsteinUhlenbeck`,
         :class:`LinearDynamics`).
     :param int block_size: rows in one update. One row is the most accurate; larger blocks are faster.
