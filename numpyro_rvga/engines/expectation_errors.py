@@ -83,19 +83,21 @@ class _Sums(NamedTuple):
     """Over factors of one kind.
 
     :ivar errors: as the rule knows them; infinite if it does not.
-    :ivar excess: what the rule finds over what each set of fresh nodes does (NUM_FRESH,), of samples.
-    :ivar squares: of the excess of each factor, averaged over sets, ().
+    :ivar excess: what the rule finds over what each set of fresh nodes does, (NUM_FRESH,); None but for samples.
+    :ivar squares: of the excess of each factor, averaged over sets, (); None but for samples.
     """
 
     errors: Array
-    excess: Array
-    squares: Array
+    excess: Array | None = None
+    squares: Array | None = None
 
 
 def _accuracy(sums: _Sums, total: int, count: int) -> Accuracy:
     """Of ``total`` rows, as ``count`` let expect. Errors that are known to be smaller than a standard error stand."""
     scale = total / count
     errors = scale * float(sums.errors)
+    if sums.excess is None:
+        return Accuracy(errors, 0.0)
     excess = scale * np.asarray(sums.excess, np.float64)
     of_sets = np.var(excess, ddof=1) / NUM_FRESH
     of_rows = scale**2 * float(sums.squares) if total > count else 0.0
@@ -128,7 +130,7 @@ def _summed(kinds: tuple[Kind, ...], factors: tuple, root: Array) -> list[_Sums]
         known = block.offset, spread, block.constants
         zero = jnp.zeros((), root.dtype)
         moments, errors = (None, zero) if kind.measured is None else kind.measured(*known)
-        sums = _Sums(jnp.sum(errors), jnp.zeros(NUM_FRESH, root.dtype), zero)
+        sums = _Sums(jnp.sum(errors))
         if kind.fresh is not None:
             if moments is None:
                 moments, sums = kind.expect(*known), sums._replace(errors=zero + jnp.inf)
