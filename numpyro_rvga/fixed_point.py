@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -27,6 +27,7 @@ from .model.validation import describe_bad_rows
 from .options import Options, check_choice, check_options, default_key
 from .progress import progress
 from .results.conditions import Conditions, check_conditions
+from .results.integration import Integration
 from .results.posterior import Posterior
 
 SCHEDULES = ("incremental", "batch", "gradient")
@@ -70,6 +71,9 @@ class FixedPointVI:
         Default: 1e-8 in float64, 1e-6 in float32. Also the rise that the last step of learning promises; default: 1e-5.
     :param int max_iterations: of the fixed point, or of L-BFGS.
     :param int num_samples: nodes of Monte Carlo expectations.
+    :param integrate: latent sites that are integrated out: the result is then a mixture of Gaussians, one at each of
+        many values of these, with as much weight as the data give it. ``"auto"`` takes as few sites as make the rest a
+        latent Gaussian model: scales, correlations, length scales. False (default) integrates nothing.
     :param mesh: devices that share the rows; see :class:`RVGA`.
     :raises ValueError: for options that do not exist or exclude each other.
 
@@ -90,6 +94,7 @@ class FixedPointVI:
         tolerance: float | None = None,
         max_iterations: int = 500,
         num_samples: int = 256,
+        integrate: str | bool | Sequence[str] = False,
         mesh: Mesh | None = None,
     ):
         check_choice("schedule", schedule, SCHEDULES)
@@ -103,6 +108,8 @@ class FixedPointVI:
         self._sparse_engines = SparseEngines()
         self._errors = ExpectationErrors()
         self._learners: dict[Engine, Learner] = {}
+        self.integrate = _checked_integrate(integrate, schedule, expectation)
+        self._integration = Integration(self.options, improper_prior_scale, mesh)
 
     def run(
         self,
@@ -140,6 +147,10 @@ class FixedPointVI:
             to and fro without coming nearer, as in Theorem 1's cycle of two, and was damped (``cycling_iterations``).
             ``elbo_error`` is as in :meth:`RVGA.run` (not with learned parameters). Where the bound is not maximised,
             ``converged`` is False, and a warning says why.
+            With ``integrate``, it holds ``integrated``, the sites (or ``not_integrated``, why there are none), and
+            ``integration``: the ``points`` h in unconstrained space, (K, d), the posterior's ``mass`` at each, and how
+            many times the bound was maximised (``evaluations``). ``elbo`` is then the log of the integral of exp(bound
+            given h).
         :raises ValueError: for unusable data, naming the array and the row.
         :raises NotImplementedError: for discrete latents, and for latents inside the row plate that are not Normal.
         """
@@ -151,6 +162,12 @@ class FixedPointVI:
         program, learned = engine.program, None
         if init is not None:
             engine.check_start(init)
+        choice = None
+        if self.integrate:
+            choice = self._integration.choose(program, self.integrate)
+            if choice.sites:
+                start = None if init is None else init.mean
+                return Posterior(**self._integration(program, choice.sites, rows, rng_key, progress_bar, start))
         sparse = self._sparse_engines.get(engine, rows) if self.schedule == "incremental" else None
         with progress(progress_bar, None, "FixedPointVI", "it") as bar:
             record = Record(bar, started)
@@ -199,6 +216,8 @@ class FixedPointVI:
             facts |= {"clamped_iterations": record.clamped, "cycling_iterations": record.cycling}
         if learned is not None:
             facts |= {"learned": learned.converged, "learning_bounds": np.asarray(learned.bounds)}
+        if choice is not None:
+            facts["not_integrated"] = choice.reason
         self._warn(facts, learned)
         gaussian = FullGaussian(after.mean, after.root)
         return Posterior(program, gaussian, bound, facts, state=after, num_rows=int(after.num_rows))
@@ -293,6 +312,22 @@ class FixedPointVI:
         if engine not in self._ascents:
             self._ascents[engine] = GradientAscent(engine, self.options.max_iterations)
         return self._ascents[engine]
+
+
+def _checked_integrate(integrate: Any, schedule: str, expectation: str) -> str | tuple[str, ...]:
+    """\"auto\", or names, or none.
+
+    :raises ValueError: for anything else, and other options that exclude it.
+    """
+    if integrate is False:
+        return ()
+    if integrate != "auto" and (isinstance(integrate, str) or not isinstance(integrate, Sequence)):
+        raise ValueError(f"integrate must be 'auto', False or a list of site names, not {integrate!r}.")
+    if schedule != "incremental":
+        raise ValueError(f"integrate={integrate!r} needs schedule='incremental', not {schedule!r}.")
+    if expectation == "linearized":
+        raise ValueError("integrate weighs the bound at each value, and expectation='linearized' has none.")
+    return integrate if integrate == "auto" else tuple(integrate)
 
 
 def _marginals_of(init: Posterior | None) -> Marginals | None:

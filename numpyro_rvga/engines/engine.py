@@ -437,6 +437,7 @@ class Engines:
     :param mesh: devices that share the rows.
     :param batch: whether all rows are always at hand: then models that do not run on some of them are welcome too,
         and ``numpyro.param`` sites can be learned.
+    :param whole: whether to run the model on all rows at once, always; see :class:`Program`.
 
     :ivar last: the engine that was asked for last.
     """
@@ -449,10 +450,11 @@ class Engines:
         dynamics: Any = None,
         *,
         batch: bool = False,
+        whole: bool = False,
         mesh: Mesh | None = None,
     ):
         self._model, self._options, self._scale, self._dynamics = model, options, improper_prior_scale, dynamics
-        self._batch, self.devices = batch, Devices(mesh)
+        self._batch, self._whole, self.devices = batch, whole, Devices(mesh)
         self._known: list[tuple[tuple, dict, Engine]] = []
         self._quick: dict[Engine, Engine | None] = {}
         self.last: Engine | None = None
@@ -515,8 +517,9 @@ class Engines:
             "prefer_parameters": self._options.scheme == "ekf" or self._options.expectation == "linearized",
         }
         try:
-            program = Program(self._model, rows, model_kwargs, **options)
-            program.check_independence(rows)
+            program = Program(self._model, rows, model_kwargs, whole=self._whole, **options)
+            if not self._whole:
+                program.check_independence(rows)
         except CoupledRows:
             if not self._batch:
                 raise

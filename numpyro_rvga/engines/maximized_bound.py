@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from ..core.joint import Joint, bound_at
-from ..core.linalg import solve_lower
+from ..core.linalg import lower_from_root, solve_lower
 from ..core.maximize import Search, Solution, solve_traced
 from ..model.arguments import PARAMS
 from .engine import Engine
@@ -39,13 +39,14 @@ class MaximizedBound:
     (the envelope theorem), q in the standard coordinates of the prior. (A whitened q stays a good start when a
     kernel's length scale changes; the same q over function values would not.)
 
+    :ivar engine: of which it is.
     :ivar begin: params (K,) and chunks of rows, as :func:`~.engine.chunks_of` makes them -> a start.
     :ivar solve: params, chunks and a start -> :class:`Maximum`.
-    :ivar moments: params and a start -> mean (P,) and a root (P, P) of the covariance, of theta.
+    :ivar moments: params and a start -> mean (P,) and Cholesky factor (P, P) of the covariance of theta.
     """
 
     def __init__(self, engine: Engine):
-        program = engine.program
+        self.engine, program = engine, engine.program
         program.initial_state()  # what is drawn from the prior is drawn here, outside of compiled functions
 
         def parts(params: Array, chunks: RowChunks, start: Start | None) -> tuple[Search, Joint]:
@@ -81,7 +82,7 @@ class MaximizedBound:
         @engine.compiled
         def moments(params, start):
             state, (mean, precision) = program.initial_state_at(params), start
-            lower = jnp.linalg.cholesky(precision)
-            return state.mean + state.root @ mean, solve_lower(lower, state.root.T).T
+            root = solve_lower(jnp.linalg.cholesky(precision), state.root.T).T
+            return state.mean + state.root @ mean, lower_from_root(root)
 
         self.begin, self.solve, self.moments = begin, solve, moments

@@ -15,6 +15,7 @@ import numpyro
 from jax import Array
 from jax.scipy.special import logsumexp
 from numpyro import distributions as dist
+from numpyro.distributions.transforms import IdentityTransform
 
 from ..core.closed_forms import Gaussian, Logistic
 from ..core.compilation import jit_once
@@ -39,7 +40,7 @@ from .arguments import (
 from .arrays import as_jax_array
 from .data_prior import DataPrior, PriorConstants, SiteArrays, data_dependence, data_prior, described, of_site
 from .deterministic import DeterministicSites, classify_deterministic
-from .layout import layout_of
+from .layout import Layout, layout_of
 from .parameters import Parameters, parameters_of
 from .prior import (
     IndependentStart,
@@ -569,6 +570,38 @@ class Program:
 
     def site_record(self, name: str, rows: Mapping[str, Array]) -> SiteRecord:
         return self._records({}, rows)[name]
+
+    @functools.cached_property
+    def real_sites(self) -> frozenset[str]:
+        """The latent sites whose support is the whole real line."""
+        found: list = []
+        jax.eval_shape(lambda rows: found.append(sample_sites(*self._run(rows, {}))) or 0, self.example_row)
+        return frozenset(
+            name for name in self.layout.site_names if isinstance(site_transform(found[0][name].fn), IdentityTransform)
+        )
+
+    def site_given(self, site: str, given: Mapping[str, Array]) -> tuple[Callable, Layout, dict[str, Any]]:
+        """The record of a site as a function of the other latent sites, as :func:`site_terms` takes it.
+
+        :param given: values of some latent sites, in unconstrained space.
+        :return: theta and an example of what is returned last -> the record; the layout of theta, with the variables of
+            one row; an example of rows, or of what the prior's terms take.
+        """
+        everything = self.layout.shapes | (self.local.shapes if site in self._row_sites else {})
+        others = layout_of({name: shape for name, shape in everything.items() if name not in given})
+        if site not in self._row_sites:
+            example = self.prior_inputs
+        else:
+            example = self.shared if self.whole else {**self.example_row, **self.shared}
+
+        def run_site(theta, row):
+            sites = dict(given) | others.unravel(theta)
+            if site in self._prior_arrays:
+                return self._proper(self._data_records(self.layout.ravel(sites), row)[site])
+            own = any(key not in SHARED for key in row)
+            return self._proper(self._records(sites, row if own else {**self.example_row, **row})[site])
+
+        return run_site, others, example
 
     def outcome_arrays(self, site: str) -> set[str]:
         """The data arrays from which an observed site's values are taken."""

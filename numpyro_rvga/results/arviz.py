@@ -12,6 +12,7 @@ import jax
 import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
+from scipy.special import logsumexp
 
 from ..model.rows import num_rows, selected
 from ..model.tracing import run_model
@@ -80,7 +81,7 @@ def to_arviz(
 
 def khat(posterior: Posterior, data: Mapping[str, ArrayLike] | tuple, rng_key: Array | None, num_samples: int) -> Khat:
     """See :meth:`Posterior.khat`."""
-    arviz, major = _import_arviz()
+    _import_arviz()
     if "dynamics" in posterior.info:
         raise NotImplementedError("parameters that move have no joint density with all rows to compare with.")
     if num_samples < MIN_DRAWS:
@@ -100,15 +101,22 @@ def khat(posterior: Posterior, data: Mapping[str, ArrayLike] | tuple, rng_key: A
     if undefined.any() or np.isneginf(log_p).all():
         number = (~np.isfinite(log_p)).sum()
         return Khat(np.inf, f"the log joint is not a finite number at {number} of {num_samples} draws.")
+    shape = smoothed(log_ratios)[1]
+    return Khat(shape, _verdict(shape, _relative_sample_size(log_ratios), num_samples))
+
+
+def smoothed(log_ratios: np.ndarray) -> tuple[np.ndarray, float]:
+    """Normalized log weights of importance ratios, their tail smoothed, and the Pareto k (Vehtari et al. 2024)."""
+    arviz, major = _import_arviz()
     if np.ptp(log_ratios) < np.finfo(np.float32).eps:
-        shape = 0.0
-    elif major == 0:
-        shape = float(arviz.psislw(log_ratios)[1])
+        return np.full(len(log_ratios), -np.log(len(log_ratios))), 0.0
+    if major == 0:
+        log_weights, shape = arviz.psislw(log_ratios)
     else:
         from arviz_stats.base import array_stats
 
-        shape = float(array_stats.psislw(-log_ratios)[1])
-    return Khat(shape, _verdict(shape, _relative_sample_size(log_ratios), num_samples))
+        log_weights, shape = array_stats.psislw(-log_ratios)
+    return np.asarray(log_weights) - logsumexp(log_weights), float(shape)
 
 
 def _rows_with_outcome(program: Program, data: Mapping[str, ArrayLike] | tuple) -> dict[str, Any]:

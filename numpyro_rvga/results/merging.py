@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..core.gaussians import DiagonalGaussian, Family, FullGaussian, LowRankGaussian
+from ..core.gaussians.mixture import GaussianMixture
 from ..core.recursion import Quadratic, State, new_state
 from ..engines.engine import Engine
 from ..engines.online import OnlineState
@@ -174,6 +175,8 @@ def _check_alike(first: Posterior, part: Posterior, number: int) -> None:
 def _state_of(part: Posterior, number: int) -> State:
     """Of a posterior that comes without."""
     prior = part.program.initial_state()
+    if isinstance(part.gaussian, GaussianMixture):
+        raise ValueError(f"part {number} is a mixture: merge Gaussian posteriors, then integrate hyperparameters out.")
     if not isinstance(part.gaussian, FullGaussian) or prior.prior_site is not None:
         raise ValueError(f"part {number} was stored without what it takes to merge it: merge posteriors, then save.")
     return state_of_gaussian(part)

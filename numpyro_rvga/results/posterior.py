@@ -18,8 +18,9 @@ from numpyro.infer import NUTS
 from numpyro.infer.autoguide import AutoContinuous
 
 from ..core.gaussians import Family
+from ..core.gaussians.mixture import GaussianMixture
 from ..options import check_choice
-from . import arviz, merging, prediction, storage, warmstart
+from . import arviz, integration, merging, prediction, storage, warmstart
 
 if TYPE_CHECKING:
     from ..model import Program
@@ -30,7 +31,8 @@ DRAWN_NUMBERS = 2**22  # in the arrays of all rows, for draws that are looked at
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Posterior:
-    """A Gaussian approximation of a model's posterior in unconstrained space.
+    """A Gaussian approximation of a model's posterior in unconstrained space, or a mixture of Gaussians where
+    hyperparameters are integrated out (see :meth:`integrate`).
 
     The sites are flattened in the order of :attr:`site_names`. Posteriors are made by ``RVGA(model).run(data)`` and its
     relatives, seldom by hand.
@@ -47,7 +49,7 @@ class Posterior:
         (('slopes',), (2,), (2, 2))
 
     :param program: the compiled model.
-    :param gaussian: q, of any family: its arrays have P entries along their last axis.
+    :param gaussian: q, of any family, or a mixture: its arrays have P entries along their last axis.
     :param elbo: the bound on log p(data), where the method has it.
     :param info: what the run has to tell besides: plain scalars, strings, arrays, and lists or dicts of these.
     :param continuation: the object whose ``update(posterior, data, **kwargs)`` absorbs further rows.
@@ -57,7 +59,7 @@ class Posterior:
     """
 
     program: Program
-    gaussian: Family
+    gaussian: Family | GaussianMixture
     elbo: float | None = None
     info: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     continuation: Any = None
@@ -68,6 +70,8 @@ class Posterior:
         size = self.program.layout.size
         gaussian = jax.tree.map(jnp.asarray, self.gaussian)
         for field in dataclasses.fields(gaussian):
+            if isinstance(gaussian, GaussianMixture) and field.name == "log_weights":
+                continue
             shape = getattr(gaussian, field.name).shape
             if shape[-1:] != (size,) or (field.name == "root" and shape != (size, size)):
                 raise ValueError(f"{field.name} must have {size} entries along every axis for this model, not {shape}.")
@@ -186,10 +190,11 @@ class Posterior:
             [ 1.3 -2. ]
 
         :return: the constrained latent sites, and the deterministic sites that :meth:`sample_posterior` has, at the
-            mean of q. This is the marginal median wherever the site's transform acts elementwise (not for a simplex,
-            say), and for a deterministic site only where it is a monotone function of one latent value.
+            medians of q's marginals, which are a Gaussian's mean. This is the marginal median wherever the site's
+            transform acts elementwise (not for a simplex, say), and for a deterministic site only where it is a
+            monotone function of one latent value.
         """
-        return self.constrain(self.mean)
+        return self.constrain(self._marginal_quantiles(jnp.full((1,), 0.5, self.mean.dtype)))
 
     def quantiles(self, quantiles: ArrayLike | Sequence[float]) -> dict[str, Array]:
         """Quantiles of q's marginals, as :meth:`~numpyro.infer.autoguide.AutoMultivariateNormal.quantiles` has them.
@@ -209,7 +214,13 @@ class Posterior:
             space, pushed through the model's transforms. The caveat of :meth:`median` holds.
         """
         probabilities = jnp.asarray(quantiles, self.mean.dtype)[..., None]
-        return self.constrain(dist.Normal(self.mean, self.gaussian.deviation()).icdf(probabilities))
+        return self.constrain(self._marginal_quantiles(probabilities))
+
+    def _marginal_quantiles(self, probabilities: Array) -> Array:
+        """In unconstrained space, (..., P), at (..., 1)."""
+        if isinstance(self.gaussian, GaussianMixture):
+            return self.gaussian.marginal_quantiles(probabilities)
+        return dist.Normal(self.mean, self.gaussian.deviation()).icdf(probabilities)
 
     def log_prob(self, sites: Mapping[str, ArrayLike]) -> Array:
         """The log density log q(theta) of the unconstrained vector theta that belongs to ``sites``.
@@ -445,7 +456,8 @@ class Posterior:
         return warmstart.init_params(self, rng_key, num_chains)
 
     def as_guide(self) -> tuple[AutoContinuous, dict[str, Array]]:
-        """The same Gaussian as a guide: ``AutoDiagonalNormal`` for a diagonal q, else ``AutoMultivariateNormal``.
+        """The same Gaussian as a guide: ``AutoDiagonalNormal`` for a diagonal q, else ``AutoMultivariateNormal``; for a
+        mixture the Gaussian with its mean and covariance.
 
         Guide and parameters serve ``Predictive(model, guide=guide, params=params, num_samples=...)``,
         ``NeuTraReparam(guide, params)``, ``SVI`` (as ``init_params``) and the guide's own methods. The guide has seen
@@ -555,6 +567,37 @@ class Posterior:
                 "This posterior holds no method to go on with. Choose one: RVGA(model).run(data, init=posterior)."
             )
         return self.continuation.update(self, data, **kwargs)
+
+    def integrate(
+        self,
+        data: Mapping[str, ArrayLike] | tuple,
+        *,
+        sites: str | Sequence[str] = "auto",
+        rng_key: Array | None = None,
+        progress_bar: bool = True,
+    ) -> Posterior:
+        """Integrate hyperparameters out: the same as ``FixedPointVI(model, integrate=sites).run(data)``, which tells
+        more, begun where this posterior is.
+
+        **Example**
+
+        With the model, the data and the posterior of :class:`RVGA`'s example, which has no hyperparameters:
+
+        .. doctest::
+
+            >>> posterior.integrate(data, progress_bar=False).info["not_integrated"]
+            'the model is a latent Gaussian model as it is'
+
+        :param data: all rows that the posterior has absorbed, with their outcome.
+        :param sites: names of latent sites, or ``"auto"``.
+        :param rng_key: for Monte Carlo expectations. Default: ``jax.random.key(0)``.
+        :param progress_bar: show how often the bound has been maximized.
+        :return: a mixture of Gaussians; this posterior with ``info["not_integrated"]``, if there is nothing to
+            integrate.
+        :raises ValueError: for unusable data, and sites that the model does not have.
+        """
+        fields = integration.integrate(self, data, sites, rng_key, progress_bar)
+        return dataclasses.replace(self, **fields)
 
     @functools.cached_property
     def _deterministic_of_data(self) -> Callable[[Array, dict[str, ArrayLike]], dict[str, Array]]:

@@ -15,6 +15,8 @@ from numpyro import handlers
 from numpyro.infer import Predictive
 from numpyro.primitives import Messenger
 
+from ..core.gaussians import FullGaussian
+from ..core.gaussians.mixture import GaussianMixture
 from ..model.rows import num_rows
 from ..model.terms import unconstrained_parameters
 from ..model.tracing import peel
@@ -244,12 +246,25 @@ def closed_form(posterior: Posterior, data: Mapping[str, ArrayLike] | tuple) -> 
     predictions = {}
     for site in program.observed_sites:
         complete = program.inputs(rows) if program.whole else _with_stand_ins(posterior, rows)
-        mean, covariance = program.predictors(posterior.gaussian, complete, site)
         element_shape = list(program.sites[site].value_shape)
         element_shape.pop(program.row_axis(site))
         shape = (num_rows(rows), *element_shape)
-        predictions[site] = _probit_moments(mean.reshape(shape), covariance.reshape(shape))
+
+        def of_gaussian(gaussian, site=site, complete=complete, shape=shape):
+            mean, covariance = program.predictors(gaussian, complete, site)
+            return _probit_moments(mean.reshape(shape), covariance.reshape(shape))
+
+        predictions[site] = _averaged(of_gaussian, posterior.gaussian)
     return predictions
+
+
+def _averaged(moments: Callable[[Any], dict[str, Array]], q: Any) -> dict[str, Array]:
+    """Mean and variance under a Gaussian, or under a mixture from those of its components."""
+    if not isinstance(q, GaussianMixture):
+        return moments(q)
+    found = jax.lax.map(lambda parts: moments(FullGaussian(*parts)), (q.means, q.roots))
+    mean = jnp.tensordot(q.weights, found["mean"], 1)
+    return {"mean": mean, "variance": jnp.tensordot(q.weights, found["variance"] + (found["mean"] - mean) ** 2, 1)}
 
 
 def _with_stand_ins(posterior: Posterior, rows: Mapping[str, Any]) -> dict[str, Any]:

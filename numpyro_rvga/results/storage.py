@@ -13,6 +13,7 @@ import numpy as np
 
 from .. import files
 from ..core.gaussians import FAMILIES
+from ..core.gaussians.mixture import GaussianMixture
 from ..core.recursion import Quadratic, State
 from ..model import Program
 from ..model.arguments import named_rows
@@ -21,6 +22,8 @@ from ..model.data_prior import PriorConstants
 if TYPE_CHECKING:
     from .posterior import Posterior
 
+STORED_FAMILIES = FAMILIES | {"mixture": GaussianMixture}
+
 
 def save(posterior: Posterior, path: str | os.PathLike) -> None:
     """See :meth:`Posterior.save`."""
@@ -28,7 +31,7 @@ def save(posterior: Posterior, path: str | os.PathLike) -> None:
     program = posterior.program
     keywords = {name: value for name, value in program.model_kwargs.items() if files.is_plain(value)}
     contents = {
-        "family": next(name for name, kind in FAMILIES.items() if isinstance(posterior.gaussian, kind)),
+        "family": next(name for name, kind in STORED_FAMILIES.items() if isinstance(posterior.gaussian, kind)),
         "gaussian": dataclasses.asdict(posterior.gaussian),
         "state": _stored_state(posterior.state),
         "elbo": None if posterior.elbo is None else float(posterior.elbo),
@@ -69,7 +72,7 @@ def load(path: str | os.PathLike, model: Callable, **model_kwargs: Any) -> dict[
             f"{path} belongs to another model: its latent sites are {_describe(metadata['layout'])}, "
             f"those of the given model {_describe(_layout(program))}."
         )
-    gaussian = FAMILIES[contents.pop("family")](**contents.pop("gaussian"))
+    gaussian = STORED_FAMILIES[contents.pop("family")](**contents.pop("gaussian"))
     return {"program": program, "gaussian": gaussian, "state": _state(contents.pop("state")), **contents}
 
 

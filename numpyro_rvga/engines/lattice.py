@@ -1,0 +1,174 @@
+"""The integral of exp L(h) over one or two parameters h, on a lattice of points."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+
+import numpy as np
+
+from .nested import Design, Integral, Marginal, Mode, Moments, Point
+
+DROP = 10.0  # nats below the highest point, where the marginal is cut off
+SPACING = 0.75  # of a lattice, in standard deviations of the Gaussian at the mode
+SETTLED = 0.02  # change of means, in standard deviations, and of log standard deviations, when the spacing doubles
+MAX_POINTS = 1_000
+MAX_HALVINGS = 2
+REFINEMENT = {1: 4, 2: 3}  # of a lattice by interpolation, by its dimension
+MOST_NUMBERS = 2**27  # in the roots of all points
+KERNEL = 0.6  # width of the Gaussians in h around points, in a lattice's spacings: wide enough to leave no gaps
+
+
+def integrate_lattice(marginal: Marginal, mode: Mode, moments: Moments) -> Integral:
+    """A lattice in the coordinates of the mode, grown to where L has fallen by ``DROP``, and refined until means and
+    standard deviations have settled."""
+    size, spacing = len(mode.point.h), SPACING
+    lattice = {(0,) * size: mode.point}
+    of_x: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+    for halving in range(MAX_HALVINGS + 1):
+        if halving:
+            spacing /= 2
+            lattice = {tuple(2 * i for i in index): point for index, point in lattice.items()}
+        complete = _grow(marginal, lattice, mode, spacing)
+        highest = max(point.bound for point in lattice.values())
+        kept = {index: point for index, point in lattice.items() if point.bound > highest - DROP}
+        for point in kept.values():
+            if id(point) not in of_x:
+                of_x[id(point)] = moments(point)
+        bounds = np.array([point.bound for point in kept.values()])
+        summaries = [_summary(point, *of_x[id(point)]) for point in kept.values()]
+        means, variances = map(np.array, zip(*summaries))
+        even = np.array([all(i % 2 == 0 for i in index) for index in kept])
+        change = _change(bounds, means, variances, even)
+        if change < SETTLED or not complete:
+            break
+    points, scale = list(kept.values()), spacing * mode.axes
+    mass = np.exp(bounds - highest)
+    log_evidence = highest + np.log(mass.sum()) + np.linalg.slogdet(scale)[1]
+    mass /= mass.sum()
+    x_means, x_roots = (np.array([of_x[id(point)][i] for point in points]) for i in range(2))
+    design = Design(
+        np.array([point.h for point in points]),
+        mass,
+        x_means,
+        x_roots,
+        _lattice_slopes(kept, x_means, scale),
+        KERNEL * scale,
+    )
+    info = {
+        "method": "lattice",
+        "evaluations": len(marginal.points),
+        "points": design.h,
+        "mass": mass,
+        "is_complete": complete,
+        "change_at_doubled_spacing": change,
+    }
+    fine = _refined(list(kept), design, bounds, np.array([point.gradient for point in points]))
+    return Integral(fine, float(log_evidence), float(mass @ [point.converged for point in points]), info)
+
+
+def _grow(marginal: Marginal, lattice: dict, mode: Mode, spacing: float) -> bool:
+    """Add to a lattice the neighbors of all its points that are high enough, the highest first. Whether all are in."""
+    to_lattice, floor = np.linalg.inv(spacing * mode.axes), mode.point.bound - DROP
+    count = itertools.count()
+    for point in list(marginal.points):  # other modes, where exploring has met them
+        index = tuple(np.round(to_lattice @ (point.h - mode.point.h)).astype(int).tolist())
+        if point.bound > floor and index not in lattice:
+            lattice[index] = marginal(mode.point.h + spacing * mode.axes @ index, point)
+    queue = [(-point.bound, next(count), index) for index, point in lattice.items()]
+    heapq.heapify(queue)
+    while queue:
+        negative, _, index = heapq.heappop(queue)
+        if -negative < floor:
+            return True
+        for axis, sign in itertools.product(range(len(index)), (1, -1)):
+            neighbor = tuple(i + sign * (axis == j) for j, i in enumerate(index))
+            if neighbor in lattice:
+                continue
+            if len(lattice) >= MAX_POINTS:
+                return False
+            h = mode.point.h + spacing * mode.axes @ neighbor
+            lattice[neighbor] = marginal(h, lattice[index])
+            heapq.heappush(queue, (-lattice[neighbor].bound, next(count), neighbor))
+    return True
+
+
+def _summary(point: Point, mean: np.ndarray, root: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Means and variances of h and x, (d + P,)."""
+    return np.concatenate([point.h, mean]), np.concatenate([0 * point.h, np.sum(root**2, axis=1)])
+
+
+def _change(bounds: np.ndarray, means: np.ndarray, variances: np.ndarray, some: np.ndarray) -> float:
+    """The largest difference of means, in standard deviations, and of log standard deviations, if only some points
+    count."""
+
+    def moments(chosen):
+        weights = np.exp(bounds[chosen] - bounds.max())
+        weights /= weights.sum()
+        mean = weights @ means[chosen]
+        return mean, np.sqrt(weights @ (variances[chosen] + (means[chosen] - mean) ** 2))
+
+    (mean, deviation), (other, other_deviation) = moments(some), moments(np.ones_like(some))
+    if not np.all(deviation > 0):
+        return np.inf
+    changes = np.abs(mean - other) / other_deviation, np.abs(np.log(deviation / other_deviation))
+    return float(np.max(changes))
+
+
+def _lattice_slopes(kept: dict, means: np.ndarray, scale: np.ndarray) -> np.ndarray:
+    """Of x's mean in h, (K, P, d), by differences to the neighbors that there are."""
+    number = {index: k for k, index in enumerate(kept)}
+    along = np.zeros((*means.shape, len(scale)))
+    for index, k in number.items():
+        for axis in range(len(index)):
+            ends = [number.get(tuple(i + s * (axis == j) for j, i in enumerate(index)), k) for s in (1, -1)]
+            steps = (ends[0] != k) + (ends[1] != k)
+            along[k, :, axis] = (means[ends[0]] - means[ends[1]]) / max(steps, 1)
+    return along @ np.linalg.inv(scale)
+
+
+def _refined(kept: list[tuple[int, ...]], design: Design, bounds: np.ndarray, gradients: np.ndarray) -> Design:
+    """The same on a finer lattice, by interpolation.
+
+    With the hat functions of the coarse lattice, sum hat_k (f_k + f'_k (h - h_k) / 2) is exact for quadratic f. The
+    standard deviations of x given h are interpolated as logarithms.
+    """
+    size = len(kept[0])
+    wanted = REFINEMENT[size]
+    factor = int(np.clip((MOST_NUMBERS / max(1, design.roots.size)) ** (1 / size), 1, wanted))
+    if factor == 1:
+        return design
+    number = {index: k for k, index in enumerate(kept)}
+    corners, hats = [], []
+    for index in kept:
+        for offset in itertools.product(range(factor), repeat=size):
+            share = np.array(offset) / factor
+            ends = list(itertools.product(*[(0, 1) if s > 0 else (0,) for s in share]))
+            numbers = [number.get(tuple(i + e for i, e in zip(index, end)), -1) for end in ends]
+            if min(numbers) < 0:
+                continue
+            weights = [np.prod([s if e else 1 - s for s, e in zip(share, end)]) for end in ends]
+            missing = 2**size - len(ends)
+            corners.append(numbers + [numbers[0]] * missing)
+            hats.append(weights + [0.0] * missing)
+    corners, hats = np.array(corners), np.array(hats)
+    h = np.einsum("fc,fcd->fd", hats, design.h[corners])
+    steps = 0.5 * hats[:, :, None] * (h[:, None] - design.h[corners])
+
+    def interpolated(values, slopes):
+        return np.einsum("fc,fc...->f...", hats, values[corners]) + np.einsum(
+            "fcd,fc...d->f...", steps, slopes[corners]
+        )
+
+    deviations = np.linalg.norm(design.roots, axis=2)
+    fine_deviations = np.exp(np.einsum("fc,fcp->fp", hats, np.log(deviations)[corners]))
+    correlations = design.roots / deviations[:, :, None]
+    roots = np.zeros((len(h), *design.roots.shape[1:]))
+    for corner, hat in zip(corners.T, hats.T):
+        roots += hat[:, None, None] * correlations[corner]
+    roots *= (fine_deviations / np.linalg.norm(roots, axis=2))[:, :, None]
+    levels = interpolated(bounds, gradients)
+    mass = np.exp(levels - levels.max())
+    slopes = np.einsum("fc,fcpd->fpd", hats, design.slopes[corners])
+    means = interpolated(design.means, design.slopes)
+    return Design(h, mass / mass.sum(), means, roots, slopes, design.kernel / factor)

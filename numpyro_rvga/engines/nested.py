@@ -1,0 +1,182 @@
+"""The marginal of a few parameters h, exp L(h): its mode, and what is known of its integral.
+
+L is the bound of :class:`~.maximized_bound.MaximizedBound`. Of x given h, a point knows the q that attains it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import scipy.optimize
+import scipy.stats
+
+from .maximized_bound import Maximum, Start
+
+NUM_TRIALS = 8  # points of the prior at which L is tried before its mode is sought, for each parameter
+STEP = 0.3  # of differences of gradients, in units of the prior's standard deviation or the mode's, if that is less
+DECONVOLUTIONS = 200
+FLATTEST = 3.0  # standard deviations of the prior: no Gaussian at a mode is wider
+
+
+class Point(NamedTuple):
+    """L at h.
+
+    :ivar h: (d,). :ivar bound: L, minus infinity where there is none. :ivar gradient: (d,).
+    :ivar start: the q that attains it. :ivar converged: whether it does.
+    """
+
+    h: np.ndarray
+    bound: float
+    gradient: np.ndarray
+    start: Start
+    converged: bool
+
+
+class Marginal:
+    """L as a function on the host, which knows the points where it has been.
+
+    :param begin: h -> a start, from nothing.
+    :param solve: h and a start -> :class:`~.maximized_bound.Maximum`.
+    """
+
+    def __init__(self, begin: Callable[[np.ndarray], Start], solve: Callable[[np.ndarray, Start], Maximum]):
+        self._begin, self._solve = begin, solve
+        self.points: list[Point] = []
+
+    def __call__(self, h: np.ndarray, near: Point | None = None) -> Point:
+        """L at h, from the q of a point that is near, or of the nearest one."""
+        if near is None and self.points:
+            near = min(self.points, key=lambda point: float(np.sum((point.h - h) ** 2)))
+        point = None if near is None else self._point(h, near.start)
+        if point is None or not np.isfinite(point.bound):
+            point = self._point(h, self._begin(h))
+        if np.isfinite(point.bound):
+            self.points.append(point)
+        return point
+
+    def _point(self, h: np.ndarray, start: Start) -> Point:
+        found = self._solve(h, start)
+        bound, gradient = float(found.bound), np.asarray(found.gradient, np.float64)
+        if not (np.isfinite(bound) and np.isfinite(gradient).all()):
+            bound = -np.inf
+        return Point(np.asarray(h, np.float64), bound, gradient, found.start, bool(found.converged))
+
+
+class Mode(NamedTuple):
+    """The highest point of L, and coordinates z around it in which a Gaussian there is standard.
+
+    :ivar axes: h = point.h + axes z, (d, d).
+    """
+
+    point: Point
+    axes: np.ndarray
+
+
+# ---------------------------------------------------------------------- the mode
+def find_mode(marginal: Marginal, mean: np.ndarray, deviation: np.ndarray, start: np.ndarray | None = None) -> Mode:
+    """Climb from the best of some points of the prior, which are all looked at: a marginal may be wide, or have several
+    modes.
+
+    :param mean: the prior's (d,), with ``deviation`` (d,). :param start: another point to look at first.
+    :raises ValueError: if L is finite nowhere.
+    """
+    size = len(mean)
+    noise = scipy.stats.norm.ppf(scipy.stats.qmc.Sobol(size, rng=0).random(NUM_TRIALS * rounded_to_power(size)))
+    tried = [mean, *(mean + deviation * noise)]
+    for h in tried if start is None else [start, *tried]:
+        marginal(h)
+    if not marginal.points:
+        raise ValueError("the bound is finite at no value of the integrated sites that the prior proposes.")
+    best = max(marginal.points, key=lambda point: point.bound)
+
+    def negative(t):
+        point = marginal(mean + deviation * t)
+        if not np.isfinite(point.bound):
+            return 1e3 - best.bound + 1e3 * float(np.sum((t - origin) ** 2)), 2e3 * (t - origin)
+        return -point.bound, -deviation * point.gradient
+
+    origin = (best.h - mean) / deviation
+    scipy.optimize.minimize(negative, origin, jac=True, method="L-BFGS-B", options={"ftol": 1e-5, "gtol": 1e-2})
+    best = max(marginal.points, key=lambda point: point.bound)
+    return Mode(best, _axes(marginal, best, deviation))
+
+
+def rounded_to_power(count: int) -> int:
+    """The least power of two that is not below: as many points Sobol's sequences are balanced with."""
+    return 2 ** int(np.ceil(np.log2(count)))
+
+
+def _axes(marginal: Marginal, mode: Point, deviation: np.ndarray) -> np.ndarray:
+    """A root of the inverse of L's negative Hessian, by differences of its gradient."""
+    columns = []
+    for i, unit in enumerate(np.eye(len(deviation))):
+        step = STEP * deviation[i]
+        for _ in range(2):  # once more, if the mode is far narrower than the prior
+            ends = [marginal(mode.h + sign * step * unit, mode) for sign in (1, -1)]
+            column = (ends[1].gradient - ends[0].gradient) / (2 * step)
+            narrow = column[i] > 0 and STEP / np.sqrt(column[i]) < 0.5 * step
+            if all(np.isfinite(end.bound) for end in ends) and not narrow:
+                break
+            step = STEP / np.sqrt(column[i]) if narrow else 0.1 * step
+        columns.append(column)
+    hessian = deviation * np.array(columns) * deviation[:, None]
+    values, vectors = np.linalg.eigh(0.5 * (hessian + hessian.T))
+    values = np.where(np.isfinite(values), np.maximum(values, FLATTEST**-2), FLATTEST**-2)
+    return deviation[:, None] * vectors / np.sqrt(values)
+
+
+# ---------------------------------------------------------------------- integration
+class Design(NamedTuple):
+    """Points with the marginal's mass at each, and x given h there.
+
+    :ivar h: (K, d). :ivar mass: (K,), sums to one. :ivar means: of x, (K, P). :ivar roots: Cholesky factors of its
+        covariances, (K, P, P). :ivar slopes: of its mean in h, (K, P, d).
+    :ivar kernel: (d, d), a root of the covariance of the Gaussians in h that stand around the points.
+    :ivar is_weighted: whether ``mass`` is the weight of these Gaussians already.
+    """
+
+    h: np.ndarray
+    mass: np.ndarray
+    means: np.ndarray
+    roots: np.ndarray
+    slopes: np.ndarray
+    kernel: np.ndarray
+    is_weighted: bool = False
+
+
+class Integral(NamedTuple):
+    """:ivar log_evidence: the log of the integral of exp L. :ivar info: how it was found.
+    :ivar converged: of the mass, at points where the bound is maximized."""
+
+    design: Design
+    log_evidence: float
+    converged: float
+    info: dict[str, Any]
+
+
+Moments = Callable[[Point], tuple[np.ndarray, np.ndarray]]
+"""The mean (P,) and the Cholesky factor (P, P) of the covariance of x at a point."""
+
+
+# ---------------------------------------------------------------------- a mixture
+KERNEL = (
+    0.6  # width of the Gaussians in h around the points of a lattice, in its spacings: wide enough to leave no gaps
+)
+DECONVOLUTIONS = 200
+
+
+def kernel_weights(h: np.ndarray, mass: np.ndarray, kernel: np.ndarray, iterations: int = DECONVOLUTIONS) -> np.ndarray:
+    """Weights (K,) of Gaussians around points (K, d), such that their sum has the marginal's mass at these points.
+
+    Kernels widen what they are put around. By the iterations of Richardson and Lucy (those of EM for the weights of a
+    mixture), the weights are as much narrower.
+    """
+    z = np.linalg.solve(kernel, h.T).T
+    densities = np.exp(-0.5 * np.sum((z[:, None] - z) ** 2, axis=-1))
+    weights = mass.copy()
+    for _ in range(iterations):
+        weights = weights * (densities.T @ (mass / (densities @ weights)))
+        weights /= weights.sum()
+    return weights

@@ -1,0 +1,53 @@
+"""A model given some of its latent sites: these become ``numpyro.param`` sites, in unconstrained space."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import numpyro
+from numpyro.primitives import Messenger
+
+from .tracing import site_transform
+
+PREFIX = "given_"
+LOG_DETERMINANTS = "log_determinants_of_given_sites"
+
+
+class Given(Messenger):
+    """Observes latent sites at values in unconstrained space.
+
+    :ivar log_determinants: of the transforms to constrained space, a scalar for each site.
+    """
+
+    def __init__(self, fn: Callable, unconstrained: Mapping[str, Any]):
+        super().__init__(fn)
+        self.unconstrained, self.log_determinants = unconstrained, []
+
+    def process_message(self, msg: dict) -> None:
+        if msg["type"] != "sample" or msg["name"] not in self.unconstrained:
+            return
+        transform, value = site_transform(msg["fn"]), self.unconstrained[msg["name"]]
+        msg["value"], msg["is_observed"] = transform(value), True
+        self.log_determinants.append(transform.log_abs_det_jacobian(value, msg["value"]).sum())
+
+
+def conditional_model(model: Callable, sites: Mapping[str, tuple[int, ...]]) -> Callable:
+    """The model with some latent sites as ``numpyro.param`` sites, named ``PREFIX + name``, which start at zero.
+
+    Its log joint density is that of the model, as a density of all sites in unconstrained space.
+
+    :param sites: unconstrained shapes by name.
+    """
+
+    @functools.wraps(model)
+    def conditional(*args, **kwargs):
+        values = {name: numpyro.param(PREFIX + name, np.zeros(shape)) for name, shape in sites.items()}
+        given = Given(model, values)
+        outcome = given(*args, **kwargs)
+        numpyro.factor(LOG_DETERMINANTS, sum(given.log_determinants))
+        return outcome
+
+    return conditional

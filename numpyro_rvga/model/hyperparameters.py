@@ -1,0 +1,119 @@
+"""Which latent sites to integrate out, so that the others are a latent Gaussian model given these."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ..core.closed_forms import Gaussian
+from ..core.compilation import at_once
+from .program import Program
+from .terms import Terms, constants, merged, predictors_of, site_terms
+
+NUM_PROBES = 16  # places where a log density's Hessian is looked at
+MOST_ADDED = 6  # entries of a site that is real and would be integrated out nevertheless
+MOST_SITES = 2  # of such sites together
+
+
+class Choice(NamedTuple):
+    """Sites to integrate out.
+
+    :ivar sites: none, if the model is a latent Gaussian model as it is, or no choice makes it one.
+    :ivar reason: why no site is chosen; empty if some are.
+    """
+
+    sites: tuple[str, ...]
+    reason: str = ""
+
+
+def choose_sites(program: Program) -> Choice:
+    """The smallest set of sites given which every term of the log joint density sees the others by affine predictors,
+    and is Gaussian, log-concave, or of one predictor.
+
+    Sites whose support is not the whole real line are taken where a term that is none of these sees them; then real
+    sites, where such terms are left: few, and small ones.
+    """
+    constrained = [name for name in program.layout.site_names if name not in program.real_sites]
+    coupled = {}
+    for terms, rows in _all_terms(program):
+        if not _is_simple(program, terms, rows):
+            coupled[terms.site] = _sites_seen(program, terms, rows)
+    chosen = [name for name in constrained if any(name in seen for seen in coupled.values())]
+    left = {site: seen for site, seen in coupled.items() if not _is_simple_given(program, site, chosen)}
+    if left:
+        real = sorted({name for seen in left.values() for name in seen} & program.real_sites)
+        sizes = {name: math.prod(program.layout.shapes[name]) for name in real}
+        small = sorted((name for name in real if sizes[name] <= MOST_ADDED), key=lambda name: sizes[name])
+        added = next(
+            (
+                names
+                for count in range(1, MOST_SITES + 1)
+                for names in itertools.combinations(small, count)
+                if all(_is_simple_given(program, site, [*chosen, *names]) for site in left)
+            ),
+            None,
+        )
+        if added is None:
+            return Choice((), f"the terms of site {next(iter(left))!r} see no few sites less by affine predictors")
+        chosen += added
+    if not chosen:
+        return Choice((), "the model is a latent Gaussian model as it is")
+    if len(chosen) == len(program.layout.site_names):
+        return Choice((), "no site would be left that is Gaussian given the others")
+    return Choice(tuple(name for name in program.layout.site_names if name in chosen))
+
+
+def _all_terms(program: Program) -> Iterator[tuple[Terms, dict[str, Any]]]:
+    """Those that are not Gaussian, with what they take."""
+    rows = program.inputs(program.example_rows) | program.shared
+    yield from ((terms, rows) for terms in program.terms)
+    yield from ((terms, program.prior_inputs) for terms in program.prior.terms)
+
+
+def _is_simple(program: Program, terms: Terms, rows: dict[str, Any]) -> bool:
+    if terms.is_affine and (terms.num_predictors <= 1 or terms.closed_form is Gaussian):
+        return True
+    return terms.is_affine and _is_concave(terms, program.dtype, rows)
+
+
+def _is_concave(terms: Terms, dtype: Any, rows: dict[str, Any]) -> bool:
+    """Whether the log density's Hessian is negative semidefinite at some places."""
+    places = jnp.asarray(np.random.default_rng(0).normal(size=(NUM_PROBES, terms.num_predictors)), dtype)
+
+    def hessians():
+        known = merged(constants(terms, rows))
+        known = jax.tree.map(lambda x: x[np.arange(NUM_PROBES) % len(x)], known)
+        return jax.vmap(jax.hessian(terms.density))(places, known)
+
+    values = np.linalg.eigvalsh(np.asarray(at_once(hessians), np.float64))
+    tolerance = 100 * float(jnp.finfo(dtype).eps) * np.abs(values).max(axis=1)
+    return bool(np.all(values.max(axis=1) <= tolerance))
+
+
+def _sites_seen(program: Program, terms: Terms, rows: dict[str, Any]) -> frozenset[str]:
+    """The latent sites that a term's predictors depend on."""
+    rng = np.random.default_rng(0)
+    theta = jnp.asarray(rng.normal(size=program.layout.size), program.dtype)
+
+    def slopes():
+        everything = jnp.concatenate([theta, jnp.zeros(terms.num_local, theta.dtype)])
+        values, pull_back = jax.vjp(lambda t: predictors_of(terms, t, rows), everything)
+        return pull_back(jnp.asarray(rng.normal(size=values.shape), theta.dtype))[0][: theta.size]
+
+    by_site = program.layout.unravel(np.asarray(at_once(slopes)))
+    return frozenset(name for name, slope in by_site.items() if np.any(slope != 0))
+
+
+def _is_simple_given(program: Program, site: str, given: list[str]) -> bool:
+    """Whether a site's terms are simple once some latent sites stand still, at any place."""
+    rng = np.random.default_rng(1)
+    values = {name: jnp.asarray(rng.normal(size=program.layout.shapes[name]), program.dtype) for name in given}
+    run_site, layout, row = program.site_given(site, values)
+    theta = jax.ShapeDtypeStruct((layout.size,), program.dtype)
+    return _is_simple(program, site_terms(run_site, site, theta, row, prefer_parameters=False), row)

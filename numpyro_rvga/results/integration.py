@@ -1,0 +1,226 @@
+"""Integrating hyperparameters out: from a model and its data to a mixture of Gaussians."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jax.sharding import Mesh
+from jax.typing import ArrayLike
+
+from ..core.gaussians.mixture import GaussianMixture
+from ..core.linalg import lower_from_root
+from ..engines.engine import Engines, chunks_of
+from ..engines.importance import integrate_by_importance
+from ..engines.lattice import integrate_lattice
+from ..engines.maximized_bound import MaximizedBound
+from ..engines.nested import Design, Integral, Marginal, find_mode, kernel_weights
+from ..model import Program
+from ..model.conditional import conditional_model
+from ..model.hyperparameters import Choice, choose_sites
+from ..model.rows import Rows, num_rows
+from ..options import Options, default_key
+from ..progress import progress
+from .arviz import smoothed
+
+if TYPE_CHECKING:
+    from .posterior import Posterior
+
+DEFAULTS = Options("implicit", "auto", "auto", None, 500, 256)
+NEGLIGIBLE = 1e-6  # weight of a component that is left out
+MOST_ON_LATTICE = 2  # parameters
+UNSETTLED = 0.1  # standard deviations
+MOST_KHAT = 0.7
+CONVERGED = 0.999  # of the mass, at points where the bound is maximized
+
+
+class Integration:
+    """Compiled once for each form of the data, and set of sites.
+
+    :param mesh: devices that share the rows.
+    """
+
+    def __init__(self, options: Options, improper_prior_scale: float | None, mesh: Mesh | None = None):
+        self._options, self._scale, self._mesh = options, improper_prior_scale, mesh
+        self._engines: dict[tuple, Engines] = {}
+        self._bounds: dict[Any, MaximizedBound] = {}
+        self._choices: dict[tuple, Choice] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without what is compiled, for other processes."""
+        return self.__dict__ | {"_engines": {}, "_bounds": {}, "_choices": {}}
+
+    def choose(self, program: Program, sites: str | Sequence[str]) -> Choice:
+        """The sites to integrate out, from what the user has said.
+
+        :raises ValueError: for names that are no latent sites, or all of them.
+        """
+        if program.params.layout.size:
+            return Choice((), "the model has numpyro.param sites, which are learned instead")
+        if sites == "auto":
+            key = (id(program.model), program.layout.site_names, program.row_plates)
+            if key not in self._choices:
+                self._choices[key] = choose_sites(program)
+            return self._choices[key]
+        unknown = [name for name in sites if name not in program.layout.site_names]
+        if unknown or not sites:
+            raise ValueError(
+                f"integrate must name latent sites of the model ({', '.join(program.layout.site_names)}), not "
+                f"{unknown[0] if unknown else 'none'!r}."
+            )
+        if set(sites) == set(program.layout.site_names):
+            raise ValueError(f"integrate={list(sites)!r} leaves no site that is Gaussian given these: name fewer.")
+        return Choice(tuple(name for name in program.layout.site_names if name in sites))
+
+    def __call__(
+        self,
+        program: Program,
+        sites: tuple[str, ...],
+        rows: Rows,
+        rng_key: Array,
+        progress_bar: bool,
+        start: ArrayLike | None = None,
+    ) -> dict[str, Any]:
+        """The fields of a posterior.
+
+        :param program: of the whole model. :param sites: which are integrated out.
+        :param start: theta (P,), where to look first.
+        """
+        places = _places(program, sites)
+        others = np.setdiff1d(np.arange(program.layout.size), places)
+        bound, chunks = self._bound_of(program, sites, rows, rng_key)
+        prior = program.initial_state()
+        mean, deviation = np.asarray(prior.mean)[places], np.linalg.norm(np.asarray(prior.root)[places], axis=1)
+
+        def moments(point):
+            found = bound.moments(jnp.asarray(point.h, program.dtype), point.start)
+            return tuple(np.asarray(x, np.float64) for x in found)
+
+        with progress(progress_bar, None, "L(h)", "it") as bar:
+            marginal = _marginal(bound, chunks, program.dtype, bar)
+            mode = find_mode(marginal, mean, deviation, None if start is None else np.asarray(start)[places])
+            if len(places) <= MOST_ON_LATTICE:
+                integral = integrate_lattice(marginal, mode, moments)
+            else:
+                integral = integrate_by_importance(marginal, mode, moments, smoothed)
+        _warn(integral, sites)
+        return {
+            "program": program,
+            "gaussian": mixture_of(integral.design, places, others, program.dtype),
+            "elbo": integral.log_evidence,
+            "info": {
+                "integrated": list(sites),
+                "integration": integral.info,
+                "converged": integral.converged > CONVERGED,
+            },
+            "continuation": None,
+            "state": None,
+            "num_rows": num_rows(rows),
+        }
+
+    def _bound_of(
+        self, program: Program, sites: tuple[str, ...], rows: Rows, rng_key: Array
+    ) -> tuple[MaximizedBound, tuple]:
+        """The maximized bound as a function of the sites, and the chunks of rows that it takes."""
+        key = sites, program.whole
+        if key not in self._engines:
+            shapes = {name: program.layout.shapes[name] for name in program.layout.site_names if name in sites}
+            model, options = conditional_model(program.model, shapes), {"batch": True, "whole": program.whole}
+            self._engines[key] = Engines(model, self._options, self._scale, mesh=self._mesh, **options)
+        engine = self._engines[key].get(rows, program.model_kwargs, rng_key, rows)
+        left = [name for name in program.layout.site_names if name not in sites]
+        if list(engine.program.layout.site_names) != left:
+            raise NotImplementedError(
+                f"given {', '.join(sites)}, the model has the latent sites {list(engine.program.layout.site_names)} "
+                f"outside the rows, and not {left}: integrate other sites."
+            )
+        known = self._bounds.get(engine)
+        if known is None or known.engine.program is not engine.program:
+            known = self._bounds[engine] = MaximizedBound(engine)
+        return known, chunks_of(engine, rows, engine.numbers_per_row)
+
+
+def integrate(
+    posterior: Posterior,
+    data: Mapping[str, ArrayLike] | tuple,
+    sites: str | Sequence[str],
+    rng_key: Array | None,
+    progress_bar: bool,
+) -> dict[str, Any]:
+    """See :meth:`Posterior.integrate`."""
+    program = posterior.program
+    rows = program.rows(data)
+    program.check_rows(rows)
+    if num_rows(rows) != posterior.num_rows:
+        raise ValueError(
+            f"data has {num_rows(rows)} rows, and the posterior has absorbed {posterior.num_rows}: give all of "
+            "these, and no others."
+        )
+    integration = Integration(DEFAULTS, program.improper_prior_scale)
+    choice = integration.choose(program, sites)
+    if not choice.sites:
+        return {"info": dict(posterior.info) | {"not_integrated": choice.reason}}
+    key = default_key() if rng_key is None else rng_key
+    return integration(program, choice.sites, rows, key, progress_bar, posterior.mean)
+
+
+def mixture_of(design: Design, places: np.ndarray, others: np.ndarray, dtype: Any) -> GaussianMixture:
+    """A mixture over theta: h near a point is Normal, and x given h too, its mean linear in h.
+
+    :param places: the entries of theta that are h. :param others: those that are x.
+    """
+    weights = design.mass if design.is_weighted else kernel_weights(design.h, design.mass, design.kernel)
+    size, kept = len(places) + len(others), np.flatnonzero(weights > NEGLIGIBLE)
+    weights = weights[kept] / weights[kept].sum()
+    means = np.zeros((len(kept), size))
+    means[:, places], means[:, others] = design.h[kept], design.means[kept]
+    roots = np.zeros((len(kept), size, size), dtype)
+    roots[:, places, : len(places)] = design.kernel
+    roots[:, others, : len(places)] = design.slopes[kept] @ design.kernel
+    roots[:, others, len(places) :] = design.roots[kept]
+    lower = jax.jit(lambda roots: lax.map(lower_from_root, roots))(roots)
+    return GaussianMixture(jnp.asarray(np.log(weights), dtype), jnp.asarray(means, dtype), lower)
+
+
+def _places(program: Program, sites: tuple[str, ...]) -> np.ndarray:
+    numbers = program.layout.unravel(np.arange(program.layout.size))
+    return np.concatenate([np.ravel(numbers[name]) for name in program.layout.site_names if name in sites])
+
+
+def _marginal(bound: MaximizedBound, chunks: tuple, dtype: Any, bar: Any) -> Marginal:
+    def solve(h, start):
+        bar.update(1)
+        return bound.solve(jnp.asarray(h, dtype), chunks, start)
+
+    return Marginal(lambda h: bound.begin(jnp.asarray(h, dtype), chunks), solve)
+
+
+def _warn(integral: Integral, sites: tuple[str, ...]) -> None:
+    names, info, problems = ", ".join(sites), integral.info, []
+    if not info.get("is_complete", True):
+        problems.append(
+            f"the marginal of {names} is so wide that {len(info['points'])} points did not reach its ends: is the "
+            "prior of these sites proper?"
+        )
+    elif info.get("change_at_doubled_spacing", 0.0) > UNSETTLED:
+        problems.append(
+            f"the moments of {names} still change by {info['change_at_doubled_spacing']:.2f} standard deviations as "
+            "the lattice of points is refined."
+        )
+    if info.get("khat", 0.0) > MOST_KHAT:
+        problems.append(
+            f"the marginal of {names} is not well covered by the points: Pareto k = {info['khat']:.2f}. Compare with "
+            "NUTS, started from posterior.nuts()."
+        )
+    if integral.converged <= CONVERGED:
+        problems.append(
+            f"the bound given {names} is not maximized at points that have {1 - integral.converged:.2g} of the mass: "
+            "raise max_iterations or tolerance, or use float64."
+        )
+    for problem in problems:
+        warnings.warn(problem, stacklevel=4)

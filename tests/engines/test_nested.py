@@ -1,0 +1,126 @@
+"""The integral of a known marginal, with x given h known too: against closed forms and dense quadrature."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from scipy import stats
+
+from numpyro_rvga.engines.importance import integrate_by_importance
+from numpyro_rvga.engines.lattice import integrate_lattice
+from numpyro_rvga.engines.maximized_bound import Maximum
+from numpyro_rvga.engines.nested import Marginal, find_mode, kernel_weights
+from numpyro_rvga.results.arviz import smoothed
+from numpyro_rvga.results.integration import mixture_of
+
+
+class Skewed:
+    """log of a Gamma variable for each parameter, turned; x | h ~ N(slope h, (exp(h_0 / 2))^2)."""
+
+    def __init__(self, size, shape=2.0):
+        self.size, self.shape = size, shape
+        self.turn = stats.ortho_group.rvs(size, random_state=0) if size > 1 else np.eye(1)
+
+    def solve(self, h, start):
+        z = self.turn @ h
+        value = np.sum(stats.loggamma(self.shape).logpdf(z)) + 3.0
+        gradient = self.turn.T @ (self.shape - np.exp(z))
+        return Maximum(value, gradient, start, True)
+
+    def moments(self, point):
+        return np.array([2 * point.h[0]]), np.array([[np.exp(0.5 * point.h[0])]])
+
+    def draws(self, count):
+        rng = np.random.default_rng(1)
+        h = np.log(rng.gamma(self.shape, size=(count, self.size))) @ self.turn
+        return h, 2 * h[:, 0] + np.exp(0.5 * h[:, 0]) * rng.normal(size=count)
+
+    def marginal(self):
+        return Marginal(lambda h: None, self.solve)
+
+
+def integrated(case):
+    marginal = case.marginal()
+    mode = find_mode(marginal, np.zeros(case.size), np.full(case.size, 3.0))
+    if case.size <= 2:
+        integral = integrate_lattice(marginal, mode, case.moments)
+    else:
+        integral = integrate_by_importance(marginal, mode, case.moments, smoothed)
+    mixture = mixture_of(integral.design, np.arange(case.size), np.array([case.size]), jnp.result_type(float))
+    return marginal, mode, integral, mixture
+
+
+@pytest.mark.parametrize(("size", "tolerance"), [(1, 0.01), (2, 0.02), (3, 0.06), (6, 0.08)])
+def test_mixture_has_the_moments_of_the_posterior(size, tolerance):
+    case = Skewed(size)
+    _, _, integral, mixture = integrated(case)
+    h, x = case.draws(400_000)
+    theta = np.column_stack([h, x])
+    np.testing.assert_allclose(integral.log_evidence, 3.0, atol=tolerance)
+    np.testing.assert_allclose((np.asarray(mixture.mean) - theta.mean(0)) / theta.std(0), 0, atol=tolerance)
+    np.testing.assert_allclose(np.log(np.asarray(mixture.deviation()) / theta.std(0)), 0, atol=tolerance)
+    np.testing.assert_allclose(
+        np.asarray(mixture.covariance()) / np.outer(theta.std(0), theta.std(0)),
+        np.corrcoef(theta.T),
+        atol=3 * tolerance,
+    )
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_mixture_on_a_lattice_has_the_posteriors_quantiles(size):
+    case = Skewed(size)
+    mixture = integrated(case)[-1]
+    theta = np.column_stack(case.draws(400_000))
+    levels = np.array([0.02, 0.25, 0.5, 0.75, 0.98])
+    found = np.asarray(mixture.marginal_quantiles(jnp.asarray(levels)[:, None]))
+    np.testing.assert_allclose((found - np.quantile(theta, levels, axis=0)) / theta.std(0), 0, atol=0.04)
+
+
+def test_mode_is_found_from_afar_and_its_axes_are_those_of_the_curvature():
+    case = Skewed(2)
+    marginal = case.marginal()
+    mode = find_mode(marginal, np.array([8.0, -5.0]), np.array([10.0, 6.0]))
+    np.testing.assert_allclose(case.turn @ mode.point.h, np.log(case.shape), atol=0.05)
+    np.testing.assert_allclose(mode.axes @ mode.axes.T, np.eye(2) / case.shape, rtol=0.15, atol=0.05)
+
+
+def test_other_modes_are_not_passed_over():
+    def solve(h, start):
+        densities = [stats.norm(-4, 0.5).pdf(h[0]), stats.norm(4, 1.0).pdf(h[0])]
+        gradient = densities[0] * (-4 - h) / 0.25 + densities[1] * (4 - h)
+        total = sum(densities) + 1e-300
+        return Maximum(np.log(0.5 * total), gradient / total, start, True)
+
+    marginal = Marginal(lambda h: None, solve)
+    mode = find_mode(marginal, np.zeros(1), np.full(1, 4.0))
+    integral = integrate_lattice(marginal, mode, lambda point: (np.zeros(1), np.eye(1)))
+    design = integral.design
+    np.testing.assert_allclose(integral.log_evidence, 0.0, atol=0.02)
+    np.testing.assert_allclose(design.mass @ (design.h[:, 0] > 0), 0.5, atol=0.03)
+
+
+def test_improper_marginal_is_reported():
+    marginal = Marginal(lambda h: None, lambda h, start: Maximum(-1e-9 * h[0] ** 2, -2e-9 * h, start, True))
+    mode = find_mode(marginal, np.zeros(1), np.ones(1))
+    integral = integrate_lattice(marginal, mode, lambda point: (np.zeros(1), np.eye(1)))
+    assert not integral.info["is_complete"]
+
+
+def test_points_without_a_finite_bound_are_begun_anew_and_left_out():
+    begun = []
+
+    def solve(h, start):
+        bound = -0.5 * h[0] ** 2 if start == "fresh" or abs(h[0]) < 1 else np.nan
+        return Maximum(bound if abs(h[0]) < 5 else -np.inf, -h, "stale", True)
+
+    marginal = Marginal(lambda h: begun.append(h) or "fresh", solve)
+    assert marginal(np.array([2.0])).bound == -2.0
+    assert marginal(np.array([3.0])).bound == -4.5 and len(begun) == 2
+    assert marginal(np.array([6.0])).bound == -np.inf and len(marginal.points) == 2
+
+
+def test_kernel_weights_make_up_for_the_kernels_width():
+    h = 0.3 * np.arange(-20, 21)[:, None]
+    mass = stats.norm.pdf(h[:, 0]) * 0.3
+    weights = kernel_weights(h, mass, np.array([[0.18]]))
+    variance = weights @ h[:, 0] ** 2 + 0.18**2
+    np.testing.assert_allclose(variance, 1.0, atol=1e-3)

@@ -1,0 +1,292 @@
+"""Hyperparameters integrated out: against dense quadrature, NUTS, and the same model written otherwise."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import pytest
+from numpyro import handlers
+from numpyro.infer import MCMC
+from numpyro.infer.reparam import LocScaleReparam
+from scipy.special import logsumexp
+
+from numpyro_rvga import RVGA, FixedPointVI, Posterior
+
+KEY = jax.random.key(0)
+EFFECTS = np.array([28.0, 8, -3, 7, -1, 1, 18, 12])
+ERRORS = np.array([15.0, 10, 16, 11, 9, 11, 10, 18])
+SCHOOLS = {"sigma": ERRORS, "y": EFFECTS}
+
+
+def eight_schools(sigma, y=None):
+    mu = numpyro.sample("mu", dist.Normal(0, 5))
+    tau = numpyro.sample("tau", dist.HalfCauchy(5))
+    with numpyro.plate("schools", sigma.shape[0]):
+        theta = numpyro.sample("theta", dist.Normal(mu, tau))
+        numpyro.sample("y", dist.Normal(theta, sigma), obs=y)
+
+
+def eight_schools_not_centred(sigma, y=None):
+    mu = numpyro.sample("mu", dist.Normal(0, 5))
+    tau = numpyro.sample("tau", dist.HalfCauchy(5))
+    with numpyro.plate("schools", sigma.shape[0]):
+        z = numpyro.sample("z", dist.Normal(0, 1))
+        theta = numpyro.deterministic("theta", mu + tau * z)
+        numpyro.sample("y", dist.Normal(theta, sigma), obs=y)
+
+
+def groups(group, y=None):
+    mu = numpyro.sample("mu", dist.Normal(0, 2))
+    tau = numpyro.sample("tau", dist.HalfNormal(2))
+    with numpyro.plate("groups", 50):
+        u = numpyro.sample("u", dist.Normal(0, tau))
+    with numpyro.plate("rows", group.shape[0]):
+        numpyro.sample("y", dist.Bernoulli(logits=mu + u[group]), obs=y)
+
+
+def few_binary_rows():
+    """50 groups of 3 rows. log tau has mean -0.24 and standard deviation 0.708 (40,000 draws of NUTS: +-0.008)."""
+    rng = np.random.default_rng(50)
+    group = np.repeat(np.arange(50), 3)
+    u = 1.5 * rng.normal(size=50)
+    return {"group": group, "y": (rng.random(150) < 1 / (1 + np.exp(-(0.3 + u[group])))).astype(int)}
+
+
+def slopes(centred):
+    def model(group, x, y=None):
+        m = numpyro.sample("m", dist.Normal(0, 2).expand([2]).to_event(1))
+        s = numpyro.sample("s", dist.HalfNormal(1).expand([2]).to_event(1))
+        lower = s[:, None] * numpyro.sample("L", dist.LKJCholesky(2, 2.0))
+        with numpyro.plate("groups", 6):
+            if centred:
+                b = numpyro.sample("b", dist.MultivariateNormal(m, scale_tril=lower))
+            else:
+                z = numpyro.sample("z", dist.Normal(0, 1).expand([2]).to_event(1))
+                b = numpyro.deterministic("b", m + z @ lower.T)
+        with numpyro.plate("rows", x.shape[0]):
+            numpyro.sample("y", dist.Normal(b[group, 0] + b[group, 1] * x, 0.7), obs=y)
+
+    return model
+
+
+def straight_line(x, y=None):
+    slope = numpyro.sample("slope", dist.Normal(0, 2))
+    log_sigma = numpyro.sample("log_sigma", dist.Normal(0, 1))
+    with numpyro.plate("rows", x.shape[0]):
+        numpyro.sample("y", dist.Normal(slope * x, jnp.exp(log_sigma)), obs=y)
+
+
+def line_data():
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=12)
+    return {"x": x, "y": 1.5 * x + 0.5 * rng.normal(size=12)}
+
+
+LINE = line_data()
+
+
+def exact_schools():
+    """Evidence, and means and standard deviations of log tau, mu and theta, by quadrature over log tau."""
+    log_tau = np.linspace(-12, 8, 8001)
+    tau = np.exp(log_tau)[:, None]
+    variance = tau**2 + ERRORS**2
+    precision = np.sum(1 / variance, axis=1) + 1 / 25
+    mu = np.sum(EFFECTS / variance, axis=1) / precision
+    log_joint = -0.5 * np.sum(np.log(2 * np.pi * variance) + EFFECTS**2 / variance, axis=1)
+    log_joint += 0.5 * mu**2 * precision - 0.5 * np.log(25 * precision)
+    log_joint += np.log(2 / (5 * np.pi)) - np.log1p((tau[:, 0] / 5) ** 2) + log_tau
+    evidence = logsumexp(log_joint) + np.log(log_tau[1] - log_tau[0])
+    weights = np.exp(log_joint - logsumexp(log_joint))
+    shrunk = 1 / (1 / tau**2 + 1 / ERRORS**2)
+    means = np.column_stack([log_tau, mu, shrunk * (EFFECTS / ERRORS**2 + mu[:, None] / tau**2)])
+    variances = np.column_stack([0 * log_tau, 1 / precision, shrunk + (shrunk / tau**2) ** 2 / precision[:, None]])
+    mean = weights @ means
+    return evidence, mean, np.sqrt(weights @ (variances + (means - mean) ** 2))
+
+
+@pytest.fixture(scope="module")
+def schools():
+    return {
+        "centred": FixedPointVI(eight_schools, integrate="auto").run(SCHOOLS, progress_bar=False),
+        "not centred": FixedPointVI(eight_schools_not_centred, integrate=["tau"]).run(SCHOOLS, progress_bar=False),
+    }
+
+
+@pytest.fixture(scope="module")
+def binary():
+    data = few_binary_rows()
+    single = RVGA(groups).run(data, progress_bar=False)
+    return data, single, single.integrate(data, progress_bar=False)
+
+
+@pytest.fixture(scope="module")
+def line():
+    return FixedPointVI(straight_line, integrate="auto").run(LINE, progress_bar=False)
+
+
+@pytest.mark.parametrize("way", ["centred", "not centred"])
+def test_eight_schools_are_exact(schools, way):
+    posterior = schools[way]
+    evidence, mean, deviation = exact_schools()
+    assert posterior.info["integrated"] == ["tau"] and posterior.info["converged"]
+    np.testing.assert_allclose(posterior.elbo, evidence, atol=1e-3)
+    draws = posterior.sample_posterior(KEY, (40_000,))
+    found = np.column_stack([np.log(draws["tau"]), draws["mu"], draws["theta"]])
+    np.testing.assert_allclose((found.mean(0) - mean) / deviation, 0, atol=0.02)
+    np.testing.assert_allclose(np.log(found.std(0) / deviation), 0, atol=0.02)
+    assert posterior.khat(SCHOOLS).khat < 0.5
+
+
+def test_ways_of_writing_a_model_agree(schools):
+    np.testing.assert_allclose(schools["centred"].elbo, schools["not centred"].elbo, atol=1e-6)
+    reparametrized = handlers.reparam(eight_schools, config={"theta": LocScaleReparam(0)})
+    other = FixedPointVI(reparametrized, integrate="auto").run(SCHOOLS, progress_bar=False)
+    np.testing.assert_allclose(other.elbo, schools["centred"].elbo, atol=1e-6)
+
+
+def test_log_scale_of_few_binary_rows_is_that_of_nuts(binary):
+    data, single, posterior = binary
+    log_tau = np.log(np.asarray(posterior.sample_posterior(KEY, (40_000,))["tau"]))
+    assert abs(log_tau.mean() + 0.24) < 0.1 * 0.708
+    assert abs(np.log(log_tau.std() / 0.708)) < 0.15
+    assert posterior.elbo > single.elbo + 0.3 and posterior.num_rows == single.num_rows
+    assert posterior.khat(data).khat < 0.7
+
+
+def test_correlated_slopes_agree_however_they_are_written():
+    rng = np.random.default_rng(0)
+    group, x = rng.integers(0, 6, 60), rng.normal(size=60)
+    data = {"group": group, "x": x, "y": 0.5 + x * (1 + 0.4 * rng.normal(size=6)[group]) + 0.7 * rng.normal(size=60)}
+    found = [FixedPointVI(slopes(way), integrate="auto").run(data, progress_bar=False) for way in (True, False)]
+    assert all(posterior.info["integrated"] == ["s", "L"] for posterior in found)
+    assert all(posterior.info["integration"]["khat"] < 0.7 for posterior in found)
+    draws = [posterior.sample_posterior(KEY, (20_000,)) for posterior in found]
+    np.testing.assert_allclose(found[0].elbo, found[1].elbo, atol=1e-4)
+    for name in ("m", "s", "b"):
+        one, other = (np.asarray(of[name]) for of in draws)
+        np.testing.assert_allclose((one.mean(0) - other.mean(0)) / one.std(0), 0, atol=0.05)
+        np.testing.assert_allclose(np.log(one.std(0) / other.std(0)), 0, atol=0.08)
+
+
+def test_real_site_that_is_a_scale_is_integrated(line):
+    assert line.info["integrated"] == ["log_sigma"]
+    x, y = LINE["x"], LINE["y"]
+    log_sigma = np.linspace(-4, 3, 4001)
+    covariance = np.exp(2 * log_sigma)[:, None, None] * np.eye(12) + 4 * np.outer(x, x)
+    lengths = np.einsum("i,kij,j->k", y, np.linalg.inv(covariance), y)
+    log_joint = -0.5 * (lengths + np.linalg.slogdet(2 * np.pi * covariance)[1] + log_sigma**2 + np.log(2 * np.pi))
+    evidence = logsumexp(log_joint) + np.log(log_sigma[1] - log_sigma[0])
+    np.testing.assert_allclose(line.elbo, evidence, atol=1e-3)
+
+
+# ---------------------------------------------------------------------- a posterior like any other
+def test_mixture_is_a_density(line):
+    posterior = line
+    sides = [np.linspace(m - 9 * s, m + 9 * s, 401) for m, s in zip(posterior.mean, posterior.gaussian.deviation())]
+    theta = np.stack(np.meshgrid(*sides, indexing="ij"), axis=-1)
+    cell = np.prod([side[1] - side[0] for side in sides])
+    log_q = posterior.log_prob_unconstrained(jnp.asarray(theta))
+    np.testing.assert_allclose(np.sum(np.exp(log_q)) * cell, 1.0, atol=1e-4)
+    sites = posterior.constrain_latents(jnp.asarray(theta[200, 190:210]))
+    np.testing.assert_allclose(posterior.log_prob(sites), log_q[200, 190:210], rtol=1e-8)
+
+
+def test_moments_quantiles_and_draws_agree(schools):
+    posterior = schools["centred"]
+    theta = np.asarray(posterior.sample_unconstrained(KEY, (40_000,)))
+    deviation = theta.std(0)
+    np.testing.assert_allclose((theta.mean(0) - np.asarray(posterior.mean)) / deviation, 0, atol=0.03)
+    np.testing.assert_allclose(np.asarray(posterior.gaussian.deviation()) / deviation, 1, atol=0.02)
+    np.testing.assert_allclose(posterior.scale_tril @ posterior.scale_tril.T, posterior.covariance, rtol=1e-8)
+    np.testing.assert_allclose(np.diag(posterior.covariance), posterior.gaussian.deviation() ** 2, rtol=1e-8)
+    quantiles = posterior.quantiles([0.1, 0.9])["tau"]
+    np.testing.assert_allclose(quantiles, np.quantile(posterior.constrain(theta)["tau"], [0.1, 0.9]), rtol=0.04)
+    np.testing.assert_allclose(posterior.median()["tau"], posterior.quantiles(0.5)["tau"])
+
+
+def test_file_gives_the_mixture_back(schools, tmp_path):
+    posterior = schools["centred"]
+    posterior.save(tmp_path / "posterior.npz")
+    again = Posterior.load(tmp_path / "posterior.npz", eight_schools)
+    np.testing.assert_array_equal(again.gaussian.means, posterior.gaussian.means)
+    np.testing.assert_array_equal(again.mean, posterior.mean)
+    assert again.info["integrated"] == ["tau"] and again.elbo == posterior.elbo
+
+
+def test_mixture_goes_to_arviz_nuts_and_guides(schools, capsys):
+    posterior = schools["not centred"]
+    found = posterior.to_arviz(SCHOOLS, num_samples=200)
+    assert {"log_p", "log_q"} <= set(found["sample_stats"].data_vars)
+    posterior.print_summary()
+    assert "tau" in capsys.readouterr().out
+    mcmc = MCMC(posterior.nuts(), num_warmup=50, num_samples=20, progress_bar=False)
+    mcmc.run(KEY, **SCHOOLS, init_params=posterior.init_params(KEY))
+    assert np.isfinite(mcmc.get_samples()["tau"]).all()
+    _, params = posterior.as_guide()
+    assert params["auto_scale_tril"].shape == (10, 10)
+    assert posterior.predictive(KEY, SCHOOLS, num_samples=10)["y"].shape == (10, 8)
+
+
+def test_closed_form_predictions_are_averages_over_the_mixture(binary):
+    posterior = binary[-1]
+    new = {"group": np.arange(3)}
+    found = posterior.predictive(None, new, method="closed_form")["y"]
+    theta = posterior.sample_posterior(KEY, (40_000,))
+    probability = 1 / (1 + np.exp(-(theta["mu"][:, None] + theta["u"][:, :3])))
+    np.testing.assert_allclose(found["mean"], probability.mean(0), atol=0.01)
+    np.testing.assert_allclose(found["variance"], probability.var(0), atol=0.01)
+
+
+def test_mixtures_cannot_be_merged(schools):
+    with pytest.raises(ValueError, match="single rows"):
+        Posterior.merge([schools["centred"], schools["centred"]])
+
+
+def test_float32_finds_the_same():
+    with jax.enable_x64(False):
+        posterior = FixedPointVI(eight_schools, integrate="auto").run(SCHOOLS, progress_bar=False)
+        assert posterior.mean.dtype == jnp.float32
+        np.testing.assert_allclose(posterior.elbo, exact_schools()[0], atol=5e-3)
+
+
+# ---------------------------------------------------------------------- what is integrated, and what is refused
+def regression(x, y=None):
+    slope = numpyro.sample("slope", dist.StudentT(4, 0, 1))
+    with numpyro.plate("rows", x.shape[0]):
+        numpyro.sample("y", dist.Bernoulli(logits=slope * x), obs=y)
+
+
+def test_latent_gaussian_models_are_left_as_they_are():
+    data = {"x": np.arange(6.0), "y": np.array([0, 1, 0, 1, 1, 1])}
+    posterior = FixedPointVI(regression, integrate="auto").run(data, progress_bar=False)
+    assert posterior.info["not_integrated"] == "the model is a latent Gaussian model as it is"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"integrate": "tau"}, "list of site names"),
+        ({"integrate": True}, "list of site names"),
+        ({"integrate": "auto", "schedule": "batch"}, "schedule='incremental'"),
+        ({"integrate": "auto", "expectation": "linearized"}, "has none"),
+    ],
+)
+def test_options_are_checked_at_construction(options, message):
+    with pytest.raises(ValueError, match=message):
+        FixedPointVI(eight_schools, **options)
+
+
+@pytest.mark.parametrize(
+    ("sites", "message"),
+    [(["tua"], "latent sites of the model .mu, tau, theta., not 'tua'"), (["mu", "tau", "theta"], "name fewer")],
+)
+def test_sites_are_checked(sites, message):
+    with pytest.raises(ValueError, match=message):
+        FixedPointVI(eight_schools, integrate=sites).run(SCHOOLS, progress_bar=False)
+
+
+def test_rows_must_be_those_of_the_posterior(schools):
+    few = {name: array[:4] for name, array in SCHOOLS.items()}
+    with pytest.raises(ValueError, match="rows"):
+        schools["centred"].integrate(few, progress_bar=False)
