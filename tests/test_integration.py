@@ -245,7 +245,8 @@ def test_mixtures_cannot_be_merged(schools):
 
 def test_float32_finds_the_same():
     with jax.enable_x64(False):
-        posterior = FixedPointVI(eight_schools, integrate="auto").run(SCHOOLS, progress_bar=False)
+        single = {name: array.astype(np.float32) for name, array in SCHOOLS.items()}
+        posterior = FixedPointVI(eight_schools, integrate="auto").run(single, progress_bar=False)
         assert posterior.mean.dtype == jnp.float32
         np.testing.assert_allclose(posterior.elbo, exact_schools()[0], atol=5e-3)
 

@@ -96,11 +96,11 @@ class GaussianMixture:
         """The Gaussian with the same mean and covariance."""
         return FullGaussian(self.mean, self.scale_tril())
 
-    def spread(self, design: Array) -> Array:
+    def predictor_root(self, design: Array) -> Array:
         """Z (..., C, P) with Z Z^T = design Sigma design^T for designs (..., C, P) and the covariance Sigma."""
         return design @ self.scale_tril()
 
-    def log_density(self, theta: Array) -> Array:
+    def log_prob(self, theta: Array) -> Array:
         """At theta (..., P)."""
         size = self.means.shape[1]
         flat = theta.reshape(-1, size)
