@@ -118,7 +118,7 @@ def hermite_nodes(dimension: int) -> tuple[np.ndarray, np.ndarray]:
     return hermite_rule(dimension, HERMITE_NODES[dimension])
 
 
-def fixed_nodes(mean: Array, covariance: Array, whitened: Array, weights: Array) -> Nodes:
+def fixed_nodes(mean: Array, covariance: Array, whitened: Array | np.ndarray, weights: Array | np.ndarray) -> Nodes:
     """Nodes at given positions of the standard normal: whitened (K, C), weights (K,)."""
     factor, inverse = semidefinite_factor(covariance)
     z = jnp.asarray(whitened, mean.dtype)

@@ -69,7 +69,7 @@ def expectations(
     nodes: tuple[np.ndarray, np.ndarray] | None = None,
     *,
     effort: str = "usual",
-) -> tuple[Callable, Callable]:
+) -> tuple[Callable, Callable | None]:
     """(means (n, C), covariances (n, C, C), constants (n, ...)) -> E[phi], E[grad phi], E[hess phi] of n factors; and
     -> the same, with the estimated errors, in nats (n,).
 
@@ -277,7 +277,7 @@ def _spread_out(nodes: tuple[np.ndarray, np.ndarray], phi: PHI, factor: Factor) 
     return found, 2 * jnp.sqrt(weights @ (left * left) / len(weights))
 
 
-def _at_nodes(phi: PHI, factor: Factor, nodes: tuple[np.ndarray, np.ndarray]) -> tuple[Array, Array, Array, Array]:
+def _at_nodes(phi: PHI, factor: Factor, nodes: tuple[Any, Any]) -> tuple[Array, Array, Array, Array]:
     """Values (K,) and gradients (K, C) at nodes; then their positions (K, C) and the weights, in the same precision."""
     z, weights = (jnp.asarray(x, factor.mean.dtype) for x in nodes)
     density = lambda u: phi(u, factor.constants)  # noqa: E731
@@ -377,7 +377,7 @@ def _differentiable(expect: Callable, phi: PHI, num_predictors: int) -> Callable
 
     def of_constants(mean: Array, covariance: Array, constants: Any) -> Array:
         root, _ = semidefinite_factor(covariance)
-        return weights @ jax.vmap(lambda point: phi(point, constants))(mean + z @ root.T)
+        return jnp.asarray(weights) @ jax.vmap(lambda point: phi(point, constants))(mean + z @ root.T)
 
     def forward(means: Array, covariances: Array, constants: Any) -> tuple[Moments, Any]:
         found = expect(means, covariances, constants)

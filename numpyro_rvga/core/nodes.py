@@ -35,13 +35,14 @@ class Node:
     )
 
     def __init__(self, kind, shape, dtype, parents=(), apply=None, in_shapes=None, name="", operand=None, params=None):
-        self.kind, self.dtype, self.parents, self.apply, self.name = kind, dtype, tuple(parents), apply, name
+        self.kind, self.dtype, self.parents, self.name = kind, dtype, tuple(parents), name
+        self.apply: Any = apply
         self.shape = () if math.prod(shape) == 1 else tuple(shape)
         self.in_shapes = tuple(p.shape for p in self.parents) if in_shapes is None else tuple(in_shapes)
         self.operand = operand  # for exp, log and logistic: the Value it was applied to
         self.leaf_of: Node | None = None  # for a predictor: the affine node that it stands for
         self.unwraps: Node | None = None  # for a sum of predictors: likewise
-        self.params = params  # of the equation that it stands for
+        self.params: Any = params  # of the equation that it stands for
         self.selection: Any = None  # of its first parent's entries, if it is one
         self.serial = next(_serial)
 
@@ -60,7 +61,7 @@ class Value(NamedTuple):
 
     @property
     def is_constant(self) -> bool:
-        return self.affine is None and self.rest.kind == CONSTANT
+        return self.affine is None and self.rest is not None and self.rest.kind == CONSTANT
 
     @property
     def is_affine(self) -> bool:

@@ -49,7 +49,7 @@ class Group(NamedTuple):
     chunks: Any = ()
 
     @property
-    def count(self) -> int:
+    def num_chunks(self) -> int:
         """The number of chunks."""
         return max((x.shape[0] for x in jax.tree.leaves(self.chunks)), default=1)
 
@@ -60,7 +60,7 @@ class Group(NamedTuple):
     def visit(self, function: Callable, *known: Any) -> tuple[Any, Any]:
         """The sum over chunks of what ``function(chunk, *known)`` finds first, and what it finds second by chunk."""
         first = (self.first, *jax.tree.map(lambda x: x[0], known))
-        if self.count == 1:
+        if self.num_chunks == 1:
             found = function(*first)
             return found[0], jax.tree.map(lambda x: x[None], found[1])
         nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(function, *first)[0])
@@ -166,7 +166,7 @@ def joint_objective(groups: tuple[Group, ...], frame: Frame, *, staged: bool) ->
             return (value, gradient), hessians
 
         sums, hessians = visit(one, e, *() if known is None else (known,))
-        value, gradient = map(sum, zip(*sums))
+        value, gradient = (reduce(jnp.add, parts) for parts in zip(*sums))
         return value, frame.pull(gradient), hessians
 
     def curvature_staged(e, hessians, clamped):

@@ -294,6 +294,7 @@ RULES: dict[str, Callable[..., Node | None]] = {
 def columns_of(indices: Value) -> list[Index]:
     """The columns of a gather's indices, as far as they are known each by itself."""
     node, shape = indices.rest, indices.shape
+    assert node is not None
     count = shape[-1]
     if node.name == "concatenate" and len(node.parents) == count and node.params["dimension"] == len(shape) - 1:
         return [index_of(parent, shape[:-1]) for parent in node.parents]

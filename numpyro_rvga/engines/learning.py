@@ -26,7 +26,7 @@ class Learned(NamedTuple):
     :ivar bounds: the bound after each step.
     """
 
-    params: Array
+    params: Array | np.ndarray
     start: tuple[Array, Array]
     bounds: list[float]
     converged: bool
@@ -88,7 +88,7 @@ class Learner:
                 return params + share * step, found
         return None
 
-    def _shown(self, params: Array) -> str:
+    def _shown(self, params: Any) -> str:
         values = self.engine.program.params.constrained(params)
         return ", ".join(f"{name} = {np.asarray(value)}" for name, value in values.items())
 

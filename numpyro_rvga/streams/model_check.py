@@ -66,7 +66,7 @@ class ModelCheck:
         standard = np.concatenate([half, -half])
         points = (mean + standard @ root.T).astype(self._engine.program.dtype)
         by_site, joint = self._own(rows, points)
-        if bound is not None and self._agree(bound, *_averaged(joint - _log_density(standard, root))):
+        if bound is not None and self._agree(bound, *_averaged(np.asarray(joint) - _log_density(standard, root))):
             self._has_passed = True
             return []
         found, read = [], None
