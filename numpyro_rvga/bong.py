@@ -15,6 +15,7 @@ import numpy as np
 from jax import Array
 
 from .core.gaussians import FAMILIES, PARAMETERIZATIONS
+from .core.gaussians.mixture import GaussianMixture
 from .core.rules import NATURAL, RULES, Rule
 from .dynamics import Dynamics, check_dynamics
 from .engines.engine import Engines
@@ -384,7 +385,8 @@ class BONG:
         online.engine.check_continued(init)
         if isinstance(init.state, OnlineState) and online.holds(init.state):
             return init.state
-        return online.state_of(init.gaussian, init.num_rows, rng_key)
+        gaussian = init.gaussian.as_full() if isinstance(init.gaussian, GaussianMixture) else init.gaussian
+        return online.state_of(gaussian, init.num_rows, rng_key)
 
     def _posterior(self, online: Online, state: OnlineState, model_kwargs: dict, info: dict) -> Posterior:
         facts = self._described | info
