@@ -15,8 +15,8 @@ from numpyro.infer.util import initialize_model
 from numpyro_rvga import FixedPointVI
 from numpyro_rvga.core.joint import bound_at
 from numpyro_rvga.core.linalg import lower_from_root
-from numpyro_rvga.engines.climbs import Problem, joint_of
 from numpyro_rvga.engines.engine import Engines, chunks_of
+from numpyro_rvga.engines.joint_solver import JointProblem
 from numpyro_rvga.model.arguments import checked_rows
 
 Rows = dict[str, np.ndarray]
@@ -57,9 +57,13 @@ def exact_bound(case: Case) -> Bound:
         rows, case.kwargs, jax.random.key(0), rows
     )
     state = engine.program.initial_state()
-    problem = Problem(state, chunks_of(engine, rows, engine.numbers_per_row), None, engine.program.shared)
-    joint = joint_of(engine, alternating=False)
-    at = engine.compiled(lambda problem, mean, root: bound_at(joint(problem), mean, root)[0])
+    problem = JointProblem(state, chunks_of(engine, rows, engine.numbers_per_row), engine.program.prior_inputs)
+    search = engine.search_all(problem)
+
+    @engine.compiled
+    def at(problem, mean, root):
+        joint = engine.joint_parts(search, problem)
+        return bound_at(joint, joint.start().base, mean, root)[0]
 
     def bound(mean, root):
         if case.whitened is not None:
