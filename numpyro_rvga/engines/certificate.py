@@ -1,4 +1,4 @@
-"""A certificate: looks at all rows that evaluate the bound and its natural gradient at q, and steps where q is off."""
+"""The check at the end of a pass: the bound and its natural gradient on all rows, and natural-gradient steps."""
 
 from __future__ import annotations
 
@@ -34,8 +34,11 @@ Chunks = Callable[[int], Iterable[tuple[Rows, np.ndarray]]]
 
 
 class Sums(NamedTuple):
-    """Of terms, at q and by site: E[phi] (S,), its gradient in the mean (S, P), minus its Hessian (S, P, P), and the
-    estimated errors of E[phi] (S,)."""
+    """Sums over the terms of each of S sites, at q.
+
+    :ivar values: E[phi], (S,). :ivar gradients: its gradient in the mean, (S, P).
+    :ivar curvatures: minus its Hessian, (S, P, P). :ivar errors: estimated errors of the values, (S,).
+    """
 
     values: Array | np.ndarray
     gradients: Array | np.ndarray
@@ -44,7 +47,11 @@ class Sums(NamedTuple):
 
 
 class Noise(NamedTuple):
-    """Standard errors of the bound and of the gradient (P,), and what they add to the squared natural gradient."""
+    """Sampling errors of estimates from some of the rows.
+
+    :ivar bound: standard error. :ivar gradient: standard errors, (P,).
+    :ivar squared: the expectation of what they add to the squared natural gradient.
+    """
 
     bound: float
     gradient: np.ndarray
@@ -52,13 +59,13 @@ class Noise(NamedTuple):
 
 
 class Look(NamedTuple):
-    """The bound at q, in nats, and what it is made of.
+    """The bound at q and its natural gradient.
 
-    :ivar prior: the prior's terms that are not Gaussian.
+    :ivar bound: in nats. :ivar prior: sums over prior terms that are not Gaussian.
     :ivar gradient: of the bound in the mean, (P,), in coordinates in which q is standard normal.
     :ivar precision: minus the expected Hessian of the log joint density, (P, P), in these; the identity at the best q.
-    :ivar error: by how many nats the expectations in the bound may be off.
-    :ivar noise: of estimates; None for what was computed from all rows.
+    :ivar error: estimated error of the expectations in the bound, in nats.
+    :ivar noise: of estimates from some of the rows; None for sums over all rows.
     """
 
     bound: float
@@ -70,14 +77,20 @@ class Look(NamedTuple):
 
     @property
     def squared_natural_gradient(self) -> float:
-        """In nats: about twice the Kullback-Leibler divergence from the best Gaussian. Estimates are without bias."""
+        """||gradient||^2 + ||precision - I||^2 / 2, in nats; unbiased for estimates.
+
+        About twice the Kullback-Leibler divergence from the best Gaussian.
+        """
         off = self.precision - np.eye(len(self.gradient))
         squared = float(self.gradient @ self.gradient + 0.5 * np.sum(off * off))
         return squared if self.noise is None else squared - self.noise.squared
 
 
 class Certified(NamedTuple):
-    """:ivar looks: at all rows. :ivar before: at the first q. :ivar after: at the last one that was accepted."""
+    """The result of a check.
+
+    :ivar looks: the number of evaluations of all rows. :ivar before: at the first q. :ivar after: at the last q.
+    """
 
     state: State
     looks: int
@@ -86,7 +99,7 @@ class Certified(NamedTuple):
 
 
 class Stratum(NamedTuple):
-    """Rows, how a state saw them when they became part of it (n, E, ...), and for how many rows each of them speaks."""
+    """Rows, the moments of their predictors when the state absorbed them (n, E, ...), and their weights (n,)."""
 
     rows: Rows
     absorbed: tuple[Absorbed, ...]
@@ -99,7 +112,7 @@ class Stratum(NamedTuple):
 
 
 class Certificate:
-    """Looks at all rows, compiled for an engine."""
+    """Evaluations of the bound on all rows, compiled for an engine."""
 
     def __init__(self, engine: Engine):
         self._engine = engine
@@ -139,15 +152,14 @@ class Certificate:
         return found._replace(state=_stored(found.state, found.after, start))
 
     def estimated(self, state: State, known: Stratum, batches: Sequence[Stratum], max_looks: int) -> Certified:
-        """What the bound and the natural gradient would be on all rows, from some of them, and the state after steps
-        where it is known well enough.
+        """Estimate the bound and its natural gradient on all rows from some of them, and step where it is significant.
 
-        All rows are part of the state by their sites: it lacks what the sites lack. That is small, so that a sample
-        tells it far better than it tells the bound itself.
+        All rows are in the state by their Gaussian summaries. Only the errors of the summaries are estimated. These are
+        small, so a sample determines them much better than the bound itself.
 
         :param state: after the last row.
-        :param known: rows that speak for themselves. :param batches: a sample of the others, in batches of equal sizes,
-            of weights that make it speak for all of these.
+        :param known: rows that represent themselves.
+        :param batches: a sample of the other rows, in batches of equal sizes, weighted to represent all of them.
         """
         base, size = _Base(state._replace(prior_site=None)), self._chunk(max(len(b.weights) for b in (known, *batches)))
         nothing = _nothing(state)
@@ -190,7 +202,7 @@ class Certificate:
         return np.asarray(self._of_each(mean, root, *pad(rows, num_rows(rows))))
 
     def _chunk(self, total: int | None) -> int:
-        """Rows of a chunk: all have as many, but for the last. Data of nearly as many rows are compiled once."""
+        """The number of rows in a chunk. It is rounded, so that data of nearly as many rows compile once."""
         size = min(MAX_CHUNK, max(CHUNK_NUMBERS // self._engine.numbers_per_row, 1))
         if total is not None:
             size = -(-total // -(-total // size))
@@ -198,7 +210,7 @@ class Certificate:
         return self._engine.devices.rounded_up(-(-size // step) * step)
 
     def _added_up(self, mean: Array, root: Array, chunks: Iterable[tuple], size: int) -> Sums:
-        """Of rows, weights and, if they are part of a state, how it saw them; in double precision."""
+        """Sums over chunks of rows, weights and, if given, absorbed moments; in double precision."""
         total: Any = None
         under_way: deque = deque()
         for rows, weights, *absorbed in chunks:
@@ -211,7 +223,7 @@ class Certificate:
         return total
 
     def _is_better(self, found: Look, at: Look) -> bool:
-        """By the bound; by the natural gradient where rounding hides the difference, or there is no bound."""
+        """Whether the bound is higher; or, where rounding hides that or there is none, the natural gradient shorter."""
         nearer = found.squared_natural_gradient < at.squared_natural_gradient
         if not all(kind.conservative for kind in self._engine.kinds):
             return nearer
@@ -222,7 +234,7 @@ class Certificate:
     def _row_sums(
         self, mean: Array, root: Array, rows: dict, weights: Array, absorbed: tuple[Absorbed, ...] | None = None
     ) -> Sums:
-        """Of the rows, or of what their sites lack in a state that saw them so when they became part of it."""
+        """Sums over the rows; with ``absorbed``, less the sums over their Gaussian summaries in the state."""
         engine = self._engine
         factors = engine.linearise(engine.prepare(rows, weights), mean)
         found = _sums(engine.kinds, factors, root)
@@ -260,7 +272,7 @@ def _sums(kinds: tuple, factors: tuple, root: Array) -> Sums:
 
 
 def _site_sums(block: Factors, site: Sites, root: Array) -> Sums:
-    """Of the quadratics constant + linear . u - u' precision u / 2, u the predictors of n factors."""
+    """Sums over n quadratics constant + linear . u - u' precision u / 2 of the predictors u."""
     spread = block.design @ root
     pull = jnp.einsum("ncd,nd->nc", site.precision, block.offset)
     values = site.constant + jnp.sum((site.linear - 0.5 * pull) * block.offset, axis=1)
@@ -277,12 +289,12 @@ def _nothing(state: State) -> Sums:
 
 
 def _doubtful(at: Look) -> float:
-    """How large a squared natural gradient may be by chance."""
+    """The squared natural gradient that sampling errors alone may produce."""
     return 0.0 if at.noise is None else DOUBT * at.noise.squared
 
 
 def _noise(state: State, batches: list[Sums]) -> Noise:
-    """From the differences between batches of the sum over these."""
+    """Estimated from the differences between batches."""
     root, count = _double(state.root), len(batches)
 
     def error(parts: list[np.ndarray]) -> np.ndarray:
@@ -299,7 +311,7 @@ def _added(total: Sums | None, found: Sums) -> Sums:
 
 
 class _Base:
-    """The start's log density without what stands for prior terms, in double precision."""
+    """The log density of the start without its approximation of the prior terms, in double precision."""
 
     def __init__(self, start: State):
         self._start = _double(start)
@@ -347,8 +359,10 @@ class _Move(NamedTuple):
 
 
 def _moved(state: State, at: Look, step: float) -> _Move | None:
-    """A natural-gradient step: Lambda' = (1 - t) Lambda + t E[-hess], which must be positive definite, and
-    mean' = mean + t Sigma' gradient. None if there is none."""
+    """A natural-gradient step; None if it leaves no Gaussian.
+
+    Lambda' = (1 - t) Lambda + t E[-hess], mean' = mean + t Sigma' gradient.
+    """
     if not (np.isfinite(at.precision).all() and np.isfinite(at.gradient).all()):
         return None
     old, identity = _double(state), np.eye(len(at.gradient))
@@ -372,8 +386,10 @@ def _moved(state: State, at: Look, step: float) -> _Move | None:
 
 
 def _best_step(move: _Move, before: Look, found: Look) -> float:
-    """The length at which the bound's slope along the move would have vanished (secant), which is then that of the next
-    one: where steps are too long, or too short, they are so again and again."""
+    """The step length at which the bound's slope along the move would have vanished (secant), for the next step.
+
+    Where steps are too long or too short, the next ones are so too.
+    """
     slope = found.gradient @ move.shift + 0.5 * np.sum((found.precision - np.eye(len(move.shift))) * move.turn)
     if found.squared_natural_gradient < FAST * before.squared_natural_gradient:
         return 1.0
@@ -383,7 +399,7 @@ def _best_step(move: _Move, before: Look, found: Look) -> float:
 
 
 def _in_precision(state: State, mean: np.ndarray, root: np.ndarray) -> State:
-    """With this mean and root in the state's own precision."""
+    """The state with this mean and root, in its own floating-point precision."""
     dtype = state.mean.dtype
     rounded = mean.astype(dtype)
     arrays: dict[str, Any] = {"mean": rounded, "mean_error": (mean - rounded).astype(dtype), "root": root.astype(dtype)}
@@ -391,7 +407,7 @@ def _in_precision(state: State, mean: np.ndarray, root: np.ndarray) -> State:
 
 
 def _stored(state: State, at: Look, start: State) -> State:
-    """The state with the bound, and with what now stands for the prior terms."""
+    """The state with the new bound, and with the approximation of the prior terms at the new q."""
     dtype = state.mean.dtype
     site: Any = None
     if start.prior_site is not None:

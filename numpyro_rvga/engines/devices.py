@@ -1,4 +1,4 @@
-"""Rows shared out among the devices of a mesh; what they say of the parameters is added up by XLA."""
+"""Rows sharded over the devices of a mesh; XLA adds up their contributions."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 
 class Devices:
-    """Where arrays live.
+    """Placement of arrays on devices.
 
     :param mesh: devices of one process or of several. None: the default device.
-    :raises ValueError: for what is no mesh.
+    :raises ValueError: if ``mesh`` is not a mesh.
 
-    :ivar count: how many devices share the rows.
-    :ivar everywhere: the sharding of arrays that each device has; None without a mesh.
+    :ivar count: the number of devices that share the rows.
+    :ivar everywhere: the sharding of replicated arrays; None without a mesh.
     """
 
     def __init__(self, mesh: Mesh | None):
@@ -31,21 +31,21 @@ class Devices:
         self.everywhere = None if mesh is None else NamedSharding(mesh, PartitionSpec())
 
     def rounded_up(self, num_rows: int) -> int:
-        """To the next number of rows that the devices can share."""
+        """The next number of rows that the devices can share equally."""
         return -(-num_rows // self.count) * self.count
 
     def put_rows(self, tree: Any, axis: int = 0) -> Any:
-        """Arrays whose rows lie along an axis: each device has some of them."""
+        """Arrays with their rows along ``axis``, sharded over the devices."""
         if self._mesh is None:
             return jax.device_put(tree)
         return self._put(tree, NamedSharding(self._mesh, PartitionSpec(*[None] * axis, self._mesh.axis_names)))
 
     def put(self, tree: Any) -> Any:
-        """Arrays that each device has."""
+        """Arrays replicated on each device."""
         return tree if self.everywhere is None else self._put(tree, self.everywhere)
 
     def fetch(self, tree: Any) -> Any:
-        """Arrays that each device has, on this process's default device."""
+        """Replicated arrays, on this process's default device."""
         return tree if self._mesh is None else jax.tree.map(lambda x: jnp.asarray(np.asarray(x)), tree)
 
     @staticmethod

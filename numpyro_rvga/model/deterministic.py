@@ -1,4 +1,4 @@
-"""Deterministic sites: which belong to the latent sites alone, which read the data, which have a value for each row."""
+"""Deterministic sites: functions of the latent sites alone, functions of the data too, and those with values by row."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ def classify_deterministic(
     two_rows: Mapping[str, Any],
     theta: Array,
 ) -> DeterministicSites:
-    """Sort the deterministic sites.
+    """Sort the deterministic sites by what they depend on.
 
     :param values: (rows, theta) -> the values of all deterministic sites.
-    :param of_rows: those with values for each row.
+    :param of_rows: the names of those with values for each row.
     """
 
     def others(rows, theta):

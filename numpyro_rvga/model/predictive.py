@@ -1,4 +1,4 @@
-"""How likely a row is under a Gaussian over theta, by way of its predictors."""
+"""Log predictive densities of rows under a Gaussian over theta, in the space of their predictors."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ Row = Mapping[str, Array]
 def log_predictive(
     program: Program, gaussian: Family, row: Row, rng_key: Array, num_samples: int, *, plugin: bool = False
 ) -> Callable[[Row], Array]:
-    """The log density of a row under a Gaussian, with its predictors linearised in theta at the mean.
+    """The log predictive density of a row under q, with its predictors linearized in theta at q's mean.
 
-    All T predictors of its sites and elements are averaged over together: by quadrature if there are up to three.
+    The average is over all T predictors of its sites and elements together: by quadrature if there are up to three.
 
-    :param row: without a leading axis. :param plugin: theta stays at its mean.
+    :param row: without a leading axis. :param plugin: put theta at its mean.
     :return: (the row, perhaps with another outcome) -> its log density.
     """
     rows = {name: value[None] for name, value in row.items()}
@@ -53,7 +53,7 @@ def log_predictive(
 
 
 def sampled_predictors(program: Program, theta: Array, row: Row, rng_key: Array) -> Array:
-    """A row's predictors (S, T) at draws of theta (S, P), with draws of the row's own variables."""
+    """The predictors (S, T) of a row at draws of theta (S, P), with draws of the row's local variables."""
     rows = {name: value[None] for name, value in row.items()}
     local = jax.random.normal(rng_key, (len(theta), program.local.size), theta.dtype)
 
@@ -64,13 +64,13 @@ def sampled_predictors(program: Program, theta: Array, row: Row, rng_key: Array)
 
 
 def average(program: Program, predictors: Array, row: Row) -> Array:
-    """The logarithm of a row's density, averaged over draws of its predictors (S, T)."""
+    """The logarithm of a row's density averaged over draws of its predictors (S, T)."""
     found = jax.vmap(lambda u: log_density(program, u, row))(predictors)
     return logsumexp(found) - math.log(len(predictors))
 
 
 def log_density(program: Program, predictors: Array, row: Row) -> Array:
-    """A row's log density at its predictors (T,)."""
+    """The log density of a row at its predictors (T,)."""
     rows, total, start = {name: value[None] for name, value in row.items()}, jnp.zeros((), predictors.dtype), 0
     for terms in program.terms:
         shape = terms.num_elements, terms.num_predictors
@@ -82,8 +82,10 @@ def log_density(program: Program, predictors: Array, row: Row) -> Array:
 
 
 def _by_quadrature(log_density: Callable[[Array], Array], size: int) -> Array:
-    """log E[exp(log_density(z))] over the standard normal, with Hermite nodes laid about the integrand's mode: the
-    density may be much narrower than the normal."""
+    """log E[exp(log_density(z))] over the standard normal, by Hermite nodes around the mode of the integrand.
+
+    The density may be much narrower than the normal.
+    """
     integrand = lambda z: log_density(z) - 0.5 * z @ z  # noqa: E731
     identity = jnp.eye(size)
 

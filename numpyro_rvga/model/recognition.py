@@ -1,4 +1,4 @@
-"""Which terms are quadratic, or have a closed form: told from their derivatives at a few points, or their program."""
+"""Terms that are quadratic or have a closed form, recognized by their derivatives at a few points or by their jaxpr."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NEAR, ORIGIN = slice(0, 4), 1
 
 
 class Probe(NamedTuple):
-    """A site's terms at a few points u: (E, K), (E, K, C), (E, K, C, C)."""
+    """Values, gradients and Hessians of a site's terms at K points u: (E, K), (E, K, C), (E, K, C, C)."""
 
     points: Array
     values: Array
@@ -29,7 +29,7 @@ class Probe(NamedTuple):
 
 
 def probe_terms(terms: Terms, dtype, shared: Arrays) -> Probe:
-    """All elements of terms of one predictor, whose form may be known; a choice of elements of others."""
+    """Derivatives of all elements of terms of one predictor, which may have a form; of some elements of other terms."""
     single = terms.num_predictors == 1
     rng = np.random.default_rng(0)
     elements = np.arange(terms.num_elements) if single else rng.permutation(terms.num_elements)[:CHECKED_ELEMENTS]
@@ -44,6 +44,7 @@ def probe_terms(terms: Terms, dtype, shared: Arrays) -> Probe:
 
 
 def is_quadratic(probe: Probe) -> bool:
+    """Whether the Hessians are the same at all points."""
     found = probe.hessians[:, NEAR]
     spread = np.max(np.abs(found - found[:, :1]), initial=0.0)
     return bool(spread <= 100 * np.finfo(found.dtype).eps * np.max(np.abs(found), initial=0.0))
@@ -80,8 +81,11 @@ class _Form(NamedTuple):
 
 
 def in_closed_form(terms: Terms, probe: Probe) -> Terms:
-    """Terms of one predictor as an exponential (half-normal, exponential, gamma, inverse gamma, Weibull priors on the
-    log scale) or a logistic form (half-Cauchy, half-t, beta, uniform), if they are found to be one."""
+    """Terms of one predictor in a closed form, if they have one; else unchanged.
+
+    Exponential: half-normal, exponential, gamma, inverse gamma and Weibull priors on the log scale. Logistic:
+    half-Cauchy, half-t, beta and uniform priors.
+    """
     if terms.num_predictors != 1 or not np.all(probe.hessians[:, NEAR] < 0):
         return terms
     for form in (_exponential_form(probe), *[_logistic_form(probe, growth) for growth in (1.0, 2.0)]):
@@ -91,7 +95,7 @@ def in_closed_form(terms: Terms, probe: Probe) -> Terms:
 
 
 def _exponential_form(probe: Probe) -> _Form | None:
-    """log(-phi'') is a line."""
+    """The exponential form: log(-phi'') is a line."""
     points, logs = probe.points[NEAR, 0], np.log(-probe.hessians[:, NEAR, 0, 0])
     growth = (logs[:, -1] - logs[:, 0]) / (points[-1] - points[0])
     if np.any(growth == 0):
@@ -104,7 +108,7 @@ def _exponential_form(probe: Probe) -> _Form | None:
 
 
 def _logistic_form(probe: Probe, growth: float) -> _Form | None:
-    """(-phi'')^(-1/2) is a multiple of cosh(w / 2)."""
+    """The logistic form: (-phi'')^(-1/2) is a multiple of cosh(w / 2)."""
     points, inverse = probe.points[NEAR, 0], (-probe.hessians[:, NEAR, 0, 0]) ** -0.5
     basis = np.exp(np.outer(points, [0.5 * growth, -0.5 * growth]))
     weight = 1 / inverse  # relative errors
@@ -119,7 +123,7 @@ def _logistic_form(probe: Probe, growth: float) -> _Form | None:
 
 
 def _anchored(kind: type, growth, shift, amount, probe: Probe) -> _Form:
-    """With the slope and constant that value and gradient at the origin ask for."""
+    """The form with the slope and constant that the value and gradient at the origin determine."""
     curved, derivative = _curved(kind, shift)
     slope = probe.gradients[:, ORIGIN, 0] / growth + amount * derivative
     constant = probe.values[:, ORIGIN] - slope * shift + amount * curved
@@ -127,14 +131,14 @@ def _anchored(kind: type, growth, shift, amount, probe: Probe) -> _Form:
 
 
 def _curved(kind: type, w: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """h and h'."""
+    """h(w) and h'(w)."""
     if kind is Exponential:
         return np.exp(w), np.exp(w)
     return np.logaddexp(0, w), np.exp(-np.logaddexp(0, -w))
 
 
 def _holds(form: _Form, probe: Probe) -> bool:
-    """Whether values agree, far out too."""
+    """Whether the form has the probed values, also far from the origin."""
     w = form.growth[:, None] * probe.points[:, 0] + form.shift[:, None]
     with np.errstate(over="ignore", invalid="ignore"):
         pieces = form.slope[:, None] * w, -form.amount[:, None] * _curved(form.kind, w)[0], form.constant[:, None]
