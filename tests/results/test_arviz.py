@@ -1,6 +1,5 @@
-"""ArviZ of either major version: groups and their contents, and the Pareto k."""
+"""ArviZ of either major version: groups and their contents."""
 
-import re
 import sys
 
 import jax
@@ -21,8 +20,6 @@ from gaussian_posteriors import (
 from numpyro.infer import log_likelihood
 from numpyro.infer.util import potential_energy
 from scipy import stats
-
-import numpyro_rvga.results.arviz
 
 az = pytest.importorskip("arviz")
 OUTCOME = np.array([0.1, 0.4, -0.3])
@@ -174,111 +171,17 @@ def test_draws_follow_the_key(posterior):
     assert not np.any(np.asarray(first["posterior"]["share"]) == np.asarray(other["posterior"]["share"]))
 
 
-# ---------------------------------------------------------------------- Pareto k
-@pytest.fixture(scope="module")
-def data():
-    return regression_data()
-
-
-def test_khat_of_other_rows_than_were_absorbed_is_refused(data):
-    few = {name: array[:7] for name, array in data.items()}
-    with pytest.raises(ValueError, match=r"data has 7 rows, and the posterior has absorbed \d+"):
-        exact_regression(data, 1.0).khat(few)
-
-
-@pytest.mark.parametrize("inflation", [1.0, 1.4])
-def test_khat_of_an_exact_or_wider_q_is_good(data, inflation):
-    result = exact_regression(data, inflation).khat(data)
-    assert result.khat < 0.3
-    assert result.verdict.startswith("good")
-
-
-@pytest.mark.parametrize("variance_share", [0.6, 0.2])
-def test_khat_of_a_too_narrow_q_is_the_tail_index_of_its_ratios(data, variance_share):
-    """With q's covariance s times the exact one, ratios exceed t with probability t^(-1/(1 - s)), about."""
-    result = exact_regression(data, np.sqrt(variance_share)).khat(data, num_samples=40_000)
-    assert result.khat == pytest.approx(1 - variance_share, abs=0.25)
-
-
-@pytest.mark.parametrize("inflation, shift, verdict", [(1.0, 0.0, "good"), (0.1, 30.0, "bad")])
-def test_verdicts_tell_good_from_bad_approximations(data, inflation, shift, verdict):
-    assert exact_regression(data, inflation, shift).khat(data).verdict.startswith(verdict)
-
-
-@pytest.mark.parametrize(
-    "khat, num_samples, verdict",
-    [
-        (0.6, 100, "too few draws"),
-        (0.6, 10_000, "good"),
-        (0.71, 10_000, "doubtful"),
-        (0.99, 100, "doubtful"),
-        (1.01, 10_000, "bad"),
-        (np.inf, 1000, "bad"),
-    ],
-)
-def test_verdicts_get_worse_with_khat_and_with_few_draws(khat, num_samples, verdict):
-    assert numpyro_rvga.results.arviz._verdict(khat, 0.5, num_samples).startswith(verdict)
-
-
-def test_khat_refuses_few_draws(data):
-    with pytest.raises(ValueError, match="at least 100 draws, not 99"):
-        exact_regression(data).khat(data, num_samples=99)
-
-
-def test_khat_of_constant_ratios_is_zero(data, monkeypatch):
-    posterior = exact_regression(data)
-    monkeypatch.setattr(
-        numpyro_rvga.results.arviz,
-        "_log_joint",
-        lambda _, theta, __: np.asarray(posterior.log_prob_unconstrained(theta)) - 3.0,
-    )
-    assert posterior.khat(data).khat == 0.0
-    assert posterior.khat(data).verdict.startswith("good")
-
-
-def test_khat_reads_as_a_sentence(data):
-    result = exact_regression(data).khat(data)
-    assert repr(result) == f"Pareto k = {result.khat:.2f}: {result.verdict}"
-    assert tuple(result) == (result.khat, result.verdict)
-
-
-@pytest.mark.parametrize("chunk_values", [1, 7 * 100, 40 * 100])
-def test_khat_does_not_depend_on_the_chunks_of_rows(data, monkeypatch, chunk_values):
-    posterior = exact_regression(data, 0.6)
-    expected = posterior.khat(data, num_samples=100).khat
-    monkeypatch.setattr(numpyro_rvga.results.arviz, "CHUNK_VALUES", chunk_values)
-    assert posterior.khat(data, num_samples=100).khat == pytest.approx(expected, abs=1e-2)
-
-
-def test_chunks_of_rows_bound_the_memory(data, monkeypatch):
-    posterior = exact_regression(data)
-    theta = posterior.sample_unconstrained(jax.random.key(0), (100,))
-    monkeypatch.setattr(numpyro_rvga.results.arviz, "CHUNK_VALUES", 7 * 100)
-    chunks = list(numpyro_rvga.results.arviz._chunks_of_log_likelihood(posterior.program, theta, data))
-    assert [chunk["y"].shape for chunk in chunks] == [(100, 7)] * 5 + [(100, 5)]
-
-
-@pytest.mark.parametrize("location, share", [(0.5, "[1-9][0-9]+"), (-9.0, "200")])
-def test_khat_says_when_the_log_joint_is_undefined(data, location, share):
-    def model(X, y=None):
-        slope = numpyro.sample("slope", dist.Normal(0.0, 1.0))
-        with numpyro.plate("rows", X.shape[0]):
-            numpyro.sample("y", dist.Normal(jnp.sqrt(slope), 1.0), obs=y)
-
-    result = posterior_of(model, data, np.array([location]), np.eye(1)).khat(data, num_samples=200)
-    assert result.khat == np.inf
-    assert re.match(f"the log joint is not a finite number at {share} of 200 draws", result.verdict)
-
-
+# ---------------------------------------------------------------------- errors
 @pytest.mark.parametrize("method", ["to_arviz", "khat"])
-def test_missing_outcomes_are_not_made_up(data, method):
+def test_missing_outcomes_are_not_made_up(method):
+    data = regression_data()
     with pytest.raises(ValueError, match="lack the outcome of site 'y'"):
         getattr(exact_regression(data), method)({"X": data["X"]})
 
 
-@pytest.mark.parametrize("method", ["to_arviz", "khat"])
-def test_missing_arviz_is_named(data, monkeypatch, method):
+def test_missing_arviz_is_named(monkeypatch):
+    data = regression_data()
     posterior = exact_regression(data)
     monkeypatch.setitem(sys.modules, "arviz", None)
     with pytest.raises(ImportError, match="pip install arviz"):
-        getattr(posterior, method)(data)
+        posterior.to_arviz(data)

@@ -1,0 +1,233 @@
+"""Is q the posterior? The Pareto k of the ratios p/q, and by how much moments move when draws are reweighted.
+
+Ratios at draws from q say nothing of what lies outside of it. So a third as many draws come from wider Gaussians: each
+follows a wide Student's t along one parameter, the others by their regression on it. All draws together are weighted by
+p / mixture (the balance heuristic of Veach and Guibas, 1995), which works in any number of dimensions.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.scipy.special import logsumexp
+from jax.scipy.stats import norm
+from jax.scipy.stats import t as student
+from jax.typing import ArrayLike
+from numpyro.infer.importance import _psis_khat
+
+from ..core.gaussians.mixture import GaussianMixture
+from ..model.rows import num_rows
+from .log_joint import log_joint, rows_with_outcome
+
+if TYPE_CHECKING:
+    from .posterior import Posterior
+
+MIN_DRAWS = 100
+MOST_NUMBERS = 2**26  # in the draws
+NEARLY_EQUAL = 0.95  # relative sample size of weights that vary by about 20%
+WIDER = 2.0  # standard deviations of q
+DEGREES = 5.0  # of freedom
+SHARE = 1 / 3  # of the draws are from wider Gaussians
+SMALL, LARGE = 0.1, 0.5  # standard deviations: moves that do not matter, and those that make q a bad one
+SURE = 2.0  # standard errors
+UNSURE = 0.1  # standard error of a move that is too large to tell
+LISTED = 3  # sites that a verdict names
+REMEDY = {
+    "doubtful": "Integrate hyperparameters out (integrate=), or compare with NUTS, started from posterior.nuts().",
+    "bad": "Use q only to start NUTS: posterior.nuts().",
+}
+
+
+@dataclass(frozen=True)
+class Khat:
+    """The Pareto k of the importance ratios p/q, and what moves when draws are reweighted by them.
+
+    It unpacks as ``khat, verdict``.
+
+    :param khat: the estimated shape of the ratios' tail; it has finite variance below 0.5, and no mean above 1.
+    :param verdict: what that means, in words.
+    :param moves: by site, how far the mean of a parameter in unconstrained space moves, in standard deviations of q, or
+        the logarithm of its standard deviation: the larger of the two, and the largest in the site.
+    :param moves_error: by site, the standard error of these.
+    """
+
+    khat: float
+    verdict: str
+    moves: dict[str, float] = field(default_factory=dict)
+    moves_error: dict[str, float] = field(default_factory=dict)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter((self.khat, self.verdict))
+
+    def __repr__(self) -> str:
+        return f"Pareto k = {self.khat:.2f}: {self.verdict}"
+
+
+class Evidence(NamedTuple):
+    """What a verdict goes by.
+
+    :ivar khat: of p/q.
+    :ivar relative_size: effective number of draws from q over the number of draws.
+    :ivar moves: by site, with ``errors``.
+    """
+
+    khat: float
+    relative_size: float
+    moves: dict[str, float]
+    errors: dict[str, float]
+
+
+def khat(posterior: Posterior, data: Mapping[str, ArrayLike] | tuple, rng_key: Array | None, num_samples: int) -> Khat:
+    """See :meth:`Posterior.khat`."""
+    if "dynamics" in posterior.info:
+        raise NotImplementedError("parameters that move have no joint density with all rows to compare with.")
+    if num_samples < MIN_DRAWS:
+        raise ValueError(f"the Pareto k needs at least {MIN_DRAWS} draws, not {num_samples}.")
+    program, size = posterior.program, posterior.mean.size
+    num_samples = max(MIN_DRAWS, min(num_samples, MOST_NUMBERS // size))
+    rows = rows_with_outcome(program, data)
+    if not program.whole and num_rows(rows) != posterior.num_rows:
+        raise ValueError(
+            f"data has {num_rows(rows)} rows, and the posterior has absorbed {posterior.num_rows}: give all of "
+            "these, and no others."
+        )
+    rng_key = jax.random.key(0) if rng_key is None else rng_key
+    theta, z, log_mixture = _draws(posterior, rng_key, num_samples)
+    log_p = log_joint(program, theta, rows)
+    undefined = np.isnan(log_p) | np.isposinf(log_p)
+    of_q = slice(num_samples)
+    if undefined[of_q].any() or np.isneginf(log_p[of_q]).all():
+        number = (~np.isfinite(log_p[of_q])).sum()
+        return Khat(np.inf, f"the log joint is not a finite number at {number} of {num_samples} draws.")
+    log_ratios = log_p - np.asarray(posterior.log_prob_unconstrained(theta), np.float64)
+    log_ratios = np.where(undefined, -np.inf, log_ratios)
+    weighted = log_ratios - log_mixture
+    moves, errors = _moves(z, weighted, log_mixture)
+    shapes = program.layout.shapes
+    found = Evidence(
+        _shape_of(log_ratios[of_q]),
+        _relative_sample_size(log_ratios[of_q]),
+        *_by_site(shapes, moves, errors),
+    )
+    return Khat(found.khat, verdict(found), found.moves, found.errors)
+
+
+def _draws(posterior: Posterior, rng_key: Array, num_samples: int) -> tuple[Array, np.ndarray, np.ndarray]:
+    """theta (n, P), each parameter in standard deviations of q, (n, P), and the log of mixture / q, (n,).
+
+    The wider draws are of the Gaussian with q's moments, which q itself is unless it is a mixture.
+    """
+    q = posterior.gaussian
+    is_mixture = isinstance(q, GaussianMixture)
+    gaussian = q.as_full() if is_mixture else q
+    draw_key, rest_key, place_key, wide_key = jax.random.split(rng_key, 4)
+    theta = posterior.sample_unconstrained(draw_key, (num_samples,))
+    count = int(num_samples * SHARE)
+    noise = jax.random.normal(rest_key, (count, gaussian.noise_size), gaussian.mean.dtype)
+    places = jax.random.randint(place_key, (count,), 0, gaussian.mean.size)
+    wide = WIDER * jax.random.t(wide_key, DEGREES, (count,), gaussian.mean.dtype)
+
+    @jax.jit
+    def all_of_them(q, gaussian, theta, noise, places, wide):
+        mean, deviation = gaussian.mean, gaussian.deviation()
+        rest, at = gaussian.transform(noise) - mean, jnp.arange(count)
+        z = rest[at, places] / deviation[places]
+        along = jnp.zeros_like(rest).at[at, places].set(1 / deviation[places])
+        _, vjp = jax.vjp(gaussian.transform, jnp.zeros_like(noise))
+        regression = gaussian.transform(vjp(along)[0]) - mean  # Sigma e_j / sd_j
+        both = jnp.concatenate([theta, mean + rest + (wide - z)[:, None] * regression])
+        standard = (both - mean) / deviation
+        log_ratio = student.logpdf(standard / WIDER, DEGREES) - math.log(WIDER) - norm.logpdf(standard)
+        log_wider = logsumexp(log_ratio, axis=1) - math.log(mean.size)
+        if is_mixture:
+            log_wider = log_wider + gaussian.log_prob(both) - q.log_prob(both)
+        share = count / len(both)
+        return both, standard, jnp.logaddexp(math.log1p(-share), math.log(share) + log_wider)
+
+    theta, standard, log_mixture = all_of_them(q, gaussian, theta, noise, places, wide)
+    return theta, np.asarray(standard, np.float64), np.asarray(log_mixture, np.float64)
+
+
+def _moves(z: np.ndarray, log_weights: np.ndarray, log_mixture: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Of each parameter, the larger of its mean's move and that of its log standard deviation, with standard errors.
+
+    Under q both are known: the draws' own noise is taken out by weighting them for q as well.
+    """
+    for_p, for_q = _normalized(log_weights), _normalized(-log_mixture)
+    change = for_p - for_q
+    mean = change @ z
+    square = 1 + change @ z**2
+    variance = np.maximum(square - mean**2, 1e-12)
+    mean_error = np.sqrt(np.sum((for_p[:, None] * (z - mean) - for_q[:, None] * z) ** 2, axis=0))
+    terms = for_p[:, None] * ((z - mean) ** 2 - variance) - for_q[:, None] * (z**2 - 1)
+    log_error = np.sqrt(np.sum(terms**2, axis=0)) / (2 * variance)
+    moves, errors = np.stack([np.abs(mean), np.abs(0.5 * np.log(variance))]), np.stack([mean_error, log_error])
+    larger = np.argmax(moves, axis=0)[None]
+    return np.take_along_axis(moves, larger, 0)[0], np.take_along_axis(errors, larger, 0)[0]
+
+
+def _normalized(log_weights: np.ndarray) -> np.ndarray:
+    weights = np.exp(log_weights - log_weights.max())
+    return weights / weights.sum()
+
+
+def _by_site(shapes: Mapping[str, tuple], moves: np.ndarray, errors: np.ndarray) -> tuple[dict, dict]:
+    """The largest move of each site, and its standard error."""
+    of_moves, of_errors, start = {}, {}, 0
+    for name, shape in shapes.items():
+        stop = start + int(np.prod(shape))
+        if stop > start:
+            worst = start + int(np.argmax(moves[start:stop]))
+            of_moves[name], of_errors[name] = float(moves[worst]), float(errors[worst])
+        start = stop
+    return of_moves, of_errors
+
+
+def _shape_of(log_ratios: np.ndarray) -> float:
+    """The Pareto k; zero for ratios that do not vary."""
+    return 0.0 if np.ptp(log_ratios) < np.finfo(np.float32).eps else _psis_khat(log_ratios)
+
+
+def _relative_sample_size(log_ratios: np.ndarray) -> float:
+    """Effective sample size of the importance weights over the number of draws."""
+    weights = np.exp(log_ratios - log_ratios.max())
+    return float(weights.sum() ** 2 / (weights**2).sum() / len(weights))
+
+
+def verdict(found: Evidence) -> str:
+    """In words: how far moments move, which sites most, and what to do."""
+    size = max(found.errors.values())
+    sure = {site: found.moves[site] - SURE * found.errors[site] for site in found.moves}
+    moved = max(sure.values())
+    if moved <= SMALL and size > UNSURE:
+        grade = "bad" if found.khat > 1 else "doubtful"
+        return (
+            f"{grade}. The weights of the draws are too unequal to tell by how much q's moments are off. Compare with "
+            "NUTS, started from posterior.nuts()."
+        )
+    if moved > SMALL:
+        told = ", ".join(f"{site!r} by {found.moves[site]:.2f}" for site in _worst(sure) if sure[site] > SMALL)
+        grade, what = ("bad", "much") if moved > LARGE else ("doubtful", "part")
+        return (
+            f"{grade}. q misses {what} of the posterior: reweighted, its moments move, in standard deviations: {told}. "
+            f"{REMEDY[grade]}"
+        )
+    if found.khat > 1 and found.relative_size < NEARLY_EQUAL:
+        return (
+            "doubtful. No moment moves by more than 0.1 standard deviations, but the tails of the posterior are much "
+            "heavier than q's. For tail probabilities, use NUTS, started from posterior.nuts()."
+        )
+    if found.relative_size > NEARLY_EQUAL:
+        return "good. The importance weights are nearly equal: q is almost the posterior."
+    return "good. Reweighted, no mean and no log standard deviation moves by more than 0.1."
+
+
+def _worst(sure: Mapping[str, float]) -> list[str]:
+    return sorted(sure, key=lambda site: -sure[site])[:LISTED]

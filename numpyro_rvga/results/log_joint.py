@@ -1,0 +1,89 @@
+"""The log joint density of a model at draws of its latent sites, over all rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.typing import ArrayLike
+
+from ..model.rows import num_rows, selected
+from ..model.tracing import run_model
+
+if TYPE_CHECKING:
+    from ..model import Program
+
+# Bounds the memory of a chunk of rows: draws times rows times elements of an observed site.
+CHUNK_VALUES = 2**20
+
+
+def rows_with_outcome(program: Program, data: Mapping[str, ArrayLike] | tuple) -> dict[str, Any]:
+    """:raises ValueError: if an observed site is not observed in ``data``; it would be drawn at random."""
+    rows = program.rows(data)
+    few = rows if program.whole else {name: values[:2] for name, values in rows.items()}
+    jax.eval_shape(partial(observed_values, program), few)
+    return rows
+
+
+def log_joint(program: Program, theta: Array, rows: Mapping[str, Any]) -> np.ndarray:
+    """The log joint density in unconstrained space at theta (n, P), with all row terms, summed in float64: (n,)."""
+    if program.whole:
+        return _whole_log_joint(program, theta, rows)
+    return summed(program, theta, chunks_of_log_likelihood(program, theta, rows))
+
+
+def summed(program: Program, theta: Array, chunks: Iterable[dict[str, np.ndarray]]) -> np.ndarray:
+    """The same from the row terms of chunks of rows."""
+    total = np.asarray(jax.jit(jax.vmap(program.log_prior))(theta), np.float64)
+    for terms in chunks:
+        for values in terms.values():
+            total = total + values.reshape(len(total), -1).sum(axis=1, dtype=np.float64)
+    return total
+
+
+def _whole_log_joint(program: Program, theta: Array, rows: Mapping[str, Any]) -> np.ndarray:
+    """Of a model that is run on all rows at once: a few draws at a time."""
+    inputs = program.inputs(rows)
+    terms = jax.eval_shape(program.log_likelihood, theta[0], inputs)
+    size = max(1, CHUNK_VALUES // max(1, sum(values.size for values in terms.values())))
+
+    @jax.jit
+    def evaluate(theta):
+        return jax.vmap(program.log_prior)(theta), jax.vmap(program.log_likelihood, (0, None))(theta, inputs)
+
+    found = []
+    for start in range(0, len(theta), size):
+        some = theta[start : start + size]
+        padded = jnp.concatenate([some, jnp.broadcast_to(some[:1], (min(size, len(theta)) - len(some), some.shape[1]))])
+        prior, terms = jax.device_get(evaluate(padded))
+        total = prior.astype(np.float64)
+        for values in terms.values():
+            total = total + values.reshape(len(total), -1).sum(axis=1, dtype=np.float64)
+        found.append(total[: len(some)])
+    return np.concatenate(found)
+
+
+def chunks_of_log_likelihood(
+    program: Program, theta: Array, rows: Mapping[str, Any]
+) -> Iterator[dict[str, np.ndarray]]:
+    """The row terms of successive chunks of rows, each of shape (num_samples, rows of the chunk, *elements)."""
+    examples = jax.eval_shape(program.log_likelihood, theta[0], program.inputs(program.example_rows))
+    elements = max(values.size // values.shape[0] for values in examples.values())
+    chunk_size = max(1, CHUNK_VALUES // (len(theta) * max(elements, program.largest_array)))
+    evaluate = jax.jit(jax.vmap(program.log_likelihood, in_axes=(0, None)))
+    inputs = program.inputs(rows)
+    for start in range(0, num_rows(inputs), chunk_size):
+        yield jax.device_get(evaluate(theta, selected(inputs, slice(start, start + chunk_size))))
+
+
+def observed_values(program: Program, rows: Mapping[str, Any]) -> dict[str, Array]:
+    trace, _ = run_model(program.model, rows, program.model_kwargs, row_plates=program.row_plates)
+    for site in program.observed_sites:
+        if not trace[site]["is_observed"]:
+            raise ValueError(f"the data lack the outcome of site '{site}': only predictive() does without it.")
+    return {site: trace[site]["value"] for site in program.observed_sites}
