@@ -50,6 +50,12 @@ class Node:
     def size(self) -> int:
         return math.prod(self.shape)
 
+    @property
+    def affine(self) -> Node:
+        """The affine node that a predictor stands for."""
+        assert self.leaf_of is not None
+        return self.leaf_of
+
 
 class Value(NamedTuple):
     """An intermediate result of the program: ``affine + rest``, either of which may be absent."""

@@ -241,7 +241,7 @@ def _of_pieces(
         return selected(graph, node.parents[i], Selection(selection.shape, kept))
 
     if index.is_known:
-        pieces = np.unique(np.searchsorted(starts, index.value, side="right") - 1)
+        pieces = np.unique(np.searchsorted(starts, index.numbers, side="right") - 1)
         if len(pieces) == 1:
             found = of_piece(int(pieces[0]), known_index(index.value - starts[pieces[0]]))
             return found if node.kind != AFFINE or found.kind == AFFINE else None

@@ -37,8 +37,20 @@ class Index(NamedTuple):
         return isinstance(self.value, np.ndarray)
 
     @property
+    def numbers(self) -> np.ndarray:
+        """The value of an index that is known."""
+        assert isinstance(self.value, np.ndarray)
+        return self.value
+
+    @property
+    def node(self) -> Node:
+        """The value of an index that is not known."""
+        assert isinstance(self.value, Node)
+        return self.value
+
+    @property
     def key(self) -> tuple:
-        return self.shape, self.value.tobytes() if self.is_known else self.origin or self.value.serial
+        return self.shape, self.numbers.tobytes() if self.is_known else self.origin or self.node.serial
 
 
 class Selection(NamedTuple):
@@ -61,7 +73,7 @@ class Selection(NamedTuple):
     @property
     def nodes(self) -> list[Node]:
         """The indices that are not known."""
-        return [index.value for index in self.indices if not index.is_known]
+        return [index.node for index in self.indices if not index.is_known]
 
     @property
     def node_shapes(self) -> list[tuple[int, ...]]:
@@ -69,7 +81,7 @@ class Selection(NamedTuple):
 
     def flat(self, operand_shape: tuple[int, ...]) -> np.ndarray:
         """Places in the flattened operand, of indices that are all known."""
-        places = np.broadcast_arrays(*[index.value for index in self.indices])
+        places = np.broadcast_arrays(*[index.numbers for index in self.indices])
         return np.ravel_multi_index(places, operand_shape)
 
 
@@ -121,7 +133,7 @@ def _as_slices(selection: Selection) -> tuple[slice, ...] | None:
     for index in selection.indices:
         if not index.is_known:
             return None
-        flat = index.value.ravel()
+        flat = index.numbers.ravel()
         if len(flat) == 0:
             return None
         steps = np.diff(flat)
@@ -130,7 +142,7 @@ def _as_slices(selection: Selection) -> tuple[slice, ...] | None:
             return None
         last = long[0] if long else last
         slices.append(slice(int(flat[0]), int(flat[-1]) + 1, int(steps[0]) if len(steps) else 1))
-    return tuple(slices) if math.prod(len(i.value.ravel()) for i in selection.indices) == selection.size else None
+    return tuple(slices) if math.prod(len(i.numbers.ravel()) for i in selection.indices) == selection.size else None
 
 
 def composed(inner: Selection, outer: Selection) -> Selection:
@@ -142,15 +154,15 @@ def _index_at(index: Index, outer: Selection) -> Index:
     count = len(outer.shape)
     axes = [axis for axis, length in enumerate(index.shape) if length > 1]
     if not axes and index.is_known:
-        return known_index(index.value.reshape((1,) * count))
+        return known_index(index.numbers.reshape((1,) * count))
     at = [outer.indices[axis] for axis in axes]
-    if index.is_known and len(axes) == 1 and np.array_equal(index.value.ravel(), np.arange(index.value.size)):
+    if index.is_known and len(axes) == 1 and np.array_equal(index.numbers.ravel(), np.arange(index.numbers.size)):
         return at[0]
     squeezed = tuple(index.shape[axis] for axis in axes)
     shape = tuple(np.broadcast_shapes(*[i.shape for i in at])) if at else (1,) * count
     if index.is_known and all(i.is_known for i in at):
-        return known_index(np.broadcast_to(index.value.reshape(squeezed)[tuple(i.value for i in at)], shape))
-    operand = index.value if not index.is_known else _constant(index.value)
+        return known_index(np.broadcast_to(index.numbers.reshape(squeezed)[tuple(i.numbers for i in at)], shape))
+    operand = index.node if not index.is_known else _constant(index.numbers)
     chosen = Selection(shape, tuple(at))
 
     def apply(array: Array, *nodes: Array) -> Array:
@@ -164,7 +176,9 @@ def _index_at(index: Index, outer: Selection) -> Index:
 
 def possible_values(index: Index) -> np.ndarray | None:
     """Those that the index may have; None if nothing is known of them."""
-    return np.unique(index.value) if index.is_known else index.value.params if index.value.name == "index" else None
+    if index.is_known:
+        return np.unique(index.numbers)
+    return index.node.params if index.node.name == "index" else None
 
 
 def places_within(operand_shape: tuple[int, ...], inner: Selection, outer: Selection) -> np.ndarray | None:
@@ -173,7 +187,7 @@ def places_within(operand_shape: tuple[int, ...], inner: Selection, outer: Selec
     if inner.nodes or math.prod(operand_shape) > LARGEST_MAP:
         return None
     places = np.full(operand_shape, -1)
-    at = tuple(np.broadcast_to(index.value, inner.shape) for index in inner.indices)
+    at = tuple(np.broadcast_to(index.numbers, inner.shape) for index in inner.indices)
     places[at] = np.arange(inner.size).reshape(inner.shape)
     values = [possible_values(index) for index in outer.indices]
     axes = [np.arange(n) if v is None else v for v, n in zip(values, operand_shape)]
@@ -185,7 +199,7 @@ def without_repetition(selection: Selection) -> tuple[Selection, Selection]:
     if selection.nodes:
         few = of_indices(selection.indices, len(selection.shape))
         return few, broadcast_selection(few.shape, selection.shape)
-    found = [np.unique(index.value, return_inverse=True) for index in selection.indices]
+    found = [np.unique(index.numbers, return_inverse=True) for index in selection.indices]
     shape = tuple(len(values) for values, _ in found)
     few = [values.reshape([-1 if a == i else 1 for a in range(len(shape))]) for i, (values, _) in enumerate(found)]
     back = [known_index(at.reshape(index.shape)) for (_, at), index in zip(found, selection.indices)]
@@ -229,7 +243,7 @@ def selection_of(eqn: Any, indices: Sequence[Index] | None = None) -> Selection 
     if name == "slice":
         strides = params["strides"] or (1,) * len(shape)
         moved = [
-            known_index(start + stride * i.value)
+            known_index(start + stride * i.numbers)
             for start, stride, i in zip(params["start_indices"], strides, everything(out).indices)
         ]
         return Selection(out, tuple(moved))
@@ -311,7 +325,7 @@ def _reshaped(value: np.ndarray | Node, shape: tuple[int, ...]) -> np.ndarray | 
 def clamped(index: Index, start: int, largest: int) -> Index:
     """Places from ``start`` on, counted from there; those outside 0 to ``largest`` moved to the nearest inside."""
     if index.is_known:
-        return known_index(np.clip(index.value - start, 0, largest))
+        return known_index(np.clip(index.numbers - start, 0, largest))
     if largest == 0:
         return known_index(np.zeros((1,) * len(index.shape)))
     apply = lambda i: jnp.clip(i.astype(jnp.int32) - start, 0, largest)  # noqa: E731
@@ -320,7 +334,7 @@ def clamped(index: Index, start: int, largest: int) -> Index:
 
 def _plus(start: Index, steps: Index) -> Index:
     if start.is_known:
-        return known_index(start.value + steps.value)
+        return known_index(start.numbers + steps.numbers)
     if steps.value.size == 1:
         return start
     shape = tuple(np.broadcast_shapes(start.shape, steps.shape))

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, overload
 
 import jax
 import jax.numpy as jnp
@@ -60,6 +60,12 @@ class Reading:
         outputs = self._graph.interpret(jaxpr.jaxpr, jaxpr.consts, inputs)
         self._outputs = jax.tree.unflatten(jax.tree.structure(shapes), outputs)
 
+    @overload
+    def split(self, output: str) -> Factorisation: ...
+
+    @overload
+    def split(self, output: str, through: str | None) -> Factorisation | None: ...
+
     def split(self, output: str, through: str | None = None) -> Factorisation | None:
         """An output's affine predictors and a density of them.
 
@@ -77,6 +83,7 @@ class Reading:
         graph, theta, theta_node, row_nodes = self._graph, self._theta, self._theta_node, self._row_nodes
         derived: dict[int, Node] = {}
         if out.is_affine:
+            assert out.affine is not None
             root = graph.leaf(out.affine)
             leaves = [root]
         else:
@@ -86,7 +93,7 @@ class Reading:
         live = ancestors([root, *derived.values()], stop=_is_of_rows)
         constants = [n for n in live if _is_of_rows(n)]
         sizes = [leaf.size for leaf in leaves]
-        affine_nodes = [leaf.leaf_of for leaf in leaves]
+        affine_nodes = [leaf.affine for leaf in leaves]
 
         def bind_row(row):
             flat = jax.tree.leaves(row)
@@ -127,13 +134,13 @@ def factorise(fun: Callable, theta: jax.ShapeDtypeStruct, *row: Any) -> Factoris
 
 def _independent(graph, leaves: list[Node]) -> tuple[list[Node], dict[int, Node]]:
     """Drop predictors that are entries, sums and multiples of other predictors; say how to compute them from those."""
-    kept, derived = {n.leaf_of.serial: n for n in leaves}, {}
+    kept, derived = {n.affine.serial: n for n in leaves}, {}
 
     def expression(affine: Node, top: bool) -> Node | None:
         if not top and affine.serial in kept:
             return kept[affine.serial]
         if affine.selection is not None:
-            return _entries_of_others(affine, [leaf for leaf in kept.values() if leaf.leaf_of is not affine])
+            return _entries_of_others(affine, [leaf for leaf in kept.values() if leaf.affine is not affine])
         if affine.name not in ARITHMETIC:
             return None
         parents = [expression(p, False) if p.kind == AFFINE else p for p in affine.parents]
@@ -141,11 +148,11 @@ def _independent(graph, leaves: list[Node]) -> tuple[list[Node], dict[int, Node]
             return None
         return Node(POINTWISE, affine.shape, affine.dtype, parents, affine.apply, affine.in_shapes)
 
-    for leaf in sorted(leaves, key=lambda n: -n.leaf_of.serial):
-        found = expression(leaf.leaf_of, True)
+    for leaf in sorted(leaves, key=lambda n: -n.affine.serial):
+        found = expression(leaf.affine, True)
         if found is not None:
             derived[leaf.serial] = found
-            del kept[leaf.leaf_of.serial]
+            del kept[leaf.affine.serial]
     return [n for n in leaves if n.serial not in derived], derived
 
 
@@ -153,7 +160,7 @@ def _entries_of_others(affine: Node, leaves: list[Node]) -> Node | None:
     """Selected entries as those of a predictor that has them all."""
     (operand, *nodes), selection = affine.parents, affine.selection
     for leaf in leaves:
-        other = leaf.leaf_of
+        other = leaf.affine
         if other is not operand and (other.selection is None or other.parents[0] is not operand):
             continue
         inner = everything(operand.shape) if other is operand else other.selection
