@@ -22,6 +22,7 @@ from .engines.engine import Engines
 from .engines.online import Online, OnlineOptions, OnlineState
 from .initialization import initial_location, is_at_rest
 from .model.arguments import checked_rows
+from .model.row_set import RowSet, row_set
 from .model.rows import Rows, num_rows
 from .options import EXPECTATIONS, Options, check_choice, default_key, is_count
 from .presets import PRESETS
@@ -29,7 +30,7 @@ from .progress import progress
 from .results.posterior import Posterior
 from .streams.checkpoints import EVERY
 from .streams.online_pass import CallBack, OnlinePass, run_epochs
-from .streams.passes import SHUFFLES, PassOptions, open_source, ordered
+from .streams.passes import SHUFFLES, PassOptions, open_source, ordered, usable_in_memory
 
 PAPER_HESSIANS = ("lin-hess", "lin-ef", "mc-hess", "mc-ef")
 HESSIANS = (*PAPER_HESSIANS, *(name for name in EXPECTATIONS if name != "linearized"))
@@ -259,7 +260,9 @@ class BONG:
             raise ValueError("num_epochs needs the data in memory: it passes over them again.")
         in_memory = all_rows is not None
         online = self._get(head, model_kwargs, rng_key, all_rows if init is None else None)
-        if in_memory and not options.skips:
+        if in_memory and options.skips:
+            source, head = usable_in_memory(online.engine.program, all_rows)
+        elif in_memory:
             online.engine.program.check_rows(head)
         if self.num_epochs is None:
             useful = source.is_longer_than(self.block_size) and self.dynamics is None and prequential is None
@@ -286,7 +289,9 @@ class BONG:
                     checked=in_memory,
                 )
                 state, info = taken(state, self._facts(rng_key, shuffled=source.order is not None)), taken.facts()
+                absorbed = taken.absorbed
             else:
+                absorbed = row_set(head)
                 state, info = run_epochs(
                     online,
                     self.rule,
@@ -299,7 +304,8 @@ class BONG:
                     block_size=self.block_size,
                     shuffle=bool(self.shuffle),
                 )
-        return self._posterior(online, state, model_kwargs, info)
+        row_sets = (*getattr(init, "row_sets", ()), absorbed)
+        return self._posterior(online, state, model_kwargs, info, row_sets)
 
     # ------------------------------------------------------------------ functional form
     def init(
@@ -388,18 +394,27 @@ class BONG:
         gaussian = init.gaussian.as_full() if isinstance(init.gaussian, GaussianMixture) else init.gaussian
         return online.state_of(gaussian, init.num_rows, rng_key)
 
-    def _posterior(self, online: Online, state: OnlineState, model_kwargs: dict, info: dict) -> Posterior:
+    def _posterior(
+        self,
+        online: Online,
+        state: OnlineState,
+        model_kwargs: dict,
+        info: dict,
+        row_sets: tuple[RowSet, ...] = (),
+    ) -> Posterior:
+        """:param row_sets: what was taken in, if that is known."""
         facts = self._described | info
         if self.dynamics is not None:
             facts["dynamics"] = type(self.dynamics).__name__
         continuation = Continuation(self, online, dict(model_kwargs))
         gaussian, program = online.settled(state), online.engine.program
-        return Posterior(program, gaussian, None, facts, continuation, state, num_rows=int(state.num_rows))
+        count = int(state.num_rows)
+        return Posterior(program, gaussian, None, facts, continuation, state, num_rows=count, row_sets=row_sets)
 
     def _facts(self, rng_key: Array, *, shuffled: bool) -> dict[str, Any]:
         """What a checkpoint compares: options that determine the result."""
         facts = {"method": "BONG", "dynamics": repr(self.dynamics), "shuffle": shuffled, "block": self.block_size}
-        facts["the key"] = np.asarray(jax.random.key_data(rng_key)).tolist()
+        facts["rng_key"] = np.asarray(jax.random.key_data(rng_key)).tolist()
         return facts | self.rule._asdict() | self.options._asdict()
 
 

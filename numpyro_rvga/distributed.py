@@ -11,7 +11,7 @@ import numpy as np
 
 from .bong import BONG
 from .engines.online import OnlineState
-from .results.merging import merged
+from .results.merging import check_disjoint, merged
 from .results.posterior import Posterior
 from .rvga import RVGA
 from .streams.passes import HEAD, PassOptions, open_source
@@ -71,24 +71,25 @@ def run(
     # A task of its own: a worker keeps it, with what it has compiled, for all its parts.
     shared = client.submit(_itself, method, pure=False)
     tasks = [client.submit(_run_part, shared, part, options, double, pure=False, retries=retries) for part in parts]
-    states, infos = zip(*client.gather(tasks))
+    states, infos, row_sets = zip(*client.gather(tasks))
+    check_disjoint(row_sets)
     posterior = method.posterior(merged(start, states))
     info = {**posterior.info, "merged": len(parts), "parts": list(infos)}
-    return dataclasses.replace(posterior, info=info)
+    return dataclasses.replace(posterior, info=info, row_sets=tuple(run for part in row_sets for run in part))
 
 
 def _itself(method: RVGA | BONG) -> RVGA | BONG:
     return method
 
 
-def _run_part(method: RVGA | BONG, part: Any, options: Mapping[str, Any], double: bool) -> tuple[Any, dict]:
-    """A part's state, in NumPy's arrays, and what its run has to tell."""
+def _run_part(method: RVGA | BONG, part: Any, options: Mapping[str, Any], double: bool) -> tuple[Any, dict, tuple]:
+    """A part's state, in NumPy's arrays, what its run has to tell, and which rows it has taken in."""
     with jax.enable_x64(double):
         posterior = method.run(part, **options)
         state = posterior.state
         if isinstance(state, OnlineState):  # a merged state has a key of its own
             state = state._replace(rng_key=np.zeros(0))
-        return jax.tree.map(np.asarray, state), dict(posterior.info)
+        return jax.tree.map(np.asarray, state), dict(posterior.info), posterior.row_sets
 
 
 def _current_client() -> Client:

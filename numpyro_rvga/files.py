@@ -2,20 +2,69 @@
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import json
+import math
 import os
 import uuid
-from collections.abc import Mapping
+import zipfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+
+try:
+    import fcntl
+except ImportError:  # not on Windows
+    fcntl = None
 
 FORMAT_VERSION = 1
 METADATA = "metadata"
 DIGEST = "digest"
+MALFORMED = (KeyError, TypeError, AttributeError, IndexError)  # what contents of another form than expected raise
+RANDOM_NAME = 32  # hexadecimal digits at the end of a temporary file's name
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """While it lasts, no other run, of this process or another, holds the lock of ``path``, a file beside it. A process
+    that is killed frees it. Where the operating system knows no such locks, as Windows does not, nothing is checked.
+
+    :raises ValueError: if another holds it.
+    """
+    lock = path.with_name(f".{path.name}.lock")
+    with open(lock, "a+b") as file:
+        file.seek(0)
+        owner = file.read().decode(errors="replace")
+        if owner and not owner.isdigit():
+            raise ValueError(f"{lock} is another program's: move it, or choose another name than {path}.")
+        if not _try_lock(file) or not lock.exists() or not os.path.samestat(os.fstat(file.fileno()), lock.stat()):
+            raise ValueError(
+                f"{path} is being written by another run (process {owner or 'unknown'}): wait for it, stop it, or "
+                "choose another name."
+            )
+        try:
+            file.truncate(0)
+            file.write(str(os.getpid()).encode())
+            file.flush()
+            yield
+        finally:
+            lock.unlink(missing_ok=True)
+
+
+def _try_lock(file: Any) -> bool:
+    if fcntl is None:
+        return True
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def write(
@@ -26,6 +75,7 @@ def write(
     previous: Path | None = None,
 ) -> None:
     """Write arrays and JSON metadata to one .npz file: to a temporary file first, which then takes the name ``path``.
+    A symbolic link stays one. Temporary files that killed processes have left are removed.
 
     :param path: the file to write, under exactly this name.
     :param kind: what the file holds; :func:`read` asks for it.
@@ -33,13 +83,15 @@ def write(
     :param arrays: arrays by name, none of dtype object.
     :param previous: the name that a file already at ``path`` is given; None: it is replaced.
     """
-    target = Path(path)
+    target = Path(os.path.realpath(path))
+    _remove_abandoned(target)
     temporary = target.with_name(f".{target.name}.{uuid.uuid4().hex}")
     text = json.dumps({"kind": f"numpyro_rvga {kind}", "format_version": FORMAT_VERSION, **metadata})
     members: dict[str, Any] = {METADATA: np.array(text), **arrays}
     members[DIGEST] = np.array(digest(members))
     try:
         with open(temporary, "xb") as file:
+            _try_lock(file)  # a sign of life
             np.savez(file, **members)
             file.flush()
             os.fsync(file.fileno())
@@ -48,6 +100,17 @@ def write(
         os.replace(temporary, target)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def _remove_abandoned(target: Path) -> None:
+    """Temporary files of the same target that nobody is writing any more."""
+    for path in target.parent.glob(f".{glob.escape(target.name)}.{'[0-9a-f]' * RANDOM_NAME}"):
+        try:
+            with open(path, "rb") as file:
+                if fcntl is not None and _try_lock(file):
+                    path.unlink(missing_ok=True)
+        except FileNotFoundError:  # it has got its name just now
+            continue
 
 
 def read(path: str | os.PathLike, kind: str) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
@@ -61,6 +124,7 @@ def read(path: str | os.PathLike, kind: str) -> tuple[dict[str, Any], dict[str, 
     """
     with open(path, "rb") as file:
         try:
+            _check_sizes(file)
             with np.load(file, allow_pickle=False) as archive:
                 arrays = {name: archive[name] for name in archive.files}
             intact = str(arrays.pop(DIGEST)) == digest(arrays)
@@ -79,15 +143,36 @@ def read(path: str | os.PathLike, kind: str) -> tuple[dict[str, Any], dict[str, 
     return metadata, arrays
 
 
+def _check_sizes(file: Any) -> None:
+    """Arrays are read only if they are as large as the file says, and stored as they are.
+
+    :raises ValueError: for others, which may be small in the file and huge in memory.
+    """
+    length = file.seek(0, os.SEEK_END)
+    file.seek(0)
+    with zipfile.ZipFile(file) as archive:
+        if sum(info.file_size for info in archive.infolist()) > length:
+            raise ValueError("the archive is compressed, or its parts overlap.")
+        for info in archive.infolist():
+            with archive.open(info) as member:
+                version = np.lib.format.read_magic(member)
+                header = getattr(np.lib.format, f"read_array_header_{version[0]}_0")
+                shape, _, dtype = header(member)
+                if dtype.hasobject or math.prod(shape) * dtype.itemsize != info.file_size - member.tell():
+                    raise ValueError(f"{info.filename} is not as large as its header says.")
+    file.seek(0)
+
+
 def encode(value: Any, name: str, arrays: dict[str, np.ndarray]) -> Any:
     """A JSON value that stands for ``value``, whose arrays go to ``arrays`` under names that begin with ``name``."""
-    if isinstance(value, np.generic):
-        value = value.item()
+    if isinstance(value, np.generic) and value.dtype.kind in "biufcUS":
+        arrays[name] = np.asarray(value)
+        return {"number": name}
     if value is None or isinstance(value, (bool, int, float, str)):
         return {"scalar": value}
     if isinstance(value, (np.ndarray, jax.Array)) and np.asarray(value).dtype.kind in "biufcUS":
         arrays[name] = np.asarray(value)
-        return {"array": name}
+        return {"jax" if isinstance(value, jax.Array) else "array": name}
     if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
         return {"dict": {key: encode(item, f"{name}/{key}", arrays) for key, item in value.items()}}
     if isinstance(value, (list, tuple)):
@@ -100,6 +185,10 @@ def decode(encoded: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> Any:
     ((kind, value),) = encoded.items()
     if kind == "array":
         return arrays[value]
+    if kind == "number":
+        return arrays[value][()]
+    if kind == "jax":
+        return jnp.asarray(arrays[value])
     if kind == "dict":
         return {key: decode(item, arrays) for key, item in value.items()}
     if kind in ("list", "tuple"):

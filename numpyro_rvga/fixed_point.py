@@ -22,6 +22,7 @@ from .engines.joint_solver import JointProblem, whitened
 from .engines.learning import Learned, Learner
 from .engines.sparse import SparseEngines
 from .model.arguments import checked_rows
+from .model.row_set import row_set
 from .model.rows import num_rows
 from .model.validation import describe_bad_rows
 from .options import Options, check_choice, check_options, default_key
@@ -220,7 +221,8 @@ class FixedPointVI:
             facts["not_integrated"] = choice.reason
         self._warn(facts, learned)
         gaussian = FullGaussian(after.mean, after.root)
-        return Posterior(program, gaussian, bound, facts, state=after, num_rows=int(after.num_rows))
+        seen = {"num_rows": int(after.num_rows), "row_sets": (row_set(rows),)}
+        return Posterior(program, gaussian, bound, facts, state=after, **seen)
 
     @classmethod
     def conditions(

@@ -21,6 +21,7 @@ from .engines.engine import Engine, Engines
 from .engines.expectation_errors import BUDGET, ExpectationErrors, warn_of
 from .engines.sparse import SparseEngine, SparseEngines
 from .model.arguments import checked_rows
+from .model.row_set import RowSet
 from .model.rows import Rows, in_blocks, num_rows, without
 from .options import Options, check_choice, check_options, check_size, default_key
 from .progress import progress
@@ -28,7 +29,7 @@ from .results.merging import state_of_gaussian
 from .results.posterior import Posterior
 from .streams.certification import Certification
 from .streams.checkpoints import EVERY
-from .streams.passes import SHUFFLES, PassOptions, open_source, ordered
+from .streams.passes import SHUFFLES, PassOptions, open_source, ordered, usable_in_memory
 from .streams.recursive_pass import (
     FEW_NUMBERS,
     JOINT_ROWS_PER_PARAMETER,
@@ -246,7 +247,9 @@ class RVGA:
         source, head, all_rows = open_source(data, self.model, model_kwargs, options, self.shuffle)
         engine = self._engines.get(head, model_kwargs, rng_key, all_rows if init is None else None)
         in_memory = all_rows is not None
-        if in_memory and not options.skips:
+        if in_memory and options.skips:
+            source, head = usable_in_memory(engine.program, all_rows)
+        elif in_memory:
             engine.program.check_rows(head)
         sizes = choose_sizes(
             engine,
@@ -308,7 +311,8 @@ class RVGA:
         self._certification.warn(engine, taken, found)
         bound = self._certification.checked(engine, found, rng_key)
         from_prior = int(start.num_rows) == 0
-        return self._posterior(engine, found.state, info, model_kwargs, bound if from_prior else None)
+        row_sets = (*getattr(init, "row_sets", ()), taken.absorbed)
+        return self._posterior(engine, found.state, info, model_kwargs, bound if from_prior else None, row_sets)
 
     # ------------------------------------------------------------------ functional form
     def init(self, data: Mapping[str, Any] | tuple, *, rng_key: Array | None = None, **model_kwargs: Any) -> State:
@@ -430,10 +434,9 @@ class RVGA:
     def _facts(self, rng_key: Array, sizes: Sizes, *, shuffled: bool) -> dict[str, Any]:
         """What tells a run of these options from others."""
         facts = {"method": "RVGA", "dynamics": repr(self.dynamics), "shuffle": shuffled}
-        facts["the key"] = np.asarray(jax.random.key_data(rng_key)).tolist() if shuffled else None
-        return (
-            facts | self.options._asdict() | {"first block": sizes.first, "block": sizes.block, "memory": sizes.memory}
-        )
+        facts["rng_key"] = np.asarray(jax.random.key_data(rng_key)).tolist()
+        blocks = {"first block": sizes.first, "block": sizes.block, "memory": sizes.memory}
+        return facts | self.options._asdict() | blocks | {"certify": self.certify}
 
     def _posterior(
         self,
@@ -442,8 +445,9 @@ class RVGA:
         info: dict,
         model_kwargs: Mapping[str, Any],
         bound: float | None = None,
+        row_sets: tuple[RowSet, ...] = (),
     ) -> Posterior:
-        """:param bound: on the log evidence, if it is known."""
+        """:param bound: on the log evidence, if it is known. :param row_sets: what was taken in, if that is known."""
         continuation = Continuation(self, dict(model_kwargs))
         info = {"scheme": self.options.scheme, "expectation": self.options.expectation, **info}
         if self.dynamics is not None:
@@ -455,7 +459,16 @@ class RVGA:
             if bound is None:
                 info["log_evidence_estimate"] = evidence
         gaussian = FullGaussian(state.mean, state.root)
-        return Posterior(engine.program, gaussian, bound, info, continuation, state, num_rows=int(state.num_rows))
+        return Posterior(
+            engine.program,
+            gaussian,
+            bound,
+            info,
+            continuation,
+            state,
+            num_rows=int(state.num_rows),
+            row_sets=row_sets,
+        )
 
 
 @dataclass(frozen=True)

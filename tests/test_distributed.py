@@ -78,7 +78,7 @@ def test_a_worker_that_is_killed_changes_nothing(client, folder):
     parts = ParquetRows(folder, COLUMNS).split(4)
     method = RVGA(model)
     expected = Posterior.merge([method.run(part, progress_bar=False) for part in parts])
-    slow = [SlowRows.__new__(SlowRows)._set(part.columns, part.groups) for part in parts]
+    slow = [SlowRows.__new__(SlowRows)._set(part.columns, part.groups, part.dtypes) for part in parts]
 
     def workers_at_work():
         """Other processes than this one, which looks at the first rows too."""

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from .compilation import single_kernel
+from .count import Count
 from .factors import Factors, Kind, Moments, covariances, curve, evaluate, expect
 from .gaussians import FullGaussian, Transition
 from .linalg import cholesky, row_space, semidefinite_factor, solve_lower
@@ -49,7 +50,7 @@ class State(NamedTuple):
     root: Array
     log_evidence: Array
     prior_site: Quadratic | None
-    num_rows: Array
+    num_rows: Count
 
 
 class Sites(NamedTuple):
@@ -94,7 +95,7 @@ class StepInfo(NamedTuple):
 
 def new_state(mean: Array, root: Array, prior_site: Quadratic | None) -> State:
     zero = jnp.zeros((), mean.dtype)
-    return State(mean, jnp.zeros_like(mean), root, zero, prior_site, jnp.zeros((), jnp.int32))
+    return State(mean, jnp.zeros_like(mean), root, zero, prior_site, Count.of(0))
 
 
 def quadratic_at(site: Quadratic, theta: Array) -> tuple[Array, Array]:

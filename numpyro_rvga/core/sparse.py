@@ -10,6 +10,7 @@ import numpy as np
 from jax import Array
 
 from . import maximize
+from .count import Count
 from .designs import packed_inner, unpacked
 from .factors import evaluate
 from .joint import Joint, Start
@@ -77,7 +78,7 @@ def sparse_solve(
             precision = unpacked(sums.curvature)[back][:, back]
             site = Quadratic(precision, sums.gradient[back], sums.value + 0.5 * trace, mean)
         ok = jnp.isfinite(found.bound) & jnp.all(jnp.isfinite(mean)) & jnp.all(jnp.isfinite(root))
-        after = State(mean, jnp.zeros_like(mean), root, found.bound, site, num_rows)
+        after = State(mean, jnp.zeros_like(mean), root, found.bound, site, Count.of(0) + num_rows)
         return after, StepInfo(found.bound, found.decrement, found.iterations, found.converged, ok)
 
     return Joint(objective, start, absorb)

@@ -12,6 +12,7 @@ import numpy as np
 from jax import Array, lax
 
 from ..core.compilation import Compiled
+from ..core.count import Count
 from ..core.estimators import Observation, make_estimator
 from ..core.gaussians import DiagonalGaussian, Family, FullGaussian, LowRankGaussian, converted
 from ..core.recursion import Quadratic, State, quadratic_at
@@ -42,7 +43,7 @@ class OnlineState(NamedTuple):
     """
 
     gaussian: Any
-    num_rows: Array
+    num_rows: Count
     num_blocks: Array
     rng_key: Array
     settled: Array
@@ -119,14 +120,14 @@ class Online:
 
     def initial_state(self, rng_key: Array) -> OnlineState:
         zero = jnp.zeros((), jnp.int32)
-        return OnlineState(self.start, zero, zero, rng_key, jnp.asarray(self._site is None))
+        return OnlineState(self.start, Count.of(0), zero, rng_key, jnp.asarray(self._site is None))
 
     def state_of(self, gaussian: Family, num_rows: int, rng_key: Array) -> OnlineState:
         """The state of a Gaussian of any family, converted to this one."""
         same = jax.tree.map(lambda x: jnp.asarray(x, self.engine.program.dtype), gaussian)
         found = converted(same, self.options.family, self._rank)
         start = self.initial_state(rng_key)
-        return start._replace(gaussian=found, num_rows=jnp.asarray(num_rows, jnp.int32), settled=jnp.asarray(True))
+        return start._replace(gaussian=found, num_rows=Count.of(num_rows), settled=jnp.asarray(True))
 
     def holds(self, state: OnlineState) -> bool:
         """Whether the state's Gaussian is one of this family."""
@@ -267,8 +268,8 @@ class Online:
         """
         program, places = self.engine.program, self.places
         some = q.as_full() if places is None else _marginal(q, places)
-        zero, none = jnp.zeros((), some.mean.dtype), jnp.zeros((), jnp.int32)
-        state = State(some.mean, jnp.zeros_like(some.mean), some.root, zero, site, none)
+        zero = jnp.zeros((), some.mean.dtype)
+        state = State(some.mean, jnp.zeros_like(some.mean), some.root, zero, site, Count.of(0))
         if program.prior.terms:
             state, info = self.engine.settle(prior_inputs, state, q.mean, places)
             after = FullGaussian(state.mean, jnp.where(info.ok, state.root, jnp.nan))

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from ..core.count import Count
 from ..core.factors import Factors
 from ..core.joint import Joint
 from ..core.maximize import Progress, Search
@@ -87,7 +88,7 @@ class SparseEngine:
         """The prior's marginals, as the state before the first row."""
         mean, variance = (jnp.asarray(x, self._engine.program.dtype) for x in self._engine.program.marginals[:2])
         zero = jnp.zeros((), mean.dtype)
-        return State(mean, jnp.zeros_like(mean), jnp.diag(jnp.sqrt(variance)), zero, None, jnp.zeros((), jnp.int32))
+        return State(mean, jnp.zeros_like(mean), jnp.diag(jnp.sqrt(variance)), zero, None, Count.of(0))
 
     def solve(
         self, problem: SparseProblem, on_step: Callable[[Progress], None] | None = None

@@ -14,6 +14,7 @@ from jax import Array, lax
 
 from ..core.closed_forms import Gaussian, gaussian
 from ..core.compilation import at_once, jit_once
+from ..core.count import Count
 from ..core.designs import gram, pull_back
 from ..core.expectations import linearized
 from ..core.interpret import depends_on
@@ -267,14 +268,14 @@ def initial_state(prior: Prior, size: int, dtype, start: Start | None, parts: tu
     exact = jax.tree.map(lambda x: np.asarray(x, np.float64), (part, moments))
     found = _assembled(np, prior, size, start, *exact)
     state = jax.tree.map(lambda x: np.asarray(x, dtype), found)
-    return jax.device_put(state._replace(num_rows=np.zeros((), np.int32)))
+    return jax.device_put(state._replace(num_rows=Count.of(0)))
 
 
 def state_at(prior: Prior, size: int, dtype, start: Start | None, shared: Arrays) -> State:
     """The same as a differentiable function of the ``numpyro.param`` sites."""
     part, moments = gaussian_parts(prior, size, dtype, shared)
     start = None if start is None else Start(*[jnp.asarray(x, dtype) for x in start])
-    return _assembled(jnp, prior, size, start, part, moments)._replace(num_rows=jnp.zeros((), jnp.int32))
+    return _assembled(jnp, prior, size, start, part, moments)._replace(num_rows=Count.of(0))
 
 
 def gaussian_parts(prior: Prior, size: int, dtype, shared: Arrays) -> tuple[tuple, list]:
@@ -302,7 +303,7 @@ def _assembled(xp, prior: Prior, size: int, start: Start | None, part: tuple, mo
         wide = _block_diagonal(xp, [site.precision, *blocks])[back][:, back]
         slope = xp.concatenate([site.linear, xp.zeros(size - len(free))])[back]
         site = Quadratic(wide, slope, site.constant, mean)
-    return State(mean, xp.zeros(size), root, evidence, site, xp.zeros(()))
+    return State(mean, xp.zeros(size), root, evidence, site, Count.of(0))
 
 
 def _free(prior: Prior, size: int) -> np.ndarray:

@@ -40,6 +40,7 @@ from .arguments import (
 from .arrays import as_jax_array
 from .data_prior import DataPrior, PriorConstants, SiteArrays, data_dependence, data_prior, described, of_site
 from .deterministic import DeterministicSites, classify_deterministic
+from .identity import ModelIdentity, model_identity
 from .layout import Layout, layout_of
 from .parameters import Parameters, parameters_of
 from .prior import (
@@ -308,7 +309,7 @@ class Program:
     def _copied(self) -> Program:
         """Without what depends on parameters or data."""
         other = copy.copy(self)
-        for name in ("_start", "_initial_state", "_independent_start", "marginals"):
+        for name in ("identity", "_start", "_initial_state", "_independent_start", "marginals"):
             other.__dict__.pop(name, None)
         return other
 
@@ -489,9 +490,13 @@ class Program:
     # ------------------------------------------------------------------ densities
     def log_prior(self, theta: Array) -> Array:
         """log p(theta) in unconstrained space, prior-level factors included. theta: (P,)."""
+        return sum(self.log_priors(theta).values())
+
+    def log_priors(self, theta: Array) -> dict[str, Array]:
+        """The terms of :meth:`log_prior` by site."""
         records = self._prior_records(self.layout.unravel(theta))
         names = [*self.layout.site_names, *self._prior_sites]
-        return sum(jnp.sum(elements(self._proper(records[name]))) for name in names)
+        return {name: jnp.sum(elements(self._proper(records[name]))) for name in names}
 
     def log_likelihood(self, theta: Array, rows: Mapping[str, Array], site: str | None = None) -> dict[str, Array]:
         """Log-likelihood of each row by observed site, (n, *elements); auxiliary factors under their own names.
@@ -758,6 +763,11 @@ class Program:
             self.example_rows,
             theta,
         )
+
+    @functools.cached_property
+    def identity(self) -> ModelIdentity:
+        """Which model this is, as far as its own example rows tell."""
+        return model_identity(self)
 
     @property
     def is_proper(self) -> bool:

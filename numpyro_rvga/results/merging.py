@@ -13,25 +13,28 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ..core.count import Count
 from ..core.gaussians import DiagonalGaussian, Family, FullGaussian, LowRankGaussian
 from ..core.gaussians.mixture import GaussianMixture
 from ..core.recursion import Quadratic, State, new_state
 from ..engines.engine import Engine
 from ..engines.online import OnlineState
+from ..model.identity import model_identity
+from ..model.row_set import RowSet, total
 from ..options import Options, default_key
 
 if TYPE_CHECKING:
     from ..model import Program
     from .posterior import Posterior
 
-SIMILAR = 1e-6  # relative difference of priors that rounding may make
 SETTLING = Options("implicit", "auto", "auto", None, 200, 256)
 
 
 def merge(parts: Sequence[Posterior]) -> dict[str, Any]:
     """The fields of a posterior that holds what all parts have learned.
 
-    :raises ValueError: if there are none, if their sites, priors or families differ, or if they cannot be merged.
+    :raises ValueError: if there are none, if their models or families differ, if rows are in several of them, or if
+        they cannot be merged.
     """
     parts = list(parts)
     if not parts:
@@ -39,9 +42,11 @@ def merge(parts: Sequence[Posterior]) -> dict[str, Any]:
     first = parts[0]
     for number, part in enumerate(parts):
         _check_alike(first, part, number)
+    _check_different(parts)
     states = [part.state if part.state is not None else _state_of(part, n) for n, part in enumerate(parts)]
     info = {"merged": len(parts)}
-    common = {"program": first.program, "continuation": first.continuation, "info": info}
+    row_sets = tuple(run for part in parts for run in part.row_sets)
+    common = {"program": first.program, "continuation": first.continuation, "info": info, "row_sets": row_sets}
     if isinstance(states[0], State):
         state = merged(first.program.initial_state(), states)
         if state.prior_site is not None:
@@ -68,8 +73,9 @@ def merged(start: State | OnlineState, states: Sequence[State | OnlineState]) ->
     gaussian = _merged_family(start.gaussian, [state.gaussian for state in states])
     if not bool(gaussian.is_valid()):
         raise ValueError(_indefinite())
-    counts = {name: sum(int(getattr(state, name)) for state in states) for name in ("num_rows", "num_blocks")}
-    return start._replace(gaussian=gaussian, **{name: jnp.asarray(n, jnp.int32) for name, n in counts.items()})
+    num_rows = Count.of(sum(int(state.num_rows) for state in states))
+    num_blocks = sum(int(state.num_blocks) for state in states) % 2**31  # it makes keys of random numbers
+    return start._replace(gaussian=gaussian, num_rows=num_rows, num_blocks=jnp.asarray(num_blocks, jnp.int32))
 
 
 # ---------------------------------------------------------------------- full Gaussians with their evidence
@@ -108,7 +114,7 @@ def _merged_states(start: State, states: Sequence[State]) -> State:
         as_before(inverse.T, start.root),
         as_before(evidence, start.log_evidence),
         start.prior_site,
-        as_before(sum(int(state.num_rows) for state in states), start.num_rows),
+        Count.of(sum(int(state.num_rows) for state in states)),
     )
 
 
@@ -148,10 +154,11 @@ def state_of_gaussian(posterior: Posterior) -> State:
     state = new_state(jnp.asarray(posterior.mean, dtype), jnp.asarray(posterior.scale, dtype), None)
     known = posterior.elbo if posterior.elbo is not None else posterior.info.get("log_evidence_estimate", 0.0)
     evidence = jnp.asarray(known, dtype)
-    return state._replace(log_evidence=evidence, num_rows=jnp.asarray(posterior.num_rows, jnp.int32))
+    return state._replace(log_evidence=evidence, num_rows=Count.of(posterior.num_rows))
 
 
 def _check_alike(first: Posterior, part: Posterior, number: int) -> None:
+    """:raises ValueError: naming a part that is of another model or method than the first, and how they differ."""
     layouts = [[(name, p.program.layout.shapes[name]) for name in p.site_names] for p in (first, part)]
     if layouts[0] != layouts[1]:
         raise ValueError(
@@ -165,11 +172,69 @@ def _check_alike(first: Posterior, part: Posterior, number: int) -> None:
         raise ValueError(f"part {number} was made by another kind of method than part 0.")
     if type(part.gaussian) is not type(first.gaussian):
         raise ValueError(f"part {number} is of another family of Gaussians than part 0.")
-    priors = [jax.tree.leaves(p.program.initial_state()) for p in (first, part)]
-    if len(priors[0]) != len(priors[1]) or not all(
-        np.allclose(a, b, rtol=SIMILAR, atol=SIMILAR) for a, b in zip(*priors)
-    ):
-        raise ValueError(f"part {number} has another prior than part 0: it must be the same, to be counted once.")
+    if part.program is not first.program:
+        _check_same_model(first, part, number)
+
+
+def _check_same_model(first: Posterior, part: Posterior, number: int) -> None:
+    """:raises ValueError: naming the term in which the models differ, and keywords or parameters that may be why."""
+    learned = [{name: np.asarray(value) for name, value in p.params.items()} for p in (first, part)]
+    for name in learned[0]:
+        if name not in learned[1] or not np.array_equal(learned[0][name], learned[1][name]):
+            raise ValueError(
+                f"part {number} has learned another value of the numpyro.param site {name!r} than part 0 "
+                f"({learned[1].get(name)} and {learned[0][name]}): their latent sites do not mean the same. Learn it "
+                "on all rows, or give it a prior."
+            )
+    rows = first.program.example_rows
+    missing = sorted(set(rows) ^ set(part.program.example_rows))
+    if missing:
+        raise ValueError(f"part {number} and part 0 were not given the same arrays: {missing[0]!r} is in one only.")
+    difference = first.program.identity.difference(model_identity(part.program, rows))
+    if difference is not None:
+        keywords = [p.program.model_kwargs for p in (first, part)]
+        others = [name for name in keywords[1] if not _is_same(keywords[0].get(name), keywords[1][name])]
+        reason = f" (they were given different values of {others[0]!r})" if others else ""
+        raise ValueError(
+            f"part {number} is of another model than part 0: {difference}{reason}. Parts must differ in their rows "
+            "alone."
+        )
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    if isinstance(one, (np.ndarray, jax.Array)) or isinstance(other, (np.ndarray, jax.Array)):
+        return np.array_equal(one, other)
+    return one is other or bool(one == other)
+
+
+def check_disjoint(row_sets: Sequence[Sequence[RowSet]]) -> None:
+    """:raises ValueError: naming two parts that have taken in the same rows.
+
+    :param row_sets: of each part, those of its runs.
+    """
+    runs = [{run for run in part if run.num_rows} for part in row_sets]
+    for number, part in enumerate(runs):
+        for earlier, other in enumerate(runs[:number]):
+            if part & other or (part and total(part) == total(other)):
+                same = sum(run.num_rows for run in part & other) or total(part).num_rows
+                raise ValueError(
+                    f"part {number} and part {earlier} have taken in the same {same} rows, which would count twice: "
+                    "merge posteriors of different rows. (If these are other observations that happen to be equal, "
+                    "go on with part.update(data) instead.)"
+                )
+
+
+def _check_different(parts: Sequence[Posterior]) -> None:
+    """:raises ValueError: naming two parts that are one, or have taken in the same rows."""
+    check_disjoint([part.row_sets for part in parts])
+    seen: dict[tuple, int] = {}
+    for number, part in enumerate(parts):
+        key = tuple(np.asarray(x).tobytes() for x in jax.tree.leaves(part.gaussian))
+        if part.num_rows and seen.setdefault(key, number) != number:
+            raise ValueError(
+                f"part {number} and part {seen[key]} are the same Gaussian to the last digit: the same rows would "
+                "count twice. Merge posteriors of different rows."
+            )
 
 
 def _state_of(part: Posterior, number: int) -> State:

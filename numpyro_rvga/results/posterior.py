@@ -19,6 +19,7 @@ from numpyro.infer.autoguide import AutoContinuous
 
 from ..core.gaussians import Family
 from ..core.gaussians.mixture import GaussianMixture
+from ..model.row_set import RowSet
 from ..options import check_choice
 from . import arviz, integration, merging, prediction, storage, warmstart
 from .khat import Khat, khat
@@ -56,6 +57,8 @@ class Posterior:
     :param continuation: the object whose ``update(posterior, data, **kwargs)`` absorbs further rows.
     :param state: what that method goes on from, and parts are merged by.
     :param num_rows: the number of rows absorbed so far.
+    :param row_sets: of each run that led here, which rows it has taken in, so that none are merged twice; empty if that
+        is not known.
     :raises ValueError: if the shapes of the Gaussian's arrays do not fit the program's layout.
     """
 
@@ -66,6 +69,7 @@ class Posterior:
     continuation: Any = None
     state: Any = None
     num_rows: int = dataclasses.field(kw_only=True)
+    row_sets: tuple[RowSet, ...] = dataclasses.field(default=(), kw_only=True)
 
     def __post_init__(self) -> None:
         size = self.program.layout.size
@@ -519,7 +523,7 @@ class Posterior:
         :return: the posterior, which takes in more rows as the ``init`` of a method's ``run``.
         :raises FileNotFoundError: if there is no such file.
         :raises ValueError: if the file is damaged, no posterior of this package, written by a newer version, lacks a
-            model keyword, or belongs to a model with other arguments or other latent sites.
+            model keyword, or belongs to another model: with other arguments, latent sites, priors or likelihoods.
         """
         return cls(**storage.load(path, model, **model_kwargs))
 
@@ -546,7 +550,8 @@ class Posterior:
 
         :param parts: posteriors of one method and family. For priors that are not Gaussian, one more solve follows.
         :return: a posterior that takes in more rows with :meth:`update` if the first part does.
-        :raises ValueError: if sites, priors or families differ, or the parts cannot be merged, with the part's number.
+        :raises ValueError: naming the part: if its model, with its keyword arguments and learned parameters, or its
+            family is not that of the others, if it has taken in rows that another part has, or cannot be merged.
         """
         return cls(**merging.merge(parts))
 

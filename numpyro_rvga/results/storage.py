@@ -5,19 +5,22 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from .. import files
+from ..core.count import Count
 from ..core.gaussians import FAMILIES
 from ..core.gaussians.mixture import GaussianMixture
 from ..core.recursion import Quadratic, State
 from ..model import Program
 from ..model.arguments import named_rows
 from ..model.data_prior import PriorConstants
+from ..model.identity import ModelIdentity
+from ..model.row_set import RowSet
 
 if TYPE_CHECKING:
     from .posterior import Posterior
@@ -42,6 +45,8 @@ def save(posterior: Posterior, path: str | os.PathLike) -> None:
         "improper_prior_scale": program.improper_prior_scale,
         "whole": program.whole,
         "params": program.params.values,
+        "row_sets": [[run.num_rows, f"{run.digest:016x}"] for run in posterior.row_sets],
+        "model": program.identity._asdict(),
         "prior_constants": None if program.constants is None else _stored_constants(program.constants),
     }
     metadata = {
@@ -54,39 +59,79 @@ def save(posterior: Posterior, path: str | os.PathLike) -> None:
 
 def load(path: str | os.PathLike, model: Callable, **model_kwargs: Any) -> dict[str, Any]:
     """The fields of a posterior from a file; see :meth:`Posterior.load`."""
-    metadata, arrays = files.read(path, "posterior")
-    contents = {name: files.decode(value, arrays) for name, value in metadata["contents"].items()}
-    missing = sorted(set(metadata["withheld_keywords"]) - set(model_kwargs))
+    stored, fields = _read(path)
+    missing = sorted(set(stored.withheld_keywords) - set(model_kwargs))
     if missing:
         raise ValueError(f"{path} could not hold the model keywords {missing}: pass them to load as keywords.")
-    keywords = contents.pop("model_kwargs") | model_kwargs
+    keywords = stored.model_kwargs | model_kwargs
     try:
-        rows = named_rows(model, contents.pop("example_rows"), keywords)
+        rows = named_rows(model, stored.example_rows, keywords)
     except ValueError as error:
         raise ValueError(f"{path} belongs to a model with other arguments: {error}") from error
-    options = [contents.pop(name) for name in ("improper_prior_scale", "whole", "params")]
-    constants = _constants(contents.pop("prior_constants", None))
-    program = Program.restore(model, rows, keywords, *options, constants)
-    if _layout(program) != metadata["layout"]:
+    program = Program.restore(model, rows, keywords, *stored.options, stored.constants)
+    if _layout(program) != stored.layout:
         raise ValueError(
-            f"{path} belongs to another model: its latent sites are {_describe(metadata['layout'])}, "
+            f"{path} belongs to another model: its latent sites are {_describe(stored.layout)}, "
             f"those of the given model {_describe(_layout(program))}."
         )
-    gaussian = STORED_FAMILIES[contents.pop("family")](**contents.pop("gaussian"))
-    return {"program": program, "gaussian": gaussian, "state": _state(contents.pop("state")), **contents}
+    if not set(model_kwargs) & set(stored.model_kwargs):  # who replaces a keyword asks for another model
+        difference = stored.model.difference(program.identity)
+        if difference is not None:
+            raise ValueError(f"{path} belongs to another model than the given one: {difference}.")
+    return {"program": program, **fields}
+
+
+class _Stored(NamedTuple):
+    """What a file tells of the model."""
+
+    layout: list
+    withheld_keywords: list
+    model_kwargs: dict[str, Any]
+    example_rows: dict[str, np.ndarray]
+    options: list
+    constants: PriorConstants | None
+    model: ModelIdentity
+
+
+def _read(path: str | os.PathLike) -> tuple[_Stored, dict[str, Any]]:
+    """What a file tells of the model, and the posterior's other fields.
+
+    :raises ValueError: for files that do not hold what a posterior does.
+    """
+    metadata, arrays = files.read(path, "posterior")
+    try:
+        contents = {name: files.decode(value, arrays) for name, value in metadata["contents"].items()}
+        stored = _Stored(
+            metadata["layout"],
+            metadata["withheld_keywords"],
+            contents["model_kwargs"],
+            contents["example_rows"],
+            [contents[name] for name in ("improper_prior_scale", "whole", "params")],
+            _constants(contents["prior_constants"]),
+            ModelIdentity(**contents["model"]),
+        )
+        fields = {name: contents[name] for name in ("elbo", "num_rows", "info")}
+        return stored, fields | {
+            "gaussian": STORED_FAMILIES[contents["family"]](**contents["gaussian"]),
+            "state": _state(contents["state"]),
+            "row_sets": tuple(RowSet(count, int(digest, 16)) for count, digest in contents["row_sets"]),
+        }
+    except files.MALFORMED as error:
+        raise ValueError(f"{path} is damaged, or not a posterior that numpyro_rvga wrote: {error!r}.") from error
 
 
 def _stored_state(state: Any) -> dict | None:
     """What the Gaussian does not tell of a state: it is stored only if there is more to it."""
     if not isinstance(state, State) or state.prior_site is None:
         return None
-    return state._asdict() | {"prior_site": state.prior_site._asdict()}
+    return state._asdict() | {"prior_site": state.prior_site._asdict(), "num_rows": int(state.num_rows)}
 
 
 def _state(stored: Mapping[str, Any] | None) -> State | None:
     if stored is None:
         return None
-    return jax.tree.map(jnp.asarray, State(**{**stored, "prior_site": Quadratic(**stored["prior_site"])}))
+    site, count = Quadratic(**stored["prior_site"]), Count.of(stored["num_rows"])
+    return jax.tree.map(jnp.asarray, State(**{**stored, "prior_site": site, "num_rows": count}))
 
 
 def _stored_constants(constants: PriorConstants) -> dict:

@@ -44,7 +44,8 @@ class ParquetRows:
 
     ``run`` visits rows in random order. It mixes up to 2^25 numbers at a time, from many row groups or, if the file has
     few, from many places.
-    Values that are missing become NaN: pass ``on_bad_row="skip"`` to leave such rows out.
+    Values that are missing become NaN: pass ``on_bad_row="skip"`` to leave such rows out. The others keep the type of
+    their column, so that integers stay integers.
 
     :param path: a file, a folder of ``.parquet`` files (taken in the order of their names, subfolders too), or several
         of these.
@@ -56,14 +57,19 @@ class ParquetRows:
 
     :ivar num_rows: the number of rows.
     :ivar groups: the row groups that hold them.
+    :ivar dtypes: of the arrays, where no values are missing.
     """
 
     def __init__(self, path: str | os.PathLike | Sequence[str | os.PathLike], columns: Columns):
         several = [path] if isinstance(path, (str, os.PathLike)) else list(path)
         files = [file for each in several for file in _files(Path(each))]
-        self._set(columns, [group for file in files for group in _groups(file, columns)])
+        with _pyarrow().parquet.ParquetFile(files[0]) as first:
+            _check_columns(columns, first.schema_arrow.names, str(files[0]))
+            dtypes = _dtypes(first.schema_arrow, columns)
+        self._set(columns, [group for file in files for group in _groups(file, columns)], dtypes)
 
-    def _set(self, columns: Columns, groups: Sequence[RowGroup]) -> ParquetRows:
+    def _set(self, columns: Columns, groups: Sequence[RowGroup], dtypes: Mapping[str, np.dtype]) -> ParquetRows:
+        self.dtypes = dict(dtypes)
         self.columns = {name: of if isinstance(of, str) else list(of) for name, of in columns.items()}
         self.groups = tuple(groups)
         self.num_rows = sum(group.num_rows for group in self.groups)
@@ -82,6 +88,14 @@ class ParquetRows:
                 yield from self._blocks(group, row)
             row = max(row - group.num_rows, 0)
 
+    def about_row(self, row: int) -> str:
+        """A sentence that says where a row lies."""
+        for group in self.groups:
+            if row < group.num_rows:
+                return f"It is row {row} of row group {group.number} of {group.path}."
+            row -= group.num_rows
+        raise IndexError(f"there are {self.num_rows} rows.")
+
     @property
     def piece_sizes(self) -> list[int]:
         """Rows of each row group: what is fast to read one after the other."""
@@ -97,13 +111,15 @@ class ParquetRows:
         ends = np.cumsum([group.num_rows for group in self.groups])
         part = np.minimum((ends - 1) * count // max(self.num_rows, 1), count - 1)
         chosen = [[group for group, p in zip(self.groups, part) if p == number] for number in range(count)]
-        return [ParquetRows.__new__(ParquetRows)._set(self.columns, groups) for groups in chosen if groups]
+        return [ParquetRows.__new__(ParquetRows)._set(self.columns, groups, self.dtypes) for groups in chosen if groups]
 
     def _blocks(self, group: RowGroup, skipped: int) -> Iterator[dict[str, np.ndarray]]:
         wanted = [name for of in self.columns.values() for name in ([of] if isinstance(of, str) else of)]
         with _pyarrow().parquet.ParquetFile(group.path) as file:
+            _check_length(file, group)
             batches = file.iter_batches(BATCH, row_groups=[group.number], columns=sorted(set(wanted)))
-            for block in arrow_blocks(batches, self.columns):
+            where = f"row group {group.number} of {group.path}"
+            for block in (_block(batch, self.columns, where) for batch in batches):
                 length = len(next(iter(block.values())))
                 if skipped < length:
                     yield {name: array[skipped:] for name, array in block.items()}
@@ -124,26 +140,74 @@ def arrow_blocks(batches: Iterable[Any], columns: Columns) -> Iterator[dict[str,
         >>> [(block["X"].shape, block["y"].tolist()) for block in blocks]
         [((2, 2), [0, 1]), ((1, 2), [0])]
 
-    :param batches: record batches, or tables.
+    :param batches: record batches, or tables. Those without rows are passed over.
     :param columns: as for :class:`ParquetRows`.
+    :return: an iterator of the blocks.
     :raises ValueError: naming columns that a batch does not have, or whose lists differ in length.
     """
-    for batch in batches:
-        _check_columns(columns, batch.schema.names, "the record batch")
-        yield {
-            name: _array(batch, of) if isinstance(of, str) else np.stack([_array(batch, c) for c in of], axis=1)
-            for name, of in columns.items()
-        }
+    return _ArrowBlocks(batches, columns)
 
 
-def _array(batch: Any, name: str) -> np.ndarray:
+class _ArrowBlocks(Iterator[dict[str, np.ndarray]]):
+    """:ivar dtypes: of the arrays, where no values are missing; known from the first batch on."""
+
+    def __init__(self, batches: Iterable[Any], columns: Columns):
+        self._batches, self._columns = iter(batches), columns
+        self._number = -1
+        self.dtypes: dict[str, np.dtype] = {}
+
+    def __next__(self) -> dict[str, np.ndarray]:
+        batch = next(self._batches)
+        self._number += 1
+        while not batch.num_rows:
+            batch = next(self._batches)
+            self._number += 1
+        block = _block(batch, self._columns, f"record batch {self._number}")
+        self.dtypes = self.dtypes or _dtypes(batch.schema, self._columns)
+        return block
+
+
+def _block(batch: Any, columns: Columns, where: str) -> dict[str, np.ndarray]:
+    """A batch as arrays by argument name. ``where``: it lies, for messages."""
+    _check_columns(columns, batch.schema.names, where)
+    return {
+        name: _array(batch, of, where)
+        if isinstance(of, str)
+        else np.stack([_array(batch, c, where) for c in of], axis=1)
+        for name, of in columns.items()
+    }
+
+
+def _dtypes(schema: Any, columns: Columns) -> dict[str, np.dtype]:
+    """What each argument's array has where no values are missing."""
+    empty = schema.empty_table()
+    found = {}
+    for name, of in columns.items():
+        fields = [empty.column(c).combine_chunks() for c in ([of] if isinstance(of, str) else of)]
+        values = [f.flatten() if hasattr(f, "value_lengths") else f for f in fields]
+        found[name] = np.result_type(*[_plain(value).dtype for value in values])
+    return found
+
+
+def _check_length(file: Any, group: RowGroup) -> None:
+    """:raises ValueError: for a file that was replaced by another since its rows were counted."""
+    number = file.metadata.num_row_groups
+    found = file.metadata.row_group(group.number).num_rows if group.number < number else 0
+    if found != group.num_rows:
+        raise ValueError(
+            f"{group.path} has changed since its rows were counted: its row group {group.number} had {group.num_rows} "
+            f"rows, and has {found}. Make ParquetRows anew, and begin again."
+        )
+
+
+def _array(batch: Any, name: str, where: str) -> np.ndarray:
     pyarrow = _pyarrow()
     column = batch.column(name)
     column = column.combine_chunks() if isinstance(column, pyarrow.ChunkedArray) else column
     if pyarrow.types.is_list(column.type) or pyarrow.types.is_fixed_size_list(column.type):
         lengths = column.value_lengths().unique().to_pylist()
         if len(lengths) != 1 or lengths[0] is None:
-            raise ValueError(f"column {name!r} holds lists of different lengths, or none in some rows.")
+            raise ValueError(f"{where}: column {name!r} holds lists of different lengths, or none in some rows.")
         return _plain(column.flatten()).reshape(len(column), lengths[0])
     return _plain(column)
 

@@ -16,7 +16,7 @@ from ..model.rows import Rows, joined, num_rows, selected
 from ..options import check_choice, is_count
 from .model_check import MOST_ROWS, NUM_PAIRS, Difference, ModelCheck
 from .order import seed_of
-from .passes import usable_chunks
+from .passes import chunks
 from .recursive_pass import RecursivePass
 from .sampled import estimated, stepped
 from .source import RowSource, rows_in_memory
@@ -93,10 +93,11 @@ class Certification:
         if source.seekable:
             state = stepped(certificate, state, taken)
             tolerance = self._tolerance if exact else min(self._tolerance, FINE)
-            return self._looked_at(engine, start, state, source, taken.left_out, taken.done, rng, tolerance)
+            source = source.without(taken.left_out)
+            return self._looked_at(engine, start, state, source, taken.num_taken, rng, tolerance)
         if taken.sample.holds_all:
-            source, nothing = rows_in_memory(taken.sample.contents().rows), np.zeros(0, np.int64)
-            return self._looked_at(engine, start, state, source, nothing, source.total, rng, self._tolerance)
+            source = rows_in_memory(taken.sample.contents().rows)
+            return self._looked_at(engine, start, state, source, taken.num_taken, rng, self._tolerance)
         if taken.sample.num_offered:
             state, info = estimated(certificate, state, taken, self._max_looks, stacklevel=LEVEL)
             return Findings(state, None, info, taken.sample.contents().rows)
@@ -155,17 +156,15 @@ class Certification:
         start: State,
         state: State,
         source: RowSource,
-        left_out: np.ndarray,
         total: int,
         rng: np.random.Generator,
         tolerance: float,
     ) -> Findings:
-        """:param left_out: the numbers of the rows, of ``total``, that were skipped."""
-        implicit, sample = engine.options.scheme == "implicit", _Sample(total, left_out, rng)
+        implicit, sample = engine.options.scheme == "implicit", _Sample(total, rng)
         found = self._compiled_for(engine).certificate(
             start,
             state,
-            lambda size: sample.watched(usable_chunks(source, left_out, size)),
+            lambda size: sample.watched(chunks(source, size)),
             prior_inputs=engine.program.prior_inputs,
             total=total,
             tolerance=tolerance,
@@ -180,14 +179,14 @@ class Certification:
 class _Sample:
     """Usable rows, drawn at random, that are picked up while chunks of all rows go by for the first time."""
 
-    def __init__(self, total: int, left_out: np.ndarray, rng: np.random.Generator):
-        drawn = rng.choice(total, min(total, MOST_ROWS), replace=False)
-        self._numbers = np.setdiff1d(drawn, left_out)
+    def __init__(self, total: int, rng: np.random.Generator):
+        self._numbers = np.sort(rng.choice(total, min(total, MOST_ROWS), replace=False))
         self._pieces: list[Rows] | None = []
         self.rows: Rows = {}
 
-    def watched(self, chunks: Iterable[tuple[int, Rows, np.ndarray]]) -> Iterator[tuple[Rows, np.ndarray]]:
-        for place, rows, weights in chunks:
+    def watched(self, chunks: Iterable[tuple[int, Rows]]) -> Iterator[tuple[Rows, np.ndarray]]:
+        for place, rows in chunks:
+            weights = np.ones(num_rows(rows), np.float32)
             if self._pieces is not None:
                 first, stop = np.searchsorted(self._numbers, [place, place + len(weights)])
                 if stop > first:

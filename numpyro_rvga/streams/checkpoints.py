@@ -4,60 +4,73 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
 from .. import files
+from ..model.identity import ModelIdentity
 
 KIND = "checkpoint"
 EVERY = 100_000  # rows
+LONGEST = 60  # characters of a fact that messages show
 SIMILAR = 1e-4  # relative difference of densities that another version of XLA may make
 
 
 class Checkpoint:
     """The file of one run, and which run that is.
 
-    :param path: the file. The checkpoint before the last stays beside it, under the name ``<path>.previous``.
+    :param path: the file, or a symbolic link to it. The checkpoint before the last stays beside it, under the name
+        ``<path>.previous``.
     :param every: rows between checkpoints.
     :param resume: whether to go on from a checkpoint that is there.
-    :raises ValueError: for a folder that is not there, and a file at ``path`` that would be lost.
+    :raises ValueError: for a folder that is not there or cannot be written to, for files that would be lost, and while
+        another run writes to it.
     """
 
     def __init__(self, path: str | os.PathLike, every: int, *, resume: bool):
-        self._path = Path(path)
+        self._path = Path(os.path.realpath(path))
         self._previous = self._path.with_name(f"{self._path.name}.previous")
-        if not self._path.absolute().parent.is_dir():
-            raise ValueError(f"checkpoint={str(path)!r}: the folder {self._path.absolute().parent} does not exist.")
-        if not resume and self._path.exists():
-            raise ValueError(
-                f"checkpoint={str(path)!r} exists: pass resume=True to go on from it, or delete it, or choose another "
-                "name."
-            )
+        if not self._path.parent.is_dir():
+            raise ValueError(f"checkpoint={str(path)!r}: the folder {self._path.parent} does not exist.")
+        for file in (self._path, self._previous):
+            if not resume and file.exists():
+                raise ValueError(
+                    f"checkpoint={str(path)!r}: {file} exists: pass resume=True to go on from it, or delete it, or "
+                    "choose another name."
+                )
+        try:
+            with self.held():
+                pass
+        except OSError as error:
+            raise ValueError(f"checkpoint={str(path)!r} cannot be written: {error}.") from error
         self.every, self._resume = every, resume
         self._run: dict[str, Any] = {}
 
-    def read(self, run: Mapping[str, Any]) -> dict[str, Any] | None:
+    def held(self) -> AbstractContextManager[None]:
+        """While it lasts, no other run writes to this file; see :func:`~numpyro_rvga.files.locked`."""
+        return files.locked(self._path)
+
+    def read(self, run: Mapping[str, Any], model: ModelIdentity) -> dict[str, Any] | None:
         """The contents of the last checkpoint; None if there is none to go on from.
 
         :param run: plain facts that tell this run from others; floating-point arrays may differ a little.
-        :raises ValueError: if the file is damaged, newer than this version, no checkpoint, or that of another run.
+        :param model: the run's model.
+        :raises ValueError: if the file is damaged, newer than this version, no checkpoint, or that of another run; and
+            if what lies at ``<path>.previous`` is, which would be lost.
         """
-        self._run = dict(run)
-        path = next((p for p in (self._path, self._previous) if p.exists()), None)
-        if not self._resume or path is None:
+        self._run = {**run, "model": model._asdict()}
+        present = [path for path in (self._path, self._previous) if path.exists()]
+        if not self._resume or not present:
             return None
-        try:
-            metadata, arrays = files.read(path, KIND)
-        except ValueError as error:
-            another = path == self._path and self._previous.exists()
-            advice = (
-                f" The checkpoint before it is {self._previous}: rename that to go on from there." if another else ""
-            )
-            raise ValueError(f"no run can go on from this checkpoint: {error}{advice}") from error
-        contents = {name: files.decode(value, arrays) for name, value in metadata["contents"].items()}
-        self._check_run(contents.pop("run"), path)
+        contents = self._contents_of(present[0])
+        for other in present[1:]:
+            try:
+                self._contents_of(other)
+            except ValueError as error:
+                raise ValueError(f"{other} would be overwritten: move it, or delete it. ({error})") from error
         return contents
 
     def write(self, contents: Mapping[str, Any]) -> None:
@@ -66,18 +79,47 @@ class Checkpoint:
         encoded = {n: files.encode(v, n, arrays) for n, v in {**contents, "run": self._run}.items()}
         files.write(self._path, KIND, {"contents": encoded}, arrays, self._previous)
 
-    def _check_run(self, found: Mapping[str, Any], path: Path) -> None:
-        for name in {**found, **self._run}:
-            theirs, ours = found.get(name), self._run.get(name)
+    def refuse(self, difference: str) -> NoReturn:
+        """:raises ValueError: always: the checkpoint is that of another run."""
+        raise ValueError(
+            f"{self._path} is the checkpoint of another run: {difference}. Give what that run was given, or choose "
+            "another name."
+        )
+
+    def _contents_of(self, path: Path) -> dict[str, Any]:
+        """:raises ValueError: for files that are not this run's."""
+        try:
+            metadata, arrays = files.read(path, KIND)
+            contents = {name: files.decode(value, arrays) for name, value in metadata["contents"].items()}
+            run = contents.pop("run")
+            model = ModelIdentity(**run.pop("model"))
+            missing = {"state", "done", "left_out", "notes", "rows", "absorbed"} - set(contents)
+            if missing:
+                raise KeyError(*missing)
+        except (ValueError, *files.MALFORMED) as error:
+            reason = str(error) if isinstance(error, ValueError) else f"{path} does not hold what a checkpoint does."
+            another = path == self._path and self._previous.exists()
+            advice = (
+                f" The checkpoint before it is {self._previous}: rename that to go on from there." if another else ""
+            )
+            raise ValueError(f"no run can go on from this checkpoint: {reason}{advice}") from error
+        self._check_run(run, model)
+        return contents
+
+    def _check_run(self, found: Mapping[str, Any], model: ModelIdentity) -> None:
+        facts = {name: value for name, value in self._run.items() if name != "model"}
+        for name in {**found, **facts}:
+            theirs, ours = found.get(name), facts.get(name)
             if isinstance(ours, np.ndarray) and isinstance(theirs, np.ndarray):
                 same = ours.shape == theirs.shape and np.allclose(
                     ours, theirs, rtol=SIMILAR, atol=SIMILAR, equal_nan=True
                 )
                 difference = "differs"
             else:
-                same, difference = theirs == ours, f"was {theirs!r} and is {ours!r}"
+                same, short = theirs == ours, max(len(repr(theirs)), len(repr(ours))) <= LONGEST
+                difference = f"was {theirs!r} and is {ours!r}" if short else "differs"
             if not same:
-                raise ValueError(
-                    f"{path} is the checkpoint of another run: {name} {difference}. Give what that run was given, or "
-                    "choose another name."
-                )
+                self.refuse(f"{name} {difference}")
+        difference = model.difference(ModelIdentity(**self._run["model"]))
+        if difference is not None:
+            self.refuse(difference)

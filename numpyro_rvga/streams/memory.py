@@ -92,13 +92,11 @@ def inexactness(absorbed: tuple[Absorbed, ...]) -> np.ndarray:
     return sum(seen.error.sum(axis=1) for seen in absorbed)
 
 
-def taken_in(rows: Rows, absorbed: tuple[Absorbed, ...], weights: np.ndarray, place: int) -> Kept:
-    """The rows of weight one, with no priority yet.
+def taken_in(rows: Rows, absorbed: tuple[Absorbed, ...], place: int) -> Kept:
+    """Rows, with no priority yet.
 
     :param absorbed: of the rows, and perhaps of padding. :param place: of the first row.
     """
-    used = np.flatnonzero(weights)
-    own = jax.tree.map(lambda x: np.asarray(x)[: num_rows(rows)], absorbed)
-    if len(used) < len(weights):
-        rows, own = selected((rows, own), used)
-    return Kept(np.zeros(len(used)), place + used, rows, own)
+    count = num_rows(rows)
+    own = jax.tree.map(lambda x: np.asarray(x)[:count], absorbed)
+    return Kept(np.zeros(count), place + np.arange(count), rows, own)

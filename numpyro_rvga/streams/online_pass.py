@@ -92,12 +92,11 @@ class OnlinePass(Pass):
     def failed(self, report: BlockInfo, length: int) -> tuple[int, int] | None:
         return first_failed(np.asarray(report.ok), self._block, length)  # later ones were not taken in
 
-    def accept(self, state: OnlineState, rows: Rows, weights: np.ndarray, report: BlockInfo, place: int) -> None:
+    def accept(self, state: OnlineState, rows: Rows, report: BlockInfo, place: int) -> None:
         self._clipped += int(np.sum(report.clipped))
         if self._predict is not None:
-            found = np.asarray(report.log_predictive).reshape(-1)[: len(weights)]
-            self._predictive.append(np.where(weights > 0, found, np.nan))
-        if self._every is not None and (place + len(weights)) % self._every == 0:
+            self._predictive.append(np.asarray(report.log_predictive).reshape(-1)[: num_rows(rows)])
+        if self._every is not None and (place + num_rows(rows)) % self._every == 0:
             self._call_back(state)
 
     def notes(self) -> dict[str, Any]:
@@ -112,11 +111,13 @@ class OnlinePass(Pass):
 
     def facts(self) -> dict[str, Any]:
         """What the whole pass has to tell; with a last call back, if rows came after the one before."""
-        if self._every is None or self.done % self._every:
+        if self._every is None or self.num_taken % self._every:
             self._call_back(self.state)
         facts: dict[str, Any] = {"clipped": self._clipped}
         if self._predictive:
-            facts["log_predictive"] = np.concatenate(self._predictive)
+            done, left_out = self._source.stored_place(self.done, self._left_out)
+            densities = facts["log_predictive"] = np.full(max(done, self.done), np.nan)
+            densities[np.setdiff1d(np.arange(len(densities)), left_out)] = np.concatenate(self._predictive)
         return facts | self._call_back.facts() | self.skipped()
 
 

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from jax import Array
 
-from ..model.rows import Rows, joined, selected
+from ..model.rows import Rows, joined, num_rows, selected
 
 SLICE = 2**13  # rows that are selected at a time: while they are copied, they stay in the processor's cache
 BUFFER_NUMBERS = 2**25  # in the rows that are read to be mixed with each other
@@ -49,7 +49,7 @@ class RandomOrder:
             if each.place + each.length <= place:
                 continue
             readers = {int(row): readers.get(int(row)) or self._reader_at(int(row)) for row in each.parts[:, 0]}
-            rows = joined([readers[int(row)](int(length)) for row, length in each.parts])
+            rows = joined([_all_of(readers[int(row)], int(row), int(length)) for row, length in each.parts])
             readers = {int(row + length): readers[int(row)] for row, length in each.parts}
             order = self._order_of(number)
             for start in range(max(place - each.place, 0), len(order), SLICE):
@@ -71,6 +71,18 @@ class RandomOrder:
             rng = np.random.default_rng([*self._seed, number])
             self._last = number, rng.permutation(self._rounds[number].length)
         return self._last[1]
+
+
+def _all_of(reader: Callable[[int], Rows | None], row: int, length: int) -> Rows:
+    """:raises ValueError: if there are fewer rows than were promised."""
+    rows = reader(length)
+    found = 0 if rows is None else num_rows(rows)
+    if found < length:
+        raise ValueError(
+            f"the data end after {row + found} rows, and their num_rows and piece_sizes say that rows {row} to "
+            f"{row + length - 1} are there."
+        )
+    return rows
 
 
 def seed_of(rng_key: Array) -> list[int]:

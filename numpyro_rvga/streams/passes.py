@@ -6,21 +6,25 @@ import sys
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from operator import index
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..core.compilation import jit_once
-from ..files import digest
+from ..files import MALFORMED, digest
 from ..model.arguments import check_finite, finite_rows, named_rows, refuse_frames
+from ..model.identity import ModelIdentity, model_identity
 from ..model.program import Program
+from ..model.row_set import RowSet, row_digests
 from ..model.rows import Rows, num_rows, selected
 from ..options import check_choice, is_count
 from .checkpoints import EVERY, Checkpoint
-from .source import RowSource, rows_in_memory, rows_of_blocks
+from .feed import Feed, Taken
+from .source import NOTHING, SLICE, RowSource, rows_in_memory, rows_of_blocks
 
 BAD_ROW_POLICIES = ("raise", "skip")
 SHUFFLES = ("auto", True, False)
@@ -92,10 +96,23 @@ def open_source(
         )
     head = source.peek(HEAD)
     if not options.skips:
-        check_finite(head)
+        _check_finite_at(source, head, 0)
     elif not finite_rows(head).any():
         head = source.peek(SEARCHED)
-    return source, _with_finite_head(head), None
+    return source, source.as_declared(_with_finite_head(head)), None
+
+
+def usable_in_memory(program: Program, rows: Rows) -> tuple[RowSource, Rows]:
+    """The rows that can be used, as a source and as they are: those that are finite, with outcomes in their support.
+
+    :raises ValueError: if there are none.
+    """
+    usable = finite_rows(rows)
+    if usable.any():
+        usable &= program.begin_check(replaced(rows, usable)[0])()
+    if not usable.any():
+        raise ValueError(f"none of the {len(usable)} rows can be used.")
+    return rows_in_memory(rows, np.flatnonzero(~usable)), rows if usable.all() else selected(rows, usable)
 
 
 def ordered(source: RowSource, shuffle: bool | str, rng_key: jax.Array, *, useful: bool) -> RowSource:
@@ -121,14 +138,13 @@ def _with_finite_head(rows: Rows) -> Rows:
 class _Step(NamedTuple):
     """A compiled step under way.
 
-    :ivar weights: zero for rows that are left out.
+    :ivar place: how many rows were taken in before.
     :ivar inside: waits for the answer, which rows' outcomes are in their support.
-    :ivar report: None if no row could be used.
+    :ivar report: None if there are no rows.
     """
 
     before: Any
-    rows: Rows
-    weights: np.ndarray
+    taken: Taken
     place: int
     inside: Callable[[], np.ndarray]
     after: Any
@@ -143,7 +159,8 @@ class Pass(ABC):
     :param checked: whether it is known that the rows are finite, and their outcomes in their support.
 
     :ivar state: after the last piece whose result is known to be good.
-    :ivar done: how many rows that was.
+    :ivar done: how many rows of the source that was.
+    :ivar absorbed: the rows that the state has taken in.
     """
 
     def __init__(
@@ -157,17 +174,18 @@ class Pass(ABC):
         checked: bool,
     ):
         self._program, self._source, self._options, self._bar, self._publish = program, source, options, bar, publish
-        self._checked = checked and not options.skips
+        self._checked = checked
         self._checkpoint = options.opened
         self.state: Any = None
+        self.absorbed = RowSet()
         self.done = self._written = 0
-        self._skipped: list[int] = []
+        self._left_out = NOTHING
         self._whole = True  # whether notes, state and place are of the same moment
 
     # ------------------------------------------------------------------ what a method does with rows
     @abstractmethod
     def size(self, place: int) -> int:
-        """How many rows are taken at a place."""
+        """How many rows are taken when so many have been taken in."""
 
     @abstractmethod
     def step(self, state: Any, rows: Rows, weights: np.ndarray, place: int) -> tuple[Any, Any]:
@@ -182,7 +200,7 @@ class Pass(ABC):
         """:raises ValueError: about these rows, whose numbers in the data are given."""
 
     @abstractmethod
-    def accept(self, state: Any, rows: Rows, weights: np.ndarray, report: Any, place: int) -> None:
+    def accept(self, state: Any, rows: Rows, report: Any, place: int) -> None:
         """Take note of a good result."""
 
     @abstractmethod
@@ -200,149 +218,223 @@ class Pass(ABC):
         :param run: facts that tell this run from others; see :class:`Checkpoint`.
         """
         self.state = state
-        if self._checkpoint is not None:
-            self._resume(self._checkpoint.read({**run, **self._data_facts(state)}))
-        place, under_way = self.done, deque()
+        if self._checkpoint is None:
+            return self._taken_in()
+        with self._checkpoint.held():
+            self._resume(self._checkpoint.read({**run, **self._data_facts(state)}, self._identity()))
+            return self._taken_in()
+
+    def _taken_in(self) -> Any:
+        feed = Feed(self._source, self.done, self._usable if self._options.skips and not self._checked else None)
+        place, under_way = self.num_taken, deque()
         try:
-            while (rows := self._source.take(self.size(place))) is not None:
-                latest = under_way[-1].after if under_way else self.state
-                under_way.append(self._begin(latest, *self._finite(rows, place), place))
-                place += num_rows(rows)
-                if len(under_way) > AHEAD:
-                    self._finish(under_way)
+            while (taken := feed.take(self.size(place))) is not None or under_way:
+                if taken is not None:
+                    self._check_finite(taken)
+                    latest = under_way[-1].after if under_way else self.state
+                    under_way.append(self._begin(latest, taken, place))
+                    place += taken.num_rows
+                if taken is None or len(under_way) > AHEAD:
+                    feed.put_back(self._finish(under_way))
+                    place = under_way[-1].place + under_way[-1].taken.num_rows if under_way else self.num_taken
         finally:  # also when it is interrupted, or the source fails
-            while under_way:
-                self._finish(under_way)
+            while under_way and not self._finish(under_way):
+                pass
             if self._checkpoint is not None and self._whole and self.done > self._written:
                 self._write()
-        if self.done == len(self._skipped) and self.done:
-            raise ValueError(f"none of the {self.done} rows can be used.")
+        if not self.num_taken and (self.done or len(self._source.left_out)):
+            raise ValueError(f"none of the {self.done + len(self._source.left_out)} rows can be used.")
         return self.state
+
+    @property
+    def num_taken(self) -> int:
+        """How many rows were taken in."""
+        return self.done - len(self._left_out)
 
     def skipped(self) -> dict[str, Any]:
         """For the posterior's ``info``."""
         if not self._options.skips:
             return {}
-        return {"num_skipped": len(self._skipped), "skipped_rows": self.left_out[:LISTED]}
+        numbers = [self._source.number(int(place)) for place in self._left_out]
+        numbers = np.union1d(self._source.left_out, np.array(numbers, np.int64))
+        return {"num_skipped": len(numbers), "skipped_rows": numbers[:LISTED]}
 
     @property
     def left_out(self) -> np.ndarray:
-        """The numbers of the rows that were skipped."""
-        return np.sort(np.array(self._skipped, np.int64))
+        """The rows of the source that were left out, in its own order."""
+        return np.sort(np.array([self._source.row(int(place)) for place in self._left_out], np.int64))
 
-    def _begin(self, state: Any, rows: Rows, weights: np.ndarray, place: int) -> _Step:
-        inside = (lambda: np.ones(len(weights), bool)) if self._checked else self._program.begin_check(rows)
-        after, report = self.step(state, rows, weights, place) if weights.any() else (state, None)
-        return _Step(state, rows, weights, place, inside, after, report)
+    def _begin(self, state: Any, taken: Taken, place: int, weights: np.ndarray | None = None) -> _Step:
+        if not taken.num_rows:
+            return _Step(state, taken, place, lambda: np.ones(0, bool), state, None)
+        known = self._checked or self._options.skips
+        inside = (lambda: np.ones(taken.num_rows, bool)) if known else self._program.begin_check(taken.rows)
+        rows = taken.rows
+        if weights is None:
+            weights = np.ones(taken.num_rows, np.float32)
+        else:
+            rows, weights = replaced(rows, weights > 0)
+        return _Step(state, taken, place, inside, *self.step(state, rows, weights, place))
 
-    def _finish(self, under_way: deque[_Step]) -> None:
-        """Wait for the first step's result, and begin the others anew if rows had to be left out."""
-        first = under_way.popleft()
+    def _finish(self, under_way: deque[_Step]) -> list[Taken]:
+        """Wait for the first step's result. What has to be taken anew, if rows must be left out."""
+        step = under_way.popleft()
         try:
-            step = self._good(first)
-            self._take_note(step)
+            bad = self._bad_rows(step)
+            if not len(bad):
+                self._take_note(step)
+                return []
         except BaseException:
             under_way.clear()  # they follow a state that is not good
             raise
-        if step is not first:
-            state = self.state
-            for number, later in enumerate(under_way):
-                under_way[number] = self._begin(state, later.rows, later.weights, later.place)
-                state = under_way[number].after
+        again = [step.taken.without(bad), *[later.taken for later in under_way]]
+        under_way.clear()
+        return again
 
     def _take_note(self, step: _Step) -> None:
         self._whole = False
+        taken = step.taken
         if step.report is not None:
             self._publish(step.after)
-            self.accept(step.after, step.rows, step.weights, step.report, step.place)
-        left_out = np.flatnonzero(step.weights == 0)
-        self._skipped += [self._source.number(step.place + int(row)) for row in left_out]
-        self.state, self.done = step.after, step.place + num_rows(step.rows)
+            self.accept(step.after, taken.rows, step.report, step.place)
+        self._left_out = np.concatenate([self._left_out, taken.left_out])
+        self.absorbed = self.absorbed.with_rows(taken.digests)
+        before, self.state, self.done = self.done, step.after, taken.stop
         self._whole = True
-        self._bar.update(num_rows(step.rows))
+        self._bar.update(self.done - before)
         if self._checkpoint is not None and self.done - self._written >= self._checkpoint.every:
             self._write()
 
-    def _good(self, step: _Step) -> _Step:
-        """The step, if need be without the rows that cannot be used."""
-        usable = step.inside() | (step.weights == 0)
-        if not usable.all():
-            if not self._options.skips:
-                self._program.check_rows(step.rows, step.place)
-            step = self._begin(step.before, *replaced(step.rows, usable & (step.weights > 0)), step.place)
+    # ------------------------------------------------------------------ rows that cannot be used
+    def _usable(self, rows: Rows) -> np.ndarray:
+        usable = finite_rows(rows)
+        if usable.any():
+            inside = self._program.begin_check(self._source.as_declared(replaced(rows, usable)[0]))()
+            usable &= inside
+        return usable
+
+    def _check_finite(self, taken: Taken) -> None:
+        """:raises ValueError: naming the first row that is not finite, if such rows are not skipped."""
+        if not self._checked and not self._options.skips and taken.num_rows:
+            _check_finite_at(self._source, taken.rows, int(taken.places[0]))
+
+    def _bad_rows(self, step: _Step) -> np.ndarray:
+        """The rows of a step that have to be left out for it to be good.
+
+        :raises ValueError: if there are any, and they are not skipped.
+        """
+        inside = step.inside()
+        if not inside.all():
+            row = int(np.argmin(inside))
+            with _located(self._source, int(step.taken.places[row])) as number:
+                self._program.check_rows(selected(step.taken.rows, slice(row, row + 1)), number)
         failed = self._failed(step)
-        if failed is not None and not self._options.skips:
-            first, stop = failed
-            rows = {name: array[first:stop] for name, array in step.rows.items()}
-            numbers = [self._source.number(step.place + row) for row in range(first, stop)]
-            self.refuse(step.before, step.after, rows, np.array(numbers))
-        while failed is not None:
-            step = self._without_bad_rows(step, *failed)
-            failed = self._failed(step)
-        return step
+        if failed is None:
+            return NOTHING
+        first, stop = failed
+        if not self._options.skips:
+            numbers = [self._source.number(int(place)) for place in step.taken.places[first:stop]]
+            with _located(self._source, int(step.taken.places[first])):
+                self.refuse(step.before, step.after, selected(step.taken.rows, slice(first, stop)), np.array(numbers))
+        return self._to_blame(step, first, stop)
 
     def _failed(self, step: _Step) -> tuple[int, int] | None:
-        return None if step.report is None else self.failed(step.report, num_rows(step.rows))
+        return None if step.report is None else self.failed(step.report, step.taken.num_rows)
 
-    # ------------------------------------------------------------------ rows that cannot be used
-    def _finite(self, rows: Rows, place: int) -> tuple[Rows, np.ndarray]:
-        """The rows with weights: those that are not finite have weight zero, and another one's values."""
-        if self._options.skips:
-            return replaced(rows, finite_rows(rows))
-        if not self._checked:
-            check_finite(rows, place)
-        return rows, np.ones(num_rows(rows), np.float32)
+    def _to_blame(self, step: _Step, first: int, stop: int) -> np.ndarray:
+        """The rows of a block that are to blame for its failure."""
 
-    def _without_bad_rows(self, step: _Step, first: int, stop: int) -> _Step:
-        """The step again, without the rows of a block that are to blame for its failure."""
-        suspects = first + np.flatnonzero(step.weights[first:stop])
-        others = step.weights > 0
-        others[suspects] = False
+        def fails(kept: np.ndarray) -> bool:
+            weights = np.ones(step.taken.num_rows)
+            weights[first:stop] = 0
+            weights[kept] = 1
+            found = self._failed(self._begin(step.before, step.taken, step.place, weights))
+            return found is not None and found[0] <= first
 
-        def again(kept_suspects: np.ndarray) -> _Step:
-            kept = others.copy()
-            kept[kept_suspects] = True
-            return self._begin(step.before, *replaced(step.rows, kept), step.place)
-
-        to_blame = suspects
+        to_blame = np.arange(first, stop)
         while len(to_blame) > 1:
-            halves = np.array_split(to_blame, 2)
-            blocks = [self._failed(again(half)) for half in halves]
-            failing = [half for half, bad in zip(halves, blocks) if bad is not None and bad[0] <= first]
+            failing = [half for half in np.array_split(to_blame, 2) if fails(half)]
             if not failing:
                 break  # only together
             to_blame = failing[0]
-        return again(np.setdiff1d(suspects, to_blame))
+        return to_blame
 
     # ------------------------------------------------------------------ checkpoints
     def _data_facts(self, state: Any) -> dict[str, Any]:
-        """What changes if the rows, the prior or the likelihood do."""
-        head = _with_finite_head(self._source.peek(HEAD))
-        origin = jnp.zeros(self._program.layout.size, self._program.dtype)
-        densities = jit_once(lambda rows: self._program.log_likelihood(origin, rows))(head)
+        """What changes if the rows or the prior do."""
         return {
+            "on_bad_row": self._options.on_bad_row,
             "sites": {n: list(self._program.layout.shapes[n]) for n in self._program.layout.site_names},
             "dtype": str(self._program.dtype),
             "the start": np.array([_summary(x) for x in _plain(state)]),
-            "the beginning of the data": digest(head),
-            "the likelihood of the first rows": np.concatenate([np.ravel(x) for x in densities.values()]),
+            "the beginning of the data": digest(self._head()),
         }
 
+    def _identity(self) -> ModelIdentity:
+        return model_identity(self._program, self._head())
+
+    def _head(self) -> Rows:
+        return self._source.as_declared(_with_finite_head(self._source.peek(HEAD)))
+
     def _write(self) -> None:
-        contents = {"state": _plain(self.state), "done": self.done, "notes": self.notes()}
-        self._checkpoint.write(contents | {"skipped": self.left_out})
+        done, left_out = self._source.stored_place(self.done, self._left_out)
+        contents = {"state": _plain(self.state), "done": done, "left_out": left_out, "notes": self.notes()}
+        absorbed = self.absorbed
+        self._checkpoint.write(contents | {"rows": absorbed.num_rows, "absorbed": f"{absorbed.digest:016x}"})
         self._written = self.done
 
     def _resume(self, contents: Mapping[str, Any] | None) -> None:
+        """:raises ValueError: if the rows that were taken in are not the first of the data."""
         if contents is None:
             return
-        self.state = _as_before(contents["state"], self.state)
-        self.done = self._written = contents["done"]
-        self._skipped = contents["skipped"].tolist()
-        self.read_notes(contents["notes"])
+        try:
+            self.state = _as_before(contents["state"], self.state)
+            left_out = np.array(contents["left_out"], np.int64).reshape(-1)
+            self.done, self._left_out = self._source.restored_place(index(contents["done"]), left_out)
+            self.read_notes(contents["notes"])
+            expected = RowSet(index(contents["rows"]), int(contents["absorbed"], 16))
+        except MALFORMED as error:
+            raise ValueError("no run can go on from this checkpoint: it does not hold what one does.") from error
+        self._written = self.done
+        self.absorbed = self._passed_over()
+        if self.absorbed != expected:
+            self._checkpoint.refuse(f"it has taken in {expected.num_rows} rows that are not the first of these data")
         self._publish(self.state)
-        self._source.skip(self.done)
         self._bar.update(self.done)
+
+    def _passed_over(self) -> RowSet:
+        """The rows that were taken in before, read once more to see that they are the same."""
+        found, place = RowSet(), 0
+        self._source.rewind()
+        while place < self.done:
+            rows = self._source.take(min(SLICE, self.done - place))
+            if rows is None:
+                raise ValueError(f"the data end after {place} rows, and {self.done} have been taken in before.")
+            kept = np.ones(num_rows(rows), bool)
+            first, stop = np.searchsorted(self._left_out, [place, place + len(kept)])
+            kept[self._left_out[first:stop] - place] = False
+            found = found.with_rows(row_digests(self._source.as_declared(selected(rows, kept))))
+            place += len(kept)
+        return found
+
+
+@contextmanager
+def _located(source: RowSource, place: int) -> Iterator[int]:
+    """The number in the data of the row at a place; errors that are raised about it say where that is."""
+    number = source.number(place)
+    try:
+        yield number
+    except ValueError as error:
+        raise ValueError(f"{error}{source.about(number)}") from error
+
+
+def _check_finite_at(source: RowSource, rows: Rows, place: int) -> None:
+    """:raises ValueError: naming the first row that is not finite. ``place``: at which the source gave the first."""
+    finite = finite_rows(rows)
+    if not finite.all():
+        row = int(np.argmin(finite))
+        with _located(source, place + row) as number:
+            check_finite(selected(rows, slice(row, row + 1)), number)
 
 
 def first_failed(ok: np.ndarray, block_size: int, length: int) -> tuple[int, int] | None:
@@ -361,20 +453,13 @@ def rows_named(numbers: np.ndarray) -> str:
     return f"{len(numbers)} rows, from row {first} to row {last} in random order"
 
 
-def usable_chunks(source: RowSource, left_out: np.ndarray, size: int) -> Iterator[tuple[int, Rows, np.ndarray]]:
-    """All rows of a source that can be read again, in their own order, with the number of the first, and weights.
-
-    :param left_out: the numbers of rows of weight zero, sorted.
-    """
+def chunks(source: RowSource, size: int) -> Iterator[tuple[int, Rows]]:
+    """All rows of a source that can be read again, with the place of the first."""
     source.rewind()
     place = 0
     while (rows := source.take(size)) is not None:
-        kept = np.ones(num_rows(rows), bool)
-        first, stop = np.searchsorted(left_out, [place, place + len(kept)])
-        kept[left_out[first:stop] - place] = False
-        if kept.any():
-            yield place, *replaced(rows, kept)
-        place += len(kept)
+        yield place, rows
+        place += num_rows(rows)
 
 
 def replaced(rows: Rows, kept: np.ndarray) -> tuple[Rows, np.ndarray]:

@@ -156,18 +156,18 @@ class RecursivePass(Pass):
         joint = np.ndim(report.ok) == 0
         return first_failed(np.atleast_1d(report.ok), length if joint else self._sizes.block, length)
 
-    def accept(self, state: State, rows: Rows, weights: np.ndarray, report: StepInfo, place: int) -> None:
-        self.only_rows = selected(rows, weights > 0) if place == 0 and self._is_joint(place) else {}
+    def accept(self, state: State, rows: Rows, report: StepInfo, place: int) -> None:
+        self.only_rows = rows if self._is_joint(place) else {}
         self._gathered.add(report)
         if report.absorbed:
-            taken = taken_in(rows, report.absorbed, weights, place)
+            taken = taken_in(rows, report.absorbed, place)
             self._memory.offer(taken._replace(priority=inexactness(taken.absorbed)))
             if self._sampled_by is not None:
                 draws = np.random.default_rng([*seed_of(self._sampled_by), place]).random(len(taken.places))
                 self.sample.offer(taken._replace(priority=draws))
         if np.ndim(report.bound):
-            padded = np.pad(weights, (0, np.size(report.bound) * self._sizes.block - len(weights)))
-            counts = np.count_nonzero(padded.reshape(np.size(report.bound), -1), axis=1)
+            starts = np.arange(np.size(report.bound)) * self._sizes.block
+            counts = np.clip(num_rows(rows) - starts, 0, self._sizes.block)
             self.predicted += zip(np.asarray(report.bound)[counts > 0].tolist(), counts[counts > 0].tolist())
 
     def notes(self) -> dict[str, Any]:
@@ -203,14 +203,15 @@ class RecursivePass(Pass):
     def finished(self) -> tuple[State, dict[str, Any]]:
         """The state with the kept rows as themselves and the prior's true terms, and the facts of the run."""
         state, sizes, gathered = self.state, self._sizes, self._gathered
-        kept = self._memory.contents() if self.done > sizes.first else None
+        kept = self._memory.contents() if self.num_taken > sizes.first else None
         if kept is not None:
             state, absorbed = self._revisit(state, kept.rows, kept.absorbed)
             self.kept = kept._replace(absorbed=absorbed)
-        elif state.prior_site is not None and self.done > sizes.first:
+        elif state.prior_site is not None and self.num_taken > sizes.first:
             state, info = self._engine.settled(state)
             gathered.add(info)
-        facts = {"num_rows": self.done, "block_size": sizes.block, "first_block": min(sizes.first, self.done)}
+        first, count = min(sizes.first, self.num_taken), self.done + len(self._source.left_out)
+        facts = {"num_rows": count, "block_size": sizes.block, "first_block": first}
         facts["kept_rows"] = 0 if kept is None else num_rows(kept.rows)
         return state, gathered.summary() | facts | self.skipped()
 
@@ -228,7 +229,7 @@ class RecursivePass(Pass):
     def is_one_solve(self) -> bool:
         """Whether all rows were solved for together, and the bound was maximised."""
         options = self._engine.options
-        return options.scheme == "implicit" and options.has_bound and 0 < self.done <= self._sizes.first
+        return options.scheme == "implicit" and options.has_bound and 0 < self.num_taken <= self._sizes.first
 
     def _joint_size(self, length: int) -> int:
         """Padded rows of a joint solve, at most an eighth more: solves of nearly as many rows are compiled once."""

@@ -11,10 +11,12 @@ import numpy as np
 from jax import Array
 
 from ..model.arguments import check_row_shapes, named_rows, row_shapes
-from ..model.rows import Rows, joined, num_rows
+from ..model.arrays import as_data_array
+from ..model.rows import Rows, joined, num_rows, selected
 from .order import RandomOrder, one_round, rounds_of
 
 SLICE = 2**16  # rows that are passed over at a time
+NOTHING = np.zeros(0, np.int64)
 PIECE = 2**16  # rows of a source that does not say which of them are fast to read one after the other
 
 
@@ -27,6 +29,9 @@ class RowSource:
     :param seekable: whether ``open_at`` takes any row, any number of times.
     :param pieces: numbers of rows that are fast to read one after the other; None: the rows are in memory.
     :param order: in which rows are handed out; None: their own.
+    :param left_out: the numbers in the data of rows that are not handed out, sorted; ``numbers``: of those that are.
+    :param about: what else there is to say of the place of a row, given its number: a sentence.
+    :param dtypes: of arrays that may come as others where values are missing.
     """
 
     def __init__(
@@ -37,10 +42,15 @@ class RowSource:
         seekable: bool = False,
         pieces: Sequence[int] | None = None,
         order: RandomOrder | None = None,
+        left_out: np.ndarray = NOTHING,
+        numbers: np.ndarray | None = None,
+        about: Callable[[int], str] | None = None,
+        dtypes: Callable[[], Mapping[str, np.dtype]] = dict,
     ):
         self._open_at, self.seekable, self._pieces = open_at, seekable, pieces
-        self._blocks = open_at(0)
+        self._blocks, self._read = open_at(0), 0
         self.total, self.order = total, order
+        self.left_out, self._numbers, self._about, self._dtypes = left_out, numbers, about, dtypes
         self._held: deque[Rows] = deque()
         self._num_held = 0
 
@@ -56,15 +66,64 @@ class RowSource:
         else:
             rounds = rounds_of(self._pieces, sum(x[0].size for x in self.peek(1).values()), rng_key)
         order = RandomOrder(lambda row: RowSource(lambda _: self._open_at(row)).take, rounds, rng_key)
-        return RowSource(order.open_at, self.total, seekable=True, order=order)
+        facts = {"left_out": self.left_out, "numbers": self._numbers, "about": self._about, "dtypes": self._dtypes}
+        return RowSource(order.open_at, self.total, seekable=True, order=order, **facts)
 
     def rewind(self) -> None:
         """Begin again, if rows can be read again."""
         self.skip(0)
 
+    def without(self, left_out: np.ndarray) -> RowSource:
+        """The other rows, in the order of the data, of a source that can be read again.
+
+        :param left_out: rows, sorted, as :meth:`row` gives them.
+        """
+        if not len(left_out):
+            return self
+
+        def rest(row: int) -> Iterator[Rows]:
+            number = int(_numbers_of_others(left_out, np.array([row]))[0])
+            for rows in self._open_at(number):
+                kept = np.ones(num_rows(rows), bool)
+                first, stop = np.searchsorted(left_out, [number, number + len(kept)])
+                kept[left_out[first:stop] - number] = False
+                number += len(kept)
+                if kept.any():
+                    yield self.as_declared(selected(rows, kept))
+
+        return RowSource(rest, None if self.total is None else self.total - len(left_out), seekable=True)
+
+    def row(self, place: int) -> int:
+        """Which row is handed out at a place, in the source's own order."""
+        return place if self.order is None else self.order.number(place)
+
     def number(self, place: int) -> int:
         """The number in the data of the row that is handed out at a place."""
-        return place if self.order is None else self.order.number(place)
+        return self.row(place) if self._numbers is None else int(self._numbers[self.row(place)])
+
+    def stored_place(self, done: int, left_out: np.ndarray) -> tuple[int, np.ndarray]:
+        """How many rows were handed out and which places among them were left out, as a source of all rows says it."""
+        if self._numbers is None or self.order is not None:
+            return done, left_out
+        done = int(self._numbers[done - 1]) + 1 if done else 0
+        before = self.left_out[self.left_out < done]
+        return done, np.union1d(before, self._numbers[left_out])
+
+    def restored_place(self, done: int, left_out: np.ndarray) -> tuple[int, np.ndarray]:
+        """What :meth:`stored_place` was given, from what it gave."""
+        if self._numbers is None or self.order is not None:
+            return done, left_out
+        later = np.setdiff1d(left_out, self.left_out)
+        return int(np.searchsorted(self._numbers, done)), np.searchsorted(self._numbers, later)
+
+    def about(self, number: int) -> str:
+        """What else there is to say of where a row lies, given its number in the data."""
+        return "" if self._about is None else f" {self._about(number)}"
+
+    def as_declared(self, rows: Rows) -> Rows:
+        """Rows without missing values, of the types that their arrays have where none are missing."""
+        declared = {name: dtype for name, dtype in self._dtypes().items() if dtype.kind in "biu"}
+        return {n: x.astype(declared[n]) if x.dtype.kind == "f" and n in declared else x for n, x in rows.items()}
 
     def take(self, size: int) -> Rows | None:
         """The next ``size`` rows, fewer at the end, None after it."""
@@ -99,7 +158,7 @@ class RowSource:
         :raises ValueError: if there are not so many.
         """
         if self.seekable:
-            self._blocks, self._num_held = self._open_at(count), 0
+            self._blocks, self._read, self._num_held = self._open_at(count), count, 0
             self._held.clear()
             return
         left = count
@@ -119,25 +178,45 @@ class RowSource:
         while self._num_held < size:
             block = next(self._blocks, None)
             if block is None:
+                self._check_end()
                 return
             self._held.append(block)
             self._num_held += num_rows(block)
+            self._read += num_rows(block)
+
+    def _check_end(self) -> None:
+        """:raises ValueError: for fewer or more rows than were promised."""
+        if self.total is not None and self._read != self.total:
+            raise ValueError(f"the data say that they have num_rows={self.total}, and end after {self._read} rows.")
 
 
-def rows_in_memory(rows: Rows) -> RowSource:
-    """A source of arrays."""
+def _numbers_of_others(left_out: np.ndarray, places: np.ndarray) -> np.ndarray:
+    """The numbers of rows at places among those that are not left out. ``left_out``: numbers, sorted."""
+    return places + np.searchsorted(left_out - np.arange(len(left_out)), places, side="right")
+
+
+def rows_in_memory(rows: Rows, left_out: np.ndarray = NOTHING) -> RowSource:
+    """A source of arrays.
+
+    :param left_out: the numbers of the rows that are not to be handed out, sorted.
+    """
+    numbers = None
+    if len(left_out):
+        numbers = np.setdiff1d(np.arange(num_rows(rows)), left_out)
+        rows = selected(rows, numbers)
     total = num_rows(rows)
 
     def rest(start: int) -> Iterator[Rows]:
         if start < total:
             yield {name: array[start:] for name, array in rows.items()}
 
-    return RowSource(rest, total, seekable=True)
+    return RowSource(rest, total, seekable=True, left_out=left_out, numbers=numbers)
 
 
 def rows_of_blocks(blocks: Iterable, model: Callable, model_kwargs: Mapping[str, Any]) -> RowSource:
     """A source of blocks. They may know their ``num_rows``, may be read ``from_row(n)`` on, and may have
-    ``piece_sizes``, of rows that are fast to read one after the other.
+    ``piece_sizes``, of rows that are fast to read one after the other; ``dtypes`` of arrays that have others where
+    values are missing; and ``about_row(n)``, a sentence that says where a row lies.
 
     :raises ValueError: when rows are asked for: naming the row from which on blocks do not fit together or the model.
     """
@@ -152,7 +231,12 @@ def rows_of_blocks(blocks: Iterable, model: Callable, model_kwargs: Mapping[str,
         opened = iter(blocks.from_row(row) if seekable else blocks)
         return _checked_blocks(opened, row, partial(named_rows, model, model_kwargs=model_kwargs))
 
-    return RowSource(open_at, total, seekable=seekable, pieces=pieces)
+    def dtypes() -> dict[str, np.dtype]:
+        declared = getattr(blocks, "dtypes", {})
+        return {name: as_data_array(name, np.zeros(1, dtype)).dtype for name, dtype in declared.items()}
+
+    about = getattr(blocks, "about_row", None)
+    return RowSource(open_at, total, seekable=seekable, pieces=pieces, about=about, dtypes=dtypes)
 
 
 class _Listed:
@@ -176,6 +260,13 @@ def _length(block: Any) -> int:
     return next((np.shape(array)[0] for array in arrays if array is not None and np.ndim(array)), 0)
 
 
+def _has_no_rows(block: Any) -> bool:
+    """Whether all arrays of a block are empty."""
+    arrays = block.values() if isinstance(block, Mapping) else block if isinstance(block, (tuple, list)) else ()
+    shapes = [np.shape(array) for array in arrays if array is not None]
+    return bool(shapes) and all(len(shape) > 0 and shape[0] == 0 for shape in shapes)
+
+
 def _rest(block: Any, skipped: int) -> Any:
     """A block without its first rows."""
     cut = lambda array: None if array is None else array[skipped:]  # noqa: E731
@@ -186,6 +277,8 @@ def _checked_blocks(blocks: Iterator, first_row: int, named: Callable[[Any], Row
     """All must hold the same arrays."""
     known: dict[str, tuple[int, ...]] = {}
     for block in blocks:
+        if _has_no_rows(block):
+            continue
         rows = named(tuple(block) if isinstance(block, list) else block)
         known = known or row_shapes(rows)
         if set(rows) != set(known):

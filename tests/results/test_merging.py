@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import re
 
 import jax
 import numpy as np
@@ -10,6 +11,7 @@ import numpyro.distributions as dist
 import pytest
 
 from numpyro_rvga import BONG, RVGA, FixedPointVI, Posterior, RandomWalk
+from numpyro_rvga.core.gaussians import FullGaussian
 
 
 def linear(X, y=None, prior_scale=2.0):
@@ -157,12 +159,14 @@ def test_parts_that_do_not_fit_together_are_refused_by_number():
     wide = rows(40, d=4)
     others = {
         "part 1 has latent sites": RVGA(linear).run(wide, progress_bar=False),
-        "part 1 has another prior": RVGA(linear).run(data, prior_scale=1.0, progress_bar=False),
+        "the prior of 'w' differs (they were given different values of 'prior_scale')": RVGA(linear).run(
+            data, prior_scale=1.0, progress_bar=False
+        ),
         "part 1 was made with dynamics": RVGA(linear, dynamics=RandomWalk(0.1)).run(data, progress_bar=False),
         "part 1 was made by another kind": BONG(linear).run(data, progress_bar=False),
     }
     for message, other in others.items():
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises(ValueError, match=re.escape(message)):
             Posterior.merge([part, other])
     with pytest.raises(ValueError, match="no posteriors to merge"):
         Posterior.merge([])
@@ -173,12 +177,90 @@ def test_parts_stored_without_their_prior_are_refused(tmp_path):
     part.save(tmp_path / "part")
     loaded = Posterior.load(tmp_path / "part", idle_scale)
     with pytest.raises(ValueError, match="part 0 was stored without"):
-        Posterior.merge([loaded, loaded])
+        Posterior.merge([loaded])
 
 
 def test_parts_that_are_together_wider_than_the_prior_are_refused():
     part = RVGA(linear).run(rows(40), progress_bar=False)
     widened = part.state._replace(root=10 * part.state.root + 10 * np.eye(3))
-    wide = Posterior(part.program, part.gaussian, part.elbo, part.info, part.continuation, widened, num_rows=40)
+    facts = part.elbo, part.info, part.continuation, widened
+    wide = [
+        Posterior(part.program, FullGaussian(shift + part.mean, part.scale), *facts, num_rows=40) for shift in (0, 1)
+    ]
     with pytest.raises(ValueError, match="no merged Gaussian"):
-        Posterior.merge([wide, wide])
+        Posterior.merge(wide)
+
+
+# ---------------------------------------------------------------------- other models, and rows that count twice
+def probability(X, y=None, link=jax.nn.sigmoid, shift=0.0):
+    w = numpyro.sample("w", dist.Normal(0, 1).expand([X.shape[1]]).to_event(1))
+    with numpyro.plate("rows", len(X)):
+        numpyro.sample("y", dist.Bernoulli(probs=link(X @ w + shift)), obs=y)
+
+
+def tiny(scale):
+    def model(X, y=None):
+        w = numpyro.sample("w", dist.Normal(0, scale).expand([X.shape[1]]).to_event(1))
+        with numpyro.plate("rows", len(X)):
+            numpyro.sample("y", dist.Normal(X @ w, 1.0), obs=y)
+
+    return model
+
+
+def with_noise(X, y=None):
+    noise = numpyro.param("noise", 1.0, constraint=dist.constraints.positive)
+    w = numpyro.sample("w", dist.Normal(0, 1).expand([X.shape[1]]).to_event(1))
+    with numpyro.plate("rows", len(X)):
+        numpyro.sample("y", dist.Normal(X @ w, noise), obs=y)
+
+
+def halves(data, scale=1.0):
+    count = len(data["y"]) // 2
+    return {n: a[:count] for n, a in data.items()}, {n: a[count:] * (scale if n == "y" else 1) for n, a in data.items()}
+
+
+OTHER_MODELS = {
+    "likelihood": (lambda: (RVGA(probability), RVGA(probability)), {"link": jax.scipy.special.ndtr}, "'link'"),
+    "keyword": (lambda: (RVGA(probability), RVGA(probability)), {"shift": np.float64(0.1)}, "'shift'"),
+    "tiny priors": (lambda: (RVGA(tiny(1e-7)), RVGA(tiny(9e-7))), {}, "the prior of 'w' differs"),
+    "learned": (lambda: (FixedPointVI(with_noise), FixedPointVI(with_noise)), {}, "numpyro.param site 'noise'"),
+}
+
+
+@pytest.mark.parametrize("name", OTHER_MODELS)
+def test_parts_of_other_models_are_refused_with_what_differs(name):
+    make, keywords, message = OTHER_MODELS[name]
+    data = rows(60)
+    if name in ("likelihood", "keyword"):
+        data["y"] = (data["y"] > 0).astype(float)
+    one, other = halves(data, scale=20.0 if name == "learned" else 1.0)
+    first, second = make()
+    parts = [first.run(one, progress_bar=False), second.run(other, progress_bar=False, **keywords)]
+    with pytest.raises(ValueError, match=rf"part 1 .*{message}"):
+        Posterior.merge(parts)
+
+
+def test_rows_are_never_merged_twice(tmp_path):
+    one, other = halves(rows(80))
+    method = RVGA(linear)
+    part, rest = (method.run(half, progress_bar=False) for half in (one, other))
+    longer = part.update(other, progress_bar=False)
+    together = method.run(rows(80), progress_bar=False)
+    backwards = BONG(linear).run({n: a[::-1] for n, a in one.items()}, progress_bar=False)
+    part.save(tmp_path / "part")
+    twice = {
+        "the same object": [part, rest, part],
+        "a copy from a file": [part, Posterior.load(tmp_path / "part", linear)],
+        "a posterior and its update": [part, longer],
+        "a merged posterior and its part": [Posterior.merge([part, rest]), rest],
+        "all rows and a merged posterior of them": [Posterior.merge([part, rest]), together],
+        "another order": [BONG(linear).run(one, progress_bar=False), backwards],
+    }
+    for name, parts in twice.items():
+        with pytest.raises(ValueError, match=r"have taken in the same (40|80) rows"):
+            Posterior.merge(parts)
+            raise AssertionError(name)
+    by_hand = [method.posterior(method.update(method.init(one), one)) for _ in range(2)]
+    with pytest.raises(ValueError, match="part 1 and part 0 are the same Gaussian to the last digit"):
+        Posterior.merge(by_hand)
+    assert Posterior.merge([part, rest]).num_rows == 80

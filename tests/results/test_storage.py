@@ -2,6 +2,7 @@
 
 import json
 import os
+import tracemalloc
 
 import jax
 import jax.numpy as jnp
@@ -222,6 +223,57 @@ def test_models_with_other_sites_are_refused(saved, model):
 def test_models_with_other_arguments_are_refused(saved):
     with pytest.raises(ValueError, match="other arguments"):
         Posterior.load(saved, regression)
+
+
+def other_likelihood(y=None):
+    """The same latent sites, in the same order."""
+    shift = numpyro.sample("shift", dist.Normal(0.0, 1.0).expand([2]).to_event(1))
+    share = numpyro.sample("share", dist.Beta(2.0, 2.0))
+    deviation = numpyro.sample("deviation", dist.HalfNormal(1.0))
+    with numpyro.plate("rows", y.shape[0]):
+        numpyro.sample("y", dist.StudentT(5.0, shift.sum() + share, deviation), obs=y)
+
+
+def test_models_with_other_densities_are_refused_unless_a_keyword_is_replaced(saved, tmp_path):
+    with pytest.raises(ValueError, match="belongs to another model than the given one"):
+        Posterior.load(saved, other_likelihood)
+    keyword_posterior(center={"at": 1.0}, transform=jnp.exp).save(tmp_path / "q")
+    with pytest.raises(ValueError, match="the likelihood of 'y' differs"):
+        Posterior.load(tmp_path / "q", with_keywords, transform=jnp.sin)
+    moved = Posterior.load(tmp_path / "q", with_keywords, transform=jnp.exp, center={"at": 2.0})
+    assert moved.program.model_kwargs["center"] == {"at": 2.0}
+
+
+def test_forged_files_are_refused_without_a_trace_of_how_they_are_read(saved):
+    metadata, arrays = files.read(saved, "posterior")
+    for name in metadata["contents"]:
+        others = {key: value for key, value in metadata["contents"].items() if key != name}
+        files.write(saved, "posterior", {"layout": metadata["layout"], "contents": others}, arrays)
+        with pytest.raises(ValueError, match="not a posterior that numpyro_rvga wrote"):
+            Posterior.load(saved, constrained)
+
+
+def test_archives_that_would_grow_in_memory_are_refused_at_once(tmp_path):
+    np.savez_compressed(tmp_path / "bomb.npz", digest=np.array("0"), metadata=np.array("{}"), x=np.zeros(2**24))
+    assert (tmp_path / "bomb.npz").stat().st_size < 2**18
+    tracemalloc.start()
+    with pytest.raises(ValueError, match="not a file that numpyro_rvga wrote"):
+        files.read(tmp_path / "bomb.npz", "posterior")
+    assert tracemalloc.get_traced_memory()[1] < 2**24
+    tracemalloc.stop()
+
+
+def test_links_stay_links_and_temporary_files_of_killed_writers_go(posterior, tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "q").symlink_to(tmp_path / "elsewhere" / "q")
+    left = tmp_path / "elsewhere" / f".q.{'0' * 32}"
+    foreign = tmp_path / "elsewhere" / ".q.notes"
+    for file in (left, foreign):
+        file.write_bytes(b"half of it")
+    posterior.save(tmp_path / "q")
+    posterior.save(tmp_path / "q")
+    assert (tmp_path / "q").is_symlink() and sorted(os.listdir(tmp_path / "elsewhere")) == [".q.notes", "q"]
+    np.testing.assert_array_equal(Posterior.load(tmp_path / "q", constrained).mean, posterior.mean)
 
 
 def test_missing_files_are_missing_files(tmp_path):

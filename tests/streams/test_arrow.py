@@ -124,5 +124,67 @@ def test_what_cannot_be_read_is_named(folder, tmp_path):
     ragged = pa.table({"v": pa.array([[1.0], [1.0, 2.0]])})
     with pytest.raises(ValueError, match="column 'v' holds lists of different lengths"):
         list(arrow_blocks(ragged.to_batches(), {"v": "v"}))
-    with pytest.raises(ValueError, match="the record batch has no column 'w'"):
+    with pytest.raises(ValueError, match="record batch 0 has no column 'w'"):
         list(arrow_blocks(ragged.to_batches(), {"v": "w"}))
+
+
+# ---------------------------------------------------------------------- streams that go on
+def grouped(g, y=None):
+    a = numpyro.sample("a", dist.Normal(0, 1).expand([4]).to_event(1))
+    with numpyro.plate("rows", len(g)):
+        numpyro.sample("y", dist.Normal(a[g], 1.0), obs=y)
+
+
+@pytest.mark.parametrize("at", ["the beginning", "a later row group"])
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_missing_integers_leave_the_other_rows_integers(tmp_path, at, shuffle):
+    rng = np.random.default_rng(0)
+    g, y = rng.integers(0, 4, 300).astype(np.int32), rng.normal(size=300)
+    missing = 1 if at == "the beginning" else 222
+    column = pa.array([None if i == missing else int(value) for i, value in enumerate(g)], pa.int32())
+    pq.write_table(pa.table({"g": column, "y": y}), tmp_path / "t.parquet", row_group_size=100)
+    rows = ParquetRows(tmp_path / "t.parquet", {"g": "g", "y": "y"})
+    method = RVGA(grouped, block_size=50, shuffle=shuffle)
+    found = method.run(rows, on_bad_row="skip", progress_bar=False)
+    assert found.info["skipped_rows"].tolist() == [missing] and found.num_rows == 299
+    table = pq.read_table(tmp_path / "t.parquet")
+    blocks = arrow_blocks([table.slice(0, 0), *table.to_batches(50)], {"g": "g", "y": "y"})
+    streamed = method.run(blocks, on_bad_row="skip", progress_bar=False) if not shuffle else found
+    others = np.arange(300) != missing
+    exact = RVGA(grouped).run({"g": g[others], "y": y[others]}, progress_bar=False)
+    for posterior in (found, streamed):
+        np.testing.assert_allclose(posterior.mean, exact.mean, rtol=1e-8)
+    row = missing % 100
+    with pytest.raises(
+        ValueError, match=rf"row {missing}.* It is row {row} of row group {missing // 100} of .*t.parquet"
+    ):
+        method.run(rows, progress_bar=False)
+
+
+def test_batches_without_rows_are_passed_over():
+    table = pa.table(columns())
+    batches = [table.slice(0, 0), *table.to_batches(90), table.slice(3, 0)]
+    found = RVGA(model).run(arrow_blocks(batches, COLUMNS), progress_bar=False)
+    assert found.num_rows == NUM_ROWS
+
+
+def test_outcomes_outside_their_support_are_found_in_their_files(tmp_path):
+    table = columns()
+    table["y"][170] = 7
+    pq.write_table(pa.table(table), tmp_path / "t.parquet", row_group_size=100)
+    for shuffle in (True, False):
+        with pytest.raises(ValueError, match=r"row 170 of array 'y' holds 7.* row 70 of row group 1 of .*t.parquet"):
+            RVGA(model, block_size=50, shuffle=shuffle).run(
+                ParquetRows(tmp_path / "t.parquet", COLUMNS), progress_bar=False
+            )
+
+
+@pytest.mark.parametrize("size", [100, 1000])
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_files_that_were_replaced_by_shorter_ones_are_refused_with_both_numbers(tmp_path, size, shuffle):
+    pq.write_table(pa.table(columns()), tmp_path / "t.parquet", row_group_size=size)
+    rows = ParquetRows(tmp_path / "t.parquet", COLUMNS)
+    pq.write_table(pa.table(columns(150)), tmp_path / "t.parquet", row_group_size=size)
+    expected = r"row group 1 had 100 rows, and has 50" if size == 100 else r"row group 0 had 500 rows, and has 150"
+    with pytest.raises(ValueError, match=f"t.parquet has changed since its rows were counted: its {expected}"):
+        RVGA(model, shuffle=shuffle).run(rows, progress_bar=False)
