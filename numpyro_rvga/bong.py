@@ -64,8 +64,10 @@ class BONG:
 
         - ``"lin-hess"``: at q's mean, with the model's outputs linearized and minus the Fisher information for the
           Hessian. This is the extended Kalman filter. It holds for Bernoulli, binomial, Poisson and softmax rows under
-          any link, and for Normal and Laplace rows whose location (and log scale) is affine in the latent sites. Other
-          rows have the observed Hessian without its positive part, which may be far off: take ``"auto"`` for these.
+          any link, for exponential, gamma, negative binomial and geometric rows of which one parameter moves (of a
+          known shape, or concentration), and for Normal and Laplace rows whose location (and log scale) is affine in
+          the latent sites. Other rows have the observed Hessian without its positive part, which may be far off: take
+          ``"auto"`` for these.
         - ``"lin-ef"``: at q's mean, with the outer product of the gradient for minus the Hessian, without a Jacobian.
         - ``"mc-hess"``, ``"mc-ef"``: the Hessian, or outer products of gradients, averaged over draws of theta. (The
           diagonal family takes one of Hutchinson's probes for each draw.)

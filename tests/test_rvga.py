@@ -9,7 +9,7 @@ import numpyro
 import numpyro.distributions as dist
 import pytest
 
-from numpyro_rvga import RVGA
+from numpyro_rvga import BONG, RVGA
 from numpyro_rvga.core.recursion import State
 
 SCALE = 0.7
@@ -385,3 +385,35 @@ def test_the_extended_kalman_filter_goes_by_the_fisher_information(outcome):
     if outcome == "normal":
         np.testing.assert_allclose(sds[1 - places], 1 / np.sqrt(2 * len(x)), rtol=0.05)
         assert abs(posterior.mean[1 - places] - np.log(0.5)) < 3 * sds[1 - places]
+
+
+SINGLE_PREDICTOR = {
+    "gamma": (lambda u: dist.Gamma(2.0, jnp.exp(-u)), 2.0),
+    "exponential": (lambda u: dist.Exponential(jnp.exp(-u)), 1.0),
+    "exponential, another link": (lambda u: dist.Exponential(1 / jax.nn.softplus(u)), None),
+    "negative binomial": (lambda u: dist.NegativeBinomial2(jnp.exp(u), 3.0), None),
+    "geometric": (lambda u: dist.GeometricLogits(u), None),
+}
+
+
+@pytest.mark.parametrize("scheme", ["ekf", "lin-hess"])
+@pytest.mark.parametrize("outcome", SINGLE_PREDICTOR)
+def test_fisher_information_is_what_outcomes_drawn_at_the_mean_have_on_average(outcome, scheme):
+    """One row at a known predictor: the precision grows by E[score^2], whatever the row's own outcome is."""
+    family, known = SINGLE_PREDICTOR[outcome]
+
+    def model(x, y):
+        slope = numpyro.sample("slope", dist.Normal(0.4, 0.5))
+        with numpyro.plate("rows", len(x)):
+            numpyro.sample("y", family(slope * x), obs=y)
+
+    method = RVGA(model, scheme="ekf") if scheme == "ekf" else BONG(model, hessian="lin-hess")
+    score = jax.grad(lambda u, y: family(u).log_prob(y))
+    draws = family(0.8).sample(jax.random.key(0), (200_000,)).astype(float)
+    information = float(jnp.mean(jax.vmap(score, (None, 0))(0.8, draws) ** 2))
+    for y in (1.0, 7.0):
+        found = method.run({"x": np.array([2.0]), "y": np.array([y])}, progress_bar=False)
+        gained = 1 / float(found.covariance[0, 0]) - 1 / 0.5**2
+        np.testing.assert_allclose(gained, 4 * information, rtol=0.03)
+        if known is not None:
+            np.testing.assert_allclose(gained, 4 * known, rtol=1e-6)

@@ -32,7 +32,17 @@ class Logistic(NamedTuple):
 
 
 class Exponential(NamedTuple):
-    """phi(u) = weight * (slope * u - rate * exp(u) + constant): Poisson, exponential, gamma with a known shape."""
+    """phi(u) = weight * (slope * u - rate * exp(u) + constant): Poisson."""
+
+    slope: Array
+    rate: Array
+    constant: Array
+    weight: Array
+
+
+class Gamma(NamedTuple):
+    """The same, where the outcome is ``rate`` and not ``slope``: exponential, gamma with a known shape. u is their log
+    rate."""
 
     slope: Array
     rate: Array
@@ -197,10 +207,14 @@ def _folded_normal(mean: Array, variance: Array) -> tuple[Array, Array, Array]:
 
 
 # ---------------------------------------------------------------------- Fisher information
-# minus the Hessian, averaged over outcomes drawn at the mean: of forms whose Hessian need not be negative
-# semi-definite, or has kinks.
+# minus the Hessian, averaged over outcomes drawn at the mean: of forms whose Hessian depends on the outcome,
+# or has kinks.
 def gaussian_log_scale_information(mean: Array, c: GaussianLogScale) -> Array:
     return c.weight * jnp.diag(jnp.stack([jnp.exp(-2 * mean[1]), jnp.full_like(mean[1], 2.0)]))
+
+
+def gamma_information(mean: Array, c: Gamma) -> Array:
+    return (c.weight * c.slope)[None, None]
 
 
 def laplace_information(mean: Array, c: Laplace) -> Array:
@@ -212,6 +226,7 @@ def laplace_log_scale_information(mean: Array, c: LaplaceLogScale) -> Array:
 
 
 INFORMATION: dict[Any, Callable] = {
+    Gamma: gamma_information,
     GaussianLogScale: gaussian_log_scale_information,
     Laplace: laplace_information,
     LaplaceLogScale: laplace_log_scale_information,
@@ -220,6 +235,7 @@ INFORMATION: dict[Any, Callable] = {
 DENSITIES: dict[Any, Callable] = {
     Logistic: logistic_density,
     Exponential: exponential_density,
+    Gamma: exponential_density,
     Gaussian: gaussian_density,
     GaussianLogScale: gaussian_log_scale_density,
     Laplace: laplace_density,
@@ -228,9 +244,10 @@ DENSITIES: dict[Any, Callable] = {
 EXACT: dict[Any, Callable] = {
     Logistic: logistic_mixture,
     Exponential: exponential,
+    Gamma: exponential,
     Gaussian: gaussian,
     GaussianLogScale: gaussian_log_scale,
     Laplace: laplace,
     LaplaceLogScale: laplace_log_scale,
 }
-CONCAVE = frozenset({Logistic, Exponential, Gaussian, Laplace})
+CONCAVE = frozenset({Logistic, Exponential, Gamma, Gaussian, Laplace})

@@ -78,10 +78,10 @@ def make_kind(terms: Terms, options: Options, rng_key: Array, *, effort: str = "
 
     def information(mean, known):
         weight, values, _ = known
-        return weight * cf.INFORMATION[terms.closed_form](mean, values)
+        return weight * terms.information(mean, values)
 
     sampled = name == "monte_carlo" or (name == "ladder" and terms.num_predictors > 3)
-    has_information = terms.closed_form in cf.INFORMATION and not terms.num_local
+    has_information = terms.information is not None and not terms.num_local
     return Kind(
         filtered if options.scheme == "ekf" and has_information else expect,
         plugin,

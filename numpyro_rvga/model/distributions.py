@@ -38,12 +38,12 @@ def _poisson(value, weight):
 
 
 def _exponential(value, weight):
-    return cf.Exponential(jnp.ones_like(value), value, jnp.zeros_like(value), weight)
+    return cf.Gamma(jnp.ones_like(value), value, jnp.zeros_like(value), weight)
 
 
 def _gamma(value, weight, concentration):
     a = jnp.asarray(concentration, weight.dtype)
-    return cf.Exponential(a, value, (a - 1) * jnp.log(value) - gammaln(a), weight)
+    return cf.Gamma(a, value, (a - 1) * jnp.log(value) - gammaln(a), weight)
 
 
 def _normal(weight, scale=None):

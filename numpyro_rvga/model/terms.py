@@ -17,6 +17,7 @@ from ..core.symbolic import Reading, factorise
 from ..core.tilted import TiltedForm
 from .arguments import ROW, SHARED
 from .distributions import patterns_of
+from .information import Information, information_of
 from .tracing import SiteRecord, elements, peel, site_transform
 
 MAX_PREDICTORS = 16  # of an affine split; beyond, the distribution's own parameters are linearised in theta
@@ -34,6 +35,8 @@ class Terms(NamedTuple):
     :ivar is_affine: whether the predictors are affine in theta.
     :ivar closed_form: a coefficient type of ``core.closed_forms``, which ``constants`` then returns; or a form of
         ``core.tilted``; or None.
+    :ivar information: (predictors (C,), constants) -> the Fisher information about them (C, C), where minus the Hessian
+        depends on the outcome; None if it is not known.
     :ivar num_local: how many of theta's last entries are standard normal variables of the row's own.
     """
 
@@ -46,6 +49,7 @@ class Terms(NamedTuple):
     density: Callable[[Array, Any], Array]
     closed_form: type | TiltedForm | None
     num_local: int = 0
+    information: Callable[[Array, Any], Array] | None = None
 
 
 class _Example(NamedTuple):
@@ -105,7 +109,8 @@ def site_terms(
     parameters = _parameter_terms(run_site, site, theta, row, example)
     if parameters is None or (split is not None and split.num_predictors <= parameters.num_predictors):
         split = split or factorise(lambda t, r, e: elements(run_site(t, r))[e], theta, row, index)
-        return _affine_terms(site, count, split)
+        information = information_of(run_site, split, theta, row, example.kind) if prefer_parameters else None
+        return _informed(_affine_terms(site, count, split), information)
     return parameters
 
 
@@ -132,6 +137,21 @@ def _affine_terms(site, count, split) -> Terms:
         return split.constants((row, element))
 
     return Terms(site, count, split.num_predictors, True, predictors, constants, split.density, None)
+
+
+def _informed(terms: Terms, information: Information | None) -> Terms:
+    """With the Fisher information, whose constants go along."""
+    if information is None:
+        return terms
+
+    def constants(row, element):
+        return terms.constants(row, element), information.constants(row, element)
+
+    return terms._replace(
+        constants=constants,
+        density=lambda u, known: terms.density(u, known[0]),
+        information=lambda u, known: information.of(u, known[1]),
+    )
 
 
 # ---------------------------------------------------------------------- evaluation over many rows
@@ -235,7 +255,8 @@ def _closed_form_terms(
             nothing = jnp.zeros(0, theta.dtype)
             return pattern.coefficients(*[f.density(nothing, f.constants((r, e))) for f in fixed])
 
-        return Terms(site, example.num_elements, len(free), True, predictors, constants, cf.DENSITIES[kind], kind)
+        terms = Terms(site, example.num_elements, len(free), True, predictors, constants, cf.DENSITIES[kind], kind)
+        return terms._replace(information=cf.INFORMATION.get(kind))
     return None
 
 
@@ -272,15 +293,18 @@ def _parameter_terms(
 
     zero = jnp.zeros(theta.shape, theta.dtype)  # parameters that do not move are the same at any theta
 
-    def term(u, r, e):
+    def moved(u, r):
         record = run_site(zero, r)
         base, mask = peel(record.fn)
         values, structure = jax.tree.flatten(base)
         pieces = jnp.split(u, list(np.cumsum(sizes))[:-1])
         for i, piece, shape in zip(moving, pieces, shapes):
             values[i] = transforms[i](jnp.reshape(piece, shape))
-        log_prob = jax.tree.unflatten(structure, values).log_prob(record.value)
-        return jnp.ravel(jnp.where(mask, log_prob, 0.0) * record.weight)[e]
+        return jax.tree.unflatten(structure, values), mask, record
+
+    def term(u, r, e):
+        fn, mask, record = moved(u, r)
+        return jnp.ravel(jnp.where(mask, fn.log_prob(record.value), 0.0) * record.weight)[e]
 
     u = jax.ShapeDtypeStruct((sum(sizes),), theta.dtype)
     inner = factorise(term, u, row, jax.ShapeDtypeStruct((), jnp.int32))
@@ -291,7 +315,13 @@ def _parameter_terms(
     def constants(r, e):
         return inner.constants((r, e))
 
-    return Terms(site, example.num_elements, inner.num_predictors, False, predictors, constants, inner.density, None)
+    terms = Terms(site, example.num_elements, inner.num_predictors, False, predictors, constants, inner.density, None)
+
+    def of_parameters(u, r):
+        fn, mask, record = moved(u, r)
+        return record._replace(fn=fn, weight=mask * record.weight)
+
+    return _informed(terms, information_of(of_parameters, inner, u, row, example.kind))
 
 
 def unconstrained_parameters(site: str, fn: Any) -> tuple[list[Array], Callable[[list[Array]], Any]]:

@@ -15,7 +15,15 @@ from references import assert_moments_match, importance_moments, potential_of
 from scipy import special
 
 from numpyro_rvga import RVGA
-from numpyro_rvga.core.closed_forms import Exponential, Gaussian, GaussianLogScale, Laplace, LaplaceLogScale, Logistic
+from numpyro_rvga.core.closed_forms import (
+    Exponential,
+    Gamma,
+    Gaussian,
+    GaussianLogScale,
+    Laplace,
+    LaplaceLogScale,
+    Logistic,
+)
 from numpyro_rvga.core.tilted import TiltedForm
 
 NUM_ROWS = 160
@@ -231,12 +239,12 @@ CASES = {
         lambda u: dist.LogNormal(u, scale_of()), dist.LogNormal(LINE, 0.6), Term(2, GaussianLogScale)
     ),
     "gamma_known_shape": case(
-        lambda u: dist.Gamma(3.0, 3.0 * jnp.exp(-u)), dist.Gamma(3.0, 3.0 * np.exp(-LINE)), Term(1, Exponential)
+        lambda u: dist.Gamma(3.0, 3.0 * jnp.exp(-u)), dist.Gamma(3.0, 3.0 * np.exp(-LINE)), Term(1, Gamma)
     ),
     "gamma_known_shape_over_mean": case(
-        lambda u: dist.Gamma(3.0, 3.0 / jnp.exp(u)), dist.Gamma(3.0, 3.0 * np.exp(-LINE)), Term(1, Exponential)
+        lambda u: dist.Gamma(3.0, 3.0 / jnp.exp(u)), dist.Gamma(3.0, 3.0 * np.exp(-LINE)), Term(1, Gamma)
     ),
-    "exponential": case(lambda u: dist.Exponential(jnp.exp(u)), dist.Exponential(np.exp(LINE)), Term(1, Exponential)),
+    "exponential": case(lambda u: dist.Exponential(jnp.exp(u)), dist.Exponential(np.exp(LINE)), Term(1, Gamma)),
     "weibull": case(lambda u: dist.Weibull(jnp.exp(u), scale_of()), dist.Weibull(np.exp(LINE), 1.5), Term(2)),
     "beta_proportion": case(
         lambda u: dist.BetaProportion(jax.nn.sigmoid(u), scale_of()),
