@@ -9,7 +9,7 @@ import math
 import os
 import uuid
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ RANDOM_NAME = 32  # hexadecimal digits at the end of a temporary file's name
 
 
 @contextmanager
-def locked(path: Path) -> Iterator[None]:
+def locked(path: Path) -> Generator[None]:
     """While it lasts, no other run, of this process or another, holds the lock of ``path``, a file beside it. A process
     that is killed frees it. Where the operating system knows no such locks, as Windows does not, nothing is checked.
 

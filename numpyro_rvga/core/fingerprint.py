@@ -44,7 +44,7 @@ def output_digests(function: Callable[..., Mapping[str, Any]], *arguments: Any) 
 
 def _of_program(jaxpr: Any, consts: Iterable) -> list[str]:
     inputs = [_digest("input", str(i), str(v.aval.shape), str(v.aval.dtype)) for i, v in enumerate(jaxpr.invars)]
-    return interpret(jaxpr, consts, inputs, _of_equation, _of_value)
+    return interpret(jaxpr, list(consts), inputs, _of_equation, _of_value)
 
 
 def _of_equation(eqn: Any, inputs: list[str]) -> list[str] | None:

@@ -217,8 +217,8 @@ class Online:
         keep = lambda new, old: jnp.where(updated.ok, new, old)  # noqa: E731
         gaussian = jax.tree.map(keep, updated.q, state.gaussian)
         step = updated.ok.astype(jnp.int32)
-        counts = {"num_rows": state.num_rows + count * step, "num_blocks": state.num_blocks + step}
-        return state._replace(gaussian=gaussian, **counts)
+        num_rows, num_blocks = state.num_rows + count * step, state.num_blocks + step
+        return state._replace(gaussian=gaussian, num_rows=num_rows, num_blocks=num_blocks)
 
     # ------------------------------------------------------------------ rows
     def observation(self, rows: dict, weights: Array) -> Observation:

@@ -24,7 +24,7 @@ class RowSet(NamedTuple):
     num_rows: int = 0
     digest: int = 0
 
-    def __add__(self, other: RowSet) -> RowSet:  # type: ignore[override]
+    def __add__(self, other: RowSet) -> RowSet:  # ty: ignore[incompatible-method-override]
         return RowSet(self.num_rows + other.num_rows, (self.digest + other.digest) % 2**64)
 
     def with_rows(self, digests: np.ndarray) -> RowSet:
@@ -43,7 +43,7 @@ def total(sets: Iterable[RowSet]) -> RowSet:
 
 def row_digests(rows: Mapping[str, np.ndarray]) -> np.ndarray:
     """A digest of what each row holds, (n,) 64-bit numbers."""
-    found = np.uint64(0)
+    found = np.zeros((), np.uint64)
     for name in sorted(rows):
         array = np.asarray(rows[name])
         found = found + _mixed(_words_digest(array) + _salt(name, array))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from operator import index
@@ -419,7 +419,7 @@ class Pass(ABC):
 
 
 @contextmanager
-def _located(source: RowSource, place: int) -> Iterator[int]:
+def _located(source: RowSource, place: int) -> Generator[int]:
     """The number in the data of the row at a place; errors that are raised about it say where that is."""
     number = source.number(place)
     try:
