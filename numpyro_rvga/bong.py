@@ -22,6 +22,7 @@ from .engines.engine import Engines
 from .engines.online import Online, OnlineOptions, OnlineState
 from .initialization import initial_location, is_at_rest
 from .model.arguments import checked_rows
+from .model.failures import of_stream
 from .model.row_set import RowSet, row_set
 from .model.rows import Rows, num_rows
 from .options import EXPECTATIONS, Options, check_choice, default_key, is_count
@@ -365,7 +366,10 @@ class BONG:
         return self._online[self._engines.last]
 
     def _get(self, rows: dict, model_kwargs: dict, rng_key: Array, all_rows: Rows | None = None) -> Online:
-        engine = self._engines.get(rows, model_kwargs, rng_key, all_rows)
+        try:
+            engine = self._engines.get(rows, model_kwargs, rng_key, all_rows)
+        except Exception as error:
+            raise of_stream(error) from error
         online = self._online.get(engine)
         if online is not None and online.engine.program is engine.program:
             return online

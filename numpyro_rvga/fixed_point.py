@@ -3,36 +3,23 @@
 from __future__ import annotations
 
 import time
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import jax.numpy as jnp
-import numpy as np
 from jax import Array
 from jax.sharding import Mesh
 from jax.typing import ArrayLike
 
 from .core.gaussians import FullGaussian
-from .core.sparse import Marginals
-from .engines.climbs import GradientAscent, Record
-from .engines.engine import Engine, Engines, chunks_of
-from .engines.expectation_errors import BUDGET, ExpectationErrors, warn_of
-from .engines.joint_solver import JointProblem, whitened
-from .engines.learning import Learned, Learner
-from .engines.sparse import SparseEngines
-from .model.arguments import checked_rows
+from .engines.batch import BatchSolver, rows_info
+from .engines.engine import Engines
 from .model.row_set import row_set
-from .model.rows import num_rows
-from .model.validation import describe_bad_rows
 from .options import Options, check_choice, check_options, default_key
-from .progress import progress
 from .results.conditions import Conditions, check_conditions
 from .results.integration import Integration
 from .results.posterior import Posterior
 
 SCHEDULES = ("incremental", "batch", "gradient")
-LEARNING_TOLERANCE = 1e-5  # nats
 
 
 class FixedPointVI:
@@ -105,10 +92,7 @@ class FixedPointVI:
         self.model, self.schedule = model, schedule
         self.options = Options("implicit", expectation, order, tolerance, max_iterations, num_samples)
         self._engines = Engines(model, self.options, improper_prior_scale, batch=True, mesh=mesh)
-        self._ascents: dict[Engine, GradientAscent] = {}
-        self._sparse_engines = SparseEngines()
-        self._errors = ExpectationErrors()
-        self._learners: dict[Engine, Learner] = {}
+        self._solver = BatchSolver(self._engines, self.options, schedule, "FixedPointVI")
         self.integrate = _checked_integrate(integrate, schedule, expectation)
         self._integration = Integration(self.options, improper_prior_scale, mesh)
 
@@ -157,72 +141,23 @@ class FixedPointVI:
         """
         started = time.perf_counter()
         rng_key = default_key() if rng_key is None else rng_key
-        rows = checked_rows(self.model, data, 0, model_kwargs)
-        engine = self._engines.get(rows, model_kwargs, rng_key, rows)
-        engine.program.check_rows(rows)
-        program, learned = engine.program, None
+        engine, rows, reason = self._engines.together(data, model_kwargs, rng_key)
         if init is not None:
             engine.check_start(init)
-        choice = None
+        not_integrated = {}
         if self.integrate:
-            choice = self._integration.choose(program, self.integrate)
+            choice = self._integration.choose(engine.program, self.integrate)
             if choice.sites:
                 start = None if init is None else init.mean
-                return Posterior(**self._integration(program, choice.sites, rows, rng_key, progress_bar, start))
-        sparse = self._sparse_engines.get(engine, rows) if self.schedule == "incremental" else None
-        with progress(progress_bar, None, "FixedPointVI", "it") as bar:
-            record = Record(bar, started)
-            if sparse is not None:
-                sparse_problem = sparse.problem(rows, _marginals_of(init))
-                origin = sparse_problem.marginals.mean
-                after, info = sparse.solve(sparse_problem, record.step)
-            else:
-                chunks, before = chunks_of(engine, rows, engine.numbers_per_row), program.initial_state()
-                start = None if init is None else whitened(before, *_gaussian_of(init, program.dtype))
-                if program.params.layout.size:
-                    learned = self._learner_of(engine)(chunks, start, self.options.tolerance or LEARNING_TOLERANCE, bar)
-                    program, start = program.with_params(learned.params), learned.start
-                    before = program.initial_state()
-                inputs = engine.devices.put((before, start, program.prior_inputs))
-                problem = JointProblem(inputs[0], chunks, inputs[2], init=inputs[1])
-                origin, count = before.mean, np.int32(num_rows(rows))
-                if self.schedule == "gradient":
-                    after, info = self._ascent_of(engine)(problem, count, record)
-                else:
-                    alternating = self.schedule == "batch"
-                    after, info = engine.solve_all(problem, count, alternating=alternating, on_step=record.step)
-            after, info = engine.devices.fetch((after, info))
-        if not bool(info.ok):
-            reason = describe_bad_rows(program, origin, rows, range(num_rows(rows)))
-            raise ValueError(f"the bound is not finite: {reason or 'are the priors proper?'}.")
-        expected = self.options.expectation != "linearized"
-        known, bound = {}, float(after.log_evidence) if expected else None
-        if expected and learned is None:
-            error, excess = self._errors(engine, after, rows)
-            known["elbo_error"], bound = error, bound - excess
-            if error > BUDGET and engine.can_be_thorough:
-                self._engines.make_thorough(engine)
-                return self.run(data, rng_key=rng_key, init=init, progress_bar=progress_bar, **model_kwargs)
-            warn_of(error, stacklevel=3)
-        facts = known | {
-            "schedule": self.schedule,
-            "expectation": self.options.expectation,
-            "converged": bool(info.converged),
-            "iterations": int(info.iterations),
-            "largest_decrement": float(info.decrement),
-            "bounds": np.asarray(record.bounds),
-            "seconds": np.asarray(record.seconds),
-        }
-        if self.schedule != "gradient":
-            facts |= {"clamped_iterations": record.clamped, "cycling_iterations": record.cycling}
-        if learned is not None:
-            facts |= {"learned": learned.converged, "learning_bounds": np.asarray(learned.bounds)}
-        if choice is not None:
-            facts["not_integrated"] = choice.reason
-        self._warn(facts, learned)
-        gaussian = FullGaussian(after.mean, after.root)
-        seen = {"num_rows": int(after.num_rows), "row_sets": (row_set(rows),)}
-        return Posterior(program, gaussian, bound, facts, state=after, **seen)
+                return Posterior(**self._integration(engine.program, choice.sites, rows, rng_key, progress_bar, start))
+            not_integrated = {"not_integrated": choice.reason}
+        options = {"progress_bar": progress_bar, "stacklevel": 3, "started": started}
+        program, state, bound, facts = self._solver(engine, rows, init, **options)
+        info = {"schedule": self.schedule, "expectation": self.options.expectation, **rows_info(reason), **facts}
+        gaussian = FullGaussian(state.mean, state.root)
+        info |= not_integrated
+        seen = {"num_rows": int(state.num_rows), "row_sets": (row_set(rows),) if reason is None else ()}
+        return Posterior(program, gaussian, bound, info, state=state, **seen)
 
     @classmethod
     def conditions(
@@ -285,36 +220,6 @@ class FixedPointVI:
         rng_key = default_key() if rng_key is None else rng_key
         return check_conditions(model, options, data, posterior, means, variances, rng_key, model_kwargs)
 
-    # ------------------------------------------------------------------ inside
-    def _warn(self, facts: dict, learned: Learned | None) -> None:
-        if not facts["converged"]:
-            spent = facts["iterations"] >= self.options.max_iterations
-            reason = f"all {self.options.max_iterations} iterations were spent" if spent else "no step raised it"
-            warnings.warn(
-                f"the bound is not maximised: {reason}, and the squared natural gradient is "
-                f"{facts['largest_decrement']:.2g} nats. Raise max_iterations or tolerance, use float64, or check the "
-                "scales of the priors.",
-                stacklevel=3,
-            )
-        if learned is not None and not learned.converged:
-            warnings.warn(
-                f"the numpyro.param sites were still rising after {len(learned.bounds) - 1} steps: start them nearer, "
-                "or raise tolerance.",
-                stacklevel=3,
-            )
-
-    def _learner_of(self, engine: Engine) -> Learner:
-        """One that was made for what these data determine of the prior."""
-        learner = self._learners.get(engine)
-        if learner is None or learner.engine.program is not engine.program:
-            learner = self._learners[engine] = Learner(engine)
-        return learner
-
-    def _ascent_of(self, engine: Engine) -> GradientAscent:
-        if engine not in self._ascents:
-            self._ascents[engine] = GradientAscent(engine, self.options.max_iterations)
-        return self._ascents[engine]
-
 
 def _checked_integrate(integrate: Any, schedule: str, expectation: str) -> str | tuple[str, ...]:
     """\"auto\", or names, or none.
@@ -330,12 +235,3 @@ def _checked_integrate(integrate: Any, schedule: str, expectation: str) -> str |
     if expectation == "linearized":
         raise ValueError("integrate weighs the bound at each value, and expectation='linearized' has none.")
     return integrate if integrate == "auto" else tuple(integrate)
-
-
-def _marginals_of(init: Posterior | None) -> Marginals | None:
-    return None if init is None else Marginals(init.mean, np.sum(np.asarray(init.scale) ** 2, axis=1))
-
-
-def _gaussian_of(init: Posterior, dtype: Any) -> tuple[Array, Array]:
-    """Mean and a root of the covariance."""
-    return jnp.asarray(init.mean, dtype), jnp.asarray(init.scale, dtype)

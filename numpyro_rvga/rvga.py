@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -16,11 +17,13 @@ from jax.sharding import Mesh
 from .core.gaussians import FullGaussian
 from .core.recursion import State
 from .dynamics import Dynamics, check_dynamics
+from .engines.batch import BatchSolver, rows_info
 from .engines.devices import Devices
 from .engines.engine import Engine, Engines
 from .engines.expectation_errors import BUDGET, ExpectationErrors, warn_of
 from .engines.sparse import SparseEngine, SparseEngines
-from .model.arguments import checked_rows
+from .model.arguments import BadData, checked_rows
+from .model.failures import of_stream
 from .model.row_set import RowSet
 from .model.rows import Rows, in_blocks, num_rows, without
 from .options import Options, check_choice, check_options, check_size, default_key
@@ -32,6 +35,7 @@ from .streams.checkpoints import EVERY
 from .streams.passes import SHUFFLES, PassOptions, open_source, ordered, usable_in_memory
 from .streams.recursive_pass import (
     FEW_NUMBERS,
+    FIRST_BLOCK_NUMBERS,
     JOINT_ROWS_PER_PARAMETER,
     SAMPLE_NUMBERS,
     Gathered,
@@ -179,6 +183,7 @@ class RVGA:
         self._sparse_engines = SparseEngines()
         self._errors = ExpectationErrors()
         self.certify = certify
+        self._solver = BatchSolver(self._engines, self.options, "incremental", "RVGA")
         self._certification = Certification(certify, max_looks, certificate_tolerance)
         self.state: State | None = None
 
@@ -242,10 +247,25 @@ class RVGA:
         :raises NotImplementedError: for discrete latents, for those of single rows unless they are Normal additions of
             known scale, for ``numpyro.param`` sites, and for rows that are not independent.
         """
+        started = time.perf_counter()
         options = PassOptions(checkpoint, every, resume, on_bad_row)
         rng_key = default_key() if rng_key is None else rng_key
-        source, head, all_rows = open_source(data, self.model, model_kwargs, options, self.shuffle)
-        engine = self._engines.get(head, model_kwargs, rng_key, all_rows if init is None else None)
+        at_hand = isinstance(data, (Mapping, tuple)) and not options.skips and init is None and checkpoint is None
+        may_be_joint = at_hand and self._takes_all_rows
+        whole = self._engines.known_whole(data, model_kwargs, rng_key) if may_be_joint else None
+        if whole is not None:
+            return self._run_jointly(*whole, progress_bar=progress_bar, started=started)
+        try:
+            source, head, all_rows = open_source(data, self.model, model_kwargs, options, self.shuffle)
+            engine = self._engines.get(head, model_kwargs, rng_key, all_rows if init is None else None)
+            engine.program.check_prior()
+        except BadData:
+            raise
+        except Exception as error:  # whatever a model cannot do row by row, it may do with all rows
+            if not may_be_joint:
+                raise of_stream(error) from error
+            whole = self._engines.whole(data, model_kwargs, rng_key, error)
+            return self._run_jointly(*whole, progress_bar=progress_bar, started=started)
         in_memory = all_rows is not None
         if in_memory and options.skips:
             source, head = usable_in_memory(engine.program, all_rows)
@@ -393,6 +413,32 @@ class RVGA:
         return self._posterior(engine, state, gathered.summary(), model_kwargs)
 
     # ------------------------------------------------------------------ inside
+    @property
+    def _takes_all_rows(self) -> bool:
+        """Whether the options leave it to the model how many rows are solved for together."""
+        chosen = {self.block_size, self.first_block, self.memory} != {"auto"}
+        return self.options.scheme in ("implicit", "laplace") and self.dynamics is None and not chosen
+
+    def _run_jointly(self, engine: Engine, rows: Rows, reason: str, *, progress_bar: bool, started: float) -> Posterior:
+        """All rows in one solve, which they need not be independent for.
+
+        :raises ValueError: for more than a first block may hold.
+        """
+        numbers = engine.numbers_per_row * num_rows(engine.program.inputs(rows))
+        if numbers > FIRST_BLOCK_NUMBERS:
+            raise ValueError(
+                f"{reason} All rows together are too many for one joint solve: their Jacobians hold {numbers:.2g} "
+                "numbers. FixedPointVI(model).run(data) takes them in parts."
+            )
+        options = {"progress_bar": progress_bar, "stacklevel": 4, "started": started}
+        program, state, bound, facts = self._solver(engine, rows, **options)
+        self.state = state
+        info = {"scheme": self.options.scheme, "expectation": self.options.expectation, **rows_info(reason), **facts}
+        if bound is None:
+            info["log_evidence_estimate"] = float(state.log_evidence)
+        gaussian = FullGaussian(state.mean, state.root)
+        return Posterior(program, gaussian, bound, info, state=state, num_rows=int(state.num_rows))
+
     def _set_state(self, state: State) -> None:
         self.state = state
 
@@ -449,7 +495,7 @@ class RVGA:
     ) -> Posterior:
         """:param bound: on the log evidence, if it is known. :param row_sets: what was taken in, if that is known."""
         continuation = Continuation(self, dict(model_kwargs))
-        info = {"scheme": self.options.scheme, "expectation": self.options.expectation, **info}
+        info = {"scheme": self.options.scheme, "expectation": self.options.expectation, **rows_info(None), **info}
         if self.dynamics is not None:
             info["dynamics"] = type(self.dynamics).__name__
         if self.options.scheme != "ekf" and self.options.expectation != "linearized":  # a Laplace evidence is one too

@@ -211,9 +211,16 @@ def test_a_covariance_matrix_that_is_not_positive_definite_is_named(jitter):
         FixedPointVI(regression).run({"x": np.zeros(5), "y": np.ones(5)}, jitter=jitter, progress_bar=False)
 
 
-def test_a_recursion_refuses_latents_that_grow_with_the_rows():
+def test_a_recursion_over_a_stream_refuses_latents_that_grow_with_the_rows():
     with pytest.raises(NotImplementedError, match=r"site 'f' .* FixedPointVI"):
-        RVGA(regression).run({"x": INPUTS, "y": OUTPUTS}, progress_bar=False)
+        RVGA(regression).run(iter([{"x": INPUTS, "y": OUTPUTS}]), progress_bar=False)
+
+
+def test_rvga_solves_for_rows_at_hand_as_fixed_point_vi_does(posteriors):
+    posterior = RVGA(regression).run({"x": INPUTS, "y": OUTPUTS}, progress_bar=False)
+    assert posterior.info["rows"] == "joint" and posterior.num_rows == len(INPUTS)
+    np.testing.assert_allclose(posterior.mean, posteriors["f"].mean, atol=1e-8)
+    np.testing.assert_allclose(posterior.elbo, posteriors["f"].elbo, atol=1e-8)
 
 
 def test_other_rows_have_no_likelihood(posteriors):
@@ -226,5 +233,5 @@ def test_an_outcome_outside_its_support_is_named():
     labels[7] = 2
     with pytest.raises(ValueError, match=r"row 7 of array 'y' holds 2\.0, which lies outside the support"):
         fit(classification, labels)
-    with pytest.warns(UserWarning, match="Out-of-support"), pytest.raises(ValueError, match="row 7 lies outside"):
+    with pytest.raises(ValueError, match="row 7 lies outside"):
         FixedPointVI(classification).run({"x": INPUTS}, y=labels, progress_bar=False)

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.lax import GatherScatterMode
 
+from .elementwise import is_pointwise_call, pointwise_apply
 from .interpret import interpret, is_inlined
 from .nodes import AFFINE, CONSTANT, OPAQUE, POINTWISE, Node, Value, ancestors
 from .primitives import (
@@ -20,8 +21,6 @@ from .primitives import (
     binder,
     freeze,
     is_float,
-    is_pointwise_call,
-    pointwise_apply,
     special_function,
 )
 from .pushing import columns_of, index_of, num_distinct, selected, selected_value, selection_node

@@ -47,26 +47,6 @@ def is_float(dtype) -> bool:
     return jnp.issubdtype(dtype, jnp.floating)
 
 
-def is_pointwise_call(eqn) -> bool:
-    """Whether a custom_jvp call is elementwise: same shapes in and out, and only elementwise steps inside."""
-    shapes = {v.aval.shape for v in eqn.invars if v.aval.shape != ()} | {v.aval.shape for v in eqn.outvars}
-
-    def pointwise(jaxpr):
-        for inner in jaxpr.eqns:
-            name = inner.primitive.name
-            if name in INLINED_PRIMITIVES:
-                if not pointwise(inner.params["jaxpr"].jaxpr):
-                    return False
-            elif name == "broadcast_in_dim":
-                if inner.invars[0].aval.shape not in ((), inner.outvars[0].aval.shape):
-                    return False
-            elif name not in POINTWISE_PRIMITIVES and name != "custom_jvp_call":
-                return False
-        return True
-
-    return len(eqn.outvars) == 1 and len(shapes) == 1 and pointwise(eqn.params["call_jaxpr"].jaxpr)
-
-
 def special_function(eqn) -> Callable | None:
     """This package's implementation of an elementwise special function; None if it has none."""
     inlined = eqn.primitive.name in INLINED_PRIMITIVES
@@ -95,36 +75,6 @@ def results(eqn, inputs: list) -> list:
     """The outputs of an equation, as a list."""
     found = binder(eqn)(*inputs)
     return list(found) if eqn.primitive.multiple_results else [found]
-
-
-def pointwise_apply(eqn) -> Callable:
-    """A function of arrays of one shape, which may differ from the equation's own, that applies it elementwise."""
-    special = special_function(eqn)
-    if special is not None:
-        return special
-    bind_all = binder(eqn)
-
-    def bind(*arguments):
-        result = bind_all(*arguments)
-        return result[0] if eqn.primitive.multiple_results else result
-
-    if eqn.primitive.name != "custom_jvp_call":
-        return bind
-    shapes = [v.aval.shape for v in eqn.invars]
-    dtypes = [v.aval.dtype for v in eqn.invars]
-
-    def one_element(*scalars):
-        arguments = [jnp.broadcast_to(s, shape).astype(d) for s, shape, d in zip(scalars, shapes, dtypes)]
-        return jnp.ravel(bind(*arguments))[0]
-
-    def apply(*arguments):  # the call is compiled for its own shape; elsewhere it is mapped over elements
-        if [jnp.shape(a) for a in arguments] == shapes:
-            return bind(*arguments)
-        shape = jnp.shape(arguments[0])
-        flat = jax.vmap(one_element)(*[jnp.ravel(a) for a in arguments])
-        return jnp.reshape(flat, shape)
-
-    return apply
 
 
 def freeze(params: dict) -> tuple | object:

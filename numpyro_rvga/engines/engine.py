@@ -32,12 +32,13 @@ from ..core.recursion import (
     sites_and_misfits,
     sites_of,
 )
-from ..model.arguments import PARAMS
+from ..model import validation
+from ..model.arguments import PARAMS, BadData, NotRows, checked_rows, whole_data
+from ..model.failures import readable, why_not_rows
 from ..model.program import Program
 from ..model.rows import Rows, in_blocks, num_rows, pad
 from ..model.sparsity import selecting_view
 from ..model.terms import Terms, merged
-from ..model.validation import CoupledRows
 from ..options import Options
 from .devices import Devices
 from .joint_solver import JointProblem, JointSolver, PriorProblem, RowChunks, search_for
@@ -49,6 +50,7 @@ NUM_STARTS = 8
 ROW_ITERATIONS = 2  # at least, of rows one by one: in a routine, the second costs little and leaves much less
 ONE_PASS_TOLERANCE = 1e-6  # nats: of joint solves around a stream, which itself leaves a thousand times more
 CHUNK_NUMBERS = 2**24  # in the Jacobians of a chunk
+WHOLE = "all data at once"
 NUM_LINEARIZATIONS = 3  # of predictors that are not affine, in a small block
 
 
@@ -262,6 +264,7 @@ class Engine:
             self.settings(),
             staged=self._is_staged(problem.num_chunks),
             has_start=problem.init is not None,
+            mode=self.options.scheme == "laplace",
             alternating=alternating,
         )
 
@@ -424,7 +427,7 @@ def chunks_of(engine: Engine, rows: Rows, numbers_per_row: int, weights: np.ndar
     """
     rows = engine.program.inputs(rows)
     total = num_rows(rows)
-    count = -(-total * numbers_per_row // CHUNK_NUMBERS)
+    count = max(1, -(-total * numbers_per_row // CHUNK_NUMBERS))
     size = engine.devices.rounded_up(-(-total // count))
     return RowChunks(*engine.devices.put_rows(in_blocks(pad(rows, count * size, weights), size), axis=1))
 
@@ -435,8 +438,7 @@ class Engines:
 
     :param dynamics: what has a ``transition(layout, mean, root)``, or None.
     :param mesh: devices that share the rows.
-    :param batch: whether all rows are always at hand: then models that do not run on some of them are welcome too,
-        and ``numpyro.param`` sites can be learned.
+    :param batch: whether all rows are always at hand: then ``numpyro.param`` sites can be learned.
     :param whole: whether to run the model on all rows at once, always; see :class:`Program`.
 
     :ivar last: the engine that was asked for last.
@@ -494,10 +496,88 @@ class Engines:
         self.last = engine
         return engine
 
-    def make_thorough(self, engine: Engine) -> None:
-        """From now on, thorough rules in place of the engine's."""
+    def make_thorough(self, engine: Engine) -> Engine:
+        """From now on, thorough rules in place of the engine's: this engine is returned."""
         self.last = engine.with_effort("thorough")
         self._known = [(form, kwargs, self.last if known == engine else known) for form, kwargs, known in self._known]
+        return self.last
+
+    def together(
+        self, data: Mapping[str, Any] | tuple, model_kwargs: Mapping[str, Any], rng_key: Array
+    ) -> tuple[Engine, Rows, str | None]:
+        """The engine for a solve of all data, the data, and, if they are no independent rows, why.
+
+        :raises ValueError, NotImplementedError: for data of no use, and models that do not fit.
+        """
+        found = self.known_whole(data, model_kwargs, rng_key)
+        if found is not None:
+            return found
+        try:
+            rows = checked_rows(self._model, data, 0, model_kwargs)
+            engine = self.get(rows, model_kwargs, rng_key, rows)
+            engine.program.check_prior()
+        except BadData:
+            raise
+        except Exception as error:  # whatever a model cannot do row by row, it may do with all rows
+            return self.whole(data, model_kwargs, rng_key, error)
+        engine.program.check_rows(rows)
+        return engine, rows, None
+
+    def whole(
+        self, data: Mapping[str, Any] | tuple, model_kwargs: Mapping[str, Any], rng_key: Array, reason: Exception
+    ) -> tuple[Engine, Rows, str]:
+        """The same for a model that takes all data at once, which have their values when the model is read.
+
+        :param reason: why it cannot take single rows.
+        :raises ValueError, NotImplementedError: as :meth:`together`.
+        """
+        found = self.known_whole(data, model_kwargs, rng_key)
+        if found is not None:
+            return found
+        arrays, keywords = whole_data(self._model, data, model_kwargs)
+        form = _whole_form(rng_key)
+        program = self._whole_program(arrays, _snapshot(keywords), reason)
+        engine = Engine(program, self._options, rng_key, None, self.devices)
+        self._known = [entry for entry in self._known if entry[0] != form] + [(form, program.model_kwargs, engine)]
+        self.last = engine
+        return engine, arrays, program.reason
+
+    def known_whole(
+        self, data: Mapping[str, Any] | tuple, model_kwargs: Mapping[str, Any], rng_key: Array
+    ) -> tuple[Engine, Rows, str] | None:
+        """What :meth:`whole` made of these data before; None if it has not."""
+        form = _whole_form(rng_key)
+        candidates = [(kwargs, engine) for known, kwargs, engine in self._known if known == form]
+        if not candidates:
+            return None
+        arrays, keywords = whole_data(self._model, data, model_kwargs)
+        for kwargs, engine in candidates:
+            if engine.program.holds(arrays) and _same(kwargs, keywords):
+                self.last = engine
+                return engine, arrays, engine.program.reason
+        return None
+
+    def _whole_program(self, arrays: Rows, model_kwargs: dict, reason: Exception) -> Program:
+        failures = []
+        for variant, evaluates in _as_models_take_them(arrays):
+            options = {"whole": True, "evaluates": evaluates, **self._program_options}
+            try:
+                program = Program(self._model, variant, model_kwargs, **options)
+                program.check_rows(variant)
+                validation.check_start(program)
+            except Exception as error:
+                failures.append(error)
+                continue
+            program.reason = why_not_rows(reason)
+            return program
+        if isinstance(reason, NotRows):
+            raise reason from failures[0]
+        raise readable(failures[0]) from reason
+
+    @property
+    def _program_options(self) -> dict[str, Any]:
+        prefer_parameters = self._options.scheme == "ekf" or self._options.expectation == "linearized"
+        return {"improper_prior_scale": self._scale, "prefer_parameters": prefer_parameters}
 
     def quick(self, engine: Engine) -> Engine | None:
         """The same by few nodes for each row; None if they are known not to be enough."""
@@ -511,25 +591,32 @@ class Engines:
         self._quick[engine] = None
 
     def _program(self, rows: Rows, model_kwargs: dict, all_rows: Rows | None) -> Program:
-        options = {
-            "all_rows": all_rows,
-            "improper_prior_scale": self._scale,
-            "prefer_parameters": self._options.scheme == "ekf" or self._options.expectation == "linearized",
-        }
-        try:
-            program = Program(self._model, rows, model_kwargs, whole=self._whole, **options)
-            if not self._whole:
-                program.check_independence(rows)
-        except CoupledRows:
-            if not self._batch:
-                raise
-            program = Program(self._model, rows, model_kwargs, whole=True, **options)
+        options = {"all_rows": all_rows, "whole": self._whole, **self._program_options}
+        program = Program(self._model, rows, model_kwargs, **options)
+        if not self._whole:
+            program.check_independence(rows)
         if program.params.layout.size and not self._batch:
             raise NotImplementedError(
                 f"the model has numpyro.param sites ({', '.join(program.params.layout.site_names)}), which a recursion "
                 "cannot learn. Give them priors, or learn them with FixedPointVI."
             )
         return program
+
+
+def _whole_form(rng_key: Array) -> tuple:
+    return WHOLE, str(jnp.result_type(float)), tuple(np.asarray(jax.random.key_data(rng_key)).tolist())
+
+
+def _as_models_take_them(arrays: Rows) -> list[tuple[Rows, bool]]:
+    """As they are; as NumPy's, whose values models can look at; as JAX's, which latent indices can index; and with all
+    that a model computes of them in JAX computed when it is read, which takes long."""
+    numpy, jax_arrays = (
+        {name: convert(array) for name, array in arrays.items()} for convert in (np.asarray, jnp.asarray)
+    )
+    variants = [(arrays, False)]
+    if any(isinstance(array, jax.Array) for array in arrays.values()):
+        variants.append((numpy, False))
+    return [*variants, (jax_arrays, False), (jax_arrays, True)] if arrays else variants
 
 
 def _snapshot(model_kwargs: Mapping[str, Any]) -> dict[str, Any]:

@@ -54,6 +54,7 @@ class ExpectationErrors:
         :param rows: all, or a sample. No more than MOST_ROWS are looked at.
         """
         kinds = (*engine.kinds, *engine.prior_kinds)
+        rows = engine.program.inputs(rows)
         if not num_rows(rows) or all(kind.measured is None and kind.fresh is None for kind in kinds):
             return Accuracy(0.0, 0.0)
         if engine not in self._known:
@@ -65,7 +66,7 @@ class ExpectationErrors:
         chunks = chunks_of(engine, some, engine.numbers_per_row)
         place = engine.devices.put((state.mean, state.root))
         of_some, of_prior = jax.device_get(self._known[engine](engine.program.prior_inputs, *place, chunks))
-        total, count = int(state.num_rows), num_rows(some)
+        total, count = num_rows(rows) if engine.program.whole else int(state.num_rows), num_rows(some)
         return _together([_accuracy(x, total, count) for x in of_some] + [_accuracy(x, 1, 1) for x in of_prior])
 
 

@@ -6,9 +6,11 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
-from .arrays import as_data_array
+from .arrays import BadData, as_data_array
 from .rows import Rows
 
 ROW = "numpyro_rvga.row"  # among a program's rows: their numbers, where the model always runs on all data
@@ -17,30 +19,64 @@ CONSTANTS = "numpyro_rvga.constants"  # likewise: what the data determine of the
 SHARED = (PARAMS, CONSTANTS)
 
 
+class NotRows(ValueError):
+    """Data that cannot be taken row by row, and that all of them together may be of use."""
+
+
 def named_rows(model: Callable, data: Mapping[str, Any] | tuple, model_kwargs: Mapping[str, Any]) -> Rows:
     """The data as arrays by argument name, checked.
 
-    :raises ValueError: naming the argument (and the row) if arrays differ in length, hold NaN or infinite values, are
-        not numbers that JAX can hold, or if the model takes no such argument.
+    :raises NotRows: naming the argument, if arrays differ in length, have no leading axis, or if there are none.
+    :raises ValueError: naming the argument (and the row) if arrays are not numbers that JAX can hold, or if the model
+        takes no such argument.
     """
-    named = _by_name(model, data)
-    clash = sorted(set(named) & set(model_kwargs))
-    if clash:
-        raise ValueError(f"{clash[0]!r} is given twice: in the data and as a keyword argument of run().")
-    _check_names(model, [*named, *model_kwargs])
+    named = _named(model, data, model_kwargs)
     rows = {name: as_data_array(name, value) for name, value in named.items() if value is not None}
+    for name, array in rows.items():
+        if array.ndim == 0:
+            raise NotRows(f"data array {name!r} is a scalar: pass what is not per row as a keyword argument of run().")
     if not rows:
-        raise ValueError("the data hold no array: give a mapping from the model's argument names to arrays of rows.")
+        raise NotRows("the data hold no array: give a mapping from the model's argument names to arrays of rows.")
     lengths = {name: len(array) for name, array in rows.items()}
     if len(set(lengths.values())) > 1:
         listed = ", ".join(f"{name}: {length}" for name, length in lengths.items())
-        raise ValueError(
+        raise NotRows(
             f"the data arrays must share their leading axis, the rows, but their lengths are {listed}. "
             "Pass what is not per row as a keyword argument of run()."
         )
     if not next(iter(lengths.values())):
-        raise ValueError(f"the data have no rows: {', '.join(rows)} are empty.")
+        raise BadData(f"the data have no rows: {', '.join(rows)} are empty.")
     return rows
+
+
+def whole_data(
+    model: Callable, data: Mapping[str, Any] | tuple, model_kwargs: Mapping[str, Any]
+) -> tuple[Rows, dict[str, Any]]:
+    """The data as arrays of any shape by argument name, for a model that takes all of them at once; and all keyword
+    arguments, with what of the data is no array.
+
+    Arrays of JAX's stay what they are, and others are NumPy's.
+    """
+    arrays, keywords = {}, dict(model_kwargs)
+    for name, value in _named(model, data, model_kwargs).items():
+        if value is None:
+            continue
+        if np.ndim(value) == 0:
+            keywords[name] = value
+        else:
+            array = as_data_array(name, value)
+            arrays[name] = jnp.asarray(array) if isinstance(value, jax.Array) else array
+    return arrays, keywords
+
+
+def _named(model: Callable, data: Mapping[str, Any] | tuple, model_kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """:raises ValueError: for arguments that are given twice, missing, or not the model's."""
+    named = _by_name(model, data)
+    clash = sorted(set(named) & set(model_kwargs))
+    if clash:
+        raise BadData(f"{clash[0]!r} is given twice: in the data and as a keyword argument of run().")
+    _check_names(model, [*named, *model_kwargs])
+    return named
 
 
 def checked_rows(model: Callable, data: Any, first_row: int, model_kwargs: Mapping[str, Any]) -> Rows:
@@ -54,15 +90,16 @@ def checked_rows(model: Callable, data: Any, first_row: int, model_kwargs: Mappi
 
 
 def check_finite(rows: Mapping[str, np.ndarray], first_row: int = 0) -> None:
-    """:raises ValueError: naming the array and the first row that holds NaN or an infinite value."""
+    """:raises NotRows: naming the array and the first row that holds NaN or an infinite value."""
     for name, array in rows.items():
         bad = ~_finite(array)
         if bad.any():
             row = int(np.argmax(bad))
             kind = "NaN" if np.isnan(array[row]).any() else "an infinite value"
-            raise ValueError(
-                f"data array {name!r} holds {kind} in row {first_row + row}. Drop or impute such rows, or mask them in "
-                "the model with numpyro.handlers.mask."
+            raise NotRows(
+                f"data array {name!r} holds {kind} in row {first_row + row}. Drop such rows, or pass "
+                "on_bad_row='skip'; or let the model handle them: all rows at hand, "
+                "with numpyro.handlers.mask(mask=~jnp.isnan(y)) around the observed site."
             )
 
 
@@ -76,7 +113,7 @@ def check_row_shapes(rows: Mapping[str, Any], known: Mapping[str, tuple[int, ...
     these are."""
     for name, shape in row_shapes(rows).items():
         if shape != known.get(name, shape):
-            raise ValueError(
+            raise BadData(
                 f"data array {name!r} has rows of shape {shape}, and those {which} have {known[name]}: give the same "
                 "columns, in the same order."
             )
@@ -104,7 +141,7 @@ def split_call(model: Callable, rows: Mapping[str, Any], model_kwargs: Mapping[s
 def refuse_frames(data: Any) -> None:
     """:raises ValueError: for a DataFrame, whose columns are no arguments of the model."""
     if hasattr(data, "columns") and hasattr(data, "to_numpy"):
-        raise ValueError(
+        raise BadData(
             f"data is a {type(data).__name__}: give its columns as the arrays that the model takes, as in "
             "{'X': frame[['a', 'b']], 'y': frame['y']}."
         )
@@ -121,16 +158,14 @@ def _by_name(model: Callable, data: Mapping[str, Any] | tuple) -> dict[str, Any]
         return dict(data)
     refuse_frames(data)
     if not isinstance(data, tuple):
-        raise ValueError(
+        raise BadData(
             f"data must be a mapping from the model's argument names to arrays, or a tuple, not {type(data).__name__}."
         )
     parameters = _parameters(model)
     names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     variadic = _variadic_name(model)
     if len(data) > len(names) and variadic is None:
-        raise ValueError(
-            f"the model takes {len(names)} positional arguments ({', '.join(names)}), {len(data)} are given."
-        )
+        raise BadData(f"the model takes {len(names)} positional arguments ({', '.join(names)}), {len(data)} are given.")
     names += [f"{variadic}[{i}]" for i in range(len(data) - len(names))]
     return dict(zip(names, data))
 
@@ -143,13 +178,13 @@ def _check_names(model: Callable, given: list[str]) -> None:
     known = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     for name in given:
         if name not in known and not (variadic and name.startswith(f"{variadic}[")):
-            raise ValueError(
+            raise BadData(
                 f"run() and the model take no argument {name!r}; the model takes {', '.join(known) or 'none'}."
             )
     required = [p.name for p in parameters if p.default is p.empty and p.name in known]
     missing = [name for name in required if name not in given]
     if missing:
-        raise ValueError(f"the model needs {missing[0]!r}: give it in the data or as a keyword argument of run().")
+        raise BadData(f"the model needs {missing[0]!r}: give it in the data or as a keyword argument of run().")
 
 
 def _parameters(model: Callable) -> list[inspect.Parameter]:

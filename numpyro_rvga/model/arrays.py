@@ -12,8 +12,12 @@ from jax import Array
 NUMERIC_KINDS = "biuf"
 
 
+class BadData(ValueError):
+    """Data that are of no use to any model."""
+
+
 def as_data_array(name: str, value: Any) -> np.ndarray:
-    """An array of numbers whose first axis is the rows.
+    """An array of numbers.
 
     Integers of fewer than 32 bits are widened, and so are unsigned ones, so that no arithmetic in the model wraps.
     Masked and missing entries become NaN.
@@ -25,11 +29,9 @@ def as_data_array(name: str, value: Any) -> np.ndarray:
     """
     array = _unmasked(name, _numeric(name, value))
     if array.dtype.kind not in NUMERIC_KINDS:
-        raise ValueError(
+        raise BadData(
             f"data array {name!r} has dtype {array.dtype}; numbers are needed. Encode categories as integers."
         )
-    if array.ndim == 0:
-        raise ValueError(f"data array {name!r} is a scalar: pass what is not per row as a keyword argument of run().")
     return _widened(name, array)
 
 
@@ -38,7 +40,7 @@ def _numeric(name: str, value: Any) -> np.ndarray:
     try:
         array = value if isinstance(value, np.ma.MaskedArray) else np.asarray(value)
     except ValueError as error:
-        raise ValueError(f"data array {name!r} is not rectangular: its rows differ in shape.") from error
+        raise BadData(f"data array {name!r} is not rectangular: its rows differ in shape.") from error
     dtypes = getattr(value, "dtypes", None)  # of a DataFrame one a column, of a Series its own
     if array.dtype.kind != "O" or dtypes is None or not hasattr(value, "to_numpy"):
         return array
@@ -62,7 +64,7 @@ def _unmasked(name: str, array: np.ndarray) -> np.ndarray:
     if array.dtype.kind == "f":
         return array.filled(np.nan)
     row = int(np.argwhere(np.ma.getmaskarray(array))[0][0])
-    raise ValueError(
+    raise BadData(
         f"data array {name!r} is masked in row {row}, and integers have no value for what is missing: drop such rows, "
         "or fill them and mask them in the model with numpyro.handlers.mask."
     )
@@ -80,7 +82,7 @@ def _widened(name: str, array: np.ndarray) -> np.ndarray:
     wraps = (array > largest.max) | (array < largest.min)
     if wraps.any():
         row = tuple(np.argwhere(wraps)[0])
-        raise ValueError(
+        raise BadData(
             f"data array {name!r} holds {array[row]} in row {row[0]}, which JAX would wrap to {largest.bits} bits. "
             "Call numpyro.enable_x64() first, count from a later origin or in a larger unit, or give floating-point "
             "numbers."

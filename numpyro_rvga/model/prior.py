@@ -54,7 +54,12 @@ class Prior(NamedTuple):
     terms: tuple[Terms, ...]
 
 
-def split_prior(all_terms: list[Terms], blocks: list[Block], theta: jax.ShapeDtypeStruct, shared: Arrays) -> Prior:
+def split_prior(
+    all_terms: list[Terms],
+    blocks: list[Block],
+    theta: jax.ShapeDtypeStruct,
+    shared: Arrays,
+) -> Prior:
     """Collect terms whose Hessian is constant; correlated and linear-Gaussian priors are exact.
 
     :param blocks: multivariate normal sites; those that other terms touch are treated as these.
@@ -241,13 +246,22 @@ def _touched(all_terms: list[Terms], size: int, dtype, shared: Arrays) -> np.nda
     return np.any([np.zeros(size, bool), *at_once(lambda: [touches(t) for t in all_terms])], axis=0)
 
 
-def fitted_start(prior: Prior, size: int, draws: Callable[[Array], Array]) -> Start | None:
-    """Moments of draws of the prior; None if it is Gaussian.
+def is_flat(precision: Array, prior: Prior) -> bool:
+    """Whether the Gaussian part of a prior says nothing in some direction. ``precision``: its own (P, P)."""
+    free = _free(prior, len(precision))
+    inner = np.asarray(precision, np.float64)[free][:, free]
+    diagonal = np.diagonal(inner)
+    if np.any(diagonal <= 0):
+        return True
+    scaled = inner / np.sqrt(np.outer(diagonal, diagonal))
+    return bool(len(scaled)) and np.linalg.eigvalsh(scaled)[0] < len(scaled) * np.finfo(precision.dtype).eps
+
+
+def fitted_start(prior: Prior, size: int, draws: Callable[[Array], Array]) -> Start:
+    """Moments of draws of the prior.
 
     :param draws: rng_keys -> theta (n, P), draws from the prior.
     """
-    if not prior.terms:
-        return None
     drawn = np.asarray(draws(jax.random.split(jax.random.key(0), NUM_DRAWS)), np.float64)
     return Start(*_robust_moments(drawn[:, _free(prior, size)]))
 

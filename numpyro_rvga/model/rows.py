@@ -15,6 +15,12 @@ def num_rows(rows: Mapping[str, Any]) -> int:
     return len(next(iter(rows.values())))
 
 
+def common_length(arrays: Mapping[str, Any]) -> int | None:
+    """Of the leading axes of arrays; None if they have none in common."""
+    lengths = {np.shape(array)[:1] for array in arrays.values()}
+    return next(iter(lengths))[0] if len(lengths) == 1 and () not in lengths else None
+
+
 def pad(rows: Any, size: int, weights: np.ndarray | None = None) -> tuple[Any, np.ndarray]:
     """A pytree of (n, ...) arrays whose last row is repeated up to ``size``, and weights (size,): zero for the repeats,
     one for rows unless they are given."""

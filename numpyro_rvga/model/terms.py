@@ -38,6 +38,7 @@ class Terms(NamedTuple):
     :ivar information: (predictors (C,), constants) -> the Fisher information about them (C, C), where minus the Hessian
         depends on the outcome; None if it is not known.
     :ivar num_local: how many of theta's last entries are standard normal variables of the row's own.
+    :ivar of_all_rows: whether one run of the model serves the predictors of all elements.
     """
 
     site: str
@@ -50,6 +51,7 @@ class Terms(NamedTuple):
     closed_form: type | TiltedForm | None
     num_local: int = 0
     information: Callable[[Array, Any], Array] | None = None
+    of_all_rows: bool = False
 
 
 class _Example(NamedTuple):
@@ -160,9 +162,11 @@ def linearise(terms: Terms, theta: Array, rows: Arrays) -> tuple[Array, Array, A
     K), these at zero."""
     everything = jnp.concatenate([theta, jnp.zeros(terms.num_local, theta.dtype)])
 
+    jacobian = jax.jacfwd if terms.of_all_rows else jax.jacrev  # forward: the model's run stays one for all elements
+
     def one(row, element):
         function = lambda t: terms.predictors(t, row, element)  # noqa: E731
-        return function(everything), jax.jacrev(function)(everything)
+        return function(everything), jacobian(function)(everything)
 
     offset, design = over_rows(one, terms.num_elements, rows)
     return offset, design[..., : theta.shape[0]], design[..., theta.shape[0] :]
@@ -204,9 +208,9 @@ def split_rows(rows: Arrays) -> tuple[dict[str, Array], dict[str, Array]]:
     return shared, {name: rows[name] for name in rows if name not in SHARED}
 
 
-def by_row(terms: Terms, num_rows: int) -> Terms:
-    """The terms of a site with the model run on all rows at once, as terms of rows that are known by number."""
-    count = terms.num_elements // num_rows
+def by_piece(terms: Terms, num_pieces: int) -> Terms:
+    """The terms of a site with the model run on all data at once, in pieces that are known by number."""
+    count = terms.num_elements // num_pieces
 
     def split(row, element):
         return split_rows(row)[0], row[ROW][0] * count + element
@@ -217,7 +221,7 @@ def by_row(terms: Terms, num_rows: int) -> Terms:
     def constants(row, element):
         return terms.constants(*split(row, element))
 
-    return terms._replace(num_elements=count, predictors=predictors, constants=constants)
+    return terms._replace(num_elements=count, predictors=predictors, constants=constants, of_all_rows=True)
 
 
 # ---------------------------------------------------------------------- closed-form expectations
@@ -265,8 +269,15 @@ def _attribute(record: SiteRecord, name: str) -> Any:
     if name == "weight":
         return record.weight * mask
     if name == "value":
+        return _observed(record, fn, mask)
+    return fn.loc - _observed(record, fn, mask) if name == "loc - value" else getattr(fn, name)
+
+
+def _observed(record: SiteRecord, fn: Any, mask: Any) -> Any:
+    """A site's value, with another from the support where it is masked: it may be NaN there."""
+    if isinstance(mask, bool) or not record.is_observed:
         return record.value
-    return fn.loc - record.value if name == "loc - value" else getattr(fn, name)
+    return jnp.where(mask, record.value, fn.support.feasible_like(jnp.asarray(record.value)))
 
 
 # ---------------------------------------------------------------------- the distribution's parameters as predictors

@@ -15,14 +15,10 @@ from numpyro.distributions.transforms import biject_to
 from numpyro.primitives import Messenger
 
 from .arguments import absent_arguments, split_call
-from .rows import num_rows
+from .failures import needs_numbers
+from .rows import common_length
 
 REACH = 2.0  # in unconstrained space, of sites that cannot be drawn: as NumPyro starts NUTS
-NEED_NUMBERS = (
-    jax.errors.ConcretizationTypeError,
-    jax.errors.TracerArrayConversionError,
-    jax.errors.TracerIntegerConversionError,
-)
 
 
 class SiteRecord(NamedTuple):
@@ -67,6 +63,8 @@ class RowRunner(Messenger):
     :param local: latent sites with one normal variable a row: their values are loc + scale times what
         ``unconstrained`` gives, zero if nothing.
     :param params: values of ``numpyro.param`` sites.
+    :param rng_key: latent sites without values are drawn with it, whatever seeds or values the model itself has for
+        them; None: they are as the model has them.
     """
 
     def __init__(
@@ -77,16 +75,24 @@ class RowRunner(Messenger):
         unconstrained: Mapping[str, Array],
         local: frozenset[str] = frozenset(),
         params: Mapping[str, Array] | None = None,
+        rng_key: Array | None = None,
     ):
         super().__init__(fn)
+        self._rng_key = rng_key
         self.row_plates, self.num_rows, self.unconstrained = row_plates, num_rows, unconstrained
         self.local, self.params = local, params or {}
         self.plate_ratio: dict[str, float] = {}
         self.plate_size: dict[str, int] = {}
         self.log_abs_det: dict[str, Array] = {}
+        self._scanned: set[str] = set()
 
     def process_message(self, msg: dict) -> None:
-        if msg["type"] == "plate":
+        if self._rng_key is not None and msg["type"] == "sample" and not msg["is_observed"]:
+            self._rng_key, msg["kwargs"]["rng_key"] = jax.random.split(self._rng_key)
+            msg["value"] = None if msg["name"] not in self._scanned else msg["value"]
+        if msg["type"] == "control_flow":
+            msg["kwargs"]["substitute_stack"].append(("substitute", self._value_in_scan))
+        elif msg["type"] == "plate":
             size, subsample_size = msg["args"]
             self.plate_size[msg["name"]] = size
             if msg["name"] in self.row_plates:
@@ -119,6 +125,15 @@ class RowRunner(Messenger):
                 size = transform.inverse_shape(msg["fn"].shape(shape))
                 msg["value"] = transform(jax.random.uniform(numpyro.prng_key(), size, minval=-REACH, maxval=REACH))
 
+    def _value_in_scan(self, site: dict) -> Array | None:
+        """Of a latent site in a step of NumPyro's scan; outside, it comes once more, with its values of all steps."""
+        name = site["name"]
+        self._scanned.add(name)
+        if name not in self.unconstrained:
+            return None
+        transform = site_transform(site["fn"])
+        return transform(self.unconstrained[name][site["infer"]["_scan_current_index"]])
+
 
 def _can_be_drawn(fn: dist.Distribution, shape: tuple[int, ...]) -> bool:
     """Whether the distribution has a sampler: truncated ones of no known quantile function have none."""
@@ -141,7 +156,7 @@ def run_model(
     params: Mapping[str, Array] | None = None,
 ) -> tuple[dict, RowRunner]:
     """The trace of the model on ``rows``; latents not in ``unconstrained`` are drawn, see :class:`RowRunner`."""
-    runner = RowRunner(model, row_plates, num_rows(rows), unconstrained or {}, local, params)
+    runner = RowRunner(model, row_plates, common_length(rows), unconstrained or {}, local, params, rng_key)
     seeded = handlers.seed(runner, jax.random.key(0) if rng_key is None else rng_key)
     args, kwargs = split_call(model, rows, model_kwargs)
     try:
@@ -163,7 +178,7 @@ def _advice(
     absent = absent_arguments(model, [*rows, *model_kwargs])
     if absent:
         yield f"These of its arguments were not given and are None: {', '.join(map(repr, absent))}."
-    if isinstance(error, NEED_NUMBERS):
+    if needs_numbers(error):
         yield (
             "Data and latent values have no numbers yet when a model is read, as under jax.jit. What it computes of "
             "data in Python or NumPy, such as the number of groups, belongs into keyword arguments of run(): "
@@ -254,7 +269,8 @@ def elements(record: SiteRecord) -> Array:
         record.log_abs_det is None or jnp.shape(record.log_abs_det) == jnp.shape(record.value)
     ):
         fn = fn.base_dist  # the terms one by one, not their sum over the event
-    terms = fn.log_prob(record.value) * record.weight
+    with numpyro.validation_enabled(False):  # values are checked, and named, elsewhere
+        terms = fn.log_prob(record.value) * record.weight
     if record.log_abs_det is not None:
         extra = jnp.ndim(record.log_abs_det) - jnp.ndim(terms)
         log_abs_det = record.log_abs_det

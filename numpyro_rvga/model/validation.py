@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -15,23 +16,29 @@ from ..core.compilation import at_once, jit_once
 from ..core.indices import indexings
 from ..core.interpret import depends_on
 from .arguments import absent_arguments
+from .failures import CoupledRows
 from .layout import Layout
-from .rows import num_rows
+from .rows import common_length, num_rows
 from .terms import linearise
 from .tracing import SiteInfo, SiteRecord, peel, plates_of, run_model, sample_sites
 
 CHECKED_ROWS = 8
 SUPPORT_PIECE = 2**16
-
-
-class CoupledRows(NotImplementedError):
-    """The model cannot be run on some of the rows alone."""
+NUM_STARTS = 4
 
 
 def find_row_plates(
-    model: Callable, rows: Mapping[str, Any], model_kwargs: Mapping[str, Any]
+    model: Callable,
+    rows: Mapping[str, Any],
+    model_kwargs: Mapping[str, Any],
+    *,
+    concrete: bool = False,
+    evaluates: bool = False,
 ) -> tuple[frozenset[str], list[str]]:
-    """Plates around observed sites whose size is the number of rows, or that subsample them; and these sites."""
+    """Plates around observed sites whose size is the number of rows, or that subsample them; and these sites.
+
+    :param concrete: whether the model may look at the values of the data. :param evaluates: as for :class:`Program`.
+    """
     found: dict[str, Any] = {}
 
     def abstract(rows):
@@ -41,12 +48,16 @@ def find_row_plates(
         found.update(plates=plates_of(trace), observed=list(observed), sizes=runner.plate_size)
         return 0
 
-    jax.eval_shape(
-        abstract,
-        {name: jax.ShapeDtypeStruct(a.shape, jax.dtypes.canonicalize_dtype(a.dtype)) for name, a in rows.items()},
-    )
-    around = {p for n in found["observed"] for p in found["plates"][n]}
-    return frozenset(p for p in around if found["sizes"][p] == num_rows(rows)), found["observed"]
+    if concrete:
+        with jax.ensure_compile_time_eval() if evaluates else contextlib.nullcontext():
+            jax.eval_shape(lambda: abstract(rows))
+    else:
+        jax.eval_shape(
+            abstract,
+            {name: jax.ShapeDtypeStruct(a.shape, jax.dtypes.canonicalize_dtype(a.dtype)) for name, a in rows.items()},
+        )
+    around, length = {p for n in found["observed"] for p in found["plates"][n]}, common_length(rows)
+    return frozenset(p for p in around if found["sizes"][p] == length), found["observed"]
 
 
 def check_outcomes_shape(observed: Mapping[str, SiteRecord]) -> None:
@@ -287,11 +298,13 @@ class WholeSupportCheck:
 
     def __init__(self, program: Any, site: str):
         self._program, self._site, self._axis = program, site, program.row_axis(site)
-        self._inside = jax.jit(lambda rows: _elements_inside(program, site, rows))
 
     def __call__(self, rows: Mapping[str, np.ndarray], first_row: int) -> None:
         """:raises ValueError: naming site, array and row."""
-        inside = np.asarray(self._inside(dict(rows)))
+        program = self._program
+        if program.is_value_of_latents(self._site):
+            return
+        inside = np.asarray(jit_once(lambda: _elements_inside(program, self._site, program.example_row))())
         bad = np.argwhere(~inside)
         if len(bad):
             row = int(bad[0][self._axis]) if self._axis < inside.ndim else None
@@ -310,19 +323,40 @@ def _outside_message(program: Any, site: str, rows: Mapping[str, np.ndarray], ro
     return f"site {site!r}: row {first_row + row} of array {held}, which lies {outside}."
 
 
+def check_start(program: Any) -> None:
+    """:raises ValueError: naming the site, for data with NaN that the model does not handle."""
+    arrays = [np.asarray(array) for array in program.example_row.values()]
+    if not any(array.dtype.kind == "f" and not np.isfinite(array).all() for array in arrays):
+        return
+    inputs = program.inputs(program.example_rows)
+
+    def at(theta):
+        terms = program.log_likelihood(theta, inputs)
+        return sum(jnp.sum(values) for values in terms.values()), terms
+
+    state = program.initial_state()
+    draws = jax.random.normal(jax.random.key(0), (NUM_STARTS, program.layout.size), program.dtype)
+    points = state.mean + jnp.concatenate([0 * draws[:1], draws @ state.root.T])
+    gradients, terms = at_once(lambda: jax.lax.map(jax.grad(at, has_aux=True), points))
+    if np.isnan(gradients).any(axis=1).all():
+        sites = [name for name, values in terms.items() if np.isnan(values.reshape(len(points), -1)).any(axis=1).all()]
+        raise ValueError(f"the log-likelihood of site {(sites or list(terms))[0]!r} or its gradient is NaN.")
+
+
 def describe_bad_rows(
-    program: Any, theta: Array, rows: Mapping[str, Any], numbers: Sequence[int] | np.ndarray
+    program: Any, theta: Array, rows: Mapping[str, Any], numbers: Sequence[int] | np.ndarray | None = None
 ) -> str | None:
     """Which row's likelihood is not finite at theta (P,), if one is not.
 
-    :param numbers: of the rows in the data.
+    :param numbers: of the rows in the data; default: from 0 on.
     """
     terms = jax.device_get(jit_once(program.log_likelihood)(theta, program.inputs(rows)))
     for name, values in terms.items():
         bad = ~np.isfinite(values.reshape(len(values), -1)).all(axis=1)
         if bad.any():
             row = int(np.argmax(bad))
-            return f"site {name!r} gives row {numbers[row]} a log-likelihood of {values[row]}"
+            number = row if numbers is None else numbers[row]
+            return f"site {name!r} gives row {number} a log-likelihood of {values[row]}"
     return None
 
 
@@ -334,7 +368,7 @@ def peel_abstractly(program: Any, site: str) -> Any:
         found.append(peel(program.site_record(site, row).fn)[0])
         return 0
 
-    jax.eval_shape(abstract, program.example_row)
+    program.abstractly(abstract, program.example_row)
     return found[0]
 
 

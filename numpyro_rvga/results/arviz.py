@@ -48,7 +48,7 @@ def to_arviz(
         sampled["sample_stats"]["log_p"] = summed(program, theta, chunks)
         sampled["log_likelihood"] = {site: _in_model_order(program, site, chunks) for site in program.observed_sites}
         sampled["posterior_predictive"] = prediction.at_draws(posterior, predictive_key, rows, theta)
-        fixed["observed_data"] = jax.device_get(jax.jit(partial(observed_values, program))(rows))
+        fixed["observed_data"] = jax.device_get(program.jitted(partial(observed_values, program), rows))
         fixed["constant_data"] = _other_arrays(rows, fixed["observed_data"])
     groups = {group: {name: np.asarray(v)[None] for name, v in values.items()} for group, values in sampled.items()}
     groups |= {group: {name: np.asarray(v) for name, v in values.items()} for group, values in fixed.items() if values}
@@ -76,7 +76,7 @@ def smoothed(log_ratios: np.ndarray) -> tuple[np.ndarray, float]:
 def _in_model_order(program: Program, site: str, chunks: list[dict[str, np.ndarray]]) -> np.ndarray:
     """All rows of a site, with the row axis where the model's plates have it and not in front of the elements."""
     terms = np.concatenate([chunk[site] for chunk in chunks], axis=1)
-    return np.moveaxis(terms, 1, 1 + program.row_axis(site))
+    return np.moveaxis(terms, 1, min(1 + program.row_axis(site), terms.ndim - 1))
 
 
 def _other_arrays(rows: Mapping[str, Any], observed: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:

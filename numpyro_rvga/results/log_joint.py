@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jax import Array, lax
 from jax.typing import ArrayLike
 
 from ..model.rows import num_rows, selected
@@ -20,13 +20,14 @@ if TYPE_CHECKING:
 
 # Bounds the memory of a chunk of rows: draws times rows times elements of an observed site.
 CHUNK_VALUES = 2**20
+BATCH = 16  # draws of theta at which a model of all data runs at once
 
 
 def rows_with_outcome(program: Program, data: Mapping[str, ArrayLike] | tuple) -> dict[str, Any]:
     """:raises ValueError: if an observed site is not observed in ``data``; it would be drawn at random."""
     rows = program.rows(data)
     few = rows if program.whole else {name: values[:2] for name, values in rows.items()}
-    jax.eval_shape(partial(observed_values, program), few)
+    program.abstractly(partial(observed_values, program), few)
     return rows
 
 
@@ -72,6 +73,11 @@ def chunks_of_log_likelihood(
     program: Program, theta: Array, rows: Mapping[str, Any]
 ) -> Iterator[dict[str, np.ndarray]]:
     """The row terms of successive chunks of rows, each of shape (num_samples, rows of the chunk, *elements)."""
+    if program.whole:
+        inputs = program.inputs(rows)
+        at_all = jax.jit(lambda theta: lax.map(lambda at: program.log_likelihood(at, inputs), theta, batch_size=BATCH))
+        yield jax.device_get(at_all(theta))
+        return
     examples = jax.eval_shape(program.log_likelihood, theta[0], program.inputs(program.example_rows))
     elements = max(values.size // values.shape[0] for values in examples.values())
     chunk_size = max(1, CHUNK_VALUES // (len(theta) * max(elements, program.largest_array)))

@@ -122,9 +122,9 @@ def test_a_start_outside_the_constraint_is_named():
         FixedPointVI(starting_outside).run({"y": np.ones(5)}, progress_bar=False)
 
 
-def test_a_recursion_refuses_parameters_by_name():
+def test_a_recursion_over_a_stream_refuses_parameters_by_name():
     with pytest.raises(NotImplementedError, match=r"numpyro.param sites .scale.*FixedPointVI"):
-        RVGA(counts).run({"X": np.ones((5, 2)), "y": np.ones(5)}, progress_bar=False)
+        RVGA(counts).run(iter([{"X": np.ones((5, 2)), "y": np.ones(5)}]), progress_bar=False)
 
 
 def test_a_missing_optax_names_the_extra(monkeypatch):

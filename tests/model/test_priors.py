@@ -283,9 +283,36 @@ def improper_positive():
 
 
 @pytest.mark.parametrize("prior, site", [(improper, "flat_effect"), (improper_positive, "flat_scale")])
-def test_improper_priors_are_refused_by_name(prior, site):
-    with pytest.raises(ValueError, match=f"'{site}' has an improper prior.*improper_prior_scale"):
-        RVGA(with_rows(prior)).run(ROWS, progress_bar=False)
+def test_improper_priors_of_streams_are_refused_by_name(prior, site):
+    with pytest.raises(ValueError, match=f"'{site}' has an improper prior.*improper_prior_scale.*all rows at once"):
+        RVGA(with_rows(prior)).run(iter([ROWS]), progress_bar=False)
+
+
+@pytest.mark.parametrize("method", [RVGA, FixedPointVI])
+def test_improper_priors_that_rows_at_hand_make_proper_are_taken_as_they_are(method):
+    """With a flat prior on the coefficients, the posterior is that of least squares."""
+
+    def model(x, y):
+        coefficients = numpyro.sample("coefficients", dist.ImproperUniform(dist.constraints.real, (), (2,)))
+        with numpyro.plate("rows", len(x)):
+            numpyro.sample("y", dist.Normal(coefficients[0] + coefficients[1] * x, 0.7), obs=y)
+
+    x = RNG.normal(size=30)
+    y = 100 + 3 * x + RNG.normal(size=30)
+    design = np.stack([np.ones(30), x], axis=1)
+    posterior = method(model).run({"x": x, "y": y}, progress_bar=False)
+    assert posterior.info["rows"] == "joint" and "improper prior" in posterior.info["reason"]
+    np.testing.assert_allclose(posterior.mean, np.linalg.lstsq(design, y)[0], rtol=1e-6)
+    np.testing.assert_allclose(posterior.covariance, 0.49 * np.linalg.inv(design.T @ design), rtol=1e-6)
+
+
+def test_improper_posteriors_are_refused_by_name():
+    def model(x, y):
+        sum_ = numpyro.sample("a", dist.ImproperUniform(dist.constraints.real, (), (2,))).sum()
+        numpyro.sample("y", dist.Normal(sum_ * x, 1.0), obs=y)
+
+    with pytest.raises(ValueError, match=r"posterior is improper: site 'a'.*dist.Normal"):
+        RVGA(model).run({"x": np.ones(5), "y": np.ones(5)}, progress_bar=False)
 
 
 def test_improper_priors_become_wide_normals_on_request():

@@ -1,0 +1,184 @@
+"""All rows and the whole prior in one solve: what FixedPointVI does, and RVGA with rows that cannot stand alone."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from ..core.recursion import State
+from ..core.sparse import Marginals
+from ..model.program import Program
+from ..model.rows import Rows
+from ..model.tracing import REACH
+from ..model.validation import describe_bad_rows
+from ..options import Options
+from ..progress import progress
+from .climbs import GradientAscent, Record
+from .engine import Engine, Engines, chunks_of
+from .expectation_errors import BUDGET, ExpectationErrors, warn_of
+from .joint_solver import JointProblem, whitened
+from .learning import Learned, Learner
+from .sparse import SparseEngines
+
+LEARNING_TOLERANCE = 1e-5  # nats
+FLAT = 1e3  # times the scale where a site of improper prior starts: where q is as wide, the data say nothing of it
+
+
+class Fit(NamedTuple):
+    """:ivar program: with the ``numpyro.param`` sites that were learned. :ivar bound: on the log evidence, or None.
+    :ivar facts: for the posterior's ``info``."""
+
+    program: Program
+    state: State
+    bound: float | None
+    facts: dict[str, Any]
+
+
+class BatchSolver:
+    """Solves of all rows, compiled once for each engine.
+
+    :param engines: those that it is given, where finer expectations take their place.
+    :param schedule: as for :class:`FixedPointVI`.
+    :param name: of the method, on the progress bar.
+    """
+
+    def __init__(self, engines: Engines, options: Options, schedule: str, name: str):
+        self._engines, self._options, self._schedule, self._name = engines, options, schedule, name
+        self._ascents: dict[Engine, GradientAscent] = {}
+        self._sparse_engines = SparseEngines()
+        self._errors = ExpectationErrors()
+        self._learners: dict[Engine, Learner] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without what is compiled, for other processes."""
+        return self.__dict__ | {"_ascents": {}, "_learners": {}}
+
+    def __call__(
+        self, engine: Engine, rows: Rows, init: Any = None, *, progress_bar: bool, stacklevel: int, started: float
+    ) -> Fit:
+        """The best Gaussian.
+
+        :param rows: all of them. :param init: has ``mean`` (P,) and ``scale`` (P, P), to start from; or None.
+        :param stacklevel: of the user's call, for warnings. :param started: when that was.
+        :raises ValueError: naming the row, if the bound is not finite; naming the site, if the posterior is improper.
+        """
+        program, learned = engine.program, None
+        if not program.terms and not program.prior.terms:
+            return _prior_itself(program)
+        in_parts = self._schedule == "incremental" and self._options.scheme == "implicit"
+        sparse = self._sparse_engines.get(engine, rows) if in_parts else None
+        with progress(progress_bar, None, self._name, "it") as bar:
+            record = Record(bar, started)
+            if sparse is not None:
+                sparse_problem = sparse.problem(rows, _marginals_of(init))
+                origin = sparse_problem.marginals.mean
+                after, info = sparse.solve(sparse_problem, record.step)
+            else:
+                chunks, before = chunks_of(engine, rows, engine.numbers_per_row), program.initial_state()
+                start = None if init is None else whitened(before, *_gaussian_of(init, program.dtype))
+                if program.params.layout.size:
+                    tolerance = self._options.tolerance or LEARNING_TOLERANCE
+                    learned = self._learner_of(engine)(chunks, start, tolerance, bar)
+                    program, start = program.with_params(learned.params), learned.start
+                    before = program.initial_state()
+                inputs = engine.devices.put((before, start, program.prior_inputs))
+                problem = JointProblem(inputs[0], chunks, inputs[2], init=inputs[1])
+                origin, count = before.mean, np.int32(program.count_rows(rows))
+                if self._schedule == "gradient":
+                    after, info = self._ascent_of(engine)(problem, count, record)
+                else:
+                    alternating = self._schedule == "batch"
+                    after, info = engine.solve_all(problem, count, alternating=alternating, on_step=record.step)
+            after, info = engine.devices.fetch((after, info))
+        if not bool(info.ok):
+            reason = describe_bad_rows(program, origin, rows)
+            raise ValueError(f"the bound is not finite: {reason or 'are the priors proper?'}.")
+        _check_proper(program, after, converged=bool(info.converged))
+        facts, bound = {}, float(after.log_evidence) if self._options.has_bound else None
+        if self._options.has_bound and learned is None:
+            error, excess = self._errors(engine, after, rows)
+            facts["elbo_error"], bound = error, bound - excess
+            if error > BUDGET and engine.can_be_thorough:
+                engine = self._engines.make_thorough(engine)
+                options = {"progress_bar": progress_bar, "stacklevel": stacklevel + 1, "started": started}
+                return self(engine, rows, init, **options)
+            warn_of(error, stacklevel=stacklevel)
+        facts |= {
+            "converged": bool(info.converged),
+            "iterations": int(info.iterations),
+            "largest_decrement": float(info.decrement),
+            "bounds": np.asarray(record.bounds),
+            "seconds": np.asarray(record.seconds),
+        }
+        if self._schedule != "gradient":
+            facts |= {"clamped_iterations": record.clamped, "cycling_iterations": record.cycling}
+        if learned is not None:
+            facts |= {"learned": learned.converged, "learning_bounds": np.asarray(learned.bounds)}
+        self._warn(facts, learned, stacklevel)
+        return Fit(program, after, bound, facts)
+
+    # ------------------------------------------------------------------ inside
+    def _warn(self, facts: dict, learned: Learned | None, stacklevel: int) -> None:
+        if not facts["converged"]:
+            spent = facts["iterations"] >= self._options.max_iterations
+            reason = f"all {self._options.max_iterations} iterations were spent" if spent else "no step raised it"
+            warnings.warn(
+                f"the bound is not maximised: {reason}, and the squared natural gradient is "
+                f"{facts['largest_decrement']:.2g} nats. Raise max_iterations or tolerance, use float64, or check the "
+                "scales of the priors.",
+                stacklevel=stacklevel,
+            )
+        if learned is not None and not learned.converged:
+            warnings.warn(
+                f"the numpyro.param sites were still rising after {len(learned.bounds) - 1} steps: start them nearer, "
+                "or raise tolerance.",
+                stacklevel=stacklevel,
+            )
+
+    def _learner_of(self, engine: Engine) -> Learner:
+        """One that was made for what these data determine of the prior."""
+        learner = self._learners.get(engine)
+        if learner is None or learner.engine.program is not engine.program:
+            learner = self._learners[engine] = Learner(engine)
+        return learner
+
+    def _ascent_of(self, engine: Engine) -> GradientAscent:
+        if engine not in self._ascents:
+            self._ascents[engine] = GradientAscent(engine, self._options.max_iterations)
+        return self._ascents[engine]
+
+
+def rows_info(reason: str | None) -> dict[str, str]:
+    """For the posterior's ``info``. ``reason``: why rows are no independent terms, if they are not."""
+    return {"rows": "independent"} if reason is None else {"rows": "joint", "reason": reason}
+
+
+def _prior_itself(program: Program) -> Fit:
+    """What a model of Gaussian priors alone has for a posterior."""
+    facts = {"converged": True, "iterations": 0, "largest_decrement": 0.0, "elbo_error": 0.0}
+    return Fit(program, program.initial_state(), 0.0, facts)
+
+
+def _check_proper(program: Program, state: State, *, converged: bool) -> None:
+    """:raises ValueError: naming a site of improper prior that the data leave improper."""
+    deviation = np.sqrt(np.sum(np.asarray(state.root, np.float64) ** 2, axis=1))
+    flat = program.layout.unravel(deviation)
+    for name in sorted(program.flat_sites):
+        if not converged and not np.max(flat[name]) < FLAT * REACH:
+            raise ValueError(
+                f"the posterior is improper: site {name!r} has an improper prior, and the data leave it as wide as "
+                f"it may be. Give it a proper prior, such as numpyro.sample({name!r}, dist.Normal(0, 10))."
+            )
+
+
+def _marginals_of(init: Any) -> Marginals | None:
+    return None if init is None else Marginals(init.mean, np.sum(np.asarray(init.scale) ** 2, axis=1))
+
+
+def _gaussian_of(init: Any, dtype: Any) -> tuple[Array, Array]:
+    """Mean and a root of the covariance."""
+    return jnp.asarray(init.mean, dtype), jnp.asarray(init.scale, dtype)
