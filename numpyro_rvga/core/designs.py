@@ -131,5 +131,5 @@ def covariance(design: Array | Sparse, spread: Array | Packed) -> Array:
         return jnp.einsum("nca,nab,ndb->ncd", design.values, design.entries(matrix), design.values)
     n, c, r = design.shape
     assert not isinstance(spread, Packed)
-    moved = (spread @ design.reshape(n * c, r).T).reshape(-1, n, c)
+    moved = (spread @ design.reshape(n * c, r).T).reshape(spread.shape[0], n, c)
     return jnp.einsum("rnc,rnd->ncd", moved, moved)
