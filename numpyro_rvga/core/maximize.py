@@ -20,14 +20,11 @@ t = 1 is possible. But that need not raise the bound. Where it does not, the ste
 small enough.
 
 One step is :func:`propose` (state -> the q to try), an evaluation of the factors there, and :func:`update` (state and
-evaluation -> state). :func:`solve_traced` takes the steps inside a compiled function, for blocks of a stream;
-:func:`solve` takes them from the host, which compiles faster, and sees each step.
+evaluation -> state). :mod:`~.drivers` takes one after the other.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -44,9 +41,6 @@ NEARLY_FULL = 0.05  # a full step forgets the old precision, however large, and 
 MAX_NARROWINGS = 10
 STEEP = 0.1  # of the bound's slope towards the exact target, that one towards the clamped target must have
 ACCEPT_RATIO = 0.1  # of a negative bound that narrowing must leave of it, if factors are log-concave
-MAX_MEAN_STEPS = 20  # Newton steps of the mean after one of the covariance, where they need no matrix product
-INNER_RTOL = 0.01  # of the squared natural gradient before a step: where the mean is solved well enough for now
-BACKTRACK = 0.25  # of a Newton step of the mean that lowered the bound
 
 
 class Base(NamedTuple):
@@ -385,7 +379,7 @@ def solution(search: Search, form: PrecisionForm, state: SolverState) -> Solutio
     return Solution(state.mean, root, at.bound, at.decrement, state.iterations, converged)
 
 
-def settle_target(
+def choose_target(
     search: Search, form: PrecisionForm, objective: Objective, proposal: Proposal, mean: Array, hessians: Any
 ) -> tuple[Array, Target]:
     """The precision of the factors' exact curvature at the proposal, and the one that a full step takes."""
@@ -397,165 +391,3 @@ def settle_target(
         return clamped_target(search, form, proposal, exact, objective.curvature(mean, hessians, True))
 
     return exact.precision, lax.cond(jnp.all(jnp.isfinite(exact.factor)), lambda: exact, clamped)
-
-
-# ---------------------------------------------------------------------- inside a compiled function
-def solve_traced(search: Search, objective: Objective, base: Base, form: PrecisionForm, state: SolverState) -> Solution:
-    """The solution, by a loop that XLA runs."""
-
-    def slope_at(mean: Array, covariances: Any) -> Slope:
-        return with_base(base, form, mean, *objective.expect(mean, covariances))
-
-    def step(state: SolverState) -> SolverState:
-        proposal = propose(search, form, state)
-        mean = proposal.mean
-        covariances = None if search.mode else objective.seen(mean, proposal.covariance_root)
-        if search.solves_for_mean:
-            num_steps = jnp.where(state.step == 0, 0, MAX_MEAN_STEPS)
-            tolerance = INNER_RTOL * state.evaluation.decrement
-            mean, slope = _solve_mean_traced(form, slope_at, proposal, covariances, num_steps, tolerance)
-        else:
-            slope = slope_at(mean, covariances)
-        exact, target = settle_target(search, form, objective, proposal, mean, slope.hessians)
-        return update(search, form, state, proposal, mean, slope, exact, target)
-
-    return solution(search, form, lax.while_loop(lambda state: unfinished(search, state), step, state))
-
-
-def _solve_mean_traced(
-    form: PrecisionForm,
-    slope_at: Callable[[Array, Any], Slope],
-    proposal: Proposal,
-    covariances: Any,
-    num_steps: Array,
-    tolerance: Array,
-) -> tuple[Array, Slope]:
-    """As :func:`_solve_mean`."""
-    solver = form.solver(proposal.factor)
-
-    def going(carry: tuple) -> Array:
-        count, *_, length = carry
-        return (count <= num_steps) & ~(length <= tolerance)
-
-    def visit(carry: tuple) -> tuple:  # a loop, so that expectations are compiled once
-        count, tried, mean, slope, length = carry
-        new = slope_at(tried, covariances)
-        move = solver(new.gradient)
-        better = (count == 0) | (new.value > slope.value)
-        taken = (tried, new, new.gradient @ move)
-        best = jax.tree.map(lambda a, b: jnp.where(better, a, b), taken, (mean, slope, length))
-        return count + 1, jnp.where(better, tried + move, mean + BACKTRACK * (tried - mean)), *best
-
-    mean = proposal.mean
-    nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(slope_at, mean, covariances))
-    unknown = jnp.full((), jnp.nan, mean.dtype)
-    begin = (jnp.zeros((), jnp.int32), mean, mean, nothing, unknown)
-    _, _, mean, slope, _ = lax.while_loop(going, visit, begin)
-    return mean, slope
-
-
-# ---------------------------------------------------------------------- from the host
-class Pending(NamedTuple):
-    """A state, the q to evaluate next, and the predictors' covariances there."""
-
-    state: SolverState
-    proposal: Proposal
-    covariances: Any
-
-
-class Progress(NamedTuple):
-    """What the host sees after each step."""
-
-    unfinished: Array
-    iterations: Array
-    step: Array
-    bound: Array
-    decrement: Array
-    clamped: Array
-
-
-class Evaluated(NamedTuple):
-    """The bound's slope at a mean, the Newton step from there, and the mean's squared natural gradient."""
-
-    mean: Array
-    slope: Slope
-    newton_step: Array
-    squared_length: Array
-
-
-class Steps(NamedTuple):
-    """The compiled functions that the host calls in turn: of a model, only ``evaluate`` has the log-likelihoods in it.
-
-    :ivar propose: see :func:`pending`. :ivar evaluate: see :func:`evaluate`. :ivar update: see :func:`updated`.
-    """
-
-    propose: Callable[[SolverState], Pending]
-    evaluate: Callable[[Pending, Array], Evaluated]
-    update: Callable[[Pending, Evaluated], tuple[SolverState, Progress]]
-
-
-def pending(search: Search, objective: Objective, form: PrecisionForm, state: SolverState) -> Pending:
-    """With the state's proposal."""
-    proposal = propose(search, form, state)
-    covariances = None if search.mode else objective.seen(proposal.mean, proposal.covariance_root)
-    return Pending(state, proposal, covariances)
-
-
-def evaluate(objective: Objective, base: Base, form: PrecisionForm, at: Pending, mean: Array) -> Evaluated:
-    """The factors' expectations at the proposal's covariance."""
-    slope = with_base(base, form, mean, *objective.expect(mean, at.covariances))
-    move = form.solver(at.proposal.factor)(slope.gradient)
-    return Evaluated(mean, slope, move, slope.gradient @ move)
-
-
-def updated(
-    search: Search, objective: Objective, form: PrecisionForm, at: Pending, found: Evaluated
-) -> tuple[SolverState, Progress]:
-    """The state after an evaluation."""
-    state, proposal, _ = at
-    exact, target = settle_target(search, form, objective, proposal, found.mean, found.slope.hessians)
-    state = update(search, form, state, proposal, found.mean, found.slope, exact, target)
-    new = state.evaluation
-    more = unfinished(search, state)
-    return state, Progress(more, state.iterations, state.step, new.bound, new.decrement, new.clamped)
-
-
-def solve(
-    search: Search, steps: Steps, state: SolverState, on_step: Callable[[Progress], None] | None = None
-) -> SolverState:
-    """The state where the search ends; its :func:`solution` is q.
-
-    :param on_step: is told of each step that was accepted, and of the start.
-    """
-    started, iterations, decrement, more = False, 0, math.nan, True
-    while more:
-        at = steps.propose(state)
-        num_steps = MAX_MEAN_STEPS if search.solves_for_mean and started else 0
-        found = _solve_mean(steps.evaluate, at, num_steps, INNER_RTOL * decrement)
-        state, progress = steps.update(at, found)
-        progress = jax.device_get(progress)
-        if on_step is not None and progress.step > 0 and (not started or progress.iterations > iterations):
-            on_step(progress)
-        started, iterations = bool(progress.step > 0), int(progress.iterations)
-        more, decrement = bool(progress.unfinished), float(progress.decrement)
-    return state
-
-
-def _solve_mean(
-    evaluate: Callable[[Pending, Array], Evaluated], at: Pending, num_steps: int, tolerance: float
-) -> Evaluated:
-    """After Newton steps of the mean, at the proposal's covariance, that raise the bound.
-
-    :param num_steps: at most. :param tolerance: squared length of the mean's natural gradient at which to stop.
-    """
-    best = evaluate(at, at.proposal.mean)
-    move = best.newton_step
-    for _ in range(num_steps):
-        if float(best.squared_length) <= tolerance:
-            break
-        new = evaluate(at, best.mean + move)
-        if float(new.slope.value) > float(best.slope.value):
-            best, move = new, new.newton_step
-        else:
-            move = BACKTRACK * move
-    return best

@@ -17,10 +17,11 @@ from jax import Array, lax
 
 from .compilation import single_kernel
 from .count import Count
+from .drivers import solve_traced
 from .factors import Factors, Kind, Moments, covariances, curve, evaluate, expect
 from .gaussians import FullGaussian, Transition
 from .linalg import cholesky, row_space, semidefinite_factor, solve_lower
-from .maximize import Search, Settings, Solution, init, solve_traced, standard_base
+from .maximize import Search, Settings, Solution, init, standard_base
 from .objective import is_conservative, is_log_concave, objective_of
 from .precisions import Dense
 

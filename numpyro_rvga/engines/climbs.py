@@ -10,9 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from ..core.drivers import Progress
 from ..core.joint import base_terms, bound_at
 from ..core.linalg import solve_lower
-from ..core.maximize import Progress, Search
+from ..core.maximize import Search
 from ..core.recursion import State, StepInfo
 from .engine import Engine
 from .joint_solver import JointProblem, whitened

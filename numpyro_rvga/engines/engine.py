@@ -15,11 +15,12 @@ from jax.sharding import Mesh
 
 from ..core.compilation import Compiled
 from ..core.designs import times_root
+from ..core.drivers import Progress
 from ..core.factors import Factors
 from ..core.gaussians import Transition
 from ..core.joint import Joint, joint_solve
 from ..core.ladder import TENSOR_NODES
-from ..core.maximize import Progress, Search, Settings
+from ..core.maximize import Search, Settings
 from ..core.objective import Group, in_stages
 from ..core.recursion import (
     Absorbed,

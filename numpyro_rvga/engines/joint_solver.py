@@ -11,25 +11,10 @@ from jax import Array
 from jax.core import Tracer
 
 from ..core.compilation import Compiled, jit_once
+from ..core.drivers import Evaluated, Pending, Progress, Steps, evaluate, pending, solve, solve_traced, updated
 from ..core.factors import Kind
 from ..core.joint import Joint, Start
-from ..core.maximize import (
-    Base,
-    Evaluated,
-    Pending,
-    Progress,
-    Search,
-    Settings,
-    Slope,
-    SolverState,
-    Steps,
-    evaluate,
-    pending,
-    solution,
-    solve,
-    solve_traced,
-    updated,
-)
+from ..core.maximize import Base, Search, Settings, Slope, SolverState, solution
 from ..core.objective import is_conservative, is_log_concave
 from ..core.precisions import PrecisionForm
 from ..core.recursion import Sites, State, StepInfo

@@ -8,9 +8,10 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from ..core.drivers import solve_traced
 from ..core.joint import Joint, bound_at
 from ..core.linalg import lower_from_root, solve_lower
-from ..core.maximize import Search, Solution, solve_traced
+from ..core.maximize import Search, Solution
 from ..model.arguments import PARAMS
 from .engine import Engine
 from .joint_solver import JointProblem, RowChunks

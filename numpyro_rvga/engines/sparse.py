@@ -13,9 +13,10 @@ import numpy as np
 from jax import Array
 
 from ..core.count import Count
+from ..core.drivers import Progress
 from ..core.factors import Factors
 from ..core.joint import Joint
-from ..core.maximize import Progress, Search
+from ..core.maximize import Search
 from ..core.objective import Group, in_stages
 from ..core.recursion import State, StepInfo
 from ..core.sparse import Marginals, sparse_solve

@@ -9,20 +9,9 @@ import pytest
 
 from numpyro_rvga.core import closed_forms as cf
 from numpyro_rvga.core import expectations as ex
+from numpyro_rvga.core.drivers import Steps, evaluate, pending, solve, solve_traced, updated
 from numpyro_rvga.core.factors import Factors, Kind
-from numpyro_rvga.core.maximize import (
-    Search,
-    Settings,
-    Steps,
-    evaluate,
-    init,
-    pending,
-    solution,
-    solve,
-    solve_traced,
-    standard_base,
-    updated,
-)
+from numpyro_rvga.core.maximize import Search, Settings, init, solution, standard_base
 from numpyro_rvga.core.objective import objective_of
 from numpyro_rvga.core.precisions import Dense
 
