@@ -287,6 +287,37 @@ def test_sites_are_checked(sites, message):
         FixedPointVI(eight_schools, integrate=sites).run(SCHOOLS, progress_bar=False)
 
 
+def test_resampled_draws_are_the_posteriors(schools):
+    found = schools["not centred"].resample(SCHOOLS, 4000)["posterior"]
+    _, mean, deviation = exact_schools()
+    for name, place in (("mu", 1), ("theta", slice(2, None))):
+        draws = np.asarray(found[name])[0]
+        np.testing.assert_allclose((draws.mean(0) - mean[place]) / deviation[place], 0, atol=0.06)
+        np.testing.assert_allclose(np.log(draws.std(0) / deviation[place]), 0, atol=0.06)
+
+
+def test_resampling_is_refused_where_q_is_far_from_the_posterior():
+    single = FixedPointVI(eight_schools).run(SCHOOLS, progress_bar=False)
+    assert single.khat(SCHOOLS).khat > 0.7
+    with pytest.raises(ValueError, match="cannot be resampled"):
+        single.resample(SCHOOLS, 1000)
+
+
+def many_scales(x, y=None):
+    scale = numpyro.sample("scale", dist.HalfCauchy(1).expand([7]).to_event(1))
+    slope = numpyro.sample("slope", dist.Normal(0, scale).to_event(1))
+    with numpyro.plate("rows", x.shape[0]):
+        numpyro.sample("y", dist.Normal(x @ slope, 1.0), obs=y)
+
+
+def test_more_than_six_entries_are_not_integrated():
+    data = {"x": np.eye(7), "y": np.arange(7.0)}
+    with pytest.raises(ValueError, match="7 entries, and at most 6"):
+        FixedPointVI(many_scales, integrate=["scale"]).run(data, progress_bar=False)
+    posterior = RVGA(many_scales).run(data, progress_bar=False).integrate(data, progress_bar=False)
+    assert posterior.info["not_integrated"] == "scale: 7 entries, and at most 6 can be integrated out"
+
+
 def test_rows_must_be_those_of_the_posterior(schools):
     few = {name: array[:4] for name, array in SCHOOLS.items()}
     with pytest.raises(ValueError, match="rows"):

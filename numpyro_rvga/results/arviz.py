@@ -31,13 +31,26 @@ def to_arviz(
     dims: Mapping[str, list[str]] | None,
 ) -> Any:
     """See :meth:`Posterior.to_arviz`."""
+    _import_arviz()
+    draw_key, predictive_key = jax.random.split(jax.random.key(0) if rng_key is None else rng_key)
+    theta = posterior.sample_unconstrained(draw_key, (num_samples,))
+    rows = None if data is None else rows_with_outcome(posterior.program, data)
+    return converted(posterior, theta, rows, predictive_key, coords, dims)
+
+
+def converted(
+    posterior: Posterior,
+    theta: Array,
+    rows: Mapping[str, Any] | None,
+    predictive_key: Array,
+    coords: Mapping[str, Any] | None,
+    dims: Mapping[str, list[str]] | None,
+) -> Any:
+    """Draws (n, P) as ArviZ has them."""
     from .. import __version__
 
     arviz, major = _import_arviz()
     program = posterior.program
-    draw_key, predictive_key = jax.random.split(jax.random.key(0) if rng_key is None else rng_key)
-    theta = posterior.sample_unconstrained(draw_key, (num_samples,))
-    rows = None if data is None else rows_with_outcome(program, data)
     sampled: dict[str, dict[str, Any]] = {
         "posterior": posterior.constrain(theta, rows),
         "sample_stats": {"log_q": posterior.log_prob_unconstrained(theta)},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 DEFAULTS = Options("implicit", "auto", "auto", None, 500, 256)
 NEGLIGIBLE = 1e-6  # weight of a component that is left out
 MOST_ON_LATTICE = 2  # parameters
+MOST_INTEGRATED = 6
 UNSETTLED = 0.1  # standard deviations
 MOST_KHAT = 0.7
 CONVERGED = 0.999  # of the mass, at points where the bound is maximized
@@ -66,7 +68,12 @@ class Integration:
             key = (id(program.model), program.layout.site_names, program.row_plates)
             if key not in self._choices:
                 self._choices[key] = choose_sites(program)
-            return self._choices[key]
+            choice = self._choices[key]
+            size = _size(program, choice.sites)
+            if size > MOST_INTEGRATED:
+                names = ", ".join(choice.sites)
+                return Choice((), f"{names}: {size} entries, and at most {MOST_INTEGRATED} can be integrated out")
+            return choice
         unknown = [name for name in sites if name not in program.layout.site_names]
         if unknown or not sites:
             raise ValueError(
@@ -75,6 +82,12 @@ class Integration:
             )
         if set(sites) == set(program.layout.site_names):
             raise ValueError(f"integrate={list(sites)!r} leaves no site that is Gaussian given these: name fewer.")
+        size = _size(program, sites)
+        if size > MOST_INTEGRATED:
+            raise ValueError(
+                f"the sites {', '.join(sites)} have {size} entries, and at most {MOST_INTEGRATED} can be integrated "
+                "out: name fewer sites, or run NUTS."
+            )
         return Choice(tuple(name for name in program.layout.site_names if name in sites))
 
     def __call__(
@@ -185,6 +198,10 @@ def mixture_of(design: Design, places: np.ndarray, others: np.ndarray, dtype: An
     roots[:, others, len(places) :] = design.roots[kept]
     lower = jax.jit(lambda roots: lax.map(lower_from_root, roots))(roots)
     return GaussianMixture(jnp.asarray(np.log(weights), dtype), jnp.asarray(means, dtype), lower)
+
+
+def _size(program: Program, sites: Sequence[str]) -> int:
+    return sum(math.prod(program.layout.shapes[name]) for name in sites)
 
 
 def _places(program: Program, sites: tuple[str, ...]) -> np.ndarray:

@@ -21,7 +21,7 @@ from ..core.gaussians import Family
 from ..core.gaussians.mixture import GaussianMixture
 from ..model.row_set import RowSet
 from ..options import check_choice
-from . import arviz, integration, merging, prediction, storage, warmstart
+from . import arviz, integration, merging, prediction, resampling, storage, warmstart
 from .khat import Khat, khat
 
 if TYPE_CHECKING:
@@ -405,6 +405,38 @@ class Posterior:
         :raises ValueError: if ``data`` lack the outcome, and for fewer than 100 draws, too few to fit a tail to.
         """
         return khat(self, data, rng_key, num_samples)
+
+    def resample(
+        self,
+        data: Mapping[str, ArrayLike] | tuple,
+        num_samples: int = 1000,
+        *,
+        rng_key: Array | None = None,
+        coords: Mapping[str, Any] | None = None,
+        dims: Mapping[str, list[str]] | None = None,
+    ) -> Any:
+        """Draws of the model's posterior, where q is near it: Pareto-smoothed importance resampling (Vehtari et al.
+        2024) of four draws from q for each that is kept.
+
+        **Example**
+
+        With the model, the data and the posterior of :class:`RVGA`'s example:
+
+        .. doctest::
+
+            >>> dict(posterior.resample(data, 500)["posterior"]["slopes"].sizes)
+            {'chain': 1, 'draw': 500, 'slopes_dim_0': 2}
+
+        :param data: all rows that the posterior has absorbed, with their outcome.
+        :param num_samples: the number of draws. Some may be the same.
+        :param rng_key: random key; ``jax.random.key(0)`` by default.
+        :param coords: coordinate values by dimension name.
+        :param dims: dimension names by variable.
+        :return: what :meth:`to_arviz` returns with ``data``.
+        :raises ValueError: if the Pareto k is above 0.7, and if ``data`` lack the outcome.
+        :raises NotImplementedError: after a run with dynamics.
+        """
+        return resampling.resample(self, data, rng_key, num_samples, coords, dims)
 
     def nuts(self, **nuts_kwargs: Any) -> NUTS:
         """A NUTS kernel for the posterior's model, with q's covariance as its inverse mass matrix.

@@ -1,0 +1,62 @@
+"""Draws from q, corrected by importance resampling."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+from jax import Array
+from jax.typing import ArrayLike
+
+from ..model.rows import num_rows
+from .arviz import converted, smoothed
+from .log_joint import log_joint, rows_with_outcome
+
+if TYPE_CHECKING:
+    from .posterior import Posterior
+
+MOST_KHAT = 0.7
+OVERSAMPLING = 4  # draws for each that is kept
+LEAST_DRAWS = 400
+
+
+def resample(
+    posterior: Posterior,
+    data: Mapping[str, ArrayLike] | tuple,
+    rng_key: Array | None,
+    num_samples: int,
+    coords: Mapping[str, Any] | None,
+    dims: Mapping[str, list[str]] | None,
+) -> Any:
+    """See :meth:`Posterior.resample`."""
+    if "dynamics" in posterior.info:
+        raise NotImplementedError("parameters that move have no joint density with all rows to compare with.")
+    draw_key, place_key, order_key, predictive_key = jax.random.split(
+        jax.random.key(0) if rng_key is None else rng_key, 4
+    )
+    program = posterior.program
+    rows = rows_with_outcome(program, data)
+    if not program.whole and num_rows(rows) != posterior.num_rows:
+        raise ValueError(
+            f"data has {num_rows(rows)} rows, and the posterior has absorbed {posterior.num_rows}: give all of "
+            "these, and no others."
+        )
+    theta = posterior.sample_unconstrained(draw_key, (max(LEAST_DRAWS, OVERSAMPLING * num_samples),))
+    log_p = log_joint(program, theta, rows)
+    log_ratios = log_p - np.asarray(posterior.log_prob_unconstrained(theta), np.float64)
+    if (np.isnan(log_p) | np.isposinf(log_p)).any() or np.isneginf(log_p).all():
+        raise ValueError("the draws cannot be resampled: the log joint is not a finite number at some of them.")
+    log_weights, shape = smoothed(log_ratios)
+    if shape > MOST_KHAT:
+        raise ValueError(
+            f"the draws cannot be resampled: Pareto k = {shape:.2f}, above {MOST_KHAT}, so a few of them would have "
+            "all the weight. Integrate the hyperparameters out first (posterior.integrate(data)), or run NUTS from "
+            "here (posterior.nuts())."
+        )
+    bounds = np.cumsum(np.exp(log_weights))
+    places = (np.arange(num_samples) + np.asarray(jax.random.uniform(place_key, (num_samples,)))) / num_samples
+    chosen = np.minimum(np.searchsorted(bounds / bounds[-1], places), len(bounds) - 1)
+    chosen = np.asarray(jax.random.permutation(order_key, chosen))
+    return converted(posterior, theta[chosen], rows, predictive_key, coords, dims)
