@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -91,7 +92,7 @@ class FixedPointVI:
             raise ValueError(f"schedule='gradient' needs a bound to climb, and expectation={expectation!r} has none.")
         self.model, self.schedule = model, schedule
         self.options = Options("implicit", expectation, order, tolerance, max_iterations, num_samples)
-        self._engines = Engines(model, self.options, improper_prior_scale, batch=True, mesh=mesh)
+        self._engines = Engines(model, self.options, improper_prior_scale, batch=True, joint_rows=math.inf, mesh=mesh)
         self._solver = BatchSolver(self._engines, self.options, schedule, "FixedPointVI")
         self.integrate = _checked_integrate(integrate, schedule, expectation)
         self._integration = Integration(self.options, improper_prior_scale, mesh)

@@ -20,7 +20,7 @@ from .dynamics import Dynamics, check_dynamics
 from .engines.batch import BatchSolver, rows_info
 from .engines.devices import Devices
 from .engines.engine import Engine, Engines
-from .engines.expectation_errors import BUDGET, ExpectationErrors, warn_of
+from .engines.expectation_errors import ExpectationErrors, warn_of
 from .engines.sparse import SparseEngine, SparseEngines
 from .model.arguments import BadData, checked_rows
 from .model.failures import of_stream
@@ -36,6 +36,7 @@ from .streams.passes import SHUFFLES, PassOptions, open_source, ordered, usable_
 from .streams.recursive_pass import (
     FEW_NUMBERS,
     FIRST_BLOCK_NUMBERS,
+    FIRST_BLOCK_ROWS,
     JOINT_ROWS_PER_PARAMETER,
     SAMPLE_NUMBERS,
     Gathered,
@@ -178,7 +179,9 @@ class RVGA:
         self.first_block = first_block
         self.memory = memory
         self.options = Options(scheme, expectation, order, tolerance, max_iterations, num_samples)
-        self._engines = Engines(model, self.options, improper_prior_scale, dynamics, mesh=mesh)
+        plain = dynamics is None and {block_size, first_block} == {"auto"}
+        joint = {"joint_rows": FIRST_BLOCK_ROWS if plain else 0}
+        self._engines = Engines(model, self.options, improper_prior_scale, dynamics, **joint, mesh=mesh)
         self._check_shared(self._engines.devices)
         self._sparse_engines = SparseEngines()
         self._errors = ExpectationErrors()
@@ -318,7 +321,7 @@ class RVGA:
                 info["elbo_error"], excess = self._errors(engine, found.state, without(head, taken.left_out))
                 found = found.lowered(excess)
             can_restart = source.seekable and checkpoint is None
-            kinked = can_restart and info["elbo_error"] > BUDGET and engine.can_be_thorough
+            kinked = can_restart and engine.calls_for_more(info["elbo_error"])
             missed = quick is not None and not info["converged"]
             if kinked:
                 self._engines.make_thorough(engine)

@@ -90,9 +90,11 @@ def solve_triangular(
 def semidefinite_factor(matrix: Array) -> tuple[Array, Array]:
     """Lower L with L L^T = ``matrix`` (n, n), which may be singular, and M with M L = I on its range.
 
-    Unrolled over columns: meant for the few predictors of one row. A vanishing pivot gives a zero column.
+    Unrolled over columns, if there are few: meant for the predictors of one row. A vanishing pivot gives a zero column.
     """
     n = matrix.shape[-1]
+    if n > MOST_UNROLLED:
+        return _semidefinite_factor_by_loop(matrix)
     if n == 1:
         alive = matrix > 0
         root = jnp.sqrt(jnp.where(alive, matrix, 1.0))
@@ -117,6 +119,24 @@ def semidefinite_factor(matrix: Array) -> tuple[Array, Array]:
         alive = pivots[i] > 0
         inverse.append(jnp.where(alive, (unit - used) / jnp.where(alive, pivots[i], 1.0), 0.0))
     return factor, jnp.stack(inverse)
+
+
+def _semidefinite_factor_by_loop(matrix: Array) -> tuple[Array, Array]:
+    n = matrix.shape[-1]
+    floor = 10 * jnp.finfo(matrix.dtype).eps * n * jnp.max(jnp.diagonal(matrix))
+
+    def eliminate(j: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
+        rest, factor = carry
+        pivot = rest[j, j]
+        alive = pivot > floor
+        column = jnp.where(alive & (jnp.arange(n) >= j), rest[:, j] / jnp.sqrt(jnp.where(alive, pivot, 1.0)), 0.0)
+        return rest - jnp.outer(column, column), factor.at[:, j].set(column)
+
+    factor = lax.fori_loop(0, n, eliminate, (matrix, jnp.zeros_like(matrix)))[1]
+    dead = jnp.diagonal(factor) == 0
+    identity = jnp.eye(n, dtype=matrix.dtype)
+    inverse = solve_lower(factor + jnp.diag(dead.astype(matrix.dtype)), identity)
+    return factor, jnp.where(dead[:, None], 0.0, inverse)
 
 
 def semidefinite_root(matrices: Array) -> Array:

@@ -19,7 +19,7 @@ from ..options import Options
 from ..progress import progress
 from .climbs import GradientAscent, Record
 from .engine import Engine, Engines, chunks_of
-from .expectation_errors import BUDGET, ExpectationErrors, warn_of
+from .expectation_errors import ExpectationErrors, warn_of
 from .joint_solver import JointProblem, whitened
 from .learning import Learned, Learner
 from .sparse import SparseEngines
@@ -102,7 +102,7 @@ class BatchSolver:
         if self._options.has_bound and learned is None:
             error, excess = self._errors(engine, after, rows)
             facts["elbo_error"], bound = error, bound - excess
-            if error > BUDGET and engine.can_be_thorough:
+            if engine.calls_for_more(error):
                 engine = self._engines.make_thorough(engine)
                 options = {"progress_bar": progress_bar, "stacklevel": stacklevel + 1, "started": started}
                 return self(engine, rows, init, **options)

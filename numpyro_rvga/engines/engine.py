@@ -51,6 +51,8 @@ NUM_STARTS = 8
 ROW_ITERATIONS = 2  # at least, of rows one by one: in a routine, the second costs little and leaves much less
 ONE_PASS_TOLERANCE = 1e-6  # nats: of joint solves around a stream, which itself leaves a thousand times more
 CHUNK_NUMBERS = 2**24  # in the Jacobians of a chunk
+BUDGET = 1e-3  # nats, in all: expectations that may be off by more call for finer rules,
+ENOUGH_DRAWS = 0.5  # and those over draws of theta for more draws
 WHOLE = "all data at once"
 NUM_LINEARIZATIONS = 3  # of predictors that are not affine, in a small block
 
@@ -122,9 +124,20 @@ class Engine:
         other.program = program
         return other
 
+    def calls_for_more(self, error: float) -> bool:
+        """Whether a thorough engine is worth its time, given by how many nats expectations may be off."""
+        return self.can_be_thorough and error > (ENOUGH_DRAWS if self.takes_draws else BUDGET)
+
+    @property
+    def takes_draws(self) -> bool:
+        """Whether there are terms of rows without structure."""
+        return any(terms.by_draws for terms in self.program.terms)
+
     @property
     def can_be_thorough(self) -> bool:
         """Whether there are expectations that a thorough engine finds better."""
+        if self.takes_draws:
+            return self.effort != "thorough"
         all_terms = zip((*self.kinds, *self.prior_kinds), (*self.program.terms, *self.program.prior.terms))
         return self.effort != "thorough" and any(
             kind.measured is not None and terms.num_predictors in TENSOR_NODES for kind, terms in all_terms
@@ -208,7 +221,8 @@ class Engine:
     @property
     def numbers_per_row(self) -> int:
         """Size of a row's Jacobians."""
-        return sum(t.num_elements * max(t.num_predictors, 1) for t in self.program.terms) * self.program.layout.size
+        terms = [t for t in self.program.terms if not t.by_draws]
+        return max(1, sum(t.num_elements * max(t.num_predictors, 1) for t in terms)) * self.program.layout.size
 
     @property
     def numbers_absorbed(self) -> int:
@@ -441,6 +455,7 @@ class Engines:
     :param mesh: devices that share the rows.
     :param batch: whether all rows are always at hand: then ``numpyro.param`` sites can be learned.
     :param whole: whether to run the model on all rows at once, always; see :class:`Program`.
+    :param joint_rows: as many rows are in one solve, if they are at hand.
 
     :ivar last: the engine that was asked for last.
     """
@@ -454,10 +469,11 @@ class Engines:
         *,
         batch: bool = False,
         whole: bool = False,
+        joint_rows: float = 0,
         mesh: Mesh | None = None,
     ):
         self._model, self._options, self._scale, self._dynamics = model, options, improper_prior_scale, dynamics
-        self._batch, self._whole, self.devices = batch, whole, Devices(mesh)
+        self._batch, self._whole, self._joint_rows, self.devices = batch, whole, joint_rows, Devices(mesh)
         self._known: list[tuple[tuple, dict, Engine]] = []
         self._quick: dict[Engine, Engine | None] = {}
         self.last: Engine | None = None
@@ -474,7 +490,7 @@ class Engines:
         """
         shapes = tuple(sorted((n, a.shape[1:], str(a.dtype)) for n, a in rows.items()))
         key = tuple(np.asarray(jax.random.key_data(rng_key)).tolist())
-        form = (shapes, str(jnp.result_type(float)), key)
+        form = (shapes, str(jnp.result_type(float)), key, self._takes_draws(all_rows))
         for known, kwargs, engine in self._known:
             if known == form and _same(kwargs, model_kwargs):
                 program = engine.program.bind(rows, all_rows)
@@ -561,7 +577,7 @@ class Engines:
     def _whole_program(self, arrays: Rows, model_kwargs: dict, reason: Exception) -> Program:
         failures = []
         for variant, evaluates in _as_models_take_them(arrays):
-            options = {"whole": True, "evaluates": evaluates, **self._program_options}
+            options = {"whole": True, "evaluates": evaluates, "by_draws": self._is_plain, **self._program_options}
             try:
                 program = Program(self._model, variant, model_kwargs, **options)
                 program.check_rows(variant)
@@ -591,8 +607,19 @@ class Engines:
         """From now on, :meth:`quick` gives None."""
         self._quick[engine] = None
 
+    @property
+    def _is_plain(self) -> bool:
+        """Whether expectations may be found in any way."""
+        options = self._options
+        return options.scheme == "implicit" and options.expectation == "auto" and options.order in ("auto", 1)
+
+    def _takes_draws(self, all_rows: Rows | None) -> bool:
+        """Whether terms of rows without structure may be one factor: all rows are in one solve."""
+        return self._is_plain and all_rows is not None and num_rows(all_rows) <= self._joint_rows
+
     def _program(self, rows: Rows, model_kwargs: dict, all_rows: Rows | None) -> Program:
-        options = {"all_rows": all_rows, "whole": self._whole, **self._program_options}
+        draws = {"by_draws": self._takes_draws(all_rows)}
+        options = {"all_rows": all_rows, "whole": self._whole, **draws, **self._program_options}
         program = Program(self._model, rows, model_kwargs, **options)
         if not self._whole:
             program.check_independence(rows)

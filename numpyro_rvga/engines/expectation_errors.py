@@ -18,8 +18,7 @@ from ..model.rows import Rows, evenly_spread, num_rows, selected
 from .engine import Engine, chunks_of
 from .kinds import NUM_FRESH
 
-BUDGET = 1e-3  # nats, in all: what is above calls for finer rules,
-WORTH_A_WARNING = 1.0  # and if there are none, for a warning
+WORTH_A_WARNING = 1.0  # nats, in all
 MOST_ROWS = 4096
 MOST_NODES = 2**20  # that no search has seen
 DEVIATIONS = 2.0  # of a standard error
@@ -60,7 +59,7 @@ class ExpectationErrors:
         if engine not in self._known:
             self._known[engine] = _compiled(engine)
         most = MOST_ROWS
-        if any(kind.fresh is not None for kind in engine.kinds):
+        if any(kind.fresh is not None and not t.by_draws for kind, t in zip(engine.kinds, engine.program.terms)):
             most = min(most, MOST_NODES // (NUM_FRESH * engine.options.num_samples))
         some = selected(rows, evenly_spread(num_rows(rows), max(most, 2)))
         chunks = chunks_of(engine, some, engine.numbers_per_row)

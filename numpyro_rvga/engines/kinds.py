@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
@@ -13,11 +14,12 @@ from jax import Array
 
 from ..core import closed_forms as cf
 from ..core import expectations as ex
+from ..core.draws import by_draws
 from ..core.factors import Kind
 from ..core.ladder import expectations
 from ..core.linalg import semidefinite_factor
 from ..core.tilted import TiltedForm, tilted
-from ..model.terms import Terms
+from ..model.terms import MAX_PREDICTORS, Terms
 from ..options import Options
 
 NUM_FRESH = 8  # sets of nodes that no search has seen
@@ -53,6 +55,8 @@ def make_kind(terms: Terms, options: Options, rng_key: Array, *, effort: str = "
 
     def fresh(means, covariances, known):
         weight, values, local = known
+        if rule.fresh is not None:
+            return weighted(weight, rule.fresh(means, with_local(covariances, local), values))
         with jax.ensure_compile_time_eval():  # the nodes are constants
             keys = [jax.random.fold_in(rng_key, number) for number in range(1, NUM_FRESH + 1)]
             sets = [ex.monte_carlo_points(key, options.num_samples, terms.num_predictors) for key in keys]
@@ -74,13 +78,16 @@ def make_kind(terms: Terms, options: Options, rng_key: Array, *, effort: str = "
         weight, values, _ = known
         if terms.num_local:
             return finest(mean, jnp.zeros_like(covariance), known)
-        return tuple(weight * x for x in ex.linearized(lambda u: terms.density(u, values), mean, covariance))
+        density = lambda u: density_of(terms)(u, values)  # noqa: E731
+        if terms.by_draws:  # where a search starts from, which takes no curvature
+            return *(weight * x for x in jax.value_and_grad(density)(mean)), jnp.zeros_like(covariance)
+        return tuple(weight * x for x in ex.linearized(density, mean, covariance))
 
     def information(mean, known):
         weight, values, _ = known
         return weight * terms.information(mean, values)
 
-    sampled = name == "monte_carlo" or (name == "ladder" and terms.num_predictors > 3)
+    sampled = name in ("monte_carlo", "draws") or (name == "ladder" and terms.num_predictors > 3)
     has_information = terms.information is not None and not terms.num_local
     return Kind(
         filtered if options.scheme == "ekf" and has_information else expect,
@@ -101,12 +108,14 @@ class _Rule(NamedTuple):
     :ivar expect: and ``measured``: of many factors, as :class:`Kind` has them.
     :ivar finest: of one factor, as exactly as may be.
     :ivar conservative: whether gradient and curvature derive from the value.
+    :ivar fresh: as :class:`Kind` has it, if there is a way of its own.
     """
 
     expect: Callable
     finest: Callable
     conservative: bool
     measured: Callable | None = None
+    fresh: Callable | None = None
 
 
 def _resolve(terms: Terms, options: Options) -> str:
@@ -115,6 +124,8 @@ def _resolve(terms: Terms, options: Options) -> str:
         return "quadratic_bound"
     if options.scheme in ("ekf", "laplace"):
         return "linearized"
+    if terms.by_draws or (options.expectation == "auto" and terms.num_predictors > MAX_PREDICTORS):
+        return "draws"
     name = options.expectation
     if name == "probit":
         _need_closed_form(terms, "expectation='probit'", cf.Logistic)
@@ -164,6 +175,9 @@ def _rule(name: str, terms: Terms, options: Options, rng_key: Array, effort: str
     if name == "quadratic_bound":
         return of_each(cf.logistic_quadratic_bound, True)
 
+    if name == "draws":
+        return _rule_by_draws(terms, rng_key, more=effort == "thorough")
+
     def at_density(moments: Callable) -> Callable:
         return lambda m, s, values: moments(lambda u: terms.density(u, values), m, s)
 
@@ -172,7 +186,7 @@ def _rule(name: str, terms: Terms, options: Options, rng_key: Array, effort: str
     order = options.order
     if name == "quadrature":
         return of_each(at_density(partial(ex.quadrature, order)), order == 2 and terms.num_predictors == 1)
-    sampled = name == "monte_carlo" or terms.num_predictors > 3
+    sampled = name in ("monte_carlo", "draws") or terms.num_predictors > 3
     nodes = None
     if name == "sigma_points":
         nodes = ex.sigma_points(terms.num_predictors)
@@ -188,3 +202,28 @@ def _rule(name: str, terms: Terms, options: Options, rng_key: Array, effort: str
     few = effort == "few" and sampled
     expect, measured = expectations(terms.density, terms.num_predictors, nodes, effort="usual" if few else effort)
     return _Rule(expect, at_density(over_nodes if sampled else partial(ex.quadrature, 1)), True, measured)
+
+
+def density_of(terms: Terms) -> Callable:
+    """The density of a factor: of rows that are one factor, the sum, given their weights and what they need."""
+    if not terms.by_draws:
+        return terms.density
+
+    def of_rows(u, known):
+        weights, rows = known
+        return weights @ jax.vmap(lambda row: terms.density(u, row))(rows)
+
+    return of_rows
+
+
+def _rule_by_draws(terms: Terms, rng_key: Array, *, more: bool) -> _Rule:
+    @functools.cache
+    def nodes_of(number: int, count: int) -> tuple[np.ndarray, np.ndarray]:
+        return ex.monte_carlo_points(jax.random.fold_in(rng_key, number), count, terms.num_predictors)
+
+    expect, fresh = by_draws(density_of(terms), nodes_of, NUM_FRESH, more=more)
+
+    def of_one(*factor):
+        return tuple(x[0] for x in expect(*jax.tree.map(lambda x: x[None], factor)))
+
+    return _Rule(expect, of_one, True, fresh=fresh)

@@ -19,11 +19,22 @@ Seen = tuple[Terms, View | None]  # terms, and the few entries of theta that the
 
 def factors_at(terms: Terms, view: View | None, theta: Array, rows: dict, weight: Array, values: Any) -> Factors:
     """Of one site, at theta (P,)."""
+    if terms.by_draws:
+        return _one_factor(theta, weight, values)
     if view is None:
         offset, design, local = linearise(terms, theta, rows)
         return Factors(*merged((offset, design, (weight, values, local))))
     local = jnp.zeros((*weight.shape, terms.num_predictors, 0), theta.dtype)
     return Factors(*sparse_design(terms, view, theta, rows), merged((weight, values, local)))
+
+
+def _one_factor(theta: Array, weight: Array, values: Any) -> Factors:
+    """All rows, as a function of theta."""
+    size, dtype = theta.size, theta.dtype
+    rows = jax.tree.map(lambda x: x[None, :, 0], (weight, values))
+    return Factors(
+        theta[None], jnp.eye(size, dtype=dtype)[None], (jnp.ones(1, dtype), rows, jnp.zeros((1, size, 0), dtype))
+    )
 
 
 def prepare(seen: Iterable[Seen], origin: Array, rows: dict, weights: Array) -> tuple:

@@ -95,7 +95,7 @@ class Program:
     :param model_kwargs: passed to every call of the model unchanged.
     :param improper_prior_scale: standard deviation, in unconstrained space, of the normal that stands for improper
         priors; None refuses them.
-    :param prefer_parameters: see :func:`site_terms`.
+    :param prefer_parameters: see :func:`site_terms`. :param by_draws: likewise, for terms of rows.
     :param whole: run the model on all data at once, always: for rows that are coupled, or data that are not rows. The
         data are then part of the program, and have their values when the model is read.
     :param evaluates: whether what a model of all data computes of them in JAX is computed when the model is read, for
@@ -121,6 +121,7 @@ class Program:
         *,
         improper_prior_scale: float | None = None,
         prefer_parameters: bool = False,
+        by_draws: bool = False,
         whole: bool = False,
         evaluates: bool = False,
         params: Array | None = None,
@@ -167,7 +168,7 @@ class Program:
         self.params = self._find_params()
         if params is not None:
             self.params = self.params._replace(values=jnp.asarray(params, self.dtype))
-        self.terms = self._all_terms(prefer_parameters)
+        self.terms = self._all_terms(prefer_parameters, by_draws)
         validation.check_local_terms(self)
         self.selections = self._find_selections()
         support_check = validation.WholeSupportCheck if whole else validation.SupportCheck
@@ -194,18 +195,21 @@ class Program:
         one = {name: array[:1] for name, array in rows.items()}
         self.example_rows, self.example_row = jax.device_put((two, one), may_alias=False)
 
-    def _all_terms(self, prefer_parameters: bool) -> tuple[Terms, ...]:
+    def _all_terms(self, prefer_parameters: bool, by_draws: bool) -> tuple[Terms, ...]:
         """Those of row sites. Of a whole program they are cut into as many equal pieces as go into all of them."""
         theta = jax.ShapeDtypeStruct((self.layout.size + self.local.size,), self.dtype)
         row = self.shared if self.whole else {**self.example_row, **self.shared}
+        options = {"prefer_parameters": prefer_parameters, "by_draws": by_draws and not self.local.size}
         found = []
         for site in self._row_sites:
-            terms = site_terms(self._site_runner(site), site, theta, row, prefer_parameters=prefer_parameters)
-            found.append(in_tilted_form(terms, self.dtype, row)._replace(num_local=self.local.size))
+            terms = site_terms(self._site_runner(site), site, theta, row, **options)
+            if not terms.by_draws:
+                terms = in_tilted_form(terms, self.dtype, row)._replace(num_local=self.local.size)
+            found.append(terms)
         if not self.whole:
             return tuple(found)
         found = [terms for terms in found if terms.num_elements]
-        self._num_pieces = math.gcd(*[terms.num_elements for terms in found]) or 1
+        self._num_pieces = math.gcd(*[terms.num_elements for terms in found if not terms.by_draws]) or 1
         return tuple(by_piece(terms, self._num_pieces) for terms in found)
 
     def _find_index_check(self) -> validation.IndexCheck | None:

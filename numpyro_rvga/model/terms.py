@@ -39,6 +39,8 @@ class Terms(NamedTuple):
         depends on the outcome; None if it is not known.
     :ivar num_local: how many of theta's last entries are standard normal variables of the row's own.
     :ivar of_all_rows: whether one run of the model serves the predictors of all elements.
+    :ivar by_draws: whether the predictors are all of theta, for lack of structure. The rows of a solve are then one
+        factor, whose expectation is taken over draws of theta.
     """
 
     site: str
@@ -52,6 +54,7 @@ class Terms(NamedTuple):
     num_local: int = 0
     information: Callable[[Array, Any], Array] | None = None
     of_all_rows: bool = False
+    by_draws: bool = False
 
 
 class _Example(NamedTuple):
@@ -86,7 +89,13 @@ def _example_of(run_site: RunSite, theta: jax.ShapeDtypeStruct, row: Arrays) -> 
 
 
 def site_terms(
-    run_site: RunSite, site: str, theta: jax.ShapeDtypeStruct, row: Arrays, *, prefer_parameters: bool
+    run_site: RunSite,
+    site: str,
+    theta: jax.ShapeDtypeStruct,
+    row: Arrays,
+    *,
+    prefer_parameters: bool,
+    by_draws: bool = False,
 ) -> Terms:
     """Split one site's terms.
 
@@ -94,6 +103,8 @@ def site_terms(
     :param row: an example row: arrays with a leading axis of one (empty for prior terms).
     :param prefer_parameters: use the distribution's own parameters as predictors, linearised in theta if need be
         (what the extended Kalman filter does), even if an affine split is at hand.
+    :param by_draws: where a split names too many predictors, take expectations over draws of theta. Default: the
+        distribution's parameters are linearised, if they are fewer.
     """
     example = _example_of(run_site, theta, row)
     count = example.num_elements
@@ -108,6 +119,8 @@ def site_terms(
             if split.num_predictors > theta.shape[0]:
                 return _identity_terms(site, theta.shape[0], count, split)
             return _affine_terms(site, count, split)
+        if by_draws:
+            return _theta_terms(run_site, site, theta.shape[0])
     parameters = _parameter_terms(run_site, site, theta, row, example)
     if parameters is None or (split is not None and split.num_predictors <= parameters.num_predictors):
         split = split or factorise(lambda t, r, e: elements(run_site(t, r))[e], theta, row, index)
@@ -129,6 +142,21 @@ def _identity_terms(site, size, count, split) -> Terms:
         return split.density(split.predictors(u, known), split.constants(known))
 
     return Terms(site, count, size, True, predictors, constants, density, None)
+
+
+def _theta_terms(run_site: RunSite, site: str, size: int) -> Terms:
+    """All of theta as predictors of a row's terms, which are summed."""
+
+    def predictors(theta, row, element):
+        return theta
+
+    def constants(row, element):
+        return row
+
+    def density(u, row):
+        return jnp.sum(elements(run_site(u, row)))
+
+    return Terms(site, 1, size, True, predictors, constants, density, None, by_draws=True)
 
 
 def _affine_terms(site, count, split) -> Terms:
@@ -209,7 +237,13 @@ def split_rows(rows: Arrays) -> tuple[dict[str, Array], dict[str, Array]]:
 
 
 def by_piece(terms: Terms, num_pieces: int) -> Terms:
-    """The terms of a site with the model run on all data at once, in pieces that are known by number."""
+    """The terms of a site with the model run on all data at once, in pieces that are known by number.
+
+    What is summed over all data already is shared out in equal parts.
+    """
+    if terms.by_draws:
+        shared_out = lambda u, row: terms.density(u, split_rows(row)[0]) / num_pieces  # noqa: E731
+        return terms._replace(density=shared_out)
     count = terms.num_elements // num_pieces
 
     def split(row, element):

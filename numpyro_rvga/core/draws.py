@@ -1,0 +1,98 @@
+"""Expectations of functions of many numbers, by draws: for densities in which no structure was found.
+
+**Interface.** ``expect, fresh = by_draws(phi, nodes_of, num_fresh)`` has the form of every other expectation, so the
+solver takes it as one more kind of factor, next to those that are exact. A factor may be a term of C predictors, or a
+whole log likelihood whose C predictors are all of theta: one factor then stands for all rows (see
+:class:`~numpyro_rvga.model.terms.Terms`, ``by_draws``).
+
+Values are means over fixed points m + L z_k, L L^T = S; gradient and curvature are the derivatives of that very sum in
+m and S, from first derivatives of phi alone (Bonnet, 1964; Price, 1958). So the sum over factors is the bound of a
+deterministic problem, and a search that never lets it fall converges (Giordano, Ingram and Broderick, 2024: DADVI; with
+a full covariance here). The points are antithetic, from a scrambled Sobol sequence, with exactly the identity as their
+covariance: what is quadratic in phi comes out exact, and only the rest has an error. There must be more points than
+twice C: along directions that no point has, the covariance could grow for nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from .expectations import Moments, with_slopes
+from .linalg import semidefinite_factor
+from .primitives import equations
+
+Nodes = tuple[np.ndarray, np.ndarray]
+
+POINTS = 512  # at least,
+POINTS_PER_PREDICTOR = 8
+MOST_POINTS = 8192  # unless there must be more
+NUMBERS = 2**28  # that are computed for one expectation
+MORE_POINTS = 8  # times as many, where these do not suffice
+LARGEST_ARRAY = 2**20  # numbers in the largest array of what is evaluated at once
+
+
+def by_draws(
+    phi: Callable[[Array, Any], Array], nodes_of: Callable[[int, int], Nodes], num_fresh: int, *, more: bool = False
+) -> tuple[Callable, Callable]:
+    """(means (n, C), covariances (n, C, C), constants (n, ...)) -> E[phi], E[grad phi], E[hess phi] of n factors; and
+    -> E[phi] over as many sets of other points, which q was not fitted to, (n, num_fresh).
+
+    :param phi: of predictors (C,) and one factor's constants.
+    :param nodes_of: number of a set, and of points -> positions (K, C) of these points and weights (K,).
+    :param more: take more points than phi's cost would have it.
+    """
+
+    def expect_one(mean: Array, covariance: Array, constants: Any) -> Moments:
+        cost = _cost(phi, mean, constants)
+        with jax.ensure_compile_time_eval():  # the nodes are constants
+            nodes = nodes_of(0, _num_points(mean.size, cost, more))
+        z, weights = (jnp.asarray(x, mean.dtype) for x in nodes)
+        root, inverse = semidefinite_factor(covariance)
+        at = _at_points(jax.value_and_grad(phi), mean + z @ root.T, constants, cost)
+        return with_slopes(weights @ at[0], weights @ at[1], at[1], z, weights, root, inverse)
+
+    def fresh_of_one(mean: Array, covariance: Array, constants: Any) -> Array:
+        cost = _cost(phi, mean, constants)
+        count = max(_num_points(mean.size, cost, more) // num_fresh, 2 * mean.size)
+        with jax.ensure_compile_time_eval():
+            sets = [nodes_of(number, count)[0] for number in range(1, num_fresh + 1)]
+        z = jnp.asarray(np.concatenate(sets), mean.dtype)
+        values = _at_points(phi, mean + z @ semidefinite_factor(covariance)[0].T, constants, cost)
+        return jnp.mean(values.reshape(num_fresh, -1), axis=1)
+
+    def of_each(function: Callable) -> Callable:
+        return lambda *factors: lax.map(lambda one: function(*one), factors)
+
+    return of_each(expect_one), of_each(fresh_of_one)
+
+
+class _Cost(NamedTuple):
+    """Of one evaluation of phi: numbers that it computes, and those in its largest array."""
+
+    numbers: int
+    largest: int
+
+
+def _cost(phi: Callable, mean: Array, constants: Any) -> _Cost:
+    program = jax.make_jaxpr(phi)(mean, constants).jaxpr
+    sizes = [1, *(v.aval.size for eqn in equations(program) for v in eqn.outvars)]
+    return _Cost(sum(sizes), max(sizes))
+
+
+def _num_points(num_predictors: int, cost: _Cost, more: bool) -> int:
+    """A power of two."""
+    least = max(POINTS, POINTS_PER_PREDICTOR * num_predictors)
+    count = max(least, min(MOST_POINTS, NUMBERS // cost.numbers)) * (MORE_POINTS if more else 1)
+    return 1 << (count - 1).bit_length()
+
+
+def _at_points(function: Callable, points: Array, constants: Any, cost: _Cost) -> Any:
+    """``function(point, constants)`` at all points (K, C), as many at a time as memory has room for."""
+    size = min(len(points), max(1, LARGEST_ARRAY // cost.largest))
+    return lax.map(lambda point: function(point, constants), points, batch_size=size)
