@@ -123,5 +123,35 @@ def test_unusable_parts_are_refused(client):
         distributed.run(RVGA(model), [], client=client)
     with pytest.raises(ValueError, match="dynamics cannot be merged"):
         distributed.run(RVGA(model, dynamics=RandomWalk(0.1)), [{}], client=client)
-    with pytest.raises(ValueError, match="holds NaN in row 1"):
-        distributed.run(RVGA(model), [{"X": np.ones((3, 2)), "y": np.array([0, np.nan, 0])}], client=client, retries=0)
+
+
+class Counted:
+    """Blocks of which one cannot be used, or not be read; each reading leaves a note."""
+
+    def __init__(self, notes, error):
+        self._notes, self._error = str(notes), error
+
+    def __iter__(self):
+        with open(os.path.join(self._notes, f"{time.time_ns()}"), "w"):
+            pass
+        yield {"X": np.ones((100, 2)), "y": np.zeros(100)}
+        if self._error is not None:
+            raise self._error
+        yield {"X": np.ones((3, 2)), "y": np.array([0, np.nan, 0])}
+
+
+def test_errors_name_part_and_row_and_only_what_may_succeed_is_tried_again(client, tmp_path):
+    rng = np.random.default_rng(2)
+    good = {"X": rng.normal(size=(50, 2)), "y": rng.normal(size=50)}
+    (tmp_path / "rows").mkdir()
+    with pytest.raises(ValueError, match=r"^part 1: data array 'y' holds NaN in row 101"):
+        distributed.run(RVGA(model), [good, Counted(tmp_path / "rows", None)], client=client)
+    assert len(os.listdir(tmp_path / "rows")) == 1
+    (tmp_path / "disk").mkdir()
+    with pytest.raises(RuntimeError, match=r"^part 1: OSError: the disk is gone"):
+        distributed.run(RVGA(model), [good, Counted(tmp_path / "disk", OSError("the disk is gone"))], client=client)
+    assert len(os.listdir(tmp_path / "disk")) == 1 + distributed.RETRIES
+    with pytest.raises(ValueError, match=r"^part 0: the model needs 'X'"):
+        distributed.run(RVGA(model), [{}, good], client=client)
+    with pytest.raises(ValueError, match="part 1 and part 0 have taken in the same 50 rows"):
+        distributed.run(RVGA(model), [good, good], client=client)
