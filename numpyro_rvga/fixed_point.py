@@ -19,6 +19,7 @@ from .options import Options, check_choice, check_options, default_key
 from .results.conditions import Conditions, check_conditions
 from .results.integration import Integration
 from .results.posterior import Posterior
+from .results.rounding import warn_of_lost_digits
 
 SCHEDULES = ("incremental", "batch", "gradient")
 
@@ -158,7 +159,9 @@ class FixedPointVI:
         gaussian = FullGaussian(state.mean, state.root)
         info |= not_integrated
         seen = {"num_rows": int(state.num_rows), "row_sets": (row_set(rows),) if reason is None else ()}
-        return Posterior(program, gaussian, bound, info, state=state, **seen)
+        posterior = Posterior(program, gaussian, bound, info, state=state, **seen)
+        warn_of_lost_digits(posterior, stacklevel=3)
+        return posterior
 
     @classmethod
     def conditions(

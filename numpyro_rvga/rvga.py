@@ -30,6 +30,7 @@ from .options import Options, check_choice, check_options, check_size, default_k
 from .progress import progress
 from .results.merging import state_of_gaussian
 from .results.posterior import Posterior
+from .results.rounding import warn_of_lost_digits
 from .streams.certification import Certification
 from .streams.checkpoints import EVERY
 from .streams.passes import SHUFFLES, PassOptions, open_source, ordered, usable_in_memory
@@ -335,7 +336,10 @@ class RVGA:
         bound = self._certification.checked(engine, found, rng_key)
         from_prior = int(start.num_rows) == 0
         row_sets = (*getattr(init, "row_sets", ()), taken.absorbed)
-        return self._posterior(engine, found.state, info, model_kwargs, bound if from_prior else None, row_sets)
+        bound = bound if from_prior else None
+        posterior = self._posterior(engine, found.state, info, model_kwargs, bound, row_sets)
+        warn_of_lost_digits(posterior, stacklevel=3)
+        return posterior
 
     # ------------------------------------------------------------------ functional form
     def init(self, data: Mapping[str, Any] | tuple, *, rng_key: Array | None = None, **model_kwargs: Any) -> State:
