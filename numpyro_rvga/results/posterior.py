@@ -144,6 +144,7 @@ class Posterior:
         :return: the constrained latent sites and the deterministic sites that have no value for each row, each of
             shape ``(*sample_shape, *site_shape)``.
         """
+        _check_shape(sample_shape)
         theta_key, local_key = (rng_key, None) if data is None else jax.random.split(rng_key)
         theta = self.sample_unconstrained(theta_key, sample_shape)
         rows = None if data is None else self.program.rows(data, predicted=True)
@@ -161,6 +162,7 @@ class Posterior:
         :param sample_shape: leading shape of the draws.
         :return: shape ``(*sample_shape, P)``.
         """
+        _check_shape(sample_shape)
         standard = jax.random.normal(rng_key, (*sample_shape, self.gaussian.noise_size), self.mean.dtype)
         return self.gaussian.transform(standard)
 
@@ -688,3 +690,9 @@ def _summary_table(samples: Mapping[str, np.ndarray], prob: float) -> str:
     lines = [" " * width + "".join(f" {title:>9}" for title in header)]
     lines += [f"{label:>{width}}" + "".join(f" {value:>9.2f}" for value in values) for label, values in rows]
     return "\n" + "\n".join(lines) + "\n"
+
+
+def _check_shape(sample_shape: Any) -> None:
+    """:raises ValueError: for a number in place of a shape."""
+    if not isinstance(sample_shape, (tuple, list)):
+        raise ValueError(f"sample_shape must be a tuple, not {sample_shape!r}: for one axis, ({sample_shape},).")

@@ -67,6 +67,12 @@ def test_draws_have_the_sample_shape_and_the_models_global_sites(posterior, samp
     np.testing.assert_allclose(draws["twice"], 2 * draws["deviation"], rtol=1e-6)
 
 
+def test_a_number_of_draws_is_refused_with_the_shape_that_works(posterior):
+    for draw in (posterior.sample_posterior, posterior.sample_unconstrained):
+        with pytest.raises(ValueError, match=r"must be a tuple, not 3: for one axis, \(3,\)"):
+            draw(KEY, 3)
+
+
 def test_draws_have_the_moments_of_q(posterior):
     theta = flat(posterior.sample_posterior(KEY, (40_000,)))
     standard_error = np.sqrt(np.diagonal(COVARIANCE) / len(theta))
