@@ -24,6 +24,7 @@ from numpyro_rvga import RVGA, FixedPointVI
 from numpyro_rvga.core.closed_forms import Logistic, logistic_mixture
 from numpyro_rvga.core.expectations import hermite_rule
 from numpyro_rvga.core.ladder import expectations
+from numpyro_rvga.core.symbolic import factorise
 
 REPEATS = 7
 CLOSED = "logistic, closed form"
@@ -59,6 +60,29 @@ def absolute_loss(u: Array, y: Array) -> Array:
     return -jnp.abs(y - u[0]) / 0.5
 
 
+def insensitive_loss(u: Array, y: Array) -> Array:
+    return -jnp.maximum(0.0, jnp.abs(y - u[0]) - 0.3) / 0.2
+
+
+def quantile_regression(u: Array, y: Array) -> Array:
+    return dist.AsymmetricLaplaceQuantile(u[0], jnp.exp(u[1]), 0.8).log_prob(y)
+
+
+def categorical(u: Array, y: Array) -> Array:
+    return dist.Categorical(logits=jnp.concatenate([jnp.zeros(1), u])).log_prob(jnp.minimum(y, 2.0).astype(int))
+
+
+def ordered_logistic(u: Array, y: Array) -> Array:
+    cutpoints = jnp.stack([u[1], u[1] + jnp.exp(u[2])])
+    return dist.OrderedLogistic(u[0], cutpoints).log_prob(jnp.minimum(y, 2.0).astype(int))
+
+
+def mixture_for_outliers(u: Array, y: Array) -> Array:
+    parts = jnp.stack([jax.nn.log_sigmoid(-u[2]), jax.nn.log_sigmoid(u[2])])
+    scales = jnp.stack([jnp.exp(u[1]), jnp.full_like(u[1], 10.0)])
+    return jax.nn.logsumexp(parts + dist.Normal(u[0], scales).log_prob(y))
+
+
 LIKELIHOODS = [
     (negative_binomial, 2),
     (student_t, 3),
@@ -67,7 +91,13 @@ LIKELIHOODS = [
     (zero_inflated_poisson, 2),
     (tanh_network, 1),
     (absolute_loss, 1),
+    (insensitive_loss, 1),
+    (quantile_regression, 2),
+    (categorical, 2),
+    (ordered_logistic, 3),
+    (mixture_for_outliers, 3),
 ]
+SIZES = {phi.__name__: size for phi, size in LIKELIHOODS}
 
 
 def dense(phi: Callable, means: Array, covariances: Array, outcomes: Array) -> Array:
@@ -89,14 +119,28 @@ def rows_of(size: int, deviation: float, count: int) -> tuple[Array, Array, Arra
     return tuple(map(jnp.asarray, (rng.normal(size=(count, size)), covariances, outcomes)))
 
 
+def as_read(phi: Callable, size: int) -> Callable:
+    """The density as it is read from a model, whose predictors come in an order of their own."""
+    split = factorise(phi, jnp.zeros(size), jnp.zeros(()))
+    turned = jax.jacobian(lambda u: split.predictors(u, (jnp.zeros(()),)))(jnp.zeros(size))
+    if split.num_predictors != size:
+        return phi
+    return lambda u, y: split.density(turned @ u, split.constants((y,)))
+
+
 def measure_rules(count: int, report: Report) -> None:
-    rules = [(phi, size, *map(jax.jit, expectations(phi, size))) for phi, size in LIKELIHOODS]
+    rules, few = [], {}
+    for phi, size in LIKELIHOODS:
+        read = as_read(phi, size)
+        rules.append((phi, size, *map(jax.jit, expectations(read, size))))
+        few[phi.__name__] = jax.jit(expectations(read, size, effort="few")[0])
     for deviation in (0.01, 0.1, 1.0):
         means, covariances, outcomes = rows_of(1, deviation, count)
         ones = jnp.ones(count)
         closed = jax.jit(lambda m, s, y, ones=ones: jax.vmap(logistic_mixture)(m, s, Logistic(y, ones, ones, ones)))
         steps = {CLOSED: partial(closed, means, covariances, outcomes)}
         steps |= {phi.__name__: partial(expect, *rows_of(size, deviation, count)) for phi, size, expect, _ in rules}
+        steps |= {f"few {n}": partial(few[n], *rows_of(size, deviation, count)) for n, size in SIZES.items()}
         milliseconds = medians(steps, REPEATS)
         shown = {name: 1e3 * value / count for name, value in milliseconds.items()}
         report(likelihood=CLOSED, deviation=deviation, microseconds_a_row=shown[CLOSED])
@@ -108,6 +152,7 @@ def measure_rules(count: int, report: Report) -> None:
                 deviation=deviation,
                 microseconds_a_row=shown[phi.__name__],
                 ratio=shown[phi.__name__] / shown[CLOSED],
+                ratio_by_few_nodes=shown[f"few {phi.__name__}"] / shown[CLOSED],
                 error=float(jnp.max(jnp.abs(found[0] - dense(phi, *some)))),
                 estimated_error=float(jnp.max(estimates)),
             )
