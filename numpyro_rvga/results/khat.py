@@ -40,7 +40,7 @@ SURE = 2.0  # standard errors
 UNSURE = 0.1  # standard error of a move that is too large to tell
 LISTED = 3  # sites that a verdict names
 REMEDY = {
-    "doubtful": "Integrate hyperparameters out (integrate=), or compare with NUTS, started from posterior.nuts().",
+    "doubtful": 'Integrate scales out: FixedPointVI(model, integrate="auto"). Or compare with posterior.nuts().',
     "bad": "Use q only to start NUTS: posterior.nuts().",
 }
 
