@@ -15,7 +15,7 @@ from .core.gaussians import FullGaussian
 from .engines.batch import BatchSolver, rows_info
 from .engines.engine import Engines
 from .model.row_set import row_set
-from .options import Options, check_choice, check_options, default_key
+from .options import LOCAL, Options, check_choice, check_options, default_key
 from .results.conditions import Conditions, check_conditions
 from .results.integration import Integration
 from .results.posterior import Posterior
@@ -65,6 +65,7 @@ class FixedPointVI:
         many values of these, with as much weight as the data give it. ``"auto"`` takes as few sites as make the rest a
         latent Gaussian model: scales, correlations, length scales. False (default) integrates nothing.
     :param mesh: devices that share the rows; see :class:`RVGA`.
+    :param str local: latent variables of single rows: ``"marginal"`` or ``"prior"``; see :class:`RVGA`.
     :raises ValueError: for options that do not exist or exclude each other.
 
     **References**
@@ -86,14 +87,17 @@ class FixedPointVI:
         num_samples: int = 256,
         integrate: str | bool | Sequence[str] = False,
         mesh: Mesh | None = None,
+        local: str = "prior",
     ):
         check_choice("schedule", schedule, SCHEDULES)
+        check_choice("local", local, LOCAL)
         check_options(expectation, order, improper_prior_scale, tolerance, max_iterations, num_samples)
         if schedule == "gradient" and expectation in ("probit", "linearized"):
             raise ValueError(f"schedule='gradient' needs a bound to climb, and expectation={expectation!r} has none.")
         self.model, self.schedule = model, schedule
         self.options = Options("implicit", expectation, order, tolerance, max_iterations, num_samples)
-        self._engines = Engines(model, self.options, improper_prior_scale, batch=True, joint_rows=math.inf, mesh=mesh)
+        batch = {"batch": True, "joint_rows": math.inf, "local": local}
+        self._engines = Engines(model, self.options, improper_prior_scale, **batch, mesh=mesh)
         self._solver = BatchSolver(self._engines, self.options, schedule, "FixedPointVI")
         self.integrate = _checked_integrate(integrate, schedule, expectation)
         self._integration = Integration(self.options, improper_prior_scale, mesh)

@@ -10,6 +10,7 @@ from jax import Array
 
 EXPECTATIONS = ("auto", "exact", "probit", "quadrature", "sigma_points", "monte_carlo", "linearized")
 ORDERS = ("auto", 2, 1, 0)
+LOCAL = ("marginal", "prior")
 
 
 class Options(NamedTuple):

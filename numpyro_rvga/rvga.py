@@ -26,7 +26,7 @@ from .model.arguments import BadData, checked_rows
 from .model.failures import of_stream
 from .model.row_set import RowSet
 from .model.rows import Rows, in_blocks, num_rows, without
-from .options import Options, check_choice, check_options, check_size, default_key
+from .options import LOCAL, Options, check_choice, check_options, check_size, default_key
 from .progress import progress
 from .results.merging import state_of_gaussian
 from .results.posterior import Posterior
@@ -125,6 +125,11 @@ class RVGA:
         Gaussian: about twice its Kullback-Leibler divergence from that.
     :param mesh: devices that share the rows of each block, of one process or of several. In several, each runs the same
         program on the same data, and reads what its own devices take. Blocks of a few rows are faster on one device.
+    :param str local: latent variables of single rows, in a plate over the rows. ``"marginal"`` integrates them out of
+        their row's density: discrete ones by summing over their states, continuous ones, up to three that enter the
+        same terms, by adaptive quadrature, and any number if all is Normal. ``"prior"`` (default) takes Normal ones of
+        known scale from their conditional prior, which is then part of q: a looser bound, and the usual one of sparse
+        Gaussian processes.
     :raises ValueError: for options that do not exist or exclude each other.
 
     :ivar state: of the last run, after the last rows that it took in, also if it was stopped; for :meth:`posterior`.
@@ -155,6 +160,7 @@ class RVGA:
         max_looks: int = 3,
         certificate_tolerance: float = 1e-3,
         mesh: Mesh | None = None,
+        local: str = "prior",
     ):
         check_choice("scheme", scheme, SCHEMES)
         check_choice("family", family, FAMILIES)
@@ -166,6 +172,7 @@ class RVGA:
             raise ValueError(f"scheme={scheme!r} fixes its blocks: leave block_size, first_block and memory at 'auto'.")
         if scheme in ("ekf", "qkf", "laplace") and expectation != "auto":
             raise ValueError(f"scheme={scheme!r} fixes the expectation: leave expectation at 'auto'.")
+        check_choice("local", local, LOCAL)
         check_options(expectation, order, improper_prior_scale, tolerance, max_iterations, num_samples)
         check_dynamics(dynamics)
         if dynamics is not None and (scheme == "laplace" or shuffle is True or {first_block, memory} - {"auto", 0}):
@@ -181,7 +188,7 @@ class RVGA:
         self.memory = memory
         self.options = Options(scheme, expectation, order, tolerance, max_iterations, num_samples)
         plain = dynamics is None and {block_size, first_block} == {"auto"}
-        joint = {"joint_rows": FIRST_BLOCK_ROWS if plain else 0}
+        joint = {"joint_rows": FIRST_BLOCK_ROWS if plain else 0, "local": local}
         self._engines = Engines(model, self.options, improper_prior_scale, dynamics, **joint, mesh=mesh)
         self._check_shared(self._engines.devices)
         self._sparse_engines = SparseEngines()

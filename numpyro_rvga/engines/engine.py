@@ -471,9 +471,11 @@ class Engines:
         whole: bool = False,
         joint_rows: float = 0,
         mesh: Mesh | None = None,
+        local: str = "prior",
     ):
         self._model, self._options, self._scale, self._dynamics = model, options, improper_prior_scale, dynamics
         self._batch, self._whole, self._joint_rows, self.devices = batch, whole, joint_rows, Devices(mesh)
+        self._local = local
         self._known: list[tuple[tuple, dict, Engine]] = []
         self._quick: dict[Engine, Engine | None] = {}
         self.last: Engine | None = None
@@ -594,7 +596,7 @@ class Engines:
     @property
     def _program_options(self) -> dict[str, Any]:
         prefer_parameters = self._options.scheme == "ekf" or self._options.expectation == "linearized"
-        return {"improper_prior_scale": self._scale, "prefer_parameters": prefer_parameters}
+        return {"improper_prior_scale": self._scale, "prefer_parameters": prefer_parameters, "local": self._local}
 
     def quick(self, engine: Engine) -> Engine | None:
         """The same by few nodes for each row; None if they are known not to be enough."""

@@ -45,6 +45,7 @@ from .data_prior import DataPrior, PriorConstants, SiteArrays, data_dependence, 
 from .deterministic import DeterministicSites, classify_deterministic
 from .identity import ModelIdentity, model_identity
 from .layout import Layout, layout_of
+from .local import Component, LocalSites, components_of, local_terms, states_of
 from .parameters import Parameters, parameters_of
 from .prior import (
     IndependentStart,
@@ -62,7 +63,7 @@ from .prior import (
     state_at,
 )
 from .recognition import in_tilted_form
-from .rows import Rows, common_length, num_rows, selected
+from .rows import Rows, common_length, evenly_spread, num_rows, selected
 from .sparsity import Sparsity, find_sparsity, is_selection
 from .terms import Terms, by_piece, linearise, site_terms
 from .tracing import (
@@ -87,6 +88,9 @@ class ImproperPrior(ValueError):
     """A prior that a recursion cannot start from."""
 
 
+MOST_LOOKED_AT = 256  # rows, to find out on which predictors theta has a say
+
+
 class Program:
     """A model, its data's form and its keyword arguments, read once.
 
@@ -104,6 +108,9 @@ class Program:
     :param all_rows: all rows, which priors and deterministic sites may read, if they are at hand.
     :param constants: what all rows determine of such a prior, if that is known already.
     :ivar reason: why a whole program is one.
+    :param local: ``"marginal"`` integrates latent variables of single rows out of these rows' densities; ``"prior"``
+        takes Normal ones of known scale from their conditional prior, which is then part of q.
+    :ivar local: the latter's layout. :ivar row_latents: the former; None if there are none.
     :ivar deterministic: names of the deterministic sites.
     :ivar data_rows: all rows, if they are at hand and deterministic sites read them.
     :raises CoupledRows: for a model that cannot be run on single rows, if not ``whole``, and ImproperPrior for one with
@@ -127,6 +134,7 @@ class Program:
         params: Array | None = None,
         all_rows: Rows | None = None,
         constants: PriorConstants | None = None,
+        local: str = "prior",
     ):
         self.model, self.model_kwargs, self.whole = model, dict(model_kwargs), whole
         self.reason: str | None = None
@@ -144,16 +152,21 @@ class Program:
             validation.check_has_outcome(observed, model, given)
         self._choose_examples(rows)
         self.local, self.params = layout_of({}), parameters_of({}, self.dtype)
+        self.row_latents: LocalSites | None = None
         self.sites, self.plates = validation.describe_few(self._describe, self.example_row, "one row", observed)
-        validation.check_continuous(self.sites)
-        local = frozenset()
+        local_names = frozenset()
         if not whole:
             of_two, _ = validation.describe_few(self._describe, self.example_rows, "two rows", observed)
-            local = validation.local_latents(self.sites, of_two, self.row_plates)
-        latents = {n: s.unconstrained_shape for n, s in self.sites.items() if not s.is_observed}
-        self.layout = layout_of({name: shape for name, shape in latents.items() if name not in local})
-        self.local = layout_of({name: shape for name, shape in latents.items() if name in local})
-        validation.check_shared(self.layout, self.local)
+            local_names = validation.local_latents(self.sites, of_two, self.row_plates, marginal=local == "marginal")
+        validation.check_continuous(self.sites, local_names, local)
+        latents = {n: s.unconstrained_shape for n, s in self.sites.items() if not (s.is_observed or s.is_discrete)}
+        self.layout = layout_of({name: shape for name, shape in latents.items() if name not in local_names})
+        validation.check_shared(self.layout, local_names)
+        own = layout_of({name: shape for name, shape in latents.items() if name in local_names})
+        if local == "marginal" and local_names:
+            self.row_latents = self._find_row_latents(own, rows)
+        else:
+            self.local = own
         self._row_sites, self._prior_sites = self._classify()
         self.observed_sites = tuple(s for s in self._row_sites if not self.sites[s].is_auxiliary)
         if not whole:
@@ -168,7 +181,8 @@ class Program:
         self.params = self._find_params()
         if params is not None:
             self.params = self.params._replace(values=jnp.asarray(params, self.dtype))
-        self.terms = self._all_terms(prefer_parameters, by_draws)
+        self._components = self._find_components()
+        self.terms = (*self._all_terms(prefer_parameters, by_draws), *self._integrated_terms(rows))
         validation.check_local_terms(self)
         self.selections = self._find_selections()
         support_check = validation.WholeSupportCheck if whole else validation.SupportCheck
@@ -201,7 +215,7 @@ class Program:
         row = self.shared if self.whole else {**self.example_row, **self.shared}
         options = {"prefer_parameters": prefer_parameters, "by_draws": by_draws and not self.local.size}
         found = []
-        for site in self._row_sites:
+        for site in [name for name in self._row_sites if name not in self._tied]:
             terms = site_terms(self._site_runner(site), site, theta, row, **options)
             if not terms.by_draws:
                 terms = in_tilted_form(terms, self.dtype, row)._replace(num_local=self.local.size)
@@ -211,6 +225,63 @@ class Program:
         found = [terms for terms in found if terms.num_elements]
         self._num_pieces = math.gcd(*[terms.num_elements for terms in found if not terms.by_draws]) or 1
         return tuple(by_piece(terms, self._num_pieces) for terms in found)
+
+    def _find_row_latents(self, continuous: Layout, rows: Mapping[str, Array]) -> LocalSites:
+        """The latent variables of single rows, with the states of the discrete ones in all rows at hand."""
+        sites = {n: s for n, s in self.sites.items() if s.is_discrete and not s.is_observed}
+        states: dict[str, Array] = {}
+        if sites:
+            records = self._records({}, {name: jnp.asarray(array) for name, array in rows.items()})
+            states = {name: jnp.asarray(states_of(name, peel(records[name].fn)[0])) for name in sites}
+        return LocalSites(continuous, {name: sites[name].value_shape for name in sites}, states)
+
+    def _find_components(self) -> tuple[Component, ...]:
+        if self.row_latents is None:
+            return ()
+        row = {**self.example_row, **self.shared}
+        return components_of(self._row_records, self.row_latents, self.layout.size, self.dtype, row, self._row_sites)
+
+    def _integrated_terms(self, rows: Mapping[str, Array]) -> list[Terms]:
+        theta = jax.ShapeDtypeStruct((self.layout.size,), self.dtype)
+        if not self._components:
+            return []
+        row = {**self.example_row, **self.shared}
+        some = selected(dict(rows), evenly_spread(num_rows(rows), MOST_LOOKED_AT)) | self.shared
+        return [
+            local_terms(self._row_records, self.row_latents, component, theta, row, some)
+            for component in self._components
+        ]
+
+    def _row_records(
+        self, theta: Array, row: Mapping[str, Array], states: Mapping[str, Array]
+    ) -> dict[str, SiteRecord]:
+        """Of a run on one row. theta: (P + K,), with the row's own continuous variables."""
+        size = self.layout.size
+        sites = self.layout.unravel(theta[:size]) | self.row_latents.continuous.unravel(theta[size:])
+        return sample_sites(*self._run(row, sites, states=states))
+
+    def row_latents_of(self, rows: Mapping[str, Array], rng: np.random.Generator) -> tuple[tuple, tuple]:
+        """Values for the latent variables of some rows, to try things with: for :meth:`site_elements` of all rows, and
+        of each row by itself, with a leading axis."""
+        total, nothing = num_rows(rows), ({}, {})
+        if self.row_latents is None:
+            return nothing, nothing
+        local, infos = self.row_latents, self._describe(rows)[0]
+
+        def of_each(values: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+            axis = next((i for i, n in enumerate(shape) if n != values.shape[i]), None)
+            return values[None] if axis is None else np.stack([values.take([i], axis) for i in range(total)])
+
+        shapes = {name: infos[name].unconstrained_shape for name in local.continuous.site_names}
+        z = {name: rng.normal(0.0, 0.5, shape).astype(self.dtype) for name, shape in shapes.items()}
+        states = {n: rng.choice(np.asarray(v), infos[n].value_shape) for n, v in local.states.items()}
+        alone = {name: of_each(x, local.continuous.shapes[name]) for name, x in z.items()}
+        return (z, states), (alone, {name: of_each(x, local.shapes[name]) for name, x in states.items()})
+
+    @property
+    def local_names(self) -> tuple[str, ...]:
+        """Latent sites with a value for each row that are no part of theta."""
+        return self.local.site_names if self.row_latents is None else self.row_latents.site_names
 
     def _find_index_check(self) -> validation.IndexCheck | None:
         """None if the model indexes nothing by a row."""
@@ -324,7 +395,7 @@ class Program:
         """
         if self.whole:
             return self if self.holds(rows) else None
-        if self.data_prior is None and not self.deterministic.of_data:
+        if self.data_prior is None and not self.deterministic.of_data and self.row_latents is None:
             return self
         other = self._copied()
         other.data_rows = self._rows_to_keep(all_rows)
@@ -394,7 +465,7 @@ class Program:
         def predictions(rows):
             trace, runner = self._run(rows, self._unravel(theta))
             records = sample_sites(trace, runner)
-            names = (*self.observed_sites, *self.local.site_names)
+            names = (*self.observed_sites, *self.local_names)
             values = {name: value for name, value in deterministic_sites(trace).items() if name in self.of_rows}
             return {"all": ([peel(records[name].fn)[0] for name in names], values)}
 
@@ -463,7 +534,7 @@ class Program:
 
     def row_axis(self, site: str) -> int:
         """The axis of an observed site's values along which rows lie."""
-        return next((axis for axis, plate in enumerate(self.plates[site]) if plate in self.row_plates), 0)
+        return next((axis for axis, plate in enumerate(self.plates.get(site, ())) if plate in self.row_plates), 0)
 
     def check_rows(self, rows: Mapping[str, np.ndarray], first_row: int = 0) -> None:
         """:raises ValueError: naming array and row of an observed value outside its distribution's support, or of an
@@ -558,33 +629,72 @@ class Program:
     def log_likelihood(self, theta: Array, rows: Mapping[str, Array], site: str | None = None) -> dict[str, Array]:
         """Log-likelihood of each row by observed site, (n, *elements); auxiliary factors under their own names.
 
-        Variables of the row's own are integrated out; what they enter is then summed over its elements.
+        Variables of the row's own are integrated out; what they enter is then summed over its elements. Sites that
+        they tie together have one log-likelihood, under the names of them all ("x+y").
 
         :param rows: as :meth:`inputs` gives them.
         """
-        names, axes = self._row_sites if site is None else (site,), self._row_axes
         if self.whole:
+            names = self._row_sites if site is None else (site,)
             terms = self._log_probs(theta, self.example_row, names)
             return {name: self._rows_first(name, jnp.atleast_1d(terms[name])) for name in names}
+        integrated = {terms.site: terms for terms in self.terms if terms.site in self._integrated}
+        outside = [name for name in self._row_sites if name not in self._tied]
+        names = [name for name in (*outside, *integrated) if site in (None, name)]
+        axes = self._row_axes
 
         def one(row):
             row = {k: v[None] for k, v in row.items()}
+            found = {name: self._log_integral(integrated[name], theta, row) for name in names if name in integrated}
+            others = [name for name in names if name not in integrated]
             if not self.local.size:
-                terms = self._log_probs(theta, row, names)
-                return {name: _drop_axis(terms[name], axes[name]) for name in names}
+                terms = self._log_probs(theta, row, others) if others else {}
+                return found | {name: _drop_axis(terms[name], axes[name]) for name in others}
             points, weights = normal_rule(self.local.size)
 
             def at(z):
                 everything = jnp.concatenate([theta, z])
-                return {name: jnp.sum(x) for name, x in self._log_probs(everything, row, names).items()}
+                return {name: jnp.sum(x) for name, x in self._log_probs(everything, row, others).items()}
 
-            found = jax.vmap(at)(jnp.asarray(points, self.dtype))
-            return {name: logsumexp(x, b=jnp.asarray(weights, self.dtype)) for name, x in found.items()}
+            densities = jax.vmap(at)(jnp.asarray(points, self.dtype))
+            return {name: logsumexp(x, b=jnp.asarray(weights, self.dtype)) for name, x in densities.items()}
 
         return jax.vmap(one)({name: jnp.asarray(value) for name, value in rows.items()})
 
     def _rows_first(self, site: str, terms: Array) -> Array:
         return jnp.moveaxis(terms, min(self.row_axis(site), terms.ndim - 1), 0)
+
+    def _log_integral(self, terms: Terms, theta: Array, row: Mapping[str, Array]) -> Array:
+        """Of one row's terms, in the shape of the outcomes if these are what remains, and else in all."""
+
+        def one(element):
+            return terms.density(terms.predictors(theta, row, element), terms.constants(row, element))
+
+        row = {**row, **self.shared}
+        values = jax.vmap(one)(jnp.arange(terms.num_elements, dtype=jnp.int32))
+        component = self._integrated[terms.site]
+        if terms.site not in self._row_sites:
+            return jnp.sum(values)
+        shape = self.sites[terms.site].value_shape
+        places = component.outcomes[terms.site].ravel()
+        if math.prod(shape) == len(values) and np.array_equal(places, np.arange(len(values))):
+            return _drop_axis(jnp.reshape(values, shape), self._row_axes[terms.site])
+        return jnp.sum(values)
+
+    @functools.cached_property
+    def _integrated(self) -> dict[str, Component]:
+        return {component.name: component for component in self._components}
+
+    @functools.cached_property
+    def _tied(self) -> frozenset[str]:
+        """Observed sites that look at latent variables of the row's own."""
+        return frozenset(name for component in self._components for name in component.outcomes)
+
+    @property
+    def likelihood_sites(self) -> tuple[str, ...]:
+        """What :meth:`log_likelihood` gives of observed sites: those that latent variables tie together are one."""
+        outside = [name for name in self.observed_sites if name not in self._tied]
+        return (*outside, *self._integrated)
 
     def _log_probs(self, theta, rows, names):
         records = self._records(self._unravel(theta), rows)
@@ -628,10 +738,17 @@ class Program:
         return list(equations(jax.make_jaxpr(jax.vmap(self.log_likelihood, (0, None)))(theta, rows).jaxpr))
 
     # ------------------------------------------------------------------ inside
-    def site_elements(self, theta: Array, rows: Mapping[str, Array]) -> dict[str, Array]:
-        """The terms of every row site, flattened, with the model run on all the rows at once."""
-        records = self._records(self.layout.unravel(theta), rows)
-        return {name: elements(records[name]) for name in self._row_sites}
+    def site_elements(
+        self, theta: Array, rows: Mapping[str, Array], latents: tuple[Mapping[str, Array], Mapping[str, Array]]
+    ) -> dict[str, Array]:
+        """The terms of every row site, flattened, with the model run on all the rows at once.
+
+        :param latents: the rows' own: unconstrained values by site, and states by site.
+        """
+        unconstrained, states = latents
+        records = sample_sites(*self._run(rows, self.layout.unravel(theta) | unconstrained, states=states))
+        own = () if self.row_latents is None else self.row_latents.site_names
+        return {name: elements(records[name]) for name in (*self._row_sites, *own)}
 
     def site_record(self, name: str, rows: Mapping[str, Array]) -> SiteRecord:
         return self._records({}, rows)[name]
@@ -691,7 +808,7 @@ class Program:
         params = self.params.constrained(self.params.values)
         return RowRunner(self.model, self.row_plates, num_rows, {}, params=params)
 
-    def _run(self, rows, unconstrained, rng_key=None, params=None):
+    def _run(self, rows, unconstrained, rng_key=None, params=None, states=None):
         """``params`` are the ``numpyro.param`` sites by name; default: as in ``rows``, or else where they stand."""
         arrays = {name: value for name, value in rows.items() if name not in SHARED}
         if params is None:
@@ -710,6 +827,7 @@ class Program:
                 rng_key=rng_key,
                 local=frozenset(self.local.site_names),
                 params=params,
+                states=states,
             )
 
     def _run_abstractly(self, rows) -> dict:

@@ -65,6 +65,7 @@ class RowRunner(Messenger):
     :param params: values of ``numpyro.param`` sites.
     :param rng_key: latent sites without values are drawn with it, whatever seeds or values the model itself has for
         them; None: they are as the model has them.
+    :param states: values of discrete latent sites; those outside a distribution's support have density zero.
     """
 
     def __init__(
@@ -76,11 +77,12 @@ class RowRunner(Messenger):
         local: frozenset[str] = frozenset(),
         params: Mapping[str, Array] | None = None,
         rng_key: Array | None = None,
+        states: Mapping[str, Array] | None = None,
     ):
         super().__init__(fn)
         self._rng_key = rng_key
         self.row_plates, self.num_rows, self.unconstrained = row_plates, num_rows, unconstrained
-        self.local, self.params = local, params or {}
+        self.local, self.params, self.states = local, params or {}, states or {}
         self.plate_ratio: dict[str, float] = {}
         self.plate_size: dict[str, int] = {}
         self.log_abs_det: dict[str, Array] = {}
@@ -109,6 +111,12 @@ class RowRunner(Messenger):
             shape = msg["fn"].shape(msg["kwargs"]["sample_shape"])
             z = jnp.reshape(self.unconstrained.get(msg["name"], jnp.zeros(shape)), shape)
             msg["value"] = normal.loc + normal.scale * z
+        elif msg["type"] == "sample" and not msg["is_observed"] and msg["name"] in self.states:
+            value = jnp.broadcast_to(self.states[msg["name"]], msg["fn"].shape(msg["kwargs"]["sample_shape"]))
+            inside = msg["fn"].support(value)
+            low = getattr(msg["fn"].support, "lower_bound", 0)  # a value at which the density has derivatives
+            msg["value"] = jnp.where(inside, value, jnp.asarray(low, value.dtype))
+            self.log_abs_det[msg["name"]] = jnp.where(inside, 0.0, -jnp.inf)
         elif msg["type"] == "sample" and not msg["is_observed"] and msg["name"] in self.unconstrained:
             transform = site_transform(msg["fn"])
             z = self.unconstrained[msg["name"]]
@@ -154,9 +162,12 @@ def run_model(
     rng_key: Array | None = None,
     local: frozenset[str] = frozenset(),
     params: Mapping[str, Array] | None = None,
+    states: Mapping[str, Array] | None = None,
 ) -> tuple[dict, RowRunner]:
     """The trace of the model on ``rows``; latents not in ``unconstrained`` are drawn, see :class:`RowRunner`."""
-    runner = RowRunner(model, row_plates, common_length(rows), unconstrained or {}, local, params, rng_key)
+    runner = RowRunner(
+        model, row_plates, common_length(rows), unconstrained or {}, local, params, rng_key, states=states
+    )
     seeded = handlers.seed(runner, jax.random.key(0) if rng_key is None else rng_key)
     args, kwargs = split_call(model, rows, model_kwargs)
     try:

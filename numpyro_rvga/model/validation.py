@@ -96,22 +96,46 @@ def describe_few(describe: Callable, rows: Mapping[str, Any], number: str, obser
         raise CoupledRows(_coupled_message(", ".join(observed), f"on {number} the model fails: {error}")) from error
 
 
-def check_continuous(sites: Mapping[str, SiteInfo]) -> None:
-    """:raises NotImplementedError: for discrete latents."""
+def check_continuous(sites: Mapping[str, SiteInfo], local_names: frozenset[str], local: str) -> None:
+    """:raises NotImplementedError: for discrete latents that are not summed out inside their row."""
     for name, site in sites.items():
-        if site.is_discrete and not site.is_observed:
+        if not site.is_discrete or site.is_observed:
+            continue
+        if name in local_names and local == "marginal":
+            continue
+        if name in local_names:
             raise NotImplementedError(
-                f"site {name!r} is a discrete latent variable. Sum it out: a mixture is MixtureSameFamily or Mixture."
+                f"site {name!r} is a discrete latent variable of each row, which local='prior' does not take. "
+                "RVGA(model, local='marginal') sums over its states."
             )
+        if site.plates:
+            raise NotImplementedError(
+                f"site {name!r} is a discrete latent variable of the plate {site.plates[-1]!r} that is not summed out "
+                "inside single rows: with local='marginal' those are that belong to one row each and have finitely "
+                "many states (dist.Categorical(logits=dist.Poisson(rate).log_prob(jnp.arange(50))) for a count). Let each "
+                "group be a row: one array of shape "
+                "(groups, rows of each), and handlers.mask for groups that have fewer. States that follow one another "
+                "in time are summed out by the forward algorithm, in the model: alpha = logsumexp(alpha[:, None] + "
+                "log_transition, axis=0) + log_emission[t] in a lax.scan over t, and then "
+                "numpyro.factor('y', logsumexp(alpha))."
+            )
+        raise NotImplementedError(
+            f"site {name!r} is a discrete latent variable that all rows share, so that the posterior is a mixture of "
+            "one Gaussian for each of its values. Fit these: posteriors = [RVGA(numpyro.handlers.condition(model, "
+            f"{{{name!r}: value}})).run(data) for value in values]; the probabilities of the values are "
+            "jax.nn.softmax(jnp.array([posterior.elbo for posterior in posteriors])). If each row has a value of its "
+            "own, put the site into the plate over the rows."
+        )
 
 
 def local_latents(
-    one: Mapping[str, SiteInfo], two: Mapping[str, SiteInfo], row_plates: frozenset[str]
+    one: Mapping[str, SiteInfo], two: Mapping[str, SiteInfo], row_plates: frozenset[str], *, marginal: bool
 ) -> frozenset[str]:
-    """The normal latents that belong to single rows.
+    """The latents that belong to single rows.
 
     :param one: the sites of a run on one row. :param two: those of a run on two rows.
-    :raises NotImplementedError: for local latents that are not normal.
+    :param marginal: whether they are integrated out, and need not be normal.
+    :raises NotImplementedError: for local latents that are not normal, otherwise.
     :raises CoupledRows: for latents that grow with the number of rows and are in no row plate.
     """
     found = set()
@@ -125,21 +149,20 @@ def local_latents(
                 "such models; a recursion needs latents that rows share: give it a plate of its own and index into it "
                 "(a[group]), or put it into the row plate if it is Normal given the others."
             )
-        if not site.is_normal:
+        if not (marginal or site.is_normal or site.is_discrete):
             raise NotImplementedError(
-                f"site {name!r} is a latent variable inside the row plate {sorted(inside)[0]!r}, and only Normal ones "
-                "are integrated out. Write it as a function of a Normal one, or integrate it out of the observation's "
-                "distribution."
+                f"site {name!r} is a latent variable inside the row plate {sorted(inside)[0]!r}, and local='prior' "
+                "takes only Normal ones: RVGA(model, local='marginal') integrates others out."
             )
         found.add(name)
     return frozenset(found)
 
 
-def check_shared(layout: Layout, local: Layout) -> None:
+def check_shared(layout: Layout, local_names: frozenset[str]) -> None:
     """:raises CoupledRows: if rows share no latent."""
-    if local.size and not layout.size:
+    if local_names and not layout.size:
         raise CoupledRows(
-            f"site {local.site_names[0]!r} and all other latent variables belong to single rows: a recursion has "
+            f"site {sorted(local_names)[0]!r} and all other latent variables belong to single rows: a recursion has "
             "nothing to learn from one row for the next."
         )
 
@@ -161,7 +184,7 @@ def check_local_terms(program: Any) -> None:
             names = ", ".join(map(repr, program.local.site_names))
             raise CoupledRows(
                 f"site {names}, a latent variable of each row, enters site {terms.site!r} other than as an addition of "
-                "known standard deviation, and only such are integrated out. FixedPointVI takes such models."
+                "known standard deviation, and only such are integrated out with local='prior': use local='marginal'."
             )
 
 
@@ -180,13 +203,14 @@ def check_independence(program: Any, rows: Mapping[str, np.ndarray]) -> None:
     tolerance = 1e3 * float(jnp.finfo(program.dtype).eps)
 
     @jit_once
-    def both(theta, few, singles):
-        one_by_one = jax.vmap(lambda row: program.site_elements(theta, row))(singles)
-        return program.site_elements(theta, few), one_by_one
+    def both(theta, few, singles, latents, own):
+        one_by_one = jax.vmap(lambda row, own: program.site_elements(theta, row, own))(singles, own)
+        return program.site_elements(theta, few, latents), one_by_one
 
     origin = np.zeros(program.layout.size, program.dtype)
     try:
-        together, alone = jax.eval_shape(both, origin, few, singles)
+        latents, own = program.row_latents_of(few, np.random.default_rng(0))
+        together, alone = jax.eval_shape(both, origin, few, singles, latents, own)
     except (TypeError, ValueError) as error:
         site = program.terms[0].site
         raise CoupledRows(_coupled_message(site, f"on {count} rows the model fails: {error}")) from error
@@ -197,8 +221,9 @@ def check_independence(program: Any, rows: Mapping[str, np.ndarray]) -> None:
                 _coupled_message(name, f"it has {size} terms for one row and {terms.shape[0]} for {count}")
             )
     for seed in range(3):
-        theta = np.random.default_rng(seed).normal(0.0, 0.5, program.layout.size).astype(program.dtype)
-        joint, single = jax.device_get(both(theta, few, singles))
+        rng = np.random.default_rng(seed)
+        theta = rng.normal(0.0, 0.5, program.layout.size).astype(program.dtype)
+        joint, single = jax.device_get(both(theta, few, singles, *program.row_latents_of(few, rng)))
         for name in joint:
             total, parts = np.sum(np.asarray(joint[name], np.float64)), np.asarray(single[name], np.float64)
             if not np.isfinite(total):

@@ -59,7 +59,7 @@ def converted(
     if rows is not None:
         chunks = list(chunks_of_log_likelihood(program, theta, rows))
         sampled["sample_stats"]["log_p"] = summed(program, theta, chunks)
-        sampled["log_likelihood"] = {site: _in_model_order(program, site, chunks) for site in program.observed_sites}
+        sampled["log_likelihood"] = {site: _in_model_order(program, site, chunks) for site in program.likelihood_sites}
         sampled["posterior_predictive"] = prediction.at_draws(posterior, predictive_key, rows, theta)
         fixed["observed_data"] = jax.device_get(program.jitted(partial(observed_values, program), rows))
         fixed["constant_data"] = _other_arrays(rows, fixed["observed_data"])

@@ -113,7 +113,7 @@ def _shifted(centre: Array, change: Array) -> Array:
 
 
 def _refuse_latents_of_rows(program: Program, method: str) -> None:
-    if program.whole or program.local.size:
+    if program.whole or program.local_names:
         raise NotImplementedError(
             f"the model has a latent value for each row, which method={method!r} would pass over: use "
             "method='monte_carlo'."
@@ -122,7 +122,7 @@ def _refuse_latents_of_rows(program: Program, method: str) -> None:
 
 def _predicted(program: Program) -> set[str]:
     """Observed sites, deterministic ones of the rows, and the rows' own latent variables."""
-    return {*program.of_rows, *program.observed_sites, *program.local.site_names}
+    return {*program.of_rows, *program.observed_sites, *program.local_names}
 
 
 def at_draws(posterior: Posterior, rng_key: Array, rows: Mapping[str, Any], theta: Array) -> dict[str, Array]:
@@ -143,7 +143,12 @@ def at_draws(posterior: Posterior, rng_key: Array, rows: Mapping[str, Any], thet
 
 def local_latents(posterior: Posterior, rng_key: Array, rows: Mapping[str, Any], theta: Array) -> dict[str, Array]:
     """Draw the rows' own latent variables at given parameters: the arguments are those of :func:`at_draws`."""
-    return _forward(posterior, rng_key, rows, theta, set(posterior.program.local.site_names))
+    if posterior.program.row_latents is not None:
+        raise NotImplementedError(
+            f"sites {', '.join(map(repr, posterior.program.local_names))} were integrated out, and draws of them given "
+            "their rows are not made: leave data out of sample_posterior. To predict rows anew, use predictive."
+        )
+    return _forward(posterior, rng_key, rows, theta, set(posterior.program.local_names))
 
 
 def _forward(posterior, rng_key, rows, theta, names: set[str]) -> dict[str, Array]:

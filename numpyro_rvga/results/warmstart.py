@@ -68,7 +68,7 @@ def as_guide(posterior: Posterior) -> tuple[AutoContinuous, dict[str, Array]]:
 
 
 def _refuse_local(posterior: Posterior, what: str) -> None:
-    names = posterior.program.local.site_names
+    names = posterior.program.local_names
     if names:
         raise NotImplementedError(
             f"site {names[0]!r} is a latent variable of each row, which q integrates out and {what} would need: write "

@@ -133,7 +133,7 @@ class Certification:
         if not found.rows or not self._certify or not engine.options.has_bound or engine.is_moving:
             return found.bound
         check = self._compiled_for(engine).check
-        if engine.program.local.size or check.is_done:
+        if engine.program.local_names or check.is_done:
             return found.bound
         rng = np.random.default_rng(seed_of(rng_key))
         state, bound, rows = found.state, found.bound, _some(found.rows, rng)
