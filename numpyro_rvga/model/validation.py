@@ -112,8 +112,8 @@ def check_continuous(sites: Mapping[str, SiteInfo], local_names: frozenset[str],
             raise NotImplementedError(
                 f"site {name!r} is a discrete latent variable of the plate {site.plates[-1]!r} that is not summed out "
                 "inside single rows: with local='marginal' those are that belong to one row each and have finitely "
-                "many states (dist.Categorical(logits=dist.Poisson(rate).log_prob(jnp.arange(50))) for a count). Let each "
-                "group be a row: one array of shape "
+                "many states (dist.Categorical(logits=dist.Poisson(rate).log_prob(jnp.arange(50))) for counts). Let "
+                "each group be a row: one array of shape "
                 "(groups, rows of each), and handlers.mask for groups that have fewer. States that follow one another "
                 "in time are summed out by the forward algorithm, in the model: alpha = logsumexp(alpha[:, None] + "
                 "log_transition, axis=0) + log_emission[t] in a lax.scan over t, and then "
