@@ -384,7 +384,7 @@ class Program:
     def with_params(self, values: Array) -> Program:
         """The same at other values (K,) of the ``numpyro.param`` sites, in unconstrained space."""
         other = self._copied()
-        other.params = self.params._replace(values=values)
+        other.params = self.params._replace(values=jnp.asarray(values, self.dtype))
         return other
 
     def bind(self, rows: Rows, all_rows: Rows | None) -> Program | None:
