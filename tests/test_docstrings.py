@@ -16,7 +16,7 @@ METHODS = {
     BONG: "run preset with_learning_rate",
     FixedPointVI: "run conditions",
     Posterior: """sample_posterior median quantiles log_prob print_summary predictive to_arviz khat nuts init_params
-        save load merge update""",
+        save load merge update integrate resample""",
 }
 NEEDED = {"ParquetRows": "pyarrow", "arrow_blocks": "pyarrow", "init_to_module": "flax"}
 
