@@ -96,8 +96,9 @@ class FixedPointVI:
             raise ValueError(f"schedule='gradient' needs a bound to climb, and expectation={expectation!r} has none.")
         self.model, self.schedule = model, schedule
         self.options = Options("implicit", expectation, order, tolerance, max_iterations, num_samples)
-        batch = {"batch": True, "joint_rows": math.inf, "local": local}
-        self._engines = Engines(model, self.options, improper_prior_scale, **batch, mesh=mesh)
+        self._engines = Engines(
+            model, self.options, improper_prior_scale, batch=True, joint_rows=math.inf, local=local, mesh=mesh
+        )
         self._solver = BatchSolver(self._engines, self.options, schedule, "FixedPointVI")
         self.integrate = _checked_integrate(integrate, schedule, expectation)
         self._integration = Integration(self.options, improper_prior_scale, mesh)

@@ -234,7 +234,8 @@ def joint_by_state(
             states[name] = flat.reshape(states[name].shape)
         found = records(theta, row, states)
         sites = component.outcomes | component.latents
-        return sum(jnp.sum(elements(found[name])[jnp.asarray(places)[element]]) for name, places in sites.items())
+        each = [jnp.sum(elements(found[name])[jnp.asarray(places)[element]]) for name, places in sites.items()]
+        return jnp.sum(jnp.stack(each))
 
     if len(component.states) == 1:
         return at(jnp.asarray(component.states[0]))[None]

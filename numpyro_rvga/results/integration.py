@@ -143,8 +143,8 @@ class Integration:
         key = sites, program.whole
         if key not in self._engines:
             shapes = {name: program.layout.shapes[name] for name in program.layout.site_names if name in sites}
-            model, options = conditional_model(program.model, shapes), {"batch": True, "whole": program.whole}
-            self._engines[key] = Engines(model, self._options, self._scale, mesh=self._mesh, **options)
+            model, whole = conditional_model(program.model, shapes), program.whole
+            self._engines[key] = Engines(model, self._options, self._scale, batch=True, whole=whole, mesh=self._mesh)
         engine = self._engines[key].get(rows, program.model_kwargs, rng_key, rows)
         left = [name for name in program.layout.site_names if name not in sites]
         if list(engine.program.layout.site_names) != left:

@@ -435,7 +435,8 @@ class Posterior:
         :param coords: coordinate values by dimension name.
         :param dims: dimension names by variable.
         :return: what :meth:`to_arviz` returns with ``data``.
-        :raises ValueError: if the Pareto k is above 0.7, and if ``data`` lack the outcome.
+        :raises ValueError: if the Pareto k is above 0.7 and the weights are far from equal, and if ``data`` lack the
+            outcome.
         :raises NotImplementedError: after a run with dynamics.
         """
         return resampling.resample(self, data, rng_key, num_samples, coords, dims)

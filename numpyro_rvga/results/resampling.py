@@ -12,6 +12,7 @@ from jax.typing import ArrayLike
 
 from ..model.rows import num_rows
 from .arviz import converted, smoothed
+from .khat import NEARLY_EQUAL
 from .log_joint import log_joint, rows_with_outcome
 
 if TYPE_CHECKING:
@@ -49,7 +50,8 @@ def resample(
     if (np.isnan(log_p) | np.isposinf(log_p)).any() or np.isneginf(log_p).all():
         raise ValueError("the draws cannot be resampled: the log joint is not a finite number at some of them.")
     log_weights, shape = smoothed(log_ratios)
-    if shape > MOST_KHAT:
+    relative_size = 1 / (len(log_weights) * np.sum(np.exp(2 * log_weights)))
+    if shape > MOST_KHAT and relative_size < NEARLY_EQUAL:
         raise ValueError(
             f"the draws cannot be resampled: Pareto k = {shape:.2f}, above {MOST_KHAT}, so a few of them would have "
             "all the weight. Integrate the hyperparameters out first (posterior.integrate(data)), or run NUTS from "
