@@ -18,8 +18,8 @@ from .core.gaussians import FAMILIES, PARAMETERIZATIONS
 from .core.gaussians.mixture import GaussianMixture
 from .core.rules import NATURAL, RULES, Rule
 from .dynamics import Dynamics, check_dynamics
-from .engines.engine import Engines
 from .engines.online import Online, OnlineOptions, OnlineState
+from .engines.registry import Engines
 from .initialization import initial_location, is_at_rest
 from .model.arguments import checked_rows
 from .model.failures import of_stream

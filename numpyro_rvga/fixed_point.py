@@ -13,7 +13,7 @@ from jax.typing import ArrayLike
 
 from .core.gaussians import FullGaussian
 from .engines.batch import BatchSolver, rows_info
-from .engines.engine import Engines
+from .engines.registry import Engines
 from .model.row_set import row_set
 from .options import LOCAL, Options, check_choice, check_options, default_key
 from .results.conditions import Conditions, check_conditions

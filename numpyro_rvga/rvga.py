@@ -19,8 +19,9 @@ from .core.recursion import State
 from .dynamics import Dynamics, check_dynamics
 from .engines.batch import BatchSolver, rows_info
 from .engines.devices import Devices
-from .engines.engine import Engine, Engines
+from .engines.engine import Engine
 from .engines.expectation_errors import ExpectationErrors, warn_of
+from .engines.registry import Engines
 from .engines.sparse import SparseEngine, SparseEngines
 from .model.arguments import BadData, checked_rows
 from .model.failures import of_stream

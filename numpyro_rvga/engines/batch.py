@@ -18,10 +18,11 @@ from ..model.validation import describe_bad_rows
 from ..options import Options
 from ..progress import progress
 from .climbs import GradientAscent, Record
-from .engine import Engine, Engines, chunks_of
+from .engine import Engine, chunks_of
 from .expectation_errors import ExpectationErrors, warn_of
 from .joint_solver import JointProblem, whitened
 from .learning import Learned, Learner
+from .registry import Engines
 from .sparse import SparseEngines
 
 LEARNING_TOLERANCE = 1e-5  # nats

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax.sharding import Mesh
 
 from ..core.compilation import Compiled
 from ..core.designs import times_root
@@ -33,9 +32,7 @@ from ..core.recursion import (
     sites_and_misfits,
     sites_of,
 )
-from ..model import validation
-from ..model.arguments import PARAMS, BadData, NotRows, checked_rows, whole_data
-from ..model.failures import readable, why_not_rows
+from ..model.arguments import PARAMS
 from ..model.program import Program
 from ..model.rows import Rows, in_blocks, num_rows, pad
 from ..model.sparsity import selecting_view
@@ -53,7 +50,6 @@ ONE_PASS_TOLERANCE = 1e-6  # nats: of joint solves around a stream, which itself
 CHUNK_NUMBERS = 2**24  # in the Jacobians of a chunk
 BUDGET = 1e-3  # nats, in all: expectations that may be off by more call for finer rules,
 ENOUGH_DRAWS = 0.5  # and those over draws of theta for more draws
-WHOLE = "all data at once"
 NUM_LINEARIZATIONS = 3  # of predictors that are not affine, in a small block
 
 
@@ -445,226 +441,3 @@ def chunks_of(engine: Engine, rows: Rows, numbers_per_row: int, weights: np.ndar
     count = max(1, -(-total * numbers_per_row // CHUNK_NUMBERS))
     size = engine.devices.rounded_up(-(-total // count))
     return RowChunks(*engine.devices.put_rows(in_blocks(pad(rows, count * size, weights), size), axis=1))
-
-
-# ---------------------------------------------------------------------- engines by the form of the data
-class Engines:
-    """The engines of a model, compiled once for each form of the data.
-
-    :param dynamics: what has a ``transition(layout, mean, root)``, or None.
-    :param mesh: devices that share the rows.
-    :param batch: whether all rows are always at hand: then ``numpyro.param`` sites can be learned.
-    :param whole: whether to run the model on all rows at once, always; see :class:`Program`.
-    :param joint_rows: as many rows are in one solve, if they are at hand.
-
-    :ivar last: the engine that was asked for last.
-    """
-
-    def __init__(
-        self,
-        model: Callable,
-        options: Options,
-        improper_prior_scale: float | None = None,
-        dynamics: Any = None,
-        *,
-        batch: bool = False,
-        whole: bool = False,
-        joint_rows: float = 0,
-        mesh: Mesh | None = None,
-        local: str = "prior",
-    ):
-        self._model, self._options, self._scale, self._dynamics = model, options, improper_prior_scale, dynamics
-        self._batch, self._whole, self._joint_rows, self.devices = batch, whole, joint_rows, Devices(mesh)
-        self._local = local
-        self._known: list[tuple[tuple, dict, Engine]] = []
-        self._quick: dict[Engine, Engine | None] = {}
-        self.last: Engine | None = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Without what is compiled, for other processes."""
-        return self.__dict__ | {"_known": [], "_quick": {}, "last": None}
-
-    def get(self, rows: Rows, model_kwargs: dict, rng_key: Array, all_rows: Rows | None = None) -> Engine:
-        """The engine for checked rows; see :func:`checked_rows`.
-
-        :param all_rows: all rows, of which ``rows`` may be some, if they are at hand.
-        :raises ValueError, NotImplementedError: for models that do not fit, as :class:`Program` says.
-        """
-        shapes = tuple(sorted((n, a.shape[1:], str(a.dtype)) for n, a in rows.items()))
-        key = tuple(np.asarray(jax.random.key_data(rng_key)).tolist())
-        form = (shapes, str(jnp.result_type(float)), key, self._takes_draws(all_rows))
-        for known, kwargs, engine in self._known:
-            if known == form and _same(kwargs, model_kwargs):
-                program = engine.program.bind(rows, all_rows)
-                if program is not None:
-                    self.last = engine if program is engine.program else engine.bind(program)
-                    return self.last
-        options, model_kwargs = self._options, _snapshot(model_kwargs)
-        program = self._program(rows, model_kwargs, all_rows)
-        transition = None
-        if self._dynamics is not None:
-            if program.data_prior is not None:
-                raise ValueError(
-                    f"{program.prior_reads}, which parameters that move know only in part. Compute what it "
-                    "needs beforehand, and pass it as a keyword argument of run()."
-                )
-            prior = program.initial_state()
-            transition = self._dynamics.transition(program.layout, prior.mean, prior.root)
-        engine = Engine(program, options, rng_key, transition, self.devices)
-        self._known.append((form, model_kwargs, engine))
-        self.last = engine
-        return engine
-
-    def make_thorough(self, engine: Engine) -> Engine:
-        """From now on, thorough rules in place of the engine's: this engine is returned."""
-        self.last = engine.with_effort("thorough")
-        self._known = [(form, kwargs, self.last if known == engine else known) for form, kwargs, known in self._known]
-        return self.last
-
-    def together(
-        self, data: Mapping[str, Any] | tuple, model_kwargs: Mapping[str, Any], rng_key: Array
-    ) -> tuple[Engine, Rows, str | None]:
-        """The engine for a solve of all data, the data, and, if they are no independent rows, why.
-
-        :raises ValueError, NotImplementedError: for data of no use, and models that do not fit.
-        """
-        found = self.known_whole(data, model_kwargs, rng_key)
-        if found is not None:
-            return found
-        try:
-            rows = checked_rows(self._model, data, 0, model_kwargs)
-            engine = self.get(rows, model_kwargs, rng_key, rows)
-            engine.program.check_prior()
-        except BadData:
-            raise
-        except Exception as error:  # whatever a model cannot do row by row, it may do with all rows
-            return self.whole(data, model_kwargs, rng_key, error)
-        engine.program.check_rows(rows)
-        return engine, rows, None
-
-    def whole(
-        self, data: Mapping[str, Any] | tuple, model_kwargs: Mapping[str, Any], rng_key: Array, reason: Exception
-    ) -> tuple[Engine, Rows, str]:
-        """The same for a model that takes all data at once, which have their values when the model is read.
-
-        :param reason: why it cannot take single rows.
-        :raises ValueError, NotImplementedError: as :meth:`together`.
-        """
-        found = self.known_whole(data, model_kwargs, rng_key)
-        if found is not None:
-            return found
-        arrays, keywords = whole_data(self._model, data, model_kwargs)
-        form = _whole_form(rng_key)
-        program = self._whole_program(arrays, _snapshot(keywords), reason)
-        engine = Engine(program, self._options, rng_key, None, self.devices)
-        self._known = [entry for entry in self._known if entry[0] != form] + [(form, program.model_kwargs, engine)]
-        self.last = engine
-        return engine, arrays, program.reason
-
-    def known_whole(
-        self, data: Mapping[str, Any] | tuple, model_kwargs: Mapping[str, Any], rng_key: Array
-    ) -> tuple[Engine, Rows, str] | None:
-        """What :meth:`whole` made of these data before; None if it has not."""
-        form = _whole_form(rng_key)
-        candidates = [(kwargs, engine) for known, kwargs, engine in self._known if known == form]
-        if not candidates:
-            return None
-        arrays, keywords = whole_data(self._model, data, model_kwargs)
-        for kwargs, engine in candidates:
-            if engine.program.holds(arrays) and _same(kwargs, keywords):
-                self.last = engine
-                return engine, arrays, engine.program.reason
-        return None
-
-    def _whole_program(self, arrays: Rows, model_kwargs: dict, reason: Exception) -> Program:
-        failures = []
-        for variant, evaluates in _as_models_take_them(arrays):
-            options = {"whole": True, "evaluates": evaluates, "by_draws": self._is_plain, **self._program_options}
-            try:
-                program = Program(self._model, variant, model_kwargs, **options)
-                program.check_rows(variant)
-                validation.check_start(program)
-            except Exception as error:
-                failures.append(error)
-                continue
-            program.reason = why_not_rows(reason)
-            return program
-        if isinstance(reason, NotRows):
-            raise reason from failures[0]
-        raise readable(failures[0]) from reason
-
-    @property
-    def _program_options(self) -> dict[str, Any]:
-        prefer_parameters = self._options.scheme == "ekf" or self._options.expectation == "linearized"
-        return {"improper_prior_scale": self._scale, "prefer_parameters": prefer_parameters, "local": self._local}
-
-    def quick(self, engine: Engine) -> Engine | None:
-        """The same by few nodes for each row; None if they are known not to be enough."""
-        if engine not in self._quick:
-            self._quick[engine] = engine.with_effort("few") if engine.can_do_with_few else None
-        found = self._quick[engine]
-        return None if found is None else found.bind(engine.program)
-
-    def forget_quick(self, engine: Engine) -> None:
-        """From now on, :meth:`quick` gives None."""
-        self._quick[engine] = None
-
-    @property
-    def _is_plain(self) -> bool:
-        """Whether expectations may be found in any way."""
-        options = self._options
-        return options.scheme == "implicit" and options.expectation == "auto" and options.order in ("auto", 1)
-
-    def _takes_draws(self, all_rows: Rows | None) -> bool:
-        """Whether terms of rows without structure may be one factor: all rows are in one solve."""
-        return self._is_plain and all_rows is not None and num_rows(all_rows) <= self._joint_rows
-
-    def _program(self, rows: Rows, model_kwargs: dict, all_rows: Rows | None) -> Program:
-        draws = {"by_draws": self._takes_draws(all_rows)}
-        options = {"all_rows": all_rows, "whole": self._whole, **draws, **self._program_options}
-        program = Program(self._model, rows, model_kwargs, **options)
-        if not self._whole:
-            program.check_independence(rows)
-        if program.params.layout.size and not self._batch:
-            raise NotImplementedError(
-                f"the model has numpyro.param sites ({', '.join(program.params.layout.site_names)}), which a recursion "
-                "cannot learn. Give them priors, or learn them with FixedPointVI."
-            )
-        return program
-
-
-def _whole_form(rng_key: Array) -> tuple:
-    return WHOLE, str(jnp.result_type(float)), tuple(np.asarray(jax.random.key_data(rng_key)).tolist())
-
-
-def _as_models_take_them(arrays: Rows) -> list[tuple[Rows, bool]]:
-    """As they are; as NumPy's, whose values models can look at; as JAX's, which latent indices can index; and with all
-    that a model computes of them in JAX computed when it is read, which takes long."""
-    numpy, jax_arrays = (
-        {name: convert(array) for name, array in arrays.items()} for convert in (np.asarray, jnp.asarray)
-    )
-    variants = [(arrays, False)]
-    if any(isinstance(array, jax.Array) for array in arrays.values()):
-        variants.append((numpy, False))
-    return [*variants, (jax_arrays, False), (jax_arrays, True)] if arrays else variants
-
-
-def _snapshot(model_kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """With copies of arrays that may be written to."""
-    return jax.tree.map(lambda value: value.copy() if isinstance(value, np.ndarray) else value, dict(model_kwargs))
-
-
-def _same(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
-    return a.keys() == b.keys() and all(_equal(a[k], b[k]) for k in a)
-
-
-def _equal(a: Any, b: Any) -> bool:
-    if a is b:
-        return True
-    if isinstance(a, Mapping) and isinstance(b, Mapping):
-        return _same(a, b)
-    if isinstance(a, (list, tuple)) and type(a) is type(b):
-        return len(a) == len(b) and all(map(_equal, a, b))
-    if isinstance(a, (np.ndarray, jax.Array)) or isinstance(b, (np.ndarray, jax.Array)):
-        return np.shape(a) == np.shape(b) and bool(np.array_equal(a, b))
-    return type(a) is type(b) and bool(a == b)

@@ -21,7 +21,8 @@ from ..engines.curvature import (
     over_grid,
     over_scattered_points,
 )
-from ..engines.engine import Engine, Engines
+from ..engines.engine import Engine
+from ..engines.registry import Engines
 from ..model.arguments import checked_rows
 from ..model.rows import Rows
 from ..model.terms import Terms

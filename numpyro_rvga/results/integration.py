@@ -16,11 +16,12 @@ from jax.typing import ArrayLike
 
 from ..core.gaussians.mixture import GaussianMixture
 from ..core.linalg import lower_from_root
-from ..engines.engine import Engines, chunks_of
+from ..engines.engine import chunks_of
 from ..engines.importance import integrate_by_importance
 from ..engines.lattice import integrate_lattice
 from ..engines.maximized_bound import MaximizedBound
 from ..engines.nested import Design, Integral, Marginal, find_mode, kernel_weights
+from ..engines.registry import Engines
 from ..model import Program
 from ..model.conditional import conditional_model
 from ..model.hyperparameters import Choice, choose_sites
