@@ -32,7 +32,7 @@ from ..core.recursion import (
     sites_and_misfits,
     sites_of,
 )
-from ..model.arguments import PARAMS
+from ..model.arguments import PARAMS, check_row_shapes, row_shapes
 from ..model.program import Program
 from ..model.rows import Rows, in_blocks, num_rows, pad
 from ..model.sparsity import selecting_view
@@ -177,13 +177,15 @@ class Engine:
         return Compiled(function, static_argnames, self.devices.everywhere, routines=routines)
 
     def check_start(self, init: Any) -> None:
-        """:raises ValueError: if a posterior is of other latent sites."""
-        layout = self.program.layout
-        if init.site_names != layout.site_names or init.mean.shape[0] != layout.size:
-            raise ValueError(
-                f"the posterior has latent sites {init.site_names}, the model {layout.site_names}: they must be the "
-                "same."
+        """:raises ValueError: if a posterior is of other latent sites, naming an array with other columns."""
+        own, others = self.program.layout, init.program.layout
+        if others.site_names != own.site_names or others.size != own.size:
+            known = row_shapes(init.program.example_row)
+            check_row_shapes(self.program.example_row, known, "that the posterior has absorbed")
+            theirs, ours = (
+                ", ".join(f"{name}{layout.shapes[name]}" for name in layout.site_names) for layout in (others, own)
             )
+            raise ValueError(f"the posterior has latent sites {theirs}, the model {ours}: they must be the same.")
 
     def check_continued(self, init: Any) -> None:
         """:raises ValueError: if no run of this program can go on from a posterior: for other latent sites, or arrays

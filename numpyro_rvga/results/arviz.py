@@ -51,6 +51,7 @@ def converted(
 
     arviz, major = _import_arviz()
     program = posterior.program
+    _check_known("dims", dims or {}, _variables(program))
     sampled: dict[str, dict[str, Any]] = {
         "posterior": posterior.constrain(theta, rows),
         "sample_stats": {"log_q": posterior.log_prob_unconstrained(theta)},
@@ -66,10 +67,40 @@ def converted(
     groups = {group: {name: np.asarray(v)[None] for name, v in values.items()} for group, values in sampled.items()}
     groups |= {group: {name: np.asarray(v) for name, v in values.items()} for group, values in fixed.items() if values}
     labels = {"coords": coords, "dims": {**_plate_dims(program, groups), **(dims or {})}}
+    _check_known("coords", coords or {}, _dimensions(program, groups, labels["dims"]))
     attributes = {"inference_library": "numpyro_rvga", "inference_library_version": __version__}
     if major == 0:
         return arviz.from_dict(**groups, attrs=attributes, posterior_attrs=attributes, **labels)
     return arviz.from_dict(groups, attrs={"/": attributes, "posterior": attributes}, **labels)
+
+
+def _check_known(argument: str, given: Mapping[str, Any], known: set[str]) -> None:
+    """:raises ValueError: naming a key that ArviZ would ignore."""
+    unknown = [name for name in given if name not in known]
+    if unknown:
+        what = "variable" if argument == "dims" else "dimension"
+        raise ValueError(
+            f"{argument} has a key {unknown[0]!r}, and there is no {what} of that name: the {what}s are "
+            f"{', '.join(sorted(known))}."
+        )
+
+
+def _variables(program: Program) -> set[str]:
+    """Names that variables may have, with data or without."""
+    computed = program.deterministic.of_latents | program.deterministic.of_data | program.deterministic.of_rows
+    return {*program.sites, *computed, *program.likelihood_sites, *program.example_rows, "log_p", "log_q"}
+
+
+def _dimensions(
+    program: Program, groups: Mapping[str, Mapping[str, np.ndarray]], dims: Mapping[str, list[str]]
+) -> set[str]:
+    """Names that dimensions may have: given, of plates, and those that ArviZ gives to the others."""
+    named = {"chain", "draw"}.union(*program.plates.values(), *dims.values())
+    for group, values in groups.items():
+        lead = 0 if group in ("observed_data", "constant_data") else 2
+        for name, array in values.items():
+            named |= {f"{name}_dim_{axis}" for axis in range(len(dims.get(name, ())), array.ndim - lead)}
+    return named
 
 
 def smoothed(log_ratios: np.ndarray) -> tuple[np.ndarray, float]:

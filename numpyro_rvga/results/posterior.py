@@ -373,7 +373,7 @@ class Posterior:
         :param coords: coordinate values by dimension name.
         :param dims: dimension names by variable; these win over the names of the plates.
         :raises ImportError: if ArviZ is not installed.
-        :raises ValueError: if ``data`` lack the outcome.
+        :raises ValueError: if ``data`` lack the outcome, and for names of ``coords`` and ``dims`` that do not exist.
         """
         return arviz.to_arviz(self, data, rng_key, num_samples, coords, dims)
 
@@ -606,7 +606,8 @@ class Posterior:
         :param data: rows as :meth:`RVGA.run` takes them.
         :param kwargs: passed on to the method that made this posterior.
         :return: a new posterior; this one stays as it is.
-        :raises ValueError: if this posterior has no method to go on with, as after :meth:`load`.
+        :raises ValueError: if this posterior has no method to go on with, as after :meth:`load`, and for arrays with
+            other columns.
         """
         if self.continuation is None:
             raise ValueError(

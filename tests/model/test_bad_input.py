@@ -472,7 +472,7 @@ def test_a_row_of_likelihood_zero_is_named_and_the_init_posterior_stays_as_it_wa
 
 def test_init_posteriors_of_another_model_are_refused():
     other = run(truncated, {"x": X[:, 0], "y": X[:, 1]})
-    with pytest.raises(ValueError, match=r"\('slope',\).*\('b',\)"):
+    with pytest.raises(ValueError, match=r"slope\(\), the model b\(2,\)"):
         run(logistic, {"X": X, "y": Y}, init=other)
 
 
@@ -525,3 +525,15 @@ def test_functional_form_needs_init_first():
         rvga.update(None, {"X": X, "y": Y})
     with pytest.raises(RuntimeError, match=r"init\(data\) before posterior"):
         rvga.posterior(None)
+
+
+@pytest.mark.parametrize("method", [RVGA, BONG])
+def test_updates_with_other_columns_name_the_array_and_both_shapes(method):
+    def linear(X, y=None):
+        b = numpyro.sample("b", dist.Normal(0.0, 1.0).expand([X.shape[1]]).to_event(1))
+        with numpyro.plate("rows", X.shape[0]):
+            numpyro.sample("y", dist.Normal(X @ b, 1.0), obs=y)
+
+    posterior = method(linear).run({"X": X, "y": X[:, 0]}, progress_bar=False)
+    with pytest.raises(ValueError, match=r"'X' has rows of shape \(3,\), and those .* absorbed have \(2,\)"):
+        posterior.update({"X": np.ones((5, 3)), "y": np.ones(5)}, progress_bar=False)

@@ -135,6 +135,28 @@ def test_the_users_dimensions_and_coordinates_win(posterior):
     assert converted["log_likelihood"]["y"].dims == ("chain", "draw", "day")
 
 
+@pytest.mark.parametrize(
+    "labels, message",
+    [
+        ({"coords": {"shift_dim_o": ["a", "b"]}}, "coords has a key 'shift_dim_o'.*dimensions are.*rows.*shift_dim_0"),
+        ({"coords": {"shift_dim_1": ["a", "b"]}}, "coords has a key 'shift_dim_1'"),
+        (
+            {"dims": {"shfit": ["axis"]}},
+            "dims has a key 'shfit'.*variables are deviation, log_p, log_q, share, shift, ",
+        ),
+    ],
+)
+def test_names_that_do_not_exist_are_refused(posterior, labels, message):
+    with pytest.raises(ValueError, match=message):
+        posterior.to_arviz({"y": OUTCOME}, num_samples=5, **labels)
+
+
+def test_names_of_what_needs_data_are_known_without():
+    posterior = exact_regression(regression_data())
+    converted = posterior.to_arviz(num_samples=5, coords={"rows": [1, 2]}, dims={"X": ["rows", "columns"]})
+    assert group_names(converted) == {"posterior", "sample_stats"}
+
+
 def test_an_array_with_the_plates_name_stays_an_array():
     def model(rows, y=None):
         slope = numpyro.sample("slope", dist.Normal(0.0, 1.0))
