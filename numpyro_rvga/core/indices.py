@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
@@ -15,11 +14,11 @@ from .primitives import results
 
 
 class Indexing(NamedTuple):
-    """:ivar inside: whether all indices of one place in the program lie within bounds.
-    :ivar size: length of the axis that they index (the first such one)."""
+    """:ivar inside: whether the indices of one place in the program lie within bounds, (*indices, axes).
+    :ivar sizes: lengths of the axes that they index."""
 
     inside: Array
-    size: int
+    sizes: tuple[int, ...]
 
 
 def indexes(function: Callable, *args: Any) -> bool:
@@ -49,4 +48,4 @@ def _is_plain(eqn: Any) -> bool:
 def _indexing(eqn: Any, operand: Array, indices: Array) -> Indexing:
     axes, sizes = eqn.params["dimension_numbers"].start_index_map, eqn.params["slice_sizes"]
     last = np.array([operand.shape[axis] - sizes[axis] for axis in axes])
-    return Indexing(jnp.all((indices >= 0) & (indices <= last)), operand.shape[axes[0]])
+    return Indexing((indices >= 0) & (indices <= last), tuple(operand.shape[axis] for axis in axes))

@@ -11,7 +11,7 @@ import numpy as np
 from jax import Array
 from jax.sharding import Mesh
 
-from ..model import validation
+from ..model import bad_indices, validation
 from ..model.arguments import BadData, NotRows, checked_rows, whole_data
 from ..model.failures import readable, why_not_rows
 from ..model.program import Program
@@ -75,7 +75,13 @@ class Engines:
                     self.last = engine if program is engine.program else engine.bind(program)
                     return self.last
         options, model_kwargs = self._options, _snapshot(model_kwargs)
-        program = self._program(rows, model_kwargs, all_rows)
+        try:
+            program = self._program(rows, model_kwargs, all_rows)
+        except (TypeError, ValueError) as error:
+            found = bad_indices.explained(self._model, rows, model_kwargs, error)
+            if found is None:
+                raise
+            raise found from error
         transition = None
         if self._dynamics is not None:
             if program.data_prior is not None:
@@ -157,8 +163,10 @@ class Engines:
             options = {"whole": True, "evaluates": evaluates, "by_draws": self._is_plain, **self._program_options}
             try:
                 program = Program(self._model, variant, model_kwargs, **options)
-                program.check_rows(variant)
                 validation.check_start(program)
+                program.check_rows(variant)
+            except BadData:
+                raise
             except Exception as error:
                 failures.append(error)
                 continue

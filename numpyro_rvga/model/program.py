@@ -41,6 +41,7 @@ from .arguments import (
     whole_data,
 )
 from .arrays import as_jax_array
+from .bad_indices import WholeIndexCheck
 from .data_prior import DataPrior, PriorConstants, SiteArrays, data_dependence, data_prior, described, of_site
 from .deterministic import DeterministicSites, classify_deterministic
 from .identity import ModelIdentity, model_identity
@@ -190,6 +191,8 @@ class Program:
         self._index_check = None if whole else self._find_index_check()
         if self._index_check is not None:
             self._checks.append(self._index_check)
+        if whole:
+            self._checks.append(WholeIndexCheck(self._observed_parameters))
         self._prior_arrays = self._find_prior_arrays()
         if self._prior_arrays:
             self.data_prior, self.constants = self._read_prior(all_rows, constants)
@@ -285,13 +288,14 @@ class Program:
 
     def _find_index_check(self) -> validation.IndexCheck | None:
         """None if the model indexes nothing by a row."""
-        theta = jnp.zeros(self.layout.size + self.local.size, self.dtype)
-
-        def parameters(row):
-            records = self._records(self._unravel(theta), {**row, **self.shared})
-            return [jax.tree.leaves(records[site].fn) for site in self._row_sites]
-
+        parameters = self._observed_parameters
         return validation.IndexCheck(self, parameters) if indexes(parameters, self.example_row) else None
+
+    def _observed_parameters(self, rows: Mapping[str, Array] | None = None) -> list:
+        """What the model makes of rows, at one theta. ``rows``: default: all that are part of a whole program."""
+        theta = jnp.zeros(self.layout.size + self.local.size, self.dtype)
+        records = self._records(self._unravel(theta), {**(self.example_row if rows is None else rows), **self.shared})
+        return [jax.tree.leaves(records[site].fn) for site in self._row_sites]
 
     def _find_selections(self) -> frozenset[str]:
         """Sites each of whose terms looks at one entry of theta."""

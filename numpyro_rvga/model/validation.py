@@ -16,6 +16,7 @@ from ..core.compilation import at_once, jit_once
 from ..core.indices import indexings
 from ..core.interpret import depends_on
 from .arguments import absent_arguments
+from .arrays import BadData
 from .failures import CoupledRows
 from .layout import Layout
 from .rows import common_length, num_rows
@@ -296,8 +297,8 @@ class IndexCheck(RowCheck):
 
         def inside(row):
             found = indexings(parameters, row)
-            self._sizes = [indexing.size for indexing in found]
-            return jnp.stack([indexing.inside for indexing in found])
+            self._sizes = [indexing.sizes[0] for indexing in found]
+            return jnp.stack([jnp.all(indexing.inside) for indexing in found])
 
         super().__init__(program, inside)
 
@@ -312,10 +313,14 @@ class IndexCheck(RowCheck):
         size = self._sizes[place]
         arrays = [name for name in self._arrays if np.issubdtype(rows[name].dtype, np.integer)]
         held = ", ".join(f"{name!r} holds {rows[name][row]}" for name in arrays) or " and ".join(self._arrays)
-        raise ValueError(
-            f"row {first_row + row} indexes what is not there: array {held}, and what the model indexes has {size} "
-            f"entries, 0 to {size - 1}. Count groups from 0, or make the model's plate larger."
-        )
+        raise ValueError(outside_message(first_row + row, held, size))
+
+
+def outside_message(row: int, held: str, size: int) -> str:
+    return (
+        f"row {row} indexes what is not there: array {held}, and what the model indexes has {size} "
+        f"entries, 0 to {size - 1}. Count groups from 0, or make the model's plate larger."
+    )
 
 
 class WholeSupportCheck:
@@ -364,8 +369,37 @@ def check_start(program: Any) -> None:
     points = state.mean + jnp.concatenate([0 * draws[:1], draws @ state.root.T])
     gradients, terms = at_once(lambda: jax.lax.map(jax.grad(at, has_aux=True), points))
     if np.isnan(gradients).any(axis=1).all():
-        sites = [name for name, values in terms.items() if np.isnan(values.reshape(len(points), -1)).any(axis=1).all()]
-        raise ValueError(f"the log-likelihood of site {(sites or list(terms))[0]!r} or its gradient is NaN.")
+        bad = {
+            name: np.isnan(values.reshape(*values.shape[:2], -1)).any(axis=2).all(axis=0)
+            for name, values in terms.items()
+        }
+        site = next((name for name, rows in bad.items() if rows.any()), next(iter(terms)))
+        raise BadData(_not_finite_message(program, site, int(np.argmax(bad[site])) if bad[site].any() else None))
+
+
+def _not_finite_message(program: Any, site: str, row: int | None) -> str:
+    """:param row: where the log-likelihood is NaN; None if only its gradient is known to be."""
+    bad = {}
+    for name, values in program.example_row.items():
+        array = np.asarray(values)
+        if array.dtype.kind == "f" and not np.isfinite(array).all():
+            bad[name] = ~np.isfinite(array).reshape(len(array), -1).all(axis=1)
+    name = next((name for name, rows in bad.items() if row is not None and row < len(rows) and rows[row]), None)
+    if name is None:
+        name = min(bad, key=lambda name: name not in program.outcome_arrays(site))
+        row = int(np.argmax(bad[name]))
+    array = np.asarray(program.example_row[name])
+    kind = "NaN" if np.isnan(array[row]).any() else "an infinite value"
+    finite = f"jnp.isfinite({name})" + {1: "", 2: ".all(axis=1)"}.get(
+        array.ndim, f".all(axis={tuple(range(1, array.ndim))})"
+    )
+    return (
+        f"data array {name!r} holds {kind} in row {row}, and the log-likelihood of site {site!r} or its gradient is "
+        f"NaN there. Drop such rows (keep = {finite.replace('jnp', 'np')}; {name}[keep], and so the "
+        f"others); or, in the model, replace what is missing and mask the rows: finite = {finite}; "
+        f"{name} = jnp.where(jnp.isfinite({name}), {name}, 0.0); with numpyro.handlers.mask(mask=finite): "
+        f"numpyro.sample({site!r}, ...)."
+    )
 
 
 def describe_bad_rows(

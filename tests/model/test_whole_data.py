@@ -203,3 +203,35 @@ def test_nan_that_the_model_does_not_handle_is_named():
 def test_lengths_that_the_model_cannot_join_are_named():
     with pytest.raises(ValueError, match="lengths are x: 24, y: 20"):
         RVGA(plain).run({"x": X, "y": Y[:20]}, progress_bar=False)
+
+
+def missing_covariates(x, y):
+    """As the error tells."""
+    finite = jnp.isfinite(x).all(axis=1)
+    x = jnp.where(jnp.isfinite(x), x, 0.0)
+    slopes = numpyro.sample("slopes", dist.Normal(0.0, 1.0).expand([2]).to_event(1))
+    with numpyro.plate("rows", x.shape[0]), numpyro.handlers.mask(mask=finite):
+        numpyro.sample("y", dist.Normal(x @ slopes, SCALE), obs=y)
+
+
+@pytest.mark.parametrize("method", [RVGA, FixedPointVI])
+@pytest.mark.parametrize("others", [{}, {"unused": np.zeros(3)}], ids=["rows", "arrays of two lengths"])
+def test_the_remedies_for_nan_work(method, others):
+    def linear(x, y, unused=None):
+        slopes = numpyro.sample("slopes", dist.Normal(0.0, 1.0).expand([2]).to_event(1))
+        with numpyro.plate("rows", x.shape[0]):
+            numpyro.sample("y", dist.Normal(x @ slopes, SCALE), obs=y)
+
+    x = np.stack([X, X**2], axis=1)
+    x[3, 1] = np.nan
+    message = (
+        r"'x' holds NaN in row 3.*keep = np\.isfinite\(x\)\.all\(axis=1\).*jnp\.where.*handlers\.mask\(mask=finite\)"
+    )
+    with pytest.raises(ValueError, match=message):
+        method(linear).run({"x": x, "y": Y, **others}, progress_bar=False)
+    with pytest.raises(ValueError, match=r"'y' holds NaN in row 2.*keep = np\.isfinite\(y\);.*mask=finite"):
+        method(linear).run({"x": np.nan_to_num(x), "y": HOLES, **others}, progress_bar=False)
+    keep = np.isfinite(x).all(axis=1)
+    dropped = method(linear).run({"x": x[keep], "y": Y[keep]}, progress_bar=False)
+    masked = method(missing_covariates).run({"x": x, "y": Y}, progress_bar=False)
+    np.testing.assert_allclose(masked.mean, dropped.mean, atol=1e-5)
