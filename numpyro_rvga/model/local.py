@@ -61,6 +61,17 @@ class LocalSites(NamedTuple):
         return {name: jnp.broadcast_to(self.states[name][0], shape) for name, shape in self.shapes.items()}
 
 
+class RowFacts(NamedTuple):
+    """What the rows told when a program was read, and rows that come later have to keep to.
+
+    :ivar states: discrete site -> the values that it may take, (M,).
+    :ivar quadratic: by component: whether its joint log density is quadratic in z.
+    """
+
+    states: dict[str, np.ndarray]
+    quadratic: tuple[bool, ...]
+
+
 class Component(NamedTuple):
     """Terms of a row that look at the same latent variables; E of the same form.
 
@@ -83,15 +94,14 @@ class Component(NamedTuple):
 
 
 # ---------------------------------------------------------------------- what the model says
-def states_of(site: str, fn: Any) -> np.ndarray:
-    """The values (M,) that a discrete latent may take.
+def bounds_of(site: str, fn: Any) -> tuple[Array, Array]:
+    """The smallest and the largest value that a discrete latent may take.
 
-    :param fn: its distribution, with parameters that have values.
-    :raises NotImplementedError: naming the site, if they are not finitely many integers.
+    :raises NotImplementedError: naming the site, if its states are not the integers between two.
     """
     support = fn.support
     if support is constraints.boolean:
-        return np.arange(2)
+        return jnp.asarray(0), jnp.asarray(1)
     low, high = getattr(support, "lower_bound", None), getattr(support, "upper_bound", None)
     if fn.event_shape or low is None or high is None or not fn.is_discrete:
         raise NotImplementedError(
@@ -100,7 +110,15 @@ def states_of(site: str, fn: Any) -> np.ndarray:
             f"numpyro.sample({site!r}, dist.Categorical(logits=dist.Poisson(rate).log_prob(jnp.arange(50)))), with the "
             "site's own distribution in place of dist.Poisson(rate)."
         )
-    values = np.arange(int(np.min(low)), int(np.max(high)) + 1)
+    return jnp.min(jnp.asarray(low)), jnp.max(jnp.asarray(high))
+
+
+def states_between(site: str, low: int, high: int) -> np.ndarray:
+    """The values (M,) that a discrete latent may take.
+
+    :raises NotImplementedError: naming the site, if they are too many.
+    """
+    values = np.arange(low, high + 1)
     if len(values) > MAX_STATES:
         raise NotImplementedError(
             f"site {site!r} is a discrete latent variable of each row with {len(values)} states, and sums are taken "
@@ -250,10 +268,12 @@ def local_terms(
     theta: jax.ShapeDtypeStruct,
     row: Arrays,
     rows: Arrays,
-) -> Terms:
-    """The terms of a component, integrated over its variables.
+    is_quadratic: Callable[[Callable[[Arrays], Array]], bool],
+) -> tuple[Terms, bool]:
+    """The terms of a component, integrated over its variables, and whether its log density is quadratic in these.
 
     :param theta: the shape of theta, (P,). :param row: an example row. :param rows: some rows, with what they share.
+    :param is_quadratic: whether the answer to a question, row -> bool (E,), is yes for all rows.
     :raises NotImplementedError: naming the sites, if there are more dimensions than can be integrated over.
     """
     size, count = theta.shape[0], len(component.states)
@@ -268,6 +288,7 @@ def local_terms(
     if split.num_predictors > both.shape[0]:
         split = _of_everything(split, both.shape[0])
     split = _Split(split, component, size, local.continuous.size, theta.dtype)
+    quadratic = False
     if not component.continuous.shape[1]:
         width, predictors, constants, density = (
             split.num_predictors,
@@ -277,7 +298,7 @@ def local_terms(
         )
     else:
         kept = _moving(split, component, rows)
-        dimensions, quadratic = component.continuous.shape[1], _is_quadratic(split, component, kept, rows)
+        dimensions, quadratic = component.continuous.shape[1], is_quadratic(partial(_quadratic, split, component, kept))
         if dimensions > MAX_DIMENSIONS and not quadratic:
             names = ", ".join(repr(name) for name in component.latents if name in local.continuous.site_names)
             raise NotImplementedError(
@@ -287,7 +308,8 @@ def local_terms(
             )
         width, predictors = len(kept), partial(split.kept_predictors, kept)
         constants, density = split.constants, partial(split.integrated, kept, quadratic)
-    return Terms(component.name, component.size, width, True, predictors, constants, density, None)
+    terms = Terms(component.name, component.size, width, True, predictors, constants, density, None)
+    return terms, quadratic
 
 
 def _of_everything(split: Factorisation, size: int) -> Factorisation:
@@ -389,22 +411,22 @@ def _moving(split: _Split, component: Component, rows: Arrays) -> np.ndarray:
     return np.flatnonzero(np.isnan(fixed).any(axis=(0, 1)))
 
 
-def _is_quadratic(split: _Split, component: Component, kept: np.ndarray, rows: Arrays) -> bool:
-    """Whether the joint log density is quadratic in z, in each state, at all theta and rows that are looked at."""
+def _quadratic(split: _Split, component: Component, kept: np.ndarray, row: Arrays) -> Array:
+    """Whether the joint log densities (E,) of a row are quadratic in z, in each state, at all theta looked at."""
     rng, size = np.random.default_rng(0), component.continuous.shape[1]
     dtype = split._dtype
     some = jnp.asarray(rng.normal(size=(PROBES, len(kept))), dtype)
     places = jnp.asarray(rng.normal(size=(4, size)) * [[0.0], [0.3], [1.0], [3.0]], dtype)
 
-    def look(row, element):
+    def of_element(element):
         by_state, fixed, slopes = split.constants(row, element)
 
         def hessians(u, of_state):
             return jax.vmap(jax.hessian(split.log_joint(kept, u, of_state, fixed, slopes)))(places)
 
-        return jax.vmap(lambda u: jax.vmap(lambda s: hessians(u, s))(by_state))(some)
+        found = jax.vmap(lambda u: jax.vmap(lambda s: hessians(u, s))(by_state))(some)  # (probes, M, places, K, K)
+        scale = jnp.abs(found).max(axis=(-3, -2, -1), keepdims=True)
+        apart = jnp.abs(found - found[..., :1, :, :])
+        return jnp.all(apart <= QUADRATIC[jnp.finfo(dtype).bits] * scale)
 
-    found = at_once(lambda: over_rows(look, component.size, rows))  # (n, E, probes, M, places, K, K)
-    scale = np.abs(found).max(axis=(-3, -2, -1), keepdims=True)
-    apart = np.abs(found - found[..., :1, :, :])
-    return bool(np.all(apart <= QUADRATIC[jnp.finfo(dtype).bits] * scale))
+    return lax.map(of_element, jnp.arange(component.size, dtype=jnp.int32))

@@ -19,7 +19,7 @@ from numpyro import distributions as dist
 from numpyro.distributions.transforms import IdentityTransform
 
 from ..core.closed_forms import Gaussian, Logistic
-from ..core.compilation import jit_once
+from ..core.compilation import at_once, jit_once
 from ..core.expectations import normal_rule
 from ..core.gaussians import Family
 from ..core.indices import indexes
@@ -46,7 +46,7 @@ from .data_prior import DataPrior, PriorConstants, SiteArrays, data_dependence, 
 from .deterministic import DeterministicSites, classify_deterministic
 from .identity import ModelIdentity, model_identity
 from .layout import Layout, layout_of
-from .local import Component, LocalSites, components_of, local_terms, states_of
+from .local import Component, LocalSites, RowFacts, bounds_of, components_of, local_terms, states_between
 from .parameters import Parameters, parameters_of
 from .prior import (
     IndependentStart,
@@ -109,6 +109,8 @@ class Program:
     :param all_rows: all rows, which priors and deterministic sites may read, if they are at hand.
     :param constants: what all rows determine of such a prior, if that is known already.
     :ivar reason: why a whole program is one.
+    :param row_facts: what rows told of such latent variables, if that is known already.
+    :ivar row_facts: likewise; None if nothing is integrated out.
     :param local: ``"marginal"`` integrates latent variables of single rows out of these rows' densities; ``"prior"``
         takes Normal ones of known scale from their conditional prior, which is then part of q.
     :ivar local: the latter's layout. :ivar row_latents: the former; None if there are none.
@@ -136,6 +138,7 @@ class Program:
         all_rows: Rows | None = None,
         constants: PriorConstants | None = None,
         local: str = "prior",
+        row_facts: RowFacts | None = None,
     ):
         self.model, self.model_kwargs, self.whole = model, dict(model_kwargs), whole
         self.reason: str | None = None
@@ -165,7 +168,7 @@ class Program:
         validation.check_shared(self.layout, local_names)
         own = layout_of({name: shape for name, shape in latents.items() if name in local_names})
         if local == "marginal" and local_names:
-            self.row_latents = self._find_row_latents(own, rows)
+            self.row_latents = self._find_row_latents(own, rows, row_facts)
         else:
             self.local = own
         self._row_sites, self._prior_sites = self._classify()
@@ -183,7 +186,14 @@ class Program:
         if params is not None:
             self.params = self.params._replace(values=jnp.asarray(params, self.dtype))
         self._components = self._find_components()
-        self.terms = (*self._all_terms(prefer_parameters, by_draws), *self._integrated_terms(rows))
+        self._row_checks: list[validation.RowCheck] = []
+        integrated = self._integrated_terms(rows, row_facts)
+        self.terms = (*self._all_terms(prefer_parameters, by_draws), *[terms for terms, _ in integrated])
+        self.row_facts: RowFacts | None = None
+        if self.row_latents is not None:
+            states = {name: np.asarray(values) for name, values in self.row_latents.states.items()}
+            self.row_facts = RowFacts(states, tuple(quadratic for _, quadratic in integrated))
+            self._row_checks += [validation.StatesCheck(self, name, self._bounds_of_states) for name in states]
         validation.check_local_terms(self)
         self.selections = self._find_selections()
         support_check = validation.WholeSupportCheck if whole else validation.SupportCheck
@@ -193,6 +203,7 @@ class Program:
             self._checks.append(self._index_check)
         if whole:
             self._checks.append(WholeIndexCheck(self._observed_parameters))
+        self._checks += self._row_checks
         self._prior_arrays = self._find_prior_arrays()
         if self._prior_arrays:
             self.data_prior, self.constants = self._read_prior(all_rows, constants)
@@ -229,14 +240,30 @@ class Program:
         self._num_pieces = math.gcd(*[terms.num_elements for terms in found if not terms.by_draws]) or 1
         return tuple(by_piece(terms, self._num_pieces) for terms in found)
 
-    def _find_row_latents(self, continuous: Layout, rows: Mapping[str, Array]) -> LocalSites:
+    def _find_row_latents(self, continuous: Layout, rows: Mapping[str, Array], facts: RowFacts | None) -> LocalSites:
         """The latent variables of single rows, with the states of the discrete ones in all rows at hand."""
         sites = {n: s for n, s in self.sites.items() if s.is_discrete and not s.is_observed}
         states: dict[str, Array] = {}
-        if sites:
-            records = self._records({}, {name: jnp.asarray(array) for name, array in rows.items()})
-            states = {name: jnp.asarray(states_of(name, peel(records[name].fn)[0])) for name in sites}
+        for name in sites:
+            if facts is None:
+                found = at_once(lambda: self._bounds_of_states(name, rows, states))  # noqa: B023
+                values = states_between(name, int(found[:, 0].min()), int(found[:, 1].max()))
+            else:
+                values = facts.states[name]
+            states[name] = jnp.asarray(values)
         return LocalSites(continuous, {name: sites[name].value_shape for name in sites}, states)
+
+    def _bounds_of_states(self, name: str, rows: Mapping[str, Array], known: Mapping[str, Array]) -> Array:
+        """Smallest and largest state of a discrete latent in some rows, (M, 2): with the first state of all others that
+        are known, with the second, and so on."""
+
+        def at(place):
+            values = {n: states[jnp.minimum(place, len(states) - 1)] for n, states in known.items()}
+            arrays = {n: jnp.asarray(array) for n, array in rows.items()}
+            records = sample_sites(*self._run(arrays, {}, states=values))
+            return jnp.stack(bounds_of(name, peel(records[name].fn)[0]))
+
+        return jax.vmap(at)(jnp.arange(max([1, *map(len, known.values())])))
 
     def _find_components(self) -> tuple[Component, ...]:
         if self.row_latents is None:
@@ -244,16 +271,24 @@ class Program:
         row = {**self.example_row, **self.shared}
         return components_of(self._row_records, self.row_latents, self.layout.size, self.dtype, row, self._row_sites)
 
-    def _integrated_terms(self, rows: Mapping[str, Array]) -> list[Terms]:
-        theta = jax.ShapeDtypeStruct((self.layout.size,), self.dtype)
+    def _integrated_terms(self, rows: Mapping[str, Array], facts: RowFacts | None) -> list[tuple[Terms, bool]]:
+        """With whether the integrand is a Gaussian, which is checked of all rows."""
         if not self._components:
             return []
+        theta = jax.ShapeDtypeStruct((self.layout.size,), self.dtype)
         row = {**self.example_row, **self.shared}
         some = selected(dict(rows), evenly_spread(num_rows(rows), MOST_LOOKED_AT)) | self.shared
-        return [
-            local_terms(self._row_records, self.row_latents, component, theta, row, some)
-            for component in self._components
-        ]
+        found = []
+        for i, component in enumerate(self._components):
+
+            def is_quadratic(question, i=i, component=component):
+                check = validation.QuadraticCheck(self, component.name, question)
+                holds = facts.quadratic[i] if facts is not None else bool(check.begin(rows)().all())
+                self._row_checks += [check] if holds else []
+                return holds
+
+            found.append(local_terms(self._row_records, self.row_latents, component, theta, row, some, is_quadratic))
+        return found
 
     def _row_records(
         self, theta: Array, row: Mapping[str, Array], states: Mapping[str, Array]
@@ -379,11 +414,13 @@ class Program:
         whole: bool,
         params: np.ndarray,
         constants: PriorConstants | None,
+        row_facts: RowFacts | None,
     ) -> Program:
         """A program from stored example rows, without data."""
         rows = {name: np.asarray(array) for name, array in example_rows.items()}
         options = {"improper_prior_scale": improper_prior_scale, "whole": whole, "params": params}
-        return cls(model, rows, model_kwargs, constants=constants, **options)
+        local = "prior" if row_facts is None else "marginal"
+        return cls(model, rows, model_kwargs, constants=constants, local=local, row_facts=row_facts, **options)
 
     def with_params(self, values: Array) -> Program:
         """The same at other values (K,) of the ``numpyro.param`` sites, in unconstrained space."""
@@ -433,6 +470,8 @@ class Program:
             check_row_shapes(rows, row_shapes(self.example_row), "that the posterior has absorbed")
         if self._index_check is not None:
             self._index_check(rows, 0)
+        for check in () if predicted else self._row_checks:
+            check(rows, 0)
         return rows
 
     def check_given(self, rows: Collection[str], needed: Collection[str]) -> None:
@@ -849,7 +888,8 @@ class Program:
         return jax.eval_shape(lambda: function(rows)) if self.whole else jax.eval_shape(function, rows)
 
     def _records(self, unconstrained, rows) -> dict[str, SiteRecord]:
-        return sample_sites(*self._run(rows, unconstrained))
+        states = None if self.row_latents is None else self.row_latents.first_states()
+        return sample_sites(*self._run(rows, unconstrained, states=states))
 
     def _prior_records(self, unconstrained: Mapping[str, Array]) -> dict[str, SiteRecord]:
         """Records of latent sites, and of observed ones that no row enters. Sites not given are drawn, or zero."""

@@ -323,6 +323,60 @@ def outside_message(row: int, held: str, size: int) -> str:
     )
 
 
+class StatesCheck(RowCheck):
+    """Are the states of a discrete latent of each row among those that are summed over?
+
+    :param bounds: (site, rows, states of the discrete latents) -> smallest and largest state, (M, 2).
+    """
+
+    def __init__(self, program: Any, site: str, bounds: Callable[[str, dict, Mapping[str, Array]], Array]):
+        others, states = program.row_latents.states, np.asarray(program.row_latents.states[site])
+        self._site, self._last = site, int(states[-1])
+
+        def inside(row):
+            found = bounds(site, row, {name: values for name, values in others.items() if name != site})
+            return jnp.all((found[:, 0] >= states[0]) & (found[:, 1] <= states[-1]))
+
+        super().__init__(program, inside)
+
+    def __call__(self, rows: Mapping[str, np.ndarray], first_row: int) -> None:
+        """:raises ValueError: naming site and row."""
+        if not rows.keys() >= set(self._arrays):  # rows to predict may lack what the model takes None for
+            return
+        inside = self.begin(rows)()
+        if not inside.all():
+            row = int(np.argmin(inside))
+            held = " and ".join(f"{name!r} holds {rows[name][row]}" for name in self._arrays)
+            raise ValueError(
+                f"site {self._site!r}: in row {first_row + row} ({held}) this discrete latent variable has states "
+                f"beyond those of the rows that the model was read with, up to {self._last}. Give all rows at once, as "
+                "arrays, or put a row with the most states into the first block."
+            )
+
+
+class QuadraticCheck(RowCheck):
+    """Is a log density, of which the first rows say so, quadratic in the latent variables of the row?
+
+    :param site: of which it is. :param question: row, with what rows share -> bool (E,).
+    """
+
+    def __init__(self, program: Any, site: str, question: Callable[[dict], Array]):
+        super().__init__(program, lambda row: question({**row, **program.shared}))
+        self._site = site
+
+    def __call__(self, rows: Mapping[str, np.ndarray], first_row: int) -> None:
+        """:raises ValueError: naming site and row."""
+        if not rows.keys() >= set(self._arrays):
+            return
+        inside = self.begin(rows)()
+        if not inside.all():
+            raise ValueError(
+                f"site {self._site!r}: in row {first_row + int(np.argmin(inside))} the log density is not quadratic in "
+                "the row's latent variables, and in the rows that the model was read with it was. Give all rows at "
+                "once, as arrays, or put such a row into the first block."
+            )
+
+
 class WholeSupportCheck:
     """The same for a model that runs on all rows at once."""
 

@@ -20,6 +20,7 @@ from ..model import Program
 from ..model.arguments import named_rows
 from ..model.data_prior import PriorConstants
 from ..model.identity import ModelIdentity
+from ..model.local import RowFacts
 from ..model.row_set import RowSet
 
 if TYPE_CHECKING:
@@ -48,6 +49,7 @@ def save(posterior: Posterior, path: str | os.PathLike) -> None:
         "row_sets": [[run.num_rows, f"{run.digest:016x}"] for run in posterior.row_sets],
         "model": program.identity._asdict(),
         "prior_constants": None if program.constants is None else _stored_constants(program.constants),
+        "row_facts": None if program.row_facts is None else program.row_facts._asdict(),
     }
     metadata = {
         "layout": _layout(program),
@@ -68,7 +70,7 @@ def load(path: str | os.PathLike, model: Callable, **model_kwargs: Any) -> dict[
         rows = named_rows(model, stored.example_rows, keywords)
     except ValueError as error:
         raise ValueError(f"{path} belongs to a model with other arguments: {error}") from error
-    program = Program.restore(model, rows, keywords, *stored.options, stored.constants)
+    program = Program.restore(model, rows, keywords, *stored.options, stored.constants, stored.row_facts)
     if _layout(program) != stored.layout:
         raise ValueError(
             f"{path} belongs to another model: its latent sites are {_describe(stored.layout)}, "
@@ -90,6 +92,7 @@ class _Stored(NamedTuple):
     example_rows: dict[str, np.ndarray]
     options: list
     constants: PriorConstants | None
+    row_facts: RowFacts | None
     model: ModelIdentity
 
 
@@ -108,6 +111,7 @@ def _read(path: str | os.PathLike) -> tuple[_Stored, dict[str, Any]]:
             contents["example_rows"],
             [contents[name] for name in ("improper_prior_scale", "whole", "params")],
             _constants(contents["prior_constants"]),
+            None if contents["row_facts"] is None else RowFacts(**contents["row_facts"]),
             ModelIdentity(**contents["model"]),
         )
         fields = {name: contents[name] for name in ("elbo", "num_rows", "info")}

@@ -1,0 +1,83 @@
+"""Marginal latents of single rows: in files, and in rows that come later than those that the model was read with."""
+
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import pytest
+from jax.scipy.stats import norm
+
+from numpyro_rvga import RVGA, Posterior
+
+RNG = np.random.default_rng(0)
+TOTAL = np.array([2, 3, 2, 3, 5, 6, 2, 4])
+SEEN = {"total": TOTAL, "y": np.array([0.0, 1.9, 0.7, 2.1, 3.9, 2.8, 0.2, 3.1], np.float32)}
+
+
+def hidden_counts(total, y=None):
+    w = numpyro.sample("w", dist.Normal(0, 1))
+    with numpyro.plate("rows", len(total)):
+        n = numpyro.sample("n", dist.Binomial(total, 0.6))
+        numpyro.sample("y", dist.Normal(w * n, 0.3), obs=y)
+
+
+def tobit(x, censored, y=None):
+    """Normal but for the rows that are censored."""
+    w, s = numpyro.sample("w", dist.Normal(0, 1)), numpyro.sample("s", dist.LogNormal(-1, 0.5))
+    with numpyro.plate("rows", len(x)):
+        z = numpyro.sample("z", dist.Normal(0, s))
+        residual = (y - w * x - z) / 0.5
+        numpyro.factor("y", jnp.where(censored, norm.logcdf(-residual), norm.logpdf(residual)))
+
+
+X = RNG.normal(size=8).astype(np.float32)
+CENSORED = {"x": X, "censored": np.arange(8) > 5, "y": X + 0.3}
+
+
+@pytest.mark.parametrize("model, data", [(hidden_counts, SEEN), (tobit, CENSORED)])
+def test_loaded_posteriors_integrate_as_before(model, data, tmp_path):
+    posterior = RVGA(model, local="marginal").run(data, progress_bar=False)
+    posterior.save(tmp_path / "q")
+    loaded = Posterior.load(tmp_path / "q", model)
+    np.testing.assert_array_equal(loaded.mean, posterior.mean)
+    before, after = (q.program.log_likelihood(q.mean, q.program.inputs(data))["y"] for q in (posterior, loaded))
+    np.testing.assert_allclose(after, np.asarray(before), rtol=1e-6)
+    np.testing.assert_allclose(
+        loaded.log_prob_unconstrained(0.1 + loaded.mean), posterior.log_prob_unconstrained(0.1 + loaded.mean), rtol=1e-6
+    )
+
+
+@pytest.mark.parametrize(
+    "model, data, message",
+    [
+        (hidden_counts, SEEN, r"site 'n': in row 1 \('total' holds 6\).*up to 5.*Give all rows at once"),
+        (tobit, CENSORED, "site 'y': in row 2 the log density is not quadratic"),
+    ],
+)
+def test_later_rows_that_the_first_do_not_stand_for_are_refused(model, data, message):
+    first, later = ({name: array[part] for name, array in data.items()} for part in (slice(0, 5), slice(4, 8)))
+    posterior = RVGA(model, local="marginal").run(first, progress_bar=False)
+    with pytest.raises(ValueError, match=message):
+        posterior.program.check_rows(later)  # as each block of a stream is
+    with pytest.raises(ValueError, match=message):
+        posterior.khat(later)
+
+
+def test_states_that_another_latent_bounds_are_all_summed_over():
+    def chained(y):
+        w = numpyro.sample("w", dist.Normal(0, 1))
+        with numpyro.plate("rows", len(y)):
+            n = numpyro.sample("n", dist.Binomial(4, 0.5))
+            m = numpyro.sample("m", dist.Binomial(n, 0.5))
+            numpyro.sample("y", dist.Normal(w * m, 0.3), obs=y)
+
+    def thinned(y):
+        w = numpyro.sample("w", dist.Normal(0, 1))
+        with numpyro.plate("rows", len(y)):
+            m = numpyro.sample("m", dist.Binomial(4, 0.25))
+            numpyro.sample("y", dist.Normal(w * m, 0.3), obs=y)
+
+    data = {"y": SEEN["y"]}
+    found, expected = (RVGA(model, local="marginal").run(data, progress_bar=False) for model in (chained, thinned))
+    np.testing.assert_allclose(found.mean, expected.mean, atol=1e-4)
+    np.testing.assert_allclose(found.elbo, expected.elbo, atol=1e-3)
