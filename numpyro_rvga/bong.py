@@ -18,11 +18,13 @@ from .core.gaussians import FAMILIES, PARAMETERIZATIONS
 from .core.gaussians.mixture import GaussianMixture
 from .core.rules import NATURAL, RULES, Rule
 from .dynamics import Dynamics, check_dynamics
+from .engines.engine import Engine
 from .engines.online import Online, OnlineOptions, OnlineState
 from .engines.registry import Engines
 from .initialization import initial_location, is_at_rest
 from .model.arguments import checked_rows
 from .model.failures import of_stream
+from .model.program import Program
 from .model.row_set import RowSet, row_set
 from .model.rows import Rows, num_rows
 from .options import EXPECTATIONS, Options, check_choice, default_key, is_count
@@ -370,6 +372,9 @@ class BONG:
             engine = self._engines.get(rows, model_kwargs, rng_key, all_rows)
         except Exception as error:
             raise of_stream(error) from error
+        return self._online_of(engine, rng_key)
+
+    def _online_of(self, engine: Engine, rng_key: Array) -> Online:
         online = self._online.get(engine)
         if online is not None and online.engine.program is engine.program:
             return online
@@ -432,9 +437,19 @@ class Continuation:
     online: Online
     model_kwargs: dict
 
+    def __reduce__(self) -> tuple[Callable, tuple]:
+        """Without what is compiled, for other processes."""
+        engine = self.online.engine
+        return _read_again, (self.bong, engine.program, engine.rng_key, self.model_kwargs)
+
     def update(self, posterior: Posterior, data: Any, **kwargs: Any) -> Posterior:
         """The posterior after more rows; ``posterior`` is unchanged."""
         return self.bong.run(data, init=posterior, **{**self.model_kwargs, **kwargs})
+
+
+def _read_again(bong: BONG, program: Program, rng_key: Array, model_kwargs: dict) -> Continuation:
+    """What :meth:`Continuation.__reduce__` took apart."""
+    return Continuation(bong, bong._online_of(bong._engines.of(program, rng_key), rng_key), model_kwargs)
 
 
 def _check_combination(

@@ -86,7 +86,7 @@ class Engine:
         effort: str = "usual",
     ):
         self.program, self.options, self._transition = program, options, transition
-        self._rng_key, self.effort = rng_key, effort
+        self.rng_key, self.effort = rng_key, effort
         self._identity = object()
         self.kinds = tuple(make_kind(terms, options, rng_key, effort=effort) for terms in program.terms)
         prior_options = options._replace(expectation="auto", scheme="implicit")
@@ -151,7 +151,7 @@ class Engine:
 
     def with_effort(self, effort: str) -> Engine:
         """The same with other rules for its expectations."""
-        return Engine(self.program, self.options, self._rng_key, self._transition, self.devices, effort=effort)
+        return Engine(self.program, self.options, self.rng_key, self._transition, self.devices, effort=effort)
 
     def __eq__(self, other: Any) -> bool:
         """Whether two engines run the same compiled functions."""

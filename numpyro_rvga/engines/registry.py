@@ -96,6 +96,10 @@ class Engines:
         self.last = engine
         return engine
 
+    def of(self, program: Program, rng_key: Array) -> Engine:
+        """A new engine for a program of this model that parameters do not move in."""
+        return Engine(program, self._options, rng_key, None, self.devices)
+
     def make_thorough(self, engine: Engine) -> Engine:
         """From now on, thorough rules in place of the engine's: this engine is returned."""
         self.last = engine.with_effort("thorough")

@@ -48,6 +48,7 @@ from .identity import ModelIdentity, model_identity
 from .layout import Layout, layout_of
 from .local import Component, LocalSites, RowFacts, bounds_of, components_of, local_terms, states_between
 from .parameters import Parameters, parameters_of
+from .pickling import check_picklable
 from .prior import (
     IndependentStart,
     Marginals,
@@ -108,6 +109,7 @@ class Program:
     :param params: values of the ``numpyro.param`` sites, in unconstrained space; default: where the model starts them.
     :param all_rows: all rows, which priors and deterministic sites may read, if they are at hand.
     :param constants: what all rows determine of such a prior, if that is known already.
+    :param row_plates: plates over the rows, if they are known already and ``rows`` are a few.
     :ivar reason: why a whole program is one.
     :param row_facts: what rows told of such latent variables, if that is known already.
     :ivar row_facts: likewise; None if nothing is integrated out.
@@ -139,8 +141,10 @@ class Program:
         constants: PriorConstants | None = None,
         local: str = "prior",
         row_facts: RowFacts | None = None,
+        row_plates: frozenset[str] | None = None,
     ):
         self.model, self.model_kwargs, self.whole = model, dict(model_kwargs), whole
+        self._options = {"prefer_parameters": prefer_parameters, "by_draws": by_draws, "local": local}
         self.reason: str | None = None
         self.evaluates = evaluates
         self.improper_prior_scale = improper_prior_scale
@@ -148,12 +152,16 @@ class Program:
         self.data_prior: DataPrior | None = None
         self.constants: PriorConstants | None = None
         self.dtype = jnp.result_type(float)
-        self.row_plates, observed = validation.find_row_plates(
-            model, rows, self.model_kwargs, concrete=whole, evaluates=evaluates
-        )
+        observed: list[str] = []
         given = [*rows, *self.model_kwargs]
-        if not whole or rows or absent_arguments(model, given):
-            validation.check_has_outcome(observed, model, given)
+        if row_plates is None:
+            self.row_plates, observed = validation.find_row_plates(
+                model, rows, self.model_kwargs, concrete=whole, evaluates=evaluates
+            )
+            if not whole or rows or absent_arguments(model, given):
+                validation.check_has_outcome(observed, model, given)
+        else:
+            self.row_plates = row_plates
         self._choose_examples(rows)
         self.local, self.params = layout_of({}), parameters_of({}, self.dtype)
         self.row_latents: LocalSites | None = None
@@ -421,6 +429,38 @@ class Program:
         options = {"improper_prior_scale": improper_prior_scale, "whole": whole, "params": params}
         local = "prior" if row_facts is None else "marginal"
         return cls(model, rows, model_kwargs, constants=constants, local=local, row_facts=row_facts, **options)
+
+    def __reduce__(self) -> tuple[Callable, tuple]:
+        """For other processes: what the model is read from again, and nothing compiled.
+
+        :raises PicklingError: for models, and keyword arguments, that cannot be pickled.
+        """
+        check_picklable("the model", self.model)
+        for name, value in self.model_kwargs.items():
+            check_picklable(f"the model's argument {name!r}", value)
+        rows = self.example_rows
+        if not self.whole:
+            rows = {name: np.asarray(array) for name, array in rows.items()}
+        options = {
+            **self._options,
+            "improper_prior_scale": self.improper_prior_scale,
+            "whole": self.whole,
+            "evaluates": self.evaluates,
+            "params": self.params.values,
+            "constants": self.constants,
+            "row_facts": self.row_facts,
+            "row_plates": self.row_plates,
+        }
+        return _read_again, (self.model, rows, self.model_kwargs, options, self.data_rows, self.reason)
+
+    def __copy__(self) -> Program:
+        other = object.__new__(Program)
+        other.__dict__.update(self.__dict__)
+        return other
+
+    def __deepcopy__(self, memo: dict) -> Program:
+        """The same: no program changes, and what it has compiled stays."""
+        return self
 
     def with_params(self, values: Array) -> Program:
         """The same at other values (K,) of the ``numpyro.param`` sites, in unconstrained space."""
@@ -1061,6 +1101,20 @@ class Program:
         depends = depends_on(observed_elements, self.example_row)
         of_rows = [n for n in observed if depends[n] or self.row_plates & set(self.sites[n].plates)]
         return tuple(of_rows), tuple(n for n in observed if n not in of_rows)
+
+
+def _read_again(
+    model: Callable,
+    rows: Rows,
+    model_kwargs: Mapping[str, Any],
+    options: dict[str, Any],
+    data_rows: Rows | None,
+    reason: str | None,
+) -> Program:
+    """What :meth:`Program.__reduce__` took apart."""
+    program = Program(model, rows, model_kwargs, **options)
+    program.data_rows, program.reason = data_rows, reason
+    return program
 
 
 def _is_numeric(value: Any) -> bool:

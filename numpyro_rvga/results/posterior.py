@@ -82,6 +82,13 @@ class Posterior:
                 raise ValueError(f"{field.name} must have {size} entries along every axis for this model, not {shape}.")
         object.__setattr__(self, "gaussian", gaussian)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Without what is compiled, for other processes.
+
+        :raises PicklingError: from pickle, if the model cannot be pickled: a function within another.
+        """
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+
     def __repr__(self) -> str:
         sites = ", ".join(self.site_names)
         bound = "" if self.elbo is None else f", elbo={self.elbo:.6g}"
