@@ -128,9 +128,10 @@ class RVGA:
         program on the same data, and reads what its own devices take. Blocks of a few rows are faster on one device.
     :param str local: latent variables of single rows, in a plate over the rows. ``"marginal"`` integrates them out of
         their row's density: discrete ones by summing over their states, continuous ones, up to three that enter the
-        same terms, by adaptive quadrature, and any number if all is Normal. ``"prior"`` (default) takes Normal ones of
-        known scale from their conditional prior, which is then part of q: a looser bound, and the usual one of sparse
-        Gaussian processes.
+        same terms, by adaptive quadrature, and any number if all is Normal. The quadrature is made for smooth
+        integrands with one mode: it does not notice others far away, nor jumps, and ``info["elbo_error"]`` does not
+        include its error. ``"prior"`` (default) takes Normal ones of known scale from their conditional prior, which is
+        then part of q: a looser bound, and the usual one of sparse Gaussian processes.
     :raises ValueError: for options that do not exist or exclude each other.
 
     :ivar state: of the last run, after the last rows that it took in, also if it was stopped; for :meth:`posterior`.
