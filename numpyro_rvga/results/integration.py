@@ -65,6 +65,11 @@ class Integration:
         """
         if program.params.layout.size:
             return Choice((), "the model has numpyro.param sites, which are learned instead")
+        if sites == "auto" and program.row_latents is not None:
+            raise NotImplementedError(
+                "integrate='auto' does not choose sites where latent variables of rows are integrated out "
+                f"(local='marginal'): name them, as in integrate={list(program.layout.site_names[-1:])!r}."
+            )
         if sites == "auto":
             key = (id(program.model), program.layout.site_names, program.row_plates)
             if key not in self._choices:
@@ -141,11 +146,13 @@ class Integration:
         self, program: Program, sites: tuple[str, ...], rows: Rows, rng_key: Array
     ) -> tuple[MaximizedBound, tuple]:
         """The maximized bound as a function of the sites, and the chunks of rows that it takes."""
-        key = sites, program.whole
+        key = sites, program.whole, program.row_latents is None
         if key not in self._engines:
             shapes = {name: program.layout.shapes[name] for name in program.layout.site_names if name in sites}
             model, whole = conditional_model(program.model, shapes), program.whole
-            self._engines[key] = Engines(model, self._options, self._scale, batch=True, whole=whole, mesh=self._mesh)
+            local = "prior" if program.row_latents is None else "marginal"
+            options = {"batch": True, "whole": whole, "mesh": self._mesh, "local": local}
+            self._engines[key] = Engines(model, self._options, self._scale, **options)
         engine = self._engines[key].get(rows, program.model_kwargs, rng_key, rows)
         left = [name for name in program.layout.site_names if name not in sites]
         if list(engine.program.layout.site_names) != left:

@@ -7,7 +7,7 @@ import numpyro.distributions as dist
 import pytest
 from jax.scipy.stats import norm
 
-from numpyro_rvga import RVGA, Posterior
+from numpyro_rvga import RVGA, FixedPointVI, Posterior
 
 RNG = np.random.default_rng(0)
 TOTAL = np.array([2, 3, 2, 3, 5, 6, 2, 4])
@@ -81,3 +81,24 @@ def test_states_that_another_latent_bounds_are_all_summed_over():
     found, expected = (RVGA(model, local="marginal").run(data, progress_bar=False) for model in (chained, thinned))
     np.testing.assert_allclose(found.mean, expected.mean, atol=1e-4)
     np.testing.assert_allclose(found.elbo, expected.elbo, atol=1e-3)
+
+
+def test_hyperparameters_are_integrated_out_given_the_marginal_rows():
+    def model(y, by_hand):
+        mu, tau = numpyro.sample("mu", dist.Normal(0, 2)), numpyro.sample("tau", dist.HalfNormal(1))
+        with numpyro.plate("rows", len(y)):
+            own = 0.0 if by_hand else numpyro.sample("own", dist.Normal(0, tau))
+            scale = jnp.sqrt(0.09 + tau**2) if by_hand else 0.3
+            numpyro.sample("y", dist.Normal(mu + own, scale), obs=y)
+
+    def run(integrate, **keywords):
+        engine = FixedPointVI(model, local="marginal", integrate=integrate)
+        return engine.run({"y": SEEN["y"]}, progress_bar=False, **keywords)
+
+    found, expected = (run(["tau"], by_hand=by_hand) for by_hand in (False, True))
+    np.testing.assert_allclose(found.elbo, expected.elbo, atol=1e-3)
+    np.testing.assert_allclose(found.mean, expected.mean, atol=0.01)
+    with pytest.raises(
+        NotImplementedError, match="integrate='auto' does not choose sites where latent variables of rows"
+    ):
+        run("auto", by_hand=False)
