@@ -125,14 +125,20 @@ def standard_frame(mean: Array, root: Array, *, weighted: bool) -> Frame:
     )
 
 
-def in_stages(kinds: Sequence[Kind], shapes: Sequence[tuple[int, int]], size: int, num_chunks: int) -> bool:
+def in_stages(
+    row_kinds: Sequence[Kind],
+    prior_kinds: Sequence[Kind],
+    shapes: Sequence[tuple[int, int]],
+    size: int,
+    num_chunks: int,
+) -> bool:
     """Whether the parts of an objective of affine factors are worth computing one after the other, so that the mean can
-    be solved for at covariances that stay: where these are cheap to keep, and expectations are no dearer than products
-    of matrices.
+    be solved for at covariances that stay: where these are cheap to keep, and expectations of rows are closed forms.
+    (Others are as dear as products of matrices, and twice as many of them take longer.)
 
     :param shapes: for each site, elements of a row, predictors of an element. :param size: of theta.
     """
-    if any(kind.sampled for kind in kinds):
+    if any(kind.sampled for kind in (*row_kinds, *prior_kinds)) or any(kind.measured is not None for kind in row_kinds):
         return False
     # The predictors' covariances of all chunks are fewer numbers than the Jacobians of one, or there is but one.
     return num_chunks == 1 or num_chunks * sum(e * c * c for e, c in shapes) <= sum(e * c for e, c in shapes) * size

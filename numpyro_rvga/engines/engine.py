@@ -284,7 +284,7 @@ class Engine:
     def _is_staged(self, num_chunks: int) -> bool:
         affine = self.is_affine and all(t.is_affine for t in self.program.prior.terms)
         shapes = [(t.num_elements, t.num_predictors) for t in self.program.terms]
-        return affine and in_stages((*self.prior_kinds, *self.kinds), shapes, self.program.layout.size, num_chunks)
+        return affine and in_stages(self.kinds, self.prior_kinds, shapes, self.program.layout.size, num_chunks)
 
     def joint_parts(self, search: Search, problem: JointProblem) -> Joint:
         """A problem's parts."""

@@ -98,7 +98,7 @@ class SparseEngine:
         all_kinds = tuple(kind for kinds in self._kinds for kind in kinds)
         program, num_chunks = self._engine.program, jax.tree.leaves(problem.chunks[0])[0].shape[0]
         shapes = [(terms.num_elements, terms.num_predictors) for terms in program.terms]
-        staged = self._is_affine and in_stages(all_kinds, shapes, program.layout.size, num_chunks)
+        staged = self._is_affine and in_stages(self._kinds[0], all_kinds, shapes, program.layout.size, num_chunks)
         search = search_for(all_kinds, self._engine.settings(), staged=staged)
         return self._solver(search, problem, problem.num_rows, on_step=on_step)
 

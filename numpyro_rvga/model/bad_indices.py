@@ -35,7 +35,7 @@ def explained(
 
     def failure(changed: Mapping[str, jax.ShapeDtypeStruct]) -> Exception | None:
         try:
-            jax.eval_shape(lambda rows: _run(model, rows, model_kwargs), forms | changed)
+            jax.eval_shape(lambda rows: _run(model, rows, model_kwargs), {**forms, **changed})
         except Exception as other:  # a model may fail in any way: this one is asked only whether it still does
             return other
         return None

@@ -91,6 +91,7 @@ class ImproperPrior(ValueError):
 
 
 MOST_LOOKED_AT = 256  # rows, to find out on which predictors theta has a say
+MOST_PARAMETERS_DRAWN = 100  # of rows without structure, as networks are: more take minutes
 
 
 class Program:
@@ -235,7 +236,8 @@ class Program:
         """Those of row sites. Of a whole program they are cut into as many equal pieces as go into all of them."""
         theta = jax.ShapeDtypeStruct((self.layout.size + self.local.size,), self.dtype)
         row = self.shared if self.whole else {**self.example_row, **self.shared}
-        options = {"prefer_parameters": prefer_parameters, "by_draws": by_draws and not self.local.size}
+        few = self.whole or self.layout.size <= MOST_PARAMETERS_DRAWN
+        options = {"prefer_parameters": prefer_parameters, "by_draws": by_draws and not self.local.size and few}
         found = []
         for site in [name for name in self._row_sites if name not in self._tied]:
             terms = site_terms(self._site_runner(site), site, theta, row, **options)

@@ -433,7 +433,7 @@ def check_start(program: Any) -> None:
 
 def _not_finite_message(program: Any, site: str, row: int | None) -> str:
     """:param row: where the log-likelihood is NaN; None if only its gradient is known to be."""
-    bad = {}
+    bad: dict[str, np.ndarray] = {}
     for name, values in program.example_row.items():
         array = np.asarray(values)
         if array.dtype.kind == "f" and not np.isfinite(array).all():

@@ -151,8 +151,9 @@ class Integration:
             shapes = {name: program.layout.shapes[name] for name in program.layout.site_names if name in sites}
             model, whole = conditional_model(program.model, shapes), program.whole
             local = "prior" if program.row_latents is None else "marginal"
-            options = {"batch": True, "whole": whole, "mesh": self._mesh, "local": local}
-            self._engines[key] = Engines(model, self._options, self._scale, **options)
+            self._engines[key] = Engines(
+                model, self._options, self._scale, batch=True, whole=whole, mesh=self._mesh, local=local
+            )
         engine = self._engines[key].get(rows, program.model_kwargs, rng_key, rows)
         left = [name for name in program.layout.site_names if name not in sites]
         if list(engine.program.layout.site_names) != left:

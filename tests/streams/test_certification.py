@@ -215,8 +215,8 @@ def test_rows_that_are_solved_for_together_need_no_look():
 
 # ---------------------------------------------------------------------- the model itself is asked
 def network(x, y=None):
-    inner = numpyro.sample("inner", dist.Normal(0, 1).expand([20]).to_event(1))
-    outer = numpyro.sample("outer", dist.Normal(0, 1).expand([20]).to_event(1))
+    inner = numpyro.sample("inner", dist.Normal(0, 1).expand([60]).to_event(1))
+    outer = numpyro.sample("outer", dist.Normal(0, 1).expand([60]).to_event(1))
     with numpyro.plate("rows", len(x)):
         numpyro.sample("y", dist.Normal(jnp.tanh(x[:, None] * inner) @ outer, 0.3), obs=y)
 
