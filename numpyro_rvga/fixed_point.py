@@ -18,6 +18,7 @@ from .model.row_set import row_set
 from .options import LOCAL, Options, check_choice, check_options, default_key
 from .results.conditions import Conditions, check_conditions
 from .results.integration import Integration
+from .results.linearized import confirmed
 from .results.posterior import Posterior
 from .results.rounding import warn_of_lost_digits
 
@@ -138,7 +139,8 @@ class FixedPointVI:
             positive definite (``clamped_iterations``), and in how many the plain fixed point V <- T(V) would have gone
             to and fro without coming nearer, as in Theorem 1's cycle of two, and was damped (``cycling_iterations``).
             ``elbo_error`` is as in :meth:`RVGA.run` (not with learned parameters). Where the bound is not maximised,
-            ``converged`` is False, and a warning says why.
+            ``converged`` is False, and a warning says why. Where predictors were linearized and draws do not confirm
+            the bound, ``elbo`` is None, and ``info`` has it as ``log_evidence_estimate``.
             With ``integrate``, it holds ``integrated``, the sites (or ``not_integrated``, why there are none), and
             ``integration``: the ``points`` h in unconstrained space, (K, d), the posterior's ``mass`` at each, and how
             many times the bound was maximised (``evaluations``). ``elbo`` is then the log of the integral of exp(bound
@@ -165,6 +167,7 @@ class FixedPointVI:
         info |= not_integrated
         seen = {"num_rows": int(state.num_rows), "row_sets": (row_set(rows),) if reason is None else ()}
         posterior = Posterior(program, gaussian, bound, info, state=state, **seen)
+        posterior = confirmed(posterior, rows, rng_key, stacklevel=3)
         warn_of_lost_digits(posterior, stacklevel=3)
         return posterior
 

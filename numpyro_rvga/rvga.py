@@ -29,6 +29,7 @@ from .model.row_set import RowSet
 from .model.rows import Rows, in_blocks, num_rows, without
 from .options import LOCAL, Options, check_choice, check_options, check_size, default_key
 from .progress import progress
+from .results.linearized import confirmed
 from .results.merging import state_of_gaussian
 from .results.posterior import Posterior
 from .results.rounding import warn_of_lost_digits
@@ -267,7 +268,7 @@ class RVGA:
         may_be_joint = at_hand and self._takes_all_rows
         whole = self._engines.known_whole(data, model_kwargs, rng_key) if may_be_joint else None
         if whole is not None:
-            return self._run_jointly(*whole, progress_bar=progress_bar, started=started)
+            return self._run_jointly(*whole, rng_key, progress_bar=progress_bar, started=started)
         try:
             source, head, all_rows = open_source(data, self.model, model_kwargs, options, self.shuffle)
             engine = self._engines.get(head, model_kwargs, rng_key, all_rows if init is None else None)
@@ -278,7 +279,7 @@ class RVGA:
             if not may_be_joint:
                 raise of_stream(error) from error
             whole = self._engines.whole(data, model_kwargs, rng_key, error)
-            return self._run_jointly(*whole, progress_bar=progress_bar, started=started)
+            return self._run_jointly(*whole, rng_key, progress_bar=progress_bar, started=started)
         in_memory = all_rows is not None
         if in_memory and options.skips:
             source, head = usable_in_memory(engine.program, all_rows)
@@ -435,7 +436,9 @@ class RVGA:
         chosen = {self.block_size, self.first_block, self.memory} != {"auto"}
         return self.options.scheme in ("implicit", "laplace") and self.dynamics is None and not chosen
 
-    def _run_jointly(self, engine: Engine, rows: Rows, reason: str, *, progress_bar: bool, started: float) -> Posterior:
+    def _run_jointly(
+        self, engine: Engine, rows: Rows, reason: str, rng_key: Array, *, progress_bar: bool, started: float
+    ) -> Posterior:
         """All rows in one solve, which they need not be independent for.
 
         :raises ValueError: for more than a first block may hold.
@@ -453,7 +456,8 @@ class RVGA:
         if bound is None:
             info["log_evidence_estimate"] = float(state.log_evidence)
         gaussian = FullGaussian(state.mean, state.root)
-        return Posterior(program, gaussian, bound, info, state=state, num_rows=int(state.num_rows))
+        posterior = Posterior(program, gaussian, bound, info, state=state, num_rows=int(state.num_rows))
+        return confirmed(posterior, rows, rng_key, stacklevel=4)
 
     def _set_state(self, state: State) -> None:
         self.state = state

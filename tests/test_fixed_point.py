@@ -312,3 +312,18 @@ def test_a_start_of_another_model_and_data_that_are_not_finite_are_refused():
     rows["y"][7] = np.nan
     with pytest.raises(ValueError, match=r"'y'.*row 7|row 7.*'y'"):
         fit("linear", rows)
+
+
+def test_a_bound_of_linearized_predictors_that_draws_do_not_confirm_is_none():
+    """Few rows and many weights: q is nearly as wide as the prior, where the network is not its tangent."""
+
+    def network(x, y=None):
+        inner = numpyro.sample("inner", dist.Normal(0, 1).expand([60]).to_event(1))
+        outer = numpyro.sample("outer", dist.Normal(0, 1).expand([60]).to_event(1))
+        with numpyro.plate("rows", len(x)):
+            numpyro.sample("y", dist.Normal(jnp.tanh(x[:, None] * inner) @ outer, 0.3), obs=y)
+
+    x = np.linspace(-1, 1, 30)
+    with pytest.warns(UserWarning, match="by 200 draws from q"), pytest.warns(UserWarning, match="not maximised"):
+        posterior = FixedPointVI(network).run({"x": x, "y": np.sin(3 * x)}, progress_bar=False)
+    assert posterior.elbo is None and posterior.info["log_evidence_estimate"] < 0

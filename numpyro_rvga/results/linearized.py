@@ -1,0 +1,49 @@
+"""Bounds of models whose predictors were linearized: whether draws from q confirm them."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import warnings
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import numpy as np
+from jax import Array
+from jax.typing import ArrayLike
+
+from .log_joint import log_joint
+
+if TYPE_CHECKING:
+    from .posterior import Posterior
+
+NUM_DRAWS = 200
+STANDARD_ERRORS = 5.0  # that the draws' mean and the bound may differ by,
+MOST_UNCERTAIN = 1.0  # but no more nats than this:
+SLACK = 0.05  # besides so many
+
+
+def confirmed(posterior: Posterior, rows: Mapping[str, ArrayLike], rng_key: Array, *, stacklevel: int) -> Posterior:
+    """The posterior, without its bound if that is one of a tangent to the model, and draws do not confirm it.
+
+    The bound is the mean of log p - log q over draws from q. The tangent may be so far off that draws scatter by more
+    than it is: then they must show that it is not.
+
+    :param rows: all that the posterior has absorbed. :param rng_key: of the draws.
+    """
+    program, bound = posterior.program, posterior.elbo
+    if bound is None or all(terms.is_affine for terms in (*program.terms, *program.prior.terms)):
+        return posterior
+    theta = posterior.sample_unconstrained(rng_key, (NUM_DRAWS,))
+    log_q = np.asarray(posterior.log_prob_unconstrained(theta), np.float64)
+    log_ratios = log_joint(program, theta, rows) - log_q
+    mean, error = float(np.mean(log_ratios)), float(np.std(log_ratios, ddof=1)) / math.sqrt(NUM_DRAWS)
+    if abs(bound - mean) <= min(STANDARD_ERRORS * error, MOST_UNCERTAIN) + SLACK:
+        return posterior
+    warnings.warn(
+        f"the bound is {bound:.6g} nats with linearized predictors, and {mean:.6g} (standard error {error:.2g}) by "
+        f"{NUM_DRAWS} draws from q. So there is no bound, and q may be off: compare with NUTS, or start NUTS from this "
+        "posterior.",
+        stacklevel=stacklevel,
+    )
+    return dataclasses.replace(posterior, elbo=None, info={**posterior.info, "log_evidence_estimate": bound})
