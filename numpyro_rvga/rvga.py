@@ -431,10 +431,13 @@ class RVGA:
 
     # ------------------------------------------------------------------ inside
     @property
+    def _sizes_are_auto(self) -> bool:
+        return {self.block_size, self.first_block, self.memory} == {"auto"}
+
+    @property
     def _takes_all_rows(self) -> bool:
         """Whether the options leave it to the model how many rows are solved for together."""
-        chosen = {self.block_size, self.first_block, self.memory} != {"auto"}
-        return self.options.scheme in ("implicit", "laplace") and self.dynamics is None and not chosen
+        return self.options.scheme in ("implicit", "laplace") and self.dynamics is None and self._sizes_are_auto
 
     def _run_jointly(
         self, engine: Engine, rows: Rows, reason: str, rng_key: Array, *, progress_bar: bool, started: float
@@ -483,17 +486,26 @@ class RVGA:
 
     def _sparse_engine(self, engine: Engine, rows: Rows) -> SparseEngine | None:
         """For rows that are to be solved for together, if each looks at a few entries of theta; None for others."""
-        chosen = {self.block_size, self.first_block, self.memory} != {"auto"}
         most = 2 * JOINT_ROWS_PER_PARAMETER * engine.program.layout.size
-        if chosen or self.options.scheme != "implicit" or self.dynamics is not None or num_rows(rows) > most:
+        if (
+            not self._sizes_are_auto
+            or self.options.scheme != "implicit"
+            or self.dynamics is not None
+            or num_rows(rows) > most
+        ):
             return None
         return self._sparse_engines.get(engine, rows)
 
     def _quick_engine(self, engine: Engine, total: int | None) -> Engine | None:
         """Solves for all of many rows together, by few nodes for each: what these miss, looks at all rows mend. None
         for rows with closed forms, or if other sizes were asked for."""
-        chosen = {self.block_size, self.first_block, self.memory} != {"auto"}
-        if chosen or self.options.scheme != "implicit" or not self.certify or engine.is_moving or not engine.is_affine:
+        if (
+            not self._sizes_are_auto
+            or self.options.scheme != "implicit"
+            or not self.certify
+            or engine.is_moving
+            or not engine.is_affine
+        ):
             return None
         return self._engines.quick(engine) if fits_quick_solve(engine, total) else None
 

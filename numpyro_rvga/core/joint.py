@@ -11,6 +11,7 @@ from jax import Array, lax
 
 from . import maximize
 from .designs import times_root
+from .drivers import solve_traced
 from .factors import Factors, Sums, evaluate
 from .linalg import solve_lower
 from .maximize import Base, Search, Solution, SolverState, standard_base
@@ -42,6 +43,12 @@ class Joint(NamedTuple):
     start: Callable[[], Start]
     absorb: Callable[[Solution, Array], tuple[State, StepInfo]]
     absorbed: Callable[[Solution], tuple[Absorbed, ...]] = lambda found: ()
+
+
+def solve_joint_traced(search: Search, joint: Joint) -> Solution:
+    """The solution, found inside a compiled function."""
+    base, form, state = joint.start()
+    return solve_traced(search, joint.objective, base, form, state)
 
 
 def bound_at(joint: Joint, base: Base, mean: Array, root: Array) -> tuple[Array, Sums]:

@@ -23,7 +23,6 @@ from .expectations import Moments, fixed_nodes, from_nodes, hermite_rule, with_s
 from .linalg import semidefinite_factor
 from .panels import NODES, normal_integral
 
-EFFORTS = ("few", "usual", "thorough")
 EXACT = {64: 1e-8, 32: 1e-6}  # nats: an error of no consequence, by the precision's bits
 SMALL = 1e-5  # of a factor's natural gradient: an error of no consequence, far from the solution
 TENSOR_NODES = {2: ((8, 14), (12, 24)), 3: ((5, 10), (6, 16))}  # across and along: of the rule compared, the one used

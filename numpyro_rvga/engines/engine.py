@@ -281,8 +281,12 @@ class Engine:
             alternating=alternating,
         )
 
+    @property
+    def _prior_is_affine(self) -> bool:
+        return all(terms.is_affine for terms in self.program.prior.terms)
+
     def _is_staged(self, num_chunks: int) -> bool:
-        affine = self.is_affine and all(t.is_affine for t in self.program.prior.terms)
+        affine = self.is_affine and self._prior_is_affine
         shapes = [(t.num_elements, t.num_predictors) for t in self.program.terms]
         return affine and in_stages(self.kinds, self.prior_kinds, shapes, self.program.layout.size, num_chunks)
 
@@ -324,7 +328,7 @@ class Engine:
         search = search_for(
             self.prior_kinds,
             self.settings(),
-            staged=all(t.is_affine for t in self.program.prior.terms),
+            staged=self._prior_is_affine and in_stages((), self.prior_kinds, (), self.program.layout.size, 1),
             mode=self.options.scheme == "laplace",
         )
         problem = PriorProblem(state, prior_inputs, None if places is None else (rest, places))

@@ -11,10 +11,10 @@ from jax import Array
 from jax.core import Tracer
 
 from ..core.compilation import Compiled, jit_once
-from ..core.drivers import Evaluated, Pending, Progress, Steps, evaluate, pending, solve, solve_traced, updated
+from ..core.drivers import Evaluated, Pending, Progress, Steps, evaluate, pending, solve, updated
 from ..core.factors import Kind
-from ..core.joint import Joint, Start
-from ..core.maximize import Base, Search, Settings, Slope, SolverState, solution
+from ..core.joint import Joint, Start, solve_joint_traced
+from ..core.maximize import Base, Search, Settings, Slope, Solution, SolverState, solution
 from ..core.objective import is_conservative, is_log_concave
 from ..core.precisions import PrecisionForm
 from ..core.recursion import Sites, State, StepInfo
@@ -164,15 +164,16 @@ class JointSolver:
         search: Search,
         with_absorbed: bool,
     ) -> tuple[State, StepInfo]:
-        joint, found = self._joint(search, problem), solution(search, form, state)
-        after, info = joint.absorb(found, jnp.asarray(num_rows))
-        return after, info._replace(absorbed=joint.absorbed(found)) if with_absorbed else info
+        return _absorbed(self._joint(search, problem), solution(search, form, state), num_rows, with_absorbed)
 
     def _solved_traced(
         self, problem: Any, num_rows: Array, *, search: Search, with_absorbed: bool
     ) -> tuple[State, StepInfo]:
         joint = self._joint(search, problem)
-        base, form, state = joint.start()
-        found = solve_traced(search, joint.objective, base, form, state)
-        after, info = joint.absorb(found, jnp.asarray(num_rows))
-        return after, info._replace(absorbed=joint.absorbed(found)) if with_absorbed else info
+        return _absorbed(joint, solve_joint_traced(search, joint), num_rows, with_absorbed)
+
+
+def _absorbed(joint: Joint, found: Solution, num_rows: Array, with_absorbed: bool) -> tuple[State, StepInfo]:
+    """The state after the rows, and how q sees them if that is asked for."""
+    after, info = joint.absorb(found, jnp.asarray(num_rows))
+    return after, info._replace(absorbed=joint.absorbed(found)) if with_absorbed else info

@@ -8,10 +8,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from ..core.drivers import solve_traced
-from ..core.joint import Joint, bound_at
+from ..core.joint import Joint, bound_at, solve_joint_traced
 from ..core.linalg import lower_from_root, solve_lower
-from ..core.maximize import Search, Solution
+from ..core.maximize import Search
 from ..model.arguments import PARAMS
 from .engine import Engine
 from .joint_solver import JointProblem, RowChunks
@@ -56,20 +55,16 @@ class MaximizedBound:
             search = engine.search_all(problem)
             return search, engine.joint_parts(search, problem)
 
-        def solved(search: Search, joint: Joint) -> Solution:
-            base, form, state = joint.start()
-            return solve_traced(search, joint.objective, base, form, state)
-
         @engine.compiled
         def begin(params, chunks):
             search, joint = parts(params, chunks, None)
             settings = search.settings._replace(max_iterations=0)  # the scale alone
-            found = solved(search._replace(settings=settings), joint)
+            found = solve_joint_traced(search._replace(settings=settings), joint)
             return found.mean, found.root @ found.root.T
 
         @engine.compiled
         def solve(params, chunks, start):
-            found = solved(*parts(params, chunks, start))
+            found = solve_joint_traced(*parts(params, chunks, start))
             inverse = solve_lower(found.root, jnp.eye(found.mean.size, dtype=found.mean.dtype))
 
             def bound(params, start=start):

@@ -12,22 +12,19 @@ import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 
+from ..streams.model_check import agrees
 from .log_joint import log_joint
 
 if TYPE_CHECKING:
     from .posterior import Posterior
 
 NUM_DRAWS = 200
-STANDARD_ERRORS = 5.0  # that the draws' mean and the bound may differ by,
-MOST_UNCERTAIN = 1.0  # but no more nats than this:
-SLACK = 0.05  # besides so many
 
 
 def confirmed(posterior: Posterior, rows: Mapping[str, ArrayLike], rng_key: Array, *, stacklevel: int) -> Posterior:
     """The posterior, without its bound if that is one of a tangent to the model, and draws do not confirm it.
 
-    The bound is the mean of log p - log q over draws from q. The tangent may be so far off that draws scatter by more
-    than it is: then they must show that it is not.
+    The bound is the mean of log p - log q over draws from q.
 
     :param rows: all that the posterior has absorbed. :param rng_key: of the draws.
     """
@@ -38,7 +35,7 @@ def confirmed(posterior: Posterior, rows: Mapping[str, ArrayLike], rng_key: Arra
     log_q = np.asarray(posterior.log_prob_unconstrained(theta), np.float64)
     log_ratios = log_joint(program, theta, rows) - log_q
     mean, error = float(np.mean(log_ratios)), float(np.std(log_ratios, ddof=1)) / math.sqrt(NUM_DRAWS)
-    if abs(bound - mean) <= min(STANDARD_ERRORS * error, MOST_UNCERTAIN) + SLACK:
+    if agrees(bound, mean, error, exact=False):
         return posterior
     warnings.warn(
         f"the bound is {bound:.6g} nats with linearized predictors, and {mean:.6g} (standard error {error:.2g}) by "

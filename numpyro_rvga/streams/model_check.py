@@ -38,6 +38,17 @@ class Difference(NamedTuple):
     misread: bool
 
 
+def agrees(claimed: float, mean: float, error: float, *, exact: bool, rounding: float = 0.0) -> bool:
+    """Whether draws confirm an expectation.
+
+    :param claimed: its value, in nats. :param mean: over draws, with its standard ``error``.
+    :param exact: whether it is one of the model's own density, not of its tangent. A tangent may be so far off that the
+        draws scatter as widely: then they must show that it is not.
+    """
+    allowed = STANDARD_ERRORS * error if exact else min(STANDARD_ERRORS * error, MOST_UNCERTAIN)
+    return bool(abs(claimed - mean) <= allowed + SLACK + rounding)
+
+
 class ModelCheck:
     """Comparisons for one engine.
 
@@ -69,7 +80,8 @@ class ModelCheck:
         by_site, joint = self._own(rows, points)
         if bound is not None:
             average = _averaged(np.asarray(joint) - _log_density(standard, root))
-            if self._agree(bound, *average, exact=all(t.is_affine for t in self._engine.program.terms)):
+            exact = all(terms.is_affine for terms in self._engine.program.terms)
+            if agrees(bound, *average, exact=exact, rounding=self._rounding(bound)):
                 self._has_passed = True
                 return []
         found, read = [], None
@@ -79,18 +91,12 @@ class ModelCheck:
             slope, bend = root.T @ gradient, root.T @ curvature @ root
             quadratic = standard @ slope + 0.5 * (np.trace(bend) - np.sum(standard * (standard @ bend), axis=1))
             average = _averaged(own - quadratic)
-            if not self._agree(term, *average, exact=terms_of.is_affine):
+            if not agrees(term, *average, exact=terms_of.is_affine, rounding=self._rounding(term)):
                 read = self._read(rows, points) if read is None else read
                 misread = not self._is_same(np.asarray(read[terms_of.site], np.float64), own)
                 found.append(Difference(terms_of.site, float(term), *average, misread))
         self._has_passed = not found
         return found
-
-    def _agree(self, term: float, mean: float, error: float, *, exact: bool) -> bool:
-        """:param exact: whether the expectation is one of the model's own density, not of its tangent. A tangent may be
-        so far off that the draws scatter as widely: then they must show that it is not."""
-        allowed = STANDARD_ERRORS * error if exact else min(STANDARD_ERRORS * error, MOST_UNCERTAIN)
-        return bool(abs(term - mean) <= allowed + SLACK + self._rounding(term))
 
     def _is_same(self, read: np.ndarray, own: np.ndarray) -> bool:
         """Where one is not finite, the other is not either: both say that the point is impossible."""
