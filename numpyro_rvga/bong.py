@@ -14,9 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from .core.expectations import Expectation
 from .core.gaussians import FAMILIES, PARAMETERIZATIONS
 from .core.gaussians.mixture import GaussianMixture
-from .core.rules import NATURAL, RULES, Rule
+from .core.rules import NATURAL, RULES, Rule, UpdateRule
 from .dynamics import Dynamics, check_dynamics
 from .engines.engine import Engine
 from .engines.online import Online, OnlineOptions, OnlineState
@@ -27,7 +28,7 @@ from .model.failures import of_stream
 from .model.program import Program
 from .model.row_set import RowSet, row_set
 from .model.rows import Rows, num_rows
-from .options import EXPECTATIONS, Options, check_choice, default_key, is_count
+from .options import EXPECTATIONS, Options, check_choice, check_choice_or_own, default_key, described, is_count
 from .presets import PRESETS
 from .progress import progress
 from .results.posterior import Posterior
@@ -62,7 +63,8 @@ class BONG:
     :param model: a NumPyro model whose rows are conditionally independent given global, continuous latents.
     :param str rule: ``"bong"`` takes one natural-gradient step on the expected log-likelihood, ``"bog"`` one plain
         gradient step on it; ``"blr"`` (Bayesian learning rule) and ``"bbb"`` (Bayes by backprop) take ``num_iters``
-        natural or plain gradient steps on the bound, which has the KL divergence (equations 30-34).
+        natural or plain gradient steps on the bound, which has the KL divergence (equations 30-34). Or your own
+        :class:`~numpyro_rvga.core.rules.UpdateRule`: a function of the prior, q and the expected derivatives.
     :param str hessian: how the expected gradient and Hessian of the log-likelihood are computed.
 
         - ``"lin-hess"``: at q's mean, with the model's outputs linearized and minus the Fisher information for the
@@ -75,7 +77,7 @@ class BONG:
         - ``"mc-hess"``, ``"mc-ef"``: the Hessian, or outer products of gradients, averaged over draws of theta. (The
           diagonal family takes one of Hutchinson's probes for each draw.)
         - RVGA's expectations: ``"auto"``, ``"exact"``, ``"probit"``, ``"quadrature"``, ``"sigma_points"``,
-          ``"monte_carlo"``.
+          ``"monte_carlo"`` or your own.
     :param str family: ``"full"``; ``"diagonal"``; or ``"low-rank"``, a precision of diagonal plus low rank.
     :param int rank: of the low-rank family. Its factor starts at zero, where plain gradients (``"bog"``, ``"bbb"``)
         vanish: these rules learn a diagonal precision whatever the rank.
@@ -114,8 +116,8 @@ class BONG:
         self,
         model: Callable,
         *,
-        rule: str = "bong",
-        hessian: str = "lin-hess",
+        rule: str | UpdateRule = "bong",
+        hessian: str | Expectation = "lin-hess",
         family: str = "full",
         rank: int = 10,
         parameterization: str = "natural",
@@ -130,8 +132,8 @@ class BONG:
         shuffle: bool | str = "auto",
         improper_prior_scale: float | None = None,
     ):
-        check_choice("rule", rule, RULES)
-        check_choice("hessian", hessian, HESSIANS)
+        check_choice_or_own("rule", rule, RULES, "(prior, q, derivatives) -> q")
+        check_choice_or_own("hessian", hessian, HESSIANS, "(log_prob, mean, covariance) -> E[log_prob]")
         check_choice("family", family, tuple(FAMILIES))
         check_choice("parameterization", parameterization, PARAMETERIZATIONS)
         check_choice("projection", projection, PROJECTIONS)
@@ -147,8 +149,14 @@ class BONG:
         self.model, self.dynamics, self.init_loc_fn = model, dynamics, init_loc_fn
         self.block_size, self.num_epochs, self.shuffle = block_size, num_epochs, shuffle
         self.rule = Rule(rule, parameterization, learning_rate, num_iters, projection)
-        self.options = OnlineOptions(family, rank, hessian if hessian in PAPER_HESSIANS else "expected", num_samples)
-        self._described = {"rule": rule, "hessian": hessian, "family": family, "parameterization": parameterization}
+        named = hessian if isinstance(hessian, str) and hessian in PAPER_HESSIANS else "expected"
+        self.options = OnlineOptions(family, rank, named, num_samples)
+        self._described = {
+            "rule": described(rule),
+            "hessian": described(hessian),
+            "family": family,
+            "parameterization": parameterization,
+        }
         expectation = "linearized" if hessian in PAPER_HESSIANS else hessian
         options = Options("explicit", expectation, "auto", None, 200, max(num_samples, 2))
         self._engines = Engines(model, options, improper_prior_scale)
@@ -426,7 +434,7 @@ class BONG:
         """What a checkpoint compares: options that determine the result."""
         facts = {"method": "BONG", "dynamics": repr(self.dynamics), "shuffle": shuffled, "block": self.block_size}
         facts["rng_key"] = np.asarray(jax.random.key_data(rng_key)).tolist()
-        return facts | self.rule._asdict() | self.options._asdict()
+        return facts | self.rule._asdict() | {"name": described(self.rule.name)} | self.options._asdict()
 
 
 @dataclass(frozen=True)
@@ -453,8 +461,8 @@ def _read_again(bong: BONG, program: Program, rng_key: Array, model_kwargs: dict
 
 
 def _check_combination(
-    rule: str,
-    hessian: str,
+    rule: str | UpdateRule,
+    hessian: str | Expectation,
     family: str,
     parameterization: str,
     learning_rate: float,
@@ -463,6 +471,8 @@ def _check_combination(
 ) -> None:
     """:raises ValueError: with the reason why options exclude each other."""
     _check_rate(rule, learning_rate)
+    if callable(rule) and parameterization != "natural":
+        raise ValueError("your own rule chooses its parameters itself: leave parameterization at 'natural'.")
     if rule in ("bong", "bog") and num_iters != 1:
         several = "blr" if rule in NATURAL else "bbb"
         raise ValueError(
@@ -482,10 +492,12 @@ def _check_combination(
         raise ValueError("projection needs a curvature of low rank: use another hessian than 'mc-hess'.")
 
 
-def _check_rate(rule: str, learning_rate: float) -> None:
+def _check_rate(rule: str | UpdateRule, learning_rate: float) -> None:
     """:raises ValueError: for a rate that the rule does not take."""
     if not learning_rate > 0:
         raise ValueError(f"learning_rate must be positive, not {learning_rate!r}.")
+    if callable(rule) and learning_rate != 1.0:
+        raise ValueError("your own rule has its own learning rate: leave learning_rate at 1.")
     if rule == "bong" and learning_rate != 1.0:
         raise ValueError(
             "rule='bong' takes no learning rate: its step of one is exact for conjugate models. Use rule='blr'."

@@ -11,6 +11,7 @@ from jax import Array
 from jax.sharding import Mesh
 from jax.typing import ArrayLike
 
+from .core.expectations import Expectation
 from .core.gaussians import FullGaussian
 from .engines.batch import BatchSolver, rows_info
 from .engines.registry import Engines
@@ -54,7 +55,7 @@ class FixedPointVI:
         (FPb); ``"gradient"`` climbs in the mean and the covariance's Cholesky factor by L-BFGS (GRAD). The first
         two shorten steps that would lower the bound, so it never falls.
     :param str expectation: as for :class:`RVGA`: ``"auto"``, ``"exact"``, ``"probit"``, ``"quadrature"``,
-        ``"sigma_points"``, ``"monte_carlo"`` or ``"linearized"``.
+        ``"sigma_points"``, ``"monte_carlo"``, ``"linearized"`` or your own.
     :param order: derivatives of the log-likelihood that are used: 2, 1, 0 or ``"auto"``.
     :param float improper_prior_scale: standard deviation, in unconstrained space, of the normal that stands for
         improper priors. None (default) refuses them.
@@ -80,7 +81,7 @@ class FixedPointVI:
         model: Callable,
         *,
         schedule: str = "incremental",
-        expectation: str = "auto",
+        expectation: str | Expectation = "auto",
         order: int | str = "auto",
         improper_prior_scale: float | None = None,
         tolerance: float | None = None,
@@ -162,7 +163,12 @@ class FixedPointVI:
             not_integrated = {"not_integrated": choice.reason}
         options = {"progress_bar": progress_bar, "stacklevel": 3, "started": started}
         program, state, bound, facts = self._solver(engine, rows, init, **options)
-        info = {"schedule": self.schedule, "expectation": self.options.expectation, **rows_info(reason), **facts}
+        info = {
+            "schedule": self.schedule,
+            "expectation": self.options.facts["expectation"],
+            **rows_info(reason),
+            **facts,
+        }
         gaussian = FullGaussian(state.mean, state.root)
         info |= not_integrated
         seen = {"num_rows": int(state.num_rows), "row_sets": (row_set(rows),) if reason is None else ()}
@@ -180,7 +186,7 @@ class FixedPointVI:
         posterior: Posterior | None = None,
         means: ArrayLike | None = None,
         variances: ArrayLike | None = None,
-        expectation: str = "auto",
+        expectation: str | Expectation = "auto",
         order: int | str = "auto",
         num_samples: int = 256,
         rng_key: Array | None = None,
@@ -233,7 +239,7 @@ class FixedPointVI:
         return check_conditions(model, options, data, posterior, means, variances, rng_key, model_kwargs)
 
 
-def _checked_integrate(integrate: Any, schedule: str, expectation: str) -> str | tuple[str, ...]:
+def _checked_integrate(integrate: Any, schedule: str, expectation: str | Expectation) -> str | tuple[str, ...]:
     """\"auto\", or names, or none.
 
     :raises ValueError: for anything else, and other options that exclude it.

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from jax import Array
+
+from .core.expectations import Expectation
 
 EXPECTATIONS = ("auto", "exact", "probit", "quadrature", "sigma_points", "monte_carlo", "linearized")
 ORDERS = ("auto", 2, 1, 0)
@@ -17,11 +20,16 @@ class Options(NamedTuple):
     """Options of :class:`RVGA` and :class:`FixedPointVI` (hashable)."""
 
     scheme: str
-    expectation: str
+    expectation: str | Expectation
     order: int | str
     tolerance: float | None
     max_iterations: int
     num_samples: int
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """The options as plain values."""
+        return self._asdict() | {"expectation": described(self.expectation)}
 
     @property
     def has_bound(self) -> bool:
@@ -32,6 +40,24 @@ class Options(NamedTuple):
 def default_key() -> Array:
     """``jax.random.key(0)``, without compiling a hash of the seed."""
     return jax.random.wrap_key_data(jax.device_put(np.zeros(2, np.uint32)), impl="threefry2x32")
+
+
+def described(choice: Any) -> Any:
+    """A choice by name: of an object that the user has handed in, what tells it from others."""
+    if not callable(choice):
+        return choice
+    name = getattr(choice, "__qualname__", None)
+    return repr(choice) if name is None else f"{choice.__module__}.{name}"
+
+
+def check_choice_or_own(name: str, value: Any, choices: tuple, signature: str) -> None:
+    """:raises ValueError: for what is neither one of the choices nor a hashable function, with the choices."""
+    if callable(value) and isinstance(value, Hashable):
+        return
+    if value not in choices:
+        raise ValueError(
+            f"{name} must be one of {', '.join(map(repr, choices))}, or a hashable function {signature}, not {value!r}."
+        )
 
 
 def check_choice(name: str, value: Any, choices: tuple) -> None:
@@ -52,7 +78,7 @@ def check_size(name: str, value: Any, least: int) -> None:
 
 
 def check_options(
-    expectation: str,
+    expectation: str | Expectation,
     order: int | str,
     improper_prior_scale: float | None,
     tolerance: float | None,
@@ -60,10 +86,12 @@ def check_options(
     num_samples: int,
 ) -> None:
     """:raises ValueError: naming the option."""
-    check_choice("expectation", expectation, EXPECTATIONS)
+    check_choice_or_own("expectation", expectation, EXPECTATIONS, "(log_prob, mean, covariance) -> E[log_prob]")
     check_choice("order", order, ORDERS)
     if expectation in ("exact", "probit", "linearized") and order not in ("auto", 2):
         raise ValueError(f"expectation={expectation!r} has one form: leave order at 'auto'.")
+    if callable(expectation) and order != "auto":
+        raise ValueError("your own expectation is differentiated: leave order at 'auto'.")
     for name, value in (("improper_prior_scale", improper_prior_scale), ("tolerance", tolerance)):
         if value is not None and not value > 0:
             raise ValueError(f"{name} must be positive, not {value}.")

@@ -14,6 +14,7 @@ import numpy as np
 from jax import Array
 from jax.sharding import Mesh
 
+from .core.expectations import Expectation
 from .core.gaussians import FullGaussian
 from .core.recursion import State
 from .dynamics import Dynamics, check_dynamics
@@ -86,7 +87,8 @@ class RVGA:
     :param str expectation: how E_q[log lik] and its derivatives are computed. ``"auto"``: closed forms where there
         are any (``"exact"``). Else every row gets a few nodes, and a row that needs more gets more:
         ``"quadrature"`` for up to three predictors, ``"monte_carlo"`` in predictor space beyond.
-        Also ``"probit"`` (58-61), ``"sigma_points"``, ``"linearized"`` (derivatives at the mean).
+        Also ``"probit"`` (58-61), ``"sigma_points"``, ``"linearized"`` (derivatives at the mean). Or your own
+        :class:`~numpyro_rvga.core.expectations.Expectation`: a function of log_prob, mean and covariance.
     :param order: derivatives of the log-likelihood that are used: 2, 1 or 0 (Corollary 1.1). ``"auto"``: 1, which
         sees the curvature of kinks too; closed forms have one form.
     :param block_size: rows that the implicit scheme takes at once. An integer asks for the plain recursion, in blocks
@@ -147,7 +149,7 @@ class RVGA:
         model: Callable,
         *,
         scheme: str = "implicit",
-        expectation: str = "auto",
+        expectation: str | Expectation = "auto",
         order: int | str = "auto",
         block_size: int | str = "auto",
         first_block: int | str = "auto",
@@ -455,7 +457,12 @@ class RVGA:
         options = {"progress_bar": progress_bar, "stacklevel": 4, "started": started}
         program, state, bound, facts = self._solver(engine, rows, **options)
         self.state = state
-        info = {"scheme": self.options.scheme, "expectation": self.options.expectation, **rows_info(reason), **facts}
+        info = {
+            "scheme": self.options.scheme,
+            "expectation": self.options.facts["expectation"],
+            **rows_info(reason),
+            **facts,
+        }
         if bound is None:
             info["log_evidence_estimate"] = float(state.log_evidence)
         gaussian = FullGaussian(state.mean, state.root)
@@ -514,7 +521,7 @@ class RVGA:
         facts = {"method": "RVGA", "dynamics": repr(self.dynamics), "shuffle": shuffled}
         facts["rng_key"] = np.asarray(jax.random.key_data(rng_key)).tolist()
         blocks = {"first block": sizes.first, "block": sizes.block, "memory": sizes.memory}
-        return facts | self.options._asdict() | blocks | {"certify": self.certify}
+        return facts | self.options.facts | blocks | {"certify": self.certify}
 
     def _posterior(
         self,
@@ -527,7 +534,12 @@ class RVGA:
     ) -> Posterior:
         """:param bound: on the log evidence, if it is known. :param row_sets: what was taken in, if that is known."""
         continuation = Continuation(self, dict(model_kwargs))
-        info = {"scheme": self.options.scheme, "expectation": self.options.expectation, **rows_info(None), **info}
+        info = {
+            "scheme": self.options.scheme,
+            "expectation": self.options.facts["expectation"],
+            **rows_info(None),
+            **info,
+        }
         if self.dynamics is not None:
             info["dynamics"] = type(self.dynamics).__name__
         if self.options.scheme != "ekf" and self.options.expectation != "linearized":  # a Laplace evidence is one too

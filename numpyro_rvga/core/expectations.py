@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,17 @@ Moments = tuple[Array, Array, Array]
 HERMITE_NODES = {2: 20, 3: 6}  # along each axis, of log densities
 DENSITY_NODES = {1: 32, 2: 20, 3: 10}  # of densities, which have the sharper peaks
 QUADRATURE_TOLERANCE = 1e-10
+
+
+class Expectation(Protocol):
+    """E[log_prob(a)] for a ~ N(mean, covariance), as a number. Steps take its derivatives, by JAX."""
+
+    def __call__(self, log_prob: Density, mean: Array, covariance: Array) -> Array:
+        """
+        :param log_prob: (C,) -> (), of one row. :param mean: (C,). :param covariance: (C, C), positive definite.
+        :return: ().
+        """
+        ...
 
 
 class Nodes(NamedTuple):
@@ -56,6 +67,16 @@ def linearized(density: Density, mean: Array, covariance: Array | None) -> Momen
 
     hessian, (value, gradient) = jax.jacfwd(gradient_and_value, has_aux=True)(mean)
     return value, gradient, hessian
+
+
+def differentiated(expectation: Expectation, density: Density, mean: Array, covariance: Array) -> Moments:
+    """A value and its derivatives: E[grad phi] = dE/dm and E[hess phi] = 2 dE/dS (Bonnet's and Price's theorems)."""
+    epsilon = jnp.finfo(mean.dtype).eps
+    variance = jnp.diagonal(covariance)
+    jitter = jnp.where(variance > 0, epsilon * variance, epsilon**0.75)  # Cholesky factors have derivatives then
+    definite = covariance + jnp.diag(jitter)
+    value, (gradient, slope) = jax.value_and_grad(expectation, (1, 2))(density, mean, definite)
+    return value, gradient, slope + slope.T
 
 
 def from_nodes(density: Density, nodes: Nodes, order: int) -> Moments:

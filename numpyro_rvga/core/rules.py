@@ -8,7 +8,7 @@ prior the KL divergence has no gradient. So BONG is BLR with one step of rate 1,
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, cast
 
 import jax
 import jax.numpy as jnp
@@ -20,10 +20,22 @@ RULES = ("bong", "bog", "blr", "bbb")
 NATURAL = ("bong", "blr")
 
 
+class UpdateRule(Protocol):
+    """How expected derivatives move q: a step of the user's own."""
+
+    def __call__(self, prior: Family, q: Family, derivatives: ExpectedDerivatives) -> Family:
+        """
+        :param prior: the Gaussian before the block of rows. :param q: where it has come to; at first, ``prior``.
+        :param derivatives: of the block's log-likelihood, expected under q.
+        :return: of the same family; with a mean of NaN if the step leaves no Gaussian.
+        """
+        ...
+
+
 class Rule(NamedTuple):
     """How a block of rows updates q (static).
 
-    :ivar name: one of :data:`RULES`.
+    :ivar name: one of :data:`RULES`, or an :class:`UpdateRule`.
     :ivar parameterization: ``"natural"`` or ``"moment"``: the parameters in which a step is taken.
     :ivar learning_rate: of a step.
     :ivar num_iters: steps for each block.
@@ -31,11 +43,21 @@ class Rule(NamedTuple):
         :meth:`DiagonalGaussian.projected_step`.
     """
 
-    name: str
+    name: str | UpdateRule
     parameterization: str = "natural"
     learning_rate: float | Array = 1.0
     num_iters: int = 1
     projection: str | None = None
+
+    @property
+    def has_rate(self) -> bool:
+        """Whether the learning rate may be any."""
+        return isinstance(self.name, str) and self.name != "bong"
+
+    @property
+    def is_natural(self) -> bool:
+        """Whether a step keeps its length in any parameters."""
+        return self.name in NATURAL
 
     def at(self, learning_rate: Array | None) -> Rule:
         """The same rule with another learning rate, which may be traced; None: unchanged."""
@@ -96,7 +118,7 @@ def iterate(
 
 def _is_ok(rule: Rule, after: Family, before: Family) -> Array:
     """Plain gradients at too large a rate may diverge for long before their numbers overflow."""
-    return _is_gaussian(after) if rule.name in NATURAL else ~has_diverged(after, before)
+    return _is_gaussian(after) if rule.is_natural else ~has_diverged(after, before)
 
 
 def _is_gaussian(after: Family) -> Array:
@@ -105,12 +127,17 @@ def _is_gaussian(after: Family) -> Array:
 
 
 def _step(rule: Rule, q: Family, derivatives: ExpectedDerivatives, prior: Family | None) -> tuple[Family, Array]:
-    take = _natural if rule.name in NATURAL else _plain
+    take = _own if callable(rule.name) else _natural if rule.is_natural else _plain
     after = take(rule, q, derivatives, prior)
     if not derivatives.may_be_indefinite:
         return after, jnp.asarray(False)
     fine = _is_gaussian(after)
     return lax.cond(fine, lambda: after, lambda: take(rule, q, derivatives.clipped(), prior)), ~fine
+
+
+def _own(rule: Rule, q: Family, derivatives: ExpectedDerivatives, prior: Family | None) -> Family:
+    step = cast(UpdateRule, rule.name)
+    return step(q if prior is None else prior, q, derivatives)
 
 
 def _natural(rule: Rule, q: Family, derivatives: ExpectedDerivatives, prior: Family | None) -> Family:

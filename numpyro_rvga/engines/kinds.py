@@ -118,7 +118,7 @@ class _Rule(NamedTuple):
     fresh: Callable | None = None
 
 
-def _resolve(terms: Terms, options: Options) -> str:
+def _resolve(terms: Terms, options: Options) -> str | ex.Expectation:
     if options.scheme == "qkf":
         _need_closed_form(terms, "the quadratic Kalman filter", cf.Logistic)
         return "quadratic_bound"
@@ -153,7 +153,7 @@ def _need_closed_form(terms: Terms, what: str, *forms: type) -> None:
         )
 
 
-def _rule(name: str, terms: Terms, options: Options, rng_key: Array, effort: str) -> _Rule:
+def _rule(name: str | ex.Expectation, terms: Terms, options: Options, rng_key: Array, effort: str) -> _Rule:
     """The rule of this name.
 
     Over fixed nodes the first-order form derives from the value: it is the derivative of the weighted sum itself.
@@ -183,6 +183,8 @@ def _rule(name: str, terms: Terms, options: Options, rng_key: Array, effort: str
 
     if name == "linearized" or terms.num_predictors == 0:
         return of_each(at_density(ex.linearized), name != "linearized")
+    if callable(name):
+        return _rule_of(name, terms)
     order = options.order
     if name == "quadrature":
         return of_each(at_density(partial(ex.quadrature, order)), order == 2 and terms.num_predictors == 1)
@@ -202,6 +204,20 @@ def _rule(name: str, terms: Terms, options: Options, rng_key: Array, effort: str
     few = effort == "few" and sampled
     expect, measured = expectations(terms.density, terms.num_predictors, nodes, effort="usual" if few else effort)
     return _Rule(expect, at_density(over_nodes if sampled else partial(ex.quadrature, 1)), True, measured)
+
+
+def _rule_of(expectation: ex.Expectation, terms: Terms) -> _Rule:
+    """An expectation of the user's own. Its errors are what it is from quadrature, where there is one."""
+
+    def of_one(mean: Array, covariance: Array, values: tuple) -> ex.Moments:
+        return ex.differentiated(expectation, lambda u: terms.density(u, values), mean, covariance)
+
+    def measured(means: Array, covariances: Array, values: tuple) -> tuple[ex.Moments, Array]:
+        found = jax.vmap(of_one)(means, covariances, values)
+        exact = jax.vmap(lambda m, s, v: ex.quadrature(1, lambda u: terms.density(u, v), m, s)[0])
+        return found, jnp.abs(found[0] - exact(means, covariances, values))
+
+    return _Rule(jax.vmap(of_one), of_one, True, measured if terms.num_predictors <= 3 else None)
 
 
 def density_of(terms: Terms) -> Callable:

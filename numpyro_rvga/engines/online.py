@@ -92,8 +92,8 @@ class Online:
         return other
 
     def rate(self, rule: Rule) -> np.ndarray | None:
-        """A rule's learning rate as an argument of the compiled functions; None for BONG."""
-        return None if rule.name == "bong" else np.asarray(rule.learning_rate, self.start.mean.dtype)
+        """A rule's learning rate as an argument of the compiled functions; None for rules without one."""
+        return None if not rule.has_rate else np.asarray(rule.learning_rate, self.start.mean.dtype)
 
     def _check(self) -> None:
         program, options = self.engine.program, self.options

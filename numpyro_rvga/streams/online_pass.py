@@ -162,7 +162,9 @@ def _refuse_update(online: Online, rule: Rule, state: OnlineState, rows: Rows, n
     reason = describe_bad_rows(online.engine.program, state.gaussian.mean, rows, numbers)
     if reason is not None:
         advice = "check these rows, mask them in the model, or pass on_bad_row='skip'"
-    elif rule.name != "bong":
+    elif callable(rule.name):
+        advice = "your rule's step is too long here"
+    elif rule.has_rate:
         advice = f"the learning rate {rule.learning_rate:g} is too large here: lower learning_rate"
     elif rule.parameterization == "moment":
         advice = "moment steps may leave the positive definite matrices: use parameterization='natural'"
