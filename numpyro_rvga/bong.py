@@ -36,7 +36,7 @@ from .streams.checkpoints import EVERY
 from .streams.online_pass import CallBack, OnlinePass, run_epochs
 from .streams.passes import SHUFFLES, PassOptions, open_source, ordered, usable_in_memory
 
-PAPER_HESSIANS = ("lin-hess", "lin-ef", "mc-hess", "mc-ef")
+PAPER_HESSIANS = ("lin-hess", "lin-ef", "mc-hess", "mc-ef", "mc-fisher")
 HESSIANS = (*PAPER_HESSIANS, *(name for name in EXPECTATIONS if name != "linearized"))
 PROJECTIONS = (None, "exclusive", "inclusive")
 PREDICTIONS = (None, "plugin", "linearized")
@@ -76,6 +76,9 @@ class BONG:
         - ``"lin-ef"``: at q's mean, with the outer product of the gradient for minus the Hessian, without a Jacobian.
         - ``"mc-hess"``, ``"mc-ef"``: the Hessian, or outer products of gradients, averaged over draws of theta. (The
           diagonal family takes one of Hutchinson's probes for each draw.)
+        - ``"mc-fisher"``: the Fisher information, by outer products of gradients at outcomes that are drawn from each
+          row's own distribution, one for each draw of theta (section 4.5). It is positive semi-definite and unbiased
+          for every distribution that can be drawn from.
         - RVGA's expectations: ``"auto"``, ``"exact"``, ``"probit"``, ``"quadrature"``, ``"sigma_points"``,
           ``"monte_carlo"`` or your own.
     :param str family: ``"full"``; ``"diagonal"``; or ``"low-rank"``, a precision of diagonal plus low rank.
@@ -85,7 +88,8 @@ class BONG:
         ``"moment"``.
     :param float learning_rate: of ``"bog"``, ``"blr"`` and ``"bbb"``.
     :param int num_iters: steps for each row of ``"blr"`` and ``"bbb"``.
-    :param int num_samples: draws of ``"mc-hess"`` and ``"mc-ef"``, and nodes of Monte Carlo expectations.
+    :param int num_samples: draws of ``"mc-hess"``, ``"mc-ef"`` and ``"mc-fisher"``, and nodes of Monte Carlo
+        expectations.
     :param projection: for ``rule="bong"`` with the diagonal family: project the full update. ``"exclusive"`` keeps the
         diagonal of its precision, the minimizer of KL(q || full) (VD-EKF). ``"inclusive"`` keeps the diagonal of its
         covariance, the minimizer of KL(full || q) (FD-EKF). None (default) takes the family's own natural gradient,
@@ -482,7 +486,7 @@ def _check_combination(
     if family == "low-rank" and hessian == "mc-hess":
         raise ValueError(
             "family='low-rank' needs a positive semi-definite curvature, and sampled Hessians may have any sign: use "
-            "hessian='mc-ef', 'lin-ef' or 'lin-hess'."
+            "hessian='mc-fisher', 'mc-ef', 'lin-ef' or 'lin-hess'."
         )
     if family == "low-rank" and parameterization != "natural":
         raise ValueError("family='low-rank' has one parameterization: leave it at 'natural'.")

@@ -27,7 +27,7 @@ from numpyro_rvga.engines.online import Online
 
 NOISE, PRIOR_MEAN, PRIOR_SCALE = 0.7, 0.5, 2.0
 RULES = ("bong", "bog", "blr", "bbb")
-HESSIANS = ("lin-hess", "lin-ef", "mc-hess", "mc-ef")
+HESSIANS = ("lin-hess", "lin-ef", "mc-hess", "mc-ef", "mc-fisher")
 MEMBERS = [(f, c) for f in ("full", "diagonal") for c in ("natural", "moment")] + [("low-rank", "natural")]
 
 
@@ -180,6 +180,7 @@ def test_every_combination_can_be_made_but_for_one_that_makes_no_sense(rule, hes
         ("bog", "lin-hess", ("low-rank", "natural")),
         ("blr", "mc-hess", ("diagonal", "natural")),
         ("bbb", "lin-ef", ("full", "natural")),
+        ("blr", "mc-fisher", ("low-rank", "natural")),
     ],
 )
 def test_combinations_take_in_all_rows(rule, hessian, member):
@@ -488,6 +489,40 @@ def test_rows_of_a_block_are_predicted_before_any_of_them_is_taken_in():
 
 
 # ---------------------------------------------------------------------- forms of data, states
+def test_drawn_outcomes_give_the_information_of_scaled_and_masked_rows_of_any_distribution():
+    """nu + 1 over nu + 3 for a Student's t of nu degrees, where the observed Hessian may have any sign."""
+    rows = data(n=12) | {"y": np.linspace(-9.0, 9.0, 12), "kept": np.arange(12) != 3}
+
+    def robust(X, kept, y=None):
+        w = numpyro.sample("w", dist.Normal(0, 2.0).expand([3]).to_event(1))
+        with numpyro.plate("rows", len(X)), numpyro.handlers.scale(scale=1.5), numpyro.handlers.mask(mask=kept):
+            numpyro.sample("y", dist.StudentT(4.0, X @ w, 1.0), obs=y)
+
+    count = 4000
+    posterior = fit(robust, rows, hessian="mc-fisher", num_samples=count, block_size=12)
+    X = rows["X"][rows["kept"]]
+    expected = np.eye(3) / 4 + 1.5 * 5 / 7 * X.T @ X
+    found = np.linalg.inv(posterior.covariance)
+    np.testing.assert_allclose(found, expected, atol=6 * 2 * np.linalg.norm(expected) / np.sqrt(count))
+    assert posterior.info["clipped"] == 0
+
+
+def test_outcomes_that_cannot_be_drawn_are_refused_by_their_site():
+    def penalized(X, y):
+        w = numpyro.sample("w", dist.Normal(0, 2.0).expand([3]).to_event(1))
+        with numpyro.plate("rows", len(X)):
+            numpyro.factor("penalty", -jnp.abs(y - X @ w))
+
+    def residuals(X, y):
+        w = numpyro.sample("w", dist.Normal(0, 2.0).expand([3]).to_event(1))
+        with numpyro.plate("rows", len(X)):
+            numpyro.sample("error", dist.Normal(0, 1.0), obs=y - X @ w)
+
+    for model, message in ((penalized, "'penalty' is a factor"), (residuals, "'error' observes a value that is com")):
+        with pytest.raises(NotImplementedError, match=message):
+            fit(model, data(n=4), hessian="mc-fisher")
+
+
 @pytest.mark.parametrize(
     "cut, options", [([1, 6], {"block_size": 4}), ([9, 3], {"hessian": "mc-ef", "num_samples": 3})], ids=str
 )

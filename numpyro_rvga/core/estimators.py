@@ -1,7 +1,7 @@
 """Estimators of g = E_q[grad log p(y | theta)] and H = -E_q[hess log p(y | theta)] of a block of rows.
 
 In predictor space, with the model's Jacobian at q's mean (lin-hess, lin-ef, and the expectations of RVGA); or in
-parameter space, averaged over draws of theta, which is unbiased for any model (mc-hess, mc-ef).
+parameter space, averaged over draws of theta, which is unbiased for any model (mc-hess, mc-ef, mc-fisher).
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ class Observation(NamedTuple):
     :ivar linearise: theta (P,) -> factors: predictors f_i(theta) (``offset``) and their Jacobians (``design``).
     :ivar rows: pytree of (n, ...) arrays.
     :ivar log_lik: (theta, one row) -> log p(y_i | theta).
+    :ivar drawn_log_lik: (theta, one row, rng_key) -> log p(y | theta) of an outcome y that is drawn from the row's own
+        distribution at theta, and fixed where this is differentiated; None if it is not asked for.
     :ivar weights: (n,), the number of rows that each stands for; the factors are weighted already.
     """
 
@@ -35,10 +37,17 @@ class Observation(NamedTuple):
     rows: Any
     log_lik: Callable[[Array, Any], Array]
     weights: Array
+    drawn_log_lik: Callable[[Array, Any, Array], Array] | None = None
 
     def gradients(self, theta: Array) -> Array:
         """grad log p(y_i | theta) of each row, (n, P)."""
         return jax.vmap(jax.grad(self.log_lik), (None, 0))(theta, self.rows)
+
+    def scores(self, theta: Array, rng_key: Array) -> Array:
+        """grad log p(y | theta) of an outcome y ~ p(. | theta) of each row, (n, P)."""
+        assert self.drawn_log_lik is not None
+        keys = jax.random.split(rng_key, len(self.weights))
+        return jax.vmap(jax.grad(self.drawn_log_lik), (None, 0, 0))(theta, self.rows, keys)
 
     def total(self, theta: Array) -> Array:
         """The weighted sum of log p(y_i | theta)."""
@@ -51,13 +60,15 @@ Estimator = Callable[[Array, Family, Observation], ExpectedDerivatives]
 def make_estimator(hessian: str, num_samples: int) -> Estimator:
     """The estimator of this name: (rng_key, q, observation) -> expected derivatives.
 
-    :param hessian: ``"lin-hess"``, ``"lin-ef"``, ``"mc-hess"`` or ``"mc-ef"`` (BONG paper, table 1), or
-        ``"expected"``: each kind's own expectation in predictor space.
+    :param hessian: ``"lin-hess"``, ``"lin-ef"``, ``"mc-hess"`` or ``"mc-ef"`` (BONG paper, table 1), ``"mc-fisher"``
+        (section 4.5), or ``"expected"``: each kind's own expectation in predictor space.
     :param num_samples: draws of theta.
     """
     if hessian == "mc-hess":
         return partial(_sampled_hessian, num_samples)
     if hessian == "mc-ef":
+        return partial(_sampled_empirical_fisher, num_samples)
+    if hessian == "mc-fisher":
         return partial(_sampled_fisher, num_samples)
     if hessian == "lin-ef":
         return lambda rng_key, q, observation: _empirical_fisher(observation, q.mean[None])
@@ -98,15 +109,36 @@ def _in_predictor_space(q: Family, observation: Observation, *, expected: bool) 
     return ExpectedDerivatives(gradient, factor, block_diag(*filled))
 
 
-def _sampled_fisher(num_samples: int, rng_key: Array, q: Family, observation: Observation) -> ExpectedDerivatives:
+def _sampled_empirical_fisher(
+    num_samples: int, rng_key: Array, q: Family, observation: Observation
+) -> ExpectedDerivatives:
     return _empirical_fisher(observation, _draws(rng_key, q, num_samples))
 
 
 def _empirical_fisher(observation: Observation, thetas: Array) -> ExpectedDerivatives:
     """g, and H by the outer products of the rows' gradients; both averaged over ``thetas`` (M, P)."""
-    gradients = jax.vmap(observation.gradients)(thetas).reshape(-1, thetas.shape[1])
-    weights = jnp.tile(observation.weights / len(thetas), len(thetas))
-    return ExpectedDerivatives(weights @ gradients, jnp.sqrt(weights)[:, None] * gradients)
+    gradients = jax.vmap(observation.gradients)(thetas)
+    gradient = observation.weights @ jnp.mean(gradients, axis=0)
+    return ExpectedDerivatives(gradient, _averaged_squares(observation, gradients))
+
+
+def _averaged_squares(observation: Observation, gradients: Array) -> Array:
+    """The factor of the outer products of gradients (M, n, P), averaged over the first axis, weighted over rows."""
+    weights = observation.weights / len(gradients)
+    return (jnp.sqrt(weights)[:, None] * gradients).reshape(-1, gradients.shape[-1])
+
+
+def _sampled_fisher(num_samples: int, rng_key: Array, q: Family, observation: Observation) -> ExpectedDerivatives:
+    """g, and H by the outer products of the gradients at outcomes of each row's own distribution (section 4.5).
+
+    The expectation of H is E_q of the Fisher information: positive semi-definite for every likelihood, and unbiased
+    where squares of the gradients at the observed outcomes are not.
+    """
+    draw_key, outcome_key = jax.random.split(rng_key)
+    draws = _draws(draw_key, q, num_samples)
+    gradient = jnp.mean(jax.vmap(jax.grad(observation.total))(draws), axis=0)
+    scores = jax.vmap(observation.scores)(draws, jax.random.split(outcome_key, num_samples))
+    return ExpectedDerivatives(gradient, _averaged_squares(observation, scores))
 
 
 def _sampled_hessian(num_samples: int, rng_key: Array, q: Family, observation: Observation) -> ExpectedDerivatives:

@@ -17,6 +17,7 @@ from ..core.estimators import Observation, make_estimator
 from ..core.gaussians import DiagonalGaussian, Family, FullGaussian, LowRankGaussian, converted
 from ..core.recursion import Quadratic, State, quadratic_at
 from ..core.rules import Rule, Updated, iterate, update
+from ..model.outcomes import check_can_be_drawn, drawn_log_likelihood
 from ..model.predictive import log_predictive
 from ..model.rows import in_blocks, num_rows
 from .engine import Engine
@@ -97,12 +98,14 @@ class Online:
 
     def _check(self) -> None:
         program, options = self.engine.program, self.options
+        if options.hessian == "mc-fisher":
+            check_can_be_drawn(program)
         if options.family == "low-rank" and options.hessian == "expected":
             for kind, terms in zip(self.engine.kinds, program.terms):
                 if not kind.concave:
                     raise NotImplementedError(
                         f"site {terms.site!r} may have a log-likelihood that is not concave, and family='low-rank' "
-                        "needs a positive semi-definite curvature: use hessian='lin-hess', 'lin-ef' or 'mc-ef'."
+                        "needs a positive semi-definite curvature: use hessian='lin-hess', 'mc-fisher' or 'mc-ef'."
                     )
 
     def _set_prior(self, init: Array | None) -> None:
@@ -224,7 +227,8 @@ class Online:
     def observation(self, rows: dict, weights: Array) -> Observation:
         prepared = self.engine.prepare(rows, weights)
         weights = weights.astype(self.start.mean.dtype)
-        return Observation(self.engine.kinds, partial(self.engine.linearise, prepared), rows, self._log_lik, weights)
+        linearise, drawn = partial(self.engine.linearise, prepared), partial(drawn_log_likelihood, self.engine.program)
+        return Observation(self.engine.kinds, linearise, rows, self._log_lik, weights, drawn)
 
     def _estimate(self, observation: Observation, rng_key: Array, q: Family):
         return self._estimator(rng_key, q, observation)

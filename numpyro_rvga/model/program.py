@@ -781,8 +781,12 @@ class Program:
         outside = [name for name in self.observed_sites if name not in self._tied]
         return (*outside, *self._integrated)
 
+    def records(self, theta: Array, rows: Mapping[str, Array]) -> dict[str, SiteRecord]:
+        """Every sample site of the model at theta."""
+        return self._records(self._unravel(theta), rows)
+
     def _log_probs(self, theta, rows, names):
-        records = self._records(self._unravel(theta), rows)
+        records = self.records(theta, rows)
         return {name: _log_prob(records[name]) for name in names}
 
     def predictors(self, gaussian: Family, rows: Mapping[str, Array], site: str) -> tuple[Array, Array]:

@@ -128,7 +128,7 @@ class RowRunner(Messenger):
             msg["value"] = transform(jnp.zeros(shape))
         elif msg["type"] == "sample" and not msg["is_observed"] and msg["value"] is None:
             shape = msg["kwargs"]["sample_shape"]
-            if not _can_be_drawn(msg["fn"], shape):
+            if not can_be_drawn(msg["fn"], shape):
                 transform = site_transform(msg["fn"])
                 size = transform.inverse_shape(msg["fn"].shape(shape))
                 msg["value"] = transform(jax.random.uniform(numpyro.prng_key(), size, minval=-REACH, maxval=REACH))
@@ -143,7 +143,7 @@ class RowRunner(Messenger):
         return transform(self.unconstrained[name][site["infer"]["_scan_current_index"]])
 
 
-def _can_be_drawn(fn: dist.Distribution, shape: tuple[int, ...]) -> bool:
+def can_be_drawn(fn: dist.Distribution, shape: tuple[int, ...]) -> bool:
     """Whether the distribution has a sampler: truncated ones of no known quantile function have none."""
     try:
         jax.eval_shape(lambda key: fn(rng_key=key, sample_shape=shape), jax.random.key(0))
