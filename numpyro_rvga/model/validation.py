@@ -255,7 +255,11 @@ class RowCheck:
 
         self._many = many
 
-    def answers(self, rows: Mapping[str, np.ndarray]) -> Callable[[], np.ndarray]:
+    def __call__(self, rows: Mapping[str, np.ndarray], first_row: int) -> None:
+        """:raises ValueError: naming array and row, if all is not well."""
+        raise NotImplementedError
+
+    def answers(self, rows: Mapping[str, Any]) -> Callable[[], np.ndarray]:
         """Start to look; what is returned waits for the answers, (n, ...)."""
         total = num_rows(rows)
         if not self._arrays:
@@ -266,7 +270,7 @@ class RowCheck:
         found = [self._many({name: rows[name][places] for name in self._arrays}) for places in taken]
         return lambda: np.concatenate([np.asarray(x) for x in found])[:total]
 
-    def begin(self, rows: Mapping[str, np.ndarray]) -> Callable[[], np.ndarray]:
+    def begin(self, rows: Mapping[str, Any]) -> Callable[[], np.ndarray]:
         """Start to look; what is returned waits for the answer: with which rows all is well, (n,)."""
         waiting, total = self.answers(rows), num_rows(rows)
         return lambda: waiting().reshape(total, -1).all(axis=1)

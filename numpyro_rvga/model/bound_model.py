@@ -1,0 +1,399 @@
+"""A NumPyro model bound to the form of its data: its sites, and how it is run."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+from jax import Array
+from numpyro import distributions as dist
+from numpyro.distributions.transforms import IdentityTransform
+
+from ..core.compilation import at_once, jit_once
+from ..core.interpret import depends_on
+from . import validation
+from .arguments import (
+    PARAMS,
+    SHARED,
+    absent_arguments,
+    split_call,
+)
+from .layout import Layout, layout_of
+from .local import LocalSites, RowFacts, bounds_of, states_between
+from .parameters import Parameters, parameters_of
+from .rows import num_rows
+from .tracing import (
+    RowRunner,
+    SiteInfo,
+    SiteRecord,
+    deterministic_sites,
+    elements,
+    peel,
+    plates_of,
+    run_model,
+    sample_sites,
+    site_info,
+    site_transform,
+)
+
+
+class ImproperPrior(ValueError):
+    """A prior that a recursion cannot start from."""
+
+
+class BoundModel:
+    """A model, its data's form and its keyword arguments: sites, plates, layout, and runs at a given theta.
+
+    :param model: a NumPyro model.
+    :param rows: data arrays by argument name, checked (see :func:`checked_rows`).
+    :param model_kwargs: passed to every call of the model unchanged.
+    :param whole: run the model on all data at once, always: for rows that are coupled, or data that are not rows. The
+        data are then part of the program, and have their values when the model is read.
+    :param evaluates: whether what a model of all data computes of them in JAX is computed when the model is read, for
+        Python to have the numbers.
+    :param improper_prior_scale: standard deviation, in unconstrained space, of the normal that stands for improper
+        priors; None refuses them.
+    :param local: ``"marginal"`` or ``"prior"``; see :class:`Program`.
+    :param params: values of the ``numpyro.param`` sites, in unconstrained space; default: where the model starts them.
+    :param row_plates: plates over the rows, if they are known already and ``rows`` are a few.
+    :param row_facts: what rows told of latent variables of single rows, if that is known already.
+    :ivar sites: what is static about each sample site. :ivar plates: names of the plates around each site.
+    :ivar layout: of theta (P,). :ivar params: the ``numpyro.param`` sites.
+    :ivar local: the layout of Normal latent variables of single rows, of which the conditional prior is part of q.
+    :ivar row_latents: latent variables of single rows that are integrated out; None if there are none.
+    :ivar observed_sites: without auxiliary factors.
+    """
+
+    def __init__(
+        self,
+        model: Callable,
+        rows: Mapping[str, Array | np.ndarray],
+        model_kwargs: Mapping[str, Any],
+        *,
+        whole: bool,
+        evaluates: bool,
+        improper_prior_scale: float | None,
+        local: str,
+        params: Array | np.ndarray | None,
+        row_plates: frozenset[str] | None,
+        row_facts: RowFacts | None,
+    ):
+        self.model, self.model_kwargs, self.whole, self.evaluates = model, dict(model_kwargs), whole, evaluates
+        self.improper_prior_scale, self.dtype = improper_prior_scale, jnp.result_type(float)
+        self.local, self.params = layout_of({}), parameters_of({}, self.dtype)
+        self.row_latents: LocalSites | None = None
+        self.example_row: dict[str, Any]  # NumPy's arrays or JAX's
+        self.example_rows: dict[str, Any]
+        self.row_plates, observed = self._find_row_plates(rows) if row_plates is None else (row_plates, [])
+        self._choose_examples(rows)
+        self._read_sites(rows, observed, row_facts, marginal=local == "marginal")
+        self._row_sites, self._prior_sites = self._classify()
+        self.observed_sites = tuple(s for s in self._row_sites if not self.sites[s].is_auxiliary)
+        if not whole:
+            validation.check_has_terms({name: self.sites[name] for name in self._row_sites})
+            validation.check_has_outcome(self._row_sites, model, [*rows, *self.model_kwargs])
+        self._improper = frozenset(s for s in self.layout.site_names if self.sites[s].is_improper)
+        if self._improper and improper_prior_scale is None and not whole:
+            raise ImproperPrior(
+                f"site {sorted(self._improper)[0]!r} has an improper prior, from which no recursion can start. Give it "
+                "a proper prior, or set improper_prior_scale: the scale of a normal, in unconstrained space, instead."
+            )
+        self.params = self._find_params()
+        if params is not None:
+            self.params = self.params._replace(values=jnp.asarray(params, self.dtype))
+
+    # ------------------------------------------------------------------ reading the model
+    def _find_row_plates(self, rows: Mapping[str, Array | np.ndarray]) -> tuple[frozenset[str], list[str]]:
+        """Plates over the rows, and the observed sites, of which there must be one."""
+        given = [*rows, *self.model_kwargs]
+        plates, observed = validation.find_row_plates(
+            self.model, rows, self.model_kwargs, concrete=self.whole, evaluates=self.evaluates
+        )
+        if not self.whole or rows or absent_arguments(self.model, given):
+            validation.check_has_outcome(observed, self.model, given)
+        return plates, observed
+
+    def _read_sites(
+        self, rows: Mapping[str, Array | np.ndarray], observed: list[str], row_facts: RowFacts | None, *, marginal: bool
+    ) -> None:
+        """Set the sites, and which latent ones are global (``layout``), and which of single rows."""
+        self.sites, self.plates = validation.describe_few(self._describe, self.example_row, "one row", observed)
+        of_rows = frozenset()
+        if not self.whole:
+            of_two, _ = validation.describe_few(self._describe, self.example_rows, "two rows", observed)
+            of_rows = validation.local_latents(self.sites, of_two, self.row_plates, marginal=marginal)
+        validation.check_continuous(self.sites, of_rows, "marginal" if marginal else "prior")
+        latents = {n: s.unconstrained_shape for n, s in self.sites.items() if not (s.is_observed or s.is_discrete)}
+        self.layout = layout_of({name: shape for name, shape in latents.items() if name not in of_rows})
+        validation.check_shared(self.layout, of_rows)
+        own = layout_of({name: shape for name, shape in latents.items() if name in of_rows})
+        if marginal and of_rows:
+            self.row_latents = self._find_row_latents(own, rows, row_facts)
+        else:
+            self.local = own
+
+    def _choose_examples(self, rows: Mapping[str, Array | np.ndarray]) -> None:
+        """Two rows and one of them, to find things out; all of them, twice, if the model takes no fewer."""
+        if self.whole:
+            self.example_rows = self.example_row = dict(rows)
+            return
+        taken = np.arange(2) % num_rows(rows)
+        two = {name: array[taken] for name, array in rows.items()}
+        one = {name: array[:1] for name, array in rows.items()}
+        self.example_rows, self.example_row = jax.device_put((two, one), may_alias=False)
+
+    def _classify(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Observed sites that are terms of rows, and those that are terms of the prior. Of a whole program: all are
+        the former."""
+        observed = [n for n, s in self.sites.items() if s.is_observed]
+        if self.whole:
+            return tuple(observed), ()
+        theta = jax.device_put(np.zeros(self.layout.size, self.dtype))
+
+        def observed_elements(row):
+            records = self._records(self._unravel(theta), row)
+            return {n: elements(r) for n, r in records.items() if r.is_observed}
+
+        depends = depends_on(observed_elements, self.example_row)
+        of_rows = [n for n in observed if depends[n] or self.row_plates & set(self.sites[n].plates)]
+        return tuple(of_rows), tuple(n for n in observed if n not in of_rows)
+
+    def _find_row_latents(
+        self, continuous: Layout, rows: Mapping[str, Array | np.ndarray], facts: RowFacts | None
+    ) -> LocalSites:
+        """The latent variables of single rows, with the states of the discrete ones in all rows at hand."""
+        sites = {n: s for n, s in self.sites.items() if s.is_discrete and not s.is_observed}
+        states: dict[str, Array] = {}
+        for name in sites:
+            if facts is None:
+                found = at_once(lambda: self._bounds_of_states(name, rows, states))  # noqa: B023
+                values = states_between(name, int(found[:, 0].min()), int(found[:, 1].max()))
+            else:
+                values = facts.states[name]
+            states[name] = jnp.asarray(values)
+        return LocalSites(continuous, {name: sites[name].value_shape for name in sites}, states)
+
+    def _bounds_of_states(self, name: str, rows: Mapping[str, Array | np.ndarray], known: Mapping[str, Array]) -> Array:
+        """Smallest and largest state of a discrete latent in some rows, (M, 2): with the first state of all others that
+        are known, with the second, and so on."""
+
+        def at(place):
+            values = {n: states[jnp.minimum(place, len(states) - 1)] for n, states in known.items()}
+            arrays = {n: jnp.asarray(array) for n, array in rows.items()}
+            records = sample_sites(*self._run(arrays, {}, states=values))
+            return jnp.stack(bounds_of(name, peel(records[name].fn)[0]))
+
+        return jax.vmap(at)(jnp.arange(max([1, *map(len, known.values())])))
+
+    def _find_params(self) -> Parameters:
+        """The ``numpyro.param`` sites that matter: layers of a network whose weights are sampled do not.
+
+        :raises NotImplementedError: for sites that hold more than an array.
+        """
+        theta = jax.device_put(np.zeros(self.layout.size + self.local.size, self.dtype))
+        if not any(site["type"] == "param" for site in self._run_abstractly(self.example_row).values()):
+            return self.params
+        trace, _ = self._run(self.example_row, self._unravel(theta))
+        sites = {name: site for name, site in trace.items() if site["type"] == "param"}
+
+        def log_joint(values):
+            records = sample_sites(*self._run(self.example_row, self._unravel(theta), params=values))
+            return {"total": sum(jnp.sum(elements(record)) for record in records.values())}
+
+        used = depends_on(log_joint, {name: site["value"] for name, site in sites.items()})["total"]
+        for name in used:
+            if not isinstance(sites[name]["value"], (jax.Array, np.ndarray, float)):
+                raise NotImplementedError(f"numpyro.param site {name!r} must hold one array, for it is to be learned.")
+        return parameters_of({name: site for name, site in sites.items() if name in used}, self.dtype)
+
+    def _describe(self, rows) -> tuple[dict[str, SiteInfo], dict[str, tuple[str, ...]]]:
+        """Static facts of all sites on these rows, without running the model."""
+        found: list = []
+
+        def abstract(rows):
+            trace, runner = self._run(rows, {})
+            found.append({name: site_info(record) for name, record in sample_sites(trace, runner).items()})
+            found.append(plates_of(trace))
+            return 0
+
+        self.abstractly(abstract, rows)
+        return found[0], found[1]
+
+    # ------------------------------------------------------------------ running it
+    def call_arguments(self, rows: Mapping[str, Array]) -> tuple[tuple, dict]:
+        """(args, kwargs) of a call of the model on these rows."""
+        return split_call(self.model, rows, self.model_kwargs)
+
+    def runner(self, num_rows: int) -> RowRunner:
+        """The model with latents that are drawn, its parameters and its plates at this number of rows."""
+        params = self.params.constrained(self.params.values)
+        return RowRunner(self.model, self.row_plates, num_rows, {}, params=params)
+
+    def _run(self, rows, unconstrained, rng_key=None, params=None, states=None):
+        """``params`` are the ``numpyro.param`` sites by name; default: as in ``rows``, or else where they stand."""
+        arrays = {name: value for name, value in rows.items() if name not in SHARED}
+        if params is None:
+            params = self.params.constrained(rows.get(PARAMS, self.params.values))
+        evaluating = jax.ensure_compile_time_eval() if self.evaluates else contextlib.nullcontext()
+        with (
+            evaluating,
+            numpyro.validation_enabled(False),
+        ):  # parameters that a few rows give need not be those of all rows
+            return run_model(
+                self.model,
+                arrays,
+                self.model_kwargs,
+                row_plates=self.row_plates,
+                unconstrained=unconstrained,
+                rng_key=rng_key,
+                local=frozenset(self.local.site_names),
+                params=params,
+                states=states,
+            )
+
+    def _run_abstractly(self, rows) -> dict:
+        """A trace without values."""
+        found: list = []
+        self.abstractly(lambda rows: found.append(self._run(rows, {})[0]) or 0, rows)
+        return found[0]
+
+    def jitted(self, function: Callable[[Mapping[str, Array]], Any], rows: Mapping[str, Array]) -> Any:
+        """What a function of rows returns, compiled. A whole program's data have their values there."""
+        return jit_once(lambda: function(rows))() if self.whole else jax.jit(function)(rows)
+
+    def abstractly(self, function: Callable[[Mapping[str, Array]], Any], rows: Mapping[str, Array]) -> Any:
+        """Shapes of what a function of rows returns. A whole program's data have their values there."""
+        return jax.eval_shape(lambda: function(rows)) if self.whole else jax.eval_shape(function, rows)
+
+    def _records(self, unconstrained, rows) -> dict[str, SiteRecord]:
+        states = None if self.row_latents is None else self.row_latents.first_states()
+        return sample_sites(*self._run(rows, unconstrained, states=states))
+
+    def records(self, theta: Array, rows: Mapping[str, Array]) -> dict[str, SiteRecord]:
+        """Every sample site of the model at theta."""
+        return self._records(self._unravel(theta), rows)
+
+    def site_record(self, name: str, rows: Mapping[str, Array]) -> SiteRecord:
+        return self._records({}, rows)[name]
+
+    def _unravel(self, theta: Array) -> dict[str, Array]:
+        """Sites of (P,), or of (P + K,) with the variables of one row."""
+        size = self.layout.size
+        sites = self.layout.unravel(theta[:size])
+        return sites | self.local.unravel(theta[size:]) if theta.shape[0] > size else sites
+
+    def _proper(self, record: SiteRecord) -> SiteRecord:
+        if record.name not in self._improper or self.improper_prior_scale is None:
+            return record
+        z = jnp.asarray(record.unconstrained)
+        wide = dist.Normal(jnp.zeros(jnp.shape(z), self.dtype), self.improper_prior_scale)
+        return record._replace(fn=wide, value=z, log_abs_det=None)
+
+    # ------------------------------------------------------------------ questions about it
+    @property
+    def shared(self) -> dict[str, Array]:
+        """What the terms take besides rows: the ``numpyro.param`` sites, if there are any."""
+        return {PARAMS: self.params.values} if self.params.layout.size else {}
+
+    def holds(self, rows: Mapping[str, Array | np.ndarray]) -> bool:
+        """Whether these are the rows that are part of the program, or some of their arrays."""
+        own = self.example_rows
+        return own.keys() >= rows.keys() and all(_is_equal(own[name], rows[name]) for name in rows)
+
+    def row_axis(self, site: str) -> int:
+        """The axis of an observed site's values along which rows lie."""
+        return next((axis for axis, plate in enumerate(self.plates.get(site, ())) if plate in self.row_plates), 0)
+
+    @functools.cached_property
+    def _row_axes(self) -> dict[str, int | None]:
+        """The axis along which an observed site's terms, or a deterministic site, grow with the rows; None if none."""
+        if self.whole:
+            return {}
+        one, two = (self._shapes(rows) for rows in (self.example_row, self.example_rows))
+        return {name: next((i for i, n in enumerate(one[name]) if n != two[name][i]), None) for name in one}
+
+    def _shapes(self, rows) -> dict[str, tuple[int, ...]]:
+        def abstract(rows):
+            trace, runner = self._run(rows, {})
+            records = sample_sites(trace, runner)
+            terms = {n: _log_prob(records[n]) for n in self._row_sites}
+            return terms | {n: jnp.asarray(value) for n, value in deterministic_sites(trace).items()}
+
+        return {name: found.shape for name, found in jax.eval_shape(abstract, rows).items()}
+
+    @property
+    def local_names(self) -> tuple[str, ...]:
+        """Latent sites with a value for each row that are no part of theta."""
+        return self.local.site_names if self.row_latents is None else self.row_latents.site_names
+
+    def row_latents_of(self, rows: Mapping[str, Array], rng: np.random.Generator) -> tuple[tuple, tuple]:
+        """Values for the latent variables of some rows, to try things with: for :meth:`site_elements` of all rows, and
+        of each row by itself, with a leading axis."""
+        total, nothing = num_rows(rows), ({}, {})
+        if self.row_latents is None:
+            return nothing, nothing
+        local, infos = self.row_latents, self._describe(rows)[0]
+
+        def of_each(values: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+            axis = next((i for i, n in enumerate(shape) if n != values.shape[i]), None)
+            return values[None] if axis is None else np.stack([values.take([i], axis) for i in range(total)])
+
+        shapes = {name: infos[name].unconstrained_shape for name in local.continuous.site_names}
+        z = {name: rng.normal(0.0, 0.5, shape).astype(self.dtype) for name, shape in shapes.items()}
+        states = {n: rng.choice(np.asarray(v), infos[n].value_shape) for n, v in local.states.items()}
+        alone = {name: of_each(x, local.continuous.shapes[name]) for name, x in z.items()}
+        return (z, states), (alone, {name: of_each(x, local.shapes[name]) for name, x in states.items()})
+
+    @functools.cached_property
+    def real_sites(self) -> frozenset[str]:
+        """The latent sites whose support is the whole real line."""
+        found: list = []
+        jax.eval_shape(lambda rows: found.append(sample_sites(*self._run(rows, {}))) or 0, self.example_row)
+        return frozenset(
+            name for name in self.layout.site_names if isinstance(site_transform(found[0][name].fn), IdentityTransform)
+        )
+
+    def outcome_arrays(self, site: str) -> set[str]:
+        """The data arrays from which an observed site's values are taken. Of a whole program: those that are them."""
+        if self.whole:
+            value = self._observed_value(site)
+            return {name for name, array in self.example_row.items() if _is_equal(array, value)}
+        return set(depends_on(lambda row: {site: self.site_record(site, row).value}, self.example_row)[site])
+
+    def _observed_value(self, site: str) -> np.ndarray:
+        return np.asarray(self.jitted(lambda rows: self.site_record(site, rows).value, self.example_row))
+
+    def is_value_of_latents(self, site: str) -> bool:
+        """Whether what is observed at a site depends on latent sites: an error that is computed, not a datum."""
+
+        def value(inputs):
+            return {site: self._records(self._unravel(inputs["theta"]), self.example_row)[site].value}
+
+        return bool(depends_on(value, {"theta": jnp.zeros(self.layout.size + self.local.size, self.dtype)})[site])
+
+    @property
+    def is_proper(self) -> bool:
+        """Whether the prior is the model's own: no normal stands for an improper one."""
+        return not self._improper
+
+    @property
+    def flat_sites(self) -> frozenset[str]:
+        """Those whose prior is improper, and stays so."""
+        return self._improper if self.improper_prior_scale is None else frozenset()
+
+
+def _is_equal(a: Any, b: Any) -> bool:
+    """Whether two arrays hold the same, NaN in the same places too."""
+    a, b = np.asarray(a), np.asarray(b)
+    return np.array_equal(a, b, equal_nan=a.dtype.kind == "f" and b.dtype.kind == "f")
+
+
+def _log_prob(record: SiteRecord) -> Array:
+    with numpyro.validation_enabled(False):
+        return record.fn.log_prob(record.value) * record.weight
