@@ -21,9 +21,9 @@ from .dynamics import Dynamics, check_dynamics
 from .engines.batch import BatchSolver, rows_info
 from .engines.devices import Devices
 from .engines.engine import Engine
-from .engines.expectation_errors import ExpectationErrors, warn_of
+from .engines.expectation_errors import expectation_errors, warn_of
 from .engines.registry import Engines
-from .engines.sparse import SparseEngine, SparseEngines
+from .engines.sparse import SparseEngine, sparse_engine
 from .model.arguments import BadData, checked_rows
 from .model.failures import of_stream
 from .model.row_set import RowSet
@@ -196,8 +196,6 @@ class RVGA:
         joint = {"joint_rows": FIRST_BLOCK_ROWS if plain else 0, "local": local}
         self._engines = Engines(model, self.options, improper_prior_scale, dynamics, **joint, mesh=mesh)
         self._check_shared(self._engines.devices)
-        self._sparse_engines = SparseEngines()
-        self._errors = ExpectationErrors()
         self.certify = certify
         self._solver = BatchSolver(self._engines, self.options, "incremental", "RVGA")
         self._certification = Certification(certify, max_looks, certificate_tolerance)
@@ -331,7 +329,7 @@ class RVGA:
         info |= found.info
         if self.certify and self.options.has_bound and not engine.is_moving:
             if "elbo_error" not in info or engine.is_sampled:
-                info["elbo_error"], excess = self._errors(engine, found.state, without(head, taken.left_out))
+                info["elbo_error"], excess = expectation_errors(engine, found.state, without(head, taken.left_out))
                 found = found.lowered(excess)
             can_restart = source.seekable and checkpoint is None
             kinked = can_restart and engine.calls_for_more(info["elbo_error"])
@@ -501,7 +499,7 @@ class RVGA:
             or num_rows(rows) > most
         ):
             return None
-        return self._sparse_engines.get(engine, rows)
+        return sparse_engine(engine, rows)
 
     def _quick_engine(self, engine: Engine, total: int | None) -> Engine | None:
         """Solves for all of many rows together, by few nodes for each: what these miss, looks at all rows mend. None

@@ -19,11 +19,11 @@ from ..options import Options
 from ..progress import progress
 from .climbs import GradientAscent, Record
 from .engine import Engine, chunks_of
-from .expectation_errors import ExpectationErrors, warn_of
+from .expectation_errors import expectation_errors, warn_of
 from .joint_solver import JointProblem, whitened
 from .learning import Learned, Learner
 from .registry import Engines
-from .sparse import SparseEngines
+from .sparse import sparse_engine
 
 LEARNING_TOLERANCE = 1e-5  # nats
 FLAT = 1e3  # times the scale where a site of improper prior starts: where q is as wide, the data say nothing of it
@@ -49,14 +49,6 @@ class BatchSolver:
 
     def __init__(self, engines: Engines, options: Options, schedule: str, name: str):
         self._engines, self._options, self._schedule, self._name = engines, options, schedule, name
-        self._ascents: dict[Engine, GradientAscent] = {}
-        self._sparse_engines = SparseEngines()
-        self._errors = ExpectationErrors()
-        self._learners: dict[Engine, Learner] = {}
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Without what is compiled, for other processes."""
-        return self.__dict__ | {"_ascents": {}, "_learners": {}}
 
     def __call__(
         self, engine: Engine, rows: Rows, init: Any = None, *, progress_bar: bool, stacklevel: int, started: float
@@ -71,7 +63,7 @@ class BatchSolver:
         if not program.terms and not program.prior.terms:
             return _prior_itself(program)
         in_parts = self._schedule == "incremental" and self._options.scheme == "implicit"
-        sparse = self._sparse_engines.get(engine, rows) if in_parts else None
+        sparse = sparse_engine(engine, rows) if in_parts else None
         with progress(progress_bar, None, self._name, "it") as bar:
             record = Record(bar, started)
             if sparse is not None:
@@ -83,14 +75,14 @@ class BatchSolver:
                 start = None if init is None else whitened(before, *_gaussian_of(init, program.dtype))
                 if program.params.layout.size:
                     tolerance = self._options.tolerance or LEARNING_TOLERANCE
-                    learned = self._learner_of(engine)(chunks, start, tolerance, bar)
+                    learned = _learner_of(engine)(chunks, start, tolerance, bar)
                     program, start = program.with_params(learned.params), learned.start
                     before = program.initial_state()
                 inputs = engine.devices.put((before, start, program.prior_inputs))
                 problem = JointProblem(inputs[0], chunks, inputs[2], init=inputs[1])
                 origin, count = before.mean, np.int32(program.count_rows(rows))
                 if self._schedule == "gradient":
-                    after, info = self._ascent_of(engine)(problem, count, record)
+                    after, info = _ascent_of(engine)(problem, count, record)
                 else:
                     alternating = self._schedule == "batch"
                     after, info = engine.solve_all(problem, count, alternating=alternating, on_step=record.step)
@@ -101,7 +93,7 @@ class BatchSolver:
         _check_proper(program, after, converged=bool(info.converged))
         facts, bound = {}, float(after.log_evidence) if self._options.has_bound else None
         if self._options.has_bound and learned is None:
-            error, excess = self._errors(engine, after, rows)
+            error, excess = expectation_errors(engine, after, rows)
             facts["elbo_error"], bound = error, bound - excess
             if engine.calls_for_more(error):
                 engine = self._engines.make_thorough(engine)
@@ -140,17 +132,14 @@ class BatchSolver:
                 stacklevel=stacklevel,
             )
 
-    def _learner_of(self, engine: Engine) -> Learner:
-        """One that was made for what these data determine of the prior."""
-        learner = self._learners.get(engine)
-        if learner is None or learner.engine.program is not engine.program:
-            learner = self._learners[engine] = Learner(engine)
-        return learner
 
-    def _ascent_of(self, engine: Engine) -> GradientAscent:
-        if engine not in self._ascents:
-            self._ascents[engine] = GradientAscent(engine, self._options.max_iterations)
-        return self._ascents[engine]
+def _learner_of(engine: Engine) -> Learner:
+    """One that was made for what these data determine of the prior."""
+    return engine.once((Learner, engine.program), lambda: Learner(engine))
+
+
+def _ascent_of(engine: Engine) -> GradientAscent:
+    return engine.once(GradientAscent, lambda: GradientAscent(engine))
 
 
 def rows_info(reason: str | None) -> dict[str, str]:

@@ -56,8 +56,8 @@ class GradientAscent:
     fixed-point paper).
     """
 
-    def __init__(self, engine: Engine, max_iterations: int):
-        self._engine, self._max_iterations = engine, max_iterations
+    def __init__(self, engine: Engine):
+        self._engine, self._max_iterations = engine, engine.options.max_iterations
         self._bound = engine.compiled(self._bound_and_slopes, ("search",))
 
     def __call__(self, problem: JointProblem, num_rows: Array, record: Record) -> tuple[State, StepInfo]:

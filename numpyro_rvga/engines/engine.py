@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -53,6 +53,9 @@ ENOUGH_DRAWS = 0.5  # and those over draws of theta for more draws
 NUM_LINEARIZATIONS = 3  # of predictors that are not affine, in a small block
 
 
+Made = TypeVar("Made")
+
+
 class Known(NamedTuple):
     """What a state knows of rows that are solved for jointly.
 
@@ -87,7 +90,7 @@ class Engine:
     ):
         self.program, self.options, self._transition = program, options, transition
         self.rng_key, self.effort = rng_key, effort
-        self._identity = object()
+        self.made: dict[Hashable, Any] = {}  # see once()
         self.kinds = tuple(make_kind(terms, options, rng_key, effort=effort) for terms in program.terms)
         prior_options = options._replace(expectation="auto", scheme="implicit")
         self.prior_kinds = tuple(
@@ -151,14 +154,24 @@ class Engine:
 
     def with_effort(self, effort: str) -> Engine:
         """The same with other rules for its expectations."""
-        return Engine(self.program, self.options, self.rng_key, self._transition, self.devices, effort=effort)
+        options = self.program, self.options, self.rng_key, self._transition, self.devices
+        return self.once(effort, lambda: Engine(*options, effort=effort)).bind(self.program)
+
+    def once(self, key: Hashable, make: Callable[[], Made]) -> Made:
+        """What has compiled functions of its own: made once for all engines that run the same compiled functions.
+
+        :param key: of what is made: its type, say.
+        """
+        if key not in self.made:
+            self.made[key] = make()
+        return self.made[key]
 
     def __eq__(self, other: Any) -> bool:
         """Whether two engines run the same compiled functions."""
-        return isinstance(other, Engine) and self._identity is other._identity
+        return isinstance(other, Engine) and self.made is other.made
 
     def __hash__(self) -> int:
-        return id(self._identity)
+        return id(self.made)
 
     def settled(self, state: State) -> tuple[State, StepInfo]:
         """The state with the prior's true terms in place of the Gaussian that stood for them.

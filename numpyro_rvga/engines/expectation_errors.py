@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -35,38 +35,27 @@ class Accuracy(NamedTuple):
     excess: float
 
 
-class ExpectationErrors:
-    """The accuracy of expectations at q, compiled once for an engine."""
+def expectation_errors(engine: Engine, state: State, rows: Rows) -> Accuracy:
+    """The accuracy of expectations at q, over all rows of a state, as some of them let expect, and the prior.
 
-    def __init__(self):
-        self._known: dict[Engine, Callable] = {}
+    Rules of few nodes know their errors. Of samples, the standard error is that of as many sets of fresh nodes.
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Without what is compiled, for other processes."""
-        return {"_known": {}}
-
-    def __call__(self, engine: Engine, state: State, rows: Rows) -> Accuracy:
-        """Over all rows of a state, as some of them let expect, and the prior.
-
-        Rules of few nodes know their errors. Of samples, the standard error is that of as many sets of fresh nodes.
-
-        :param rows: all, or a sample. No more than MOST_ROWS are looked at.
-        """
-        kinds = (*engine.kinds, *engine.prior_kinds)
-        rows = engine.program.inputs(rows)
-        if not num_rows(rows) or all(kind.measured is None and kind.fresh is None for kind in kinds):
-            return Accuracy(0.0, 0.0)
-        if engine not in self._known:
-            self._known[engine] = _compiled(engine)
-        most = MOST_ROWS
-        if any(kind.fresh is not None and not t.by_draws for kind, t in zip(engine.kinds, engine.program.terms)):
-            most = min(most, MOST_NODES // (NUM_FRESH * engine.options.num_samples))
-        some = selected(rows, evenly_spread(num_rows(rows), max(most, 2)))
-        chunks = chunks_of(engine, some, engine.numbers_per_row)
-        place = engine.devices.put((state.mean, state.root))
-        of_some, of_prior = jax.device_get(self._known[engine](engine.program.prior_inputs, *place, chunks))
-        total, count = num_rows(rows) if engine.program.whole else int(state.num_rows), num_rows(some)
-        return _together([_accuracy(x, total, count) for x in of_some] + [_accuracy(x, 1, 1) for x in of_prior])
+    :param rows: all, or a sample. No more than MOST_ROWS are looked at.
+    """
+    kinds = (*engine.kinds, *engine.prior_kinds)
+    rows = engine.program.inputs(rows)
+    if not num_rows(rows) or all(kind.measured is None and kind.fresh is None for kind in kinds):
+        return Accuracy(0.0, 0.0)
+    most = MOST_ROWS
+    if any(kind.fresh is not None and not t.by_draws for kind, t in zip(engine.kinds, engine.program.terms)):
+        most = min(most, MOST_NODES // (NUM_FRESH * engine.options.num_samples))
+    some = selected(rows, evenly_spread(num_rows(rows), max(most, 2)))
+    chunks = chunks_of(engine, some, engine.numbers_per_row)
+    place = engine.devices.put((state.mean, state.root))
+    sums = engine.once("expectation errors", lambda: _compiled(engine))
+    of_some, of_prior = jax.device_get(sums(engine.program.prior_inputs, *place, chunks))
+    total, count = num_rows(rows) if engine.program.whole else int(state.num_rows), num_rows(some)
+    return _together([_accuracy(x, total, count) for x in of_some] + [_accuracy(x, 1, 1) for x in of_prior])
 
 
 def warn_of(error: float, stacklevel: int) -> None:

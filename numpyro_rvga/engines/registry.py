@@ -52,12 +52,12 @@ class Engines:
         self._batch, self._whole, self._joint_rows, self.devices = batch, whole, joint_rows, Devices(mesh)
         self._local = local
         self._known: list[tuple[tuple, dict, Engine]] = []
-        self._quick: dict[Engine, Engine | None] = {}
+        self._not_quick: set[Engine] = set()
         self.last: Engine | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Without what is compiled, for other processes."""
-        return self.__dict__ | {"_known": [], "_quick": {}, "last": None}
+        return self.__dict__ | {"_known": [], "_not_quick": set(), "last": None}
 
     def get(self, rows: Rows, model_kwargs: dict, rng_key: Array, all_rows: Rows | None = None) -> Engine:
         """The engine for checked rows; see :func:`checked_rows`.
@@ -187,14 +187,11 @@ class Engines:
 
     def quick(self, engine: Engine) -> Engine | None:
         """The same by few nodes for each row; None if they are known not to be enough."""
-        if engine not in self._quick:
-            self._quick[engine] = engine.with_effort("few") if engine.can_do_with_few else None
-        found = self._quick[engine]
-        return None if found is None else found.bind(engine.program)
+        return engine.with_effort("few") if engine.can_do_with_few and engine not in self._not_quick else None
 
     def forget_quick(self, engine: Engine) -> None:
         """From now on, :meth:`quick` gives None."""
-        self._quick[engine] = None
+        self._not_quick.add(engine)
 
     @property
     def _is_plain(self) -> bool:

@@ -27,6 +27,8 @@ from .joint_solver import JointSolver, search_for
 from .kinds import make_kind
 from .linearised import Seen, factors_of, prepare
 
+DENSE = "dense"
+
 
 class SparseProblem(NamedTuple):
     """What a solve takes.
@@ -120,26 +122,12 @@ class SparseEngine:
         return factors_of(seen, prepared, ordered, lambda ordered: ordered[self.sparsity.order.back])
 
 
-class SparseEngines:
-    """Those of engines, compiled once for each way in which rows look at theta."""
-
-    def __init__(self):
-        self._known: dict[Engine, SparseEngine] = {}
-        self._dense: set[Engine] = set()
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Without what is compiled, for other processes."""
-        return {"_known": {}, "_dense": set()}
-
-    def get(self, engine: Engine, rows: Rows) -> SparseEngine | None:
-        """For all rows there are; None if terms look at more than a few entries of theta, or theta is short."""
-        if engine in self._dense:  # not asked again: whole matrices are never wrong
-            return None
-        sparsity = engine.program.find_sparsity(engine.program.inputs(rows))
-        if sparsity is None:
-            self._dense.add(engine)
-            return None
-        known = self._known.get(engine)
-        if known is None or known.sparsity.key != sparsity.key:
-            known = self._known[engine] = SparseEngine(engine, sparsity)
-        return known.bind(engine)
+def sparse_engine(engine: Engine, rows: Rows) -> SparseEngine | None:
+    """For all rows there are; None if terms read more than a few entries of theta, or theta is short."""
+    if DENSE in engine.made:  # not asked again: whole matrices are never wrong
+        return None
+    sparsity = engine.program.find_sparsity(engine.program.inputs(rows))
+    if sparsity is None:
+        engine.made[DENSE] = True
+        return None
+    return engine.once(sparsity.key, lambda: SparseEngine(engine, sparsity)).bind(engine)

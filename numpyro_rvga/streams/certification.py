@@ -26,11 +26,6 @@ APPROXIMATE = ("probit", "sigma_points")  # expectations that whoever asks for t
 LEVEL = 4  # of the user's call, for warnings
 
 
-class _Compiled(NamedTuple):
-    certificate: Certificate
-    check: ModelCheck
-
-
 class Findings(NamedTuple):
     """:ivar bound: at the state, if there is one. :ivar info: what else is known of it, for the posterior's ``info``.
     :ivar rows: some of those that were looked at, or all; none if there were no looks."""
@@ -58,11 +53,6 @@ class Certification:
         if not tolerance > 0:
             raise ValueError(f"certificate_tolerance must be positive, not {tolerance}.")
         self._certify, self._max_looks, self._tolerance = certify, max_looks, tolerance
-        self._known: dict[Engine, _Compiled] = {}
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Without what is compiled, for other processes."""
-        return self.__dict__ | {"_known": {}}
 
     def __call__(
         self,
@@ -89,7 +79,7 @@ class Certification:
             found = Findings(state, bound, info, taken.only_rows)
         if not self._certify or not engine.options.has_bound or engine.is_moving or found.rows:
             return found
-        certificate, rng = self._compiled_for(engine).certificate, np.random.default_rng(seed_of(rng_key))
+        certificate, rng = _certificate_of(engine), np.random.default_rng(seed_of(rng_key))
         if source.seekable:
             state = stepped(certificate, state, taken)
             tolerance = self._tolerance if exact else min(self._tolerance, FINE)
@@ -132,7 +122,7 @@ class Certification:
         """
         if not found.rows or not self._certify or not engine.options.has_bound or engine.is_moving:
             return found.bound
-        check = self._compiled_for(engine).check
+        check = engine.once(ModelCheck, lambda: ModelCheck(engine, _certificate_of(engine)))
         if engine.program.local_names or check.is_done:
             return found.bound
         rng = np.random.default_rng(seed_of(rng_key))
@@ -143,12 +133,6 @@ class Certification:
             return bound
         _report(differences, silent=engine.options.expectation in APPROXIMATE)
         return None
-
-    def _compiled_for(self, engine: Engine) -> _Compiled:
-        if engine not in self._known:
-            certificate = Certificate(engine)
-            self._known[engine] = _Compiled(certificate, ModelCheck(engine, certificate))
-        return self._known[engine]
 
     def _looked_at(
         self,
@@ -161,7 +145,7 @@ class Certification:
         tolerance: float,
     ) -> Findings:
         implicit, sample = engine.options.scheme == "implicit", _Sample(total, rng)
-        found = self._compiled_for(engine).certificate(
+        found = _certificate_of(engine)(
             start,
             state,
             lambda size: sample.watched(chunks(source, size)),
@@ -174,6 +158,10 @@ class Certification:
         info = _described(found.looks, off, found.before.bound, found.after.bound)
         info |= {"converged": off <= self._tolerance, "elbo_error": found.after.error}
         return Findings(found.state, found.after.bound, info, sample.rows)
+
+
+def _certificate_of(engine: Engine) -> Certificate:
+    return engine.once(Certificate, lambda: Certificate(engine))
 
 
 class _Sample:
