@@ -38,7 +38,7 @@ from .streams.passes import SHUFFLES, PassOptions, open_source, ordered, usable_
 
 PAPER_HESSIANS = ("lin-hess", "lin-ef", "mc-hess", "mc-ef", "mc-fisher")
 HESSIANS = (*PAPER_HESSIANS, *(name for name in EXPECTATIONS if name != "linearized"))
-PROJECTIONS = (None, "exclusive", "inclusive")
+PROJECTIONS = (None, *dict.fromkeys(name for family in FAMILIES.values() for name in family.projections))
 PREDICTIONS = (None, "plugin", "linearized")
 
 
@@ -82,8 +82,8 @@ class BONG:
         - RVGA's expectations: ``"auto"``, ``"exact"``, ``"probit"``, ``"quadrature"``, ``"sigma_points"``,
           ``"monte_carlo"`` or your own.
     :param str family: ``"full"``; ``"diagonal"``; or ``"low-rank"``, a precision of diagonal plus low rank.
-    :param int rank: of the low-rank family. Its factor starts at zero, where plain gradients (``"bog"``, ``"bbb"``)
-        vanish: these rules learn a diagonal precision whatever the rank.
+    :param int rank: of the low-rank family. Its factor starts at zero. With ``"bog"`` and ``"bbb"`` one percent of the
+        prior's precision starts as a random factor, since plain gradients vanish at zero.
     :param str parameterization: the parameters in which the full and diagonal families take a step: ``"natural"`` or
         ``"moment"``.
     :param float learning_rate: of ``"bog"``, ``"blr"`` and ``"bbb"``.
@@ -93,7 +93,8 @@ class BONG:
     :param projection: for ``rule="bong"`` with the diagonal family: project the full update. ``"exclusive"`` keeps the
         diagonal of its precision, the minimizer of KL(q || full) (VD-EKF). ``"inclusive"`` keeps the diagonal of its
         covariance, the minimizer of KL(full || q) (FD-EKF). None (default) takes the family's own natural gradient,
-        whose mean overshoots where many parameters explain the same row.
+        whose mean overshoots where many parameters explain the same row. For ``"bong"`` and ``"blr"`` with the low-rank
+        family: ``"first"`` projects the precision before the mean takes its step (SLANG); None after.
     :param dynamics: how parameters move before each block (:class:`RandomWalk`, :class:`OrnsteinUhlenbeck`,
         :class:`LinearDynamics`).
     :param int block_size: rows in one update. One row is the most accurate; larger blocks are faster.
@@ -490,9 +491,22 @@ def _check_combination(
         )
     if family == "low-rank" and parameterization != "natural":
         raise ValueError("family='low-rank' has one parameterization: leave it at 'natural'.")
-    if projection is not None and (family != "diagonal" or rule != "bong" or parameterization != "natural"):
-        raise ValueError("projection is for rule='bong' with family='diagonal' and natural parameters.")
-    if projection is not None and hessian == "mc-hess":
+    _check_projection(rule, hessian, family, parameterization, projection)
+
+
+def _check_projection(
+    rule: str | UpdateRule, hessian: str | Expectation, family: str, parameterization: str, projection: str | None
+) -> None:
+    """:raises ValueError: with what the projection is for."""
+    if projection is None:
+        return
+    if projection not in FAMILIES[family].projections:
+        of = [name for name, one in FAMILIES.items() if projection in one.projections]
+        raise ValueError(f"projection={projection!r} is for family={of[0]!r}, not {family!r}.")
+    rules = NATURAL if projection == "first" else ("bong",)
+    if rule not in rules or parameterization != "natural":
+        raise ValueError(f"projection={projection!r} is for rule={rules[0]!r} with natural parameters.")
+    if hessian == "mc-hess":
         raise ValueError("projection needs a curvature of low rank: use another hessian than 'mc-hess'.")
 
 

@@ -156,6 +156,23 @@ def test_low_rank_precisions_have_the_exact_diagonal(rank):
     assert posterior.gaussian.factor.shape == (rank, 3)
 
 
+@pytest.mark.parametrize("rule", ["bog", "bbb"])
+def test_plain_gradients_learn_correlations_that_a_diagonal_cannot_hold(rule):
+    """They start from a small random factor."""
+    rng = np.random.default_rng(0)
+    X = rng.normal(size=(400, 2)) @ rng.normal(size=(2, 6)) + 0.5 * rng.normal(size=(400, 6))
+    rows = {"X": X, "y": X @ rng.normal(size=6) + NOISE * rng.normal(size=400)}
+    mean, covariance = exact_posterior(rows)
+
+    def divergence(family):
+        q = fit(linear, rows, rule=rule, learning_rate=0.01, family=family, rank=2)
+        shift, precision = q.mean - mean, np.linalg.inv(covariance)
+        log_ratio = np.linalg.slogdet(covariance)[1] - np.linalg.slogdet(q.covariance)[1]
+        return 0.5 * (np.trace(precision @ q.covariance) + shift @ precision @ shift - 6 + log_ratio)
+
+    assert divergence("low-rank") < 0.8 * divergence("diagonal")
+
+
 # ---------------------------------------------------------------------- the product of rules, hessians and families
 def options_of(rule, hessian, family, chart):
     several = {"num_iters": 2} if rule in ("blr", "bbb") else {}
@@ -766,7 +783,7 @@ def test_rates_that_a_rule_does_not_take_are_refused():
         ({"hessian": "linearized"}, "hessian must be one of"),
         ({"family": "sparse"}, "family must be one of 'full', 'diagonal', 'low-rank'"),
         ({"parameterization": "mean"}, "parameterization must be one of 'natural', 'moment'"),
-        ({"projection": "both"}, "projection must be one of None, 'exclusive', 'inclusive'"),
+        ({"projection": "both"}, "projection must be one of None, 'exclusive', 'inclusive', 'first'"),
         ({"rank": 0}, "rank must be a positive integer, not 0"),
         ({"rank": True}, "rank must be a positive integer"),
         ({"num_iters": 0}, "num_iters must be a positive integer"),
@@ -782,10 +799,12 @@ def test_rates_that_a_rule_does_not_take_are_refused():
         ({"rule": "blr", "learning_rate": 1.5}, "at most 1, not 1.5"),
         ({"family": "low-rank", "hessian": "mc-hess"}, "positive semi-definite curvature"),
         ({"family": "low-rank", "parameterization": "moment"}, "one parameterization"),
-        ({"projection": "inclusive"}, "projection is for"),
-        ({"projection": "inclusive", "family": "diagonal", "rule": "blr"}, "projection is for"),
+        ({"projection": "inclusive"}, "is for family='diagonal'"),
+        ({"projection": "inclusive", "family": "diagonal", "rule": "blr"}, "is for rule='bong'"),
         ({"projection": "inclusive", "family": "diagonal", "parameterization": "moment"}, "is for rule='bong'"),
         ({"projection": "inclusive", "family": "diagonal", "hessian": "mc-hess"}, "curvature of low rank"),
+        ({"projection": "first", "family": "diagonal"}, "is for family='low-rank', not 'diagonal'"),
+        ({"projection": "first", "family": "low-rank", "rule": "bbb"}, "is for rule='bong'"),
         ({"dynamics": "random walk"}, "dynamics must be a RandomWalk"),
         ({"num_epochs": 2}, "num_epochs is for rule='blr' or 'bbb'"),
         ({"rule": "blr", "num_epochs": 2, "num_iters": 2}, "num_epochs is for"),

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from .gaussians import DiagonalGaussian, ExpectedDerivatives, Family, gradient_step, has_diverged
+from .gaussians import ExpectedDerivatives, Family, gradient_step, has_diverged
 
 RULES = ("bong", "bog", "blr", "bbb")
 NATURAL = ("bong", "blr")
@@ -39,8 +39,7 @@ class Rule(NamedTuple):
     :ivar parameterization: ``"natural"`` or ``"moment"``: the parameters in which a step is taken.
     :ivar learning_rate: of a step.
     :ivar num_iters: steps for each block.
-    :ivar projection: for the diagonal family, ``"exclusive"`` or ``"inclusive"``: project the full update instead; see
-        :meth:`DiagonalGaussian.projected_step`.
+    :ivar projection: how a natural step is projected, one of the family's ``projections``; None: the family's own way.
     """
 
     name: str | UpdateRule
@@ -58,6 +57,11 @@ class Rule(NamedTuple):
     def is_natural(self) -> bool:
         """Whether a step keeps its length in any parameters."""
         return self.name in NATURAL
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether a step goes along the plain gradient in the parameters."""
+        return isinstance(self.name, str) and not self.is_natural
 
     def at(self, learning_rate: Array | None) -> Rule:
         """The same rule with another learning rate, which may be traced; None: unchanged."""
@@ -141,9 +145,7 @@ def _own(rule: Rule, q: Family, derivatives: ExpectedDerivatives, prior: Family 
 
 
 def _natural(rule: Rule, q: Family, derivatives: ExpectedDerivatives, prior: Family | None) -> Family:
-    if rule.projection is not None and isinstance(q, DiagonalGaussian):
-        return q.projected_step(derivatives, rule.projection)
-    return q.natural_step(derivatives, rule.learning_rate, rule.parameterization, prior)
+    return q.natural_step(derivatives, rule.learning_rate, rule.parameterization, prior, rule.projection)
 
 
 def _plain(rule: Rule, q: Family, derivatives: ExpectedDerivatives, prior: Family | None) -> Family:

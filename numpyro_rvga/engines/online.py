@@ -22,6 +22,7 @@ from ..model.predictive import log_predictive
 from ..model.rows import in_blocks, num_rows
 from .engine import Engine
 
+RANDOM_SHARE = 0.01  # of the precision, in a low-rank factor from which plain gradients start
 MOST_UNROLLED = 10  # steps for a row, of networks with convolutions; each is compiled by itself
 PREDICTIVE_SAMPLES = 100  # of the predictors of a row that has more than three
 
@@ -120,6 +121,8 @@ class Online:
         start = DiagonalGaussian(_first_known(init, found.mean), found.variance)
         self.places, self._site = found.places, found.site
         self.start = converted(start, self.options.family, self._rank)
+        if isinstance(self.start, LowRankGaussian) and self.rule.is_plain:
+            self.start = self.start.with_random_factor(self.engine.rng_key, RANDOM_SHARE)
 
     def initial_state(self, rng_key: Array) -> OnlineState:
         zero = jnp.zeros((), jnp.int32)

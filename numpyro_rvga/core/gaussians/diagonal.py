@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +21,7 @@ class DiagonalGaussian:
 
     mean: Array
     variance: Array
+    projections: ClassVar[tuple[str, ...]] = ("exclusive", "inclusive")
 
     @property
     def noise_size(self) -> int:
@@ -56,7 +58,11 @@ class DiagonalGaussian:
         step: Array | float,
         parameterization: str,
         prior: DiagonalGaussian | None = None,
+        projection: str | None = None,
     ) -> DiagonalGaussian:
+        """With a projection: the step of one from the prior itself, see :meth:`projected_step`."""
+        if projection is not None:
+            return self.projected_step(derivatives, projection)
         excess, gradient = derivatives.curvature_diagonal(), derivatives.gradient
         if prior is not None:
             excess = excess + 1 / prior.variance - 1 / self.variance

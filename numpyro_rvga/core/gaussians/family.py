@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from jax import Array
 
@@ -19,7 +19,11 @@ class Family(Protocol):
 
     A likelihood, a random key or a learning schedule is not its business. A step that leaves no Gaussian returns a mean
     of NaN.
+
+    :cvar projections: what a natural step may be projected by, besides None.
     """
+
+    projections: ClassVar[tuple[str, ...]]
 
     @property
     def mean(self) -> Array:
@@ -64,7 +68,12 @@ class Family(Protocol):
         ...
 
     def natural_step(
-        self, derivatives: ExpectedDerivatives, step: Array | float, parameterization: str, prior: Self | None = None
+        self,
+        derivatives: ExpectedDerivatives,
+        step: Array | float,
+        parameterization: str,
+        prior: Self | None = None,
+        projection: str | None = None,
     ) -> Self:
         """A step of length t along the natural gradient of E_q[log p(y | theta)] - KL(q || prior).
 
@@ -79,6 +88,7 @@ class Family(Protocol):
 
         :param derivatives: g and H.
         :param prior: None if q is the prior itself, whose own terms cancel; with t = 1 that is BONG.
+        :param projection: one of :attr:`projections`, or None.
         """
         ...
 

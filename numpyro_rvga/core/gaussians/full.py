@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +23,7 @@ class FullGaussian:
 
     mean: Array
     root: Array
+    projections: ClassVar[tuple[str, ...]] = ()
 
     @property
     def noise_size(self) -> int:
@@ -60,6 +62,7 @@ class FullGaussian:
         step: Array | float,
         parameterization: str,
         prior: FullGaussian | None = None,
+        projection: str | None = None,
     ) -> FullGaussian:
         # From the prior itself, with factors of K < P rows, the cost is O(K P^2).
         natural = parameterization == "natural"

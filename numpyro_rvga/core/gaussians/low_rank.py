@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +22,8 @@ class LowRankGaussian:
     """N(mean, (diag(diagonal) + factor^T factor)^-1).
 
     A step adds rows to the factor. The mean takes the full step. Of the precision, the R leading directions and the
-    diagonal of the rest are kept, so that the result is a member of the family.
+    diagonal of the rest are kept, so that the result is a member of the family. With ``projection="first"`` the mean
+    takes its step with the precision that is kept (SLANG, algorithm 1).
 
     :ivar mean: (P,). :ivar diagonal: (P,), positive. :ivar factor: (R, P).
     """
@@ -29,6 +31,7 @@ class LowRankGaussian:
     mean: Array
     diagonal: Array
     factor: Array
+    projections: ClassVar[tuple[str, ...]] = ("first",)
 
     @property
     def noise_size(self) -> int:
@@ -76,6 +79,7 @@ class LowRankGaussian:
         step: Array | float,
         parameterization: str,
         prior: LowRankGaussian | None = None,
+        projection: str | None = None,
     ) -> LowRankGaussian:
         """H must be positive semi-definite, in the form of a factor alone; ``parameterization`` is "natural"."""
         added = jnp.sqrt(step) * derivatives.factor
@@ -85,7 +89,17 @@ class LowRankGaussian:
             rows = [jnp.sqrt(1 - step) * self.factor, jnp.sqrt(step) * prior.factor, added]
             diagonal = (1 - step) * self.diagonal + step * prior.diagonal
             gradient = derivatives.gradient + prior._precision_times(prior.mean - self.mean)
-        return projected(self.mean, step * gradient, diagonal, rows, len(self.factor))
+        if projection is None:
+            return projected(self.mean, step * gradient, diagonal, rows, len(self.factor))
+        after = projected(self.mean, jnp.zeros_like(self.mean), diagonal, rows, len(self.factor))
+        return replace(after, mean=after.mean + step * after._solve(gradient))
+
+    def with_random_factor(self, rng_key: Array, share: float) -> LowRankGaussian:
+        """The same diagonal of the precision, this share of it by a random factor: at no factor at all, plain gradients
+        in the factor vanish."""
+        rows = jax.random.normal(rng_key, self.factor.shape, self.mean.dtype)
+        rows = rows * jnp.sqrt(share * self.diagonal / column_sums(rows**2))
+        return replace(self, diagonal=(1 - share) * self.diagonal, factor=rows)
 
     def coordinates(self, parameterization: str) -> tuple[Array, Array, Array]:
         return self.mean, self.diagonal, self.factor
@@ -129,10 +143,14 @@ class LowRankGaussian:
         return LowRankGaussian(mean, self.diagonal.at[indices].add(diagonal), self.factor)
 
     def joined(self, parts: list[LowRankGaussian]) -> LowRankGaussian:
-        """This prior, whose factor is zero, times the ratio of each part to it, projected to the family."""
-        diagonal = self.diagonal + sum(q.diagonal - self.diagonal for q in parts)
-        linear = self.diagonal * self.mean
-        linear = linear + sum(q._precision_times(q.mean) - self.diagonal * self.mean for q in parts)
+        """This prior times the ratio of each part to it, projected to the family.
+
+        A prior's factor is random (:meth:`with_random_factor`) or zero: its diagonal alone is divided out.
+        """
+        prior = self.diagonal + column_sums(self.factor**2)
+        diagonal = prior + sum(q.diagonal - prior for q in parts)
+        linear = self._precision_times(self.mean)
+        linear = linear + sum(q._precision_times(q.mean) - self._precision_times(self.mean) for q in parts)
         return projected(jnp.zeros_like(linear), linear, diagonal, [q.factor for q in parts], len(self.factor))
 
     def _precision_times(self, vector: Array) -> Array:
@@ -178,9 +196,12 @@ def projected(mean: Array, information: Array, diagonal: Array, rows: list[Array
 
     Lambda is diag(diagonal) plus the sum of rows_i^T rows_i. Of the sum, ``rank`` leading directions are kept, and the
     diagonal of the rest. The rows (K_i, P) are read twice: once for all products, and once for all linear combinations.
+    Of more rows than parameters, (P, P) rows with the same sum are taken instead: the cost is K P min(K, P).
 
     :param information: (P,).
     """
+    if sum(map(len, rows)) > len(mean):
+        rows = [jnp.linalg.qr(jnp.concatenate(rows), mode="r")]
 
     def products(information, diagonal, *rows):
         wide = jnp.concatenate(rows)
