@@ -16,7 +16,7 @@ from .core.gaussians import FullGaussian
 from .engines.batch import BatchSolver, rows_info
 from .engines.registry import Engines
 from .model.row_set import row_set
-from .options import LOCAL, Options, check_choice, check_options, default_key
+from .options import LOCAL, MARGINALS, Options, check_choice, check_options, default_key
 from .results.conditions import Conditions, check_conditions
 from .results.integration import Integration
 from .results.linearized import confirmed
@@ -66,6 +66,10 @@ class FixedPointVI:
     :param integrate: latent sites that are integrated out: the result is then a mixture of Gaussians, one at each of
         many values of these, with as much weight as the data give it. ``"auto"`` takes as few sites as make the rest a
         latent Gaussian model: scales, correlations, length scales. False (default) integrates nothing.
+    :param str marginal: what stands for the log density of the data and the integrated sites: ``"bound"``, the bound
+        given these; ``"importance"``, the log of an average of p/q over quasi-random values of the others, which are
+        taken one group at a time where they are independent given the rest. It is closer, and takes longer. It is a
+        lower bound in expectation only: ``info["elbo_error"]`` is its standard error.
     :param mesh: devices that share the rows; see :class:`RVGA`.
     :param str local: latent variables of single rows: ``"marginal"`` or ``"prior"``; see :class:`RVGA`.
     :raises ValueError: for options that do not exist or exclude each other.
@@ -88,10 +92,12 @@ class FixedPointVI:
         max_iterations: int = 500,
         num_samples: int = 256,
         integrate: str | bool | Sequence[str] = False,
+        marginal: str = "bound",
         mesh: Mesh | None = None,
         local: str = "prior",
     ):
         check_choice("schedule", schedule, SCHEDULES)
+        check_choice("marginal", marginal, MARGINALS)
         check_choice("local", local, LOCAL)
         check_options(expectation, order, improper_prior_scale, tolerance, max_iterations, num_samples)
         if schedule == "gradient" and expectation in ("probit", "linearized"):
@@ -103,7 +109,7 @@ class FixedPointVI:
         )
         self._solver = BatchSolver(self._engines, self.options, schedule, "FixedPointVI")
         self.integrate = _checked_integrate(integrate, schedule, expectation)
-        self._integration = Integration(self.options, improper_prior_scale, mesh)
+        self._integration = Integration(self.options, improper_prior_scale, mesh, marginal)
 
     def run(
         self,

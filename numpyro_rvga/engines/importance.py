@@ -54,8 +54,8 @@ def integrate_by_importance(marginal: Marginal, mode: Mode, moments: Moments, sm
         "khat": float(khat),
     }
     log_evidence = scipy.special.logsumexp(log_ratios) - np.log(len(mass))
-    converged = float(mass @ [point.converged for point in points])
-    return Integral(_design(points, mass, moments), float(log_evidence), converged, info)
+    converged, error = (float(mass @ values) for values in ([p.converged for p in points], [p.error for p in points]))
+    return Integral(_design(points, mass, moments), float(log_evidence), converged, info, error)
 
 
 def _widths(marginal: Marginal, mode: Mode) -> np.ndarray:

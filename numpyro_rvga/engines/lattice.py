@@ -64,7 +64,8 @@ def integrate_lattice(marginal: Marginal, mode: Mode, moments: Moments) -> Integ
         "change_at_doubled_spacing": change,
     }
     fine = _refined(list(kept), design, bounds, np.array([point.gradient for point in points]))
-    return Integral(fine, float(log_evidence), float(mass @ [point.converged for point in points]), info)
+    converged, error = (float(mass @ values) for values in ([p.converged for p in points], [p.error for p in points]))
+    return Integral(fine, float(log_evidence), converged, info, error)
 
 
 def _grow(marginal: Marginal, lattice: dict, mode: Mode, spacing: float) -> bool:

@@ -24,12 +24,14 @@ class Maximum(NamedTuple):
 
     :ivar bound: in nats. :ivar gradient: of the maximum in the parameters (K,), in unconstrained space.
     :ivar start: the maximizing q, from which a solve at near values starts. :ivar converged: whether it is one.
+    :ivar error: the standard error of what stands in the bound's place, if that is estimated.
     """
 
     bound: Array
     gradient: Array
     start: Start
     converged: Array
+    error: Array | float = 0.0
 
 
 class MaximizedBound:

@@ -25,6 +25,7 @@ class Point(NamedTuple):
 
     :ivar h: (d,). :ivar bound: L, minus infinity where there is none. :ivar gradient: (d,).
     :ivar start: the q that attains it. :ivar converged: whether it does.
+    :ivar error: the standard error of L, if it is an estimate.
     """
 
     h: np.ndarray
@@ -32,6 +33,7 @@ class Point(NamedTuple):
     gradient: np.ndarray
     start: Start
     converged: bool
+    error: float = 0.0
 
 
 class Marginal:
@@ -61,7 +63,7 @@ class Marginal:
         bound, gradient = float(found.bound), np.asarray(found.gradient, np.float64)
         if not (np.isfinite(bound) and np.isfinite(gradient).all()):
             bound = -np.inf
-        return Point(np.asarray(h, np.float64), bound, gradient, found.start, bool(found.converged))
+        return Point(np.asarray(h, np.float64), bound, gradient, found.start, bool(found.converged), float(found.error))
 
 
 class Mode(NamedTuple):
@@ -148,12 +150,14 @@ class Design(NamedTuple):
 
 class Integral(NamedTuple):
     """:ivar log_evidence: the log of the integral of exp L. :ivar info: how it was found.
-    :ivar converged: of the mass, at points where the bound is maximized."""
+    :ivar converged: of the mass, at points where the bound is maximized.
+    :ivar error: the standard error of L, on average."""
 
     design: Design
     log_evidence: float
     converged: float
     info: dict[str, Any]
+    error: float = 0.0
 
 
 Moments = Callable[[Point], tuple[np.ndarray, np.ndarray]]

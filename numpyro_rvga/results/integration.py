@@ -17,7 +17,9 @@ from jax.typing import ArrayLike
 from ..core.gaussians.mixture import GaussianMixture
 from ..core.linalg import lower_from_root
 from ..engines.engine import chunks_of
+from ..engines.evidence_estimate import EvidenceEstimate
 from ..engines.importance import integrate_by_importance
+from ..engines.joint_solver import RowChunks
 from ..engines.lattice import integrate_lattice
 from ..engines.maximized_bound import MaximizedBound
 from ..engines.nested import Design, Integral, Marginal, find_mode, kernel_weights
@@ -26,7 +28,7 @@ from ..model import Program
 from ..model.conditional import conditional_model
 from ..model.hyperparameters import Choice, choose_sites
 from ..model.rows import Rows, num_rows
-from ..options import Options, default_key
+from ..options import MARGINALS, Options, check_choice, default_key
 from ..progress import progress
 from .arviz import smoothed
 
@@ -45,18 +47,21 @@ CONVERGED = 0.999  # of the mass, at points where the bound is maximized
 class Integration:
     """Compiled once for each form of the data, and set of sites.
 
-    :param mesh: devices that share the rows.
+    :param mesh: devices that share the rows. :param marginal: one of ``MARGINALS``.
     """
 
-    def __init__(self, options: Options, improper_prior_scale: float | None, mesh: Mesh | None = None):
-        self._options, self._scale, self._mesh = options, improper_prior_scale, mesh
+    def __init__(
+        self, options: Options, improper_prior_scale: float | None, mesh: Mesh | None = None, marginal: str = "bound"
+    ):
+        self._options, self._scale, self._mesh, self._marginal = options, improper_prior_scale, mesh, marginal
         self._engines: dict[tuple, Engines] = {}
         self._bounds: dict[Any, MaximizedBound] = {}
+        self._estimates: dict[MaximizedBound, EvidenceEstimate] = {}
         self._choices: dict[tuple, Choice] = {}
 
     def __getstate__(self) -> dict[str, Any]:
         """Without what is compiled, for other processes."""
-        return self.__dict__ | {"_engines": {}, "_bounds": {}, "_choices": {}}
+        return self.__dict__ | {"_engines": {}, "_bounds": {}, "_estimates": {}, "_choices": {}}
 
     def choose(self, program: Program, sites: str | Sequence[str]) -> Choice:
         """The sites to integrate out, from what the user has said.
@@ -121,7 +126,7 @@ class Integration:
             return tuple(np.asarray(x, np.float64) for x in found)
 
         with progress(progress_bar, None, "L(h)", "it") as bar:
-            marginal = _marginal(bound, chunks, program.dtype, bar)
+            marginal = _marginal(bound, self._estimate_of(bound), chunks, program.dtype, bar)
             mode = find_mode(marginal, mean, deviation, None if start is None else np.asarray(start)[places])
             if len(places) <= MOST_ON_LATTICE:
                 integral = integrate_lattice(marginal, mode, moments)
@@ -136,15 +141,25 @@ class Integration:
                 "integrated": list(sites),
                 "integration": integral.info,
                 "converged": integral.converged > CONVERGED,
-            },
+                "marginal": self._marginal,
+            }
+            | ({"elbo_error": integral.error} if self._marginal == "importance" else {}),
             "continuation": None,
             "state": None,
             "num_rows": num_rows(rows),
         }
 
+    def _estimate_of(self, bound: MaximizedBound) -> EvidenceEstimate | None:
+        """What stands in the bound's place, if anything does."""
+        if self._marginal == "bound":
+            return None
+        if bound not in self._estimates:
+            self._estimates[bound] = EvidenceEstimate(bound)
+        return self._estimates[bound]
+
     def _bound_of(
         self, program: Program, sites: tuple[str, ...], rows: Rows, rng_key: Array
-    ) -> tuple[MaximizedBound, tuple]:
+    ) -> tuple[MaximizedBound, RowChunks]:
         """The maximized bound as a function of the sites, and the chunks of rows that it takes."""
         key = sites, program.whole, program.row_latents is None
         if key not in self._engines:
@@ -173,8 +188,10 @@ def integrate(
     sites: str | Sequence[str],
     rng_key: Array | None,
     progress_bar: bool,
+    marginal: str,
 ) -> dict[str, Any]:
     """See :meth:`Posterior.integrate`."""
+    check_choice("marginal", marginal, MARGINALS)
     program = posterior.program
     rows = program.rows(data)
     program.check_rows(rows)
@@ -183,7 +200,7 @@ def integrate(
             f"data has {num_rows(rows)} rows, and the posterior has absorbed {posterior.num_rows}: give all of "
             "these, and no others."
         )
-    integration = Integration(DEFAULTS, program.improper_prior_scale)
+    integration = Integration(DEFAULTS, program.improper_prior_scale, marginal=marginal)
     choice = integration.choose(program, sites)
     if not choice.sites:
         return {"info": dict(posterior.info) | {"not_integrated": choice.reason}}
@@ -218,10 +235,17 @@ def _places(program: Program, sites: tuple[str, ...]) -> np.ndarray:
     return np.concatenate([np.ravel(numbers[name]) for name in program.layout.site_names if name in sites])
 
 
-def _marginal(bound: MaximizedBound, chunks: tuple, dtype: Any, bar: Any) -> Marginal:
+def _marginal(
+    bound: MaximizedBound, estimate: EvidenceEstimate | None, chunks: RowChunks, dtype: Any, bar: Any
+) -> Marginal:
     def solve(h, start):
         bar.update(1)
-        return bound.solve(jnp.asarray(h, dtype), chunks, start)
+        params = jnp.asarray(h, dtype)
+        found = bound.solve(params, chunks, start)
+        if estimate is None:
+            return found
+        value, gradient, error = estimate(params, chunks, found.start)
+        return found._replace(bound=value, gradient=gradient, error=error)
 
     return Marginal(lambda h: bound.begin(jnp.asarray(h, dtype), chunks), solve)
 

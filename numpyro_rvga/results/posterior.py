@@ -627,6 +627,7 @@ class Posterior:
         data: Mapping[str, ArrayLike] | tuple,
         *,
         sites: str | Sequence[str] = "auto",
+        marginal: str = "bound",
         rng_key: Array | None = None,
         progress_bar: bool = True,
     ) -> Posterior:
@@ -644,13 +645,14 @@ class Posterior:
 
         :param data: all rows that the posterior has absorbed, with their outcome.
         :param sites: names of latent sites, or ``"auto"``.
+        :param marginal: ``"bound"`` or ``"importance"``; see :class:`FixedPointVI`.
         :param rng_key: for Monte Carlo expectations. Default: ``jax.random.key(0)``.
         :param progress_bar: show how often the bound has been maximized.
         :return: a mixture of Gaussians; this posterior with ``info["not_integrated"]``, if there is nothing to
             integrate.
         :raises ValueError: for unusable data, and sites that the model does not have.
         """
-        fields = integration.integrate(self, data, sites, rng_key, progress_bar)
+        fields = integration.integrate(self, data, sites, rng_key, progress_bar, marginal)
         return dataclasses.replace(self, **fields)
 
     @functools.cached_property

@@ -1,0 +1,119 @@
+"""log p(y, h) by importance sampling of x from the q that maximizes the bound."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from ..core.factors import Factors, Kind
+from ..core.grouped_importance import Estimate, Groups, Quadratic, Summands, independent_groups, log_integral
+from ..core.joint import base_terms
+from ..model.arguments import PARAMS
+from .joint_solver import JointProblem, RowChunks
+from .maximized_bound import MaximizedBound, Start
+
+COUPLED = 1e-5  # share of a precision's diagonal, above which an entry is no rounding error; with float64
+COUPLED_DOUBLE = 1e-10
+
+
+class EstimatedEvidence(NamedTuple):
+    """An estimate of log p(y, h), its gradient in h (K,), and its standard error."""
+
+    value: Array
+    gradient: Array
+    error: Array
+
+
+class EvidenceEstimate:
+    """The importance sampling estimate, as a function of what a :class:`MaximizedBound` has found.
+
+    Its gradient is that of the estimate with the draws held fixed, which is one of log p(y, h) as q does not matter to
+    that.
+
+    :raises NotImplementedError: naming the site, if given h a term is no function of a few affine predictors.
+    """
+
+    def __init__(self, bound: MaximizedBound):
+        program = bound.engine.program
+        for terms in (*program.terms, *program.prior.terms):
+            if terms.by_draws or not terms.is_affine:
+                raise NotImplementedError(
+                    f"marginal='importance' needs affine predictors, and given the integrated sites those of site "
+                    f"{terms.site!r} are not: integrate more sites, or use marginal='bound'."
+                )
+        self._bound, self._groups = bound, None
+        self._estimate = None
+
+    def __call__(self, params: Array, chunks: RowChunks, start: Start) -> EstimatedEvidence:
+        if self._estimate is None:
+            engine = self._bound.engine
+            coupled = np.asarray(engine.compiled(self._coupled)(params, chunks))
+            self._groups = independent_groups(coupled)
+            self._estimate = engine.compiled(partial(self._estimated, self._groups))
+        return self._estimate(params, chunks, start)
+
+    def _estimated(self, groups: Groups, params: Array, chunks: RowChunks, start: Start) -> EstimatedEvidence:
+        state = self._bound.engine.program.initial_state_at(params)
+        mean = state.mean + state.root @ start[0]
+        inverse = jnp.linalg.inv(state.root)
+        precision = inverse.T @ start[1] @ inverse
+
+        def value(params):
+            base, summands = self._density(params, chunks, mean)
+            estimate: Estimate = log_integral(base, summands, precision, groups)
+            return estimate.value, estimate.error
+
+        (estimate, error), gradient = jax.value_and_grad(value, has_aux=True)(params)
+        return EstimatedEvidence(estimate, gradient, error)
+
+    def _density(self, params: Array, chunks: RowChunks, mean: Array) -> tuple[Quadratic, list[list[Summands]]]:
+        """The log joint density times (2 pi)^(P / 2), as a function of the distance from ``mean``."""
+        engine = self._bound.engine
+        program = engine.program
+        state, inputs = program.initial_state_at(params), program.prior_inputs | {PARAMS: params}
+        problem = JointProblem(state, chunks, inputs, init=(jnp.zeros_like(mean), jnp.eye(mean.size)))
+        base = engine.joint_parts(engine.search_all(problem), problem).start().base
+        inverse = jnp.linalg.inv(state.root)
+        precision, linear = base_terms(base, mean)
+        at = inverse @ (mean - state.mean)
+        constant = base.constant + linear @ at - 0.5 * at @ precision @ at
+        quadratic = Quadratic(
+            inverse.T @ precision @ inverse,
+            inverse.T @ (linear - precision @ at),
+            constant - jnp.linalg.slogdet(state.root)[1],
+        )
+        prior = engine.prior_group(inputs)
+        summands = [_summands(prior.kinds, prior.linearise(prior.first, mean))]
+        for rows, weights in zip(_unstacked(chunks.rows, chunks.weights), chunks.weights):
+            prepared = engine.prepare(rows | {PARAMS: params}, weights)
+            summands.append(_summands(engine.kinds, engine.linearise(prepared, mean)))
+        return quadratic, summands
+
+    def _coupled(self, params: Array, chunks: RowChunks) -> Array:
+        """Whether a factor looks at two entries, (P, P)."""
+        size, dtype = self._bound.engine.program.layout.size, self._bound.engine.program.dtype
+        base, chunked = self._density(params, chunks, jnp.zeros(size, dtype))
+        tolerance = COUPLED_DOUBLE if dtype == jnp.float64 else COUPLED
+        diagonal = jnp.sqrt(jnp.abs(jnp.diagonal(base.precision)))
+        coupled = jnp.abs(base.precision) > tolerance * diagonal[:, None] * diagonal
+        for summand in (summand for chunk in chunked for summand in chunk):
+            touched = jnp.any(summand.design != 0, axis=1).astype(dtype)
+            coupled = coupled | (touched.T @ touched > 0)
+        return coupled
+
+
+def _summands(kinds: tuple[Kind, ...], factors: tuple[Factors, ...]) -> list[Summands]:
+    def density(kind: Kind, predictors: Array, constants: tuple) -> Array:
+        nothing = jnp.zeros((*predictors.shape, predictors.shape[1]), predictors.dtype)
+        return jax.vmap(kind.plugin)(predictors, nothing, constants)[0]
+
+    return [Summands(partial(density, kind), f.offset, f.design, f.constants) for kind, f in zip(kinds, factors)]
+
+
+def _unstacked(rows: dict[str, Array], weights: Array) -> list[dict[str, Array]]:
+    return [{name: array[i] for name, array in rows.items()} for i in range(len(weights))]
