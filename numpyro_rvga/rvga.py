@@ -24,6 +24,7 @@ from .engines.engine import Engine
 from .engines.expectation_errors import expectation_errors, warn_of
 from .engines.registry import Engines
 from .engines.sparse import SparseEngine, sparse_engine
+from .engines.starts import warn_of_modes
 from .model.arguments import BadData, checked_rows
 from .model.failures import of_stream
 from .model.row_set import RowSet
@@ -343,6 +344,7 @@ class RVGA:
                 return self.run(data, **again, **model_kwargs)
             warn_of(info["elbo_error"], stacklevel=3)
         self._certification.warn(engine, taken, found)
+        warn_of_modes(info, stacklevel=3)
         bound = self._certification.checked(engine, found, rng_key)
         from_prior = int(start.num_rows) == 0
         row_sets = (*getattr(init, "row_sets", ()), taken.absorbed)

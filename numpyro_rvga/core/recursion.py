@@ -84,6 +84,7 @@ class StepInfo(NamedTuple):
     :ivar bound: E_q[log lik] - KL(q || before).
     :ivar ok: whether the result is finite; else nothing changed.
     :ivar absorbed: how q now sees the factors, by kind; empty unless asked for.
+    :ivar modes: bounds of the modes that several starts led to, that of q first; empty for one mode.
     """
 
     bound: Array
@@ -92,6 +93,7 @@ class StepInfo(NamedTuple):
     converged: Array
     ok: Array
     absorbed: tuple[Absorbed, ...] = ()
+    modes: tuple[float, ...] = ()
 
 
 def new_state(mean: Array, root: Array, prior_site: Quadratic | None) -> State:

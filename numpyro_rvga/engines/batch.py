@@ -24,6 +24,7 @@ from .joint_solver import JointProblem, whitened
 from .learning import Learned, Learner
 from .registry import Engines
 from .sparse import sparse_engine
+from .starts import modes_info, warn_of_modes
 
 LEARNING_TOLERANCE = 1e-5  # nats
 FLAT = 1e3  # times the scale where a site of improper prior starts: where q is as wide, the data say nothing of it
@@ -109,6 +110,8 @@ class BatchSolver:
         }
         if self._schedule != "gradient":
             facts |= {"clamped_iterations": record.clamped, "cycling_iterations": record.cycling}
+        facts |= modes_info(info.modes)
+        warn_of_modes(facts, stacklevel)
         if learned is not None:
             facts |= {"learned": learned.converged, "learning_bounds": np.asarray(learned.bounds)}
         self._warn(facts, learned, stacklevel)

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.core import Tracer
 
 from ..core.compilation import Compiled
 from ..core.designs import times_root
@@ -42,6 +43,7 @@ from .devices import Devices
 from .joint_solver import JointProblem, JointSolver, PriorProblem, RowChunks, search_for
 from .kinds import make_kind
 from .linearised import factors_of, merged_by_form, prepare
+from .starts import MOST_NUMBERS, MOST_PARAMETERS, other_means
 
 SYMMETRIC_PREDICTORS = 8  # with more, as in neural networks, the prior's mean is often a saddle
 NUM_STARTS = 8
@@ -265,7 +267,8 @@ class Engine:
         )
         problem = JointProblem(state, prepared, prior_inputs, sites)
         new = new if known is None else known.fresh
-        return self.joint_solver(search, problem, new, with_absorbed=with_absorbed)
+        others = self._other_means(search, problem, len(weights))
+        return self.joint_solver(search, problem, new, with_absorbed=with_absorbed, other_means=others)
 
     def solve_all(
         self,
@@ -277,11 +280,24 @@ class Engine:
     ) -> tuple[State, StepInfo]:
         """The best Gaussian for all rows of a problem and the true prior."""
         search = self.search_all(problem, alternating=alternating)
+        others = self._other_means(search, problem, _count_rows(problem))
         if problem.num_chunks == 1 and isinstance(problem.chunks, RowChunks):  # prepared once, not at each step
             (rows, weights), params = problem.chunks, self._params_of(problem)
             rows = {name: array[0] for name, array in rows.items()}
             problem = problem._replace(chunks=self._prepare_block(rows | params, weights[0])[0])
-        return self.joint_solver(search, problem, num_rows, on_step=on_step)
+        return self.joint_solver(search, problem, num_rows, on_step=on_step, other_means=others)
+
+    def _other_means(self, search: Search, problem: JointProblem, num_rows: int) -> Callable | None:
+        """Where a search from the prior begins again, see :mod:`~.starts`; None where that is not worth its time."""
+        is_concave = search.log_concave and self.is_affine and self._prior_is_affine
+        knows = problem.sites is not None or problem.init is not None or isinstance(problem.state.mean, Tracer)
+        if is_concave or search.mode or knows or self.devices.count > 1 or int(problem.state.num_rows):
+            return None
+        is_dear = self.takes_draws or self.program.row_latents is not None or self.effort == "thorough"
+        size = self.program.layout.size
+        if is_dear or size > MOST_PARAMETERS or num_rows * self.numbers_per_row > MOST_NUMBERS:
+            return None
+        return lambda found, number: other_means(problem.state, found, self.rng_key, number)
 
     def search_all(self, problem: JointProblem, *, alternating: bool = False) -> Search:
         """What :meth:`solve_all` seeks."""
@@ -430,6 +446,12 @@ class Engine:
         known = prepare(seen, self._origin, inputs, jnp.ones(1, self.program.dtype))
         seen, kinds, known = merged_by_form(seen, self.prior_kinds, known)
         return Group(kinds, lambda chunk, theta: factors_of(seen, known, theta))
+
+
+def _count_rows(problem: JointProblem) -> int:
+    """Of a problem's chunks."""
+    chunks = problem.chunks.weights if isinstance(problem.chunks, RowChunks) else jax.tree.leaves(problem.chunks)[0]
+    return chunks.shape[0] * chunks.shape[1]
 
 
 def _at_places(linearise: Callable, rest: Array, places: Array, chunk: Any, some: Array) -> tuple[Factors, ...]:

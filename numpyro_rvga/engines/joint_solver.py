@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.core import Tracer
 
+from ..core import maximize
 from ..core.compilation import Compiled, jit_once
 from ..core.drivers import Evaluated, Pending, Progress, Steps, evaluate, pending, solve, updated
 from ..core.factors import Kind
@@ -19,6 +20,7 @@ from ..core.objective import is_conservative, is_log_concave
 from ..core.precisions import PrecisionForm
 from ..core.recursion import Sites, State, StepInfo
 from .devices import Devices
+from .starts import NUM_CHECKS, NUM_RETRIES, best_of
 
 
 class RowChunks(NamedTuple):
@@ -122,10 +124,12 @@ class JointSolver:
         *,
         with_absorbed: bool = False,
         on_step: Callable[[Progress], None] | None = None,
+        other_means: Callable[[State, int], Array] | None = None,
     ) -> tuple[State, StepInfo]:
         """The state after ``num_rows`` new rows.
 
         :param with_absorbed: report how q sees the rows.
+        :param other_means: what was found, number -> a mean to start from once more; see :mod:`~.starts`.
         """
         if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((problem, num_rows))):
             return self._traced(problem, num_rows, search=search, with_absorbed=with_absorbed)
@@ -135,8 +139,17 @@ class JointSolver:
             lambda at, mean: self._evaluate(problem, base, form, at, mean, search=search),
             lambda at, found: self._update(problem, form, at, found, search=search),
         )
-        found = solve(search, steps, state, on_step)
-        return self._finish(problem, form, found, num_rows, search=search, with_absorbed=with_absorbed)
+
+        def finished(state: SolverState, on_step: Callable[[Progress], None] | None = None) -> tuple[State, StepInfo]:
+            found = solve(search, steps, state, on_step)
+            return self._finish(problem, form, found, num_rows, search=search, with_absorbed=with_absorbed)
+
+        first = finished(state, on_step)
+        if other_means is None:
+            return first
+        again = NUM_CHECKS if bool(first[1].converged) else NUM_RETRIES
+        means = [other_means(first[0], number) for number in range(again)]
+        return best_of([first, *[finished(maximize.init(search, form, mean)) for mean in means]])
 
     def _begun(self, problem: Any, *, search: Search) -> Start:
         return self._joint(search, problem).start()

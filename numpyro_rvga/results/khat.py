@@ -23,7 +23,9 @@ from jax.typing import ArrayLike
 from numpyro.infer.importance import _psis_khat
 
 from ..core.gaussians.mixture import GaussianMixture
+from ..engines.starts import NOTICEABLE, share_of_others
 from ..model.rows import num_rows
+from ..streams.order import seed_of
 from .log_joint import log_joint, rows_with_outcome
 
 if TYPE_CHECKING:
@@ -116,7 +118,7 @@ def khat(posterior: Posterior, data: Mapping[str, ArrayLike] | tuple, rng_key: A
         _relative_sample_size(log_ratios[of_q]),
         *_by_site(shapes, moves, errors),
     )
-    return Khat(found.khat, verdict(found), found.moves, found.errors)
+    return Khat(found.khat, verdict(found, share_of_others(posterior.info)), found.moves, found.errors)
 
 
 def _draws(posterior: Posterior, rng_key: Array, num_samples: int) -> tuple[Array, np.ndarray, np.ndarray]:
@@ -127,12 +129,12 @@ def _draws(posterior: Posterior, rng_key: Array, num_samples: int) -> tuple[Arra
     q = posterior.gaussian
     is_mixture = isinstance(q, GaussianMixture)
     gaussian = q.as_full() if is_mixture else q
-    draw_key, rest_key, place_key, wide_key = jax.random.split(rng_key, 4)
+    draw_key, wide_key = jax.random.split(rng_key)
     theta = posterior.sample_unconstrained(draw_key, (num_samples,))
-    count = int(num_samples * SHARE)
-    noise = jax.random.normal(rest_key, (count, gaussian.noise_size), gaussian.mean.dtype)
-    places = jax.random.randint(place_key, (count,), 0, gaussian.mean.size)
-    wide = WIDER * jax.random.t(wide_key, DEGREES, (count,), gaussian.mean.dtype)
+    count, dtype, rng = int(num_samples * SHARE), gaussian.mean.dtype, np.random.default_rng(seed_of(wide_key))
+    noise = rng.normal(size=(count, gaussian.noise_size)).astype(dtype)  # JAX's samplers take seconds to compile
+    places = rng.integers(0, gaussian.mean.size, count)
+    wide = (WIDER * rng.standard_t(DEGREES, count)).astype(dtype)
 
     @jax.jit
     def all_of_them(q, gaussian, theta, noise, places, wide):
@@ -201,8 +203,11 @@ def _relative_sample_size(log_ratios: np.ndarray) -> float:
     return float(weights.sum() ** 2 / (weights**2).sum() / len(weights))
 
 
-def verdict(found: Evidence) -> str:
-    """In words: how far moments move, which sites most, and what to do."""
+def verdict(found: Evidence, share_elsewhere: float = 0.0) -> str:
+    """In words: how far moments move, which sites most, and what to do.
+
+    :param share_elsewhere: of the posterior, in other modes that are known.
+    """
     size = max(found.errors.values())
     sure = {site: found.moves[site] - SURE * found.errors[site] for site in found.moves}
     moved = max(sure.values())
@@ -218,6 +223,11 @@ def verdict(found: Evidence) -> str:
         return (
             f"{grade}. q misses {what} of the posterior: reweighted, its moments move, in standard deviations: {told}. "
             f"{REMEDY[grade]}"
+        )
+    if share_elsewhere > NOTICEABLE:
+        return (
+            f"doubtful. At its own mode q is good, but about {share_elsewhere:.0%} of the posterior is at other modes, "
+            "which other starts have found: see info['modes']."
         )
     if found.khat > 1 and found.relative_size < NEARLY_EQUAL:
         return (

@@ -76,6 +76,7 @@ class Certification:
         if taken.is_one_solve and exact:
             bound = float(state.log_evidence)
             info = _described(0, taken.largest_decrement, bound, bound)
+            info["converged"] = taken.has_converged or taken.largest_decrement <= self._tolerance
             found = Findings(state, bound, info, taken.only_rows)
         if not self._certify or not engine.options.has_bound or engine.is_moving or found.rows:
             return found

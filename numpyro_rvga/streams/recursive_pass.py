@@ -12,6 +12,7 @@ from jax import Array
 from ..core.recursion import Absorbed, Sites, State, StepInfo
 from ..engines.engine import Engine, Known
 from ..engines.sparse import SparseEngine
+from ..engines.starts import modes_info
 from ..model.rows import Rows, in_blocks, num_rows, pad, selected
 from ..model.validation import describe_bad_rows
 from .memory import NEGLIGIBLE_ERROR, Kept, RowMemory, inexactness, taken_in
@@ -292,6 +293,7 @@ class Gathered:
     def __init__(self):
         self._iterations, self._steps = 0.0, 0
         self._converged, self._decrement = True, 0.0
+        self._modes: tuple[float, ...] = ()
 
     def add(self, info: StepInfo) -> None:
         iterations = np.asarray(info.iterations)
@@ -299,13 +301,16 @@ class Gathered:
         self._steps += int(np.count_nonzero(iterations))  # none in blocks of padding
         self._converged = self._converged and bool(np.asarray(info.converged).all())
         self._decrement = max(self._decrement, float(np.max(np.asarray(info.decrement))))
+        self._modes = info.modes or self._modes
 
     def stored(self) -> list:
-        return [self._iterations, self._steps, self._converged, self._decrement]
+        return [self._iterations, self._steps, self._converged, self._decrement, list(self._modes)]
 
     def restore(self, stored: list) -> None:
-        self._iterations, self._steps, self._converged, self._decrement = stored
+        self._iterations, self._steps, self._converged, self._decrement, modes = stored
+        self._modes = tuple(modes)
 
     def summary(self) -> dict:
         mean_iterations = self._iterations / max(self._steps, 1)
-        return {"converged": self._converged, "mean_iterations": mean_iterations, "largest_decrement": self._decrement}
+        found = {"converged": self._converged, "mean_iterations": mean_iterations, "largest_decrement": self._decrement}
+        return found | modes_info(self._modes)

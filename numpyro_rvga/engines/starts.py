@@ -1,0 +1,91 @@
+"""Other starts of a search: what has not converged is sought again, and modes that lie apart are counted.
+
+A bound that is not known to be concave may have several maxima. So a search of few numbers begins again where q's mean
+is mirrored at the prior's, and within two of zero in unconstrained space, as NumPyro starts NUTS.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax import Array
+from scipy.special import softmax
+
+from ..core.recursion import State, StepInfo
+from ..model.tracing import REACH
+
+MOST_NUMBERS = 2**21  # in the Jacobians, of searches that are worth repeating
+MOST_PARAMETERS = 200
+NUM_CHECKS = 2  # starts besides the first, for a search that has converged,
+NUM_RETRIES = 4  # and for one that has not
+BETTER = 1e-3  # nats: a bound that is higher
+FAR = 2.0  # standard deviations: other modes
+LOWEST = 7.0  # nats: modes of lower bounds have less than a thousandth of the posterior
+NOTICEABLE = 0.01  # of the posterior in other modes
+
+Found = tuple[State, StepInfo]
+
+
+def other_means(state: State, found: State, rng_key: Array, number: int) -> Array:
+    """A mean to start from, in the standard coordinates of the Gaussian before the search.
+
+    :param state: that Gaussian. :param found: what the first search has found. :param number: of the start, from 0.
+    """
+    shape, dtype = state.mean.shape, state.mean.dtype
+    if number == 0:
+        theta = 2 * state.mean - found.mean
+    elif number % 2:
+        theta = jax.random.uniform(jax.random.fold_in(rng_key, number), shape, dtype, -REACH, REACH)
+    else:
+        return jax.random.normal(jax.random.fold_in(rng_key, number), shape, dtype)
+    return jax.numpy.linalg.solve(state.root, theta - state.mean)
+
+
+def best_of(found: Sequence[Found]) -> Found:
+    """The first, or one of a higher bound. Its ``modes`` are the bounds of all that lie apart, if there are several."""
+    usable = [each for each in found if bool(each[1].ok)] or list(found)
+    bounds = np.array([float(state.log_evidence) for state, _ in usable])
+    converged = np.array([bool(info.converged) for _, info in usable])
+    candidates = converged if converged.any() else np.ones(len(usable), bool)
+    highest = int(np.argmax(np.where(candidates, bounds, -np.inf)))
+    best = 0 if candidates[0] and bounds[0] >= bounds[highest] - BETTER else highest
+    apart = [best]
+    for i in np.argsort(-bounds, kind="stable"):
+        if candidates[i] and bounds[i] > bounds[best] - LOWEST and all(_are_apart(usable[i], usable[j]) for j in apart):
+            apart.append(int(i))
+    state, info = usable[best]
+    return state, info._replace(modes=tuple(bounds[apart].tolist()) if len(apart) > 1 else ())
+
+
+def _are_apart(one: Found, other: Found) -> bool:
+    """Whether some mean differs by more than the standard deviations of both."""
+    a, b = one[0], other[0]
+    deviations = [np.sqrt(np.sum(np.asarray(state.root, np.float64) ** 2, axis=1)) for state in (a, b)]
+    return bool(np.max(np.abs(np.asarray(a.mean) - np.asarray(b.mean)) / np.maximum(*deviations)) > FAR)
+
+
+def modes_info(modes: Sequence[float]) -> dict[str, Any]:
+    """For the posterior's ``info``."""
+    return {"modes": np.array(modes)} if len(modes) else {}
+
+
+def share_of_others(info: Mapping[str, Any]) -> float:
+    """Of the posterior, as the modes' bounds tell, outside the mode that q is at."""
+    return float(1 - softmax(np.asarray(info["modes"], np.float64))[0]) if "modes" in info else 0.0
+
+
+def warn_of_modes(info: Mapping[str, Any], stacklevel: int) -> None:
+    """:param stacklevel: of the user's call."""
+    share = share_of_others(info)
+    if share > NOTICEABLE:
+        warnings.warn(
+            f"q is at one of {len(info['modes'])} modes, which searches from other starts found: their bounds are in "
+            f"info['modes']. By these, about {share:.0%} of the posterior is elsewhere. If the modes are the same but "
+            "for a sign or an order, fix that in the model, as by HalfNormal or OrderedTransform. Else run several "
+            "chains of NUTS.",
+            stacklevel=stacklevel,
+        )
