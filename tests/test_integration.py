@@ -361,12 +361,26 @@ def many_scales(x, y=None):
         numpyro.sample("y", dist.Normal(x @ slope, 1.0), obs=y)
 
 
-def test_more_than_six_entries_are_not_integrated():
-    data = {"x": np.eye(7), "y": np.arange(7.0)}
-    with pytest.raises(ValueError, match="7 entries, and at most 6"):
-        FixedPointVI(many_scales, integrate=["scale"]).run(data, progress_bar=False)
-    posterior = RVGA(many_scales).run(data, progress_bar=False).integrate(data, progress_bar=False)
-    assert posterior.info["not_integrated"] == "scale: 7 entries, and at most 6 can be integrated out"
+def test_many_entries_are_drawn_by_nuts_as_by_quadrature():
+    y = np.array([0.0, 0.5, -1.0, 1.5, 2.0, 4.0, 8.0])
+    posterior = FixedPointVI(many_scales, integrate="auto").run({"x": np.eye(7), "y": y}, progress_bar=False)
+    assert posterior.info["integrated"] == ["scale"] and posterior.elbo is None
+    found = posterior.info["integration"]
+    assert found["method"] == "nuts" and found["r_hat"] < 1.05 and posterior.gaussian.means.shape[1] == 14
+    log_scale = np.linspace(-12, 14, 4001)[:, None]
+    scale = np.exp(log_scale)
+    log_weight = log_scale - np.log1p(scale**2) - 0.5 * np.log1p(scale**2) - 0.5 * y**2 / (1 + scale**2)
+    weight = np.exp(log_weight - logsumexp(log_weight, axis=0))
+    shrunk = scale**2 / (1 + scale**2)
+    mean = np.sum(weight * shrunk * y, axis=0)
+    deviation = np.sqrt(np.sum(weight * (shrunk + (shrunk * y) ** 2), axis=0) - mean**2)
+    slope = np.asarray(posterior.sample_posterior(KEY, (20_000,))["slope"])
+    np.testing.assert_allclose((slope.mean(0) - mean) / deviation, 0, atol=0.1)
+    np.testing.assert_allclose(np.log(slope.std(0) / deviation), 0, atol=0.1)
+    data = {"x": np.eye(7), "y": y}
+    assert posterior.khat(data).verdict.startswith("good")
+    draws = np.asarray(posterior.resample(data, 2000)["posterior"]["slope"])[0]
+    np.testing.assert_allclose((draws.mean(0) - mean) / deviation, 0, atol=0.12)
 
 
 def test_rows_must_be_those_of_the_posterior(schools):

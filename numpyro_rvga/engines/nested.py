@@ -14,7 +14,8 @@ import scipy.stats
 
 from .maximized_bound import Maximum, Start
 
-NUM_TRIALS = 8  # points of the prior at which L is tried before its mode is sought, for each parameter
+NUM_TRIALS = 8  # points of the prior at which L is tried before its mode is sought, for each parameter,
+MOST_TRIALS = 64  # and at most
 STEP = 0.3  # of differences of gradients, in units of the prior's standard deviation or the mode's, if that is less
 DECONVOLUTIONS = 200
 FLATTEST = 3.0  # standard deviations of the prior: no Gaussian at a mode is wider
@@ -85,7 +86,9 @@ def find_mode(marginal: Marginal, mean: np.ndarray, deviation: np.ndarray, start
     :raises ValueError: if L is finite nowhere.
     """
     size = len(mean)
-    noise = scipy.stats.norm.ppf(scipy.stats.qmc.Sobol(size, rng=0).random(NUM_TRIALS * rounded_to_power(size)))
+    noise = scipy.stats.norm.ppf(
+        scipy.stats.qmc.Sobol(size, rng=0).random(min(MOST_TRIALS, NUM_TRIALS * rounded_to_power(size)))
+    )
     tried = [mean, *(mean + deviation * noise)]
     for h in tried if start is None else [start, *tried]:
         marginal(h)
@@ -149,12 +152,12 @@ class Design(NamedTuple):
 
 
 class Integral(NamedTuple):
-    """:ivar log_evidence: the log of the integral of exp L. :ivar info: how it was found.
+    """:ivar log_evidence: the log of the integral of exp L; None if it was not found. :ivar info: how it was found.
     :ivar converged: of the mass, at points where the bound is maximized.
     :ivar error: the standard error of L, on average."""
 
     design: Design
-    log_evidence: float
+    log_evidence: float | None
     converged: float
     info: dict[str, Any]
     error: float = 0.0

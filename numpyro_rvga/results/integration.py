@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -21,7 +21,7 @@ from ..engines.evidence_estimate import EvidenceEstimate
 from ..engines.importance import integrate_by_importance
 from ..engines.joint_solver import RowChunks
 from ..engines.lattice import integrate_lattice
-from ..engines.maximized_bound import MaximizedBound
+from ..engines.maximized_bound import MaximizedBound, Maximum, Start
 from ..engines.nested import Design, Integral, Marginal, find_mode, kernel_weights
 from ..engines.registry import Engines
 from ..model import Program
@@ -31,6 +31,7 @@ from ..model.rows import Rows, num_rows
 from ..options import MARGINALS, Options, check_choice, default_key
 from ..progress import progress
 from .arviz import smoothed
+from .marginal_nuts import integrate_by_nuts
 
 if TYPE_CHECKING:
     from .posterior import Posterior
@@ -38,7 +39,11 @@ if TYPE_CHECKING:
 DEFAULTS = Options("implicit", "auto", "auto", None, 500, 256)
 NEGLIGIBLE = 1e-6  # weight of a component that is left out
 MOST_ON_LATTICE = 2  # parameters
-MOST_INTEGRATED = 6
+MOST_BY_IMPORTANCE = 6
+MOST_INTEGRATED = 200
+LEAST_SHARE = 0.02  # effective sample size over the number of points, below which NUTS takes over
+MOST_R_HAT = 1.05
+LEAST_DRAWS = 100  # effective
 UNSETTLED = 0.1  # standard deviations
 MOST_KHAT = 0.7
 CONVERGED = 0.999  # of the mass, at points where the bound is maximized
@@ -126,12 +131,17 @@ class Integration:
             return tuple(np.asarray(x, np.float64) for x in found)
 
         with progress(progress_bar, None, "L(h)", "it") as bar:
-            marginal = _marginal(bound, self._estimate_of(bound), chunks, program.dtype, bar)
+            solve = _solve_given(bound, self._estimate_of(bound), chunks, program.dtype)
+            marginal = _marginal(bound, solve, chunks, program.dtype, bar)
             mode = find_mode(marginal, mean, deviation, None if start is None else np.asarray(start)[places])
+            integral = None
             if len(places) <= MOST_ON_LATTICE:
                 integral = integrate_lattice(marginal, mode, moments)
-            else:
+            elif len(places) <= MOST_BY_IMPORTANCE:
                 integral = integrate_by_importance(marginal, mode, moments, smoothed)
+            if integral is None or _is_too_rough(integral):
+                of_mode = lambda h: solve(h, mode.point.start)  # noqa: E731
+                integral = integrate_by_nuts(of_mode, marginal, mode, moments, rng_key)
         _warn(integral, sites)
         return {
             "program": program,
@@ -235,11 +245,12 @@ def _places(program: Program, sites: tuple[str, ...]) -> np.ndarray:
     return np.concatenate([np.ravel(numbers[name]) for name in program.layout.site_names if name in sites])
 
 
-def _marginal(
-    bound: MaximizedBound, estimate: EvidenceEstimate | None, chunks: RowChunks, dtype: Any, bar: Any
-) -> Marginal:
+def _solve_given(
+    bound: MaximizedBound, estimate: EvidenceEstimate | None, chunks: RowChunks, dtype: Any
+) -> Callable[[ArrayLike, Start], Maximum]:
+    """h and a start -> the bound's maximum, or what stands in its place."""
+
     def solve(h, start):
-        bar.update(1)
         params = jnp.asarray(h, dtype)
         found = bound.solve(params, chunks, start)
         if estimate is None:
@@ -247,7 +258,21 @@ def _marginal(
         value, gradient, error = estimate(params, chunks, found.start)
         return found._replace(bound=value, gradient=gradient, error=error)
 
-    return Marginal(lambda h: bound.begin(jnp.asarray(h, dtype), chunks), solve)
+    return solve
+
+
+def _marginal(bound: MaximizedBound, solve: Callable, chunks: RowChunks, dtype: Any, bar: Any) -> Marginal:
+    def counted(h, start):
+        bar.update(1)
+        return solve(h, start)
+
+    return Marginal(lambda h: bound.begin(jnp.asarray(h, dtype), chunks), counted)
+
+
+def _is_too_rough(integral: Integral) -> bool:
+    """Whether few of the points count."""
+    info = integral.info
+    return info["method"] == "importance" and (info["relative_sample_size"] < LEAST_SHARE or info["khat"] > MOST_KHAT)
 
 
 def _warn(integral: Integral, sites: tuple[str, ...]) -> None:
@@ -262,10 +287,10 @@ def _warn(integral: Integral, sites: tuple[str, ...]) -> None:
             f"the moments of {names} still change by {info['change_at_doubled_spacing']:.2f} standard deviations as "
             "the lattice of points is refined."
         )
-    if info.get("khat", 0.0) > MOST_KHAT:
+    if info.get("r_hat", 1.0) > MOST_R_HAT or info.get("effective_sample_size", np.inf) < LEAST_DRAWS:
         problems.append(
-            f"the marginal of {names} is not well covered by the points: Pareto k = {info['khat']:.2f}. Compare with "
-            "NUTS, started from posterior.nuts()."
+            f"the chains of {names} have not mixed: R-hat = {info['r_hat']:.2f}, and "
+            f"{info['effective_sample_size']:.0f} effective draws. Compare with NUTS, started from posterior.nuts()."
         )
     if integral.converged <= CONVERGED:
         problems.append(

@@ -27,6 +27,7 @@ from ..engines.starts import NOTICEABLE, share_of_others
 from ..model.rows import num_rows
 from ..streams.order import seed_of
 from .log_joint import log_joint, rows_with_outcome
+from .proposals import draws_with_density, is_of_points
 
 if TYPE_CHECKING:
     from .posterior import Posterior
@@ -101,14 +102,20 @@ def khat(posterior: Posterior, data: Mapping[str, ArrayLike] | tuple, rng_key: A
             "these, and no others."
         )
     rng_key = jax.random.key(0) if rng_key is None else rng_key
-    theta, z, log_mixture = _draws(posterior, rng_key, num_samples)
+    if is_of_points(posterior):
+        theta, log_q = draws_with_density(posterior, rng_key, num_samples)
+        z = (np.asarray(theta, np.float64) - posterior.mean) / np.asarray(posterior.gaussian.deviation())
+        log_mixture = np.zeros(num_samples)
+    else:
+        theta, z, log_mixture = _draws(posterior, rng_key, num_samples)
+        log_q = np.asarray(posterior.log_prob_unconstrained(theta), np.float64)
     log_p = log_joint(program, theta, rows)
     undefined = np.isnan(log_p) | np.isposinf(log_p)
     of_q = slice(num_samples)
     if undefined[of_q].any() or np.isneginf(log_p[of_q]).all():
         number = (~np.isfinite(log_p[of_q])).sum()
         return Khat(np.inf, f"the log joint is not a finite number at {number} of {num_samples} draws.")
-    log_ratios = log_p - np.asarray(posterior.log_prob_unconstrained(theta), np.float64)
+    log_ratios = log_p - log_q
     log_ratios = np.where(undefined, -np.inf, log_ratios)
     weighted = log_ratios - log_mixture
     moves, errors = _moves(z, weighted, log_mixture)

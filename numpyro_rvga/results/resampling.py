@@ -14,6 +14,7 @@ from ..model.rows import num_rows
 from .arviz import converted, smoothed
 from .khat import NEARLY_EQUAL
 from .log_joint import log_joint, rows_with_outcome
+from .proposals import draws_with_density
 
 if TYPE_CHECKING:
     from .posterior import Posterior
@@ -44,9 +45,9 @@ def resample(
             f"data has {num_rows(rows)} rows, and the posterior has absorbed {posterior.num_rows}: give all of "
             "these, and no others."
         )
-    theta = posterior.sample_unconstrained(draw_key, (max(LEAST_DRAWS, OVERSAMPLING * num_samples),))
+    theta, log_q = draws_with_density(posterior, draw_key, max(LEAST_DRAWS, OVERSAMPLING * num_samples))
     log_p = log_joint(program, theta, rows)
-    log_ratios = log_p - np.asarray(posterior.log_prob_unconstrained(theta), np.float64)
+    log_ratios = log_p - log_q
     if (np.isnan(log_p) | np.isposinf(log_p)).any() or np.isneginf(log_p).all():
         raise ValueError("the draws cannot be resampled: the log joint is not a finite number at some of them.")
     log_weights, shape = smoothed(log_ratios)
