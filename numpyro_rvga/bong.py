@@ -431,7 +431,7 @@ class BONG:
         if self.dynamics is not None:
             facts["dynamics"] = type(self.dynamics).__name__
         continuation = Continuation(self, online, dict(model_kwargs))
-        gaussian, program = online.settled(state), online.engine.program
+        gaussian, program = online.with_exact_prior(state), online.engine.program
         count = int(state.num_rows)
         return Posterior(program, gaussian, None, facts, continuation, state, num_rows=count, row_sets=row_sets)
 

@@ -426,8 +426,8 @@ class RVGA:
         engine = self._engines.last
         model_kwargs = engine.program.model_kwargs
         gathered = Gathered()
-        if state.prior_site is not None:
-            state, info = engine.settled(state)
+        if state.prior_factor is not None:
+            state, info = engine.with_exact_prior(state)
             gathered.add(info)
         return self._posterior(engine, state, gathered.summary(), model_kwargs)
 
@@ -489,7 +489,7 @@ class RVGA:
     def _initial_state(self, engine: Engine) -> State:
         state = engine.program.initial_state()
         # Parameters that move leave the prior behind: it is where they start from, and its Gaussian is enough for that.
-        return state if self.dynamics is None else state._replace(prior_site=None)
+        return state if self.dynamics is None else state._replace(prior_factor=None)
 
     def _sparse_engine(self, engine: Engine, rows: Rows) -> SparseEngine | None:
         """For rows that are to be solved for together, if each looks at a few entries of theta; None for others."""

@@ -45,7 +45,7 @@ def solve_traced(search: Search, objective: Objective, base: Base, form: Precisi
     def step(state: SolverState) -> SolverState:
         proposal = propose(search, form, state)
         mean = proposal.mean
-        covariances = None if search.mode else objective.seen(mean, proposal.covariance_root)
+        covariances = None if search.mode else objective.predictor_covariances(mean, proposal.covariance_root)
         if search.solves_for_mean:
             num_steps = jnp.where(state.step == 0, 0, MAX_MEAN_STEPS)
             tolerance = INNER_RTOL * state.evaluation.decrement
@@ -133,7 +133,7 @@ class Steps(NamedTuple):
 def pending(search: Search, objective: Objective, form: PrecisionForm, state: SolverState) -> Pending:
     """With the state's proposal."""
     proposal = propose(search, form, state)
-    covariances = None if search.mode else objective.seen(proposal.mean, proposal.covariance_root)
+    covariances = None if search.mode else objective.predictor_covariances(proposal.mean, proposal.covariance_root)
     return Pending(state, proposal, covariances)
 
 
@@ -145,12 +145,12 @@ def evaluate(objective: Objective, base: Base, form: PrecisionForm, at: Pending,
 
 
 def updated(
-    search: Search, objective: Objective, form: PrecisionForm, at: Pending, found: Evaluated
+    search: Search, objective: Objective, form: PrecisionForm, at: Pending, evaluated: Evaluated
 ) -> tuple[SolverState, Progress]:
     """The state after an evaluation."""
     state, proposal, _ = at
-    exact, target = choose_target(search, form, objective, proposal, found.mean, found.slope.hessians)
-    state = update(search, form, state, proposal, found.mean, found.slope, exact, target)
+    exact, target = choose_target(search, form, objective, proposal, evaluated.mean, evaluated.slope.hessians)
+    state = update(search, form, state, proposal, evaluated.mean, evaluated.slope, exact, target)
     new = state.evaluation
     more = unfinished(search, state)
     return state, Progress(more, state.iterations, state.step, new.bound, new.decrement, new.clamped)
@@ -167,8 +167,8 @@ def solve(
     while more:
         at = steps.propose(state)
         num_steps = MAX_MEAN_STEPS if search.solves_for_mean and started else 0
-        found = _solve_mean(steps.evaluate, at, num_steps, INNER_RTOL * decrement)
-        state, progress = steps.update(at, found)
+        evaluated = _solve_mean(steps.evaluate, at, num_steps, INNER_RTOL * decrement)
+        state, progress = steps.update(at, evaluated)
         progress = jax.device_get(progress)
         if on_step is not None and progress.step > 0 and (not started or progress.iterations > iterations):
             on_step(progress)

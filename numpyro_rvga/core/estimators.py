@@ -24,7 +24,7 @@ class Observation(NamedTuple):
     """A block of n rows.
 
     :ivar kinds: the kinds of its factors.
-    :ivar linearise: theta (P,) -> factors: predictors f_i(theta) (``offset``) and their Jacobians (``design``).
+    :ivar linearise: theta (P,) -> factors: predictors f_i(theta) (``predictors``) and their Jacobians (``jacobian``).
     :ivar rows: pytree of (n, ...) arrays.
     :ivar log_lik: (theta, one row) -> log p(y_i | theta).
     :ivar drawn_log_lik: (theta, one row, rng_key) -> log p(y | theta) of an outcome y that is drawn from the row's own
@@ -83,24 +83,24 @@ def _in_predictor_space(q: Family, observation: Observation, *, expected: bool) 
     """
     gradient, rows, weights = jnp.zeros_like(q.mean), [], []
     for kind, factors in zip(observation.kinds, observation.linearise(q.mean)):
-        n, c, size = factors.design.shape
+        n, c, size = factors.jacobian.shape
         if expected:
-            root = q.predictor_root(factors.design)
+            root = q.predictor_root(factors.jacobian)
             covariance = jnp.einsum("ncr,ndr->ncd", root, root)
         else:
             covariance = jnp.zeros((n, c, c), q.mean.dtype)
         moments = kind.expect if expected else jax.vmap(kind.plugin)
-        _, slopes, curvatures = moments(factors.offset, covariance, factors.constants)
+        _, slopes, curvatures = moments(factors.predictors, covariance, factors.constants)
         semidefinite = kind.concave
         if not expected and kind.information is not None:
-            curvatures, semidefinite = -jax.vmap(kind.information)(factors.offset, factors.constants), True
-        gradient = gradient + slopes.reshape(-1) @ factors.design.reshape(-1, size)
+            curvatures, semidefinite = -jax.vmap(kind.information)(factors.predictors, factors.constants), True
+        gradient = gradient + slopes.reshape(-1) @ factors.jacobian.reshape(-1, size)
         if expected and not kind.concave:
-            rows.append(factors.design.reshape(-1, size))
+            rows.append(factors.jacobian.reshape(-1, size))
             weights.append(block_diag(*-curvatures))
         else:
             root = semidefinite_root(-curvatures if semidefinite else positive_part(-curvatures))
-            rows.append(jnp.einsum("ncd,ncp->ndp", root, factors.design).reshape(-1, size))
+            rows.append(jnp.einsum("ncd,ncp->ndp", root, factors.jacobian).reshape(-1, size))
             weights.append(None)
     factor = jnp.concatenate(rows)
     if all(weight is None for weight in weights):

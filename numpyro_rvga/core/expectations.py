@@ -122,12 +122,12 @@ def quadrature(order: int, density: Density, mean: Array, covariance: Array) -> 
 
     def integrands(z: Array) -> tuple[Array, Array, Array]:
         value, slope = jax.value_and_grad(phi)(mean[0] + root * z)
-        off, turn = value - centre, slope - at_centre  # what is left cancels less
+        value_change, slope_change = value - centre, slope - at_centre  # what is left cancels less
         if order == 0:
-            pair = off * z * inverse, off * (z * z - 1) * inverse**2
+            pair = value_change * z * inverse, value_change * (z * z - 1) * inverse**2
         else:
-            pair = slope, turn * z * inverse if order == 1 else jax.grad(jax.grad(phi))(mean[0] + root * z)
-        return value, slope * root, jnp.stack([off, *pair])
+            pair = slope, slope_change * z * inverse if order == 1 else jax.grad(jax.grad(phi))(mean[0] + root * z)
+        return value, slope * root, jnp.stack([value_change, *pair])
 
     centre, at_centre = jax.value_and_grad(phi)(mean[0])
     value, gradient, hessian = normal_integral(integrands, mean.dtype, QUADRATURE_TOLERANCE)[0]

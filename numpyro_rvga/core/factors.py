@@ -9,23 +9,23 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from .designs import Packed, Sparse, covariance, gram, pull_back
+from .jacobians import Packed, SparseJacobian, covariance, gram, vjp
 from .linalg import positive_part
 
 Moments = tuple[Array, Array, Array]
-Design = TypeVar("Design", Array, Sparse)
+Jacobian = TypeVar("Jacobian", Array, SparseJacobian)
 
 
-class Factors(NamedTuple, Generic[Design]):
-    """n factors of the same kind, linearised: a_i = offset_i + design_i e.
+class Factors(NamedTuple, Generic[Jacobian]):
+    """n factors of the same kind, linearized: predictors_i + jacobian_i e.
 
-    :ivar offset: (n, C).
-    :ivar design: (n, C, r).
+    :ivar predictors: (n, C).
+    :ivar jacobian: (n, C, r).
     :ivar constants: pytree of (n, ...) arrays that the factors' densities take.
     """
 
-    offset: Array
-    design: Design
+    predictors: Array
+    jacobian: Jacobian
     constants: tuple
 
 
@@ -59,14 +59,14 @@ class Kind(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """Over all factors: E[phi], Z' g and -Z' G Z, which comes as :func:`~.designs.gram` has it."""
+    """Over all factors: E[phi], Z' g and -Z' G Z, which comes as :func:`~.jacobians.gram` has it."""
 
     value: Array
     gradient: Array
     curvature: Array
 
 
-def add_curves(a: Array, b: Array) -> Array:
+def add_curvatures(a: Array, b: Array) -> Array:
     """The sum of two matrices of one form; or of (r, r), for which their diagonals (r,) may stand."""
     if {jnp.ndim(a), jnp.ndim(b)} == {1, 2}:
         a, b = (jnp.diag(x) if x.ndim == 1 else x for x in (a, b))
@@ -74,17 +74,17 @@ def add_curves(a: Array, b: Array) -> Array:
 
 
 @overload
-def covariances(blocks: tuple[Factors, ...], spread: None) -> None: ...
+def covariances(blocks: tuple[Factors, ...], sigma: None) -> None: ...
 
 
 @overload
-def covariances(blocks: tuple[Factors, ...], spread: Array | Packed) -> tuple[Array, ...]: ...
+def covariances(blocks: tuple[Factors, ...], sigma: Array | Packed) -> tuple[Array, ...]: ...
 
 
-def covariances(blocks: tuple[Factors, ...], spread: Array | Packed | None) -> tuple[Array, ...] | None:
-    """Z_i Lambda^-1 Z_i^T by kind, (n, C, C). ``spread``: Lambda^-1 as :func:`~.designs.covariance` takes it; None for
+def covariances(blocks: tuple[Factors, ...], sigma: Array | Packed | None) -> tuple[Array, ...] | None:
+    """Z_i Lambda^-1 Z_i^T by kind, (n, C, C). ``sigma``: Lambda^-1 as :func:`~.jacobians.covariance` takes it; None for
     a point mass, which has none."""
-    return None if spread is None else tuple(covariance(block.design, spread) for block in blocks)
+    return None if sigma is None else tuple(covariance(block.jacobian, sigma) for block in blocks)
 
 
 def expect(
@@ -98,17 +98,17 @@ def expect(
     hessians = []
     for i, (kind, block) in enumerate(zip(kinds, blocks)):
         if covariances is None:
-            n, c, _ = block.design.shape
-            moments, covariance = jax.vmap(kind.plugin), jnp.zeros((n, c, c), block.offset.dtype)
+            n, c, _ = block.jacobian.shape
+            moments, covariance = jax.vmap(kind.plugin), jnp.zeros((n, c, c), block.predictors.dtype)
         else:
             moments, covariance = kind.expect, covariances[i]
-        e, g, h = moments(block.offset, covariance, block.constants)
-        value, gradient = value + jnp.sum(e), gradient + pull_back(block.design, g)
+        e, g, h = moments(block.predictors, covariance, block.constants)
+        value, gradient = value + jnp.sum(e), gradient + vjp(block.jacobian, g)
         hessians.append(h)
     return value, gradient, tuple(hessians)
 
 
-def curve(
+def curvature_of(
     kinds: tuple[Kind, ...], blocks: tuple[Factors, ...], hessians: tuple[Array, ...], *, clamped: bool = False
 ) -> Array:
     """-Z' G Z. ``clamped``: with each G's negative part only."""
@@ -116,11 +116,11 @@ def curve(
     for kind, block, h in zip(kinds, blocks, hessians):
         if clamped and not kind.concave:
             h = h - positive_part(h)
-        curvature = add_curves(curvature, gram(block.design, -h))
+        curvature = add_curvatures(curvature, gram(block.jacobian, -h))
     return curvature
 
 
-def evaluate(kinds: tuple[Kind, ...], blocks: tuple[Factors, ...], spread: Array | Packed | None) -> Sums:
-    """All sums. ``spread``: as :func:`covariances` takes it; None for a point mass."""
-    value, gradient, hessians = expect(kinds, blocks, covariances(blocks, spread))
-    return Sums(value, gradient, curve(kinds, blocks, hessians))
+def evaluate(kinds: tuple[Kind, ...], blocks: tuple[Factors, ...], sigma: Array | Packed | None) -> Sums:
+    """All sums. ``sigma``: as :func:`covariances` takes it; None for a point mass."""
+    value, gradient, hessians = expect(kinds, blocks, covariances(blocks, sigma))
+    return Sums(value, gradient, curvature_of(kinds, blocks, hessians))

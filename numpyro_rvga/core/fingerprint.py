@@ -36,10 +36,10 @@ def output_digests(function: Callable[..., Mapping[str, Any]], *arguments: Any) 
     """
     closed, shape = jax.make_jaxpr(function, return_shape=True)(*arguments)
     names = [name for name in sorted(shape) for _ in jax.tree.leaves(shape[name])]
-    found: dict[str, list[str]] = {name: [] for name in shape}
+    digests: dict[str, list[str]] = {name: [] for name in shape}
     for name, digest in zip(names, _of_program(closed.jaxpr, closed.consts)):
-        found[name].append(digest)
-    return {name: _digest("output", *digests) for name, digests in found.items()}
+        digests[name].append(digest)
+    return {name: _digest("output", *digests) for name, digests in digests.items()}
 
 
 def _of_program(jaxpr: Any, consts: Iterable) -> list[str]:

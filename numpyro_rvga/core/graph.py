@@ -65,9 +65,9 @@ class Graph:
         if name == "div" and inputs[1].is_constant:
             return [self.scale(eqn, inputs, 0)]
         if name in SELECTING_PRIMITIVES and all(v.is_constant for v in inputs[1:]):
-            found = self.select(eqn, inputs)
-            if found is not None:
-                return [found]
+            selected = self.select(eqn, inputs)
+            if selected is not None:
+                return [selected]
         if name in ("split", "unstack"):
             return self.parts(eqn, inputs[0])
         if name == "reduce_sum" and math.prod(inputs[0].shape) == math.prod(out.shape):
@@ -319,17 +319,17 @@ class Graph:
 
     def parts(self, eqn, value: Value) -> list[Value]:
         """An array cut into pieces."""
-        axis, start, found = eqn.params["axis"], 0, []
+        axis, start, parts = eqn.params["axis"], 0, []
         for out in eqn.outvars:
             shape = out.aval.shape if eqn.primitive.name == "split" else np.insert(out.aval.shape, axis, 1)
             piece = everything(shape)
             moved = known_index(start + piece.indices[axis].value)
             indices = tuple(moved if a == axis else index for a, index in enumerate(piece.indices))
-            found.append(selected_value(self, value, Selection(tuple(shape), indices)))
+            parts.append(selected_value(self, value, Selection(tuple(shape), indices)))
             if len(shape) != len(out.aval.shape):
-                found[-1] = selected_value(self, found[-1], reshaped(shape, out.aval.shape))
+                parts[-1] = selected_value(self, parts[-1], reshaped(shape, out.aval.shape))
             start += int(shape[axis])
-        return found
+        return parts
 
     def broadcast(self, value: Value, shape: tuple[int, ...]) -> Value:
         """Elementwise primitives stretch axes of length one themselves; here every operand has the result's shape."""

@@ -54,14 +54,15 @@ class Quadratic(NamedTuple):
 
 
 class Summands(NamedTuple):
-    """Factors' logarithms, density(offset + design x, constants).
+    """Factors' logarithms, density(predictors + jacobian x, constants).
 
-    :ivar density: of n factors, predictors (n, C) and constants -> (n,). :ivar offset: (n, C). :ivar design: (n, C, P).
+    :ivar density: of n factors, predictors (n, C) and constants -> (n,).
+    :ivar predictors: at x = 0, (n, C). :ivar jacobian: (n, C, P).
     """
 
     density: Callable[[Array, tuple], Array]
-    offset: Array
-    design: Array
+    predictors: Array
+    jacobian: Array
     constants: tuple
 
 
@@ -150,7 +151,7 @@ def log_integral(
         of_shared = base_shared + values[count, 0] + 0.5 * z @ z - jnp.sum(jnp.log(jnp.diagonal(shared_root)))
         return of_shared + jnp.sum(groups_total)
 
-    size = len(nodes) * max(1, sum(len(summand.offset) for chunk in chunks for summand in chunk))
+    size = len(nodes) * max(1, sum(len(summand.predictors) for chunk in chunks for summand in chunk))
     flat = draws.reshape(draws.shape[0] * draws.shape[1], len(shared))
     log_ratios = lax.map(log_ratio, flat, batch_size=int(np.clip(EVALUATIONS // size, 1, len(flat))))
     by_repetition = logsumexp(log_ratios.reshape(draws.shape[:2]), axis=1) - jnp.log(draws.shape[1])
@@ -169,21 +170,21 @@ class _Seen(NamedTuple):
 
 
 def _as_seen(summand: Summands, groups: Groups) -> _Seen:
-    design, count = summand.design, len(groups.members)
-    touched = jnp.any(lax.stop_gradient(design) != 0, axis=1)
-    group = jnp.max(jnp.where(touched, jnp.asarray(groups.group_of), -1), axis=1, initial=-1)
+    jacobian, count = summand.jacobian, len(groups.members)
+    depends = jnp.any(lax.stop_gradient(jacobian) != 0, axis=1)
+    group = jnp.max(jnp.where(depends, jnp.asarray(groups.group_of), -1), axis=1, initial=-1)
     group = jnp.where(group < 0, count, group)  # the last: of shared entries alone
-    members = jnp.concatenate([jnp.asarray(groups.members), jnp.full((1, groups.members.shape[1]), design.shape[2])])
-    padded = jnp.pad(design, ((0, 0), (0, 0), (0, 1)))
+    members = jnp.concatenate([jnp.asarray(groups.members), jnp.full((1, groups.members.shape[1]), jacobian.shape[2])])
+    padded = jnp.pad(jacobian, ((0, 0), (0, 0), (0, 1)))
     of_group = jnp.take_along_axis(padded, members[group][:, None], axis=2)
-    return _Seen(summand, group, design[:, :, groups.shared], of_group)
+    return _Seen(summand, group, jacobian[:, :, groups.shared], of_group)
 
 
 def _by_group(seen: _Seen, s: Array, x: Array) -> Array:
     """Sums of a summand's values over each group's factors, and over those of no group: (G + 1, L)."""
     num_nodes = x.shape[1] if len(x) else 1
     x = jnp.concatenate([x, jnp.zeros((1, num_nodes, seen.of_group.shape[2]), x.dtype)])
-    at = seen.summand.offset + seen.of_shared @ s
+    at = seen.summand.predictors + seen.of_shared @ s
     predictors = at[:, None] + jnp.einsum("ncd,nld->nlc", seen.of_group, x[seen.group])
     density = seen.summand.density
     values = jax.vmap(lambda u: density(u, seen.summand.constants), 1, 1)(predictors)

@@ -23,21 +23,21 @@ class Indexing(NamedTuple):
 
 def indexes(function: Callable, *args: Any) -> bool:
     """Whether a function indexes anything by plain ``array[index]``, for abstract arguments."""
-    return bool(jax.eval_shape(lambda *args: [found.inside for found in indexings(function, *args)], *args))
+    return bool(jax.eval_shape(lambda *args: [indexing.inside for indexing in indexings(function, *args)], *args))
 
 
 def indexings(function: Callable, *args: Any) -> list[Indexing]:
     """All plain ``array[index]`` in a function of pytrees, at these arguments."""
     closed = jax.make_jaxpr(function)(*args)
-    found: list[Indexing] = []
+    result: list[Indexing] = []
 
     def evaluate(eqn, inputs):
         if _is_plain(eqn):
-            found.append(_indexing(eqn, *inputs))
+            result.append(_indexing(eqn, *inputs))
         return None if is_inlined(eqn) else results(eqn, inputs)
 
     interpret(closed.jaxpr, closed.consts, jax.tree.leaves(args), evaluate)
-    return found
+    return result
 
 
 def _is_plain(eqn: Any) -> bool:

@@ -10,14 +10,23 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from . import maximize
-from .designs import times_root
 from .drivers import solve_traced
 from .factors import Factors, Sums, evaluate
+from .jacobians import times_root
 from .linalg import solve_lower
 from .maximize import Base, Search, Solution, SolverState, standard_base
 from .objective import Group, Objective, joint_objective, standard_frame
 from .precisions import Dense, PrecisionForm, Weighted
-from .recursion import Absorbed, Quadratic, Sites, State, StepInfo, quadratic_at, spreads, summarise
+from .recursion import (
+    Absorbed,
+    CanonicalGaussian,
+    RowFactors,
+    State,
+    StepInfo,
+    predictor_scales,
+    quadratic_at,
+    summarise,
+)
 
 
 class Start(NamedTuple):
@@ -36,7 +45,7 @@ class Joint(NamedTuple):
 
     :ivar objective: the factors' part of the bound. :ivar start: where it begins.
     :ivar absorb: solution, number of rows -> the state after it.
-    :ivar absorbed: solution -> how q sees the rows there.
+    :ivar absorbed: solution -> mean and covariance of the rows' predictors there.
     """
 
     objective: Objective
@@ -73,62 +82,62 @@ def joint_solve(
     prior: Group,
     state: State,
     *,
-    sites: tuple[Sites, ...] | None = None,
+    row_factors: tuple[RowFactors, ...] | None = None,
     starts: Array | None = None,
     init: tuple[Array, Array] | None = None,
     selecting: bool = False,
 ) -> Joint:
     """Rows and the true prior terms together.
 
-    The state's Gaussian stand-in for the prior terms is divided out and the terms themselves take its place. With
-    ``sites`` the rows are known to the state by these: they are divided out too and the rows taken in afresh. So a
-    last solve is "Gaussian summary of the data x true prior x the rows that were kept".
+    The Gaussian factor that approximates the prior terms is divided out of the state, and the terms themselves take its
+    place. Rows that are already part of the state by ``row_factors`` are divided out too. So a last solve is of the
+    Gaussian summary of the data, the true prior and the rows that were kept.
 
     :param starts: (k, P) points, in the state's standard coordinates, of which the most probable is where the search
         begins; default: the state's mean.
     :param init: mean and precision of a q to start from, in the state's standard coordinates.
-    :param selecting: whether the designs of all rows are selections.
+    :param selecting: whether each row depends on single entries of theta.
     """
     dtype, size = state.mean.dtype, state.mean.shape[0]
 
     def factors_at(e):
         def whitened(chunk):
             factors = rows.linearise(chunk, state.mean + state.root @ e)
-            return tuple(f._replace(design=times_root(f.design, state.root)) for f in factors)
+            return tuple(f._replace(jacobian=times_root(f.jacobian, state.root)) for f in factors)
 
-        found = lax.map(whitened, rows.chunks)
-        return jax.tree.map(lambda x: x.reshape(x.shape[0] * x.shape[1], *x.shape[2:]), found)
+        solution = lax.map(whitened, rows.chunks)
+        return jax.tree.map(lambda x: x.reshape(x.shape[0] * x.shape[1], *x.shape[2:]), solution)
 
     # A precision to start from may be of any form.
-    weighted = selecting and not prior.kinds and not sites and not search.mode and init is None
+    weighted = selecting and not prior.kinds and not row_factors and not search.mode and init is None
     frame = standard_frame(state.mean, state.root, weighted=weighted)
     objective = joint_objective((prior, rows), frame, staged=search.staged)
 
     def start():
-        known = factors_at(jnp.zeros(size, dtype)) if sites else ()
-        base = _divide(state, known, sites)
+        factors = factors_at(jnp.zeros(size, dtype)) if row_factors else ()
+        base = _divide(state, factors, row_factors)
         mean, precision = (jnp.zeros(size, dtype), None) if init is None else init
         if starts is not None:
             mean = _most_probable(objective, base, starts)
         form = Weighted(jnp.eye(size, dtype=dtype), state.root) if weighted else Dense(base.precision)
         return Start(base, form, maximize.init(search, form, mean, precision))
 
-    def absorb(found, num_rows):
-        bound = found.bound - jnp.sum(jnp.log(jnp.diagonal(found.root))) if search.mode else found.bound
-        mean = state.mean + state.root @ found.mean
-        root = solve_lower(found.root, state.root.T).T
-        prior_site = None
-        if state.prior_site is not None:
-            prior_site = _prior_site(prior, mean, None if search.mode else root)
-        moved = State(mean, jnp.zeros_like(mean), root, bound, prior_site, state.num_rows + num_rows)
+    def absorb(solution, num_rows):
+        bound = solution.bound - jnp.sum(jnp.log(jnp.diagonal(solution.root))) if search.mode else solution.bound
+        mean = state.mean + state.root @ solution.mean
+        root = solve_lower(solution.root, state.root.T).T
+        prior_factor = None
+        if state.prior_factor is not None:
+            prior_factor = _prior_factor(prior, mean, None if search.mode else root)
+        moved = State(mean, jnp.zeros_like(mean), root, bound, prior_factor, state.num_rows + num_rows)
         ok = jnp.isfinite(bound) & jnp.all(jnp.isfinite(mean)) & jnp.all(jnp.isfinite(root))
         after = jax.tree.map(lambda new, old: jnp.where(ok, new, old), moved, state)
         gain = bound - state.log_evidence
-        return after, StepInfo(gain, found.decrement, found.iterations, found.converged, ok)
+        return after, StepInfo(gain, solution.decrement, solution.iterations, solution.converged, ok)
 
-    def absorbed_at(found):
-        factors = factors_at(found.mean)
-        return summarise(rows.kinds, factors, spreads(factors, found.root))
+    def absorbed_at(solution):
+        factors = factors_at(solution.mean)
+        return summarise(rows.kinds, factors, predictor_scales(factors, solution.root))
 
     return Joint(objective, start, absorb, absorbed_at)
 
@@ -143,29 +152,29 @@ def _most_probable(objective: Objective, base: Base, starts: Array) -> Array:
     return starts[jnp.argmax(jnp.where(jnp.isfinite(values), values, -jnp.inf))]
 
 
-def _divide(state: State, factors: tuple[Factors, ...], sites: tuple[Sites, ...] | None) -> Base:
+def _divide(state: State, factors: tuple[Factors, ...], row_factors: tuple[RowFactors, ...] | None) -> Base:
     """The state without its prior site and the rows' sites, in coordinates where the state is standard normal."""
     base = standard_base(state.mean.dtype)._replace(constant=state.log_evidence)
-    if state.prior_site is None and sites is None:
+    if state.prior_factor is None and row_factors is None:
         return base
     size = state.mean.shape[0]
     precision, linear, constant = jnp.eye(size, dtype=state.mean.dtype), jnp.zeros_like(state.mean), base.constant
-    if state.prior_site is not None:
-        value, slope = quadratic_at(state.prior_site, state.mean)
-        precision = precision - state.root.T @ state.prior_site.precision @ state.root
+    if state.prior_factor is not None:
+        value, slope = quadratic_at(state.prior_factor, state.mean)
+        precision = precision - state.root.T @ state.prior_factor.precision @ state.root
         linear, constant = linear - state.root.T @ slope, constant - value
-    for block, site in zip(factors, sites or ()):
-        pull = jnp.einsum("ncd,nd->nc", site.precision, block.offset)
-        weighted = jnp.einsum("ncd,ndr->ncr", site.precision, block.design)
-        precision = precision - jnp.einsum("ncr,ncs->rs", block.design, weighted)
-        linear = linear - jnp.einsum("nc,ncr->r", site.linear - pull, block.design)
-        values = site.constant + jnp.sum((site.linear - 0.5 * pull) * block.offset, axis=1)
+    for block, site in zip(factors, row_factors or ()):
+        product = jnp.einsum("ncd,nd->nc", site.precision, block.predictors)
+        weighted = jnp.einsum("ncd,ndr->ncr", site.precision, block.jacobian)
+        precision = precision - jnp.einsum("ncr,ncs->rs", block.jacobian, weighted)
+        linear = linear - jnp.einsum("nc,ncr->r", site.linear - product, block.jacobian)
+        values = site.constant + jnp.sum((site.linear - 0.5 * product) * block.predictors, axis=1)
         constant = constant - jnp.sum(values)
     return Base(0.5 * (precision + precision.T), linear, constant)
 
 
-def _prior_site(prior: Group, mean: Array, root: Array | None) -> Quadratic:
+def _prior_factor(prior: Group, mean: Array, root: Array | None) -> CanonicalGaussian:
     """What stands for the prior terms in N(mean, root root^T), or at a mode (root None)."""
     sums = evaluate(prior.kinds, prior.linearise(prior.first, mean), None if root is None else root.T)
     trace = 0.0 if root is None else jnp.sum((root @ root.T) * sums.curvature)
-    return Quadratic(sums.curvature, sums.gradient, sums.value + 0.5 * trace, mean)
+    return CanonicalGaussian(sums.curvature, sums.gradient, sums.value + 0.5 * trace, mean)

@@ -97,23 +97,23 @@ def _by_few_nodes(phi: PHI, means: Array, covariances: Array, constants: Any) ->
     return _in_chunks(jax.vmap(of_each), len(weights), (means, covariances, constants))
 
 
-def _in_chunks(function: Callable, num_points: int, known: tuple) -> Any:
+def _in_chunks(function: Callable, num_points: int, arguments: tuple) -> Any:
     """``function(*known)`` of n factors, some at a time: what it computes at their points then stays in the cache.
 
     Each takes factors from all over: where devices share them, all work on each chunk.
     """
-    total = len(known[0])
+    total = len(arguments[0])
     count = -(-total * num_points // CACHED_POINTS)
     if count == 1:
-        return function(*known)
+        return function(*arguments)
     size = -(-total // count)
 
     def split(x: Array) -> Array:
         padded = jnp.concatenate([x, x[: size * count - total]])
         return padded.reshape(size, count, *x.shape[1:]).swapaxes(0, 1)
 
-    found = lax.map(lambda chunk: function(*chunk), jax.tree.map(split, known))
-    return jax.tree.map(lambda x: x.swapaxes(0, 1).reshape(size * count, *x.shape[2:])[:total], found)
+    results = lax.map(lambda chunk: function(*chunk), jax.tree.map(split, arguments))
+    return jax.tree.map(lambda x: x.swapaxes(0, 1).reshape(size * count, *x.shape[2:])[:total], results)
 
 
 def _climb(
@@ -127,13 +127,13 @@ def _climb(
 ) -> tuple[Moments, Array]:
     num_points = len(_fifth_degree_nodes(num_predictors)[0])
     first = jax.vmap(partial(_first_rule, phi))
-    factors, *found = _in_chunks(first, num_points, (means, covariances, constants))
-    tolerance, found = factors.tolerance, tuple(found)
+    factors, *result = _in_chunks(first, num_points, (means, covariances, constants))
+    tolerance, result = factors.tolerance, tuple(result)
     for least, rule, num_points in _finer(num_predictors, nodes, thorough):
         size = min(max(BATCH_POINTS // num_points, 1), MOST_BATCH)
-        hard = ~(found[1] <= least * tolerance)
-        found = _refined(jax.vmap(partial(rule, phi)), size, factors, hard, found)
-    return found
+        hard = ~(result[1] <= least * tolerance)
+        result = _refined(jax.vmap(partial(rule, phi)), size, factors, hard, result)
+    return result
 
 
 def _first_rule(phi: PHI, mean: Array, covariance: Array, constants: Any) -> tuple[Factor, Moments, Array]:
@@ -157,24 +157,24 @@ def _finer(num_predictors: int, nodes: tuple | None, thorough: bool) -> list[tup
     return [(1.0, _tensor, count), *([(MODEST, *iterated)] if thorough else [])]
 
 
-def _refined(rule: Callable, size: int, factors: Factor, hard: Array, found: Any) -> Any:
+def _refined(rule: Callable, size: int, factors: Factor, hard: Array, result: Any) -> Any:
     """What is found, by this rule for the hard factors, ``size`` at a time."""
     if len(hard) == 1:
-        return lax.cond(hard[0], lambda: _better(found, rule(factors)), lambda: found)
+        return lax.cond(hard[0], lambda: _better(result, rule(factors)), lambda: result)
     total, size = len(hard), min(size, len(hard))
     count = jnp.sum(hard)
     places = jnp.argsort(~hard, stable=True)
     places = jnp.concatenate([places, jnp.full(size - 1, total, places.dtype)])
 
     def take_batch(carry: tuple[Array, Any]) -> tuple[Array, Any]:
-        start, found = carry
+        start, result = carry
         chosen = lax.dynamic_slice(places, (start,), (size,))
-        some, before = jax.tree.map(lambda x: x.at[chosen].get(mode="clip"), (factors, found))
+        some, before = jax.tree.map(lambda x: x.at[chosen].get(mode="clip"), (factors, result))
         new = _better(before, rule(some))
         target = jnp.where(start + jnp.arange(size) < count, chosen, total)  # out of bounds: dropped
-        return start + size, jax.tree.map(lambda old, x: old.at[target].set(x, mode="drop"), found, new)
+        return start + size, jax.tree.map(lambda old, x: old.at[target].set(x, mode="drop"), result, new)
 
-    return lax.while_loop(lambda carry: carry[0] < count, take_batch, (jnp.zeros((), count.dtype), found))[1]
+    return lax.while_loop(lambda carry: carry[0] < count, take_batch, (jnp.zeros((), count.dtype), result))[1]
 
 
 def _better(before: Any, after: Any) -> Any:
@@ -249,13 +249,13 @@ def _off_polynomial(far: float, reach: Array, values: Array, slopes: Array) -> A
 
 def _tensor(phi: PHI, factor: Factor) -> tuple[Moments, Array]:
     """Gauss and Hermite's rule, with most nodes along the difficult direction, beside one of fewer nodes."""
-    dtype, turned = factor.mean.dtype, _with_last(factor.direction)
+    dtype, rotation = factor.mean.dtype, _with_last(factor.direction)
     rules = [_elongated(factor.mean.size, *counts) for counts in TENSOR_NODES[factor.mean.size]]
     z, weights = (np.concatenate(x) for x in zip(*rules))  # phi is compiled once
-    at, split = _at_nodes(phi, factor, (jnp.asarray(z, dtype) @ turned.T, weights)), len(rules[0][1])
-    fewer, found = (_summed(*[x[part] for x in at], factor) for part in (slice(split), slice(split, None)))
-    apart = jax.tree.map(jnp.subtract, fewer, found)
-    return found, jnp.abs(apart[0]) + _size(factor.root, apart)
+    at, split = _at_nodes(phi, factor, (jnp.asarray(z, dtype) @ rotation.T, weights)), len(rules[0][1])
+    fewer, finer = (_summed(*[x[part] for x in at], factor) for part in (slice(split), slice(split, None)))
+    apart = jax.tree.map(jnp.subtract, fewer, finer)
+    return finer, jnp.abs(apart[0]) + _size(factor.root, apart)
 
 
 def _elongated(size: int, across: int, along: int) -> tuple[np.ndarray, np.ndarray]:
@@ -268,12 +268,12 @@ def _elongated(size: int, across: int, along: int) -> tuple[np.ndarray, np.ndarr
 def _spread_out(nodes: tuple[np.ndarray, np.ndarray], phi: PHI, factor: Factor) -> tuple[Moments, Array]:
     """Many points, which are exact for quadratics. The error is that of as many draws of what is left of phi."""
     values, gradients, z, weights = _at_nodes(phi, factor, nodes)
-    found = _summed(values, gradients, z, weights, factor)
-    value, gradient, hessian = found
-    turned = factor.root.T @ hessian @ factor.root
-    square = jnp.sum(z @ turned * z, axis=1) - jnp.trace(turned)
+    result = _summed(values, gradients, z, weights, factor)
+    value, gradient, hessian = result
+    curvature = factor.root.T @ hessian @ factor.root
+    square = jnp.sum(z @ curvature * z, axis=1) - jnp.trace(curvature)
     left = values - value - z @ (gradient @ factor.root) - 0.5 * square
-    return found, 2 * jnp.sqrt(weights @ (left * left) / len(weights))
+    return result, 2 * jnp.sqrt(weights @ (left * left) / len(weights))
 
 
 def _at_nodes(phi: PHI, factor: Factor, nodes: tuple[Any, Any]) -> tuple[Array, Array, Array, Array]:
@@ -292,8 +292,8 @@ def _iterated(phi: PHI, factor: Factor) -> tuple[Moments, Array]:
     """Along the difficult direction by panels that adapt to phi, if need be, and across it by Gauss and Hermite's rule:
     integrated over a kink's normal, phi is smooth."""
     size, dtype = factor.mean.size, factor.mean.dtype
-    turned = _with_last(factor.direction if size == 1 else _normal(phi, factor))
-    root, inverse = factor.root @ turned, turned.T @ factor.inverse
+    rotation = _with_last(factor.direction if size == 1 else _normal(phi, factor))
+    root, inverse = factor.root @ rotation, rotation.T @ factor.inverse
     largest = jnp.max(jnp.abs(root))
     unit = jnp.where(largest > 0, largest, 1.0)  # the panels' errors are those of gradients in the coordinates z
 
@@ -301,8 +301,8 @@ def _iterated(phi: PHI, factor: Factor) -> tuple[Moments, Array]:
         def integrands(z: Array) -> tuple[Array, Array, Array]:
             point = factor.mean + root @ jnp.append(others, z)
             value, gradient = jax.value_and_grad(phi)(point, factor.constants)
-            turn = gradient - factor.slope  # cancels less
-            return value, gradient @ root[:, -1], jnp.concatenate([value[None], unit * turn, turn @ root * z])
+            change = gradient - factor.slope  # cancels less
+            return value, gradient @ root[:, -1], jnp.concatenate([value[None], unit * change, change @ root * z])
 
         return normal_integral(integrands, dtype, PANELS * factor.tolerance)
 
@@ -344,8 +344,8 @@ def _normal(phi: PHI, factor: Factor) -> Array:
 def _unit(vector: Array, least: Array | float, default: Array) -> Array:
     """The vector's direction, if it is finite and longer than ``least``."""
     length = jnp.sqrt(vector @ vector)
-    known = (length > least) & jnp.isfinite(length)
-    return jnp.where(known, vector / jnp.where(known, length, 1.0), default)
+    is_usable = (length > least) & jnp.isfinite(length)
+    return jnp.where(is_usable, vector / jnp.where(is_usable, length, 1.0), default)
 
 
 def _with_last(direction: Array) -> Array:
@@ -353,9 +353,9 @@ def _with_last(direction: Array) -> Array:
     unit = jnp.zeros_like(direction).at[-1].set(1.0)
     v = unit - direction
     square = v @ v
-    known = square > 0
-    turned = jnp.eye(len(v), dtype=v.dtype) - 2 * jnp.outer(v, v) / jnp.where(known, square, 1.0)
-    return jnp.where(known, turned, jnp.eye(len(v), dtype=v.dtype))
+    is_usable = square > 0
+    reflection = jnp.eye(len(v), dtype=v.dtype) - 2 * jnp.outer(v, v) / jnp.where(is_usable, square, 1.0)
+    return jnp.where(is_usable, reflection, jnp.eye(len(v), dtype=v.dtype))
 
 
 def _size(root: Array, moments: Moments) -> Array:
@@ -379,14 +379,14 @@ def _differentiable(expect: Callable, phi: PHI, num_predictors: int) -> Callable
         return jnp.asarray(weights) @ jax.vmap(lambda point: phi(point, constants))(mean + z @ root.T)
 
     def forward(means: Array, covariances: Array, constants: Any) -> tuple[Moments, Any]:
-        found = expect(means, covariances, constants)
-        return found, (means, covariances, constants, found)
+        moments = expect(means, covariances, constants)
+        return moments, (means, covariances, constants, moments)
 
-    def backward(known: Any, slopes: Moments) -> tuple:
-        means, covariances, constants, (_, gradients, hessians) = known
+    def backward(residuals: Any, slopes: Moments) -> tuple:
+        means, covariances, constants, (_, gradients, hessians) = residuals
         scale = slopes[0]
-        pull = jax.vjp(lambda c: jax.vmap(of_constants)(means, covariances, c), constants)[1]
-        return scale[:, None] * gradients, 0.5 * scale[:, None, None] * hessians, pull(scale)[0]
+        vjp = jax.vjp(lambda c: jax.vmap(of_constants)(means, covariances, c), constants)[1]
+        return scale[:, None] * gradients, 0.5 * scale[:, None, None] * hessians, vjp(scale)[0]
 
     function = jax.custom_vjp(expect)
     function.defvjp(forward, backward)

@@ -235,9 +235,9 @@ def propose(search: Search, form: PrecisionForm, state: SolverState) -> Proposal
 def with_base(base: Base, form: PrecisionForm, mean: Array, value: Array, gradient: Array, hessians: Any) -> Slope:
     """The factors' expected values and the base's, at a mean."""
     linear = jnp.zeros_like(mean) if base.linear is None else base.linear
-    pull = form.precision_times(mean)
-    value = value + linear @ mean - 0.5 * mean @ pull + base.constant
-    return Slope(value, gradient + linear - pull, hessians)
+    product = form.precision_times(mean)
+    value = value + linear @ mean - 0.5 * mean @ product + base.constant
+    return Slope(value, gradient + linear - product, hessians)
 
 
 def exact_target(search: Search, form: PrecisionForm, curvature: Array) -> Target:
@@ -306,8 +306,8 @@ def _next_step(search: Search, state: SolverState, mean: Array, new: Evaluation,
     before = at.gradient @ direction + rise
     after = new.gradient @ direction + along
     best = t * before / (before - after)
-    known = (after < before) & jnp.isfinite(best) & (jnp.abs(best - 1) > NEARLY_FULL)
-    return jnp.where(known, jnp.clip(best, SHORTEST_FIRST_TRY, 1.0), 1.0).astype(dtype)
+    is_usable = (after < before) & jnp.isfinite(best) & (jnp.abs(best - 1) > NEARLY_FULL)
+    return jnp.where(is_usable, jnp.clip(best, SHORTEST_FIRST_TRY, 1.0), 1.0).astype(dtype)
 
 
 def _after_start(search: Search, form: PrecisionForm, state: SolverState, new: Evaluation) -> SolverState:

@@ -86,9 +86,9 @@ def ancestors(roots: Sequence[Node], stop: Callable[[Node], bool] = lambda n: Fa
     return [seen[k] for k in sorted(seen)]  # parents are always older than children
 
 
-def evaluate_nodes(roots: Sequence[Node], known: dict[int, jax.Array]) -> list[jax.Array]:
-    values = dict(known)
-    for node in ancestors(roots, stop=lambda n: n.serial in known):
+def evaluate_nodes(roots: Sequence[Node], environment: dict[int, jax.Array]) -> list[jax.Array]:
+    values = dict(environment)
+    for node in ancestors(roots, stop=lambda n: n.serial in environment):
         if node.serial not in values:
             arguments = [_spread(values[p.serial], s) for p, s in zip(node.parents, node.in_shapes)]
             result = node.apply(*arguments)

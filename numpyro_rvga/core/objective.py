@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from .factors import Factors, Kind, Sums, add_curves, covariances, curve, expect
+from .factors import Factors, Kind, Sums, add_curvatures, covariances, curvature_of, expect
 
 
 class Objective(NamedTuple):
@@ -20,27 +20,27 @@ class Objective(NamedTuple):
         Lambda. None: that is the root itself.
     :ivar expect: m and that (None: a point mass, derivatives at m) -> sum E[log p], its gradient in m (r,), and what
         ``curvature`` needs to know.
-    :ivar curvature: m, that, and whether to clamp -> the sum of :func:`~numpyro_rvga.core.factors.curve`.
+    :ivar curvature: m, that, and whether to clamp -> the sum of :func:`~numpyro_rvga.core.factors.curvature_of`.
     """
 
     covariances: Callable[[Array, Any], Any] | None
     expect: Callable[[Array, Any], tuple[Array, Array, Any]]
     curvature: Callable[[Array, Any, bool], Array]
 
-    def seen(self, mean: Array, covariance_root: Any) -> Any:
-        """What ``expect`` needs to know of Lambda."""
+    def predictor_covariances(self, mean: Array, covariance_root: Any) -> Any:
+        """What ``expect`` takes of the covariance Lambda^-1."""
         return covariance_root if self.covariances is None else self.covariances(mean, covariance_root)
 
     def sums(self, mean: Array, covariance_root: Any) -> Sums:
-        value, gradient, known = self.expect(mean, self.seen(mean, covariance_root))
-        return Sums(value, gradient, self.curvature(mean, known, False))
+        value, gradient, hessians = self.expect(mean, self.predictor_covariances(mean, covariance_root))
+        return Sums(value, gradient, self.curvature(mean, hessians, False))
 
 
 class Group(NamedTuple):
     """Factors that need not be in memory all at once: rows, or the terms of a prior.
 
     :ivar kinds: of a chunk's factors; () if there are none.
-    :ivar linearise: (chunk, theta (P,)) -> factors with ``offset`` = F_i(theta) and ``design`` the Jacobians.
+    :ivar linearise: (chunk, theta (P,)) -> factors with ``predictors`` = F_i(theta) and ``jacobian`` the Jacobians.
     :ivar chunks: a pytree with the chunks along the leading axis; () for one that needs no arrays.
     """
 
@@ -57,19 +57,19 @@ class Group(NamedTuple):
     def first(self) -> Any:
         return jax.tree.map(lambda x: x[0], self.chunks)
 
-    def visit(self, function: Callable, *known: Any) -> tuple[Any, Any]:
-        """The sum over chunks of what ``function(chunk, *known)`` finds first, and what it finds second by chunk."""
-        first = (self.first, *jax.tree.map(lambda x: x[0], known))
+    def visit(self, function: Callable, *arguments: Any) -> tuple[Any, Any]:
+        """``function(chunk, *arguments)`` returns a pair: the sum of the first over chunks, and the second by chunk."""
+        first = (self.first, *jax.tree.map(lambda x: x[0], arguments))
         if self.num_chunks == 1:
-            found = function(*first)
-            return found[0], jax.tree.map(lambda x: x[None], found[1])
+            result = function(*first)
+            return result[0], jax.tree.map(lambda x: x[None], result[1])
         nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(function, *first)[0])
 
         def body(total, chunk):
-            found, rest = function(*chunk)
-            return jax.tree.map(jnp.add, total, found), rest
+            result, rest = function(*chunk)
+            return jax.tree.map(jnp.add, total, result), rest
 
-        return lax.scan(body, nothing, (self.chunks, *known))
+        return lax.scan(body, nothing, (self.chunks, *arguments))
 
 
 def is_log_concave(kinds: Sequence[Kind]) -> bool:
@@ -83,29 +83,30 @@ def is_conservative(kinds: Sequence[Kind]) -> bool:
 
 
 def objective_of(kinds: tuple[Kind, ...], factors_at: Callable[[Array], tuple[Factors, ...]]) -> Objective:
-    """Of factors that are affine in e. ``factors_at``: e (r,) -> the factors seen from there."""
+    """Of factors that are affine in e. ``factors_at``: e (r,) -> the factors with e as the origin."""
     return Objective(
         lambda e, covariance_root: covariances(factors_at(e), covariance_root),
-        lambda e, known: expect(kinds, factors_at(e), known),
-        lambda e, hessians, clamped: curve(kinds, factors_at(e), hessians, clamped=clamped),
+        lambda e, covariances: expect(kinds, factors_at(e), covariances),
+        lambda e, hessians, clamped: curvature_of(kinds, factors_at(e), hessians, clamped=clamped),
     )
 
 
 class Frame(NamedTuple):
-    """How the coordinates e of a search see theta, gradients, covariances and curvatures, which factors see in theirs.
+    """A change of variables, from the coordinates e (r,) of a search to theta (P,), in which factors are given.
 
-    :ivar theta: e (r,) -> theta (P,). :ivar pull: gradients. :ivar spread: what the search knows of its covariance ->
-        that of the factors' coordinates, as :func:`~.designs.covariance` takes it. :ivar curve: curvatures.
+    :ivar theta: e -> theta. :ivar vjp: gradients in theta -> gradients in e.
+    :ivar covariance: a covariance of e -> that of theta, as :func:`~.jacobians.covariance` takes it.
+    :ivar curvature_of: curvatures in theta -> curvatures in e.
     """
 
     theta: Callable[[Array], Array]
-    pull: Callable[[Array], Array]
-    spread: Callable[[Any], Any]
-    curve: Callable[[Array], Array]
+    vjp: Callable[[Array], Array]
+    covariance: Callable[[Any], Any]
+    curvature_of: Callable[[Array], Array]
 
 
 def standard_frame(mean: Array, root: Array, *, weighted: bool) -> Frame:
-    """theta = mean + root e. Designs stay in the coordinates of theta: per row, that saves one product with a (P, P)
+    """theta = mean + root e. Jacobians stay in the coordinates of theta: per row, that saves one product with a (P, P)
     matrix.
 
     :param weighted: whether the search does so too: its precisions are :class:`~.precisions.Weighted` by ``root``.
@@ -145,7 +146,7 @@ def in_stages(
 
 
 def joint_objective(groups: tuple[Group, ...], frame: Frame, *, staged: bool) -> Objective:
-    """Of groups of factors, whose designs are in coordinates of theta.
+    """Of groups of factors, whose Jacobians are in coordinates of theta.
 
     :param staged: whether each part is computed when it is asked for. Otherwise ``expect`` computes the curvatures too:
         factors that are not affine are linearized once, and what is large is not kept.
@@ -153,44 +154,46 @@ def joint_objective(groups: tuple[Group, ...], frame: Frame, *, staged: bool) ->
     all_kinds = tuple(kind for group in groups for kind in group.kinds)
     ways = [False] if is_log_concave(all_kinds) else [False, True]
 
-    def visit(function, e, *known):
-        """Every group's sums and what else is found, by ``function(kinds, factors, *known)``; ``known`` by group."""
+    def visit(function, e, *arguments):
+        """By group, sums and the rest of ``function(kinds, factors, *arguments)``; ``arguments`` are by group too."""
         theta = frame.theta(e)
 
-        def of_group(group, *known):
-            return group.visit(lambda chunk, *rest: function(group.kinds, group.linearise(chunk, theta), *rest), *known)
+        def of_group(group, *arguments):
+            return group.visit(
+                lambda chunk, *rest: function(group.kinds, group.linearise(chunk, theta), *rest), *arguments
+            )
 
-        return zip(*map(of_group, groups, *known))
+        return zip(*map(of_group, groups, *arguments))
 
-    def covariances_staged(e, known):
-        known = frame.spread(known)
-        return tuple(visit(lambda kinds, factors: ((), covariances(factors, known)), e))[1]
+    def covariances_staged(e, arguments):
+        arguments = frame.covariance(arguments)
+        return tuple(visit(lambda kinds, factors: ((), covariances(factors, arguments)), e))[1]
 
-    def expect_staged(e, known):
-        def one(kinds, factors, known=None):
-            value, gradient, hessians = expect(kinds, factors, known)
+    def expect_staged(e, arguments):
+        def one(kinds, factors, arguments=None):
+            value, gradient, hessians = expect(kinds, factors, arguments)
             return (value, gradient), hessians
 
-        sums, hessians = visit(one, e, *() if known is None else (known,))
+        sums, hessians = visit(one, e, *() if arguments is None else (arguments,))
         value, gradient = (reduce(jnp.add, parts) for parts in zip(*sums))
-        return value, frame.pull(gradient), hessians
+        return value, frame.vjp(gradient), hessians
 
     def curvature_staged(e, hessians, clamped):
-        curves, _ = visit(lambda kinds, factors, h: (curve(kinds, factors, h, clamped=clamped), ()), e, hessians)
-        return frame.curve(reduce(add_curves, curves))
+        curves, _ = visit(lambda kinds, factors, h: (curvature_of(kinds, factors, h, clamped=clamped), ()), e, hessians)
+        return frame.curvature_of(reduce(add_curvatures, curves))
 
-    def expect_at_once(e, known):
-        known = None if known is None else frame.spread(known)
+    def expect_at_once(e, arguments):
+        arguments = None if arguments is None else frame.covariance(arguments)
 
         def one(kinds, factors):
-            value, gradient, hessians = expect(kinds, factors, covariances(factors, known))
-            curves = [curve(kinds, factors, hessians, clamped=clamped) for clamped in ways]
+            value, gradient, hessians = expect(kinds, factors, covariances(factors, arguments))
+            curves = [curvature_of(kinds, factors, hessians, clamped=clamped) for clamped in ways]
             return (value, gradient, curves), ()
 
         sums, _ = visit(one, e)
         values, gradients, curves = zip(*sums)
-        return sum(values), frame.pull(sum(gradients)), [reduce(add_curves, each) for each in zip(*curves)]
+        return sum(values), frame.vjp(sum(gradients)), [reduce(add_curvatures, each) for each in zip(*curves)]
 
     if staged:
         return Objective(covariances_staged, expect_staged, curvature_staged)
-    return Objective(None, expect_at_once, lambda e, curves, clamped: frame.curve(curves[clamped]))
+    return Objective(None, expect_at_once, lambda e, curves, clamped: frame.curvature_of(curves[clamped]))

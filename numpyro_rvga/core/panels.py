@@ -64,11 +64,11 @@ def normal_integral(
     def measured(left: Array, right: Array) -> tuple[Array, Array, Array]:
         half = 0.5 * (right - left)
         z = 0.5 * (left + right) + half * nodes
-        phi, slopes, found = jax.vmap(function)(z)
+        phi, slopes, values = jax.vmap(function)(z)
         density = half * jnp.exp(-0.5 * z * z) * jnp.asarray((2 * np.pi) ** -0.5, dtype)
-        sums = (weights * density) @ found
-        size = (weights * density) @ jnp.abs(found)
-        share = jnp.abs(sums - (fewer * density) @ found) / jnp.where(size > 0, size, 1.0)
+        sums = (weights * density) @ values
+        size = (weights * density) @ jnp.abs(values)
+        share = jnp.abs(sums - (fewer * density) @ values) / jnp.where(size > 0, size, 1.0)
         error = size * jnp.minimum(share, (200 * share) ** 1.5)
         return _meeting(z, phi, slopes, left, right), sums, jnp.max(error)
 
@@ -107,8 +107,8 @@ def normal_integral(
 
 def _meeting(z: Array, phi: Array, slopes: Array, left: Array, right: Array) -> Array:
     """Where the tangents at the outermost nodes meet; the middle, if that is outside or near an end."""
-    turn = slopes[0] - slopes[-1]
-    place = (phi[-1] - phi[0] + slopes[0] * z[0] - slopes[-1] * z[-1]) / jnp.where(turn == 0, 1.0, turn)
+    change = slopes[0] - slopes[-1]
+    place = (phi[-1] - phi[0] + slopes[0] * z[0] - slopes[-1] * z[-1]) / jnp.where(change == 0, 1.0, change)
     margin = NEAR_END * (right - left)
-    inside = (turn != 0) & (place > left + margin) & (place < right - margin)
+    inside = (change != 0) & (place > left + margin) & (place < right - margin)
     return jnp.where(inside, place, 0.5 * (left + right))

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from .designs import Packed
+from .jacobians import Packed
 from .linalg import cholesky, solve_lower
 
 NARROWING = 256.0  # of the start's covariance, at a time
@@ -126,14 +126,14 @@ class Arrow:
     Its Cholesky factor is [[s, 0], [W, L]] with s = D^(1/2), W = B / s and L L^T = A - W W^T, and packed like it: work
     grows with h k^2 + k^3, not with (h + k)^3.
 
-    :ivar start: the precision to start from, (h + k,), diagonal. :ivar heads: h.
+    :ivar start: the precision to start from, (h + k,), diagonal. :ivar num_diagonal: h.
     """
 
     start: Array
-    heads: int = field(metadata={"static": True})
+    num_diagonal: int = field(metadata={"static": True})
 
     def begin(self, mean: Array) -> Array:
-        return self._packed(self.start[: self.heads], 0.0, jnp.diag(self.start[self.heads :]))
+        return self._packed(self.start[: self.num_diagonal], 0.0, jnp.diag(self.start[self.num_diagonal :]))
 
     narrower, wider = Dense.narrower, Dense.wider
 
@@ -185,10 +185,10 @@ class Arrow:
         return jnp.concatenate([head, solve_lower(corner, rest)])
 
     def _parts(self, x: Array) -> _Parts:
-        return x[0, : self.heads], x[1:, : self.heads], x[1:, self.heads :]
+        return x[0, : self.num_diagonal], x[1:, : self.num_diagonal], x[1:, self.num_diagonal :]
 
     def _packed(self, diagonal: Array, border: Array | float, corner: Array) -> Array:
-        border = jnp.broadcast_to(border, (len(corner), self.heads))
+        border = jnp.broadcast_to(border, (len(corner), self.num_diagonal))
         first = jnp.concatenate([diagonal, jnp.zeros(len(corner), corner.dtype)])
         return jnp.concatenate([first[None], jnp.concatenate([border, corner], axis=1)])
 

@@ -60,8 +60,10 @@ def binder(eqn) -> Callable:
         return partial(solve_triangular, **eqn.params)
     if eqn.primitive.name == "cholesky" and small:
         return cholesky_by_columns
-    found = eqn.primitive.get_bind_params(eqn.params)
-    functions, params = found if isinstance(found, tuple) else ((), found)  # the form depends on the JAX version
+    bind_params = eqn.primitive.get_bind_params(eqn.params)
+    functions, params = (
+        bind_params if isinstance(bind_params, tuple) else ((), bind_params)
+    )  # the form depends on the JAX version
     return lambda *arguments: eqn.primitive.bind(*functions, *arguments, **params)
 
 
@@ -73,8 +75,8 @@ def inner_program(eqn) -> tuple:
 
 def results(eqn, inputs: list) -> list:
     """The outputs of an equation, as a list."""
-    found = binder(eqn)(*inputs)
-    return list(found) if eqn.primitive.multiple_results else [found]
+    result = binder(eqn)(*inputs)
+    return list(result) if eqn.primitive.multiple_results else [result]
 
 
 def freeze(params: dict) -> tuple | object:

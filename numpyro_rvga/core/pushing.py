@@ -243,8 +243,8 @@ def _of_pieces(
     if index.is_known:
         pieces = np.unique(np.searchsorted(starts, index.numbers, side="right") - 1)
         if len(pieces) == 1:
-            found = of_piece(int(pieces[0]), known_index(index.value - starts[pieces[0]]))
-            return found if node.kind != AFFINE or found.kind == AFFINE else None
+            node_of_piece = of_piece(int(pieces[0]), known_index(index.value - starts[pieces[0]]))
+            return node_of_piece if node.kind != AFFINE or node_of_piece.kind == AFFINE else None
     if node.kind == AFFINE:
         return None
     sides = [

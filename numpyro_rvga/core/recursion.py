@@ -18,7 +18,7 @@ from jax import Array, lax
 from .compilation import single_kernel
 from .count import Count
 from .drivers import solve_traced
-from .factors import Factors, Kind, Moments, covariances, curve, evaluate, expect
+from .factors import Factors, Kind, Moments, covariances, curvature_of, evaluate, expect
 from .gaussians import FullGaussian, Transition
 from .linalg import cholesky, row_space, semidefinite_factor, solve_lower
 from .maximize import Search, Settings, Solution, init, standard_base
@@ -28,8 +28,11 @@ from .precisions import Dense
 ROUTINE_NUMBERS = 16  # in the Jacobians of a block whose solve is one routine: XLA cannot fuse those of many rows
 
 
-class Quadratic(NamedTuple):
-    """constant + linear . (theta - centre) - (theta - centre)' precision (theta - centre) / 2."""
+class CanonicalGaussian(NamedTuple):
+    """A Gaussian factor of theta, by its logarithm at theta = centre + d: constant + linear . d - d' precision d / 2.
+
+    :ivar precision: (P, P). :ivar linear: (P,). :ivar constant: (). :ivar centre: (P,).
+    """
 
     precision: Array
     linear: Array
@@ -43,19 +46,19 @@ class State(NamedTuple):
     :ivar mean: (P,), with ``mean_error`` the rounding error that the last updates left (compensated summation).
     :ivar root: (P, P).
     :ivar log_evidence: accumulated bound; log q + log_evidence stands for the log joint density.
-    :ivar prior_site: the part of log q that stands for prior terms that are not Gaussian; None if there are none.
+    :ivar prior_factor: the Gaussian that approximates prior terms that are not Gaussian; None if there are none.
     """
 
     mean: Array
     mean_error: Array
     root: Array
     log_evidence: Array
-    prior_site: Quadratic | None
+    prior_factor: CanonicalGaussian | None
     num_rows: Count
 
 
-class Sites(NamedTuple):
-    """The quadratics that stand for n factors of one kind in q: constant + linear . u - u' precision u / 2.
+class RowFactors(NamedTuple):
+    """Gaussian approximations of n factors of one kind: constant + linear . u - u' precision u / 2 in predictors u.
 
     :ivar precision: (n, C, C). :ivar linear: (n, C). :ivar constant: (n,).
     """
@@ -66,11 +69,12 @@ class Sites(NamedTuple):
 
 
 class Absorbed(NamedTuple):
-    """How q saw the predictors of n factors of one kind when it took them in: what :func:`sites_of` makes sites from.
+    """Moments under q of the predictors of n factors of one kind, when they became part of q: what
+    :func:`row_factors_of` takes.
 
     :ivar mean: (n, C). :ivar covariance: (n, C, C).
-    :ivar error: (n,), how many nats the site may be off where q has mass: the change of the factor's curvature one
-        standard deviation away, times the variance. Zero for Gaussian factors.
+    :ivar error: (n,), how many nats the approximation may be off where q has mass: the change of the factor's
+        curvature one standard deviation away, times the variance. Zero for Gaussian factors.
     """
 
     mean: Array
@@ -79,11 +83,11 @@ class Absorbed(NamedTuple):
 
 
 class StepInfo(NamedTuple):
-    """What a step has to tell.
+    """Diagnostics of a step.
 
     :ivar bound: E_q[log lik] - KL(q || before).
     :ivar ok: whether the result is finite; else nothing changed.
-    :ivar absorbed: how q now sees the factors, by kind; empty unless asked for.
+    :ivar absorbed: moments of the factors' predictors, by kind; empty unless asked for.
     :ivar modes: bounds of the modes that several starts led to, that of q first; empty for one mode.
     """
 
@@ -96,12 +100,12 @@ class StepInfo(NamedTuple):
     modes: tuple[float, ...] = ()
 
 
-def new_state(mean: Array, root: Array, prior_site: Quadratic | None) -> State:
+def new_state(mean: Array, root: Array, prior_factor: CanonicalGaussian | None) -> State:
     zero = jnp.zeros((), mean.dtype)
-    return State(mean, jnp.zeros_like(mean), root, zero, prior_site, Count.of(0))
+    return State(mean, jnp.zeros_like(mean), root, zero, prior_factor, Count.of(0))
 
 
-def quadratic_at(site: Quadratic, theta: Array) -> tuple[Array, Array]:
+def quadratic_at(site: CanonicalGaussian, theta: Array) -> tuple[Array, Array]:
     """Value and gradient at theta."""
     delta = theta - site.centre
     pull = site.precision @ delta
@@ -109,12 +113,12 @@ def quadratic_at(site: Quadratic, theta: Array) -> tuple[Array, Array]:
 
 
 def summarise(
-    kinds: tuple[Kind, ...], factors: tuple[Factors, ...], spreads: tuple[Array, ...]
+    kinds: tuple[Kind, ...], factors: tuple[Factors, ...], predictor_scales: tuple[Array, ...]
 ) -> tuple[Absorbed, ...]:
-    """How a q sees the factors under which predictor i has mean ``offset`` and covariance spread_i spread_i^T."""
+    """How a q sees the factors under which predictor i has mean ``predictors`` and covariance spread_i spread_i^T."""
 
-    def one(kind, mean, spread, constants):
-        covariance = spread @ spread.T
+    def one(kind, mean, scale, constants):
+        covariance = scale @ scale.T
         steps = semidefinite_factor(covariance)[0].T
         points = jnp.concatenate([mean[None], mean + steps, mean - steps])
         curvatures = jax.vmap(lambda u: kind.plugin(u, covariance, constants)[2])(points)
@@ -123,63 +127,66 @@ def summarise(
         return Absorbed(mean, covariance, jnp.sum(jnp.max(along, axis=0)))
 
     return tuple(
-        jax.vmap(partial(one, kind))(block.offset, spread, block.constants)
-        for kind, block, spread in zip(kinds, factors, spreads)
+        jax.vmap(partial(one, kind))(block.predictors, scale, block.constants)
+        for kind, block, scale in zip(kinds, factors, predictor_scales)
     )
 
 
-def sites_of(
+def row_factors_of(
     kinds: tuple[Kind, ...], factors: tuple[Factors, ...], absorbed: tuple[Absorbed, ...]
-) -> tuple[Sites, ...]:
+) -> tuple[RowFactors, ...]:
     """The sites of factors that q took in when it saw them so: of their expected value and derivatives then."""
     return tuple(
-        _sites(seen, kind.expect(seen.mean, seen.covariance, block.constants))
+        _row_factors(seen, kind.expect(seen.mean, seen.covariance, block.constants))
         for kind, block, seen in zip(kinds, factors, absorbed)
     )
 
 
-def _sites(seen: Absorbed, moments: Moments) -> Sites:
+def _row_factors(seen: Absorbed, moments: Moments) -> RowFactors:
     """Of n factors of one kind."""
 
     def one(mean, covariance, moments):
         value, gradient, hessian = moments
         linear = gradient - hessian @ mean
         constant = value - linear @ mean - 0.5 * (mean @ hessian @ mean + jnp.sum(hessian * covariance))
-        return Sites(-hessian, linear, constant)
+        return RowFactors(-hessian, linear, constant)
 
     return jax.vmap(one)(seen.mean, seen.covariance, moments)
 
 
-def sites_and_misfits(
-    kinds: tuple[Kind, ...], factors: tuple[Factors, ...], spreads: tuple[Array, ...], absorbed: tuple[Absorbed, ...]
-) -> tuple[tuple[Sites, ...], tuple[Array, ...]]:
-    """The sites of factors (see :func:`sites_of`), and by how much they are not those that this q would make (see
+def row_factors_and_residuals(
+    kinds: tuple[Kind, ...],
+    factors: tuple[Factors, ...],
+    predictor_scales: tuple[Array, ...],
+    absorbed: tuple[Absorbed, ...],
+) -> tuple[tuple[RowFactors, ...], tuple[Array, ...]]:
+    """The sites of factors (see :func:`row_factors_of`), and by how much they are not those that this q would make (see
     :func:`summarise`), (n,) by kind: the length of what q's natural gradient lacks for each factor, in standard
     deviations of q."""
 
     def one(mean, covariance, moments, site):
         _, gradient, hessian = moments
-        pull = gradient - (site.linear - site.precision @ mean)
-        turn = covariance @ (hessian + site.precision)
-        return jnp.sqrt(jnp.maximum(pull @ covariance @ pull + 0.5 * jnp.sum(turn * turn.T), 0.0))
+        slope = gradient - (site.linear - site.precision @ mean)
+        change = covariance @ (hessian + site.precision)
+        return jnp.sqrt(jnp.maximum(slope @ covariance @ slope + 0.5 * jnp.sum(change * change.T), 0.0))
 
-    def of_kind(kind, block, spread, seen):
-        covariance = jnp.einsum("ncr,ndr->ncd", spread, spread)
-        then, now = (seen.mean, seen.covariance, block.constants), (block.offset, covariance, block.constants)
+    def of_kind(kind, block, scale, seen):
+        covariance = jnp.einsum("ncr,ndr->ncd", scale, scale)
+        then, now = (seen.mean, seen.covariance, block.constants), (block.predictors, covariance, block.constants)
         both = kind.expect(*jax.tree.map(lambda *x: jnp.concatenate(x), then, now))  # at once: compiled once
-        count = len(block.offset)
-        sites = _sites(seen, tuple(x[:count] for x in both))
-        return sites, jax.vmap(one)(block.offset, covariance, tuple(x[count:] for x in both), sites)
+        count = len(block.predictors)
+        row_factors = _row_factors(seen, tuple(x[:count] for x in both))
+        return row_factors, jax.vmap(one)(block.predictors, covariance, tuple(x[count:] for x in both), row_factors)
 
-    found = list(map(of_kind, kinds, factors, spreads, absorbed))
-    return tuple(sites for sites, _ in found), tuple(misfits for _, misfits in found)
+    pairs = list(map(of_kind, kinds, factors, predictor_scales, absorbed))
+    return tuple(row_factors for row_factors, _ in pairs), tuple(residuals for _, residuals in pairs)
 
 
 def predict(transition: Transition, state: State) -> State:
     """The state after the parameters have moved. What stood for the prior terms is now part of the Gaussian."""
     moved = FullGaussian(state.mean, state.root).predict(transition)
     error = jnp.zeros_like(moved.mean)
-    return state._replace(mean=moved.mean, mean_error=error, root=moved.root, prior_site=None)
+    return state._replace(mean=moved.mean, mean_error=error, root=moved.root, prior_factor=None)
 
 
 # ---------------------------------------------------------------------- small blocks
@@ -192,28 +199,28 @@ def implicit_step(
 ) -> Callable[[State, Array], tuple[State, StepInfo]]:
     """The exact minimiser of KL(q' || p(rows | theta) q), f linearised ``num_linearizations`` times (once if affine).
 
-    :param linearise: theta (P,) -> factors with ``offset`` = F_i(theta) and ``design`` the Jacobians (n, C, P).
+    :param linearise: theta (P,) -> factors with ``predictors`` = F_i(theta) and ``jacobian`` the Jacobians (n, C, P).
     :param with_absorbed: report how q sees the factors.
     """
 
     def step(state: State, num_rows: Array) -> tuple[State, StepInfo]:
         def solve(factors):
             designs, basis = _subspace(state.root, factors)
-            blocks = tuple(f._replace(design=z) for f, z in zip(factors, designs))
+            blocks = tuple(f._replace(jacobian=z) for f, z in zip(factors, designs))
             solver = partial(_solve_block, kinds, settings)
             if designs[0].shape[-1] == 1 and sum(z.size for z in designs) <= ROUTINE_NUMBERS:
                 solver = single_kernel(solver)
-            found = solver(blocks)
-            return found, basis, _predict(blocks, found.mean)
+            solution = solver(blocks)
+            return solution, basis, _predict(blocks, solution.mean)
 
-        found, basis, factors = solve(linearise(state.mean))
+        solution, basis, factors = solve(linearise(state.mean))
         for _ in range(num_linearizations - 1):
-            shift = state.root @ _lift(basis, found.mean)
-            found, basis, factors = solve(_predict(linearise(state.mean + shift), -shift))
-        info = (found.bound, found.decrement, found.iterations, found.converged)
-        after, report = _move(state, basis, found.mean, found.root, num_rows, *info)
+            shift = state.root @ _lift(basis, solution.mean)
+            solution, basis, factors = solve(_predict(linearise(state.mean + shift), -shift))
+        info = (solution.bound, solution.decrement, solution.iterations, solution.converged)
+        after, report = _move(state, basis, solution.mean, solution.root, num_rows, *info)
         if with_absorbed:
-            report = report._replace(absorbed=summarise(kinds, factors, spreads(factors, found.root)))
+            report = report._replace(absorbed=summarise(kinds, factors, predictor_scales(factors, solution.root)))
         return after, report
 
     return step
@@ -222,14 +229,14 @@ def implicit_step(
 def _solve_block(kinds: tuple[Kind, ...], settings: Settings, blocks: tuple[Factors, ...]) -> Solution:
     """From the standard normal."""
     search = Search(settings, is_log_concave(kinds), by_decrement=not is_conservative(kinds))
-    mean, form = jnp.zeros(blocks[0].design.shape[-1], blocks[0].offset.dtype), Dense(None)
+    mean, form = jnp.zeros(blocks[0].jacobian.shape[-1], blocks[0].predictors.dtype), Dense(None)
     objective = objective_of(kinds, partial(_predict, blocks))
     return solve_traced(search, objective, standard_base(mean.dtype), form, init(search, form, mean))
 
 
 def _predict(blocks: tuple[Factors, ...], e: Array) -> tuple[Factors, ...]:
     """The factors, linearised where they are, seen from e."""
-    return tuple(b._replace(offset=b.offset + b.design @ e) for b in blocks)
+    return tuple(b._replace(predictors=b.predictors + b.jacobian @ e) for b in blocks)
 
 
 def explicit_step(
@@ -243,12 +250,12 @@ def explicit_step(
     def step(state: State, num_rows: Array) -> tuple[State, StepInfo]:
         factors = linearise(state.mean)
         designs, basis = _subspace(state.root, factors)
-        blocks = tuple(Factors(f.offset, z, f.constants) for f, z in zip(factors, designs))
+        blocks = tuple(Factors(f.predictors, z, f.constants) for f, z in zip(factors, designs))
         identity = jnp.eye(designs[0].shape[-1], dtype=state.mean.dtype)
         _, gradient, hessians = expect(kinds, blocks, covariances(blocks, identity))
 
         def rooted(*, clamped):
-            return cholesky(identity + curve(kinds, blocks, hessians, clamped=clamped))
+            return cholesky(identity + curvature_of(kinds, blocks, hessians, clamped=clamped))
 
         root = rooted(clamped=False)
         if not all(kind.concave for kind in kinds):
@@ -284,7 +291,7 @@ def scan_blocks(
 
 def _subspace(root: Array, factors: tuple[Factors, ...]):
     """Designs in coordinates of the span of S^T F^T, and its orthonormal basis (None: all of R^P)."""
-    whitened = [f.design @ root for f in factors]
+    whitened = [f.jacobian @ root for f in factors]
     sizes = [z.shape[0] * z.shape[1] for z in whitened]
     total, size = sum(sizes), root.shape[0]
     if total >= size:
@@ -295,14 +302,14 @@ def _subspace(root: Array, factors: tuple[Factors, ...]):
     return [p.reshape(*z.shape[:2], total) for p, z in zip(pieces, whitened)], basis
 
 
-def spreads(factors: tuple[Factors, ...], precision_root: Array) -> tuple[Array, ...]:
+def predictor_scales(factors: tuple[Factors, ...], precision_root: Array) -> tuple[Array, ...]:
     """Z_i Lambda^(-1/2) for each factor, (n, C, r)."""
 
-    def spread(design):
-        n, c, r = design.shape
-        return solve_lower(precision_root, design.reshape(n * c, r).T).T.reshape(n, c, r)
+    def spread(jacobian):
+        n, c, r = jacobian.shape
+        return solve_lower(precision_root, jacobian.reshape(n * c, r).T).T.reshape(n, c, r)
 
-    return tuple(spread(f.design) for f in factors)
+    return tuple(spread(f.jacobian) for f in factors)
 
 
 def _lift(basis: Array | None, e: Array) -> Array:
@@ -319,14 +326,14 @@ def _move(state, basis, move, precision_root, num_rows, bound, decrement, iterat
         root = solve_lower(precision_root, state.root.T).T
         change = state.root @ move
     else:
-        spread = state.root @ basis.T
-        change = spread @ move
+        scale = state.root @ basis.T
+        change = scale @ move
         shrink = identity - solve_lower(precision_root, identity).T
-        root = state.root - (spread @ shrink) @ basis
+        root = state.root - (scale @ shrink) @ basis
     mean, error = _compensated_add(state.mean, state.mean_error, change)
     evidence = state.log_evidence + jnp.where(ok, bound, 0.0)
     count = state.num_rows + jnp.where(ok, num_rows, 0)
-    after = State(mean, error, root, evidence, state.prior_site, count)
+    after = State(mean, error, root, evidence, state.prior_factor, count)
     return after, StepInfo(bound, decrement, iterations, converged, ok)
 
 

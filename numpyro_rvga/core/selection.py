@@ -199,10 +199,10 @@ def without_repetition(selection: Selection) -> tuple[Selection, Selection]:
     if selection.nodes:
         few = of_indices(selection.indices, len(selection.shape))
         return few, broadcast_selection(few.shape, selection.shape)
-    found = [np.unique(index.numbers, return_inverse=True) for index in selection.indices]
-    shape = tuple(len(values) for values, _ in found)
-    few = [values.reshape([-1 if a == i else 1 for a in range(len(shape))]) for i, (values, _) in enumerate(found)]
-    back = [known_index(at.reshape(index.shape)) for (_, at), index in zip(found, selection.indices)]
+    uniques = [np.unique(index.numbers, return_inverse=True) for index in selection.indices]
+    shape = tuple(len(values) for values, _ in uniques)
+    few = [values.reshape([-1 if a == i else 1 for a in range(len(shape))]) for i, (values, _) in enumerate(uniques)]
+    back = [known_index(at.reshape(index.shape)) for (_, at), index in zip(uniques, selection.indices)]
     return Selection(shape, tuple(map(known_index, few))), Selection(selection.shape, tuple(back))
 
 
@@ -237,9 +237,11 @@ def selection_of(eqn: Any, indices: Sequence[Index] | None = None) -> Selection 
         places = {axis: place for place, axis in enumerate(params["permutation"])}
         return Selection(out, tuple(along(n, places[axis], len(out)) for axis, n in enumerate(shape)))
     if name == "rev":
-        found = everything(out).indices
-        turned = [known_index(out[a] - 1 - i.value) for a, i in enumerate(found)]
-        return Selection(out, tuple(turned[a] if a in params["dimensions"] else i for a, i in enumerate(found)))
+        indices = everything(out).indices
+        reversed_indices = [known_index(out[a] - 1 - i.value) for a, i in enumerate(indices)]
+        return Selection(
+            out, tuple(reversed_indices[a] if a in params["dimensions"] else i for a, i in enumerate(indices))
+        )
     if name == "slice":
         strides = params["strides"] or (1,) * len(shape)
         moved = [
@@ -306,8 +308,8 @@ def _gathered(params: dict, shape: tuple, out: tuple, columns: Sequence[Index]) 
         if axis in numbers.start_index_map:
             column = columns[numbers.start_index_map.index(axis)]
             placed = dict(zip(batch_axes, column.shape))
-            spread = tuple(placed.get(a, 1) for a in range(len(out)))
-            column = Index(spread, _reshaped(column.value, spread), (column.key, spread))
+            shape_of_column = tuple(placed.get(a, 1) for a in range(len(out)))
+            column = Index(shape_of_column, _reshaped(column.value, shape_of_column), (column.key, shape_of_column))
             index = clamped(column, 0, length - sizes[axis])
         if axis in numbers.operand_batching_dims:
             place = numbers.start_indices_batching_dims[numbers.operand_batching_dims.index(axis)]

@@ -11,23 +11,23 @@ from jax import Array
 
 from . import maximize
 from .count import Count
-from .designs import packed_inner, unpacked
 from .factors import evaluate
+from .jacobians import packed_inner, unpacked
 from .joint import Joint, Start
 from .maximize import Base, Search
 from .objective import Frame, Group, joint_objective
 from .precisions import Arrow
-from .recursion import Quadratic, State, StepInfo
+from .recursion import CanonicalGaussian, State, StepInfo
 
 
-class Order(NamedTuple):
+class EliminationOrder(NamedTuple):
     """In which the entries of theta are taken: heads first, of which no factor looks at two.
 
-    :ivar places: (P,), the entry of theta that comes first, second, ... :ivar heads: how many of them are heads.
+    :ivar places: (P,), the entry of theta that comes first, second, ... :ivar num_diagonal: how many of them are heads.
     """
 
     places: np.ndarray
-    heads: int
+    num_diagonal: int
 
     @property
     def back(self) -> np.ndarray:
@@ -47,13 +47,13 @@ def sparse_solve(
     rows: Group,
     prior: Group,
     gaussian: Group,
-    order: Order,
+    order: EliminationOrder,
     marginals: Marginals,
 ) -> Joint:
     """Rows and the whole prior together, over theta itself, its entries reordered. The base is flat.
 
     :param prior: its terms that are not Gaussian. :param gaussian: those that are. The designs of all three are
-        :class:`~.designs.Sparse`, and all take theta in ``order``.
+        :class:`~.jacobians.SparseJacobian`, and all take theta in ``order``.
     :param marginals: where the search begins.
     """
     size, dtype = marginals.mean.size, marginals.mean.dtype
@@ -62,23 +62,23 @@ def sparse_solve(
     frame = Frame(same, same, same, same)
     groups = (gaussian, prior, rows)
     objective = joint_objective(groups, frame, staged=search.staged)
-    form = Arrow((1 / marginals.variance)[order.places], order.heads)
+    form = Arrow((1 / marginals.variance)[order.places], order.num_diagonal)
 
     def start():
         flat = Base(None, None, jnp.asarray(0.5 * size * math.log(2 * math.pi), dtype))  # of the entropy
         return Start(flat, form, maximize.init(search, form, marginals.mean[order.places]))
 
-    def absorb(found, num_rows):
-        mean, root = found.mean[back], form.dense_root(found.root).T[back]
+    def absorb(solution, num_rows):
+        mean, root = solution.mean[back], form.dense_root(solution.root).T[back]
         site = None
         if prior.kinds:
-            covariance = form.covariance_root(found.root)
-            sums = evaluate(prior.kinds, prior.linearise(prior.first, found.mean), covariance)
+            covariance = form.covariance_root(solution.root)
+            sums = evaluate(prior.kinds, prior.linearise(prior.first, solution.mean), covariance)
             trace = packed_inner(covariance.array, sums.curvature)
             precision = unpacked(sums.curvature)[back][:, back]
-            site = Quadratic(precision, sums.gradient[back], sums.value + 0.5 * trace, mean)
-        ok = jnp.isfinite(found.bound) & jnp.all(jnp.isfinite(mean)) & jnp.all(jnp.isfinite(root))
-        after = State(mean, jnp.zeros_like(mean), root, found.bound, site, Count.of(0) + num_rows)
-        return after, StepInfo(found.bound, found.decrement, found.iterations, found.converged, ok)
+            site = CanonicalGaussian(precision, sums.gradient[back], sums.value + 0.5 * trace, mean)
+        ok = jnp.isfinite(solution.bound) & jnp.all(jnp.isfinite(mean)) & jnp.all(jnp.isfinite(root))
+        after = State(mean, jnp.zeros_like(mean), root, solution.bound, site, Count.of(0) + num_rows)
+        return after, StepInfo(solution.bound, solution.decrement, solution.iterations, solution.converged, ok)
 
     return Joint(objective, start, absorb)

@@ -100,8 +100,8 @@ class Reading:
             return {n.serial: jnp.reshape(x, n.shape) for n, x in zip(row_nodes, flat)}
 
         def predictors(theta_value, row):
-            known = bind_row(row) | {theta_node.serial: jnp.reshape(theta_value, theta_node.shape)}
-            values = evaluate_nodes(affine_nodes, known)
+            environment = bind_row(row) | {theta_node.serial: jnp.reshape(theta_value, theta_node.shape)}
+            values = evaluate_nodes(affine_nodes, environment)
             flat = [jnp.ravel(v).astype(theta.dtype) for v in values]
             return jnp.concatenate(flat) if flat else jnp.zeros((0,), theta.dtype)
 
@@ -110,11 +110,11 @@ class Reading:
 
         def density(u, values):
             pieces = jnp.split(u, list(itertools.accumulate(sizes))[:-1]) if sizes else []
-            known = {n.serial: v for n, v in zip(constants, values)}
-            known |= {n.serial: jnp.reshape(piece, n.shape).astype(n.dtype) for n, piece in zip(leaves, pieces)}
+            environment = {n.serial: v for n, v in zip(constants, values)}
+            environment |= {n.serial: jnp.reshape(piece, n.shape).astype(n.dtype) for n, piece in zip(leaves, pieces)}
             for serial, node in reversed(derived.items()):  # newer ones may be sums of older ones
-                known[serial] = evaluate_nodes([node], known)[0]
-            return jnp.reshape(evaluate_nodes([root], known)[0], ()).astype(u.dtype)
+                environment[serial] = evaluate_nodes([node], environment)[0]
+            return jnp.reshape(evaluate_nodes([root], environment)[0], ()).astype(u.dtype)
 
         return Factorisation(sum(sizes), out.is_affine, predictors, constant_values, density)
 
@@ -149,9 +149,9 @@ def _independent(graph, leaves: list[Node]) -> tuple[list[Node], dict[int, Node]
         return Node(POINTWISE, affine.shape, affine.dtype, parents, affine.apply, affine.in_shapes)
 
     for leaf in sorted(leaves, key=lambda n: -n.affine.serial):
-        found = expression(leaf.affine, True)
-        if found is not None:
-            derived[leaf.serial] = found
+        constant = expression(leaf.affine, True)
+        if constant is not None:
+            derived[leaf.serial] = constant
             del kept[leaf.affine.serial]
     return [n for n in leaves if n.serial not in derived], derived
 

@@ -101,8 +101,8 @@ def read_tilted(
         return centres, sorted(_read(closed, shifted, leaves).summands.items())
 
     def coefficients(constants):
-        centres, found = summands(constants)
-        return Tilted(*[jnp.stack([jnp.asarray(x, dtype) for x in each]) for each in (centres, dict(found).values())])
+        centres, terms = summands(constants)
+        return Tilted(*[jnp.stack([jnp.asarray(x, dtype) for x in each]) for each in (centres, dict(terms).values())])
 
     try:
         jax.eval_shape(lambda constants: keys.extend(key for key, _ in summands(constants)[1]), constants)
@@ -205,8 +205,8 @@ def _added(a: tuple, b: tuple) -> tuple:
     return tuple(sorted((i, number) for i, number in total.items() if number))
 
 
-def _of_number(known: Callable, traced: Callable, x: Any) -> Any:
-    return known(x) if isinstance(x, float) else traced(x)
+def _of_number(constant: Callable, traced: Callable, x: Any) -> Any:
+    return constant(x) if isinstance(x, float) else traced(x)
 
 
 ELEMENTWISE = {
@@ -288,15 +288,15 @@ def _rearranged(eqn: Any, inputs: list) -> list:
         places = np.arange(len(entries), len(entries) + array.size, dtype=np.int32)
         numbered.append(places.reshape(array.shape))
         entries += array.ravel().tolist()
-    found = _evaluated(eqn, [*numbered, *inputs[len(moved) :]])
-    return [_object_array([entries[i] for i in x.ravel()], x.shape) for x in found]
+    outputs = _evaluated(eqn, [*numbered, *inputs[len(moved) :]])
+    return [_object_array([entries[i] for i in x.ravel()], x.shape) for x in outputs]
 
 
 def _summed(array: np.ndarray, axes: tuple[int, ...]) -> np.ndarray:
     rest = [axis for axis in range(array.ndim) if axis not in axes]
     rows = array.transpose([*rest, *axes]).reshape(*[array.shape[axis] for axis in rest], -1)
-    found = [sum(row, _Sum({})) for row in rows.reshape(-1, rows.shape[-1])]
-    return _object_array(found, rows.shape[:-1])
+    sums = [sum(row, _Sum({})) for row in rows.reshape(-1, rows.shape[-1])]
+    return _object_array(sums, rows.shape[:-1])
 
 
 def _is_symbolic(array: Any) -> bool:

@@ -17,9 +17,9 @@ from ..model.tracing import REACH
 from ..model.validation import describe_bad_rows
 from ..options import Options
 from ..progress import progress
-from .climbs import GradientAscent, Record
 from .engine import Engine, chunks_of
 from .expectation_errors import expectation_errors, warn_of
+from .gradient_ascent import GradientAscent, Record
 from .joint_solver import JointProblem, whitened
 from .learning import Learned, Learner
 from .registry import Engines

@@ -13,10 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from ..core.designs import gram, pull_back
-from ..core.factors import Factors, add_curves, covariances
+from ..core.factors import Factors, add_curvatures, covariances
+from ..core.jacobians import gram, vjp
 from ..core.objective import Group
-from ..core.recursion import Absorbed, Quadratic, Sites, State
+from ..core.recursion import Absorbed, CanonicalGaussian, RowFactors, State
 from ..model.rows import Rows, num_rows, pad, selected
 from .engine import Engine
 
@@ -148,25 +148,28 @@ class Certificate:
             rows = self._added_up(mean, root, chunks(size), size)
             return base.look(state, rows, _double(self._of_prior(prior_inputs, mean, root)))
 
-        found = self._climb(look_at, state, tolerance, max_looks)
-        return found._replace(state=_stored(found.state, found.after, start))
+        certified = self._climb(look_at, state, tolerance, max_looks)
+        return certified._replace(state=_stored(certified.state, certified.after, start))
 
-    def estimated(self, state: State, known: Stratum, batches: Sequence[Stratum], max_looks: int) -> Certified:
+    def estimated(self, state: State, kept: Stratum, batches: Sequence[Stratum], max_looks: int) -> Certified:
         """Estimate the bound and its natural gradient on all rows from some of them, and step where it is significant.
 
         All rows are in the state by their Gaussian summaries. Only the errors of the summaries are estimated. These are
         small, so a sample determines them much better than the bound itself.
 
         :param state: after the last row.
-        :param known: rows that represent themselves.
+        :param kept: rows that represent themselves.
         :param batches: a sample of the other rows, in batches of equal sizes, weighted to represent all of them.
         """
-        base, size = _Base(state._replace(prior_site=None)), self._chunk(max(len(b.weights) for b in (known, *batches)))
+        base, size = (
+            _Base(state._replace(prior_factor=None)),
+            self._chunk(max(len(b.weights) for b in (kept, *batches))),
+        )
         nothing = _nothing(state)
 
         def look_at(state: State) -> Look:
             place = self._engine.devices.put((state.mean, state.root))
-            sums = [self._added_up(*place, stratum.in_chunks(size), size) for stratum in (known, *batches)]
+            sums = [self._added_up(*place, stratum.in_chunks(size), size) for stratum in (kept, *batches)]
             total = reduce(_added, sums[1:], sums[0])
             return base.look(state, total, nothing)._replace(noise=_noise(state, sums[1:]))
 
@@ -179,11 +182,11 @@ class Certificate:
             move = _moved(state, at, step)
             if move is None:
                 break
-            found = look_at(move.state)
+            after = look_at(move.state)
             looks += 1
-            step = _best_step(move, at, found)
-            if self._is_better(found, at):
-                state, at = move.state, found
+            step = _best_step(move, at, after)
+            if self._is_better(after, at):
+                state, at = move.state, after
             else:
                 step = min(step, SHORTER * move.step)
         return Certified(state, looks, before, at)
@@ -218,17 +221,17 @@ class Certificate:
             under_way.append(self._of_rows(mean, root, *self._engine.devices.put_rows((rows, weights, *absorbed))))
             if len(under_way) > AHEAD:
                 total = _added(total, _double(under_way.popleft()))
-        for found in under_way:
-            total = _added(total, _double(found))
+        for sums in under_way:
+            total = _added(total, _double(sums))
         return total
 
-    def _is_better(self, found: Look, at: Look) -> bool:
+    def _is_better(self, after: Look, at: Look) -> bool:
         """Whether the bound is higher; or, where rounding hides that or there is none, the natural gradient shorter."""
-        nearer = found.squared_natural_gradient < at.squared_natural_gradient
+        nearer = after.squared_natural_gradient < at.squared_natural_gradient
         if not all(kind.conservative for kind in self._engine.kinds):
             return nearer
         rounding = 8 * float(np.finfo(self._engine.program.dtype).eps) * abs(at.bound)
-        return found.bound > at.bound + rounding or (found.bound > at.bound - rounding and nearer)
+        return after.bound > at.bound + rounding or (after.bound > at.bound - rounding and nearer)
 
     # ------------------------------------------------------------------ compiled
     def _row_sums(
@@ -237,18 +240,18 @@ class Certificate:
         """Sums over the rows; with ``absorbed``, less the sums over their Gaussian summaries in the state."""
         engine = self._engine
         factors = engine.linearise(engine.prepare(rows, weights), mean)
-        found = _sums(engine.kinds, factors, root)
+        sums = _sums(engine.kinds, factors, root)
         if absorbed is None:
-            return found
-        stood_for = [_site_sums(*each, root) for each in zip(factors, engine.sites_at(factors, absorbed))]
-        return jax.tree.map(lambda x, *parts: x - jnp.stack(parts), found, *stood_for)
+            return sums
+        stood_for = [_row_factor_sums(*each, root) for each in zip(factors, engine.row_factors_at(factors, absorbed))]
+        return jax.tree.map(lambda x, *parts: x - jnp.stack(parts), sums, *stood_for)
 
     def _row_values(self, mean: Array, root: Array, rows: dict, weights: Array) -> Array:
         engine = self._engine
         factors = engine.linearise(engine.prepare(rows, weights), mean)
         values = [
-            kind.expect(block.offset, spread, block.constants)[0].reshape(len(weights), -1).sum(axis=1)
-            for kind, block, spread in zip(engine.kinds, factors, covariances(factors, root.T))
+            kind.expect(block.predictors, covariance, block.constants)[0].reshape(len(weights), -1).sum(axis=1)
+            for kind, block, covariance in zip(engine.kinds, factors, covariances(factors, root.T))
         ]
         return reduce(jnp.add, values)
 
@@ -259,27 +262,27 @@ class Certificate:
 
 def _sums(kinds: tuple, factors: tuple, root: Array) -> Sums:
     size = root.shape[0]
-    found = []
-    for kind, block, spread in zip(kinds, factors, covariances(factors, root.T)):
-        known = block.offset, spread, block.constants
+    sums = []
+    for kind, block, covariance in zip(kinds, factors, covariances(factors, root.T)):
+        arguments = block.predictors, covariance, block.constants
         exact = kind.measured is None
-        moments, errors = (kind.expect(*known), jnp.zeros((), root.dtype)) if exact else kind.measured(*known)
+        moments, errors = (kind.expect(*arguments), jnp.zeros((), root.dtype)) if exact else kind.measured(*arguments)
         value, gradient, hessian = moments
-        curvature = add_curves(gram(block.design, -hessian), jnp.zeros((size, size), root.dtype))
-        found.append(Sums(jnp.sum(value), pull_back(block.design, gradient), curvature, jnp.sum(errors)))
+        curvature = add_curvatures(gram(block.jacobian, -hessian), jnp.zeros((size, size), root.dtype))
+        sums.append(Sums(jnp.sum(value), vjp(block.jacobian, gradient), curvature, jnp.sum(errors)))
     zeros = [jnp.zeros((0, *shape), root.dtype) for shape in ((), (size,), (size, size), ())]
-    return Sums(*[jnp.stack(parts) for parts in zip(*found)]) if found else Sums(*zeros)
+    return Sums(*[jnp.stack(parts) for parts in zip(*sums)]) if sums else Sums(*zeros)
 
 
-def _site_sums(block: Factors, site: Sites, root: Array) -> Sums:
+def _row_factor_sums(block: Factors, site: RowFactors, root: Array) -> Sums:
     """Sums over n quadratics constant + linear . u - u' precision u / 2 of the predictors u."""
-    spread = block.design @ root
-    pull = jnp.einsum("ncd,nd->nc", site.precision, block.offset)
-    values = site.constant + jnp.sum((site.linear - 0.5 * pull) * block.offset, axis=1)
-    traces = jnp.einsum("ncr,ncd,ndr->n", spread, site.precision, spread)
-    gradient = jnp.einsum("nc,ncp->p", site.linear - pull, block.design)
-    weighted = jnp.einsum("ncd,ndp->ncp", site.precision, block.design)
-    curvature = jnp.einsum("ncp,ncq->pq", block.design, weighted)
+    scaled = block.jacobian @ root
+    product = jnp.einsum("ncd,nd->nc", site.precision, block.predictors)
+    values = site.constant + jnp.sum((site.linear - 0.5 * product) * block.predictors, axis=1)
+    traces = jnp.einsum("ncr,ncd,ndr->n", scaled, site.precision, scaled)
+    gradient = jnp.einsum("nc,ncp->p", site.linear - product, block.jacobian)
+    weighted = jnp.einsum("ncd,ndp->ncp", site.precision, block.jacobian)
+    curvature = jnp.einsum("ncp,ncq->pq", block.jacobian, weighted)
     return Sums(jnp.sum(values - 0.5 * traces), gradient, curvature, jnp.zeros((), values.dtype))
 
 
@@ -306,8 +309,8 @@ def _noise(state: State, batches: list[Sums]) -> Noise:
     return Noise(float(error([np.asarray(batch.values.sum()) for batch in batches])), gradient, squared)
 
 
-def _added(total: Sums | None, found: Sums) -> Sums:
-    return found if total is None else Sums(*[a + b for a, b in zip(total, found)])
+def _added(total: Sums | None, sums: Sums) -> Sums:
+    return sums if total is None else Sums(*[a + b for a, b in zip(total, sums)])
 
 
 class _Base:
@@ -319,20 +322,20 @@ class _Base:
         inverse = np.linalg.inv(self._start.root)
         self._precision = inverse.T @ inverse
         self._constant = self._start.log_evidence - 0.5 * size * math.log(2 * math.pi) - _half_log_det(self._start.root)
-        if self._start.prior_site is not None:
-            self._constant = self._constant - self._start.prior_site.constant
+        if self._start.prior_factor is not None:
+            self._constant = self._constant - self._start.prior_factor.constant
 
     def look(self, state: State, rows: Sums, prior: Sums) -> Look:
         at, start = _double(state), self._start
         delta = at.mean - start.mean
         linear = -self._precision @ delta
         precision, value = self._precision, self._constant + 0.5 * delta @ linear
-        site = start.prior_site
+        site = start.prior_factor
         if site is not None:
             off = at.mean - site.centre
-            pull = site.precision @ off
-            value = value - (site.linear - 0.5 * pull) @ off
-            precision, linear = precision - site.precision, linear - site.linear + pull
+            product = site.precision @ off
+            value = value - (site.linear - 0.5 * product) @ off
+            precision, linear = precision - site.precision, linear - site.linear + product
         value = value - 0.5 * np.sum(at.root * (precision @ at.root))
         size = len(at.mean)
         entropy = _half_log_det(at.root) + 0.5 * size * (1 + math.log(2 * math.pi))
@@ -385,13 +388,13 @@ def _moved(state: State, at: Look, step: float) -> _Move | None:
     return None
 
 
-def _best_step(move: _Move, before: Look, found: Look) -> float:
+def _best_step(move: _Move, before: Look, after: Look) -> float:
     """The step length at which the bound's slope along the move would have vanished (secant), for the next step.
 
     Where steps are too long or too short, the next ones are so too.
     """
-    slope = found.gradient @ move.shift + 0.5 * np.sum((found.precision - np.eye(len(move.shift))) * move.turn)
-    if found.squared_natural_gradient < FAST * before.squared_natural_gradient:
+    slope = after.gradient @ move.shift + 0.5 * np.sum((after.precision - np.eye(len(move.shift))) * move.turn)
+    if after.squared_natural_gradient < FAST * before.squared_natural_gradient:
         return 1.0
     if not slope < move.slope:
         return LONGEST
@@ -410,13 +413,13 @@ def _stored(state: State, at: Look, start: State) -> State:
     """The state with the new bound, and with the approximation of the prior terms at the new q."""
     dtype = state.mean.dtype
     site: Any = None
-    if start.prior_site is not None:
+    if start.prior_factor is not None:
         old = _double(state)
         curvature, gradient = at.prior.curvatures.sum(axis=0), at.prior.gradients.sum(axis=0)
         trace = np.sum(old.root * (curvature @ old.root))
-        site = Quadratic(curvature, gradient, at.prior.values.sum() + 0.5 * trace, old.mean)
+        site = CanonicalGaussian(curvature, gradient, at.prior.values.sum() + 0.5 * trace, old.mean)
         site = jax.tree.map(lambda x: np.asarray(x, dtype), site)
-    return jax.device_put(state._replace(log_evidence=jnp.asarray(at.bound, dtype), prior_site=site))
+    return jax.device_put(state._replace(log_evidence=jnp.asarray(at.bound, dtype), prior_factor=site))
 
 
 def _half_log_det(root: np.ndarray) -> float:

@@ -74,8 +74,8 @@ def distinct_densities(terms: Terms, rows: Rows, shared: dict[str, Array]) -> tu
     """Rows, elements and constants (densities, ...) of different densities, spread over the data."""
     chosen = evenly_spread(num_rows(rows), MOST_DENSITIES)
     few = {name: jnp.asarray(array[chosen]) for name, array in rows.items()}
-    found = jax.jit(partial(constants, terms))(few | shared)
-    values = jax.tree.map(lambda x: np.asarray(x).reshape(-1, *x.shape[2:]), found)
+    of_rows = jax.jit(partial(constants, terms))(few | shared)
+    values = jax.tree.map(lambda x: np.asarray(x).reshape(-1, *x.shape[2:]), of_rows)
     count = len(chosen) * terms.num_elements
     columns = [np.zeros((count, 1)), *(x.reshape(count, -1) for x in jax.tree.leaves(values))]
     first = np.sort(np.unique(np.concatenate(columns, axis=1), axis=0, return_index=True)[1])
@@ -187,17 +187,17 @@ def _judge(
     """:param axis: of the points whose largest gamma says what a negligible gamma is."""
     tolerance, negligible = TOLERANCES[matrices.dtype], np.finfo(matrices.dtype).eps
     gamma, size = _extreme_eigenvalues(matrices)
-    known = np.isfinite(gamma) & (True if slopes is None else np.isfinite(slopes))
-    largest = np.max(np.where(known, size, 0.0), axis=axis, keepdims=True)
+    is_finite = np.isfinite(gamma) & (True if slopes is None else np.isfinite(slopes))
+    largest = np.max(np.where(is_finite, size, 0.0), axis=axis, keepdims=True)
 
     def throughout(holds: np.ndarray) -> bool:
-        return bool(known.any() and holds[known].all())
+        return bool(is_finite.any() and holds[is_finite].all())
 
     if slopes is None:
         return Curvature(means, variances, gamma, None, None, throughout(gamma >= -NODE_ERROR * size), None, None)
     positive = throughout(gamma >= -tolerance * largest)
-    change = variances * np.abs(np.where(known, slopes, 0.0))
-    moves = known & (change > tolerance * size) & (size > negligible * largest)
+    change = variances * np.abs(np.where(is_finite, slopes, 0.0))
+    moves = is_finite & (change > tolerance * size) & (size > negligible * largest)
     direction = np.where(moves, np.sign(slopes), 0.0).astype(np.int8)
     return Curvature(
         means, variances, gamma, slopes, direction, positive, throughout(direction >= 0), throughout(direction <= 0)

@@ -14,29 +14,29 @@ from jax import Array
 from jax.core import Tracer
 
 from ..core.compilation import Compiled
-from ..core.designs import times_root
 from ..core.drivers import Progress
 from ..core.factors import Factors
 from ..core.gaussians import Transition
+from ..core.jacobians import times_root
 from ..core.joint import Joint, joint_solve
 from ..core.ladder import TENSOR_NODES
 from ..core.maximize import Search, Settings
 from ..core.objective import Group, in_stages
 from ..core.recursion import (
     Absorbed,
-    Sites,
+    RowFactors,
     State,
     StepInfo,
     explicit_step,
     implicit_step,
+    row_factors_and_residuals,
+    row_factors_of,
     scan_blocks,
-    sites_and_misfits,
-    sites_of,
 )
 from ..model.arguments import PARAMS, check_row_shapes, row_shapes
 from ..model.program import Program
 from ..model.rows import Rows, in_blocks, num_rows, pad
-from ..model.sparsity import selecting_view
+from ..model.sparsity import selecting_pattern
 from ..model.terms import Terms, merged
 from ..options import Options
 from .devices import Devices
@@ -58,15 +58,15 @@ NUM_LINEARIZATIONS = 3  # of predictors that are not affine, in a small block
 Made = TypeVar("Made")
 
 
-class Known(NamedTuple):
-    """What a state knows of rows that are solved for jointly.
+class AbsorbedRows(NamedTuple):
+    """Rows of a joint solve that may be part of the state already.
 
-    :ivar sites: what stands for them in it, (n, E, ...) arrays.
-    :ivar is_part: whether they are: one or zero.
-    :ivar fresh: how many are new to it.
+    :ivar row_factors: their Gaussian approximations in it, (n, E, ...) arrays.
+    :ivar is_part: one if they are part of it, else zero.
+    :ivar fresh: how many rows are new to it.
     """
 
-    sites: tuple[Sites, ...]
+    row_factors: tuple[RowFactors, ...]
     is_part: Array
     fresh: Array
 
@@ -99,8 +99,8 @@ class Engine:
             make_kind(terms, prior_options, rng_key, effort="thorough" if effort == "thorough" else "usual")
             for terms in program.prior.terms
         )
-        view = selecting_view(program.layout.size)
-        self._seen = [(terms, view if terms.site in program.selections else None) for terms in program.terms]
+        pattern = selecting_pattern(program.layout.size)
+        self._seen = [(terms, pattern if terms.site in program.selections else None) for terms in program.terms]
         self._double = program.dtype == jnp.float64
         self.is_affine = all(t.is_affine for t in program.terms)
         wide = any(t.num_predictors > SYMMETRIC_PREDICTORS or not t.is_affine for t in program.terms)
@@ -110,10 +110,10 @@ class Engine:
         # Within other compiled functions: a model's predictors are then traced once for each of these, not each time.
         self.prepare, self.linearise = jax.jit(self._prepare), jax.jit(self._linearise)
         self._prepare_block = Compiled(self._prepared_block)
-        self._known_sites = Compiled(_known_sites)
+        self._known_row_factors = Compiled(_known_row_factors)
         self.joint_solver = JointSolver(self.joint_parts, self.devices)
         self._prior_solver = JointSolver(self._prior_parts, self.devices)
-        self.misfits = self.compiled(self._misfits)
+        self.residuals = self.compiled(self._residuals)
         self.stream = self.compiled(self._stream, ("with_absorbed",), routines=True)
 
     def bind(self, program: Program) -> Engine:
@@ -175,12 +175,12 @@ class Engine:
     def __hash__(self) -> int:
         return id(self.made)
 
-    def settled(self, state: State) -> tuple[State, StepInfo]:
-        """The state with the prior's true terms in place of the Gaussian that stood for them.
+    def with_exact_prior(self, state: State) -> tuple[State, StepInfo]:
+        """The state with the prior's true terms in place of their Gaussian approximation.
 
         :raises ValueError: if there is no such state.
         """
-        after, info = self.settle(self.program.prior_inputs, state)
+        after, info = self.solve_with_exact_prior(self.program.prior_inputs, state)
         if not bool(info.ok):
             raise ValueError("the final solve against the true prior has no finite result: is the prior proper?")
         return after, info
@@ -195,8 +195,8 @@ class Engine:
         """:raises ValueError: if a posterior is of other latent sites, naming an array with other columns."""
         own, others = self.program.layout, init.program.layout
         if others.site_names != own.site_names or others.size != own.size:
-            known = row_shapes(init.program.example_row)
-            check_row_shapes(self.program.example_row, known, "that the posterior has absorbed")
+            shapes = row_shapes(init.program.example_row)
+            check_row_shapes(self.program.example_row, shapes, "that the posterior has absorbed")
             theirs, ours = (
                 ", ".join(f"{name}{layout.shapes[name]}" for name in layout.site_names) for layout in (others, own)
             )
@@ -249,24 +249,24 @@ class Engine:
         state: State,
         rows: dict,
         weights: Array,
-        known: Known | None = None,
+        absorbed_rows: AbsorbedRows | None = None,
         *,
         with_absorbed: bool = False,
     ) -> tuple[State, StepInfo]:
-        """Rows and the true prior terms in one solve. With ``known``, the state may know these rows already.
+        """Rows and the true prior terms in one solve. With ``absorbed_rows``, the state may know these rows already.
 
         :param prior_inputs: as ``program.prior_inputs``.
         """
         prepared, new = self._prepare_block(rows, weights)
-        sites = None if known is None else self._known_sites(known, weights)
+        row_factors = None if absorbed_rows is None else self._known_row_factors(absorbed_rows, weights)
         search = search_for(
             (*self.prior_kinds, *self.kinds),
-            self.settings() if known is None else self._settings_around_a_stream(),
+            self.settings() if absorbed_rows is None else self._settings_around_a_stream(),
             staged=self._is_staged(1),
             mode=self.options.scheme == "laplace",
         )
-        problem = JointProblem(state, prepared, prior_inputs, sites)
-        new = new if known is None else known.fresh
+        problem = JointProblem(state, prepared, prior_inputs, row_factors)
+        new = new if absorbed_rows is None else absorbed_rows.fresh
         others = self._other_means(search, problem, len(weights))
         return self.joint_solver(search, problem, new, with_absorbed=with_absorbed, other_means=others)
 
@@ -333,19 +333,19 @@ class Engine:
             Group(self.kinds, linearise, problem.chunks),
             self.prior_group(problem.prior_inputs),
             problem.state,
-            sites=problem.sites,
-            starts=self._starts if problem.sites is None and problem.init is None else None,
+            row_factors=problem.row_factors,
+            starts=self._starts if problem.row_factors is None and problem.init is None else None,
             init=problem.init,
             selecting=len(self.program.selections) == len(self.program.terms),
         )
-        return parts._replace(absorbed=lambda found: self._by_row(parts.absorbed(found)))
+        return parts._replace(absorbed=lambda solution: self._by_row(parts.absorbed(solution)))
 
     @staticmethod
     def _params_of(problem: JointProblem) -> dict[str, Array]:
         """Learned parameters, as rows take them."""
         return {name: value for name, value in problem.prior_inputs.items() if name == PARAMS}
 
-    def settle(
+    def solve_with_exact_prior(
         self, prior_inputs: dict, state: State, rest: Array | None = None, places: np.ndarray | None = None
     ) -> tuple[State, StepInfo]:
         """The Gaussian summary of the data times the true prior.
@@ -376,19 +376,19 @@ class Engine:
         return prepared, jnp.sum(weights).astype(jnp.int32)
 
     # ------------------------------------------------------------------ compiled
-    def _misfits(
+    def _residuals(
         self, state: State, rows: dict, weights: Array, absorbed: tuple[Absorbed, ...]
-    ) -> tuple[Array, tuple[Sites, ...]]:
+    ) -> tuple[Array, tuple[RowFactors, ...]]:
         """By how much the rows' sites are not what the state would make of the rows, (n,), and these sites.
 
         :param absorbed: how the state saw them when they became part of it: (n, E, ...) arrays.
         """
         factors = self.linearise(self.prepare(rows, weights), state.mean)
-        whitened = tuple(times_root(f.design, state.root) for f in factors)
-        sites, found = sites_and_misfits(self.kinds, factors, whitened, merged(absorbed))
+        whitened = tuple(times_root(f.jacobian, state.root) for f in factors)
+        row_factors, residuals = row_factors_and_residuals(self.kinds, factors, whitened, merged(absorbed))
         count = len(weights)
-        sites = jax.tree.map(lambda x: x.reshape(count, -1, *x.shape[1:]), sites)
-        return sum(jnp.sum(misfit.reshape(count, -1), axis=1) for misfit in found), sites
+        row_factors = jax.tree.map(lambda x: x.reshape(count, -1, *x.shape[1:]), row_factors)
+        return sum(jnp.sum(residual.reshape(count, -1), axis=1) for residual in residuals), row_factors
 
     def _stream(
         self, state: State, rows: dict, weights: Array, *, with_absorbed: bool = False
@@ -417,16 +417,16 @@ class Engine:
 
         return tuple(fold(seen, terms) for seen, terms in zip(absorbed, self.program.terms))
 
-    def unknown(self, weights: np.ndarray) -> Known:
+    def unknown(self, weights: np.ndarray) -> AbsorbedRows:
         """Of new rows of these weights."""
         nothing = lambda shape: np.zeros((len(weights), *shape), self.program.dtype)  # noqa: E731
         shapes = [(e, c, c) for e, c, _ in (_absorbed_shapes(terms).covariance for terms in self.program.terms)]
-        sites = tuple(Sites(*map(nothing, (shape, shape[:2], shape[:1]))) for shape in shapes)
-        return Known(sites, np.zeros((), np.int32), np.asarray(np.count_nonzero(weights), np.int32))
+        row_factors = tuple(RowFactors(*map(nothing, (shape, shape[:2], shape[:1]))) for shape in shapes)
+        return AbsorbedRows(row_factors, np.zeros((), np.int32), np.asarray(np.count_nonzero(weights), np.int32))
 
-    def sites_at(self, factors: tuple[Factors, ...], absorbed: tuple[Absorbed, ...]) -> tuple[Sites, ...]:
+    def row_factors_at(self, factors: tuple[Factors, ...], absorbed: tuple[Absorbed, ...]) -> tuple[RowFactors, ...]:
         """The sites of rows that became part of a state when it saw them so: (n, E, ...) arrays."""
-        return sites_of(self.kinds, factors, merged(absorbed))
+        return row_factors_of(self.kinds, factors, merged(absorbed))
 
     # ------------------------------------------------------------------ rows as factors
     def _prepare(self, rows: dict, weights: Array) -> tuple:
@@ -443,9 +443,9 @@ class Engine:
     def prior_group(self, inputs: dict) -> Group:
         """The prior's terms. ``inputs``: as ``program.prior_inputs``."""
         seen = [(terms, None) for terms in self.program.prior.terms]
-        known = prepare(seen, self._origin, inputs, jnp.ones(1, self.program.dtype))
-        seen, kinds, known = merged_by_form(seen, self.prior_kinds, known)
-        return Group(kinds, lambda chunk, theta: factors_of(seen, known, theta))
+        prepared = prepare(seen, self._origin, inputs, jnp.ones(1, self.program.dtype))
+        seen, kinds, prepared = merged_by_form(seen, self.prior_kinds, prepared)
+        return Group(kinds, lambda chunk, theta: factors_of(seen, prepared, theta))
 
 
 def _count_rows(problem: JointProblem) -> int:
@@ -457,13 +457,15 @@ def _count_rows(problem: JointProblem) -> int:
 def _at_places(linearise: Callable, rest: Array, places: Array, chunk: Any, some: Array) -> tuple[Factors, ...]:
     """Prior factors as functions of some entries of theta."""
     factors = linearise(chunk, rest.at[places].set(some))
-    return tuple(f._replace(design=f.design[..., places]) for f in factors)
+    return tuple(f._replace(jacobian=f.jacobian[..., places]) for f in factors)
 
 
-def _known_sites(known: Known, weights: Array) -> tuple[Sites, ...]:
+def _known_row_factors(absorbed_rows: AbsorbedRows, weights: Array) -> tuple[RowFactors, ...]:
     """Those of rows that are part of the state; zero for others, and for rows that pad."""
-    part = known.is_part * (weights > 0)
-    return merged(jax.tree.map(lambda x: part.reshape(-1, *[1] * (x.ndim - 1)).astype(x.dtype) * x, known.sites))
+    part = absorbed_rows.is_part * (weights > 0)
+    return merged(
+        jax.tree.map(lambda x: part.reshape(-1, *[1] * (x.ndim - 1)).astype(x.dtype) * x, absorbed_rows.row_factors)
+    )
 
 
 def _absorbed_shapes(terms: Terms) -> Absorbed:

@@ -102,8 +102,8 @@ class EvidenceEstimate:
         diagonal = jnp.sqrt(jnp.abs(jnp.diagonal(base.precision)))
         coupled = jnp.abs(base.precision) > tolerance * diagonal[:, None] * diagonal
         for summand in (summand for chunk in chunked for summand in chunk):
-            touched = jnp.any(summand.design != 0, axis=1).astype(dtype)
-            coupled = coupled | (touched.T @ touched > 0)
+            depends = jnp.any(summand.jacobian != 0, axis=1).astype(dtype)
+            coupled = coupled | (depends.T @ depends > 0)
         return coupled
 
 
@@ -112,7 +112,7 @@ def _summands(kinds: tuple[Kind, ...], factors: tuple[Factors, ...]) -> list[Sum
         nothing = jnp.zeros((*predictors.shape, predictors.shape[1]), predictors.dtype)
         return jax.vmap(kind.plugin)(predictors, nothing, constants)[0]
 
-    return [Summands(partial(density, kind), f.offset, f.design, f.constants) for kind, f in zip(kinds, factors)]
+    return [Summands(partial(density, kind), f.predictors, f.jacobian, f.constants) for kind, f in zip(kinds, factors)]
 
 
 def _unstacked(rows: dict[str, Array], weights: Array) -> list[dict[str, Array]]:

@@ -114,16 +114,16 @@ def _compiled(engine: Engine) -> Callable:
 
 
 def _summed(kinds: tuple[Kind, ...], factors: tuple, root: Array) -> list[_Sums]:
-    found = []
-    for kind, block, spread in zip(kinds, factors, covariances(factors, root.T)):
-        known = block.offset, spread, block.constants
+    result = []
+    for kind, block, covariance in zip(kinds, factors, covariances(factors, root.T)):
+        arguments = block.predictors, covariance, block.constants
         zero = jnp.zeros((), root.dtype)
-        moments, errors = (None, zero) if kind.measured is None else kind.measured(*known)
+        moments, errors = (None, zero) if kind.measured is None else kind.measured(*arguments)
         sums = _Sums(jnp.sum(errors))
         if kind.fresh is not None:
             if moments is None:
-                moments, sums = kind.expect(*known), sums._replace(errors=zero + jnp.inf)
-            excess = moments[0][:, None] - kind.fresh(*known)
+                moments, sums = kind.expect(*arguments), sums._replace(errors=zero + jnp.inf)
+            excess = moments[0][:, None] - kind.fresh(*arguments)
             sums = sums._replace(excess=jnp.sum(excess, axis=0), squares=jnp.sum(jnp.mean(excess, axis=1) ** 2))
-        found.append(sums)
-    return found
+        result.append(sums)
+    return result

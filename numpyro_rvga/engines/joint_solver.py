@@ -18,7 +18,7 @@ from ..core.joint import Joint, Start, solve_joint_traced
 from ..core.maximize import Base, Search, Settings, Slope, Solution, SolverState, solution
 from ..core.objective import is_conservative, is_log_concave
 from ..core.precisions import PrecisionForm
-from ..core.recursion import Sites, State, StepInfo
+from ..core.recursion import RowFactors, State, StepInfo
 from .devices import Devices
 from .starts import NUM_CHECKS, NUM_RETRIES, best_of
 
@@ -35,14 +35,14 @@ class JointProblem(NamedTuple):
 
     :ivar state: the Gaussian before it. :ivar chunks: rows, prepared or not, with the chunks along the leading axis.
     :ivar prior_inputs: as ``program.prior_inputs``.
-    :ivar sites: by which the state knows the rows; None: it does not.
+    :ivar row_factors: by which the state knows the rows; None: it does not.
     :ivar init: mean and precision of a q to start from, in the state's standard coordinates, or None.
     """
 
     state: State
     chunks: Any
     prior_inputs: dict[str, Any]
-    sites: tuple[Sites, ...] | None = None
+    row_factors: tuple[RowFactors, ...] | None = None
     init: tuple[Array, Array] | None = None
 
     @property
@@ -137,12 +137,12 @@ class JointSolver:
         steps = Steps(
             lambda state: self._propose(problem, form, state, search=search),
             lambda at, mean: self._evaluate(problem, base, form, at, mean, search=search),
-            lambda at, found: self._update(problem, form, at, found, search=search),
+            lambda at, evaluated: self._update(problem, form, at, evaluated, search=search),
         )
 
         def finished(state: SolverState, on_step: Callable[[Progress], None] | None = None) -> tuple[State, StepInfo]:
-            found = solve(search, steps, state, on_step)
-            return self._finish(problem, form, found, num_rows, search=search, with_absorbed=with_absorbed)
+            ended = solve(search, steps, state, on_step)
+            return self._finish(problem, form, ended, num_rows, search=search, with_absorbed=with_absorbed)
 
         first = finished(state, on_step)
         if other_means is None:
@@ -163,9 +163,9 @@ class JointSolver:
         return evaluate(self._joint(search, problem).objective, base, form, at, mean)
 
     def _updated(
-        self, problem: Any, form: PrecisionForm, at: Pending, found: Evaluated, *, search: Search
+        self, problem: Any, form: PrecisionForm, at: Pending, evaluated: Evaluated, *, search: Search
     ) -> tuple[SolverState, Progress]:
-        return updated(search, self._joint(search, problem).objective, form, at, found)
+        return updated(search, self._joint(search, problem).objective, form, at, evaluated)
 
     def _finished(
         self,
@@ -186,7 +186,7 @@ class JointSolver:
         return _absorbed(joint, solve_joint_traced(search, joint), num_rows, with_absorbed)
 
 
-def _absorbed(joint: Joint, found: Solution, num_rows: Array, with_absorbed: bool) -> tuple[State, StepInfo]:
+def _absorbed(joint: Joint, solution: Solution, num_rows: Array, with_absorbed: bool) -> tuple[State, StepInfo]:
     """The state after the rows, and how q sees them if that is asked for."""
-    after, info = joint.absorb(found, jnp.asarray(num_rows))
-    return after, info._replace(absorbed=joint.absorbed(found)) if with_absorbed else info
+    after, info = joint.absorb(solution, jnp.asarray(num_rows))
+    return after, info._replace(absorbed=joint.absorbed(solution)) if with_absorbed else info

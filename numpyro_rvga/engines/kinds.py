@@ -37,24 +37,24 @@ def make_kind(terms: Terms, options: Options, rng_key: Array, *, effort: str = "
     def with_local(covariances, local):
         return covariances + jnp.einsum("nck,ndk->ncd", local, local)
 
-    def weighted(weight, found):
-        return jax.tree.map(lambda x: weight.reshape(-1, *[1] * (x.ndim - 1)) * x, found)
+    def weighted(weight, moments):
+        return jax.tree.map(lambda x: weight.reshape(-1, *[1] * (x.ndim - 1)) * x, moments)
 
-    def expect(means, covariances, known):
-        weight, values, local = known
+    def expect(means, covariances, constants):
+        weight, values, local = constants
         return weighted(weight, rule.expect(means, with_local(covariances, local), values))
 
-    def measured(means, covariances, known):
-        weight, values, local = known
+    def measured(means, covariances, constants):
+        weight, values, local = constants
         return weighted(weight, rule.measured(means, with_local(covariances, local), values))
 
-    def filtered(means, covariances, known):
+    def filtered(means, covariances, constants):
         """What the extended Kalman filter takes (R-VGA paper, Theorem 3): the Fisher information is its curvature."""
-        found = jax.vmap(plugin)(means, covariances, known)
-        return *found[:2], -jax.vmap(information)(means, known)
+        moments = jax.vmap(plugin)(means, covariances, constants)
+        return *moments[:2], -jax.vmap(information)(means, constants)
 
-    def fresh(means, covariances, known):
-        weight, values, local = known
+    def fresh(means, covariances, constants):
+        weight, values, local = constants
         if rule.fresh is not None:
             return weighted(weight, rule.fresh(means, with_local(covariances, local), values))
         with jax.ensure_compile_time_eval():  # the nodes are constants
@@ -65,26 +65,26 @@ def make_kind(terms: Terms, options: Options, rng_key: Array, *, effort: str = "
         def of_each(mean, covariance, values):
             root, _ = semidefinite_factor(covariance)
             points = mean + jnp.asarray(z, mean.dtype) @ root.T
-            found = jax.vmap(jax.vmap(lambda u: terms.density(u, values)))(points)
-            return jnp.sum(jnp.asarray(weights, mean.dtype) * found, axis=1)
+            moments = jax.vmap(jax.vmap(lambda u: terms.density(u, values)))(points)
+            return jnp.sum(jnp.asarray(weights, mean.dtype) * moments, axis=1)
 
         return weighted(weight, jax.vmap(of_each)(means, with_local(covariances, local), values))
 
-    def finest(mean, covariance, known):
-        weight, values, local = known
+    def finest(mean, covariance, constants):
+        weight, values, local = constants
         return tuple(weight * x for x in rule.finest(mean, covariance + local @ local.T, values))
 
-    def plugin(mean, covariance, known):
-        weight, values, _ = known
+    def plugin(mean, covariance, constants):
+        weight, values, _ = constants
         if terms.num_local:
-            return finest(mean, jnp.zeros_like(covariance), known)
+            return finest(mean, jnp.zeros_like(covariance), constants)
         density = lambda u: density_of(terms)(u, values)  # noqa: E731
         if terms.by_draws:  # where a search starts from, which takes no curvature
             return *(weight * x for x in jax.value_and_grad(density)(mean)), jnp.zeros_like(covariance)
         return tuple(weight * x for x in ex.linearized(density, mean, covariance))
 
-    def information(mean, known):
-        weight, values, _ = known
+    def information(mean, constants):
+        weight, values, _ = constants
         return weight * terms.information(mean, values)
 
     sampled = name in ("monte_carlo", "draws") or (name == "ladder" and terms.num_predictors > 3)
@@ -213,9 +213,9 @@ def _rule_of(expectation: ex.Expectation, terms: Terms) -> _Rule:
         return ex.differentiated(expectation, lambda u: terms.density(u, values), mean, covariance)
 
     def measured(means: Array, covariances: Array, values: tuple) -> tuple[ex.Moments, Array]:
-        found = jax.vmap(of_one)(means, covariances, values)
+        moments = jax.vmap(of_one)(means, covariances, values)
         exact = jax.vmap(lambda m, s, v: ex.quadrature(1, lambda u: terms.density(u, v), m, s)[0])
-        return found, jnp.abs(found[0] - exact(means, covariances, values))
+        return moments, jnp.abs(moments[0] - exact(means, covariances, values))
 
     return _Rule(jax.vmap(of_one), of_one, True, measured if terms.num_predictors <= 3 else None)
 
@@ -225,8 +225,8 @@ def density_of(terms: Terms) -> Callable:
     if not terms.by_draws:
         return terms.density
 
-    def of_rows(u, known):
-        weights, rows = known
+    def of_rows(u, constants):
+        weights, rows = constants
         return weights @ jax.vmap(lambda row: terms.density(u, row))(rows)
 
     return of_rows

@@ -68,10 +68,10 @@ class Learner:
             longest = FIRST_MOVE if len(bounds) == 1 else LONGEST_MOVE
             step = step * min(1.0, longest / float(np.max(np.abs(step))))
             rise = float(slope @ step)
-            found = self._first_better(params, step, rise, bounds[-1], chunks, start)
-            if found is None:
+            better = self._first_better(params, step, rise, bounds[-1], chunks, start)
+            if better is None:
                 return Learned(params, start, bounds, rise <= tolerance)
-            params, (bound, slope, start, _) = found
+            params, (bound, slope, start, _) = better
             bounds.append(float(bound))
             bar.update(1)
             bar.set_postfix(bound=f"{bounds[-1]:.6g}", refresh=False)
@@ -83,9 +83,9 @@ class Learner:
         """The parameters, and what is found there, of the longest of a few steps that raises the bound enough."""
         for halving in range(HALVINGS):
             share = 0.5**halving
-            found = self._bound.solve(params + share * step, chunks, start)
-            if float(found.bound) - bound >= ENOUGH * share * rise and np.isfinite(found.gradient).all():
-                return params + share * step, found
+            maximum = self._bound.solve(params + share * step, chunks, start)
+            if float(maximum.bound) - bound >= ENOUGH * share * rise and np.isfinite(maximum.gradient).all():
+                return params + share * step, maximum
         return None
 
     def _shown(self, params: Any) -> str:

@@ -9,23 +9,23 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from ..core.designs import apply_design
 from ..core.factors import Factors, Kind
-from ..model.sparsity import View, sparse_design
+from ..core.jacobians import times_vector
+from ..model.sparsity import Pattern, sparse_jacobian
 from ..model.terms import Terms, constants, linearise, merged
 
-Seen = tuple[Terms, View | None]  # terms, and the few entries of theta that they look at; None: any
+Seen = tuple[Terms, Pattern | None]  # terms, and the few entries of theta that they look at; None: any
 
 
-def factors_at(terms: Terms, view: View | None, theta: Array, rows: dict, weight: Array, values: Any) -> Factors:
+def factors_at(terms: Terms, pattern: Pattern | None, theta: Array, rows: dict, weight: Array, values: Any) -> Factors:
     """Of one site, at theta (P,)."""
     if terms.by_draws:
         return _one_factor(theta, weight, values)
-    if view is None:
-        offset, design, local = linearise(terms, theta, rows)
-        return Factors(*merged((offset, design, (weight, values, local))))
+    if pattern is None:
+        predictors, jacobian, local = linearise(terms, theta, rows)
+        return Factors(*merged((predictors, jacobian, (weight, values, local))))
     local = jnp.zeros((*weight.shape, terms.num_predictors, 0), theta.dtype)
-    return Factors(*sparse_design(terms, view, theta, rows), merged((weight, values, local)))
+    return Factors(*sparse_jacobian(terms, pattern, theta, rows), merged((weight, values, local)))
 
 
 def _one_factor(theta: Array, weight: Array, values: Any) -> Factors:
@@ -43,11 +43,11 @@ def prepare(seen: Iterable[Seen], origin: Array, rows: dict, weights: Array) -> 
     :param origin: theta = 0.
     """
     prepared = []
-    for terms, view in seen:
+    for terms, pattern in seen:
         values = constants(terms, rows)
         weight = jnp.broadcast_to(weights[:, None].astype(origin.dtype), (len(weights), terms.num_elements))
         if terms.is_affine:
-            prepared.append(factors_at(terms, view, origin, rows, weight, values))
+            prepared.append(factors_at(terms, pattern, origin, rows, weight, values))
         else:
             prepared.append((rows, weight, values))
     return tuple(prepared)
@@ -61,11 +61,15 @@ def factors_of(
     :param entries: theta (P,), in the order in which designs count its entries. :param theta_of: puts it in its own.
     """
     factors = []
-    for (terms, view), known in zip(seen, prepared):
+    for (terms, pattern), known_factors in zip(seen, prepared):
         if terms.is_affine:
-            factors.append(known._replace(offset=known.offset + apply_design(known.design, entries)))
+            factors.append(
+                known_factors._replace(
+                    predictors=known_factors.predictors + times_vector(known_factors.jacobian, entries)
+                )
+            )
         else:
-            factors.append(factors_at(terms, view, theta_of(entries), *known))
+            factors.append(factors_at(terms, pattern, theta_of(entries), *known_factors))
     return tuple(factors)
 
 

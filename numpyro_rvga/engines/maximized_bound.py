@@ -61,20 +61,23 @@ class MaximizedBound:
         def begin(params, chunks):
             search, joint = parts(params, chunks, None)
             settings = search.settings._replace(max_iterations=0)  # the scale alone
-            found = solve_joint_traced(search._replace(settings=settings), joint)
-            return found.mean, found.root @ found.root.T
+            solution = solve_joint_traced(search._replace(settings=settings), joint)
+            return solution.mean, solution.root @ solution.root.T
 
         @engine.compiled
         def solve(params, chunks, start):
-            found = solve_joint_traced(*parts(params, chunks, start))
-            inverse = solve_lower(found.root, jnp.eye(found.mean.size, dtype=found.mean.dtype))
+            solution = solve_joint_traced(*parts(params, chunks, start))
+            inverse = solve_lower(solution.root, jnp.eye(solution.mean.size, dtype=solution.mean.dtype))
 
             def bound(params, start=start):
                 _, joint = parts(params, chunks, start)
-                return bound_at(joint, joint.start().base, found.mean, inverse.T)[0]
+                return bound_at(joint, joint.start().base, solution.mean, inverse.T)[0]
 
             return Maximum(
-                found.bound, jax.grad(bound)(params), (found.mean, found.root @ found.root.T), found.converged
+                solution.bound,
+                jax.grad(bound)(params),
+                (solution.mean, solution.root @ solution.root.T),
+                solution.converged,
             )
 
         @engine.compiled

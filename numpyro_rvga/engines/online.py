@@ -15,7 +15,7 @@ from ..core.compilation import Compiled
 from ..core.count import Count
 from ..core.estimators import Observation, make_estimator
 from ..core.gaussians import DiagonalGaussian, Family, FullGaussian, LowRankGaussian, converted
-from ..core.recursion import Quadratic, State, quadratic_at
+from ..core.recursion import CanonicalGaussian, State, quadratic_at
 from ..core.rules import Rule, Updated, iterate, update
 from ..model.outcomes import check_can_be_drawn, drawn_log_likelihood
 from ..model.predictive import log_predictive
@@ -39,16 +39,16 @@ class OnlineOptions(NamedTuple):
 class OnlineState(NamedTuple):
     """q after ``num_rows`` rows.
 
-    :ivar gaussian: q. Prior terms that are not Gaussian are approximated by a Gaussian in it, unless it is ``settled``.
+    :ivar gaussian: q. Prior terms that are not Gaussian are approximated in it, unless ``has_exact_prior``.
     :ivar num_blocks: the number of updates; with ``rng_key`` it determines the key of the next.
-    :ivar settled: whether q has the exact prior.
+    :ivar has_exact_prior: whether q has the exact prior.
     """
 
     gaussian: Any
     num_rows: Count
     num_blocks: Array
     rng_key: Array
-    settled: Array
+    has_exact_prior: Array
 
 
 class BlockInfo(NamedTuple):
@@ -84,7 +84,7 @@ class Online:
         self.stream = Compiled(self._stream, ("block_size", "predict"))
         self.one_block = Compiled(self._one_block, ("predict",))
         self.one_iteration = Compiled(self._one_iteration)
-        self._settle = Compiled(self._settled_part)
+        self._exact_prior = Compiled(self._part_with_exact_prior)
 
     def bind(self, engine: Engine, init: Array | None) -> Online:
         """The same for a program that differs in what the data determine; see :meth:`Engine.bind`."""
@@ -114,7 +114,7 @@ class Online:
         program = self.engine.program
         if self.options.family == "full":
             state = program.initial_state()
-            self.places, self._site = None, state.prior_site
+            self.places, self._site = None, state.prior_factor
             self.start: Family = FullGaussian(_first_known(init, state.mean), state.root)
             return
         found = program.independent_start()
@@ -133,7 +133,7 @@ class Online:
         same = jax.tree.map(lambda x: jnp.asarray(x, self.engine.program.dtype), gaussian)
         found = converted(same, self.options.family, self._rank)
         start = self.initial_state(rng_key)
-        return start._replace(gaussian=found, num_rows=Count.of(num_rows), settled=jnp.asarray(True))
+        return start._replace(gaussian=found, num_rows=Count.of(num_rows), has_exact_prior=jnp.asarray(True))
 
     def holds(self, state: OnlineState) -> bool:
         """Whether the state's Gaussian is one of this family."""
@@ -256,19 +256,19 @@ class Online:
         return jax.vmap(of)(rows, jax.random.split(rng_key, num_rows(rows)))
 
     # ------------------------------------------------------------------ prior terms that are not Gaussian
-    def settled(self, state: OnlineState) -> Family:
+    def with_exact_prior(self, state: OnlineState) -> Family:
         """q with the exact prior in place of its Gaussian approximation.
 
         :raises ValueError: if the result is not a Gaussian.
         """
-        if bool(state.settled) or self.transition is not None:
+        if bool(state.has_exact_prior) or self.transition is not None:
             return state.gaussian
-        after = self._settle(self.engine.program.prior_inputs, state.gaussian, self._site)
+        after = self._exact_prior(self.engine.program.prior_inputs, state.gaussian, self._site)
         if not bool(after.is_valid()):
             raise ValueError("the final solve against the true prior has no finite result: is the prior proper?")
         return after
 
-    def _settled_part(self, prior_inputs: dict, q: Family, site: Quadratic) -> Family:
+    def _part_with_exact_prior(self, prior_inputs: dict, q: Family, site: CanonicalGaussian) -> Family:
         """Solve with the exact prior over the entries that its terms depend on, with a full Gaussian.
 
         The diagonal and low-rank families then keep the diagonal of the change of the precision, as in all their steps.
@@ -278,7 +278,7 @@ class Online:
         zero = jnp.zeros((), some.mean.dtype)
         state = State(some.mean, jnp.zeros_like(some.mean), some.root, zero, site, Count.of(0))
         if program.prior.terms:
-            state, info = self.engine.settle(prior_inputs, state, q.mean, places)
+            state, info = self.engine.solve_with_exact_prior(prior_inputs, state, q.mean, places)
             after = FullGaussian(state.mean, jnp.where(info.ok, state.root, jnp.nan))
         else:
             after = _divided(some, site)
@@ -303,7 +303,7 @@ def _marginal(q: Family, places: np.ndarray) -> FullGaussian:
     return FullGaussian(q.mean[places], jnp.linalg.cholesky(spread @ spread.T))
 
 
-def _divided(q: FullGaussian, site: Quadratic) -> FullGaussian:
+def _divided(q: FullGaussian, site: CanonicalGaussian) -> FullGaussian:
     """q divided by ``site``."""
     root = jnp.linalg.inv(jnp.linalg.cholesky(_precision(q.root) - site.precision)).T
     _, slope = quadratic_at(site, q.mean)

@@ -68,8 +68,8 @@ class Engines:
         shapes = tuple(sorted((n, a.shape[1:], str(a.dtype)) for n, a in rows.items()))
         key = tuple(np.asarray(jax.random.key_data(rng_key)).tolist())
         form = (shapes, str(jnp.result_type(float)), key, self._takes_draws(all_rows))
-        for known, kwargs, engine in self._known:
-            if known == form and _same(kwargs, model_kwargs):
+        for known_form, kwargs, engine in self._known:
+            if known_form == form and _same(kwargs, model_kwargs):
                 program = engine.program.bind(rows, all_rows)
                 if program is not None:
                     self.last = engine if program is engine.program else engine.bind(program)
@@ -78,10 +78,10 @@ class Engines:
         try:
             program = self._program(rows, model_kwargs, all_rows)
         except (TypeError, ValueError) as error:
-            found = bad_indices.explained(self._model, rows, model_kwargs, error)
-            if found is None:
+            explained = bad_indices.explained(self._model, rows, model_kwargs, error)
+            if explained is None:
                 raise
-            raise found from error
+            raise explained from error
         transition = None
         if self._dynamics is not None:
             if program.data_prior is not None:
@@ -103,7 +103,7 @@ class Engines:
     def make_thorough(self, engine: Engine) -> Engine:
         """From now on, thorough rules in place of the engine's: this engine is returned."""
         self.last = engine.with_effort("thorough")
-        self._known = [(form, kwargs, self.last if known == engine else known) for form, kwargs, known in self._known]
+        self._known = [(form, kwargs, self.last if other == engine else other) for form, kwargs, other in self._known]
         return self.last
 
     def together(
@@ -113,9 +113,9 @@ class Engines:
 
         :raises ValueError, NotImplementedError: for data of no use, and models that do not fit.
         """
-        found = self.known_whole(data, model_kwargs, rng_key)
-        if found is not None:
-            return found
+        whole = self.known_whole(data, model_kwargs, rng_key)
+        if whole is not None:
+            return whole
         try:
             rows = checked_rows(self._model, data, 0, model_kwargs)
             engine = self.get(rows, model_kwargs, rng_key, rows)
@@ -135,9 +135,9 @@ class Engines:
         :param reason: why it cannot take single rows.
         :raises ValueError, NotImplementedError: as :meth:`together`.
         """
-        found = self.known_whole(data, model_kwargs, rng_key)
-        if found is not None:
-            return found
+        earlier = self.known_whole(data, model_kwargs, rng_key)
+        if earlier is not None:
+            return earlier
         arrays, keywords = whole_data(self._model, data, model_kwargs)
         form = _whole_form(rng_key)
         program = self._whole_program(arrays, _snapshot(keywords), reason)
@@ -151,7 +151,7 @@ class Engines:
     ) -> tuple[Engine, Rows, str] | None:
         """What :meth:`whole` made of these data before; None if it has not."""
         form = _whole_form(rng_key)
-        candidates = [(kwargs, engine) for known, kwargs, engine in self._known if known == form]
+        candidates = [(kwargs, engine) for other_form, kwargs, engine in self._known if other_form == form]
         if not candidates:
             return None
         arrays, keywords = whole_data(self._model, data, model_kwargs)

@@ -56,7 +56,7 @@ class SparseEngine:
         gaussian_kinds = tuple(make_kind(t, gaussian_options, jax.random.key(0)) for t in prior.gaussian)
         self._kinds = engine.kinds, engine.prior_kinds, gaussian_kinds
         self._seen = [
-            [(terms, sparsity.views[in_prior, terms.site]) for terms in all_terms]
+            [(terms, sparsity.patterns[in_prior, terms.site]) for terms in all_terms]
             for in_prior, all_terms in ((False, program.terms), (True, prior.terms), (True, prior.gaussian))
         ]
         self._is_affine = engine.is_affine and all(terms.is_affine for terms in prior.terms)

@@ -108,13 +108,13 @@ def row_shapes(rows: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     return {name: tuple(np.shape(array)[1:]) for name, array in rows.items()}
 
 
-def check_row_shapes(rows: Mapping[str, Any], known: Mapping[str, tuple[int, ...]], which: str) -> None:
+def check_row_shapes(rows: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], which: str) -> None:
     """:raises ValueError: naming an array whose rows are of another shape than those that are known, and ``which``
     these are."""
     for name, shape in row_shapes(rows).items():
-        if shape != known.get(name, shape):
+        if shape != shapes.get(name, shape):
             raise BadData(
-                f"data array {name!r} has rows of shape {shape}, and those {which} have {known[name]}: give the same "
+                f"data array {name!r} has rows of shape {shape}, and those {which} have {shapes[name]}: give the same "
                 "columns, in the same order."
             )
 
@@ -175,13 +175,13 @@ def _check_names(model: Callable, given: list[str]) -> None:
     if any(p.kind == p.VAR_KEYWORD for p in parameters):
         return
     variadic = _variadic_name(model)
-    known = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    names = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     for name in given:
-        if name not in known and not (variadic and name.startswith(f"{variadic}[")):
+        if name not in names and not (variadic and name.startswith(f"{variadic}[")):
             raise BadData(
-                f"run() and the model take no argument {name!r}; the model takes {', '.join(known) or 'none'}."
+                f"run() and the model take no argument {name!r}; the model takes {', '.join(names) or 'none'}."
             )
-    required = [p.name for p in parameters if p.default is p.empty and p.name in known]
+    required = [p.name for p in parameters if p.default is p.empty and p.name in names]
     missing = [name for name in required if name not in given]
     if missing:
         raise BadData(f"the model needs {missing[0]!r}: give it in the data or as a keyword argument of run().")

@@ -99,9 +99,9 @@ class WholeIndexCheck:
         sizes: list[tuple[int, ...]] = []
 
         def look():
-            found = indexings(self._parameters)
-            sizes[:] = [indexing.sizes for indexing in found]
-            return [indexing.inside for indexing in found]
+            all_indexings = indexings(self._parameters)
+            sizes[:] = [indexing.sizes for indexing in all_indexings]
+            return [indexing.inside for indexing in all_indexings]
 
         for inside, lengths in zip(jit_once(look)(), sizes):
             for axis, size in enumerate(lengths):

@@ -73,17 +73,17 @@ class BoundLikelihood(BoundPrior):
         row = self.shared if self.whole else {**self.example_row, **self.shared}
         few = self.whole or self.layout.size <= MOST_PARAMETERS_DRAWN
         options = {"prefer_parameters": prefer_parameters, "by_draws": by_draws and not self.local.size and few}
-        found = []
+        all_terms = []
         for site in [name for name in self._row_sites if name not in self._tied]:
             terms = site_terms(self._site_runner(site), site, theta, row, **options)
             if not terms.by_draws:
                 terms = in_tilted_form(terms, self.dtype, row)._replace(num_local=self.local.size)
-            found.append(terms)
+            all_terms.append(terms)
         if not self.whole:
-            return tuple(found)
-        found = [terms for terms in found if terms.num_elements]
-        self._num_pieces = math.gcd(*[terms.num_elements for terms in found if not terms.by_draws]) or 1
-        return tuple(by_piece(terms, self._num_pieces) for terms in found)
+            return tuple(all_terms)
+        all_terms = [terms for terms in all_terms if terms.num_elements]
+        self._num_pieces = math.gcd(*[terms.num_elements for terms in all_terms if not terms.by_draws]) or 1
+        return tuple(by_piece(terms, self._num_pieces) for terms in all_terms)
 
     def _find_components(self) -> tuple[Component, ...]:
         if self.row_latents is None:
@@ -100,7 +100,7 @@ class BoundLikelihood(BoundPrior):
         theta = jax.ShapeDtypeStruct((self.layout.size,), self.dtype)
         row = {**self.example_row, **self.shared}
         some = selected(dict(rows), evenly_spread(num_rows(rows), MOST_LOOKED_AT)) | self.shared
-        found = []
+        result = []
         for i, component in enumerate(self._components):
 
             def is_quadratic(question, i=i, component=component):
@@ -109,8 +109,8 @@ class BoundLikelihood(BoundPrior):
                 checks.extend([check] if holds else [])
                 return holds
 
-            found.append(local_terms(self._row_records, self.row_latents, component, theta, row, some, is_quadratic))
-        return found
+            result.append(local_terms(self._row_records, self.row_latents, component, theta, row, some, is_quadratic))
+        return result
 
     def _row_records(
         self, theta: Array, row: Mapping[str, Array], states: Mapping[str, Array]
@@ -170,11 +170,11 @@ class BoundLikelihood(BoundPrior):
 
         def one(row):
             row = {k: v[None] for k, v in row.items()}
-            found = {name: self._log_integral(integrated[name], theta, row) for name in names if name in integrated}
+            integrals = {name: self._log_integral(integrated[name], theta, row) for name in names if name in integrated}
             others = [name for name in names if name not in integrated]
             if not self.local.size:
                 terms = self._log_probs(theta, row, others) if others else {}
-                return found | {name: _drop_axis(terms[name], axes[name]) for name in others}
+                return integrals | {name: _drop_axis(terms[name], axes[name]) for name in others}
             points, weights = normal_rule(self.local.size)
 
             def at(z):
@@ -231,9 +231,11 @@ class BoundLikelihood(BoundPrior):
         :param rows: as :meth:`inputs` gives them.
         """
         terms = next(t for t in self.terms if t.site == site)
-        offset, design, local = linearise(terms, gaussian.mean, jax.tree.map(jnp.asarray, {**rows, **self.shared}))
-        spread = jnp.concatenate([gaussian.predictor_root(design), local], axis=-1)
-        return offset, jnp.einsum("necp,nedp->necd", spread, spread)
+        predictors, jacobian, local = linearise(
+            terms, gaussian.mean, jax.tree.map(jnp.asarray, {**rows, **self.shared})
+        )
+        scale = jnp.concatenate([gaussian.predictor_root(jacobian), local], axis=-1)
+        return predictors, jnp.einsum("necp,nedp->necd", scale, scale)
 
     def link(self, site: str) -> str | None:
         """``"logistic"`` if the site's predictor is the logit of a success probability."""

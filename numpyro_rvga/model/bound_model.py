@@ -172,24 +172,26 @@ class BoundModel:
         states: dict[str, Array] = {}
         for name in sites:
             if facts is None:
-                found = at_once(lambda: self._bounds_of_states(name, rows, states))  # noqa: B023
-                values = states_between(name, int(found[:, 0].min()), int(found[:, 1].max()))
+                bounds = at_once(lambda: self._bounds_of_states(name, rows, states))  # noqa: B023
+                values = states_between(name, int(bounds[:, 0].min()), int(bounds[:, 1].max()))
             else:
                 values = facts.states[name]
             states[name] = jnp.asarray(values)
         return LocalSites(continuous, {name: sites[name].value_shape for name in sites}, states)
 
-    def _bounds_of_states(self, name: str, rows: Mapping[str, Array | np.ndarray], known: Mapping[str, Array]) -> Array:
+    def _bounds_of_states(
+        self, name: str, rows: Mapping[str, Array | np.ndarray], other_states: Mapping[str, Array]
+    ) -> Array:
         """Smallest and largest state of a discrete latent in some rows, (M, 2): with the first state of all others that
         are known, with the second, and so on."""
 
         def at(place):
-            values = {n: states[jnp.minimum(place, len(states) - 1)] for n, states in known.items()}
+            values = {n: states[jnp.minimum(place, len(states) - 1)] for n, states in other_states.items()}
             arrays = {n: jnp.asarray(array) for n, array in rows.items()}
             records = sample_sites(*self._run(arrays, {}, states=values))
             return jnp.stack(bounds_of(name, peel(records[name].fn)[0]))
 
-        return jax.vmap(at)(jnp.arange(max([1, *map(len, known.values())])))
+        return jax.vmap(at)(jnp.arange(max([1, *map(len, other_states.values())])))
 
     def _find_params(self) -> Parameters:
         """The ``numpyro.param`` sites that matter: layers of a network whose weights are sampled do not.
@@ -214,16 +216,16 @@ class BoundModel:
 
     def _describe(self, rows) -> tuple[dict[str, SiteInfo], dict[str, tuple[str, ...]]]:
         """Static facts of all sites on these rows, without running the model."""
-        found: list = []
+        result: list = []
 
         def abstract(rows):
             trace, runner = self._run(rows, {})
-            found.append({name: site_info(record) for name, record in sample_sites(trace, runner).items()})
-            found.append(plates_of(trace))
+            result.append({name: site_info(record) for name, record in sample_sites(trace, runner).items()})
+            result.append(plates_of(trace))
             return 0
 
         self.abstractly(abstract, rows)
-        return found[0], found[1]
+        return result[0], result[1]
 
     # ------------------------------------------------------------------ running it
     def call_arguments(self, rows: Mapping[str, Array]) -> tuple[tuple, dict]:
@@ -259,9 +261,9 @@ class BoundModel:
 
     def _run_abstractly(self, rows) -> dict:
         """A trace without values."""
-        found: list = []
-        self.abstractly(lambda rows: found.append(self._run(rows, {})[0]) or 0, rows)
-        return found[0]
+        traces: list = []
+        self.abstractly(lambda rows: traces.append(self._run(rows, {})[0]) or 0, rows)
+        return traces[0]
 
     def jitted(self, function: Callable[[Mapping[str, Array]], Any], rows: Mapping[str, Array]) -> Any:
         """What a function of rows returns, compiled. A whole program's data have their values there."""
@@ -325,7 +327,7 @@ class BoundModel:
             terms = {n: _log_prob(records[n]) for n in self._row_sites}
             return terms | {n: jnp.asarray(value) for n, value in deterministic_sites(trace).items()}
 
-        return {name: found.shape for name, found in jax.eval_shape(abstract, rows).items()}
+        return {name: abstract_value.shape for name, abstract_value in jax.eval_shape(abstract, rows).items()}
 
     @property
     def local_names(self) -> tuple[str, ...]:
@@ -353,10 +355,10 @@ class BoundModel:
     @functools.cached_property
     def real_sites(self) -> frozenset[str]:
         """The latent sites whose support is the whole real line."""
-        found: list = []
-        jax.eval_shape(lambda rows: found.append(sample_sites(*self._run(rows, {}))) or 0, self.example_row)
+        runs: list = []
+        jax.eval_shape(lambda rows: runs.append(sample_sites(*self._run(rows, {}))) or 0, self.example_row)
         return frozenset(
-            name for name in self.layout.site_names if isinstance(site_transform(found[0][name].fn), IdentityTransform)
+            name for name in self.layout.site_names if isinstance(site_transform(runs[0][name].fn), IdentityTransform)
         )
 
     def outcome_arrays(self, site: str) -> set[str]:

@@ -71,8 +71,8 @@ class BoundPrior(BoundModel):
         return data_dependence(self._prior_records_of, self.example_row, self.example_rows, theta, self.params.values)
 
     def _prior_records_of(self, rows, theta, params) -> dict[str, SiteArrays]:
-        found = self._records(self.layout.unravel(theta), {**rows, PARAMS: params})
-        return {name: of_site(found[name]) for name in self.layout.site_names}
+        records = self._records(self.layout.unravel(theta), {**rows, PARAMS: params})
+        return {name: of_site(records[name]) for name in self.layout.site_names}
 
     @property
     def prior_reads(self) -> str:
@@ -95,16 +95,16 @@ class BoundPrior(BoundModel):
                 f"{self.prior_reads}, and not all rows are at hand: in a stream, or in a run that goes on "
                 "from another. Compute what it needs beforehand, and pass it as a keyword argument of run()."
             )
-        found = self._data_prior_of(num_rows(usable))
-        return found, found.constants(usable)
+        prior = self._data_prior_of(num_rows(usable))
+        return prior, prior.constants(usable)
 
     def _data_prior_of(self, total: int) -> DataPrior:
         """Of ``total`` rows."""
         theta, params = jax.device_put(np.zeros(self.layout.size, self.dtype)), self.params.values
 
         def records(rows, theta, params):
-            found = self._prior_records_of(rows, theta, params)
-            return {name: found[name] for name in self._arrays_read}
+            of_sites = self._prior_records_of(rows, theta, params)
+            return {name: of_sites[name] for name in self._arrays_read}
 
         def draw(rows, rng_key, params):
             return self._draw(rng_key, {**rows, PARAMS: params})
@@ -226,7 +226,7 @@ class BoundPrior(BoundModel):
         """Records of the latent sites whose prior reads the data. ``inputs``: as :attr:`prior_inputs`."""
         if self.data_prior is None:
             return {}
-        found = self.data_prior.records.finish(inputs[CONSTANTS], theta, inputs.get(PARAMS, self.params.values))
+        of_sites = self.data_prior.records.finish(inputs[CONSTANTS], theta, inputs.get(PARAMS, self.params.values))
         unconstrained = self.layout.unravel(theta)
         return {
             name: SiteRecord(
@@ -240,7 +240,7 @@ class BoundPrior(BoundModel):
                 is_observed=False,
                 is_auxiliary=False,
             )
-            for name, arrays in found.items()
+            for name, arrays in of_sites.items()
         }
 
     def _draw_prior(self, rng_key: Array, constants: tuple[Array, ...] | None) -> Array:

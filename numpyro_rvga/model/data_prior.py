@@ -51,8 +51,8 @@ class DataPrior(NamedTuple):
 
     def constants(self, rows: Arrays) -> PriorConstants:
         rows = {name: rows[name] for name in sorted(rows)}
-        found = jit_once(lambda rows: (self.records.residuals(rows), self.draw.residuals(rows)))(rows)
-        return PriorConstants(num_rows(rows), found)
+        arrays = jit_once(lambda rows: (self.records.residuals(rows), self.draw.residuals(rows)))(rows)
+        return PriorConstants(num_rows(rows), arrays)
 
     def is_same(self, other: DataPrior) -> bool:
         """Whether both are one function of their constants."""
@@ -93,8 +93,8 @@ def data_dependence(
     :param outputs: (rows, *parameters) -> a pytree by name.
     """
     reads = depends_on(lambda rows: outputs(rows, *parameters), dict(one_row))
-    found = {name: arrays for name, arrays in reads.items() if arrays}
-    others = [name for name in reads if name not in found]
+    dependent = {name: arrays for name, arrays in reads.items() if arrays}
+    others = [name for name in reads if name not in dependent]
 
     def differ(names: list[str]) -> bool:
         def chosen(rows, *parameters):
@@ -105,8 +105,8 @@ def data_dependence(
         return not one.is_same(two)
 
     if others and differ(others):
-        found |= {name: frozenset() for name in others if differ([name])}
-    return found
+        dependent |= {name: frozenset() for name in others if differ([name])}
+    return dependent
 
 
 def described(arrays: Mapping[str, frozenset[str]]) -> str:

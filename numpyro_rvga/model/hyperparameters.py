@@ -87,9 +87,9 @@ def _is_concave(terms: Terms, dtype: Any, rows: dict[str, Any]) -> bool:
     places = jnp.asarray(np.random.default_rng(0).normal(size=(NUM_PROBES, terms.num_predictors)), dtype)
 
     def hessians():
-        known = merged(constants(terms, rows))
-        known = jax.tree.map(lambda x: x[np.arange(NUM_PROBES) % len(x)], known)
-        return jax.vmap(jax.hessian(terms.density))(places, known)
+        values = merged(constants(terms, rows))
+        values = jax.tree.map(lambda x: x[np.arange(NUM_PROBES) % len(x)], values)
+        return jax.vmap(jax.hessian(terms.density))(places, values)
 
     values = np.linalg.eigvalsh(np.asarray(at_once(hessians), np.float64))
     tolerance = 100 * float(jnp.finfo(dtype).eps) * np.abs(values).max(axis=1)
@@ -103,8 +103,8 @@ def _sites_seen(program: Program, terms: Terms, rows: dict[str, Any]) -> frozens
 
     def slopes():
         everything = jnp.concatenate([theta, jnp.zeros(terms.num_local, theta.dtype)])
-        values, pull_back = jax.vjp(lambda t: predictors_of(terms, t, rows), everything)
-        return pull_back(jnp.asarray(rng.normal(size=values.shape), theta.dtype))[0][: theta.size]
+        values, vjp = jax.vjp(lambda t: predictors_of(terms, t, rows), everything)
+        return vjp(jnp.asarray(rng.normal(size=values.shape), theta.dtype))[0][: theta.size]
 
     by_site = program.layout.unravel(np.asarray(at_once(slopes)))
     return frozenset(name for name, slope in by_site.items() if np.any(slope != 0))

@@ -55,10 +55,10 @@ def information_of(
     def facts(t, r, e):
         record = run_site(t, r)
         fn, mask = peel(record.fn)
-        found = {"mean": fn.mean, "variance": fn.variance, "weight": mask * record.weight}
-        found |= {"fixed": getattr(fn, fixed)} if fixed else {}
+        attributes = {"mean": fn.mean, "variance": fn.variance, "weight": mask * record.weight}
+        attributes |= {"fixed": getattr(fn, fixed)} if fixed else {}
         shape = jnp.shape(record.value)
-        return {n: jnp.ravel(jnp.broadcast_to(jnp.asarray(x, t.dtype), shape))[e] for n, x in found.items()}
+        return {n: jnp.ravel(jnp.broadcast_to(jnp.asarray(x, t.dtype), shape))[e] for n, x in attributes.items()}
 
     reading = Reading(facts, theta, row, jax.ShapeDtypeStruct((), jnp.int32))
     mean, variance, weight = (reading.split(name) for name in ("mean", "variance", "weight"))
@@ -69,23 +69,23 @@ def information_of(
     zero = jnp.zeros(theta.shape, theta.dtype)
 
     def constants(r, e):
-        known = (r, e)
-        begin, slope = split.predictors(zero, known)[0], jax.jacrev(split.predictors)(zero, known)[0]
+        arguments = (r, e)
+        begin, slope = split.predictors(zero, arguments)[0], jax.jacrev(split.predictors)(zero, arguments)[0]
         square = slope @ slope
 
         def seen(other: Factorisation) -> tuple:
             """The other's predictor as a multiple of the term's, and an offset."""
-            along = jax.jacrev(other.predictors)(zero, known)[0] @ slope
+            along = jax.jacrev(other.predictors)(zero, arguments)[0] @ slope
             scale = jnp.where(square > 0, along / jnp.where(square > 0, square, 1.0), 0.0)
-            return scale, other.predictors(zero, known)[0] - scale * begin, other.constants(known)
+            return scale, other.predictors(zero, arguments)[0] - scale * begin, other.constants(arguments)
 
-        return seen(mean), seen(variance), weight.density(jnp.zeros(0, theta.dtype), weight.constants(known))
+        return seen(mean), seen(variance), weight.density(jnp.zeros(0, theta.dtype), weight.constants(arguments))
 
-    def of(u, known):
-        of_mean, of_variance, times = known
+    def of(u, arguments):
+        of_mean, of_variance, times = arguments
 
-        def at(split, v, found):
-            scale, offset, rest = found
+        def at(split, v, attributes):
+            scale, offset, rest = attributes
             return split.density(scale * v + offset, rest)
 
         slope = jax.grad(lambda v: at(mean, v, of_mean))(u)[0]

@@ -140,7 +140,7 @@ def components_of(
     owner = np.concatenate([np.full(n, i) for i, n in enumerate(counts)])
     place = np.concatenate([np.arange(n) for n in counts])
     num_continuous = local.continuous.size
-    found: dict[tuple, list] = {}
+    groups: dict[tuple, list] = {}
     tied = {names[i] for i in owner[depends.any(axis=1)]}
     for terms, variables in _connected(depends):
         sites = [names[owner[t]] for t in terms]
@@ -151,9 +151,9 @@ def components_of(
         owners = tuple(local.entries[d][0] for d in discrete)
         form = (len(continuous), owners, tuple(sorted(sites)))
         places = {name: [place[t] for t, s in zip(terms, sites) if s == name] for name in dict.fromkeys(sites)}
-        found.setdefault(form, []).append((continuous, discrete, places))
+        groups.setdefault(form, []).append((continuous, discrete, places))
     components = []
-    for (_, owners, _), members in found.items():
+    for (_, owners, _), members in groups.items():
         continuous, discrete, places = zip(*members)
         sites = {name: np.array([p[name] for p in places]) for name in places[0]}
         outcomes = {name: x for name, x in sites.items() if name in observed}
@@ -181,8 +181,8 @@ def _dependence(records, local, size, dtype, row, names) -> tuple[np.ndarray, li
     rng, entries = np.random.default_rng(0), local.entries
 
     def terms(theta, states):
-        found = records(theta, row, states)
-        return [elements(found[name]) for name in names]
+        of_sites = records(theta, row, states)
+        return [elements(of_sites[name]) for name in names]
 
     def flat(theta, states):
         return jnp.concatenate(terms(theta, states))
@@ -217,8 +217,8 @@ def _dependence(records, local, size, dtype, row, names) -> tuple[np.ndarray, li
         }
         looked.append((theta, states))
     stacked = jax.tree.map(lambda *x: jnp.stack(x), *looked)
-    found = at_once(lambda: jax.vmap(look)(*stacked))
-    return total | np.any(found, axis=0), counts
+    of_sites = at_once(lambda: jax.vmap(look)(*stacked))
+    return total | np.any(of_sites, axis=0), counts
 
 
 def _connected(depends: np.ndarray) -> list[tuple[list[int], list[int]]]:
@@ -250,9 +250,9 @@ def joint_by_state(
             places = np.array([entries[d][1] for d in component.discrete[:, column]])
             flat = states[name].ravel().at[jnp.asarray(places)[element]].set(values[column])
             states[name] = flat.reshape(states[name].shape)
-        found = records(theta, row, states)
+        of_sites = records(theta, row, states)
         sites = component.outcomes | component.latents
-        each = [jnp.sum(elements(found[name])[jnp.asarray(places)[element]]) for name, places in sites.items()]
+        each = [jnp.sum(elements(of_sites[name])[jnp.asarray(places)[element]]) for name, places in sites.items()]
         return jnp.sum(jnp.stack(each))
 
     if len(component.states) == 1:
@@ -281,8 +281,8 @@ def local_terms(
     nothing = jax.ShapeDtypeStruct((count,), theta.dtype)
 
     def term(t, r, element, log_weights):
-        found = joint_by_state(records, local, component, t, r, element)
-        return found[0] if count == 1 else logsumexp(found + log_weights)
+        by_state = joint_by_state(records, local, component, t, r, element)
+        return by_state[0] if count == 1 else logsumexp(by_state + log_weights)
 
     split = factorise(term, both, row, jax.ShapeDtypeStruct((), jnp.int32), nothing)
     if split.num_predictors > both.shape[0]:
@@ -315,10 +315,10 @@ def local_terms(
 def _of_everything(split: Factorisation, size: int) -> Factorisation:
     """All of theta and z as predictors: where a split names more numbers than there are."""
 
-    def density(u, known):
-        return split.density(split.predictors(u, known), split.constants(known))
+    def density(u, constants):
+        return split.density(split.predictors(u, constants), split.constants(constants))
 
-    return Factorisation(size, False, lambda t, known: t, lambda known: known, density)
+    return Factorisation(size, False, lambda t, constants: t, lambda constants: constants, density)
 
 
 class _Split:
@@ -360,11 +360,11 @@ class _Split:
 
     def log_joint(self, kept: np.ndarray, u: Array, of_state: Any, fixed: Array, slopes: Array) -> Callable:
         """z (K,) -> log p(outcomes, z, state). What does not depend on z is computed once."""
-        known = u, of_state, fixed, slopes
+        arguments = u, of_state, fixed, slopes
         z = jax.ShapeDtypeStruct((slopes.shape[1],), self._dtype)
-        inner = factorise(partial(self._joint, kept), z, *known)
-        values = inner.constants(known)
-        return lambda z: inner.density(inner.predictors(z, known), values)
+        inner = factorise(partial(self._joint, kept), z, *arguments)
+        values = inner.constants(arguments)
+        return lambda z: inner.density(inner.predictors(z, arguments), values)
 
     def _joint(self, kept: np.ndarray, z: Array, u: Array, of_state: Any, fixed: Array, slopes: Array) -> Array:
         return self.density(fixed.at[kept].set(u) + slopes @ z, of_state)
@@ -424,9 +424,9 @@ def _quadratic(split: _Split, component: Component, kept: np.ndarray, row: Array
         def hessians(u, of_state):
             return jax.vmap(jax.hessian(split.log_joint(kept, u, of_state, fixed, slopes)))(places)
 
-        found = jax.vmap(lambda u: jax.vmap(lambda s: hessians(u, s))(by_state))(some)  # (probes, M, places, K, K)
-        scale = jnp.abs(found).max(axis=(-3, -2, -1), keepdims=True)
-        apart = jnp.abs(found - found[..., :1, :, :])
+        of_probes = jax.vmap(lambda u: jax.vmap(lambda s: hessians(u, s))(by_state))(some)  # (probes, M, places, K, K)
+        scale = jnp.abs(of_probes).max(axis=(-3, -2, -1), keepdims=True)
+        apart = jnp.abs(of_probes - of_probes[..., :1, :, :])
         return jnp.all(apart <= QUADRATIC[jnp.finfo(dtype).bits] * scale)
 
     return lax.map(of_element, jnp.arange(component.size, dtype=jnp.int32))

@@ -36,16 +36,16 @@ def log_predictive(
     :return: (the row, perhaps with another outcome) -> its log density.
     """
     rows = {name: value[None] for name, value in row.items()}
-    centres, spreads = [], []
+    centres, scales = [], []
     for terms in program.terms:
-        offset, design, local = linearise(terms, gaussian.mean, rows)
-        parts = [local] if plugin else [gaussian.predictor_root(design), local]
-        centres.append(offset.reshape(-1))
-        spreads.append(jnp.concatenate(parts, axis=-1).reshape(offset.size, -1))
-    centre, spread = jnp.concatenate(centres), jnp.concatenate(spreads)
-    if not spread.shape[1]:
+        predictors, jacobian, local = linearise(terms, gaussian.mean, rows)
+        parts = [local] if plugin else [gaussian.predictor_root(jacobian), local]
+        centres.append(predictors.reshape(-1))
+        scales.append(jnp.concatenate(parts, axis=-1).reshape(predictors.size, -1))
+    centre, scale = jnp.concatenate(centres), jnp.concatenate(scales)
+    if not scale.shape[1]:
         return lambda row: log_density(program, centre, row)
-    root = semidefinite_root((spread @ spread.T)[None])[0]
+    root = semidefinite_root((scale @ scale.T)[None])[0]
     if len(centre) in DENSITY_NODES:
         return lambda row: _by_quadrature(lambda z: log_density(program, centre + root @ z, row), len(centre))
     standard = jax.random.normal(rng_key, (num_samples, len(centre)), centre.dtype)
@@ -65,8 +65,8 @@ def sampled_predictors(program: Program, theta: Array, row: Row, rng_key: Array)
 
 def average(program: Program, predictors: Array, row: Row) -> Array:
     """The logarithm of a row's density averaged over draws of its predictors (S, T)."""
-    found = jax.vmap(lambda u: log_density(program, u, row))(predictors)
-    return logsumexp(found) - math.log(len(predictors))
+    log_densities = jax.vmap(lambda u: log_density(program, u, row))(predictors)
+    return logsumexp(log_densities) - math.log(len(predictors))
 
 
 def log_density(program: Program, predictors: Array, row: Row) -> Array:
@@ -76,8 +76,8 @@ def log_density(program: Program, predictors: Array, row: Row) -> Array:
         shape = terms.num_elements, terms.num_predictors
         own = predictors[start : start + math.prod(shape)].reshape(shape)
         start += math.prod(shape)
-        known = jax.vmap(partial(terms.constants, rows))(jnp.arange(shape[0], dtype=jnp.int32))
-        total = total + jnp.sum(jax.vmap(terms.density)(own, known))
+        values = jax.vmap(partial(terms.constants, rows))(jnp.arange(shape[0], dtype=jnp.int32))
+        total = total + jnp.sum(jax.vmap(terms.density)(own, values))
     return total
 
 

@@ -15,13 +15,13 @@ from jax import Array, lax
 from ..core.closed_forms import Gaussian, gaussian
 from ..core.compilation import at_once, jit_once
 from ..core.count import Count
-from ..core.designs import gram, pull_back
 from ..core.expectations import linearized
 from ..core.interpret import depends_on
-from ..core.recursion import Quadratic, State
+from ..core.jacobians import gram, vjp
+from ..core.recursion import CanonicalGaussian, State
 from ..core.symbolic import factorise
 from .recognition import in_closed_form, in_tilted_form, is_quadratic, probe_terms
-from .sparsity import is_selection, selecting_view, sparse_design
+from .sparsity import is_selection, selecting_pattern, sparse_jacobian
 from .terms import Arrays, RunSite, Terms, constants, linearise, merged, predictors_of
 from .tracing import peel
 
@@ -109,9 +109,9 @@ def normal_block(
         fn = peel(run_site(t, shared).fn)[0]
         return jnp.broadcast_to(fn.loc, fn.event_shape), fn.scale_tril
 
-    found: list = []
-    jax.eval_shape(lambda t: found.append(peel(run_site(t, shared).fn)[0]) or 0, theta)
-    if not isinstance(found[0], dist.MultivariateNormal) or found[0].event_shape != (stop - start,):
+    distributions: list = []
+    jax.eval_shape(lambda t: distributions.append(peel(run_site(t, shared).fn)[0]) or 0, theta)
+    if not isinstance(distributions[0], dist.MultivariateNormal) or distributions[0].event_shape != (stop - start,):
         return None
     split = factorise(lambda t, r: jnp.asarray(sum(jnp.sum(x) for x in moments_at(t, r)), theta.dtype), theta, shared)
     origin = jnp.zeros(theta.shape, theta.dtype)
@@ -137,7 +137,7 @@ class IndependentStart(NamedTuple):
     mean: Array
     variance: Array
     places: np.ndarray
-    site: Quadratic | None
+    site: CanonicalGaussian | None
 
 
 class Marginals(NamedTuple):
@@ -216,9 +216,9 @@ def _diagonal_part(all_terms: list[Terms], size: int, dtype, shared: Arrays) -> 
     """Precision (P,), slope (P,) and value at theta = 0 of Gaussian terms that look at one entry each."""
     precision, linear, constant = jnp.zeros(size, dtype), jnp.zeros(size, dtype), jnp.zeros((), dtype)
     for terms in all_terms:
-        offset, design = sparse_design(terms, selecting_view(size), jnp.zeros(size, dtype), shared)
-        value, slope, curvature = _quadratics(terms, offset, merged(constants(terms, shared)))
-        precision, linear = precision + gram(design, -curvature), linear + pull_back(design, slope)
+        predictors, jacobian = sparse_jacobian(terms, selecting_pattern(size), jnp.zeros(size, dtype), shared)
+        value, slope, curvature = _quadratics(terms, predictors, merged(constants(terms, shared)))
+        precision, linear = precision + gram(jacobian, -curvature), linear + vjp(jacobian, slope)
         constant = constant + jnp.sum(value)
     return precision, linear, constant
 
@@ -227,11 +227,13 @@ def _block_terms(block: Block, size: int, dtype, shared: Arrays) -> tuple[Array,
     """Precision (P, P), slope and value at theta = 0."""
     loc, scale_tril = block.moments(shared)
     inverse = jax.scipy.linalg.solve_triangular(scale_tril, jnp.eye(len(loc), dtype=dtype), lower=True)
-    pull = inverse @ loc
-    value = -0.5 * pull @ pull - jnp.sum(jnp.log(jnp.diagonal(scale_tril))) - 0.5 * len(loc) * math.log(2 * math.pi)
+    whitened = inverse @ loc
+    value = (
+        -0.5 * whitened @ whitened - jnp.sum(jnp.log(jnp.diagonal(scale_tril))) - 0.5 * len(loc) * math.log(2 * math.pi)
+    )
     inside = slice(block.start, block.stop)
     precision = jnp.zeros((size, size), dtype).at[inside, inside].set(inverse.T @ inverse)
-    return precision, jnp.zeros(size, dtype).at[inside].set(inverse.T @ pull), value
+    return precision, jnp.zeros(size, dtype).at[inside].set(inverse.T @ whitened), value
 
 
 def _touched(all_terms: list[Terms], size: int, dtype, shared: Arrays) -> np.ndarray:
@@ -240,8 +242,8 @@ def _touched(all_terms: list[Terms], size: int, dtype, shared: Arrays) -> np.nda
     theta = jnp.asarray(rng.normal(size=size), dtype)
 
     def touches(terms):
-        values, pull_back = jax.vjp(lambda t: predictors_of(terms, t, shared), theta)
-        return pull_back(jnp.asarray(rng.normal(size=values.shape), dtype))[0] != 0
+        values, vjp = jax.vjp(lambda t: predictors_of(terms, t, shared), theta)
+        return vjp(jnp.asarray(rng.normal(size=values.shape), dtype))[0] != 0
 
     return np.any([np.zeros(size, bool), *at_once(lambda: [touches(t) for t in all_terms])], axis=0)
 
@@ -280,8 +282,8 @@ def initial_state(prior: Prior, size: int, dtype, start: Start | None, parts: tu
                 "a jitter to its diagonal (1e-6 times its size in float64, 1e-4 in float32)."
             )
     exact = jax.tree.map(lambda x: np.asarray(x, np.float64), (part, moments))
-    found = _assembled(np, prior, size, start, *exact)
-    state = jax.tree.map(lambda x: np.asarray(x, dtype), found)
+    state_of_arrays = _assembled(np, prior, size, start, *exact)
+    state = jax.tree.map(lambda x: np.asarray(x, dtype), state_of_arrays)
     return jax.device_put(state._replace(num_rows=Count.of(0)))
 
 
@@ -316,7 +318,7 @@ def _assembled(xp, prior: Prior, size: int, start: Start | None, part: tuple, mo
         blocks = [xp.zeros((block.stop - block.start,) * 2) for block in prior.blocks]
         wide = _block_diagonal(xp, [site.precision, *blocks])[back][:, back]
         slope = xp.concatenate([site.linear, xp.zeros(size - len(free))])[back]
-        site = Quadratic(wide, slope, site.constant, mean)
+        site = CanonicalGaussian(wide, slope, site.constant, mean)
     return State(mean, xp.zeros(size), root, evidence, site, Count.of(0))
 
 
@@ -328,15 +330,15 @@ def _free(prior: Prior, size: int) -> np.ndarray:
     return np.flatnonzero(~inside)
 
 
-def _stand_in(xp: Any, start: Start, precision, linear, constant) -> Quadratic:
+def _stand_in(xp: Any, start: Start, precision, linear, constant) -> CanonicalGaussian:
     """What the Gaussian terms leave of the start's normalised log density."""
     mean: Any = start.mean
     root: Any = start.root
-    pull = precision @ mean
+    product = precision @ mean
     normal = -0.5 * len(mean) * math.log(2 * math.pi) - xp.sum(xp.log(xp.diagonal(root)))
-    value = constant + linear @ mean - 0.5 * mean @ pull
+    value = constant + linear @ mean - 0.5 * mean @ product
     inverse = xp.linalg.inv(root)
-    return Quadratic(inverse.T @ inverse - precision, pull - linear, normal - value, mean)
+    return CanonicalGaussian(inverse.T @ inverse - precision, product - linear, normal - value, mean)
 
 
 def _block_diagonal(xp, blocks: list) -> Array:
@@ -357,19 +359,19 @@ def gaussian_part(prior: Prior, size: int, dtype, shared: Arrays) -> tuple[Array
 
 def _expand(terms: Terms, size: int, dtype, shared: Arrays) -> tuple[Array, Array, Array]:
     """Precision, slope and value of the terms at theta = 0."""
-    offset, design, _ = linearise(terms, jnp.zeros(size, dtype), shared)
-    offset, design, values = merged((offset, design, constants(terms, shared)))
-    value, slope, curvature = _quadratics(terms, offset, values)
-    flat = design.reshape(-1, size)
-    weighted = jnp.einsum("ncd,ndp->ncp", curvature, design).reshape(flat.shape)
+    predictors, jacobian, _ = linearise(terms, jnp.zeros(size, dtype), shared)
+    predictors, jacobian, values = merged((predictors, jacobian, constants(terms, shared)))
+    value, slope, curvature = _quadratics(terms, predictors, values)
+    flat = jacobian.reshape(-1, size)
+    weighted = jnp.einsum("ncd,ndp->ncp", curvature, jacobian).reshape(flat.shape)
     return -flat.T @ weighted, slope.reshape(-1) @ flat, jnp.sum(value)
 
 
-def _quadratics(terms: Terms, offset: Array, values: Any) -> tuple[Array, Array, Array]:
+def _quadratics(terms: Terms, predictors: Array, values: Any) -> tuple[Array, Array, Array]:
     """Value, gradient and Hessian of Gaussian terms at their predictors."""
     if terms.closed_form is Gaussian:
-        return jax.vmap(lambda u, c: gaussian(u, jnp.zeros((1, 1), offset.dtype), c))(offset, values)
-    return jax.vmap(lambda u, c: linearized(lambda a: terms.density(a, c), u, None))(offset, values)
+        return jax.vmap(lambda u, c: gaussian(u, jnp.zeros((1, 1), predictors.dtype), c))(predictors, values)
+    return jax.vmap(lambda u, c: linearized(lambda a: terms.density(a, c), u, None))(predictors, values)
 
 
 def _from_quadratic(xp, precision, linear, constant) -> tuple[Array, Array, Array]:

@@ -185,8 +185,8 @@ class Program(BoundLikelihood):
         other = self._copied()
         other.data_rows = self._rows_to_keep(all_rows)
         if self.data_prior is not None:
-            found, other.constants = self._read_data_prior(self._usable(all_rows))
-            if not found.is_same(self.data_prior):
+            data_prior, other.constants = self._read_data_prior(self._usable(all_rows))
+            if not data_prior.is_same(self.data_prior):
                 return None
         return other
 
@@ -300,8 +300,8 @@ class Program(BoundLikelihood):
         return self.deterministic.of_rows | (inside & (self.deterministic.of_latents | self.deterministic.of_data))
 
     def _find_deterministic(self) -> DeterministicSites:
-        found = self._run_abstractly(self.example_row)
-        names = [name for name, site in found.items() if site["type"] == "deterministic" and _is_numeric(site["value"])]
+        trace = self._run_abstractly(self.example_row)
+        names = [name for name, site in trace.items() if site["type"] == "deterministic" and _is_numeric(site["value"])]
         if not names:
             return DeterministicSites()
         if self.whole:

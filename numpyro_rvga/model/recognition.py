@@ -45,9 +45,9 @@ def probe_terms(terms: Terms, dtype, shared: Arrays) -> Probe:
 
 def is_quadratic(probe: Probe) -> bool:
     """Whether the Hessians are the same at all points."""
-    found = probe.hessians[:, NEAR]
-    spread = np.max(np.abs(found - found[:, :1]), initial=0.0)
-    return bool(spread <= 100 * np.finfo(found.dtype).eps * np.max(np.abs(found), initial=0.0))
+    hessians = probe.hessians[:, NEAR]
+    range_of = np.max(np.abs(hessians - hessians[:, :1]), initial=0.0)
+    return bool(range_of <= 100 * np.finfo(hessians.dtype).eps * np.max(np.abs(hessians), initial=0.0))
 
 
 def in_tilted_form(terms: Terms, dtype, row: Arrays) -> Terms:
@@ -57,11 +57,11 @@ def in_tilted_form(terms: Terms, dtype, row: Arrays) -> Terms:
     """
     if terms.closed_form is not None or not terms.is_affine:
         return terms
-    known = jax.eval_shape(terms.constants, row, jax.ShapeDtypeStruct((), jnp.int32))
-    found = read_tilted(terms.density, terms.num_predictors, dtype, known)
-    if found is None:
+    shapes = jax.eval_shape(terms.constants, row, jax.ShapeDtypeStruct((), jnp.int32))
+    form_and_coefficients = read_tilted(terms.density, terms.num_predictors, dtype, shapes)
+    if form_and_coefficients is None:
         return terms
-    form, coefficients = found
+    form, coefficients = form_and_coefficients
     return terms._replace(
         constants=lambda row, element: coefficients(terms.constants(row, element)),
         density=partial(tilted_density, form),

@@ -43,11 +43,11 @@ def total(sets: Iterable[RowSet]) -> RowSet:
 
 def row_digests(rows: Mapping[str, np.ndarray]) -> np.ndarray:
     """A digest of what each row holds, (n,) 64-bit numbers."""
-    found = np.zeros((), np.uint64)
+    digests = np.zeros((), np.uint64)
     for name in sorted(rows):
         array = np.asarray(rows[name])
-        found = found + _mixed(_words_digest(array) + _salt(name, array))
-    return _mixed(found)
+        digests = digests + _mixed(_words_digest(array) + _salt(name, array))
+    return _mixed(digests)
 
 
 def _words_digest(array: np.ndarray) -> np.ndarray:
@@ -55,14 +55,14 @@ def _words_digest(array: np.ndarray) -> np.ndarray:
     size = next(size for size in (8, 4, 2, 1) if words.shape[1] % size == 0)
     words = words.view(f"u{size}")
     keys = _mixed(np.arange(1, words.shape[1] + 1, dtype=np.uint64) * np.uint64(GOLDEN)) | np.uint64(1)
-    found = np.empty(len(words), np.uint64)
+    digests = np.empty(len(words), np.uint64)
     length = max(PIECE // max(words.shape[1], 1), 1)
     for start in range(0, len(words), length):
         piece = words[start : start + length].astype(np.uint64)
         if size == 8:
             piece ^= piece >> HALF  # the low bits of most floating-point numbers are zero
-        found[start : start + length] = np.einsum("ij,j->i", piece, keys)
-    return found
+        digests[start : start + length] = np.einsum("ij,j->i", piece, keys)
+    return digests
 
 
 def _salt(name: str, array: np.ndarray) -> np.uint64:

@@ -16,83 +16,85 @@ import numpy as np
 from jax import Array, lax
 
 from ..core.compilation import jit_once
-from ..core.designs import Sparse
-from ..core.sparse import Order
+from ..core.jacobians import SparseJacobian
+from ..core.sparse import EliminationOrder
 from .layout import Layout
 from .terms import Arrays, Terms, merged, over_rows, split_rows
 
 FEWEST_PARAMETERS = 200  # below, whole matrices are small
-MOST_SPLIT = 64  # entries of a strand of which terms look at several
-MOST_SLOTS = 64  # strands that a term looks at
-FEW = 64  # rows that are looked at first
-CHUNK = 2**16  # rows that are looked at together
+MOST_SPLIT = 64  # entries of a column of which terms read several
+MOST_SLOTS = 64  # columns that a term reads
+FEW = 64  # rows that are probed first
+CHUNK = 2**16  # rows that are probed together
 
 
-class View(NamedTuple):
-    """The strands that a term looks at, and how entries of theta are counted.
+class Pattern(NamedTuple):
+    """The entries of theta that a term depends on: one of each column.
 
-    :ivar strands: arrays of entries of theta. :ivar place: (P,), the number of each entry. :ivar heads: numbers below
-        are of entries of which no term looks at two. :ivar headed: whether the first strand has such numbers.
+    :ivar columns: arrays of entries of theta. :ivar place: (P,), the position of each entry in the elimination order.
+    :ivar num_diagonal: d: no term depends on two of the first d positions.
+    :ivar has_diagonal: whether the first column is one of these.
     """
 
-    strands: tuple[np.ndarray, ...]
+    columns: tuple[np.ndarray, ...]
     place: np.ndarray
-    heads: int
-    headed: bool
+    num_diagonal: int
+    has_diagonal: bool
 
 
 class Sparsity(NamedTuple):
-    """How the terms of a model see theta.
+    """Which entries of theta each term of a model depends on.
 
-    :ivar order: in which its entries are numbered. :ivar views: by whether a term is one of the prior, and its site.
-    :ivar numbers_per_row: in the arrays that the row terms' designs take.
+    :ivar order: of elimination. :ivar patterns: by whether a term is one of the prior, and its site.
+    :ivar numbers_per_row: size of the Jacobians of a row.
     """
 
-    order: Order
-    views: dict[tuple[bool, str], View]
+    order: EliminationOrder
+    patterns: dict[tuple[bool, str], Pattern]
     numbers_per_row: int
 
     @property
     def key(self) -> tuple:
         """Equal if two say the same of a model."""
         return (
-            self.order.heads,
+            self.order.num_diagonal,
             self.order.places.tobytes(),
-            tuple((name, len(view.strands)) for name, view in self.views.items()),
+            tuple((name, len(pattern.columns)) for name, pattern in self.patterns.items()),
         )
 
 
-# ---------------------------------------------------------------------- designs
-def sparse_design(terms: Terms, view: View, theta: Array, rows: Arrays) -> tuple[Array, Sparse]:
+# ---------------------------------------------------------------------- Jacobians
+def sparse_jacobian(terms: Terms, pattern: Pattern, theta: Array, rows: Arrays) -> tuple[Array, SparseJacobian]:
     """Predictors at theta (n E, C), and their Jacobians."""
-    directions = _along(view.strands, theta.size, theta.dtype)
-    offset, pushed = merged(_pushed(terms, theta, directions, rows))
-    values, place = _read(pushed, len(view.strands))
-    starts = np.cumsum([0, *[len(strand) for strand in view.strands]])[:-1]
-    numbers = jnp.asarray(view.place[np.concatenate(view.strands)], jnp.int32)
-    lengths = np.array([len(strand) for strand in view.strands])
+    directions = _along(pattern.columns, theta.size, theta.dtype)
+    predictors, pushed = merged(_pushed(terms, theta, directions, rows))
+    values, place = _read(pushed, len(pattern.columns))
+    starts = np.cumsum([0, *[len(column) for column in pattern.columns]])[:-1]
+    numbers = jnp.asarray(pattern.place[np.concatenate(pattern.columns)], jnp.int32)
+    lengths = np.array([len(column) for column in pattern.columns])
     index = numbers[jnp.clip(place, 0, lengths - 1) + starts]
-    return offset, Sparse(index, jnp.swapaxes(values, 1, 2), theta.size, view.heads, view.headed)
+    sizes = theta.size, pattern.num_diagonal, pattern.has_diagonal
+    return predictors, SparseJacobian(index, jnp.swapaxes(values, 1, 2), *sizes)
 
 
-def selecting_view(size: int) -> View:
-    """Of terms that look at one entry of theta."""
-    return View((np.arange(size),), np.arange(size), size, True)
+def selecting_pattern(size: int) -> Pattern:
+    """Of terms that depend on one entry of theta."""
+    return Pattern((np.arange(size),), np.arange(size), size, True)
 
 
 def is_selection(terms: Terms, size: int, dtype, rows: Arrays) -> bool:
     """Whether each term's one predictor is an affine function of one entry of theta."""
     if not (terms.is_affine and terms.num_predictors == 1 and not terms.num_local):
         return False
-    return bool(_look(terms, selecting_view(size).strands, jnp.zeros(size, dtype), rows).single[0])
+    return bool(_reads_of(terms, selecting_pattern(size).columns, jnp.zeros(size, dtype), rows).reads_one[0])
 
 
-def _along(strands: tuple[np.ndarray, ...], size: int, dtype) -> np.ndarray:
-    """Two directions along each strand: (2 S, P)."""
-    count = len(strands)
+def _along(columns: tuple[np.ndarray, ...], size: int, dtype) -> np.ndarray:
+    """Two directions along each column: all ones, and the position in it: (2 S, P)."""
+    count = len(columns)
     directions = np.zeros((2 * count, size), dtype)
-    for i, strand in enumerate(strands):
-        directions[i, strand], directions[count + i, strand] = 1, np.arange(len(strand))
+    for i, column in enumerate(columns):
+        directions[i, column], directions[count + i, column] = 1, np.arange(len(column))
     return directions
 
 
@@ -100,51 +102,51 @@ def _pushed(terms: Terms, theta: Array, directions: np.ndarray, rows: Arrays) ->
     """Predictors (n, E, C), and their changes along directions (n, E, D, C)."""
 
     def one(row, element):
-        offset, push = jax.linearize(lambda t: terms.predictors(t, row, element), theta)
-        return offset, jax.vmap(push)(directions)
+        predictors, push = jax.linearize(lambda t: terms.predictors(t, row, element), theta)
+        return predictors, jax.vmap(push)(directions)
 
     directions = lax.optimization_barrier(jnp.asarray(directions))  # XLA would fold constants for seconds
     return over_rows(one, terms.num_elements, rows)
 
 
 def _read(pushed: Array, count: int) -> tuple[Array, Array]:
-    """The one value for each strand (n, S, C), and its place there (n, S)."""
-    values, ramps = pushed[:, :count], pushed[:, count : 2 * count]
+    """The one entry of each column that is not zero (n, S, C), and its position there (n, S)."""
+    values, numbers = pushed[:, :count], pushed[:, count : 2 * count]
     largest = jnp.argmax(jnp.abs(values), axis=2, keepdims=True)
-    value, ramp = (jnp.take_along_axis(x, largest, axis=2)[..., 0] for x in (values, ramps))
-    return values, jnp.round(ramp / jnp.where(value == 0, 1.0, value)).astype(jnp.int32)
+    value, number = (jnp.take_along_axis(x, largest, axis=2)[..., 0] for x in (values, numbers))
+    return values, jnp.round(number / jnp.where(value == 0, 1.0, value)).astype(jnp.int32)
 
 
-# ---------------------------------------------------------------------- what is looked at
-class _Looks(NamedTuple):
-    """Of strands, (S,) arrays: whether any term looks at them, and whether no term looks at two of their entries."""
+# ---------------------------------------------------------------------- which entries terms depend on
+class _Reads(NamedTuple):
+    """Of columns, (S,): whether any term depends on them, and whether no term depends on two of their entries."""
 
-    touched: np.ndarray
-    single: np.ndarray
+    is_read: np.ndarray
+    reads_one: np.ndarray
 
 
-def _look(terms: Terms, strands: tuple[np.ndarray, ...], theta: Array, rows: Arrays) -> _Looks:
-    """Asked along a random direction."""
-    count, eps = len(strands), np.finfo(theta.dtype).eps
+def _reads_of(terms: Terms, columns: tuple[np.ndarray, ...], theta: Array, rows: Arrays) -> _Reads:
+    """By changes along a random direction."""
+    count, eps = len(columns), np.finfo(theta.dtype).eps
     probe = np.random.default_rng(0).normal(size=theta.size).astype(theta.dtype)
-    alone = np.zeros((count, theta.size), theta.dtype)
-    for i, strand in enumerate(strands):
-        alone[i, strand] = probe[strand]
-    directions = np.concatenate([_along(strands, theta.size, theta.dtype), alone])
-    longest = max(map(len, strands))
-    table = jnp.asarray(np.stack([np.resize(probe[strand], longest) for strand in strands]))
+    one_column = np.zeros((count, theta.size), theta.dtype)
+    for i, column in enumerate(columns):
+        one_column[i, column] = probe[column]
+    directions = np.concatenate([_along(columns, theta.size, theta.dtype), one_column])
+    longest = max(map(len, columns))
+    table = jnp.asarray(np.stack([np.resize(probe[column], longest) for column in columns]))
 
     @jit_once
     def both(rows):
         pushed = merged(_pushed(terms, theta, directions, rows)[1])
         values, place = _read(pushed, count)
-        told = values * table[jnp.arange(count), jnp.clip(place, 0, longest - 1)][..., None]
-        truth = pushed[:, 2 * count :]
-        close = jnp.abs(told - truth) <= 1e3 * eps * jnp.abs(truth)
-        return jnp.any(truth != 0, axis=(0, 2)), jnp.all(close, axis=(0, 2))
+        predicted = values * table[jnp.arange(count), jnp.clip(place, 0, longest - 1)][..., None]
+        actual = pushed[:, 2 * count :]
+        close = jnp.abs(predicted - actual) <= 1e3 * eps * jnp.abs(actual)
+        return jnp.any(actual != 0, axis=(0, 2)), jnp.all(close, axis=(0, 2))
 
-    found = [_Looks(*map(np.asarray, both(part))) for part in _parts(rows)]
-    return _Looks(np.any([f.touched for f in found], axis=0), np.all([f.single for f in found], axis=0))
+    parts = [_Reads(*map(np.asarray, both(part))) for part in _parts(rows)]
+    return _Reads(np.any([f.is_read for f in parts], axis=0), np.all([f.reads_one for f in parts], axis=0))
 
 
 def _parts(rows: Arrays) -> Iterator[Arrays]:
@@ -159,7 +161,7 @@ def _parts(rows: Arrays) -> Iterator[Arrays]:
 def find_sparsity(
     layout: Layout, dtype, row_terms: tuple[Terms, ...], prior_terms: tuple[Terms, ...], rows: Arrays, shared: Arrays
 ) -> Sparsity | None:
-    """How terms look at theta, if each looks at a few entries; None if not, or if theta is short.
+    """The entries that terms depend on, if these are few for each term; None if not, or if theta is short.
 
     :param rows: all that there are.
     :param shared: what prior terms depend on besides theta.
@@ -167,52 +169,54 @@ def find_sparsity(
     if layout.size < FEWEST_PARAMETERS or any(terms.num_local for terms in row_terms):
         return None
     theta = jnp.asarray(0.5 * np.random.default_rng(1).normal(size=layout.size), dtype)
-    strands = _columns(layout)
+    columns = _columns(layout)
 
-    def look(some):
-        return [_look(terms, strands, theta, some) for terms in row_terms]
+    def reads_of_rows(some):
+        return [_reads_of(terms, columns, theta, some) for terms in row_terms]
 
-    few = look({name: array[:FEW] for name, array in rows.items()})
-    if _looks_too_wide(few, strands):
+    few = reads_of_rows({name: array[:FEW] for name, array in rows.items()})
+    if _read_too_many(few, columns):
         return None
-    looks = look(rows) + [_look(terms, strands, theta, shared) for terms in prior_terms]
-    if _looks_too_wide(looks, strands):
+    all_reads = reads_of_rows(rows) + [_reads_of(terms, columns, theta, shared) for terms in prior_terms]
+    if _read_too_many(all_reads, columns):
         return None
-    single = _single(looks)
-    whole, split = [np.flatnonzero(chosen) for chosen in (single, ~single)]
+    reads_one = _reads_one(all_reads)
+    whole, split = [np.flatnonzero(chosen) for chosen in (reads_one, ~reads_one)]
     if not len(whole):
         return None
-    head = max(whole, key=lambda i: len(strands[i]))
-    ranked = [head, *whole[whole != head], *split]
-    order, views = Order(np.concatenate([strands[i] for i in ranked]), len(strands[head])), {}
+    eliminated = max(whole, key=lambda i: len(columns[i]))
+    ranked = [eliminated, *whole[whole != eliminated], *split]
+    order, patterns = EliminationOrder(np.concatenate([columns[i] for i in ranked]), len(columns[eliminated])), {}
     sides = [(False, terms) for terms in row_terms] + [(True, terms) for terms in prior_terms]
-    for (in_prior, terms), look in zip(sides, looks):
+    for (in_prior, terms), reads in zip(sides, all_reads):
         seen = []
-        for i in (i for i in ranked if look.touched[i]):
-            seen += [strands[i]] if single[i] else list(strands[i][:, None])
+        for i in (i for i in ranked if reads.is_read[i]):
+            seen += [columns[i]] if reads_one[i] else list(columns[i][:, None])
         if not seen or len(seen) > MOST_SLOTS:
             return None
-        views[in_prior, terms.site] = View(tuple(seen), order.back, order.heads, bool(look.touched[head]))
-    counts = [(t.num_elements, t.num_predictors, len(views[False, t.site].strands)) for t in row_terms]
-    return Sparsity(order, views, sum(e * k * (c + 2 * k) for e, c, k in counts))
+        patterns[in_prior, terms.site] = Pattern(
+            tuple(seen), order.back, order.num_diagonal, bool(reads.is_read[eliminated])
+        )
+    counts = [(t.num_elements, t.num_predictors, len(patterns[False, t.site].columns)) for t in row_terms]
+    return Sparsity(order, patterns, sum(e * k * (c + 2 * k) for e, c, k in counts))
 
 
-def _single(looks: list[_Looks]) -> np.ndarray:
-    """(S,): of which strands no term looks at two entries."""
-    return np.all([look.single for look in looks], axis=0)
+def _reads_one(all_reads: list[_Reads]) -> np.ndarray:
+    """(S,): of which columns no term depends on two entries."""
+    return np.all([reads.reads_one for reads in all_reads], axis=0)
 
 
-def _looks_too_wide(looks: list[_Looks], strands: tuple[np.ndarray, ...]) -> bool:
-    return any(len(strand) > MOST_SPLIT for strand, alone in zip(strands, _single(looks)) if not alone)
+def _read_too_many(all_reads: list[_Reads], columns: tuple[np.ndarray, ...]) -> bool:
+    return any(len(column) > MOST_SPLIT for column, one_column in zip(columns, _reads_one(all_reads)) if not one_column)
 
 
 def _columns(layout: Layout) -> tuple[np.ndarray, ...]:
-    """The entries of each site along its longest axis, one strand for each place on the others."""
-    strands, start = [], 0
+    """The entries of each site along its longest axis, one column for each position on the others."""
+    columns, start = [], 0
     for name in layout.site_names:
         shape = layout.shapes[name] or (1,)
         entries = start + np.arange(math.prod(shape)).reshape(shape)
         start += entries.size
         if entries.size:
-            strands += list(np.moveaxis(entries, int(np.argmax(shape)), -1).reshape(-1, max(shape)))
-    return tuple(strands)
+            columns += list(np.moveaxis(entries, int(np.argmax(shape)), -1).reshape(-1, max(shape)))
+    return tuple(columns)

@@ -72,7 +72,7 @@ class _Example(NamedTuple):
 
 
 def _example_of(run_site: RunSite, theta: jax.ShapeDtypeStruct, row: Arrays) -> _Example:
-    found: list[_Example] = []
+    examples: list[_Example] = []
 
     def abstract(t, r):
         record = run_site(t, r)
@@ -81,11 +81,11 @@ def _example_of(run_site: RunSite, theta: jax.ShapeDtypeStruct, row: Arrays) -> 
         named = supports is not None and len(supports) == len(jax.tree.leaves(fn))
         transformed = record.log_abs_det is not None
         has_jacobian = transformed and not isinstance(site_transform(record.fn), IdentityTransform)
-        found.append(_Example(terms.shape[0], type(fn), supports if named else None, has_jacobian))
+        examples.append(_Example(terms.shape[0], type(fn), supports if named else None, has_jacobian))
         return 0
 
     jax.eval_shape(abstract, theta, row)
-    return found[0]
+    return examples[0]
 
 
 def site_terms(
@@ -138,8 +138,8 @@ def _identity_terms(site, size, count, split) -> Terms:
     def constants(row, element):
         return row, element
 
-    def density(u, known):
-        return split.density(split.predictors(u, known), split.constants(known))
+    def density(u, arguments):
+        return split.density(split.predictors(u, arguments), split.constants(arguments))
 
     return Terms(site, count, size, True, predictors, constants, density, None)
 
@@ -179,8 +179,8 @@ def _informed(terms: Terms, information: Information | None) -> Terms:
 
     return terms._replace(
         constants=constants,
-        density=lambda u, known: terms.density(u, known[0]),
-        information=lambda u, known: information.of(u, known[1]),
+        density=lambda u, values: terms.density(u, values[0]),
+        information=lambda u, values: information.of(u, values[1]),
     )
 
 
@@ -196,8 +196,8 @@ def linearise(terms: Terms, theta: Array, rows: Arrays) -> tuple[Array, Array, A
         function = lambda t: terms.predictors(t, row, element)  # noqa: E731
         return function(everything), jacobian(function)(everything)
 
-    offset, design = over_rows(one, terms.num_elements, rows)
-    return offset, design[..., : theta.shape[0]], design[..., theta.shape[0] :]
+    predictors, jacobian = over_rows(one, terms.num_elements, rows)
+    return predictors, jacobian[..., : theta.shape[0]], jacobian[..., theta.shape[0] :]
 
 
 def predictors_of(terms: Terms, theta: Array, rows: Arrays) -> Array:
@@ -397,18 +397,18 @@ def _moves(function, theta, row) -> bool:
 
 
 def _leaf_constraints(fn: Any) -> list | None:
-    found: list = []
+    constraints: list = []
     for field in type(fn).gather_pytree_data_fields():
         value = fn.__dict__.get(field)
         if isinstance(value, dist.Distribution):
             inner = _leaf_constraints(value)
             if inner is None:
                 return None
-            found += inner
+            constraints += inner
         elif value is not None:
             leaves = jax.tree.leaves(value)
             support = fn.arg_constraints.get(field)
             if support is None or len(leaves) != 1:
                 return None
-            found.append(support)
-    return found
+            constraints.append(support)
+    return constraints

@@ -40,13 +40,13 @@ def find_row_plates(
 
     :param concrete: whether the model may look at the values of the data. :param evaluates: as for :class:`Program`.
     """
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
 
     def abstract(rows):
         trace, runner = run_model(model, rows, model_kwargs)
         observed = {name: site for name, site in sample_sites(trace, runner).items() if site.is_observed}
         check_outcomes_shape(observed)
-        found.update(plates=plates_of(trace), observed=list(observed), sizes=runner.plate_size)
+        result.update(plates=plates_of(trace), observed=list(observed), sizes=runner.plate_size)
         return 0
 
     if concrete:
@@ -57,8 +57,8 @@ def find_row_plates(
             abstract,
             {name: jax.ShapeDtypeStruct(a.shape, jax.dtypes.canonicalize_dtype(a.dtype)) for name, a in rows.items()},
         )
-    around, length = {p for n in found["observed"] for p in found["plates"][n]}, common_length(rows)
-    return frozenset(p for p in around if found["sizes"][p] == length), found["observed"]
+    around, length = {p for n in result["observed"] for p in result["plates"][n]}, common_length(rows)
+    return frozenset(p for p in around if result["sizes"][p] == length), result["observed"]
 
 
 def check_outcomes_shape(observed: Mapping[str, SiteRecord]) -> None:
@@ -78,9 +78,9 @@ def check_outcomes_shape(observed: Mapping[str, SiteRecord]) -> None:
             )
 
 
-def check_has_outcome(found: Sequence[str], model: Callable, given: Sequence[str]) -> None:
+def check_has_outcome(observed: Sequence[str], model: Callable, given: Sequence[str]) -> None:
     """:raises ValueError: for no observed sites, naming arguments of the model that are not given."""
-    if not found:
+    if not observed:
         absent = absent_arguments(model, given)
         advice = f"; the data lack {', '.join(map(repr, absent))}" if absent else ""
         raise ValueError(
@@ -139,7 +139,7 @@ def local_latents(
     :raises NotImplementedError: for local latents that are not normal, otherwise.
     :raises CoupledRows: for latents that grow with the number of rows and are in no row plate.
     """
-    found = set()
+    names = set()
     for name, site in one.items():
         inside = row_plates & set(site.plates)
         if site.is_observed or (not inside and site.value_shape == two[name].value_shape):
@@ -155,8 +155,8 @@ def local_latents(
                 f"site {name!r} is a latent variable inside the row plate {sorted(inside)[0]!r}, and local='prior' "
                 "takes only Normal ones: RVGA(model, local='marginal') integrates others out."
             )
-        found.add(name)
-    return frozenset(found)
+        names.add(name)
+    return frozenset(names)
 
 
 def check_shared(layout: Layout, local_names: frozenset[str]) -> None:
@@ -177,11 +177,11 @@ def check_local_terms(program: Any) -> None:
     rows = {**program.example_rows, **program.shared}
 
     def alone():
-        found = [linearise(terms, theta, rows)[1:] for terms in program.terms]
-        return [jnp.any(local != 0, axis=-1) & jnp.all(design == 0, axis=-1) for design, local in found]
+        flags = [linearise(terms, theta, rows)[1:] for terms in program.terms]
+        return [jnp.any(local != 0, axis=-1) & jnp.all(jacobian == 0, axis=-1) for jacobian, local in flags]
 
-    for terms, found in zip(program.terms, at_once(alone)):
-        if np.any(found) or not terms.is_affine:
+    for terms, flags in zip(program.terms, at_once(alone)):
+        if np.any(flags) or not terms.is_affine:
             names = ", ".join(map(repr, program.local.site_names))
             raise CoupledRows(
                 f"site {names}, a latent variable of each row, enters site {terms.site!r} other than as an addition of "
@@ -267,8 +267,8 @@ class RowCheck:
         size = min(SUPPORT_PIECE, 1 << (total - 1).bit_length())
         starts = range(0, total, size)
         taken = [np.minimum(np.arange(start, start + size), total - 1) for start in starts]
-        found = [self._many({name: rows[name][places] for name in self._arrays}) for places in taken]
-        return lambda: np.concatenate([np.asarray(x) for x in found])[:total]
+        answers = [self._many({name: rows[name][places] for name in self._arrays}) for places in taken]
+        return lambda: np.concatenate([np.asarray(x) for x in answers])[:total]
 
     def begin(self, rows: Mapping[str, Any]) -> Callable[[], np.ndarray]:
         """Start to look; what is returned waits for the answer: with which rows all is well, (n,)."""
@@ -300,9 +300,9 @@ class IndexCheck(RowCheck):
         self._sizes: list[int] = []
 
         def inside(row):
-            found = indexings(parameters, row)
-            self._sizes = [indexing.sizes[0] for indexing in found]
-            return jnp.stack([jnp.all(indexing.inside) for indexing in found])
+            all_indexings = indexings(parameters, row)
+            self._sizes = [indexing.sizes[0] for indexing in all_indexings]
+            return jnp.stack([jnp.all(indexing.inside) for indexing in all_indexings])
 
         super().__init__(program, inside)
 
@@ -338,8 +338,8 @@ class StatesCheck(RowCheck):
         self._site, self._last = site, int(states[-1])
 
         def inside(row):
-            found = bounds(site, row, {name: values for name, values in others.items() if name != site})
-            return jnp.all((found[:, 0] >= states[0]) & (found[:, 1] <= states[-1]))
+            bounds_of_row = bounds(site, row, {name: values for name, values in others.items() if name != site})
+            return jnp.all((bounds_of_row[:, 0] >= states[0]) & (bounds_of_row[:, 1] <= states[-1]))
 
         super().__init__(program, inside)
 
@@ -479,14 +479,14 @@ def describe_bad_rows(
 
 def peel_abstractly(program: Any, site: str) -> Any:
     """A site's distribution, for what is static about it."""
-    found: list = []
+    distributions: list = []
 
     def abstract(row):
-        found.append(peel(program.site_record(site, row).fn)[0])
+        distributions.append(peel(program.site_record(site, row).fn)[0])
         return 0
 
     program.abstractly(abstract, program.example_row)
-    return found[0]
+    return distributions[0]
 
 
 def _in_support(program, name, row):

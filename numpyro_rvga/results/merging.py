@@ -16,7 +16,7 @@ import numpy as np
 from ..core.count import Count
 from ..core.gaussians import DiagonalGaussian, Family, FullGaussian, LowRankGaussian
 from ..core.gaussians.mixture import GaussianMixture
-from ..core.recursion import Quadratic, State, new_state
+from ..core.recursion import CanonicalGaussian, State, new_state
 from ..engines.engine import Engine
 from ..engines.online import OnlineState
 from ..model.identity import model_identity
@@ -49,7 +49,7 @@ def merge(parts: Sequence[Posterior]) -> dict[str, Any]:
     common = {"program": first.program, "continuation": first.continuation, "info": info, "row_sets": row_sets}
     if isinstance(states[0], State):
         state = merged(first.program.initial_state(), states)
-        if state.prior_site is not None:
+        if state.prior_factor is not None:
             state = _settled(first.program, state)
         known = first.program.is_conjugate and all(part.elbo is not None for part in parts)
         bound = float(state.log_evidence) if known else None
@@ -58,7 +58,7 @@ def merge(parts: Sequence[Posterior]) -> dict[str, Any]:
         return common | _fields(FullGaussian(state.mean, state.root), state, bound)
     online = first.continuation.online
     state = merged(online.initial_state(states[0].rng_key), states)
-    return common | _fields(online.settled(state), state, None)
+    return common | _fields(online.with_exact_prior(state), state, None)
 
 
 def merged(start: State | OnlineState, states: Sequence[State | OnlineState]) -> State | OnlineState:
@@ -68,7 +68,7 @@ def merged(start: State | OnlineState, states: Sequence[State | OnlineState]) ->
     """
     if isinstance(start, State):
         return _merged_states(start, states)
-    if all(bool(state.settled) and not bool(start.settled) for state in states):
+    if all(bool(state.has_exact_prior) and not bool(start.has_exact_prior) for state in states):
         raise ValueError("these states hold the prior's true terms already: merge those that runs return.")
     gaussian = _merged_family(start.gaussian, [state.gaussian for state in states])
     if not bool(gaussian.is_valid()):
@@ -93,12 +93,12 @@ class _Exponent(NamedTuple):
 def _merged_states(start: State, states: Sequence[State]) -> State:
     origin = np.asarray(states[0].mean, np.float64)
     prior = _joint_density(start, origin)
-    prior_site = None if start.prior_site is None else _site(start.prior_site, origin)
+    prior_factor = None if start.prior_factor is None else _site(start.prior_factor, origin)
     total = prior
     for state in states:
         total = total.plus(_joint_density(state, origin)).plus(prior, -1.0)
-        if prior_site is not None:  # each part has its own
-            total = total.plus(_site(state.prior_site, origin), -1.0).plus(prior_site)
+        if prior_factor is not None:  # each part has its own
+            total = total.plus(_site(state.prior_factor, origin), -1.0).plus(prior_factor)
     try:
         lower = np.linalg.cholesky(total.precision)
     except np.linalg.LinAlgError as error:
@@ -113,7 +113,7 @@ def _merged_states(start: State, states: Sequence[State]) -> State:
         jnp.zeros_like(start.mean),
         as_before(inverse.T, start.root),
         as_before(evidence, start.log_evidence),
-        start.prior_site,
+        start.prior_factor,
         Count.of(sum(int(state.num_rows) for state in states)),
     )
 
@@ -126,7 +126,7 @@ def _joint_density(state: State, origin: np.ndarray) -> _Exponent:
     return _Exponent(inverse.T @ inverse, inverse.T @ shift, constant - 0.5 * len(shift) * np.log(2 * np.pi))
 
 
-def _site(site: Quadratic, origin: np.ndarray) -> _Exponent:
+def _site(site: CanonicalGaussian, origin: np.ndarray) -> _Exponent:
     precision, linear, constant, centre = (np.asarray(x, np.float64) for x in site)
     delta = origin - centre
     pull = precision @ delta
@@ -242,13 +242,13 @@ def _state_of(part: Posterior, number: int) -> State:
     prior = part.program.initial_state()
     if isinstance(part.gaussian, GaussianMixture):
         raise ValueError(f"part {number} is a mixture: merge Gaussian posteriors, then integrate hyperparameters out.")
-    if not isinstance(part.gaussian, FullGaussian) or prior.prior_site is not None:
+    if not isinstance(part.gaussian, FullGaussian) or prior.prior_factor is not None:
         raise ValueError(f"part {number} was stored without what it takes to merge it: merge posteriors, then save.")
     return state_of_gaussian(part)
 
 
 def _settled(program: Program, state: State) -> State:
-    return Engine(program, SETTLING, default_key()).settled(state)[0]
+    return Engine(program, SETTLING, default_key()).with_exact_prior(state)[0]
 
 
 def _fields(gaussian: Family, state: Any, bound: float | None) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from .. import files
 from ..core.count import Count
 from ..core.gaussians import FAMILIES
 from ..core.gaussians.mixture import GaussianMixture
-from ..core.recursion import Quadratic, State
+from ..core.recursion import CanonicalGaussian, State
 from ..model import Program
 from ..model.arguments import named_rows
 from ..model.data_prior import PriorConstants
@@ -126,15 +126,15 @@ def _read(path: str | os.PathLike) -> tuple[_Stored, dict[str, Any]]:
 
 def _stored_state(state: Any) -> dict | None:
     """What the Gaussian does not tell of a state: it is stored only if there is more to it."""
-    if not isinstance(state, State) or state.prior_site is None:
+    if not isinstance(state, State) or state.prior_factor is None:
         return None
-    return state._asdict() | {"prior_site": state.prior_site._asdict(), "num_rows": int(state.num_rows)}
+    return state._asdict() | {"prior_site": state.prior_factor._asdict(), "num_rows": int(state.num_rows)}
 
 
 def _state(stored: Mapping[str, Any] | None) -> State | None:
     if stored is None:
         return None
-    site, count = Quadratic(**stored["prior_site"]), Count.of(stored["num_rows"])
+    site, count = CanonicalGaussian(**stored["prior_site"]), Count.of(stored["num_rows"])
     return jax.tree.map(jnp.asarray, State(**{**stored, "prior_site": site, "num_rows": count}))
 
 

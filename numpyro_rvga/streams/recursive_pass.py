@@ -9,8 +9,8 @@ import jax
 import numpy as np
 from jax import Array
 
-from ..core.recursion import Absorbed, Sites, State, StepInfo
-from ..engines.engine import Engine, Known
+from ..core.recursion import Absorbed, RowFactors, State, StepInfo
+from ..engines.engine import AbsorbedRows, Engine
 from ..engines.sparse import SparseEngine
 from ..engines.starts import modes_info
 from ..model.rows import Rows, in_blocks, num_rows, pad, selected
@@ -208,8 +208,8 @@ class RecursivePass(Pass):
         if kept is not None:
             state, absorbed = self._revisit(state, kept.rows, kept.absorbed)
             self.kept = kept._replace(absorbed=absorbed)
-        elif state.prior_site is not None and self.num_taken > sizes.first:
-            state, info = self._engine.settled(state)
+        elif state.prior_factor is not None and self.num_taken > sizes.first:
+            state, info = self._engine.with_exact_prior(state)
             gathered.add(info)
         first, count = min(sizes.first, self.num_taken), self.done + len(self._source.left_out)
         facts = {"num_rows": count, "block_size": sizes.block, "first_block": first}
@@ -245,38 +245,38 @@ class RecursivePass(Pass):
         those come first whose sites are furthest off, and then those that now are. Also how it sees the rows then."""
         at_once, count = self._sizes.joint, num_rows(rows)
         if count <= at_once:
-            sites = self._misfits(state, rows, absorbed)[1]
-            state, info = self._solved(state, rows, sites)
+            row_factors = self._residuals(state, rows, absorbed)[1]
+            state, info = self._solved(state, rows, row_factors)
             now = jax.tree.map(lambda seen: np.asarray(seen)[:count], info.absorbed)
             return state, now if bool(info.ok) else absorbed
         absorbed = jax.tree.map(np.array, absorbed)
         for look in range(MOST_LOOKS):
-            misfits, sites = self._misfits(state, rows, absorbed)
-            if look and misfits.sum() < SETTLED:
+            residuals, row_factors = self._residuals(state, rows, absorbed)
+            if look and residuals.sum() < SETTLED:
                 break
-            worst = np.argsort(-misfits, kind="stable")[:at_once]
-            state, info = self._solved(state, *selected((rows, sites), worst))
+            worst = np.argsort(-residuals, kind="stable")[:at_once]
+            state, info = self._solved(state, *selected((rows, row_factors), worst))
             if not bool(info.ok):
                 break
             for kept, seen in zip(jax.tree.leaves(absorbed), jax.tree.leaves(info.absorbed)):
                 kept[worst] = np.asarray(seen)[: len(worst)]
         return state, absorbed
 
-    def _misfits(
+    def _residuals(
         self, state: State, rows: Rows, absorbed: tuple[Absorbed, ...]
-    ) -> tuple[np.ndarray, tuple[Sites, ...]]:
+    ) -> tuple[np.ndarray, tuple[RowFactors, ...]]:
         """By how much each row's sites are not what the state would make of the row, and these sites."""
         size, count = self._joint_size(self._sizes.joint), num_rows(rows)
         found = []
         for start in range(0, count, size):
             part = selected((rows, absorbed), slice(start, start + size))
-            found.append(self._engine.misfits(state, *self._placed(*part, size)))
+            found.append(self._engine.residuals(state, *self._placed(*part, size)))
         return jax.tree.map(lambda *parts: np.concatenate(parts)[:count], *jax.device_get(found))
 
-    def _solved(self, state: State, rows: Rows, sites: tuple[Sites, ...]) -> tuple[State, StepInfo]:
+    def _solved(self, state: State, rows: Rows, row_factors: tuple[RowFactors, ...]) -> tuple[State, StepInfo]:
         """With these rows as themselves, not as the sites by which they are part of the state."""
-        *placed, sites = self._placed(rows, sites, self._joint_size(self._sizes.joint))
-        known = Known(sites, np.ones((), np.int32), np.zeros((), np.int32))
+        *placed, row_factors = self._placed(rows, row_factors, self._joint_size(self._sizes.joint))
+        known = AbsorbedRows(row_factors, np.ones((), np.int32), np.zeros((), np.int32))
         after, info = self._engine.joint(self._program.prior_inputs, state, *placed, known, with_absorbed=True)
         self._gathered.add(info)
         return after, info

@@ -45,16 +45,16 @@ def test_gaussian_integrals_are_exact(pairs):
 def logistic_groups(shared_effect):
     """A shared entry and four of their own, with three binary rows each: of x - mode."""
     y = np.repeat([0.0, 1.0, 1.0, 3.0], 1)
-    design = np.zeros((4, 1, 5))
-    design[:, 0, 0] = shared_effect
-    design[np.arange(4), 0, 1 + np.arange(4)] = 1
+    jacobian = np.zeros((4, 1, 5))
+    jacobian[:, 0, 0] = shared_effect
+    jacobian[np.arange(4), 0, 1 + np.arange(4)] = 1
     prior = np.array([1.0, *np.full(4, 1 / 2.5**2)])
 
     def density(u, constants):
         return constants[0] * u[:, 0] - 3 * jnp.logaddexp(0.0, u[:, 0])
 
     return Quadratic(jnp.diag(jnp.asarray(prior)), jnp.zeros(5), jnp.zeros(())), Summands(
-        density, jnp.zeros((4, 1)), jnp.asarray(design), (jnp.asarray(y),)
+        density, jnp.zeros((4, 1)), jnp.asarray(jacobian), (jnp.asarray(y),)
     )
 
 
@@ -71,14 +71,14 @@ def test_groups_of_binary_rows_are_integrated_as_by_dense_quadrature():
 
     # The Gaussian at the mode, and its precision made less to be as wide as the integrand.
     def log_density(t):
-        return -0.5 * t @ base.precision @ t + jnp.sum(rows.density(rows.design @ t, rows.constants))
+        return -0.5 * t @ base.precision @ t + jnp.sum(rows.density(rows.jacobian @ t, rows.constants))
 
     t = jnp.zeros(5)
     for _ in range(30):
         t = t - jnp.linalg.solve(jax.hessian(log_density)(t), jax.grad(log_density)(t))
     precision = -0.8 * jax.hessian(log_density)(t)
     moved = Quadratic(base.precision, -base.precision @ t, -0.5 * t @ base.precision @ t)
-    there = rows._replace(offset=rows.design @ t)
+    there = rows._replace(predictors=rows.jacobian @ t)
     groups = independent_groups(np.asarray(precision) != 0)
     found = log_integral(moved, [[there]], precision, groups)
     assert groups.shared.tolist() == [0] and found.error < 5e-3

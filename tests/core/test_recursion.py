@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from numpyro_rvga.core.factors import Factors, Kind
-from numpyro_rvga.core.recursion import sites_and_misfits, sites_of, summarise
+from numpyro_rvga.core.recursion import row_factors_and_residuals, row_factors_of, summarise
 
 
 def log_bilinear(mean, covariance, constants):
@@ -32,8 +32,8 @@ def setting(n=5, p=4, seed=0):
     return mean, root, designs, (factors,), (jnp.asarray(designs @ root),)
 
 
-def made_anew(factors, spreads):
-    return sites_of((KIND,), factors, summarise((KIND,), factors, spreads))
+def made_anew(factors, predictor_scales):
+    return row_factors_of((KIND,), factors, summarise((KIND,), factors, predictor_scales))
 
 
 def divergence(precision, pull, other_precision, other_pull):
@@ -45,10 +45,13 @@ def divergence(precision, pull, other_precision, other_pull):
 
 
 def test_a_site_has_the_expected_value_and_derivatives_of_its_factor():
-    _, _, _, factors, spreads = setting()
-    (sites,) = made_anew(factors, spreads)
+    _, _, _, factors, predictor_scales = setting()
+    (sites,) = made_anew(factors, predictor_scales)
     for i in range(5):
-        mean, covariance = np.asarray(factors[0].offset[i]), np.asarray(spreads[0][i] @ spreads[0][i].T)
+        mean, covariance = (
+            np.asarray(factors[0].predictors[i]),
+            np.asarray(predictor_scales[0][i] @ predictor_scales[0][i].T),
+        )
         draws = np.random.default_rng(i).multivariate_normal(mean, covariance, size=400_000)
         a, b = (np.asarray(constant[i]) for constant in factors[0].constants)
         rates = np.exp(draws @ b)
@@ -63,20 +66,22 @@ def test_a_site_has_the_expected_value_and_derivatives_of_its_factor():
 
 
 def test_a_site_made_anew_fits():
-    _, _, _, factors, spreads = setting()
-    _, misfits = sites_and_misfits((KIND,), factors, spreads, summarise((KIND,), factors, spreads))
-    np.testing.assert_allclose(misfits[0], 0.0, atol=1e-7)
+    _, _, _, factors, predictor_scales = setting()
+    _, residuals = row_factors_and_residuals(
+        (KIND,), factors, predictor_scales, summarise((KIND,), factors, predictor_scales)
+    )
+    np.testing.assert_allclose(residuals[0], 0.0, atol=1e-7)
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_a_misfit_is_how_far_q_would_move_towards_a_site_made_anew(seed):
-    mean, root, designs, factors, spreads = setting(seed=seed)
-    (right,) = made_anew(factors, spreads)
+    mean, root, designs, factors, predictor_scales = setting(seed=seed)
+    (right,) = made_anew(factors, predictor_scales)
     rng = np.random.default_rng(10 + seed)
-    (seen,) = summarise((KIND,), factors, spreads)
+    (seen,) = summarise((KIND,), factors, predictor_scales)
     elsewhere = seen._replace(mean=seen.mean + rng.normal(size=(5, 2)), covariance=0.5 * seen.covariance)
-    (wrong,), (found,) = sites_and_misfits((KIND,), factors, spreads, (elsewhere,))
-    for a, b in zip(wrong, sites_of((KIND,), factors, (elsewhere,))[0]):
+    (wrong,), (found,) = row_factors_and_residuals((KIND,), factors, predictor_scales, (elsewhere,))
+    for a, b in zip(wrong, row_factors_of((KIND,), factors, (elsewhere,))[0]):
         np.testing.assert_allclose(a, b, rtol=1e-12)
     precision = np.linalg.inv(root @ root.T)
     step = 1e-4  # of two Gaussians a small step apart, the divergence is half its squared length

@@ -128,9 +128,13 @@ def test_a_solve_may_begin_at_a_posterior_and_be_of_single_precision(rows, fitte
 
 def test_what_a_sparsity_says(rows):
     found = sparsity_of(linked("normal", slopes=True), rows["normal"])
-    assert found.order.heads == NUM_A
-    assert len(found.views[False, "y"].strands) == 6  # u, v, two slopes, m and sigma
-    assert found.views[False, "y"].headed and found.views[True, "u"].headed and not found.views[True, "v"].headed
+    assert found.order.num_diagonal == NUM_A
+    assert len(found.patterns[False, "y"].columns) == 6  # u, v, two slopes, m and sigma
+    assert (
+        found.patterns[False, "y"].has_diagonal
+        and found.patterns[True, "u"].has_diagonal
+        and not found.patterns[True, "v"].has_diagonal
+    )
     assert sorted(found.order.places) == list(range(found.order.places.size))
 
 

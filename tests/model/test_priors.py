@@ -130,7 +130,7 @@ def test_gaussian_priors_are_found_and_exact(prior):
     state = program.initial_state()
     np.testing.assert_allclose(state.mean, mean, atol=1e-9)
     np.testing.assert_allclose(state.root @ state.root.T, covariance, atol=1e-9)
-    assert state.prior_site is None
+    assert state.prior_factor is None
 
 
 def test_posterior_under_a_correlated_prior_is_the_conjugate_one():

@@ -49,8 +49,8 @@ class DiagonalGaussian:
         lengths = jnp.sum((theta - self.mean) ** 2 / self.variance, axis=-1)
         return log_normal(lengths, jnp.sum(jnp.log(self.variance)), len(self.mean))
 
-    def predictor_root(self, design: Array) -> Array:
-        return design * jnp.sqrt(self.variance)
+    def predictor_root(self, jacobian: Array) -> Array:
+        return jacobian * jnp.sqrt(self.variance)
 
     def natural_step(
         self,

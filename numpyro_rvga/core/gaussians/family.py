@@ -63,7 +63,7 @@ class Family(Protocol):
         """log q at theta (..., P)."""
         ...
 
-    def predictor_root(self, design: Array) -> Array:
+    def predictor_root(self, jacobian: Array) -> Array:
         """Z (..., C, K) with Z Z^T = F Sigma F^T, for Jacobians F (..., C, P)."""
         ...
 

@@ -53,8 +53,8 @@ class FullGaussian:
         lengths = jnp.sum(solve_lower(lower, flat.T) ** 2, axis=0).reshape(theta.shape[:-1])
         return log_normal(lengths, 2 * jnp.sum(jnp.log(jnp.diagonal(lower))), len(self.mean))
 
-    def predictor_root(self, design: Array) -> Array:
-        return design @ self.root
+    def predictor_root(self, jacobian: Array) -> Array:
+        return jacobian @ self.root
 
     def natural_step(
         self,

@@ -68,9 +68,9 @@ class LowRankGaussian:
         lengths = jnp.sum(shift**2 * self.diagonal, axis=-1) + jnp.sum((shift @ self.factor.T) ** 2, axis=-1)
         return log_normal(lengths, -self._log_det_precision(), len(self.mean))
 
-    def predictor_root(self, design: Array) -> Array:
+    def predictor_root(self, jacobian: Array) -> Array:
         # Sigma = Sigma Lambda Sigma, and Lambda = [sqrt(diagonal), factor^T] [sqrt(diagonal), factor^T]^T.
-        solved = self._solve(design)
+        solved = self._solve(jacobian)
         return jnp.concatenate([solved * jnp.sqrt(self.diagonal), solved @ self.factor.T], axis=-1)
 
     def natural_step(

@@ -96,9 +96,9 @@ class GaussianMixture:
         """The Gaussian with the same mean and covariance."""
         return FullGaussian(self.mean, self.scale_tril())
 
-    def predictor_root(self, design: Array) -> Array:
+    def predictor_root(self, jacobian: Array) -> Array:
         """Z (..., C, P) with Z Z^T = design Sigma design^T for designs (..., C, P) and the covariance Sigma."""
-        return design @ self.scale_tril()
+        return jacobian @ self.scale_tril()
 
     def log_prob(self, theta: Array) -> Array:
         """At theta (..., P)."""

@@ -96,21 +96,21 @@ class GradientAscent:
             bound, slopes = jax.device_get(self._bound(problem, *unpacked(x), search=search))
             return -float(bound), -packed(*slopes)
 
-        found = started, info
+        judged = started, info
 
         def look(intermediate_result: Any) -> None:
-            nonlocal found
+            nonlocal judged
             record.add([-float(intermediate_result.fun)])
             if len(record.bounds) % GRADIENT_STEPS == 0:
-                found = judge(intermediate_result.x)
-                if bool(found[1].converged):
+                judged = judge(intermediate_result.x)
+                if bool(judged[1].converged):
                     raise StopIteration
 
         log_root = np.tril(root, -1) + np.diag(np.log(np.diagonal(root)))
         options = {"maxiter": self._max_iterations, "maxfun": 20 * self._max_iterations, "ftol": 0.0, "gtol": 0.0}
         x0 = packed(mean, log_root)
         ended = scipy.optimize.minimize(negative_bound, x0, jac=True, method="L-BFGS-B", callback=look, options=options)
-        return found if bool(found[1].converged) else judge(ended.x)
+        return judged if bool(judged[1].converged) else judge(ended.x)
 
     def _bound_and_slopes(
         self, problem: JointProblem, mean: Array, lower: Array, *, search: Search

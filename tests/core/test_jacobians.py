@@ -1,4 +1,4 @@
-"""Sparse designs and packed precisions against whole matrices."""
+"""Sparse Jacobians and packed precisions against whole matrices."""
 
 import jax
 import jax.numpy as jnp
@@ -6,33 +6,35 @@ import numpy as np
 import pytest
 
 from numpyro_rvga.core import precisions
-from numpyro_rvga.core.designs import (
+from numpyro_rvga.core.jacobians import (
     Packed,
-    Sparse,
-    apply_design,
+    SparseJacobian,
     covariance,
     gram,
     packed_gram,
     packed_inner,
-    pull_back,
     times_root,
+    times_vector,
     unpacked,
+    vjp,
 )
 from numpyro_rvga.core.precisions import Arrow
 
 N, C, HEADS, SIZE = 30, 2, 5, 9
 
 
-def design_of(rng, headed):
-    """Each row looks at a head, if any, at one of entries 5 and 6, and at one of 7 and 8."""
+def jacobian_of(rng, has_diagonal):
+    """Each row depends on one of the first 5 entries, if any, on one of 5 and 6, and on one of 7 and 8."""
     index = np.stack([rng.integers(0, HEADS, N), rng.integers(5, 7, N), rng.integers(7, 9, N)], axis=1)
-    index = index if headed else index[:, 1:]
-    return Sparse(jnp.asarray(index), jnp.asarray(rng.normal(size=(N, C, index.shape[1]))), SIZE, HEADS, headed)
+    index = index if has_diagonal else index[:, 1:]
+    return SparseJacobian(
+        jnp.asarray(index), jnp.asarray(rng.normal(size=(N, C, index.shape[1]))), SIZE, HEADS, has_diagonal
+    )
 
 
-def whole(design):
+def whole(jacobian):
     dense = np.zeros((N, C, SIZE))
-    for i, (places, values) in enumerate(zip(np.asarray(design.index), np.asarray(design.values))):
+    for i, (places, values) in enumerate(zip(np.asarray(jacobian.index), np.asarray(jacobian.values))):
         dense[i][:, places] = values
     return jnp.asarray(dense)
 
@@ -42,42 +44,40 @@ def rng():
     return np.random.default_rng(0)
 
 
-@pytest.mark.parametrize("headed", [True, False])
-def test_sparse_designs_do_as_whole_ones(rng, headed):
-    design = design_of(rng, headed)
-    dense = whole(design)
+@pytest.mark.parametrize("has_diagonal", [True, False])
+def test_sparse_jacobians_do_as_whole_ones(rng, has_diagonal):
+    jacobian = jacobian_of(rng, has_diagonal)
+    dense = whole(jacobian)
     vector, slopes, root = rng.normal(size=SIZE), rng.normal(size=(N, C)), rng.normal(size=(SIZE, SIZE))
     weights = rng.normal(size=(N, C, C))
     weights = jnp.asarray(weights + np.swapaxes(weights, 1, 2))
-    np.testing.assert_allclose(apply_design(design, jnp.asarray(vector)), dense @ vector, rtol=1e-12)
-    np.testing.assert_allclose(times_root(design, jnp.asarray(root)), dense @ root, rtol=1e-12)
-    np.testing.assert_allclose(
-        pull_back(design, jnp.asarray(slopes)), np.einsum("ncp,nc->p", dense, slopes), rtol=1e-12
-    )
+    np.testing.assert_allclose(times_vector(jacobian, jnp.asarray(vector)), dense @ vector, rtol=1e-12)
+    np.testing.assert_allclose(times_root(jacobian, jnp.asarray(root)), dense @ root, rtol=1e-12)
+    np.testing.assert_allclose(vjp(jacobian, jnp.asarray(slopes)), np.einsum("ncp,nc->p", dense, slopes), rtol=1e-12)
     expected = np.einsum("ncp,ncd,ndq->pq", dense, weights, dense)
-    np.testing.assert_allclose(unpacked(gram(design, weights)), expected, atol=1e-12)
+    np.testing.assert_allclose(unpacked(gram(jacobian, weights)), expected, atol=1e-12)
     assert np.all(expected[:HEADS, :HEADS][~np.eye(HEADS, dtype=bool)] == 0)
 
 
-@pytest.mark.parametrize("headed", [True, False])
-def test_covariances_of_predictors_need_only_what_is_packed(rng, headed):
-    design, root = design_of(rng, headed), jnp.asarray(rng.normal(size=(12, SIZE)))
-    expected = np.einsum("ncp,kp,kq,ndq->ncd", whole(design), root, root, whole(design))
-    np.testing.assert_allclose(covariance(design, root), expected, rtol=1e-10)
-    np.testing.assert_allclose(covariance(design, packed_gram(root, HEADS)), expected, rtol=1e-10)
+@pytest.mark.parametrize("has_diagonal", [True, False])
+def test_covariances_of_predictors_need_only_what_is_packed(rng, has_diagonal):
+    jacobian, root = jacobian_of(rng, has_diagonal), jnp.asarray(rng.normal(size=(12, SIZE)))
+    expected = np.einsum("ncp,kp,kq,ndq->ncd", whole(jacobian), root, root, whole(jacobian))
+    np.testing.assert_allclose(covariance(jacobian, root), expected, rtol=1e-10)
+    np.testing.assert_allclose(covariance(jacobian, packed_gram(root, HEADS)), expected, rtol=1e-10)
 
 
 def test_terms_that_each_look_at_one_entry_have_a_diagonal_gram(rng):
     index, scale = rng.integers(0, SIZE, N), rng.normal(size=N)
-    design = Sparse(jnp.asarray(index)[:, None], jnp.asarray(scale)[:, None, None], SIZE, SIZE, True)
-    found = gram(design, jnp.ones((N, 1, 1)))
+    jacobian = SparseJacobian(jnp.asarray(index)[:, None], jnp.asarray(scale)[:, None, None], SIZE, SIZE, True)
+    found = gram(jacobian, jnp.ones((N, 1, 1)))
     np.testing.assert_allclose(found, np.bincount(index, scale**2, SIZE), rtol=1e-12)
 
 
 @pytest.fixture
 def packed(rng):
     """Two differences of packed precisions, and a precision."""
-    arrays = [gram(design_of(rng, True), jnp.broadcast_to(w * jnp.eye(C), (N, C, C))) for w in (1.0, -0.4, 0.7)]
+    arrays = [gram(jacobian_of(rng, True), jnp.broadcast_to(w * jnp.eye(C), (N, C, C))) for w in (1.0, -0.4, 0.7)]
     return arrays[1], arrays[2], arrays[0] + Arrow(jnp.full(SIZE, 2.0), HEADS).begin(jnp.zeros(SIZE))
 
 
@@ -114,5 +114,5 @@ def test_an_arrow_that_is_not_positive_definite_has_no_factor(packed):
 def test_inner_products_of_packed_matrices_count_both_sides(packed):
     a, b, _ = packed
     np.testing.assert_allclose(packed_inner(a, b), np.sum(np.asarray(unpacked(a) * unpacked(b))), rtol=1e-12)
-    assert Packed(a).heads == HEADS
+    assert Packed(a).num_diagonal == HEADS
     assert jax.tree.leaves(Packed(a))[0].shape == (1 + SIZE - HEADS, SIZE)
