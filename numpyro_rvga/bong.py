@@ -63,7 +63,9 @@ class BONG:
     :param model: a NumPyro model whose rows are conditionally independent given global, continuous latents.
     :param str rule: ``"bong"`` takes one natural-gradient step on the expected log-likelihood, ``"bog"`` one plain
         gradient step on it; ``"blr"`` (Bayesian learning rule) and ``"bbb"`` (Bayes by backprop) take ``num_iters``
-        natural or plain gradient steps on the bound, which has the KL divergence (equations 30-34). Or your own
+        natural or plain gradient steps on the bound, which has the KL divergence (equations 30-34). ``"implicit"``
+        takes the expectations under the q that the step leads to, as :class:`RVGA` does, with an expectation for
+        ``hessian``; the result is projected to the family. Or your own
         :class:`~numpyro_rvga.core.rules.UpdateRule`: a function of the prior, q and the expected derivatives.
     :param str hessian: how the expected gradient and Hessian of the log-likelihood are computed.
 
@@ -148,6 +150,8 @@ class BONG:
             if not is_count(value, 1):
                 raise ValueError(f"{name} must be a positive integer, not {value!r}.")
         _check_combination(rule, hessian, family, parameterization, learning_rate, num_iters, projection)
+        if rule == "implicit" and family == "diagonal":
+            projection = projection or "exclusive"
         check_dynamics(dynamics)
         if num_epochs is not None and (rule not in ("blr", "bbb") or num_iters != 1 or dynamics is not None):
             raise ValueError("num_epochs is for rule='blr' or 'bbb', with num_iters=1 and no dynamics.")
@@ -478,7 +482,12 @@ def _check_combination(
     _check_rate(rule, learning_rate)
     if callable(rule) and parameterization != "natural":
         raise ValueError("your own rule chooses its parameters itself: leave parameterization at 'natural'.")
-    if rule in ("bong", "bog") and num_iters != 1:
+    if rule == "implicit" and (hessian in PAPER_HESSIANS or parameterization != "natural"):
+        raise ValueError(
+            "rule='implicit' takes expectations under the q that it leads to, in natural parameters: use "
+            "hessian='auto' or another expectation."
+        )
+    if rule in ("bong", "bog", "implicit") and num_iters != 1:
         several = "blr" if rule in NATURAL else "bbb"
         raise ValueError(
             f"rule={rule!r} takes one step for each row, from the prior: more would count the row more than once. Use "
@@ -503,7 +512,7 @@ def _check_projection(
     if projection not in FAMILIES[family].projections:
         of = [name for name, one in FAMILIES.items() if projection in one.projections]
         raise ValueError(f"projection={projection!r} is for family={of[0]!r}, not {family!r}.")
-    rules = NATURAL if projection == "first" else ("bong",)
+    rules = ("bong", "blr") if projection == "first" else ("bong", "implicit")
     if rule not in rules or parameterization != "natural":
         raise ValueError(f"projection={projection!r} is for rule={rules[0]!r} with natural parameters.")
     if hessian == "mc-hess":
@@ -516,9 +525,9 @@ def _check_rate(rule: str | UpdateRule, learning_rate: float) -> None:
         raise ValueError(f"learning_rate must be positive, not {learning_rate!r}.")
     if callable(rule) and learning_rate != 1.0:
         raise ValueError("your own rule has its own learning rate: leave learning_rate at 1.")
-    if rule == "bong" and learning_rate != 1.0:
+    if rule in ("bong", "implicit") and learning_rate != 1.0:
         raise ValueError(
-            "rule='bong' takes no learning rate: its step of one is exact for conjugate models. Use rule='blr'."
+            f"rule={rule!r} takes no learning rate: its step of one is exact for conjugate models. Use rule='blr'."
         )
     if rule == "blr" and learning_rate > 1.0:
         raise ValueError(f"rule='blr' interpolates: its learning_rate is at most 1, not {learning_rate}.")

@@ -14,14 +14,16 @@ import numpy as np
 from jax import Array
 from jax.sharding import Mesh
 
+from .bong import BONG
 from .core.expectations import Expectation
-from .core.gaussians import FullGaussian
+from .core.gaussians import FAMILIES, FullGaussian
 from .core.recursion import State
 from .dynamics import Dynamics, check_dynamics
 from .engines.batch import BatchSolver, rows_info
 from .engines.devices import Devices
 from .engines.engine import Engine
 from .engines.expectation_errors import expectation_errors, warn_of
+from .engines.online import OnlineState
 from .engines.registry import Engines
 from .engines.sparse import SparseEngine, sparse_engine
 from .engines.starts import warn_of_modes
@@ -51,8 +53,8 @@ from .streams.recursive_pass import (
     fits_quick_solve,
 )
 
+AnyState = State | OnlineState
 SCHEMES = ("implicit", "explicit", "ekf", "qkf", "laplace")
-FAMILIES = ("full",)
 
 
 class RVGA:
@@ -104,7 +106,11 @@ class RVGA:
         furthest from what q would now make of them, until these would move q by less than a tenth of a standard
         deviation even if all pulled the same way. ``"auto"``: 2,000 rows per parameter, within 2^25 numbers (none with
         a given block_size, or if predictors are not affine).
-    :param str family: ``"full"``, a Gaussian with a full covariance matrix.
+    :param str family: ``"full"``; or ``"diagonal"`` or ``"low-rank"`` (a precision of diagonal plus low rank), which
+        make no (P, P) array. These take the plain recursion of the implicit or explicit scheme, in blocks of
+        ``block_size`` rows (``"auto"``: one), and project each result: :class:`BONG` with ``rule="implicit"`` or
+        ``"bong"``. They have no bound, no memory and no certificate.
+    :param int rank: of the low-rank family.
     :param dynamics: how parameters move before each update (:class:`RandomWalk`, :class:`OrnsteinUhlenbeck`,
         :class:`LinearDynamics`), for streams that drift. The posterior is then of the parameters after the last row.
         Blocks have one row unless ``block_size`` says otherwise, and no rows are kept.
@@ -156,6 +162,7 @@ class RVGA:
         first_block: int | str = "auto",
         memory: int | str = "auto",
         family: str = "full",
+        rank: int = 10,
         dynamics: Dynamics | None = None,
         shuffle: bool | str = "auto",
         improper_prior_scale: float | None = None,
@@ -169,7 +176,7 @@ class RVGA:
         local: str = "prior",
     ):
         check_choice("scheme", scheme, SCHEMES)
-        check_choice("family", family, FAMILIES)
+        check_choice("family", family, tuple(FAMILIES))
         check_size("block_size", block_size, 1)
         check_size("first_block", first_block, 0)
         check_size("memory", memory, 0)
@@ -200,7 +207,24 @@ class RVGA:
         self.certify = certify
         self._solver = BatchSolver(self._engines, self.options, "incremental", "RVGA")
         self._certification = Certification(certify, max_looks, certificate_tolerance)
-        self.state: State | None = None
+        self.state: AnyState | None = None
+        self._narrow: BONG | None = None
+        if family != "full":
+            _check_narrow(family, scheme, {first_block, memory}, order, tolerance, local, mesh)
+            rule, projection = ("implicit", None) if scheme == "implicit" else ("bong", "exclusive")
+            self._narrow = BONG(
+                model,
+                rule=rule,
+                hessian=expectation,
+                family=family,
+                rank=rank,
+                projection=projection if family == "diagonal" else None,
+                num_samples=num_samples,
+                dynamics=dynamics,
+                block_size=1 if block_size == "auto" else block_size,
+                shuffle=shuffle,
+                improper_prior_scale=improper_prior_scale,
+            )
 
     # ------------------------------------------------------------------ one call
     def run(
@@ -208,7 +232,7 @@ class RVGA:
         data: Mapping[str, Any] | tuple | Iterable,
         *,
         rng_key: Array | None = None,
-        init: Posterior | State | None = None,
+        init: Posterior | AnyState | None = None,
         progress_bar: bool = True,
         checkpoint: str | os.PathLike | None = None,
         every: int = EVERY,
@@ -262,6 +286,13 @@ class RVGA:
         :raises NotImplementedError: for discrete latents, for those of single rows unless they are Normal additions of
             known scale, for ``numpyro.param`` sites, and for rows that are not independent.
         """
+        if self._narrow is not None:
+            passed = {"checkpoint": checkpoint, "every": every, "resume": resume, "on_bad_row": on_bad_row}
+            passed |= {"rng_key": rng_key, "init": init, "progress_bar": progress_bar}
+            try:
+                return self._narrow.run(data, **passed, **model_kwargs)
+            finally:
+                self.state = self._narrow.state
         started = time.perf_counter()
         options = PassOptions(checkpoint, every, resume, on_bad_row)
         rng_key = default_key() if rng_key is None else rng_key
@@ -354,7 +385,7 @@ class RVGA:
         return posterior
 
     # ------------------------------------------------------------------ functional form
-    def init(self, data: Mapping[str, Any] | tuple, *, rng_key: Array | None = None, **model_kwargs: Any) -> State:
+    def init(self, data: Mapping[str, Any] | tuple, *, rng_key: Array | None = None, **model_kwargs: Any) -> AnyState:
         """The state before any row, for data of this form.
 
         **Example**
@@ -371,11 +402,13 @@ class RVGA:
         :param data: a block of data, as for :meth:`run`; used for its form only, and not absorbed.
         :return: the state, a pytree.
         """
+        if self._narrow is not None:
+            return self._narrow.init(data, rng_key=rng_key, **model_kwargs)
         rows = checked_rows(self.model, data, 0, model_kwargs)
         rng_key = default_key() if rng_key is None else rng_key
         return self._initial_state(self._engines.get(rows, model_kwargs, rng_key))
 
-    def update(self, state: State, data: Mapping[str, Any]) -> State:
+    def update(self, state: AnyState, data: Mapping[str, Any]) -> AnyState:
         """Absorb a block of rows: jointly (implicit and Laplace), or one by one (explicit schemes). With dynamics,
         parameters move once before a joint update, and before each row of the others.
 
@@ -397,6 +430,8 @@ class RVGA:
         :param data: a mapping from argument names to arrays, of the form that :meth:`init` saw.
         :raises RuntimeError: before :meth:`init`.
         """
+        if self._narrow is not None:
+            return self._narrow.update(state, data)
         if self._engines.last is None:
             raise RuntimeError("call init(data) before update(state, data).")
         engine = self._engines.last
@@ -407,7 +442,7 @@ class RVGA:
             return engine.joint(engine.program.prior_inputs, state, rows, weights)[0]
         return engine.stream(state, *in_blocks((rows, weights), len(weights) if implicit else 1))[0]
 
-    def posterior(self, state: State) -> Posterior:
+    def posterior(self, state: AnyState) -> Posterior:
         """The posterior that a state stands for (prior terms that are not Gaussian solved for once more).
 
         **Example**
@@ -421,6 +456,8 @@ class RVGA:
             >>> print(np.asarray(method.posterior(state).mean).round(1))
             [ 1.3 -2. ]
         """
+        if self._narrow is not None:
+            return self._narrow.posterior(state)
         if self._engines.last is None:
             raise RuntimeError("call init(data) before posterior(state).")
         engine = self._engines.last
@@ -571,6 +608,25 @@ class Continuation:
     def update(self, posterior: Posterior, data: Any, **kwargs: Any) -> Posterior:
         """The posterior after more rows; ``posterior`` is unchanged."""
         return self.rvga.run(data, init=posterior, **{**self.model_kwargs, **kwargs})
+
+
+def _check_narrow(
+    family: str,
+    scheme: str,
+    sizes: set,
+    order: int | str,
+    tolerance: float | None,
+    local: str,
+    mesh: Mesh | None,
+) -> None:
+    """:raises ValueError: naming an option that a family of fewer numbers does not take."""
+    if scheme not in ("implicit", "explicit"):
+        raise ValueError(f"family={family!r} takes scheme='implicit' or 'explicit', not {scheme!r}.")
+    taken = {"order": order != "auto", "tolerance": tolerance is not None, "local": local != "prior"}
+    taken |= {"first_block or memory": bool(sizes - {"auto", 0}), "mesh": mesh is not None}
+    for name, given in taken.items():
+        if given:
+            raise ValueError(f"family={family!r} takes a plain pass over the rows: leave {name} at its default.")
 
 
 def _state_of(init: Posterior | State, engine: Engine) -> State:

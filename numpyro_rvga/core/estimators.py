@@ -1,7 +1,8 @@
 """Estimators of g = E_q[grad log p(y | theta)] and H = -E_q[hess log p(y | theta)] of a block of rows.
 
 In predictor space, with the model's Jacobian at q's mean (lin-hess, lin-ef, and the expectations of RVGA); or in
-parameter space, averaged over draws of theta, which is unbiased for any model (mc-hess, mc-ef, mc-fisher).
+parameter space, averaged over draws of theta, which is unbiased for any model (mc-hess, mc-ef, mc-fisher). Or in
+predictor space, under the q that an implicit step leads to.
 """
 
 from __future__ import annotations
@@ -12,12 +13,15 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 from jax.scipy.linalg import block_diag
 
 from .factors import Factors, Kind
 from .gaussians import DiagonalGaussian, ExpectedDerivatives, Family
-from .linalg import positive_part, semidefinite_root
+from .linalg import positive_part, semidefinite_factor, semidefinite_root
+from .maximize import Settings
+from .recursion import predictor_scales, solve_block
 
 
 class Observation(NamedTuple):
@@ -81,32 +85,83 @@ def _in_predictor_space(q: Family, observation: Observation, *, expected: bool) 
     :param expected: g_i and G_i are expectations under q. Else they are taken at the mean: G_i is minus the Fisher
         information, or for kinds without one the Hessian without its positive part.
     """
-    gradient, rows, weights = jnp.zeros_like(q.mean), [], []
+    parts = []
     for kind, factors in zip(observation.kinds, observation.linearise(q.mean)):
-        n, c, size = factors.jacobian.shape
+        n, c, _ = factors.jacobian.shape
+        semidefinite = kind.concave
         if expected:
             root = q.predictor_root(factors.jacobian)
             covariance = jnp.einsum("ncr,ndr->ncd", root, root)
+            _, slopes, curvatures = kind.expect(factors.predictors, covariance, factors.constants)
         else:
             covariance = jnp.zeros((n, c, c), q.mean.dtype)
-        moments = kind.expect if expected else jax.vmap(kind.plugin)
-        _, slopes, curvatures = moments(factors.predictors, covariance, factors.constants)
-        semidefinite = kind.concave
-        if not expected and kind.information is not None:
-            curvatures, semidefinite = -jax.vmap(kind.information)(factors.predictors, factors.constants), True
-        gradient = gradient + slopes.reshape(-1) @ factors.jacobian.reshape(-1, size)
-        if expected and not kind.concave:
-            rows.append(factors.jacobian.reshape(-1, size))
-            weights.append(block_diag(*-curvatures))
-        else:
-            root = semidefinite_root(-curvatures if semidefinite else positive_part(-curvatures))
-            rows.append(jnp.einsum("ncd,ncp->ndp", root, factors.jacobian).reshape(-1, size))
-            weights.append(None)
-    factor = jnp.concatenate(rows)
-    if all(weight is None for weight in weights):
+            _, slopes, curvatures = jax.vmap(kind.plugin)(factors.predictors, covariance, factors.constants)
+            if kind.information is not None:
+                curvatures = -jax.vmap(kind.information)(factors.predictors, factors.constants)
+            elif not kind.concave:
+                curvatures = -positive_part(-curvatures)
+            semidefinite = True
+        parts.append(_Part(factors.jacobian, slopes, curvatures, semidefinite))
+    return _pulled_back(parts)
+
+
+class _Part(NamedTuple):
+    """Factors of one kind: Jacobians (n, C, P), g_i (n, C), G_i (n, C, C), and whether no G_i has a positive part."""
+
+    jacobian: Array
+    gradients: Array
+    hessians: Array
+    semidefinite: bool
+
+
+def _pulled_back(parts: list[_Part]) -> ExpectedDerivatives:
+    """g = sum F_i^T g_i and H = -sum F_i^T G_i F_i."""
+    flat = [part.jacobian.reshape(-1, part.jacobian.shape[-1]) for part in parts]
+    slopes = jnp.concatenate([part.gradients.reshape(-1) for part in parts])
+    gradient = slopes @ jnp.concatenate(flat)
+
+    def rooted(part: _Part) -> Array:
+        return jnp.einsum("ncd,ncp->ndp", semidefinite_root(-part.hessians), part.jacobian)
+
+    factor = jnp.concatenate(
+        [rooted(part).reshape(rows.shape) if part.semidefinite else rows for part, rows in zip(parts, flat)]
+    )
+    if all(part.semidefinite for part in parts):
         return ExpectedDerivatives(gradient, factor)
-    filled = [jnp.eye(len(r), dtype=r.dtype) if w is None else w for r, w in zip(rows, weights)]
-    return ExpectedDerivatives(gradient, factor, block_diag(*filled))
+    weights = [
+        jnp.eye(len(rows), dtype=rows.dtype) if part.semidefinite else block_diag(*-part.hessians)
+        for part, rows in zip(parts, flat)
+    ]
+    return ExpectedDerivatives(gradient, factor, block_diag(*weights))
+
+
+def implicit(
+    settings_of: Callable[[int], Settings], rng_key: Array, q: Family, observation: Observation
+) -> ExpectedDerivatives:
+    """g and H under the q' that minimizes KL(q' || p(y | theta) q), with f linearized at q's mean.
+
+    The predictors of the block have the covariance S_0 = F Sigma F^T under q. With S_0 = L L^T they are offset + L e,
+    and q' is found as a Gaussian over e (R-VGA paper, section 4.3). Then mu' = mu + Sigma g and Lambda' = Lambda + H.
+
+    :param settings_of: the number of rows -> when that search stops.
+    """
+    factors = observation.linearise(q.mean)
+    rows = jnp.concatenate([f.jacobian.reshape(-1, f.jacobian.shape[-1]) for f in factors])
+    spread = q.predictor_root(rows)
+    root, inverse = semidefinite_factor(spread @ spread.T)
+    ends = list(np.cumsum([f.predictors.size for f in factors])[:-1])
+    blocks = tuple(
+        f._replace(jacobian=part.reshape(*f.predictors.shape, len(root)))
+        for f, part in zip(factors, jnp.split(root, ends))
+    )
+    solution = solve_block(observation.kinds, settings_of(len(observation.weights)), blocks)
+    parts = []
+    for kind, block, f, z in zip(observation.kinds, blocks, factors, predictor_scales(blocks, solution.root)):
+        mean, covariance = block.predictors + block.jacobian @ solution.mean, jnp.einsum("ncr,ndr->ncd", z, z)
+        _, slopes, curvatures = kind.expect(mean, covariance, block.constants)
+        parts.append(_Part(f.jacobian, slopes, curvatures, kind.concave))
+    # The search's e is nearer to the solution than L^T g is, which a wide prior multiplies.
+    return _pulled_back(parts)._replace(gradient=(solution.mean @ inverse) @ rows)
 
 
 def _sampled_empirical_fisher(

@@ -207,7 +207,7 @@ def implicit_step(
         def solve(factors):
             designs, basis = _subspace(state.root, factors)
             blocks = tuple(f._replace(jacobian=z) for f, z in zip(factors, designs))
-            solver = partial(_solve_block, kinds, settings)
+            solver = partial(solve_block, kinds, settings)
             if designs[0].shape[-1] == 1 and sum(z.size for z in designs) <= ROUTINE_NUMBERS:
                 solver = single_kernel(solver)
             solution = solver(blocks)
@@ -226,8 +226,8 @@ def implicit_step(
     return step
 
 
-def _solve_block(kinds: tuple[Kind, ...], settings: Settings, blocks: tuple[Factors, ...]) -> Solution:
-    """From the standard normal."""
+def solve_block(kinds: tuple[Kind, ...], settings: Settings, blocks: tuple[Factors, ...]) -> Solution:
+    """The Gaussian over e that solves for the rows, from the standard normal."""
     search = Search(settings, is_log_concave(kinds), by_decrement=not is_conservative(kinds))
     mean, form = jnp.zeros(blocks[0].jacobian.shape[-1], blocks[0].predictors.dtype), Dense(None)
     objective = objective_of(kinds, partial(_predict, blocks))

@@ -1,8 +1,10 @@
-"""The four update rules of the BONG paper (table 2), which differ in two choices.
+"""The four update rules of the BONG paper (table 2), which differ in two choices, and the implicit step of R-VGA.
 
 A rule takes natural gradients (BONG, BLR) or plain ones (BOG, BBB). It takes one step from the prior on
 E_q[log p(y | theta)] (BONG, BOG), or several on the bound E_q[log p(y | theta)] - KL(q || prior) (BLR, BBB). At the
 prior the KL divergence has no gradient. So BONG is BLR with one step of rate 1, and BOG is BBB with one step.
+
+The implicit step takes the derivatives under the q that it leads to (:func:`~.estimators.implicit`).
 """
 
 from __future__ import annotations
@@ -16,8 +18,8 @@ from jax import Array, lax
 
 from .gaussians import ExpectedDerivatives, Family, gradient_step, has_diverged
 
-RULES = ("bong", "bog", "blr", "bbb")
-NATURAL = ("bong", "blr")
+RULES = ("bong", "bog", "blr", "bbb", "implicit")
+NATURAL = ("bong", "blr", "implicit")
 
 
 class UpdateRule(Protocol):
@@ -51,7 +53,7 @@ class Rule(NamedTuple):
     @property
     def has_rate(self) -> bool:
         """Whether the learning rate may be any."""
-        return isinstance(self.name, str) and self.name != "bong"
+        return isinstance(self.name, str) and self.name not in ("bong", "implicit")
 
     @property
     def is_natural(self) -> bool:
@@ -131,7 +133,7 @@ def _is_gaussian(after: Family) -> Array:
 
 
 def _step(rule: Rule, q: Family, derivatives: ExpectedDerivatives, prior: Family | None) -> tuple[Family, Array]:
-    take = _own if callable(rule.name) else _natural if rule.is_natural else _plain
+    take = _own if callable(rule.name) else STEPS[rule.name]
     after = take(rule, q, derivatives, prior)
     if not derivatives.may_be_indefinite:
         return after, jnp.asarray(False)
@@ -148,7 +150,17 @@ def _natural(rule: Rule, q: Family, derivatives: ExpectedDerivatives, prior: Fam
     return q.natural_step(derivatives, rule.learning_rate, rule.parameterization, prior, rule.projection)
 
 
+def _implicit(rule: Rule, q: Family, derivatives: ExpectedDerivatives, prior: Family | None) -> Family:
+    """mu' = mu + Sigma g, Lambda' = Lambda + H, projected to the family (R-VGA paper, equations 28 and 29)."""
+    held = derivatives._replace(gradient=jnp.zeros_like(q.mean))
+    after = q.natural_step(held, 1.0, "natural", None, rule.projection)
+    return after.moved(q.covariance_times(derivatives.gradient))
+
+
 def _plain(rule: Rule, q: Family, derivatives: ExpectedDerivatives, prior: Family | None) -> Family:
     return gradient_step(
         q, derivatives, rule.learning_rate, rule.parameterization, prior if rule.name == "bbb" else None
     )
+
+
+STEPS = {"bong": _natural, "blr": _natural, "bog": _plain, "bbb": _plain, "implicit": _implicit}

@@ -13,7 +13,7 @@ from jax import Array, lax
 
 from ..core.compilation import Compiled
 from ..core.count import Count
-from ..core.estimators import Observation, make_estimator
+from ..core.estimators import Observation, implicit, make_estimator
 from ..core.gaussians import DiagonalGaussian, Family, FullGaussian, LowRankGaussian, converted
 from ..core.recursion import CanonicalGaussian, State, quadratic_at
 from ..core.rules import Rule, Updated, iterate, update
@@ -75,7 +75,10 @@ class Online:
     def __init__(self, engine: Engine, options: OnlineOptions, rule: Rule, dynamics: Any, init: Array | None):
         self.engine, self.options, self.rule = engine, options, rule
         self._check()
-        self._estimator = make_estimator(options.hessian, options.num_samples)
+        if rule.name == "implicit":
+            self._estimator = partial(implicit, engine.settings)
+        else:
+            self._estimator = make_estimator(options.hessian, options.num_samples)
         self._set_prior(init)
         self.transition = None
         if dynamics is not None:

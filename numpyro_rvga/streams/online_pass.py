@@ -169,7 +169,10 @@ def _refuse_update(online: Online, rule: Rule, state: OnlineState, rows: Rows, n
     elif rule.parameterization == "moment":
         advice = "moment steps may leave the positive definite matrices: use parameterization='natural'"
     else:
-        advice = "standardise the data, give the prior a smaller scale, or use hessian='auto', which looks at all of q"
+        advice = (
+            "standardize the data, give the prior a smaller scale, or use rule='implicit' with hessian='auto', which "
+            "looks at all of the q that a step leads to"
+        )
     before = int(state.num_blocks)
     where = f"{rows_named(numbers)} (after {before} update{'' if before == 1 else 's'})"
     reason = ", or one absurdly far away" if reason is None else f": {reason}"

@@ -12,7 +12,7 @@ from numpyro_rvga.core import expectations as ex
 from numpyro_rvga.core.estimators import Observation, make_estimator
 from numpyro_rvga.core.factors import Factors, Kind
 from numpyro_rvga.core.gaussians import DiagonalGaussian, FullGaussian, LowRankGaussian
-from numpyro_rvga.core.rules import RULES, Rule, update
+from numpyro_rvga.core.rules import Rule, update
 
 KEY = jax.random.key(3)
 POINTS, WEIGHTS = np.polynomial.hermite_e.hermegauss(40)
@@ -335,7 +335,7 @@ def test_rows_and_sites_add_up(hessian):
 # ---------------------------------------------------------------------- with every rule
 COMBINATIONS = [
     (rule, hessian, family, parameterization)
-    for rule in RULES
+    for rule in ("bong", "bog", "blr", "bbb")
     for hessian in ("lin-hess", "lin-ef", "mc-hess", "mc-ef")
     for family in FAMILIES
     for parameterization in ("natural", "moment")

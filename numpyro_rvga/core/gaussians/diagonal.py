@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import jax
@@ -51,6 +51,12 @@ class DiagonalGaussian:
 
     def predictor_root(self, jacobian: Array) -> Array:
         return jacobian * jnp.sqrt(self.variance)
+
+    def covariance_times(self, vector: Array) -> Array:
+        return self.variance * vector
+
+    def moved(self, shift: Array) -> DiagonalGaussian:
+        return replace(self, mean=self.mean + shift)
 
     def natural_step(
         self,

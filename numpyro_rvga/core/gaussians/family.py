@@ -67,6 +67,14 @@ class Family(Protocol):
         """Z (..., C, K) with Z Z^T = F Sigma F^T, for Jacobians F (..., C, P)."""
         ...
 
+    def covariance_times(self, vector: Array) -> Array:
+        """Sigma vector, (P,)."""
+        ...
+
+    def moved(self, shift: Array) -> Self:
+        """N(mu + shift, Sigma)."""
+        ...
+
     def natural_step(
         self,
         derivatives: ExpectedDerivatives,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import jax
@@ -55,6 +55,12 @@ class FullGaussian:
 
     def predictor_root(self, jacobian: Array) -> Array:
         return jacobian @ self.root
+
+    def covariance_times(self, vector: Array) -> Array:
+        return self.root @ (self.root.T @ vector)
+
+    def moved(self, shift: Array) -> FullGaussian:
+        return replace(self, mean=self.mean + shift)
 
     def natural_step(
         self,

@@ -73,6 +73,12 @@ class LowRankGaussian:
         solved = self._solve(jacobian)
         return jnp.concatenate([solved * jnp.sqrt(self.diagonal), solved @ self.factor.T], axis=-1)
 
+    def covariance_times(self, vector: Array) -> Array:
+        return self._solve(vector)
+
+    def moved(self, shift: Array) -> LowRankGaussian:
+        return replace(self, mean=self.mean + shift)
+
     def natural_step(
         self,
         derivatives: ExpectedDerivatives,
@@ -92,7 +98,7 @@ class LowRankGaussian:
         if projection is None:
             return projected(self.mean, step * gradient, diagonal, rows, len(self.factor))
         after = projected(self.mean, jnp.zeros_like(self.mean), diagonal, rows, len(self.factor))
-        return replace(after, mean=after.mean + step * after._solve(gradient))
+        return after.moved(step * after.covariance_times(gradient))
 
     def with_random_factor(self, rng_key: Array, share: float) -> LowRankGaussian:
         """The same diagonal of the precision, this share of it by a random factor: at no factor at all, plain gradients
