@@ -24,9 +24,9 @@ FLOORS = [
     "streams",
     "results",
     "presets",
+    "bong",
     "rvga",
     "fixed_point",
-    "bong",
     "metrics",
     "distributed",
 ]
