@@ -290,7 +290,7 @@ class Engine:
     def _other_means(self, search: Search, problem: JointProblem, num_rows: int) -> Callable | None:
         """Where a search from the prior begins again, see :mod:`~.starts`; None where that is not worth its time."""
         is_concave = search.log_concave and self.is_affine and self._prior_is_affine
-        knows = problem.sites is not None or problem.init is not None or isinstance(problem.state.mean, Tracer)
+        knows = problem.row_factors is not None or problem.init is not None or isinstance(problem.state.mean, Tracer)
         if is_concave or search.mode or knows or self.devices.count > 1 or int(problem.state.num_rows):
             return None
         is_dear = self.takes_draws or self.program.row_latents is not None or self.effort == "thorough"
