@@ -32,9 +32,10 @@ from .options import EXPECTATIONS, Options, check_choice, check_choice_or_own, d
 from .presets import PRESETS
 from .progress import progress
 from .results.posterior import Posterior
+from .results.rounding import warn_of_lost_digits
 from .streams.checkpoints import EVERY
 from .streams.online_pass import CallBack, OnlinePass, run_epochs
-from .streams.passes import SHUFFLES, PassOptions, open_source, ordered, usable_in_memory
+from .streams.passes import SHUFFLES, PassOptions, open_source, ordered, usable_again, usable_in_memory
 
 PAPER_HESSIANS = ("lin-hess", "lin-ef", "mc-hess", "mc-ef", "mc-fisher")
 HESSIANS = (*PAPER_HESSIANS, *(name for name in EXPECTATIONS if name != "linearized"))
@@ -286,6 +287,8 @@ class BONG:
             source, head = usable_in_memory(online.engine.program, all_rows)
         elif in_memory:
             online.engine.program.check_rows(head)
+        elif options.skips and source.takes_any_order:
+            source = usable_again(online.engine.program, source)
         if self.num_epochs is None:
             useful = source.is_longer_than(self.block_size) and self.dynamics is None and prequential is None
             source = ordered(source, self.shuffle, rng_key, useful=useful)
@@ -327,7 +330,9 @@ class BONG:
                     shuffle=bool(self.shuffle),
                 )
         row_sets = (*getattr(init, "row_sets", ()), absorbed)
-        return self._posterior(online, state, model_kwargs, info, row_sets)
+        posterior = self._posterior(online, state, model_kwargs, info, row_sets)
+        warn_of_lost_digits(posterior, stacklevel=3)
+        return posterior
 
     # ------------------------------------------------------------------ functional form
     def init(
@@ -364,7 +369,9 @@ class BONG:
     def posterior(self, state: OnlineState) -> Posterior:
         """The posterior of a state, with the exact prior."""
         online = self.online
-        return self._posterior(online, state, online.engine.program.model_kwargs, {})
+        posterior = self._posterior(online, state, online.engine.program.model_kwargs, {})
+        warn_of_lost_digits(posterior, stacklevel=3)
+        return posterior
 
     # ------------------------------------------------------------------ inside
     def __getstate__(self) -> dict[str, Any]:

@@ -37,9 +37,9 @@ from .results.linearized import confirmed
 from .results.merging import state_of_gaussian
 from .results.posterior import Posterior
 from .results.rounding import warn_of_lost_digits
-from .streams.certification import Certification
+from .streams.certification import Certification, warn_unless_converged
 from .streams.checkpoints import EVERY
-from .streams.passes import SHUFFLES, PassOptions, open_source, ordered, usable_in_memory
+from .streams.passes import SHUFFLES, PassOptions, open_source, ordered, usable_again, usable_in_memory
 from .streams.recursive_pass import (
     FEW_NUMBERS,
     FIRST_BLOCK_NUMBERS,
@@ -55,6 +55,7 @@ from .streams.recursive_pass import (
 
 AnyState = State | OnlineState
 SCHEMES = ("implicit", "explicit", "ekf", "qkf", "laplace")
+RECURSIONS = ("explicit", "ekf", "qkf")  # which solve nothing
 
 
 class RVGA:
@@ -272,15 +273,15 @@ class RVGA:
             distribution's support, or has no finite likelihood: ``"raise"`` a ValueError, or ``"skip"`` it;
             ``info["num_skipped"]`` and ``info["skipped_rows"]`` (the first 1,000) then tell which.
         :param model_kwargs: go to every call of the model unchanged.
-        :return: the posterior. ``info`` holds ``converged``: whether q is the best Gaussian, as far as is known; and
-            if that was looked at, ``looks`` at all rows after the pass (0 if all were in one solve), the squared
-            natural gradient (``squared_natural_gradient``), and the bound before and after steps on all rows
-            (``bound_before``, ``bound_after``). Of streams that are too long to be kept, a sample of up to 2^23
-            numbers estimates these: ``bound_estimate`` with standard error ``bound_error``, and
-            ``squared_natural_gradient`` with what its noise may be (``squared_natural_gradient_noise``).
-            ``elbo_error`` is by how many nats the expectations at q may be off, all together: above a thousandth, all
-            starts again with finer rules, if there are any. Where q is not the best Gaussian in the end, a warning says
-            so. After an error or Ctrl-C, the state after the last good rows is in :attr:`state`.
+        :return: the posterior. ``info`` holds ``converged``: whether q is the best Gaussian, as far as is known (None:
+            the scheme does not seek it); where it is False, a warning says so. If it was looked at, ``looks`` counts
+            those at all rows after the pass (0 if all were in one solve), and there are the squared natural gradient
+            (``squared_natural_gradient``), and the bound before and after steps on all rows (``bound_before``,
+            ``bound_after``). Of streams that are too long to be kept, a sample of up to 2^23 numbers estimates these:
+            ``bound_estimate`` with standard error ``bound_error``, and ``squared_natural_gradient`` with what its noise
+            may be (``squared_natural_gradient_noise``). ``elbo_error`` is by how many nats the expectations at q may be
+            off, all together: above a thousandth, all starts again with finer rules, if there are any. After an error
+            or Ctrl-C, the state after the last good rows is in :attr:`state`.
         :raises ValueError: for unusable data, naming the array and the row; for checkpoints that are damaged or of
             another run; and for sites whose density NumPyro finds to be another. ``init`` is never harmed.
         :raises NotImplementedError: for discrete latents, for those of single rows unless they are Normal additions of
@@ -317,6 +318,8 @@ class RVGA:
             source, head = usable_in_memory(engine.program, all_rows)
         elif in_memory:
             engine.program.check_rows(head)
+        elif options.skips and source.takes_any_order:
+            source = usable_again(engine.program, source)
         sizes = choose_sizes(
             engine,
             source,
@@ -374,15 +377,12 @@ class RVGA:
                 again = {"rng_key": rng_key, "init": init, "progress_bar": progress_bar, "on_bad_row": on_bad_row}
                 return self.run(data, **again, **model_kwargs)
             warn_of(info["elbo_error"], stacklevel=3)
-        self._certification.warn(engine, taken, found)
         warn_of_modes(info, stacklevel=3)
         bound = self._certification.checked(engine, found, rng_key)
         from_prior = int(start.num_rows) == 0
         row_sets = (*getattr(init, "row_sets", ()), taken.absorbed)
         bound = bound if from_prior else None
-        posterior = self._posterior(engine, found.state, info, model_kwargs, bound, row_sets)
-        warn_of_lost_digits(posterior, stacklevel=3)
-        return posterior
+        return self._posterior(engine, found.state, info, model_kwargs, bound, row_sets)
 
     # ------------------------------------------------------------------ functional form
     def init(self, data: Mapping[str, Any] | tuple, *, rng_key: Array | None = None, **model_kwargs: Any) -> AnyState:
@@ -504,6 +504,7 @@ class RVGA:
             info["log_evidence_estimate"] = float(state.log_evidence)
         gaussian = FullGaussian(state.mean, state.root)
         posterior = Posterior(program, gaussian, bound, info, state=state, num_rows=int(state.num_rows))
+        warn_of_lost_digits(posterior, stacklevel=4)
         return confirmed(posterior, rows, rng_key, stacklevel=4)
 
     def _set_state(self, state: State) -> None:
@@ -511,7 +512,7 @@ class RVGA:
 
     def _check_shared(self, devices: Devices) -> None:
         """:raises ValueError: for blocks of which not every device has as many rows."""
-        one_by_one = self.options.scheme in ("explicit", "ekf", "qkf") or self.dynamics is not None
+        one_by_one = self.options.scheme in RECURSIONS or self.dynamics is not None
         block = 1 if one_by_one and self.block_size == "auto" else self.block_size
         if block != "auto" and block % devices.count:
             raise ValueError(
@@ -569,8 +570,14 @@ class RVGA:
         bound: float | None = None,
         row_sets: tuple[RowSet, ...] = (),
     ) -> Posterior:
-        """:param bound: on the log evidence, if it is known. :param row_sets: what was taken in, if that is known."""
+        """Called by what the user calls, with warnings of solves that have not converged, or lack digits.
+
+        :param bound: on the log evidence, if it is known. :param row_sets: what was taken in, if that is known.
+        """
         continuation = Continuation(self, dict(model_kwargs))
+        if self.options.scheme in RECURSIONS:
+            info["converged"] = None
+        warn_unless_converged(info, stacklevel=4)
         info = {
             "scheme": self.options.scheme,
             "expectation": self.options.facts["expectation"],
@@ -585,17 +592,10 @@ class RVGA:
                 bound = evidence
             if bound is None:
                 info["log_evidence_estimate"] = evidence
-        gaussian = FullGaussian(state.mean, state.root)
-        return Posterior(
-            engine.program,
-            gaussian,
-            bound,
-            info,
-            continuation,
-            state,
-            num_rows=int(state.num_rows),
-            row_sets=row_sets,
-        )
+        gaussian, seen = FullGaussian(state.mean, state.root), {"num_rows": int(state.num_rows), "row_sets": row_sets}
+        posterior = Posterior(engine.program, gaussian, bound, info, continuation, state, **seen)
+        warn_of_lost_digits(posterior, stacklevel=4)
+        return posterior
 
 
 @dataclass(frozen=True)

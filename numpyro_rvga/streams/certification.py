@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -94,27 +94,6 @@ class Certification:
             return Findings(state, None, info, taken.sample.contents().rows)
         return found
 
-    def warn(self, engine: Engine, taken: RecursivePass, found: Findings) -> None:
-        """If q is not the best Gaussian."""
-        off = found.info.get("squared_natural_gradient", 0.0)
-        if found.bound is None or off <= self._tolerance or engine.options.scheme != "implicit":
-            return
-        if not found.info["looks"]:
-            if not taken.has_converged:
-                warnings.warn(
-                    "q is not the best Gaussian: all rows were solved for together, and in the end no step raised the "
-                    f"bound, with a squared natural gradient of {off:.2g} nats. Raise max_iterations, use float64, or "
-                    "check the scales of the priors.",
-                    stacklevel=LEVEL - 1,
-                )
-            return
-        warnings.warn(
-            f"q is not the best Gaussian: after {found.info['looks']} looks at all rows its squared natural gradient "
-            f"is {off:.2g} nats, more than certificate_tolerance={self._tolerance:g}. Raise max_looks, or go on with "
-            "FixedPointVI(model).run(data, init=posterior).",
-            stacklevel=LEVEL - 1,
-        )
-
     def checked(self, engine: Engine, found: Findings, rng_key: Array) -> float | None:
         """The bound, if the model itself agrees.
 
@@ -157,12 +136,31 @@ class Certification:
         )
         off = found.after.squared_natural_gradient
         info = _described(found.looks, off, found.before.bound, found.after.bound)
-        info |= {"converged": off <= self._tolerance, "elbo_error": found.after.error}
+        info |= {"converged": off <= self._tolerance if implicit else None, "elbo_error": found.after.error}
         return Findings(found.state, found.after.bound, info, sample.rows)
 
 
 def _certificate_of(engine: Engine) -> Certificate:
     return engine.once(Certificate, lambda: Certificate(engine))
+
+
+def warn_unless_converged(info: Mapping[str, Any], stacklevel: int) -> None:
+    """If solves have ended before q was the best Gaussian.
+
+    :param info: of the posterior. :param stacklevel: of the user's call.
+    """
+    if info["converged"] in (True, None) or "bound_estimate" in info:  # of an estimate, a sample has told
+        return
+    off, looks = info.get("squared_natural_gradient", info["largest_decrement"]), info.get("looks")
+    what, remedy = "q is not the best Gaussian", "Raise max_iterations, use float64, or check the scales of the priors"
+    if looks is None:
+        what, found = "q may not be the best Gaussian", "a solve ended where no step raised its bound, with"
+    elif looks == 0:
+        found = "all rows were solved for together, and in the end no step raised the bound, with"
+    else:
+        found = f"after {looks} looks at all rows it has, by more than certificate_tolerance,"
+        remedy = "Raise max_looks, or go on with FixedPointVI(model).run(data, init=posterior)"
+    warnings.warn(f"{what}: {found} a squared natural gradient of {off:.2g} nats. {remedy}.", stacklevel=stacklevel)
 
 
 class _Sample:

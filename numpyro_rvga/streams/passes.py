@@ -107,12 +107,33 @@ def usable_in_memory(program: Program, rows: Rows) -> tuple[RowSource, Rows]:
 
     :raises ValueError: if there are none.
     """
-    usable = finite_rows(rows)
-    if usable.any():
-        usable &= program.begin_check(replaced(rows, usable)[0])()
+    usable = usable_rows(program, rows_in_memory(rows), rows)
     if not usable.any():
         raise ValueError(f"none of the {len(usable)} rows can be used.")
     return rows_in_memory(rows, np.flatnonzero(~usable)), rows if usable.all() else selected(rows, usable)
+
+
+def usable_again(program: Program, source: RowSource) -> RowSource:
+    """The rows that can be used of a source that can be read again: all are read, since their order and the sizes of
+    steps depend on how many there are.
+
+    :raises ValueError: if there are none.
+    """
+    bad = NOTHING
+    for place, rows in chunks(source, SLICE):
+        bad = np.concatenate([bad, place + np.flatnonzero(~usable_rows(program, source, rows))])
+    if len(bad) == source.total:
+        raise ValueError(f"none of the {source.total} rows can be used.")
+    source.rewind()
+    return source.without(bad)
+
+
+def usable_rows(program: Program, source: RowSource, rows: Rows) -> np.ndarray:
+    """Which rows are finite, with outcomes in their support, (n,)."""
+    usable = finite_rows(rows)
+    if usable.any():
+        usable &= program.begin_check(source.as_declared(replaced(rows, usable)[0]))()
+    return usable
 
 
 def ordered(source: RowSource, shuffle: bool | str, rng_key: jax.Array, *, useful: bool) -> RowSource:
@@ -307,11 +328,7 @@ class Pass(ABC):
 
     # ------------------------------------------------------------------ rows that cannot be used
     def _usable(self, rows: Rows) -> np.ndarray:
-        usable = finite_rows(rows)
-        if usable.any():
-            inside = self._program.begin_check(self._source.as_declared(replaced(rows, usable)[0]))()
-            usable &= inside
-        return usable
+        return usable_rows(self._program, self._source, rows)
 
     def _check_finite(self, taken: Taken) -> None:
         """:raises ValueError: naming the first row that is not finite, if such rows are not skipped."""

@@ -48,6 +48,13 @@ def estimated(
             "a list of blocks, ParquetRows), or use dynamics if the parameters drift.",
             stacklevel=stacklevel,
         )
+    elif left >= LEFT:
+        warnings.warn(
+            "q may not be the best Gaussian: a sample of the rows leaves a squared natural gradient of "
+            f"{after.squared_natural_gradient:.2g} nats, with noise of {after.noise.squared:.2g}. Rows that can be "
+            "read again (arrays, a list of blocks, ParquetRows) are looked at to the end.",
+            stacklevel=stacklevel,
+        )
     info = {
         "looks": found.looks,
         "squared_natural_gradient": after.squared_natural_gradient,

@@ -27,9 +27,10 @@ class RowSource:
         Of sources that can only be read from their first row on, it is called with 0 alone.
     :param total: the number of rows, where it is known.
     :param seekable: whether ``open_at`` takes any row, any number of times.
-    :param pieces: numbers of rows that are fast to read one after the other; None: the rows are in memory.
+    :param pieces: numbers of rows that are fast to read one after the other, or one number for all of them; None: the
+        rows are in memory.
     :param order: in which rows are handed out; None: their own.
-    :param left_out: the numbers in the data of rows that are not handed out, sorted; ``numbers``: of those that are.
+    :param left_out: the numbers in the data of rows that are not handed out, sorted.
     :param about: what else there is to say of the place of a row, given its number: a sentence.
     :param dtypes: of arrays that may come as others where values are missing.
     """
@@ -40,17 +41,16 @@ class RowSource:
         total: int | None = None,
         *,
         seekable: bool = False,
-        pieces: Sequence[int] | None = None,
+        pieces: Sequence[int] | int | None = None,
         order: RandomOrder | None = None,
         left_out: np.ndarray = NOTHING,
-        numbers: np.ndarray | None = None,
         about: Callable[[int], str] | None = None,
         dtypes: Callable[[], Mapping[str, np.dtype]] = dict,
     ):
         self._open_at, self.seekable, self._pieces = open_at, seekable, pieces
         self._blocks, self._read = open_at(0), 0
         self.total, self.order = total, order
-        self.left_out, self._numbers, self._about, self._dtypes = left_out, numbers, about, dtypes
+        self.left_out, self._about, self._dtypes = left_out, about, dtypes
         self._held: deque[Rows] = deque()
         self._num_held = 0
 
@@ -64,9 +64,10 @@ class RowSource:
         if self._pieces is None:
             rounds = one_round(self.total)
         else:
-            rounds = rounds_of(self._pieces, sum(x[0].size for x in self.peek(1).values()), rng_key)
+            pieces = _even(self.total, self._pieces) if isinstance(self._pieces, int) else self._pieces
+            rounds = rounds_of(pieces, sum(x[0].size for x in self.peek(1).values()), rng_key)
         order = RandomOrder(lambda row: RowSource(lambda _: self._open_at(row)).take, rounds, rng_key)
-        facts = {"left_out": self.left_out, "numbers": self._numbers, "about": self._about, "dtypes": self._dtypes}
+        facts = {"left_out": self.left_out, "about": self._about, "dtypes": self._dtypes}
         return RowSource(order.open_at, self.total, seekable=True, order=order, **facts)
 
     def rewind(self) -> None:
@@ -74,7 +75,7 @@ class RowSource:
         self.skip(0)
 
     def without(self, left_out: np.ndarray) -> RowSource:
-        """The other rows, in the order of the data, of a source that can be read again.
+        """The other rows, in the order of the data, of a source of all rows that can be read again.
 
         :param left_out: rows, sorted, as :meth:`row` gives them.
         """
@@ -91,7 +92,16 @@ class RowSource:
                 if kept.any():
                     yield self.as_declared(selected(rows, kept))
 
-        return RowSource(rest, None if self.total is None else self.total - len(left_out), seekable=True)
+        pieces = self._pieces
+        if not (pieces is None or isinstance(pieces, int)):
+            ends = np.cumsum(pieces)
+            pieces = np.asarray(pieces) - np.diff(np.searchsorted(left_out, ends), prepend=0)
+        total = None if self.total is None else self.total - len(left_out)
+        numbers = self.numbers(left_out)
+        facts = {"about": self._about, "dtypes": self._dtypes}
+        return RowSource(
+            rest, total, seekable=True, pieces=pieces, left_out=np.union1d(self.left_out, numbers), **facts
+        )
 
     def row(self, place: int) -> int:
         """Which row is handed out at a place, in the source's own order."""
@@ -99,22 +109,26 @@ class RowSource:
 
     def number(self, place: int) -> int:
         """The number in the data of the row that is handed out at a place."""
-        return self.row(place) if self._numbers is None else int(self._numbers[self.row(place)])
+        return int(self.numbers(np.array([self.row(place)]))[0])
+
+    def numbers(self, rows: np.ndarray) -> np.ndarray:
+        """The numbers in the data of rows that are handed out, from their places in the source's own order."""
+        return _numbers_of_others(self.left_out, rows)
 
     def stored_place(self, done: int, left_out: np.ndarray) -> tuple[int, np.ndarray]:
         """How many rows were handed out and which places among them were left out, as a source of all rows says it."""
-        if self._numbers is None or self.order is not None:
+        if self.order is not None:
             return done, left_out
-        done = int(self._numbers[done - 1]) + 1 if done else 0
+        done = int(self.numbers(np.array([done - 1]))[0]) + 1 if done else 0
         before = self.left_out[self.left_out < done]
-        return done, np.union1d(before, self._numbers[left_out])
+        return done, np.union1d(before, self.numbers(left_out))
 
     def restored_place(self, done: int, left_out: np.ndarray) -> tuple[int, np.ndarray]:
         """What :meth:`stored_place` was given, from what it gave."""
-        if self._numbers is None or self.order is not None:
+        if self.order is not None:
             return done, left_out
         later = np.setdiff1d(left_out, self.left_out)
-        return int(np.searchsorted(self._numbers, done)), np.searchsorted(self._numbers, later)
+        return done - int(np.searchsorted(self.left_out, done)), later - np.searchsorted(self.left_out, later)
 
     def about(self, number: int) -> str:
         """What else there is to say of where a row lies, given its number in the data."""
@@ -195,22 +209,25 @@ def _numbers_of_others(left_out: np.ndarray, places: np.ndarray) -> np.ndarray:
     return places + np.searchsorted(left_out - np.arange(len(left_out)), places, side="right")
 
 
+def _even(total: int, size: int) -> list[int]:
+    """So many rows in pieces of one size, but for the last."""
+    return [min(size, total - start) for start in range(0, total, size)]
+
+
 def rows_in_memory(rows: Rows, left_out: np.ndarray = NOTHING) -> RowSource:
     """A source of arrays.
 
     :param left_out: the numbers of the rows that are not to be handed out, sorted.
     """
-    numbers = None
     if len(left_out):
-        numbers = np.setdiff1d(np.arange(num_rows(rows)), left_out)
-        rows = selected(rows, numbers)
+        rows = selected(rows, np.setdiff1d(np.arange(num_rows(rows)), left_out))
     total = num_rows(rows)
 
     def rest(start: int) -> Iterator[Rows]:
         if start < total:
             yield {name: array[start:] for name, array in rows.items()}
 
-    return RowSource(rest, total, seekable=True, left_out=left_out, numbers=numbers)
+    return RowSource(rest, total, seekable=True, left_out=left_out)
 
 
 def rows_of_blocks(blocks: Iterable, model: Callable, model_kwargs: Mapping[str, Any]) -> RowSource:
@@ -223,9 +240,7 @@ def rows_of_blocks(blocks: Iterable, model: Callable, model_kwargs: Mapping[str,
     if isinstance(blocks, Sequence):
         blocks = _Listed(blocks)
     seekable, total = hasattr(blocks, "from_row"), getattr(blocks, "num_rows", None)
-    pieces = getattr(blocks, "piece_sizes", None)
-    if pieces is None and total is not None:
-        pieces = [min(PIECE, total - start) for start in range(0, total, PIECE)]
+    pieces = getattr(blocks, "piece_sizes", PIECE)
 
     def open_at(row: int) -> Iterator[Rows]:
         opened = iter(blocks.from_row(row) if seekable else blocks)

@@ -2,6 +2,7 @@
 
 import collections
 import functools
+import itertools
 import os
 import signal
 import subprocess
@@ -15,11 +16,13 @@ import numpyro
 import numpyro.distributions as dist
 import pytest
 
-from numpyro_rvga import BONG, RVGA, Posterior, RandomWalk, files
+from numpyro_rvga import BONG, RVGA, ParquetRows, Posterior, RandomWalk, files
 from numpyro_rvga.core.count import Count
 from numpyro_rvga.core.recursion import Absorbed
+from numpyro_rvga.streams import order as order_module
 from numpyro_rvga.streams import passes as passes_module
 from numpyro_rvga.streams import recursive_pass
+from numpyro_rvga.streams import source as source_module
 from numpyro_rvga.streams.memory import RowMemory, inexactness, taken_in
 
 NUM_ROWS = 1500
@@ -167,11 +170,12 @@ class Promising:
         yield from cut({name: array[row:] for name, array in self._rows.items()}, [100])
 
 
-@pytest.mark.parametrize("num_rows", [NUM_ROWS + 200, NUM_ROWS - 200])
-@pytest.mark.parametrize("name", ["default", "shuffled", "low-rank"])
+@pytest.mark.parametrize(
+    ("name", "num_rows"),  # in random order, no source is asked for more rows than it says it has
+    [(name, NUM_ROWS + 200) for name in ("default", "shuffled", "low-rank")]
+    + [(name, NUM_ROWS - 200) for name in ("default", "low-rank")],
+)
 def test_sources_that_do_not_hold_what_they_promise_are_refused(name, num_rows):
-    if name == "shuffled" and num_rows < NUM_ROWS:
-        return  # it is not asked for more than it says
     with pytest.raises(ValueError, match=rf"end after {NUM_ROWS} rows.* rows|num_rows={num_rows}, and end after"):
         run(method_of(name), Promising(ROWS, num_rows))
 
@@ -617,6 +621,33 @@ def test_skipped_rows_might_as_well_never_have_been_there(name):
         "epochs of updates": lambda: BONG(logistic, hessian="auto"),
     }.get(name, functools.partial(method_of, name))()
     assert_identical_gaussians(run(method, rows, on_bad_row="skip"), run(method, others))
+
+
+@pytest.mark.parametrize("kind", ["list", "files"])
+def test_skipped_rows_of_files_and_lists_in_random_order_leave_no_trace_either(kind, tmp_path, monkeypatch):
+    monkeypatch.setattr(source_module, "PIECE", 150)
+    monkeypatch.setattr(order_module, "BUFFER_NUMBERS", 400)  # several rounds, whose lengths depend on all rows
+    monkeypatch.setattr(order_module, "OPEN_NUMBERS", 400)
+    monkeypatch.setattr(passes_module, "SLICE", 64)
+    rows, kept = spoilt(ROWS, BAD), np.setdiff1d(np.arange(NUM_ROWS), BAD)
+    others = {name: array[kept] for name, array in rows.items()}
+    if kind == "list":
+        sources = list(cut(rows, [90])), list(cut(others, [70]))
+    else:
+        groups = np.arange(NUM_ROWS) // 100  # of rows, less the bad ones in the second file
+        sources = [in_files(tmp_path / "all", rows, groups), in_files(tmp_path / "others", others, groups[kept])]
+    found, expected = (run(RVGA(logistic, first_block=150), source, on_bad_row="skip") for source in sources)
+    assert found.info["skipped_rows"].tolist() == BAD and expected.info["num_skipped"] == 0
+    assert_identical_gaussians(found, expected)
+
+
+def in_files(path, rows, groups):
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    table = arrow.table(dict(zip("abc", rows["X"].T)) | {"y": rows["y"]})
+    with parquet.ParquetWriter(path, table.schema) as writer:
+        for start, stop in itertools.pairwise([*np.flatnonzero(np.diff(groups, prepend=-1)), len(groups)]):
+            writer.write_table(table.slice(start, stop - start))
+    return ParquetRows(path, {"X": ["a", "b", "c"], "y": "y"})
 
 
 def test_skipped_rows_are_numbered_as_in_the_data_when_shuffled():
