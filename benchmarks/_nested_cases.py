@@ -20,7 +20,7 @@ class Hierarchy:
     """A model and its rows.
 
     :ivar model_of_nuts: the same model, written so that NUTS mixes. :ivar logs: sites compared by their logarithms.
-    :ivar skipped: sites that are not compared.
+    :ivar skipped: sites that are not compared. :ivar outcomes: arrays that are observed.
     """
 
     model: Callable
@@ -30,6 +30,12 @@ class Hierarchy:
     logs: tuple[str, ...] = ()
     skipped: tuple[str, ...] = ()
     target_accept_prob: float = 0.8
+    outcomes: tuple[str, ...] = ("y",)
+
+    @property
+    def hyperparameters(self) -> tuple[str, ...]:
+        """Sites that are integrated out: scales, and correlations."""
+        return (*self.logs, *(name for name in self.skipped if name == "correlation"))
 
     def summary(self, draws: Mapping[str, Any]) -> dict[str, np.ndarray]:
         """Draws of what is compared, (n, ...) arrays by site."""
@@ -146,7 +152,7 @@ def islands() -> Hierarchy:
     log_population = np.log(POPULATION)
     scaled = (log_population - log_population.mean()) / log_population.std()
     rows = {"log_population": scaled, "index": np.arange(10), "tools": TOOLS}
-    return Hierarchy(islands_model, rows, {"distance": ISLANDS}, None, ("rho", "eta"), ("z",), 0.95)
+    return Hierarchy(islands_model, rows, {"distance": ISLANDS}, None, ("rho", "eta"), ("z",), 0.95, ("tools",))
 
 
 # ---------------------------------------------------------------------- with data at hand

@@ -12,6 +12,9 @@ from numpyro.infer.reparam import LocScaleReparam
 from scipy.special import logsumexp
 
 from numpyro_rvga import RVGA, FixedPointVI, Posterior
+from numpyro_rvga.engines.registry import Engines
+from numpyro_rvga.model.hyperparameters import choose_sites
+from numpyro_rvga.results.integration import DEFAULTS
 
 KEY = jax.random.key(0)
 EFFECTS = np.array([28.0, 8, -3, 7, -1, 1, 18, 12])
@@ -109,7 +112,7 @@ def exact_schools():
 def schools():
     return {
         "centred": FixedPointVI(eight_schools, integrate="auto").run(SCHOOLS, progress_bar=False),
-        "not centred": FixedPointVI(eight_schools_not_centred, integrate=["tau"]).run(SCHOOLS, progress_bar=False),
+        "not centred": FixedPointVI(eight_schools_not_centred, integrate="auto").run(SCHOOLS, progress_bar=False),
     }
 
 
@@ -302,6 +305,38 @@ def test_float32_finds_the_same():
 
 
 # ---------------------------------------------------------------------- what is integrated, and what is refused
+def positive_slope(x, y=None):
+    slope = numpyro.sample("slope", dist.HalfNormal(2))
+    sigma = numpyro.sample("sigma", dist.HalfNormal(1))
+    with numpyro.plate("rows", x.shape[0]):
+        numpyro.sample("y", dist.Normal(slope * x, sigma), obs=y)
+
+
+def process(places, number, count=None):
+    length = numpyro.sample("length", dist.Gamma(4, 4))
+    variance = numpyro.sample("variance", dist.HalfNormal(1))
+    squares = (places[:, None] - places) ** 2
+    kernel = variance * jnp.exp(-0.5 * squares / length**2) + 1e-3 * jnp.eye(len(places))
+    level = numpyro.sample("level", dist.Normal(0, 1))
+    z = numpyro.sample("z", dist.Normal(0, 1).expand([len(places)]).to_event(1))
+    value = jnp.linalg.cholesky(kernel) @ z
+    with numpyro.plate("rows", number.shape[0]):
+        numpyro.sample("count", dist.Poisson(jnp.exp(level + value[number])), obs=count)
+
+
+@pytest.mark.parametrize(
+    ("model", "data", "kwargs", "sites"),
+    [
+        (positive_slope, LINE, {}, ("sigma",)),
+        (eight_schools_not_centred, SCHOOLS, {}, ("tau",)),
+        (process, {"number": np.arange(5), "count": np.arange(5)}, {"places": np.arange(5.0)}, ("length", "variance")),
+    ],
+)
+def test_auto_takes_the_fewest_sites(model, data, kwargs, sites):
+    program = Engines(model, DEFAULTS, None, batch=True).together(data, kwargs, KEY)[0].program
+    assert choose_sites(program).sites == sites
+
+
 def regression(x, y=None):
     slope = numpyro.sample("slope", dist.StudentT(4, 0, 1))
     with numpyro.plate("rows", x.shape[0]):

@@ -62,11 +62,22 @@ def choose_sites(program: Program) -> Choice:
         if added is None:
             return Choice((), f"the terms of site {next(iter(left))!r} see no few sites less by affine predictors")
         chosen += added
+    chosen = _without_needless(program, chosen, coupled)
     if not chosen:
         return Choice((), "the model is a latent Gaussian model as it is")
     if len(chosen) == len(program.layout.site_names):
         return Choice((), "no site would be left that is Gaussian given the others")
     return Choice(tuple(name for name in program.layout.site_names if name in chosen))
+
+
+def _without_needless(program: Program, chosen: list[str], coupled: dict[str, frozenset[str]]) -> list[str]:
+    """Without the sites that all terms do without, the largest first."""
+    for name in sorted(chosen, key=lambda name: -math.prod(program.layout.shapes[name])):
+        others = [other for other in chosen if other != name]
+        seeing = [site for site, seen in coupled.items() if name in seen]
+        if others and all(_is_of_one_predictor(_terms_given(program, site, others)[0]) for site in seeing):
+            chosen = others
+    return chosen
 
 
 def _all_terms(program: Program) -> Iterator[tuple[Terms, dict[str, Any]]]:
@@ -76,8 +87,13 @@ def _all_terms(program: Program) -> Iterator[tuple[Terms, dict[str, Any]]]:
     yield from ((terms, program.prior_inputs) for terms in program.prior.terms)
 
 
+def _is_of_one_predictor(terms: Terms) -> bool:
+    """Whether terms see the latent sites by one affine predictor, or are Gaussian: in any row."""
+    return terms.is_affine and (terms.num_predictors <= 1 or terms.closed_form is Gaussian)
+
+
 def _is_simple(program: Program, terms: Terms, rows: dict[str, Any]) -> bool:
-    if terms.is_affine and (terms.num_predictors <= 1 or terms.closed_form is Gaussian):
+    if _is_of_one_predictor(terms):
         return True
     return terms.is_affine and _is_concave(terms, program.dtype, rows)
 
@@ -112,8 +128,13 @@ def _sites_seen(program: Program, terms: Terms, rows: dict[str, Any]) -> frozens
 
 def _is_simple_given(program: Program, site: str, given: list[str]) -> bool:
     """Whether a site's terms are simple once some latent sites stand still, at any place."""
+    return _is_simple(program, *_terms_given(program, site, given))
+
+
+def _terms_given(program: Program, site: str, given: list[str]) -> tuple[Terms, dict[str, Any]]:
+    """A site's terms as functions of the other latent sites, and what they take."""
     rng = np.random.default_rng(1)
     values = {name: jnp.asarray(rng.normal(size=program.layout.shapes[name]), program.dtype) for name in given}
     run_site, layout, row = program.site_given(site, values)
     theta = jax.ShapeDtypeStruct((layout.size,), program.dtype)
-    return _is_simple(program, site_terms(run_site, site, theta, row, prefer_parameters=False), row)
+    return site_terms(run_site, site, theta, row, prefer_parameters=False), row
