@@ -11,10 +11,10 @@ from jax import Array
 
 from ..core.recursion import State
 from ..core.sparse import Marginals
+from ..model.bad_rows import describe_bad_rows
 from ..model.program import Program
 from ..model.rows import Rows
 from ..model.tracing import REACH
-from ..model.validation import describe_bad_rows
 from ..options import Options
 from ..progress import progress
 from .engine import Engine, chunks_of

@@ -19,7 +19,8 @@ from ..core.factors import Kind
 from ..core.ladder import expectations
 from ..core.linalg import semidefinite_factor
 from ..core.tilted import TiltedForm, tilted
-from ..model.terms import MAX_PREDICTORS, Terms
+from ..model.site_terms import MAX_PREDICTORS
+from ..model.terms import Terms
 from ..options import Options
 
 NUM_FRESH = 8  # sets of nodes that no search has seen

@@ -11,8 +11,9 @@ import numpy as np
 from jax import Array
 from jax.sharding import Mesh
 
-from ..model import bad_indices, validation
+from ..model import bad_indices
 from ..model.arguments import BadData, NotRows, checked_rows, whole_data
+from ..model.bad_rows import check_start
 from ..model.failures import readable, why_not_rows
 from ..model.program import Program
 from ..model.rows import Rows, num_rows
@@ -167,7 +168,7 @@ class Engines:
             options = {"whole": True, "evaluates": evaluates, "by_draws": self._is_plain, **self._program_options}
             try:
                 program = Program(self._model, variant, model_kwargs, **options)
-                validation.check_start(program)
+                check_start(program)
                 program.check_rows(variant)
             except BadData:
                 raise

@@ -13,8 +13,8 @@ from ..core.compilation import jit_once
 from ..core.indices import indexings
 from .arrays import BadData
 from .failures import needs_numbers
+from .row_checks import outside_message
 from .tracing import run_model, sample_sites
-from .validation import outside_message
 
 NO_INTEGER = "Indexer must have integer or boolean type"
 

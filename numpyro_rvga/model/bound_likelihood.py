@@ -23,9 +23,11 @@ from .bound_model import _log_prob
 from .bound_prior import BoundPrior
 from .local import Component, RowFacts, components_of, local_terms
 from .recognition import in_tilted_form
+from .row_checks import QuadraticCheck, RowCheck, StatesCheck
 from .rows import common_length, evenly_spread, num_rows, selected
+from .site_terms import site_terms
 from .sparsity import Sparsity, find_sparsity, is_selection
-from .terms import Terms, by_piece, linearise, site_terms
+from .terms import Terms, by_piece, linearise
 from .tracing import (
     SiteRecord,
     elements,
@@ -54,7 +56,7 @@ class BoundLikelihood(BoundPrior):
         *,
         prefer_parameters: bool,
         by_draws: bool,
-    ) -> list[validation.RowCheck]:
+    ) -> list[RowCheck]:
         """Set the terms. What is returned checks that later rows are like these."""
         self._components, checks = self._find_components(), []
         integrated = self._integrated_terms(rows, row_facts, checks)
@@ -62,7 +64,7 @@ class BoundLikelihood(BoundPrior):
         if self.row_latents is not None:
             states = {name: np.asarray(values) for name, values in self.row_latents.states.items()}
             self.row_facts = RowFacts(states, tuple(quadratic for _, quadratic in integrated))
-            checks += [validation.StatesCheck(self, name, self._bounds_of_states) for name in states]
+            checks += [StatesCheck(self, name, self._bounds_of_states) for name in states]
         validation.check_local_terms(self)
         self.selections = self._find_selections()
         return checks
@@ -92,7 +94,7 @@ class BoundLikelihood(BoundPrior):
         return components_of(self._row_records, self.row_latents, self.layout.size, self.dtype, row, self._row_sites)
 
     def _integrated_terms(
-        self, rows: Mapping[str, Array | np.ndarray], facts: RowFacts | None, checks: list[validation.RowCheck]
+        self, rows: Mapping[str, Array | np.ndarray], facts: RowFacts | None, checks: list[RowCheck]
     ) -> list[tuple[Terms, bool]]:
         """With whether the integrand is a Gaussian, which ``checks`` are to find in later rows too."""
         if self.row_latents is None or not self._components:
@@ -104,7 +106,7 @@ class BoundLikelihood(BoundPrior):
         for i, component in enumerate(self._components):
 
             def is_quadratic(question, i=i, component=component):
-                check = validation.QuadraticCheck(self, component.name, question)
+                check = QuadraticCheck(self, component.name, question)
                 holds = facts.quadratic[i] if facts is not None else bool(check.begin(rows)().all())
                 checks.extend([check] if holds else [])
                 return holds

@@ -39,7 +39,7 @@ from .prior import (
     state_at,
 )
 from .rows import Rows, num_rows
-from .terms import site_terms
+from .site_terms import site_terms
 from .tracing import (
     REACH,
     SiteRecord,

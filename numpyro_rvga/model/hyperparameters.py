@@ -14,7 +14,8 @@ import numpy as np
 from ..core.closed_forms import Gaussian
 from ..core.compilation import at_once
 from .program import Program
-from .terms import Terms, constants, merged, predictors_of, site_terms
+from .site_terms import site_terms
+from .terms import Terms, constants, merged, predictors_of
 
 NUM_PROBES = 16  # places where a log density's Hessian is looked at
 MOST_ADDED = 6  # entries of a site that is real and would be integrated out nevertheless

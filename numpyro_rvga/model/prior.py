@@ -21,8 +21,9 @@ from ..core.jacobians import gram, vjp
 from ..core.recursion import CanonicalGaussian, State
 from ..core.symbolic import factorise
 from .recognition import in_closed_form, in_tilted_form, is_quadratic, probe_terms
+from .site_terms import RunSite
 from .sparsity import is_selection, selecting_pattern, sparse_jacobian
-from .terms import Arrays, RunSite, Terms, constants, linearise, merged, predictors_of
+from .terms import Arrays, Terms, constants, linearise, merged, predictors_of
 from .tracing import peel
 
 NUM_DRAWS = 2000

@@ -30,6 +30,7 @@ from .deterministic import DeterministicSites, classify_deterministic
 from .identity import ModelIdentity, model_identity
 from .local import RowFacts
 from .pickling import check_picklable
+from .row_checks import IndexCheck, RowCheck, SupportCheck, WholeSupportCheck
 from .rows import Rows, num_rows, selected
 from .tracing import (
     deterministic_sites,
@@ -98,13 +99,13 @@ class Program(BoundLikelihood):
         self.deterministic = self._find_deterministic()
         self.data_rows = self._rows_to_keep(all_rows)
 
-    def _find_checks(self) -> tuple[list[Callable], list[validation.RowCheck]]:
+    def _find_checks(self) -> tuple[list[Callable], list[RowCheck]]:
         """Of all data at once, and of single rows."""
         if self.whole:
-            of_support = [validation.WholeSupportCheck(self, site) for site in self.observed_sites]
+            of_support = [WholeSupportCheck(self, site) for site in self.observed_sites]
             return [*of_support, WholeIndexCheck(self._observed_parameters)], []
         of_index = [] if self._index_check is None else [self._index_check]
-        of_support = [validation.SupportCheck(self, site) for site in self.observed_sites]
+        of_support = [SupportCheck(self, site) for site in self.observed_sites]
         return [], [*of_support, *of_index, *self._row_checks]
 
     # ------------------------------------------------------------------ the same for other data, or elsewhere
@@ -259,10 +260,10 @@ class Program(BoundLikelihood):
         """:raises CoupledRows: if the terms of a few rows change when the rows are taken one by one."""
         validation.check_independence(self, rows)
 
-    def _find_index_check(self) -> validation.IndexCheck | None:
+    def _find_index_check(self) -> IndexCheck | None:
         """None if the model indexes nothing by a row."""
         parameters = self._observed_parameters
-        return validation.IndexCheck(self, parameters) if indexes(parameters, self.example_row) else None
+        return IndexCheck(self, parameters) if indexes(parameters, self.example_row) else None
 
     def _observed_parameters(self, rows: Mapping[str, Array] | None = None) -> list:
         """What the model makes of rows, at one theta. ``rows``: default: all that are part of a whole program."""

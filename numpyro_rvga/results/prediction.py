@@ -18,7 +18,7 @@ from numpyro.primitives import Messenger
 from ..core.gaussians import FullGaussian
 from ..core.gaussians.mixture import GaussianMixture
 from ..model.rows import num_rows
-from ..model.terms import unconstrained_parameters
+from ..model.site_terms import unconstrained_parameters
 from ..model.tracing import peel
 
 if TYPE_CHECKING:

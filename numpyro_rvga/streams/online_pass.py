@@ -10,8 +10,8 @@ import numpy as np
 
 from ..core.rules import Rule
 from ..engines.online import BlockInfo, Online, OnlineState
+from ..model.bad_rows import describe_bad_rows
 from ..model.rows import Rows, num_rows, pad, selected
-from ..model.validation import describe_bad_rows
 from .passes import Pass, PassOptions, first_failed, rows_named
 from .source import RowSource
 

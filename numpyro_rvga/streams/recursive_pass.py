@@ -13,8 +13,8 @@ from ..core.recursion import Absorbed, RowFactors, State, StepInfo
 from ..engines.engine import AbsorbedRows, Engine
 from ..engines.sparse import SparseEngine
 from ..engines.starts import modes_info
+from ..model.bad_rows import describe_bad_rows
 from ..model.rows import Rows, in_blocks, num_rows, pad, selected
-from ..model.validation import describe_bad_rows
 from .memory import NEGLIGIBLE_ERROR, Kept, RowMemory, inexactness, taken_in
 from .order import seed_of
 from .passes import Pass, PassOptions, first_failed, rows_named

@@ -1,0 +1,82 @@
+"""Rows at which the log-likelihood is not finite, for error messages."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from ..core.compilation import at_once, jit_once
+from .arrays import BadData
+
+NUM_STARTS = 4
+
+
+def check_start(program: Any) -> None:
+    """:raises ValueError: naming the site, for data with NaN that the model does not handle."""
+    arrays = [np.asarray(array) for array in program.example_row.values()]
+    if not any(array.dtype.kind == "f" and not np.isfinite(array).all() for array in arrays):
+        return
+    inputs = program.inputs(program.example_rows)
+
+    def at(theta):
+        terms = program.log_likelihood(theta, inputs)
+        return sum(jnp.sum(values) for values in terms.values()), terms
+
+    state = program.initial_state()
+    draws = jax.random.normal(jax.random.key(0), (NUM_STARTS, program.layout.size), program.dtype)
+    points = state.mean + jnp.concatenate([0 * draws[:1], draws @ state.root.T])
+    gradients, terms = at_once(lambda: jax.lax.map(jax.grad(at, has_aux=True), points))
+    if np.isnan(gradients).any(axis=1).all():
+        bad = {
+            name: np.isnan(values.reshape(*values.shape[:2], -1)).any(axis=2).all(axis=0)
+            for name, values in terms.items()
+        }
+        site = next((name for name, rows in bad.items() if rows.any()), next(iter(terms)))
+        raise BadData(_not_finite_message(program, site, int(np.argmax(bad[site])) if bad[site].any() else None))
+
+
+def _not_finite_message(program: Any, site: str, row: int | None) -> str:
+    """:param row: where the log-likelihood is NaN; None if only its gradient is known to be."""
+    bad: dict[str, np.ndarray] = {}
+    for name, values in program.example_row.items():
+        array = np.asarray(values)
+        if array.dtype.kind == "f" and not np.isfinite(array).all():
+            bad[name] = np.any(~np.isfinite(array).reshape(len(array), -1), axis=1)
+    name = next((name for name, rows in bad.items() if row is not None and row < len(rows) and rows[row]), None)
+    if name is None:
+        name = min(bad, key=lambda name: name not in program.outcome_arrays(site))
+        row = int(np.argmax(bad[name]))
+    array = np.asarray(program.example_row[name])
+    kind = "NaN" if np.isnan(array[row]).any() else "an infinite value"
+    finite = f"jnp.isfinite({name})" + {1: "", 2: ".all(axis=1)"}.get(
+        array.ndim, f".all(axis={tuple(range(1, array.ndim))})"
+    )
+    return (
+        f"data array {name!r} holds {kind} in row {row}, and the log-likelihood of site {site!r} or its gradient is "
+        f"NaN there. Drop such rows (keep = {finite.replace('jnp', 'np')}; {name}[keep], and so the "
+        f"others); or, in the model, replace what is missing and mask the rows: finite = {finite}; "
+        f"{name} = jnp.where(jnp.isfinite({name}), {name}, 0.0); with numpyro.handlers.mask(mask=finite): "
+        f"numpyro.sample({site!r}, ...)."
+    )
+
+
+def describe_bad_rows(
+    program: Any, theta: Array, rows: Mapping[str, Any], numbers: Sequence[int] | np.ndarray | None = None
+) -> str | None:
+    """Which row's likelihood is not finite at theta (P,), if one is not.
+
+    :param numbers: of the rows in the data; default: from 0 on.
+    """
+    terms = jax.device_get(jit_once(program.log_likelihood)(theta, program.inputs(rows)))
+    for name, values in terms.items():
+        bad = ~np.isfinite(values.reshape(len(values), -1)).all(axis=1)
+        if bad.any():
+            row = int(np.argmax(bad))
+            number = row if numbers is None else numbers[row]
+            return f"site {name!r} gives row {number} a log-likelihood of {values[row]}"
+    return None

@@ -1,0 +1,215 @@
+"""Is each row one that the model can take? Questions that are compiled once and asked of every block."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from ..core.compilation import jit_once
+from ..core.indices import indexings
+from ..core.interpret import depends_on
+from .rows import num_rows
+from .tracing import peel
+
+SUPPORT_PIECE = 2**16
+
+
+class RowCheck:
+    """A question about each row, compiled once, for pieces of a few fixed sizes.
+
+    :param question: row -> arrays of bool (any shape), true if all is well.
+    """
+
+    def __init__(self, program: Any, question: Callable[[dict], Array]):
+        self._arrays = sorted(depends_on(lambda row: {"answer": question(row)}, program.example_row)["answer"])
+        example = program.example_row
+        self._shape = jax.eval_shape(question, example).shape
+
+        @jax.jit
+        def many(arrays):
+            return jax.vmap(lambda row: question({**example, **{n: v[None] for n, v in row.items()}}))(arrays)
+
+        self._many = many
+
+    def __call__(self, rows: Mapping[str, np.ndarray], first_row: int) -> None:
+        """:raises ValueError: naming array and row, if all is not well."""
+        raise NotImplementedError
+
+    def answers(self, rows: Mapping[str, Any]) -> Callable[[], np.ndarray]:
+        """Start to ask; what is returned waits for the answers, (n, ...)."""
+        total = num_rows(rows)
+        if not self._arrays:
+            return lambda: np.ones((total, *self._shape), bool)
+        size = min(SUPPORT_PIECE, 1 << (total - 1).bit_length())
+        starts = range(0, total, size)
+        taken = [np.minimum(np.arange(start, start + size), total - 1) for start in starts]
+        answers = [self._many({name: rows[name][places] for name in self._arrays}) for places in taken]
+        return lambda: np.concatenate([np.asarray(x) for x in answers])[:total]
+
+    def begin(self, rows: Mapping[str, Any]) -> Callable[[], np.ndarray]:
+        """Start to ask; what is returned waits for the answer: with which rows all is well, (n,)."""
+        waiting, total = self.answers(rows), num_rows(rows)
+        return lambda: np.all(waiting().reshape(total, -1), axis=1)
+
+
+class SupportCheck(RowCheck):
+    """Are a site's observed values in its distribution's support?"""
+
+    def __init__(self, program: Any, site: str):
+        super().__init__(program, lambda row: _in_support(program, site, row))
+        self._program, self._site = program, site
+
+    def __call__(self, rows: Mapping[str, np.ndarray], first_row: int) -> None:
+        """:raises ValueError: naming site, array and row."""
+        inside = self.begin(rows)()
+        if not inside.all():
+            raise ValueError(_outside_message(self._program, self._site, rows, int(np.argmin(inside)), first_row))
+
+
+class IndexCheck(RowCheck):
+    """Do the rows index what there is?
+
+    :param parameters: row -> what the model makes of a row: a pytree.
+    """
+
+    def __init__(self, program: Any, parameters: Callable[[dict], Any]):
+        self._sizes: list[int] = []
+
+        def inside(row):
+            all_indexings = indexings(parameters, row)
+            self._sizes = [indexing.sizes[0] for indexing in all_indexings]
+            return jnp.stack([jnp.all(indexing.inside) for indexing in all_indexings])
+
+        super().__init__(program, inside)
+
+    def __call__(self, rows: Mapping[str, np.ndarray], first_row: int) -> None:
+        """:raises ValueError: naming array and row."""
+        if not rows.keys() >= set(self._arrays):  # rows to predict may lack what the model takes None for
+            return
+        inside = self.answers(rows)()
+        if inside.all():
+            return
+        row, place = np.argwhere(~inside)[0]
+        size = self._sizes[place]
+        arrays = [name for name in self._arrays if np.issubdtype(rows[name].dtype, np.integer)]
+        held = ", ".join(f"{name!r} holds {rows[name][row]}" for name in arrays) or " and ".join(self._arrays)
+        raise ValueError(outside_message(first_row + row, held, size))
+
+
+def outside_message(row: int, held: str, size: int) -> str:
+    return (
+        f"row {row} indexes what is not there: array {held}, and what the model indexes has {size} "
+        f"entries, 0 to {size - 1}. Count groups from 0, or make the model's plate larger."
+    )
+
+
+class StatesCheck(RowCheck):
+    """Are the states of a discrete latent of each row among those that are summed over?
+
+    :param bounds: (site, rows, states of the discrete latents) -> smallest and largest state, (M, 2).
+    """
+
+    def __init__(self, program: Any, site: str, bounds: Callable[[str, dict, Mapping[str, Array]], Array]):
+        others, states = program.row_latents.states, np.asarray(program.row_latents.states[site])
+        self._site, self._last = site, int(states[-1])
+
+        def inside(row):
+            bounds_of_row = bounds(site, row, {name: values for name, values in others.items() if name != site})
+            return jnp.all((bounds_of_row[:, 0] >= states[0]) & (bounds_of_row[:, 1] <= states[-1]))
+
+        super().__init__(program, inside)
+
+    def __call__(self, rows: Mapping[str, np.ndarray], first_row: int) -> None:
+        """:raises ValueError: naming site and row."""
+        if not rows.keys() >= set(self._arrays):  # rows to predict may lack what the model takes None for
+            return
+        inside = self.begin(rows)()
+        if not inside.all():
+            row = int(np.argmin(inside))
+            held = " and ".join(f"{name!r} holds {rows[name][row]}" for name in self._arrays)
+            raise ValueError(
+                f"site {self._site!r}: in row {first_row + row} ({held}) this discrete latent variable has states "
+                f"beyond those of the rows that the model was read with, up to {self._last}. Give all rows at once, as "
+                "arrays, or put a row with the most states into the first block."
+            )
+
+
+class QuadraticCheck(RowCheck):
+    """Is a log density, of which the first rows say so, quadratic in the latent variables of the row?
+
+    :param site: of which it is. :param question: row, with what rows share -> bool (E,).
+    """
+
+    def __init__(self, program: Any, site: str, question: Callable[[dict], Array]):
+        super().__init__(program, lambda row: question({**row, **program.shared}))
+        self._site = site
+
+    def __call__(self, rows: Mapping[str, np.ndarray], first_row: int) -> None:
+        """:raises ValueError: naming site and row."""
+        if not rows.keys() >= set(self._arrays):
+            return
+        inside = self.begin(rows)()
+        if not inside.all():
+            raise ValueError(
+                f"site {self._site!r}: in row {first_row + int(np.argmin(inside))} the log density is not quadratic in "
+                "the row's latent variables, and in the rows that the model was read with it was. Give all rows at "
+                "once, as arrays, or put such a row into the first block."
+            )
+
+
+class WholeSupportCheck:
+    """The same for a model that runs on all rows at once."""
+
+    def __init__(self, program: Any, site: str):
+        self._program, self._site, self._axis = program, site, program.row_axis(site)
+
+    def __call__(self, rows: Mapping[str, np.ndarray], first_row: int) -> None:
+        """:raises ValueError: naming site, array and row."""
+        program = self._program
+        if program.is_value_of_latents(self._site):
+            return
+        inside = np.asarray(jit_once(lambda: _elements_inside(program, self._site, program.example_row))())
+        bad = np.argwhere(~inside)
+        if len(bad):
+            row = int(bad[0][self._axis]) if self._axis < inside.ndim else None
+            raise ValueError(_outside_message(self._program, self._site, rows, row, first_row))
+
+
+def _outside_message(program: Any, site: str, rows: Mapping[str, np.ndarray], row: int | None, first_row: int) -> str:
+    """:param row: None for values that are not of rows."""
+    outside = f"outside the support ({peel_abstractly(program, site).support}) of its distribution"
+    names = sorted(program.outcome_arrays(site))
+    if row is None:
+        return f"site {site!r}: a value lies {outside}."
+    if not names:
+        return f"site {site!r}: row {first_row + row} lies {outside}."
+    held = " and ".join(f"{name!r} holds {rows[name][row]}" for name in names)
+    return f"site {site!r}: row {first_row + row} of array {held}, which lies {outside}."
+
+
+def peel_abstractly(program: Any, site: str) -> Any:
+    """A site's distribution, for what is static about it."""
+    distributions: list = []
+
+    def abstract(row):
+        distributions.append(peel(program.site_record(site, row).fn)[0])
+        return 0
+
+    program.abstractly(abstract, program.example_row)
+    return distributions[0]
+
+
+def _in_support(program, name, row):
+    return jnp.all(_elements_inside(program, name, row))
+
+
+def _elements_inside(program, name, rows):
+    record = program.site_record(name, rows)
+    fn, mask = peel(record.fn)
+    inside = fn.support(record.value)
+    return inside | ~jnp.asarray(mask) if jnp.ndim(inside) >= jnp.ndim(mask) else inside
