@@ -37,8 +37,9 @@ from .streams.checkpoints import EVERY
 from .streams.online_pass import CallBack, OnlinePass, run_epochs
 from .streams.passes import SHUFFLES, PassOptions, open_source, ordered, usable_again, usable_in_memory
 
-PAPER_HESSIANS = ("lin-hess", "lin-ef", "mc-hess", "mc-ef", "mc-fisher")
+PAPER_HESSIANS = ("lin-hess", "lin-ef", "mc-hess", "mc-ef", "mc-fisher", "delta-hess")
 HESSIANS = (*PAPER_HESSIANS, *(name for name in EXPECTATIONS if name != "linearized"))
+OF_ANY_SIGN = ("mc-hess", "delta-hess")
 PROJECTIONS = (None, *dict.fromkeys(name for family in FAMILIES.values() for name in family.projections))
 PREDICTIONS = (None, "plugin", "linearized")
 
@@ -82,13 +83,15 @@ class BONG:
         - ``"mc-fisher"``: the Fisher information, by outer products of gradients at outcomes that are drawn from each
           row's own distribution, one for each draw of theta (section 4.5). It is positive semi-definite and unbiased
           for every distribution that can be drawn from.
+        - ``"delta-hess"``: the Hessian itself at q's mean, as Newton's method has it.
         - RVGA's expectations: ``"auto"``, ``"exact"``, ``"probit"``, ``"quadrature"``, ``"sigma_points"``,
           ``"monte_carlo"`` or your own.
     :param str family: ``"full"``; ``"diagonal"``; or ``"low-rank"``, a precision of diagonal plus low rank.
     :param int rank: of the low-rank family. Its factor starts at zero. With ``"bog"`` and ``"bbb"`` one percent of the
         prior's precision starts as a random factor, since plain gradients vanish at zero.
     :param str parameterization: the parameters in which the full and diagonal families take a step: ``"natural"`` or
-        ``"moment"``.
+        ``"moment"``; or, for ``"bog"`` and ``"bbb"`` with the diagonal family, ``"softplus"``: the mean and rho, for
+        standard deviations of log(1 + exp(rho)), which no step makes negative.
     :param float learning_rate: of ``"bog"``, ``"blr"`` and ``"bbb"``.
     :param int num_iters: steps for each row of ``"blr"`` and ``"bbb"``.
     :param int num_samples: draws of ``"mc-hess"``, ``"mc-ef"`` and ``"mc-fisher"``, and nodes of Monte Carlo
@@ -196,7 +199,7 @@ class BONG:
         again = sorted(set(fixed) & set(options))
         if again:
             raise ValueError(f"preset {name!r} fixes {again[0]}={fixed[again[0]]!r}; use BONG(...) to choose it.")
-        return cls(model, **fixed, **options)
+        return cls(model, **fixed, **{**PRESETS[name].defaults, **options})
 
     def with_learning_rate(self, learning_rate: float) -> BONG:
         """The same method at another learning rate, without compiling again.
@@ -500,11 +503,13 @@ def _check_combination(
             f"rule={rule!r} takes one step for each row, from the prior: more would count the row more than once. Use "
             f"rule={several!r}, whose KL divergence prevents that."
         )
-    if family == "low-rank" and hessian == "mc-hess":
+    if family == "low-rank" and hessian in OF_ANY_SIGN:
         raise ValueError(
-            "family='low-rank' needs a positive semi-definite curvature, and sampled Hessians may have any sign: use "
+            "family='low-rank' needs a positive semi-definite curvature, and Hessians may have any sign: use "
             "hessian='mc-fisher', 'mc-ef', 'lin-ef' or 'lin-hess'."
         )
+    if parameterization == "softplus" and (family != "diagonal" or rule not in ("bog", "bbb")):
+        raise ValueError("parameterization='softplus' is for rule='bog' or 'bbb' with family='diagonal'.")
     if family == "low-rank" and parameterization != "natural":
         raise ValueError("family='low-rank' has one parameterization: leave it at 'natural'.")
     _check_projection(rule, hessian, family, parameterization, projection)
@@ -522,8 +527,8 @@ def _check_projection(
     rules = ("bong", "blr") if projection == "first" else ("bong", "implicit")
     if rule not in rules or parameterization != "natural":
         raise ValueError(f"projection={projection!r} is for rule={rules[0]!r} with natural parameters.")
-    if hessian == "mc-hess":
-        raise ValueError("projection needs a curvature of low rank: use another hessian than 'mc-hess'.")
+    if hessian in OF_ANY_SIGN:
+        raise ValueError(f"projection needs a curvature of low rank: use another hessian than {hessian!r}.")
 
 
 def _check_rate(rule: str | UpdateRule, learning_rate: float) -> None:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
+
+NONE: Mapping[str, Any] = MappingProxyType({})
 
 
 class Preset(NamedTuple):
@@ -11,11 +15,13 @@ class Preset(NamedTuple):
     :ivar options: the options of :class:`BONG` that it fixes.
     :ivar what: its name in words.
     :ivar source: the paper.
+    :ivar defaults: options that it sets and leaves open.
     """
 
     options: dict[str, Any]
     what: str
     source: str
+    defaults: Mapping[str, Any] = NONE
 
 
 PRESETS = {
@@ -55,17 +61,19 @@ PRESETS = {
         "Khan et al. (2018)",
     ),
     "slang": Preset(
-        {"rule": "blr", "hessian": "mc-ef", "family": "low-rank"},
+        {"rule": "blr", "hessian": "mc-ef", "family": "low-rank", "projection": "first"},
         "structured covariance by low-rank natural gradients",
         "Mishkin et al. (2018)",
+        {"num_samples": 1},
     ),
     "bayes-by-backprop": Preset(
-        {"rule": "bbb", "hessian": "mc-ef", "family": "diagonal", "parameterization": "moment"},
-        "weight uncertainty by gradients of the bound, in mean and variance",
+        {"rule": "bbb", "hessian": "mc-hess", "family": "diagonal", "parameterization": "softplus"},
+        "weight uncertainty by gradients of the bound, in the mean and rho, for a deviation of log(1 + exp(rho))",
         "Blundell et al. (2015)",
+        {"learning_rate": 0.01, "num_samples": 1},
     ),
     "online-newton": Preset(
-        {"rule": "blr", "hessian": "lin-hess", "family": "full"},
+        {"rule": "blr", "hessian": "delta-hess", "family": "full"},
         "Newton's method with a running Hessian, by the delta method",
         "Khan, Rue (2023)",
     ),

@@ -65,11 +65,17 @@ def make_estimator(hessian: str, num_samples: int) -> Estimator:
     """The estimator of this name: (rng_key, q, observation) -> expected derivatives.
 
     :param hessian: ``"lin-hess"``, ``"lin-ef"``, ``"mc-hess"`` or ``"mc-ef"`` (BONG paper, table 1), ``"mc-fisher"``
-        (section 4.5), or ``"expected"``: each kind's own expectation in predictor space.
+        (section 4.5), ``"delta-hess"``: the Hessian at q's mean (delta method), or ``"expected"``: each kind's own
+        expectation in predictor space.
     :param num_samples: draws of theta.
     """
     if hessian == "mc-hess":
-        return partial(_sampled_hessian, num_samples)
+        return lambda rng_key, q, observation: _hessian_over(*_split_draws(rng_key, q, num_samples), q, observation)
+    if hessian == "delta-hess":
+        count = lambda q: num_samples if isinstance(q, DiagonalGaussian) else 1  # noqa: E731
+        return lambda rng_key, q, observation: _hessian_over(
+            jnp.broadcast_to(q.mean, (count(q), *q.mean.shape)), rng_key, q, observation
+        )
     if hessian == "mc-ef":
         return partial(_sampled_empirical_fisher, num_samples)
     if hessian == "mc-fisher":
@@ -189,17 +195,21 @@ def _sampled_fisher(num_samples: int, rng_key: Array, q: Family, observation: Ob
     The expectation of H is E_q of the Fisher information: positive semi-definite for every likelihood, and unbiased
     where squares of the gradients at the observed outcomes are not.
     """
-    draw_key, outcome_key = jax.random.split(rng_key)
-    draws = _draws(draw_key, q, num_samples)
+    draws, outcome_key = _split_draws(rng_key, q, num_samples)
     gradient = jnp.mean(jax.vmap(jax.grad(observation.total))(draws), axis=0)
     scores = jax.vmap(observation.scores)(draws, jax.random.split(outcome_key, num_samples))
     return ExpectedDerivatives(gradient, _averaged_squares(observation, scores))
 
 
-def _sampled_hessian(num_samples: int, rng_key: Array, q: Family, observation: Observation) -> ExpectedDerivatives:
-    """g and H averaged over draws; for a diagonal q the diagonal of H, by one of Hutchinson's probes for each draw."""
-    draw_key, probe_key = jax.random.split(rng_key)
-    draws, size = _draws(draw_key, q, num_samples), len(q.mean)
+def _split_draws(rng_key: Array, q: Family, num_samples: int) -> tuple[Array, Array]:
+    """Draws of theta (M, P), and a key for what comes after them."""
+    draw_key, other_key = jax.random.split(rng_key)
+    return _draws(draw_key, q, num_samples), other_key
+
+
+def _hessian_over(draws: Array, probe_key: Array, q: Family, observation: Observation) -> ExpectedDerivatives:
+    """g and H averaged over draws (M, P); for a diagonal q the diagonal of H, by one of Hutchinson's probes for each."""
+    size = len(q.mean)
     slope = jax.grad(observation.total)
     if isinstance(q, DiagonalGaussian):
         probes = jax.random.rademacher(probe_key, draws.shape, q.mean.dtype)

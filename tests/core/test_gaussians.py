@@ -133,7 +133,7 @@ def test_divergence_is_the_dense_formula(q):
     np.testing.assert_allclose(q.kl_divergence(q), 0.0, atol=1e-12)
 
 
-@pytest.mark.parametrize("family, parameterization", CHARTED)
+@pytest.mark.parametrize("family, parameterization", [*CHARTED, ("diagonal", "softplus")])
 def test_coordinates_are_the_papers_and_lead_back(family, parameterization):
     q = gaussian(family)
     mean, covariance = moments(q)
@@ -141,6 +141,8 @@ def test_coordinates_are_the_papers_and_lead_back(family, parameterization):
     precision = np.linalg.inv(covariance)
     if family == "low-rank":
         expected = (mean, q.diagonal, q.factor)
+    elif parameterization == "softplus":
+        expected = (mean, np.log(np.expm1(np.sqrt(np.diag(covariance)))))
     elif parameterization == "moment":
         expected = (mean, covariance if family == "full" else np.diag(covariance))
     else:

@@ -99,11 +99,16 @@ class DiagonalGaussian:
     def coordinates(self, parameterization: str) -> tuple[Array, Array]:
         if parameterization == "moment":
             return self.mean, self.variance
+        if parameterization == "softplus":
+            deviation = self.deviation()  # rho with deviation = log(1 + exp(rho))
+            return self.mean, deviation + jnp.log(-jnp.expm1(-deviation))
         return self.mean / self.variance, -0.5 / self.variance
 
     @classmethod
     def from_coordinates(cls, coordinates: tuple[Array, Array], parameterization: str) -> DiagonalGaussian:
         first, second = coordinates
+        if parameterization == "softplus":
+            return cls(first, jax.nn.softplus(second) ** 2)
         return cls(first, second) if parameterization == "moment" else cls(-0.5 * first / second, -0.5 / second)
 
     def expected_quadratic(self, derivatives: ExpectedDerivatives) -> Array:

@@ -11,7 +11,7 @@ from jax import Array
 
 from ..linalg import column_sums, positive_part
 
-PARAMETERIZATIONS = ("natural", "moment")
+PARAMETERIZATIONS = ("natural", "moment", "softplus")
 
 
 class ExpectedDerivatives(NamedTuple):
