@@ -208,7 +208,7 @@ def _split_draws(rng_key: Array, q: Family, num_samples: int) -> tuple[Array, Ar
 
 
 def _hessian_over(draws: Array, probe_key: Array, q: Family, observation: Observation) -> ExpectedDerivatives:
-    """g and H averaged over draws (M, P); for a diagonal q the diagonal of H, by one of Hutchinson's probes for each."""
+    """g and H averaged over draws (M, P); for a diagonal q the diagonal of H, by one of Hutchinson's probes each."""
     size = len(q.mean)
     slope = jax.grad(observation.total)
     if isinstance(q, DiagonalGaussian):
