@@ -14,6 +14,7 @@ from scipy.special import logsumexp
 from numpyro_rvga import RVGA, FixedPointVI, Posterior
 from numpyro_rvga.engines.registry import Engines
 from numpyro_rvga.model.hyperparameters import choose_sites
+from numpyro_rvga.results import integration
 from numpyro_rvga.results.integration import DEFAULTS
 
 KEY = jax.random.key(0)
@@ -416,6 +417,14 @@ def test_many_entries_are_drawn_by_nuts_as_by_quadrature():
     assert posterior.khat(data).verdict.startswith("good")
     draws = np.asarray(posterior.resample(data, 2000)["posterior"]["slope"])[0]
     np.testing.assert_allclose((draws.mean(0) - mean) / deviation, 0, atol=0.12)
+
+
+def test_too_many_parameters_for_a_mixture_are_left_to_one_gaussian(monkeypatch):
+    monkeypatch.setattr(integration, "MOST_PARAMETERS", 9)
+    posterior = FixedPointVI(eight_schools, integrate="auto").run(SCHOOLS, progress_bar=False)
+    assert "10 parameters" in posterior.info["not_integrated"] and posterior.elbo is not None
+    with pytest.raises(ValueError, match=r"10 parameters.*at most 9"):
+        posterior.integrate(SCHOOLS, sites=["tau"])
 
 
 def test_rows_must_be_those_of_the_posterior(schools):

@@ -43,6 +43,7 @@ MOST_BY_IMPORTANCE = 6
 MOST_INTEGRATED = 200
 LEAST_SHARE = 0.02  # effective sample size over the number of points, below which NUTS takes over
 MOST_R_HAT = 1.05
+MOST_PARAMETERS = 500
 LEAST_DRAWS = 100  # effective
 UNSETTLED = 0.1  # standard deviations
 MOST_KHAT = 0.7
@@ -73,6 +74,14 @@ class Integration:
 
         :raises ValueError: for names that are no latent sites, or all of them.
         """
+        too_long = (
+            f"the model has {program.layout.size} parameters, of which each component of a mixture would have a full "
+            f"covariance: that is possible for at most {MOST_PARAMETERS}"
+        )
+        if sites != "auto" and program.layout.size > MOST_PARAMETERS:
+            raise ValueError(f"{too_long}. Leave integrate at False.")
+        if program.layout.size > MOST_PARAMETERS:
+            return Choice((), too_long)
         if program.params.layout.size:
             return Choice((), "the model has numpyro.param sites, which are learned instead")
         if sites == "auto" and program.row_latents is not None:

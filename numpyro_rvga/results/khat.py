@@ -42,10 +42,7 @@ SMALL, LARGE = 0.1, 0.5  # standard deviations: moves that do not matter, and th
 SURE = 2.0  # standard errors
 UNSURE = 0.1  # standard error of a move that is too large to tell
 LISTED = 3  # sites that a verdict names
-REMEDY = {
-    "doubtful": 'Integrate scales out: FixedPointVI(model, integrate="auto"). Or compare with posterior.nuts().',
-    "bad": "Use q only to start NUTS: posterior.nuts().",
-}
+RESAMPLED = 0.7  # Pareto k up to which draws can be resampled
 
 
 @dataclass(frozen=True)
@@ -79,12 +76,14 @@ class Evidence(NamedTuple):
     :ivar khat: of p/q.
     :ivar relative_size: effective number of draws from q over the number of draws.
     :ivar moves: by site, with ``errors``.
+    :ivar can_integrate: whether integrating hyperparameters out has not been tried yet.
     """
 
     khat: float
     relative_size: float
     moves: dict[str, float]
     errors: dict[str, float]
+    can_integrate: bool = False
 
 
 def khat(posterior: Posterior, data: Mapping[str, ArrayLike] | tuple, rng_key: Array | None, num_samples: int) -> Khat:
@@ -124,6 +123,7 @@ def khat(posterior: Posterior, data: Mapping[str, ArrayLike] | tuple, rng_key: A
         _shape_of(log_ratios[of_q]),
         _relative_sample_size(log_ratios[of_q]),
         *_by_site(shapes, moves, errors),
+        can_integrate=not {"integrated", "not_integrated"} & set(posterior.info),
     )
     return Khat(found.khat, verdict(found, share_of_others(posterior.info)), found.moves, found.errors)
 
@@ -229,7 +229,7 @@ def verdict(found: Evidence, share_elsewhere: float = 0.0) -> str:
         grade, what = ("bad", "much") if moved > LARGE else ("doubtful", "part")
         return (
             f"{grade}. q misses {what} of the posterior: reweighted, its moments move, in standard deviations: {told}. "
-            f"{REMEDY[grade]}"
+            f"{_remedy(found)}"
         )
     if share_elsewhere > NOTICEABLE:
         return (
@@ -244,6 +244,15 @@ def verdict(found: Evidence, share_elsewhere: float = 0.0) -> str:
     if found.relative_size > NEARLY_EQUAL:
         return "good. The importance weights are nearly equal: q is almost the posterior."
     return "good. Reweighted, no mean and no log standard deviation moves by more than 0.1."
+
+
+def _remedy(found: Evidence) -> str:
+    steps = ["integrate hyperparameters out (posterior.integrate(data))"] if found.can_integrate else []
+    if found.khat <= RESAMPLED:
+        steps.append("correct the draws (posterior.resample(data))")
+    steps.append("run NUTS from here (posterior.nuts())")
+    text = ", or ".join(steps)
+    return f"{text[0].upper()}{text[1:]}."
 
 
 def _worst(sure: Mapping[str, float]) -> list[str]:

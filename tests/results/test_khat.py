@@ -157,3 +157,16 @@ def test_khat_says_when_the_log_joint_is_undefined(data, location, share):
     result = posterior_of(model, data, np.array([location]), np.eye(1)).khat(data, num_samples=200)
     assert result.khat == np.inf
     assert re.match(f"the log joint is not a finite number at {share} of 200 draws", result.verdict)
+
+
+@pytest.mark.parametrize(
+    ("khat", "can_integrate", "steps"),
+    [
+        (0.6, True, "Integrate hyperparameters out (posterior.integrate(data)), or correct the draws"),
+        (0.6, False, "Correct the draws (posterior.resample(data)), or run NUTS from here (posterior.nuts())."),
+        (0.9, False, "Run NUTS from here (posterior.nuts())."),
+    ],
+)
+def test_verdicts_say_what_can_be_done(khat, can_integrate, steps):
+    evidence = Evidence(khat, 0.5, {"x": 0.3}, {"x": 0.01}, can_integrate)
+    assert f"standard deviations: 'x' by 0.30. {steps}" in verdict(evidence)
