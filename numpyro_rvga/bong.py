@@ -73,10 +73,10 @@ class BONG:
 
         - ``"lin-hess"``: at q's mean, with the model's outputs linearized and minus the Fisher information for the
           Hessian. This is the extended Kalman filter. It holds for Bernoulli, binomial, Poisson and softmax rows under
-          any link, for exponential, gamma, negative binomial and geometric rows of which one parameter moves (of a
-          known shape, or concentration), and for Normal and Laplace rows whose location (and log scale) is affine in
-          the latent sites. Other rows have the observed Hessian without its positive part, which may be far off: take
-          ``"auto"`` for these.
+          any link, for Normal, multivariate Normal, gamma, beta and Dirichlet rows whatever depends on the latent
+          sites, for exponential, geometric and negative binomial rows of known concentration, and for Laplace rows
+          whose location (and log scale) is affine in the latent sites. Other rows have the observed Hessian without
+          its positive part, which may be far off: take ``"auto"`` or ``"mc-fisher"`` for these.
         - ``"lin-ef"``: at q's mean, with the outer product of the gradient for minus the Hessian, without a Jacobian.
         - ``"mc-hess"``, ``"mc-ef"``: the Hessian, or outer products of gradients, averaged over draws of theta. (The
           diagonal family takes one of Hutchinson's probes for each draw.)

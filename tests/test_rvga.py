@@ -8,6 +8,7 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 import pytest
+from scipy.special import polygamma
 
 from numpyro_rvga import BONG, RVGA
 from numpyro_rvga.core.recursion import State
@@ -417,3 +418,35 @@ def test_fisher_information_is_what_outcomes_drawn_at_the_mean_have_on_average(o
         np.testing.assert_allclose(gained, 4 * information, rtol=0.03)
         if known is not None:
             np.testing.assert_allclose(gained, 4 * known, rtol=1e-6)
+
+
+def gamma_information(k, rate):
+    """About log k and log rate."""
+    return np.array([[k**2 * polygamma(1, k), -k], [-k, k]])
+
+
+def beta_information(p, q):
+    """About log p and log q."""
+    cross = -p * q * polygamma(1, p + q)
+    return np.array([[p**2 * polygamma(1, p), 0], [0, q**2 * polygamma(1, q)]]) + np.array(
+        [[cross * p / q, cross], [cross, cross * q / p]]
+    )
+
+
+TWO_PREDICTORS = {"gamma": (dist.Gamma, gamma_information, 1.3), "beta": (dist.Beta, beta_information, 0.2)}
+
+
+@pytest.mark.parametrize("scheme", ["ekf", "lin-hess"])
+@pytest.mark.parametrize("outcome", TWO_PREDICTORS)
+def test_fisher_information_of_two_parameters_that_move_is_that_of_textbooks(outcome, scheme):
+    family, information, y = TWO_PREDICTORS[outcome]
+
+    def model(y):
+        logs = numpyro.sample("logs", dist.Normal(jnp.array([0.3, -0.4]), 0.5).to_event(1))
+        with numpyro.plate("rows", len(y)):
+            numpyro.sample("y", family(*jnp.exp(logs)), obs=y)
+
+    method = RVGA(model, scheme="ekf") if scheme == "ekf" else BONG(model, hessian="lin-hess")
+    found = method.run({"y": np.array([y])}, progress_bar=False)
+    gained = np.linalg.inv(np.asarray(found.covariance, np.float64)) - np.eye(2) / 0.5**2
+    np.testing.assert_allclose(gained, information(*np.exp([0.3, -0.4])), rtol=1e-3)

@@ -1,4 +1,4 @@
-"""Fisher information of rows about their one predictor, where the outcome itself is the sufficient statistic."""
+"""Fisher information of rows about their predictors: by the variance of the outcome, or by divergences."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpyro.distributions as dist
 from jax import Array
 
-from ..core.symbolic import Factorisation, Reading
+from ..core.symbolic import Factorisation, Reading, factorise
 from .tracing import SiteRecord, peel
 
 # Exponential families in the outcome: what must not depend on theta for that, if anything.
@@ -25,11 +25,14 @@ BY_OUTCOME = {
     dist.GeometricLogits: None,
 }
 
+# Those whose Kullback-Leibler divergence from their own kind NumPyro has.
+BY_DIVERGENCE = (dist.Beta, dist.Dirichlet, dist.Gamma, dist.MultivariateNormal, dist.Normal)
+
 
 class Information(NamedTuple):
-    """(d mean / du)^2 / variance (BONG paper, proposition 4.2).
+    """The Fisher information about a term's predictors.
 
-    :ivar constants: (row, element) -> what ``of`` takes. :ivar of: predictor (1,), these -> the information (1, 1).
+    :ivar constants: (row, element) -> what ``of`` takes. :ivar of: predictors (C,), these -> the information (C, C).
     """
 
     constants: Callable[[Any, Array], Any]
@@ -43,14 +46,63 @@ def information_of(
     row: Any,
     kind: type,
 ) -> Information | None:
-    """Of one of a site's terms; None if it is not known.
+    """Of a site's terms; None if it is not known.
 
     :param run_site: (theta, row) -> the site's record. :param split: of the term, as a function of theta, row, element.
     :param kind: the distribution's type.
     """
-    if kind not in BY_OUTCOME or split.num_predictors != 1:
+    found = _by_outcome(run_site, split, theta, row, BY_OUTCOME[kind]) if kind in BY_OUTCOME else None
+    if found is None and kind in BY_DIVERGENCE:
+        found = _by_divergence(run_site, split, theta, row)
+    return found
+
+
+def _by_divergence(
+    run_site: Callable[[Array, Any], SiteRecord], split: Factorisation, theta: jax.ShapeDtypeStruct, row: Any
+) -> Information:
+    """The Hessian of KL(p_u || p_v) in v, at v = u."""
+    size = theta.shape[0]
+
+    def divergence(both, r, e):
+        record, other = run_site(both[:size], r), run_site(both[size:], r)
+        (fn, mask), (other_fn, _) = peel(record.fn), peel(other.fn)
+        batch_shape = jnp.shape(record.value)[: jnp.ndim(record.value) - fn.event_dim]
+        total = dist.kl_divergence(fn, other_fn) * mask * record.weight
+        return jnp.ravel(jnp.broadcast_to(total, batch_shape))[e]
+
+    pair = factorise(
+        divergence, jax.ShapeDtypeStruct((2 * size,), theta.dtype), row, jax.ShapeDtypeStruct((), jnp.int32)
+    )
+
+    def constants(r, e):
+        arguments, zero = (r, e), jnp.zeros(2 * size, theta.dtype)
+        jacobian = jax.jacrev(split.predictors)(zero[:size], arguments)
+        from_predictors = jacobian.T @ jnp.linalg.pinv(jacobian @ jacobian.T, hermitian=True)  # (P, C)
+        of_both = jax.jacrev(pair.predictors)(zero, arguments)
+        first, second = of_both[:, :size] @ from_predictors, of_both[:, size:] @ from_predictors
+        offset = pair.predictors(zero, arguments) - (first + second) @ split.predictors(zero[:size], arguments)
+        return first, second, offset, pair.constants(arguments)
+
+    def of(u, arguments):
+        first, second, offset, rest = arguments
+        return jax.hessian(lambda v: pair.density(first @ u + second @ v + offset, rest))(u)
+
+    return Information(constants, of)
+
+
+def _by_outcome(
+    run_site: Callable[[Array, Any], SiteRecord],
+    split: Factorisation,
+    theta: jax.ShapeDtypeStruct,
+    row: Any,
+    fixed: str | None,
+) -> Information | None:
+    """(d mean / du)^2 / variance, for one predictor u (BONG paper, proposition 4.2).
+
+    :param fixed: the parameter that must not depend on theta, if any.
+    """
+    if split.num_predictors != 1:
         return None
-    fixed = BY_OUTCOME[kind]
 
     def facts(t, r, e):
         record = run_site(t, r)

@@ -71,7 +71,7 @@ def site_terms(
             return _affine_terms(site, count, split)
         if by_draws:
             return _theta_terms(run_site, site, theta.shape[0])
-    parameters = _parameter_terms(run_site, site, theta, row, example)
+    parameters = _parameter_terms(run_site, site, theta, row, example, informed=prefer_parameters)
     if parameters is None or (split is not None and split.num_predictors <= parameters.num_predictors):
         split = split or factorise(lambda t, r, e: elements(run_site(t, r))[e], theta, row, index)
         information = information_of(run_site, split, theta, row, example.kind) if prefer_parameters else None
@@ -210,9 +210,12 @@ def _observed(record: SiteRecord, fn: Any, mask: Any) -> Any:
 
 # ---------------------------------------------------------------------- the distribution's parameters as predictors
 def _parameter_terms(
-    run_site: RunSite, site: str, theta: jax.ShapeDtypeStruct, row: Arrays, example: _Example
+    run_site: RunSite, site: str, theta: jax.ShapeDtypeStruct, row: Arrays, example: _Example, *, informed: bool
 ) -> Terms | None:
-    """The distribution's theta-dependent, unconstrained parameters as predictors; None if they cannot be named."""
+    """The distribution's theta-dependent, unconstrained parameters as predictors; None if they cannot be named.
+
+    :param informed: whether to give the Fisher information too.
+    """
     supports = example.supports
     value = lambda t, r: run_site(t, r).value  # noqa: E731
     if supports is None or _moves(value, theta, row):  # latent sites have no parameters apart from their value
@@ -260,7 +263,7 @@ def _parameter_terms(
         fn, mask, record = moved(u, r)
         return record._replace(fn=fn, weight=mask * record.weight)
 
-    return _informed(terms, information_of(of_parameters, inner, u, row, example.kind))
+    return _informed(terms, information_of(of_parameters, inner, u, row, example.kind)) if informed else terms
 
 
 def unconstrained_parameters(site: str, fn: Any) -> tuple[list[Array], Callable[[list[Array]], Any]]:
