@@ -86,7 +86,8 @@ class BONG:
         - ``"delta-hess"``: the Hessian itself at q's mean, as Newton's method has it.
         - RVGA's expectations: ``"auto"``, ``"exact"``, ``"probit"``, ``"quadrature"``, ``"sigma_points"``,
           ``"monte_carlo"`` or your own.
-    :param str family: ``"full"``; ``"diagonal"``; or ``"low-rank"``, a precision of diagonal plus low rank.
+    :param str family: ``"full"``; ``"diagonal"``; ``"block-diagonal"``, a block for each latent site; or
+        ``"low-rank"``, a precision of diagonal plus low rank.
     :param int rank: of the low-rank family. Its factor starts at zero. With ``"bog"`` and ``"bbb"`` one percent of the
         prior's precision starts as a random factor, since plain gradients vanish at zero.
     :param str parameterization: the parameters in which the full and diagonal families take a step: ``"natural"`` or
@@ -96,11 +97,11 @@ class BONG:
     :param int num_iters: steps for each row of ``"blr"`` and ``"bbb"``.
     :param int num_samples: draws of ``"mc-hess"``, ``"mc-ef"`` and ``"mc-fisher"``, and nodes of Monte Carlo
         expectations.
-    :param projection: for ``rule="bong"`` with the diagonal family: project the full update. ``"exclusive"`` keeps the
-        diagonal of its precision, the minimizer of KL(q || full) (VD-EKF). ``"inclusive"`` keeps the diagonal of its
-        covariance, the minimizer of KL(full || q) (FD-EKF). None (default) takes the family's own natural gradient,
-        whose mean overshoots where many parameters explain the same row. For ``"bong"`` and ``"blr"`` with the low-rank
-        family: ``"first"`` projects the precision before the mean takes its step (SLANG); None after.
+    :param projection: for ``rule="bong"`` with the (block-)diagonal family: project the full update. ``"exclusive"``
+        keeps the diagonal (blocks) of its precision, the minimizer of KL(q || full) (VD-EKF). ``"inclusive"`` keeps the
+        diagonal of its covariance, the minimizer of KL(full || q) (FD-EKF). None (default) takes the family's own
+        natural gradient, whose mean overshoots where many parameters explain the same row. For ``"bong"`` and ``"blr"``
+        with the low-rank family: ``"first"`` projects the precision before the mean takes its step (SLANG); None after.
     :param dynamics: how parameters move before each block (:class:`RandomWalk`, :class:`OrnsteinUhlenbeck`,
         :class:`LinearDynamics`).
     :param int block_size: rows in one update. One row is the most accurate; larger blocks are faster.
@@ -154,7 +155,7 @@ class BONG:
             if not is_count(value, 1):
                 raise ValueError(f"{name} must be a positive integer, not {value!r}.")
         _check_combination(rule, hessian, family, parameterization, learning_rate, num_iters, projection)
-        if rule == "implicit" and family == "diagonal":
+        if rule == "implicit" and "exclusive" in FAMILIES[family].projections:
             projection = projection or "exclusive"
         check_dynamics(dynamics)
         if num_epochs is not None and (rule not in ("blr", "bbb") or num_iters != 1 or dynamics is not None):
@@ -523,7 +524,7 @@ def _check_projection(
         return
     if projection not in FAMILIES[family].projections:
         of = [name for name, one in FAMILIES.items() if projection in one.projections]
-        raise ValueError(f"projection={projection!r} is for family={of[0]!r}, not {family!r}.")
+        raise ValueError(f"projection={projection!r} is for family={' or '.join(map(repr, of))}, not {family!r}.")
     rules = ("bong", "blr") if projection == "first" else ("bong", "implicit")
     if rule not in rules or parameterization != "natural":
         raise ValueError(f"projection={projection!r} is for rule={rules[0]!r} with natural parameters.")

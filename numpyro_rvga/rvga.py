@@ -107,10 +107,10 @@ class RVGA:
         furthest from what q would now make of them, until these would move q by less than a tenth of a standard
         deviation even if all pulled the same way. ``"auto"``: 2,000 rows per parameter, within 2^25 numbers (none with
         a given block_size, or if predictors are not affine).
-    :param str family: ``"full"``; or ``"diagonal"`` or ``"low-rank"`` (a precision of diagonal plus low rank), which
-        make no (P, P) array. These take the plain recursion of the implicit or explicit scheme, in blocks of
-        ``block_size`` rows (``"auto"``: one), and project each result: :class:`BONG` with ``rule="implicit"`` or
-        ``"bong"``. They have no bound, no memory and no certificate.
+    :param str family: ``"full"``; or ``"diagonal"``, ``"block-diagonal"`` (a block for each latent site) or ``"low-
+        rank"`` (a precision of diagonal plus low rank), which make no (P, P) array. These take the plain recursion of
+        the implicit or explicit scheme, in blocks of ``block_size`` rows (``"auto"``: one), and project each result:
+        :class:`BONG` with ``rule="implicit"`` or ``"bong"``. They have no bound, no memory and no certificate.
     :param int rank: of the low-rank family.
     :param dynamics: how parameters move before each update (:class:`RandomWalk`, :class:`OrnsteinUhlenbeck`,
         :class:`LinearDynamics`), for streams that drift. The posterior is then of the parameters after the last row.
@@ -219,7 +219,7 @@ class RVGA:
                 hessian=expectation,
                 family=family,
                 rank=rank,
-                projection=projection if family == "diagonal" else None,
+                projection=projection if "exclusive" in FAMILIES[family].projections else None,
                 num_samples=num_samples,
                 dynamics=dynamics,
                 block_size=1 if block_size == "auto" else block_size,

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 from numpy.linalg import inv
+from scipy.linalg import block_diag
 
 
 class Full(NamedTuple):
@@ -230,6 +231,8 @@ def updated(rule, family, chart, prior, describe, rate, num_iters=1):
 
 def as_dense(q):
     """One of the package's Gaussians as one of these."""
+    if hasattr(q, "roots"):
+        return Full(np.asarray(q.mean), block_diag(*[np.asarray(root) @ np.asarray(root).T for root in q.roots]))
     arrays = {name: np.asarray(value) for name, value in vars(q).items()}
     if "root" in arrays:
         return Full(arrays["mean"], arrays["root"] @ arrays["root"].T)

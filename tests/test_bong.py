@@ -147,6 +147,29 @@ def test_the_diagonal_family_is_exact_where_the_posterior_is_diagonal(options):
     assert_exact(fit(linear, rows, family="diagonal", **options), exact_posterior(rows))
 
 
+@pytest.mark.parametrize("rule, hessian", [("bong", "lin-hess"), ("implicit", "auto")])
+def test_the_block_diagonal_family_has_a_block_for_each_site_and_is_exact_where_the_posterior_has(rule, hessian):
+    """Rows of one site each. Of rows of both, each block of the precision is exact, in any order."""
+
+    def two(X, which, y=None):
+        a = numpyro.sample("a", dist.Normal(PRIOR_MEAN, PRIOR_SCALE).expand([2]).to_event(1))
+        b = numpyro.sample("b", dist.Normal(PRIOR_MEAN, PRIOR_SCALE).expand([3]).to_event(1))
+        with numpyro.plate("rows", len(X)):
+            numpyro.sample("y", dist.Normal(X[:, :2] @ a * which[:, 0] + X[:, 2:] @ b * which[:, 1], NOISE), obs=y)
+
+    rows = data(n=20, d=5)
+    alone = np.eye(2)[np.arange(20) % 2]
+    for which in (alone, np.ones((20, 2))):
+        posterior = fit(two, rows | {"which": which}, rule=rule, hessian=hessian, family="block-diagonal")
+        X = rows["X"] * np.repeat(which, (2, 3), axis=1)
+        mean, covariance = exact_posterior({"X": X, "y": rows["y"]})
+        precision = np.linalg.inv(covariance)
+        precision[:2, 2:] = precision[2:, :2] = 0.0
+        np.testing.assert_allclose(np.linalg.inv(posterior.covariance), precision, rtol=1e-8, atol=1e-9)
+        if which is alone:
+            np.testing.assert_allclose(posterior.mean, mean, rtol=1e-8)
+
+
 @pytest.mark.parametrize("rank", [1, 2])
 def test_low_rank_precisions_have_the_exact_diagonal(rank):
     rows = data(n=8)
@@ -781,7 +804,7 @@ def test_rates_that_a_rule_does_not_take_are_refused():
         ({"rule": "sgd"}, "rule must be one of 'bong', 'bog', 'blr', 'bbb'"),
         ({"hessian": "exactly"}, "hessian must be one of 'lin-hess'"),
         ({"hessian": "linearized"}, "hessian must be one of"),
-        ({"family": "sparse"}, "family must be one of 'full', 'diagonal', 'low-rank'"),
+        ({"family": "sparse"}, "family must be one of 'full', 'diagonal', 'block-diagonal', 'low-rank'"),
         ({"parameterization": "mean"}, "parameterization must be one of 'natural', 'moment', 'softplus'"),
         ({"projection": "both"}, "projection must be one of None, 'exclusive', 'inclusive', 'first'"),
         ({"rank": 0}, "rank must be a positive integer, not 0"),
@@ -801,7 +824,7 @@ def test_rates_that_a_rule_does_not_take_are_refused():
         ({"family": "low-rank", "parameterization": "moment"}, "one parameterization"),
         ({"parameterization": "softplus", "family": "diagonal"}, "is for rule='bog' or 'bbb'"),
         ({"hessian": "delta-hess", "family": "low-rank"}, "positive semi-definite curvature"),
-        ({"projection": "inclusive"}, "is for family='diagonal'"),
+        ({"projection": "inclusive"}, "is for family='diagonal' or 'block-diagonal'"),
         ({"projection": "inclusive", "family": "diagonal", "rule": "blr"}, "is for rule='bong'"),
         ({"projection": "inclusive", "family": "diagonal", "parameterization": "moment"}, "is for rule='bong'"),
         ({"projection": "inclusive", "family": "diagonal", "hessian": "mc-hess"}, "curvature of low rank"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -123,7 +124,7 @@ class Online:
         found = program.independent_start()
         start = DiagonalGaussian(_first_known(init, found.mean), found.variance)
         self.places, self._site = found.places, found.site
-        self.start = converted(start, self.options.family, self._rank)
+        self.start = self._converted(start)
         if isinstance(self.start, LowRankGaussian) and self.rule.is_plain:
             self.start = self.start.with_random_factor(self.engine.rng_key, RANDOM_SHARE)
 
@@ -134,9 +135,15 @@ class Online:
     def state_of(self, gaussian: Family, num_rows: int, rng_key: Array) -> OnlineState:
         """The state of a Gaussian of any family, converted to this one."""
         same = jax.tree.map(lambda x: jnp.asarray(x, self.engine.program.dtype), gaussian)
-        found = converted(same, self.options.family, self._rank)
+        found = self._converted(same)
         start = self.initial_state(rng_key)
         return start._replace(gaussian=found, num_rows=Count.of(num_rows), has_exact_prior=jnp.asarray(True))
+
+    def _converted(self, q: Family) -> Family:
+        """In the family of this method: a block-diagonal one has a block for each latent site."""
+        layout = self.engine.program.layout
+        sizes = tuple(math.prod(layout.shapes[name]) for name in layout.site_names)
+        return converted(q, self.options.family, self._rank, tuple(size for size in sizes if size))
 
     def holds(self, state: OnlineState) -> bool:
         """Whether the state's Gaussian is one of this family."""
@@ -274,7 +281,7 @@ class Online:
     def _part_with_exact_prior(self, prior_inputs: dict, q: Family, site: CanonicalGaussian) -> Family:
         """Solve with the exact prior over the entries that its terms depend on, with a full Gaussian.
 
-        The diagonal and low-rank families then keep the diagonal of the change of the precision, as in all their steps.
+        Other families than the full one then keep the diagonal of the change of the precision, as in all their steps.
         """
         program, places = self.engine.program, self.places
         some = q.as_full() if places is None else _marginal(q, places)
@@ -288,10 +295,6 @@ class Online:
         if places is None:
             return after
         before, precision = _precision(some.root), _precision(after.root)
-        if isinstance(q, DiagonalGaussian):
-            variance = q.variance.at[places].set(1 / jnp.diagonal(precision))
-            return DiagonalGaussian(q.mean.at[places].set(after.mean), variance)
-        assert isinstance(q, LowRankGaussian)
         return q.with_information(places, before @ (after.mean - some.mean), jnp.diagonal(precision - before))
 
 

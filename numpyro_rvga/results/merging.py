@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..core.count import Count
-from ..core.gaussians import DiagonalGaussian, Family, FullGaussian, LowRankGaussian
+from ..core.gaussians import BlockDiagonalGaussian, DiagonalGaussian, Family, FullGaussian, LowRankGaussian
 from ..core.gaussians.mixture import GaussianMixture
 from ..core.recursion import CanonicalGaussian, State, new_state
 from ..engines.engine import Engine
@@ -135,12 +135,7 @@ def _site(site: CanonicalGaussian, origin: np.ndarray) -> _Exponent:
 
 # ---------------------------------------------------------------------- Gaussians of any family
 def _merged_family(start: Family, parts: Sequence[Family]) -> Family:
-    fresh = lambda natural, prior: prior + sum(x - prior for x in natural)  # noqa: E731
-    if isinstance(start, DiagonalGaussian):
-        precision = fresh([1 / q.variance for q in parts], 1 / start.variance)
-        linear = fresh([q.mean / q.variance for q in parts], start.mean / start.variance)
-        return DiagonalGaussian(linear / precision, 1 / precision)
-    if isinstance(start, LowRankGaussian):
+    if isinstance(start, BlockDiagonalGaussian | DiagonalGaussian | LowRankGaussian):
         return start.joined(parts)
     whole = lambda q: new_state(q.mean, q.root, None)  # noqa: E731
     state = _merged_states(whole(start), [whole(q) for q in parts])

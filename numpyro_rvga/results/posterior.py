@@ -75,9 +75,10 @@ class Posterior:
         size = self.program.layout.size
         gaussian = jax.tree.map(jnp.asarray, self.gaussian)
         for field in dataclasses.fields(gaussian):
-            if isinstance(gaussian, GaussianMixture) and field.name == "log_weights":
+            value = getattr(gaussian, field.name)
+            if isinstance(value, tuple) or (isinstance(gaussian, GaussianMixture) and field.name == "log_weights"):
                 continue
-            shape = getattr(gaussian, field.name).shape
+            shape = value.shape
             if shape[-1:] != (size,) or (field.name == "root" and shape != (size, size)):
                 raise ValueError(f"{field.name} must have {size} entries along every axis for this model, not {shape}.")
         object.__setattr__(self, "gaussian", gaussian)

@@ -5,10 +5,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from scipy.linalg import block_diag
 from scipy.stats import multivariate_normal
 
 from numpyro_rvga.core.gaussians import (
     FAMILIES,
+    BlockDiagonalGaussian,
     DiagonalGaussian,
     ExpectedDerivatives,
     FullGaussian,
@@ -17,8 +19,11 @@ from numpyro_rvga.core.gaussians import (
     converted,
 )
 
-P, RANK = 5, 2
-CHARTED = [(f, c) for f in ("full", "diagonal") for c in ("natural", "moment")] + [("low-rank", "natural")]
+P, RANK, SIZES = 5, 2, (2, 1, 2)
+WITHIN = block_diag(*[np.ones((n, n)) for n in SIZES])  # ones within blocks
+CHARTED = [(f, c) for f in ("full", "diagonal", "block-diagonal") for c in ("natural", "moment")] + [
+    ("low-rank", "natural")
+]
 
 
 def gaussian(family, seed=0, rank=RANK):
@@ -28,6 +33,8 @@ def gaussian(family, seed=0, rank=RANK):
         return FullGaussian(mean, jnp.asarray(rng.normal(size=(P, P))))
     if family == "diagonal":
         return DiagonalGaussian(mean, jnp.asarray(rng.uniform(0.3, 2.0, P)))
+    if family == "block-diagonal":
+        return BlockDiagonalGaussian(mean, tuple(jnp.asarray(np.eye(n) + 0.4 * rng.normal(size=(n, n))) for n in SIZES))
     return LowRankGaussian(mean, jnp.asarray(rng.uniform(0.5, 2.0, P)), jnp.asarray(rng.normal(size=(rank, P))))
 
 
@@ -139,7 +146,10 @@ def test_coordinates_are_the_papers_and_lead_back(family, parameterization):
     mean, covariance = moments(q)
     found = q.coordinates(parameterization)
     precision = np.linalg.inv(covariance)
-    if family == "low-rank":
+    if family == "block-diagonal":
+        found = [jnp.concatenate([block[0] for block in found]), block_diag(*[block[1] for block in found])]
+        expected = (mean, covariance) if parameterization == "moment" else (precision @ mean, -0.5 * precision)
+    elif family == "low-rank":
         expected = (mean, q.diagonal, q.factor)
     elif parameterization == "softplus":
         expected = (mean, np.log(np.expm1(np.sqrt(np.diag(covariance)))))
@@ -149,7 +159,7 @@ def test_coordinates_are_the_papers_and_lead_back(family, parameterization):
         expected = (precision @ mean, -0.5 * precision if family == "full" else -0.5 * np.diag(precision))
     for x, y in zip(found, expected):
         np.testing.assert_allclose(x, y, rtol=1e-9, atol=1e-10)
-    again = type(q).from_coordinates(found, parameterization)
+    again = type(q).from_coordinates(q.coordinates(parameterization), parameterization)
     np.testing.assert_allclose(again.mean, mean, rtol=1e-9)
     np.testing.assert_allclose(again.covariance(), covariance, rtol=1e-9, atol=1e-10)
 
@@ -172,8 +182,10 @@ def test_the_divergences_gradient_is_that_of_finite_differences_and_zero_at_the_
 
 def test_a_gaussian_is_valid_and_its_broken_forms_are_not(q):
     assert bool(q.is_valid())
-    for name, value in vars(q).items():
-        assert not bool(type(q)(**{**vars(q), name: value.at[(0,) * value.ndim].set(jnp.nan)}).is_valid())
+    leaves, structure = jax.tree.flatten(q)
+    for i, value in enumerate(leaves):
+        broken = [*leaves[:i], value.at[(0,) * value.ndim].set(jnp.nan), *leaves[i + 1 :]]
+        assert not bool(jax.tree.unflatten(structure, broken).is_valid())
     for name in {"variance", "diagonal"} & set(vars(q)):
         for bad in (0.0, -1.0):
             assert not bool(type(q)(**{**vars(q), name: vars(q)[name].at[1].set(bad)}).is_valid())
@@ -230,7 +242,7 @@ def test_entrywise_dynamics_are_exact_in_every_family(q, name):
 
 @pytest.mark.parametrize("which", ["matrix", "noise", "both"])
 def test_general_dynamics_are_exact_up_to_the_familys_projection(q, which):
-    """Diagonal: the variances. Low rank: the diagonal of the precision, and as much of it as the rank can hold."""
+    """Diagonal: the variances. Blocks: the covariance's. Low rank: the precision's diagonal, and what rank allows."""
     rng = np.random.default_rng(5)
     matrix = SCALES if which == "noise" else np.eye(P) + 0.3 * rng.normal(size=(P, P))
     noise = SCALES if which == "matrix" else 0.4 * rng.normal(size=(P, 3))
@@ -244,6 +256,8 @@ def test_general_dynamics_are_exact_up_to_the_familys_projection(q, which):
         np.testing.assert_allclose(moments(moved)[1], expected, rtol=1e-11, atol=1e-12)
     elif isinstance(q, DiagonalGaussian):
         np.testing.assert_allclose(moved.variance, np.diag(expected), rtol=1e-11)
+    elif isinstance(q, BlockDiagonalGaussian):
+        np.testing.assert_allclose(moments(moved)[1], expected * WITHIN, rtol=1e-11, atol=1e-12)
     else:
         assert moved.factor.shape == q.factor.shape
         precision = np.linalg.inv(expected)
@@ -266,7 +280,7 @@ def test_low_rank_of_almost_full_rank_holds_any_dynamics(rank):
 # ---------------------------------------------------------------------- from family to family
 @pytest.mark.parametrize("family", FAMILIES)
 def test_conversion_keeps_mean_and_precisions_and_what_the_family_can_hold(q, family):
-    found = converted(q, family, 3)
+    found = converted(q, family, 3, SIZES)
     assert isinstance(found, FAMILIES[family])
     np.testing.assert_array_equal(found.mean, q.mean)
     before, after = np.linalg.inv(moments(q)[1]), np.linalg.inv(moments(found)[1])
@@ -275,6 +289,8 @@ def test_conversion_keeps_mean_and_precisions_and_what_the_family_can_hold(q, fa
         np.testing.assert_allclose(after, before, rtol=1e-8, atol=1e-9)
     if family == "low-rank":
         assert found.factor.shape == (3, P)
+    if family == "block-diagonal":
+        np.testing.assert_allclose(after, before * WITHIN, rtol=1e-9, atol=1e-10)
 
 
 def test_a_smaller_rank_keeps_the_leading_directions():
@@ -294,12 +310,27 @@ def test_low_rank_of_almost_full_rank_holds_any_full_gaussian(rank):
     np.testing.assert_allclose(moments(found)[1], moments(q)[1], rtol=1e-7, atol=1e-9)
 
 
-def test_a_raised_gaussian_is_pulled_by_its_covariance_and_has_a_larger_precision():
-    q = gaussian("low-rank")
+def test_a_raised_gaussian_is_pulled_by_its_covariance_and_has_a_larger_precision(q):
     places, pull, more = np.array([1, 3]), np.array([0.7, -0.4]), np.array([0.5, 2.0])
     found = q.with_information(places, jnp.asarray(pull), jnp.asarray(more))
     mean, covariance = moments(q)
     np.testing.assert_allclose(found.mean, mean + covariance[:, places] @ pull, rtol=1e-11)
-    precision = dense.as_dense(q).precision
+    precision = np.linalg.inv(covariance)
     precision[places, places] += more
     np.testing.assert_allclose(moments(found)[1], np.linalg.inv(precision), rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize("family", ["diagonal", "block-diagonal", "low-rank"])
+def test_parts_are_joined_by_their_natural_parameters(family):
+    """Exactly, where the rank holds the sum: prior + sum of (part - prior)."""
+    parts = [gaussian(family, seed=i, rank=P) for i in (1, 2)]
+    prior = converted(DiagonalGaussian(jnp.ones(P), jnp.full(P, 20.0)), family, P, SIZES)
+    found = prior.joined(parts)
+
+    def natural(q):
+        mean, covariance = moments(q)
+        return np.linalg.solve(covariance, mean), np.linalg.inv(covariance)
+
+    expected = [sum(natural(q)[i] for q in parts) - natural(prior)[i] for i in (0, 1)]
+    for x, y in zip(natural(found), expected):
+        np.testing.assert_allclose(x, y, rtol=1e-8, atol=1e-9)

@@ -10,6 +10,7 @@ import pytest
 
 from numpyro_rvga.core.gaussians import (
     FAMILIES,
+    BlockDiagonalGaussian,
     DiagonalGaussian,
     ExpectedDerivatives,
     FullGaussian,
@@ -37,6 +38,9 @@ def gaussian(family, seed=0, size=P, rank=RANK):
         return FullGaussian(mean, jnp.asarray(0.9 * np.eye(size) + 0.2 * rng.normal(size=(size, size))))
     if family == "diagonal":
         return DiagonalGaussian(mean, jnp.asarray(rng.uniform(0.5, 1.5, size)))
+    if family == "block-diagonal":
+        roots = [0.9 * np.eye(n) + 0.2 * rng.normal(size=(n, n)) for n in (2, size - 2)]
+        return BlockDiagonalGaussian(mean, tuple(map(jnp.asarray, roots)))
     return LowRankGaussian(
         mean, jnp.asarray(rng.uniform(0.7, 1.5, size)), jnp.asarray(0.6 * rng.normal(size=(rank, size)))
     )
@@ -321,6 +325,63 @@ def test_low_rank_steps_of_more_rows_than_parameters_are_those_of_their_sum(coun
     start = dense.as_dense(prior)
     expected = dense.bong_low_rank(start, np.ones(P), -rows.T @ rows, 1.0, start)
     assert_same(found, expected, rtol=1e-9)
+
+
+# ---------------------------------------------------------------------- blocks
+WITHIN = np.kron(np.eye(2), np.ones((3, 3)))[1:, 1:]  # ones within the blocks of two and three entries
+
+
+@pytest.mark.parametrize(
+    "rule, parameterization",
+    [("bong", "natural"), ("blr", "natural"), ("bong", "moment"), ("blr", "moment"), ("bbb", "moment")],
+)
+def test_blocks_take_the_full_familys_step_with_their_own_part_of_g_and_of_the_hessian(rule, parameterization):
+    """Of a block-diagonal Gaussian the gradients in natural or mean parameters are the blocks of the full family's."""
+    form, num_iters = "two rows, weighted", 3 if rule in ("blr", "bbb") else 1
+    prior = gaussian("block-diagonal")
+    found = take(Rule(rule, parameterization, RATES[rule], num_iters), prior, estimate(form)).q
+    start, at = dense.as_dense(prior), dense_estimate(form)
+
+    def within(mean, covariance):
+        g, G = at(mean, covariance)
+        return g, G * WITHIN
+
+    q = start
+    for _ in range(num_iters):
+        q = dense.STEPS[rule, "full", parameterization](q, *within(q.mean, q.covariance), RATES[rule], start)
+        q = q._replace(covariance=q.covariance * WITHIN)
+    assert_same(found, q)
+
+
+@pytest.mark.parametrize("projection", ["exclusive", "inclusive"])
+@pytest.mark.parametrize("form", ["two rows", "two rows, weighted", "many rows"])
+def test_block_projections_keep_the_exact_updates_mean_and_blocks(form, projection):
+    """Diagonal EKF paper, equations 10 to 14: S couples the blocks."""
+    prior = gaussian("block-diagonal")
+    found = take(Rule("bong", projection=projection), prior, estimate(form)).q
+    start = dense.as_dense(prior)
+    exact = dense.bong_full_natural(start, *dense_estimate(form)(start.mean, start.covariance), 1.0, start)
+    if projection == "inclusive":
+        expected = exact.covariance * WITHIN
+    else:
+        expected = np.linalg.inv(np.linalg.inv(exact.covariance) * WITHIN)
+    np.testing.assert_allclose(found.mean, exact.mean, rtol=1e-10)
+    np.testing.assert_allclose(found.covariance(), expected, rtol=1e-9, atol=1e-12)
+
+
+def test_inclusive_block_projections_are_the_decoupled_filters_equations():
+    """Equation 12 for each block: S = R + sum_j H_j Sigma_jj H_j^T."""
+    rng = np.random.default_rng(3)
+    F, R = rng.normal(size=(2, P)), np.diag([0.5, 2.0])
+    prior = gaussian("block-diagonal")
+    site = ExpectedDerivatives(jnp.asarray(F.T @ np.ones(2)), jnp.asarray(np.sqrt(np.linalg.inv(R)) @ F))
+    found = take(Rule("bong", projection="inclusive"), prior, lambda key, q: site).q
+    blocks = [slice(0, 2), slice(2, P)]
+    covariances = [np.asarray(root) @ np.asarray(root).T for root in prior.roots]
+    S = R + sum(F[:, b] @ cov @ F[:, b].T for b, cov in zip(blocks, covariances))
+    for b, cov, root in zip(blocks, covariances, found.roots):
+        expected = cov - cov @ F[:, b].T @ np.linalg.inv(S) @ F[:, b] @ cov
+        np.testing.assert_allclose(root @ root.T, expected, rtol=1e-9, atol=1e-12)
 
 
 # ---------------------------------------------------------------------- what is a Gaussian

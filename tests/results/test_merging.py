@@ -94,7 +94,7 @@ def test_parts_of_linear_gaussian_rows_give_the_exact_posterior_and_evidence(nam
         np.testing.assert_allclose(merged.elbo, evidence, rtol=1e-9)
 
 
-@pytest.mark.parametrize("family", ["diagonal", "low-rank"])
+@pytest.mark.parametrize("family", ["diagonal", "block-diagonal", "low-rank"])
 def test_merged_families_are_valid_and_pool_their_parts(family):
     parts = parts_of(BONG(linear, family=family, rank=1), rows(), 4)
     merged = Posterior.merge(parts)

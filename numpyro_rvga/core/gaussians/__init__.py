@@ -1,4 +1,4 @@
-"""The Gaussian families, and how each takes a step: full, diagonal, and diagonal plus low-rank precision.
+"""The Gaussian families, and how each takes a step: full, (block-)diagonal, and diagonal plus low-rank precision.
 
 :class:`Family` says what each can do. There are two kinds of steps towards a maximum of E_q[log p(y | theta)] -
 KL(q || prior): ``natural_step``, which each family has, and :func:`gradient_step`, which is the same for all.
@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from ..linalg import column_sums, inverse
+from .block_diagonal import BlockDiagonalGaussian
 from .diagonal import DiagonalGaussian
 from .family import Family
 from .full import FullGaussian
@@ -22,6 +23,7 @@ from .steps import PARAMETERIZATIONS, ExpectedDerivatives, Transition, nan_if_in
 __all__ = [
     "FAMILIES",
     "PARAMETERIZATIONS",
+    "BlockDiagonalGaussian",
     "DiagonalGaussian",
     "ExpectedDerivatives",
     "Family",
@@ -35,15 +37,28 @@ __all__ = [
 
 FARTHEST = 1e4  # standard deviations by which a plain gradient step may move a mean
 
-FAMILIES = {"full": FullGaussian, "diagonal": DiagonalGaussian, "low-rank": LowRankGaussian}
+FAMILIES = {
+    "full": FullGaussian,
+    "diagonal": DiagonalGaussian,
+    "block-diagonal": BlockDiagonalGaussian,
+    "low-rank": LowRankGaussian,
+}
 
 
-def converted(q: Family, family: str, rank: int) -> Family:
-    """q in another family, with the diagonal of its precision, and ``rank`` directions of the rest if low-rank."""
+def converted(q: Family, family: str, rank: int, sizes: tuple[int, ...] = ()) -> Family:
+    """q in another family, with the diagonal of its precision, and ``rank`` directions of the rest if low-rank.
+
+    :param sizes: of the blocks of a block-diagonal Gaussian, which has the blocks of the precision.
+    """
     if isinstance(q, FAMILIES[family]) and not (isinstance(q, LowRankGaussian) and len(q.factor) != rank):
         return q
     if family == "full":
         return q.as_full()
+    if family == "block-diagonal":
+        whole = q.as_full()
+        dual = FullGaussian(q.mean, jnp.linalg.inv(whole.root).T)  # of which the covariance is q's precision
+        marginals = BlockDiagonalGaussian.blocks_of(dual, sizes)
+        return BlockDiagonalGaussian(q.mean, tuple(jnp.linalg.inv(root).T for root in marginals.roots))
     if isinstance(q, DiagonalGaussian):
         return LowRankGaussian(q.mean, 1 / q.variance, jnp.zeros((rank, len(q.mean)), q.mean.dtype))
     if isinstance(q, LowRankGaussian):

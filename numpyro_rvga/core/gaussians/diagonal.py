@@ -7,6 +7,7 @@ from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from ..linalg import column_sums
@@ -117,6 +118,19 @@ class DiagonalGaussian:
     def kl_divergence(self, other: DiagonalGaussian) -> Array:
         ratio = self.variance / other.variance
         return 0.5 * jnp.sum(ratio + (self.mean - other.mean) ** 2 / other.variance - 1 - jnp.log(ratio))
+
+    def with_information(self, indices: Array | np.ndarray, information: Array, diagonal: Array) -> DiagonalGaussian:
+        """As :meth:`Family.with_information`."""
+        mean = self.mean.at[indices].add(self.variance[indices] * information)
+        variance = self.variance.at[indices].divide(1 + self.variance[indices] * diagonal)
+        return DiagonalGaussian(mean, variance)
+
+    def joined(self, parts: list[DiagonalGaussian]) -> DiagonalGaussian:
+        """This prior times the ratio of each part to it."""
+        fresh = lambda prior, natural: prior + sum(x - prior for x in natural)  # noqa: E731
+        precision = fresh(1 / self.variance, [1 / q.variance for q in parts])
+        linear = fresh(self.mean / self.variance, [q.mean / q.variance for q in parts])
+        return DiagonalGaussian(linear / precision, 1 / precision)
 
     def predict(self, transition: Transition) -> DiagonalGaussian:
         if transition.matrix.ndim == 2:

@@ -11,6 +11,8 @@ from .steps import ExpectedDerivatives, Transition
 if TYPE_CHECKING:
     from typing import Self
 
+    import numpy as np
+
     from .full import FullGaussian
 
 
@@ -100,7 +102,7 @@ class Family(Protocol):
         """
         ...
 
-    def coordinates(self, parameterization: str) -> tuple[Array, ...]:
+    def coordinates(self, parameterization: str) -> tuple[Any, ...]:
         """The parameters in which plain gradients are taken."""
         ...
 
@@ -115,6 +117,13 @@ class Family(Protocol):
 
     def kl_divergence(self, other: Self) -> Array:
         """KL(self || other)."""
+        ...
+
+    def with_information(self, indices: Array | np.ndarray, information: Array, diagonal: Array) -> Self:
+        """Mean moved by Sigma ``information``, then ``diagonal`` added to the precision; both at some entries.
+
+        :param indices: (K,), the entries. :param information: (K,). :param diagonal: (K,).
+        """
         ...
 
     def predict(self, transition: Transition) -> Self:

@@ -7,6 +7,7 @@ from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from ..linalg import cholesky, inverse, lower_from_root, row_space, solve_lower
@@ -127,6 +128,13 @@ class FullGaussian:
         shift = jnp.linalg.solve(other.root, self.mean - other.mean)
         trace = jnp.sum(ratio * ratio) + shift @ shift - len(shift)
         return 0.5 * trace - jnp.linalg.slogdet(ratio)[1]
+
+    def with_information(self, indices: Array | np.ndarray, information: Array, diagonal: Array) -> FullGaussian:
+        """As :meth:`Family.with_information`."""
+        size, count = len(self.mean), len(indices)
+        selected = jnp.zeros((count, size), self.mean.dtype).at[jnp.arange(count), indices].set(1.0)
+        held = ExpectedDerivatives(jnp.zeros_like(self.mean), selected, jnp.diag(diagonal))
+        return self.natural_step(held, 1.0, "natural").moved(self.covariance_times(information @ selected))
 
     def predict(self, transition: Transition) -> FullGaussian:
         noise = transition.noise_root

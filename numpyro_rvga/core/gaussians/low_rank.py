@@ -141,10 +141,7 @@ class LowRankGaussian:
         return LowRankGaussian(mean, 1 / variance, factor)
 
     def with_information(self, indices: Array | np.ndarray, information: Array, diagonal: Array) -> LowRankGaussian:
-        """Mean moved by Sigma ``information``, then ``diagonal`` added to the precision; both at some entries.
-
-        :param indices: (K,), the entries. :param information: (K,). :param diagonal: (K,).
-        """
+        """As :meth:`Family.with_information`."""
         mean = self.mean + self._solve(jnp.zeros_like(self.mean).at[indices].set(information))
         return LowRankGaussian(mean, self.diagonal.at[indices].add(diagonal), self.factor)
 
