@@ -54,7 +54,7 @@ class Learner:
         params = np.asarray(self.engine.program.params.values)
         if start is None:  # the search would seek one itself, but that is another form of it to compile
             start = self._bound.begin(params, chunks)
-        bound, slope, start, _ = self._bound.solve(params, chunks, start)
+        bound, slope, start = self._bound.solve(params, chunks, start)[:3]
         if not np.isfinite(bound) or not np.isfinite(slope).all():
             raise ValueError(
                 f"the bound or its slope is not finite where the numpyro.param sites start ({self._shown(params)}): "
