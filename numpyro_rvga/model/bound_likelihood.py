@@ -274,7 +274,8 @@ class BoundLikelihood(BoundPrior):
         :param latents: the rows' own: unconstrained values by site, and states by site.
         """
         unconstrained, states = latents
-        records = sample_sites(*self._run(rows, self.layout.unravel(theta) | dict(unconstrained), states=states))
+        given = self.layout.unravel(theta) | dict(unconstrained)
+        records = sample_sites(*self._run(rows, given, states=states)) if states else self._records(given, rows)
         own = () if self.row_latents is None else self.row_latents.site_names
         return {name: elements(records[name]) for name in (*self._row_sites, *own)}
 

@@ -27,6 +27,7 @@ from .arguments import (
 from .layout import Layout, layout_of
 from .local import LocalSites, RowFacts, bounds_of, states_between
 from .parameters import Parameters, parameters_of
+from .replay import Replay
 from .rows import num_rows
 from .tracing import (
     RowRunner,
@@ -34,6 +35,7 @@ from .tracing import (
     SiteRecord,
     deterministic_sites,
     elements,
+    is_numpyros,
     peel,
     plates_of,
     run_model,
@@ -90,6 +92,7 @@ class BoundModel:
         self.row_latents: LocalSites | None = None
         self.example_row: dict[str, Any]  # NumPy's arrays or JAX's
         self.example_rows: dict[str, Any]
+        self._replay, self._replays, self._types = Replay(self._records_of), False, {}
         self.row_plates, observed = self._find_row_plates(rows) if row_plates is None else (row_plates, [])
         self._choose_examples(rows)
         self._read_sites(rows, observed, row_facts, marginal=local == "marginal")
@@ -199,7 +202,7 @@ class BoundModel:
         :raises NotImplementedError: for sites that hold more than an array.
         """
         theta = jax.device_put(np.zeros(self.layout.size + self.local.size, self.dtype))
-        if not any(site["type"] == "param" for site in self._run_abstractly(self.example_row).values()):
+        if not self._names_of("param"):
             return self.params
         trace, _ = self._run(self.example_row, self._unravel(theta))
         sites = {name: site for name, site in trace.items() if site["type"] == "param"}
@@ -220,8 +223,15 @@ class BoundModel:
 
         def abstract(rows):
             trace, runner = self._run(rows, {})
-            result.append({name: site_info(record) for name, record in sample_sites(trace, runner).items()})
+            records = sample_sites(trace, runner)
+            result.append({name: site_info(record) for name, record in records.items()})
             result.append(plates_of(trace))
+            self._types = {
+                name: site["type"]
+                for name, site in trace.items()
+                if site["type"] != "deterministic" or _is_numeric(site["value"])
+            }
+            self._replays = not self.evaluates and all(is_numpyros(record.fn) for record in records.values())
             return 0
 
         self.abstractly(abstract, rows)
@@ -259,11 +269,9 @@ class BoundModel:
                 states=states,
             )
 
-    def _run_abstractly(self, rows) -> dict:
-        """A trace without values."""
-        traces: list = []
-        self.abstractly(lambda rows: traces.append(self._run(rows, {})[0]) or 0, rows)
-        return traces[0]
+    def _names_of(self, site_type: str) -> list[str]:
+        """The sites of one of NumPyro's types; deterministic ones if they are numbers."""
+        return [name for name, its_type in self._types.items() if its_type == site_type]
 
     def jitted(self, function: Callable[[Mapping[str, Array]], Any], rows: Mapping[str, Array]) -> Any:
         """What a function of rows returns, compiled. A whole program's data have their values there."""
@@ -274,7 +282,19 @@ class BoundModel:
         return jax.eval_shape(lambda: function(rows)) if self.whole else jax.eval_shape(function, rows)
 
     def _records(self, unconstrained, rows) -> dict[str, SiteRecord]:
+        """Every sample site. The model's code runs once for each form of the arguments."""
+        arrays = {name: value for name, value in rows.items() if name not in SHARED}
+        params = rows.get(PARAMS, self.params.values)
+        if self._replays and not self.whole:
+            return self._replay(dict(unconstrained), arrays, params)
+        if self._replays and all(arrays[name] is self.example_row[name] for name in arrays):
+            return self._replay(dict(unconstrained), None, params)
+        return self._records_of(unconstrained, arrays, params)
+
+    def _records_of(self, unconstrained, arrays, params) -> dict[str, SiteRecord]:
+        """:param arrays: rows; None: the program's own, which have values."""
         states = None if self.row_latents is None else self.row_latents.first_states()
+        rows = {**(self.example_row if arrays is None else arrays), PARAMS: params}
         return sample_sites(*self._run(rows, unconstrained, states=states))
 
     def records(self, theta: Array, rows: Mapping[str, Array]) -> dict[str, SiteRecord]:
@@ -399,3 +419,7 @@ def _is_equal(a: Any, b: Any) -> bool:
 def _log_prob(record: SiteRecord) -> Array:
     with numpyro.validation_enabled(False):
         return record.fn.log_prob(record.value) * record.weight
+
+
+def _is_numeric(value: Any) -> bool:
+    return isinstance(value, (jax.Array, np.ndarray, np.generic, bool, int, float))

@@ -301,8 +301,7 @@ class Program(BoundLikelihood):
         return self.deterministic.of_rows | (inside & (self.deterministic.of_latents | self.deterministic.of_data))
 
     def _find_deterministic(self) -> DeterministicSites:
-        trace = self._run_abstractly(self.example_row)
-        names = [name for name, site in trace.items() if site["type"] == "deterministic" and _is_numeric(site["value"])]
+        names = self._names_of("deterministic")
         if not names:
             return DeterministicSites()
         if self.whole:
@@ -351,7 +350,3 @@ def _read_again(
     program = Program(model, rows, model_kwargs, **options)
     program.data_rows, program.reason = data_rows, reason
     return program
-
-
-def _is_numeric(value: Any) -> bool:
-    return isinstance(value, (jax.Array, np.ndarray, np.generic, bool, int, float))

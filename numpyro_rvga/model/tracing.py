@@ -244,6 +244,13 @@ def _is_improper(fn: Any) -> bool:
     return isinstance(fn, improper)
 
 
+def is_numpyros(fn: Any) -> bool:
+    """Whether a distribution, and those that it is made of, are NumPyro's own: these are pytrees in every part."""
+    parts = jax.tree.leaves(vars(fn), is_leaf=lambda x: isinstance(x, dist.Distribution))
+    inner = [part for part in parts if isinstance(part, dist.Distribution)]
+    return type(fn).__module__.startswith("numpyro.") and all(map(is_numpyros, inner))
+
+
 def deterministic_sites(trace: dict) -> dict[str, Array]:
     return {name: site["value"] for name, site in trace.items() if site["type"] == "deterministic"}
 

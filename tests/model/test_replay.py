@@ -1,0 +1,76 @@
+"""Runs of a model that are evaluated again, beside the model itself."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import pytest
+from numpyro.distributions import constraints
+from numpyro.infer.util import log_density
+
+from numpyro_rvga import RVGA
+from numpyro_rvga.model.replay import Replay
+
+DATA = {"x": np.linspace(-1, 1, 40), "y": np.linspace(-1, 2, 40) ** 2}
+
+
+class Shifted(dist.Distribution):
+    """A user's own, whose ``shift`` is no part of it as a pytree."""
+
+    support = constraints.real
+
+    def __init__(self, loc, shift):
+        self.loc, self.shift = loc, shift
+        super().__init__(batch_shape=jnp.shape(loc))
+
+    def sample(self, key, sample_shape=()):
+        return self.loc + self.shift + jax.random.normal(key, sample_shape + self.batch_shape)
+
+    def log_prob(self, value):
+        return -0.5 * (value - self.loc - self.shift) ** 2
+
+
+@pytest.fixture
+def count():
+    return []
+
+
+def line(count, outcome):
+    def model(x, y=None):
+        count.append(1)
+        a, b = numpyro.sample("a", dist.Normal(0, 1)), numpyro.sample("b", dist.Normal(0, 1))
+        with numpyro.plate("rows", len(x)):
+            numpyro.sample("y", outcome(a + b * x), obs=y)
+
+    return model
+
+
+def test_a_fit_runs_the_models_code_a_few_times(count):
+    RVGA(line(count, lambda mean: dist.Normal(mean, 1.0))).run(DATA, progress_bar=False)
+    assert len(count) <= 11
+
+
+@pytest.mark.parametrize("outcome", [lambda mean: dist.StudentT(4.0, mean, 0.5), lambda mean: Shifted(mean, 0.3)])
+def test_densities_are_the_models_own(count, outcome):
+    model = line(count, outcome)
+    program = RVGA(model).run(DATA, progress_bar=False).program
+    for a, b in ((0.0, 0.0), (0.7, -1.3)):
+        likelihood = jnp.sum(program.log_likelihood(jnp.array([a, b]), DATA)["y"])
+        joint = log_density(model, (), DATA, {"a": a, "b": b})[0]
+        np.testing.assert_allclose(likelihood + program.log_prior(jnp.array([a, b])), joint, rtol=1e-5)
+
+
+def test_a_function_is_run_once_for_each_form_of_its_inputs():
+    runs = []
+
+    @Replay
+    def function(x, more):
+        runs.append(1)
+        return {"double": 2 * x, "name": "sum", "total": x + more["y"]}
+
+    for size in (2, 2, 3):
+        result = function(jnp.ones(size), {"y": np.arange(size)})
+        np.testing.assert_array_equal(result["total"], 1 + np.arange(size))
+        assert result["name"] == "sum"
+    assert len(runs) == 2
