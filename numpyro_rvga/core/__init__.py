@@ -1,1 +1,1 @@
-"""Pure JAX: arrays in, arrays out. Nothing here knows NumPyro, ArviZ, files or global configuration."""
+"""Pure JAX: arrays in, arrays out. Nothing here imports NumPyro or ArviZ, reads files or has global state."""

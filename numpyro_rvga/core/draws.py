@@ -2,7 +2,7 @@
 
 **Interface.** ``expect, fresh = by_draws(phi, nodes_of, num_fresh)`` has the form of every other expectation, so the
 solver takes it as one more kind of factor, next to those that are exact. A factor may be a term of C predictors, or a
-whole log likelihood whose C predictors are all of theta: one factor then stands for all rows (see
+whole log likelihood whose C predictors are all of theta: one factor then represents all rows (see
 :class:`~numpyro_rvga.model.terms.Terms`, ``by_draws``).
 
 Values are means over fixed points m + L z_k, L L^T = S; gradient and curvature are the derivatives of that very sum in

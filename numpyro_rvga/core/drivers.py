@@ -1,6 +1,6 @@
 """Two loops over the solver's steps: in a compiled function, and from the host.
 
-The first is for blocks of a stream. From the host, each step is seen, and what a step calls is compiled by itself.
+The first is for blocks of a stream. The second makes each step visible, and compiles its functions one by one.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class Pending(NamedTuple):
 
 
 class Progress(NamedTuple):
-    """What the host sees after each step."""
+    """Diagnostics for the host after each step."""
 
     unfinished: Array
     iterations: Array
@@ -161,7 +161,7 @@ def solve(
 ) -> SolverState:
     """The state where the search ends; its :func:`solution` is q.
 
-    :param on_step: is told of each step that was accepted, and of the start.
+    :param on_step: called after each accepted step, and at the start.
     """
     started, iterations, decrement, more = False, 0, math.nan, True
     while more:

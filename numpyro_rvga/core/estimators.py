@@ -33,7 +33,7 @@ class Observation(NamedTuple):
     :ivar log_lik: (theta, one row) -> log p(y_i | theta).
     :ivar drawn_log_lik: (theta, one row, rng_key) -> log p(y | theta) of an outcome y that is drawn from the row's own
         distribution at theta, and fixed where this is differentiated; None if it is not asked for.
-    :ivar weights: (n,), the number of rows that each stands for; the factors are weighted already.
+    :ivar weights: (n,), the number of rows that each represents; the factors are weighted already.
     """
 
     kinds: tuple[Kind, ...]

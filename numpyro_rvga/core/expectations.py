@@ -1,4 +1,4 @@
-"""E[phi(a)], E[grad phi(a)], E[hess phi(a)] for a ~ N(m, S) in R^C, by nodes: knows no model and no family.
+"""E[phi(a)], E[grad phi(a)], E[hess phi(a)] for a ~ N(m, S) in R^C, by nodes, for any model and family.
 
 ``order`` says how many derivatives of phi are taken (R-VGA paper, Theorem 1 and Corollary 1.1): 2 uses the Hessian,
 1 the gradient only (equation 17), 0 none (equations 18-19). The three agree wherever phi is smooth enough.

@@ -40,9 +40,9 @@ class Kind(NamedTuple):
     :ivar conservative: whether ``expect``'s gradient and curvature derive from its value. If not (inverse probit),
         the fixed-point equations are solved as a root instead.
     :ivar sampled: whether expectations are averages over many nodes, dearer than a product of matrices.
-    :ivar information: (mean, constants) -> the Fisher information (C, C), which stands for minus the Hessian where
+    :ivar information: (mean, constants) -> the Fisher information (C, C), which replaces minus the Hessian where
         that is no curvature to go by.
-    :ivar fresh: of n factors, E[phi] over R sets of nodes that no search has seen, (n, R); None but for samples.
+    :ivar fresh: of n factors, E[phi] over R sets of nodes that no search has used, (n, R); None but for samples.
     :ivar measured: as ``expect``, -> what that finds, and its estimated errors, in nats (n,); None if it is exact, or
         has no estimate.
     """

@@ -24,8 +24,8 @@ def interpret(
     :param jaxpr: an open jaxpr.
     :param consts: values of its constants.
     :param inputs: one for each input variable, of any type that the rule understands.
-    :param rule: (equation, its inputs) -> its outputs. None: the equation calls a program, which is read in its turn.
-    :param constant: a constant's value -> what the rule sees in its place.
+    :param rule: (equation, its inputs) -> its outputs. None: the equation calls a program, which is then read.
+    :param constant: a constant's value -> what the rule gets in its place.
     :return: one result for each output variable.
     """
     environment = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*map(constant, consts), *inputs]))

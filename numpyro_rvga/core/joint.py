@@ -174,7 +174,7 @@ def _divide(state: State, factors: tuple[Factors, ...], row_factors: tuple[RowFa
 
 
 def _prior_factor(prior: Group, mean: Array, root: Array | None) -> CanonicalGaussian:
-    """What stands for the prior terms in N(mean, root root^T), or at a mode (root None)."""
+    """The Gaussian factor that approximates the prior terms at N(mean, root root^T), or at a mode (root None)."""
     sums = evaluate(prior.kinds, prior.linearise(prior.first, mean), None if root is None else root.T)
     trace = 0.0 if root is None else jnp.sum((root @ root.T) * sums.curvature)
     return CanonicalGaussian(sums.curvature, sums.gradient, sums.value + 0.5 * trace, mean)

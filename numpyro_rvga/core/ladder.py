@@ -32,7 +32,7 @@ MODEST = 10.0  # times the tolerance: the difference of two rules that calls for
 SLOPE_NODES = {1: 80, 2: 20}  # along each axis, for slopes in phi's constants
 NARROWINGS = 16  # of the interval that has a kink
 NOTICEABLE = 0.01  # of the gradient's size there: a jump
-MOST_DIAGONAL = 3  # predictors, for which diagonals are looked at too
+MOST_DIAGONAL = 3  # predictors, for which diagonals are probed too
 FAR = 4.5  # standard deviations: where phi is compared with the polynomial
 SHARE = 1 / 150  # of what phi differs there: of the sixth derivative's part, 1/167 is missing in the curvature
 CACHED_POINTS = 2**14  # at which phi is evaluated at once, if all factors take the same rule
@@ -43,7 +43,7 @@ PHI = Callable[[Array, Any], Array]
 
 
 class Factor(NamedTuple):
-    """One factor, or many: what rules need to know.
+    """One factor, or many, as rules take them.
 
     :ivar mean: (C,). :ivar root: L, lower triangular (C, C), and ``inverse``, zero where it has none.
     :ivar direction: along which phi is most difficult, a unit vector (C,) in the coordinates z.

@@ -38,7 +38,7 @@ LogIntegrand = Callable[[Array], Array]
 
 
 class Nodes(NamedTuple):
-    """Where an integrand is looked at.
+    """Where an integrand is evaluated.
 
     :ivar points: z, (N, K). :ivar log_weights: logarithms of the weights, (N,).
     :ivar axes: of the grid, columns of (K, K). :ivar steps: from a node to the next along each axis, (N, K), in units

@@ -4,7 +4,7 @@ Over q = N(m, Lambda^-1) in R^r, maximize
 
     sum_i E_q[log p_i(F_i(e))] + E_q[log base(e)] + entropy(q),      log base(e) = linear . e - e' precision e / 2,
 
-where factor i sees e through its predictors, u_i ~ N(F_i(m), J_i Lambda^-1 J_i^T). With one row this is R-VGA's
+where factor i depends on e through its predictors, u_i ~ N(F_i(m), J_i Lambda^-1 J_i^T). With one row this is R-VGA's
 implicit update, with all rows batch variational Gaussian inference. A step takes
 
     Lambda(t) = (1 - t) Lambda + t Lambda_new,   Lambda_new = precision - sum J_i^T H_i J_i,
@@ -13,7 +13,7 @@ implicit update, with all rows batch variational Gaussian inference. A step take
 at t = 1 the fixed-point (Newton) step, for t -> 0 the natural gradient, which always rises. So halving t makes the
 bound monotone without any assumption of concavity, and leaves its stationary points alone. The first t that a step
 tries is where, by the last move's slopes at both ends, that move had better ended: the map from Lambda to Lambda_new
-may turn errors around, and then t = 1 goes to and fro.
+may reverse the sign of errors, and then t = 1 oscillates.
 
 Where Lambda_new is not positive definite, a step leads to what the negative parts of the H_i alone make of it, so that
 t = 1 is possible. But that need not raise the bound. Where it does not, the step leads to Lambda_new itself, for a t

@@ -40,9 +40,9 @@ class Node:
         self.shape = () if math.prod(shape) == 1 else tuple(shape)
         self.in_shapes = tuple(p.shape for p in self.parents) if in_shapes is None else tuple(in_shapes)
         self.operand = operand  # for exp, log and logistic: the Value it was applied to
-        self.leaf_of: Node | None = None  # for a predictor: the affine node that it stands for
+        self.leaf_of: Node | None = None  # for a predictor: the affine node that it replaces
         self.unwraps: Node | None = None  # for a sum of predictors: likewise
-        self.params: Any = params  # of the equation that it stands for
+        self.params: Any = params  # of its equation
         self.selection: Any = None  # of its first parent's entries, if it is one
         self.serial = next(_serial)
 
@@ -52,7 +52,7 @@ class Node:
 
     @property
     def affine(self) -> Node:
-        """The affine node that a predictor stands for."""
+        """The affine node that a predictor replaces."""
         assert self.leaf_of is not None
         return self.leaf_of
 

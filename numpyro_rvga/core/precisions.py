@@ -1,6 +1,6 @@
 """The forms in which a solve keeps precisions: as matrices, as weights of rows, or packed.
 
-An array x of a form stands for a precision. What stands for its Cholesky factor is NaN where it is not positive
+An array x of a form represents a precision. What represents its Cholesky factor is NaN where it is not positive
 definite. Forms are pytrees: arguments of compiled functions.
 """
 
@@ -158,7 +158,7 @@ class Arrow:
         return jnp.sum(jnp.log(scale)) + jnp.sum(jnp.log(jnp.diagonal(corner)))
 
     def covariance_root(self, factor: Array) -> Packed:
-        """The covariance itself, packed: as far as sparse designs look at it."""
+        """The covariance itself, packed: the part that products with sparse Jacobians need."""
         scale, border, corner = self._parts(factor)
         inverse = solve_lower(corner, jnp.eye(len(corner), dtype=corner.dtype))
         rest, border = inverse.T @ inverse, border / scale

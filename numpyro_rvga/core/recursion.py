@@ -45,7 +45,7 @@ class State(NamedTuple):
 
     :ivar mean: (P,), with ``mean_error`` the rounding error that the last updates left (compensated summation).
     :ivar root: (P, P).
-    :ivar log_evidence: accumulated bound; log q + log_evidence stands for the log joint density.
+    :ivar log_evidence: accumulated bound; log q + log_evidence approximates the log joint density.
     :ivar prior_factor: the Gaussian that approximates prior terms that are not Gaussian; None if there are none.
     """
 
@@ -115,7 +115,7 @@ def quadratic_at(site: CanonicalGaussian, theta: Array) -> tuple[Array, Array]:
 def summarise(
     kinds: tuple[Kind, ...], factors: tuple[Factors, ...], predictor_scales: tuple[Array, ...]
 ) -> tuple[Absorbed, ...]:
-    """How a q sees the factors under which predictor i has mean ``predictors`` and covariance spread_i spread_i^T."""
+    """Moments of the factors' predictors: means ``predictors`` and covariances scale_i scale_i^T."""
 
     def one(kind, mean, scale, constants):
         covariance = scale @ scale.T
@@ -200,7 +200,7 @@ def implicit_step(
     """The exact minimiser of KL(q' || p(rows | theta) q), f linearised ``num_linearizations`` times (once if affine).
 
     :param linearise: theta (P,) -> factors with ``predictors`` = F_i(theta) and ``jacobian`` the Jacobians (n, C, P).
-    :param with_absorbed: report how q sees the factors.
+    :param with_absorbed: report the moments of the factors' predictors.
     """
 
     def step(state: State, num_rows: Array) -> tuple[State, StepInfo]:
@@ -235,7 +235,7 @@ def solve_block(kinds: tuple[Kind, ...], settings: Settings, blocks: tuple[Facto
 
 
 def _predict(blocks: tuple[Factors, ...], e: Array) -> tuple[Factors, ...]:
-    """The factors, linearised where they are, seen from e."""
+    """The linearized factors with e as the origin."""
     return tuple(b._replace(predictors=b.predictors + b.jacobian @ e) for b in blocks)
 
 

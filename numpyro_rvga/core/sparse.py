@@ -1,4 +1,4 @@
-"""Joint solves of factors that look at a few entries of theta each, as rows of crossed and nested effects do."""
+"""Joint solves of factors that depend on a few entries of theta each, as rows of crossed and nested effects do."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .recursion import CanonicalGaussian, State, StepInfo
 
 
 class EliminationOrder(NamedTuple):
-    """In which the entries of theta are taken: heads first, of which no factor looks at two.
+    """The order of the entries of theta: first those of which no factor depends on two, which are eliminated.
 
     :ivar places: (P,), the entry of theta that comes first, second, ... :ivar num_diagonal: how many of them are heads.
     """

@@ -30,7 +30,7 @@ STRUCTURAL = SELECTING_PRIMITIVES | {"concatenate", "split", "stack", "unstack"}
 class TiltedForm(NamedTuple):
     """Which products and exponentials there are, T of each (static).
 
-    :ivar factors: the two predictors of each product; C stands for none, which is a factor of one.
+    :ivar factors: the two predictors of each product; C means none: a factor of one.
     :ivar exponents: (predictor, number) pairs of each b.
     """
 
@@ -55,7 +55,7 @@ class TiltedForm(NamedTuple):
 
 
 class Tilted(NamedTuple):
-    """phi(u) = sum_t coefficients[t] * v_i v_j exp(b . v) with v = u - centre, whose products and b a form knows."""
+    """phi(u) = sum_t coefficients[t] * v_i v_j exp(b . v) with v = u - centre; i, j and b are parts of a form."""
 
     centre: Array
     coefficients: Array

@@ -20,7 +20,7 @@ from ..core.recursion import Absorbed, CanonicalGaussian, RowFactors, State
 from ..model.rows import Rows, num_rows, pad, selected
 from .engine import Engine
 
-CHUNK_NUMBERS = 2**21  # in the Jacobians of the rows that are looked at together
+CHUNK_NUMBERS = 2**21  # in the Jacobians of the rows that are evaluated together
 MAX_CHUNK = 2**16
 AHEAD = 2  # chunks under way
 SHORTEST, LONGEST = 1e-3, 2.0  # steps

@@ -20,7 +20,7 @@ from .engine import Engine
 
 MOST_DENSITIES = 200  # of a site
 SCATTERED_MEANS = 64  # of several predictors
-NODE_ERROR = 0.05  # of an eigenvalue, relative to the largest, where few nodes stand for several predictors
+NODE_ERROR = 0.05  # of an eigenvalue, relative to the largest, where few nodes are used for several predictors
 CHUNK_NUMBERS = 2**18  # in the Jacobians of a chunk of the posterior's rows
 PROBED_DENSITIES = 16
 KINK = 0.01  # disagreement of two ways to differentiate, relative to gamma, that smooth densities do not reach
@@ -71,7 +71,7 @@ class Curvature:
 
 
 def distinct_densities(terms: Terms, rows: Rows, shared: dict[str, Array]) -> tuple[np.ndarray, np.ndarray, Any]:
-    """Rows, elements and constants (densities, ...) of different densities, spread over the data."""
+    """Rows, elements and constants (densities, ...) of different densities, from all over the data."""
     chosen = evenly_spread(num_rows(rows), MOST_DENSITIES)
     few = {name: jnp.asarray(array[chosen]) for name, array in rows.items()}
     of_rows = jax.jit(partial(constants, terms))(few | shared)

@@ -239,7 +239,7 @@ class Engine:
 
     @property
     def numbers_absorbed(self) -> int:
-        """Of how a q sees a row."""
+        """Size of the moments of a row's predictors."""
         return sum(int(np.prod(shape)) for terms in self.program.terms for shape in _absorbed_shapes(terms))
 
     # ------------------------------------------------------------------ joint solves
@@ -253,7 +253,7 @@ class Engine:
         *,
         with_absorbed: bool = False,
     ) -> tuple[State, StepInfo]:
-        """Rows and the true prior terms in one solve. With ``absorbed_rows``, the state may know these rows already.
+        """Rows and the true prior terms in one solve. With ``absorbed_rows``, these may be part of the state already.
 
         :param prior_inputs: as ``program.prior_inputs``.
         """
@@ -290,8 +290,10 @@ class Engine:
     def _other_means(self, search: Search, problem: JointProblem, num_rows: int) -> Callable | None:
         """Where a search from the prior begins again, see :mod:`~.starts`; None where that is not worth its time."""
         is_concave = search.log_concave and self.is_affine and self._prior_is_affine
-        knows = problem.row_factors is not None or problem.init is not None or isinstance(problem.state.mean, Tracer)
-        if is_concave or search.mode or knows or self.devices.count > 1 or int(problem.state.num_rows):
+        is_informed = (
+            problem.row_factors is not None or problem.init is not None or isinstance(problem.state.mean, Tracer)
+        )
+        if is_concave or search.mode or is_informed or self.devices.count > 1 or int(problem.state.num_rows):
             return None
         is_dear = self.takes_draws or self.program.row_latents is not None or self.effort == "thorough"
         size = self.program.layout.size
@@ -351,7 +353,7 @@ class Engine:
         """The Gaussian summary of the data times the true prior.
 
         :param prior_inputs: as ``program.prior_inputs``.
-        :param places: entries of theta (S,) that the state is of, if not of all: those that prior terms look at. The
+        :param places: entries of theta (S,) that the state is of, if not of all: those that prior terms depend on. The
             others stay as in ``rest`` (P,).
         """
         search = search_for(
@@ -469,7 +471,7 @@ def _known_row_factors(absorbed_rows: AbsorbedRows, weights: Array) -> tuple[Row
 
 
 def _absorbed_shapes(terms: Terms) -> Absorbed:
-    """Shapes of how a q sees one row."""
+    """Shapes of the moments of one row's predictors."""
     elements, c = terms.num_elements, terms.num_predictors
     return Absorbed((elements, c), (elements, c, c), (elements,))
 

@@ -95,7 +95,7 @@ class EvidenceEstimate:
         return quadratic, summands
 
     def _coupled(self, params: Array, chunks: RowChunks) -> Array:
-        """Whether a factor looks at two entries, (P, P)."""
+        """Whether a factor depends on both of two entries, (P, P)."""
         size, dtype = self._bound.engine.program.layout.size, self._bound.engine.program.dtype
         base, chunked = self._density(params, chunks, jnp.zeros(size, dtype))
         tolerance = COUPLED_DOUBLE if dtype == jnp.float64 else COUPLED

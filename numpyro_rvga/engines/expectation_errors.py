@@ -20,7 +20,7 @@ from .kinds import NUM_FRESH
 
 WORTH_A_WARNING = 1.0  # nats, in all
 MOST_ROWS = 4096
-MOST_NODES = 2**20  # that no search has seen
+MOST_NODES = 2**20  # that no search has used
 DEVIATIONS = 2.0  # of a standard error
 
 
@@ -28,7 +28,7 @@ class Accuracy(NamedTuple):
     """Of the expectations in a bound, in nats.
 
     :ivar error: by how much they may be off, all together.
-    :ivar excess: what the bound has too much, as far as is known: a search makes the most of the nodes that it sees.
+    :ivar excess: what the bound has too much, as far as is known: a search fits the nodes that it uses.
     """
 
     error: float
@@ -38,9 +38,9 @@ class Accuracy(NamedTuple):
 def expectation_errors(engine: Engine, state: State, rows: Rows) -> Accuracy:
     """The accuracy of expectations at q, over all rows of a state, as some of them let expect, and the prior.
 
-    Rules of few nodes know their errors. Of samples, the standard error is that of as many sets of fresh nodes.
+    Rules of few nodes estimate their errors. Of samples, the standard error is that of as many sets of fresh nodes.
 
-    :param rows: all, or a sample. No more than MOST_ROWS are looked at.
+    :param rows: all, or a sample. No more than MOST_ROWS are used.
     """
     kinds = (*engine.kinds, *engine.prior_kinds)
     rows = engine.program.inputs(rows)
@@ -71,7 +71,7 @@ def warn_of(error: float, stacklevel: int) -> None:
 class _Sums(NamedTuple):
     """Over factors of one kind.
 
-    :ivar errors: as the rule knows them; infinite if it does not.
+    :ivar errors: as the rule estimates them; infinite if it does not.
     :ivar excess: what the rule finds over what each set of fresh nodes does, (NUM_FRESH,); None but for samples.
     :ivar squares: of the excess of each factor, averaged over sets, (); None but for samples.
     """

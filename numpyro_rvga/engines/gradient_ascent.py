@@ -18,8 +18,8 @@ from ..core.recursion import State, StepInfo
 from .engine import Engine
 from .joint_solver import JointProblem, whitened
 
-GRADIENT_STEPS = 20  # between looks at the natural gradient
-CYCLE = 0.5  # best step of a map that turns errors around and leaves them as large as they were
+GRADIENT_STEPS = 20  # between evaluations of the natural gradient
+CYCLE = 0.5  # best step of a map that reverses the sign of errors and keeps their size
 
 
 class Record:

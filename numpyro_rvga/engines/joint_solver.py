@@ -35,7 +35,7 @@ class JointProblem(NamedTuple):
 
     :ivar state: the Gaussian before it. :ivar chunks: rows, prepared or not, with the chunks along the leading axis.
     :ivar prior_inputs: as ``program.prior_inputs``.
-    :ivar row_factors: by which the state knows the rows; None: it does not.
+    :ivar row_factors: by which the rows are part of the state; None: they are not.
     :ivar init: mean and precision of a q to start from, in the state's standard coordinates, or None.
     """
 
@@ -128,7 +128,7 @@ class JointSolver:
     ) -> tuple[State, StepInfo]:
         """The state after ``num_rows`` new rows.
 
-        :param with_absorbed: report how q sees the rows.
+        :param with_absorbed: report the moments of the rows' predictors.
         :param other_means: what was found, number -> a mean to start from once more; see :mod:`~.starts`.
         """
         if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((problem, num_rows))):
@@ -187,6 +187,6 @@ class JointSolver:
 
 
 def _absorbed(joint: Joint, solution: Solution, num_rows: Array, with_absorbed: bool) -> tuple[State, StepInfo]:
-    """The state after the rows, and how q sees them if that is asked for."""
+    """The state after the rows, and the moments of their predictors if that is asked for."""
     after, info = joint.absorb(solution, jnp.asarray(num_rows))
     return after, info._replace(absorbed=joint.absorbed(solution)) if with_absorbed else info

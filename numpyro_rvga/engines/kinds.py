@@ -23,7 +23,7 @@ from ..model.site_terms import MAX_PREDICTORS
 from ..model.terms import Terms
 from ..options import Options
 
-NUM_FRESH = 8  # sets of nodes that no search has seen
+NUM_FRESH = 8  # sets of nodes that no search has used
 
 
 def make_kind(terms: Terms, options: Options, rng_key: Array, *, effort: str = "usual") -> Kind:
@@ -161,7 +161,7 @@ def _rule(name: str | ex.Expectation, terms: Terms, options: Options, rng_key: A
     """
     if name == "linearized" and terms.num_local:
         raise ValueError(
-            f"site {terms.site!r} depends on a latent variable of each row, whose spread linearised expectations "
+            f"site {terms.site!r} depends on a latent variable of each row, whose variance linearized expectations "
             "would pass over. Use expectation='auto' and scheme='implicit' or 'explicit'; in BONG, hessian='auto'."
         )
 

@@ -75,7 +75,7 @@ class Learner:
             bounds.append(float(bound))
             bar.update(1)
             bar.set_postfix(bound=f"{bounds[-1]:.6g}", refresh=False)
-            if rise <= tolerance and len(bounds) > 2:  # the first step knows no curvature
+            if rise <= tolerance and len(bounds) > 2:  # the first step has no curvature to go by
                 return Learned(params, start, bounds, True)
         return Learned(params, start, bounds, False)
 

@@ -14,7 +14,7 @@ from ..core.jacobians import times_vector
 from ..model.sparsity import Pattern, sparse_jacobian
 from ..model.terms import Terms, constants, linearise, merged
 
-Seen = tuple[Terms, Pattern | None]  # terms, and the few entries of theta that they look at; None: any
+Seen = tuple[Terms, Pattern | None]  # terms, and the few entries of theta that they depend on; None: any
 
 
 def factors_at(terms: Terms, pattern: Pattern | None, theta: Array, rows: dict, weight: Array, values: Any) -> Factors:

@@ -1,4 +1,4 @@
-"""Models whose terms look at a few entries of theta each, compiled: rows in, a joint solve out."""
+"""Joint solves for models whose terms depend on a few entries of theta each."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ def modes_info(modes: Sequence[float]) -> dict[str, Any]:
 
 
 def share_of_others(info: Mapping[str, Any]) -> float:
-    """Of the posterior, as the modes' bounds tell, outside the mode that q is at."""
+    """The share of the posterior outside q's mode, by the modes' bounds."""
     return float(1 - softmax(np.asarray(info["modes"], np.float64))[0]) if "modes" in info else 0.0
 
 

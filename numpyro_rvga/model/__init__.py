@@ -1,4 +1,4 @@
-"""From a NumPyro model to a flat parameter, a prior and one factor per row: the only room that knows handlers."""
+"""From a NumPyro model to a flat parameter, a prior and one factor per row: the only room that uses handlers."""
 
 from .program import Program
 

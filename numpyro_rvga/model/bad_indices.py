@@ -50,7 +50,7 @@ def explained(
     if why is not None and not needs_numbers(why):
         for name, form in forms.items():
             if isinstance(why, _MoreDistributions) and why.outcomes == form.shape:
-                continue  # the outcomes, of which the model's own error tells
+                continue  # the outcomes: the model's own error names them
             if form.shape[1:] == (1,) and failure({name: jax.ShapeDtypeStruct(form.shape[:1], form.dtype)}) is None:
                 return BadData(
                     f"data array {name!r} has shape {form.shape}, with which the model fails ({why}), and without "
@@ -83,7 +83,7 @@ def _no_integers(name: str, array: Any) -> str:
 
 
 class WholeIndexCheck:
-    """Do the arrays of a model of all data index what there is? Other indices, which it computes, are not looked at.
+    """Do the arrays of a model of all data index what there is? Other indices, which it computes, are not checked.
 
     :param parameters: nothing -> what the model makes of its data: a pytree.
     """

@@ -42,7 +42,7 @@ class BoundLikelihood(BoundPrior):
     """The same with the terms of its rows.
 
     :ivar terms: of each observed site, and of what is integrated out of rows.
-    :ivar row_facts: what rows told of latent variables of single rows; None if nothing is integrated out.
+    :ivar row_facts: facts of latent variables of single rows; None if nothing is integrated out.
     :ivar selections: sites each of whose terms reads one entry of theta.
     """
 
@@ -124,7 +124,7 @@ class BoundLikelihood(BoundPrior):
         return sample_sites(*self._run(row, sites, states=states))
 
     def _find_selections(self) -> frozenset[str]:
-        """Sites each of whose terms looks at one entry of theta."""
+        """Sites each of whose terms depends on one entry of theta."""
         if not self.whole:
             return frozenset()
         rows = {**self.inputs(self.example_rows), **self.shared}
@@ -214,7 +214,7 @@ class BoundLikelihood(BoundPrior):
 
     @functools.cached_property
     def _tied(self) -> frozenset[str]:
-        """Observed sites that look at latent variables of the row's own."""
+        """Observed sites that depend on latent variables of the row's own."""
         return frozenset(name for component in self._components for name in component.outcomes)
 
     @property
@@ -280,7 +280,7 @@ class BoundLikelihood(BoundPrior):
         return {name: elements(records[name]) for name in (*self._row_sites, *own)}
 
     def find_sparsity(self, rows: Mapping[str, Array]) -> Sparsity | None:
-        """How all terms look at a few entries of theta each, given all rows; None if they do not, or gain nothing."""
+        """The few entries of theta that each term depends on in any row; None if they are many, or theta is short."""
         exact = all(terms.closed_form is Gaussian for terms in self.prior.gaussian)
         if self.whole or self.prior.blocks or self.params.layout.size or not exact:
             return None

@@ -59,12 +59,12 @@ class BoundModel:
         data are then part of the program, and have their values when the model is read.
     :param evaluates: whether what a model of all data computes of them in JAX is computed when the model is read, for
         Python to have the numbers.
-    :param improper_prior_scale: standard deviation, in unconstrained space, of the normal that stands for improper
+    :param improper_prior_scale: standard deviation, in unconstrained space, of the normal that replaces improper
         priors; None refuses them.
     :param local: ``"marginal"`` or ``"prior"``; see :class:`Program`.
     :param params: values of the ``numpyro.param`` sites, in unconstrained space; default: where the model starts them.
     :param row_plates: plates over the rows, if they are known already and ``rows`` are a few.
-    :param row_facts: what rows told of latent variables of single rows, if that is known already.
+    :param row_facts: facts of latent variables of single rows, if they are known already.
     :ivar sites: what is static about each sample site. :ivar plates: names of the plates around each site.
     :ivar layout: of theta (P,). :ivar params: the ``numpyro.param`` sites.
     :ivar local: the layout of Normal latent variables of single rows, of which the conditional prior is part of q.
@@ -401,7 +401,7 @@ class BoundModel:
 
     @property
     def is_proper(self) -> bool:
-        """Whether the prior is the model's own: no normal stands for an improper one."""
+        """Whether the prior is the model's own: no normal replaces an improper one."""
         return not self._improper
 
     @property

@@ -1,4 +1,4 @@
-"""The prior of a bound model: its terms, Gaussians that stand for it, draws and densities."""
+"""The prior of a bound model: its terms, Gaussian approximations, draws and densities."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ from .tracing import (
     site_transform,
 )
 
-MOST_CHECKED = 1000  # parameters of which the prior's whole precision matrix is looked at
+MOST_CHECKED = 1000  # parameters of which the prior's whole precision matrix is checked
 
 
 class BoundPrior(BoundModel):
@@ -164,7 +164,7 @@ class BoundPrior(BoundModel):
 
         return run_site, others, example
 
-    # ------------------------------------------------------------------ Gaussians that stand for it
+    # ------------------------------------------------------------------ Gaussian approximations
     @property
     def prior_inputs(self) -> dict[str, Any]:
         """What the prior's terms take: the ``numpyro.param`` sites, and what the data determine of the prior."""
@@ -207,7 +207,7 @@ class BoundPrior(BoundModel):
         return independent_start(self.prior, self.layout.size, self.dtype, self._draw_one, self.prior_inputs)
 
     def independent_start(self) -> IndependentStart:
-        """A Gaussian of independent entries that stands for the prior before the first row."""
+        """A Gaussian of independent entries that approximates the prior, before the first row."""
         return self._independent_start
 
     @functools.cached_property

@@ -17,7 +17,7 @@ from .program import Program
 from .site_terms import site_terms
 from .terms import Terms, constants, merged, predictors_of
 
-NUM_PROBES = 16  # places where a log density's Hessian is looked at
+NUM_PROBES = 16  # points at which a log density's Hessian is evaluated
 MOST_ADDED = 6  # entries of a site that is real and would be integrated out nevertheless
 MOST_SITES = 2  # of such sites together
 
@@ -34,10 +34,10 @@ class Choice(NamedTuple):
 
 
 def choose_sites(program: Program) -> Choice:
-    """The smallest set of sites given which every term of the log joint density sees the others by affine predictors,
-    and is Gaussian, log-concave, or of one predictor.
+    """The smallest set of sites given which every term of the log joint density depends on the others by affine
+    predictors, and is Gaussian, log-concave, or of one predictor.
 
-    Sites whose support is not the whole real line are taken where a term that is none of these sees them; then real
+    Sites whose support is not the whole real line are taken where another term depends on them; then real
     sites, where such terms are left: few, and small ones.
     """
     constrained = [name for name in program.layout.site_names if name not in program.real_sites]

@@ -1,6 +1,6 @@
 """Latent variables of single rows: which rows' terms they tie together, and these terms with them integrated out.
 
-A row's sites are sums of independent terms ("elements"). Terms that look at the same latent variable of the row's own
+A row's sites are sums of independent terms ("elements"). Terms that depend on the same latent variable of the row's own
 are one term once it is integrated out: log sum over states, integral over z of exp(log p(states, z | theta) +
 log p(outcomes | states, z, theta)). As a function of theta and z, the exponent is split as any other term is, into
 predictors affine in both and a density of these; the predictors' parts in theta are then the new term's predictors, and
@@ -62,7 +62,7 @@ class LocalSites(NamedTuple):
 
 
 class RowFacts(NamedTuple):
-    """What the rows told when a program was read, and rows that come later have to keep to.
+    """Facts of the rows with which a program was read, which must hold for later rows.
 
     :ivar states: discrete site -> the values that it may take, (M,).
     :ivar quadratic: by component: whether its joint log density is quadratic in z.
@@ -73,7 +73,7 @@ class RowFacts(NamedTuple):
 
 
 class Component(NamedTuple):
-    """Terms of a row that look at the same latent variables; E of the same form.
+    """Terms of a row that depend on the same latent variables; E of the same form.
 
     :ivar name: of its observed sites.
     :ivar continuous: places in z, (E, K). :ivar discrete: places among ``LocalSites.entries``, (E, D).
@@ -145,7 +145,7 @@ def components_of(
     for terms, variables in _connected(depends):
         sites = [names[owner[t]] for t in terms]
         if not variables and not tied.intersection(sites):
-            continue  # a site that looks at no such variable: it is a term as any other
+            continue  # a site that depends on no such variable: it is a term as any other
         continuous = [v for v in variables if v < num_continuous]
         discrete = [v - num_continuous for v in variables if v >= num_continuous]
         owners = tuple(local.entries[d][0] for d in discrete)
@@ -412,7 +412,7 @@ def _moving(split: _Split, component: Component, rows: Arrays) -> np.ndarray:
 
 
 def _quadratic(split: _Split, component: Component, kept: np.ndarray, row: Arrays) -> Array:
-    """Whether the joint log densities (E,) of a row are quadratic in z, in each state, at all theta looked at."""
+    """Whether the joint log densities (E,) of a row are quadratic in z, in each state, at all theta that are tried."""
     rng, size = np.random.default_rng(0), component.continuous.shape[1]
     dtype = split._dtype
     some = jnp.asarray(rng.normal(size=(PROBES, len(kept))), dtype)

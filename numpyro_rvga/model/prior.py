@@ -120,19 +120,19 @@ def normal_block(
 
 
 class Start(NamedTuple):
-    """What :func:`state_at` needs besides the prior: moments of a Gaussian that stands for terms that are none."""
+    """Moments of a Gaussian that approximates prior terms that are none, for :func:`state_at`."""
 
     mean: np.ndarray | Array
     root: np.ndarray | Array
 
 
 class IndependentStart(NamedTuple):
-    """A Gaussian of independent entries that stands for the prior.
+    """A Gaussian of independent entries that approximates the prior.
 
     :ivar mean: (P,). :ivar variance: (P,).
     :ivar places: (S,), the entries where it is not the prior itself: those of terms that are not Gaussian, or that
         couple entries.
-    :ivar site: over these, the part of the start's log density that stands for such terms; None if there are none.
+    :ivar site: over these, the part of the start's log density that approximates such terms; None if there are none.
     """
 
     mean: Array
@@ -145,7 +145,7 @@ class Marginals(NamedTuple):
     """The entries of theta under the prior, each for itself: exact where they are normal and independent of the
     others, by moments of draws at the other ``places`` (S,).
 
-    :ivar mean: (P,). :ivar variance: (P,). :ivar coupling: Gaussian terms that look at several entries.
+    :ivar mean: (P,). :ivar variance: (P,). :ivar coupling: Gaussian terms that depend on several entries.
     :ivar alone: precision (P,), slope (P,) and value at theta = 0 of all other Gaussian terms.
     """
 
@@ -190,7 +190,7 @@ def marginals(prior: Prior, size: int, dtype, draw: Callable[[Array], Array], sh
 def independent_start(
     prior: Prior, size: int, dtype, draw: Callable[[Array], Array], shared: Arrays
 ) -> IndependentStart:
-    """:func:`marginals`, and what they stand for. Takes no (P, P) array where there are few ``places``.
+    """:func:`marginals`, and what they approximate. Takes no (P, P) array where there are few ``places``.
 
     :param draw: as for :func:`marginals`, and ``shared`` too.
     :raises ValueError: for a prior that is not proper.
@@ -214,7 +214,7 @@ def independent_start(
 
 
 def _diagonal_part(all_terms: list[Terms], size: int, dtype, shared: Arrays) -> tuple[Array, Array, Array]:
-    """Precision (P,), slope (P,) and value at theta = 0 of Gaussian terms that look at one entry each."""
+    """Precision (P,), slope (P,) and value at theta = 0 of Gaussian terms that depend on one entry each."""
     precision, linear, constant = jnp.zeros(size, dtype), jnp.zeros(size, dtype), jnp.zeros((), dtype)
     for terms in all_terms:
         predictors, jacobian = sparse_jacobian(terms, selecting_pattern(size), jnp.zeros(size, dtype), shared)
@@ -270,7 +270,7 @@ def fitted_start(prior: Prior, size: int, draws: Callable[[Array], Array]) -> St
 
 
 def initial_state(prior: Prior, size: int, dtype, start: Start | None, parts: tuple[tuple, list]) -> State:
-    """The Gaussian prior itself, or ``start`` with what of it stands for prior terms recorded.
+    """The Gaussian prior itself, or ``start`` with the part of it that approximates prior terms recorded.
 
     :param parts: what :func:`gaussian_parts` gives.
     :raises ValueError: for a prior that is not proper.

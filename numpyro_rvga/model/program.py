@@ -229,7 +229,7 @@ class Program(BoundLikelihood):
             )
 
     def rows_to_absorb(self, data: Mapping[str, Any]) -> dict[str, Array]:
-        """Data arrays of the same form as JAX's, which may be traced, without a look at their values.
+        """Data arrays of the same form as JAX's, which may be traced, without reading their values.
 
         :raises ValueError: for arrays that are left out.
         """
@@ -334,7 +334,7 @@ class Program(BoundLikelihood):
 
     @functools.cached_property
     def identity(self) -> ModelIdentity:
-        """Which model this is, as far as its own example rows tell."""
+        """Which model this is, by its own example rows."""
         return model_identity(self)
 
 

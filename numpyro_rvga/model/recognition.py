@@ -15,7 +15,7 @@ from ..core.tilted import read_tilted, tilted_density
 from .terms import Arrays, Terms
 
 CHECKED_ELEMENTS = 32  # of a site, when asking whether its terms are quadratic
-ONE_PREDICTOR = (-1.0, 0.0, 1.0, 2.0, -12.0, -6.0, 6.0, 12.0)  # where terms of one predictor are looked at
+ONE_PREDICTOR = (-1.0, 0.0, 1.0, 2.0, -12.0, -6.0, 6.0, 12.0)  # where terms of one predictor are evaluated
 NEAR, ORIGIN = slice(0, 4), 1
 
 

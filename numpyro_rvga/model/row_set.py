@@ -1,4 +1,4 @@
-"""Which rows they were: digests that tell sets of rows apart, whatever their order and however they are cut."""
+"""Which rows they were: digests that distinguish sets of rows, whatever their order and however they are cut."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Which few entries of theta each term looks at, found by pushing directions through its predictors.
+"""Which few entries of theta each term depends on, by the derivatives of its predictors along directions.
 
-theta is cut into strands, such as the columns of its sites. Rows with crossed or nested effects look at one entry of
-each strand: which one, and how much it counts, is what two directions along the strand tell.
+theta is cut into columns: the sites, or their columns. Rows with crossed or nested effects depend on one entry of each
+column. Two directions along the column give its derivative and its position.
 """
 
 from __future__ import annotations

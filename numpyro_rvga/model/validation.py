@@ -32,7 +32,7 @@ def find_row_plates(
 ) -> tuple[frozenset[str], list[str]]:
     """Plates around observed sites whose size is the number of rows, or that subsample them; and these sites.
 
-    :param concrete: whether the model may look at the values of the data. :param evaluates: as for :class:`Program`.
+    :param concrete: whether the model may read the values of the data. :param evaluates: as for :class:`Program`.
     """
     result: dict[str, Any] = {}
 
