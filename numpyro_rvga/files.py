@@ -129,16 +129,16 @@ def read(path: str | os.PathLike, kind: str) -> tuple[dict[str, Any], dict[str, 
                 arrays = {name: archive[name] for name in archive.files}
             intact = str(arrays.pop(DIGEST)) == digest(arrays)
             metadata = json.loads(str(arrays.pop(METADATA)))
-            found = metadata.pop("kind"), metadata.pop("format_version")
+            stored_kind, version = metadata.pop("kind"), metadata.pop("format_version")
         except Exception as error:  # A damaged archive can raise nearly anything.
             raise ValueError(f"{path} is damaged, or not a file that numpyro_rvga wrote.") from error
     if not intact:
         raise ValueError(f"{path} is damaged: its contents are not those that were written.")
-    if found[0] != f"numpyro_rvga {kind}":
-        raise ValueError(f"{path} holds a {found[0]}, not a numpyro_rvga {kind}.")
-    if found[1] > FORMAT_VERSION:
+    if stored_kind != f"numpyro_rvga {kind}":
+        raise ValueError(f"{path} holds a {stored_kind}, not a numpyro_rvga {kind}.")
+    if version > FORMAT_VERSION:
         raise ValueError(
-            f"{path} has format version {found[1]}; this one reads up to {FORMAT_VERSION}: update numpyro_rvga."
+            f"{path} has format version {version}; this one reads up to {FORMAT_VERSION}: update numpyro_rvga."
         )
     return metadata, arrays
 
@@ -207,9 +207,9 @@ def is_plain(value: Any) -> bool:
 
 def digest(members: Mapping[str, np.ndarray]) -> str:
     """SHA-256 of arrays and their names and forms: the archive's own checksums leave the latter out."""
-    found = hashlib.sha256()
+    hasher = hashlib.sha256()
     for name in sorted(members):
         array = np.ascontiguousarray(members[name])
-        found.update(repr((name, array.dtype.str, members[name].shape)).encode())
-        found.update(array.view(np.uint8).data if array.size and array.dtype.kind != "U" else array.tobytes())
-    return found.hexdigest()
+        hasher.update(repr((name, array.dtype.str, members[name].shape)).encode())
+        hasher.update(array.view(np.uint8).data if array.size and array.dtype.kind != "U" else array.tobytes())
+    return hasher.hexdigest()

@@ -48,30 +48,30 @@ def initial_location(program: Program, init_loc_fn: Callable, rng_key: Array) ->
 
     :raises ValueError: if the strategy is :func:`init_to_module` and no weights of a module are found.
     """
-    found: dict[str, Array] = {}
+    values: dict[str, Array] = {}
 
     def note(site):
         if site["type"] == "sample" and not site["is_observed"] and site["name"] in program.layout.site_names:
             value = init_loc_fn(site)
             if value is not None:
-                found[site["name"]] = value
+                values[site["name"]] = value
             return value
         return None
 
     trace, weights = _drawn(program, rng_key, note)
     if init_loc_fn is init_to_module:
-        found = weights
-        if not found:
+        values = weights
+        if not values:
             raise ValueError(
                 "init_to_module found no weights of random_flax_module or random_nnx_module: use another init_loc_fn, "
                 "such as init_to_value(values=...)."
             )
     drawn = {name: trace[name]["value"] for name in program.layout.site_names}
-    theta = program.unconstrain(drawn | found)
-    known = program.layout.ravel(
-        {name: jnp.full(program.layout.shapes[name], name in found) for name in program.layout.site_names}
+    theta = program.unconstrain(drawn | values)
+    is_given = program.layout.ravel(
+        {name: jnp.full(program.layout.shapes[name], name in values) for name in program.layout.site_names}
     )
-    return jnp.where(known, theta, jnp.nan)
+    return jnp.where(is_given, theta, jnp.nan)
 
 
 def is_at_rest(program: Program, mean: Array) -> bool:

@@ -106,8 +106,8 @@ def outcome_probabilities(
     :raises ValueError: if the model has not one observed site with finitely many outcomes, taken from one data array.
     """
     name, outcomes = _outcomes(posterior.program)
-    found = _evaluate(posterior, data, name, outcomes, method, num_samples, rng_key)
-    return outcomes, np.exp(found)
+    log_probs = _evaluate(posterior, data, name, outcomes, method, num_samples, rng_key)
+    return outcomes, np.exp(log_probs)
 
 
 def misclassification(posterior: Posterior, data: Mapping[str, ArrayLike] | tuple, **options: Any) -> float:
@@ -196,24 +196,24 @@ def _evaluate(posterior, data, name, outcomes, method, num_samples, rng_key) -> 
         "linearized": predictors * max(program.layout.size, largest),
         "monte_carlo": num_samples * max(predictors, largest),
     }[method]
-    size, total, found = max(1, min(MAX_CHUNK, CHUNK_NUMBERS // max(numbers, 1))), len(keys) - 1, []
+    size, total, pieces = max(1, min(MAX_CHUNK, CHUNK_NUMBERS // max(numbers, 1))), len(keys) - 1, []
     if method == "linearized" and program.convolves and jax.default_backend() == "cpu":
         size = 1
     for start in range(0, total, size):
         piece, _ = pad(selected(rows, slice(start, start + size)), min(size, total))
         own = keys[1 + np.minimum(np.arange(start, start + min(size, total)), total - 1)]
-        found.append(evaluate(posterior.gaussian, theta, piece, own, outcomes))
-    return np.concatenate([np.asarray(x) for x in found])[:total]
+        pieces.append(evaluate(posterior.gaussian, theta, piece, own, outcomes))
+    return np.concatenate([np.asarray(x) for x in pieces])[:total]
 
 
 def _evaluator(program: Program, name: str | None, method: str, num_samples: int) -> Any:
     """The compiled evaluation, kept for later calls: callbacks evaluate many times."""
-    known = _evaluators.setdefault(program, {})
+    evaluators = _evaluators.setdefault(program, {})
     key = (name, method, num_samples)
-    if key not in known:
+    if key not in evaluators:
         # A strong reference from the compiled function to the program would keep both alive forever.
-        known[key] = jax.jit(functools.partial(_of_rows, weakref.ref(program), name, method, num_samples))
-    return known[key]
+        evaluators[key] = jax.jit(functools.partial(_of_rows, weakref.ref(program), name, method, num_samples))
+    return evaluators[key]
 
 
 def _of_rows(program_of, name, method, num_samples, gaussian, theta, rows, keys, outcomes):

@@ -360,12 +360,12 @@ class RVGA:
             taken(engine.devices.put(start), self._facts(rng_key, sizes, shuffled=visited.order is not None))
             state, info = taken.finished()
             state = engine.devices.fetch(state)
-        found = self._certification(engine, start, state, source, taken, rng_key, exact=quick is None)
-        info |= found.info
+        findings = self._certification(engine, start, state, source, taken, rng_key, exact=quick is None)
+        info |= findings.info
         if self.certify and self.options.has_bound and not engine.is_moving:
             if "elbo_error" not in info or engine.is_sampled:
-                info["elbo_error"], excess = expectation_errors(engine, found.state, without(head, taken.left_out))
-                found = found.lowered(excess)
+                info["elbo_error"], excess = expectation_errors(engine, findings.state, without(head, taken.left_out))
+                findings = findings.lowered(excess)
             can_restart = source.seekable and checkpoint is None
             kinked = can_restart and engine.calls_for_more(info["elbo_error"])
             missed = quick is not None and not info["converged"]
@@ -378,11 +378,11 @@ class RVGA:
                 return self.run(data, **again, **model_kwargs)
             warn_of(info["elbo_error"], stacklevel=3)
         warn_of_modes(info, stacklevel=3)
-        bound = self._certification.checked(engine, found, rng_key)
+        bound = self._certification.checked(engine, findings, rng_key)
         from_prior = int(start.num_rows) == 0
         row_sets = (*getattr(init, "row_sets", ()), taken.absorbed)
         bound = bound if from_prior else None
-        return self._posterior(engine, found.state, info, model_kwargs, bound, row_sets)
+        return self._posterior(engine, findings.state, info, model_kwargs, bound, row_sets)
 
     # ------------------------------------------------------------------ functional form
     def init(self, data: Mapping[str, Any] | tuple, *, rng_key: Array | None = None, **model_kwargs: Any) -> AnyState:
@@ -592,8 +592,8 @@ class RVGA:
                 bound = evidence
             if bound is None:
                 info["log_evidence_estimate"] = evidence
-        gaussian, seen = FullGaussian(state.mean, state.root), {"num_rows": int(state.num_rows), "row_sets": row_sets}
-        posterior = Posterior(engine.program, gaussian, bound, info, continuation, state, **seen)
+        gaussian, counts = FullGaussian(state.mean, state.root), {"num_rows": int(state.num_rows), "row_sets": row_sets}
+        posterior = Posterior(engine.program, gaussian, bound, info, continuation, state, **counts)
         warn_of_lost_digits(posterior, stacklevel=4)
         return posterior
 

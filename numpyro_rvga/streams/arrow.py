@@ -181,22 +181,22 @@ def _block(batch: Any, columns: Columns, where: str) -> dict[str, np.ndarray]:
 def _dtypes(schema: Any, columns: Columns) -> dict[str, np.dtype]:
     """What each argument's array has where no values are missing."""
     empty = schema.empty_table()
-    found = {}
+    dtypes = {}
     for name, of in columns.items():
         fields = [empty.column(c).combine_chunks() for c in ([of] if isinstance(of, str) else of)]
         values = [f.flatten() if hasattr(f, "value_lengths") else f for f in fields]
-        found[name] = np.result_type(*[_plain(value).dtype for value in values])
-    return found
+        dtypes[name] = np.result_type(*[_plain(value).dtype for value in values])
+    return dtypes
 
 
 def _check_length(file: Any, group: RowGroup) -> None:
     """:raises ValueError: for a file that was replaced by another since its rows were counted."""
     number = file.metadata.num_row_groups
-    found = file.metadata.row_group(group.number).num_rows if group.number < number else 0
-    if found != group.num_rows:
+    length = file.metadata.row_group(group.number).num_rows if group.number < number else 0
+    if length != group.num_rows:
         raise ValueError(
             f"{group.path} has changed since its rows were counted: its row group {group.number} had {group.num_rows} "
-            f"rows, and has {found}. Make ParquetRows anew, and begin again."
+            f"rows, and has {length}. Make ParquetRows anew, and begin again."
         )
 
 
@@ -225,10 +225,10 @@ def _plain(column: Any) -> np.ndarray:
 def _files(path: Path) -> list[Path]:
     if path.is_file():
         return [path]
-    found = sorted(path.rglob("*.parquet")) if path.is_dir() else []
-    if not found:
+    paths = sorted(path.rglob("*.parquet")) if path.is_dir() else []
+    if not paths:
         raise FileNotFoundError(f"{path} is neither a file nor a folder that holds .parquet files.")
-    return found
+    return paths
 
 
 def _groups(file: Path, columns: Columns) -> list[RowGroup]:

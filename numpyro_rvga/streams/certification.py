@@ -72,14 +72,14 @@ class Certification:
         :param rng_key: of the sample of rows, for streams of which one is kept.
         :param exact: whether the pass took its expectations as the engine takes them, and not by fewer nodes.
         """
-        found = Findings(state, None, {}, {})
+        findings = Findings(state, None, {}, {})
         if taken.is_one_solve and exact:
             bound = float(state.log_evidence)
             info = _described(0, taken.largest_decrement, bound, bound)
             info["converged"] = taken.has_converged or taken.largest_decrement <= self._tolerance
-            found = Findings(state, bound, info, taken.only_rows)
-        if not self._certify or not engine.options.has_bound or engine.is_moving or found.rows:
-            return found
+            findings = Findings(state, bound, info, taken.only_rows)
+        if not self._certify or not engine.options.has_bound or engine.is_moving or findings.rows:
+            return findings
         certificate, rng = _certificate_of(engine), np.random.default_rng(seed_of(rng_key))
         if source.seekable:
             state = stepped(certificate, state, taken)
@@ -92,21 +92,21 @@ class Certification:
         if taken.sample.num_offered:
             state, info = estimated(certificate, state, taken, self._max_looks, stacklevel=LEVEL)
             return Findings(state, None, info, taken.sample.contents().rows)
-        return found
+        return findings
 
-    def checked(self, engine: Engine, found: Findings, rng_key: Array) -> float | None:
+    def checked(self, engine: Engine, findings: Findings, rng_key: Array) -> float | None:
         """The bound, if the model itself agrees.
 
         :param rng_key: for draws of theta.
         :raises ValueError: naming a site whose density is not what was read.
         """
-        if not found.rows or not self._certify or not engine.options.has_bound or engine.is_moving:
-            return found.bound
+        if not findings.rows or not self._certify or not engine.options.has_bound or engine.is_moving:
+            return findings.bound
         check = engine.once(ModelCheck, lambda: ModelCheck(engine, _certificate_of(engine)))
         if engine.program.local_names or check.is_done:
-            return found.bound
+            return findings.bound
         rng = np.random.default_rng(seed_of(rng_key))
-        state, bound, rows = found.state, found.bound, _some(found.rows, rng)
+        state, bound, rows = findings.state, findings.bound, _some(findings.rows, rng)
         everything = num_rows(rows) == int(state.num_rows) and engine.program.is_proper
         differences = check(state, rows, bound if everything else None, rng)
         if not differences:
@@ -125,7 +125,7 @@ class Certification:
         tolerance: float,
     ) -> Findings:
         implicit, sample = engine.options.scheme == "implicit", _Sample(total, rng)
-        found = _certificate_of(engine)(
+        certified = _certificate_of(engine)(
             start,
             state,
             lambda size: sample.watched(chunks(source, size)),
@@ -134,10 +134,10 @@ class Certification:
             tolerance=tolerance,
             max_looks=self._max_looks if implicit else 1,
         )
-        off = found.after.squared_natural_gradient
-        info = _described(found.looks, off, found.before.bound, found.after.bound)
-        info |= {"converged": off <= self._tolerance if implicit else None, "elbo_error": found.after.error}
-        return Findings(found.state, found.after.bound, info, sample.rows)
+        off = certified.after.squared_natural_gradient
+        info = _described(certified.looks, off, certified.before.bound, certified.after.bound)
+        info |= {"converged": off <= self._tolerance if implicit else None, "elbo_error": certified.after.error}
+        return Findings(certified.state, certified.after.bound, info, sample.rows)
 
 
 def _certificate_of(engine: Engine) -> Certificate:
@@ -192,19 +192,19 @@ def _some(rows: Rows, rng: np.random.Generator) -> Rows:
 
 def _report(differences: list[Difference], *, silent: bool) -> None:
     """:raises ValueError: for a density that was read wrongly."""
-    for found in differences:
+    for each in differences:
         facts = (
-            f"under q its log-likelihood is {found.term:.6g} nats by what was read from the model, and "
-            f"{found.mean:.6g} (standard error {found.error:.2g}) by NumPyro's own density at {2 * NUM_PAIRS} draws"
+            f"under q its log-likelihood is {each.term:.6g} nats by what was read from the model, and "
+            f"{each.mean:.6g} (standard error {each.error:.2g}) by NumPyro's own density at {2 * NUM_PAIRS} draws"
         )
-        if found.misread:
+        if each.misread:
             raise ValueError(
-                f"site {found.site!r} was read wrongly: {facts}. Please report this model; NUTS runs it, and "
+                f"site {each.site!r} was read wrongly: {facts}. Please report this model; NUTS runs it, and "
                 "certify=False passes over this check."
             )
         if not silent:
             warnings.warn(
-                f"site {found.site!r}: {facts}. Its expectation is approximate here, so there is no bound, and q may "
+                f"site {each.site!r}: {facts}. Its expectation is approximate here, so there is no bound, and q may "
                 "be off: compare with NUTS, or start NUTS from this posterior.",
                 stacklevel=LEVEL,
             )

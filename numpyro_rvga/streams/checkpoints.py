@@ -106,10 +106,10 @@ class Checkpoint:
         self._check_run(run, model)
         return contents
 
-    def _check_run(self, found: Mapping[str, Any], model: ModelIdentity) -> None:
+    def _check_run(self, stored: Mapping[str, Any], model: ModelIdentity) -> None:
         facts = {name: value for name, value in self._run.items() if name != "model"}
-        for name in {**found, **facts}:
-            theirs, ours = found.get(name), facts.get(name)
+        for name in {**stored, **facts}:
+            theirs, ours = stored.get(name), facts.get(name)
             if isinstance(ours, np.ndarray) and isinstance(theirs, np.ndarray):
                 same = ours.shape == theirs.shape and np.allclose(
                     ours, theirs, rtol=SIMILAR, atol=SIMILAR, equal_nan=True

@@ -63,13 +63,13 @@ class RowMemory:
         """Plain arrays from which :meth:`restore` makes this memory again."""
         if self._pieces:
             self._prune()
-        pieces = [(*piece[:3], [tuple(seen) for seen in piece.absorbed]) for piece in self._pieces]
+        pieces = [(*piece[:3], [tuple(moments) for moments in piece.absorbed]) for piece in self._pieces]
         return [self.num_offered, pieces]
 
     def restore(self, stored: Sequence[Any]) -> None:
         self.num_offered, pieces = stored
-        for *known, absorbed in pieces:
-            self._keep(Kept(*known, tuple(Absorbed(*seen) for seen in absorbed)))
+        for *fields, absorbed in pieces:
+            self._keep(Kept(*fields, tuple(Absorbed(*moments) for moments in absorbed)))
 
     def _keep(self, kept: Kept) -> None:
         self._pieces.append(kept)
@@ -89,7 +89,7 @@ class RowMemory:
 
 def inexactness(absorbed: tuple[Absorbed, ...]) -> np.ndarray:
     """How many nats the sites of each row may be off, (n,)."""
-    return sum(seen.error.sum(axis=1) for seen in absorbed)
+    return sum(moments.error.sum(axis=1) for moments in absorbed)
 
 
 def taken_in(rows: Rows, absorbed: tuple[Absorbed, ...], place: int) -> Kept:

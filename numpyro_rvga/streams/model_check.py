@@ -84,7 +84,7 @@ class ModelCheck:
             if agrees(bound, *average, exact=exact, rounding=self._rounding(bound)):
                 self._has_passed = True
                 return []
-        found, read = [], None
+        differences, read = [], None
         terms = self._certificate.terms_at(state, rows)
         for terms_of, term, gradient, curvature, _ in zip(self._engine.program.terms, *terms):
             own = np.asarray(by_site[terms_of.site], np.float64)
@@ -94,9 +94,9 @@ class ModelCheck:
             if not agrees(term, *average, exact=terms_of.is_affine, rounding=self._rounding(term)):
                 read = self._read(rows, points) if read is None else read
                 misread = not self._is_same(np.asarray(read[terms_of.site], np.float64), own)
-                found.append(Difference(terms_of.site, float(term), *average, misread))
-        self._has_passed = not found
-        return found
+                differences.append(Difference(terms_of.site, float(term), *average, misread))
+        self._has_passed = not differences
+        return differences
 
     def _is_same(self, read: np.ndarray, own: np.ndarray) -> bool:
         """Where one is not finite, the other is not either: both say that the point is impossible."""

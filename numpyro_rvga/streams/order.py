@@ -76,10 +76,10 @@ class RandomOrder:
 def _all_of(reader: Callable[[int], Rows | None], row: int, length: int) -> Rows:
     """:raises ValueError: if there are fewer rows than were promised."""
     rows = reader(length)
-    found = 0 if rows is None else num_rows(rows)
-    if rows is None or found < length:
+    length_read = 0 if rows is None else num_rows(rows)
+    if rows is None or length_read < length:
         raise ValueError(
-            f"the data end after {row + found} rows, and their num_rows and piece_sizes say that rows {row} to "
+            f"the data end after {row + length_read} rows, and their num_rows and piece_sizes say that rows {row} to "
             f"{row + length - 1} are there."
         )
     return rows

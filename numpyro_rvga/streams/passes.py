@@ -288,8 +288,8 @@ class Pass(ABC):
     def _begin(self, state: Any, taken: Taken, place: int, weights: np.ndarray | None = None) -> _Step:
         if not taken.num_rows:
             return _Step(state, taken, place, lambda: np.ones(0, bool), state, None)
-        known = self._checked or self._options.skips
-        inside = (lambda: np.ones(taken.num_rows, bool)) if known else self._program.begin_check(taken.rows)
+        is_checked = self._checked or self._options.skips
+        inside = (lambda: np.ones(taken.num_rows, bool)) if is_checked else self._program.begin_check(taken.rows)
         rows = taken.rows
         if weights is None:
             weights = np.ones(taken.num_rows, np.float32)
@@ -365,8 +365,8 @@ class Pass(ABC):
             weights = np.ones(step.taken.num_rows)
             weights[first:stop] = 0
             weights[kept] = 1
-            found = self._failed(self._begin(step.before, step.taken, step.place, weights))
-            return found is not None and found[0] <= first
+            failure = self._failed(self._begin(step.before, step.taken, step.place, weights))
+            return failure is not None and failure[0] <= first
 
         to_blame = np.arange(first, stop)
         while len(to_blame) > 1:
@@ -421,7 +421,7 @@ class Pass(ABC):
 
     def _passed_over(self) -> RowSet:
         """The rows that were taken in before, read once more to see that they are the same."""
-        found, place = RowSet(), 0
+        rows_set, place = RowSet(), 0
         self._source.rewind()
         while place < self.done:
             rows = self._source.take(min(SLICE, self.done - place))
@@ -430,9 +430,9 @@ class Pass(ABC):
             kept = np.ones(num_rows(rows), bool)
             first, stop = np.searchsorted(self._left_out, [place, place + len(kept)])
             kept[self._left_out[first:stop] - place] = False
-            found = found.with_rows(row_digests(self._source.as_declared(selected(rows, kept))))
+            rows_set = rows_set.with_rows(row_digests(self._source.as_declared(selected(rows, kept))))
             place += len(kept)
-        return found
+        return rows_set
 
 
 @contextmanager

@@ -145,10 +145,10 @@ class RecursivePass(Pass):
             return self._sparse.solve(self._sparse.problem(rows, weights=weights))
         if self._is_joint(place):
             rows, weights = pad(rows, self._joint_size(len(weights)), weights)
-            known = (engine.unknown(weights),) if sizes.keeps_rows else ()
+            absorbed_rows = (engine.unknown(weights),) if sizes.keeps_rows else ()
             rows, weights = engine.devices.put_rows((rows, weights))
             return engine.joint(
-                engine.program.prior_inputs, state, rows, weights, *known, with_absorbed=sizes.keeps_rows
+                engine.program.prior_inputs, state, rows, weights, *absorbed_rows, with_absorbed=sizes.keeps_rows
             )
         blocks = in_blocks(pad(rows, sizes.chunk, weights), sizes.block)
         return engine.stream(state, *engine.devices.put_rows(blocks, axis=1), with_absorbed=sizes.keeps_rows)
@@ -247,7 +247,7 @@ class RecursivePass(Pass):
         if count <= at_once:
             row_factors = self._residuals(state, rows, absorbed)[1]
             state, info = self._solved(state, rows, row_factors)
-            now = jax.tree.map(lambda seen: np.asarray(seen)[:count], info.absorbed)
+            now = jax.tree.map(lambda moments: np.asarray(moments)[:count], info.absorbed)
             return state, now if bool(info.ok) else absorbed
         absorbed = jax.tree.map(np.array, absorbed)
         for look in range(MOST_LOOKS):
@@ -258,8 +258,8 @@ class RecursivePass(Pass):
             state, info = self._solved(state, *selected((rows, row_factors), worst))
             if not bool(info.ok):
                 break
-            for kept, seen in zip(jax.tree.leaves(absorbed), jax.tree.leaves(info.absorbed)):
-                kept[worst] = np.asarray(seen)[: len(worst)]
+            for kept, moments in zip(jax.tree.leaves(absorbed), jax.tree.leaves(info.absorbed)):
+                kept[worst] = np.asarray(moments)[: len(worst)]
         return state, absorbed
 
     def _residuals(
@@ -267,24 +267,24 @@ class RecursivePass(Pass):
     ) -> tuple[np.ndarray, tuple[RowFactors, ...]]:
         """By how much each row's sites are not what the state would make of the row, and these sites."""
         size, count = self._joint_size(self._sizes.joint), num_rows(rows)
-        found = []
+        results = []
         for start in range(0, count, size):
             part = selected((rows, absorbed), slice(start, start + size))
-            found.append(self._engine.residuals(state, *self._placed(*part, size)))
-        return jax.tree.map(lambda *parts: np.concatenate(parts)[:count], *jax.device_get(found))
+            results.append(self._engine.residuals(state, *self._placed(*part, size)))
+        return jax.tree.map(lambda *parts: np.concatenate(parts)[:count], *jax.device_get(results))
 
     def _solved(self, state: State, rows: Rows, row_factors: tuple[RowFactors, ...]) -> tuple[State, StepInfo]:
         """With these rows as themselves, not as the sites by which they are part of the state."""
         *placed, row_factors = self._placed(rows, row_factors, self._joint_size(self._sizes.joint))
-        known = AbsorbedRows(row_factors, np.ones((), np.int32), np.zeros((), np.int32))
-        after, info = self._engine.joint(self._program.prior_inputs, state, *placed, known, with_absorbed=True)
+        absorbed_rows = AbsorbedRows(row_factors, np.ones((), np.int32), np.zeros((), np.int32))
+        after, info = self._engine.joint(self._program.prior_inputs, state, *placed, absorbed_rows, with_absorbed=True)
         self._gathered.add(info)
         return after, info
 
-    def _placed(self, rows: Rows, known: tuple, size: int) -> tuple[Rows, np.ndarray, tuple]:
+    def _placed(self, rows: Rows, row_arrays: tuple, size: int) -> tuple[Rows, np.ndarray, tuple]:
         """``size`` rows and their weights, on the devices, and what the state knows of them."""
-        (rows, known), weights = pad((rows, known), size)
-        return *self._engine.devices.put_rows((rows, weights)), known
+        (rows, row_arrays), weights = pad((rows, row_arrays), size)
+        return *self._engine.devices.put_rows((rows, weights)), row_arrays
 
 
 class Gathered:
@@ -312,5 +312,5 @@ class Gathered:
 
     def summary(self) -> dict:
         mean_iterations = self._iterations / max(self._steps, 1)
-        found = {"converged": self._converged, "mean_iterations": mean_iterations, "largest_decrement": self._decrement}
-        return found | modes_info(self._modes)
+        facts = {"converged": self._converged, "mean_iterations": mean_iterations, "largest_decrement": self._decrement}
+        return facts | modes_info(self._modes)

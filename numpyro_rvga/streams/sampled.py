@@ -32,11 +32,11 @@ def estimated(
     :param stacklevel: of the user's call, for a warning if the order of the rows has done harm.
     """
     sample = taken.sample.contents()
-    known, batches = _strata(sample, taken.kept, taken.sample.num_offered)
+    kept, batches = _strata(sample, taken.kept, taken.sample.num_offered)
     if not len(batches[0].weights):  # nearly all rows are kept, and the sample has no others
         return state, {}
-    found = certificate.estimated(state, known, batches, max_looks)
-    before, after = found.before, found.after
+    certified = certificate.estimated(state, kept, batches, max_looks)
+    before, after = certified.before, certified.after
     unlike = _unlikeness(taken.predicted, _variance(certificate, state, sample.rows))
     off, left = _furthest(before), after.squared_natural_gradient + 2 * after.noise.squared
     disordered = unlike > DEVIATIONS and not (off < HARM or left < LEFT)
@@ -56,14 +56,14 @@ def estimated(
             stacklevel=stacklevel,
         )
     info = {
-        "looks": found.looks,
+        "looks": certified.looks,
         "squared_natural_gradient": after.squared_natural_gradient,
         "squared_natural_gradient_noise": after.noise.squared,
         "bound_estimate": after.bound,
         "bound_error": after.noise.bound,
     }
     evidence = np.asarray(after.bound, state.mean.dtype)
-    return found.state._replace(log_evidence=evidence), info | {"converged": left < LEFT}
+    return certified.state._replace(log_evidence=evidence), info | {"converged": left < LEFT}
 
 
 def stepped(certificate: Certificate, state: State, taken: RecursivePass) -> State:
@@ -71,26 +71,29 @@ def stepped(certificate: Certificate, state: State, taken: RecursivePass) -> Sta
     nothing is asked: q was solved for with them."""
     if not 0 < WORTH_A_STEP * taken.sample.capacity <= taken.sample.num_offered:
         return state
-    known, batches = _strata(taken.sample.contents(), taken.kept, taken.sample.num_offered)
+    kept, batches = _strata(taken.sample.contents(), taken.kept, taken.sample.num_offered)
     if not len(batches[0].weights):
         return state
-    return certificate.estimated(state, known._replace(weights=known.weights[:0]), batches, max_looks=2).state
+    return certificate.estimated(state, kept._replace(weights=kept.weights[:0]), batches, max_looks=2).state
 
 
 def _strata(sample: Kept, kept: Kept | None, num_rows: int) -> tuple[Stratum, list[Stratum]]:
     """The kept rows, which speak for themselves, and the sample of all others, in batches."""
     if kept is None:
-        others, known = np.arange(len(sample.places)), Stratum(sample.rows, sample.absorbed, np.zeros(0, np.float32))
+        others, kept_rows = (
+            np.arange(len(sample.places)),
+            Stratum(sample.rows, sample.absorbed, np.zeros(0, np.float32)),
+        )
     else:
         others = np.flatnonzero(~np.isin(sample.places, kept.places))
-        known = Stratum(kept.rows, kept.absorbed, np.ones(len(kept.places), np.float32))
+        kept_rows = Stratum(kept.rows, kept.absorbed, np.ones(len(kept.places), np.float32))
     size = len(others) // NUM_BATCHES
-    weight = (num_rows - len(known.weights)) / max(size * NUM_BATCHES, 1)
+    weight = (num_rows - len(kept_rows.weights)) / max(size * NUM_BATCHES, 1)
     batches = []
     for number in range(NUM_BATCHES):
         rows, absorbed = selected((sample.rows, sample.absorbed), others[number * size : (number + 1) * size])
         batches.append(Stratum(rows, absorbed, np.full(size, weight)))
-    return known, batches
+    return kept_rows, batches
 
 
 def _variance(certificate: Certificate, state: State, rows: Rows) -> float:
@@ -106,8 +109,8 @@ def _unlikeness(predicted: Sequence[tuple[float, int]], variance: float) -> floa
     if freedom < 1 or not variance > 0:
         return 0.0
     squares = (bounds - counts * bounds.sum() / counts.sum()) ** 2 / counts / variance
-    spread = 2 / (9 * freedom)
-    together = ((squares.sum() / freedom) ** (1 / 3) - (1 - spread)) / math.sqrt(spread)
+    of_cube_root = 2 / (9 * freedom)
+    together = ((squares.sum() / freedom) ** (1 / 3) - (1 - of_cube_root)) / math.sqrt(of_cube_root)
     worst = math.sqrt(max(squares.max() - 2 * math.log(2 * len(bounds)), 0.0))
     return float(max(together, worst))
 

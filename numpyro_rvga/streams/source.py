@@ -290,14 +290,14 @@ def _rest(block: Any, skipped: int) -> Any:
 
 def _checked_blocks(blocks: Iterator, first_row: int, named: Callable[[Any], Rows]) -> Iterator[Rows]:
     """All must hold the same arrays."""
-    known: dict[str, tuple[int, ...]] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
     for block in blocks:
         if _has_no_rows(block):
             continue
         rows = named(tuple(block) if isinstance(block, list) else block)
-        known = known or row_shapes(rows)
-        if set(rows) != set(known):
-            raise ValueError(f"row {first_row}: this block holds {sorted(rows)}, those before it {sorted(known)}.")
-        check_row_shapes(rows, known, f"before row {first_row}")
+        shapes = shapes or row_shapes(rows)
+        if set(rows) != set(shapes):
+            raise ValueError(f"row {first_row}: this block holds {sorted(rows)}, those before it {sorted(shapes)}.")
+        check_row_shapes(rows, shapes, f"before row {first_row}")
         first_row += num_rows(rows)
         yield rows
