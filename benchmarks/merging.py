@@ -1,12 +1,18 @@
-"""Merging: posteriors of parts of the data, merged, against a single pass and the best Gaussian.
+"""Merging: posteriors of parts of the data, merged once and in rounds, against the best Gaussian of all rows.
 
-OPENBLAS_NUM_THREADS=1 python -m benchmarks merging [--quick]
+OPENBLAS_NUM_THREADS=1 python -m benchmarks merging [--quick] [--models NAME ...]
 
 Errors are in standard deviations of the best Gaussian (FixedPointVI's): the largest error of a mean, and the largest
-relative error of a standard deviation.
+relative error of a standard deviation. Parts are of rows in random order, and sorted by outcome. Times are of one
+process.
 """
 
 from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -16,7 +22,8 @@ from _results import Report, parser
 
 from numpyro_rvga import RVGA, FixedPointVI, Posterior
 
-COUNTS = (2, 4, 8, 16, 32, 64)
+COUNTS = (4, 16, 64)
+ORDERS = ("random", "sorted")
 
 
 def linear(X, y=None):
@@ -40,6 +47,17 @@ def counts(X, g, y=None):
         numpyro.sample("y", dist.Poisson(jnp.exp(X @ w + a[g])), obs=y)
 
 
+def crossed(i, j, y=None):
+    scales = numpyro.sample("scales", dist.HalfNormal(1.0).expand([2]).to_event(1))
+    center = numpyro.sample("center", dist.Normal(0, 2))
+    with numpyro.plate("first", 30):
+        a = numpyro.sample("a", dist.Normal(0, scales[0]))
+    with numpyro.plate("second", 20):
+        b = numpyro.sample("b", dist.Normal(0, scales[1]))
+    with numpyro.plate("rows", len(i)):
+        numpyro.sample("y", dist.Bernoulli(logits=center + a[i] + b[j]), obs=y)
+
+
 def cases(num_rows: int):
     rng = np.random.default_rng(0)
     X, w = rng.normal(size=(num_rows, 10)), rng.normal(size=10)
@@ -48,6 +66,9 @@ def cases(num_rows: int):
     g, a = rng.integers(0, 20, num_rows), rng.normal(size=20)
     y = rng.poisson(np.exp(X[:, :3] @ w[:3] / 3 + a[g])).astype(float)
     yield "Poisson, 20 groups", counts, {"X": X[:, :3], "g": g, "y": y}
+    i, j = rng.integers(0, 30, num_rows), rng.integers(0, 20, num_rows)
+    logits = 0.5 + rng.normal(size=30)[i] + 0.5 * rng.normal(size=20)[j]
+    yield "crossed, 50 effects", crossed, {"i": i, "j": j, "y": (rng.logistic(size=num_rows) < logits).astype(float)}
 
 
 def errors(posterior: Posterior, best: Posterior) -> dict[str, float]:
@@ -60,17 +81,63 @@ def errors(posterior: Posterior, best: Posterior) -> dict[str, float]:
 def main() -> None:
     options = parser(__doc__)
     options.add_argument("--quick", action="store_true", help="fewer rows")
+    options.add_argument("--models", nargs="*", default=[], help="beginnings of names; default: all")
     args = options.parse_args()
     numpyro.enable_x64()
     num_rows, report = 6_400 if args.quick else 128_000, Report(args.output / "merging.json")
     for name, model, data in cases(num_rows):
-        best = FixedPointVI(model).run(data, progress_bar=False)
-        method = RVGA(model)
-        for count in (1, *COUNTS):
-            pieces = np.array_split(np.arange(num_rows), count)
-            parts = [method.run({n: x[i] for n, x in data.items()}, progress_bar=False) for i in pieces]
-            merged = parts[0] if count == 1 else Posterior.merge(parts)
-            report(model=name, parts=count, **errors(merged, best))
+        if args.models and not name.startswith(tuple(args.models)):
+            continue
+        best, seconds = timed(lambda model=model, data=data: FixedPointVI(model).run(data, progress_bar=False))
+        report(model=name, parts=1, order="as it is", seconds=seconds)
+        for order in ORDERS:
+            places = np.arange(num_rows) if order == "random" else np.argsort(data["y"], kind="stable")
+            for count in COUNTS:
+                method = RVGA(model)
+                blocks = [{n: x[i] for n, x in data.items()} for i in np.array_split(places, count)]
+                parts, of_parts = timed(lambda m=method, b=blocks: [m.run(x, progress_bar=False) for x in b])
+                once = Posterior.merge(parts)
+                merged, of_rounds = timed(lambda p=parts, b=blocks: Posterior.merge(p, data=b))
+                report(
+                    model=name,
+                    parts=count,
+                    order=order,
+                    seconds=of_parts + of_rounds,
+                    **{f"{what}_merged_once": value for what, value in errors(once, best).items()},
+                    **errors(merged, best),
+                    bound_below=best.elbo - merged.elbo,
+                    rounds=merged.info.get("rounds", 1),
+                    merge_errors=np.asarray(merged.info.get("merge_errors", [])).tolist(),
+                )
+    draw(report.rows, args.output / "merging.png")
+
+
+def timed(call: Callable[[], Any]) -> tuple[Any, float]:
+    """The result, and the processor's seconds."""
+    started = time.process_time()
+    found = call()
+    return found, time.process_time() - started
+
+
+def draw(rows: list[dict[str, Any]], path: Path) -> None:
+    """The error after each round, for each model and order."""
+    import matplotlib.pyplot as plt
+
+    rows = [row for row in rows if row.get("merge_errors")]
+    names = list(dict.fromkeys(row["model"] for row in rows))
+    figure, axes = plt.subplots(
+        1, max(len(names), 1), figsize=(4 * max(len(names), 1), 3.2), sharey=True, squeeze=False
+    )
+    for name, ax in zip(names, axes[0]):
+        for row in (row for row in rows if row["model"] == name):
+            style = "-" if row["order"] == "random" else "--"
+            label = f"{row['parts']} parts, {row['order']}"
+            ax.plot(np.arange(1, 1 + len(row["merge_errors"])), row["merge_errors"], style, marker="o", label=label)
+        ax.axhline(0.01, color="0.7", linewidth=0.8)
+        ax.set(title=name, xlabel="round", yscale="log")
+        ax.legend(fontsize=7)
+    axes[0, 0].set_ylabel("standard deviations from all rows")
+    figure.savefig(path, dpi=150, bbox_inches="tight")
 
 
 if __name__ == "__main__":

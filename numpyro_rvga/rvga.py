@@ -20,6 +20,7 @@ from .core.gaussians import FAMILIES, FullGaussian
 from .core.recursion import State
 from .dynamics import Dynamics, check_dynamics
 from .engines.batch import BatchSolver, rows_info
+from .engines.certificate import Sums
 from .engines.devices import Devices
 from .engines.engine import Engine
 from .engines.expectation_errors import expectation_errors, warn_of
@@ -29,6 +30,7 @@ from .engines.sparse import SparseEngine, sparse_engine
 from .engines.starts import warn_of_modes
 from .model.arguments import BadData, checked_rows
 from .model.failures import of_stream
+from .model.program import Program
 from .model.row_set import RowSet
 from .model.rows import Rows, in_blocks, num_rows, without
 from .options import LOCAL, Options, check_choice, check_options, check_size, default_key
@@ -37,7 +39,7 @@ from .results.linearized import confirmed
 from .results.merging import state_of_gaussian
 from .results.posterior import Posterior
 from .results.rounding import warn_of_lost_digits
-from .streams.certification import Certification, warn_unless_converged
+from .streams.certification import Certification, sums_at, warn_unless_converged
 from .streams.checkpoints import EVERY
 from .streams.passes import SHUFFLES, PassOptions, open_source, ordered, usable_again, usable_in_memory
 from .streams.recursive_pass import (
@@ -468,6 +470,44 @@ class RVGA:
             gathered.add(info)
         return self._posterior(engine, state, gathered.summary(), model_kwargs)
 
+    # ------------------------------------------------------------------ parts of the data
+    @property
+    def takes_rounds(self) -> bool:
+        """Whether parts can be solved for again, given all others: q must seek the best Gaussian."""
+        seeks = self.options.scheme == "implicit" and self.options.has_bound
+        return seeks and self.dynamics is None and self._narrow is None
+
+    def sums_at(
+        self,
+        state: State,
+        data: Mapping[str, Any] | tuple | Iterable,
+        *,
+        rng_key: Array | None = None,
+        on_bad_row: str = "raise",
+        **model_kwargs: Any,
+    ) -> tuple[Sums, RowSet]:
+        """Sums over the rows of their expected log-likelihoods and derivatives at a state, and which rows these are."""
+        options = PassOptions(on_bad_row=on_bad_row)
+        source, head, _ = open_source(data, self.model, model_kwargs, options)
+        engine = self._engines.get(head, model_kwargs, default_key() if rng_key is None else rng_key)
+        if options.skips and source.takes_any_order:
+            source = usable_again(engine.program, source)
+        return sums_at(engine, state, source)
+
+    @property
+    def last_engine(self) -> Engine:
+        """For the form of the last data.
+
+        :raises RuntimeError: before :meth:`init`.
+        """
+        if self._engines.last is None:
+            raise RuntimeError("call init(data) first.")
+        return self._engines.last
+
+    def engine_of(self, program: Program) -> Engine:
+        """For a program of this model."""
+        return self._engines.of(program, default_key())
+
     # ------------------------------------------------------------------ inside
     @property
     def _sizes_are_auto(self) -> bool:
@@ -608,6 +648,23 @@ class Continuation:
     def update(self, posterior: Posterior, data: Any, **kwargs: Any) -> Posterior:
         """The posterior after more rows; ``posterior`` is unchanged."""
         return self.rvga.run(data, init=posterior, **{**self.model_kwargs, **kwargs})
+
+    @property
+    def takes_rounds(self) -> bool:
+        """See :attr:`RVGA.takes_rounds`."""
+        return self.rvga.takes_rounds
+
+    def solve_again(self, cavity: State, data: Any, **options: Any) -> State:
+        """The state after these rows, with what other rows have told in place of the prior."""
+        return self.rvga.run(data, init=cavity, progress_bar=False, **options, **self.model_kwargs).state
+
+    def sums_at(self, state: State, data: Any, **options: Any) -> tuple[Sums, RowSet]:
+        """See :meth:`RVGA.sums_at`."""
+        return self.rvga.sums_at(state, data, **options, **self.model_kwargs)
+
+    def engine_of(self, program: Program) -> Engine:
+        """See :meth:`RVGA.engine_of`."""
+        return self.rvga.engine_of(program)
 
 
 def _check_narrow(

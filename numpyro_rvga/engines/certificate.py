@@ -151,6 +151,17 @@ class Certificate:
         certified = self._climb(look_at, state, tolerance, max_looks)
         return certified._replace(state=_stored(certified.state, certified.after, start))
 
+    def sums(self, state: State, chunks: Chunks, total: int | None) -> Sums:
+        """Over all rows; see :meth:`__call__`."""
+        size = self._chunk(total)
+        return self._added_up(*self._engine.devices.put((state.mean, state.root)), chunks(size), size)
+
+    def look(self, start: State, state: State, rows: Sums) -> Look:
+        """The bound at a state and its natural gradient. ``start``: before the first row. ``rows``: sums over all."""
+        place = self._engine.devices.put((state.mean, state.root))
+        prior = self._of_prior(self._engine.program.prior_inputs, *place)
+        return _Base(start).look(state, rows, _double(prior))
+
     def estimated(self, state: State, kept: Stratum, batches: Sequence[Stratum], max_looks: int) -> Certified:
         """Estimate the bound and its natural gradient on all rows from some of them, and step where it is significant.
 

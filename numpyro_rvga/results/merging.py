@@ -7,7 +7,7 @@ rows that is the posterior of all data; else each part's summary is as good as i
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -16,12 +16,15 @@ import numpy as np
 from ..core.count import Count
 from ..core.gaussians import BlockDiagonalGaussian, DiagonalGaussian, Family, FullGaussian, LowRankGaussian
 from ..core.gaussians.mixture import GaussianMixture
-from ..core.recursion import CanonicalGaussian, State, new_state
+from ..core.recursion import State, new_state
+from ..engines.certificate import Sums
 from ..engines.engine import Engine
 from ..engines.online import OnlineState
 from ..model.identity import model_identity
 from ..model.row_set import RowSet, total
 from ..options import Options, default_key
+from .rounds import Result, checked_rounds, facts_of, in_rounds, parts_of, total_of
+from .summaries import merged_state
 
 if TYPE_CHECKING:
     from ..model import Program
@@ -30,13 +33,15 @@ if TYPE_CHECKING:
 SETTLING = Options("implicit", "auto", "auto", None, 200, 256)
 
 
-def merge(parts: Sequence[Posterior]) -> dict[str, Any]:
+def merge(parts: Sequence[Posterior], data: Sequence[Any] | None = None, rounds: int | str = "auto") -> dict[str, Any]:
     """The fields of a posterior that holds what all parts have learned.
 
     :raises ValueError: if there are none, if their models or families differ, if rows are in several of them, or if
         they cannot be merged.
     """
-    parts = list(parts)
+    parts, limit = list(parts), checked_rounds(rounds)
+    if data is None and limit not in (None, 1):
+        raise ValueError(f"rounds={rounds!r} solves for the parts again, and needs their rows: pass data=.")
     if not parts:
         raise ValueError("there are no posteriors to merge.")
     first = parts[0]
@@ -48,6 +53,11 @@ def merge(parts: Sequence[Posterior]) -> dict[str, Any]:
     row_sets = tuple(run for part in parts for run in part.row_sets)
     common = {"program": first.program, "continuation": first.continuation, "info": info, "row_sets": row_sets}
     if isinstance(states[0], State):
+        if data is not None and not (first.program.is_conjugate and limit is None):
+            result = _in_rounds(parts, states, list(data), limit)
+            info |= facts_of(result, limit, stacklevel=4)
+            state = result.state
+            return common | _fields(FullGaussian(state.mean, state.root), state, result.look.bound)
         state = merged(first.program.initial_state(), states)
         if state.prior_factor is not None:
             state = _settled(first.program, state)
@@ -56,9 +66,46 @@ def merge(parts: Sequence[Posterior]) -> dict[str, Any]:
         if bound is None:
             info["log_evidence_estimate"] = float(state.log_evidence)
         return common | _fields(FullGaussian(state.mean, state.root), state, bound)
+    if data is not None:
+        raise ValueError("rounds are for posteriors of RVGA with full Gaussians: leave data out.")
     online = first.continuation.online
     state = merged(online.initial_state(states[0].rng_key), states)
     return common | _fields(online.with_exact_prior(state), state, None)
+
+
+def _in_rounds(parts: list[Posterior], states: list[State], blocks: list[Any], limit: int | None) -> Result:
+    """Parts that are solved for again.
+
+    :raises ValueError: for blocks that are not the parts' rows, and parts that do not know their method.
+    """
+    if len(blocks) != len(parts):
+        raise ValueError(f"data must hold the rows of each of the {len(parts)} parts, and holds {len(blocks)} blocks.")
+    for number, part in enumerate(parts):
+        if not getattr(part.continuation, "takes_rounds", False):
+            raise ValueError(
+                f"part {number} cannot be solved for again: rounds need posteriors that RVGA(model).run(data) returns, "
+                "with the implicit scheme, and not from files."
+            )
+    methods = [part.continuation for part in parts]
+    options = [{"on_bad_row": "skip" if "num_skipped" in part.info else "raise"} for part in parts]
+
+    def solve(cavities: Sequence[State | None]) -> list[State | None]:
+        work = zip(methods, cavities, blocks, options)
+        return [None if cavity is None else each.solve_again(cavity, block, **how) for each, cavity, block, how in work]
+
+    def sums(state: State) -> Sums:
+        found = []
+        for number, (part, block) in enumerate(zip(parts, blocks)):
+            of_part, rows = methods[number].sums_at(state, block, **options[number])
+            if part.row_sets and rows != total(part.row_sets):
+                raise ValueError(f"block {number} of data does not hold the rows that part {number} has taken in.")
+            found.append(of_part)
+        return total_of(found)
+
+    program = parts[0].program
+    start = program.initial_state()
+    result = in_rounds(start, states, parts_of(methods[0].engine_of(program), start, solve, sums), limit)
+    return defined(result)
 
 
 def merged(start: State | OnlineState, states: Sequence[State | OnlineState]) -> State | OnlineState:
@@ -67,7 +114,7 @@ def merged(start: State | OnlineState, states: Sequence[State | OnlineState]) ->
     :raises ValueError: if there is no such Gaussian.
     """
     if isinstance(start, State):
-        return _merged_states(start, states)
+        return defined(merged_state(start, states))
     if all(bool(state.has_exact_prior) and not bool(start.has_exact_prior) for state in states):
         raise ValueError("these states hold the prior's true terms already: merge those that runs return.")
     gaussian = _merged_family(start.gaussian, [state.gaussian for state in states])
@@ -78,67 +125,12 @@ def merged(start: State | OnlineState, states: Sequence[State | OnlineState]) ->
     return start._replace(gaussian=gaussian, num_rows=num_rows, num_blocks=jnp.asarray(num_blocks, jnp.int32))
 
 
-# ---------------------------------------------------------------------- full Gaussians with their evidence
-class _Exponent(NamedTuple):
-    """constant + linear . (theta - origin) - (theta - origin)' precision (theta - origin) / 2, in double precision."""
-
-    precision: np.ndarray
-    linear: np.ndarray
-    constant: float
-
-    def plus(self, other: _Exponent, times: float = 1.0) -> _Exponent:
-        return _Exponent(*[a + times * b for a, b in zip(self, other)])
-
-
-def _merged_states(start: State, states: Sequence[State]) -> State:
-    origin = np.asarray(states[0].mean, np.float64)
-    prior = _joint_density(start, origin)
-    prior_factor = None if start.prior_factor is None else _site(start.prior_factor, origin)
-    total = prior
-    for state in states:
-        total = total.plus(_joint_density(state, origin)).plus(prior, -1.0)
-        if prior_factor is not None:  # each part has its own
-            total = total.plus(_site(state.prior_factor, origin), -1.0).plus(prior_factor)
-    try:
-        lower = np.linalg.cholesky(total.precision)
-    except np.linalg.LinAlgError as error:
-        raise ValueError(_indefinite()) from error
-    inverse = np.linalg.inv(lower)
-    shift = inverse.T @ (inverse @ total.linear)
-    evidence = total.constant + 0.5 * total.linear @ shift + 0.5 * len(shift) * np.log(2 * np.pi)
-    evidence -= np.sum(np.log(np.diagonal(lower)))
-    as_before = lambda x, like: jnp.asarray(x, like.dtype)  # noqa: E731
-    return State(
-        as_before(origin + shift, start.mean),
-        jnp.zeros_like(start.mean),
-        as_before(inverse.T, start.root),
-        as_before(evidence, start.log_evidence),
-        start.prior_factor,
-        Count.of(sum(int(state.num_rows) for state in states)),
-    )
-
-
-def _joint_density(state: State, origin: np.ndarray) -> _Exponent:
-    """log q + log evidence."""
-    inverse = np.linalg.inv(np.asarray(state.root, np.float64))
-    shift = inverse @ (np.asarray(state.mean, np.float64) + np.asarray(state.mean_error, np.float64) - origin)
-    constant = float(state.log_evidence) - 0.5 * shift @ shift + np.linalg.slogdet(inverse)[1]
-    return _Exponent(inverse.T @ inverse, inverse.T @ shift, constant - 0.5 * len(shift) * np.log(2 * np.pi))
-
-
-def _site(site: CanonicalGaussian, origin: np.ndarray) -> _Exponent:
-    precision, linear, constant, centre = (np.asarray(x, np.float64) for x in site)
-    delta = origin - centre
-    pull = precision @ delta
-    return _Exponent(precision, linear - pull, float(constant + linear @ delta - 0.5 * delta @ pull))
-
-
 # ---------------------------------------------------------------------- Gaussians of any family
 def _merged_family(start: Family, parts: Sequence[Family]) -> Family:
     if isinstance(start, BlockDiagonalGaussian | DiagonalGaussian | LowRankGaussian):
         return start.joined(parts)
     whole = lambda q: new_state(q.mean, q.root, None)  # noqa: E731
-    state = _merged_states(whole(start), [whole(q) for q in parts])
+    state = defined(merged_state(whole(start), [whole(q) for q in parts]))
     return FullGaussian(state.mean, state.root)
 
 
@@ -248,6 +240,13 @@ def _settled(program: Program, state: State) -> State:
 
 def _fields(gaussian: Family, state: Any, bound: float | None) -> dict[str, Any]:
     return {"gaussian": gaussian, "state": state, "elbo": bound, "num_rows": int(state.num_rows)}
+
+
+def defined(result: Any) -> Any:
+    """:raises ValueError: if there is none."""
+    if result is None:
+        raise ValueError(_indefinite())
+    return result
 
 
 def _indefinite() -> str:

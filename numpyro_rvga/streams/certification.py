@@ -10,8 +10,9 @@ import numpy as np
 from jax import Array
 
 from ..core.recursion import State
-from ..engines.certificate import Certificate
+from ..engines.certificate import Certificate, Sums
 from ..engines.engine import Engine
+from ..model.row_set import RowSet, row_digests
 from ..model.rows import Rows, joined, num_rows, selected
 from ..options import check_choice, is_count
 from .model_check import MOST_ROWS, NUM_PAIRS, Difference, ModelCheck
@@ -142,6 +143,20 @@ class Certification:
 
 def _certificate_of(engine: Engine) -> Certificate:
     return engine.once(Certificate, lambda: Certificate(engine))
+
+
+def sums_at(engine: Engine, state: State, source: RowSource) -> tuple[Sums, RowSet]:
+    """Sums over all rows of a source, and which rows these are."""
+    seen = RowSet()
+
+    def watched(size: int) -> Iterator[tuple[Rows, np.ndarray]]:
+        nonlocal seen
+        for _, rows in chunks(source, size):
+            rows = source.as_declared(rows)
+            seen = seen.with_rows(row_digests(rows))
+            yield rows, np.ones(num_rows(rows), np.float32)
+
+    return _certificate_of(engine).sums(state, watched, source.total), seen
 
 
 def warn_unless_converged(info: Mapping[str, Any], stacklevel: int) -> None:

@@ -1,0 +1,180 @@
+"""Rounds: merged parts end where one solve of all rows ends, however they are cut, and say how far they may be off."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import pytest
+
+from numpyro_rvga import BONG, RVGA, FixedPointVI, Posterior
+from numpyro_rvga.core.recursion import new_state
+from numpyro_rvga.engines.certificate import Look, Sums
+from numpyro_rvga.results.rounds import Parts, in_rounds
+
+
+def logistic(X, y=None):
+    w = numpyro.sample("w", dist.Normal(0, 3).expand([X.shape[1]]).to_event(1))
+    with numpyro.plate("rows", len(X)):
+        numpyro.sample("y", dist.Bernoulli(logits=X @ w), obs=y)
+
+
+def counts(X, g, y=None):
+    scale = numpyro.sample("scale", dist.HalfNormal(1.0))
+    w = numpyro.sample("w", dist.Normal(0, 1).expand([X.shape[1]]).to_event(1))
+    with numpyro.plate("groups", 6):
+        a = numpyro.sample("a", dist.Normal(0, scale))
+    with numpyro.plate("rows", len(X)):
+        numpyro.sample("y", dist.Poisson(jnp.exp(X @ w + a[g])), obs=y)
+
+
+def crossed(i, j, y=None):
+    scales = numpyro.sample("scales", dist.HalfNormal(1.0).expand([2]).to_event(1))
+    with numpyro.plate("rows of a table", 5):
+        a = numpyro.sample("a", dist.Normal(0, scales[0]))
+    with numpyro.plate("columns", 4):
+        b = numpyro.sample("b", dist.Normal(0, scales[1]))
+    with numpyro.plate("cells", len(i)):
+        numpyro.sample("y", dist.Bernoulli(logits=a[i] + b[j]), obs=y)
+
+
+@functools.cache
+def made(kind):
+    rng, n = np.random.default_rng(0), 400 if kind == "crossed" else 800
+    X, g, h = rng.normal(size=(n, 3)), rng.integers(0, 6, n), rng.integers(0, 4, n)
+    if kind == "logistic":
+        return logistic, {"X": X, "y": (rng.logistic(size=n) < X @ [1.0, -1.0, 0.5]).astype(float)}
+    if kind == "counts":
+        return counts, {"X": X, "g": g, "y": rng.poisson(np.exp(0.3 * X[:, 0] + rng.normal(size=6)[g])).astype(float)}
+    logits = rng.normal(size=5)[g % 5] + rng.normal(size=4)[h]
+    return crossed, {"i": g % 5, "j": h, "y": (logits > rng.logistic(size=n)).astype(float)}
+
+
+@functools.cache
+def best_of(kind):
+    model, data = made(kind)
+    return FixedPointVI(model).run(data, progress_bar=False)
+
+
+@functools.cache
+def cut(kind, order):
+    """Blocks, and the posteriors of each."""
+    model, data = made(kind)
+    count = 8 if kind == "logistic" else 4
+    places = np.arange(len(data["y"])) if order == "shuffled" else np.argsort(data["y"], kind="stable")
+    blocks = [{name: array[part] for name, array in data.items()} for part in np.array_split(places, count)]
+    method = RVGA(model)
+    return blocks, [method.run(block, progress_bar=False) for block in blocks]
+
+
+def off(posterior, best):
+    """The most by which a mean differs in standard deviations, or a standard deviation in its logarithm."""
+    deviations = [np.asarray(p.gaussian.deviation()) for p in (posterior, best)]
+    shift = np.abs(posterior.mean - best.mean) / deviations[1]
+    return max(shift.max(), np.abs(np.log(deviations[0] / deviations[1])).max())
+
+
+@pytest.mark.parametrize("order", ["shuffled", "sorted"])
+@pytest.mark.parametrize("kind", ["logistic", "counts", "crossed"])
+def test_parts_meet_the_best_gaussian_of_all_rows(kind, order):
+    blocks, parts = cut(kind, order)
+    merged, best = Posterior.merge(parts, data=blocks), best_of(kind)
+    assert merged.info["rounds"] <= 5 and merged.info["converged"] and merged.info["merge_error"] < 0.01
+    assert off(merged, best) < 0.02 and abs(merged.elbo - best.elbo) < 0.01
+    assert merged.num_rows == len(made(kind)[1]["y"]) and merged.info["merged"] == len(parts)
+
+
+def test_what_is_left_after_a_few_rounds_is_told_as_it_is():
+    blocks, parts = cut("logistic", "sorted")
+    with pytest.warns(UserWarning, match=r"may still be 0\.\d+ standard deviations .* take more rounds"):
+        one = Posterior.merge(parts, data=blocks, rounds=1)
+    np.testing.assert_allclose(one.mean, Posterior.merge(parts).mean, rtol=1e-8)
+    np.testing.assert_allclose(one.info["merge_error"], off(one, best_of("logistic")), rtol=0.3)
+    assert not one.info["converged"] and one.elbo < best_of("logistic").elbo - 1e-3
+    many = Posterior.merge(parts, data=blocks, rounds=4)
+    assert many.info["rounds"] == 4 and off(many, best_of("logistic")) < 1e-3
+
+
+def test_single_precision_meets_the_best_gaussian_too():
+    model, _ = made("logistic")
+    with jax.enable_x64(False):
+        blocks, method = cut("logistic", "sorted")[0], RVGA(model)
+        merged = Posterior.merge([method.run(block, progress_bar=False) for block in blocks], data=blocks)
+        assert merged.mean.dtype == np.float32
+    assert off(merged, best_of("logistic")) < 0.02 and abs(merged.elbo - best_of("logistic").elbo) < 0.01
+
+
+def test_rows_that_are_skipped_are_skipped_in_every_round():
+    model, data = made("logistic")
+    spoilt = {name: np.insert(array, 5, np.nan, axis=0) for name, array in data.items()}
+    blocks, method = [{n: x[part] for n, x in spoilt.items()} for part in (slice(0, 300), slice(300, 801))], RVGA(model)
+    parts = [method.run(block, on_bad_row="skip", progress_bar=False) for block in blocks]
+    merged = Posterior.merge(parts, data=blocks)
+    assert off(merged, best_of("logistic")) < 0.02 and merged.num_rows == 800
+
+
+def test_what_cannot_be_solved_for_again_is_refused(tmp_path):
+    blocks, parts = cut("logistic", "shuffled")
+    model, _ = made("logistic")
+    with pytest.raises(ValueError, match="rounds=3 solves for the parts again, and needs their rows"):
+        Posterior.merge(parts, rounds=3)
+    with pytest.raises(ValueError, match="rounds must be 'auto' or a positive integer, not 0"):
+        Posterior.merge(parts, data=blocks, rounds=0)
+    with pytest.raises(ValueError, match="rows of each of the 8 parts, and holds 7 blocks"):
+        Posterior.merge(parts, data=blocks[1:])
+    with pytest.raises(ValueError, match="block 0 of data does not hold the rows that part 0 has taken in"):
+        Posterior.merge(parts, data=[blocks[1], blocks[0], *blocks[2:]])
+    parts[0].save(tmp_path / "part")
+    with pytest.raises(ValueError, match="part 0 cannot be solved for again"):
+        Posterior.merge([Posterior.load(tmp_path / "part", model), *parts[1:]], data=blocks)
+    online = [BONG(model).run(block, progress_bar=False) for block in blocks[:2]]
+    with pytest.raises(ValueError, match="rounds are for posteriors of RVGA"):
+        Posterior.merge(online, data=blocks[:2])
+
+
+# ---------------------------------------------------------------------- damping
+PRECISION, LINEAR = np.array([1.0, 1.0]), np.array([2.0, -0.5])  # of the rows of two parts; the prior is N(0, 1)
+
+
+def state_of(precision, linear):
+    variance = 1 / precision
+    return new_state(jnp.array([variance * linear]), jnp.array([[np.sqrt(variance)]]), None)
+
+
+def natural(state):
+    precision = 1 / float(state.root[0, 0]) ** 2
+    return np.array([precision, precision * float(state.mean[0])])
+
+
+def overshooting(seen):
+    """Parts whose solves go three times as far as they should: undamped, errors double in every round."""
+    target = np.array([1 + PRECISION.sum(), LINEAR.sum()])
+
+    def look(state, _):
+        seen.append(state)
+        precision, linear = natural(state)
+        shift = linear / precision - target[1] / target[0]
+        divergence = 0.5 * (target[0] / precision - 1 + np.log(precision / target[0]) + target[0] * shift**2)
+        root = np.asarray(state.root)
+        nothing = Sums(*[np.zeros(0)] * 4)
+        return Look(-divergence, nothing, -root[0] * target[0] * shift, root * target[0] * root, 0.0)
+
+    def solve(cavities):
+        after = []
+        for cavity, *exact in zip(cavities, PRECISION, LINEAR):
+            own = natural(seen[-1]) - natural(cavity)
+            after.append(state_of(*(natural(cavity) + own + 3 * (np.array(exact) - own))))
+        return after
+
+    return Parts(solve, lambda state: None, look, lambda state: state)
+
+
+def test_steps_that_lower_the_bound_or_leave_no_gaussian_are_halved():
+    seen = []
+    prior = state_of(1.0, 0.0)
+    together_indefinite = [state_of(0.4, 0.1), state_of(0.4, 0.1)]  # each takes 0.6 from a precision of 1
+    result = in_rounds(prior, together_indefinite, overshooting(seen), None)
+    np.testing.assert_allclose(natural(result.state), [3.0, 1.5], rtol=0.02)
+    assert result.errors[0] > 0.5 and result.errors[-1] < 0.01 and len(seen) > len(result.errors)
