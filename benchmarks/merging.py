@@ -1,6 +1,7 @@
 """Merging: posteriors of parts of the data, merged once and in rounds, against the best Gaussian of all rows.
 
 OPENBLAS_NUM_THREADS=1 python -m benchmarks merging [--quick] [--models NAME ...]
+python -m benchmarks merging --draw figures/merging.json
 
 Errors are in standard deviations of the best Gaussian (FixedPointVI's): the largest error of a mean, and the largest
 relative error of a standard deviation. Parts are of rows in random order, and sorted by outcome. Times are of one
@@ -9,6 +10,7 @@ process.
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -79,10 +81,13 @@ def errors(posterior: Posterior, best: Posterior) -> dict[str, float]:
 
 
 def main() -> None:
-    options = parser(__doc__)
+    options = parser(__doc__, drawn=True)
     options.add_argument("--quick", action="store_true", help="fewer rows")
     options.add_argument("--models", nargs="*", default=[], help="beginnings of names; default: all")
     args = options.parse_args()
+    if args.draw is not None:
+        draw(json.loads(args.draw.read_text()), args.draw.with_suffix(".png"))
+        return
     numpyro.enable_x64()
     num_rows, report = 6_400 if args.quick else 128_000, Report(args.output / "merging.json")
     for name, model, data in cases(num_rows):
@@ -109,7 +114,6 @@ def main() -> None:
                     rounds=merged.info.get("rounds", 1),
                     merge_errors=np.asarray(merged.info.get("merge_errors", [])).tolist(),
                 )
-    draw(report.rows, args.output / "merging.png")
 
 
 def timed(call: Callable[[], Any]) -> tuple[Any, float]:
@@ -119,15 +123,13 @@ def timed(call: Callable[[], Any]) -> tuple[Any, float]:
     return found, time.process_time() - started
 
 
-def draw(rows: list[dict[str, Any]], path: Path) -> None:
+def draw(results: dict[str, Any], path: Path) -> None:
     """The error after each round, for each model and order."""
     import matplotlib.pyplot as plt
 
-    rows = [row for row in rows if row.get("merge_errors")]
+    rows = [row for row in results["cases"] if row.get("merge_errors")]
     names = list(dict.fromkeys(row["model"] for row in rows))
-    figure, axes = plt.subplots(
-        1, max(len(names), 1), figsize=(4 * max(len(names), 1), 3.2), sharey=True, squeeze=False
-    )
+    figure, axes = plt.subplots(1, len(names), figsize=(4 * len(names), 3.2), sharey=True, squeeze=False)
     for name, ax in zip(names, axes[0]):
         for row in (row for row in rows if row["model"] == name):
             style = "-" if row["order"] == "random" else "--"
