@@ -128,14 +128,14 @@ def _stored_state(state: Any) -> dict | None:
     """What the Gaussian does not tell of a state: it is stored only if there is more to it."""
     if not isinstance(state, State) or state.prior_factor is None:
         return None
-    return state._asdict() | {"prior_site": state.prior_factor._asdict(), "num_rows": int(state.num_rows)}
+    return state._asdict() | {"prior_factor": state.prior_factor._asdict(), "num_rows": int(state.num_rows)}
 
 
 def _state(stored: Mapping[str, Any] | None) -> State | None:
     if stored is None:
         return None
-    site, count = CanonicalGaussian(**stored["prior_site"]), Count.of(stored["num_rows"])
-    return jax.tree.map(jnp.asarray, State(**{**stored, "prior_site": site, "num_rows": count}))
+    factor, count = CanonicalGaussian(**stored["prior_factor"]), Count.of(stored["num_rows"])
+    return jax.tree.map(jnp.asarray, State(**{**stored, "prior_factor": factor, "num_rows": count}))
 
 
 def _stored_constants(constants: PriorConstants) -> dict:
