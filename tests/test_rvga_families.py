@@ -118,6 +118,17 @@ def test_implicit_steps_end_nearer_to_the_best_gaussian_than_explicit_ones_under
     assert divergence("implicit") < 0.8 * divergence("explicit")
 
 
+def test_memory_is_linear_in_the_number_of_parameters():
+    """A matrix of all parameters would take 20 GB. Two rows that share no column do not know of each other."""
+    X = np.zeros((2, 50_000))
+    X[0, :20_000], X[1, 20_000:] = 0.01, 0.02
+    both, first = ({"X": X[:n], "y": np.ones(n)} for n in (2, 1))
+    method = RVGA(logistic, family="low-rank", rank=2, shuffle=False)
+    of_both, of_first = (method.run(rows, progress_bar=False).mean for rows in (both, first))
+    np.testing.assert_allclose(of_both[:20_000], of_first[:20_000], rtol=1e-6)
+    assert np.ptp(of_both[20_000:]) < 1e-6 and of_both[-1] > 0
+
+
 def test_the_functional_form_is_run_and_posteriors_go_on():
     rows = data(12)
     method = RVGA(logistic, family="diagonal", shuffle=False)

@@ -71,7 +71,7 @@ class Learner:
             better = self._first_better(params, step, rise, bounds[-1], chunks, start)
             if better is None:
                 return Learned(params, start, bounds, rise <= tolerance)
-            params, (bound, slope, start, _) = better
+            params, (bound, slope, start, *_) = better
             bounds.append(float(bound))
             bar.update(1)
             bar.set_postfix(bound=f"{bounds[-1]:.6g}", refresh=False)
