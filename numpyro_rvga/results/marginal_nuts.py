@@ -41,7 +41,7 @@ def integrate_by_nuts(
         return jnp.where(finite, -found.bound, jnp.inf), jnp.where(finite, slope, 0.0)
 
     potential.defvjp(_potential_and_slope, lambda slope, factor: (factor * slope,))
-    kernel = NUTS(potential_fn=potential, dense_mass=True)
+    kernel = NUTS(potential_fn=potential)  # a dense mass of many entries takes more than this warm-up to learn
     chains = MCMC(
         kernel,
         num_warmup=NUM_WARMUP,
