@@ -193,6 +193,12 @@ def test_importance_has_the_evidence_of_dense_quadrature():
     assert abs(np.log(found.std() / deviation)) < 0.03
 
 
+def test_importance_is_exact_where_rows_are_normal():
+    posterior = FixedPointVI(eight_schools, integrate=["tau"], marginal="importance").run(SCHOOLS, progress_bar=False)
+    np.testing.assert_allclose(posterior.elbo, exact_schools()[0], atol=2e-3)
+    assert posterior.info["elbo_error"] < 1e-4
+
+
 def network(x, y=None):
     sigma = numpyro.sample("sigma", dist.HalfNormal(1))
     inner = numpyro.sample("inner", dist.Normal(0, 1).expand([2, 40]).to_event(2))

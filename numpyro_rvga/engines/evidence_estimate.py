@@ -12,6 +12,7 @@ from jax import Array
 
 from ..core.factors import Factors, Kind
 from ..core.grouped_importance import Estimate, Groups, Quadratic, Summands, independent_groups, log_integral
+from ..core.jacobians import SparseJacobian, times_root
 from ..core.joint import base_terms
 from ..model.arguments import PARAMS
 from .joint_solver import JointProblem, RowChunks
@@ -112,7 +113,15 @@ def _summands(kinds: tuple[Kind, ...], factors: tuple[Factors, ...]) -> list[Sum
         nothing = jnp.zeros((*predictors.shape, predictors.shape[1]), predictors.dtype)
         return jax.vmap(kind.plugin)(predictors, nothing, constants)[0]
 
-    return [Summands(partial(density, kind), f.predictors, f.jacobian, f.constants) for kind, f in zip(kinds, factors)]
+    def dense(jacobian: Array | SparseJacobian) -> Array:
+        if isinstance(jacobian, SparseJacobian):
+            return times_root(jacobian, jnp.eye(jacobian.size, dtype=jacobian.values.dtype))
+        return jacobian
+
+    return [
+        Summands(partial(density, kind), f.predictors, dense(f.jacobian), f.constants)
+        for kind, f in zip(kinds, factors)
+    ]
 
 
 def _unstacked(rows: dict[str, Array], weights: Array) -> list[dict[str, Array]]:
