@@ -24,7 +24,6 @@ from .recursion import (
     State,
     StepInfo,
     predictor_scales,
-    quadratic_at,
     summarise,
 )
 
@@ -160,7 +159,7 @@ def _divide(state: State, factors: tuple[Factors, ...], row_factors: tuple[RowFa
     size = state.mean.shape[0]
     precision, linear, constant = jnp.eye(size, dtype=state.mean.dtype), jnp.zeros_like(state.mean), base.constant
     if state.prior_factor is not None:
-        value, slope = quadratic_at(state.prior_factor, state.mean)
+        value, slope = state.prior_factor.at(state.mean)
         precision = precision - state.root.T @ state.prior_factor.precision @ state.root
         linear, constant = linear - state.root.T @ slope, constant - value
     for block, site in zip(factors, row_factors or ()):

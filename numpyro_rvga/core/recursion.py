@@ -39,6 +39,12 @@ class CanonicalGaussian(NamedTuple):
     constant: Array
     centre: Array
 
+    def at(self, theta: Array) -> tuple[Array, Array]:
+        """Logarithm and gradient."""
+        change = theta - self.centre
+        product = self.precision @ change
+        return self.constant + self.linear @ change - 0.5 * change @ product, self.linear - product
+
 
 class State(NamedTuple):
     """q = N(mean, root root^T) after ``num_rows`` rows.
@@ -103,13 +109,6 @@ class StepInfo(NamedTuple):
 def new_state(mean: Array, root: Array, prior_factor: CanonicalGaussian | None) -> State:
     zero = jnp.zeros((), mean.dtype)
     return State(mean, jnp.zeros_like(mean), root, zero, prior_factor, Count.of(0))
-
-
-def quadratic_at(site: CanonicalGaussian, theta: Array) -> tuple[Array, Array]:
-    """Value and gradient at theta."""
-    delta = theta - site.centre
-    pull = site.precision @ delta
-    return site.constant + site.linear @ delta - 0.5 * delta @ pull, site.linear - pull
 
 
 def summarise(

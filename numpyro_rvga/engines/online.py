@@ -16,7 +16,7 @@ from ..core.compilation import Compiled
 from ..core.count import Count
 from ..core.estimators import Observation, implicit, make_estimator
 from ..core.gaussians import DiagonalGaussian, Family, FullGaussian, LowRankGaussian, converted
-from ..core.recursion import CanonicalGaussian, State, quadratic_at
+from ..core.recursion import CanonicalGaussian, State
 from ..core.rules import Rule, Updated, iterate, update
 from ..model.outcomes import check_can_be_drawn, drawn_log_likelihood
 from ..model.predictive import log_predictive
@@ -312,7 +312,7 @@ def _marginal(q: Family, places: np.ndarray) -> FullGaussian:
 def _divided(q: FullGaussian, site: CanonicalGaussian) -> FullGaussian:
     """q divided by ``site``."""
     root = jnp.linalg.inv(jnp.linalg.cholesky(_precision(q.root) - site.precision)).T
-    _, slope = quadratic_at(site, q.mean)
+    _, slope = site.at(q.mean)
     return FullGaussian(q.mean - root @ (root.T @ slope), root)
 
 
