@@ -157,11 +157,17 @@ def updated(
 
 
 def solve(
-    search: Search, steps: Steps, state: SolverState, on_step: Callable[[Progress], None] | None = None
+    search: Search,
+    steps: Steps,
+    state: SolverState,
+    on_step: Callable[[Progress], None] | None = None,
+    *,
+    enough: float = 0.0,
 ) -> SolverState:
     """The state where the search ends; its :func:`solution` is q.
 
     :param on_step: called after each accepted step, and at the start.
+    :param enough: squared natural gradient at which the search is left unfinished; it can go on from there.
     """
     started, iterations, decrement, more = False, 0, math.nan, True
     while more:
@@ -173,7 +179,8 @@ def solve(
         if on_step is not None and progress.step > 0 and (not started or progress.iterations > iterations):
             on_step(progress)
         started, iterations = bool(progress.step > 0), int(progress.iterations)
-        more, decrement = bool(progress.unfinished), float(progress.decrement)
+        decrement = float(progress.decrement)
+        more = bool(progress.unfinished) and not (started and decrement <= enough)
     return state
 
 

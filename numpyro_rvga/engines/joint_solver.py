@@ -20,7 +20,7 @@ from ..core.objective import is_conservative, is_log_concave
 from ..core.precisions import PrecisionForm
 from ..core.recursion import RowFactors, State, StepInfo
 from .devices import Devices
-from .starts import NUM_CHECKS, NUM_RETRIES, best_of
+from .starts import NEAR, NUM_CHECKS, NUM_RETRIES, are_apart, best_of
 
 
 class RowChunks(NamedTuple):
@@ -140,16 +140,22 @@ class JointSolver:
             lambda at, evaluated: self._update(problem, form, at, evaluated, search=search),
         )
 
-        def finished(state: SolverState, on_step: Callable[[Progress], None] | None = None) -> tuple[State, StepInfo]:
-            ended = solve(search, steps, state, on_step)
-            return self._finish(problem, form, ended, num_rows, search=search, with_absorbed=with_absorbed)
+        def finished(state: SolverState) -> tuple[State, StepInfo]:
+            return self._finish(problem, form, state, num_rows, search=search, with_absorbed=with_absorbed)
 
-        first = finished(state, on_step)
+        first = finished(solve(search, steps, state, on_step))
         if other_means is None:
             return first
-        again = NUM_CHECKS if bool(first[1].converged) else NUM_RETRIES
-        means = [other_means(first[0], number) for number in range(again)]
-        return best_of([first, *[finished(maximize.init(search, form, mean)) for mean in means]])
+        found = [first]
+        has_converged = bool(first[1].converged)
+        for number in range(NUM_CHECKS if has_converged else NUM_RETRIES):
+            state = maximize.init(search, form, other_means(first[0], number))
+            if has_converged:  # most searches come near the first one's end: then there is no need to go on
+                state = solve(search, steps, state, enough=NEAR)
+                if not are_apart(finished(state), first):
+                    continue
+            found.append(finished(solve(search, steps, state)))
+        return best_of(found)
 
     def _begun(self, problem: Any, *, search: Search) -> Start:
         return self._joint(search, problem).start()

@@ -18,12 +18,13 @@ from scipy.special import softmax
 from ..core.recursion import State, StepInfo
 from ..model.tracing import REACH
 
-MOST_NUMBERS = 2**21  # in the Jacobians, of searches that are worth repeating
+MOST_NUMBERS = 2**18  # in the Jacobians, of searches that are worth repeating
 MOST_PARAMETERS = 200
 NUM_CHECKS = 2  # starts besides the first, for a search that has converged,
 NUM_RETRIES = 4  # and for one that has not
 BETTER = 1e-3  # nats: a bound that is higher
 FAR = 2.0  # standard deviations: other modes
+NEAR = 0.01  # nats: a squared natural gradient at which q is a tenth of a standard deviation from its mode
 LOWEST = 7.0  # nats: modes of lower bounds have less than a thousandth of the posterior
 NOTICEABLE = 0.01  # of the posterior in other modes
 
@@ -55,13 +56,13 @@ def best_of(found: Sequence[Found]) -> Found:
     best = 0 if candidates[0] and bounds[0] >= bounds[highest] - BETTER else highest
     apart = [best]
     for i in np.argsort(-bounds, kind="stable"):
-        if candidates[i] and bounds[i] > bounds[best] - LOWEST and all(_are_apart(usable[i], usable[j]) for j in apart):
+        if candidates[i] and bounds[i] > bounds[best] - LOWEST and all(are_apart(usable[i], usable[j]) for j in apart):
             apart.append(int(i))
     state, info = usable[best]
     return state, info._replace(modes=tuple(bounds[apart].tolist()) if len(apart) > 1 else ())
 
 
-def _are_apart(one: Found, other: Found) -> bool:
+def are_apart(one: Found, other: Found) -> bool:
     """Whether some mean differs by more than the standard deviations of both."""
     a, b = one[0], other[0]
     deviations = [np.sqrt(np.sum(np.asarray(state.root, np.float64) ** 2, axis=1)) for state in (a, b)]
