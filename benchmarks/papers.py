@@ -11,7 +11,8 @@ Parts, and the figures whose settings they take:
 - families: the same for families of Gaussians, with diagonal Kalman filters and stochastic gradient descent (the same
   paper, figures 2, 6, 8; "Diagonal extended Kalman filters", figures 1 and 4);
 - rates: NLPD of a network for regression by rows absorbed, for learning rates ("Bayesian online natural gradient",
-  figures 9 to 13).
+  figures 9 to 13);
+- claims: a table of what the papers say of rules, curvatures and families, and whether it holds.
 
 The networks learn scikit-learn's digits, and a simulated robot arm; with ``--data`` they learn MNIST, which takes about
 two hours, and SARCOS. Curves against time have benchmarks of their own: ``fixed_point`` ("A fixed-point operator for
@@ -32,6 +33,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))  # their problems are taken over
 
+from _paper_claims import claims
 from _paper_networks import families, rules
 from _paper_posteriors import posteriors
 from _paper_rates import rates
@@ -39,7 +41,7 @@ from _results import parser, write
 from matplotlib.ticker import LogLocator, NullLocator
 from plots import plt, save
 
-PARTS = {"posteriors": posteriors, "rules": rules, "families": families, "rates": rates}
+PARTS = {"posteriors": posteriors, "rules": rules, "families": families, "rates": rates, "claims": claims}
 
 
 def draw(results: dict[str, Any], path: Path) -> None:
@@ -84,7 +86,8 @@ def main() -> None:
         path = arguments.output / f"papers_{name}.json"
         for panels in PARTS[name](arguments.data, arguments.quick):  # those that there are so far
             results = write(panels, path)
-        draw(results, path.with_suffix(".png"))
+        if name != "claims":  # a table
+            draw(results, path.with_suffix(".png"))
 
 
 if __name__ == "__main__":

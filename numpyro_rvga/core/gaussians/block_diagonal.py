@@ -11,7 +11,7 @@ import numpy as np
 from jax import Array
 from jax.scipy.linalg import block_diag
 
-from ..linalg import cholesky
+from ..linalg import cholesky, row_space
 from .full import FullGaussian
 from .steps import ExpectedDerivatives, Transition, nan_if_invalid
 
@@ -115,7 +115,11 @@ class BlockDiagonalGaussian:
             return self.natural_step(held, 1.0, "natural").moved(shift)
 
         def shrunk(root: Array, part: Array) -> Array:
-            return root @ cholesky(jnp.eye(len(root), dtype=root.dtype) - part.T @ gain @ part)
+            narrow = len(part) < len(root)  # then the change is in the space of its rows
+            reduced, basis = row_space(part) if narrow else (part, jnp.eye(len(root), dtype=root.dtype))
+            identity = jnp.eye(len(basis), dtype=root.dtype)
+            change = cholesky(identity - reduced.T @ gain @ reduced) - identity
+            return root + (root @ basis.T @ change) @ basis
 
         roots = tuple(map(shrunk, self.roots, self._split(spread)))
         return nan_if_invalid(BlockDiagonalGaussian(self.mean + shift, roots))
