@@ -169,3 +169,24 @@ def test_errors_name_part_and_row_and_only_what_may_succeed_is_tried_again(clien
         distributed.run(RVGA(model), [{}, good], client=client)
     with pytest.raises(ValueError, match="part 1 and part 0 have taken in the same 50 rows"):
         distributed.run(RVGA(model), [good, good], client=client)
+
+
+def test_a_cluster_without_workers_is_waited_for_with_a_warning(monkeypatch):
+    monkeypatch.setattr(distributed, "PATIENCE", 0.2)
+    rng, solve = np.random.default_rng(3), distributed._Cluster.solve
+    part = {"X": rng.normal(size=(50, 2)), "y": rng.normal(size=50)}
+    with (
+        dask_distributed.LocalCluster(n_workers=0, processes=False, dashboard_address=":0") as cluster,
+        dask_distributed.Client(cluster) as client,
+    ):
+        later = threading.Timer(1.0, cluster.scale, [1])
+
+        def solve_after_a_while(self, cavities):
+            later.start()
+            return solve(self, cavities)
+
+        monkeypatch.setattr(distributed._Cluster, "solve", solve_after_a_while)
+        with pytest.warns(UserWarning, match="the cluster has no workers left"):
+            found = distributed.run(RVGA(model), [part], rounds=1, client=client, progress_bar=False)
+        later.join()
+    assert found.num_rows == 50
