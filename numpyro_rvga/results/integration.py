@@ -31,7 +31,7 @@ from ..model.rows import Rows, num_rows
 from ..options import MARGINALS, Options, check_choice, default_key
 from ..progress import progress
 from .arviz import smoothed
-from .marginal_nuts import integrate_by_nuts
+from .marginal_nuts import has_mixed, integrate_by_nuts
 
 if TYPE_CHECKING:
     from .posterior import Posterior
@@ -42,9 +42,7 @@ MOST_ON_LATTICE = 2  # parameters
 MOST_BY_IMPORTANCE = 6
 MOST_INTEGRATED = 200
 LEAST_SHARE = 0.02  # effective sample size over the number of points, below which NUTS takes over
-MOST_R_HAT = 1.05
 MOST_PARAMETERS = 500
-LEAST_DRAWS = 100  # effective
 UNSETTLED = 0.1  # standard deviations
 MOST_KHAT = 0.7
 CONVERGED = 0.999  # of the mass, at points where the bound is maximized
@@ -296,7 +294,7 @@ def _warn(integral: Integral, sites: tuple[str, ...]) -> None:
             f"the moments of {names} still change by {info['change_at_doubled_spacing']:.2f} standard deviations as "
             "the lattice of points is refined."
         )
-    if info.get("r_hat", 1.0) > MOST_R_HAT or info.get("effective_sample_size", np.inf) < LEAST_DRAWS:
+    if info["method"] == "nuts" and not has_mixed(info):
         problems.append(
             f"the chains of {names} have not mixed: R-hat = {info['r_hat']:.2f}, and "
             f"{info['effective_sample_size']:.0f} effective draws. Compare with NUTS, started from posterior.nuts()."

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +18,14 @@ from ..engines.nested import Design, Integral, Marginal, Mode, Moments
 NUM_CHAINS = 2
 NUM_WARMUP, NUM_DRAWS = 300, 500  # of each chain
 MOST_NUMBERS = 2**25  # in the roots of all points
+MOST_R_HAT = 1.05
+LEAST_DRAWS = 100  # effective
 BANDWIDTH = 0.02  # of the Gaussians in h, in standard deviations of h: of so many parameters they tell no density
+
+
+def has_mixed(info: Mapping[str, Any]) -> bool:
+    """Whether the chains agree, and their draws are enough; of an integral's ``info``."""
+    return info["r_hat"] <= MOST_R_HAT and info["effective_sample_size"] >= LEAST_DRAWS
 
 
 def integrate_by_nuts(
