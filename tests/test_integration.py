@@ -1,5 +1,7 @@
 """Hyperparameters integrated out: against dense quadrature, NUTS, and the same model written otherwise."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -421,6 +423,8 @@ def test_many_entries_are_drawn_by_nuts_as_by_quadrature():
     np.testing.assert_allclose(np.log(slope.std(0) / deviation), 0, atol=0.1)
     data = {"x": np.eye(7), "y": y}
     assert posterior.khat(data).verdict.startswith("good")
+    apart = dataclasses.replace(posterior, info=posterior.info | {"integration": found | {"r_hat": 1.3}})
+    assert apart.khat(data).verdict.startswith("doubtful. The chains")
     draws = np.asarray(posterior.resample(data, 2000)["posterior"]["slope"])[0]
     np.testing.assert_allclose((draws.mean(0) - mean) / deviation, 0, atol=0.12)
 

@@ -27,6 +27,7 @@ from ..engines.starts import NOTICEABLE, share_of_others
 from ..model.rows import num_rows
 from ..streams.order import seed_of
 from .log_joint import log_joint, rows_with_outcome
+from .marginal_nuts import has_mixed
 from .proposals import draws_with_density, is_of_points
 
 if TYPE_CHECKING:
@@ -42,6 +43,10 @@ SMALL, LARGE = 0.1, 0.5  # standard deviations: moves that do not matter, and th
 SURE = 2.0  # standard errors
 UNSURE = 0.1  # standard error of a move that is too large to tell
 LISTED = 3  # sites that a verdict names
+NOT_MIXED = (
+    "doubtful. The chains of the integrated sites have not mixed, and q is no better than these. Run NUTS from here "
+    "(posterior.nuts())."
+)
 RESAMPLED = 0.7  # Pareto k up to which draws can be resampled
 
 
@@ -125,7 +130,10 @@ def khat(posterior: Posterior, data: Mapping[str, ArrayLike] | tuple, rng_key: A
         *_by_site(shapes, moves, errors),
         can_integrate=not {"integrated", "not_integrated"} & set(posterior.info),
     )
-    return Khat(found.khat, verdict(found, share_of_others(posterior.info)), found.moves, found.errors)
+    text = verdict(found, share_of_others(posterior.info))
+    if is_of_points(posterior) and not has_mixed(posterior.info["integration"]):
+        text = NOT_MIXED
+    return Khat(found.khat, text, found.moves, found.errors)
 
 
 def _draws(posterior: Posterior, rng_key: Array, num_samples: int) -> tuple[Array, np.ndarray, np.ndarray]:
