@@ -13,7 +13,7 @@ from .core.expectations import Expectation
 
 EXPECTATIONS = ("auto", "exact", "probit", "quadrature", "sigma_points", "monte_carlo", "linearized")
 ORDERS = ("auto", 2, 1, 0)
-LOCAL = ("marginal", "prior")
+LOCAL = ("auto", "marginal", "prior")
 MARGINALS = ("bound", "importance")
 
 

@@ -143,8 +143,9 @@ class RVGA:
         their row's density: discrete ones by summing over their states, continuous ones, up to three that enter the
         same terms, by adaptive quadrature, and any number if all is Normal. The quadrature is made for smooth
         integrands with one mode: it does not notice others far away, nor jumps, and ``info["elbo_error"]`` does not
-        include its error. ``"prior"`` (default) takes Normal ones of known scale from their conditional prior, which is
-        then part of q: a looser bound, and the usual one of sparse Gaussian processes.
+        include its error. ``"prior"`` takes Normal ones of known scale from their conditional prior, which is then part
+        of q: a looser bound, and the usual one of sparse Gaussian processes. ``"auto"``: ``"prior"`` where that is
+        possible, and else ``"marginal"``.
     :raises ValueError: for options that do not exist or exclude each other.
 
     :ivar state: of the last run, after the last rows that it took in, also if it was stopped; for :meth:`posterior`.
@@ -176,7 +177,7 @@ class RVGA:
         max_looks: int = 3,
         certificate_tolerance: float = 1e-3,
         mesh: Mesh | None = None,
-        local: str = "prior",
+        local: str = "auto",
     ):
         check_choice("scheme", scheme, SCHEMES)
         check_choice("family", family, tuple(FAMILIES))

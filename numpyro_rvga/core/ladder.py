@@ -25,6 +25,7 @@ from .panels import NODES, normal_integral
 
 EXACT = {64: 1e-8, 32: 1e-6}  # nats: an error of no consequence, by the precision's bits
 SMALL = 1e-5  # of a factor's natural gradient: an error of no consequence, far from the solution
+ENOUGH, FAIRLY_SMALL = {64: 1e-6, 32: 1e-5}, 1e-3  # the same of factors that are integrals themselves
 TENSOR_NODES = {2: ((8, 14), (12, 24)), 3: ((5, 10), (6, 16))}  # across and along: of the rule compared, the one used
 ACROSS = {1: 1, 2: 12, 3: 7}  # nodes, beside panels along the difficult direction
 PANELS = 0.1  # of a factor's tolerance: that of its panels
@@ -68,6 +69,7 @@ def expectations(
     nodes: tuple[np.ndarray, np.ndarray] | None = None,
     *,
     effort: str = "usual",
+    is_integral: bool = False,
 ) -> tuple[Callable, Callable | None]:
     """(means (n, C), covariances (n, C, C), constants (n, ...)) -> E[phi], E[grad phi], E[hess phi] of n factors; and
     -> the same, with the estimated errors, in nats (n,).
@@ -76,10 +78,12 @@ def expectations(
         rule's work is then kept where that is the better one.
     :param effort: ``"few"``: the fifth-degree rule alone, whose errors are not known, in at most three dimensions.
         ``"thorough"``: also the rule that kinks need in two or three dimensions; it takes long to compile.
+    :param is_integral: whether each value of phi is an integral, many times as dear, and no more exact than these.
     """
     if effort == "few":
         return _differentiable(partial(_by_few_nodes, phi), phi, num_predictors), None
-    climb = partial(_climb, phi, num_predictors, nodes, effort == "thorough")
+    tolerances = (ENOUGH, FAIRLY_SMALL) if is_integral else (EXACT, SMALL)
+    climb = partial(_climb, phi, num_predictors, nodes, effort == "thorough", tolerances)
 
     def expect(means: Array, covariances: Array, constants: Any) -> Moments:
         return climb(means, covariances, constants)[0]
@@ -121,12 +125,13 @@ def _climb(
     num_predictors: int,
     nodes: tuple | None,
     thorough: bool,
+    tolerances: tuple[dict[int, float], float],
     means: Array,
     covariances: Array,
     constants: Any,
 ) -> tuple[Moments, Array]:
     num_points = len(_fifth_degree_nodes(num_predictors)[0])
-    first = jax.vmap(partial(_first_rule, phi))
+    first = jax.vmap(partial(_first_rule, phi, tolerances))
     factors, *result = _in_chunks(first, num_points, (means, covariances, constants))
     tolerance, result = factors.tolerance, tuple(result)
     for least, rule, num_points in _finer(num_predictors, nodes, thorough):
@@ -136,13 +141,16 @@ def _climb(
     return result
 
 
-def _first_rule(phi: PHI, mean: Array, covariance: Array, constants: Any) -> tuple[Factor, Moments, Array]:
+def _first_rule(
+    phi: PHI, tolerances: tuple[dict[int, float], float], mean: Array, covariance: Array, constants: Any
+) -> tuple[Factor, Moments, Array]:
     """The factor, and what the fifth-degree rule finds."""
     root, inverse = semidefinite_factor(covariance)
     nothing = jnp.zeros_like(mean)
     factor = Factor(mean, root, inverse, nothing, nothing, nothing[0], constants)
     moments, error, direction, slope = _fifth_degree(phi, factor)
-    tolerance = jnp.maximum(EXACT[jnp.finfo(mean.dtype).bits], SMALL * _size(root, moments))
+    exact, small = tolerances
+    tolerance = jnp.maximum(exact[jnp.finfo(mean.dtype).bits], small * _size(root, moments))
     return factor._replace(direction=direction, slope=slope, tolerance=tolerance), moments, error
 
 

@@ -262,8 +262,9 @@ def selection_of(eqn: Any, indices: Sequence[Index] | None = None) -> Selection 
 
 
 def broadcast_selection(shape: tuple[int, ...], out: tuple[int, ...]) -> Selection:
-    """Axes of length one, stretched."""
-    return Selection(tuple(out), tuple(_stretched(n, axis, out) for axis, n in enumerate(shape)))
+    """Axes of length one, stretched, and new ones in front, as NumPy broadcasts."""
+    new = len(out) - len(shape)
+    return Selection(tuple(out), tuple(_stretched(n, axis, out) for axis, n in enumerate(shape, new)))
 
 
 def _stretched(length: int, axis: int, out: tuple[int, ...]) -> Index:

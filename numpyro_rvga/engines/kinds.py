@@ -203,7 +203,9 @@ def _rule(name: str | ex.Expectation, terms: Terms, options: Options, rng_key: A
     if name != "ladder":
         return of_each(at_density(over_nodes), order == 1)
     few = effort == "few" and sampled
-    expect, measured = expectations(terms.density, terms.num_predictors, nodes, effort="usual" if few else effort)
+    effort = "usual" if few else effort
+    of_terms = terms.density, terms.num_predictors, nodes
+    expect, measured = expectations(*of_terms, effort=effort, is_integral=terms.is_integral)
     return _Rule(expect, at_density(over_nodes if sampled else partial(ex.quadrature, 1)), True, measured)
 
 

@@ -14,8 +14,9 @@ from jax.sharding import Mesh
 from ..model import bad_indices
 from ..model.arguments import BadData, NotRows, checked_rows, whole_data
 from ..model.bad_rows import check_start
-from ..model.failures import readable, why_not_rows
+from ..model.failures import LocalLatents, UnboundedStates, readable, why_not_rows
 from ..model.program import Program
+from ..model.reading_check import check_reading
 from ..model.rows import Rows, num_rows
 from ..options import Options
 from .devices import Devices
@@ -166,9 +167,11 @@ class Engines:
         failures = []
         for variant, evaluates in _as_models_take_them(arrays):
             options = {"whole": True, "evaluates": evaluates, "by_draws": self._is_plain, **self._program_options}
+            options |= {"local": "prior" if self._local == "prior" else "marginal"}
             try:
                 program = Program(self._model, variant, model_kwargs, **options)
                 check_start(program)
+                check_reading(program)
                 program.check_rows(variant)
             except BadData:
                 raise
@@ -177,14 +180,19 @@ class Engines:
                 continue
             program.reason = why_not_rows(reason)
             return program
-        if isinstance(reason, NotRows):
+        if isinstance(reason, (NotRows, UnboundedStates)):
             raise reason from failures[0]
         raise readable(failures[0]) from reason
 
     @property
     def _program_options(self) -> dict[str, Any]:
         prefer_parameters = self._options.scheme == "ekf" or self._options.expectation == "linearized"
-        return {"improper_prior_scale": self._scale, "prefer_parameters": prefer_parameters, "local": self._local}
+        return {"improper_prior_scale": self._scale, "prefer_parameters": prefer_parameters, "local": self._at_first}
+
+    @property
+    def _at_first(self) -> str:
+        """How latent variables of single rows are taken, if that is possible."""
+        return "prior" if self._local == "auto" else self._local
 
     def quick(self, engine: Engine) -> Engine | None:
         """The same by few nodes for each row; None if they are known not to be enough."""
@@ -207,7 +215,12 @@ class Engines:
     def _program(self, rows: Rows, model_kwargs: dict, all_rows: Rows | None) -> Program:
         draws = {"by_draws": self._takes_draws(all_rows)}
         options = {"all_rows": all_rows, "whole": self._whole, **draws, **self._program_options}
-        program = Program(self._model, rows, model_kwargs, **options)
+        try:
+            program = Program(self._model, rows, model_kwargs, **options)
+        except LocalLatents:
+            if self._local != "auto":
+                raise
+            program = Program(self._model, rows, model_kwargs, **options | {"local": "marginal"})
         if not self._whole:
             program.check_independence(rows)
         if program.params.layout.size and not self._batch:

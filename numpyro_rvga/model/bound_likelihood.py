@@ -21,13 +21,13 @@ from . import validation
 from .arguments import ROW
 from .bound_model import _log_prob
 from .bound_prior import BoundPrior
-from .local import Component, RowFacts, components_of, local_terms
+from .local import Component, Draw, RowFacts, components_of, local_terms
 from .recognition import in_tilted_form
 from .row_checks import QuadraticCheck, RowCheck, StatesCheck
 from .rows import common_length, evenly_spread, num_rows, selected
 from .site_terms import site_terms
 from .sparsity import Sparsity, find_sparsity, is_selection
-from .terms import Terms, by_piece, linearise
+from .terms import Terms, by_piece, linearise, over_rows
 from .tracing import (
     SiteRecord,
     elements,
@@ -60,17 +60,21 @@ class BoundLikelihood(BoundPrior):
         """Set the terms. What is returned checks that later rows are like these."""
         self._components, checks = self._find_components(), []
         integrated = self._integrated_terms(rows, row_facts, checks)
-        self.terms = (*self._all_terms(prefer_parameters, by_draws), *[terms for terms, _ in integrated])
+        self.terms = self._all_terms(prefer_parameters, by_draws, [terms for terms, *_ in integrated])
+        self.row_parts = tuple(zip(self._components, [draw for *_, draw in integrated]))
         if self.row_latents is not None:
             states = {name: np.asarray(values) for name, values in self.row_latents.states.items()}
-            self.row_facts = RowFacts(states, tuple(quadratic for _, quadratic in integrated))
-            checks += [StatesCheck(self, name, self._bounds_of_states) for name in states]
+            self.row_facts = RowFacts(states, tuple(quadratic for _, quadratic, _ in integrated))
+            if not self.whole:
+                checks += [StatesCheck(self, name, self._bounds_of_states) for name in states]
         validation.check_local_terms(self)
         self.selections = self._find_selections()
         return checks
 
-    def _all_terms(self, prefer_parameters: bool, by_draws: bool) -> tuple[Terms, ...]:
-        """Those of row sites. Of a whole program they are cut into as many equal pieces as go into all of them."""
+    def _all_terms(self, prefer_parameters: bool, by_draws: bool, integrated: list[Terms]) -> tuple[Terms, ...]:
+        """Those of row sites. Of a whole program they are cut into as many equal pieces as go into all of them.
+
+        :param integrated: of sites that latent variables are integrated out of."""
         theta = jax.ShapeDtypeStruct((self.layout.size + self.local.size,), self.dtype)
         row = self.shared if self.whole else {**self.example_row, **self.shared}
         few = self.whole or self.layout.size <= MOST_PARAMETERS_DRAWN
@@ -81,6 +85,7 @@ class BoundLikelihood(BoundPrior):
             if not terms.by_draws:
                 terms = in_tilted_form(terms, self.dtype, row)._replace(num_local=self.local.size)
             all_terms.append(terms)
+        all_terms += integrated
         if not self.whole:
             return tuple(all_terms)
         all_terms = [terms for terms in all_terms if terms.num_elements]
@@ -95,13 +100,16 @@ class BoundLikelihood(BoundPrior):
 
     def _integrated_terms(
         self, rows: Mapping[str, Array | np.ndarray], facts: RowFacts | None, checks: list[RowCheck]
-    ) -> list[tuple[Terms, bool]]:
-        """With whether the integrand is a Gaussian, which ``checks`` are to find in later rows too."""
+    ) -> list[tuple[Terms, bool, Draw]]:
+        """With whether the integrand is a Gaussian, which ``checks`` are to find in later rows too, and draws of the
+        variables."""
         if self.row_latents is None or not self._components:
             return []
         theta = jax.ShapeDtypeStruct((self.layout.size,), self.dtype)
-        row = {**self.example_row, **self.shared}
-        some = selected(dict(rows), evenly_spread(num_rows(rows), MOST_LOOKED_AT)) | self.shared
+        row = some = self.shared
+        if not self.whole:
+            row = {**self.example_row, **self.shared}
+            some = selected(dict(rows), evenly_spread(num_rows(rows), MOST_LOOKED_AT)) | self.shared
         result = []
         for i, component in enumerate(self._components):
 
@@ -121,7 +129,35 @@ class BoundLikelihood(BoundPrior):
         assert self.row_latents is not None
         size = self.layout.size
         sites = self.layout.unravel(theta[:size]) | self.row_latents.continuous.unravel(theta[size:])
-        return sample_sites(*self._run(row, sites, states=states))
+        return sample_sites(*self._run(self._with_data(row), sites, states=states))
+
+    def _with_data(self, row: Mapping[str, Array]) -> Mapping[str, Array]:
+        """A row, or all data of a whole program."""
+        return {**self.example_row, **row} if self.whole else row
+
+    def row_latents_at(
+        self,
+        rng_key: Array,
+        theta: Array,
+        row: Mapping[str, Array],
+        known: Mapping[str, Array],
+        states: Mapping[str, Array],
+    ) -> dict[str, Array]:
+        """Values of the latent sites of one row.
+
+        :param known: unconstrained values of some, and ``states`` of discrete ones; others are drawn.
+        """
+        assert self.row_latents is not None
+        sites = self.layout.unravel(theta) | dict(known)
+        found = sample_sites(*self._run(self._with_data(row), sites, rng_key, states=states))
+        return {name: found[name].value for name in self.row_latents.site_names}
+
+    @functools.cached_property
+    def row_latent_axes(self) -> dict[str, int]:
+        """The axis of a latent site of single rows along which rows lie."""
+        several = self._describe(self.example_rows)[0]
+        shapes = {name: (self.sites[name].value_shape, several[name].value_shape) for name in self.local_names}
+        return {name: next(i for i, n in enumerate(one) if n != two[i]) for name, (one, two) in shapes.items()}
 
     def _find_selections(self) -> frozenset[str]:
         """Sites each of whose terms depends on one entry of theta."""
@@ -161,13 +197,14 @@ class BoundLikelihood(BoundPrior):
 
         :param rows: as :meth:`inputs` gives them.
         """
-        if self.whole:
-            names = self._row_sites if site is None else (site,)
-            terms = self._log_probs(theta, self.example_row, names)
-            return {name: self._rows_first(name, jnp.atleast_1d(terms[name])) for name in names}
         integrated = {terms.site: terms for terms in self.terms if terms.site in self._integrated}
         outside = [name for name in self._row_sites if name not in self._tied]
         names = [name for name in (*outside, *integrated) if site in (None, name)]
+        if self.whole:
+            others = [name for name in names if name not in integrated]
+            terms = self._log_probs(theta, self.example_row, others) if others else {}
+            found = {name: self._rows_first(name, jnp.atleast_1d(terms[name])) for name in others}
+            return found | {n: self._log_sums(integrated[n], theta, rows) for n in names if n in integrated}
         axes = self._row_axes
 
         def one(row):
@@ -190,6 +227,14 @@ class BoundLikelihood(BoundPrior):
 
     def _rows_first(self, site: str, terms: Array) -> Array:
         return jnp.moveaxis(terms, min(self.row_axis(site), terms.ndim - 1), 0)
+
+    def _log_sums(self, terms: Terms, theta: Array, rows: Mapping[str, Array]) -> Array:
+        """Of a whole program's terms that latent variables are summed out of, one after the other."""
+
+        def one(row, element):
+            return terms.density(terms.predictors(theta, row, element), terms.constants(row, element))
+
+        return over_rows(one, terms.num_elements, {**rows, **self.shared}).ravel()
 
     def _log_integral(self, terms: Terms, theta: Array, row: Mapping[str, Array]) -> Array:
         """Of one row's terms, in the shape of the outcomes if these are what remains, and else in all."""

@@ -131,6 +131,8 @@ class BoundModel:
         if not self.whole:
             of_two, _ = validation.describe_few(self._describe, self.example_rows, "two rows", observed)
             of_rows = validation.local_latents(self.sites, of_two, self.row_plates, marginal=marginal)
+        elif marginal:
+            of_rows = self._discrete_sites()
         validation.check_continuous(self.sites, of_rows, "marginal" if marginal else "prior")
         latents = {n: s.unconstrained_shape for n, s in self.sites.items() if not (s.is_observed or s.is_discrete)}
         self.layout = layout_of({name: shape for name, shape in latents.items() if name not in of_rows})
@@ -140,6 +142,14 @@ class BoundModel:
             self.row_latents = self._find_row_latents(own, rows, row_facts)
         else:
             self.local = own
+
+    def _discrete_sites(self) -> frozenset[str]:
+        """The discrete latent sites of a whole program."""
+        found: list = []
+        self.abstractly(lambda rows: found.append(self._run(rows, {})[1].scanned) or 0, self.example_row)
+        names = frozenset(name for name, site in self.sites.items() if site.is_discrete and not site.is_observed)
+        validation.check_no_chain(names & found[0])
+        return names
 
     def _choose_examples(self, rows: Mapping[str, Array | np.ndarray]) -> None:
         """Two rows and one of them, to find things out; all of them, twice, if the model takes no fewer."""
@@ -190,7 +200,7 @@ class BoundModel:
 
         def at(place):
             values = {n: states[jnp.minimum(place, len(states) - 1)] for n, states in other_states.items()}
-            arrays = {n: jnp.asarray(array) for n, array in rows.items()}
+            arrays = dict(rows) if self.whole else {n: jnp.asarray(array) for n, array in rows.items()}
             records = sample_sites(*self._run(arrays, {}, states=values))
             return jnp.stack(bounds_of(name, peel(records[name].fn)[0]))
 

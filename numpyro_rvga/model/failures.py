@@ -10,6 +10,11 @@ import jax
 from .arguments import NotRows
 
 PACKAGES = ("jax", "jaxlib", "numpy", "numpyro", "numpyro_rvga")
+FORWARD = (
+    "States that follow one another in time are summed out by the forward algorithm, in the model: alpha = "
+    "logsumexp(alpha[:, None] + log_transition, axis=0) + log_emission[t] in a lax.scan over t, and then "
+    "numpyro.factor('y', logsumexp(alpha))."
+)
 NEED_NUMBERS = (
     jax.errors.ConcretizationTypeError,
     jax.errors.TracerArrayConversionError,
@@ -21,6 +26,14 @@ NEED_NUMBERS = (
 
 class CoupledRows(NotImplementedError):
     """The model cannot be run on some of the rows alone."""
+
+
+class LocalLatents(CoupledRows):
+    """Latent variables of single rows for which their conditional prior cannot stand."""
+
+
+class UnboundedStates(NotImplementedError):
+    """Discrete latent variables with too many states to sum over."""
 
 
 def needs_numbers(error: BaseException | None) -> bool:

@@ -26,6 +26,7 @@ from ..core.compilation import at_once
 from ..core.linalg import cholesky, solve_lower
 from ..core.local_integrals import MAX_DIMENSIONS, log_integral, place_nodes
 from ..core.symbolic import Factorisation, factorise
+from .failures import FORWARD, UnboundedStates
 from .layout import Layout
 from .terms import Arrays, Terms, over_rows
 from .tracing import SiteRecord, elements
@@ -34,6 +35,7 @@ MAX_STATES = 1024  # of a row's discrete latents together
 PROBES = 3  # places at which dependence is looked for
 QUADRATIC = {32: 1e-3, 64: 1e-8}  # by how much second derivatives may differ, relative to their size
 Records = Callable[[Array, Arrays, Mapping[str, Array]], dict[str, SiteRecord]]
+Draw = Callable[[Array, Array, Arrays, Array], tuple[Array, Array]]
 
 
 class LocalSites(NamedTuple):
@@ -97,14 +99,14 @@ class Component(NamedTuple):
 def bounds_of(site: str, fn: Any) -> tuple[Array, Array]:
     """The smallest and the largest value that a discrete latent may take.
 
-    :raises NotImplementedError: naming the site, if its states are not the integers between two.
+    :raises UnboundedStates: naming the site, if its states are not the integers between two.
     """
     support = fn.support
     if support is constraints.boolean:
         return jnp.asarray(0), jnp.asarray(1)
     low, high = getattr(support, "lower_bound", None), getattr(support, "upper_bound", None)
     if fn.event_shape or low is None or high is None or not fn.is_discrete:
-        raise NotImplementedError(
+        raise UnboundedStates(
             f"site {site!r} is a discrete latent variable of each row without a largest value ({type(fn).__name__}), "
             "and only sums over finitely many states are taken. Cut it off where the rest does not matter: "
             f"numpyro.sample({site!r}, dist.Categorical(logits=dist.Poisson(rate).log_prob(jnp.arange(50)))), with the "
@@ -116,11 +118,11 @@ def bounds_of(site: str, fn: Any) -> tuple[Array, Array]:
 def states_between(site: str, low: int, high: int) -> np.ndarray:
     """The values (M,) that a discrete latent may take.
 
-    :raises NotImplementedError: naming the site, if they are too many.
+    :raises UnboundedStates: naming the site, if they are too many.
     """
     values = np.arange(low, high + 1)
     if len(values) > MAX_STATES:
-        raise NotImplementedError(
+        raise UnboundedStates(
             f"site {site!r} is a discrete latent variable of each row with {len(values)} states, and sums are taken "
             f"over up to {MAX_STATES}. Let a continuous variable stand for it, or bound it by what the data allow."
         )
@@ -140,6 +142,8 @@ def components_of(
     owner = np.concatenate([np.full(n, i) for i, n in enumerate(counts)])
     place = np.concatenate([np.arange(n) for n in counts])
     num_continuous = local.continuous.size
+    for number, (name, i) in enumerate(local.entries):  # where all states are equally likely too
+        depends[np.cumsum([0, *counts])[names.index(name)] + i, num_continuous + number] = True
     groups: dict[tuple, list] = {}
     tied = {names[i] for i in owner[depends.any(axis=1)]}
     for terms, variables in _connected(depends):
@@ -159,6 +163,7 @@ def components_of(
         outcomes = {name: x for name, x in sites.items() if name in observed}
         if not outcomes:
             continue  # what nothing is observed of integrates to one
+        _check_number(owners, math.prod([len(local.states[name]) for name in owners]))
         states = np.array(list(itertools.product(*[np.asarray(local.states[name]) for name in owners])))
         components.append(
             Component(
@@ -174,6 +179,16 @@ def components_of(
     return tuple(
         c if names.count(c.name) == 1 else c._replace(name=f"{c.name} ({i})") for i, c in enumerate(components)
     )
+
+
+def _check_number(owners: tuple[str, ...], number: int) -> None:
+    """:raises UnboundedStates: naming the sites, if their joint states are too many."""
+    if number > MAX_STATES:
+        names = ", ".join(map(repr, dict.fromkeys(owners)))
+        raise UnboundedStates(
+            f"site {names}: {len(owners)} discrete latent variables enter the same terms, and have {number:.3g} states "
+            f"together; sums are taken over up to {MAX_STATES}. {FORWARD}"
+        )
 
 
 def _dependence(records, local, size, dtype, row, names) -> tuple[np.ndarray, list[int]]:
@@ -199,10 +214,14 @@ def _dependence(records, local, size, dtype, row, names) -> tuple[np.ndarray, li
     def look(theta, states):
         slopes = jax.jacfwd(lambda z: flat(theta.at[size:].set(z), states))(theta[size:]) != 0
         moves = []
-        for name, i in entries:
-            values = of_one(theta, states, name, i)
-            moves.append(jnp.any(values != values[:1], axis=0))  # NaN differs from all
-        return jnp.concatenate([slopes, *[m[:, None] for m in moves]], axis=1)
+        for name, shape in local.shapes.items():
+
+            def is_moved(i, name=name):
+                values = of_one(theta, states, name, i)
+                return jnp.any(values != values[:1], axis=0)  # NaN differs from all
+
+            moves.append(lax.map(is_moved, jnp.arange(math.prod(shape), dtype=jnp.int32)).T)
+        return jnp.concatenate([slopes, *moves], axis=1)
 
     counts = [
         x.size for x in jax.eval_shape(terms, jnp.zeros(size + local.continuous.size, dtype), local.first_states())
@@ -269,8 +288,9 @@ def local_terms(
     row: Arrays,
     rows: Arrays,
     is_quadratic: Callable[[Callable[[Arrays], Array]], bool],
-) -> tuple[Terms, bool]:
-    """The terms of a component, integrated over its variables, and whether its log density is quadratic in these.
+) -> tuple[Terms, bool, Draw]:
+    """The terms of a component, integrated over its variables; whether its log density is quadratic in these; and draws
+    of them.
 
     :param theta: the shape of theta, (P,). :param row: an example row. :param rows: some rows, with what they share.
     :param is_quadratic: whether the answer to a question, row -> bool (E,), is yes for all rows.
@@ -289,6 +309,7 @@ def local_terms(
         split = _of_everything(split, both.shape[0])
     split = _Split(split, component, size, local.continuous.size, theta.dtype)
     quadratic = False
+    kept = None
     if not component.continuous.shape[1]:
         width, predictors, constants, density = (
             split.num_predictors,
@@ -309,7 +330,8 @@ def local_terms(
         width, predictors = len(kept), partial(split.kept_predictors, kept)
         constants, density = split.constants, partial(split.integrated, kept, quadratic)
     terms = Terms(component.name, component.size, width, True, predictors, constants, density, None)
-    return terms, quadratic
+    terms = terms._replace(is_integral=kept is not None and not quadratic)
+    return terms, quadratic, partial(split.drawn, kept, quadratic)
 
 
 def _of_everything(split: Factorisation, size: int) -> Factorisation:
@@ -379,6 +401,48 @@ class _Split:
             return integral(log_joint, still, slopes.shape[1], self._dtype)
 
         return logsumexp(jax.vmap(one)(by_state))
+
+    # ------------------------------------------------------------------ given the row
+    def drawn(
+        self, kept: np.ndarray | None, quadratic: bool, rng_key: Array, theta: Array, row: Arrays, element: Array
+    ) -> tuple[Array, Array]:
+        """From the conditional distribution given theta (P,) and the row: the place of a state, and z (K,).
+
+        :param kept: None, if there is no z.
+        """
+        u = self.summed(theta, row, element)
+        state_key, key = jax.random.split(rng_key)
+        if kept is None:
+            by_state = jax.vmap(lambda weights: self._split.constants((row, element, weights)))(self._each)
+            log_probs = jax.vmap(partial(self.density, u))(by_state)
+            return jax.random.categorical(state_key, log_probs), jnp.zeros(0, self._dtype)
+        by_state, fixed, slopes = self.constants(row, element)
+
+        def one(key, of_state):
+            log_joint = self.log_joint(kept, u[kept], of_state, fixed, slopes)
+            draw = _drawn_gaussian if quadratic else _drawn
+            return draw(log_joint, key, slopes.shape[1], self._dtype)
+
+        log_probs, z = jax.vmap(one)(jax.random.split(key, len(self._each)), by_state)
+        state = jax.random.categorical(state_key, log_probs)
+        return state, z[state]
+
+
+def _drawn_gaussian(log_joint: Callable, rng_key: Array, size: int, dtype: jnp.dtype) -> tuple[Array, Array]:
+    """The log of the integral, and z (K,) from the normal distribution that the integrand is of."""
+    mean, factor = gaussian_conditional(log_joint, size, dtype)
+    z = mean + solve_lower(factor, jax.random.normal(rng_key, (size,), dtype), transpose=True)
+    return _gaussian_integral(log_joint, log_joint, size, dtype), z
+
+
+def _drawn(log_joint: Callable, rng_key: Array, size: int, dtype: jnp.dtype) -> tuple[Array, Array]:
+    """The log of the integral, and z (K,): a node by its weight, and a place in its cell."""
+    nodes = place_nodes(log_joint, size, dtype)
+    log_weights = jax.vmap(log_joint)(nodes.points) + nodes.log_weights
+    node_key, cell_key = jax.random.split(rng_key)
+    node = jax.random.categorical(node_key, log_weights)
+    within = jax.random.uniform(cell_key, (size,), dtype, -0.5, 0.5)
+    return logsumexp(log_weights), nodes.points[node] + nodes.axes @ (within * nodes.steps[node])
 
 
 def _integral(log_joint: Callable, still: Callable, size: int, dtype: jnp.dtype) -> Array:

@@ -30,6 +30,7 @@ class Terms(NamedTuple):
     :ivar of_all_rows: whether one run of the model serves the predictors of all elements.
     :ivar by_draws: whether the predictors are all of theta, for lack of structure. The rows of a solve are then one
         factor, whose expectation is taken over draws of theta.
+    :ivar is_integral: whether each density is a numerical integral.
     """
 
     site: str
@@ -44,6 +45,7 @@ class Terms(NamedTuple):
     information: Callable[[Array, Any], Array] | None = None
     of_all_rows: bool = False
     by_draws: bool = False
+    is_integral: bool = False
 
 
 def linearise(terms: Terms, theta: Array, rows: Arrays) -> tuple[Array, Array, Array]:

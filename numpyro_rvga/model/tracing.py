@@ -66,6 +66,7 @@ class RowRunner(Messenger):
     :param rng_key: latent sites without values are drawn with it, whatever seeds or values the model itself has for
         them; None: they are as the model has them.
     :param states: values of discrete latent sites; those outside a distribution's support have density zero.
+    :ivar scanned: names of the sites in NumPyro's scan.
     """
 
     def __init__(
@@ -86,12 +87,12 @@ class RowRunner(Messenger):
         self.plate_ratio: dict[str, float] = {}
         self.plate_size: dict[str, int] = {}
         self.log_abs_det: dict[str, Array] = {}
-        self._scanned: set[str] = set()
+        self.scanned: set[str] = set()
 
     def process_message(self, msg: dict) -> None:
         if self._rng_key is not None and msg["type"] == "sample" and not msg["is_observed"]:
             self._rng_key, msg["kwargs"]["rng_key"] = jax.random.split(self._rng_key)
-            msg["value"] = None if msg["name"] not in self._scanned else msg["value"]
+            msg["value"] = None if msg["name"] not in self.scanned else msg["value"]
         if msg["type"] == "control_flow":
             msg["kwargs"]["substitute_stack"].append(("substitute", self._value_in_scan))
         elif msg["type"] == "plate":
@@ -136,7 +137,7 @@ class RowRunner(Messenger):
     def _value_in_scan(self, site: dict) -> Array | None:
         """Of a latent site in a step of NumPyro's scan; outside, it comes once more, with its values of all steps."""
         name = site["name"]
-        self._scanned.add(name)
+        self.scanned.add(name)
         if name not in self.unconstrained:
             return None
         transform = site_transform(site["fn"])

@@ -13,7 +13,7 @@ import numpy as np
 
 from ..core.compilation import at_once, jit_once
 from .arguments import absent_arguments
-from .failures import CoupledRows
+from .failures import FORWARD, CoupledRows, LocalLatents, UnboundedStates
 from .layout import Layout
 from .rows import common_length, num_rows
 from .terms import linearise
@@ -99,27 +99,25 @@ def check_continuous(sites: Mapping[str, SiteInfo], local_names: frozenset[str],
         if name in local_names and local == "marginal":
             continue
         if name in local_names:
-            raise NotImplementedError(
+            raise LocalLatents(
                 f"site {name!r} is a discrete latent variable of each row, which local='prior' does not take. "
                 "RVGA(model, local='marginal') sums over its states."
             )
-        if site.plates:
-            raise NotImplementedError(
-                f"site {name!r} is a discrete latent variable of the plate {site.plates[-1]!r} that is not summed out "
-                "inside single rows: with local='marginal' those are that belong to one row each and have finitely "
-                "many states (dist.Categorical(logits=dist.Poisson(rate).log_prob(jnp.arange(50))) for counts). Let "
-                "each group be a row: one array of shape "
-                "(groups, rows of each), and handlers.mask for groups that have fewer. States that follow one another "
-                "in time are summed out by the forward algorithm, in the model: alpha = logsumexp(alpha[:, None] + "
-                "log_transition, axis=0) + log_emission[t] in a lax.scan over t, and then "
-                "numpyro.factor('y', logsumexp(alpha))."
-            )
-        raise NotImplementedError(
-            f"site {name!r} is a discrete latent variable that all rows share, so that the posterior is a mixture of "
-            "one Gaussian for each of its values. Fit these: posteriors = [RVGA(numpyro.handlers.condition(model, "
-            f"{{{name!r}: value}})).run(data) for value in values]; the probabilities of the values are "
-            "jax.nn.softmax(jnp.array([posterior.elbo for posterior in posteriors])). If each row has a value of its "
-            "own, put the site into the plate over the rows."
+        where = f"the plate {site.plates[-1]!r}" if site.plates else "the whole model"
+        raise CoupledRows(
+            f"site {name!r} is a discrete latent variable of {where}, not of single rows. Where all rows are at hand, "
+            "RVGA(model).run(data) sums over its states; in streams and with local='prior' it is not summed over. Let "
+            "each group be a row: one array of shape (groups, rows of each), and handlers.mask for groups that have "
+            f"fewer; or put the site into the plate over the rows, if each row has a value of its own. {FORWARD}"
+        )
+
+
+def check_no_chain(scanned: frozenset[str]) -> None:
+    """:raises UnboundedStates: naming a discrete latent site of the steps of a scan."""
+    if scanned:
+        raise UnboundedStates(
+            f"site {min(scanned)!r} is a discrete latent variable of each step of a scan, and its chains of states are "
+            f"too many to sum over one by one. {FORWARD}"
         )
 
 
@@ -145,7 +143,7 @@ def local_latents(
                 "(a[group]), or put it into the row plate if it is Normal given the others."
             )
         if not (marginal or site.is_normal or site.is_discrete):
-            raise NotImplementedError(
+            raise LocalLatents(
                 f"site {name!r} is a latent variable inside the row plate {sorted(inside)[0]!r}, and local='prior' "
                 "takes only Normal ones: RVGA(model, local='marginal') integrates others out."
             )
@@ -177,7 +175,7 @@ def check_local_terms(program: Any) -> None:
     for terms, flags in zip(program.terms, at_once(alone)):
         if np.any(flags) or not terms.is_affine:
             names = ", ".join(map(repr, program.local.site_names))
-            raise CoupledRows(
+            raise LocalLatents(
                 f"site {names}, a latent variable of each row, enters site {terms.site!r} other than as an addition of "
                 "known standard deviation, and only such are integrated out with local='prior': use local='marginal'."
             )

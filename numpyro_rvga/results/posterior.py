@@ -145,7 +145,8 @@ class Posterior:
 
         :param rng_key: random key.
         :param sample_shape: leading shape of the draws.
-        :param data: rows whose own latent variables are to be drawn too: under q they follow their conditional prior.
+        :param data: rows whose own latent variables are to be drawn too: with ``local="prior"`` they follow their
+            conditional prior under q, with ``"marginal"`` their conditional distribution given theta and the row.
             Deterministic sites that read all rows, such as a mean over them, are those of ``data``; without it those of
             the rows that the posterior was fitted to. After :meth:`load`, :meth:`update` or a stream, which leave these
             not at hand, such sites come with ``data`` only.

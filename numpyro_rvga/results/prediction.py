@@ -17,9 +17,11 @@ from numpyro.primitives import Messenger
 
 from ..core.gaussians import FullGaussian
 from ..core.gaussians.mixture import GaussianMixture
+from ..model.local_draws import draw_row_latents
 from ..model.rows import num_rows
 from ..model.site_terms import unconstrained_parameters
 from ..model.tracing import peel
+from .log_joint import rows_with_outcome
 
 if TYPE_CHECKING:
     from ..model import Program
@@ -143,11 +145,11 @@ def at_draws(posterior: Posterior, rng_key: Array, rows: Mapping[str, Any], thet
 
 def local_latents(posterior: Posterior, rng_key: Array, rows: Mapping[str, Any], theta: Array) -> dict[str, Array]:
     """Draw the rows' own latent variables at given parameters: the arguments are those of :func:`at_draws`."""
-    if posterior.program.row_latents is not None:
-        raise NotImplementedError(
-            f"sites {', '.join(map(repr, posterior.program.local_names))} were integrated out, and draws of them given "
-            "their rows are not made: leave data out of sample_posterior. To predict rows anew, use predictive."
-        )
+    program = posterior.program
+    if program.row_latents is not None:
+        given = {name: jnp.asarray(array) for name, array in rows_with_outcome(program, rows).items()}
+        keys = jax.random.split(rng_key, len(theta))
+        return jax.jit(jax.lax.map, static_argnums=0)(lambda at: draw_row_latents(program, *at, given), (keys, theta))
     return _forward(posterior, rng_key, rows, theta, set(posterior.program.local_names))
 
 

@@ -71,8 +71,9 @@ def _refuse_local(posterior: Posterior, what: str) -> None:
     names = posterior.program.local_names
     if names:
         raise NotImplementedError(
-            f"site {names[0]!r} is a latent variable of each row, which q integrates out and {what} would need: write "
-            "the model without it, or with one vector outside the row plate."
+            f"site {names[0]!r} is a latent variable of each row, which q integrates out and {what} would need. If "
+            "it is continuous and no Normal addition of known scale, RVGA(model, local='prior') makes it part of q. Or "
+            "write the model without it, or with one vector outside the row plate."
         )
 
 

@@ -112,6 +112,9 @@ EXAMPLES = {
     "indexed twice": Example(lambda t, g: jnp.tanh(jnp.exp(t)[::-1])[g], 1, (G,)),
     "reshaped and transposed": Example(lambda t, g: jnp.tanh(t.reshape(2, 3)).T[g, 1], 1, (G,)),
     "broadcast": Example(lambda t, x, g: (jnp.exp(t[0]) * x + jnp.ones((4, 3)))[1, g], 1, (X, G)),
+    "elementwise call on arrays of two ranks": Example(
+        lambda t: jnp.sum(xlogy(jnp.array([2.0, 1.0, 3.0]), jnp.where(jnp.tri(3) > 0, jnp.exp(t[0]), jnp.exp(t[1])))), 2
+    ),
     "squeezed": Example(lambda t: jnp.squeeze(jnp.sin(t[None, 2:3])), 1),
     "non-centred group effect": Example(non_centred, 2, (G,)),
     # indexing moves through products, solves and joins

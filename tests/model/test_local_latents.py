@@ -145,14 +145,14 @@ def of_unknown_scale_non_centred(X, y=None):
 
 def test_local_latents_of_a_stream_that_are_not_normal_are_refused():
     with pytest.raises(NotImplementedError, match=r"site 'frailty' .* only Normal ones"):
-        RVGA(gamma_frailty).run(iter([ROWS]), progress_bar=False)
+        RVGA(gamma_frailty, local="prior").run(iter([ROWS]), progress_bar=False)
 
 
 @pytest.mark.parametrize("model, site", [(of_unknown_scale, "f"), (of_unknown_scale_non_centred, "z")])
 def test_local_latents_of_unknown_scale_are_refused_by_a_recursion_and_learned_in_batch(model, site):
     """With the conditional prior as q, the scale would shrink to zero."""
     with pytest.raises(NotImplementedError, match=f"site '{site}'.* known standard deviation"):
-        RVGA(model).run(iter([ROWS]), progress_bar=False)
+        RVGA(model, local="prior").run(iter([ROWS]), progress_bar=False)
     posterior = FixedPointVI(model).run(ROWS, progress_bar=False)
     assert posterior.mean.size == 3 + 1 + len(COUNTS)
     assert 0.3 < posterior.median()["scale"] < 0.9

@@ -1,0 +1,49 @@
+"""Whether a model of all data at once was read rightly: its terms against NumPyro's own log densities."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from ..core.compilation import at_once
+from .program import Program
+from .terms import over_rows
+
+NUM_DRAWS = 2  # of the prior's Gaussian
+SAME = 1e-3  # of the sum of absolute densities: what rounding may change
+
+
+def check_reading(program: Program) -> None:
+    """:raises ValueError: naming a site of a whole program whose terms are another density than the model's."""
+    if all(terms.by_draws for terms in program.terms):  # these are the model's own density
+        return
+    inputs = {**program.inputs(program.example_rows), **program.shared}
+
+    def read(theta: Array) -> dict[str, Array]:
+        def of(terms):
+            def one(row, element):
+                return terms.density(terms.predictors(theta, row, element), terms.constants(row, element))
+
+            return jnp.sum(over_rows(one, terms.num_elements, inputs))
+
+        return {terms.site: of(terms) for terms in program.terms if not terms.by_draws}
+
+    def both(theta: Array) -> tuple[dict, dict, dict]:
+        own = program.log_likelihood(theta, program.inputs(program.example_rows))
+        total = {name: jnp.sum(values) for name, values in own.items()}
+        return read(theta), total, {name: jnp.sum(jnp.abs(values)) for name, values in own.items()}
+
+    state = program.initial_state()
+    draws = jax.random.normal(jax.random.key(0), (NUM_DRAWS, program.layout.size), program.dtype)
+    points = state.mean + 0.5 * draws @ state.root.T
+    terms, own, size = jax.device_get(at_once(lambda: jax.lax.map(both, points)))
+    for name, values in terms.items():
+        apart = np.abs(values - own[name])
+        if np.any(np.isfinite(own[name]) & ~(apart <= SAME * np.maximum(size[name], 1.0))):
+            worst = int(np.nanargmax(apart))
+            raise ValueError(
+                f"site {name!r} was read wrongly: at a draw its log density is {own[name][worst]:.6g} nats, and "
+                f"{values[worst]:.6g} by what was read from the model. Please report this model; NUTS runs it."
+            )
