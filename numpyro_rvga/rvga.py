@@ -680,7 +680,7 @@ def _check_narrow(
     """:raises ValueError: naming an option that a family of fewer numbers does not take."""
     if scheme not in ("implicit", "explicit"):
         raise ValueError(f"family={family!r} takes scheme='implicit' or 'explicit', not {scheme!r}.")
-    taken = {"order": order != "auto", "tolerance": tolerance is not None, "local": local != "prior"}
+    taken = {"order": order != "auto", "tolerance": tolerance is not None, "local": local != "auto"}
     taken |= {"first_block or memory": bool(sizes - {"auto", 0}), "mesh": mesh is not None}
     for name, given in taken.items():
         if given:

@@ -314,6 +314,7 @@ def test_a_start_of_another_model_and_data_that_are_not_finite_are_refused():
         fit("linear", rows)
 
 
+@pytest.mark.filterwarnings("ignore:q is at one of")
 def test_a_bound_of_linearized_predictors_that_draws_do_not_confirm_is_none():
     """Few rows and many weights: q is nearly as wide as the prior, where the network is not its tangent."""
 
