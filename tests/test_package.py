@@ -30,7 +30,7 @@ FLOORS = [
     "metrics",
     "distributed",
 ]
-HEAVY = ["arviz", "dask", "distributed", "matplotlib", "pyarrow", "tqdm.auto"]
+HEAVY = ["arviz", "dask", "distributed", "matplotlib", "pyarrow", "scipy.stats", "tqdm.auto"]
 
 
 def imported_modules(path):

@@ -39,7 +39,7 @@ def output_digests(function: Callable[..., Mapping[str, Any]], *arguments: Any) 
     digests: dict[str, list[str]] = {name: [] for name in shape}
     for name, digest in zip(names, _of_program(closed.jaxpr, closed.consts)):
         digests[name].append(digest)
-    return {name: _digest("output", *digests) for name, digests in digests.items()}
+    return {name: _digest("output", *parts) for name, parts in digests.items()}
 
 
 def _of_program(jaxpr: Any, consts: Iterable) -> list[str]:

@@ -11,19 +11,18 @@ of the shared entries alone. Over these draws, the logarithm's expectation is a 
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import scipy.stats
 from jax import Array, lax
 from jax.scipy.special import logsumexp
-from scipy.sparse.csgraph import connected_components
 
+from .expectations import hermite_rule
 from .linalg import cholesky, solve_lower
+from .recursion import CanonicalGaussian
 
 LARGEST_GROUP = 3  # entries
 NODES = {1: 21, 2: 11, 3: 7}  # of Gauss and Hermite, along each axis
@@ -43,14 +42,6 @@ class Groups(NamedTuple):
     shared: np.ndarray
     members: np.ndarray
     group_of: np.ndarray
-
-
-class Quadratic(NamedTuple):
-    """constant + linear . x - x' precision x / 2."""
-
-    precision: Array
-    linear: Array
-    constant: Array
 
 
 class Summands(NamedTuple):
@@ -78,6 +69,8 @@ def independent_groups(coupled: np.ndarray) -> Groups:
 
     :param coupled: (P, P), whether a factor looks at both.
     """
+    from scipy.sparse.csgraph import connected_components  # here and below: slow to import, and seldom needed
+
     size = len(coupled)
     degree = np.sum(coupled, axis=1)
     for limit in (*np.unique(degree)[::-1], -1):
@@ -97,25 +90,25 @@ def independent_groups(coupled: np.ndarray) -> Groups:
 
 def standard_nodes(groups: Groups) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Draws of the shared entries (R, M, S), and nodes (L, D) of a group with their log weights (L,), all standard."""
+    import scipy.stats
+
     size, largest = len(groups.shared), groups.members.shape[1]
     draws = min(MOST_DRAWS, NUM_DRAWS * 2 ** int(np.ceil(np.log2(max(size, 1)))))
     sobol = [scipy.stats.qmc.Sobol(size, rng=seed).random(draws) for seed in range(REPETITIONS)] if size else None
     shared = np.zeros((1, 1, 0)) if sobol is None else scipy.stats.norm.ppf(np.clip(sobol, 1e-12, 1 - 1e-12))
-    nodes, weights = np.polynomial.hermite_e.hermegauss(NODES[largest])
-    grid = np.array(list(itertools.product(nodes, repeat=largest)))
-    log_weights = np.log(weights / weights.sum())
-    return shared, grid, np.array([sum(logs) for logs in itertools.product(log_weights, repeat=largest)])
+    nodes, weights = hermite_rule(largest, NODES[largest])
+    return shared, nodes, np.log(weights)
 
 
 def log_integral(
-    base: Quadratic,
+    base: CanonicalGaussian,
     chunks: Sequence[Sequence[Summands]],
     precision: Array,
     groups: Groups,
 ) -> Estimate:
     """The log of the integral of exp(base + sum of the summands), over (2 pi)^(P / 2).
 
-    :param base: and the summands are functions of the distance from q's mean. :param precision: of q, (P, P).
+    :param base: about q's mean, as are the summands. :param precision: of q, (P, P).
     """
     shared, members = groups.shared, groups.members
     dtype, (count, largest) = precision.dtype, members.shape
@@ -157,7 +150,7 @@ def log_integral(
     by_repetition = logsumexp(log_ratios.reshape(draws.shape[:2]), axis=1) - jnp.log(draws.shape[1])
     total = logsumexp(by_repetition) - jnp.log(len(by_repetition))
     error = jnp.std(jnp.exp(by_repetition - total)) / np.sqrt(max(len(by_repetition) - 1, 1))
-    return Estimate(base.constant + total, error)
+    return Estimate(jnp.asarray(base.constant) + total, error)
 
 
 class _Seen(NamedTuple):

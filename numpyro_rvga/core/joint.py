@@ -104,8 +104,8 @@ def joint_solve(
             factors = rows.linearise(chunk, state.mean + state.root @ e)
             return tuple(f._replace(jacobian=times_root(f.jacobian, state.root)) for f in factors)
 
-        solution = lax.map(whitened, rows.chunks)
-        return jax.tree.map(lambda x: x.reshape(x.shape[0] * x.shape[1], *x.shape[2:]), solution)
+        chunked = lax.map(whitened, rows.chunks)
+        return jax.tree.map(lambda x: x.reshape(x.shape[0] * x.shape[1], *x.shape[2:]), chunked)
 
     # A precision to start from may be of any form.
     weighted = selecting and not prior.kinds and not row_factors and not search.mode and init is None

@@ -165,16 +165,16 @@ def joint_objective(groups: tuple[Group, ...], frame: Frame, *, staged: bool) ->
 
         return zip(*map(of_group, groups, *arguments))
 
-    def covariances_staged(e, arguments):
-        arguments = frame.covariance(arguments)
-        return tuple(visit(lambda kinds, factors: ((), covariances(factors, arguments)), e))[1]
+    def covariances_staged(e, root):
+        sigma = frame.covariance(root)
+        return tuple(visit(lambda kinds, factors: ((), covariances(factors, sigma)), e))[1]
 
-    def expect_staged(e, arguments):
-        def one(kinds, factors, arguments=None):
-            value, gradient, hessians = expect(kinds, factors, arguments)
+    def expect_staged(e, by_group):
+        def one(kinds, factors, of_predictors=None):
+            value, gradient, hessians = expect(kinds, factors, of_predictors)
             return (value, gradient), hessians
 
-        sums, hessians = visit(one, e, *() if arguments is None else (arguments,))
+        sums, hessians = visit(one, e, *() if by_group is None else (by_group,))
         value, gradient = (reduce(jnp.add, parts) for parts in zip(*sums))
         return value, frame.vjp(gradient), hessians
 
@@ -182,11 +182,11 @@ def joint_objective(groups: tuple[Group, ...], frame: Frame, *, staged: bool) ->
         curves, _ = visit(lambda kinds, factors, h: (curvature_of(kinds, factors, h, clamped=clamped), ()), e, hessians)
         return frame.curvature_of(reduce(add_curvatures, curves))
 
-    def expect_at_once(e, arguments):
-        arguments = None if arguments is None else frame.covariance(arguments)
+    def expect_at_once(e, root):
+        sigma = None if root is None else frame.covariance(root)
 
         def one(kinds, factors):
-            value, gradient, hessians = expect(kinds, factors, covariances(factors, arguments))
+            value, gradient, hessians = expect(kinds, factors, covariances(factors, sigma))
             curves = [curvature_of(kinds, factors, hessians, clamped=clamped) for clamped in ways]
             return (value, gradient, curves), ()
 

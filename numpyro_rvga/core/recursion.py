@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 
 from .compilation import single_kernel
@@ -34,16 +35,25 @@ class CanonicalGaussian(NamedTuple):
     :ivar precision: (P, P). :ivar linear: (P,). :ivar constant: (). :ivar centre: (P,).
     """
 
-    precision: Array
-    linear: Array
-    constant: Array
-    centre: Array
+    precision: Array | np.ndarray
+    linear: Array | np.ndarray
+    constant: Array | np.ndarray
+    centre: Array | np.ndarray
 
-    def at(self, theta: Array) -> tuple[Array, Array]:
+    def at(self, theta: Array | np.ndarray) -> tuple[Any, Any]:
         """Logarithm and gradient."""
         change = theta - self.centre
         product = self.precision @ change
         return self.constant + self.linear @ change - 0.5 * change @ product, self.linear - product
+
+    def about(self, centre: Array | np.ndarray) -> CanonicalGaussian:
+        """The same factor about another centre."""
+        value, gradient = self.at(centre)
+        return CanonicalGaussian(self.precision, gradient, value, centre)
+
+    def plus(self, other: CanonicalGaussian, times: float = 1.0) -> CanonicalGaussian:
+        """The product with a power of a factor of the same centre."""
+        return CanonicalGaussian(*[a + times * b for a, b in zip(self[:3], other[:3])], self.centre)
 
 
 class State(NamedTuple):

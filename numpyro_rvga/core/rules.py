@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from .gaussians import ExpectedDerivatives, Family, gradient_step, has_diverged
+from .gaussians.steps import shifted
 
 RULES = ("bong", "bog", "blr", "bbb", "implicit")
 NATURAL = ("bong", "blr", "implicit")
@@ -154,7 +155,7 @@ def _implicit(rule: Rule, q: Family, derivatives: ExpectedDerivatives, prior: Fa
     """mu' = mu + Sigma g, Lambda' = Lambda + H, projected to the family (R-VGA paper, equations 28 and 29)."""
     held = derivatives._replace(gradient=jnp.zeros_like(q.mean))
     after = q.natural_step(held, 1.0, "natural", None, rule.projection)
-    return after.moved(q.covariance_times(derivatives.gradient))
+    return shifted(after, q.covariance_times(derivatives.gradient))
 
 
 def _plain(rule: Rule, q: Family, derivatives: ExpectedDerivatives, prior: Family | None) -> Family:

@@ -121,6 +121,11 @@ class Certificate:
         self._of_prior = engine.compiled(self._prior_sums)
         self._of_each = engine.compiled(self._row_values)
 
+    @classmethod
+    def of(cls, engine: Engine) -> Certificate:
+        """The one of an engine."""
+        return engine.once(cls, lambda: cls(engine))
+
     def __call__(
         self,
         start: State,

@@ -11,9 +11,10 @@ import numpy as np
 from jax import Array
 
 from ..core.factors import Factors, Kind
-from ..core.grouped_importance import Estimate, Groups, Quadratic, Summands, independent_groups, log_integral
+from ..core.grouped_importance import Estimate, Groups, Summands, independent_groups, log_integral
 from ..core.jacobians import SparseJacobian, times_root
 from ..core.joint import base_terms
+from ..core.recursion import CanonicalGaussian
 from ..model.arguments import PARAMS
 from .joint_solver import JointProblem, RowChunks
 from .maximized_bound import MaximizedBound, Start
@@ -72,8 +73,8 @@ class EvidenceEstimate:
         (estimate, error), gradient = jax.value_and_grad(value, has_aux=True)(params)
         return EstimatedEvidence(estimate, gradient, error)
 
-    def _density(self, params: Array, chunks: RowChunks, mean: Array) -> tuple[Quadratic, list[list[Summands]]]:
-        """The log joint density times (2 pi)^(P / 2), as a function of the distance from ``mean``."""
+    def _density(self, params: Array, chunks: RowChunks, mean: Array) -> tuple[CanonicalGaussian, list[list[Summands]]]:
+        """The log joint density times (2 pi)^(P / 2): its Gaussian part, and the other factors, about ``mean``."""
         engine = self._bound.engine
         program = engine.program
         state, inputs = program.initial_state_at(params), program.prior_inputs | {PARAMS: params}
@@ -83,10 +84,11 @@ class EvidenceEstimate:
         precision, linear = base_terms(base, mean)
         at = inverse @ (mean - state.mean)
         constant = base.constant + linear @ at - 0.5 * at @ precision @ at
-        quadratic = Quadratic(
+        quadratic = CanonicalGaussian(
             inverse.T @ precision @ inverse,
             inverse.T @ (linear - precision @ at),
             constant - jnp.linalg.slogdet(state.root)[1],
+            mean,
         )
         prior = engine.prior_group(inputs)
         summands = [_summands(prior.kinds, prior.linearise(prior.first, mean))]

@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 import numpy as np
 import scipy.special
-import scipy.stats
 
 from .nested import Design, Integral, Marginal, Mode, Moments, Point, kernel_weights, rounded_to_power
 
@@ -86,6 +85,8 @@ def _fitted(steps: np.ndarray, mass: np.ndarray) -> tuple[np.ndarray, np.ndarray
 
 def _proposed(widths: np.ndarray, count: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
     """Points z (n, d) and their log density."""
+    import scipy.stats  # here: slow to import, and seldom needed
+
     size = widths.shape[1]
     uniform = scipy.stats.qmc.Sobol(size + 1, rng=seed).random(count)
     uniform = np.clip(uniform, 1e-12, 1 - 1e-12)

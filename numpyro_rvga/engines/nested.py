@@ -9,8 +9,6 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
-import scipy.optimize
-import scipy.stats
 
 from .maximized_bound import Maximum, Start
 
@@ -85,6 +83,9 @@ def find_mode(marginal: Marginal, mean: np.ndarray, deviation: np.ndarray, start
     :param mean: the prior's (d,), with ``deviation`` (d,). :param start: another point to look at first.
     :raises ValueError: if L is finite nowhere.
     """
+    import scipy.optimize  # here: slow to import, and seldom needed
+    import scipy.stats
+
     size = len(mean)
     noise = scipy.stats.norm.ppf(
         scipy.stats.qmc.Sobol(size, rng=0).random(min(MOST_TRIALS, NUM_TRIALS * rounded_to_power(size)))

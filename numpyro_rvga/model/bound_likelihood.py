@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import jax
@@ -230,19 +231,12 @@ class BoundLikelihood(BoundPrior):
 
     def _log_sums(self, terms: Terms, theta: Array, rows: Mapping[str, Array]) -> Array:
         """Of a whole program's terms that latent variables are summed out of, one after the other."""
-
-        def one(row, element):
-            return terms.density(terms.predictors(theta, row, element), terms.constants(row, element))
-
-        return over_rows(one, terms.num_elements, {**rows, **self.shared}).ravel()
+        return over_rows(partial(terms.log_prob, theta), terms.num_elements, {**rows, **self.shared}).ravel()
 
     def _log_integral(self, terms: Terms, theta: Array, row: Mapping[str, Array]) -> Array:
         """Of one row's terms, in the shape of the outcomes if these are what remains, and else in all."""
 
-        def one(element):
-            return terms.density(terms.predictors(theta, row, element), terms.constants(row, element))
-
-        row = {**row, **self.shared}
+        one = partial(terms.log_prob, theta, {**row, **self.shared})
         values = jax.vmap(one)(jnp.arange(terms.num_elements, dtype=jnp.int32))
         component = self._integrated[terms.site]
         if terms.site not in self._row_sites:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -24,6 +25,15 @@ class Layout(NamedTuple):
     def size(self) -> int:
         """P, the number of unconstrained parameters."""
         return sum(math.prod(self.shapes[name]) for name in self.site_names)
+
+    @property
+    def indices(self) -> dict[str, np.ndarray]:
+        """Site -> the entries of theta that it takes, in its shape."""
+        return {name: np.asarray(entries) for name, entries in self.unravel(np.arange(self.size)).items()}
+
+    def indices_of(self, names: Sequence[str]) -> np.ndarray:
+        """The entries of theta that some sites take, site after site, (n,)."""
+        return np.concatenate([np.ravel(self.indices[name]) for name in names])
 
     def unravel(self, theta: Array | np.ndarray) -> dict[str, Array]:
         """theta (..., P) -> site -> (..., *shape)."""

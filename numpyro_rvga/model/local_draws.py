@@ -61,7 +61,7 @@ def _observed_of(program: BoundLikelihood) -> set[str]:
     components = [component for component, _ in program.row_parts]
     continuous = {int(i) for component in components for i in component.continuous.ravel()}
     discrete = {latents.entries[i] for component in components for i in component.discrete.ravel()}
-    places = latents.continuous.unravel(np.arange(latents.continuous.size))
+    places = latents.continuous.indices
     seen = {name: [int(i) in continuous for i in np.ravel(own)] for name, own in places.items()}
     seen |= {
         name: [(name, i) in discrete for i in range(int(np.prod(shape)))] for name, shape in latents.shapes.items()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +11,7 @@ from jax import Array
 
 from ..core.compilation import at_once
 from .program import Program
-from .terms import over_rows
+from .terms import Terms, over_rows
 
 NUM_DRAWS = 2  # of the prior's Gaussian
 SAME = 1e-3  # of the sum of absolute densities: what rounding may change
@@ -22,11 +24,8 @@ def check_reading(program: Program) -> None:
     inputs = {**program.inputs(program.example_rows), **program.shared}
 
     def read(theta: Array) -> dict[str, Array]:
-        def of(terms):
-            def one(row, element):
-                return terms.density(terms.predictors(theta, row, element), terms.constants(row, element))
-
-            return jnp.sum(over_rows(one, terms.num_elements, inputs))
+        def of(terms: Terms) -> Array:
+            return jnp.sum(over_rows(partial(terms.log_prob, theta), terms.num_elements, inputs))
 
         return {terms.site: of(terms) for terms in program.terms if not terms.by_draws}
 

@@ -45,6 +45,11 @@ class Terms(NamedTuple):
     information: Callable[[Array, Any], Array] | None = None
     of_all_rows: bool = False
     by_draws: bool = False
+
+    def log_prob(self, theta: Array, row: Arrays, element: Array) -> Array:
+        """One term, ()."""
+        return self.density(self.predictors(theta, row, element), self.constants(row, element))
+
     is_integral: bool = False
 
 

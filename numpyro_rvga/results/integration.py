@@ -248,8 +248,7 @@ def _size(program: Program, sites: Sequence[str]) -> int:
 
 
 def _places(program: Program, sites: tuple[str, ...]) -> np.ndarray:
-    numbers = program.layout.unravel(np.arange(program.layout.size))
-    return np.concatenate([np.ravel(numbers[name]) for name in program.layout.site_names if name in sites])
+    return program.layout.indices_of([name for name in program.layout.site_names if name in sites])
 
 
 def _solve_given(

@@ -28,8 +28,7 @@ def draws_with_density(posterior: Posterior, rng_key: Array, count: int) -> tupl
         theta = posterior.sample_unconstrained(rng_key, (count,))
         return theta, np.asarray(posterior.log_prob_unconstrained(theta), np.float64)
     integration, size = posterior.info["integration"], gaussian.means.shape[1]
-    numbers = posterior.program.layout.unravel(np.arange(size))
-    places = np.concatenate([np.ravel(numbers[name]) for name in posterior.info["integrated"]])
+    places = posterior.program.layout.indices_of(posterior.info["integrated"])
     others = np.setdiff1d(np.arange(size), places)
     point_key, noise_key = jax.random.split(rng_key)
     chosen = np.asarray(jax.random.randint(point_key, (count,), 0, len(gaussian.means)))

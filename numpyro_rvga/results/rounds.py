@@ -3,8 +3,8 @@
 In a round each part is solved for again, with the summaries of all other parts in place of the prior (its cavity), and
 its summary is what it has made of that. Fixed points are the stationary points of the bound on all rows: there, each
 summary has the gradient and the curvature of its rows' expected log-likelihood (Ashman et al. 2022; Minka 2001). After
-each round all parts are looked at, which tells the bound at q and how far from its maximum q is. A step that lowers the
-bound, or leaves no Gaussian, is halved.
+each round all rows are evaluated, which gives the bound at q and how far from its maximum q is. A step that lowers
+the bound, or leaves no Gaussian, is halved.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from ..core.recursion import State
+from ..core.recursion import CanonicalGaussian, State
 from ..engines.certificate import Certificate, Look, Sums
 from ..engines.engine import Engine
 from ..options import is_count
-from .summaries import Exponent, added, joint_density, state_of, summary
+from .summaries import added, joint_density, state_of, summary
 
 TOLERANCE = 0.01  # standard deviations that q may be off by in the end
 MAX_ROUNDS = 8
@@ -34,13 +34,13 @@ class Parts(NamedTuple):
     :ivar solve: cavities (None: it is left as it is) -> the states after each part's rows and the true prior.
     :ivar sums: state -> sums over all parts' rows.
     :ivar look: state, sums -> the bound and its natural gradient.
-    :ivar settle: a state with the true prior in place of its approximation.
+    :ivar with_exact_prior: a state with the true prior in place of its approximation.
     """
 
     solve: Callable[[Sequence[State | None]], Sequence[State | None]]
     sums: Callable[[State], Sums]
     look: Callable[[State, Sums], Look]
-    settle: Callable[[State], State]
+    with_exact_prior: Callable[[State], State]
 
 
 def parts_of(
@@ -49,13 +49,13 @@ def parts_of(
     solve: Callable[[Sequence[State | None]], Sequence[State | None]],
     sums: Callable[[State], Sums],
 ) -> Parts:
-    """With what an engine of the same model can tell."""
-    certificate = engine.once(Certificate, lambda: Certificate(engine))
+    """With what needs an engine of the same model."""
+    certificate = Certificate.of(engine)
 
-    def settle(state: State) -> State:
+    def with_exact_prior(state: State) -> State:
         return state if state.prior_factor is None else engine.with_exact_prior(state)[0]
 
-    return Parts(solve, sums, lambda state, rows: certificate.look(start, state, rows), settle)
+    return Parts(solve, sums, lambda state, rows: certificate.look(start, state, rows), with_exact_prior)
 
 
 def checked_rounds(rounds: int | str) -> int | None:
@@ -79,7 +79,7 @@ class Result(NamedTuple):
 
 
 class _Place(NamedTuple):
-    summaries: list[Exponent]
+    summaries: list[CanonicalGaussian]
     state: State
     look: Look
 
@@ -108,11 +108,11 @@ def in_rounds(start: State, states: Sequence[State], parts: Parts, rounds: int |
     origin, counts = np.asarray(states[0].mean, np.float64), [int(state.num_rows) for state in states]
     base = joint_density(start, origin)
 
-    def place_of(summaries: list[Exponent]) -> _Place | None:
-        state = state_of(added(base, summaries), start, origin, sum(counts))
+    def place_of(summaries: list[CanonicalGaussian]) -> _Place | None:
+        state = state_of(added(base, summaries), start, sum(counts))
         if state is None:
             return None
-        state = parts.settle(state)
+        state = parts.with_exact_prior(state)
         at = parts.look(state, parts.sums(state))
         return _Place(summaries, state, at) if np.isfinite(at.bound) else None
 
@@ -124,8 +124,7 @@ def in_rounds(start: State, states: Sequence[State], parts: Parts, rounds: int |
     while len(errors) < (MAX_ROUNDS if rounds is None else rounds) and not (rounds is None and errors[-1] < TOLERANCE):
         whole = joint_density(at.state, origin)
         cavities = [
-            state_of(whole.plus(own, -1.0), at.state, origin, sum(counts) - count)
-            for own, count in zip(at.summaries, counts)
+            state_of(whole.plus(own, -1.0), at.state, sum(counts) - count) for own, count in zip(at.summaries, counts)
         ]
         solved = parts.solve(cavities)
         after = [
@@ -141,10 +140,10 @@ def in_rounds(start: State, states: Sequence[State], parts: Parts, rounds: int |
 
 
 def _stepped(
-    place_of: Callable[[list[Exponent]], _Place | None],
+    place_of: Callable[[list[CanonicalGaussian]], _Place | None],
     at: _Place | None,
-    before: list[Exponent],
-    after: list[Exponent],
+    before: list[CanonicalGaussian],
+    after: list[CanonicalGaussian],
 ) -> _Place | None:
     """The place of the first step towards new summaries that leaves a Gaussian, and does not lower the bound."""
     for halvings in range(MAX_HALVINGS):

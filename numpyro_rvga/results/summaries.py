@@ -1,13 +1,12 @@
 """Gaussian summaries of parts of the data: what a part has made of the q that it began with, in double precision.
 
-A summary is t(theta) = exp(constant + linear . d - d' precision d / 2), with d = theta - origin. The states of parts
-are divided by what they began with, and multiplied, in natural parameters.
+All are canonical Gaussians about one origin. The states of parts are divided by what they began with, and multiplied,
+in natural parameters.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -16,38 +15,25 @@ from ..core.count import Count
 from ..core.recursion import CanonicalGaussian, State
 
 
-class Exponent(NamedTuple):
-    """constant + linear . (theta - origin) - (theta - origin)' precision (theta - origin) / 2."""
-
-    precision: np.ndarray
-    linear: np.ndarray
-    constant: float
-
-    def plus(self, other: Exponent, times: float = 1.0) -> Exponent:
-        return Exponent(*[a + times * b for a, b in zip(self, other)])
-
-
-def joint_density(state: State, origin: np.ndarray) -> Exponent:
+def joint_density(state: State, origin: np.ndarray) -> CanonicalGaussian:
     """log q + log evidence."""
     inverse = np.linalg.inv(np.asarray(state.root, np.float64))
     shift = inverse @ (np.asarray(state.mean, np.float64) + np.asarray(state.mean_error, np.float64) - origin)
     constant = float(state.log_evidence) - 0.5 * shift @ shift + np.linalg.slogdet(inverse)[1]
-    return Exponent(inverse.T @ inverse, inverse.T @ shift, constant - 0.5 * len(shift) * np.log(2 * np.pi))
+    constant -= 0.5 * len(shift) * np.log(2 * np.pi)
+    return CanonicalGaussian(inverse.T @ inverse, inverse.T @ shift, constant, origin)
 
 
-def _of_factor(factor: CanonicalGaussian, origin: np.ndarray) -> Exponent:
-    precision, linear, constant, centre = (np.asarray(x, np.float64) for x in factor)
-    delta = origin - centre
-    product = precision @ delta
-    return Exponent(precision, linear - product, float(constant + linear @ delta - 0.5 * delta @ product))
+def _in_double(factor: CanonicalGaussian) -> CanonicalGaussian:
+    return CanonicalGaussian(*[np.asarray(x, np.float64) for x in factor])
 
 
-def _without_prior_factor(state: State, origin: np.ndarray) -> Exponent:
+def _without_prior_factor(state: State, origin: np.ndarray) -> CanonicalGaussian:
     density = joint_density(state, origin)
-    return density if state.prior_factor is None else density.plus(_of_factor(state.prior_factor, origin), -1.0)
+    return density if state.prior_factor is None else density.plus(_in_double(state.prior_factor).about(origin), -1.0)
 
 
-def summary(after: State, before: State, origin: np.ndarray) -> Exponent:
+def summary(after: State, before: State, origin: np.ndarray) -> CanonicalGaussian:
     """What a run has made of its rows. Each state has its own approximation of prior terms that are not Gaussian.
 
     :param after: that it ended in. :param before: that it began with.
@@ -55,27 +41,27 @@ def summary(after: State, before: State, origin: np.ndarray) -> Exponent:
     return _without_prior_factor(after, origin).plus(_without_prior_factor(before, origin), -1.0)
 
 
-def added(first: Exponent, others: Iterable[Exponent]) -> Exponent:
+def added(first: CanonicalGaussian, others: Iterable[CanonicalGaussian]) -> CanonicalGaussian:
     for other in others:
         first = first.plus(other)
     return first
 
 
-def state_of(exponent: Exponent, like: State, origin: np.ndarray, num_rows: int) -> State | None:
+def state_of(density: CanonicalGaussian, like: State, num_rows: int) -> State | None:
     """The state whose joint density this is; None if there is no such Gaussian.
 
     :param like: has the approximation of prior terms, and the types of arrays.
     """
     try:
-        lower = np.linalg.cholesky(exponent.precision)
+        lower = np.linalg.cholesky(density.precision)
     except np.linalg.LinAlgError:
         return None
     inverse = np.linalg.inv(lower)
-    shift = inverse.T @ (inverse @ exponent.linear)
-    evidence = exponent.constant + 0.5 * exponent.linear @ shift + 0.5 * len(shift) * np.log(2 * np.pi)
+    shift = inverse.T @ (inverse @ density.linear)
+    evidence = density.constant + 0.5 * density.linear @ shift + 0.5 * len(shift) * np.log(2 * np.pi)
     evidence -= np.sum(np.log(np.diagonal(lower)))
     return State(
-        jnp.asarray(origin + shift, like.mean.dtype),
+        jnp.asarray(density.centre + shift, like.mean.dtype),
         jnp.zeros_like(like.mean),
         jnp.asarray(inverse.T, like.root.dtype),
         jnp.asarray(evidence, like.log_evidence.dtype),
@@ -88,4 +74,4 @@ def merged_state(start: State, states: Sequence[State]) -> State | None:
     """The state of all rows, from those that runs from ``start`` on parts of them ended in; None if there is none."""
     origin = np.asarray(states[0].mean, np.float64)
     total = added(joint_density(start, origin), (summary(state, start, origin) for state in states))
-    return state_of(total, start, origin, sum(int(state.num_rows) for state in states))
+    return state_of(total, start, sum(int(state.num_rows) for state in states))

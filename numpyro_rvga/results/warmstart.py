@@ -93,11 +93,7 @@ def _mass_blocks(posterior: Posterior, blocks: list[tuple[str, ...]]) -> dict[tu
     Keyed by site names, since NumPyro reads a plain array in alphabetical order. NUTS writes to the dict, so each
     kernel needs its own.
     """
-    places = posterior.program.layout.unravel(np.arange(posterior.mean.size))
-
-    def of_sites(names: tuple[str, ...]) -> np.ndarray:
-        return np.concatenate([np.ravel(places[name]) for name in names])
-
+    of_sites = posterior.program.layout.indices_of
     masses = {names: posterior.covariance[np.ix_(of_sites(names), of_sites(names))] for names in blocks}
     others = tuple(name for name in posterior.site_names if not any(name in names for names in blocks))
     if others:

@@ -81,7 +81,7 @@ class Certification:
             findings = Findings(state, bound, info, taken.only_rows)
         if not self._certify or not engine.options.has_bound or engine.is_moving or findings.rows:
             return findings
-        certificate, rng = _certificate_of(engine), np.random.default_rng(seed_of(rng_key))
+        certificate, rng = Certificate.of(engine), np.random.default_rng(seed_of(rng_key))
         if source.seekable:
             state = stepped(certificate, state, taken)
             tolerance = self._tolerance if exact else min(self._tolerance, FINE)
@@ -103,7 +103,7 @@ class Certification:
         """
         if not findings.rows or not self._certify or not engine.options.has_bound or engine.is_moving:
             return findings.bound
-        check = engine.once(ModelCheck, lambda: ModelCheck(engine, _certificate_of(engine)))
+        check = engine.once(ModelCheck, lambda: ModelCheck(engine, Certificate.of(engine)))
         if engine.program.local_names or check.is_done:
             return findings.bound
         rng = np.random.default_rng(seed_of(rng_key))
@@ -126,7 +126,7 @@ class Certification:
         tolerance: float,
     ) -> Findings:
         implicit, sample = engine.options.scheme == "implicit", _Sample(total, rng)
-        certified = _certificate_of(engine)(
+        certified = Certificate.of(engine)(
             start,
             state,
             lambda size: sample.watched(chunks(source, size)),
@@ -141,10 +141,6 @@ class Certification:
         return Findings(certified.state, certified.after.bound, info, sample.rows)
 
 
-def _certificate_of(engine: Engine) -> Certificate:
-    return engine.once(Certificate, lambda: Certificate(engine))
-
-
 def sums_at(engine: Engine, state: State, source: RowSource) -> tuple[Sums, RowSet]:
     """Sums over all rows of a source, and which rows these are."""
     seen = RowSet()
@@ -156,7 +152,7 @@ def sums_at(engine: Engine, state: State, source: RowSource) -> tuple[Sums, RowS
             seen = seen.with_rows(row_digests(rows))
             yield rows, np.ones(num_rows(rows), np.float32)
 
-    return _certificate_of(engine).sums(state, watched, source.total), seen
+    return Certificate.of(engine).sums(state, watched, source.total), seen
 
 
 def warn_unless_converged(info: Mapping[str, Any], stacklevel: int) -> None:

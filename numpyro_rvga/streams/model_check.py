@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -112,10 +113,7 @@ class ModelCheck:
         inputs = self._engine.program.inputs(rows) | self._engine.program.shared
 
         def of(terms: Terms, theta: Array) -> Array:
-            def one(row, element):
-                return terms.density(terms.predictors(theta, row, element), terms.constants(row, element))
-
-            return over_rows(one, terms.num_elements, inputs).sum()
+            return over_rows(partial(terms.log_prob, theta), terms.num_elements, inputs).sum()
 
         def at(theta: Array) -> dict[str, Array]:
             return {terms.site: of(terms, theta) for terms in self._engine.program.terms}

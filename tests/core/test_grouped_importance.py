@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from scipy.special import logsumexp
 
-from numpyro_rvga.core.grouped_importance import Quadratic, Summands, independent_groups, log_integral
+from numpyro_rvga.core.grouped_importance import Summands, independent_groups, log_integral
+from numpyro_rvga.core.recursion import CanonicalGaussian
 
 
 def coupling(size, pairs):
@@ -34,7 +35,7 @@ def test_gaussian_integrals_are_exact(pairs):
     precision = np.where(coupled, rng.normal(size=(6, 6)), 0)
     precision = precision + precision.T + 12 * np.eye(6)
     linear = rng.normal(size=6)
-    base = Quadratic(jnp.asarray(precision), jnp.asarray(linear), jnp.asarray(0.3))
+    base = CanonicalGaussian(jnp.asarray(precision), jnp.asarray(linear), jnp.asarray(0.3), jnp.zeros(len(linear)))
     # A q that is the integrand itself, but for its mean: then only the shared entries' draws have an error.
     found = log_integral(base, [], jnp.asarray(precision), independent_groups(coupled))
     exact = 0.3 + 0.5 * linear @ np.linalg.solve(precision, linear) - 0.5 * np.linalg.slogdet(precision)[1]
@@ -53,7 +54,7 @@ def logistic_groups(shared_effect):
     def density(u, constants):
         return constants[0] * u[:, 0] - 3 * jnp.logaddexp(0.0, u[:, 0])
 
-    return Quadratic(jnp.diag(jnp.asarray(prior)), jnp.zeros(5), jnp.zeros(())), Summands(
+    return CanonicalGaussian(jnp.diag(jnp.asarray(prior)), jnp.zeros(5), jnp.zeros(()), jnp.zeros(5)), Summands(
         density, jnp.zeros((4, 1)), jnp.asarray(jacobian), (jnp.asarray(y),)
     )
 
@@ -77,7 +78,7 @@ def test_groups_of_binary_rows_are_integrated_as_by_dense_quadrature():
     for _ in range(30):
         t = t - jnp.linalg.solve(jax.hessian(log_density)(t), jax.grad(log_density)(t))
     precision = -0.8 * jax.hessian(log_density)(t)
-    moved = Quadratic(base.precision, -base.precision @ t, -0.5 * t @ base.precision @ t)
+    moved = CanonicalGaussian(base.precision, -base.precision @ t, -0.5 * t @ base.precision @ t, t)
     there = rows._replace(predictors=rows.jacobian @ t)
     groups = independent_groups(np.asarray(precision) != 0)
     found = log_integral(moved, [[there]], precision, groups)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import jax
@@ -13,7 +13,7 @@ from jax.scipy.linalg import block_diag
 
 from ..linalg import cholesky, row_space
 from .full import FullGaussian
-from .steps import ExpectedDerivatives, Transition, nan_if_invalid
+from .steps import ExpectedDerivatives, Transition, joined_in_natural_parameters, nan_if_invalid, shifted
 
 
 @jax.tree_util.register_dataclass
@@ -78,9 +78,6 @@ class BlockDiagonalGaussian:
     def covariance_times(self, vector: Array) -> Array:
         return jnp.concatenate([b.covariance_times(part) for b, part in zip(self.blocks, self._split(vector))])
 
-    def moved(self, shift: Array) -> BlockDiagonalGaussian:
-        return replace(self, mean=self.mean + shift)
-
     def natural_step(
         self,
         derivatives: ExpectedDerivatives,
@@ -112,7 +109,7 @@ class BlockDiagonalGaussian:
         shift = raw - self.covariance_times(derivatives.factor.T @ (gain @ (derivatives.factor @ raw)))
         if projection == "exclusive":
             held = derivatives._replace(gradient=jnp.zeros_like(self.mean))
-            return self.natural_step(held, 1.0, "natural").moved(shift)
+            return shifted(self.natural_step(held, 1.0, "natural"), shift)
 
         def shrunk(root: Array, part: Array) -> Array:
             narrow = len(part) < len(root)  # then the change is in the space of its rows
@@ -162,15 +159,9 @@ class BlockDiagonalGaussian:
         held = ExpectedDerivatives(
             zeros, jnp.zeros((0, len(zeros)), zeros.dtype), None, zeros.at[indices].set(diagonal)
         )
-        return self.natural_step(held, 1.0, "natural").moved(self.covariance_times(zeros.at[indices].set(information)))
+        shift = self.covariance_times(zeros.at[indices].set(information))
+        return shifted(self.natural_step(held, 1.0, "natural"), shift)
 
     def joined(self, parts: list[BlockDiagonalGaussian]) -> BlockDiagonalGaussian:
         """This prior times the ratio of each part to it."""
-        return self.from_coordinates(
-            jax.tree.map(
-                lambda prior, *some: prior + sum(x - prior for x in some),
-                self.coordinates("natural"),
-                *[q.coordinates("natural") for q in parts],
-            ),
-            "natural",
-        )
+        return joined_in_natural_parameters(self, parts)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 import jax
@@ -12,7 +12,7 @@ from jax import Array
 
 from ..linalg import column_sums
 from .full import FullGaussian
-from .steps import ExpectedDerivatives, Transition, log_normal, nan_if_invalid
+from .steps import ExpectedDerivatives, Transition, joined_in_natural_parameters, log_normal, nan_if_invalid
 
 
 @jax.tree_util.register_dataclass
@@ -55,9 +55,6 @@ class DiagonalGaussian:
 
     def covariance_times(self, vector: Array) -> Array:
         return self.variance * vector
-
-    def moved(self, shift: Array) -> DiagonalGaussian:
-        return replace(self, mean=self.mean + shift)
 
     def natural_step(
         self,
@@ -127,10 +124,7 @@ class DiagonalGaussian:
 
     def joined(self, parts: list[DiagonalGaussian]) -> DiagonalGaussian:
         """This prior times the ratio of each part to it."""
-        fresh = lambda prior, natural: prior + sum(x - prior for x in natural)  # noqa: E731
-        precision = fresh(1 / self.variance, [1 / q.variance for q in parts])
-        linear = fresh(self.mean / self.variance, [q.mean / q.variance for q in parts])
-        return DiagonalGaussian(linear / precision, 1 / precision)
+        return joined_in_natural_parameters(self, parts)
 
     def predict(self, transition: Transition) -> DiagonalGaussian:
         if transition.matrix.ndim == 2:

@@ -73,10 +73,6 @@ class Family(Protocol):
         """Sigma vector, (P,)."""
         ...
 
-    def moved(self, shift: Array) -> Self:
-        """N(mu + shift, Sigma)."""
-        ...
-
     def natural_step(
         self,
         derivatives: ExpectedDerivatives,

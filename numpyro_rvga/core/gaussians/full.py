@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 import jax
@@ -11,7 +11,7 @@ import numpy as np
 from jax import Array
 
 from ..linalg import cholesky, inverse, lower_from_root, row_space, solve_lower
-from .steps import ExpectedDerivatives, Transition, log_normal, nan_if_invalid
+from .steps import ExpectedDerivatives, Transition, log_normal, nan_if_invalid, shifted
 
 
 @jax.tree_util.register_dataclass
@@ -59,9 +59,6 @@ class FullGaussian:
 
     def covariance_times(self, vector: Array) -> Array:
         return self.root @ (self.root.T @ vector)
-
-    def moved(self, shift: Array) -> FullGaussian:
-        return replace(self, mean=self.mean + shift)
 
     def natural_step(
         self,
@@ -134,7 +131,7 @@ class FullGaussian:
         size, count = len(self.mean), len(indices)
         selected = jnp.zeros((count, size), self.mean.dtype).at[jnp.arange(count), indices].set(1.0)
         held = ExpectedDerivatives(jnp.zeros_like(self.mean), selected, jnp.diag(diagonal))
-        return self.natural_step(held, 1.0, "natural").moved(self.covariance_times(information @ selected))
+        return shifted(self.natural_step(held, 1.0, "natural"), self.covariance_times(information @ selected))
 
     def predict(self, transition: Transition) -> FullGaussian:
         noise = transition.noise_root

@@ -13,7 +13,7 @@ from jax.scipy.linalg import cho_solve
 
 from ..linalg import cholesky, column_sums, inverse, scaled_columns, solve_lower, sums_over_columns
 from .full import FullGaussian
-from .steps import ExpectedDerivatives, Transition, log_normal
+from .steps import ExpectedDerivatives, Transition, log_normal, shifted
 
 
 @jax.tree_util.register_dataclass
@@ -76,9 +76,6 @@ class LowRankGaussian:
     def covariance_times(self, vector: Array) -> Array:
         return self._solve(vector)
 
-    def moved(self, shift: Array) -> LowRankGaussian:
-        return replace(self, mean=self.mean + shift)
-
     def natural_step(
         self,
         derivatives: ExpectedDerivatives,
@@ -98,7 +95,7 @@ class LowRankGaussian:
         if projection is None:
             return projected(self.mean, step * gradient, diagonal, rows, len(self.factor))
         after = projected(self.mean, jnp.zeros_like(self.mean), diagonal, rows, len(self.factor))
-        return after.moved(step * after.covariance_times(gradient))
+        return shifted(after, step * after.covariance_times(gradient))
 
     def with_random_factor(self, rng_key: Array, share: float) -> LowRankGaussian:
         """The same diagonal of the precision, this share of it by a random factor: at no factor at all, plain gradients

@@ -6,6 +6,7 @@ import dataclasses
 import math
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 
@@ -75,6 +76,18 @@ class Transition(NamedTuple):
     @property
     def noise_variance(self) -> Array:
         return self.noise_root**2 if self.noise_root.ndim == 1 else jnp.sum(self.noise_root**2, axis=1)
+
+
+def joined_in_natural_parameters(prior: Any, parts: list[Any]) -> Any:
+    """A prior times the ratio of each part to it, of a family whose natural parameters add up."""
+    natural = [q.coordinates("natural") for q in (prior, *parts)]
+    total = jax.tree.map(lambda first, *others: first + sum(x - first for x in others), *natural)
+    return prior.from_coordinates(total, "natural")
+
+
+def shifted(q: Any, shift: Array) -> Any:
+    """N(mu + shift, Sigma) for q = N(mu, Sigma)."""
+    return dataclasses.replace(q, mean=q.mean + shift)
 
 
 def nan_if_invalid(q: Any) -> Any:
