@@ -39,6 +39,7 @@ RTOL = 1e-6
 SHORTEST_FIRST_TRY = 0.1
 NEARLY_FULL = 0.05  # a full step forgets the old precision, however large, and is taken in place of one so near
 MAX_NARROWINGS = 10
+LITTLE_LESS = 0.9  # of the decrement that a step has left: where the bound has not risen either, none will raise it
 STEEP = 0.1  # of the bound's slope towards the exact target, that one towards the clamped target must have
 ACCEPT_RATIO = 0.1  # of a negative bound that narrowing must leave of it, if factors are log-concave
 
@@ -337,7 +338,9 @@ def _after_step(
     merit, before = (-new.decrement, -at.decrement) if search.by_decrement else (new.bound, at.bound)
     accepted = merit >= before - rounding(search, mean, before)
     resolvable = rounding(search, mean, new.bound)  # gains below rounding error cannot be told from losses
-    idle = accepted & (new.decrement <= resolvable) & (new.decrement > 0.5 * at.decrement)
+    near = (new.decrement <= resolvable) & (new.decrement > 0.5 * at.decrement)
+    hidden = (merit - before <= resolvable) & (new.decrement > LITTLE_LESS * at.decrement)
+    idle = accepted & (near | hidden)
     updating_mean = state.updating_mean
     if search.alternating:
         share = jnp.where(updating_mean, new.decrement - new.covariance_decrement, new.covariance_decrement)

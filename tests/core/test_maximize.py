@@ -162,3 +162,19 @@ def test_gaussian_factors_are_solved_exactly():
     )
     np.testing.assert_allclose(found.bound, evidence - 10 * np.log(2 * np.pi), rtol=1e-12)
     assert int(found.iterations) <= 2  # one for the covariance, one for the mean
+
+
+@pytest.mark.parametrize("driver", ["host", "traced"])
+def test_a_search_ends_where_errors_of_the_expectations_hide_what_a_step_would_gain(driver):
+    """Otherwise steps are halved until they are none, and begin again."""
+    kind, design, constants, exact = solution_of("student")
+    noiseless = objective_of((kind,), lambda e: (Factors(design @ e, design, constants),))
+
+    def expect(mean, covariances):
+        value, gradient, hessians = noiseless.expect(mean, covariances)
+        return value + 1e-9 * jnp.sin(1e12 * jnp.sum(mean)), gradient, hessians
+
+    search = Search(Settings(1e-25, 200), False, seek_scale=True, staged=True)
+    found = solved(noiseless._replace(expect=expect), search, design.shape[-1], driver)
+    assert int(found.iterations) < 100
+    np.testing.assert_allclose(found.bound, exact.bound, rtol=1e-9)
