@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from .borders import BorderPattern, DenseBorder, SparseBorder
 from .jacobians import Packed
 from .linalg import cholesky, solve_lower
 
@@ -127,13 +128,17 @@ class Arrow:
     grows with h k^2 + k^3, not with (h + k)^3.
 
     :ivar start: the precision to start from, (h + k,), diagonal. :ivar num_diagonal: h.
+    :ivar pattern: where B is not zero, if that is at few places.
     """
 
     start: Array
     num_diagonal: int = field(metadata={"static": True})
+    pattern: BorderPattern | None = None
 
     def begin(self, mean: Array) -> Array:
-        return self._packed(self.start[: self.num_diagonal], 0.0, jnp.diag(self.start[self.num_diagonal :]))
+        corner = jnp.diag(self.start[self.num_diagonal :])
+        border = DenseBorder(jnp.zeros((len(corner), self.num_diagonal), corner.dtype))
+        return border.packed(self.start[: self.num_diagonal], corner)
 
     narrower, wider = Dense.narrower, Dense.wider
 
@@ -146,8 +151,8 @@ class Arrow:
     def factor(self, x: Array) -> Array:
         diagonal, border, corner = self._parts(x)
         scale = jnp.sqrt(diagonal)
-        border = border / scale
-        return self._packed(scale, border, cholesky(corner - border @ border.T))
+        border = border.scaled(1 / scale)
+        return border.packed(scale, cholesky(border.taken_from(corner)))
 
     def solver(self, factor: Array) -> Callable[[Array], Array]:
         parts = self._parts(factor)  # here: in a loop, they would be cut out each time
@@ -161,9 +166,9 @@ class Arrow:
         """The covariance itself, packed: the part that products with sparse Jacobians need."""
         scale, border, corner = self._parts(factor)
         inverse = solve_lower(corner, jnp.eye(len(corner), dtype=corner.dtype))
-        rest, border = inverse.T @ inverse, border / scale
-        between = -rest @ border
-        return Packed(self._packed(1 / scale**2 - jnp.sum(border * between, axis=0), between, rest))
+        rest, border = inverse.T @ inverse, border.scaled(1 / scale)
+        between = border.multiplied_by(-rest)
+        return Packed(between.packed(1 / scale**2 - border.column_products(between), rest))
 
     def trace(self, x: Array, covariance_root: Packed) -> Array:
         return jnp.zeros((), x.dtype)
@@ -180,38 +185,40 @@ class Arrow:
     def dense_root(self, factor: Array) -> Array:
         """The factor's inverse, (h + k, h + k)."""
         scale, border, corner = self._parts(factor)
-        head = jnp.concatenate([jnp.diag(1 / scale), jnp.zeros(border.T.shape, factor.dtype)], axis=1)
-        rest = jnp.concatenate([-border / scale, jnp.eye(len(corner), dtype=factor.dtype)], axis=1)
+        head = jnp.concatenate([jnp.diag(1 / scale), jnp.zeros((scale.size, len(corner)), factor.dtype)], axis=1)
+        border = -border.scaled(1 / scale).whole()
+        rest = jnp.concatenate([border, jnp.eye(len(corner), dtype=factor.dtype)], axis=1)
         return jnp.concatenate([head, solve_lower(corner, rest)])
 
     def _parts(self, x: Array) -> _Parts:
-        return x[0, : self.num_diagonal], x[1:, : self.num_diagonal], x[1:, self.num_diagonal :]
+        corner = x[1:, self.num_diagonal :]
+        if self.pattern is None:
+            return x[0, : self.num_diagonal], DenseBorder(x[1:, : self.num_diagonal]), corner
+        values = x[1 + self.pattern.row, self.pattern.column]
+        shape = len(corner), self.num_diagonal
+        return x[0, : self.num_diagonal], SparseBorder(values, self.pattern, shape), corner
 
-    def _packed(self, diagonal: Array, border: Array | float, corner: Array) -> Array:
-        border = jnp.broadcast_to(border, (len(corner), self.num_diagonal))
-        first = jnp.concatenate([diagonal, jnp.zeros(len(corner), corner.dtype)])
-        return jnp.concatenate([first[None], jnp.concatenate([border, corner], axis=1)])
 
-
-_Parts = tuple[Array, Array, Array]  # the heads' diagonal (h,), the border (k, h) and the corner (k, k)
+_Parts = tuple[Array, DenseBorder | SparseBorder, Array]  # the heads' diagonal (h,), the border (k, h), the corner
 
 
 def _times(parts: _Parts, vectors: Array) -> Array:
     diagonal, border, corner = parts
     head, rest = vectors[: diagonal.size], vectors[diagonal.size :]
-    return jnp.concatenate([diagonal[:, None] * head + border.T @ rest, border @ head + corner @ rest])
+    above = diagonal[:, None] * head + border.transposed_times(rest)
+    return jnp.concatenate([above, border.times(head) + corner @ rest])
 
 
 def _solve_lower(parts: _Parts, vectors: Array) -> Array:
     scale, border, corner = parts
     head = vectors[: scale.size] / scale[:, None]
-    return jnp.concatenate([head, solve_lower(corner, vectors[scale.size :] - border @ head)])
+    return jnp.concatenate([head, solve_lower(corner, vectors[scale.size :] - border.times(head))])
 
 
 def _solve_transposed(parts: _Parts, vectors: Array) -> Array:
     scale, border, corner = parts
     rest = solve_lower(corner, vectors[scale.size :], transpose=True)
-    return jnp.concatenate([(vectors[: scale.size] - border.T @ rest) / scale[:, None], rest])
+    return jnp.concatenate([(vectors[: scale.size] - border.transposed_times(rest)) / scale[:, None], rest])
 
 
 PrecisionForm = Dense | Weighted | Arrow

@@ -10,6 +10,7 @@ import numpy as np
 from jax import Array
 
 from . import maximize
+from .borders import BorderPattern
 from .count import Count
 from .factors import evaluate
 from .jacobians import packed_inner, unpacked
@@ -49,12 +50,13 @@ def sparse_solve(
     gaussian: Group,
     order: EliminationOrder,
     marginals: Marginals,
+    border: BorderPattern | None = None,
 ) -> Joint:
     """Rows and the whole prior together, over theta itself, its entries reordered. The base is flat.
 
     :param prior: its terms that are not Gaussian. :param gaussian: those that are. The designs of all three are
         :class:`~.jacobians.SparseJacobian`, and all take theta in ``order``.
-    :param marginals: where the search begins.
+    :param marginals: where the search begins. :param border: see :class:`~.precisions.Arrow`.
     """
     size, dtype = marginals.mean.size, marginals.mean.dtype
     back = order.back
@@ -62,7 +64,7 @@ def sparse_solve(
     frame = Frame(same, same, same, same)
     groups = (gaussian, prior, rows)
     objective = joint_objective(groups, frame, staged=search.staged)
-    form = Arrow((1 / marginals.variance)[order.places], order.num_diagonal)
+    form = Arrow((1 / marginals.variance)[order.places], order.num_diagonal, border)
 
     def start():
         flat = Base(None, None, jnp.asarray(0.5 * size * math.log(2 * math.pi), dtype))  # of the entropy

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from ..core.borders import BorderPattern, border_pattern
 from ..core.count import Count
 from ..core.drivers import Progress
 from ..core.factors import Factors
@@ -34,11 +35,13 @@ class SparseProblem(NamedTuple):
     """What a solve takes.
 
     :ivar marginals: where it begins. :ivar chunks: what :attr:`SparseEngine.prepare` returns.
+    :ivar border: where precisions are not zero, see :class:`~numpyro_rvga.core.precisions.Arrow`.
     """
 
     marginals: Marginals
     chunks: tuple
     num_rows: Array
+    border: BorderPattern | None
 
 
 class SparseEngine:
@@ -60,7 +63,7 @@ class SparseEngine:
             for in_prior, all_terms in ((False, program.terms), (True, prior.terms), (True, prior.gaussian))
         ]
         self._is_affine = engine.is_affine and all(terms.is_affine for terms in prior.terms)
-        self.prepare = engine.compiled(self._prepare)
+        self.prepare, self._indices = engine.compiled(self._prepare), engine.compiled(self._indices_of)
         self._solver = JointSolver(self._parts, engine.devices)
 
     def bind(self, engine: Engine) -> SparseEngine:
@@ -85,7 +88,26 @@ class SparseEngine:
         chunks = chunks_of(self._engine, rows, self.sparsity.numbers_per_row, weights)
         prepared = self.prepare(program.prior_inputs, *chunks)
         total = num_rows(rows) if weights is None else np.count_nonzero(weights)
-        return SparseProblem(self._engine.devices.put(marginals), prepared, np.int32(total))
+        border = self._border(prepared)
+        return SparseProblem(self._engine.devices.put(marginals), prepared, np.int32(total), border)
+
+    def _border(self, prepared: tuple) -> BorderPattern | None:
+        """Where a factor depends on one of the eliminated entries and another."""
+        num_heads, size = self.sparsity.order.num_diagonal, self.sparsity.order.places.size
+        indices = [np.asarray(index).reshape(-1, index.shape[-1]) for index in self._indices(prepared)]
+        columns = np.concatenate([np.repeat(index[:, 0], index.shape[1] - 1) for index in indices])
+        rows = np.concatenate([index[:, 1:].reshape(-1) for index in indices]) - num_heads
+        return border_pattern(columns, rows, num_heads, size - num_heads)
+
+    def _indices_of(self, prepared: tuple) -> list[Array]:
+        """The entries that factors depend on, of those that depend on an eliminated one."""
+        size, dtype = self.sparsity.order.places.size, self._engine.program.dtype
+        theta = jnp.asarray(np.random.default_rng(0).normal(size=size), dtype)  # anywhere but where slopes vanish
+        found = []
+        for seen, chunks in zip(self._seen, prepared):
+            factors = jax.vmap(partial(self._linearise, seen, ordered=theta))(chunks) if seen else ()
+            found += [factor.jacobian.index for factor in factors if factor.jacobian.has_diagonal]
+        return found
 
     def initial_state(self) -> State:
         """The prior's marginals, as the state before the first row."""
@@ -109,7 +131,7 @@ class SparseEngine:
             Group(kinds, partial(self._linearise, seen), chunks)
             for kinds, seen, chunks in zip(self._kinds, self._seen, problem.chunks)
         ]
-        return sparse_solve(search, *groups, self.sparsity.order, problem.marginals)
+        return sparse_solve(search, *groups, self.sparsity.order, problem.marginals, problem.border)
 
     def _prepare(self, prior_inputs: dict, rows: dict, weights: Array) -> tuple:
         origin = jnp.zeros(self.sparsity.order.places.size, self._engine.program.dtype)

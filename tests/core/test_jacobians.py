@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from numpyro_rvga.core import precisions
+from numpyro_rvga.core import borders, precisions
 from numpyro_rvga.core.jacobians import (
     Packed,
     SparseJacobian,
@@ -81,27 +81,46 @@ def packed(rng):
     return arrays[1], arrays[2], arrays[0] + Arrow(jnp.full(SIZE, 2.0), HEADS).begin(jnp.zeros(SIZE))
 
 
-def test_arrows_do_as_whole_precisions(packed):
+def form_of(x, is_sparse, monkeypatch):
+    monkeypatch.setattr(borders, "DENSE_SPEEDUP", 0)
+    row, column = np.nonzero(np.asarray(x)[1:, :HEADS])
+    pattern = borders.border_pattern(np.repeat(column, 2), np.repeat(row, 2), HEADS, SIZE - HEADS)
+    return Arrow(jnp.ones(SIZE), HEADS, pattern if is_sparse else None)
+
+
+@pytest.mark.parametrize("is_sparse", [False, True])
+def test_arrows_do_as_whole_precisions(packed, is_sparse, monkeypatch):
     _, _, x = packed
-    form, precision, vector = Arrow(jnp.ones(SIZE), HEADS), np.asarray(unpacked(x)), np.arange(SIZE, dtype=float)
+    x = x.at[1:3, : HEADS - 2].set(0.0)
+    form, precision, vector = form_of(x, is_sparse, monkeypatch), np.asarray(unpacked(x)), np.arange(SIZE, dtype=float)
     factor, sigma = form.factor(x), np.linalg.inv(np.asarray(unpacked(x)))
     np.testing.assert_allclose(form.solver(factor)(vector), np.linalg.solve(precision, vector), rtol=1e-10)
     np.testing.assert_allclose(form.half_log_determinant(factor), 0.5 * np.linalg.slogdet(precision)[1], rtol=1e-12)
     root = np.asarray(form.dense_root(factor))
     np.testing.assert_allclose(root.T @ root, sigma, atol=1e-12)
     spread = form.covariance_root(factor)
-    np.testing.assert_allclose(spread.array[1:], sigma[HEADS:], atol=1e-12)
+    needed = np.asarray(x)[1:] != 0 if is_sparse else slice(None)
+    np.testing.assert_allclose(spread.array[1:][needed], sigma[HEADS:][needed], atol=1e-12)
     np.testing.assert_allclose(spread.array[0, :HEADS], np.diag(sigma)[:HEADS], rtol=1e-10)
 
 
-def test_products_of_arrows_are_estimated(packed, monkeypatch):
+@pytest.mark.parametrize("is_sparse", [False, True])
+def test_products_of_arrows_are_estimated(packed, is_sparse, monkeypatch):
     a, b, x = packed
     monkeypatch.setattr(precisions, "NUM_PROBES", 100_000)
-    form = Arrow(jnp.ones(SIZE), HEADS)
+    form = form_of(x, is_sparse, monkeypatch)
     factor = form.factor(x)
     sigma, first, second = np.linalg.inv(np.asarray(unpacked(x))), np.asarray(unpacked(a)), np.asarray(unpacked(b))
     expected = np.trace(sigma @ first @ sigma @ first), np.trace(sigma @ first @ sigma @ second)
     np.testing.assert_allclose(form.products(factor, form.covariance_root(factor), a, b), expected, rtol=0.02)
+
+
+def test_borders_that_are_full_are_left_to_whole_matrices():
+    column, row = np.divmod(np.arange(40 * 30), 30)
+    assert borders.border_pattern(column, row, 40, 30) is None
+    chosen = np.arange(40)
+    pattern = borders.border_pattern(chosen, chosen % 30, 40, 30)
+    assert pattern is None or len(pattern.first) == 40
 
 
 def test_an_arrow_that_is_not_positive_definite_has_no_factor(packed):

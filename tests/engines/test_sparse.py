@@ -8,6 +8,7 @@ import numpyro.distributions as dist
 import pytest
 
 from numpyro_rvga import RVGA, FixedPointVI
+from numpyro_rvga.core import borders
 from numpyro_rvga.model import sparsity
 from numpyro_rvga.model.program import Program
 
@@ -19,6 +20,7 @@ NOISE = 0.6
 @pytest.fixture(autouse=True)
 def short_theta_counts(monkeypatch):
     monkeypatch.setattr(sparsity, "FEWEST_PARAMETERS", 10)
+    monkeypatch.setattr(borders, "DENSE_SPEEDUP", 0)
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,126 @@
+"""The border B (k, h) of an arrow [[D, B^T], [B, A]]: a whole matrix, or its entries that are not zero."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+DENSE_SPEEDUP = 1_000  # of a multiplication in a product of matrices, over one whose places are looked up
+
+
+class BorderPattern(NamedTuple):
+    """Where a border is not zero: z entries, and t pairs of entries in one column.
+
+    :ivar column: (z,). :ivar row: (z,). :ivar first: (t,), an entry; ``second`` (t,): one in its column, of no later
+        row. Each pair is there once, and each entry with itself.
+    """
+
+    column: Array
+    row: Array
+    first: Array
+    second: Array
+
+
+def border_pattern(columns: np.ndarray, rows: np.ndarray, num_columns: int, num_rows: int) -> BorderPattern | None:
+    """Of entries (n,), each of which may be named often; None if whole matrices are faster."""
+    entries = np.unique(columns.astype(np.int64) * num_rows + rows)
+    column, row = np.divmod(entries, num_rows)
+    counts = np.bincount(column, minlength=num_columns)
+    num_pairs = int(np.sum(counts.astype(np.float64) * (counts + 1)) / 2)
+    if num_pairs * DENSE_SPEEDUP > num_columns * num_rows**2:
+        return None
+    starts = np.cumsum(counts) - counts
+    place = np.arange(len(entries)) - starts[column]  # in its column: so many entries come no later, besides itself
+    first = np.repeat(np.arange(len(entries)), place + 1)
+    before = np.arange(num_pairs) - np.repeat(np.cumsum(place + 1) - (place + 1), place + 1)
+    second = starts[column[first]] + before
+    return BorderPattern(*[np.asarray(numbers, np.int32) for numbers in (column, row, first, second)])
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class DenseBorder:
+    """``matrix``: (k, h)."""
+
+    matrix: Array
+
+    def whole(self) -> Array:
+        return self.matrix
+
+    def scaled(self, scale: Array) -> DenseBorder:
+        """B diag(scale), scale (h,)."""
+        return DenseBorder(self.matrix * scale)
+
+    def times(self, vectors: Array) -> Array:
+        """B V, of V (h, n)."""
+        return self.matrix @ vectors
+
+    def transposed_times(self, vectors: Array) -> Array:
+        """B^T V, of V (k, n)."""
+        return self.matrix.T @ vectors
+
+    def taken_from(self, corner: Array) -> Array:
+        """A - B B^T, in its lower triangle at least."""
+        return corner - self.matrix @ self.matrix.T
+
+    def multiplied_by(self, corner: Array) -> DenseBorder:
+        """A B, where it is needed, for symmetric A."""
+        return DenseBorder(corner @ self.matrix)
+
+    def column_products(self, other: DenseBorder) -> Array:
+        """The diagonal of B^T C, (h,)."""
+        return jnp.sum(self.matrix * other.matrix, axis=0)
+
+    def packed(self, diagonal: Array, corner: Array) -> Array:
+        """The arrow packed, (1 + k, h + k)."""
+        first = jnp.concatenate([diagonal, jnp.zeros(len(corner), corner.dtype)])
+        return jnp.concatenate([first[None], jnp.concatenate([self.matrix, corner], axis=1)])
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class SparseBorder:
+    """The same of ``values`` (z,), which stand where ``pattern`` says. ``shape``: (k, h)."""
+
+    values: Array
+    pattern: BorderPattern
+    shape: tuple[int, int] = field(metadata={"static": True})
+
+    def _of(self, values: Array) -> SparseBorder:
+        return SparseBorder(values, self.pattern, self.shape)
+
+    def whole(self) -> Array:
+        return jnp.zeros(self.shape, self.values.dtype).at[self.pattern.row, self.pattern.column].set(self.values)
+
+    def scaled(self, scale: Array) -> SparseBorder:
+        return self._of(self.values * scale[self.pattern.column])
+
+    def times(self, vectors: Array) -> Array:
+        products = self.values[:, None] * vectors[self.pattern.column]
+        return jnp.zeros((self.shape[0], vectors.shape[1]), vectors.dtype).at[self.pattern.row].add(products)
+
+    def transposed_times(self, vectors: Array) -> Array:
+        products = self.values[:, None] * vectors[self.pattern.row]
+        return jnp.zeros((self.shape[1], vectors.shape[1]), vectors.dtype).at[self.pattern.column].add(products)
+
+    def taken_from(self, corner: Array) -> Array:
+        _, row, first, second = self.pattern
+        return corner.at[row[first], row[second]].add(-self.values[first] * self.values[second])
+
+    def multiplied_by(self, corner: Array) -> SparseBorder:
+        _, row, first, second = self.pattern
+        between, values = corner[row[first], row[second]], self.values
+        total = jnp.zeros_like(values).at[first].add(between * values[second])
+        return self._of(total.at[second].add(jnp.where(first == second, 0, between * values[first])))
+
+    def column_products(self, other: SparseBorder) -> Array:
+        zero = jnp.zeros(self.shape[1], self.values.dtype)
+        return zero.at[self.pattern.column].add(self.values * other.values)
+
+    def packed(self, diagonal: Array, corner: Array) -> Array:
+        return DenseBorder(self.whole()).packed(diagonal, corner)
