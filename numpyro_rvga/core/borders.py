@@ -39,7 +39,7 @@ def border_pattern(columns: np.ndarray, rows: np.ndarray, num_columns: int, num_
     first = np.repeat(np.arange(len(entries)), place + 1)
     before = np.arange(num_pairs) - np.repeat(np.cumsum(place + 1) - (place + 1), place + 1)
     second = starts[column[first]] + before
-    return BorderPattern(*[np.asarray(numbers, np.int32) for numbers in (column, row, first, second)])
+    return BorderPattern(*[jnp.asarray(numbers, jnp.int32) for numbers in (column, row, first, second)])
 
 
 @jax.tree_util.register_dataclass
@@ -68,13 +68,10 @@ class DenseBorder:
         """A - B B^T, in its lower triangle at least."""
         return corner - self.matrix @ self.matrix.T
 
-    def multiplied_by(self, corner: Array) -> DenseBorder:
-        """A B, where it is needed, for symmetric A."""
-        return DenseBorder(corner @ self.matrix)
-
-    def column_products(self, other: DenseBorder) -> Array:
-        """The diagonal of B^T C, (h,)."""
-        return jnp.sum(self.matrix * other.matrix, axis=0)
+    def multiplied_by(self, corner: Array) -> tuple[DenseBorder, Array]:
+        """For symmetric A: A B where B is not zero, and the diagonal of B^T A B, (h,)."""
+        product = corner @ self.matrix
+        return DenseBorder(product), jnp.sum(self.matrix * product, axis=0)
 
     def packed(self, diagonal: Array, corner: Array) -> Array:
         """The arrow packed, (1 + k, h + k)."""
@@ -112,15 +109,13 @@ class SparseBorder:
         _, row, first, second = self.pattern
         return corner.at[row[first], row[second]].add(-self.values[first] * self.values[second])
 
-    def multiplied_by(self, corner: Array) -> SparseBorder:
-        _, row, first, second = self.pattern
+    def multiplied_by(self, corner: Array) -> tuple[SparseBorder, Array]:
+        column, row, first, second = self.pattern
         between, values = corner[row[first], row[second]], self.values
         total = jnp.zeros_like(values).at[first].add(between * values[second])
-        return self._of(total.at[second].add(jnp.where(first == second, 0, between * values[first])))
-
-    def column_products(self, other: SparseBorder) -> Array:
-        zero = jnp.zeros(self.shape[1], self.values.dtype)
-        return zero.at[self.pattern.column].add(self.values * other.values)
+        product = total.at[second].add(jnp.where(first == second, 0, between * values[first]))
+        zero = jnp.zeros(self.shape[1], values.dtype)
+        return self._of(product), zero.at[column].add(values * product)
 
     def packed(self, diagonal: Array, corner: Array) -> Array:
         return DenseBorder(self.whole()).packed(diagonal, corner)

@@ -167,8 +167,8 @@ class Arrow:
         scale, border, corner = self._parts(factor)
         inverse = solve_lower(corner, jnp.eye(len(corner), dtype=corner.dtype))
         rest, border = inverse.T @ inverse, border.scaled(1 / scale)
-        between = border.multiplied_by(-rest)
-        return Packed(between.packed(1 / scale**2 - border.column_products(between), rest))
+        between, explained = border.multiplied_by(-rest)
+        return Packed(between.packed(1 / scale**2 - explained, rest))
 
     def trace(self, x: Array, covariance_root: Packed) -> Array:
         return jnp.zeros((), x.dtype)
