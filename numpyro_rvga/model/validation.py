@@ -52,7 +52,7 @@ def find_row_plates(
             {name: jax.ShapeDtypeStruct(a.shape, jax.dtypes.canonicalize_dtype(a.dtype)) for name, a in rows.items()},
         )
     around, length = {p for n in result["observed"] for p in result["plates"][n]}, common_length(rows)
-    return frozenset(p for p in around if result["sizes"][p] == length), result["observed"]
+    return frozenset(p for p in around if result["sizes"].get(p) == length), result["observed"]
 
 
 def check_outcomes_shape(observed: Mapping[str, SiteRecord]) -> None:

@@ -1,5 +1,7 @@
 """Discrete latent variables of the whole model, or of groups of rows: summed out where all rows are at hand."""
 
+import contextlib
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -77,15 +79,18 @@ def test_draws_of_a_change_point_follow_its_probabilities():
     np.testing.assert_allclose(frequency, each.mean(axis=0), atol=0.03)
 
 
-def test_chains_are_refused_with_the_algorithm_that_sums_over_them():
+@pytest.mark.parametrize("in_plate", [False, True], ids=["one chain", "a plate of chains"])
+def test_chains_are_refused_with_the_algorithm_that_sums_over_them(in_plate):
     def hidden_markov(y):
         means = numpyro.sample("means", dist.Normal(0, 1).expand([2]))
 
         def step(state, now):
-            state = numpyro.sample("state", dist.Bernoulli(jnp.where(state == 1, 0.9, 0.1)))
-            return state, numpyro.sample("y", dist.Normal(means[state], 1.0), obs=now)
+            with numpyro.plate("chains", len(now)) if in_plate else contextlib.nullcontext():
+                state = numpyro.sample("state", dist.Bernoulli(jnp.where(state == 1, 0.9, 0.1)))
+                return state, numpyro.sample("y", dist.Normal(means[state], 1.0), obs=now)
 
-        scan(step, jnp.asarray(0), y)
+        scan(step, jnp.zeros(y.shape[1:], int), y)
 
+    outcomes = RNG.normal(size=(12, 3) if in_plate else 12)
     with pytest.raises(NotImplementedError, match=r"site 'state' is a discrete latent.*forward algorithm"):
-        RVGA(hidden_markov).run({"y": RNG.normal(size=12)}, progress_bar=False)
+        RVGA(hidden_markov).run({"y": outcomes}, progress_bar=False)
