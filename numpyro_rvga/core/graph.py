@@ -26,6 +26,7 @@ from .primitives import (
 from .pushing import columns_of, index_of, num_distinct, selected, selected_value, selection_node
 from .selection import (
     Selection,
+    are_inside,
     broadcast_selection,
     everything,
     known_index,
@@ -309,9 +310,9 @@ class Graph:
         """None: this selects in another way than entry by entry."""
         name, indices = eqn.primitive.name, None
         if name == "gather":
-            if eqn.params["mode"] == GatherScatterMode.FILL_OR_DROP:
-                return None
             indices = columns_of(inputs[1])
+            if eqn.params["mode"] == GatherScatterMode.FILL_OR_DROP and not are_inside(eqn, indices):
+                return None
         elif name == "dynamic_slice":
             indices = [index_of(v.rest, ()) for v in inputs[1:]]
         selection = selection_of(eqn, indices)

@@ -149,6 +149,7 @@ def _first_rule(
     nothing = jnp.zeros_like(mean)
     factor = Factor(mean, root, inverse, nothing, nothing, nothing[0], constants)
     moments, error, direction, slope = _fifth_degree(phi, factor)
+    error = jnp.where(jnp.isnan(error), jnp.inf, error)  # phi is not defined farther out
     exact, small = tolerances
     tolerance = jnp.maximum(exact[jnp.finfo(mean.dtype).bits], small * _size(root, moments))
     return factor._replace(direction=direction, slope=slope, tolerance=tolerance), moments, error
@@ -187,7 +188,7 @@ def _refined(rule: Callable, size: int, factors: Factor, hard: Array, result: An
 
 def _better(before: Any, after: Any) -> Any:
     """What is found after, but for factors that have no smaller error then."""
-    kept = after[1] >= before[1]
+    kept = ~(after[1] < before[1])  # so too where rules with nodes farther out find NaN
     return jax.tree.map(lambda a, b: jnp.where(kept.reshape(-1, *[1] * (a.ndim - 1)), a, b), before, after)
 
 

@@ -18,6 +18,7 @@ from .primitives import ARITHMETIC
 from .selection import (
     Index,
     Selection,
+    broadcast_selection,
     clamped,
     composed,
     everything,
@@ -248,18 +249,22 @@ def _of_pieces(
     if node.kind == AFFINE:
         return None
     sides = [
-        (of_piece(i, clamped(index, int(start), length - 1)), selection.shape)
-        for i, (start, length) in enumerate(zip(starts, lengths))
+        of_piece(i, clamped(index, int(start), length - 1)) for i, (start, length) in enumerate(zip(starts, lengths))
     ]
+    shape = selection.shape
+    if index.is_known:
+        places = graph.constant(np.broadcast_to(index.numbers, shape)).rest
+    else:
+        places = selected(graph, index.node, broadcast_selection(index.shape, shape))
 
     def apply(*arrays: Array) -> Array:
-        places = _value(index, arrays[len(sides) :])
         result = arrays[0]
-        for start, array in zip(starts[1:], arrays[1 : len(sides)]):
-            result = jnp.where(places >= int(start), array, result)
-        return jnp.broadcast_to(result, selection.shape).astype(node.dtype)
+        for start, array in zip(starts[1:], arrays[1:-1]):
+            result = jnp.where(arrays[-1] >= int(start), array, result)
+        return result.astype(node.dtype)
 
-    return _made(node, selection, sides, apply, [index])
+    kind = CONSTANT if all(side.kind == CONSTANT for side in sides) else POINTWISE
+    return Node(kind, shape, node.dtype, [*sides, places], apply, [shape] * (len(sides) + 1), "pieces")
 
 
 def _value(index: Index, nodes: Sequence[Array]) -> Array:

@@ -321,6 +321,16 @@ def _gathered(params: dict, shape: tuple, out: tuple, columns: Sequence[Index]) 
     return Selection(tuple(out), tuple(indices))
 
 
+def are_inside(eqn: Any, columns: Sequence[Index]) -> bool:
+    """Whether all that a gather takes is known to be in the operand: nothing is filled in then."""
+    shape, params = eqn.invars[0].aval.shape, eqn.params
+    largest = [shape[axis] - params["slice_sizes"][axis] for axis in params["dimension_numbers"].start_index_map]
+    return all(
+        column.is_known and np.all((column.numbers >= 0) & (column.numbers <= last))
+        for column, last in zip(columns, largest)
+    )
+
+
 def _reshaped(value: np.ndarray | Node, shape: tuple[int, ...]) -> np.ndarray | Node:
     return value.reshape(shape) if isinstance(value, np.ndarray) else value
 

@@ -78,5 +78,15 @@ def describe_bad_rows(
         if bad.any():
             row = int(np.argmax(bad))
             number = row if numbers is None else numbers[row]
-            return f"site {name!r} gives row {number} a log-likelihood of {values[row]}"
+            return f"site {name!r} gives row {number} a log-likelihood of {values[row]}{_advice(values[row])}"
     return None
+
+
+def _advice(values: np.ndarray) -> str:
+    """For what has no value at all."""
+    if not np.isnan(values).any():
+        return ""
+    return (
+        " (a scale or another positive number with a prior on the whole line, as Normal(0, 1)? Give it one on the "
+        "positive half, as HalfNormal(1))"
+    )

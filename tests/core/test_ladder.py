@@ -181,3 +181,19 @@ def test_single_precision_is_as_good_as_its_rounding():
     for a, b in zip(double, single):
         assert b.dtype == jnp.float32
         np.testing.assert_allclose(a, b, rtol=2e-3, atol=2e-3)
+
+
+@pytest.mark.parametrize("deviation", [0.05, 0.15, 0.3])
+def test_a_density_that_is_nan_far_out_has_the_expectation_of_where_it_is_defined(deviation):
+    """A normal scale that is itself normal: no draw in 2,000 is negative, and the farthest nodes are."""
+
+    def normal(u, y):
+        return -0.5 * ((y - u[0]) / u[1]) ** 2 - jnp.log(u[1])
+
+    covariance = jnp.diag(jnp.array([0.01, deviation**2]))
+    expect, _ = expectations(normal, 2)
+    value, gradient, _ = expect(jnp.array([[0.0, 1.0]]), covariance[None], jnp.array([0.3]))
+    scale, step = np.linspace(0.15, 3, 20001, retstep=True)
+    weights = step * stats.norm(1, deviation).pdf(scale)
+    np.testing.assert_allclose(value[0], weights @ (-0.5 * (0.09 + 0.01) / scale**2 - np.log(scale)), atol=0.01)
+    np.testing.assert_allclose(gradient[0, 0], weights @ (0.3 / scale**2), rtol=0.1)

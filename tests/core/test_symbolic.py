@@ -305,3 +305,20 @@ def test_outputs_of_one_reading_split_as_each_does_alone():
             found, expected = (s.density(s.predictors(theta, (X, G)), s.constants((X, G))) for s in (split, alone))
             value = both(theta, X, G)[name]
             np.testing.assert_allclose([found, expected], jnp.log(value) if through else value, rtol=1e-12)
+
+
+def test_a_row_of_a_softmax_with_known_outcomes_depends_on_its_own_logits():
+    """Outcomes that are numbers, as in a model of all data: the logits are 80 numbers, a row's are two and a zero."""
+    rng = np.random.default_rng(0)
+    x, y = jnp.asarray(rng.normal(size=(40, 2))), rng.integers(0, 3, 40)
+
+    def of_row(theta, row, e):
+        logits = jnp.concatenate([jnp.zeros((40, 1)), theta[:2] + x @ theta[2:].reshape(2, 2)], axis=1)
+        return dist.Categorical(logits=logits).log_prob(y)[e]
+
+    split = factorise(of_row, jax.ShapeDtypeStruct((6,), x.dtype), {}, jax.ShapeDtypeStruct((), jnp.int32))
+    theta = jnp.asarray(rng.normal(size=6))
+    of_split = lambda e: split.density(split.predictors(theta, ({}, e)), split.constants(({}, e)))  # noqa: E731
+    every = jnp.arange(40, dtype=jnp.int32)
+    np.testing.assert_allclose(jax.vmap(of_split)(every), of_row(theta, {}, every), rtol=1e-6)
+    assert split.num_predictors <= 7
