@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpyro
 import numpyro.distributions as dist
 from jax import Array
+from jax.core import Tracer
 from numpyro import handlers
 from numpyro.distributions.transforms import biject_to
 from numpyro.primitives import Messenger
@@ -246,9 +247,13 @@ def _is_improper(fn: Any) -> bool:
 
 
 def is_numpyros(fn: Any) -> bool:
-    """Whether a distribution, and those that it is made of, are NumPyro's own: these are pytrees in every part."""
+    """Whether a distribution, and those that it is made of, are NumPyro's own, and pytrees in every part: all that a
+    run of the model has computed is among their leaves."""
     parts = jax.tree.leaves(vars(fn), is_leaf=lambda x: isinstance(x, dist.Distribution))
     inner = [part for part in parts if isinstance(part, dist.Distribution)]
+    static = [getattr(fn, name, None) for name in type(fn).gather_pytree_aux_fields()]
+    if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(static)):  # as the counts of a DirichletMultinomial
+        return False
     return type(fn).__module__.startswith("numpyro.") and all(map(is_numpyros, inner))
 
 

@@ -74,3 +74,18 @@ def test_a_function_is_run_once_for_each_form_of_its_inputs():
         np.testing.assert_array_equal(result["total"], 1 + np.arange(size))
         assert result["name"] == "sum"
     assert len(runs) == 2
+
+
+def test_distributions_that_keep_numbers_of_the_data_apart_from_their_parameters_run():
+    """The counts of a DirichletMultinomial are no leaves of it."""
+    counts = np.random.default_rng(0).multinomial(30, [0.2, 0.3, 0.5], size=15)
+
+    def model(counts, total=None):
+        share = numpyro.sample("share", dist.Dirichlet(jnp.ones(3)))
+        with numpyro.plate("sites", len(counts)):
+            total = counts.sum(-1) if total is None else total
+            numpyro.sample("counts", dist.DirichletMultinomial(20.0 * share, total), obs=counts)
+
+    of_data, constant = (RVGA(model).run({"counts": counts}, progress_bar=False, **kw) for kw in ({}, {"total": 30}))
+    assert of_data.info["rows"] == "independent"
+    np.testing.assert_allclose(of_data.mean, constant.mean, atol=1e-6)
