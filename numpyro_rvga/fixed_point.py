@@ -163,7 +163,7 @@ class FixedPointVI:
             engine.check_start(init)
         not_integrated = {}
         if self.integrate:
-            choice = self._integration.choose(engine.program, self.integrate)
+            choice = self._integration.choose(engine.program, self.integrate, rows)
             if choice.sites:
                 start = None if init is None else init.mean
                 return Posterior(**self._integration(engine.program, choice.sites, rows, rng_key, progress_bar, start))

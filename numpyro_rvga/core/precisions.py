@@ -119,6 +119,15 @@ class Weighted(NamedTuple):
         return a @ weighted, b @ weighted
 
 
+class ArrowFactor(NamedTuple):
+    """The Cholesky factor [[s, 0], [W, L]] of an arrow, by its parts: s (h,), L (k, k), and W (k, h) or its values
+    (z,) where a pattern says."""
+
+    scale: Array
+    border: Array
+    corner: Array
+
+
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Arrow:
@@ -190,13 +199,32 @@ class Arrow:
         rest = jnp.concatenate([border, jnp.eye(len(corner), dtype=factor.dtype)], axis=1)
         return jnp.concatenate([head, solve_lower(corner, rest)])
 
+    def parts(self, factor: Array) -> ArrowFactor:
+        """Of a packed factor."""
+        scale, border, corner = self._parts(factor)
+        return ArrowFactor(scale, border.matrix if isinstance(border, DenseBorder) else border.values, corner)
+
+    def solve_transposed(self, factor: ArrowFactor, vectors: Array) -> Array:
+        """The transposed factor's inverse times vectors (h + k, n)."""
+        return _solve_transposed(self._bordered(factor), vectors)
+
+    def times_transposed(self, factor: ArrowFactor, vectors: Array) -> Array:
+        """The transposed factor times vectors (h + k, n)."""
+        scale, border, corner = self._bordered(factor)
+        head, rest = vectors[: scale.size], vectors[scale.size :]
+        return jnp.concatenate([scale[:, None] * head + border.transposed_times(rest), corner.T @ rest])
+
+    def _bordered(self, factor: ArrowFactor) -> _Parts:
+        scale, border, corner = factor
+        if self.pattern is None:
+            return scale, DenseBorder(border), corner
+        return scale, SparseBorder(border, self.pattern, (len(corner), scale.size)), corner
+
     def _parts(self, x: Array) -> _Parts:
         corner = x[1:, self.num_diagonal :]
-        if self.pattern is None:
-            return x[0, : self.num_diagonal], DenseBorder(x[1:, : self.num_diagonal]), corner
-        values = x[1 + self.pattern.row, self.pattern.column]
-        shape = len(corner), self.num_diagonal
-        return x[0, : self.num_diagonal], SparseBorder(values, self.pattern, shape), corner
+        at = self.pattern
+        border = x[1:, : self.num_diagonal] if at is None else x[1 + at.row, at.column]
+        return self._bordered(ArrowFactor(x[0, : self.num_diagonal], border, corner))
 
 
 _Parts = tuple[Array, DenseBorder | SparseBorder, Array]  # the heads' diagonal (h,), the border (k, h), the corner

@@ -51,12 +51,14 @@ def sparse_solve(
     order: EliminationOrder,
     marginals: Marginals,
     border: BorderPattern | None = None,
+    init: tuple[Array, Array] | None = None,
 ) -> Joint:
     """Rows and the whole prior together, over theta itself, its entries reordered. The base is flat.
 
     :param prior: its terms that are not Gaussian. :param gaussian: those that are. The designs of all three are
         :class:`~.jacobians.SparseJacobian`, and all take theta in ``order``.
     :param marginals: where the search begins. :param border: see :class:`~.precisions.Arrow`.
+    :param init: mean and packed precision of a q to start from, in ``order``; default: of ``marginals``.
     """
     size, dtype = marginals.mean.size, marginals.mean.dtype
     back = order.back
@@ -68,7 +70,8 @@ def sparse_solve(
 
     def start():
         flat = Base(None, None, jnp.asarray(0.5 * size * math.log(2 * math.pi), dtype))  # of the entropy
-        return Start(flat, form, maximize.init(search, form, marginals.mean[order.places]))
+        mean, precision = (marginals.mean[order.places], None) if init is None else init
+        return Start(flat, form, maximize.init(search, form, mean, precision))
 
     def absorb(solution, num_rows):
         mean, root = solution.mean[back], form.dense_root(solution.root).T[back]

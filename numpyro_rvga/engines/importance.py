@@ -7,10 +7,11 @@ from collections.abc import Callable
 import numpy as np
 import scipy.special
 
-from .nested import Design, Integral, Marginal, Mode, Moments, Point, kernel_weights, rounded_to_power
+from .nested import Design, Integral, Marginal, Mode, Moments, Point, kernel_weights, rounded_to_power, stacked
 
 FREEDOM = 7.0  # of the Student t that proposes
 NUM_POINTS = 128  # for each parameter, their number rounded up to a power of two
+FEW_POINTS = 32  # likewise, where each takes long
 LEAST_SHARE = 0.2  # effective sample size over the number of points, below which the proposal is fitted anew
 MOST_KHAT = 0.5  # above which it is, too
 MAX_FITS = 3
@@ -27,13 +28,15 @@ Smoothed = Callable[[np.ndarray], tuple[np.ndarray, float]]
 """Log importance ratios (n,) -> normalized log weights, their tail smoothed, and the Pareto k."""
 
 
-def integrate_by_importance(marginal: Marginal, mode: Mode, moments: Moments, smoothed: Smoothed) -> Integral:
+def integrate_by_importance(
+    marginal: Marginal, mode: Mode, moments: Moments, smoothed: Smoothed, num_points: int = NUM_POINTS
+) -> Integral:
     """Points of a split Student t around the mode, whose halves are as wide as the marginal is there; fitted anew to
     the points and their weights, where few of them count."""
     size = len(mode.point.h)
     centre, axes = mode.point.h, mode.axes
     widths = _widths(marginal, mode)
-    count = NUM_POINTS * rounded_to_power(size)
+    count = num_points * rounded_to_power(size)
     for seed in range(MAX_FITS):
         z, log_proposal = _proposed(widths, count, seed)
         points = [marginal(centre + axes @ one) for one in z]
@@ -104,7 +107,8 @@ def _design(points: list[Point], mass: np.ndarray, moments: Moments) -> Design:
     kept = np.flatnonzero(mass > NEGLIGIBLE)
     mass = mass[kept] / mass[kept].sum()
     h = np.array([points[k].h for k in kept])
-    means, roots = map(np.array, zip(*[moments(points[k]) for k in kept]))
+    means, roots = zip(*[moments(points[k]) for k in kept])
+    means, roots = np.array(means), stacked(roots)
     mean = mass @ h
     covariance = (mass[:, None] * (h - mean)).T @ (h - mean)
     scale = np.linalg.cholesky(covariance)

@@ -7,7 +7,7 @@ import itertools
 
 import numpy as np
 
-from .nested import Design, Integral, Marginal, Mode, Moments, Point
+from .nested import Design, Integral, Marginal, Mode, Moments, Point, Root, stacked, variances_of
 
 DROP = 10.0  # nats below the highest point, where the marginal is cut off
 SPACING = 0.75  # of a lattice, in standard deviations of the Gaussian at the mode
@@ -24,7 +24,7 @@ def integrate_lattice(marginal: Marginal, mode: Mode, moments: Moments) -> Integ
     standard deviations have settled."""
     size, spacing = len(mode.point.h), SPACING
     lattice = {(0,) * size: mode.point}
-    of_x: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+    of_x: dict[int, tuple[np.ndarray, Root]] = {}
     for halving in range(MAX_HALVINGS + 1):
         if halving:
             spacing /= 2
@@ -46,7 +46,8 @@ def integrate_lattice(marginal: Marginal, mode: Mode, moments: Moments) -> Integ
     mass = np.exp(bounds - highest)
     log_evidence = highest + np.log(mass.sum()) + np.linalg.slogdet(scale)[1]
     mass /= mass.sum()
-    x_means, x_roots = (np.array([of_x[id(point)][i] for point in points]) for i in range(2))
+    x_means = np.array([of_x[id(point)][0] for point in points])
+    x_roots = stacked([of_x[id(point)][1] for point in points])
     design = Design(
         np.array([point.h for point in points]),
         mass,
@@ -94,9 +95,9 @@ def _grow(marginal: Marginal, lattice: dict, mode: Mode, spacing: float) -> bool
     return True
 
 
-def _summary(point: Point, mean: np.ndarray, root: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _summary(point: Point, mean: np.ndarray, root: Root) -> tuple[np.ndarray, np.ndarray]:
     """Means and variances of h and x, (d + P,)."""
-    return np.concatenate([point.h, mean]), np.concatenate([0 * point.h, np.sum(root**2, axis=1)])
+    return np.concatenate([point.h, mean]), np.concatenate([0 * point.h, variances_of(root)])
 
 
 def _change(bounds: np.ndarray, means: np.ndarray, variances: np.ndarray, some: np.ndarray) -> float:
@@ -134,6 +135,8 @@ def _refined(kept: list[tuple[int, ...]], design: Design, bounds: np.ndarray, gr
     With the hat functions of the coarse lattice, sum hat_k (f_k + f'_k (h - h_k) / 2) is exact for quadratic f. The
     standard deviations of x given h are interpolated as logarithms.
     """
+    if not isinstance(design.roots, np.ndarray):
+        return design
     size = len(kept[0])
     wanted = REFINEMENT[size]
     factor = int(np.clip((MOST_NUMBERS / max(1, design.roots.size)) ** (1 / size), 1, wanted))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,11 +11,13 @@ from jax import Array
 from ..core.joint import Joint, bound_at, solve_joint_traced
 from ..core.linalg import lower_from_root, solve_lower
 from ..core.maximize import Search
+from ..core.precisions import Arrow
 from ..model.arguments import PARAMS
 from .engine import Engine
 from .joint_solver import JointProblem, RowChunks
+from .sparse import SparseEngine, SparseProblem
 
-Start = tuple[Array, Array]
+Start = tuple[Array, Any]
 """Mean and precision of a q, in the standard coordinates of the prior (which the parameters move)."""
 
 
@@ -87,3 +89,49 @@ class MaximizedBound:
             return state.mean + state.root @ mean, lower_from_root(root)
 
         self.begin, self.solve, self.moments = begin, solve, moments
+
+
+class SparseMaximizedBound:
+    """The same of a :class:`~.sparse.SparseEngine`, whose q stay as its solves leave them.
+
+    A q to start from is its mean, in the order of elimination; what else a start holds is for :meth:`root`. The solve
+    begins with the precision that the log joint density has at this mean.
+
+    :ivar begin: params (K,) and chunks of rows -> a start. :ivar solve: params, chunks and a start -> :class:`Maximum`.
+    """
+
+    def __init__(self, sparse: SparseEngine, problem: SparseProblem, chunks: RowChunks):
+        program, order = sparse.engine.program, sparse.sparsity.order
+        self.engine, self.pattern, self.places = sparse.engine, problem.border, order.places
+        search = sparse.search(chunks.weights.shape[0], has_start=True)
+
+        def parts(params: Array, chunks: RowChunks, init: tuple[Array, Array] | None = None) -> Joint:
+            prepared = sparse.prepared(program.prior_inputs | {PARAMS: params}, *chunks)
+            return sparse.parts(search, problem._replace(chunks=prepared, init=init))
+
+        @sparse.engine.compiled
+        def solve(params, chunks, start):
+            mean = start[0]
+            objective = parts(params, chunks).objective
+            curvature = objective.curvature(mean, objective.expect(mean, None)[2], not search.log_concave)
+            joint = parts(params, chunks, (mean, curvature))
+            solution = solve_joint_traced(search, joint)
+            form = joint.start().form
+            assert isinstance(form, Arrow)
+            covariance = form.covariance_root(solution.root)
+
+            def expected(params):
+                objective = parts(params, chunks).objective
+                return objective.expect(solution.mean, objective.predictor_covariances(solution.mean, covariance))[0]
+
+            variance = jnp.concatenate(
+                [covariance.array[0, : order.num_diagonal], jnp.diagonal(covariance.array[1:, order.num_diagonal :])]
+            )
+            found = solution.mean, (form.parts(solution.root), variance)
+            return Maximum(solution.bound, jax.grad(expected)(params), found, solution.converged)
+
+        self.solve = solve
+
+    def begin(self, params: Array, chunks: RowChunks) -> Start:
+        """A start, from nothing."""
+        return jnp.asarray(self.engine.program.marginals.mean[self.places], self.engine.program.dtype), ()

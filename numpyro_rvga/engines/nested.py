@@ -5,11 +5,13 @@ L is the bound of :class:`~.maximized_bound.MaximizedBound`. Of x given h, a poi
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 
+from ..core.precisions import ArrowFactor
 from .maximized_bound import Maximum, Start
 
 NUM_TRIALS = 8  # points of the prior at which L is tried before its mode is sought, for each parameter,
@@ -134,11 +136,22 @@ def _axes(marginal: Marginal, mode: Point, deviation: np.ndarray) -> np.ndarray:
 
 
 # ---------------------------------------------------------------------- integration
+class SolvedRoot(NamedTuple):
+    """A block-arrow's Cholesky factor, of the precision of x in its order of elimination, and variances (P,) of x."""
+
+    factor: ArrowFactor
+    variance: np.ndarray
+
+
+Root = np.ndarray | SolvedRoot
+
+
 class Design(NamedTuple):
     """Points with the marginal's mass at each, and x given h there.
 
     :ivar h: (K, d). :ivar mass: (K,), sums to one. :ivar means: of x, (K, P). :ivar roots: Cholesky factors of its
-        covariances, (K, P, P). :ivar slopes: of its mean in h, (K, P, d).
+        covariances, (K, P, P), or :class:`SolvedRoot` with K along the leading axis.
+    :ivar slopes: of its mean in h, (K, P, d).
     :ivar kernel: (d, d), a root of the covariance of the Gaussians in h that stand around the points.
     :ivar is_weighted: whether ``mass`` is the weight of these Gaussians already.
     """
@@ -146,7 +159,7 @@ class Design(NamedTuple):
     h: np.ndarray
     mass: np.ndarray
     means: np.ndarray
-    roots: np.ndarray
+    roots: Root
     slopes: np.ndarray
     kernel: np.ndarray
     is_weighted: bool = False
@@ -164,17 +177,21 @@ class Integral(NamedTuple):
     error: float = 0.0
 
 
-Moments = Callable[[Point], tuple[np.ndarray, np.ndarray]]
-"""The mean (P,) and the Cholesky factor (P, P) of the covariance of x at a point."""
+Moments = Callable[[Point], tuple[np.ndarray, "Root"]]
+"""The mean (P,) of x at a point, and the Cholesky factor (P, P) of its covariance, or what a solve has left of it."""
+
+
+def variances_of(root: Root) -> np.ndarray:
+    """(P,)."""
+    return root.variance if isinstance(root, SolvedRoot) else np.sum(root**2, axis=1)
+
+
+def stacked(roots: Sequence[Root]) -> Any:
+    """Of all points, along a leading axis."""
+    return jax.tree.map(lambda *parts: np.stack(parts), *roots)
 
 
 # ---------------------------------------------------------------------- a mixture
-KERNEL = (
-    0.6  # width of the Gaussians in h around the points of a lattice, in its spacings: wide enough to leave no gaps
-)
-DECONVOLUTIONS = 200
-
-
 def kernel_weights(h: np.ndarray, mass: np.ndarray, kernel: np.ndarray, iterations: int = DECONVOLUTIONS) -> np.ndarray:
     """Weights (K,) of Gaussians around points (K, d), such that their sum has the marginal's mass at these points.
 

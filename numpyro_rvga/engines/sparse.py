@@ -15,14 +15,17 @@ from jax import Array
 from ..core.borders import BorderPattern, border_pattern
 from ..core.count import Count
 from ..core.drivers import Progress
-from ..core.factors import Factors
+from ..core.factors import Factors, Kind
 from ..core.joint import Joint
 from ..core.maximize import Search
 from ..core.objective import Group, in_stages
 from ..core.recursion import State, StepInfo
 from ..core.sparse import Marginals, sparse_solve
+from ..model.arguments import PARAMS
 from ..model.rows import Rows, num_rows
 from ..model.sparsity import Sparsity
+from ..model.terms import Terms
+from ..options import Options
 from .engine import Engine, chunks_of
 from .joint_solver import JointSolver, search_for
 from .kinds import make_kind
@@ -35,6 +38,7 @@ class SparseProblem(NamedTuple):
     """What a solve takes.
 
     :ivar marginals: where it begins. :ivar chunks: what :attr:`SparseEngine.prepare` returns.
+    :ivar init: mean and packed precision to start from, in the order of elimination, or None.
     :ivar border: where precisions are not zero, see :class:`~numpyro_rvga.core.precisions.Arrow`.
     """
 
@@ -42,6 +46,7 @@ class SparseProblem(NamedTuple):
     chunks: tuple
     num_rows: Array
     border: BorderPattern | None
+    init: tuple[Array, Array] | None = None
 
 
 class SparseEngine:
@@ -52,24 +57,23 @@ class SparseEngine:
     """
 
     def __init__(self, engine: Engine, sparsity: Sparsity):
-        self.sparsity, self._engine = sparsity, engine
+        self.sparsity, self.engine = sparsity, engine
         self._identity = object()
         program, prior = engine.program, engine.program.prior
-        gaussian_options = engine.options._replace(expectation="exact", scheme="implicit")
-        gaussian_kinds = tuple(make_kind(t, gaussian_options, jax.random.key(0)) for t in prior.gaussian)
+        gaussian_kinds = tuple(_gaussian_kind(terms, engine.options) for terms in prior.gaussian)
         self._kinds = engine.kinds, engine.prior_kinds, gaussian_kinds
         self._seen = [
             [(terms, sparsity.patterns[in_prior, terms.site]) for terms in all_terms]
             for in_prior, all_terms in ((False, program.terms), (True, prior.terms), (True, prior.gaussian))
         ]
         self._is_affine = engine.is_affine and all(terms.is_affine for terms in prior.terms)
-        self.prepare, self._indices = engine.compiled(self._prepare), engine.compiled(self._indices_of)
-        self._solver = JointSolver(self._parts, engine.devices)
+        self.prepare, self._indices = engine.compiled(self.prepared), engine.compiled(self._indices_of)
+        self._solver = JointSolver(self.parts, engine.devices)
 
     def bind(self, engine: Engine) -> SparseEngine:
         """The same for a program that differs in what the data determine; see :meth:`Engine.bind`."""
         other = copy.copy(self)
-        other._engine = engine
+        other.engine = engine
         return other
 
     def __eq__(self, other: Any) -> bool:
@@ -82,14 +86,14 @@ class SparseEngine:
         self, rows: Rows, marginals: Marginals | None = None, weights: np.ndarray | None = None
     ) -> SparseProblem:
         """For all rows. ``marginals``: where to begin; default: at the prior's."""
-        program = self._engine.program
+        program = self.engine.program
         marginals = Marginals(*(program.marginals[:2] if marginals is None else marginals))
         marginals = Marginals(*[np.asarray(x, program.dtype) for x in marginals])
-        chunks = chunks_of(self._engine, rows, self.sparsity.numbers_per_row, weights)
+        chunks = chunks_of(self.engine, rows, self.sparsity.numbers_per_row, weights)
         prepared = self.prepare(program.prior_inputs, *chunks)
         total = num_rows(rows) if weights is None else np.count_nonzero(weights)
         border = self._border(prepared)
-        return SparseProblem(self._engine.devices.put(marginals), prepared, np.int32(total), border)
+        return SparseProblem(self.engine.devices.put(marginals), prepared, np.int32(total), border)
 
     def _border(self, prepared: tuple) -> BorderPattern | None:
         """Where a factor depends on one of the eliminated entries and another."""
@@ -101,7 +105,7 @@ class SparseEngine:
 
     def _indices_of(self, prepared: tuple) -> list[Array]:
         """The entries that factors depend on, of those that depend on an eliminated one."""
-        size, dtype = self.sparsity.order.places.size, self._engine.program.dtype
+        size, dtype = self.sparsity.order.places.size, self.engine.program.dtype
         theta = jnp.asarray(np.random.default_rng(0).normal(size=size), dtype)  # anywhere but where slopes vanish
         found = []
         for seen, chunks in zip(self._seen, prepared):
@@ -111,7 +115,7 @@ class SparseEngine:
 
     def initial_state(self) -> State:
         """The prior's marginals, as the state before the first row."""
-        mean, variance = (jnp.asarray(x, self._engine.program.dtype) for x in self._engine.program.marginals[:2])
+        mean, variance = (jnp.asarray(x, self.engine.program.dtype) for x in self.engine.program.marginals[:2])
         zero = jnp.zeros((), mean.dtype)
         return State(mean, jnp.zeros_like(mean), jnp.diag(jnp.sqrt(variance)), zero, None, Count.of(0))
 
@@ -119,33 +123,50 @@ class SparseEngine:
         self, problem: SparseProblem, on_step: Callable[[Progress], None] | None = None
     ) -> tuple[State, StepInfo]:
         """The state after all rows."""
-        all_kinds = tuple(kind for kinds in self._kinds for kind in kinds)
-        program, num_chunks = self._engine.program, jax.tree.leaves(problem.chunks[0])[0].shape[0]
-        shapes = [(terms.num_elements, terms.num_predictors) for terms in program.terms]
-        staged = self._is_affine and in_stages(self._kinds[0], all_kinds, shapes, program.layout.size, num_chunks)
-        search = search_for(all_kinds, self._engine.settings(), staged=staged)
+        search = self.search(jax.tree.leaves(problem.chunks[0])[0].shape[0])
         return self._solver(search, problem, problem.num_rows, on_step=on_step)
 
-    def _parts(self, search: Search, problem: SparseProblem) -> Joint:
+    def search(self, num_chunks: int, *, has_start: bool = False) -> Search:
+        """What a solve seeks."""
+        all_kinds = tuple(kind for kinds in self._kinds for kind in kinds)
+        program = self.engine.program
+        shapes = [(terms.num_elements, terms.num_predictors) for terms in program.terms]
+        staged = self._is_affine and in_stages(self._kinds[0], all_kinds, shapes, program.layout.size, num_chunks)
+        return search_for(all_kinds, self.engine.settings(), staged=staged, has_start=has_start)
+
+    def parts(self, search: Search, problem: SparseProblem) -> Joint:
+        """A problem's parts."""
         groups = [
             Group(kinds, partial(self._linearise, seen), chunks)
             for kinds, seen, chunks in zip(self._kinds, self._seen, problem.chunks)
         ]
-        return sparse_solve(search, *groups, self.sparsity.order, problem.marginals, problem.border)
+        return sparse_solve(search, *groups, self.sparsity.order, problem.marginals, problem.border, init=problem.init)
 
-    def _prepare(self, prior_inputs: dict, rows: dict, weights: Array) -> tuple:
-        origin = jnp.zeros(self.sparsity.order.places.size, self._engine.program.dtype)
+    def prepared(self, prior_inputs: dict, rows: dict, weights: Array) -> tuple:
+        origin = jnp.zeros(self.sparsity.order.places.size, self.engine.program.dtype)
         prior = jax.tree.map(lambda x: x[None], prior_inputs), jnp.ones((1, 1), weights.dtype)  # one chunk
-        inputs = (rows, weights), prior, prior
-        return tuple(jax.vmap(partial(prepare, seen, origin))(*each) for seen, each in zip(self._seen, inputs))
+        shared = {name: array for name, array in prior_inputs.items() if name == PARAMS}
+        of_rows = jax.vmap(lambda rows, weights: prepare(self._seen[0], origin, rows | shared, weights))(rows, weights)
+        return of_rows, *(jax.vmap(partial(prepare, seen, origin))(*prior) for seen in self._seen[1:])
 
     def _linearise(self, seen: list[Seen], prepared: tuple, ordered: Array) -> tuple[Factors, ...]:
         """Factors at theta (P,), in the sparsity's order."""
         return factors_of(seen, prepared, ordered, lambda ordered: ordered[self.sparsity.order.back])
 
 
-def sparse_engine(engine: Engine, rows: Rows) -> SparseEngine | None:
-    """For all rows there are; None if terms read more than a few entries of theta, or theta is short."""
+def _gaussian_kind(terms: Terms, options: Options) -> Kind:
+    """Of a prior's Gaussian terms, and of constants."""
+    expectation = "exact" if terms.num_predictors else "linearized"
+    return make_kind(terms, options._replace(expectation=expectation, scheme="implicit"), jax.random.key(0))
+
+
+def sparse_engine(engine: Engine, rows: Rows, *, given_params: bool = False) -> SparseEngine | None:
+    """For all rows there are; None if terms read more than a few entries of theta, or theta is short.
+
+    :param given_params: whether there may be ``numpyro.param`` sites, which stand still.
+    """
+    if engine.program.params.layout.size and not given_params:
+        return None
     if DENSE in engine.made:  # not asked again: whole matrices are never wrong
         return None
     sparsity = engine.program.find_sparsity(engine.program.inputs(rows))

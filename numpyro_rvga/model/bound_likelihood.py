@@ -320,11 +320,13 @@ class BoundLikelihood(BoundPrior):
 
     def find_sparsity(self, rows: Mapping[str, Array]) -> Sparsity | None:
         """The few entries of theta that each term depends on in any row; None if they are many, or theta is short."""
-        exact = all(terms.closed_form is Gaussian for terms in self.prior.gaussian)
-        if self.whole or self.prior.blocks or self.params.layout.size or not exact:
+        exact = all(t.closed_form is Gaussian or not t.num_predictors for t in self.prior.gaussian)
+        if self.whole or self.prior.blocks or not exact:
             return None
         prior_terms = (*self.prior.gaussian, *self.prior.terms)
-        return find_sparsity(self.layout, self.dtype, self.terms, prior_terms, rows, self.prior_inputs)
+        return find_sparsity(
+            self.layout, self.dtype, self.terms, prior_terms, dict(rows) | self.shared, self.prior_inputs
+        )
 
     @property
     def is_conjugate(self) -> bool:

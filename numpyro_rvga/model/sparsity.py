@@ -66,6 +66,8 @@ class Sparsity(NamedTuple):
 # ---------------------------------------------------------------------- Jacobians
 def sparse_jacobian(terms: Terms, pattern: Pattern, theta: Array, rows: Arrays) -> tuple[Array, SparseJacobian]:
     """Predictors at theta (n E, C), and their Jacobians."""
+    if not terms.num_predictors:
+        return _without_predictors(terms, pattern, theta, rows)
     directions = _along(pattern.columns, theta.size, theta.dtype)
     predictors, pushed = merged(_pushed(terms, theta, directions, rows))
     values, place = _read(pushed, len(pattern.columns))
@@ -75,6 +77,14 @@ def sparse_jacobian(terms: Terms, pattern: Pattern, theta: Array, rows: Arrays) 
     index = numbers[jnp.clip(place, 0, lengths - 1) + starts]
     sizes = theta.size, pattern.num_diagonal, pattern.has_diagonal
     return predictors, SparseJacobian(index, jnp.swapaxes(values, 1, 2), *sizes)
+
+
+def _without_predictors(terms: Terms, pattern: Pattern, theta: Array, rows: Arrays) -> tuple[Array, SparseJacobian]:
+    """Of terms that theta does not enter."""
+    predictors = merged(over_rows(lambda row, element: terms.predictors(theta, row, element), terms.num_elements, rows))
+    index = jnp.full((len(predictors), 1), pattern.place[pattern.columns[0][0]], jnp.int32)
+    values = jnp.zeros((len(predictors), 0, 1), theta.dtype)
+    return predictors, SparseJacobian(index, values, theta.size, pattern.num_diagonal, pattern.has_diagonal)
 
 
 def selecting_pattern(size: int) -> Pattern:
@@ -128,6 +138,8 @@ class _Reads(NamedTuple):
 def _reads_of(terms: Terms, columns: tuple[np.ndarray, ...], theta: Array, rows: Arrays) -> _Reads:
     """By changes along a random direction."""
     count, eps = len(columns), np.finfo(theta.dtype).eps
+    if not terms.num_predictors:
+        return _Reads(np.zeros(count, bool), np.ones(count, bool))
     probe = np.random.default_rng(0).normal(size=theta.size).astype(theta.dtype)
     one_column = np.zeros((count, theta.size), theta.dtype)
     for i, column in enumerate(columns):
@@ -163,7 +175,7 @@ def find_sparsity(
 ) -> Sparsity | None:
     """The entries that terms depend on, if these are few for each term; None if not, or if theta is short.
 
-    :param rows: all that there are.
+    :param rows: all that there are, and what they share.
     :param shared: what prior terms depend on besides theta.
     """
     if layout.size < FEWEST_PARAMETERS or any(terms.num_local for terms in row_terms):
@@ -174,7 +186,8 @@ def find_sparsity(
     def reads_of_rows(some):
         return [_reads_of(terms, columns, theta, some) for terms in row_terms]
 
-    few = reads_of_rows({name: array[:FEW] for name, array in rows.items()})
+    given, own = split_rows(rows)
+    few = reads_of_rows(given | {name: array[:FEW] for name, array in own.items()})
     if _read_too_many(few, columns):
         return None
     all_reads = reads_of_rows(rows) + [_reads_of(terms, columns, theta, shared) for terms in prior_terms]
@@ -192,6 +205,8 @@ def find_sparsity(
         seen = []
         for i in (i for i in ranked if reads.is_read[i]):
             seen += [columns[i]] if reads_one[i] else list(columns[i][:, None])
+        if not terms.num_predictors:
+            seen = [order.places[-1:]]
         if not seen or len(seen) > MOST_SLOTS:
             return None
         patterns[in_prior, terms.site] = Pattern(

@@ -14,16 +14,18 @@ from jax import Array, lax
 from jax.sharding import Mesh
 from jax.typing import ArrayLike
 
+from ..core.gaussians.arrow_roots import ArrowRoots
 from ..core.gaussians.mixture import GaussianMixture
 from ..core.linalg import lower_from_root
 from ..engines.engine import chunks_of
 from ..engines.evidence_estimate import EvidenceEstimate
-from ..engines.importance import integrate_by_importance
+from ..engines.importance import FEW_POINTS, NUM_POINTS, integrate_by_importance
 from ..engines.joint_solver import RowChunks
 from ..engines.lattice import integrate_lattice
-from ..engines.maximized_bound import MaximizedBound, Maximum, Start
-from ..engines.nested import Design, Integral, Marginal, find_mode, kernel_weights
+from ..engines.maximized_bound import MaximizedBound, Maximum, SparseMaximizedBound, Start
+from ..engines.nested import Design, Integral, Marginal, Point, Root, SolvedRoot, find_mode, kernel_weights
 from ..engines.registry import Engines
+from ..engines.sparse import sparse_engine
 from ..model import Program
 from ..model.conditional import conditional_model
 from ..model.hyperparameters import Choice, choose_sites
@@ -67,19 +69,23 @@ class Integration:
         """Without what is compiled, for other processes."""
         return self.__dict__ | {"_engines": {}, "_bounds": {}, "_estimates": {}, "_choices": {}}
 
-    def choose(self, program: Program, sites: str | Sequence[str]) -> Choice:
+    def choose(self, program: Program, sites: str | Sequence[str], rows: Mapping[str, Any]) -> Choice:
         """The sites to integrate out, from what the user has said.
 
+        :param rows: all that there are.
         :raises ValueError: for names that are no latent sites, or all of them.
         """
         too_long = (
             f"the model has {program.layout.size} parameters, of which each component of a mixture would have a full "
-            f"covariance: that is possible for at most {MOST_PARAMETERS}"
+            f"covariance: that is possible for at most {MOST_PARAMETERS}, unless each row depends on a few, as rows of "
+            f"crossed effects do, and at most {MOST_BY_IMPORTANCE} are integrated out"
         )
-        if sites != "auto" and program.layout.size > MOST_PARAMETERS:
-            raise ValueError(f"{too_long}. Leave integrate at False.")
-        if program.layout.size > MOST_PARAMETERS:
+        is_long = program.layout.size > MOST_PARAMETERS
+        if is_long and program.find_sparsity(program.inputs(rows)) is None:
+            if sites != "auto":
+                raise ValueError(f"{too_long}. Leave integrate at False.")
             return Choice((), too_long)
+        most = MOST_BY_IMPORTANCE if is_long else MOST_INTEGRATED
         if program.params.layout.size:
             return Choice((), "the model has numpyro.param sites, which are learned instead")
         if sites == "auto" and program.row_latents is not None:
@@ -93,9 +99,9 @@ class Integration:
                 self._choices[key] = choose_sites(program)
             choice = self._choices[key]
             size = _size(program, choice.sites)
-            if size > MOST_INTEGRATED:
+            if size > most:
                 names = ", ".join(choice.sites)
-                return Choice((), f"{names}: {size} entries, and at most {MOST_INTEGRATED} can be integrated out")
+                return Choice((), f"{names}: {size} entries, and at most {most} can be integrated out")
             return choice
         unknown = [name for name in sites if name not in program.layout.site_names]
         if unknown or not sites:
@@ -106,9 +112,9 @@ class Integration:
         if set(sites) == set(program.layout.site_names):
             raise ValueError(f"integrate={list(sites)!r} leaves no site that is Gaussian given these: name fewer.")
         size = _size(program, sites)
-        if size > MOST_INTEGRATED:
+        if size > most:
             raise ValueError(
-                f"the sites {', '.join(sites)} have {size} entries, and at most {MOST_INTEGRATED} can be integrated "
+                f"the sites {', '.join(sites)} have {size} entries, and at most {most} can be integrated "
                 "out: name fewer sites, or run NUTS."
             )
         return Choice(tuple(name for name in program.layout.site_names if name in sites))
@@ -130,12 +136,11 @@ class Integration:
         places = _places(program, sites)
         others = np.setdiff1d(np.arange(program.layout.size), places)
         bound, chunks = self._bound_of(program, sites, rows, rng_key)
-        prior = program.initial_state()
-        mean, deviation = np.asarray(prior.mean)[places], np.linalg.norm(np.asarray(prior.root)[places], axis=1)
+        solved = bound if isinstance(bound, SparseMaximizedBound) else None
+        mean, deviation = (x[places] for x in _prior_moments(program, is_long=solved is not None))
 
         def moments(point):
-            found = bound.moments(jnp.asarray(point.h, program.dtype), point.start)
-            return tuple(np.asarray(x, np.float64) for x in found)
+            return _moments_of(bound, point, program.dtype)
 
         with progress(progress_bar, None, "L(h)", "it") as bar:
             solve = _solve_given(bound, self._estimate_of(bound), chunks, program.dtype)
@@ -145,14 +150,15 @@ class Integration:
             if len(places) <= MOST_ON_LATTICE:
                 integral = integrate_lattice(marginal, mode, moments)
             elif len(places) <= MOST_BY_IMPORTANCE:
-                integral = integrate_by_importance(marginal, mode, moments, smoothed)
-            if integral is None or _is_too_rough(integral):
+                count = NUM_POINTS if solved is None else FEW_POINTS
+                integral = integrate_by_importance(marginal, mode, moments, smoothed, count)
+            if integral is None or (_is_too_rough(integral) and solved is None):
                 of_mode = lambda h: solve(h, mode.point.start)  # noqa: E731
                 integral = integrate_by_nuts(of_mode, marginal, mode, moments, rng_key)
         _warn(integral, sites)
         return {
             "program": program,
-            "gaussian": mixture_of(integral.design, places, others, program.dtype),
+            "gaussian": mixture_of(integral.design, places, others, program.dtype, solved),
             "elbo": integral.log_evidence,
             "info": {
                 "integrated": list(sites),
@@ -166,17 +172,25 @@ class Integration:
             "num_rows": num_rows(rows),
         }
 
-    def _estimate_of(self, bound: MaximizedBound) -> EvidenceEstimate | None:
-        """What stands in the bound's place, if anything does."""
+    def _estimate_of(self, bound: MaximizedBound | SparseMaximizedBound) -> EvidenceEstimate | None:
+        """What stands in the bound's place, if anything does.
+
+        :raises NotImplementedError: for models of crossed effects.
+        """
         if self._marginal == "bound":
             return None
+        if isinstance(bound, SparseMaximizedBound):
+            raise NotImplementedError(
+                f"marginal='importance' takes whole matrices, of at most {MOST_PARAMETERS} parameters: use "
+                "marginal='bound'."
+            )
         if bound not in self._estimates:
             self._estimates[bound] = EvidenceEstimate(bound)
         return self._estimates[bound]
 
     def _bound_of(
         self, program: Program, sites: tuple[str, ...], rows: Rows, rng_key: Array
-    ) -> tuple[MaximizedBound, RowChunks]:
+    ) -> tuple[MaximizedBound | SparseMaximizedBound, RowChunks]:
         """The maximized bound as a function of the sites, and the chunks of rows that it takes."""
         key = sites, program.whole, program.row_latents is None
         if key not in self._engines:
@@ -193,10 +207,20 @@ class Integration:
                 f"given {', '.join(sites)}, the model has the latent sites {list(engine.program.layout.site_names)} "
                 f"outside the rows, and not {left}: integrate other sites."
             )
+        chunks = chunks_of(engine, rows, engine.numbers_per_row)
+        if program.layout.size > MOST_PARAMETERS:
+            sparse = sparse_engine(engine, rows, given_params=True)
+            if sparse is None:
+                raise NotImplementedError(
+                    f"given {', '.join(sites)}, terms depend on many of the {engine.program.layout.size} other "
+                    "parameters: integrate other sites, or leave integrate at False."
+                )
+            chunks = chunks_of(engine, rows, sparse.sparsity.numbers_per_row)
+            return SparseMaximizedBound(sparse, sparse.problem(rows), chunks), chunks
         known = self._bounds.get(engine)
         if known is None or known.engine.program is not engine.program:
             known = self._bounds[engine] = MaximizedBound(engine)
-        return known, chunks_of(engine, rows, engine.numbers_per_row)
+        return known, chunks
 
 
 def integrate(
@@ -218,29 +242,73 @@ def integrate(
             "these, and no others."
         )
     integration = Integration(DEFAULTS, program.improper_prior_scale, marginal=marginal)
-    choice = integration.choose(program, sites)
+    choice = integration.choose(program, sites, rows)
     if not choice.sites:
         return {"info": dict(posterior.info) | {"not_integrated": choice.reason}}
     key = default_key() if rng_key is None else rng_key
     return integration(program, choice.sites, rows, key, progress_bar, posterior.mean)
 
 
-def mixture_of(design: Design, places: np.ndarray, others: np.ndarray, dtype: Any) -> GaussianMixture:
+def mixture_of(
+    design: Design,
+    places: np.ndarray,
+    others: np.ndarray,
+    dtype: Any,
+    solved: SparseMaximizedBound | None = None,
+) -> GaussianMixture:
     """A mixture over theta: h near a point is Normal, and x given h too, its mean linear in h.
 
     :param places: the entries of theta that are h. :param others: those that are x.
+    :param solved: what has left the roots, if they are block-arrows.
     """
     weights = design.mass if design.is_weighted else kernel_weights(design.h, design.mass, design.kernel)
     size, kept = len(places) + len(others), np.flatnonzero(weights > NEGLIGIBLE)
     weights = weights[kept] / weights[kept].sum()
     means = np.zeros((len(kept), size))
     means[:, places], means[:, others] = design.h[kept], design.means[kept]
+    log_weights, means = jnp.asarray(np.log(weights), dtype), jnp.asarray(means, dtype)
+    if solved is not None:
+        return GaussianMixture(log_weights, means, _arrow_roots(design, kept, places, others, solved))
     roots = np.zeros((len(kept), size, size), dtype)
     roots[:, places, : len(places)] = design.kernel
     roots[:, others, : len(places)] = design.slopes[kept] @ design.kernel
     roots[:, others, len(places) :] = design.roots[kept]
     lower = jax.jit(lambda roots: lax.map(lower_from_root, roots))(roots)
-    return GaussianMixture(jnp.asarray(np.log(weights), dtype), jnp.asarray(means, dtype), lower)
+    return GaussianMixture(log_weights, means, lower)
+
+
+def _arrow_roots(
+    design: Design, kept: np.ndarray, places: np.ndarray, others: np.ndarray, bound: SparseMaximizedBound
+) -> ArrowRoots:
+    """Of a mixture's components, as they were solved."""
+    factors, of_x = jax.tree.map(lambda x: x[kept], design.roots)
+    kernel, slopes = np.linalg.cholesky(design.kernel @ design.kernel.T), design.slopes[kept]
+    variances = np.zeros((len(kept), len(places) + len(others)))
+    variances[:, places] = np.sum(kernel**2, axis=1)
+    variances[:, others] = of_x + np.sum((slopes @ kernel) ** 2, axis=2)
+    order, dtype = bound.places, of_x.dtype
+    arrays = [jnp.asarray(x, dtype) for x in (kernel, slopes[:, order], variances)]
+    ends = jnp.asarray(np.concatenate([places, others[order]]), jnp.int32)
+    factors = jax.tree.map(jnp.asarray, factors)
+    return ArrowRoots(factors, bound.pattern, arrays[0], arrays[1], ends, arrays[2])
+
+
+def _prior_moments(program: Program, *, is_long: bool) -> tuple[np.ndarray, np.ndarray]:
+    """Means and standard deviations of theta, (P,)."""
+    if is_long:
+        return program.marginals.mean, np.sqrt(program.marginals.variance)
+    prior = program.initial_state()
+    return np.asarray(prior.mean), np.linalg.norm(np.asarray(prior.root), axis=1)
+
+
+def _moments_of(bound: MaximizedBound | SparseMaximizedBound, point: Point, dtype: Any) -> tuple[np.ndarray, Root]:
+    """Of x at a point."""
+    if isinstance(bound, SparseMaximizedBound):
+        mean, (factor, variance) = jax.device_get(point.start)
+        back = np.argsort(bound.places)
+        return mean[back], SolvedRoot(factor, variance[back])
+    mean, root = bound.moments(jnp.asarray(point.h, dtype), point.start)
+    return np.asarray(mean, np.float64), np.asarray(root, np.float64)
 
 
 def _size(program: Program, sites: Sequence[str]) -> int:
@@ -252,7 +320,7 @@ def _places(program: Program, sites: tuple[str, ...]) -> np.ndarray:
 
 
 def _solve_given(
-    bound: MaximizedBound, estimate: EvidenceEstimate | None, chunks: RowChunks, dtype: Any
+    bound: MaximizedBound | SparseMaximizedBound, estimate: EvidenceEstimate | None, chunks: RowChunks, dtype: Any
 ) -> Callable[[ArrayLike, Start], Maximum]:
     """h and a start -> the bound's maximum, or what stands in its place."""
 
@@ -267,7 +335,9 @@ def _solve_given(
     return solve
 
 
-def _marginal(bound: MaximizedBound, solve: Callable, chunks: RowChunks, dtype: Any, bar: Any) -> Marginal:
+def _marginal(
+    bound: MaximizedBound | SparseMaximizedBound, solve: Callable, chunks: RowChunks, dtype: Any, bar: Any
+) -> Marginal:
     def counted(h, start):
         bar.update(1)
         return solve(h, start)
@@ -297,6 +367,11 @@ def _warn(integral: Integral, sites: tuple[str, ...]) -> None:
         problems.append(
             f"the chains of {names} have not mixed: R-hat = {info['r_hat']:.2f}, and "
             f"{info['effective_sample_size']:.0f} effective draws. Compare with NUTS, started from posterior.nuts()."
+        )
+    if _is_too_rough(integral):
+        problems.append(
+            f"few of the {len(info['points'])} points of {names} count (Pareto k = {info['khat']:.2f}): compare with "
+            "NUTS, started from posterior.nuts()."
         )
     if integral.converged <= CONVERGED:
         problems.append(

@@ -18,6 +18,7 @@ from numpyro.infer import NUTS
 from numpyro.infer.autoguide import AutoContinuous
 
 from ..core.gaussians import Family
+from ..core.gaussians.arrow_roots import ArrowRoots
 from ..core.gaussians.mixture import GaussianMixture
 from ..model.row_set import RowSet
 from ..options import check_choice
@@ -76,7 +77,9 @@ class Posterior:
         gaussian = jax.tree.map(jnp.asarray, self.gaussian)
         for field in dataclasses.fields(gaussian):
             value = getattr(gaussian, field.name)
-            if isinstance(value, tuple) or (isinstance(gaussian, GaussianMixture) and field.name == "log_weights"):
+            if isinstance(value, tuple | ArrowRoots) or (
+                isinstance(gaussian, GaussianMixture) and field.name == "log_weights"
+            ):
                 continue
             shape = value.shape
             if shape[-1:] != (size,) or (field.name == "root" and shape != (size, size)):

@@ -15,7 +15,6 @@ from numpyro import handlers
 from numpyro.infer import Predictive
 from numpyro.primitives import Messenger
 
-from ..core.gaussians import FullGaussian
 from ..core.gaussians.mixture import GaussianMixture
 from ..model.local_draws import draw_row_latents
 from ..model.rows import num_rows
@@ -269,7 +268,7 @@ def _averaged(moments: Callable[[Any], dict[str, Array]], q: Any) -> dict[str, A
     """Mean and variance under a Gaussian, or under a mixture from those of its components."""
     if not isinstance(q, GaussianMixture):
         return moments(q)
-    found = jax.lax.map(lambda parts: moments(FullGaussian(*parts)), (q.means, q.roots))
+    found = jax.lax.map(lambda k: moments(q.component(k)), jnp.arange(len(q.means)))
     mean = jnp.tensordot(q.weights, found["mean"], 1)
     return {"mean": mean, "variance": jnp.tensordot(q.weights, found["variance"] + (found["mean"] - mean) ** 2, 1)}
 

@@ -12,9 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from .. import files
+from ..core.borders import BorderPattern
 from ..core.count import Count
 from ..core.gaussians import FAMILIES
+from ..core.gaussians.arrow_roots import ArrowRoots
 from ..core.gaussians.mixture import GaussianMixture
+from ..core.precisions import ArrowFactor
 from ..core.recursion import CanonicalGaussian, State
 from ..model import Program
 from ..model.arguments import named_rows
@@ -116,12 +119,21 @@ def _read(path: str | os.PathLike) -> tuple[_Stored, dict[str, Any]]:
         )
         fields = {name: contents[name] for name in ("elbo", "num_rows", "info")}
         return stored, fields | {
-            "gaussian": STORED_FAMILIES[contents["family"]](**contents["gaussian"]),
+            "gaussian": STORED_FAMILIES[contents["family"]](**_with_roots(contents["gaussian"])),
             "state": _state(contents["state"]),
             "row_sets": tuple(RowSet(count, int(digest, 16)) for count, digest in contents["row_sets"]),
         }
     except files.MALFORMED as error:
         raise ValueError(f"{path} is damaged, or not a posterior that numpyro_rvga wrote: {error!r}.") from error
+
+
+def _with_roots(fields: dict[str, Any]) -> dict[str, Any]:
+    """The arrays of a Gaussian, or of a mixture whose roots may be arrows'."""
+    if not isinstance(fields.get("roots"), dict):
+        return fields
+    roots = fields["roots"]
+    pattern = None if roots["pattern"] is None else BorderPattern(*roots["pattern"])
+    return fields | {"roots": ArrowRoots(**roots | {"factors": ArrowFactor(*roots["factors"]), "pattern": pattern})}
 
 
 def _stored_state(state: Any) -> dict | None:

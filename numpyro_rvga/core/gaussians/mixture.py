@@ -10,7 +10,8 @@ from jax import Array, lax
 from jax.scipy.special import logsumexp
 from jax.scipy.stats import norm
 
-from ..linalg import lower_from_root, solve_lower
+from ..linalg import lower_from_root
+from .arrow_roots import ArrowRoots, DenseRoot, root_of, variances_of
 from .full import FullGaussian
 from .steps import log_normal
 
@@ -24,12 +25,12 @@ class GaussianMixture:
     """The sum over k of weight k times N(mean k, root k root k^T).
 
     :ivar log_weights: (K,), logarithms of positive weights that sum to one.
-    :ivar means: (K, P). :ivar roots: (K, P, P), lower triangular.
+    :ivar means: (K, P). :ivar roots: (K, P, P), lower triangular, or arrows'.
     """
 
     log_weights: Array
     means: Array
-    roots: Array
+    roots: Array | ArrowRoots
 
     @property
     def weights(self) -> Array:
@@ -44,8 +45,11 @@ class GaussianMixture:
         """Length of the standard normal vectors that :meth:`transform` takes."""
         return self.means.shape[1] + 1
 
-    def component(self, k: int) -> FullGaussian:
-        return FullGaussian(self.means[k], self.roots[k])
+    def component(self, k: int | Array) -> FullGaussian:
+        root = root_of(self.roots, k)
+        return FullGaussian(
+            self.means[k], root.matrix if isinstance(root, DenseRoot) else lower_from_root(root.whole())
+        )
 
     def transform(self, standard: Array) -> Array:
         """Draws of theta (..., P) from draws of the standard normal (..., noise_size), whose first entry chooses the
@@ -58,7 +62,7 @@ class GaussianMixture:
 
         def one(draw):
             k, noise = draw
-            return self.means[k] + jnp.matmul(self.roots[k], noise, precision="highest")
+            return self.means[k] + root_of(self.roots, k).times(noise)
 
         drawn = lax.map(one, (chosen, flat[:, 1:]), batch_size=max(1, min(len(flat), BATCH_NUMBERS // size**2)))
         return drawn.reshape(*standard.shape[:-1], size)
@@ -67,16 +71,19 @@ class GaussianMixture:
         deviations = self.means - self.mean
 
         def add(total, component):
-            weight, deviation, root = component
+            weight, deviation, k = component
+            root = root_of(self.roots, k).whole()
             within = jnp.matmul(root, root.T, precision="highest")
             return total + weight * (within + jnp.outer(deviation, deviation)), None
 
         size = self.means.shape[1]
         nothing = jnp.zeros((size, size), self.means.dtype)
-        return lax.scan(add, nothing, (self.weights, deviations, self.roots))[0]
+        return lax.scan(add, nothing, (self.weights, deviations, jnp.arange(len(deviations))))[0]
 
     def scale_tril(self) -> Array:
         """The Cholesky factor of the covariance."""
+        if isinstance(self.roots, ArrowRoots):  # one factorization, not one for each component
+            return jnp.linalg.cholesky(self.covariance())
         rows = jnp.sqrt(self.weights)[:, None] * (self.means - self.mean)
         roots = jnp.sqrt(self.weights)[:, None, None] * self.roots
 
@@ -89,8 +96,7 @@ class GaussianMixture:
 
     def deviation(self) -> Array:
         """Standard deviations of the marginals, (P,)."""
-        within = jnp.sum(self.roots**2, axis=2)
-        return jnp.sqrt(self.weights @ (within + (self.means - self.mean) ** 2))
+        return jnp.sqrt(self.weights @ (variances_of(self.roots) + (self.means - self.mean) ** 2))
 
     def as_full(self) -> FullGaussian:
         """The Gaussian with the same mean and covariance."""
@@ -106,15 +112,16 @@ class GaussianMixture:
         flat = theta.reshape(-1, size)
 
         def one(component):
-            log_weight, mean, root = component
-            lengths = jnp.sum(solve_lower(root, (flat - mean).T) ** 2, axis=0)
-            return log_weight + log_normal(lengths, 2 * jnp.sum(jnp.log(jnp.diagonal(root))), size)
+            log_weight, mean, k = component
+            root = root_of(self.roots, k)
+            return log_weight + log_normal(root.lengths(flat - mean), 2 * root.log_determinant(), size)
 
-        return logsumexp(lax.map(one, (self.log_weights, self.means, self.roots)), axis=0).reshape(theta.shape[:-1])
+        numbers = jnp.arange(len(self.means))
+        return logsumexp(lax.map(one, (self.log_weights, self.means, numbers)), axis=0).reshape(theta.shape[:-1])
 
     def marginal_quantiles(self, probabilities: Array) -> Array:
         """Quantiles of the marginals, (..., P), at probabilities (..., 1), by bisection."""
-        deviations = jnp.sqrt(jnp.sum(self.roots**2, axis=2))
+        deviations = jnp.sqrt(variances_of(self.roots))
         own = self.means + deviations * norm.ppf(probabilities)[..., None, :]  # the mixture's lie between these
         low, high = jnp.min(own, axis=-2), jnp.max(own, axis=-2)
 

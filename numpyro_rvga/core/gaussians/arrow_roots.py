@@ -1,0 +1,121 @@
+"""Square roots of the covariances of a mixture's components: whole matrices, or as block-arrow solves leave them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from ..borders import BorderPattern
+from ..linalg import solve_lower
+from ..precisions import Arrow, ArrowFactor
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class DenseRoot:
+    """``matrix``: (P, P), lower triangular."""
+
+    matrix: Array
+
+    def times(self, noise: Array) -> Array:
+        """The root times a vector (P,)."""
+        return jnp.matmul(self.matrix, noise, precision="highest")
+
+    def lengths(self, steps: Array) -> Array:
+        """Squared lengths (n,) of steps (n, P) in the metric of the precision."""
+        return jnp.sum(solve_lower(self.matrix, steps.T) ** 2, axis=0)
+
+    def log_determinant(self) -> Array:
+        """Of the root."""
+        return jnp.sum(jnp.log(jnp.diagonal(self.matrix)))
+
+    def whole(self) -> Array:
+        """A root (P, P)."""
+        return self.matrix
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class ArrowRoot:
+    """Of theta = (h, x) with h = kernel e and x = slopes h + R e', where R R^T is the inverse of an arrow.
+
+    :ivar factor: of the arrow. :ivar pattern: of its border. :ivar kernel: (d, d), lower triangular.
+    :ivar slopes: (P - d, d). :ivar places: (P,), the entries of theta that are h, and x in the order of the arrow.
+    """
+
+    factor: ArrowFactor
+    pattern: BorderPattern | None
+    kernel: Array
+    slopes: Array
+    places: Array
+
+    def _split(self, vectors: Array) -> tuple[Array, Array]:
+        size = len(self.kernel)
+        return vectors[:size], vectors[size:]
+
+    @property
+    def _form(self) -> Arrow:
+        return Arrow(jnp.zeros(self.places.size - len(self.kernel)), self.factor.scale.size, self.pattern)
+
+    def times(self, noise: Array) -> Array:
+        """The root times a vector (P,)."""
+        return self._times(noise[:, None])[:, 0]
+
+    def _times(self, noise: Array) -> Array:
+        of_h, of_x = self._split(noise)
+        h = self.kernel @ of_h
+        x = self.slopes @ h + self._form.solve_transposed(self.factor, of_x)
+        return jnp.zeros_like(noise).at[self.places].set(jnp.concatenate([h, x]))
+
+    def lengths(self, steps: Array) -> Array:
+        """Squared lengths (n,) of steps (n, P) in the metric of the precision."""
+        h, x = self._split(steps.T[self.places])
+        of_x = self._form.times_transposed(self.factor, x - self.slopes @ h)
+        return jnp.sum(solve_lower(self.kernel, h) ** 2, axis=0) + jnp.sum(of_x**2, axis=0)
+
+    def log_determinant(self) -> Array:
+        """Of the root."""
+        of_x = jnp.sum(jnp.log(self.factor.scale)) + jnp.sum(jnp.log(jnp.diagonal(self.factor.corner)))
+        return jnp.sum(jnp.log(jnp.diagonal(self.kernel))) - of_x
+
+    def whole(self) -> Array:
+        """A root (P, P), not triangular."""
+        return self._times(jnp.eye(self.places.size, dtype=self.slopes.dtype))
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class ArrowRoots:
+    """K of them, as :class:`ArrowRoot`: with the components along the leading axis of ``factors`` and ``slopes``.
+
+    :ivar variances: of the entries of theta, (K, P).
+    """
+
+    factors: ArrowFactor
+    pattern: BorderPattern | None
+    kernel: Array
+    slopes: Array
+    places: Array
+    variances: Array
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        size = self.places.size
+        return len(self.variances), size, size
+
+    def component(self, k: int | Array) -> ArrowRoot:
+        factor = jax.tree.map(lambda x: x[k], self.factors)
+        return ArrowRoot(factor, self.pattern, self.kernel, self.slopes[k], self.places)
+
+
+def root_of(roots: Array | ArrowRoots, k: int | Array) -> DenseRoot | ArrowRoot:
+    """The one of component k."""
+    return roots.component(k) if isinstance(roots, ArrowRoots) else DenseRoot(roots[k])
+
+
+def variances_of(roots: Array | ArrowRoots) -> Array:
+    """Of the entries of theta, (K, P)."""
+    return roots.variances if isinstance(roots, ArrowRoots) else jnp.sum(roots**2, axis=2)
