@@ -120,7 +120,8 @@ def change_point():
         n = len(counts)
         change = sample("change", dist.DiscreteUniform(0, n - 1))
         rate = jnp.where(jnp.arange(n) < change, early, late)
-        sample("counts", dist.Poisson(rate), obs=counts)
+        with numpyro.plate("days", n):
+            sample("counts", dist.Poisson(rate), obs=counts)
 
     return model, {"counts": np.concatenate([rng.poisson(3.5, 35), rng.poisson(1, 45)])}, {}
 

@@ -234,8 +234,8 @@ def epidemic():
     def path(beta, gamma, start, days):
         def step(state, _):
             s, i = state
-            new = beta * s * i
-            return (s - new, i + new - gamma * i), new
+            new = s * -jnp.expm1(-beta * i)  # never more than there are
+            return (s - new, i * jnp.exp(-gamma) + new), new
 
         return jax.lax.scan(step, (1 - start, start), None, length=days)[1]
 

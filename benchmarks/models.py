@@ -60,7 +60,7 @@ def run_one(name: str) -> dict[str, Any]:
             method = RVGA(model)
             posterior = method.run(data, progress_bar=False, **keywords)
         except Exception as error:
-            return found | {"error": f"{type(error).__name__}: {error}"}
+            return found | {"error": f"RVGA: {type(error).__name__}: {error}"}
         cold = time.perf_counter() - start
         start = time.perf_counter()
         method.run(data, progress_bar=False, **keywords)
@@ -69,7 +69,11 @@ def run_one(name: str) -> dict[str, Any]:
     told = sorted({str(w.message) for w in caught if issubclass(w.category, UserWarning)})
     found |= {"rows": posterior.info["rows"], "khat": check.khat, "verdict": check.verdict.split(".")[0]}
     found |= {"warnings": told, "alarm": bool(told) or not check.verdict.startswith("good")}
-    return found | differences(posterior, *run_nuts(model, data, keywords))
+    try:
+        draws = run_nuts(model, data, keywords)
+    except Exception as error:  # of NUTS, which is no refusal
+        return found | {"error": f"NUTS: {type(error).__name__}: {error}"}
+    return found | differences(posterior, *draws)
 
 
 def run_nuts(model, data, keywords) -> tuple[dict[str, Any], float]:
@@ -124,7 +128,7 @@ def row(case: dict[str, Any]) -> str:
     """Of the table."""
     name = case["name"]
     if "error" in case:
-        return f"| {name} | refused: {case['error'][:150]} | | | | | | |"
+        return f"| {name} | {' '.join(case['error'].split())[:150]} | | | | | | | |"
     times = f"{case['cold']:.1f} | {case['warm']:.2f} | {case['nuts']:.1f}"
     return (
         f"| {name} | {case['rows']} | {times} | {case['mean']:.2f} | {case['log_sd']:.2f} | "
@@ -175,7 +179,7 @@ def draw(cases: list[dict[str, Any]], folder: Path) -> None:
     axes[0].set_yticks(list(places), [case["name"] for case in cases], fontsize=6)
     axes[0].set_ylim(-0.7, len(cases) - 0.3)
     for axis in axes:
-        axis.legend(loc="lower right", fontsize=6)
+        axis.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=2, fontsize=6, frameon=False)
     save(figure, folder, "models")
 
 
