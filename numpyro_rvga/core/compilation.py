@@ -18,6 +18,7 @@ from .primitives import POINTWISE_PRIMITIVES, SELECTING_PRIMITIVES, equations
 # On CPUs, XLA's newer emitters take half of the compilation, and LLVM's higher levels a quarter of what is left. Both
 # gain nothing here: most of a run is spent in matrix products and LAPACK, which are compiled already.
 OLDER_EMITTERS = ("xla_cpu_use_fusion_emitters", False)
+FEW_PARTS = ("xla_cpu_parallel_codegen_split_count", 4)  # more cost more than their threads gain
 LLVM_LEVEL = "xla_backend_optimization_level"
 # With vector products, what XLA can fuse into one kernel: nothing that calls a library, and no scatter.
 ROUTINE_PRIMITIVES = frozenset(
@@ -110,17 +111,21 @@ def _routines_exist() -> bool:
     return True
 
 
+def _wanted(level: int) -> dict[str, Any]:
+    return dict([OLDER_EMITTERS, FEW_PARTS, (LLVM_LEVEL, level)])
+
+
 def _options(level: int) -> dict[str, Any]:
     """The compiler options that this XLA has and that the user has not set."""
     chosen = os.environ.get("XLA_FLAGS", "")
-    options = dict([OLDER_EMITTERS, (LLVM_LEVEL, level)])
+    options = _wanted(level)
     return {name: value for name, value in options.items() if name in _known_options() and name not in chosen}
 
 
 @functools.cache
 def _known_options() -> frozenset[str]:
     """The names of the options that this XLA has."""
-    options = dict([OLDER_EMITTERS, (LLVM_LEVEL, 1)])
+    options = _wanted(1)
     return frozenset(options if _exist(options) else (n for n, value in options.items() if _exist({n: value})))
 
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 
 from .maximize import (
@@ -126,7 +127,7 @@ class Steps(NamedTuple):
     """
 
     propose: Callable[[SolverState], Pending]
-    evaluate: Callable[[Pending, Array], Evaluated]
+    evaluate: Callable[[Pending, Array | np.ndarray], Evaluated]
     update: Callable[[Pending, Evaluated], tuple[SolverState, Progress]]
 
 
@@ -185,20 +186,29 @@ def solve(
 
 
 def _solve_mean(
-    evaluate: Callable[[Pending, Array], Evaluated], at: Pending, num_steps: int, tolerance: float
+    evaluate: Callable[[Pending, Array | np.ndarray], Evaluated], at: Pending, num_steps: int, tolerance: float
 ) -> Evaluated:
     """After Newton steps of the mean, at the proposal's covariance, that raise the bound.
 
     :param num_steps: at most. :param tolerance: squared length of the mean's natural gradient at which to stop.
     """
     best = evaluate(at, at.proposal.mean)
-    move = best.newton_step
+    if not num_steps:
+        return best
+    mean, move, value, length = _on_host(best)
     for _ in range(num_steps):
-        if float(best.squared_length) <= tolerance:
+        if length <= tolerance:
             break
-        new = evaluate(at, best.mean + move)
-        if float(new.slope.value) > float(best.slope.value):
-            best, move = new, new.newton_step
+        new = evaluate(at, mean + move)
+        new_mean, new_move, new_value, new_length = _on_host(new)
+        if new_value > value:
+            best, mean, move, value, length = new, new_mean, new_move, new_value, new_length
         else:
             move = BACKTRACK * move
     return best
+
+
+def _on_host(evaluated: Evaluated) -> tuple[np.ndarray, np.ndarray, float, float]:
+    """The mean, the Newton step, the bound and the mean's squared natural gradient."""
+    mean, slope, move, length = evaluated
+    return jax.device_get((mean, move, slope.value, length))

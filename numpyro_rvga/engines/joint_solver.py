@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 from jax.core import Tracer
 
-from ..core import maximize
 from ..core.compilation import Compiled, jit_once
 from ..core.drivers import Evaluated, Pending, Progress, Steps, evaluate, pending, solve, updated
 from ..core.factors import Kind
@@ -124,7 +124,7 @@ class JointSolver:
         *,
         with_absorbed: bool = False,
         on_step: Callable[[Progress], None] | None = None,
-        other_means: Callable[[State, int], Array] | None = None,
+        other_means: Callable[[State, int], np.ndarray] | None = None,
     ) -> tuple[State, StepInfo]:
         """The state after ``num_rows`` new rows.
 
@@ -133,7 +133,7 @@ class JointSolver:
         """
         if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((problem, num_rows))):
             return self._traced(problem, num_rows, search=search, with_absorbed=with_absorbed)
-        base, form, state = self._begin(problem, search=search)
+        base, form, begun = self._begin(problem, search=search)
         steps = Steps(
             lambda state: self._propose(problem, form, state, search=search),
             lambda at, mean: self._evaluate(problem, base, form, at, mean, search=search),
@@ -143,13 +143,13 @@ class JointSolver:
         def finished(state: SolverState) -> tuple[State, StepInfo]:
             return self._finish(problem, form, state, num_rows, search=search, with_absorbed=with_absorbed)
 
-        first = finished(solve(search, steps, state, on_step))
+        first = finished(solve(search, steps, begun, on_step))
         if other_means is None:
             return first
         found = [first]
         has_converged = bool(first[1].converged)
         for number in range(NUM_CHECKS if has_converged else NUM_RETRIES):
-            state = maximize.init(search, form, other_means(first[0], number))
+            state = begun._replace(mean=other_means(first[0], number))
             if has_converged:  # most searches come near the first one's end: then there is no need to go on
                 state = solve(search, steps, state, enough=NEAR)
                 if not are_apart(finished(state), first):

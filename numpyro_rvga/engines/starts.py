@@ -31,19 +31,20 @@ NOTICEABLE = 0.01  # of the posterior in other modes
 Found = tuple[State, StepInfo]
 
 
-def other_means(state: State, found: State, rng_key: Array, number: int) -> Array:
+def other_means(state: State, found: State, rng_key: Array, number: int) -> np.ndarray:
     """A mean to start from, in the standard coordinates of the Gaussian before the search.
 
     :param state: that Gaussian. :param found: what the first search has found. :param number: of the start, from 0.
     """
-    shape, dtype = state.mean.shape, state.mean.dtype
+    before, mean, root = (np.asarray(x, np.float64) for x in (state.mean, found.mean, state.root))
+    rng = np.random.default_rng([number, *np.asarray(jax.random.key_data(rng_key)).tolist()])
     if number == 0:
-        theta = 2 * state.mean - found.mean
+        theta = 2 * before - mean
     elif number % 2:
-        theta = jax.random.uniform(jax.random.fold_in(rng_key, number), shape, dtype, -REACH, REACH)
+        theta = rng.uniform(-REACH, REACH, before.shape)
     else:
-        return jax.random.normal(jax.random.fold_in(rng_key, number), shape, dtype)
-    return jax.numpy.linalg.solve(state.root, theta - state.mean)
+        return rng.normal(size=before.shape).astype(state.mean.dtype)
+    return np.linalg.solve(root, theta - before).astype(state.mean.dtype)
 
 
 def best_of(found: Sequence[Found]) -> Found:

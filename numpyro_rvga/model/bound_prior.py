@@ -24,6 +24,7 @@ from .bound_model import BoundModel, ImproperPrior
 from .data_prior import DataPrior, PriorConstants, SiteArrays, data_dependence, data_prior, described, of_site
 from .layout import Layout, layout_of
 from .prior import (
+    NUM_DRAWS,
     IndependentStart,
     Marginals,
     Prior,
@@ -118,7 +119,7 @@ class BoundPrior(BoundModel):
             self.data_prior, self.constants = self._read_data_prior(None if constants else usable(), constants)
         self.prior = self._find_prior()
         self._gaussian_parts = jit_once(lambda inputs: gaussian_parts(self.prior, self.layout.size, self.dtype, inputs))
-        self._prior_draws = jit_once(jax.vmap(self._draw_prior, (0, None)))
+        self._prior_draws = jit_once(self._many_draws)
 
     def _find_prior(self) -> Prior:
         theta = jax.ShapeDtypeStruct((self.layout.size,), self.dtype)
@@ -184,7 +185,7 @@ class BoundPrior(BoundModel):
     def _start(self) -> Start | None:
         if not self.prior.terms and not (self.whole and self._is_flat_somewhere):
             return None
-        return fitted_start(self.prior, self.layout.size, lambda keys: self._prior_draws(keys, self._draw_constants))
+        return fitted_start(self.prior, self.layout.size, lambda: self._prior_draws(self._draw_constants))
 
     @functools.cached_property
     def _initial_state(self) -> State:
@@ -198,6 +199,9 @@ class BoundPrior(BoundModel):
     def initial_state_at(self, params: Array) -> State:
         """The same as a differentiable function of the ``numpyro.param`` sites (K,), in unconstrained space."""
         return state_at(self.prior, self.layout.size, self.dtype, self._start, self.prior_inputs | {PARAMS: params})
+
+    def _many_draws(self, constants: tuple[Array, ...] | None) -> Array:
+        return jax.vmap(self._draw_prior, (0, None))(jax.random.split(jax.random.key(0), NUM_DRAWS), constants)
 
     def _draw_one(self, rng_key: Array) -> Array:
         return self._draw_prior(rng_key, self._draw_constants)

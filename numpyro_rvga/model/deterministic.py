@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
+import jax
 from jax import Array
 
 from .data_prior import data_dependence
@@ -39,6 +40,6 @@ def classify_deterministic(
     def others(rows, theta):
         return {name: value for name, value in values(rows, theta).items() if name not in of_rows}
 
-    names = set(others(one_row, theta))
+    names = set(jax.eval_shape(lambda theta: others(one_row, theta), theta))
     of_data = frozenset(data_dependence(others, one_row, two_rows, theta)) if names else frozenset()
     return DeterministicSites(frozenset(names) - of_data, of_data, frozenset(of_rows))

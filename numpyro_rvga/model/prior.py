@@ -260,12 +260,12 @@ def is_flat(precision: Array, prior: Prior) -> bool:
     return bool(len(scaled)) and np.linalg.eigvalsh(scaled)[0] < len(scaled) * np.finfo(precision.dtype).eps
 
 
-def fitted_start(prior: Prior, size: int, draws: Callable[[Array], Array]) -> Start:
+def fitted_start(prior: Prior, size: int, draws: Callable[[], Array]) -> Start:
     """Moments of draws of the prior.
 
-    :param draws: rng_keys -> theta (n, P), draws from the prior.
+    :param draws: gives theta (n, P), draws from the prior.
     """
-    drawn = np.asarray(draws(jax.random.split(jax.random.key(0), NUM_DRAWS)), np.float64)
+    drawn = np.asarray(draws(), np.float64)
     return Start(*_robust_moments(drawn[:, _free(prior, size)]))
 
 
