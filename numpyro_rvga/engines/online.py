@@ -88,7 +88,7 @@ class Online:
         self.stream = Compiled(self._stream, ("block_size", "predict"))
         self.one_block = Compiled(self._one_block, ("predict",))
         self.one_iteration = Compiled(self._one_iteration)
-        self._exact_prior = Compiled(self._part_with_exact_prior)
+        self._exact_prior = Compiled(self._checked_with_exact_prior)
 
     def bind(self, engine: Engine, init: Array | None) -> Online:
         """The same for a program that differs in what the data determine; see :meth:`Engine.bind`."""
@@ -273,10 +273,14 @@ class Online:
         """
         if bool(state.has_exact_prior) or self.transition is not None:
             return state.gaussian
-        after = self._exact_prior(self.engine.program.prior_inputs, state.gaussian, self._site)
-        if not bool(after.is_valid()):
+        after, is_valid = self._exact_prior(self.engine.program.prior_inputs, state.gaussian, self._site)
+        if not bool(is_valid):
             raise ValueError("the final solve against the true prior has no finite result: is the prior proper?")
         return after
+
+    def _checked_with_exact_prior(self, prior_inputs: dict, q: Family, site: CanonicalGaussian) -> tuple[Family, Array]:
+        after = self._part_with_exact_prior(prior_inputs, q, site)
+        return after, after.is_valid()
 
     def _part_with_exact_prior(self, prior_inputs: dict, q: Family, site: CanonicalGaussian) -> Family:
         """Solve with the exact prior over the entries that its terms depend on, with a full Gaussian.

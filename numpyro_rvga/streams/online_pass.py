@@ -93,7 +93,7 @@ class OnlinePass(Pass):
         return first_failed(np.asarray(report.ok), self._block, length)  # later ones were not taken in
 
     def accept(self, state: OnlineState, rows: Rows, report: BlockInfo, place: int) -> None:
-        self._clipped += int(np.sum(report.clipped))
+        self._clipped += int(np.sum(np.asarray(report.clipped)))
         if self._predict is not None:
             self._predictive.append(np.asarray(report.log_predictive).reshape(-1)[: num_rows(rows)])
         if self._every is not None and (place + num_rows(rows)) % self._every == 0:
