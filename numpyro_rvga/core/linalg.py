@@ -7,13 +7,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array, lax
 
 UNROLL = 3  # the largest n for which n x n matrices are unrolled
 MOST_ADDED = 64  # the largest number of rows that are added one by one
 PIECE = 1024  # columns that are multiplied at once
-MOST_UNROLLED = 16  # the largest number of columns of an unrolled semidefinite factor
+MOST_FACTORED = 16  # the largest size of a matrix whose root is its semidefinite factor
 SIGN_ITERATIONS = 40  # resolve eigenvalues down to 1e-6 of the norm
 
 
@@ -90,58 +89,32 @@ def solve_triangular(
 def semidefinite_factor(matrix: Array) -> tuple[Array, Array]:
     """Lower L with L L^T = ``matrix`` (n, n), which may be singular, and M with M L = I on its range.
 
-    Unrolled over columns, if there are few: meant for the predictors of one row. A vanishing pivot gives a zero column.
+    A vanishing pivot gives a zero column. A loop compiles many times faster than its steps one by one, and is as fast.
     """
-    n = matrix.shape[-1]
-    if n > MOST_UNROLLED:
-        return _semidefinite_factor_by_loop(matrix)
+    n, dtype = matrix.shape[-1], matrix.dtype
     if n == 1:
         alive = matrix > 0
         root = jnp.sqrt(jnp.where(alive, matrix, 1.0))
         return jnp.where(alive, root, 0.0), jnp.where(alive, 1 / root, 0.0)
-    floor = jnp.finfo(matrix.dtype).eps * n * jnp.max(jnp.diagonal(matrix))
-    columns: list[Array] = []
-    pivots: list[Array] = []
-    rest = matrix
-    for j in range(n):
-        pivot = rest[j, j]
-        alive = pivot > floor
-        root = jnp.where(alive, jnp.sqrt(jnp.where(alive, pivot, 1.0)), 0.0)
-        column = jnp.where(alive, rest[:, j] / jnp.where(alive, root, 1.0), 0.0)
-        column = jnp.where(jnp.arange(n) < j, 0.0, column)
-        rest = rest - jnp.outer(column, column)
-        columns.append(column)
-        pivots.append(root)
-    factor = jnp.stack(columns, -1)
-    inverse: list[Array] = []
-    for i, unit in enumerate(np.eye(n, dtype=matrix.dtype)):
-        used = sum((factor[i, j] * inverse[j] for j in range(i)), jnp.zeros(n, matrix.dtype))
-        alive = pivots[i] > 0
-        inverse.append(jnp.where(alive, (unit - used) / jnp.where(alive, pivots[i], 1.0), 0.0))
-    return factor, jnp.stack(inverse)
+    floor = jnp.finfo(dtype).eps * n * jnp.max(jnp.diagonal(matrix))
+    places = jnp.arange(n)
 
+    def eliminate(j: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        rest, factor, inverse = carry
+        here, alive = places == j, rest[j, j] > floor
+        scale = jnp.where(alive, 1 / jnp.sqrt(jnp.where(alive, rest[j, j], 1.0)), 0.0)
+        column = jnp.where(places < j, 0.0, scale * rest[:, j])
+        row = scale * (here.astype(dtype) - jnp.sum(factor[j][:, None] * inverse, axis=0))
+        factor = jnp.where(here, column[:, None], factor)
+        return rest - jnp.outer(column, column), factor, jnp.where(here[:, None], row, inverse)
 
-def _semidefinite_factor_by_loop(matrix: Array) -> tuple[Array, Array]:
-    n = matrix.shape[-1]
-    floor = 10 * jnp.finfo(matrix.dtype).eps * n * jnp.max(jnp.diagonal(matrix))
-
-    def eliminate(j: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
-        rest, factor = carry
-        pivot = rest[j, j]
-        alive = pivot > floor
-        column = jnp.where(alive & (jnp.arange(n) >= j), rest[:, j] / jnp.sqrt(jnp.where(alive, pivot, 1.0)), 0.0)
-        return rest - jnp.outer(column, column), factor.at[:, j].set(column)
-
-    factor = lax.fori_loop(0, n, eliminate, (matrix, jnp.zeros_like(matrix)))[1]
-    dead = jnp.diagonal(factor) == 0
-    identity = jnp.eye(n, dtype=matrix.dtype)
-    inverse = solve_lower(factor + jnp.diag(dead.astype(matrix.dtype)), identity)
-    return factor, jnp.where(dead[:, None], 0.0, inverse)
+    nothing = jnp.zeros_like(matrix)
+    return lax.fori_loop(0, n, eliminate, (matrix, nothing, nothing), unroll=n <= UNROLL)[1:]
 
 
 def semidefinite_root(matrices: Array) -> Array:
     """Roots L with L L^T = M of positive semi-definite matrices, which may be singular. Shape ``(n, C, C)``."""
-    if matrices.shape[-1] <= MOST_UNROLLED:
+    if matrices.shape[-1] <= MOST_FACTORED:
         return jax.vmap(lambda matrix: semidefinite_factor(matrix)[0])(matrices)
 
     def one(matrix):  # one after the other: batches of LAPACK calls can deadlock (see primitives.UNROLLED_SIZE)
