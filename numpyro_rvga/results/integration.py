@@ -207,7 +207,6 @@ class Integration:
                 f"given {', '.join(sites)}, the model has the latent sites {list(engine.program.layout.site_names)} "
                 f"outside the rows, and not {left}: integrate other sites."
             )
-        chunks = chunks_of(engine, rows, engine.numbers_per_row)
         if program.layout.size > MOST_PARAMETERS:
             sparse = sparse_engine(engine, rows, given_params=True)
             if sparse is None:
@@ -220,7 +219,7 @@ class Integration:
         known = self._bounds.get(engine)
         if known is None or known.engine.program is not engine.program:
             known = self._bounds[engine] = MaximizedBound(engine)
-        return known, chunks
+        return known, chunks_of(engine, rows, engine.numbers_per_row)
 
 
 def integrate(
