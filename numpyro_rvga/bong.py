@@ -18,7 +18,7 @@ from .core.expectations import Expectation
 from .core.gaussians import FAMILIES, PARAMETERIZATIONS
 from .core.gaussians.mixture import GaussianMixture
 from .core.rules import NATURAL, RULES, Rule, UpdateRule
-from .dynamics import Dynamics, check_dynamics
+from .dynamics import Dynamics, check_dynamics, facts_of
 from .engines.engine import Engine
 from .engines.online import Online, OnlineOptions, OnlineState
 from .engines.registry import Engines
@@ -316,6 +316,7 @@ class BONG:
                     block_size=self.block_size,
                     predict=prequential,
                     checked=in_memory,
+                    time=getattr(self.dynamics, "time", None),
                 )
                 state, info = taken(state, self._facts(rng_key, shuffled=source.order is not None)), taken.facts()
                 absorbed = taken.absorbed
@@ -429,9 +430,11 @@ class BONG:
             return init
         online.engine.check_continued(init)
         if isinstance(init.state, OnlineState) and online.holds(init.state):
-            return init.state
-        gaussian = init.gaussian.as_full() if isinstance(init.gaussian, GaussianMixture) else init.gaussian
-        return online.state_of(gaussian, init.num_rows, rng_key)
+            state = init.state
+        else:
+            gaussian = init.gaussian.as_full() if isinstance(init.gaussian, GaussianMixture) else init.gaussian
+            state = online.state_of(gaussian, init.num_rows, rng_key)
+        return online.at_time(state, init.info.get("time"))
 
     def _posterior(
         self,
@@ -443,8 +446,7 @@ class BONG:
     ) -> Posterior:
         """:param row_sets: what was taken in, if that is known."""
         facts = self._described | info
-        if self.dynamics is not None:
-            facts["dynamics"] = type(self.dynamics).__name__
+        facts |= facts_of(self.dynamics, state)
         continuation = Continuation(self, online, dict(model_kwargs))
         gaussian, program = online.with_exact_prior(state), online.engine.program
         count = int(state.num_rows)

@@ -18,7 +18,7 @@ from .bong import BONG
 from .core.expectations import Expectation
 from .core.gaussians import FAMILIES, FullGaussian
 from .core.recursion import State
-from .dynamics import Dynamics, check_dynamics
+from .dynamics import Dynamics, check_dynamics, facts_of
 from .engines.batch import BatchSolver, rows_info
 from .engines.certificate import Sums
 from .engines.devices import Devices
@@ -339,7 +339,7 @@ class RVGA:
         if sparse is not None:
             self.state, sizes = sparse.initial_state(), sizes._replace(first=source.total, keeps_rows=False)
         else:
-            self.state = self._initial_state(engine) if init is None else _state_of(init, engine)
+            self.state = self._initial_state(engine) if init is None else self._state_of(init, engine)
         start = self.state
         quick = None
         if init is None and in_memory and checkpoint is None and sparse is None:
@@ -359,6 +359,7 @@ class RVGA:
                 checked=in_memory,
                 sampled_by=rng_key if sampled else None,
                 sample_numbers=FEW_NUMBERS if source.seekable else SAMPLE_NUMBERS,
+                time=None if self.dynamics is None else self.dynamics.time,
             )
             taken(engine.devices.put(start), self._facts(rng_key, sizes, shuffled=visited.order is not None))
             state, info = taken.finished()
@@ -566,9 +567,15 @@ class RVGA:
         return self.__dict__ | {"state": None}
 
     def _initial_state(self, engine: Engine) -> State:
-        state = engine.program.initial_state()
-        # Parameters that move leave the prior behind: it is where they start from, and its Gaussian is enough for that.
-        return state if self.dynamics is None else state._replace(prior_factor=None)
+        return _in_motion(engine.program.initial_state(), engine, None)
+
+    @staticmethod
+    def _state_of(init: Posterior | State, engine: Engine) -> State:
+        if isinstance(init, State):
+            return init
+        engine.check_continued(init)
+        state = init.state if isinstance(init.state, State) else state_of_gaussian(init)
+        return _in_motion(state, engine, init.info.get("time"))
 
     def _sparse_engine(self, engine: Engine, rows: Rows) -> SparseEngine | None:
         """For rows that are to be solved for together, if each looks at a few entries of theta; None for others."""
@@ -625,8 +632,7 @@ class RVGA:
             **rows_info(None),
             **info,
         }
-        if self.dynamics is not None:
-            info["dynamics"] = type(self.dynamics).__name__
+        info |= facts_of(self.dynamics, state)
         if self.options.scheme != "ekf" and self.options.expectation != "linearized":  # a Laplace evidence is one too
             evidence = float(state.log_evidence)
             if bound is None and engine.program.is_conjugate:
@@ -687,10 +693,11 @@ def _check_narrow(
             raise ValueError(f"family={family!r} takes a plain pass over the rows: leave {name} at its default.")
 
 
-def _state_of(init: Posterior | State, engine: Engine) -> State:
-    if isinstance(init, State):
-        return init
-    engine.check_continued(init)
-    if isinstance(init.state, State):
-        return init.state
-    return state_of_gaussian(init)
+def _in_motion(state: State, engine: Engine, time: float | None) -> State:
+    """The state for an engine's dynamics. ``time``: of its last row, if that is known.
+
+    Parameters that move leave the prior behind: it is where they start from, and its Gaussian is enough for that.
+    """
+    if engine.movement is None:
+        return state._replace(time=None)
+    return state._replace(prior_factor=None, time=engine.movement.start(time, engine.program.dtype))

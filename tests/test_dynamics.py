@@ -1,49 +1,90 @@
 """Streams that drift: against a Kalman filter written out in NumPy, and what is refused."""
 
+import functools
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
 import pytest
 
-from numpyro_rvga import RVGA, LinearDynamics, OrnsteinUhlenbeck, RandomWalk
+from numpyro_rvga import BONG, RVGA, LinearDynamics, OrnsteinUhlenbeck, Posterior, RandomWalk
 
 NOISE, PRIOR_MEAN, PRIOR_SCALE = 0.7, 0.5, 2.0
 MATRIX = np.array([[0.9, 0.2], [-0.1, 1.0]])
 OFFSET = np.array([0.05, -0.1])
 COVARIANCE = np.array([[0.04, 0.01], [0.01, 0.02]])
-IDENTITY = np.eye(2)
+IDENTITY, ZERO = np.eye(2), np.zeros(2)
 
-# The dynamics, and the same as (matrix, offset, noise covariance).
+
+def level_and_trend(xp):
+    """The slope is the speed of the intercept: an integrated random walk, whose offset is a constant acceleration."""
+    return (
+        lambda dt: xp.array([[1.0, dt], [0.0, 1.0]]),
+        lambda dt: 0.01 * xp.array([dt**2 / 2, dt]),
+        lambda dt: 0.04 * xp.array([[dt**3 / 3, dt**2 / 2], [dt**2 / 2, dt]]),
+    )
+
+
+# The dynamics, and the same as functions of the elapsed time: matrix, offset, noise covariance.
 CASES = {
-    "random walk": (RandomWalk(0.3), (IDENTITY, np.zeros(2), 0.09 * IDENTITY)),
-    "random walk of one site": (RandomWalk({"slope": 0.3}), (IDENTITY, np.zeros(2), np.diag([0.0, 0.09]))),
-    "Ornstein-Uhlenbeck": (
-        OrnsteinUhlenbeck(0.95),
-        (0.95 * IDENTITY, 0.05 * PRIOR_MEAN * np.ones(2), (1 - 0.95**2) * PRIOR_SCALE**2 * IDENTITY),
+    "random walk": (lambda time: RandomWalk(0.3, time), lambda dt: (IDENTITY, ZERO, 0.09 * dt * IDENTITY)),
+    "random walk of one site": (
+        lambda time: RandomWalk({"slope": 0.3}, time),
+        lambda dt: (IDENTITY, ZERO, np.diag([0.0, 0.09 * dt])),
     ),
-    "general": (LinearDynamics(MATRIX, OFFSET, COVARIANCE), (MATRIX, OFFSET, COVARIANCE)),
+    "Ornstein-Uhlenbeck": (
+        lambda time: OrnsteinUhlenbeck(0.95, time),
+        lambda dt: (
+            0.95**dt * IDENTITY,
+            (1 - 0.95**dt) * PRIOR_MEAN * np.ones(2),
+            (1 - 0.95 ** (2 * dt)) * PRIOR_SCALE**2 * IDENTITY,
+        ),
+    ),
+    "general": (
+        lambda time: LinearDynamics(MATRIX, OFFSET, COVARIANCE),
+        lambda dt: (MATRIX, OFFSET, COVARIANCE),
+    ),
+    "level and trend": (
+        lambda time: LinearDynamics(*level_and_trend(jnp), time=time),
+        lambda dt: tuple(f(dt) for f in level_and_trend(np)),
+    ),
 }
+TIMED = [name for name in CASES if name != "general"]
 
 
-def model(x, y=None):
+def model(x, y=None, t=None):
     intercept = numpyro.sample("intercept", dist.Normal(PRIOR_MEAN, PRIOR_SCALE))
     slope = numpyro.sample("slope", dist.Normal(PRIOR_MEAN, PRIOR_SCALE))
     with numpyro.plate("rows", x.shape[0]):
         numpyro.sample("y", dist.Normal(intercept + slope * x, NOISE), obs=y)
 
 
-def data(n=60):
+def data(n=40, gaps=None):
+    """:param gaps: the times between rows, again and again; None: there are no time stamps."""
     rng = np.random.default_rng(0)
     x = rng.normal(size=n)
-    return {"x": x, "y": np.linspace(-1, 2, n) + x * np.linspace(1, -1, n) + NOISE * rng.normal(size=n)}
+    rows = {"x": x, "y": np.linspace(-1, 2, n) + x * np.linspace(1, -1, n) + NOISE * rng.normal(size=n)}
+    return rows if gaps is None else rows | {"t": 7.0 + np.cumsum(np.resize(gaps, n))}
 
 
-def kalman_filter(rows, matrix, offset, covariance, block_size):
-    mean, spread, evidence = PRIOR_MEAN * np.ones(2), PRIOR_SCALE**2 * IDENTITY, 0.0
+GAPS = [0.4, 0.0, 0.0, 2.5, 1.0, 31.0, 0.01, 0.0]  # several rows at one time, and a long gap
+
+
+def kalman_filter(rows, system, block_size=1):
+    """Without time stamps, the parameters move by one unit of time before each block; with them, the prior is of the
+    time of the first block."""
+    mean, spread, evidence, last = PRIOR_MEAN * np.ones(2), PRIOR_SCALE**2 * IDENTITY, 0.0, None
     for start in range(0, len(rows["y"]), block_size):
         x, y = (rows[name][start : start + block_size] for name in ("x", "y"))
-        mean, spread = matrix @ mean + offset, matrix @ spread @ matrix.T + covariance
+        elapsed = 1.0
+        if "t" in rows:
+            now = rows["t"][start : start + block_size][-1]
+            elapsed, last = 0.0 if last is None else now - last, now
+        if elapsed > 0:
+            matrix, offset, covariance = system(elapsed)
+            mean, spread = matrix @ mean + offset, matrix @ spread @ matrix.T + covariance
         design = np.column_stack([np.ones_like(x), x])
         innovation = design @ spread @ design.T + NOISE**2 * np.eye(len(x))
         residual = y - design @ mean
@@ -54,35 +95,113 @@ def kalman_filter(rows, matrix, offset, covariance, block_size):
     return mean, spread, evidence
 
 
-@pytest.mark.parametrize("scheme", ["implicit", "explicit"])
-@pytest.mark.parametrize("name", CASES)
-def test_linear_gaussian_rows_are_filtered_as_by_kalman(name, scheme):
-    dynamics, system = CASES[name]
-    rows = data()
-    posterior = RVGA(model, scheme=scheme, dynamics=dynamics).run(rows, progress_bar=False)
-    mean, covariance, evidence = kalman_filter(rows, *system, block_size=1)
-    np.testing.assert_allclose(posterior.mean, mean, rtol=1e-9)
-    np.testing.assert_allclose(posterior.covariance, covariance, rtol=1e-9)
-    np.testing.assert_allclose(posterior.elbo, evidence, rtol=1e-9)
+def run(method, rows, **options):
+    return method.run(rows, progress_bar=False, **options)
+
+
+def assert_filtered(posterior, expected, tolerance=1e-9):
+    np.testing.assert_allclose(posterior.mean, expected[0], rtol=tolerance)
+    np.testing.assert_allclose(posterior.covariance, expected[1], rtol=tolerance)
+
+
+@functools.cache
+def method_of(name, time=None, method=RVGA, **options):
+    """One for all tests: they share what is compiled."""
+    return method(model, dynamics=CASES[name][0](time), **options)
+
+
+@pytest.mark.parametrize("name, time, scheme", [("general", None, "explicit"), *[(n, "t", "implicit") for n in TIMED]])
+def test_linear_gaussian_rows_are_filtered_as_by_kalman(name, time, scheme):
+    rows = data(gaps=None if time is None else GAPS)
+    posterior = run(method_of(name, time, scheme=scheme), rows)
+    expected = kalman_filter(rows, CASES[name][1])
+    assert_filtered(posterior, expected)
+    np.testing.assert_allclose(posterior.elbo, expected[2], rtol=1e-9)
+    assert posterior.info.get("time") == (None if time is None else rows["t"][-1])
+
+
+@pytest.mark.parametrize("family, name", [("full", "level and trend"), ("low-rank", "Ornstein-Uhlenbeck")])
+def test_every_family_moves_by_time_stamps(family, name):
+    rows = data(gaps=GAPS)
+    found = run(method_of(name, "t", BONG, family=family, rank=2), rows)
+    assert_filtered(found, kalman_filter(rows, CASES[name][1]))
+
+
+def test_gaps_of_one_are_updates_without_time_stamps():
+    rows = data(gaps=[1.0])
+    found = run(method_of("Ornstein-Uhlenbeck", "t", scheme="implicit"), rows)
+    assert_filtered(found, kalman_filter({name: rows[name] for name in "xy"}, CASES["Ornstein-Uhlenbeck"][1]))
+
+
+def test_rows_of_one_time_are_one_block_however_they_are_cut():
+    rows = data(gaps=[3.0, 0.0, 0.0, 0.0, 0.0])
+    expected = kalman_filter(rows, CASES["level and trend"][1], block_size=5)
+    assert_filtered(run(method_of("level and trend", "t", scheme="implicit"), rows), expected)
+    assert_filtered(run(method_of("level and trend", "t", block_size=5), rows), expected)
+
+
+def test_a_block_is_of_the_time_of_its_last_row():
+    rows = data(gaps=GAPS)
+    posterior = run(method_of("level and trend", "t", block_size=5), rows)
+    assert_filtered(posterior, kalman_filter(rows, CASES["level and trend"][1], block_size=5))
 
 
 def test_parameters_move_once_before_each_block_the_ragged_last_one_included():
     rows = data(n=50)
-    dynamics, system = CASES["general"]
-    posterior = RVGA(model, dynamics=dynamics, block_size=8).run(rows, progress_bar=False)
-    mean, covariance, _ = kalman_filter(rows, *system, block_size=8)
-    np.testing.assert_allclose(posterior.mean, mean, rtol=1e-9)
-    np.testing.assert_allclose(posterior.covariance, covariance, rtol=1e-9)
+    posterior = run(method_of("general", block_size=8), rows)
+    assert_filtered(posterior, kalman_filter(rows, CASES["general"][1], block_size=8))
+
+
+@pytest.mark.parametrize("method, options", [(RVGA, {"scheme": "implicit"}), (BONG, {"family": "full", "rank": 2})])
+def test_the_time_of_the_last_row_outlives_a_run_and_a_file(method, options, tmp_path):
+    rows, fit = data(gaps=GAPS), method_of("level and trend", "t", method, **options)
+    expected = kalman_filter(rows, CASES["level and trend"][1])
+    halves = [{name: array[part] for name, array in rows.items()} for part in (slice(20), slice(20, None))]
+    early = run(fit, halves[0])
+    early.save(tmp_path / "early")
+    stored = Posterior.load(tmp_path / "early", model)
+    for late in (early.update(halves[1], progress_bar=False), run(fit, halves[1], init=stored)):
+        assert_filtered(late, expected)
+
+
+@pytest.mark.parametrize("method, options", [(RVGA, {"scheme": "implicit"}), (BONG, {"family": "full", "rank": 2})])
+def test_time_that_goes_back_names_the_row_which_may_be_skipped(method, options):
+    rows, fit = data(gaps=GAPS), method_of("level and trend", "t", method, **options)
+    rows["t"][20] = rows["t"][17] - 0.5
+    for source in (rows, ({name: array[i : i + 20] for name, array in rows.items()} for i in range(0, 40, 20))):
+        with pytest.raises(ValueError, match=r"row 20: its time stamp t=.* comes before .* sort the rows by 't'"):
+            run(fit, source)
+    posterior = run(fit, rows, on_bad_row="skip")
+    assert posterior.info["skipped_rows"].tolist() == [20]
+    others = {name: np.delete(array, 20) for name, array in rows.items()}
+    assert_filtered(posterior, kalman_filter(others, CASES["level and trend"][1]))
+
+
+def test_functional_updates_go_by_time_stamps_and_leave_the_state_as_it_is_where_they_go_back():
+    rows, fit = data(gaps=GAPS), method_of("level and trend", "t", BONG, family="full", rank=2)
+    update = jax.jit(fit.update)
+    halves = [{name: array[part] for name, array in rows.items()} for part in (slice(20), slice(20, None))]
+    state = update(update(fit.init(rows), halves[0]), halves[1])
+    assert_filtered(fit.posterior(state), kalman_filter(rows, CASES["level and trend"][1]))
+    assert float(state.time) == rows["t"][-1]
+    for before, after in zip(jax.tree.leaves(state), jax.tree.leaves(update(state, halves[0]))):
+        assert jnp.all(before == after)
+
+
+def test_time_stamps_with_more_digits_than_the_precision_are_refused():
+    rows = data(gaps=GAPS)
+    since_1970 = rows | {"t": (rows["t"] + 1.76e9).round().astype(np.int32)}
+    with jax.enable_x64(False), pytest.raises(ValueError, match="'t' have more digits than float32"):
+        run(method_of("random walk", "t", scheme="implicit"), since_1970)
 
 
 def test_functional_updates_move_the_parameters_too():
     rows = data(n=30)
-    rvga = RVGA(model, dynamics=RandomWalk(0.3))
+    rvga = method_of("random walk")
     state = rvga.init(rows)
     for start in range(0, 30, 10):
         state = rvga.update(state, {name: array[start : start + 10] for name, array in rows.items()})
-    mean, _, _ = kalman_filter(rows, *CASES["random walk"][1], block_size=10)
-    np.testing.assert_allclose(rvga.posterior(state).mean, mean, rtol=1e-9)
+    assert_filtered(rvga.posterior(state), kalman_filter(rows, CASES["random walk"][1], block_size=10))
 
 
 def test_a_scale_with_a_half_normal_prior_is_followed_as_it_changes():
@@ -106,6 +225,8 @@ def test_a_scale_with_a_half_normal_prior_is_followed_as_it_changes():
     [
         (lambda: RandomWalk(-1.0), "negative"),
         (lambda: OrnsteinUhlenbeck(1.5), "between 0 and 1"),
+        (lambda: LinearDynamics(MATRIX, OFFSET, COVARIANCE, time="t"), "matrix must be a function of the elapsed time"),
+        (lambda: LinearDynamics(*level_and_trend(jnp)), "matrix must be an array"),
         (lambda: RVGA(model, dynamics="random walk"), "RandomWalk"),
         (lambda: RVGA(model, dynamics=RandomWalk(0.1), shuffle=True), "order"),
         (lambda: RVGA(model, dynamics=RandomWalk(0.1), scheme="laplace"), "recursive"),
@@ -123,8 +244,10 @@ def test_what_cannot_be_is_refused_at_construction(make, message):
         (RandomWalk({"slop": 0.1}), "no latent site 'slop'"),
         (LinearDynamics(np.eye(3), np.zeros(2), np.eye(2)), "matrix must have shape"),
         (LinearDynamics(np.eye(2), np.zeros(2), -np.eye(2)), "positive semi-definite"),
+        (LinearDynamics(*level_and_trend(jnp)[:2], lambda dt: -dt * np.eye(2), time="t"), "positive semi-definite"),
+        (RandomWalk(0.1, time="when"), "time='when' must be an array of the data"),
     ],
 )
 def test_dynamics_that_do_not_fit_the_model_are_refused_before_any_row(dynamics, message):
     with pytest.raises(ValueError, match=message):
-        RVGA(model, dynamics=dynamics).run(data(), progress_bar=False)
+        run(RVGA(model, dynamics=dynamics), data(gaps=GAPS))

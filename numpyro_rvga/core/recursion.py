@@ -20,7 +20,7 @@ from .compilation import single_kernel
 from .count import Count
 from .drivers import solve_traced
 from .factors import Factors, Kind, Moments, covariances, curvature_of, evaluate, expect
-from .gaussians import FullGaussian, Transition
+from .gaussians import FullGaussian, Movement
 from .linalg import cholesky, row_space, semidefinite_factor, solve_lower
 from .maximize import Search, Settings, Solution, init, standard_base
 from .objective import is_conservative, is_log_concave, objective_of
@@ -63,6 +63,7 @@ class State(NamedTuple):
     :ivar root: (P, P).
     :ivar log_evidence: accumulated bound; log q + log_evidence approximates the log joint density.
     :ivar prior_factor: the Gaussian that approximates prior terms that are not Gaussian; None if there are none.
+    :ivar time: of the last row, if parameters move by the rows' time stamps; NaN before the first.
     """
 
     mean: Array
@@ -71,6 +72,7 @@ class State(NamedTuple):
     log_evidence: Array
     prior_factor: CanonicalGaussian | None
     num_rows: Count
+    time: Array | None = None
 
 
 class RowFactors(NamedTuple):
@@ -191,11 +193,11 @@ def row_factors_and_residuals(
     return tuple(row_factors for row_factors, _ in pairs), tuple(residuals for _, residuals in pairs)
 
 
-def predict(transition: Transition, state: State) -> State:
-    """The state after the parameters have moved. What stood for the prior terms is now part of the Gaussian."""
-    moved = FullGaussian(state.mean, state.root).predict(transition)
-    error = jnp.zeros_like(moved.mean)
-    return state._replace(mean=moved.mean, mean_error=error, root=moved.root, prior_factor=None)
+def predict(movement: Movement, state: State, rows: dict) -> State:
+    """The state after the parameters have moved, before a block of rows; see :meth:`Movement.before`."""
+    q, time = movement.before(FullGaussian(state.mean, state.root), state.time, rows)
+    error = jnp.where(q.mean == state.mean, state.mean_error, 0.0)
+    return state._replace(mean=q.mean, mean_error=error, root=q.root, time=time)
 
 
 # ---------------------------------------------------------------------- small blocks
@@ -281,21 +283,23 @@ def explicit_step(
 
 
 def scan_blocks(
-    make_step: Callable, state: State, blocks, counts: Array, transition: Transition | None = None
+    make_step: Callable, state: State, blocks, counts: Array, movement: Movement | None = None, rows: dict | None = None
 ) -> tuple[State, StepInfo]:
     """One step a block: ``make_step(block) -> step``; blocks is a pytree with a leading axis, counts its rows.
 
-    :param transition: how parameters move before each block that has rows.
+    :param movement: how parameters move before each block.
+    :param rows: of the blocks, (blocks, B, ...) arrays, where parameters move.
     """
 
     def body(carry, xs):
-        block, count = xs
-        if transition is not None:
-            moved = predict(transition, carry)
-            carry = jax.tree.map(lambda new, old: jnp.where(count > 0, new, old), moved, carry)
-        return make_step(block)(carry, count)
+        block, count, rows = xs
+        if movement is None:
+            return make_step(block)(carry, count)
+        after, info = make_step(block)(predict(movement, carry, rows), count)
+        keep = info.ok & (count > 0)
+        return jax.tree.map(lambda new, old: jnp.where(keep, new, old), after, carry), info
 
-    return lax.scan(body, state, (blocks, counts))
+    return lax.scan(body, state, (blocks, counts, rows))
 
 
 def _subspace(root: Array, factors: tuple[Factors, ...]):
@@ -342,7 +346,7 @@ def _move(state, basis, move, precision_root, num_rows, bound, decrement, iterat
     mean, error = _compensated_add(state.mean, state.mean_error, change)
     evidence = state.log_evidence + jnp.where(ok, bound, 0.0)
     count = state.num_rows + jnp.where(ok, num_rows, 0)
-    after = State(mean, error, root, evidence, state.prior_factor, count)
+    after = State(mean, error, root, evidence, state.prior_factor, count, state.time)
     return after, StepInfo(bound, decrement, iterations, converged, ok)
 
 

@@ -16,7 +16,7 @@ from jax.core import Tracer
 from ..core.compilation import Compiled
 from ..core.drivers import Progress
 from ..core.factors import Factors
-from ..core.gaussians import Transition
+from ..core.gaussians import Movement
 from ..core.jacobians import times_root
 from ..core.joint import Joint, joint_solve
 from ..core.ladder import TENSOR_NODES
@@ -33,7 +33,7 @@ from ..core.recursion import (
     row_factors_of,
     scan_blocks,
 )
-from ..model.arguments import PARAMS, check_row_shapes, row_shapes
+from ..model.arguments import PARAMS, BadData, check_row_shapes, row_shapes
 from ..model.program import Program
 from ..model.rows import Rows, in_blocks, num_rows, pad
 from ..model.sparsity import selecting_pattern
@@ -75,7 +75,7 @@ class Engine:
     """Jitted updates of a program's state.
 
     :param rng_key: draws the nodes of Monte Carlo expectations.
-    :param transition: how parameters move before each block of a stream.
+    :param movement: how parameters move before each block of a stream.
     :param devices: among which rows are shared out.
     :param effort: of the rows' expectations; see :func:`~numpyro_rvga.core.ladder.expectations`.
     """
@@ -85,12 +85,12 @@ class Engine:
         program: Program,
         options: Options,
         rng_key: Array,
-        transition: Transition | None = None,
+        movement: Movement | None = None,
         devices: Devices | None = None,
         *,
         effort: str = "usual",
     ):
-        self.program, self.options, self._transition = program, options, transition
+        self.program, self.options, self.movement = program, options, movement
         self.rng_key, self.effort = rng_key, effort
         self.made: dict[Hashable, Any] = {}  # see once()
         self.kinds = tuple(make_kind(terms, options, rng_key, effort=effort) for terms in program.terms)
@@ -156,7 +156,7 @@ class Engine:
 
     def with_effort(self, effort: str) -> Engine:
         """The same with other rules for its expectations."""
-        options = self.program, self.options, self.rng_key, self._transition, self.devices
+        options = self.program, self.options, self.rng_key, self.movement, self.devices
         return self.once(effort, lambda: Engine(*options, effort=effort)).bind(self.program)
 
     def once(self, key: Hashable, make: Callable[[], Made]) -> Made:
@@ -229,7 +229,7 @@ class Engine:
     @property
     def is_moving(self) -> bool:
         """Whether parameters move between blocks."""
-        return self._transition is not None
+        return self.movement is not None
 
     @property
     def numbers_per_row(self) -> int:
@@ -400,7 +400,7 @@ class Engine:
         blocks = jax.vmap(self.prepare)(rows, weights)
         counts = jnp.sum(weights, axis=1).astype(jnp.int32)
         step = partial(self._step, with_absorbed, block_size)
-        state, info = scan_blocks(step, state, blocks, counts, self._transition)
+        state, info = scan_blocks(step, state, blocks, counts, self.movement, rows if self.is_moving else None)
         return state, info._replace(absorbed=self._by_row(info.absorbed))
 
     def _step(self, with_absorbed, block_size, block):
@@ -448,6 +448,22 @@ class Engine:
         prepared = prepare(seen, self._origin, inputs, jnp.ones(1, self.program.dtype))
         seen, kinds, prepared = merged_by_form(seen, self.prior_kinds, prepared)
         return Group(kinds, lambda chunk, theta: factors_of(seen, prepared, theta))
+
+
+def movement_of(dynamics: Any, program: Program, mean: Array, root: Array) -> Movement:
+    """How a program's parameters move.
+
+    :param dynamics: what has a ``transition(layout, mean, root, elapsed)`` and the name of a ``time``.
+    :param mean: of the prior. :param root: of its covariance, or its standard deviations.
+    :raises ValueError: if the data have no such time stamps.
+    """
+    times = program.example_row.get(dynamics.time)
+    if dynamics.time is not None and (times is None or times.ndim != 1):
+        raise BadData(
+            f"the dynamics' time={dynamics.time!r} must be an array of the data with one time stamp for each row. It "
+            "must be an argument of the model, which need not use it."
+        )
+    return Movement(partial(dynamics.transition, program.layout, mean, root), dynamics.time)
 
 
 def _count_rows(problem: JointProblem) -> int:

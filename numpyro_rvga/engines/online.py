@@ -15,13 +15,13 @@ from jax import Array, lax
 from ..core.compilation import Compiled
 from ..core.count import Count
 from ..core.estimators import Observation, implicit, make_estimator
-from ..core.gaussians import DiagonalGaussian, Family, FullGaussian, LowRankGaussian, converted
+from ..core.gaussians import DiagonalGaussian, Family, FullGaussian, LowRankGaussian, Movement, converted
 from ..core.recursion import CanonicalGaussian, State
 from ..core.rules import Rule, Updated, iterate, update
 from ..model.outcomes import check_can_be_drawn, drawn_log_likelihood
 from ..model.predictive import log_predictive
 from ..model.rows import in_blocks, num_rows
-from .engine import Engine
+from .engine import Engine, movement_of
 
 RANDOM_SHARE = 0.01  # of the precision, in a low-rank factor from which plain gradients start
 MOST_UNROLLED = 10  # steps for a row, of networks with convolutions; each is compiled by itself
@@ -43,6 +43,7 @@ class OnlineState(NamedTuple):
     :ivar gaussian: q. Prior terms that are not Gaussian are approximated in it, unless ``has_exact_prior``.
     :ivar num_blocks: the number of updates; with ``rng_key`` it determines the key of the next.
     :ivar has_exact_prior: whether q has the exact prior.
+    :ivar time: of the last row, if parameters move by the rows' time stamps; NaN before the first.
     """
 
     gaussian: Any
@@ -50,6 +51,7 @@ class OnlineState(NamedTuple):
     num_blocks: Array
     rng_key: Array
     has_exact_prior: Array
+    time: Array | None = None
 
 
 class BlockInfo(NamedTuple):
@@ -81,10 +83,10 @@ class Online:
         else:
             self._estimator = make_estimator(options.hessian, options.num_samples)
         self._set_prior(init)
-        self.transition = None
+        self.movement: Movement | None = None
         if dynamics is not None:
             root = self.start.root if isinstance(self.start, FullGaussian) else self.start.deviation()
-            self.transition = dynamics.transition(engine.program.layout, self.start.mean, root)
+            self.movement = movement_of(dynamics, engine.program, self.start.mean, root)
         self.stream = Compiled(self._stream, ("block_size", "predict"))
         self.one_block = Compiled(self._one_block, ("predict",))
         self.one_iteration = Compiled(self._one_iteration)
@@ -130,7 +132,13 @@ class Online:
 
     def initial_state(self, rng_key: Array) -> OnlineState:
         zero = jnp.zeros((), jnp.int32)
-        return OnlineState(self.start, Count.of(0), zero, rng_key, jnp.asarray(self._site is None))
+        exact = jnp.asarray(self._site is None)
+        return self.at_time(OnlineState(self.start, Count.of(0), zero, rng_key, exact), None)
+
+    def at_time(self, state: OnlineState, time: Any) -> OnlineState:
+        """The state for this method's dynamics. ``time``: of its last row; None if that is not known."""
+        time = None if self.movement is None else self.movement.start(time, self.engine.program.dtype)
+        return state._replace(time=time)
 
     def state_of(self, gaussian: Family, num_rows: int, rng_key: Array) -> OnlineState:
         """The state of a Gaussian of any family, converted to this one."""
@@ -202,7 +210,9 @@ class Online:
 
         :param weights: (B,), one for rows, zero for padding. :param count: the number of rows.
         """
-        prior = state.gaussian if self.transition is None else state.gaussian.predict(self.transition)
+        prior, time = state.gaussian, None
+        if self.movement is not None:
+            prior, time = self.movement.before(state.gaussian, state.time, rows)
         observation = self.observation(rows, weights)
         key = jax.random.fold_in(state.rng_key, state.num_blocks)
         log_predictive = None
@@ -212,7 +222,7 @@ class Online:
         estimate = partial(self._estimate, observation)
         unroll = self.one_by_one and self.rule.num_iters <= MOST_UNROLLED
         updated = update(self.rule.at(rate), prior, estimate, key, unroll=unroll)
-        return self._after(state, updated, count), BlockInfo(updated.ok, updated.clipped, log_predictive)
+        return self._after(state, updated, count, time), BlockInfo(updated.ok, updated.clipped, log_predictive)
 
     def _nothing(self, alive: Array, weights: Array, predict: str | None) -> BlockInfo:
         """The diagnostics of a block that is skipped."""
@@ -229,12 +239,12 @@ class Online:
         return self._after(state, updated, jnp.zeros((), jnp.int32)), BlockInfo(updated.ok, updated.clipped, None)
 
     @staticmethod
-    def _after(state: OnlineState, updated: Updated, count: Array) -> OnlineState:
+    def _after(state: OnlineState, updated: Updated, count: Array, time: Array | None = None) -> OnlineState:
         keep = lambda new, old: jnp.where(updated.ok, new, old)  # noqa: E731
-        gaussian = jax.tree.map(keep, updated.q, state.gaussian)
+        gaussian, time = jax.tree.map(keep, (updated.q, time), (state.gaussian, state.time))
         step = updated.ok.astype(jnp.int32)
         num_rows, num_blocks = state.num_rows + count * step, state.num_blocks + step
-        return state._replace(gaussian=gaussian, num_rows=num_rows, num_blocks=num_blocks)
+        return state._replace(gaussian=gaussian, num_rows=num_rows, num_blocks=num_blocks, time=time)
 
     # ------------------------------------------------------------------ rows
     def observation(self, rows: dict, weights: Array) -> Observation:
@@ -271,7 +281,7 @@ class Online:
 
         :raises ValueError: if the result is not a Gaussian.
         """
-        if bool(state.has_exact_prior) or self.transition is not None:
+        if bool(state.has_exact_prior) or self.movement is not None:
             return state.gaussian
         after, is_valid = self._exact_prior(self.engine.program.prior_inputs, state.gaussian, self._site)
         if not bool(is_valid):

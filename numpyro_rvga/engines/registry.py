@@ -20,7 +20,7 @@ from ..model.reading_check import check_reading
 from ..model.rows import Rows, num_rows
 from ..options import Options
 from .devices import Devices
-from .engine import Engine
+from .engine import Engine, movement_of
 
 WHOLE = "all data at once"
 
@@ -28,7 +28,7 @@ WHOLE = "all data at once"
 class Engines:
     """The engines of a model, compiled once for each form of the data.
 
-    :param dynamics: what has a ``transition(layout, mean, root)``, or None.
+    :param dynamics: what has a ``transition(layout, mean, root, elapsed)`` and the name of a ``time``, or None.
     :param mesh: devices that share the rows.
     :param batch: whether all rows are always at hand: then ``numpyro.param`` sites can be learned.
     :param whole: whether to run the model on all rows at once, always; see :class:`Program`.
@@ -84,7 +84,7 @@ class Engines:
             if explained is None:
                 raise
             raise explained from error
-        transition = None
+        movement = None
         if self._dynamics is not None:
             if program.data_prior is not None:
                 raise ValueError(
@@ -92,8 +92,8 @@ class Engines:
                     "needs beforehand, and pass it as a keyword argument of run()."
                 )
             prior = program.initial_state()
-            transition = self._dynamics.transition(program.layout, prior.mean, prior.root)
-        engine = Engine(program, options, rng_key, transition, self.devices)
+            movement = movement_of(self._dynamics, program, prior.mean, prior.root)
+        engine = Engine(program, options, rng_key, movement, self.devices)
         self._known.append((form, model_kwargs, engine))
         self.last = engine
         return engine

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..files import MALFORMED, digest
-from ..model.arguments import check_finite, finite_rows, named_rows, refuse_frames
+from ..model.arguments import BadData, check_finite, finite_rows, named_rows, refuse_frames
 from ..model.identity import ModelIdentity, model_identity
 from ..model.program import Program
 from ..model.row_set import RowSet, row_digests
@@ -32,6 +32,7 @@ HEAD = 32  # rows from which the form of the data is found out
 SEARCHED = 2**16  # rows among which there must be one with finite values
 AHEAD = 8  # steps under way: while they compute, the next rows are read
 LISTED = 1000  # skipped rows whose numbers are kept
+DIGITS = 1e-3  # of the time that passes, which rounding of the time stamps may change
 
 
 @dataclass
@@ -178,6 +179,7 @@ class Pass(ABC):
     :param bar: a progress bar.
     :param publish: called with each state that is known to be good.
     :param checked: whether it is known that the rows are finite, and their outcomes in their support.
+    :param time: the array of time stamps by which parameters move, if they do: rows come in its order.
 
     :ivar state: after the last piece whose result is known to be good.
     :ivar done: how many rows of the source that was.
@@ -193,9 +195,10 @@ class Pass(ABC):
         publish: Callable[[Any], None],
         *,
         checked: bool,
+        time: str | None = None,
     ):
         self._program, self._source, self._options, self._bar, self._publish = program, source, options, bar, publish
-        self._checked = checked
+        self._checked, self._time = checked, time
         self._checkpoint = options.opened
         self.state: Any = None
         self.absorbed = RowSet()
@@ -340,6 +343,9 @@ class Pass(ABC):
 
         :raises ValueError: if there are any, and they are not skipped.
         """
+        late = self._late_rows(step)
+        if len(late):
+            return late
         inside = step.inside()
         if not inside.all():
             row = int(np.argmin(inside))
@@ -354,6 +360,32 @@ class Pass(ABC):
             with _located(self._source, int(step.taken.places[first])):
                 self.refuse(step.before, step.after, selected(step.taken.rows, slice(first, stop)), np.array(numbers))
         return self._to_blame(step, first, stop)
+
+    def _late_rows(self, step: _Step) -> np.ndarray:
+        """The rows of a step that come after others of later times.
+
+        :raises ValueError: if there are any, and they are not skipped; and for times with too many digits.
+        """
+        if self._time is None or not step.taken.num_rows:
+            return NOTHING
+        last = np.asarray(step.before.time)
+        exact = step.taken.rows[self._time]
+        times, elapsed = exact.astype(last.dtype), np.diff(exact)
+        if np.abs(np.diff(times) - elapsed).sum() > DIGITS * np.abs(elapsed).sum():
+            raise BadData(
+                f"the time stamps {self._time!r} have more digits than {times.dtype} holds, so that elapsed times "
+                "would be wrong: count from a later origin, or call numpyro.enable_x64() first."
+            )
+        latest = np.fmax.accumulate(np.append(last, times))[:-1]
+        late = np.flatnonzero(times < latest)
+        if len(late) and not self._options.skips:
+            with _located(self._source, int(step.taken.places[late[0]])) as number:
+                raise BadData(
+                    f"row {number}: its time stamp {self._time}={exact[late[0]]} comes before {latest[late[0]]}, that "
+                    f"of an earlier row. Parameters move forward in time: sort the rows by {self._time!r}, or pass "
+                    "on_bad_row='skip' to leave out rows that come late."
+                )
+        return late
 
     def _failed(self, step: _Step) -> tuple[int, int] | None:
         return None if step.report is None else self.failed(step.report, step.taken.num_rows)

@@ -36,7 +36,7 @@ def logistic(X, y=None):
         numpyro.sample("y", dist.Bernoulli(logits=X @ w), obs=y)
 
 
-def linear(X, y=None):
+def linear(X, y=None, t=None):
     w = numpyro.sample("w", dist.Normal(0, 1).expand([X.shape[1]]).to_event(1))
     with numpyro.plate("rows", len(X)):
         numpyro.sample("y", dist.Normal(X @ w, 1.0), obs=y)
@@ -73,7 +73,7 @@ METHODS = {
     "default": lambda: DEFAULT(**IN_ORDER),
     "shuffled": DEFAULT,
     "explicit": lambda: RVGA(log_rates, scheme="explicit", **IN_ORDER),
-    "drift": lambda: RVGA(linear, block_size=3, dynamics=RandomWalk(0.01)),
+    "drift": lambda: RVGA(linear, block_size=3, dynamics=RandomWalk(0.01, time="t")),
     "low-rank": lambda: BONG(logistic, family="low-rank", rank=2, shuffle=False),
     "sampled": lambda: BONG(logistic, family="diagonal", hessian="mc-ef", num_samples=20, shuffle=False),
 }
@@ -94,7 +94,8 @@ def small_pieces(monkeypatch):
 
 def rows_of(name):
     kinds = {"explicit": "counts", "drift": "continuous", "truncated": "continuous"}
-    return make(kinds.get(name, "binary"))
+    rows = make(kinds.get(name, "binary"))
+    return rows | {"t": np.cumsum(np.resize([0.0, 0.0, 3.5, 1.0], NUM_ROWS))} if name == "drift" else rows
 
 
 def run(method, rows, **kwargs):

@@ -18,7 +18,7 @@ from .diagonal import DiagonalGaussian
 from .family import Family
 from .full import FullGaussian
 from .low_rank import LowRankGaussian, leading_part, projected
-from .steps import PARAMETERIZATIONS, ExpectedDerivatives, Transition, nan_if_invalid
+from .steps import PARAMETERIZATIONS, ExpectedDerivatives, Movement, Transition, nan_if_invalid
 
 __all__ = [
     "FAMILIES",
@@ -29,6 +29,7 @@ __all__ = [
     "Family",
     "FullGaussian",
     "LowRankGaussian",
+    "Movement",
     "Transition",
     "converted",
     "gradient_step",

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 
 from ..linalg import column_sums, positive_part
 
@@ -76,6 +77,35 @@ class Transition(NamedTuple):
     @property
     def noise_variance(self) -> Array:
         return self.noise_root**2 if self.noise_root.ndim == 1 else jnp.sum(self.noise_root**2, axis=1)
+
+
+class Movement(NamedTuple):
+    """How parameters move before each block of rows: by one step, or by the time that has passed.
+
+    :ivar transition: elapsed time -> :class:`Transition`.
+    :ivar time: the array of the rows' time stamps; None: each block is one unit of time after the one before.
+    """
+
+    transition: Callable[[Any], Transition]
+    time: str | None
+
+    def start(self, known: Any, dtype: Any) -> Array | None:
+        """The time of the last row so far, (): NaN where ``known`` is None. None without time stamps."""
+        return None if self.time is None else jnp.asarray(jnp.nan if known is None else known, dtype)
+
+    def before(self, q: Any, last: Array | None, rows: dict) -> tuple[Any, Array | None]:
+        """q before a block of rows, and the time of its last row, which is that of the whole block. q is of NaN where
+        time goes back. The prior is of the time of the first block.
+
+        :param last: the time of the last row so far.
+        """
+        if self.time is None or last is None:
+            return q.predict(self.transition(1.0)), None
+        times = rows[self.time].astype(last.dtype)
+        goes_back = (times[0] < last) | jnp.any(times[1:] < times[:-1])
+        elapsed = jnp.where(jnp.isnan(last), 0.0, times[-1] - last)
+        elapsed = jnp.where(goes_back, jnp.nan, elapsed)
+        return lax.cond(elapsed != 0, lambda: q.predict(self.transition(elapsed)), lambda: q), times[-1]
 
 
 def joined_in_natural_parameters(prior: Any, parts: list[Any]) -> Any:
