@@ -29,6 +29,7 @@ from .engines.registry import Engines
 from .engines.sparse import SparseEngine, sparse_engine
 from .engines.starts import warn_of_modes
 from .model.arguments import BadData, checked_rows
+from .model.distinct_rows import num_distinct
 from .model.failures import of_stream
 from .model.program import Program
 from .model.row_set import RowSet
@@ -343,9 +344,10 @@ class RVGA:
         start = self.state
         quick = None
         if init is None and in_memory and checkpoint is None and sparse is None:
-            quick = self._quick_engine(engine, source.total)
-        if quick is not None:
-            sizes = sizes._replace(first=source.total, keeps_rows=False)
+            distinct = self._num_distinct(engine, head, sizes)
+            quick = self._quick_engine(engine, distinct)
+            if quick is not None or distinct <= sizes.first:
+                sizes = sizes._replace(first=max(source.total, sizes.first), keeps_rows=False)
         with progress(progress_bar, source.total, "RVGA", "row") as bar:
             sampled = self.certify and sizes.keeps_rows and self.options.has_bound
             taken = RecursivePass(
@@ -588,6 +590,12 @@ class RVGA:
         ):
             return None
         return sparse_engine(engine, rows)
+
+    def _num_distinct(self, engine: Engine, rows: Rows, sizes: Sizes) -> int:
+        """Of rows that one solve may take together, each distinct one once; else that of all."""
+        if not self._sizes_are_auto or self.options.scheme != "implicit" or engine.is_moving or not sizes.first:
+            return num_rows(rows)
+        return num_distinct(rows, sizes.first)
 
     def _quick_engine(self, engine: Engine, total: int | None) -> Engine | None:
         """Solves for all of many rows together, by few nodes for each: what these miss, looks at all rows mend. None

@@ -17,7 +17,7 @@ from ..model.rows import Rows
 from ..model.tracing import REACH
 from ..options import Options
 from ..progress import progress
-from .engine import Engine, chunks_of
+from .engine import Engine, distinct_chunks_of
 from .expectation_errors import expectation_errors, warn_of
 from .gradient_ascent import GradientAscent, Record
 from .joint_solver import JointProblem, whitened
@@ -72,7 +72,7 @@ class BatchSolver:
                 origin = sparse_problem.marginals.mean
                 after, info = sparse.solve(sparse_problem, record.step)
             else:
-                chunks, before = chunks_of(engine, rows, engine.numbers_per_row), program.initial_state()
+                chunks, before = distinct_chunks_of(engine, rows), program.initial_state()
                 start = None if init is None else whitened(before, *_gaussian_of(init, program.dtype))
                 if program.params.layout.size:
                     tolerance = self._options.tolerance or LEARNING_TOLERANCE

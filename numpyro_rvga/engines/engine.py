@@ -34,6 +34,7 @@ from ..core.recursion import (
     scan_blocks,
 )
 from ..model.arguments import PARAMS, BadData, check_row_shapes, row_shapes
+from ..model.distinct_rows import once_each
 from ..model.program import Program
 from ..model.rows import Rows, in_blocks, num_rows, pad
 from ..model.sparsity import selecting_pattern
@@ -502,3 +503,11 @@ def chunks_of(engine: Engine, rows: Rows, numbers_per_row: int, weights: np.ndar
     count = max(1, -(-total * numbers_per_row // CHUNK_NUMBERS))
     size = engine.devices.rounded_up(-(-total // count))
     return RowChunks(*engine.devices.put_rows(in_blocks(pad(rows, count * size, weights), size), axis=1))
+
+
+def distinct_chunks_of(engine: Engine, rows: Rows) -> RowChunks:
+    """All rows as :func:`chunks_of` has them, equal ones as one row of a larger weight where many are equal."""
+    if engine.program.whole:
+        return chunks_of(engine, rows, engine.numbers_per_row)
+    rows, weights = once_each(rows, np.ones(num_rows(rows), np.float32))
+    return chunks_of(engine, rows, engine.numbers_per_row, weights)

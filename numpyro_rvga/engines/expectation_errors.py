@@ -14,6 +14,7 @@ from jax import Array
 
 from ..core.factors import Kind, covariances
 from ..core.recursion import State
+from ..model.distinct_rows import once_each
 from ..model.rows import Rows, evenly_spread, num_rows, selected
 from .engine import Engine, chunks_of
 from .kinds import NUM_FRESH
@@ -49,12 +50,16 @@ def expectation_errors(engine: Engine, state: State, rows: Rows) -> Accuracy:
     most = MOST_ROWS
     if any(kind.fresh is not None and not t.by_draws for kind, t in zip(engine.kinds, engine.program.terms)):
         most = min(most, MOST_NODES // (NUM_FRESH * engine.options.num_samples))
-    some = selected(rows, evenly_spread(num_rows(rows), max(most, 2)))
-    chunks = chunks_of(engine, some, engine.numbers_per_row)
+    total = num_rows(rows) if engine.program.whole else int(state.num_rows)
+    some, weights = once_each(rows, np.ones(num_rows(rows), np.float32))
+    if num_rows(some) > most:
+        some = selected(rows, evenly_spread(num_rows(rows), max(most, 2)))
+        weights = np.ones(num_rows(some), np.float32)
+    chunks = chunks_of(engine, some, engine.numbers_per_row, weights)
     place = engine.devices.put((state.mean, state.root))
     sums = engine.once("expectation errors", lambda: _compiled(engine))
     of_some, of_prior = jax.device_get(sums(engine.program.prior_inputs, *place, chunks))
-    total, count = num_rows(rows) if engine.program.whole else int(state.num_rows), num_rows(some)
+    count = int(weights.sum())
     return _together([_accuracy(x, total, count) for x in of_some] + [_accuracy(x, 1, 1) for x in of_prior])
 
 

@@ -17,7 +17,7 @@ from jax.typing import ArrayLike
 from ..core.gaussians.arrow_roots import ArrowRoots
 from ..core.gaussians.mixture import GaussianMixture
 from ..core.linalg import lower_from_root
-from ..engines.engine import chunks_of
+from ..engines.engine import chunks_of, distinct_chunks_of
 from ..engines.evidence_estimate import EvidenceEstimate
 from ..engines.importance import FEW_POINTS, NUM_POINTS, integrate_by_importance
 from ..engines.joint_solver import RowChunks
@@ -219,7 +219,7 @@ class Integration:
         known = self._bounds.get(engine)
         if known is None or known.engine.program is not engine.program:
             known = self._bounds[engine] = MaximizedBound(engine)
-        return known, chunks_of(engine, rows, engine.numbers_per_row)
+        return known, distinct_chunks_of(engine, rows)
 
 
 def integrate(

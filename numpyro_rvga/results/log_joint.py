@@ -12,6 +12,7 @@ import numpy as np
 from jax import Array, lax
 from jax.typing import ArrayLike
 
+from ..model.distinct_rows import once_each
 from ..model.rows import num_rows, selected
 from ..model.tracing import run_model
 
@@ -35,7 +36,8 @@ def log_joint(program: Program, theta: Array, rows: Mapping[str, Any]) -> np.nda
     """The log joint density in unconstrained space at theta (n, P), with all row terms, summed in float64: (n,)."""
     if program.whole:
         return _whole_log_joint(program, theta, rows)
-    return summed(program, theta, chunks_of_log_likelihood(program, theta, rows))
+    rows, weights = once_each(rows, np.ones(num_rows(rows)))
+    return summed(program, theta, _weighted(chunks_of_log_likelihood(program, theta, rows), weights))
 
 
 def summed(program: Program, theta: Array, chunks: Iterable[dict[str, np.ndarray]]) -> np.ndarray:
@@ -45,6 +47,16 @@ def summed(program: Program, theta: Array, chunks: Iterable[dict[str, np.ndarray
         for values in terms.values():
             total = total + values.reshape(len(total), -1).sum(axis=1, dtype=np.float64)
     return total
+
+
+def _weighted(chunks: Iterable[dict[str, np.ndarray]], weights: np.ndarray) -> Iterator[dict[str, np.ndarray]]:
+    """Row terms of chunks of rows, (draws, rows of the chunk, *elements), each times the weight of its row."""
+    start = 0
+    for terms in chunks:
+        stop = start + next(iter(terms.values())).shape[1]
+        some = weights[start:stop]
+        yield {site: values * some.reshape(-1, *[1] * (values.ndim - 2)) for site, values in terms.items()}
+        start = stop
 
 
 def _whole_log_joint(program: Program, theta: Array, rows: Mapping[str, Any]) -> np.ndarray:

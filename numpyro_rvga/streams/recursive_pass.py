@@ -14,6 +14,7 @@ from ..engines.engine import AbsorbedRows, Engine
 from ..engines.sparse import SparseEngine
 from ..engines.starts import modes_info
 from ..model.bad_rows import describe_bad_rows
+from ..model.distinct_rows import once_each
 from ..model.rows import Rows, in_blocks, num_rows, pad, selected
 from .memory import NEGLIGIBLE_ERROR, Kept, RowMemory, inexactness, taken_in
 from .order import seed_of
@@ -145,6 +146,8 @@ class RecursivePass(Pass):
         if self._sparse is not None:
             return self._sparse.solve(self._sparse.problem(rows, weights=weights))
         if self._is_joint(place):
+            if not sizes.keeps_rows:
+                rows, weights = once_each(rows, weights)
             rows, weights = pad(rows, self._joint_size(len(weights)), weights)
             absorbed_rows = (engine.unknown(weights),) if sizes.keeps_rows else ()
             rows, weights = engine.devices.put_rows((rows, weights))
