@@ -12,7 +12,9 @@ Parts, and the figures whose settings they take:
   paper, figures 2, 6, 8; "Diagonal extended Kalman filters", figures 1 and 4);
 - rates: NLPD of a network for regression by rows absorbed, for learning rates ("Bayesian online natural gradient",
   figures 9 to 13);
-- claims: a table of what the papers say of rules, curvatures and families, and whether it holds.
+- claims: a table of what the papers say of rules, curvatures and families, and whether it holds;
+- inclusive: a table of both divergences from a logistic posterior, and of errors of its moments, with assumed density
+  filtering and expectation propagation beside R-VGA and the diagonal Kalman filters.
 
 The networks learn scikit-learn's digits, and a simulated robot arm; with ``--data`` they learn MNIST, which takes about
 two hours, and SARCOS. Curves against time have benchmarks of their own: ``fixed_point`` ("A fixed-point operator for
@@ -34,6 +36,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))  # their problems are taken over
 
 from _paper_claims import claims
+from _paper_inclusive import inclusive
 from _paper_networks import families, rules
 from _paper_posteriors import posteriors
 from _paper_rates import rates
@@ -41,7 +44,8 @@ from _results import parser, write
 from matplotlib.ticker import LogLocator, NullLocator
 from plots import plt, save
 
-PARTS = {"posteriors": posteriors, "rules": rules, "families": families, "rates": rates, "claims": claims}
+TABLES = {"claims": claims, "inclusive": inclusive}
+PARTS = {"posteriors": posteriors, "rules": rules, "families": families, "rates": rates} | TABLES
 
 
 def draw(results: dict[str, Any], path: Path) -> None:
@@ -86,7 +90,7 @@ def main() -> None:
         path = arguments.output / f"papers_{name}.json"
         for panels in PARTS[name](arguments.data, arguments.quick):  # those that there are so far
             results = write(panels, path)
-        if name != "claims":  # a table
+        if name not in TABLES:
             draw(results, path.with_suffix(".png"))
 
 
