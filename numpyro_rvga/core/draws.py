@@ -25,7 +25,7 @@ from jax import Array, lax
 
 from .expectations import Moments, with_slopes
 from .linalg import semidefinite_factor
-from .primitives import equations
+from .primitives import equations, numbers_in
 
 Nodes = tuple[np.ndarray, np.ndarray]
 
@@ -81,8 +81,8 @@ class _Cost(NamedTuple):
 
 def _cost(phi: Callable, mean: Array, constants: Any) -> _Cost:
     program = jax.make_jaxpr(phi)(mean, constants).jaxpr
-    sizes = [1, *(v.aval.size for eqn in equations(program) for v in eqn.outvars)]
-    return _Cost(sum(sizes), max(sizes))
+    largest = max((v.aval.size for eqn in equations(program) for v in eqn.outvars), default=1)
+    return _Cost(1 + numbers_in(program), largest)
 
 
 def _num_points(num_predictors: int, cost: _Cost, more: bool) -> int:

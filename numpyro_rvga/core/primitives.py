@@ -31,6 +31,7 @@ INLINED_PRIMITIVES = frozenset("jit pjit closed_call core_call remat checkpoint 
 # By the names of primitives and of JAX's own programs; programs of other names are written out.
 SPECIAL_FUNCTIONS = {"lgamma": log_gamma, "betaln": log_beta, "_betaln_impl": log_beta}
 
+UNKNOWN_LENGTH = 128  # taken of loops that end when their results say so
 UNROLLED_SIZE = 16  # batches of small LAPACK calls are slow, and two at once deadlock jaxlib's pool of two threads
 
 
@@ -41,6 +42,16 @@ def equations(jaxpr) -> Iterator:
         for inner in jax.tree.leaves(list(eqn.params.values())):
             if hasattr(inner, "eqns"):
                 yield from equations(inner)
+
+
+def numbers_in(jaxpr) -> int:
+    """How many numbers it computes, those of a loop as often as it runs; a guess where only the data tell that."""
+    count = 0
+    for eqn in jaxpr.eqns:
+        inner = [x for x in jax.tree.leaves(list(eqn.params.values())) if hasattr(x, "eqns")]
+        times = UNKNOWN_LENGTH if eqn.primitive.name == "while" else eqn.params.get("length", 1)
+        count += times * sum(map(numbers_in, inner)) + sum(v.aval.size for v in eqn.outvars)
+    return count
 
 
 def is_float(dtype) -> bool:

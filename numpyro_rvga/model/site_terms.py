@@ -13,13 +13,18 @@ from jax import Array
 from numpyro.distributions.transforms import IdentityTransform, biject_to
 
 from ..core import closed_forms as cf
-from ..core.symbolic import Reading, factorise
+from ..core.primitives import numbers_in
+from ..core.symbolic import Factorisation, Reading, factorise
 from .distributions import patterns_of
 from .information import Information, information_of
 from .terms import Arrays, Terms
 from .tracing import SiteRecord, elements, peel, site_transform
 
 MAX_PREDICTORS = 16  # of an affine split; beyond, the distribution's own parameters are linearised in theta
+
+MIN_PREDICTORS = 4  # that call for as many nodes as draws of theta would be
+REPEATED = 8.0  # times what the model computes: loops that run again for each of a site's terms
+DRAWS_PER_PARAMETER = 1 / 64  # beyond those that any model takes, relative to them
 
 RunSite = Callable[[Array, Arrays], SiteRecord]
 
@@ -65,7 +70,10 @@ def site_terms(
     split = None
     if not prefer_parameters:
         split = factorise(lambda t, r, e: elements(run_site(t, r))[e], theta, row, index)
-        if min(split.num_predictors, theta.shape[0]) <= MAX_PREDICTORS:
+        num_predictors = min(split.num_predictors, theta.shape[0])
+        if by_draws and num_predictors >= MIN_PREDICTORS and _repeats_the_model(run_site, split, theta, row, count):
+            return _theta_terms(run_site, site, theta.shape[0])
+        if num_predictors <= MAX_PREDICTORS:
             if split.num_predictors > theta.shape[0]:
                 return _identity_terms(site, theta.shape[0], count, split)
             return _affine_terms(site, count, split)
@@ -77,6 +85,18 @@ def site_terms(
         information = information_of(run_site, split, theta, row, example.kind) if prefer_parameters else None
         return _informed(_affine_terms(site, count, split), information)
     return parameters
+
+
+def _repeats_the_model(
+    run_site: RunSite, split: Factorisation, theta: jax.ShapeDtypeStruct, row: Arrays, num_elements: int
+) -> bool:
+    """Whether a site's terms one by one compute far more than all at once, as where each is the end of a loop."""
+    index = jax.ShapeDtypeStruct((), jnp.int32)
+    predictors = jax.ShapeDtypeStruct((split.num_predictors,), theta.dtype)
+    constants = jax.eval_shape(lambda r, e: split.constants((r, e)), row, index)
+    of_one = numbers_in(jax.make_jaxpr(split.density)(predictors, constants).jaxpr)
+    of_all = numbers_in(jax.make_jaxpr(lambda t, r: elements(run_site(t, r)))(theta, row).jaxpr)
+    return num_elements * of_one > REPEATED * max(1.0, DRAWS_PER_PARAMETER * theta.shape[0]) * of_all
 
 
 def _example_of(run_site: RunSite, theta: jax.ShapeDtypeStruct, row: Arrays) -> _Example:

@@ -1,0 +1,85 @@
+"""Models of which each observation ends a loop: that runs once for each draw of theta, not once more for each row."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import pytest
+from jax import lax
+from numpyro.infer.util import potential_energy
+
+from numpyro_rvga import RVGA
+from numpyro_rvga.core.primitives import UNKNOWN_LENGTH, numbers_in
+from numpyro_rvga.model.program import Program
+
+NUM_DRAWS = 20_000
+
+
+def arma(y):
+    mu = numpyro.sample("mu", dist.Normal(0, 2))
+    phi = numpyro.sample("phi", dist.Normal(0, 0.5))
+    theta = numpyro.sample("theta", dist.Normal(0, 0.5))
+    sigma = numpyro.sample("sigma", dist.HalfNormal(2))
+
+    def step(carry, y_t):
+        y_before, error_before = carry
+        error = y_t - mu - phi * y_before - theta * error_before
+        return (y_t, error), error
+
+    errors = lax.scan(step, (y[0], 0.0), y[1:])[1]
+    numpyro.sample("errors", dist.Normal(0, sigma), obs=errors)
+
+
+def decay(x, y):
+    rate = numpyro.sample("rate", dist.LogNormal(0, 1))
+    start, end = (numpyro.sample(name, dist.Normal(0, 2)) for name in ("start", "end"))
+    sigma = numpyro.sample("sigma", dist.HalfNormal(2))
+    numpyro.sample("y", dist.Normal(end + start * jnp.exp(-rate * (x - x.mean())), sigma), obs=y)
+
+
+@pytest.fixture(scope="module")
+def data():
+    noise = np.random.default_rng(0).normal(size=120)
+    y = np.zeros(120, np.float32)
+    for t in range(1, 120):
+        y[t] = 0.5 + 0.6 * y[t - 1] + 0.3 * noise[t - 1] + noise[t]
+    return {"y": y}
+
+
+def test_the_best_gaussian_of_a_loop_is_where_the_models_own_gradients_vanish(data):
+    """E[grad log p] = 0 and, by Stein's identity, E[(theta - m) grad log p^T] = -I, at draws of q, by NumPyro."""
+    posterior = RVGA(arma).run(data, progress_bar=False)
+    assert posterior.info["converged"]
+    root = np.linalg.cholesky(posterior.covariance)
+    z = np.random.default_rng(1).normal(size=(NUM_DRAWS // 2, 4))
+    z = np.concatenate([z, -z]).astype(np.float32)
+    unravel = posterior.program.layout.unravel
+
+    def energy(theta):
+        return potential_energy(arma, (), data, unravel(theta))
+
+    gradients = -np.asarray(jax.jit(jax.vmap(jax.grad(energy)))(posterior.mean + z @ root.T)) @ root
+    assert np.abs(gradients.mean(axis=0)).max() < 0.02
+    assert np.abs(z.T @ gradients / len(z) + np.eye(4)).max() < 0.05
+
+
+@pytest.mark.parametrize("model, by_draws", [(arma, True), (decay, False)])
+def test_only_terms_that_repeat_a_loop_are_taken_by_draws(model, by_draws, data):
+    rows = data if model is arma else data | {"x": np.linspace(0, 3, 120, dtype=np.float32)}
+    (terms,) = Program(model, rows, {}, whole=True, by_draws=True).terms
+    assert terms.by_draws == by_draws
+
+
+def test_loops_count_as_often_as_they_run():
+    def seven(x):
+        return lax.scan(lambda carry, _: (2 * carry, None), x, None, length=7)[0]
+
+    def until(x):
+        return lax.while_loop(lambda x: x.sum() < 9, lambda x: 2 * x, x)
+
+    x = jnp.ones(3)
+    assert numbers_in(jax.make_jaxpr(seven)(x).jaxpr) == 7 * 3 + 3
+    assert numbers_in(jax.make_jaxpr(until)(x).jaxpr) == UNKNOWN_LENGTH * (2 + 3) + 3
