@@ -18,7 +18,7 @@ from .model.row_set import RowSet
 from .progress import progress
 from .results.merging import check_disjoint, defined, merged
 from .results.posterior import Posterior
-from .results.rounds import checked_rounds, facts_of, in_rounds, parts_of, total_of
+from .results.rounds import checked_rounds, evaluations_of, facts_of, in_rounds, total_of, warn_of_one_exchange
 from .rvga import RVGA
 from .streams.passes import HEAD, PassOptions, open_source
 
@@ -44,9 +44,9 @@ def run(
 ) -> Posterior:
     """Fit each part of the data on a worker of a Dask cluster, and merge what they have learned.
 
-    Every part starts from the model's prior, which the result counts once; see :meth:`Posterior.merge`. Then each is
-    solved for again, given what all others have learned, until the result is that of one run on all rows. A part's
-    share of a round is one task: if its worker dies, Dask runs it again on another, and it is counted once.
+    Every part starts from the model's prior, which the result counts once; see :meth:`Posterior.merge`. Then all rows
+    are evaluated where the result is, which moves, until it is that of one run on all rows. A part's share of a round
+    is one task: if its worker dies, Dask runs it again on another, and it is counted once.
 
     **Example**
 
@@ -60,10 +60,10 @@ def run(
 
     :param method: what to run on each part; without dynamics.
     :param parts: data as the method's ``run`` takes them. Those of :meth:`ParquetRows.split` are read by the workers.
-    :param rounds: how many times each part is solved for. ``"auto"``: until the next round would move no mean by more
-        than 0.01 standard deviations, and no standard deviation by more than 1%; at most 8. Once for rows that are
-        linear and Gaussian, for BONG, and for schemes that do not seek the best Gaussian. After each of several rounds
-        all rows are read to tell how far it is, and what the bound is.
+    :param rounds: how many times all rows are evaluated after the runs. ``"auto"``: until all moves to come would
+        together change no mean by more than 0.01 standard deviations, and no standard deviation by more than 1%; at
+        most 20. With 1, for rows that are linear and Gaussian, for BONG, and for schemes that do not seek the best
+        Gaussian, the runs are merged, and no row is read again.
     :param client: of the cluster. Default: Dask's current client.
     :param retries: how often a part is tried again whose worker dies, or whose run fails for want of memory or of a
         file. What the data or the model are to blame for is not tried again.
@@ -96,20 +96,18 @@ def run(
     start = method.init({name: array[:HEAD] for name, array in head.items()}, rng_key=rng_key, **model_kwargs)
     with progress(progress_bar, None, "distributed", "part") as bar:
         cluster = _Cluster(client, retries, bar, options, *_held(client, method, parts))
-        states, infos, row_sets = zip(*cluster.solve([None] * len(parts)))
+        states, infos, row_sets = zip(*cluster.solve())
         check_disjoint(row_sets)
         result = None
         if isinstance(method, RVGA) and takes_rounds and limit != 1 and not (limit is None and _is_exact(method)):
-
-            def solve(cavities: Sequence[State | None]) -> list[State | None]:
-                return [None if found is None else found[0] for found in cluster.solve(cavities)]
-
-            asked = parts_of(method.last_engine, start, solve, lambda state: total_of(cluster.sums(state)))
-            result = defined(in_rounds(start, states, asked, limit))
+            evaluations = evaluations_of(method.last_engine, start, lambda state: total_of(cluster.sums(state)))
+            result = defined(in_rounds(start, states, evaluations, limit))
     info: dict[str, Any] = {"merged": len(parts), "parts": list(infos)}
     runs = tuple(run for part in row_sets for run in part)
     if result is None:
+        remedy = "take rounds='auto'" if takes_rounds else "use fewer and larger parts, or RVGA"
         posterior = method.posterior(merged(start, states))
+        warn_of_one_exchange(posterior.program, [int(state.num_rows) for state in states], remedy, 3)
         return dataclasses.replace(posterior, info={**posterior.info, **info}, row_sets=runs)
     posterior, info = method.posterior(result.state), info | facts_of(result, limit, stacklevel=3)
     return dataclasses.replace(posterior, elbo=result.look.bound, info={**posterior.info, **info}, row_sets=runs)
@@ -139,35 +137,23 @@ class _Cluster(NamedTuple):
     method: Any
     parts: list[Any]
 
-    def solve(self, cavities: Sequence[State | None]) -> list[tuple | None]:
-        """Each part's state, what its run has to tell, and which rows it has taken in.
-
-        :param cavities: what each part starts from; None in the first round: the prior, later: it is left out.
-        """
-        first = all(cavity is None for cavity in cavities)
-        asked = [number for number, cavity in enumerate(cavities) if first or cavity is not None]
-        found = dict(zip(asked, self._asked(_solved, asked, [_in_numpy(cavities[number]) for number in asked])))
-        return [found.get(number) for number in range(len(cavities))]
+    def solve(self) -> list[tuple]:
+        """Each part's state after a run from the prior, what that has to tell, and which rows it has taken in."""
+        return self._asked(_solved)
 
     def sums(self, state: State) -> list[Sums]:
         """Over the rows of each part, at one state."""
-        return self._asked(_sums, range(len(self.parts)), [_in_numpy(state)] * len(self.parts))
+        return self._asked(_sums, jax.tree.map(np.asarray, state))
 
-    def _asked(self, task: Callable, numbers: Sequence[int], states: Sequence[State | None]) -> list[Any]:
+    def _asked(self, task: Callable, *arguments: Any) -> list[Any]:
+        """What a task makes of each part."""
         double, submit = bool(jax.config.jax_enable_x64), self.client.submit
+        how: dict[str, Any] = {"pure": False, "retries": self.retries}
         tasks = [
-            submit(_run_part, task, self.method, number, self.parts[number], state, self.options, double, **self._how)
-            for number, state in zip(numbers, states)
+            submit(_run_part, task, self.method, number, part, self.options, double, *arguments, **how)
+            for number, part in enumerate(self.parts)
         ]
         return _results(self.client, tasks, self.bar)
-
-    @property
-    def _how(self) -> dict[str, Any]:
-        return {"pure": False, "retries": self.retries}
-
-
-def _in_numpy(state: State | None) -> State | None:
-    return jax.tree.map(np.asarray, state)
 
 
 def _results(client: Client, tasks: Sequence[Any], bar: Any) -> list[Any]:
@@ -202,13 +188,19 @@ def _itself(method: RVGA | BONG) -> RVGA | BONG:
 
 
 def _run_part(
-    task: Callable, method: RVGA | BONG, number: int, part: Any, state: Any, options: Mapping[str, Any], double: bool
+    task: Callable,
+    method: RVGA | BONG,
+    number: int,
+    part: Any,
+    options: Mapping[str, Any],
+    double: bool,
+    *arguments: Any,
 ) -> Any:
     """What a task makes of a part. An error that would come again is returned, not raised: what is raised, Dask tries
     again."""
     try:
         with jax.enable_x64(double):
-            return task(method, part, state, options)
+            return task(method, part, options, *arguments)
     except REFUSALS as error:
         kind = NotImplementedError if isinstance(error, NotImplementedError) else ValueError
         return kind(f"part {number}: {error}")
@@ -216,18 +208,16 @@ def _run_part(
         raise RuntimeError(f"part {number}: {type(error).__name__}: {error}") from error
 
 
-def _solved(
-    method: RVGA | BONG, part: Any, cavity: State | None, options: Mapping[str, Any]
-) -> tuple[Any, dict, tuple[RowSet, ...]]:
+def _solved(method: RVGA | BONG, part: Any, options: Mapping[str, Any]) -> tuple[Any, dict, tuple[RowSet, ...]]:
     """The state, in NumPy's arrays, what the run has to tell, and which rows it has taken in."""
-    posterior = method.run(part, init=cavity, progress_bar=False, **options)
+    posterior = method.run(part, progress_bar=False, **options)
     state = posterior.state
     if isinstance(state, OnlineState):  # a merged state has a key of its own
         state = state._replace(rng_key=np.zeros(0))
     return jax.tree.map(np.asarray, state), dict(posterior.info), posterior.row_sets
 
 
-def _sums(method: RVGA, part: Any, state: State, options: Mapping[str, Any]) -> Sums:
+def _sums(method: RVGA, part: Any, options: Mapping[str, Any], state: State) -> Sums:
     """Over the part's rows."""
     return method.sums_at(state, part, **options)[0]
 

@@ -477,7 +477,7 @@ class RVGA:
     # ------------------------------------------------------------------ parts of the data
     @property
     def takes_rounds(self) -> bool:
-        """Whether parts can be solved for again, given all others: q must seek the best Gaussian."""
+        """Whether merged parts can be moved to the best Gaussian of all rows: q must seek it."""
         seeks = self.options.scheme == "implicit" and self.options.has_bound
         return seeks and self.dynamics is None and self._narrow is None
 
@@ -668,10 +668,6 @@ class Continuation:
     def takes_rounds(self) -> bool:
         """See :attr:`RVGA.takes_rounds`."""
         return self.rvga.takes_rounds
-
-    def solve_again(self, cavity: State, data: Any, **options: Any) -> State:
-        """The state after these rows, with what other rows have told in place of the prior."""
-        return self.rvga.run(data, init=cavity, progress_bar=False, **options, **self.model_kwargs).state
 
     def sums_at(self, state: State, data: Any, **options: Any) -> tuple[Sums, RowSet]:
         """See :meth:`RVGA.sums_at`."""

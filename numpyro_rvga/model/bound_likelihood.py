@@ -331,8 +331,12 @@ class BoundLikelihood(BoundPrior):
     @property
     def is_conjugate(self) -> bool:
         """Whether all terms are Gaussian: then q is the posterior, and the bound the evidence."""
-        gaussian = all(terms.is_affine and terms.closed_form is Gaussian for terms in self.terms)
-        return gaussian and not self.prior.terms
+        return self.has_gaussian_rows and not self.prior.terms
+
+    @property
+    def has_gaussian_rows(self) -> bool:
+        """Whether rows are linear and Gaussian: then summaries of them are exact."""
+        return all(terms.is_affine and terms.closed_form is Gaussian for terms in self.terms)
 
 
 def _drop_axis(array: Array, axis: int | None) -> Array:

@@ -23,7 +23,7 @@ from ..engines.online import OnlineState
 from ..model.identity import model_identity
 from ..model.row_set import RowSet, total
 from ..options import Options, default_key
-from .rounds import Result, checked_rounds, facts_of, in_rounds, parts_of, total_of
+from .rounds import Result, checked_rounds, evaluations_of, facts_of, in_rounds, total_of, warn_of_one_exchange
 from .summaries import merged_state
 
 if TYPE_CHECKING:
@@ -59,6 +59,7 @@ def merge(parts: Sequence[Posterior], data: Sequence[Any] | None = None, rounds:
             state = result.state
             return common | _fields(FullGaussian(state.mean, state.root), state, result.look.bound)
         state = merged(first.program.initial_state(), states)
+        warn_of_one_exchange(first.program, [part.num_rows for part in parts], "pass data=, the rows of each part", 4)
         if state.prior_factor is not None:
             state = _settled(first.program, state)
         known = first.program.is_conjugate and all(part.elbo is not None for part in parts)
@@ -70,11 +71,12 @@ def merge(parts: Sequence[Posterior], data: Sequence[Any] | None = None, rounds:
         raise ValueError("rounds are for posteriors of RVGA with full Gaussians: leave data out.")
     online = first.continuation.online
     state = merged(online.initial_state(states[0].rng_key), states)
+    warn_of_one_exchange(first.program, [part.num_rows for part in parts], "use fewer and larger parts, or RVGA", 4)
     return common | _fields(online.with_exact_prior(state), state, None)
 
 
 def _in_rounds(parts: list[Posterior], states: list[State], blocks: list[Any], limit: int | None) -> Result:
-    """Parts that are solved for again.
+    """Moved to the best Gaussian of all rows.
 
     :raises ValueError: for blocks that are not the parts' rows, and parts that do not know their method.
     """
@@ -83,15 +85,11 @@ def _in_rounds(parts: list[Posterior], states: list[State], blocks: list[Any], l
     for number, part in enumerate(parts):
         if not getattr(part.continuation, "takes_rounds", False):
             raise ValueError(
-                f"part {number} cannot be solved for again: rounds need posteriors that RVGA(model).run(data) returns, "
+                f"part {number} cannot go into rounds: these need posteriors that RVGA(model).run(data) returns, "
                 "with the implicit scheme, and not from files."
             )
     methods = [part.continuation for part in parts]
     options = [{"on_bad_row": "skip" if "num_skipped" in part.info else "raise"} for part in parts]
-
-    def solve(cavities: Sequence[State | None]) -> list[State | None]:
-        work = zip(methods, cavities, blocks, options)
-        return [None if cavity is None else each.solve_again(cavity, block, **how) for each, cavity, block, how in work]
 
     def sums(state: State) -> Sums:
         found = []
@@ -104,7 +102,7 @@ def _in_rounds(parts: list[Posterior], states: list[State], blocks: list[Any], l
 
     program = parts[0].program
     start = program.initial_state()
-    result = in_rounds(start, states, parts_of(methods[0].engine_of(program), start, solve, sums), limit)
+    result = in_rounds(start, states, evaluations_of(methods[0].engine_of(program), start, sums), limit)
     return defined(result)
 
 

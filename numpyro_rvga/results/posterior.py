@@ -581,10 +581,9 @@ class Posterior:
         """What runs on different rows have learned together, with the prior counted once.
 
         The parts are posteriors of the same model given different rows, each made from the model's prior. They may have
-        been made anywhere, and come from files. The result is that of all rows where these are linear and Gaussian;
-        elsewhere a part's summary is as good as its own run, so fewer and larger parts are more accurate. With ``data``
-        it is that of all rows everywhere: each part is solved for again, given what all others have learned, until the
-        merged Gaussian does not move any more.
+        been made anywhere, and come from files. The result is that of all rows where these are linear and Gaussian.
+        Elsewhere a part's summary is as good as its own run, and a warning says so. With ``data`` the result is that of
+        all rows everywhere: they are evaluated at the merged Gaussian, and it moves, until it does not any more.
 
         **Example**
 
@@ -593,20 +592,17 @@ class Posterior:
         .. doctest::
 
             >>> from numpyro_rvga import Posterior
-            >>> method, halves = RVGA(model), [slice(0, 100), slice(100, 200)]
-            >>> parts = [method.run({n: a[half] for n, a in data.items()}, progress_bar=False) for half in halves]
-            >>> whole = Posterior.merge(parts)
-            >>> whole.num_rows, bool(np.allclose(whole.mean, posterior.mean, atol=0.1))
-            (200, True)
-            >>> rows = [{n: a[half] for n, a in data.items()} for half in halves]
-            >>> exact = Posterior.merge(parts, data=rows)
-            >>> exact.info["merge_error"] < 0.01, bool(np.allclose(exact.mean, posterior.mean, atol=0.01))
+            >>> rows = [{n: a[half] for n, a in data.items()} for half in (slice(0, 100), slice(100, 200))]
+            >>> parts = [RVGA(model).run(half, progress_bar=False) for half in rows]
+            >>> whole = Posterior.merge(parts, data=rows)
+            >>> whole.info["merge_error"] < 0.01, bool(np.allclose(whole.mean, posterior.mean, atol=0.01))
             (True, True)
 
         :param parts: posteriors of one method and family. For priors that are not Gaussian, one more solve follows.
         :param data: the rows of each part, in the order of ``parts``, as their runs took them; for posteriors of RVGA.
-        :param rounds: with ``data``: how many exchanges, that of ``parts`` included. ``"auto"``: until the next would
-            move no mean by more than 0.01 standard deviations, and no standard deviation by more than 1%; at most 8.
+        :param rounds: with ``data``: how many times all rows are evaluated, the first time where ``parts`` are merged.
+            ``"auto"``: until all moves to come would together change no mean by more than 0.01 standard deviations,
+            and no standard deviation by more than 1%; at most 20.
         :return: a posterior that takes in more rows with :meth:`update` if the first part does. With ``data`` it has
             the bound, and ``info`` holds ``merge_error``, by how many standard deviations it may still be off, which
             that was after each round (``merge_errors``), and ``rounds``. A warning says so if that is above 0.01.

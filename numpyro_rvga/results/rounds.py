@@ -1,10 +1,10 @@
-"""Rounds of partitioned variational inference: parts that end where one run on all rows ends.
+"""Rounds over parts of the data: their merged Gaussian is moved to that of one run on all rows.
 
-In a round each part is solved for again, with the summaries of all other parts in place of the prior (its cavity), and
-its summary is what it has made of that. Fixed points are the stationary points of the bound on all rows: there, each
-summary has the gradient and the curvature of its rows' expected log-likelihood (Ashman et al. 2022; Minka 2001). After
-each round all rows are evaluated, which gives the bound at q and how far from its maximum q is. A step that lowers
-the bound, or leaves no Gaussian, is halved.
+In a round all rows are evaluated at q, in their parts. A Gaussian factor with the gradient and the curvature of their
+expected log-likelihood there takes their place, and is solved for with the true prior: a natural-gradient step in the
+rows' factor (Khan & Lin 2017, conjugate-computation variational inference), in which the prior terms are not
+approximated. Fixed points are the stationary points of the bound on all rows. A step that lowers the bound, or leaves
+no Gaussian, is halved.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 from functools import reduce
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import numpy as np
@@ -21,41 +21,38 @@ from ..core.recursion import CanonicalGaussian, State
 from ..engines.certificate import Certificate, Look, Sums
 from ..engines.engine import Engine
 from ..options import is_count
-from .summaries import added, joint_density, state_of, summary
+from .summaries import added, row_factor, state_of, summary, without_prior_factor
+
+if TYPE_CHECKING:
+    from ..model import Program
 
 TOLERANCE = 0.01  # standard deviations that q may be off by in the end
-MAX_ROUNDS = 8
+MAX_ROUNDS = 20
 MAX_HALVINGS = 10
+MOST_TO_COME = 10.0  # moves of the size of the last one
 
 
-class Parts(NamedTuple):
-    """What parts can be asked for.
+class Evaluations(NamedTuple):
+    """What steps take.
 
-    :ivar solve: cavities (None: it is left as it is) -> the states after each part's rows and the true prior.
     :ivar sums: state -> sums over all parts' rows.
     :ivar look: state, sums -> the bound and its natural gradient.
     :ivar with_exact_prior: a state with the true prior in place of its approximation.
     """
 
-    solve: Callable[[Sequence[State | None]], Sequence[State | None]]
     sums: Callable[[State], Sums]
     look: Callable[[State, Sums], Look]
     with_exact_prior: Callable[[State], State]
 
 
-def parts_of(
-    engine: Engine,
-    start: State,
-    solve: Callable[[Sequence[State | None]], Sequence[State | None]],
-    sums: Callable[[State], Sums],
-) -> Parts:
-    """With what needs an engine of the same model."""
+def evaluations_of(engine: Engine, start: State, sums: Callable[[State], Sums]) -> Evaluations:
+    """With what needs an engine of the same model. ``start``: before the first row."""
     certificate = Certificate.of(engine)
 
     def with_exact_prior(state: State) -> State:
         return state if state.prior_factor is None else engine.with_exact_prior(state)[0]
 
-    return Parts(solve, sums, lambda state, rows: certificate.look(start, state, rows), with_exact_prior)
+    return Evaluations(sums, lambda state, rows: certificate.look(start, state, rows), with_exact_prior)
 
 
 def checked_rounds(rounds: int | str) -> int | None:
@@ -71,7 +68,7 @@ def checked_rounds(rounds: int | str) -> int | None:
 
 
 class Result(NamedTuple):
-    """:ivar errors: how far q was off after each round, in standard deviations; see :func:`error_of`."""
+    """:ivar errors: how far q was off after each round, in standard deviations; see :func:`_error`."""
 
     state: State
     look: Look
@@ -79,79 +76,104 @@ class Result(NamedTuple):
 
 
 class _Place(NamedTuple):
-    summaries: list[CanonicalGaussian]
+    """:ivar rows: the Gaussian factor of all rows in q, ``target``: that which they have at q. :ivar ahead: where a
+    full step leads; None if to no Gaussian. :ivar move: how far that is."""
+
     state: State
     look: Look
+    rows: CanonicalGaussian
+    target: CanonicalGaussian
+    ahead: State | None
+    move: float
 
 
-def error_of(state: State, at: Look) -> float:
-    """How far q is from where the bound's next Newton step leads: the most by which a mean moves in its standard
-    deviations, or a standard deviation in its logarithm."""
-    try:
-        factor = np.linalg.cholesky(at.precision)
-    except np.linalg.LinAlgError:
-        return np.inf
-    inverse, root = np.linalg.inv(factor), np.asarray(state.root, np.float64)
-    deviation = np.linalg.norm(root, axis=1)
-    shift = root @ (inverse.T @ (inverse @ at.gradient))
-    widening = np.linalg.norm(root @ inverse.T, axis=1) / deviation
-    return float(max(np.abs(shift / deviation).max(), np.abs(np.log(widening)).max()))
+class _Steps:
+    """:param start: the prior. :param origin: of factors, (P,)."""
+
+    def __init__(self, start: State, evaluations: Evaluations, origin: np.ndarray, num_rows: int):
+        self._evaluations, self._origin, self._num_rows = evaluations, origin, num_rows
+        self._start, self._base = start, without_prior_factor(start, origin)
+
+    def from_nothing(self, rows: CanonicalGaussian) -> _Place | None:
+        """The merged Gaussian: the prior with the rows' factor, or with as much of it as leaves a Gaussian."""
+        for halvings in range(MAX_HALVINGS):
+            factor = rows.plus(rows, 0.5**halvings - 1)
+            place = self._evaluated(self._state(self._start, factor), factor)
+            if place is not None:
+                return place
+        return None
+
+    def after(self, at: _Place) -> tuple[_Place, float] | None:
+        """Where the first step that does not lower the bound leads, and its length."""
+        for halvings in range(MAX_HALVINGS):
+            step = 0.5**halvings
+            factor = at.rows.plus(at.rows, -step).plus(at.target, step)
+            place = self._evaluated(self._state(at.state, factor) if halvings else at.ahead, factor)
+            if place is not None and place.look.bound >= at.look.bound - _rounding(at):
+                return place, step
+        return None
+
+    def _state(self, before: State, rows: CanonicalGaussian) -> State | None:
+        """The best Gaussian for a factor of the rows and the prior; ``before`` has its approximation to begin with."""
+        density = self._base.plus(rows)
+        if before.prior_factor is not None:
+            prior = jax.tree.map(lambda x: np.asarray(x, np.float64), before.prior_factor)
+            density = density.plus(prior.about(self._origin))
+        state = state_of(density, before, self._num_rows)
+        return None if state is None else self._evaluations.with_exact_prior(state)
+
+    def _evaluated(self, state: State | None, rows: CanonicalGaussian) -> _Place | None:
+        if state is None:
+            return None
+        sums = self._evaluations.sums(state)
+        look = self._evaluations.look(state, sums)
+        if not np.isfinite(look.bound):
+            return None
+        target = row_factor(state, sums, self._origin)
+        ahead = self._state(state, target)
+        return _Place(state, look, rows, target, ahead, np.inf if ahead is None else _distance(state, ahead))
 
 
-def in_rounds(start: State, states: Sequence[State], parts: Parts, rounds: int | None) -> Result | None:
+def in_rounds(start: State, states: Sequence[State], evaluations: Evaluations, rounds: int | None) -> Result | None:
     """The best Gaussian of all parts.
 
     :param start: the prior. :param states: those that runs from it on each part ended in: the first round.
     :param rounds: how many; None: until q is off by less than ``TOLERANCE``.
     :return: None if the parts have no Gaussian together.
     """
-    origin, counts = np.asarray(states[0].mean, np.float64), [int(state.num_rows) for state in states]
-    base = joint_density(start, origin)
-
-    def place_of(summaries: list[CanonicalGaussian]) -> _Place | None:
-        state = state_of(added(base, summaries), start, sum(counts))
-        if state is None:
-            return None
-        state = parts.with_exact_prior(state)
-        at = parts.look(state, parts.sums(state))
-        return _Place(summaries, state, at) if np.isfinite(at.bound) else None
-
-    nothing = [base.plus(base, -1.0)] * len(counts)
-    at = _stepped(place_of, None, nothing, [summary(state, start, origin) for state in states])
+    origin, num_rows = np.asarray(states[0].mean, np.float64), sum(int(state.num_rows) for state in states)
+    summaries = [summary(state, start, origin) for state in states]
+    steps = _Steps(start, evaluations, origin, num_rows)
+    at = steps.from_nothing(added(summaries[0], summaries[1:]))
     if at is None:
         return None
-    errors = [error_of(at.state, at.look)]
+    errors = [at.move]
     while len(errors) < (MAX_ROUNDS if rounds is None else rounds) and not (rounds is None and errors[-1] < TOLERANCE):
-        whole = joint_density(at.state, origin)
-        cavities = [
-            state_of(whole.plus(own, -1.0), at.state, sum(counts) - count) for own, count in zip(at.summaries, counts)
-        ]
-        solved = parts.solve(cavities)
-        after = [
-            own if cavity is None or state is None else summary(state, cavity, origin)
-            for own, cavity, state in zip(at.summaries, cavities, solved)
-        ]
-        new = _stepped(place_of, at, at.summaries, after)
-        if new is None:
+        found = steps.after(at)
+        if found is None:
             break
-        at = new
-        errors.append(error_of(at.state, at.look))
+        errors.append(_error(at.move, found[0].move, found[1]))
+        at = found[0]
     return Result(at.state, at.look, errors)
 
 
-def _stepped(
-    place_of: Callable[[list[CanonicalGaussian]], _Place | None],
-    at: _Place | None,
-    before: list[CanonicalGaussian],
-    after: list[CanonicalGaussian],
-) -> _Place | None:
-    """The place of the first step towards new summaries that leaves a Gaussian, and does not lower the bound."""
-    for halvings in range(MAX_HALVINGS):
-        step = 0.5**halvings
-        new = place_of([old.plus(old, -step).plus(more, step) for old, more in zip(before, after)])
-        if new is not None and (at is None or new.look.bound >= at.look.bound - _rounding(at)):
-            return new
-    return None
+def _distance(state: State, other: State) -> float:
+    """The most by which a mean differs in standard deviations, or a standard deviation in its logarithm."""
+    means, roots = zip(*[[np.asarray(x, np.float64) for x in (s.mean, s.root)] for s in (state, other)])
+    deviations = [np.linalg.norm(root, axis=1) for root in roots]
+    shift, widening = (means[0] - means[1]) / deviations[1], np.log(deviations[0] / deviations[1])
+    return float(max(np.abs(shift).max(), np.abs(widening).max()))
+
+
+def _error(before: float, after: float, step: float) -> float:
+    """The sum of all moves to come, if each is the same share of the one before it.
+
+    :param before: the size of a move, and ``after`` of the next one. :param step: how much of the first one was taken.
+    """
+    if not np.isfinite(before):
+        return MOST_TO_COME * after
+    share_left = after / before if before > 0 else 0.0
+    return after * float(np.clip(step / max(1 - share_left, 1 / MOST_TO_COME), 1.0, MOST_TO_COME))
 
 
 def total_of(sums: Sequence[Sums]) -> Sums:
@@ -161,6 +183,20 @@ def total_of(sums: Sequence[Sums]) -> Sums:
 
 def _rounding(at: _Place) -> float:
     return 8 * float(np.finfo(at.state.mean.dtype).eps) * abs(at.look.bound)
+
+
+def warn_of_one_exchange(program: Program, counts: Sequence[int], remedy: str, stacklevel: int) -> None:
+    """If that may leave q far from the best Gaussian of all rows.
+
+    :param counts: rows of each part. :param remedy: what to do. :param stacklevel: of the user's call.
+    """
+    if program.has_gaussian_rows or sum(count > 0 for count in counts) < 2:
+        return
+    warnings.warn(
+        "the posteriors of the parts are merged once, and rows that are not linear and Gaussian may leave the result "
+        f"standard deviations from that of all rows, the more so the more parts there are: {remedy}.",
+        stacklevel=stacklevel,
+    )
 
 
 def facts_of(result: Result, rounds: int | None, stacklevel: int) -> dict:

@@ -13,6 +13,7 @@ import numpy as np
 
 from ..core.count import Count
 from ..core.recursion import CanonicalGaussian, State
+from ..engines.certificate import Sums
 
 
 def joint_density(state: State, origin: np.ndarray) -> CanonicalGaussian:
@@ -28,7 +29,8 @@ def _in_double(factor: CanonicalGaussian) -> CanonicalGaussian:
     return CanonicalGaussian(*[np.asarray(x, np.float64) for x in factor])
 
 
-def _without_prior_factor(state: State, origin: np.ndarray) -> CanonicalGaussian:
+def without_prior_factor(state: State, origin: np.ndarray) -> CanonicalGaussian:
+    """log q + log evidence, less the approximation of prior terms that are not Gaussian."""
     density = joint_density(state, origin)
     return density if state.prior_factor is None else density.plus(_in_double(state.prior_factor).about(origin), -1.0)
 
@@ -38,7 +40,18 @@ def summary(after: State, before: State, origin: np.ndarray) -> CanonicalGaussia
 
     :param after: that it ended in. :param before: that it began with.
     """
-    return _without_prior_factor(after, origin).plus(_without_prior_factor(before, origin), -1.0)
+    return without_prior_factor(after, origin).plus(without_prior_factor(before, origin), -1.0)
+
+
+def row_factor(state: State, sums: Sums, origin: np.ndarray) -> CanonicalGaussian:
+    """The Gaussian factor with the value, gradient and curvature of the rows' expected log-likelihood at q.
+
+    :param sums: over the rows, at the state.
+    """
+    curvature, root = sums.curvatures.sum(axis=0), np.asarray(state.root, np.float64)
+    value = sums.values.sum() + 0.5 * np.sum(root * (curvature @ root))
+    mean = np.asarray(state.mean, np.float64) + np.asarray(state.mean_error, np.float64)
+    return CanonicalGaussian(curvature, sums.gradients.sum(axis=0), value, mean).about(origin)
 
 
 def added(first: CanonicalGaussian, others: Iterable[CanonicalGaussian]) -> CanonicalGaussian:

@@ -3,6 +3,7 @@
 import functools
 import itertools
 import re
+import warnings
 
 import jax
 import numpy as np
@@ -12,6 +13,8 @@ import pytest
 
 from numpyro_rvga import BONG, RVGA, FixedPointVI, Posterior, RandomWalk
 from numpyro_rvga.core.gaussians import FullGaussian
+
+pytestmark = pytest.mark.filterwarnings("ignore:the posteriors of the parts are merged once")
 
 
 def linear(X, y=None, prior_scale=2.0):
@@ -142,6 +145,22 @@ def test_parts_may_come_from_files_and_merged_posteriors_go_on(tmp_path):
     for posterior in updated:
         assert posterior.num_rows == 2000
         assert (abs(posterior.mean - optimum.mean) / deviation).max() < 0.15
+
+
+@pytest.mark.parametrize("method", [RVGA(linear), RVGA(idle_scale)])
+def test_parts_that_merge_exactly_do_not_warn(method):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        Posterior.merge(parts_of(method, rows(60), 5))
+
+
+def test_a_single_exchange_warns_where_it_is_not_exact():
+    parts = parts_of(BONG(hierarchical), grouped(100), 2)
+    with pytest.warns(UserWarning, match="use fewer and larger parts, or RVGA"):
+        Posterior.merge(parts)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        Posterior.merge(parts[:1])
 
 
 def test_single_precision_parts_are_merged_in_double():

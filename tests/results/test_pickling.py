@@ -94,6 +94,7 @@ def test_pickled_posteriors_are_the_same(case):
     np.testing.assert_allclose(*(float(p.khat(data, num_samples=200).khat) for p in (before, after)), atol=1e-3)
 
 
+@pytest.mark.filterwarnings("ignore:the posteriors of the parts are merged once")
 @pytest.mark.parametrize("method", [RVGA, BONG])
 def test_pickled_posteriors_take_in_more_rows_and_are_merged(method):
     halves = [{name: array[half] for name, array in DATA.items()} for half in (slice(0, 20), slice(20, 40))]

@@ -190,6 +190,7 @@ def test_blocks_without_rows_are_passed_over():
         run(method_of("default"), [{"X": np.zeros((0, 3)), "y": np.zeros(5)}])
 
 
+@pytest.mark.filterwarnings("ignore:the posteriors of the parts are merged once")
 @pytest.mark.parametrize("name", ["default", "low-rank"])
 def test_rows_are_counted_beyond_what_32_bits_hold(name):
     method = method_of(name)
