@@ -175,6 +175,25 @@ def test_poisson_solutions_are_the_only_fixed_points_and_bracketed(y, schedule):
     assert above[-1] >= best * (1 - 1e-4) and below[-1] <= best * (1 + 1e-4)
 
 
+def test_where_curvatures_fall_the_plain_map_falls_to_the_optimum():
+    """Theorem 1 under condition 2b: Sigma, T(Sigma), T(T(Sigma)), ... each below the one before, down to V*. Logistic
+    rows at a mean of zero have it, and rows that come with both outcomes have that mean."""
+    X = np.random.default_rng(0).normal(size=(6, 3))
+    posterior = fit("logistic", {"X": np.concatenate([X, X]), "y": np.repeat([0.0, 1.0], 6)}, tolerance=1e-14)
+    z = np.linspace(-10, 10, 4001)
+    weights = np.exp(-0.5 * z * z) * (z[1] - z[0]) / np.sqrt(2 * np.pi)
+    prior = covariance = 9.0 * np.eye(3)
+    drops = []
+    for _ in range(60):
+        deviations = np.sqrt(np.einsum("nd,de,ne->n", X, covariance, X))
+        gamma = (0.25 / np.cosh(0.5 * deviations[:, None] * z) ** 2) @ weights
+        before, covariance = covariance, np.linalg.inv(np.linalg.inv(prior) + 2 * X.T @ (gamma[:, None] * X))
+        drops.append(np.linalg.eigvalsh(before - covariance).min())
+    assert min(drops) > -1e-12 < drops[0]
+    np.testing.assert_allclose(posterior.mean, 0.0, atol=1e-7)
+    np.testing.assert_allclose(posterior.covariance, covariance, rtol=1e-5)
+
+
 def test_the_cycle_of_two_that_theorem_1_allows_is_damped_and_told():
     y = np.zeros(1)
     posterior = FixedPointVI(counts_of_one_rate, schedule="batch").run({"y": y}, progress_bar=False)

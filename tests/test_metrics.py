@@ -6,7 +6,7 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 import pytest
-from scipy.special import log_softmax, logsumexp
+from scipy.special import expit, log_softmax, logsumexp
 from scipy.stats import norm
 
 from numpyro_rvga import BONG, RVGA, metrics
@@ -24,6 +24,12 @@ def softmax(X, label=None):
     w = numpyro.sample("w", dist.Normal(0, 1).expand([X.shape[1], 4]).to_event(2))
     with numpyro.plate("rows", X.shape[0]):
         numpyro.sample("y", dist.Categorical(logits=X @ w), obs=label)
+
+
+def logistic(X, y=None):
+    w = numpyro.sample("w", dist.Normal(0, 1).expand([X.shape[1]]).to_event(1))
+    with numpyro.plate("rows", X.shape[0]):
+        numpyro.sample("y", dist.Bernoulli(logits=X @ w), obs=y)
 
 
 def squashed(X, y=None):
@@ -45,7 +51,7 @@ def data(model, n=40, seed=0):
 
 @pytest.fixture(scope="module")
 def posteriors():
-    return {model: RVGA(model).run(data(model), progress_bar=False) for model in (linear, softmax, squashed)}
+    return {model: RVGA(model).run(data(model), progress_bar=False) for model in (linear, logistic, softmax, squashed)}
 
 
 @pytest.mark.parametrize("method, tolerance", [("linearized", 1e-8), ("monte_carlo", 0.05)])
@@ -65,6 +71,19 @@ def test_plugin_density_is_the_likelihood_at_the_mean(posteriors, model):
     found = metrics.log_predictive_density(posterior, new, method="plugin")
     exact = posterior.program.log_likelihood(posterior.mean, posterior.program.rows(new))["y"]
     np.testing.assert_allclose(found, exact, rtol=1e-10)
+
+
+def test_averaged_probabilities_are_less_certain_than_those_at_the_mean(posteriors):
+    """Equation 122 of the R-VGA paper, and the average itself."""
+    posterior, new = posteriors[logistic], data(logistic, 25, 1)
+    averaged, plugin = (
+        metrics.outcome_probabilities(posterior, new, method=method)[1][:, 1] for method in ("linearized", "plugin")
+    )
+    assert np.all(np.abs(averaged - 0.5) < np.abs(plugin - 0.5))
+    deviations = np.sqrt(np.einsum("ni,ij,nj->n", new["X"], posterior.covariance, new["X"]))
+    z = np.linspace(-9, 9, 2001)
+    logits = (new["X"] @ posterior.mean)[:, None] + deviations[:, None] * z
+    np.testing.assert_allclose(averaged, expit(logits) @ norm.pdf(z) * (z[1] - z[0]), atol=1e-6)
 
 
 @pytest.mark.parametrize("method", ["linearized", "monte_carlo"])

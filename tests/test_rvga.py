@@ -388,6 +388,35 @@ def test_the_extended_kalman_filter_goes_by_the_fisher_information(outcome):
         assert abs(posterior.mean[1 - places] - np.log(0.5)) < 3 * sds[1 - places]
 
 
+@pytest.mark.parametrize("outcome", ["binary", "count"])
+def test_implicit_steps_on_linearized_rows_are_explicit_and_the_extended_kalman_filters(outcome):
+    """Theorem 3: a log-likelihood that is quadratic about the mean before the row, with the Fisher information."""
+    weights, start = np.array([1.5, -0.5]), np.array([0.3, 0.8])
+    before = weights @ start
+    family = {"binary": lambda u: dist.Bernoulli(logits=u), "count": lambda u: dist.Poisson(jnp.exp(u))}[outcome]
+    derivative = {"binary": 1 / (1 + np.exp(-before)), "count": np.exp(before)}[outcome]
+    information = derivative * (1 - derivative) if outcome == "binary" else derivative
+
+    def model(X, y):
+        w = numpyro.sample("w", dist.Normal(start, 2.0).to_event(1))
+        with numpyro.plate("rows", len(X)):
+            numpyro.sample("y", family(X @ w), obs=y)
+
+    def quadratic(log_prob, mean, covariance):
+        slope, curvature = (f(jnp.full_like(mean, before)) for f in (jax.grad(log_prob), jax.hessian(log_prob)))
+        away = mean - before
+        return slope @ away + 0.5 * (away @ curvature @ away + jnp.sum(curvature * covariance))
+
+    row = {"X": weights[None], "y": np.ones(1)}
+    gain = 4 * weights / (4 * weights @ weights + 1 / information)  # of an observation of variance 1 / information
+    mean = start + gain * (1 - derivative) / information
+    covariance = 4 * (np.eye(2) - np.outer(gain, weights))
+    for options in ({"scheme": "ekf"}, {"scheme": "explicit", "expectation": quadratic}, {"expectation": quadratic}):
+        found = RVGA(model, block_size=1, certify=False, **options).run(row, progress_bar=False)
+        np.testing.assert_allclose(found.mean, mean, rtol=1e-6)
+        np.testing.assert_allclose(found.covariance, covariance, rtol=1e-6)
+
+
 SINGLE_PREDICTOR = {
     "gamma": (lambda u: dist.Gamma(2.0, jnp.exp(-u)), 2.0),
     "exponential": (lambda u: dist.Exponential(jnp.exp(-u)), 1.0),

@@ -218,7 +218,7 @@ def _plot(found: SiteConditions, name: str, ax: Axes | None) -> Axes:
         at = found.posterior
         handles.append(ax.scatter(at.means, at.variances, s=6, c="black", linewidths=0, label="rows under q"))
     ax.set(yscale="log", xlabel="m", ylabel="v", title=f"$\\gamma(m, v)$ of {name}, as v grows")
-    ax.legend(handles=handles, loc="upper right")
+    ax.legend(handles=handles, loc="upper right", frameon=True, framealpha=1)
     return ax
 
 
