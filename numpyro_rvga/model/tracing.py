@@ -18,6 +18,7 @@ from numpyro.primitives import Messenger
 from .arguments import absent_arguments, split_call
 from .failures import needs_numbers
 from .rows import common_length
+from .separable import separate_terms
 
 REACH = 2.0  # in unconstrained space, of sites that cannot be drawn: as NumPyro starts NUTS
 
@@ -289,6 +290,10 @@ def peel(fn: Any) -> tuple[Any, Array | bool]:
 def elements(record: SiteRecord) -> Array:
     """Log density terms of a site in unconstrained space, one per independent element, flattened."""
     fn = record.fn
+    if record.unconstrained is not None and _is_one(record.weight):
+        terms = separate_terms(fn, record.value, record.unconstrained)
+        if terms is not None:
+            return jnp.ravel(terms)
     if isinstance(fn, numpyro.distributions.Independent) and (
         record.log_abs_det is None or jnp.shape(record.log_abs_det) == jnp.shape(record.value)
     ):
@@ -302,3 +307,7 @@ def elements(record: SiteRecord) -> Array:
             log_abs_det = log_abs_det.sum(axis=tuple(range(-extra, 0)))
         terms = terms + log_abs_det
     return jnp.ravel(terms)
+
+
+def _is_one(weight: Array | float) -> bool:
+    return not isinstance(weight, jax.Array) and weight == 1
