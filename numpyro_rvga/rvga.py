@@ -370,7 +370,8 @@ class RVGA:
         info |= findings.info
         if self.certify and self.options.has_bound and not engine.is_moving:
             if "elbo_error" not in info or engine.is_sampled:
-                info["elbo_error"], excess = expectation_errors(engine, findings.state, without(head, taken.left_out))
+                rows = without(head, taken.left_out)
+                info["elbo_error"], excess = expectation_errors(engine, findings.state, rows, findings.accounts)
                 findings = findings.lowered(excess)
             can_restart = source.seekable and checkpoint is None
             kinked = can_restart and engine.calls_for_more(info["elbo_error"])

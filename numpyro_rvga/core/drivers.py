@@ -14,11 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from .factors import Expected
 from .maximize import (
     Base,
     Proposal,
     Search,
-    Slope,
     Solution,
     SolverState,
     choose_target,
@@ -40,8 +40,8 @@ BACKTRACK = 0.25  # of a Newton step of the mean that lowered the bound
 def solve_traced(search: Search, objective: Objective, base: Base, form: PrecisionForm, state: SolverState) -> Solution:
     """The solution, by a loop that XLA runs."""
 
-    def slope_at(mean: Array, covariances: Any) -> Slope:
-        return with_base(base, form, mean, *objective.expect(mean, covariances))
+    def slope_at(mean: Array, covariances: Any) -> Expected:
+        return with_base(base, form, mean, objective.expect(mean, covariances))
 
     def step(state: SolverState) -> SolverState:
         proposal = propose(search, form, state)
@@ -61,12 +61,12 @@ def solve_traced(search: Search, objective: Objective, base: Base, form: Precisi
 
 def _solve_mean_traced(
     form: PrecisionForm,
-    slope_at: Callable[[Array, Any], Slope],
+    slope_at: Callable[[Array, Any], Expected],
     proposal: Proposal,
     covariances: Any,
     num_steps: Array,
     tolerance: Array,
-) -> tuple[Array, Slope]:
+) -> tuple[Array, Expected]:
     """As :func:`_solve_mean`."""
     solver = form.solver(proposal.factor)
 
@@ -115,7 +115,7 @@ class Evaluated(NamedTuple):
     """The bound's slope at a mean, the Newton step from there, and the mean's squared natural gradient."""
 
     mean: Array
-    slope: Slope
+    slope: Expected
     newton_step: Array
     squared_length: Array
 
@@ -140,7 +140,7 @@ def pending(search: Search, objective: Objective, form: PrecisionForm, state: So
 
 def evaluate(objective: Objective, base: Base, form: PrecisionForm, at: Pending, mean: Array) -> Evaluated:
     """The factors' expectations at the proposal's covariance."""
-    slope = with_base(base, form, mean, *objective.expect(mean, at.covariances))
+    slope = with_base(base, form, mean, objective.expect(mean, at.covariances))
     move = form.solver(at.proposal.factor)(slope.gradient)
     return Evaluated(mean, slope, move, slope.gradient @ move)
 
@@ -210,5 +210,4 @@ def _solve_mean(
 
 def _on_host(evaluated: Evaluated) -> tuple[np.ndarray, np.ndarray, float, float]:
     """The mean, the Newton step, the bound and the mean's squared natural gradient."""
-    mean, slope, move, length = evaluated
-    return jax.device_get((mean, move, slope.value, length))
+    return jax.device_get((evaluated.mean, evaluated.newton_step, evaluated.slope.value, evaluated.squared_length))

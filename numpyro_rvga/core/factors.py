@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Generic, NamedTuple, TypeVar, overload
+from typing import Any, Generic, NamedTuple, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
@@ -57,6 +57,32 @@ class Kind(NamedTuple):
     measured: Callable[[Array, Array, tuple], tuple[Moments, Array]] | None = None
     fresh: Callable[[Array, Array, tuple], Array] | None = None
 
+    def expect_with_errors(self, means: Array, covariances: Array, constants: tuple) -> tuple[Moments, Array]:
+        """As ``measured``; errors are zero where that is None."""
+        if self.measured is not None:
+            return self.measured(means, covariances, constants)
+        return self.expect(means, covariances, constants), jnp.zeros(len(means), means.dtype)
+
+
+class Accounts(NamedTuple):
+    """The factors' expected values and the estimated errors of these, summed by kind: (kinds,) each."""
+
+    values: Array
+    errors: Array
+
+
+class Expected(NamedTuple):
+    """Over all factors: sum E[phi], sum Z_i^T g_i, and what the curvature needs to know: E[hess phi] by kind.
+
+    :ivar gradients: by group of factors, in the coordinates of theta; () if there are no groups.
+    """
+
+    value: Array
+    gradient: Array
+    hessians: Any
+    accounts: Accounts
+    gradients: tuple[Array, ...] = ()
+
 
 class Sums(NamedTuple):
     """Over all factors: E[phi], Z' g and -Z' G Z, which comes as :func:`~.jacobians.gram` has it."""
@@ -87,25 +113,27 @@ def covariances(blocks: tuple[Factors, ...], sigma: Array | Packed | None) -> tu
     return None if sigma is None else tuple(covariance(block.jacobian, sigma) for block in blocks)
 
 
-def expect(
-    kinds: tuple[Kind, ...], blocks: tuple[Factors, ...], covariances: tuple[Array, ...] | None
-) -> tuple[Array, Array, tuple[Array, ...]]:
-    """sum E[phi], sum Z_i^T g_i, and E[hess phi] by kind, (n, C, C).
+def expect(kinds: tuple[Kind, ...], blocks: tuple[Factors, ...], covariances: tuple[Array, ...] | None) -> Expected:
+    """What is expected of factors.
 
     :param covariances: None for a point mass, with derivatives at the mean.
     """
     value = gradient = jnp.asarray(0.0)  # of weak type: the factors' type prevails
-    hessians = []
+    hessians, values, errors = [], [], []
     for i, (kind, block) in enumerate(zip(kinds, blocks)):
         if covariances is None:
             n, c, _ = block.jacobian.shape
-            moments, covariance = jax.vmap(kind.plugin), jnp.zeros((n, c, c), block.predictors.dtype)
+            nothing = jnp.zeros((n, c, c), block.predictors.dtype)
+            e, g, h = jax.vmap(kind.plugin)(block.predictors, nothing, block.constants)
+            off = jnp.zeros_like(e)
         else:
-            moments, covariance = kind.expect, covariances[i]
-        e, g, h = moments(block.predictors, covariance, block.constants)
-        value, gradient = value + jnp.sum(e), gradient + vjp(block.jacobian, g)
+            (e, g, h), off = kind.expect_with_errors(block.predictors, covariances[i], block.constants)
+        values.append(jnp.sum(e))
+        errors.append(jnp.sum(off))
+        value, gradient = value + values[-1], gradient + vjp(block.jacobian, g)
         hessians.append(h)
-    return value, gradient, tuple(hessians)
+    accounts = Accounts(*[jnp.stack(x) if x else jnp.zeros(0) for x in (values, errors)])
+    return Expected(value, gradient, tuple(hessians), accounts)
 
 
 def curvature_of(
@@ -122,5 +150,5 @@ def curvature_of(
 
 def evaluate(kinds: tuple[Kind, ...], blocks: tuple[Factors, ...], sigma: Array | Packed | None) -> Sums:
     """All sums. ``sigma``: as :func:`covariances` takes it; None for a point mass."""
-    value, gradient, hessians = expect(kinds, blocks, covariances(blocks, sigma))
-    return Sums(value, gradient, curvature_of(kinds, blocks, hessians))
+    expected = expect(kinds, blocks, covariances(blocks, sigma))
+    return Sums(expected.value, expected.gradient, curvature_of(kinds, blocks, expected.hessians))

@@ -11,7 +11,7 @@ from jax import Array, lax
 
 from . import maximize
 from .drivers import solve_traced
-from .factors import Factors, Sums, evaluate
+from .factors import Expected, Factors, Sums, evaluate
 from .jacobians import times_root
 from .linalg import solve_lower
 from .maximize import Base, Search, Solution, SolverState, standard_base
@@ -43,13 +43,13 @@ class Joint(NamedTuple):
     """A joint solve, in the standard coordinates of the Gaussian before it. Nothing is computed until a part is called.
 
     :ivar objective: the factors' part of the bound. :ivar start: where it begins.
-    :ivar absorb: solution, number of rows -> the state after it.
+    :ivar absorb: solution, number of rows, what is expected there if it is known -> the state after it.
     :ivar absorbed: solution -> mean and covariance of the rows' predictors there.
     """
 
     objective: Objective
     start: Callable[[], Start]
-    absorb: Callable[[Solution, Array], tuple[State, StepInfo]]
+    absorb: Callable[[Solution, Array, Expected | None], tuple[State, StepInfo]]
     absorbed: Callable[[Solution], tuple[Absorbed, ...]] = lambda found: ()
 
 
@@ -121,13 +121,18 @@ def joint_solve(
         form = Weighted(jnp.eye(size, dtype=dtype), state.root) if weighted else Dense(base.precision)
         return Start(base, form, maximize.init(search, form, mean, precision))
 
-    def absorb(solution, num_rows):
+    def absorb(solution, num_rows, expected):
         bound = solution.bound - jnp.sum(jnp.log(jnp.diagonal(solution.root))) if search.mode else solution.bound
         mean = state.mean + state.root @ solution.mean
         root = solve_lower(solution.root, state.root.T).T
         prior_factor = None
         if state.prior_factor is not None:
-            prior_factor = _prior_factor(prior, mean, None if search.mode else root)
+            if expected is None:
+                spread = None if search.mode else root.T
+                sums = evaluate(prior.kinds, prior.linearise(prior.first, mean), spread)
+            else:
+                sums = objective.of_group(solution.mean, expected, 0)
+            prior_factor = _prior_factor(sums, mean, None if search.mode else root)
         moved = State(mean, jnp.zeros_like(mean), root, bound, prior_factor, state.num_rows + num_rows)
         ok = jnp.isfinite(bound) & jnp.all(jnp.isfinite(mean)) & jnp.all(jnp.isfinite(root))
         after = jax.tree.map(lambda new, old: jnp.where(ok, new, old), moved, state)
@@ -172,8 +177,10 @@ def _divide(state: State, factors: tuple[Factors, ...], row_factors: tuple[RowFa
     return Base(0.5 * (precision + precision.T), linear, constant)
 
 
-def _prior_factor(prior: Group, mean: Array, root: Array | None) -> CanonicalGaussian:
-    """The Gaussian factor that approximates the prior terms at N(mean, root root^T), or at a mode (root None)."""
-    sums = evaluate(prior.kinds, prior.linearise(prior.first, mean), None if root is None else root.T)
+def _prior_factor(sums: Sums, mean: Array, root: Array | None) -> CanonicalGaussian:
+    """The Gaussian factor that approximates the prior terms at N(mean, root root^T), or at a mode (root None).
+
+    :param sums: over the prior terms there.
+    """
     trace = 0.0 if root is None else jnp.sum((root @ root.T) * sums.curvature)
     return CanonicalGaussian(sums.curvature, sums.gradient, sums.value + 0.5 * trace, mean)

@@ -81,24 +81,22 @@ def expectations(
     :param is_integral: whether each value of phi is an integral, many times as dear, and no more exact than these.
     """
     if effort == "few":
-        return _differentiable(partial(_by_few_nodes, phi), phi, num_predictors), None
+        few = _differentiable(partial(_by_few_nodes, phi), phi, num_predictors)
+        return lambda *factors: few(*factors)[0], None
     tolerances = (ENOUGH, FAIRLY_SMALL) if is_integral else (EXACT, SMALL)
     climb = partial(_climb, phi, num_predictors, nodes, effort == "thorough", tolerances)
-
-    def expect(means: Array, covariances: Array, constants: Any) -> Moments:
-        return climb(means, covariances, constants)[0]
-
-    return _differentiable(expect, phi, num_predictors), climb
+    measured = _differentiable(climb, phi, num_predictors)
+    return lambda *factors: measured(*factors)[0], measured
 
 
-def _by_few_nodes(phi: PHI, means: Array, covariances: Array, constants: Any) -> Moments:
+def _by_few_nodes(phi: PHI, means: Array, covariances: Array, constants: Any) -> tuple[Moments, None]:
     points, weights, _ = _fifth_degree_nodes(means.shape[1])
 
     def of_each(mean: Array, covariance: Array, constants: Any) -> Moments:
         nodes = fixed_nodes(mean, covariance, points[: len(weights)], weights)
         return from_nodes(lambda u: phi(u, constants), nodes, 1)
 
-    return _in_chunks(jax.vmap(of_each), len(weights), (means, covariances, constants))
+    return _in_chunks(jax.vmap(of_each), len(weights), (means, covariances, constants)), None
 
 
 def _in_chunks(function: Callable, num_points: int, arguments: tuple) -> Any:
@@ -375,8 +373,9 @@ def _size(root: Array, moments: Moments) -> Array:
 
 # ---------------------------------------------------------------------- derivatives in what phi takes
 def _differentiable(expect: Callable, phi: PHI, num_predictors: int) -> Callable:
-    """``expect``, whose value may be differentiated (once, backwards). Loops may not, and need not: gradient and
-    curvature are the slopes in mean and covariance, and those in phi's constants are expectations too."""
+    """``expect``, which finds moments and their errors; the value may be differentiated (once, backwards). Loops may
+    not, and need not: gradient and curvature are the slopes in mean and covariance, and those in phi's constants are
+    expectations too."""
     if num_predictors in SLOPE_NODES:
         z, weights = hermite_rule(num_predictors, SLOPE_NODES[num_predictors])
     else:
@@ -388,12 +387,12 @@ def _differentiable(expect: Callable, phi: PHI, num_predictors: int) -> Callable
         return jnp.asarray(weights) @ jax.vmap(lambda point: phi(point, constants))(mean + z @ root.T)
 
     def forward(means: Array, covariances: Array, constants: Any) -> tuple[Moments, Any]:
-        moments = expect(means, covariances, constants)
-        return moments, (means, covariances, constants, moments)
+        found = expect(means, covariances, constants)
+        return found, (means, covariances, constants, found[0])
 
-    def backward(residuals: Any, slopes: Moments) -> tuple:
+    def backward(residuals: Any, slopes: tuple[Moments, Any]) -> tuple:
         means, covariances, constants, (_, gradients, hessians) = residuals
-        scale = slopes[0]
+        scale = slopes[0][0]
         vjp = jax.vjp(lambda c: jax.vmap(of_constants)(means, covariances, c), constants)[1]
         return scale[:, None] * gradients, 0.5 * scale[:, None, None] * hessians, vjp(scale)[0]
 

@@ -31,6 +31,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from .factors import Expected
 from .objective import Objective
 from .precisions import PrecisionForm
 
@@ -170,14 +171,6 @@ class Proposal(NamedTuple):
     change: Array
 
 
-class Slope(NamedTuple):
-    """The bound's part that depends on the mean, its gradient there, and the factors' expected Hessians."""
-
-    value: Array
-    gradient: Array
-    hessians: Any
-
-
 class Target(NamedTuple):
     """The precision that a full step takes, its Cholesky factor if it is kept, and whether it is clamped."""
 
@@ -233,12 +226,12 @@ def propose(search: Search, form: PrecisionForm, state: SolverState) -> Proposal
     return Proposal(mean, precision, factor, covariance_root, change)
 
 
-def with_base(base: Base, form: PrecisionForm, mean: Array, value: Array, gradient: Array, hessians: Any) -> Slope:
-    """The factors' expected values and the base's, at a mean."""
+def with_base(base: Base, form: PrecisionForm, mean: Array, expected: Expected) -> Expected:
+    """The factors' and the base's: value and gradient are those of the bound's part that depends on the mean."""
     linear = jnp.zeros_like(mean) if base.linear is None else base.linear
     product = form.precision_times(mean)
-    value = value + linear @ mean - 0.5 * mean @ product + base.constant
-    return Slope(value, gradient + linear - product, hessians)
+    value = expected.value + linear @ mean - 0.5 * mean @ product + base.constant
+    return expected._replace(value=value, gradient=expected.gradient + linear - product)
 
 
 def exact_target(search: Search, form: PrecisionForm, curvature: Array) -> Target:
@@ -268,7 +261,7 @@ def update(
     state: SolverState,
     proposal: Proposal,
     mean: Array,
-    slope: Slope,
+    slope: Expected,
     exact: Array,
     target: Target,
 ) -> SolverState:

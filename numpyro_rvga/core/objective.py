@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from .factors import Factors, Kind, Sums, add_curvatures, covariances, curvature_of, expect
+from .factors import Expected, Factors, Kind, Sums, add_curvatures, covariances, curvature_of, expect
 
 
 class Objective(NamedTuple):
@@ -20,20 +20,22 @@ class Objective(NamedTuple):
         Lambda. None: that is the root itself.
     :ivar expect: m and that (None: a point mass, derivatives at m) -> sum E[log p], its gradient in m (r,), and what
         ``curvature`` needs to know.
-    :ivar curvature: m, that, and whether to clamp -> the sum of :func:`~numpyro_rvga.core.factors.curvature_of`.
+    :ivar curvature: m, the latter, and whether to clamp -> the sum of :func:`~numpyro_rvga.core.factors.curvature_of`.
+    :ivar of_group: m, and what is expected there, number of a group -> its sums, in the coordinates of theta.
     """
 
     covariances: Callable[[Array, Any], Any] | None
-    expect: Callable[[Array, Any], tuple[Array, Array, Any]]
+    expect: Callable[[Array, Any], Expected]
     curvature: Callable[[Array, Any, bool], Array]
+    of_group: Callable[[Array, Expected, int], Sums]
 
     def predictor_covariances(self, mean: Array, covariance_root: Any) -> Any:
         """What ``expect`` takes of the covariance Lambda^-1."""
         return covariance_root if self.covariances is None else self.covariances(mean, covariance_root)
 
     def sums(self, mean: Array, covariance_root: Any) -> Sums:
-        value, gradient, hessians = self.expect(mean, self.predictor_covariances(mean, covariance_root))
-        return Sums(value, gradient, self.curvature(mean, hessians, False))
+        expected = self.expect(mean, self.predictor_covariances(mean, covariance_root))
+        return Sums(expected.value, expected.gradient, self.curvature(mean, expected.hessians, False))
 
 
 class Group(NamedTuple):
@@ -84,10 +86,15 @@ def is_conservative(kinds: Sequence[Kind]) -> bool:
 
 def objective_of(kinds: tuple[Kind, ...], factors_at: Callable[[Array], tuple[Factors, ...]]) -> Objective:
     """Of factors that are affine in e. ``factors_at``: e (r,) -> the factors with e as the origin."""
+
+    def curvature(e, hessians, clamped):
+        return curvature_of(kinds, factors_at(e), hessians, clamped=clamped)
+
     return Objective(
         lambda e, covariance_root: covariances(factors_at(e), covariance_root),
         lambda e, covariances: expect(kinds, factors_at(e), covariances),
-        lambda e, hessians, clamped: curvature_of(kinds, factors_at(e), hessians, clamped=clamped),
+        curvature,
+        lambda e, expected, _: Sums(expected.value, expected.gradient, curvature(e, expected.hessians, False)),
     )
 
 
@@ -165,35 +172,57 @@ def joint_objective(groups: tuple[Group, ...], frame: Frame, *, staged: bool) ->
 
         return zip(*map(of_group, groups, *arguments))
 
+    def summed(sums):
+        """Over groups; accounts are by kind."""
+        values, gradients, accounts = zip(*sums)
+        accounts = jax.tree.map(lambda *x: jnp.concatenate(x), *accounts)
+        value, gradient = reduce(jnp.add, values), reduce(jnp.add, gradients)
+        return Expected(value, frame.vjp(gradient), None, accounts, gradients)
+
+    def of_group(e, expected, number):
+        before = sum(len(group.kinds) for group in groups[:number])
+        value = jnp.sum(expected.accounts.values[before : before + len(groups[number].kinds)])
+        hessians = expected.hessians[number]
+        curvature = curvature_in_theta(groups[number], frame.theta(e), hessians, False) if staged else hessians[0]
+        return Sums(value, expected.gradients[number], curvature)
+
+    def curvature_in_theta(group, theta, hessians, clamped):
+        def one(chunk, h):
+            return curvature_of(group.kinds, group.linearise(chunk, theta), h, clamped=clamped), ()
+
+        return group.visit(one, hessians)[0]
+
     def covariances_staged(e, root):
         sigma = frame.covariance(root)
         return tuple(visit(lambda kinds, factors: ((), covariances(factors, sigma)), e))[1]
 
     def expect_staged(e, by_group):
         def one(kinds, factors, of_predictors=None):
-            value, gradient, hessians = expect(kinds, factors, of_predictors)
-            return (value, gradient), hessians
+            expected = expect(kinds, factors, of_predictors)
+            return (expected.value, expected.gradient, expected.accounts), expected.hessians
 
         sums, hessians = visit(one, e, *() if by_group is None else (by_group,))
-        value, gradient = (reduce(jnp.add, parts) for parts in zip(*sums))
-        return value, frame.vjp(gradient), hessians
+        return summed(sums)._replace(hessians=hessians)
 
     def curvature_staged(e, hessians, clamped):
-        curves, _ = visit(lambda kinds, factors, h: (curvature_of(kinds, factors, h, clamped=clamped), ()), e, hessians)
+        theta = frame.theta(e)
+        curves = [curvature_in_theta(group, theta, h, clamped) for group, h in zip(groups, hessians)]
         return frame.curvature_of(reduce(add_curvatures, curves))
 
     def expect_at_once(e, root):
         sigma = None if root is None else frame.covariance(root)
 
         def one(kinds, factors):
-            value, gradient, hessians = expect(kinds, factors, covariances(factors, sigma))
-            curves = [curvature_of(kinds, factors, hessians, clamped=clamped) for clamped in ways]
-            return (value, gradient, curves), ()
+            expected = expect(kinds, factors, covariances(factors, sigma))
+            curves = [curvature_of(kinds, factors, expected.hessians, clamped=clamped) for clamped in ways]
+            return (expected.value, expected.gradient, expected.accounts, curves), ()
 
         sums, _ = visit(one, e)
-        values, gradients, curves = zip(*sums)
-        return sum(values), frame.vjp(sum(gradients)), [reduce(add_curvatures, each) for each in zip(*curves)]
+        return summed([rest for *rest, _ in sums])._replace(hessians=[curves for *_, curves in sums])
+
+    def curvature_at_once(e, hessians, clamped):
+        return frame.curvature_of(reduce(add_curvatures, [curves[clamped] for curves in hessians]))
 
     if staged:
-        return Objective(covariances_staged, expect_staged, curvature_staged)
-    return Objective(None, expect_at_once, lambda e, curves, clamped: frame.curvature_of(curves[clamped]))
+        return Objective(covariances_staged, expect_staged, curvature_staged, of_group)
+    return Objective(None, expect_at_once, curvature_at_once, of_group)

@@ -19,7 +19,7 @@ from jax import Array, lax
 from .compilation import single_kernel
 from .count import Count
 from .drivers import solve_traced
-from .factors import Factors, Kind, Moments, covariances, curvature_of, evaluate, expect
+from .factors import Accounts, Factors, Kind, Moments, covariances, curvature_of, evaluate, expect
 from .gaussians import FullGaussian, Movement
 from .linalg import cholesky, row_space, semidefinite_factor, solve_lower
 from .maximize import Search, Settings, Solution, init, standard_base
@@ -107,6 +107,7 @@ class StepInfo(NamedTuple):
     :ivar ok: whether the result is finite; else nothing changed.
     :ivar absorbed: moments of the factors' predictors, by kind; empty unless asked for.
     :ivar modes: bounds of the modes that several starts led to, that of q first; empty for one mode.
+    :ivar accounts: of the factors at q, those of the prior first; None where they are not known.
     """
 
     bound: Array
@@ -116,6 +117,7 @@ class StepInfo(NamedTuple):
     ok: Array
     absorbed: tuple[Absorbed, ...] = ()
     modes: tuple[float, ...] = ()
+    accounts: Accounts | None = None
 
 
 def new_state(mean: Array, root: Array, prior_factor: CanonicalGaussian | None) -> State:
@@ -263,20 +265,20 @@ def explicit_step(
         designs, basis = _subspace(state.root, factors)
         blocks = tuple(Factors(f.predictors, z, f.constants) for f, z in zip(factors, designs))
         identity = jnp.eye(designs[0].shape[-1], dtype=state.mean.dtype)
-        _, gradient, hessians = expect(kinds, blocks, covariances(blocks, identity))
+        expected = expect(kinds, blocks, covariances(blocks, identity))
 
         def rooted(*, clamped):
-            return cholesky(identity + curvature_of(kinds, blocks, hessians, clamped=clamped))
+            return cholesky(identity + curvature_of(kinds, blocks, expected.hessians, clamped=clamped))
 
         root = rooted(clamped=False)
         if not all(kind.concave for kind in kinds):
             root = jnp.where(jnp.all(jnp.isfinite(root)), root, rooted(clamped=True))
-        move = solve_lower(root, solve_lower(root, gradient), transpose=True)
+        move = solve_lower(root, solve_lower(root, expected.gradient), transpose=True)
         inverse = solve_lower(root, identity)
         value = evaluate(kinds, _predict(blocks, move), inverse).value
         divergence = 0.5 * (jnp.sum(inverse * inverse) - identity.shape[0] + move @ move)
         divergence = divergence + jnp.sum(jnp.log(jnp.diagonal(root)))
-        zero = jnp.zeros((), gradient.dtype)
+        zero = jnp.zeros((), move.dtype)
         return _move(state, basis, move, root, num_rows, value - divergence, zero, jnp.asarray(1), jnp.asarray(True))
 
     return step

@@ -73,7 +73,7 @@ def sparse_solve(
         mean, precision = (marginals.mean[order.places], None) if init is None else init
         return Start(flat, form, maximize.init(search, form, mean, precision))
 
-    def absorb(solution, num_rows):
+    def absorb(solution, num_rows, expected):
         mean, root = solution.mean[back], form.dense_root(solution.root).T[back]
         site = None
         if prior.kinds:

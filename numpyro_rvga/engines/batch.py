@@ -94,7 +94,7 @@ class BatchSolver:
         _check_proper(program, after, converged=bool(info.converged))
         facts, bound = {}, float(after.log_evidence) if self._options.has_bound else None
         if self._options.has_bound and learned is None:
-            error, excess = expectation_errors(engine, after, rows)
+            error, excess = expectation_errors(engine, after, rows, info.accounts)
             facts["elbo_error"], bound = error, bound - excess
             if engine.calls_for_more(error):
                 engine = self._engines.make_thorough(engine)

@@ -280,10 +280,7 @@ def _sums(kinds: tuple, factors: tuple, root: Array) -> Sums:
     size = root.shape[0]
     sums = []
     for kind, block, covariance in zip(kinds, factors, covariances(factors, root.T)):
-        arguments = block.predictors, covariance, block.constants
-        exact = kind.measured is None
-        moments, errors = (kind.expect(*arguments), jnp.zeros((), root.dtype)) if exact else kind.measured(*arguments)
-        value, gradient, hessian = moments
+        (value, gradient, hessian), errors = kind.expect_with_errors(block.predictors, covariance, block.constants)
         curvature = add_curvatures(gram(block.jacobian, -hessian), jnp.zeros((size, size), root.dtype))
         sums.append(Sums(jnp.sum(value), vjp(block.jacobian, gradient), curvature, jnp.sum(errors)))
     zeros = [jnp.zeros((0, *shape), root.dtype) for shape in ((), (size,), (size, size), ())]

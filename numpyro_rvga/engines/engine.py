@@ -146,6 +146,13 @@ class Engine:
         )
 
     @property
+    def has_estimated_errors(self) -> bool:
+        """Whether there are expectations that estimate their errors, and none that has to be compared with others."""
+        kinds = (*self.kinds, *self.prior_kinds)
+        has_errors = [kind.measured is not None for kind in kinds]
+        return any(has_errors) and all(known or kind.fresh is None for known, kind in zip(has_errors, kinds))
+
+    @property
     def is_sampled(self) -> bool:
         """Whether expectations over rows are averages over many nodes."""
         return any(kind.sampled for kind in self.kinds)
@@ -269,7 +276,9 @@ class Engine:
         problem = JointProblem(state, prepared, prior_inputs, row_factors)
         new = new if absorbed_rows is None else absorbed_rows.fresh
         others = self._other_means(search, problem, len(weights))
-        return self.joint_solver(search, problem, new, with_absorbed=with_absorbed, other_means=others)
+        with_accounts = self.has_estimated_errors and absorbed_rows is None and not search.mode
+        options = {"with_absorbed": with_absorbed, "with_accounts": with_accounts}
+        return self.joint_solver(search, problem, new, other_means=others, **options)
 
     def solve_all(
         self,
@@ -286,7 +295,8 @@ class Engine:
             (rows, weights), params = problem.chunks, self._params_of(problem)
             rows = {name: array[0] for name, array in rows.items()}
             problem = problem._replace(chunks=self._prepare_block(rows | params, weights[0])[0])
-        return self.joint_solver(search, problem, num_rows, on_step=on_step, other_means=others)
+        options = {"on_step": on_step, "with_accounts": self.has_estimated_errors and not search.mode}
+        return self.joint_solver(search, problem, num_rows, other_means=others, **options)
 
     def _other_means(self, search: Search, problem: JointProblem, num_rows: int) -> Callable | None:
         """Where a search from the prior begins again, see :mod:`~.starts`; None where that is not worth its time."""

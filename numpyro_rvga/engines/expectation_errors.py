@@ -12,11 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from ..core.factors import Kind, covariances
+from ..core.factors import Accounts, Kind, covariances
 from ..core.recursion import State
 from ..model.distinct_rows import once_each
 from ..model.rows import Rows, evenly_spread, num_rows, selected
-from .engine import Engine, chunks_of
+from .engine import BUDGET, Engine, chunks_of
 from .kinds import NUM_FRESH
 
 WORTH_A_WARNING = 1.0  # nats, in all
@@ -36,17 +36,22 @@ class Accuracy(NamedTuple):
     excess: float
 
 
-def expectation_errors(engine: Engine, state: State, rows: Rows) -> Accuracy:
+def expectation_errors(engine: Engine, state: State, rows: Rows, accounts: Accounts | None = None) -> Accuracy:
     """The accuracy of expectations at q, over all rows of a state, as some of them let expect, and the prior.
 
     Rules of few nodes estimate their errors. Of samples, the standard error is that of as many sets of fresh nodes.
 
     :param rows: all, or a sample. No more than MOST_ROWS are used.
+    :param accounts: of all factors at q, if they are known. They suffice where their errors are small.
     """
     kinds = (*engine.kinds, *engine.prior_kinds)
     rows = engine.program.inputs(rows)
     if not num_rows(rows) or all(kind.measured is None and kind.fresh is None for kind in kinds):
         return Accuracy(0.0, 0.0)
+    if accounts is not None:
+        error = float(np.sum(accounts.errors))
+        if error <= BUDGET or all(kind.fresh is None for kind in kinds):
+            return Accuracy(error, 0.0)
     most = MOST_ROWS
     if any(kind.fresh is not None and not t.by_draws for kind, t in zip(engine.kinds, engine.program.terms)):
         most = min(most, MOST_NODES // (NUM_FRESH * engine.options.num_samples))
@@ -122,12 +127,11 @@ def _summed(kinds: tuple[Kind, ...], factors: tuple, root: Array) -> list[_Sums]
     result = []
     for kind, block, covariance in zip(kinds, factors, covariances(factors, root.T)):
         arguments = block.predictors, covariance, block.constants
-        zero = jnp.zeros((), root.dtype)
-        moments, errors = (None, zero) if kind.measured is None else kind.measured(*arguments)
+        moments, errors = kind.expect_with_errors(*arguments)
         sums = _Sums(jnp.sum(errors))
         if kind.fresh is not None:
-            if moments is None:
-                moments, sums = kind.expect(*arguments), sums._replace(errors=zero + jnp.inf)
+            if kind.measured is None:
+                sums = sums._replace(errors=jnp.full((), jnp.inf, root.dtype))
             excess = moments[0][:, None] - kind.fresh(*arguments)
             sums = sums._replace(excess=jnp.sum(excess, axis=0), squares=jnp.sum(jnp.mean(excess, axis=1) ** 2))
         result.append(sums)

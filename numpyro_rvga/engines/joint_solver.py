@@ -13,9 +13,9 @@ from jax.core import Tracer
 
 from ..core.compilation import Compiled, jit_once
 from ..core.drivers import Evaluated, Pending, Progress, Steps, evaluate, pending, solve, updated
-from ..core.factors import Kind
+from ..core.factors import Expected, Kind
 from ..core.joint import Joint, Start, solve_joint_traced
-from ..core.maximize import Base, Search, Settings, Slope, Solution, SolverState, solution
+from ..core.maximize import Base, Search, Settings, Solution, SolverState, solution
 from ..core.objective import is_conservative, is_log_concave
 from ..core.precisions import PrecisionForm
 from ..core.recursion import RowFactors, State, StepInfo
@@ -107,7 +107,7 @@ class JointSolver:
         self._joint, self._devices = joint, devices
         each: Any = devices.everywhere
         pending = None if each is None else Pending(each, each, None)  # rows stay where they are
-        slope: Any = None if each is None else Slope(each, each, None)
+        slope: Any = None if each is None else Expected(each, each, None, each, each)
         evaluated = None if each is None else Evaluated(each, slope, each, each)
         self._begin = Compiled(self._begun, ("search",), each)
         self._propose = Compiled(self._proposed, ("search",), pending)
@@ -123,12 +123,14 @@ class JointSolver:
         num_rows: Array,
         *,
         with_absorbed: bool = False,
+        with_accounts: bool = False,
         on_step: Callable[[Progress], None] | None = None,
         other_means: Callable[[State, int], np.ndarray] | None = None,
     ) -> tuple[State, StepInfo]:
         """The state after ``num_rows`` new rows.
 
         :param with_absorbed: report the moments of the rows' predictors.
+        :param with_accounts: report the factors' expected values and their errors, by kind.
         :param other_means: what was found, number -> a mean to start from once more; see :mod:`~.starts`.
         """
         if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((problem, num_rows))):
@@ -141,7 +143,12 @@ class JointSolver:
         )
 
         def finished(state: SolverState) -> tuple[State, StepInfo]:
-            return self._finish(problem, form, state, num_rows, search=search, with_absorbed=with_absorbed)
+            expected = None
+            if with_accounts:
+                at = steps.propose(state._replace(step=jax.device_put(np.zeros_like(state.step))))  # q itself
+                expected = steps.evaluate(at, state.mean).slope
+            options = {"search": search, "with_absorbed": with_absorbed}
+            return self._finish(problem, form, state, expected, num_rows, **options)
 
         first = finished(solve(search, steps, begun, on_step))
         if other_means is None:
@@ -178,12 +185,14 @@ class JointSolver:
         problem: Any,
         form: PrecisionForm,
         state: SolverState,
+        expected: Expected | None,
         num_rows: Array,
         *,
         search: Search,
         with_absorbed: bool,
     ) -> tuple[State, StepInfo]:
-        return _absorbed(self._joint(search, problem), solution(search, form, state), num_rows, with_absorbed)
+        joint, found = self._joint(search, problem), solution(search, form, state)
+        return _absorbed(joint, found, num_rows, with_absorbed, expected)
 
     def _solved_traced(
         self, problem: Any, num_rows: Array, *, search: Search, with_absorbed: bool
@@ -192,7 +201,11 @@ class JointSolver:
         return _absorbed(joint, solve_joint_traced(search, joint), num_rows, with_absorbed)
 
 
-def _absorbed(joint: Joint, solution: Solution, num_rows: Array, with_absorbed: bool) -> tuple[State, StepInfo]:
+def _absorbed(
+    joint: Joint, solution: Solution, num_rows: Array, with_absorbed: bool, expected: Expected | None = None
+) -> tuple[State, StepInfo]:
     """The state after the rows, and the moments of their predictors if that is asked for."""
-    after, info = joint.absorb(solution, jnp.asarray(num_rows))
+    after, info = joint.absorb(solution, jnp.asarray(num_rows), expected)
+    if expected is not None:
+        info = info._replace(accounts=expected.accounts)
     return after, info._replace(absorbed=joint.absorbed(solution)) if with_absorbed else info

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jax import Array
 
+from ..core.factors import Accounts
 from ..core.recursion import State
 from ..engines.certificate import Certificate, Sums
 from ..engines.engine import Engine
@@ -29,12 +30,14 @@ LEVEL = 4  # of the user's call, for warnings
 
 class Findings(NamedTuple):
     """:ivar bound: at the state, if there is one. :ivar info: what else is known of it, for the posterior's ``info``.
-    :ivar rows: some of those that were looked at, or all; none if there were no looks."""
+    :ivar rows: some of those that were looked at, or all; none if there were no looks.
+    :ivar accounts: of all factors at the state, if they are known."""
 
     state: State
     bound: float | None
     info: dict[str, Any]
     rows: Rows
+    accounts: Accounts | None = None
 
     def lowered(self, excess: float) -> Findings:
         """With a bound that has so much less."""
@@ -78,7 +81,7 @@ class Certification:
             bound = float(state.log_evidence)
             info = _described(0, taken.largest_decrement, bound, bound)
             info["converged"] = taken.has_converged or taken.largest_decrement <= self._tolerance
-            findings = Findings(state, bound, info, taken.only_rows)
+            findings = Findings(state, bound, info, taken.only_rows, taken.accounts)
         if not self._certify or not engine.options.has_bound or engine.is_moving or findings.rows:
             return findings
         certificate, rng = Certificate.of(engine), np.random.default_rng(seed_of(rng_key))

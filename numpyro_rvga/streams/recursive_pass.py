@@ -9,6 +9,7 @@ import jax
 import numpy as np
 from jax import Array
 
+from ..core.factors import Accounts
 from ..core.recursion import Absorbed, RowFactors, State, StepInfo
 from ..engines.engine import AbsorbedRows, Engine
 from ..engines.sparse import SparseEngine
@@ -107,6 +108,7 @@ class RecursivePass(Pass):
     :param sample_numbers: in the rows of the sample, and how q saw them.
 
     :ivar only_rows: the usable rows of the first, joint solve, if no others followed.
+    :ivar accounts: what that solve knows of its expectations.
     :ivar sample: of all rows, uniform, and how q saw them when it took them in.
     :ivar kept: the rows of the last solves, and how q has seen them since; None if there are none.
     :ivar predicted: of each block after the first solve, its bound, which is how likely q thought it to be before,
@@ -135,6 +137,7 @@ class RecursivePass(Pass):
         numbers = engine.numbers_absorbed + sum(row[0].size for row in engine.program.example_row.values())
         self.sample = RowMemory(0 if sampled_by is None else sample_numbers // numbers)
         self.only_rows: Rows = {}
+        self.accounts: Accounts | None = None
         self.kept: Kept | None = None
         self.predicted: list[tuple[float, int]] = []
 
@@ -162,7 +165,7 @@ class RecursivePass(Pass):
         return first_failed(np.atleast_1d(report.ok), length if joint else self._sizes.block, length)
 
     def accept(self, state: State, rows: Rows, report: StepInfo, place: int) -> None:
-        self.only_rows = rows if self._is_joint(place) else {}
+        self.only_rows, self.accounts = (rows, report.accounts) if self._is_joint(place) else ({}, None)
         self._gathered.add(report)
         if report.absorbed:
             taken = taken_in(rows, report.absorbed, place)
