@@ -19,9 +19,9 @@ from ..core.factors import Factors
 from ..core.gaussians import Movement
 from ..core.jacobians import times_root
 from ..core.joint import Joint, joint_solve
-from ..core.ladder import TENSOR_NODES
 from ..core.maximize import Search, Settings
 from ..core.objective import Group, in_stages
+from ..core.quadrature import CUBE_NODES
 from ..core.recursion import (
     Absorbed,
     RowFactors,
@@ -95,9 +95,11 @@ class Engine:
         self.rng_key, self.effort = rng_key, effort
         self.made: dict[Hashable, Any] = {}  # see once()
         self.kinds = tuple(make_kind(terms, options, rng_key, effort=effort) for terms in program.terms)
+        at_hand = "direct" if effort == "usual" else effort
+        self.joint_kinds = tuple(make_kind(terms, options, rng_key, effort=at_hand) for terms in program.terms)
         prior_options = options._replace(expectation="auto", scheme="implicit")
         self.prior_kinds = tuple(
-            make_kind(terms, prior_options, rng_key, effort="thorough" if effort == "thorough" else "usual")
+            make_kind(terms, prior_options, rng_key, effort="thorough" if effort == "thorough" else "direct")
             for terms in program.prior.terms
         )
         pattern = selecting_pattern(program.layout.size)
@@ -142,7 +144,7 @@ class Engine:
             return self.effort != "thorough"
         all_terms = zip((*self.kinds, *self.prior_kinds), (*self.program.terms, *self.program.prior.terms))
         return self.effort != "thorough" and any(
-            kind.measured is not None and terms.num_predictors in TENSOR_NODES for kind, terms in all_terms
+            kind.measured is not None and terms.num_predictors in CUBE_NODES for kind, terms in all_terms
         )
 
     @property
@@ -343,7 +345,7 @@ class Engine:
 
         parts = joint_solve(
             search,
-            Group(self.kinds, linearise, problem.chunks),
+            Group(self.joint_kinds, linearise, problem.chunks),
             self.prior_group(problem.prior_inputs),
             problem.state,
             row_factors=problem.row_factors,
