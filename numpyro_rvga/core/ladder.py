@@ -27,7 +27,9 @@ from .quadrature import (
     PHI,
     TENSOR_NODES,
     Factor,
-    cube,
+    at_nodes,
+    by_cube,
+    factor_of,
     fifth_degree,
     fifth_degree_nodes,
     iterated,
@@ -73,8 +75,8 @@ def expectations(
         return lambda *factors: few(*factors)[0], None
     tolerances = (ENOUGH, FAIRLY_SMALL) if is_integral else (EXACT, SMALL)
     measure = partial(_climb, phi, num_predictors, nodes, effort == "thorough", tolerances)
-    if effort == "direct" and num_predictors in CUBE_NODES:
-        measure = partial(_at_once_or, measure, phi, DIRECT_POINTS[is_integral])
+    if effort == "direct" and (nodes is not None or num_predictors in CUBE_NODES):
+        measure = partial(_at_once_or, measure, *_direct(phi, num_predictors, nodes), DIRECT_POINTS[is_integral])
     measured = _differentiable(measure, phi, num_predictors)
     return lambda *factors: measured(*factors)[0], measured
 
@@ -109,12 +111,27 @@ def _in_chunks(function: Callable, num_points: int, arguments: tuple) -> Any:
 
 
 def _at_once_or(
-    climb: Callable, phi: PHI, most_points: int, means: Array, covariances: Array, constants: Any
+    climb: Callable, rule: Callable, num_points: int, most: int, means: Array, covariances: Array, constants: Any
 ) -> tuple[Moments, Array]:
-    num_points = num_cube_nodes(means.shape[1])
-    if len(means) * num_points > most_points:
-        return climb(means, covariances, constants)
-    return _in_chunks(jax.vmap(partial(cube, phi)), num_points, (means, covariances, constants))
+    """By ``rule`` for all, of so many points each, or by ``climb`` if these are more than ``most``."""
+    factors = means, covariances, constants
+    return climb(*factors) if len(means) * num_points > most else _in_chunks(jax.vmap(rule), num_points, factors)
+
+
+def _direct(phi: PHI, num_predictors: int, nodes: tuple | None) -> tuple[Callable, int]:
+    """A rule of many nodes for one factor, and the number of its points."""
+    if nodes is None:
+        return lambda *known: by_cube(phi, factor_of(*known)), num_cube_nodes(num_predictors)
+    points, _, _ = fifth_degree_nodes(num_predictors)
+    z, (few, many) = np.concatenate([points, nodes[0]]), (slice(len(points)), slice(len(points), None))
+
+    def better_of_two(*known: Any) -> tuple[Moments, Array]:
+        factor = factor_of(*known)
+        values, gradients = at_nodes(phi, factor, z)
+        moments, error, _, _ = fifth_degree(factor, values[few], gradients[few])
+        return _better((moments, error), spread_out(nodes, factor, values[many], gradients[many]))
+
+    return better_of_two, len(z)
 
 
 def _climb(
@@ -142,20 +159,21 @@ def _first_rule(
     phi: PHI, tolerances: tuple[dict[int, float], float], mean: Array, covariance: Array, constants: Any
 ) -> tuple[Factor, Moments, Array]:
     """The factor, and what the fifth-degree rule finds."""
-    root, inverse = semidefinite_factor(covariance)
-    nothing = jnp.zeros_like(mean)
-    factor = Factor(mean, root, inverse, nothing, nothing, nothing[0], constants)
-    moments, error, direction, slope = fifth_degree(phi, factor)
+    factor = factor_of(mean, covariance, constants)
+    points, _, _ = fifth_degree_nodes(mean.size)
+    moments, error, direction, slope = fifth_degree(factor, *at_nodes(phi, factor, points))
     error = jnp.where(jnp.isnan(error), jnp.inf, error)  # phi is not defined farther out
     exact, small = tolerances
-    tolerance = jnp.maximum(exact[jnp.finfo(mean.dtype).bits], small * natural_size(root, moments))
+    tolerance = jnp.maximum(exact[jnp.finfo(mean.dtype).bits], small * natural_size(factor.root, moments))
     return factor._replace(direction=direction, slope=slope, tolerance=tolerance), moments, error
 
 
 def _finer(num_predictors: int, nodes: tuple | None, thorough: bool) -> list[tuple[float, Rule, int]]:
     """The rules after the first: each with the error that calls for it, in tolerances, and the number of its points."""
     if num_predictors > len(ACROSS):
-        return [] if nodes is None else [(1.0, partial(spread_out, nodes), len(nodes[1]))]
+        if nodes is None:
+            return []
+        return [(1.0, lambda phi, factor: spread_out(nodes, factor, *at_nodes(phi, factor, nodes[0])), len(nodes[1]))]
     panels = iterated, 4 * len(NODES) * ACROSS[num_predictors] ** (num_predictors - 1)
     if num_predictors == 1:
         return [(1.0, *panels)]
@@ -184,9 +202,11 @@ def _refined(rule: Callable, size: int, factors: Factor, hard: Array, result: An
 
 
 def _better(before: Any, after: Any) -> Any:
-    """What is found after, but for factors that have no smaller error then."""
+    """What is found after, but for factors that have no smaller error then; of one factor or of many."""
     kept = ~(after[1] < before[1])  # so too where rules with nodes farther out find NaN
-    return jax.tree.map(lambda a, b: jnp.where(kept.reshape(-1, *[1] * (a.ndim - 1)), a, b), before, after)
+    return jax.tree.map(
+        lambda a, b: jnp.where(kept.reshape(*kept.shape, *[1] * (a.ndim - kept.ndim)), a, b), before, after
+    )
 
 
 # ---------------------------------------------------------------------- derivatives in what phi takes

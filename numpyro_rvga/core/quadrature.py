@@ -52,18 +52,25 @@ class Factor(NamedTuple):
     constants: Any
 
 
-def fifth_degree(phi: PHI, factor: Factor) -> tuple[Moments, Array, Array, Array]:
+def factor_of(mean: Array, covariance: Array, constants: Any) -> Factor:
+    """Before anything is known of phi."""
+    nothing = jnp.zeros_like(mean)
+    return Factor(mean, *semidefinite_factor(covariance), nothing, nothing, nothing[0], constants)
+
+
+def fifth_degree(factor: Factor, values: Array, gradients: Array) -> tuple[Moments, Array, Array, Array]:
     """McNamee and Stenger's rule (1967): the mean, and points on axes and diagonals. With its error, the direction in
     which phi departs from a polynomial, and its gradient at the mean.
+
+    :param values: of phi at the nodes, (K,), and ``gradients`` (K, C).
 
     Along each line, value and slope at three nodes are those of one polynomial of the fifth degree. What phi differs
     from it farther out is due to its sixth and seventh derivatives, as is the rule's error; or to a kink in between.
     """
     size, dtype = factor.mean.size, factor.mean.dtype
     points, weights, (units, reach, places) = fifth_degree_nodes(size)
-    values, gradients, z, weights = _at_nodes(phi, factor, (points, weights))
     used = slice(len(weights))
-    moments = _summed(values[used], gradients[used], z[used], weights, factor)
+    moments = _summed(values[used], gradients[used], (points[used], weights), factor)
     slopes = gradients @ factor.root  # in the coordinates z
     at = values[places], jnp.einsum("lkc,lc->lk", slopes[places], jnp.asarray(units, dtype))
     error = SHARE * jax.vmap(partial(_off_polynomial, FAR))(jnp.asarray(reach, dtype), *at)
@@ -115,24 +122,21 @@ def _off_polynomial(far: float, reach: Array, values: Array, slopes: Array) -> A
     return jnp.abs(even_off) + jnp.abs(odd_off)
 
 
-def cube(phi: PHI, mean: Array, covariance: Array, constants: Any) -> tuple[Moments, Array]:
+def by_cube(phi: PHI, factor: Factor) -> tuple[Moments, Array]:
     """Gauss and Hermite's rule of as many nodes along each axis, beside one of fewer nodes. Where phi is not finite so
     far out, what the fifth-degree rule finds, with an infinite error."""
-    z, weights = _cube_nodes(mean.size)
-    root, inverse = semidefinite_factor(covariance)
-    z, weights = jnp.asarray(z, mean.dtype), jnp.asarray(weights, mean.dtype)
-    values, gradients = jax.vmap(jax.value_and_grad(lambda u: phi(u, constants)))(mean + z @ root.T)
-
+    z, weights = _cube_nodes(factor.mean.size)
+    values, gradients = at_nodes(phi, factor, z)
     changes = values - values[0]  # from the mean: the rules differ by no rounding of what is the same
 
     def summed(weights: Array) -> Moments:
         used = weights != 0
         change, slopes = jnp.where(used, changes, 0.0), jnp.where(used[:, None], gradients, 0.0)
-        return with_slopes(weights @ change, weights @ slopes, slopes, z, weights, root, inverse)
+        return _summed(change, slopes, (z, weights), factor)
 
-    rules = jax.vmap(summed)(weights)
+    rules = jax.vmap(summed)(jnp.asarray(weights, factor.mean.dtype))
     apart = jax.tree.map(lambda x: x[1] - x[2], rules)
-    error = jnp.abs(apart[0]) + natural_size(root, apart)
+    error = jnp.abs(apart[0]) + natural_size(factor.root, apart)
     usable = jnp.isfinite(error)
     change, gradient, hessian = jax.tree.map(lambda x: jnp.where(usable, x[2], x[0]), rules)
     return (values[0] + change, gradient, hessian), jnp.where(usable, error, jnp.inf)
@@ -158,8 +162,12 @@ def tensor(phi: PHI, factor: Factor) -> tuple[Moments, Array]:
     dtype, rotation = factor.mean.dtype, _with_last(factor.direction)
     rules = [_elongated(factor.mean.size, *counts) for counts in TENSOR_NODES[factor.mean.size]]
     z, weights = (np.concatenate(x) for x in zip(*rules))  # phi is compiled once
-    at, split = _at_nodes(phi, factor, (jnp.asarray(z, dtype) @ rotation.T, weights)), len(rules[0][1])
-    fewer, finer = (_summed(*[x[part] for x in at], factor) for part in (slice(split), slice(split, None)))
+    z, split = jnp.asarray(z, dtype) @ rotation.T, len(rules[0][1])
+    at = *at_nodes(phi, factor, z), (z, weights)
+    fewer, finer = (
+        _summed(*jax.tree.map(lambda x: x[part], at), factor)  # noqa: B023
+        for part in (slice(split), slice(split, None))
+    )
     apart = jax.tree.map(jnp.subtract, fewer, finer)
     return finer, jnp.abs(apart[0]) + natural_size(factor.root, apart)
 
@@ -171,10 +179,13 @@ def _elongated(size: int, across: int, along: int) -> tuple[np.ndarray, np.ndarr
     return points, np.outer(weights, last_weights).ravel()
 
 
-def spread_out(nodes: tuple[np.ndarray, np.ndarray], phi: PHI, factor: Factor) -> tuple[Moments, Array]:
-    """Many points, which are exact for quadratics. The error is that of as many draws of what is left of phi."""
-    values, gradients, z, weights = _at_nodes(phi, factor, nodes)
-    result = _summed(values, gradients, z, weights, factor)
+def spread_out(nodes: tuple, factor: Factor, values: Array, gradients: Array) -> tuple[Moments, Array]:
+    """Many points, which are exact for quadratics. The error is that of as many draws of what is left of phi.
+
+    :param values: of phi at the nodes, (K,), and ``gradients`` (K, C).
+    """
+    z, weights = (jnp.asarray(x, factor.mean.dtype) for x in nodes)
+    result = _summed(values, gradients, nodes, factor)
     value, gradient, hessian = result
     curvature = factor.root.T @ hessian @ factor.root
     square = jnp.sum(z @ curvature * z, axis=1) - jnp.trace(curvature)
@@ -182,15 +193,14 @@ def spread_out(nodes: tuple[np.ndarray, np.ndarray], phi: PHI, factor: Factor) -
     return result, 2 * jnp.sqrt(weights @ (left * left) / len(weights))
 
 
-def _at_nodes(phi: PHI, factor: Factor, nodes: tuple[Any, Any]) -> tuple[Array, Array, Array, Array]:
-    """Values (K,) and gradients (K, C) at nodes; then their positions (K, C) and the weights, in the same precision."""
+def at_nodes(phi: PHI, factor: Factor, z: np.ndarray | Array) -> tuple[Array, Array]:
+    """Values (K,) and gradients (K, C) at positions (K, C)."""
+    points = factor.mean + jnp.asarray(z, factor.mean.dtype) @ factor.root.T
+    return jax.vmap(jax.value_and_grad(lambda u: phi(u, factor.constants)))(points)
+
+
+def _summed(values: Array, gradients: Array, nodes: tuple[Any, Any], factor: Factor) -> Moments:
     z, weights = (jnp.asarray(x, factor.mean.dtype) for x in nodes)
-    density = lambda u: phi(u, factor.constants)  # noqa: E731
-    values, gradients = jax.vmap(jax.value_and_grad(density))(factor.mean + z @ factor.root.T)
-    return values, gradients, z, weights
-
-
-def _summed(values: Array, gradients: Array, z: Array, weights: Array, factor: Factor) -> Moments:
     return with_slopes(weights @ values, weights @ gradients, gradients, z, weights, factor.root, factor.inverse)
 
 

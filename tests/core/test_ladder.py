@@ -147,10 +147,11 @@ def test_many_factors_are_taken_in_chunks_and_none_is_lost(effort, monkeypatch):
         np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-10)
 
 
-def test_with_many_predictors_the_better_of_two_rules_is_taken():
+@pytest.mark.parametrize("effort", ["direct", "usual"])
+def test_with_many_predictors_the_better_of_two_rules_is_taken(effort):
     size = 6
     phi = lambda u, y: -jnp.exp(jnp.sum(u) / np.sqrt(size)) + y * u[0]  # noqa: E731
-    expect, _ = expectations(phi, size, monte_carlo_points(jax.random.key(0), 256, size))
+    expect, _ = expectations(phi, size, monte_carlo_points(jax.random.key(0), 256, size), effort=effort)
     for deviation, bound in ((0.05, 1e-8), (0.3, 1e-3), (1.0, 0.3)):
         means, covariances, outcomes = factors(size, deviation)
         variance = jnp.einsum("ncd->n", covariances) / size
