@@ -519,7 +519,6 @@ def chunks_of(engine: Engine, rows: Rows, numbers_per_row: int, weights: np.ndar
 
 def distinct_chunks_of(engine: Engine, rows: Rows) -> RowChunks:
     """All rows as :func:`chunks_of` has them, equal ones as one row of a larger weight where many are equal."""
-    if engine.program.whole:
-        return chunks_of(engine, rows, engine.numbers_per_row)
+    rows = engine.program.inputs(rows)
     rows, weights = once_each(rows, np.ones(num_rows(rows), np.float32))
     return chunks_of(engine, rows, engine.numbers_per_row, weights)
