@@ -121,12 +121,12 @@ def _at_once_or(
 def _direct(phi: PHI, num_predictors: int, nodes: tuple | None) -> tuple[Callable, int]:
     """A rule of many nodes for one factor, and the number of its points."""
     if nodes is None:
-        return lambda *known: by_cube(phi, factor_of(*known)), num_cube_nodes(num_predictors)
+        return lambda *arguments: by_cube(phi, factor_of(*arguments)), num_cube_nodes(num_predictors)
     points, _, _ = fifth_degree_nodes(num_predictors)
     z, (few, many) = np.concatenate([points, nodes[0]]), (slice(len(points)), slice(len(points), None))
 
-    def better_of_two(*known: Any) -> tuple[Moments, Array]:
-        factor = factor_of(*known)
+    def better_of_two(*arguments: Any) -> tuple[Moments, Array]:
+        factor = factor_of(*arguments)
         values, gradients = at_nodes(phi, factor, z)
         moments, error, _, _ = fifth_degree(factor, values[few], gradients[few])
         return _better((moments, error), spread_out(nodes, factor, values[many], gradients[many]))
@@ -162,7 +162,6 @@ def _first_rule(
     factor = factor_of(mean, covariance, constants)
     points, _, _ = fifth_degree_nodes(mean.size)
     moments, error, direction, slope = fifth_degree(factor, *at_nodes(phi, factor, points))
-    error = jnp.where(jnp.isnan(error), jnp.inf, error)  # phi is not defined farther out
     exact, small = tolerances
     tolerance = jnp.maximum(exact[jnp.finfo(mean.dtype).bits], small * natural_size(factor.root, moments))
     return factor._replace(direction=direction, slope=slope, tolerance=tolerance), moments, error
@@ -225,8 +224,8 @@ def _differentiable(expect: Callable, phi: PHI, num_predictors: int) -> Callable
         return jnp.asarray(weights) @ jax.vmap(lambda point: phi(point, constants))(mean + z @ root.T)
 
     def forward(means: Array, covariances: Array, constants: Any) -> tuple[Moments, Any]:
-        found = expect(means, covariances, constants)
-        return found, (means, covariances, constants, found[0])
+        result = expect(means, covariances, constants)
+        return result, (means, covariances, constants, result[0])
 
     def backward(residuals: Any, slopes: tuple[Moments, Any]) -> tuple:
         means, covariances, constants, (_, gradients, hessians) = residuals

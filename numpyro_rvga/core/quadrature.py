@@ -81,6 +81,7 @@ def fifth_degree(factor: Factor, values: Array, gradients: Array) -> tuple[Momen
     bent = bent[jnp.argmax(jnp.sum(bent * bent, axis=1))]
     direction = _unit(bent, 0.0, jnp.zeros(size, dtype).at[-1].set(1.0))
     total = jnp.sum(error) if size <= MOST_DIAGONAL else size * jnp.sum(error)
+    total = jnp.where(jnp.isnan(total), jnp.inf, total)  # phi is not defined farther out
     return moments, total, direction, gradients[0]
 
 

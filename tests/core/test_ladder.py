@@ -159,6 +159,21 @@ def test_with_many_predictors_the_better_of_two_rules_is_taken(effort):
         assert float(jnp.max(jnp.abs(expect(means, covariances, outcomes)[0] - truth))) < bound * 3
 
 
+@pytest.mark.parametrize("effort", ["direct", "usual"])
+def test_with_many_predictors_a_density_that_is_nan_far_out_has_a_finite_error(effort):
+    """Four standard deviations out, where the few nodes' error is estimated, and no node of the many is."""
+    size = 6
+    phi = lambda u, y: -jnp.exp(0.1 * jnp.sum(u)) - 0.001 * jnp.sum(jnp.log(4.4 - u))  # noqa: E731
+    nodes = monte_carlo_points(jax.random.key(0), 256, size)
+    assert np.abs(nodes[0]).max() < 4.4
+    means, covariances = jnp.zeros((5, size)), jnp.tile(jnp.eye(size), (5, 1, 1))
+    (value, _, _), error = expectations(phi, size, nodes, effort=effort)[1](means, covariances, jnp.zeros(5))
+    z, step = np.linspace(-4.3, 4.3, 10_001, retstep=True)
+    truth = -np.exp(0.005 * size) - 0.001 * size * step * (stats.norm.pdf(z) @ np.log(4.4 - z))
+    np.testing.assert_allclose(value, truth, atol=0.01)
+    assert np.all(error < 0.1)
+
+
 @pytest.mark.parametrize("phi, size", [(negative_binomial, 2), (hinge, 1)])
 def test_the_value_may_be_differentiated(phi, size):
     means, covariances, _ = factors(size, 0.3)
