@@ -14,7 +14,7 @@ from jax import Array
 
 from ..core.factors import Accounts, Kind, covariances
 from ..core.recursion import State
-from ..model.distinct_rows import once_each
+from ..model.distinct_rows import num_distinct, once_each
 from ..model.rows import Rows, evenly_spread, num_rows, selected
 from .engine import BUDGET, Engine, chunks_of
 from .kinds import NUM_FRESH
@@ -56,7 +56,9 @@ def expectation_errors(engine: Engine, state: State, rows: Rows, accounts: Accou
     if any(kind.fresh is not None and not t.by_draws for kind, t in zip(engine.kinds, engine.program.terms)):
         most = min(most, MOST_NODES // (NUM_FRESH * engine.options.num_samples))
     total = num_rows(rows) if engine.program.whole else int(state.num_rows)
-    some, weights = once_each(rows, np.ones(num_rows(rows), np.float32))
+    some, weights = rows, np.ones(num_rows(rows), np.float32)
+    if num_distinct(rows, most) <= most:
+        some, weights = once_each(rows, weights)
     if num_rows(some) > most:
         some = selected(rows, evenly_spread(num_rows(rows), max(most, 2)))
         weights = np.ones(num_rows(some), np.float32)
