@@ -316,7 +316,6 @@ class BONG:
                     block_size=self.block_size,
                     predict=prequential,
                     checked=in_memory,
-                    time=getattr(self.dynamics, "time", None),
                 )
                 state, info = taken(state, self._facts(rng_key, shuffled=source.order is not None)), taken.facts()
                 absorbed = taken.absorbed

@@ -361,7 +361,6 @@ class RVGA:
                 checked=in_memory,
                 sampled_by=rng_key if sampled else None,
                 sample_numbers=FEW_NUMBERS if source.seekable else SAMPLE_NUMBERS,
-                time=None if self.dynamics is None else self.dynamics.time,
             )
             taken(engine.devices.put(start), self._facts(rng_key, sizes, shuffled=visited.order is not None))
             state, info = taken.finished()

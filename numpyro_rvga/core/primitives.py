@@ -39,19 +39,22 @@ def equations(jaxpr) -> Iterator:
     """The equations of a jaxpr and of the jaxprs inside it."""
     for eqn in jaxpr.eqns:
         yield eqn
-        for inner in jax.tree.leaves(list(eqn.params.values())):
-            if hasattr(inner, "eqns"):
-                yield from equations(inner)
+        for inner in _jaxprs_of(eqn):
+            yield from equations(inner)
 
 
 def numbers_in(jaxpr) -> int:
     """How many numbers it computes, those of a loop as often as it runs; a guess where only the data tell that."""
     count = 0
     for eqn in jaxpr.eqns:
-        inner = [x for x in jax.tree.leaves(list(eqn.params.values())) if hasattr(x, "eqns")]
         times = UNKNOWN_LENGTH if eqn.primitive.name == "while" else eqn.params.get("length", 1)
-        count += times * sum(map(numbers_in, inner)) + sum(v.aval.size for v in eqn.outvars)
+        count += times * sum(map(numbers_in, _jaxprs_of(eqn))) + sum(v.aval.size for v in eqn.outvars)
     return count
+
+
+def _jaxprs_of(eqn) -> list:
+    """The jaxprs inside an equation."""
+    return [x for x in jax.tree.leaves(list(eqn.params.values())) if hasattr(x, "eqns")]
 
 
 def is_float(dtype) -> bool:

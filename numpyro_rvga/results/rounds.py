@@ -21,7 +21,7 @@ from ..core.recursion import CanonicalGaussian, State
 from ..engines.certificate import Certificate, Look, Sums
 from ..engines.engine import Engine
 from ..options import is_count
-from .summaries import added, row_factor, state_of, summary, without_prior_factor
+from .summaries import added, row_factor, state_of, summary, with_prior_factor, without_prior_factor
 
 if TYPE_CHECKING:
     from ..model import Program
@@ -115,11 +115,7 @@ class _Steps:
 
     def _state(self, before: State, rows: CanonicalGaussian) -> State | None:
         """The best Gaussian for a factor of the rows and the prior; ``before`` has its approximation to begin with."""
-        density = self._base.plus(rows)
-        if before.prior_factor is not None:
-            prior = jax.tree.map(lambda x: np.asarray(x, np.float64), before.prior_factor)
-            density = density.plus(prior.about(self._origin))
-        state = state_of(density, before, self._num_rows)
+        state = state_of(with_prior_factor(self._base.plus(rows), before), before, self._num_rows)
         return None if state is None else self._evaluations.with_exact_prior(state)
 
     def _evaluated(self, state: State | None, rows: CanonicalGaussian) -> _Place | None:

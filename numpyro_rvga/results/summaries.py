@@ -25,14 +25,17 @@ def joint_density(state: State, origin: np.ndarray) -> CanonicalGaussian:
     return CanonicalGaussian(inverse.T @ inverse, inverse.T @ shift, constant, origin)
 
 
-def _in_double(factor: CanonicalGaussian) -> CanonicalGaussian:
-    return CanonicalGaussian(*[np.asarray(x, np.float64) for x in factor])
-
-
 def without_prior_factor(state: State, origin: np.ndarray) -> CanonicalGaussian:
     """log q + log evidence, less the approximation of prior terms that are not Gaussian."""
-    density = joint_density(state, origin)
-    return density if state.prior_factor is None else density.plus(_in_double(state.prior_factor).about(origin), -1.0)
+    return with_prior_factor(joint_density(state, origin), state, -1.0)
+
+
+def with_prior_factor(density: CanonicalGaussian, state: State, times: float = 1.0) -> CanonicalGaussian:
+    """A density with a state's approximation of prior terms that are not Gaussian, so many times."""
+    if state.prior_factor is None:
+        return density
+    factor = CanonicalGaussian(*[np.asarray(x, np.float64) for x in state.prior_factor])
+    return density.plus(factor.about(density.centre), times)
 
 
 def summary(after: State, before: State, origin: np.ndarray) -> CanonicalGaussian:

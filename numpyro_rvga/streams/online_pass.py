@@ -57,9 +57,10 @@ class OnlinePass(Pass):
         block_size: int,
         predict: str | None,
         checked: bool,
-        time: str | None,
     ):
-        super().__init__(online.engine.program, source, options, bar, publish, checked=checked, time=time)
+        super().__init__(
+            online.engine.program, source, options, bar, publish, checked=checked, movement=online.movement
+        )
         self._online, self._rule, self._rate = online, rule, online.rate(rule)
         self._block, self._call_back, self._predict = block_size, call_back, predict
         self._every = None if every is None else -(-every // block_size) * block_size

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ..core.gaussians import Movement
 from ..files import MALFORMED, digest
 from ..model.arguments import BadData, check_finite, finite_rows, named_rows, refuse_frames
 from ..model.identity import ModelIdentity, model_identity
@@ -179,7 +180,7 @@ class Pass(ABC):
     :param bar: a progress bar.
     :param publish: called with each state that is known to be good.
     :param checked: whether it is known that the rows are finite, and their outcomes in their support.
-    :param time: the array of time stamps by which parameters move, if they do: rows come in its order.
+    :param movement: how parameters move before each block: by time stamps, rows come in the order of these.
 
     :ivar state: after the last piece whose result is known to be good.
     :ivar done: how many rows of the source that was.
@@ -195,10 +196,10 @@ class Pass(ABC):
         publish: Callable[[Any], None],
         *,
         checked: bool,
-        time: str | None = None,
+        movement: Movement | None,
     ):
         self._program, self._source, self._options, self._bar, self._publish = program, source, options, bar, publish
-        self._checked, self._time = checked, time
+        self._checked, self._time = checked, None if movement is None else movement.time
         self._checkpoint = options.opened
         self.state: Any = None
         self.absorbed = RowSet()

@@ -128,9 +128,8 @@ class RecursivePass(Pass):
         checked: bool,
         sampled_by: Array | None,
         sample_numbers: int,
-        time: str | None,
     ):
-        super().__init__(engine.program, source, options, bar, publish, checked=checked, time=time)
+        super().__init__(engine.program, source, options, bar, publish, checked=checked, movement=engine.movement)
         self._engine, self._sizes, self._sparse = engine, sizes, sparse
         self._memory, self._gathered = RowMemory(sizes.memory, NEGLIGIBLE_ERROR), Gathered()
         self._sampled_by = sampled_by
