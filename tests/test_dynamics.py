@@ -204,6 +204,27 @@ def test_functional_updates_move_the_parameters_too():
     assert_filtered(rvga.posterior(state), kalman_filter(rows, CASES["random walk"][1], block_size=10))
 
 
+def test_a_posterior_of_a_run_without_dynamics_moves_on_as_a_gaussian():
+    """Its prior is not Gaussian, and is no more part of what follows than of a Kalman filter that starts there."""
+
+    def heavy_tailed(x, y=None):
+        slope = numpyro.sample("slope", dist.StudentT(3.0, 0.0, 1.0))
+        with numpyro.plate("rows", x.shape[0]):
+            numpyro.sample("y", dist.Normal(slope * x, NOISE), obs=y)
+
+    rows = data(30)
+    first, later = ({name: array[part] for name, array in rows.items()} for part in (slice(5), slice(5, 30)))
+    before = RVGA(heavy_tailed).run(first, progress_bar=False)
+    after = RVGA(heavy_tailed, dynamics=RandomWalk(0.3), block_size=1).run(later, init=before, progress_bar=False)
+    mean, variance = float(before.mean[0]), float(before.covariance[0, 0])
+    for x, y in zip(later["x"], later["y"]):
+        variance += 0.3**2
+        gain = variance * x / (x * variance * x + NOISE**2)
+        mean, variance = mean + gain * (y - x * mean), variance * (1 - gain * x)
+    np.testing.assert_allclose(after.mean, [mean], rtol=1e-9)
+    np.testing.assert_allclose(after.covariance, [[variance]], rtol=1e-9)
+
+
 def test_a_scale_with_a_half_normal_prior_is_followed_as_it_changes():
     def volatility(y):
         scale = numpyro.sample("scale", dist.HalfNormal(2.0))
