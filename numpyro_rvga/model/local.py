@@ -328,7 +328,7 @@ def local_terms(
                 "they are Normal additions of known scale, RVGA(model, local='prior') takes them."
             )
         width, predictors = len(kept), partial(split.kept_predictors, kept)
-        constants, density = split.constants, partial(split.integrated, kept, quadratic)
+        constants, density = split.constants, jax.jit(partial(split.integrated, kept, quadratic))
     terms = Terms(component.name, component.size, width, True, predictors, constants, density, None)
     terms = terms._replace(is_integral=kept is not None and not quadratic)
     return terms, quadratic, partial(split.drawn, kept, quadratic)
@@ -432,7 +432,7 @@ def _drawn_gaussian(log_joint: Callable, rng_key: Array, size: int, dtype: jnp.d
     """The log of the integral, and z (K,) from the normal distribution that the integrand is of."""
     mean, factor = gaussian_conditional(log_joint, size, dtype)
     z = mean + solve_lower(factor, jax.random.normal(rng_key, (size,), dtype), transpose=True)
-    return _gaussian_integral(log_joint, log_joint, size, dtype), z
+    return _integral_around(log_joint, mean), z
 
 
 def _drawn(log_joint: Callable, rng_key: Array, size: int, dtype: jnp.dtype) -> tuple[Array, Array]:
@@ -452,21 +452,39 @@ def _integral(log_joint: Callable, still: Callable, size: int, dtype: jnp.dtype)
 
 def _gaussian_integral(log_joint: Callable, still: Callable, size: int, dtype: jnp.dtype) -> Array:
     mean, _ = gaussian_conditional(still, size, dtype)
-    mean = lax.stop_gradient(mean)
-    slope, precision = jax.grad(log_joint)(mean), -jax.hessian(log_joint)(mean)
-    factor = cholesky(precision)
+    return _integral_around(log_joint, lax.stop_gradient(mean))
+
+
+def _integral_around(log_joint: Callable, z: Array) -> Array:
+    """The log of the integral of a normal density, from its expansion at z (K,)."""
+    value, slope, hessian = _expansion(log_joint, z)
+    factor = cholesky(-hessian)
     left = solve_lower(factor, slope)
     half_log_det = jnp.sum(jnp.log(jnp.diagonal(factor)))
-    return log_joint(mean) + 0.5 * left @ left - half_log_det + 0.5 * size * math.log(2 * math.pi)
+    return value + 0.5 * left @ left - half_log_det + 0.5 * z.size * math.log(2 * math.pi)
 
 
 def gaussian_conditional(log_joint: Callable, size: int, dtype: jnp.dtype) -> tuple[Array, Array]:
     """Mean (K,) and lower Cholesky factor of the precision, of a quadratic log density."""
-    mean = jnp.zeros(size, dtype)
-    for _ in range(2):  # the second step mends the first one's rounding
-        factor = cholesky(-jax.hessian(log_joint)(mean))
-        mean = mean + solve_lower(factor, solve_lower(factor, jax.grad(log_joint)(mean)), transpose=True)
-    return mean, factor
+    _, slope, hessian = _expansion(log_joint, jnp.zeros(size, dtype))
+    factor = cholesky(-hessian)  # the same at all z
+
+    def newton_step(slope: Array) -> Array:
+        return solve_lower(factor, solve_lower(factor, slope), transpose=True)
+
+    mean = newton_step(slope)
+    return mean + newton_step(jax.grad(log_joint)(mean)), factor  # which mends the first one's rounding
+
+
+def _expansion(log_joint: Callable, z: Array) -> tuple[Array, Array, Array]:
+    """Value, gradient (K,) and Hessian (K, K) at z."""
+
+    def slope(z: Array) -> tuple[Array, tuple[Array, Array]]:
+        value, gradient = jax.value_and_grad(log_joint)(z)
+        return gradient, (value, gradient)
+
+    hessian, (value, gradient) = jax.jacfwd(slope, has_aux=True)(z)
+    return value, gradient, hessian
 
 
 def _moving(split: _Split, component: Component, rows: Arrays) -> np.ndarray:
