@@ -405,9 +405,9 @@ def test_as_many_groups_as_rows_are_no_row_plate():
 
 
 # ---------------------------------------------------------------------- a neural network
-INPUT = np.linspace(-2.0, 2.0, 150)[:, None]
+INPUT = np.linspace(-2.0, 2.0, 40)[:, None]
 CURVE = np.sin(2.0 * INPUT[:, 0])
-NETWORK_DATA = {"x": INPUT, "y": CURVE + 0.2 * RNG.normal(size=150)}
+NETWORK_DATA = {"x": INPUT, "y": CURVE + 0.2 * RNG.normal(size=40)}
 HIDDEN = 8  # more affine predictors than the split takes: the network is linearised
 
 
@@ -455,7 +455,7 @@ def test_flax_network_is_linearised_in_its_output_and_its_laplace_covariance_is_
 
 def test_flax_network_learns_the_curve():
     with pytest.warns(UserWarning, match="q is not the best Gaussian: .* no step raised the bound"):
-        posterior = RVGA(network_model).run(NETWORK_DATA, progress_bar=False)
+        posterior = RVGA(network_model, max_iterations=20).run(NETWORK_DATA, progress_bar=False)
     fitted = network_output(posterior.mean, posterior.site_names)
     assert np.sqrt(np.mean((fitted - CURVE) ** 2)) < 0.2 * CURVE.std()
 
