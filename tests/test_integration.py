@@ -333,10 +333,19 @@ def process(places, number, count=None):
         numpyro.sample("count", dist.Poisson(jnp.exp(level + value[number])), obs=count)
 
 
+def partly_undefined(x, y=None):
+    variance = numpyro.sample("variance", dist.LogNormal(3, 0.1))
+    slope = numpyro.sample("slope", dist.Normal(0, 2))
+    degrees = numpyro.sample("degrees", dist.Gamma(2, 0.1))
+    with numpyro.plate("rows", x.shape[0]):
+        numpyro.sample("y", dist.StudentT(degrees, slope * x, jnp.sqrt(variance - 1)), obs=y)
+
+
 @pytest.mark.parametrize(
     ("model", "data", "kwargs", "sites"),
     [
         (positive_slope, LINE, {}, ("sigma",)),
+        (partly_undefined, LINE, {}, ("variance", "degrees")),
         (eight_schools_not_centred, SCHOOLS, {}, ("tau",)),
         (process, {"number": np.arange(5), "count": np.arange(5)}, {"places": np.arange(5.0)}, ("length", "variance")),
     ],

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from scipy.sparse import coo_array, eye_array
 
 from ..core.precisions import ArrowFactor
 from .maximized_bound import Maximum, Start
@@ -18,6 +19,7 @@ NUM_TRIALS = 8  # points of the prior at which L is tried before its mode is sou
 MOST_TRIALS = 64  # and at most
 STEP = 0.3  # of differences of gradients, in units of the prior's standard deviation or the mode's, if that is less
 DECONVOLUTIONS = 200
+KERNEL_REACH = 8.0  # standard deviations, beyond which a kernel is nothing in double precision
 FLATTEST = 3.0  # standard deviations of the prior: no Gaussian at a mode is wider
 
 
@@ -198,10 +200,16 @@ def kernel_weights(h: np.ndarray, mass: np.ndarray, kernel: np.ndarray, iteratio
     Kernels widen what they are put around. By the iterations of Richardson and Lucy (those of EM for the weights of a
     mixture), the weights are as much narrower.
     """
+    from scipy.spatial import KDTree  # slow to import, and seldom needed
+
     z = np.linalg.solve(kernel, h.T).T
-    densities = np.exp(-0.5 * np.sum((z[:, None] - z) ** 2, axis=-1))
+    pairs = KDTree(z).query_pairs(KERNEL_REACH, output_type="ndarray")
+    first, second = pairs.T
+    density = np.exp(-0.5 * np.sum((z[first] - z[second]) ** 2, axis=1))
+    of_pairs = coo_array((density, (first, second)), shape=(len(z), len(z)))
+    densities = (of_pairs + of_pairs.T + eye_array(len(z))).tocsr()  # symmetric
     weights = mass.copy()
     for _ in range(iterations):
-        weights = weights * (densities.T @ (mass / (densities @ weights)))
+        weights = weights * (densities @ (mass / (densities @ weights)))
         weights /= weights.sum()
     return weights

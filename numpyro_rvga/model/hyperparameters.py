@@ -100,7 +100,7 @@ def _is_simple(program: Program, terms: Terms, rows: dict[str, Any]) -> bool:
 
 
 def _is_concave(terms: Terms, dtype: Any, rows: dict[str, Any]) -> bool:
-    """Whether the log density's Hessian is negative semidefinite at some places."""
+    """Whether the log density's Hessian is finite and negative semidefinite at some places."""
     places = jnp.asarray(np.random.default_rng(0).normal(size=(NUM_PROBES, terms.num_predictors)), dtype)
 
     def hessians():
@@ -108,7 +108,10 @@ def _is_concave(terms: Terms, dtype: Any, rows: dict[str, Any]) -> bool:
         values = jax.tree.map(lambda x: x[np.arange(NUM_PROBES) % len(x)], values)
         return jax.vmap(jax.hessian(terms.density))(places, values)
 
-    values = np.linalg.eigvalsh(np.asarray(at_once(hessians), np.float64))
+    found = np.asarray(at_once(hessians), np.float64)
+    if not np.isfinite(found).all():
+        return False
+    values = np.linalg.eigvalsh(found)
     tolerance = 100 * float(jnp.finfo(dtype).eps) * np.abs(values).max(axis=1)
     return bool(np.all(values.max(axis=1) <= tolerance))
 

@@ -124,3 +124,11 @@ def test_kernel_weights_make_up_for_the_kernels_width():
     weights = kernel_weights(h, mass, np.array([[0.18]]))
     variance = weights @ h[:, 0] ** 2 + 0.18**2
     np.testing.assert_allclose(variance, 1.0, atol=1e-3)
+
+
+def test_kernel_weights_of_thousands_of_points_leave_the_mass_as_it_is():
+    side = np.arange(-40, 41)
+    h = 0.2 * np.stack(np.meshgrid(side, side), -1).reshape(-1, 2)  # 6,561 points: a dense matrix takes a minute
+    mass = stats.norm.pdf(h).prod(axis=1) * 0.04
+    weights = kernel_weights(h, mass, 0.12 * np.eye(2))
+    np.testing.assert_allclose(weights @ h**2 + 0.12**2, 1.0, atol=1e-3)

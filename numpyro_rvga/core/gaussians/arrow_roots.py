@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import jax
@@ -11,6 +12,9 @@ from jax import Array
 from ..borders import BorderPattern
 from ..linalg import solve_lower
 from ..precisions import Arrow, ArrowFactor
+
+Metric = Callable[[Array], Array]
+"""Squared lengths (n,) of steps (n, P)."""
 
 
 @jax.tree_util.register_dataclass
@@ -24,9 +28,10 @@ class DenseRoot:
         """The root times a vector (P,)."""
         return jnp.matmul(self.matrix, noise, precision="highest")
 
-    def lengths(self, steps: Array) -> Array:
-        """Squared lengths (n,) of steps (n, P) in the metric of the precision."""
-        return jnp.sum(solve_lower(self.matrix, steps.T) ** 2, axis=0)
+    def metric(self) -> Metric:
+        """Of the precision. The root is inverted once: products of matrices take a third of the time of solves."""
+        inverse = solve_lower(self.matrix, jnp.eye(len(self.matrix), dtype=self.matrix.dtype))
+        return lambda steps: jnp.sum(jnp.matmul(steps, inverse.T, precision="highest") ** 2, axis=1)
 
     def log_determinant(self) -> Array:
         """Of the root."""
@@ -70,11 +75,15 @@ class ArrowRoot:
         x = self.slopes @ h + self._form.solve_transposed(self.factor, of_x)
         return jnp.zeros_like(noise).at[self.places].set(jnp.concatenate([h, x]))
 
-    def lengths(self, steps: Array) -> Array:
-        """Squared lengths (n,) of steps (n, P) in the metric of the precision."""
-        h, x = self._split(steps.T[self.places])
-        of_x = self._form.times_transposed(self.factor, x - self.slopes @ h)
-        return jnp.sum(solve_lower(self.kernel, h) ** 2, axis=0) + jnp.sum(of_x**2, axis=0)
+    def metric(self) -> Metric:
+        """Of the precision."""
+
+        def lengths(steps: Array) -> Array:
+            h, x = self._split(steps.T[self.places])
+            of_x = self._form.times_transposed(self.factor, x - self.slopes @ h)
+            return jnp.sum(solve_lower(self.kernel, h) ** 2, axis=0) + jnp.sum(of_x**2, axis=0)
+
+        return lengths
 
     def log_determinant(self) -> Array:
         """Of the root."""

@@ -3,20 +3,45 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jax.scipy.special import logsumexp
 from jax.scipy.stats import norm
 
 from ..linalg import lower_from_root
-from .arrow_roots import ArrowRoots, DenseRoot, root_of, variances_of
+from .arrow_roots import ArrowRoots, DenseRoot, Metric, root_of, variances_of
 from .full import FullGaussian
 from .steps import log_normal
 
 BISECTIONS = 60
 BATCH_NUMBERS = 2**22  # in the roots that draws take at once
+POINTS_IN_BLOCK = 128
+FEW = 3  # coordinates, by which components are passed over
+TOO_LITTLE = 30.0  # nats below what a point's density is at least: a million such components are nothing beside it
+
+
+class _FewCoordinates(NamedTuple):
+    """Of a mixture's components: entries of theta (c,), means and variances of these, (K, c)."""
+
+    places: Array
+    means: Array
+    variances: Array
+
+    def least_lengths(self, points: Array, k: Array) -> Array:
+        """Of points (..., P): squared lengths from the mean of component k, in its metric, are at least so long."""
+        return jnp.max((points[..., self.places] - self.means[k]) ** 2 / self.variances[k], axis=-1)
+
+    def nearest(self, points: Array) -> Array:
+        """For points (n, P), the number of a component that is near them, (n,)."""
+
+        def closer(best: tuple[Array, Array], k: Array) -> tuple[tuple[Array, Array], None]:
+            length = self.least_lengths(points, k)
+            return (jnp.minimum(best[0], length), jnp.where(length < best[0], k, best[1])), None
+
+        nothing = jnp.full(len(points), jnp.inf, points.dtype), jnp.zeros(len(points), jnp.int32)
+        return lax.scan(closer, nothing, jnp.arange(len(self.means), dtype=jnp.int32))[0][1]
 
 
 @jax.tree_util.register_dataclass
@@ -107,17 +132,58 @@ class GaussianMixture:
         return jacobian @ self.scale_tril()
 
     def log_prob(self, theta: Array) -> Array:
-        """At theta (..., P)."""
+        """At theta (..., P). Of each point, components are passed over that cannot add to its density.
+
+        Points are taken in blocks of those that are near one component. What this one has there is less than the
+        density, and what another could have at most follows from a few coordinates.
+        """
         size = self.means.shape[1]
         flat = theta.reshape(-1, size)
+        peaks, few = self._peaks(), self._in_few_coordinates()
+        nearest = few.nearest(flat)
+        block = min(POINTS_IN_BLOCK, len(flat))
+        order = jnp.argsort(nearest)
+        order = jnp.concatenate([order, jnp.full(-len(flat) % block, order[-1])]).reshape(-1, block)
+        blocks = flat[order]
 
-        def one(component):
-            log_weight, mean, k = component
-            root = root_of(self.roots, k)
-            return log_weight + log_normal(root.lengths(flat - mean), 2 * root.log_determinant(), size)
+        def log_density(k: Array, metric: Metric, points: Array) -> Array:
+            return peaks[k] - 0.5 * metric(points - self.means[k])
 
-        numbers = jnp.arange(len(self.means))
-        return logsumexp(lax.map(one, (self.log_weights, self.means, numbers)), axis=0).reshape(theta.shape[:-1])
+        def of_one(x: tuple[Array, Array]) -> Array:
+            return log_density(x[0], root_of(self.roots, x[0]).metric(), x[1])
+
+        at_least = lax.map(of_one, (nearest[order[:, block // 2]], blocks))
+
+        def add(total: Array, k: Array) -> tuple[Array, None]:
+            # A bound that is not a number passes over nothing.
+            too_little = peaks[k] - 0.5 * few.least_lengths(blocks, k) < at_least - TOO_LITTLE
+            metric = root_of(self.roots, k).metric()
+
+            def of_block(x: tuple[Array, Array, Array]) -> Array:
+                is_none, total, points = x
+                return lax.cond(is_none, lambda: total, lambda: jnp.logaddexp(total, log_density(k, metric, points)))
+
+            return lax.map(of_block, (jnp.all(too_little, axis=1), total, blocks)), None
+
+        total = lax.scan(add, jnp.full_like(at_least, -jnp.inf), jnp.arange(len(self.means)))[0]
+        found = jnp.zeros(len(flat), total.dtype).at[order.ravel()].set(total.ravel())
+        return found.reshape(theta.shape[:-1])
+
+    def _peaks(self) -> Array:
+        """The logarithms of the components' weighted densities at their means, (K,)."""
+
+        def log_determinant(k: Array) -> Array:
+            return 2 * root_of(self.roots, k).log_determinant()
+
+        determinants = lax.map(log_determinant, jnp.arange(len(self.means)))
+        return self.log_weights + log_normal(jnp.zeros(()), determinants, self.means.shape[1])
+
+    def _in_few_coordinates(self) -> _FewCoordinates:
+        """In those in which the components are the farthest apart."""
+        variances = variances_of(self.roots)
+        apart = jnp.var(self.means, axis=0) / jnp.mean(variances, axis=0)
+        places = lax.top_k(apart, min(FEW, apart.size))[1]
+        return _FewCoordinates(places, self.means[:, places], variances[:, places])
 
     def marginal_quantiles(self, probabilities: Array) -> Array:
         """Quantiles of the marginals, (..., P), at probabilities (..., 1), by bisection."""
