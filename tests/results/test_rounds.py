@@ -53,6 +53,11 @@ def made(kind):
 
 
 @functools.cache
+def method_of(model):
+    return RVGA(model)
+
+
+@functools.cache
 def best_of(kind):
     model, data = made(kind)
     return FixedPointVI(model).run(data, progress_bar=False)
@@ -65,7 +70,7 @@ def cut(kind, order):
     count = 8 if kind == "logistic" else 4
     places = np.arange(len(data["y"])) if order == "shuffled" else np.argsort(data["y"], kind="stable")
     blocks = [{name: array[part] for name, array in data.items()} for part in np.array_split(places, count)]
-    method = RVGA(model)
+    method = method_of(model)
     return blocks, [method.run(block, progress_bar=False) for block in blocks]
 
 
@@ -111,7 +116,7 @@ def test_single_precision_meets_the_best_gaussian_too():
 def test_rows_that_are_skipped_are_skipped_in_every_round():
     model, data = made("logistic")
     spoilt = {name: np.insert(array, 5, np.nan, axis=0) for name, array in data.items()}
-    blocks, method = [{n: x[part] for n, x in spoilt.items()} for part in (slice(0, 300), slice(300, 801))], RVGA(model)
+    blocks, method = [{n: x[part] for n, x in spoilt.items()} for part in (slice(0, 300), slice(300, 801))], method_of(model)
     parts = [method.run(block, on_bad_row="skip", progress_bar=False) for block in blocks]
     merged = Posterior.merge(parts, data=blocks)
     assert off(merged, best_of("logistic")) < 0.02 and merged.num_rows == 800
@@ -190,16 +195,18 @@ def weakly_informed(g, x, y=None):
         numpyro.sample("y", dist.Poisson(jnp.exp(a[g] + slope * x)), obs=y)
 
 
+PARTS, WHOLE = RVGA(weakly_informed), FixedPointVI(weakly_informed)
+
+
 @functools.cache
 def weakly_informed_rows(seed):
     """Counts that hardly tell the scale of groups: a natural-gradient step moves it by a sixth of what is missing."""
     rng = np.random.default_rng(seed)
     g, x, effects = np.arange(60) % 12, rng.normal(size=60), 0.05 * rng.normal(size=12)
     data = {"g": g, "x": x, "y": rng.poisson(np.exp(0.3 + effects[g] + 0.3 * x)).astype(float)}
-    return data, FixedPointVI(weakly_informed).run(data, progress_bar=False)
+    return data, WHOLE.run(data, progress_bar=False)
 
 
-SLOW = RVGA(weakly_informed)
 
 
 @pytest.mark.parametrize(("seed", "order"), [(1, "shuffled"), (2, "sorted")])
@@ -207,7 +214,7 @@ def test_the_error_that_is_told_is_that_of_slow_directions_too(seed, order):
     data, best = weakly_informed_rows(seed)
     places = np.arange(60) if order == "shuffled" else np.argsort(data["y"], kind="stable")
     blocks = [{n: x[i] for n, x in data.items()} for i in np.array_split(places, 4)]
-    parts = [SLOW.run(block, progress_bar=False) for block in blocks]
+    parts = [PARTS.run(block, progress_bar=False) for block in blocks]
     merged = Posterior.merge(parts, data=blocks)
     assert merged.info["merge_error"] < 0.01 and off(merged, best) < 0.012
     with pytest.warns(UserWarning, match="take more rounds"):
@@ -221,6 +228,6 @@ def test_parts_whose_own_posteriors_are_far_from_the_whole_meet_it():
     g, x, effects = np.arange(240) % 12, rng.normal(size=240), 0.6 * rng.normal(size=12)
     data = {"g": g, "x": x, "y": rng.poisson(np.exp(0.3 + effects[g] + 0.3 * x)).astype(float)}
     blocks = [{n: v[i] for n, v in data.items()} for i in np.array_split(np.argsort(data["y"], kind="stable"), 2)]
-    merged = Posterior.merge([SLOW.run(block, progress_bar=False) for block in blocks], data=blocks)
-    best = FixedPointVI(weakly_informed).run(data, progress_bar=False)
+    merged = Posterior.merge([PARTS.run(block, progress_bar=False) for block in blocks], data=blocks)
+    best = WHOLE.run(data, progress_bar=False)
     assert merged.info["merge_errors"][0] > 0.5 and off(merged, best) < 0.012 and abs(merged.elbo - best.elbo) < 0.01
