@@ -345,5 +345,5 @@ def test_a_bound_of_linearized_predictors_that_draws_do_not_confirm_is_none():
 
     x = np.linspace(-1, 1, 30)
     with pytest.warns(UserWarning, match="by 200 draws from q"), pytest.warns(UserWarning, match="not maximised"):
-        posterior = FixedPointVI(network).run({"x": x, "y": np.sin(3 * x)}, progress_bar=False)
+        posterior = FixedPointVI(network, max_iterations=30).run({"x": x, "y": np.sin(3 * x)}, progress_bar=False)
     assert posterior.elbo is None and posterior.info["log_evidence_estimate"] < 0
