@@ -15,6 +15,7 @@ from ..model import bad_indices
 from ..model.arguments import BadData, NotRows, checked_rows, whole_data
 from ..model.bad_rows import check_start
 from ..model.failures import LocalLatents, UnboundedStates, readable, why_not_rows
+from ..model.keywords import same, snapshot
 from ..model.program import Program
 from ..model.reading_check import check_reading
 from ..model.rows import Rows, num_rows
@@ -71,12 +72,12 @@ class Engines:
         key = tuple(np.asarray(jax.random.key_data(rng_key)).tolist())
         form = (shapes, str(jnp.result_type(float)), key, self._takes_draws(all_rows))
         for known_form, kwargs, engine in self._known:
-            if known_form == form and _same(kwargs, model_kwargs):
+            if known_form == form and same(kwargs, model_kwargs):
                 program = engine.program.bind(rows, all_rows)
                 if program is not None:
                     self.last = engine if program is engine.program else engine.bind(program)
                     return self.last
-        options, model_kwargs = self._options, _snapshot(model_kwargs)
+        options, model_kwargs = self._options, snapshot(model_kwargs)
         try:
             program = self._program(rows, model_kwargs, all_rows)
         except (TypeError, ValueError) as error:
@@ -142,7 +143,7 @@ class Engines:
             return earlier
         arrays, keywords = whole_data(self._model, data, model_kwargs)
         form = _whole_form(rng_key)
-        program = self._whole_program(arrays, _snapshot(keywords), reason)
+        program = self._whole_program(arrays, snapshot(keywords), reason)
         engine = Engine(program, self._options, rng_key, None, self.devices)
         self._known = [entry for entry in self._known if entry[0] != form] + [(form, program.model_kwargs, engine)]
         self.last = engine
@@ -158,7 +159,7 @@ class Engines:
             return None
         arrays, keywords = whole_data(self._model, data, model_kwargs)
         for kwargs, engine in candidates:
-            if engine.program.holds(arrays) and _same(kwargs, keywords):
+            if engine.program.holds(arrays) and same(kwargs, keywords):
                 self.last = engine
                 return engine, arrays, engine.program.reason
         return None
@@ -245,24 +246,3 @@ def _as_models_take_them(arrays: Rows) -> list[tuple[Rows, bool]]:
     if any(isinstance(array, jax.Array) for array in arrays.values()):
         variants.append((numpy, False))
     return [*variants, (jax_arrays, False), (jax_arrays, True)] if arrays else variants
-
-
-def _snapshot(model_kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """With copies of arrays that may be written to."""
-    return jax.tree.map(lambda value: value.copy() if isinstance(value, np.ndarray) else value, dict(model_kwargs))
-
-
-def _same(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
-    return a.keys() == b.keys() and all(_equal(a[k], b[k]) for k in a)
-
-
-def _equal(a: Any, b: Any) -> bool:
-    if a is b:
-        return True
-    if isinstance(a, Mapping) and isinstance(b, Mapping):
-        return _same(a, b)
-    if isinstance(a, (list, tuple)) and type(a) is type(b):
-        return len(a) == len(b) and all(map(_equal, a, b))
-    if isinstance(a, (np.ndarray, jax.Array)) or isinstance(b, (np.ndarray, jax.Array)):
-        return np.shape(a) == np.shape(b) and bool(np.array_equal(a, b))
-    return type(a) is type(b) and bool(a == b)

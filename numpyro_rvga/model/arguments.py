@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .arrays import BadData, as_data_array
+from .arrays import BadData, as_data_array, is_array
+from .keywords import same
 from .rows import Rows
 
 ROW = "numpyro_rvga.row"  # among a program's rows: their numbers, where the model always runs on all data
@@ -30,11 +31,12 @@ def named_rows(model: Callable, data: Mapping[str, Any] | tuple, model_kwargs: M
     :raises ValueError: naming the argument (and the row) if arrays are not numbers that JAX can hold, or if the model
         takes no such argument.
     """
-    named = _named(model, data, model_kwargs)
-    rows = {name: as_data_array(name, value) for name, value in named.items() if value is not None}
-    for name, array in rows.items():
-        if array.ndim == 0:
-            raise NotRows(f"data array {name!r} is a scalar: pass what is not per row as a keyword argument of run().")
+    named = {name: value for name, value in _named(model, data, model_kwargs).items() if value is not None}
+    for name, value in named.items():
+        if not is_array(value):
+            what = _what_it_is(value)
+            raise NotRows(f"data array {name!r} is {what}: pass what is not per row as a keyword argument of run().")
+    rows = {name: as_data_array(name, value) for name, value in named.items()}
     if not rows:
         raise NotRows("the data hold no array: give a mapping from the model's argument names to arrays of rows.")
     lengths = {name: len(array) for name, array in rows.items()}
@@ -61,12 +63,38 @@ def whole_data(
     for name, value in _named(model, data, model_kwargs).items():
         if value is None:
             continue
-        if np.ndim(value) == 0:
-            keywords[name] = value
-        else:
+        if is_array(value):
             array = as_data_array(name, value)
             arrays[name] = jnp.asarray(array) if isinstance(value, jax.Array) else array
+        else:
+            keywords[name] = value
     return arrays, keywords
+
+
+def whole_data_again(model: Callable, data: Mapping[str, Any] | tuple, model_kwargs: Mapping[str, Any]) -> Rows:
+    """The arrays of :func:`whole_data`, for a model that has been run with keyword arguments, which the data may hold
+    again.
+
+    :param model_kwargs: those of the run, with what of its data was no array.
+    :raises ValueError: for what is no array and not as it was in the run.
+    """
+    again = {k for k, v in _by_name(model, data).items() if k in model_kwargs and v is not None and not is_array(v)}
+    arrays, keywords = whole_data(model, data, {k: v for k, v in model_kwargs.items() if k not in again})
+    for name in sorted(again):
+        if not same({name: keywords[name]}, {name: model_kwargs[name]}):
+            raise BadData(
+                f"{name!r} is not as it was in the run, and a posterior of a whole model holds for that value alone: "
+                "give it as it was. Arrays to be replaced have to be arguments of the model themselves."
+            )
+    return arrays
+
+
+def _what_it_is(value: Any) -> str:
+    if np.isscalar(value) or isinstance(value, (np.ndarray, jax.Array)):
+        return "a scalar"
+    if isinstance(value, (list, tuple)):
+        return "not rectangular, its rows differ in shape"
+    return f"a {type(value).__name__}, no array"
 
 
 def _named(model: Callable, data: Mapping[str, Any] | tuple, model_kwargs: Mapping[str, Any]) -> dict[str, Any]:

@@ -16,6 +16,14 @@ class BadData(ValueError):
     """Data that are of no use to any model."""
 
 
+def is_array(value: Any) -> bool:
+    """Whether there are rows: mappings, lists of arrays of several lengths, text and numbers have none."""
+    try:
+        return np.ndim(value) > 0
+    except ValueError:  # not rectangular
+        return False
+
+
 def as_data_array(name: str, value: Any) -> np.ndarray:
     """An array of numbers.
 

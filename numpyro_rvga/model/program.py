@@ -20,7 +20,7 @@ from .arguments import (
     checked_rows,
     finite_rows,
     row_shapes,
-    whole_data,
+    whole_data_again,
 )
 from .arrays import as_jax_array
 from .bad_indices import WholeIndexCheck
@@ -206,7 +206,7 @@ class Program(BoundLikelihood):
         :raises ValueError: naming arrays that are left out although the run had them.
         """
         if self.whole:
-            rows, _ = whole_data(self.model, data, self.model_kwargs)
+            rows = whole_data_again(self.model, data, self.model_kwargs)
         else:
             rows = checked_rows(self.model, data, 0, self.model_kwargs)
         needed = self._prediction_arrays if predicted else set(self.example_row) - self._outcome_arrays

@@ -12,7 +12,8 @@ Rows = dict[str, np.ndarray]
 
 
 def num_rows(rows: Mapping[str, Any]) -> int:
-    return len(next(iter(rows.values())))
+    """Zero where there are no arrays."""
+    return len(next(iter(rows.values()), ()))
 
 
 def common_length(arrays: Mapping[str, Any]) -> int | None:

@@ -235,7 +235,7 @@ def integrate(
     program = posterior.program
     rows = program.rows(data)
     program.check_rows(rows)
-    if num_rows(rows) != posterior.num_rows:
+    if not program.whole and num_rows(rows) != posterior.num_rows:
         raise ValueError(
             f"data has {num_rows(rows)} rows, and the posterior has absorbed {posterior.num_rows}: give all of "
             "these, and no others."

@@ -630,6 +630,10 @@ class Posterior:
         :raises ValueError: if this posterior has no method to go on with, as after :meth:`load`, and for arrays with
             other columns.
         """
+        if self.continuation is None and self.program.whole:
+            raise ValueError(
+                "The rows of this posterior are one joint solve: run the model on old and new rows together."
+            )
         if self.continuation is None:
             raise ValueError(
                 "This posterior holds no method to go on with. Choose one: RVGA(model).run(data, init=posterior)."

@@ -20,7 +20,7 @@ from ..core.gaussians.mixture import GaussianMixture
 from ..core.precisions import ArrowFactor
 from ..core.recursion import CanonicalGaussian, State
 from ..model import Program
-from ..model.arguments import named_rows
+from ..model.arguments import named_rows, whole_data
 from ..model.data_prior import PriorConstants
 from ..model.identity import ModelIdentity
 from ..model.local import RowFacts
@@ -70,7 +70,12 @@ def load(path: str | os.PathLike, model: Callable, **model_kwargs: Any) -> dict[
         raise ValueError(f"{path} could not hold the model keywords {missing}: pass them to load as keywords.")
     keywords = stored.model_kwargs | model_kwargs
     try:
-        rows = named_rows(model, stored.example_rows, keywords)
+        whole = stored.options[1]
+        rows = (
+            whole_data(model, stored.example_rows, keywords)[0]
+            if whole
+            else named_rows(model, stored.example_rows, keywords)
+        )
     except ValueError as error:
         raise ValueError(f"{path} belongs to a model with other arguments: {error}") from error
     program = Program.restore(model, rows, keywords, *stored.options, stored.constants, stored.row_facts)
