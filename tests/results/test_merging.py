@@ -79,13 +79,19 @@ METHODS = {
 }
 
 
+@functools.cache
+def method_of(name, model):
+    """One for all tests: what it has compiled serves them all."""
+    return METHODS[name](model)
+
+
 @pytest.mark.parametrize(("name", "count"), [*((name, 7) for name in METHODS), ("rvga", 1), ("low-rank", 2)])
 def test_parts_of_linear_gaussian_rows_give_the_exact_posterior_and_evidence(name, count):
     data = rows()
     X, y = data["X"], data["y"]
     precision = np.eye(3) / 4 + X.T @ X / 0.49
     mean = np.linalg.solve(precision, 0.5 / 4 + X.T @ y / 0.49)
-    merged = Posterior.merge(parts_of(METHODS[name](linear), data, count))
+    merged = Posterior.merge(parts_of(method_of(name, linear), data, count))
     np.testing.assert_allclose(merged.mean, mean, rtol=1e-9)
     np.testing.assert_allclose(merged.covariance, np.linalg.inv(precision), rtol=1e-9)
     assert merged.num_rows == len(y) and merged.info["merged"] == count
@@ -104,14 +110,14 @@ def test_merged_families_are_valid_and_pool_their_parts(family):
     assert type(merged.gaussian) is type(parts[0].gaussian)
     deviation = np.sqrt(np.diag(merged.covariance))
     assert (deviation < min(np.sqrt(np.diag(p.covariance)).min() for p in parts)).all()
-    exact = RVGA(linear).run(rows(), progress_bar=False)
+    exact = method_of("rvga", linear).run(rows(), progress_bar=False)
     assert (abs(merged.mean - exact.mean) < 2 * deviation).all()
 
 
 @pytest.mark.parametrize("name", ["rvga", "fixed point", "bong", "low-rank"])
 def test_a_prior_that_is_not_gaussian_is_counted_once(name):
     data = rows(60)
-    method = METHODS[name](idle_scale)
+    method = method_of(name, idle_scale)
     whole, merged = method.run(data, progress_bar=False), Posterior.merge(parts_of(method, data, 5))
     np.testing.assert_allclose(merged.mean, whole.mean, atol=1e-3)
     np.testing.assert_allclose(merged.covariance, whole.covariance, atol=1e-3)
@@ -147,7 +153,7 @@ def test_parts_may_come_from_files_and_merged_posteriors_go_on(tmp_path):
         assert (abs(posterior.mean - optimum.mean) / deviation).max() < 0.15
 
 
-@pytest.mark.parametrize("method", [RVGA(linear), RVGA(idle_scale)])
+@pytest.mark.parametrize("method", [method_of("rvga", linear), method_of("rvga", idle_scale)])
 def test_parts_that_merge_exactly_do_not_warn(method):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -166,23 +172,23 @@ def test_a_single_exchange_warns_where_it_is_not_exact():
 def test_single_precision_parts_are_merged_in_double():
     with jax.enable_x64(False):
         data = rows(6000)
-        merged = Posterior.merge(parts_of(RVGA(linear), data, 8))
+        merged = Posterior.merge(parts_of(method_of("rvga", linear), data, 8))
         assert merged.mean.dtype == np.float32
-    exact = RVGA(linear).run(data, progress_bar=False)
+    exact = method_of("rvga", linear).run(data, progress_bar=False)
     np.testing.assert_allclose(merged.mean, exact.mean, atol=0.02 * np.sqrt(np.diag(exact.covariance)).min())
 
 
 def test_parts_that_do_not_fit_together_are_refused_by_number():
     data = rows(40)
-    part = RVGA(linear).run(data, progress_bar=False)
+    part = method_of("rvga", linear).run(data, progress_bar=False)
     wide = rows(40, d=4)
     others = {
-        "part 1 has latent sites": RVGA(linear).run(wide, progress_bar=False),
-        "the prior of 'w' differs (they were given different values of 'prior_scale')": RVGA(linear).run(
+        "part 1 has latent sites": method_of("rvga", linear).run(wide, progress_bar=False),
+        "the prior of 'w' differs (they were given different values of 'prior_scale')": method_of("rvga", linear).run(
             data, prior_scale=1.0, progress_bar=False
         ),
         "part 1 was made with dynamics": RVGA(linear, dynamics=RandomWalk(0.1)).run(data, progress_bar=False),
-        "part 1 was made by another kind": BONG(linear).run(data, progress_bar=False),
+        "part 1 was made by another kind": method_of("bong", linear).run(data, progress_bar=False),
     }
     for message, other in others.items():
         with pytest.raises(ValueError, match=re.escape(message)):
@@ -200,7 +206,7 @@ def test_parts_stored_without_their_prior_are_refused(tmp_path):
 
 
 def test_parts_that_are_together_wider_than_the_prior_are_refused():
-    part = RVGA(linear).run(rows(40), progress_bar=False)
+    part = method_of("rvga", linear).run(rows(40), progress_bar=False)
     widened = part.state._replace(root=10 * part.state.root + 10 * np.eye(3))
     facts = part.elbo, part.info, part.continuation, widened
     wide = [
@@ -261,11 +267,11 @@ def test_parts_of_other_models_are_refused_with_what_differs(name):
 
 def test_rows_are_never_merged_twice(tmp_path):
     one, other = halves(rows(80))
-    method = RVGA(linear)
+    method = method_of("rvga", linear)
     part, rest = (method.run(half, progress_bar=False) for half in (one, other))
     longer = part.update(other, progress_bar=False)
     together = method.run(rows(80), progress_bar=False)
-    backwards = BONG(linear).run({n: a[::-1] for n, a in one.items()}, progress_bar=False)
+    backwards = method_of("bong", linear).run({n: a[::-1] for n, a in one.items()}, progress_bar=False)
     part.save(tmp_path / "part")
     twice = {
         "the same object": [part, rest, part],
@@ -273,7 +279,7 @@ def test_rows_are_never_merged_twice(tmp_path):
         "a posterior and its update": [part, longer],
         "a merged posterior and its part": [Posterior.merge([part, rest]), rest],
         "all rows and a merged posterior of them": [Posterior.merge([part, rest]), together],
-        "another order": [BONG(linear).run(one, progress_bar=False), backwards],
+        "another order": [method_of("bong", linear).run(one, progress_bar=False), backwards],
     }
     for name, parts in twice.items():
         with pytest.raises(ValueError, match=r"have taken in the same (40|80) rows"):
