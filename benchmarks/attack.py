@@ -182,7 +182,10 @@ def workers(until: float, rng: np.random.Generator) -> Counter:
         method = RVGA(model)
         expected = Posterior.merge([method.run(part, progress_bar=False) for part in parts])
         while time.monotonic() < until or not count["runs"]:
-            with LocalCluster(2, threads_per_worker=1, dashboard_address=":0") as cluster, Client(cluster) as client:
+            with (
+                LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=":0") as cluster,
+                Client(cluster) as client,
+            ):
                 pids = list(client.run(os.getpid).values())
 
                 def kill(pids: list[int] = pids) -> None:

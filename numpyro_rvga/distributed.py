@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
+import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from .bong import BONG
+from .clusters import RETRIES, GroupCluster, current_client, guarded, itself, results_of
 from .core.recursion import State
 from .engines.certificate import Sums
+from .engines.expectation_errors import warn_of
 from .engines.online import OnlineState
 from .model.row_set import RowSet
 from .progress import progress
+from .results.group_parts import GroupModel, LocalPlate, rounding
+from .results.group_rounds import TOLERANCE, in_group_rounds
+from .results.groups import GroupPosterior, checked_folder
 from .results.merging import check_disjoint, defined, merged
 from .results.posterior import Posterior
 from .results.rounds import checked_rounds, evaluations_of, facts_of, in_rounds, total_of, warn_of_one_exchange
@@ -24,10 +32,6 @@ from .streams.passes import HEAD, PassOptions, open_source
 
 if TYPE_CHECKING:
     from distributed import Client
-
-RETRIES = 3
-PATIENCE = 60  # seconds without a result, after which it is looked whether there are workers at all
-REFUSALS = (ValueError, NotImplementedError, TypeError)  # of data and models, which are the same the next time
 
 
 def run(
@@ -87,7 +91,7 @@ def run(
     takes_rounds = isinstance(method, RVGA) and method.takes_rounds
     if not takes_rounds and limit not in (None, 1):
         raise ValueError("several rounds are for RVGA with the implicit scheme and full Gaussians: leave rounds out.")
-    client = _current_client() if client is None else client
+    client = current_client() if client is None else client
     options = {"rng_key": rng_key, "on_bad_row": on_bad_row, **model_kwargs}
     try:
         _, head, _ = open_source(parts[0], method.model, model_kwargs, PassOptions(on_bad_row="skip"))
@@ -113,6 +117,120 @@ def run(
     return dataclasses.replace(posterior, elbo=result.look.bound, info={**posterior.info, **info}, row_sets=runs)
 
 
+def run_groups(
+    method: RVGA,
+    parts: Sequence[Any],
+    *,
+    plate: str,
+    index: str,
+    size: str,
+    folder: str | os.PathLike,
+    rounds: int | str = "auto",
+    client: Client | None = None,
+    retries: int = RETRIES,
+    rng_key: jax.Array | None = None,
+    progress_bar: bool = True,
+    **model_kwargs: Any,
+) -> GroupPosterior:
+    """The best Gaussian of a model with very many groups, such as users, each of which has its rows in one part.
+
+    The latent sites of a group never leave the worker that has its part. In each round a worker finds the best Gaussian
+    of its groups given the shared sites, and tells the summary of the shared sites alone: the numbers that travel, and
+    what is held here, do not depend on how many groups there are. The result is that of :class:`FixedPointVI` on all
+    rows. Each worker writes its groups to a file.
+
+    **Example**
+
+    .. code-block:: python
+
+        def model(user, X, num_users, y=None):
+            mean = numpyro.sample("mean", dist.Normal(0, 1))
+            scale = numpyro.sample("scale", dist.HalfNormal(1))
+            with numpyro.plate("users", num_users):
+                level = numpyro.sample("level", dist.Normal(mean, scale))
+            slopes = numpyro.sample("slopes", dist.Normal(0, 1).expand([X.shape[1]]).to_event(1))
+            with numpyro.plate("rows", len(X)):
+                numpyro.sample("y", dist.Bernoulli(logits=level[user] + X @ slopes), obs=y)
+
+
+        posterior = distributed.run_groups(
+            RVGA(model), parts, plate="users", index="user", size="num_users", folder="users/", client=client
+        )
+        posterior.sample_posterior(jax.random.key(0), (1000,))["slopes"]
+        posterior.sample_posterior(jax.random.key(0), (1000,), groups=[1017, 23])["level"]  # shape (1000, 2)
+
+    :param method: with the implicit scheme, full Gaussians and no dynamics. Its options for expectations are used.
+    :param parts: data as the method's ``run`` takes them; ``ParquetRows`` are read by the workers. A worker keeps the
+        rows of its parts in memory. All rows of a group must be in one part, and no row may depend on two groups.
+    :param plate: the name of the groups' plate.
+    :param index: the model's argument that has the group of each row. In the data its values are labels of any kind,
+        such as users' numbers; the model is given the number of the group within its part, from zero.
+    :param size: the model's argument that is the number of groups, the size of the plate. Each part has its own.
+    :param folder: where the groups go, on a file system that the workers and this process share. It must not hold
+        Parquet files yet. See :class:`~numpyro_rvga.results.groups.GroupPosterior` for what the files hold.
+    :param rounds: how many times q of the shared sites is moved. ``"auto"``: until no mean is off by more than 0.01
+        standard deviations, and no standard deviation by more than 1%, as the last moves tell; at most 40.
+    :param client: of the cluster. Default: Dask's current client.
+    :param retries: as for :func:`run`.
+    :param rng_key: as for ``run``; the same for all parts.
+    :param progress_bar: show tasks done.
+    :param model_kwargs: go to every call of the model unchanged.
+    :return: the posterior. ``info`` holds ``rounds``, ``error`` and ``errors`` (how far the shared sites may have been
+        off after each round, in standard deviations), ``converged``, ``elbo_error`` as in :meth:`RVGA.run`, and
+        ``plate``.
+    :raises ValueError: naming the part, for unusable data, groups that are in several parts, and models in which a term
+        depends on several groups.
+    :raises NotImplementedError: naming the part, for models that cannot be run.
+    :raises RuntimeError: naming the part, if its run fails again and again.
+    :raises ImportError: without Dask or pyarrow.
+    """
+    parts, limit = list(parts), checked_rounds(rounds)
+    if not parts:
+        raise ValueError("there are no parts to run.")
+    if not (isinstance(method, RVGA) and method.takes_rounds):
+        raise ValueError("groups are for RVGA with the implicit scheme and full Gaussians, without dynamics.")
+    local = _checked_plate(method, LocalPlate(plate, index, size), model_kwargs)
+    client, folder = current_client() if client is None else client, checked_folder(folder)
+    of_all = GroupModel(method.model, method.options, method.improper_prior_scale, local, model_kwargs, rng_key)
+    with progress(progress_bar, None, "distributed", "part") as bar:
+        cluster = GroupCluster.of(client, retries, bar, of_all, parts)
+        start, num_groups, num_rows = cluster.begin()
+        result = in_group_rounds(start.shared, cluster.asked, limit, rounding())
+        engine, members = of_all.bound(start.head, len(np.unique(start.head[index])))
+        cluster.write(folder, members.names, result.shared.root)
+    error = result.errors[-1]
+    if not error < TOLERANCE:
+        warnings.warn(
+            f"the shared sites may still be {error:.2g} standard deviations from the best Gaussian of all rows, after "
+            f"{len(result.errors)} rounds" + ("." if rounds == "auto" else ": take more, or rounds='auto'."),
+            stacklevel=2,
+        )
+    warn_of(result.expectation_error, stacklevel=2)
+    info = {
+        "plate": plate,
+        "rounds": len(result.errors),
+        "errors": np.array(result.errors),
+        "error": error,
+        "elbo_error": result.expectation_error,
+        "converged": bool(error < TOLERANCE),
+    }
+    mean, scale = (jnp.asarray(x, engine.program.dtype) for x in (result.shared.mean, result.shared.root))
+    seen = (folder, index, num_rows, num_groups)
+    return GroupPosterior(engine.program, members, mean, scale, result.bound, info, *seen)
+
+
+def _checked_plate(method: RVGA, plate: LocalPlate, model_kwargs: Mapping[str, Any]) -> LocalPlate:
+    """:raises ValueError: for arguments that the model does not take, or that are given."""
+    known = inspect.signature(method.model).parameters
+    takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in known.values())
+    for what, name in (("index", plate.index), ("size", plate.size)):
+        if name not in known and not takes_any:
+            raise ValueError(f"{what}={name!r} is no argument of the model, which takes {list(known)}.")
+        if name in model_kwargs:
+            raise ValueError(f"{name!r} is each part's own ({what}={name!r}), and cannot be given to all of them.")
+    return plate
+
+
 def _is_exact(method: RVGA) -> bool:
     """Whether summaries of rows of the last data are exact."""
     return method.last_engine.program.is_conjugate
@@ -121,7 +239,7 @@ def _is_exact(method: RVGA) -> bool:
 def _held(client: Client, method: RVGA | BONG, parts: Sequence[Any]) -> tuple[Any, list[Any]]:
     """The method and the parts as tasks of their own: a worker keeps the method, with what it has compiled, for all its
     parts, and its parts for all rounds."""
-    return client.submit(_itself, method, pure=False), [client.submit(_itself, part, pure=False) for part in parts]
+    return client.submit(itself, method, pure=False), [client.submit(itself, part, pure=False) for part in parts]
 
 
 class _Cluster(NamedTuple):
@@ -150,62 +268,10 @@ class _Cluster(NamedTuple):
         double, submit = bool(jax.config.jax_enable_x64), self.client.submit
         how: dict[str, Any] = {"pure": False, "retries": self.retries}
         tasks = [
-            submit(_run_part, task, self.method, number, part, self.options, double, *arguments, **how)
+            submit(guarded, number, double, task, self.method, part, self.options, *arguments, **how)
             for number, part in enumerate(self.parts)
         ]
-        return _results(self.client, tasks, self.bar)
-
-
-def _results(client: Client, tasks: Sequence[Any], bar: Any) -> list[Any]:
-    """What the tasks return, in their order; the others are given up as soon as one fails for good.
-
-    :raises ValueError, NotImplementedError: if a run cannot succeed.
-    :raises RuntimeError: if a run has failed too often.
-    """
-    from distributed import as_completed
-
-    found: dict[str, Any] = {}
-    try:
-        while len(found) < len(tasks):
-            left = [task for task in tasks if task.key not in found]
-            try:
-                for task, result in as_completed(left, with_results=True, timeout=PATIENCE):
-                    if isinstance(result, REFUSALS):
-                        raise result
-                    found[task.key] = result
-                    bar.update()
-            except TimeoutError:
-                if not client.scheduler_info()["workers"]:
-                    warnings.warn("the cluster has no workers left: the run waits for new ones.", stacklevel=6)
-    except BaseException:
-        client.cancel(list(tasks))
-        raise
-    return [found[task.key] for task in tasks]
-
-
-def _itself(method: RVGA | BONG) -> RVGA | BONG:
-    return method
-
-
-def _run_part(
-    task: Callable,
-    method: RVGA | BONG,
-    number: int,
-    part: Any,
-    options: Mapping[str, Any],
-    double: bool,
-    *arguments: Any,
-) -> Any:
-    """What a task makes of a part. An error that would come again is returned, not raised: what is raised, Dask tries
-    again."""
-    try:
-        with jax.enable_x64(double):
-            return task(method, part, options, *arguments)
-    except REFUSALS as error:
-        kind = NotImplementedError if isinstance(error, NotImplementedError) else ValueError
-        return kind(f"part {number}: {error}")
-    except Exception as error:
-        raise RuntimeError(f"part {number}: {type(error).__name__}: {error}") from error
+        return results_of(self.client, tasks, self.bar)
 
 
 def _solved(method: RVGA | BONG, part: Any, options: Mapping[str, Any]) -> tuple[Any, dict, tuple[RowSet, ...]]:
@@ -220,11 +286,3 @@ def _solved(method: RVGA | BONG, part: Any, options: Mapping[str, Any]) -> tuple
 def _sums(method: RVGA, part: Any, options: Mapping[str, Any], state: State) -> Sums:
     """Over the part's rows."""
     return method.sums_at(state, part, **options)[0]
-
-
-def _current_client() -> Client:
-    try:
-        from distributed import get_client
-    except ImportError as error:
-        raise ImportError("Dask clusters need dask: pip install 'numpyro_rvga[distributed]'.") from error
-    return get_client()

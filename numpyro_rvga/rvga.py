@@ -205,6 +205,7 @@ class RVGA:
         self.first_block = first_block
         self.memory = memory
         self.options = Options(scheme, expectation, order, tolerance, max_iterations, num_samples)
+        self.improper_prior_scale = improper_prior_scale
         plain = dynamics is None and {block_size, first_block} == {"auto"}
         joint = {"joint_rows": FIRST_BLOCK_ROWS if plain else 0, "local": local}
         self._engines = Engines(model, self.options, improper_prior_scale, dynamics, **joint, mesh=mesh)

@@ -16,7 +16,7 @@ dask_distributed = pytest.importorskip("distributed")
 pa = pytest.importorskip("pyarrow")
 pq = pytest.importorskip("pyarrow.parquet")
 
-from numpyro_rvga import distributed  # noqa: E402
+from numpyro_rvga import clusters, distributed  # noqa: E402
 
 pytestmark = [
     # Of the cluster's own making.
@@ -61,7 +61,7 @@ def client(tmp_path_factory):
     notes = tmp_path_factory.mktemp("notes")
     os.environ["RVGA_TEST_NOTES"] = str(notes)
     with (
-        dask_distributed.LocalCluster(2, threads_per_worker=1, dashboard_address=":0") as cluster,
+        dask_distributed.LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=":0") as cluster,
         dask_distributed.Client(cluster) as client,
     ):
         client.notes = notes
@@ -173,7 +173,7 @@ def test_errors_name_part_and_row_and_only_what_may_succeed_is_tried_again(clien
 
 
 def test_a_cluster_without_workers_is_waited_for_with_a_warning(monkeypatch):
-    monkeypatch.setattr(distributed, "PATIENCE", 0.2)
+    monkeypatch.setattr(clusters, "PATIENCE", 0.2)
     rng, solve = np.random.default_rng(3), distributed._Cluster.solve
     part = {"X": rng.normal(size=(50, 2)), "y": rng.normal(size=50)}
     with (

@@ -28,6 +28,7 @@ FLOORS = [
     "rvga",
     "fixed_point",
     "metrics",
+    "clusters",
     "distributed",
 ]
 HEAVY = ["arviz", "dask", "distributed", "matplotlib", "pyarrow", "scipy.stats", "tqdm.auto"]

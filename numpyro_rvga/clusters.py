@@ -1,0 +1,181 @@
+"""Tasks on a Dask cluster: what of them may fail, what comes back, and parts whose groups stay on their workers."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from functools import reduce
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .core.groups import Message
+from .results.group_parts import (
+    GroupModel,
+    GroupPart,
+    GroupPlace,
+    Start,
+    advanced,
+    check_apart,
+    first_place,
+    message_of,
+)
+from .results.group_rounds import Parts, Shared
+from .results.groups import write_groups
+
+if TYPE_CHECKING:
+    from distributed import Client
+
+RETRIES = 3
+PATIENCE = 60  # seconds without a result, after which it is looked whether there are workers at all
+REFUSALS = (ValueError, NotImplementedError, TypeError)  # of data and models, which are the same the next time
+
+
+def current_client() -> Client:
+    """Dask's."""
+    try:
+        from distributed import get_client
+    except ImportError as error:
+        raise ImportError("Dask clusters need dask: pip install 'numpyro_rvga[distributed]'.") from error
+    return get_client()
+
+
+def results_of(client: Client, tasks: Sequence[Any], bar: Any) -> list[Any]:
+    """What the tasks return, in their order; the others are given up as soon as one fails for good.
+
+    :raises ValueError, NotImplementedError: if a run cannot succeed.
+    :raises RuntimeError: if a run has failed too often.
+    """
+    from distributed import as_completed
+
+    found: dict[str, Any] = {}
+    try:
+        while len(found) < len(tasks):
+            left = [task for task in tasks if task.key not in found]
+            try:
+                for task, result in as_completed(left, with_results=True, timeout=PATIENCE):
+                    if isinstance(result, REFUSALS):
+                        raise result
+                    found[task.key] = result
+                    bar.update()
+            except TimeoutError:
+                if not client.scheduler_info()["workers"]:
+                    warnings.warn("the cluster has no workers left: the run waits for new ones.", stacklevel=6)
+    except BaseException:
+        client.cancel(list(tasks))
+        raise
+    return [found[task.key] for task in tasks]
+
+
+def itself(thing: Any) -> Any:
+    """As a task, what a worker keeps."""
+    return thing
+
+
+def guarded(number: int | None, double: bool, task: Callable, *arguments: Any) -> Any:
+    """What a task makes of a part. An error that would come again is returned, not raised: what is raised, Dask tries
+    again. So is one that another task has returned.
+
+    :param number: the part's, for messages; None: the task is of several parts.
+    """
+    failed = [argument for argument in arguments if isinstance(argument, REFUSALS)]
+    if failed:
+        return failed[0]
+    which = "" if number is None else f"part {number}: "
+    try:
+        with jax.enable_x64(double):
+            return task(*arguments)
+    except REFUSALS as error:
+        kind = NotImplementedError if isinstance(error, NotImplementedError) else ValueError
+        return kind(f"{which}{error}")
+    except Exception as error:
+        raise RuntimeError(f"{which}{type(error).__name__}: {error}") from error
+
+
+class GroupCluster:
+    """Parts with groups on the workers of a cluster: rows, groups and sums stay there as results of tasks, which Dask
+    computes again where a worker has died.
+
+    :ivar asked: what rounds ask of them.
+    """
+
+    def __init__(self, client: Client, retries: int, bar: Any):
+        self._client, self._bar = client, bar
+        self._how: dict[str, Any] = {"pure": False, "retries": retries}
+        self._double = jnp.result_type(float) == jnp.float64
+        self._parts: list[Any] = []
+        self._places: list[Any] = []
+        self._next: list[Any] = []
+        self.asked = Parts(self._advance, self._message, self._keep)
+
+    @classmethod
+    def of(cls, client: Client, retries: int, bar: Any, model: GroupModel, parts: Sequence[Any]) -> GroupCluster:
+        """The parts are read by the workers."""
+        cluster = cls(client, retries, bar)
+        common, data = client.submit(itself, model, pure=False), [client.submit(itself, p, pure=False) for p in parts]
+        cluster._parts = [cluster._submit(n, _group_part, common, part, n == 0) for n, part in enumerate(data)]
+        return cluster
+
+    def begin(self) -> tuple[Start, int, int]:
+        """Where the rounds begin, and how many groups and rows there are."""
+        counts = self._found([self._submit(n, _counts, part) for n, part in enumerate(self._parts)])
+        labels = [self._submit(n, _labels, part) for n, part in enumerate(self._parts)]
+        apart, start = self._submit(None, _are_apart, self._parts[0], *labels), self._submit(0, _start, self._parts[0])
+        found = self._found([apart, start])[1]
+        self._places = [self._submit(n, first_place, part, start) for n, part in enumerate(self._parts)]
+        num_groups, num_rows = (sum(numbers) for numbers in zip(*counts))
+        return found, num_groups, num_rows
+
+    def write(self, folder: str, names: list[str], root: np.ndarray) -> None:
+        """Each part's groups to a file."""
+        arguments = enumerate(zip(self._parts, self._places))
+        self._found([self._submit(n, _write, n, part, place, folder, names, root) for n, (part, place) in arguments])
+
+    def _advance(self, step: float, shift: np.ndarray, shared: Shared) -> Message:
+        pairs = enumerate(zip(self._parts, self._places))
+        self._next = [self._submit(n, advanced, part, place, step, shift, shared) for n, (part, place) in pairs]
+        return self._told(self._next, 1.0)
+
+    def _message(self, step: float) -> Message:
+        return self._told(self._places, step)
+
+    def _keep(self) -> None:
+        self._places = self._next
+
+    def _told(self, places: list[Any], step: float) -> Message:
+        messages = self._found([self._submit(n, message_of, place, step) for n, place in enumerate(places)])
+        return reduce(Message.plus, messages)
+
+    def _submit(self, number: int | None, task: Callable, *arguments: Any) -> Any:
+        return self._client.submit(guarded, number, self._double, task, *arguments, **self._how)
+
+    def _found(self, tasks: list[Any]) -> list[Any]:
+        return results_of(self._client, tasks, self._bar)
+
+
+def _group_part(model: GroupModel, data: Any, is_first: bool) -> GroupPart:
+    part = GroupPart(model, data, with_shared_prior=is_first)
+    _ = part.evaluations  # which says what the model cannot do
+    return part
+
+
+def _counts(part: GroupPart) -> tuple[int, int]:
+    return len(part.labels), part.num_rows
+
+
+def _labels(part: GroupPart) -> np.ndarray:
+    return part.labels
+
+
+def _are_apart(part: GroupPart, *labels: np.ndarray) -> None:
+    check_apart(part.model.plate.name, list(labels))
+
+
+def _start(part: GroupPart) -> Start:
+    return part.start()
+
+
+def _write(number: int, part: GroupPart, place: GroupPlace, folder: str, names: list[str], root: np.ndarray) -> int:
+    return write_groups(folder, number, part.model.plate.index, part.labels, names, place.groups, root)

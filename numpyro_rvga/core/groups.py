@@ -1,0 +1,183 @@
+"""Natural-gradient steps of q(s) prod_g q(z_g | s), with the groups eliminated: s (k,) is shared, z_g (d,) a group's.
+
+Given s, the groups are independent: q(z_g | s) = N(mean_g - A_g^-1 C_g (s - m), A_g^-1), with m the mean of s. A step
+of length t takes the joint precision to Lambda(t) = (1 - t) Lambda + t Lambda_new and moves the joint mean by
+t Lambda(t)^-1 gradient, as in :mod:`~.maximize`. The groups' share of that system is a Schur complement. So parts of
+the data need to know nothing of each other's groups but sums, of k^2 + k numbers. In double precision, on the host.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+
+SHORTER = 0.25  # of a group's step that has lowered its bound
+LITTLE = 1e-4  # nats: where all groups' bounds rise by no more, groups are settled
+
+
+class Groups(NamedTuple):
+    """q(z_g | s) of n groups.
+
+    :ivar mean: of z_g at the mean of s, (n, d). :ivar precision: A_g, (n, d, d). :ivar coupling: C_g, (n, d, k).
+    """
+
+    mean: np.ndarray
+    precision: np.ndarray
+    coupling: np.ndarray
+
+
+class Conditionals(NamedTuple):
+    """The same as means and covariances.
+
+    :ivar slope: of z_g's mean in s, (n, d, k). :ivar root: root root^T is its covariance given s, (n, d, d).
+    :ivar entropy: (n,), -inf where there is no such Gaussian.
+    """
+
+    slope: np.ndarray
+    root: np.ndarray
+    entropy: np.ndarray
+
+
+class GroupSums(NamedTuple):
+    """Sums over terms, at q: of the terms of each group, and of all.
+
+    :ivar values: E[log p] by group, (n,). :ivar gradient: in z_g, (n, d).
+    :ivar precision: minus the Hessian, (n, d, d).
+    :ivar coupling: minus the Hessian in z_g and s, (n, d, k).
+    :ivar shared_value: of the terms of no group. :ivar shared_gradient: (k,). :ivar shared_precision: (k, k).
+    :ivar error: by how much expectations may be off, in nats.
+    """
+
+    values: np.ndarray
+    gradient: np.ndarray
+    precision: np.ndarray
+    coupling: np.ndarray
+    shared_value: np.ndarray
+    shared_gradient: np.ndarray
+    shared_precision: np.ndarray
+    error: np.ndarray
+
+
+class Message(NamedTuple):
+    """What a part tells of its groups.
+
+    :ivar value: E[log p] and the entropies of q(z_g | s). :ivar error: by how much that may be off.
+    :ivar precision: what (1 - t) times the precision of s lacks to that after the step, (k, k).
+    :ivar gradient: in s, with the groups eliminated, (k,).
+    """
+
+    value: float
+    error: float
+    precision: np.ndarray
+    gradient: np.ndarray
+
+    def plus(self, other: Message) -> Message:
+        """Of both parts."""
+        return Message(*[a + b for a, b in zip(self, other)])
+
+
+def conditionals(groups: Groups) -> Conditionals:
+    """Where a precision is not positive definite, NaN."""
+    inverse = _inverse_factors(groups.precision)
+    size = groups.mean.shape[1]
+    halves = inverse @ groups.coupling
+    diagonal = np.diagonal(inverse, axis1=1, axis2=2)
+    with np.errstate(invalid="ignore"):
+        entropy = 0.5 * size * (1 + math.log(2 * math.pi)) + np.sum(np.log(diagonal), axis=1)
+    entropy = np.where(np.isfinite(entropy), entropy, -np.inf)
+    transposed = np.swapaxes(inverse, 1, 2)
+    return Conditionals(-transposed @ halves, transposed, entropy)
+
+
+def mixed(groups: Groups, target: GroupSums, step: float | np.ndarray) -> Groups:
+    """With precisions and couplings that a step of this length leads to; the means stay.
+
+    :param step: one for all, or of each group (n, 1, 1).
+    """
+    precision = (1 - step) * groups.precision + step * target.precision
+    return Groups(groups.mean, precision, (1 - step) * groups.coupling + step * target.coupling)
+
+
+def message(groups: Groups, at: GroupSums, step: float) -> Message:
+    """For a step of this length. NaN if it leaves a group no Gaussian.
+
+    :param at: sums at the groups' q.
+    """
+    ahead = mixed(groups, at, step)
+    inverse = _inverse_factors(ahead.precision)
+    halves = _stacked(inverse @ ahead.coupling)
+    precision = step * at.shared_precision - halves.T @ halves
+    if step < 1:
+        before = _stacked(_inverse_factors(groups.precision) @ groups.coupling)
+        precision = precision + (1 - step) * before.T @ before
+    gradient = at.shared_gradient - halves.T @ np.ravel(inverse @ at.gradient[..., None])
+    value = at.values.sum() + at.shared_value + conditionals(groups).entropy.sum()
+    return Message(float(value), float(at.error), precision, gradient)
+
+
+def moved(groups: Groups, at: GroupSums, step: float, shift: np.ndarray) -> Groups:
+    """After a step of this length that moves the mean of s by ``shift``, (k,)."""
+    ahead = mixed(groups, at, step)
+    force = step * at.gradient - ahead.coupling @ shift
+    return ahead._replace(mean=groups.mean + _solved(ahead.precision, force))
+
+
+def settled(
+    evaluate: Callable[[Groups], GroupSums], groups: Groups, max_steps: int, rounding: float
+) -> tuple[Groups, GroupSums]:
+    """The best groups for q(s) as it is. Each has a step length of its own, and none's share of the bound falls.
+
+    :param evaluate: sums at q. :param rounding: relative, of these.
+    :return: the groups, and the sums at their q.
+    """
+    at = evaluate(groups)
+    bounds, steps = at.values + conditionals(groups).entropy, np.ones(len(groups.mean))
+    for _ in range(max_steps):
+        ahead = mixed(groups, at, steps[:, None, None])
+        ahead = ahead._replace(mean=groups.mean + _solved(ahead.precision, steps[:, None] * at.gradient))
+        is_gaussian = np.isfinite(conditionals(ahead).entropy) & np.all(np.isfinite(ahead.mean), axis=1)
+        ahead = _chosen(is_gaussian, ahead, groups)
+        after = evaluate(ahead)
+        reached, lost = after.values + conditionals(ahead).entropy, rounding * (1 + np.abs(bounds))
+        better = is_gaussian & (reached >= bounds - lost)
+        rise, unresolved = np.sum(np.abs(reached - bounds), where=better), lost.sum()
+        groups, bounds = _chosen(better, ahead, groups), np.where(better, reached, bounds)
+        steps = np.where(better, 1.0, SHORTER * steps)
+        at = after if better.all() else evaluate(groups)
+        if better.all() and rise <= LITTLE + unresolved:
+            break
+    return groups, at
+
+
+def _chosen(choice: np.ndarray, first: Groups, second: Groups) -> Groups:
+    """For each group, one of two."""
+    return Groups(*[np.where(choice.reshape(-1, *[1] * (a.ndim - 1)), a, b) for a, b in zip(first, second)])
+
+
+def _inverse_factors(precision: np.ndarray) -> np.ndarray:
+    """Inverses of the lower Cholesky factors (n, d, d); NaN where there are none."""
+    if precision.shape[-1] == 1:
+        with np.errstate(invalid="ignore", divide="ignore"):
+            return np.where(precision > 0, 1 / np.sqrt(precision), np.nan)
+    try:
+        return np.linalg.inv(np.linalg.cholesky(precision))
+    except np.linalg.LinAlgError:
+        places = np.flatnonzero(np.isfinite(precision).all(axis=(1, 2)))
+        smallest = np.linalg.eigvalsh(precision[places])[:, 0]
+        usable = places[smallest > 0]
+        inverse = np.full_like(precision, np.nan)
+        inverse[usable] = np.linalg.inv(np.linalg.cholesky(precision[usable]))
+        return inverse
+
+
+def _solved(precision: np.ndarray, vectors: np.ndarray) -> np.ndarray:
+    """A_g^-1 v_g, (n, d)."""
+    inverse = _inverse_factors(precision)
+    return (np.swapaxes(inverse, 1, 2) @ (inverse @ vectors[..., None]))[..., 0]
+
+
+def _stacked(blocks: np.ndarray) -> np.ndarray:
+    return blocks.reshape(-1, blocks.shape[-1])

@@ -1,0 +1,172 @@
+"""The latent sites of a plate whose members each live in one part, and which member each term depends on."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from ..core.compilation import jit_once
+from .layout import Layout, layout_of
+from .program import Program
+from .rows import num_rows, pad, selected
+from .terms import Arrays, Terms, merged, over_rows, split_rows
+
+NOBODY = -1
+CHUNK = 2**16  # rows that are looked at together
+
+
+class Members(NamedTuple):
+    """Which entries of theta belong to which member of a plate.
+
+    :ivar columns: (d, n), the entries of each member. :ivar shared: (k,), those of none.
+    :ivar of_members: unconstrained shapes of a member's sites, by name. :ivar of_all: of the others.
+    :ivar axes: of a member's sites, along which the members lie.
+    """
+
+    columns: np.ndarray
+    shared: np.ndarray
+    of_members: Layout
+    of_all: Layout
+    axes: dict[str, int]
+
+    @property
+    def number(self) -> int:
+        """n."""
+        return self.columns.shape[1]
+
+    @property
+    def names(self) -> list[str]:
+        """Of a member's entries."""
+        found = []
+        for name in self.of_members.site_names:
+            shape = self.of_members.shapes[name]
+            found += [f"{name}[{', '.join(map(str, place))}]" if place else name for place in np.ndindex(*shape)]
+        return found
+
+    def theta(self, shared: Array, members: Array) -> Array:
+        """All entries, of those shared (k,) and of members (n, d)."""
+        theta = jnp.zeros(self.columns.size + self.shared.size, shared.dtype)
+        return theta.at[self.shared].set(shared).at[self.columns].set(members.T)
+
+    @property
+    def directions(self) -> np.ndarray:
+        """(d + k, P): along all members' entries of one kind together, and along each shared entry. A term that depends
+        on one member alone has its derivatives along them."""
+        directions = np.zeros((len(self.columns) + self.shared.size, self.columns.size + self.shared.size))
+        directions[np.arange(len(self.columns))[:, None], self.columns] = 1
+        directions[len(self.columns) + np.arange(self.shared.size), self.shared] = 1
+        return directions
+
+
+def members_of(program: Program, plate: str, count: int) -> Members:
+    """Of a plate with ``count`` members.
+
+    :raises ValueError: if no latent site is in the plate, or all are.
+    """
+    layout, indices = program.layout, program.layout.indices
+    local = [name for name in layout.site_names if plate in program.plates[name]]
+    if not local:
+        plates = sorted({p for name in layout.site_names for p in program.plates[name]})
+        raise ValueError(f"no latent site is in a plate {plate!r}: the model's plates of latent sites are {plates}.")
+    shared = [name for name in layout.site_names if name not in local]
+    if not shared:
+        raise ValueError(f"all latent sites are in plate {plate!r}: its members have nothing to learn of each other.")
+    axes = {name: program.plates[name].index(plate) for name in local}
+    for name, axis in axes.items():
+        if layout.shapes[name][axis] != count:
+            raise ValueError(
+                f"site {name!r} has shape {layout.shapes[name]}, in which {count} members of plate {plate!r} were "
+                f"expected along axis {axis}: is the plate's size the argument that was named?"
+            )
+    entries = [np.moveaxis(indices[name], axes[name], -1).reshape(-1, count) for name in local]
+    shapes = {name: tuple(np.delete(layout.shapes[name], axes[name]).tolist()) for name in local}
+    of_all = layout_of({name: layout.shapes[name] for name in shared})
+    return Members(np.concatenate(entries), layout.indices_of(shared), layout_of(shapes), of_all, axes)
+
+
+def member_of_rows(terms: Terms, members: Members, theta: Array, rows: Arrays, index: np.ndarray) -> np.ndarray:
+    """The member that each term of rows may depend on, (n E,).
+
+    :param index: of each row, (n,).
+    :raises ValueError: naming a row that depends on others.
+    """
+    expected = np.repeat(index, terms.num_elements)
+    strange = _strange(_pushed(terms, members, theta, rows), members, expected, theta.dtype)
+    if strange is not None:
+        raise ValueError(
+            f"site {terms.site!r} of row {strange // terms.num_elements} depends on other members of the plate "
+            "than its own: groups stay in their part only where each row depends on one of them."
+        )
+    return expected
+
+
+def member_of_prior(terms: Terms, members: Members, theta: Array, inputs: Arrays) -> np.ndarray:
+    """The member that each prior term depends on, (E,); ``NOBODY``: on none.
+
+    :raises ValueError: for a term that depends on several.
+    """
+    pushed = _pushed(terms, members, theta, inputs)
+    ones, places, _ = _by_direction(pushed, len(members.columns))
+    if not ones.shape[2]:
+        return np.full(len(ones), NOBODY)
+    ones, places = (x.reshape(len(ones), -1) for x in (ones, places))
+    largest = np.argmax(np.abs(ones), axis=1)[:, None]
+    slope, place = (np.take_along_axis(x, largest, axis=1)[:, 0] for x in (ones, places))
+    reads = np.any(places != 0, axis=1) | np.any(ones != 0, axis=1)
+    found = np.where(reads, np.round(place / np.where(slope == 0, 1, slope)), NOBODY).astype(int)
+    outside = reads & ((slope == 0) | (found < 0) | (found >= members.number))
+    if outside.any() or _strange(pushed, members, found, theta.dtype) is not None:
+        raise ValueError(
+            f"the prior term of site {terms.site!r} depends on several members of the plate: groups stay in their part "
+            "only where they are independent given the shared sites."
+        )
+    return found
+
+
+def _strange(pushed: np.ndarray, members: Members, expected: np.ndarray, dtype) -> int | None:
+    """The first term that depends on another member."""
+    ones, _, actual = _by_direction(pushed, len(members.columns))
+    probe = _probe(members)[:, np.maximum(expected, 0)].T[..., None]
+    off = np.abs(ones * probe - actual) > 1e3 * np.finfo(dtype).eps * np.abs(actual)
+    off = np.any(off, axis=(1, 2))
+    return int(np.argmax(off)) if off.any() else None
+
+
+def _probe(members: Members) -> np.ndarray:
+    return np.random.default_rng(0).normal(size=members.columns.shape)
+
+
+def _by_direction(pushed: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Changes (n E, d, C) along ones, places and the probe."""
+    return pushed[:, :size], pushed[:, size : 2 * size], pushed[:, 2 * size :]
+
+
+def _pushed(terms: Terms, members: Members, theta: Array, rows: Arrays) -> np.ndarray:
+    """Changes of predictors along ones, numbers of members, and random numbers: (n E, 3 d, C)."""
+    size = len(members.columns)
+    directions = np.zeros((3 * size, theta.size), theta.dtype)
+    for i, column in enumerate(members.columns):
+        directions[i, column], directions[size + i, column] = 1, np.arange(members.number)
+        directions[2 * size + i, column] = _probe(members)[i]
+
+    @jit_once
+    def changes(rows, theta, directions):
+        def one(row, element):
+            _, push = jax.linearize(lambda t: terms.predictors(t, row, element), theta)
+            return jax.vmap(push)(directions)
+
+        return merged((over_rows(one, terms.num_elements, rows),))[0]
+
+    shared, own = split_rows(rows)
+    if not own:
+        return np.asarray(changes(shared, theta, directions), np.float64)
+    total, found = num_rows(own), []
+    size = min(CHUNK, total)
+    for start in range(0, total, size):
+        some, _ = pad(selected(own, slice(start, start + size)), size)
+        found.append(np.asarray(changes(shared | some, theta, directions), np.float64))
+    return np.concatenate(found)[: total * terms.num_elements]

@@ -1,0 +1,211 @@
+"""One part of the data whose groups are its own: what its worker does in every round."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from ..core.groups import Groups, GroupSums, Message, message, moved, settled
+from ..engines.batch import BatchSolver
+from ..engines.engine import Engine
+from ..engines.groups import GroupEvaluations
+from ..engines.registry import Engines
+from ..model.arguments import named_rows
+from ..model.members import Members, members_of
+from ..model.rows import Rows, num_rows, selected
+from ..options import Options, default_key
+from .group_rounds import Shared
+
+SAMPLE = 200  # groups that are solved for first
+MOST_AT_START, MOST_STEPS = 30, 10  # of groups, in a round
+
+
+class LocalPlate(NamedTuple):
+    """A plate whose members each live in one part.
+
+    :ivar name: the plate's. :ivar index: the model's argument that has the member of each row. :ivar size: the one that
+        has their number.
+    """
+
+    name: str
+    index: str
+    size: str
+
+
+class GroupModel(NamedTuple):
+    """What all parts have in common."""
+
+    model: Callable
+    options: Options
+    improper_prior_scale: float | None
+    plate: LocalPlate
+    model_kwargs: Mapping[str, Any]
+    rng_key: Array | None
+
+    def bound(self, rows: Rows, count: int) -> tuple[Engine, Members]:
+        """To rows of so many members."""
+        engines = self._engines()
+        engine = self._engine(engines, rows, count)
+        return engine, members_of(engine.program, self.plate.name, count)
+
+    def solved(self, rows: Rows, count: int) -> tuple[Members, np.ndarray, np.ndarray]:
+        """The members, and the best Gaussian's mean and a root of its covariance, of all latent sites at once."""
+        engines = self._engines()
+        engine = self._engine(engines, rows, count)
+        solver = BatchSolver(engines, self.options, "incremental", "groups")
+        fit = solver(engine, rows, progress_bar=False, stacklevel=1, started=time.perf_counter())
+        members = members_of(engine.program, self.plate.name, count)
+        return members, np.asarray(fit.state.mean, np.float64), np.asarray(fit.state.root, np.float64)
+
+    def _engines(self) -> Engines:
+        return Engines(self.model, self.options, self.improper_prior_scale, batch=True)
+
+    def _engine(self, engines: Engines, rows: Rows, count: int) -> Engine:
+        key = default_key() if self.rng_key is None else self.rng_key
+        engine = engines.get(rows, {**self.model_kwargs, self.plate.size: count}, key, rows)
+        engine.program.check_rows(rows)
+        return engine
+
+
+class Start(NamedTuple):
+    """What some groups tell of all.
+
+    :ivar shared: q(s). :ivar mean: of groups, (d,). :ivar precision: of a group not yet seen, (d, d).
+    :ivar head: rows of two groups, for a program of the model.
+    """
+
+    shared: Shared
+    mean: np.ndarray
+    precision: np.ndarray
+    head: Rows
+
+
+class GroupPart:
+    """A part's rows, its groups numbered from zero in the order of their labels.
+
+    :param data: as the methods' ``run`` takes them. :param with_shared_prior: in one part only.
+    :ivar labels: (n,). :raises ValueError: for data that the model cannot take.
+    """
+
+    def __init__(self, model: GroupModel, data: Any, *, with_shared_prior: bool):
+        index = model.plate.index
+        rows = gathered(model.model, data, index, {**model.model_kwargs, model.plate.size: 1})
+        self.model, self._with_shared_prior = model, with_shared_prior
+        self.labels, number = np.unique(rows[index], return_inverse=True)
+        self.rows = rows | {index: number.astype(np.int32)}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without what is compiled."""
+        return {name: value for name, value in self.__dict__.items() if name != "evaluations"}
+
+    @functools.cached_property
+    def evaluations(self) -> GroupEvaluations:
+        """Compiled for this part."""
+        engine, members = self.model.bound(self.rows, len(self.labels))
+        index = self.rows[self.model.plate.index]
+        return GroupEvaluations(engine, members, self.rows, index, with_shared_prior=self._with_shared_prior)
+
+    @property
+    def num_rows(self) -> int:
+        return num_rows(self.rows)
+
+    def start(self) -> Start:
+        """From some of the groups, solved for together."""
+        count = min(SAMPLE, len(self.labels))
+        chosen = np.sort(np.random.default_rng(0).permutation(len(self.labels))[:count])
+        members, mean, root = self.model.solved(self._of(chosen), count)
+        covariance = root @ root.T
+        shared = Shared(mean[members.shared], np.linalg.inv(covariance[np.ix_(members.shared, members.shared)]))
+        values, variances = mean[members.columns], np.diagonal(covariance)[members.columns]
+        spread = values.var(axis=1) + variances.mean(axis=1)
+        return Start(shared, values.mean(axis=1), np.diag(1 / spread), self._of(np.arange(min(2, count))))
+
+    def _of(self, groups: np.ndarray) -> Rows:
+        """The rows of some groups, numbered anew; groups in order."""
+        index = self.model.plate.index
+        rows = selected(self.rows, np.isin(self.rows[index], groups))
+        return rows | {index: np.searchsorted(groups, rows[index]).astype(np.int32)}
+
+
+class GroupPlace(NamedTuple):
+    """Where a part's groups are, and the sums at q; None before the first evaluation."""
+
+    groups: Groups
+    at: GroupSums | None
+
+
+def first_place(part: GroupPart, start: Start) -> GroupPlace:
+    """Before anything was evaluated: all groups are alike."""
+    count, (size, k) = len(part.labels), (len(start.mean), len(start.shared.mean))
+    precision = np.broadcast_to(start.precision, (count, size, size))
+    return GroupPlace(Groups(np.tile(start.mean, (count, 1)), precision, np.zeros((count, size, k))), None)
+
+
+def advanced(part: GroupPart, place: GroupPlace, step: float, shift: np.ndarray, shared: Shared) -> GroupPlace:
+    """After a step of q(s) to ``shared``, with the groups settled there."""
+    groups, most = place.groups, MOST_AT_START
+    if place.at is not None:
+        groups, most = moved(groups, place.at, step, shift), MOST_STEPS
+    root = shared.root
+    return GroupPlace(*settled(lambda g: part.evaluations(shared.mean, root, g), groups, most, rounding()))
+
+
+def message_of(place: GroupPlace, step: float) -> Message:
+    """For a step of this length from a place."""
+    assert place.at is not None
+    return message(place.groups, place.at, step)
+
+
+def rounding() -> float:
+    """Relative, of sums of expectations."""
+    return 8 * float(np.finfo(jnp.result_type(float)).eps)
+
+
+def gathered(model: Callable, data: Any, index: str, model_kwargs: Mapping[str, Any]) -> Rows:
+    """All rows of a part, which may come in blocks.
+
+    :param index: the array of labels.
+    :raises ValueError: if labels are missing, or as :func:`named_rows` does.
+    """
+    blocks = [data] if isinstance(data, (Mapping, tuple)) else list(data)
+    if not blocks:
+        raise ValueError("the data have no rows.")
+    named = [_named(model, block, index, model_kwargs) for block in blocks]
+    rows = {name: np.concatenate([np.asarray(some[name]) for some in named]) for name in named[0]}
+    labels = rows.get(index)
+    if labels is None:
+        raise ValueError(f"the data have no array {index!r}, which tells the group of each row.")
+    if labels.ndim != 1:
+        raise ValueError(f"array {index!r} must have one label for each row, not shape {labels.shape}.")
+    missing = np.array([label is None or label != label for label in labels]) if labels.dtype.kind in "fO" else False
+    if np.any(missing):
+        raise ValueError(f"array {index!r} has no label in row {int(np.argmax(missing))}.")
+    return rows
+
+
+def _named(model: Callable, block: Any, index: str, model_kwargs: Mapping[str, Any]) -> Rows:
+    """Arrays by name. Labels may be strings."""
+    if not isinstance(block, Mapping) or block.get(index) is None:
+        return named_rows(model, block, model_kwargs)
+    labels = np.asarray(block[index])
+    return named_rows(model, {**block, index: np.zeros(labels.shape, np.int32)}, model_kwargs) | {index: labels}
+
+
+def check_apart(plate: str, all_labels: list[np.ndarray]) -> None:
+    """:raises ValueError: naming a label that is in two parts."""
+    joined = np.concatenate(all_labels)
+    labels, counts = np.unique(joined, return_counts=True)
+    if counts.max(initial=1) == 1:
+        return
+    twice = labels[counts > 1][0]
+    first, second = [number for number, own in enumerate(all_labels) if np.isin(twice, own)][:2]
+    raise ValueError(
+        f"member {twice} of plate {plate!r} has rows in part {first} and in part {second}: all rows of a group must be "
+        "in one part. Cut the data by group."
+    )

@@ -1,0 +1,199 @@
+"""The posterior of a model with groups that stayed where their rows are: shared sites here, groups in files."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from ..core.groups import Groups, conditionals
+from ..model.members import Members
+
+if TYPE_CHECKING:
+    from ..model import Program
+
+MEAN, DEVIATION, SLOPE, ROOT = "{}.mean", "{}.sd", "given_shared.slope", "given_shared.root"
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class GroupPosterior:
+    """A Gaussian approximation of the posterior of a model with groups, in unconstrained space: of the shared sites as
+    arrays, of each group given these in Parquet files.
+
+    Made by :func:`numpyro_rvga.distributed.run_groups`. The files have one row for each group, in the order of labels
+    within a file: its label, the mean and the standard deviation of each of its entries in unconstrained space
+    (``a.mean``, ``a.sd``; of vectors ``a[0].mean``), and what joint draws take.
+
+    :param program: the model, bound to two groups. :param members: of this program.
+    :param mean: of the shared sites, flattened in the order of :attr:`site_names`, ``(k,)``.
+    :param scale: a square root of their covariance, ``(k, k)``.
+    :param elbo: the bound on log p(data). :param info: what the run has to tell besides.
+    :param folder: of the files. :param index: the column of labels.
+    :param num_rows: of all parts. :param num_groups: likewise.
+    """
+
+    program: Program
+    members: Members
+    mean: Array
+    scale: Array
+    elbo: float
+    info: Mapping[str, Any]
+    folder: str
+    index: str
+    num_rows: int
+    num_groups: int
+
+    def __repr__(self) -> str:
+        sites = ", ".join(self.site_names)
+        return (
+            f"GroupPosterior(sites=({sites}), num_groups={self.num_groups}, num_rows={self.num_rows}, "
+            f"elbo={self.elbo:.6g})"
+        )
+
+    @property
+    def site_names(self) -> tuple[str, ...]:
+        """The shared latent sites, in the order in which they are flattened."""
+        return self.members.of_all.site_names
+
+    @property
+    def group_site_names(self) -> tuple[str, ...]:
+        """The latent sites of a group."""
+        return self.members.of_members.site_names
+
+    @property
+    def covariance(self) -> Array:
+        """Of the shared sites in unconstrained space, ``(k, k)``."""
+        return self.scale @ self.scale.T
+
+    def sample_posterior(
+        self, rng_key: Array, sample_shape: tuple[int, ...] = (), groups: Sequence[Any] | np.ndarray | None = None
+    ) -> dict[str, Array]:
+        """Draw from q.
+
+        :param rng_key: random key. :param sample_shape: leading shape of the draws.
+        :param groups: labels, as the data have them. Only their rows are read from the files.
+        :return: the constrained shared sites and the deterministic sites that are functions of these, each of shape
+            ``(*sample_shape, *site_shape)``; with ``groups``, also the sites of these groups, drawn together with the
+            shared ones, each of shape ``(*sample_shape, len(groups), *site_shape)``.
+        :raises ValueError: naming a label that is in no file.
+        :raises ImportError: for groups, without pyarrow.
+        """
+        shared_key, key = jax.random.split(rng_key)
+        count, size = int(np.prod(sample_shape, dtype=int)), len(self.members.columns)
+        standard = jax.random.normal(shared_key, (count, self.mean.size), self.mean.dtype)
+        shift = standard @ self.scale.T
+        if groups is None:
+            drawn = self._constrained(self.mean + shift, jnp.zeros((count, 1, size), self.mean.dtype))[0]
+        else:
+            mean, slope, root = (jnp.asarray(x, self.mean.dtype) for x in self._read(groups))
+            noise = jax.random.normal(key, (count, len(mean), size), self.mean.dtype)
+            own = mean + jnp.einsum("gdk,nk->ngd", slope, shift) + jnp.einsum("gde,nge->ngd", root, noise)
+            of_all, of_groups = self._constrained(self.mean + shift, own)
+            drawn = of_all | of_groups
+        return {name: jnp.reshape(value, (*sample_shape, *value.shape[1:])) for name, value in drawn.items()}
+
+    def _constrained(self, shared: Array, own: Array) -> tuple[dict[str, Array], dict[str, Array]]:
+        """Sites at shared (n, k) and groups' (n, g, d) entries: the shared ones and those of groups."""
+        names = self._shared_names  # found here, with values, not while JAX traces
+        everything = jax.jit(jax.vmap(jax.vmap(self._sites_of_one, (None, 0))))(shared, own)
+        of_all = {name: everything[name][:, 0] for name in names}
+        return of_all, {name: everything[name] for name in self._group_axes}
+
+    def _sites_of_one(self, shared: Array, own: Array) -> dict[str, Array]:
+        """At (k,) and (d,)."""
+        theta = self.members.theta(shared, jnp.broadcast_to(own, (self.members.number, *own.shape)))
+        axes, values = self._group_axes, self.program.constrain(theta)
+        return {name: jnp.take(value, 0, axis=axes[name]) if name in axes else value for name, value in values.items()}
+
+    @functools.cached_property
+    def _group_axes(self) -> dict[str, int]:
+        """Of sites inside the plate, along which its members lie."""
+        plate = self.info["plate"]
+        sites = {*self.group_site_names, *self.program.deterministic.of_latents}
+        return {n: self.program.plates[n].index(plate) for n in sites if plate in self.program.plates.get(n, ())}
+
+    @functools.cached_property
+    def _shared_names(self) -> frozenset[str]:
+        """Shared sites, and deterministic ones that no group has a say in."""
+        shape = (self.members.number, len(self.members.columns))
+        places = [self.members.theta(self.mean, jnp.full(shape, x, self.mean.dtype)) for x in (0.3, -0.7)]
+        first, second = map(self.program.constrain, places)
+        same = {name for name in first if name not in self._group_axes and np.array_equal(first[name], second[name])}
+        return frozenset(same)
+
+    def _read(self, groups: Sequence[Any] | np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Means (g, d), slopes (g, d, k) and roots (g, d, d) of groups given the shared sites."""
+        wanted = np.asarray(groups)
+        if wanted.ndim != 1:
+            raise ValueError(f"groups must be a list of labels, not of shape {wanted.shape}.")
+        table = _parquet().read_table(self.folder, filters=[(self.index, "in", np.unique(wanted).tolist())])
+        labels = table[self.index].to_numpy(zero_copy_only=False)
+        order = np.argsort(labels)
+        missing = wanted[~np.isin(wanted, labels)]
+        if missing.size:
+            raise ValueError(f"{self.folder} has no group {missing[0]}.")
+        at, size = order[np.searchsorted(labels[order], wanted)], len(self.members.columns)
+        means = [table[MEAN.format(name)].to_numpy() for name in self.members.names]
+        slope, root = (np.stack(table[name].to_numpy(zero_copy_only=False)) for name in (SLOPE, ROOT))
+        return (
+            np.stack(means, axis=1)[at],
+            slope.reshape(len(table), size, -1)[at],
+            root.reshape(len(table), size, size)[at],
+        )
+
+
+def write_groups(
+    folder: str, number: int, index: str, labels: np.ndarray, names: Sequence[str], groups: Groups, root: np.ndarray
+) -> int:
+    """The groups of a part as a file that is there as a whole or not at all.
+
+    :param root: of the covariance of the shared sites. :return: how many they are.
+    """
+    import pyarrow as pa
+
+    given = conditionals(groups)
+    spread = np.concatenate([given.root, given.slope @ root], axis=2)
+    deviation = np.linalg.norm(spread, axis=2)
+    columns: dict[str, Any] = {index: pa.array(labels)}
+    for i, name in enumerate(names):
+        columns |= {MEAN.format(name): groups.mean[:, i], DEVIATION.format(name): deviation[:, i]}
+    for name, blocks in ((SLOPE, given.slope), (ROOT, given.root)):
+        flat = blocks.reshape(len(labels), -1)
+        columns[name] = pa.FixedSizeListArray.from_arrays(pa.array(flat.ravel()), flat.shape[1])
+    table = pa.table(columns).replace_schema_metadata({"numpyro_rvga": json.dumps({"entries": list(names)})})
+    path = Path(folder) / f"part-{number:05d}.parquet"
+    temporary = path.with_suffix(f".{os.getpid()}.tmp")
+    _parquet().write_table(table, temporary)
+    os.replace(temporary, path)
+    return len(labels)
+
+
+def checked_folder(folder: str | os.PathLike) -> str:
+    """A folder for groups, made if it is not there.
+
+    :raises ValueError: if it holds groups already.
+    :raises ImportError: without pyarrow.
+    """
+    _parquet()
+    path = Path(folder).absolute()
+    path.mkdir(parents=True, exist_ok=True)
+    if any(path.glob("*.parquet")):
+        raise ValueError(f"{folder} holds Parquet files already: groups are written to a folder of their own.")
+    return str(path)
+
+
+def _parquet() -> Any:
+    try:
+        import pyarrow.parquet as parquet
+    except ImportError as error:
+        raise ImportError("files of groups need pyarrow: pip install 'numpyro_rvga[stream]'.") from error
+    return parquet

@@ -1,0 +1,260 @@
+"""Groups that stay with the part that has their rows: the shared sites' posterior is that of one solve of all rows."""
+
+import os
+import signal
+import threading
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import pytest
+
+from numpyro_rvga import BONG, RVGA, FixedPointVI
+
+dask_distributed = pytest.importorskip("distributed")
+parquet = pytest.importorskip("pyarrow.parquet")
+
+from numpyro_rvga import clusters, distributed  # noqa: E402
+
+pytestmark = [
+    # Of the cluster's own making.
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+]
+PLATE = {"plate": "users", "index": "user", "size": "num_users", "progress_bar": False}
+
+
+def choices(user, x, num_users, y=None):
+    scale = numpyro.sample("scale", dist.HalfNormal(1.0))
+    slopes = numpyro.sample("slopes", dist.Normal(0, 1).expand([2]).to_event(1))
+    with numpyro.plate("users", num_users):
+        above = numpyro.sample("above", dist.Normal(0, scale))
+        level = numpyro.deterministic("level", slopes[1] + above)
+        trend = numpyro.sample("trend", dist.Normal(0, 0.5))
+    numpyro.deterministic("odds", jnp.exp(slopes[0]))
+    with numpyro.plate("rows", len(x)):
+        numpyro.sample("y", dist.Bernoulli(logits=level[user] + (slopes[0] + trend[user]) * x), obs=y)
+
+
+def measured(user, X, num_users, y=None):
+    """Linear and Gaussian, with a vector for each group."""
+    centre = numpyro.sample("centre", dist.MultivariateNormal(jnp.ones(2), jnp.array([[2.0, 0.5], [0.5, 1.0]])))
+    slope = numpyro.sample("slope", dist.Normal(0.5, 2))
+    with numpyro.plate("users", num_users):
+        own = numpyro.sample("own", dist.Normal(centre, 0.7).to_event(1))
+    with numpyro.plate("rows", len(X)):
+        numpyro.sample("y", dist.Normal(jnp.sum(own[user] * X[:, :2], axis=1) + slope * X[:, 2], 0.5), obs=y)
+
+
+def counts(user, num_users, y=None):
+    mean = numpyro.sample("mean", dist.Normal(0, 2))
+    scale = numpyro.sample("scale", dist.HalfNormal(1.0))
+    with numpyro.plate("users", num_users):
+        level = numpyro.sample("level", dist.Normal(mean, scale))
+    with numpyro.plate("rows", len(user)):
+        numpyro.sample("y", dist.Poisson(jnp.exp(level[user])), obs=y)
+
+
+@pytest.fixture(scope="module")
+def client():
+    with dask_distributed.Client(processes=False, n_workers=1, threads_per_worker=1, dashboard_address=":0") as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def chosen():
+    rng = np.random.default_rng(0)
+    user, level = rng.permutation(np.repeat(np.arange(60), 4)), rng.normal(0.4, 0.8, 60)
+    x = rng.normal(size=len(user))
+    y = (level[user] + 0.7 * x > rng.logistic(size=len(user))).astype(int)
+    return {"user": user, "x": x, "y": y}
+
+
+@pytest.fixture(scope="module")
+def best(chosen):
+    return FixedPointVI(choices).run(chosen, num_users=60, progress_bar=False)
+
+
+def cut(data, side, labels=lambda user: user):
+    """Parts by group. ``side``: of each group."""
+    return [
+        {name: labels(array[at]) if name == "user" else array[at] for name, array in data.items()}
+        for at in (side[data["user"]] == part for part in np.unique(side))
+    ]
+
+
+def off(found, best):
+    """Of the shared sites, in standard deviations of the best Gaussian."""
+    places = best.program.layout.indices_of(found.site_names)
+    mean, covariance = np.asarray(best.mean)[places], np.asarray(best.covariance)[np.ix_(places, places)]
+    deviation = np.sqrt(np.diagonal(covariance))
+    widening = np.log(np.sqrt(np.diagonal(found.covariance)) / deviation)
+    return max(np.abs((found.mean - mean) / deviation).max(), np.abs(widening).max())
+
+
+@pytest.mark.parametrize("order", ["shuffled", "sorted"])
+def test_parts_with_groups_of_their_own_meet_the_best_gaussian_of_all_rows(client, tmp_path, chosen, best, order):
+    share = np.bincount(chosen["user"], chosen["y"])
+    side = np.arange(60) % 2 if order == "shuffled" else (np.argsort(np.argsort(share)) >= 38).astype(int)
+    parts = cut(chosen, side, labels=lambda user: np.char.add("u", user.astype(str)))
+    found = distributed.run_groups(RVGA(choices), parts, folder=tmp_path / "users", client=client, **PLATE)
+    assert off(found, best) < 0.02 and abs(found.elbo - best.elbo) < 0.01 and found.info["converged"]
+    assert (found.num_rows, found.num_groups, found.site_names) == (240, 60, ("scale", "slopes"))
+    table = parquet.read_table(tmp_path / "users")
+    user = np.array([int(label[1:]) for label in table["user"].to_pylist()])
+    deviation = np.asarray(best.gaussian.deviation())
+    for name in ("above", "trend"):
+        at = best.program.layout.indices[name][user]
+        np.testing.assert_allclose(table[f"{name}.mean"], np.asarray(best.mean)[at], atol=0.01)
+        np.testing.assert_allclose(table[f"{name}.sd"], deviation[at], rtol=0.01)
+    draws = found.sample_posterior(jax.random.key(0), (20, 1000), groups=["u7", "u41"])
+    whole = best.sample_posterior(jax.random.key(1), (20_000,))
+    assert draws["level"].shape == (20, 1000, 2) and draws["slopes"].shape == (20, 1000, 2)
+    assert set(draws) == set(whole)
+
+    def moments(draws, level):
+        every = np.stack([draws["slopes"][..., 1].ravel(), draws["odds"].ravel(), *level.T], axis=1)
+        return every.mean(axis=0), np.cov(every.T)
+
+    found, expected = moments(draws, draws["level"].reshape(-1, 2)), moments(whole, whole["level"][:, [7, 41]])
+    np.testing.assert_allclose(found[0], expected[0], atol=0.04)
+    np.testing.assert_allclose(found[1], expected[1], atol=0.03)
+
+
+def test_linear_gaussian_groups_have_the_exact_posterior_and_evidence(client, tmp_path):
+    rng, n = np.random.default_rng(1), 7
+    user = np.concatenate([np.arange(n), rng.integers(0, n, 40)])
+    X = rng.normal(size=(len(user), 3))
+    y = X @ [1.0, 0.0, -1.0] + rng.normal(size=len(user))
+    design = np.zeros((len(user), 3 + 2 * n))
+    design[:, 2] = X[:, 2]
+    for row, own in enumerate(user):
+        design[row, 3 + 2 * own : 5 + 2 * own] = X[row, :2]
+    prior_mean = np.concatenate([[1.0, 1.0, 0.5], np.ones(2 * n)])
+    prior = np.zeros((3 + 2 * n,) * 2)
+    prior[:2, :2], prior[2, 2] = [[2.0, 0.5], [0.5, 1.0]], 4.0
+    for i in range(n):
+        at = slice(3 + 2 * i, 5 + 2 * i)
+        prior[:2, at] = prior[at, :2] = prior[:2, :2]
+        for j in range(n):
+            prior[at, 3 + 2 * j : 5 + 2 * j] = prior[:2, :2] + (i == j) * 0.49 * np.eye(2)
+    marginal = design @ prior @ design.T + 0.25 * np.eye(len(user))
+    gain = np.linalg.solve(marginal, design @ prior).T
+    mean, covariance = prior_mean + gain @ (y - design @ prior_mean), prior - gain @ design @ prior
+    residual = y - design @ prior_mean
+    evidence = -0.5 * (residual @ np.linalg.solve(marginal, residual) + np.linalg.slogdet(2 * np.pi * marginal)[1])
+
+    parts = cut({"user": user, "X": X, "y": y}, np.array([0, 0, 0, 1, 1, 1, 2]))
+    found = distributed.run_groups(RVGA(measured), parts, folder=tmp_path / "users", client=client, **PLATE)
+    np.testing.assert_allclose(found.mean, mean[:3], atol=1e-6)
+    np.testing.assert_allclose(found.covariance, covariance[:3, :3], atol=1e-8)
+    np.testing.assert_allclose(found.elbo, evidence, atol=1e-6)
+    table = parquet.read_table(tmp_path / "users")
+    np.testing.assert_array_equal(table["user"], np.arange(n))
+    np.testing.assert_allclose(table["own[1].mean"], mean[4::2], atol=1e-6)
+    np.testing.assert_allclose(table["own[1].sd"], np.sqrt(np.diagonal(covariance))[4::2], atol=1e-7)
+
+
+def test_counts_in_single_precision(client, tmp_path):
+    rng = np.random.default_rng(2)
+    user = np.repeat(np.arange(60), 5)
+    data = {"user": user, "y": rng.poisson(np.exp(rng.normal(1, 1, 60))[user])}
+    best = FixedPointVI(counts).run(data, num_users=60, progress_bar=False)
+    with jax.enable_x64(False):
+        parts = cut(data, (np.arange(60) >= 25).astype(int))
+        found = distributed.run_groups(RVGA(counts), parts, folder=tmp_path, client=client, **PLATE)
+        assert found.mean.dtype == np.float32
+    assert off(found, best) < 0.02 and abs(found.elbo - best.elbo) < 0.01
+
+
+def test_what_is_no_group_of_a_part_is_refused(client, tmp_path, chosen):
+    def run(model=choices, parts=None, method=RVGA, **options):
+        parts = cut(chosen, np.arange(60) % 2) if parts is None else parts
+        where = {"folder": tmp_path / "new", "client": client}
+        return distributed.run_groups(method(model), parts, **PLATE | where | options)
+
+    halves = [{name: array[half::2] for name, array in chosen.items()} for half in (0, 1)]
+    with pytest.raises(ValueError, match=r"member .* of plate 'users' has rows in part 0 and in part 1"):
+        run(parts=halves)
+    with pytest.raises(ValueError, match=r"part 0: no latent site is in a plate 'groups': .* are \['users'\]"):
+        run(plate="groups")
+    with pytest.raises(ValueError, match="index='who' is no argument of the model, which takes"):
+        run(index="who")
+    with pytest.raises(ValueError, match="'num_users' is each part's own"):
+        run(num_users=60)
+    with pytest.raises(ValueError, match="part 0: the model needs 'user'"):
+        run(parts=[{"x": chosen["x"], "y": chosen["y"]}])
+    unnamed = [{**part, "user": np.where(part["user"] == 1, np.nan, part["user"])} for part in halves]
+    with pytest.raises(ValueError, match=r"part [01]: array 'user' has no label in row \d+"):
+        run(parts=unnamed)
+    with pytest.raises(ValueError, match="groups are for RVGA"):
+        run(method=BONG)
+    with pytest.raises(ValueError, match="there are no parts"):
+        run(parts=[])
+
+    def neighbours(user, x, num_users, y=None):
+        mean = numpyro.sample("mean", dist.Normal(0, 1))
+        with numpyro.plate("users", num_users):
+            level = numpyro.sample("level", dist.Normal(mean, 1))
+        with numpyro.plate("rows", len(x)):
+            numpyro.sample("y", dist.Bernoulli(logits=level[user] + level[0]), obs=y)
+
+    with pytest.raises(
+        ValueError, match="part 0: site 'y' of row 0 depends on other members of the plate than its own"
+    ):
+        run(neighbours)
+
+    def chained(x, num_users, user=None, y=None):
+        mean = numpyro.sample("mean", dist.Normal(0, 1))
+        with numpyro.plate("users", num_users):
+            level = numpyro.sample("level", dist.Normal(mean, 1))
+        numpyro.factor("sum", -0.5 * jnp.sum(level) ** 2)
+        with numpyro.plate("rows", len(x)):
+            numpyro.sample("y", dist.Bernoulli(logits=level[user]), obs=y)
+
+    with pytest.raises(ValueError, match="part 0: the data have no array 'user'"):
+        run(chained, parts=[{"x": chosen["x"], "y": chosen["y"]}])
+    with pytest.raises(ValueError, match="part 0: the prior term of site 'sum' depends on several members"):
+        run(chained)
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old" / "part-00000.parquet").touch()
+    with pytest.raises(ValueError, match="holds Parquet files already"):
+        run(folder=tmp_path / "old")
+
+
+def test_a_worker_that_is_killed_in_a_round_changes_nothing(tmp_path, monkeypatch):
+    rng = np.random.default_rng(3)
+    user = np.repeat(np.arange(40), 4)
+    data = {"user": user, "y": rng.poisson(np.exp(rng.normal(1, 0.7, 40))[user])}
+    parts, killed = cut(data, np.arange(40) % 2), []
+    told = clusters.GroupCluster._told
+
+    def tell_and_kill(self, places, step):
+        if len(killed) == 2:  # in the third round
+            holders = self._client.who_has(self._places)
+            address = holders[self._places[0].key][0]
+            pid = self._client.run(os.getpid, workers=[address])[address]
+            killed.append(pid)
+            threading.Timer(0.05, os.kill, (pid, signal.SIGKILL)).start()
+            time.sleep(0.05)
+        else:
+            killed.append(None)
+        return told(self, places, step)
+
+    with (
+        dask_distributed.LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=":0") as cluster,
+        dask_distributed.Client(cluster) as client,
+    ):
+        expected = distributed.run_groups(RVGA(counts), parts, folder=tmp_path / "a", client=client, **PLATE)
+        monkeypatch.setattr(clusters.GroupCluster, "_told", tell_and_kill)
+        found = distributed.run_groups(RVGA(counts), parts, folder=tmp_path / "b", client=client, **PLATE)
+    assert any(killed)
+    np.testing.assert_allclose(found.mean, expected.mean, rtol=1e-9)
+    np.testing.assert_allclose(found.covariance, expected.covariance, rtol=1e-9)
+    tables = [parquet.read_table(tmp_path / name).to_pydict() for name in ("a", "b")]
+    assert tables[0].keys() == tables[1].keys() and len(tables[0]["user"]) == 40
+    np.testing.assert_allclose(tables[0]["level.mean"], tables[1]["level.mean"], rtol=1e-9)
