@@ -115,6 +115,48 @@ def test_a_worker_that_is_killed_in_every_round_changes_nothing(client, folder, 
     assert found.update(next(iter(parts[0])), progress_bar=False).num_rows > 3000
 
 
+def levels(user, num_users, y=None):
+    mean = numpyro.sample("mean", dist.Normal(0, 2))
+    with numpyro.plate("users", num_users):
+        level = numpyro.sample("level", dist.Normal(mean, 0.7))
+    with numpyro.plate("rows", len(user)):
+        numpyro.sample("y", dist.Normal(level[user], 0.5), obs=y)
+
+
+def test_a_worker_that_is_killed_with_groups_of_its_own_changes_nothing(client, tmp_path, monkeypatch):
+    rng = np.random.default_rng(3)
+    user = np.concatenate([np.arange(40), rng.integers(0, 40, 80)])
+    y = rng.normal(1, 0.7, 40)[user] + 0.5 * rng.normal(size=120)
+    parts, asked, killed = [{"user": user[user % 2 == k], "y": y[user % 2 == k]} for k in (0, 1)], [], []
+    told = clusters.GroupCluster._told
+
+    def tell_and_kill(self, places, step):
+        asked.append(step)
+        if len(asked) in (2, 3):
+            (address, *_) = self._client.who_has(self._parts)[self._parts[0].key]
+            killed.append(self._client.run(os.getpid, workers=[address])[address])
+            os.kill(killed[-1], signal.SIGKILL)
+        return told(self, places, step)
+
+    monkeypatch.setattr(clusters.GroupCluster, "_told", tell_and_kill)
+    options = {"plate": "users", "index": "user", "size": "num_users", "folder": tmp_path, "client": client}
+    found = distributed.run_groups(RVGA(levels), parts, progress_bar=False, **options)
+    assert len(set(killed)) == 2 and len(asked) >= 4
+
+    count, average = np.bincount(user), np.bincount(user, y) / np.bincount(user)
+    weight = 1 / (0.49 + 0.25 / count)
+    precision = 0.25 + weight.sum()
+    np.testing.assert_allclose(found.mean[0], weight @ average / precision, atol=1e-6)
+    np.testing.assert_allclose(found.covariance[0, 0], 1 / precision, rtol=1e-6)
+    table = pq.read_table(tmp_path)
+    own = np.argsort(table["user"].to_numpy())
+    given = 1 / (1 / 0.49 + count / 0.25)
+    expected = given * (found.mean[0] / 0.49 + count * average / 0.25)
+    np.testing.assert_allclose(table["level.mean"].to_numpy()[own], expected, atol=1e-6)
+    deviation = np.sqrt(given + (given / 0.49) ** 2 / precision)
+    np.testing.assert_allclose(table["level.sd"].to_numpy()[own], deviation, rtol=1e-6)
+
+
 def test_bong_and_arrays_run_on_clusters_too(client):
     rng = np.random.default_rng(1)
     X = rng.normal(size=(300, 2))
