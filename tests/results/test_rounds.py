@@ -116,7 +116,10 @@ def test_single_precision_meets_the_best_gaussian_too():
 def test_rows_that_are_skipped_are_skipped_in_every_round():
     model, data = made("logistic")
     spoilt = {name: np.insert(array, 5, np.nan, axis=0) for name, array in data.items()}
-    blocks, method = [{n: x[part] for n, x in spoilt.items()} for part in (slice(0, 300), slice(300, 801))], method_of(model)
+    blocks, method = (
+        [{n: x[part] for n, x in spoilt.items()} for part in (slice(0, 300), slice(300, 801))],
+        method_of(model),
+    )
     parts = [method.run(block, on_bad_row="skip", progress_bar=False) for block in blocks]
     merged = Posterior.merge(parts, data=blocks)
     assert off(merged, best_of("logistic")) < 0.02 and merged.num_rows == 800
@@ -205,8 +208,6 @@ def weakly_informed_rows(seed):
     g, x, effects = np.arange(60) % 12, rng.normal(size=60), 0.05 * rng.normal(size=12)
     data = {"g": g, "x": x, "y": rng.poisson(np.exp(0.3 + effects[g] + 0.3 * x)).astype(float)}
     return data, WHOLE.run(data, progress_bar=False)
-
-
 
 
 @pytest.mark.parametrize(("seed", "order"), [(1, "shuffled"), (2, "sorted")])
