@@ -16,6 +16,7 @@ twice C: along directions that no point has, the covariance could grow for nothi
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -26,6 +27,7 @@ from jax import Array, lax
 from .expectations import Moments, with_slopes
 from .linalg import semidefinite_factor
 from .primitives import equations, numbers_in
+from .quadrature import at_first
 
 Nodes = tuple[np.ndarray, np.ndarray]
 
@@ -40,21 +42,35 @@ LARGEST_ARRAY = 2**20  # numbers in the largest array of what is evaluated at on
 def by_draws(
     phi: Callable[[Array, Any], Array], nodes_of: Callable[[int, int], Nodes], num_fresh: int, *, more: bool = False
 ) -> tuple[Callable, Callable]:
-    """(means (n, C), covariances (n, C, C), constants (n, ...)) -> E[phi], E[grad phi], E[hess phi] of n factors; and
-    -> E[phi] over as many sets of other points, which q was not fitted to, (n, num_fresh).
+    """(means (n, C), covariances (n, C, C), constants (n, ...), whether few points will do) -> E[phi], E[grad phi],
+    E[hess phi] of n factors; and, without the latter, -> E[phi] over as many sets of other points, which q was not
+    fitted to, (n, num_fresh).
 
     :param phi: of predictors (C,) and one factor's constants.
     :param nodes_of: number of a set, and of points -> positions (K, C) of these points and weights (K,).
     :param more: take more points than phi's cost would have it.
     """
 
-    def expect_one(mean: Array, covariance: Array, constants: Any) -> Moments:
+    def expect_one(mean: Array, covariance: Array, constants: Any, is_coarse: Array | None = None) -> Moments:
         cost = _cost(phi, mean, constants)
+        few, many = _least_points(mean.size), _num_points(mean.size, cost, more)
+        if few == many:
+            is_coarse = None
         with jax.ensure_compile_time_eval():  # the nodes are constants
-            nodes = nodes_of(0, _num_points(mean.size, cost, more))
-        z, weights = (jnp.asarray(x, mean.dtype) for x in nodes)
+            z, weights = nodes_of(0, many)
+            if is_coarse is not None:
+                z, weights = (np.concatenate(parts) for parts in zip(nodes_of(num_fresh + 1, few), (z, weights)))
+        z, weights = (jnp.asarray(x, mean.dtype) for x in (z, weights))
         root, inverse = semidefinite_factor(covariance)
-        at = _at_points(jax.value_and_grad(phi), mean + z @ root.T, constants, cost)
+        points, slope = mean + z @ root.T, jax.value_and_grad(phi)
+        if is_coarse is None:
+            at = _at_points(slope, points, constants, cost)
+        else:
+            of_few = jnp.arange(len(z)) < few
+            weights = jnp.where(of_few == is_coarse, weights, 0.0)
+            start, stop = jnp.where(is_coarse, jnp.array([0, few]), jnp.array([few, few + many]))
+            at_once = min(few, 1 << (_num_at_once(cost).bit_length() - 1))
+            at = at_first(jax.vmap(lambda point: slope(point, constants)), points, at_once, stop, start)
         return with_slopes(weights @ at[0], weights @ at[1], at[1], z, weights, root, inverse)
 
     def fresh_of_one(mean: Array, covariance: Array, constants: Any) -> Array:
@@ -66,10 +82,13 @@ def by_draws(
         values = _at_points(phi, mean + z @ semidefinite_factor(covariance)[0].T, constants, cost)
         return jnp.mean(values.reshape(num_fresh, -1), axis=1)
 
-    def of_each(function: Callable) -> Callable:
-        return lambda *factors: lax.map(lambda one: function(*one), factors)
+    def of_each(function: Callable, *factors: Any) -> Any:
+        return lax.map(lambda one: function(*one), factors)
 
-    return of_each(expect_one), of_each(fresh_of_one)
+    def expect(means: Array, covariances: Array, constants: Any, is_coarse: Array | None = None) -> Moments:
+        return of_each(partial(expect_one, is_coarse=is_coarse), means, covariances, constants)
+
+    return expect, partial(of_each, fresh_of_one)
 
 
 class _Cost(NamedTuple):
@@ -87,12 +106,25 @@ def _cost(phi: Callable, mean: Array, constants: Any) -> _Cost:
 
 def _num_points(num_predictors: int, cost: _Cost, more: bool) -> int:
     """A power of two."""
-    least = max(POINTS, POINTS_PER_PREDICTOR * num_predictors)
-    count = max(least, min(MOST_POINTS, NUMBERS // cost.numbers)) * (MORE_POINTS if more else 1)
+    count = max(_least_points(num_predictors), min(MOST_POINTS, NUMBERS // cost.numbers)) * (MORE_POINTS if more else 1)
+    return _power_of_two(count)
+
+
+def _least_points(num_predictors: int) -> int:
+    """A power of two."""
+    return _power_of_two(max(POINTS, POINTS_PER_PREDICTOR * num_predictors))
+
+
+def _power_of_two(count: int) -> int:
+    """The least that is not below it."""
     return 1 << (count - 1).bit_length()
 
 
 def _at_points(function: Callable, points: Array, constants: Any, cost: _Cost) -> Any:
     """``function(point, constants)`` at all points (K, C), as many at a time as memory has room for."""
-    size = min(len(points), max(1, LARGEST_ARRAY // cost.largest))
+    size = min(len(points), _num_at_once(cost))
     return lax.map(lambda point: function(point, constants), points, batch_size=size)
+
+
+def _num_at_once(cost: _Cost) -> int:
+    return max(1, LARGEST_ARRAY // cost.largest)

@@ -185,6 +185,14 @@ def solve(
     return state
 
 
+def begun_again(state: SolverState) -> SolverState:
+    """The state of a search whose bound is another one from now on: its next step is taken, wherever that leads."""
+    evaluation = state.evaluation
+    lowest = evaluation.bound - jnp.inf
+    evaluation = evaluation._replace(bound=lowest, decrement=-lowest)
+    return state._replace(evaluation=evaluation, stuck=jnp.zeros_like(state.stuck))
+
+
 def _solve_mean(
     evaluate: Callable[[Pending, Array | np.ndarray], Evaluated], at: Pending, num_steps: int, tolerance: float
 ) -> Evaluated:

@@ -42,6 +42,8 @@ class Kind(NamedTuple):
     :ivar sampled: whether expectations are averages over many nodes, dearer than a product of matrices.
     :ivar information: (mean, constants) -> the Fisher information (C, C), which replaces minus the Hessian where
         that is no curvature to go by.
+    :ivar adjustable: as ``measured``, and takes a traced flag besides, whether few nodes will do: errors are not known
+        then. None if that would save nothing.
     :ivar fresh: of n factors, E[phi] over R sets of nodes that no search has used, (n, R); None but for samples.
     :ivar measured: as ``expect``, -> what that finds, and its estimated errors, in nats (n,); None if it is exact, or
         has no estimate.
@@ -55,6 +57,7 @@ class Kind(NamedTuple):
     sampled: bool = False
     information: Callable[[Array, tuple], Array] | None = None
     measured: Callable[[Array, Array, tuple], tuple[Moments, Array]] | None = None
+    adjustable: Callable[[Array, Array, tuple, Array], tuple[Moments, Array]] | None = None
     fresh: Callable[[Array, Array, tuple], Array] | None = None
 
     def expect_with_errors(self, means: Array, covariances: Array, constants: tuple) -> tuple[Moments, Array]:
@@ -62,6 +65,18 @@ class Kind(NamedTuple):
         if self.measured is not None:
             return self.measured(means, covariances, constants)
         return self.expect(means, covariances, constants), jnp.zeros(len(means), means.dtype)
+
+    def by_few_nodes(self, is_coarse: Array | None) -> Kind:
+        """With few nodes if they will do, by a traced flag; None: as it is."""
+        adjustable = self.adjustable
+        if is_coarse is None or adjustable is None:
+            return self
+
+        def measured(*factors: Any) -> tuple[Moments, Array]:
+            return adjustable(*factors, is_coarse)
+
+        has_errors = self.measured is not None
+        return self._replace(expect=lambda *f: measured(*f)[0], measured=measured if has_errors else None)
 
 
 class Accounts(NamedTuple):

@@ -4,7 +4,8 @@ All factors begin with a rule of few nodes, which is exact for polynomials of th
 further out, tell by how much phi is none. Factors of which that matters go on to the next rule, and only they pay: a
 compiled loop takes them a batch at a time.
 
-Where factors are few, a compiled ladder costs more than it saves: then all take a rule of many nodes at once.
+Where factors are few, a compiled ladder costs more than it saves: then all take a rule of many nodes at once. A search
+begins with the few nodes in either case, see :class:`~numpyro_rvga.engines.joint_solver.JointProblem`.
 """
 
 from __future__ import annotations
@@ -61,7 +62,8 @@ def expectations(
     is_integral: bool = False,
 ) -> tuple[Callable, Callable | None]:
     """(means (n, C), covariances (n, C, C), constants (n, ...)) -> E[phi], E[grad phi], E[hess phi] of n factors; and
-    -> the same, with the estimated errors, in nats (n,).
+    -> the same, with the estimated errors, in nats (n,). The latter takes one argument more, whether few nodes will do:
+    then errors are not known. None: they will not.
 
     :param nodes: positions (K, C) and weights (K,) of the last rule, for more than three predictors: the fifth-degree
         rule's work is then kept where that is the better one.
@@ -72,16 +74,17 @@ def expectations(
     """
     if effort == "few":
         few = _differentiable(partial(_by_few_nodes, phi), phi, num_predictors)
-        return lambda *factors: few(*factors)[0], None
+        return lambda *factors: few(*factors, None)[0], None
     tolerances = (ENOUGH, FAIRLY_SMALL) if is_integral else (EXACT, SMALL)
     measure = partial(_climb, phi, num_predictors, nodes, effort == "thorough", tolerances)
     if effort == "direct" and (nodes is not None or num_predictors in CUBE_NODES):
         measure = partial(_at_once_or, measure, *_direct(phi, num_predictors, nodes), DIRECT_POINTS[is_integral])
     measured = _differentiable(measure, phi, num_predictors)
-    return lambda *factors: measured(*factors)[0], measured
+    return lambda *factors: measured(*factors, None)[0], measured
 
 
-def _by_few_nodes(phi: PHI, means: Array, covariances: Array, constants: Any) -> tuple[Moments, None]:
+def _by_few_nodes(phi: PHI, means: Array, covariances: Array, constants: Any, is_coarse: None) -> tuple[Moments, None]:
+    del is_coarse  # there is but one rule
     points, weights, _ = fifth_degree_nodes(means.shape[1])
 
     def of_each(mean: Array, covariance: Array, constants: Any) -> Moments:
@@ -111,21 +114,31 @@ def _in_chunks(function: Callable, num_points: int, arguments: tuple) -> Any:
 
 
 def _at_once_or(
-    climb: Callable, rule: Callable, num_points: int, most: int, means: Array, covariances: Array, constants: Any
+    climb: Callable,
+    rule: Callable,
+    num_points: int,
+    most: int,
+    means: Array,
+    covariances: Array,
+    constants: Any,
+    is_coarse: Array | None,
 ) -> tuple[Moments, Array]:
     """By ``rule`` for all, of so many points each, or by ``climb`` if these are more than ``most``."""
-    factors = means, covariances, constants
-    return climb(*factors) if len(means) * num_points > most else _in_chunks(jax.vmap(rule), num_points, factors)
+    if len(means) * num_points > most:
+        return climb(means, covariances, constants, is_coarse)
+    of_each = jax.vmap(lambda *factor: rule(*factor, is_coarse=is_coarse))
+    return _in_chunks(of_each, num_points, (means, covariances, constants))
 
 
 def _direct(phi: PHI, num_predictors: int, nodes: tuple | None) -> tuple[Callable, int]:
     """A rule of many nodes for one factor, and the number of its points."""
     if nodes is None:
-        return lambda *arguments: by_cube(phi, factor_of(*arguments)), num_cube_nodes(num_predictors)
+        return lambda *factor, is_coarse: by_cube(phi, factor_of(*factor), is_coarse), num_cube_nodes(num_predictors)
     points, _, _ = fifth_degree_nodes(num_predictors)
     z, (few, many) = np.concatenate([points, nodes[0]]), (slice(len(points)), slice(len(points), None))
 
-    def better_of_two(*arguments: Any) -> tuple[Moments, Array]:
+    def better_of_two(*arguments: Any, is_coarse: Array | None) -> tuple[Moments, Array]:
+        del is_coarse  # of more than three predictors, some of the few nodes have negative weights
         factor = factor_of(*arguments)
         values, gradients = at_nodes(phi, factor, z)
         moments, error, _, _ = fifth_degree(factor, values[few], gradients[few])
@@ -143,6 +156,7 @@ def _climb(
     means: Array,
     covariances: Array,
     constants: Any,
+    is_coarse: Array | None,
 ) -> tuple[Moments, Array]:
     num_points = len(fifth_degree_nodes(num_predictors)[0])
     first = jax.vmap(partial(_first_rule, phi, tolerances))
@@ -151,6 +165,8 @@ def _climb(
     for least, rule, num_points in _finer(num_predictors, nodes, thorough):
         size = min(max(BATCH_POINTS // num_points, 1), MOST_BATCH)
         hard = ~(result[1] <= least * tolerance)
+        if is_coarse is not None and num_predictors <= len(ACROSS):
+            hard = hard & ~is_coarse
         result = _refined(jax.vmap(partial(rule, phi)), size, factors, hard, result)
     return result
 
@@ -223,15 +239,17 @@ def _differentiable(expect: Callable, phi: PHI, num_predictors: int) -> Callable
         root, _ = semidefinite_factor(covariance)
         return jnp.asarray(weights) @ jax.vmap(lambda point: phi(point, constants))(mean + z @ root.T)
 
-    def forward(means: Array, covariances: Array, constants: Any) -> tuple[Moments, Any]:
-        result = expect(means, covariances, constants)
+    def forward(
+        means: Array, covariances: Array, constants: Any, is_coarse: Array | None
+    ) -> tuple[tuple[Moments, Any], Any]:
+        result = expect(means, covariances, constants, is_coarse)
         return result, (means, covariances, constants, result[0])
 
     def backward(residuals: Any, slopes: tuple[Moments, Any]) -> tuple:
         means, covariances, constants, (_, gradients, hessians) = residuals
         scale = slopes[0][0]
         vjp = jax.vjp(lambda c: jax.vmap(of_constants)(means, covariances, c), constants)[1]
-        return scale[:, None] * gradients, 0.5 * scale[:, None, None] * hessians, vjp(scale)[0]
+        return scale[:, None] * gradients, 0.5 * scale[:, None, None] * hessians, vjp(scale)[0], None
 
     function = jax.custom_vjp(expect)
     function.defvjp(forward, backward)

@@ -23,6 +23,7 @@ from .panels import normal_integral
 
 TENSOR_NODES = {2: ((8, 14), (12, 24)), 3: ((5, 10), (6, 16))}  # across and along: of the rule compared, the one used
 CUBE_NODES = {1: (40, 64), 2: (14, 20), 3: (8, 12)}  # along each axis: of the rule compared, the one used
+NODES_AT_ONCE = 32  # where it is not known in advance how many are needed
 LEAST_WEIGHT = 1e-18  # of a node that is worth its evaluation, as far out as it is
 ACROSS = {1: 1, 2: 12, 3: 7}  # nodes, beside panels along the difficult direction
 PANELS = 0.1  # of a factor's tolerance: that of its panels
@@ -123,11 +124,15 @@ def _off_polynomial(far: float, reach: Array, values: Array, slopes: Array) -> A
     return jnp.abs(even_off) + jnp.abs(odd_off)
 
 
-def by_cube(phi: PHI, factor: Factor) -> tuple[Moments, Array]:
+def by_cube(phi: PHI, factor: Factor, is_coarse: Array | None = None) -> tuple[Moments, Array]:
     """Gauss and Hermite's rule of as many nodes along each axis, beside one of fewer nodes. Where phi is not finite so
-    far out, what the fifth-degree rule finds, with an infinite error."""
+    far out, what the fifth-degree rule finds, with an infinite error.
+
+    :param is_coarse: whether the fifth-degree rule will do; None: it will not.
+    """
     z, weights = _cube_nodes(factor.mean.size)
-    values, gradients = at_nodes(phi, factor, z)
+    used = None if is_coarse is None else jnp.where(is_coarse, np.count_nonzero(weights[0]), len(z))
+    values, gradients = at_nodes(phi, factor, z, used)
     changes = values - values[0]  # from the mean: the rules differ by no rounding of what is the same
 
     def summed(weights: Array) -> Moments:
@@ -138,7 +143,7 @@ def by_cube(phi: PHI, factor: Factor) -> tuple[Moments, Array]:
     rules = jax.vmap(summed)(jnp.asarray(weights, factor.mean.dtype))
     apart = jax.tree.map(lambda x: x[1] - x[2], rules)
     error = jnp.abs(apart[0]) + natural_size(factor.root, apart)
-    usable = jnp.isfinite(error)
+    usable = jnp.isfinite(error) if is_coarse is None else jnp.isfinite(error) & ~is_coarse
     change, gradient, hessian = jax.tree.map(lambda x: jnp.where(usable, x[2], x[0]), rules)
     return (values[0] + change, gradient, hessian), jnp.where(usable, error, jnp.inf)
 
@@ -194,10 +199,33 @@ def spread_out(nodes: tuple, factor: Factor, values: Array, gradients: Array) ->
     return result, 2 * jnp.sqrt(weights @ (left * left) / len(weights))
 
 
-def at_nodes(phi: PHI, factor: Factor, z: np.ndarray | Array) -> tuple[Array, Array]:
-    """Values (K,) and gradients (K, C) at positions (K, C)."""
+def at_nodes(phi: PHI, factor: Factor, z: np.ndarray | Array, used: Array | None = None) -> tuple[Array, Array]:
+    """Values (K,) and gradients (K, C) at positions (K, C).
+
+    :param used: how many of the positions are needed, which need not be known in advance; None: all.
+    """
     points = factor.mean + jnp.asarray(z, factor.mean.dtype) @ factor.root.T
-    return jax.vmap(jax.value_and_grad(lambda u: phi(u, factor.constants)))(points)
+    each = jax.vmap(jax.value_and_grad(lambda u: phi(u, factor.constants)))
+    return each(points) if used is None else at_first(each, points, NODES_AT_ONCE, used)
+
+
+def at_first(function: Callable, points: Array, size: int, stop: Array, start: Array | int = 0) -> Any:
+    """``function(points)`` of those points (K, C) that are needed, so many at a time; zeros for others.
+
+    :param start: number of the first one, a multiple of ``size``. :param stop: number after the last one.
+    """
+    count = -(-len(points) // size)
+    padded = jnp.concatenate([points, jnp.broadcast_to(points[:1], (count * size - len(points), points.shape[1]))])
+    parts = padded.reshape(count, size, -1)
+
+    def take(number: Array, found: Any) -> Any:
+        new = function(parts[number])
+        return jax.tree.map(lambda x, y: lax.dynamic_update_slice_in_dim(x, y, number * size, 0), found, new)
+
+    shapes = jax.eval_shape(function, parts[0])
+    nothing = jax.tree.map(lambda x: jnp.zeros((len(padded), *x.shape[1:]), x.dtype), shapes)
+    found = lax.fori_loop(start // size, -(-stop // size), take, nothing)
+    return jax.tree.map(lambda x: x[: len(points)], found)
 
 
 def _summed(values: Array, gradients: Array, nodes: tuple[Any, Any], factor: Factor) -> Moments:

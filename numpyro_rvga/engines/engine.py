@@ -21,7 +21,7 @@ from ..core.jacobians import times_root
 from ..core.joint import Joint, joint_solve
 from ..core.maximize import Search, Settings
 from ..core.objective import Group, in_stages
-from ..core.quadrature import CUBE_NODES
+from ..core.quadrature import CUBE_NODES, num_cube_nodes
 from ..core.recursion import (
     Absorbed,
     RowFactors,
@@ -53,6 +53,7 @@ ONE_PASS_TOLERANCE = 1e-6  # nats: of joint solves around a stream, which itself
 CHUNK_NUMBERS = 2**24  # in the Jacobians of a chunk
 BUDGET = 1e-3  # nats, in all: expectations that may be off by more call for finer rules,
 ENOUGH_DRAWS = 0.5  # and those over draws of theta for more draws
+MANY = 2**16  # nodes of all rows; one row that is all data may be dear at each of its nodes
 NUM_LINEARIZATIONS = 3  # of predictors that are not affine, in a small block
 
 
@@ -280,7 +281,7 @@ class Engine:
         others = self._other_means(search, problem, len(weights))
         with_accounts = self.has_estimated_errors and absorbed_rows is None and not search.mode
         options = {"with_absorbed": with_absorbed, "with_accounts": with_accounts}
-        return self.joint_solver(search, problem, new, other_means=others, **options)
+        return self._solved(search, problem, new, len(weights), other_means=others, **options)
 
     def solve_all(
         self,
@@ -292,13 +293,36 @@ class Engine:
     ) -> tuple[State, StepInfo]:
         """The best Gaussian for all rows of a problem and the true prior."""
         search = self.search_all(problem, alternating=alternating)
-        others = self._other_means(search, problem, _count_rows(problem))
+        count = _count_rows(problem)
+        others = self._other_means(search, problem, count)
         if problem.num_chunks == 1 and isinstance(problem.chunks, RowChunks):  # prepared once, not at each step
             (rows, weights), params = problem.chunks, self._params_of(problem)
             rows = {name: array[0] for name, array in rows.items()}
             problem = problem._replace(chunks=self._prepare_block(rows | params, weights[0])[0])
         options = {"on_step": on_step, "with_accounts": self.has_estimated_errors and not search.mode}
-        return self.joint_solver(search, problem, num_rows, other_means=others, **options)
+        return self._solved(search, problem, num_rows, count, other_means=others, **options)
+
+    def _solved(
+        self, search: Search, problem: JointProblem, new: Array, num_rows: int, **options: Any
+    ) -> tuple[State, StepInfo]:
+        """With few nodes to begin with, where expectations over rows take many.
+
+        :param new: how many rows are new to the state. :param num_rows: how many there are.
+        """
+        if search.mode or isinstance(problem.state.mean, Tracer) or not self._takes_many_nodes(num_rows):
+            return self.joint_solver(search, problem, new, **options)
+        exactly, roughly = (problem._replace(is_coarse=np.asarray(is_coarse)) for is_coarse in (False, True))
+        return self.joint_solver(search, exactly, new, coarse=roughly, **options)
+
+    def _takes_many_nodes(self, num_rows: int) -> bool:
+        """Whether an evaluation takes so long that a search had better begin with few nodes."""
+        return any(
+            terms.by_draws
+            or num_rows == 1
+            or num_rows * terms.num_elements * num_cube_nodes(terms.num_predictors) >= MANY
+            for kind, terms in zip(self.joint_kinds, self.program.terms)
+            if kind.adjustable is not None
+        )
 
     def _other_means(self, search: Search, problem: JointProblem, num_rows: int) -> Callable | None:
         """Where a search from the prior begins again, see :mod:`~.starts`; None where that is not worth its time."""
@@ -345,7 +369,7 @@ class Engine:
 
         parts = joint_solve(
             search,
-            Group(self.joint_kinds, linearise, problem.chunks),
+            Group(tuple(kind.by_few_nodes(problem.is_coarse) for kind in self.joint_kinds), linearise, problem.chunks),
             self.prior_group(problem.prior_inputs),
             problem.state,
             row_factors=problem.row_factors,

@@ -12,7 +12,7 @@ from jax import Array
 from jax.core import Tracer
 
 from ..core.compilation import Compiled, jit_once
-from ..core.drivers import Evaluated, Pending, Progress, Steps, evaluate, pending, solve, updated
+from ..core.drivers import Evaluated, Pending, Progress, Steps, begun_again, evaluate, pending, solve, updated
 from ..core.factors import Expected, Kind
 from ..core.joint import Joint, Start, solve_joint_traced
 from ..core.maximize import Base, Search, Settings, Solution, SolverState, solution
@@ -21,6 +21,8 @@ from ..core.precisions import PrecisionForm
 from ..core.recursion import RowFactors, State, StepInfo
 from .devices import Devices
 from .starts import NEAR, NUM_CHECKS, NUM_RETRIES, are_apart, best_of
+
+ROUGHLY = 0.01  # nats: the squared natural gradient at which a search by few nodes has done its part
 
 
 class RowChunks(NamedTuple):
@@ -37,6 +39,7 @@ class JointProblem(NamedTuple):
     :ivar prior_inputs: as ``program.prior_inputs``.
     :ivar row_factors: by which the rows are part of the state; None: they are not.
     :ivar init: mean and precision of a q to start from, in the state's standard coordinates, or None.
+    :ivar is_coarse: whether expectations over rows take few nodes; None: they cannot.
     """
 
     state: State
@@ -44,6 +47,7 @@ class JointProblem(NamedTuple):
     prior_inputs: dict[str, Any]
     row_factors: tuple[RowFactors, ...] | None = None
     init: tuple[Array, Array] | None = None
+    is_coarse: Array | np.ndarray | None = None
 
     @property
     def num_chunks(self) -> int:
@@ -125,22 +129,35 @@ class JointSolver:
         with_absorbed: bool = False,
         with_accounts: bool = False,
         on_step: Callable[[Progress], None] | None = None,
+        coarse: Any = None,
         other_means: Callable[[State, int], np.ndarray] | None = None,
     ) -> tuple[State, StepInfo]:
         """The state after ``num_rows`` new rows.
 
         :param with_absorbed: report the moments of the rows' predictors.
         :param with_accounts: report the factors' expected values and their errors, by kind.
+        :param coarse: the same problem by expectations that cost less, whose solution the search begins with; or None.
         :param other_means: what was found, number -> a mean to start from once more; see :mod:`~.starts`.
         """
         if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((problem, num_rows))):
             return self._traced(problem, num_rows, search=search, with_absorbed=with_absorbed)
         base, form, begun = self._begin(problem, search=search)
-        steps = Steps(
-            lambda state: self._propose(problem, form, state, search=search),
-            lambda at, mean: self._evaluate(problem, base, form, at, mean, search=search),
-            lambda at, evaluated: self._update(problem, form, at, evaluated, search=search),
-        )
+
+        def steps_of(problem: Any) -> Steps:
+            return Steps(
+                lambda state: self._propose(problem, form, state, search=search),
+                lambda at, mean: self._evaluate(problem, base, form, at, mean, search=search),
+                lambda at, evaluated: self._update(problem, form, at, evaluated, search=search),
+            )
+
+        steps = steps_of(problem)
+
+        def solved(state: SolverState, **options: Any) -> SolverState:
+            if coarse is not None:
+                roughly = solve(search, steps_of(coarse), state, enough=ROUGHLY)
+                if float(roughly.evaluation.decrement) <= ROUGHLY:
+                    state = begun_again(roughly)
+            return solve(search, steps, state, **options)
 
         def finished(state: SolverState) -> tuple[State, StepInfo]:
             expected = None
@@ -150,7 +167,7 @@ class JointSolver:
             options = {"search": search, "with_absorbed": with_absorbed}
             return self._finish(problem, form, state, expected, num_rows, **options)
 
-        first = finished(solve(search, steps, begun, on_step))
+        first = finished(solved(begun, on_step=on_step))
         if other_means is None:
             return first
         found = [first]
@@ -158,10 +175,13 @@ class JointSolver:
         for number in range(NUM_CHECKS if has_converged else NUM_RETRIES):
             state = begun._replace(mean=other_means(first[0], number))
             if has_converged:  # most searches come near the first one's end: then there is no need to go on
-                state = solve(search, steps, state, enough=NEAR)
+                state = solved(state, enough=NEAR)
                 if not are_apart(finished(state), first):
                     continue
-            found.append(finished(solve(search, steps, state)))
+                state = solve(search, steps, state)
+            else:
+                state = solved(state)
+            found.append(finished(state))
         return best_of(found)
 
     def _begun(self, problem: Any, *, search: Search) -> Start:

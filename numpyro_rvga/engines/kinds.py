@@ -18,6 +18,7 @@ from ..core.draws import by_draws
 from ..core.factors import Kind
 from ..core.ladder import expectations
 from ..core.linalg import semidefinite_factor
+from ..core.quadrature import CUBE_NODES
 from ..core.tilted import TiltedForm, tilted
 from ..model.site_terms import MAX_PREDICTORS
 from ..model.terms import Terms
@@ -45,9 +46,12 @@ def make_kind(terms: Terms, options: Options, rng_key: Array, *, effort: str = "
         weight, values, local = constants
         return weighted(weight, rule.expect(means, with_local(covariances, local), values))
 
-    def measured(means, covariances, constants):
+    def adjustable(means, covariances, constants, is_coarse):
         weight, values, local = constants
-        return weighted(weight, rule.measured(means, with_local(covariances, local), values))
+        return weighted(weight, rule.adjustable(means, with_local(covariances, local), values, is_coarse))
+
+    def measured(means, covariances, constants):
+        return adjustable(means, covariances, constants, None)
 
     def filtered(means, covariances, constants):
         """What the extended Kalman filter takes (R-VGA paper, Theorem 3): the Fisher information is its curvature."""
@@ -89,6 +93,7 @@ def make_kind(terms: Terms, options: Options, rng_key: Array, *, effort: str = "
         return weight * terms.information(mean, values)
 
     sampled = name in ("monte_carlo", "draws") or (name == "ladder" and terms.num_predictors > 3)
+    saves = name == "draws" or (name == "ladder" and terms.num_predictors in CUBE_NODES)
     has_information = terms.information is not None and not terms.num_local
     return Kind(
         filtered if options.scheme == "ekf" and has_information else expect,
@@ -98,7 +103,8 @@ def make_kind(terms: Terms, options: Options, rng_key: Array, *, effort: str = "
         conservative=rule.conservative,
         sampled=sampled,
         information=information if has_information else None,
-        measured=None if rule.measured is None else measured,
+        measured=measured if rule.has_errors else None,
+        adjustable=adjustable if saves and rule.adjustable is not None else None,
         fresh=fresh if sampled else None,
     )
 
@@ -106,16 +112,18 @@ def make_kind(terms: Terms, options: Options, rng_key: Array, *, effort: str = "
 class _Rule(NamedTuple):
     """How expectations are computed.
 
-    :ivar expect: and ``measured``: of many factors, as :class:`Kind` has them.
+    :ivar expect: and ``adjustable``: of many factors, as :class:`Kind` has them.
     :ivar finest: of one factor, as exactly as may be.
     :ivar conservative: whether gradient and curvature derive from the value.
+    :ivar has_errors: whether ``adjustable`` knows the errors.
     :ivar fresh: as :class:`Kind` has it, if there is a way of its own.
     """
 
     expect: Callable
     finest: Callable
     conservative: bool
-    measured: Callable | None = None
+    adjustable: Callable | None = None
+    has_errors: bool = False
     fresh: Callable | None = None
 
 
@@ -206,7 +214,8 @@ def _rule(name: str | ex.Expectation, terms: Terms, options: Options, rng_key: A
     effort = "usual" if few else effort
     of_terms = terms.density, terms.num_predictors, nodes
     expect, measured = expectations(*of_terms, effort=effort, is_integral=terms.is_integral)
-    return _Rule(expect, at_density(over_nodes if sampled else partial(ex.quadrature, 1)), True, measured)
+    finest = at_density(over_nodes if sampled else partial(ex.quadrature, 1))
+    return _Rule(expect, finest, True, measured, measured is not None)
 
 
 def _rule_of(expectation: ex.Expectation, terms: Terms) -> _Rule:
@@ -215,12 +224,13 @@ def _rule_of(expectation: ex.Expectation, terms: Terms) -> _Rule:
     def of_one(mean: Array, covariance: Array, values: tuple) -> ex.Moments:
         return ex.differentiated(expectation, lambda u: terms.density(u, values), mean, covariance)
 
-    def measured(means: Array, covariances: Array, values: tuple) -> tuple[ex.Moments, Array]:
+    def measured(means: Array, covariances: Array, values: tuple, _: None) -> tuple[ex.Moments, Array]:
         moments = jax.vmap(of_one)(means, covariances, values)
         exact = jax.vmap(lambda m, s, v: ex.quadrature(1, lambda u: terms.density(u, v), m, s)[0])
         return moments, jnp.abs(moments[0] - exact(means, covariances, values))
 
-    return _Rule(jax.vmap(of_one), of_one, True, measured if terms.num_predictors <= 3 else None)
+    has_errors = terms.num_predictors <= 3
+    return _Rule(jax.vmap(of_one), of_one, True, measured if has_errors else None, has_errors)
 
 
 def density_of(terms: Terms) -> Callable:
@@ -245,4 +255,7 @@ def _rule_by_draws(terms: Terms, rng_key: Array, *, more: bool) -> _Rule:
     def of_one(*factor):
         return tuple(x[0] for x in expect(*jax.tree.map(lambda x: x[None], factor)))
 
-    return _Rule(expect, of_one, True, fresh=fresh)
+    def adjustable(means, covariances, constants, is_coarse):
+        return expect(means, covariances, constants, is_coarse), jnp.zeros(len(means), means.dtype)
+
+    return _Rule(expect, of_one, True, adjustable, fresh=fresh)

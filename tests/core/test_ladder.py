@@ -76,7 +76,7 @@ def by_many_nodes(phi, means, covariances, outcomes, nodes):
 def test_smooth_densities_are_integrated_to_within_the_reported_error(phi, size, deviation, effort):
     known = factors(size, deviation)
     _, measured = expectations(phi, size, effort=effort)
-    found, estimates = jax.tree.map(np.asarray, jax.jit(measured)(*known))
+    found, estimates = jax.tree.map(np.asarray, jax.jit(measured)(*known, None))
     dense = by_many_nodes(phi, *known, {1: 1, 2: 80, 3: 30}[size])
     roots = np.linalg.cholesky(known[1])
     off = [np.asarray(a - b) for a, b in zip(found, dense)]
@@ -85,6 +85,18 @@ def test_smooth_densities_are_integrated_to_within_the_reported_error(phi, size,
     assert np.all(worst <= np.maximum(3 * estimates, 1e-9))
     calls_for_the_ladder = effort == "direct" and estimates.max() > 1e-3
     assert worst.max() < 3e-5 * max(1.0, np.abs(dense[0]).max()) or calls_for_the_ladder
+
+
+@pytest.mark.parametrize("effort", ["direct", "usual"])
+@pytest.mark.parametrize("phi, size", SMOOTH)
+def test_a_flag_in_a_compiled_function_says_whether_few_nodes_will_do(phi, size, effort):
+    known = factors(size, 0.3)
+    measured = jax.jit(expectations(phi, size, effort=effort)[1])
+    few, _ = expectations(phi, size, effort="few")
+    for found, expected in zip(measured(*known, True)[0], few(*known)):
+        np.testing.assert_allclose(found, expected, rtol=1e-9, atol=1e-9)
+    for found, expected in zip(jax.tree.leaves(measured(*known, False)), jax.tree.leaves(measured(*known, None))):
+        np.testing.assert_allclose(found, expected, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("shift", [-2.0, 0.3, 4.0])
@@ -121,7 +133,7 @@ def test_kinks_in_two_dimensions_need_the_thorough_ladder_and_the_other_says_so(
     off = {}
     for effort in ("direct", "usual", "thorough"):
         _, measured = expectations(tilted_absolute, 2, effort=effort)
-        found, estimates = jax.jit(measured)(means, covariances, outcomes)
+        found, estimates = jax.jit(measured)(means, covariances, outcomes, None)
         off[effort] = np.abs(found[0] - truth)
         assert np.all(off[effort] <= np.maximum(estimates, 1e-5 * deviation))
     assert off["thorough"].max() < 1e-4 * deviation < min(off["usual"].max(), off["direct"].max())
@@ -167,7 +179,7 @@ def test_with_many_predictors_a_density_that_is_nan_far_out_has_a_finite_error(e
     nodes = monte_carlo_points(jax.random.key(0), 256, size)
     assert np.abs(nodes[0]).max() < 4.4
     means, covariances = jnp.zeros((5, size)), jnp.tile(jnp.eye(size), (5, 1, 1))
-    (value, _, _), error = expectations(phi, size, nodes, effort=effort)[1](means, covariances, jnp.zeros(5))
+    (value, _, _), error = expectations(phi, size, nodes, effort=effort)[1](means, covariances, jnp.zeros(5), None)
     z, step = np.linspace(-4.3, 4.3, 10_001, retstep=True)
     truth = -np.exp(0.005 * size) - 0.001 * size * step * (stats.norm.pdf(z) @ np.log(4.4 - z))
     np.testing.assert_allclose(value, truth, atol=0.01)
@@ -204,14 +216,16 @@ def test_single_precision_is_as_good_as_its_rounding():
 @pytest.mark.parametrize("count, is_direct", [(100, True), (2000, False)])
 def test_a_rule_of_many_nodes_is_for_few_factors(count, is_direct):
     known = factors(2, 0.4, count=count)
-    found = [jax.jit(expectations(negative_binomial, 2, effort=effort)[1])(*known)[1] for effort in ("direct", "usual")]
+    found = [
+        jax.jit(expectations(negative_binomial, 2, effort=effort)[1])(*known, None)[1] for effort in ("direct", "usual")
+    ]
     assert np.array_equal(*found) is not is_direct
 
 
 def test_the_error_of_a_rule_of_many_nodes_is_not_that_of_rounding_large_values():
     large = lambda u, y: 100.0 * y + student_t(u, y)  # noqa: E731
     known = [jnp.asarray(x, jnp.float32) for x in factors(2, 0.05, count=100)]
-    assert jnp.sum(expectations(large, 2, effort="direct")[1](*known)[1]) < 1e-3
+    assert jnp.sum(expectations(large, 2, effort="direct")[1](*known, None)[1]) < 1e-3
 
 
 @pytest.mark.parametrize("effort", ["direct", "usual"])
