@@ -293,13 +293,23 @@ class BoundModel:
 
     def _records(self, unconstrained, rows) -> dict[str, SiteRecord]:
         """Every sample site. The model's code runs once for each form of the arguments."""
+        replayed, arguments = self._call(unconstrained, rows)
+        return self._replay(*arguments) if replayed else self._records_of(*arguments)
+
+    def _record(self, name: str, unconstrained, rows) -> SiteRecord:
+        """One sample site; of the others, what it depends on is computed alone."""
+        replayed, arguments = self._call(unconstrained, rows)
+        return self._replay.entry(name, *arguments) if replayed else self._records_of(*arguments)[name]
+
+    def _call(self, unconstrained, rows) -> tuple[bool, tuple]:
+        """Whether a run is one that has been traced, or can be; and the arguments of :meth:`_records_of`."""
         arrays = {name: value for name, value in rows.items() if name not in SHARED}
         params = rows.get(PARAMS, self.params.values)
         if self._replays and not self.whole:
-            return self._replay(dict(unconstrained), arrays, params)
+            return True, (dict(unconstrained), arrays, params)
         if self._replays and all(arrays[name] is self.example_row[name] for name in arrays):
-            return self._replay(dict(unconstrained), None, params)
-        return self._records_of(unconstrained, arrays, params)
+            return True, (dict(unconstrained), None, params)
+        return False, (unconstrained, arrays, params)
 
     def _records_of(self, unconstrained, arrays, params) -> dict[str, SiteRecord]:
         """:param arrays: rows; None: the program's own, which have values."""
@@ -312,7 +322,7 @@ class BoundModel:
         return self._records(self._unravel(theta), rows)
 
     def site_record(self, name: str, rows: Mapping[str, Array]) -> SiteRecord:
-        return self._records({}, rows)[name]
+        return self._record(name, {}, rows)
 
     def _unravel(self, theta: Array) -> dict[str, Array]:
         """Sites of (P,), or of (P + K,) with the variables of one row."""
@@ -405,7 +415,7 @@ class BoundModel:
         """Whether what is observed at a site depends on latent sites: an error that is computed, not a datum."""
 
         def value(inputs):
-            return {site: self._records(self._unravel(inputs["theta"]), self.example_row)[site].value}
+            return {site: self._record(site, self._unravel(inputs["theta"]), self.example_row).value}
 
         return bool(depends_on(value, {"theta": jnp.zeros(self.layout.size + self.local.size, self.dtype)})[site])
 

@@ -137,8 +137,7 @@ class BoundPrior(BoundModel):
             if name in self._arrays_read:
                 return self._proper(self._data_records(theta, row)[name])
             own = any(key not in SHARED for key in row)
-            record = self._records(self._unravel(theta), row if own else {**self.example_row, **row})[name]
-            return self._proper(record)
+            return self._proper(self._record(name, self._unravel(theta), row if own else {**self.example_row, **row}))
 
         return run_site
 
@@ -161,7 +160,7 @@ class BoundPrior(BoundModel):
             if site in self._arrays_read:
                 return self._proper(self._data_records(self.layout.ravel(sites), row)[site])
             own = any(key not in SHARED for key in row)
-            return self._proper(self._records(sites, row if own else {**self.example_row, **row})[site])
+            return self._proper(self._record(site, sites, row if own else {**self.example_row, **row}))
 
         return run_site, others, example
 

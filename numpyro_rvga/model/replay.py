@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 from jax.core import Tracer
 from jax.extend import core as jex_core
@@ -33,14 +34,23 @@ class Replay:
         self._traces: dict[tuple, _Trace] = {}
 
     def __call__(self, *inputs: Any) -> Any:
+        trace, arrays = self._traced_at(inputs)
+        return _evaluated(trace, arrays)
+
+    def entry(self, name: str, *inputs: Any) -> Any:
+        """One entry of the mapping that the function returns: nothing else of it is evaluated."""
+        trace, arrays = self._traced_at(inputs, name)
+        return _evaluated(trace, arrays)
+
+    def _traced_at(self, inputs: tuple, name: str | None = None) -> tuple[_Trace, list[Array]]:
         leaves, structure = jax.tree.flatten(inputs)
         arrays = [jnp.asarray(leaf) for leaf in leaves]
         form = structure, tuple((a.shape, a.dtype, a.weak_type) for a in arrays)
-        if form not in self._traces:
-            self._traces[form] = self._traced(structure, arrays)
-        jaxpr, outputs, static, is_traced = self._traces[form]
-        computed = iter(jex_core.jaxpr_as_fun(jaxpr)(*arrays))
-        return jax.tree.unflatten(outputs, [next(computed) if t else x for t, x in zip(is_traced, static)])
+        if (None, form) not in self._traces:
+            self._traces[None, form] = self._traced(structure, arrays)
+        if (name, form) not in self._traces:
+            self._traces[name, form] = _entry_of(self._traces[None, form], name)
+        return self._traces[name, form], arrays
 
     def _traced(self, structure: Any, arrays: list[Array]) -> _Trace:
         outputs: list[Any] = []
@@ -52,3 +62,26 @@ class Replay:
             return [leaf for leaf in leaves if isinstance(leaf, Tracer)]
 
         return _Trace(jax.make_jaxpr(flat)(*arrays), *outputs)
+
+
+def _evaluated(trace: _Trace, arrays: list[Array]) -> Any:
+    computed = iter(jex_core.jaxpr_as_fun(trace.jaxpr)(*arrays))
+    leaves = [next(computed) if t else x for t, x in zip(trace.is_traced, trace.static)]
+    return jax.tree.unflatten(trace.structure, leaves)
+
+
+def _entry_of(trace: _Trace, name: str | None) -> _Trace:
+    """Of the mapping that a trace returns, with the equations that the entry depends on."""
+    numbers = jax.tree.unflatten(trace.structure, list(range(len(trace.static))))[name]
+    kept, structure = jax.tree.flatten(numbers)
+    place = np.cumsum(trace.is_traced) - 1  # among the jaxpr's outputs
+    jaxpr = trace.jaxpr.jaxpr
+    outputs = [jaxpr.outvars[place[number]] for number in kept if trace.is_traced[number]]
+    needed, equations = {atom for atom in outputs if not isinstance(atom, jex_core.Literal)}, []
+    for equation in reversed(jaxpr.eqns):
+        if equation.effects or not needed.isdisjoint(equation.outvars):
+            equations.append(equation)
+            needed.update(atom for atom in equation.invars if not isinstance(atom, jex_core.Literal))
+    shorter = jaxpr.replace(eqns=equations[::-1], outvars=outputs, debug_info=jaxpr.debug_info.with_unknown_names())
+    static, is_traced = ([values[number] for number in kept] for values in (trace.static, trace.is_traced))
+    return _Trace(jex_core.ClosedJaxpr(shorter, trace.jaxpr.consts), structure, static, is_traced)
