@@ -50,6 +50,7 @@ def counts(user, num_users, y=None):
     scale = numpyro.sample("scale", dist.HalfNormal(1.0))
     with numpyro.plate("users", num_users):
         level = numpyro.sample("level", dist.Normal(mean, scale))
+        numpyro.sample("believed", dist.Normal(mean, 2.0), obs=0.8)  # for each group, of the shared sites
     with numpyro.plate("rows", len(user)):
         numpyro.sample("y", dist.Poisson(jnp.exp(level[user])), obs=y)
 

@@ -71,7 +71,8 @@ class GroupEvaluations:
         kinds = [*(make_kind(terms, options, engine.rng_key) for terms in program.prior.gaussian), *engine.prior_kinds]
         for terms, kind in zip((*program.prior.gaussian, *program.prior.terms), kinds):
             member = member_of_prior(terms, members, theta, self._inputs)[None]
-            weights = np.where(member == NOBODY, float(with_shared_prior), 1.0).astype(np.float32)
+            is_shared = (member == NOBODY) & (members.plate not in program.plates.get(terms.site, ()))
+            weights = np.where(is_shared, float(with_shared_prior), 1.0).astype(np.float32)
             self._of_prior.append(Seen(terms, kind, weights, member))
         numbers = sum(t.num_elements * max(t.num_predictors, 1) for t in program.terms) * len(members.directions)
         size = max(1, min(total, CHUNK_NUMBERS // numbers))

@@ -22,11 +22,12 @@ CHUNK = 2**16  # rows that are looked at together
 class Members(NamedTuple):
     """Which entries of theta belong to which member of a plate.
 
-    :ivar columns: (d, n), the entries of each member. :ivar shared: (k,), those of none.
+    :ivar plate: its name. :ivar columns: (d, n), the entries of each member. :ivar shared: (k,), those of none.
     :ivar of_members: unconstrained shapes of a member's sites, by name. :ivar of_all: of the others.
     :ivar axes: of a member's sites, along which the members lie.
     """
 
+    plate: str
     columns: np.ndarray
     shared: np.ndarray
     of_members: Layout
@@ -85,7 +86,7 @@ def members_of(program: Program, plate: str, count: int) -> Members:
     entries = [np.moveaxis(indices[name], axes[name], -1).reshape(-1, count) for name in local]
     shapes = {name: tuple(np.delete(layout.shapes[name], axes[name]).tolist()) for name in local}
     of_all = layout_of({name: layout.shapes[name] for name in shared})
-    return Members(np.concatenate(entries), layout.indices_of(shared), layout_of(shapes), of_all, axes)
+    return Members(plate, np.concatenate(entries), layout.indices_of(shared), layout_of(shapes), of_all, axes)
 
 
 def member_of_rows(terms: Terms, members: Members, theta: Array, rows: Arrays, index: np.ndarray) -> np.ndarray:
