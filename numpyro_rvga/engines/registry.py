@@ -12,7 +12,7 @@ from jax import Array
 from jax.sharding import Mesh
 
 from ..model import bad_indices
-from ..model.arguments import BadData, NotRows, checked_rows, whole_data
+from ..model.arguments import BadData, NotRows, checked_rows, has_frames, whole_data
 from ..model.bad_rows import check_start
 from ..model.failures import LocalLatents, UnboundedStates, readable, why_not_rows
 from ..model.keywords import same, snapshot
@@ -143,7 +143,13 @@ class Engines:
             return earlier
         arrays, keywords = whole_data(self._model, data, model_kwargs)
         form = _whole_form(rng_key)
-        program = self._whole_program(arrays, snapshot(keywords), reason)
+        try:
+            program = self._whole_program(arrays, snapshot(keywords), reason)
+        except Exception:
+            if not has_frames(self._model, data):
+                raise
+            arrays, keywords = whole_data(self._model, data, model_kwargs, keeps_frames=True)
+            program = self._whole_program(arrays, snapshot(keywords), reason)
         engine = Engine(program, self._options, rng_key, None, self.devices)
         self._known = [entry for entry in self._known if entry[0] != form] + [(form, program.model_kwargs, engine)]
         self.last = engine
@@ -157,11 +163,12 @@ class Engines:
         candidates = [(kwargs, engine) for other_form, kwargs, engine in self._known if other_form == form]
         if not candidates:
             return None
-        arrays, keywords = whole_data(self._model, data, model_kwargs)
-        for kwargs, engine in candidates:
-            if engine.program.holds(arrays) and same(kwargs, keywords):
-                self.last = engine
-                return engine, arrays, engine.program.reason
+        for keeps_frames in (False, True):
+            arrays, keywords = whole_data(self._model, data, model_kwargs, keeps_frames=keeps_frames)
+            for kwargs, engine in candidates:
+                if engine.program.holds(arrays) and same(kwargs, keywords):
+                    self.last = engine
+                    return engine, arrays, engine.program.reason
         return None
 
     def _whole_program(self, arrays: Rows, model_kwargs: dict, reason: Exception) -> Program:

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .arrays import BadData, as_data_array, is_array
+from .arrays import BadData, as_data_array, is_array, is_frame
 from .keywords import same
 from .rows import Rows
 
@@ -52,23 +52,29 @@ def named_rows(model: Callable, data: Mapping[str, Any] | tuple, model_kwargs: M
 
 
 def whole_data(
-    model: Callable, data: Mapping[str, Any] | tuple, model_kwargs: Mapping[str, Any]
+    model: Callable, data: Mapping[str, Any] | tuple, model_kwargs: Mapping[str, Any], *, keeps_frames: bool = False
 ) -> tuple[Rows, dict[str, Any]]:
     """The data as arrays of any shape by argument name, for a model that takes all of them at once; and all keyword
     arguments, with what of the data is no array.
 
     Arrays of JAX's stay what they are, and others are NumPy's.
+
+    :param keeps_frames: whether frames stay frames, for a model that takes their columns by name.
     """
     arrays, keywords = {}, dict(model_kwargs)
     for name, value in _named(model, data, model_kwargs).items():
         if value is None:
             continue
-        if is_array(value):
+        if is_array(value) and not (keeps_frames and is_frame(value)):
             array = as_data_array(name, value)
             arrays[name] = jnp.asarray(array) if isinstance(value, jax.Array) else array
         else:
             keywords[name] = value
     return arrays, keywords
+
+
+def has_frames(model: Callable, data: Mapping[str, Any] | tuple) -> bool:
+    return any(map(is_frame, _by_name(model, data).values()))
 
 
 def whole_data_again(model: Callable, data: Mapping[str, Any] | tuple, model_kwargs: Mapping[str, Any]) -> Rows:
@@ -78,8 +84,10 @@ def whole_data_again(model: Callable, data: Mapping[str, Any] | tuple, model_kwa
     :param model_kwargs: those of the run, with what of its data was no array.
     :raises ValueError: for what is no array and not as it was in the run.
     """
-    again = {k for k, v in _by_name(model, data).items() if k in model_kwargs and v is not None and not is_array(v)}
-    arrays, keywords = whole_data(model, data, {k: v for k, v in model_kwargs.items() if k not in again})
+    named = {name: value for name, value in _by_name(model, data).items() if name in model_kwargs and value is not None}
+    again = {name for name, value in named.items() if is_frame(value) or not is_array(value)}
+    others = {name: value for name, value in model_kwargs.items() if name not in again}
+    arrays, keywords = whole_data(model, data, others, keeps_frames=any(map(is_frame, named.values())))
     for name in sorted(again):
         if not same({name: keywords[name]}, {name: model_kwargs[name]}):
             raise BadData(
@@ -168,7 +176,7 @@ def split_call(model: Callable, rows: Mapping[str, Any], model_kwargs: Mapping[s
 
 def refuse_frames(data: Any) -> None:
     """:raises ValueError: for a DataFrame, whose columns are no arguments of the model."""
-    if hasattr(data, "columns") and hasattr(data, "to_numpy"):
+    if is_frame(data):
         raise BadData(
             f"data is a {type(data).__name__}: give its columns as the arrays that the model takes, as in "
             "{'X': frame[['a', 'b']], 'y': frame['y']}."

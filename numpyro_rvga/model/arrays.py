@@ -17,11 +17,17 @@ class BadData(ValueError):
 
 
 def is_array(value: Any) -> bool:
-    """Whether there are rows: mappings, lists of arrays of several lengths, text and numbers have none."""
+    """Whether there are rows: mappings, lists of arrays of several lengths, frames with columns of text, text
+    and numbers have none."""
     try:
-        return np.ndim(value) > 0
+        return np.ndim(value) > 0 and not (is_frame(value) and _numeric("", value).dtype.kind not in NUMERIC_KINDS)
     except ValueError:  # not rectangular
         return False
+
+
+def is_frame(value: Any) -> bool:
+    """Whether a model may take its columns by name."""
+    return hasattr(value, "columns") and hasattr(value, "to_numpy")
 
 
 def as_data_array(name: str, value: Any) -> np.ndarray:

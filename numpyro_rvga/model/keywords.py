@@ -28,4 +28,6 @@ def _equal(a: Any, b: Any) -> bool:
         return len(a) == len(b) and all(map(_equal, a, b))
     if isinstance(a, (np.ndarray, jax.Array)) or isinstance(b, (np.ndarray, jax.Array)):
         return np.shape(a) == np.shape(b) and bool(np.array_equal(a, b))
-    return type(a) is type(b) and bool(a == b)
+    if type(a) is not type(b):
+        return False
+    return bool(a.equals(b)) if hasattr(a, "equals") else bool(a == b)  # pandas and Polars compare entry by entry

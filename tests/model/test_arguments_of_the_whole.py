@@ -60,6 +60,22 @@ def test_a_posterior_takes_the_data_that_the_run_took(case, tmp_path):
     assert "not_integrated" in posterior.integrate(data, progress_bar=False).info
 
 
+@pytest.mark.parametrize("text", [False, True], ids=["numbers", "text too"])
+def test_frames_are_taken_by_column_where_the_model_does(text):
+    pandas = pytest.importorskip("pandas")
+    frame = pandas.DataFrame({"group": TABLE["group"], "y": TABLE["y"]} | ({"name": ["a", "b"] * 6} if text else {}))
+
+    def of_a_frame(frame):
+        effect = numpyro.sample("effect", dist.Normal(0.0, 1.0).expand([3]))
+        numpyro.sample("y", dist.Normal(effect[frame["group"].values], SCALE), obs=frame["y"].values)
+
+    method = RVGA(of_a_frame)
+    posterior = method.run({"frame": frame}, progress_bar=False)
+    np.testing.assert_allclose(posterior.mean, RVGA(constants).run({}, progress_bar=False).mean, atol=1e-5)
+    assert posterior.khat({"frame": frame.copy()}).verdict.startswith("good")
+    assert method.run({"frame": frame.copy()}, progress_bar=False).program is posterior.program
+
+
 def test_what_is_no_array_has_to_stay_as_it_was():
     posterior = FixedPointVI(of_a_table).run({"table": TABLE}, progress_bar=False)
     with pytest.raises(ValueError, match="'table' is not as it was in the run"):
