@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .core.groups import Message
+from .model.rows import Rows
 from .results.group_parts import (
     GroupModel,
     GroupPart,
@@ -21,6 +22,7 @@ from .results.group_parts import (
     check_apart,
     first_place,
     message_of,
+    start_from,
 )
 from .results.group_rounds import Parts, Shared
 from .results.groups import write_groups
@@ -121,8 +123,12 @@ class GroupCluster:
     def begin(self) -> tuple[Start, int, int]:
         """Where the rounds begin, and how many groups and rows there are."""
         counts = self._found([self._submit(n, _counts, part) for n, part in enumerate(self._parts)])
+        samples = [self._submit(n, _sample, part, len(self._parts)) for n, part in enumerate(self._parts)]
         labels = [self._submit(n, _labels, part) for n, part in enumerate(self._parts)]
-        apart, start = self._submit(None, _are_apart, self._parts[0], *labels), self._submit(0, _start, self._parts[0])
+        apart, start = (
+            self._submit(None, _are_apart, self._parts[0], *labels),
+            self._submit(None, _start, self._parts[0], *samples),
+        )
         found = self._found([apart, start])[1]
         self._places = [self._submit(n, first_place, part, start) for n, part in enumerate(self._parts)]
         num_groups, num_rows = (sum(numbers) for numbers in zip(*counts))
@@ -173,8 +179,12 @@ def _are_apart(part: GroupPart, *labels: np.ndarray) -> None:
     check_apart(part.model.plate.name, list(labels))
 
 
-def _start(part: GroupPart) -> Start:
-    return part.start()
+def _sample(part: GroupPart, num_parts: int) -> Rows:
+    return part.sample(num_parts)
+
+
+def _start(part: GroupPart, *samples: Rows) -> Start:
+    return start_from(part.model, samples)
 
 
 def _write(number: int, part: GroupPart, place: GroupPlace, folder: str, names: list[str], root: np.ndarray) -> int:

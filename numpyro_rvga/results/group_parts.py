@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -115,22 +115,31 @@ class GroupPart:
     def num_rows(self) -> int:
         return num_rows(self.rows)
 
-    def start(self) -> Start:
-        """From some of the groups, solved for together."""
-        count = min(SAMPLE, len(self.labels))
-        chosen = np.sort(np.random.default_rng(0).permutation(len(self.labels))[:count])
-        members, mean, root = self.model.solved(self._of(chosen), count)
-        covariance = root @ root.T
-        shared = Shared(mean[members.shared], np.linalg.inv(covariance[np.ix_(members.shared, members.shared)]))
-        values, variances = mean[members.columns], np.diagonal(covariance)[members.columns]
-        spread = values.var(axis=1) + variances.mean(axis=1)
-        return Start(shared, values.mean(axis=1), np.diag(1 / spread), self._of(np.arange(min(2, count))))
+    def sample(self, num_parts: int) -> Rows:
+        """The rows of some groups, chosen at random: this part's share of what is solved for first."""
+        count = min(-(-SAMPLE // num_parts), len(self.labels))
+        return self._of(np.sort(np.random.default_rng(0).permutation(len(self.labels))[:count]))
 
     def _of(self, groups: np.ndarray) -> Rows:
         """The rows of some groups, numbered anew; groups in order."""
         index = self.model.plate.index
         rows = selected(self.rows, np.isin(self.rows[index], groups))
         return rows | {index: np.searchsorted(groups, rows[index]).astype(np.int32)}
+
+
+def start_from(model: GroupModel, samples: Sequence[Rows]) -> Start:
+    """From some groups of all parts, solved for together."""
+    index, count, moved_up = model.plate.index, 0, []
+    for rows in samples:
+        moved_up.append(rows | {index: rows[index] + np.int32(count)})
+        count += int(rows[index].max()) + 1
+    rows = {name: np.concatenate([some[name] for some in moved_up]) for name in samples[0]}
+    members, mean, root = model.solved(rows, count)
+    covariance = root @ root.T
+    shared = Shared(mean[members.shared], np.linalg.inv(covariance[np.ix_(members.shared, members.shared)]))
+    values, variances = mean[members.columns], np.diagonal(covariance)[members.columns]
+    spread = values.var(axis=1) + variances.mean(axis=1)
+    return Start(shared, values.mean(axis=1), np.diag(1 / spread), selected(rows, rows[index] < 2))
 
 
 class GroupPlace(NamedTuple):
