@@ -108,7 +108,7 @@ class FixedPointVI:
         self._engines = Engines(
             model, self.options, improper_prior_scale, batch=True, joint_rows=math.inf, local=local, mesh=mesh
         )
-        self._solver = BatchSolver(self._engines, self.options, schedule, "FixedPointVI")
+        self._solver = BatchSolver(self.options, schedule, "FixedPointVI")
         self.integrate = _checked_integrate(integrate, schedule, expectation)
         self._integration = Integration(self.options, improper_prior_scale, mesh, marginal)
 

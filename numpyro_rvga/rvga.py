@@ -211,7 +211,7 @@ class RVGA:
         self._engines = Engines(model, self.options, improper_prior_scale, dynamics, **joint, mesh=mesh)
         self._check_shared(self._engines.devices)
         self.certify = certify
-        self._solver = BatchSolver(self._engines, self.options, "incremental", "RVGA")
+        self._solver = BatchSolver(self.options, "incremental", "RVGA")
         self._certification = Certification(certify, max_looks, certificate_tolerance)
         self.state: AnyState | None = None
         self._narrow: BONG | None = None

@@ -231,7 +231,7 @@ def test_a_run_that_ends_early_says_why():
 def test_the_bound_never_falls(kind, schedule):
     posterior = fit(kind, schedule=schedule)
     bounds = posterior.info["bounds"]
-    assert len(bounds) == posterior.info["iterations"] + 1 > 3
+    assert len(bounds) == posterior.info["iterations"] + 1 > 2
     assert np.all(np.diff(bounds) >= -1e-9 * np.abs(bounds[1:]))
     np.testing.assert_allclose(bounds[-1], posterior.elbo, rtol=1e-12)
 

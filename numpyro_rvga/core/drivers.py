@@ -186,11 +186,13 @@ def solve(
 
 
 def begun_again(state: SolverState) -> SolverState:
-    """The state of a search whose bound is another one from now on: its next step is taken, wherever that leads."""
+    """The state of a search whose bound is another one from now on: the next step is taken, wherever it leads, and is
+    where steps are counted from."""
     evaluation = state.evaluation
     lowest = evaluation.bound - jnp.inf
     evaluation = evaluation._replace(bound=lowest, decrement=-lowest)
-    return state._replace(evaluation=evaluation, stuck=jnp.zeros_like(state.stuck))
+    before_the_first = jnp.full_like(state.iterations, -1)
+    return state._replace(iterations=before_the_first, evaluation=evaluation, stuck=jnp.zeros_like(state.stuck))
 
 
 def _solve_mean(

@@ -22,7 +22,6 @@ from .expectation_errors import expectation_errors, warn_of
 from .gradient_ascent import GradientAscent, Record
 from .joint_solver import JointProblem, whitened
 from .learning import Learned, Learner
-from .registry import Engines
 from .sparse import sparse_engine
 from .starts import modes_info, warn_of_modes
 
@@ -43,13 +42,12 @@ class Fit(NamedTuple):
 class BatchSolver:
     """Solves of all rows, compiled once for each engine.
 
-    :param engines: those that it is given, where finer expectations take their place.
     :param schedule: as for :class:`FixedPointVI`.
     :param name: of the method, on the progress bar.
     """
 
-    def __init__(self, engines: Engines, options: Options, schedule: str, name: str):
-        self._engines, self._options, self._schedule, self._name = engines, options, schedule, name
+    def __init__(self, options: Options, schedule: str, name: str):
+        self._options, self._schedule, self._name = options, schedule, name
 
     def __call__(
         self, engine: Engine, rows: Rows, init: Any = None, *, progress_bar: bool, stacklevel: int, started: float
@@ -97,9 +95,12 @@ class BatchSolver:
             error, excess = expectation_errors(engine, after, rows, info.accounts)
             facts["elbo_error"], bound = error, bound - excess
             if engine.calls_for_more(error):
-                engine = self._engines.make_thorough(engine)
                 options = {"progress_bar": progress_bar, "stacklevel": stacklevel + 1, "started": started}
-                return self(engine, rows, init, **options)
+                found = init if sparse is not None else _Found(np.asarray(after.mean), np.asarray(after.root))
+                modes = modes_info(info.modes)
+                warn_of_modes(modes, stacklevel)
+                fit = self(engine.with_effort("thorough"), rows, found, **options)
+                return fit._replace(facts=modes | fit.facts)
             warn_of(error, stacklevel=stacklevel)
         facts |= {
             "converged": bool(info.converged),
@@ -166,6 +167,13 @@ def _check_proper(program: Program, state: State, *, converged: bool) -> None:
                 f"the posterior is improper: site {name!r} has an improper prior, and the data leave it as wide as "
                 f"it may be. Give it a proper prior, such as numpyro.sample({name!r}, dist.Normal(0, 10))."
             )
+
+
+class _Found(NamedTuple):
+    """A Gaussian to start from: mean (P,) and a root (P, P) of the covariance."""
+
+    mean: np.ndarray
+    scale: np.ndarray
 
 
 def _marginals_of(init: Any) -> Marginals | None:

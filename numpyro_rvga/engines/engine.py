@@ -309,7 +309,8 @@ class Engine:
 
         :param new: how many rows are new to the state. :param num_rows: how many there are.
         """
-        if search.mode or isinstance(problem.state.mean, Tracer) or not self._takes_many_nodes(num_rows):
+        is_near = problem.init is not None or isinstance(problem.state.mean, Tracer)
+        if search.mode or is_near or not self._takes_many_nodes(num_rows):
             return self.joint_solver(search, problem, new, **options)
         exactly, roughly = (problem._replace(is_coarse=np.asarray(is_coarse)) for is_coarse in (False, True))
         return self.joint_solver(search, exactly, new, coarse=roughly, **options)
@@ -340,9 +341,12 @@ class Engine:
 
     def search_all(self, problem: JointProblem, *, alternating: bool = False) -> Search:
         """What :meth:`solve_all` seeks."""
+        settings = self.settings()
+        if self.effort == "thorough" and problem.init is not None:  # by other rules it is the best one already
+            settings = settings._replace(tolerance=self.options.tolerance or BUDGET, rtol=1.0)
         return search_for(
             (*self.prior_kinds, *self.kinds),
-            self.settings(),
+            settings,
             staged=self._is_staged(problem.num_chunks),
             has_start=problem.init is not None,
             mode=self.options.scheme == "laplace",

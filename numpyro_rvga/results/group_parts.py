@@ -58,7 +58,7 @@ class GroupModel(NamedTuple):
         """The members, and the best Gaussian's mean and a root of its covariance, of all latent sites at once."""
         engines = self._engines()
         engine = self._engine(engines, rows, count)
-        solver = BatchSolver(engines, self.options, "incremental", "groups")
+        solver = BatchSolver(self.options, "incremental", "groups")
         fit = solver(engine, rows, progress_bar=False, stacklevel=1, started=time.perf_counter())
         members = members_of(engine.program, self.plate.name, count)
         return members, np.asarray(fit.state.mean, np.float64), np.asarray(fit.state.root, np.float64)

@@ -8,6 +8,7 @@ import pytest
 from jax import numpy as jnp
 
 from numpyro_rvga import FixedPointVI
+from numpyro_rvga.engines.engine import Engine
 
 
 def bounded_scale(x, y=None):
@@ -45,3 +46,31 @@ def test_few_steps_are_left_for_many_nodes_and_they_end_where_all_of_them_would(
     np.testing.assert_allclose((found.mean - by_many.mean) / deviation, 0, atol=2e-3)
     np.testing.assert_allclose(found.elbo, by_many.elbo, atol=1e-5 if double else 2e-3)
     assert np.all(np.diff(found.info["bounds"]) > -1e-4)
+
+
+def bent(x, y=None):
+    """Kinks along a line between two predictors: the error that is known is above what the bound may be off by."""
+    location = numpyro.sample("location", dist.Normal(0, 5))
+    log_scale = numpyro.sample("log_scale", dist.Normal(0, 1))
+    with numpyro.plate("rows", x.shape[0]):
+        numpyro.factor("y", -jnp.abs(y - location) * jnp.exp(-log_scale) - log_scale)
+
+
+def test_finer_rules_go_on_from_what_the_others_have_found(monkeypatch):
+    starts = []
+    solve_all = Engine.solve_all
+
+    def seen(engine, problem, *arguments, **options):
+        starts.append((engine.effort, problem.init is not None))
+        return solve_all(engine, problem, *arguments, **options)
+
+    monkeypatch.setattr(Engine, "solve_all", seen)
+    known = {"x": np.zeros(5), "y": np.array([-1.0, 0.0, 0.3, 0.5, 4.0])}
+    posterior = FixedPointVI(bent).run(known, progress_bar=False)
+    assert starts == [("usual", False), ("thorough", True)] and posterior.info["converged"]
+    rng = np.random.default_rng(0)
+    draws = posterior.mean + rng.normal(size=(200_000, 2)) @ posterior.scale.T
+    terms = -np.abs(known["y"] - draws[:, :1]) * np.exp(-draws[:, 1:]) - draws[:, 1:]
+    value = terms.sum(axis=1) - 0.5 * (draws[:, 0] / 5) ** 2 - np.log(5) - 0.5 * draws[:, 1] ** 2 - np.log(2 * np.pi)
+    entropy = 0.5 * np.linalg.slogdet(posterior.covariance)[1] + 1 + np.log(2 * np.pi)
+    np.testing.assert_allclose(posterior.elbo, value.mean() + entropy, atol=4 * value.std() / np.sqrt(len(value)))
