@@ -55,7 +55,7 @@ def results_of(client: Client, tasks: Sequence[Any], bar: Any) -> list[Any]:
     found: dict[str, Any] = {}
     try:
         while len(found) < len(tasks):
-            left = [task for task in tasks if task.key not in found]
+            left, before = [task for task in tasks if task.key not in found], len(found)
             try:
                 for task, result in as_completed(left, with_results=True, timeout=PATIENCE):
                     if isinstance(result, REFUSALS):
@@ -63,7 +63,7 @@ def results_of(client: Client, tasks: Sequence[Any], bar: Any) -> list[Any]:
                     found[task.key] = result
                     bar.update()
             except TimeoutError:
-                if not client.scheduler_info()["workers"]:
+                if len(found) == before and not client.scheduler_info()["workers"]:
                     warnings.warn("the cluster has no workers left: the run waits for new ones.", stacklevel=6)
     except BaseException:
         client.cancel(list(tasks))

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..core.groups import Message
+from .summaries import distance
 
 TOLERANCE = 0.01  # standard deviations that q may be off by in the end
 MAX_ROUNDS = 40
@@ -165,9 +166,7 @@ def _error(at: _Place, aim: Shared) -> float:
 
 
 def _distance(one: Shared, other: Shared) -> float:
-    """The most by which a mean differs in standard deviations, or a standard deviation in its logarithm."""
+    """Infinite where one of them is no Gaussian."""
     if not (one.is_gaussian and other.is_gaussian):
         return math.inf
-    deviations = [np.linalg.norm(shared.root, axis=1) for shared in (one, other)]
-    shift, widening = (one.mean - other.mean) / deviations[1], np.log(deviations[0] / deviations[1])
-    return float(max(np.abs(shift).max(), np.abs(widening).max()))
+    return distance(one.mean, one.root, other.mean, other.root)

@@ -21,7 +21,7 @@ from ..core.recursion import CanonicalGaussian, State
 from ..engines.certificate import Certificate, Look, Sums
 from ..engines.engine import Engine
 from ..options import is_count
-from .summaries import added, row_factor, state_of, summary, with_prior_factor, without_prior_factor
+from .summaries import added, distance, row_factor, state_of, summary, with_prior_factor, without_prior_factor
 
 if TYPE_CHECKING:
     from ..model import Program
@@ -154,11 +154,7 @@ def in_rounds(start: State, states: Sequence[State], evaluations: Evaluations, r
 
 
 def _distance(state: State, other: State) -> float:
-    """The most by which a mean differs in standard deviations, or a standard deviation in its logarithm."""
-    means, roots = zip(*[[np.asarray(x, np.float64) for x in (s.mean, s.root)] for s in (state, other)])
-    deviations = [np.linalg.norm(root, axis=1) for root in roots]
-    shift, widening = (means[0] - means[1]) / deviations[1], np.log(deviations[0] / deviations[1])
-    return float(max(np.abs(shift).max(), np.abs(widening).max()))
+    return distance(state.mean, state.root, other.mean, other.root)
 
 
 def _error(before: float, after: float, step: float) -> float:

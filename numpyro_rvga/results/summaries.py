@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
 from ..core.count import Count
 from ..core.recursion import CanonicalGaussian, State
@@ -84,6 +85,16 @@ def state_of(density: CanonicalGaussian, like: State, num_rows: int) -> State | 
         like.prior_factor,
         Count.of(num_rows),
     )
+
+
+def distance(mean: ArrayLike, root: ArrayLike, other_mean: ArrayLike, other_root: ArrayLike) -> float:
+    """The most by which a mean differs in the other's standard deviations, or a standard deviation in its logarithm.
+
+    :param root: root root^T is the covariance, (P, P).
+    """
+    deviation, other_deviation = (np.linalg.norm(np.asarray(x, np.float64), axis=1) for x in (root, other_root))
+    shift = (np.asarray(mean, np.float64) - np.asarray(other_mean, np.float64)) / other_deviation
+    return float(max(np.abs(shift).max(), np.abs(np.log(deviation / other_deviation)).max()))
 
 
 def merged_state(start: State, states: Sequence[State]) -> State | None:
