@@ -183,7 +183,7 @@ class BoundLikelihood(BoundPrior):
             )
         return {ROW: np.arange(self._num_pieces, dtype=np.int32)}
 
-    def count_rows(self, rows: Mapping[str, Array]) -> int:
+    def count_rows(self, rows: Mapping[str, Any]) -> int:
         """How many rows there are. Where arrays of a whole program share no length: its number of terms."""
         length = common_length(rows)
         if length is not None:

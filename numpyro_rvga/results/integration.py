@@ -29,10 +29,11 @@ from ..engines.sparse import sparse_engine
 from ..model import Program
 from ..model.conditional import conditional_model
 from ..model.hyperparameters import Choice, choose_sites
-from ..model.rows import Rows, num_rows
+from ..model.rows import Rows
 from ..options import MARGINALS, Options, check_choice, default_key
 from ..progress import progress
 from .arviz import smoothed
+from .log_joint import check_all_rows
 from .marginal_nuts import has_mixed, integrate_by_nuts
 
 if TYPE_CHECKING:
@@ -169,7 +170,7 @@ class Integration:
             | ({"elbo_error": integral.error} if self._marginal == "importance" else {}),
             "continuation": None,
             "state": None,
-            "num_rows": num_rows(rows),
+            "num_rows": program.count_rows(rows),
         }
 
     def _estimate_of(self, bound: MaximizedBound | SparseMaximizedBound) -> EvidenceEstimate | None:
@@ -235,11 +236,7 @@ def integrate(
     program = posterior.program
     rows = program.rows(data)
     program.check_rows(rows)
-    if not program.whole and num_rows(rows) != posterior.num_rows:
-        raise ValueError(
-            f"data has {num_rows(rows)} rows, and the posterior has absorbed {posterior.num_rows}: give all of "
-            "these, and no others."
-        )
+    check_all_rows(posterior, rows)
     integration = Integration(DEFAULTS, program.improper_prior_scale, marginal=marginal)
     choice = integration.choose(program, sites, rows)
     if not choice.sites:

@@ -24,9 +24,8 @@ from numpyro.infer.importance import _psis_khat
 
 from ..core.gaussians.mixture import GaussianMixture
 from ..engines.starts import NOTICEABLE, share_of_others
-from ..model.rows import num_rows
 from ..streams.order import seed_of
-from .log_joint import log_joint, rows_with_outcome
+from .log_joint import check_all_rows, log_joint, rows_with_outcome
 from .marginal_nuts import has_mixed
 from .proposals import draws_with_density, is_of_points
 
@@ -100,11 +99,7 @@ def khat(posterior: Posterior, data: Mapping[str, ArrayLike] | tuple, rng_key: A
     program, size = posterior.program, posterior.mean.size
     num_samples = max(MIN_DRAWS, min(num_samples, MOST_NUMBERS // size))
     rows = rows_with_outcome(program, data)
-    if not program.whole and num_rows(rows) != posterior.num_rows:
-        raise ValueError(
-            f"data has {num_rows(rows)} rows, and the posterior has absorbed {posterior.num_rows}: give all of "
-            "these, and no others."
-        )
+    check_all_rows(posterior, rows)
     rng_key = jax.random.key(0) if rng_key is None else rng_key
     if is_of_points(posterior):
         theta, log_q = draws_with_density(posterior, rng_key, num_samples)

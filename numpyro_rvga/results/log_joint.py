@@ -18,6 +18,7 @@ from ..model.tracing import run_model
 
 if TYPE_CHECKING:
     from ..model import Program
+    from .posterior import Posterior
 
 # Bounds the memory of a chunk of rows: draws times rows times elements of an observed site.
 CHUNK_VALUES = 2**20
@@ -30,6 +31,16 @@ def rows_with_outcome(program: Program, data: Mapping[str, ArrayLike] | tuple) -
     few = rows if program.whole else {name: values[:2] for name, values in rows.items()}
     program.abstractly(partial(observed_values, program), few)
     return rows
+
+
+def check_all_rows(posterior: Posterior, rows: Mapping[str, Any]) -> None:
+    """:raises ValueError: if these are not as many rows as the posterior has absorbed."""
+    count = posterior.program.count_rows(rows)
+    if count != posterior.num_rows:
+        raise ValueError(
+            f"data has {count} rows, and the posterior has absorbed {posterior.num_rows}: give all of these, and no "
+            "others."
+        )
 
 
 def log_joint(program: Program, theta: Array, rows: Mapping[str, Any]) -> np.ndarray:

@@ -10,10 +10,9 @@ import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 
-from ..model.rows import num_rows
 from .arviz import converted, smoothed
 from .khat import NEARLY_EQUAL
-from .log_joint import log_joint, rows_with_outcome
+from .log_joint import check_all_rows, log_joint, rows_with_outcome
 from .proposals import draws_with_density
 
 if TYPE_CHECKING:
@@ -40,11 +39,7 @@ def resample(
     )
     program = posterior.program
     rows = rows_with_outcome(program, data)
-    if not program.whole and num_rows(rows) != posterior.num_rows:
-        raise ValueError(
-            f"data has {num_rows(rows)} rows, and the posterior has absorbed {posterior.num_rows}: give all of "
-            "these, and no others."
-        )
+    check_all_rows(posterior, rows)
     theta, log_q = draws_with_density(posterior, draw_key, max(LEAST_DRAWS, OVERSAMPLING * num_samples))
     log_p = log_joint(program, theta, rows)
     log_ratios = log_p - log_q
