@@ -49,6 +49,7 @@ DIRECT_POINTS = {False: 2**18, True: 2**13}  # in all, at which a rule of many n
 CACHED_POINTS = 2**14  # at which phi is evaluated at once, if all factors take the same rule
 BATCH_POINTS = 2**16  # and if they take finer ones
 MOST_BATCH = 1024  # factors
+MOST_COARSE = 4  # predictors: of more, some nodes of the fifth-degree rule have negative weights
 
 Rule = Callable[[PHI, Factor], tuple[Moments, Array]]
 
@@ -138,11 +139,15 @@ def _direct(phi: PHI, num_predictors: int, nodes: tuple | None) -> tuple[Callabl
     z, (few, many) = np.concatenate([points, nodes[0]]), (slice(len(points)), slice(len(points), None))
 
     def better_of_two(*arguments: Any, is_coarse: Array | None) -> tuple[Moments, Array]:
-        del is_coarse  # of more than three predictors, some of the few nodes have negative weights
         factor = factor_of(*arguments)
-        values, gradients = at_nodes(phi, factor, z)
+        is_coarse = is_coarse if num_predictors <= MOST_COARSE else None
+        values, gradients = at_nodes(
+            phi, factor, z, None if is_coarse is None else jnp.where(is_coarse, few.stop, len(z))
+        )
         moments, error, _, _ = fifth_degree(factor, values[few], gradients[few])
-        return _better((moments, error), spread_out(nodes, factor, values[many], gradients[many]))
+        result, off = spread_out(nodes, factor, values[many], gradients[many])
+        off = off if is_coarse is None else jnp.where(is_coarse, jnp.inf, off)
+        return _better((moments, error), (result, off))
 
     return better_of_two, len(z)
 
@@ -165,7 +170,7 @@ def _climb(
     for least, rule, num_points in _finer(num_predictors, nodes, thorough):
         size = min(max(BATCH_POINTS // num_points, 1), MOST_BATCH)
         hard = ~(result[1] <= least * tolerance)
-        if is_coarse is not None and num_predictors <= len(ACROSS):
+        if is_coarse is not None and num_predictors <= MOST_COARSE:
             hard = hard & ~is_coarse
         result = _refined(jax.vmap(partial(rule, phi)), size, factors, hard, result)
     return result

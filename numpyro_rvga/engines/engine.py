@@ -140,10 +140,13 @@ class Engine:
 
     @property
     def can_be_thorough(self) -> bool:
-        """Whether there are expectations that a thorough engine finds better."""
+        """Whether there are expectations that a thorough engine finds better. Where rows have more predictors, what may
+        be off is due to them, and nothing is gained."""
         if self.takes_draws:
             return self.effort != "thorough"
-        all_terms = zip((*self.kinds, *self.prior_kinds), (*self.program.terms, *self.program.prior.terms))
+        all_terms = [*zip(self.kinds, self.program.terms)]
+        if not self.is_sampled:
+            all_terms += zip(self.prior_kinds, self.program.prior.terms)
         return self.effort != "thorough" and any(
             kind.measured is not None and terms.num_predictors in CUBE_NODES for kind, terms in all_terms
         )
@@ -227,6 +230,8 @@ class Engine:
             tolerance = min(tolerance, block_size**2 * (1e-12 if self._double else 1e-9))
         if self.options.tolerance is not None:
             tolerance = self.options.tolerance
+        if block_size is None and self.effort == "thorough":  # each step is dear, and begins near the best q
+            return Settings(self.options.tolerance or 0.01 * BUDGET, limit, rtol=1.0)
         if block_size is None:
             return Settings(tolerance, limit)
         return Settings(tolerance, limit, ROW_ITERATIONS if block_size == 1 else 0)
@@ -318,12 +323,15 @@ class Engine:
     def _takes_many_nodes(self, num_rows: int) -> bool:
         """Whether an evaluation takes so long that a search had better begin with few nodes."""
         return any(
-            terms.by_draws
-            or num_rows == 1
-            or num_rows * terms.num_elements * num_cube_nodes(terms.num_predictors) >= MANY
+            terms.by_draws or num_rows == 1 or num_rows * terms.num_elements * self._num_nodes(terms) >= MANY
             for kind, terms in zip(self.joint_kinds, self.program.terms)
             if kind.adjustable is not None
         )
+
+    def _num_nodes(self, terms: Terms) -> int:
+        """Of the last rule, for one element of a row."""
+        size = terms.num_predictors
+        return num_cube_nodes(size) if size in CUBE_NODES else self.options.num_samples
 
     def _other_means(self, search: Search, problem: JointProblem, num_rows: int) -> Callable | None:
         """Where a search from the prior begins again, see :mod:`~.starts`; None where that is not worth its time."""
@@ -343,7 +351,7 @@ class Engine:
         """What :meth:`solve_all` seeks."""
         settings = self.settings()
         if self.effort == "thorough" and problem.init is not None:  # by other rules it is the best one already
-            settings = settings._replace(tolerance=self.options.tolerance or BUDGET, rtol=1.0)
+            settings = settings._replace(tolerance=self.options.tolerance or BUDGET)
         return search_for(
             (*self.prior_kinds, *self.kinds),
             settings,

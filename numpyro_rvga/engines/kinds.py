@@ -16,9 +16,8 @@ from ..core import closed_forms as cf
 from ..core import expectations as ex
 from ..core.draws import by_draws
 from ..core.factors import Kind
-from ..core.ladder import expectations
+from ..core.ladder import MOST_COARSE, expectations
 from ..core.linalg import semidefinite_factor
-from ..core.quadrature import CUBE_NODES
 from ..core.tilted import TiltedForm, tilted
 from ..model.site_terms import MAX_PREDICTORS
 from ..model.terms import Terms
@@ -93,7 +92,7 @@ def make_kind(terms: Terms, options: Options, rng_key: Array, *, effort: str = "
         return weight * terms.information(mean, values)
 
     sampled = name in ("monte_carlo", "draws") or (name == "ladder" and terms.num_predictors > 3)
-    saves = name == "draws" or (name == "ladder" and terms.num_predictors in CUBE_NODES)
+    saves = name == "draws" or (name == "ladder" and 0 < terms.num_predictors <= MOST_COARSE)
     has_information = terms.information is not None and not terms.num_local
     return Kind(
         filtered if options.scheme == "ekf" and has_information else expect,

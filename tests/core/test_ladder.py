@@ -99,6 +99,22 @@ def test_a_flag_in_a_compiled_function_says_whether_few_nodes_will_do(phi, size,
         np.testing.assert_allclose(found, expected, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.parametrize("effort", ["direct", "usual"])
+@pytest.mark.parametrize("size", [4, 5])
+def test_few_nodes_of_many_predictors_will_do_where_none_has_a_negative_weight(size, effort):
+    known = factors(size, 0.5)
+    nodes = monte_carlo_points(jax.random.key(0), 256, size)
+
+    def wave(u, y):
+        return jnp.sum(jnp.cos(2 * u)) + y * u[0] * u[1]
+
+    measured = jax.jit(expectations(wave, size, nodes, effort=effort)[1])
+    few, many = expectations(wave, size, effort="few")[0](*known), measured(*known, False)[0]
+    for found, a, b in zip(measured(*known, True)[0], few, many):
+        np.testing.assert_allclose(found, a if size == 4 else b, rtol=1e-9, atol=1e-9)
+    assert np.max(np.abs(few[0] - many[0])) > 1e-3
+
+
 @pytest.mark.parametrize("shift", [-2.0, 0.3, 4.0])
 @pytest.mark.parametrize("deviation", [1e-3, 0.1, 3.0])
 def test_a_kink_anywhere_near_q_is_seen(deviation, shift):
