@@ -119,7 +119,10 @@ def rounded_to_power(count: int) -> int:
 
 
 def _axes(marginal: Marginal, mode: Point, deviation: np.ndarray) -> np.ndarray:
-    """A root of the inverse of L's negative Hessian, by differences of its gradient."""
+    """A root of the inverse of L's negative Hessian, by differences of its gradient.
+
+    :raises ValueError: if that is not finite.
+    """
     columns = []
     for i, unit in enumerate(np.eye(len(deviation))):
         step = STEP * deviation[i]
@@ -132,6 +135,11 @@ def _axes(marginal: Marginal, mode: Point, deviation: np.ndarray) -> np.ndarray:
             step = STEP / np.sqrt(column[i]) if narrow else 0.1 * step
         columns.append(column)
     hessian = deviation * np.array(columns) * deviation[:, None]
+    if not np.isfinite(hessian).all():
+        raise ValueError(
+            "given the hyperparameters, the bound or its slope is not finite around the best point that was found. Use "
+            "float64 (numpyro.enable_x64()), or leave integrate at False."
+        )
     values, vectors = np.linalg.eigh(0.5 * (hessian + hessian.T))
     values = np.where(np.isfinite(values), np.maximum(values, FLATTEST**-2), FLATTEST**-2)
     return deviation[:, None] * vectors / np.sqrt(values)

@@ -132,3 +132,11 @@ def test_kernel_weights_of_thousands_of_points_leave_the_mass_as_it_is():
     mass = stats.norm.pdf(h).prod(axis=1) * 0.04
     weights = kernel_weights(h, mass, 0.12 * np.eye(2))
     np.testing.assert_allclose(weights @ h**2 + 0.12**2, 1.0, atol=1e-3)
+
+
+def test_a_marginal_that_is_finite_at_one_point_only_is_refused_with_a_remedy():
+    def solve(h, start):
+        return Maximum(0.0 if h[0] == 0 else np.nan, np.nan * h if h[0] else h, "start", True)
+
+    with pytest.raises(ValueError, match=r"not finite around the best point.*float64"):
+        find_mode(Marginal(lambda h: "start", solve), np.zeros(1), np.ones(1), np.zeros(1))
