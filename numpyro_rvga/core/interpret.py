@@ -94,7 +94,7 @@ def partial_evaluation(function: Callable, data: Any, *parameters: Any) -> Parti
     jaxpr, consts = inlined.jaxpr, inlined.consts
     count, structure = len(jax.tree.leaves(data)), jax.tree.structure(shape)
     of_parameters, of_data = set(jaxpr.invars[count:]), set(jaxpr.invars[:count])
-    equations = _live_equations(jaxpr)
+    equations = _live_equations(jaxpr.eqns, jaxpr.outvars)
     for eqn in equations:
         variables = set(_variables(eqn.invars))
         if variables & of_parameters:
@@ -127,11 +127,23 @@ def _evaluate_inlined(closed: Any, leaves: Sequence) -> list:
     )
 
 
-def _live_equations(jaxpr: Any) -> list:
-    """The equations that an output depends on."""
-    needed, live = set(_variables(jaxpr.outvars)), []
-    for eqn in reversed(jaxpr.eqns):
-        if needed.intersection(eqn.outvars):
+def of_outputs(closed: jex_core.ClosedJaxpr, numbers: Sequence[int]) -> jex_core.ClosedJaxpr:
+    """The program of some outputs alone: with the equations that they depend on, and those with effects."""
+    jaxpr = closed.jaxpr
+    kept = [jaxpr.outvars[number] for number in numbers]
+    equations = _live_equations(jaxpr.eqns, kept, keeps_effects=True)
+
+    def evaluated(*inputs: Array) -> list:
+        return _evaluate(equations, dict(zip([*jaxpr.constvars, *jaxpr.invars], [*closed.consts, *inputs])), kept)
+
+    return jax.make_jaxpr(evaluated)(*closed.in_avals)
+
+
+def _live_equations(equations: Sequence, outputs: Sequence, *, keeps_effects: bool = False) -> list:
+    """The equations that an output depends on, and those with effects if they are to be kept."""
+    needed, live = set(_variables(outputs)), []
+    for eqn in reversed(equations):
+        if needed.intersection(eqn.outvars) or (keeps_effects and eqn.effects):
             needed.update(_variables(eqn.invars))
             live.append(eqn)
     return live[::-1]

@@ -12,6 +12,8 @@ from jax import Array
 from jax.core import Tracer
 from jax.extend import core as jex_core
 
+from ..core.interpret import of_outputs
+
 
 class _Trace(NamedTuple):
     """:ivar jaxpr: inputs -> the outputs that depend on them, or are computed. :ivar structure: of all outputs.
@@ -75,13 +77,6 @@ def _entry_of(trace: _Trace, name: str | None) -> _Trace:
     numbers = jax.tree.unflatten(trace.structure, list(range(len(trace.static))))[name]
     kept, structure = jax.tree.flatten(numbers)
     place = np.cumsum(trace.is_traced) - 1  # among the jaxpr's outputs
-    jaxpr = trace.jaxpr.jaxpr
-    outputs = [jaxpr.outvars[place[number]] for number in kept if trace.is_traced[number]]
-    needed, equations = {atom for atom in outputs if not isinstance(atom, jex_core.Literal)}, []
-    for equation in reversed(jaxpr.eqns):
-        if equation.effects or not needed.isdisjoint(equation.outvars):
-            equations.append(equation)
-            needed.update(atom for atom in equation.invars if not isinstance(atom, jex_core.Literal))
-    shorter = jaxpr.replace(eqns=equations[::-1], outvars=outputs, debug_info=jaxpr.debug_info.with_unknown_names())
+    shorter = of_outputs(trace.jaxpr, [place[number] for number in kept if trace.is_traced[number]])
     static, is_traced = ([values[number] for number in kept] for values in (trace.static, trace.is_traced))
-    return _Trace(jex_core.ClosedJaxpr(shorter, trace.jaxpr.consts), structure, static, is_traced)
+    return _Trace(shorter, structure, static, is_traced)
