@@ -13,21 +13,12 @@ from jax import Array
 from ..core.factors import Kind
 from ..core.groups import Conditionals, Groups, GroupSums, conditionals
 from ..model.members import NOBODY, Members, member_of_prior, member_of_rows
-from ..model.rows import Rows, num_rows, pad, selected
-from ..model.terms import Terms, constants, merged, over_rows
+from ..model.rows import num_rows, pad, selected
+from ..model.terms import Terms, constants, linearise_along, merged
 from .engine import Engine
 from .kinds import make_kind
 
 CHUNK_NUMBERS = 2**23  # in the Jacobians of the terms that are evaluated together
-
-
-class Seen(NamedTuple):
-    """Terms of one site, with their weights (n, E) and the member that each depends on (n, E)."""
-
-    terms: Terms
-    kind: Kind
-    weights: np.ndarray
-    member: np.ndarray
 
 
 class _Place(NamedTuple):
@@ -53,42 +44,40 @@ class GroupEvaluations:
         structure.
     """
 
-    def __init__(self, engine: Engine, members: Members, rows: Rows, index: np.ndarray, *, with_shared_prior: bool):
+    def __init__(
+        self, engine: Engine, members: Members, rows: dict[str, Any], index: np.ndarray, *, with_shared_prior: bool
+    ):
         program = engine.program
         _check(engine)
         self._members, self._dtype, self._with_shared_prior = members, program.dtype, with_shared_prior
         self._blocks, self._inputs = program.prior.blocks, program.prior_inputs
-        self._rows: dict[str, Any] = dict(rows)
         theta = jnp.asarray(0.5 * np.random.default_rng(1).normal(size=program.layout.size), program.dtype)
-        total = num_rows(self._rows)
-        self._of_rows = []
-        for terms, kind in zip(program.terms, engine.kinds):
-            member = member_of_rows(terms, members, theta, self._rows, index)
-            shape = total, terms.num_elements
-            self._of_rows.append(Seen(terms, kind, np.ones(shape, np.float32), member.reshape(shape)))
-        self._of_prior = []
+        total = num_rows(rows)
+        of_rows = [member_of_rows(terms, members, theta, rows, index).reshape(total, -1) for terms in program.terms]
         options = engine.options._replace(expectation="auto", scheme="implicit")
         kinds = [*(make_kind(terms, options, engine.rng_key) for terms in program.prior.gaussian), *engine.prior_kinds]
-        for terms, kind in zip((*program.prior.gaussian, *program.prior.terms), kinds):
-            member = member_of_prior(terms, members, theta, self._inputs)[None]
-            is_shared = (member == NOBODY) & (members.plate not in program.plates.get(terms.site, ()))
-            weights = np.where(is_shared, float(with_shared_prior), 1.0).astype(np.float32)
-            self._of_prior.append(Seen(terms, kind, weights, member))
+        prior_terms, weights, of_prior = (*program.prior.gaussian, *program.prior.terms), [], []
+        for terms in prior_terms:
+            of_prior.append(member_of_prior(terms, members, theta, self._inputs)[None])
+            is_shared = (of_prior[-1] == NOBODY) & (members.plate not in program.plates.get(terms.site, ()))
+            weights.append(np.where(is_shared, float(with_shared_prior), 1.0).astype(np.float32))
+        self._prior = tuple(weights), tuple(of_prior)
         numbers = sum(t.num_elements * max(t.num_predictors, 1) for t in program.terms) * len(members.directions)
-        size = max(1, min(total, CHUNK_NUMBERS // numbers))
-        self._size = -(-total // -(-total // size))
+        count = -(-total // max(1, min(total, CHUNK_NUMBERS // numbers)))
+        size = -(-total // count)
+        (rows, of_rows), row_weights = pad((rows, of_rows), count * size)
+        of_each = rows, (row_weights[:, None],) * len(of_rows), tuple(of_rows)
+        starts = range(0, count * size, size)
+        self._chunks = [jax.device_put(selected(of_each, slice(start, start + size))) for start in starts]
         self._directions = jax.device_put(members.directions.astype(program.dtype))
-        self._compiled = engine.compiled(partial(self._sums, self._of_rows))
-        self._compiled_prior = engine.compiled(partial(self._sums, self._of_prior))
+        self._compiled = engine.compiled(partial(self._sums, [*zip(program.terms, engine.kinds)]))
+        self._compiled_prior = engine.compiled(partial(self._sums, [*zip(prior_terms, kinds)]))
 
     def __call__(self, mean: np.ndarray, root: np.ndarray, groups: Groups) -> GroupSums:
         """Sums at q. ``mean`` (k,) and ``root`` (k, k): of q(s)."""
         place = self._place(mean, root, groups, conditionals(groups))
-        pieces = [self._compiled_prior(place, self._directions, self._inputs, *_arrays(self._of_prior))]
-        for start in range(0, num_rows(self._rows), self._size):
-            part = slice(start, start + self._size)
-            rows, _ = pad(selected(self._rows, part), self._size)
-            weights, member = zip(*[_padded(seen, part, self._size) for seen in self._of_rows])
+        pieces = [self._compiled_prior(place, self._directions, self._inputs, *self._prior)]
+        for rows, weights, member in self._chunks:
             pieces.append(self._compiled(place, self._directions, rows, weights, member))
         sums = GroupSums(*[reduce(np.add, [np.asarray(x, np.float64) for x in of_all]) for of_all in zip(*pieces)])
         of_groups = [x[:-1] for x in (sums.values, sums.gradient, sums.precision, sums.coupling)]
@@ -123,23 +112,32 @@ class GroupEvaluations:
         return sums._replace(shared_value=value, shared_gradient=gradient, shared_precision=precision)
 
     def _sums(
-        self, all_seen: list[Seen], place: _Place, directions: Array, rows: dict, weights: tuple, member: tuple
+        self,
+        sites: list[tuple[Terms, Kind]],
+        place: _Place,
+        directions: Array,
+        rows: dict,
+        weights: tuple[Array, ...],
+        members: tuple[Array, ...],
     ) -> tuple[Array, ...]:
-        """The fields of :class:`GroupSums`, with those of nobody as the last group's."""
+        """The fields of :class:`GroupSums`, with those of nobody as the last group's.
+
+        :param weights: of each site's terms, (n, E) or (n, 1). :param members: that they depend on, (n, E).
+        """
         size, count = self._members.columns.shape[0], self._members.number + 1
         zeros, k = partial(jnp.zeros, dtype=place.theta.dtype), self._members.shared.size
         by_group = zeros(count), zeros((count, size)), zeros((count, size, size)), zeros((count, size, k))
         gradient, precision, error = zeros(k), zeros((k, k)), zeros(())
-        for seen, weight, of in zip(all_seen, weights, member):
-            weight, of = weight.reshape(-1).astype(place.theta.dtype), of.reshape(-1)
-            predictors, jacobian = _linearised(seen.terms, place.theta, directions, rows)
+        for (terms, kind), weight, of in zip(sites, weights, members):
+            weight, of = jnp.broadcast_to(weight, of.shape).ravel().astype(place.theta.dtype), of.ravel()
+            predictors, jacobian = linearise_along(terms, place.theta, directions, rows)
             own, shared = jacobian[..., :size], jacobian[..., size:]
             by_shared = shared @ place.root + own @ place.slope[of]
             alone = own @ place.own_root[of]
             covariance = by_shared @ jnp.swapaxes(by_shared, 1, 2) + alone @ jnp.swapaxes(alone, 1, 2)
-            values = merged(constants(seen.terms, rows))
-            nothing = zeros((len(weight), seen.terms.num_predictors, 0))
-            (e, g, h), errors = seen.kind.expect_with_errors(predictors, covariance, (weight, values, nothing))
+            values = merged(constants(terms, rows))
+            nothing = zeros((len(weight), terms.num_predictors, 0))
+            (e, g, h), errors = kind.expect_with_errors(predictors, covariance, (weight, values, nothing))
             by_own, by_all = jnp.swapaxes(own, 1, 2), jnp.swapaxes(shared, 1, 2).reshape(-1, k, g.shape[1])
             weighted = -h @ shared
             found = e, (by_own @ g[..., None])[..., 0], by_own @ (-h @ own), by_own @ weighted
@@ -148,27 +146,6 @@ class GroupEvaluations:
             precision = precision + jnp.einsum("nkc,ncl->kl", by_all, weighted)
             error = error + jnp.sum(errors)
         return *by_group, zeros(()), gradient, precision, error
-
-
-def _linearised(terms: Terms, theta: Array, directions: Array, rows: Any) -> tuple[Array, Array]:
-    """Predictors (n E, C), and their changes along directions (n E, C, D)."""
-
-    def one(row, element):
-        predictors, push = jax.linearize(lambda t: terms.predictors(t, row, element), theta)
-        return predictors, jax.vmap(push, out_axes=1)(directions)
-
-    return merged(over_rows(one, terms.num_elements, rows))
-
-
-def _arrays(all_seen: list[Seen]) -> tuple[tuple, tuple]:
-    return tuple(seen.weights for seen in all_seen), tuple(seen.member for seen in all_seen)
-
-
-def _padded(seen: Seen, part: slice, size: int) -> tuple[np.ndarray, np.ndarray]:
-    """With weights of zero where rows repeat."""
-    weights, member = seen.weights[part], seen.member[part]
-    left = [(0, size - len(weights)), (0, 0)]
-    return np.pad(weights, left), np.pad(member, left)
 
 
 def _check(engine: Engine) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
@@ -13,7 +12,7 @@ from ..core.compilation import jit_once
 from .layout import Layout, layout_of
 from .program import Program
 from .rows import num_rows, pad, selected
-from .terms import Arrays, Terms, merged, over_rows, split_rows
+from .terms import Arrays, Terms, linearise_along, split_rows
 
 NOBODY = -1
 CHUNK = 2**16  # rows that are looked at together
@@ -112,7 +111,7 @@ def member_of_prior(terms: Terms, members: Members, theta: Array, inputs: Arrays
     """
     pushed = _pushed(terms, members, theta, inputs)
     ones, places, _ = _by_direction(pushed, len(members.columns))
-    if not ones.shape[2]:
+    if not ones.shape[1]:
         return np.full(len(ones), NOBODY)
     ones, places = (x.reshape(len(ones), -1) for x in (ones, places))
     largest = np.argmax(np.abs(ones), axis=1)[:, None]
@@ -131,7 +130,7 @@ def member_of_prior(terms: Terms, members: Members, theta: Array, inputs: Arrays
 def _strange(pushed: np.ndarray, members: Members, expected: np.ndarray, dtype) -> int | None:
     """The first term that depends on another member."""
     ones, _, actual = _by_direction(pushed, len(members.columns))
-    probe = _probe(members)[:, np.maximum(expected, 0)].T[..., None]
+    probe = _probe(members)[:, np.maximum(expected, 0)].T[:, None]
     off = np.abs(ones * probe - actual) > 1e3 * np.finfo(dtype).eps * np.abs(actual)
     off = np.any(off, axis=(1, 2))
     return int(np.argmax(off)) if off.any() else None
@@ -142,12 +141,12 @@ def _probe(members: Members) -> np.ndarray:
 
 
 def _by_direction(pushed: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Changes (n E, d, C) along ones, places and the probe."""
-    return pushed[:, :size], pushed[:, size : 2 * size], pushed[:, 2 * size :]
+    """Changes (n E, C, d) along ones, places and the probe."""
+    return pushed[..., :size], pushed[..., size : 2 * size], pushed[..., 2 * size :]
 
 
 def _pushed(terms: Terms, members: Members, theta: Array, rows: Arrays) -> np.ndarray:
-    """Changes of predictors along ones, numbers of members, and random numbers: (n E, 3 d, C)."""
+    """Changes of predictors along ones, numbers of members, and random numbers: (n E, C, 3 d)."""
     size = len(members.columns)
     directions = np.zeros((3 * size, theta.size), theta.dtype)
     for i, column in enumerate(members.columns):
@@ -156,11 +155,7 @@ def _pushed(terms: Terms, members: Members, theta: Array, rows: Arrays) -> np.nd
 
     @jit_once
     def changes(rows, theta, directions):
-        def one(row, element):
-            _, push = jax.linearize(lambda t: terms.predictors(t, row, element), theta)
-            return jax.vmap(push)(directions)
-
-        return merged((over_rows(one, terms.num_elements, rows),))[0]
+        return linearise_along(terms, theta, directions, rows)[1]
 
     shared, own = split_rows(rows)
     if not own:

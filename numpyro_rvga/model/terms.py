@@ -68,6 +68,16 @@ def linearise(terms: Terms, theta: Array, rows: Arrays) -> tuple[Array, Array, A
     return predictors, jacobian[..., : theta.shape[0]], jacobian[..., theta.shape[0] :]
 
 
+def linearise_along(terms: Terms, theta: Array, directions: Array, rows: Arrays) -> tuple[Array, Array]:
+    """Predictors (n E, C) at theta (P,), and their changes along directions (D, P): (n E, C, D)."""
+
+    def one(row, element):
+        predictors, push = jax.linearize(lambda t: terms.predictors(t, row, element), theta)
+        return predictors, jax.vmap(push, out_axes=1)(directions)
+
+    return merged(over_rows(one, terms.num_elements, rows))
+
+
 def predictors_of(terms: Terms, theta: Array, rows: Arrays) -> Array:
     """Predictors at theta (n, E, C)."""
     return over_rows(lambda row, element: terms.predictors(theta, row, element), terms.num_elements, rows)
