@@ -150,14 +150,14 @@ class GaussianMixture:
             return peaks[k] - 0.5 * metric(points - self.means[k])
 
         def of_one(x: tuple[Array, Array]) -> Array:
-            return log_density(x[0], root_of(self.roots, x[0]).metric(), x[1])
+            return log_density(x[0], root_of(self.roots, x[0]).metric(block), x[1])
 
         at_least = lax.map(of_one, (nearest[order[:, block // 2]], blocks))
 
         def add(total: Array, k: Array) -> tuple[Array, None]:
             # A bound that is not a number passes over nothing.
             too_little = peaks[k] - 0.5 * few.least_lengths(blocks, k) < at_least - TOO_LITTLE
-            metric = root_of(self.roots, k).metric()
+            metric = root_of(self.roots, k).metric(len(flat))
 
             def of_block(x: tuple[Array, Array, Array]) -> Array:
                 is_none, total, points = x
