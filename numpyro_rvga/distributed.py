@@ -22,11 +22,12 @@ from .engines.online import OnlineState
 from .model.row_set import RowSet
 from .progress import progress
 from .results.group_parts import GroupModel, LocalPlate, rounding
-from .results.group_rounds import TOLERANCE, in_group_rounds
+from .results.group_rounds import in_group_rounds
 from .results.groups import GroupPosterior, checked_folder
 from .results.merging import check_disjoint, defined, merged
 from .results.posterior import Posterior
 from .results.rounds import checked_rounds, evaluations_of, facts_of, in_rounds, total_of, warn_of_one_exchange
+from .results.summaries import TOLERANCE
 from .rvga import RVGA
 from .streams.passes import HEAD, PassOptions, open_source
 

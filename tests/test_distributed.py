@@ -9,6 +9,7 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 import pytest
+from clusters import QUIET
 
 from numpyro_rvga import BONG, RVGA, FixedPointVI, ParquetRows, Posterior, RandomWalk
 
@@ -18,12 +19,7 @@ pq = pytest.importorskip("pyarrow.parquet")
 
 from numpyro_rvga import clusters, distributed  # noqa: E402
 
-pytestmark = [
-    # Of the cluster's own making.
-    pytest.mark.filterwarnings("ignore::ResourceWarning"),
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
-]
+pytestmark = QUIET
 COLUMNS = {"X": ["a", "b"], "y": "y"}
 
 

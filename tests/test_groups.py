@@ -6,6 +6,7 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 import pytest
+from clusters import QUIET
 
 from numpyro_rvga import BONG, RVGA, FixedPointVI
 
@@ -14,12 +15,7 @@ parquet = pytest.importorskip("pyarrow.parquet")
 
 from numpyro_rvga import distributed  # noqa: E402
 
-pytestmark = [
-    # Of the cluster's own making.
-    pytest.mark.filterwarnings("ignore::ResourceWarning"),
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
-]
+pytestmark = QUIET
 PLATE = {"plate": "users", "index": "user", "size": "num_users", "progress_bar": False}
 
 

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from .expectations import Moments, with_slopes
+from .expectations import Moments, power_of_two, with_slopes
 from .linalg import semidefinite_factor
 from .primitives import equations, numbers_in
 from .quadrature import at_first
@@ -66,11 +66,8 @@ def by_draws(
         if is_coarse is None:
             at = _at_points(slope, points, constants, cost)
         else:
-            of_few = jnp.arange(len(z)) < few
-            weights = jnp.where(of_few == is_coarse, weights, 0.0)
-            start, stop = jnp.where(is_coarse, jnp.array([0, few]), jnp.array([few, few + many]))
-            at_once = min(few, 1 << (_num_at_once(cost).bit_length() - 1))
-            at = at_first(jax.vmap(lambda point: slope(point, constants)), points, at_once, stop, start)
+            weights = jnp.where((jnp.arange(len(z)) < few) == is_coarse, weights, 0.0)
+            at = _at_few_or_others(slope, points, constants, cost, few, is_coarse)
         return with_slopes(weights @ at[0], weights @ at[1], at[1], z, weights, root, inverse)
 
     def fresh_of_one(mean: Array, covariance: Array, constants: Any) -> Array:
@@ -107,23 +104,27 @@ def _cost(phi: Callable, mean: Array, constants: Any) -> _Cost:
 def _num_points(num_predictors: int, cost: _Cost, more: bool) -> int:
     """A power of two."""
     count = max(_least_points(num_predictors), min(MOST_POINTS, NUMBERS // cost.numbers)) * (MORE_POINTS if more else 1)
-    return _power_of_two(count)
+    return power_of_two(count)
 
 
 def _least_points(num_predictors: int) -> int:
     """A power of two."""
-    return _power_of_two(max(POINTS, POINTS_PER_PREDICTOR * num_predictors))
-
-
-def _power_of_two(count: int) -> int:
-    """The least that is not below it."""
-    return 1 << (count - 1).bit_length()
+    return power_of_two(max(POINTS, POINTS_PER_PREDICTOR * num_predictors))
 
 
 def _at_points(function: Callable, points: Array, constants: Any, cost: _Cost) -> Any:
     """``function(point, constants)`` at all points (K, C), as many at a time as memory has room for."""
     size = min(len(points), _num_at_once(cost))
     return lax.map(lambda point: function(point, constants), points, batch_size=size)
+
+
+def _at_few_or_others(
+    function: Callable, points: Array, constants: Any, cost: _Cost, few: int, is_coarse: Array
+) -> Any:
+    """The same at the first few points, or at all others; zeros elsewhere."""
+    start, stop = jnp.where(is_coarse, jnp.array([0, few]), jnp.array([few, len(points)]))
+    size = min(few, 1 << (_num_at_once(cost).bit_length() - 1))  # both sets are whole batches
+    return at_first(jax.vmap(lambda point: function(point, constants)), points, size, stop, start)
 
 
 def _num_at_once(cost: _Cost) -> int:

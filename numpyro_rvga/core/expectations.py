@@ -160,11 +160,16 @@ def monte_carlo_points(rng_key: Array, num_samples: int, num_predictors: int) ->
 
     half = max(num_samples // 2, num_predictors)
     seed = np.asarray(jax.random.key_data(rng_key)).tolist()
-    uniform = qmc.Sobol(num_predictors, rng=np.random.default_rng(seed)).random(1 << (half - 1).bit_length())[:half]
+    uniform = qmc.Sobol(num_predictors, rng=np.random.default_rng(seed)).random(power_of_two(half))[:half]
     points = ndtri(uniform)
     points = np.concatenate([points, -points])
     root = np.linalg.cholesky(points.T @ points / len(points))
     return np.linalg.solve(root, points.T).T, np.full(len(points), 1.0 / len(points))
+
+
+def power_of_two(count: int) -> int:
+    """The least that is not below: Sobol's sequences are balanced with so many points."""
+    return 1 << (count - 1).bit_length()
 
 
 def normal_rule(dimension: int) -> tuple[np.ndarray, np.ndarray]:

@@ -7,7 +7,8 @@ from collections.abc import Callable
 import numpy as np
 import scipy.special
 
-from .nested import Design, Integral, Marginal, Mode, Moments, Point, kernel_weights, rounded_to_power, stacked
+from ..core.expectations import power_of_two
+from .nested import Design, Integral, Marginal, Mode, Moments, Point, kernel_weights, stacked
 
 FREEDOM = 7.0  # of the Student t that proposes
 NUM_POINTS = 128  # for each parameter, their number rounded up to a power of two
@@ -36,7 +37,7 @@ def integrate_by_importance(
     size = len(mode.point.h)
     centre, axes = mode.point.h, mode.axes
     widths = _widths(marginal, mode)
-    count = num_points * rounded_to_power(size)
+    count = num_points * power_of_two(size)
     for seed in range(MAX_FITS):
         z, log_proposal = _proposed(widths, count, seed)
         points = [marginal(centre + axes @ one) for one in z]

@@ -174,13 +174,11 @@ class JointSolver:
         has_converged = bool(first[1].converged)
         for number in range(NUM_CHECKS if has_converged else NUM_RETRIES):
             state = begun._replace(mean=other_means(first[0], number))
+            state = solved(state, enough=NEAR if has_converged else 0.0)
             if has_converged:  # most searches come near the first one's end: then there is no need to go on
-                state = solved(state, enough=NEAR)
                 if not are_apart(finished(state), first):
                     continue
                 state = solve(search, steps, state)
-            else:
-                state = solved(state)
             found.append(finished(state))
         return best_of(found)
 

@@ -12,6 +12,7 @@ import jax
 import numpy as np
 from scipy.sparse import coo_array, eye_array
 
+from ..core.expectations import power_of_two
 from ..core.precisions import ArrowFactor
 from .maximized_bound import Maximum, Start
 
@@ -92,7 +93,7 @@ def find_mode(marginal: Marginal, mean: np.ndarray, deviation: np.ndarray, start
 
     size = len(mean)
     noise = scipy.stats.norm.ppf(
-        scipy.stats.qmc.Sobol(size, rng=0).random(min(MOST_TRIALS, NUM_TRIALS * rounded_to_power(size)))
+        scipy.stats.qmc.Sobol(size, rng=0).random(min(MOST_TRIALS, NUM_TRIALS * power_of_two(size)))
     )
     tried = [mean, *(mean + deviation * noise)]
     for h in tried if start is None else [start, *tried]:
@@ -111,11 +112,6 @@ def find_mode(marginal: Marginal, mean: np.ndarray, deviation: np.ndarray, start
     scipy.optimize.minimize(negative, origin, jac=True, method="L-BFGS-B", options={"ftol": 1e-5, "gtol": 1e-2})
     best = max(marginal.points, key=lambda point: point.bound)
     return Mode(best, _axes(marginal, best, deviation))
-
-
-def rounded_to_power(count: int) -> int:
-    """The least power of two that is not below: as many points Sobol's sequences are balanced with."""
-    return 2 ** int(np.ceil(np.log2(count)))
 
 
 def _axes(marginal: Marginal, mode: Point, deviation: np.ndarray) -> np.ndarray:

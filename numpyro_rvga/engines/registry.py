@@ -163,7 +163,7 @@ class Engines:
         candidates = [(kwargs, engine) for other_form, kwargs, engine in self._known if other_form == form]
         if not candidates:
             return None
-        for keeps_frames in (False, True):
+        for keeps_frames in (False, True) if has_frames(self._model, data) else (False,):
             arrays, keywords = whole_data(self._model, data, model_kwargs, keeps_frames=keeps_frames)
             for kwargs, engine in candidates:
                 if engine.program.holds(arrays) and same(kwargs, keywords):

@@ -11,6 +11,7 @@ import numpy as np
 from jax import Array
 
 from ..core.compilation import jit_once
+from ..core.expectations import power_of_two
 from ..core.indices import indexings
 from ..core.interpret import depends_on
 from .rows import num_rows
@@ -45,7 +46,7 @@ class RowCheck:
         total = num_rows(rows)
         if not self._arrays:
             return lambda: np.ones((total, *self._shape), bool)
-        size = min(SUPPORT_PIECE, 1 << (total - 1).bit_length())
+        size = min(SUPPORT_PIECE, power_of_two(total))
         starts = range(0, total, size)
         taken = [np.minimum(np.arange(start, start + size), total - 1) for start in starts]
         answers = [self._many({name: rows[name][places] for name in self._arrays}) for places in taken]

@@ -15,9 +15,8 @@ from typing import NamedTuple
 import numpy as np
 
 from ..core.groups import Message
-from .summaries import distance
+from .summaries import TOLERANCE, distance
 
-TOLERANCE = 0.01  # standard deviations that q may be off by in the end
 MAX_ROUNDS = 40
 MAX_HALVINGS = 12
 REMEMBERED = 6  # rounds that a step is combined with

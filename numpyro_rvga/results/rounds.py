@@ -21,12 +21,20 @@ from ..core.recursion import CanonicalGaussian, State
 from ..engines.certificate import Certificate, Look, Sums
 from ..engines.engine import Engine
 from ..options import is_count
-from .summaries import added, distance, row_factor, state_of, summary, with_prior_factor, without_prior_factor
+from .summaries import (
+    TOLERANCE,
+    added,
+    distance,
+    row_factor,
+    state_of,
+    summary,
+    with_prior_factor,
+    without_prior_factor,
+)
 
 if TYPE_CHECKING:
     from ..model import Program
 
-TOLERANCE = 0.01  # standard deviations that q may be off by in the end
 MAX_ROUNDS = 20
 MAX_HALVINGS = 10
 MOST_TO_COME = 10.0  # moves of the size of the last one

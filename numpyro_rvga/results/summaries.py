@@ -16,6 +16,8 @@ from ..core.count import Count
 from ..core.recursion import CanonicalGaussian, State
 from ..engines.certificate import Sums
 
+TOLERANCE = 0.01  # standard deviations that rounds may leave q off by
+
 
 def joint_density(state: State, origin: np.ndarray) -> CanonicalGaussian:
     """log q + log evidence."""
