@@ -24,13 +24,42 @@ if TYPE_CHECKING:
 
 def to_arviz(
     posterior: Posterior,
-    data: Mapping[str, ArrayLike] | tuple | None,
-    rng_key: Array | None,
-    num_samples: int,
-    coords: Mapping[str, Any] | None,
-    dims: Mapping[str, list[str]] | None,
+    data: Mapping[str, ArrayLike] | tuple | None = None,
+    *,
+    rng_key: Array | None = None,
+    num_samples: int = 1000,
+    coords: Mapping[str, Any] | None = None,
+    dims: Mapping[str, list[str]] | None = None,
 ) -> Any:
-    """See :meth:`Posterior.to_arviz`."""
+    """Convert to an ``arviz.InferenceData`` (ArviZ 0.x) or an ``xarray.DataTree`` (ArviZ 1.x).
+
+    Draws from q are independent, so there is one chain: every variable has the leading shape ``(1, num_samples)``.
+    The groups are ``posterior`` (latent sites and deterministic sites outside the row plate) and ``sample_stats``
+    with ``log_q``, the log density of q in unconstrained space. With ``data`` also ``log_p`` in ``sample_stats``
+    (the log joint in unconstrained space, so that ``arviz.loo_approximate_posterior`` can be called with the two),
+    ``log_likelihood``, ``posterior_predictive``, ``observed_data`` and ``constant_data``. Dimensions are named
+    after the model's plates.
+
+    **Example**
+
+    With the model, the data and the posterior of :class:`RVGA`'s example:
+
+    .. doctest::
+
+        >>> result = posterior.to_arviz(data, num_samples=500)
+        >>> dict(result["posterior"]["slopes"].sizes)
+        {'chain': 1, 'draw': 500, 'slopes_dim_0': 2}
+        >>> sorted(result["sample_stats"].data_vars)
+        ['log_p', 'log_q']
+
+    :param data: rows with their outcome, as :meth:`RVGA.run` takes them.
+    :param rng_key: random key; ``jax.random.key(0)`` by default.
+    :param num_samples: the number of draws.
+    :param coords: coordinate values by dimension name.
+    :param dims: dimension names by variable; these win over the names of the plates.
+    :raises ImportError: if ArviZ is not installed.
+    :raises ValueError: if ``data`` lack the outcome, and for names of ``coords`` and ``dims`` that do not exist.
+    """
     _import_arviz()
     draw_key, predictive_key = jax.random.split(jax.random.key(0) if rng_key is None else rng_key)
     theta = posterior.sample_unconstrained(draw_key, (num_samples,))

@@ -20,6 +20,7 @@ from ..model.local_draws import draw_row_latents
 from ..model.rows import num_rows
 from ..model.site_terms import unconstrained_parameters
 from ..model.tracing import peel
+from ..options import check_choice
 from .log_joint import rows_with_outcome
 
 if TYPE_CHECKING:
@@ -27,6 +28,51 @@ if TYPE_CHECKING:
     from .posterior import Posterior
 
 PROBIT_SCALE = math.sqrt(8 / math.pi)
+
+
+def predictive(
+    posterior: Posterior,
+    rng_key: Array | None,
+    data: Mapping[str, ArrayLike] | tuple,
+    num_samples: int = 1000,
+    method: str = "monte_carlo",
+) -> dict[str, Any]:
+    """Predict the observed sites of new rows.
+
+    **Example**
+
+    With the posterior of :class:`RVGA`'s example:
+
+    .. doctest::
+
+        >>> import jax
+        >>> new = {"X": np.array([[1.0, 0.0], [0.0, 1.0], [0.0, 0.0]])}
+        >>> posterior.predictive(jax.random.key(0), new, num_samples=500)["y"].shape
+        (500, 3)
+        >>> print(np.asarray(posterior.predictive(None, new, method="closed_form")["y"]["mean"]).round(1))
+        [0.8 0.1 0.5]
+
+    :param rng_key: random key; ``closed_form`` needs none.
+    :param data: rows as :meth:`RVGA.run` takes them, with or without the outcome. They may be new even where the
+        model has a latent value for each row, as in Gaussian processes: those of new rows are drawn given the rest.
+    :param num_samples: the number of draws.
+    :param method: ``"monte_carlo"`` draws parameters from q and runs the model forward with every observed site
+        drawn anew. ``"linearized"`` does so with the observed distributions' parameters linearised at the mean of
+        q, which for networks is closer to the data; ``"plugin"`` with theta at the mean. ``"closed_form"`` is the
+        R-VGA paper's approximate probability of a logistic site and its variance under q (equations 62 and 63),
+        with no sampling.
+    :return: for draws the observed sites and the deterministic sites inside the row plate, of shape
+        ``(num_samples, *site_shape)``; for ``closed_form`` a dict ``{"mean": ..., "variance": ...}`` of arrays of
+        shape ``(num_rows, *element_shape)`` for each observed site.
+    :raises ValueError: if ``method`` is unknown or needs ``rng_key``, or ``data`` are invalid.
+    :raises NotImplementedError: if ``method`` is ``"closed_form"`` and an observed site is not logistic.
+    """
+    check_choice("method", method, (*DRAWN, "closed_form"))
+    if method == "closed_form":
+        return closed_form(posterior, data)
+    if rng_key is None:
+        raise ValueError(f"method={method!r} draws: pass rng_key=jax.random.key(0).")
+    return DRAWN[method](posterior, rng_key, data, num_samples)
 
 
 def monte_carlo(

@@ -26,12 +26,34 @@ LEAST_DRAWS = 400
 def resample(
     posterior: Posterior,
     data: Mapping[str, ArrayLike] | tuple,
-    rng_key: Array | None,
-    num_samples: int,
-    coords: Mapping[str, Any] | None,
-    dims: Mapping[str, list[str]] | None,
+    num_samples: int = 1000,
+    *,
+    rng_key: Array | None = None,
+    coords: Mapping[str, Any] | None = None,
+    dims: Mapping[str, list[str]] | None = None,
 ) -> Any:
-    """See :meth:`Posterior.resample`."""
+    """Draws of the model's posterior, where q is near it: Pareto-smoothed importance resampling (Vehtari et al.
+    2024) of four draws from q for each that is kept.
+
+    **Example**
+
+    With the model, the data and the posterior of :class:`RVGA`'s example:
+
+    .. doctest::
+
+        >>> dict(posterior.resample(data, 500)["posterior"]["slopes"].sizes)
+        {'chain': 1, 'draw': 500, 'slopes_dim_0': 2}
+
+    :param data: all rows that the posterior has absorbed, with their outcome.
+    :param num_samples: the number of draws. Some may be the same.
+    :param rng_key: random key; ``jax.random.key(0)`` by default.
+    :param coords: coordinate values by dimension name.
+    :param dims: dimension names by variable.
+    :return: what :meth:`to_arviz` returns with ``data``.
+    :raises ValueError: if the Pareto k is above 0.7 and the weights are far from equal, and if ``data`` lack the
+        outcome.
+    :raises NotImplementedError: after a run with dynamics.
+    """
     if "dynamics" in posterior.info:
         raise NotImplementedError("parameters that move have no joint density with all rows to compare with.")
     draw_key, place_key, order_key, predictive_key = jax.random.split(

@@ -22,7 +22,43 @@ MOST_DENSE = 1000  # parameters: of more, a product with a whole matrix takes lo
 
 
 def nuts(posterior: Posterior, **nuts_kwargs: Any) -> NUTS:
-    """See :meth:`Posterior.nuts`."""
+    """A NUTS kernel for the posterior's model, with q's covariance as its inverse mass matrix.
+
+    Give it a short warm-up and dispersed starts::
+
+        mcmc = MCMC(posterior.nuts(), num_warmup=200, num_samples=1000, num_chains=4, chain_method="vectorized")
+        mcmc.run(rng_key, X, y, init_params=posterior.init_params(rng_key, 4))
+
+    The mass matrix stays as it is (``adapt_mass_matrix=False``) and the step size, which starts at ``P ** -0.25``,
+    is adapted. Measured on logistic regressions with 30 coefficients, 5,000 rows and posterior covariances of
+    condition number 1e3 (correlated coefficients) and 7e5 (raw scales of independent covariates), four vectorised
+    chains: 200 + 1,000 iterations of 7 leapfrog steps gave minimal effective sample sizes of 7,400 and 7,200,
+    default NUTS with 1,000 + 1,000 iterations 1,700 (of 79 steps) and 5,700 (of 7, after a costly warm-up). Per CPU
+    second that is 22 and 3.5 times as much, the recursion included and compilation left out; R-hat was at most
+    1.001. Letting NUTS adapt the mass matrix in warm-ups of up to 200 halved the effective sample size and made
+    trajectories 2 to 10 times as long. A warm-up of 20 ended with step sizes that reject nearly every proposal, one
+    of 50 with uneven ones, since NumPyro restarts the step size's adaptation for the last tenth of the warm-up: use
+    100 or more.
+
+    **Example**
+
+    With the model, the data and the posterior of :class:`RVGA`'s example:
+
+    .. doctest::
+
+        >>> import jax
+        >>> from numpyro.infer import MCMC
+        >>> mcmc = MCMC(posterior.nuts(), num_warmup=100, num_samples=100, progress_bar=False)
+        >>> mcmc.run(jax.random.key(0), **data, init_params=posterior.init_params(jax.random.key(1)))
+        >>> mcmc.get_samples()["slopes"].shape
+        (100, 2)
+
+    :param nuts_kwargs: keywords of :class:`~numpyro.infer.hmc.NUTS`; they win over the ones chosen here.
+        ``dense_mass`` may be True, False (only the variances of q are used: the default for a diagonal q, and for
+        more than 1,000 parameters, where each leapfrog step would mostly be a product with the whole matrix), or a
+        list of tuples of site names, the blocks of a block-diagonal mass matrix.
+    :return: a kernel for one :class:`~numpyro.infer.mcmc.MCMC` run, whose data are given to ``MCMC.run`` as usual.
+    """
     _refuse_local(posterior, "NUTS")
     dense = not isinstance(posterior.gaussian, DiagonalGaussian) and posterior.mean.size <= MOST_DENSE
     blocks = nuts_kwargs.pop("dense_mass", dense)
@@ -41,13 +77,37 @@ def nuts(posterior: Posterior, **nuts_kwargs: Any) -> NUTS:
 
 
 def init_params(posterior: Posterior, rng_key: Array, num_chains: int = 1) -> dict[str, Array]:
-    """See :meth:`Posterior.init_params`."""
+    """Initial values for ``MCMC.run(..., init_params=...)``: draws from q, spread out 1.5 times as far.
+
+    **Example**
+
+    With the posterior of :class:`RVGA`'s example:
+
+    .. doctest::
+
+        >>> import jax
+        >>> posterior.init_params(jax.random.key(0), num_chains=4)["slopes"].shape
+        (4, 2)
+
+    :param rng_key: random key.
+    :param num_chains: the number of chains.
+    :return: unconstrained values by site, with a leading axis of length ``num_chains`` if that is above one.
+    """
     theta = posterior.sample_unconstrained(rng_key, (num_chains,) if num_chains > 1 else ())
     return posterior.program.layout.unravel(posterior.mean + OVERDISPERSION * (theta - posterior.mean))
 
 
 def as_guide(posterior: Posterior) -> tuple[AutoContinuous, dict[str, Array]]:
-    """See :meth:`Posterior.as_guide`."""
+    """The same Gaussian as a guide: ``AutoDiagonalNormal`` for a diagonal q, else ``AutoMultivariateNormal``; for a
+    mixture the Gaussian with its mean and covariance.
+
+    Guide and parameters serve ``Predictive(model, guide=guide, params=params, num_samples=...)``,
+    ``NeuTraReparam(guide, params)``, ``SVI`` (as ``init_params``) and the guide's own methods. The guide has seen
+    the model on a few rows only: its own methods return deterministic sites inside the row plate for those rows.
+
+    :return: the guide and its parameters, ``auto_loc`` and ``auto_scale_tril`` (or ``auto_scale``), in the guide's
+        own flat order.
+    """
     _refuse_local(posterior, "a guide")
     program = posterior.program
     model = program.runner(num_rows(program.example_rows))
