@@ -9,9 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array
 
 from .core.expectations import Expectation
@@ -28,14 +26,24 @@ from .model.failures import of_stream
 from .model.program import Program
 from .model.row_set import RowSet, row_set
 from .model.rows import Rows, num_rows
-from .options import EXPECTATIONS, Options, check_choice, check_choice_or_own, default_key, described, is_count
+from .options import (
+    EXPECTATIONS,
+    Options,
+    check_choice,
+    check_choice_or_own,
+    default_key,
+    described,
+    is_count,
+    key_numbers,
+)
 from .presets import PRESETS
 from .progress import progress
+from .results.continuation import Continuation
 from .results.posterior import Posterior
 from .results.rounding import warn_of_lost_digits
 from .streams.checkpoints import EVERY
 from .streams.online_pass import CallBack, OnlinePass, run_epochs
-from .streams.passes import SHUFFLES, PassOptions, open_source, ordered, usable_again, usable_in_memory
+from .streams.opening import SHUFFLES, PassOptions, open_source, ordered, usable_source
 
 PAPER_HESSIANS = ("lin-hess", "lin-ef", "mc-hess", "mc-ef", "mc-fisher", "delta-hess")
 HESSIANS = (*PAPER_HESSIANS, *(name for name in EXPECTATIONS if name != "linearized"))
@@ -287,12 +295,7 @@ class BONG:
             raise ValueError("num_epochs needs the data in memory: it passes over them again.")
         in_memory = all_rows is not None
         online = self._get(head, model_kwargs, rng_key, all_rows if init is None else None)
-        if in_memory and options.skips:
-            source, head = usable_in_memory(online.engine.program, all_rows)
-        elif in_memory:
-            online.engine.program.check_rows(head)
-        elif options.skips and source.takes_any_order:
-            source = usable_again(online.engine.program, source)
+        source, head = usable_source(online.engine.program, source, head, all_rows, options)
         if self.num_epochs is None:
             useful = source.is_longer_than(self.block_size) and self.dynamics is None and prequential is None
             source = ordered(source, self.shuffle, rng_key, useful=useful)
@@ -446,7 +449,7 @@ class BONG:
         """:param row_sets: what was taken in, if that is known."""
         facts = self._described | info
         facts |= facts_of(self.dynamics, state)
-        continuation = Continuation(self, online, dict(model_kwargs))
+        continuation = OnlineContinuation(self, dict(model_kwargs), online)
         gaussian, program = online.with_exact_prior(state), online.engine.program
         count = int(state.num_rows)
         return Posterior(program, gaussian, None, facts, continuation, state, num_rows=count, row_sets=row_sets)
@@ -454,31 +457,25 @@ class BONG:
     def _facts(self, rng_key: Array, *, shuffled: bool) -> dict[str, Any]:
         """What a checkpoint compares: options that determine the result."""
         facts = {"method": "BONG", "dynamics": repr(self.dynamics), "shuffle": shuffled, "block": self.block_size}
-        facts["rng_key"] = np.asarray(jax.random.key_data(rng_key)).tolist()
+        facts["rng_key"] = key_numbers(rng_key)
         return facts | self.rule._asdict() | {"name": described(self.rule.name)} | self.options._asdict()
 
 
 @dataclass(frozen=True)
-class Continuation:
-    """What a posterior needs to take in more rows."""
+class OnlineContinuation(Continuation):
+    """:ivar online: the compiled updates that the posterior is from."""
 
-    bong: BONG
     online: Online
-    model_kwargs: dict
 
     def __reduce__(self) -> tuple[Callable, tuple]:
         """Without what is compiled, for other processes."""
         engine = self.online.engine
-        return _read_again, (self.bong, engine.program, engine.rng_key, self.model_kwargs)
-
-    def update(self, posterior: Posterior, data: Any, **kwargs: Any) -> Posterior:
-        """The posterior after more rows; ``posterior`` is unchanged."""
-        return self.bong.run(data, init=posterior, **{**self.model_kwargs, **kwargs})
+        return _read_again, (self.method, engine.program, engine.rng_key, self.model_kwargs)
 
 
-def _read_again(bong: BONG, program: Program, rng_key: Array, model_kwargs: dict) -> Continuation:
-    """What :meth:`Continuation.__reduce__` took apart."""
-    return Continuation(bong, bong._online_of(bong._engines.of(program, rng_key), rng_key), model_kwargs)
+def _read_again(bong: BONG, program: Program, rng_key: Array, model_kwargs: dict) -> OnlineContinuation:
+    """What :meth:`OnlineContinuation.__reduce__` took apart."""
+    return OnlineContinuation(bong, model_kwargs, bong._online_of(bong._engines.of(program, rng_key), rng_key))
 
 
 def _check_combination(

@@ -29,7 +29,7 @@ from .results.posterior import Posterior
 from .results.rounds import checked_rounds, evaluations_of, facts_of, in_rounds, total_of, warn_of_one_exchange
 from .results.summaries import TOLERANCE
 from .rvga import RVGA
-from .streams.passes import HEAD, PassOptions, open_source
+from .streams.opening import HEAD, PassOptions, open_source
 
 if TYPE_CHECKING:
     from distributed import Client

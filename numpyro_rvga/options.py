@@ -43,6 +43,11 @@ def default_key() -> Array:
     return jax.random.wrap_key_data(jax.device_put(np.zeros(2, np.uint32)), impl="threefry2x32")
 
 
+def key_numbers(rng_key: Array) -> list[int]:
+    """A key as plain numbers."""
+    return np.asarray(jax.random.key_data(rng_key)).tolist()
+
+
 def described(choice: Any) -> Any:
     """A choice by name: of an object that the user has handed in, what tells it from others."""
     if not callable(choice):

@@ -5,12 +5,9 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
-import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array
 from jax.sharding import Mesh
 
@@ -21,44 +18,29 @@ from .core.recursion import State
 from .dynamics import Dynamics, check_dynamics, facts_of
 from .engines.batch import BatchSolver, rows_info
 from .engines.certificate import Sums
-from .engines.devices import Devices
 from .engines.engine import Engine
-from .engines.expectation_errors import expectation_errors, warn_of
 from .engines.online import OnlineState
 from .engines.registry import Engines
-from .engines.sparse import SparseEngine, sparse_engine
-from .engines.starts import warn_of_modes
 from .model.arguments import BadData, checked_rows
-from .model.distinct_rows import num_distinct
 from .model.failures import of_stream
 from .model.program import Program
 from .model.row_set import RowSet
-from .model.rows import Rows, in_blocks, num_rows, without
-from .options import LOCAL, Options, check_choice, check_options, check_size, default_key
-from .progress import progress
+from .model.rows import Rows, in_blocks, num_rows
+from .options import LOCAL, Options, check_choice, check_options, default_key
+from .results.continuation import Continuation
 from .results.linearized import confirmed
 from .results.merging import state_of_gaussian
 from .results.posterior import Posterior
 from .results.rounding import warn_of_lost_digits
+from .streams.block_plan import FIRST_BLOCK_NUMBERS, RECURSIONS, BlockPlan
 from .streams.certification import Certification, sums_at, warn_unless_converged
 from .streams.checkpoints import EVERY
-from .streams.passes import SHUFFLES, PassOptions, open_source, ordered, usable_again, usable_in_memory
-from .streams.recursive_pass import (
-    FEW_NUMBERS,
-    FIRST_BLOCK_NUMBERS,
-    FIRST_BLOCK_ROWS,
-    JOINT_ROWS_PER_PARAMETER,
-    SAMPLE_NUMBERS,
-    Gathered,
-    RecursivePass,
-    Sizes,
-    choose_sizes,
-    fits_quick_solve,
-)
+from .streams.one_pass import OnePass, in_motion, initial_state
+from .streams.opening import SHUFFLES, PassOptions, open_source, usable_again, usable_source
+from .streams.recursive_pass import Gathered
 
 AnyState = State | OnlineState
 SCHEMES = ("implicit", "explicit", "ekf", "qkf", "laplace")
-RECURSIONS = ("explicit", "ekf", "qkf")  # which solve nothing
 
 
 class RVGA:
@@ -182,18 +164,15 @@ class RVGA:
     ):
         check_choice("scheme", scheme, SCHEMES)
         check_choice("family", family, tuple(FAMILIES))
-        check_size("block_size", block_size, 1)
-        check_size("first_block", first_block, 0)
-        check_size("memory", memory, 0)
         check_choice("shuffle", shuffle, SHUFFLES)
-        if scheme != "implicit" and (block_size not in ("auto", 1) or {first_block, memory} - {"auto", 0}):
-            raise ValueError(f"scheme={scheme!r} fixes its blocks: leave block_size, first_block and memory at 'auto'.")
+        self.options = Options(scheme, expectation, order, tolerance, max_iterations, num_samples)
+        self.blocks = BlockPlan(self.options, block_size, first_block, memory, dynamics is not None)
         if scheme in ("ekf", "qkf", "laplace") and expectation != "auto":
             raise ValueError(f"scheme={scheme!r} fixes the expectation: leave expectation at 'auto'.")
         check_choice("local", local, LOCAL)
         check_options(expectation, order, improper_prior_scale, tolerance, max_iterations, num_samples)
         check_dynamics(dynamics)
-        if dynamics is not None and (scheme == "laplace" or shuffle is True or {first_block, memory} - {"auto", 0}):
+        if dynamics is not None and (scheme == "laplace" or shuffle is True or self.blocks.keeps_or_begins):
             raise ValueError(
                 "dynamics take rows in their order, block by block: leave shuffle off, first_block and memory at "
                 "'auto', and use a recursive scheme."
@@ -201,22 +180,18 @@ class RVGA:
         self.model = model
         self.dynamics = dynamics
         self.shuffle = shuffle
-        self.block_size = block_size
-        self.first_block = first_block
-        self.memory = memory
-        self.options = Options(scheme, expectation, order, tolerance, max_iterations, num_samples)
         self.improper_prior_scale = improper_prior_scale
-        plain = dynamics is None and {block_size, first_block} == {"auto"}
-        joint = {"joint_rows": FIRST_BLOCK_ROWS if plain else 0, "local": local}
+        joint = {"joint_rows": self.blocks.joint_rows, "local": local}
         self._engines = Engines(model, self.options, improper_prior_scale, dynamics, **joint, mesh=mesh)
-        self._check_shared(self._engines.devices)
+        self.blocks.check_shared(self._engines.devices)
         self.certify = certify
         self._solver = BatchSolver(self.options, "incremental", "RVGA")
-        self._certification = Certification(certify, max_looks, certificate_tolerance)
+        certification = Certification(certify, max_looks, certificate_tolerance)
+        self._one_pass = OnePass(self._engines, self.blocks, certification, dynamics, shuffle)
         self.state: AnyState | None = None
         self._narrow: BONG | None = None
         if family != "full":
-            _check_narrow(family, scheme, {first_block, memory}, order, tolerance, local, mesh)
+            _check_narrow(family, scheme, self.blocks, order, tolerance, local, mesh)
             rule, projection = ("implicit", None) if scheme == "implicit" else ("bong", "exclusive")
             self._narrow = BONG(
                 model,
@@ -303,7 +278,7 @@ class RVGA:
         options = PassOptions(checkpoint, every, resume, on_bad_row)
         rng_key = default_key() if rng_key is None else rng_key
         at_hand = isinstance(data, (Mapping, tuple)) and not options.skips and init is None and checkpoint is None
-        may_be_joint = at_hand and self._takes_all_rows
+        may_be_joint = at_hand and self.blocks.may_be_joint
         whole = self._engines.known_whole(data, model_kwargs, rng_key) if may_be_joint else None
         if whole is not None:
             return self._run_jointly(*whole, rng_key, progress_bar=progress_bar, started=started)
@@ -318,78 +293,15 @@ class RVGA:
                 raise of_stream(error) from error
             whole = self._engines.whole(data, model_kwargs, rng_key, error)
             return self._run_jointly(*whole, rng_key, progress_bar=progress_bar, started=started)
-        in_memory = all_rows is not None
-        if in_memory and options.skips:
-            source, head = usable_in_memory(engine.program, all_rows)
-        elif in_memory:
-            engine.program.check_rows(head)
-        elif options.skips and source.takes_any_order:
-            source = usable_again(engine.program, source)
-        sizes = choose_sizes(
-            engine,
-            source,
-            options.most_rows,
-            block_size=self.block_size,
-            first_block=self.first_block,
-            memory=self.memory,
-        )
-        several_blocks = source.is_longer_than(sizes.first)
-        visited = ordered(source, self.shuffle, rng_key, useful=several_blocks and self.dynamics is None)
-        sparse = None
-        if init is None and in_memory and checkpoint is None:
-            sparse = self._sparse_engine(engine, head)
-        if sparse is not None:
-            self.state, sizes = sparse.initial_state(), sizes._replace(first=source.total, keeps_rows=False)
-        else:
-            self.state = self._initial_state(engine) if init is None else self._state_of(init, engine)
-        start = self.state
-        quick = None
-        if init is None and in_memory and checkpoint is None and sparse is None:
-            distinct = self._num_distinct(engine, head, sizes)
-            quick = self._quick_engine(engine, distinct)
-            if quick is not None or distinct <= sizes.first:
-                sizes = sizes._replace(first=max(source.total, sizes.first), keeps_rows=False)
-        with progress(progress_bar, source.total, "RVGA", "row") as bar:
-            sampled = self.certify and sizes.keeps_rows and self.options.has_bound
-            taken = RecursivePass(
-                engine if quick is None else quick,
-                visited,
-                options,
-                bar,
-                self._set_state,
-                sizes,
-                sparse,
-                checked=in_memory,
-                sampled_by=rng_key if sampled else None,
-                sample_numbers=FEW_NUMBERS if source.seekable else SAMPLE_NUMBERS,
-            )
-            taken(engine.devices.put(start), self._facts(rng_key, sizes, shuffled=visited.order is not None))
-            state, info = taken.finished()
-            state = engine.devices.fetch(state)
-        findings = self._certification(engine, start, state, source, taken, rng_key, exact=quick is None)
-        info |= findings.info
-        if self.certify and self.options.has_bound and not engine.is_moving:
-            if "elbo_error" not in info or engine.is_sampled:
-                rows = without(head, taken.left_out)
-                info["elbo_error"], excess = expectation_errors(engine, findings.state, rows, findings.accounts)
-                findings = findings.lowered(excess)
-            can_restart = source.seekable and checkpoint is None
-            kinked = can_restart and engine.calls_for_more(info["elbo_error"])
-            missed = quick is not None and not info["converged"]
-            if kinked:
-                self._engines.make_thorough(engine)
-            elif missed:
-                self._engines.forget_quick(engine)
-            if kinked or missed:
-                again = {"rng_key": rng_key, "init": init, "progress_bar": progress_bar, "on_bad_row": on_bad_row}
-                return self.run(data, **again, **model_kwargs)
-            warn_of(info["elbo_error"], stacklevel=3)
-        warn_of_modes(info, stacklevel=3)
-        bound = self._certification.checked(engine, findings, rng_key)
-        from_prior = int(start.num_rows) == 0
-        row_sets = (*getattr(init, "row_sets", ()), taken.absorbed)
-        bound = bound if from_prior else None
-        return self._posterior(engine, findings.state, info, model_kwargs, bound, row_sets)
+        source, head = usable_source(engine.program, source, head, all_rows, options)
+        state = None if init is None else self._state_of(init, engine)
+        passed = {"in_memory": all_rows is not None, "progress_bar": progress_bar}
+        outcome = self._one_pass(engine, source, head, options, rng_key, state, self._set_state, **passed)
+        if outcome is None:
+            again = {"rng_key": rng_key, "init": init, "progress_bar": progress_bar, "on_bad_row": on_bad_row}
+            return self.run(data, **again, **model_kwargs)
+        row_sets = (*getattr(init, "row_sets", ()), outcome.absorbed)
+        return self._posterior(engine, outcome.state, outcome.info, model_kwargs, outcome.bound, row_sets)
 
     # ------------------------------------------------------------------ functional form
     def init(self, data: Mapping[str, Any] | tuple, *, rng_key: Array | None = None, **model_kwargs: Any) -> AnyState:
@@ -413,7 +325,7 @@ class RVGA:
             return self._narrow.init(data, rng_key=rng_key, **model_kwargs)
         rows = checked_rows(self.model, data, 0, model_kwargs)
         rng_key = default_key() if rng_key is None else rng_key
-        return self._initial_state(self._engines.get(rows, model_kwargs, rng_key))
+        return initial_state(self._engines.get(rows, model_kwargs, rng_key))
 
     def update(self, state: AnyState, data: Mapping[str, Any]) -> AnyState:
         """Absorb a block of rows: jointly (implicit and Laplace), or one by one (explicit schemes). With dynamics,
@@ -514,15 +426,6 @@ class RVGA:
         return self._engines.of(program, default_key())
 
     # ------------------------------------------------------------------ inside
-    @property
-    def _sizes_are_auto(self) -> bool:
-        return {self.block_size, self.first_block, self.memory} == {"auto"}
-
-    @property
-    def _takes_all_rows(self) -> bool:
-        """Whether the options leave it to the model how many rows are solved for together."""
-        return self.options.scheme in ("implicit", "laplace") and self.dynamics is None and self._sizes_are_auto
-
     def _run_jointly(
         self, engine: Engine, rows: Rows, reason: str, rng_key: Array, *, progress_bar: bool, started: float
     ) -> Posterior:
@@ -555,22 +458,9 @@ class RVGA:
     def _set_state(self, state: State) -> None:
         self.state = state
 
-    def _check_shared(self, devices: Devices) -> None:
-        """:raises ValueError: for blocks of which not every device has as many rows."""
-        one_by_one = self.options.scheme in RECURSIONS or self.dynamics is not None
-        block = 1 if one_by_one and self.block_size == "auto" else self.block_size
-        if block != "auto" and block % devices.count:
-            raise ValueError(
-                f"{devices.count} devices cannot share blocks of {block} rows: take a block_size that is a multiple of "
-                f"{devices.count}, or leave mesh out."
-            )
-
     def __getstate__(self) -> dict[str, Any]:
         """For other processes."""
         return self.__dict__ | {"state": None}
-
-    def _initial_state(self, engine: Engine) -> State:
-        return _in_motion(engine.program.initial_state(), engine, None)
 
     @staticmethod
     def _state_of(init: Posterior | State, engine: Engine) -> State:
@@ -578,45 +468,7 @@ class RVGA:
             return init
         engine.check_continued(init)
         state = init.state if isinstance(init.state, State) else state_of_gaussian(init)
-        return _in_motion(state, engine, init.info.get("time"))
-
-    def _sparse_engine(self, engine: Engine, rows: Rows) -> SparseEngine | None:
-        """For rows that are to be solved for together, if each looks at a few entries of theta; None for others."""
-        most = 2 * JOINT_ROWS_PER_PARAMETER * engine.program.layout.size
-        if (
-            not self._sizes_are_auto
-            or self.options.scheme != "implicit"
-            or self.dynamics is not None
-            or num_rows(rows) > most
-        ):
-            return None
-        return sparse_engine(engine, rows)
-
-    def _num_distinct(self, engine: Engine, rows: Rows, sizes: Sizes) -> int:
-        """Of rows that one solve may take together, each distinct one once; else that of all."""
-        if not self._sizes_are_auto or self.options.scheme != "implicit" or engine.is_moving or not sizes.first:
-            return num_rows(rows)
-        return num_distinct(rows, sizes.first)
-
-    def _quick_engine(self, engine: Engine, total: int | None) -> Engine | None:
-        """Solves for all of many rows together, by few nodes for each: what these miss, looks at all rows mend. None
-        for rows with closed forms, or if other sizes were asked for."""
-        if (
-            not self._sizes_are_auto
-            or self.options.scheme != "implicit"
-            or not self.certify
-            or engine.is_moving
-            or not engine.is_affine
-        ):
-            return None
-        return self._engines.quick(engine) if fits_quick_solve(engine, total) else None
-
-    def _facts(self, rng_key: Array, sizes: Sizes, *, shuffled: bool) -> dict[str, Any]:
-        """What tells a run of these options from others."""
-        facts = {"method": "RVGA", "dynamics": repr(self.dynamics), "shuffle": shuffled}
-        facts["rng_key"] = np.asarray(jax.random.key_data(rng_key)).tolist()
-        blocks = {"first block": sizes.first, "block": sizes.block, "memory": sizes.memory}
-        return facts | self.options.facts | blocks | {"certify": self.certify}
+        return in_motion(state, engine, init.info.get("time"))
 
     def _posterior(
         self,
@@ -654,35 +506,10 @@ class RVGA:
         return posterior
 
 
-@dataclass(frozen=True)
-class Continuation:
-    """What a posterior needs to take in more rows."""
-
-    rvga: RVGA
-    model_kwargs: dict
-
-    def update(self, posterior: Posterior, data: Any, **kwargs: Any) -> Posterior:
-        """The posterior after more rows; ``posterior`` is unchanged."""
-        return self.rvga.run(data, init=posterior, **{**self.model_kwargs, **kwargs})
-
-    @property
-    def takes_rounds(self) -> bool:
-        """See :attr:`RVGA.takes_rounds`."""
-        return self.rvga.takes_rounds
-
-    def sums_at(self, state: State, data: Any, **options: Any) -> tuple[Sums, RowSet]:
-        """See :meth:`RVGA.sums_at`."""
-        return self.rvga.sums_at(state, data, **options, **self.model_kwargs)
-
-    def engine_of(self, program: Program) -> Engine:
-        """See :meth:`RVGA.engine_of`."""
-        return self.rvga.engine_of(program)
-
-
 def _check_narrow(
     family: str,
     scheme: str,
-    sizes: set,
+    blocks: BlockPlan,
     order: int | str,
     tolerance: float | None,
     local: str,
@@ -692,17 +519,7 @@ def _check_narrow(
     if scheme not in ("implicit", "explicit"):
         raise ValueError(f"family={family!r} takes scheme='implicit' or 'explicit', not {scheme!r}.")
     taken = {"order": order != "auto", "tolerance": tolerance is not None, "local": local != "auto"}
-    taken |= {"first_block or memory": bool(sizes - {"auto", 0}), "mesh": mesh is not None}
+    taken |= {"first_block or memory": blocks.keeps_or_begins, "mesh": mesh is not None}
     for name, given in taken.items():
         if given:
             raise ValueError(f"family={family!r} takes a plain pass over the rows: leave {name} at its default.")
-
-
-def _in_motion(state: State, engine: Engine, time: float | None) -> State:
-    """The state for an engine's dynamics. ``time``: of its last row, if that is known.
-
-    Parameters that move leave the prior behind: it is where they start from, and its Gaussian is enough for that.
-    """
-    if engine.movement is None:
-        return state._replace(time=None)
-    return state._replace(prior_factor=None, time=engine.movement.start(time, engine.program.dtype))

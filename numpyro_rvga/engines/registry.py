@@ -19,7 +19,7 @@ from ..model.keywords import same, snapshot
 from ..model.program import Program
 from ..model.reading_check import check_reading
 from ..model.rows import Rows, num_rows
-from ..options import Options
+from ..options import Options, key_numbers
 from .devices import Devices
 from .engine import Engine, movement_of
 
@@ -69,7 +69,7 @@ class Engines:
         :raises ValueError, NotImplementedError: for models that do not fit, as :class:`Program` says.
         """
         shapes = tuple(sorted((n, a.shape[1:], str(a.dtype)) for n, a in rows.items()))
-        key = tuple(np.asarray(jax.random.key_data(rng_key)).tolist())
+        key = tuple(key_numbers(rng_key))
         form = (shapes, str(jnp.result_type(float)), key, self._takes_draws(all_rows))
         for known_form, kwargs, engine in self._known:
             if known_form == form and same(kwargs, model_kwargs):
@@ -240,7 +240,7 @@ class Engines:
 
 
 def _whole_form(rng_key: Array) -> tuple:
-    return WHOLE, str(jnp.result_type(float)), tuple(np.asarray(jax.random.key_data(rng_key)).tolist())
+    return WHOLE, str(jnp.result_type(float)), tuple(key_numbers(rng_key))
 
 
 def _as_models_take_them(arrays: Rows) -> list[tuple[Rows, bool]]:

@@ -10,13 +10,13 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import jax
 import numpy as np
 from jax import Array
 from scipy.special import softmax
 
 from ..core.recursion import State, StepInfo
 from ..model.tracing import REACH
+from ..options import key_numbers
 
 MOST_NUMBERS = 2**18  # in the Jacobians, of searches that are worth repeating
 MOST_PARAMETERS = 200
@@ -37,7 +37,7 @@ def other_means(state: State, found: State, rng_key: Array, number: int) -> np.n
     :param state: that Gaussian. :param found: what the first search has found. :param number: of the start, from 0.
     """
     before, mean, root = (np.asarray(x, np.float64) for x in (state.mean, found.mean, state.root))
-    rng = np.random.default_rng([number, *np.asarray(jax.random.key_data(rng_key)).tolist()])
+    rng = np.random.default_rng([number, *key_numbers(rng_key)])
     if number == 0:
         theta = 2 * before - mean
     elif number % 2:

@@ -119,18 +119,18 @@ def _in_rounds(parts: list[Posterior], states: list[State], blocks: list[Any], l
     if len(blocks) != len(parts):
         raise ValueError(f"data must hold the rows of each of the {len(parts)} parts, and holds {len(blocks)} blocks.")
     for number, part in enumerate(parts):
-        if not getattr(part.continuation, "takes_rounds", False):
+        if not getattr(getattr(part.continuation, "method", None), "takes_rounds", False):
             raise ValueError(
                 f"part {number} cannot go into rounds: these need posteriors that RVGA(model).run(data) returns, "
                 "with the implicit scheme, and not from files."
             )
-    methods = [part.continuation for part in parts]
+    runs = [part.continuation for part in parts]
     options = [{"on_bad_row": "skip" if "num_skipped" in part.info else "raise"} for part in parts]
 
     def sums(state: State) -> Sums:
         found = []
         for number, (part, block) in enumerate(zip(parts, blocks)):
-            of_part, rows = methods[number].sums_at(state, block, **options[number])
+            of_part, rows = runs[number].method.sums_at(state, block, **options[number], **runs[number].model_kwargs)
             if part.row_sets and rows != total(part.row_sets):
                 raise ValueError(f"block {number} of data does not hold the rows that part {number} has taken in.")
             found.append(of_part)
@@ -138,7 +138,7 @@ def _in_rounds(parts: list[Posterior], states: list[State], blocks: list[Any], l
 
     program = parts[0].program
     start = program.initial_state()
-    result = in_rounds(start, states, evaluations_of(methods[0].engine_of(program), start, sums), limit)
+    result = in_rounds(start, states, evaluations_of(runs[0].method.engine_of(program), start, sums), limit)
     return defined(result)
 
 

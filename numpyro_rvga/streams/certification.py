@@ -18,14 +18,13 @@ from ..model.rows import Rows, joined, num_rows, selected
 from ..options import check_choice, is_count
 from .model_check import MOST_ROWS, NUM_PAIRS, Difference, ModelCheck
 from .order import seed_of
-from .passes import chunks
 from .recursive_pass import RecursivePass
 from .sampled import estimated, stepped
-from .source import RowSource, rows_in_memory
+from .source import RowSource, chunks, rows_in_memory
 
 FINE = 1e-6  # nats: the squared natural gradient that looks leave where q was found by few nodes
 APPROXIMATE = ("probit", "sigma_points")  # expectations that whoever asks for them knows to be so
-LEVEL = 4  # of the user's call, for warnings
+LEVEL = 5  # of the user's call, for warnings
 
 
 class Findings(NamedTuple):
@@ -56,7 +55,11 @@ class Certification:
             raise ValueError(f"max_looks must be a positive integer, not {max_looks!r}.")
         if not tolerance > 0:
             raise ValueError(f"certificate_tolerance must be positive, not {tolerance}.")
-        self._certify, self._max_looks, self._tolerance = certify, max_looks, tolerance
+        self.certify, self._max_looks, self._tolerance = certify, max_looks, tolerance
+
+    def certifies(self, engine: Engine) -> bool:
+        """Whether a bound is to be found."""
+        return self.certify and engine.options.has_bound and not engine.is_moving
 
     def __call__(
         self,
@@ -82,7 +85,7 @@ class Certification:
             info = _described(0, taken.largest_decrement, bound, bound)
             info["converged"] = taken.has_converged or taken.largest_decrement <= self._tolerance
             findings = Findings(state, bound, info, taken.only_rows, taken.accounts)
-        if not self._certify or not engine.options.has_bound or engine.is_moving or findings.rows:
+        if not self.certifies(engine) or findings.rows:
             return findings
         certificate, rng = Certificate.of(engine), np.random.default_rng(seed_of(rng_key))
         if source.seekable:
@@ -104,7 +107,7 @@ class Certification:
         :param rng_key: for draws of theta.
         :raises ValueError: naming a site whose density is not what was read.
         """
-        if not findings.rows or not self._certify or not engine.options.has_bound or engine.is_moving:
+        if not findings.rows or not self.certifies(engine):
             return findings.bound
         check = engine.once(ModelCheck, lambda: ModelCheck(engine, Certificate.of(engine)))
         if engine.program.local_names or check.is_done:

@@ -12,7 +12,8 @@ from ..core.rules import Rule
 from ..engines.online import BlockInfo, Online, OnlineState
 from ..model.bad_rows import describe_bad_rows
 from ..model.rows import Rows, num_rows, pad, selected
-from .passes import Pass, PassOptions, first_failed, rows_named
+from .opening import PassOptions
+from .passes import Pass, first_failed, rows_named
 from .source import RowSource
 
 CHUNK_BLOCKS = 1024

@@ -2,160 +2,29 @@
 
 from __future__ import annotations
 
-import sys
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from operator import index
 from typing import Any, NamedTuple
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 from ..core.gaussians import Movement
 from ..files import MALFORMED, digest
-from ..model.arguments import BadData, check_finite, finite_rows, named_rows, refuse_frames
+from ..model.arguments import BadData
 from ..model.identity import ModelIdentity, model_identity
 from ..model.program import Program
 from ..model.row_set import RowSet, row_digests
 from ..model.rows import Rows, num_rows, selected
-from ..options import check_choice, is_count
-from .checkpoints import EVERY, Checkpoint
 from .feed import Feed, Taken
-from .source import NOTHING, SLICE, RowSource, rows_in_memory, rows_of_blocks
+from .opening import HEAD, PassOptions, check_finite_at, located, replaced, usable_rows, with_finite_head
+from .source import NOTHING, SLICE, RowSource
+from .state_arrays import fingerprint, plain_arrays, state_from_arrays
 
-BAD_ROW_POLICIES = ("raise", "skip")
-SHUFFLES = ("auto", True, False)
-HEAD = 32  # rows from which the form of the data is found out
-SEARCHED = 2**16  # rows among which there must be one with finite values
 AHEAD = 8  # steps under way: while they compute, the next rows are read
 LISTED = 1000  # skipped rows whose numbers are kept
 DIGITS = 1e-3  # of the time that passes, which rounding of the time stamps may change
-
-
-@dataclass
-class PassOptions:
-    """What a user may ask of a pass; see :meth:`RVGA.run`.
-
-    :ivar opened: the checkpoint, looked at before any row is read; None if there is to be none.
-    :raises ValueError: for options that do not exist or exclude each other, and for checkpoints that cannot be
-        written.
-    """
-
-    checkpoint: Any = None
-    every: int = EVERY
-    resume: bool = False
-    on_bad_row: str = "raise"
-
-    def __post_init__(self):
-        check_choice("on_bad_row", self.on_bad_row, BAD_ROW_POLICIES)
-        if self.resume and self.checkpoint is None:
-            raise ValueError("resume=True needs checkpoint=, the file to go on from.")
-        if not is_count(self.every, 1):
-            raise ValueError(f"every must be a positive number of rows, not {self.every!r}.")
-        self.opened = None
-        if self.checkpoint is not None:
-            self.opened = Checkpoint(self.checkpoint, self.every, resume=self.resume)
-
-    @property
-    def skips(self) -> bool:
-        return self.on_bad_row == "skip"
-
-    @property
-    def most_rows(self) -> int:
-        """Of a step, for checkpoints to come in time."""
-        return sys.maxsize if self.checkpoint is None else self.every
-
-
-def open_source(
-    data: Any, model: Any, model_kwargs: Mapping[str, Any], options: PassOptions, shuffle: bool | str = "auto"
-) -> tuple[RowSource, Rows, Rows | None]:
-    """The data as a source of rows, in their own order.
-
-    :param shuffle: True: they must allow any other.
-    :return: the source; rows that show the form of the data, with finite values; and all rows, if they are in memory.
-    :raises ValueError: for data of no use, naming the array and the row.
-    """
-    if isinstance(data, (Mapping, tuple)):
-        rows = named_rows(model, data, model_kwargs)
-        if not options.skips:
-            check_finite(rows)
-        return rows_in_memory(rows), _with_finite_head(rows), rows
-    refuse_frames(data)
-    if not isinstance(data, Iterable):
-        raise ValueError(
-            "data must be a mapping from the model's argument names to arrays, a tuple of arrays, or an iterable of "
-            f"such blocks, not {type(data).__name__}."
-        )
-    source = rows_of_blocks(data, model, model_kwargs)
-    if shuffle is True and not source.takes_any_order:
-        raise ValueError(
-            "shuffle=True needs rows that can be read in any order: arrays, a list of blocks, ParquetRows, or an "
-            "iterable with num_rows and from_row. This one can be read once: shuffle it where it is made."
-        )
-    head = source.peek(HEAD)
-    if not options.skips:
-        _check_finite_at(source, head, 0)
-    elif not finite_rows(head).any():
-        head = source.peek(SEARCHED)
-    return source, source.as_declared(_with_finite_head(head)), None
-
-
-def usable_in_memory(program: Program, rows: Rows) -> tuple[RowSource, Rows]:
-    """The rows that can be used, as a source and as they are: those that are finite, with outcomes in their support.
-
-    :raises ValueError: if there are none.
-    """
-    usable = usable_rows(program, rows_in_memory(rows), rows)
-    if not usable.any():
-        raise ValueError(f"none of the {len(usable)} rows can be used.")
-    return rows_in_memory(rows, np.flatnonzero(~usable)), rows if usable.all() else selected(rows, usable)
-
-
-def usable_again(program: Program, source: RowSource) -> RowSource:
-    """The rows that can be used of a source that can be read again: all are read, since their order and the sizes of
-    steps depend on how many there are.
-
-    :raises ValueError: if there are none.
-    """
-    bad = NOTHING
-    for place, rows in chunks(source, SLICE):
-        bad = np.concatenate([bad, place + np.flatnonzero(~usable_rows(program, source, rows))])
-    if len(bad) == source.total:
-        raise ValueError(f"none of the {source.total} rows can be used.")
-    source.rewind()
-    return source.without(bad)
-
-
-def usable_rows(program: Program, source: RowSource, rows: Rows) -> np.ndarray:
-    """Which rows are finite, with outcomes in their support, (n,)."""
-    usable = finite_rows(rows)
-    if usable.any():
-        usable &= program.begin_check(source.as_declared(replaced(rows, usable)[0]))()
-    return usable
-
-
-def ordered(source: RowSource, shuffle: bool | str, rng_key: jax.Array, *, useful: bool) -> RowSource:
-    """The source in the order in which its rows are to be visited.
-
-    :param shuffle: one of ``SHUFFLES``. :param useful: what ``"auto"`` stands for, where any order is possible.
-    """
-    shuffled = useful and source.takes_any_order if shuffle == "auto" else shuffle
-    return source.in_random_order(rng_key) if shuffled else source
-
-
-def _with_finite_head(rows: Rows) -> Rows:
-    """The same number of rows, of which the first hold finite values."""
-    finite = finite_rows({name: array[:HEAD] for name, array in rows.items()})
-    if finite.all():
-        return rows
-    usable = np.flatnonzero(finite_rows(rows))
-    if not len(usable):
-        raise ValueError(f"the first {num_rows(rows)} rows all hold NaN or infinite values.")
-    return selected(rows, usable[np.arange(num_rows(rows)) % len(usable)])
 
 
 class _Step(NamedTuple):
@@ -337,7 +206,7 @@ class Pass(ABC):
     def _check_finite(self, taken: Taken) -> None:
         """:raises ValueError: naming the first row that is not finite, if such rows are not skipped."""
         if not self._checked and not self._options.skips and taken.num_rows:
-            _check_finite_at(self._source, taken.rows, int(taken.places[0]))
+            check_finite_at(self._source, taken.rows, int(taken.places[0]))
 
     def _bad_rows(self, step: _Step) -> np.ndarray:
         """The rows of a step that have to be left out for it to be good.
@@ -350,7 +219,7 @@ class Pass(ABC):
         inside = step.inside()
         if not inside.all():
             row = int(np.argmin(inside))
-            with _located(self._source, int(step.taken.places[row])) as number:
+            with located(self._source, int(step.taken.places[row])) as number:
                 self._program.check_rows(selected(step.taken.rows, slice(row, row + 1)), number)
         failed = self._failed(step)
         if failed is None:
@@ -358,7 +227,7 @@ class Pass(ABC):
         first, stop = failed
         if not self._options.skips:
             numbers = [self._source.number(int(place)) for place in step.taken.places[first:stop]]
-            with _located(self._source, int(step.taken.places[first])):
+            with located(self._source, int(step.taken.places[first])):
                 self.refuse(step.before, step.after, selected(step.taken.rows, slice(first, stop)), np.array(numbers))
         return self._to_blame(step, first, stop)
 
@@ -380,7 +249,7 @@ class Pass(ABC):
         latest = np.fmax.accumulate(np.append(last, times))[:-1]
         late = np.flatnonzero(times < latest)
         if len(late) and not self._options.skips:
-            with _located(self._source, int(step.taken.places[late[0]])) as number:
+            with located(self._source, int(step.taken.places[late[0]])) as number:
                 raise BadData(
                     f"row {number}: its time stamp {self._time}={exact[late[0]]} comes before {latest[late[0]]}, that "
                     f"of an earlier row. Parameters move forward in time: sort the rows by {self._time!r}, or pass "
@@ -416,7 +285,7 @@ class Pass(ABC):
             "on_bad_row": self._options.on_bad_row,
             "sites": {n: list(self._program.layout.shapes[n]) for n in self._program.layout.site_names},
             "dtype": str(self._program.dtype),
-            "the start": np.array([_summary(x) for x in _plain(state)]),
+            "the start": np.array([fingerprint(x) for x in plain_arrays(state)]),
             "the beginning of the data": digest(self._head()),
         }
 
@@ -424,11 +293,11 @@ class Pass(ABC):
         return model_identity(self._program, self._head())
 
     def _head(self) -> Rows:
-        return self._source.as_declared(_with_finite_head(self._source.peek(HEAD)))
+        return self._source.as_declared(with_finite_head(self._source.peek(HEAD)))
 
     def _write(self) -> None:
         done, left_out = self._source.stored_place(self.done, self._left_out)
-        contents = {"state": _plain(self.state), "done": done, "left_out": left_out, "notes": self.notes()}
+        contents = {"state": plain_arrays(self.state), "done": done, "left_out": left_out, "notes": self.notes()}
         absorbed = self.absorbed
         self._checkpoint.write(contents | {"rows": absorbed.num_rows, "absorbed": f"{absorbed.digest:016x}"})
         self._written = self.done
@@ -438,7 +307,7 @@ class Pass(ABC):
         if contents is None:
             return
         try:
-            self.state = _as_before(contents["state"], self.state)
+            self.state = state_from_arrays(contents["state"], self.state)
             left_out = np.array(contents["left_out"], np.int64).reshape(-1)
             self.done, self._left_out = self._source.restored_place(index(contents["done"]), left_out)
             self.read_notes(contents["notes"])
@@ -468,25 +337,6 @@ class Pass(ABC):
         return rows_set
 
 
-@contextmanager
-def _located(source: RowSource, place: int) -> Generator[int]:
-    """The number in the data of the row at a place; errors that are raised about it say where that is."""
-    number = source.number(place)
-    try:
-        yield number
-    except ValueError as error:
-        raise ValueError(f"{error}{source.about(number)}") from error
-
-
-def _check_finite_at(source: RowSource, rows: Rows, place: int) -> None:
-    """:raises ValueError: naming the first row that is not finite. ``place``: at which the source gave the first."""
-    finite = finite_rows(rows)
-    if not finite.all():
-        row = int(np.argmin(finite))
-        with _located(source, place + row) as number:
-            check_finite(selected(rows, slice(row, row + 1)), number)
-
-
 def first_failed(ok: np.ndarray, block_size: int, length: int) -> tuple[int, int] | None:
     """The rows of the first of equal blocks that is not ok, of ``length`` rows in all; None if there is none."""
     bad = np.flatnonzero(~ok)
@@ -501,52 +351,3 @@ def rows_named(numbers: np.ndarray) -> str:
     if np.all(np.diff(numbers) == 1):
         return f"rows {first} to {last}"
     return f"{len(numbers)} rows, from row {first} to row {last} in random order"
-
-
-def chunks(source: RowSource, size: int) -> Iterator[tuple[int, Rows]]:
-    """All rows of a source that can be read again, with the place of the first."""
-    source.rewind()
-    place = 0
-    while (rows := source.take(size)) is not None:
-        yield place, rows
-        place += num_rows(rows)
-
-
-def replaced(rows: Rows, kept: np.ndarray) -> tuple[Rows, np.ndarray]:
-    """The rows with weights: those not kept have weight zero and the values of the kept row before, or else after."""
-    weights = kept.astype(np.float32)
-    if kept.all() or not kept.any():
-        return rows, weights
-    source = np.maximum.accumulate(np.where(kept, np.arange(len(kept)), -1))
-    return selected(rows, np.where(source < 0, np.argmax(kept), source)), weights
-
-
-def _plain(state: Any) -> list[np.ndarray]:
-    """The arrays of a state, keys of random numbers as their data."""
-    is_key = lambda x: jnp.issubdtype(x.dtype, jax.dtypes.prng_key)  # noqa: E731
-    return [np.asarray(jax.random.key_data(x) if is_key(x) else x) for x in map(jnp.asarray, jax.tree.leaves(state))]
-
-
-def _summary(array: np.ndarray) -> list[float]:
-    """Numbers that change if the array does, and hardly by rounding."""
-    flat = np.ravel(array).astype(np.float64)
-    return [flat.sum(), np.abs(flat).sum(), flat @ np.cos(np.arange(len(flat)))]
-
-
-def _as_before(arrays: list[np.ndarray], like: Any) -> Any:
-    """A state from its arrays.
-
-    :raises ValueError: for arrays of another form.
-    """
-    leaves, structure = jax.tree.flatten(like)
-    forms = [(x.shape, x.dtype) for x in _plain(like)]
-    if [(x.shape, x.dtype) for x in arrays] != forms:
-        raise ValueError("the checkpoint holds a state of another form than this run's.")
-
-    def restored(array, leaf):
-        leaf = jnp.asarray(leaf)
-        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-            return jax.random.wrap_key_data(jnp.asarray(array), impl=jax.random.key_impl(leaf))
-        return jnp.asarray(array)
-
-    return jax.tree.unflatten(structure, [restored(a, leaf) for a, leaf in zip(arrays, leaves)])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -17,86 +17,17 @@ from ..engines.starts import modes_info
 from ..model.bad_rows import describe_bad_rows
 from ..model.distinct_rows import once_each
 from ..model.rows import Rows, in_blocks, num_rows, pad, selected
+from .block_plan import Sizes
 from .memory import NEGLIGIBLE_ERROR, Kept, RowMemory, inexactness, taken_in
+from .opening import PassOptions
 from .order import seed_of
-from .passes import Pass, PassOptions, first_failed, rows_named
+from .passes import Pass, first_failed, rows_named
 from .source import RowSource
 
-FIRST_BLOCK_ROWS = 2000
-FIRST_BLOCK_ROWS_PER_PARAMETER = 40
-FIRST_BLOCK_NUMBERS = 2**26  # in the Jacobians of the first block
-QUICK_ROWS_PER_PARAMETER = 200  # of a solve by few nodes for each row
-JOINT_ROWS_PER_PARAMETER = 400  # of a solve with kept rows
-MEMORY_ROWS_PER_PARAMETER = 2000
-MEMORY_NUMBERS = 2**25  # in the Jacobians of the kept rows
 MOST_LOOKS = 8  # at kept rows that are more than one solve takes
 SAMPLE_NUMBERS = 2**23  # in the rows of a sample, and how q saw them
 FEW_NUMBERS = 2**18  # if the rows can be read again
 SETTLED = 0.1  # standard deviations: what the rows' misfits may come to if they all pull the same way
-CHUNK_NUMBERS = 2**22
-MAX_CHUNK = 8192
-DEFAULT_BLOCK = 1024
-DEFAULT_BLOCK_LINEARISED = 256  # where predictors are not affine
-
-
-class Sizes(NamedTuple):
-    """:ivar first: rows of the first, joint solve. :ivar block: of an update. :ivar chunk: of a compiled step.
-    :ivar memory: rows kept at most. :ivar joint: those of them in one solve. :ivar keeps_rows: whether to keep any."""
-
-    first: int
-    block: int
-    chunk: int
-    memory: int
-    joint: int
-    keeps_rows: bool
-
-
-def choose_sizes(
-    engine: Engine,
-    source: RowSource,
-    most_rows: int,
-    *,
-    block_size: int | str,
-    first_block: int | str,
-    memory: int | str,
-) -> Sizes:
-    """What ``"auto"`` stands for; see :class:`RVGA`.
-
-    :param most_rows: of a step.
-    :raises ValueError: for rows that are not in memory, if they are wanted all at once.
-    """
-    scheme, per_row, size = engine.options.scheme, engine.numbers_per_row, engine.program.layout.size
-    plain = block_size != "auto" or scheme != "implicit" or engine.is_moving
-    default = engine.devices.rounded_up(DEFAULT_BLOCK if engine.is_affine else DEFAULT_BLOCK_LINEARISED)
-    block = block_size if block_size != "auto" else 1 if plain else default
-    if memory == "auto":
-        useful = not plain and engine.is_affine
-        memory = min(MEMORY_ROWS_PER_PARAMETER * size, MEMORY_NUMBERS // per_row) if useful else 0
-    joint = min(JOINT_ROWS_PER_PARAMETER * size, memory)
-    if scheme == "laplace":
-        if source.total is None:
-            raise ValueError("scheme='laplace' needs all rows in memory at once.")
-        first = source.total
-    elif first_block == "auto":
-        first = 0 if plain else max(FIRST_BLOCK_ROWS, FIRST_BLOCK_ROWS_PER_PARAMETER * size, joint)
-        most = max(FIRST_BLOCK_NUMBERS // per_row, 1)
-        # Of twice as many, half would be kept in the end.
-        first = min(first if plain or source.is_longer_than(2 * first) else 2 * first, most)
-    else:
-        first = first_block
-    chunk = min(MAX_CHUNK, most_rows, max(CHUNK_NUMBERS // per_row, 1))
-    if source.total is not None:  # pieces of equal length: none is mostly padding
-        rest = max(source.total - first, 1)
-        chunk = -(-rest // -(-rest // chunk))
-    keeps_rows = memory > 0 and source.is_longer_than(first)
-    return Sizes(first, block, max(1, -(-chunk // block)) * block, memory, joint, keeps_rows)
-
-
-def fits_quick_solve(engine: Engine, total: int) -> bool:
-    """Whether rows are many enough for narrow predictors, and not too many for one solve."""
-    size = engine.program.layout.size
-    wanted = QUICK_ROWS_PER_PARAMETER * size <= total <= 2 * MEMORY_ROWS_PER_PARAMETER * size
-    return wanted and total * engine.numbers_per_row <= FIRST_BLOCK_NUMBERS
 
 
 class RecursivePass(Pass):

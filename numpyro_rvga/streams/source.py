@@ -301,3 +301,12 @@ def _checked_blocks(blocks: Iterator, first_row: int, named: Callable[[Any], Row
         check_row_shapes(rows, shapes, f"before row {first_row}")
         first_row += num_rows(rows)
         yield rows
+
+
+def chunks(source: RowSource, size: int) -> Iterator[tuple[int, Rows]]:
+    """All rows of a source that can be read again, with the place of the first."""
+    source.rewind()
+    place = 0
+    while (rows := source.take(size)) is not None:
+        yield place, rows
+        place += num_rows(rows)

@@ -270,7 +270,7 @@ def offset_posterior():
 
 
 def functional_update(posterior, rows):
-    method = posterior.continuation.rvga
+    method = posterior.continuation.method
     return method.update(method.init(COMPLETE), rows)
 
 
