@@ -19,7 +19,7 @@ from numpyro_rvga import Posterior
 
 GAPS = 1e-3, 1e6  # of the picture: what is less or more lies on its edges
 MOST_LATENTS = 1000  # of methods that take hours with more
-COLOURS = {
+COLORS = {
     "RVGA": "#0072B2",
     "RVGA, block_size=1": "#56B4E9",
     "RVGA, Laplace": "#009E73",
@@ -159,7 +159,7 @@ def draw(results: dict[str, Any], path: Path) -> None:
     for axis, case in zip(axes.flat, cases):
         for name, curve, found in gaps(case):
             style = {"ls": "-", "marker": "."} if len(found) > 1 else {"ls": "", "marker": "o", "ms": 7}
-            axis.loglog(curve["seconds"], np.clip(found, *GAPS), color=COLOURS[name], label=name, **style)
+            axis.loglog(curve["seconds"], np.clip(found, *GAPS), color=COLORS[name], label=name, **style)
         for name, seconds in case["nuts"].items():
             axis.axvline(seconds, color="#666666", ls=NUTS_LINES[name], lw=1.2, label=name)
         axis.set_title(case["title"], fontsize=9)

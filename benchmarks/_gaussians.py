@@ -88,8 +88,8 @@ def sampled_bound(case: Case, density: LogDensity) -> Bound:
         return jnp.mean(jax.lax.map(ratio, standard, batch_size=16))
 
     def bound(mean, root):
-        normaliser = np.sum(np.log(np.diag(root))) + 0.5 * len(mean) * np.log(2 * np.pi)
-        return float(average(mean, root, rows) + normaliser)
+        normalizer = np.sum(np.log(np.diag(root))) + 0.5 * len(mean) * np.log(2 * np.pi)
+        return float(average(mean, root, rows) + normalizer)
 
     return bound
 

@@ -35,7 +35,7 @@ def standard_normal(n: int, seed: int = 0, columns: int | None = None):
 
 # ---------------------------------------------------------------------- regressions
 @entry
-def linear_centred():
+def linear_centered():
     rng, x = standard_normal(60, 1)
 
     def model(x, y):

@@ -134,7 +134,7 @@ def compare(setting: Setting) -> dict[str, dict[str, Any]]:
         found |= {f"ADF{kind}": one, f"EP{kind}": last}
     posterior = TruePosterior(data, Case(setting.title, setting.prior_scale, prior_mean, setting.condition))
     center, covariance = found["EP"]
-    posterior.normalise(center, REACH * np.sqrt(np.diagonal(covariance)), GRID)
+    posterior.normalize(center, REACH * np.sqrt(np.diagonal(covariance)), GRID)
     moments = moments_of(posterior)
     return {name: compared(posterior, moments, *gaussian) for name, gaussian in found.items()}
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from online_networks import HESSIANS, RULES, Problem, digits, mnist, tuned
-from plots import COLOURS, REFERENCE
+from plots import COLORS, REFERENCE
 from sklearn.metrics import log_loss, zero_one_loss
 
 from numpyro_rvga import BONG, init_to_module
@@ -135,13 +135,13 @@ def followed(problem: Problem, candidates: Iterable[tuple[str, BONG, dict]], cur
             yield panels(curves)
 
 
-def coloured(choices: dict[str, Any], quick: bool) -> list[tuple[tuple[str, Any], str]]:
-    """Names, choices and their colours; in a hurry the first alone."""
-    return list(zip(choices.items(), COLOURS))[: 1 if quick else None]
+def colored(choices: dict[str, Any], quick: bool) -> list[tuple[tuple[str, Any], str]]:
+    """Names, choices and their colors; in a hurry the first alone."""
+    return list(zip(choices.items(), COLORS))[: 1 if quick else None]
 
 
 def tuned_rules(problem: Problem, quick: bool) -> Iterator[tuple[str, BONG, dict]]:
-    for (rule, steps), colour in coloured(RULES, quick):
+    for (rule, steps), color in colored(RULES, quick):
         for hessian, dashes in HESSIANS.items():
             options = {"rule": rule, "hessian": hessian, "family": "low-rank", "num_samples": problem.num_samples}
             method, label = tuned(problem, options | steps), f"{rule} {hessian}"
@@ -150,7 +150,7 @@ def tuned_rules(problem: Problem, quick: bool) -> Iterator[tuple[str, BONG, dict
                 continue
             if rule != "bong":
                 label = f"{label} ({method.rule.learning_rate:g})"
-            yield label, method, {"color": colour, "ls": dashes}
+            yield label, method, {"color": color, "ls": dashes}
 
 
 def rules(folder: Path | None, quick: bool) -> Iterator[list[dict[str, Any]]]:
@@ -161,8 +161,8 @@ def rules(folder: Path | None, quick: bool) -> Iterator[list[dict[str, Any]]]:
 def families(folder: Path | None, quick: bool) -> Iterator[list[dict[str, Any]]]:
     problem, curves = load(folder, quick), {}
     candidates = (
-        (label, BONG(problem.model, init_loc_fn=init_to_module, **options), {"color": colour, "ls": dashes})
-        for (label, (options, dashes)), colour in coloured(FAMILIES, quick)
+        (label, BONG(problem.model, init_loc_fn=init_to_module, **options), {"color": color, "ls": dashes})
+        for (label, (options, dashes)), color in colored(FAMILIES, quick)
     )
     yield from followed(problem, candidates, curves)
     label, looks, scores = gradient_descent(problem)

@@ -65,8 +65,8 @@ def two_classes(setting: Setting) -> dict[str, np.ndarray]:
         of_class = noise[y == label]
         noise[y == label] = (of_class - of_class.mean(0)) / np.linalg.norm(of_class.std(0))
     direction = rng.normal(size=d)
-    centre = 0.5 * setting.separation * direction / np.linalg.norm(direction)
-    return {"X": np.where(y[:, None] == 1, centre, -centre) + noise, "y": y}
+    center = 0.5 * setting.separation * direction / np.linalg.norm(direction)
+    return {"X": np.where(y[:, None] == 1, center, -center) + noise, "y": y}
 
 
 def divergence(data: dict[str, np.ndarray], prior: dict[str, float], mean: np.ndarray, covariance: np.ndarray) -> float:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 from network_regression import arm, model, split, starting_weights
-from plots import COLOURS
+from plots import COLORS
 
 from numpyro_rvga import BONG
 from numpyro_rvga.metrics import nlpd
@@ -63,8 +63,8 @@ def rates(folder: Path | None, quick: bool) -> Iterator[list[dict[str, Any]]]:
             method = BONG(model, **options, **steps)
             found = {rate: follow(train, test, method.with_learning_rate(rate)) for rate in tried}
             curves = {
-                f"learning rate {rate:g}": (*curve, {"color": colour})
-                for (rate, curve), colour in zip(found.items(), COLOURS)
+                f"learning rate {rate:g}": (*curve, {"color": color})
+                for (rate, curve), color in zip(found.items(), COLORS)
             }
             ends = {rate: scores[-1] for rate, (rows, scores) in found.items() if rows and rows[-1] == len(train["y"])}
             ends = {rate: score for rate, score in ends.items() if np.isfinite(score)}
@@ -76,8 +76,8 @@ def rates(folder: Path | None, quick: bool) -> Iterator[list[dict[str, Any]]]:
             yield panels
         for title, rules in BEST.items():
             curves = {
-                f"{rule}, at its best": (*best[rule], {"color": colour, "ls": "--"})
-                for rule, colour in zip(RULES, COLOURS)
+                f"{rule}, at its best": (*best[rule], {"color": color, "ls": "--"})
+                for rule, color in zip(RULES, COLORS)
                 if rule in rules and rule in best
             }
             bests.append(panel(f"{title}, {hessian}", bong | curves))

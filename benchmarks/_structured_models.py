@@ -261,8 +261,8 @@ def autoregressive_map():
     def model(x, y, one, two):
         tau, a, b = sample("tau", HalfNormal(1)), sample("a", Normal(0, 2)), sample("b", Normal(0, 1))
         phi = sample("phi", dist.ImproperUniform(dist.constraints.real, (), (len(x),)))
-        numpyro.factor("neighbours", -0.5 * jnp.sum((phi[one] - phi[two]) ** 2))
-        numpyro.factor("centre", Normal(0, 0.001 * len(x)).log_prob(phi.sum()))
+        numpyro.factor("neighbors", -0.5 * jnp.sum((phi[one] - phi[two]) ** 2))
+        numpyro.factor("center", Normal(0, 0.001 * len(x)).log_prob(phi.sum()))
         sample("y", dist.Poisson(jnp.exp(a + b * x + tau * phi)), obs=y)
 
     y = rng.poisson(np.exp(1 + 0.4 * x + 0.4 * np.sin(np.arange(49) / 7)))

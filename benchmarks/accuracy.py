@@ -62,8 +62,8 @@ def paper(folder: str | None) -> Case:
     count, size = 500, 30
     y = rng.permutation(np.arange(count) % 2)
     noise = rng.normal(size=(count, size))
-    centre = np.full(size, size**-0.5)
-    X = np.where(y[:, None] == 1, centre, -centre) + noise / np.linalg.norm(noise.std(0))
+    center = np.full(size, size**-0.5)
+    X = np.where(y[:, None] == 1, center, -center) + noise / np.linalg.norm(noise.std(0))
     return Case(
         f"logistic, R-VGA paper: {count} x {size}", logistic, {"X": X, "y": y.astype(float)}, {"prior_scale": 30.0}
     )

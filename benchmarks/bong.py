@@ -65,20 +65,20 @@ def network(repeats: int, report: Report) -> None:
     theta, unravel = jax.flatten_util.ravel_pytree(weights)
     probabilities = lambda t, x: jax.nn.softmax(Network().apply(unravel(t), x[None])[0])  # noqa: E731
 
-    def linearised(mean, x, y):
+    def linearized(mean, x, y):
         predicted, jacobian = probabilities(mean, x), jax.jacrev(probabilities)(mean, x)
         covariance = jnp.diag(predicted) - jnp.outer(predicted, predicted) + 1e-5 * jnp.eye(10)
         return jacobian, covariance, jax.nn.one_hot(y, 10) - predicted
 
     @jax.jit
     def plain_diagonal(mean, variance, x, y):
-        jacobian, covariance, error = linearised(mean, x, y)
+        jacobian, covariance, error = linearized(mean, x, y)
         precision = 1 / variance + jnp.sum(jacobian * jnp.linalg.solve(covariance, jacobian), axis=0)
         return mean + jacobian.T @ jnp.linalg.solve(covariance, error) / precision, 1 / precision
 
     @jax.jit
     def plain_low_rank(mean, diagonal, factor, x, y):
-        jacobian, covariance, error = linearised(mean, x, y)
+        jacobian, covariance, error = linearized(mean, x, y)
         root = jnp.linalg.cholesky(jnp.linalg.inv(covariance))
         wide = jnp.concatenate([factor, jacobian.T @ root], axis=1)
         scaled = wide / diagonal[:, None]

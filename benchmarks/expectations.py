@@ -24,7 +24,7 @@ from numpyro_rvga import RVGA, FixedPointVI
 from numpyro_rvga.core.closed_forms import Logistic, logistic_mixture
 from numpyro_rvga.core.expectations import hermite_rule
 from numpyro_rvga.core.ladder import expectations
-from numpyro_rvga.core.symbolic import factorise
+from numpyro_rvga.core.symbolic import factorize
 
 REPEATS = 7
 CLOSED = "logistic, closed form"
@@ -121,7 +121,7 @@ def rows_of(size: int, deviation: float, count: int) -> tuple[Array, Array, Arra
 
 def as_read(phi: Callable, size: int) -> Callable:
     """The density as it is read from a model, whose predictors come in an order of their own."""
-    split = factorise(phi, jnp.zeros(size), jnp.zeros(()))
+    split = factorize(phi, jnp.zeros(size), jnp.zeros(()))
     turned = jax.jacobian(lambda u: split.predictors(u, (jnp.zeros(()),)))(jnp.zeros(size))
     if split.num_predictors != size:
         return phi

@@ -35,7 +35,7 @@ from numpyro_rvga import FixedPointVI, Posterior
 
 TARGET = 1e-3  # nats
 SCHEDULES = {"FPi": "incremental", "FPb": "batch", "GRAD": "gradient"}
-COLOURS = {"FPi": "#0072B2", "FPb": "#009E73", "GRAD": "#E69F00", "SVI": "#CC79A7"}
+COLORS = {"FPi": "#0072B2", "FPb": "#009E73", "GRAD": "#E69F00", "SVI": "#CC79A7"}
 GP_ROWS = 500
 INDUCING = 100
 JITTER = 1e-4
@@ -141,14 +141,14 @@ def squared_exponential(length: float, amplitude: float) -> Callable[[np.ndarray
 
 
 # ---------------------------------------------------------------------- data
-def standardised(X: np.ndarray) -> np.ndarray:
+def standardized(X: np.ndarray) -> np.ndarray:
     X = X.astype(np.float64)
     deviation = X.std(0)
     return (X - X.mean(0)) / np.where(deviation > 0, deviation, 1)
 
 
 def with_intercept(X: np.ndarray) -> np.ndarray:
-    return np.column_stack([np.ones(len(X)), standardised(X)])
+    return np.column_stack([np.ones(len(X)), standardized(X)])
 
 
 def shuffled(X: np.ndarray, y: np.ndarray, count: int | None = None) -> tuple[np.ndarray, np.ndarray]:
@@ -177,38 +177,38 @@ def cases(folder: str) -> dict[str, Callable[[], Case]]:
 
     def protein():
         data = load.load("protein")
-        X, y = shuffled(data["X"], standardised(data["y"]))
+        X, y = shuffled(data["X"], standardized(data["y"]))
         return glm("GLM, Laplace: protein", laplace(0.6), with_intercept(X), y)
 
     def banana():
         data = load.load("banana")
-        X, y = shuffled(standardised(data["X"]), data["y"], GP_ROWS)
+        X, y = shuffled(standardized(data["X"]), data["y"], GP_ROWS)
         return gp("GP, logistic: banana", logistic, X, y, squared_exponential(0.6, 2.0))
 
     def usps():
         data = load.load("usps")
         taken = np.isin(data["y"], (3, 5))
-        X, y = shuffled(standardised(data["X"][taken]), data["y"][taken] == 3, GP_ROWS)
+        X, y = shuffled(standardized(data["X"][taken]), data["y"][taken] == 3, GP_ROWS)
         return gp("GP, logistic: USPS 3 or 5", logistic, X, y, squared_exponential(12.0, 4.0))
 
     def bike_process():
         data = load.load("bike_hour")
-        X, y = shuffled(standardised(data["X"]), data["y"], GP_ROWS)
+        X, y = shuffled(standardized(data["X"]), data["y"], GP_ROWS)
         return gp("GP, Poisson: bike", poisson, X, y, squared_exponential(2.5, 1.2), center=np.log(y.mean()))
 
     def kin8nm_process():
         data = load.load("kin8nm")
-        X, y = shuffled(standardised(data["X"]), standardised(data["y"]), GP_ROWS)
+        X, y = shuffled(standardized(data["X"]), standardized(data["y"]), GP_ROWS)
         return gp("GP, Laplace: kin8nm", laplace(0.3), X, y, squared_exponential(3.0, 1.0))
 
     def kin8nm_sparse():
         data = load.load("kin8nm")
-        X, y = shuffled(standardised(data["X"]), standardised(data["y"]))
+        X, y = shuffled(standardized(data["X"]), standardized(data["y"]))
         return sparse_gp("sparse GP, Laplace: kin8nm", laplace(0.3), X, y, squared_exponential(3.0, 1.0))
 
     def energy_student():
         data = load.load("energy")
-        X, y = shuffled(standardised(data["X"]), standardised(data["y"]), GP_ROWS)
+        X, y = shuffled(standardized(data["X"]), standardized(data["y"]), GP_ROWS)
         return gp("GP, Student's t: energy", student_t, X, y, squared_exponential(2.0, 1.0))
 
     found = [
@@ -335,7 +335,7 @@ def draw(results: dict[str, Any], path: pathlib.Path) -> None:
     for axis, case in zip(axes.flat, cases):
         for method, curve in case["curves"].items():
             gaps = np.maximum(case["best"] - np.array(curve["bounds"]), 1e-6)
-            axis.loglog(curve["seconds"], gaps, ".-", color=COLOURS[method], ms=3, lw=1.2, label=method)
+            axis.loglog(curve["seconds"], gaps, ".-", color=COLORS[method], ms=3, lw=1.2, label=method)
         axis.axhline(TARGET, color="#999999", lw=0.8, ls=":")
         axis.set_title(case["title"], fontsize=8)
         axis.spines[["top", "right"]].set_visible(False)

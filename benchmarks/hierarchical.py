@@ -5,7 +5,7 @@ python -m benchmarks hierarchical --draw FOLDER/hierarchical.json
 
 Without ``--data`` (a folder with load.py and the data files) there is only the survey that statsmodels ships. Seconds
 and learning rates are as in ``accuracy``, and SVI sees all rows. RVGA's Laplace scheme is left out: where groups are
-centred, the density grows without bound as a scale goes to nothing, so that NumPyro finds a local mode at best. Of
+centered, the density grows without bound as a scale goes to nothing, so that NumPyro finds a local mode at best. Of
 more than a thousand latents, methods with a full covariance to learn step by step are left out, and Laplace's, whose
 Hessian NumPyro takes by all latents at once.
 
@@ -48,19 +48,19 @@ SCALE = "sd_"  # the names of scales begin so
 
 
 # ---------------------------------------------------------------------- models and data
-def effects(name: str, count: int, scale, centred: bool):
-    """Effects of groups: of many rows each, or, not centred, of a few, where they are nearer to a Gaussian."""
-    if centred:
+def effects(name: str, count: int, scale, centered: bool):
+    """Effects of groups: of many rows each, or, not centered, of a few, where they are nearer to a Gaussian."""
+    if centered:
         return numpyro.sample(name, dist.Normal(0, scale).expand([count]).to_event(1))
     return scale * numpyro.sample(name, dist.Normal(0, 1).expand([count]).to_event(1))
 
 
-def grouped(X, groups, y=None, sizes=(), names=(), centred=True, normal=False):
+def grouped(X, groups, y=None, sizes=(), names=(), centered=True, normal=False):
     """Linear predictors with effects of crossed groups, ``groups`` has a column for each; logistic or normal rows."""
     predictor = X @ numpyro.sample("slopes", dist.Normal(0, 2).expand([X.shape[1]]).to_event(1))
     for column, (name, size) in enumerate(zip(names, sizes)):
         scale = numpyro.sample(SCALE + name, dist.HalfNormal(1))
-        predictor = predictor + effects(name, size, scale, centred)[groups[:, column]]
+        predictor = predictor + effects(name, size, scale, centered)[groups[:, column]]
     noise = numpyro.sample(SCALE + "noise", dist.HalfNormal(1)) if normal else None
     with numpyro.plate("rows", len(X)):
         numpyro.sample("y", dist.Normal(predictor, noise) if normal else dist.Bernoulli(logits=predictor), obs=y)
@@ -86,7 +86,7 @@ def affairs(folder: str | None) -> Case:
 
 def radon(folder: str) -> Case:
     data = load_module(folder).load("radon_mn")
-    return grouped_case("normal, radon", data["X"], {"county": data["county"]}, data["y"], normal=True, centred=False)
+    return grouped_case("normal, radon", data["X"], {"county": data["county"]}, data["y"], normal=True, centered=False)
 
 
 def election(folder: str) -> Case:

@@ -151,26 +151,26 @@ def summary(cases: list[dict[str, Any]]) -> str:
 
 def draw(cases: list[dict[str, Any]], folder: Path) -> None:
     sys.path.append(str(Path(__file__).parents[1] / "examples"))
-    from plots import COLOURS, REFERENCE, RVGA_COLOUR, WIDTH, plt, save
+    from plots import COLORS, REFERENCE, RVGA_COLOR, WIDTH, plt, save
 
     cases = sorted([case for case in cases if "error" not in case], key=lambda case: max(case["mean"], case["log_sd"]))
     figure, axes = plt.subplots(1, 2, sharey=True, figsize=(WIDTH, 0.17 * len(cases) + 1))
     places = range(len(cases))
-    for key, colour, label in (
+    for key, color, label in (
         ("nuts", REFERENCE, "NUTS"),
-        ("cold", RVGA_COLOUR, "RVGA"),
-        ("warm", COLOURS[5], "RVGA, second run"),
+        ("cold", RVGA_COLOR, "RVGA"),
+        ("warm", COLORS[5], "RVGA, second run"),
     ):
-        axes[0].plot([case[key] for case in cases], places, "o", color=colour, ms=4, label=label)
+        axes[0].plot([case[key] for case in cases], places, "o", color=color, ms=4, label=label)
     axes[0].set(xscale="log", xlabel="seconds")
     for key, marker, label in (("mean", "o", "mean"), ("log_sd", "x", "log standard deviation")):
-        for alarmed, colour in ((False, RVGA_COLOUR), (True, COLOURS[1])):
+        for alarmed, color in ((False, RVGA_COLOR), (True, COLORS[1])):
             some = [i for i in places if cases[i]["alarm"] == alarmed]
             axes[1].plot(
                 [max(cases[i][key], 1e-3) for i in some],
                 some,
                 marker,
-                color=colour,
+                color=color,
                 ms=4,
                 label=f"{label}{', with an alarm' if alarmed else ''}",
             )

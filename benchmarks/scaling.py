@@ -188,7 +188,7 @@ PANELS = {
     "RVGA against predictors, and rows of a block": ("RVGA, predictors", "RVGA, block"),
     "a step of BONG against weights": tuple(f"BONG, {family}, {hessian}" for family, hessian in FAMILIES),
 }
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7")
+COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7")
 
 
 def draw(results: dict[str, Any], path: Path) -> None:
@@ -204,7 +204,7 @@ def draw(results: dict[str, Any], path: Path) -> None:
                 continue
             single = case["dtype"] == "float32"
             label = f"{case['name']}: exponent {case['exponent']:.2f}" if single else None
-            style = {"color": COLOURS[names.index(case["name"])], "ls": "-" if single else ":", "marker": "."}
+            style = {"color": COLORS[names.index(case["name"])], "ls": "-" if single else ":", "marker": "."}
             axis.loglog(case["sizes"], case["seconds"], label=label, **style)
         axis.set_title(title, fontsize=9)
         axis.spines[["top", "right"]].set_visible(False)

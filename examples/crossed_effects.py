@@ -1,7 +1,7 @@
 """Crossed effects: which lecturers are rated well, once it is known who rated them?
 
 Students rate lecturers, each a few, and are more or less strict themselves. Every rating looks at one student and one
-lecturer of many hundreds, which is all that is ever looked at: no matrix of all effects is factorised. The data are
+lecturer of many hundreds, which is all that is ever looked at: no matrix of all effects is factorized. The data are
 made up, of the form of the InstEval data of R's lme4 package, which ``--data FOLDER`` takes instead: 73,421 ratings of
 1,128 lecturers by 2,972 students. NUTS is run on the same rows.
 """
@@ -16,7 +16,7 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 from numpyro.infer import MCMC, NUTS
-from plots import REFERENCE, RVGA_COLOUR, WIDTH, compare_densities, parse_arguments, plt, save
+from plots import REFERENCE, RVGA_COLOR, WIDTH, compare_densities, parse_arguments, plt, save
 
 from numpyro_rvga import FixedPointVI
 
@@ -102,8 +102,8 @@ def draw(ours, nuts, sizes):
     order = np.argsort(quality.mean(0))
     low, middle, high = np.quantile(quality, [0.05, 0.5, 0.95], axis=0)[:, order]
     place = np.arange(len(order))
-    axis.vlines(place, low, high, color=RVGA_COLOUR, lw=0.5, alpha=0.6)
-    axis.plot(place, middle, color=RVGA_COLOUR, lw=1.2, label="FixedPointVI, median and 90% interval")
+    axis.vlines(place, low, high, color=RVGA_COLOR, lw=0.5, alpha=0.6)
+    axis.plot(place, middle, color=RVGA_COLOR, lw=1.2, label="FixedPointVI, median and 90% interval")
     for end in np.quantile(nuts["quality"], [0.05, 0.95], axis=0)[:, order]:
         ends = axis.plot(place, end, ".", color=REFERENCE, ms=1.5)
     ends[0].set_label("NUTS, ends of its 90% interval")
@@ -115,9 +115,9 @@ def draw(ours, nuts, sizes):
 
     panels = below.subplots(1, 2 + len(SCALES))
     for panel, title, read in ((panels[0], "means", np.mean), (panels[1], "sds", np.std)):
-        for name, marker, colour in (("strictness", ".", "#56B4E9"), ("quality", ".", RVGA_COLOUR)):
+        for name, marker, color in (("strictness", ".", "#56B4E9"), ("quality", ".", RVGA_COLOR)):
             label = "students" if name == "strictness" else "lecturers"
-            panel.plot(read(nuts[name], axis=0), read(ours[name], axis=0), marker, color=colour, ms=2, label=label)
+            panel.plot(read(nuts[name], axis=0), read(ours[name], axis=0), marker, color=color, ms=2, label=label)
         ends = panel.get_xlim()
         panel.plot(ends, ends, color=REFERENCE, lw=0.8)
         panel.set_title(f"{title} of all effects", fontsize=8)

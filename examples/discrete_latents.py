@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
-from plots import REFERENCE, RVGA_COLOUR, TRUTH, WIDTH, parse_arguments, plt, save
+from plots import REFERENCE, RVGA_COLOR, TRUTH, WIDTH, parse_arguments, plt, save
 from scipy.special import gammaln, softmax
 
 from numpyro_rvga import RVGA
@@ -63,12 +63,12 @@ def draw(counts, drawn, found, exact, change):
     rate = np.where(early, np.asarray(drawn["early"])[:2000, None], np.asarray(drawn["late"])[:2000, None])
     low, middle, high = np.quantile(rate, [0.05, 0.5, 0.95], axis=0)
     axes[0].vlines(years, 0, counts, color=REFERENCE, lw=1)
-    axes[0].fill_between(years, low, high, color=RVGA_COLOUR, alpha=0.3, lw=0)
-    axes[0].plot(years, middle, color=RVGA_COLOUR)
+    axes[0].fill_between(years, low, high, color=RVGA_COLOR, alpha=0.3, lw=0)
+    axes[0].plot(years, middle, color=RVGA_COLOR)
     axes[0].plot(years, np.where(years < change, *RATES), color=TRUTH, lw=0.8, ls="--")
     axes[0].set(xlabel="year", ylabel="count, and its rate")
     axes[1].bar(years[1:], exact, 1.0, color=REFERENCE, alpha=0.35, label="exact")
-    axes[1].step(years[1:], found, where="mid", color=RVGA_COLOUR, label="RVGA")
+    axes[1].step(years[1:], found, where="mid", color=RVGA_COLOR, label="RVGA")
     axes[1].axvline(change, color=TRUTH, lw=0.8, ls="--", label="truth")
     axes[1].set(xlabel="year", ylabel="probability of the change", xlim=(change - 15, change + 15))
     axes[1].legend()

@@ -14,7 +14,7 @@ import time
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
-from plots import COLOURS, REFERENCE, WIDTH, parse_arguments, plt, save
+from plots import COLORS, REFERENCE, WIDTH, parse_arguments, plt, save
 from scipy.special import expit, log_expit
 
 from numpyro_rvga import BONG, OrnsteinUhlenbeck, RandomWalk
@@ -41,7 +41,7 @@ def make_data(num_rows: int) -> tuple[np.ndarray, np.ndarray]:
     return X, (rng.random(num_rows) < expit(w[:, 0] + (X * w[:, 1:]).sum(1))).astype(np.uint8)
 
 
-def standardised(X: np.ndarray, start: int) -> np.ndarray:
+def standardized(X: np.ndarray, start: int) -> np.ndarray:
     """By the first rows; columns that are constant there are only shifted. A column of ones comes first."""
     scale = X[:start].std(0)
     X = (X - X[:start].mean(0)) / np.where(scale > 1e-6, scale, 1.0)
@@ -75,7 +75,7 @@ def main(argv: list[str] | None = None) -> None:
         with np.load(arguments.data / "stream__elec2.npz") as file:
             X, y = file["X"], file["y"]
     start = len(y) // 10
-    data = {"X": standardised(X, start), "y": y}
+    data = {"X": standardized(X, start), "y": y}
     first = {name: array[:start] for name, array in data.items()}
     shorten = (lambda grid: grid[1:4:2]) if arguments.quick else (lambda grid: grid)
 
@@ -108,7 +108,7 @@ def report(name: str, chosen: str, scores: np.ndarray, seconds: float | None = N
 
 def draw(scores, labels, start):
     figure, (above, below) = plt.subplots(2, 1, figsize=(WIDTH, 5), sharex=True, height_ratios=[1.2, 1])
-    colours = dict(zip(scores, (REFERENCE, COLOURS[0], COLOURS[2], COLOURS[1], COLOURS[3])))
+    colors = dict(zip(scores, (REFERENCE, COLORS[0], COLORS[2], COLORS[1], COLORS[3])))
     length = len(scores[STANDING])
     window = max(length // 40, 20)
     rows = np.arange(start, length)
@@ -116,7 +116,7 @@ def draw(scores, labels, start):
     for name, score in scores.items():
         total = np.concatenate([[0.0], np.cumsum(score)])
         line, width = LINES.get(name, ("-", 1.4))
-        style = {"color": colours[name], "lw": width, "ls": line}
+        style = {"color": colors[name], "lw": width, "ls": line}
         above.plot(after, (total[after + 1] - total[after + 1 - window]) / window, label=labels[name], **style)
         if name not in (STANDING, "repeats"):
             below.plot(rows, np.cumsum((score - scores["SGD"])[start:]), **style)

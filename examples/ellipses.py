@@ -51,8 +51,8 @@ def two_classes(num_rows: int, condition: float) -> dict[str, np.ndarray]:
     y = rng.permutation(np.arange(num_rows) % 2)
     rotation = np.linalg.qr(rng.normal(size=(2, 2)))[0]
     noise = rng.normal(size=(num_rows, 2)) * np.array([1.0, 2.0 ** (-condition / 2)]) @ rotation
-    centre = np.array([1.0, 1.0]) / np.sqrt(2)
-    return {"X": np.where(y[:, None] == 1, centre, -centre) + noise / np.linalg.norm(noise.std(0)), "y": y}
+    center = np.array([1.0, 1.0]) / np.sqrt(2)
+    return {"X": np.where(y[:, None] == 1, center, -center) + noise / np.linalg.norm(noise.std(0)), "y": y}
 
 
 class Found(NamedTuple):
@@ -66,7 +66,7 @@ class Found(NamedTuple):
 
 
 class TruePosterior:
-    """The posterior of all rows: log density, and its normaliser by summation over a grid."""
+    """The posterior of all rows: log density, and its normalizer by summation over a grid."""
 
     def __init__(self, data, case: Case):
         self._rows = (2 * data["y"] - 1)[:, None] * data["X"]
@@ -77,8 +77,8 @@ class TruePosterior:
         prior = -0.5 * np.sum(((theta - mean) / scale) ** 2, axis=-1) - 2 * np.log(scale) - np.log(2 * np.pi)
         return prior + sum(log_expit(theta @ row) for row in self._rows)
 
-    def normalise(self, centre: np.ndarray, reach: np.ndarray, size: int) -> None:
-        self.axes = [np.linspace(c - r, c + r, size) for c, r in zip(centre, reach)]
+    def normalize(self, center: np.ndarray, reach: np.ndarray, size: int) -> None:
+        self.axes = [np.linspace(c - r, c + r, size) for c, r in zip(center, reach)]
         grid = np.stack(np.meshgrid(*self.axes), -1)
         self.log_density = self.log_joint(grid)
         cell = np.prod([axis[1] - axis[0] for axis in self.axes])
@@ -120,8 +120,8 @@ def compare(case: Case, num_rows: int, size: int) -> Found:
         found = RVGA(model, scheme=scheme).run(data, progress_bar=False, **prior)
         moments[name] = np.asarray(found.mean, np.float64), np.asarray(found.covariance, np.float64)
     posterior = TruePosterior(data, case)
-    centre, covariance = moments["default"]
-    posterior.normalise(centre, 9 * np.sqrt(np.diagonal(covariance)), size)
+    center, covariance = moments["default"]
+    posterior.normalize(center, 9 * np.sqrt(np.diagonal(covariance)), size)
     after = np.unique(np.geomspace(1, num_rows, 40).round().astype(int))
     for scheme in sum(PANELS, ()):
         means, covariances = trajectory(RVGA(model, scheme=scheme), data, **prior)
@@ -160,8 +160,8 @@ def draw(results):
     for axis, label in zip(grid[-1], ("parameter 1", "parameter 1", "rows absorbed")):
         axis.set_xlabel(label)
     handles = [
-        plt.Line2D([], [], color=colour, lw=1.6, ls="--" if name in BATCH else "-", label=label)
-        for name, (label, colour) in METHODS.items()
+        plt.Line2D([], [], color=color, lw=1.6, ls="--" if name in BATCH else "-", label=label)
+        for name, (label, color) in METHODS.items()
     ]
     handles.append(plt.Rectangle((0, 0), 1, 1, color="#bbbbbb", label="true posterior"))
     figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), columnspacing=1.2, handlelength=1.6)
@@ -171,16 +171,16 @@ def draw(results):
 def draw_ellipses(axis, found, schemes):
     relative = np.exp(found.log_density - found.log_density.max())
     axis.contourf(*found.axes, relative, np.linspace(0.05, 1, 8), cmap="Greys", alpha=0.6)
-    centre, covariance = found.moments["default"]
+    center, covariance = found.moments["default"]
     spread, absent = np.sqrt(np.diagonal(covariance)), []
-    low, high = centre - 3 * spread, centre + 3 * spread
+    low, high = center - 3 * spread, center + 3 * spread
     for name in schemes:
-        label, colour = METHODS[name]
+        label, color = METHODS[name]
         curve = ellipse(*found.moments[name])
-        if np.any(np.abs(found.moments[name][0] - centre) > FARTHEST * spread):
+        if np.any(np.abs(found.moments[name][0] - center) > FARTHEST * spread):
             absent.append(label)
             continue
-        axis.plot(*curve, color=colour, lw=1.6, ls="--" if name in BATCH else "-")
+        axis.plot(*curve, color=color, lw=1.6, ls="--" if name in BATCH else "-")
         low, high = np.minimum(low, curve.min(1)), np.maximum(high, curve.max(1))
     margin = 0.04 * (high - low)
     (left_end, bottom), (right_end, top) = low - margin, high + margin

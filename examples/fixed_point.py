@@ -19,7 +19,7 @@ import numpyro
 import numpyro.distributions as dist
 from numpyro.infer import SVI, Trace_ELBO
 from numpyro.infer.autoguide import AutoMultivariateNormal
-from plots import COLOURS, REFERENCE, WIDTH, parse_arguments, plt, save
+from plots import COLORS, REFERENCE, WIDTH, parse_arguments, plt, save
 from sklearn.datasets import make_moons
 from statsmodels.datasets import randhie
 
@@ -27,11 +27,11 @@ from numpyro_rvga import FixedPointVI
 from numpyro_rvga.core.gaussians import FullGaussian
 
 SCHEDULES = {
-    "incremental": ("fixed point, step by step", COLOURS[0]),
-    "batch": ("fixed point, one to its end, then the other", COLOURS[2]),
-    "gradient": ("L-BFGS", COLOURS[1]),
+    "incremental": ("fixed point, step by step", COLORS[0]),
+    "batch": ("fixed point, one to its end, then the other", COLORS[2]),
+    "gradient": ("L-BFGS", COLORS[1]),
 }
-SVI_STYLE = ("SVI, AutoMultivariateNormal", COLOURS[3])
+SVI_STYLE = ("SVI, AutoMultivariateNormal", COLORS[3])
 CLOSE = 1e-3  # nats, a dotted line
 SMALLEST_GAP = 1e-6
 
@@ -56,7 +56,7 @@ def covariance_root(points, amplitude=3.0, length=0.4):
 
 class Curve(NamedTuple):
     label: str
-    colour: str
+    color: str
     seconds: np.ndarray
     bounds: np.ndarray
 
@@ -64,11 +64,11 @@ class Curve(NamedTuple):
 def climb(model, data):
     """Curves of the three schedules, run again after compilation; and the fixed point with its posterior."""
     curves = []
-    for schedule, (label, colour) in SCHEDULES.items():
+    for schedule, (label, color) in SCHEDULES.items():
         method = FixedPointVI(model, schedule=schedule, max_iterations=1000)
         method.run(data, progress_bar=False)
         posterior = method.run(data, progress_bar=False)
-        curves.append(Curve(label, colour, posterior.info["seconds"], posterior.info["bounds"]))
+        curves.append(Curve(label, color, posterior.info["seconds"], posterior.info["bounds"]))
         if schedule == "incremental":
             fixed_point, best = method, posterior
     return curves, fixed_point, best
@@ -134,7 +134,7 @@ def draw(results):
         optimum = max(curve.bounds.max() for curve in curves)
         for curve in curves:
             gaps = np.maximum(optimum - curve.bounds, SMALLEST_GAP)
-            axis.loglog(curve.seconds, gaps, ".-", color=curve.colour, ms=4, lw=1.2, label=curve.label)
+            axis.loglog(curve.seconds, gaps, ".-", color=curve.color, ms=4, lw=1.2, label=curve.label)
         axis.axhline(CLOSE, color=REFERENCE, lw=0.8, ls=":")
         axis.set(title=title, xlabel="seconds, compilation not counted")
     axes[0, 0].set_ylabel("nats below the best bound")

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
-from plots import RVGA_COLOUR, WIDTH, parse_arguments, plt, save
+from plots import RVGA_COLOR, WIDTH, parse_arguments, plt, save
 from scipy.special import expit
 
 from numpyro_rvga import FixedPointVI
@@ -88,20 +88,20 @@ def draw(data, across, up, draws, bounds):
     figure = plt.figure(figsize=(WIDTH, 5.6))
     above, below = figure.subfigures(2, 1, height_ratios=[3.2, 1])
     axes = above.subplots(1, 2, sharey=True)
-    for axis, (title, (values, colours, ticks)) in zip(axes, surfaces.items()):
-        filled = axis.contourf(across, up, values, np.linspace(0, ticks[-1], 4 * len(ticks) - 3), cmap=colours)
+    for axis, (title, (values, colors, ticks)) in zip(axes, surfaces.items()):
+        filled = axis.contourf(across, up, values, np.linspace(0, ticks[-1], 4 * len(ticks) - 3), cmap=colors)
         above.colorbar(filled, ax=axis, ticks=ticks)
-        for value, (marker, colour) in MARKERS.items():
+        for value, (marker, color) in MARKERS.items():
             chosen = data["X"][data["inside"] == value]
             label = "in the banana" if value else "outside"
-            axis.plot(*chosen.T, marker, mfc=colour, mec="black", mew=0.5, ms=3.5, ls="", label=label)
+            axis.plot(*chosen.T, marker, mfc=color, mec="black", mew=0.5, ms=3.5, ls="", label=label)
         axis.set(title=title, xlim=EXTENT[:2], ylim=EXTENT[2:], xlabel="input 1")
     axes[0].set_ylabel("input 2")
     axes[0].contour(across, up, probability, [0.5], colors="black", linewidths=1.2)
     above.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=2)
 
     axis, gaps = below.subplots(), [max(bounds.values()) - bound for bound in bounds.values()]
-    axis.barh(list(bounds), gaps, color=RVGA_COLOUR, height=0.55)
+    axis.barh(list(bounds), gaps, color=RVGA_COLOR, height=0.55)
     for place, gap in enumerate(gaps):
         axis.text(gap, place, f" {gap:.1f}", va="center", fontsize=8)
     axis.set_xlabel("bound on the log evidence: nats below the best kernel's")

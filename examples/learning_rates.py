@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
-from plots import COLOURS, WIDTH, parse_arguments, plt, save
+from plots import COLORS, WIDTH, parse_arguments, plt, save
 from sklearn.datasets import load_digits
 
 from numpyro_rvga import BONG
@@ -97,9 +97,9 @@ def draw(results, rates):
         axis.axhline(bong, color="black", lw=1.6, label="bong (has none)")
         for i, ((name, found), marker) in enumerate(zip(scores.items(), "osD^")):
             fine = found < TOP
-            style = {"color": COLOURS[i], "lw": 1.4, "label": name}
+            style = {"color": COLORS[i], "lw": 1.4, "label": name}
             axis.plot(rates, np.where(fine, found, np.nan), f"{marker}-", ms=4, **style)
-            axis.plot(rates[~fine], np.full(sum(~fine), TOP + 0.1 * i), "x", color=COLOURS[i], ms=6, mew=1.8)
+            axis.plot(rates[~fine], np.full(sum(~fine), TOP + 0.1 * i), "x", color=COLORS[i], ms=6, mew=1.8)
         if any(np.any(~(found < TOP)) for found in scores.values()):
             axis.text(min(rates), TOP + 0.15, "worse, or refused:", fontsize=8, va="center")
         axis.set_title(f"{title}\nbong: {bong:.2f}", fontsize=9)

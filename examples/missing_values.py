@@ -15,7 +15,7 @@ import numpyro
 import numpyro.distributions as dist
 from numpyro import handlers
 from numpyro.infer import MCMC, NUTS
-from plots import COLOURS, REFERENCE, RVGA_COLOUR, TRUTH, WIDTH, density_axis, intervals, parse_arguments, plt, save
+from plots import COLORS, REFERENCE, RVGA_COLOR, TRUTH, WIDTH, density_axis, intervals, parse_arguments, plt, save
 
 from numpyro_rvga import RVGA
 
@@ -78,18 +78,18 @@ def draw(draws, gaps, x):
     figure, axes = plt.subplots(1, 2, figsize=(WIDTH, 3), width_ratios=[1, 1.6])
     bins = np.linspace(0.4, 2.2, 60)
     axes[0].hist(draws["NUTS"]["slope"], bins, density=True, color=REFERENCE, alpha=0.35)
-    for name, colour in (("RVGA", RVGA_COLOUR), ("naive", COLOURS[4])):
-        axes[0].hist(draws[name]["slope"], bins, density=True, histtype="step", color=colour, lw=1.6)
+    for name, color in (("RVGA", RVGA_COLOR), ("naive", COLORS[4])):
+        axes[0].hist(draws[name]["slope"], bins, density=True, histtype="step", color=color, lw=1.6)
     axes[0].axvline(TRUE_SLOPE, color=TRUTH, lw=0.8, ls="--")
     density_axis(axes[0], "slope")
     places = np.arange(len(gaps))
-    for name, shift, colour in (("NUTS", -0.12, REFERENCE), ("RVGA", 0.12, RVGA_COLOUR)):
+    for name, shift, color in (("NUTS", -0.12, REFERENCE), ("RVGA", 0.12, RVGA_COLOR)):
         drawn = np.asarray(draws[name]["x"])[:, gaps]
-        intervals(axes[1], places + shift, *np.quantile(drawn, [0.05, 0.5, 0.95], axis=0), colour)
+        intervals(axes[1], places + shift, *np.quantile(drawn, [0.05, 0.5, 0.95], axis=0), color)
     axes[1].plot(places, x[gaps], "_", color=TRUTH, ms=10)
     axes[1].set(xticks=places, xticklabels=gaps, xlabel="row without a measurement", ylabel="its predictor")
-    labels = {"RVGA": RVGA_COLOUR, "NUTS": REFERENCE, "error left out, gaps dropped": COLOURS[4], "truth": TRUTH}
-    handles = [plt.Line2D([], [], color=colour, lw=2, label=label) for label, colour in labels.items()]
+    labels = {"RVGA": RVGA_COLOR, "NUTS": REFERENCE, "error left out, gaps dropped": COLORS[4], "truth": TRUTH}
+    handles = [plt.Line2D([], [], color=color, lw=2, label=label) for label, color in labels.items()]
     figure.legend(handles=handles, loc="outside upper center", ncols=4)
     return figure
 

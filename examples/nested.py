@@ -17,14 +17,14 @@ from numpyro.diagnostics import effective_sample_size
 from numpyro.handlers import reparam
 from numpyro.infer import MCMC, NUTS
 from numpyro.infer.reparam import LocScaleReparam
-from plots import COLOURS, REFERENCE, RVGA_COLOUR, TRUTH, WIDTH, intervals, parse_arguments, plt, save
+from plots import COLORS, REFERENCE, RVGA_COLOR, TRUTH, WIDTH, intervals, parse_arguments, plt, save
 
 from numpyro_rvga import FixedPointVI
 
 ROWS = 3  # of each group
 TRUE_TAU = 1.5
 SINGLE, INTEGRATED = "one Gaussian", "tau integrated out"
-COLOUR = {SINGLE: COLOURS[1], INTEGRATED: RVGA_COLOUR, "NUTS": REFERENCE}
+COLOR = {SINGLE: COLORS[1], INTEGRATED: RVGA_COLOR, "NUTS": REFERENCE}
 
 
 def model(group, y=None, num_groups=None):
@@ -88,7 +88,7 @@ def draw(draws, ones):
     bins = np.linspace(0, 2.5, 51)
     for name in ("NUTS", SINGLE, INTEGRATED):
         style = {"alpha": 0.35} if name == "NUTS" else {"histtype": "step", "lw": 1.8}
-        axis.hist(draws[name]["tau"], bins, density=True, color=COLOUR[name], **style)
+        axis.hist(draws[name]["tau"], bins, density=True, color=COLOR[name], **style)
     axis.axvline(TRUE_TAU, color=TRUTH, lw=0.8, ls="--")
     axis.set_xlim(0, 2.5)
     axis.set_xlabel("tau, the spread of the groups' intercepts (log odds)")
@@ -97,12 +97,12 @@ def draw(draws, ones):
     counts, first = np.unique(ones, return_index=True)
     for name, shift in (("NUTS", -0.2), (SINGLE, 0), (INTEGRATED, 0.2)):
         probability = 1 / (1 + np.exp(-draws[name]["intercept"][:, first]))
-        intervals(panel, counts + shift, *np.quantile(probability, [0.05, 0.5, 0.95], axis=0), COLOUR[name])
+        intervals(panel, counts + shift, *np.quantile(probability, [0.05, 0.5, 0.95], axis=0), COLOR[name])
     panel.set_xticks(counts, [f"{count} of {ROWS}" for count in counts])
     panel.set_ylim(0, 1)
     panel.set_xlabel("rows of the group that are one")
     panel.set_ylabel("probability, median and 90% interval")
-    handles = [plt.Line2D([], [], color=COLOUR[name], lw=3, label=name) for name in (SINGLE, INTEGRATED, "NUTS")]
+    handles = [plt.Line2D([], [], color=COLOR[name], lw=3, label=name) for name in (SINGLE, INTEGRATED, "NUTS")]
     handles.append(plt.Line2D([], [], color=TRUTH, lw=0.8, ls="--", label="truth"))
     figure.legend(handles=handles, loc="outside upper center", ncols=4)
     return figure

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
-from plots import COLOURS, REFERENCE, WIDTH, parse_arguments, plt, save
+from plots import COLORS, REFERENCE, WIDTH, parse_arguments, plt, save
 from sklearn.exceptions import ConvergenceWarning
 from sklearn.linear_model import LinearRegression
 from sklearn.neural_network import MLPRegressor
@@ -100,7 +100,7 @@ def arm(folder: Path | None, num_simulated: int) -> tuple[np.ndarray, np.ndarray
 
 
 def split(X: np.ndarray, y: np.ndarray, num_test: int):
-    """Training and test rows, in random order, standardised by the training rows."""
+    """Training and test rows, in random order, standardized by the training rows."""
     order = np.random.default_rng(1).permutation(len(y))
     test, train = order[:num_test], order[num_test:]
     X = (X - X[train].mean(0)) / X[train].std(0)
@@ -171,9 +171,9 @@ def draw(curves, scales, lines):
         (axes[0], 1, "test mean squared error / variance"),
         (axes[1], 2, "test NLPD, nats a row"),
     ):
-        for (preset, curve), colour in zip(curves.items(), COLOURS):
+        for (preset, curve), color in zip(curves.items(), COLORS):
             label = f"{METHODS[preset][0]}, prior sd {scales[preset]:g}"
-            axis.plot(curve[:, 0], curve[:, column], "o-", color=colour, ms=3, lw=1.4, label=label)
+            axis.plot(curve[:, 0], curve[:, column], "o-", color=color, ms=3, lw=1.4, label=label)
         for (label, values), style in zip(lines.items(), ("--", ":")):
             axis.axhline(values[column - 1], color=REFERENCE, lw=1.2, ls=style, label=label)
         axis.set_xlabel("rows absorbed")

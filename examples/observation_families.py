@@ -15,7 +15,7 @@ import numpyro
 import numpyro.distributions as dist
 from numpyro import handlers
 from numpyro.infer import MCMC, NUTS
-from plots import REFERENCE, RVGA_COLOUR, TRUTH, WIDTH, intervals, parse_arguments, plt, save
+from plots import REFERENCE, RVGA_COLOR, TRUTH, WIDTH, intervals, parse_arguments, plt, save
 
 from numpyro_rvga import RVGA
 
@@ -160,10 +160,10 @@ def draw(found):
     rows = -(-len(found) // columns)
     figure, axes = plt.subplots(rows, columns, figsize=(WIDTH, 1.5 * rows + 0.6), sharex=True)
     for axis, (title, (labels, truth, reference, ours)) in zip(np.ravel(axes), found.items()):
-        place, centre, scale = np.arange(len(labels)), reference[1], deviations(reference)
-        intervals(axis, place - 0.17, *(reference - centre) / scale, REFERENCE, across=True)
-        intervals(axis, place + 0.17, *(ours - centre) / scale, RVGA_COLOUR, across=True)
-        axis.vlines((truth - centre) / scale, place - 0.45, place + 0.45, color=TRUTH, lw=1.2, ls=":")
+        place, center, scale = np.arange(len(labels)), reference[1], deviations(reference)
+        intervals(axis, place - 0.17, *(reference - center) / scale, REFERENCE, across=True)
+        intervals(axis, place + 0.17, *(ours - center) / scale, RVGA_COLOR, across=True)
+        axis.vlines((truth - center) / scale, place - 0.45, place + 0.45, color=TRUTH, lw=1.2, ls=":")
         axis.set_yticks(place, labels)
         axis.set_ylim(len(labels) - 0.4, -0.6)
         axis.set_title(title)
@@ -171,7 +171,7 @@ def draw(found):
         axis.set_xlabel("sd from NUTS's median")
     handles = [
         plt.Line2D([], [], color=REFERENCE, lw=2, marker="o", ms=3.5, label="NUTS, median and 90% interval"),
-        plt.Line2D([], [], color=RVGA_COLOUR, lw=2, marker="o", ms=3.5, label="RVGA, median and 90% interval"),
+        plt.Line2D([], [], color=RVGA_COLOR, lw=2, marker="o", ms=3.5, label="RVGA, median and 90% interval"),
         plt.Line2D([], [], color=TRUTH, lw=1, ls=":", label="truth"),
     ]
     figure.legend(handles=handles, loc="outside lower center", ncols=3)

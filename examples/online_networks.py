@@ -18,7 +18,7 @@ import numpyro.distributions as dist
 from flax import linen as nn
 from matplotlib.ticker import LogLocator, NullLocator
 from numpyro.contrib.module import random_flax_module
-from plots import COLOURS, WIDTH, parse_arguments, plt, save
+from plots import COLORS, WIDTH, parse_arguments, plt, save
 from sklearn.datasets import load_digits
 
 from numpyro_rvga import BONG, init_to_module
@@ -149,23 +149,23 @@ def main(argv: list[str] | None = None) -> None:
         families.remove("full")
     print(f"{'':24s} {'NLPD':>8s} {'plug-in':>8s} {'seconds':>8s}")
     rules, others = [], []
-    for rule, colour in zip(("bog",) if arguments.quick else RULES, COLOURS):
+    for rule, color in zip(("bog",) if arguments.quick else RULES, COLORS):
         for hessian, dashes in hessians.items():
             options = {"rule": rule, "hessian": hessian, "family": "low-rank", "num_samples": problem.num_samples}
-            rules.append((curve(problem, f"{rule} {hessian}", options | RULES[rule]), colour, dashes))
-    for family, colour in zip(families, COLOURS):
+            rules.append((curve(problem, f"{rule} {hessian}", options | RULES[rule]), color, dashes))
+    for family, color in zip(families, COLORS):
         dashes = "--" if family == "diagonal, moment" else "-"
-        others.append((curve(problem, family, FAMILIES[family]), colour, dashes))
+        others.append((curve(problem, family, FAMILIES[family]), color, dashes))
     save(draw(rules, others, len(problem.test["y"])), arguments.output, "online_networks")
 
 
 def draw(rules, families, num_test):
     figure, (left, right) = plt.subplots(1, 2, figsize=(WIDTH, 5.4), sharey=True)
     for axis, curves in ((left, rules), (right, families)):
-        for found, colour, dashes in curves:
+        for found, color, dashes in curves:
             if found is not None:
                 label, scores = found
-                style = {"color": colour, "ls": dashes, "lw": 1.5, "marker": ".", "ms": 5}
+                style = {"color": color, "ls": dashes, "lw": 1.5, "marker": ".", "ms": 5}
                 axis.plot(scores[:, 0], scores[:, 1], label=label, **style)
         axis.set_xlabel("rows absorbed")
         axis.set_yscale("log")
@@ -175,7 +175,7 @@ def draw(rules, families, num_test):
         axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=2, fontsize=8, handlelength=3.2)
     left.set_title("rules and curvatures (learning rate), low-rank 10")
     right.set_title("families, bong lin-hess")
-    left.set_ylabel(f"NLPD of {num_test:,} test rows, linearised, nats a row")
+    left.set_ylabel(f"NLPD of {num_test:,} test rows, linearized, nats a row")
     return figure
 
 

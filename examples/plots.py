@@ -1,4 +1,4 @@
-"""What the examples' figures have in common: colours, shapes, how they are saved."""
+"""What the examples' figures have in common: colors, shapes, how they are saved."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from PIL import Image
 
 REFERENCE = "#555555"  # NUTS, or whatever else the Gaussian is compared with
 TRUTH = "black"  # what the data were made with, always as a broken line
-RVGA_COLOUR = "#0072B2"
-# Okabe and Ito's colours, which colour-blind readers can tell apart.
-COLOURS = (RVGA_COLOUR, "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9")
+RVGA_COLOR = "#0072B2"
+# Okabe and Ito's colors, which color-blind readers can tell apart.
+COLORS = (RVGA_COLOR, "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9")
 METHODS = {
     "default": ("RVGA's default", "black"),
-    "implicit": ("R-VGA, implicit", COLOURS[0]),
-    "explicit": ("R-VGA, explicit", COLOURS[1]),
-    "ekf": ("EKF", COLOURS[2]),
-    "qkf": ("QKF", COLOURS[3]),
-    "laplace": ("Laplace", COLOURS[4]),
+    "implicit": ("R-VGA, implicit", COLORS[0]),
+    "explicit": ("R-VGA, explicit", COLORS[1]),
+    "ekf": ("EKF", COLORS[2]),
+    "qkf": ("QKF", COLORS[3]),
+    "laplace": ("Laplace", COLORS[4]),
 }
 WIDTH = 9  # inches
 
@@ -56,14 +56,14 @@ def parse_arguments(description: str | None, argv: list[str] | None, *, data: st
     return parser.parse_args(argv)
 
 
-def intervals(axis: Axes, place, low, middle, high, colour: str, *, across: bool = False) -> None:
+def intervals(axis: Axes, place, low, middle, high, color: str, *, across: bool = False) -> None:
     """A line from ``low`` to ``high`` with a dot at ``middle``, upright or ``across``."""
     if across:
-        axis.hlines(place, low, high, color=colour, lw=2)
-        axis.plot(middle, place, "o", color=colour, ms=3.5)
+        axis.hlines(place, low, high, color=color, lw=2)
+        axis.plot(middle, place, "o", color=color, ms=3.5)
     else:
-        axis.vlines(place, low, high, color=colour, lw=2)
-        axis.plot(place, middle, "o", color=colour, ms=3.5)
+        axis.vlines(place, low, high, color=color, lw=2)
+        axis.plot(place, middle, "o", color=color, ms=3.5)
 
 
 def density_axis(axis: Axes, title: str) -> None:
@@ -78,12 +78,12 @@ def compare_densities(axis: Axes, ours, reference, title: str) -> None:
     """Histograms of draws, the reference's filled."""
     bins = np.histogram_bin_edges(np.concatenate([ours, reference]), 40)
     axis.hist(reference, bins, density=True, color=REFERENCE, alpha=0.35)
-    axis.hist(ours, bins, density=True, histtype="step", color=RVGA_COLOUR, lw=1.4)
+    axis.hist(ours, bins, density=True, histtype="step", color=RVGA_COLOR, lw=1.4)
     density_axis(axis, title)
 
 
 def save(figure: Figure, folder: Path, name: str) -> None:
-    """With a palette of 256 colours: a third of the bytes, for the same picture."""
+    """With a palette of 256 colors: a third of the bytes, for the same picture."""
     folder.mkdir(parents=True, exist_ok=True)
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png")

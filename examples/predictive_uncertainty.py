@@ -33,8 +33,8 @@ def two_classes(num_rows: int, separation: float) -> dict[str, np.ndarray]:
     rng = np.random.default_rng(3)
     y = np.arange(num_rows) % 2
     noise = rng.normal(size=(num_rows, 2))
-    centre = 0.5 * separation * np.array([1.0, 1.0]) / np.sqrt(2)
-    return {"X": np.where(y[:, None] == 1, centre, -centre) + noise / np.linalg.norm(noise.std(0)), "y": y}
+    center = 0.5 * separation * np.array([1.0, 1.0]) / np.sqrt(2)
+    return {"X": np.where(y[:, None] == 1, center, -center) + noise / np.linalg.norm(noise.std(0)), "y": y}
 
 
 def true_probabilities(data, points, size: int) -> np.ndarray:
@@ -81,8 +81,8 @@ def draw(data, axis_points, maps):
         image = axis.contourf(axis_points, axis_points, surface, FILLED, cmap="RdBu", vmin=-0.3, vmax=1.3)
         lines = axis.contour(axis_points, axis_points, surface, LEVELS, colors="black", linewidths=0.7)
         axis.clabel(lines, fmt="%g", fontsize=7)
-        for label, (marker, colour) in MARKERS.items():
-            axis.plot(*data["X"][data["y"] == label].T, marker, color=colour, ms=2, label=f"class {label}")
+        for label, (marker, color) in MARKERS.items():
+            axis.plot(*data["X"][data["y"] == label].T, marker, color=color, ms=2, label=f"class {label}")
         axis.set_title(title if title == "true posterior" else f"{title}\nmean error {error:.3f}", fontsize=9)
         axis.set(aspect="equal", xlabel="input 1", xticks=(-5, 0, 5), yticks=(-5, 0, 5))
         axis.tick_params(labelbottom=True)

@@ -15,7 +15,7 @@ import numpyro
 import numpyro.distributions as dist
 import pandas as pd
 from numpyro.infer import MCMC, NUTS
-from plots import REFERENCE, RVGA_COLOUR, WIDTH, density_axis, intervals, parse_arguments, plt, save
+from plots import REFERENCE, RVGA_COLOR, WIDTH, density_axis, intervals, parse_arguments, plt, save
 from scipy import stats
 from scipy.special import expit
 from statsmodels.datasets import fair
@@ -96,9 +96,9 @@ def draw(posterior, nuts, cells):
     axes = above.subplots(1, len(ratings), sharey=True)
     for axis, rating in zip(axes, ratings):
         members = np.flatnonzero(cells[:, 0] == rating)
-        for shift, colour, quantiles in ((-0.17, REFERENCE, reference), (0.17, RVGA_COLOUR, rvga)):
+        for shift, color, quantiles in ((-0.17, REFERENCE, reference), (0.17, RVGA_COLOR, rvga)):
             place = np.arange(len(members)) + shift
-            intervals(axis, place, *quantiles[:, members], colour)
+            intervals(axis, place, *quantiles[:, members], color)
         axis.set_title(f"marriage {RATINGS[rating]}")
         axis.set_xticks(np.arange(len(members)), [f"{years:g}" for years in cells[members, 1]], fontsize=7)
         axis.set_ylim(0, 1)
@@ -114,12 +114,12 @@ def draw(posterior, nuts, cells):
     for axis, title, curve, sample in zip(axes, titles, ours, draws):
         place = np.asarray(curve, np.float64)
         axis.fill_between(place, stats.gaussian_kde(sample)(place), color=REFERENCE, alpha=0.3, lw=0)
-        axis.plot(place, stats.norm.pdf(standard) / np.gradient(place, standard), color=RVGA_COLOUR, lw=1.6)
+        axis.plot(place, stats.norm.pdf(standard) / np.gradient(place, standard), color=RVGA_COLOR, lw=1.6)
         density_axis(axis, title)
     axes[0].set_ylabel("density, log odds")
     handles = [
         plt.Line2D([], [], color=REFERENCE, lw=4, alpha=0.6, label="NUTS, 90% interval and density"),
-        plt.Line2D([], [], color=RVGA_COLOUR, lw=2, label="RVGA"),
+        plt.Line2D([], [], color=RVGA_COLOR, lw=2, label="RVGA"),
     ]
     below.legend(handles=handles, loc="outside lower center", ncols=2)
     return figure

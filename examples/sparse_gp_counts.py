@@ -14,7 +14,7 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 from jax.scipy.linalg import solve_triangular
-from plots import COLOURS, REFERENCE, RVGA_COLOUR, TRUTH, WIDTH, parse_arguments, plt, save
+from plots import COLORS, REFERENCE, RVGA_COLOR, TRUTH, WIDTH, parse_arguments, plt, save
 
 from numpyro_rvga import FixedPointVI
 
@@ -76,11 +76,11 @@ def main(argv: list[str] | None = None) -> None:
 def draw(data, inducing, grid, rate, counts):
     figure, axis = plt.subplots(figsize=(WIDTH, 3.6))
     axis.plot(data["x"], data["count"], ".", color=REFERENCE, ms=3, alpha=0.4, mew=0, label="counts")
-    axis.fill_between(grid, *counts, color=RVGA_COLOUR, alpha=0.15, lw=0, label="90% of new counts")
-    axis.fill_between(grid, rate[0], rate[2], color=RVGA_COLOUR, alpha=0.45, lw=0, label="90% of the rate")
-    axis.plot(grid, rate[1], color=RVGA_COLOUR, lw=1.4, label="rate, median")
+    axis.fill_between(grid, *counts, color=RVGA_COLOR, alpha=0.15, lw=0, label="90% of new counts")
+    axis.fill_between(grid, rate[0], rate[2], color=RVGA_COLOR, alpha=0.45, lw=0, label="90% of the rate")
+    axis.plot(grid, rate[1], color=RVGA_COLOR, lw=1.4, label="rate, median")
     axis.plot(grid, true_rate(grid), "--", color=TRUTH, lw=1, label="true rate")
-    style = {"color": COLOURS[4], "ms": 9, "mew": 1.5, "clip_on": False}
+    style = {"color": COLORS[4], "ms": 9, "mew": 1.5, "clip_on": False}
     axis.plot(inducing, np.zeros(len(inducing)), "|", label="inducing points", **style)
     axis.set(xlim=(SPAN[0], SPAN[1] + 1), ylim=(0, 1.2 * np.quantile(data["count"], 0.999)), xlabel="x", ylabel="count")
     figure.legend(loc="outside lower center", ncols=6, columnspacing=1.5)

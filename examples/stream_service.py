@@ -21,7 +21,7 @@ import numpyro
 import numpyro.distributions as dist
 import pyarrow as pa
 import pyarrow.parquet as pq
-from plots import COLOURS, REFERENCE, TRUTH, WIDTH, parse_arguments, plt, save
+from plots import COLORS, REFERENCE, TRUTH, WIDTH, parse_arguments, plt, save
 from scipy.special import expit
 
 from numpyro_rvga import RVGA, ParquetRows, RandomWalk
@@ -141,10 +141,10 @@ def draw(w: np.ndarray, found: list[dict], killed_at: list[int]):
     mean, deviation = (np.array([answer[name] for answer in found]) for name in ("w", "deviation"))
     for number in killed_at:
         axis.axvline(number, color=REFERENCE, lw=0.8, label="service killed" if number == killed_at[-1] else None)
-    for i, (name, colour) in enumerate(zip(("intercept", "slope of a", "slope of b"), COLOURS)):
+    for i, (name, color) in enumerate(zip(("intercept", "slope of a", "slope of b"), COLORS)):
         low, high = mean[:, i] - 2 * deviation[:, i], mean[:, i] + 2 * deviation[:, i]
-        axis.fill_between(files, low, high, color=colour, alpha=0.2, lw=0)
-        axis.plot(files, mean[:, i], color=colour, lw=1.6, label=f"{name}, mean and 2 sd")
+        axis.fill_between(files, low, high, color=color, alpha=0.2, lw=0)
+        axis.plot(files, mean[:, i], color=color, lw=1.6, label=f"{name}, mean and 2 sd")
         axis.plot(files, w[:, i], color=TRUTH, lw=1, ls=":", label="truth" if i == 2 else None)
     axis.set(xlim=(0, len(w) - 1), ylim=(-2.5, 3), ylabel="coefficient, before the file is read")
     axis.set_xlabel(f"file of {ROWS_PER_FILE} rows")

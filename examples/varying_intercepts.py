@@ -14,7 +14,7 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 from numpyro.infer import MCMC, NUTS
-from plots import REFERENCE, RVGA_COLOUR, WIDTH, compare_densities, intervals, parse_arguments, plt, save
+from plots import REFERENCE, RVGA_COLOR, WIDTH, compare_densities, intervals, parse_arguments, plt, save
 
 from numpyro_rvga import FixedPointVI
 
@@ -81,9 +81,9 @@ def draw(ours, nuts, sizes):
     above, below = figure.subfigures(2, 1, height_ratios=[1.2, 1])
     axis = above.subplots()
     order = np.argsort(-sizes, kind="stable")
-    for draws, colour, shift in ((nuts, REFERENCE, -0.2), (ours, RVGA_COLOUR, 0.2)):
+    for draws, color, shift in ((nuts, REFERENCE, -0.2), (ours, RVGA_COLOR, 0.2)):
         place, mean, deviation = np.arange(len(order)) + shift, draws["intercept"].mean(0), draws["intercept"].std(0)
-        intervals(axis, place, *(value[order] for value in (mean - deviation, mean, mean + deviation)), colour)
+        intervals(axis, place, *(value[order] for value in (mean - deviation, mean, mean + deviation)), color)
     axis.axhline(nuts["center"].mean(), color=REFERENCE, lw=0.8, ls=":")
     shown = np.linspace(0, len(order) - 1, min(len(order), 12)).astype(int)
     axis.set_xticks(shown, [f"{sizes[order[i]]}" for i in shown])
@@ -96,7 +96,7 @@ def draw(ours, nuts, sizes):
         x, y = read(nuts["intercept"], axis=0), read(ours["intercept"], axis=0)
         ends = [min(x.min(), y.min()), max(x.max(), y.max())]
         panel.plot(ends, ends, color=REFERENCE, lw=0.8)
-        panel.plot(x, y, "o", color=RVGA_COLOUR, ms=2.5)
+        panel.plot(x, y, "o", color=RVGA_COLOR, ms=2.5)
         panel.set_title(f"{name} of the intercepts", fontsize=8)
         panel.set_xlabel("NUTS", fontsize=8)
     panels[0].set_ylabel("FixedPointVI", fontsize=8)
@@ -104,7 +104,7 @@ def draw(ours, nuts, sizes):
         compare_densities(panel, ours[name], nuts[name], title)
     handles = [
         plt.Line2D([], [], color=REFERENCE, lw=2, marker="o", ms=3.5, label="NUTS"),
-        plt.Line2D([], [], color=RVGA_COLOUR, lw=2, marker="o", ms=3.5, label="FixedPointVI"),
+        plt.Line2D([], [], color=RVGA_COLOR, lw=2, marker="o", ms=3.5, label="FixedPointVI"),
         plt.Line2D([], [], color=REFERENCE, lw=0.8, ls=":", label="mean of the intercepts"),
     ]
     below.legend(handles=handles, loc="outside lower center", ncols=3)

@@ -14,7 +14,7 @@ import numpyro
 import numpyro.distributions as dist
 from numpyro.diagnostics import effective_sample_size
 from numpyro.infer import MCMC, NUTS
-from plots import REFERENCE, RVGA_COLOUR, WIDTH, parse_arguments, plt, save
+from plots import REFERENCE, RVGA_COLOR, WIDTH, parse_arguments, plt, save
 from sklearn.datasets import load_breast_cancer
 
 from numpyro_rvga import RVGA
@@ -79,12 +79,12 @@ def main(argv: list[str] | None = None) -> None:
 
 def draw(found):
     figure, (left, right) = plt.subplots(1, 2, figsize=(WIDTH, 3.2), width_ratios=[1, 1.6])
-    for i, ((name, (num_warmup, steps, sizes)), colour) in enumerate(zip(found.items(), (REFERENCE, RVGA_COLOUR))):
-        left.bar(i, steps, color=colour, width=0.6)
+    for i, ((name, (num_warmup, steps, sizes)), color) in enumerate(zip(found.items(), (REFERENCE, RVGA_COLOR))):
+        left.bar(i, steps, color=color, width=0.6)
         left.text(i, steps, f"{steps:,}", ha="center", va="bottom", fontsize=8)
         rates = np.sort(1000 * sizes / steps)
         label = f"{name}, {num_warmup} warm-up steps a chain"
-        right.plot(np.arange(1, len(rates) + 1), rates, "o-", color=colour, ms=3.5, lw=1, label=label)
+        right.plot(np.arange(1, len(rates) + 1), rates, "o-", color=color, ms=3.5, lw=1, label=label)
     left.set_xticks(range(len(found)), list(found))
     left.set_ylabel("leapfrog steps with warm-up")
     left.yaxis.set_major_formatter("{x:,.0f}")

@@ -27,7 +27,7 @@ SCHEDULES = ("incremental", "batch", "gradient")
 
 
 class FixedPointVI:
-    """The best Gaussian: maximises the variational bound over all rows, with the true prior in it.
+    """The best Gaussian: maximizes the variational bound over all rows, with the true prior in it.
 
     **Example**
 
@@ -42,7 +42,7 @@ class FixedPointVI:
 
     Normal latents inside the row plate, of known scale, are integrated out with their conditional prior (sparse
     Gaussian processes). Models that do not run on some of the rows alone, such as those with a latent value for each
-    row, are run on all of them at once. The model's ``numpyro.param`` sites are learned: the bound, maximised over q,
+    row, are run on all of them at once. The model's ``numpyro.param`` sites are learned: the bound, maximized over q,
     is climbed by L-BFGS in them (needs optax); see :attr:`Posterior.params`.
 
     Where each term looks at few entries of theta, as with crossed effects, the longest site is eliminated (by
@@ -59,7 +59,7 @@ class FixedPointVI:
     :param order: derivatives of the log-likelihood that are used: 2, 1, 0 or ``"auto"``.
     :param float improper_prior_scale: standard deviation, in unconstrained space, of the normal that stands for
         improper priors. None (default) refuses them.
-    :param float tolerance: squared length of the natural gradient, in nats, at which the bound counts as maximised.
+    :param float tolerance: squared length of the natural gradient, in nats, at which the bound counts as maximized.
         Default: 1e-8 in float64, 1e-6 in float32. Also the rise that the last step of learning promises; default: 1e-5.
     :param int max_iterations: of the fixed point, or of L-BFGS.
     :param int num_samples: nodes of Monte Carlo expectations.
@@ -121,7 +121,7 @@ class FixedPointVI:
         progress_bar: bool = True,
         **model_kwargs: Any,
     ) -> Posterior:
-        """Maximise the bound.
+        """Maximize the bound.
 
         **Example**
 
@@ -146,12 +146,12 @@ class FixedPointVI:
             in how many of them positive curvatures of the log-likelihood were set to zero to keep the precision
             positive definite (``clamped_iterations``), and in how many the plain fixed point V <- T(V) would have gone
             to and fro without coming nearer, as in Theorem 1's cycle of two, and was damped (``cycling_iterations``).
-            ``elbo_error`` is as in :meth:`RVGA.run` (not with learned parameters). Where the bound is not maximised,
+            ``elbo_error`` is as in :meth:`RVGA.run` (not with learned parameters). Where the bound is not maximized,
             ``converged`` is False, and a warning says why. Where predictors were linearized and draws do not confirm
             the bound, ``elbo`` is None, and ``info`` has it as ``log_evidence_estimate``.
             With ``integrate``, it holds ``integrated``, the sites (or ``not_integrated``, why there are none), and
             ``integration``: the ``points`` h in unconstrained space, (K, d), the posterior's ``mass`` at each, and how
-            many times the bound was maximised (``evaluations``). ``elbo`` is then the log of the integral of exp(bound
+            many times the bound was maximized (``evaluations``). ``elbo`` is then the log of the integral of exp(bound
             given h).
         :raises ValueError: for unusable data, naming the array and the row.
         :raises NotImplementedError: for discrete latents, and for latents inside the row plate that are not Normal.

@@ -66,10 +66,10 @@ class RVGA:
         [ 1.3 -2. ] -91
 
     Where each term looks at few entries of theta, as with crossed effects, all rows are solved for together, and no
-    matrix of all parameters is factorised: for data in memory, up to 800 rows for each parameter, and default options.
+    matrix of all parameters is factorized: for data in memory, up to 800 rows for each parameter, and default options.
 
     :param model: a NumPyro model whose rows are conditionally independent given global, continuous latents.
-    :param str scheme: ``"implicit"`` minimises KL(q_t || p(rows | theta) q_(t-1)) exactly, block by block (equations
+    :param str scheme: ``"implicit"`` minimizes KL(q_t || p(rows | theta) q_(t-1)) exactly, block by block (equations
         28-29); ``"explicit"`` takes the expectations under q_(t-1) (30-31); ``"ekf"`` is the extended Kalman filter
         (Theorem 3); ``"qkf"`` the quadratic Kalman filter for logistic rows (90); ``"laplace"`` the batch Laplace
         approximation, with all rows in one block.

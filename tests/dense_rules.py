@@ -1,6 +1,6 @@
 """The update equations of the BONG paper's appendix E, written out densely in NumPy.
 
-``G`` is the expected Hessian of the log-likelihood, ``g`` its expected gradient. Gradients in a matrix are symmetrised,
+``G`` is the expected Hessian of the log-likelihood, ``g`` its expected gradient. Gradients in a matrix are symmetrized,
 which the paper leaves to the reader (equations 142 and 148). Factors of low-rank precisions are (P, R), as there.
 """
 

@@ -50,7 +50,7 @@ def potential_of(model, site_names, *args, **kwargs):
 
 
 def importance_moments(model, site_names, *args, num_draws=8_000, **kwargs) -> Moments:
-    """Moments by adaptive, self-normalised importance sampling from a multivariate t around the mode."""
+    """Moments by adaptive, self-normalized importance sampling from a multivariate t around the mode."""
     potential, size = potential_of(model, site_names, *args, **kwargs)
     many = jax.jit(lambda thetas: jax.lax.map(potential, thetas, batch_size=1000))
     slope = jax.jit(jax.value_and_grad(potential))

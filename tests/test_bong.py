@@ -51,10 +51,10 @@ def unknown_scale(X, y=None):
 
 
 def hierarchical(g, y=None):
-    centre = numpyro.sample("centre", dist.Normal(0, 1.0))
+    center = numpyro.sample("center", dist.Normal(0, 1.0))
     spread = numpyro.sample("spread", dist.HalfNormal(1.0))
     with numpyro.plate("groups", 5):
-        a = numpyro.sample("a", dist.Normal(centre, spread))
+        a = numpyro.sample("a", dist.Normal(center, spread))
     with numpyro.plate("rows", len(g)):
         numpyro.sample("y", dist.Normal(a[g], NOISE), obs=y)
 
@@ -308,7 +308,7 @@ def test_lin_hess_learns_unknown_scales_by_their_information(distribution):
 # ---------------------------------------------------------------------- the authors' results
 @needs_reference("logreg")
 @pytest.mark.parametrize("case", ["d10", "d100"])
-def test_the_authors_linearised_results_are_reproduced(case):
+def test_the_authors_linearized_results_are_reproduced(case):
     def model(X, y=None, mean=None, covariance=None):
         w = numpyro.sample("w", dist.MultivariateNormal(mean, covariance))
         with numpyro.plate("rows", len(X)):

@@ -221,7 +221,7 @@ def test_positive_curvatures_are_clamped_and_counted():
 
 
 def test_a_run_that_ends_early_says_why():
-    with pytest.warns(UserWarning, match="not maximised: all 2 iterations were spent"):
+    with pytest.warns(UserWarning, match="not maximized: all 2 iterations were spent"):
         posterior = fit("robust", max_iterations=2)
     assert not posterior.info["converged"]
 
@@ -344,6 +344,6 @@ def test_a_bound_of_linearized_predictors_that_draws_do_not_confirm_is_none():
             numpyro.sample("y", dist.Normal(jnp.tanh(x[:, None] * inner) @ outer, 0.3), obs=y)
 
     x = np.linspace(-1, 1, 30)
-    with pytest.warns(UserWarning, match="by 200 draws from q"), pytest.warns(UserWarning, match="not maximised"):
+    with pytest.warns(UserWarning, match="by 200 draws from q"), pytest.warns(UserWarning, match="not maximized"):
         posterior = FixedPointVI(network, max_iterations=30).run({"x": x, "y": np.sin(3 * x)}, progress_bar=False)
     assert posterior.elbo is None and posterior.info["log_evidence_estimate"] < 0

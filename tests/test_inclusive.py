@@ -45,7 +45,7 @@ def test_one_row_is_absorbed_with_the_moments_of_its_posterior_and_many_rows_nea
         rows = {name: array[:count] for name, array in data.items()}
         signed = (2 * rows["y"] - 1)[:, None] * rows["X"]
         posterior = benchmark.TruePosterior(rows, benchmark.Case("", 2.0, 0.5, 0.0))
-        posterior.normalise(np.zeros(2), np.array([18.0, 18.0]), 601)
+        posterior.normalize(np.zeros(2), np.array([18.0, 18.0]), 601)
         moments = benchmark.moments_of(posterior)
         start = 0.5 * np.ones(2), 4.0 * np.eye(2)
         one, last = benchmark.first_and_last(benchmark.expectation_propagation(signed, *start))

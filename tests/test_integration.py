@@ -33,7 +33,7 @@ def eight_schools(sigma, y=None):
         numpyro.sample("y", dist.Normal(theta, sigma), obs=y)
 
 
-def eight_schools_not_centred(sigma, y=None):
+def eight_schools_not_centered(sigma, y=None):
     mu = numpyro.sample("mu", dist.Normal(0, 5))
     tau = numpyro.sample("tau", dist.HalfCauchy(5))
     with numpyro.plate("schools", sigma.shape[0]):
@@ -59,13 +59,13 @@ def few_binary_rows():
     return {"group": group, "y": (rng.random(150) < 1 / (1 + np.exp(-(0.3 + u[group])))).astype(int)}
 
 
-def slopes(centred):
+def slopes(centered):
     def model(group, x, y=None):
         m = numpyro.sample("m", dist.Normal(0, 2).expand([2]).to_event(1))
         s = numpyro.sample("s", dist.HalfNormal(1).expand([2]).to_event(1))
         lower = s[:, None] * numpyro.sample("L", dist.LKJCholesky(2, 2.0))
         with numpyro.plate("groups", 6):
-            if centred:
+            if centered:
                 b = numpyro.sample("b", dist.MultivariateNormal(m, scale_tril=lower))
             else:
                 z = numpyro.sample("z", dist.Normal(0, 1).expand([2]).to_event(1))
@@ -114,8 +114,8 @@ def exact_schools():
 @pytest.fixture(scope="module")
 def schools():
     return {
-        "centred": FixedPointVI(eight_schools, integrate="auto").run(SCHOOLS, progress_bar=False),
-        "not centred": FixedPointVI(eight_schools_not_centred, integrate="auto").run(SCHOOLS, progress_bar=False),
+        "centered": FixedPointVI(eight_schools, integrate="auto").run(SCHOOLS, progress_bar=False),
+        "not centered": FixedPointVI(eight_schools_not_centered, integrate="auto").run(SCHOOLS, progress_bar=False),
     }
 
 
@@ -131,7 +131,7 @@ def line():
     return FixedPointVI(straight_line, integrate="auto").run(LINE, progress_bar=False)
 
 
-@pytest.mark.parametrize("way", ["centred", "not centred"])
+@pytest.mark.parametrize("way", ["centered", "not centered"])
 def test_eight_schools_are_exact(schools, way):
     posterior = schools[way]
     evidence, mean, deviation = exact_schools()
@@ -145,10 +145,10 @@ def test_eight_schools_are_exact(schools, way):
 
 
 def test_ways_of_writing_a_model_agree(schools):
-    np.testing.assert_allclose(schools["centred"].elbo, schools["not centred"].elbo, atol=1e-6)
+    np.testing.assert_allclose(schools["centered"].elbo, schools["not centered"].elbo, atol=1e-6)
     reparametrized = handlers.reparam(eight_schools, config={"theta": LocScaleReparam(0)})
     other = FixedPointVI(reparametrized, integrate="auto").run(SCHOOLS, progress_bar=False)
-    np.testing.assert_allclose(other.elbo, schools["centred"].elbo, atol=1e-6)
+    np.testing.assert_allclose(other.elbo, schools["centered"].elbo, atol=1e-6)
 
 
 def test_log_scale_of_few_binary_rows_is_that_of_nuts(binary):
@@ -255,7 +255,7 @@ def test_mixture_is_a_density(line):
 
 
 def test_moments_quantiles_and_draws_agree(schools):
-    posterior = schools["centred"]
+    posterior = schools["centered"]
     theta = np.asarray(posterior.sample_unconstrained(KEY, (40_000,)))
     deviation = theta.std(0)
     np.testing.assert_allclose((theta.mean(0) - np.asarray(posterior.mean)) / deviation, 0, atol=0.03)
@@ -268,7 +268,7 @@ def test_moments_quantiles_and_draws_agree(schools):
 
 
 def test_file_gives_the_mixture_back(schools, tmp_path):
-    posterior = schools["centred"]
+    posterior = schools["centered"]
     posterior.save(tmp_path / "posterior.npz")
     again = Posterior.load(tmp_path / "posterior.npz", eight_schools)
     np.testing.assert_array_equal(again.gaussian.means, posterior.gaussian.means)
@@ -277,7 +277,7 @@ def test_file_gives_the_mixture_back(schools, tmp_path):
 
 
 def test_mixture_goes_to_arviz_nuts_and_guides(schools, capsys):
-    posterior = schools["not centred"]
+    posterior = schools["not centered"]
     found = posterior.to_arviz(SCHOOLS, num_samples=200)
     assert {"log_p", "log_q"} <= set(found["sample_stats"].data_vars)
     posterior.print_summary()
@@ -302,7 +302,7 @@ def test_closed_form_predictions_are_averages_over_the_mixture(binary):
 
 def test_mixtures_cannot_be_merged(schools):
     with pytest.raises(ValueError, match="single rows"):
-        Posterior.merge([schools["centred"], schools["centred"]])
+        Posterior.merge([schools["centered"], schools["centered"]])
 
 
 def test_float32_finds_the_same():
@@ -346,7 +346,7 @@ def partly_undefined(x, y=None):
     [
         (positive_slope, LINE, {}, ("sigma",)),
         (partly_undefined, LINE, {}, ("variance", "degrees")),
-        (eight_schools_not_centred, SCHOOLS, {}, ("tau",)),
+        (eight_schools_not_centered, SCHOOLS, {}, ("tau",)),
         (process, {"number": np.arange(5), "count": np.arange(5)}, {"places": np.arange(5.0)}, ("length", "variance")),
     ],
 )
@@ -392,7 +392,7 @@ def test_sites_are_checked(sites, message):
 
 
 def test_resampled_draws_are_the_posteriors(schools):
-    found = schools["not centred"].resample(SCHOOLS, 4000)["posterior"]
+    found = schools["not centered"].resample(SCHOOLS, 4000)["posterior"]
     _, mean, deviation = exact_schools()
     for name, place in (("mu", 1), ("theta", slice(2, None))):
         draws = np.asarray(found[name])[0]
@@ -449,4 +449,4 @@ def test_too_many_parameters_for_a_mixture_are_left_to_one_gaussian(monkeypatch)
 def test_rows_must_be_those_of_the_posterior(schools):
     few = {name: array[:4] for name, array in SCHOOLS.items()}
     with pytest.raises(ValueError, match="rows"):
-        schools["centred"].integrate(few, progress_bar=False)
+        schools["centered"].integrate(few, progress_bar=False)

@@ -28,7 +28,7 @@ class Observation(NamedTuple):
     """A block of n rows.
 
     :ivar kinds: the kinds of its factors.
-    :ivar linearise: theta (P,) -> factors: predictors f_i(theta) (``predictors``) and their Jacobians (``jacobian``).
+    :ivar linearize: theta (P,) -> factors: predictors f_i(theta) (``predictors``) and their Jacobians (``jacobian``).
     :ivar rows: pytree of (n, ...) arrays.
     :ivar log_lik: (theta, one row) -> log p(y_i | theta).
     :ivar drawn_log_lik: (theta, one row, rng_key) -> log p(y | theta) of an outcome y that is drawn from the row's own
@@ -37,7 +37,7 @@ class Observation(NamedTuple):
     """
 
     kinds: tuple[Kind, ...]
-    linearise: Callable[[Array], tuple[Factors, ...]]
+    linearize: Callable[[Array], tuple[Factors, ...]]
     rows: Any
     log_lik: Callable[[Array, Any], Array]
     weights: Array
@@ -92,7 +92,7 @@ def _in_predictor_space(q: Family, observation: Observation, *, expected: bool) 
         information, or for kinds without one the Hessian without its positive part.
     """
     parts = []
-    for kind, factors in zip(observation.kinds, observation.linearise(q.mean)):
+    for kind, factors in zip(observation.kinds, observation.linearize(q.mean)):
         n, c, _ = factors.jacobian.shape
         semidefinite = kind.concave
         if expected:
@@ -151,7 +151,7 @@ def implicit(
 
     :param settings_of: the number of rows -> when that search stops.
     """
-    factors = observation.linearise(q.mean)
+    factors = observation.linearize(q.mean)
     rows = jnp.concatenate([f.jacobian.reshape(-1, f.jacobian.shape[-1]) for f in factors])
     spread = q.predictor_root(rows)
     root, inverse = semidefinite_factor(spread @ spread.T)

@@ -87,7 +87,7 @@ def from_nodes(density: Density, nodes: Nodes, order: int) -> Moments:
     if order == 0:
         values = jax.vmap(density)(points)
         value = weights @ values
-        weighted = weights * (values - value)  # centred: the same expectation, less cancellation
+        weighted = weights * (values - value)  # centered: the same expectation, less cancellation
         score = weighted @ nodes.whitened
         square = jnp.einsum("k,ki,kj->ij", weighted, nodes.whitened, nodes.whitened)
         return value, nodes.inverse.T @ score, nodes.inverse.T @ square @ nodes.inverse
@@ -122,16 +122,16 @@ def quadrature(order: int, density: Density, mean: Array, covariance: Array) -> 
 
     def integrands(z: Array) -> tuple[Array, Array, Array]:
         value, slope = jax.value_and_grad(phi)(mean[0] + root * z)
-        value_change, slope_change = value - centre, slope - at_centre  # what is left cancels less
+        value_change, slope_change = value - center, slope - at_center  # what is left cancels less
         if order == 0:
             pair = value_change * z * inverse, value_change * (z * z - 1) * inverse**2
         else:
             pair = slope, slope_change * z * inverse if order == 1 else jax.grad(jax.grad(phi))(mean[0] + root * z)
         return value, slope * root, jnp.stack([value_change, *pair])
 
-    centre, at_centre = jax.value_and_grad(phi)(mean[0])
+    center, at_center = jax.value_and_grad(phi)(mean[0])
     value, gradient, hessian = normal_integral(integrands, mean.dtype, QUADRATURE_TOLERANCE)[0]
-    return centre + value, gradient[None], hessian[None, None]
+    return center + value, gradient[None], hessian[None, None]
 
 
 def hermite_nodes(dimension: int) -> tuple[np.ndarray, np.ndarray]:

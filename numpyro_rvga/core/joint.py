@@ -24,7 +24,7 @@ from .recursion import (
     State,
     StepInfo,
     predictor_scales,
-    summarise,
+    summarize,
 )
 
 
@@ -101,7 +101,7 @@ def joint_solve(
 
     def factors_at(e):
         def whitened(chunk):
-            factors = rows.linearise(chunk, state.mean + state.root @ e)
+            factors = rows.linearize(chunk, state.mean + state.root @ e)
             return tuple(f._replace(jacobian=times_root(f.jacobian, state.root)) for f in factors)
 
         chunked = lax.map(whitened, rows.chunks)
@@ -129,7 +129,7 @@ def joint_solve(
         if state.prior_factor is not None:
             if expected is None:
                 spread = None if search.mode else root.T
-                sums = evaluate(prior.kinds, prior.linearise(prior.first, mean), spread)
+                sums = evaluate(prior.kinds, prior.linearize(prior.first, mean), spread)
             else:
                 sums = objective.of_group(solution.mean, expected, 0)
             prior_factor = _prior_factor(sums, mean, None if search.mode else root)
@@ -141,7 +141,7 @@ def joint_solve(
 
     def absorbed_at(solution):
         factors = factors_at(solution.mean)
-        return summarise(rows.kinds, factors, predictor_scales(factors, solution.root))
+        return summarize(rows.kinds, factors, predictor_scales(factors, solution.root))
 
     return Joint(objective, start, absorb, absorbed_at)
 

@@ -348,8 +348,8 @@ def _after_step(
 def rounding(search: Search, mean: Array, merit: Array) -> Array:
     """The rounding error of a bound, or of what else is compared. In a bound the covariance's trace cancels, which is
     of about the dimension and may be far larger."""
-    cancelling = 0 if search.mode or search.by_decrement else mean.size
-    return 8 * jnp.finfo(mean.dtype).eps * (cancelling + jnp.abs(merit))
+    canceling = 0 if search.mode or search.by_decrement else mean.size
+    return 8 * jnp.finfo(mean.dtype).eps * (canceling + jnp.abs(merit))
 
 
 def _tolerance(settings: Settings, state: SolverState) -> Array:

@@ -42,12 +42,12 @@ class Group(NamedTuple):
     """Factors that need not be in memory all at once: rows, or the terms of a prior.
 
     :ivar kinds: of a chunk's factors; () if there are none.
-    :ivar linearise: (chunk, theta (P,)) -> factors with ``predictors`` = F_i(theta) and ``jacobian`` the Jacobians.
+    :ivar linearize: (chunk, theta (P,)) -> factors with ``predictors`` = F_i(theta) and ``jacobian`` the Jacobians.
     :ivar chunks: a pytree with the chunks along the leading axis; () for one that needs no arrays.
     """
 
     kinds: tuple[Kind, ...]
-    linearise: Callable[[Any, Array], tuple[Factors, ...]]
+    linearize: Callable[[Any, Array], tuple[Factors, ...]]
     chunks: Any = ()
 
     @property
@@ -167,7 +167,7 @@ def joint_objective(groups: tuple[Group, ...], frame: Frame, *, staged: bool) ->
 
         def of_group(group, *arguments):
             return group.visit(
-                lambda chunk, *rest: function(group.kinds, group.linearise(chunk, theta), *rest), *arguments
+                lambda chunk, *rest: function(group.kinds, group.linearize(chunk, theta), *rest), *arguments
             )
 
         return zip(*map(of_group, groups, *arguments))
@@ -188,7 +188,7 @@ def joint_objective(groups: tuple[Group, ...], frame: Frame, *, staged: bool) ->
 
     def curvature_in_theta(group, theta, hessians, clamped):
         def one(chunk, h):
-            return curvature_of(group.kinds, group.linearise(chunk, theta), h, clamped=clamped), ()
+            return curvature_of(group.kinds, group.linearize(chunk, theta), h, clamped=clamped), ()
 
         return group.visit(one, hessians)[0]
 

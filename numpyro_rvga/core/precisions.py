@@ -78,7 +78,7 @@ class Dense(NamedTuple):
 
 class Weighted(NamedTuple):
     """Precisions ``precision + frame^T diag(w) frame`` as their w (n,): what selections, seen through a frame, make of
-    the base's. Beside a factorisation and a triangular solve, an iteration then takes two products of matrices, not
+    the base's. Beside a factorization and a triangular solve, an iteration then takes two products of matrices, not
     eight.
 
     :ivar frame: (n, r).

@@ -30,30 +30,30 @@ ROUTINE_NUMBERS = 16  # in the Jacobians of a block whose solve is one routine: 
 
 
 class CanonicalGaussian(NamedTuple):
-    """A Gaussian factor of theta, by its logarithm at theta = centre + d: constant + linear . d - d' precision d / 2.
+    """A Gaussian factor of theta, by its logarithm at theta = center + d: constant + linear . d - d' precision d / 2.
 
-    :ivar precision: (P, P). :ivar linear: (P,). :ivar constant: (). :ivar centre: (P,).
+    :ivar precision: (P, P). :ivar linear: (P,). :ivar constant: (). :ivar center: (P,).
     """
 
     precision: Array | np.ndarray
     linear: Array | np.ndarray
     constant: Array | np.ndarray
-    centre: Array | np.ndarray
+    center: Array | np.ndarray
 
     def at(self, theta: Array | np.ndarray) -> tuple[Any, Any]:
         """Logarithm and gradient."""
-        change = theta - self.centre
+        change = theta - self.center
         product = self.precision @ change
         return self.constant + self.linear @ change - 0.5 * change @ product, self.linear - product
 
-    def about(self, centre: Array | np.ndarray) -> CanonicalGaussian:
-        """The same factor about another centre."""
-        value, gradient = self.at(centre)
-        return CanonicalGaussian(self.precision, gradient, value, centre)
+    def about(self, center: Array | np.ndarray) -> CanonicalGaussian:
+        """The same factor about another center."""
+        value, gradient = self.at(center)
+        return CanonicalGaussian(self.precision, gradient, value, center)
 
     def plus(self, other: CanonicalGaussian, times: float = 1.0) -> CanonicalGaussian:
-        """The product with a power of a factor of the same centre."""
-        return CanonicalGaussian(*[a + times * b for a, b in zip(self[:3], other[:3])], self.centre)
+        """The product with a power of a factor of the same center."""
+        return CanonicalGaussian(*[a + times * b for a, b in zip(self[:3], other[:3])], self.center)
 
 
 class State(NamedTuple):
@@ -125,7 +125,7 @@ def new_state(mean: Array, root: Array, prior_factor: CanonicalGaussian | None) 
     return State(mean, jnp.zeros_like(mean), root, zero, prior_factor, Count.of(0))
 
 
-def summarise(
+def summarize(
     kinds: tuple[Kind, ...], factors: tuple[Factors, ...], predictor_scales: tuple[Array, ...]
 ) -> tuple[Absorbed, ...]:
     """Moments of the factors' predictors: means ``predictors`` and covariances scale_i scale_i^T."""
@@ -174,7 +174,7 @@ def row_factors_and_residuals(
     absorbed: tuple[Absorbed, ...],
 ) -> tuple[tuple[RowFactors, ...], tuple[Array, ...]]:
     """The sites of factors (see :func:`row_factors_of`), and by how much they are not those that this q would make (see
-    :func:`summarise`), (n,) by kind: the length of what q's natural gradient lacks for each factor, in standard
+    :func:`summarize`), (n,) by kind: the length of what q's natural gradient lacks for each factor, in standard
     deviations of q."""
 
     def one(mean, covariance, moments, site):
@@ -205,14 +205,14 @@ def predict(movement: Movement, state: State, rows: dict) -> State:
 # ---------------------------------------------------------------------- small blocks
 def implicit_step(
     kinds: tuple[Kind, ...],
-    linearise: Callable[[Array], tuple[Factors, ...]],
+    linearize: Callable[[Array], tuple[Factors, ...]],
     settings: Settings,
     num_linearizations: int,
     with_absorbed: bool,
 ) -> Callable[[State, Array], tuple[State, StepInfo]]:
-    """The exact minimiser of KL(q' || p(rows | theta) q), f linearised ``num_linearizations`` times (once if affine).
+    """The exact minimizer of KL(q' || p(rows | theta) q), f linearized ``num_linearizations`` times (once if affine).
 
-    :param linearise: theta (P,) -> factors with ``predictors`` = F_i(theta) and ``jacobian`` the Jacobians (n, C, P).
+    :param linearize: theta (P,) -> factors with ``predictors`` = F_i(theta) and ``jacobian`` the Jacobians (n, C, P).
     :param with_absorbed: report the moments of the factors' predictors.
     """
 
@@ -226,14 +226,14 @@ def implicit_step(
             solution = solver(blocks)
             return solution, basis, _predict(blocks, solution.mean)
 
-        solution, basis, factors = solve(linearise(state.mean))
+        solution, basis, factors = solve(linearize(state.mean))
         for _ in range(num_linearizations - 1):
             shift = state.root @ _lift(basis, solution.mean)
-            solution, basis, factors = solve(_predict(linearise(state.mean + shift), -shift))
+            solution, basis, factors = solve(_predict(linearize(state.mean + shift), -shift))
         info = (solution.bound, solution.decrement, solution.iterations, solution.converged)
         after, report = _move(state, basis, solution.mean, solution.root, num_rows, *info)
         if with_absorbed:
-            report = report._replace(absorbed=summarise(kinds, factors, predictor_scales(factors, solution.root)))
+            report = report._replace(absorbed=summarize(kinds, factors, predictor_scales(factors, solution.root)))
         return after, report
 
     return step
@@ -253,7 +253,7 @@ def _predict(blocks: tuple[Factors, ...], e: Array) -> tuple[Factors, ...]:
 
 
 def explicit_step(
-    kinds: tuple[Kind, ...], linearise: Callable[[Array], tuple[Factors, ...]]
+    kinds: tuple[Kind, ...], linearize: Callable[[Array], tuple[Factors, ...]]
 ) -> Callable[[State, Array], tuple[State, StepInfo]]:
     """Lambda' = Lambda - F^T G F, mu' = mu + Sigma' F^T g, with g and G taken under q (R-VGA paper, 30-31).
 
@@ -261,7 +261,7 @@ def explicit_step(
     """
 
     def step(state: State, num_rows: Array) -> tuple[State, StepInfo]:
-        factors = linearise(state.mean)
+        factors = linearize(state.mean)
         designs, basis = _subspace(state.root, factors)
         blocks = tuple(Factors(f.predictors, z, f.constants) for f, z in zip(factors, designs))
         identity = jnp.eye(designs[0].shape[-1], dtype=state.mean.dtype)

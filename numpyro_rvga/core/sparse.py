@@ -78,7 +78,7 @@ def sparse_solve(
         site = None
         if prior.kinds:
             covariance = form.covariance_root(solution.root)
-            sums = evaluate(prior.kinds, prior.linearise(prior.first, solution.mean), covariance)
+            sums = evaluate(prior.kinds, prior.linearize(prior.first, solution.mean), covariance)
             trace = packed_inner(covariance.array, sums.curvature)
             precision = unpacked(sums.curvature)[back][:, back]
             site = CanonicalGaussian(precision, sums.gradient[back], sums.value + 0.5 * trace, mean)

@@ -26,7 +26,7 @@ from .primitives import ARITHMETIC
 from .selection import everything, places_within, select_entries
 
 
-class Factorisation(NamedTuple):
+class Factorization(NamedTuple):
     """``fun(theta, *row) == density(predictors(theta, row), constants(row))``.
 
     :ivar int num_predictors: C.
@@ -61,12 +61,12 @@ class Reading:
         self._outputs = jax.tree.unflatten(jax.tree.structure(shapes), outputs)
 
     @overload
-    def split(self, output: str) -> Factorisation: ...
+    def split(self, output: str) -> Factorization: ...
 
     @overload
-    def split(self, output: str, through: str | None) -> Factorisation | None: ...
+    def split(self, output: str, through: str | None) -> Factorization | None: ...
 
-    def split(self, output: str, through: str | None = None) -> Factorisation | None:
+    def split(self, output: str, through: str | None = None) -> Factorization | None:
         """An output's affine predictors and a density of them.
 
         :param through: ``"log"`` or ``"logit"``: split the log (or the logit) of the output instead, if it can be
@@ -79,7 +79,7 @@ class Reading:
                 return None
         return self._close(out)
 
-    def _close(self, out: Value) -> Factorisation:
+    def _close(self, out: Value) -> Factorization:
         graph, theta, theta_node, row_nodes = self._graph, self._theta, self._theta_node, self._row_nodes
         derived: dict[int, Node] = {}
         if out.is_affine:
@@ -116,7 +116,7 @@ class Reading:
                 environment[serial] = evaluate_nodes([node], environment)[0]
             return jnp.reshape(evaluate_nodes([root], environment)[0], ()).astype(u.dtype)
 
-        return Factorisation(sum(sizes), out.is_affine, predictors, constant_values, density)
+        return Factorization(sum(sizes), out.is_affine, predictors, constant_values, density)
 
 
 def _is_of_rows(node: Node) -> bool:
@@ -124,7 +124,7 @@ def _is_of_rows(node: Node) -> bool:
     return node.kind == CONSTANT and any(n.name == "row" or n.size > 1 for n in ancestors([node]))
 
 
-def factorise(fun: Callable, theta: jax.ShapeDtypeStruct, *row: Any) -> Factorisation:
+def factorize(fun: Callable, theta: jax.ShapeDtypeStruct, *row: Any) -> Factorization:
     """Split a scalar function of theta into affine predictors and a density of them; see :class:`Reading`.
 
     :param fun: ``fun(theta, *row) -> scalar``.

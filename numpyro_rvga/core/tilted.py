@@ -55,9 +55,9 @@ class TiltedForm(NamedTuple):
 
 
 class Tilted(NamedTuple):
-    """phi(u) = sum_t coefficients[t] * v_i v_j exp(b . v) with v = u - centre; i, j and b are parts of a form."""
+    """phi(u) = sum_t coefficients[t] * v_i v_j exp(b . v) with v = u - center; i, j and b are parts of a form."""
 
-    centre: Array
+    center: Array
     coefficients: Array
 
 
@@ -68,9 +68,9 @@ def tilted_density(form: TiltedForm, u: Array, c: Tilted) -> Array:
 def tilted(form: TiltedForm, mean: Array, covariance: Array, c: Tilted) -> tuple[Array, Array, Array]:
     """E[phi(u)], E[phi'(u)], E[phi''(u)] for u ~ N(mean, covariance)."""
     tilts, first, second = form.arrays(mean.dtype)
-    centred, moved = mean - c.centre, tilts @ covariance
-    weights = c.coefficients * jnp.exp(tilts @ centred + 0.5 * jnp.sum(moved * tilts, axis=1))
-    means = centred + moved
+    centered, moved = mean - c.center, tilts @ covariance
+    weights = c.coefficients * jnp.exp(tilts @ centered + 0.5 * jnp.sum(moved * tilts, axis=1))
+    means = centered + moved
     one, other = (
         jnp.where(lone, 1.0, jnp.sum(factor * means, axis=1)) for lone, factor in zip(form.lone, (first, second))
     )
@@ -92,17 +92,17 @@ def read_tilted(
     keys: list[tuple] = []
 
     def summands(constants):
-        """Read twice: around the centres that the first reading finds, few summands cancel."""
+        """Read twice: around the centers that the first reading finds, few summands cancel."""
         leaves = jax.tree.leaves(constants)
         predictors = [_Sum({((i,), ()): 1.0}) for i in range(num_predictors)]
         at_zero = _read(closed, predictors, leaves)
-        centres = [at_zero.centre(i) for i in range(num_predictors)]
-        shifted = [u + _Sum.number(centre) for u, centre in zip(predictors, centres)]
-        return centres, sorted(_read(closed, shifted, leaves).summands.items())
+        centers = [at_zero.center(i) for i in range(num_predictors)]
+        shifted = [u + _Sum.number(center) for u, center in zip(predictors, centers)]
+        return centers, sorted(_read(closed, shifted, leaves).summands.items())
 
     def coefficients(constants):
-        centres, terms = summands(constants)
-        return Tilted(*[jnp.stack([jnp.asarray(x, dtype) for x in each]) for each in (centres, dict(terms).values())])
+        centers, terms = summands(constants)
+        return Tilted(*[jnp.stack([jnp.asarray(x, dtype) for x in each]) for each in (centers, dict(terms).values())])
 
     try:
         jax.eval_shape(lambda constants: keys.extend(key for key, _ in summands(constants)[1]), constants)
@@ -181,7 +181,7 @@ class _Sum:
         keys = self.summands | other.summands
         return _Sum({k: jnp.where(which, other.summands.get(k, 0.0), self.summands.get(k, 0.0)) for k in keys})
 
-    def centre(self, i: int) -> Any:
+    def center(self, i: int) -> Any:
         """Where a square of predictor i, and what is linear in it beside the same exponential, has its vertex."""
         for (places, tilt), square in self.summands.items():
             if places == (i, i) and ((i,), tilt) in self.summands:

@@ -124,7 +124,7 @@ class BatchSolver:
             spent = facts["iterations"] >= self._options.max_iterations
             reason = f"all {self._options.max_iterations} iterations were spent" if spent else "no step raised it"
             warnings.warn(
-                f"the bound is not maximised: {reason}, and the squared natural gradient is "
+                f"the bound is not maximized: {reason}, and the squared natural gradient is "
                 f"{facts['largest_decrement']:.2g} nats. Raise max_iterations or tolerance, use float64, or check the "
                 "scales of the priors.",
                 stacklevel=stacklevel,

@@ -255,7 +255,7 @@ class Certificate:
     ) -> Sums:
         """Sums over the rows; with ``absorbed``, less the sums over their Gaussian summaries in the state."""
         engine = self._engine
-        factors = engine.linearise(engine.prepare(rows, weights), mean)
+        factors = engine.linearize(engine.prepare(rows, weights), mean)
         sums = _sums(engine.kinds, factors, root)
         if absorbed is None:
             return sums
@@ -264,7 +264,7 @@ class Certificate:
 
     def _row_values(self, mean: Array, root: Array, rows: dict, weights: Array) -> Array:
         engine = self._engine
-        factors = engine.linearise(engine.prepare(rows, weights), mean)
+        factors = engine.linearize(engine.prepare(rows, weights), mean)
         values = [
             kind.expect(block.predictors, covariance, block.constants)[0].reshape(len(weights), -1).sum(axis=1)
             for kind, block, covariance in zip(engine.kinds, factors, covariances(factors, root.T))
@@ -273,7 +273,7 @@ class Certificate:
 
     def _prior_sums(self, prior_inputs: dict, mean: Array, root: Array) -> Sums:
         prior: Group = self._engine.prior_group(prior_inputs)
-        return _sums(prior.kinds, prior.linearise(prior.first, mean), root)
+        return _sums(prior.kinds, prior.linearize(prior.first, mean), root)
 
 
 def _sums(kinds: tuple, factors: tuple, root: Array) -> Sums:
@@ -345,7 +345,7 @@ class _Base:
         precision, value = self._precision, self._constant + 0.5 * delta @ linear
         site = start.prior_factor
         if site is not None:
-            off = at.mean - site.centre
+            off = at.mean - site.center
             product = site.precision @ off
             value = value - (site.linear - 0.5 * product) @ off
             precision, linear = precision - site.precision, linear - site.linear + product

@@ -43,7 +43,7 @@ from ..options import Options
 from .devices import Devices
 from .joint_solver import JointProblem, JointSolver, PriorProblem, RowChunks, search_for
 from .kinds import make_kind
-from .linearised import factors_of, merged_by_form, prepare
+from .linearized import factors_of, merged_by_form, prepare
 from .starts import MOST_NUMBERS, MOST_PARAMETERS, other_means
 
 SYMMETRIC_PREDICTORS = 8  # with more, as in neural networks, the prior's mean is often a saddle
@@ -112,7 +112,7 @@ class Engine:
         self._starts = jax.random.normal(rng_key, shape, program.dtype) if wide else None
         self.devices = Devices(None) if devices is None else devices
         # Within other compiled functions: a model's predictors are then traced once for each of these, not each time.
-        self.prepare, self.linearise = jax.jit(self._prepare), jax.jit(self._linearise)
+        self.prepare, self.linearize = jax.jit(self._prepare), jax.jit(self._linearize)
         self._prepare_block = Compiled(self._prepared_block)
         self._known_row_factors = Compiled(_known_row_factors)
         self.joint_solver = JointSolver(self.joint_parts, self.devices)
@@ -374,14 +374,14 @@ class Engine:
         """A problem's parts."""
         params = self._params_of(problem)
 
-        def linearise(chunk, theta):
+        def linearize(chunk, theta):
             if isinstance(chunk, RowChunks):
                 chunk = self.prepare(chunk.rows | params, chunk.weights)
-            return self.linearise(chunk, theta)
+            return self.linearize(chunk, theta)
 
         parts = joint_solve(
             search,
-            Group(tuple(kind.by_few_nodes(problem.is_coarse) for kind in self.joint_kinds), linearise, problem.chunks),
+            Group(tuple(kind.by_few_nodes(problem.is_coarse) for kind in self.joint_kinds), linearize, problem.chunks),
             self.prior_group(problem.prior_inputs),
             problem.state,
             row_factors=problem.row_factors,
@@ -417,7 +417,7 @@ class Engine:
     def _prior_parts(self, search: Search, problem: PriorProblem) -> Joint:
         prior = self.prior_group(problem.prior_inputs)
         if problem.among is not None:
-            prior = prior._replace(linearise=partial(_at_places, prior.linearise, *problem.among))
+            prior = prior._replace(linearize=partial(_at_places, prior.linearize, *problem.among))
         nothing = Group((), lambda chunk, theta: ())
         return joint_solve(search, nothing, prior, problem.state)
 
@@ -434,7 +434,7 @@ class Engine:
 
         :param absorbed: how the state saw them when they became part of it: (n, E, ...) arrays.
         """
-        factors = self.linearise(self.prepare(rows, weights), state.mean)
+        factors = self.linearize(self.prepare(rows, weights), state.mean)
         whitened = tuple(times_root(f.jacobian, state.root) for f in factors)
         row_factors, residuals = row_factors_and_residuals(self.kinds, factors, whitened, merged(absorbed))
         count = len(weights)
@@ -453,12 +453,12 @@ class Engine:
         return state, info._replace(absorbed=self._by_row(info.absorbed))
 
     def _step(self, with_absorbed, block_size, block):
-        linearise_block = partial(self.linearise, block)
+        linearize_block = partial(self.linearize, block)
         if self.options.scheme == "implicit":
             linearizations = 1 if self.is_affine else NUM_LINEARIZATIONS
             settings = self.settings(block_size)
-            return implicit_step(self.kinds, linearise_block, settings, linearizations, with_absorbed)
-        return explicit_step(self.kinds, linearise_block)
+            return implicit_step(self.kinds, linearize_block, settings, linearizations, with_absorbed)
+        return explicit_step(self.kinds, linearize_block)
 
     def _by_row(self, absorbed: tuple[Absorbed, ...]) -> tuple[Absorbed, ...]:
         """(n E, ...) and (blocks, B E, ...) arrays as (n, E, ...)."""
@@ -481,14 +481,14 @@ class Engine:
 
     # ------------------------------------------------------------------ rows as factors
     def _prepare(self, rows: dict, weights: Array) -> tuple:
-        """Everything about the rows that does not depend on the state; see :func:`~.linearised.prepare`."""
+        """Everything about the rows that does not depend on the state; see :func:`~.linearized.prepare`."""
         return prepare(self._seen, self._origin, rows, weights)
 
     @property
     def _origin(self) -> Array:
         return jnp.zeros(self.program.layout.size, self.program.dtype)
 
-    def _linearise(self, prepared: tuple, theta: Array) -> tuple[Factors, ...]:
+    def _linearize(self, prepared: tuple, theta: Array) -> tuple[Factors, ...]:
         return factors_of(self._seen, prepared, theta)
 
     def prior_group(self, inputs: dict) -> Group:
@@ -521,9 +521,9 @@ def _count_rows(problem: JointProblem) -> int:
     return chunks.shape[0] * chunks.shape[1]
 
 
-def _at_places(linearise: Callable, rest: Array, places: Array, chunk: Any, some: Array) -> tuple[Factors, ...]:
+def _at_places(linearize: Callable, rest: Array, places: Array, chunk: Any, some: Array) -> tuple[Factors, ...]:
     """Prior factors as functions of some entries of theta."""
-    factors = linearise(chunk, rest.at[places].set(some))
+    factors = linearize(chunk, rest.at[places].set(some))
     return tuple(f._replace(jacobian=f.jacobian[..., places]) for f in factors)
 
 

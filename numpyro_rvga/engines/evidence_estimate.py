@@ -91,10 +91,10 @@ class EvidenceEstimate:
             mean,
         )
         prior = engine.prior_group(inputs)
-        summands = [_summands(prior.kinds, prior.linearise(prior.first, mean))]
+        summands = [_summands(prior.kinds, prior.linearize(prior.first, mean))]
         for rows, weights in zip(_unstacked(chunks.rows, chunks.weights), chunks.weights):
             prepared = engine.prepare(rows | {PARAMS: params}, weights)
-            summands.append(_summands(engine.kinds, engine.linearise(prepared, mean)))
+            summands.append(_summands(engine.kinds, engine.linearize(prepared, mean)))
         return quadratic, summands
 
     def _coupled(self, params: Array, chunks: RowChunks) -> Array:

@@ -116,10 +116,10 @@ def _compiled(engine: Engine) -> Callable:
     @engine.compiled
     def of_all(prior_inputs: dict, mean: Array, root: Array, chunks: tuple) -> tuple[list[_Sums], list[_Sums]]:
         def of_chunk(chunk):
-            return _summed(engine.kinds, engine.linearise(engine.prepare(*chunk), mean), root)
+            return _summed(engine.kinds, engine.linearize(engine.prepare(*chunk), mean), root)
 
         prior = engine.prior_group(prior_inputs)
-        of_prior = _summed(prior.kinds, prior.linearise(prior.first, mean), root)
+        of_prior = _summed(prior.kinds, prior.linearize(prior.first, mean), root)
         return jax.tree.map(lambda x: jnp.sum(x, axis=0), jax.lax.map(of_chunk, chunks)), of_prior
 
     return of_all

@@ -14,7 +14,7 @@ from ..core.factors import Kind
 from ..core.groups import Conditionals, Groups, GroupSums, conditionals
 from ..model.members import NOBODY, Members, member_of_prior, member_of_rows
 from ..model.rows import num_rows, pad, selected
-from ..model.terms import Terms, constants, linearise_along, merged
+from ..model.terms import Terms, constants, linearize_along, merged
 from .engine import Engine
 from .kinds import make_kind
 
@@ -130,7 +130,7 @@ class GroupEvaluations:
         gradient, precision, error = zeros(k), zeros((k, k)), zeros(())
         for (terms, kind), weight, of in zip(sites, weights, members):
             weight, of = jnp.broadcast_to(weight, of.shape).ravel().astype(place.theta.dtype), of.ravel()
-            predictors, jacobian = linearise_along(terms, place.theta, directions, rows)
+            predictors, jacobian = linearize_along(terms, place.theta, directions, rows)
             own, shared = jacobian[..., :size], jacobian[..., size:]
             by_shared = shared @ place.root + own @ place.slope[of]
             alone = own @ place.own_root[of]

@@ -35,19 +35,19 @@ def integrate_by_importance(
     """Points of a split Student t around the mode, whose halves are as wide as the marginal is there; fitted anew to
     the points and their weights, where few of them count."""
     size = len(mode.point.h)
-    centre, axes = mode.point.h, mode.axes
+    center, axes = mode.point.h, mode.axes
     widths = _widths(marginal, mode)
     count = num_points * power_of_two(size)
     for seed in range(MAX_FITS):
         z, log_proposal = _proposed(widths, count, seed)
-        points = [marginal(centre + axes @ one) for one in z]
+        points = [marginal(center + axes @ one) for one in z]
         log_ratios = np.array([point.bound for point in points]) - log_proposal + np.linalg.slogdet(axes)[1]
         log_weights, khat = smoothed(log_ratios)
         mass = np.exp(log_weights)
         share = 1 / (len(mass) * np.sum(mass**2))
         if (share > LEAST_SHARE and khat < MOST_KHAT) or seed + 1 == MAX_FITS:
             break
-        axes, widths = _fitted(np.array([point.h for point in points]) - centre, mass)
+        axes, widths = _fitted(np.array([point.h for point in points]) - center, mass)
     info = {
         "method": "importance",
         "evaluations": len(marginal.points),
@@ -117,9 +117,9 @@ def _design(points: list[Point], mass: np.ndarray, moments: Moments) -> Design:
     kernel = BANDWIDTH * scale
     weights = kernel_weights(h, mass, kernel, SHARPENINGS)
     # The Gaussians around points widen the whole: points are drawn together, so that mean and covariance stay.
-    centre = weights @ h
-    among = np.linalg.cholesky((weights[:, None] * (h - centre)).T @ (h - centre))
-    moved = mean + np.sqrt(1 - BANDWIDTH**2) * (scale @ np.linalg.solve(among, (h - centre).T)).T
+    center = weights @ h
+    among = np.linalg.cholesky((weights[:, None] * (h - center)).T @ (h - center))
+    moved = mean + np.sqrt(1 - BANDWIDTH**2) * (scale @ np.linalg.solve(among, (h - center).T)).T
     means = means + np.einsum("kpd,kd->kp", slopes, moved - h)
     return Design(moved, weights, means, roots, slopes, kernel, is_weighted=True)
 

@@ -1,4 +1,4 @@
-"""Learning ``numpyro.param`` sites: the bound, maximised over q, as a function of them."""
+"""Learning ``numpyro.param`` sites: the bound, maximized over q, as a function of them."""
 
 from __future__ import annotations
 

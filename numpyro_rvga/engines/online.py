@@ -250,8 +250,8 @@ class Online:
     def observation(self, rows: dict, weights: Array) -> Observation:
         prepared = self.engine.prepare(rows, weights)
         weights = weights.astype(self.start.mean.dtype)
-        linearise, drawn = partial(self.engine.linearise, prepared), partial(drawn_log_likelihood, self.engine.program)
-        return Observation(self.engine.kinds, linearise, rows, self._log_lik, weights, drawn)
+        linearize, drawn = partial(self.engine.linearize, prepared), partial(drawn_log_likelihood, self.engine.program)
+        return Observation(self.engine.kinds, linearize, rows, self._log_lik, weights, drawn)
 
     def _estimate(self, observation: Observation, rng_key: Array, q: Family):
         return self._estimator(rng_key, q, observation)

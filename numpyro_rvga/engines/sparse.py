@@ -29,7 +29,7 @@ from ..options import Options
 from .engine import Engine, chunks_of
 from .joint_solver import JointSolver, search_for
 from .kinds import make_kind
-from .linearised import Seen, factors_of, prepare
+from .linearized import Seen, factors_of, prepare
 
 DENSE = "dense"
 
@@ -109,7 +109,7 @@ class SparseEngine:
         theta = jnp.asarray(np.random.default_rng(0).normal(size=size), dtype)  # anywhere but where slopes vanish
         found = []
         for seen, chunks in zip(self._seen, prepared):
-            factors = jax.vmap(partial(self._linearise, seen, ordered=theta))(chunks) if seen else ()
+            factors = jax.vmap(partial(self._linearize, seen, ordered=theta))(chunks) if seen else ()
             found += [factor.jacobian.index for factor in factors if factor.jacobian.has_diagonal]
         return found
 
@@ -137,7 +137,7 @@ class SparseEngine:
     def parts(self, search: Search, problem: SparseProblem) -> Joint:
         """A problem's parts."""
         groups = [
-            Group(kinds, partial(self._linearise, seen), chunks)
+            Group(kinds, partial(self._linearize, seen), chunks)
             for kinds, seen, chunks in zip(self._kinds, self._seen, problem.chunks)
         ]
         return sparse_solve(search, *groups, self.sparsity.order, problem.marginals, problem.border, init=problem.init)
@@ -149,7 +149,7 @@ class SparseEngine:
         of_rows = jax.vmap(lambda rows, weights: prepare(self._seen[0], origin, rows | shared, weights))(rows, weights)
         return of_rows, *(jax.vmap(partial(prepare, seen, origin))(*prior) for seen in self._seen[1:])
 
-    def _linearise(self, seen: list[Seen], prepared: tuple, ordered: Array) -> tuple[Factors, ...]:
+    def _linearize(self, seen: list[Seen], prepared: tuple, ordered: Array) -> tuple[Factors, ...]:
         """Factors at theta (P,), in the sparsity's order."""
         return factors_of(seen, prepared, ordered, lambda ordered: ordered[self.sparsity.order.back])
 

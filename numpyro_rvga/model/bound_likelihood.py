@@ -28,7 +28,7 @@ from .row_checks import QuadraticCheck, RowCheck, StatesCheck
 from .rows import common_length, evenly_spread, num_rows, selected
 from .site_terms import site_terms
 from .sparsity import Sparsity, find_sparsity, is_selection
-from .terms import Terms, by_piece, linearise, over_rows
+from .terms import Terms, by_piece, linearize, over_rows
 from .tracing import (
     SiteRecord,
     elements,
@@ -272,7 +272,7 @@ class BoundLikelihood(BoundPrior):
         :param rows: as :meth:`inputs` gives them.
         """
         terms = next(t for t in self.terms if t.site == site)
-        predictors, jacobian, local = linearise(
+        predictors, jacobian, local = linearize(
             terms, gaussian.mean, jax.tree.map(jnp.asarray, {**rows, **self.shared})
         )
         scale = jnp.concatenate([gaussian.predictor_root(jacobian), local], axis=-1)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpyro.distributions as dist
 from jax import Array
 
-from ..core.symbolic import Factorisation, Reading, factorise
+from ..core.symbolic import Factorization, Reading, factorize
 from .tracing import SiteRecord, peel
 
 # Exponential families in the outcome: what must not depend on theta for that, if anything.
@@ -41,7 +41,7 @@ class Information(NamedTuple):
 
 def information_of(
     run_site: Callable[[Array, Any], SiteRecord],
-    split: Factorisation,
+    split: Factorization,
     theta: jax.ShapeDtypeStruct,
     row: Any,
     kind: type,
@@ -58,7 +58,7 @@ def information_of(
 
 
 def _by_divergence(
-    run_site: Callable[[Array, Any], SiteRecord], split: Factorisation, theta: jax.ShapeDtypeStruct, row: Any
+    run_site: Callable[[Array, Any], SiteRecord], split: Factorization, theta: jax.ShapeDtypeStruct, row: Any
 ) -> Information:
     """The Hessian of KL(p_u || p_v) in v, at v = u."""
     size = theta.shape[0]
@@ -70,7 +70,7 @@ def _by_divergence(
         total = dist.kl_divergence(fn, other_fn) * mask * record.weight
         return jnp.ravel(jnp.broadcast_to(total, batch_shape))[e]
 
-    pair = factorise(
+    pair = factorize(
         divergence, jax.ShapeDtypeStruct((2 * size,), theta.dtype), row, jax.ShapeDtypeStruct((), jnp.int32)
     )
 
@@ -92,7 +92,7 @@ def _by_divergence(
 
 def _by_outcome(
     run_site: Callable[[Array, Any], SiteRecord],
-    split: Factorisation,
+    split: Factorization,
     theta: jax.ShapeDtypeStruct,
     row: Any,
     fixed: str | None,
@@ -125,7 +125,7 @@ def _by_outcome(
         begin, slope = split.predictors(zero, arguments)[0], jax.jacrev(split.predictors)(zero, arguments)[0]
         square = slope @ slope
 
-        def seen(other: Factorisation) -> tuple:
+        def seen(other: Factorization) -> tuple:
             """The other's predictor as a multiple of the term's, and an offset."""
             along = jax.jacrev(other.predictors)(zero, arguments)[0] @ slope
             scale = jnp.where(square > 0, along / jnp.where(square > 0, square, 1.0), 0.0)

@@ -25,7 +25,7 @@ from numpyro.distributions import constraints
 from ..core.compilation import at_once
 from ..core.linalg import cholesky, solve_lower
 from ..core.local_integrals import MAX_DIMENSIONS, log_integral, place_nodes
-from ..core.symbolic import Factorisation, factorise
+from ..core.symbolic import Factorization, factorize
 from .failures import FORWARD, UnboundedStates
 from .layout import Layout
 from .terms import Arrays, Terms, over_rows
@@ -304,7 +304,7 @@ def local_terms(
         by_state = joint_by_state(records, local, component, t, r, element)
         return by_state[0] if count == 1 else logsumexp(by_state + log_weights)
 
-    split = factorise(term, both, row, jax.ShapeDtypeStruct((), jnp.int32), nothing)
+    split = factorize(term, both, row, jax.ShapeDtypeStruct((), jnp.int32), nothing)
     if split.num_predictors > both.shape[0]:
         split = _of_everything(split, both.shape[0])
     split = _Split(split, component, size, local.continuous.size, theta.dtype)
@@ -334,13 +334,13 @@ def local_terms(
     return terms, quadratic, partial(split.drawn, kept, quadratic)
 
 
-def _of_everything(split: Factorisation, size: int) -> Factorisation:
+def _of_everything(split: Factorization, size: int) -> Factorization:
     """All of theta and z as predictors: where a split names more numbers than there are."""
 
     def density(u, constants):
         return split.density(split.predictors(u, constants), split.constants(constants))
 
-    return Factorisation(size, False, lambda t, constants: t, lambda constants: constants, density)
+    return Factorization(size, False, lambda t, constants: t, lambda constants: constants, density)
 
 
 class _Split:
@@ -349,7 +349,7 @@ class _Split:
     :param split: of (theta and z, (row, element, logarithms of the states' weights)).
     """
 
-    def __init__(self, split: Factorisation, component: Component, size: int, num_continuous: int, dtype: jnp.dtype):
+    def __init__(self, split: Factorization, component: Component, size: int, num_continuous: int, dtype: jnp.dtype):
         self._split, self._component, self._dtype = split, component, dtype
         self._size, self._num_continuous = size, num_continuous
         self.num_predictors, self.density = split.num_predictors, split.density
@@ -384,7 +384,7 @@ class _Split:
         """z (K,) -> log p(outcomes, z, state). What does not depend on z is computed once."""
         arguments = u, of_state, fixed, slopes
         z = jax.ShapeDtypeStruct((slopes.shape[1],), self._dtype)
-        inner = factorise(partial(self._joint, kept), z, *arguments)
+        inner = factorize(partial(self._joint, kept), z, *arguments)
         values = inner.constants(arguments)
         return lambda z: inner.density(inner.predictors(z, arguments), values)
 

@@ -12,7 +12,7 @@ from ..core.compilation import jit_once
 from .layout import Layout, layout_of
 from .program import Program
 from .rows import num_rows, pad, selected
-from .terms import Arrays, Terms, linearise_along, split_rows
+from .terms import Arrays, Terms, linearize_along, split_rows
 
 NOBODY = -1
 CHUNK = 2**16  # rows that are looked at together
@@ -155,7 +155,7 @@ def _pushed(terms: Terms, members: Members, theta: Array, rows: Arrays) -> np.nd
 
     @jit_once
     def changes(rows, theta, directions):
-        return linearise_along(terms, theta, directions, rows)[1]
+        return linearize_along(terms, theta, directions, rows)[1]
 
     shared, own = split_rows(rows)
     if not own:

@@ -16,7 +16,7 @@ from ..core.expectations import DENSITY_NODES, normal_rule
 from ..core.gaussians import Family
 from ..core.linalg import cholesky, positive_part, semidefinite_root, solve_lower
 from .program import Program
-from .terms import linearise, predictors_of
+from .terms import linearize, predictors_of
 
 METHODS = ("plugin", "linearized", "monte_carlo")
 MODE_STEPS = 25
@@ -36,20 +36,20 @@ def log_predictive(
     :return: (the row, perhaps with another outcome) -> its log density.
     """
     rows = {name: value[None] for name, value in row.items()}
-    centres, scales = [], []
+    centers, scales = [], []
     for terms in program.terms:
-        predictors, jacobian, local = linearise(terms, gaussian.mean, rows)
+        predictors, jacobian, local = linearize(terms, gaussian.mean, rows)
         parts = [local] if plugin else [gaussian.predictor_root(jacobian), local]
-        centres.append(predictors.reshape(-1))
+        centers.append(predictors.reshape(-1))
         scales.append(jnp.concatenate(parts, axis=-1).reshape(predictors.size, -1))
-    centre, scale = jnp.concatenate(centres), jnp.concatenate(scales)
+    center, scale = jnp.concatenate(centers), jnp.concatenate(scales)
     if not scale.shape[1]:
-        return lambda row: log_density(program, centre, row)
+        return lambda row: log_density(program, center, row)
     root = semidefinite_root((scale @ scale.T)[None])[0]
-    if len(centre) in DENSITY_NODES:
-        return lambda row: _by_quadrature(lambda z: log_density(program, centre + root @ z, row), len(centre))
-    standard = jax.random.normal(rng_key, (num_samples, len(centre)), centre.dtype)
-    return partial(average, program, centre + standard @ root.T)
+    if len(center) in DENSITY_NODES:
+        return lambda row: _by_quadrature(lambda z: log_density(program, center + root @ z, row), len(center))
+    standard = jax.random.normal(rng_key, (num_samples, len(center)), center.dtype)
+    return partial(average, program, center + standard @ root.T)
 
 
 def sampled_predictors(program: Program, theta: Array, row: Row, rng_key: Array) -> Array:

@@ -19,11 +19,11 @@ from ..core.expectations import linearized
 from ..core.interpret import depends_on
 from ..core.jacobians import gram, vjp
 from ..core.recursion import CanonicalGaussian, State
-from ..core.symbolic import factorise
+from ..core.symbolic import factorize
 from .recognition import in_closed_form, in_tilted_form, is_quadratic, probe_terms
 from .site_terms import RunSite
 from .sparsity import is_selection, selecting_pattern, sparse_jacobian
-from .terms import Arrays, Terms, constants, linearise, merged, predictors_of
+from .terms import Arrays, Terms, constants, linearize, merged, predictors_of
 from .tracing import peel
 
 NUM_DRAWS = 2000
@@ -114,7 +114,7 @@ def normal_block(
     jax.eval_shape(lambda t: distributions.append(peel(run_site(t, shared).fn)[0]) or 0, theta)
     if not isinstance(distributions[0], dist.MultivariateNormal) or distributions[0].event_shape != (stop - start,):
         return None
-    split = factorise(lambda t, r: jnp.asarray(sum(jnp.sum(x) for x in moments_at(t, r)), theta.dtype), theta, shared)
+    split = factorize(lambda t, r: jnp.asarray(sum(jnp.sum(x) for x in moments_at(t, r)), theta.dtype), theta, shared)
     origin = jnp.zeros(theta.shape, theta.dtype)
     return None if split.num_predictors else Block(site, start, stop, lambda shared: moments_at(origin, shared))
 
@@ -332,7 +332,7 @@ def _free(prior: Prior, size: int) -> np.ndarray:
 
 
 def _stand_in(xp: Any, start: Start, precision, linear, constant) -> CanonicalGaussian:
-    """What the Gaussian terms leave of the start's normalised log density."""
+    """What the Gaussian terms leave of the start's normalized log density."""
     mean: Any = start.mean
     root: Any = start.root
     product = precision @ mean
@@ -360,7 +360,7 @@ def gaussian_part(prior: Prior, size: int, dtype, shared: Arrays) -> tuple[Array
 
 def _expand(terms: Terms, size: int, dtype, shared: Arrays) -> tuple[Array, Array, Array]:
     """Precision, slope and value of the terms at theta = 0."""
-    predictors, jacobian, _ = linearise(terms, jnp.zeros(size, dtype), shared)
+    predictors, jacobian, _ = linearize(terms, jnp.zeros(size, dtype), shared)
     predictors, jacobian, values = merged((predictors, jacobian, constants(terms, shared)))
     value, slope, curvature = _quadratics(terms, predictors, values)
     flat = jacobian.reshape(-1, size)
@@ -376,7 +376,7 @@ def _quadratics(terms: Terms, predictors: Array, values: Any) -> tuple[Array, Ar
 
 
 def _from_quadratic(xp, precision, linear, constant) -> tuple[Array, Array, Array]:
-    """Mean, root of the covariance and log normaliser of a Gaussian given by its log density around zero."""
+    """Mean, root of the covariance and log normalizer of a Gaussian given by its log density around zero."""
     scale = 1 / xp.sqrt(xp.diagonal(precision))
     try:
         factor = xp.linalg.cholesky(scale[:, None] * precision * scale)
@@ -405,6 +405,6 @@ def _robust_moments(draws: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 def _winsorised(draws: np.ndarray) -> np.ndarray:
     """The finite draws, each coordinate cut far out: heavy tails must not rule moments."""
     finite = draws[np.isfinite(draws).all(axis=1)]
-    low, centre, high = np.quantile(finite, [0.25, 0.5, 0.75], axis=0)
+    low, center, high = np.quantile(finite, [0.25, 0.5, 0.75], axis=0)
     deviation = np.maximum((high - low) / 1.349, 1e-6)
-    return np.clip(finite, centre - WINSOR * deviation, centre + WINSOR * deviation)
+    return np.clip(finite, center - WINSOR * deviation, center + WINSOR * deviation)

@@ -14,13 +14,13 @@ from numpyro.distributions.transforms import IdentityTransform, biject_to
 
 from ..core import closed_forms as cf
 from ..core.primitives import numbers_in
-from ..core.symbolic import Factorisation, Reading, factorise
+from ..core.symbolic import Factorization, Reading, factorize
 from .distributions import patterns_of
 from .information import Information, information_of
 from .terms import Arrays, Terms
 from .tracing import SiteRecord, elements, peel, site_transform
 
-MAX_PREDICTORS = 16  # of an affine split; beyond, the distribution's own parameters are linearised in theta
+MAX_PREDICTORS = 16  # of an affine split; beyond, the distribution's own parameters are linearized in theta
 
 MIN_PREDICTORS = 4  # that call for as many nodes as draws of theta would be
 REPEATED = 8.0  # times what the model computes: loops that run again for each of a site's terms
@@ -56,10 +56,10 @@ def site_terms(
 
     :param run_site: (theta, row) -> the site's record.
     :param row: an example row: arrays with a leading axis of one (empty for prior terms).
-    :param prefer_parameters: use the distribution's own parameters as predictors, linearised in theta if need be
+    :param prefer_parameters: use the distribution's own parameters as predictors, linearized in theta if need be
         (what the extended Kalman filter does), even if an affine split is at hand.
     :param by_draws: where a split names too many predictors, take expectations over draws of theta. Default: the
-        distribution's parameters are linearised, if they are fewer.
+        distribution's parameters are linearized, if they are fewer.
     """
     example = _example_of(run_site, theta, row)
     count = example.num_elements
@@ -69,7 +69,7 @@ def site_terms(
     index = jax.ShapeDtypeStruct((), jnp.int32)
     split = None
     if not prefer_parameters:
-        split = factorise(lambda t, r, e: elements(run_site(t, r))[e], theta, row, index)
+        split = factorize(lambda t, r, e: elements(run_site(t, r))[e], theta, row, index)
         num_predictors = min(split.num_predictors, theta.shape[0])
         if by_draws and num_predictors >= MIN_PREDICTORS and _repeats_the_model(run_site, split, theta, row, count):
             return _theta_terms(run_site, site, theta.shape[0])
@@ -81,14 +81,14 @@ def site_terms(
             return _theta_terms(run_site, site, theta.shape[0])
     parameters = _parameter_terms(run_site, site, theta, row, example, informed=prefer_parameters)
     if parameters is None or (split is not None and split.num_predictors <= parameters.num_predictors):
-        split = split or factorise(lambda t, r, e: elements(run_site(t, r))[e], theta, row, index)
+        split = split or factorize(lambda t, r, e: elements(run_site(t, r))[e], theta, row, index)
         information = information_of(run_site, split, theta, row, example.kind) if prefer_parameters else None
         return _informed(_affine_terms(site, count, split), information)
     return parameters
 
 
 def _repeats_the_model(
-    run_site: RunSite, split: Factorisation, theta: jax.ShapeDtypeStruct, row: Arrays, num_elements: int
+    run_site: RunSite, split: Factorization, theta: jax.ShapeDtypeStruct, row: Arrays, num_elements: int
 ) -> bool:
     """Whether a site's terms one by one compute far more than all at once, as where each is the end of a loop."""
     index = jax.ShapeDtypeStruct((), jnp.int32)
@@ -269,7 +269,7 @@ def _parameter_terms(
         return jnp.ravel(jnp.where(mask, fn.log_prob(record.value), 0.0) * record.weight)[e]
 
     u = jax.ShapeDtypeStruct((sum(sizes),), theta.dtype)
-    inner = factorise(term, u, row, jax.ShapeDtypeStruct((), jnp.int32))
+    inner = factorize(term, u, row, jax.ShapeDtypeStruct((), jnp.int32))
 
     def predictors(t, r, e):
         return inner.predictors(unconstrained(t, r), (r, e))
@@ -295,7 +295,7 @@ def unconstrained_parameters(site: str, fn: Any) -> tuple[list[Array], Callable[
     supports = _leaf_constraints(peel(fn)[0])
     if supports is None or len(supports) != len(values):
         raise NotImplementedError(
-            f"the parameters of site {site!r} ({type(peel(fn)[0]).__name__}) cannot be linearised: use "
+            f"the parameters of site {site!r} ({type(peel(fn)[0]).__name__}) cannot be linearized: use "
             "method='monte_carlo'."
         )
     transforms = [
@@ -309,7 +309,7 @@ def unconstrained_parameters(site: str, fn: Any) -> tuple[list[Array], Callable[
 
 
 def _moves(function, theta, row) -> bool:
-    total = factorise(lambda t, r: jnp.sum(function(t, r)).astype(theta.dtype), theta, row)
+    total = factorize(lambda t, r: jnp.sum(function(t, r)).astype(theta.dtype), theta, row)
     return total.num_predictors > 0
 
 

@@ -53,7 +53,7 @@ class Terms(NamedTuple):
     is_integral: bool = False
 
 
-def linearise(terms: Terms, theta: Array, rows: Arrays) -> tuple[Array, Array, Array]:
+def linearize(terms: Terms, theta: Array, rows: Arrays) -> tuple[Array, Array, Array]:
     """Predictors at theta (n, E, C), and their Jacobians in theta (n, E, C, P) and in the row's own variables (n, E, C,
     K), these at zero."""
     everything = jnp.concatenate([theta, jnp.zeros(terms.num_local, theta.dtype)])
@@ -68,7 +68,7 @@ def linearise(terms: Terms, theta: Array, rows: Arrays) -> tuple[Array, Array, A
     return predictors, jacobian[..., : theta.shape[0]], jacobian[..., theta.shape[0] :]
 
 
-def linearise_along(terms: Terms, theta: Array, directions: Array, rows: Arrays) -> tuple[Array, Array]:
+def linearize_along(terms: Terms, theta: Array, directions: Array, rows: Arrays) -> tuple[Array, Array]:
     """Predictors (n E, C) at theta (P,), and their changes along directions (D, P): (n E, C, D)."""
 
     def one(row, element):

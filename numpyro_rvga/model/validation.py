@@ -16,7 +16,7 @@ from .arguments import absent_arguments
 from .failures import FORWARD, CoupledRows, LocalLatents, UnboundedStates
 from .layout import Layout
 from .rows import common_length, num_rows
-from .terms import linearise
+from .terms import linearize
 from .tracing import SiteInfo, SiteRecord, plates_of, run_model, sample_sites
 
 CHECKED_ROWS = 8
@@ -169,7 +169,7 @@ def check_local_terms(program: Any) -> None:
     rows = {**program.example_rows, **program.shared}
 
     def alone():
-        flags = [linearise(terms, theta, rows)[1:] for terms in program.terms]
+        flags = [linearize(terms, theta, rows)[1:] for terms in program.terms]
         return [jnp.any(local != 0, axis=-1) & jnp.all(jacobian == 0, axis=-1) for jacobian, local in flags]
 
     for terms, flags in zip(program.terms, at_once(alone)):

@@ -200,19 +200,17 @@ def _checked_axis(name: str, values: ArrayLike | None) -> np.ndarray | None:
 
 # ---------------------------------------------------------------------- figure
 def _plot(found: SiteConditions, name: str, ax: Axes | None) -> Axes:
-    plt, colours, patches = _import_matplotlib()
+    plt, colors, patches = _import_matplotlib()
     ax = plt.subplots()[1] if ax is None else ax
     rises, falls = ((sign * np.asarray(found.grid.direction) > 0).any(axis=0) for sign in (1, -1))
     kinds = {"constant": "#eeeeee", "increasing": "#e69f00", "decreasing": "#56b4e9", "differs by row": "#999999"}
     means, variances = found.grid.means[:, 0], found.grid.variances
-    palette = colours.ListedColormap(list(kinds.values()))
+    palette = colors.ListedColormap(list(kinds.values()))
     areas = (rises + 2 * falls).T
     edges = _edges(means), np.exp(_edges(np.log(variances)))
     ax.pcolormesh(*edges, areas, cmap=palette, vmin=-0.5, vmax=3.5, rasterized=True)
     handles = [
-        patches.Patch(color=colour, label=label)
-        for i, (label, colour) in enumerate(kinds.items())
-        if np.any(areas == i)
+        patches.Patch(color=color, label=label) for i, (label, color) in enumerate(kinds.items()) if np.any(areas == i)
     ]
     if found.posterior is not None:
         at = found.posterior

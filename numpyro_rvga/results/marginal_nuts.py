@@ -36,14 +36,14 @@ def integrate_by_nuts(
     :param solve: h (d,) -> L and its gradient, inside compiled functions.
     """
     size, axes = len(mode.point.h), jnp.asarray(mode.axes)
-    centre = jnp.asarray(mode.point.h)
+    center = jnp.asarray(mode.point.h)
 
     @jax.custom_vjp
     def potential(z):
         return _potential_and_slope(z)[0]
 
     def _potential_and_slope(z):
-        found = solve(centre + axes @ z)
+        found = solve(center + axes @ z)
         slope = -axes.T @ found.gradient
         finite = jnp.isfinite(found.bound) & jnp.all(jnp.isfinite(slope))
         return jnp.where(finite, -found.bound, jnp.inf), jnp.where(finite, slope, 0.0)
@@ -59,7 +59,7 @@ def integrate_by_nuts(
         progress_bar=False,
     )
     start_key, chains_key = jax.random.split(rng_key)
-    start = jax.random.normal(start_key, (NUM_CHAINS, size), centre.dtype)
+    start = jax.random.normal(start_key, (NUM_CHAINS, size), center.dtype)
     chains.run(chains_key, init_params=start, extra_fields=("diverging",))
     by_chain = np.asarray(chains.get_samples(group_by_chain=True), np.float64)
     h = np.asarray(mode.point.h + by_chain.reshape(-1, size) @ mode.axes.T)

@@ -1,4 +1,4 @@
-"""Predictions of new rows: draws through the model or its linearisation, and closed forms for logistic sites."""
+"""Predictions of new rows: draws through the model or its linearization, and closed forms for logistic sites."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def predictive(
         model has a latent value for each row, as in Gaussian processes: those of new rows are drawn given the rest.
     :param num_samples: the number of draws.
     :param method: ``"monte_carlo"`` draws parameters from q and runs the model forward with every observed site
-        drawn anew. ``"linearized"`` does so with the observed distributions' parameters linearised at the mean of
+        drawn anew. ``"linearized"`` does so with the observed distributions' parameters linearized at the mean of
         q, which for networks is closer to the data; ``"plugin"`` with theta at the mean. ``"closed_form"`` is the
         R-VGA paper's approximate probability of a logistic site and its variance under q (equations 62 and 63),
         with no sampling.
@@ -112,7 +112,7 @@ def plugin(
 def linearized(
     posterior: Posterior, rng_key: Array, data: Mapping[str, ArrayLike] | tuple, num_samples: int
 ) -> dict[str, Array]:
-    """Draw outcomes with the parameters of the observed distributions, in unconstrained space, linearised in theta at
+    """Draw outcomes with the parameters of the observed distributions, in unconstrained space, linearized in theta at
     the mean of q: what :func:`monte_carlo` returns, and for networks closer to the data.
 
     :raises NotImplementedError: if the model has a latent value for each row, or the parameters of an observed
@@ -142,10 +142,10 @@ def linearized(
 
     @jax.jit
     def drawn(theta_key, site_key):
-        centre, push = jax.linearize(outputs, posterior.mean)
+        center, push = jax.linearize(outputs, posterior.mean)
 
         def one(theta, key):
-            moved = jax.tree.map(_shifted, centre, push(theta - posterior.mean))
+            moved = jax.tree.map(_shifted, center, push(theta - posterior.mean))
             keys = dict(zip(predicted, jax.random.split(key, len(predicted))))
             return {n: built[n](v).sample(keys[n]) if n in built else v for n, v in moved.items()}
 
@@ -155,8 +155,8 @@ def linearized(
     return drawn(*jax.random.split(rng_key))
 
 
-def _shifted(centre: Array, change: Array) -> Array:
-    return centre if change.dtype == jax.dtypes.float0 else centre + change  # integers do not move
+def _shifted(center: Array, change: Array) -> Array:
+    return center if change.dtype == jax.dtypes.float0 else center + change  # integers do not move
 
 
 def _refuse_latents_of_rows(program: Program, method: str) -> None:

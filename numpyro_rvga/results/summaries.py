@@ -38,7 +38,7 @@ def with_prior_factor(density: CanonicalGaussian, state: State, times: float = 1
     if state.prior_factor is None:
         return density
     factor = CanonicalGaussian(*[np.asarray(x, np.float64) for x in state.prior_factor])
-    return density.plus(factor.about(density.centre), times)
+    return density.plus(factor.about(density.center), times)
 
 
 def summary(after: State, before: State, origin: np.ndarray) -> CanonicalGaussian:
@@ -80,7 +80,7 @@ def state_of(density: CanonicalGaussian, like: State, num_rows: int) -> State | 
     evidence = density.constant + 0.5 * density.linear @ shift + 0.5 * len(shift) * np.log(2 * np.pi)
     evidence -= np.sum(np.log(np.diagonal(lower)))
     return State(
-        jnp.asarray(density.centre + shift, like.mean.dtype),
+        jnp.asarray(density.center + shift, like.mean.dtype),
         jnp.zeros_like(like.mean),
         jnp.asarray(inverse.T, like.root.dtype),
         jnp.asarray(evidence, like.log_evidence.dtype),

@@ -31,7 +31,7 @@ def nuts(posterior: Posterior, **nuts_kwargs: Any) -> NUTS:
 
     The mass matrix stays as it is (``adapt_mass_matrix=False``) and the step size, which starts at ``P ** -0.25``,
     is adapted. Measured on logistic regressions with 30 coefficients, 5,000 rows and posterior covariances of
-    condition number 1e3 (correlated coefficients) and 7e5 (raw scales of independent covariates), four vectorised
+    condition number 1e3 (correlated coefficients) and 7e5 (raw scales of independent covariates), four vectorized
     chains: 200 + 1,000 iterations of 7 leapfrog steps gave minimal effective sample sizes of 7,400 and 7,200,
     default NUTS with 1,000 + 1,000 iterations 1,700 (of 79 steps) and 5,700 (of 7, after a costly warm-up). Per CPU
     second that is 22 and 3.5 times as much, the recursion included and compilation left out; R-hat was at most

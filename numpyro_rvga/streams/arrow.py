@@ -102,7 +102,7 @@ class ParquetRows:
         return [group.num_rows for group in self.groups]
 
     def split(self, count: int) -> list[ParquetRows]:
-        """These rows in up to ``count`` parts of whole row groups, neighbours together and about equally many each.
+        """These rows in up to ``count`` parts of whole row groups, neighbors together and about equally many each.
 
         :raises ValueError: for less than one part.
         """

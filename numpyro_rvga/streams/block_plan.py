@@ -25,7 +25,7 @@ MEMORY_NUMBERS = 2**25  # in the Jacobians of the kept rows
 CHUNK_NUMBERS = 2**22
 MAX_CHUNK = 8192
 DEFAULT_BLOCK = 1024
-DEFAULT_BLOCK_LINEARISED = 256  # where predictors are not affine
+DEFAULT_BLOCK_LINEARIZED = 256  # where predictors are not affine
 
 
 class Sizes(NamedTuple):
@@ -105,7 +105,7 @@ class BlockPlan:
         """
         scheme, per_row, size = self.options.scheme, engine.numbers_per_row, engine.program.layout.size
         plain = self.block_size != "auto" or scheme != "implicit" or engine.is_moving
-        default = engine.devices.rounded_up(DEFAULT_BLOCK if engine.is_affine else DEFAULT_BLOCK_LINEARISED)
+        default = engine.devices.rounded_up(DEFAULT_BLOCK if engine.is_affine else DEFAULT_BLOCK_LINEARIZED)
         block = self.block_size if isinstance(self.block_size, int) else 1 if plain else default
         if isinstance(self.memory, int):
             memory = self.memory

@@ -165,7 +165,7 @@ class RecursivePass(Pass):
 
     @property
     def is_one_solve(self) -> bool:
-        """Whether all rows were solved for together, and the bound was maximised."""
+        """Whether all rows were solved for together, and the bound was maximized."""
         options = self._engine.options
         return options.scheme == "implicit" and options.has_bound and 0 < self.num_taken <= self._sizes.first
 

@@ -1,4 +1,4 @@
-"""Gradients and curvatures of rows against quadrature, and the two linearisations that must agree (Proposition 4.2)."""
+"""Gradients and curvatures of rows against quadrature, and the two linearizations that must agree (Proposition 4.2)."""
 
 import functools
 from typing import NamedTuple
@@ -53,7 +53,7 @@ class Sites(NamedTuple):
 
             kinds.append(Kind(jax.vmap(moments), plugin, moments, concave))
 
-        def linearise(theta):
+        def linearize(theta):
             def one(f):
                 offset = jax.vmap(lambda row: f(theta, row))(rows)
                 design = jax.vmap(lambda row: jax.jacfwd(f)(theta, row))(rows)
@@ -61,7 +61,7 @@ class Sites(NamedTuple):
 
             return tuple(map(one, self.predictors))
 
-        return Observation(tuple(kinds), linearise, rows, self.log_lik, weights, self.drawn_log_lik)
+        return Observation(tuple(kinds), linearize, rows, self.log_lik, weights, self.drawn_log_lik)
 
     def log_lik(self, theta, row):
         return sum(density(f(theta, row), row) for density, f in zip(self.densities, self.predictors))
@@ -256,7 +256,7 @@ EXPONENTIAL_FAMILIES = {
     "name, concave",
     [("softmax", True), ("softmax", False), ("Poisson", True), ("Bernoulli", False), ("vector Gaussian", False)],
 )
-def test_linearised_hessians_are_those_of_a_gaussian_with_the_rows_own_mean_and_covariance(name, concave):
+def test_linearized_hessians_are_those_of_a_gaussian_with_the_rows_own_mean_and_covariance(name, concave):
     """Proposition 4.2: linear(f)-delta = linear(h)-Gaussian, whether or not the density is known to be concave."""
     density, outputs, y, mean, covariance, statistic = EXPONENTIAL_FAMILIES[name]
     predictors = lambda theta, row: network(theta, row, outputs)  # noqa: E731
@@ -278,7 +278,7 @@ def test_linearised_hessians_are_those_of_a_gaussian_with_the_rows_own_mean_and_
     np.testing.assert_allclose(curvature(squared), np.outer(found.gradient, found.gradient), rtol=1e-8, atol=1e-10)
 
 
-def test_linearised_hessians_of_rows_that_are_not_log_concave_lose_their_negative_part():
+def test_linearized_hessians_of_rows_that_are_not_log_concave_lose_their_negative_part():
     q, rows = FAMILIES["full"], {"x": ROWS["x"], "y": jnp.array([0.0, 5.0, -4.0])}
     found = estimated("lin-hess", q, ROBUST, rows)
     expected, some_negative = np.zeros((P, P)), False

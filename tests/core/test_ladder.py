@@ -143,8 +143,8 @@ def test_kinks_in_two_dimensions_need_the_thorough_ladder_and_the_other_says_so(
     m, s = np.asarray(means), np.asarray(covariances)
     # exp(-u1) tilts the Gaussian of u0: what is left is the mean of a folded normal.
     scale = np.exp(-m[:, 1] + 0.5 * s[:, 1, 1])
-    centre, width = outcomes - m[:, 0] + s[:, 0, 1], np.sqrt(s[:, 0, 0])
-    folded = centre * (1 - 2 * stats.norm.cdf(-centre / width)) + 2 * width * stats.norm.pdf(centre / width)
+    center, width = outcomes - m[:, 0] + s[:, 0, 1], np.sqrt(s[:, 0, 0])
+    folded = center * (1 - 2 * stats.norm.cdf(-center / width)) + 2 * width * stats.norm.pdf(center / width)
     truth = -scale * folded - m[:, 1]
     off = {}
     for effort in ("direct", "usual", "thorough"):

@@ -287,7 +287,7 @@ def test_projections_keep_the_exact_updates_mean_and_precisions_or_variances(for
 
 
 @pytest.mark.parametrize("projection", ["exclusive", "inclusive"])
-def test_projections_minimise_their_divergence_from_the_exact_update(projection):
+def test_projections_minimize_their_divergence_from_the_exact_update(projection):
     prior = gaussian("diagonal")
     found = take(Rule("bong", projection=projection), prior, estimate("two rows")).q
     start = dense.as_dense(prior)

@@ -8,7 +8,7 @@ import pytest
 from scipy import special
 
 from numpyro_rvga.core.special import log_beta, log_gamma
-from numpyro_rvga.core.symbolic import factorise
+from numpyro_rvga.core.symbolic import factorize
 
 SIZES = np.concatenate([10.0 ** np.linspace(-10, 20, 301), np.linspace(0.01, 20, 300), [9999.9, 10000.1]])
 PRECISION = {jnp.float64: 1e-14, jnp.float32: 2e-6}
@@ -59,7 +59,7 @@ def test_log_beta_does_not_cancel_at_any_ratio(dtype):
 )
 def test_densities_are_read_with_them(density):
     theta, y = jnp.array([0.3, -0.4]), jnp.array(3.0)
-    split = factorise(density, theta, y)
+    split = factorize(density, theta, y)
     known = split.constants((y,))
     assert "gamma" not in str(jax.make_jaxpr(split.density)(theta, known))
     found = split.density(split.predictors(theta, (y,)), known)

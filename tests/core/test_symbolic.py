@@ -10,7 +10,7 @@ import pytest
 from jax.scipy.linalg import solve_triangular
 from jax.scipy.special import logsumexp, xlog1py, xlogy
 
-from numpyro_rvga.core.symbolic import Reading, factorise
+from numpyro_rvga.core.symbolic import Reading, factorize
 
 SIZE = 6
 THETA = jax.ShapeDtypeStruct((SIZE,), jnp.float64)
@@ -37,7 +37,7 @@ def heteroscedastic_log_density(t, x):
     return dist.Normal(x @ t[:3], jnp.exp(x @ t[3:])).log_prob(0.4)
 
 
-def non_centred(t, g):
+def non_centered(t, g):
     return jnp.cos((jnp.exp(t[0]) * t[1:])[g])
 
 
@@ -116,7 +116,7 @@ EXAMPLES = {
         lambda t: jnp.sum(xlogy(jnp.array([2.0, 1.0, 3.0]), jnp.where(jnp.tri(3) > 0, jnp.exp(t[0]), jnp.exp(t[1])))), 2
     ),
     "squeezed": Example(lambda t: jnp.squeeze(jnp.sin(t[None, 2:3])), 1),
-    "non-centred group effect": Example(non_centred, 2, (G,)),
+    "non-centered group effect": Example(non_centered, 2, (G,)),
     # indexing moves through products, solves and joins
     "entry of a product": Example(
         lambda t, g: jnp.sin((jnp.exp(t[:2]) * jnp.eye(2) @ t[2:].reshape(2, 2))[0, g]), 4, (B,)
@@ -201,7 +201,7 @@ by_example = pytest.mark.parametrize("name", EXAMPLES)
 
 def split_of(name):
     fun, num_predictors, row = EXAMPLES[name]
-    return fun, row, factorise(fun, THETA, *row), num_predictors
+    return fun, row, factorize(fun, THETA, *row), num_predictors
 
 
 def points(count=4):
@@ -316,7 +316,7 @@ def test_a_row_of_a_softmax_with_known_outcomes_depends_on_its_own_logits():
         logits = jnp.concatenate([jnp.zeros((40, 1)), theta[:2] + x @ theta[2:].reshape(2, 2)], axis=1)
         return dist.Categorical(logits=logits).log_prob(y)[e]
 
-    split = factorise(of_row, jax.ShapeDtypeStruct((6,), x.dtype), {}, jax.ShapeDtypeStruct((), jnp.int32))
+    split = factorize(of_row, jax.ShapeDtypeStruct((6,), x.dtype), {}, jax.ShapeDtypeStruct((), jnp.int32))
     theta = jnp.asarray(rng.normal(size=6))
     of_split = lambda e: split.density(split.predictors(theta, ({}, e)), split.constants(({}, e)))  # noqa: E731
     every = jnp.arange(40, dtype=jnp.int32)

@@ -115,8 +115,8 @@ def test_an_insensitive_loss_is_at_the_best_gaussian_of_a_dense_grid():
     def bound(mean, root):
         """By 200 nodes along each row's own predictor."""
         design = np.stack([np.ones_like(X), X], axis=1)
-        centre, spread = design @ mean, np.linalg.norm(design @ root, axis=1)
-        residual = DATA["y"][:, None] - centre[:, None] - spread[:, None] * nodes
+        center, spread = design @ mean, np.linalg.norm(design @ root, axis=1)
+        residual = DATA["y"][:, None] - center[:, None] - spread[:, None] * nodes
         loss = -np.maximum(0, np.abs(residual) - 0.3) / 0.2
         prior = -0.5 * (mean @ mean + np.sum(root**2)) / 25 - 2 * np.log(5) + 1 + np.log(np.diag(root)).sum()
         return (loss @ weights).sum() / weights.sum() + prior

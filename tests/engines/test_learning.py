@@ -81,7 +81,7 @@ def counts_at(X, y=None, scale=1.0):
         numpyro.sample("y", dist.Poisson(jnp.exp(X @ w)), obs=y)
 
 
-def test_a_prior_scale_maximises_the_bounds_of_models_with_it_fixed():
+def test_a_prior_scale_maximizes_the_bounds_of_models_with_it_fixed():
     X = RNG.normal(size=(80, 12))
     rows = {"X": X, "y": RNG.poisson(np.exp(0.3 * X @ RNG.normal(size=12))).astype(float)}
     learned = FixedPointVI(counts).run(rows, progress_bar=False)

@@ -44,15 +44,15 @@ def conjugate(a, b, x, y=None):
         numpyro.sample("y", dist.Normal(u[a] + v[b] + slope * x, NOISE), obs=y)
 
 
-def linked(link, centred=True, slopes=False):
+def linked(link, centered=True, slopes=False):
     """A model of unknown scales, whose outcomes are normal, of unknown scale too, or counts."""
 
     def model(a, b, x, y=None):
         m = numpyro.sample("m", dist.Normal(0.0, 2.0))
         tau = numpyro.sample("tau", dist.HalfNormal(1.0).expand([2]).to_event(1))
-        u = numpyro.sample("u", dist.Normal(0.0, tau[0] if centred else 1.0).expand([NUM_A]).to_event(1))
+        u = numpyro.sample("u", dist.Normal(0.0, tau[0] if centered else 1.0).expand([NUM_A]).to_event(1))
         v = numpyro.sample("v", dist.Normal(0.0, tau[1]).expand([NUM_B]).to_event(1))
-        predictor = m + (u if centred else tau[0] * u)[a] + v[b]
+        predictor = m + (u if centered else tau[0] * u)[a] + v[b]
         if slopes:
             s = numpyro.sample("s", dist.Normal(0.0, 0.5).expand([NUM_A, 2]).to_event(2))
             predictor = predictor + s[a, 0] * x + s[a, 1] * jnp.sin(x)
@@ -85,10 +85,10 @@ def test_linear_effects_are_exact(rows):
     sigma = np.linalg.inv(np.diag(1 / variance) + design.T @ design / NOISE**2)
     prior_mean = np.concatenate([[1.0], np.zeros(1 + NUM_A + NUM_B)])
     mean = sigma @ (prior_mean / variance + design.T @ data["y"] / NOISE**2)
-    centred = np.eye(len(mean))
-    centred[2 + NUM_A :, 0] = 1  # v = m + what is left
-    np.testing.assert_allclose(found.mean, centred @ mean, atol=1e-7)
-    np.testing.assert_allclose(found.covariance, centred @ sigma @ centred.T, atol=1e-8)
+    centered = np.eye(len(mean))
+    centered[2 + NUM_A :, 0] = 1  # v = m + what is left
+    np.testing.assert_allclose(found.mean, centered @ mean, atol=1e-7)
+    np.testing.assert_allclose(found.covariance, centered @ sigma @ centered.T, atol=1e-8)
     marginal = np.diag(np.full(NUM_ROWS, NOISE**2)) + design @ np.diag(variance) @ design.T
     evidence = dist.MultivariateNormal(jnp.asarray(design @ prior_mean), jnp.asarray(marginal)).log_prob(data["y"])
     np.testing.assert_allclose(found.elbo, evidence, rtol=1e-9)
@@ -96,8 +96,8 @@ def test_linear_effects_are_exact(rows):
 
 @pytest.mark.parametrize(
     ("link", "options"),
-    [("counts", {}), ("normal", {"slopes": True}), ("normal", {"centred": False})],
-    ids=["counts", "slopes", "not centred"],
+    [("counts", {}), ("normal", {"slopes": True}), ("normal", {"centered": False})],
+    ids=["counts", "slopes", "not centered"],
 )
 def test_unknown_scales_are_found_as_by_whole_matrices(rows, link, options, monkeypatch):
     model, data = linked(link, **options), rows[link]
@@ -105,7 +105,7 @@ def test_unknown_scales_are_found_as_by_whole_matrices(rows, link, options, monk
     sparse = FixedPointVI(model).run(data, progress_bar=False)
     dense = by_whole_matrices(model, data, monkeypatch)
     deviation = np.sqrt(np.diag(dense.covariance))
-    np.testing.assert_allclose(sparse.elbo, dense.elbo, atol=1e-4 if options.get("centred", True) else 0.05)
+    np.testing.assert_allclose(sparse.elbo, dense.elbo, atol=1e-4 if options.get("centered", True) else 0.05)
     np.testing.assert_allclose(sparse.mean / deviation, dense.mean / deviation, atol=0.01)
     np.testing.assert_allclose(sparse.covariance, dense.covariance, atol=0.01 * np.max(deviation) ** 2)
 

@@ -146,9 +146,9 @@ def chosen(group):
 
 def that_needs_numbers(mean):
     def model(group, y=None, num_groups=None):
-        centre = mean(group) + numpyro.sample("b", dist.Normal(0, 1))
+        center = mean(group) + numpyro.sample("b", dist.Normal(0, 1))
         with numpyro.plate("rows", len(group)):
-            numpyro.sample("y", dist.Normal(centre, 1), obs=y)
+            numpyro.sample("y", dist.Normal(center, 1), obs=y)
 
     return model
 
@@ -216,9 +216,9 @@ def test_a_data_frame_is_refused_with_what_to_give_instead():
 
 
 def test_laplace_names_the_scale_if_there_is_no_mode():
-    """Of eight effects and their scale, centred."""
+    """Of eight effects and their scale, centered."""
 
-    def centred(group, y=None):
+    def centered(group, y=None):
         scale = numpyro.sample("scale", dist.HalfNormal(1.0))
         with numpyro.plate("groups", 8):
             effect = numpyro.sample("effect", dist.Normal(0.0, scale))
@@ -227,7 +227,7 @@ def test_laplace_names_the_scale_if_there_is_no_mode():
 
     rows = {"group": np.arange(200) % 8, "y": np.arange(200) // 8 % 2}
     with pytest.raises(ValueError, match=r"no mode was found.*without bound.*'(scale|effect)'.*location \+ scale"):
-        run(centred, rows, scheme="laplace")
+        run(centered, rows, scheme="laplace")
 
 
 def test_laplace_needs_the_rows_in_memory():
@@ -393,13 +393,13 @@ def autoregression_without_a_plate(y):
     numpyro.sample("y", dist.Normal(rho * y[:-1], 1.0), obs=y[1:])
 
 
-def centred_inside(y, x):
+def centered_inside(y, x):
     slope = numpyro.sample("slope", dist.Normal(0.0, 1.0))
     with numpyro.plate("rows", x.shape[0]):
         numpyro.sample("y", dist.Normal(slope * (x - x.mean()), 1.0), obs=y)
 
 
-def standardised_inside(y, x):
+def standardized_inside(y, x):
     """One row by itself has no standard deviation."""
     slope = numpyro.sample("slope", dist.Normal(0.0, 1.0))
     with numpyro.plate("rows", x.shape[0]):
@@ -423,15 +423,15 @@ def jointly_normal_rows(y):
     [
         autoregression_in_a_plate,
         autoregression_without_a_plate,
-        centred_inside,
-        standardised_inside,
+        centered_inside,
+        standardized_inside,
         lagged_by_roll,
         jointly_normal_rows,
     ],
     ids=lambda model: model.__name__,
 )
 def test_coupled_rows_of_a_stream_are_refused_by_site_with_the_joint_way(model):
-    data = {"y": X[:, 0], "x": X[:, 1] + 3.0} if model in (centred_inside, standardised_inside) else {"y": X[:, 0]}
+    data = {"y": X[:, 0], "x": X[:, 1] + 3.0} if model in (centered_inside, standardized_inside) else {"y": X[:, 0]}
     message = r"site 'y': the rows of the data are not conditionally independent.*all rows at once.*RVGA\(model\).run"
     with pytest.raises(NotImplementedError, match=message):
         run(model, blocks(data, 50))

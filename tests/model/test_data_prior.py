@@ -28,7 +28,7 @@ def rows_of(x, y, location, scale=1.0):
         numpyro.sample("y", dist.Normal(location, scale), obs=y)
 
 
-def centred_at_the_mean(x, y):
+def centered_at_the_mean(x, y):
     a = numpyro.sample("a", dist.Normal(y.mean(), 0.001))
     rows_of(x, y, a)
 
@@ -75,7 +75,7 @@ def support_that_reads_the_data(x, y):
 
 
 MODELS = [
-    centred_at_the_mean,
+    centered_at_the_mean,
     scaled_by_the_deviation,
     by_the_first_entry,
     shrunk_by_the_number_of_rows,
@@ -98,7 +98,7 @@ def assert_same(one, other):
 @pytest.mark.parametrize("model", MODELS, ids=lambda model: model.__name__)
 def test_log_joint_density_is_numpyros(model):
     rows = data()
-    posterior = run(RVGA(model, scheme="laplace") if model is centred_at_the_mean else RVGA(model), rows)
+    posterior = run(RVGA(model, scheme="laplace") if model is centered_at_the_mean else RVGA(model), rows)
     potential, size = potential_of(model, posterior.site_names, **rows)
     program = posterior.program
     for seed in range(3):
@@ -109,7 +109,7 @@ def test_log_joint_density_is_numpyros(model):
 
 @pytest.mark.parametrize("name", METHODS)
 def test_a_prior_at_the_mean_of_all_rows_ends_there(name):
-    method = METHODS[name](centred_at_the_mean)
+    method = METHODS[name](centered_at_the_mean)
     for shift in (0.0, 10.0):
         rows = data(shift=shift)
         assert abs(float(run(method, rows).mean[0]) - rows["y"].mean()) < 1e-3

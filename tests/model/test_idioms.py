@@ -315,17 +315,17 @@ def test_data_level_factor_outside_the_plate_belongs_to_the_prior():
     assert_is_laplace(posterior, model, **DATA)
 
 
-def test_transform_reparameterisation():
+def test_transform_reparameterization():
     def model(X, y=None):
         base = dist.Normal(0.0, 1.0).expand([2]).to_event(1)
         b = numpyro.sample("b", dist.TransformedDistribution(base, dist.transforms.AffineTransform(0.0, 2.0)))
         with numpyro.plate("rows", X.shape[0]):
             numpyro.sample("y", dist.Bernoulli(logits=X @ b), obs=y)
 
-    reparameterised = handlers.reparam(model, {"b": TransformReparam()})
-    posterior, plain = laplace(reparameterised, DATA), laplace(row_plate, DATA)
+    reparameterized = handlers.reparam(model, {"b": TransformReparam()})
+    posterior, plain = laplace(reparameterized, DATA), laplace(row_plate, DATA)
     assert posterior.site_names == ("b_base",)
-    assert_is_laplace(posterior, reparameterised, **DATA)
+    assert_is_laplace(posterior, reparameterized, **DATA)
     np.testing.assert_allclose(2 * posterior.mean, plain.mean, atol=1e-6)
     np.testing.assert_allclose(4 * posterior.covariance, plain.covariance, atol=1e-6)
 
@@ -348,14 +348,14 @@ def group_scale():
     return numpyro.sample("m", dist.Normal(0.0, 1.0)), numpyro.sample("tau", dist.LogNormal(0.0, 0.5))
 
 
-def centred(x, g, y=None):
+def centered(x, g, y=None):
     m, tau = group_scale()
     with numpyro.plate("groups", NUM_GROUPS):
         effects = numpyro.sample("a", dist.Normal(m, tau))
     grouped_rows(x, g, y, effects)
 
 
-def non_centred(x, g, y=None):
+def non_centered(x, g, y=None):
     m, tau = group_scale()
     with numpyro.plate("groups", NUM_GROUPS):
         standard = numpyro.sample("a_decentered", dist.Normal(0.0, 1.0))
@@ -365,8 +365,8 @@ def non_centred(x, g, y=None):
 
 @pytest.mark.parametrize(
     "model, num_predictors, num_rows",
-    [(centred, 1, 160), (non_centred, 3, 12)],  # either where it is close to Gaussian
-    ids=["centred", "non_centred"],
+    [(centered, 1, 160), (non_centered, 3, 12)],  # either where it is close to Gaussian
+    ids=["centered", "non_centered"],
 )
 def test_group_effects_match_importance_sampling(model, num_predictors, num_rows):
     rows = {name: array[:num_rows] for name, array in GROUPED.items()}
@@ -376,12 +376,12 @@ def test_group_effects_match_importance_sampling(model, num_predictors, num_rows
     assert_moments_match(posterior, reference, 0.3, 0.3)
 
 
-def test_loc_scale_reparameterisation_is_the_non_centred_model():
-    reparameterised = laplace(handlers.reparam(centred, {"a": LocScaleReparam(0.0)}), GROUPED)
-    by_hand = laplace(non_centred, GROUPED)
-    assert reparameterised.site_names == by_hand.site_names
-    assert_same(reparameterised, by_hand)
-    assert_is_laplace(by_hand, non_centred, **GROUPED)
+def test_loc_scale_reparameterization_is_the_non_centered_model():
+    reparameterized = laplace(handlers.reparam(centered, {"a": LocScaleReparam(0.0)}), GROUPED)
+    by_hand = laplace(non_centered, GROUPED)
+    assert reparameterized.site_names == by_hand.site_names
+    assert_same(reparameterized, by_hand)
+    assert_is_laplace(by_hand, non_centered, **GROUPED)
 
 
 def test_number_of_groups_as_a_model_keyword():
@@ -399,16 +399,16 @@ def test_number_of_groups_as_a_model_keyword():
 
 def test_as_many_groups_as_rows_are_no_row_plate():
     rows = {name: array[:NUM_GROUPS] for name, array in GROUPED.items()}
-    posterior = laplace(non_centred, rows)
+    posterior = laplace(non_centered, rows)
     assert "a_decentered" in posterior.site_names
-    assert_is_laplace(posterior, non_centred, **rows)
+    assert_is_laplace(posterior, non_centered, **rows)
 
 
 # ---------------------------------------------------------------------- a neural network
 INPUT = np.linspace(-2.0, 2.0, 40)[:, None]
 CURVE = np.sin(2.0 * INPUT[:, 0])
 NETWORK_DATA = {"x": INPUT, "y": CURVE + 0.2 * RNG.normal(size=40)}
-HIDDEN = 8  # more affine predictors than the split takes: the network is linearised
+HIDDEN = 8  # more affine predictors than the split takes: the network is linearized
 
 
 def network_model(x, y=None):
@@ -438,7 +438,7 @@ def network_output(theta, site_names):
     return hidden @ parts["Dense_0.kernel"] + parts["Dense_0.bias"]
 
 
-def test_flax_network_is_linearised_in_its_output_and_its_laplace_covariance_is_gauss_newton():
+def test_flax_network_is_linearized_in_its_output_and_its_laplace_covariance_is_gauss_newton():
     posterior = RVGA(network_model, scheme="laplace").run(NETWORK_DATA, progress_bar=False)
     (terms,) = posterior.program.terms
     assert (terms.num_predictors, terms.is_affine) == (1, False)

@@ -28,7 +28,7 @@ def overdispersed(X, y=None):
         numpyro.sample("y", dist.Poisson(jnp.exp(f)), obs=y)
 
 
-def non_centred(X, y=None):
+def non_centered(X, y=None):
     w = weights()
     with numpyro.plate("rows", len(X)):
         z = numpyro.sample("z", dist.Normal(0.0, 1.0))
@@ -43,7 +43,7 @@ def with_offset(X, y=None):
 
 
 @pytest.mark.parametrize("method", [FixedPointVI, RVGA])
-@pytest.mark.parametrize("model", [overdispersed, non_centred])
+@pytest.mark.parametrize("model", [overdispersed, non_centered])
 def test_a_local_latent_adds_its_variance_to_the_predictors(model, method):
     local = method(model).run(ROWS, progress_bar=False)
     plain = method(with_offset).run(ROWS, progress_bar=False)
@@ -136,7 +136,7 @@ def of_unknown_scale(X, y=None):
         numpyro.sample("y", dist.Poisson(jnp.exp(f)), obs=y)
 
 
-def of_unknown_scale_non_centred(X, y=None):
+def of_unknown_scale_non_centered(X, y=None):
     w, scale = weights(), numpyro.sample("scale", dist.HalfNormal(1.0))
     with numpyro.plate("rows", len(X)):
         z = numpyro.sample("z", dist.Normal(0.0, 1.0))
@@ -148,7 +148,7 @@ def test_local_latents_of_a_stream_that_are_not_normal_are_refused():
         RVGA(gamma_frailty, local="prior").run(iter([ROWS]), progress_bar=False)
 
 
-@pytest.mark.parametrize("model, site", [(of_unknown_scale, "f"), (of_unknown_scale_non_centred, "z")])
+@pytest.mark.parametrize("model, site", [(of_unknown_scale, "f"), (of_unknown_scale_non_centered, "z")])
 def test_local_latents_of_unknown_scale_are_refused_by_a_recursion_and_learned_in_batch(model, site):
     """With the conditional prior as q, the scale would shrink to zero."""
     with pytest.raises(NotImplementedError, match=f"site '{site}'.* known standard deviation"):
@@ -158,7 +158,7 @@ def test_local_latents_of_unknown_scale_are_refused_by_a_recursion_and_learned_i
     assert 0.3 < posterior.median()["scale"] < 0.9
 
 
-def test_linearised_expectations_are_refused():
+def test_linearized_expectations_are_refused():
     with pytest.raises(ValueError, match="site 'y' depends on a latent variable of each row"):
         RVGA(overdispersed, expectation="linearized").run(iter([ROWS]), progress_bar=False)
 

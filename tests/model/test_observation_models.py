@@ -143,7 +143,7 @@ def ordered_logistic():
 
 
 def effects_model(group, y=None):
-    """Effects of groups that are not centred."""
+    """Effects of groups that are not centered."""
     loc, scale = numpyro.sample("loc", dist.Normal(0.0, 3.0)), numpyro.sample("scale", dist.HalfNormal(1.0))
     with numpyro.handlers.reparam(config={"effects": LocScaleReparam(0)}), numpyro.plate("groups", 8):
         effects = numpyro.sample("effects", dist.Normal(loc, scale))
@@ -278,7 +278,7 @@ def test_family_has_few_affine_predictors_and_the_right_posterior(name):
     assert found == terms
 
 
-def test_effects_that_are_not_centred_have_an_exact_bound():
+def test_effects_that_are_not_centered_have_an_exact_bound():
     group = np.arange(NUM_ROWS) % 8
     data = {"group": group, "y": np.linspace(-0.6, 1.5, 8)[group] + 0.5 * NOISE}
     posterior = RVGA(effects_model).run(data, progress_bar=False)

@@ -12,7 +12,7 @@ from references import assert_moments_match, importance_moments, potential_of
 from numpyro_rvga import RVGA, FixedPointVI
 from numpyro_rvga.model.prior import gaussian_part
 from numpyro_rvga.model.program import Program
-from numpyro_rvga.model.terms import constants, linearise
+from numpyro_rvga.model.terms import constants, linearize
 
 ROWS = {"y": np.array([0.3, -0.4, 1.0])}
 
@@ -40,26 +40,26 @@ def prior_terms_at(program, theta):
         loc, scale_tril = block.moments({})
         total = total + dist.MultivariateNormal(loc, scale_tril=scale_tril).log_prob(theta[block.start : block.stop])
     for terms in program.prior.terms:
-        offset = linearise(terms, theta, {})[0][0]
+        offset = linearize(terms, theta, {})[0][0]
         total = total + jnp.sum(jax.vmap(terms.density)(offset, jax.tree.map(lambda x: x[0], constants(terms, {}))))
     return total
 
 
 # ---------------------------------------------------------------------- Gaussian priors
 CORRELATED = np.array([[2.0, 0.6, 0.0], [0.6, 1.0, -0.3], [0.0, -0.3, 0.5]])
-CENTRE = np.array([1.0, -2.0, 0.5])
+CENTER = np.array([1.0, -2.0, 0.5])
 
 
 def by_covariance():
-    return numpyro.sample("a", dist.MultivariateNormal(CENTRE, CORRELATED))
+    return numpyro.sample("a", dist.MultivariateNormal(CENTER, CORRELATED))
 
 
 def by_scale_tril():
-    return numpyro.sample("a", dist.MultivariateNormal(CENTRE, scale_tril=np.linalg.cholesky(CORRELATED)))
+    return numpyro.sample("a", dist.MultivariateNormal(CENTER, scale_tril=np.linalg.cholesky(CORRELATED)))
 
 
 def by_precision():
-    return numpyro.sample("a", dist.MultivariateNormal(CENTRE, precision_matrix=np.linalg.inv(CORRELATED)))
+    return numpyro.sample("a", dist.MultivariateNormal(CENTER, precision_matrix=np.linalg.inv(CORRELATED)))
 
 
 def linear_gaussian_hierarchy():
@@ -110,9 +110,9 @@ def step_moments():
 
 
 GAUSSIAN = {
-    by_covariance: (CENTRE, CORRELATED),
-    by_scale_tril: (CENTRE, CORRELATED),
-    by_precision: (CENTRE, CORRELATED),
+    by_covariance: (CENTER, CORRELATED),
+    by_scale_tril: (CENTER, CORRELATED),
+    by_precision: (CENTER, CORRELATED),
     linear_gaussian_hierarchy: hierarchy_moments(),
     random_walk: walk_moments(),
     random_walk_step_by_step: step_moments(),
@@ -137,7 +137,7 @@ def test_posterior_under_a_correlated_prior_is_the_conjugate_one():
     posterior = RVGA(with_rows(by_covariance)).run(ROWS, progress_bar=False)
     ones = np.ones((3, 3))
     precision = np.linalg.inv(CORRELATED) + 3 * ones
-    mean = np.linalg.solve(precision, np.linalg.solve(CORRELATED, CENTRE) + ROWS["y"].sum())
+    mean = np.linalg.solve(precision, np.linalg.solve(CORRELATED, CENTER) + ROWS["y"].sum())
     np.testing.assert_allclose(posterior.mean, mean, atol=1e-6)
     np.testing.assert_allclose(posterior.covariance, np.linalg.inv(precision), atol=1e-6)
 
@@ -160,7 +160,7 @@ def horseshoe():
     return numpyro.sample("a", dist.Normal(0.0, tau * local).to_event(1))
 
 
-def non_centred():
+def non_centered():
     tau = numpyro.sample("tau", dist.HalfNormal(1.0))
     return tau * numpyro.sample("z", dist.Normal(0.0, 1.0).expand([3]).to_event(1))
 
@@ -202,7 +202,7 @@ OTHERS = {
     "lkj": one_site(dist.LKJCholesky(3, 2.0)),
     "lkj_covariance": covariance_of_latent_scale,
     "hierarchical": hierarchical,
-    "non_centred": non_centred,
+    "non_centered": non_centered,
     "horseshoe": horseshoe,
     "random_walk_of_latent_scale": random_walk_of_latent_scale,
     "support_from_another_site": support_from_another_site,

@@ -27,7 +27,7 @@ def least_squares(design, y, precision=1 / 9):
     return np.linalg.solve(matrix, design.T @ y / SCALE**2), np.linalg.inv(matrix)
 
 
-def centred(x, y):
+def centered(x, y):
     b = coefficients()
     numpyro.sample("y", dist.Normal(b[0] + b[1] * (x - jnp.mean(x)), SCALE), obs=y)
 
@@ -83,11 +83,11 @@ def of_size(x, y, num_rows):
 
 
 LINE = np.stack([np.ones(24), X], axis=1)
-CENTRED = np.stack([np.ones(24), X - X.mean()], axis=1)
+CENTERED = np.stack([np.ones(24), X - X.mean()], axis=1)
 HOLES = np.where(np.arange(24) % 5 == 2, np.nan, Y)
 MORE = RNG.normal(size=7) + 1.0
 CASES = {
-    "centred": (centred, {"x": X, "y": Y}, {}, CENTRED, Y),
+    "centered": (centered, {"x": X, "y": Y}, {}, CENTERED, Y),
     "boolean masks": (of_positive_outcomes, {"x": X, "y": Y}, {}, LINE[Y > 1.5], Y[Y > 1.5]),
     "a number computed in JAX": (computed_in_jax, {"x": X, "y": Y}, {}, LINE, Y),
     "NaN": (missing_at_random, {"x": X, "y": HOLES}, {}, LINE[~np.isnan(HOLES)], Y[~np.isnan(HOLES)]),
@@ -188,10 +188,10 @@ def test_a_prior_that_is_masked_and_comes_by_another_site_is_taken():
 
 
 def test_data_that_other_data_replace_are_solved_for_anew():
-    method = RVGA(centred)
+    method = RVGA(centered)
     first, second = (method.run({"x": X, "y": y}, progress_bar=False) for y in (Y, Y + 1.0))
-    np.testing.assert_allclose(first.mean, least_squares(CENTRED, Y)[0], atol=1e-6)
-    np.testing.assert_allclose(second.mean, least_squares(CENTRED, Y + 1.0)[0], atol=1e-6)
+    np.testing.assert_allclose(first.mean, least_squares(CENTERED, Y)[0], atol=1e-6)
+    np.testing.assert_allclose(second.mean, least_squares(CENTERED, Y + 1.0)[0], atol=1e-6)
 
 
 def test_nan_that_the_model_does_not_handle_is_named():

@@ -112,7 +112,7 @@ def test_a_logistic_curvature_rises_and_falls_where_brute_force_says(expectation
     assert "no guarantee" in result.verdict and "never falls" in result.verdict
 
 
-def test_near_the_centre_a_logistic_curvature_falls():
+def test_near_the_center_a_logistic_curvature_falls():
     model, rows = model_of("logistic"), data("logistic")
     result = FixedPointVI.conditions(model, rows, means=[-1.0, 0.0, 1.0], variances=[0.1, 1.0])
     assert (result.positive, result.increasing, result.decreasing) == (True, False, True)

@@ -28,7 +28,7 @@ def logistic(x, y=None):
         numpyro.sample("y", dist.Bernoulli(logits=x @ b), obs=y)
 
 
-def centred(x, y):
+def centered(x, y):
     b = numpyro.sample("b", dist.Normal(0.0, 1.0).expand([2]).to_event(1))
     numpyro.deterministic("level", jnp.mean(y) + b[0])
     with numpyro.plate("rows", x.shape[0]):
@@ -73,7 +73,7 @@ CASES = {
     "FixedPointVI": (FixedPointVI, logistic, DATA, {}),
     "BONG": (BONG, logistic, DATA, {}),
     "fixed size": (RVGA, of_fixed_size, DATA, {}),
-    "joint": (RVGA, centred, REAL, {}),
+    "joint": (RVGA, centered, REAL, {}),
     "learned": (FixedPointVI, learned, REAL, {}),
     "prior of the data": (RVGA, scaled_by_data, REAL, {}),
     "latents of rows": (RVGA, mixture, REAL, {"local": "marginal"}),

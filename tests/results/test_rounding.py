@@ -89,7 +89,7 @@ def test_schedules_that_end_far_from_the_best_gaussian_advise_double_precision(s
         posterior, messages = fitted(
             FixedPointVI(logistic, schedule=schedule, **FEW), design(kind), scale=CASES[kind][0]
         )
-    assert not posterior.info["converged"] and any("not maximised" in m and "use float64" in m for m in messages)
+    assert not posterior.info["converged"] and any("not maximized" in m and "use float64" in m for m in messages)
 
 
 @pytest.mark.parametrize("kind", CASES)

@@ -8,7 +8,7 @@ import numpyro.distributions as dist
 
 from numpyro_rvga.core.factors import evaluate
 from numpyro_rvga.engines.engine import Engine
-from numpyro_rvga.engines.linearised import factors_of, merged_by_form, prepare
+from numpyro_rvga.engines.linearized import factors_of, merged_by_form, prepare
 from numpyro_rvga.model import Program
 from numpyro_rvga.options import Options
 

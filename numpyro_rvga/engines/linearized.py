@@ -12,7 +12,7 @@ from jax import Array
 from ..core.factors import Factors, Kind
 from ..core.jacobians import times_vector
 from ..model.sparsity import Pattern, sparse_jacobian
-from ..model.terms import Terms, constants, linearise, merged
+from ..model.terms import Terms, constants, linearize, merged
 
 Seen = tuple[Terms, Pattern | None]  # terms, and the few entries of theta that they depend on; None: any
 
@@ -22,7 +22,7 @@ def factors_at(terms: Terms, pattern: Pattern | None, theta: Array, rows: dict, 
     if terms.by_draws:
         return _one_factor(theta, weight, values)
     if pattern is None:
-        predictors, jacobian, local = linearise(terms, theta, rows)
+        predictors, jacobian, local = linearize(terms, theta, rows)
         return Factors(*merged((predictors, jacobian, (weight, values, local))))
     local = jnp.zeros((*weight.shape, terms.num_predictors, 0), theta.dtype)
     return Factors(*sparse_jacobian(terms, pattern, theta, rows), merged((weight, values, local)))
