@@ -21,7 +21,7 @@ from numpyro_rvga.core.count import Count
 from numpyro_rvga.core.recursion import Absorbed
 from numpyro_rvga.streams import order as order_module
 from numpyro_rvga.streams import passes as passes_module
-from numpyro_rvga.streams import recursive_pass
+from numpyro_rvga.streams import block_plan, opening, recursive_pass
 from numpyro_rvga.streams import source as source_module
 from numpyro_rvga.streams.memory import RowMemory, inexactness, taken_in
 
@@ -87,8 +87,8 @@ def method_of(name):
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch):
-    monkeypatch.setattr(recursive_pass, "MAX_CHUNK", 256)
-    monkeypatch.setattr(recursive_pass, "DEFAULT_BLOCK", 64)
+    monkeypatch.setattr(block_plan, "MAX_CHUNK", 256)
+    monkeypatch.setattr(block_plan, "DEFAULT_BLOCK", 64)
     monkeypatch.setattr("numpyro_rvga.streams.online_pass.CHUNK_BLOCKS", 64)
 
 
@@ -153,8 +153,8 @@ def test_the_posterior_does_not_depend_on_how_the_data_are_cut_and_one_run_is_on
 def test_streams_and_arrays_around_the_size_of_the_first_block_agree(num_rows, monkeypatch):
     method = RVGA(logistic, memory=150, **IN_ORDER)
     method_rows = make(n=num_rows)
-    monkeypatch.setattr(recursive_pass, "FIRST_BLOCK_ROWS", 150)
-    monkeypatch.setattr(recursive_pass, "FIRST_BLOCK_ROWS_PER_PARAMETER", 1)
+    monkeypatch.setattr(block_plan, "FIRST_BLOCK_ROWS", 150)
+    monkeypatch.setattr(block_plan, "FIRST_BLOCK_ROWS_PER_PARAMETER", 1)
     assert_same(run(method, cut(method_rows, [40])), run(method, method_rows))
 
 
@@ -630,7 +630,8 @@ def test_skipped_rows_of_files_and_lists_in_random_order_leave_no_trace_either(k
     monkeypatch.setattr(source_module, "PIECE", 150)
     monkeypatch.setattr(order_module, "BUFFER_NUMBERS", 400)  # several rounds, whose lengths depend on all rows
     monkeypatch.setattr(order_module, "OPEN_NUMBERS", 400)
-    monkeypatch.setattr(passes_module, "SLICE", 64)
+    for module in (opening, passes_module):
+        monkeypatch.setattr(module, "SLICE", 64)
     rows, kept = spoilt(ROWS, BAD), np.setdiff1d(np.arange(NUM_ROWS), BAD)
     others = {name: array[kept] for name, array in rows.items()}
     if kind == "list":
