@@ -45,10 +45,12 @@ SMALL = 1e-5  # of a factor's natural gradient: an error of no consequence, far 
 ENOUGH, FAIRLY_SMALL = {64: 1e-6, 32: 1e-5}, 1e-3  # the same of factors that are integrals themselves
 MODEST = 10.0  # times the tolerance: the difference of two rules that calls for panels. The better one's error is less
 SLOPE_NODES = {1: 80, 2: 20}  # along each axis, for slopes in phi's constants
-DIRECT_POINTS = {False: 2**18, True: 2**13}  # in all, at which a rule of many nodes is no dearer; of integrals
+DIRECT_POINTS = 2**18  # in all, at which a rule of many nodes is no dearer
+DIRECT_NODES = 2**19  # of integrals at all points: likewise
 CACHED_POINTS = 2**14  # at which phi is evaluated at once, if all factors take the same rule
 BATCH_POINTS = 2**16  # and if they take finer ones
 MOST_BATCH = 1024  # factors
+LEAST_POINTS = 2**10  # of a batch, however dear each is: they are enough for one call of the compiled functions
 MOST_COARSE = 4  # predictors: of more, some nodes of the fifth-degree rule have negative weights
 
 Rule = Callable[[PHI, Factor], tuple[Moments, Array]]
@@ -60,7 +62,7 @@ def expectations(
     nodes: tuple[np.ndarray, np.ndarray] | None = None,
     *,
     effort: str = "usual",
-    is_integral: bool = False,
+    cost: int = 1,
 ) -> tuple[Callable, Callable | None]:
     """(means (n, C), covariances (n, C, C), constants (n, ...)) -> E[phi], E[grad phi], E[hess phi] of n factors; and
     -> the same, with the estimated errors, in nats (n,). The latter takes one argument more, whether few nodes will do:
@@ -71,15 +73,18 @@ def expectations(
     :param effort: ``"few"``: the fifth-degree rule alone, whose errors are not known, in at most three dimensions.
         ``"direct"``: a rule of many nodes for all, if that is little work. It takes a fifth of the time to compile.
         ``"thorough"``: also the rule that kinks need in two or three dimensions; it takes long to compile.
-    :param is_integral: whether each value of phi is an integral, many times as dear, and no more exact than these.
+    :param cost: of how many nodes a value of phi is an integral, which is as much dearer, and no more exact than these;
+        one: it is none.
     """
     if effort == "few":
         few = _differentiable(partial(_by_few_nodes, phi), phi, num_predictors)
         return lambda *factors: few(*factors, None)[0], None
-    tolerances = (ENOUGH, FAIRLY_SMALL) if is_integral else (EXACT, SMALL)
-    measure = partial(_climb, phi, num_predictors, nodes, effort == "thorough", tolerances)
+    tolerances = (ENOUGH, FAIRLY_SMALL) if cost > 1 else (EXACT, SMALL)
+    batch_points = max(BATCH_POINTS // cost, LEAST_POINTS)
+    measure = partial(_climb, phi, num_predictors, nodes, effort == "thorough", tolerances, batch_points)
     if effort == "direct" and (nodes is not None or num_predictors in CUBE_NODES):
-        measure = partial(_at_once_or, measure, *_direct(phi, num_predictors, nodes), DIRECT_POINTS[is_integral])
+        most = DIRECT_POINTS if cost == 1 else DIRECT_NODES // cost
+        measure = partial(_at_once_or, measure, *_direct(phi, num_predictors, nodes), most)
     measured = _differentiable(measure, phi, num_predictors)
     return lambda *factors: measured(*factors, None)[0], measured
 
@@ -158,6 +163,7 @@ def _climb(
     nodes: tuple | None,
     thorough: bool,
     tolerances: tuple[dict[int, float], float],
+    batch_points: int,
     means: Array,
     covariances: Array,
     constants: Any,
@@ -168,7 +174,7 @@ def _climb(
     factors, *result = _in_chunks(first, num_points, (means, covariances, constants))
     tolerance, result = factors.tolerance, tuple(result)
     for least, rule, num_points in _finer(num_predictors, nodes, thorough):
-        size = min(max(BATCH_POINTS // num_points, 1), MOST_BATCH)
+        size = min(max(batch_points // num_points, 1), MOST_BATCH)
         hard = ~(result[1] <= least * tolerance)
         if is_coarse is not None and num_predictors <= MOST_COARSE:
             hard = hard & ~is_coarse

@@ -56,6 +56,11 @@ def log_integral(log_integrand: LogIntegrand, nodes: Nodes) -> Array:
     return logsumexp(jax.vmap(log_integrand)(nodes.points) + nodes.log_weights)
 
 
+def num_nodes(num_dimensions: int) -> int:
+    """Of one integral."""
+    return NODES[num_dimensions] ** num_dimensions
+
+
 class Place(NamedTuple):
     """Where an integrand is.
 

@@ -329,9 +329,9 @@ class Engine:
         )
 
     def _num_nodes(self, terms: Terms) -> int:
-        """Of the last rule, for one element of a row."""
+        """Of the last rule, for one element of a row, and of the element's own integral."""
         size = terms.num_predictors
-        return num_cube_nodes(size) if size in CUBE_NODES else self.options.num_samples
+        return terms.num_nodes * (num_cube_nodes(size) if size in CUBE_NODES else self.options.num_samples)
 
     def _other_means(self, search: Search, problem: JointProblem, num_rows: int) -> Callable | None:
         """Where a search from the prior begins again, see :mod:`~.starts`; None where that is not worth its time."""

@@ -212,7 +212,7 @@ def _rule(name: str | ex.Expectation, terms: Terms, options: Options, rng_key: A
     few = effort == "few" and sampled
     effort = "usual" if few else effort
     of_terms = terms.density, terms.num_predictors, nodes
-    expect, measured = expectations(*of_terms, effort=effort, is_integral=terms.is_integral)
+    expect, measured = expectations(*of_terms, effort=effort, cost=terms.num_nodes)
     finest = at_density(over_nodes if sampled else partial(ex.quadrature, 1))
     return _Rule(expect, finest, True, measured, measured is not None)
 

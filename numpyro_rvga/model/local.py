@@ -24,7 +24,7 @@ from numpyro.distributions import constraints
 
 from ..core.compilation import at_once
 from ..core.linalg import cholesky, solve_lower
-from ..core.local_integrals import MAX_DIMENSIONS, log_integral, place_nodes
+from ..core.local_integrals import MAX_DIMENSIONS, log_integral, num_nodes, place_nodes
 from ..core.symbolic import Factorization, factorize
 from .failures import FORWARD, UnboundedStates
 from .layout import Layout
@@ -330,7 +330,8 @@ def local_terms(
         width, predictors = len(kept), partial(split.kept_predictors, kept)
         constants, density = split.constants, jax.jit(partial(split.integrated, kept, quadratic))
     terms = Terms(component.name, component.size, width, True, predictors, constants, density, None)
-    terms = terms._replace(is_integral=kept is not None and not quadratic)
+    if kept is not None and not quadratic:
+        terms = terms._replace(num_nodes=count * num_nodes(component.continuous.shape[1]))
     return terms, quadratic, partial(split.drawn, kept, quadratic)
 
 

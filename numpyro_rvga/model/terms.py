@@ -30,7 +30,7 @@ class Terms(NamedTuple):
     :ivar of_all_rows: whether one run of the model serves the predictors of all elements.
     :ivar by_draws: whether the predictors are all of theta, for lack of structure. The rows of a solve are then one
         factor, whose expectation is taken over draws of theta.
-    :ivar is_integral: whether each density is a numerical integral.
+    :ivar num_nodes: where each density is a numerical integral: of how many nodes. Elsewhere one.
     """
 
     site: str
@@ -50,7 +50,7 @@ class Terms(NamedTuple):
         """One term, ()."""
         return self.density(self.predictors(theta, row, element), self.constants(row, element))
 
-    is_integral: bool = False
+    num_nodes: int = 1
 
 
 def linearize(terms: Terms, theta: Array, rows: Arrays) -> tuple[Array, Array, Array]:

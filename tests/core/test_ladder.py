@@ -238,6 +238,24 @@ def test_a_rule_of_many_nodes_is_for_few_factors(count, is_direct):
     assert np.array_equal(*found) is not is_direct
 
 
+@pytest.mark.parametrize("num_hard", [1, 5])
+def test_of_densities_that_are_integrals_only_the_hard_ones_pay(num_hard):
+    places = []
+
+    def phi(u, y):
+        jax.debug.callback(places.append, u)
+        return student_t(u, y)
+
+    means, covariances, outcomes = factors(2, 1.0, count=40)
+    covariances = covariances * jnp.where(jnp.arange(40) < num_hard, 1.0, 1e-6)[:, None, None]
+    _, measured = expectations(phi, 2, effort="direct", cost=900)
+    jax.block_until_ready(measured(means, covariances, outcomes, None))
+    jax.effects_barrier()
+    of_all = 40 * len(ladder.fifth_degree_nodes(2)[0])
+    of_one = sum(across * along for across, along in ladder.TENSOR_NODES[2])
+    assert of_all + num_hard * of_one <= len(places) <= of_all + (num_hard + 2) * of_one
+
+
 def test_the_error_of_a_rule_of_many_nodes_is_not_that_of_rounding_large_values():
     large = lambda u, y: 100.0 * y + student_t(u, y)  # noqa: E731
     known = [jnp.asarray(x, jnp.float32) for x in factors(2, 0.05, count=100)]
