@@ -19,9 +19,9 @@ import pytest
 from numpyro_rvga import BONG, RVGA, ParquetRows, Posterior, RandomWalk, files
 from numpyro_rvga.core.count import Count
 from numpyro_rvga.core.recursion import Absorbed
+from numpyro_rvga.streams import block_plan, opening, recursive_pass
 from numpyro_rvga.streams import order as order_module
 from numpyro_rvga.streams import passes as passes_module
-from numpyro_rvga.streams import block_plan, opening, recursive_pass
 from numpyro_rvga.streams import source as source_module
 from numpyro_rvga.streams.memory import RowMemory, inexactness, taken_in
 
