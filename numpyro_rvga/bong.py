@@ -446,7 +446,7 @@ class BONG:
         info: dict,
         row_sets: tuple[RowSet, ...] = (),
     ) -> Posterior:
-        """:param row_sets: what was taken in, if that is known."""
+        """:param row_sets: what was taken in, if that is recorded."""
         facts = self._described | info
         facts |= facts_of(self.dynamics, state)
         continuation = OnlineContinuation(self, dict(model_kwargs), online)

@@ -45,7 +45,7 @@ class FixedPointVI:
     row, are run on all of them at once. The model's ``numpyro.param`` sites are learned: the bound, maximized over q,
     is climbed by L-BFGS in them (needs optax); see :attr:`Posterior.params`.
 
-    Where each term looks at few entries of theta, as with crossed effects, the longest site is eliminated (by
+    Where each term depends on few entries of theta, as with crossed effects, the longest site is eliminated (by
     ``schedule="incremental"``): work then grows with the cube of the number of all other parameters.
 
     :param model: a NumPyro model whose latents are continuous and whose observations are conditionally independent.
@@ -208,7 +208,7 @@ class FixedPointVI:
 
         A site's predictor is what the method takes expectations over: the logit of a Bernoulli, the log rate of a
         Poisson or exponential, and the mean less the observation of a normal or Laplace site. Sites with several
-        predictors have a matrix for gamma: its smallest eigenvalue tells of condition 1, condition 2 is not defined.
+        predictors have a matrix for gamma: its smallest eigenvalue decides condition 1, condition 2 is not defined.
 
         **Example**
 
@@ -225,19 +225,19 @@ class FixedPointVI:
 
         :param model: a NumPyro model, as for the constructor.
         :param data: rows with their outcome, as :meth:`run` takes them. Over the grid, at most 200 different densities
-            of a site are looked at: those of up to 200 rows, evenly spread. At the posterior, all rows are.
+            of a site are evaluated: those of up to 200 rows, evenly spaced. At the posterior, all rows are.
         :param posterior: a posterior of the same sites: the conditions are reported also at the ``(m, v)`` that the
             rows have under it.
         :param means: the grid of m. Default: from -8 to 8, and quantiles of the posterior's m. Give it for location
             likelihoods, such as Student's t, whose outcomes lie elsewhere.
         :param variances: the grid of v. Default: from 0.01 to 100, and quantiles of the posterior's v. Sites with
-            several predictors are looked at with means drawn from the box that ``means`` spans and covariances v I.
+            several predictors are evaluated at means drawn from the box that ``means`` spans and covariances v I.
         :param expectation: as for the constructor.
         :param order: as for the constructor.
         :param num_samples: as for the constructor.
         :param rng_key: for Monte Carlo expectations. Default: ``jax.random.key(0)``.
         :param model_kwargs: go to every call of the model unchanged.
-        :return: the findings, which print as a summary, and draw a map with their ``plot()``.
+        :return: the results, which print as a summary, and draw a map with their ``plot()``.
         :raises ValueError: for unusable data, options or grids, and for a posterior of other latent sites.
         :raises NotImplementedError: for discrete latents.
         """

@@ -65,7 +65,7 @@ class RVGA:
         >>> print(np.asarray(posterior.mean).round(1), round(posterior.elbo))
         [ 1.3 -2. ] -91
 
-    Where each term looks at few entries of theta, as with crossed effects, all rows are solved for together, and no
+    Where each term depends on few entries of theta, as with crossed effects, all rows are solved for together, and no
     matrix of all parameters is factorized: for data in memory, up to 800 rows for each parameter, and default options.
 
     :param model: a NumPyro model whose rows are conditionally independent given global, continuous latents.
@@ -90,8 +90,8 @@ class RVGA:
         reached q while it was wide in their direction: rare levels, separated classes) are kept. In the end they take
         their summaries' place in joint solves, 400 rows per parameter at a time, those first whose summaries are
         furthest from what q would now make of them, until these would move q by less than a tenth of a standard
-        deviation even if all pulled the same way. ``"auto"``: 2,000 rows per parameter, within 2^25 numbers (none with
-        a given block_size, or if predictors are not affine).
+        deviation even if their residuals had one sign. ``"auto"``: 2,000 rows per parameter, within 2^25 numbers
+        (none with a given block_size, or if predictors are not affine).
     :param str family: ``"full"``; or ``"diagonal"``, ``"block-diagonal"`` (a block for each latent site) or ``"low-
         rank"`` (a precision of diagonal plus low rank), which make no (P, P) array. These take the plain recursion of
         the implicit or explicit scheme, in blocks of ``block_size`` rows (``"auto"``: one), and project each result:
@@ -279,7 +279,7 @@ class RVGA:
         rng_key = default_key() if rng_key is None else rng_key
         at_hand = isinstance(data, (Mapping, tuple)) and not options.skips and init is None and checkpoint is None
         may_be_joint = at_hand and self.blocks.may_be_joint
-        whole = self._engines.known_whole(data, model_kwargs, rng_key) if may_be_joint else None
+        whole = self._engines.cached_whole(data, model_kwargs, rng_key) if may_be_joint else None
         if whole is not None:
             return self._run_jointly(*whole, rng_key, progress_bar=progress_bar, started=started)
         try:
@@ -481,7 +481,7 @@ class RVGA:
     ) -> Posterior:
         """Called by what the user calls, with warnings of solves that have not converged, or lack digits.
 
-        :param bound: on the log evidence, if it is known. :param row_sets: what was taken in, if that is known.
+        :param bound: on the log evidence, or None. :param row_sets: what was taken in, if that is recorded.
         """
         continuation = Continuation(self, dict(model_kwargs))
         if self.options.scheme in RECURSIONS:

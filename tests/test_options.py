@@ -55,7 +55,7 @@ def test_an_expectation_of_ones_own_finds_what_closed_forms_find(method):
 
 
 def test_the_error_of_an_expectation_of_ones_own_is_what_it_is_from_quadrature():
-    with pytest.warns(UserWarning, match="expectations at q are known to"):
+    with pytest.warns(UserWarning, match="expectations at q have an error of"):
         own = run(FixedPointVI(logistic, expectation=at_the_mean))
     theta = np.asarray(own.mean) + np.random.default_rng(0).normal(size=(20_000, 2)) @ np.asarray(own.scale_tril).T
     signs = 2 * DATA["y"] - 1

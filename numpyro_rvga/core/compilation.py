@@ -57,7 +57,7 @@ class Compiled:
         functools.update_wrapper(self, function)
         options: dict[str, Any] = {"static_argnames": static_argnames, "out_shardings": out_shardings}
         compiler_options = _options(1)
-        if routines and LLVM_LEVEL in _known_options():  # at level 0, a second routine of other types may never end
+        if routines and LLVM_LEVEL in _supported_options():  # at level 0, a second routine of other types may never end
             compiler_options[LLVM_LEVEL] = 1
         self._light = jax.jit(function, compiler_options=compiler_options, **options)
         self._nested = jax.jit(function, static_argnames=static_argnames)  # the outer function has the options
@@ -119,11 +119,11 @@ def _options(level: int) -> dict[str, Any]:
     """The compiler options that this XLA has and that the user has not set."""
     chosen = os.environ.get("XLA_FLAGS", "")
     options = _wanted(level)
-    return {name: value for name, value in options.items() if name in _known_options() and name not in chosen}
+    return {name: value for name, value in options.items() if name in _supported_options() and name not in chosen}
 
 
 @functools.cache
-def _known_options() -> frozenset[str]:
+def _supported_options() -> frozenset[str]:
     """The names of the options that this XLA has."""
     options = _wanted(1)
     return frozenset(options if _exist(options) else (n for n, value in options.items() if _exist({n: value})))

@@ -1,4 +1,4 @@
-"""Expectations of functions of many numbers, by draws: for densities in which no structure was found.
+"""Expectations of functions of many numbers, by draws: for densities without structure.
 
 **Interface.** ``expect, fresh = by_draws(phi, nodes_of, num_fresh)`` has the form of every other expectation, so the
 solver takes it as one more kind of factor, next to those that are exact. A factor may be a term of C predictors, or a

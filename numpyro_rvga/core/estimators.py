@@ -147,14 +147,14 @@ def implicit(
     """g and H under the q' that minimizes KL(q' || p(y | theta) q), with f linearized at q's mean.
 
     The predictors of the block have the covariance S_0 = F Sigma F^T under q. With S_0 = L L^T they are offset + L e,
-    and q' is found as a Gaussian over e (R-VGA paper, section 4.3). Then mu' = mu + Sigma g and Lambda' = Lambda + H.
+    and q' comes as a Gaussian over e (R-VGA paper, section 4.3). Then mu' = mu + Sigma g and Lambda' = Lambda + H.
 
     :param settings_of: the number of rows -> when that search stops.
     """
     factors = observation.linearize(q.mean)
     rows = jnp.concatenate([f.jacobian.reshape(-1, f.jacobian.shape[-1]) for f in factors])
-    spread = q.predictor_root(rows)
-    root, inverse = semidefinite_factor(spread @ spread.T)
+    predictor_root = q.predictor_root(rows)
+    root, inverse = semidefinite_factor(predictor_root @ predictor_root.T)
     ends = list(np.cumsum([f.predictors.size for f in factors])[:-1])
     blocks = tuple(
         f._replace(jacobian=part.reshape(*f.predictors.shape, len(root)))

@@ -36,14 +36,14 @@ class Kind(NamedTuple):
         (n, C), E[hess phi] (n, C, C).
     :ivar plugin: of one factor, the same at the mean, covariance ignored.
     :ivar finest: of one factor, the same as ``expect`` and as exactly as may be.
-    :ivar concave: whether phi is known to be log-concave.
+    :ivar concave: whether phi is log-concave.
     :ivar conservative: whether ``expect``'s gradient and curvature derive from its value. If not (inverse probit),
         the fixed-point equations are solved as a root instead.
     :ivar sampled: whether expectations are averages over many nodes, dearer than a product of matrices.
     :ivar information: (mean, constants) -> the Fisher information (C, C), which replaces minus the Hessian where
         that is no curvature to go by.
-    :ivar adjustable: as ``measured``, and takes a traced flag besides, whether few nodes will do: errors are not known
-        then. None if that would save nothing.
+    :ivar adjustable: as ``measured``, and takes a traced flag besides, whether few nodes will do: no errors are
+        estimated then. None if that would save nothing.
     :ivar fresh: of n factors, E[phi] over R sets of nodes that no search has used, (n, R); None but for samples.
     :ivar measured: as ``expect``, -> what that finds, and its estimated errors, in nats (n,); None if it is exact, or
         has no estimate.

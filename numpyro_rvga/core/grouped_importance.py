@@ -1,6 +1,6 @@
 """The log of the integral of p(x) by importance sampling from a Gaussian q, for p a product of factors.
 
-Entries of x that no factor looks at together are independent given all others. Given a draw of the shared entries s,
+Entries of x that share no factor are independent given all others. Given a draw of the shared entries s,
 the integral is a product over groups of such entries,
 
     int p(x) dx = E_q(s)[ p(s) / q(s) prod_c E_q(x_c | s)[ p(x_c | s) / q(x_c | s) ] ],
@@ -26,7 +26,7 @@ from .recursion import CanonicalGaussian
 
 LARGEST_GROUP = 3  # entries
 NODES = {1: 21, 2: 11, 3: 7}  # of Gauss and Hermite, along each axis
-REPETITIONS = 8  # of the quasi-random points, whose differences tell the error
+REPETITIONS = 8  # of the quasi-random points, whose differences estimate the error
 NUM_DRAWS = 16  # of each, for one shared entry; as many times more as there are of these, up to
 MOST_DRAWS = 256
 EVALUATIONS = 2**18  # of factors at once
@@ -67,7 +67,7 @@ class Estimate(NamedTuple):
 def independent_groups(coupled: np.ndarray) -> Groups:
     """The smallest set of shared entries, by how many others each is coupled with, that leaves small groups.
 
-    :param coupled: (P, P), whether a factor looks at both.
+    :param coupled: (P, P), whether a factor depends on both.
     """
     from scipy.sparse.csgraph import connected_components  # here and below: slow to import, and seldom needed
 
@@ -135,8 +135,8 @@ def log_integral(
         s = solve_lower(shared_root, z, transpose=True) if len(shared) else z
         x = (regression @ s)[:, None] + steps  # (G, L, D)
         quadratic = jnp.einsum("gld,gde,gle->gl", x, within(padded_base), x)
-        pull = linear[members] - across_base @ s
-        of_groups = jnp.einsum("gd,gld->gl", pull, x) - 0.5 * quadratic + 0.5 * jnp.sum(nodes**2, axis=1) + log_weights
+        h = linear[members] - across_base @ s
+        of_groups = jnp.einsum("gd,gld->gl", h, x) - 0.5 * quadratic + 0.5 * jnp.sum(nodes**2, axis=1) + log_weights
         by_group = [_by_group(summand, s, x) for chunk in seen for summand in chunk]
         values = sum(by_group, jnp.zeros((count + 1, len(nodes)), dtype))
         groups_total = logsumexp(of_groups + values[:count], axis=1) - log_determinants
@@ -154,7 +154,7 @@ def log_integral(
 
 
 class _Seen(NamedTuple):
-    """A summand, as it looks at the shared entries (n, C, S) and at those of its group (n, C, D)."""
+    """A summand's Jacobians in the shared entries (n, C, S) and at those of its group (n, C, D)."""
 
     summand: Summands
     group: Array

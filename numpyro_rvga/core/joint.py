@@ -43,18 +43,18 @@ class Joint(NamedTuple):
     """A joint solve, in the standard coordinates of the Gaussian before it. Nothing is computed until a part is called.
 
     :ivar objective: the factors' part of the bound. :ivar start: where it begins.
-    :ivar absorb: solution, number of rows, what is expected there if it is known -> the state after it.
+    :ivar absorb: solution, number of rows, what is expected there, or None -> the state after it.
     :ivar absorbed: solution -> mean and covariance of the rows' predictors there.
     """
 
     objective: Objective
     start: Callable[[], Start]
     absorb: Callable[[Solution, Array, Expected | None], tuple[State, StepInfo]]
-    absorbed: Callable[[Solution], tuple[Absorbed, ...]] = lambda found: ()
+    absorbed: Callable[[Solution], tuple[Absorbed, ...]] = lambda solution: ()
 
 
 def solve_joint_traced(search: Search, joint: Joint) -> Solution:
-    """The solution, found inside a compiled function."""
+    """The solution, inside a compiled function."""
     base, form, state = joint.start()
     return solve_traced(search, joint.objective, base, form, state)
 
@@ -128,8 +128,8 @@ def joint_solve(
         prior_factor = None
         if state.prior_factor is not None:
             if expected is None:
-                spread = None if search.mode else root.T
-                sums = evaluate(prior.kinds, prior.linearize(prior.first, mean), spread)
+                covariance_root = None if search.mode else root.T
+                sums = evaluate(prior.kinds, prior.linearize(prior.first, mean), covariance_root)
             else:
                 sums = objective.of_group(solution.mean, expected, 0)
             prior_factor = _prior_factor(sums, mean, None if search.mode else root)

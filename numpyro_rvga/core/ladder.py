@@ -1,7 +1,7 @@
 """Expectations whose cost follows their difficulty, factor by factor.
 
 All factors begin with a rule of few nodes, which is exact for polynomials of the fifth degree. A few more nodes,
-further out, tell by how much phi is none. Factors of which that matters go on to the next rule, and only they pay: a
+further out, measure by how much phi is none. Factors of which that matters go on to the next rule, and only they pay: a
 compiled loop takes them a batch at a time.
 
 Where factors are few, a compiled ladder costs more than it saves: then all take a rule of many nodes at once. A search
@@ -66,11 +66,11 @@ def expectations(
 ) -> tuple[Callable, Callable | None]:
     """(means (n, C), covariances (n, C, C), constants (n, ...)) -> E[phi], E[grad phi], E[hess phi] of n factors; and
     -> the same, with the estimated errors, in nats (n,). The latter takes one argument more, whether few nodes will do:
-    then errors are not known. None: they will not.
+    then errors are not estimated. None: they will not.
 
     :param nodes: positions (K, C) and weights (K,) of the last rule, for more than three predictors: the fifth-degree
         rule's work is then kept where that is the better one.
-    :param effort: ``"few"``: the fifth-degree rule alone, whose errors are not known, in at most three dimensions.
+    :param effort: ``"few"``: the fifth-degree rule alone, whose errors are not estimated, in at most three dimensions.
         ``"direct"``: a rule of many nodes for all, if that is little work. It takes a fifth of the time to compile.
         ``"thorough"``: also the rule that kinks need in two or three dimensions; it takes long to compile.
     :param cost: of how many nodes a value of phi is an integral, which is as much dearer, and no more exact than these;
@@ -101,7 +101,7 @@ def _by_few_nodes(phi: PHI, means: Array, covariances: Array, constants: Any, is
 
 
 def _in_chunks(function: Callable, num_points: int, arguments: tuple) -> Any:
-    """``function(*known)`` of n factors, some at a time: what it computes at their points then stays in the cache.
+    """``function(*arguments)`` of n factors, some at a time: what it computes at their points then stays in the cache.
 
     Each takes factors from all over: where devices share them, all work on each chunk.
     """
@@ -208,7 +208,7 @@ def _finer(num_predictors: int, nodes: tuple | None, thorough: bool) -> list[tup
 
 
 def _refined(rule: Callable, size: int, factors: Factor, hard: Array, result: Any) -> Any:
-    """What is found, by this rule for the hard factors, ``size`` at a time."""
+    """The results, by this rule for the hard factors, ``size`` at a time."""
     if len(hard) == 1:
         return lax.cond(hard[0], lambda: _better(result, rule(factors)), lambda: result)
     total, size = len(hard), min(size, len(hard))
@@ -228,7 +228,7 @@ def _refined(rule: Callable, size: int, factors: Factor, hard: Array, result: An
 
 
 def _better(before: Any, after: Any) -> Any:
-    """What is found after, but for factors that have no smaller error then; of one factor or of many."""
+    """The results after, but for factors that have no smaller error then; of one factor or of many."""
     kept = ~(after[1] < before[1])  # so too where rules with nodes farther out find NaN
     return jax.tree.map(
         lambda a, b: jnp.where(kept.reshape(*kept.shape, *[1] * (a.ndim - kept.ndim)), a, b), before, after

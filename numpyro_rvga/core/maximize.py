@@ -54,7 +54,7 @@ class Base(NamedTuple):
 
 
 class Solution(NamedTuple):
-    """q = N(mean, (root root^T)^-1) and how it was found.
+    """q = N(mean, (root root^T)^-1) and the search that led to it.
 
     :ivar mean: (r,). :ivar root: lower Cholesky factor of the precision, (r, r).
     :ivar bound: the maximized objective; with a normalized base, sum E[log p] - KL(q || base).
@@ -86,7 +86,7 @@ class Settings(NamedTuple):
 class Search(NamedTuple):
     """What is sought, and how (static).
 
-    :ivar log_concave: whether all factors are known to be.
+    :ivar log_concave: whether all factors are log-concave.
     :ivar by_decrement: whether steps must lower the decrement, not raise the bound: for expectations whose gradient
         and curvature do not derive from their value.
     :ivar mode: seek the mode (q a point mass, derivatives at the mean), and the precision there: Laplace's
@@ -330,7 +330,7 @@ def _after_step(
     at = state.evaluation
     merit, before = (-new.decrement, -at.decrement) if search.by_decrement else (new.bound, at.bound)
     accepted = merit >= before - rounding(search, mean, before)
-    resolvable = rounding(search, mean, new.bound)  # gains below rounding error cannot be told from losses
+    resolvable = rounding(search, mean, new.bound)  # gains below rounding error may be losses
     near = (new.decrement <= resolvable) & (new.decrement > 0.5 * at.decrement)
     hidden = (merit - before <= resolvable) & (new.decrement > LITTLE_LESS * at.decrement)
     idle = accepted & (near | hidden)
@@ -367,7 +367,7 @@ def unfinished(search: Search, state: SolverState) -> Array:
 
 
 def solution(search: Search, form: PrecisionForm, state: SolverState) -> Solution:
-    """What the state has found."""
+    """The result of the search."""
     at = state.evaluation
     converged = at.decrement <= jnp.maximum(search.settings.tolerance, rounding(search, state.mean, at.bound))
     root = at.target_factor if search.mode else form.factor(state.precision)

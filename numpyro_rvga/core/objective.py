@@ -75,7 +75,7 @@ class Group(NamedTuple):
 
 
 def is_log_concave(kinds: Sequence[Kind]) -> bool:
-    """Whether all factors are known to be."""
+    """Whether all factors are log-concave."""
     return all(kind.concave for kind in kinds)
 
 
@@ -119,7 +119,7 @@ def standard_frame(mean: Array, root: Array, *, weighted: bool) -> Frame:
     :param weighted: whether the search does so too: its precisions are :class:`~.precisions.Weighted` by ``root``.
     """
 
-    def turned(curvature):
+    def in_basis(curvature):
         if jnp.ndim(curvature) < 2:
             return (root.T * curvature) @ root
         return root.T @ curvature @ root
@@ -129,7 +129,7 @@ def standard_frame(mean: Array, root: Array, *, weighted: bool) -> Frame:
         lambda e: mean + root @ e,
         lambda gradient: root.T @ gradient,
         same if weighted else lambda covariance_root: covariance_root @ root.T,
-        same if weighted else turned,
+        same if weighted else in_basis,
     )
 
 

@@ -131,7 +131,7 @@ class ArrowFactor(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Arrow:
-    """Precisions packed, of h heads and k other entries: [[D, B^T], [B, A]] with D diagonal. The base has none.
+    """Precisions packed, of h diagonal entries and k others: [[D, B^T], [B, A]] with D diagonal. The base has none.
 
     Its Cholesky factor is [[s, 0], [W, L]] with s = D^(1/2), W = B / s and L L^T = A - W W^T, and packed like it: work
     grows with h k^2 + k^3, not with (h + k)^3.
@@ -194,10 +194,10 @@ class Arrow:
     def dense_root(self, factor: Array) -> Array:
         """The factor's inverse, (h + k, h + k)."""
         scale, border, corner = self._parts(factor)
-        head = jnp.concatenate([jnp.diag(1 / scale), jnp.zeros((scale.size, len(corner)), factor.dtype)], axis=1)
+        top = jnp.concatenate([jnp.diag(1 / scale), jnp.zeros((scale.size, len(corner)), factor.dtype)], axis=1)
         border = -border.scaled(1 / scale).whole()
         rest = jnp.concatenate([border, jnp.eye(len(corner), dtype=factor.dtype)], axis=1)
-        return jnp.concatenate([head, solve_lower(corner, rest)])
+        return jnp.concatenate([top, solve_lower(corner, rest)])
 
     def parts(self, factor: Array) -> ArrowFactor:
         """Of a packed factor."""
@@ -211,8 +211,8 @@ class Arrow:
     def times_transposed(self, factor: ArrowFactor, vectors: Array) -> Array:
         """The transposed factor times vectors (h + k, n)."""
         scale, border, corner = self._bordered(factor)
-        head, rest = vectors[: scale.size], vectors[scale.size :]
-        return jnp.concatenate([scale[:, None] * head + border.transposed_times(rest), corner.T @ rest])
+        top, rest = vectors[: scale.size], vectors[scale.size :]
+        return jnp.concatenate([scale[:, None] * top + border.transposed_times(rest), corner.T @ rest])
 
     def _bordered(self, factor: ArrowFactor) -> _Parts:
         scale, border, corner = factor
@@ -227,20 +227,20 @@ class Arrow:
         return self._bordered(ArrowFactor(x[0, : self.num_diagonal], border, corner))
 
 
-_Parts = tuple[Array, DenseBorder | SparseBorder, Array]  # the heads' diagonal (h,), the border (k, h), the corner
+_Parts = tuple[Array, DenseBorder | SparseBorder, Array]  # the diagonal (h,), the border (k, h), the corner
 
 
 def _times(parts: _Parts, vectors: Array) -> Array:
     diagonal, border, corner = parts
-    head, rest = vectors[: diagonal.size], vectors[diagonal.size :]
-    above = diagonal[:, None] * head + border.transposed_times(rest)
-    return jnp.concatenate([above, border.times(head) + corner @ rest])
+    top, rest = vectors[: diagonal.size], vectors[diagonal.size :]
+    above = diagonal[:, None] * top + border.transposed_times(rest)
+    return jnp.concatenate([above, border.times(top) + corner @ rest])
 
 
 def _solve_lower(parts: _Parts, vectors: Array) -> Array:
     scale, border, corner = parts
-    head = vectors[: scale.size] / scale[:, None]
-    return jnp.concatenate([head, solve_lower(corner, vectors[scale.size :] - border.times(head))])
+    top = vectors[: scale.size] / scale[:, None]
+    return jnp.concatenate([top, solve_lower(corner, vectors[scale.size :] - border.times(top))])
 
 
 def _solve_transposed(parts: _Parts, vectors: Array) -> Array:

@@ -44,7 +44,7 @@ def equations(jaxpr) -> Iterator:
 
 
 def numbers_in(jaxpr) -> int:
-    """How many numbers it computes, those of a loop as often as it runs; a guess where only the data tell that."""
+    """How many numbers it computes, those of a loop as often as it runs; a guess where that depends on the data."""
     count = 0
     for eqn in jaxpr.eqns:
         times = UNKNOWN_LENGTH if eqn.primitive.name == "while" else eqn.params.get("length", 1)

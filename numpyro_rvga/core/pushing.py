@@ -21,9 +21,9 @@ from .selection import (
     broadcast_selection,
     clamped,
     composed,
+    constant_value,
     everything,
     known_index,
-    known_value,
     of_indices,
     picked,
     select_entries,
@@ -34,7 +34,7 @@ from .selection import (
 if TYPE_CHECKING:
     from .graph import Graph
 
-MOST_COUNTED = 4096  # entries of an affine node that are told apart
+MOST_COUNTED = 4096  # entries of an affine node whose columns are listed one by one
 
 REDUCTIONS = {
     "reduce_sum": jnp.sum,
@@ -184,7 +184,7 @@ def _factorized(graph: Graph, node: Node, selection: Selection) -> Node | None:
     row, column = selection.indices[-2:]
 
     def apply(array: Array, *nodes: Array) -> Array:
-        i, j = _value(row, nodes), _value(column, nodes[0 if row.is_known else 1 :])
+        i, j = _value(row, nodes), _value(column, nodes[0 if row.is_constant else 1 :])
         factor = node.apply(array)
         flat = factor.reshape(*factor.shape[:-2], -1)
         return jnp.broadcast_to(picked(flat, i * shape[-1] + j), selection.shape)
@@ -241,7 +241,7 @@ def _of_pieces(
         kept = tuple(x for a, x in enumerate(indices) if keeps_axis or a != axis)
         return selected(graph, node.parents[i], Selection(selection.shape, kept))
 
-    if index.is_known:
+    if index.is_constant:
         pieces = np.unique(np.searchsorted(starts, index.numbers, side="right") - 1)
         if len(pieces) == 1:
             node_of_piece = of_piece(int(pieces[0]), known_index(index.value - starts[pieces[0]]))
@@ -252,7 +252,7 @@ def _of_pieces(
         of_piece(i, clamped(index, int(start), length - 1)) for i, (start, length) in enumerate(zip(starts, lengths))
     ]
     shape = selection.shape
-    if index.is_known:
+    if index.is_constant:
         places = graph.constant(np.broadcast_to(index.numbers, shape)).rest
     else:
         places = selected(graph, index.node, broadcast_selection(index.shape, shape))
@@ -268,7 +268,7 @@ def _of_pieces(
 
 
 def _value(index: Index, nodes: Sequence[Array]) -> Array:
-    return jnp.asarray(index.value) if index.is_known else nodes[0]
+    return jnp.asarray(index.value) if index.is_constant else nodes[0]
 
 
 def _made(
@@ -278,9 +278,9 @@ def _made(
     apply: Callable,
     indices: Sequence[Index] = (),
 ) -> Node:
-    unknown = [index for index in indices if not index.is_known]
-    parents = [*[parent for parent, _ in sides], *[index.value for index in unknown]]
-    in_shapes = [*[shape for _, shape in sides], *[index.shape for index in unknown]]
+    traced = [index for index in indices if not index.is_constant]
+    parents = [*[parent for parent, _ in sides], *[index.value for index in traced]]
+    in_shapes = [*[shape for _, shape in sides], *[index.shape for index in traced]]
     return Node(OPAQUE, selection.shape, node.dtype, parents, apply, in_shapes, "pushed")
 
 
@@ -297,7 +297,7 @@ RULES: dict[str, Callable[..., Node | None]] = {
 
 # ---------------------------------------------------------------------- indices that a program computes
 def columns_of(indices: Value) -> list[Index]:
-    """The columns of a gather's indices, as far as they are known each by itself."""
+    """The columns of a gather's indices, as far as each by itself is constant."""
     node, shape = indices.rest, indices.shape
     assert node is not None
     count = shape[-1]
@@ -305,7 +305,7 @@ def columns_of(indices: Value) -> list[Index]:
         return [index_of(parent, shape[:-1]) for parent in node.parents]
     if count == 1:
         return [index_of(node, shape[:-1])]
-    whole = known_value(node)
+    whole = constant_value(node)
     if whole is not None:
         return [known_index(whole.reshape(shape)[..., i]) for i in range(count)]
     return [Index(shape[:-1], _column(node, shape, i), ("column", node.serial, i)) for i in range(count)]
@@ -318,7 +318,7 @@ def _column(node: Node, shape: tuple[int, ...], i: int) -> Node:
 
 def index_of(node: Node, shape: tuple[int, ...]) -> Index:
     """A constant, of so many places, as an index."""
-    value = known_value(node)
+    value = constant_value(node)
     if value is not None:
         return known_index(np.broadcast_to(value, shape) if value.ndim == 0 else value.reshape(shape))
     return Index(tuple(shape), node)

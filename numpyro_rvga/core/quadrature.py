@@ -23,7 +23,7 @@ from .panels import normal_integral
 
 TENSOR_NODES = {2: ((8, 14), (12, 24)), 3: ((5, 10), (6, 16))}  # across and along: of the rule compared, the one used
 CUBE_NODES = {1: (40, 64), 2: (14, 20), 3: (8, 12)}  # along each axis: of the rule compared, the one used
-NODES_AT_ONCE = 32  # where it is not known in advance how many are needed
+NODES_AT_ONCE = 32  # where the number that is needed depends on the data
 LEAST_WEIGHT = 1e-18  # of a node that is worth its evaluation, as far out as it is
 ACROSS = {1: 1, 2: 12, 3: 7}  # nodes, beside panels along the difficult direction
 PANELS = 0.1  # of a factor's tolerance: that of its panels
@@ -54,7 +54,7 @@ class Factor(NamedTuple):
 
 
 def factor_of(mean: Array, covariance: Array, constants: Any) -> Factor:
-    """Before anything is known of phi."""
+    """Before any evaluation of phi."""
     nothing = jnp.zeros_like(mean)
     return Factor(mean, *semidefinite_factor(covariance), nothing, nothing, nothing[0], constants)
 
@@ -202,7 +202,7 @@ def spread_out(nodes: tuple, factor: Factor, values: Array, gradients: Array) ->
 def at_nodes(phi: PHI, factor: Factor, z: np.ndarray | Array, used: Array | None = None) -> tuple[Array, Array]:
     """Values (K,) and gradients (K, C) at positions (K, C).
 
-    :param used: how many of the positions are needed, which need not be known in advance; None: all.
+    :param used: how many of the positions are needed, which may be traced; None: all.
     """
     points = factor.mean + jnp.asarray(z, factor.mean.dtype) @ factor.root.T
     each = jax.vmap(jax.value_and_grad(lambda u: phi(u, factor.constants)))
@@ -218,14 +218,14 @@ def at_first(function: Callable, points: Array, size: int, stop: Array, start: A
     padded = jnp.concatenate([points, jnp.broadcast_to(points[:1], (count * size - len(points), points.shape[1]))])
     parts = padded.reshape(count, size, -1)
 
-    def take(number: Array, found: Any) -> Any:
+    def take(number: Array, results: Any) -> Any:
         new = function(parts[number])
-        return jax.tree.map(lambda x, y: lax.dynamic_update_slice_in_dim(x, y, number * size, 0), found, new)
+        return jax.tree.map(lambda x, y: lax.dynamic_update_slice_in_dim(x, y, number * size, 0), results, new)
 
     shapes = jax.eval_shape(function, parts[0])
     nothing = jax.tree.map(lambda x: jnp.zeros((len(padded), *x.shape[1:]), x.dtype), shapes)
-    found = lax.fori_loop(start // size, -(-stop // size), take, nothing)
-    return jax.tree.map(lambda x: x[: len(points)], found)
+    results = lax.fori_loop(start // size, -(-stop // size), take, nothing)
+    return jax.tree.map(lambda x: x[: len(points)], results)
 
 
 def _summed(values: Array, gradients: Array, nodes: tuple[Any, Any], factor: Factor) -> Moments:

@@ -107,7 +107,7 @@ class StepInfo(NamedTuple):
     :ivar ok: whether the result is finite; else nothing changed.
     :ivar absorbed: moments of the factors' predictors, by kind; empty unless asked for.
     :ivar modes: bounds of the modes that several starts led to, that of q first; empty for one mode.
-    :ivar accounts: of the factors at q, those of the prior first; None where they are not known.
+    :ivar accounts: of the factors at q, those of the prior first; None where they are not estimated.
     """
 
     bound: Array
@@ -320,11 +320,11 @@ def _subspace(root: Array, factors: tuple[Factors, ...]):
 def predictor_scales(factors: tuple[Factors, ...], precision_root: Array) -> tuple[Array, ...]:
     """Z_i Lambda^(-1/2) for each factor, (n, C, r)."""
 
-    def spread(jacobian):
+    def scale(jacobian):
         n, c, r = jacobian.shape
         return solve_lower(precision_root, jacobian.reshape(n * c, r).T).T.reshape(n, c, r)
 
-    return tuple(spread(f.jacobian) for f in factors)
+    return tuple(scale(f.jacobian) for f in factors)
 
 
 def _lift(basis: Array | None, e: Array) -> Array:

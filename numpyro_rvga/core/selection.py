@@ -33,24 +33,24 @@ class Index(NamedTuple):
     origin: tuple = ()
 
     @property
-    def is_known(self) -> bool:
+    def is_constant(self) -> bool:
         return isinstance(self.value, np.ndarray)
 
     @property
     def numbers(self) -> np.ndarray:
-        """The value of an index that is known."""
+        """The value of a constant index."""
         assert isinstance(self.value, np.ndarray)
         return self.value
 
     @property
     def node(self) -> Node:
-        """The value of an index that is not known."""
+        """The value of a traced index."""
         assert isinstance(self.value, Node)
         return self.value
 
     @property
     def key(self) -> tuple:
-        return self.shape, self.numbers.tobytes() if self.is_known else self.origin or self.node.serial
+        return self.shape, self.numbers.tobytes() if self.is_constant else self.origin or self.node.serial
 
 
 class Selection(NamedTuple):
@@ -72,15 +72,15 @@ class Selection(NamedTuple):
 
     @property
     def nodes(self) -> list[Node]:
-        """The indices that are not known."""
-        return [index.node for index in self.indices if not index.is_known]
+        """The traced indices."""
+        return [index.node for index in self.indices if not index.is_constant]
 
     @property
     def node_shapes(self) -> list[tuple[int, ...]]:
-        return [index.shape for index in self.indices if not index.is_known]
+        return [index.shape for index in self.indices if not index.is_constant]
 
     def flat(self, operand_shape: tuple[int, ...]) -> np.ndarray:
-        """Places in the flattened operand, of indices that are all known."""
+        """Places in the flattened operand, of constant indices."""
         places = np.broadcast_arrays(*[index.numbers for index in self.indices])
         return np.ravel_multi_index(places, operand_shape)
 
@@ -113,14 +113,14 @@ def of_indices(indices: Sequence[Index], num_axes: int) -> Selection:
 
 # ---------------------------------------------------------------------- applying and composing
 def select_entries(selection: Selection) -> Callable[..., Array]:
-    """(operand, *indices that are not known) -> the result."""
+    """(operand, *traced indices) -> the result."""
     slices = _as_slices(selection)
 
     def apply(operand: Array, *nodes: Array) -> Array:
         if slices is not None:
             return jnp.reshape(operand[slices], selection.shape)
         operand, rest = jnp.asarray(operand), iter(nodes)
-        places = [index.value if index.is_known else next(rest) for index in selection.indices]
+        places = [index.value if index.is_constant else next(rest) for index in selection.indices]
         places = [jnp.asarray(place).astype(jnp.uint32) for place in places]  # unsigned: none counts from the end
         return jnp.broadcast_to(operand[tuple(places)], selection.shape)
 
@@ -131,7 +131,7 @@ def _as_slices(selection: Selection) -> tuple[slice, ...] | None:
     """The same as slices and a reshape; None if it is none."""
     slices, last = [], -1
     for index in selection.indices:
-        if not index.is_known:
+        if not index.is_constant:
             return None
         flat = index.numbers.ravel()
         if len(flat) == 0:
@@ -153,16 +153,16 @@ def composed(inner: Selection, outer: Selection) -> Selection:
 def _index_at(index: Index, outer: Selection) -> Index:
     count = len(outer.shape)
     axes = [axis for axis, length in enumerate(index.shape) if length > 1]
-    if not axes and index.is_known:
+    if not axes and index.is_constant:
         return known_index(index.numbers.reshape((1,) * count))
     at = [outer.indices[axis] for axis in axes]
-    if index.is_known and len(axes) == 1 and np.array_equal(index.numbers.ravel(), np.arange(index.numbers.size)):
+    if index.is_constant and len(axes) == 1 and np.array_equal(index.numbers.ravel(), np.arange(index.numbers.size)):
         return at[0]
     squeezed = tuple(index.shape[axis] for axis in axes)
     shape = tuple(np.broadcast_shapes(*[i.shape for i in at])) if at else (1,) * count
-    if index.is_known and all(i.is_known for i in at):
+    if index.is_constant and all(i.is_constant for i in at):
         return known_index(np.broadcast_to(index.numbers.reshape(squeezed)[tuple(i.numbers for i in at)], shape))
-    operand = index.node if not index.is_known else _constant(index.numbers)
+    operand = index.node if not index.is_constant else _constant(index.numbers)
     chosen = Selection(shape, tuple(at))
 
     def apply(array: Array, *nodes: Array) -> Array:
@@ -175,8 +175,8 @@ def _index_at(index: Index, outer: Selection) -> Index:
 
 
 def possible_values(index: Index) -> np.ndarray | None:
-    """Those that the index may have; None if nothing is known of them."""
-    if index.is_known:
+    """Those that the index may have; None if they may be any."""
+    if index.is_constant:
         return np.unique(index.numbers)
     return index.node.params if index.node.name == "index" else None
 
@@ -195,7 +195,7 @@ def places_within(operand_shape: tuple[int, ...], inner: Selection, outer: Selec
 
 
 def without_repetition(selection: Selection) -> tuple[Selection, Selection]:
-    """A selection as one of each entry once, as far as the indices are known, and one of these."""
+    """A selection as one of each entry once, as far as the indices are constant, and one of these."""
     if selection.nodes:
         few = of_indices(selection.indices, len(selection.shape))
         return few, broadcast_selection(few.shape, selection.shape)
@@ -211,8 +211,8 @@ def _constant(array: np.ndarray) -> Node:
 
 
 # ---------------------------------------------------------------------- reading JAX's primitives
-def known_value(node: Node) -> np.ndarray | None:
-    """The value of a constant that no row enters and that can be found now."""
+def constant_value(node: Node) -> np.ndarray | None:
+    """The value of a constant that no row enters and that can be computed now."""
     live = ancestors([node])
     if any(n.name in ("row", "traced") for n in live):
         return None
@@ -322,11 +322,11 @@ def _gathered(params: dict, shape: tuple, out: tuple, columns: Sequence[Index]) 
 
 
 def are_inside(eqn: Any, columns: Sequence[Index]) -> bool:
-    """Whether all that a gather takes is known to be in the operand: nothing is filled in then."""
+    """Whether all that a gather takes must be in the operand: nothing is filled in then."""
     shape, params = eqn.invars[0].aval.shape, eqn.params
     largest = [shape[axis] - params["slice_sizes"][axis] for axis in params["dimension_numbers"].start_index_map]
     return all(
-        column.is_known and np.all((column.numbers >= 0) & (column.numbers <= last))
+        column.is_constant and np.all((column.numbers >= 0) & (column.numbers <= last))
         for column, last in zip(columns, largest)
     )
 
@@ -337,7 +337,7 @@ def _reshaped(value: np.ndarray | Node, shape: tuple[int, ...]) -> np.ndarray | 
 
 def clamped(index: Index, start: int, largest: int) -> Index:
     """Places from ``start`` on, counted from there; those outside 0 to ``largest`` moved to the nearest inside."""
-    if index.is_known:
+    if index.is_constant:
         return known_index(np.clip(index.numbers - start, 0, largest))
     if largest == 0:
         return known_index(np.zeros((1,) * len(index.shape)))
@@ -346,7 +346,7 @@ def clamped(index: Index, start: int, largest: int) -> Index:
 
 
 def _plus(start: Index, steps: Index) -> Index:
-    if start.is_known:
+    if start.is_constant:
         return known_index(start.numbers + steps.numbers)
     if steps.value.size == 1:
         return start

@@ -24,7 +24,8 @@ from .recursion import CanonicalGaussian, State, StepInfo
 class EliminationOrder(NamedTuple):
     """The order of the entries of theta: first those of which no factor depends on two, which are eliminated.
 
-    :ivar places: (P,), the entry of theta that comes first, second, ... :ivar num_diagonal: how many of them are heads.
+    :ivar places: (P,), the entry of theta that comes first, second, ...
+    :ivar num_diagonal: how many of them are in the diagonal block.
     """
 
     places: np.ndarray

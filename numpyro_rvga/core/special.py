@@ -19,7 +19,7 @@ LARGE = 1e4  # arguments that need no product
 
 def log_gamma(x: Array) -> Array:
     """log |Gamma(x)| for x > -4 (-2 in single precision), to about as many digits as the precision has. NaN or rough
-    below, where no density of NumPyro looks."""
+    below, where no density of NumPyro is evaluated."""
     moved, product = _moved(x)
     constant = 0.5 * math.log(2 * math.pi) - 0.5
     return (moved - 0.5) * (jnp.log(moved) - 1) + constant + _series(moved) - jnp.log(jnp.abs(product))

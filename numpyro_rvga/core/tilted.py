@@ -121,7 +121,7 @@ class _NotTilted(Exception):
 
 class _Sum:
     """A number as a sum: coefficients by the predictors that are multiplied and their exponents; Python's numbers where
-    they are known.
+    they are constants.
     """
 
     def __init__(self, summands: dict[tuple, Any]):
@@ -229,14 +229,14 @@ ELEMENTWISE = {
 def _read(closed: jex_core.ClosedJaxpr, predictors: list[_Sum], constants: list[Array]) -> _Sum:
     """:raises _NotTilted: if the program's one result is no such sum."""
     inputs = [_object_array(predictors, (len(predictors),)), *constants]
-    (out,) = interpret(closed.jaxpr, closed.consts, inputs, _equation_or_none, _known)
+    (out,) = interpret(closed.jaxpr, closed.consts, inputs, _equation_or_none, _as_numeric)
     if not _is_symbolic(out):
         raise _NotTilted
     return out.ravel()[0]
 
 
 def _equation_or_none(eqn: Any, inputs: list) -> list | None:
-    """Arrays of objects are of sums, others of numbers: NumPy's where they are known. None is neither, which only
+    """Arrays of objects are of sums, others of numbers: NumPy's where they are constants. None is neither, which only
     matters if it is used: programs check what they then pass over."""
     try:
         return [None] * len(eqn.outvars) if any(x is None for x in inputs) else _equation(eqn, inputs)
@@ -244,7 +244,7 @@ def _equation_or_none(eqn: Any, inputs: list) -> list | None:
         return [None] * len(eqn.outvars)
 
 
-def _known(array: Any) -> Any:
+def _as_numeric(array: Any) -> Any:
     return array if isinstance(array, Tracer) else np.asarray(array)
 
 
@@ -262,7 +262,7 @@ def _equation(eqn: Any, inputs: list) -> list | None:
         return [_each(lambda p, x, y: x.select(y, p), _numbers(inputs[0]), *map(_symbolic, inputs[1:]))]
     if name == "integer_pow":
         return [_each(partial(_Sum.power, exponent=eqn.params["y"]), inputs[0])]
-    if name == "pow" and _is_known(inputs[1]):
+    if name == "pow" and _is_numeric(inputs[1]):
         return [_each(_Sum.power, inputs[0], _numbers(inputs[1]))]
     if name == "convert_element_type" and is_float(eqn.outvars[0].aval.dtype):
         return inputs
@@ -272,7 +272,7 @@ def _equation(eqn: Any, inputs: list) -> list | None:
 
 
 def _evaluated(eqn: Any, inputs: list) -> list:
-    if not all(map(_is_known, inputs)):
+    if not all(map(_is_numeric, inputs)):
         return results(eqn, inputs)
     with jax.ensure_compile_time_eval():
         return [np.asarray(x) for x in results(eqn, inputs)]
@@ -281,7 +281,7 @@ def _evaluated(eqn: Any, inputs: list) -> list:
 def _rearranged(eqn: Any, inputs: list) -> list:
     """Operands are numbered, the numbers moved, and what they stand for read from where they came to lie."""
     moved = inputs if eqn.primitive.name in ("concatenate", "stack") else inputs[:1]
-    if not all(map(_is_known, inputs[len(moved) :])):
+    if not all(map(_is_numeric, inputs[len(moved) :])):
         raise _NotTilted
     entries, numbered = [], []
     for array in map(_symbolic, moved):
@@ -303,7 +303,7 @@ def _is_symbolic(array: Any) -> bool:
     return isinstance(array, np.ndarray) and array.dtype == object
 
 
-def _is_known(array: Any) -> bool:
+def _is_numeric(array: Any) -> bool:
     return isinstance(array, np.ndarray) and array.dtype != object
 
 
@@ -312,10 +312,10 @@ def _symbolic(array: Any) -> np.ndarray:
 
 
 def _numbers(array: Any) -> np.ndarray:
-    """The entries, Python's numbers where they are known."""
+    """The entries, Python's numbers where they are constants."""
     if math.prod(array.shape) > MOST_ENTRIES:
         raise _NotTilted
-    return _object_array([float(x) if _is_known(array) else x for x in array.ravel()], array.shape)
+    return _object_array([float(x) if _is_numeric(array) else x for x in array.ravel()], array.shape)
 
 
 def _each(function: Callable, *arrays: np.ndarray) -> np.ndarray:

@@ -96,10 +96,10 @@ class BatchSolver:
             facts["elbo_error"], bound = error, bound - excess
             if engine.calls_for_more(error):
                 options = {"progress_bar": progress_bar, "stacklevel": stacklevel + 1, "started": started}
-                found = init if sparse is not None else _Found(np.asarray(after.mean), np.asarray(after.root))
+                nearby = init if sparse is not None else _Start(np.asarray(after.mean), np.asarray(after.root))
                 modes = modes_info(info.modes)
                 warn_of_modes(modes, stacklevel)
-                fit = self(engine.with_effort("thorough"), rows, found, **options)
+                fit = self(engine.with_effort("thorough"), rows, nearby, **options)
                 return fit._replace(facts=modes | fit.facts)
             warn_of(error, stacklevel=stacklevel)
         facts |= {
@@ -169,7 +169,7 @@ def _check_proper(program: Program, state: State, *, converged: bool) -> None:
             )
 
 
-class _Found(NamedTuple):
+class _Start(NamedTuple):
     """A Gaussian to start from: mean (P,) and a root (P, P) of the covariance."""
 
     mean: np.ndarray

@@ -141,7 +141,7 @@ class Certificate:
 
         :param start: before the first row. :param state: after the last.
         :param chunks: size -> all rows and their weights, by chunks of this size.
-        :param total: number of rows, if it is known.
+        :param total: number of rows, or None.
         :param prior_inputs: as ``program.prior_inputs``.
         :param tolerance: squared length of the natural gradient, in nats, at which no step is taken.
         """

@@ -114,7 +114,7 @@ class Engine:
         # Within other compiled functions: a model's predictors are then traced once for each of these, not each time.
         self.prepare, self.linearize = jax.jit(self._prepare), jax.jit(self._linearize)
         self._prepare_block = Compiled(self._prepared_block)
-        self._known_row_factors = Compiled(_known_row_factors)
+        self._absorbed_row_factors = Compiled(_absorbed_row_factors)
         self.joint_solver = JointSolver(self.joint_parts, self.devices)
         self._prior_solver = JointSolver(self._prior_parts, self.devices)
         self.residuals = self.compiled(self._residuals)
@@ -156,7 +156,7 @@ class Engine:
         """Whether there are expectations that estimate their errors, and none that has to be compared with others."""
         kinds = (*self.kinds, *self.prior_kinds)
         has_errors = [kind.measured is not None for kind in kinds]
-        return any(has_errors) and all(known or kind.fresh is None for known, kind in zip(has_errors, kinds))
+        return any(has_errors) and all(has or kind.fresh is None for has, kind in zip(has_errors, kinds))
 
     @property
     def is_sampled(self) -> bool:
@@ -274,7 +274,7 @@ class Engine:
         :param prior_inputs: as ``program.prior_inputs``.
         """
         prepared, new = self._prepare_block(rows, weights)
-        row_factors = None if absorbed_rows is None else self._known_row_factors(absorbed_rows, weights)
+        row_factors = None if absorbed_rows is None else self._absorbed_row_factors(absorbed_rows, weights)
         search = search_for(
             (*self.prior_kinds, *self.kinds),
             self.settings() if absorbed_rows is None else self._settings_around_a_stream(),
@@ -345,7 +345,7 @@ class Engine:
         size = self.program.layout.size
         if is_dear or size > MOST_PARAMETERS or num_rows * self.numbers_per_row > MOST_NUMBERS:
             return None
-        return lambda found, number: other_means(problem.state, found, self.rng_key, number)
+        return lambda optimum, number: other_means(problem.state, optimum, self.rng_key, number)
 
     def search_all(self, problem: JointProblem, *, alternating: bool = False) -> Search:
         """What :meth:`solve_all` seeks."""
@@ -527,7 +527,7 @@ def _at_places(linearize: Callable, rest: Array, places: Array, chunk: Any, some
     return tuple(f._replace(jacobian=f.jacobian[..., places]) for f in factors)
 
 
-def _known_row_factors(absorbed_rows: AbsorbedRows, weights: Array) -> tuple[RowFactors, ...]:
+def _absorbed_row_factors(absorbed_rows: AbsorbedRows, weights: Array) -> tuple[RowFactors, ...]:
     """Those of rows that are part of the state; zero for others, and for rows that pad."""
     part = absorbed_rows.is_part * (weights > 0)
     return merged(

@@ -32,7 +32,7 @@ class EstimatedEvidence(NamedTuple):
 
 
 class EvidenceEstimate:
-    """The importance sampling estimate, as a function of what a :class:`MaximizedBound` has found.
+    """The importance sampling estimate, as a function of the result of a :class:`MaximizedBound`.
 
     Its gradient is that of the estimate with the draws held fixed, which is one of log p(y, h) as q does not matter to
     that.

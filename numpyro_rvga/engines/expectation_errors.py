@@ -1,4 +1,4 @@
-"""How well the expectations in a bound are known."""
+"""The errors of the expectations in a bound."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Accuracy(NamedTuple):
     """Of the expectations in a bound, in nats.
 
     :ivar error: by how much they may be off, all together.
-    :ivar excess: what the bound has too much, as far as is known: a search fits the nodes that it uses.
+    :ivar excess: the estimated excess of the bound: a search fits the nodes that it uses.
     """
 
     error: float
@@ -42,7 +42,7 @@ def expectation_errors(engine: Engine, state: State, rows: Rows, accounts: Accou
     Rules of few nodes estimate their errors. Of samples, the standard error is that of as many sets of fresh nodes.
 
     :param rows: all, or a sample. No more than MOST_ROWS are used.
-    :param accounts: of all factors at q, if they are known. They suffice where their errors are small.
+    :param accounts: of all factors at q, or None. They suffice where their errors are small.
     """
     kinds = (*engine.kinds, *engine.prior_kinds)
     rows = engine.program.inputs(rows)
@@ -74,8 +74,8 @@ def warn_of(error: float, stacklevel: int) -> None:
     """If the expectations are so inexact that the user should know."""
     if not error <= WORTH_A_WARNING:
         warnings.warn(
-            f"the expectations at q are known to {error:.2g} nats only, and so is elbo. Compare with NUTS, or start "
-            "NUTS from this posterior; where rows have more than three predictors, raise num_samples.",
+            f"the expectations at q have an error of up to {error:.2g} nats, and so does elbo. Compare with NUTS, or "
+            "start NUTS from this posterior; where rows have more than three predictors, raise num_samples.",
             stacklevel=stacklevel,
         )
 
@@ -94,7 +94,7 @@ class _Sums(NamedTuple):
 
 
 def _accuracy(sums: _Sums, total: int, count: int) -> Accuracy:
-    """Of ``total`` rows, as ``count`` let expect. Errors that are known to be smaller than a standard error stand."""
+    """Of ``total`` rows, as ``count`` let expect. Errors smaller than a standard error stand."""
     scale = total / count
     errors = scale * float(sums.errors)
     if sums.excess is None:

@@ -23,7 +23,7 @@ CYCLE = 0.5  # best step of a map that reverses the sign of errors and keeps the
 
 
 class Record:
-    """The bound after each iteration, when it was known, and both on a progress bar.
+    """The bound after each iteration, the time, and both on a progress bar.
 
     :ivar clamped: iterations whose target left out curvatures. :ivar cycling: iterations that the plain map repeats.
     """

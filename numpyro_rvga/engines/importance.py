@@ -62,8 +62,8 @@ def integrate_by_importance(
 
 
 def _widths(marginal: Marginal, mode: Mode) -> np.ndarray:
-    """Of each half of each axis, (2, d), as the drop of L there tells: below the mode first."""
-    found = np.ones((2, len(mode.axes)))
+    """Of each half of each axis, (2, d), by the drop of L there: below the mode first."""
+    scales = np.ones((2, len(mode.axes)))
     for axis, direction in enumerate(mode.axes.T):
         for side, sign in enumerate((-1, 1)):
             distance, near = LOOK, mode.point
@@ -73,8 +73,8 @@ def _widths(marginal: Marginal, mode: Mode) -> np.ndarray:
                 if LEAST_DROP <= drop <= MOST_DROP:
                     break
                 distance *= 2 if drop < LEAST_DROP else 0.5
-            found[side, axis] = distance / np.sqrt(2 * np.clip(drop, LEAST_DROP, MOST_DROP))
-    return found
+            scales[side, axis] = distance / np.sqrt(2 * np.clip(drop, LEAST_DROP, MOST_DROP))
+    return scales
 
 
 def _fitted(steps: np.ndarray, mass: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -126,10 +126,10 @@ def _design(points: list[Point], mass: np.ndarray, moments: Moments) -> Design:
 
 def _slopes(z: np.ndarray, means: np.ndarray) -> np.ndarray:
     """Of means (K, P) in z (K, d), by regressions in which near points count: (K, P, d)."""
-    found = np.empty((*means.shape, z.shape[1]))
+    slopes = np.empty((*means.shape, z.shape[1]))
     for k, here in enumerate(z):
         steps = z - here
         root = np.exp(-0.25 * np.sum(steps**2, axis=1) / REACH**2)
         regressors = np.column_stack([np.ones(len(z)), steps])
-        found[k] = np.linalg.lstsq(root[:, None] * regressors, root[:, None] * means, rcond=None)[0][1:].T
-    return found
+        slopes[k] = np.linalg.lstsq(root[:, None] * regressors, root[:, None] * means, rcond=None)[0][1:].T
+    return slopes

@@ -137,7 +137,7 @@ class JointSolver:
         :param with_absorbed: report the moments of the rows' predictors.
         :param with_accounts: report the factors' expected values and their errors, by kind.
         :param coarse: the same problem by expectations that cost less, whose solution the search begins with; or None.
-        :param other_means: what was found, number -> a mean to start from once more; see :mod:`~.starts`.
+        :param other_means: the first solution, number -> a mean to start from once more; see :mod:`~.starts`.
         """
         if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((problem, num_rows))):
             return self._traced(problem, num_rows, search=search, with_absorbed=with_absorbed)
@@ -170,7 +170,7 @@ class JointSolver:
         first = finished(solved(begun, on_step=on_step))
         if other_means is None:
             return first
-        found = [first]
+        solutions = [first]
         has_converged = bool(first[1].converged)
         for number in range(NUM_CHECKS if has_converged else NUM_RETRIES):
             state = begun._replace(mean=other_means(first[0], number))
@@ -179,8 +179,8 @@ class JointSolver:
                 if not are_apart(finished(state), first):
                     continue
                 state = solve(search, steps, state)
-            found.append(finished(state))
-        return best_of(found)
+            solutions.append(finished(state))
+        return best_of(solutions)
 
     def _begun(self, problem: Any, *, search: Search) -> Start:
         return self._joint(search, problem).start()
@@ -209,8 +209,8 @@ class JointSolver:
         search: Search,
         with_absorbed: bool,
     ) -> tuple[State, StepInfo]:
-        joint, found = self._joint(search, problem), solution(search, form, state)
-        return _absorbed(joint, found, num_rows, with_absorbed, expected)
+        joint, result = self._joint(search, problem), solution(search, form, state)
+        return _absorbed(joint, result, num_rows, with_absorbed, expected)
 
     def _solved_traced(
         self, problem: Any, num_rows: Array, *, search: Search, with_absorbed: bool

@@ -21,7 +21,7 @@ KERNEL = 0.6  # width of the Gaussians in h around points, in a lattice's spacin
 
 def integrate_lattice(marginal: Marginal, mode: Mode, moments: Moments) -> Integral:
     """A lattice in the coordinates of the mode, grown to where L has fallen by ``DROP``, and refined until means and
-    standard deviations have settled."""
+    standard deviations have converged."""
     size, spacing = len(mode.point.h), SPACING
     lattice = {(0,) * size: mode.point}
     of_x: dict[int, tuple[np.ndarray, Root]] = {}

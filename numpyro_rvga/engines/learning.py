@@ -80,7 +80,7 @@ class Learner:
         return Learned(params, start, bounds, False)
 
     def _first_better(self, params, step, rise, bound, chunks, start) -> tuple | None:
-        """The parameters, and what is found there, of the longest of a few steps that raises the bound enough."""
+        """The parameters, and the value there, of the longest of a few steps that raises the bound enough."""
         for halving in range(HALVINGS):
             share = 0.5**halving
             maximum = self._bound.solve(params + share * step, chunks, start)

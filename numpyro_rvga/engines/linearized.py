@@ -1,4 +1,4 @@
-"""Terms as factors: what does not depend on theta is found once, the rest at each theta."""
+"""Terms as factors: what does not depend on theta is computed once, the rest at each theta."""
 
 from __future__ import annotations
 
@@ -61,15 +61,13 @@ def factors_of(
     :param entries: theta (P,), in the order in which designs count its entries. :param theta_of: puts it in its own.
     """
     factors = []
-    for (terms, pattern), known_factors in zip(seen, prepared):
+    for (terms, pattern), affine_part in zip(seen, prepared):
         if terms.is_affine:
             factors.append(
-                known_factors._replace(
-                    predictors=known_factors.predictors + times_vector(known_factors.jacobian, entries)
-                )
+                affine_part._replace(predictors=affine_part.predictors + times_vector(affine_part.jacobian, entries))
             )
         else:
-            factors.append(factors_at(terms, pattern, theta_of(entries), *known_factors))
+            factors.append(factors_at(terms, pattern, theta_of(entries), *affine_part))
     return tuple(factors)
 
 

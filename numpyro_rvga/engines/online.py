@@ -121,11 +121,11 @@ class Online:
         if self.options.family == "full":
             state = program.initial_state()
             self.places, self._site = None, state.prior_factor
-            self.start: Family = FullGaussian(_first_known(init, state.mean), state.root)
+            self.start: Family = FullGaussian(_first_finite(init, state.mean), state.root)
             return
-        found = program.independent_start()
-        start = DiagonalGaussian(_first_known(init, found.mean), found.variance)
-        self.places, self._site = found.places, found.site
+        prior = program.independent_start()
+        start = DiagonalGaussian(_first_finite(init, prior.mean), prior.variance)
+        self.places, self._site = prior.places, prior.site
         self.start = self._converted(start)
         if isinstance(self.start, LowRankGaussian) and self.rule.is_plain:
             self.start = self.start.with_random_factor(self.engine.rng_key, RANDOM_SHARE)
@@ -136,16 +136,16 @@ class Online:
         return self.at_time(OnlineState(self.start, Count.of(0), zero, rng_key, exact), None)
 
     def at_time(self, state: OnlineState, time: Any) -> OnlineState:
-        """The state for this method's dynamics. ``time``: of its last row; None if that is not known."""
+        """The state for this method's dynamics. ``time``: of its last row; None if there is none."""
         time = None if self.movement is None else self.movement.start(time, self.engine.program.dtype)
         return state._replace(time=time)
 
     def state_of(self, gaussian: Family, num_rows: int, rng_key: Array) -> OnlineState:
         """The state of a Gaussian of any family, converted to this one."""
         same = jax.tree.map(lambda x: jnp.asarray(x, self.engine.program.dtype), gaussian)
-        found = self._converted(same)
+        gaussian = self._converted(same)
         start = self.initial_state(rng_key)
-        return start._replace(gaussian=found, num_rows=Count.of(num_rows), has_exact_prior=jnp.asarray(True))
+        return start._replace(gaussian=gaussian, num_rows=Count.of(num_rows), has_exact_prior=jnp.asarray(True))
 
     def _converted(self, q: Family) -> Family:
         """In the family of this method: a block-diagonal one has a block for each latent site."""
@@ -312,15 +312,15 @@ class Online:
         return q.with_information(places, before @ (after.mean - some.mean), jnp.diagonal(precision - before))
 
 
-def _first_known(preferred: Array | None, other: Array) -> Array:
+def _first_finite(preferred: Array | None, other: Array) -> Array:
     return other if preferred is None else jnp.where(jnp.isnan(preferred), other, preferred)
 
 
 def _marginal(q: Family, places: np.ndarray) -> FullGaussian:
     """The marginal of q over some entries."""
     selected = jnp.zeros((len(places), len(q.mean)), q.mean.dtype).at[jnp.arange(len(places)), places].set(1.0)
-    spread = q.predictor_root(selected)
-    return FullGaussian(q.mean[places], jnp.linalg.cholesky(spread @ spread.T))
+    root = q.predictor_root(selected)
+    return FullGaussian(q.mean[places], jnp.linalg.cholesky(root @ root.T))
 
 
 def _divided(q: FullGaussian, site: CanonicalGaussian) -> FullGaussian:

@@ -54,13 +54,13 @@ class Engines:
         self._model, self._options, self._scale, self._dynamics = model, options, improper_prior_scale, dynamics
         self._batch, self._whole, self._joint_rows, self.devices = batch, whole, joint_rows, Devices(mesh)
         self._local = local
-        self._known: list[tuple[tuple, dict, Engine]] = []
+        self._cached: list[tuple[tuple, dict, Engine]] = []
         self._not_quick: set[Engine] = set()
         self.last: Engine | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Without what is compiled, for other processes."""
-        return self.__dict__ | {"_known": [], "_not_quick": set(), "last": None}
+        return self.__dict__ | {"_cached": [], "_not_quick": set(), "last": None}
 
     def get(self, rows: Rows, model_kwargs: dict, rng_key: Array, all_rows: Rows | None = None) -> Engine:
         """The engine for checked rows; see :func:`checked_rows`.
@@ -71,8 +71,8 @@ class Engines:
         shapes = tuple(sorted((n, a.shape[1:], str(a.dtype)) for n, a in rows.items()))
         key = tuple(key_numbers(rng_key))
         form = (shapes, str(jnp.result_type(float)), key, self._takes_draws(all_rows))
-        for known_form, kwargs, engine in self._known:
-            if known_form == form and same(kwargs, model_kwargs):
+        for cached_form, kwargs, engine in self._cached:
+            if cached_form == form and same(kwargs, model_kwargs):
                 program = engine.program.bind(rows, all_rows)
                 if program is not None:
                     self.last = engine if program is engine.program else engine.bind(program)
@@ -95,7 +95,7 @@ class Engines:
             prior = program.initial_state()
             movement = movement_of(self._dynamics, program, prior.mean, prior.root)
         engine = Engine(program, options, rng_key, movement, self.devices)
-        self._known.append((form, model_kwargs, engine))
+        self._cached.append((form, model_kwargs, engine))
         self.last = engine
         return engine
 
@@ -106,7 +106,7 @@ class Engines:
     def make_thorough(self, engine: Engine) -> Engine:
         """From now on, thorough rules in place of the engine's: this engine is returned."""
         self.last = engine.with_effort("thorough")
-        self._known = [(form, kwargs, self.last if other == engine else other) for form, kwargs, other in self._known]
+        self._cached = [(form, kwargs, self.last if other == engine else other) for form, kwargs, other in self._cached]
         return self.last
 
     def together(
@@ -116,7 +116,7 @@ class Engines:
 
         :raises ValueError, NotImplementedError: for data of no use, and models that do not fit.
         """
-        whole = self.known_whole(data, model_kwargs, rng_key)
+        whole = self.cached_whole(data, model_kwargs, rng_key)
         if whole is not None:
             return whole
         try:
@@ -138,7 +138,7 @@ class Engines:
         :param reason: why it cannot take single rows.
         :raises ValueError, NotImplementedError: as :meth:`together`.
         """
-        earlier = self.known_whole(data, model_kwargs, rng_key)
+        earlier = self.cached_whole(data, model_kwargs, rng_key)
         if earlier is not None:
             return earlier
         arrays, keywords = whole_data(self._model, data, model_kwargs)
@@ -151,16 +151,16 @@ class Engines:
             arrays, keywords = whole_data(self._model, data, model_kwargs, keeps_frames=True)
             program = self._whole_program(arrays, snapshot(keywords), reason)
         engine = Engine(program, self._options, rng_key, None, self.devices)
-        self._known = [entry for entry in self._known if entry[0] != form] + [(form, program.model_kwargs, engine)]
+        self._cached = [entry for entry in self._cached if entry[0] != form] + [(form, program.model_kwargs, engine)]
         self.last = engine
         return engine, arrays, program.reason
 
-    def known_whole(
+    def cached_whole(
         self, data: Mapping[str, Any] | tuple, model_kwargs: Mapping[str, Any], rng_key: Array
     ) -> tuple[Engine, Rows, str] | None:
         """What :meth:`whole` made of these data before; None if it has not."""
         form = _whole_form(rng_key)
-        candidates = [(kwargs, engine) for other_form, kwargs, engine in self._known if other_form == form]
+        candidates = [(kwargs, engine) for other_form, kwargs, engine in self._cached if other_form == form]
         if not candidates:
             return None
         for keeps_frames in (False, True) if has_frames(self._model, data) else (False,):
@@ -203,7 +203,7 @@ class Engines:
         return "prior" if self._local == "auto" else self._local
 
     def quick(self, engine: Engine) -> Engine | None:
-        """The same by few nodes for each row; None if they are known not to be enough."""
+        """The same by few nodes for each row; None if they were not enough."""
         return engine.with_effort("few") if engine.can_do_with_few and engine not in self._not_quick else None
 
     def forget_quick(self, engine: Engine) -> None:
@@ -212,7 +212,7 @@ class Engines:
 
     @property
     def _is_plain(self) -> bool:
-        """Whether expectations may be found in any way."""
+        """Whether expectations may be computed in any way."""
         options = self._options
         return options.scheme == "implicit" and options.expectation == "auto" and options.order in ("auto", 1)
 

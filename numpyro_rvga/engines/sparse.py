@@ -107,11 +107,11 @@ class SparseEngine:
         """The entries that factors depend on, of those that depend on an eliminated one."""
         size, dtype = self.sparsity.order.places.size, self.engine.program.dtype
         theta = jnp.asarray(np.random.default_rng(0).normal(size=size), dtype)  # anywhere but where slopes vanish
-        found = []
+        indices = []
         for seen, chunks in zip(self._seen, prepared):
             factors = jax.vmap(partial(self._linearize, seen, ordered=theta))(chunks) if seen else ()
-            found += [factor.jacobian.index for factor in factors if factor.jacobian.has_diagonal]
-        return found
+            indices += [factor.jacobian.index for factor in factors if factor.jacobian.has_diagonal]
+        return indices
 
     def initial_state(self) -> State:
         """The prior's marginals, as the state before the first row."""

@@ -1,6 +1,6 @@
 """Other starts of a search: what has not converged is sought again, and modes that lie apart are counted.
 
-A bound that is not known to be concave may have several maxima. So a search of few numbers begins again where q's mean
+A bound that need not be concave may have several maxima. So a search of few numbers begins again where q's mean
 is mirrored at the prior's, and within two of zero in unconstrained space, as NumPyro starts NUTS.
 """
 
@@ -28,15 +28,15 @@ NEAR = 0.01  # nats: a squared natural gradient at which q is a tenth of a stand
 LOWEST = 7.0  # nats: modes of lower bounds have less than a thousandth of the posterior
 NOTICEABLE = 0.01  # of the posterior in other modes
 
-Found = tuple[State, StepInfo]
+Solved = tuple[State, StepInfo]
 
 
-def other_means(state: State, found: State, rng_key: Array, number: int) -> np.ndarray:
+def other_means(state: State, optimum: State, rng_key: Array, number: int) -> np.ndarray:
     """A mean to start from, in the standard coordinates of the Gaussian before the search.
 
-    :param state: that Gaussian. :param found: what the first search has found. :param number: of the start, from 0.
+    :param state: that Gaussian. :param optimum: where the first search has ended. :param number: of the start, from 0.
     """
-    before, mean, root = (np.asarray(x, np.float64) for x in (state.mean, found.mean, state.root))
+    before, mean, root = (np.asarray(x, np.float64) for x in (state.mean, optimum.mean, state.root))
     rng = np.random.default_rng([number, *key_numbers(rng_key)])
     if number == 0:
         theta = 2 * before - mean
@@ -47,9 +47,9 @@ def other_means(state: State, found: State, rng_key: Array, number: int) -> np.n
     return np.linalg.solve(root, theta - before).astype(state.mean.dtype)
 
 
-def best_of(found: Sequence[Found]) -> Found:
+def best_of(solutions: Sequence[Solved]) -> Solved:
     """The first, or one of a higher bound. Its ``modes`` are the bounds of all that lie apart, if there are several."""
-    usable = [each for each in found if bool(each[1].ok)] or list(found)
+    usable = [each for each in solutions if bool(each[1].ok)] or list(solutions)
     bounds = np.array([float(state.log_evidence) for state, _ in usable])
     converged = np.array([bool(info.converged) for _, info in usable])
     candidates = converged if converged.any() else np.ones(len(usable), bool)
@@ -63,7 +63,7 @@ def best_of(found: Sequence[Found]) -> Found:
     return state, info._replace(modes=tuple(bounds[apart].tolist()) if len(apart) > 1 else ())
 
 
-def are_apart(one: Found, other: Found) -> bool:
+def are_apart(one: Solved, other: Solved) -> bool:
     """Whether some mean differs by more than the standard deviations of both."""
     a, b = one[0], other[0]
     deviations = [np.sqrt(np.sum(np.asarray(state.root, np.float64) ** 2, axis=1)) for state in (a, b)]

@@ -80,7 +80,7 @@ def converted(
 
     arviz, major = _import_arviz()
     program = posterior.program
-    _check_known("dims", dims or {}, _variables(program))
+    _check_names("dims", dims or {}, _variables(program))
     sampled: dict[str, dict[str, Any]] = {
         "posterior": posterior.constrain(theta, rows),
         "sample_stats": {"log_q": posterior.log_prob_unconstrained(theta)},
@@ -96,21 +96,21 @@ def converted(
     groups = {group: {name: np.asarray(v)[None] for name, v in values.items()} for group, values in sampled.items()}
     groups |= {group: {name: np.asarray(v) for name, v in values.items()} for group, values in fixed.items() if values}
     labels = {"coords": coords, "dims": {**_plate_dims(program, groups), **(dims or {})}}
-    _check_known("coords", coords or {}, _dimensions(program, groups, labels["dims"]))
+    _check_names("coords", coords or {}, _dimensions(program, groups, labels["dims"]))
     attributes = {"inference_library": "numpyro_rvga", "inference_library_version": __version__}
     if major == 0:
         return arviz.from_dict(**groups, attrs=attributes, posterior_attrs=attributes, **labels)
     return arviz.from_dict(groups, attrs={"/": attributes, "posterior": attributes}, **labels)
 
 
-def _check_known(argument: str, given: Mapping[str, Any], known: set[str]) -> None:
+def _check_names(argument: str, given: Mapping[str, Any], names: set[str]) -> None:
     """:raises ValueError: naming a key that ArviZ would ignore."""
-    unknown = [name for name in given if name not in known]
-    if unknown:
+    others = [name for name in given if name not in names]
+    if others:
         what = "variable" if argument == "dims" else "dimension"
         raise ValueError(
-            f"{argument} has a key {unknown[0]!r}, and there is no {what} of that name: the {what}s are "
-            f"{', '.join(sorted(known))}."
+            f"{argument} has a key {others[0]!r}, and there is no {what} of that name: the {what}s are "
+            f"{', '.join(sorted(names))}."
         )
 
 

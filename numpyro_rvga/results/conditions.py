@@ -95,7 +95,7 @@ class Conditions:
         :raises ImportError: if Matplotlib is not installed.
         :raises ValueError: if there is no such site.
         """
-        plain = [name for name, found in self.sites.items() if found.num_predictors == 1]
+        plain = [name for name, site in self.sites.items() if site.num_predictors == 1]
         site = plain[0] if site is None and plain else site
         if site not in plain:
             raise ValueError(f"site must be one of {plain}, the sites with one predictor, not {site!r}.")
@@ -148,11 +148,11 @@ def _verdict(positive: bool, increasing: bool, decreasing: bool, outside: list[s
 
 
 def _outside_the_theorem(engine: Engine, sites: Mapping[str, SiteConditions]) -> list[str]:
-    found = [
+    reasons = [
         f"site {name!r} has {site.num_predictors} predictors" for name, site in sites.items() if site.num_predictors > 1
     ]
-    found += [f"the predictors of site {t.site!r} are not affine" for t in engine.program.terms if not t.is_affine]
-    return [*found, "the prior is not Gaussian"] if engine.program.prior.terms else found
+    reasons += [f"the predictors of site {t.site!r} are not affine" for t in engine.program.terms if not t.is_affine]
+    return [*reasons, "the prior is not Gaussian"] if engine.program.prior.terms else reasons
 
 
 def _check_site(
@@ -199,12 +199,12 @@ def _checked_axis(name: str, values: ArrayLike | None) -> np.ndarray | None:
 
 
 # ---------------------------------------------------------------------- figure
-def _plot(found: SiteConditions, name: str, ax: Axes | None) -> Axes:
+def _plot(site: SiteConditions, name: str, ax: Axes | None) -> Axes:
     plt, colors, patches = _import_matplotlib()
     ax = plt.subplots()[1] if ax is None else ax
-    rises, falls = ((sign * np.asarray(found.grid.direction) > 0).any(axis=0) for sign in (1, -1))
+    rises, falls = ((sign * np.asarray(site.grid.direction) > 0).any(axis=0) for sign in (1, -1))
     kinds = {"constant": "#eeeeee", "increasing": "#e69f00", "decreasing": "#56b4e9", "differs by row": "#999999"}
-    means, variances = found.grid.means[:, 0], found.grid.variances
+    means, variances = site.grid.means[:, 0], site.grid.variances
     palette = colors.ListedColormap(list(kinds.values()))
     areas = (rises + 2 * falls).T
     edges = _edges(means), np.exp(_edges(np.log(variances)))
@@ -212,8 +212,8 @@ def _plot(found: SiteConditions, name: str, ax: Axes | None) -> Axes:
     handles = [
         patches.Patch(color=color, label=label) for i, (label, color) in enumerate(kinds.items()) if np.any(areas == i)
     ]
-    if found.posterior is not None:
-        at = found.posterior
+    if site.posterior is not None:
+        at = site.posterior
         handles.append(ax.scatter(at.means, at.variances, s=6, c="black", linewidths=0, label="rows under q"))
     ax.set(yscale="log", xlabel="m", ylabel="v", title=f"$\\gamma(m, v)$ of {name}, as v grows")
     ax.legend(handles=handles, loc="upper right", frameon=True, framealpha=1)

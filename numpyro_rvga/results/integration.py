@@ -132,7 +132,7 @@ class Integration:
         """The fields of a posterior.
 
         :param program: of the whole model. :param sites: which are integrated out.
-        :param start: theta (P,), where to look first.
+        :param start: theta (P,), where the search starts.
         """
         places = _places(program, sites)
         others = np.setdiff1d(np.arange(program.layout.size), places)
@@ -217,10 +217,10 @@ class Integration:
                 )
             chunks = chunks_of(engine, rows, sparse.sparsity.numbers_per_row)
             return SparseMaximizedBound(sparse, sparse.problem(rows), chunks), chunks
-        known = self._bounds.get(engine)
-        if known is None or known.engine.program is not engine.program:
-            known = self._bounds[engine] = MaximizedBound(engine)
-        return known, distinct_chunks_of(engine, rows)
+        cached = self._bounds.get(engine)
+        if cached is None or cached.engine.program is not engine.program:
+            cached = self._bounds[engine] = MaximizedBound(engine)
+        return cached, distinct_chunks_of(engine, rows)
 
 
 def integrate(
@@ -322,11 +322,11 @@ def _solve_given(
 
     def solve(h, start):
         params = jnp.asarray(h, dtype)
-        found = bound.solve(params, chunks, start)
+        solution = bound.solve(params, chunks, start)
         if estimate is None:
-            return found
-        value, gradient, error = estimate(params, chunks, found.start)
-        return found._replace(bound=value, gradient=gradient, error=error)
+            return solution
+        value, gradient, error = estimate(params, chunks, solution.start)
+        return solution._replace(bound=value, gradient=gradient, error=error)
 
     return solve
 

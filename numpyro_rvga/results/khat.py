@@ -40,7 +40,7 @@ DEGREES = 5.0  # of freedom
 SHARE = 1 / 3  # of the draws are from wider Gaussians
 SMALL, LARGE = 0.1, 0.5  # standard deviations: moves that do not matter, and those that make q a bad one
 SURE = 2.0  # standard errors
-UNSURE = 0.1  # standard error of a move that is too large to tell
+UNSURE = 0.1  # standard error of a move above which no verdict is given
 LISTED = 3  # sites that a verdict names
 NOT_MIXED = (
     "doubtful. The chains of the integrated sites have not mixed, and q is no better than these. Run NUTS from here "
@@ -101,7 +101,7 @@ def khat(
 
     The Pareto k is the shape of the tail of the importance ratios p/q at draws from q (Vehtari et al. 2024; Yao et
     al. 2018). A third as many draws are wider, along one parameter each. Reweighted by the posterior, all draws
-    tell by how much q's means and standard deviations are off: the verdict names the sites that move most. It is
+    estimate by how much q's means and standard deviations are off: the verdict names the sites that move most. It is
     ``"good"`` only if no move is above 0.1. Modes that are far from q stay unseen.
 
     The log joint is summed over chunks of rows, so memory does not grow with the number of rows.
@@ -150,16 +150,16 @@ def khat(
     weighted = log_ratios - log_mixture
     moves, errors = _moves(z, weighted, log_mixture)
     shapes = program.layout.shapes
-    found = Evidence(
+    evidence = Evidence(
         _shape_of(log_ratios[of_q]),
         _relative_sample_size(log_ratios[of_q]),
         *_by_site(shapes, moves, errors),
         can_integrate=not {"integrated", "not_integrated"} & set(posterior.info),
     )
-    text = verdict(found, share_of_others(posterior.info))
+    text = verdict(evidence, share_of_others(posterior.info))
     if is_of_points(posterior) and not has_mixed(posterior.info["integration"]):
         text = NOT_MIXED
-    return Khat(found.khat, text, found.moves, found.errors)
+    return Khat(evidence.khat, text, evidence.moves, evidence.errors)
 
 
 def _draws(posterior: Posterior, rng_key: Array, num_samples: int) -> tuple[Array, np.ndarray, np.ndarray]:
@@ -201,7 +201,7 @@ def _draws(posterior: Posterior, rng_key: Array, num_samples: int) -> tuple[Arra
 def _moves(z: np.ndarray, log_weights: np.ndarray, log_mixture: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Of each parameter, the larger of its mean's move and that of its log standard deviation, with standard errors.
 
-    Under q both are known: the draws' own noise is taken out by weighting them for q as well.
+    Under q both moments are given: the draws' own noise is taken out by weighting them for q as well.
     """
     for_p, for_q = _normalized(log_weights), _normalized(-log_mixture)
     change = for_p - for_q
@@ -244,45 +244,45 @@ def _relative_sample_size(log_ratios: np.ndarray) -> float:
     return float(weights.sum() ** 2 / (weights**2).sum() / len(weights))
 
 
-def verdict(found: Evidence, share_elsewhere: float = 0.0) -> str:
+def verdict(evidence: Evidence, share_elsewhere: float = 0.0) -> str:
     """In words: how far moments move, which sites most, and what to do.
 
-    :param share_elsewhere: of the posterior, in other modes that are known.
+    :param share_elsewhere: of the posterior, in other modes that searches have reached.
     """
-    size = max(found.errors.values())
-    sure = {site: found.moves[site] - SURE * found.errors[site] for site in found.moves}
+    size = max(evidence.errors.values())
+    sure = {site: evidence.moves[site] - SURE * evidence.errors[site] for site in evidence.moves}
     moved = max(sure.values())
     if moved <= SMALL and size > UNSURE:
-        grade = "bad" if found.khat > 1 else "doubtful"
+        grade = "bad" if evidence.khat > 1 else "doubtful"
         return (
             f"{grade}. The weights of the draws are too unequal to tell by how much q's moments are off. Compare with "
             "NUTS, started from posterior.nuts()."
         )
     if moved > SMALL:
-        told = ", ".join(f"{site!r} by {found.moves[site]:.2f}" for site in _worst(sure) if sure[site] > SMALL)
+        listed = ", ".join(f"{site!r} by {evidence.moves[site]:.2f}" for site in _worst(sure) if sure[site] > SMALL)
         grade, what = ("bad", "much") if moved > LARGE else ("doubtful", "part")
         return (
-            f"{grade}. q misses {what} of the posterior: reweighted, its moments move, in standard deviations: {told}. "
-            f"{_remedy(found)}"
+            f"{grade}. q misses {what} of the posterior: reweighted, its moments move, in standard deviations: "
+            f"{listed}. {_remedy(evidence)}"
         )
     if share_elsewhere > NOTICEABLE:
         return (
             f"doubtful. At its own mode q is good, but about {share_elsewhere:.0%} of the posterior is at other modes, "
-            "which other starts have found: see info['modes']."
+            "which other starts have reached: see info['modes']."
         )
-    if found.khat > 1 and found.relative_size < NEARLY_EQUAL:
+    if evidence.khat > 1 and evidence.relative_size < NEARLY_EQUAL:
         return (
             "doubtful. No moment moves by more than 0.1 standard deviations, but the tails of the posterior are much "
             "heavier than q's. For tail probabilities, use NUTS, started from posterior.nuts()."
         )
-    if found.relative_size > NEARLY_EQUAL:
+    if evidence.relative_size > NEARLY_EQUAL:
         return "good. The importance weights are nearly equal: q is almost the posterior."
     return "good. Reweighted, no mean and no log standard deviation moves by more than 0.1."
 
 
-def _remedy(found: Evidence) -> str:
-    steps = ["integrate hyperparameters out (posterior.integrate(data))"] if found.can_integrate else []
-    if found.khat <= RESAMPLED:
+def _remedy(evidence: Evidence) -> str:
+    steps = ["integrate hyperparameters out (posterior.integrate(data))"] if evidence.can_integrate else []
+    if evidence.khat <= RESAMPLED:
         steps.append("correct the draws (posterior.resample(data))")
     steps.append("run NUTS from here (posterior.nuts())")
     text = ", or ".join(steps)

@@ -80,7 +80,7 @@ def _whole_log_joint(program: Program, theta: Array, rows: Mapping[str, Any]) ->
     def evaluate(theta):
         return jax.vmap(program.log_prior)(theta), jax.vmap(program.log_likelihood, (0, None))(theta, inputs)
 
-    found = []
+    totals = []
     for start in range(0, len(theta), size):
         some = theta[start : start + size]
         padded = jnp.concatenate([some, jnp.broadcast_to(some[:1], (min(size, len(theta)) - len(some), some.shape[1]))])
@@ -88,8 +88,8 @@ def _whole_log_joint(program: Program, theta: Array, rows: Mapping[str, Any]) ->
         total = prior.astype(np.float64)
         for values in terms.values():
             total = total + values.reshape(len(total), -1).sum(axis=1, dtype=np.float64)
-        found.append(total[: len(some)])
-    return np.concatenate(found)
+        totals.append(total[: len(some)])
+    return np.concatenate(totals)
 
 
 def chunks_of_log_likelihood(

@@ -20,7 +20,7 @@ NUM_WARMUP, NUM_DRAWS = 300, 500  # of each chain
 MOST_NUMBERS = 2**25  # in the roots of all points
 MOST_R_HAT = 1.05
 LEAST_DRAWS = 100  # effective
-BANDWIDTH = 0.02  # of the Gaussians in h, in standard deviations of h: of so many parameters they tell no density
+BANDWIDTH = 0.02  # of the Gaussians in h, in standard deviations of h: with so many parameters they give no density
 
 
 def has_mixed(info: Mapping[str, Any]) -> bool:
@@ -43,10 +43,10 @@ def integrate_by_nuts(
         return _potential_and_slope(z)[0]
 
     def _potential_and_slope(z):
-        found = solve(center + axes @ z)
-        slope = -axes.T @ found.gradient
-        finite = jnp.isfinite(found.bound) & jnp.all(jnp.isfinite(slope))
-        return jnp.where(finite, -found.bound, jnp.inf), jnp.where(finite, slope, 0.0)
+        solution = solve(center + axes @ z)
+        slope = -axes.T @ solution.gradient
+        finite = jnp.isfinite(solution.bound) & jnp.all(jnp.isfinite(slope))
+        return jnp.where(finite, -solution.bound, jnp.inf), jnp.where(finite, slope, 0.0)
 
     potential.defvjp(_potential_and_slope, lambda slope, factor: (factor * slope,))
     kernel = NUTS(potential_fn=potential)  # a dense mass of many entries takes more than this warm-up to learn

@@ -98,8 +98,8 @@ def _merged_fields(parts: Sequence[Posterior], data: Sequence[Any] | None, round
         warn_of_one_exchange(first.program, [part.num_rows for part in parts], "pass data=, the rows of each part", 4)
         if state.prior_factor is not None:
             state = _settled(first.program, state)
-        known = first.program.is_conjugate and all(part.elbo is not None for part in parts)
-        bound = float(state.log_evidence) if known else None
+        has_bound = first.program.is_conjugate and all(part.elbo is not None for part in parts)
+        bound = float(state.log_evidence) if has_bound else None
         if bound is None:
             info["log_evidence_estimate"] = float(state.log_evidence)
         return common | _fields(FullGaussian(state.mean, state.root), state, bound)
@@ -128,13 +128,13 @@ def _in_rounds(parts: list[Posterior], states: list[State], blocks: list[Any], l
     options = [{"on_bad_row": "skip" if "num_skipped" in part.info else "raise"} for part in parts]
 
     def sums(state: State) -> Sums:
-        found = []
+        of_parts = []
         for number, (part, block) in enumerate(zip(parts, blocks)):
             of_part, rows = runs[number].method.sums_at(state, block, **options[number], **runs[number].model_kwargs)
             if part.row_sets and rows != total(part.row_sets):
                 raise ValueError(f"block {number} of data does not hold the rows that part {number} has taken in.")
-            found.append(of_part)
-        return total_of(found)
+            of_parts.append(of_part)
+        return total_of(of_parts)
 
     program = parts[0].program
     start = program.initial_state()
@@ -170,11 +170,11 @@ def _merged_family(start: Family, parts: Sequence[Family]) -> Family:
 
 # ---------------------------------------------------------------------- posteriors
 def state_of_gaussian(posterior: Posterior) -> State:
-    """The state of which nothing is known but the Gaussian and the bound."""
+    """The state that is the Gaussian and the bound alone."""
     dtype = posterior.program.dtype
     state = new_state(jnp.asarray(posterior.mean, dtype), jnp.asarray(posterior.scale, dtype), None)
-    known = posterior.elbo if posterior.elbo is not None else posterior.info.get("log_evidence_estimate", 0.0)
-    evidence = jnp.asarray(known, dtype)
+    value = posterior.elbo if posterior.elbo is not None else posterior.info.get("log_evidence_estimate", 0.0)
+    evidence = jnp.asarray(value, dtype)
     return state._replace(log_evidence=evidence, num_rows=Count.of(posterior.num_rows))
 
 

@@ -23,7 +23,7 @@ from .khat import khat
 if TYPE_CHECKING:
     from ..model import Program
 
-DRAWN_NUMBERS = 2**22  # in the arrays of all rows, for draws that are looked at together
+DRAWN_NUMBERS = 2**22  # in the arrays of all rows, for draws that are computed together
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -48,12 +48,12 @@ class Posterior:
     :param program: the compiled model.
     :param gaussian: q, of any family, or a mixture: its arrays have P entries along their last axis.
     :param elbo: the bound on log p(data), where the method has it.
-    :param info: what the run has to tell besides: plain scalars, strings, arrays, and lists or dicts of these.
+    :param info: diagnostics of the run: plain scalars, strings, arrays, and lists or dicts of these.
     :param continuation: the object whose ``update(posterior, data, **kwargs)`` absorbs further rows.
     :param state: what that method goes on from, and parts are merged by.
     :param num_rows: the number of rows absorbed so far.
     :param row_sets: of each run that led here, which rows it has taken in, so that none are merged twice; empty if that
-        is not known.
+        is not recorded.
     :raises ValueError: if the shapes of the Gaussian's arrays do not fit the program's layout.
     """
 

@@ -129,16 +129,16 @@ def linearized(
         model = handlers.substitute(program.runner(num_rows(rows)), data=sites)
         with handlers.block():
             trace = handlers.trace(handlers.seed(model, jax.random.key(0))).get_trace(*arguments, **keywords)
-        found = {}
+        values = {}
         for name in predicted:
             if name not in program.observed_sites:
-                found[name] = trace[name]["value"]
+                values[name] = trace[name]["value"]
                 continue
             fn = trace[name]["fn"]
             while isinstance(fn, dist.MaskedDistribution):
                 fn = fn.base_dist
-            found[name], built[name] = unconstrained_parameters(name, fn)
-        return found
+            values[name], built[name] = unconstrained_parameters(name, fn)
+        return values
 
     @jax.jit
     def drawn(theta_key, site_key):
@@ -210,7 +210,7 @@ def _forward(posterior, rng_key, rows, theta, names: set[str]) -> dict[str, Arra
 
 def _at_new_rows(posterior, rng_key, rows, theta, names: set[str]) -> dict[str, Array]:
     """Run the model on the rows that it was fitted to and the new ones together, latent sites that have grown completed
-    by draws given what is known of them."""
+    by draws given those that are in the posterior."""
     program = posterior.program
     old = num_rows(program.example_rows)
     both = {name: jnp.concatenate([program.example_rows[name], jnp.asarray(rows[name])]) for name in rows}
@@ -224,11 +224,11 @@ def _at_new_rows(posterior, rng_key, rows, theta, names: set[str]) -> dict[str, 
         with handlers.block():
             trace = handlers.trace(completed).get_trace(*arguments, **keywords)
         grown = completed.grown | {n for n, value in fitted.items() if n in trace and _grew(trace[n], value)}
-        found = {}
+        values = {}
         for name in names | grown:
             axis = 0 if name in grown else program.row_axis(name)
-            found[name] = jnp.moveaxis(jnp.moveaxis(trace[name]["value"], axis, 0)[old:], 0, axis)
-        return found
+            values[name] = jnp.moveaxis(jnp.moveaxis(trace[name]["value"], axis, 0)[old:], 0, axis)
+        return values
 
     return jax.jit(jax.vmap(one))(jax.random.split(rng_key, len(theta)), theta)
 
@@ -258,14 +258,14 @@ class Completion(Messenger):
 def _completed(name: str, fn: Any, shape: tuple[int, ...], value: Array, rng_key: Array) -> Array:
     """A draw of shape ``shape`` given its first entries."""
     normal, _ = peel(fn)
-    known = value.shape[0]
+    num_given = value.shape[0]
     noise = jax.random.normal(rng_key, shape, value.dtype)
     if isinstance(normal, dist.Normal):
-        return jnp.concatenate([value, (normal.loc + normal.scale * noise)[known:]])
+        return jnp.concatenate([value, (normal.loc + normal.scale * noise)[num_given:]])
     if isinstance(normal, dist.MultivariateNormal) and len(shape) == 1:
         loc, lower = jnp.broadcast_to(normal.loc, shape), normal.scale_tril
-        whitened = jax.scipy.linalg.solve_triangular(lower[:known, :known], value - loc[:known], lower=True)
-        return loc + lower @ jnp.concatenate([whitened, noise[known:]])
+        whitened = jax.scipy.linalg.solve_triangular(lower[:num_given, :num_given], value - loc[:num_given], lower=True)
+        return loc + lower @ jnp.concatenate([whitened, noise[num_given:]])
     raise NotImplementedError(
         f"site {name!r} has a value for each row, and no values for new rows can be drawn given the others: it is "
         f"{type(normal).__name__}, neither Normal nor MultivariateNormal."
@@ -314,9 +314,12 @@ def _averaged(moments: Callable[[Any], dict[str, Array]], q: Any) -> dict[str, A
     """Mean and variance under a Gaussian, or under a mixture from those of its components."""
     if not isinstance(q, GaussianMixture):
         return moments(q)
-    found = jax.lax.map(lambda k: moments(q.component(k)), jnp.arange(len(q.means)))
-    mean = jnp.tensordot(q.weights, found["mean"], 1)
-    return {"mean": mean, "variance": jnp.tensordot(q.weights, found["variance"] + (found["mean"] - mean) ** 2, 1)}
+    components = jax.lax.map(lambda k: moments(q.component(k)), jnp.arange(len(q.means)))
+    mean = jnp.tensordot(q.weights, components["mean"], 1)
+    return {
+        "mean": mean,
+        "variance": jnp.tensordot(q.weights, components["variance"] + (components["mean"] - mean) ** 2, 1),
+    }
 
 
 def _with_stand_ins(posterior: Posterior, rows: Mapping[str, Any]) -> dict[str, Any]:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def is_of_points(posterior: Posterior) -> bool:
-    """Whether the posterior's components are at draws of NUTS, which tell no density of the integrated sites."""
+    """Whether the posterior's components are at draws of NUTS, which give no density of the integrated sites."""
     return posterior.info.get("integration", {}).get("method") == "nuts"
 
 

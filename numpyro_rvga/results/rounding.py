@@ -1,4 +1,4 @@
-"""Whether the digits that a solve works with are enough for the Gaussian that it has found."""
+"""Whether the digits that a solve works with are enough for the Gaussian that it results in."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ def warn_of_lost_digits(posterior: Posterior, stacklevel: int) -> None:
     :param stacklevel: of the user's call.
     """
     gaussian = posterior.gaussian
-    found = None
+    widest = None
     if sum(x.size for x in jax.tree.leaves(gaussian)) <= MAX_NUMBERS:
         if isinstance(gaussian, FullGaussian):
-            found = widest_direction(np.asarray(gaussian.root, np.float64))
+            widest = widest_direction(np.asarray(gaussian.root, np.float64))
         elif isinstance(gaussian, LowRankGaussian):
-            found = _widest_of_low_rank(*[np.asarray(x, np.float64) for x in (gaussian.diagonal, gaussian.factor)])
+            widest = _widest_of_low_rank(*[np.asarray(x, np.float64) for x in (gaussian.diagonal, gaussian.factor)])
     digits = np.finfo(gaussian.mean.dtype)
-    if found is None or not found[0] * digits.eps / 2 > LOST:
+    if widest is None or not widest[0] * digits.eps / 2 > LOST:
         return
-    share = np.abs(found[1]) / np.abs(found[1]).max()
+    share = np.abs(widest[1]) / np.abs(widest[1]).max()
     chosen = [i for i in np.argsort(-share, kind="stable")[:NAMED] if share[i] > SHARE]
     names = _entries(posterior)
     unnamed = np.sum(share**2) - np.sum(share[chosen] ** 2)
@@ -75,11 +75,11 @@ def widest_direction(root: np.ndarray) -> tuple[float, np.ndarray] | None:
     if size > MAX_EXACT:
         probes = np.random.default_rng(1).normal(size=(size, NUM_PROBES)) / math.sqrt(NUM_PROBES)
     try:
-        found = solve_triangular(upper, probes, trans=1) if triangular else np.linalg.solve(upper.T, probes)
+        inverse = solve_triangular(upper, probes, trans=1) if triangular else np.linalg.solve(upper.T, probes)
     except np.linalg.LinAlgError:
         return math.inf, np.linalg.svd(root)[0][:, -1]
     precisions = np.empty(size)
-    precisions[order] = np.sum(found**2, axis=1)
+    precisions[order] = np.sum(inverse**2, axis=1)
     return _leading(precisions, lambda vector: root @ (root.T @ vector))
 
 

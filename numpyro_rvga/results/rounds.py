@@ -153,11 +153,11 @@ def in_rounds(start: State, states: Sequence[State], evaluations: Evaluations, r
         return None
     errors = [at.move]
     while len(errors) < (MAX_ROUNDS if rounds is None else rounds) and not (rounds is None and errors[-1] < TOLERANCE):
-        found = steps.after(at)
-        if found is None:
+        step = steps.after(at)
+        if step is None:
             break
-        errors.append(_error(at.move, found[0].move, found[1]))
-        at = found[0]
+        errors.append(_error(at.move, step[0].move, step[1]))
+        at = step[0]
     return Result(at.state, at.look, errors)
 
 

@@ -132,7 +132,7 @@ def load(cls: type[Posterior], path: str | os.PathLike, model: Callable, **model
 
 
 class _Stored(NamedTuple):
-    """What a file tells of the model."""
+    """What a file holds of the model."""
 
     layout: list
     withheld_keywords: list
@@ -145,7 +145,7 @@ class _Stored(NamedTuple):
 
 
 def _read(path: str | os.PathLike) -> tuple[_Stored, dict[str, Any]]:
-    """What a file tells of the model, and the posterior's other fields.
+    """What a file holds of the model, and the posterior's other fields.
 
     :raises ValueError: for files that do not hold what a posterior does.
     """
@@ -182,7 +182,7 @@ def _with_roots(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def _stored_state(state: Any) -> dict | None:
-    """What the Gaussian does not tell of a state: it is stored only if there is more to it."""
+    """A state, if there is more to it than its Gaussian."""
     if not isinstance(state, State) or state.prior_factor is None:
         return None
     return state._asdict() | {"prior_factor": state.prior_factor._asdict(), "num_rows": int(state.num_rows)}

@@ -1,4 +1,4 @@
-"""What is known of q after a pass: whether it is the best Gaussian, and what the bound is there."""
+"""The certificate of q after a pass: whether it is the best Gaussian, and what the bound is there."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from .recursive_pass import RecursivePass
 from .sampled import estimated, stepped
 from .source import RowSource, chunks, rows_in_memory
 
-FINE = 1e-6  # nats: the squared natural gradient that looks leave where q was found by few nodes
+FINE = 1e-6  # nats: the squared natural gradient that is left where q was computed with few nodes
 APPROXIMATE = ("probit", "sigma_points")  # expectations that whoever asks for them knows to be so
 LEVEL = 5  # of the user's call, for warnings
 
 
 class Findings(NamedTuple):
-    """:ivar bound: at the state, if there is one. :ivar info: what else is known of it, for the posterior's ``info``.
+    """:ivar bound: at the state, if there is one. :ivar info: for the posterior's ``info``.
     :ivar rows: some of those that were looked at, or all; none if there were no looks.
-    :ivar accounts: of all factors at the state, if they are known."""
+    :ivar accounts: of all factors at the state, or None."""
 
     state: State
     bound: float | None
@@ -58,7 +58,7 @@ class Certification:
         self.certify, self._max_looks, self._tolerance = certify, max_looks, tolerance
 
     def certifies(self, engine: Engine) -> bool:
-        """Whether a bound is to be found."""
+        """Whether the bound is to be evaluated."""
         return self.certify and engine.options.has_bound and not engine.is_moving
 
     def __call__(
@@ -72,7 +72,7 @@ class Certification:
         *,
         exact: bool,
     ) -> Findings:
-        """What looks at all rows, and steps on them, have found.
+        """The result of evaluations of all rows, and of steps on them.
 
         :param start: before the first row. :param state: after the last.
         :param source: of all rows, in their own order. :param taken: the pass.
@@ -166,18 +166,18 @@ def warn_unless_converged(info: Mapping[str, Any], stacklevel: int) -> None:
 
     :param info: of the posterior. :param stacklevel: of the user's call.
     """
-    if info["converged"] in (True, None) or "bound_estimate" in info:  # of an estimate, a sample has told
+    if info["converged"] in (True, None) or "bound_estimate" in info:  # of an estimate, a sample has warned
         return
     off, looks = info.get("squared_natural_gradient", info["largest_decrement"]), info.get("looks")
     what, remedy = "q is not the best Gaussian", "Raise max_iterations, use float64, or check the scales of the priors"
     if looks is None:
-        what, found = "q may not be the best Gaussian", "a solve ended where no step raised its bound, with"
+        what, how = "q may not be the best Gaussian", "a solve ended where no step raised its bound, with"
     elif looks == 0:
-        found = "all rows were solved for together, and in the end no step raised the bound, with"
+        how = "all rows were solved for together, and in the end no step raised the bound, with"
     else:
-        found = f"after {looks} looks at all rows it has, by more than certificate_tolerance,"
+        how = f"after {looks} looks at all rows it has, by more than certificate_tolerance,"
         remedy = "Raise max_looks, or go on with FixedPointVI(model).run(data, init=posterior)"
-    warnings.warn(f"{what}: {found} a squared natural gradient of {off:.2g} nats. {remedy}.", stacklevel=stacklevel)
+    warnings.warn(f"{what}: {how} a squared natural gradient of {off:.2g} nats. {remedy}.", stacklevel=stacklevel)
 
 
 class _Sample:

@@ -56,7 +56,7 @@ class Checkpoint:
     def read(self, run: Mapping[str, Any], model: ModelIdentity) -> dict[str, Any] | None:
         """The contents of the last checkpoint; None if there is none to go on from.
 
-        :param run: plain facts that tell this run from others; floating-point arrays may differ a little.
+        :param run: plain facts that determine the result; floating-point arrays may differ a little.
         :param model: the run's model.
         :raises ValueError: if the file is damaged, newer than this version, no checkpoint, or that of another run; and
             if what lies at ``<path>.previous`` is, which would be lost.

@@ -72,7 +72,7 @@ class ModelCheck:
     def __call__(self, state: State, rows: Rows, bound: float | None, rng: np.random.Generator) -> list[Difference]:
         """The sites of rows whose expected log-likelihood under q is not what the model says.
 
-        :param rows: some rows, or all. :param bound: on the evidence of these rows, if they are all and it is known.
+        :param rows: some rows, or all. :param bound: on the evidence of these rows, if they are all, or None.
         """
         mean, root = (np.asarray(x, np.float64) for x in (state.mean, state.root))
         half = rng.normal(size=(NUM_PAIRS, len(mean)))

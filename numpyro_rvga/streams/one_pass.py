@@ -115,7 +115,7 @@ class OnePass:
         return Outcome(findings.state, info, bound if int(start.num_rows) == 0 else None, taken.absorbed)
 
     def _facts(self, rng_key: Array, sizes: Sizes, *, shuffled: bool) -> dict[str, Any]:
-        """What tells a run of these options from others."""
+        """The options that determine the result."""
         facts = {"method": "RVGA", "dynamics": repr(self.dynamics), "shuffle": shuffled}
         facts["rng_key"] = key_numbers(rng_key)
         blocks = {"first block": sizes.first, "block": sizes.block, "memory": sizes.memory}
@@ -128,7 +128,7 @@ def initial_state(engine: Engine) -> State:
 
 
 def in_motion(state: State, engine: Engine, time: float | None) -> State:
-    """The state for an engine's dynamics. ``time``: of its last row, if that is known.
+    """The state for an engine's dynamics. ``time``: of its last row, or None.
 
     Parameters that move leave the prior behind: it is where they start from, and its Gaussian is enough for that.
     """

@@ -17,7 +17,7 @@ from .passes import Pass, first_failed, rows_named
 from .source import RowSource
 
 CHUNK_BLOCKS = 1024
-CHUNK_NUMBERS = 2**24  # in the Jacobians of the rows that are worked on between looks at the progress bar
+CHUNK_NUMBERS = 2**24  # in the Jacobians of the rows that are worked on between updates of the progress bar
 
 
 class CallBack:
@@ -113,7 +113,7 @@ class OnlinePass(Pass):
         _refuse_update(self._online, self._rule, after, rows, numbers)
 
     def facts(self) -> dict[str, Any]:
-        """What the whole pass has to tell; with a last call back, if rows came after the one before."""
+        """For the posterior's ``info``; with a last call back, if rows came after the one before."""
         if self._every is None or self.num_taken % self._every:
             self._call_back(self.state)
         facts: dict[str, Any] = {"clipped": self._clipped}
@@ -137,7 +137,7 @@ def run_epochs(
     block_size: int,
     shuffle: bool,
 ) -> tuple[OnlineState, dict[str, Any]]:
-    """Passes over all rows, in blocks that each speak for all of them, and what they have to tell."""
+    """Passes over all rows, in blocks that each speak for all of them, and what is for the posterior's ``info``."""
     total, clipped = num_rows(rows), 0
     prior, all_rows, rate = state.gaussian, state.num_rows + total, online.rate(rule)
     order, rng = np.arange(total), np.random.default_rng(np.asarray(jax.random.key_data(state.rng_key)).tolist())
@@ -174,7 +174,7 @@ def _refuse_update(online: Online, rule: Rule, state: OnlineState, rows: Rows, n
     else:
         advice = (
             "standardize the data, give the prior a smaller scale, or use rule='implicit' with hessian='auto', which "
-            "looks at all of the q that a step leads to"
+            "integrates over the q that a step leads to"
         )
     before = int(state.num_blocks)
     where = f"{rows_named(numbers)} (after {before} update{'' if before == 1 else 's'})"

@@ -20,7 +20,7 @@ from .source import NOTHING, SLICE, RowSource, chunks, rows_in_memory, rows_of_b
 
 BAD_ROW_POLICIES = ("raise", "skip")
 SHUFFLES = ("auto", True, False)
-HEAD = 32  # rows from which the form of the data is found out
+HEAD = 32  # rows from which the form of the data is read
 SEARCHED = 2**16  # rows among which there must be one with finite values
 
 

@@ -44,14 +44,14 @@ class _Step(NamedTuple):
 
 
 class Pass(ABC):
-    """Rows from a source, piece by piece, each result looked at while the next ones are under way.
+    """Rows from a source, piece by piece, each result checked while the next ones are under way.
 
     :param bar: a progress bar.
-    :param publish: called with each state that is known to be good.
-    :param checked: whether it is known that the rows are finite, and their outcomes in their support.
+    :param publish: called with each state that is good.
+    :param checked: whether the rows have been checked: finite, with outcomes in their support.
     :param movement: how parameters move before each block: by time stamps, rows come in the order of these.
 
-    :ivar state: after the last piece whose result is known to be good.
+    :ivar state: after the last piece whose result is good.
     :ivar done: how many rows of the source that was.
     :ivar absorbed: the rows that the state has taken in.
     """
@@ -109,7 +109,7 @@ class Pass(ABC):
     def __call__(self, state: Any, run: Mapping[str, Any]) -> Any:
         """The state after all rows.
 
-        :param run: facts that tell this run from others; see :class:`Checkpoint`.
+        :param run: options that determine the result; see :class:`Checkpoint`.
         """
         self.state = state
         if self._checkpoint is None:

@@ -24,10 +24,10 @@ from .order import seed_of
 from .passes import Pass, first_failed, rows_named
 from .source import RowSource
 
-MOST_LOOKS = 8  # at kept rows that are more than one solve takes
+MAX_REFITS = 8  # of kept rows that are more than one solve takes
 SAMPLE_NUMBERS = 2**23  # in the rows of a sample, and how q saw them
 FEW_NUMBERS = 2**18  # if the rows can be read again
-SETTLED = 0.1  # standard deviations: what the rows' misfits may come to if they all pull the same way
+RESIDUAL_TOLERANCE = 0.1  # standard deviations: the residuals of all rows, summed as if of one sign
 
 
 class RecursivePass(Pass):
@@ -187,9 +187,9 @@ class RecursivePass(Pass):
             now = jax.tree.map(lambda moments: np.asarray(moments)[:count], info.absorbed)
             return state, now if bool(info.ok) else absorbed
         absorbed = jax.tree.map(np.array, absorbed)
-        for look in range(MOST_LOOKS):
+        for refit in range(MAX_REFITS):
             residuals, row_factors = self._residuals(state, rows, absorbed)
-            if look and residuals.sum() < SETTLED:
+            if refit and residuals.sum() < RESIDUAL_TOLERANCE:
                 break
             worst = np.argsort(-residuals, kind="stable")[:at_once]
             state, info = self._solved(state, *selected((rows, row_factors), worst))

@@ -1,4 +1,4 @@
-"""What a sample of the rows tells of a pass: what q lacks, and whether the order of the rows has done harm."""
+"""Estimates from a sample of a pass's rows: the natural gradient at q, and whether the rows' order has done harm."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .recursive_pass import RecursivePass
 
 NUM_BATCHES = 16  # of the sample, for standard errors
 LEARNED = 0.25  # of the blocks: after so many, q hardly changes what it expects
-MOST_ROWS = 10_000  # that tell how much the log densities of rows vary
+MOST_ROWS = 10_000  # from which the variance of the rows' log densities is estimated
 DEVIATIONS = 3.0  # by which blocks may be more unlike each other than rows in random order make them
 WORTH_A_STEP = 8  # times as many rows as the sample
 HARM = 0.1  # standard deviations that q was off by,
@@ -27,7 +27,7 @@ LEFT = 0.02  # and nats of squared natural gradient that are or may be left: les
 def estimated(
     certificate: Certificate, state: State, taken: RecursivePass, max_looks: int, *, stacklevel: int
 ) -> tuple[State, dict[str, Any]]:
-    """The state after steps where it is known well enough what it lacks, and what is known of it.
+    """The state after steps where the natural gradient is estimated well enough, and the estimates.
 
     :param stacklevel: of the user's call, for a warning if the order of the rows has done harm.
     """
@@ -67,7 +67,7 @@ def estimated(
 
 
 def stepped(certificate: Certificate, state: State, taken: RecursivePass) -> State:
-    """The state after a step by the sample alone, if the rows are many and it is known well enough. Of the kept rows
+    """The state after a step by the sample alone, if the rows are many and the estimate is good enough. Of kept rows
     nothing is asked: q was solved for with them."""
     if not 0 < WORTH_A_STEP * taken.sample.capacity <= taken.sample.num_offered:
         return state

@@ -25,7 +25,7 @@ class RowSource:
 
     :param open_at: row -> an iterator of the blocks from this row on, mappings of arrays that share their leading axis.
         Of sources that can only be read from their first row on, it is called with 0 alone.
-    :param total: the number of rows, where it is known.
+    :param total: the number of rows, or None.
     :param seekable: whether ``open_at`` takes any row, any number of times.
     :param pieces: numbers of rows that are fast to read one after the other, or one number for all of them; None: the
         rows are in memory.
@@ -270,7 +270,7 @@ class _Listed:
 
 
 def _length(block: Any) -> int:
-    """Rows of a block. Blocks that are none are found out when they are read."""
+    """Rows of a block. Blocks that are none are refused when they are read."""
     arrays = block.values() if isinstance(block, Mapping) else block if isinstance(block, (tuple, list)) else ()
     return next((np.shape(array)[0] for array in arrays if array is not None and np.ndim(array)), 0)
 
