@@ -13,6 +13,7 @@ from jax.lax import GatherScatterMode
 from .elementwise import is_pointwise_call, pointwise_apply
 from .interpret import interpret, is_inlined
 from .nodes import AFFINE, CONSTANT, OPAQUE, POINTWISE, Node, Value, ancestors
+from .parallel_loops import in_parallel
 from .primitives import (
     BILINEAR_PRIMITIVES,
     LINEAR_PRIMITIVES,
@@ -50,6 +51,10 @@ class Graph:
         name = eqn.primitive.name
         if all(v.is_constant for v in inputs):
             return self.whole(eqn, inputs, CONSTANT)
+        if name == "scan":
+            program = in_parallel(eqn, [v.is_constant for v in inputs])
+            if program is not None:
+                return self.interpret(program.jaxpr, program.consts, inputs)
         special = special_function(eqn) is not None
         if is_inlined(eqn) and not special:
             return None

@@ -55,11 +55,17 @@ def depends_on(function: Callable[[dict], dict], inputs: dict[str, Any]) -> dict
     )
     sources = [frozenset([name]) for name in names for _ in jax.tree.leaves(inputs[name])]
 
+    outputs = iter(sources_of(closed, sources))
+    return {name: frozenset().union(*[next(outputs) for _ in jax.tree.leaves(shape[name])]) for name in sorted(shape)}
+
+
+def sources_of(closed: jex_core.ClosedJaxpr, sources: Sequence[frozenset]) -> list[frozenset]:
+    """For each output, the union of the sets that stand for the inputs which it depends on."""
+
     def union(eqn: Any, arguments: list) -> list | None:
         return None if is_inlined(eqn) else [frozenset().union(*arguments)] * len(eqn.outvars)
 
-    outputs = iter(interpret(closed.jaxpr, closed.consts, sources, union, lambda value: frozenset()))
-    return {name: frozenset().union(*[next(outputs) for _ in jax.tree.leaves(shape[name])]) for name in sorted(shape)}
+    return interpret(closed.jaxpr, closed.consts, sources, union, lambda value: frozenset())
 
 
 class PartialEvaluation(NamedTuple):

@@ -9,6 +9,7 @@ import numpyro
 import numpyro.distributions as dist
 import pytest
 from jax import lax
+from numpyro.contrib.control_flow import scan
 from numpyro.infer.util import potential_energy
 
 from numpyro_rvga import RVGA
@@ -83,3 +84,43 @@ def test_loops_count_as_often_as_they_run():
     x = jnp.ones(3)
     assert numbers_in(jax.make_jaxpr(seven)(x).jaxpr) == 7 * 3 + 3
     assert numbers_in(jax.make_jaxpr(until)(x).jaxpr) == UNKNOWN_LENGTH * (2 + 3) + 3
+
+
+@pytest.fixture(scope="module")
+def level_data():
+    rng = np.random.default_rng(3)
+    return {"y": (np.cumsum(0.3 * rng.normal(size=30)) + 0.5 * rng.normal(size=30)).astype(np.float32)}
+
+
+def scales():
+    drift, noise = (numpyro.sample(name, dist.LogNormal(-1, 0.3)) for name in ("drift", "noise"))
+    return drift, noise, numpyro.sample("start", dist.Normal(0, 1))
+
+
+def levels_by_scan(y):
+    drift, noise, start = scales()
+
+    def step(before, y_t):
+        level = numpyro.sample("level", dist.Normal(before, drift))
+        numpyro.sample("y", dist.Normal(level, noise), obs=y_t)
+        return level, None
+
+    scan(step, start, y)
+
+
+def levels_by_arrays(y):
+    drift, noise, start = scales()
+    level = numpyro.sample("level", dist.ImproperUniform(dist.constraints.real, (), (30,)))
+    before = jnp.concatenate([start[None], level[:-1]])
+    numpyro.factor("walk", dist.Normal(before, drift).log_prob(level))
+    numpyro.sample("y", dist.Normal(level, noise), obs=y)
+
+
+def test_a_state_space_model_by_scan_is_read_as_the_same_by_arrays(level_data):
+    by_scan = RVGA(levels_by_scan).run(level_data, progress_bar=False)
+    assert [t.num_predictors for t in by_scan.program.prior.terms if t.site == "level"] == [2]
+    by_arrays = RVGA(levels_by_arrays).run(level_data, progress_bar=False)
+    assert by_scan.elbo == pytest.approx(by_arrays.elbo, abs=1e-3)
+    for name, value in by_arrays.sample_posterior(jax.random.key(0), (4000,)).items():
+        draws = by_scan.sample_posterior(jax.random.key(1), (4000,))[name]
+        np.testing.assert_allclose(draws.mean(axis=0), value.mean(axis=0), atol=0.05)

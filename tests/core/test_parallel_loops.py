@@ -1,0 +1,82 @@
+"""Loops as operations on arrays: equal to the loops, where no step takes a result of the step before."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from numpyro_rvga.core.parallel_loops import in_parallel
+from numpyro_rvga.core.symbolic import factorize
+
+X = jnp.asarray(np.random.default_rng(0).normal(size=(7, 3)))
+
+
+def states(carry, x):
+    """The state is what is given; a term takes two of them and a constant of all steps."""
+    return x, jnp.sum(jnp.sin(x - 0.5 * carry))
+
+
+def two_lags(carry, x):
+    before, twice_before = carry
+    return (x, before), x - 0.6 * before + 0.3 * twice_before
+
+
+def counted(carry, x):
+    number, state, since = carry
+    return (number + 1, X[number] * x, jnp.where(number < 2, 0.0, since + 1.0)), (number, state + x, since)
+
+
+def without_carry(carry, x):
+    return carry, jnp.cos(x)
+
+
+LOOPS = [
+    (states, X[0]),
+    (two_lags, (X[0], X[1])),
+    (counted, (jnp.asarray(0), X[0], jnp.asarray(0.0))),
+    (without_carry, ()),
+]
+
+
+def scan_in(function, *arguments):
+    return next(e for e in jax.make_jaxpr(function)(*arguments).jaxpr.eqns if e.primitive.name == "scan")
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("step, start", LOOPS)
+def test_all_steps_at_once_are_the_loop(step, start, reverse):
+    loop = lambda xs: lax.scan(step, start, xs, reverse=reverse)  # noqa: E731
+    closed = jax.make_jaxpr(loop)(X)
+    equation = next(e for e in closed.jaxpr.eqns if e.primitive.name == "scan")
+    program = in_parallel(equation, [v is not closed.jaxpr.invars[0] for v in equation.invars])
+    assert program is not None
+
+    def of_arrays(*inputs):
+        known = dict(zip([*closed.jaxpr.constvars, *closed.jaxpr.invars], [*closed.consts, *inputs]))
+        at = [v.val if hasattr(v, "val") else known[v] for v in equation.invars]
+        return jax.core.eval_jaxpr(program.jaxpr, program.consts, *at)
+
+    for a, b in zip(of_arrays(X), jax.tree.leaves(loop(X)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_a_loop_that_takes_its_own_results_stays_one():
+    equation = scan_in(lambda xs: lax.scan(lambda c, x: (0.5 * c + x, c), X[0], xs), X)
+    assert in_parallel(equation, [True, False]) is None
+    assert in_parallel(equation, [True, True]) is not None
+
+
+def test_a_term_of_a_state_space_model_takes_the_states_that_it_names():
+    def term(theta, number):
+        scale = jnp.exp(theta[0])
+        residuals = lax.scan(lambda before, now: (now, (now - before) / scale), 0.0, theta[1:])[1]
+        return -0.5 * residuals[number] ** 2 - theta[0]
+
+    split = factorize(term, jax.ShapeDtypeStruct((51,), jnp.float32), jax.ShapeDtypeStruct((), jnp.int32))
+    assert split.num_predictors == 2
+    theta = jnp.asarray(np.random.default_rng(1).normal(size=51), jnp.float32)
+    for number in (0, 1, 49):
+        row = (jnp.int32(number),)
+        found = split.density(split.predictors(theta, row), split.constants(row))
+        np.testing.assert_allclose(found, term(theta, number), rtol=1e-5)
