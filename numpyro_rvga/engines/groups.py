@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from functools import partial, reduce
 from typing import Any, NamedTuple
 
@@ -11,8 +12,8 @@ import numpy as np
 from jax import Array
 
 from ..core.factors import Kind
-from ..core.groups import Conditionals, Groups, GroupSums, conditionals
-from ..model.members import NOBODY, Members, member_of_prior, member_of_rows
+from ..core.groups import Groups, GroupSums, conditionals
+from ..model.members import NOBODY, Members, changes_of, member_of_prior, member_of_rows, whose
 from ..model.rows import num_rows, pad, selected
 from ..model.terms import Terms, constants, linearize_along, merged
 from .engine import Engine
@@ -35,74 +36,160 @@ class _Place(NamedTuple):
     own_root: Array
 
 
-class GroupEvaluations:
-    """Of one part's rows, compiled for it.
+class PriorFactors(NamedTuple):
+    """Sums over the prior terms of each of n groups, at q; of the shared entries only those that such terms read, (q,).
 
-    :param index: the member of each row, (n,). :param with_shared_prior: whether the prior of the shared sites counts:
-        in one part only.
-    :raises ValueError: for terms that depend on several members, and :raises NotImplementedError: for terms without
-        structure.
+    :ivar values: E[log p], (n,). :ivar gradient: in z_g, (n, d). :ivar precision: minus the Hessian, (n, d, d).
+    :ivar coupling: minus the Hessian in z_g and s, (n, d, q). :ivar shared_gradient: (n, q).
+    :ivar shared_precision: (n, q, q).
     """
 
-    def __init__(
-        self, engine: Engine, members: Members, rows: dict[str, Any], index: np.ndarray, *, with_shared_prior: bool
-    ):
+    values: np.ndarray
+    gradient: np.ndarray
+    precision: np.ndarray
+    coupling: np.ndarray
+    shared_gradient: np.ndarray
+    shared_precision: np.ndarray
+
+
+class _Derivatives(NamedTuple):
+    """Of terms at q, by predictors.
+
+    :ivar of: the members that they depend on, (n,). :ivar values: (n,). :ivar gradient: (n, C).
+    :ivar hessian: (n, C, C). :ivar own: the Jacobian in the member's entries, (n, C, d). :ivar shared: (n, C, k).
+    """
+
+    of: Array
+    values: Array
+    gradient: Array
+    hessian: Array
+    own: Array
+    shared: Array
+    errors: Array
+
+    def sums(self) -> tuple[Array, Array, Array, Array, Array, Array]:
+        """Each term's share of values and gradients, and of minus the Hessian: own, mixed and shared."""
+        weighted = -self.hessian @ self.shared
+        by_own, by_all = (jnp.swapaxes(x, 1, 2) for x in (self.own, self.shared))
+        gradients = ((by @ self.gradient[..., None])[..., 0] for by in (by_own, by_all))
+        return self.values, *gradients, by_own @ (-self.hessian @ self.own), by_own @ weighted, by_all @ weighted
+
+
+class _PriorSite(NamedTuple):
+    """:ivar of: the member that each element depends on, (E,). :ivar whose: the member that it belongs to."""
+
+    terms: Terms
+    kind: Kind
+    of: np.ndarray
+    whose: np.ndarray
+
+
+class GroupTerms:
+    """The terms of a model that is bound to some members, compiled: of rows, and of the prior.
+
+    :raises ValueError: for prior terms that depend on several members, and :raises NotImplementedError: for terms
+        without structure.
+    """
+
+    def __init__(self, engine: Engine, members: Members):
         program = engine.program
         _check(engine)
-        self._members, self._dtype, self._with_shared_prior = members, program.dtype, with_shared_prior
-        self._blocks, self._inputs = program.prior.blocks, program.prior_inputs
-        theta = jnp.asarray(0.5 * np.random.default_rng(1).normal(size=program.layout.size), program.dtype)
-        total = num_rows(rows)
-        of_rows = [member_of_rows(terms, members, theta, rows, index).reshape(total, -1) for terms in program.terms]
+        self.members, self._dtype = members, program.dtype
+        self._blocks, self._inputs, self._terms = program.prior.blocks, program.prior_inputs, program.terms
         options = engine.options._replace(expectation="auto", scheme="implicit")
         kinds = [*(make_kind(terms, options, engine.rng_key) for terms in program.prior.gaussian), *engine.prior_kinds]
-        prior_terms, weights, of_prior = (*program.prior.gaussian, *program.prior.terms), [], []
-        for terms in prior_terms:
-            of_prior.append(member_of_prior(terms, members, theta, self._inputs)[None])
-            is_shared = (of_prior[-1] == NOBODY) & (members.plate not in program.plates.get(terms.site, ()))
-            weights.append(np.where(is_shared, float(with_shared_prior), 1.0).astype(np.float32))
-        self._prior = tuple(weights), tuple(of_prior)
+        self._prior = []
+        for terms, kind in zip((*program.prior.gaussian, *program.prior.terms), kinds):
+            of = member_of_prior(terms, members, self._somewhere, self._inputs)
+            plates = program.plates.get(terms.site, ())
+            axis = plates.index(members.plate) if members.plate in plates else None
+            self._prior.append(_PriorSite(terms, kind, of, whose(terms, members, of, axis)))
+        of_other_form = self._prior[len(program.prior.gaussian) :]
+        self.has_gaussian_groups = all((site.whose == NOBODY).all() for site in of_other_form)
+        self._changes = [changes_of(terms) for terms in program.terms]
         numbers = sum(t.num_elements * max(t.num_predictors, 1) for t in program.terms) * len(members.directions)
-        count = -(-total // max(1, min(total, CHUNK_NUMBERS // numbers)))
-        size = -(-total // count)
-        (rows, of_rows), row_weights = pad((rows, of_rows), count * size)
-        of_each = rows, (row_weights[:, None],) * len(of_rows), tuple(of_rows)
-        starts = range(0, count * size, size)
-        self._chunks = [jax.device_put(selected(of_each, slice(start, start + size))) for start in starts]
+        self._most_rows = max(1, CHUNK_NUMBERS // numbers)
         self._directions = jax.device_put(members.directions.astype(program.dtype))
         self._compiled = engine.compiled(partial(self._sums, [*zip(program.terms, engine.kinds)]))
-        self._compiled_prior = engine.compiled(partial(self._sums, [*zip(prior_terms, kinds)]))
+        self._compiled_prior = engine.compiled(partial(self._sums, [(x.terms, x.kind) for x in self._prior]))
+        self._compiled_factors = engine.compiled(self._factors)
 
-    def __call__(self, mean: np.ndarray, root: np.ndarray, groups: Groups) -> GroupSums:
-        """Sums at q. ``mean`` (k,) and ``root`` (k, k): of q(s)."""
-        place = self._place(mean, root, groups, conditionals(groups))
-        pieces = [self._compiled_prior(place, self._directions, self._inputs, *self._prior)]
-        for rows, weights, member in self._chunks:
-            pieces.append(self._compiled(place, self._directions, rows, weights, member))
-        sums = GroupSums(*[reduce(np.add, [np.asarray(x, np.float64) for x in of_all]) for of_all in zip(*pieces)])
-        of_groups = [x[:-1] for x in (sums.values, sums.gradient, sums.precision, sums.coupling)]
-        sums = GroupSums(*of_groups, sums.shared_value + sums.values[-1], *sums[5:])
-        return self._with_blocks(sums, mean, root)
+    @property
+    def _somewhere(self) -> Array:
+        """A place at which to look at terms."""
+        size = self.members.columns.size + self.members.shared.size
+        return jnp.asarray(0.5 * np.random.default_rng(1).normal(size=size), self._dtype)
 
-    def _place(self, mean: np.ndarray, root: np.ndarray, groups: Groups, given: Conditionals) -> _Place:
+    @functools.cached_property
+    def read_by_priors(self) -> np.ndarray:
+        """The places among the shared entries that members' prior terms read, (q,)."""
+        size, reads = len(self.members.columns), np.zeros(self.members.shared.size, bool)
+        for site in self._prior:
+            along = linearize_along(site.terms, self._somewhere, self._directions, self._inputs)[1][..., size:]
+            reads |= np.any(np.asarray(along)[site.whose != NOBODY] != 0, axis=(0, 1))
+        return np.flatnonzero(reads)
+
+    def chunks(self, rows: dict[str, Any], index: np.ndarray, padded: int = 0) -> list[Any]:
+        """Rows on the device, for :meth:`row_sums`.
+
+        :param index: the member of each row, (n,). :param padded: the least number of rows, with copies of weight zero.
+        :raises ValueError: for a row that depends on several members.
+        """
+        total, place = num_rows(rows), self._somewhere
+        of_rows = []
+        for terms, changes in zip(self._terms, self._changes):
+            of_rows.append(member_of_rows(changes, terms, self.members, place, rows, index).reshape(total, -1))
+        (rows, of_rows), weights = pad((rows, of_rows), max(total, padded))
+        count = -(-len(weights) // self._most_rows)
+        size = -(-len(weights) // count)
+        (rows, of_rows), weights = pad((rows, of_rows), count * size, weights)
+        of_each = rows, (weights[:, None],) * len(of_rows), tuple(of_rows)
+        starts = range(0, count * size, size)
+        return [jax.device_put(selected(of_each, slice(start, start + size))) for start in starts]
+
+    def place(self, mean: np.ndarray, root: np.ndarray, groups: Groups) -> _Place:
+        """q, where groups may be fewer than the members."""
+
         def put(array):
             return jnp.asarray(array, self._dtype)
 
-        def and_nobody(array):
-            return put(np.concatenate([array, np.zeros((1, *array.shape[1:]))]))
+        def and_others(array, other):
+            return put(np.concatenate([array, np.tile(other, (missing + 1, 1, 1))]))
 
-        theta = self._members.theta(put(mean), put(groups.mean))
-        return _Place(theta, put(root), and_nobody(given.slope @ root), and_nobody(given.root))
+        (count, size), k = groups.mean.shape, len(mean)
+        given, missing = conditionals(groups), self.members.number - count
+        theta = self.members.theta(put(mean), put(np.concatenate([groups.mean, np.zeros((missing, size))])))
+        slope, own_root = and_others(given.slope @ root, np.zeros((size, k))), and_others(given.root, np.eye(size))
+        return _Place(theta, put(root), slope, own_root.at[-1].set(0))
 
-    def _with_blocks(self, sums: GroupSums, mean: np.ndarray, root: np.ndarray) -> GroupSums:
+    def prior_weights(self, count: int, *, with_shared: bool) -> list[np.ndarray]:
+        """Of the terms of the first ``count`` members."""
+        return [
+            np.where(x.whose == NOBODY, float(with_shared), x.whose < count).astype(np.float32)[None]
+            for x in self._prior
+        ]
+
+    def row_sums(self, place: _Place, chunk: Any) -> tuple[Array, ...]:
+        rows, weights, member = chunk
+        return self._compiled(place, self._directions, rows, weights, member)
+
+    def prior_sums(self, place: _Place, weights: list[np.ndarray]) -> tuple[Array, ...]:
+        members = tuple(x.of[None] for x in self._prior)
+        return self._compiled_prior(place, self._directions, self._inputs, tuple(weights), members)
+
+    def prior_factors(self, mean: np.ndarray, root: np.ndarray, groups: Groups) -> PriorFactors:
+        """Of groups in the places of the first members."""
+        place = self.place(mean, root, groups)
+        found = self._compiled_factors(place, self._directions, self._inputs)
+        return PriorFactors(*[np.asarray(x, np.float64)[: len(groups.mean)] for x in found])
+
+    def with_blocks(self, sums: GroupSums, mean: np.ndarray, root: np.ndarray) -> GroupSums:
         """With multivariate normal priors of shared sites, which are no terms."""
-        if not self._with_shared_prior:
-            return sums
         value, gradient, precision = sums.shared_value, sums.shared_gradient, sums.shared_precision
         for block in self._blocks:
             loc, scale_tril = (np.asarray(x, np.float64) for x in block.moments(self._inputs))
             inverse = np.linalg.inv(scale_tril)
-            places = np.flatnonzero(np.isin(self._members.shared, np.arange(block.start, block.stop)))
+            places = np.flatnonzero(np.isin(self.members.shared, np.arange(block.start, block.stop)))
             shift, spread = inverse @ (mean[places] - loc), inverse @ root[places]
             value = value - 0.5 * (shift @ shift + np.sum(spread**2) + len(loc) * np.log(2 * np.pi))
             value = value + np.linalg.slogdet(inverse)[1]
@@ -110,6 +197,22 @@ class GroupEvaluations:
             gradient[places] -= inverse.T @ shift
             precision[np.ix_(places, places)] += inverse.T @ inverse
         return sums._replace(shared_value=value, shared_gradient=gradient, shared_precision=precision)
+
+    def _derivatives(
+        self, terms: Terms, kind: Kind, place: _Place, directions: Array, rows: dict, weight: Array, of: Array
+    ) -> _Derivatives:
+        """``weight``: (n, E) or (n, 1); ``of``: the members that the terms depend on, (n, E)."""
+        size = self.members.columns.shape[0]
+        weight, of = jnp.broadcast_to(weight, of.shape).ravel().astype(place.theta.dtype), of.ravel()
+        predictors, jacobian = linearize_along(terms, place.theta, directions, rows)
+        own, shared = jacobian[..., :size], jacobian[..., size:]
+        by_shared = shared @ place.root + own @ place.slope[of]
+        alone = own @ place.own_root[of]
+        covariance = by_shared @ jnp.swapaxes(by_shared, 1, 2) + alone @ jnp.swapaxes(alone, 1, 2)
+        values = merged(constants(terms, rows))
+        nothing = jnp.zeros((len(weight), terms.num_predictors, 0), place.theta.dtype)
+        derivatives, errors = kind.expect_with_errors(predictors, covariance, (weight, values, nothing))
+        return _Derivatives(of, *derivatives, own, shared, errors)
 
     def _sums(
         self,
@@ -124,28 +227,58 @@ class GroupEvaluations:
 
         :param weights: of each site's terms, (n, E) or (n, 1). :param members: that they depend on, (n, E).
         """
-        size, count = self._members.columns.shape[0], self._members.number + 1
-        zeros, k = partial(jnp.zeros, dtype=place.theta.dtype), self._members.shared.size
+        size, count = self.members.columns.shape[0], self.members.number + 1
+        zeros, k = partial(jnp.zeros, dtype=place.theta.dtype), self.members.shared.size
         by_group = zeros(count), zeros((count, size)), zeros((count, size, size)), zeros((count, size, k))
         gradient, precision, error = zeros(k), zeros((k, k)), zeros(())
         for (terms, kind), weight, of in zip(sites, weights, members):
-            weight, of = jnp.broadcast_to(weight, of.shape).ravel().astype(place.theta.dtype), of.ravel()
-            predictors, jacobian = linearize_along(terms, place.theta, directions, rows)
-            own, shared = jacobian[..., :size], jacobian[..., size:]
-            by_shared = shared @ place.root + own @ place.slope[of]
-            alone = own @ place.own_root[of]
-            covariance = by_shared @ jnp.swapaxes(by_shared, 1, 2) + alone @ jnp.swapaxes(alone, 1, 2)
-            values = merged(constants(terms, rows))
-            nothing = zeros((len(weight), terms.num_predictors, 0))
-            (e, g, h), errors = kind.expect_with_errors(predictors, covariance, (weight, values, nothing))
-            by_own, by_all = jnp.swapaxes(own, 1, 2), jnp.swapaxes(shared, 1, 2).reshape(-1, k, g.shape[1])
-            weighted = -h @ shared
-            found = e, (by_own @ g[..., None])[..., 0], by_own @ (-h @ own), by_own @ weighted
-            by_group = tuple(total.at[of].add(new) for total, new in zip(by_group, found))
-            gradient = gradient + jnp.einsum("nkc,nc->k", by_all, g)
-            precision = precision + jnp.einsum("nkc,ncl->kl", by_all, weighted)
-            error = error + jnp.sum(errors)
+            found = self._derivatives(terms, kind, place, directions, rows, weight, of)
+            value, own, shared, own_own, own_shared, shared_shared = found.sums()
+            new = value, own, own_own, own_shared
+            by_group = tuple(total.at[found.of].add(x) for total, x in zip(by_group, new))
+            gradient, precision = gradient + shared.sum(axis=0), precision + shared_shared.sum(axis=0)
+            error = error + jnp.sum(found.errors)
         return *by_group, zeros(()), gradient, precision, error
+
+    def _factors(self, place: _Place, directions: Array, inputs: dict) -> tuple[Array, ...]:
+        """The fields of :class:`PriorFactors`, with those of nobody as the last group's."""
+        size, count, reads = self.members.columns.shape[0], self.members.number + 1, self.read_by_priors
+        q, zeros = len(reads), partial(jnp.zeros, dtype=place.theta.dtype)
+        totals = (
+            zeros(count), zeros((count, size)), zeros((count, size, size)), zeros((count, size, q)), zeros((count, q)),
+            zeros((count, q, q)),
+        )  # fmt: skip
+        for terms, kind, of, belongs in self._prior:
+            ones = jnp.ones((1, len(of)))
+            value, own, shared, own_own, own_shared, shared_shared = self._derivatives(
+                terms, kind, place, directions, inputs, ones, jnp.asarray(of)[None]
+            ).sums()
+            of_read = own_shared[..., reads], shared[:, reads], shared_shared[:, reads][..., reads]
+            new = value, own, own_own, *of_read
+            totals = tuple(total.at[belongs].add(x) for total, x in zip(totals, new))
+        return totals
+
+
+class GroupEvaluations:
+    """Sums over rows and prior terms of groups, at q.
+
+    :param chunks: of :meth:`GroupTerms.chunks`; empty: no rows. :param count: of groups: those in the places of the
+        first members. :param with_shared_prior: whether the prior of the shared sites counts: in one part only.
+    """
+
+    def __init__(self, terms: GroupTerms, chunks: list[Any], count: int, *, with_shared_prior: bool):
+        self._terms, self._chunks, self._count, self._with_shared_prior = terms, chunks, count, with_shared_prior
+        self._weights = terms.prior_weights(count, with_shared=with_shared_prior)
+
+    def __call__(self, mean: np.ndarray, root: np.ndarray, groups: Groups) -> GroupSums:
+        """Sums at q. ``mean`` (k,) and ``root`` (k, k): of q(s)."""
+        terms = self._terms
+        place = terms.place(mean, root, groups)
+        pieces = [terms.prior_sums(place, self._weights), *(terms.row_sums(place, chunk) for chunk in self._chunks)]
+        sums = GroupSums(*[reduce(np.add, [np.asarray(x, np.float64) for x in of_all]) for of_all in zip(*pieces)])
+        of_groups = [x[: self._count] for x in (sums.values, sums.gradient, sums.precision, sums.coupling)]
+        sums = GroupSums(*of_groups, sums.shared_value + sums.values[-1], *sums[5:])
+        return terms.with_blocks(sums, mean, root) if self._with_shared_prior else sums
 
 
 def _check(engine: Engine) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -9,6 +10,7 @@ import numpy as np
 from jax import Array
 
 from ..core.compilation import jit_once
+from ..core.expectations import power_of_two
 from .layout import Layout, layout_of
 from .program import Program
 from .rows import num_rows, pad, selected
@@ -88,14 +90,16 @@ def members_of(program: Program, plate: str, count: int) -> Members:
     return Members(plate, np.concatenate(entries), layout.indices_of(shared), layout_of(shapes), of_all, axes)
 
 
-def member_of_rows(terms: Terms, members: Members, theta: Array, rows: Arrays, index: np.ndarray) -> np.ndarray:
+def member_of_rows(
+    changes: Callable, terms: Terms, members: Members, theta: Array, rows: Arrays, index: np.ndarray
+) -> np.ndarray:
     """The member that each term of rows may depend on, (n E,).
 
-    :param index: of each row, (n,).
+    :param changes: :func:`changes_of` the terms. :param index: of each row, (n,).
     :raises ValueError: naming a row that depends on others.
     """
     expected = np.repeat(index, terms.num_elements)
-    strange = _strange(_pushed(terms, members, theta, rows), members, expected, theta.dtype)
+    strange = _strange(_pushed(changes, members, theta, rows), members, expected, theta.dtype)
     if strange is not None:
         raise ValueError(
             f"site {terms.site!r} of row {strange // terms.num_elements} depends on other members of the plate "
@@ -109,7 +113,7 @@ def member_of_prior(terms: Terms, members: Members, theta: Array, inputs: Arrays
 
     :raises ValueError: for a term that depends on several.
     """
-    pushed = _pushed(terms, members, theta, inputs)
+    pushed = _pushed(changes_of(terms), members, theta, inputs)
     ones, places, _ = _by_direction(pushed, len(members.columns))
     if not ones.shape[1]:
         return np.full(len(ones), NOBODY)
@@ -145,24 +149,46 @@ def _by_direction(pushed: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray
     return pushed[..., :size], pushed[..., size : 2 * size], pushed[..., 2 * size :]
 
 
-def _pushed(terms: Terms, members: Members, theta: Array, rows: Arrays) -> np.ndarray:
+def whose(terms: Terms, members: Members, of: np.ndarray, axis: int | None) -> np.ndarray:
+    """The member that each prior term belongs to, (E,), also if it depends on none; ``NOBODY``: to none.
+
+    :param of: of :func:`member_of_prior`. :param axis: along which the site's plate has the members; None: it has none.
+    :raises ValueError: for terms in the plate whose member is not known.
+    """
+    if axis is None or (of != NOBODY).all():
+        return of
+    if axis > 0 or terms.num_elements % members.number:
+        raise ValueError(
+            f"the prior terms of site {terms.site!r} depend on no member of plate {members.plate!r}, which is not the "
+            "first of the site's plates: make it the first (dim=-2 where there are two)."
+        )
+    return np.arange(terms.num_elements) // (terms.num_elements // members.number)
+
+
+def changes_of(terms: Terms) -> Callable[[Arrays, Array, Array], Array]:
+    """Of predictors along directions, at theta, compiled."""
+
+    @jit_once
+    def changes(rows, theta, directions):
+        return linearize_along(terms, theta, directions, rows)[1]
+
+    return changes
+
+
+def _pushed(changes: Callable, members: Members, theta: Array, rows: Arrays) -> np.ndarray:
     """Changes of predictors along ones, numbers of members, and random numbers: (n E, C, 3 d)."""
     size = len(members.columns)
     directions = np.zeros((3 * size, theta.size), theta.dtype)
     for i, column in enumerate(members.columns):
         directions[i, column], directions[size + i, column] = 1, np.arange(members.number)
         directions[2 * size + i, column] = _probe(members)[i]
-
-    @jit_once
-    def changes(rows, theta, directions):
-        return linearize_along(terms, theta, directions, rows)[1]
-
     shared, own = split_rows(rows)
     if not own:
         return np.asarray(changes(shared, theta, directions), np.float64)
     total, found = num_rows(own), []
-    size = min(CHUNK, total)
+    size = min(CHUNK, power_of_two(total))
     for start in range(0, total, size):
         some, _ = pad(selected(own, slice(start, start + size)), size)
         found.append(np.asarray(changes(shared | some, theta, directions), np.float64))
-    return np.concatenate(found)[: total * terms.num_elements]
+    every = np.concatenate(found)
+    return every[: total * (len(every) // (size * len(found)))]

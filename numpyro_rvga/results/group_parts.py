@@ -14,7 +14,7 @@ from jax import Array
 from ..core.groups import Groups, GroupSums, Message, message, moved, settled
 from ..engines.batch import BatchSolver
 from ..engines.engine import Engine
-from ..engines.groups import GroupEvaluations
+from ..engines.groups import GroupEvaluations, GroupTerms
 from ..engines.registry import Engines
 from ..model.arguments import named_rows
 from ..model.members import Members, members_of
@@ -108,8 +108,9 @@ class GroupPart:
     def evaluations(self) -> GroupEvaluations:
         """Compiled for this part."""
         engine, members = self.model.bound(self.rows, len(self.labels))
-        index = self.rows[self.model.plate.index]
-        return GroupEvaluations(engine, members, self.rows, index, with_shared_prior=self._with_shared_prior)
+        terms = GroupTerms(engine, members)
+        chunks = terms.chunks(self.rows, self.rows[self.model.plate.index])
+        return GroupEvaluations(terms, chunks, len(self.labels), with_shared_prior=self._with_shared_prior)
 
     @property
     def num_rows(self) -> int:
