@@ -130,7 +130,7 @@ class GroupCluster:
             self._submit(None, _start, self._parts[0], *samples),
         )
         found = self._found([apart, start])[1]
-        self._places = [self._submit(n, first_place, part, start) for n, part in enumerate(self._parts)]
+        self._places = [self._submit(n, _first_place, part, start) for n, part in enumerate(self._parts)]
         num_groups, num_rows = (sum(numbers) for numbers in zip(*counts))
         return found, num_groups, num_rows
 
@@ -173,6 +173,10 @@ def _counts(part: GroupPart) -> tuple[int, int]:
 
 def _labels(part: GroupPart) -> np.ndarray:
     return part.labels
+
+
+def _first_place(part: GroupPart, start: Start) -> GroupPlace:
+    return first_place(len(part.labels), start)
 
 
 def _are_apart(part: GroupPart, *labels: np.ndarray) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -23,7 +22,7 @@ from .model.row_set import RowSet
 from .progress import progress
 from .results.group_parts import GroupModel, LocalPlate, rounding
 from .results.group_rounds import in_group_rounds
-from .results.groups import GroupPosterior, checked_folder
+from .results.groups import GroupFiles, GroupPosterior, checked_folder
 from .results.merging import check_disjoint, defined, merged
 from .results.posterior import Posterior
 from .results.rounds import checked_rounds, evaluations_of, facts_of, in_rounds, total_of, warn_of_one_exchange
@@ -190,7 +189,8 @@ def run_groups(
         raise ValueError("there are no parts to run.")
     if not (isinstance(method, RVGA) and method.takes_rounds):
         raise ValueError("groups are for RVGA with the implicit scheme and full Gaussians, without dynamics.")
-    local = _checked_plate(method, LocalPlate(plate, index, size), model_kwargs)
+    local = LocalPlate(plate, index, size)
+    local.check(method.model, model_kwargs)
     client, folder = current_client() if client is None else client, checked_folder(folder)
     of_all = GroupModel(method.model, method.options, method.improper_prior_scale, local, model_kwargs, rng_key)
     with progress(progress_bar, None, "distributed", "part") as bar:
@@ -216,20 +216,8 @@ def run_groups(
         "converged": bool(error < TOLERANCE),
     }
     mean, scale = (jnp.asarray(x, engine.program.dtype) for x in (result.shared.mean, result.shared.root))
-    seen = (folder, index, num_rows, num_groups)
+    seen = (GroupFiles(folder, index), num_rows, num_groups)
     return GroupPosterior(engine.program, members, mean, scale, result.bound, info, *seen)
-
-
-def _checked_plate(method: RVGA, plate: LocalPlate, model_kwargs: Mapping[str, Any]) -> LocalPlate:
-    """:raises ValueError: for arguments that the model does not take, or that are given."""
-    known = inspect.signature(method.model).parameters
-    takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in known.values())
-    for what, name in (("index", plate.index), ("size", plate.size)):
-        if name not in known and not takes_any:
-            raise ValueError(f"{what}={name!r} is no argument of the model, which takes {list(known)}.")
-        if name in model_kwargs:
-            raise ValueError(f"{name!r} is each part's own ({what}={name!r}), and cannot be given to all of them.")
-    return plate
 
 
 def _is_exact(method: RVGA) -> bool:

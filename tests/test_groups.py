@@ -175,7 +175,7 @@ def test_what_is_no_group_of_a_part_is_refused(client, tmp_path, chosen):
         run(plate="groups")
     with pytest.raises(ValueError, match="index='who' is no argument of the model, which takes"):
         run(index="who")
-    with pytest.raises(ValueError, match="'num_users' is each part's own"):
+    with pytest.raises(ValueError, match="'num_users' is of the data"):
         run(num_users=60)
     with pytest.raises(ValueError, match="part 0: the model needs 'user'"):
         run(parts=[{"x": chosen["x"], "y": chosen["y"]}])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from functools import partial, reduce
 from typing import Any, NamedTuple
 
@@ -12,6 +11,7 @@ import numpy as np
 from jax import Array
 
 from ..core.factors import Kind
+from ..core.group_factors import OpenSums
 from ..core.groups import Groups, GroupSums, conditionals
 from ..model.members import NOBODY, Members, changes_of, member_of_prior, member_of_rows, whose
 from ..model.rows import num_rows, pad, selected
@@ -36,22 +36,6 @@ class _Place(NamedTuple):
     own_root: Array
 
 
-class PriorFactors(NamedTuple):
-    """Sums over the prior terms of each of n groups, at q; of the shared entries only those that such terms read, (q,).
-
-    :ivar values: E[log p], (n,). :ivar gradient: in z_g, (n, d). :ivar precision: minus the Hessian, (n, d, d).
-    :ivar coupling: minus the Hessian in z_g and s, (n, d, q). :ivar shared_gradient: (n, q).
-    :ivar shared_precision: (n, q, q).
-    """
-
-    values: np.ndarray
-    gradient: np.ndarray
-    precision: np.ndarray
-    coupling: np.ndarray
-    shared_gradient: np.ndarray
-    shared_precision: np.ndarray
-
-
 class _Derivatives(NamedTuple):
     """Of terms at q, by predictors.
 
@@ -71,8 +55,8 @@ class _Derivatives(NamedTuple):
         """Each term's share of values and gradients, and of minus the Hessian: own, mixed and shared."""
         weighted = -self.hessian @ self.shared
         by_own, by_all = (jnp.swapaxes(x, 1, 2) for x in (self.own, self.shared))
-        gradients = ((by @ self.gradient[..., None])[..., 0] for by in (by_own, by_all))
-        return self.values, *gradients, by_own @ (-self.hessian @ self.own), by_own @ weighted, by_all @ weighted
+        own, shared = ((by @ self.gradient[..., None])[..., 0] for by in (by_own, by_all))
+        return self.values, own, shared, by_own @ (-self.hessian @ self.own), by_own @ weighted, by_all @ weighted
 
 
 class _PriorSite(NamedTuple):
@@ -110,24 +94,17 @@ class GroupTerms:
         numbers = sum(t.num_elements * max(t.num_predictors, 1) for t in program.terms) * len(members.directions)
         self._most_rows = max(1, CHUNK_NUMBERS // numbers)
         self._directions = jax.device_put(members.directions.astype(program.dtype))
-        self._compiled = engine.compiled(partial(self._sums, [*zip(program.terms, engine.kinds)]))
-        self._compiled_prior = engine.compiled(partial(self._sums, [(x.terms, x.kind) for x in self._prior]))
-        self._compiled_factors = engine.compiled(self._factors)
+        of_rows, of_prior = [*zip(program.terms, engine.kinds)], [(x.terms, x.kind) for x in self._prior]
+        self._compiled, self._compiled_prior = (engine.compiled(partial(self._sums, x)) for x in (of_rows, of_prior))
+        self._compiled_open, self._compiled_open_prior = (
+            engine.compiled(partial(self._open, x)) for x in (of_rows, of_prior)
+        )
 
     @property
     def _somewhere(self) -> Array:
         """A place at which to look at terms."""
         size = self.members.columns.size + self.members.shared.size
         return jnp.asarray(0.5 * np.random.default_rng(1).normal(size=size), self._dtype)
-
-    @functools.cached_property
-    def read_by_priors(self) -> np.ndarray:
-        """The places among the shared entries that members' prior terms read, (q,)."""
-        size, reads = len(self.members.columns), np.zeros(self.members.shared.size, bool)
-        for site in self._prior:
-            along = linearize_along(site.terms, self._somewhere, self._directions, self._inputs)[1][..., size:]
-            reads |= np.any(np.asarray(along)[site.whose != NOBODY] != 0, axis=(0, 1))
-        return np.flatnonzero(reads)
 
     def chunks(self, rows: dict[str, Any], index: np.ndarray, padded: int = 0) -> list[Any]:
         """Rows on the device, for :meth:`row_sums`.
@@ -177,11 +154,15 @@ class GroupTerms:
         members = tuple(x.of[None] for x in self._prior)
         return self._compiled_prior(place, self._directions, self._inputs, tuple(weights), members)
 
-    def prior_factors(self, mean: np.ndarray, root: np.ndarray, groups: Groups) -> PriorFactors:
-        """Of groups in the places of the first members."""
+    def open_sums(self, mean: np.ndarray, root: np.ndarray, groups: Groups, chunks: list[Any]) -> OpenSums:
+        """Of groups in the places of the first members: over their priors, and over rows."""
         place = self.place(mean, root, groups)
-        found = self._compiled_factors(place, self._directions, self._inputs)
-        return PriorFactors(*[np.asarray(x, np.float64)[: len(groups.mean)] for x in found])
+        ones = tuple(np.ones((1, 1), np.float32) for _ in self._prior)
+        of, belongs = (tuple(x[None] for x in of_all) for of_all in zip(*[(x.of, x.whose) for x in self._prior]))
+        pieces = [self._compiled_open_prior(place, self._directions, self._inputs, ones, of, belongs)]
+        pieces += [self._compiled_open(place, self._directions, *chunk, chunk[2]) for chunk in chunks]
+        sums = [reduce(np.add, [np.asarray(x, np.float64) for x in of_all]) for of_all in zip(*pieces)]
+        return OpenSums(*[x[: len(groups.mean)] for x in sums])
 
     def with_blocks(self, sums: GroupSums, mean: np.ndarray, root: np.ndarray) -> GroupSums:
         """With multivariate normal priors of shared sites, which are no terms."""
@@ -240,22 +221,29 @@ class GroupTerms:
             error = error + jnp.sum(found.errors)
         return *by_group, zeros(()), gradient, precision, error
 
-    def _factors(self, place: _Place, directions: Array, inputs: dict) -> tuple[Array, ...]:
-        """The fields of :class:`PriorFactors`, with those of nobody as the last group's."""
-        size, count, reads = self.members.columns.shape[0], self.members.number + 1, self.read_by_priors
-        q, zeros = len(reads), partial(jnp.zeros, dtype=place.theta.dtype)
-        totals = (
-            zeros(count), zeros((count, size)), zeros((count, size, size)), zeros((count, size, q)), zeros((count, q)),
-            zeros((count, q, q)),
-        )  # fmt: skip
-        for terms, kind, of, belongs in self._prior:
-            ones = jnp.ones((1, len(of)))
-            value, own, shared, own_own, own_shared, shared_shared = self._derivatives(
-                terms, kind, place, directions, inputs, ones, jnp.asarray(of)[None]
-            ).sums()
-            of_read = own_shared[..., reads], shared[:, reads], shared_shared[:, reads][..., reads]
-            new = value, own, own_own, *of_read
-            totals = tuple(total.at[belongs].add(x) for total, x in zip(totals, new))
+    def _open(
+        self,
+        sites: list[tuple[Terms, Kind]],
+        place: _Place,
+        directions: Array,
+        rows: dict,
+        weights: tuple[Array, ...],
+        members: tuple[Array, ...],
+        whose: tuple[Array, ...],
+    ) -> tuple[Array, ...]:
+        """The fields of :class:`OpenSums`, with those of nobody as the last group's.
+
+        :param whose: the members that terms belong to, (n, E).
+        """
+        size, count, k = self.members.columns.shape[0], self.members.number + 1, self.members.shared.size
+        zeros = partial(jnp.zeros, dtype=place.theta.dtype)
+        totals = zeros(count), zeros((count, size)), zeros((count, size, size)), zeros((count, size, k))
+        totals = *totals, zeros((count, k)), zeros((count, k, k))
+        for (terms, kind), weight, of, belongs in zip(sites, weights, members, whose):
+            found = self._derivatives(terms, kind, place, directions, rows, weight, of)
+            value, own, shared, own_own, own_shared, shared_shared = found.sums()
+            new = value, own, own_own, own_shared, shared, shared_shared
+            totals = tuple(total.at[belongs.ravel()].add(x) for total, x in zip(totals, new))
         return totals
 
 

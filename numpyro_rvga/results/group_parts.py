@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax.numpy as jnp
 import numpy as np
@@ -37,6 +39,18 @@ class LocalPlate(NamedTuple):
     index: str
     size: str
 
+    def check(self, model: Callable, model_kwargs: Mapping[str, Any]) -> None:
+        """:raises ValueError: for arguments that the model does not take, or that are given."""
+        known = inspect.signature(model).parameters
+        takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in known.values())
+        for what, name in (("index", self.index), ("size", self.size)):
+            if name not in known and not takes_any:
+                raise ValueError(f"{what}={name!r} is no argument of the model, which takes {list(known)}.")
+            if name in model_kwargs:
+                raise ValueError(
+                    f"{name!r} is of the data ({what}={name!r}), and cannot be given as a keyword argument."
+                )
+
 
 class GroupModel(NamedTuple):
     """What all parts have in common."""
@@ -57,10 +71,11 @@ class GroupModel(NamedTuple):
     def solved(self, rows: Rows, count: int) -> tuple[Members, np.ndarray, np.ndarray]:
         """The members, and the best Gaussian's mean and a root of its covariance, of all latent sites at once."""
         engines = self._engines()
-        engine = self._engine(engines, rows, count)
+        apart = count + (num_rows(rows) == count)  # a plate that is as long as the rows would be one of theirs
+        engine = self._engine(engines, rows, apart)
         solver = BatchSolver(self.options, "incremental", "groups")
         fit = solver(engine, rows, progress_bar=False, stacklevel=1, started=time.perf_counter())
-        members = members_of(engine.program, self.plate.name, count)
+        members = members_of(engine.program, self.plate.name, apart)
         return members, np.asarray(fit.state.mean, np.float64), np.asarray(fit.state.root, np.float64)
 
     def _engines(self) -> Engines:
@@ -118,14 +133,14 @@ class GroupPart:
 
     def sample(self, num_parts: int) -> Rows:
         """The rows of some groups, chosen at random: this part's share of what is solved for first."""
-        count = min(-(-SAMPLE // num_parts), len(self.labels))
-        return self._of(np.sort(np.random.default_rng(0).permutation(len(self.labels))[:count]))
+        return sampled(self.rows, self.model.plate.index, len(self.labels), -(-SAMPLE // num_parts))
 
-    def _of(self, groups: np.ndarray) -> Rows:
-        """The rows of some groups, numbered anew; groups in order."""
-        index = self.model.plate.index
-        rows = selected(self.rows, np.isin(self.rows[index], groups))
-        return rows | {index: np.searchsorted(groups, rows[index]).astype(np.int32)}
+
+def sampled(rows: Rows, index: str, num_groups: int, most: int) -> Rows:
+    """The rows of some groups, chosen at random, and numbered anew."""
+    groups = np.sort(np.random.default_rng(0).permutation(num_groups)[:most])
+    rows = selected(rows, np.isin(rows[index], groups))
+    return rows | {index: np.searchsorted(groups, rows[index]).astype(np.int32)}
 
 
 def start_from(model: GroupModel, samples: Sequence[Rows]) -> Start:
@@ -138,9 +153,17 @@ def start_from(model: GroupModel, samples: Sequence[Rows]) -> Start:
     members, mean, root = model.solved(rows, count)
     covariance = root @ root.T
     shared = Shared(mean[members.shared], np.linalg.inv(covariance[np.ix_(members.shared, members.shared)]))
-    values, variances = mean[members.columns], np.diagonal(covariance)[members.columns]
+    columns = members.columns[:, :count]
+    values, variances = mean[columns], np.diagonal(covariance)[columns]
     spread = values.var(axis=1) + variances.mean(axis=1)
     return Start(shared, values.mean(axis=1), np.diag(1 / spread), selected(rows, rows[index] < 2))
+
+
+def started(model: GroupModel, rows: Rows, count: int) -> Start:
+    """From some of the groups of rows. What that solve does not reach, later ones do, so nothing is said of it."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        return start_from(model, [sampled(rows, model.plate.index, count, SAMPLE)])
 
 
 class GroupPlace(NamedTuple):
@@ -150,14 +173,23 @@ class GroupPlace(NamedTuple):
     at: GroupSums | None
 
 
-def first_place(part: GroupPart, start: Start) -> GroupPlace:
-    """Before anything was evaluated: all groups are alike."""
-    count, (size, k) = len(part.labels), (len(start.mean), len(start.shared.mean))
-    precision = np.broadcast_to(start.precision, (count, size, size))
+def first_place(count: int, start: Start) -> GroupPlace:
+    """Of so many groups, before anything was evaluated: all are alike."""
+    size, k = len(start.mean), len(start.shared.mean)
+    precision = np.tile(start.precision, (count, 1, 1))
     return GroupPlace(Groups(np.tile(start.mean, (count, 1)), precision, np.zeros((count, size, k))), None)
 
 
-def advanced(part: GroupPart, place: GroupPlace, step: float, shift: np.ndarray, shared: Shared) -> GroupPlace:
+class Evaluates(Protocol):
+    """What can evaluate its groups at q(s) and q(z | s)."""
+
+    @property
+    def evaluations(self) -> Callable[[np.ndarray, np.ndarray, Groups], GroupSums]:
+        """Of the mean (k,) and a root (k, k) of q(s), and of groups."""
+        ...
+
+
+def advanced(part: Evaluates, place: GroupPlace, step: float, shift: np.ndarray, shared: Shared) -> GroupPlace:
     """After a step of q(s) to ``shared``, with the groups settled there."""
     groups, most = place.groups, MOST_AT_START
     if place.at is not None:
@@ -177,10 +209,10 @@ def rounding() -> float:
     return 8 * float(np.finfo(jnp.result_type(float)).eps)
 
 
-def gathered(model: Callable, data: Any, index: str, model_kwargs: Mapping[str, Any]) -> Rows:
+def gathered(model: Callable, data: Any, index: str, model_kwargs: Mapping[str, Any], first_row: int = 0) -> Rows:
     """All rows of a part, which may come in blocks.
 
-    :param index: the array of labels.
+    :param index: the array of labels. :param first_row: the number of the first of them.
     :raises ValueError: if labels are missing, or as :func:`named_rows` does.
     """
     blocks = [data] if isinstance(data, (Mapping, tuple)) else list(data)
@@ -195,7 +227,7 @@ def gathered(model: Callable, data: Any, index: str, model_kwargs: Mapping[str, 
         raise ValueError(f"array {index!r} must have one label for each row, not shape {labels.shape}.")
     missing = np.array([label is None or label != label for label in labels]) if labels.dtype.kind in "fO" else False
     if np.any(missing):
-        raise ValueError(f"array {index!r} has no label in row {int(np.argmax(missing))}.")
+        raise ValueError(f"array {index!r} has no label in row {first_row + int(np.argmax(missing))}.")
     return rows
 
 

@@ -82,11 +82,13 @@ class _Place(NamedTuple):
         return self.message.value + self.shared.entropy
 
 
-def in_group_rounds(start: Shared, parts: Parts, rounds: int | None, rounding: float) -> GroupResult:
+def in_group_rounds(
+    start: Shared, parts: Parts, rounds: int | None, rounding: float, tolerance: float = TOLERANCE
+) -> GroupResult:
     """The best Gaussian of all parts.
 
     :param start: q(s) that the search begins with. :param rounds: how many; None: until q(s) is off by less than
-        ``TOLERANCE``. :param rounding: relative, of bounds.
+        ``tolerance``, in standard deviations. :param rounding: relative, of bounds.
     :raises ValueError: if the bound is not finite at the start.
     """
     at = _place(start, parts.advance(1.0, np.zeros_like(start.mean), start))
@@ -95,7 +97,7 @@ def in_group_rounds(start: Shared, parts: Parts, rounds: int | None, rounding: f
         raise ValueError("the bound is not finite where the search begins: are the priors proper?")
     past, errors = [at], [_error(at, _combined([at]))]
     while len(errors) < (MAX_ROUNDS if rounds is None else rounds):
-        if rounds is None and len(errors) >= FEWEST and errors[-1] < TOLERANCE:
+        if rounds is None and len(errors) >= FEWEST and errors[-1] < tolerance:
             break
         least = at.bound - rounding * (1 + abs(at.bound))
         found = _combined_step(at, _combined(past), parts, least) or _plain_step(at, parts, least)

@@ -1,4 +1,4 @@
-"""The posterior of a model with groups that stayed where their rows are: shared sites here, groups in files."""
+"""The posterior of a model with very many groups: shared sites here, groups given these in files or in a stream."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -24,31 +24,43 @@ if TYPE_CHECKING:
 MEAN, DEVIATION, SLOPE, ROOT = "{}.mean", "{}.sd", "given_shared.slope", "given_shared.root"
 
 
+class GroupSource(Protocol):
+    """What knows the groups of a posterior."""
+
+    def read(self, wanted: np.ndarray, members: Members) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Means at the mean of the shared sites (g, d), slopes in these (g, d, k), and roots of the covariances given
+        these (g, d, d), of labels (g,).
+
+        :raises ValueError: naming a label that is not there.
+        """
+        ...
+
+
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class GroupPosterior:
     """A Gaussian approximation of the posterior of a model with groups, in unconstrained space: of the shared sites as
-    arrays, of each group given these in Parquet files.
+    arrays, of each group given these where its numbers are.
 
-    Made by :func:`numpyro_rvga.distributed.run_groups`. The files have one row for each group, in the order of labels
-    within a file: its label, the mean and the standard deviation of each of its entries in unconstrained space
-    (``a.mean``, ``a.sd``; of vectors ``a[0].mean``), and what joint draws take.
+    Made by :func:`numpyro_rvga.distributed.run_groups`, with groups in Parquet files, and by
+    :meth:`~numpyro_rvga.results.group_stream.GroupStream.posterior`. The files have one row for each group, in
+    the order of labels within a file: its label, the mean and the standard deviation of each of its entries in
+    unconstrained space (``a.mean``, ``a.sd``; of vectors ``a[0].mean``), and what joint draws take.
 
     :param program: the model, bound to two groups. :param members: of this program.
     :param mean: of the shared sites, flattened in the order of :attr:`site_names`, ``(k,)``.
     :param scale: a square root of their covariance, ``(k, k)``.
-    :param elbo: the bound on log p(data). :param info: what the run has to tell besides.
-    :param folder: of the files. :param index: the column of labels.
-    :param num_rows: of all parts. :param num_groups: likewise.
+    :param elbo: the bound on log p(data); None where it is not known. :param info: what the run has to tell besides.
+    :param groups: where the groups are.
+    :param num_rows: of all data. :param num_groups: likewise.
     """
 
     program: Program
     members: Members
     mean: Array
     scale: Array
-    elbo: float
+    elbo: float | None
     info: Mapping[str, Any]
-    folder: str
-    index: str
+    groups: GroupSource
     num_rows: int
     num_groups: int
 
@@ -56,7 +68,7 @@ class GroupPosterior:
         sites = ", ".join(self.site_names)
         return (
             f"GroupPosterior(sites=({sites}), num_groups={self.num_groups}, num_rows={self.num_rows}, "
-            f"elbo={self.elbo:.6g})"
+            f"elbo={'None' if self.elbo is None else format(self.elbo, '.6g')})"
         )
 
     @property
@@ -80,11 +92,11 @@ class GroupPosterior:
         """Draw from q.
 
         :param rng_key: random key. :param sample_shape: leading shape of the draws.
-        :param groups: labels, as the data have them. Only their rows are read from the files.
+        :param groups: labels, as the data have them. Of files, only their rows are read.
         :return: the constrained shared sites and the deterministic sites that are functions of these, each of shape
             ``(*sample_shape, *site_shape)``; with ``groups``, also the sites of these groups, drawn together with the
             shared ones, each of shape ``(*sample_shape, len(groups), *site_shape)``.
-        :raises ValueError: naming a label that is in no file.
+        :raises ValueError: naming a label that is not there, and of a stream that has taken in rows since.
         :raises ImportError: for groups, without pyarrow.
         """
         shared_key, key = jax.random.split(rng_key)
@@ -94,7 +106,11 @@ class GroupPosterior:
         if groups is None:
             drawn = self._constrained(self.mean + shift, jnp.zeros((count, 1, size), self.mean.dtype))[0]
         else:
-            mean, slope, root = (jnp.asarray(x, self.mean.dtype) for x in self._read(groups))
+            wanted = np.asarray(groups)
+            if wanted.ndim != 1:
+                raise ValueError(f"groups must be a list of labels, not of shape {wanted.shape}.")
+            found = self.groups.read(wanted, self.members)
+            mean, slope, root = (jnp.asarray(x, self.mean.dtype) for x in found)
             noise = jax.random.normal(key, (count, len(mean), size), self.mean.dtype)
             own = mean + jnp.einsum("gdk,nk->ngd", slope, shift) + jnp.einsum("gde,nge->ngd", root, noise)
             of_all, of_groups = self._constrained(self.mean + shift, own)
@@ -130,19 +146,26 @@ class GroupPosterior:
         same = {name for name in first if name not in self._group_axes and np.array_equal(first[name], second[name])}
         return frozenset(same)
 
-    def _read(self, groups: Sequence[Any] | np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Means (g, d), slopes (g, d, k) and roots (g, d, d) of groups given the shared sites."""
-        wanted = np.asarray(groups)
-        if wanted.ndim != 1:
-            raise ValueError(f"groups must be a list of labels, not of shape {wanted.shape}.")
+
+class GroupFiles(NamedTuple):
+    """Groups in Parquet files.
+
+    :ivar folder: of the files. :ivar index: the column of labels.
+    """
+
+    folder: str
+    index: str
+
+    def read(self, wanted: np.ndarray, members: Members) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """See :class:`GroupSource`."""
         table = _parquet().read_table(self.folder, filters=[(self.index, "in", np.unique(wanted).tolist())])
         labels = table[self.index].to_numpy(zero_copy_only=False)
         order = np.argsort(labels)
         missing = wanted[~np.isin(wanted, labels)]
         if missing.size:
             raise ValueError(f"{self.folder} has no group {missing[0]}.")
-        at, size = order[np.searchsorted(labels[order], wanted)], len(self.members.columns)
-        means = [table[MEAN.format(name)].to_numpy() for name in self.members.names]
+        at, size = order[np.searchsorted(labels[order], wanted)], len(members.columns)
+        means = [table[MEAN.format(name)].to_numpy() for name in members.names]
         slope, root = (np.stack(table[name].to_numpy(zero_copy_only=False)) for name in (SLOPE, ROOT))
         return (
             np.stack(means, axis=1)[at],

@@ -1,0 +1,167 @@
+"""What a stream keeps of its groups between blocks: Gaussian factors of s and z_g, to be solved with once more.
+
+Of each group that was seen, q(z_g | s) is kept, and the Gaussian factor in it that stands for the group's open terms:
+its prior p(z_g | s), and the last of its rows. A later block that has rows of the group takes that factor out of q, and
+the terms themselves in: what they say depends on how well z_g and s are known. In double precision, on the host.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+
+from .groups import Groups, GroupSums, conditionals
+
+LOG_TWO_PI = math.log(2 * math.pi)
+
+
+class OpenSums(NamedTuple):
+    """Sums over the open terms of each of n groups, at q.
+
+    :ivar values: E[log p], (n,). :ivar gradient: in z_g, (n, d). :ivar precision: minus the Hessian, (n, d, d).
+    :ivar coupling: minus the Hessian in z_g and s, (n, d, k). :ivar shared_gradient: (n, k).
+    :ivar shared_precision: (n, k, k).
+    """
+
+    values: np.ndarray
+    gradient: np.ndarray
+    precision: np.ndarray
+    coupling: np.ndarray
+    shared_gradient: np.ndarray
+    shared_precision: np.ndarray
+
+
+class Factors(NamedTuple):
+    """exp(constant + linear^T x - x^T precision x / 2) of n vectors x: (n,), (n, e), (n, e, e)."""
+
+    constant: np.ndarray
+    linear: np.ndarray
+    precision: np.ndarray
+
+
+class KnownGroups(NamedTuple):
+    """n groups.
+
+    :ivar precision: A_g, (n, d, d), :ivar coupling: C_g, (n, d, k), and :ivar linear: h_g, (n, d): q(z_g | s) is
+        N(A_g^-1 (h_g - C_g s), A_g^-1).
+    :ivar open: the factors that stand for the open terms, of z_g and s.
+    """
+
+    precision: np.ndarray
+    coupling: np.ndarray
+    linear: np.ndarray
+    open: Factors
+
+    def at(self, shared_mean: np.ndarray) -> Groups:
+        """With the means of z_g there, (k,)."""
+        mean = np.linalg.solve(self.precision, (self.linear - self.coupling @ shared_mean)[..., None])[..., 0]
+        return Groups(mean, self.precision, self.coupling)
+
+
+def factors(values: np.ndarray, gradient: np.ndarray, precision: np.ndarray, mean: np.ndarray, covariance: np.ndarray):
+    """The Gaussian factors with these expectations, gradients and curvatures under N(mean, covariance)."""
+    curved = (precision @ mean[..., None])[..., 0]
+    linear = gradient + curved
+    spread = 0.5 * np.sum(precision * covariance, axis=(1, 2))
+    constant = values - np.sum(linear * mean, axis=1) + 0.5 * np.sum(curved * mean, axis=1) + spread
+    return Factors(constant, linear, precision)
+
+
+def known(groups: Groups, mean: np.ndarray, root: np.ndarray, at: OpenSums) -> KnownGroups:
+    """What is kept of groups. ``mean`` (k,) and ``root`` (k, k): of q(s).
+
+    :param at: sums at q.
+    """
+    given, count = conditionals(groups), len(groups.mean)
+    across = given.slope @ root
+    own = given.root @ given.root.swapaxes(1, 2) + across @ across.swapaxes(1, 2)
+    shared = np.broadcast_to(root @ root.T, (count, *root.shape))
+    open_terms = factors(
+        at.values,
+        np.concatenate([at.gradient, at.shared_gradient], axis=1),
+        _joined(at.precision, at.coupling, at.shared_precision),
+        np.concatenate([groups.mean, np.tile(mean, (count, 1))], axis=1),
+        _joined(own, across @ root.T, shared),
+    )
+    linear = (groups.precision @ groups.mean[..., None])[..., 0] + groups.coupling @ mean
+    return KnownGroups(groups.precision, groups.coupling, linear, open_terms)
+
+
+class Rest(NamedTuple):
+    """A Gaussian factor of s and of the groups of a block: all but the priors and the rows that are evaluated.
+
+    :ivar precision: of z_g, (n, d, d). :ivar coupling: (n, d, k). :ivar linear: (n, d). Zero for new groups.
+    :ivar shared: of s alone, with one entry.
+    """
+
+    precision: np.ndarray
+    coupling: np.ndarray
+    linear: np.ndarray
+    shared: Factors
+
+    def added_to(self, sums: GroupSums, mean: np.ndarray, root: np.ndarray, groups: Groups) -> GroupSums:
+        """Sums at q. ``mean`` (k,) and ``root`` (k, k): of q(s)."""
+        given = conditionals(groups)
+        across = given.slope @ root
+        own = given.root @ given.root.swapaxes(1, 2) + across @ across.swapaxes(1, 2)
+        curved = (self.precision @ groups.mean[..., None])[..., 0]
+        crossed = self.coupling @ mean
+        values = np.sum(groups.mean * (self.linear - 0.5 * curved - crossed), axis=1)
+        values -= 0.5 * np.sum(self.precision * own, axis=(1, 2)) + np.sum(
+            self.coupling * (across @ root.T), axis=(1, 2)
+        )
+        (constant,), (linear,), (precision,) = self.shared
+        value = constant + linear @ mean - 0.5 * mean @ precision @ mean - 0.5 * np.sum((precision @ root) * root)
+        towards = linear - precision @ mean - np.einsum("gdk,gd->k", self.coupling, groups.mean)
+        return GroupSums(
+            sums.values + values,
+            sums.gradient + self.linear - curved - crossed,
+            sums.precision + self.precision,
+            sums.coupling + self.coupling,
+            sums.shared_value + value,
+            sums.shared_gradient + towards,
+            sums.shared_precision + precision,
+            sums.error,
+        )
+
+
+def nothing(count: int, size: int, k: int) -> Rest:
+    """Before the first block."""
+    shared = Factors(np.zeros(1), np.zeros((1, k)), np.zeros((1, k, k)))
+    return Rest(np.zeros((count, size, size)), np.zeros((count, size, k)), np.zeros((count, size)), shared)
+
+
+def rest(
+    evidence: float, mean: np.ndarray, precision: np.ndarray, shared_prior: Factors, old: KnownGroups,
+    places: np.ndarray, count: int,
+) -> Rest:  # fmt: skip
+    """What q and the log evidence say, without the prior of s and the open terms of the block's groups.
+
+    :param mean: of q(s), and ``precision``. :param shared_prior: the factor in q(s) that stands for p(s).
+    :param old: the groups of the block that were seen before. :param places: theirs among ``count``.
+    """
+    size, k = old.coupling.shape[1:]
+    found, terms = nothing(count, size, k), old.open
+    found.precision[places] = old.precision - terms.precision[:, :size, :size]
+    found.linear[places] = old.linear - terms.linear[:, :size]
+    found.coupling[places] = old.coupling - terms.precision[:, :size, size:]
+    centres = np.linalg.solve(old.precision, old.linear[..., None])[..., 0]
+    slopes = np.linalg.solve(old.precision, old.coupling)
+    determinants = np.linalg.slogdet(old.precision)[1] - size * LOG_TWO_PI
+    whole = precision + np.einsum("gdk,gdl->kl", old.coupling, slopes) - shared_prior.precision[0]
+    whole -= terms.precision[:, size:, size:].sum(axis=0)
+    linear = precision @ mean + np.einsum("gdk,gd->k", old.coupling, centres) - shared_prior.linear[0]
+    linear -= terms.linear[:, size:].sum(axis=0)
+    constant = evidence + 0.5 * (np.linalg.slogdet(precision)[1] - k * LOG_TWO_PI - mean @ precision @ mean)
+    constant += 0.5 * np.sum(determinants - np.sum(centres * old.linear, axis=1))
+    constant -= shared_prior.constant[0] + terms.constant.sum()
+    return found._replace(shared=Factors(np.array([constant]), linear[None], whole[None]))
+
+
+def _joined(own: np.ndarray, mixed: np.ndarray, shared: np.ndarray) -> np.ndarray:
+    """Matrices of z_g and s from their blocks."""
+    upper = np.concatenate([own, mixed], axis=2)
+    lower = np.concatenate([mixed.swapaxes(1, 2), shared], axis=2)
+    return np.concatenate([upper, lower], axis=1)
