@@ -12,7 +12,7 @@ from numpyro_rvga import BONG, RVGA, FixedPointVI, Posterior, metrics
 
 # Besides all that the package exports, and all metrics.
 METHODS = {
-    RVGA: "run init update posterior",
+    RVGA: "run init update posterior stream_groups",
     BONG: "run preset with_learning_rate",
     FixedPointVI: "run conditions",
     Posterior: """sample_posterior median quantiles log_prob print_summary predictive to_arviz khat nuts init_params

@@ -31,11 +31,14 @@ class GroupStore:
     """Vectors of one length.
 
     :param path: of the file; None: all stay in memory, and cannot be saved. :param most: in memory; None: all.
-    :raises ValueError: for a file that is no such database, or that another stream has open.
+    :param resume: whether the file may be there.
+    :raises ValueError: for a file that may not be there, that is no such database, or that another stream has open.
     """
 
-    def __init__(self, path: str | os.PathLike | None, most: int | None):
-        self._most, self._count = most, 0
+    def __init__(self, path: str | os.PathLike | None, most: int | None, *, resume: bool):
+        if path is not None and not resume and Path(path).exists():
+            raise ValueError(f"file={str(path)!r} exists: pass resume=True to go on from it, or choose another name.")
+        self._path, self._most, self._count = path, most, 0
         self._slots: dict[Any, int] = {}
         self._free: list[int] = []
         self._vectors = np.zeros((0, 0))
@@ -48,8 +51,13 @@ class GroupStore:
         return self._count
 
     @property
+    def has_file(self) -> bool:
+        return self._file is not None
+
+    @property
     def labels_in_memory(self) -> list[Any]:
-        return list(self._slots)
+        """Those used last come last."""
+        return sorted(self._slots, key=lambda label: self._used[self._slots[label]])
 
     def read(self, labels: Sequence[Any]) -> tuple[np.ndarray, np.ndarray]:
         """The vectors of those labels that have one (m, w), and the places of these (m,)."""
@@ -88,7 +96,7 @@ class GroupStore:
         while found := cursor.fetchmany(size):
             others = [(label, vector) for label, vector in found if label not in self._slots]
             if others:
-                yield [label for label, _ in others], np.stack([np.frombuffer(vector) for _, vector in others])
+                yield self._arrays(others)
 
     def save(self, state: Mapping[str, Any]) -> None:
         """Everything to the file, with a state of what :func:`files.encode` takes."""
@@ -109,10 +117,24 @@ class GroupStore:
         found = None if self._file is None else self._file.execute("SELECT contents, arrays FROM state").fetchone()
         if found is None:
             return None
-        text, names = json.loads(found[0])
-        with np.load(io.BytesIO(found[1]), allow_pickle=False) as archive:
-            arrays = {name: archive[f"a{i}"] for i, name in enumerate(names)}
-        return files.decode(json.loads(text), arrays)
+        try:
+            text, names = json.loads(found[0])
+            with np.load(io.BytesIO(found[1]), allow_pickle=False) as archive:
+                arrays = {name: archive[f"a{i}"] for i, name in enumerate(names)}
+            return files.decode(json.loads(text), arrays)
+        except Exception as error:  # a damaged archive can raise nearly anything
+            raise self._damaged from error
+
+    @property
+    def _damaged(self) -> ValueError:
+        return ValueError(f"{self._path} is damaged: begin a new stream with another file.")
+
+    def _arrays(self, found: list[tuple[Any, bytes]]) -> tuple[list[Any], np.ndarray]:
+        """Labels and vectors."""
+        try:
+            return [label for label, _ in found], np.stack([np.frombuffer(vector) for _, vector in found])
+        except (ValueError, TypeError) as error:
+            raise self._damaged from error
 
     def close(self) -> None:
         """Leave the file as it was saved last."""
@@ -128,9 +150,9 @@ class GroupStore:
             query = f"SELECT label, vector FROM vectors WHERE label IN ({','.join('?' * len(some))})"
             found = self._file.execute(query, some).fetchall()
             if found:
-                vectors = np.stack([np.frombuffer(vector) for _, vector in found])
-                self._enter([label for label, _ in found], vectors.shape[1])
-                slots = [self._slots[label] for label, _ in found]
+                known, vectors = self._arrays(found)
+                self._enter(known, vectors.shape[1])
+                slots = [self._slots[label] for label in known]
                 self._vectors[slots], self._unsaved[slots] = vectors, False
 
     def _put(self, labels: list[Any]) -> None:

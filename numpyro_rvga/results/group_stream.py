@@ -7,7 +7,6 @@ Gaussian factor (:mod:`~numpyro_rvga.core.group_factors`). The other groups stay
 
 from __future__ import annotations
 
-import math
 import os
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
@@ -18,38 +17,37 @@ import numpy as np
 
 from ..core.expectations import power_of_two
 from ..core.group_factors import Factors, KnownGroups, Rest, factors, known, nothing, rest
-from ..core.groups import Groups, GroupSums, Message, conditionals
-from ..engines.engine import Engine
+from ..core.groups import Groups, conditionals
 from ..engines.expectation_errors import warn_of
-from ..engines.groups import GroupEvaluations, GroupTerms
-from ..model.arguments import check_finite, check_row_shapes, row_shapes
+from ..engines.groups import GroupEvaluations
+from ..model.arguments import check_row_shapes, finite_rows, row_shapes
+from ..model.identity import ModelIdentity
 from ..model.members import Members
 from ..model.rows import Rows, joined, num_rows, selected
+from .group_blocks import FEWEST, Block, Bound, Solve, cut, packed
 from .group_parts import (
     GroupModel,
     GroupPlace,
     Start,
-    advanced,
     first_place,
     gathered,
-    message_of,
     rounding,
     started,
 )
-from .group_rounds import GroupResult, Parts, Shared, in_group_rounds
-from .group_rows import GroupRows, RowForm
+from .group_rounds import GroupResult, Shared, in_group_rounds
+from .group_rows import GroupRows
 from .group_store import GroupStore
 from .groups import GroupFiles, GroupPosterior, checked_folder, write_groups
-from .summaries import TOLERANCE
+from .summaries import TOLERANCE, distance
 
 BLOCK = 4096  # rows that are solved for together
 BLOCK_TOLERANCE = 1e-3  # standard deviations: what blocks leave adds up
-FEWEST = 16  # groups, and rows, that programs are compiled for
 GROWTH = 1.5  # of the number of rows, after which the priors of all groups in memory are looked at again
+FAR = 0.3  # standard deviations
 WRITTEN = 2**16  # groups of a file
 
 
-class _Moments(NamedTuple):
+class Moments(NamedTuple):
     """q(s), the factor in it that stands for the prior of s, and the log evidence of all rows so far."""
 
     shared: Shared
@@ -67,12 +65,19 @@ class GroupStream:
 
     def __init__(self, model: GroupModel, store: GroupStore, block_size: int, rows_kept: int):
         self._model, self._store, self._block_size, self._rows_kept = model, store, block_size, rows_kept
-        self._bound: _Bound | None = None
+        self._bound: Bound | None = None
         self._start: Start | None = None
-        self._moments: _Moments | None = None
+        self._moments: Moments | None = None
         self._kind: str | None = None
         self.num_rows, self._settled_at, self._version = 0, 0, 0
-        self._error, self._expectation_error = 0.0, 0.0
+        self._error, self._expectation_error, self._moved, self._looked_at = 0.0, 0.0, 0.0, 0
+        try:
+            state = store.saved_state()
+            if state is not None:
+                self._restore(state)
+        except BaseException:
+            store.close()
+            raise
 
     @property
     def num_groups(self) -> int:
@@ -130,7 +135,7 @@ class GroupStream:
         index = self._model.plate.index
         unique, number = np.unique(np.asarray(rows[index].tolist()), return_inverse=True)
         labels, rows = unique.tolist(), rows | {index: number.astype(np.int32)}
-        check_finite(rows, first)
+        _check_finite(rows, first)
         bound = self._program(rows, len(labels))
         bound.engine.program.check_rows(rows, first)
         if self._start is None:
@@ -149,26 +154,32 @@ class GroupStream:
             raise ValueError(f"rows {first} to {first + num_rows(rows) - 1}: {error}") from error
         self.num_rows += num_rows(rows)
         self._store.make_room()
-        if self.num_rows > GROWTH * self._settled_at:
+        if not self._settled_at:
+            self._settled_at = self._looked_at = self.num_rows  # all groups are in the first block
+        elif self.num_rows > GROWTH * self._settled_at:
             self.settle()
 
     def settle(self) -> None:
         """Solve once more for the shared sites and all groups in memory, with the priors and the kept rows of these
-        groups as themselves. A stream does it each time that it has grown by half. In the end of one it brings the
-        shared sites nearer to what all rows together say of them. Where all is linear and Gaussian, nothing is done.
+        groups as themselves. A stream does it each time that it has grown by half, and :meth:`posterior` does it.
+        Where all is linear and Gaussian, or no rows have come since, nothing is done.
         """
+        if self._settled_at == self.num_rows:
+            return
         self._settled_at = self.num_rows
         if self._bound is None or self._bound.is_exact:
             return
-        labels = self._store.labels_in_memory
+        labels, before = self._store.labels_in_memory, self._so_far.shared
         old, open_rows = self._bound.unpacked(self._store.read(labels)[0])
         others = self._rest(self._bound, old, np.arange(len(labels)), len(labels))
-        self._solve(self._bound, labels, old.at(self._so_far.shared.mean), open_rows, others)
+        self._solve(self._bound, labels, old.at(before.mean), open_rows, others)
+        after, self._looked_at = self._so_far.shared, len(open_rows.number)
+        self._moved = distance(before.mean, before.root, after.mean, after.root)
 
-    def _solve(self, bound: _Bound, labels: list[Any], groups: Groups, open_rows: GroupRows, others: Rest) -> None:
+    def _solve(self, bound: Bound, labels: list[Any], groups: Groups, open_rows: GroupRows, others: Rest) -> None:
         """For q(s) and these groups, which are where they are looked for first."""
         start = self._moments.shared if self._moments is not None else self._first.shared
-        solve = _Solve(_Block(bound, open_rows, others), GroupPlace(groups, None))
+        solve = Solve(Block(bound, open_rows, others), GroupPlace(groups, None))
         result = in_group_rounds(start, solve.parts, None, rounding(), BLOCK_TOLERANCE)
         if not result.errors[-1] < TOLERANCE:
             warnings.warn(
@@ -178,12 +189,10 @@ class GroupStream:
             )
         self._keep(bound, result, labels, solve.place.groups, open_rows)
 
-    def _keep(
-        self, bound: _Bound, result: GroupResult, labels: list[Any], groups: Groups, open_rows: GroupRows
-    ) -> None:
+    def _keep(self, bound: Bound, result: GroupResult, labels: list[Any], groups: Groups, open_rows: GroupRows) -> None:
         """What a solve has found."""
         mean, root, terms = result.shared.mean, result.shared.root, bound.terms
-        of_all = GroupEvaluations(terms, [], 0, with_shared_prior=True)(mean, root, _cut(groups, slice(0, 0)))
+        of_all = GroupEvaluations(terms, [], 0, with_shared_prior=True)(mean, root, cut(groups, slice(0, 0)))
         prior = factors(
             np.array([of_all.shared_value]), of_all.shared_gradient[None], of_all.shared_precision[None], mean[None],
             (root @ root.T)[None],
@@ -191,32 +200,32 @@ class GroupStream:
         open_rows = open_rows.kept(bound.form.last(open_rows.number))
         rows_of_each = bound.form.packed(open_rows.rows, open_rows.number, len(labels))
         for some in bound.pieces(len(labels)):
-            piece = _cut(groups, some)
+            piece = cut(groups, some)
             kept = known(piece, mean, root, terms.open_sums(mean, root, piece, bound.chunks(open_rows, some)))
-            self._store.write(labels[some], np.concatenate([_packed(kept), rows_of_each[some]], axis=1))
-        self._moments = _Moments(result.shared, prior, result.bound)
+            self._store.write(labels[some], np.concatenate([packed(kept), rows_of_each[some]], axis=1))
+        self._moments = Moments(result.shared, prior, result.bound)
         self._error = max(self._error, result.errors[-1])
         self._expectation_error += result.expectation_error
         self._version += 1
 
-    def _rest(self, bound: _Bound, old: KnownGroups, places: np.ndarray, count: int) -> Rest:
+    def _rest(self, bound: Bound, old: KnownGroups, places: np.ndarray, count: int) -> Rest:
         if self._moments is None:
             return nothing(count, len(bound.members.columns), bound.members.shared.size)
         (mean, precision), prior, evidence = self._moments
         return rest(evidence, mean, precision, prior, old, places, count)
 
-    def _program(self, rows: Rows, count: int) -> _Bound:
+    def _program(self, rows: Rows, count: int) -> Bound:
         """Of at least so many groups."""
         slots = max(power_of_two(count), FEWEST)
         if self._bound is None or slots > self._bound.members.number:
-            self._bound = _Bound.of(self._model, rows, slots, self._rows_kept)
+            self._bound = Bound.of(self._model, rows, slots, self._rows_kept)
         program = self._bound.engine.program
         program.check_given(rows, program.example_row)
         check_row_shapes(rows, row_shapes(program.example_row), "that the stream has taken in")
         return self._bound
 
     @property
-    def _so_far(self) -> _Moments:
+    def _so_far(self) -> Moments:
         if self._moments is None:
             raise ValueError("the stream has taken in no rows yet: call update first.")
         return self._moments
@@ -226,25 +235,96 @@ class GroupStream:
         assert self._start is not None
         return self._start
 
+    # ------------------------------------------------------------------ files
+    def save(self) -> None:
+        """Write the stream to its file, so that one with ``resume=True`` goes on from here. What was not saved when a
+        process ends is lost, and the file is as it was saved last.
+
+        :raises ValueError: for a stream without a file, or without rows.
+        """
+        if not self._store.has_file:
+            raise ValueError("the stream has no file: make it with stream_groups(..., file='users.db').")
+        (shared, prior, evidence), bound, start = self._so_far, self._bound, self._first
+        assert bound is not None
+        self._store.save(
+            {
+                "facts": self._facts,
+                "model": bound.engine.program.identity._asdict(),
+                "dtype": str(np.dtype(bound.engine.program.dtype)),
+                "head": bound.head,
+                "slots": bound.members.number,
+                "start": [start.mean, start.precision, *start.shared, start.head],
+                "moments": [list(shared), list(prior), evidence],
+                "counts": [self.num_rows, self._settled_at, self._looked_at],
+                "errors": [self._error, self._expectation_error, self._moved],
+                "labels": self._kind,
+                "in_memory": np.array(self._store.labels_in_memory),
+            }
+        )
+
+    def close(self) -> None:
+        """Leave the file, as it was saved last, to others. The stream cannot be used any more."""
+        self._store.close()
+
+    @property
+    def _facts(self) -> dict[str, Any]:
+        """What must be the same when a stream goes on."""
+        return {**self._model.plate._asdict(), "rows_kept": self._rows_kept}
+
+    def _restore(self, state: Mapping[str, Any]) -> None:
+        """:raises ValueError: for a file of another model, or of other options."""
+        for name, value in self._facts.items():
+            if state["facts"][name] != value:
+                raise ValueError(f"the file is of a stream with {name}={state['facts'][name]!r}, not {value!r}.")
+        bound = Bound.of(self._model, state["head"], state["slots"], self._rows_kept)
+        dtype = str(np.dtype(bound.engine.program.dtype))
+        if state["dtype"] != dtype:
+            raise ValueError(f"the file is of a stream in {state['dtype']}, and JAX computes in {dtype} now.")
+        difference = ModelIdentity(**state["model"]).difference(bound.engine.program.identity)
+        if difference is not None:
+            raise ValueError(f"the file belongs to another model than the given one: {difference}.")
+        mean, precision, *shared, head = state["start"]
+        self._start = Start(Shared(*shared), mean, precision, head)
+        shared, prior, evidence = state["moments"]
+        self._moments = Moments(Shared(*shared), Factors(*prior), evidence)
+        self.num_rows, self._settled_at, self._looked_at = state["counts"]
+        self._error, self._expectation_error, self._moved = state["errors"]
+        self._bound, self._kind = bound, state["labels"]
+        self._store.read(state["in_memory"].tolist())
+
     # ------------------------------------------------------------------ results
-    def posterior(self, folder: str | os.PathLike | None = None) -> GroupPosterior:
+    def posterior(self, folder: str | os.PathLike | None = None, *, settle: bool = True) -> GroupPosterior:
         """The posterior of the rows taken in so far.
 
         :param folder: write all groups to Parquet files there, as :func:`~numpyro_rvga.distributed.run_groups` does.
             None: groups are read from the stream, as long as it takes in no more rows.
+        :param settle: :meth:`settle` first. False: as the last block has left it, which takes no time.
         :return: the posterior. ``elbo`` is None unless it is exact; ``info`` holds ``log_evidence_estimate``,
             ``error`` (by how much a block's solve may have left the shared sites off, in standard deviations),
+            ``moved`` (by how much :meth:`settle` has last moved them), ``settled`` (whether no rows have come since),
             ``elbo_error`` as in :meth:`RVGA.run`, and ``plate``.
         :raises ValueError: if there are no rows yet, and if the folder holds Parquet files.
         """
+        if settle:
+            self.settle()
         shared, _, evidence = self._so_far
         assert self._bound is not None
         engine, members = self._bound.engine, self._bound.members
         warn_of(self._expectation_error, stacklevel=2)
+        if self._moved > FAR and self._looked_at < self._settled_at:
+            warnings.warn(
+                f"the last look at the groups has moved the shared sites by {self._moved:.2g} standard deviations, and "
+                f"{self._settled_at - self._looked_at} of {self._settled_at} rows could not be looked at again: those "
+                "may be far off, as where rows come in the order of their outcomes. Keep more rows of each group "
+                "(rows_kept), and more groups in memory.",
+                stacklevel=2,
+            )
         info = {
             "plate": self._model.plate.name,
             "log_evidence_estimate": evidence,
             "error": self._error,
+            "moved": self._moved,
+            "settled": self._bound.is_exact or self._settled_at == self.num_rows,
             "elbo_error": self._expectation_error,
         }
         program = engine.program
@@ -295,93 +375,12 @@ class _Streamed(NamedTuple):
         return self.stream.read(wanted, self.version)
 
 
-class _Bound(NamedTuple):
-    """The model, bound to as many groups as a block may have.
-
-    :ivar form: of the rows that are kept.
-    """
-
-    engine: Engine
-    members: Members
-    terms: GroupTerms
-    form: RowForm
-    index: str
-
-    @classmethod
-    def of(cls, model: GroupModel, rows: Rows, slots: int, rows_kept: int) -> _Bound:
-        index = model.plate.index
-        head = selected(rows, slice(0, FEWEST // 2))  # as many rows as groups would seem to have a group each
-        engine, members = model.bound(head, slots)
-        most = 0 if engine.program.has_gaussian_rows else rows_kept
-        return cls(engine, members, GroupTerms(engine, members), RowForm.of(rows, index, most), index)
-
-    @property
-    def is_exact(self) -> bool:
-        """Whether Gaussian factors are the terms that they stand for."""
-        return self.engine.program.has_gaussian_rows and self.terms.has_gaussian_groups
-
-    def pieces(self, count: int) -> list[slice]:
-        """Of so many groups, as many as there are places for."""
-        size = self.members.number
-        return [slice(start, min(start + size, count)) for start in range(0, count, size)]
-
-    def chunks(self, rows: GroupRows, piece: slice) -> list[Any]:
-        """On the device."""
-        some = rows.of_piece(piece)
-        if some is None:
-            return []
-        return self.terms.chunks(some, some[self.index], max(power_of_two(num_rows(some)), FEWEST))
-
-    def unpacked(self, vectors: np.ndarray) -> tuple[KnownGroups, GroupRows]:
-        """What is kept of groups, from one vector for each."""
-        d, k = len(self.members.columns), self.members.shared.size
-        shapes = [(d, d), (d, k), (d,), (), (d + k,), (d + k, d + k)]
-        ends = np.cumsum([math.prod(shape) for shape in shapes])
-        vectors = vectors.reshape(-1, ends[-1] + 1 + self.form.most * self.form.width)
-        pieces = [x.reshape(-1, *shape) for x, shape in zip(np.split(vectors, ends, axis=1), shapes)]
-        rows = GroupRows(*self.form.unpacked(vectors[:, ends[-1] :]), self.index)
-        return KnownGroups(*pieces[:3], Factors(*pieces[3:])), rows
-
-
-class _Block:
-    """Rows, the priors of their groups and of the shared sites, and the rest."""
-
-    def __init__(self, bound: _Bound, rows: GroupRows, others: Rest):
-        self._rest, self._parts = others, []
-        for some in bound.pieces(len(others.linear)):
-            chunks, count = bound.chunks(rows, some), some.stop - some.start
-            self._parts.append((some, GroupEvaluations(bound.terms, chunks, count, with_shared_prior=not some.start)))
-
-    def evaluations(self, mean: np.ndarray, root: np.ndarray, groups: Groups) -> GroupSums:
-        """Sums at q."""
-        found = [evaluate(mean, root, _cut(groups, some)) for some, evaluate in self._parts]
-        of_groups = [np.concatenate(of_all) for of_all in zip(*[sums[:4] for sums in found])]
-        of_all = [np.sum(of_all, axis=0) for of_all in zip(*[sums[4:] for sums in found])]
-        return self._rest.added_to(GroupSums(*of_groups, *of_all), mean, root, groups)
-
-
-class _Solve:
-    """A block as the only part of rounds.
-
-    :ivar place: where its groups are.
-    """
-
-    def __init__(self, block: _Block, place: GroupPlace):
-        self._block, self.place, self._next = block, place, place
-        self.parts = Parts(self._advance, lambda step: message_of(self.place, step), self._keep)
-
-    def _advance(self, step: float, shift: np.ndarray, shared: Shared) -> Message:
-        self._next = advanced(self._block, self.place, step, shift, shared)
-        return message_of(self._next, 1.0)
-
-    def _keep(self) -> None:
-        self.place = self._next
-
-
-def _cut(groups: Groups, some: slice) -> Groups:
-    return Groups(*[x[some] for x in groups])
-
-
-def _packed(kept: KnownGroups) -> np.ndarray:
-    """One vector for each group."""
-    return np.concatenate([x.reshape(len(x), -1) for x in (*kept[:3], *kept.open)], axis=1)
+def _check_finite(rows: Rows, first_row: int) -> None:
+    """:raises ValueError: naming the array and the row of a value that is not finite."""
+    for name, array in rows.items():
+        finite = finite_rows({name: array})
+        if not finite.all():
+            raise ValueError(
+                f"data array {name!r} holds NaN or an infinite value in row {first_row + int(np.argmin(finite))}: "
+                "leave such rows out. Rows before them may have been taken in: see num_rows."
+            )

@@ -1,0 +1,268 @@
+"""Streams in which groups are new at any time: the exact posterior where all is Gaussian, else near the best one."""
+
+import sqlite3
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import pytest
+
+from numpyro_rvga import BONG, RVGA, FixedPointVI
+
+PLATE = {"plate": "users", "index": "user", "size": "num_users"}
+
+
+def measured(user, X, num_users, y=None):
+    """Linear and Gaussian, with a vector for each group, and a fact of each group."""
+    centre = numpyro.sample("centre", dist.MultivariateNormal(jnp.ones(2), jnp.array([[2.0, 0.5], [0.5, 1.0]])))
+    slope = numpyro.sample("slope", dist.Normal(0.5, 2))
+    with numpyro.plate("users", num_users):
+        own = numpyro.sample("own", dist.Normal(centre, 0.7).to_event(1))
+        numpyro.sample("believed", dist.Normal(slope, 3.0), obs=0.8)
+    with numpyro.plate("rows", len(X)):
+        numpyro.sample("y", dist.Normal(jnp.sum(own[user] * X[:, :2], axis=1) + slope * X[:, 2], 0.5), obs=y)
+
+
+def choices(user, x, num_users, y=None):
+    scale = numpyro.sample("scale", dist.HalfNormal(1.0))
+    slopes = numpyro.sample("slopes", dist.Normal(0, 1).expand([2]).to_event(1))
+    with numpyro.plate("users", num_users):
+        above = numpyro.sample("above", dist.Normal(0, scale))
+        level = numpyro.deterministic("level", slopes[1] + above)
+    with numpyro.plate("rows", len(x)):
+        numpyro.sample("y", dist.Bernoulli(logits=level[user] + slopes[0] * x), obs=y)
+
+
+def counts(user, num_users, y=None):
+    mean = numpyro.sample("mean", dist.Normal(0, 2))
+    scale = numpyro.sample("scale", dist.HalfNormal(1.0))
+    with numpyro.plate("users", num_users):
+        level = numpyro.sample("level", dist.Normal(mean, scale))
+    with numpyro.plate("rows", len(user)):
+        numpyro.sample("y", dist.Poisson(jnp.exp(level[user])), obs=y)
+
+
+def in_order(data, order):
+    return {name: array[order] for name, array in data.items()}
+
+
+def off(found, best):
+    """Of the shared sites, in standard deviations of the best Gaussian."""
+    places = best.program.layout.indices_of(found.site_names)
+    mean, covariance = np.asarray(best.mean)[places], np.asarray(best.covariance)[np.ix_(places, places)]
+    deviation = np.sqrt(np.diagonal(covariance))
+    widening = np.log(np.sqrt(np.diagonal(found.covariance)) / deviation)
+    return max(np.abs((found.mean - mean) / deviation).max(), np.abs(widening).max())
+
+
+@pytest.fixture(scope="module")
+def linear():
+    """Rows of seven groups, and the dense posterior: mean, covariance, evidence."""
+    rng, n = np.random.default_rng(1), 7
+    user = np.concatenate([rng.integers(0, n, 40), np.arange(n)])
+    X = rng.normal(size=(len(user), 3))
+    y = X @ [1.0, 0.0, -1.0] + rng.normal(size=len(user))
+    design = np.zeros((len(user) + n, 3 + 2 * n))
+    design[: len(user), 2], design[len(user) :, 2] = X[:, 2], 1.0
+    for row, own in enumerate(user):
+        design[row, 3 + 2 * own : 5 + 2 * own] = X[row, :2]
+    prior_mean = np.concatenate([[1.0, 1.0, 0.5], np.ones(2 * n)])
+    prior = np.zeros((3 + 2 * n,) * 2)
+    prior[:2, :2], prior[2, 2] = [[2.0, 0.5], [0.5, 1.0]], 4.0
+    tied = np.tile(np.eye(2), (1, n))
+    prior[:2, 3:] = prior[:2, :2] @ tied
+    prior[3:, :2] = prior[:2, 3:].T
+    prior[3:, 3:] = tied.T @ prior[:2, :2] @ tied + 0.49 * np.eye(2 * n)
+    marginal = design @ prior @ design.T + np.diag(np.repeat([0.25, 9.0], [len(user), n]))
+    gain = np.linalg.solve(marginal, design @ prior).T
+    residual = np.concatenate([y, np.full(n, 0.8)]) - design @ prior_mean
+    evidence = -0.5 * (residual @ np.linalg.solve(marginal, residual) + np.linalg.slogdet(2 * np.pi * marginal)[1])
+    data = {"user": np.char.add("u", user.astype(str)), "X": X, "y": y}
+    return data, prior_mean + gain @ residual, prior - gain @ design @ prior, evidence
+
+
+def check_linear(stream, linear):
+    """Of all rows."""
+    data, mean, covariance, evidence = linear
+    found = stream.posterior()
+    assert (found.num_rows, found.num_groups) == (len(data["y"]), 7)
+    np.testing.assert_allclose(found.mean, mean[:3], atol=1e-9)
+    np.testing.assert_allclose(found.covariance, covariance[:3, :3], atol=1e-11)
+    np.testing.assert_allclose(found.elbo, evidence, atol=1e-8)
+    draws = found.sample_posterior(jax.random.key(0), (40_000,), groups=["u4", "u1"])
+    every = np.concatenate([draws["centre"], draws["own"][:, 0], draws["own"][:, 1]], axis=1)
+    places = [0, 1, 11, 12, 5, 6]
+    np.testing.assert_allclose(every.mean(axis=0), mean[places], atol=0.02)
+    np.testing.assert_allclose(np.cov(every.T), covariance[np.ix_(places, places)], atol=0.02)
+
+
+@pytest.mark.parametrize("order", ["as it comes", "by group"])
+def test_linear_gaussian_streams_are_exact(linear, order):
+    data = linear[0]
+    rows = np.arange(47) if order == "as it comes" else np.argsort(data["user"], kind="stable")
+    stream = RVGA(measured).stream_groups(**PLATE, block_size=10)
+    stream.update(in_order(data, rows[:23]))
+    stream.update([in_order(data, rows[23:25]), in_order(data, rows[25:])])
+    check_linear(stream, linear)
+
+
+def test_groups_that_went_to_the_file_come_back_with_their_rows(linear, tmp_path):
+    parquet = pytest.importorskip("pyarrow.parquet")
+    data, mean, covariance, _ = linear
+    rows = np.argsort(data["user"], kind="stable")
+    rows = np.concatenate([rows[::2], rows[1::2]])  # every group twice, apart
+    options = {**PLATE, "block_size": 5, "file": tmp_path / "users.db", "groups_in_memory": 2}
+    stream = RVGA(measured).stream_groups(**options)
+    stream.update(in_order(data, rows[:30]))
+    stream.save()
+    stream.update(in_order(data, rows[30:40]))
+    with pytest.raises(ValueError, match=r"users.db cannot be opened .*Close that first"):
+        RVGA(measured).stream_groups(**options, resume=True)
+    stream.close()  # what came after it was saved is lost
+    again = RVGA(measured).stream_groups(**options, resume=True)
+    assert again.num_rows == 30
+    again.update(in_order(data, rows[30:]))
+    check_linear(again, linear)
+    found = again.posterior(folder=tmp_path / "files")
+    again.update(in_order(data, rows[:1]))
+    table = parquet.read_table(tmp_path / "files").sort_by("user")
+    assert table["user"].to_pylist() == [f"u{i}" for i in range(7)]
+    np.testing.assert_allclose(table["own[1].mean"], mean[4::2], atol=1e-9)
+    np.testing.assert_allclose(table["own[1].sd"], np.sqrt(np.diagonal(covariance))[4::2], atol=1e-9)
+    assert found.sample_posterior(jax.random.key(0), (5,), groups=["u3"])["own"].shape == (5, 1, 2)
+
+
+@pytest.fixture(scope="module")
+def chosen():
+    rng = np.random.default_rng(0)
+    user, level = np.repeat(np.arange(60), 4), rng.normal(0.4, 0.8, 60)
+    x = rng.normal(size=len(user))
+    return {"user": user, "x": x, "y": (level[user] + 0.7 * x > rng.logistic(size=len(user))).astype(int)}
+
+
+@pytest.fixture(scope="module")
+def best(chosen):
+    return FixedPointVI(choices).run(chosen, num_users=60, progress_bar=False)
+
+
+@pytest.mark.parametrize("order", ["random", "by group"])
+def test_choices_meet_the_best_gaussian_of_all_rows(chosen, best, order, tmp_path):
+    rows = np.random.default_rng(1).permutation(240) if order == "random" else np.arange(240)
+    options = {**PLATE, "block_size": 60, "file": tmp_path / "users.db"}
+    stream = RVGA(choices).stream_groups(**options)
+    stream.update(in_order(chosen, rows[:150]))
+    stream.save()
+    stream.close()
+    stream = RVGA(choices).stream_groups(**options, resume=True)
+    stream.update(in_order(chosen, rows[150:]))
+    early = stream.posterior(settle=False)
+    assert off(early, best) < 1 and not early.info["settled"]
+    found = stream.posterior()
+    assert off(found, best) < 0.02 and abs(found.info["log_evidence_estimate"] - best.elbo) < 0.02
+    assert found.elbo is None and found.info["settled"]
+    draws, whole = (
+        found.sample_posterior(jax.random.key(0), (20_000,), groups=[41, 7])["level"],
+        best.sample_posterior(jax.random.key(1), (20_000,))["level"][:, [41, 7]],
+    )
+    np.testing.assert_allclose(draws.mean(axis=0), whole.mean(axis=0), atol=0.03)
+    np.testing.assert_allclose(np.cov(draws.T), np.cov(whole.T), atol=0.03)
+
+
+def test_early_rows_of_groups_with_many_are_factors():
+    rng = np.random.default_rng(2)
+    user = rng.permutation(np.repeat(np.arange(40), 12))
+    data = {"user": user, "y": rng.poisson(np.exp(rng.normal(1, 0.7, 40))[user])}
+    best = FixedPointVI(counts).run(data, num_users=40, progress_bar=False)
+    with jax.enable_x64(False):
+        stream = RVGA(counts).stream_groups(**PLATE, block_size=100, rows_kept=3)
+        stream.update(data)
+        found = stream.posterior()
+        assert found.mean.dtype == np.float32
+    assert 1e-4 < off(found, best) < 0.1
+
+
+def test_zeros_before_ones_are_told_of(chosen):
+    stream = RVGA(choices).stream_groups(**PLATE, block_size=60, rows_kept=1)
+    stream.update(in_order(chosen, np.argsort(chosen["y"], kind="stable")))
+    with pytest.warns(
+        UserWarning, match=r"has moved the shared sites by .* 180 of 240 rows could not be looked at again"
+    ):
+        stream.posterior()
+
+
+def test_what_no_stream_can_use_is_refused(chosen, tmp_path):
+    def made(model=choices, method=RVGA, **options):
+        return method(model).stream_groups(**PLATE | options)
+
+    stream = made()
+    with pytest.raises(ValueError, match="no rows yet: call update first"):
+        stream.posterior()
+    with pytest.raises(ValueError, match="has no file: make it with stream_groups"):
+        stream.save()
+    first = in_order(chosen, np.arange(40))
+    stream.update(first)
+    found = stream.posterior()
+    with pytest.raises(ValueError, match="has had no rows of group 99"):
+        found.sample_posterior(jax.random.key(0), groups=[3, 99])
+    bad = {**first, "x": np.where(np.arange(40) == 7, np.nan, first["x"])}
+    with pytest.raises(ValueError, match="'x' holds NaN or an infinite value in row 7"):
+        stream.update(bad)
+    with pytest.raises(ValueError, match="'user' has no label in row 42"):
+        stream.update(
+            [
+                first | {"user": first["user"].astype(object)},
+                first | {"user": [None if i == 2 else 1 for i in range(40)]},
+            ]
+        )
+    with pytest.raises(ValueError, match="site 'y': row 9 of array 'y' holds 2"):
+        stream.update({**first, "y": np.where(np.arange(40) == 9, 2, first["y"])})
+    assert stream.num_rows == 40
+    with pytest.raises(ValueError, match="labels that are strings from row 0 on, and integers before"):
+        stream.update(first | {"user": first["user"].astype(str)})
+    with pytest.raises(ValueError, match="integers or strings, and they are numbers with a point"):
+        stream.update(first | {"user": first["user"] + 0.5})
+    with pytest.raises(ValueError, match="the data have no array 'user'"):
+        made(lambda num_users, x, user=None, y=None: choices(user, x, num_users, y)).update(
+            {"x": first["x"], "y": first["y"]}
+        )
+    stream.update(first)
+    with pytest.raises(ValueError, match="taken in rows since this posterior was made"):
+        found.sample_posterior(jax.random.key(0), groups=[3])
+    with pytest.raises(ValueError, match="groups are for RVGA"):
+        RVGA(choices, scheme="ekf").stream_groups(**PLATE)
+    with pytest.raises(ValueError, match="rows_kept must be an integer of at least 0, not -1"):
+        made(rows_kept=-1)
+    with pytest.raises(ValueError, match="need a file"):
+        made(groups_in_memory=3)
+    assert not hasattr(BONG, "stream_groups")
+
+
+def test_files_of_other_streams_are_refused(linear, tmp_path):
+    file = tmp_path / "users.db"
+    data = in_order(linear[0], np.arange(12))
+    stream = RVGA(measured).stream_groups(**PLATE, file=file)
+    stream.update(data)
+    stream.save()
+    stream.close()
+    with pytest.raises(ValueError, match="exists: pass resume=True"):
+        RVGA(measured).stream_groups(**PLATE, file=file)
+    with pytest.raises(ValueError, match="rows_kept=16, not 4"):
+        RVGA(measured).stream_groups(**PLATE, file=file, resume=True, rows_kept=4)
+
+    def other(user, X, num_users, y=None):
+        with numpyro.handlers.scale(scale=2.0):
+            measured(user, X, num_users, y)
+
+    with pytest.raises(ValueError, match="belongs to another model than the given one"):
+        RVGA(other).stream_groups(**PLATE, file=file, resume=True)
+    with jax.enable_x64(False), pytest.raises(ValueError, match="a stream in float64, and JAX computes in float32"):
+        RVGA(measured).stream_groups(**PLATE, file=file, resume=True)
+    (tmp_path / "text").write_text("no database " * 100)
+    with pytest.raises(ValueError, match="is no file of a stream of groups"):
+        RVGA(measured).stream_groups(**PLATE, file=tmp_path / "text", resume=True)
+    with sqlite3.connect(file) as database:
+        database.execute("UPDATE vectors SET vector = x'00'")
+    with pytest.raises(ValueError, match="is damaged"):
+        RVGA(measured).stream_groups(**PLATE, file=file, resume=True)
