@@ -15,9 +15,9 @@ from numpyro.infer.util import initialize_model
 from numpyro_rvga import FixedPointVI
 from numpyro_rvga.core.joint import bound_at
 from numpyro_rvga.core.linalg import lower_from_root
-from numpyro_rvga.engines.engine import chunks_of
 from numpyro_rvga.engines.joint_solver import JointProblem
 from numpyro_rvga.engines.registry import Engines
+from numpyro_rvga.engines.row_chunks import chunks_of
 from numpyro_rvga.model.arguments import checked_rows
 
 Rows = dict[str, np.ndarray]

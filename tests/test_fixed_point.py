@@ -8,7 +8,7 @@ import numpyro.distributions as dist
 import pytest
 
 from numpyro_rvga import RVGA, FixedPointVI
-from numpyro_rvga.engines import engine
+from numpyro_rvga.engines import row_chunks
 
 SCHEDULES = ("incremental", "batch", "gradient")
 NOISE = 0.7
@@ -281,7 +281,7 @@ def test_all_rows_in_one_block_of_rvga_are_the_same_problem():
 @pytest.mark.parametrize("schedule", ["incremental", "batch"])
 def test_chunks_of_rows_do_not_change_the_result(schedule, rows, monkeypatch):
     whole = fit("logistic", schedule=schedule, tolerance=1e-12)
-    monkeypatch.setattr(engine, "CHUNK_NUMBERS", rows * 3)  # 3 parameters
+    monkeypatch.setattr(row_chunks, "CHUNK_NUMBERS", rows * 3)  # 3 parameters
     cut = fit("logistic", schedule=schedule, tolerance=1e-12)
     np.testing.assert_allclose(cut.mean, whole.mean, atol=2e-6)
     np.testing.assert_allclose(cut.elbo, whole.elbo, rtol=1e-9)

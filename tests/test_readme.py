@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 import numpyro_rvga
-from numpyro_rvga.bong import PAPER_HESSIANS
 from numpyro_rvga.core.gaussians import FAMILIES, PARAMETERIZATIONS
 from numpyro_rvga.core.rules import RULES
+from numpyro_rvga.engines.combinations import PAPER_HESSIANS
 from numpyro_rvga.fixed_point import SCHEDULES
 from numpyro_rvga.options import EXPECTATIONS
 from numpyro_rvga.presets import PRESETS

@@ -17,11 +17,12 @@ from ..model.rows import Rows
 from ..model.tracing import REACH
 from ..options import Options
 from ..progress import progress
-from .engine import Engine, distinct_chunks_of
+from .engine import Engine
 from .expectation_errors import expectation_errors, warn_of
 from .gradient_ascent import GradientAscent, Record
 from .joint_solver import JointProblem, whitened
 from .learning import Learned, Learner
+from .row_chunks import distinct_chunks_of
 from .sparse import sparse_engine
 from .starts import modes_info, warn_of_modes
 

@@ -16,74 +16,17 @@ from jax import Array
 from ..core.factors import Factors, add_curvatures, covariances
 from ..core.jacobians import gram, vjp
 from ..core.objective import Group
-from ..core.recursion import Absorbed, CanonicalGaussian, RowFactors, State
+from ..core.recursion import Absorbed, RowFactors, State
 from ..model.rows import Rows, num_rows, pad, selected
 from .engine import Engine
+from .natural_steps import SHORTER, Base, Look, Noise, Sums, best_step, in_double, moved, stored
 
 CHUNK_NUMBERS = 2**21  # in the Jacobians of the rows that are evaluated together
 MAX_CHUNK = 2**16
 AHEAD = 2  # chunks under way
-SHORTEST, LONGEST = 1e-3, 2.0  # steps
-SHORTER = 0.5
-FAST = 0.05  # of the squared natural gradient is left by a step of the right length
-FLAT = 0.5  # of q's precision: if it is to lose more,
-WIDENED = 1 / 3  # it loses so much at a time
 DOUBT = 4.0  # times its noise: how large an estimate must be to be acted upon
 
 Chunks = Callable[[int], Iterable[tuple[Rows, np.ndarray]]]
-
-
-class Sums(NamedTuple):
-    """Sums over the terms of each of S sites, at q.
-
-    :ivar values: E[phi], (S,). :ivar gradients: its gradient in the mean, (S, P).
-    :ivar curvatures: minus its Hessian, (S, P, P). :ivar errors: estimated errors of the values, (S,).
-    """
-
-    values: Array | np.ndarray
-    gradients: Array | np.ndarray
-    curvatures: Array | np.ndarray
-    errors: Array | np.ndarray
-
-
-class Noise(NamedTuple):
-    """Sampling errors of estimates from some of the rows.
-
-    :ivar bound: standard error. :ivar gradient: standard errors, (P,).
-    :ivar squared: the expectation of what they add to the squared natural gradient.
-    """
-
-    bound: float
-    gradient: np.ndarray
-    squared: float
-
-
-class Look(NamedTuple):
-    """The bound at q and its natural gradient.
-
-    :ivar bound: in nats. :ivar prior: sums over prior terms that are not Gaussian.
-    :ivar gradient: of the bound in the mean, (P,), in coordinates in which q is standard normal.
-    :ivar precision: minus the expected Hessian of the log joint density, (P, P), in these; the identity at the best q.
-    :ivar error: estimated error of the expectations in the bound, in nats.
-    :ivar noise: of estimates from some of the rows; None for sums over all rows.
-    """
-
-    bound: float
-    prior: Sums
-    gradient: np.ndarray
-    precision: np.ndarray
-    error: float
-    noise: Noise | None = None
-
-    @property
-    def squared_natural_gradient(self) -> float:
-        """||gradient||^2 + ||precision - I||^2 / 2, in nats; unbiased for estimates.
-
-        About twice the Kullback-Leibler divergence from the best Gaussian.
-        """
-        off = self.precision - np.eye(len(self.gradient))
-        squared = float(self.gradient @ self.gradient + 0.5 * np.sum(off * off))
-        return squared if self.noise is None else squared - self.noise.squared
 
 
 class Certified(NamedTuple):
@@ -145,16 +88,16 @@ class Certificate:
         :param prior_inputs: as ``program.prior_inputs``.
         :param tolerance: squared length of the natural gradient, in nats, at which no step is taken.
         """
-        base, size, put = _Base(start), self._chunk(total), self._engine.devices.put
+        base, size, put = Base(start), self._chunk(total), self._engine.devices.put
         self._size = size
 
         def look_at(state: State) -> Look:
             mean, root = put((state.mean, state.root))
             rows = self._added_up(mean, root, chunks(size), size)
-            return base.look(state, rows, _double(self._of_prior(prior_inputs, mean, root)))
+            return base.look(state, rows, in_double(self._of_prior(prior_inputs, mean, root)))
 
         certified = self._climb(look_at, state, tolerance, max_looks)
-        return certified._replace(state=_stored(certified.state, certified.after, start))
+        return certified._replace(state=stored(certified.state, certified.after, start))
 
     def sums(self, state: State, chunks: Chunks, total: int | None) -> Sums:
         """Over all rows; see :meth:`__call__`."""
@@ -165,7 +108,7 @@ class Certificate:
         """The bound at a state and its natural gradient. ``start``: before the first row. ``rows``: sums over all."""
         place = self._engine.devices.put((state.mean, state.root))
         prior = self._of_prior(self._engine.program.prior_inputs, *place)
-        return _Base(start).look(state, rows, _double(prior))
+        return Base(start).look(state, rows, in_double(prior))
 
     def estimated(self, state: State, kept: Stratum, batches: Sequence[Stratum], max_looks: int) -> Certified:
         """Estimate the bound and its natural gradient on all rows from some of them, and step where it is significant.
@@ -178,7 +121,7 @@ class Certificate:
         :param batches: a sample of the other rows, in batches of equal sizes, weighted to represent all of them.
         """
         base, size = (
-            _Base(state._replace(prior_factor=None)),
+            Base(state._replace(prior_factor=None)),
             self._chunk(max(len(b.weights) for b in (kept, *batches))),
         )
         nothing = _nothing(state)
@@ -195,12 +138,12 @@ class Certificate:
         before = at = look_at(state)
         looks, step = 1, 1.0
         while at.squared_natural_gradient > tolerance + _doubtful(at) and looks < max_looks:
-            move = _moved(state, at, step)
+            move = moved(state, at, step)
             if move is None:
                 break
             after = look_at(move.state)
             looks += 1
-            step = _best_step(move, at, after)
+            step = best_step(move, at, after)
             if self._is_better(after, at):
                 state, at = move.state, after
             else:
@@ -236,9 +179,9 @@ class Certificate:
             (rows, *absorbed), weights = pad((rows, *absorbed), size, weights)
             under_way.append(self._of_rows(mean, root, *self._engine.devices.put_rows((rows, weights, *absorbed))))
             if len(under_way) > AHEAD:
-                total = _added(total, _double(under_way.popleft()))
+                total = _added(total, in_double(under_way.popleft()))
         for sums in under_way:
-            total = _added(total, _double(sums))
+            total = _added(total, in_double(sums))
         return total
 
     def _is_better(self, after: Look, at: Look) -> bool:
@@ -311,7 +254,7 @@ def _doubtful(at: Look) -> float:
 
 def _noise(state: State, batches: list[Sums]) -> Noise:
     """Estimated from the differences between batches."""
-    root, count = _double(state.root), len(batches)
+    root, count = in_double(state.root), len(batches)
 
     def error(parts: list[np.ndarray]) -> np.ndarray:
         return np.std(parts, axis=0, ddof=1) * math.sqrt(count)
@@ -324,120 +267,3 @@ def _noise(state: State, batches: list[Sums]) -> Noise:
 
 def _added(total: Sums | None, sums: Sums) -> Sums:
     return sums if total is None else Sums(*[a + b for a, b in zip(total, sums)])
-
-
-class _Base:
-    """The log density of the start without its approximation of the prior terms, in double precision."""
-
-    def __init__(self, start: State):
-        self._start = _double(start)
-        size = len(self._start.mean)
-        inverse = np.linalg.inv(self._start.root)
-        self._precision = inverse.T @ inverse
-        self._constant = self._start.log_evidence - 0.5 * size * math.log(2 * math.pi) - _half_log_det(self._start.root)
-        if self._start.prior_factor is not None:
-            self._constant = self._constant - self._start.prior_factor.constant
-
-    def look(self, state: State, rows: Sums, prior: Sums) -> Look:
-        at, start = _double(state), self._start
-        delta = at.mean - start.mean
-        linear = -self._precision @ delta
-        precision, value = self._precision, self._constant + 0.5 * delta @ linear
-        site = start.prior_factor
-        if site is not None:
-            off = at.mean - site.center
-            product = site.precision @ off
-            value = value - (site.linear - 0.5 * product) @ off
-            precision, linear = precision - site.precision, linear - site.linear + product
-        value = value - 0.5 * np.sum(at.root * (precision @ at.root))
-        size = len(at.mean)
-        entropy = _half_log_det(at.root) + 0.5 * size * (1 + math.log(2 * math.pi))
-        bound = float(value + entropy + rows.values.sum() + prior.values.sum())
-        gradient = linear + rows.gradients.sum(axis=0) + prior.gradients.sum(axis=0)
-        target = precision + rows.curvatures.sum(axis=0) + prior.curvatures.sum(axis=0)
-        target = at.root.T @ target @ at.root
-        error = float(rows.errors.sum() + prior.errors.sum())
-        return Look(bound, prior, at.root.T @ gradient, 0.5 * (target + target.T), error)
-
-
-class _Move(NamedTuple):
-    """A step from one q to another.
-
-    :ivar step: its length. :ivar slope: of the bound along it, where it begins.
-    :ivar shift: of the mean, (P,), and ``turn`` of the precision, (P, P), in the other q's standard coordinates.
-    """
-
-    state: State
-    step: float
-    slope: float
-    shift: np.ndarray
-    turn: np.ndarray
-
-
-def _moved(state: State, at: Look, step: float) -> _Move | None:
-    """A natural-gradient step; None if it leaves no Gaussian.
-
-    Lambda' = (1 - t) Lambda + t E[-hess], mean' = mean + t Sigma' gradient.
-    """
-    if not (np.isfinite(at.precision).all() and np.isfinite(at.gradient).all()):
-        return None
-    old, identity = _double(state), np.eye(len(at.gradient))
-    off = at.precision - identity
-    smallest = float(np.linalg.eigvalsh(off)[0])
-    if smallest < -FLAT:  # where q becomes wider, curvatures are others: by too much at once, and all is lost
-        step = min(step, -WIDENED / smallest)
-    while step >= SHORTEST:
-        try:
-            factor = np.linalg.cholesky(identity + step * off)
-        except np.linalg.LinAlgError:
-            step *= SHORTER
-            continue
-        inverse = np.linalg.inv(factor)
-        shift = step * (inverse @ at.gradient)
-        moved = inverse.T @ shift
-        slope = float(at.gradient @ moved + 0.5 * step * np.sum(off * off))
-        after = _in_precision(state, old.mean + old.root @ moved, old.root @ inverse.T)
-        return _Move(after, step, slope, shift, step * (inverse @ off @ inverse.T))
-    return None
-
-
-def _best_step(move: _Move, before: Look, after: Look) -> float:
-    """The step length at which the bound's slope along the move would have vanished (secant), for the next step.
-
-    Where steps are too long or too short, the next ones are so too.
-    """
-    slope = after.gradient @ move.shift + 0.5 * np.sum((after.precision - np.eye(len(move.shift))) * move.turn)
-    if after.squared_natural_gradient < FAST * before.squared_natural_gradient:
-        return 1.0
-    if not slope < move.slope:
-        return LONGEST
-    return float(np.clip(move.step * move.slope / (move.slope - slope), SHORTEST, LONGEST))
-
-
-def _in_precision(state: State, mean: np.ndarray, root: np.ndarray) -> State:
-    """The state with this mean and root, in its own floating-point precision."""
-    dtype = state.mean.dtype
-    rounded = mean.astype(dtype)
-    arrays: dict[str, Any] = {"mean": rounded, "mean_error": (mean - rounded).astype(dtype), "root": root.astype(dtype)}
-    return state._replace(**arrays)
-
-
-def _stored(state: State, at: Look, start: State) -> State:
-    """The state with the new bound, and with the approximation of the prior terms at the new q."""
-    dtype = state.mean.dtype
-    site: Any = None
-    if start.prior_factor is not None:
-        old = _double(state)
-        curvature, gradient = at.prior.curvatures.sum(axis=0), at.prior.gradients.sum(axis=0)
-        trace = np.sum(old.root * (curvature @ old.root))
-        site = CanonicalGaussian(curvature, gradient, at.prior.values.sum() + 0.5 * trace, old.mean)
-        site = jax.tree.map(lambda x: np.asarray(x, dtype), site)
-    return jax.device_put(state._replace(log_evidence=jnp.asarray(at.bound, dtype), prior_factor=site))
-
-
-def _half_log_det(root: np.ndarray) -> float:
-    return float(np.linalg.slogdet(root)[1])
-
-
-def _double(state: Any) -> Any:
-    return jax.tree.map(lambda x: np.asarray(x, np.float64), state)

@@ -34,9 +34,7 @@ from ..core.recursion import (
     scan_blocks,
 )
 from ..model.arguments import PARAMS, BadData, check_row_shapes, row_shapes
-from ..model.distinct_rows import once_each
 from ..model.program import Program
-from ..model.rows import Rows, in_blocks, num_rows, pad
 from ..model.sparsity import selecting_pattern
 from ..model.terms import Terms, merged
 from ..options import Options
@@ -50,7 +48,6 @@ SYMMETRIC_PREDICTORS = 8  # with more, as in neural networks, the prior's mean i
 NUM_STARTS = 8
 ROW_ITERATIONS = 2  # at least, of rows one by one: in a routine, the second costs little and leaves much less
 ONE_PASS_TOLERANCE = 1e-6  # nats: of joint solves around a stream, which itself leaves a thousand times more
-CHUNK_NUMBERS = 2**24  # in the Jacobians of a chunk
 BUDGET = 1e-3  # nats, in all: expectations that may be off by more call for finer rules,
 ENOUGH_DRAWS = 0.5  # and those over draws of theta for more draws
 MANY = 2**16  # nodes of all rows; one row that is all data may be dear at each of its nodes
@@ -539,22 +536,3 @@ def _absorbed_shapes(terms: Terms) -> Absorbed:
     """Shapes of the moments of one row's predictors."""
     elements, c = terms.num_elements, terms.num_predictors
     return Absorbed((elements, c), (elements, c, c), (elements,))
-
-
-def chunks_of(engine: Engine, rows: Rows, numbers_per_row: int, weights: np.ndarray | None = None) -> RowChunks:
-    """Rows, as the terms take them, and weights as (chunks, n, ...) arrays of equal length.
-
-    :param numbers_per_row: size of a row's Jacobians, which are in memory a chunk at a time.
-    """
-    rows = engine.program.inputs(rows)
-    total = num_rows(rows)
-    count = max(1, -(-total * numbers_per_row // CHUNK_NUMBERS))
-    size = engine.devices.rounded_up(-(-total // count))
-    return RowChunks(*engine.devices.put_rows(in_blocks(pad(rows, count * size, weights), size), axis=1))
-
-
-def distinct_chunks_of(engine: Engine, rows: Rows) -> RowChunks:
-    """All rows as :func:`chunks_of` has them, equal ones as one row of a larger weight where many are equal."""
-    rows = engine.program.inputs(rows)
-    rows, weights = once_each(rows, np.ones(num_rows(rows), np.float32))
-    return chunks_of(engine, rows, engine.numbers_per_row, weights)

@@ -16,8 +16,9 @@ from ..core.factors import Accounts, Kind, covariances
 from ..core.recursion import State
 from ..model.distinct_rows import num_distinct, once_each
 from ..model.rows import Rows, evenly_spread, num_rows, selected
-from .engine import BUDGET, Engine, chunks_of
+from .engine import BUDGET, Engine
 from .kinds import NUM_FRESH
+from .row_chunks import chunks_of
 
 WORTH_A_WARNING = 1.0  # nats, in all
 MOST_ROWS = 4096

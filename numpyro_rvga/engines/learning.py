@@ -46,7 +46,7 @@ class Learner:
     def __call__(self, chunks: tuple, start: tuple[Array, Array] | None, tolerance: float, bar: Any) -> Learned:
         """Learn from where the model starts the parameters.
 
-        :param chunks: rows and weights, as :func:`~.engine.chunks_of` makes them.
+        :param chunks: rows and weights, as :func:`~.row_chunks.chunks_of` makes them.
         :param start: mean and precision of a q to start from, in the initial state's standard coordinates, or None.
         :param tolerance: rise of the bound, in nats, that the last step promises.
         :raises ValueError: if the bound or its slope is not finite there.

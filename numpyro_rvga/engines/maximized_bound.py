@@ -44,7 +44,7 @@ class MaximizedBound:
     kernel's length scale changes; the same q over function values would not.)
 
     :ivar engine: of which it is.
-    :ivar begin: params (K,) and chunks of rows, as :func:`~.engine.chunks_of` makes them -> a start.
+    :ivar begin: params (K,) and chunks of rows, as :func:`~.row_chunks.chunks_of` makes them -> a start.
     :ivar solve: params, chunks and a start -> :class:`Maximum`.
     :ivar moments: params and a start -> mean (P,) and Cholesky factor (P, P) of the covariance of theta.
     """

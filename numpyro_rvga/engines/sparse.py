@@ -26,10 +26,11 @@ from ..model.rows import Rows, num_rows
 from ..model.sparsity import Sparsity
 from ..model.terms import Terms
 from ..options import Options
-from .engine import Engine, chunks_of
+from .engine import Engine
 from .joint_solver import JointSolver, search_for
 from .kinds import make_kind
 from .linearized import Seen, factors_of, prepare
+from .row_chunks import chunks_of
 
 DENSE = "dense"
 

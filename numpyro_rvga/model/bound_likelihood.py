@@ -169,7 +169,7 @@ class BoundLikelihood(BoundPrior):
         return frozenset(terms.site for terms in self.terms if is_selection(terms, size, dtype, rows))
 
     # ------------------------------------------------------------------ densities
-    def inputs(self, rows: Mapping[str, Array]) -> dict[str, Any]:
+    def inputs(self, rows: Mapping[str, Any]) -> dict[str, Any]:
         """What the terms take for these rows.
 
         :raises ValueError: for rows other than the program's own, if the model always runs on all of these.

@@ -17,7 +17,6 @@ from jax.typing import ArrayLike
 from ..core.gaussians.arrow_roots import ArrowRoots
 from ..core.gaussians.mixture import GaussianMixture
 from ..core.linalg import lower_from_root
-from ..engines.engine import chunks_of, distinct_chunks_of
 from ..engines.evidence_estimate import EvidenceEstimate
 from ..engines.importance import FEW_POINTS, NUM_POINTS, integrate_by_importance
 from ..engines.joint_solver import RowChunks
@@ -25,6 +24,7 @@ from ..engines.lattice import integrate_lattice
 from ..engines.maximized_bound import MaximizedBound, Maximum, SparseMaximizedBound, Start
 from ..engines.nested import Design, Integral, Marginal, Point, Root, SolvedRoot, find_mode, kernel_weights
 from ..engines.registry import Engines
+from ..engines.row_chunks import chunks_of, distinct_chunks_of
 from ..engines.sparse import sparse_engine
 from ..model import Program
 from ..model.conditional import conditional_model
