@@ -169,11 +169,13 @@ class GroupStream:
         self._settled_at = self.num_rows
         if self._bound is None or self._bound.is_exact:
             return
-        labels, before = self._store.labels_in_memory, self._so_far.shared
+        labels, before, error = self._store.labels_in_memory, self._so_far.shared, self._expectation_error
         old, open_rows = self._bound.unpacked(self._store.read(labels)[0])
         others = self._rest(self._bound, old, np.arange(len(labels)), len(labels))
         self._solve(self._bound, labels, old.at(before.mean), open_rows, others)
         after, self._looked_at = self._so_far.shared, len(open_rows.number)
+        if self._looked_at == self.num_rows:  # the errors of blocks are no part of q any more
+            self._expectation_error -= error
         self._moved = distance(before.mean, before.root, after.mean, after.root)
 
     def _solve(self, bound: Bound, labels: list[Any], groups: Groups, open_rows: GroupRows, others: Rest) -> None:
