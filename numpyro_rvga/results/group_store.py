@@ -84,6 +84,15 @@ class GroupStore:
         self._put(leaving)
         self._free += [self._slots.pop(label) for label in leaving]
 
+    def parts(self) -> list[list[Any]]:
+        """All labels: those in the file, as many at a time as memory may have, and then those in memory."""
+        inside = self.labels_in_memory
+        if self._file is None or len(inside) == len(self):
+            return [inside]
+        known = (label for (label,) in self._file.execute("SELECT label FROM vectors"))
+        outside, size = [label for label in known if label not in self._slots], self._most or len(self)
+        return [*(outside[start : start + size] for start in range(0, len(outside), size)), inside]
+
     def pieces(self, size: int) -> Iterator[tuple[list[Any], np.ndarray]]:
         """All labels and vectors, so many at a time, those in memory first. None comes to memory by it."""
         labels = list(self._slots)

@@ -43,7 +43,8 @@ from .summaries import TOLERANCE, distance
 BLOCK = 4096  # rows that are solved for together
 BLOCK_TOLERANCE = 1e-3  # standard deviations: what blocks leave adds up
 GROWTH = 1.5  # of the number of rows, after which the priors of all groups in memory are looked at again
-FAR = 0.3  # standard deviations
+FAR, SETTLED = 0.3, 0.1  # standard deviations
+MOST_LOOKS = 10  # at groups that are not all in memory
 WRITTEN = 2**16  # groups of a file
 
 
@@ -160,23 +161,42 @@ class GroupStream:
             self.settle()
 
     def settle(self) -> None:
-        """Solve once more for the shared sites and all groups in memory, with the priors and the kept rows of these
-        groups as themselves. A stream does it each time that it has grown by half, and :meth:`posterior` does it.
-        Where all is linear and Gaussian, or no rows have come since, nothing is done.
+        """Solve once more for the shared sites and all groups, with the priors and the kept rows of these as
+        themselves. Where some are in the file, as many at a time as memory may have, again and again until that moves
+        the shared sites by less than a tenth of a standard deviation. A stream does it each time that it has grown by
+        half, and :meth:`posterior` does it. Where all is linear and Gaussian, or no rows have come since, nothing is
+        done.
         """
         if self._settled_at == self.num_rows:
             return
         self._settled_at = self.num_rows
         if self._bound is None or self._bound.is_exact:
             return
-        labels, before, error = self._store.labels_in_memory, self._so_far.shared, self._expectation_error
-        old, open_rows = self._bound.unpacked(self._store.read(labels)[0])
-        others = self._rest(self._bound, old, np.arange(len(labels)), len(labels))
-        self._solve(self._bound, labels, old.at(before.mean), open_rows, others)
-        after, self._looked_at = self._so_far.shared, len(open_rows.number)
-        if self._looked_at == self.num_rows:  # the errors of blocks are no part of q any more
+        before, error = self._so_far.shared, self._expectation_error
+        for _ in range(MOST_LOOKS):
+            start, parts, self._looked_at = self._so_far.shared, self._store.parts(), 0
+            for labels in parts:
+                self._looked_at += self._look_at(self._bound, labels)
+                self._store.make_room()
+            last = _moved(start, self._so_far.shared)
+            if len(parts) == 1 or last < SETTLED:
+                break
+        else:
+            warnings.warn(
+                f"after {MOST_LOOKS} looks at the groups in the file, one still moves the shared sites by {last:.2g} "
+                "standard deviations: keep more groups in memory.",
+                stacklevel=3,
+            )
+        self._moved = _moved(before, self._so_far.shared)
+        if len(parts) == 1 and self._looked_at == self.num_rows:  # the errors of blocks are no part of q any more
             self._expectation_error -= error
-        self._moved = distance(before.mean, before.root, after.mean, after.root)
+
+    def _look_at(self, bound: Bound, labels: list[Any]) -> int:
+        """Solve for these groups without new rows; how many rows of theirs are kept."""
+        old, open_rows = bound.unpacked(self._store.read(labels)[0])
+        others = self._rest(bound, old, np.arange(len(labels)), len(labels))
+        self._solve(bound, labels, old.at(self._so_far.shared.mean), open_rows, others)
+        return len(open_rows.number)
 
     def _solve(self, bound: Bound, labels: list[Any], groups: Groups, open_rows: GroupRows, others: Rest) -> None:
         """For q(s) and these groups, which are where they are looked for first."""
@@ -375,6 +395,11 @@ class _Streamed(NamedTuple):
 
     def read(self, wanted: np.ndarray, members: Members) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         return self.stream.read(wanted, self.version)
+
+
+def _moved(before: Shared, after: Shared) -> float:
+    """In standard deviations."""
+    return distance(before.mean, before.root, after.mean, after.root)
 
 
 def _check_finite(rows: Rows, first_row: int) -> None:
