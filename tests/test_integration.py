@@ -450,3 +450,20 @@ def test_rows_must_be_those_of_the_posterior(schools):
     few = {name: array[:4] for name, array in SCHOOLS.items()}
     with pytest.raises(ValueError, match="rows"):
         schools["centered"].integrate(few, progress_bar=False)
+
+
+def test_a_model_of_normal_rows_is_log_concave_given_its_scales():
+    """Densities of the scales themselves are constant then. Otherwise each value of the scales takes a search."""
+
+    def given(y, x):
+        numpyro.sample("scale", dist.HalfNormal(1), obs=jnp.asarray(0.5))
+        level = numpyro.sample("level", dist.Normal(0, 1))
+        with numpyro.plate("rows", len(y)):
+            numpyro.sample("x", dist.Normal(1.0, 0.5), obs=x)
+            numpyro.sample("y", dist.Normal(level, 0.5), obs=y)
+
+    data = {"y": np.arange(4.0), "x": np.ones(4)}
+    for options in (DEFAULTS, DEFAULTS._replace(scheme="ekf")):
+        engine, _ = Engines(given, options, None, batch=True).together(data, {}, KEY)
+        constant = [kind for terms, kind in zip(engine.program.terms, engine.kinds) if not terms.num_predictors]
+        assert constant and all(kind.concave and kind.conservative for kind in constant)

@@ -49,6 +49,11 @@ class DenseBorder:
 
     matrix: Array
 
+    @property
+    def entries(self) -> Array:
+        """Those that are kept."""
+        return self.matrix.reshape(-1)
+
     def whole(self) -> Array:
         return self.matrix
 
@@ -73,11 +78,6 @@ class DenseBorder:
         product = corner @ self.matrix
         return DenseBorder(product), jnp.sum(self.matrix * product, axis=0)
 
-    def packed(self, diagonal: Array, corner: Array) -> Array:
-        """The arrow packed, (1 + k, h + k)."""
-        first = jnp.concatenate([diagonal, jnp.zeros(len(corner), corner.dtype)])
-        return jnp.concatenate([first[None], jnp.concatenate([self.matrix, corner], axis=1)])
-
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
@@ -87,6 +87,10 @@ class SparseBorder:
     values: Array
     pattern: BorderPattern
     shape: tuple[int, int] = field(metadata={"static": True})
+
+    @property
+    def entries(self) -> Array:
+        return self.values
 
     def _of(self, values: Array) -> SparseBorder:
         return SparseBorder(values, self.pattern, self.shape)
@@ -116,6 +120,3 @@ class SparseBorder:
         product = total.at[second].add(jnp.where(first == second, 0, between * values[first]))
         zero = jnp.zeros(self.shape[1], values.dtype)
         return self._of(product), zero.at[column].add(values * product)
-
-    def packed(self, diagonal: Array, corner: Array) -> Array:
-        return DenseBorder(self.whole()).packed(diagonal, corner)

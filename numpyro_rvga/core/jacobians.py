@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import jax
@@ -11,42 +11,12 @@ from jax import Array
 
 
 class Packed(NamedTuple):
-    """The part of a symmetric matrix (r, r) that products with sparse Jacobians need: of its leading block of size d
-    only the diagonal.
+    """The part of a symmetric matrix (r, r) that products with sparse Jacobians need.
 
-    :ivar array: (1 + r - d, r): the diagonal and zeros; below it the rows of the other entries.
+    :ivar array: its entries, a vector; see :class:`~.packing.Packing`.
     """
 
     array: Array
-
-    @property
-    def num_diagonal(self) -> int:
-        """d."""
-        return self.array.shape[1] - self.array.shape[0] + 1
-
-
-def packed_gram(root: Array, num_diagonal: int) -> Packed:
-    """root^T root. ``root``: (k, r)."""
-    diagonal = jnp.sum(root[:, :num_diagonal] ** 2, axis=0)
-    first = jnp.concatenate([diagonal, jnp.zeros(root.shape[1] - num_diagonal, root.dtype)])
-    return Packed(jnp.concatenate([first[None], root[:, num_diagonal:].T @ root]))
-
-
-def packed_inner(a: Array, b: Array) -> Array:
-    """The sum over all entries of a product of two packed matrices."""
-    num_diagonal = Packed(a).num_diagonal
-    product = a * b
-    return jnp.sum(product) + jnp.sum(product[1:, :num_diagonal])
-
-
-def unpacked(array: Array) -> Array:
-    """The whole matrix (r, r), zero where packing left something out."""
-    num_diagonal, size = Packed(array).num_diagonal, array.shape[1]
-    border = array[1:, :num_diagonal].T
-    whole = jnp.zeros((size, size), array.dtype).at[num_diagonal:].set(array[1:])
-    whole = whole.at[:num_diagonal, num_diagonal:].set(border)
-    indices = jnp.arange(num_diagonal)
-    return whole.at[indices, indices].set(array[0, :num_diagonal])
 
 
 @jax.tree_util.register_dataclass
@@ -57,6 +27,9 @@ class SparseJacobian:
     :ivar index: (n, K). :ivar values: (n, C, K). :ivar size: r.
     :ivar num_diagonal: d: no factor depends on two of the first d entries.
     :ivar has_diagonal: whether each factor depends on one of these; it then comes first in ``index``.
+    :ivar border: where a packed matrix has the products of this one with the others, (n, K - 1); with none of these,
+        (n, 0). None: not known yet.
+    :ivar num_packed: size of a packed matrix.
     """
 
     index: Array
@@ -64,6 +37,12 @@ class SparseJacobian:
     size: int = field(metadata={"static": True})
     num_diagonal: int = field(metadata={"static": True})
     has_diagonal: bool = field(metadata={"static": True})
+    border: Array | None = None
+    num_packed: int = field(default=0, metadata={"static": True})
+
+    def packed_as(self, border: Array, num_packed: int) -> SparseJacobian:
+        """With the places in packed matrices."""
+        return replace(self, border=border, num_packed=num_packed)
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -71,27 +50,38 @@ class SparseJacobian:
         return n, num_predictors, self.size
 
     @property
-    def _rows(self) -> Array:
-        """The rows in a packed matrix of the entries after the first d, (n, K or K - 1, 1)."""
-        return self.index[:, int(self.has_diagonal) :, None] - self.num_diagonal + 1
+    def is_diagonal(self) -> bool:
+        """Whether packed matrices are a diagonal (r,)."""
+        return self.num_diagonal == self.size
+
+    @property
+    def _corner(self) -> Array:
+        """Where packed matrices have the products of entries after the first d, (n, K - 1, K - 1) or (n, K, K)."""
+        num_corner = self.size - self.num_diagonal
+        others = self.index[:, int(self.has_diagonal) :] - self.num_diagonal
+        return self.num_packed - num_corner**2 + others[:, :, None] * num_corner + others[:, None, :]
 
     def entries(self, matrix: Packed) -> Array:
         """The block of the matrix that each factor depends on, (n, K, K)."""
-        below = matrix.array[self._rows, self.index[:, None, :]]
+        x = matrix.array
         if not self.has_diagonal:
-            return below
-        first = jnp.concatenate([matrix.array[0, self.index[:, :1]], below[..., 0]], axis=1)
-        return jnp.concatenate([first[:, None], below], axis=1)
+            return x[self._corner]
+        first = x[self.index[:, :1]]
+        if self.is_diagonal:
+            return first[:, None]
+        beside = x[self.border]
+        below = jnp.concatenate([beside[:, :, None], x[self._corner]], axis=2)
+        return jnp.concatenate([jnp.concatenate([first, beside], axis=1)[:, None], below], axis=1)
 
     def gram(self, weights: Array) -> Array:
         products = jnp.einsum("nca,ncd,ndb->nab", self.values, weights, self.values)
-        shape = 1 + self.size - self.num_diagonal, self.size
-        # Flat: what it scatters into by two indices, XLA may turn round, for everything after it to turn back.
-        total = jnp.zeros(shape[0] * shape[1], products.dtype)
-        total = total.at[self._rows * self.size + self.index[:, None, :]].add(products[:, int(self.has_diagonal) :])
-        if self.has_diagonal:
-            total = total.at[self.index[:, 0]].add(products[:, 0, 0])
-        return total if self.num_diagonal == self.size else total.reshape(shape)
+        if self.is_diagonal:
+            return jnp.zeros(self.size, products.dtype).at[self.index[:, 0]].add(products[:, 0, 0])
+        total, rest = jnp.zeros(self.num_packed, products.dtype), int(self.has_diagonal)
+        total = total.at[self._corner].add(products[:, rest:, rest:])
+        if not self.has_diagonal:
+            return total
+        return total.at[self.border].add(products[:, 1:, 0]).at[self.index[:, 0]].add(products[:, 0, 0])
 
 
 def times_vector(jacobian: Array | SparseJacobian, e: Array) -> Array:
@@ -117,7 +107,7 @@ def vjp(jacobian: Array | SparseJacobian, gradients: Array) -> Array:
 
 
 def gram(jacobian: Array | SparseJacobian, weights: Array) -> Array:
-    """sum Z_i^T W_i Z_i: (r, r); of sparse Jacobians packed, and only the diagonal (r,) if d = r."""
+    """sum Z_i^T W_i Z_i: (r, r); of sparse Jacobians packed."""
     if isinstance(jacobian, SparseJacobian):
         return jacobian.gram(weights)
     n, c, r = jacobian.shape
@@ -127,10 +117,12 @@ def gram(jacobian: Array | SparseJacobian, weights: Array) -> Array:
 def covariance(jacobian: Array | SparseJacobian, sigma: Array | Packed) -> Array:
     """Z_i Sigma Z_i^T for each factor, (n, C, C).
 
-    :param sigma: Sigma packed (for sparse Jacobians only), or any A with A^T A = Sigma.
+    :param sigma: Sigma packed (for sparse Jacobians only), or any A with A^T A = Sigma. Sparse Jacobians take A if
+        what they make is diagonal.
     """
     if isinstance(jacobian, SparseJacobian):
-        matrix = sigma if isinstance(sigma, Packed) else packed_gram(sigma, jacobian.num_diagonal)
+        assert isinstance(sigma, Packed) or jacobian.is_diagonal
+        matrix = sigma if isinstance(sigma, Packed) else Packed(jnp.sum(sigma**2, axis=0))
         return jnp.einsum("nca,nab,ndb->ncd", jacobian.values, jacobian.entries(matrix), jacobian.values)
     n, c, r = jacobian.shape
     assert not isinstance(sigma, Packed)

@@ -7,7 +7,7 @@ definite. Forms are pytrees: arguments of compiled functions.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import jax
@@ -15,9 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from .borders import BorderPattern, DenseBorder, SparseBorder
+from .borders import DenseBorder
 from .jacobians import Packed
 from .linalg import cholesky, solve_lower
+from .packing import Border, Packing
 
 NARROWING = 256.0  # of the start's covariance, at a time
 NUM_PROBES = 32  # directions along which products of packed matrices are estimated
@@ -131,23 +132,21 @@ class ArrowFactor(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Arrow:
-    """Precisions packed, of h diagonal entries and k others: [[D, B^T], [B, A]] with D diagonal. The base has none.
+    """Precisions packed: [[D, B^T], [B, A]] with D diagonal. The base has none.
 
     Its Cholesky factor is [[s, 0], [W, L]] with s = D^(1/2), W = B / s and L L^T = A - W W^T, and packed like it: work
     grows with h k^2 + k^3, not with (h + k)^3.
 
-    :ivar start: the precision to start from, (h + k,), diagonal. :ivar num_diagonal: h.
-    :ivar pattern: where B is not zero, if that is at few places.
+    :ivar start: the precision to start from, (h + k,), diagonal.
     """
 
     start: Array
-    num_diagonal: int = field(metadata={"static": True})
-    pattern: BorderPattern | None = None
+    packing: Packing
 
     def begin(self, mean: Array) -> Array:
-        corner = jnp.diag(self.start[self.num_diagonal :])
-        border = DenseBorder(jnp.zeros((len(corner), self.num_diagonal), corner.dtype))
-        return border.packed(self.start[: self.num_diagonal], corner)
+        diagonal, corner = jnp.split(self.start, [self.packing.num_diagonal])
+        border = self.packing.border(jnp.zeros(self.packing.num_border, corner.dtype))
+        return self.packing.pack(diagonal, border, jnp.diag(corner))
 
     narrower, wider = Dense.narrower, Dense.wider
 
@@ -158,26 +157,26 @@ class Arrow:
         return jnp.zeros_like(mean)
 
     def factor(self, x: Array) -> Array:
-        diagonal, border, corner = self._parts(x)
+        diagonal, border, corner = self.packing.parts(x)
         scale = jnp.sqrt(diagonal)
         border = border.scaled(1 / scale)
-        return border.packed(scale, cholesky(border.taken_from(corner)))
+        return self.packing.pack(scale, border, cholesky(border.taken_from(corner)))
 
     def solver(self, factor: Array) -> Callable[[Array], Array]:
-        parts = self._parts(factor)  # here: in a loop, they would be cut out each time
+        parts = self.packing.parts(factor)  # here: in a loop, they would be cut out each time
         return lambda vector: _solve_transposed(parts, _solve_lower(parts, vector[:, None]))[:, 0]
 
     def half_log_determinant(self, factor: Array) -> Array:
-        scale, _, corner = self._parts(factor)
+        scale, _, corner = self.packing.parts(factor)
         return jnp.sum(jnp.log(scale)) + jnp.sum(jnp.log(jnp.diagonal(corner)))
 
     def covariance_root(self, factor: Array) -> Packed:
         """The covariance itself, packed: the part that products with sparse Jacobians need."""
-        scale, border, corner = self._parts(factor)
+        scale, border, corner = self.packing.parts(factor)
         inverse = solve_lower(corner, jnp.eye(len(corner), dtype=corner.dtype))
-        rest, border = inverse.T @ inverse, border.scaled(1 / scale)
+        rest, border = solve_lower(corner, inverse, transpose=True), border.scaled(1 / scale)
         between, explained = border.multiplied_by(-rest)
-        return Packed(between.packed(1 / scale**2 - explained, rest))
+        return Packed(self.packing.pack(1 / scale**2 - explained, between, rest))
 
     def trace(self, x: Array, covariance_root: Packed) -> Array:
         return jnp.zeros((), x.dtype)
@@ -185,15 +184,15 @@ class Arrow:
     def products(self, factor: Array, covariance_root: Packed, a: Array, b: Array) -> tuple[Array, Array]:
         """Estimates, along a few directions: whole products would take most of the time, and are asked for to know
         when and how far to go."""
-        probes = jnp.asarray(np.random.default_rng(0).normal(size=(a.shape[1], NUM_PROBES)), a.dtype)
-        parts = self._parts(factor)
+        probes = jnp.asarray(np.random.default_rng(0).normal(size=(self.start.size, NUM_PROBES)), a.dtype)
+        parts = self.packing.parts(factor)
         directions = _solve_transposed(parts, probes)
-        a, b = (_solve_lower(parts, _times(self._parts(x), directions)) for x in (a, b))
+        a, b = (_solve_lower(parts, _times(self.packing.parts(x), directions)) for x in (a, b))
         return jnp.sum(a * a) / NUM_PROBES, jnp.sum(a * b) / NUM_PROBES
 
     def dense_root(self, factor: Array) -> Array:
         """The factor's inverse, (h + k, h + k)."""
-        scale, border, corner = self._parts(factor)
+        scale, border, corner = self.packing.parts(factor)
         top = jnp.concatenate([jnp.diag(1 / scale), jnp.zeros((scale.size, len(corner)), factor.dtype)], axis=1)
         border = -border.scaled(1 / scale).whole()
         rest = jnp.concatenate([border, jnp.eye(len(corner), dtype=factor.dtype)], axis=1)
@@ -201,7 +200,7 @@ class Arrow:
 
     def parts(self, factor: Array) -> ArrowFactor:
         """Of a packed factor."""
-        scale, border, corner = self._parts(factor)
+        scale, border, corner = self.packing.parts(factor)
         return ArrowFactor(scale, border.matrix if isinstance(border, DenseBorder) else border.values, corner)
 
     def solve_transposed(self, factor: ArrowFactor, vectors: Array) -> Array:
@@ -215,19 +214,10 @@ class Arrow:
         return jnp.concatenate([scale[:, None] * top + border.transposed_times(rest), corner.T @ rest])
 
     def _bordered(self, factor: ArrowFactor) -> _Parts:
-        scale, border, corner = factor
-        if self.pattern is None:
-            return scale, DenseBorder(border), corner
-        return scale, SparseBorder(border, self.pattern, (len(corner), scale.size)), corner
-
-    def _parts(self, x: Array) -> _Parts:
-        corner = x[1:, self.num_diagonal :]
-        at = self.pattern
-        border = x[1:, : self.num_diagonal] if at is None else x[1 + at.row, at.column]
-        return self._bordered(ArrowFactor(x[0, : self.num_diagonal], border, corner))
+        return factor.scale, self.packing.border(factor.border), factor.corner
 
 
-_Parts = tuple[Array, DenseBorder | SparseBorder, Array]  # the diagonal (h,), the border (k, h), the corner
+_Parts = tuple[Array, Border, Array]  # the diagonal (h,), the border (k, h), the corner (k, k)
 
 
 def _times(parts: _Parts, vectors: Array) -> Array:

@@ -10,13 +10,12 @@ import numpy as np
 from jax import Array
 
 from . import maximize
-from .borders import BorderPattern
 from .count import Count
 from .factors import evaluate
-from .jacobians import packed_inner, unpacked
 from .joint import Joint, Start
 from .maximize import Base, Search
 from .objective import Frame, Group, joint_objective
+from .packing import Packing
 from .precisions import Arrow
 from .recursion import CanonicalGaussian, State, StepInfo
 
@@ -51,14 +50,14 @@ def sparse_solve(
     gaussian: Group,
     order: EliminationOrder,
     marginals: Marginals,
-    border: BorderPattern | None = None,
+    packing: Packing,
     init: tuple[Array, Array] | None = None,
 ) -> Joint:
     """Rows and the whole prior together, over theta itself, its entries reordered. The base is flat.
 
     :param prior: its terms that are not Gaussian. :param gaussian: those that are. The designs of all three are
         :class:`~.jacobians.SparseJacobian`, and all take theta in ``order``.
-    :param marginals: where the search begins. :param border: see :class:`~.precisions.Arrow`.
+    :param marginals: where the search begins. :param packing: of precisions, in ``order``.
     :param init: mean and packed precision of a q to start from, in ``order``; default: of ``marginals``.
     """
     size, dtype = marginals.mean.size, marginals.mean.dtype
@@ -67,7 +66,7 @@ def sparse_solve(
     frame = Frame(same, same, same, same)
     groups = (gaussian, prior, rows)
     objective = joint_objective(groups, frame, staged=search.staged)
-    form = Arrow((1 / marginals.variance)[order.places], order.num_diagonal, border)
+    form = Arrow((1 / marginals.variance)[order.places], packing)
 
     def start():
         flat = Base(None, None, jnp.asarray(0.5 * size * math.log(2 * math.pi), dtype))  # of the entropy
@@ -80,8 +79,8 @@ def sparse_solve(
         if prior.kinds:
             covariance = form.covariance_root(solution.root)
             sums = evaluate(prior.kinds, prior.linearize(prior.first, solution.mean), covariance)
-            trace = packed_inner(covariance.array, sums.curvature)
-            precision = unpacked(sums.curvature)[back][:, back]
+            trace = packing.inner(covariance.array, sums.curvature)
+            precision = packing.whole(sums.curvature)[back][:, back]
             site = CanonicalGaussian(precision, sums.gradient[back], sums.value + 0.5 * trace, mean)
         ok = jnp.isfinite(solution.bound) & jnp.all(jnp.isfinite(mean)) & jnp.all(jnp.isfinite(root))
         after = State(mean, jnp.zeros_like(mean), root, solution.bound, site, Count.of(0) + num_rows)

@@ -102,7 +102,7 @@ class SparseMaximizedBound:
 
     def __init__(self, sparse: SparseEngine, problem: SparseProblem, chunks: RowChunks):
         program, order = sparse.engine.program, sparse.sparsity.order
-        self.engine, self.pattern, self.places = sparse.engine, problem.border, order.places
+        self.engine, self.pattern, self.places = sparse.engine, problem.packing.pattern, order.places
         search = sparse.search(chunks.weights.shape[0], has_start=True)
 
         def parts(params: Array, chunks: RowChunks, init: tuple[Array, Array] | None = None) -> Joint:
@@ -124,9 +124,7 @@ class SparseMaximizedBound:
                 objective = parts(params, chunks).objective
                 return objective.expect(solution.mean, objective.predictor_covariances(solution.mean, covariance))[0]
 
-            variance = jnp.concatenate(
-                [covariance.array[0, : order.num_diagonal], jnp.diagonal(covariance.array[1:, order.num_diagonal :])]
-            )
+            variance = form.packing.diagonal(covariance.array)
             found = solution.mean, (form.parts(solution.root), variance)
             return Maximum(solution.bound, jax.grad(expected)(params), found, solution.converged)
 

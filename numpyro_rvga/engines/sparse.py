@@ -12,13 +12,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from ..core.borders import BorderPattern, border_pattern
+from ..core.borders import border_pattern
 from ..core.count import Count
 from ..core.drivers import Progress
 from ..core.factors import Factors, Kind
 from ..core.joint import Joint
 from ..core.maximize import Search
 from ..core.objective import Group, in_stages
+from ..core.packing import Packing
 from ..core.recursion import State, StepInfo
 from ..core.sparse import Marginals, sparse_solve
 from ..model.arguments import PARAMS
@@ -39,14 +40,16 @@ class SparseProblem(NamedTuple):
     """What a solve takes.
 
     :ivar marginals: where it begins. :ivar chunks: what :attr:`SparseEngine.prepare` returns.
+    :ivar packing: of precisions. :ivar borders: as of :class:`~numpyro_rvga.core.jacobians.SparseJacobian`, for the
+        terms of each site in ``chunks``, (chunks, n, K - 1).
     :ivar init: mean and packed precision to start from, in the order of elimination, or None.
-    :ivar border: where precisions are not zero, see :class:`~numpyro_rvga.core.precisions.Arrow`.
     """
 
     marginals: Marginals
     chunks: tuple
     num_rows: Array
-    border: BorderPattern | None
+    packing: Packing
+    borders: tuple[tuple[Array, ...], ...]
     init: tuple[Array, Array] | None = None
 
 
@@ -93,26 +96,38 @@ class SparseEngine:
         chunks = chunks_of(self.engine, rows, self.sparsity.numbers_per_row, weights)
         prepared = self.prepare(program.prior_inputs, *chunks)
         total = num_rows(rows) if weights is None else np.count_nonzero(weights)
-        border = self._border(prepared)
-        return SparseProblem(self.engine.devices.put(marginals), prepared, np.int32(total), border)
+        packing, borders = self._packing(prepared)
+        return SparseProblem(self.engine.devices.put(marginals), prepared, np.int32(total), packing, borders)
 
-    def _border(self, prepared: tuple) -> BorderPattern | None:
-        """Where a factor depends on one of the eliminated entries and another."""
-        num_heads, size = self.sparsity.order.num_diagonal, self.sparsity.order.places.size
-        indices = [np.asarray(index).reshape(-1, index.shape[-1]) for index in self._indices(prepared)]
-        columns = np.concatenate([np.repeat(index[:, 0], index.shape[1] - 1) for index in indices])
-        rows = np.concatenate([index[:, 1:].reshape(-1) for index in indices]) - num_heads
-        return border_pattern(columns, rows, num_heads, size - num_heads)
+    def _packing(self, prepared: tuple) -> tuple[Packing, tuple[tuple[Array, ...], ...]]:
+        """How precisions are packed, and where they have the products that are not in the corner."""
+        num_diagonal, size = self.sparsity.order.num_diagonal, self.sparsity.order.places.size
+        by_group = [
+            [(pattern.has_diagonal, index) for (_, pattern), index in zip(seen, indices)]
+            for seen, indices in zip(self._seen, jax.device_get(self._indices(prepared)))
+        ]
+        bordered = [x.reshape(-1, x.shape[-1]) for group in by_group for has_diagonal, x in group if has_diagonal]
+        columns = np.concatenate([np.repeat(index[:, 0], index.shape[1] - 1) for index in bordered])
+        rows = np.concatenate([index[:, 1:].reshape(-1) for index in bordered]) - num_diagonal
+        pattern = border_pattern(columns, rows, num_diagonal, size - num_diagonal)
+        packing = Packing(num_diagonal, size - num_diagonal, pattern)
 
-    def _indices_of(self, prepared: tuple) -> list[Array]:
-        """The entries that factors depend on, of those that depend on an eliminated one."""
+        def places(has_diagonal: bool, index: np.ndarray) -> np.ndarray:
+            return packing.border_places(index) if has_diagonal else np.zeros((*index.shape[:2], 0), np.int32)
+
+        of_rows, *others = (tuple(places(*each) for each in group) for group in by_group)
+        return packing, (self.engine.devices.put_rows(of_rows, axis=1), *self.engine.devices.put(tuple(others)))
+
+    def _indices_of(self, prepared: tuple) -> tuple[tuple[Array, ...], ...]:
+        """The entries that the terms of each site depend on, (chunks, n, K)."""
         size, dtype = self.sparsity.order.places.size, self.engine.program.dtype
         theta = jnp.asarray(np.random.default_rng(0).normal(size=size), dtype)  # anywhere but where slopes vanish
-        indices = []
-        for seen, chunks in zip(self._seen, prepared):
-            factors = jax.vmap(partial(self._linearize, seen, ordered=theta))(chunks) if seen else ()
-            indices += [factor.jacobian.index for factor in factors if factor.jacobian.has_diagonal]
-        return indices
+
+        def indices(seen: list[Seen], chunks: tuple) -> tuple[Array, ...]:
+            factors = jax.vmap(partial(self._factors, seen, ordered=theta))(chunks) if seen else ()
+            return tuple(factor.jacobian.index for factor in factors)
+
+        return tuple(map(indices, self._seen, prepared))
 
     def initial_state(self) -> State:
         """The prior's marginals, as the state before the first row."""
@@ -138,10 +153,10 @@ class SparseEngine:
     def parts(self, search: Search, problem: SparseProblem) -> Joint:
         """A problem's parts."""
         groups = [
-            Group(kinds, partial(self._linearize, seen), chunks)
-            for kinds, seen, chunks in zip(self._kinds, self._seen, problem.chunks)
+            Group(kinds, partial(self._linearize, seen, problem.packing.size), (chunks, borders))
+            for kinds, seen, chunks, borders in zip(self._kinds, self._seen, problem.chunks, problem.borders)
         ]
-        return sparse_solve(search, *groups, self.sparsity.order, problem.marginals, problem.border, init=problem.init)
+        return sparse_solve(search, *groups, self.sparsity.order, problem.marginals, problem.packing, init=problem.init)
 
     def prepared(self, prior_inputs: dict, rows: dict, weights: Array) -> tuple:
         origin = jnp.zeros(self.sparsity.order.places.size, self.engine.program.dtype)
@@ -150,8 +165,18 @@ class SparseEngine:
         of_rows = jax.vmap(lambda rows, weights: prepare(self._seen[0], origin, rows | shared, weights))(rows, weights)
         return of_rows, *(jax.vmap(partial(prepare, seen, origin))(*prior) for seen in self._seen[1:])
 
-    def _linearize(self, seen: list[Seen], prepared: tuple, ordered: Array) -> tuple[Factors, ...]:
-        """Factors at theta (P,), in the sparsity's order."""
+    def _linearize(
+        self, seen: list[Seen], num_packed: int, chunk: tuple[tuple, tuple[Array, ...]], ordered: Array
+    ) -> tuple[Factors, ...]:
+        """Factors at theta (P,), in the sparsity's order.
+
+        :param chunk: what was prepared, and the borders.
+        """
+        prepared, borders = chunk
+        factors = self._factors(seen, prepared, ordered)
+        return tuple(f._replace(jacobian=f.jacobian.packed_as(at, num_packed)) for f, at in zip(factors, borders))
+
+    def _factors(self, seen: list[Seen], prepared: tuple, ordered: Array) -> tuple[Factors, ...]:
         return factors_of(seen, prepared, ordered, lambda ordered: ordered[self.sparsity.order.back])
 
 

@@ -22,6 +22,7 @@ MAX_EXACT = 1000  # entries whose conditional variances are computed; beyond, th
 NUM_PROBES = 64  # for such an estimate: a standard error of a sixth
 MAX_FACTORIZED = 4000  # entries, if the root is not triangular
 NUM_ITERATIONS = 60
+STILL, NUM_STILL = 1e-3, 5  # relative change of an eigenvalue that has come to rest, in so many iterations
 NAMED, SHARE = 4, 0.3  # entries in a message, and the least share in the direction of one that is named
 UNNAMED = 0.1  # of the direction's square, in entries that are not named
 
@@ -100,11 +101,14 @@ def _leading(precisions: np.ndarray, times_covariance: Callable[[np.ndarray], np
     :param precisions: the diagonal D of Sigma^-1, (P,).
     """
     scale = np.sqrt(precisions)
-    direction, value = np.random.default_rng(0).normal(size=len(scale)), 0.0
+    direction, value, num_still = np.random.default_rng(0).normal(size=len(scale)), 0.0, 0
     for _ in range(NUM_ITERATIONS):
-        direction = scale * times_covariance(scale * direction)
+        direction, before = scale * times_covariance(scale * direction), value
         value = float(np.linalg.norm(direction))
         direction = direction / value
+        num_still = num_still + 1 if abs(value - before) <= STILL * value else 0
+        if num_still == NUM_STILL:
+            break
     return value, direction
 
 

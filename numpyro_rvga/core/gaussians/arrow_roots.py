@@ -11,6 +11,7 @@ from jax import Array
 
 from ..borders import BorderPattern
 from ..linalg import solve_lower
+from ..packing import Packing
 from ..precisions import Arrow, ArrowFactor
 
 Metric = Callable[[Array], Array]
@@ -66,7 +67,8 @@ class ArrowRoot:
 
     @property
     def _form(self) -> Arrow:
-        return Arrow(jnp.zeros(self.places.size - len(self.kernel)), self.factor.scale.size, self.pattern)
+        num_diagonal, num_corner = self.factor.scale.size, len(self.factor.corner)
+        return Arrow(jnp.zeros(num_diagonal + num_corner), Packing(num_diagonal, num_corner, self.pattern))
 
     def times(self, noise: Array) -> Array:
         """The root times a vector (P,)."""
