@@ -464,6 +464,6 @@ def test_a_model_of_normal_rows_is_log_concave_given_its_scales():
 
     data = {"y": np.arange(4.0), "x": np.ones(4)}
     for options in (DEFAULTS, DEFAULTS._replace(scheme="ekf")):
-        engine, _ = Engines(given, options, None, batch=True).together(data, {}, KEY)
+        engine = Engines(given, options, None, batch=True).together(data, {}, KEY)[0]
         constant = [kind for terms, kind in zip(engine.program.terms, engine.kinds) if not terms.num_predictors]
         assert constant and all(kind.concave and kind.conservative for kind in constant)

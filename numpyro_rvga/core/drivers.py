@@ -5,7 +5,6 @@ The first is for blocks of a stream. The second makes each step visible, and com
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -48,8 +47,8 @@ def solve_traced(search: Search, objective: Objective, base: Base, form: Precisi
         mean = proposal.mean
         covariances = None if search.mode else objective.predictor_covariances(mean, proposal.covariance_root)
         if search.solves_for_mean:
-            num_steps = jnp.where(state.step == 0, 0, MAX_MEAN_STEPS)
-            tolerance = INNER_RTOL * state.evaluation.decrement
+            num_steps = jnp.where((state.step > 0) | search.solves_for_first_mean, MAX_MEAN_STEPS, 0)
+            tolerance = jnp.where(state.step > 0, INNER_RTOL * state.evaluation.decrement, search.settings.tolerance)
             mean, slope = _solve_mean_traced(form, slope_at, proposal, covariances, num_steps, tolerance)
         else:
             slope = slope_at(mean, covariances)
@@ -170,17 +169,18 @@ def solve(
     :param on_step: called after each accepted step, and at the start.
     :param enough: squared natural gradient at which the search is left unfinished; it can go on from there.
     """
-    started, iterations, decrement, more = False, 0, math.nan, True
+    started, iterations, tolerance, more = False, 0, search.settings.tolerance, True
     while more:
         at = steps.propose(state)
-        num_steps = MAX_MEAN_STEPS if search.solves_for_mean and started else 0
-        evaluated = _solve_mean(steps.evaluate, at, num_steps, INNER_RTOL * decrement)
+        solves_for_mean = search.solves_for_mean if started else search.solves_for_first_mean
+        evaluated = _solve_mean(steps.evaluate, at, MAX_MEAN_STEPS if solves_for_mean else 0, tolerance)
         state, progress = steps.update(at, evaluated)
         progress = jax.device_get(progress)
         if on_step is not None and progress.step > 0 and (not started or progress.iterations > iterations):
             on_step(progress)
         started, iterations = bool(progress.step > 0), int(progress.iterations)
         decrement = float(progress.decrement)
+        tolerance = INNER_RTOL * decrement
         more = bool(progress.unfinished) and not (started and decrement <= enough)
     return state
 

@@ -74,13 +74,13 @@ class Settings(NamedTuple):
 
     :ivar tolerance: for the natural gradient's squared length, in nats.
     :ivar max_iterations: and ``min_iterations``: the number of steps, at most and at least.
-    :ivar rtol: of what that length was at the start, which must be reached too.
+    :ivar rtol: of what that length was at the start, which must be reached too; None: anything will do.
     """
 
     tolerance: float
     max_iterations: int
     min_iterations: int = 0
-    rtol: float = RTOL
+    rtol: float | None = RTOL
 
 
 class Search(NamedTuple):
@@ -113,6 +113,11 @@ class Search(NamedTuple):
     def solves_for_mean(self) -> bool:
         """Whether the mean has steps of its own after each step of the covariance."""
         return self.staged and not (self.by_decrement or self.mode or self.alternating)
+
+    @property
+    def solves_for_first_mean(self) -> bool:
+        """Whether it has such steps at the start too: there is a q to start from."""
+        return self.solves_for_mean and not self.seek_scale
 
     @property
     def keeps_factor(self) -> bool:
@@ -279,11 +284,16 @@ def update(
         divergence = 0.5 * (form.trace(proposal.precision, covariance_root) - mean.size)
         bound = slope.value - divergence - form.half_log_determinant(root)
         length = slope.gradient @ form.solver(root)(slope.gradient)
-        square, along = form.products(root, covariance_root, exact - proposal.precision, proposal.change)
+        ahead = exact - proposal.precision
+        square, along = lax.cond(
+            _is_rounding(ahead, exact),
+            lambda: (jnp.zeros((), mean.dtype), jnp.zeros((), mean.dtype)),
+            lambda: form.products(root, covariance_root, ahead, proposal.change),
+        )
         along, square = 0.5 * along, 0.5 * square
         factor = target.factor if search.keeps_factor else None
         new = Evaluation(bound, slope.gradient, target.precision, length + square, square, target.clamped, factor)
-    started = _after_start(search, form, state, new)
+    started = _after_start(search, form, state, mean, new)
     stepped = _after_step(search, state, proposal, mean, new, _next_step(search, state, mean, new, along))
     return jax.tree.map(lambda a, b: jnp.where(state.step == 0, a, b), started, stepped)
 
@@ -304,7 +314,12 @@ def _next_step(search: Search, state: SolverState, mean: Array, new: Evaluation,
     return jnp.where(is_usable, jnp.clip(best, SHORTEST_FIRST_TRY, 1.0), 1.0).astype(dtype)
 
 
-def _after_start(search: Search, form: PrecisionForm, state: SolverState, new: Evaluation) -> SolverState:
+def _is_rounding(change: Array, x: Array) -> Array:
+    """Whether x is all but the same without the change."""
+    return jnp.all(jnp.abs(change) <= 8 * jnp.finfo(x.dtype).eps * jnp.abs(x))
+
+
+def _after_start(search: Search, form: PrecisionForm, state: SolverState, mean: Array, new: Evaluation) -> SolverState:
     """A wider start was the better one, or: narrow it further, or go on from it."""
     finite = jnp.isfinite(new.bound) & jnp.all(jnp.isfinite(new.gradient))
     if not search.seek_scale:
@@ -319,9 +334,8 @@ def _after_start(search: Search, form: PrecisionForm, state: SolverState, new: E
         at = jax.tree.map(lambda a, b: jnp.where(better, a, b), new, state.evaluation)
     count = jnp.where(done, 0, state.iterations + 1)
     step = done.astype(state.mean.dtype)
-    return SolverState(
-        count, step, state.mean, precision, at, at.decrement, count > MAX_NARROWINGS, state.updating_mean
-    )
+    mean = jnp.where(done, mean, state.mean)
+    return SolverState(count, step, mean, precision, at, at.decrement, count > MAX_NARROWINGS, state.updating_mean)
 
 
 def _after_step(
@@ -353,6 +367,8 @@ def rounding(search: Search, mean: Array, merit: Array) -> Array:
 
 
 def _tolerance(settings: Settings, state: SolverState) -> Array:
+    if settings.rtol is None:
+        return jnp.asarray(settings.tolerance, state.initial_decrement.dtype)
     # Relative for rows that hardly move q: passed over, a million of them would add up.
     return jnp.minimum(settings.tolerance, settings.rtol * state.initial_decrement)
 

@@ -77,10 +77,10 @@ def search_for(
     """What a joint solve of factors of these kinds seeks.
 
     :param staged: see :func:`~numpyro_rvga.core.objective.in_stages`.
-    :param has_start: whether there is a q to start from.
+    :param has_start: whether there is a q to start from. How far it is from the solution says nothing of the rows.
     """
     return Search(
-        settings,
+        settings._replace(rtol=None) if has_start else settings,
         is_log_concave(kinds),
         by_decrement=not mode and not is_conservative(kinds),
         mode=mode,

@@ -98,7 +98,7 @@ def make_kind(terms: Terms, options: Options, rng_key: Array, *, effort: str = "
         filtered if options.scheme == "ekf" and has_information else expect,
         plugin,
         finest,
-        concave=terms.closed_form in cf.CONCAVE,
+        concave=terms.closed_form in cf.CONCAVE or is_constant(terms),
         conservative=rule.conservative,
         sampled=sampled,
         information=information if has_information else None,
@@ -106,6 +106,11 @@ def make_kind(terms: Terms, options: Options, rng_key: Array, *, effort: str = "
         adjustable=adjustable if saves and rule.adjustable is not None else None,
         fresh=fresh if sampled else None,
     )
+
+
+def is_constant(terms: Terms) -> bool:
+    """Whether theta does not enter, as where all that a site depends on is given."""
+    return terms.num_predictors == 0 and not terms.num_local
 
 
 class _Rule(NamedTuple):
@@ -189,8 +194,8 @@ def _rule(name: str | ex.Expectation, terms: Terms, options: Options, rng_key: A
     def at_density(moments: Callable) -> Callable:
         return lambda m, s, values: moments(lambda u: terms.density(u, values), m, s)
 
-    if name == "linearized" or terms.num_predictors == 0:
-        return of_each(at_density(ex.linearized), name != "linearized")
+    if name == "linearized" or is_constant(terms):
+        return of_each(at_density(ex.linearized), name != "linearized" or is_constant(terms))
     if callable(name):
         return _rule_of(name, terms)
     order = options.order

@@ -110,8 +110,7 @@ class SparseMaximizedBound:
             return sparse.parts(search, problem._replace(chunks=prepared, init=init))
 
         @sparse.engine.compiled
-        def solve(params, chunks, start):
-            mean = start[0]
+        def solve(params, chunks, mean):
             objective = parts(params, chunks).objective
             curvature = objective.curvature(mean, objective.expect(mean, None)[2], not search.log_concave)
             joint = parts(params, chunks, (mean, curvature))
@@ -128,7 +127,10 @@ class SparseMaximizedBound:
             found = solution.mean, (form.parts(solution.root), variance)
             return Maximum(solution.bound, jax.grad(expected)(params), found, solution.converged)
 
-        self.solve = solve
+        self._solve = solve
+
+    def solve(self, params: Array, chunks: RowChunks, start: Start) -> Maximum:
+        return self._solve(params, chunks, start[0])
 
     def begin(self, params: Array, chunks: RowChunks) -> Start:
         """A start, from nothing."""

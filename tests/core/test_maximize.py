@@ -62,9 +62,9 @@ NAMES = ["logistic", "separated logistic", "poisson", "normal, unknown scale", "
 FORM = Dense(None)
 
 
-def solved(objective, search, size, driver="host"):
-    """By one of the two drivers, from the standard normal."""
-    base, state = standard_base(jnp.float64), init(search, FORM, jnp.zeros(size))
+def solved(objective, search, size, driver="host", precision=None):
+    """By one of the two drivers, from the standard normal, or from another precision."""
+    base, state = standard_base(jnp.float64), init(search, FORM, jnp.zeros(size), precision)
     if driver == "traced":
         return jax.jit(lambda: solve_traced(search, objective, base, FORM, state))()
     steps = Steps(
@@ -162,6 +162,21 @@ def test_gaussian_factors_are_solved_exactly():
     )
     np.testing.assert_allclose(found.bound, evidence - 10 * np.log(2 * np.pi), rtol=1e-12)
     assert int(found.iterations) <= 2  # one for the covariance, one for the mean
+
+
+@pytest.mark.parametrize("driver", ["host", "traced"])
+def test_a_start_with_the_right_covariance_needs_no_step(driver):
+    """The mean is solved for there. How near the start is says nothing of the tolerance."""
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(20, 4)), rng.normal(size=20)
+    constants = cf.Gaussian(jnp.asarray(y), jnp.full(20, 0.7), jnp.zeros(20), jnp.ones(20))
+    design = jnp.asarray(x)[:, None, :]
+    objective = objective_of((closed_kind(cf.Gaussian),), lambda e: (Factors(design @ e, design, constants),))
+    precision = np.eye(4) + x.T @ x / 0.49
+    search = Search(Settings(1e-12, 50, rtol=None), True, staged=True)
+    found = solved(objective, search, 4, driver, jnp.asarray(precision))
+    assert found.converged and int(found.iterations) == 0
+    np.testing.assert_allclose(found.mean, np.linalg.solve(precision, x.T @ y / 0.49), rtol=1e-11)
 
 
 @pytest.mark.parametrize("driver", ["host", "traced"])
