@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -44,6 +43,7 @@ from .results.rounding import warn_of_lost_digits
 from .streams.checkpoints import EVERY
 from .streams.online_pass import CallBack, OnlinePass, run_epochs
 from .streams.opening import SHUFFLES, PassOptions, open_source, ordered, usable_source
+from .user_warnings import warn
 
 PREDICTIONS = (None, "plugin", "linearized")
 
@@ -334,7 +334,7 @@ class BONG:
                 )
         row_sets = (*getattr(init, "row_sets", ()), absorbed)
         posterior = self._posterior(online, state, model_kwargs, info, row_sets)
-        warn_of_lost_digits(posterior, stacklevel=3)
+        warn_of_lost_digits(posterior)
         return posterior
 
     # ------------------------------------------------------------------ functional form
@@ -373,7 +373,7 @@ class BONG:
         """The posterior of a state, with the exact prior."""
         online = self.online
         posterior = self._posterior(online, state, online.engine.program.model_kwargs, {})
-        warn_of_lost_digits(posterior, stacklevel=3)
+        warn_of_lost_digits(posterior)
         return posterior
 
     # ------------------------------------------------------------------ inside
@@ -418,10 +418,9 @@ class BONG:
     def _start(self, online: Online, init: Posterior | OnlineState | None, rng_key: Array) -> OnlineState:
         if init is None:
             if self.init_loc_fn is None and is_at_rest(online.engine.program, online.start.mean):
-                warnings.warn(
+                warn(
                     "the weights of the network start at zero, where it has no slope and learns next to nothing: pass "
-                    "init_loc_fn=init_to_module, or give them a prior with another mean.",
-                    stacklevel=3,
+                    "init_loc_fn=init_to_module, or give them a prior with another mean."
                 )
             return online.initial_state(rng_key)
         if isinstance(init, OnlineState):

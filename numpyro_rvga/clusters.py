@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from functools import reduce
 from typing import TYPE_CHECKING, Any
@@ -26,6 +25,7 @@ from .results.group_parts import (
 )
 from .results.group_rounds import Parts, Shared
 from .results.groups import write_groups
+from .user_warnings import warn
 
 if TYPE_CHECKING:
     from distributed import Client
@@ -64,7 +64,7 @@ def results_of(client: Client, tasks: Sequence[Any], bar: Any) -> list[Any]:
                     bar.update()
             except TimeoutError:
                 if len(found) == before and not client.scheduler_info()["workers"]:
-                    warnings.warn("the cluster has no workers left: the run waits for new ones.", stacklevel=6)
+                    warn("the cluster has no workers left: the run waits for new ones.")
     except BaseException:
         client.cancel(list(tasks))
         raise

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -29,6 +28,7 @@ from .results.rounds import checked_rounds, evaluations_of, facts_of, in_rounds,
 from .results.summaries import TOLERANCE
 from .rvga import RVGA
 from .streams.opening import HEAD, PassOptions, open_source
+from .user_warnings import warn
 
 if TYPE_CHECKING:
     from distributed import Client
@@ -111,9 +111,9 @@ def run(
     if result is None:
         remedy = "take rounds='auto'" if takes_rounds else "use fewer and larger parts, or RVGA"
         posterior = method.posterior(merged(start, states))
-        warn_of_one_exchange(posterior.program, [int(state.num_rows) for state in states], remedy, 3)
+        warn_of_one_exchange(posterior.program, [int(state.num_rows) for state in states], remedy)
         return dataclasses.replace(posterior, info={**posterior.info, **info}, row_sets=runs)
-    posterior, info = method.posterior(result.state), info | facts_of(result, limit, stacklevel=3)
+    posterior, info = method.posterior(result.state), info | facts_of(result, limit)
     return dataclasses.replace(posterior, elbo=result.look.bound, info={**posterior.info, **info}, row_sets=runs)
 
 
@@ -201,12 +201,11 @@ def run_groups(
         cluster.write(folder, members.names, result.shared.root)
     error = result.errors[-1]
     if not error < TOLERANCE:
-        warnings.warn(
+        warn(
             f"the shared sites may still be {error:.2g} standard deviations from the best Gaussian of all rows, after "
             f"{len(result.errors)} rounds" + ("." if rounds == "auto" else ": take more, or rounds='auto'."),
-            stacklevel=2,
         )
-    warn_of(result.expectation_error, stacklevel=2)
+    warn_of(result.expectation_error)
     info = {
         "plate": plate,
         "rounds": len(result.errors),

@@ -168,8 +168,8 @@ class FixedPointVI:
                 start = None if init is None else init.mean
                 return Posterior(**self._integration(engine.program, choice.sites, rows, rng_key, progress_bar, start))
             not_integrated = {"not_integrated": choice.reason}
-        options = {"progress_bar": progress_bar, "stacklevel": 3, "started": started}
-        program, state, bound, facts = self._solver(engine, rows, init, **options)
+        solved = self._solver(engine, rows, init, progress_bar=progress_bar, started=started)
+        program, state, bound, facts = solved
         info = {
             "schedule": self.schedule,
             "expectation": self.options.facts["expectation"],
@@ -180,8 +180,8 @@ class FixedPointVI:
         info |= not_integrated
         seen = {"num_rows": int(state.num_rows), "row_sets": (row_set(rows),) if reason is None else ()}
         posterior = Posterior(program, gaussian, bound, info, state=state, **seen)
-        posterior = confirmed(posterior, rows, rng_key, stacklevel=3)
-        warn_of_lost_digits(posterior, stacklevel=3)
+        posterior = confirmed(posterior, rows, rng_key)
+        warn_of_lost_digits(posterior)
         return posterior
 
     @classmethod

@@ -518,8 +518,7 @@ class RVGA:
                 f"{reason} All rows together are too many for one joint solve: their Jacobians hold {numbers:.2g} "
                 "numbers. FixedPointVI(model).run(data) takes them in parts."
             )
-        options = {"progress_bar": progress_bar, "stacklevel": 4, "started": started}
-        program, state, bound, facts = self._solver(engine, rows, **options)
+        program, state, bound, facts = self._solver(engine, rows, progress_bar=progress_bar, started=started)
         self.state = state
         info = {
             "scheme": self.options.scheme,
@@ -531,8 +530,8 @@ class RVGA:
             info["log_evidence_estimate"] = float(state.log_evidence)
         gaussian = FullGaussian(state.mean, state.root)
         posterior = Posterior(program, gaussian, bound, info, state=state, num_rows=int(state.num_rows))
-        warn_of_lost_digits(posterior, stacklevel=4)
-        return confirmed(posterior, rows, rng_key, stacklevel=4)
+        warn_of_lost_digits(posterior)
+        return confirmed(posterior, rows, rng_key)
 
     def _set_state(self, state: State) -> None:
         self.state = state
@@ -565,7 +564,7 @@ class RVGA:
         continuation = Continuation(self, dict(model_kwargs))
         if self.options.scheme in RECURSIONS:
             info["converged"] = None
-        warn_unless_converged(info, stacklevel=4)
+        warn_unless_converged(info)
         info = {
             "scheme": self.options.scheme,
             "expectation": self.options.facts["expectation"],
@@ -581,7 +580,7 @@ class RVGA:
                 info["log_evidence_estimate"] = evidence
         gaussian, counts = FullGaussian(state.mean, state.root), {"num_rows": int(state.num_rows), "row_sets": row_sets}
         posterior = Posterior(engine.program, gaussian, bound, info, continuation, state, **counts)
-        warn_of_lost_digits(posterior, stacklevel=4)
+        warn_of_lost_digits(posterior)
         return posterior
 
 

@@ -18,6 +18,7 @@ FLOORS = [
     "options",
     "files",
     "progress",
+    "user_warnings",
     "dynamics",
     "initialization",
     "engines",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -17,6 +16,7 @@ from ..model.rows import Rows
 from ..model.tracing import REACH
 from ..options import Options
 from ..progress import progress
+from ..user_warnings import warn
 from .engine import Engine
 from .expectation_errors import expectation_errors, warn_of
 from .gradient_ascent import GradientAscent, Record
@@ -50,13 +50,11 @@ class BatchSolver:
     def __init__(self, options: Options, schedule: str, name: str):
         self._options, self._schedule, self._name = options, schedule, name
 
-    def __call__(
-        self, engine: Engine, rows: Rows, init: Any = None, *, progress_bar: bool, stacklevel: int, started: float
-    ) -> Fit:
+    def __call__(self, engine: Engine, rows: Rows, init: Any = None, *, progress_bar: bool, started: float) -> Fit:
         """The best Gaussian.
 
         :param rows: all of them. :param init: has ``mean`` (P,) and ``scale`` (P, P), to start from; or None.
-        :param stacklevel: of the user's call, for warnings. :param started: when that was.
+        :param started: when the user's call was.
         :raises ValueError: naming the row, if the bound is not finite; naming the site, if the posterior is improper.
         """
         program, learned = engine.program, None
@@ -96,13 +94,13 @@ class BatchSolver:
             error, excess = expectation_errors(engine, after, rows, info.accounts)
             facts["elbo_error"], bound = error, bound - excess
             if engine.calls_for_more(error):
-                options = {"progress_bar": progress_bar, "stacklevel": stacklevel + 1, "started": started}
+                options = {"progress_bar": progress_bar, "started": started}
                 nearby = init if sparse is not None else _Start(np.asarray(after.mean), np.asarray(after.root))
                 modes = modes_info(info.modes)
-                warn_of_modes(modes, stacklevel)
+                warn_of_modes(modes)
                 fit = self(engine.with_effort("thorough"), rows, nearby, **options)
                 return fit._replace(facts=modes | fit.facts)
-            warn_of(error, stacklevel=stacklevel)
+            warn_of(error)
         facts |= {
             "converged": bool(info.converged),
             "iterations": int(info.iterations),
@@ -113,28 +111,26 @@ class BatchSolver:
         if self._schedule != "gradient":
             facts |= {"clamped_iterations": record.clamped, "cycling_iterations": record.cycling}
         facts |= modes_info(info.modes)
-        warn_of_modes(facts, stacklevel)
+        warn_of_modes(facts)
         if learned is not None:
             facts |= {"learned": learned.converged, "learning_bounds": np.asarray(learned.bounds)}
-        self._warn(facts, learned, stacklevel)
+        self._warn(facts, learned)
         return Fit(program, after, bound, facts)
 
     # ------------------------------------------------------------------ inside
-    def _warn(self, facts: dict, learned: Learned | None, stacklevel: int) -> None:
+    def _warn(self, facts: dict, learned: Learned | None) -> None:
         if not facts["converged"]:
             spent = facts["iterations"] >= self._options.max_iterations
             reason = f"all {self._options.max_iterations} iterations were spent" if spent else "no step raised it"
-            warnings.warn(
+            warn(
                 f"the bound is not maximized: {reason}, and the squared natural gradient is "
                 f"{facts['largest_decrement']:.2g} nats. Raise max_iterations or tolerance, use float64, or check the "
-                "scales of the priors.",
-                stacklevel=stacklevel,
+                "scales of the priors."
             )
         if learned is not None and not learned.converged:
-            warnings.warn(
+            warn(
                 f"the numpyro.param sites were still rising after {len(learned.bounds) - 1} steps: start them nearer, "
-                "or raise tolerance.",
-                stacklevel=stacklevel,
+                "or raise tolerance."
             )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -16,6 +15,7 @@ from ..core.factors import Accounts, Kind, covariances
 from ..core.recursion import State
 from ..model.distinct_rows import num_distinct, once_each
 from ..model.rows import Rows, evenly_spread, num_rows, selected
+from ..user_warnings import warn
 from .engine import BUDGET, Engine
 from .kinds import NUM_FRESH
 from .row_chunks import chunks_of
@@ -71,13 +71,12 @@ def expectation_errors(engine: Engine, state: State, rows: Rows, accounts: Accou
     return _together([_accuracy(x, total, count) for x in of_some] + [_accuracy(x, 1, 1) for x in of_prior])
 
 
-def warn_of(error: float, stacklevel: int) -> None:
+def warn_of(error: float) -> None:
     """If the expectations are so inexact that the user should know."""
     if not error <= WORTH_A_WARNING:
-        warnings.warn(
+        warn(
             f"the expectations at q have an error of up to {error:.2g} nats, and so does elbo. Compare with NUTS, or "
-            "start NUTS from this posterior; where rows have more than three predictors, raise num_samples.",
-            stacklevel=stacklevel,
+            "start NUTS from this posterior; where rows have more than three predictors, raise num_samples."
         )
 
 

@@ -6,7 +6,6 @@ is mirrored at the prior's, and within two of zero in unconstrained space, as Nu
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,6 +16,7 @@ from scipy.special import softmax
 from ..core.recursion import State, StepInfo
 from ..model.tracing import REACH
 from ..options import key_numbers
+from ..user_warnings import warn
 
 MOST_NUMBERS = 2**18  # in the Jacobians, of searches that are worth repeating
 MOST_PARAMETERS = 200
@@ -80,14 +80,13 @@ def share_of_others(info: Mapping[str, Any]) -> float:
     return float(1 - softmax(np.asarray(info["modes"], np.float64))[0]) if "modes" in info else 0.0
 
 
-def warn_of_modes(info: Mapping[str, Any], stacklevel: int) -> None:
-    """:param stacklevel: of the user's call."""
+def warn_of_modes(info: Mapping[str, Any]) -> None:
+    """If much of the posterior may be at other modes."""
     share = share_of_others(info)
     if share > NOTICEABLE:
-        warnings.warn(
+        warn(
             f"q is at one of {len(info['modes'])} modes, which searches from other starts found: their bounds are in "
             f"info['modes']. By these, about {share:.0%} of the posterior is elsewhere. If the modes are the same but "
             "for a sign or an order, fix that in the model, as by HalfNormal or OrderedTransform. Else run several "
-            "chains of NUTS.",
-            stacklevel=stacklevel,
+            "chains of NUTS."
         )

@@ -74,7 +74,7 @@ class GroupModel(NamedTuple):
         apart = count + (num_rows(rows) == count)  # a plate that is as long as the rows would be one of theirs
         engine = self._engine(engines, rows, apart)
         solver = BatchSolver(self.options, "incremental", "groups")
-        fit = solver(engine, rows, progress_bar=False, stacklevel=1, started=time.perf_counter())
+        fit = solver(engine, rows, progress_bar=False, started=time.perf_counter())
         members = members_of(engine.program, self.plate.name, apart)
         return members, np.asarray(fit.state.mean, np.float64), np.asarray(fit.state.root, np.float64)
 

@@ -8,7 +8,6 @@ Gaussian factor (:mod:`~numpyro_rvga.core.group_factors`). The other groups stay
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -24,6 +23,7 @@ from ..model.arguments import check_row_shapes, finite_rows, row_shapes
 from ..model.identity import ModelIdentity
 from ..model.members import Members
 from ..model.rows import Rows, joined, num_rows, selected
+from ..user_warnings import warn
 from .group_blocks import FEWEST, Block, Bound, Solve, cut, packed
 from .group_parts import (
     GroupModel,
@@ -182,10 +182,9 @@ class GroupStream:
             if len(parts) == 1 or last < SETTLED:
                 break
         else:
-            warnings.warn(
+            warn(
                 f"after {MOST_LOOKS} looks at the groups in the file, one still moves the shared sites by {last:.2g} "
-                "standard deviations: keep more groups in memory.",
-                stacklevel=3,
+                "standard deviations: keep more groups in memory."
             )
         self._moved = _moved(before, self._so_far.shared)
         if len(parts) == 1 and self._looked_at == self.num_rows:  # the errors of blocks are no part of q any more
@@ -204,10 +203,9 @@ class GroupStream:
         solve = Solve(Block(bound, open_rows, others), GroupPlace(groups, None))
         result = in_group_rounds(start, solve.parts, None, rounding(), BLOCK_TOLERANCE)
         if not result.errors[-1] < TOLERANCE:
-            warnings.warn(
+            warn(
                 f"after {len(result.errors)} rounds of a block, the shared sites may still be {result.errors[-1]:.2g} "
-                "standard deviations from the best Gaussian.",
-                stacklevel=4,
+                "standard deviations from the best Gaussian."
             )
         self._keep(bound, result, labels, solve.place.groups, open_rows)
 
@@ -332,14 +330,13 @@ class GroupStream:
         shared, _, evidence = self._so_far
         assert self._bound is not None
         engine, members = self._bound.engine, self._bound.members
-        warn_of(self._expectation_error, stacklevel=2)
+        warn_of(self._expectation_error)
         if self._moved > FAR and self._looked_at < self._settled_at:
-            warnings.warn(
+            warn(
                 f"the last look at the groups has moved the shared sites by {self._moved:.2g} standard deviations, and "
                 f"{self._settled_at - self._looked_at} of {self._settled_at} rows could not be looked at again: those "
                 "may be far off, as where rows come in the order of their outcomes. Keep more rows of each group "
-                "(rows_kept), and more groups in memory.",
-                stacklevel=2,
+                "(rows_kept), and more groups in memory."
             )
         info = {
             "plate": self._model.plate.name,

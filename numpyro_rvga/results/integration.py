@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +31,7 @@ from ..model.hyperparameters import Choice, choose_sites
 from ..model.rows import Rows
 from ..options import MARGINALS, Options, check_choice, default_key
 from ..progress import progress
+from ..user_warnings import warn
 from .arviz import smoothed
 from .log_joint import check_all_rows
 from .marginal_nuts import has_mixed, integrate_by_nuts
@@ -375,4 +375,4 @@ def _warn(integral: Integral, sites: tuple[str, ...]) -> None:
             "raise max_iterations or tolerance, or use float64."
         )
     for problem in problems:
-        warnings.warn(problem, stacklevel=4)
+        warn(problem)

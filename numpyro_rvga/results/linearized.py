@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import warnings
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -13,6 +12,7 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from ..streams.model_check import agrees
+from ..user_warnings import warn
 from .log_joint import log_joint
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 NUM_DRAWS = 200
 
 
-def confirmed(posterior: Posterior, rows: Mapping[str, ArrayLike], rng_key: Array, *, stacklevel: int) -> Posterior:
+def confirmed(posterior: Posterior, rows: Mapping[str, ArrayLike], rng_key: Array) -> Posterior:
     """The posterior, without its bound if that is one of a tangent to the model, and draws do not confirm it.
 
     The bound is the mean of log p - log q over draws from q.
@@ -37,10 +37,9 @@ def confirmed(posterior: Posterior, rows: Mapping[str, ArrayLike], rng_key: Arra
     mean, error = float(np.mean(log_ratios)), float(np.std(log_ratios, ddof=1)) / math.sqrt(NUM_DRAWS)
     if agrees(bound, mean, error, exact=False):
         return posterior
-    warnings.warn(
+    warn(
         f"the bound is {bound:.6g} nats with linearized predictors, and {mean:.6g} (standard error {error:.2g}) by "
         f"{NUM_DRAWS} draws from q. So there is no bound, and q may be off: compare with NUTS, or start NUTS from this "
-        "posterior.",
-        stacklevel=stacklevel,
+        "posterior."
     )
     return dataclasses.replace(posterior, elbo=None, info={**posterior.info, "log_evidence_estimate": bound})

@@ -91,11 +91,11 @@ def _merged_fields(parts: Sequence[Posterior], data: Sequence[Any] | None, round
     if isinstance(states[0], State):
         if data is not None and not (first.program.is_conjugate and limit is None):
             result = _in_rounds(parts, states, list(data), limit)
-            info |= facts_of(result, limit, stacklevel=4)
+            info |= facts_of(result, limit)
             state = result.state
             return common | _fields(FullGaussian(state.mean, state.root), state, result.look.bound)
         state = merged(first.program.initial_state(), states)
-        warn_of_one_exchange(first.program, [part.num_rows for part in parts], "pass data=, the rows of each part", 4)
+        warn_of_one_exchange(first.program, [part.num_rows for part in parts], "pass data=, the rows of each part")
         if state.prior_factor is not None:
             state = _settled(first.program, state)
         has_bound = first.program.is_conjugate and all(part.elbo is not None for part in parts)
@@ -107,7 +107,7 @@ def _merged_fields(parts: Sequence[Posterior], data: Sequence[Any] | None, round
         raise ValueError("rounds are for posteriors of RVGA with full Gaussians: leave data out.")
     online = first.continuation.online
     state = merged(online.initial_state(states[0].rng_key), states)
-    warn_of_one_exchange(first.program, [part.num_rows for part in parts], "use fewer and larger parts, or RVGA", 4)
+    warn_of_one_exchange(first.program, [part.num_rows for part in parts], "use fewer and larger parts, or RVGA")
     return common | _fields(online.with_exact_prior(state), state, None)
 
 

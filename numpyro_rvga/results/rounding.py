@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -12,6 +11,7 @@ import numpy as np
 from scipy.linalg import solve_triangular
 
 from ..core.gaussians import FullGaussian, LowRankGaussian
+from ..user_warnings import warn
 
 if TYPE_CHECKING:
     from .posterior import Posterior
@@ -27,11 +27,9 @@ NAMED, SHARE = 4, 0.3  # entries in a message, and the least share in the direct
 UNNAMED = 0.1  # of the direction's square, in entries that are not named
 
 
-def warn_of_lost_digits(posterior: Posterior, stacklevel: int) -> None:
+def warn_of_lost_digits(posterior: Posterior) -> None:
     """If rounding may have changed a standard deviation: where a combination of parameters is known far less well than
     each of them would be, given the others. Diagonal precisions are sums of positive numbers, and lose none.
-
-    :param stacklevel: of the user's call.
     """
     gaussian = posterior.gaussian
     widest = None
@@ -49,12 +47,11 @@ def warn_of_lost_digits(posterior: Posterior, stacklevel: int) -> None:
     unnamed = np.sum(share**2) - np.sum(share[chosen] ** 2)
     more = " and others" if unnamed > UNNAMED * np.sum(share**2) else ""
     remedy = "jax.config.update('jax_enable_x64', True), or " if digits.bits == 32 else ""
-    warnings.warn(
+    warn(
         f"{digits.bits}-bit numbers have too few digits here: the data hardly tell a combination of "
         f"{', '.join(names[i] for i in sorted(chosen))}{more} from others, and the prior is wide, so that its standard "
         f"deviation may be wrong. Use {remedy}standardize the columns, leave one of them out (as of the indicators of "
         "all groups beside an intercept), or give them narrower priors.",
-        stacklevel=stacklevel,
     )
 
 

@@ -9,7 +9,6 @@ no Gaussian, is halved.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from functools import reduce
 from typing import TYPE_CHECKING, NamedTuple
@@ -21,6 +20,7 @@ from ..core.recursion import CanonicalGaussian, State
 from ..engines.certificate import Certificate, Look, Sums
 from ..engines.engine import Engine
 from ..options import is_count
+from ..user_warnings import warn
 from .summaries import (
     TOLERANCE,
     added,
@@ -185,32 +185,27 @@ def _rounding(at: _Place) -> float:
     return 8 * float(np.finfo(at.state.mean.dtype).eps) * abs(at.look.bound)
 
 
-def warn_of_one_exchange(program: Program, counts: Sequence[int], remedy: str, stacklevel: int) -> None:
+def warn_of_one_exchange(program: Program, counts: Sequence[int], remedy: str) -> None:
     """If that may leave q far from the best Gaussian of all rows.
 
-    :param counts: rows of each part. :param remedy: what to do. :param stacklevel: of the user's call.
+    :param counts: rows of each part. :param remedy: what to do.
     """
     if program.has_gaussian_rows or sum(count > 0 for count in counts) < 2:
         return
-    warnings.warn(
+    warn(
         "the posteriors of the parts are merged once, and rows that are not linear and Gaussian may leave the result "
-        f"standard deviations from that of all rows, the more so the more parts there are: {remedy}.",
-        stacklevel=stacklevel,
+        f"standard deviations from that of all rows, the more so the more parts there are: {remedy}."
     )
 
 
-def facts_of(result: Result, rounds: int | None, stacklevel: int) -> dict:
-    """For the posterior's ``info``, with a warning if q is not yet that of all rows.
-
-    :param stacklevel: of the user's call.
-    """
+def facts_of(result: Result, rounds: int | None) -> dict:
+    """For the posterior's ``info``, with a warning if q is not yet that of all rows."""
     error = result.errors[-1]
     if not error < TOLERANCE:
-        warnings.warn(
+        warn(
             f"the merged posterior may still be {error:.2g} standard deviations from that of all rows, after "
             f"{len(result.errors)} rounds: "
             + ("use fewer and larger parts." if rounds is None else "take more rounds, or rounds='auto'."),
-            stacklevel=stacklevel,
         )
     return {
         "rounds": len(result.errors),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -16,6 +15,7 @@ from ..engines.engine import Engine
 from ..model.row_set import RowSet, row_digests
 from ..model.rows import Rows, joined, num_rows, selected
 from ..options import check_choice, is_count
+from ..user_warnings import warn
 from .model_check import MOST_ROWS, NUM_PAIRS, Difference, ModelCheck
 from .order import seed_of
 from .recursive_pass import RecursivePass
@@ -24,7 +24,6 @@ from .source import RowSource, chunks, rows_in_memory
 
 FINE = 1e-6  # nats: the squared natural gradient that is left where q was computed with few nodes
 APPROXIMATE = ("probit", "sigma_points")  # expectations that whoever asks for them knows to be so
-LEVEL = 5  # of the user's call, for warnings
 
 
 class Findings(NamedTuple):
@@ -97,7 +96,7 @@ class Certification:
             source = rows_in_memory(taken.sample.contents().rows)
             return self._looked_at(engine, start, state, source, taken.num_taken, rng, self._tolerance)
         if taken.sample.num_offered:
-            state, info = estimated(certificate, state, taken, self._max_looks, stacklevel=LEVEL)
+            state, info = estimated(certificate, state, taken, self._max_looks)
             return Findings(state, None, info, taken.sample.contents().rows)
         return findings
 
@@ -161,10 +160,10 @@ def sums_at(engine: Engine, state: State, source: RowSource) -> tuple[Sums, RowS
     return Certificate.of(engine).sums(state, watched, source.total), seen
 
 
-def warn_unless_converged(info: Mapping[str, Any], stacklevel: int) -> None:
+def warn_unless_converged(info: Mapping[str, Any]) -> None:
     """If solves have ended before q was the best Gaussian.
 
-    :param info: of the posterior. :param stacklevel: of the user's call.
+    :param info: of the posterior.
     """
     if info["converged"] in (True, None) or "bound_estimate" in info:  # of an estimate, a sample has warned
         return
@@ -177,7 +176,7 @@ def warn_unless_converged(info: Mapping[str, Any], stacklevel: int) -> None:
     else:
         how = f"after {looks} looks at all rows it has, by more than certificate_tolerance,"
         remedy = "Raise max_looks, or go on with FixedPointVI(model).run(data, init=posterior)"
-    warnings.warn(f"{what}: {how} a squared natural gradient of {off:.2g} nats. {remedy}.", stacklevel=stacklevel)
+    warn(f"{what}: {how} a squared natural gradient of {off:.2g} nats. {remedy}.")
 
 
 class _Sample:
@@ -220,10 +219,9 @@ def _report(differences: list[Difference], *, silent: bool) -> None:
                 "certify=False passes over this check."
             )
         if not silent:
-            warnings.warn(
+            warn(
                 f"site {each.site!r}: {facts}. Its expectation is approximate here, so there is no bound, and q may "
-                "be off: compare with NUTS, or start NUTS from this posterior.",
-                stacklevel=LEVEL,
+                "be off: compare with NUTS, or start NUTS from this posterior."
             )
 
 

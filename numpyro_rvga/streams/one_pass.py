@@ -18,7 +18,7 @@ from ..model.rows import Rows, without
 from ..options import key_numbers
 from ..progress import progress
 from .block_plan import BlockPlan, Sizes
-from .certification import LEVEL, Certification
+from .certification import Certification
 from .opening import PassOptions, ordered
 from .recursive_pass import FEW_NUMBERS, SAMPLE_NUMBERS, RecursivePass
 from .source import RowSource
@@ -109,8 +109,8 @@ class OnePass:
             if quick is not None and not info["converged"]:
                 self.engines.forget_quick(engine)
                 return None
-            warn_of(info["elbo_error"], stacklevel=LEVEL - 1)
-        warn_of_modes(info, stacklevel=LEVEL - 1)
+            warn_of(info["elbo_error"])
+        warn_of_modes(info)
         bound = self.certification.checked(engine, findings, rng_key)
         return Outcome(findings.state, info, bound if int(start.num_rows) == 0 else None, taken.absorbed)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,6 +11,7 @@ import numpy as np
 from ..core.recursion import State
 from ..engines.certificate import Certificate, Look, Stratum
 from ..model.rows import Rows, selected
+from ..user_warnings import warn
 from .memory import Kept
 from .recursive_pass import RecursivePass
 
@@ -25,12 +25,9 @@ LEFT = 0.02  # and nats of squared natural gradient that are or may be left: les
 
 
 def estimated(
-    certificate: Certificate, state: State, taken: RecursivePass, max_looks: int, *, stacklevel: int
+    certificate: Certificate, state: State, taken: RecursivePass, max_looks: int
 ) -> tuple[State, dict[str, Any]]:
-    """The state after steps where the natural gradient is estimated well enough, and the estimates.
-
-    :param stacklevel: of the user's call, for a warning if the order of the rows has done harm.
-    """
+    """The state after steps where the natural gradient is estimated well enough, and the estimates."""
     sample = taken.sample.contents()
     kept, batches = _strata(sample, taken.kept, taken.sample.num_offered)
     if not len(batches[0].weights):  # nearly all rows are kept, and the sample has no others
@@ -41,19 +38,17 @@ def estimated(
     off, left = _furthest(before), after.squared_natural_gradient + 2 * after.noise.squared
     disordered = unlike > DEVIATIONS and not (off < HARM or left < LEFT)
     if disordered:
-        warnings.warn(
+        warn(
             f"the rows come in an order that one pass cannot undo: blocks are unlike each other (by {unlike:.1f} "
             f"standard deviations more than rows in random order), and q was off by {off:.2g} of its standard "
             f"deviations. A sample of the rows leaves {_furthest(after):.2g} of these. Read the rows again (arrays, "
-            "a list of blocks, ParquetRows), or use dynamics if the parameters drift.",
-            stacklevel=stacklevel,
+            "a list of blocks, ParquetRows), or use dynamics if the parameters drift."
         )
     elif left >= LEFT:
-        warnings.warn(
+        warn(
             "q may not be the best Gaussian: a sample of the rows leaves a squared natural gradient of "
             f"{after.squared_natural_gradient:.2g} nats, with noise of {after.noise.squared:.2g}. Rows that can be "
-            "read again (arrays, a list of blocks, ParquetRows) are looked at to the end.",
-            stacklevel=stacklevel,
+            "read again (arrays, a list of blocks, ParquetRows) are looked at to the end."
         )
     info = {
         "looks": certified.looks,
