@@ -53,7 +53,7 @@ class MaximizedBound:
         self.engine, program = engine, engine.program
         program.initial_state()  # what is drawn from the prior is drawn here, outside of compiled functions
 
-        def parts(params: Array, chunks: RowChunks, start: Start | None) -> tuple[Search, Joint]:
+        def parts(params: Array, chunks: RowChunks, start: Start) -> tuple[Search, Joint]:
             state = program.initial_state_at(params)
             problem = JointProblem(state, chunks, program.prior_inputs | {PARAMS: params}, init=start)
             search = engine.search_all(problem)
@@ -61,10 +61,11 @@ class MaximizedBound:
 
         @engine.compiled
         def begin(params, chunks):
-            search, joint = parts(params, chunks, None)
-            settings = search.settings._replace(max_iterations=0)  # the scale alone
-            solution = solve_joint_traced(search._replace(settings=settings), joint)
-            return solution.mean, solution.root @ solution.root.T
+            mean = jnp.zeros(program.layout.size, program.dtype)
+            precision = jnp.eye(mean.size, dtype=mean.dtype)
+            search, (objective, *_) = parts(params, chunks, (mean, precision))
+            curvature = objective.curvature(mean, objective.expect(mean, None).hessians, not search.log_concave)
+            return mean, precision + jnp.where(jnp.isfinite(curvature), curvature, 0.0)
 
         @engine.compiled
         def solve(params, chunks, start):
