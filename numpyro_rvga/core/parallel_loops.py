@@ -16,6 +16,7 @@ from jax import Array, lax
 from jax.extend import core as jex_core
 
 from .interpret import of_outputs, sources_of
+from .primitives import inner_program, scan_counts
 
 
 def in_parallel(eqn: Any, is_constant: Sequence[bool]) -> jex_core.ClosedJaxpr | None:
@@ -26,9 +27,9 @@ def in_parallel(eqn: Any, is_constant: Sequence[bool]) -> jex_core.ClosedJaxpr |
 
     :param is_constant: of the equation's inputs, whether each is a constant.
     """
-    start, num_carry = eqn.params["num_consts"], eqn.params["num_carry"]
+    start, num_carry = scan_counts(eqn)
     carries = frozenset(range(start, start + num_carry))
-    of_outputs_all = sources_of(eqn.params["jaxpr"], [frozenset([i]) for i in range(len(eqn.invars))])
+    of_outputs_all = sources_of(_body(eqn), [frozenset([i]) for i in range(len(eqn.invars))])
     sources = dict(zip(sorted(carries), of_outputs_all))
     alone = _closed(carries, sources, frozenset(i for i, known in enumerate(is_constant) if known))
     stages, found = [], alone
@@ -40,6 +41,11 @@ def in_parallel(eqn: Any, is_constant: Sequence[bool]) -> jex_core.ClosedJaxpr |
         found = found | frozenset(ready)
     avals = [v.aval for v in eqn.invars]
     return jax.make_jaxpr(lambda *inputs: _at_once(eqn, is_constant, sorted(alone), stages, inputs))(*avals)
+
+
+def _body(eqn: Any) -> jex_core.ClosedJaxpr:
+    """What one step does."""
+    return jex_core.ClosedJaxpr(*inner_program(eqn))
 
 
 def _closed(carries: frozenset[int], sources: dict[int, frozenset[int]], constants: frozenset[int]) -> frozenset[int]:
@@ -55,8 +61,8 @@ def _closed(carries: frozenset[int], sources: dict[int, frozenset[int]], constan
 def _at_once(
     eqn: Any, is_constant: Sequence[bool], alone: list[int], stages: list[list[int]], inputs: Sequence[Array]
 ) -> list[Array]:
-    params, body = eqn.params, eqn.params["jaxpr"]
-    start, count, length = params["num_consts"], params["num_carry"], params["length"]
+    params, body, (start, count) = eqn.params, _body(eqn), scan_counts(eqn)
+    length = params["length"]
     stop = start + count
     flip = (lambda x: x[::-1]) if params["reverse"] else (lambda x: x)
     arguments = [*inputs[:stop], *map(flip, inputs[stop:])]
@@ -83,20 +89,22 @@ def _at_once(
 
 def _histories(eqn: Any, is_constant: Sequence[bool], alone: list[int], arguments: list[Array]) -> list[Array]:
     """What each step starts from, of carried values that take constants only."""
-    start, count = eqn.params["num_consts"], eqn.params["num_carry"]
+    body, (start, count) = _body(eqn), scan_counts(eqn)
     stop = start + count
-    program = of_outputs(eqn.params["jaxpr"], [c - start for c in alone])
-    avals = eqn.params["jaxpr"].in_avals
+    program, avals = of_outputs(body, [c - start for c in alone]), body.in_avals
 
-    def step(state: list[Array], slices: list[Array]) -> tuple[list[Array], list[Array]]:
+    def step(number: Array, carry: tuple[list[Array], list[Array]]) -> tuple[list[Array], list[Array]]:
+        state, histories = carry
         values = [x if is_constant[i] else jnp.zeros(avals[i].shape, avals[i].dtype) for i, x in enumerate(arguments)]
         for c, value in zip(alone, state):
             values[c] = value
-        known = iter(slices)
         for i in range(stop, len(values)):
             if is_constant[i]:
-                values[i] = next(known)
-        return jex_core.jaxpr_as_fun(program)(*values), state
+                values[i] = arguments[i][number]
+        after = jex_core.jaxpr_as_fun(program)(*values)
+        return after, [history.at[number].set(x) for history, x in zip(histories, state)]
 
-    constant_slices = [arguments[i] for i in range(stop, len(arguments)) if is_constant[i]]
-    return lax.scan(step, [arguments[c] for c in alone], constant_slices, length=eqn.params["length"])[1]
+    # Not by a scan: while something else is traced, JAX 0.7 cannot evaluate one that stacks its outputs.
+    state = [arguments[c] for c in alone]
+    length = eqn.params["length"]
+    return lax.fori_loop(0, length, step, (state, [jnp.zeros((length, *x.shape), x.dtype) for x in state]))[1]

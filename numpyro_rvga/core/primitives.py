@@ -87,6 +87,14 @@ def inner_program(eqn) -> tuple:
     return (inner.jaxpr, inner.consts) if hasattr(inner, "consts") else (inner, [])
 
 
+def scan_counts(eqn) -> tuple[int, int]:
+    """How many inputs of a scan are the same at all steps, and how many are carried from step to step."""
+    if "ft_in" in eqn.params:  # in newer versions of JAX
+        constants, carried, _ = eqn.params["ft_in"].unpack()
+        return len(constants), len(carried)
+    return eqn.params["num_consts"], eqn.params["num_carry"]
+
+
 def results(eqn, inputs: list) -> list:
     """The outputs of an equation, as a list."""
     result = binder(eqn)(*inputs)
