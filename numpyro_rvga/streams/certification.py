@@ -22,6 +22,7 @@ from .recursive_pass import RecursivePass
 from .sampled import estimated, stepped
 from .source import RowSource, chunks, rows_in_memory
 
+FEWEST_ROWS, MOST_NUMBERS = 500, 2**23  # of a check without a bound: rows, and numbers in their Jacobians
 FINE = 1e-6  # nats: the squared natural gradient that is left where q was computed with few nodes
 APPROXIMATE = ("probit", "sigma_points")  # expectations that whoever asks for them knows to be so
 
@@ -112,9 +113,12 @@ class Certification:
         if engine.program.local_names or check.is_done:
             return findings.bound
         rng = np.random.default_rng(seed_of(rng_key))
-        state, bound, rows = findings.state, findings.bound, _some(findings.rows, rng)
-        everything = num_rows(rows) == int(state.num_rows) and engine.program.is_proper
-        differences = check(state, rows, bound if everything else None, rng)
+        state, bound, count = findings.state, findings.bound, num_rows(findings.rows)
+        if count == int(state.num_rows) <= MOST_ROWS and engine.program.is_proper:
+            differences = check(state, findings.rows, bound, rng)
+        else:
+            most = min(MOST_ROWS, max(FEWEST_ROWS, MOST_NUMBERS // engine.numbers_per_row))
+            differences = check(state, _some(findings.rows, most, rng), None, rng)
         if not differences:
             return bound
         _report(differences, silent=engine.options.expectation in APPROXIMATE)
@@ -199,11 +203,11 @@ class _Sample:
             self.rows, self._pieces = joined(self._pieces) if self._pieces else {}, None
 
 
-def _some(rows: Rows, rng: np.random.Generator) -> Rows:
+def _some(rows: Rows, most: int, rng: np.random.Generator) -> Rows:
     """At most so many of the rows, at random."""
-    if num_rows(rows) <= MOST_ROWS:
+    if num_rows(rows) <= most:
         return rows
-    return selected(rows, np.sort(rng.choice(num_rows(rows), MOST_ROWS, replace=False)))
+    return selected(rows, np.sort(rng.choice(num_rows(rows), most, replace=False)))
 
 
 def _report(differences: list[Difference], *, silent: bool) -> None:

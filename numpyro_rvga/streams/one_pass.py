@@ -68,16 +68,17 @@ class OnePass:
         sizes = plan.sizes(engine, source, options.most_rows)
         several_blocks = source.is_longer_than(sizes.first)
         visited = ordered(source, self.shuffle, rng_key, useful=several_blocks and not plan.is_moving)
-        start, sparse, quick = initial_state(engine) if init is None else init, None, None
-        if init is None and in_memory and source.total is not None and options.checkpoint is None:
-            sparse = plan.sparse_engine(engine, head)
-            if sparse is not None:
-                start, sizes = sparse.initial_state(), sizes._replace(first=source.total, keeps_rows=False)
-            else:
+        at_hand = source.total if init is None and in_memory and options.checkpoint is None else None
+        sparse, quick = None if at_hand is None else plan.sparse_engine(engine, head), None
+        if at_hand is not None and sparse is not None:
+            start, sizes = sparse.initial_state(), sizes._replace(first=at_hand, keeps_rows=False)
+        else:
+            start = initial_state(engine) if init is None else init
+            if at_hand is not None:
                 distinct = plan.num_distinct(head, sizes)
                 quick = plan.quick_engine(self.engines, engine, distinct) if self.certification.certify else None
                 if quick is not None or distinct <= sizes.first:
-                    sizes = sizes._replace(first=max(source.total, sizes.first), keeps_rows=False)
+                    sizes = sizes._replace(first=max(at_hand, sizes.first), keeps_rows=False)
         publish(start)
         with progress(progress_bar, source.total, "RVGA", "row") as bar:
             sampled = self.certification.certify and sizes.keeps_rows and engine.options.has_bound
