@@ -121,6 +121,13 @@ class GroupStream:
         index = self._model.plate.index
         kinds = {"i": "integers", "u": "integers", "U": "strings", "b": "booleans", "f": "numbers with a point"}
         found = np.asarray(labels.tolist()) if labels.dtype.kind == "O" else labels
+        if labels.dtype.kind == "O" and found.dtype.kind == "U":  # NumPy makes strings of numbers among strings
+            for row, label in enumerate(labels):
+                if not isinstance(label, str):
+                    raise ValueError(
+                        f"array {index!r} has strings, and {label!r} in row {first_row + row}: convert it, or leave "
+                        "the row out."
+                    )
         kind = kinds.get(found.dtype.kind, f"of type {labels.dtype}")
         if kind not in ("integers", "strings"):
             raise ValueError(f"array {index!r} must have labels that are integers or strings, and they are {kind}.")

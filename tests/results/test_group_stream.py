@@ -221,6 +221,9 @@ def test_what_no_stream_can_use_is_refused(chosen, tmp_path):
     assert stream.num_rows == 40
     with pytest.raises(ValueError, match="labels that are strings from row 0 on, and integers before"):
         stream.update(first | {"user": first["user"].astype(str)})
+    mixed = np.array([1, *"1" * 39], dtype=object)
+    with pytest.raises(ValueError, match="'user' has strings, and 1 in row 0"):
+        stream.update(first | {"user": mixed})
     with pytest.raises(ValueError, match="integers or strings, and they are numbers with a point"):
         stream.update(first | {"user": first["user"] + 0.5})
     with pytest.raises(ValueError, match="the data have no array 'user'"):
