@@ -439,8 +439,9 @@ class RVGA:
             or strings; the model is given the number of the group within its block, from zero.
         :param size: the model's argument that is the number of groups, the size of the plate.
         :param rows_kept: of each group, at most. These are looked at again when more rows of the group come, and
-            whenever the stream has grown by half. Of groups with more rows, the earlier ones are Gaussian factors. None
-            are kept where rows are linear and Gaussian.
+            whenever the stream has grown by half. Of groups with more rows, the earlier ones are Gaussian factors,
+            which stay as they are: they can be wrong without a warning, which comes only where looking again moves the
+            shared sites far. None are kept where rows are linear and Gaussian.
         :param block_size: rows that are solved for together.
         :param file: for :meth:`GroupStream.save`, and for groups that are not in memory. An SQLite database.
         :param groups_in_memory: at most, after each block. The others, of which rows came longest ago, are in the file,
