@@ -236,6 +236,12 @@ def _named(model: Callable, block: Any, index: str, model_kwargs: Mapping[str, A
     if not isinstance(block, Mapping) or block.get(index) is None:
         return named_rows(model, block, model_kwargs)
     labels = np.asarray(block[index])
+    if labels.dtype.kind == "U" and isinstance(block[index], (list, tuple)):  # NumPy makes strings of numbers
+        other = next((label for label in block[index] if not isinstance(label, str)), None)
+        if other is not None:
+            raise ValueError(
+                f"array {index!r} has strings, and {other!r} among them: convert it, or leave the row out."
+            )
     return named_rows(model, {**block, index: np.zeros(labels.shape, np.int32)}, model_kwargs) | {index: labels}
 
 

@@ -224,6 +224,8 @@ def test_what_no_stream_can_use_is_refused(chosen, tmp_path):
     mixed = np.array([1, *"1" * 39], dtype=object)
     with pytest.raises(ValueError, match="'user' has strings, and 1 in row 0"):
         stream.update(first | {"user": mixed})
+    with pytest.raises(ValueError, match="'user' has strings, and 1 among them"):
+        stream.update(first | {"user": mixed.tolist()})
     with pytest.raises(ValueError, match="integers or strings, and they are numbers with a point"):
         stream.update(first | {"user": first["user"] + 0.5})
     with pytest.raises(ValueError, match="the data have no array 'user'"):
