@@ -22,6 +22,7 @@ from ..model.arguments import named_rows
 from ..model.members import Members, members_of
 from ..model.rows import Rows, num_rows, selected
 from ..options import Options, default_key
+from .group_labels import label_kind
 from .group_rounds import Shared
 
 SAMPLE = 200  # groups that are solved for first
@@ -218,16 +219,18 @@ def gathered(model: Callable, data: Any, index: str, model_kwargs: Mapping[str, 
     blocks = [data] if isinstance(data, (Mapping, tuple)) else list(data)
     if not blocks:
         raise ValueError("the data have no rows.")
-    named = [_named(model, block, index, model_kwargs) for block in blocks]
+    named, row, before = [], first_row, None
+    for block in blocks:
+        labels = block.get(index) if isinstance(block, Mapping) else None
+        if labels is not None:
+            before = label_kind(labels, index, row, before)
+        named.append(_named(model, block, index, model_kwargs))
+        if labels is None and index in named[-1]:
+            before = label_kind(named[-1][index], index, row, before)
+        row += num_rows(named[-1])
     rows = {name: np.concatenate([np.asarray(some[name]) for some in named]) for name in named[0]}
-    labels = rows.get(index)
-    if labels is None:
+    if index not in rows:
         raise ValueError(f"the data have no array {index!r}, which tells the group of each row.")
-    if labels.ndim != 1:
-        raise ValueError(f"array {index!r} must have one label for each row, not shape {labels.shape}.")
-    missing = np.array([label is None or label != label for label in labels]) if labels.dtype.kind in "fO" else False
-    if np.any(missing):
-        raise ValueError(f"array {index!r} has no label in row {first_row + int(np.argmax(missing))}.")
     return rows
 
 
@@ -236,12 +239,6 @@ def _named(model: Callable, block: Any, index: str, model_kwargs: Mapping[str, A
     if not isinstance(block, Mapping) or block.get(index) is None:
         return named_rows(model, block, model_kwargs)
     labels = np.asarray(block[index])
-    if labels.dtype.kind == "U" and isinstance(block[index], (list, tuple)):  # NumPy makes strings of numbers
-        other = next((label for label in block[index] if not isinstance(label, str)), None)
-        if other is not None:
-            raise ValueError(
-                f"array {index!r} has strings, and {other!r} among them: convert it, or leave the row out."
-            )
     return named_rows(model, {**block, index: np.zeros(labels.shape, np.int32)}, model_kwargs) | {index: labels}
 
 

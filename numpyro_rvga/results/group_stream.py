@@ -25,6 +25,7 @@ from ..model.members import Members
 from ..model.rows import Rows, joined, num_rows, selected
 from ..user_warnings import warn
 from .group_blocks import FEWEST, Block, Bound, Solve, cut, packed
+from .group_labels import label_kind
 from .group_parts import (
     GroupModel,
     GroupPlace,
@@ -46,6 +47,7 @@ GROWTH = 1.5  # of the number of rows, after which the priors of all groups in m
 FAR, SETTLED = 0.3, 0.1  # standard deviations
 MOST_LOOKS = 10  # at groups that are not all in memory
 WRITTEN = 2**16  # groups of a file
+LABELS = ("integers", "strings")
 
 
 class Moments(NamedTuple):
@@ -103,10 +105,10 @@ class GroupStream:
     def _blocks(self, data: Any) -> Iterator[Rows]:
         """Of ``block_size`` rows, however the data are cut."""
         plate = self._model.plate
-        keywords, done, waiting = {**self._model.model_kwargs, plate.size: 1}, 0, []
+        keywords, done, waiting, kind = {**self._model.model_kwargs, plate.size: 1}, 0, [], self._kind
         for block in [data] if isinstance(data, (Mapping, tuple)) else data:
             rows = gathered(self._model.model, block, plate.index, keywords, done)
-            self._check_labels(rows[plate.index], done)
+            kind = self._check_labels(rows[plate.index], done, kind)
             waiting.append(rows)
             done += num_rows(rows)
             while sum(map(num_rows, waiting)) >= self._block_size:
@@ -116,27 +118,13 @@ class GroupStream:
         if sum(map(num_rows, waiting)):
             yield joined(waiting)
 
-    def _check_labels(self, labels: np.ndarray, first_row: int) -> None:
-        """:raises ValueError: for labels that are neither integers nor strings, or others than before."""
+    def _check_labels(self, labels: np.ndarray, first_row: int, before: str | None) -> str:
+        """What they are. :raises ValueError: if neither integers nor strings, or others than before."""
         index = self._model.plate.index
-        kinds = {"i": "integers", "u": "integers", "U": "strings", "b": "booleans", "f": "numbers with a point"}
-        found = np.asarray(labels.tolist()) if labels.dtype.kind == "O" else labels
-        if labels.dtype.kind == "O" and found.dtype.kind == "U":  # NumPy makes strings of numbers among strings
-            for row, label in enumerate(labels):
-                if not isinstance(label, str):
-                    raise ValueError(
-                        f"array {index!r} has strings, and {label!r} in row {first_row + row}: convert it, or leave "
-                        "the row out."
-                    )
-        kind = kinds.get(found.dtype.kind, f"of type {labels.dtype}")
-        if kind not in ("integers", "strings"):
+        kind = label_kind(labels, index, first_row, before)
+        if kind not in LABELS:
             raise ValueError(f"array {index!r} must have labels that are integers or strings, and they are {kind}.")
-        if kind != (self._kind or kind):
-            raise ValueError(
-                f"array {index!r} has labels that are {kind} from row {first_row} on, and {self._kind} before: groups "
-                "would be taken for new ones. Convert them."
-            )
-        self._kind = kind
+        return kind
 
     def _take(self, rows: Rows, first: int) -> None:
         """One block. ``first``: the number of its first row."""
@@ -160,7 +148,7 @@ class GroupStream:
             self._solve(bound, labels, groups, open_rows, self._rest(bound, old, places, len(labels)))
         except ValueError as error:
             raise ValueError(f"rows {first} to {first + num_rows(rows) - 1}: {error}") from error
-        self.num_rows += num_rows(rows)
+        self.num_rows, self._kind = self.num_rows + num_rows(rows), LABELS[isinstance(labels[0], str)]
         self._store.make_room()
         if not self._settled_at:
             self._settled_at = self._looked_at = self.num_rows  # all groups are in the first block

@@ -222,11 +222,13 @@ def test_what_no_stream_can_use_is_refused(chosen, tmp_path):
     with pytest.raises(ValueError, match="labels that are strings from row 0 on, and integers before"):
         stream.update(first | {"user": first["user"].astype(str)})
     mixed = np.array([1, *"1" * 39], dtype=object)
-    with pytest.raises(ValueError, match="'user' has strings, and 1 in row 0"):
+    with pytest.raises(ValueError, match="'user' has labels that are integers, and '1' in row 1"):
         stream.update(first | {"user": mixed})
-    with pytest.raises(ValueError, match="'user' has strings, and 1 among them"):
+    with pytest.raises(ValueError, match="'user' has labels that are integers, and '1' in row 1"):
         stream.update(first | {"user": mixed.tolist()})
-    with pytest.raises(ValueError, match="integers or strings, and they are numbers with a point"):
+    with pytest.raises(ValueError, match="'user' has labels that are integers, and True in row 3"):
+        stream.update(first | {"user": [1, 2, 3, True] + [4] * 36})
+    with pytest.raises(ValueError, match="labels that are numbers with a point from row 0 on, and integers before"):
         stream.update(first | {"user": first["user"] + 0.5})
     with pytest.raises(ValueError, match="the data have no array 'user'"):
         made(lambda num_users, x, user=None, y=None: choices(user, x, num_users, y)).update(
