@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .groups import Groups, GroupSums, conditionals
+from .groups import Groups, GroupSums, covariances
 
 LOG_TWO_PI = math.log(2 * math.pi)
 
@@ -74,16 +74,14 @@ def known(groups: Groups, mean: np.ndarray, root: np.ndarray, at: OpenSums) -> K
 
     :param at: sums at q.
     """
-    given, count = conditionals(groups), len(groups.mean)
-    across = given.slope @ root
-    own = given.root @ given.root.swapaxes(1, 2) + across @ across.swapaxes(1, 2)
+    (own, across), count = covariances(groups, root), len(groups.mean)
     shared = np.broadcast_to(root @ root.T, (count, *root.shape))
     open_terms = factors(
         at.values,
         np.concatenate([at.gradient, at.shared_gradient], axis=1),
         _joined(at.precision, at.coupling, at.shared_precision),
         np.concatenate([groups.mean, np.tile(mean, (count, 1))], axis=1),
-        _joined(own, across @ root.T, shared),
+        _joined(own, across, shared),
     )
     linear = (groups.precision @ groups.mean[..., None])[..., 0] + groups.coupling @ mean
     return KnownGroups(groups.precision, groups.coupling, linear, open_terms)
@@ -103,15 +101,11 @@ class Rest(NamedTuple):
 
     def added_to(self, sums: GroupSums, mean: np.ndarray, root: np.ndarray, groups: Groups) -> GroupSums:
         """Sums at q. ``mean`` (k,) and ``root`` (k, k): of q(s)."""
-        given = conditionals(groups)
-        across = given.slope @ root
-        own = given.root @ given.root.swapaxes(1, 2) + across @ across.swapaxes(1, 2)
+        own, across = covariances(groups, root)
         curved = (self.precision @ groups.mean[..., None])[..., 0]
         crossed = self.coupling @ mean
         values = np.sum(groups.mean * (self.linear - 0.5 * curved - crossed), axis=1)
-        values -= 0.5 * np.sum(self.precision * own, axis=(1, 2)) + np.sum(
-            self.coupling * (across @ root.T), axis=(1, 2)
-        )
+        values -= 0.5 * np.sum(self.precision * own, axis=(1, 2)) + np.sum(self.coupling * across, axis=(1, 2))
         (constant,), (linear,), (precision,) = self.shared
         value = constant + linear @ mean - 0.5 * mean @ precision @ mean - 0.5 * np.sum((precision @ root) * root)
         towards = linear - precision @ mean - np.einsum("gdk,gd->k", self.coupling, groups.mean)

@@ -92,6 +92,13 @@ def conditionals(groups: Groups) -> Conditionals:
     return Conditionals(-transposed @ halves, transposed, entropy)
 
 
+def covariances(groups: Groups, root: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Of z_g (n, d, d), and of z_g and s (n, d, k). ``root``: of the covariance of s, (k, k)."""
+    given = conditionals(groups)
+    across = given.slope @ root
+    return given.root @ given.root.swapaxes(1, 2) + across @ across.swapaxes(1, 2), across @ root.T
+
+
 def mixed(groups: Groups, target: GroupSums, step: float | np.ndarray) -> Groups:
     """With precisions and couplings that a step of this length leads to; the means stay.
 

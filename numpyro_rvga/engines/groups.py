@@ -39,11 +39,10 @@ class _Place(NamedTuple):
 class _Derivatives(NamedTuple):
     """Of terms at q, by predictors.
 
-    :ivar of: the members that they depend on, (n,). :ivar values: (n,). :ivar gradient: (n, C).
+    :ivar values: (n,). :ivar gradient: (n, C).
     :ivar hessian: (n, C, C). :ivar own: the Jacobian in the member's entries, (n, C, d). :ivar shared: (n, C, k).
     """
 
-    of: Array
     values: Array
     gradient: Array
     hessian: Array
@@ -116,10 +115,10 @@ class GroupTerms:
         of_rows = []
         for terms, changes in zip(self._terms, self._changes):
             of_rows.append(member_of_rows(changes, terms, self.members, place, rows, index).reshape(total, -1))
-        (rows, of_rows), weights = pad((rows, of_rows), max(total, padded))
-        count = -(-len(weights) // self._most_rows)
-        size = -(-len(weights) // count)
-        (rows, of_rows), weights = pad((rows, of_rows), count * size, weights)
+        least = max(total, padded)
+        count = -(-least // self._most_rows)
+        size = -(-least // count)
+        (rows, of_rows), weights = pad((rows, of_rows), count * size)
         of_each = rows, (weights[:, None],) * len(of_rows), tuple(of_rows)
         starts = range(0, count * size, size)
         return [jax.device_put(selected(of_each, slice(start, start + size))) for start in starts]
@@ -193,9 +192,21 @@ class GroupTerms:
         values = merged(constants(terms, rows))
         nothing = jnp.zeros((len(weight), terms.num_predictors, 0), place.theta.dtype)
         derivatives, errors = kind.expect_with_errors(predictors, covariance, (weight, values, nothing))
-        return _Derivatives(of, *derivatives, own, shared, errors)
+        return _Derivatives(*derivatives, own, shared, errors)
 
-    def _sums(
+    def _sums(self, sites: list[tuple[Terms, Kind]], *arguments: Any) -> tuple[Array, ...]:
+        """The fields of :class:`GroupSums`, with those of nobody as the last group's. ``arguments``: of
+        :meth:`_accumulated`, without the last."""
+        of_groups, of_shared, error = self._accumulated(sites, *arguments, None)
+        return *of_groups, jnp.zeros_like(error), *of_shared, error
+
+    def _open(self, sites: list[tuple[Terms, Kind]], *arguments: Any) -> tuple[Array, ...]:
+        """The fields of :class:`OpenSums`, with those of nobody as the last group's. ``arguments``: of
+        :meth:`_accumulated`."""
+        of_groups, of_shared, _ = self._accumulated(sites, *arguments)
+        return *of_groups, *of_shared
+
+    def _accumulated(
         self,
         sites: list[tuple[Terms, Kind]],
         place: _Place,
@@ -203,48 +214,32 @@ class GroupTerms:
         rows: dict,
         weights: tuple[Array, ...],
         members: tuple[Array, ...],
-    ) -> tuple[Array, ...]:
-        """The fields of :class:`GroupSums`, with those of nobody as the last group's.
+        whose: tuple[Array, ...] | None,
+    ) -> tuple[tuple[Array, ...], tuple[Array, ...], Array]:
+        """Of each member, values, gradients and curvatures in its own entries; those in the shared entries; and errors.
 
         :param weights: of each site's terms, (n, E) or (n, 1). :param members: that they depend on, (n, E).
-        """
-        size, count = self.members.columns.shape[0], self.members.number + 1
-        zeros, k = partial(jnp.zeros, dtype=place.theta.dtype), self.members.shared.size
-        by_group = zeros(count), zeros((count, size)), zeros((count, size, size)), zeros((count, size, k))
-        gradient, precision, error = zeros(k), zeros((k, k)), zeros(())
-        for (terms, kind), weight, of in zip(sites, weights, members):
-            found = self._derivatives(terms, kind, place, directions, rows, weight, of)
-            value, own, shared, own_own, own_shared, shared_shared = found.sums()
-            new = value, own, own_own, own_shared
-            by_group = tuple(total.at[found.of].add(x) for total, x in zip(by_group, new))
-            gradient, precision = gradient + shared.sum(axis=0), precision + shared_shared.sum(axis=0)
-            error = error + jnp.sum(found.errors)
-        return *by_group, zeros(()), gradient, precision, error
-
-    def _open(
-        self,
-        sites: list[tuple[Terms, Kind]],
-        place: _Place,
-        directions: Array,
-        rows: dict,
-        weights: tuple[Array, ...],
-        members: tuple[Array, ...],
-        whose: tuple[Array, ...],
-    ) -> tuple[Array, ...]:
-        """The fields of :class:`OpenSums`, with those of nobody as the last group's.
-
-        :param whose: the members that terms belong to, (n, E).
+        :param whose: the members that they belong to, (n, E), of each of which there is a sum then. None: each belongs
+            to the one that it depends on, and the sums in the shared entries are over all.
         """
         size, count, k = self.members.columns.shape[0], self.members.number + 1, self.members.shared.size
         zeros = partial(jnp.zeros, dtype=place.theta.dtype)
-        totals = zeros(count), zeros((count, size)), zeros((count, size, size)), zeros((count, size, k))
-        totals = *totals, zeros((count, k)), zeros((count, k, k))
-        for (terms, kind), weight, of, belongs in zip(sites, weights, members, whose):
-            found = self._derivatives(terms, kind, place, directions, rows, weight, of)
-            value, own, shared, own_own, own_shared, shared_shared = found.sums()
-            new = value, own, own_own, own_shared, shared, shared_shared
-            totals = tuple(total.at[belongs.ravel()].add(x) for total, x in zip(totals, new))
-        return totals
+        of_groups = zeros(count), zeros((count, size)), zeros((count, size, size)), zeros((count, size, k))
+        each = () if whose is None else (count,)
+        of_shared, error = (zeros((*each, k)), zeros((*each, k, k))), zeros(())
+        for (terms, kind), weight, of, at in zip(sites, weights, members, members if whose is None else whose):
+            derivatives = self._derivatives(terms, kind, place, directions, rows, weight, of)
+            value, own, shared, own_own, own_shared, shared_shared = derivatives.sums()
+            at = at.ravel()
+            new = value, own, own_own, own_shared
+            of_groups = tuple(total.at[at].add(x) for total, x in zip(of_groups, new))
+            new = shared, shared_shared
+            if whose is None:
+                of_shared = tuple(total + x.sum(axis=0) for total, x in zip(of_shared, new))
+            else:
+                of_shared = tuple(total.at[at].add(x) for total, x in zip(of_shared, new))
+            error = error + jnp.sum(derivatives.errors)
+        return of_groups, of_shared, error
 
 
 class GroupEvaluations:

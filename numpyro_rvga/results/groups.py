@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from ..core.groups import Groups, conditionals
+from ..core.groups import Groups, conditionals, covariances
 from ..model.members import Members
 
 if TYPE_CHECKING:
@@ -184,8 +184,7 @@ def write_groups(
     import pyarrow as pa
 
     given = conditionals(groups)
-    spread = np.concatenate([given.root, given.slope @ root], axis=2)
-    deviation = np.linalg.norm(spread, axis=2)
+    deviation = np.sqrt(np.diagonal(covariances(groups, root)[0], axis1=1, axis2=2))
     columns: dict[str, Any] = {index: pa.array(labels)}
     for i, name in enumerate(names):
         columns |= {MEAN.format(name): groups.mean[:, i], DEVIATION.format(name): deviation[:, i]}
