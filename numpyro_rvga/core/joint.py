@@ -59,6 +59,12 @@ def solve_joint_traced(search: Search, joint: Joint) -> Solution:
     return solve_traced(search, joint.objective, base, form, state)
 
 
+def curvature_at(search: Search, objective: Objective, mean: Array) -> Array:
+    """Minus the Hessian of the factors' log density at a point, as ``search`` would take it for a precision: without
+    positive parts, unless there are none."""
+    return objective.curvature(mean, objective.expect(mean, None).hessians, not search.log_concave)
+
+
 def bound_at(joint: Joint, base: Base, mean: Array, root: Array) -> tuple[Array, Sums]:
     """The bound at N(mean, root root^T), with root lower triangular or its transpose, and the sums over factors."""
     precision, linear = base_terms(base, mean)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from ..core.joint import Joint, bound_at, solve_joint_traced
+from ..core.joint import Joint, bound_at, curvature_at, solve_joint_traced
 from ..core.linalg import lower_from_root, solve_lower
 from ..core.maximize import Search
 from ..core.precisions import Arrow
@@ -63,8 +63,8 @@ class MaximizedBound:
         def begin(params, chunks):
             mean = jnp.zeros(program.layout.size, program.dtype)
             precision = jnp.eye(mean.size, dtype=mean.dtype)
-            search, (objective, *_) = parts(params, chunks, (mean, precision))
-            curvature = objective.curvature(mean, objective.expect(mean, None).hessians, not search.log_concave)
+            search, joint = parts(params, chunks, (mean, precision))
+            curvature = curvature_at(search, joint.objective, mean)
             return mean, precision + jnp.where(jnp.isfinite(curvature), curvature, 0.0)
 
         @engine.compiled
@@ -112,8 +112,7 @@ class SparseMaximizedBound:
 
         @sparse.engine.compiled
         def solve(params, chunks, mean):
-            objective = parts(params, chunks).objective
-            curvature = objective.curvature(mean, objective.expect(mean, None)[2], not search.log_concave)
+            curvature = curvature_at(search, parts(params, chunks).objective, mean)
             joint = parts(params, chunks, (mean, curvature))
             solution = solve_joint_traced(search, joint)
             form = joint.start().form
