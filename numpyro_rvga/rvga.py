@@ -26,7 +26,7 @@ from .model.failures import of_stream
 from .model.program import Program
 from .model.row_set import RowSet
 from .model.rows import Rows, in_blocks, num_rows
-from .options import LOCAL, Options, check_choice, check_options, default_key
+from .options import LOCAL, Options, check_choice, check_options, default_key, is_count
 from .results.continuation import Continuation
 from .results.group_parts import GroupModel, LocalPlate
 from .results.group_store import GroupStore
@@ -458,7 +458,7 @@ class RVGA:
         for what, value, least in (
             ("rows_kept", rows_kept, 0), ("block_size", block_size, 1), ("groups_in_memory", groups_in_memory, 1),
         ):  # fmt: skip
-            if not (value is None or (isinstance(value, int) and value >= least)):
+            if value is not None and not is_count(value, least):
                 raise ValueError(f"{what} must be an integer of at least {least}, not {value!r}.")
         if file is None and (groups_in_memory is not None or resume):
             raise ValueError("groups_in_memory and resume need a file: pass file='users.db'.")

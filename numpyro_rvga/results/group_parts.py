@@ -111,7 +111,7 @@ class GroupPart:
 
     def __init__(self, model: GroupModel, data: Any, *, with_shared_prior: bool):
         index = model.plate.index
-        rows = gathered(model.model, data, index, {**model.model_kwargs, model.plate.size: 1})
+        rows, _ = gathered(model.model, data, index, {**model.model_kwargs, model.plate.size: 1})
         self.model, self._with_shared_prior = model, with_shared_prior
         self.labels, number = np.unique(rows[index], return_inverse=True)
         self.rows = rows | {index: number.astype(np.int32)}
@@ -210,36 +210,44 @@ def rounding() -> float:
     return 8 * float(np.finfo(jnp.result_type(float)).eps)
 
 
-def gathered(model: Callable, data: Any, index: str, model_kwargs: Mapping[str, Any], first_row: int = 0) -> Rows:
-    """All rows of a part, which may come in blocks.
+def gathered(
+    model: Callable,
+    data: Any,
+    index: str,
+    model_kwargs: Mapping[str, Any],
+    first_row: int = 0,
+    kind: str | None = None,
+) -> tuple[Rows, str | None]:
+    """All rows, which may come in blocks, and what their labels are: see :func:`label_kind`.
 
     :param index: the array of labels. :param first_row: the number of the first of them.
-    :raises ValueError: if labels are missing, or as :func:`named_rows` does.
+    :param kind: what labels of earlier rows are, or None.
+    :raises ValueError: for labels of no use, or as :func:`named_rows` does.
     """
     blocks = [data] if isinstance(data, (Mapping, tuple)) else list(data)
     if not blocks:
         raise ValueError("the data have no rows.")
-    named, row, before = [], first_row, None
+    named: list[Rows] = []
     for block in blocks:
-        labels = block.get(index) if isinstance(block, Mapping) else None
-        if labels is not None:
-            before = label_kind(labels, index, row, before)
-        named.append(_named(model, block, index, model_kwargs))
-        if labels is None and index in named[-1]:
-            before = label_kind(named[-1][index], index, row, before)
-        row += num_rows(named[-1])
-    rows = {name: np.concatenate([np.asarray(some[name]) for some in named]) for name in named[0]}
+        rows, kind = _named(model, block, index, model_kwargs, first_row, kind)
+        named.append(rows)
+        first_row += num_rows(rows)
+    return {name: np.concatenate([np.asarray(some[name]) for some in named]) for name in named[0]}, kind
+
+
+def _named(
+    model: Callable, block: Any, index: str, model_kwargs: Mapping[str, Any], first_row: int, kind: str | None
+) -> tuple[Rows, str | None]:
+    """Arrays by name, of which labels may be strings, and what these are."""
+    labels = block.get(index) if isinstance(block, Mapping) else None
+    if labels is not None:  # strings are for no model
+        kind = label_kind(labels, index, first_row, kind)
+        numbers = np.zeros(len(labels), np.int32)
+        return named_rows(model, {**block, index: numbers}, model_kwargs) | {index: np.asarray(labels)}, kind
+    rows = named_rows(model, block, model_kwargs)
     if index not in rows:
         raise ValueError(f"the data have no array {index!r}, which tells the group of each row.")
-    return rows
-
-
-def _named(model: Callable, block: Any, index: str, model_kwargs: Mapping[str, Any]) -> Rows:
-    """Arrays by name. Labels may be strings."""
-    if not isinstance(block, Mapping) or block.get(index) is None:
-        return named_rows(model, block, model_kwargs)
-    labels = np.asarray(block[index])
-    return named_rows(model, {**block, index: np.zeros(labels.shape, np.int32)}, model_kwargs) | {index: labels}
+    return rows, label_kind(rows[index], index, first_row, kind)
 
 
 def check_apart(plate: str, all_labels: list[np.ndarray]) -> None:

@@ -25,7 +25,6 @@ from ..model.members import Members
 from ..model.rows import Rows, joined, num_rows, selected
 from ..user_warnings import warn
 from .group_blocks import FEWEST, Block, Bound, Solve, cut, packed
-from .group_labels import label_kind
 from .group_parts import (
     GroupModel,
     GroupPlace,
@@ -107,8 +106,11 @@ class GroupStream:
         plate = self._model.plate
         keywords, done, waiting, kind = {**self._model.model_kwargs, plate.size: 1}, 0, [], self._kind
         for block in [data] if isinstance(data, (Mapping, tuple)) else data:
-            rows = gathered(self._model.model, block, plate.index, keywords, done)
-            kind = self._check_labels(rows[plate.index], done, kind)
+            rows, kind = gathered(self._model.model, block, plate.index, keywords, done, kind)
+            if kind not in (None, *LABELS):
+                raise ValueError(
+                    f"array {plate.index!r} must have labels that are integers or strings, and they are {kind}."
+                )
             waiting.append(rows)
             done += num_rows(rows)
             while sum(map(num_rows, waiting)) >= self._block_size:
@@ -117,14 +119,6 @@ class GroupStream:
                 waiting = [selected(whole, slice(self._block_size, None))]
         if sum(map(num_rows, waiting)):
             yield joined(waiting)
-
-    def _check_labels(self, labels: np.ndarray, first_row: int, before: str | None) -> str:
-        """What they are. :raises ValueError: if neither integers nor strings, or others than before."""
-        index = self._model.plate.index
-        kind = label_kind(labels, index, first_row, before)
-        if kind not in LABELS:
-            raise ValueError(f"array {index!r} must have labels that are integers or strings, and they are {kind}.")
-        return kind
 
     def _take(self, rows: Rows, first: int) -> None:
         """One block. ``first``: the number of its first row."""

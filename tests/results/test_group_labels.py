@@ -29,6 +29,7 @@ def test_labels_of_one_kind(labels, kind):
         ([1, 2, True], "labels that are integers, and True in row 12"),
         ([1, None], "no label in row 11"),
         (np.array([1.0, np.nan]), "no label in row 11"),
+        (3, r"one label for each row, not shape \(\)"),
         (np.ones((2, 1), int), r"one label for each row, not shape \(2, 1\)"),
     ],
 )
@@ -41,3 +42,4 @@ def test_blocks_of_rows_must_have_labels_of_one_kind():
     with pytest.raises(ValueError, match="'user' has labels that are strings from row 5 on, and integers before"):
         label_kind(["a"], "user", 5, "integers")
     assert label_kind([], "user", 5, "strings") == "strings"
+    assert label_kind([], "user", 5) is None
