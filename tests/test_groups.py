@@ -7,6 +7,7 @@ import numpyro
 import numpyro.distributions as dist
 import pytest
 from clusters import QUIET
+from group_models import dense_posterior, design_of, off
 
 from numpyro_rvga import BONG, RVGA, FixedPointVI
 
@@ -79,15 +80,6 @@ def cut(data, side, labels=lambda user: user):
     ]
 
 
-def off(found, best):
-    """Of the shared sites, in standard deviations of the best Gaussian."""
-    places = best.program.layout.indices_of(found.site_names)
-    mean, covariance = np.asarray(best.mean)[places], np.asarray(best.covariance)[np.ix_(places, places)]
-    deviation = np.sqrt(np.diagonal(covariance))
-    widening = np.log(np.sqrt(np.diagonal(found.covariance)) / deviation)
-    return max(np.abs((found.mean - mean) / deviation).max(), np.abs(widening).max())
-
-
 def test_parts_with_groups_of_their_own_meet_the_best_gaussian_of_all_rows(client, tmp_path, chosen, best):
     share = np.bincount(chosen["user"], chosen["y"])
     side = (np.argsort(np.argsort(share)) >= 38).astype(int)  # groups with many ones apart
@@ -121,23 +113,7 @@ def test_linear_gaussian_groups_have_the_exact_posterior_and_evidence(client, tm
     user = np.concatenate([np.arange(n), rng.integers(0, n, 40)])
     X = rng.normal(size=(len(user), 3))
     y = X @ [1.0, 0.0, -1.0] + rng.normal(size=len(user))
-    design = np.zeros((len(user), 3 + 2 * n))
-    design[:, 2] = X[:, 2]
-    for row, own in enumerate(user):
-        design[row, 3 + 2 * own : 5 + 2 * own] = X[row, :2]
-    prior_mean = np.concatenate([[1.0, 1.0, 0.5], np.ones(2 * n)])
-    prior = np.zeros((3 + 2 * n,) * 2)
-    prior[:2, :2], prior[2, 2] = [[2.0, 0.5], [0.5, 1.0]], 4.0
-    for i in range(n):
-        at = slice(3 + 2 * i, 5 + 2 * i)
-        prior[:2, at] = prior[at, :2] = prior[:2, :2]
-        for j in range(n):
-            prior[at, 3 + 2 * j : 5 + 2 * j] = prior[:2, :2] + (i == j) * 0.49 * np.eye(2)
-    marginal = design @ prior @ design.T + 0.25 * np.eye(len(user))
-    gain = np.linalg.solve(marginal, design @ prior).T
-    mean, covariance = prior_mean + gain @ (y - design @ prior_mean), prior - gain @ design @ prior
-    residual = y - design @ prior_mean
-    evidence = -0.5 * (residual @ np.linalg.solve(marginal, residual) + np.linalg.slogdet(2 * np.pi * marginal)[1])
+    mean, covariance, evidence = dense_posterior(design_of(user, X, n), y, np.full(len(user), 0.25), n)
 
     parts = cut({"user": user, "X": X, "y": y}, np.array([0, 0, 0, 1, 1, 1, 2]))
     found = distributed.run_groups(RVGA(measured), parts, folder=tmp_path / "users", client=client, **PLATE)

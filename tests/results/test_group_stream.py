@@ -8,6 +8,7 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 import pytest
+from group_models import dense_posterior, design_of, off
 
 from numpyro_rvga import BONG, RVGA, FixedPointVI
 
@@ -48,15 +49,6 @@ def in_order(data, order):
     return {name: array[order] for name, array in data.items()}
 
 
-def off(found, best):
-    """Of the shared sites, in standard deviations of the best Gaussian."""
-    places = best.program.layout.indices_of(found.site_names)
-    mean, covariance = np.asarray(best.mean)[places], np.asarray(best.covariance)[np.ix_(places, places)]
-    deviation = np.sqrt(np.diagonal(covariance))
-    widening = np.log(np.sqrt(np.diagonal(found.covariance)) / deviation)
-    return max(np.abs((found.mean - mean) / deviation).max(), np.abs(widening).max())
-
-
 @pytest.fixture(scope="module")
 def linear():
     """Rows of seven groups, and the dense posterior: mean, covariance, evidence."""
@@ -64,23 +56,12 @@ def linear():
     user = np.concatenate([rng.integers(0, n, 40), np.arange(n)])
     X = rng.normal(size=(len(user), 3))
     y = X @ [1.0, 0.0, -1.0] + rng.normal(size=len(user))
-    design = np.zeros((len(user) + n, 3 + 2 * n))
-    design[: len(user), 2], design[len(user) :, 2] = X[:, 2], 1.0
-    for row, own in enumerate(user):
-        design[row, 3 + 2 * own : 5 + 2 * own] = X[row, :2]
-    prior_mean = np.concatenate([[1.0, 1.0, 0.5], np.ones(2 * n)])
-    prior = np.zeros((3 + 2 * n,) * 2)
-    prior[:2, :2], prior[2, 2] = [[2.0, 0.5], [0.5, 1.0]], 4.0
-    tied = np.tile(np.eye(2), (1, n))
-    prior[:2, 3:] = prior[:2, :2] @ tied
-    prior[3:, :2] = prior[:2, 3:].T
-    prior[3:, 3:] = tied.T @ prior[:2, :2] @ tied + 0.49 * np.eye(2 * n)
-    marginal = design @ prior @ design.T + np.diag(np.repeat([0.25, 9.0], [len(user), n]))
-    gain = np.linalg.solve(marginal, design @ prior).T
-    residual = np.concatenate([y, np.full(n, 0.8)]) - design @ prior_mean
-    evidence = -0.5 * (residual @ np.linalg.solve(marginal, residual) + np.linalg.slogdet(2 * np.pi * marginal)[1])
+    believed = np.zeros((n, 3 + 2 * n))  # the fact of each group
+    believed[:, 2] = 1.0
+    design, noise_variance = np.concatenate([design_of(user, X, n), believed]), np.repeat([0.25, 9.0], [len(user), n])
+    exact = dense_posterior(design, np.concatenate([y, np.full(n, 0.8)]), noise_variance, n)
     data = {"user": np.char.add("u", user.astype(str)), "X": X, "y": y}
-    return data, prior_mean + gain @ residual, prior - gain @ design @ prior, evidence
+    return data, *exact
 
 
 def check_linear(stream, linear):
