@@ -172,7 +172,7 @@ def test_whitening_leaves_the_optimum_where_it_is_when_other_priors_are_not_gaus
 
 def test_rows_are_selections_and_the_prior_keeps_its_cholesky_factor(posteriors):
     program = posteriors["f"].program
-    assert program.selections == {"y"} and [block.site for block in program.prior.blocks] == ["f"]
+    assert program.selections == {"y"} and [site.name for site in program.prior.normal_sites] == ["f"]
     assert posteriors["z"].program.selections == frozenset()
 
 

@@ -78,7 +78,7 @@ class GroupTerms:
         program = engine.program
         _check(engine)
         self.members, self._dtype = members, program.dtype
-        self._blocks, self._inputs, self._terms = program.prior.blocks, program.prior_inputs, program.terms
+        self._blocks, self._inputs, self._terms = program.prior.normal_sites, program.prior_inputs, program.terms
         options = engine.options._replace(expectation="auto", scheme="implicit")
         kinds = [*(make_kind(terms, options, engine.rng_key) for terms in program.prior.gaussian), *engine.prior_kinds]
         self._prior = []

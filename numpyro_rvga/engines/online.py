@@ -123,9 +123,9 @@ class Online:
             self.places, self._site = None, state.prior_factor
             self.start: Family = FullGaussian(_first_finite(init, state.mean), state.root)
             return
-        prior = program.independent_start()
+        prior = program.independent_prior()
         start = DiagonalGaussian(_first_finite(init, prior.mean), prior.variance)
-        self.places, self._site = prior.places, prior.site
+        self.places, self._site = prior.indices, prior.factor
         self.start = self._converted(start)
         if isinstance(self.start, LowRankGaussian) and self.rule.is_plain:
             self.start = self.start.with_random_factor(self.engine.rng_key, RANDOM_SHARE)

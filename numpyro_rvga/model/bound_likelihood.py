@@ -22,7 +22,8 @@ from . import validation
 from .arguments import ROW
 from .bound_model import _log_prob
 from .bound_prior import BoundPrior
-from .local import Component, Draw, RowFacts, components_of, local_terms
+from .local import Component, RowFacts, components_of
+from .local_terms import Draw, local_terms
 from .recognition import in_tilted_form
 from .row_checks import QuadraticCheck, RowCheck, StatesCheck
 from .rows import common_length, evenly_spread, num_rows, selected
@@ -321,7 +322,7 @@ class BoundLikelihood(BoundPrior):
     def find_sparsity(self, rows: Mapping[str, Array]) -> Sparsity | None:
         """The few entries of theta that each term depends on in any row; None if they are many, or theta is short."""
         exact = all(t.closed_form is Gaussian or not t.num_predictors for t in self.prior.gaussian)
-        if self.whole or self.prior.blocks or not exact:
+        if self.whole or self.prior.normal_sites or not exact:
             return None
         prior_terms = (*self.prior.gaussian, *self.prior.terms)
         return find_sparsity(

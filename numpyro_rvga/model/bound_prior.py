@@ -23,20 +23,18 @@ from .arguments import (
 from .bound_model import BoundModel, ImproperPrior
 from .data_prior import DataPrior, PriorConstants, SiteArrays, data_dependence, data_prior, described, of_site
 from .layout import Layout, layout_of
-from .prior import (
+from .prior import Prior, normal_site, split_prior
+from .prior_start import (
     NUM_DRAWS,
-    IndependentStart,
-    Marginals,
-    Prior,
-    Start,
-    fitted_start,
+    IndependentPrior,
+    Moments,
+    PriorMarginals,
     gaussian_parts,
-    independent_start,
+    independent_prior,
     initial_state,
     is_flat,
     marginals,
-    normal_block,
-    split_prior,
+    moments_of_draws,
     state_at,
 )
 from .rows import Rows, num_rows
@@ -125,12 +123,12 @@ class BoundPrior(BoundModel):
         theta = jax.ShapeDtypeStruct((self.layout.size,), self.dtype)
         names = [*self.layout.site_names, *self._prior_sites]
         terms = [site_terms(self._site_runner(s), s, theta, self.prior_inputs, prefer_parameters=False) for s in names]
-        blocks, start = [], 0
+        normal_sites, start = [], 0
         for name in self.layout.site_names:
             stop = start + math.prod(self.layout.shapes[name])
-            blocks.append(normal_block(self._site_runner(name), name, start, stop, theta, self.prior_inputs))
+            normal_sites.append(normal_site(self._site_runner(name), name, start, stop, theta, self.prior_inputs))
             start = stop
-        return split_prior(terms, [b for b in blocks if b is not None], theta, self.prior_inputs)
+        return split_prior(terms, [site for site in normal_sites if site is not None], theta, self.prior_inputs)
 
     def _site_runner(self, name):
         def run_site(theta, row):
@@ -173,7 +171,7 @@ class BoundPrior(BoundModel):
     @functools.cached_property
     def _is_flat_somewhere(self) -> bool:
         """Whether all of the prior is Gaussian, and says nothing in some direction."""
-        return not self.prior.terms and is_flat(self._gaussian_parts(self.prior_inputs)[0][0], self.prior)
+        return not self.prior.terms and is_flat(self._gaussian_parts(self.prior_inputs)[0].precision, self.prior)
 
     def check_prior(self) -> None:
         """:raises ImproperPrior: for one that only data can make proper."""
@@ -181,15 +179,16 @@ class BoundPrior(BoundModel):
             raise ImproperPrior("in some direction the latent sites have no prior, and no recursion can start there.")
 
     @functools.cached_property
-    def _start(self) -> Start | None:
+    def _moments_of_draws(self) -> Moments | None:
+        """Of the Gaussian that approximates the prior; None if it is Gaussian itself."""
         if not self.prior.terms and not (self.whole and self._is_flat_somewhere):
             return None
-        return fitted_start(self.prior, self.layout.size, lambda: self._prior_draws(self._draw_constants))
+        return moments_of_draws(self.prior, self.layout.size, self._prior_draws(self._draw_constants))
 
     @functools.cached_property
     def _initial_state(self) -> State:
         parts = self._gaussian_parts(self.prior_inputs)
-        return initial_state(self.prior, self.layout.size, self.dtype, self._start, parts)
+        return initial_state(self.prior, self.layout.size, self.dtype, self._moments_of_draws, parts)
 
     def initial_state(self) -> State:
         """The prior, or a Gaussian fitted to it, as the state before the first row."""
@@ -197,7 +196,9 @@ class BoundPrior(BoundModel):
 
     def initial_state_at(self, params: Array) -> State:
         """The same as a differentiable function of the ``numpyro.param`` sites (K,), in unconstrained space."""
-        return state_at(self.prior, self.layout.size, self.dtype, self._start, self.prior_inputs | {PARAMS: params})
+        return state_at(
+            self.prior, self.layout.size, self.dtype, self._moments_of_draws, self.prior_inputs | {PARAMS: params}
+        )
 
     def _many_draws(self, constants: tuple[Array, ...] | None) -> Array:
         return jax.vmap(self._draw_prior, (0, None))(jax.random.split(jax.random.key(0), NUM_DRAWS), constants)
@@ -206,15 +207,15 @@ class BoundPrior(BoundModel):
         return self._draw_prior(rng_key, self._draw_constants)
 
     @functools.cached_property
-    def _independent_start(self) -> IndependentStart:
-        return independent_start(self.prior, self.layout.size, self.dtype, self._draw_one, self.prior_inputs)
+    def _independent_prior(self) -> IndependentPrior:
+        return independent_prior(self.prior, self.layout.size, self.dtype, self._draw_one, self.prior_inputs)
 
-    def independent_start(self) -> IndependentStart:
+    def independent_prior(self) -> IndependentPrior:
         """A Gaussian of independent entries that approximates the prior, before the first row."""
-        return self._independent_start
+        return self._independent_prior
 
     @functools.cached_property
-    def marginals(self) -> Marginals:
+    def marginals(self) -> PriorMarginals:
         """The entries of theta under the prior, each for itself."""
         return marginals(self.prior, self.layout.size, self.dtype, self._draw_one, self.prior_inputs)
 

@@ -194,7 +194,7 @@ class Program(BoundLikelihood):
     def _copied(self) -> Program:
         """Without what depends on parameters or data."""
         other = copy.copy(self)
-        for name in ("identity", "_start", "_initial_state", "_independent_start", "marginals"):
+        for name in ("identity", "_moments_of_draws", "_initial_state", "_independent_prior", "marginals"):
             other.__dict__.pop(name, None)
         return other
 
