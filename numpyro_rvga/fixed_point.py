@@ -12,16 +12,13 @@ from jax.sharding import Mesh
 from jax.typing import ArrayLike
 
 from .core.expectations import Expectation
-from .core.gaussians import FullGaussian
-from .engines.batch import BatchSolver, rows_info
+from .engines.batch import BatchSolver
 from .engines.registry import Engines
-from .model.row_set import row_set
 from .options import LOCAL, MARGINALS, Options, check_choice, check_options, default_key
 from .results.conditions import Conditions, check_conditions
 from .results.integration import Integration
-from .results.linearized import confirmed
+from .results.joint import joint_posterior
 from .results.posterior import Posterior
-from .results.rounding import warn_of_lost_digits
 
 SCHEDULES = ("incremental", "batch", "gradient")
 
@@ -168,21 +165,9 @@ class FixedPointVI:
                 start = None if init is None else init.mean
                 return Posterior(**self._integration(engine.program, choice.sites, rows, rng_key, progress_bar, start))
             not_integrated = {"not_integrated": choice.reason}
-        solved = self._solver(engine, rows, init, progress_bar=progress_bar, started=started)
-        program, state, bound, facts = solved
-        info = {
-            "schedule": self.schedule,
-            "expectation": self.options.facts["expectation"],
-            **rows_info(reason),
-            **facts,
-        }
-        gaussian = FullGaussian(state.mean, state.root)
-        info |= not_integrated
-        seen = {"num_rows": int(state.num_rows), "row_sets": (row_set(rows),) if reason is None else ()}
-        posterior = Posterior(program, gaussian, bound, info, state=state, **seen)
-        posterior = confirmed(posterior, rows, rng_key)
-        warn_of_lost_digits(posterior)
-        return posterior
+        fit = self._solver(engine, rows, init, progress_bar=progress_bar, started=started)
+        info = {"schedule": self.schedule, "expectation": self.options.facts["expectation"], **not_integrated}
+        return joint_posterior(fit, rows, reason, info, rng_key)
 
     @classmethod
     def conditions(

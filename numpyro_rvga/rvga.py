@@ -21,17 +21,16 @@ from .engines.certificate import Sums
 from .engines.engine import Engine
 from .engines.online import OnlineState
 from .engines.registry import Engines
+from .group_streams import stream_groups
 from .model.arguments import BadData, checked_rows
 from .model.failures import of_stream
 from .model.program import Program
 from .model.row_set import RowSet
 from .model.rows import Rows, in_blocks, num_rows
-from .options import LOCAL, Options, check_choice, check_options, default_key, is_count
+from .narrow_families import online_method
+from .options import LOCAL, Options, check_choice, check_options, default_key
 from .results.continuation import Continuation
-from .results.group_parts import GroupModel, LocalPlate
-from .results.group_store import GroupStore
-from .results.group_stream import GroupStream
-from .results.linearized import confirmed
+from .results.joint import joint_posterior
 from .results.merging import state_of_gaussian
 from .results.posterior import Posterior
 from .results.rounding import warn_of_lost_digits
@@ -194,15 +193,20 @@ class RVGA:
         self.state: AnyState | None = None
         self._narrow: BONG | None = None
         if family != "full":
-            _check_narrow(family, scheme, self.blocks, order, tolerance, local, mesh)
-            rule, projection = ("implicit", None) if scheme == "implicit" else ("bong", "exclusive")
-            self._narrow = BONG(
+            unused = {
+                "order": order != "auto",
+                "tolerance": tolerance is not None,
+                "local": local != "auto",
+                "first_block or memory": self.blocks.keeps_or_begins,
+                "mesh": mesh is not None,
+            }
+            self._narrow = online_method(
                 model,
-                rule=rule,
-                hessian=expectation,
-                family=family,
+                scheme,
+                expectation,
+                family,
+                unused,
                 rank=rank,
-                projection=projection if "exclusive" in FAMILIES[family].projections else None,
                 num_samples=num_samples,
                 dynamics=dynamics,
                 block_size=1 if block_size == "auto" else block_size,
@@ -390,82 +394,7 @@ class RVGA:
             gathered.add(info)
         return self._posterior(engine, state, gathered.summary(), model_kwargs)
 
-    # ------------------------------------------------------------------ very many groups
-    def stream_groups(
-        self,
-        *,
-        plate: str,
-        index: str,
-        size: str,
-        rows_kept: int = 16,
-        block_size: int = 4096,
-        file: str | os.PathLike | None = None,
-        groups_in_memory: int | None = None,
-        resume: bool = False,
-        rng_key: Array | None = None,
-        **model_kwargs: Any,
-    ) -> GroupStream:
-        """A stream of rows of a model with very many groups, such as users, of which new ones may come at any time.
-
-        The sites of a group are in q from its first row on, given the shared sites. Only the groups of a block are
-        solved for with it.
-
-        **Example**
-
-        .. doctest::
-
-            >>> import jax
-            >>> import numpy as np
-            >>> import numpyro
-            >>> import numpyro.distributions as dist
-            >>> from numpyro_rvga import RVGA
-            >>> def model(user, num_users, y=None):
-            ...     mean = numpyro.sample("mean", dist.Normal(0, 2))
-            ...     with numpyro.plate("users", num_users):
-            ...         level = numpyro.sample("level", dist.Normal(mean, 1))
-            ...     with numpyro.plate("rows", len(user)):
-            ...         numpyro.sample("y", dist.Normal(level[user], 0.5), obs=y)
-            >>> stream = RVGA(model).stream_groups(plate="users", index="user", size="num_users")
-            >>> stream.update({"user": np.array(["ann", "bob", "ann"]), "y": np.array([1.2, -0.4, 0.9])})
-            >>> stream.update({"user": np.array(["eve", "ann"]), "y": np.array([0.3, 1.1])})
-            >>> stream
-            GroupStream(num_rows=5, num_groups=3)
-            >>> draws = stream.posterior().sample_posterior(jax.random.key(0), (100,), groups=["ann", "eve"])
-            >>> draws["mean"].shape, draws["level"].shape
-            ((100,), (100, 2))
-
-        :param plate: the name of the groups' plate.
-        :param index: the model's argument that has the group of each row. In the data its values are labels, integers
-            or strings; the model is given the number of the group within its block, from zero.
-        :param size: the model's argument that is the number of groups, the size of the plate.
-        :param rows_kept: of each group, at most. These are looked at again when more rows of the group come, and
-            whenever the stream has grown by half. Of groups with more rows, the earlier ones are Gaussian factors,
-            which stay as they are: they can be wrong without a warning, which comes only where looking again moves the
-            shared sites far. None are kept where rows are linear and Gaussian.
-        :param block_size: rows that are solved for together.
-        :param file: for :meth:`GroupStream.save`, and for groups that are not in memory. An SQLite database.
-        :param groups_in_memory: at most, after each block. The others, of which rows came longest ago, are in the file,
-            and come back with their rows. Default: all.
-        :param resume: whether to go on from the file, if there is one.
-        :param rng_key: as for :meth:`run`.
-        :param model_kwargs: go to every call of the model unchanged.
-        :return: a :class:`~numpyro_rvga.results.group_stream.GroupStream` without rows, or that of the file.
-        :raises ValueError: for arguments that the model does not take, for a method that does not seek the best full
-            Gaussian or that has dynamics, for a file that is there without ``resume``, and for one of another model.
-        """
-        if not self.takes_rounds:
-            raise ValueError("groups are for RVGA with the implicit scheme and full Gaussians, without dynamics.")
-        for what, value, least in (
-            ("rows_kept", rows_kept, 0), ("block_size", block_size, 1), ("groups_in_memory", groups_in_memory, 1),
-        ):  # fmt: skip
-            if value is not None and not is_count(value, least):
-                raise ValueError(f"{what} must be an integer of at least {least}, not {value!r}.")
-        if file is None and (groups_in_memory is not None or resume):
-            raise ValueError("groups_in_memory and resume need a file: pass file='users.db'.")
-        local = LocalPlate(plate, index, size)
-        local.check(self.model, model_kwargs)
-        common = GroupModel(self.model, self.options, self.improper_prior_scale, local, model_kwargs, rng_key)
-        return GroupStream(common, GroupStore(file, groups_in_memory, resume=resume), block_size, rows_kept)
+    stream_groups = stream_groups
 
     # ------------------------------------------------------------------ parts of the data
     @property
@@ -519,20 +448,12 @@ class RVGA:
                 f"{reason} All rows together are too many for one joint solve: their Jacobians hold {numbers:.2g} "
                 "numbers. FixedPointVI(model).run(data) takes them in parts."
             )
-        program, state, bound, facts = self._solver(engine, rows, progress_bar=progress_bar, started=started)
-        self.state = state
-        info = {
-            "scheme": self.options.scheme,
-            "expectation": self.options.facts["expectation"],
-            **rows_info(reason),
-            **facts,
-        }
-        if bound is None:
-            info["log_evidence_estimate"] = float(state.log_evidence)
-        gaussian = FullGaussian(state.mean, state.root)
-        posterior = Posterior(program, gaussian, bound, info, state=state, num_rows=int(state.num_rows))
-        warn_of_lost_digits(posterior)
-        return confirmed(posterior, rows, rng_key)
+        fit = self._solver(engine, rows, progress_bar=progress_bar, started=started)
+        self.state = fit.state
+        info = {"scheme": self.options.scheme, "expectation": self.options.facts["expectation"]}
+        if fit.bound is None:
+            info["log_evidence_estimate"] = float(fit.state.log_evidence)
+        return joint_posterior(fit, rows, reason, info, rng_key)
 
     def _set_state(self, state: State) -> None:
         self.state = state
@@ -562,43 +483,26 @@ class RVGA:
 
         :param bound: on the log evidence, or None. :param row_sets: what was taken in, if that is recorded.
         """
-        continuation = Continuation(self, dict(model_kwargs))
         if self.options.scheme in RECURSIONS:
             info["converged"] = None
         warn_unless_converged(info)
-        info = {
-            "scheme": self.options.scheme,
-            "expectation": self.options.facts["expectation"],
-            **rows_info(None),
-            **info,
-        }
-        info |= facts_of(self.dynamics, state)
+        options = {"scheme": self.options.scheme, "expectation": self.options.facts["expectation"]}
+        info = options | rows_info(None) | info | facts_of(self.dynamics, state)
         if self.options.scheme != "ekf" and self.options.expectation != "linearized":  # a Laplace evidence is one too
             evidence = float(state.log_evidence)
             if bound is None and engine.program.is_conjugate:
                 bound = evidence
             if bound is None:
                 info["log_evidence_estimate"] = evidence
-        gaussian, counts = FullGaussian(state.mean, state.root), {"num_rows": int(state.num_rows), "row_sets": row_sets}
-        posterior = Posterior(engine.program, gaussian, bound, info, continuation, state, **counts)
+        posterior = Posterior(
+            engine.program,
+            FullGaussian(state.mean, state.root),
+            bound,
+            info,
+            Continuation(self, dict(model_kwargs)),
+            state,
+            num_rows=int(state.num_rows),
+            row_sets=row_sets,
+        )
         warn_of_lost_digits(posterior)
         return posterior
-
-
-def _check_narrow(
-    family: str,
-    scheme: str,
-    blocks: BlockPlan,
-    order: int | str,
-    tolerance: float | None,
-    local: str,
-    mesh: Mesh | None,
-) -> None:
-    """:raises ValueError: naming an option that a family of fewer numbers does not take."""
-    if scheme not in ("implicit", "explicit"):
-        raise ValueError(f"family={family!r} takes scheme='implicit' or 'explicit', not {scheme!r}.")
-    taken = {"order": order != "auto", "tolerance": tolerance is not None, "local": local != "auto"}
-    taken |= {"first_block or memory": blocks.keeps_or_begins, "mesh": mesh is not None}
-    for name, given in taken.items():
-        if given:
-            raise ValueError(f"family={family!r} takes a plain pass over the rows: leave {name} at its default.")

@@ -26,6 +26,8 @@ FLOORS = [
     "results",
     "presets",
     "bong",
+    "narrow_families",
+    "group_streams",
     "rvga",
     "fixed_point",
     "metrics",
