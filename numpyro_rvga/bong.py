@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -17,15 +16,12 @@ from .core.gaussians.mixture import GaussianMixture
 from .core.rules import RULES, Rule, UpdateRule
 from .dynamics import Dynamics, check_dynamics, facts_of
 from .engines.combinations import HESSIANS, PAPER_HESSIANS, PROJECTIONS, check_combination, check_rate
-from .engines.engine import Engine
 from .engines.online import Online, OnlineOptions, OnlineState
+from .engines.online_engines import OnlineEngines
 from .engines.registry import Engines
-from .initialization import initial_location, is_at_rest
 from .model.arguments import checked_rows
-from .model.failures import of_stream
-from .model.program import Program
 from .model.row_set import RowSet, row_set
-from .model.rows import Rows, num_rows
+from .model.rows import num_rows
 from .options import (
     Options,
     check_choice,
@@ -37,13 +33,12 @@ from .options import (
 )
 from .presets import PRESETS
 from .progress import progress
-from .results.continuation import Continuation
+from .results.continuation import OnlineContinuation
 from .results.posterior import Posterior
 from .results.rounding import warn_of_lost_digits
 from .streams.checkpoints import EVERY
 from .streams.online_pass import CallBack, OnlinePass, run_epochs
 from .streams.opening import SHUFFLES, PassOptions, open_source, ordered, usable_source
-from .user_warnings import warn
 
 PREDICTIONS = (None, "plugin", "linearized")
 
@@ -177,8 +172,8 @@ class BONG:
         }
         expectation = "linearized" if hessian in PAPER_HESSIANS else hessian
         options = Options("explicit", expectation, "auto", None, 200, max(num_samples, 2))
-        self._engines = Engines(model, options, improper_prior_scale)
-        self._online: dict[Any, Online] = {}
+        engines = Engines(model, options, improper_prior_scale)
+        self.updates = OnlineEngines(engines, self.options, self.rule, dynamics, init_loc_fn)
         self.state: OnlineState | None = None
 
     @classmethod
@@ -290,7 +285,7 @@ class BONG:
         if self.num_epochs is not None and all_rows is None:
             raise ValueError("num_epochs needs the data in memory: it passes over them again.")
         in_memory = all_rows is not None
-        online = self._get(head, model_kwargs, rng_key, all_rows if init is None else None)
+        online = self.updates.get(head, model_kwargs, rng_key, all_rows if init is None else None)
         source, head = usable_source(online.engine.program, source, head, all_rows, options)
         if self.num_epochs is None:
             useful = source.is_longer_than(self.block_size) and self.dynamics is None and prequential is None
@@ -348,7 +343,7 @@ class BONG:
         """
         rows = checked_rows(self.model, data, 0, model_kwargs)
         rng_key = default_key() if rng_key is None else rng_key
-        return self._start(self._get(rows, model_kwargs, rng_key), None, rng_key)
+        return self._start(self.updates.get(rows, model_kwargs, rng_key), None, rng_key)
 
     def update(self, state: OnlineState, data: Mapping[str, Any]) -> OnlineState:
         """Update by rows, in blocks of ``block_size``.
@@ -379,7 +374,7 @@ class BONG:
     # ------------------------------------------------------------------ inside
     def __getstate__(self) -> dict[str, Any]:
         """The state without compiled functions, for other processes."""
-        return self.__dict__ | {"_online": {}, "state": None}
+        return self.__dict__ | {"state": None}
 
     def _set_state(self, state: OnlineState) -> None:
         self.state = state
@@ -390,39 +385,11 @@ class BONG:
 
         :raises RuntimeError: before :meth:`init`.
         """
-        if self._engines.last is None:
-            raise RuntimeError("call init(data) first: it compiles the updates for data of that form.")
-        return self._online[self._engines.last]
-
-    def _get(self, rows: dict, model_kwargs: dict, rng_key: Array, all_rows: Rows | None = None) -> Online:
-        try:
-            engine = self._engines.get(rows, model_kwargs, rng_key, all_rows)
-        except Exception as error:
-            raise of_stream(error) from error
-        return self._online_of(engine, rng_key)
-
-    def _online_of(self, engine: Engine, rng_key: Array) -> Online:
-        online = self._online.get(engine)
-        if online is not None and online.engine.program is engine.program:
-            return online
-        location = None
-        if self.init_loc_fn is not None:
-            location = initial_location(engine.program, self.init_loc_fn, rng_key)
-        if online is None:
-            online = Online(engine, self.options, self.rule, self.dynamics, location)
-        else:
-            online = online.bind(engine, location)
-        self._online[engine] = online
-        return online
+        return self.updates.last
 
     def _start(self, online: Online, init: Posterior | OnlineState | None, rng_key: Array) -> OnlineState:
         if init is None:
-            if self.init_loc_fn is None and is_at_rest(online.engine.program, online.start.mean):
-                warn(
-                    "the weights of the network start at zero, where it has no slope and learns next to nothing: pass "
-                    "init_loc_fn=init_to_module, or give them a prior with another mean."
-                )
-            return online.initial_state(rng_key)
+            return self.updates.initial_state(online, rng_key)
         if isinstance(init, OnlineState):
             return init
         online.engine.check_continued(init)
@@ -454,20 +421,3 @@ class BONG:
         facts = {"method": "BONG", "dynamics": repr(self.dynamics), "shuffle": shuffled, "block": self.block_size}
         facts["rng_key"] = key_numbers(rng_key)
         return facts | self.rule._asdict() | {"name": described(self.rule.name)} | self.options._asdict()
-
-
-@dataclass(frozen=True)
-class OnlineContinuation(Continuation):
-    """:ivar online: the compiled updates that the posterior is from."""
-
-    online: Online
-
-    def __reduce__(self) -> tuple[Callable, tuple]:
-        """Without what is compiled, for other processes."""
-        engine = self.online.engine
-        return _read_again, (self.method, engine.program, engine.rng_key, self.model_kwargs)
-
-
-def _read_again(bong: BONG, program: Program, rng_key: Array, model_kwargs: dict) -> OnlineContinuation:
-    """What :meth:`OnlineContinuation.__reduce__` took apart."""
-    return OnlineContinuation(bong, model_kwargs, bong._online_of(bong._engines.of(program, rng_key), rng_key))
