@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from _paper_posteriors import SETTINGS, Setting, two_classes
 from ellipses import Case, TruePosterior, model
-from scipy.special import log_expit, logsumexp
+from scipy.special import expit, log_expit, logsumexp
 
 from numpyro_rvga import BONG, RVGA, FixedPointVI
 
@@ -22,16 +22,20 @@ GRID = 801  # points along each axis
 MOST_PASSES = 100
 TOLERANCE = 1e-10
 IN_ORDER = {"block_size": 1, "shuffle": False, "certify": False}
-DIAGONAL = {"family": "diagonal", "shuffle": False}
 METHODS = {
     "best Gaussian": lambda: FixedPointVI(model),
     "R-VGA, implicit": lambda: RVGA(model, **IN_ORDER),
     "Laplace": lambda: RVGA(model, scheme="laplace"),
-    "VD-EKF": lambda: BONG(model, projection="exclusive", **DIAGONAL),
-    "FD-EKF": lambda: BONG(model, projection="inclusive", **DIAGONAL),
     "diagonal, 50 passes": lambda: BONG(
         model, rule="blr", hessian="auto", learning_rate=0.5, block_size=100, num_epochs=50, family="diagonal"
     ),
+}
+REPEATED = {  # names of one pass, and of as many as change something
+    ("ADF", "EP"): {},
+    ("ADF, diagonal", "EP, diagonal"): {"kept": "covariance"},
+    ("EKF", "EKF, repeated"): {"linearize": True},
+    ("VD-EKF", "VD-EKF, repeated"): {"kept": "precision", "linearize": True},
+    ("FD-EKF", "FD-EKF, repeated"): {"kept": "covariance", "linearize": True},
 }
 Moments = tuple[np.ndarray, np.ndarray]
 
@@ -50,14 +54,25 @@ def tilted_moments(mean: float, variance: float) -> tuple[float, float]:
     return center, mass @ (u - center) ** 2 / mass.sum()
 
 
-def expectation_propagation(
-    signed: np.ndarray, mean: np.ndarray, covariance: np.ndarray, *, diagonal: bool = False
+def linearized_moments(mean: float, variance: float, at: float) -> tuple[float, float]:
+    """The same of the extended Kalman filter: log expit(u) is quadratic about ``at``."""
+    slope, information = expit(-at), expit(at) * expit(-at)
+    spread = 1 / (1 / variance + information)
+    return mean + spread * (slope + information * (at - mean)), spread
+
+
+def passes(
+    signed: np.ndarray, mean: np.ndarray, covariance: np.ndarray, *, kept: str = "all", linearize: bool = False
 ) -> Iterator[Moments]:
-    """Mean and covariance after each pass over the rows of a logistic regression. The first pass is assumed density
-    filtering; later ones take each row's factor out of q before they put it in anew, which counts no row twice.
+    """Mean and covariance after each pass over the rows of a logistic regression.
+
+    The first pass is assumed density filtering, or the extended Kalman filter if linearized. Later ones take each row's
+    factor out of q before they put it in anew, which counts no row twice: expectation propagation, or repeated passes
+    of the filter that linearize at q's mean.
 
     :param signed: rows, (n, d), with the sign of their outcome.
-    :param diagonal: keep the diagonal of the covariance alone after each row: that of least KL(p || q).
+    :param kept: of the Gaussian after each row: ``"all"``; the diagonal of the ``"covariance"``, for the least
+        KL(p || q); or that of the ``"precision"``, for the least KL(q || p).
     """
     size = len(mean)
     precisions, linears = np.zeros((len(signed), size, size)), np.zeros((len(signed), size))
@@ -68,28 +83,29 @@ def expectation_propagation(
             cavity, rest = precision - precisions[i], linear - linears[i]
             covariance = np.linalg.inv(cavity)
             variance, before = x @ covariance @ x, x @ covariance @ rest
-            center, spread = tilted_moments(before, variance)
+            moments = linearized_moments(before, variance, x @ mean) if linearize else tilted_moments(before, variance)
+            center, spread = moments
             precisions[i] = (1 / spread - 1 / variance) * np.outer(x, x)
             linears[i] = (center / spread - before / variance) * x
             precision, linear = cavity + precisions[i], rest + linears[i]
             covariance = np.linalg.inv(precision)
             mean = covariance @ linear
-            if diagonal:
-                covariance = np.diag(np.diagonal(covariance))
-                precision = np.linalg.inv(covariance)
+            if kept != "all":
+                variances = np.diagonal(covariance) if kept == "covariance" else 1 / np.diagonal(precision)
+                precision, covariance = np.diag(1 / variances), np.diag(variances)
                 linear = precision @ mean
                 precisions[i], linears[i] = precision - cavity, linear - rest
         yield mean, covariance
 
 
-def first_and_last(passes: Iterator[Moments]) -> tuple[Moments, Moments]:
-    """The result of one pass, and that of as many as change something."""
-    first = last = next(passes)
-    for mean, covariance in islice(passes, MOST_PASSES):
+def first_and_last(results: Iterator[Moments]) -> tuple[Moments, Moments | None]:
+    """The result of one pass, and that of as many as change something; None if they do not end."""
+    first = last = next(results)
+    for mean, covariance in islice(results, MOST_PASSES):
         change, last = np.abs(mean - last[0]).max() + np.abs(covariance - last[1]).max(), (mean, covariance)
         if change < TOLERANCE * np.abs(covariance).max():
             return first, last
-    raise RuntimeError(f"expectation propagation has not converged in {MOST_PASSES} passes.")
+    return first, None
 
 
 def moments_of(posterior: TruePosterior) -> Moments:
@@ -129,14 +145,13 @@ def compare(setting: Setting) -> dict[str, dict[str, Any]]:
     for name, make in METHODS.items():
         posterior = make().run(data, progress_bar=False, **options)
         found[name] = np.asarray(posterior.mean, float), np.asarray(posterior.covariance, float)
-    for kind in ("", ", diagonal"):
-        one, last = first_and_last(expectation_propagation(signed, *prior, diagonal=bool(kind)))
-        found |= {f"ADF{kind}": one, f"EP{kind}": last}
+    for names, how in REPEATED.items():
+        found |= dict(zip(names, first_and_last(passes(signed, *prior, **how))))
     posterior = TruePosterior(data, Case(setting.title, setting.prior_scale, prior_mean, setting.condition))
     center, covariance = found["EP"]
     posterior.normalize(center, REACH * np.sqrt(np.diagonal(covariance)), GRID)
     moments = moments_of(posterior)
-    return {name: compared(posterior, moments, *gaussian) for name, gaussian in found.items()}
+    return {name: compared(posterior, moments, *q) for name, q in found.items() if q is not None}
 
 
 def inclusive(folder: Path | None, quick: bool) -> Iterator[list[dict[str, Any]]]:
