@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -12,25 +11,21 @@ import jax.numpy as jnp
 import numpy as np
 import numpyro
 from jax import Array
-from numpyro import distributions as dist
 from numpyro.distributions.transforms import IdentityTransform
 
-from ..core.compilation import at_once, jit_once
+from ..core.compilation import at_once
 from ..core.interpret import depends_on
 from . import validation
 from .arguments import (
     PARAMS,
-    SHARED,
     absent_arguments,
-    split_call,
 )
 from .layout import Layout, layout_of
 from .local import LocalSites, RowFacts, bounds_of, states_between
+from .model_runs import ModelRuns
 from .parameters import Parameters, parameters_of
-from .replay import Replay
 from .rows import num_rows
 from .tracing import (
-    RowRunner,
     SiteInfo,
     SiteRecord,
     deterministic_sites,
@@ -38,7 +33,6 @@ from .tracing import (
     is_numpyros,
     peel,
     plates_of,
-    run_model,
     sample_sites,
     site_info,
     site_transform,
@@ -49,8 +43,8 @@ class ImproperPrior(ValueError):
     """A prior that a recursion cannot start from."""
 
 
-class BoundModel:
-    """A model, its data's form and its keyword arguments: sites, plates, layout, and runs at a given theta.
+class BoundModel(ModelRuns):
+    """A model read for the form of its data: its sites, their plates, and the layout of theta.
 
     :param model: a NumPyro model.
     :param rows: data arrays by argument name, checked (see :func:`checked_rows`).
@@ -65,11 +59,7 @@ class BoundModel:
     :param params: values of the ``numpyro.param`` sites, in unconstrained space; default: where the model starts them.
     :param row_plates: plates over the rows, if they are known already and ``rows`` are a few.
     :param row_facts: facts of latent variables of single rows, if they are known already.
-    :ivar sites: what is static about each sample site. :ivar plates: names of the plates around each site.
-    :ivar layout: of theta (P,). :ivar params: the ``numpyro.param`` sites.
-    :ivar local: the layout of Normal latent variables of single rows, of which the conditional prior is part of q.
-    :ivar row_latents: latent variables of single rows that are integrated out; None if there are none.
-    :ivar observed_sites: without auxiliary factors.
+    :ivar plates: names of the plates around each site. :ivar observed_sites: without auxiliary factors.
     """
 
     def __init__(
@@ -86,13 +76,9 @@ class BoundModel:
         row_plates: frozenset[str] | None,
         row_facts: RowFacts | None,
     ):
-        self.model, self.model_kwargs, self.whole, self.evaluates = model, dict(model_kwargs), whole, evaluates
-        self.improper_prior_scale, self.dtype = improper_prior_scale, jnp.result_type(float)
-        self.local, self.params = layout_of({}), parameters_of({}, self.dtype)
-        self.row_latents: LocalSites | None = None
-        self.example_row: dict[str, Any]  # NumPy's arrays or JAX's
-        self.example_rows: dict[str, Any]
-        self._replay, self._replays, self._types = Replay(self._records_of), False, {}
+        super().__init__(
+            model, model_kwargs, whole=whole, evaluates=evaluates, improper_prior_scale=improper_prior_scale
+        )
         self.row_plates, observed = self._find_row_plates(rows) if row_plates is None else (row_plates, [])
         self._choose_examples(rows)
         self._read_sites(rows, observed, row_facts, marginal=local == "marginal")
@@ -145,10 +131,10 @@ class BoundModel:
 
     def _discrete_sites(self) -> frozenset[str]:
         """The discrete latent sites of a whole program."""
-        found: list = []
-        self.abstractly(lambda rows: found.append(self._run(rows, {})[1].scanned) or 0, self.example_row)
+        scanned: list = []
+        self.abstractly(lambda rows: scanned.append(self._run(rows, {})[1].scanned) or 0, self.example_row)
         names = frozenset(name for name, site in self.sites.items() if site.is_discrete and not site.is_observed)
-        validation.check_no_chain(names & found[0])
+        validation.check_no_chain(names & scanned[0])
         return names
 
     def _choose_examples(self, rows: Mapping[str, Array | np.ndarray]) -> None:
@@ -246,96 +232,6 @@ class BoundModel:
 
         self.abstractly(abstract, rows)
         return result[0], result[1]
-
-    # ------------------------------------------------------------------ running it
-    def call_arguments(self, rows: Mapping[str, Array]) -> tuple[tuple, dict]:
-        """(args, kwargs) of a call of the model on these rows."""
-        return split_call(self.model, rows, self.model_kwargs)
-
-    def runner(self, num_rows: int) -> RowRunner:
-        """The model with latents that are drawn, its parameters and its plates at this number of rows."""
-        params = self.params.constrained(self.params.values)
-        return RowRunner(self.model, self.row_plates, num_rows, {}, params=params)
-
-    def _run(self, rows, unconstrained, rng_key=None, params=None, states=None):
-        """``params`` are the ``numpyro.param`` sites by name; default: as in ``rows``, or else where they stand."""
-        arrays = {name: value for name, value in rows.items() if name not in SHARED}
-        if params is None:
-            params = self.params.constrained(rows.get(PARAMS, self.params.values))
-        evaluating = jax.ensure_compile_time_eval() if self.evaluates else contextlib.nullcontext()
-        with (
-            evaluating,
-            numpyro.validation_enabled(False),
-        ):  # parameters that a few rows give need not be those of all rows
-            return run_model(
-                self.model,
-                arrays,
-                self.model_kwargs,
-                row_plates=self.row_plates,
-                unconstrained=unconstrained,
-                rng_key=rng_key,
-                local=frozenset(self.local.site_names),
-                params=params,
-                states=states,
-            )
-
-    def _names_of(self, site_type: str) -> list[str]:
-        """The sites of one of NumPyro's types; deterministic ones if they are numbers."""
-        return [name for name, its_type in self._types.items() if its_type == site_type]
-
-    def jitted(self, function: Callable[[Mapping[str, Array]], Any], rows: Mapping[str, Array]) -> Any:
-        """What a function of rows returns, compiled. A whole program's data have their values there."""
-        return jit_once(lambda: function(rows))() if self.whole else jax.jit(function)(rows)
-
-    def abstractly(self, function: Callable[[Mapping[str, Array]], Any], rows: Mapping[str, Array]) -> Any:
-        """Shapes of what a function of rows returns. A whole program's data have their values there."""
-        return jax.eval_shape(lambda: function(rows)) if self.whole else jax.eval_shape(function, rows)
-
-    def _records(self, unconstrained, rows) -> dict[str, SiteRecord]:
-        """Every sample site. The model's code runs once for each form of the arguments."""
-        replayed, arguments = self._call(unconstrained, rows)
-        return self._replay(*arguments) if replayed else self._records_of(*arguments)
-
-    def _record(self, name: str, unconstrained, rows) -> SiteRecord:
-        """One sample site; of the others, what it depends on is computed alone."""
-        replayed, arguments = self._call(unconstrained, rows)
-        return self._replay.entry(name, *arguments) if replayed else self._records_of(*arguments)[name]
-
-    def _call(self, unconstrained, rows) -> tuple[bool, tuple]:
-        """Whether a run is one that has been traced, or can be; and the arguments of :meth:`_records_of`."""
-        arrays = {name: value for name, value in rows.items() if name not in SHARED}
-        params = rows.get(PARAMS, self.params.values)
-        if self._replays and not self.whole:
-            return True, (dict(unconstrained), arrays, params)
-        if self._replays and all(arrays[name] is self.example_row[name] for name in arrays):
-            return True, (dict(unconstrained), None, params)
-        return False, (unconstrained, arrays, params)
-
-    def _records_of(self, unconstrained, arrays, params) -> dict[str, SiteRecord]:
-        """:param arrays: rows; None: the program's own, which have values."""
-        states = None if self.row_latents is None else self.row_latents.first_states()
-        rows = {**(self.example_row if arrays is None else arrays), PARAMS: params}
-        return sample_sites(*self._run(rows, unconstrained, states=states))
-
-    def records(self, theta: Array, rows: Mapping[str, Array]) -> dict[str, SiteRecord]:
-        """Every sample site of the model at theta."""
-        return self._records(self._unravel(theta), rows)
-
-    def site_record(self, name: str, rows: Mapping[str, Array]) -> SiteRecord:
-        return self._record(name, {}, rows)
-
-    def _unravel(self, theta: Array) -> dict[str, Array]:
-        """Sites of (P,), or of (P + K,) with the variables of one row."""
-        size = self.layout.size
-        sites = self.layout.unravel(theta[:size])
-        return sites | self.local.unravel(theta[size:]) if theta.shape[0] > size else sites
-
-    def _proper(self, record: SiteRecord) -> SiteRecord:
-        if record.name not in self._improper or self.improper_prior_scale is None:
-            return record
-        z = jnp.asarray(record.unconstrained)
-        wide = dist.Normal(jnp.zeros(jnp.shape(z), self.dtype), self.improper_prior_scale)
-        return record._replace(fn=wide, value=z, log_abs_det=None)
 
     # ------------------------------------------------------------------ questions about it
     @property
