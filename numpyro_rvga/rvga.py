@@ -39,7 +39,7 @@ from .streams.certification import Certification, sums_at, warn_unless_converged
 from .streams.checkpoints import EVERY
 from .streams.one_pass import OnePass, in_motion, initial_state
 from .streams.opening import SHUFFLES, PassOptions, open_source, usable_again, usable_source
-from .streams.recursive_pass import Gathered
+from .streams.recursive_pass import RunSummary
 
 AnyState = State | OnlineState
 SCHEMES = ("implicit", "explicit", "ekf", "qkf", "laplace")
@@ -388,11 +388,11 @@ class RVGA:
             raise RuntimeError("call init(data) before posterior(state).")
         engine = self._engines.last
         model_kwargs = engine.program.model_kwargs
-        gathered = Gathered()
+        summary = RunSummary()
         if state.prior_factor is not None:
             state, info = engine.with_exact_prior(state)
-            gathered.add(info)
-        return self._posterior(engine, state, gathered.summary(), model_kwargs)
+            summary.add(info)
+        return self._posterior(engine, state, summary.facts(), model_kwargs)
 
     stream_groups = stream_groups
 

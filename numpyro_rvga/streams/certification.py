@@ -94,11 +94,11 @@ class Certification:
             source = source.without(taken.left_out)
             return self._looked_at(engine, start, state, source, taken.num_taken, rng, tolerance)
         if taken.sample.holds_all:
-            source = rows_in_memory(taken.sample.contents().rows)
+            source = rows_in_memory(taken.sample.items().rows)
             return self._looked_at(engine, start, state, source, taken.num_taken, rng, self._tolerance)
-        if taken.sample.num_offered:
+        if taken.sample.num_seen:
             state, info = estimated(certificate, state, taken, self._max_looks)
-            return Findings(state, None, info, taken.sample.contents().rows)
+            return Findings(state, None, info, taken.sample.items().rows)
         return findings
 
     def checked(self, engine: Engine, findings: Findings, rng_key: Array) -> float | None:
@@ -192,12 +192,12 @@ class _Sample:
         self.rows: Rows = {}
 
     def watched(self, chunks: Iterable[tuple[int, Rows]]) -> Iterator[tuple[Rows, np.ndarray]]:
-        for place, rows in chunks:
+        for offset, rows in chunks:
             weights = np.ones(num_rows(rows), np.float32)
             if self._pieces is not None:
-                first, stop = np.searchsorted(self._numbers, [place, place + len(weights)])
+                first, stop = np.searchsorted(self._numbers, [offset, offset + len(weights)])
                 if stop > first:
-                    self._pieces.append(selected(rows, self._numbers[first:stop] - place))
+                    self._pieces.append(selected(rows, self._numbers[first:stop] - offset))
             yield rows, weights
         if self._pieces is not None:
             self.rows, self._pieces = joined(self._pieces) if self._pieces else {}, None

@@ -54,7 +54,7 @@ class OnePass:
         options: PassOptions,
         rng_key: Array,
         init: State | None,
-        publish: Callable[[State], None],
+        on_state: Callable[[State], None],
         *,
         in_memory: bool,
         progress_bar: bool,
@@ -62,7 +62,7 @@ class OnePass:
         """The state after all rows; None if all is to be done again, by the engine that ``engines`` now has.
 
         :param source: of the usable rows. :param head: some of them, or all, if they are in memory.
-        :param init: to go on from; None: the prior. :param publish: called with each good state.
+        :param init: to go on from; None: the prior. :param on_state: called with each good state.
         """
         plan, certifies = self.blocks, self.certification.certifies(engine)
         sizes = plan.sizes(engine, source, options.most_rows)
@@ -79,7 +79,7 @@ class OnePass:
                 quick = plan.quick_engine(self.engines, engine, distinct) if self.certification.certify else None
                 if quick is not None or distinct <= sizes.first:
                     sizes = sizes._replace(first=max(at_hand, sizes.first), keeps_rows=False)
-        publish(start)
+        on_state(start)
         with progress(progress_bar, source.total, "RVGA", "row") as bar:
             sampled = self.certification.certify and sizes.keeps_rows and engine.options.has_bound
             taken = RecursivePass(
@@ -87,7 +87,7 @@ class OnePass:
                 visited,
                 options,
                 bar,
-                publish,
+                on_state,
                 sizes,
                 sparse,
                 checked=in_memory,

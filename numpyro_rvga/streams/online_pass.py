@@ -51,7 +51,7 @@ class OnlinePass(Pass):
         source: RowSource,
         options: PassOptions,
         bar: Any,
-        publish: Callable[[OnlineState], None],
+        on_state: Callable[[OnlineState], None],
         call_back: CallBack,
         *,
         every: int | None,
@@ -60,7 +60,7 @@ class OnlinePass(Pass):
         checked: bool,
     ):
         super().__init__(
-            online.engine.program, source, options, bar, publish, checked=checked, movement=online.movement
+            online.engine.program, source, options, bar, on_state, checked=checked, movement=online.movement
         )
         self._online, self._rule, self._rate = online, rule, online.rate(rule)
         self._block, self._call_back, self._predict = block_size, call_back, predict
@@ -71,10 +71,10 @@ class OnlinePass(Pass):
         self._chunk = max(1, blocks) * block_size
         self._clipped, self._predictive = 0, []
 
-    def size(self, place: int) -> int:
-        return self._chunk if self._every is None else min(self._chunk, self._every - place % self._every)
+    def size(self, offset: int) -> int:
+        return self._chunk if self._every is None else min(self._chunk, self._every - offset % self._every)
 
-    def step(self, state: OnlineState, rows: Rows, weights: np.ndarray, place: int) -> tuple[OnlineState, BlockInfo]:
+    def step(self, state: OnlineState, rows: Rows, weights: np.ndarray, offset: int) -> tuple[OnlineState, BlockInfo]:
         if self._online.one_by_one:
             return self._one_by_one(state, rows, weights)
         arguments = *jax.device_put(pad(rows, self._chunk, weights)), self._rate
@@ -95,21 +95,21 @@ class OnlinePass(Pass):
     def failed(self, report: BlockInfo, length: int) -> tuple[int, int] | None:
         return first_failed(np.asarray(report.ok), self._block, length)  # later ones were not taken in
 
-    def accept(self, state: OnlineState, rows: Rows, report: BlockInfo, place: int) -> None:
+    def on_result(self, state: OnlineState, rows: Rows, report: BlockInfo, offset: int) -> None:
         self._clipped += int(np.sum(np.asarray(report.clipped)))
         if self._predict is not None:
             self._predictive.append(np.asarray(report.log_predictive).reshape(-1)[: num_rows(rows)])
-        if self._every is not None and (place + num_rows(rows)) % self._every == 0:
+        if self._every is not None and (offset + num_rows(rows)) % self._every == 0:
             self._call_back(state)
 
-    def notes(self) -> dict[str, Any]:
+    def stored(self) -> dict[str, Any]:
         return {"clipped": self._clipped, "log_predictive": self._predictive}
 
-    def read_notes(self, notes: Mapping[str, Any]) -> None:
-        self._clipped, self._predictive = notes["clipped"], notes["log_predictive"]
+    def restore(self, stored: Mapping[str, Any]) -> None:
+        self._clipped, self._predictive = stored["clipped"], stored["log_predictive"]
 
-    def refuse(self, before: OnlineState, after: OnlineState, rows: Rows, numbers: np.ndarray) -> None:
-        self._publish(after)  # which has the blocks before these rows
+    def raise_bad_rows(self, before: OnlineState, after: OnlineState, rows: Rows, numbers: np.ndarray) -> None:
+        self._on_state(after)  # which has the blocks before these rows
         _refuse_update(self._online, self._rule, after, rows, numbers)
 
     def facts(self) -> dict[str, Any]:
@@ -118,7 +118,7 @@ class OnlinePass(Pass):
             self._call_back(self.state)
         facts: dict[str, Any] = {"clipped": self._clipped}
         if self._predictive:
-            done, left_out = self._source.stored_place(self.done, self._left_out)
+            done, left_out = self._source.stored_progress(self.done, self._left_out)
             densities = facts["log_predictive"] = np.full(max(done, self.done), np.nan)
             densities[np.setdiff1d(np.arange(len(densities)), left_out)] = np.concatenate(self._predictive)
         return facts | self._call_back.facts() | self.skipped()
@@ -130,7 +130,7 @@ def run_epochs(
     state: OnlineState,
     rows: Rows,
     bar: Any,
-    publish: Callable[[OnlineState], None],
+    on_state: Callable[[OnlineState], None],
     call_back: CallBack,
     *,
     num_epochs: int,
@@ -149,13 +149,13 @@ def run_epochs(
             part, weights = pad(selected(rows, taken), min(block_size, total))
             weights = (total / len(taken) * weights).astype(online.engine.program.dtype)
             state, info = online.one_iteration(prior, state, part, weights, rate)
-            publish(state)
+            on_state(state)
             if not bool(info.ok):
                 _refuse_update(online, rule, state, selected(rows, taken), taken)
             clipped += int(info.clipped)
             bar.update(len(taken))
         state = state._replace(num_rows=all_rows)
-        publish(state)
+        on_state(state)
         call_back(state)
     return state, {"clipped": clipped} | call_back.facts()
 

@@ -127,8 +127,8 @@ def usable_again(program: Program, source: RowSource) -> RowSource:
     :raises ValueError: if there are none.
     """
     bad = NOTHING
-    for place, rows in chunks(source, SLICE):
-        bad = np.concatenate([bad, place + np.flatnonzero(~usable_rows(program, source, rows))])
+    for position, rows in chunks(source, SLICE):
+        bad = np.concatenate([bad, position + np.flatnonzero(~usable_rows(program, source, rows))])
     if len(bad) == source.total:
         raise ValueError(f"none of the {source.total} rows can be used.")
     source.rewind()
@@ -164,21 +164,21 @@ def with_finite_head(rows: Rows) -> Rows:
 
 
 @contextmanager
-def located(source: RowSource, place: int) -> Generator[int]:
-    """The number in the data of the row at a place; errors that are raised about it say where that is."""
-    number = source.number(place)
+def located(source: RowSource, position: int) -> Generator[int]:
+    """The number in the data of the row at a position; errors that are raised about it say where that is."""
+    number = source.number(position)
     try:
         yield number
     except ValueError as error:
         raise ValueError(f"{error}{source.about(number)}") from error
 
 
-def check_finite_at(source: RowSource, rows: Rows, place: int) -> None:
-    """:raises ValueError: naming the first row that is not finite. ``place``: at which the source gave the first."""
+def check_finite_at(source: RowSource, rows: Rows, position: int) -> None:
+    """:raises ValueError: naming the first row that is not finite. ``position``: at which the source gave the first."""
     finite = finite_rows(rows)
     if not finite.all():
         row = int(np.argmin(finite))
-        with located(source, place + row) as number:
+        with located(source, position + row) as number:
             check_finite(selected(rows, slice(row, row + 1)), number)
 
 

@@ -20,10 +20,10 @@ OPEN_NUMBERS = 2**27  # in pieces that are read by turns, if they are more than 
 class Round(NamedTuple):
     """Rows that are read together and handed out in random order.
 
-    :ivar place: how many rows are handed out before them. :ivar parts: (K, 2), first row in the data and length.
+    :ivar position: how many rows are handed out before them. :ivar parts: (K, 2), first row in the data and length.
     """
 
-    place: int
+    position: int
     parts: np.ndarray
 
     @property
@@ -32,7 +32,7 @@ class Round(NamedTuple):
 
 
 class RandomOrder:
-    """Rows in an order that the key and the sizes determine, from any place on.
+    """Rows in an order that the key and the sizes determine, from any position on.
 
     :param reader_at: row -> a function that reads so many of the rows that follow it.
     """
@@ -42,29 +42,29 @@ class RandomOrder:
         self._seed = seed_of(rng_key)
         self._last: tuple[int, np.ndarray] | None = None
 
-    def open_at(self, place: int) -> Iterator[Rows]:
-        """The rows from a place in the order on, in blocks."""
+    def open_at(self, position: int) -> Iterator[Rows]:
+        """The rows from a position in the order on, in blocks."""
         readers: dict[int, Callable[[int], Rows]] = {}
         for number, each in enumerate(self._rounds):
-            if each.place + each.length <= place:
+            if each.position + each.length <= position:
                 continue
             readers = {int(row): readers.get(int(row)) or self._reader_at(int(row)) for row in each.parts[:, 0]}
             rows = joined([_all_of(readers[int(row)], int(row), int(length)) for row, length in each.parts])
             readers = {int(row + length): readers[int(row)] for row, length in each.parts}
             order = self._order_of(number)
-            for start in range(max(place - each.place, 0), len(order), SLICE):
+            for start in range(max(position - each.position, 0), len(order), SLICE):
                 yield selected(rows, order[start : start + SLICE])
 
-    def number(self, place: int) -> int:
-        """The number in the data of the row at a place in the order."""
+    def number(self, position: int) -> int:
+        """The number in the data of the row at a position in the order."""
         ends = np.cumsum([each.length for each in self._rounds])
-        index = int(np.searchsorted(ends, place, side="right"))
-        row = int(self._order_of(index)[place - self._rounds[index].place])
+        index = int(np.searchsorted(ends, position, side="right"))
+        row = int(self._order_of(index)[position - self._rounds[index].position])
         for first, length in self._rounds[index].parts:
             if row < length:
                 return int(first) + row
             row -= int(length)
-        raise IndexError(f"there is no row at place {place}.")
+        raise IndexError(f"there is no row at position {position}.")
 
     def _order_of(self, number: int) -> np.ndarray:
         if self._last is None or self._last[0] != number:
@@ -108,15 +108,15 @@ def rounds_of(pieces: Sequence[int], numbers_per_row: int, rng_key: Array) -> li
     lengths = np.concatenate([_even(length, cuts) for length in lengths])
     starts = np.cumsum(lengths) - lengths
     order = np.random.default_rng(seed_of(rng_key)).permutation(len(lengths))
-    rounds, place = [], 0
+    rounds, position = [], 0
     for together in _waves(lengths, order, max(capacity, OPEN_NUMBERS // numbers_per_row)):
         count = -(-int(lengths[together].sum()) // capacity)
         shares = np.stack([_even(length, count) for length in lengths[together]])
         firsts = starts[together][:, None] + np.cumsum(shares, axis=1) - shares
         for first, share in zip(firsts.T, shares.T):
             taken = share > 0
-            rounds.append(Round(place, np.stack([first[taken], share[taken]], axis=1)))
-            place += int(share.sum())
+            rounds.append(Round(position, np.stack([first[taken], share[taken]], axis=1)))
+            position += int(share.sum())
     return rounds
 
 

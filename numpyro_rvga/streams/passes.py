@@ -17,37 +17,37 @@ from ..model.identity import ModelIdentity, model_identity
 from ..model.program import Program
 from ..model.row_set import RowSet, row_digests
 from ..model.rows import Rows, num_rows, selected
-from .feed import Feed, Taken
+from .feed import Feed, Piece
 from .opening import HEAD, PassOptions, check_finite_at, located, replaced, usable_rows, with_finite_head
 from .source import NOTHING, SLICE, RowSource
 from .state_arrays import fingerprint, plain_arrays, state_from_arrays
 
-AHEAD = 8  # steps under way: while they compute, the next rows are read
-LISTED = 1000  # skipped rows whose numbers are kept
+PREFETCH = 8  # steps under way: while they compute, the next rows are read
+MAX_LISTED = 1000  # skipped rows whose numbers are kept
 DIGITS = 1e-3  # of the time that passes, which rounding of the time stamps may change
 
 
-class _Step(NamedTuple):
+class Pending(NamedTuple):
     """A compiled step under way.
 
-    :ivar place: how many rows were taken in before.
-    :ivar inside: waits for the answer, which rows' outcomes are in their support.
+    :ivar offset: how many rows were taken in before.
+    :ivar in_support: waits for the answer, which rows' outcomes are in their support.
     :ivar report: None if there are no rows.
     """
 
     before: Any
-    taken: Taken
-    place: int
-    inside: Callable[[], np.ndarray]
+    taken: Piece
+    offset: int
+    in_support: Callable[[], np.ndarray]
     after: Any
     report: Any
 
 
 class Pass(ABC):
-    """Rows from a source, piece by piece, each result checked while the next ones are under way.
+    """Takes rows from a source, piece by piece, and checks each result while the next ones are under way.
 
     :param bar: a progress bar.
-    :param publish: called with each state that is good.
+    :param on_state: called with each state that is good.
     :param checked: whether the rows have been checked: finite, with outcomes in their support.
     :param movement: how parameters move before each block: by time stamps, rows come in the order of these.
 
@@ -62,48 +62,48 @@ class Pass(ABC):
         source: RowSource,
         options: PassOptions,
         bar: Any,
-        publish: Callable[[Any], None],
+        on_state: Callable[[Any], None],
         *,
         checked: bool,
         movement: Movement | None,
     ):
-        self._program, self._source, self._options, self._bar, self._publish = program, source, options, bar, publish
+        self._program, self._source, self._options, self._bar, self._on_state = program, source, options, bar, on_state
         self._checked, self._time = checked, None if movement is None else movement.time
         self._checkpoint = options.opened
         self.state: Any = None
         self.absorbed = RowSet()
         self.done = self._written = 0
         self._left_out = NOTHING
-        self._whole = True  # whether notes, state and place are of the same moment
+        self._is_consistent = True  # whether state, offset and what is stored are of the same moment
 
     # ------------------------------------------------------------------ what a method does with rows
     @abstractmethod
-    def size(self, place: int) -> int:
+    def size(self, offset: int) -> int:
         """How many rows are taken when so many have been taken in."""
 
     @abstractmethod
-    def step(self, state: Any, rows: Rows, weights: np.ndarray, place: int) -> tuple[Any, Any]:
+    def step(self, state: Any, rows: Rows, weights: np.ndarray, offset: int) -> tuple[Any, Any]:
         """State and report after rows, of weight one or zero. The results need not be waited for."""
 
     @abstractmethod
     def failed(self, report: Any, length: int) -> tuple[int, int] | None:
-        """The first row, and that after the last, of the first block that left no finite Gaussian."""
+        """The first row of the first block that left no finite Gaussian, and the one after its last, or None."""
 
     @abstractmethod
-    def refuse(self, before: Any, after: Any, rows: Rows, numbers: np.ndarray) -> None:
+    def raise_bad_rows(self, before: Any, after: Any, rows: Rows, numbers: np.ndarray) -> None:
         """:raises ValueError: about these rows, whose numbers in the data are given."""
 
     @abstractmethod
-    def accept(self, state: Any, rows: Rows, report: Any, place: int) -> None:
-        """Take note of a good result."""
+    def on_result(self, state: Any, rows: Rows, report: Any, offset: int) -> None:
+        """Called with each good result, in order."""
 
     @abstractmethod
-    def notes(self) -> dict[str, Any]:
-        """What was taken note of, as plain values and arrays."""
+    def stored(self) -> dict[str, Any]:
+        """What a method knows besides the state, as plain values and arrays, for checkpoints."""
 
     @abstractmethod
-    def read_notes(self, notes: Mapping[str, Any]) -> None:
-        """Go on from such notes."""
+    def restore(self, stored: Mapping[str, Any]) -> None:
+        """Go on from what was :meth:`stored`."""
 
     # ------------------------------------------------------------------ the pass
     def __call__(self, state: Any, run: Mapping[str, Any]) -> Any:
@@ -113,28 +113,28 @@ class Pass(ABC):
         """
         self.state = state
         if self._checkpoint is None:
-            return self._taken_in()
+            return self._run()
         with self._checkpoint.held():
             self._resume(self._checkpoint.read({**run, **self._data_facts(state)}, self._identity()))
-            return self._taken_in()
+            return self._run()
 
-    def _taken_in(self) -> Any:
+    def _run(self) -> Any:
         feed = Feed(self._source, self.done, self._usable if self._options.skips and not self._checked else None)
-        place, under_way = self.num_taken, deque()
+        offset, pending = self.num_taken, deque()
         try:
-            while (taken := feed.take(self.size(place))) is not None or under_way:
+            while (taken := feed.take(self.size(offset))) is not None or pending:
                 if taken is not None:
                     self._check_finite(taken)
-                    latest = under_way[-1].after if under_way else self.state
-                    under_way.append(self._begin(latest, taken, place))
-                    place += taken.num_rows
-                if taken is None or len(under_way) > AHEAD:
-                    feed.put_back(self._finish(under_way))
-                    place = under_way[-1].place + under_way[-1].taken.num_rows if under_way else self.num_taken
+                    latest = pending[-1].after if pending else self.state
+                    pending.append(self._begin(latest, taken, offset))
+                    offset += taken.num_rows
+                if taken is None or len(pending) > PREFETCH:
+                    feed.put_back(self._finish(pending))
+                    offset = pending[-1].offset + pending[-1].taken.num_rows if pending else self.num_taken
         finally:  # also when it is interrupted, or the source fails
-            while under_way and not self._finish(under_way):
+            while pending and not self._finish(pending):
                 pass
-            if self._checkpoint is not None and self._whole and self.done > self._written:
+            if self._checkpoint is not None and self._is_consistent and self.done > self._written:
                 self._write()
         if not self.num_taken and (self.done or len(self._source.left_out)):
             raise ValueError(f"none of the {self.done + len(self._source.left_out)} rows can be used.")
@@ -149,52 +149,52 @@ class Pass(ABC):
         """For the posterior's ``info``."""
         if not self._options.skips:
             return {}
-        numbers = [self._source.number(int(place)) for place in self._left_out]
+        numbers = [self._source.number(int(position)) for position in self._left_out]
         numbers = np.union1d(self._source.left_out, np.array(numbers, np.int64))
-        return {"num_skipped": len(numbers), "skipped_rows": numbers[:LISTED]}
+        return {"num_skipped": len(numbers), "skipped_rows": numbers[:MAX_LISTED]}
 
     @property
     def left_out(self) -> np.ndarray:
         """The rows of the source that were left out, in its own order."""
-        return np.sort(np.array([self._source.row(int(place)) for place in self._left_out], np.int64))
+        return np.sort(np.array([self._source.row(int(position)) for position in self._left_out], np.int64))
 
-    def _begin(self, state: Any, taken: Taken, place: int, weights: np.ndarray | None = None) -> _Step:
+    def _begin(self, state: Any, taken: Piece, offset: int, weights: np.ndarray | None = None) -> Pending:
         if not taken.num_rows:
-            return _Step(state, taken, place, lambda: np.ones(0, bool), state, None)
+            return Pending(state, taken, offset, lambda: np.ones(0, bool), state, None)
         is_checked = self._checked or self._options.skips
-        inside = (lambda: np.ones(taken.num_rows, bool)) if is_checked else self._program.begin_check(taken.rows)
+        in_support = (lambda: np.ones(taken.num_rows, bool)) if is_checked else self._program.begin_check(taken.rows)
         rows = taken.rows
         if weights is None:
             weights = np.ones(taken.num_rows, np.float32)
         else:
             rows, weights = replaced(rows, weights > 0)
-        return _Step(state, taken, place, inside, *self.step(state, rows, weights, place))
+        return Pending(state, taken, offset, in_support, *self.step(state, rows, weights, offset))
 
-    def _finish(self, under_way: deque[_Step]) -> list[Taken]:
+    def _finish(self, pending: deque[Pending]) -> list[Piece]:
         """Wait for the first step's result. What has to be taken anew, if rows must be left out."""
-        step = under_way.popleft()
+        step = pending.popleft()
         try:
             bad = self._bad_rows(step)
             if not len(bad):
-                self._take_note(step)
+                self._accept(step)
                 return []
         except BaseException:
-            under_way.clear()  # they follow a state that is not good
+            pending.clear()  # they follow a state that is not good
             raise
-        again = [step.taken.without(bad), *[later.taken for later in under_way]]
-        under_way.clear()
+        again = [step.taken.without(bad), *[later.taken for later in pending]]
+        pending.clear()
         return again
 
-    def _take_note(self, step: _Step) -> None:
-        self._whole = False
+    def _accept(self, step: Pending) -> None:
+        self._is_consistent = False
         taken = step.taken
         if step.report is not None:
-            self._publish(step.after)
-            self.accept(step.after, taken.rows, step.report, step.place)
+            self._on_state(step.after)
+            self.on_result(step.after, taken.rows, step.report, step.offset)
         self._left_out = np.concatenate([self._left_out, taken.left_out])
         self.absorbed = self.absorbed.with_rows(taken.digests)
         before, self.state, self.done = self.done, step.after, taken.stop
-        self._whole = True
+        self._is_consistent = True
         self._bar.update(self.done - before)
         if self._checkpoint is not None and self.done - self._written >= self._checkpoint.every:
             self._write()
@@ -203,12 +203,12 @@ class Pass(ABC):
     def _usable(self, rows: Rows) -> np.ndarray:
         return usable_rows(self._program, self._source, rows)
 
-    def _check_finite(self, taken: Taken) -> None:
+    def _check_finite(self, taken: Piece) -> None:
         """:raises ValueError: naming the first row that is not finite, if such rows are not skipped."""
         if not self._checked and not self._options.skips and taken.num_rows:
-            check_finite_at(self._source, taken.rows, int(taken.places[0]))
+            check_finite_at(self._source, taken.rows, int(taken.positions[0]))
 
-    def _bad_rows(self, step: _Step) -> np.ndarray:
+    def _bad_rows(self, step: Pending) -> np.ndarray:
         """The rows of a step that have to be left out for it to be good.
 
         :raises ValueError: if there are any, and they are not skipped.
@@ -216,22 +216,23 @@ class Pass(ABC):
         late = self._late_rows(step)
         if len(late):
             return late
-        inside = step.inside()
-        if not inside.all():
-            row = int(np.argmin(inside))
-            with located(self._source, int(step.taken.places[row])) as number:
+        in_support = step.in_support()
+        if not in_support.all():
+            row = int(np.argmin(in_support))
+            with located(self._source, int(step.taken.positions[row])) as number:
                 self._program.check_rows(selected(step.taken.rows, slice(row, row + 1)), number)
         failed = self._failed(step)
         if failed is None:
             return NOTHING
         first, stop = failed
         if not self._options.skips:
-            numbers = [self._source.number(int(place)) for place in step.taken.places[first:stop]]
-            with located(self._source, int(step.taken.places[first])):
-                self.refuse(step.before, step.after, selected(step.taken.rows, slice(first, stop)), np.array(numbers))
+            numbers = [self._source.number(int(position)) for position in step.taken.positions[first:stop]]
+            with located(self._source, int(step.taken.positions[first])):
+                rows = selected(step.taken.rows, slice(first, stop))
+                self.raise_bad_rows(step.before, step.after, rows, np.array(numbers))
         return self._to_blame(step, first, stop)
 
-    def _late_rows(self, step: _Step) -> np.ndarray:
+    def _late_rows(self, step: Pending) -> np.ndarray:
         """The rows of a step that come after others of later times.
 
         :raises ValueError: if there are any, and they are not skipped; and for times with too many digits.
@@ -249,7 +250,7 @@ class Pass(ABC):
         latest = np.fmax.accumulate(np.append(last, times))[:-1]
         late = np.flatnonzero(times < latest)
         if len(late) and not self._options.skips:
-            with located(self._source, int(step.taken.places[late[0]])) as number:
+            with located(self._source, int(step.taken.positions[late[0]])) as number:
                 raise BadData(
                     f"row {number}: its time stamp {self._time}={exact[late[0]]} comes before {latest[late[0]]}, that "
                     f"of an earlier row. Parameters move forward in time: sort the rows by {self._time!r}, or pass "
@@ -257,17 +258,17 @@ class Pass(ABC):
                 )
         return late
 
-    def _failed(self, step: _Step) -> tuple[int, int] | None:
+    def _failed(self, step: Pending) -> tuple[int, int] | None:
         return None if step.report is None else self.failed(step.report, step.taken.num_rows)
 
-    def _to_blame(self, step: _Step, first: int, stop: int) -> np.ndarray:
+    def _to_blame(self, step: Pending, first: int, stop: int) -> np.ndarray:
         """The rows of a block that are to blame for its failure."""
 
         def fails(kept: np.ndarray) -> bool:
             weights = np.ones(step.taken.num_rows)
             weights[first:stop] = 0
             weights[kept] = 1
-            failure = self._failed(self._begin(step.before, step.taken, step.place, weights))
+            failure = self._failed(self._begin(step.before, step.taken, step.offset, weights))
             return failure is not None and failure[0] <= first
 
         to_blame = np.arange(first, stop)
@@ -296,8 +297,8 @@ class Pass(ABC):
         return self._source.as_declared(with_finite_head(self._source.peek(HEAD)))
 
     def _write(self) -> None:
-        done, left_out = self._source.stored_place(self.done, self._left_out)
-        contents = {"state": plain_arrays(self.state), "done": done, "left_out": left_out, "notes": self.notes()}
+        done, left_out = self._source.stored_progress(self.done, self._left_out)
+        contents = {"state": plain_arrays(self.state), "done": done, "left_out": left_out, "notes": self.stored()}
         absorbed = self.absorbed
         self._checkpoint.write(contents | {"rows": absorbed.num_rows, "absorbed": f"{absorbed.digest:016x}"})
         self._written = self.done
@@ -309,8 +310,8 @@ class Pass(ABC):
         try:
             self.state = state_from_arrays(contents["state"], self.state)
             left_out = np.array(contents["left_out"], np.int64).reshape(-1)
-            self.done, self._left_out = self._source.restored_place(index(contents["done"]), left_out)
-            self.read_notes(contents["notes"])
+            self.done, self._left_out = self._source.restored_progress(index(contents["done"]), left_out)
+            self.restore(contents["notes"])
             expected = RowSet(index(contents["rows"]), int(contents["absorbed"], 16))
         except MALFORMED as error:
             raise ValueError("no run can go on from this checkpoint: it does not hold what one does.") from error
@@ -318,22 +319,22 @@ class Pass(ABC):
         self.absorbed = self._passed_over()
         if self.absorbed != expected:
             self._checkpoint.refuse(f"it has taken in {expected.num_rows} rows that are not the first of these data")
-        self._publish(self.state)
+        self._on_state(self.state)
         self._bar.update(self.done)
 
     def _passed_over(self) -> RowSet:
         """The rows that were taken in before, read once more to see that they are the same."""
-        rows_set, place = RowSet(), 0
+        rows_set, offset = RowSet(), 0
         self._source.rewind()
-        while place < self.done:
-            rows = self._source.take(min(SLICE, self.done - place))
+        while offset < self.done:
+            rows = self._source.take(min(SLICE, self.done - offset))
             if rows is None:
-                raise ValueError(f"the data end after {place} rows, and {self.done} have been taken in before.")
+                raise ValueError(f"the data end after {offset} rows, and {self.done} have been taken in before.")
             kept = np.ones(num_rows(rows), bool)
-            first, stop = np.searchsorted(self._left_out, [place, place + len(kept)])
-            kept[self._left_out[first:stop] - place] = False
+            first, stop = np.searchsorted(self._left_out, [offset, offset + len(kept)])
+            kept[self._left_out[first:stop] - offset] = False
             rows_set = rows_set.with_rows(row_digests(self._source.as_declared(selected(rows, kept))))
-            place += len(kept)
+            offset += len(kept)
         return rows_set
 
 

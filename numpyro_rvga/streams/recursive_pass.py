@@ -18,7 +18,7 @@ from ..model.bad_rows import describe_bad_rows
 from ..model.distinct_rows import once_each
 from ..model.rows import Rows, in_blocks, num_rows, pad, selected
 from .block_plan import Sizes
-from .memory import NEGLIGIBLE_ERROR, Kept, RowMemory, inexactness, taken_in
+from .memory import NEGLIGIBLE_ERROR, Kept, RowMemory, inexactness, unranked
 from .opening import PassOptions
 from .order import seed_of
 from .passes import Pass, first_failed, rows_named
@@ -52,7 +52,7 @@ class RecursivePass(Pass):
         source: RowSource,
         options: PassOptions,
         bar: Any,
-        publish: Callable[[State], None],
+        on_state: Callable[[State], None],
         sizes: Sizes,
         sparse: SparseEngine | None,
         *,
@@ -60,9 +60,9 @@ class RecursivePass(Pass):
         sampled_by: Array | None,
         sample_numbers: int,
     ):
-        super().__init__(engine.program, source, options, bar, publish, checked=checked, movement=engine.movement)
+        super().__init__(engine.program, source, options, bar, on_state, checked=checked, movement=engine.movement)
         self._engine, self._sizes, self._sparse = engine, sizes, sparse
-        self._memory, self._gathered = RowMemory(sizes.memory, NEGLIGIBLE_ERROR), Gathered()
+        self._memory, self._summary = RowMemory(sizes.memory, NEGLIGIBLE_ERROR), RunSummary()
         self._sampled_by = sampled_by
         numbers = engine.numbers_absorbed + sum(row[0].size for row in engine.program.example_row.values())
         self.sample = RowMemory(0 if sampled_by is None else sample_numbers // numbers)
@@ -71,14 +71,14 @@ class RecursivePass(Pass):
         self.kept: Kept | None = None
         self.predicted: list[tuple[float, int]] = []
 
-    def size(self, place: int) -> int:
-        return self._sizes.first if self._is_joint(place) else self._sizes.chunk
+    def size(self, offset: int) -> int:
+        return self._sizes.first if self._is_joint(offset) else self._sizes.chunk
 
-    def step(self, state: State, rows: Rows, weights: np.ndarray, place: int) -> tuple[State, StepInfo]:
+    def step(self, state: State, rows: Rows, weights: np.ndarray, offset: int) -> tuple[State, StepInfo]:
         sizes, engine = self._sizes, self._engine
         if self._sparse is not None:
             return self._sparse.solve(self._sparse.problem(rows, weights=weights))
-        if self._is_joint(place):
+        if self._is_joint(offset):
             if not sizes.keeps_rows:
                 rows, weights = once_each(rows, weights)
             rows, weights = pad(rows, self._joint_size(len(weights)), weights)
@@ -94,35 +94,35 @@ class RecursivePass(Pass):
         joint = np.ndim(report.ok) == 0
         return first_failed(np.atleast_1d(report.ok), length if joint else self._sizes.block, length)
 
-    def accept(self, state: State, rows: Rows, report: StepInfo, place: int) -> None:
-        self.only_rows, self.accounts = (rows, report.accounts) if self._is_joint(place) else ({}, None)
-        self._gathered.add(report)
+    def on_result(self, state: State, rows: Rows, report: StepInfo, offset: int) -> None:
+        self.only_rows, self.accounts = (rows, report.accounts) if self._is_joint(offset) else ({}, None)
+        self._summary.add(report)
         if report.absorbed:
-            taken = taken_in(rows, report.absorbed, place)
-            self._memory.offer(taken._replace(priority=inexactness(taken.absorbed)))
+            taken = unranked(rows, report.absorbed, offset)
+            self._memory.add(taken._replace(priority=inexactness(taken.absorbed)))
             if self._sampled_by is not None:
-                draws = np.random.default_rng([*seed_of(self._sampled_by), place]).random(len(taken.places))
-                self.sample.offer(taken._replace(priority=draws))
+                draws = np.random.default_rng([*seed_of(self._sampled_by), offset]).random(len(taken.positions))
+                self.sample.add(taken._replace(priority=draws))
         if np.ndim(report.bound):
             starts = np.arange(np.size(report.bound)) * self._sizes.block
             counts = np.clip(num_rows(rows) - starts, 0, self._sizes.block)
             self.predicted += zip(np.asarray(report.bound)[counts > 0].tolist(), counts[counts > 0].tolist())
 
-    def notes(self) -> dict[str, Any]:
+    def stored(self) -> dict[str, Any]:
         return {
             "memory": self._memory.stored(),
             "sample": self.sample.stored(),
             "predicted": np.array(self.predicted, np.float64),
-            "gathered": self._gathered.stored(),
+            "gathered": self._summary.stored(),
         }
 
-    def read_notes(self, notes: Mapping[str, Any]) -> None:
-        self._memory.restore(notes["memory"])
-        self.sample.restore(notes["sample"])
-        self.predicted = [(bound, int(count)) for bound, count in notes["predicted"].reshape(-1, 2)]
-        self._gathered.restore(notes["gathered"])
+    def restore(self, stored: Mapping[str, Any]) -> None:
+        self._memory.restore(stored["memory"])
+        self.sample.restore(stored["sample"])
+        self.predicted = [(bound, int(count)) for bound, count in stored["predicted"].reshape(-1, 2)]
+        self._summary.restore(stored["gathered"])
 
-    def refuse(self, before: State, after: State, rows: Rows, numbers: np.ndarray) -> None:
+    def raise_bad_rows(self, before: State, after: State, rows: Rows, numbers: np.ndarray) -> None:
         reason = describe_bad_rows(self._program, before.mean, rows, numbers)
         prior_sites = [terms.site for terms in self._program.prior.terms]
         if reason is None and self._engine.options.scheme == "laplace" and prior_sites:
@@ -140,28 +140,28 @@ class RecursivePass(Pass):
 
     def finished(self) -> tuple[State, dict[str, Any]]:
         """The state with the kept rows as themselves and the prior's true terms, and the facts of the run."""
-        state, sizes, gathered = self.state, self._sizes, self._gathered
-        kept = self._memory.contents() if self.num_taken > sizes.first else None
+        state, sizes, summary = self.state, self._sizes, self._summary
+        kept = self._memory.items() if self.num_taken > sizes.first else None
         if kept is not None:
-            state, absorbed = self._revisit(state, kept.rows, kept.absorbed)
+            state, absorbed = self._refit(state, kept.rows, kept.absorbed)
             self.kept = kept._replace(absorbed=absorbed)
         elif state.prior_factor is not None and self.num_taken > sizes.first:
             state, info = self._engine.with_exact_prior(state)
-            gathered.add(info)
+            summary.add(info)
         first, count = min(sizes.first, self.num_taken), self.done + len(self._source.left_out)
         facts = {"num_rows": count, "block_size": sizes.block, "first_block": first}
         facts["kept_rows"] = 0 if kept is None else num_rows(kept.rows)
-        return state, gathered.summary() | facts | self.skipped()
+        return state, summary.facts() | facts | self.skipped()
 
     @property
     def largest_decrement(self) -> float:
         """The largest squared natural gradient, in nats, that a step has left."""
-        return self._gathered.summary()["largest_decrement"]
+        return self._summary.facts()["largest_decrement"]
 
     @property
     def has_converged(self) -> bool:
         """Whether every step was solved to its tolerance."""
-        return self._gathered.summary()["converged"]
+        return self._summary.facts()["converged"]
 
     @property
     def is_one_solve(self) -> bool:
@@ -174,10 +174,10 @@ class RecursivePass(Pass):
         step = 1 << max(length.bit_length() - 4, 0)
         return self._engine.devices.rounded_up(-(-length // step) * step)
 
-    def _is_joint(self, place: int) -> bool:
-        return place == 0 and self._sizes.first > 0
+    def _is_joint(self, offset: int) -> bool:
+        return offset == 0 and self._sizes.first > 0
 
-    def _revisit(self, state: State, rows: Rows, absorbed: tuple[Absorbed, ...]) -> tuple[State, tuple[Absorbed, ...]]:
+    def _refit(self, state: State, rows: Rows, absorbed: tuple[Absorbed, ...]) -> tuple[State, tuple[Absorbed, ...]]:
         """Solve once more with the kept rows as themselves, not as their Gaussian sites. Of more than one solve takes,
         those come first whose sites are furthest off, and then those that now are. Also how it sees the rows then."""
         at_once, count = self._sizes.joint, num_rows(rows)
@@ -215,7 +215,7 @@ class RecursivePass(Pass):
         *placed, row_factors = self._placed(rows, row_factors, self._joint_size(self._sizes.joint))
         absorbed_rows = AbsorbedRows(row_factors, np.ones((), np.int32), np.zeros((), np.int32))
         after, info = self._engine.joint(self._program.prior_inputs, state, *placed, absorbed_rows, with_absorbed=True)
-        self._gathered.add(info)
+        self._summary.add(info)
         return after, info
 
     def _placed(self, rows: Rows, row_arrays: tuple, size: int) -> tuple[Rows, np.ndarray, tuple]:
@@ -224,8 +224,8 @@ class RecursivePass(Pass):
         return *self._engine.devices.put_rows((rows, weights)), row_arrays
 
 
-class Gathered:
-    """What the steps of a run have in common to report."""
+class RunSummary:
+    """Iterations, convergence and modes over all steps of a run."""
 
     def __init__(self):
         self._iterations, self._steps = 0.0, 0
@@ -241,13 +241,15 @@ class Gathered:
         self._modes = info.modes or self._modes
 
     def stored(self) -> list:
+        """Plain values from which :meth:`restore` makes this summary again."""
         return [self._iterations, self._steps, self._converged, self._decrement, list(self._modes)]
 
     def restore(self, stored: list) -> None:
         self._iterations, self._steps, self._converged, self._decrement, modes = stored
         self._modes = tuple(modes)
 
-    def summary(self) -> dict:
+    def facts(self) -> dict[str, Any]:
+        """For the posterior's ``info``."""
         mean_iterations = self._iterations / max(self._steps, 1)
         facts = {"converged": self._converged, "mean_iterations": mean_iterations, "largest_decrement": self._decrement}
         return facts | modes_info(self._modes)

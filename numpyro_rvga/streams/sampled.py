@@ -28,8 +28,8 @@ def estimated(
     certificate: Certificate, state: State, taken: RecursivePass, max_looks: int
 ) -> tuple[State, dict[str, Any]]:
     """The state after steps where the natural gradient is estimated well enough, and the estimates."""
-    sample = taken.sample.contents()
-    kept, batches = _strata(sample, taken.kept, taken.sample.num_offered)
+    sample = taken.sample.items()
+    kept, batches = _strata(sample, taken.kept, taken.sample.num_seen)
     if not len(batches[0].weights):  # nearly all rows are kept, and the sample has no others
         return state, {}
     certified = certificate.estimated(state, kept, batches, max_looks)
@@ -64,9 +64,9 @@ def estimated(
 def stepped(certificate: Certificate, state: State, taken: RecursivePass) -> State:
     """The state after a step by the sample alone, if the rows are many and the estimate is good enough. Of kept rows
     nothing is asked: q was solved for with them."""
-    if not 0 < WORTH_A_STEP * taken.sample.capacity <= taken.sample.num_offered:
+    if not 0 < WORTH_A_STEP * taken.sample.capacity <= taken.sample.num_seen:
         return state
-    kept, batches = _strata(taken.sample.contents(), taken.kept, taken.sample.num_offered)
+    kept, batches = _strata(taken.sample.items(), taken.kept, taken.sample.num_seen)
     if not len(batches[0].weights):
         return state
     return certificate.estimated(state, kept._replace(weights=kept.weights[:0]), batches, max_looks=2).state
@@ -76,12 +76,12 @@ def _strata(sample: Kept, kept: Kept | None, num_rows: int) -> tuple[Stratum, li
     """The kept rows, which speak for themselves, and the sample of all others, in batches."""
     if kept is None:
         others, kept_rows = (
-            np.arange(len(sample.places)),
+            np.arange(len(sample.positions)),
             Stratum(sample.rows, sample.absorbed, np.zeros(0, np.float32)),
         )
     else:
-        others = np.flatnonzero(~np.isin(sample.places, kept.places))
-        kept_rows = Stratum(kept.rows, kept.absorbed, np.ones(len(kept.places), np.float32))
+        others = np.flatnonzero(~np.isin(sample.positions, kept.positions))
+        kept_rows = Stratum(kept.rows, kept.absorbed, np.ones(len(kept.positions), np.float32))
     size = len(others) // NUM_BATCHES
     weight = (num_rows - len(kept_rows.weights)) / max(size * NUM_BATCHES, 1)
     batches = []

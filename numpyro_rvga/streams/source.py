@@ -31,7 +31,7 @@ class RowSource:
         rows are in memory.
     :param order: in which rows are handed out; None: their own.
     :param left_out: the numbers in the data of rows that are not handed out, sorted.
-    :param about: what else there is to say of the place of a row, given its number: a sentence.
+    :param about: what else there is to say of where a row lies, given its number: a sentence.
     :param dtypes: of arrays that may come as others where values are missing.
     """
 
@@ -103,28 +103,28 @@ class RowSource:
             rest, total, seekable=True, pieces=pieces, left_out=np.union1d(self.left_out, numbers), **facts
         )
 
-    def row(self, place: int) -> int:
-        """Which row is handed out at a place, in the source's own order."""
-        return place if self.order is None else self.order.number(place)
+    def row(self, position: int) -> int:
+        """Which row is handed out at a position, in the source's own order."""
+        return position if self.order is None else self.order.number(position)
 
-    def number(self, place: int) -> int:
-        """The number in the data of the row that is handed out at a place."""
-        return int(self.numbers(np.array([self.row(place)]))[0])
+    def number(self, position: int) -> int:
+        """The number in the data of the row that is handed out at a position."""
+        return int(self.numbers(np.array([self.row(position)]))[0])
 
     def numbers(self, rows: np.ndarray) -> np.ndarray:
-        """The numbers in the data of rows that are handed out, from their places in the source's own order."""
+        """The numbers in the data of rows that are handed out, from their positions in the source's own order."""
         return _numbers_of_others(self.left_out, rows)
 
-    def stored_place(self, done: int, left_out: np.ndarray) -> tuple[int, np.ndarray]:
-        """How many rows were handed out and which places among them were left out, as a source of all rows says it."""
+    def stored_progress(self, done: int, left_out: np.ndarray) -> tuple[int, np.ndarray]:
+        """How many rows were handed out, and which positions among them left out, as a source of all rows says it."""
         if self.order is not None:
             return done, left_out
         done = int(self.numbers(np.array([done - 1]))[0]) + 1 if done else 0
         before = self.left_out[self.left_out < done]
         return done, np.union1d(before, self.numbers(left_out))
 
-    def restored_place(self, done: int, left_out: np.ndarray) -> tuple[int, np.ndarray]:
-        """What :meth:`stored_place` was given, from what it gave."""
+    def restored_progress(self, done: int, left_out: np.ndarray) -> tuple[int, np.ndarray]:
+        """What :meth:`stored_progress` was given, from what it gave."""
         if self.order is not None:
             return done, left_out
         later = np.setdiff1d(left_out, self.left_out)
@@ -204,9 +204,9 @@ class RowSource:
             raise ValueError(f"the data say that they have num_rows={self.total}, and end after {self._read} rows.")
 
 
-def _numbers_of_others(left_out: np.ndarray, places: np.ndarray) -> np.ndarray:
-    """The numbers of rows at places among those that are not left out. ``left_out``: numbers, sorted."""
-    return places + np.searchsorted(left_out - np.arange(len(left_out)), places, side="right")
+def _numbers_of_others(left_out: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    """The numbers of rows at positions among those that are not left out. ``left_out``: numbers, sorted."""
+    return positions + np.searchsorted(left_out - np.arange(len(left_out)), positions, side="right")
 
 
 def _even(total: int, size: int) -> list[int]:
@@ -304,9 +304,9 @@ def _checked_blocks(blocks: Iterator, first_row: int, named: Callable[[Any], Row
 
 
 def chunks(source: RowSource, size: int) -> Iterator[tuple[int, Rows]]:
-    """All rows of a source that can be read again, with the place of the first."""
+    """All rows of a source that can be read again, with the position of the first."""
     source.rewind()
-    place = 0
+    position = 0
     while (rows := source.take(size)) is not None:
-        yield place, rows
-        place += num_rows(rows)
+        yield position, rows
+        position += num_rows(rows)

@@ -98,7 +98,7 @@ def test_rounds_hold_every_row_once_and_are_bounded(groups):
     np.testing.assert_array_equal(parts[:, 0], np.cumsum(parts[:, 1]) - parts[:, 1])
     assert parts[:, 1].sum() == sum(groups)
     assert max(each.length for each in rounds) <= order.BUFFER_NUMBERS // 16 + max(len(each.parts) for each in rounds)
-    np.testing.assert_array_equal([r.place for r in rounds], np.cumsum([0] + [r.length for r in rounds[:-1]]))
+    np.testing.assert_array_equal([r.position for r in rounds], np.cumsum([0] + [r.length for r in rounds[:-1]]))
 
 
 def test_rows_that_can_be_read_once_have_no_other_order():

@@ -23,7 +23,7 @@ from numpyro_rvga.streams import block_plan, opening, recursive_pass
 from numpyro_rvga.streams import order as order_module
 from numpyro_rvga.streams import passes as passes_module
 from numpyro_rvga.streams import source as source_module
-from numpyro_rvga.streams.memory import RowMemory, inexactness, taken_in
+from numpyro_rvga.streams.memory import RowMemory, inexactness, unranked
 
 NUM_ROWS = 1500
 STEPS = ("jit(_joint)", "jit(_stream)", "jit(_one_block)")
@@ -249,15 +249,15 @@ def test_a_stopped_run_goes_on_to_the_bit(name, tmp_path):
 
 def interrupt_after(method, rows, file, after):
     """As Ctrl-C does, at some place of a run."""
-    accept = recursive_pass.RecursivePass.accept
+    on_result = recursive_pass.RecursivePass.on_result
 
     def interrupted(self, state, rows, *rest):
-        accept(self, state, rows, *rest)
+        on_result(self, state, rows, *rest)
         if int(state.num_rows) >= after:
             raise KeyboardInterrupt
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(recursive_pass.RecursivePass, "accept", interrupted)
+        patch.setattr(recursive_pass.RecursivePass, "on_result", interrupted)
         run(method, rows, checkpoint=file, every=100)
     assert int(method.state.num_rows) >= after  # a usable state
     assert np.isfinite(method.posterior(method.state).mean).all()
@@ -677,7 +677,7 @@ def test_rows_that_are_refused_are_numbered_as_in_the_data_when_shuffled(method)
 
 
 def test_only_so_many_skipped_rows_are_listed(monkeypatch):
-    monkeypatch.setattr(passes_module, "LISTED", 4)
+    monkeypatch.setattr(passes_module, "MAX_LISTED", 4)
     found = run(method_of("explicit"), spoilt(rows_of("explicit"), BAD, "explicit"), on_bad_row="skip")
     assert found.info["num_skipped"] == len(BAD) and found.info["skipped_rows"].tolist() == BAD[:4]
 
@@ -712,11 +712,11 @@ def test_a_memory_holds_the_rows_of_the_largest_errors(piece):
     for start in range(0, 200, piece):
         part = error[start : start + piece]
         seen = Absorbed(np.zeros((len(part), 1, 1)), np.zeros((len(part), 1, 1, 1)), part)
-        offered = taken_in({"row": np.arange(start, start + len(part))}, (seen,), start)
-        memory.offer(offered._replace(priority=inexactness(offered.absorbed)))
-    kept = memory.contents()
+        offered = unranked({"row": np.arange(start, start + len(part))}, (seen,), start)
+        memory.add(offered._replace(priority=inexactness(offered.absorbed)))
+    kept = memory.items()
     expected = np.argsort(-error[:, 0])[:20]
     np.testing.assert_array_equal(kept.rows["row"], expected)
-    np.testing.assert_array_equal(kept.places, expected)
+    np.testing.assert_array_equal(kept.positions, expected)
     np.testing.assert_array_equal(kept.absorbed[0].error, error[expected])
-    assert memory.num_offered == 200 and not memory.holds_all
+    assert memory.num_seen == 200 and not memory.holds_all
