@@ -392,7 +392,7 @@ class BONG:
             return self.updates.initial_state(online, rng_key)
         if isinstance(init, OnlineState):
             return init
-        online.engine.check_continued(init)
+        online.engine.program.check_continues(init.program)
         if isinstance(init.state, OnlineState) and online.holds(init.state):
             state = init.state
         else:

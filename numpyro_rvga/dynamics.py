@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -16,9 +17,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from .core.gaussians import Transition
+from .core.gaussians import Movement, Transition
 from .core.linalg import semidefinite_factor
+from .model.arguments import BadData
 from .model.layout import Layout
+from .model.program import Program
 from .options import described
 
 COEFFICIENTS = ("matrix", "offset", "noise_covariance")  # of LinearDynamics
@@ -201,3 +204,19 @@ def _checked(coefficients: list, size: int) -> tuple[np.ndarray, np.ndarray, np.
     if all(np.array_equal(x, np.diag(np.diagonal(x))) for x in (matrix, covariance)):  # entry by entry
         return np.diagonal(matrix), offset, np.sqrt(np.diagonal(covariance))
     return matrix, offset, vectors * np.sqrt(np.maximum(values, 0.0))
+
+
+def movement_of(dynamics: Any, program: Program, mean: Array, root: Array) -> Movement:
+    """How a program's parameters move.
+
+    :param dynamics: what has a ``transition(layout, mean, root, elapsed)`` and the name of a ``time``.
+    :param mean: of the prior. :param root: of its covariance, or its standard deviations.
+    :raises ValueError: if the data have no such time stamps.
+    """
+    times = program.example_row.get(dynamics.time)
+    if dynamics.time is not None and (times is None or times.ndim != 1):
+        raise BadData(
+            f"the dynamics' time={dynamics.time!r} must be an array of the data with one time stamp for each row. It "
+            "must be an argument of the model, which need not use it."
+        )
+    return Movement(partial(dynamics.transition, program.layout, mean, root), dynamics.time)

@@ -157,7 +157,7 @@ class FixedPointVI:
         rng_key = default_key() if rng_key is None else rng_key
         engine, rows, reason = self._engines.together(data, model_kwargs, rng_key)
         if init is not None:
-            engine.check_start(init)
+            engine.program.check_same_sites(init.program)
         not_integrated = {}
         if self.integrate:
             choice = self._integration.choose(engine.program, self.integrate, rows)

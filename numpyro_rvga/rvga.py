@@ -466,7 +466,7 @@ class RVGA:
     def _state_of(init: Posterior | State, engine: Engine) -> State:
         if isinstance(init, State):
             return init
-        engine.check_continued(init)
+        engine.program.check_continues(init.program)
         state = init.state if isinstance(init.state, State) else state_of_gaussian(init)
         return in_motion(state, engine, init.info.get("time"))
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -15,13 +15,12 @@ from jax.core import Tracer
 
 from ..core.compilation import Compiled
 from ..core.drivers import Progress
-from ..core.factors import Factors
+from ..core.factors import Factors, Kind
 from ..core.gaussians import Movement
 from ..core.jacobians import times_root
 from ..core.joint import Joint, joint_solve
-from ..core.maximize import Search, Settings
+from ..core.maximize import Search
 from ..core.objective import Group, in_stages
-from ..core.quadrature import CUBE_NODES, num_cube_nodes
 from ..core.recursion import (
     Absorbed,
     RowFactors,
@@ -33,12 +32,14 @@ from ..core.recursion import (
     row_factors_of,
     scan_blocks,
 )
-from ..model.arguments import PARAMS, BadData, check_row_shapes, row_shapes
+from ..model.arguments import PARAMS
 from ..model.program import Program
 from ..model.sparsity import selecting_pattern
 from ..model.terms import Terms, merged
 from ..options import Options
+from .absorbed_rows import AbsorbedRows, absorbed_row_factors, by_row
 from .devices import Devices
+from .effort import Effort
 from .joint_solver import JointProblem, JointSolver, PriorProblem, RowChunks, search_for
 from .kinds import make_kind
 from .linearized import factors_of, merged_by_form, prepare
@@ -46,28 +47,10 @@ from .starts import MOST_NUMBERS, MOST_PARAMETERS, other_means
 
 SYMMETRIC_PREDICTORS = 8  # with more, as in neural networks, the prior's mean is often a saddle
 NUM_STARTS = 8
-ROW_ITERATIONS = 2  # at least, of rows one by one: in a routine, the second costs little and leaves much less
-ONE_PASS_TOLERANCE = 1e-6  # nats: of joint solves around a stream, which itself leaves a thousand times more
-BUDGET = 1e-3  # nats, in all: expectations that may be off by more call for finer rules,
-ENOUGH_DRAWS = 0.5  # and those over draws of theta for more draws
-MANY = 2**16  # nodes of all rows; one row that is all data may be dear at each of its nodes
 NUM_LINEARIZATIONS = 3  # of predictors that are not affine, in a small block
 
 
 Made = TypeVar("Made")
-
-
-class AbsorbedRows(NamedTuple):
-    """Rows of a joint solve that may be part of the state already.
-
-    :ivar row_factors: their Gaussian approximations in it, (n, E, ...) arrays.
-    :ivar is_part: one if they are part of it, else zero.
-    :ivar fresh: how many rows are new to it.
-    """
-
-    row_factors: tuple[RowFactors, ...]
-    is_part: Array
-    fresh: Array
 
 
 class Engine:
@@ -90,19 +73,12 @@ class Engine:
         effort: str = "usual",
     ):
         self.program, self.options, self.movement = program, options, movement
-        self.rng_key, self.effort = rng_key, effort
+        self.rng_key = rng_key
         self.made: dict[Hashable, Any] = {}  # see once()
-        self.kinds = tuple(make_kind(terms, options, rng_key, effort=effort) for terms in program.terms)
-        at_hand = "direct" if effort == "usual" else effort
-        self.joint_kinds = tuple(make_kind(terms, options, rng_key, effort=at_hand) for terms in program.terms)
-        prior_options = options._replace(expectation="auto", scheme="implicit")
-        self.prior_kinds = tuple(
-            make_kind(terms, prior_options, rng_key, effort="thorough" if effort == "thorough" else "direct")
-            for terms in program.prior.terms
-        )
+        self.effort = self._effort(effort)
+        self.kinds, self.prior_kinds = self.effort.rows, self.effort.prior
         pattern = selecting_pattern(program.layout.size)
         self._seen = [(terms, pattern if terms.site in program.selections else None) for terms in program.terms]
-        self._double = program.dtype == jnp.float64
         self.is_affine = all(t.is_affine for t in program.terms)
         wide = any(t.num_predictors > SYMMETRIC_PREDICTORS or not t.is_affine for t in program.terms)
         shape = (NUM_STARTS, program.layout.size)
@@ -111,7 +87,7 @@ class Engine:
         # Within other compiled functions: a model's predictors are then traced once for each of these, not each time.
         self.prepare, self.linearize = jax.jit(self._prepare), jax.jit(self._linearize)
         self._prepare_block = Compiled(self._prepared_block)
-        self._absorbed_row_factors = Compiled(_absorbed_row_factors)
+        self._absorbed_row_factors = Compiled(absorbed_row_factors)
         self.joint_solver = JointSolver(self.joint_parts, self.devices)
         self._prior_solver = JointSolver(self._prior_parts, self.devices)
         self.residuals = self.compiled(self._residuals)
@@ -126,44 +102,24 @@ class Engine:
         other.program = program
         return other
 
-    def calls_for_more(self, error: float) -> bool:
-        """Whether a thorough engine is worth its time, given by how many nats expectations may be off."""
-        return self.can_be_thorough and error > (ENOUGH_DRAWS if self.takes_draws else BUDGET)
+    def _effort(self, level: str) -> Effort:
+        """The expectations at a level of effort."""
+        program, options, key = self.program, self.options, self.rng_key
+        of_prior = options._replace(expectation="auto", scheme="implicit")
 
-    @property
-    def takes_draws(self) -> bool:
-        """Whether there are terms of rows without structure."""
-        return any(terms.by_draws for terms in self.program.terms)
+        def kinds(all_terms: Sequence[Terms], options: Options, effort: str) -> tuple[Kind, ...]:
+            return tuple(make_kind(terms, options, key, effort=effort) for terms in all_terms)
 
-    @property
-    def can_be_thorough(self) -> bool:
-        """Whether there are expectations that a thorough engine finds better. Where rows have more predictors, what may
-        be off is due to them, and nothing is gained."""
-        if self.takes_draws:
-            return self.effort != "thorough"
-        all_terms = [*zip(self.kinds, self.program.terms)]
-        if not self.is_sampled:
-            all_terms += zip(self.prior_kinds, self.program.prior.terms)
-        return self.effort != "thorough" and any(
-            kind.measured is not None and terms.num_predictors in CUBE_NODES for kind, terms in all_terms
+        return Effort(
+            level,
+            options,
+            program.dtype == jnp.float64,
+            rows=kinds(program.terms, options, level),
+            joint_rows=kinds(program.terms, options, "direct" if level == "usual" else level),
+            prior=kinds(program.prior.terms, of_prior, "thorough" if level == "thorough" else "direct"),
+            row_terms=program.terms,
+            prior_terms=program.prior.terms,
         )
-
-    @property
-    def has_estimated_errors(self) -> bool:
-        """Whether there are expectations that estimate their errors, and none that has to be compared with others."""
-        kinds = (*self.kinds, *self.prior_kinds)
-        has_errors = [kind.measured is not None for kind in kinds]
-        return any(has_errors) and all(has or kind.fresh is None for has, kind in zip(has_errors, kinds))
-
-    @property
-    def is_sampled(self) -> bool:
-        """Whether expectations over rows are averages over many nodes."""
-        return any(kind.sampled for kind in self.kinds)
-
-    @property
-    def can_do_with_few(self) -> bool:
-        """Whether there are expectations that take less time by few nodes."""
-        return self.effort == "usual" and any(kind.measured is not None and not kind.sampled for kind in self.kinds)
 
     def with_effort(self, effort: str) -> Engine:
         """The same with other rules for its expectations."""
@@ -202,43 +158,6 @@ class Engine:
         """With results that each device has."""
         return Compiled(function, static_argnames, self.devices.everywhere, routines=routines)
 
-    def check_start(self, init: Any) -> None:
-        """:raises ValueError: if a posterior is of other latent sites, naming an array with other columns."""
-        own, others = self.program.layout, init.program.layout
-        if others.site_names != own.site_names or others.size != own.size:
-            shapes = row_shapes(init.program.example_row)
-            check_row_shapes(self.program.example_row, shapes, "that the posterior has absorbed")
-            theirs, ours = (
-                ", ".join(f"{name}{layout.shapes[name]}" for name in layout.site_names) for layout in (others, own)
-            )
-            raise ValueError(f"the posterior has latent sites {theirs}, the model {ours}: they must be the same.")
-
-    def check_continued(self, init: Any) -> None:
-        """:raises ValueError: if no run of this program can go on from a posterior: for other latent sites, or arrays
-        that were given to it and now are not."""
-        self.check_start(init)
-        init.program.check_given(self.program.example_row, init.program.example_row)
-
-    def settings(self, block_size: int | None = None) -> Settings:
-        """For blocks of a stream, or a joint solve. What is left of each block adds up over a stream: a row's share of
-        the natural gradient must be small even after a million."""
-        tolerance, limit = 1e-8 if self._double else 1e-6, self.options.max_iterations
-        if block_size is not None:
-            tolerance = min(tolerance, block_size**2 * (1e-12 if self._double else 1e-9))
-        if self.options.tolerance is not None:
-            tolerance = self.options.tolerance
-        if block_size is None and self.effort == "thorough":  # each step is dear, and begins near the best q
-            return Settings(self.options.tolerance or 0.01 * BUDGET, limit, rtol=1.0)
-        if block_size is None:
-            return Settings(tolerance, limit)
-        return Settings(tolerance, limit, ROW_ITERATIONS if block_size == 1 else 0)
-
-    def _settings_around_a_stream(self) -> Settings:
-        settings = self.settings()
-        if self.options.tolerance is None:
-            settings = settings._replace(tolerance=ONE_PASS_TOLERANCE, rtol=1.0)
-        return settings
-
     @property
     def is_moving(self) -> bool:
         """Whether parameters move between blocks."""
@@ -249,11 +168,6 @@ class Engine:
         """Size of a row's Jacobians."""
         terms = [t for t in self.program.terms if not t.by_draws]
         return max(1, sum(t.num_elements * max(t.num_predictors, 1) for t in terms)) * self.program.layout.size
-
-    @property
-    def numbers_absorbed(self) -> int:
-        """Size of the moments of a row's predictors."""
-        return sum(int(np.prod(shape)) for terms in self.program.terms for shape in _absorbed_shapes(terms))
 
     # ------------------------------------------------------------------ joint solves
     def joint(
@@ -274,14 +188,14 @@ class Engine:
         row_factors = None if absorbed_rows is None else self._absorbed_row_factors(absorbed_rows, weights)
         search = search_for(
             (*self.prior_kinds, *self.kinds),
-            self.settings() if absorbed_rows is None else self._settings_around_a_stream(),
+            self.effort.settings() if absorbed_rows is None else self.effort.settings_around_a_stream(),
             staged=self._is_staged(1),
             mode=self.options.scheme == "laplace",
         )
         problem = JointProblem(state, prepared, prior_inputs, row_factors)
-        new = new if absorbed_rows is None else absorbed_rows.fresh
+        new = new if absorbed_rows is None else absorbed_rows.num_new
         others = self._other_means(search, problem, len(weights))
-        with_accounts = self.has_estimated_errors and absorbed_rows is None and not search.mode
+        with_accounts = self.effort.has_estimated_errors and absorbed_rows is None and not search.mode
         options = {"with_absorbed": with_absorbed, "with_accounts": with_accounts}
         return self._solved(search, problem, new, len(weights), other_means=others, **options)
 
@@ -301,7 +215,7 @@ class Engine:
             (rows, weights), params = problem.chunks, self._params_of(problem)
             rows = {name: array[0] for name, array in rows.items()}
             problem = problem._replace(chunks=self._prepare_block(rows | params, weights[0])[0])
-        options = {"on_step": on_step, "with_accounts": self.has_estimated_errors and not search.mode}
+        options = {"on_step": on_step, "with_accounts": self.effort.has_estimated_errors and not search.mode}
         return self._solved(search, problem, num_rows, count, other_means=others, **options)
 
     def _solved(
@@ -312,23 +226,10 @@ class Engine:
         :param new: how many rows are new to the state. :param num_rows: how many there are.
         """
         is_near = problem.init is not None or isinstance(problem.state.mean, Tracer)
-        if search.mode or is_near or not self._takes_many_nodes(num_rows):
+        if search.mode or is_near or not self.effort.takes_many_nodes(num_rows):
             return self.joint_solver(search, problem, new, **options)
         exactly, roughly = (problem._replace(is_coarse=np.asarray(is_coarse)) for is_coarse in (False, True))
         return self.joint_solver(search, exactly, new, coarse=roughly, **options)
-
-    def _takes_many_nodes(self, num_rows: int) -> bool:
-        """Whether an evaluation takes so long that a search had better begin with few nodes."""
-        return any(
-            terms.by_draws or num_rows == 1 or num_rows * terms.num_elements * self._num_nodes(terms) >= MANY
-            for kind, terms in zip(self.joint_kinds, self.program.terms)
-            if kind.adjustable is not None
-        )
-
-    def _num_nodes(self, terms: Terms) -> int:
-        """Of the last rule, for one element of a row, and of the element's own integral."""
-        size = terms.num_predictors
-        return terms.num_nodes * (num_cube_nodes(size) if size in CUBE_NODES else self.options.num_samples)
 
     def _other_means(self, search: Search, problem: JointProblem, num_rows: int) -> Callable | None:
         """Where a search from the prior begins again, see :mod:`~.starts`; None where that is not worth its time."""
@@ -338,7 +239,7 @@ class Engine:
         )
         if is_concave or search.mode or is_informed or self.devices.count > 1 or int(problem.state.num_rows):
             return None
-        is_dear = self.takes_draws or self.program.row_latents is not None or self.effort == "thorough"
+        is_dear = self.effort.takes_draws or self.program.row_latents is not None or self.effort.is_thorough
         size = self.program.layout.size
         if is_dear or size > MOST_PARAMETERS or num_rows * self.numbers_per_row > MOST_NUMBERS:
             return None
@@ -346,9 +247,7 @@ class Engine:
 
     def search_all(self, problem: JointProblem, *, alternating: bool = False) -> Search:
         """What :meth:`solve_all` seeks."""
-        settings = self.settings()
-        if self.effort == "thorough" and problem.init is not None:  # by other rules it is the best one already
-            settings = settings._replace(tolerance=self.options.tolerance or BUDGET)
+        settings = self.effort.settings_of_all(has_start=problem.init is not None)
         return search_for(
             (*self.prior_kinds, *self.kinds),
             settings,
@@ -376,9 +275,10 @@ class Engine:
                 chunk = self.prepare(chunk.rows | params, chunk.weights)
             return self.linearize(chunk, theta)
 
+        kinds = tuple(kind.by_few_nodes(problem.is_coarse) for kind in self.effort.joint_rows)
         parts = joint_solve(
             search,
-            Group(tuple(kind.by_few_nodes(problem.is_coarse) for kind in self.joint_kinds), linearize, problem.chunks),
+            Group(kinds, linearize, problem.chunks),
             self.prior_group(problem.prior_inputs),
             problem.state,
             row_factors=problem.row_factors,
@@ -386,7 +286,7 @@ class Engine:
             init=problem.init,
             selecting=len(self.program.selections) == len(self.program.terms),
         )
-        return parts._replace(absorbed=lambda solution: self._by_row(parts.absorbed(solution)))
+        return parts._replace(absorbed=lambda solution: by_row(parts.absorbed(solution), self.program.terms))
 
     @staticmethod
     def _params_of(problem: JointProblem) -> dict[str, Array]:
@@ -404,7 +304,7 @@ class Engine:
         """
         search = search_for(
             self.prior_kinds,
-            self.settings(),
+            self.effort.settings(),
             staged=self._prior_is_affine and in_stages((), self.prior_kinds, (), self.program.layout.size, 1),
             mode=self.options.scheme == "laplace",
         )
@@ -447,30 +347,15 @@ class Engine:
         counts = jnp.sum(weights, axis=1).astype(jnp.int32)
         step = partial(self._step, with_absorbed, block_size)
         state, info = scan_blocks(step, state, blocks, counts, self.movement, rows if self.is_moving else None)
-        return state, info._replace(absorbed=self._by_row(info.absorbed))
+        return state, info._replace(absorbed=by_row(info.absorbed, self.program.terms))
 
     def _step(self, with_absorbed, block_size, block):
         linearize_block = partial(self.linearize, block)
         if self.options.scheme == "implicit":
             linearizations = 1 if self.is_affine else NUM_LINEARIZATIONS
-            settings = self.settings(block_size)
+            settings = self.effort.settings(block_size)
             return implicit_step(self.kinds, linearize_block, settings, linearizations, with_absorbed)
         return explicit_step(self.kinds, linearize_block)
-
-    def _by_row(self, absorbed: tuple[Absorbed, ...]) -> tuple[Absorbed, ...]:
-        """(n E, ...) and (blocks, B E, ...) arrays as (n, E, ...)."""
-
-        def fold(seen, terms):
-            return Absorbed(*[x.reshape(-1, *shape) for x, shape in zip(seen, _absorbed_shapes(terms))])
-
-        return tuple(fold(seen, terms) for seen, terms in zip(absorbed, self.program.terms))
-
-    def unknown(self, weights: np.ndarray) -> AbsorbedRows:
-        """Of new rows of these weights."""
-        nothing = lambda shape: np.zeros((len(weights), *shape), self.program.dtype)  # noqa: E731
-        shapes = [(e, c, c) for e, c, _ in (_absorbed_shapes(terms).covariance for terms in self.program.terms)]
-        row_factors = tuple(RowFactors(*map(nothing, (shape, shape[:2], shape[:1]))) for shape in shapes)
-        return AbsorbedRows(row_factors, np.zeros((), np.int32), np.asarray(np.count_nonzero(weights), np.int32))
 
     def row_factors_at(self, factors: tuple[Factors, ...], absorbed: tuple[Absorbed, ...]) -> tuple[RowFactors, ...]:
         """The sites of rows that became part of a state when it saw them so: (n, E, ...) arrays."""
@@ -496,22 +381,6 @@ class Engine:
         return Group(kinds, lambda chunk, theta: factors_of(seen, prepared, theta))
 
 
-def movement_of(dynamics: Any, program: Program, mean: Array, root: Array) -> Movement:
-    """How a program's parameters move.
-
-    :param dynamics: what has a ``transition(layout, mean, root, elapsed)`` and the name of a ``time``.
-    :param mean: of the prior. :param root: of its covariance, or its standard deviations.
-    :raises ValueError: if the data have no such time stamps.
-    """
-    times = program.example_row.get(dynamics.time)
-    if dynamics.time is not None and (times is None or times.ndim != 1):
-        raise BadData(
-            f"the dynamics' time={dynamics.time!r} must be an array of the data with one time stamp for each row. It "
-            "must be an argument of the model, which need not use it."
-        )
-    return Movement(partial(dynamics.transition, program.layout, mean, root), dynamics.time)
-
-
 def _count_rows(problem: JointProblem) -> int:
     """Of a problem's chunks."""
     chunks = problem.chunks.weights if isinstance(problem.chunks, RowChunks) else jax.tree.leaves(problem.chunks)[0]
@@ -522,17 +391,3 @@ def _at_places(linearize: Callable, rest: Array, places: Array, chunk: Any, some
     """Prior factors as functions of some entries of theta."""
     factors = linearize(chunk, rest.at[places].set(some))
     return tuple(f._replace(jacobian=f.jacobian[..., places]) for f in factors)
-
-
-def _absorbed_row_factors(absorbed_rows: AbsorbedRows, weights: Array) -> tuple[RowFactors, ...]:
-    """Those of rows that are part of the state; zero for others, and for rows that pad."""
-    part = absorbed_rows.is_part * (weights > 0)
-    return merged(
-        jax.tree.map(lambda x: part.reshape(-1, *[1] * (x.ndim - 1)).astype(x.dtype) * x, absorbed_rows.row_factors)
-    )
-
-
-def _absorbed_shapes(terms: Terms) -> Absorbed:
-    """Shapes of the moments of one row's predictors."""
-    elements, c = terms.num_elements, terms.num_predictors
-    return Absorbed((elements, c), (elements, c, c), (elements,))

@@ -16,7 +16,8 @@ from ..core.recursion import State
 from ..model.distinct_rows import num_distinct, once_each
 from ..model.rows import Rows, evenly_spread, num_rows, selected
 from ..user_warnings import warn
-from .engine import BUDGET, Engine
+from .effort import BUDGET
+from .engine import Engine
 from .kinds import NUM_FRESH
 from .row_chunks import chunks_of
 

@@ -18,10 +18,11 @@ from ..core.estimators import Observation, implicit, make_estimator
 from ..core.gaussians import DiagonalGaussian, Family, FullGaussian, LowRankGaussian, Movement, converted
 from ..core.recursion import CanonicalGaussian, State
 from ..core.rules import Rule, Updated, iterate, update
+from ..dynamics import movement_of
 from ..model.outcomes import check_can_be_drawn, drawn_log_likelihood
 from ..model.predictive import log_predictive
 from ..model.rows import in_blocks, num_rows
-from .engine import Engine, movement_of
+from .engine import Engine
 
 RANDOM_SHARE = 0.01  # of the precision, in a low-rank factor from which plain gradients start
 MOST_UNROLLED = 10  # steps for a row, of networks with convolutions; each is compiled by itself
@@ -79,7 +80,7 @@ class Online:
         self.engine, self.options, self.rule = engine, options, rule
         self._check()
         if rule.name == "implicit":
-            self._estimator = partial(implicit, engine.settings)
+            self._estimator = partial(implicit, engine.effort.settings)
         else:
             self._estimator = make_estimator(options.hessian, options.num_samples)
         self._set_prior(init)

@@ -11,6 +11,7 @@ import numpy as np
 from jax import Array
 from jax.sharding import Mesh
 
+from ..dynamics import movement_of
 from ..model import bad_indices
 from ..model.arguments import BadData, NotRows, checked_rows, has_frames, whole_data
 from ..model.bad_rows import check_start
@@ -21,7 +22,7 @@ from ..model.reading_check import check_reading
 from ..model.rows import Rows, num_rows
 from ..options import Options, key_numbers
 from .devices import Devices
-from .engine import Engine, movement_of
+from .engine import Engine
 
 WHOLE = "all data at once"
 
@@ -204,7 +205,7 @@ class Engines:
 
     def quick(self, engine: Engine) -> Engine | None:
         """The same by few nodes for each row; None if they were not enough."""
-        return engine.with_effort("few") if engine.can_do_with_few and engine not in self._not_quick else None
+        return engine.with_effort("few") if engine.effort.can_do_with_few and engine not in self._not_quick else None
 
     def forget_quick(self, engine: Engine) -> None:
         """From now on, :meth:`quick` gives None."""

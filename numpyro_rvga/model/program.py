@@ -228,6 +228,22 @@ class Program(BoundLikelihood):
                 "of that argument. Give it again."
             )
 
+    def check_same_sites(self, earlier: Program) -> None:
+        """:raises ValueError: if a posterior's program has other latent sites, naming an array with other columns."""
+        own, others = self.layout, earlier.layout
+        if others.site_names != own.site_names or others.size != own.size:
+            check_row_shapes(self.example_row, row_shapes(earlier.example_row), "that the posterior has absorbed")
+            theirs, ours = (
+                ", ".join(f"{name}{layout.shapes[name]}" for name in layout.site_names) for layout in (others, own)
+            )
+            raise ValueError(f"the posterior has latent sites {theirs}, the model {ours}: they must be the same.")
+
+    def check_continues(self, earlier: Program) -> None:
+        """:raises ValueError: if no run of this program can go on from a posterior of an earlier one: for other latent
+        sites, or arrays that were given to it and now are not."""
+        self.check_same_sites(earlier)
+        earlier.check_given(self.example_row, earlier.example_row)
+
     def rows_to_absorb(self, data: Mapping[str, Any]) -> dict[str, Array]:
         """Data arrays of the same form as JAX's, which may be traced, without reading their values.
 

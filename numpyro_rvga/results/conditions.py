@@ -122,7 +122,7 @@ def check_conditions(
     engine.program.check_rows(rows)
     rows, shared = engine.program.inputs(rows), engine.program.shared
     if posterior is not None:
-        engine.check_start(posterior)
+        engine.program.check_same_sites(posterior.program)
     sites = {
         terms.site: _check_site(engine, terms, kind, rows, shared, posterior, means, variances)
         for terms, kind in zip(engine.program.terms, engine.kinds)

@@ -100,11 +100,11 @@ class OnePass:
         findings = self.certification(engine, start, state, source, taken, rng_key, exact=quick is None)
         info |= findings.info
         if certifies:
-            if "elbo_error" not in info or engine.is_sampled:
+            if "elbo_error" not in info or engine.effort.is_sampled:
                 rows = without(head, taken.left_out)
                 info["elbo_error"], excess = expectation_errors(engine, findings.state, rows, findings.accounts)
                 findings = findings.lowered(excess)
-            if source.seekable and options.checkpoint is None and engine.calls_for_more(info["elbo_error"]):
+            if source.seekable and options.checkpoint is None and engine.effort.calls_for_more(info["elbo_error"]):
                 self.engines.make_thorough(engine)
                 return None
             if quick is not None and not info["converged"]:

@@ -61,7 +61,7 @@ def test_finer_rules_go_on_from_what_the_others_have_found(monkeypatch):
     solve_all = Engine.solve_all
 
     def seen(engine, problem, *arguments, **options):
-        starts.append((engine.effort, problem.init is not None))
+        starts.append((engine.effort.level, problem.init is not None))
         return solve_all(engine, problem, *arguments, **options)
 
     monkeypatch.setattr(Engine, "solve_all", seen)

@@ -1,0 +1,121 @@
+"""How exactly expectations are computed and solves are ended."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from ..core.factors import Kind
+from ..core.maximize import Settings
+from ..core.quadrature import CUBE_NODES, num_cube_nodes
+from ..model.terms import Terms
+from ..options import Options
+
+ROW_ITERATIONS = 2  # at least, of rows one by one: in a routine, the second costs little and leaves much less
+ONE_PASS_TOLERANCE = 1e-6  # nats: of joint solves around a stream, which itself leaves a thousand times more
+BUDGET = 1e-3  # nats, in all: expectations that may be off by more call for finer rules,
+ENOUGH_DRAWS = 0.5  # and those over draws of theta for more draws
+MANY_NODES = 2**16  # of all rows; one row that is all data may be dear at each of its nodes
+
+
+class Effort(NamedTuple):
+    """The expectations of an engine, and when it ends a solve.
+
+    :ivar level: see :func:`~numpyro_rvga.core.ladder.expectations`.
+    :ivar rows: the expectations of rows' terms in the blocks of a stream. :ivar joint_rows: the same in joint solves.
+    :ivar prior: those of prior terms. :ivar row_terms: the rows' terms. :ivar prior_terms: the prior's.
+    """
+
+    level: str
+    options: Options
+    is_double: bool
+    rows: tuple[Kind, ...]
+    joint_rows: tuple[Kind, ...]
+    prior: tuple[Kind, ...]
+    row_terms: Sequence[Terms]
+    prior_terms: Sequence[Terms]
+
+    def calls_for_more(self, error: float) -> bool:
+        """Whether a thorough engine is worth its time, given by how many nats expectations may be off."""
+        return self.can_be_thorough and error > (ENOUGH_DRAWS if self.takes_draws else BUDGET)
+
+    @property
+    def is_thorough(self) -> bool:
+        return self.level == "thorough"
+
+    @property
+    def takes_draws(self) -> bool:
+        """Whether there are terms of rows without structure."""
+        return any(terms.by_draws for terms in self.row_terms)
+
+    @property
+    def can_be_thorough(self) -> bool:
+        """Whether there are expectations that a thorough engine finds better. Where rows have more predictors, what may
+        be off is due to them, and nothing is gained."""
+        if self.takes_draws:
+            return not self.is_thorough
+        pairs = [*zip(self.rows, self.row_terms)]
+        if not self.is_sampled:
+            pairs += zip(self.prior, self.prior_terms)
+        return not self.is_thorough and any(
+            kind.measured is not None and terms.num_predictors in CUBE_NODES for kind, terms in pairs
+        )
+
+    @property
+    def has_estimated_errors(self) -> bool:
+        """Whether there are expectations that estimate their errors, and none that has to be compared with others."""
+        kinds = (*self.rows, *self.prior)
+        has_errors = [kind.measured is not None for kind in kinds]
+        return any(has_errors) and all(has or kind.fresh is None for has, kind in zip(has_errors, kinds))
+
+    @property
+    def is_sampled(self) -> bool:
+        """Whether expectations over rows are averages over many nodes."""
+        return any(kind.sampled for kind in self.rows)
+
+    @property
+    def can_do_with_few(self) -> bool:
+        """Whether there are expectations that take less time by few nodes."""
+        return self.level == "usual" and any(kind.measured is not None and not kind.sampled for kind in self.rows)
+
+    def takes_many_nodes(self, num_rows: int) -> bool:
+        """Whether an evaluation takes so long that a search had better begin with few nodes."""
+        return any(
+            terms.by_draws or num_rows == 1 or num_rows * terms.num_elements * self._num_nodes(terms) >= MANY_NODES
+            for kind, terms in zip(self.joint_rows, self.row_terms)
+            if kind.adjustable is not None
+        )
+
+    def _num_nodes(self, terms: Terms) -> int:
+        """Of the last rule, for one element of a row, and of the element's own integral."""
+        size = terms.num_predictors
+        return terms.num_nodes * (num_cube_nodes(size) if size in CUBE_NODES else self.options.num_samples)
+
+    # ------------------------------------------------------------------ when to stop
+    def settings(self, block_size: int | None = None) -> Settings:
+        """For blocks of a stream, or a joint solve. What is left of each block adds up over a stream: a row's share of
+        the natural gradient must be small even after a million."""
+        tolerance, limit = 1e-8 if self.is_double else 1e-6, self.options.max_iterations
+        if block_size is not None:
+            tolerance = min(tolerance, block_size**2 * (1e-12 if self.is_double else 1e-9))
+        if self.options.tolerance is not None:
+            tolerance = self.options.tolerance
+        if block_size is None and self.is_thorough:  # each step is dear, and begins near the best q
+            return Settings(self.options.tolerance or 0.01 * BUDGET, limit, rtol=1.0)
+        if block_size is None:
+            return Settings(tolerance, limit)
+        return Settings(tolerance, limit, ROW_ITERATIONS if block_size == 1 else 0)
+
+    def settings_around_a_stream(self) -> Settings:
+        """For a joint solve of the first rows of a stream, or of those kept."""
+        settings = self.settings()
+        if self.options.tolerance is None:
+            settings = settings._replace(tolerance=ONE_PASS_TOLERANCE, rtol=1.0)
+        return settings
+
+    def settings_of_all(self, *, has_start: bool) -> Settings:
+        """For a joint solve of all rows."""
+        settings = self.settings()
+        if self.is_thorough and has_start:  # by other rules it is the best one already
+            settings = settings._replace(tolerance=self.options.tolerance or BUDGET)
+        return settings
