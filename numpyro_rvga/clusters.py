@@ -12,6 +12,7 @@ import numpy as np
 
 from .core.groups import Message
 from .model.rows import Rows
+from .progress import Bar
 from .results.group_parts import (
     GroupModel,
     GroupPart,
@@ -44,7 +45,7 @@ def current_client() -> Client:
     return get_client()
 
 
-def results_of(client: Client, tasks: Sequence[Any], bar: Any) -> list[Any]:
+def results_of(client: Client, tasks: Sequence[Any], bar: Bar) -> list[Any]:
     """What the tasks return, in their order; the others are given up as soon as one fails for good.
 
     :raises ValueError, NotImplementedError: if a run cannot succeed.
@@ -103,7 +104,7 @@ class GroupCluster:
     :ivar asked: what rounds ask of them.
     """
 
-    def __init__(self, client: Client, retries: int, bar: Any):
+    def __init__(self, client: Client, retries: int, bar: Bar):
         self._client, self._bar = client, bar
         self._how: dict[str, Any] = {"pure": False, "retries": retries}
         self._double = jnp.result_type(float) == jnp.float64
@@ -113,7 +114,7 @@ class GroupCluster:
         self.asked = Parts(self._advance, self._message, self._keep)
 
     @classmethod
-    def of(cls, client: Client, retries: int, bar: Any, model: GroupModel, parts: Sequence[Any]) -> GroupCluster:
+    def of(cls, client: Client, retries: int, bar: Bar, model: GroupModel, parts: Sequence[Any]) -> GroupCluster:
         """The parts are read by the workers."""
         cluster = cls(client, retries, bar)
         common, data = client.submit(itself, model, pure=False), [client.submit(itself, p, pure=False) for p in parts]

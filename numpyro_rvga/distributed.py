@@ -18,7 +18,7 @@ from .engines.certificate import Sums
 from .engines.expectation_errors import warn_of
 from .engines.online import OnlineState
 from .model.row_set import RowSet
-from .progress import progress
+from .progress import Bar, progress
 from .results.group_parts import GroupModel, LocalPlate, rounding
 from .results.group_rounds import in_group_rounds
 from .results.groups import GroupFiles, GroupPosterior, checked_folder
@@ -238,7 +238,7 @@ class _Cluster(NamedTuple):
 
     client: Client
     retries: int
-    bar: Any
+    bar: Bar
     options: dict[str, Any]
     method: Any
     parts: list[Any]

@@ -206,7 +206,7 @@ def _checked(coefficients: list, size: int) -> tuple[np.ndarray, np.ndarray, np.
     return matrix, offset, vectors * np.sqrt(np.maximum(values, 0.0))
 
 
-def movement_of(dynamics: Any, program: Program, mean: Array, root: Array) -> Movement:
+def movement_of(dynamics: Dynamics, program: Program, mean: Array, root: Array) -> Movement:
     """How a program's parameters move.
 
     :param dynamics: what has a ``transition(layout, mean, root, elapsed)`` and the name of a ``time``.

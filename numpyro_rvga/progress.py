@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
 
 
-def progress(enabled: bool, total: int | None, name: str, unit: str) -> Any:
+class Bar(Protocol):
+    """What is asked of tqdm's progress bar."""
+
+    def update(self, n: float = 1, /) -> Any: ...
+
+    def set_postfix(self, *, refresh: bool, **facts: str) -> None: ...
+
+
+def progress(enabled: bool, total: int | None, name: str, unit: str) -> AbstractContextManager[Bar]:
     """A progress bar."""
     from tqdm.auto import tqdm
 

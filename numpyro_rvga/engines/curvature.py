@@ -14,7 +14,7 @@ from jax import Array
 
 from ..core.factors import Kind
 from ..core.gaussians import Family
-from ..model.rows import Rows, evenly_spread, num_rows, selected
+from ..model.rows import Rows, linspace_indices, num_rows, selected
 from ..model.terms import Terms, constants
 from .engine import Engine
 
@@ -72,14 +72,14 @@ class Curvature:
 
 def distinct_densities(terms: Terms, rows: Rows, shared: dict[str, Array]) -> tuple[np.ndarray, np.ndarray, Any]:
     """Rows, elements and constants (densities, ...) of different densities, from all over the data."""
-    chosen = evenly_spread(num_rows(rows), MOST_DENSITIES)
+    chosen = linspace_indices(num_rows(rows), MOST_DENSITIES)
     few = {name: jnp.asarray(array[chosen]) for name, array in rows.items()}
     of_rows = jax.jit(partial(constants, terms))(few | shared)
     values = jax.tree.map(lambda x: np.asarray(x).reshape(-1, *x.shape[2:]), of_rows)
     count = len(chosen) * terms.num_elements
     columns = [np.zeros((count, 1)), *(x.reshape(count, -1) for x in jax.tree.leaves(values))]
     first = np.sort(np.unique(np.concatenate(columns, axis=1), axis=0, return_index=True)[1])
-    first = first[evenly_spread(len(first), MOST_DENSITIES)]
+    first = first[linspace_indices(len(first), MOST_DENSITIES)]
     return chosen[first // terms.num_elements], first % terms.num_elements, jax.tree.map(lambda x: x[first], values)
 
 
@@ -97,7 +97,7 @@ def curvature_of(terms: Terms, kind: Kind, dtype: Any, values: Any) -> Evaluate:
 
 def _has_kinks(gamma: Callable, dtype: Any, values: Any) -> bool:
     """Whether differentiating the quadrature's sum misses part of the slope: nodes pass kinks of phi as v grows."""
-    few = jax.tree.map(lambda x: x[evenly_spread(len(x), PROBED_DENSITIES)], values)
+    few = jax.tree.map(lambda x: x[linspace_indices(len(x), PROBED_DENSITIES)], values)
     means, covariances = _product(MEANS[::4], VARIANCES[::4], dtype)
     sizes, by_rule = _at_points(_differentiated(gamma), few, means, covariances)
     by_difference = _at_points(_differenced(gamma), few, means, covariances)[1]

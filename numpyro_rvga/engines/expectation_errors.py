@@ -14,7 +14,7 @@ from jax import Array
 from ..core.factors import Accounts, Kind, covariances
 from ..core.recursion import State
 from ..model.distinct_rows import num_distinct, once_each
-from ..model.rows import Rows, evenly_spread, num_rows, selected
+from ..model.rows import Rows, linspace_indices, num_rows, selected
 from ..user_warnings import warn
 from .effort import BUDGET
 from .engine import Engine
@@ -62,7 +62,7 @@ def expectation_errors(engine: Engine, state: State, rows: Rows, accounts: Accou
     if num_distinct(rows, most) <= most:
         some, weights = once_each(rows, weights)
     if num_rows(some) > most:
-        some = selected(rows, evenly_spread(num_rows(rows), max(most, 2)))
+        some = selected(rows, linspace_indices(num_rows(rows), max(most, 2)))
         weights = np.ones(num_rows(some), np.float32)
     chunks = chunks_of(engine, some, engine.numbers_per_row, weights)
     place = engine.devices.put((state.mean, state.root))

@@ -15,6 +15,7 @@ from ..core.joint import base_terms, bound_at
 from ..core.linalg import solve_lower
 from ..core.maximize import Search
 from ..core.recursion import State, StepInfo
+from ..progress import Bar
 from .engine import Engine
 from .joint_solver import JointProblem, whitened
 
@@ -28,7 +29,7 @@ class Record:
     :ivar clamped: iterations whose target left out curvatures. :ivar cycling: iterations that the plain map repeats.
     """
 
-    def __init__(self, bar: Any, started: float):
+    def __init__(self, bar: Bar, started: float):
         self._bar, self._started = bar, started
         self._last = time.perf_counter() - started
         self.bounds: list[float] = []

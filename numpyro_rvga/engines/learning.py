@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jax import Array
 
+from ..progress import Bar
 from .engine import Engine
 from .maximized_bound import MaximizedBound
 
@@ -43,7 +44,7 @@ class Learner:
         self._turn = engine.compiled(self._optimizer.update)
         self._bound = MaximizedBound(engine)
 
-    def __call__(self, chunks: tuple, start: tuple[Array, Array] | None, tolerance: float, bar: Any) -> Learned:
+    def __call__(self, chunks: tuple, start: tuple[Array, Array] | None, tolerance: float, bar: Bar) -> Learned:
         """Learn from where the model starts the parameters.
 
         :param chunks: rows and weights, as :func:`~.row_chunks.chunks_of` makes them.

@@ -18,7 +18,7 @@ from ..core.estimators import Observation, implicit, make_estimator
 from ..core.gaussians import DiagonalGaussian, Family, FullGaussian, LowRankGaussian, Movement, converted
 from ..core.recursion import CanonicalGaussian, State
 from ..core.rules import Rule, Updated, iterate, update
-from ..dynamics import movement_of
+from ..dynamics import Dynamics, movement_of
 from ..model.outcomes import check_can_be_drawn, drawn_log_likelihood
 from ..model.predictive import log_predictive
 from ..model.rows import in_blocks, num_rows
@@ -76,7 +76,9 @@ class Online:
     :raises NotImplementedError: for curvatures that a family cannot hold.
     """
 
-    def __init__(self, engine: Engine, options: OnlineOptions, rule: Rule, dynamics: Any, init: Array | None):
+    def __init__(
+        self, engine: Engine, options: OnlineOptions, rule: Rule, dynamics: Dynamics | None, init: Array | None
+    ):
         self.engine, self.options, self.rule = engine, options, rule
         self._check()
         if rule.name == "implicit":

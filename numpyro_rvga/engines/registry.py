@@ -11,7 +11,7 @@ import numpy as np
 from jax import Array
 from jax.sharding import Mesh
 
-from ..dynamics import movement_of
+from ..dynamics import Dynamics, movement_of
 from ..model import bad_indices
 from ..model.arguments import BadData, NotRows, checked_rows, has_frames, whole_data
 from ..model.bad_rows import check_start
@@ -44,7 +44,7 @@ class Engines:
         model: Callable,
         options: Options,
         improper_prior_scale: float | None = None,
-        dynamics: Any = None,
+        dynamics: Dynamics | None = None,
         *,
         batch: bool = False,
         whole: bool = False,

@@ -12,11 +12,12 @@ from jax import Array
 
 from ..core.compilation import at_once, jit_once
 from .arrays import BadData
+from .program import Program
 
 NUM_STARTS = 4
 
 
-def check_start(program: Any) -> None:
+def check_start(program: Program) -> None:
     """:raises ValueError: naming the site, for data with NaN that the model does not handle."""
     arrays = [np.asarray(array) for array in program.example_row.values()]
     if not any(array.dtype.kind == "f" and not np.isfinite(array).all() for array in arrays):
@@ -40,7 +41,7 @@ def check_start(program: Any) -> None:
         raise BadData(_not_finite_message(program, site, int(np.argmax(bad[site])) if bad[site].any() else None))
 
 
-def _not_finite_message(program: Any, site: str, row: int | None) -> str:
+def _not_finite_message(program: Program, site: str, row: int | None) -> str:
     """:param row: where the log-likelihood is NaN; None if only its gradient is known to be."""
     bad: dict[str, np.ndarray] = {}
     for name, values in program.example_row.items():
@@ -66,7 +67,7 @@ def _not_finite_message(program: Any, site: str, row: int | None) -> str:
 
 
 def describe_bad_rows(
-    program: Any, theta: Array, rows: Mapping[str, Any], numbers: Sequence[int] | np.ndarray | None = None
+    program: Program, theta: Array, rows: Mapping[str, Any], numbers: Sequence[int] | np.ndarray | None = None
 ) -> str | None:
     """Which row's likelihood is not finite at theta (P,), if one is not.
 

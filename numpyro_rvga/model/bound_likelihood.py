@@ -26,7 +26,7 @@ from .local import Component, RowFacts, components_of
 from .local_terms import Draw, local_terms
 from .recognition import in_tilted_form
 from .row_checks import QuadraticCheck, RowCheck, StatesCheck
-from .rows import common_length, evenly_spread, num_rows, selected
+from .rows import common_length, linspace_indices, num_rows, selected
 from .site_terms import site_terms
 from .sparsity import Sparsity, find_sparsity, is_selection
 from .terms import Terms, by_piece, linearize, over_rows
@@ -111,7 +111,8 @@ class BoundLikelihood(BoundPrior):
         row = some = self.shared
         if not self.whole:
             row = {**self.example_row, **self.shared}
-            some = selected(dict(rows), evenly_spread(num_rows(rows), MOST_LOOKED_AT)) | self.shared
+            every: dict[str, Any] = dict(rows)
+            some = selected(every, linspace_indices(num_rows(rows), MOST_LOOKED_AT)) | self.shared
         result = []
         for i, component in enumerate(self._components):
 

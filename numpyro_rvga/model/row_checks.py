@@ -14,6 +14,7 @@ from ..core.compilation import jit_once
 from ..core.expectations import power_of_two
 from ..core.indices import indexings
 from ..core.interpret import depends_on
+from .bound_model import BoundModel
 from .rows import num_rows
 from .tracing import peel
 
@@ -26,7 +27,7 @@ class RowCheck:
     :param question: row -> arrays of bool (any shape), true if all is well.
     """
 
-    def __init__(self, program: Any, question: Callable[[dict], Array]):
+    def __init__(self, program: BoundModel, question: Callable[[dict], Array]):
         self._arrays = sorted(depends_on(lambda row: {"answer": question(row)}, program.example_row)["answer"])
         example = program.example_row
         self._shape = jax.eval_shape(question, example).shape
@@ -61,7 +62,7 @@ class RowCheck:
 class SupportCheck(RowCheck):
     """Are a site's observed values in its distribution's support?"""
 
-    def __init__(self, program: Any, site: str):
+    def __init__(self, program: BoundModel, site: str):
         super().__init__(program, lambda row: _in_support(program, site, row))
         self._program, self._site = program, site
 
@@ -78,7 +79,7 @@ class IndexCheck(RowCheck):
     :param parameters: row -> what the model makes of a row: a pytree.
     """
 
-    def __init__(self, program: Any, parameters: Callable[[dict], Any]):
+    def __init__(self, program: BoundModel, parameters: Callable[[dict], Any]):
         self._sizes: list[int] = []
 
         def inside(row):
@@ -115,8 +116,10 @@ class StatesCheck(RowCheck):
     :param bounds: (site, rows, states of the discrete latents) -> smallest and largest state, (M, 2).
     """
 
-    def __init__(self, program: Any, site: str, bounds: Callable[[str, dict, Mapping[str, Array]], Array]):
-        others, states = program.row_latents.states, np.asarray(program.row_latents.states[site])
+    def __init__(self, program: BoundModel, site: str, bounds: Callable[[str, dict, Mapping[str, Array]], Array]):
+        assert program.row_latents is not None
+        others = program.row_latents.states
+        states = np.asarray(others[site])
         self._site, self._last = site, int(states[-1])
 
         def inside(row):
@@ -146,7 +149,7 @@ class QuadraticCheck(RowCheck):
     :param site: of which it is. :param question: row, with what rows share -> bool (E,).
     """
 
-    def __init__(self, program: Any, site: str, question: Callable[[dict], Array]):
+    def __init__(self, program: BoundModel, site: str, question: Callable[[dict], Array]):
         super().__init__(program, lambda row: question({**row, **program.shared}))
         self._site = site
 
@@ -166,7 +169,7 @@ class QuadraticCheck(RowCheck):
 class WholeSupportCheck:
     """The same for a model that runs on all rows at once."""
 
-    def __init__(self, program: Any, site: str):
+    def __init__(self, program: BoundModel, site: str):
         self._program, self._site, self._axis = program, site, program.row_axis(site)
 
     def __call__(self, rows: Mapping[str, np.ndarray], first_row: int) -> None:
@@ -181,7 +184,9 @@ class WholeSupportCheck:
             raise ValueError(_outside_message(self._program, self._site, rows, row, first_row))
 
 
-def _outside_message(program: Any, site: str, rows: Mapping[str, np.ndarray], row: int | None, first_row: int) -> str:
+def _outside_message(
+    program: BoundModel, site: str, rows: Mapping[str, np.ndarray], row: int | None, first_row: int
+) -> str:
     """:param row: None for values that are not of rows."""
     outside = f"outside the support ({peel_abstractly(program, site).support}) of its distribution"
     names = sorted(program.outcome_arrays(site))
@@ -193,7 +198,7 @@ def _outside_message(program: Any, site: str, rows: Mapping[str, np.ndarray], ro
     return f"site {site!r}: row {first_row + row} of array {held}, which lies {outside}."
 
 
-def peel_abstractly(program: Any, site: str) -> Any:
+def peel_abstractly(program: BoundModel, site: str) -> Any:
     """A site's distribution, for what is static about it."""
     distributions: list = []
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
 
 Rows = dict[str, np.ndarray]
+Tree = TypeVar("Tree")  # of arrays (n, ...)
 
 
 def num_rows(rows: Mapping[str, Any]) -> int:
@@ -22,7 +23,7 @@ def common_length(arrays: Mapping[str, Any]) -> int | None:
     return next(iter(lengths))[0] if len(lengths) == 1 and () not in lengths else None
 
 
-def pad(rows: Any, size: int, weights: np.ndarray | None = None) -> tuple[Any, np.ndarray]:
+def pad(rows: Tree, size: int, weights: np.ndarray | None = None) -> tuple[Tree, np.ndarray]:
     """A pytree of (n, ...) arrays whose last row is repeated up to ``size``, and weights (size,): zero for the repeats,
     one for rows unless they are given."""
     length = len(jax.tree.leaves(rows)[0])
@@ -33,22 +34,22 @@ def pad(rows: Any, size: int, weights: np.ndarray | None = None) -> tuple[Any, n
     return selected(rows, taken), np.concatenate([weights, np.zeros(size - length, weights.dtype)])
 
 
-def selected(rows: Any, which: np.ndarray | slice) -> Any:
+def selected(rows: Tree, which: np.ndarray | slice) -> Tree:
     """Rows of a pytree of (n, ...) arrays."""
     return jax.tree.map(lambda x: x[which], rows)
 
 
-def evenly_spread(count: int, most: int) -> np.ndarray:
+def linspace_indices(count: int, most: int) -> np.ndarray:
     """At most so many of ``range(count)``."""
     return np.unique(np.linspace(0, count - 1, min(count, most)).astype(int))
 
 
-def without(rows: Any, left_out: np.ndarray) -> Any:
+def without(rows: Rows, left_out: np.ndarray) -> Rows:
     """Rows but those of some numbers."""
     return selected(rows, np.setdiff1d(np.arange(num_rows(rows)), left_out)) if len(left_out) else rows
 
 
-def in_blocks(arrays: Any, block_size: int) -> Any:
+def in_blocks(arrays: Tree, block_size: int) -> Tree:
     """A pytree of (n, ...) arrays as (blocks, B, ...)."""
     return jax.tree.map(lambda x: x.reshape(-1, block_size, *x.shape[1:]), arrays)
 

@@ -30,7 +30,7 @@ from ..model.conditional import conditional_model
 from ..model.hyperparameters import Choice, choose_sites
 from ..model.rows import Rows
 from ..options import MARGINALS, Options, check_choice, default_key
-from ..progress import progress
+from ..progress import Bar, progress
 from ..user_warnings import warn
 from .arviz import smoothed
 from .log_joint import check_all_rows
@@ -332,7 +332,7 @@ def _solve_given(
 
 
 def _marginal(
-    bound: MaximizedBound | SparseMaximizedBound, solve: Callable, chunks: RowChunks, dtype: Any, bar: Any
+    bound: MaximizedBound | SparseMaximizedBound, solve: Callable, chunks: RowChunks, dtype: Any, bar: Bar
 ) -> Marginal:
     def counted(h, start):
         bar.update(1)

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from jax import Array
 
 from ..core.recursion import State
+from ..dynamics import Dynamics
 from ..engines.engine import Engine
 from ..engines.expectation_errors import expectation_errors, warn_of
 from ..engines.registry import Engines
@@ -43,7 +44,7 @@ class OnePass:
     engines: Engines
     blocks: BlockPlan
     certification: Certification
-    dynamics: Any
+    dynamics: Dynamics | None
     shuffle: bool | str
 
     def __call__(

@@ -12,6 +12,7 @@ from ..core.rules import Rule
 from ..engines.online import BlockInfo, Online, OnlineState
 from ..model.bad_rows import describe_bad_rows
 from ..model.rows import Rows, num_rows, pad, selected
+from ..progress import Bar
 from .opening import PassOptions
 from .passes import Pass, first_failed, rows_named
 from .source import RowSource
@@ -36,7 +37,7 @@ class CallBack:
         return {"callback": self._returned} if self._returned else {}
 
 
-class OnlinePass(Pass):
+class OnlinePass(Pass[OnlineState, BlockInfo]):
     """One pass of :meth:`BONG.run`.
 
     :param rule: that of ``online``, maybe with another learning rate.
@@ -50,7 +51,7 @@ class OnlinePass(Pass):
         rule: Rule,
         source: RowSource,
         options: PassOptions,
-        bar: Any,
+        bar: Bar,
         on_state: Callable[[OnlineState], None],
         call_back: CallBack,
         *,
@@ -129,7 +130,7 @@ def run_epochs(
     rule: Rule,
     state: OnlineState,
     rows: Rows,
-    bar: Any,
+    bar: Bar,
     on_state: Callable[[OnlineState], None],
     call_back: CallBack,
     *,

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Mapping
 from operator import index
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
@@ -17,6 +17,7 @@ from ..model.identity import ModelIdentity, model_identity
 from ..model.program import Program
 from ..model.row_set import RowSet, row_digests
 from ..model.rows import Rows, num_rows, selected
+from ..progress import Bar
 from .feed import Feed, Piece
 from .opening import HEAD, PassOptions, check_finite_at, located, replaced, usable_rows, with_finite_head
 from .source import NOTHING, SLICE, RowSource
@@ -27,7 +28,18 @@ MAX_LISTED = 1000  # skipped rows whose numbers are kept
 DIGITS = 1e-3  # of the time that passes, which rounding of the time stamps may change
 
 
-class Pending(NamedTuple):
+class Timed(Protocol):
+    """A method's state. ``time``: of its last row, if parameters move by time stamps."""
+
+    @property
+    def time(self) -> Any: ...
+
+
+S = TypeVar("S", bound=Timed)
+R = TypeVar("R")
+
+
+class Pending(NamedTuple, Generic[S, R]):
     """A compiled step under way.
 
     :ivar offset: how many rows were taken in before.
@@ -35,15 +47,15 @@ class Pending(NamedTuple):
     :ivar report: None if there are no rows.
     """
 
-    before: Any
+    before: S
     taken: Piece
     offset: int
     in_support: Callable[[], np.ndarray]
-    after: Any
-    report: Any
+    after: S
+    report: R | None
 
 
-class Pass(ABC):
+class Pass(ABC, Generic[S, R]):
     """Takes rows from a source, piece by piece, and checks each result while the next ones are under way.
 
     :param bar: a progress bar.
@@ -61,8 +73,8 @@ class Pass(ABC):
         program: Program,
         source: RowSource,
         options: PassOptions,
-        bar: Any,
-        on_state: Callable[[Any], None],
+        bar: Bar,
+        on_state: Callable[[S], None],
         *,
         checked: bool,
         movement: Movement | None,
@@ -70,7 +82,7 @@ class Pass(ABC):
         self._program, self._source, self._options, self._bar, self._on_state = program, source, options, bar, on_state
         self._checked, self._time = checked, None if movement is None else movement.time
         self._checkpoint = options.opened
-        self.state: Any = None
+        self.state: S
         self.absorbed = RowSet()
         self.done = self._written = 0
         self._left_out = NOTHING
@@ -82,19 +94,19 @@ class Pass(ABC):
         """How many rows are taken when so many have been taken in."""
 
     @abstractmethod
-    def step(self, state: Any, rows: Rows, weights: np.ndarray, offset: int) -> tuple[Any, Any]:
+    def step(self, state: S, rows: Rows, weights: np.ndarray, offset: int) -> tuple[S, R]:
         """State and report after rows, of weight one or zero. The results need not be waited for."""
 
     @abstractmethod
-    def failed(self, report: Any, length: int) -> tuple[int, int] | None:
+    def failed(self, report: R, length: int) -> tuple[int, int] | None:
         """The first row of the first block that left no finite Gaussian, and the one after its last, or None."""
 
     @abstractmethod
-    def raise_bad_rows(self, before: Any, after: Any, rows: Rows, numbers: np.ndarray) -> None:
+    def raise_bad_rows(self, before: S, after: S, rows: Rows, numbers: np.ndarray) -> None:
         """:raises ValueError: about these rows, whose numbers in the data are given."""
 
     @abstractmethod
-    def on_result(self, state: Any, rows: Rows, report: Any, offset: int) -> None:
+    def on_result(self, state: S, rows: Rows, report: R, offset: int) -> None:
         """Called with each good result, in order."""
 
     @abstractmethod
@@ -106,7 +118,7 @@ class Pass(ABC):
         """Go on from what was :meth:`stored`."""
 
     # ------------------------------------------------------------------ the pass
-    def __call__(self, state: Any, run: Mapping[str, Any]) -> Any:
+    def __call__(self, state: S, run: Mapping[str, Any]) -> S:
         """The state after all rows.
 
         :param run: options that determine the result; see :class:`Checkpoint`.
@@ -118,7 +130,7 @@ class Pass(ABC):
             self._resume(self._checkpoint.read({**run, **self._data_facts(state)}, self._identity()))
             return self._run()
 
-    def _run(self) -> Any:
+    def _run(self) -> S:
         feed = Feed(self._source, self.done, self._usable if self._options.skips and not self._checked else None)
         offset, pending = self.num_taken, deque()
         try:
@@ -158,7 +170,7 @@ class Pass(ABC):
         """The rows of the source that were left out, in its own order."""
         return np.sort(np.array([self._source.row(int(position)) for position in self._left_out], np.int64))
 
-    def _begin(self, state: Any, taken: Piece, offset: int, weights: np.ndarray | None = None) -> Pending:
+    def _begin(self, state: S, taken: Piece, offset: int, weights: np.ndarray | None = None) -> Pending[S, R]:
         if not taken.num_rows:
             return Pending(state, taken, offset, lambda: np.ones(0, bool), state, None)
         is_checked = self._checked or self._options.skips
@@ -170,7 +182,7 @@ class Pass(ABC):
             rows, weights = replaced(rows, weights > 0)
         return Pending(state, taken, offset, in_support, *self.step(state, rows, weights, offset))
 
-    def _finish(self, pending: deque[Pending]) -> list[Piece]:
+    def _finish(self, pending: deque[Pending[S, R]]) -> list[Piece]:
         """Wait for the first step's result. What has to be taken anew, if rows must be left out."""
         step = pending.popleft()
         try:
@@ -185,7 +197,7 @@ class Pass(ABC):
         pending.clear()
         return again
 
-    def _accept(self, step: Pending) -> None:
+    def _accept(self, step: Pending[S, R]) -> None:
         self._is_consistent = False
         taken = step.taken
         if step.report is not None:
@@ -208,7 +220,7 @@ class Pass(ABC):
         if not self._checked and not self._options.skips and taken.num_rows:
             check_finite_at(self._source, taken.rows, int(taken.positions[0]))
 
-    def _bad_rows(self, step: Pending) -> np.ndarray:
+    def _bad_rows(self, step: Pending[S, R]) -> np.ndarray:
         """The rows of a step that have to be left out for it to be good.
 
         :raises ValueError: if there are any, and they are not skipped.
@@ -232,7 +244,7 @@ class Pass(ABC):
                 self.raise_bad_rows(step.before, step.after, rows, np.array(numbers))
         return self._to_blame(step, first, stop)
 
-    def _late_rows(self, step: Pending) -> np.ndarray:
+    def _late_rows(self, step: Pending[S, R]) -> np.ndarray:
         """The rows of a step that come after others of later times.
 
         :raises ValueError: if there are any, and they are not skipped; and for times with too many digits.
@@ -258,10 +270,10 @@ class Pass(ABC):
                 )
         return late
 
-    def _failed(self, step: Pending) -> tuple[int, int] | None:
+    def _failed(self, step: Pending[S, R]) -> tuple[int, int] | None:
         return None if step.report is None else self.failed(step.report, step.taken.num_rows)
 
-    def _to_blame(self, step: Pending, first: int, stop: int) -> np.ndarray:
+    def _to_blame(self, step: Pending[S, R], first: int, stop: int) -> np.ndarray:
         """The rows of a block that are to blame for its failure."""
 
         def fails(kept: np.ndarray) -> bool:
@@ -280,7 +292,7 @@ class Pass(ABC):
         return to_blame
 
     # ------------------------------------------------------------------ checkpoints
-    def _data_facts(self, state: Any) -> dict[str, Any]:
+    def _data_facts(self, state: S) -> dict[str, Any]:
         """What changes if the rows or the prior do."""
         return {
             "on_bad_row": self._options.on_bad_row,

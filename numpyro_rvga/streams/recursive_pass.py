@@ -11,12 +11,14 @@ from jax import Array
 
 from ..core.factors import Accounts
 from ..core.recursion import Absorbed, RowFactors, State, StepInfo
-from ..engines.engine import AbsorbedRows, Engine
+from ..engines.absorbed_rows import AbsorbedRows, num_absorbed
+from ..engines.engine import Engine
 from ..engines.sparse import SparseEngine
 from ..engines.starts import modes_info
 from ..model.bad_rows import describe_bad_rows
 from ..model.distinct_rows import once_each
 from ..model.rows import Rows, in_blocks, num_rows, pad, selected
+from ..progress import Bar
 from .block_plan import Sizes
 from .memory import NEGLIGIBLE_ERROR, Kept, RowMemory, inexactness, unranked
 from .opening import PassOptions
@@ -30,7 +32,7 @@ FEW_NUMBERS = 2**18  # if the rows can be read again
 RESIDUAL_TOLERANCE = 0.1  # standard deviations: the residuals of all rows, summed as if of one sign
 
 
-class RecursivePass(Pass):
+class RecursivePass(Pass[State, StepInfo]):
     """One call of :meth:`RVGA.run`.
 
     :param sparse: solves for all rows together; None: the recursion.
@@ -51,7 +53,7 @@ class RecursivePass(Pass):
         engine: Engine,
         source: RowSource,
         options: PassOptions,
-        bar: Any,
+        bar: Bar,
         on_state: Callable[[State], None],
         sizes: Sizes,
         sparse: SparseEngine | None,
@@ -64,7 +66,7 @@ class RecursivePass(Pass):
         self._engine, self._sizes, self._sparse = engine, sizes, sparse
         self._memory, self._summary = RowMemory(sizes.memory, NEGLIGIBLE_ERROR), RunSummary()
         self._sampled_by = sampled_by
-        numbers = engine.numbers_absorbed + sum(row[0].size for row in engine.program.example_row.values())
+        numbers = num_absorbed(engine.program.terms) + sum(row[0].size for row in engine.program.example_row.values())
         self.sample = RowMemory(0 if sampled_by is None else sample_numbers // numbers)
         self.only_rows: Rows = {}
         self.accounts: Accounts | None = None
@@ -82,10 +84,12 @@ class RecursivePass(Pass):
             if not sizes.keeps_rows:
                 rows, weights = once_each(rows, weights)
             rows, weights = pad(rows, self._joint_size(len(weights)), weights)
-            absorbed_rows = (engine.unknown(weights),) if sizes.keeps_rows else ()
+            program, absorbed_rows = engine.program, ()
+            if sizes.keeps_rows:
+                absorbed_rows = (AbsorbedRows.new(program.terms, weights, program.dtype),)
             rows, weights = engine.devices.put_rows((rows, weights))
             return engine.joint(
-                engine.program.prior_inputs, state, rows, weights, *absorbed_rows, with_absorbed=sizes.keeps_rows
+                program.prior_inputs, state, rows, weights, *absorbed_rows, with_absorbed=sizes.keeps_rows
             )
         blocks = in_blocks(pad(rows, sizes.chunk, weights), sizes.block)
         return engine.stream(state, *engine.devices.put_rows(blocks, axis=1), with_absorbed=sizes.keeps_rows)
@@ -213,7 +217,7 @@ class RecursivePass(Pass):
     def _solved(self, state: State, rows: Rows, row_factors: tuple[RowFactors, ...]) -> tuple[State, StepInfo]:
         """With these rows as themselves, not as the sites by which they are part of the state."""
         *placed, row_factors = self._placed(rows, row_factors, self._joint_size(self._sizes.joint))
-        absorbed_rows = AbsorbedRows(row_factors, np.ones((), np.int32), np.zeros((), np.int32))
+        absorbed_rows = AbsorbedRows.known(row_factors)
         after, info = self._engine.joint(self._program.prior_inputs, state, *placed, absorbed_rows, with_absorbed=True)
         self._summary.add(info)
         return after, info

@@ -39,7 +39,7 @@ def data(count):
 def test_few_steps_are_left_for_many_nodes_and_they_end_where_all_of_them_would(model, count, double, monkeypatch):
     with jax.enable_x64(double):
         found = FixedPointVI(model).run(data(count), progress_bar=False)
-        monkeypatch.setattr("numpyro_rvga.engines.engine.Engine._takes_many_nodes", lambda *_: False)
+        monkeypatch.setattr("numpyro_rvga.engines.effort.Effort.takes_many_nodes", lambda *_: False)
         by_many = FixedPointVI(model).run(data(count), progress_bar=False)
     assert found.info["converged"] and len(found.info["bounds"]) < min(8, len(by_many.info["bounds"]))
     deviation = np.sqrt(np.diagonal(by_many.covariance))
