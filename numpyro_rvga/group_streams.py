@@ -72,10 +72,10 @@ def stream_groups(
     :param index: the model's argument that has the group of each row. In the data its values are labels, integers
         or strings; the model is given the number of the group within its block, from zero.
     :param size: the model's argument that is the number of groups, the size of the plate.
-    :param rows_kept: of each group, at most. These are looked at again when more rows of the group come, and
-        whenever the stream has grown by half. Of groups with more rows, the earlier ones are Gaussian factors,
-        which stay as they are: they can be wrong without a warning, which comes only where looking again moves the
-        shared sites far. None are kept where rows are linear and Gaussian.
+    :param rows_kept: of each group, at most, chosen at random. These are looked at again when more rows of the
+        group come, and whenever the stream has grown by half. Of groups with more rows, what looking again changes
+        for those kept is taken to change for the others. A warning says so where that may leave the shared sites
+        off by 0.1 standard deviations. None are kept where rows are linear and Gaussian.
     :param block_size: rows that are solved for together.
     :param file: for :meth:`GroupStream.save`, and for groups that are not in memory. An SQLite database.
     :param groups_in_memory: at most, after each block. The others, of which rows came longest ago, are in the file,
@@ -90,7 +90,7 @@ def stream_groups(
     if not method.takes_rounds:
         raise ValueError("groups are for RVGA with the implicit scheme and full Gaussians, without dynamics.")
     for what, value, least in (
-        ("rows_kept", rows_kept, 0), ("block_size", block_size, 1), ("groups_in_memory", groups_in_memory, 1),
+        ("rows_kept", rows_kept, 1), ("block_size", block_size, 1), ("groups_in_memory", groups_in_memory, 1),
     ):  # fmt: skip
         if value is not None and not is_count(value, least):
             raise ValueError(f"{what} must be an integer of at least {least}, not {value!r}.")

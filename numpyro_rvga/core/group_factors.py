@@ -40,19 +40,25 @@ class Factors(NamedTuple):
     linear: np.ndarray
     precision: np.ndarray
 
+    def and_powers(self, other: Factors, power: np.ndarray) -> Factors:
+        """Times the others to these powers, (n,)."""
+        powers = power, power[:, None], power[:, None, None]
+        return Factors(*[one + p * another for one, another, p in zip(self, other, powers)])
+
 
 class KnownGroups(NamedTuple):
     """n groups.
 
     :ivar precision: A_g, (n, d, d), :ivar coupling: C_g, (n, d, k), and :ivar linear: h_g, (n, d): q(z_g | s) is
         N(A_g^-1 (h_g - C_g s), A_g^-1).
-    :ivar open: the factors that stand for the open terms, of z_g and s.
+    :ivar prior: the factors of z_g and s that stand for p(z_g | s), and ``rows``: for the rows that are kept.
     """
 
     precision: np.ndarray
     coupling: np.ndarray
     linear: np.ndarray
-    open: Factors
+    prior: Factors
+    rows: Factors
 
     def at(self, shared_mean: np.ndarray) -> Groups:
         """With the means of z_g there, (k,)."""
@@ -69,22 +75,26 @@ def factors(values: np.ndarray, gradient: np.ndarray, precision: np.ndarray, mea
     return Factors(constant, linear, precision)
 
 
-def known(groups: Groups, mean: np.ndarray, root: np.ndarray, at: OpenSums) -> KnownGroups:
+def known(groups: Groups, mean: np.ndarray, root: np.ndarray, prior: OpenSums, rows: OpenSums) -> KnownGroups:
     """What is kept of groups. ``mean`` (k,) and ``root`` (k, k): of q(s).
 
-    :param at: sums at q.
+    :param prior: sums at q over the groups' priors, and ``rows``: over the rows that are kept.
     """
     (own, across), count = covariances(groups, root), len(groups.mean)
-    shared = np.broadcast_to(root @ root.T, (count, *root.shape))
-    open_terms = factors(
-        at.values,
-        np.concatenate([at.gradient, at.shared_gradient], axis=1),
-        _joined(at.precision, at.coupling, at.shared_precision),
-        np.concatenate([groups.mean, np.tile(mean, (count, 1))], axis=1),
-        _joined(own, across, shared),
-    )
+    covariance = _joined(own, across, np.broadcast_to(root @ root.T, (count, *root.shape)))
+    means = np.concatenate([groups.mean, np.tile(mean, (count, 1))], axis=1)
+    of_both = [
+        factors(
+            at.values,
+            np.concatenate([at.gradient, at.shared_gradient], axis=1),
+            _joined(at.precision, at.coupling, at.shared_precision),
+            means,
+            covariance,
+        )
+        for at in (prior, rows)
+    ]
     linear = (groups.precision @ groups.mean[..., None])[..., 0] + groups.coupling @ mean
-    return KnownGroups(groups.precision, groups.coupling, linear, open_terms)
+    return KnownGroups(groups.precision, groups.coupling, linear, *of_both)
 
 
 class Rest(NamedTuple):
@@ -129,15 +139,16 @@ def nothing(count: int, size: int, k: int) -> Rest:
 
 def rest(
     evidence: float, mean: np.ndarray, precision: np.ndarray, shared_prior: Factors, old: KnownGroups,
-    places: np.ndarray, count: int,
+    weights: np.ndarray, places: np.ndarray, count: int,
 ) -> Rest:  # fmt: skip
     """What q and the log evidence say, without the prior of s and the open terms of the block's groups.
 
     :param mean: of q(s), and ``precision``. :param shared_prior: the factor in q(s) that stands for p(s).
-    :param old: the groups of the block that were seen before. :param places: theirs among ``count``.
+    :param old: the groups of the block that were seen before. :param weights: of their rows, by group.
+    :param places: theirs among ``count``.
     """
     size, k = old.coupling.shape[1:]
-    found, terms = nothing(count, size, k), old.open
+    found, terms = nothing(count, size, k), old.prior.and_powers(old.rows, weights)
     found.precision[places] = old.precision - terms.precision[:, :size, :size]
     found.linear[places] = old.linear - terms.linear[:, :size]
     found.coupling[places] = old.coupling - terms.precision[:, :size, size:]
@@ -152,6 +163,26 @@ def rest(
     constant += 0.5 * np.sum(determinants - np.sum(centres * old.linear, axis=1))
     constant -= shared_prior.constant[0] + terms.constant.sum()
     return found._replace(shared=Factors(np.array([constant]), linear[None], whole[None]))
+
+
+def sampling_variance(
+    before: Factors, now: Factors, weights: np.ndarray, counts: np.ndarray, groups: Groups, mean: np.ndarray
+) -> np.ndarray:
+    """Of the gradient in s, with the groups eliminated, if the rows of a sample each stand for several: what looking at
+    them again has changed for the others is an estimate. Within a group, changes are taken to vary as much as they are
+    large. (k, k).
+
+    :param before: the factors of the samples, and ``now``. :param weights: how many rows each row stands for, by group.
+    :param counts: rows of each sample. :param groups: as they are now. :param mean: of s.
+    """
+    size = groups.mean.shape[1]
+    place = np.concatenate([groups.mean, np.tile(mean, (len(counts), 1))], axis=1)
+    curved = ((now.precision - before.precision) @ place[..., None])[..., 0]
+    change = now.linear - before.linear - curved
+    given = np.linalg.solve(groups.precision, change[:, :size, None])[..., 0]
+    of_shared = change[:, size:] - np.einsum("gdk,gd->gk", groups.coupling, given)
+    each = weights * (weights - 1) / np.maximum(counts, 1)
+    return np.einsum("g,gk,gl->kl", each, of_shared, of_shared)
 
 
 def _joined(own: np.ndarray, mixed: np.ndarray, shared: np.ndarray) -> np.ndarray:

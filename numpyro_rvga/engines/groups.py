@@ -105,10 +105,13 @@ class GroupTerms:
         size = self.members.columns.size + self.members.shared.size
         return jnp.asarray(0.5 * np.random.default_rng(1).normal(size=size), self._dtype)
 
-    def chunks(self, rows: dict[str, Any], index: np.ndarray, padded: int = 0) -> list[Any]:
+    def chunks(
+        self, rows: dict[str, Any], index: np.ndarray, padded: int = 0, weights: np.ndarray | None = None
+    ) -> list[Any]:
         """Rows on the device, for :meth:`row_sums`.
 
         :param index: the member of each row, (n,). :param padded: the least number of rows, with copies of weight zero.
+        :param weights: of rows, (n,); None: one each.
         :raises ValueError: for a row that depends on several members.
         """
         total, place = num_rows(rows), self._somewhere
@@ -118,7 +121,8 @@ class GroupTerms:
         least = max(total, padded)
         count = -(-least // self._most_rows)
         size = -(-least // count)
-        (rows, of_rows), weights = pad((rows, of_rows), count * size)
+        given = np.ones(total) if weights is None else weights
+        (rows, of_rows), weights = pad((rows, of_rows), count * size, given.astype(self._dtype))
         of_each = rows, (weights[:, None],) * len(of_rows), tuple(of_rows)
         starts = range(0, count * size, size)
         return [jax.device_put(selected(of_each, slice(start, start + size))) for start in starts]
@@ -153,15 +157,18 @@ class GroupTerms:
         members = tuple(x.of[None] for x in self._prior)
         return self._compiled_prior(place, self._directions, self._inputs, tuple(weights), members)
 
-    def open_sums(self, mean: np.ndarray, root: np.ndarray, groups: Groups, chunks: list[Any]) -> OpenSums:
+    def open_sums(
+        self, mean: np.ndarray, root: np.ndarray, groups: Groups, chunks: list[Any]
+    ) -> tuple[OpenSums, OpenSums]:
         """Of groups in the places of the first members: over their priors, and over rows."""
         place = self.place(mean, root, groups)
         ones = tuple(np.ones((1, 1), np.float32) for _ in self._prior)
         of, belongs = (tuple(x[None] for x in of_all) for of_all in zip(*[(x.of, x.whose) for x in self._prior]))
-        pieces = [self._compiled_open_prior(place, self._directions, self._inputs, ones, of, belongs)]
-        pieces += [self._compiled_open(place, self._directions, *chunk, chunk[2]) for chunk in chunks]
-        sums = [reduce(np.add, [np.asarray(x, np.float64) for x in of_all]) for of_all in zip(*pieces)]
-        return OpenSums(*[x[: len(groups.mean)] for x in sums])
+        of_prior = self._compiled_open_prior(place, self._directions, self._inputs, ones, of, belongs)
+        of_rows = [self._compiled_open(place, self._directions, *chunk, chunk[2]) for chunk in chunks]
+        of_rows.append(tuple(np.zeros(x.shape) for x in of_prior))
+        count = len(groups.mean)
+        return _open_sums([of_prior], count), _open_sums(of_rows, count)
 
     def with_blocks(self, sums: GroupSums, mean: np.ndarray, root: np.ndarray) -> GroupSums:
         """With multivariate normal priors of shared sites, which are no terms."""
@@ -262,6 +269,10 @@ class GroupEvaluations:
         of_groups = [x[: self._count] for x in (sums.values, sums.gradient, sums.precision, sums.coupling)]
         sums = GroupSums(*of_groups, sums.shared_value + sums.values[-1], *sums[5:])
         return terms.with_blocks(sums, mean, root) if self._with_shared_prior else sums
+
+
+def _open_sums(pieces: list[tuple], count: int) -> OpenSums:
+    return OpenSums(*[reduce(np.add, [np.asarray(x, np.float64) for x in of_all])[:count] for of_all in zip(*pieces)])
 
 
 def _check(engine: Engine) -> None:

@@ -13,7 +13,7 @@ from ..core.groups import Groups, GroupSums, Message
 from ..engines.engine import Engine
 from ..engines.groups import GroupEvaluations, GroupTerms
 from ..model.members import Members
-from ..model.rows import Rows, num_rows, selected
+from ..model.rows import Rows, selected
 from .group_parts import GroupModel, GroupPlace, advanced, message_of
 from .group_rounds import Parts, Shared
 from .group_rows import GroupRows, RowForm
@@ -58,17 +58,35 @@ class Bound(NamedTuple):
         some = rows.of_piece(piece)
         if some is None:
             return []
-        return self.terms.chunks(some, some[self.index], max(power_of_two(num_rows(some)), FEWEST))
+        found, weights = some
+        return self.terms.chunks(found, found[self.index], max(power_of_two(len(weights)), FEWEST), weights)
+
+    def packed(self, kept: KnownGroups, rows: GroupRows) -> np.ndarray:
+        """One vector for each group."""
+        own = [x.reshape(len(x), -1) for x in (*kept[:3], *kept.prior, *kept.rows)]
+        return np.concatenate([*own, self.form.packed(rows, len(kept.linear))], axis=1)
 
     def unpacked(self, vectors: np.ndarray) -> tuple[KnownGroups, GroupRows]:
         """What is kept of groups, from one vector for each."""
         d, k = len(self.members.columns), self.members.shared.size
-        shapes = [(d, d), (d, k), (d,), (), (d + k,), (d + k, d + k)]
+        of_factor = [(), (d + k,), (d + k, d + k)]
+        shapes = [(d, d), (d, k), (d,), *of_factor, *of_factor]
         ends = np.cumsum([math.prod(shape) for shape in shapes])
         vectors = vectors.reshape(-1, ends[-1] + 1 + self.form.most * self.form.width)
         pieces = [x.reshape(-1, *shape) for x, shape in zip(np.split(vectors, ends, axis=1), shapes)]
-        rows = GroupRows(*self.form.unpacked(vectors[:, ends[-1] :]), self.index)
-        return KnownGroups(*pieces[:3], Factors(*pieces[3:])), rows
+        rows = self.form.unpacked(vectors[:, ends[-1] :], self.index)
+        return KnownGroups(*pieces[:3], Factors(*pieces[3:6]), Factors(*pieces[6:9])), rows
+
+
+class Seen(NamedTuple):
+    """Groups of a block that were seen before.
+
+    :ivar rows: those kept. :ivar places: of the groups, among the block's.
+    """
+
+    groups: KnownGroups
+    rows: GroupRows
+    places: np.ndarray
 
 
 class Block:
@@ -108,8 +126,3 @@ class Solve:
 
 def cut(groups: Groups, some: slice) -> Groups:
     return Groups(*[x[some] for x in groups])
-
-
-def packed(kept: KnownGroups) -> np.ndarray:
-    """One vector for each group."""
-    return np.concatenate([x.reshape(len(x), -1) for x in (*kept[:3], *kept.open)], axis=1)

@@ -1,4 +1,4 @@
-"""The last rows of each group, which a stream keeps to look at them again."""
+"""A sample of each group's rows, which a stream keeps to look at them again."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..model.rows import Rows, num_rows, selected
+from ..model.rows import Rows, selected
+
+WIDE = (np.dtype(np.int64), np.dtype(np.uint64))
 
 
 class RowForm(NamedTuple):
@@ -29,68 +31,108 @@ class RowForm(NamedTuple):
 
     @property
     def width(self) -> int:
-        """Of a row."""
-        return sum(math.prod(shape) for shape in self.shapes.values())
+        """Of a row, with its key."""
+        return 1 + sum(math.prod(shape) for shape in self.shapes.values())
 
-    def last(self, number: np.ndarray) -> np.ndarray:
-        """Which rows are the last ones of their groups. ``number``: the group of each row, (n,)."""
-        order = np.argsort(number, kind="stable")[::-1]
-        backwards = number[order]
-        first = np.searchsorted(-backwards, -backwards)
-        kept = np.zeros(len(number), bool)
-        kept[order] = np.arange(len(number)) - first < self.most
-        return kept
-
-    def packed(self, rows: Rows, number: np.ndarray, count: int) -> np.ndarray:
-        """A vector for each of ``count`` groups, (count, 1 + most * width): how many rows it has, and these."""
-        order = np.argsort(number, kind="stable")
-        ordered = number[order]
+    def packed(self, kept: GroupRows, count: int) -> np.ndarray:
+        """A vector for each of ``count`` groups, (count, 1 + most * width): how many it has had, and those kept."""
+        order = np.argsort(kept.number, kind="stable")
+        ordered = kept.number[order]
         place = np.arange(len(order)) - np.searchsorted(ordered, ordered)
         vectors = np.zeros((count, self.most, self.width))
-        parts = [np.asarray(rows[n], np.float64).reshape(len(order), math.prod(x)) for n, x in self.shapes.items()]
-        vectors[ordered, place] = np.concatenate([np.zeros((len(order), 0)), *parts], axis=1)[order]
-        return np.concatenate([np.bincount(number, minlength=count)[:, None], vectors.reshape(count, -1)], axis=1)
+        parts = [_as_numbers(kept.rows[n]).reshape(len(order), math.prod(x)) for n, x in self.shapes.items()]
+        vectors[ordered, place] = np.concatenate([kept.key[:, None], *parts], axis=1)[order]
+        return np.concatenate([kept.totals(count)[:, None], vectors.reshape(count, -1)], axis=1)
 
-    def unpacked(self, vectors: np.ndarray) -> tuple[Rows, np.ndarray]:
-        """The rows of groups, oldest first, and the place of the group of each."""
-        counts = vectors[:, 0].astype(int)
+    def unpacked(self, vectors: np.ndarray, index: str) -> GroupRows:
+        """The rows of groups, numbered by their places."""
+        totals = vectors[:, 0].astype(int)
+        counts = np.minimum(totals, self.most)
         every = vectors[:, 1:].reshape(len(vectors), self.most, self.width)
         flat = every[np.arange(self.most) < counts[:, None]]
-        ends = np.cumsum([math.prod(shape) for shape in self.shapes.values()])
-        pieces = np.split(flat, ends[:-1], axis=1)
+        ends = 1 + np.cumsum([0, *(math.prod(shape) for shape in self.shapes.values())])
+        pieces = np.split(flat, ends[:-1], axis=1)[1:]
         rows = {
-            name: piece.reshape(-1, *shape).astype(self.dtypes[name])
+            name: _from_numbers(piece.reshape(-1, *shape), self.dtypes[name])
             for piece, (name, shape) in zip(pieces, self.shapes.items())
         }
-        return rows, np.repeat(np.arange(len(vectors)), counts)
+        number = np.repeat(np.arange(len(vectors)), counts)
+        return GroupRows(rows, number, flat[:, 0], (totals / np.maximum(counts, 1))[number], index)
 
 
 class GroupRows(NamedTuple):
     """Rows of groups that are numbered from zero.
 
-    :ivar rows: without their groups. :ivar number: the group of each, (n,). :ivar index: the array that the model takes
-        it in.
+    :ivar rows: without their groups. :ivar number: the group of each, (n,). :ivar key: a random number of each, (n,).
+    :ivar stands_for: how many rows each stands for, (n,). :ivar index: the array that the model takes the groups in.
     """
 
     rows: Rows
     number: np.ndarray
+    key: np.ndarray
+    stands_for: np.ndarray
     index: str
 
-    def of_piece(self, piece: slice) -> Rows | None:
-        """Those of some groups, which are numbered from zero, as the model takes them; None if there are none."""
+    def totals(self, count: int) -> np.ndarray:
+        """How many rows each group has had, (count,)."""
+        return np.rint(np.bincount(self.number, self.stands_for, minlength=count))
+
+    def counts(self, count: int) -> np.ndarray:
+        """How many there are of each group, (count,)."""
+        return np.bincount(self.number, minlength=count)
+
+    def weights(self, count: int) -> np.ndarray:
+        """How many rows each one of a group stands for, (count,)."""
+        return self.totals(count) / np.maximum(self.counts(count), 1)
+
+    def of_piece(self, piece: slice) -> tuple[Rows, np.ndarray] | None:
+        """Those of some groups, which are numbered from zero, as the model takes them, and how many rows each stands
+        for; None if there are none."""
         inside = (self.number >= piece.start) & (self.number < piece.stop)
         if not inside.any():
             return None
         number = (self.number[inside] - piece.start).astype(np.int32)
-        return selected(self.rows, inside) | {self.index: number}
+        return selected(self.rows, inside) | {self.index: number}, self.stands_for[inside]
 
-    def kept(self, which: np.ndarray) -> GroupRows:
-        """Some."""
-        return self._replace(rows=selected(self.rows, which), number=self.number[which])
+    def alone(self) -> GroupRows:
+        """Each stands for itself."""
+        return self._replace(stands_for=np.ones(len(self.number)))
 
-    def and_then(self, rows: Rows, number: np.ndarray) -> GroupRows:
-        """With others after them."""
-        if not num_rows(self.rows):
-            return self._replace(rows=rows, number=number)
-        joined = {name: np.concatenate([array, rows[name]]) for name, array in self.rows.items()}
-        return self._replace(rows=joined, number=np.concatenate([self.number, number]))
+    def sampled(self, most: int, count: int) -> GroupRows:
+        """Of each of ``count`` groups those with the smallest keys: so many of all rows that it has had, at random."""
+        order = np.lexsort((self.key, self.number))
+        ordered = self.number[order]
+        kept = np.sort(order[np.arange(len(order)) - np.searchsorted(ordered, ordered) < most])
+        totals, number = self.totals(count), self.number[kept]
+        stands_for = totals[number] / np.minimum(totals[number], most)
+        return GroupRows(selected(self.rows, kept), number, self.key[kept], stands_for, self.index)
+
+    def at(self, places: np.ndarray) -> GroupRows:
+        """With the groups in these places."""
+        return self._replace(number=places[self.number])
+
+    def and_then(self, new: GroupRows | None) -> GroupRows:
+        """With new rows."""
+        if new is None or not len(self.number):
+            return new or self
+        joined = {name: np.concatenate([array, new.rows[name]]) for name, array in self.rows.items()}
+        number, key, stands_for = (
+            np.concatenate(both)
+            for both in ((self.number, new.number), (self.key, new.key), (self.stands_for, new.stands_for))
+        )
+        return GroupRows(joined, number, key, stands_for, self.index)
+
+
+def new_rows(rows: Rows, number: np.ndarray, rng: np.random.Generator, index: str) -> GroupRows:
+    """Rows that are seen for the first time."""
+    return GroupRows(rows, number, rng.random(len(number)), np.ones(len(number)), index)
+
+
+def _as_numbers(array: np.ndarray) -> np.ndarray:
+    """In double precision, or of wide integers the bits: they may be too large for that."""
+    array = np.asarray(array)
+    return np.ascontiguousarray(array).view(np.float64) if array.dtype in WIDE else array.astype(np.float64)
+
+
+def _from_numbers(numbers: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    return np.ascontiguousarray(numbers).view(dtype) if dtype in WIDE else numbers.astype(dtype)

@@ -15,46 +15,29 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..core.expectations import power_of_two
-from ..core.group_factors import Factors, KnownGroups, Rest, factors, known, nothing, rest
+from ..core.group_factors import Factors
 from ..core.groups import Groups, conditionals
 from ..engines.expectation_errors import warn_of
-from ..engines.groups import GroupEvaluations
 from ..model.arguments import check_row_shapes, finite_rows, row_shapes
 from ..model.identity import ModelIdentity
 from ..model.members import Members
 from ..model.rows import Rows, joined, num_rows, selected
 from ..user_warnings import warn
-from .group_blocks import FEWEST, Block, Bound, Solve, cut, packed
-from .group_parts import (
-    GroupModel,
-    GroupPlace,
-    Start,
-    first_place,
-    gathered,
-    rounding,
-    started,
-)
-from .group_rounds import GroupResult, Shared, in_group_rounds
-from .group_rows import GroupRows
+from .group_blocks import FEWEST, Bound, Seen
+from .group_parts import GroupModel, Start, first_place, gathered, started
+from .group_rounds import Shared
+from .group_rows import GroupRows, new_rows
+from .group_solves import Moments, solved
 from .group_store import GroupStore
 from .groups import GroupFiles, GroupPosterior, checked_folder, write_groups
-from .summaries import TOLERANCE, distance
+from .summaries import distance
 
 BLOCK = 4096  # rows that are solved for together
-BLOCK_TOLERANCE = 1e-3  # standard deviations: what blocks leave adds up
 GROWTH = 1.5  # of the number of rows, after which the priors of all groups in memory are looked at again
-FAR, SETTLED = 0.3, 0.1  # standard deviations
+SETTLED = 0.1  # standard deviations
 MOST_LOOKS = 10  # at groups that are not all in memory
 WRITTEN = 2**16  # groups of a file
 LABELS = ("integers", "strings")
-
-
-class Moments(NamedTuple):
-    """q(s), the factor in it that stands for the prior of s, and the log evidence of all rows so far."""
-
-    shared: Shared
-    prior: Factors
-    evidence: float
 
 
 class GroupStream:
@@ -73,6 +56,7 @@ class GroupStream:
         self._kind: str | None = None
         self.num_rows, self._settled_at, self._version = 0, 0, 0
         self._error, self._expectation_error, self._moved, self._looked_at = 0.0, 0.0, 0.0, 0
+        self._variance, self._stood_alone = np.zeros((1, 1)), False
         try:
             state = store.saved_state()
             if state is not None:
@@ -131,15 +115,15 @@ class GroupStream:
         if self._start is None:
             self._start = started(self._model, rows, len(labels))
         vectors, places = self._store.read(labels)
-        old, open_rows = bound.unpacked(vectors)
+        seen = Seen(*bound.unpacked(vectors), places)
         groups = first_place(len(labels), self._start).groups
         if self._moments is not None:
-            for mine, theirs in zip(groups, old.at(self._moments.shared.mean)):
+            for mine, theirs in zip(groups, seen.groups.at(self._moments.shared.mean)):
                 mine[places] = theirs
-        new = {name: array for name, array in rows.items() if name != index}
-        open_rows = open_rows._replace(number=places[open_rows.number]).and_then(new, number)
+        others = {name: array for name, array in rows.items() if name != index}
+        new = new_rows(others, number, np.random.default_rng(self.num_rows), index)
         try:
-            self._solve(bound, labels, groups, open_rows, self._rest(bound, old, places, len(labels)))
+            self._solve(bound, labels, groups, seen, new)
         except ValueError as error:
             raise ValueError(f"rows {first} to {first + num_rows(rows) - 1}: {error}") from error
         self.num_rows, self._kind = self.num_rows + num_rows(rows), LABELS[isinstance(labels[0], str)]
@@ -181,47 +165,21 @@ class GroupStream:
 
     def _look_at(self, bound: Bound, labels: list[Any]) -> int:
         """Solve for these groups without new rows; how many rows of theirs are kept."""
-        old, open_rows = bound.unpacked(self._store.read(labels)[0])
-        others = self._rest(bound, old, np.arange(len(labels)), len(labels))
-        self._solve(bound, labels, old.at(self._so_far.shared.mean), open_rows, others)
-        return len(open_rows.number)
+        seen = Seen(*bound.unpacked(self._store.read(labels)[0]), np.arange(len(labels)))
+        self._solve(bound, labels, seen.groups.at(self._so_far.shared.mean), seen, None)
+        return len(seen.rows.number)
 
-    def _solve(self, bound: Bound, labels: list[Any], groups: Groups, open_rows: GroupRows, others: Rest) -> None:
+    def _solve(self, bound: Bound, labels: list[Any], groups: Groups, seen: Seen, new: GroupRows | None) -> None:
         """For q(s) and these groups, which are where they are looked for first."""
         start = self._moments.shared if self._moments is not None else self._first.shared
-        solve = Solve(Block(bound, open_rows, others), GroupPlace(groups, None))
-        result = in_group_rounds(start, solve.parts, None, rounding(), BLOCK_TOLERANCE)
-        if not result.errors[-1] < TOLERANCE:
-            warn(
-                f"after {len(result.errors)} rounds of a block, the shared sites may still be {result.errors[-1]:.2g} "
-                "standard deviations from the best Gaussian."
-            )
-        self._keep(bound, result, labels, solve.place.groups, open_rows)
-
-    def _keep(self, bound: Bound, result: GroupResult, labels: list[Any], groups: Groups, open_rows: GroupRows) -> None:
-        """What a solve has found."""
-        mean, root, terms = result.shared.mean, result.shared.root, bound.terms
-        of_all = GroupEvaluations(terms, [], 0, with_shared_prior=True)(mean, root, cut(groups, slice(0, 0)))
-        prior = factors(
-            np.array([of_all.shared_value]), of_all.shared_gradient[None], of_all.shared_precision[None], mean[None],
-            (root @ root.T)[None],
-        )  # fmt: skip
-        open_rows = open_rows.kept(bound.form.last(open_rows.number))
-        rows_of_each = bound.form.packed(open_rows.rows, open_rows.number, len(labels))
-        for some in bound.pieces(len(labels)):
-            piece = cut(groups, some)
-            kept = known(piece, mean, root, terms.open_sums(mean, root, piece, bound.chunks(open_rows, some)))
-            self._store.write(labels[some], np.concatenate([packed(kept), rows_of_each[some]], axis=1))
-        self._moments = Moments(result.shared, prior, result.bound)
-        self._error = max(self._error, result.errors[-1])
-        self._expectation_error += result.expectation_error
+        found = solved(bound, self._moments, start, groups, seen, new)
+        self._store.write(labels, bound.packed(found.groups, found.rows))
+        self._moments = found.moments
+        self._error = max(self._error, found.error)
+        self._expectation_error += found.expectation_error
+        self._variance = self._variance + found.variance
+        self._stood_alone = self._stood_alone or found.stood_alone
         self._version += 1
-
-    def _rest(self, bound: Bound, old: KnownGroups, places: np.ndarray, count: int) -> Rest:
-        if self._moments is None:
-            return nothing(count, len(bound.members.columns), bound.members.shared.size)
-        (mean, precision), prior, evidence = self._moments
-        return rest(evidence, mean, precision, prior, old, places, count)
 
     def _program(self, rows: Rows, count: int) -> Bound:
         """Of at least so many groups."""
@@ -265,7 +223,7 @@ class GroupStream:
                 "start": [start.mean, start.precision, *start.shared, start.head],
                 "moments": [list(shared), list(prior), evidence],
                 "counts": [self.num_rows, self._settled_at, self._looked_at],
-                "errors": [self._error, self._expectation_error, self._moved],
+                "errors": [self._error, self._expectation_error, self._moved, self._variance, self._stood_alone],
                 "labels": self._kind,
                 "in_memory": np.array(self._store.labels_in_memory),
             }
@@ -297,7 +255,7 @@ class GroupStream:
         shared, prior, evidence = state["moments"]
         self._moments = Moments(Shared(*shared), Factors(*prior), evidence)
         self.num_rows, self._settled_at, self._looked_at = state["counts"]
-        self._error, self._expectation_error, self._moved = state["errors"]
+        self._error, self._expectation_error, self._moved, self._variance, self._stood_alone = state["errors"]
         self._bound, self._kind = bound, state["labels"]
         self._store.read(state["in_memory"].tolist())
 
@@ -310,6 +268,7 @@ class GroupStream:
         :param settle: :meth:`settle` first. False: as the last block has left it, which takes no time.
         :return: the posterior. ``elbo`` is None unless it is exact; ``info`` holds ``log_evidence_estimate``,
             ``error`` (by how much a block's solve may have left the shared sites off, in standard deviations),
+            ``sampling_error`` (by how much they may be off since not all rows are kept, likewise),
             ``moved`` (by how much :meth:`settle` has last moved them), ``settled`` (whether no rows have come since),
             ``elbo_error`` as in :meth:`RVGA.run`, and ``plate``.
         :raises ValueError: if there are no rows yet, and if the folder holds Parquet files.
@@ -320,17 +279,23 @@ class GroupStream:
         assert self._bound is not None
         engine, members = self._bound.engine, self._bound.members
         warn_of(self._expectation_error)
-        if self._moved > FAR and self._looked_at < self._settled_at:
+        if self._sampling_error > SETTLED:
             warn(
-                f"the last look at the groups has moved the shared sites by {self._moved:.2g} standard deviations, and "
-                f"{self._settled_at - self._looked_at} of {self._settled_at} rows could not be looked at again: those "
-                "may be far off, as where rows come in the order of their outcomes. Keep more rows of each group "
-                "(rows_kept), and more groups in memory."
+                f"some groups have had more rows than the {self._rows_kept} that are kept, and a sample stands for all "
+                f"of them: the shared sites may be off by {self._sampling_error:.2g} standard deviations. Keep more "
+                "rows of each group (rows_kept)."
+            )
+        if self._stood_alone:
+            warn(
+                "of groups with more rows than are kept, a sample could not stand for all of them, as where rows come "
+                "in the order of their outcomes: rows that are not kept may be far off. Keep more rows of each group "
+                "(rows_kept), or give them in another order."
             )
         info = {
             "plate": self._model.plate.name,
             "log_evidence_estimate": evidence,
             "error": self._error,
+            "sampling_error": self._sampling_error,
             "moved": self._moved,
             "settled": self._bound.is_exact or self._settled_at == self.num_rows,
             "elbo_error": self._expectation_error,
@@ -340,6 +305,13 @@ class GroupStream:
         mean, scale = (jnp.asarray(x, program.dtype) for x in (shared.mean, shared.root))
         elbo = evidence if program.is_conjugate else None
         return GroupPosterior(program, members, mean, scale, elbo, info, groups, self.num_rows, self.num_groups)
+
+    @property
+    def _sampling_error(self) -> float:
+        """In standard deviations: three times what is expected, since also standard deviations are off."""
+        covariance = self._so_far.shared.root @ self._so_far.shared.root.T
+        variances = np.diag(covariance @ self._variance @ covariance) / np.diag(covariance)
+        return 3 * float(np.sqrt(variances.max()))
 
     def _written(self, folder: str) -> GroupFiles:
         shared, index = self._so_far.shared, self._model.plate.index

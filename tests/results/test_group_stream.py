@@ -151,25 +151,27 @@ def test_choices_meet_the_best_gaussian_of_all_rows(chosen, best, order, in_memo
     np.testing.assert_allclose(np.cov(draws.T), np.cov(whole.T), atol=0.03)
 
 
-def test_early_rows_of_groups_with_many_are_factors():
+@pytest.mark.parametrize("order, tolerance", [("random", 0.02), ("groups with few first", 0.1)])
+def test_a_sample_of_the_rows_of_a_group_stands_for_all(order, tolerance):
     rng = np.random.default_rng(2)
-    user = rng.permutation(np.repeat(np.arange(40), 12))
+    user = np.repeat(np.arange(40), 12)
     data = {"user": user, "y": rng.poisson(np.exp(rng.normal(1, 0.7, 40))[user])}
     best = FixedPointVI(counts).run(data, num_users=40, progress_bar=False)
+    share = np.bincount(user, data["y"])[user]
+    rows = rng.permutation(len(user)) if order == "random" else np.lexsort((user, share))
     with jax.enable_x64(False):
         stream = RVGA(counts).stream_groups(**PLATE, block_size=100, rows_kept=3)
-        stream.update(data)
+        stream.update(in_order(data, rows))
         found = stream.posterior()
         assert found.mean.dtype == np.float32
-    assert 1e-4 < off(found, best) < 0.1
+    assert off(found, best) < min(tolerance, 3 * found.info["sampling_error"])
+    assert found.info["sampling_error"] < 0.1
 
 
-def test_zeros_before_ones_are_told_of(chosen):
+def test_a_sample_that_cannot_stand_for_all_is_told_of(chosen):
     stream = RVGA(choices).stream_groups(**PLATE, block_size=60, rows_kept=1)
     stream.update(in_order(chosen, np.argsort(chosen["y"], kind="stable")))
-    with pytest.warns(
-        UserWarning, match=r"has moved the shared sites by .* 180 of 240 rows could not be looked at again"
-    ):
+    with pytest.warns(UserWarning, match="of groups with more rows than are kept|more rows than the 1 that are kept"):
         stream.posterior()
 
 
@@ -220,8 +222,8 @@ def test_what_no_stream_can_use_is_refused(chosen, tmp_path):
         found.sample_posterior(jax.random.key(0), groups=[3])
     with pytest.raises(ValueError, match="groups are for RVGA"):
         RVGA(choices, scheme="ekf").stream_groups(**PLATE)
-    with pytest.raises(ValueError, match="rows_kept must be an integer of at least 0, not -1"):
-        made(rows_kept=-1)
+    with pytest.raises(ValueError, match="rows_kept must be an integer of at least 1, not 0"):
+        made(rows_kept=0)
     with pytest.raises(ValueError, match="need a file"):
         made(groups_in_memory=3)
     assert not hasattr(BONG, "stream_groups")
