@@ -146,7 +146,7 @@ def measure_rules(count: int, report: Report) -> None:
         report(likelihood=CLOSED, deviation=deviation, microseconds_a_row=shown[CLOSED])
         for phi, size, _, measured in rules:
             some = tuple(x[:64] for x in rows_of(size, deviation, count))
-            found, estimates = measured(*some)
+            found, estimates = measured(*some, None)
             report(
                 likelihood=phi.__name__,
                 deviation=deviation,

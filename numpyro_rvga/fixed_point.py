@@ -14,6 +14,7 @@ from jax.typing import ArrayLike
 from .core.expectations import Expectation
 from .engines.batch import BatchSolver
 from .engines.registry import Engines
+from .model.bad_rows import NotFinite
 from .options import LOCAL, MARGINALS, Options, check_choice, check_options, default_key
 from .results.conditions import Conditions, check_conditions
 from .results.integration import Integration
@@ -155,12 +156,33 @@ class FixedPointVI:
         """
         started = time.perf_counter()
         rng_key = default_key() if rng_key is None else rng_key
+        passed = {"progress_bar": progress_bar, "started": started}
+        try:
+            return self._run(data, rng_key, init, model_kwargs, **passed)
+        except NotFinite:
+            if not self._engines.stay_positive():
+                raise
+        return self._run(data, rng_key, init, model_kwargs, **passed)
+
+    def _run(
+        self,
+        data: Mapping[str, Any] | tuple,
+        rng_key: Array,
+        init: Posterior | None,
+        model_kwargs: Mapping[str, Any],
+        *,
+        progress_bar: bool,
+        started: float,
+    ) -> Posterior:
         engine, rows, reason = self._engines.together(data, model_kwargs, rng_key)
         if init is not None:
             engine.program.check_same_sites(init.program)
         not_integrated = {}
         if self.integrate:
             choice = self._integration.choose(engine.program, self.integrate, rows)
+            may_be_invalid = any(engine.program.sites[name].is_real for name in choice.sites)
+            if may_be_invalid and self._engines.stay_positive():  # they are given their values, which must be valid
+                return self._run(data, rng_key, init, model_kwargs, progress_bar=progress_bar, started=started)
             if choice.sites:
                 start = None if init is None else init.mean
                 return Posterior(**self._integration(engine.program, choice.sites, rows, rng_key, progress_bar, start))

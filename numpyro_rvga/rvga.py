@@ -23,6 +23,7 @@ from .engines.online import OnlineState
 from .engines.registry import Engines
 from .group_streams import stream_groups
 from .model.arguments import BadData, checked_rows
+from .model.bad_rows import NotFinite
 from .model.failures import of_stream
 from .model.program import Program
 from .model.row_set import RowSet
@@ -285,7 +286,30 @@ class RVGA:
         options = PassOptions(checkpoint, every, resume, on_bad_row)
         rng_key = default_key() if rng_key is None else rng_key
         at_hand = isinstance(data, (Mapping, tuple)) and not options.skips and init is None and checkpoint is None
-        may_be_joint = at_hand and self.blocks.may_be_joint
+        passed = {"may_be_joint": at_hand and self.blocks.may_be_joint, "progress_bar": progress_bar}
+        try:
+            return self._run(data, options, rng_key, init, model_kwargs, started=started, **passed)
+        except NotFinite:
+            if not at_hand or not self._engines.stay_positive():
+                raise
+        return self._run(data, options, rng_key, init, model_kwargs, started=started, **passed)
+
+    def _run(
+        self,
+        data: Mapping[str, Any] | tuple | Iterable,
+        options: PassOptions,
+        rng_key: Array,
+        init: Posterior | AnyState | None,
+        model_kwargs: Mapping[str, Any],
+        *,
+        may_be_joint: bool,
+        progress_bar: bool,
+        started: float,
+    ) -> Posterior:
+        """:meth:`run` of full Gaussians.
+
+        :param may_be_joint: whether one solve of all rows may take the place of the pass.
+        """
         whole = self._engines.cached_whole(data, model_kwargs, rng_key) if may_be_joint else None
         if whole is not None:
             return self._run_jointly(*whole, rng_key, progress_bar=progress_bar, started=started)
@@ -305,8 +329,8 @@ class RVGA:
         passed = {"in_memory": all_rows is not None, "progress_bar": progress_bar}
         outcome = self._one_pass(engine, source, head, options, rng_key, state, self._set_state, **passed)
         if outcome is None:
-            again = {"rng_key": rng_key, "init": init, "progress_bar": progress_bar, "on_bad_row": on_bad_row}
-            return self.run(data, **again, **model_kwargs)
+            again = {"may_be_joint": may_be_joint, "progress_bar": progress_bar, "started": started}
+            return self._run(data, PassOptions(on_bad_row=options.on_bad_row), rng_key, init, model_kwargs, **again)
         row_sets = (*getattr(init, "row_sets", ()), outcome.absorbed)
         return self._posterior(engine, outcome.state, outcome.info, model_kwargs, outcome.bound, row_sets)
 

@@ -10,7 +10,7 @@ from jax import Array
 
 from ..core.recursion import State
 from ..core.sparse import Marginals
-from ..model.bad_rows import describe_bad_rows
+from ..model.bad_rows import NotFinite, describe_bad_rows
 from ..model.program import Program
 from ..model.rows import Rows
 from ..model.tracing import REACH
@@ -55,7 +55,8 @@ class BatchSolver:
 
         :param rows: all of them. :param init: has ``mean`` (P,) and ``scale`` (P, P), to start from; or None.
         :param started: when the user's call was.
-        :raises ValueError: naming the row, if the bound is not finite; naming the site, if the posterior is improper.
+        :raises NotFinite: naming the row, if the bound is not finite.
+        :raises ValueError: naming the site, if the posterior is improper.
         """
         program, learned = engine.program, None
         if not program.terms and not program.prior.terms:
@@ -87,7 +88,7 @@ class BatchSolver:
             after, info = engine.devices.fetch((after, info))
         if not bool(info.ok):
             reason = describe_bad_rows(program, origin, rows)
-            raise ValueError(f"the bound is not finite: {reason or 'are the priors proper?'}.")
+            raise NotFinite(f"the bound is not finite: {reason or 'are the priors proper?'}.")
         _check_proper(program, after, converged=bool(info.converged))
         facts, bound = {}, float(after.log_evidence) if self._options.has_bound else None
         if self._options.has_bound and learned is None:

@@ -14,6 +14,7 @@ from scipy.sparse import coo_array, eye_array
 
 from ..core.expectations import power_of_two
 from ..core.precisions import ArrowFactor
+from ..model.bad_rows import NotFinite
 from .maximized_bound import Maximum, Start
 
 NUM_TRIALS = 8  # points of the prior at which L is tried before its mode is sought, for each parameter,
@@ -117,7 +118,7 @@ def find_mode(marginal: Marginal, mean: np.ndarray, deviation: np.ndarray, start
 def _axes(marginal: Marginal, mode: Point, deviation: np.ndarray) -> np.ndarray:
     """A root of the inverse of L's negative Hessian, by differences of its gradient.
 
-    :raises ValueError: if that is not finite.
+    :raises NotFinite: if that is not finite.
     """
     columns = []
     for i, unit in enumerate(np.eye(len(deviation))):
@@ -132,7 +133,7 @@ def _axes(marginal: Marginal, mode: Point, deviation: np.ndarray) -> np.ndarray:
         columns.append(column)
     hessian = deviation * np.array(columns) * deviation[:, None]
     if not np.isfinite(hessian).all():
-        raise ValueError(
+        raise NotFinite(
             "given the hyperparameters, the bound or its slope is not finite around the best point that was found. Use "
             "float64 (numpyro.enable_x64()), or leave integrate at False."
         )

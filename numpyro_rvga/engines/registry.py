@@ -16,11 +16,13 @@ from ..model import bad_indices
 from ..model.arguments import BadData, NotRows, checked_rows, has_frames, whole_data
 from ..model.bad_rows import check_start
 from ..model.failures import LocalLatents, UnboundedStates, readable, why_not_rows
+from ..model.half_lines import on_positive_half, positive_sites
 from ..model.keywords import same, snapshot
 from ..model.program import Program
 from ..model.reading_check import check_reading
 from ..model.rows import Rows, num_rows
 from ..options import Options, key_numbers
+from ..user_warnings import warn
 from .devices import Devices
 from .engine import Engine
 
@@ -109,6 +111,19 @@ class Engines:
         self.last = engine.with_effort("thorough")
         self._cached = [(form, kwargs, self.last if other == engine else other) for form, kwargs, other in self._cached]
         return self.last
+
+    def stay_positive(self) -> bool:
+        """From now on, the sites of the last program that may not be negative are positive; whether there are any."""
+        assert self.last is not None
+        sites = positive_sites(self.last.program)
+        if sites:
+            named = ", ".join(map(repr, sites))
+            warn(
+                f"the model's density is NaN where {named} is negative, though the prior is on the whole line. It is "
+                "taken as positive, where NUTS stays too. Say so in the model: HalfNormal in place of Normal(0, 1)."
+            )
+            self._model, self._cached, self.last = on_positive_half(self._model, sites), [], None
+        return bool(sites)
 
     def together(
         self, data: Mapping[str, Any] | tuple, model_kwargs: Mapping[str, Any], rng_key: Array

@@ -17,6 +17,10 @@ from .program import Program
 NUM_STARTS = 4
 
 
+class NotFinite(ValueError):
+    """Rows, or a model, whose density has no finite value where it is needed."""
+
+
 def check_start(program: Program) -> None:
     """:raises ValueError: naming the site, for data with NaN that the model does not handle."""
     arrays = [np.asarray(array) for array in program.example_row.values()]

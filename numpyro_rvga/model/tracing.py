@@ -12,7 +12,7 @@ import numpyro.distributions as dist
 from jax import Array
 from jax.core import Tracer
 from numpyro import handlers
-from numpyro.distributions.transforms import biject_to
+from numpyro.distributions.transforms import IdentityTransform, biject_to
 from numpyro.primitives import Messenger
 
 from .arguments import absent_arguments, split_call
@@ -47,6 +47,7 @@ class SiteInfo(NamedTuple):
 
     :ivar unconstrained_shape: of a latent; None if observed.
     :ivar is_normal: whether it is a normal distribution with independent elements.
+    :ivar is_real: whether it is latent, and its elements are any real numbers.
     """
 
     value_shape: tuple[int, ...]
@@ -57,6 +58,7 @@ class SiteInfo(NamedTuple):
     is_discrete: bool
     is_improper: bool
     is_normal: bool
+    is_real: bool
 
 
 class RowRunner(Messenger):
@@ -235,8 +237,10 @@ def sample_sites(trace: dict, runner: RowRunner) -> dict[str, SiteRecord]:
 def site_info(record: SiteRecord) -> SiteInfo:
     latent = not (record.is_observed or record.fn.is_discrete)
     shape = jnp.shape(site_transform(record.fn).inv(record.value)) if latent else None
-    is_normal = isinstance(peel(record.fn)[0], numpyro.distributions.Normal)
-    flags = record.is_observed, record.is_auxiliary, record.fn.is_discrete, _is_improper(record.fn), is_normal
+    base = peel(record.fn)[0]
+    is_normal = isinstance(base, dist.Normal)
+    is_real = latent and not base.event_shape and isinstance(site_transform(record.fn), IdentityTransform)
+    flags = record.is_observed, record.is_auxiliary, record.fn.is_discrete, _is_improper(record.fn), is_normal, is_real
     return SiteInfo(jnp.shape(record.value), shape, record.plates, *flags)
 
 

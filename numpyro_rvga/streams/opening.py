@@ -12,6 +12,7 @@ import jax
 import numpy as np
 
 from ..model.arguments import check_finite, finite_rows, named_rows, refuse_frames
+from ..model.bad_rows import NotFinite
 from ..model.program import Program
 from ..model.rows import Rows, num_rows, selected
 from ..options import check_choice, is_count
@@ -170,7 +171,8 @@ def located(source: RowSource, position: int) -> Generator[int]:
     try:
         yield number
     except ValueError as error:
-        raise ValueError(f"{error}{source.about(number)}") from error
+        kind = NotFinite if isinstance(error, NotFinite) else ValueError
+        raise kind(f"{error}{source.about(number)}") from error
 
 
 def check_finite_at(source: RowSource, rows: Rows, position: int) -> None:

@@ -15,7 +15,7 @@ from ..engines.absorbed_rows import AbsorbedRows, num_absorbed
 from ..engines.engine import Engine
 from ..engines.sparse import SparseEngine
 from ..engines.starts import modes_info
-from ..model.bad_rows import describe_bad_rows
+from ..model.bad_rows import NotFinite, describe_bad_rows
 from ..model.distinct_rows import once_each
 from ..model.rows import Rows, in_blocks, num_rows, pad, selected
 from ..progress import Bar
@@ -135,7 +135,7 @@ class RecursivePass(Pass[State, StepInfo]):
                 f"is the scale of has none, as it grows without bound where both go to zero (see {prior_sites[0]!r}). "
                 "Use the default scheme, or write the effects as location + scale * z with standard normal z."
             )
-        raise ValueError(
+        raise NotFinite(
             f"no finite update on {rows_named(numbers)}: "
             f"{reason or 'the expected log-likelihood is not finite'} at the current state. Check these rows and the "
             "prior's scale, mask the rows in the model, or pass on_bad_row='skip'. What was passed as init is "
