@@ -143,17 +143,17 @@ class BoundLikelihood(BoundPrior):
         rng_key: Array,
         theta: Array,
         row: Mapping[str, Array],
-        known: Mapping[str, Array],
+        given: Mapping[str, Array],
         states: Mapping[str, Array],
     ) -> dict[str, Array]:
         """Values of the latent sites of one row.
 
-        :param known: unconstrained values of some, and ``states`` of discrete ones; others are drawn.
+        :param given: unconstrained values of some, and ``states`` of discrete ones; others are drawn.
         """
         assert self.row_latents is not None
-        sites = self.layout.unravel(theta) | dict(known)
-        found = sample_sites(*self._run(self._with_data(row), sites, rng_key, states=states))
-        return {name: found[name].value for name in self.row_latents.site_names}
+        sites = self.layout.unravel(theta) | dict(given)
+        records = sample_sites(*self._run(self._with_data(row), sites, rng_key, states=states))
+        return {name: records[name].value for name in self.row_latents.site_names}
 
     @functools.cached_property
     def row_latent_axes(self) -> dict[str, int]:
@@ -206,8 +206,8 @@ class BoundLikelihood(BoundPrior):
         if self.whole:
             others = [name for name in names if name not in integrated]
             terms = self._log_probs(theta, self.example_row, others) if others else {}
-            found = {name: self._rows_first(name, jnp.atleast_1d(terms[name])) for name in others}
-            return found | {n: self._log_sums(integrated[n], theta, rows) for n in names if n in integrated}
+            of_others = {name: self._rows_first(name, jnp.atleast_1d(terms[name])) for name in others}
+            return of_others | {n: self._log_sums(integrated[n], theta, rows) for n in names if n in integrated}
         axes = self._row_axes
 
         def one(row):
@@ -244,8 +244,8 @@ class BoundLikelihood(BoundPrior):
         if terms.site not in self._row_sites:
             return jnp.sum(values)
         shape = self.sites[terms.site].value_shape
-        places = component.outcomes[terms.site].ravel()
-        if math.prod(shape) == len(values) and np.array_equal(places, np.arange(len(values))):
+        indices = component.outcomes[terms.site].ravel()
+        if math.prod(shape) == len(values) and np.array_equal(indices, np.arange(len(values))):
             return _drop_axis(jnp.reshape(values, shape), self._row_axes[terms.site])
         return jnp.sum(values)
 

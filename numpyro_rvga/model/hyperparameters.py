@@ -100,18 +100,18 @@ def _is_simple(program: Program, terms: Terms, rows: dict[str, Any]) -> bool:
 
 
 def _is_concave(terms: Terms, dtype: Any, rows: dict[str, Any]) -> bool:
-    """Whether the log density's Hessian is finite and negative semidefinite at some places."""
-    places = jnp.asarray(np.random.default_rng(0).normal(size=(NUM_PROBES, terms.num_predictors)), dtype)
+    """Whether the log density's Hessian is finite and negative semidefinite at some probes."""
+    probes = jnp.asarray(np.random.default_rng(0).normal(size=(NUM_PROBES, terms.num_predictors)), dtype)
 
     def hessians():
         values = merged(constants(terms, rows))
         values = jax.tree.map(lambda x: x[np.arange(NUM_PROBES) % len(x)], values)
-        return jax.vmap(jax.hessian(terms.density))(places, values)
+        return jax.vmap(jax.hessian(terms.density))(probes, values)
 
-    found = np.asarray(at_once(hessians), np.float64)
-    if not np.isfinite(found).all():
+    curvatures = np.asarray(at_once(hessians), np.float64)
+    if not np.isfinite(curvatures).all():
         return False
-    values = np.linalg.eigvalsh(found)
+    values = np.linalg.eigvalsh(curvatures)
     tolerance = 100 * float(jnp.finfo(dtype).eps) * np.abs(values).max(axis=1)
     return bool(np.all(values.max(axis=1) <= tolerance))
 

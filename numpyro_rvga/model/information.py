@@ -51,10 +51,10 @@ def information_of(
     :param run_site: (theta, row) -> the site's record. :param split: of the term, as a function of theta, row, element.
     :param kind: the distribution's type.
     """
-    found = _by_outcome(run_site, split, theta, row, BY_OUTCOME[kind]) if kind in BY_OUTCOME else None
-    if found is None and kind in BY_DIVERGENCE:
-        found = _by_divergence(run_site, split, theta, row)
-    return found
+    information = _by_outcome(run_site, split, theta, row, BY_OUTCOME[kind]) if kind in BY_OUTCOME else None
+    if information is None and kind in BY_DIVERGENCE:
+        information = _by_divergence(run_site, split, theta, row)
+    return information
 
 
 def _by_divergence(

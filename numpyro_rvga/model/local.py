@@ -132,27 +132,27 @@ def components_of(
     """
     names = (*observed, *local.site_names)
     depends, counts = _dependence(records, local, size, dtype, row, names)
-    owner = np.concatenate([np.full(n, i) for i, n in enumerate(counts)])
-    place = np.concatenate([np.arange(n) for n in counts])
+    site_of = np.concatenate([np.full(n, i) for i, n in enumerate(counts)])
+    index_in_site = np.concatenate([np.arange(n) for n in counts])
     num_continuous = local.continuous.size
     for number, (name, i) in enumerate(local.entries):  # where all states are equally likely too
         depends[np.cumsum([0, *counts])[names.index(name)] + i, num_continuous + number] = True
     groups: dict[tuple, list] = {}
-    tied = {names[i] for i in owner[depends.any(axis=1)]}
+    tied = {names[i] for i in site_of[depends.any(axis=1)]}
     for terms, variables in _connected(depends):
-        sites = [names[owner[t]] for t in terms]
+        sites = [names[site_of[t]] for t in terms]
         if not variables and not tied.intersection(sites):
             continue  # a site that depends on no such variable: it is a term as any other
         continuous = [v for v in variables if v < num_continuous]
         discrete = [v - num_continuous for v in variables if v >= num_continuous]
         owners = tuple(local.entries[d][0] for d in discrete)
         form = (len(continuous), owners, tuple(sorted(sites)))
-        places = {name: [place[t] for t, s in zip(terms, sites) if s == name] for name in dict.fromkeys(sites)}
-        groups.setdefault(form, []).append((continuous, discrete, places))
+        indices = {name: [index_in_site[t] for t, s in zip(terms, sites) if s == name] for name in dict.fromkeys(sites)}
+        groups.setdefault(form, []).append((continuous, discrete, indices))
     components = []
     for (_, owners, _), members in groups.items():
-        continuous, discrete, places = zip(*members)
-        sites = {name: np.array([p[name] for p in places]) for name in places[0]}
+        continuous, discrete, indices = zip(*members)
+        sites = {name: np.array([p[name] for p in indices]) for name in indices[0]}
         outcomes = {name: x for name, x in sites.items() if name in observed}
         if not outcomes:
             continue  # what nothing is observed of integrates to one
@@ -204,32 +204,32 @@ def _dependence(records, local, size, dtype, row, names) -> tuple[np.ndarray, li
 
         return jax.vmap(at)(local.states[name])
 
-    def look(theta, states):
+    def dependence_at(theta, states):
         slopes = jax.jacfwd(lambda z: flat(theta.at[size:].set(z), states))(theta[size:]) != 0
-        moves = []
+        changes = []
         for name, shape in local.shapes.items():
 
-            def is_moved(i, name=name):
+            def is_changed(i, name=name):
                 values = of_one(theta, states, name, i)
                 return jnp.any(values != values[:1], axis=0)  # NaN differs from all
 
-            moves.append(lax.map(is_moved, jnp.arange(math.prod(shape), dtype=jnp.int32)).T)
-        return jnp.concatenate([slopes, *moves], axis=1)
+            changes.append(lax.map(is_changed, jnp.arange(math.prod(shape), dtype=jnp.int32)).T)
+        return jnp.concatenate([slopes, *changes], axis=1)
 
     counts = [
         x.size for x in jax.eval_shape(terms, jnp.zeros(size + local.continuous.size, dtype), local.first_states())
     ]
     total = np.zeros((sum(counts), local.continuous.size + len(entries)), bool)
-    looked = []
+    probes = []
     for _ in range(PROBES):
         theta = jnp.asarray(0.5 * rng.normal(size=size + local.continuous.size), dtype)
         states = {
             name: jnp.asarray(rng.choice(np.asarray(local.states[name]), size=shape))
             for name, shape in local.shapes.items()
         }
-        looked.append((theta, states))
-    stacked = jax.tree.map(lambda *x: jnp.stack(x), *looked)
-    of_sites = at_once(lambda: jax.vmap(look)(*stacked))
+        probes.append((theta, states))
+    stacked_probes = jax.tree.map(lambda *x: jnp.stack(x), *probes)
+    of_sites = at_once(lambda: jax.vmap(dependence_at)(*stacked_probes))
     return total | np.any(of_sites, axis=0), counts
 
 
@@ -259,12 +259,12 @@ def joint_by_state(
     def at(values: Array) -> Array:
         states = local.first_states()
         for column, (name, _) in enumerate([entries[d] for d in component.discrete[0]]):
-            places = np.array([entries[d][1] for d in component.discrete[:, column]])
-            flat = states[name].ravel().at[jnp.asarray(places)[element]].set(values[column])
+            indices = np.array([entries[d][1] for d in component.discrete[:, column]])
+            flat = states[name].ravel().at[jnp.asarray(indices)[element]].set(values[column])
             states[name] = flat.reshape(states[name].shape)
         of_sites = records(theta, row, states)
         sites = component.outcomes | component.latents
-        each = [jnp.sum(elements(of_sites[name])[jnp.asarray(places)[element]]) for name, places in sites.items()]
+        each = [jnp.sum(elements(of_sites[name])[jnp.asarray(indices)[element]]) for name, indices in sites.items()]
         return jnp.sum(jnp.stack(each))
 
     if len(component.states) == 1:

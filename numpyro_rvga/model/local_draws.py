@@ -38,17 +38,17 @@ def draw_row_latents(
             state, values = of_each(jax.random.split(key, component.size), elements)
             z = z.at[component.continuous].set(values)
             for column, chosen in enumerate(jnp.asarray(component.states)[state].T):  # (D, E)
-                name, places = entries[component.discrete[0, column]][0], component.discrete[:, column]
-                states[name] = states[name].at[np.array([entries[i][1] for i in places])].set(chosen)
-        known = {name: x for name, x in latents.continuous.unravel(z).items() if name in seen}
+                name, indices = entries[component.discrete[0, column]][0], component.discrete[:, column]
+                states[name] = states[name].at[np.array([entries[i][1] for i in indices])].set(chosen)
+        given = {name: x for name, x in latents.continuous.unravel(z).items() if name in seen}
         shaped = {name: states[name].reshape(shape) for name, shape in latents.shapes.items() if name in seen}
-        return program.row_latents_at(rest_key, theta, row, known, shaped)
+        return program.row_latents_at(rest_key, theta, row, given, shaped)
 
     if program.whole:
         return of_row(rng_key, {})
-    found = jax.vmap(of_row)(jax.random.split(rng_key, num_rows(rows)), dict(rows))
+    draws = jax.vmap(of_row)(jax.random.split(rng_key, num_rows(rows)), dict(rows))
     axes = program.row_latent_axes
-    return {name: jnp.moveaxis(jnp.squeeze(x, axes[name] + 1), 0, axes[name]) for name, x in found.items()}
+    return {name: jnp.moveaxis(jnp.squeeze(x, axes[name] + 1), 0, axes[name]) for name, x in draws.items()}
 
 
 def _observed_of(program: BoundLikelihood) -> set[str]:
@@ -61,15 +61,15 @@ def _observed_of(program: BoundLikelihood) -> set[str]:
     components = [component for component, _ in program.row_parts]
     continuous = {int(i) for component in components for i in component.continuous.ravel()}
     discrete = {latents.entries[i] for component in components for i in component.discrete.ravel()}
-    places = latents.continuous.indices
-    seen = {name: [int(i) in continuous for i in np.ravel(own)] for name, own in places.items()}
+    indices = latents.continuous.indices
+    seen = {name: [int(i) in continuous for i in np.ravel(own)] for name, own in indices.items()}
     seen |= {
         name: [(name, i) in discrete for i in range(int(np.prod(shape)))] for name, shape in latents.shapes.items()
     }
-    for name, found in seen.items():
-        if any(found) and not all(found):
+    for name, drawn in seen.items():
+        if any(drawn) and not all(drawn):
             raise NotImplementedError(
                 f"site {name!r}: outcomes depend on some of its entries only, and its draws given a row are not made. "
                 "Make it two sites."
             )
-    return {name for name, found in seen.items() if any(found)}
+    return {name for name, drawn in seen.items() if any(drawn)}

@@ -122,8 +122,8 @@ class _Split:
         unknown = jnp.full(self._size, jnp.nan, self._dtype)
         zero = jnp.zeros(self._num_continuous, self._dtype)
         slopes = jax.jacfwd(lambda z: self._predictors(jnp.zeros_like(unknown), z, row, element))(zero)
-        places = jnp.asarray(self._component.continuous)[element]
-        return by_state, self._predictors(unknown, zero, row, element), slopes[:, places]
+        indices = jnp.asarray(self._component.continuous)[element]
+        return by_state, self._predictors(unknown, zero, row, element), slopes[:, indices]
 
     def log_joint(self, kept: np.ndarray, u: Array, of_state: Any, fixed: Array, slopes: Array) -> Callable:
         """z (K,) -> log p(outcomes, z, state). What does not depend on z is computed once."""
@@ -151,7 +151,7 @@ class _Split:
     def drawn(
         self, kept: np.ndarray | None, quadratic: bool, rng_key: Array, theta: Array, row: Arrays, element: Array
     ) -> tuple[Array, Array]:
-        """From the conditional distribution given theta (P,) and the row: the place of a state, and z (K,).
+        """From the conditional distribution given theta (P,) and the row: the index of a state, and z (K,).
 
         :param kept: None, if there is no z.
         """
@@ -243,15 +243,15 @@ def _quadratic(split: _Split, component: Component, kept: np.ndarray, row: Array
     rng, size = np.random.default_rng(0), component.continuous.shape[1]
     dtype = split._dtype
     some = jnp.asarray(rng.normal(size=(PROBES, len(kept))), dtype)
-    places = jnp.asarray(rng.normal(size=(4, size)) * [[0.0], [0.3], [1.0], [3.0]], dtype)
+    probes = jnp.asarray(rng.normal(size=(4, size)) * [[0.0], [0.3], [1.0], [3.0]], dtype)
 
     def of_element(element):
         by_state, fixed, slopes = split.constants(row, element)
 
         def hessians(u, of_state):
-            return jax.vmap(jax.hessian(split.log_joint(kept, u, of_state, fixed, slopes)))(places)
+            return jax.vmap(jax.hessian(split.log_joint(kept, u, of_state, fixed, slopes)))(probes)
 
-        of_probes = jax.vmap(lambda u: jax.vmap(lambda s: hessians(u, s))(by_state))(some)  # (probes, M, places, K, K)
+        of_probes = jax.vmap(lambda u: jax.vmap(lambda s: hessians(u, s))(by_state))(some)  # (u, M, probes, K, K)
         scale = jnp.abs(of_probes).max(axis=(-3, -2, -1), keepdims=True)
         apart = jnp.abs(of_probes - of_probes[..., :1, :, :])
         return jnp.all(apart <= QUADRATIC[jnp.finfo(dtype).bits] * scale)

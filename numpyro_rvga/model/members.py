@@ -43,11 +43,11 @@ class Members(NamedTuple):
     @property
     def names(self) -> list[str]:
         """Of a member's entries."""
-        found = []
+        names = []
         for name in self.of_members.site_names:
             shape = self.of_members.shapes[name]
-            found += [f"{name}[{', '.join(map(str, place))}]" if place else name for place in np.ndindex(*shape)]
-        return found
+            names += [f"{name}[{', '.join(map(str, index))}]" if index else name for index in np.ndindex(*shape)]
+        return names
 
     def theta(self, shared: Array, members: Array) -> Array:
         """All entries, of those shared (k,) and of members (n, d)."""
@@ -114,21 +114,21 @@ def member_of_prior(terms: Terms, members: Members, theta: Array, inputs: Arrays
     :raises ValueError: for a term that depends on several.
     """
     pushed = _pushed(changes_of(terms), members, theta, inputs)
-    ones, places, _ = _by_direction(pushed, len(members.columns))
+    ones, indices, _ = _by_direction(pushed, len(members.columns))
     if not ones.shape[1]:
         return np.full(len(ones), NOBODY)
-    ones, places = (x.reshape(len(ones), -1) for x in (ones, places))
+    ones, indices = (x.reshape(len(ones), -1) for x in (ones, indices))
     largest = np.argmax(np.abs(ones), axis=1)[:, None]
-    slope, place = (np.take_along_axis(x, largest, axis=1)[:, 0] for x in (ones, places))
-    reads = np.any(places != 0, axis=1) | np.any(ones != 0, axis=1)
-    found = np.where(reads, np.round(place / np.where(slope == 0, 1, slope)), NOBODY).astype(int)
-    outside = reads & ((slope == 0) | (found < 0) | (found >= members.number))
-    if outside.any() or _strange(pushed, members, found, theta.dtype) is not None:
+    slope, index = (np.take_along_axis(x, largest, axis=1)[:, 0] for x in (ones, indices))
+    reads = np.any(indices != 0, axis=1) | np.any(ones != 0, axis=1)
+    member = np.where(reads, np.round(index / np.where(slope == 0, 1, slope)), NOBODY).astype(int)
+    outside = reads & ((slope == 0) | (member < 0) | (member >= members.number))
+    if outside.any() or _strange(pushed, members, member, theta.dtype) is not None:
         raise ValueError(
             f"the prior term of site {terms.site!r} depends on several members of the plate: groups stay in their part "
             "only where they are independent given the shared sites."
         )
-    return found
+    return member
 
 
 def _strange(pushed: np.ndarray, members: Members, expected: np.ndarray, dtype) -> int | None:
@@ -145,7 +145,7 @@ def _probe(members: Members) -> np.ndarray:
 
 
 def _by_direction(pushed: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Changes (n E, C, d) along ones, places and the probe."""
+    """Changes (n E, C, d) along ones, indices and the probe."""
     return pushed[..., :size], pushed[..., size : 2 * size], pushed[..., 2 * size :]
 
 
@@ -185,10 +185,10 @@ def _pushed(changes: Callable, members: Members, theta: Array, rows: Arrays) -> 
     shared, own = split_rows(rows)
     if not own:
         return np.asarray(changes(shared, theta, directions), np.float64)
-    total, found = num_rows(own), []
+    total, pieces = num_rows(own), []
     size = min(CHUNK, power_of_two(total))
     for start in range(0, total, size):
         some, _ = pad(selected(own, slice(start, start + size)), size)
-        found.append(np.asarray(changes(shared | some, theta, directions), np.float64))
-    every = np.concatenate(found)
-    return every[: total * (len(every) // (size * len(found)))]
+        pieces.append(np.asarray(changes(shared | some, theta, directions), np.float64))
+    every = np.concatenate(pieces)
+    return every[: total * (len(every) // (size * len(pieces)))]

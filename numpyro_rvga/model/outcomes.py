@@ -15,11 +15,11 @@ from .tracing import SiteRecord, can_be_drawn
 
 def check_can_be_drawn(program: Program) -> None:
     """:raises NotImplementedError: naming an observed site that has no distribution of outcomes."""
-    found: dict[str, SiteRecord] = {}
+    records: dict[str, SiteRecord] = {}
     origin = jnp.zeros(program.layout.size + program.local.size, program.dtype)
-    program.abstractly(lambda rows: found.update(program.records(origin, rows)) or 0, program.example_row)
+    program.abstractly(lambda rows: records.update(program.records(origin, rows)) or 0, program.example_row)
     for terms in program.terms:
-        reason = _why_not(program, terms.site, found.get(terms.site))
+        reason = _why_not(program, terms.site, records.get(terms.site))
         if reason is not None:
             raise NotImplementedError(
                 f"hessian='mc-fisher' draws outcomes from each row's own distribution, and site {terms.site!r} "
