@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -15,13 +15,15 @@ from jax import Array
 from ..core import closed_forms as cf
 from ..core import expectations as ex
 from ..core.draws import by_draws
-from ..core.factors import Kind
+from ..core.factors import Kind, Moments
 from ..core.ladder import MOST_COARSE, expectations
 from ..core.linalg import semidefinite_factor
 from ..core.tilted import TiltedForm, tilted
 from ..model.site_terms import MAX_PREDICTORS
 from ..model.terms import Terms
 from ..options import Options
+
+Tree = TypeVar("Tree")
 
 NUM_FRESH = 8  # sets of nodes that no search has used
 
@@ -34,78 +36,99 @@ def make_kind(terms: Terms, options: Options, rng_key: Array, *, effort: str = "
     """
     name = _resolve(terms, options)
     rule = _rule(name, terms, options, rng_key, effort)
+    site = _SiteExpectations(terms, options, rng_key, rule)
+    sampled = name in ("monte_carlo", "draws") or (name == "ladder" and terms.num_predictors > 3)
+    saves = name == "draws" or (name == "ladder" and 0 < terms.num_predictors <= MOST_COARSE)
+    has_information = terms.information is not None and not terms.num_local
+    return Kind(
+        site.filtered if options.scheme == "ekf" and has_information else site.expect,
+        site.plugin,
+        site.finest,
+        concave=terms.closed_form in cf.CONCAVE or is_constant(terms),
+        conservative=rule.conservative,
+        sampled=sampled,
+        information=site.information if has_information else None,
+        measured=site.measured if rule.has_errors else None,
+        adjustable=site.adjustable if saves and rule.adjustable is not None else None,
+        fresh=site.fresh if sampled else None,
+    )
 
-    def with_local(covariances, local):
-        return covariances + jnp.einsum("nck,ndk->ncd", local, local)
 
-    def weighted(weight, moments):
-        return jax.tree.map(lambda x: weight.reshape(-1, *[1] * (x.ndim - 1)) * x, moments)
+class _SiteExpectations:
+    """The functions of a site's :class:`Kind`, by a rule for its density.
 
-    def expect(means, covariances, constants):
+    The constants of a factor are its weight, what the density takes, and the Jacobian (C, K) of its predictors in K
+    latent variables of its row, standard normal and integrated out: they add ``local @ local.T`` to the covariance.
+    """
+
+    def __init__(self, terms: Terms, options: Options, rng_key: Array, rule: _Rule):
+        self._terms, self._options, self._key, self._rule = terms, options, rng_key, rule
+
+    def expect(self, means: Array, covariances: Array, constants: tuple) -> Moments:
         weight, values, local = constants
-        return weighted(weight, rule.expect(means, with_local(covariances, local), values))
+        return _weighted(weight, self._rule.expect(means, _with_local(covariances, local), values))
 
-    def adjustable(means, covariances, constants, is_coarse):
+    def adjustable(self, means: Array, covariances: Array, constants: tuple, is_coarse: Any) -> tuple[Moments, Array]:
         weight, values, local = constants
-        return weighted(weight, rule.adjustable(means, with_local(covariances, local), values, is_coarse))
+        assert self._rule.adjustable is not None
+        return _weighted(weight, self._rule.adjustable(means, _with_local(covariances, local), values, is_coarse))
 
-    def measured(means, covariances, constants):
-        return adjustable(means, covariances, constants, None)
+    def measured(self, means: Array, covariances: Array, constants: tuple) -> tuple[Moments, Array]:
+        return self.adjustable(means, covariances, constants, None)
 
-    def filtered(means, covariances, constants):
+    def filtered(self, means: Array, covariances: Array, constants: tuple) -> Moments:
         """What the extended Kalman filter takes (R-VGA paper, Theorem 3): the Fisher information is its curvature."""
-        moments = jax.vmap(plugin)(means, covariances, constants)
-        return *moments[:2], -jax.vmap(information)(means, constants)
+        value, gradient, _ = jax.vmap(self.plugin)(means, covariances, constants)
+        return value, gradient, -jax.vmap(self.information)(means, constants)
 
-    def fresh(means, covariances, constants):
+    def fresh(self, means: Array, covariances: Array, constants: tuple) -> Array:
         weight, values, local = constants
-        if rule.fresh is not None:
-            return weighted(weight, rule.fresh(means, with_local(covariances, local), values))
+        covariances = _with_local(covariances, local)
+        if self._rule.fresh is not None:
+            return _weighted(weight, self._rule.fresh(means, covariances, values))
         with jax.ensure_compile_time_eval():  # the nodes are constants
-            keys = [jax.random.fold_in(rng_key, number) for number in range(1, NUM_FRESH + 1)]
-            sets = [ex.monte_carlo_points(key, options.num_samples, terms.num_predictors) for key in keys]
+            keys = [jax.random.fold_in(self._key, number) for number in range(1, NUM_FRESH + 1)]
+            size = self._terms.num_predictors
+            sets = [ex.monte_carlo_points(key, self._options.num_samples, size) for key in keys]
         z, weights = (np.stack(parts) for parts in zip(*sets))
 
         def of_each(mean, covariance, values):
             root, _ = semidefinite_factor(covariance)
             points = mean + jnp.asarray(z, mean.dtype) @ root.T
-            moments = jax.vmap(jax.vmap(lambda u: terms.density(u, values)))(points)
-            return jnp.sum(jnp.asarray(weights, mean.dtype) * moments, axis=1)
+            densities = jax.vmap(jax.vmap(lambda u: self._terms.density(u, values)))(points)
+            return jnp.sum(jnp.asarray(weights, mean.dtype) * densities, axis=1)
 
-        return weighted(weight, jax.vmap(of_each)(means, with_local(covariances, local), values))
+        return _weighted(weight, jax.vmap(of_each)(means, covariances, values))
 
-    def finest(mean, covariance, constants):
+    def finest(self, mean: Array, covariance: Array, constants: tuple) -> Moments:
         weight, values, local = constants
-        return tuple(weight * x for x in rule.finest(mean, covariance + local @ local.T, values))
+        return _weighted(weight, self._rule.finest(mean, covariance + local @ local.T, values))
 
-    def plugin(mean, covariance, constants):
+    def plugin(self, mean: Array, covariance: Array, constants: tuple) -> Moments:
+        """Value and derivatives at the mean."""
         weight, values, _ = constants
-        if terms.num_local:
-            return finest(mean, jnp.zeros_like(covariance), constants)
-        density = lambda u: density_of(terms)(u, values)  # noqa: E731
-        if terms.by_draws:  # where a search starts from, which takes no curvature
-            return *(weight * x for x in jax.value_and_grad(density)(mean)), jnp.zeros_like(covariance)
-        return tuple(weight * x for x in ex.linearized(density, mean, covariance))
+        if self._terms.num_local:
+            return self.finest(mean, jnp.zeros_like(covariance), constants)
+        density = lambda u: density_of(self._terms)(u, values)  # noqa: E731
+        if self._terms.by_draws:  # where a search starts from, which takes no curvature
+            value, gradient = jax.value_and_grad(density)(mean)
+            return weight * value, weight * gradient, jnp.zeros_like(covariance)
+        return _weighted(weight, ex.linearized(density, mean, covariance))
 
-    def information(mean, constants):
+    def information(self, mean: Array, constants: tuple) -> Array:
         weight, values, _ = constants
-        return weight * terms.information(mean, values)
+        assert self._terms.information is not None
+        return weight * self._terms.information(mean, values)
 
-    sampled = name in ("monte_carlo", "draws") or (name == "ladder" and terms.num_predictors > 3)
-    saves = name == "draws" or (name == "ladder" and 0 < terms.num_predictors <= MOST_COARSE)
-    has_information = terms.information is not None and not terms.num_local
-    return Kind(
-        filtered if options.scheme == "ekf" and has_information else expect,
-        plugin,
-        finest,
-        concave=terms.closed_form in cf.CONCAVE or is_constant(terms),
-        conservative=rule.conservative,
-        sampled=sampled,
-        information=information if has_information else None,
-        measured=measured if rule.has_errors else None,
-        adjustable=adjustable if saves and rule.adjustable is not None else None,
-        fresh=fresh if sampled else None,
-    )
+
+def _with_local(covariances: Array, local: Array) -> Array:
+    """Predictors' covariances (n, C, C), of a row's own latent variables too."""
+    return covariances + jnp.einsum("nck,ndk->ncd", local, local)
+
+
+def _weighted(weight: Array, results: Tree) -> Tree:
+    """Results of factors times the factors' weights."""
+    return jax.tree.map(lambda x: weight.reshape(*weight.shape, *[1] * (x.ndim - weight.ndim)) * x, results)
 
 
 def is_constant(terms: Terms) -> bool:
