@@ -25,6 +25,7 @@ from ..model.rows import in_blocks, num_rows
 from .engine import Engine
 
 RANDOM_SHARE = 0.01  # of the precision, in a low-rank factor from which plain gradients start
+MANY_PARAMETERS = 10_000  # from which passes over arrays of them take most of a step
 MOST_UNROLLED = 10  # steps for a row, of networks with convolutions; each is compiled by itself
 PREDICTIVE_SAMPLES = 100  # of the predictors of a row that has more than three
 
@@ -90,8 +91,9 @@ class Online:
         if dynamics is not None:
             root = self.start.root if isinstance(self.start, FullGaussian) else self.start.deviation()
             self.movement = movement_of(dynamics, engine.program, self.start.mean, root)
-        self.stream = Compiled(self._stream, ("block_size", "predict"))
-        self.one_block = Compiled(self._one_block, ("predict",))
+        long_arrays = engine.program.layout.size >= MANY_PARAMETERS
+        self.stream = Compiled(self._stream, ("block_size", "predict"), long_arrays=long_arrays)
+        self.one_block = Compiled(self._one_block, ("predict",), long_arrays=long_arrays)
         self.one_iteration = Compiled(self._one_iteration)
         self._exact_prior = Compiled(self._checked_with_exact_prior)
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jax import Array, lax
 
 
 class Layout(NamedTuple):
@@ -37,13 +37,10 @@ class Layout(NamedTuple):
 
     def unravel(self, theta: Array | np.ndarray) -> dict[str, Array]:
         """theta (..., P) -> site -> (..., *shape)."""
-        sites, start = {}, 0
-        for name in self.site_names:
-            shape = self.shapes[name]
-            stop = start + math.prod(shape)
-            sites[name] = jnp.reshape(theta[..., start:stop], (*jnp.shape(theta)[:-1], *shape))
-            start = stop
-        return sites
+        sizes = [math.prod(self.shapes[name]) for name in self.site_names]
+        pieces = lax.split(jnp.asarray(theta), sizes, axis=jnp.ndim(theta) - 1)  # gradients are joined, not added up
+        batch = jnp.shape(theta)[:-1]
+        return {n: jnp.reshape(piece, (*batch, *self.shapes[n])) for n, piece in zip(self.site_names, pieces)}
 
     def ravel(self, sites: dict[str, Array]) -> Array:
         """The inverse of :meth:`unravel`."""

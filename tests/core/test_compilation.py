@@ -3,7 +3,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from numpyro_rvga.core.compilation import LLVM_LEVEL, Compiled, _exist, _options, single_kernel
+from numpyro_rvga.core.compilation import LLVM_LEVEL, OLDER_EMITTERS, Compiled, _exist, _options, single_kernel
 
 ROUTINE = "xla_cpu_small_call"
 
@@ -50,3 +50,11 @@ def test_what_the_user_has_set_is_left_to_the_user(monkeypatch):
     assert _options(1)[LLVM_LEVEL] == 1
     monkeypatch.setenv("XLA_FLAGS", f"--{LLVM_LEVEL}=0")
     assert LLVM_LEVEL not in _options(1)
+
+
+def test_functions_of_long_arrays_have_the_compilers_own_emitters(monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", "")
+    name, chosen = OLDER_EMITTERS
+    assert _options(1).get(name, chosen) is False
+    assert name not in _options(1, long_arrays=True)
+    assert Compiled(power, ("exponent",), long_arrays=True)(3.0, exponent=2) == 9.0

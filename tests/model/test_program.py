@@ -8,6 +8,7 @@ import numpyro.distributions as dist
 import pytest
 
 from numpyro_rvga.model import Program
+from numpyro_rvga.model.layout import layout_of
 
 
 def predictor(name, X, w):
@@ -35,3 +36,18 @@ def test_the_largest_array_of_a_row_is_found_whatever_the_row_itself_takes(name,
     program = Program(model, {"X": np.ones((5, 6, 6)), "y": np.zeros(5)}, {})
     assert program.largest_array == numbers
     assert program.convolves == (name == "convolution")
+
+
+def test_gradients_of_sites_are_joined_in_one_pass_over_theta():
+    """As slices they would be padded with zeros and added up, one pass over theta for each site."""
+    layout = layout_of({"a": (2, 3), "none": (0,), "b": (), "c": (4,)})
+    theta = jnp.arange(11.0)
+
+    def total(theta):
+        return sum(jnp.sum((place + 1) * x**2) for place, x in enumerate(layout.unravel(theta).values()))
+
+    np.testing.assert_array_equal(layout.ravel(layout.unravel(theta)), theta)
+    weights = np.repeat([1.0, 3.0, 4.0], [6, 1, 4])
+    np.testing.assert_allclose(jax.grad(total)(theta), 2 * weights * theta)
+    operations = {eqn.primitive.name for eqn in jax.make_jaxpr(jax.grad(total))(theta).eqns}
+    assert "concatenate" in operations and "pad" not in operations
