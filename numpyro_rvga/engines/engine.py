@@ -42,14 +42,12 @@ from .devices import Devices
 from .effort import Effort
 from .joint_solver import JointProblem, JointSolver, PriorProblem, RowChunks, search_for
 from .kinds import make_kind
-from .linearized import factors_of, merged_by_form, prepare
+from .linearized import factors_of, merged_by_form, prepare, sites_by_form
 from .starts import MOST_NUMBERS, MOST_PARAMETERS, other_means
 
 SYMMETRIC_PREDICTORS = 8  # with more, as in neural networks, the prior's mean is often a saddle
 NUM_STARTS = 8
 NUM_LINEARIZATIONS = 3  # of predictors that are not affine, in a small block
-
-
 Made = TypeVar("Made")
 
 
@@ -79,6 +77,8 @@ class Engine:
         self.kinds, self.prior_kinds = self.effort.rows, self.effort.prior
         pattern = selecting_pattern(program.layout.size)
         self._seen = [(terms, pattern if terms.site in program.selections else None) for terms in program.terms]
+        self._prior_seen = [(terms, None) for terms in program.prior.terms]
+        self._prior_forms = sites_by_form(self._prior_seen)
         self.is_affine = all(t.is_affine for t in program.terms)
         wide = any(t.num_predictors > SYMMETRIC_PREDICTORS or not t.is_affine for t in program.terms)
         shape = (NUM_STARTS, program.layout.size)
@@ -86,6 +86,7 @@ class Engine:
         self.devices = Devices(None) if devices is None else devices
         # Within other compiled functions: a model's predictors are then traced once for each of these, not each time.
         self.prepare, self.linearize = jax.jit(self._prepare), jax.jit(self._linearize)
+        self._prepare_prior, self._linearize_prior = jax.jit(self._prior_prepared), jax.jit(self._prior_factors)
         self._prepare_block = Compiled(self._prepared_block)
         self._absorbed_row_factors = Compiled(absorbed_row_factors)
         self.joint_solver = JointSolver(self.joint_parts, self.devices)
@@ -375,10 +376,16 @@ class Engine:
 
     def prior_group(self, inputs: dict) -> Group:
         """The prior's terms. ``inputs``: as ``program.prior_inputs``."""
-        seen = [(terms, None) for terms in self.program.prior.terms]
-        prepared = prepare(seen, self._origin, inputs, jnp.ones(1, self.program.dtype))
-        seen, kinds, prepared = merged_by_form(seen, self.prior_kinds, prepared)
-        return Group(kinds, lambda chunk, theta: factors_of(seen, prepared, theta))
+        prepared = self._prepare_prior(inputs)
+        kinds = tuple(self.prior_kinds[same[0]] for same in self._prior_forms)
+        return Group(kinds, lambda chunk, theta: self._linearize_prior(prepared, theta))
+
+    def _prior_prepared(self, inputs: dict) -> tuple:
+        ones = jnp.ones(1, self.program.dtype)
+        return merged_by_form(self._prior_forms, prepare(self._prior_seen, self._origin, inputs, ones))
+
+    def _prior_factors(self, prepared: tuple, theta: Array) -> tuple[Factors, ...]:
+        return factors_of([self._prior_seen[same[0]] for same in self._prior_forms], prepared, theta)
 
 
 def _count_rows(problem: JointProblem) -> int:

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from ..core.factors import Factors, Kind
+from ..core.factors import Factors
 from ..core.jacobians import times_vector
 from ..model.sparsity import Pattern, sparse_jacobian
 from ..model.terms import Terms, constants, linearize, merged
@@ -71,13 +71,15 @@ def factors_of(
     return tuple(factors)
 
 
-def merged_by_form(
-    seen: Sequence[Seen], kinds: Sequence[Kind], prepared: tuple
-) -> tuple[list[Seen], tuple[Kind, ...], tuple]:
-    """Sites of the same closed form as one, for there to be less to compile. For designs that are whole matrices."""
-    places: dict[Any, list[int]] = {}
-    for place, (terms, _) in enumerate(seen):
-        places.setdefault(place if terms.closed_form is None else terms.closed_form, []).append(place)
-    together = [jax.tree.map(lambda *x: jnp.concatenate(x), *[prepared[i] for i in same]) for same in places.values()]
-    first = [same[0] for same in places.values()]
-    return [seen[i] for i in first], tuple(kinds[i] for i in first), tuple(together)
+def sites_by_form(seen: Sequence[Seen]) -> list[list[int]]:
+    """The indices of sites of the same closed form; each of the others by itself."""
+    indices: dict[Any, list[int]] = {}
+    for index, (terms, _) in enumerate(seen):
+        indices.setdefault(index if terms.closed_form is None else terms.closed_form, []).append(index)
+    return list(indices.values())
+
+
+def merged_by_form(forms: list[list[int]], prepared: tuple) -> tuple:
+    """What was prepared, for the first site of each form with the factors of all sites of the form: there is less to
+    compile. For Jacobians that are whole matrices."""
+    return tuple(jax.tree.map(lambda *x: jnp.concatenate(x), *[prepared[i] for i in same]) for same in forms)

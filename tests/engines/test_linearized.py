@@ -8,7 +8,7 @@ import numpyro.distributions as dist
 
 from numpyro_rvga.core.factors import evaluate
 from numpyro_rvga.engines.engine import Engine
-from numpyro_rvga.engines.linearized import factors_of, merged_by_form, prepare
+from numpyro_rvga.engines.linearized import factors_of, merged_by_form, prepare, sites_by_form
 from numpyro_rvga.model import Program
 from numpyro_rvga.options import Options
 
@@ -34,7 +34,9 @@ def test_sites_of_one_form_add_up_to_what_each_says_alone():
     @jax.jit
     def both(theta, root):
         known = prepare(seen, jnp.zeros(size), {}, jnp.ones(1))
-        few, kinds, together = merged_by_form(seen, engine.prior_kinds, known)
+        forms = sites_by_form(seen)
+        few, kinds = ([every[same[0]] for same in forms] for every in (seen, engine.prior_kinds))
+        together = merged_by_form(forms, known)
         assert len(seen) == 5
         assert sorted(terms.num_predictors for terms, _ in few) == [1, 1, 2]
         apart = evaluate(engine.prior_kinds, factors_of(seen, known, theta), root)
