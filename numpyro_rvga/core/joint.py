@@ -138,7 +138,7 @@ def joint_solve(
                 sums = evaluate(prior.kinds, prior.linearize(prior.first, mean), covariance_root)
             else:
                 sums = objective.of_group(solution.mean, expected, 0)
-            prior_factor = _prior_factor(sums, mean, None if search.mode else root)
+            prior_factor = CanonicalGaussian.expected(*sums, mean, None if search.mode else root)
         moved = State(mean, jnp.zeros_like(mean), root, bound, prior_factor, state.num_rows + num_rows)
         ok = jnp.isfinite(bound) & jnp.all(jnp.isfinite(mean)) & jnp.all(jnp.isfinite(root))
         after = jax.tree.map(lambda new, old: jnp.where(ok, new, old), moved, state)
@@ -181,12 +181,3 @@ def _divide(state: State, factors: tuple[Factors, ...], row_factors: tuple[RowFa
         values = site.constant + jnp.sum((site.linear - 0.5 * product) * block.predictors, axis=1)
         constant = constant - jnp.sum(values)
     return Base(0.5 * (precision + precision.T), linear, constant)
-
-
-def _prior_factor(sums: Sums, mean: Array, root: Array | None) -> CanonicalGaussian:
-    """The Gaussian factor that approximates the prior terms at N(mean, root root^T), or at a mode (root None).
-
-    :param sums: over the prior terms there.
-    """
-    trace = 0.0 if root is None else jnp.sum((root @ root.T) * sums.curvature)
-    return CanonicalGaussian(sums.curvature, sums.gradient, sums.value + 0.5 * trace, mean)

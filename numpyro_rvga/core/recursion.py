@@ -40,6 +40,13 @@ class CanonicalGaussian(NamedTuple):
     constant: Array | np.ndarray
     center: Array | np.ndarray
 
+    @classmethod
+    def expected(cls, value: Any, gradient: Any, curvature: Any, mean: Any, root: Any = None) -> CanonicalGaussian:
+        """The factor f with E[log f] = ``value``, E[grad log f] = ``gradient`` and -E[hess log f] = ``curvature`` under
+        N(mean, root root^T). ``root`` None: at the mean."""
+        trace = 0.0 if root is None else (root * (curvature @ root)).sum()
+        return cls(curvature, gradient, value + 0.5 * trace, mean)
+
     def at(self, theta: Array | np.ndarray) -> tuple[Any, Any]:
         """Logarithm and gradient."""
         change = theta - self.center

@@ -174,9 +174,8 @@ def stored(state: State, at: Look, start: State) -> State:
     site: Any = None
     if start.prior_factor is not None:
         old = in_double(state)
-        curvature, gradient = at.prior.curvatures.sum(axis=0), at.prior.gradients.sum(axis=0)
-        trace = np.sum(old.root * (curvature @ old.root))
-        site = CanonicalGaussian(curvature, gradient, at.prior.values.sum() + 0.5 * trace, old.mean)
+        value, gradient = at.prior.values.sum(), at.prior.gradients.sum(axis=0)
+        site = CanonicalGaussian.expected(value, gradient, at.prior.curvatures.sum(axis=0), old.mean, old.root)
         site = jax.tree.map(lambda x: np.asarray(x, dtype), site)
     return jax.device_put(state._replace(log_evidence=jnp.asarray(at.bound, dtype), prior_factor=site))
 

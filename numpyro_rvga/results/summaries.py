@@ -54,10 +54,10 @@ def row_factor(state: State, sums: Sums, origin: np.ndarray) -> CanonicalGaussia
 
     :param sums: over the rows, at the state.
     """
-    curvature, root = sums.curvatures.sum(axis=0), np.asarray(state.root, np.float64)
-    value = sums.values.sum() + 0.5 * np.sum(root * (curvature @ root))
     mean = np.asarray(state.mean, np.float64) + np.asarray(state.mean_error, np.float64)
-    return CanonicalGaussian(curvature, sums.gradients.sum(axis=0), value, mean).about(origin)
+    value, gradient, curvature = sums.values.sum(), sums.gradients.sum(axis=0), sums.curvatures.sum(axis=0)
+    root = np.asarray(state.root, np.float64)
+    return CanonicalGaussian.expected(value, gradient, curvature, mean, root).about(origin)
 
 
 def added(first: CanonicalGaussian, others: Iterable[CanonicalGaussian]) -> CanonicalGaussian:
