@@ -20,7 +20,6 @@ from .maximize import (
     Search,
     Solution,
     SolverState,
-    choose_target,
     propose,
     solution,
     unfinished,
@@ -29,6 +28,7 @@ from .maximize import (
 )
 from .objective import Objective
 from .precisions import PrecisionForm
+from .targets import choose_target
 
 MAX_MEAN_STEPS = 20  # Newton steps of the mean after one of the covariance, where they need no matrix product
 INNER_RTOL = 0.01  # of the squared natural gradient before a step: where the mean is solved well enough for now

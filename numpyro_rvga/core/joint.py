@@ -23,8 +23,8 @@ from .recursion import (
     RowFactors,
     State,
     StepInfo,
+    absorbed_moments,
     predictor_scales,
-    summarize,
 )
 
 
@@ -147,7 +147,7 @@ def joint_solve(
 
     def absorbed_at(solution):
         factors = factors_at(solution.mean)
-        return summarize(rows.kinds, factors, predictor_scales(factors, solution.root))
+        return absorbed_moments(rows.kinds, factors, predictor_scales(factors, solution.root))
 
     return Joint(objective, start, absorb, absorbed_at)
 

@@ -132,7 +132,7 @@ def new_state(mean: Array, root: Array, prior_factor: CanonicalGaussian | None) 
     return State(mean, jnp.zeros_like(mean), root, zero, prior_factor, Count.of(0))
 
 
-def summarize(
+def absorbed_moments(
     kinds: tuple[Kind, ...], factors: tuple[Factors, ...], predictor_scales: tuple[Array, ...]
 ) -> tuple[Absorbed, ...]:
     """Moments of the factors' predictors: means ``predictors`` and covariances scale_i scale_i^T."""
@@ -181,7 +181,7 @@ def row_factors_and_residuals(
     absorbed: tuple[Absorbed, ...],
 ) -> tuple[tuple[RowFactors, ...], tuple[Array, ...]]:
     """The sites of factors (see :func:`row_factors_of`), and by how much they are not those that this q would make (see
-    :func:`summarize`), (n,) by kind: the length of what q's natural gradient lacks for each factor, in standard
+    :func:`absorbed_moments`), (n,) by kind: the length of what q's natural gradient lacks for each factor, in standard
     deviations of q."""
 
     def one(mean, covariance, moments, site):
@@ -217,30 +217,35 @@ def implicit_step(
     num_linearizations: int,
     with_absorbed: bool,
 ) -> Callable[[State, Array], tuple[State, StepInfo]]:
-    """The exact minimizer of KL(q' || p(rows | theta) q), f linearized ``num_linearizations`` times (once if affine).
+    """The exact minimizer N(mu', Lambda'^-1) of KL(q' || p(rows | theta) q), as in R-VGA paper, 28-29:
 
+    Lambda' = Lambda - F^T G F, mu' = mu + Sigma F^T g, with g and G taken under q' itself.
+
+    :param num_linearizations: how many times the predictors are linearized: once, if they are affine.
     :param linearize: theta (P,) -> factors with ``predictors`` = F_i(theta) and ``jacobian`` the Jacobians (n, C, P).
     :param with_absorbed: report the moments of the factors' predictors.
     """
 
     def step(state: State, num_rows: Array) -> tuple[State, StepInfo]:
         def solve(factors):
-            designs, basis = _subspace(state.root, factors)
-            blocks = tuple(f._replace(jacobian=z) for f, z in zip(factors, designs))
+            jacobians, basis = _subspace(state.root, factors)
+            blocks = tuple(f._replace(jacobian=z) for f, z in zip(factors, jacobians))
             solver = partial(solve_block, kinds, settings)
-            if designs[0].shape[-1] == 1 and sum(z.size for z in designs) <= ROUTINE_NUMBERS:
+            if jacobians[0].shape[-1] == 1 and sum(z.size for z in jacobians) <= ROUTINE_NUMBERS:
                 solver = single_kernel(solver)
             solution = solver(blocks)
-            return solution, basis, _predict(blocks, solution.mean)
+            return solution, basis, _shifted(blocks, solution.mean)
 
         solution, basis, factors = solve(linearize(state.mean))
         for _ in range(num_linearizations - 1):
             shift = state.root @ _lift(basis, solution.mean)
-            solution, basis, factors = solve(_predict(linearize(state.mean + shift), -shift))
+            solution, basis, factors = solve(_shifted(linearize(state.mean + shift), -shift))
         info = (solution.bound, solution.decrement, solution.iterations, solution.converged)
         after, report = _move(state, basis, solution.mean, solution.root, num_rows, *info)
         if with_absorbed:
-            report = report._replace(absorbed=summarize(kinds, factors, predictor_scales(factors, solution.root)))
+            report = report._replace(
+                absorbed=absorbed_moments(kinds, factors, predictor_scales(factors, solution.root))
+            )
         return after, report
 
     return step
@@ -250,12 +255,12 @@ def solve_block(kinds: tuple[Kind, ...], settings: Settings, blocks: tuple[Facto
     """The Gaussian over e that solves for the rows, from the standard normal."""
     search = Search(settings, is_log_concave(kinds), by_decrement=not is_conservative(kinds))
     mean, form = jnp.zeros(blocks[0].jacobian.shape[-1], blocks[0].predictors.dtype), Dense(None)
-    objective = objective_of(kinds, partial(_predict, blocks))
+    objective = objective_of(kinds, partial(_shifted, blocks))
     return solve_traced(search, objective, standard_base(mean.dtype), form, init(search, form, mean))
 
 
-def _predict(blocks: tuple[Factors, ...], e: Array) -> tuple[Factors, ...]:
-    """The linearized factors with e as the origin."""
+def _shifted(blocks: tuple[Factors, ...], e: Array) -> tuple[Factors, ...]:
+    """The linearized factors about e: their predictors F + J e are those at the new origin."""
     return tuple(b._replace(predictors=b.predictors + b.jacobian @ e) for b in blocks)
 
 
@@ -269,9 +274,9 @@ def explicit_step(
 
     def step(state: State, num_rows: Array) -> tuple[State, StepInfo]:
         factors = linearize(state.mean)
-        designs, basis = _subspace(state.root, factors)
-        blocks = tuple(Factors(f.predictors, z, f.constants) for f, z in zip(factors, designs))
-        identity = jnp.eye(designs[0].shape[-1], dtype=state.mean.dtype)
+        jacobians, basis = _subspace(state.root, factors)
+        blocks = tuple(Factors(f.predictors, z, f.constants) for f, z in zip(factors, jacobians))
+        identity = jnp.eye(jacobians[0].shape[-1], dtype=state.mean.dtype)
         expected = expect(kinds, blocks, covariances(blocks, identity))
 
         def rooted(*, clamped):
@@ -282,7 +287,7 @@ def explicit_step(
             root = jnp.where(jnp.all(jnp.isfinite(root)), root, rooted(clamped=True))
         move = solve_lower(root, solve_lower(root, expected.gradient), transpose=True)
         inverse = solve_lower(root, identity)
-        value = evaluate(kinds, _predict(blocks, move), inverse).value
+        value = evaluate(kinds, _shifted(blocks, move), inverse).value
         divergence = 0.5 * (jnp.sum(inverse * inverse) - identity.shape[0] + move @ move)
         divergence = divergence + jnp.sum(jnp.log(jnp.diagonal(root)))
         zero = jnp.zeros((), move.dtype)
@@ -311,8 +316,9 @@ def scan_blocks(
     return lax.scan(body, state, (blocks, counts, rows))
 
 
-def _subspace(root: Array, factors: tuple[Factors, ...]):
-    """Designs in coordinates of the span of S^T F^T, and its orthonormal basis (None: all of R^P)."""
+def _subspace(root: Array, factors: tuple[Factors, ...]) -> tuple[list[Array], Array | None]:
+    """Jacobians F S in coordinates of the span of S^T F^T, (n, C, r), and its orthonormal basis (r, P), or None: all of
+    R^P."""
     whitened = [f.jacobian @ root for f in factors]
     sizes = [z.shape[0] * z.shape[1] for z in whitened]
     total, size = sum(sizes), root.shape[0]
@@ -338,8 +344,22 @@ def _lift(basis: Array | None, e: Array) -> Array:
     return e if basis is None else e @ basis
 
 
-def _move(state, basis, move, precision_root, num_rows, bound, decrement, iterations, converged):
-    """The state with e ~ N(move, (precision_root precision_root^T)^-1) in the subspace, unchanged outside it."""
+def _move(
+    state: State,
+    basis: Array | None,
+    move: Array,
+    precision_root: Array,
+    num_rows: Array,
+    bound: Array,
+    decrement: Array,
+    iterations: Array,
+    converged: Array,
+) -> tuple[State, StepInfo]:
+    """The state with e ~ N(move, (L L^T)^-1) in the subspace of ``basis`` B, unchanged outside it: the mean moves by
+    S B^T move, and the covariance root becomes S - S B^T (I - L^-T) B.
+
+    :param precision_root: L, lower triangular.
+    """
     ok = jnp.isfinite(bound) & jnp.all(jnp.isfinite(move)) & jnp.all(jnp.isfinite(jnp.diagonal(precision_root)))
     move = jnp.where(ok, move, 0.0)  # the small quantities are made harmless, so that no (P, P) array is copied
     identity = jnp.eye(move.shape[0], dtype=move.dtype)

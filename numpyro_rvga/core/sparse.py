@@ -55,7 +55,7 @@ def sparse_solve(
 ) -> Joint:
     """Rows and the whole prior together, over theta itself, its entries reordered. The base is flat.
 
-    :param prior: its terms that are not Gaussian. :param gaussian: those that are. The designs of all three are
+    :param prior: its terms that are not Gaussian. :param gaussian: those that are. The Jacobians of all three are
         :class:`~.jacobians.SparseJacobian`, and all take theta in ``order``.
     :param marginals: where the search begins. :param packing: of precisions, in ``order``.
     :param init: mean and packed precision of a q to start from, in ``order``; default: of ``marginals``.

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from numpyro_rvga.core.factors import Factors, Kind
-from numpyro_rvga.core.recursion import row_factors_and_residuals, row_factors_of, summarize
+from numpyro_rvga.core.recursion import absorbed_moments, row_factors_and_residuals, row_factors_of
 
 
 def log_bilinear(mean, covariance, constants):
@@ -33,7 +33,7 @@ def setting(n=5, p=4, seed=0):
 
 
 def made_anew(factors, predictor_scales):
-    return row_factors_of((KIND,), factors, summarize((KIND,), factors, predictor_scales))
+    return row_factors_of((KIND,), factors, absorbed_moments((KIND,), factors, predictor_scales))
 
 
 def divergence(precision, pull, other_precision, other_pull):
@@ -68,7 +68,7 @@ def test_a_site_has_the_expected_value_and_derivatives_of_its_factor():
 def test_a_site_made_anew_fits():
     _, _, _, factors, predictor_scales = setting()
     _, residuals = row_factors_and_residuals(
-        (KIND,), factors, predictor_scales, summarize((KIND,), factors, predictor_scales)
+        (KIND,), factors, predictor_scales, absorbed_moments((KIND,), factors, predictor_scales)
     )
     np.testing.assert_allclose(residuals[0], 0.0, atol=1e-7)
 
@@ -78,7 +78,7 @@ def test_a_misfit_is_how_far_q_would_move_towards_a_site_made_anew(seed):
     mean, root, designs, factors, predictor_scales = setting(seed=seed)
     (right,) = made_anew(factors, predictor_scales)
     rng = np.random.default_rng(10 + seed)
-    (seen,) = summarize((KIND,), factors, predictor_scales)
+    (seen,) = absorbed_moments((KIND,), factors, predictor_scales)
     elsewhere = seen._replace(mean=seen.mean + rng.normal(size=(5, 2)), covariance=0.5 * seen.covariance)
     (wrong,), (found,) = row_factors_and_residuals((KIND,), factors, predictor_scales, (elsewhere,))
     for a, b in zip(wrong, row_factors_of((KIND,), factors, (elsewhere,))[0]):

@@ -128,7 +128,7 @@ class GaussianMixture:
         return FullGaussian(self.mean, self.scale_tril())
 
     def predictor_root(self, jacobian: Array) -> Array:
-        """Z (..., C, P) with Z Z^T = design Sigma design^T for designs (..., C, P) and the covariance Sigma."""
+        """Z (..., C, P) with Z Z^T = J Sigma J^T for Jacobians J (..., C, P) and the covariance Sigma."""
         return jacobian @ self.scale_tril()
 
     def log_prob(self, theta: Array) -> Array:
