@@ -20,7 +20,7 @@ from .engines.online import Online, OnlineOptions, OnlineState
 from .engines.online_engines import OnlineEngines
 from .engines.registry import Engines
 from .model.arguments import checked_rows
-from .model.row_set import RowSet, row_set
+from .model.row_set import RowSet
 from .model.rows import num_rows
 from .options import (
     Options,
@@ -37,7 +37,7 @@ from .results.continuation import OnlineContinuation
 from .results.posterior import Posterior
 from .results.rounding import warn_of_lost_digits
 from .streams.checkpoints import EVERY
-from .streams.online_pass import CallBack, OnlinePass, run_epochs
+from .streams.online_pass import CallBack, OnlineRun
 from .streams.opening import SHUFFLES, PassOptions, open_source, ordered, usable_source
 
 PREDICTIONS = (None, "plugin", "linearized")
@@ -284,7 +284,6 @@ class BONG:
         source, head, all_rows = open_source(data, self.model, model_kwargs, options, self.shuffle)
         if self.num_epochs is not None and all_rows is None:
             raise ValueError("num_epochs needs the data in memory: it passes over them again.")
-        in_memory = all_rows is not None
         online = self.updates.get(head, model_kwargs, rng_key, all_rows if init is None else None)
         source, head = usable_source(online.engine.program, source, head, all_rows, options)
         if self.num_epochs is None:
@@ -292,41 +291,18 @@ class BONG:
             source = ordered(source, self.shuffle, rng_key, useful=useful)
         state = self.state = self._start(online, init, rng_key)
         posterior_of = partial(self._posterior, online, model_kwargs=model_kwargs, info={})
-        call_back = CallBack(posterior_of, callback)
+        run = OnlineRun(online, self.rule, self.block_size, CallBack(posterior_of, callback), self._set_state)
         total = source.total
         if self.num_epochs is not None and total is not None:
             total *= self.num_epochs
         with progress(progress_bar, total, "BONG", "row") as bar:
             if self.num_epochs is None:
-                taken = OnlinePass(
-                    online,
-                    self.rule,
-                    source,
-                    options,
-                    bar,
-                    self._set_state,
-                    call_back,
-                    every=callback_every,
-                    block_size=self.block_size,
-                    predict=prequential,
-                    checked=in_memory,
-                )
-                state, info = taken(state, self._facts(rng_key, shuffled=source.order is not None)), taken.facts()
-                absorbed = taken.absorbed
+                facts = self._facts(rng_key, shuffled=source.order is not None)
+                how = {"every": callback_every, "predict": prequential, "checked": all_rows is not None}
+                state, info, absorbed = run.one_pass(state, source, options, facts, bar, **how)
             else:
-                absorbed = row_set(head)
-                state, info = run_epochs(
-                    online,
-                    self.rule,
-                    state,
-                    head,
-                    bar,
-                    self._set_state,
-                    call_back,
-                    num_epochs=self.num_epochs,
-                    block_size=self.block_size,
-                    shuffle=bool(self.shuffle),
-                )
+                shuffle = bool(self.shuffle)
+                state, info, absorbed = run.epochs(state, head, bar, num_epochs=self.num_epochs, shuffle=shuffle)
         row_sets = (*getattr(init, "row_sets", ()), absorbed)
         posterior = self._posterior(online, state, model_kwargs, info, row_sets)
         warn_of_lost_digits(posterior)
