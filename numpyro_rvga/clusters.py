@@ -53,23 +53,23 @@ def results_of(client: Client, tasks: Sequence[Any], bar: Bar) -> list[Any]:
     """
     from distributed import as_completed
 
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     try:
-        while len(found) < len(tasks):
-            left, before = [task for task in tasks if task.key not in found], len(found)
+        while len(results) < len(tasks):
+            left, before = [task for task in tasks if task.key not in results], len(results)
             try:
                 for task, result in as_completed(left, with_results=True, timeout=PATIENCE):
                     if isinstance(result, REFUSALS):
                         raise result
-                    found[task.key] = result
+                    results[task.key] = result
                     bar.update()
             except TimeoutError:
-                if len(found) == before and not client.scheduler_info()["workers"]:
+                if len(results) == before and not client.scheduler_info()["workers"]:
                     warn("the cluster has no workers left: the run waits for new ones.")
     except BaseException:
         client.cancel(list(tasks))
         raise
-    return [found[task.key] for task in tasks]
+    return [results[task.key] for task in tasks]
 
 
 def itself(thing: Any) -> Any:
@@ -123,22 +123,24 @@ class GroupCluster:
 
     def begin(self) -> tuple[Start, int, int]:
         """Where the rounds begin, and how many groups and rows there are."""
-        counts = self._found([self._submit(n, _counts, part) for n, part in enumerate(self._parts)])
+        counts = self._results_of([self._submit(n, _counts, part) for n, part in enumerate(self._parts)])
         samples = [self._submit(n, _sample, part, len(self._parts)) for n, part in enumerate(self._parts)]
         labels = [self._submit(n, _labels, part) for n, part in enumerate(self._parts)]
         apart, start = (
             self._submit(None, _are_apart, self._parts[0], *labels),
             self._submit(None, _start, self._parts[0], *samples),
         )
-        found = self._found([apart, start])[1]
+        results = self._results_of([apart, start])[1]
         self._places = [self._submit(n, _first_place, part, start) for n, part in enumerate(self._parts)]
         num_groups, num_rows = (sum(numbers) for numbers in zip(*counts))
-        return found, num_groups, num_rows
+        return results, num_groups, num_rows
 
     def write(self, folder: str, names: list[str], root: np.ndarray) -> None:
         """Each part's groups to a file."""
         arguments = enumerate(zip(self._parts, self._places))
-        self._found([self._submit(n, _write, n, part, place, folder, names, root) for n, (part, place) in arguments])
+        self._results_of(
+            [self._submit(n, _write, n, part, place, folder, names, root) for n, (part, place) in arguments]
+        )
 
     def _advance(self, step: float, shift: np.ndarray, shared: Shared) -> Message:
         pairs = enumerate(zip(self._parts, self._places))
@@ -152,13 +154,13 @@ class GroupCluster:
         self._places = self._next
 
     def _told(self, places: list[Any], step: float) -> Message:
-        messages = self._found([self._submit(n, message_of, place, step) for n, place in enumerate(places)])
+        messages = self._results_of([self._submit(n, message_of, place, step) for n, place in enumerate(places)])
         return reduce(Message.plus, messages)
 
     def _submit(self, number: int | None, task: Callable, *arguments: Any) -> Any:
         return self._client.submit(guarded, number, self._double, task, *arguments, **self._how)
 
-    def _found(self, tasks: list[Any]) -> list[Any]:
+    def _results_of(self, tasks: list[Any]) -> list[Any]:
         return results_of(self._client, tasks, self._bar)
 
 

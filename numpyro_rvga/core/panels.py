@@ -59,7 +59,7 @@ def normal_integral(
     weights, fewer = (jnp.asarray(x, dtype) for x in (WEIGHTS, FEWER))
     within = np.sqrt(np.finfo(dtype).eps)  # where a panel ends at a kink, on its side of it
     nodes = jnp.asarray(np.clip(NODES, within - 1, 1 - within), dtype)
-    places, width = jnp.arange(MOST_PANELS), 2 * REACH / FIRST_PANELS
+    panel_indices, width = jnp.arange(MOST_PANELS), 2 * REACH / FIRST_PANELS
 
     def measured(left: Array, right: Array) -> tuple[Array, Array, Array]:
         half = 0.5 * (right - left)
@@ -78,13 +78,13 @@ def normal_integral(
         count = panels.count
         first = count < FIRST_PANELS
         # By masks: indices that differ from one integral to the next are slow.
-        worst = places == jnp.argmax(panels.error)
+        worst = panel_indices == jnp.argmax(panels.error)
         cut = [jnp.sum(jnp.where(worst, x, 0.0)) for x in (panels.left, panels.split, panels.right)]
         start = width * count.astype(dtype) - REACH
         between = jnp.where(first, start + width * jnp.arange(3, dtype=dtype), jnp.stack(cut))
         left, right = between[:2], between[1:]
         new = (left, right, *jax.vmap(measured)(left, right))
-        here = jnp.where(first, places == count, worst), places == jnp.where(first, count + 1, count)
+        here = jnp.where(first, panel_indices == count, worst), panel_indices == jnp.where(first, count + 1, count)
 
         def put(old: Array, pair: Array) -> Array:
             for mask, x in zip(here, pair):
@@ -108,7 +108,7 @@ def normal_integral(
 def _meeting(z: Array, phi: Array, slopes: Array, left: Array, right: Array) -> Array:
     """Where the tangents at the outermost nodes meet; the middle, if that is outside or near an end."""
     change = slopes[0] - slopes[-1]
-    place = (phi[-1] - phi[0] + slopes[0] * z[0] - slopes[-1] * z[-1]) / jnp.where(change == 0, 1.0, change)
+    root = (phi[-1] - phi[0] + slopes[0] * z[0] - slopes[-1] * z[-1]) / jnp.where(change == 0, 1.0, change)
     margin = NEAR_END * (right - left)
-    inside = (change != 0) & (place > left + margin) & (place < right - margin)
-    return jnp.where(inside, place, 0.5 * (left + right))
+    inside = (change != 0) & (root > left + margin) & (root < right - margin)
+    return jnp.where(inside, root, 0.5 * (left + right))

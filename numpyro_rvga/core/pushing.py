@@ -122,12 +122,12 @@ def _product(graph: Graph, node: Node, selection: Selection) -> Node | None:
     lengths = [node.in_shapes[0][axis] for axis in contracted[0]]
     count, used, sides = len(lengths), len(batch[0]), []
     for parent, shape, summed, shared in zip(node.parents, node.in_shapes, contracted, batch):
-        places: dict[int, Index] = dict(zip(summed, trailing(selection, lengths)))
-        places |= {axis: with_trailing(selection.indices[i], count) for i, axis in enumerate(shared)}
-        for axis in (axis for axis in range(len(shape)) if axis not in places):
-            places[axis] = with_trailing(selection.indices[used], count)
+        positions: dict[int, Index] = dict(zip(summed, trailing(selection, lengths)))
+        positions |= {axis: with_trailing(selection.indices[i], count) for i, axis in enumerate(shared)}
+        for axis in (axis for axis in range(len(shape)) if axis not in positions):
+            positions[axis] = with_trailing(selection.indices[used], count)
             used += 1
-        side = of_indices([places[axis] for axis in range(len(shape))], len(selection.shape) + count)
+        side = of_indices([positions[axis] for axis in range(len(shape))], len(selection.shape) + count)
         sides.append((selected(graph, parent, side), side.shape))
     axes = tuple(range(len(selection.shape), len(selection.shape) + count))
 
@@ -253,9 +253,9 @@ def _of_pieces(
     ]
     shape = selection.shape
     if index.is_constant:
-        places = graph.constant(np.broadcast_to(index.numbers, shape)).rest
+        positions = graph.constant(np.broadcast_to(index.numbers, shape)).rest
     else:
-        places = selected(graph, index.node, broadcast_selection(index.shape, shape))
+        positions = selected(graph, index.node, broadcast_selection(index.shape, shape))
 
     def apply(*arrays: Array) -> Array:
         result = arrays[0]
@@ -264,7 +264,7 @@ def _of_pieces(
         return result.astype(node.dtype)
 
     kind = CONSTANT if all(side.kind == CONSTANT for side in sides) else POINTWISE
-    return Node(kind, shape, node.dtype, [*sides, places], apply, [shape] * (len(sides) + 1), "pieces")
+    return Node(kind, shape, node.dtype, [*sides, positions], apply, [shape] * (len(sides) + 1), "pieces")
 
 
 def _value(index: Index, nodes: Sequence[Array]) -> Array:

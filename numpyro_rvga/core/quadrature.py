@@ -69,14 +69,14 @@ def fifth_degree(factor: Factor, values: Array, gradients: Array) -> tuple[Momen
     from it farther out is due to its sixth and seventh derivatives, as is the rule's error; or to a kink in between.
     """
     size, dtype = factor.mean.size, factor.mean.dtype
-    points, weights, (units, reach, places) = fifth_degree_nodes(size)
+    points, weights, (units, reach, indices) = fifth_degree_nodes(size)
     used = slice(len(weights))
     moments = _summed(values[used], gradients[used], (points[used], weights), factor)
     slopes = gradients @ factor.root  # in the coordinates z
-    at = values[places], jnp.einsum("lkc,lc->lk", slopes[places], jnp.asarray(units, dtype))
+    at = values[indices], jnp.einsum("lkc,lc->lk", slopes[indices], jnp.asarray(units, dtype))
     error = SHARE * jax.vmap(partial(_off_polynomial, FAR))(jnp.asarray(reach, dtype), *at)
     # Where phi has a kink, its gradient's second differences are along the kink's normal.
-    node, far = slopes[places[:, 1:3]], slopes[places[:, 3:5]]
+    node, far = slopes[indices[:, 1:3]], slopes[indices[:, 3:5]]
     bent = far - node - ((FAR - reach) / reach)[:, None, None] * (node - slopes[0])
     bent = bent[jnp.argmax(error)]
     bent = bent[jnp.argmax(jnp.sum(bent * bent, axis=1))]
@@ -106,9 +106,9 @@ def fifth_degree_nodes(size: int) -> tuple[np.ndarray, np.ndarray, tuple]:
         inner = np.concatenate([inner, np.stack([count[3] + j, count[4] + j], 1)])
     lines = np.arange(len(units))
     beyond = np.stack([count[-1] + lines, count[-1] + len(units) + lines], 1)
-    places = np.concatenate([np.zeros((len(units), 1), int), inner, beyond], axis=1)
+    indices = np.concatenate([np.zeros((len(units), 1), int), inner, beyond], axis=1)
     points = np.concatenate([*nodes, FAR * units, -FAR * units])
-    return points, np.array(weights), (units, reach, places)
+    return points, np.array(weights), (units, reach, indices)
 
 
 def _off_polynomial(far: float, reach: Array, values: Array, slopes: Array) -> Array:

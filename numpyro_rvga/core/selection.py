@@ -81,8 +81,8 @@ class Selection(NamedTuple):
 
     def flat(self, operand_shape: tuple[int, ...]) -> np.ndarray:
         """Places in the flattened operand, of constant indices."""
-        places = np.broadcast_arrays(*[index.numbers for index in self.indices])
-        return np.ravel_multi_index(places, operand_shape)
+        positions = np.broadcast_arrays(*[index.numbers for index in self.indices])
+        return np.ravel_multi_index(positions, operand_shape)
 
 
 def known_index(value: np.ndarray) -> Index:
@@ -120,9 +120,11 @@ def select_entries(selection: Selection) -> Callable[..., Array]:
         if slices is not None:
             return jnp.reshape(operand[slices], selection.shape)
         operand, rest = jnp.asarray(operand), iter(nodes)
-        places = [index.value if index.is_constant else next(rest) for index in selection.indices]
-        places = [jnp.asarray(place).astype(jnp.uint32) for place in places]  # unsigned: none counts from the end
-        return jnp.broadcast_to(operand[tuple(places)], selection.shape)
+        positions = [index.value if index.is_constant else next(rest) for index in selection.indices]
+        positions = [
+            jnp.asarray(position).astype(jnp.uint32) for position in positions
+        ]  # unsigned: none counts from the end
+        return jnp.broadcast_to(operand[tuple(positions)], selection.shape)
 
     return apply
 
@@ -186,12 +188,12 @@ def places_within(operand_shape: tuple[int, ...], inner: Selection, outer: Selec
     None if the result of ``outer`` may have entries that are nowhere there."""
     if inner.nodes or math.prod(operand_shape) > LARGEST_MAP:
         return None
-    places = np.full(operand_shape, -1)
+    positions = np.full(operand_shape, -1)
     at = tuple(np.broadcast_to(index.numbers, inner.shape) for index in inner.indices)
-    places[at] = np.arange(inner.size).reshape(inner.shape)
+    positions[at] = np.arange(inner.size).reshape(inner.shape)
     values = [possible_values(index) for index in outer.indices]
     axes = [np.arange(n) if v is None else v for v, n in zip(values, operand_shape)]
-    return places if (places[np.ix_(*axes)] >= 0).all() else None
+    return positions if (positions[np.ix_(*axes)] >= 0).all() else None
 
 
 def without_repetition(selection: Selection) -> tuple[Selection, Selection]:
@@ -234,8 +236,8 @@ def selection_of(eqn: Any, indices: Sequence[Index] | None = None) -> Selection 
         axes = params["broadcast_dimensions"]
         return Selection(out, tuple(_stretched(n, axis, out) for n, axis in zip(shape, axes)))
     if name == "transpose":
-        places = {axis: place for place, axis in enumerate(params["permutation"])}
-        return Selection(out, tuple(along(n, places[axis], len(out)) for axis, n in enumerate(shape)))
+        positions = {axis: position for position, axis in enumerate(params["permutation"])}
+        return Selection(out, tuple(along(n, positions[axis], len(out)) for axis, n in enumerate(shape)))
     if name == "rev":
         indices = everything(out).indices
         reversed_indices = [known_index(out[a] - 1 - i.value) for a, i in enumerate(indices)]
@@ -277,8 +279,8 @@ def reshaped(shape: tuple[int, ...], out: tuple[int, ...]) -> Selection:
     for ins, outs in _groups(shape, out):
         lengths = [out[axis] for axis in outs]
         flat = np.arange(math.prod(lengths)).reshape([out[a] if a in outs else 1 for a in range(len(out))])
-        for place in np.unravel_index(flat, [shape[axis] for axis in ins]) if ins else ():
-            indices.append(known_index(place))
+        for position in np.unravel_index(flat, [shape[axis] for axis in ins]) if ins else ():
+            indices.append(known_index(position))
     return Selection(tuple(out), tuple(indices))
 
 
@@ -313,8 +315,8 @@ def _gathered(params: dict, shape: tuple, out: tuple, columns: Sequence[Index]) 
             column = Index(shape_of_column, _reshaped(column.value, shape_of_column), (column.key, shape_of_column))
             index = clamped(column, 0, length - sizes[axis])
         if axis in numbers.operand_batching_dims:
-            place = numbers.start_indices_batching_dims[numbers.operand_batching_dims.index(axis)]
-            index = along(length, batch_axes[place], len(out))
+            position = numbers.start_indices_batching_dims[numbers.operand_batching_dims.index(axis)]
+            index = along(length, batch_axes[position], len(out))
         elif axis not in numbers.collapsed_slice_dims:
             index = _plus(index, along(sizes[axis], next(offsets), len(out)))
         indices.append(index)

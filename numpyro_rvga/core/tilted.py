@@ -42,10 +42,10 @@ class TiltedForm(NamedTuple):
         """The exponents and, as rows of identity matrices, both factors: (T, C) each."""
         tilts = np.zeros((len(self.factors), self.num_predictors), dtype)
         for row, pairs in zip(tilts, self.exponents):
-            for place, number in pairs:
-                row[place] = number
+            for index, number in pairs:
+                row[index] = number
         unit = np.eye(self.num_predictors + 1, self.num_predictors, dtype=dtype)
-        first, second = (unit[list(places)] for places in zip(*self.factors))
+        first, second = (unit[list(indices)] for indices in zip(*self.factors))
         return tilts, first, second
 
     @property
@@ -110,7 +110,7 @@ def read_tilted(
         return None
     if not keys:
         return None
-    padded = [(*places, num_predictors, num_predictors) for places, _ in keys]
+    padded = [(*indices, num_predictors, num_predictors) for indices, _ in keys]
     factors = tuple((first, second) for first, second, *_ in padded)
     return TiltedForm(num_predictors, factors, tuple(tilt for _, tilt in keys)), coefficients
 
@@ -126,7 +126,7 @@ class _Sum:
 
     def __init__(self, summands: dict[tuple, Any]):
         self.summands = {key: x for key, x in summands.items() if not (isinstance(x, float) and x == 0)}
-        if len(self.summands) > MOST_SUMMANDS or any(len(places) > 2 for places, _ in self.summands):
+        if len(self.summands) > MOST_SUMMANDS or any(len(indices) > 2 for indices, _ in self.summands):
             raise _NotTilted
 
     @classmethod
@@ -141,9 +141,9 @@ class _Sum:
 
     def __mul__(self, other: _Sum) -> _Sum:
         total = _Sum({})
-        for (places, tilt), x in self.summands.items():
+        for (indices, tilt), x in self.summands.items():
             for (more, by), y in other.summands.items():
-                total = total + _Sum({(tuple(sorted(places + more)), _added(tilt, by)): x * y})
+                total = total + _Sum({(tuple(sorted(indices + more)), _added(tilt, by)): x * y})
         return total
 
     def __neg__(self) -> _Sum:
@@ -159,11 +159,11 @@ class _Sum:
 
     def exp(self) -> _Sum:
         rest, tilt = 0.0, []
-        for (places, inner), x in self.summands.items():
-            if inner or len(places) > 1 or (places and not isinstance(x, float)):
+        for (indices, inner), x in self.summands.items():
+            if inner or len(indices) > 1 or (indices and not isinstance(x, float)):
                 raise _NotTilted
-            if places:
-                tilt.append((places[0], x))
+            if indices:
+                tilt.append((indices[0], x))
             else:
                 rest = x
         return _Sum({((), tuple(sorted(tilt))): _of_number(math.exp, jnp.exp, rest)})
@@ -183,8 +183,8 @@ class _Sum:
 
     def center(self, i: int) -> Any:
         """Where a square of predictor i, and what is linear in it beside the same exponential, has its vertex."""
-        for (places, tilt), square in self.summands.items():
-            if places == (i, i) and ((i,), tilt) in self.summands:
+        for (indices, tilt), square in self.summands.items():
+            if indices == (i, i) and ((i,), tilt) in self.summands:
                 slope = self.summands[(i,), tilt]
                 return jnp.where(square == 0, 0.0, -0.5 * slope / jnp.where(square == 0, 1.0, square))
         return 0.0
@@ -192,8 +192,8 @@ class _Sum:
     def _lone_exponential(self) -> tuple[tuple, Any]:
         if len(self.summands) != 1:
             raise _NotTilted
-        ((places, tilt), x), *_ = self.summands.items()
-        if places:
+        ((indices, tilt), x), *_ = self.summands.items()
+        if indices:
             raise _NotTilted
         return tilt, x
 
@@ -285,8 +285,8 @@ def _rearranged(eqn: Any, inputs: list) -> list:
         raise _NotTilted
     entries, numbered = [], []
     for array in map(_symbolic, moved):
-        places = np.arange(len(entries), len(entries) + array.size, dtype=np.int32)
-        numbered.append(places.reshape(array.shape))
+        indices = np.arange(len(entries), len(entries) + array.size, dtype=np.int32)
+        numbered.append(indices.reshape(array.shape))
         entries += array.ravel().tolist()
     outputs = _evaluated(eqn, [*numbered, *inputs[len(moved) :]])
     return [_object_array([entries[i] for i in x.ravel()], x.shape) for x in outputs]
@@ -327,6 +327,6 @@ def _object_array(entries: list, shape: tuple[int, ...]) -> np.ndarray:
     if len(entries) > MOST_ENTRIES:
         raise _NotTilted
     array = np.empty(len(entries), object)
-    for place, entry in enumerate(entries):  # all at once, NumPy would ask JAX's what they hold
-        array[place] = entry
+    for index, entry in enumerate(entries):  # all at once, NumPy would ask JAX's what they hold
+        array[index] = entry
     return array.reshape(shape)

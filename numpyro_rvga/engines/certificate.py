@@ -106,8 +106,8 @@ class Certificate:
 
     def look(self, start: State, state: State, rows: Sums) -> Look:
         """The bound at a state and its natural gradient. ``start``: before the first row. ``rows``: sums over all."""
-        place = self._engine.devices.put((state.mean, state.root))
-        prior = self._of_prior(self._engine.program.prior_inputs, *place)
+        placed = self._engine.devices.put((state.mean, state.root))
+        prior = self._of_prior(self._engine.program.prior_inputs, *placed)
         return Base(start).look(state, rows, in_double(prior))
 
     def estimated(self, state: State, kept: Stratum, batches: Sequence[Stratum], max_looks: int) -> Certified:
@@ -127,8 +127,8 @@ class Certificate:
         nothing = _nothing(state)
 
         def look_at(state: State) -> Look:
-            place = self._engine.devices.put((state.mean, state.root))
-            sums = [self._added_up(*place, stratum.in_chunks(size), size) for stratum in (kept, *batches)]
+            placed = self._engine.devices.put((state.mean, state.root))
+            sums = [self._added_up(*placed, stratum.in_chunks(size), size) for stratum in (kept, *batches)]
             total = reduce(_added, sums[1:], sums[0])
             return base.look(state, total, nothing)._replace(noise=_noise(state, sums[1:]))
 

@@ -134,11 +134,11 @@ class Integration:
         :param program: of the whole model. :param sites: which are integrated out.
         :param start: theta (P,), where the search starts.
         """
-        places = _places(program, sites)
-        others = np.setdiff1d(np.arange(program.layout.size), places)
+        indices = _indices_of(program, sites)
+        others = np.setdiff1d(np.arange(program.layout.size), indices)
         bound, chunks = self._bound_of(program, sites, rows, rng_key)
         solved = bound if isinstance(bound, SparseMaximizedBound) else None
-        mean, deviation = (x[places] for x in _prior_moments(program, is_long=solved is not None))
+        mean, deviation = (x[indices] for x in _prior_moments(program, is_long=solved is not None))
 
         def moments(point):
             return _moments_of(bound, point, program.dtype)
@@ -146,11 +146,11 @@ class Integration:
         with progress(progress_bar, None, "L(h)", "it") as bar:
             solve = _solve_given(bound, self._estimate_of(bound), chunks, program.dtype)
             marginal = _marginal(bound, solve, chunks, program.dtype, bar)
-            mode = find_mode(marginal, mean, deviation, None if start is None else np.asarray(start)[places])
+            mode = find_mode(marginal, mean, deviation, None if start is None else np.asarray(start)[indices])
             integral = None
-            if len(places) <= MOST_ON_LATTICE:
+            if len(indices) <= MOST_ON_LATTICE:
                 integral = integrate_lattice(marginal, mode, moments)
-            elif len(places) <= MOST_BY_IMPORTANCE:
+            elif len(indices) <= MOST_BY_IMPORTANCE:
                 count = NUM_POINTS if solved is None else FEW_POINTS
                 integral = integrate_by_importance(marginal, mode, moments, smoothed, count)
             if integral is None or (_is_too_rough(integral) and solved is None):
@@ -159,7 +159,7 @@ class Integration:
         _warn(integral, sites)
         return {
             "program": program,
-            "gaussian": mixture_of(integral.design, places, others, program.dtype, solved),
+            "gaussian": mixture_of(integral.design, indices, others, program.dtype, solved),
             "elbo": integral.log_evidence,
             "info": {
                 "integrated": list(sites),
@@ -247,44 +247,44 @@ def integrate(
 
 def mixture_of(
     design: Design,
-    places: np.ndarray,
+    indices: np.ndarray,
     others: np.ndarray,
     dtype: Any,
     solved: SparseMaximizedBound | None = None,
 ) -> GaussianMixture:
     """A mixture over theta: h near a point is Normal, and x given h too, its mean linear in h.
 
-    :param places: the entries of theta that are h. :param others: those that are x.
+    :param indices: the entries of theta that are h. :param others: those that are x.
     :param solved: what has left the roots, if they are block-arrows.
     """
     weights = design.mass if design.is_weighted else kernel_weights(design.h, design.mass, design.kernel)
-    size, kept = len(places) + len(others), np.flatnonzero(weights > NEGLIGIBLE)
+    size, kept = len(indices) + len(others), np.flatnonzero(weights > NEGLIGIBLE)
     weights = weights[kept] / weights[kept].sum()
     means = np.zeros((len(kept), size))
-    means[:, places], means[:, others] = design.h[kept], design.means[kept]
+    means[:, indices], means[:, others] = design.h[kept], design.means[kept]
     log_weights, means = jnp.asarray(np.log(weights), dtype), jnp.asarray(means, dtype)
     if solved is not None:
-        return GaussianMixture(log_weights, means, _arrow_roots(design, kept, places, others, solved))
+        return GaussianMixture(log_weights, means, _arrow_roots(design, kept, indices, others, solved))
     roots = np.zeros((len(kept), size, size), dtype)
-    roots[:, places, : len(places)] = design.kernel
-    roots[:, others, : len(places)] = design.slopes[kept] @ design.kernel
-    roots[:, others, len(places) :] = design.roots[kept]
+    roots[:, indices, : len(indices)] = design.kernel
+    roots[:, others, : len(indices)] = design.slopes[kept] @ design.kernel
+    roots[:, others, len(indices) :] = design.roots[kept]
     lower = jax.jit(lambda roots: lax.map(lower_from_root, roots))(roots)
     return GaussianMixture(log_weights, means, lower)
 
 
 def _arrow_roots(
-    design: Design, kept: np.ndarray, places: np.ndarray, others: np.ndarray, bound: SparseMaximizedBound
+    design: Design, kept: np.ndarray, indices: np.ndarray, others: np.ndarray, bound: SparseMaximizedBound
 ) -> ArrowRoots:
     """Of a mixture's components, as they were solved."""
     factors, of_x = jax.tree.map(lambda x: x[kept], design.roots)
     kernel, slopes = np.linalg.cholesky(design.kernel @ design.kernel.T), design.slopes[kept]
-    variances = np.zeros((len(kept), len(places) + len(others)))
-    variances[:, places] = np.sum(kernel**2, axis=1)
+    variances = np.zeros((len(kept), len(indices) + len(others)))
+    variances[:, indices] = np.sum(kernel**2, axis=1)
     variances[:, others] = of_x + np.sum((slopes @ kernel) ** 2, axis=2)
     order, dtype = bound.places, of_x.dtype
     arrays = [jnp.asarray(x, dtype) for x in (kernel, slopes[:, order], variances)]
-    ends = jnp.asarray(np.concatenate([places, others[order]]), jnp.int32)
+    ends = jnp.asarray(np.concatenate([indices, others[order]]), jnp.int32)
     factors = jax.tree.map(jnp.asarray, factors)
     return ArrowRoots(factors, bound.pattern, arrays[0], arrays[1], ends, arrays[2])
 
@@ -311,7 +311,7 @@ def _size(program: Program, sites: Sequence[str]) -> int:
     return sum(math.prod(program.layout.shapes[name]) for name in sites)
 
 
-def _places(program: Program, sites: tuple[str, ...]) -> np.ndarray:
+def _indices_of(program: Program, sites: tuple[str, ...]) -> np.ndarray:
     return program.layout.indices_of([name for name in program.layout.site_names if name in sites])
 
 

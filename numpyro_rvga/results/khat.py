@@ -174,15 +174,15 @@ def _draws(posterior: Posterior, rng_key: Array, num_samples: int) -> tuple[Arra
     theta = posterior.sample_unconstrained(draw_key, (num_samples,))
     count, dtype, rng = int(num_samples * SHARE), gaussian.mean.dtype, np.random.default_rng(seed_of(wide_key))
     noise = rng.normal(size=(count, gaussian.noise_size)).astype(dtype)  # JAX's samplers take seconds to compile
-    places = rng.integers(0, gaussian.mean.size, count)
+    coordinates = rng.integers(0, gaussian.mean.size, count)
     wide = (WIDER * rng.standard_t(DEGREES, count)).astype(dtype)
 
     @jax.jit
-    def all_of_them(q, gaussian, theta, noise, places, wide):
+    def all_of_them(q, gaussian, theta, noise, coordinates, wide):
         mean, deviation = gaussian.mean, gaussian.deviation()
         rest, at = gaussian.transform(noise) - mean, jnp.arange(count)
-        z = rest[at, places] / deviation[places]
-        along = jnp.zeros_like(rest).at[at, places].set(1 / deviation[places])
+        z = rest[at, coordinates] / deviation[coordinates]
+        along = jnp.zeros_like(rest).at[at, coordinates].set(1 / deviation[coordinates])
         _, vjp = jax.vjp(gaussian.transform, jnp.zeros_like(noise))
         regression = gaussian.transform(vjp(along)[0]) - mean  # Sigma e_j / sd_j
         both = jnp.concatenate([theta, mean + rest + (wide - z)[:, None] * regression])
@@ -194,7 +194,7 @@ def _draws(posterior: Posterior, rng_key: Array, num_samples: int) -> tuple[Arra
         share = count / len(both)
         return both, standard, jnp.logaddexp(math.log1p(-share), math.log(share) + log_wider)
 
-    theta, standard, log_mixture = all_of_them(q, gaussian, theta, noise, places, wide)
+    theta, standard, log_mixture = all_of_them(q, gaussian, theta, noise, coordinates, wide)
     return theta, np.asarray(standard, np.float64), np.asarray(log_mixture, np.float64)
 
 

@@ -28,8 +28,8 @@ def draws_with_density(posterior: Posterior, rng_key: Array, count: int) -> tupl
         theta = posterior.sample_unconstrained(rng_key, (count,))
         return theta, np.asarray(posterior.log_prob_unconstrained(theta), np.float64)
     integration, size = posterior.info["integration"], gaussian.means.shape[1]
-    places = posterior.program.layout.indices_of(posterior.info["integrated"])
-    others = np.setdiff1d(np.arange(size), places)
+    indices = posterior.program.layout.indices_of(posterior.info["integrated"])
+    others = np.setdiff1d(np.arange(size), indices)
     point_key, noise_key = jax.random.split(rng_key)
     chosen = np.asarray(jax.random.randint(point_key, (count,), 0, len(gaussian.means)))
     noise = jax.random.normal(noise_key, (count, len(others)), gaussian.means.dtype)
@@ -45,5 +45,5 @@ def draws_with_density(posterior: Posterior, rng_key: Array, count: int) -> tupl
 
     x, log_density = at_points(gaussian, chosen, noise)
     theta = np.empty((count, size), x.dtype)
-    theta[:, others], theta[:, places] = x, np.asarray(integration["points"])[chosen]
+    theta[:, others], theta[:, indices] = x, np.asarray(integration["points"])[chosen]
     return jnp.asarray(theta), np.asarray(integration["bounds"])[chosen] + np.asarray(log_density, np.float64)

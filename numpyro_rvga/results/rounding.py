@@ -115,6 +115,6 @@ def _entries(posterior: Posterior) -> list[str]:
     names = []
     for site in layout.site_names:
         shape = layout.shapes[site]
-        places = np.ndindex(*shape) if math.prod(shape) else []
-        names += [f"{site}[{', '.join(map(str, place))}]" if place else site for place in places]
+        indices = np.ndindex(*shape) if math.prod(shape) else []
+        names += [f"{site}[{', '.join(map(str, index))}]" if index else site for index in indices]
     return names

@@ -106,9 +106,9 @@ class _Steps:
         """The merged Gaussian: the prior with the rows' factor, or with as much of it as leaves a Gaussian."""
         for halvings in range(MAX_HALVINGS):
             factor = rows.plus(rows, 0.5**halvings - 1)
-            place = self._evaluated(self._state(self._start, factor), factor)
-            if place is not None:
-                return place
+            evaluated = self._evaluated(self._state(self._start, factor), factor)
+            if evaluated is not None:
+                return evaluated
         return None
 
     def after(self, at: _Place) -> tuple[_Place, float] | None:
@@ -116,9 +116,9 @@ class _Steps:
         for halvings in range(MAX_HALVINGS):
             step = 0.5**halvings
             factor = at.rows.plus(at.rows, -step).plus(at.target, step)
-            place = self._evaluated(self._state(at.state, factor) if halvings else at.ahead, factor)
-            if place is not None and place.look.bound >= at.look.bound - _rounding(at):
-                return place, step
+            evaluated = self._evaluated(self._state(at.state, factor) if halvings else at.ahead, factor)
+            if evaluated is not None and evaluated.look.bound >= at.look.bound - _rounding(at):
+                return evaluated, step
         return None
 
     def _state(self, before: State, rows: CanonicalGaussian) -> State | None:

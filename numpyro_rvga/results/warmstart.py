@@ -139,9 +139,9 @@ def _refuse_local(posterior: Posterior, what: str) -> None:
 
 def _guide_order(posterior: Posterior, guide: AutoContinuous) -> np.ndarray:
     """For each place in the guide's flat vector, the place in the posterior's: NumPyro orders as it traces."""
-    places = np.arange(posterior.mean.size)
-    ours, theirs = posterior.program.layout.unravel(places), guide._unpack_latent(places)
-    order = np.empty_like(places)
+    indices = np.arange(posterior.mean.size)
+    ours, theirs = posterior.program.layout.unravel(indices), guide._unpack_latent(indices)
+    order = np.empty_like(indices)
     for name in posterior.site_names:
         order[np.ravel(theirs[name])] = np.ravel(ours[name])
     return order
