@@ -89,7 +89,7 @@ class Accounts(NamedTuple):
 class Expected(NamedTuple):
     """Over all factors: sum E[phi], sum Z_i^T g_i, and what the curvature needs to know: E[hess phi] by kind.
 
-    :ivar gradients: by group of factors, in the coordinates of theta; () if there are no groups.
+    :ivar gradients: by set of factors, in the coordinates of theta; () if there are no sets.
     """
 
     value: Array

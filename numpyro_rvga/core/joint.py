@@ -15,7 +15,7 @@ from .factors import Expected, Factors, Sums, evaluate
 from .jacobians import times_root
 from .linalg import solve_lower
 from .maximize import Base, Search, Solution, SolverState, standard_base
-from .objective import Group, Objective, joint_objective, standard_frame
+from .objective import FactorSet, Objective, joint_objective, standard_coordinates
 from .precisions import Dense, PrecisionForm, Weighted
 from .recursion import (
     Absorbed,
@@ -83,8 +83,8 @@ def base_terms(base: Base, mean: Array) -> tuple[Array, Array]:
 
 def joint_solve(
     search: Search,
-    rows: Group,
-    prior: Group,
+    rows: FactorSet,
+    prior: FactorSet,
     state: State,
     *,
     row_factors: tuple[RowFactors, ...] | None = None,
@@ -115,8 +115,8 @@ def joint_solve(
 
     # A precision to start from may be of any form.
     weighted = selecting and not prior.kinds and not row_factors and not search.mode and init is None
-    frame = standard_frame(state.mean, state.root, weighted=weighted)
-    objective = joint_objective((prior, rows), frame, staged=search.staged)
+    coordinates = standard_coordinates(state.mean, state.root, weighted=weighted)
+    objective = joint_objective((prior, rows), coordinates, staged=search.staged)
 
     def start():
         factors = factors_at(jnp.zeros(size, dtype)) if row_factors else ()
@@ -137,7 +137,7 @@ def joint_solve(
                 covariance_root = None if search.mode else root.T
                 sums = evaluate(prior.kinds, prior.linearize(prior.first, mean), covariance_root)
             else:
-                sums = objective.of_group(solution.mean, expected, 0)
+                sums = objective.sums_of_set(solution.mean, expected, 0)
             prior_factor = CanonicalGaussian.expected(*sums, mean, None if search.mode else root)
         moved = State(mean, jnp.zeros_like(mean), root, bound, prior_factor, state.num_rows + num_rows)
         ok = jnp.isfinite(bound) & jnp.all(jnp.isfinite(mean)) & jnp.all(jnp.isfinite(root))

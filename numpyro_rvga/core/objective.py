@@ -21,13 +21,13 @@ class Objective(NamedTuple):
     :ivar expect: m and that (None: a point mass, derivatives at m) -> sum E[log p], its gradient in m (r,), and what
         ``curvature`` needs to know.
     :ivar curvature: m, the latter, and whether to clamp -> the sum of :func:`~numpyro_rvga.core.factors.curvature_of`.
-    :ivar of_group: m, and what is expected there, number of a group -> its sums, in the coordinates of theta.
+    :ivar sums_of_set: m, and what is expected there, number of a set -> its sums, in the coordinates of theta.
     """
 
     covariances: Callable[[Array, Any], Any] | None
     expect: Callable[[Array, Any], Expected]
     curvature: Callable[[Array, Any, bool], Array]
-    of_group: Callable[[Array, Expected, int], Sums]
+    sums_of_set: Callable[[Array, Expected, int], Sums]
 
     def predictor_covariances(self, mean: Array, covariance_root: Any) -> Any:
         """What ``expect`` takes of the covariance Lambda^-1."""
@@ -38,7 +38,7 @@ class Objective(NamedTuple):
         return Sums(expected.value, expected.gradient, self.curvature(mean, expected.hessians, False))
 
 
-class Group(NamedTuple):
+class FactorSet(NamedTuple):
     """Factors that need not be in memory all at once: rows, or the terms of a prior.
 
     :ivar kinds: of a chunk's factors; () if there are none.
@@ -59,7 +59,7 @@ class Group(NamedTuple):
     def first(self) -> Any:
         return jax.tree.map(lambda x: x[0], self.chunks)
 
-    def visit(self, function: Callable, *arguments: Any) -> tuple[Any, Any]:
+    def map_reduce(self, function: Callable, *arguments: Any) -> tuple[Any, Any]:
         """``function(chunk, *arguments)`` returns a pair: the sum of the first over chunks, and the second by chunk."""
         first = (self.first, *jax.tree.map(lambda x: x[0], arguments))
         if self.num_chunks == 1:
@@ -98,7 +98,7 @@ def objective_of(kinds: tuple[Kind, ...], factors_at: Callable[[Array], tuple[Fa
     )
 
 
-class Frame(NamedTuple):
+class Coordinates(NamedTuple):
     """A change of variables, from the coordinates e (r,) of a search to theta (P,), in which factors are given.
 
     :ivar theta: e -> theta. :ivar vjp: gradients in theta -> gradients in e.
@@ -112,7 +112,7 @@ class Frame(NamedTuple):
     curvature_of: Callable[[Array], Array]
 
 
-def standard_frame(mean: Array, root: Array, *, weighted: bool) -> Frame:
+def standard_coordinates(mean: Array, root: Array, *, weighted: bool) -> Coordinates:
     """theta = mean + root e. Jacobians stay in the coordinates of theta: per row, that saves one product with a (P, P)
     matrix.
 
@@ -125,7 +125,7 @@ def standard_frame(mean: Array, root: Array, *, weighted: bool) -> Frame:
         return root.T @ curvature @ root
 
     same = lambda x: x  # noqa: E731
-    return Frame(
+    return Coordinates(
         lambda e: mean + root @ e,
         lambda gradient: root.T @ gradient,
         same if weighted else lambda covariance_root: covariance_root @ root.T,
@@ -152,77 +152,77 @@ def in_stages(
     return num_chunks == 1 or num_chunks * sum(e * c * c for e, c in shapes) <= sum(e * c for e, c in shapes) * size
 
 
-def joint_objective(groups: tuple[Group, ...], frame: Frame, *, staged: bool) -> Objective:
-    """Of groups of factors, whose Jacobians are in coordinates of theta.
+def joint_objective(sets: tuple[FactorSet, ...], coordinates: Coordinates, *, staged: bool) -> Objective:
+    """Of sets of factors, whose Jacobians are in coordinates of theta.
 
     :param staged: whether each part is computed when it is asked for. Otherwise ``expect`` computes the curvatures too:
         factors that are not affine are linearized once, and what is large is not kept.
     """
-    all_kinds = tuple(kind for group in groups for kind in group.kinds)
+    all_kinds = tuple(kind for factor_set in sets for kind in factor_set.kinds)
     ways = [False] if is_log_concave(all_kinds) else [False, True]
 
-    def visit(function, e, *arguments):
-        """By group, sums and the rest of ``function(kinds, factors, *arguments)``; ``arguments`` are by group too."""
-        theta = frame.theta(e)
+    def map_reduce(function, e, *arguments):
+        """By set, sums and the rest of ``function(kinds, factors, *arguments)``; ``arguments`` are by set too."""
+        theta = coordinates.theta(e)
 
-        def of_group(group, *arguments):
-            return group.visit(
-                lambda chunk, *rest: function(group.kinds, group.linearize(chunk, theta), *rest), *arguments
+        def of_set(factor_set, *arguments):
+            return factor_set.map_reduce(
+                lambda chunk, *rest: function(factor_set.kinds, factor_set.linearize(chunk, theta), *rest), *arguments
             )
 
-        return zip(*map(of_group, groups, *arguments))
+        return zip(*map(of_set, sets, *arguments))
 
     def summed(sums):
-        """Over groups; accounts are by kind."""
+        """Over sets; accounts are by kind."""
         values, gradients, accounts = zip(*sums)
         accounts = jax.tree.map(lambda *x: jnp.concatenate(x), *accounts)
         value, gradient = reduce(jnp.add, values), reduce(jnp.add, gradients)
-        return Expected(value, frame.vjp(gradient), None, accounts, gradients)
+        return Expected(value, coordinates.vjp(gradient), None, accounts, gradients)
 
-    def of_group(e, expected, number):
-        before = sum(len(group.kinds) for group in groups[:number])
-        value = jnp.sum(expected.accounts.values[before : before + len(groups[number].kinds)])
+    def sums_of_set(e, expected, number):
+        before = sum(len(factor_set.kinds) for factor_set in sets[:number])
+        value = jnp.sum(expected.accounts.values[before : before + len(sets[number].kinds)])
         hessians = expected.hessians[number]
-        curvature = curvature_in_theta(groups[number], frame.theta(e), hessians, False) if staged else hessians[0]
+        curvature = curvature_in_theta(sets[number], coordinates.theta(e), hessians, False) if staged else hessians[0]
         return Sums(value, expected.gradients[number], curvature)
 
-    def curvature_in_theta(group, theta, hessians, clamped):
+    def curvature_in_theta(factor_set, theta, hessians, clamped):
         def one(chunk, h):
-            return curvature_of(group.kinds, group.linearize(chunk, theta), h, clamped=clamped), ()
+            return curvature_of(factor_set.kinds, factor_set.linearize(chunk, theta), h, clamped=clamped), ()
 
-        return group.visit(one, hessians)[0]
+        return factor_set.map_reduce(one, hessians)[0]
 
     def covariances_staged(e, root):
-        sigma = frame.covariance(root)
-        return tuple(visit(lambda kinds, factors: ((), covariances(factors, sigma)), e))[1]
+        sigma = coordinates.covariance(root)
+        return tuple(map_reduce(lambda kinds, factors: ((), covariances(factors, sigma)), e))[1]
 
-    def expect_staged(e, by_group):
+    def expect_staged(e, by_set):
         def one(kinds, factors, of_predictors=None):
             expected = expect(kinds, factors, of_predictors)
             return (expected.value, expected.gradient, expected.accounts), expected.hessians
 
-        sums, hessians = visit(one, e, *() if by_group is None else (by_group,))
+        sums, hessians = map_reduce(one, e, *() if by_set is None else (by_set,))
         return summed(sums)._replace(hessians=hessians)
 
     def curvature_staged(e, hessians, clamped):
-        theta = frame.theta(e)
-        curves = [curvature_in_theta(group, theta, h, clamped) for group, h in zip(groups, hessians)]
-        return frame.curvature_of(reduce(add_curvatures, curves))
+        theta = coordinates.theta(e)
+        curves = [curvature_in_theta(factor_set, theta, h, clamped) for factor_set, h in zip(sets, hessians)]
+        return coordinates.curvature_of(reduce(add_curvatures, curves))
 
     def expect_at_once(e, root):
-        sigma = None if root is None else frame.covariance(root)
+        sigma = None if root is None else coordinates.covariance(root)
 
         def one(kinds, factors):
             expected = expect(kinds, factors, covariances(factors, sigma))
             curves = [curvature_of(kinds, factors, expected.hessians, clamped=clamped) for clamped in ways]
             return (expected.value, expected.gradient, expected.accounts, curves), ()
 
-        sums, _ = visit(one, e)
+        sums, _ = map_reduce(one, e)
         return summed([rest for *rest, _ in sums])._replace(hessians=[curves for *_, curves in sums])
 
     def curvature_at_once(e, hessians, clamped):
-        return frame.curvature_of(reduce(add_curvatures, [curves[clamped] for curves in hessians]))
+        return coordinates.curvature_of(reduce(add_curvatures, [curves[clamped] for curves in hessians]))
 
     if staged:
-        return Objective(covariances_staged, expect_staged, curvature_staged, of_group)
-    return Objective(None, expect_at_once, curvature_at_once, of_group)
+        return Objective(covariances_staged, expect_staged, curvature_staged, sums_of_set)
+    return Objective(None, expect_at_once, curvature_at_once, sums_of_set)

@@ -14,7 +14,7 @@ from .count import Count
 from .factors import evaluate
 from .joint import Joint, Start
 from .maximize import Base, Search
-from .objective import Frame, Group, joint_objective
+from .objective import Coordinates, FactorSet, joint_objective
 from .packing import Packing
 from .precisions import Arrow
 from .recursion import CanonicalGaussian, State, StepInfo
@@ -45,9 +45,9 @@ class Marginals(NamedTuple):
 
 def sparse_solve(
     search: Search,
-    rows: Group,
-    prior: Group,
-    gaussian: Group,
+    rows: FactorSet,
+    prior: FactorSet,
+    gaussian: FactorSet,
     order: EliminationOrder,
     marginals: Marginals,
     packing: Packing,
@@ -63,9 +63,9 @@ def sparse_solve(
     size, dtype = marginals.mean.size, marginals.mean.dtype
     back = order.back
     same = lambda x: x  # noqa: E731
-    frame = Frame(same, same, same, same)
+    coordinates = Coordinates(same, same, same, same)
     groups = (gaussian, prior, rows)
-    objective = joint_objective(groups, frame, staged=search.staged)
+    objective = joint_objective(groups, coordinates, staged=search.staged)
     form = Arrow((1 / marginals.variance)[order.places], packing)
 
     def start():

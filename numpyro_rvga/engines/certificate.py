@@ -15,7 +15,7 @@ from jax import Array
 
 from ..core.factors import Factors, add_curvatures, covariances
 from ..core.jacobians import gram, vjp
-from ..core.objective import Group
+from ..core.objective import FactorSet
 from ..core.recursion import Absorbed, RowFactors, State
 from ..model.rows import Rows, num_rows, pad, selected
 from .engine import Engine
@@ -215,7 +215,7 @@ class Certificate:
         return reduce(jnp.add, values)
 
     def _prior_sums(self, prior_inputs: dict, mean: Array, root: Array) -> Sums:
-        prior: Group = self._engine.prior_group(prior_inputs)
+        prior: FactorSet = self._engine.prior_set(prior_inputs)
         return _sums(prior.kinds, prior.linearize(prior.first, mean), root)
 
 

@@ -20,7 +20,7 @@ from ..core.gaussians import Movement
 from ..core.jacobians import times_root
 from ..core.joint import Joint, joint_solve
 from ..core.maximize import Search
-from ..core.objective import Group, in_stages
+from ..core.objective import FactorSet, in_stages
 from ..core.recursion import (
     Absorbed,
     RowFactors,
@@ -279,8 +279,8 @@ class Engine:
         kinds = tuple(kind.by_few_nodes(problem.is_coarse) for kind in self.effort.joint_rows)
         parts = joint_solve(
             search,
-            Group(kinds, linearize, problem.chunks),
-            self.prior_group(problem.prior_inputs),
+            FactorSet(kinds, linearize, problem.chunks),
+            self.prior_set(problem.prior_inputs),
             problem.state,
             row_factors=problem.row_factors,
             starts=self._starts if problem.row_factors is None and problem.init is None else None,
@@ -313,10 +313,10 @@ class Engine:
         return self._prior_solver(search, problem, jnp.zeros((), jnp.int32))
 
     def _prior_parts(self, search: Search, problem: PriorProblem) -> Joint:
-        prior = self.prior_group(problem.prior_inputs)
+        prior = self.prior_set(problem.prior_inputs)
         if problem.among is not None:
             prior = prior._replace(linearize=partial(_at_places, prior.linearize, *problem.among))
-        nothing = Group((), lambda chunk, theta: ())
+        nothing = FactorSet((), lambda chunk, theta: ())
         return joint_solve(search, nothing, prior, problem.state)
 
     def _prepared_block(self, rows: dict, weights: Array) -> tuple[tuple, Array]:
@@ -374,11 +374,11 @@ class Engine:
     def _linearize(self, prepared: tuple, theta: Array) -> tuple[Factors, ...]:
         return factors_of(self._seen, prepared, theta)
 
-    def prior_group(self, inputs: dict) -> Group:
+    def prior_set(self, inputs: dict) -> FactorSet:
         """The prior's terms. ``inputs``: as ``program.prior_inputs``."""
         prepared = self._prepare_prior(inputs)
         kinds = tuple(self.prior_kinds[same[0]] for same in self._prior_forms)
-        return Group(kinds, lambda chunk, theta: self._linearize_prior(prepared, theta))
+        return FactorSet(kinds, lambda chunk, theta: self._linearize_prior(prepared, theta))
 
     def _prior_prepared(self, inputs: dict) -> tuple:
         ones = jnp.ones(1, self.program.dtype)

@@ -90,7 +90,7 @@ class EvidenceEstimate:
             constant - jnp.linalg.slogdet(state.root)[1],
             mean,
         )
-        prior = engine.prior_group(inputs)
+        prior = engine.prior_set(inputs)
         summands = [_summands(prior.kinds, prior.linearize(prior.first, mean))]
         for rows, weights in zip(_unstacked(chunks.rows, chunks.weights), chunks.weights):
             prepared = engine.prepare(rows | {PARAMS: params}, weights)

@@ -119,7 +119,7 @@ def _compiled(engine: Engine) -> Callable:
         def of_chunk(chunk):
             return _summed(engine.kinds, engine.linearize(engine.prepare(*chunk), mean), root)
 
-        prior = engine.prior_group(prior_inputs)
+        prior = engine.prior_set(prior_inputs)
         of_prior = _summed(prior.kinds, prior.linearize(prior.first, mean), root)
         return jax.tree.map(lambda x: jnp.sum(x, axis=0), jax.lax.map(of_chunk, chunks)), of_prior
 

@@ -18,7 +18,7 @@ from ..core.drivers import Progress
 from ..core.factors import Factors, Kind
 from ..core.joint import Joint
 from ..core.maximize import Search
-from ..core.objective import Group, in_stages
+from ..core.objective import FactorSet, in_stages
 from ..core.packing import Packing
 from ..core.recursion import State, StepInfo
 from ..core.sparse import Marginals, sparse_solve
@@ -153,7 +153,7 @@ class SparseEngine:
     def parts(self, search: Search, problem: SparseProblem) -> Joint:
         """A problem's parts."""
         groups = [
-            Group(kinds, partial(self._linearize, seen, problem.packing.size), (chunks, borders))
+            FactorSet(kinds, partial(self._linearize, seen, problem.packing.size), (chunks, borders))
             for kinds, seen, chunks, borders in zip(self._kinds, self._seen, problem.chunks, problem.borders)
         ]
         return sparse_solve(search, *groups, self.sparsity.order, problem.marginals, problem.packing, init=problem.init)
