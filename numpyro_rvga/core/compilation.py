@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 from jax import Array, lax
@@ -14,6 +14,8 @@ from jax.experimental.xla_metadata import set_xla_metadata
 from jax.extend import core as jex_core
 
 from .primitives import POINTWISE_PRIMITIVES, SELECTING_PRIMITIVES, equations
+
+Tree = TypeVar("Tree")
 
 # On CPUs, XLA's newer emitters take half of the compilation, and LLVM's higher levels a quarter of what is left. Both
 # gain nothing for most functions here: the time goes to matrix products and LAPACK, which are compiled already. But
@@ -34,7 +36,7 @@ def jit_once(function: Callable) -> Callable:
     return jax.jit(function, compiler_options=_options(0))
 
 
-def at_once(function: Callable[[], Any]) -> Any:
+def at_once(function: Callable[[], Tree]) -> Tree:
     """The result of a function without arguments, compiled as one step, as NumPy arrays."""
     return jax.device_get(jit_once(function)())
 

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 CONSTANT, AFFINE, POINTWISE, OPAQUE = "constant", "affine", "pointwise", "opaque"
 
@@ -61,7 +62,7 @@ class Value(NamedTuple):
     """An intermediate result of the program: ``affine + rest``, either of which may be absent."""
 
     shape: tuple[int, ...]
-    dtype: Any
+    dtype: DTypeLike
     affine: Node | None
     rest: Node | None
 

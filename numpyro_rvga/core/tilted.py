@@ -17,6 +17,7 @@ import numpy as np
 from jax import Array
 from jax.core import Tracer
 from jax.extend import core as jex_core
+from jax.typing import DTypeLike
 
 from .interpret import interpret
 from .primitives import INLINED_PRIMITIVES, SELECTING_PRIMITIVES, is_float, results
@@ -38,7 +39,7 @@ class TiltedForm(NamedTuple):
     factors: tuple[tuple[int, int], ...]
     exponents: tuple[tuple[tuple[int, float], ...], ...]
 
-    def arrays(self, dtype: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def arrays(self, dtype: DTypeLike) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """The exponents and, as rows of identity matrices, both factors: (T, C) each."""
         tilts = np.zeros((len(self.factors), self.num_predictors), dtype)
         for row, pairs in zip(tilts, self.exponents):
@@ -82,7 +83,7 @@ def tilted(form: TiltedForm, mean: Array, covariance: Array, c: Tilted) -> tuple
 
 # ---------------------------------------------------------------------- reading a density
 def read_tilted(
-    density: Callable[[Array, Any], Array], num_predictors: int, dtype: Any, constants: Any
+    density: Callable[[Array, Any], Array], num_predictors: int, dtype: DTypeLike, constants: Any
 ) -> tuple[TiltedForm, Callable[[Any], Tilted]] | None:
     """The form of ``density(u, constants)`` and a function from constants to coefficients; None if it has none.
 

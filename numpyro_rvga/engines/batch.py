@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.typing import DTypeLike
 
 from ..core.recursion import State
 from ..core.sparse import Marginals
@@ -178,6 +179,6 @@ def _marginals_of(init: Any) -> Marginals | None:
     return None if init is None else Marginals(init.mean, np.sum(np.asarray(init.scale) ** 2, axis=1))
 
 
-def _gaussian_of(init: Any, dtype: Any) -> tuple[Array, Array]:
+def _gaussian_of(init: Any, dtype: DTypeLike) -> tuple[Array, Array]:
     """Mean and a root of the covariance."""
     return jnp.asarray(init.mean, dtype), jnp.asarray(init.scale, dtype)

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.typing import DTypeLike
 
 from ..core.factors import Kind
 from ..core.gaussians import Family
@@ -83,7 +84,7 @@ def distinct_densities(terms: Terms, rows: Rows, shared: dict[str, Array]) -> tu
     return chosen[first // terms.num_elements], first % terms.num_elements, jax.tree.map(lambda x: x[first], values)
 
 
-def curvature_of(terms: Terms, kind: Kind, dtype: Any, values: Any) -> Evaluate:
+def curvature_of(terms: Terms, kind: Kind, dtype: DTypeLike, values: Any) -> Evaluate:
     """(mean (C,), covariance (C, C), constants) -> -E[hess phi] and, of one predictor, its derivative in v."""
 
     def gamma(mean, covariance, value):
@@ -95,7 +96,7 @@ def curvature_of(terms: Terms, kind: Kind, dtype: Any, values: Any) -> Evaluate:
     return _differenced(gamma) if _has_kinks(gamma, dtype, values) else _differentiated(gamma)
 
 
-def _has_kinks(gamma: Callable, dtype: Any, values: Any) -> bool:
+def _has_kinks(gamma: Callable, dtype: DTypeLike, values: Any) -> bool:
     """Whether differentiating the quadrature's sum misses part of the slope: nodes pass kinks of phi as v grows."""
     few = jax.tree.map(lambda x: x[linspace_indices(len(x), PROBED_DENSITIES)], values)
     means, covariances = _product(MEANS[::4], VARIANCES[::4], dtype)
@@ -125,14 +126,14 @@ def _differenced(gamma: Callable) -> Evaluate:
     return evaluate
 
 
-def over_grid(evaluate: Evaluate, values: Any, means: np.ndarray, variances: np.ndarray, dtype: Any) -> Curvature:
+def over_grid(evaluate: Evaluate, values: Any, means: np.ndarray, variances: np.ndarray, dtype: DTypeLike) -> Curvature:
     matrices, slopes = _at_points(evaluate, values, *_product(means, variances, dtype))
     shape = (len(matrices), len(means), len(variances))
     return _judge(means[:, None], variances, matrices.reshape(*shape, 1, 1), slopes.reshape(shape), axis=1)
 
 
 def over_scattered_points(
-    evaluate: Evaluate, values: Any, means: np.ndarray, variances: np.ndarray, num_predictors: int, dtype: Any
+    evaluate: Evaluate, values: Any, means: np.ndarray, variances: np.ndarray, num_predictors: int, dtype: DTypeLike
 ) -> Curvature:
     """Means anywhere in the box that the grid's ends span, each with every variance."""
     rng = np.random.default_rng(0)
@@ -175,7 +176,7 @@ def _at_points(evaluate: Evaluate, values: Any, means: Array, covariances: Array
     return jax.device_get(every_density(values))
 
 
-def _product(means: np.ndarray, variances: np.ndarray, dtype: Any) -> tuple[Array, Array]:
+def _product(means: np.ndarray, variances: np.ndarray, dtype: DTypeLike) -> tuple[Array, Array]:
     """Means (points, 1) and covariances (points, 1, 1) of a grid, variances running fastest."""
     m, v = np.meshgrid(means, variances, indexing="ij")
     return jnp.asarray(m.reshape(-1, 1), dtype), jnp.asarray(v.reshape(-1, 1, 1), dtype)

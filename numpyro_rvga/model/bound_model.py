@@ -334,7 +334,7 @@ def _is_equal(a: Any, b: Any) -> bool:
 
 def _log_prob(record: SiteRecord) -> Array:
     with numpyro.validation_enabled(False):
-        return record.fn.log_prob(record.value) * record.weight
+        return jnp.asarray(record.fn.log_prob(record.value)) * record.weight
 
 
 def _is_numeric(value: Any) -> bool:

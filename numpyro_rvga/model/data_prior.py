@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 from jax import Array
+from numpyro.distributions import Distribution
 
 from ..core.compilation import jit_once
 from ..core.interpret import PartialEvaluation, depends_on, partial_evaluation
@@ -29,7 +30,7 @@ class PriorConstants(NamedTuple):
 class SiteArrays(NamedTuple):
     """What of a latent site's record is made of arrays."""
 
-    fn: Any
+    fn: Distribution
     value: Array
     log_abs_det: Array | None
     weight: Array | float

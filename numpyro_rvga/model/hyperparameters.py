@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from ..core.closed_forms import Gaussian
 from ..core.compilation import at_once
@@ -99,7 +100,7 @@ def _is_simple(program: Program, terms: Terms, rows: dict[str, Any]) -> bool:
     return terms.is_affine and _is_concave(terms, program.dtype, rows)
 
 
-def _is_concave(terms: Terms, dtype: Any, rows: dict[str, Any]) -> bool:
+def _is_concave(terms: Terms, dtype: DTypeLike, rows: dict[str, Any]) -> bool:
     """Whether the log density's Hessian is finite and negative semidefinite at some probes."""
     probes = jnp.asarray(np.random.default_rng(0).normal(size=(NUM_PROBES, terms.num_predictors)), dtype)
 

@@ -12,13 +12,13 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
-from numpyro.distributions import constraints
+from numpyro.distributions import Distribution, constraints
 
 from ..core.compilation import at_once
 from .failures import FORWARD, UnboundedStates
@@ -89,7 +89,7 @@ class Component(NamedTuple):
 
 
 # ---------------------------------------------------------------------- what the model says
-def bounds_of(site: str, fn: Any) -> tuple[Array, Array]:
+def bounds_of(site: str, fn: Distribution) -> tuple[Array, Array]:
     """The smallest and the largest value that a discrete latent may take.
 
     :raises UnboundedStates: naming the site, if its states are not the integers between two.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +29,8 @@ from .tracing import (
     run_model,
     sample_sites,
 )
+
+Tree = TypeVar("Tree")
 
 
 class ModelRuns:
@@ -109,11 +111,11 @@ class ModelRuns:
         """The sites of one of NumPyro's types; deterministic ones if they are numbers."""
         return [name for name, its_type in self._types.items() if its_type == site_type]
 
-    def jitted(self, function: Callable[[Mapping[str, Array]], Any], rows: Mapping[str, Array]) -> Any:
+    def jitted(self, function: Callable[[Mapping[str, Array]], Tree], rows: Mapping[str, Array]) -> Tree:
         """What a function of rows returns, compiled. A whole program's data have their values there."""
         return jit_once(lambda: function(rows))() if self.whole else jax.jit(function)(rows)
 
-    def abstractly(self, function: Callable[[Mapping[str, Array]], Any], rows: Mapping[str, Array]) -> Any:
+    def abstractly(self, function: Callable[[Mapping[str, Array]], Tree], rows: Mapping[str, Array]) -> Tree:
         """Shapes of what a function of rows returns. A whole program's data have their values there."""
         return jax.eval_shape(lambda: function(rows)) if self.whole else jax.eval_shape(function, rows)
 

@@ -12,7 +12,7 @@ from jax.scipy.special import betaln
 from numpyro import distributions
 
 
-def separate_terms(fn: Any, value: Array, unconstrained: Array) -> Array | None:
+def separate_terms(fn: distributions.Distribution, value: Array, unconstrained: Array) -> Array | None:
     """The log density of a latent in unconstrained space, one term for each factor, (..., K); None if it has no such
     form.
 

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpyro.distributions as dist
 from jax import Array
+from numpyro.distributions import Distribution
 from numpyro.distributions.transforms import IdentityTransform, biject_to
 
 from ..core import closed_forms as cf
@@ -286,7 +287,7 @@ def _parameter_terms(
     return _informed(terms, information_of(of_parameters, inner, u, row, example.kind)) if informed else terms
 
 
-def unconstrained_parameters(site: str, fn: Any) -> tuple[list[Array], Callable[[list[Array]], Any]]:
+def unconstrained_parameters(site: str, fn: Distribution) -> tuple[list[Array], Callable[[list[Array]], Any]]:
     """A distribution's parameters in unconstrained space, and the way back to the distribution.
 
     :raises NotImplementedError: naming the site, if the parameters' constraints are not known.
@@ -313,7 +314,7 @@ def _moves(function, theta, row) -> bool:
     return total.num_predictors > 0
 
 
-def _leaf_constraints(fn: Any) -> list | None:
+def _leaf_constraints(fn: Distribution) -> list | None:
     constraints: list = []
     for field in type(fn).gather_pytree_data_fields():
         value = fn.__dict__.get(field)

@@ -12,6 +12,7 @@ import numpyro.distributions as dist
 from jax import Array
 from jax.core import Tracer
 from numpyro import handlers
+from numpyro.distributions import Distribution
 from numpyro.distributions.transforms import IdentityTransform, biject_to
 from numpyro.primitives import Messenger
 
@@ -32,7 +33,7 @@ class SiteRecord(NamedTuple):
     """
 
     name: str
-    fn: Any
+    fn: Distribution
     value: Array
     unconstrained: Array | None
     log_abs_det: Array | None
@@ -202,7 +203,7 @@ def _advice(
         )
 
 
-def site_transform(fn: Any) -> Any:
+def site_transform(fn: Distribution) -> Any:
     """The map from unconstrained space to the support, elementwise where the event is only a reinterpretation."""
     support = fn.support
     while hasattr(support, "reinterpreted_batch_ndims"):
@@ -244,14 +245,14 @@ def site_info(record: SiteRecord) -> SiteInfo:
     return SiteInfo(jnp.shape(record.value), shape, record.plates, *flags)
 
 
-def _is_improper(fn: Any) -> bool:
+def _is_improper(fn: Distribution) -> bool:
     improper, base = dist.ImproperUniform, dist.Distribution
     while not isinstance(fn, improper) and isinstance(getattr(fn, "base_dist", None), base):
         fn = fn.base_dist
     return isinstance(fn, improper)
 
 
-def is_numpyros(fn: Any) -> bool:
+def is_numpyros(fn: Distribution) -> bool:
     """Whether a distribution, and those that it is made of, are NumPyro's own, and pytrees in every part: all that a
     run of the model has computed is among their leaves."""
     parts = jax.tree.leaves(vars(fn), is_leaf=lambda x: isinstance(x, dist.Distribution))
@@ -275,7 +276,7 @@ def plates_of(trace: dict) -> dict[str, tuple[str, ...]]:
     }
 
 
-def peel(fn: Any) -> tuple[Any, Array | bool]:
+def peel(fn: Distribution) -> tuple[Any, Array | bool]:
     """A distribution without expansion, masks and event reinterpretation: its elements are the independent terms.
 
     :return: the base distribution and the product of the masks.

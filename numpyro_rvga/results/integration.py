@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 from jax.sharding import Mesh
-from jax.typing import ArrayLike
+from jax.typing import ArrayLike, DTypeLike
 
 from ..core.gaussians.arrow_roots import ArrowRoots
 from ..core.gaussians.mixture import GaussianMixture
@@ -249,7 +249,7 @@ def mixture_of(
     design: Design,
     indices: np.ndarray,
     others: np.ndarray,
-    dtype: Any,
+    dtype: DTypeLike,
     solved: SparseMaximizedBound | None = None,
 ) -> GaussianMixture:
     """A mixture over theta: h near a point is Normal, and x given h too, its mean linear in h.
@@ -297,7 +297,9 @@ def _prior_moments(program: Program, *, is_long: bool) -> tuple[np.ndarray, np.n
     return np.asarray(prior.mean), np.linalg.norm(np.asarray(prior.root), axis=1)
 
 
-def _moments_of(bound: MaximizedBound | SparseMaximizedBound, point: Point, dtype: Any) -> tuple[np.ndarray, Root]:
+def _moments_of(
+    bound: MaximizedBound | SparseMaximizedBound, point: Point, dtype: DTypeLike
+) -> tuple[np.ndarray, Root]:
     """Of x at a point."""
     if isinstance(bound, SparseMaximizedBound):
         mean, (factor, variance) = jax.device_get(point.start)
@@ -316,7 +318,7 @@ def _indices_of(program: Program, sites: tuple[str, ...]) -> np.ndarray:
 
 
 def _solve_given(
-    bound: MaximizedBound | SparseMaximizedBound, estimate: EvidenceEstimate | None, chunks: RowChunks, dtype: Any
+    bound: MaximizedBound | SparseMaximizedBound, estimate: EvidenceEstimate | None, chunks: RowChunks, dtype: DTypeLike
 ) -> Callable[[ArrayLike, Start], Maximum]:
     """h and a start -> the bound's maximum, or what stands in its place."""
 
@@ -332,7 +334,7 @@ def _solve_given(
 
 
 def _marginal(
-    bound: MaximizedBound | SparseMaximizedBound, solve: Callable, chunks: RowChunks, dtype: Any, bar: Bar
+    bound: MaximizedBound | SparseMaximizedBound, solve: Callable, chunks: RowChunks, dtype: DTypeLike, bar: Bar
 ) -> Marginal:
     def counted(h, start):
         bar.update(1)

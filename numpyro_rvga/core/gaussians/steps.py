@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.typing import DTypeLike
 
 from ..linalg import column_sums, positive_part
 
@@ -89,7 +90,7 @@ class Movement(NamedTuple):
     transition: Callable[[Any], Transition]
     time: str | None
 
-    def start(self, known: Any, dtype: Any) -> Array | None:
+    def start(self, known: Any, dtype: DTypeLike) -> Array | None:
         """The time of the last row so far, (): NaN where ``known`` is None. None without time stamps."""
         return None if self.time is None else jnp.asarray(jnp.nan if known is None else known, dtype)
 
