@@ -9,14 +9,14 @@ import numpy as np
 from jax import Array
 from jax.typing import DTypeLike
 
-from ..core.recursion import State
+from ..core.recursion import State, StepInfo
 from ..core.sparse import Marginals
 from ..model.bad_rows import NotFinite, describe_bad_rows
 from ..model.program import Program
 from ..model.rows import Rows
 from ..model.tracing import REACH
 from ..options import Options
-from ..progress import progress
+from ..progress import Bar, progress
 from ..user_warnings import warn
 from .engine import Engine
 from .expectation_errors import expectation_errors, warn_of
@@ -24,7 +24,7 @@ from .gradient_ascent import GradientAscent, Record
 from .joint_solver import JointProblem, whitened
 from .learning import Learned, Learner
 from .row_chunks import distinct_chunks_of
-from .sparse import sparse_engine
+from .sparse import SparseEngine, sparse_engine
 from .starts import modes_info, warn_of_modes
 
 LEARNING_TOLERANCE = 1e-5  # nats
@@ -59,34 +59,17 @@ class BatchSolver:
         :raises NotFinite: naming the row, if the bound is not finite.
         :raises ValueError: naming the site, if the posterior is improper.
         """
-        program, learned = engine.program, None
-        if not program.terms and not program.prior.terms:
-            return _prior_itself(program)
+        if not engine.program.terms and not engine.program.prior.terms:
+            return _prior_itself(engine.program)
         in_parts = self._schedule == "incremental" and self._options.scheme == "implicit"
         sparse = sparse_engine(engine, rows) if in_parts else None
         with progress(progress_bar, None, self._name, "it") as bar:
             record = Record(bar, started)
             if sparse is not None:
-                sparse_problem = sparse.problem(rows, _marginals_of(init))
-                origin = sparse_problem.marginals.mean
-                after, info = sparse.solve(sparse_problem, record.step)
+                solved = _solved_sparsely(sparse, rows, init, record)
             else:
-                chunks, before = distinct_chunks_of(engine, rows), program.initial_state()
-                start = None if init is None else whitened(before, *_gaussian_of(init, program.dtype))
-                if program.params.layout.size:
-                    tolerance = self._options.tolerance or LEARNING_TOLERANCE
-                    learned = _learner_of(engine)(chunks, start, tolerance, bar)
-                    program, start = program.with_params(learned.params), learned.start
-                    before = program.initial_state()
-                inputs = engine.devices.put((before, start, program.prior_inputs))
-                problem = JointProblem(inputs[0], chunks, inputs[2], init=inputs[1])
-                origin, count = before.mean, np.int32(program.count_rows(rows))
-                if self._schedule == "gradient":
-                    after, info = _ascent_of(engine)(problem, count, record)
-                else:
-                    alternating = self._schedule == "batch"
-                    after, info = engine.solve_all(problem, count, alternating=alternating, on_step=record.step)
-            after, info = engine.devices.fetch((after, info))
+                solved = self._solved_densely(engine, rows, init, record, bar)
+        program, after, info, origin, learned = solved
         if not bool(info.ok):
             reason = describe_bad_rows(program, origin, rows)
             raise NotFinite(f"the bound is not finite: {reason or 'are the priors proper?'}.")
@@ -120,6 +103,26 @@ class BatchSolver:
         return Fit(program, after, bound, facts)
 
     # ------------------------------------------------------------------ inside
+    def _solved_densely(self, engine: Engine, rows: Rows, init: Any, record: Record, bar: Bar) -> _Solved:
+        """By precisions that are whole matrices."""
+        program, learned = engine.program, None
+        chunks, before = distinct_chunks_of(engine, rows), program.initial_state()
+        start = None if init is None else whitened(before, *_gaussian_of(init, program.dtype))
+        if program.params.layout.size:
+            tolerance = self._options.tolerance or LEARNING_TOLERANCE
+            learned = _learner_of(engine)(chunks, start, tolerance, bar)
+            program, start = program.with_params(learned.params), learned.start
+            before = program.initial_state()
+        inputs = engine.devices.put((before, start, program.prior_inputs))
+        problem = JointProblem(inputs[0], chunks, inputs[2], init=inputs[1])
+        count = np.int32(program.count_rows(rows))
+        if self._schedule == "gradient":
+            after, info = _ascent_of(engine)(problem, count, record)
+        else:
+            alternating = self._schedule == "batch"
+            after, info = engine.solve_all(problem, count, alternating=alternating, on_step=record.step)
+        return _Solved(program, *engine.devices.fetch((after, info)), before.mean, learned)
+
     def _warn(self, facts: dict, learned: Learned | None) -> None:
         if not facts["converged"]:
             spent = facts["iterations"] >= self._options.max_iterations
@@ -134,6 +137,23 @@ class BatchSolver:
                 f"the numpyro.param sites were still rising after {len(learned.bounds) - 1} steps: start them nearer, "
                 "or raise tolerance."
             )
+
+
+class _Solved(NamedTuple):
+    """:ivar program: with the ``numpyro.param`` sites that were ``learned``. :ivar origin: where the search began."""
+
+    program: Program
+    state: State
+    info: StepInfo
+    origin: Array
+    learned: Learned | None
+
+
+def _solved_sparsely(sparse: SparseEngine, rows: Rows, init: Any, record: Record) -> _Solved:
+    """By precisions of which one site is eliminated."""
+    engine, problem = sparse.engine, sparse.problem(rows, _marginals_of(init))
+    after, info = engine.devices.fetch(sparse.solve(problem, record.step))
+    return _Solved(engine.program, after, info, problem.marginals.mean, None)
 
 
 def _learner_of(engine: Engine) -> Learner:
