@@ -136,8 +136,9 @@ def draw(results: dict[str, Any], path: Path) -> None:
             label = f"{row['parts']} parts, {row['order']}"
             ax.plot(np.arange(1, 1 + len(row["merge_errors"])), row["merge_errors"], style, marker="o", label=label)
         ax.axhline(0.01, color="0.7", linewidth=0.8)
-        ax.set(title=name, xlabel="round", yscale="log", xticks=range(1, 6))
-        ax.legend(fontsize=7)
+        most = max(len(row["merge_errors"]) for row in rows)
+        ax.set(title=name, xlabel="round", yscale="log", xticks=range(1, 1 + most), xlim=(0.8, most + 0.2))
+    axes[0, -1].legend(fontsize=7, loc="center left", bbox_to_anchor=(1.02, 0.5))
     axes[0, 0].set_ylabel("standard deviations from all rows")
     figure.savefig(path, dpi=150, bbox_inches="tight")
 
