@@ -215,7 +215,7 @@ def run_groups(
         "converged": bool(error < TOLERANCE),
     }
     mean, scale = (jnp.asarray(x, engine.program.dtype) for x in (result.shared.mean, result.shared.root))
-    seen = (GroupFiles(folder, index), num_rows, num_groups)
+    seen = (GroupFiles(folder, index), local, num_rows, num_groups)
     return GroupPosterior(engine.program, members, mean, scale, result.bound, info, *seen)
 
 

@@ -138,6 +138,15 @@ def test_counts_in_single_precision(client, tmp_path):
     assert off(found, best) < 0.02 and abs(found.elbo - best.elbo) < 0.01
 
 
+def test_groups_of_one_row_each(client, tmp_path):
+    data = {"user": np.arange(40), "y": np.random.default_rng(4).poisson(np.repeat([1, 3, 9, 2], 10))}
+    best = FixedPointVI(counts).run(data, num_users=40, progress_bar=False)
+    found = distributed.run_groups(
+        RVGA(counts), cut(data, np.arange(40) % 2), folder=tmp_path / "users", client=client, **PLATE
+    )
+    assert off(found, best) < 0.02 and abs(found.elbo - best.elbo) < 0.01
+
+
 def test_what_is_no_group_of_a_part_is_refused(client, tmp_path, chosen):
     def run(model=choices, parts=None, method=RVGA, **options):
         parts = cut(chosen, np.arange(60) % 2) if parts is None else parts

@@ -74,6 +74,7 @@ class GroupModel(NamedTuple):
         engines = self._engines()
         apart = count + (num_rows(rows) == count)  # a plate that is as long as the rows would be one of theirs
         engine = self._engine(engines, rows, apart)
+        engine.program.check_rows(rows)
         solver = BatchSolver(self.options, "incremental", "groups")
         fit = solver(engine, rows, progress_bar=False, started=time.perf_counter())
         members = members_of(engine.program, self.plate.name, apart)
@@ -84,9 +85,7 @@ class GroupModel(NamedTuple):
 
     def _engine(self, engines: Engines, rows: Rows, count: int) -> Engine:
         key = default_key() if self.rng_key is None else self.rng_key
-        engine = engines.get(rows, {**self.model_kwargs, self.plate.size: count}, key, rows)
-        engine.program.check_rows(rows)
-        return engine
+        return engines.get(rows, {**self.model_kwargs, self.plate.size: count}, key, rows)
 
 
 class Start(NamedTuple):
@@ -124,6 +123,7 @@ class GroupPart:
     def evaluations(self) -> GroupEvaluations:
         """Compiled for this part."""
         engine, members = self.model.bound(self.rows, len(self.labels))
+        engine.program.check_rows(self.rows)
         terms = GroupTerms(engine, members)
         chunks = terms.chunks(self.rows, self.rows[self.model.plate.index])
         return GroupEvaluations(terms, chunks, len(self.labels), with_shared_prior=self._with_shared_prior)

@@ -27,7 +27,22 @@ class RowForm(NamedTuple):
     def of(cls, rows: Mapping[str, np.ndarray], index: str, most: int) -> RowForm:
         """``index``: the array of groups."""
         others = sorted(name for name in rows if name != index)
-        return cls(most, {name: rows[name].shape[1:] for name in others}, {name: rows[name].dtype for name in others})
+        dtypes = {n: np.dtype(np.float64) if rows[n].dtype.kind == "f" else rows[n].dtype for n in others}
+        return cls(most, {name: rows[name].shape[1:] for name in others}, dtypes)
+
+    def fitted(self, rows: Rows) -> Rows:
+        """Rows of these types.
+
+        :raises ValueError: naming an array that would not be the same.
+        """
+        fitted = {name: rows[name].astype(dtype) for name, dtype in self.dtypes.items()}
+        for name, array in fitted.items():
+            if not np.array_equal(array, rows[name]):
+                raise ValueError(
+                    f"data array {name!r} was of type {self.dtypes[name]} in the first rows that the stream has taken "
+                    f"in, and has values of type {rows[name].dtype} that are none: begin with rows of that type."
+                )
+        return fitted
 
     @property
     def width(self) -> int:

@@ -8,7 +8,7 @@ Gaussian factor (:mod:`~numpyro_rvga.core.group_factors`). The other groups stay
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -21,10 +21,13 @@ from ..engines.expectation_errors import warn_of
 from ..model.arguments import check_row_shapes, finite_rows, row_shapes
 from ..model.identity import ModelIdentity
 from ..model.members import Members
-from ..model.rows import Rows, joined, num_rows, selected
+from ..model.rows import Rows, num_rows, selected
+from ..options import check_choice
+from ..streams.opening import BAD_ROW_POLICIES
 from ..user_warnings import warn
 from .group_blocks import FEWEST, Bound, Seen
-from .group_parts import GroupModel, Start, first_place, gathered, started
+from .group_parts import GroupModel, Start, first_place, started
+from .group_reading import LABELS, blocks_of_rows, check_finite, numbered
 from .group_rounds import Shared
 from .group_rows import GroupRows, new_rows
 from .group_solves import Moments, solved
@@ -37,7 +40,6 @@ GROWTH = 1.5  # of the number of rows, after which the priors of all groups in m
 SETTLED = 0.1  # standard deviations
 MOST_LOOKS = 10  # at groups that are not all in memory
 WRITTEN = 2**16  # groups of a file
-LABELS = ("integers", "strings")
 
 
 class GroupStream:
@@ -56,7 +58,7 @@ class GroupStream:
         self._kind: str | None = None
         self.num_rows, self._settled_at, self._version = 0, 0, 0
         self._error, self._expectation_error, self._moved, self._looked_at = 0.0, 0.0, 0.0, 0
-        self._variance, self._stood_alone = np.zeros((1, 1)), False
+        self._variance, self._stood_alone, self._num_skipped = np.zeros((1, 1)), False, 0
         try:
             state = store.saved_state()
             if state is not None:
@@ -73,45 +75,39 @@ class GroupStream:
         return f"GroupStream(num_rows={self.num_rows}, num_groups={self.num_groups})"
 
     # ------------------------------------------------------------------ rows
-    def update(self, data: Mapping[str, Any] | tuple | Iterable) -> None:
+    def update(self, data: Mapping[str, Any] | tuple | Iterable, *, on_bad_row: str = "raise") -> None:
         """Take in rows, of groups seen before and of new ones. They are taken as they come, in blocks.
 
         :param data: a mapping from the model's argument names to arrays that share their leading axis, the rows; or an
             iterable of such blocks.
+        :param on_bad_row: ``"skip"``: leave out rows with values that are not finite, or that the model cannot have
+            observed. ``info["num_skipped"]`` of the posterior tells how many. A missing label is an error.
         :raises ValueError: naming the array and the row, for data of no use; blocks before that row have been taken in.
         """
+        check_choice("on_bad_row", on_bad_row, BAD_ROW_POLICIES)
         first = 0
-        for rows in self._blocks(data):
-            self._take(rows, first)
-            first += num_rows(rows)
+        for rows in blocks_of_rows(self._model, data, self._block_size, self._kind):
+            good = self._good(rows) if on_bad_row == "skip" else rows
+            if num_rows(good):
+                self._take(good, first)
+            first, self._num_skipped = first + num_rows(rows), self._num_skipped + num_rows(rows) - num_rows(good)
 
-    def _blocks(self, data: Any) -> Iterator[Rows]:
-        """Of ``block_size`` rows, however the data are cut."""
-        plate = self._model.plate
-        keywords, done, waiting, kind = {**self._model.model_kwargs, plate.size: 1}, 0, [], self._kind
-        for block in [data] if isinstance(data, (Mapping, tuple)) else data:
-            rows, kind = gathered(self._model.model, block, plate.index, keywords, done, kind)
-            if kind not in (None, *LABELS):
-                raise ValueError(
-                    f"array {plate.index!r} must have labels that are integers or strings, and they are {kind}."
-                )
-            waiting.append(rows)
-            done += num_rows(rows)
-            while sum(map(num_rows, waiting)) >= self._block_size:
-                whole = joined(waiting)
-                yield selected(whole, slice(0, self._block_size))
-                waiting = [selected(whole, slice(self._block_size, None))]
-        if sum(map(num_rows, waiting)):
-            yield joined(waiting)
+    def _good(self, rows: Rows) -> Rows:
+        """Those of use."""
+        rows = selected(rows, finite_rows(rows))
+        if not num_rows(rows):
+            return rows
+        labels, by_number = numbered(rows, self._model.plate.index)
+        return selected(rows, self._program(by_number, len(labels)).engine.program.begin_check(by_number)())
 
     def _take(self, rows: Rows, first: int) -> None:
         """One block. ``first``: the number of its first row."""
         index = self._model.plate.index
-        unique, number = np.unique(np.asarray(rows[index].tolist()), return_inverse=True)
-        labels, rows = unique.tolist(), rows | {index: number.astype(np.int32)}
-        _check_finite(rows, first)
+        check_finite(rows, first)
+        labels, rows = numbered(rows, index)
         bound = self._program(rows, len(labels))
         bound.engine.program.check_rows(rows, first)
+        rows = bound.form.fitted(rows) | {index: rows[index]}
         if self._start is None:
             self._start = started(self._model, rows, len(labels))
         vectors, places = self._store.read(labels)
@@ -121,7 +117,7 @@ class GroupStream:
             for mine, theirs in zip(groups, seen.groups.at(self._moments.shared.mean)):
                 mine[places] = theirs
         others = {name: array for name, array in rows.items() if name != index}
-        new = new_rows(others, number, np.random.default_rng(self.num_rows), index)
+        new = new_rows(others, rows[index], np.random.default_rng(self.num_rows), index)
         try:
             self._solve(bound, labels, groups, seen, new)
         except ValueError as error:
@@ -222,7 +218,7 @@ class GroupStream:
                 "slots": bound.members.number,
                 "start": [start.mean, start.precision, *start.shared, start.head],
                 "moments": [list(shared), list(prior), evidence],
-                "counts": [self.num_rows, self._settled_at, self._looked_at],
+                "counts": [self.num_rows, self._settled_at, self._looked_at, self._num_skipped],
                 "errors": [self._error, self._expectation_error, self._moved, self._variance, self._stood_alone],
                 "labels": self._kind,
                 "in_memory": np.array(self._store.labels_in_memory),
@@ -254,7 +250,7 @@ class GroupStream:
         self._start = Start(Shared(*shared), mean, precision, head)
         shared, prior, evidence = state["moments"]
         self._moments = Moments(Shared(*shared), Factors(*prior), evidence)
-        self.num_rows, self._settled_at, self._looked_at = state["counts"]
+        self.num_rows, self._settled_at, self._looked_at, self._num_skipped = state["counts"]
         self._error, self._expectation_error, self._moved, self._variance, self._stood_alone = state["errors"]
         self._bound, self._kind = bound, state["labels"]
         self._store.read(state["in_memory"].tolist())
@@ -297,6 +293,7 @@ class GroupStream:
             "error": self._error,
             "sampling_error": self._sampling_error,
             "moved": self._moved,
+            "num_skipped": self._num_skipped,
             "settled": self._bound.is_exact or self._settled_at == self.num_rows,
             "elbo_error": self._expectation_error,
         }
@@ -304,7 +301,8 @@ class GroupStream:
         groups = _Streamed(self, self._version) if folder is None else self._written(checked_folder(folder))
         mean, scale = (jnp.asarray(x, program.dtype) for x in (shared.mean, shared.root))
         elbo = evidence if program.is_conjugate else None
-        return GroupPosterior(program, members, mean, scale, elbo, info, groups, self.num_rows, self.num_groups)
+        known = (groups, self._model.plate, self.num_rows, self.num_groups)
+        return GroupPosterior(program, members, mean, scale, elbo, info, *known)
 
     @property
     def _sampling_error(self) -> float:
@@ -323,26 +321,49 @@ class GroupStream:
             write_groups(folder, number, index, np.array(labels)[order], bound.members.names, groups, shared.root)
         return GroupFiles(folder, index)
 
+    def knows(self, labels: np.ndarray, version: int) -> np.ndarray:
+        """Of which groups there were rows.
+
+        :raises ValueError: for labels of another kind, and if the stream has gone on.
+        """
+        self._check_version(version)
+        self._check_kind(labels)
+        known = np.zeros(len(labels), bool)
+        known[self._store.read(labels.tolist())[1]] = True
+        self._store.make_room()
+        return known
+
     def read(self, labels: np.ndarray, version: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """What a posterior needs of groups.
 
         :raises ValueError: naming a label of which there were no rows, and if the stream has gone on.
         """
+        self._check_version(version)
+        assert self._bound is not None
+        self._check_kind(labels)
+        wanted, where = np.unique(labels, return_inverse=True)
+        vectors, places = self._store.read(wanted.tolist())
+        if len(places) < len(wanted):
+            missing = np.delete(wanted, places)[0]
+            raise ValueError(
+                f"the stream has had no rows of group {missing}: leave it out, take new_groups=1 for it, or call "
+                "update with some."
+            )
+        groups = self._bound.unpacked(vectors)[0].at(self._so_far.shared.mean)
+        given = conditionals(groups)
+        self._store.make_room()
+        return groups.mean[where], given.slope[where], given.root[where]
+
+    def _check_kind(self, labels: np.ndarray) -> None:
+        if (labels.dtype.kind == "U") != (self._kind == "strings"):
+            raise ValueError(f"labels of groups are {self._kind} in the stream, and {labels.dtype} here: convert them.")
+
+    def _check_version(self, version: int) -> None:
         if version != self._version:
             raise ValueError(
                 "the stream has taken in rows since this posterior was made: ask it for a new one with posterior(), or "
                 "keep groups in files with posterior(folder=...)."
             )
-        assert self._bound is not None
-        wanted, where = np.unique(labels, return_inverse=True)
-        vectors, places = self._store.read(wanted.tolist())
-        if len(places) < len(wanted):
-            missing = np.delete(wanted, places)[0]
-            raise ValueError(f"the stream has had no rows of group {missing}: leave it out, or call update with some.")
-        groups = self._bound.unpacked(vectors)[0].at(self._so_far.shared.mean)
-        given = conditionals(groups)
-        self._store.make_room()
-        return groups.mean[where], given.slope[where], given.root[where]
 
 
 class _Streamed(NamedTuple):
@@ -351,6 +372,9 @@ class _Streamed(NamedTuple):
     stream: GroupStream
     version: int
 
+    def knows(self, wanted: np.ndarray) -> np.ndarray:
+        return self.stream.knows(wanted, self.version)
+
     def read(self, wanted: np.ndarray, members: Members) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         return self.stream.read(wanted, self.version)
 
@@ -358,14 +382,3 @@ class _Streamed(NamedTuple):
 def _moved(before: Shared, after: Shared) -> float:
     """In standard deviations."""
     return distance(before.mean, before.root, after.mean, after.root)
-
-
-def _check_finite(rows: Rows, first_row: int) -> None:
-    """:raises ValueError: naming the array and the row of a value that is not finite."""
-    for name, array in rows.items():
-        finite = finite_rows({name: array})
-        if not finite.all():
-            raise ValueError(
-                f"data array {name!r} holds NaN or an infinite value in row {first_row + int(np.argmin(finite))}: "
-                "leave such rows out. Rows before them may have been taken in: see num_rows."
-            )

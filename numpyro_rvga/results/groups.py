@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -14,9 +14,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from numpyro import handlers
 
 from ..core.groups import Groups, conditionals, covariances
 from ..model.members import Members
+from ..model.rows import num_rows
+from ..options import is_count
+from .group_parts import LocalPlate
+from .group_prediction import predict
 
 if TYPE_CHECKING:
     from ..model import Program
@@ -26,6 +31,13 @@ MEAN, DEVIATION, SLOPE, ROOT = "{}.mean", "{}.sd", "given_shared.slope", "given_
 
 class GroupSource(Protocol):
     """What knows the groups of a posterior."""
+
+    def knows(self, wanted: np.ndarray) -> np.ndarray:
+        """Of which labels it has groups: (g,) of (g,).
+
+        :raises ValueError: for labels of another kind than its own.
+        """
+        ...
 
     def read(self, wanted: np.ndarray, members: Members) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Means at the mean of the shared sites (g, d), slopes in these (g, d, k), and roots of the covariances given
@@ -50,7 +62,7 @@ class GroupPosterior:
     :param mean: of the shared sites, flattened in the order of :attr:`site_names`, ``(k,)``.
     :param scale: a square root of their covariance, ``(k, k)``.
     :param elbo: the bound on log p(data); None where it is not known. :param info: what the run has to tell besides.
-    :param groups: where the groups are.
+    :param groups: where the groups are. :param plate: theirs.
     :param num_rows: of all data. :param num_groups: likewise.
     """
 
@@ -61,6 +73,7 @@ class GroupPosterior:
     elbo: float | None
     info: Mapping[str, Any]
     groups: GroupSource
+    plate: LocalPlate
     num_rows: int
     num_groups: int
 
@@ -87,19 +100,26 @@ class GroupPosterior:
         return self.scale @ self.scale.T
 
     def sample_posterior(
-        self, rng_key: Array, sample_shape: tuple[int, ...] = (), groups: Sequence[Any] | np.ndarray | None = None
+        self,
+        rng_key: Array,
+        sample_shape: tuple[int, ...] = (),
+        groups: Sequence[Any] | np.ndarray | None = None,
+        *,
+        new_groups: int = 0,
     ) -> dict[str, Array]:
         """Draw from q.
 
         :param rng_key: random key. :param sample_shape: leading shape of the draws.
         :param groups: labels, as the data have them. Of files, only their rows are read.
+        :param new_groups: how many groups of which there are no rows to draw too, from their prior given the shared
+            sites.
         :return: the constrained shared sites and the deterministic sites that are functions of these, each of shape
-            ``(*sample_shape, *site_shape)``; with ``groups``, also the sites of these groups, drawn together with the
-            shared ones, each of shape ``(*sample_shape, len(groups), *site_shape)``.
+            ``(*sample_shape, *site_shape)``; with ``groups`` or ``new_groups``, also the sites of these groups, drawn
+            together with the shared ones, each of shape ``(*sample_shape, len(groups) + new_groups, *site_shape)``.
         :raises ValueError: naming a label that is not there, and of a stream that has taken in rows since.
         :raises ImportError: for groups, without pyarrow.
         """
-        shared_key, key = jax.random.split(rng_key)
+        shared_key, key, new_key = jax.random.split(rng_key, 3)
         count, size = int(np.prod(sample_shape, dtype=int)), len(self.members.columns)
         standard = jax.random.normal(shared_key, (count, self.mean.size), self.mean.dtype)
         shift = standard @ self.scale.T
@@ -107,15 +127,54 @@ class GroupPosterior:
             drawn = self._constrained(self.mean + shift, jnp.zeros((count, 1, size), self.mean.dtype))[0]
         else:
             wanted = np.asarray(groups)
-            if wanted.ndim != 1:
-                raise ValueError(f"groups must be a list of labels, not of shape {wanted.shape}.")
+            if wanted.ndim != 1 or not wanted.size:
+                raise ValueError(f"groups must be a list of labels, or None for none, not of shape {wanted.shape}.")
             found = self.groups.read(wanted, self.members)
             mean, slope, root = (jnp.asarray(x, self.mean.dtype) for x in found)
             noise = jax.random.normal(key, (count, len(mean), size), self.mean.dtype)
             own = mean + jnp.einsum("gdk,nk->ngd", slope, shift) + jnp.einsum("gde,nge->ngd", root, noise)
             of_all, of_groups = self._constrained(self.mean + shift, own)
             drawn = of_all | of_groups
+        if not is_count(new_groups, 0):
+            raise ValueError(f"new_groups must be an integer of at least 0, not {new_groups!r}.")
+        if new_groups:
+            new = self._new(new_key, {name: drawn[name] for name in self.site_names}, new_groups)
+            drawn |= {n: jnp.concatenate([drawn[n], x], axis=1) if n in drawn else x for n, x in new.items()}
         return {name: jnp.reshape(value, (*sample_shape, *value.shape[1:])) for name, value in drawn.items()}
+
+    def predictive(
+        self, rng_key: Array, data: Mapping[str, Any] | tuple | Iterable, num_samples: int = 1000
+    ) -> dict[str, Array]:
+        """Predict the observed sites of new rows, by runs of the model at draws from q.
+
+        :param rng_key: random key.
+        :param data: rows, with or without the outcome, with labels of their groups. Groups of which there were no rows
+            are drawn from their prior given the shared sites.
+        :param num_samples: the number of draws.
+        :return: the observed sites and the deterministic sites inside the row plate, of shape
+            ``(num_samples, *site_shape)``.
+        :raises ValueError: for unusable data, and as :meth:`sample_posterior` does.
+        """
+        return predict(self, rng_key, data, num_samples)
+
+    def _new(self, rng_key: Array, shared: dict[str, Array], count: int) -> dict[str, Array]:
+        """Sites of so many groups without rows, at constrained shared sites: from runs of the model.
+
+        :param shared: by name, (n, *site_shape).
+        """
+        rows, axes = self.program.example_rows, self._group_axes
+        runs = -(-count // self.members.number)
+        arguments, keywords = self.program.call_arguments(rows)
+
+        def one(key: Array, latents: dict[str, Array]) -> dict[str, Array]:
+            model = handlers.seed(handlers.substitute(self.program.runner(num_rows(rows)), data=latents), key)
+            with handlers.block():
+                trace = handlers.trace(model).get_trace(*arguments, **keywords)
+            return {name: jnp.moveaxis(trace[name]["value"], axis, 0) for name, axis in axes.items()}
+
+        keys = jax.random.split(rng_key, (len(next(iter(shared.values()))), runs))
+        drawn = jax.jit(jax.vmap(jax.vmap(one, (0, None))))(keys, shared)
+        return {name: x.reshape(len(x), -1, *x.shape[3:])[:, :count] for name, x in drawn.items()}
 
     def _constrained(self, shared: Array, own: Array) -> tuple[dict[str, Array], dict[str, Array]]:
         """Sites at shared (n, k) and groups' (n, g, d) entries: the shared ones and those of groups."""
@@ -133,7 +192,7 @@ class GroupPosterior:
     @functools.cached_property
     def _group_axes(self) -> dict[str, int]:
         """Of sites inside the plate, along which its members lie."""
-        plate = self.info["plate"]
+        plate = self.plate.name
         sites = {*self.group_site_names, *self.program.deterministic.of_latents}
         return {n: self.program.plates[n].index(plate) for n in sites if plate in self.program.plates.get(n, ())}
 
@@ -155,6 +214,18 @@ class GroupFiles(NamedTuple):
 
     folder: str
     index: str
+
+    def knows(self, wanted: np.ndarray) -> np.ndarray:
+        """See :class:`GroupSource`."""
+        import pyarrow as pa
+
+        column = _parquet().read_table(self.folder, columns=[self.index])[self.index]
+        is_text = pa.types.is_string(column.type) or pa.types.is_large_string(column.type)
+        if (wanted.dtype.kind == "U") != is_text:
+            raise ValueError(
+                f"labels of groups are {column.type} in {self.folder}, and {wanted.dtype} here: convert them."
+            )
+        return np.isin(wanted, column.to_numpy())
 
     def read(self, wanted: np.ndarray, members: Members) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """See :class:`GroupSource`."""

@@ -168,11 +168,70 @@ def test_a_sample_of_the_rows_of_a_group_stands_for_all(order, tolerance):
     assert found.info["sampling_error"] < 0.1
 
 
+def test_groups_without_rows_are_drawn_given_the_shared_sites(chosen, tmp_path):
+    stream = RVGA(choices).stream_groups(**PLATE)
+    stream.update(chosen)
+    found = stream.posterior()
+    draws = found.sample_posterior(jax.random.key(0), (2000,), groups=[3], new_groups=2)
+    assert draws["above"].shape == draws["level"].shape == (2000, 3)
+    np.testing.assert_allclose(draws["level"], draws["slopes"][:, 1:] + draws["above"], rtol=1e-12)
+    standard = draws["above"][:, 1:] / draws["scale"][:, None]
+    np.testing.assert_allclose(standard.mean(axis=0), 0, atol=0.1)
+    np.testing.assert_allclose(np.cov(standard.T), np.eye(2), atol=0.15)
+    assert found.sample_posterior(jax.random.key(0), (4,), new_groups=70)["level"].shape == (4, 70)
+    rows = {"user": np.array([-8, 3, -8, 41, 3]), "x": np.array([0.0, 1.0, 0.0, 50.0, -50.0])}
+    y = np.asarray(found.predictive(jax.random.key(1), rows, 4000)["y"])
+    assert y.shape == (4000, 5)
+    draws = found.sample_posterior(jax.random.key(2), (4000,), groups=[3], new_groups=1)
+    probability = jax.nn.sigmoid(draws["level"] + draws["slopes"][:, :1] * np.array([1.0, 0.0]))
+    np.testing.assert_allclose(y.mean(axis=0)[[1, 0]], probability.mean(axis=0), atol=0.04)
+    np.testing.assert_allclose((y[:, 0] * y[:, 2]).mean(), (probability[:, 1] ** 2).mean(), atol=0.04)  # one group
+    np.testing.assert_allclose(y.mean(axis=0)[3:], [1, 0], atol=0.02)
+    with pytest.raises(ValueError, match="labels of groups are integers in the stream, and <U1 here"):
+        found.predictive(jax.random.key(1), {"user": ["3"], "x": [1.0]})
+    with pytest.raises(ValueError, match="new_groups must be an integer of at least 0, not -1"):
+        found.sample_posterior(jax.random.key(0), new_groups=-1)
+    pytest.importorskip("pyarrow")
+    again = stream.posterior(folder=tmp_path / "users").predictive(jax.random.key(1), rows, 4000)["y"]
+    np.testing.assert_allclose(again.mean(axis=0), y.mean(axis=0), atol=0.04)
+    with pytest.raises(ValueError, match=r"labels of groups are int64 in .*, and <U1 here"):
+        stream.posterior(folder=tmp_path / "more").predictive(jax.random.key(1), {"user": ["3"], "x": [1.0]})
+
+
 def test_a_sample_that_cannot_stand_for_all_is_told_of(chosen):
     stream = RVGA(choices).stream_groups(**PLATE, block_size=60, rows_kept=1)
     stream.update(in_order(chosen, np.argsort(chosen["y"], kind="stable")))
     with pytest.warns(UserWarning, match="of groups with more rows than are kept|more rows than the 1 that are kept"):
         stream.posterior()
+
+
+def test_bad_rows_are_skipped_as_if_they_had_never_been_there(chosen):
+    rows = np.random.default_rng(1).permutation(120)
+    bad = {name: array.copy() for name, array in in_order(chosen, rows).items()}
+    bad["x"][[0, 50]], bad["y"][[3, 119]] = np.nan, 7
+    good = in_order(bad, np.setdiff1d(np.arange(120), [0, 3, 50, 119]))
+    found = []
+    for data in (bad, good):
+        stream = RVGA(choices).stream_groups(**PLATE)
+        stream.update(data, on_bad_row="skip")
+        found.append(stream.posterior())
+    np.testing.assert_array_equal(found[0].mean, found[1].mean)
+    assert found[0].num_rows == 116 and [x.info["num_skipped"] for x in found] == [4, 0]
+    with pytest.raises(ValueError, match="on_bad_row"):
+        stream.update(good, on_bad_row="drop")
+
+
+def test_numbers_that_the_type_of_earlier_rows_cannot_hold_are_refused(chosen):
+    stream = RVGA(choices).stream_groups(**PLATE)
+    first = {**in_order(chosen, np.arange(40)), "x": np.arange(40) % 3}
+    stream.update(first)
+    stream.update({**first, "x": first["x"] * 1.0, "y": first["y"] * 1.0})
+    with pytest.raises(ValueError, match=r"'x' was of type int64 in the first rows .* begin with rows of that type"):
+        stream.update({**first, "x": first["x"] + 0.5})
+    again = RVGA(choices).stream_groups(**PLATE)
+    again.update(first)
+    again.update(first)
+    np.testing.assert_array_equal(stream.posterior().mean, again.posterior().mean)
 
 
 def test_what_no_stream_can_use_is_refused(chosen, tmp_path):
