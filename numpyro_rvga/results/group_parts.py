@@ -64,28 +64,20 @@ class GroupModel(NamedTuple):
     rng_key: Array | None
 
     def bound(self, rows: Rows, count: int) -> tuple[Engine, Members]:
-        """To rows of so many members."""
-        engines = self._engines()
-        engine = self._engine(engines, rows, count)
-        return engine, members_of(engine.program, self.plate.name, count)
+        """To rows of so many members, and perhaps one more, of which there are no rows."""
+        key = default_key() if self.rng_key is None else self.rng_key
+        apart = count + (num_rows(rows) == count)  # a plate that is as long as the rows would be one of theirs
+        engines = Engines(self.model, self.options, self.improper_prior_scale, batch=True)
+        engine = engines.get(rows, {**self.model_kwargs, self.plate.size: apart}, key, rows)
+        return engine, members_of(engine.program, self.plate.name, apart)
 
     def solved(self, rows: Rows, count: int) -> tuple[Members, np.ndarray, np.ndarray]:
         """The members, and the best Gaussian's mean and a root of its covariance, of all latent sites at once."""
-        engines = self._engines()
-        apart = count + (num_rows(rows) == count)  # a plate that is as long as the rows would be one of theirs
-        engine = self._engine(engines, rows, apart)
+        engine, members = self.bound(rows, count)
         engine.program.check_rows(rows)
         solver = BatchSolver(self.options, "incremental", "groups")
         fit = solver(engine, rows, progress_bar=False, started=time.perf_counter())
-        members = members_of(engine.program, self.plate.name, apart)
         return members, np.asarray(fit.state.mean, np.float64), np.asarray(fit.state.root, np.float64)
-
-    def _engines(self) -> Engines:
-        return Engines(self.model, self.options, self.improper_prior_scale, batch=True)
-
-    def _engine(self, engines: Engines, rows: Rows, count: int) -> Engine:
-        key = default_key() if self.rng_key is None else self.rng_key
-        return engines.get(rows, {**self.model_kwargs, self.plate.size: count}, key, rows)
 
 
 class Start(NamedTuple):

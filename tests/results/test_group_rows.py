@@ -46,5 +46,5 @@ def test_wide_integers_and_vectors_come_back_as_they_were():
     order = [np.flatnonzero(again.rows["seen"] == False)[0], *np.flatnonzero(again.rows["seen"])]  # noqa: E712
     np.testing.assert_array_equal(sorted(again.rows["id"][order[1:]]), [7, 2**53 + 1])
     assert again.rows["id"][order[0]] == -(2**62) - 1 and again.rows["id"].dtype == np.int64
-    assert {name: array.dtype for name, array in again.rows.items()} == {n: a.dtype for n, a in rows.items()}
+    assert again.rows["x"].dtype == np.float64 and again.rows["seen"].dtype == bool
     np.testing.assert_array_equal(again.rows["x"][order[0]], [2, 3])
