@@ -64,7 +64,8 @@ class FixedPointVI:
     :param integrate: latent sites that are integrated out: the result is then a mixture of Gaussians, one at each of
         many values of these, with as much weight as the data give it. ``"auto"`` takes as few sites as make the rest a
         latent Gaussian model: scales, correlations, length scales. More than six entries of these are drawn by NUTS,
-        of which there is no ``elbo``. False (default) integrates nothing.
+        of which there is no ``elbo``. All sites may be named if they have at most six entries: the posterior is then
+        found by quadrature. False (default) integrates nothing.
     :param str marginal: what stands for the log density of the data and the integrated sites: ``"bound"``, the bound
         given these; ``"importance"``, the log of an average of p/q over quasi-random values of the others, which are
         taken one group at a time where they are independent given the rest. It is closer, and takes longer. It is a

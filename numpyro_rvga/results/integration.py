@@ -18,8 +18,8 @@ from ..core.gaussians.mixture import GaussianMixture
 from ..core.linalg import lower_from_root
 from ..engines.evidence_estimate import EvidenceEstimate
 from ..engines.importance import FEW_POINTS, NUM_POINTS, integrate_by_importance
-from ..engines.joint_solver import RowChunks
 from ..engines.lattice import integrate_lattice
+from ..engines.log_density import LogDensity, weighted_rows
 from ..engines.maximized_bound import MaximizedBound, Maximum, SparseMaximizedBound, Start
 from ..engines.nested import Design, Integral, Marginal, Point, Root, SolvedRoot, find_mode, kernel_weights
 from ..engines.registry import Engines
@@ -40,6 +40,8 @@ if TYPE_CHECKING:
     from .posterior import Posterior
 
 DEFAULTS = Options("implicit", "auto", "auto", None, 500, 256)
+Bound = MaximizedBound | SparseMaximizedBound | LogDensity
+
 NEGLIGIBLE = 1e-6  # weight of a component that is left out
 MOST_ON_LATTICE = 2  # parameters
 MOST_BY_IMPORTANCE = 6
@@ -111,7 +113,9 @@ class Integration:
                 f"{unknown[0] if unknown else 'none'!r}."
             )
         if set(sites) == set(program.layout.site_names):
-            raise ValueError(f"integrate={list(sites)!r} leaves no site that is Gaussian given these: name fewer.")
+            most = MOST_BY_IMPORTANCE  # no Gaussian is left, so that no mixture of a few is the posterior
+            if program.row_latents is not None:
+                raise ValueError(f"integrate={list(sites)!r} leaves no site that is Gaussian given these: name fewer.")
         size = _size(program, sites)
         if size > most:
             raise ValueError(
@@ -173,12 +177,12 @@ class Integration:
             "num_rows": program.count_rows(rows),
         }
 
-    def _estimate_of(self, bound: MaximizedBound | SparseMaximizedBound) -> EvidenceEstimate | None:
+    def _estimate_of(self, bound: Bound) -> EvidenceEstimate | None:
         """What stands in the bound's place, if anything does.
 
         :raises NotImplementedError: for models of crossed effects.
         """
-        if self._marginal == "bound":
+        if self._marginal == "bound" or isinstance(bound, LogDensity):
             return None
         if isinstance(bound, SparseMaximizedBound):
             raise NotImplementedError(
@@ -189,10 +193,10 @@ class Integration:
             self._estimates[bound] = EvidenceEstimate(bound)
         return self._estimates[bound]
 
-    def _bound_of(
-        self, program: Program, sites: tuple[str, ...], rows: Rows, rng_key: Array
-    ) -> tuple[MaximizedBound | SparseMaximizedBound, RowChunks]:
-        """The maximized bound as a function of the sites, and the chunks of rows that it takes."""
+    def _bound_of(self, program: Program, sites: tuple[str, ...], rows: Rows, rng_key: Array) -> tuple[Bound, Any]:
+        """The maximized bound as a function of the sites, and the rows in the form that it takes."""
+        if len(sites) == len(program.layout.site_names):
+            return LogDensity(program), weighted_rows(program, rows)
         key = sites, program.whole, program.row_latents is None
         if key not in self._engines:
             shapes = {name: program.layout.shapes[name] for name in program.layout.site_names if name in sites}
@@ -297,9 +301,7 @@ def _prior_moments(program: Program, *, is_long: bool) -> tuple[np.ndarray, np.n
     return np.asarray(prior.mean), np.linalg.norm(np.asarray(prior.root), axis=1)
 
 
-def _moments_of(
-    bound: MaximizedBound | SparseMaximizedBound, point: Point, dtype: DTypeLike
-) -> tuple[np.ndarray, Root]:
+def _moments_of(bound: Bound, point: Point, dtype: DTypeLike) -> tuple[np.ndarray, Root]:
     """Of x at a point."""
     if isinstance(bound, SparseMaximizedBound):
         mean, (factor, variance) = jax.device_get(point.start)
@@ -318,7 +320,7 @@ def _indices_of(program: Program, sites: tuple[str, ...]) -> np.ndarray:
 
 
 def _solve_given(
-    bound: MaximizedBound | SparseMaximizedBound, estimate: EvidenceEstimate | None, chunks: RowChunks, dtype: DTypeLike
+    bound: Bound, estimate: EvidenceEstimate | None, chunks: Any, dtype: DTypeLike
 ) -> Callable[[ArrayLike, Start], Maximum]:
     """h and a start -> the bound's maximum, or what stands in its place."""
 
@@ -333,9 +335,7 @@ def _solve_given(
     return solve
 
 
-def _marginal(
-    bound: MaximizedBound | SparseMaximizedBound, solve: Callable, chunks: RowChunks, dtype: DTypeLike, bar: Bar
-) -> Marginal:
+def _marginal(bound: Bound, solve: Callable, chunks: Any, dtype: DTypeLike, bar: Bar) -> Marginal:
     def counted(h, start):
         bar.update(1)
         return solve(h, start)

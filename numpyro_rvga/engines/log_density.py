@@ -1,0 +1,47 @@
+"""The marginal of parameters beside which nothing is latent: the log joint density itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from ..model import Program
+from ..model.distinct_rows import once_each
+from ..model.rows import Rows, num_rows
+from .maximized_bound import Maximum, Start
+
+
+def weighted_rows(program: Program, rows: Rows) -> tuple[Rows, np.ndarray]:
+    """What the log-likelihood takes of rows, each distinct one once, and how many rows each stands for."""
+    inputs = program.inputs(rows)
+    return once_each(inputs, np.ones(num_rows(inputs), program.dtype))
+
+
+class LogDensity:
+    """L(h) = log p(y, h) with h all latent sites, as :class:`~.maximized_bound.MaximizedBound` has it: of an x without
+    entries, for which there is nothing to maximize. Its chunks of rows are :func:`weighted_rows`."""
+
+    def __init__(self, program: Program):
+        self._nothing = jnp.zeros(0, program.dtype), jnp.zeros((0, 0), program.dtype)
+
+        def log_joint(h: Array, rows: dict[str, Array], weights: Array) -> Array:
+            terms = program.log_likelihood(h, rows).values()
+            return program.log_prior(h) + sum(weights @ jnp.sum(x.reshape(len(x), -1), axis=1) for x in terms)
+
+        self._evaluate = jax.jit(jax.value_and_grad(log_joint))
+
+    def begin(self, params: Array, chunks: Any) -> Start:
+        """There is nothing to start from."""
+        return self._nothing
+
+    def solve(self, params: Array, chunks: Any, start: Start) -> Maximum:
+        value, gradient = self._evaluate(params, *chunks)
+        return Maximum(value, gradient, start, jnp.asarray(True))
+
+    def moments(self, params: Array, start: Start) -> Start:
+        """Of no entries."""
+        return start
