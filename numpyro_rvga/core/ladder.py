@@ -248,7 +248,11 @@ def _differentiable(expect: Callable, phi: PHI, num_predictors: int) -> Callable
 
     def of_constants(mean: Array, covariance: Array, constants: Any) -> Array:
         root, _ = semidefinite_factor(covariance)
-        return jnp.asarray(weights) @ jax.vmap(lambda point: phi(point, constants))(mean + z @ root.T)
+        points = mean + z @ root.T
+        each = jax.vmap(phi, (0, None))
+        is_defined = jnp.isfinite(each(points, lax.stop_gradient(constants)))
+        points = jnp.where(is_defined[:, None], points, mean)  # so too where phi is not defined far out
+        return jnp.sum(jnp.asarray(weights) * is_defined * each(points, constants))
 
     def forward(
         means: Array, covariances: Array, constants: Any, is_coarse: Array | None

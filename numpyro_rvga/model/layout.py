@@ -37,6 +37,8 @@ class Layout(NamedTuple):
 
     def unravel(self, theta: Array | np.ndarray) -> dict[str, Array]:
         """theta (..., P) -> site -> (..., *shape)."""
+        if not self.site_names:  # XLA has no split into nothing
+            return {}
         sizes = [math.prod(self.shapes[name]) for name in self.site_names]
         pieces = lax.split(jnp.asarray(theta), sizes, axis=jnp.ndim(theta) - 1)  # gradients are joined, not added up
         batch = jnp.shape(theta)[:-1]

@@ -277,3 +277,11 @@ def test_a_density_that_is_nan_far_out_has_the_expectation_of_where_it_is_define
     weights = step * stats.norm(1, deviation).pdf(scale)
     np.testing.assert_allclose(value[0], weights @ (-0.5 * (0.09 + 0.01) / scale**2 - np.log(scale)), atol=0.01)
     np.testing.assert_allclose(gradient[0, 0], weights @ (0.3 / scale**2), rtol=0.1)
+
+
+def test_the_slope_in_a_constant_is_that_of_where_the_density_is_defined():
+    expect, _ = expectations(lambda u, y: jnp.log(y + u[0]), 1)
+    mean, covariance = jnp.ones((1, 1)), jnp.full((1, 1, 1), 0.0625)
+    slope = jax.grad(lambda y: expect(mean, covariance, y[None])[0][0])(0.05)
+    z, step = np.linspace(-3.5, 8, 20001, retstep=True)
+    np.testing.assert_allclose(slope, step * np.sum(stats.norm.pdf(z) / (1.05 + 0.25 * z)), rtol=0.01)
