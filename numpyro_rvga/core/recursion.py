@@ -43,8 +43,8 @@ class CanonicalGaussian(NamedTuple):
     @classmethod
     def expected(cls, value: Any, gradient: Any, curvature: Any, mean: Any, root: Any = None) -> CanonicalGaussian:
         """The factor f with E[log f] = ``value``, E[grad log f] = ``gradient`` and -E[hess log f] = ``curvature`` under
-        N(mean, root root^T). ``root`` None: at the mean."""
-        trace = 0.0 if root is None else (root * (curvature @ root)).sum()
+        N(mean, root root^T). ``root`` None: at the mean. A curvature that is zero may be one number."""
+        trace = 0.0 if root is None else ((root @ root.T) * curvature).sum()
         return cls(curvature, gradient, value + 0.5 * trace, mean)
 
     def at(self, theta: Array | np.ndarray) -> tuple[Any, Any]:
