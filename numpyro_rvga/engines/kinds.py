@@ -102,7 +102,8 @@ class _SiteExpectations:
 
     def finest(self, mean: Array, covariance: Array, constants: tuple) -> Moments:
         weight, values, local = constants
-        return _weighted(weight, self._rule.finest(mean, covariance + local @ local.T, values))
+        value, gradient, hessian = self._rule.finest(mean, covariance + local @ local.T, values)
+        return weight * value, weight * gradient, weight * hessian
 
     def plugin(self, mean: Array, covariance: Array, constants: tuple) -> Moments:
         """Value and derivatives at the mean."""
@@ -113,7 +114,8 @@ class _SiteExpectations:
         if self._terms.by_draws:  # where a search starts from, which takes no curvature
             value, gradient = jax.value_and_grad(density)(mean)
             return weight * value, weight * gradient, jnp.zeros_like(covariance)
-        return _weighted(weight, ex.linearized(density, mean, covariance))
+        value, gradient, hessian = ex.linearized(density, mean, covariance)
+        return weight * value, weight * gradient, weight * hessian
 
     def information(self, mean: Array, constants: tuple) -> Array:
         weight, values, _ = constants
@@ -127,8 +129,8 @@ def _with_local(covariances: Array, local: Array) -> Array:
 
 
 def _weighted(weight: Array, results: Tree) -> Tree:
-    """Results of factors times the factors' weights."""
-    return jax.tree.map(lambda x: weight.reshape(*weight.shape, *[1] * (x.ndim - weight.ndim)) * x, results)
+    """Results (n, ...) of factors times the factors' weights (n,)."""
+    return jax.tree.map(lambda x: weight.reshape(-1, *[1] * (x.ndim - 1)) * x, results)
 
 
 def is_constant(terms: Terms) -> bool:
