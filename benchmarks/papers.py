@@ -12,7 +12,8 @@ Parts, and the figures whose settings they take:
   paper, figures 2, 6, 8; "Diagonal extended Kalman filters", figures 1 and 4);
 - rates: NLPD of a network for regression by rows absorbed, for learning rates ("Bayesian online natural gradient",
   figures 9 to 13);
-- claims: a table of what the papers say of rules, curvatures and families, and whether it holds;
+- claims: a table of what the papers say of rules, curvatures and families, and whether it holds for tuned methods from
+  several starts (the figures of rules and families, and "Bayesian online natural gradient", figure 3);
 - inclusive: a table of both divergences from a logistic posterior, and of errors of its moments, with assumed density
   filtering and expectation propagation beside R-VGA and the diagonal Kalman filters.
 
