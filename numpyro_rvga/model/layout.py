@@ -39,8 +39,11 @@ class Layout(NamedTuple):
         """theta (..., P) -> site -> (..., *shape)."""
         if not self.site_names:  # XLA has no split into nothing
             return {}
-        sizes = [math.prod(self.shapes[name]) for name in self.site_names]
-        pieces = lax.split(jnp.asarray(theta), sizes, axis=jnp.ndim(theta) - 1)  # gradients are joined, not added up
+        sizes, axis = [math.prod(self.shapes[name]) for name in self.site_names], np.ndim(theta) - 1
+        if isinstance(theta, np.ndarray):  # known also where a function is traced
+            pieces = np.split(theta, np.cumsum(sizes)[:-1], axis=axis)
+        else:
+            pieces = lax.split(theta, sizes, axis=axis)  # gradients are joined, not added up
         batch = jnp.shape(theta)[:-1]
         return {n: jnp.reshape(piece, (*batch, *self.shapes[n])) for n, piece in zip(self.site_names, pieces)}
 

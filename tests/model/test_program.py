@@ -51,3 +51,9 @@ def test_gradients_of_sites_are_joined_in_one_pass_over_theta():
     np.testing.assert_allclose(jax.grad(total)(theta), 2 * weights * theta)
     operations = {eqn.primitive.name for eqn in jax.make_jaxpr(jax.grad(total))(theta).eqns}
     assert "concatenate" in operations and "pad" not in operations
+
+
+def test_indices_are_known_inside_a_traced_function():
+    layout = layout_of({"a": (2, 3), "b": (), "c": (4,)})
+    found = jax.jit(lambda x: x[layout.indices["c"]] + x[layout.indices["b"]])(jnp.arange(11.0))
+    np.testing.assert_array_equal(found, [13.0, 14.0, 15.0, 16.0])
