@@ -1,14 +1,17 @@
-"""Groups that stay with their part: many users of five rows each over two workers, against the best Gaussian of all.
+"""Many users of five rows each: groups that stay with their part, over two workers, and new groups in a stream.
 
-OPENBLAS_NUM_THREADS=1 python -m benchmarks groups [--quick]
+OPENBLAS_NUM_THREADS=1 python -m benchmarks groups [--quick] [--users N ...] [--only parts | killed | stream]
 
-Parts are of users at random, and of users with low and with high levels. Up to 500 users are solved for by
-FixedPointVI too; errors are in its standard deviations. Memory is that of the process that has Dask's scheduler, and
-times are of the clock, with reading, compiling and writing.
+Parts are of users at random, and of users with low and with high levels; streams have rows at random, and user by user.
+"killed" is the run over two workers of which one is killed in every round. Up to 500 users are solved for by
+FixedPointVI too; errors are in its standard deviations. Memory is by how much the process has grown that has Dask's
+scheduler, or the stream. Times are of the clock, and of the processor for streams, with reading, compiling and writing.
 """
 
 from __future__ import annotations
 
+import os
+import signal
 import tempfile
 import time
 from pathlib import Path
@@ -19,7 +22,7 @@ import numpyro
 import numpyro.distributions as dist
 from _results import Report, parser
 
-from numpyro_rvga import RVGA, FixedPointVI, ParquetRows, distributed
+from numpyro_rvga import RVGA, FixedPointVI, ParquetRows, clusters, distributed
 
 ROWS_OF_EACH = 5
 MOST_SOLVED_AT_ONCE = 500
@@ -58,8 +61,7 @@ def errors(found: Any, best: Any) -> dict[str, float]:
     deviation = np.asarray(best.gaussian.deviation())[places]
     of_mean = np.max(np.abs(found.mean - best.mean[places]) / deviation)
     of_deviation = np.max(np.abs(np.sqrt(np.diag(found.covariance)) / deviation - 1))
-    below = best.elbo - found.elbo
-    return {"error_of_means_in_sds": float(of_mean), "relative_error_of_sds": float(of_deviation), "bound_below": below}
+    return {"error_of_means_in_sds": float(of_mean), "relative_error_of_sds": float(of_deviation)}
 
 
 def memory() -> float:
@@ -81,22 +83,68 @@ def run(parts: list[ParquetRows], folder: Path) -> tuple[Any, dict[str, float]]:
     return found, {"seconds": seconds, "memory_mib": grown} | of_rounds
 
 
+def killed(parts: list[ParquetRows], folder: Path) -> tuple[Any, dict[str, float]]:
+    """The same, with a worker that is killed in every round: that of the first part."""
+    told, pids = clusters.GroupCluster._told, []
+
+    def kill_and_tell(self, places, step):
+        holders = self._client.who_has(self._parts)[self._parts[0].key]
+        if holders:
+            pids.append(self._client.run(os.getpid, workers=[holders[0]])[holders[0]])
+            os.kill(pids[-1], signal.SIGKILL)
+        return told(self, places, step)
+
+    clusters.GroupCluster._told = kill_and_tell
+    try:
+        found, facts = run(parts, folder)
+    finally:
+        clusters.GroupCluster._told = told
+    return found, facts | {"killed": len(set(pids))}
+
+
+def stream(data: dict[str, np.ndarray], order: str) -> tuple[Any, dict[str, float]]:
+    """The posterior of a stream in blocks of 4,096 rows, and what it took."""
+    rows = np.random.default_rng(1).permutation(len(data["y"])) if order == "random" else np.arange(len(data["y"]))
+    before, started = memory(), time.process_time()
+    found = RVGA(model).stream_groups(plate="users", index="user", size="num_users")
+    for start in range(0, len(rows), 4096):
+        found.update({name: array[rows[start : start + 4096]] for name, array in data.items()})
+    posterior = found.posterior()
+    seconds, grown = time.process_time() - started, memory() - before
+    facts = {"error": posterior.info["error"], "elbo": posterior.info["log_evidence_estimate"]}
+    return posterior, {"seconds": seconds, "memory_mib": grown} | facts
+
+
 def main() -> None:
     options = parser(__doc__)
     options.add_argument("--quick", action="store_true", help="fewer users")
+    options.add_argument("--users", nargs="*", type=int, help="how many; default: 500, 2,000 and 200,000")
+    options.add_argument("--only", choices=("parts", "killed", "stream"))
     args = options.parse_args()
     numpyro.enable_x64()
     report = Report(args.output / "groups.json")
-    for num_users in (500, 2_000) if args.quick else (500, 2_000, 200_000):
-        for order in ("random", "sorted"):
-            with tempfile.TemporaryDirectory() as folder:
-                data = write_parts(Path(folder), num_users, order)
-                parts = [ParquetRows(f"{folder}/{number}.parquet", COLUMNS) for number in range(2)]
-                found, facts = run(parts, Path(folder) / "users")
-            compared = {}
-            if num_users <= MOST_SOLVED_AT_ONCE:
-                compared = errors(found, FixedPointVI(model).run(data, num_users=num_users, progress_bar=False))
-            report(users=num_users, order=order, **facts, **compared)
+    for num_users in args.users or ((500, 2_000) if args.quick else (500, 2_000, 200_000)):
+        for kind in ("parts", "killed", "stream"):
+            if args.only in (None, kind) and not (kind == "killed" and num_users > MOST_SOLVED_AT_ONCE):
+                for order in ("random", "sorted") if kind != "killed" else ("random",):
+                    compare(num_users, kind, order, report)
+
+
+def compare(num_users: int, kind: str, order: str, report: Report) -> None:
+    """With the best Gaussian, if that can be computed."""
+    with tempfile.TemporaryDirectory() as folder:
+        data = write_parts(Path(folder), num_users, order)
+        parts = [ParquetRows(f"{folder}/{number}.parquet", COLUMNS) for number in range(2)]
+        if kind == "stream":
+            found, facts = stream(data, order)
+        else:
+            found, facts = (run if kind == "parts" else killed)(parts, Path(folder) / "users")
+    compared = {}
+    if num_users <= MOST_SOLVED_AT_ONCE:
+        best = FixedPointVI(model).run(data, num_users=num_users, progress_bar=False)
+        compared = errors(found, best)
+        compared["bound_below"] = best.elbo - facts["elbo"]
+    report(kind=kind, users=num_users, order=order, **facts, **compared)
 
 
 if __name__ == "__main__":
