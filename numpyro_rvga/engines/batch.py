@@ -78,7 +78,7 @@ class BatchSolver:
         if self._options.has_bound and learned is None:
             error, excess = expectation_errors(engine, after, rows, info.accounts)
             facts["elbo_error"], bound = error, bound - excess
-            if engine.effort.calls_for_more(error):
+            if engine.effort.calls_for_more(error, bound):
                 options = {"progress_bar": progress_bar, "started": started}
                 nearby = init if sparse is not None else _Start(np.asarray(after.mean), np.asarray(after.root))
                 modes = modes_info(info.modes)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
+
 from ..core.factors import Kind
 from ..core.maximize import Settings
 from ..core.quadrature import CUBE_NODES, num_cube_nodes
@@ -14,6 +16,7 @@ from ..options import Options
 ROW_ITERATIONS = 2  # at least, of rows one by one: in a routine, the second costs little and leaves much less
 ONE_PASS_TOLERANCE = 1e-6  # nats: of joint solves around a stream, which itself leaves a thousand times more
 BUDGET = 1e-3  # nats, in all: expectations that may be off by more call for finer rules,
+ROUNDING = 8.0  # units in the bound's last place, of two rules that are compared row by row
 ENOUGH_DRAWS = 0.5  # and those over draws of theta for more draws
 MANY_NODES = 2**16  # of all rows; one row that is all data may be dear at each of its nodes
 
@@ -35,9 +38,14 @@ class Effort(NamedTuple):
     row_terms: Sequence[Terms]
     prior_terms: Sequence[Terms]
 
-    def calls_for_more(self, error: float) -> bool:
-        """Whether a thorough engine is worth its time, given by how many nats expectations may be off."""
-        return self.can_be_thorough and error > (ENOUGH_DRAWS if self.takes_draws else BUDGET)
+    def calls_for_more(self, error: float, bound: float | None) -> bool:
+        """Whether a thorough engine is worth its time: it leaves the rounding errors of the values that are added up.
+
+        :param error: by how many nats expectations may be off, all together. :param bound: of which they are a part.
+        """
+        epsilon = float(np.finfo(np.float64 if self.is_double else np.float32).eps)
+        rounding = 0.0 if bound is None or not np.isfinite(bound) else ROUNDING * epsilon * abs(bound)
+        return self.can_be_thorough and error > (ENOUGH_DRAWS if self.takes_draws else max(BUDGET, rounding))
 
     @property
     def is_thorough(self) -> bool:

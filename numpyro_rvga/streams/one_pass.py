@@ -105,7 +105,8 @@ class OnePass:
                 rows = without(head, taken.left_out)
                 info["elbo_error"], excess = expectation_errors(engine, findings.state, rows, findings.accounts)
                 findings = findings.lowered(excess)
-            if source.seekable and options.checkpoint is None and engine.effort.calls_for_more(info["elbo_error"]):
+            more = engine.effort.calls_for_more(info["elbo_error"], findings.bound)
+            if more and source.seekable and options.checkpoint is None:
                 self.engines.make_thorough(engine)
                 return None
             if quick is not None and not info["converged"]:

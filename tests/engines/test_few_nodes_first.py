@@ -7,7 +7,7 @@ import numpyro.distributions as dist
 import pytest
 from jax import numpy as jnp
 
-from numpyro_rvga import FixedPointVI
+from numpyro_rvga import RVGA, FixedPointVI
 from numpyro_rvga.engines.engine import Engine
 
 
@@ -74,3 +74,26 @@ def test_finer_rules_go_on_from_what_the_others_have_found(monkeypatch):
     value = terms.sum(axis=1) - 0.5 * (draws[:, 0] / 5) ** 2 - np.log(5) - 0.5 * draws[:, 1] ** 2 - np.log(2 * np.pi)
     entropy = 0.5 * np.linalg.slogdet(posterior.covariance)[1] + 1 + np.log(2 * np.pi)
     np.testing.assert_allclose(posterior.elbo, value.mean() + entropy, atol=4 * value.std() / np.sqrt(len(value)))
+
+
+def counts(x, y=None):
+    """Rows of two predictors and no closed form."""
+    slope = numpyro.sample("slope", dist.Normal(0, 2))
+    concentration = numpyro.sample("concentration", dist.Exponential(1))
+    with numpyro.plate("rows", x.shape[0]):
+        numpyro.sample("y", dist.NegativeBinomial2(jnp.exp(1 + slope * x), concentration), obs=y)
+
+
+def test_errors_of_rounding_call_for_no_finer_rules():
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=4000)
+    rows = {"x": x, "y": rng.negative_binomial(2, 2 / (2 + np.exp(1 + 0.5 * x)))}
+    double = RVGA(counts).run(rows, progress_bar=False)
+    with jax.enable_x64(False):
+        fit = RVGA(counts)
+        single = fit.run(rows, progress_bar=False)
+    assert double.info["elbo_error"] < 1e-5 < 1e-3 < single.info["elbo_error"]
+    assert not fit._engines.last.effort.is_thorough
+    deviation = np.sqrt(np.diagonal(double.covariance))
+    np.testing.assert_allclose((single.mean - double.mean) / deviation, 0, atol=5e-3)
+    np.testing.assert_allclose(single.elbo, double.elbo, rtol=8 * np.finfo(np.float32).eps)
