@@ -44,7 +44,7 @@ ALARMS = {
     (True, False): "false",
     (False, True): "missed",
 }  # given, needed
-MOST_SECONDS = 300  # for a model
+MOST_SECONDS = 120  # for a model
 RESULT = "RESULT "
 
 
