@@ -1,6 +1,7 @@
 """Rows shared out among devices give the posterior of one device."""
 
 import functools
+import os
 import socket
 import subprocess
 import sys
@@ -18,7 +19,9 @@ SCRIPT = str(Path(sharded.__file__))
 
 
 def run_script(*arguments):
-    return subprocess.Popen([sys.executable, SCRIPT, *map(str, arguments)], stderr=subprocess.PIPE, text=True)
+    environment = os.environ | {"NPROC": "8"}  # XLA's threads: some wait for other devices, and others must be left
+    command = [sys.executable, SCRIPT, *map(str, arguments)]
+    return subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
 
 
 @functools.cache
