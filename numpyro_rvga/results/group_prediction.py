@@ -13,6 +13,7 @@ from numpyro.infer import Predictive
 
 from ..model.arguments import split_call
 from .group_parts import gathered
+from .group_reading import numbered
 
 if TYPE_CHECKING:
     from .groups import GroupPosterior
@@ -43,6 +44,6 @@ def _numbered(posterior: GroupPosterior, data: Any) -> tuple[dict[str, np.ndarra
     program, plate = posterior.program, posterior.plate
     keywords: Mapping[str, Any] = {**program.model_kwargs, plate.size: 1}
     rows, _ = gathered(program.model, data, plate.index, keywords)
-    labels, number = np.unique(np.asarray(rows[plate.index].tolist()), return_inverse=True)
-    number = number.astype(np.int32)
-    return program.rows(rows | {plate.index: np.zeros_like(number)}, predicted=True), number, labels
+    labels, rows = numbered(rows, plate.index)
+    number = rows[plate.index]
+    return program.rows(rows | {plate.index: np.zeros_like(number)}, predicted=True), number, np.asarray(labels)
