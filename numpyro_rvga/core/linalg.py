@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 UNROLL = 3  # the largest n for which n x n matrices are unrolled
+SMALL = 128  # the largest size at which a matrix is inverted by two triangular solves with the identity
 MOST_ADDED = 64  # the largest number of rows that are added one by one
 PIECE = 1024  # columns that are multiplied at once
 MOST_FACTORED = 16  # the largest size of a matrix whose root is its semidefinite factor
@@ -47,6 +48,21 @@ def solve_lower(factor: Array, rhs: Array, *, transpose: bool = False) -> Array:
         used = sum((factor[j, i] if transpose else factor[i, j]) * x for j, x in solved.items())
         solved[i] = (rhs[i] - used) / factor[i, i]
     return jnp.stack([solved[i] for i in range(n)])
+
+
+def inverse_from_cholesky(factor: Array) -> Array:
+    """``(factor factor^T)^-1``. factor: lower triangular, (n, n). By halves, which takes two thirds of the time that
+    solves with the whole identity do: half of its entries are zeros."""
+    n = factor.shape[-1]
+    if n <= SMALL:
+        inverse = solve_lower(factor, jnp.eye(n, dtype=factor.dtype))
+        return solve_lower(factor, inverse, transpose=True)
+    top, border, corner = factor[: n // 2, : n // 2], factor[n // 2 :, : n // 2], factor[n // 2 :, n // 2 :]
+    between = lax.linalg.triangular_solve(top, border, left_side=False, lower=True)
+    between = solve_lower(corner, between)
+    side = -solve_lower(corner, between, transpose=True)
+    above = jnp.concatenate([inverse_from_cholesky(top) + between.T @ between, side.T], axis=1)
+    return jnp.concatenate([above, jnp.concatenate([side, inverse_from_cholesky(corner)], axis=1)])
 
 
 def cholesky_by_columns(matrix: Array) -> Array:

@@ -17,11 +17,12 @@ from jax import Array
 
 from .borders import DenseBorder
 from .jacobians import Packed
-from .linalg import cholesky, solve_lower
+from .linalg import cholesky, inverse_from_cholesky, solve_lower
 from .packing import Border, Packing
 
 NARROWING = 256.0  # of the start's covariance, at a time
-NUM_PROBES = 32  # directions along which products of packed matrices are estimated
+PROBED = 2**15  # numbers in the directions along which products of packed matrices are estimated
+LEAST_PROBES, MOST_PROBES = 8, 32
 
 
 class Dense(NamedTuple):
@@ -173,8 +174,7 @@ class Arrow:
     def covariance_root(self, factor: Array) -> Packed:
         """The covariance itself, packed: the part that products with sparse Jacobians need."""
         scale, border, corner = self.packing.parts(factor)
-        inverse = solve_lower(corner, jnp.eye(len(corner), dtype=corner.dtype))
-        rest, border = solve_lower(corner, inverse, transpose=True), border.scaled(1 / scale)
+        rest, border = inverse_from_cholesky(corner), border.scaled(1 / scale)
         between, explained = border.multiplied_by(-rest)
         return Packed(self.packing.pack(1 / scale**2 - explained, between, rest))
 
@@ -184,11 +184,12 @@ class Arrow:
     def products(self, factor: Array, covariance_root: Packed, a: Array, b: Array) -> tuple[Array, Array]:
         """Estimates, along a few directions: whole products would take most of the time, and are asked for to know
         when and how far to go."""
-        probes = jnp.asarray(np.random.default_rng(0).normal(size=(self.start.size, NUM_PROBES)), a.dtype)
+        count = int(np.clip(PROBED // self.start.size, LEAST_PROBES, MOST_PROBES))
+        probes = jnp.asarray(np.random.default_rng(0).normal(size=(self.start.size, count)), a.dtype)
         parts = self.packing.parts(factor)
         directions = _solve_transposed(parts, probes)
         a, b = (_solve_lower(parts, _times(self.packing.parts(x), directions)) for x in (a, b))
-        return jnp.sum(a * a) / NUM_PROBES, jnp.sum(a * b) / NUM_PROBES
+        return jnp.sum(a * a) / count, jnp.sum(a * b) / count
 
     def dense_root(self, factor: Array) -> Array:
         """The factor's inverse, (h + k, h + k)."""

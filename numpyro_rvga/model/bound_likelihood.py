@@ -28,7 +28,7 @@ from .recognition import in_tilted_form
 from .row_checks import QuadraticCheck, RowCheck, StatesCheck
 from .rows import common_length, linspace_indices, num_rows, selected
 from .site_terms import site_terms
-from .sparsity import Sparsity, find_sparsity, is_selection
+from .sparsity import Sparsity, are_selections, find_sparsity
 from .terms import Terms, by_piece, linearize, over_rows
 from .tracing import (
     SiteRecord,
@@ -168,7 +168,8 @@ class BoundLikelihood(BoundPrior):
             return frozenset()
         rows = {**self.inputs(self.example_rows), **self.shared}
         size, dtype = self.layout.size, self.dtype
-        return frozenset(terms.site for terms in self.terms if is_selection(terms, size, dtype, rows))
+        answers = are_selections(self.terms, size, dtype, rows)
+        return frozenset(terms.site for terms, is_selection in zip(self.terms, answers) if is_selection)
 
     # ------------------------------------------------------------------ densities
     def inputs(self, rows: Mapping[str, Any]) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from ..core.expectations import linearized
 from ..core.jacobians import gram, vjp
 from ..core.recursion import CanonicalGaussian, State
 from .prior import MultivariateNormalSite, Prior, depends_on_entries
-from .sparsity import is_selection, selecting_pattern, sparse_jacobian
+from .sparsity import are_selections, selecting_pattern, sparse_jacobian
 from .terms import Arrays, Terms, constants, linearize, merged
 
 NUM_DRAWS = 2000
@@ -78,7 +78,7 @@ def marginals(
     :param shared: what the terms depend on besides theta.
     :raises ValueError: for a prior that is not proper.
     """
-    are_separate = [is_selection(terms, size, dtype, shared) for terms in prior.gaussian]
+    are_separate = are_selections(prior.gaussian, size, dtype, shared)
     of_one = [terms for terms, is_separate in zip(prior.gaussian, are_separate) if is_separate]
     coupling = [terms for terms, is_separate in zip(prior.gaussian, are_separate) if not is_separate]
     separate = _in_float64(at_once(lambda: _sum_of_separate(of_one, size, dtype, shared)))

@@ -7,7 +7,7 @@ column. Two directions along the column give its derivative and its position.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import jax
@@ -92,11 +92,12 @@ def selecting_pattern(size: int) -> Pattern:
     return Pattern((np.arange(size),), np.arange(size), size, True)
 
 
-def is_selection(terms: Terms, size: int, dtype, rows: Arrays) -> bool:
+def are_selections(all_terms: Sequence[Terms], size: int, dtype, rows: Arrays) -> list[bool]:
     """Whether each term's one predictor is an affine function of one entry of theta."""
-    if not (terms.is_affine and terms.num_predictors == 1 and not terms.num_local):
-        return False
-    return bool(_reads_of(terms, selecting_pattern(size).columns, jnp.zeros(size, dtype), rows).reads_one[0])
+    possible = [terms.is_affine and terms.num_predictors == 1 and not terms.num_local for terms in all_terms]
+    asked = [terms for terms, is_possible in zip(all_terms, possible) if is_possible]
+    found = iter(_reads_of(asked, selecting_pattern(size).columns, jnp.zeros(size, dtype), rows))
+    return [is_possible and bool(next(found).reads_one[0]) for is_possible in possible]
 
 
 def _along(columns: tuple[np.ndarray, ...], size: int, dtype) -> np.ndarray:
@@ -131,15 +132,15 @@ def _read(pushed: Array, count: int) -> tuple[Array, Array]:
 class _Reads(NamedTuple):
     """Of columns, (S,): whether any term depends on them, and whether no term depends on two of their entries."""
 
-    is_read: np.ndarray
-    reads_one: np.ndarray
+    is_read: np.ndarray | Array
+    reads_one: np.ndarray | Array
 
 
-def _reads_of(terms: Terms, columns: tuple[np.ndarray, ...], theta: Array, rows: Arrays) -> _Reads:
-    """By changes along a random direction."""
+def _reads_of(all_terms: Sequence[Terms], columns: tuple[np.ndarray, ...], theta: Array, rows: Arrays) -> list[_Reads]:
+    """Of the terms of each site, by changes along a random direction: one function, which compiles sooner than many."""
     count, eps = len(columns), np.finfo(theta.dtype).eps
-    if not terms.num_predictors:
-        return _Reads(np.zeros(count, bool), np.ones(count, bool))
+    if not any(terms.num_predictors for terms in all_terms):
+        return [_Reads(np.zeros(count, bool), np.ones(count, bool)) for _ in all_terms]
     probe = np.random.default_rng(0).normal(size=theta.size).astype(theta.dtype)
     one_column = np.zeros((count, theta.size), theta.dtype)
     for i, column in enumerate(columns):
@@ -148,17 +149,22 @@ def _reads_of(terms: Terms, columns: tuple[np.ndarray, ...], theta: Array, rows:
     longest = max(map(len, columns))
     table = jnp.asarray(np.stack([np.resize(probe[column], longest) for column in columns]))
 
-    @jit_once
-    def both(rows):
+    def both(terms, rows):
+        if not terms.num_predictors:
+            return _Reads(jnp.zeros(count, bool), jnp.ones(count, bool))
         pushed = merged(_pushed(terms, theta, directions, rows)[1])
         values, place = _read(pushed, count)
         predicted = values * table[jnp.arange(count), jnp.clip(place, 0, longest - 1)][..., None]
         actual = pushed[:, 2 * count :]
         close = jnp.abs(predicted - actual) <= 1e3 * eps * jnp.abs(actual)
-        return jnp.any(actual != 0, axis=(0, 2)), jnp.all(close, axis=(0, 2))
+        return _Reads(jnp.any(actual != 0, axis=(0, 2)), jnp.all(close, axis=(0, 2)))
 
-    parts = [_Reads(*map(np.asarray, both(part))) for part in _parts(rows)]
-    return _Reads(np.any([f.is_read for f in parts], axis=0), np.all([f.reads_one for f in parts], axis=0))
+    of_part = jit_once(lambda rows: [both(terms, rows) for terms in all_terms])
+    by_part = [jax.device_get(of_part(part)) for part in _parts(rows)]
+    return [
+        _Reads(np.any([f.is_read for f in parts], axis=0), np.all([f.reads_one for f in parts], axis=0))
+        for parts in zip(*by_part)
+    ]
 
 
 def _parts(rows: Arrays) -> Iterator[Arrays]:
@@ -183,14 +189,11 @@ def find_sparsity(
     theta = jnp.asarray(0.5 * np.random.default_rng(1).normal(size=layout.size), dtype)
     columns = _columns(layout)
 
-    def reads_of_rows(some):
-        return [_reads_of(terms, columns, theta, some) for terms in row_terms]
-
     given, own = split_rows(rows)
-    few = reads_of_rows(given | {name: array[:FEW] for name, array in own.items()})
+    few = _reads_of(row_terms, columns, theta, given | {name: array[:FEW] for name, array in own.items()})
     if _read_too_many(few, columns):
         return None
-    all_reads = reads_of_rows(rows) + [_reads_of(terms, columns, theta, shared) for terms in prior_terms]
+    all_reads = _reads_of(row_terms, columns, theta, rows) + _reads_of(prior_terms, columns, theta, shared)
     if _read_too_many(all_reads, columns):
         return None
     reads_one = _reads_one(all_reads)

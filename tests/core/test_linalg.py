@@ -69,3 +69,11 @@ def test_sums_over_columns_are_those_of_all_at_once(size):
     found = linalg.sums_over_columns(products, jnp.asarray(rows), jnp.asarray(scale))
     np.testing.assert_allclose(found["gram"], rows @ rows.T, rtol=1e-11, atol=1e-11)
     np.testing.assert_allclose(found["vector"], rows @ scale, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("size", [3, linalg.SMALL + 1, 3 * linalg.SMALL + 5])
+def test_inverses_by_halves_are_numpys(size):
+    a = symmetric(size)
+    matrix = a @ a + size * np.eye(size)
+    inverse = linalg.inverse_from_cholesky(jnp.asarray(np.linalg.cholesky(matrix)))
+    np.testing.assert_allclose(inverse, np.linalg.inv(matrix), atol=1e-12)
