@@ -36,7 +36,7 @@ class Kind(NamedTuple):
         (n, C), E[hess phi] (n, C, C).
     :ivar plugin: of one factor, the same at the mean, covariance ignored.
     :ivar finest: of one factor, the same as ``expect`` and as exactly as may be.
-    :ivar concave: whether phi is log-concave.
+    :ivar concave: whether phi is log-concave. :ivar quadratic: whether it is a polynomial of the second degree.
     :ivar conservative: whether ``expect``'s gradient and curvature derive from its value. If not (inverse probit),
         the fixed-point equations are solved as a root instead.
     :ivar sampled: whether expectations are averages over many nodes, dearer than a product of matrices.
@@ -53,6 +53,7 @@ class Kind(NamedTuple):
     plugin: Callable[[Array, Array, tuple], Moments]
     finest: Callable[[Array, Array, tuple], Moments]
     concave: bool
+    quadratic: bool = False
     conservative: bool = True
     sampled: bool = False
     information: Callable[[Array, tuple], Array] | None = None

@@ -59,6 +59,27 @@ def solve_joint_traced(search: Search, joint: Joint) -> Solution:
     return solve_traced(search, joint.objective, base, form, state)
 
 
+def solve_quadratic(search: Search, joint: Joint, mean: Array) -> Solution:
+    """The same where all factors are quadratic: one linear solve, from any mean, and a second step by the same factor
+    for what rounding has left."""
+    base, form, _ = joint.start()
+
+    def slope_at(mean):
+        return maximize.with_base(base, form, mean, joint.objective.expect(mean, None))
+
+    first = slope_at(mean)
+    root = form.factor(form.target(joint.objective.curvature(mean, first.hessians, False)))
+    solver = form.solver(root)
+    mean = mean + solver(first.gradient)
+    last = slope_at(mean)
+    move = solver(last.gradient)
+    decrement = last.gradient @ move
+    bound = last.value + 0.5 * decrement - form.half_log_determinant(root)
+    tolerance = jnp.maximum(search.settings.tolerance, maximize.rounding(search, mean, bound))
+    converged = jnp.isfinite(bound) & (decrement <= tolerance)
+    return Solution(mean + move, root, bound, decrement, jnp.ones((), jnp.int32), converged)
+
+
 def curvature_at(search: Search, objective: Objective, mean: Array) -> Array:
     """Minus the Hessian of the factors' log density at a point, as ``search`` would take it for a precision: without
     positive parts, unless there are none."""

@@ -79,6 +79,11 @@ def is_log_concave(kinds: Sequence[Kind]) -> bool:
     return all(kind.concave for kind in kinds)
 
 
+def is_quadratic(kinds: Sequence[Kind]) -> bool:
+    """Whether all factors are, so that the best Gaussian is the posterior."""
+    return all(kind.quadratic for kind in kinds)
+
+
 def is_conservative(kinds: Sequence[Kind]) -> bool:
     """Whether all gradients and curvatures derive from their values."""
     return all(kind.conservative for kind in kinds)

@@ -45,6 +45,7 @@ def make_kind(terms: Terms, options: Options, rng_key: Array, *, effort: str = "
         site.plugin,
         site.finest,
         concave=terms.closed_form in cf.CONCAVE or is_constant(terms),
+        quadratic=(name == "exact" and terms.closed_form is cf.Gaussian) or is_constant(terms),
         conservative=rule.conservative,
         sampled=sampled,
         information=site.information if has_information else None,

@@ -64,7 +64,7 @@ def integrate_lattice(marginal: Marginal, mode: Mode, moments: Moments) -> Integ
         "is_complete": complete,
         "change_at_doubled_spacing": change,
     }
-    fine = _refined(list(kept), design, bounds, np.array([point.gradient for point in points]))
+    fine = _refined(list(kept), design, bounds, points)
     converged, error = (float(mass @ values) for values in ([p.converged for p in points], [p.error for p in points]))
     return Integral(fine, float(log_evidence), converged, info, error)
 
@@ -129,7 +129,7 @@ def _lattice_slopes(kept: dict, means: np.ndarray, scale: np.ndarray) -> np.ndar
     return along @ np.linalg.inv(scale)
 
 
-def _refined(kept: list[tuple[int, ...]], design: Design, bounds: np.ndarray, gradients: np.ndarray) -> Design:
+def _refined(kept: list[tuple[int, ...]], design: Design, bounds: np.ndarray, points: list[Point]) -> Design:
     """The same on a finer lattice, by interpolation.
 
     With the hat functions of the coarse lattice, sum hat_k (f_k + f'_k (h - h_k) / 2) is exact for quadratic f. The
@@ -137,7 +137,7 @@ def _refined(kept: list[tuple[int, ...]], design: Design, bounds: np.ndarray, gr
     """
     if not isinstance(design.roots, np.ndarray):
         return design
-    size = len(kept[0])
+    size, gradients = len(kept[0]), np.array([point.gradient for point in points])
     wanted = REFINEMENT[size]
     factor = int(np.clip((MOST_NUMBERS / max(1, design.roots.size)) ** (1 / size), 1, wanted))
     if factor == 1:

@@ -6,12 +6,14 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
-from ..core.joint import Joint, bound_at, curvature_at, solve_joint_traced
+from ..core.joint import Joint, bound_at, curvature_at, solve_joint_traced, solve_quadratic
 from ..core.linalg import lower_from_root, solve_lower
-from ..core.maximize import Search
-from ..core.precisions import Arrow
+from ..core.maximize import Search, Solution
+from ..core.objective import is_quadratic
+from ..core.precisions import Arrow, ArrowFactor
 from ..model.arguments import PARAMS
 from .engine import Engine
 from .joint_solver import JointProblem, RowChunks
@@ -24,13 +26,14 @@ Start = tuple[Array, Any]
 class Maximum(NamedTuple):
     """The bound's maximum over q at some values of the parameters.
 
-    :ivar bound: in nats. :ivar gradient: of the maximum in the parameters (K,), in unconstrained space.
+    :ivar bound: in nats. :ivar gradient: of the maximum in the parameters (K,), in unconstrained space; None where
+        that is asked for apart.
     :ivar start: the maximizing q, from which a solve at near values starts. :ivar converged: whether it is one.
     :ivar error: the standard error of what stands in the bound's place, if that is estimated.
     """
 
     bound: Array
-    gradient: Array
+    gradient: Array | None
     start: Start
     converged: Array
     error: Array | float = 0.0
@@ -51,6 +54,7 @@ class MaximizedBound:
 
     def __init__(self, engine: Engine):
         self.engine, program = engine, engine.program
+        exactly = is_quadratic((*engine.kinds, *engine.prior_kinds))
         program.initial_state()  # what is drawn from the prior is drawn here, outside of compiled functions
 
         def parts(params: Array, chunks: RowChunks, start: Start) -> tuple[Search, Joint]:
@@ -59,17 +63,19 @@ class MaximizedBound:
             search = engine.search_all(problem)
             return search, engine.joint_parts(search, problem)
 
-        @engine.compiled
         def begin(params, chunks):
             mean = jnp.zeros(program.layout.size, program.dtype)
             precision = jnp.eye(mean.size, dtype=mean.dtype)
+            if exactly:
+                return mean, precision
             search, joint = parts(params, chunks, (mean, precision))
             curvature = curvature_at(search, joint.objective, mean)
             return mean, precision + jnp.where(jnp.isfinite(curvature), curvature, 0.0)
 
         @engine.compiled
         def solve(params, chunks, start):
-            solution = solve_joint_traced(*parts(params, chunks, start))
+            problem = parts(params, chunks, start)
+            solution = solve_quadratic(*problem, start[0]) if exactly else solve_joint_traced(*problem)
             inverse = solve_lower(solution.root, jnp.eye(solution.mean.size, dtype=solution.mean.dtype))
 
             def bound(params, start=start):
@@ -89,49 +95,83 @@ class MaximizedBound:
             root = solve_lower(jnp.linalg.cholesky(precision), state.root.T).T
             return state.mean + state.root @ mean, lower_from_root(root)
 
-        self.begin, self.solve, self.moments = begin, solve, moments
+        self.begin = begin if exactly else engine.compiled(begin)
+        self.solve, self.moments = solve, moments
 
 
 class SparseMaximizedBound:
     """The same of a :class:`~.sparse.SparseEngine`, whose q stay as its solves leave them.
 
-    A q to start from is its mean, in the order of elimination; what else a start holds is for :meth:`root`. The solve
-    begins with the precision that the log joint density has at this mean.
+    A start is the mean of q and its precision's packed Cholesky factor, in the order of elimination. The solve begins
+    with the precision that the log joint density has at this mean. The gradient is a function of its own: it takes the
+    covariances of predictors, and with them as long as the solve itself.
 
-    :ivar begin: params (K,) and chunks of rows -> a start. :ivar solve: params, chunks and a start -> :class:`Maximum`.
+    :ivar begin: params (K,) and chunks of rows -> a start. :ivar solve: params, chunks and a start -> :class:`Maximum`,
+        without the gradient. :ivar gradient: params, chunks and the start that was found -> (K,).
+    :ivar moments: that start -> mean and variances of x, (P,), and the factor by its parts.
     """
 
     def __init__(self, sparse: SparseEngine, problem: SparseProblem, chunks: RowChunks):
-        program, order = sparse.engine.program, sparse.sparsity.order
-        self.engine, self.pattern, self.places = sparse.engine, problem.packing.pattern, order.places
+        program, self._order = sparse.engine.program, sparse.sparsity.order
+        self.engine, self._problem, self.pattern = sparse.engine, problem, problem.packing.pattern
         search = sparse.search(chunks.weights.shape[0], has_start=True)
+        exactly = is_quadratic(sparse.all_kinds)
 
-        def parts(params: Array, chunks: RowChunks, init: tuple[Array, Array] | None = None) -> Joint:
+        def parts(problem: SparseProblem, params: Array, chunks: RowChunks, init: Start | None = None) -> Joint:
             prepared = sparse.prepared(program.prior_inputs | {PARAMS: params}, *chunks)
             return sparse.parts(search, problem._replace(chunks=prepared, init=init))
 
         @sparse.engine.compiled
-        def solve(params, chunks, mean):
-            curvature = curvature_at(search, parts(params, chunks).objective, mean)
-            joint = parts(params, chunks, (mean, curvature))
-            solution = solve_joint_traced(search, joint)
-            form = joint.start().form
-            assert isinstance(form, Arrow)
-            covariance = form.covariance_root(solution.root)
+        def solve(problem, params, chunks, mean):
+            joint = parts(problem, params, chunks)
+            if exactly:
+                return _found(solve_quadratic(search, joint, mean))
+            curvature = curvature_at(search, joint.objective, mean)
+            return _found(solve_joint_traced(search, parts(problem, params, chunks, (mean, curvature))))
+
+        @sparse.engine.compiled
+        def gradient(problem, params, chunks, start):
+            mean, root = start
+            covariance = _form(parts(problem, params, chunks)).covariance_root(root)
 
             def expected(params):
-                objective = parts(params, chunks).objective
-                return objective.expect(solution.mean, objective.predictor_covariances(solution.mean, covariance))[0]
+                objective = parts(problem, params, chunks).objective
+                return objective.expect(mean, objective.predictor_covariances(mean, covariance))[0]
 
-            variance = form.packing.diagonal(covariance.array)
-            found = solution.mean, (form.parts(solution.root), variance)
-            return Maximum(solution.bound, jax.grad(expected)(params), found, solution.converged)
+            return jax.grad(expected)(params)
 
-        self._solve = solve
+        @sparse.engine.compiled
+        def moments(problem, root):
+            form = Arrow(jnp.ones(program.layout.size, root.dtype), problem.packing)
+            variance = form.packing.diagonal(form.covariance_root(root).array)
+            return variance[self._order.back], form.parts(root)
 
-    def solve(self, params: Array, chunks: RowChunks, start: Start) -> Maximum:
-        return self._solve(params, chunks, start[0])
+        self._solve, self._gradient, self._moments = solve, gradient, moments
+
+    @property
+    def places(self) -> np.ndarray:
+        """(P,), the entry of x that comes first, second, ... in the order of elimination."""
+        return self._order.places
 
     def begin(self, params: Array, chunks: RowChunks) -> Start:
         """A start, from nothing."""
         return jnp.asarray(self.engine.program.marginals.mean[self.places], self.engine.program.dtype), ()
+
+    def solve(self, params: Array, chunks: RowChunks, start: Start) -> Maximum:
+        return self._solve(self._problem, params, chunks, start[0])
+
+    def gradient(self, params: Array, chunks: RowChunks, start: Start) -> Array:
+        return self._gradient(self._problem, params, chunks, start)
+
+    def moments(self, start: Start) -> tuple[Array, Array, ArrowFactor]:
+        return start[0][self._order.back], *self._moments(self._problem, start[1])
+
+
+def _found(solution: Solution) -> Maximum:
+    return Maximum(solution.bound, None, (solution.mean, solution.root), solution.converged)
+
+
+def _form(joint: Joint) -> Arrow:
+    form = joint.start().form
+    assert isinstance(form, Arrow)
+    return form

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jax import Array
 from scipy.sparse import coo_array, eye_array
 
 from ..core.expectations import power_of_two
@@ -28,14 +29,14 @@ FLATTEST = 3.0  # standard deviations of the prior: no Gaussian at a mode is wid
 class Point(NamedTuple):
     """L at h.
 
-    :ivar h: (d,). :ivar bound: L, minus infinity where there is none. :ivar gradient: (d,).
+    :ivar h: (d,). :ivar bound: L, minus infinity where there is none. :ivar gradient: (d,); None if it is not known.
     :ivar start: the q that attains it. :ivar converged: whether it does.
     :ivar error: the standard error of L, if it is an estimate.
     """
 
     h: np.ndarray
     bound: float
-    gradient: np.ndarray
+    gradient: np.ndarray | None
     start: Start
     converged: bool
     error: float = 0.0
@@ -46,11 +47,27 @@ class Marginal:
 
     :param begin: h -> a start, from nothing.
     :param solve: h and a start -> :class:`~.maximized_bound.Maximum`.
+    :param gradient: h and the start that was found there -> L's gradient (d,), where ``solve`` leaves that out.
     """
 
-    def __init__(self, begin: Callable[[np.ndarray], Start], solve: Callable[[np.ndarray, Start], Maximum]):
-        self._begin, self._solve = begin, solve
+    def __init__(
+        self,
+        begin: Callable[[np.ndarray], Start],
+        solve: Callable[[np.ndarray, Start], Maximum],
+        gradient: Callable[[np.ndarray, Start], Array] | None = None,
+    ):
+        self._begin, self._solve, self._gradient = begin, solve, gradient
         self.points: list[Point] = []
+
+    def with_gradient(self, h: np.ndarray, near: Point | None = None) -> Point:
+        """The same with L's gradient, also where that takes longer."""
+        point = self(h, near)
+        if point.gradient is not None or self._gradient is None:
+            return point
+        gradient = np.asarray(self._gradient(point.h, point.start), np.float64)
+        if not np.isfinite(gradient).all():
+            point = point._replace(bound=-np.inf)
+        return point._replace(gradient=gradient)
 
     def __call__(self, h: np.ndarray, near: Point | None = None) -> Point:
         """L at h, from the q of a point that is near, or of the nearest one."""
@@ -65,8 +82,10 @@ class Marginal:
 
     def _point(self, h: np.ndarray, start: Start) -> Point:
         found = self._solve(h, start)
-        bound, gradient = float(found.bound), np.asarray(found.gradient, np.float64)
-        if not (np.isfinite(bound) and np.isfinite(gradient).all()):
+        bound, gradient = float(found.bound), found.gradient
+        if gradient is not None:
+            gradient = np.asarray(gradient, np.float64)
+        if not (np.isfinite(bound) and (gradient is None or np.isfinite(gradient).all())):
             bound = -np.inf
         return Point(np.asarray(h, np.float64), bound, gradient, found.start, bool(found.converged), float(found.error))
 
@@ -104,7 +123,7 @@ def find_mode(marginal: Marginal, mean: np.ndarray, deviation: np.ndarray, start
     best = max(marginal.points, key=lambda point: point.bound)
 
     def negative(t):
-        point = marginal(mean + deviation * t)
+        point = marginal.with_gradient(mean + deviation * t)
         if not np.isfinite(point.bound):
             return 1e3 - best.bound + 1e3 * float(np.sum((t - origin) ** 2)), 2e3 * (t - origin)
         return -point.bound, -deviation * point.gradient
@@ -120,12 +139,13 @@ def _axes(marginal: Marginal, mode: Point, deviation: np.ndarray) -> np.ndarray:
 
     :raises NotFinite: if that is not finite.
     """
-    columns = []
+    columns: list[np.ndarray] = []
     for i, unit in enumerate(np.eye(len(deviation))):
         step = STEP * deviation[i]
         for _ in range(2):  # once more, if the mode is far narrower than the prior
-            ends = [marginal(mode.h + sign * step * unit, mode) for sign in (1, -1)]
-            column = (ends[1].gradient - ends[0].gradient) / (2 * step)
+            ends = [marginal.with_gradient(mode.h + sign * step * unit, mode) for sign in (1, -1)]
+            slopes = np.array([end.gradient for end in ends])
+            column = (slopes[1] - slopes[0]) / (2 * step)
             narrow = column[i] > 0 and STEP / np.sqrt(column[i]) < 0.5 * step
             if all(np.isfinite(end.bound) for end in ends) and not narrow:
                 break

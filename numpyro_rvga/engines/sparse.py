@@ -142,10 +142,14 @@ class SparseEngine:
         search = self.search(jax.tree.leaves(problem.chunks[0])[0].shape[0])
         return self._solver(search, problem, problem.num_rows, on_step=on_step)
 
+    @property
+    def all_kinds(self) -> tuple[Kind, ...]:
+        """Of rows, the prior, and its Gaussian part."""
+        return tuple(kind for kinds in self._kinds for kind in kinds)
+
     def search(self, num_chunks: int, *, has_start: bool = False) -> Search:
         """What a solve seeks."""
-        all_kinds = tuple(kind for kinds in self._kinds for kind in kinds)
-        program = self.engine.program
+        all_kinds, program = self.all_kinds, self.engine.program
         shapes = [(terms.num_elements, terms.num_predictors) for terms in program.terms]
         staged = self._is_affine and in_stages(self._kinds[0], all_kinds, shapes, program.layout.size, num_chunks)
         return search_for(all_kinds, self.engine.effort.settings(), staged=staged, has_start=has_start)

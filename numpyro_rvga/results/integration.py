@@ -304,9 +304,8 @@ def _prior_moments(program: Program, *, is_long: bool) -> tuple[np.ndarray, np.n
 def _moments_of(bound: Bound, point: Point, dtype: DTypeLike) -> tuple[np.ndarray, Root]:
     """Of x at a point."""
     if isinstance(bound, SparseMaximizedBound):
-        mean, (factor, variance) = jax.device_get(point.start)
-        back = np.argsort(bound.places)
-        return mean[back], SolvedRoot(factor, variance[back])
+        mean, variance, factor = jax.device_get(bound.moments(point.start))
+        return mean, SolvedRoot(factor, variance)
     mean, root = bound.moments(jnp.asarray(point.h, dtype), point.start)
     return np.asarray(mean, np.float64), np.asarray(root, np.float64)
 
@@ -340,7 +339,11 @@ def _marginal(bound: Bound, solve: Callable, chunks: Any, dtype: DTypeLike, bar:
         bar.update(1)
         return solve(h, start)
 
-    return Marginal(lambda h: bound.begin(jnp.asarray(h, dtype), chunks), counted)
+    def gradient(h, start):
+        assert isinstance(bound, SparseMaximizedBound)
+        return bound.gradient(jnp.asarray(h, dtype), chunks, start)
+
+    return Marginal(lambda h: bound.begin(jnp.asarray(h, dtype), chunks), counted, gradient)
 
 
 def _is_too_rough(integral: Integral) -> bool:

@@ -44,7 +44,7 @@ def integrate_by_nuts(
 
     def _potential_and_slope(z):
         solution = solve(center + axes @ z)
-        slope = -axes.T @ solution.gradient
+        slope = -axes.T @ jnp.asarray(solution.gradient)
         finite = jnp.isfinite(solution.bound) & jnp.all(jnp.isfinite(slope))
         return jnp.where(finite, -solution.bound, jnp.inf), jnp.where(finite, slope, 0.0)
 

@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from scipy import stats
+from scipy import special, stats
 
 from numpyro_rvga.engines.importance import integrate_by_importance
 from numpyro_rvga.engines.lattice import integrate_lattice
@@ -63,6 +63,19 @@ def test_mixture_has_the_moments_of_the_posterior(size, tolerance):
         np.corrcoef(theta.T),
         atol=3 * tolerance,
     )
+
+
+def test_few_points_are_enough_where_the_marginal_is_nearly_gaussian():
+    case = Skewed(3, shape=50.0)
+    _, _, integral, mixture = integrated(case)
+    mean, deviation = special.digamma(case.shape), np.sqrt(special.polygamma(1, case.shape))
+    z = case.turn @ np.asarray(mixture.mean)[:3]
+    covariance = case.turn @ np.asarray(mixture.covariance())[:3, :3] @ case.turn.T
+    assert len(integral.info["mass"]) <= 64
+    np.testing.assert_allclose(integral.log_evidence, 3.0, atol=0.005)
+    np.testing.assert_allclose((z - mean) / deviation, 0, atol=0.02)
+    np.testing.assert_allclose(covariance / deviation**2, np.eye(3), atol=0.02)
+    assert len(integrated(Skewed(3))[2].info["mass"]) > 256
 
 
 @pytest.mark.parametrize("size", [1, 2])
