@@ -15,7 +15,8 @@ from typing import NamedTuple
 import numpy as np
 
 SHORTER = 0.25  # of a group's step that has lowered its bound
-LITTLE = 1e-4  # nats: where all groups' bounds rise by no more, groups are settled
+LITTLE = 1e-4  # nats: where a step of all groups has gained no more, the next one would gain nothing
+NOTHING = 1e-9  # nats: where all groups have no more to gain, they are settled
 
 
 class Groups(NamedTuple):
@@ -143,14 +144,18 @@ def settled(
     at = evaluate(groups)
     bounds, steps = at.values + conditionals(groups).entropy, np.ones(len(groups.mean))
     for _ in range(max_steps):
+        lost = rounding * (1 + np.abs(bounds))
+        unresolved = lost.sum()
+        if _to_gain(groups, at) <= NOTHING + unresolved:
+            break
         ahead = mixed(groups, at, steps[:, None, None])
         ahead = ahead._replace(mean=groups.mean + _solved(ahead.precision, steps[:, None] * at.gradient))
         is_gaussian = np.isfinite(conditionals(ahead).entropy) & np.all(np.isfinite(ahead.mean), axis=1)
         ahead = _chosen(is_gaussian, ahead, groups)
         after = evaluate(ahead)
-        reached, lost = after.values + conditionals(ahead).entropy, rounding * (1 + np.abs(bounds))
+        reached = after.values + conditionals(ahead).entropy
         better = is_gaussian & (reached >= bounds - lost)
-        rise, unresolved = np.sum(np.abs(reached - bounds), where=better), lost.sum()
+        rise = np.sum(np.abs(reached - bounds), where=better)
         groups, bounds = _chosen(better, ahead, groups), np.where(better, reached, bounds)
         steps = np.where(better, 1.0, SHORTER * steps)
         at = after if better.all() else evaluate(groups)
@@ -159,25 +164,35 @@ def settled(
     return groups, at
 
 
+def _to_gain(groups: Groups, at: GroupSums) -> float:
+    """Nats by which full steps of all groups raise the bound, to second order; NaN where there are no Gaussians."""
+    inverse = _inverse_factors(groups.precision)
+    with np.errstate(invalid="ignore", over="ignore"):
+        halves = inverse @ at.gradient[..., None]
+        changes = inverse @ (at.precision - groups.precision) @ np.swapaxes(inverse, 1, 2)
+    return 0.5 * float(np.sum(halves**2)) + 0.25 * float(np.sum(changes**2))
+
+
 def _chosen(choice: np.ndarray, first: Groups, second: Groups) -> Groups:
     """For each group, one of two."""
     return Groups(*[np.where(choice.reshape(-1, *[1] * (a.ndim - 1)), a, b) for a, b in zip(first, second)])
 
 
 def _inverse_factors(precision: np.ndarray) -> np.ndarray:
-    """Inverses of the lower Cholesky factors (n, d, d); NaN where there are none."""
-    if precision.shape[-1] == 1:
-        with np.errstate(invalid="ignore", divide="ignore"):
-            return np.where(precision > 0, 1 / np.sqrt(precision), np.nan)
-    try:
-        return np.linalg.inv(np.linalg.cholesky(precision))
-    except np.linalg.LinAlgError:
-        places = np.flatnonzero(np.isfinite(precision).all(axis=(1, 2)))
-        smallest = np.linalg.eigvalsh(precision[places])[:, 0]
-        usable = places[smallest > 0]
-        inverse = np.full_like(precision, np.nan)
-        inverse[usable] = np.linalg.inv(np.linalg.cholesky(precision[usable]))
-        return inverse
+    """Inverses of the lower Cholesky factors (n, d, d); NaN where there are none. Of all matrices at once, by columns:
+    a call of LAPACK for each small matrix takes many times as long."""
+    size = precision.shape[-1]
+    factor, inverse = np.zeros_like(precision), np.zeros_like(precision)
+    with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
+        for i in range(size):
+            row = factor[:, i, :i]
+            pivot = precision[:, i, i] - np.sum(row**2, axis=1)
+            root = np.sqrt(np.where(pivot > 0, pivot, np.nan))
+            below = precision[:, i + 1 :, i] - (factor[:, i + 1 :, :i] @ row[..., None])[..., 0]
+            factor[:, i, i], factor[:, i + 1 :, i] = root, below / root[:, None]
+            inverse[:, i, i] = 1 / root
+            inverse[:, i, :i] = -(row[:, None] @ inverse[:, :i, :i])[:, 0] / root[:, None]
+    return inverse
 
 
 def _solved(precision: np.ndarray, vectors: np.ndarray) -> np.ndarray:

@@ -30,10 +30,10 @@ class _Place(NamedTuple):
     :ivar own_root: of the covariances given s, (n + 1, d, d). The last member is nobody.
     """
 
-    theta: Array
-    root: Array
-    slope: Array
-    own_root: Array
+    theta: Array | np.ndarray
+    root: Array | np.ndarray
+    slope: Array | np.ndarray
+    own_root: Array | np.ndarray
 
 
 class _Derivatives(NamedTuple):
@@ -130,17 +130,14 @@ class GroupTerms:
     def place(self, mean: np.ndarray, root: np.ndarray, groups: Groups) -> _Place:
         """q, where groups may be fewer than the members."""
 
-        def put(array):
-            return jnp.asarray(array, self._dtype)
-
-        def and_others(array, other):
-            return put(np.concatenate([array, np.tile(other, (missing + 1, 1, 1))]))
-
-        (count, size), k = groups.mean.shape, len(mean)
-        given, missing = conditionals(groups), self.members.number - count
-        theta = self.members.theta(put(mean), put(np.concatenate([groups.mean, np.zeros((missing, size))])))
-        slope, own_root = and_others(given.slope @ root, np.zeros((size, k))), and_others(given.root, np.eye(size))
-        return _Place(theta, put(root), slope, own_root.at[-1].set(0))
+        (count, size), k, members = groups.mean.shape, len(mean), self.members
+        given = conditionals(groups)
+        theta = np.zeros(members.columns.size + k, self._dtype)
+        theta[members.shared], theta[members.columns[:, :count]] = mean, groups.mean.T
+        slope = np.zeros((members.number + 1, size, k), self._dtype)
+        own_root = np.zeros((members.number + 1, size, size), self._dtype)
+        slope[:count], own_root[:count], own_root[count:-1] = given.slope @ root, given.root, np.eye(size)
+        return _Place(theta, root.astype(self._dtype), slope, own_root)
 
     def prior_weights(self, count: int, *, with_shared: bool) -> list[np.ndarray]:
         """Of the terms of the first ``count`` members."""
