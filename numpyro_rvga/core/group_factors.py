@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .groups import Groups, GroupSums, covariances
+from .groups import Groups, GroupSums, conditionals, covariances
 
 LOG_TWO_PI = math.log(2 * math.pi)
 
@@ -62,8 +62,34 @@ class KnownGroups(NamedTuple):
 
     def at(self, shared_mean: np.ndarray) -> Groups:
         """With the means of z_g there, (k,)."""
-        mean = np.linalg.solve(self.precision, (self.linear - self.coupling @ shared_mean)[..., None])[..., 0]
-        return Groups(mean, self.precision, self.coupling)
+        root = conditionals(Groups(self.linear, self.precision, self.coupling)).root
+        mean = root @ (root.swapaxes(1, 2) @ (self.linear - self.coupling @ shared_mean)[..., None])
+        return Groups(mean[..., 0], self.precision, self.coupling)
+
+    def packed(self) -> np.ndarray:
+        """A vector for each group. Of symmetric matrices it has one half."""
+        parts = [_half(self.precision), self.coupling, self.linear]
+        for constant, linear, precision in (self.prior, self.rows):
+            parts += [constant, linear, _half(precision)]
+        return np.concatenate([x.reshape(len(x), -1) for x in parts], axis=1)
+
+    @classmethod
+    def unpacked(cls, vectors: np.ndarray, size: int, k: int) -> KnownGroups:
+        """From such vectors. ``size``: entries of a group, and ``k``: of s."""
+        pieces = np.split(vectors, np.cumsum(_sizes(size, k))[:-1], axis=1)
+        coupling, both = pieces[1].copy().reshape(-1, size, k), size + k  # not all of the vectors lives on
+        prior, rows = (Factors(x[:, 0], linear, _square(half, both)) for x, linear, half in (pieces[3:6], pieces[6:]))
+        return cls(_square(pieces[0], size), coupling, pieces[2], prior, rows)
+
+
+def packed_width(size: int, k: int) -> int:
+    """Of what is kept of a group with so many entries, as a vector. ``k``: entries of s."""
+    return sum(_sizes(size, k))
+
+
+def _sizes(size: int, k: int) -> list[int]:
+    of_factor = [1, size + k, (size + k) * (size + k + 1) // 2]
+    return [size * (size + 1) // 2, size * k, size, *of_factor, *of_factor]
 
 
 def factors(values: np.ndarray, gradient: np.ndarray, precision: np.ndarray, mean: np.ndarray, covariance: np.ndarray):
@@ -137,14 +163,20 @@ def nothing(count: int, size: int, k: int) -> Rest:
     return Rest(np.zeros((count, size, size)), np.zeros((count, size, k)), np.zeros((count, size)), shared)
 
 
-def rest(
-    evidence: float, mean: np.ndarray, precision: np.ndarray, shared_prior: Factors, old: KnownGroups,
-    weights: np.ndarray, places: np.ndarray, count: int,
-) -> Rest:  # fmt: skip
-    """What q and the log evidence say, without the prior of s and the open terms of the block's groups.
+def rest_of_shared(evidence: float, mean: np.ndarray, precision: np.ndarray, prior: Factors) -> Factors:
+    """What q(s) and the log evidence say, without the prior of s.
 
-    :param mean: of q(s), and ``precision``. :param shared_prior: the factor in q(s) that stands for p(s).
-    :param old: the groups of the block that were seen before. :param weights: of their rows, by group.
+    :param mean: of q(s), and ``precision``. :param prior: the factor in q(s) that stands for p(s).
+    """
+    constant = 0.5 * (np.linalg.slogdet(precision)[1] - len(mean) * LOG_TWO_PI - mean @ precision @ mean)
+    found = Factors(np.array([evidence + constant]), (precision @ mean)[None], precision[None])
+    return found.and_powers(prior, np.array([-1.0]))
+
+
+def rest_of_groups(old: KnownGroups, weights: np.ndarray, places: np.ndarray, count: int) -> Rest:
+    """What q says of some groups given s, without their open terms.
+
+    :param old: the groups that were seen before. :param weights: of their rows, by group.
     :param places: theirs among ``count``.
     """
     size, k = old.coupling.shape[1:]
@@ -152,17 +184,13 @@ def rest(
     found.precision[places] = old.precision - terms.precision[:, :size, :size]
     found.linear[places] = old.linear - terms.linear[:, :size]
     found.coupling[places] = old.coupling - terms.precision[:, :size, size:]
-    centres = np.linalg.solve(old.precision, old.linear[..., None])[..., 0]
-    slopes = np.linalg.solve(old.precision, old.coupling)
-    determinants = np.linalg.slogdet(old.precision)[1] - size * LOG_TWO_PI
-    whole = precision + np.einsum("gdk,gdl->kl", old.coupling, slopes) - shared_prior.precision[0]
-    whole -= terms.precision[:, size:, size:].sum(axis=0)
-    linear = precision @ mean + np.einsum("gdk,gd->k", old.coupling, centres) - shared_prior.linear[0]
-    linear -= terms.linear[:, size:].sum(axis=0)
-    constant = evidence + 0.5 * (np.linalg.slogdet(precision)[1] - k * LOG_TWO_PI - mean @ precision @ mean)
-    constant += 0.5 * np.sum(determinants - np.sum(centres * old.linear, axis=1))
-    constant -= shared_prior.constant[0] + terms.constant.sum()
-    return found._replace(shared=Factors(np.array([constant]), linear[None], whole[None]))
+    given = conditionals(Groups(np.zeros_like(old.linear), old.precision, old.coupling))
+    halves = (given.root.swapaxes(1, 2) @ old.linear[..., None])[..., 0]
+    centres = (given.root @ halves[..., None])[..., 0]
+    precision = -np.einsum("gdk,gdl->kl", old.coupling, given.slope) - terms.precision[:, size:, size:].sum(axis=0)
+    linear = np.einsum("gdk,gd->k", old.coupling, centres) - terms.linear[:, size:].sum(axis=0)
+    constant = len(places) * 0.5 * size - given.entropy.sum() - 0.5 * np.sum(halves**2) - terms.constant.sum()
+    return found._replace(shared=Factors(np.array([constant]), linear[None], precision[None]))
 
 
 def sampling_variance(
@@ -190,3 +218,16 @@ def _joined(own: np.ndarray, mixed: np.ndarray, shared: np.ndarray) -> np.ndarra
     upper = np.concatenate([own, mixed], axis=2)
     lower = np.concatenate([mixed.swapaxes(1, 2), shared], axis=2)
     return np.concatenate([upper, lower], axis=1)
+
+
+def _half(matrices: np.ndarray) -> np.ndarray:
+    """Of symmetric ones: (n, e, e) -> (n, e (e + 1) / 2)."""
+    rows, columns = np.tril_indices(matrices.shape[-1])
+    return matrices[:, rows, columns]
+
+
+def _square(halves: np.ndarray, size: int) -> np.ndarray:
+    rows, columns = np.tril_indices(size)
+    matrices = np.empty((len(halves), size, size))
+    matrices[:, rows, columns] = matrices[:, columns, rows] = halves
+    return matrices

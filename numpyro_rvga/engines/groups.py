@@ -30,10 +30,10 @@ class _Place(NamedTuple):
     :ivar own_root: of the covariances given s, (n + 1, d, d). The last member is nobody.
     """
 
-    theta: Array | np.ndarray
-    root: Array | np.ndarray
-    slope: Array | np.ndarray
-    own_root: Array | np.ndarray
+    theta: Array
+    root: Array
+    slope: Array
+    own_root: Array
 
 
 class _Derivatives(NamedTuple):
@@ -137,7 +137,7 @@ class GroupTerms:
         slope = np.zeros((members.number + 1, size, k), self._dtype)
         own_root = np.zeros((members.number + 1, size, size), self._dtype)
         slope[:count], own_root[:count], own_root[count:-1] = given.slope @ root, given.root, np.eye(size)
-        return _Place(theta, root.astype(self._dtype), slope, own_root)
+        return _Place(*jax.device_put((theta, root.astype(self._dtype), slope, own_root)))
 
     def prior_weights(self, count: int, *, with_shared: bool) -> list[np.ndarray]:
         """Of the terms of the first ``count`` members."""

@@ -1,14 +1,15 @@
-"""Blocks of a stream of groups: the model bound to so many groups, and a block as the only part of rounds."""
+"""Blocks of a stream of groups: the model bound to so many groups, and such groups as parts of rounds."""
 
 from __future__ import annotations
 
-import math
+from collections.abc import Sequence
+from functools import reduce
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from ..core.expectations import power_of_two
-from ..core.group_factors import Factors, KnownGroups, Rest
+from ..core.group_factors import KnownGroups, Rest, packed_width
 from ..core.groups import Groups, GroupSums, Message
 from ..engines.engine import Engine
 from ..engines.groups import GroupEvaluations, GroupTerms
@@ -48,40 +49,37 @@ class Bound(NamedTuple):
         """Whether Gaussian factors are the terms that they stand for."""
         return self.engine.program.has_gaussian_rows and self.terms.has_gaussian_groups
 
-    def pieces(self, count: int) -> list[slice]:
-        """Of so many groups, as many as there are places for."""
+    def pieces(self, labels: Sequence[Any]) -> list[Sequence[Any]]:
+        """Of labels, as many at a time as there are places for."""
         size = self.members.number
-        return [slice(start, min(start + size, count)) for start in range(0, count, size)]
+        return [labels[start : start + size] for start in range(0, len(labels), size)]
 
-    def chunks(self, rows: GroupRows, piece: slice) -> list[Any]:
+    def chunks(self, rows: GroupRows) -> list[Any]:
         """On the device."""
-        some = rows.of_piece(piece)
-        if some is None:
+        count = len(rows.number)
+        if not count:
             return []
-        found, weights = some
-        return self.terms.chunks(found, found[self.index], max(power_of_two(len(weights)), FEWEST), weights)
+        found = rows.rows | {self.index: rows.number.astype(np.int32)}
+        return self.terms.chunks(found, found[self.index], max(power_of_two(count), FEWEST), rows.stands_for)
 
     def packed(self, kept: KnownGroups, rows: GroupRows) -> np.ndarray:
         """One vector for each group."""
-        own = [x.reshape(len(x), -1) for x in (*kept[:3], *kept.prior, *kept.rows)]
-        return np.concatenate([*own, self.form.packed(rows, len(kept.linear))], axis=1)
+        return np.concatenate([kept.packed(), self.form.packed(rows, len(kept.linear))], axis=1)
 
     def unpacked(self, vectors: np.ndarray) -> tuple[KnownGroups, GroupRows]:
-        """What is kept of groups, from one vector for each."""
-        d, k = len(self.members.columns), self.members.shared.size
-        of_factor = [(), (d + k,), (d + k, d + k)]
-        shapes = [(d, d), (d, k), (d,), *of_factor, *of_factor]
-        ends = np.cumsum([math.prod(shape) for shape in shapes])
-        vectors = vectors.reshape(-1, ends[-1] + 1 + self.form.most * self.form.width)
-        pieces = [x.reshape(-1, *shape) for x, shape in zip(np.split(vectors, ends, axis=1), shapes)]
-        rows = self.form.unpacked(vectors[:, ends[-1] :], self.index)
-        return KnownGroups(*pieces[:3], Factors(*pieces[3:6]), Factors(*pieces[6:9])), rows
+        """What is kept of groups, from one vector for each, with fewer or more zeros at its end."""
+        size, k = len(self.members.columns), self.members.shared.size
+        end = packed_width(size, k)
+        whole = np.zeros((len(vectors), end + self.form.packed_width))
+        given = vectors[:, : whole.shape[1]]
+        whole[:, : given.shape[1]] = given
+        return KnownGroups.unpacked(whole[:, :end], size, k), self.form.unpacked(whole[:, end:], self.index)
 
 
 class Seen(NamedTuple):
-    """Groups of a block that were seen before.
+    """Groups that were seen before, among others.
 
-    :ivar rows: those kept. :ivar places: of the groups, among the block's.
+    :ivar rows: those kept. :ivar places: of the groups, among the others.
     """
 
     groups: KnownGroups
@@ -89,40 +87,48 @@ class Seen(NamedTuple):
     places: np.ndarray
 
 
-class Block:
-    """Rows, the priors of their groups and of the shared sites, and the rest."""
+class Piece:
+    """Groups that are evaluated together, as one part of rounds: their priors, rows, and the rest.
 
-    def __init__(self, bound: Bound, rows: GroupRows, others: Rest):
-        self._rest, self._parts = others, []
-        for some in bound.pieces(len(others.linear)):
-            chunks, count = bound.chunks(rows, some), some.stop - some.start
-            self._parts.append((some, GroupEvaluations(bound.terms, chunks, count, with_shared_prior=not some.start)))
+    :param groups: where they are looked for first. :param with_shared_prior: in one piece only.
+    :ivar place: where they are.
+    """
+
+    def __init__(self, bound: Bound, rows: GroupRows, groups: Groups, others: Rest, *, with_shared_prior: bool):
+        chunks, count = bound.chunks(rows), len(groups.mean)
+        self._sums = GroupEvaluations(bound.terms, chunks, count, with_shared_prior=with_shared_prior)
+        self._rest = others
+        self.place = self._next = GroupPlace(groups, None)
 
     def evaluations(self, mean: np.ndarray, root: np.ndarray, groups: Groups) -> GroupSums:
         """Sums at q."""
-        found = [evaluate(mean, root, cut(groups, some)) for some, evaluate in self._parts]
-        of_groups = [np.concatenate(of_all) for of_all in zip(*[sums[:4] for sums in found])]
-        of_all = [np.sum(of_all, axis=0) for of_all in zip(*[sums[4:] for sums in found])]
-        return self._rest.added_to(GroupSums(*of_groups, *of_all), mean, root, groups)
+        return self._rest.added_to(self._sums(mean, root, groups), mean, root, groups)
 
-
-class Solve:
-    """A block as the only part of rounds.
-
-    :ivar place: where its groups are.
-    """
-
-    def __init__(self, block: Block, place: GroupPlace):
-        self._block, self.place, self._next = block, place, place
-        self.parts = Parts(self._advance, lambda step: message_of(self.place, step), self._keep)
-
-    def _advance(self, step: float, shift: np.ndarray, shared: Shared) -> Message:
-        self._next = advanced(self._block, self.place, step, shift, shared)
+    def advance(self, step: float, shift: np.ndarray, shared: Shared) -> Message:
+        """After a step of q(s); see :class:`Parts`."""
+        self._next = advanced(self, self.place, step, shift, shared)
         return message_of(self._next, 1.0)
 
-    def _keep(self) -> None:
+    def message(self, step: float) -> Message:
+        """For a step of this length from where the groups are."""
+        return message_of(self.place, step)
+
+    def keep(self) -> None:
+        """Go on from the last advance."""
         self.place = self._next
 
 
-def cut(groups: Groups, some: slice) -> Groups:
-    return Groups(*[x[some] for x in groups])
+def together(pieces: Sequence[Piece]) -> Parts:
+    """All pieces as the parts of rounds."""
+
+    def advance(step: float, shift: np.ndarray, shared: Shared) -> Message:
+        return reduce(Message.plus, (piece.advance(step, shift, shared) for piece in pieces))
+
+    def message(step: float) -> Message:
+        return reduce(Message.plus, (piece.message(step) for piece in pieces))
+
+    def keep() -> None:
+        for piece in pieces:
+            piece.keep()
+
+    return Parts(advance, message, keep)

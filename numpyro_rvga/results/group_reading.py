@@ -30,10 +30,13 @@ def blocks_of_rows(model: GroupModel, data: Any, block_size: int, kind: str | No
             )
         waiting.append(rows)
         done += num_rows(rows)
-        while sum(map(num_rows, waiting)) >= block_size:
-            whole = joined(waiting)
-            yield selected(whole, slice(0, block_size))
-            waiting = [selected(whole, slice(block_size, None))]
+        if sum(map(num_rows, waiting)) < block_size:
+            continue
+        whole = joined(waiting)
+        ends = range(block_size, num_rows(whole) + 1, block_size)
+        for end in ends:
+            yield selected(whole, slice(end - block_size, end))
+        waiting = [selected(whole, slice(ends[-1], None))]
     if sum(map(num_rows, waiting)):
         yield joined(waiting)
 

@@ -49,6 +49,11 @@ class RowForm(NamedTuple):
         """Of a row, with its key."""
         return 1 + sum(math.prod(shape) for shape in self.shapes.values())
 
+    @property
+    def packed_width(self) -> int:
+        """Of the vector of a group."""
+        return 1 + self.most * self.width
+
     def packed(self, kept: GroupRows, count: int) -> np.ndarray:
         """A vector for each of ``count`` groups, (count, 1 + most * width): how many it has had, and those kept."""
         order = np.argsort(kept.number, kind="stable")
@@ -99,15 +104,6 @@ class GroupRows(NamedTuple):
     def weights(self, count: int) -> np.ndarray:
         """How many rows each one of a group stands for, (count,)."""
         return self.totals(count) / np.maximum(self.counts(count), 1)
-
-    def of_piece(self, piece: slice) -> tuple[Rows, np.ndarray] | None:
-        """Those of some groups, which are numbered from zero, as the model takes them, and how many rows each stands
-        for; None if there are none."""
-        inside = (self.number >= piece.start) & (self.number < piece.stop)
-        if not inside.any():
-            return None
-        number = (self.number[inside] - piece.start).astype(np.int32)
-        return selected(self.rows, inside) | {self.index: number}, self.stands_for[inside]
 
     def alone(self) -> GroupRows:
         """Each stands for itself."""

@@ -6,18 +6,27 @@ again changes is taken to change for those too. Rows that are not kept are thus 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-import jax
 import numpy as np
 
-from ..core.group_factors import Factors, KnownGroups, factors, known, nothing, rest, sampling_variance
+from ..core.group_factors import (
+    Factors,
+    KnownGroups,
+    factors,
+    known,
+    nothing,
+    rest_of_groups,
+    rest_of_shared,
+    sampling_variance,
+)
 from ..core.groups import Groups
 from ..engines.groups import GroupEvaluations
 from ..user_warnings import warn
-from .group_blocks import Block, Bound, Seen, Solve, cut
-from .group_parts import GroupPlace, rounding
-from .group_rounds import GroupResult, Shared, in_group_rounds
+from .group_blocks import Bound, Piece, Seen, together
+from .group_parts import rounding
+from .group_rounds import Shared, in_group_rounds
 from .group_rows import GroupRows
 from .summaries import TOLERANCE
 
@@ -32,41 +41,64 @@ class Moments(NamedTuple):
     evidence: float
 
 
+class Given(NamedTuple):
+    """Some groups of a solve.
+
+    :ivar groups: where they are looked for first. :ivar seen: those of them that were seen before.
+    :ivar new: rows.
+    """
+
+    groups: Groups
+    seen: Seen
+    new: GroupRows | None
+
+    def rows(self, *, alone: bool) -> GroupRows:
+        """Those kept and the new ones. ``alone``: each stands for itself."""
+        kept = self.seen.rows.alone() if alone else self.seen.rows
+        return kept.at(self.seen.places).and_then(self.new)
+
+
+class Kept(NamedTuple):
+    """What is kept of the groups of a piece.
+
+    :ivar variance: of the gradient in s, since some rows stand for others, (k, k).
+    """
+
+    groups: KnownGroups
+    rows: GroupRows
+    variance: np.ndarray
+
+
 class Solved(NamedTuple):
     """What a solve has found.
 
-    :ivar groups: what is kept of them. :ivar rows: their rows that are kept. :ivar error: of the solve, in standard
-        deviations of s. :ivar expectation_error: of the evidence, in nats.
-    :ivar variance: of the gradient in s, since some rows stand for others, (k, k). :ivar stood_alone: whether that was
-        given up.
+    :ivar kept: of each piece, computed one after the other. :ivar error: of the solve, in standard deviations of s.
+    :ivar expectation_error: of the evidence, in nats.
+    :ivar stood_alone: whether it was given up that rows stand for others.
     """
 
     moments: Moments
-    groups: KnownGroups
-    rows: GroupRows
+    kept: Iterator[Kept]
     error: float
     expectation_error: float
-    variance: np.ndarray
     stood_alone: bool
 
 
-def solved(
-    bound: Bound, before: Moments | None, start: Shared, groups: Groups, seen: Seen, new: GroupRows | None
-) -> Solved:
+def solved(bound: Bound, before: Moments | None, start: Shared, given: Sequence[Callable[[], Given]]) -> Solved:
     """q of the shared sites and of groups.
 
-    :param before: None in the first block. :param start: q(s) that the search begins with, and ``groups``.
-    :param seen: those of the groups that were seen before. :param new: rows.
+    :param before: None in the first block. :param start: q(s) that the search begins with.
+    :param given: reads the groups of a piece: twice, so that no more than is evaluated need be held.
     :raises ValueError: if the bound is not finite where the search begins.
     """
-    attempts = [seen.rows, seen.rows.alone()] if (seen.rows.stands_for > 1).any() else [seen.rows]
-    for rows in attempts:
-        weights = rows.weights(len(seen.places))
-        solve = Solve(_block(bound, before, seen, rows, weights, new, len(groups.mean)), GroupPlace(groups, None))
+    rows_stand_for_others = any((read().seen.rows.stands_for > 1).any() for read in given)
+    for alone in (False, True) if rows_stand_for_others else (False,):
+        is_last = alone or not rows_stand_for_others
+        pieces = _pieces(bound, before, given, alone=alone)
         try:
-            result = in_group_rounds(start, solve.parts, None, rounding(), BLOCK_TOLERANCE)
+            result = in_group_rounds(start, together(pieces), None, rounding(), BLOCK_TOLERANCE)
         except ValueError:
-            if rows is attempts[-1]:
+            if is_last:
                 raise
             continue
         if result.errors[-1] < TOLERANCE:
@@ -76,45 +108,51 @@ def solved(
             f"after {len(result.errors)} rounds of a block, the shared sites may still be {result.errors[-1]:.2g} "
             "standard deviations from the best Gaussian."
         )
-    return _of(bound, result, solve.place.groups, seen, weights, new)._replace(stood_alone=rows is not attempts[0])
+    (mean, _), root = result.shared, result.shared.root
+    moments = Moments(result.shared, _prior_factor(bound, mean, root), result.bound)
+    kept = (_kept(bound, read(), piece.place.groups, mean, root, alone=alone) for read, piece in zip(given, pieces))
+    return Solved(moments, kept, result.errors[-1], result.expectation_error, alone)
 
 
-def _block(
-    bound: Bound, before: Moments | None, seen: Seen, rows: GroupRows, weights: np.ndarray, new: GroupRows | None,
-    count: int,
-) -> Block:  # fmt: skip
-    """:param rows: kept of the groups seen before, with these ``weights``, by group."""
-    others = nothing(count, len(bound.members.columns), bound.members.shared.size)
-    if before is not None:
-        (mean, precision), prior, evidence = before
-        others = rest(evidence, mean, precision, prior, seen.groups, weights, seen.places, count)
-    return Block(bound, rows.at(seen.places).and_then(new), others)
+def _pieces(bound: Bound, before: Moments | None, given: Sequence[Callable[[], Given]], *, alone: bool) -> list[Piece]:
+    """The first one has what q(s) says."""
+    pieces = []
+    for number, read in enumerate(given):
+        groups, seen, _ = some = read()
+        rows, count, k = some.rows(alone=alone), len(groups.mean), bound.members.shared.size
+        others = nothing(count, len(bound.members.columns), k)
+        if before is not None:
+            weights = np.ones(len(seen.places)) if alone else seen.rows.weights(len(seen.places))
+            others = rest_of_groups(seen.groups, weights, seen.places, count)
+            if number == 0:
+                (mean, precision), prior, evidence = before
+                of_shared = rest_of_shared(evidence, mean, precision, prior)
+                others = others._replace(shared=others.shared.and_powers(of_shared, np.ones(1)))
+        pieces.append(Piece(bound, rows, groups, others, with_shared_prior=number == 0))
+    return pieces
 
 
-def _of(
-    bound: Bound, result: GroupResult, groups: Groups, seen: Seen, weights: np.ndarray, new: GroupRows | None
-) -> Solved:
-    """What a solve has ended in."""
-    (mean, _), root, count = result.shared, result.shared.root, len(groups.mean)
-    of_all = GroupEvaluations(bound.terms, [], 0, with_shared_prior=True)(mean, root, cut(groups, slice(0, 0)))
-    prior = factors(
-        np.array([of_all.shared_value]), of_all.shared_gradient[None], of_all.shared_precision[None], mean[None],
-        (root @ root.T)[None],
-    )  # fmt: skip
-    rows = seen.rows.at(seen.places).and_then(new).sampled(bound.form.most, count)
-    variance = np.zeros_like(root)
-    if (weights > 1).any():
+def _prior_factor(bound: Bound, mean: np.ndarray, root: np.ndarray) -> Factors:
+    """That which stands for the prior of s in q(s)."""
+    size, k = len(bound.members.columns), len(mean)
+    nobody = Groups(np.zeros((0, size)), np.zeros((0, size, size)), np.zeros((0, size, k)))
+    sums = GroupEvaluations(bound.terms, [], 0, with_shared_prior=True)(mean, root, nobody)
+    moments = mean[None], (root @ root.T)[None]
+    return factors(np.array([sums.shared_value]), sums.shared_gradient[None], sums.shared_precision[None], *moments)
+
+
+def _kept(bound: Bound, some: Given, groups: Groups, mean: np.ndarray, root: np.ndarray, *, alone: bool) -> Kept:
+    """:param groups: where the solve has left them."""
+    seen, count = some.seen, len(groups.mean)
+    rows = some.rows(alone=False).sampled(bound.form.most, count)
+    variance, weights = np.zeros_like(root), seen.rows.weights(len(seen.places))
+    if not alone and (weights > 1).any():
         again = Groups(*[x[seen.places] for x in groups])
         now = _known(bound, again, mean, root, seen.rows).rows
         variance = sampling_variance(seen.groups.rows, now, weights, seen.rows.counts(len(weights)), again, mean)
-    kept, errors = _known(bound, groups, mean, root, rows), (result.errors[-1], result.expectation_error)
-    return Solved(Moments(result.shared, prior, result.bound), kept, rows, *errors, variance, False)
+    return Kept(_known(bound, groups, mean, root, rows), rows, variance)
 
 
 def _known(bound: Bound, groups: Groups, mean: np.ndarray, root: np.ndarray, rows: GroupRows) -> KnownGroups:
     """What is kept of groups, with their rows, which count once each."""
-    pieces, rows = [], rows.alone()
-    for some in bound.pieces(len(groups.mean)):
-        piece = cut(groups, some)
-        pieces.append(known(piece, mean, root, *bound.terms.open_sums(mean, root, piece, bound.chunks(rows, some))))
-    return jax.tree.map(lambda *parts: np.concatenate(parts), *pieces)
+    return known(groups, mean, root, *bound.terms.open_sums(mean, root, groups, bound.chunks(rows.alone())))

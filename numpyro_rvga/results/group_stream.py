@@ -8,7 +8,8 @@ Gaussian factor (:mod:`~numpyro_rvga.core.group_factors`). The other groups stay
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -16,7 +17,7 @@ import numpy as np
 
 from ..core.expectations import power_of_two
 from ..core.group_factors import Factors
-from ..core.groups import Groups, conditionals
+from ..core.groups import conditionals
 from ..engines.expectation_errors import warn_of
 from ..model.arguments import check_row_shapes, finite_rows, row_shapes
 from ..model.identity import ModelIdentity
@@ -29,8 +30,8 @@ from .group_blocks import FEWEST, Bound, Seen
 from .group_parts import GroupModel, Start, first_place, started
 from .group_reading import LABELS, blocks_of_rows, check_finite, numbered
 from .group_rounds import Shared
-from .group_rows import GroupRows, new_rows
-from .group_solves import Moments, solved
+from .group_rows import new_rows
+from .group_solves import Given, Moments, solved
 from .group_store import GroupStore
 from .groups import GroupFiles, GroupPosterior, checked_folder, write_groups
 from .summaries import distance
@@ -119,7 +120,7 @@ class GroupStream:
         others = {name: array for name, array in rows.items() if name != index}
         new = new_rows(others, rows[index], np.random.default_rng(self.num_rows), index)
         try:
-            self._solve(bound, labels, groups, seen, new)
+            self._solve(bound, [labels], [lambda: Given(groups, seen, new)])
         except ValueError as error:
             raise ValueError(f"rows {first} to {first + num_rows(rows) - 1}: {error}") from error
         self.num_rows, self._kind = self.num_rows + num_rows(rows), LABELS[isinstance(labels[0], str)]
@@ -161,21 +162,31 @@ class GroupStream:
 
     def _look_at(self, bound: Bound, labels: list[Any]) -> int:
         """Solve for these groups without new rows; how many rows of theirs are kept."""
-        seen = Seen(*bound.unpacked(self._store.read(labels)[0]), np.arange(len(labels)))
-        self._solve(bound, labels, seen.groups.at(self._so_far.shared.mean), seen, None)
-        return len(seen.rows.number)
+        pieces = bound.pieces(labels)
+        return self._solve(bound, pieces, [partial(self._known, bound, piece) for piece in pieces])
 
-    def _solve(self, bound: Bound, labels: list[Any], groups: Groups, seen: Seen, new: GroupRows | None) -> None:
-        """For q(s) and these groups, which are where they are looked for first."""
+    def _known(self, bound: Bound, labels: Sequence[Any]) -> Given:
+        """Groups without new rows."""
+        groups, rows = bound.unpacked(self._store.read(labels)[0])
+        return Given(groups.at(self._so_far.shared.mean), Seen(groups, rows, np.arange(len(labels))), None)
+
+    def _solve(self, bound: Bound, pieces: Sequence[Sequence[Any]], given: Sequence[Callable[[], Given]]) -> int:
+        """For q(s) and these groups; how many rows of theirs are kept.
+
+        :param pieces: their labels. :param given: reads what is there of each piece.
+        """
         start = self._moments.shared if self._moments is not None else self._first.shared
-        found = solved(bound, self._moments, start, groups, seen, new)
-        self._store.write(labels, bound.packed(found.groups, found.rows))
+        found, num_kept = solved(bound, self._moments, start, given), 0
+        for labels, kept in zip(pieces, found.kept):
+            self._store.write(labels, bound.packed(kept.groups, kept.rows))
+            self._variance = self._variance + kept.variance
+            num_kept += len(kept.rows.number)
         self._moments = found.moments
         self._error = max(self._error, found.error)
         self._expectation_error += found.expectation_error
-        self._variance = self._variance + found.variance
         self._stood_alone = self._stood_alone or found.stood_alone
         self._version += 1
+        return num_kept
 
     def _program(self, rows: Rows, count: int) -> Bound:
         """Of at least so many groups."""
