@@ -48,7 +48,8 @@ class GroupStream:
 
     Made by :meth:`~numpyro_rvga.RVGA.stream_groups`, which says what the arguments mean.
 
-    :ivar num_rows: that it has taken in. :ivar num_groups: likewise.
+    :ivar num_rows: that it has taken in. :ivar num_groups: likewise. :ivar num_bytes: what is kept of the groups in
+        memory, with their rows.
     """
 
     def __init__(self, model: GroupModel, store: GroupStore, block_size: int, rows_kept: int):
@@ -71,6 +72,10 @@ class GroupStream:
     @property
     def num_groups(self) -> int:
         return len(self._store)
+
+    @property
+    def num_bytes(self) -> int:
+        return self._store.num_bytes
 
     def __repr__(self) -> str:
         return f"GroupStream(num_rows={self.num_rows}, num_groups={self.num_groups})"

@@ -1,6 +1,7 @@
 """Streams in which groups are new at any time: the exact posterior where all is Gaussian, else near the best one."""
 
 import sqlite3
+import tracemalloc
 
 import jax
 import jax.numpy as jnp
@@ -315,3 +316,20 @@ def test_files_of_other_streams_are_refused(linear, tmp_path):
         database.execute("UPDATE vectors SET vector = x'00'")
     with pytest.raises(ValueError, match="is damaged"):
         RVGA(measured).stream_groups(**PLATE, file=file, resume=True)
+
+
+def test_what_is_kept_of_a_group_is_short(chosen):
+    """With k = 3 shared entries and one of its own: its posterior given these, two factors of 4, and four rows of three
+    numbers with their count. A look at all groups, in pieces, takes as much again."""
+    stream = RVGA(choices).stream_groups(**PLATE, block_size=240)
+    for first in range(0, 600, 60):
+        stream.update({**chosen, "user": chosen["user"] + first})
+    least = 8 * (1 + 3 + 1 + 2 * (1 + 4 + 10) + 1 + 4 * 3)
+    assert least <= stream.num_bytes / 600 <= 1.1 * least
+    stream.settle()
+    stream.update({**chosen, "user": chosen["user"] + 540})
+    tracemalloc.start()
+    stream.settle()
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak / 600 < 1500
