@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,19 +22,8 @@ COUPLED = 1e-5  # share of a precision's diagonal, above which an entry is no ro
 COUPLED_DOUBLE = 1e-10
 
 
-class EstimatedEvidence(NamedTuple):
-    """An estimate of log p(y, h), its gradient in h (K,), and its standard error."""
-
-    value: Array
-    gradient: Array
-    error: Array
-
-
 class EvidenceEstimate:
     """The importance sampling estimate, as a function of the result of a :class:`MaximizedBound`.
-
-    Its gradient is that of the estimate with the draws held fixed, which is one of log p(y, h) as q does not matter to
-    that.
 
     :raises NotImplementedError: naming the site, if given h a term is no function of a few affine predictors.
     """
@@ -51,7 +39,7 @@ class EvidenceEstimate:
         self._bound, self._groups = bound, None
         self._estimate = None
 
-    def __call__(self, params: Array, chunks: RowChunks, start: Start) -> EstimatedEvidence:
+    def __call__(self, params: Array, chunks: RowChunks, start: Start) -> Estimate:
         if self._estimate is None:
             engine = self._bound.engine
             coupled = np.asarray(engine.compiled(self._coupled)(params, chunks))
@@ -59,19 +47,13 @@ class EvidenceEstimate:
             self._estimate = engine.compiled(partial(self._estimated, self._groups))
         return self._estimate(params, chunks, start)
 
-    def _estimated(self, groups: Groups, params: Array, chunks: RowChunks, start: Start) -> EstimatedEvidence:
+    def _estimated(self, groups: Groups, params: Array, chunks: RowChunks, start: Start) -> Estimate:
         state = self._bound.engine.program.initial_state_at(params)
         mean = state.mean + state.root @ start[0]
         inverse = jnp.linalg.inv(state.root)
         precision = inverse.T @ start[1] @ inverse
-
-        def value(params):
-            base, summands = self._density(params, chunks, mean)
-            estimate: Estimate = log_integral(base, summands, precision, groups)
-            return estimate.value, estimate.error
-
-        (estimate, error), gradient = jax.value_and_grad(value, has_aux=True)(params)
-        return EstimatedEvidence(estimate, gradient, error)
+        base, summands = self._density(params, chunks, mean)
+        return log_integral(base, summands, precision, groups)
 
     def _density(self, params: Array, chunks: RowChunks, mean: Array) -> tuple[CanonicalGaussian, list[list[Summands]]]:
         """The log joint density times (2 pi)^(P / 2): its Gaussian part, and the other factors, about ``mean``."""

@@ -52,7 +52,7 @@ def integrate_by_importance(
     count = num_points * power_of_two(size)
     for seed in range(MAX_FITS):
         points, log_proposal, of_z = _sampled(marginal, center, axes, widths, count, seed)
-        log_ratios = np.array([point.bound for point in points]) - log_proposal
+        log_ratios = np.array([point.evidence for point in points]) - log_proposal
         log_weights, khat = smoothed(log_ratios)
         mass = np.exp(log_weights)
         share = 1 / (len(mass) * np.sum(mass**2))
@@ -83,8 +83,8 @@ def _sampled(
     count = max(most // FIRST_SHARE, FIRST_POINTS)
     while True:
         z, log_proposal = _proposed(widths, count, seed)
-        points += [marginal(center + axes @ one) for one in z[len(points) :]]
-        moments = _moments_of(z, np.array([point.bound for point in points]), log_proposal, widths)
+        points += [marginal.estimated(marginal(center + axes @ one)) for one in z[len(points) :]]
+        moments = _moments_of(z, np.array([point.evidence for point in points]), log_proposal, widths)
         if moments.error < SETTLED or count >= most:
             return points, log_proposal, moments
         count *= 2

@@ -42,12 +42,15 @@ def integrate_lattice(marginal: Marginal, mode: Mode, moments: Moments) -> Integ
         change = _change(bounds, means, variances, even)
         if change < SETTLED or not complete:
             break
-    points, scale = list(kept.values()), spacing * mode.axes
+    scale = spacing * mode.axes
+    x_means, x_roots = zip(*[of_x[id(point)] for point in kept.values()])
+    x_means, x_roots = np.array(x_means), stacked(x_roots)
+    points = [marginal.estimated(point) for point in kept.values()]
+    bounds = np.array([point.evidence for point in points])
+    highest = bounds.max()
     mass = np.exp(bounds - highest)
     log_evidence = highest + np.log(mass.sum()) + np.linalg.slogdet(scale)[1]
     mass /= mass.sum()
-    x_means = np.array([of_x[id(point)][0] for point in points])
-    x_roots = stacked([of_x[id(point)][1] for point in points])
     design = Design(
         np.array([point.h for point in points]),
         mass,

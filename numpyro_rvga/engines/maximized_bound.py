@@ -29,14 +29,12 @@ class Maximum(NamedTuple):
     :ivar bound: in nats. :ivar gradient: of the maximum in the parameters (K,), in unconstrained space; None where
         that is asked for apart.
     :ivar start: the maximizing q, from which a solve at near values starts. :ivar converged: whether it is one.
-    :ivar error: the standard error of what stands in the bound's place, if that is estimated.
     """
 
     bound: Array
     gradient: Array | None
     start: Start
     converged: Array
-    error: Array | float = 0.0
 
 
 class MaximizedBound:
@@ -46,7 +44,7 @@ class MaximizedBound:
     (the envelope theorem), q in the standard coordinates of the prior. (A whitened q stays a good start when a
     kernel's length scale changes; the same q over function values would not.)
 
-    :ivar engine: of which it is.
+    :ivar engine: of which it is. :ivar is_exact: whether L(h) is log p(y, h): all terms are quadratic given h.
     :ivar begin: params (K,) and chunks of rows, as :func:`~.row_chunks.chunks_of` makes them -> a start.
     :ivar solve: params, chunks and a start -> :class:`Maximum`.
     :ivar moments: params and a start -> mean (P,) and Cholesky factor (P, P) of the covariance of theta.
@@ -54,7 +52,7 @@ class MaximizedBound:
 
     def __init__(self, engine: Engine):
         self.engine, program = engine, engine.program
-        exactly = is_quadratic((*engine.kinds, *engine.prior_kinds))
+        exactly = self.is_exact = is_quadratic((*engine.kinds, *engine.prior_kinds))
         program.initial_state()  # what is drawn from the prior is drawn here, outside of compiled functions
 
         def parts(params: Array, chunks: RowChunks, start: Start) -> tuple[Search, Joint]:
@@ -106,6 +104,7 @@ class SparseMaximizedBound:
     with the precision that the log joint density has at this mean. The gradient is a function of its own: it takes the
     covariances of predictors, and with them as long as the solve itself.
 
+    :ivar is_exact: as of :class:`MaximizedBound`.
     :ivar begin: params (K,) and chunks of rows -> a start. :ivar solve: params, chunks and a start -> :class:`Maximum`,
         without the gradient. :ivar gradient: params, chunks and the start that was found -> (K,).
     :ivar moments: that start -> mean and variances of x, (P,), and the factor by its parts.
@@ -115,7 +114,7 @@ class SparseMaximizedBound:
         program, self._order = sparse.engine.program, sparse.sparsity.order
         self.engine, self._problem, self.pattern = sparse.engine, problem, problem.packing.pattern
         search = sparse.search(chunks.weights.shape[0], has_start=True)
-        exactly = is_quadratic(sparse.all_kinds)
+        exactly = self.is_exact = is_quadratic(sparse.all_kinds)
 
         def parts(problem: SparseProblem, params: Array, chunks: RowChunks, init: Start | None = None) -> Joint:
             prepared = sparse.prepared(program.prior_inputs | {PARAMS: params}, *chunks)

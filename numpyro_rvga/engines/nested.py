@@ -14,6 +14,7 @@ from jax import Array
 from scipy.sparse import coo_array, eye_array
 
 from ..core.expectations import power_of_two
+from ..core.grouped_importance import Estimate
 from ..core.precisions import ArrowFactor
 from ..model.bad_rows import NotFinite
 from .maximized_bound import Maximum, Start
@@ -31,7 +32,7 @@ class Point(NamedTuple):
 
     :ivar h: (d,). :ivar bound: L, minus infinity where there is none. :ivar gradient: (d,); None if it is not known.
     :ivar start: the q that attains it. :ivar converged: whether it does.
-    :ivar error: the standard error of L, if it is an estimate.
+    :ivar evidence: what the marginal takes for log p(y, h): L, or an estimate. :ivar error: its standard error.
     """
 
     h: np.ndarray
@@ -39,6 +40,7 @@ class Point(NamedTuple):
     gradient: np.ndarray | None
     start: Start
     converged: bool
+    evidence: float
     error: float = 0.0
 
 
@@ -48,6 +50,7 @@ class Marginal:
     :param begin: h -> a start, from nothing.
     :param solve: h and a start -> :class:`~.maximized_bound.Maximum`.
     :param gradient: h and the start that was found there -> L's gradient (d,), where ``solve`` leaves that out.
+    :param estimate: h and that start -> log p(y, h) and its standard error, where L is not to stand for it.
     """
 
     def __init__(
@@ -55,8 +58,9 @@ class Marginal:
         begin: Callable[[np.ndarray], Start],
         solve: Callable[[np.ndarray, Start], Maximum],
         gradient: Callable[[np.ndarray, Start], Array] | None = None,
+        estimate: Callable[[np.ndarray, Start], Estimate] | None = None,
     ):
-        self._begin, self._solve, self._gradient = begin, solve, gradient
+        self._begin, self._solve, self._gradient, self._estimate = begin, solve, gradient, estimate
         self.points: list[Point] = []
 
     def with_gradient(self, h: np.ndarray, near: Point | None = None) -> Point:
@@ -66,8 +70,16 @@ class Marginal:
             return point
         gradient = np.asarray(self._gradient(point.h, point.start), np.float64)
         if not np.isfinite(gradient).all():
-            point = point._replace(bound=-np.inf)
+            point = point._replace(bound=-np.inf, evidence=-np.inf)
         return point._replace(gradient=gradient)
+
+    def estimated(self, point: Point) -> Point:
+        """With the evidence, where that is not L. Searches go by L: the difference is small, and takes longer."""
+        if self._estimate is None or not np.isfinite(point.bound):
+            return point
+        found = self._estimate(point.h, point.start)
+        evidence = float(found.value)
+        return point._replace(evidence=evidence if np.isfinite(evidence) else -np.inf, error=float(found.error))
 
     def __call__(self, h: np.ndarray, near: Point | None = None) -> Point:
         """L at h, from the q of a point that is near, or of the nearest one."""
@@ -87,7 +99,7 @@ class Marginal:
             gradient = np.asarray(gradient, np.float64)
         if not (np.isfinite(bound) and (gradient is None or np.isfinite(gradient).all())):
             bound = -np.inf
-        return Point(np.asarray(h, np.float64), bound, gradient, found.start, bool(found.converged), float(found.error))
+        return Point(np.asarray(h, np.float64), bound, gradient, found.start, bool(found.converged), bound)
 
 
 class Mode(NamedTuple):
@@ -195,7 +207,7 @@ class Design(NamedTuple):
 class Integral(NamedTuple):
     """:ivar log_evidence: the log of the integral of exp L; None if it was not found. :ivar info: how it was found.
     :ivar converged: of the mass, at points where the bound is maximized.
-    :ivar error: the standard error of L, on average."""
+    :ivar error: the standard error of estimates of log p(y, h), on average."""
 
     design: Design
     log_evidence: float | None

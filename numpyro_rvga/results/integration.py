@@ -148,8 +148,7 @@ class Integration:
             return _moments_of(bound, point, program.dtype)
 
         with progress(progress_bar, None, "L(h)", "it") as bar:
-            solve = _solve_given(bound, self._estimate_of(bound), chunks, program.dtype)
-            marginal = _marginal(bound, solve, chunks, program.dtype, bar)
+            marginal = _marginal(bound, self._estimate_of(bound), chunks, program.dtype, bar)
             mode = find_mode(marginal, mean, deviation, None if start is None else np.asarray(start)[indices])
             integral = None
             if len(indices) <= MOST_ON_LATTICE:
@@ -158,8 +157,9 @@ class Integration:
                 count = NUM_POINTS if solved is None else FEW_POINTS
                 integral = integrate_by_importance(marginal, mode, moments, smoothed, count)
             if integral is None or (_is_too_rough(integral) and solved is None):
-                of_mode = lambda h: solve(h, mode.point.start)  # noqa: E731
-                integral = integrate_by_nuts(of_mode, marginal, mode, moments, rng_key)
+                assert not isinstance(bound, SparseMaximizedBound)
+                traced = _from_mode(bound, chunks, mode.point.start)
+                integral = integrate_by_nuts(*traced, marginal, mode, rng_key)
         _warn(integral, sites)
         return {
             "program": program,
@@ -182,7 +182,7 @@ class Integration:
 
         :raises NotImplementedError: for models of crossed effects.
         """
-        if self._marginal == "bound" or isinstance(bound, LogDensity):
+        if self._marginal == "bound" or isinstance(bound, LogDensity) or bound.is_exact:
             return None
         if isinstance(bound, SparseMaximizedBound):
             raise NotImplementedError(
@@ -318,38 +318,33 @@ def _indices_of(program: Program, sites: tuple[str, ...]) -> np.ndarray:
     return program.layout.indices_of([name for name in program.layout.site_names if name in sites])
 
 
-def _solve_given(
-    bound: Bound, estimate: EvidenceEstimate | None, chunks: Any, dtype: DTypeLike
-) -> Callable[[ArrayLike, Start], Maximum]:
-    """h and a start -> the bound's maximum, or what stands in its place."""
-
+def _marginal(bound: Bound, estimate: EvidenceEstimate | None, chunks: Any, dtype: DTypeLike, bar: Bar) -> Marginal:
     def solve(h, start):
-        params = jnp.asarray(h, dtype)
-        solution = bound.solve(params, chunks, start)
-        if estimate is None:
-            return solution
-        value, gradient, error = estimate(params, chunks, solution.start)
-        return solution._replace(bound=value, gradient=gradient, error=error)
-
-    return solve
-
-
-def _marginal(bound: Bound, solve: Callable, chunks: Any, dtype: DTypeLike, bar: Bar) -> Marginal:
-    def counted(h, start):
         bar.update(1)
-        return solve(h, start)
+        return bound.solve(jnp.asarray(h, dtype), chunks, start)
 
     def gradient(h, start):
         assert isinstance(bound, SparseMaximizedBound)
         return bound.gradient(jnp.asarray(h, dtype), chunks, start)
 
-    return Marginal(lambda h: bound.begin(jnp.asarray(h, dtype), chunks), counted, gradient)
+    estimated = None
+    if estimate is not None:
+        estimated = lambda h, start: estimate(jnp.asarray(h, dtype), chunks, start)  # noqa: E731
+    return Marginal(lambda h: bound.begin(jnp.asarray(h, dtype), chunks), solve, gradient, estimated)
+
+
+def _from_mode(
+    bound: MaximizedBound | LogDensity, chunks: Any, start: Start
+) -> tuple[Callable[[Array], Maximum], Callable[[Array, Start], tuple[Array, Array]]]:
+    """For compiled functions: h -> the bound's maximum, from one start; and h and what starts from it -> mean and root
+    of x."""
+    return lambda h: bound.solve(h, chunks, start), bound.moments
 
 
 def _is_too_rough(integral: Integral) -> bool:
     """Whether few of the points count."""
     info = integral.info
-    return info["method"] == "importance" and (info["relative_sample_size"] < LEAST_SHARE or info["khat"] > MOST_KHAT)
+    return info["method"] != "lattice" and (info["relative_sample_size"] < LEAST_SHARE or info["khat"] > MOST_KHAT)
 
 
 def _warn(integral: Integral, sites: tuple[str, ...]) -> None:

@@ -8,19 +8,24 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jax import Array, lax
 from numpyro.diagnostics import effective_sample_size, gelman_rubin
 from numpyro.infer import MCMC, NUTS
 
-from ..engines.maximized_bound import Maximum
-from ..engines.nested import Design, Integral, Marginal, Mode, Moments
+from ..engines.maximized_bound import Maximum, Start
+from ..engines.nested import Design, Integral, Marginal, Mode, Point
+from .arviz import smoothed
 
 NUM_CHAINS = 2
-NUM_WARMUP, NUM_DRAWS = 300, 500  # of each chain
+NUM_WARMUP, NUM_DRAWS = 300, 1000  # of each chain
 MOST_NUMBERS = 2**25  # in the roots of all points
+NEGLIGIBLE = 1e-6  # weight of a draw that is left out
 MOST_R_HAT = 1.05
 LEAST_DRAWS = 100  # effective
 BANDWIDTH = 0.02  # of the Gaussians in h, in standard deviations of h: with so many parameters they give no density
+
+Solve = Callable[[Array], Maximum]
+TracedMoments = Callable[[Array, Start], tuple[Array, Array]]
 
 
 def has_mixed(info: Mapping[str, Any]) -> bool:
@@ -28,12 +33,12 @@ def has_mixed(info: Mapping[str, Any]) -> bool:
     return info["r_hat"] <= MOST_R_HAT and info["effective_sample_size"] >= LEAST_DRAWS
 
 
-def integrate_by_nuts(
-    solve: Callable[[Array], Maximum], marginal: Marginal, mode: Mode, moments: Moments, rng_key: Array
-) -> Integral:
-    """Two chains, in the coordinates of the mode's Gaussian. Their draws are the points, of equal weight.
+def integrate_by_nuts(solve: Solve, moments: TracedMoments, marginal: Marginal, mode: Mode, rng_key: Array) -> Integral:
+    """Two chains, in the coordinates of the mode's Gaussian. Their draws are the points, of equal weight; or weighted,
+    where L is not to stand for log p(y, h).
 
     :param solve: h (d,) -> L and its gradient, inside compiled functions.
+    :param moments: h and the start that was found there -> mean and root of x, likewise.
     """
     size, axes = len(mode.point.h), jnp.asarray(mode.axes)
     center = jnp.asarray(mode.point.h)
@@ -63,11 +68,15 @@ def integrate_by_nuts(
     chains.run(chains_key, init_params=start, extra_fields=("diverging",))
     by_chain = np.asarray(chains.get_samples(group_by_chain=True), np.float64)
     h = np.asarray(mode.point.h + by_chain.reshape(-1, size) @ mode.axes.T)
-    kept = h[:: -(-len(h) * len(moments(mode.point)[0]) ** 2 // MOST_NUMBERS)]
-    points = [marginal(one, mode.point) for one in kept]
-    means, roots = map(np.array, zip(*[moments(point) for point in points]))
-    mass = np.full(len(points), 1 / len(points))
-    mean, covariance = np.mean(h, axis=0), np.atleast_2d(np.cov(h.T))
+    kept = h[:: -(-len(h) * mode.point.start[0].size ** 2 // MOST_NUMBERS)]
+    points, means, roots = _of_draws(solve, moments, marginal, jnp.asarray(kept, mode.point.start[0].dtype))
+    log_weights, khat = smoothed(np.array([point.evidence - point.bound for point in points]))
+    mass = np.exp(log_weights)
+    some = np.flatnonzero(mass > NEGLIGIBLE)
+    mass, kept, means, roots = mass[some] / mass[some].sum(), kept[some], means[some], roots[some]
+    points = [points[k] for k in some]
+    mean = mass @ kept if khat else np.mean(h, axis=0)
+    covariance = np.atleast_2d(np.cov(kept.T, aweights=mass) if khat else np.cov(h.T))
     design = Design(
         mean + np.sqrt(1 - BANDWIDTH**2) * (kept - mean),
         mass,
@@ -79,13 +88,37 @@ def integrate_by_nuts(
     )
     info = {
         "method": "nuts",
-        "evaluations": len(marginal.points),
+        "evaluations": len(marginal.points) + len(points),
         "points": kept,
         "mass": mass,
-        "bounds": np.array([point.bound for point in points]),
+        "bounds": np.array([point.evidence for point in points]),
         "effective_sample_size": float(np.min(effective_sample_size(by_chain))),
         "r_hat": float(np.max(gelman_rubin(by_chain))),
         "divergences": int(np.sum(np.asarray(chains.get_extra_fields()["diverging"]))),
+        "khat": float(khat),
+        "relative_sample_size": float(1 / (len(mass) * np.sum(mass**2))),
     }
-    converged, error = (float(np.mean(values)) for values in ([p.converged for p in points], [p.error for p in points]))
+    converged, error = (float(mass @ values) for values in ([p.converged for p in points], [p.error for p in points]))
     return Integral(design, None, converged, info, error)
+
+
+def _of_draws(
+    solve: Solve, moments: TracedMoments, marginal: Marginal, h: Array
+) -> tuple[list[Point], np.ndarray, np.ndarray]:
+    """Points with their evidence, and means and roots of x there."""
+
+    @jax.jit
+    def of_all(h):
+        def one(h):
+            found = solve(h)
+            return found, moments(h, found.start)
+
+        return lax.map(one, h)
+
+    found, (means, roots) = jax.device_get(of_all(h))
+    arrays = np.asarray(h, np.float64), found.bound, found.gradient, found.converged, *found.start
+    points = []
+    for each, bound, gradient, converged, *start in zip(*arrays):
+        point = Point(each, float(bound), gradient, tuple(start), bool(converged), float(bound))
+        points.append(marginal.estimated(point))
+    return points, np.asarray(means, np.float64), np.asarray(roots, np.float64)

@@ -21,8 +21,8 @@ def is_of_points(posterior: Posterior) -> bool:
 
 
 def draws_with_density(posterior: Posterior, rng_key: Array, count: int) -> tuple[Array, np.ndarray]:
-    """theta (n, P) and log q (n,). Of points that NUTS has drawn by exp L(h), it is L(h) + log q(x | h), up to a
-    constant, at these very points."""
+    """theta (n, P) and log q (n,). Of points that NUTS has drawn by exp L(h), with the weights that make it the
+    evidence, it is the log evidence of h plus log q(x | h), up to a constant, at these very points."""
     gaussian = posterior.gaussian
     if not (isinstance(gaussian, GaussianMixture) and is_of_points(posterior)):
         theta = posterior.sample_unconstrained(rng_key, (count,))
@@ -31,7 +31,7 @@ def draws_with_density(posterior: Posterior, rng_key: Array, count: int) -> tupl
     indices = posterior.program.layout.indices_of(posterior.info["integrated"])
     others = np.setdiff1d(np.arange(size), indices)
     point_key, noise_key = jax.random.split(rng_key)
-    chosen = np.asarray(jax.random.randint(point_key, (count,), 0, len(gaussian.means)))
+    chosen = np.asarray(jax.random.choice(point_key, len(gaussian.means), (count,), p=gaussian.weights))
     noise = jax.random.normal(noise_key, (count, len(others)), gaussian.means.dtype)
 
     @jax.jit

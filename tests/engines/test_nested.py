@@ -1,16 +1,19 @@
 """The integral of a known marginal, with x given h known too: against closed forms and dense quadrature."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from scipy import special, stats
 
+from numpyro_rvga.core.grouped_importance import Estimate
 from numpyro_rvga.engines.importance import integrate_by_importance
 from numpyro_rvga.engines.lattice import integrate_lattice
 from numpyro_rvga.engines.maximized_bound import Maximum
-from numpyro_rvga.engines.nested import Marginal, find_mode, kernel_weights
+from numpyro_rvga.engines.nested import Marginal, Mode, Point, find_mode, kernel_weights
 from numpyro_rvga.results.arviz import smoothed
 from numpyro_rvga.results.integration import mixture_of
+from numpyro_rvga.results.marginal_nuts import integrate_by_nuts
 
 
 class Skewed:
@@ -109,6 +112,24 @@ def test_other_modes_are_not_passed_over():
     design = integral.design
     np.testing.assert_allclose(integral.log_evidence, 0.0, atol=0.02)
     np.testing.assert_allclose(design.mass @ (design.h[:, 0] > 0), 0.5, atol=0.03)
+
+
+def test_draws_by_the_bound_are_weighted_to_follow_the_evidence():
+    def solve(h):
+        return Maximum(-0.5 * h @ h, -h, (jnp.zeros(1), jnp.eye(1)), jnp.asarray(True))
+
+    def estimate(h, start):
+        return Estimate(-0.5 * h @ h + 0.5 * h[0], 0.125)
+
+    marginal = Marginal(lambda h: None, lambda h, start: solve(h), estimate=estimate)
+    point = marginal(np.zeros(7), Point(np.zeros(7), 0.0, None, None, True, 0.0))
+    integral = integrate_by_nuts(solve, lambda h, start: start, marginal, Mode(point, np.eye(7)), jax.random.key(0))
+    mean = integral.design.mass @ integral.design.h
+    np.testing.assert_allclose(mean, [0.5] + [0.0] * 6, atol=0.15)
+    covariance = np.cov(integral.design.h.T, aweights=integral.design.mass)
+    np.testing.assert_allclose(np.sqrt(covariance.diagonal()), 1, atol=0.15)
+    np.testing.assert_allclose(integral.error, 0.125)
+    np.testing.assert_allclose(integral.info["relative_sample_size"], np.exp(-0.25), atol=0.1)
 
 
 def test_improper_marginal_is_reported():
