@@ -12,6 +12,7 @@ from jax import Array
 
 from .core.expectations import Expectation
 from .core.gaussians import FAMILIES, PARAMETERIZATIONS
+from .core.gaussians.mean_field import MeanField
 from .core.gaussians.mixture import GaussianMixture
 from .core.rules import RULES, Rule, UpdateRule
 from .dynamics import Dynamics, check_dynamics, facts_of
@@ -372,8 +373,9 @@ class BONG:
         if isinstance(init.state, OnlineState) and online.holds(init.state):
             state = init.state
         else:
-            gaussian = init.gaussian.as_full() if isinstance(init.gaussian, GaussianMixture) else init.gaussian
-            state = online.state_of(gaussian, init.num_rows, rng_key)
+            q = init.gaussian
+            q = q.as_full() if isinstance(q, GaussianMixture | MeanField) else q
+            state = online.state_of(q, init.num_rows, rng_key)
         return online.at_time(state, init.info.get("time"))
 
     def _posterior(

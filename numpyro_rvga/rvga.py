@@ -19,6 +19,7 @@ from .dynamics import Dynamics, check_dynamics, facts_of
 from .engines.batch import BatchSolver, rows_info
 from .engines.certificate import Sums
 from .engines.engine import Engine
+from .engines.mean_field import MeanFieldState
 from .engines.online import OnlineState
 from .engines.registry import Engines
 from .group_streams import stream_groups
@@ -35,6 +36,7 @@ from .results.joint import joint_posterior
 from .results.merging import state_of_gaussian
 from .results.posterior import Posterior
 from .results.rounding import warn_of_lost_digits
+from .site_families import SiteFamilies
 from .streams.block_plan import FIRST_BLOCK_NUMBERS, RECURSIONS, BlockPlan
 from .streams.certification import Certification, sums_at, warn_unless_converged
 from .streams.checkpoints import EVERY
@@ -42,7 +44,7 @@ from .streams.one_pass import OnePass, in_motion, initial_state
 from .streams.opening import SHUFFLES, PassOptions, open_source, usable_again, usable_source
 from .streams.recursive_pass import RunSummary
 
-AnyState = State | OnlineState
+AnyState = State | OnlineState | MeanFieldState
 SCHEMES = ("implicit", "explicit", "ekf", "qkf", "laplace")
 
 
@@ -99,6 +101,10 @@ class RVGA:
         rank"`` (a precision of diagonal plus low rank), which make no (P, P) array. These take the plain recursion of
         the implicit or explicit scheme, in blocks of ``block_size`` rows (``"auto"``: one), and project each result:
         :class:`BONG` with ``rule="implicit"`` or ``"bong"``. They have no bound, no memory and no certificate.
+        Or a family for each of some sites, as in ``family={"rate": "gamma", "share": "beta"}``: ``"gamma"``,
+        ``"inverse-gamma"``, ``"beta"`` or ``"dirichlet"``. q is then a Gaussian of the other sites, beside independent
+        ones of these, whose prior must be of their family. It is exact if there are no others and rows are conjugate,
+        in a stream too. All rows at hand are one block, if they fit; ``elbo`` is then the bound.
     :param int rank: of the low-rank family.
     :param dynamics: how parameters move before each update (:class:`RandomWalk`, :class:`OrnsteinUhlenbeck`,
         :class:`LinearDynamics`), for streams that drift. The posterior is then of the parameters after the last row.
@@ -151,7 +157,7 @@ class RVGA:
         block_size: int | str = "auto",
         first_block: int | str = "auto",
         memory: int | str = "auto",
-        family: str = "full",
+        family: str | Mapping[str, str] = "full",
         rank: int = 10,
         dynamics: Dynamics | None = None,
         shuffle: bool | str = "auto",
@@ -166,7 +172,8 @@ class RVGA:
         local: str = "auto",
     ):
         check_choice("scheme", scheme, SCHEMES)
-        check_choice("family", family, tuple(FAMILIES))
+        by_site = isinstance(family, Mapping)
+        check_choice("family", "full" if by_site else family, tuple(FAMILIES))
         check_choice("shuffle", shuffle, SHUFFLES)
         self.options = Options(scheme, expectation, order, tolerance, max_iterations, num_samples)
         self.blocks = BlockPlan(self.options, block_size, first_block, memory, dynamics is not None)
@@ -192,8 +199,26 @@ class RVGA:
         certification = Certification(certify, max_looks, certificate_tolerance)
         self._one_pass = OnePass(self._engines, self.blocks, certification, dynamics, shuffle)
         self.state: AnyState | None = None
-        self._narrow: BONG | None = None
-        if family != "full":
+        self._narrow: BONG | SiteFamilies | None = None
+        if isinstance(family, Mapping):
+            unused = {
+                "scheme": scheme != "implicit",
+                "dynamics": dynamics is not None,
+                "local": local != "auto",
+                "first_block or memory": self.blocks.keeps_or_begins,
+                "mesh": mesh is not None,
+            }
+            self._narrow = SiteFamilies(
+                model,
+                family,
+                self.options,
+                unused,
+                block_size=block_size,
+                shuffle=shuffle,
+                improper_prior_scale=improper_prior_scale,
+                method=self,
+            )
+        elif family != "full":
             unused = {
                 "order": order != "auto",
                 "tolerance": tolerance is not None,
@@ -277,7 +302,8 @@ class RVGA:
         """
         if self._narrow is not None:
             passed = {"checkpoint": checkpoint, "every": every, "resume": resume, "on_bad_row": on_bad_row}
-            passed |= {"rng_key": rng_key, "init": init, "progress_bar": progress_bar}
+            passed |= {"init": init, "progress_bar": progress_bar}
+            passed["rng_key"] = default_key() if rng_key is None else rng_key
             try:
                 return self._narrow.run(data, **passed, **model_kwargs)
             finally:

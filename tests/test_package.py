@@ -28,6 +28,7 @@ FLOORS = [
     "bong",
     "narrow_families",
     "group_streams",
+    "site_families",
     "rvga",
     "fixed_point",
     "metrics",

@@ -220,7 +220,7 @@ class BoundPrior(BoundModel):
         return marginals(self.prior, self.layout.size, self.dtype, self._draw_one, self.prior_inputs)
 
     # ------------------------------------------------------------------ draws and densities
-    def _prior_records(self, unconstrained: Mapping[str, Array]) -> dict[str, SiteRecord]:
+    def prior_records(self, unconstrained: Mapping[str, Array]) -> dict[str, SiteRecord]:
         """Records of latent sites, and of observed ones that no row enters. Sites not given are drawn, or zero."""
         records = self._records(unconstrained, self.example_row)
         zeros = {name: jnp.zeros(shape, self.dtype) for name, shape in self.layout.shapes.items()}
@@ -274,7 +274,7 @@ class BoundPrior(BoundModel):
 
     def log_priors(self, theta: Array) -> dict[str, Array]:
         """The terms of :meth:`log_prior` by site."""
-        records = self._prior_records(self.layout.unravel(theta))
+        records = self.prior_records(self.layout.unravel(theta))
         names = [*self.layout.site_names, *self._prior_sites]
         return {name: jnp.sum(elements(self._proper(records[name]))) for name in names}
 
@@ -282,6 +282,6 @@ class BoundPrior(BoundModel):
         """theta (P,) of constrained latents."""
         values: dict[str, Array] = {}
         for name in self.layout.site_names:  # supports may depend on the sites before
-            fn = self._prior_records(values)[name].fn
+            fn = self.prior_records(values)[name].fn
             values[name] = site_transform(fn).inv(jnp.asarray(sites[name]))
         return self.layout.ravel(values)

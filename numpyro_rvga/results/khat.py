@@ -22,6 +22,7 @@ from jax.scipy.stats import t as student
 from jax.typing import ArrayLike
 from numpyro.infer.importance import _psis_khat
 
+from ..core.gaussians.mean_field import MeanField
 from ..core.gaussians.mixture import GaussianMixture
 from ..engines.starts import NOTICEABLE, share_of_others
 from ..streams.order import seed_of
@@ -165,11 +166,11 @@ def khat(
 def _draws(posterior: Posterior, rng_key: Array, num_samples: int) -> tuple[Array, np.ndarray, np.ndarray]:
     """theta (n, P), each parameter in standard deviations of q, (n, P), and the log of mixture / q, (n,).
 
-    The wider draws are of the Gaussian with q's moments, which q itself is unless it is a mixture.
+    The wider draws are of the Gaussian with q's moments, which q itself is unless it is no Gaussian.
     """
     q = posterior.gaussian
-    is_mixture = isinstance(q, GaussianMixture)
-    gaussian = q.as_full() if is_mixture else q
+    is_gaussian = not isinstance(q, GaussianMixture | MeanField)
+    gaussian = q if is_gaussian else q.as_full()
     draw_key, wide_key = jax.random.split(rng_key)
     theta = posterior.sample_unconstrained(draw_key, (num_samples,))
     count, dtype, rng = int(num_samples * SHARE), gaussian.mean.dtype, np.random.default_rng(seed_of(wide_key))
@@ -189,7 +190,7 @@ def _draws(posterior: Posterior, rng_key: Array, num_samples: int) -> tuple[Arra
         standard = (both - mean) / deviation
         log_ratio = student.logpdf(standard / WIDER, DEGREES) - math.log(WIDER) - norm.logpdf(standard)
         log_wider = logsumexp(log_ratio, axis=1) - math.log(mean.size)
-        if is_mixture:
+        if not is_gaussian:
             log_wider = log_wider + gaussian.log_prob(both) - q.log_prob(both)
         share = count / len(both)
         return both, standard, jnp.logaddexp(math.log1p(-share), math.log(share) + log_wider)

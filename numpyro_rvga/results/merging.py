@@ -15,6 +15,7 @@ import numpy as np
 
 from ..core.count import Count
 from ..core.gaussians import BlockDiagonalGaussian, DiagonalGaussian, Family, FullGaussian, LowRankGaussian
+from ..core.gaussians.mean_field import MeanField
 from ..core.gaussians.mixture import GaussianMixture
 from ..core.recursion import State, new_state
 from ..engines.certificate import Sums
@@ -184,6 +185,11 @@ def _check_alike(first: Posterior, part: Posterior, number: int) -> None:
     if layouts[0] != layouts[1]:
         raise ValueError(
             f"part {number} has latent sites {layouts[1]}, part 0 has {layouts[0]}: they must be the same."
+        )
+    if isinstance(part.gaussian, MeanField):
+        raise ValueError(
+            f"part {number} has families by site, which are not merged: go on from one part with the rows of the next, "
+            "RVGA(model, family=...).run(rows, init=posterior), or leave family out."
         )
     if part.program.whole:
         raise ValueError(f"part {number} has latent sites of single rows, which other parts know nothing of.")

@@ -15,6 +15,7 @@ from jax.typing import ArrayLike
 
 from ..core.gaussians import Family
 from ..core.gaussians.arrow_roots import ArrowRoots
+from ..core.gaussians.mean_field import MeanField
 from ..core.gaussians.mixture import GaussianMixture
 from ..model.row_set import RowSet
 from . import arviz, integration, merging, prediction, resampling, storage, summary_table, warmstart
@@ -58,7 +59,7 @@ class Posterior:
     """
 
     program: Program
-    gaussian: Family | GaussianMixture
+    gaussian: Family | GaussianMixture | MeanField
     elbo: float | None = None
     info: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     continuation: Any = None
@@ -69,7 +70,7 @@ class Posterior:
     def __post_init__(self) -> None:
         size = self.program.layout.size
         gaussian = jax.tree.map(jnp.asarray, self.gaussian)
-        for field in dataclasses.fields(gaussian):
+        for field in dataclasses.fields(gaussian) if not isinstance(gaussian, MeanField) else ():
             value = getattr(gaussian, field.name)
             if isinstance(value, tuple | ArrowRoots) or (
                 isinstance(gaussian, GaussianMixture) and field.name == "log_weights"
@@ -231,7 +232,7 @@ class Posterior:
 
     def _marginal_quantiles(self, probabilities: Array) -> Array:
         """In unconstrained space, (..., P), at (..., 1)."""
-        if isinstance(self.gaussian, GaussianMixture):
+        if isinstance(self.gaussian, GaussianMixture | MeanField):
             return self.gaussian.marginal_quantiles(probabilities)
         return dist.Normal(self.mean, self.gaussian.deviation()).icdf(probabilities)
 

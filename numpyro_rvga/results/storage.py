@@ -16,6 +16,7 @@ from ..core.borders import BorderPattern
 from ..core.count import Count
 from ..core.gaussians import FAMILIES
 from ..core.gaussians.arrow_roots import ArrowRoots
+from ..core.gaussians.mean_field import MeanField
 from ..core.gaussians.mixture import GaussianMixture
 from ..core.precisions import ArrowFactor
 from ..core.recursion import CanonicalGaussian, State
@@ -29,7 +30,7 @@ from ..model.row_set import RowSet
 if TYPE_CHECKING:
     from .posterior import Posterior
 
-STORED_FAMILIES = FAMILIES | {"mixture": GaussianMixture}
+STORED_FAMILIES = FAMILIES | {"mixture": GaussianMixture, "by site": MeanField}
 
 
 def save(posterior: Posterior, path: str | os.PathLike) -> None:
@@ -164,12 +165,18 @@ def _read(path: str | os.PathLike) -> tuple[_Stored, dict[str, Any]]:
         )
         fields = {name: contents[name] for name in ("elbo", "num_rows", "info")}
         return stored, fields | {
-            "gaussian": STORED_FAMILIES[contents["family"]](**_with_roots(contents["gaussian"])),
+            "gaussian": _gaussian(contents["family"], contents["gaussian"]),
             "state": _state(contents["state"]),
             "row_sets": tuple(RowSet(count, int(digest, 16)) for count, digest in contents["row_sets"]),
         }
     except files.MALFORMED as error:
         raise ValueError(f"{path} is damaged, or not a posterior that numpyro_rvga wrote: {error!r}.") from error
+
+
+def _gaussian(family: str, fields: dict[str, Any]) -> Any:
+    """Of a family by its name."""
+    kind = STORED_FAMILIES[family]
+    return MeanField.from_fields(fields) if kind is MeanField else kind(**_with_roots(fields))
 
 
 def _with_roots(fields: dict[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,231 @@
+"""RVGA with sites whose posterior is of their own family: gamma, inverse gamma, beta or Dirichlet."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from .core.count import Count
+from .core.gaussians.mean_field import MeanField
+from .core.recursion import new_state
+from .engines.engine import Engine
+from .engines.mean_field import MeanFieldState, MeanFieldUpdates
+from .engines.registry import Engines
+from .model.arguments import checked_rows
+from .model.conditional import conditional_model
+from .model.failures import of_stream
+from .model.program import Program
+from .model.row_set import RowSet
+from .model.rows import Rows, num_rows
+from .model.site_families import FORMS, SiteEntries, site_entries
+from .options import Options, check_choice, default_key, key_numbers
+from .progress import progress
+from .results.continuation import Continuation
+from .results.posterior import Posterior
+from .streams.mean_field_pass import MeanFieldPass
+from .streams.opening import PassOptions, open_source, ordered, usable_source
+from .user_warnings import warn
+
+BLOCK_NUMBERS = 2**22  # in the Jacobians of a block's rows at all nodes
+STREAM_ROWS = 2048  # of a block, if it is not known how many rows there are
+
+
+class SiteFamilies:
+    """What :class:`RVGA` does where ``family`` names sites: the same calls.
+
+    :param families: one of ``FORMS`` by site.
+    :param unused: options that this does not take, and whether they are given.
+    :param block_size: rows in one update; "auto": as many as fit.
+    :raises ValueError: naming an option that is given and not taken, or a family that there is not.
+    """
+
+    def __init__(
+        self,
+        model: Callable,
+        families: Mapping[str, str],
+        options: Options,
+        unused: Mapping[str, bool],
+        *,
+        block_size: int | str,
+        shuffle: bool | str,
+        improper_prior_scale: float | None,
+        method: Any,
+    ):
+        for name, is_given in unused.items():
+            if is_given:
+                raise ValueError(f"families by site take a plain pass over the rows: leave {name} at its default.")
+        if not families:
+            raise ValueError("family names no site: leave it at 'full'.")
+        for name, family in families.items():
+            check_choice(f"family of {name!r}", family, tuple(FORMS))
+        self.model, self.families, self.options = model, dict(families), options
+        self.block_size, self.shuffle, self._scale, self._method = block_size, shuffle, improper_prior_scale, method
+        self._engines = Engines(model, options, improper_prior_scale)
+        self._conditional: dict[tuple, Engines] = {}
+        self._cached: dict[Engine, MeanFieldUpdates] = {}
+        self._given: tuple[Program, SiteEntries] | None = None
+        self._last: tuple[Program, MeanFieldUpdates] | None = None
+        self.state: MeanFieldState | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without what is compiled, for other processes."""
+        return self.__dict__ | {"_conditional": {}, "_cached": {}, "_given": None, "_last": None, "state": None}
+
+    def run(
+        self,
+        data: Mapping[str, Any] | tuple | Iterable,
+        *,
+        rng_key: Array,
+        init: Posterior | MeanFieldState | None,
+        progress_bar: bool,
+        checkpoint: str | os.PathLike | None,
+        every: int,
+        resume: bool,
+        on_bad_row: str,
+        **model_kwargs: Any,
+    ) -> Posterior:
+        """As :meth:`RVGA.run`."""
+        options = PassOptions(checkpoint, every, resume, on_bad_row)
+        source, head, all_rows = open_source(data, self.model, model_kwargs, options, self.shuffle)
+        program, updates = self._updates_for(head, model_kwargs, rng_key, all_rows if init is None else None)
+        source, head = usable_source(program, source, head, all_rows, options)
+        block = min(self._block_size(updates, source.total), options.most_rows)
+        is_longer = source.is_longer_than(block)
+        visited = ordered(source, self.shuffle, rng_key, useful=is_longer)
+        start = self.state = updates.start if init is None else self._state_of(init, program, updates)
+        facts = {"method": "RVGA", "families": self.families, "block": block, "shuffle": visited.order is not None}
+        facts = facts | self.options.facts | {"rng_key": key_numbers(rng_key)}
+        with progress(progress_bar, source.total, "RVGA", "row") as bar:
+            taken = MeanFieldPass(
+                updates, program, visited, options, bar, self._set_state, block, checked=all_rows is not None
+            )
+            state, info = taken(start, facts), taken.facts()
+        if not info["converged"]:
+            warn("a block of rows was not solved: raise max_iterations, or take smaller blocks (block_size).")
+        row_sets = (*getattr(init, "row_sets", ()), taken.absorbed)
+        return self._posterior(
+            program, updates, state, info, model_kwargs, row_sets, one_solve=init is None and not is_longer
+        )
+
+    def init(
+        self, data: Mapping[str, Any] | tuple, *, rng_key: Array | None = None, **model_kwargs: Any
+    ) -> MeanFieldState:
+        """As :meth:`RVGA.init`."""
+        rows = checked_rows(self.model, data, 0, model_kwargs)
+        return self._updates_for(rows, model_kwargs, default_key() if rng_key is None else rng_key, None)[1].start
+
+    def update(self, state: MeanFieldState, data: Mapping[str, Any]) -> MeanFieldState:
+        """As :meth:`RVGA.update`: all rows in one block."""
+        program, updates = self.last
+        rows = program.rows_to_absorb(data)
+        return updates.block(state, rows, jnp.ones(num_rows(rows)))[0]
+
+    def posterior(self, state: MeanFieldState) -> Posterior:
+        """As :meth:`RVGA.posterior`."""
+        program, updates = self.last
+        return self._posterior(program, updates, state, {}, program.model_kwargs, (), one_solve=False)
+
+    @property
+    def last(self) -> tuple[Program, MeanFieldUpdates]:
+        """For the form of the last data.
+
+        :raises RuntimeError: before :meth:`init`.
+        """
+        if self._last is None:
+            raise RuntimeError("call init(data) first.")
+        return self._last
+
+    # ------------------------------------------------------------------ inside
+    def _set_state(self, state: MeanFieldState) -> None:
+        self.state = state
+
+    def _block_size(self, updates: MeanFieldUpdates, total: int | None) -> int:
+        if self.block_size != "auto":
+            return int(self.block_size)
+        return min(STREAM_ROWS if total is None else total, max(1, BLOCK_NUMBERS // updates.numbers_per_row))
+
+    def _updates_for(
+        self, rows: Rows, model_kwargs: Mapping[str, Any], rng_key: Array, all_rows: Rows | None
+    ) -> tuple[Program, MeanFieldUpdates]:
+        """The program of the whole model, and the updates, for checked rows."""
+        try:
+            program = self._engines.get(rows, dict(model_kwargs), rng_key, all_rows).program
+            program.check_prior()
+            given = self._given_of(program)
+            key = tuple(given.sites.items())
+            if key not in self._conditional:
+                model = conditional_model(self.model, given.sites, has_prior=False)
+                self._conditional[key] = Engines(model, self.options, self._scale, batch=True)
+            engine = self._conditional[key].get(rows, dict(model_kwargs), rng_key, all_rows)
+        except Exception as error:
+            raise of_stream(error) from error
+        left = [name for name in program.layout.site_names if name not in self.families]
+        if list(engine.program.layout.site_names) != left or engine.program.params.layout.size != len(given.places):
+            raise NotImplementedError(
+                f"rows do not depend on all of the sites that family names ({', '.join(self.families)}), or on latent "
+                "sites of their own: leave such sites out of family."
+            )
+        updates = self._cached.get(engine)
+        if updates is None:
+            others = np.setdiff1d(np.arange(program.layout.size), given.places)
+            updates = MeanFieldUpdates(engine, given, others, rows)
+        self._cached[engine] = updates.bind(engine, given)
+        self._last = program, self._cached[engine]
+        return self._last
+
+    def _given_of(self, program: Program) -> SiteEntries:
+        if self._given is None or self._given[0] is not program:
+            self._given = program, site_entries(program, self.families)
+        return self._given[1]
+
+    def _state_of(
+        self, init: Posterior | MeanFieldState, program: Program, updates: MeanFieldUpdates
+    ) -> MeanFieldState:
+        """:raises ValueError: for posteriors with other families."""
+        if isinstance(init, MeanFieldState):
+            return init
+        program.check_continues(init.program)
+        q = init.gaussian
+        if not isinstance(q, MeanField) or not np.array_equal(q.places, updates.given.places):
+            raise ValueError("init must be a posterior whose sites have the same families.")
+        if isinstance(init.state, MeanFieldState):
+            return init.state
+        state = new_state(*(jnp.asarray(x, program.dtype) for x in (q.gaussian.mean, q.gaussian.root)), None)
+        value = init.elbo if init.elbo is not None else init.info.get("log_evidence_estimate", 0.0)
+        evidence = jnp.asarray(value, program.dtype)
+        state = state._replace(num_rows=Count.of(init.num_rows), log_evidence=evidence)
+        exact = jnp.asarray(bool(init.info.get("exact", False)))
+        return MeanFieldState(state, jnp.asarray(q.natural, program.dtype), exact)
+
+    def _posterior(
+        self,
+        program: Program,
+        updates: MeanFieldUpdates,
+        state: MeanFieldState,
+        info: dict[str, Any],
+        model_kwargs: Mapping[str, Any],
+        row_sets: tuple[RowSet, ...],
+        *,
+        one_solve: bool,
+    ) -> Posterior:
+        """:param one_solve: whether all rows were in one block, whose bound is that of q."""
+        evidence, is_exact = float(state.gaussian.log_evidence), bool(state.is_exact)
+        has_bound = is_exact or one_solve
+        info = {"families": self.families, "exact": is_exact} | info
+        if not has_bound:
+            info["log_evidence_estimate"] = evidence
+        return Posterior(
+            program,
+            updates.gaussian(state),
+            evidence if has_bound else None,
+            info,
+            Continuation(self._method, dict(model_kwargs)),
+            state,
+            num_rows=int(state.num_rows),
+            row_sets=row_sets,
+        )

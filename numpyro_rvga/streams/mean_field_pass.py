@@ -1,0 +1,77 @@
+"""A pass over rows of a Gaussian beside members of exponential families."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from ..engines.mean_field import SETTLED, MeanFieldInfo, MeanFieldState, MeanFieldUpdates
+from ..model.bad_rows import describe_bad_rows
+from ..model.program import Program
+from ..model.rows import Rows, pad
+from ..progress import Bar
+from .opening import PassOptions
+from .passes import Pass, rows_named
+from .source import RowSource
+
+
+class MeanFieldPass(Pass[MeanFieldState, MeanFieldInfo]):
+    """One call of :meth:`RVGA.run` with families by site.
+
+    :param program: of the whole model. :param block_size: rows in one update.
+    """
+
+    def __init__(
+        self,
+        updates: MeanFieldUpdates,
+        program: Program,
+        source: RowSource,
+        options: PassOptions,
+        bar: Bar,
+        on_state: Callable[[MeanFieldState], None],
+        block_size: int,
+        *,
+        checked: bool,
+    ):
+        super().__init__(program, source, options, bar, on_state, checked=checked, movement=None)
+        self._updates, self._block = updates, block_size
+        self._num_blocks, self._largest = 0, 0.0
+
+    def size(self, offset: int) -> int:
+        return self._block
+
+    def step(
+        self, state: MeanFieldState, rows: Rows, weights: np.ndarray, offset: int
+    ) -> tuple[MeanFieldState, MeanFieldInfo]:
+        return self._updates.block(state, *jax.device_put(pad(rows, self._block, weights)))
+
+    def failed(self, report: MeanFieldInfo, length: int) -> tuple[int, int] | None:
+        return None if bool(report.ok) else (0, length)
+
+    def on_result(self, state: MeanFieldState, rows: Rows, report: MeanFieldInfo, offset: int) -> None:
+        self._num_blocks += 1
+        self._largest = max(self._largest, float(report.decrement))
+
+    def stored(self) -> dict[str, Any]:
+        return {"blocks": self._num_blocks, "largest": self._largest}
+
+    def restore(self, stored: Mapping[str, Any]) -> None:
+        self._num_blocks, self._largest = stored["blocks"], stored["largest"]
+
+    def raise_bad_rows(self, before: MeanFieldState, after: MeanFieldState, rows: Rows, numbers: np.ndarray) -> None:
+        """:raises ValueError: about these rows."""
+        theta = self._updates.gaussian(before).mean
+        reason = describe_bad_rows(self._program, theta, rows, numbers)
+        if reason is None and self._updates.dependence(rows).max() > self._updates.width:
+            reason = "one depends on more entries of the sites that family names than the rows before: shuffle the rows"
+        raise ValueError(
+            f"the update on {rows_named(numbers)} has no finite result{'' if reason is None else ': ' + reason}. The "
+            "last good state is kept as .state."
+        )
+
+    def facts(self) -> dict[str, Any]:
+        """For the posterior's ``info``."""
+        return {"num_blocks": self._num_blocks, "converged": self._largest < SETTLED} | self.skipped()
