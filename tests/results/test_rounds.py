@@ -12,6 +12,7 @@ import pytest
 from numpyro_rvga import BONG, RVGA, FixedPointVI, Posterior
 from numpyro_rvga.core.recursion import new_state
 from numpyro_rvga.engines.certificate import Look, Sums
+from numpyro_rvga.results import rounds
 from numpyro_rvga.results.rounds import Evaluations, in_rounds
 
 
@@ -142,6 +143,26 @@ def test_what_cannot_be_solved_for_again_is_refused(tmp_path):
     online = [BONG(model).run(block, progress_bar=False) for block in blocks[:2]]
     with pytest.raises(ValueError, match="rounds are for posteriors of RVGA"):
         Posterior.merge(online, data=blocks[:2])
+
+
+def shares(x, y=None):
+    center = numpyro.sample("center", dist.Normal(0, 2))
+    slope = numpyro.sample("slope", dist.Normal(0, 1))
+    with numpyro.plate("rows", len(x)):
+        numpyro.sample("y", dist.Bernoulli(logits=center + slope * x), obs=y)
+
+
+def test_parts_that_contradict_each_other_begin_at_the_average_of_their_means(monkeypatch):
+    """Where that leaves less to go: parts of zeros and of ones alone tell little of how far off they are."""
+    x = np.random.default_rng(0).normal(size=800)
+    y = (1 + 0.5 * x > np.random.default_rng(1).logistic(size=800)).astype(float)
+    blocks, method = [{"x": x[i], "y": y[i]} for i in np.split(np.argsort(y, kind="stable"), 40)], RVGA(shares)
+    parts = [method.run(block, progress_bar=False) for block in blocks]
+    merged = Posterior.merge(parts, data=blocks)
+    monkeypatch.setattr(rounds, "APART", np.inf)
+    from_product = Posterior.merge(parts, data=blocks)
+    assert off(merged, from_product) < 0.02 and merged.info["merge_errors"][0] < from_product.info["merge_errors"][0]
+    assert merged.info["rounds"] < from_product.info["rounds"]
 
 
 # ---------------------------------------------------------------------- damping
