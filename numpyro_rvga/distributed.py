@@ -88,6 +88,7 @@ def run(
     if method.dynamics is not None:
         raise ValueError("parts of a stream with dynamics cannot be merged: their parameters are not the same.")
     limit = checked_rounds(rounds)
+    _check_mesh(method)
     takes_rounds = isinstance(method, RVGA) and method.takes_rounds
     if not takes_rounds and limit not in (None, 1):
         raise ValueError("several rounds are for RVGA with the implicit scheme and full Gaussians: leave rounds out.")
@@ -189,6 +190,7 @@ def run_groups(
         raise ValueError("there are no parts to run.")
     if not (isinstance(method, RVGA) and method.takes_rounds):
         raise ValueError("groups are for RVGA with the implicit scheme and full Gaussians, without dynamics.")
+    _check_mesh(method)
     local = LocalPlate(plate, index, size)
     local.check(method.model, model_kwargs)
     client, folder = current_client() if client is None else client, checked_folder(folder)
@@ -217,6 +219,15 @@ def run_groups(
     mean, scale = (jnp.asarray(x, engine.program.dtype) for x in (result.shared.mean, result.shared.root))
     seen = (GroupFiles(folder, index), local, num_rows, num_groups)
     return GroupPosterior(engine.program, members, mean, scale, result.bound, info, *seen)
+
+
+def _check_mesh(method: RVGA | BONG) -> None:
+    """:raises ValueError: for a method with a mesh."""
+    if isinstance(method, RVGA) and method.mesh is not None:
+        raise ValueError(
+            "the method's mesh is of devices of this process, and workers have their own: leave mesh out, and start a "
+            "worker for each device."
+        )
 
 
 def _is_exact(method: RVGA) -> bool:

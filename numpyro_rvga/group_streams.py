@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from jax import Array
+from jax.sharding import Mesh
 
 from .options import Options, is_count
 from .results.group_parts import GroupModel, LocalPlate
@@ -20,6 +21,7 @@ class GroupMethod(Protocol):
     model: Callable
     options: Options
     improper_prior_scale: float | None
+    mesh: Mesh | None
 
     @property
     def takes_rounds(self) -> bool: ...
@@ -98,5 +100,6 @@ def stream_groups(
         raise ValueError("groups_in_memory and resume need a file: pass file='users.db'.")
     local = LocalPlate(plate, index, size)
     local.check(method.model, model_kwargs)
-    common = GroupModel(method.model, method.options, method.improper_prior_scale, local, model_kwargs, rng_key)
+    of_method = method.model, method.options, method.improper_prior_scale
+    common = GroupModel(*of_method, local, model_kwargs, rng_key, method.mesh)
     return GroupStream(common, GroupStore(file, groups_in_memory, resume=resume), block_size, rows_kept)

@@ -191,6 +191,7 @@ class RVGA:
         self.dynamics = dynamics
         self.shuffle = shuffle
         self.improper_prior_scale = improper_prior_scale
+        self.mesh = mesh
         joint = {"joint_rows": self.blocks.joint_rows, "local": local}
         self._engines = Engines(model, self.options, improper_prior_scale, dynamics, **joint, mesh=mesh)
         self.blocks.check_shared(self._engines.devices)

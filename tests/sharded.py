@@ -3,6 +3,7 @@
 Usage: sharded.py RESULT NUM_DEVICES [PROCESS NUM_PROCESSES PORT]
 """
 
+import functools
 import os
 import sys
 
@@ -21,7 +22,7 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 
-from numpyro_rvga import RVGA, FixedPointVI
+from numpyro_rvga import RVGA, FixedPointVI, Posterior
 
 
 def logistic(X, y=None):
@@ -36,16 +37,45 @@ def data(n=1003):
     return {"X": X, "y": (rng.random(n) < 1 / (1 + np.exp(-X.sum(1)))).astype(float)}
 
 
+def grouped(user, X, num_users, y=None):
+    scale = numpyro.sample("scale", dist.HalfNormal(1.0))
+    w = numpyro.sample("w", dist.Normal(0, 1).expand([X.shape[1]]).to_event(1))
+    with numpyro.plate("users", num_users):
+        level = numpyro.sample("level", dist.Normal(0, scale))
+    with numpyro.plate("rows", len(X)):
+        numpyro.sample("y", dist.Bernoulli(logits=level[user] + X @ w), obs=y)
+
+
+@functools.cache
+def groups(mesh):
+    """A stream of groups."""
+    stream = RVGA(grouped, mesh=mesh).stream_groups(plate="users", index="user", size="num_users")
+    stream.update({**data(), "user": np.arange(1003) // 5})
+    return stream
+
+
+def halves(mesh):
+    """Two parts, merged in rounds."""
+    blocks = [{name: x[part] for name, x in data().items()} for part in (slice(500), slice(500, None))]
+    method = RVGA(logistic, mesh=mesh)
+    return Posterior.merge([method.run(block, progress_bar=False) for block in blocks], data=blocks, rounds=2)
+
+
 METHODS = {
     "every part of a pass": lambda mesh: RVGA(logistic, first_block=203, memory=40, block_size=64, mesh=mesh),
     "blocks of few rows": lambda mesh: RVGA(logistic, block_size=8, mesh=mesh),
     "batch": lambda mesh: FixedPointVI(logistic, mesh=mesh),
 }
+POSTERIORS = {
+    **{name: lambda mesh, made=made: made(mesh).run(data(), progress_bar=False) for name, made in METHODS.items()},
+    "merged parts": halves,
+    "groups in a stream": lambda mesh: groups(mesh).posterior(),
+}
 
 
 def found(name, mesh=None):
     """Mean and covariance."""
-    posterior = METHODS[name](mesh).run(data(), progress_bar=False)
+    posterior = POSTERIORS[name](mesh)
     return np.concatenate([posterior.mean[None], posterior.covariance])
 
 
@@ -56,16 +86,19 @@ def is_shared(mesh):
     devices = method._engines.devices
     rows = devices.put_rows({name: array[:1000] for name, array in data().items()})
     compiled = jax.jit(method.update).lower(devices.put(state), rows)
-    shapes = {shard.data.shape[0] for shard in rows["y"].addressable_shards}
-    return shapes == {1000 // mesh.size} and "all-reduce" in compiled.compile().as_text()
+    terms = groups(mesh)._bound.terms
+    user = np.arange(8, dtype=np.int32)
+    ((of_groups, *_),) = terms.chunks({"X": np.ones((8, 5)), "y": np.ones(8), "user": user}, user)
+    shapes = [{shard.data.shape[0] for shard in array.addressable_shards} for array in (rows["y"], of_groups["y"])]
+    return shapes == [{1000 // mesh.size}, {8 // mesh.size}] and "all-reduce" in compiled.compile().as_text()
 
 
 if __name__ == "__main__":
     arrays = {}
     everywhere = [jax.device_count()] * 2
-    for name, size in zip(list(METHODS)[:: 2 if process else 1], everywhere if process else [2, 4, 8]):
+    for name, size in zip(list(POSTERIORS)[:: 2 if process else 1], everywhere if process else [2, 4, 8, 4, 2]):
         mesh = jax.make_mesh((size,), ("rows",), devices=jax.devices()[:size])
         arrays[f"{name}, {size} devices"] = found(name, mesh)
-    arrays["is_shared"] = bool(process) or is_shared(mesh)  # the largest
+    arrays["is_shared"] = bool(process) or is_shared(mesh)
     if not process or process[0] == "0":
         np.savez(result, **arrays)

@@ -171,6 +171,8 @@ def test_what_is_no_group_of_a_part_is_refused(client, tmp_path, chosen):
         run(method=BONG)
     with pytest.raises(ValueError, match="there are no parts"):
         run(parts=[])
+    with pytest.raises(ValueError, match="mesh is of devices of this process, and workers have their own: leave mesh"):
+        run(method=lambda model: RVGA(model, mesh=jax.make_mesh((1,), ("rows",))))
 
     def neighbours(user, x, num_users, y=None):
         mean = numpyro.sample("mean", dist.Normal(0, 1))

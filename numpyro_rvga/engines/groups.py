@@ -92,7 +92,8 @@ class GroupTerms:
         self._changes = [changes_of(terms) for terms in program.terms]
         numbers = sum(t.num_elements * max(t.num_predictors, 1) for t in program.terms) * len(members.directions)
         self._most_rows = max(1, CHUNK_NUMBERS // numbers)
-        self._directions = jax.device_put(members.directions.astype(program.dtype))
+        self._devices = engine.devices
+        self._directions, self._inputs = self._put((members.directions.astype(program.dtype), self._inputs))
         of_rows, of_prior = [*zip(program.terms, engine.kinds)], [(x.terms, x.kind) for x in self._prior]
         self._compiled, self._compiled_prior = (engine.compiled(partial(self._sums, x)) for x in (of_rows, of_prior))
         self._compiled_open, self._compiled_open_prior = (
@@ -120,12 +121,16 @@ class GroupTerms:
             of_rows.append(member_of_rows(changes, terms, self.members, place, rows, index).reshape(total, -1))
         least = max(total, padded)
         count = -(-least // self._most_rows)
-        size = -(-least // count)
+        size = self._devices.rounded_up(-(-least // count))
         given = np.ones(total) if weights is None else weights
         (rows, of_rows), weights = pad((rows, of_rows), count * size, given.astype(self._dtype))
         of_each = rows, (weights[:, None],) * len(of_rows), tuple(of_rows)
         starts = range(0, count * size, size)
-        return [jax.device_put(selected(of_each, slice(start, start + size))) for start in starts]
+        return [self._devices.put_rows(selected(of_each, slice(start, start + size))) for start in starts]
+
+    def _put(self, tree: Any) -> Any:
+        """On every device."""
+        return self._devices.put(jax.device_put(tree))
 
     def place(self, mean: np.ndarray, root: np.ndarray, groups: Groups) -> _Place:
         """q, where groups may be fewer than the members."""
@@ -137,7 +142,7 @@ class GroupTerms:
         slope = np.zeros((members.number + 1, size, k), self._dtype)
         own_root = np.zeros((members.number + 1, size, size), self._dtype)
         slope[:count], own_root[:count], own_root[count:-1] = given.slope @ root, given.root, np.eye(size)
-        return _Place(*jax.device_put((theta, root.astype(self._dtype), slope, own_root)))
+        return _Place(*self._put((theta, root.astype(self._dtype), slope, own_root)))
 
     def prior_weights(self, count: int, *, with_shared: bool) -> list[np.ndarray]:
         """Of the terms of the first ``count`` members."""

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Protocol
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.sharding import Mesh
 
 from ..core.groups import Groups, GroupSums, Message, message, moved, settled
 from ..engines.batch import BatchSolver
@@ -54,7 +55,10 @@ class LocalPlate(NamedTuple):
 
 
 class GroupModel(NamedTuple):
-    """What all parts have in common."""
+    """What all parts have in common.
+
+    :ivar mesh: devices that share the rows of a solve.
+    """
 
     model: Callable
     options: Options
@@ -62,12 +66,13 @@ class GroupModel(NamedTuple):
     plate: LocalPlate
     model_kwargs: Mapping[str, Any]
     rng_key: Array | None
+    mesh: Mesh | None = None
 
     def bound(self, rows: Rows, count: int) -> tuple[Engine, Members]:
         """To rows of so many members, and perhaps one more, of which there are no rows."""
         key = default_key() if self.rng_key is None else self.rng_key
         apart = count + (num_rows(rows) == count)  # a plate that is as long as the rows would be one of theirs
-        engines = Engines(self.model, self.options, self.improper_prior_scale, batch=True)
+        engines = Engines(self.model, self.options, self.improper_prior_scale, batch=True, mesh=self.mesh)
         engine = engines.get(rows, {**self.model_kwargs, self.plate.size: apart}, key, rows)
         return engine, members_of(engine.program, self.plate.name, apart)
 

@@ -43,7 +43,7 @@ def check(process, result):
 
 def test_meshes_of_2_4_and_8_devices(tmp_path):
     result = tmp_path / "found.npz"
-    assert len(check(run_script(result, 8), result)) == 3
+    assert len(check(run_script(result, 8), result)) == 5
 
 
 def test_two_processes_of_two_devices(tmp_path):
