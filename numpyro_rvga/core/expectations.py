@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from .linalg import semidefinite_factor
+from .linalg import product, semidefinite_factor
 from .panels import normal_integral
 
 Density = Callable[[Array], Array]
@@ -81,7 +81,7 @@ def differentiated(expectation: Expectation, density: Density, mean: Array, cova
 
 def from_nodes(density: Density, nodes: Nodes, order: int) -> Moments:
     """Expectations as weighted sums over nodes; a node of no weight counts nothing, whatever phi is there."""
-    used = nodes.weights > 0
+    used = nodes.weights != 0
     weights = jnp.where(used, nodes.weights, 0.0)
     points = jnp.where(used[:, None], nodes.points, nodes.points[jnp.argmax(weights)])
     if order == 0:
@@ -109,7 +109,7 @@ def with_slopes(
     slopes = (gradients - gradient) @ factor
     lower = jnp.tril(jnp.einsum("k,ki,kj->ij", weights, slopes, z))
     symmetric = lower + jnp.tril(lower, -1).T
-    return value, gradient, inverse.T @ symmetric @ inverse
+    return value, gradient, product(product(inverse.T, symmetric), inverse)
 
 
 def quadrature(order: int, density: Density, mean: Array, covariance: Array) -> Moments:

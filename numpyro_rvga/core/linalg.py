@@ -11,6 +11,7 @@ from jax import Array, lax
 
 UNROLL = 3  # the largest n for which n x n matrices are unrolled
 SMALL = 128  # the largest size at which a matrix is inverted by two triangular solves with the identity
+MOST_UNROLLED = 7  # the largest n of matrices that XLA multiplies slowly on CPUs: 4 x 4 five times as long as 8 x 8
 MOST_ADDED = 64  # the largest number of rows that are added one by one
 PIECE = 1024  # columns that are multiplied at once
 MOST_FACTORED = 16  # the largest size of a matrix whose root is its semidefinite factor
@@ -140,6 +141,13 @@ def semidefinite_root(matrices: Array) -> Array:
     return lax.map(one, matrices)
 
 
+def product(a: Array, b: Array) -> Array:
+    """a @ b of many small matrices (..., n, n), as a sum of outer products where XLA is slow."""
+    if a.shape[-1] > MOST_UNROLLED:
+        return a @ b
+    return sum(a[..., :, k, None] * b[..., None, k, :] for k in range(1, a.shape[-1])) + a[..., :, :1] * b[..., :1, :]
+
+
 def positive_part(matrix: Array) -> Array:
     """The nearest positive semi-definite matrix to a symmetric one. Shape ``(..., n, n)``."""
     n = matrix.shape[-1]
@@ -155,10 +163,10 @@ def positive_part(matrix: Array) -> Array:
         one_sided = ratio[..., None, None] * (matrix - low[..., None, None] * identity)
         return jnp.where((low >= 0)[..., None, None], matrix, one_sided)
     # |A| = A sign(A), with sign(A) by Newton and Schulz's iteration: batches of LAPACK calls can deadlock.
-    size = jnp.linalg.norm(matrix, axis=(-2, -1), keepdims=True)
+    size = jnp.max(jnp.sum(jnp.abs(matrix), axis=-1), axis=-1)[..., None, None]  # at least the spectral norm
     scaled = matrix / jnp.where(size > 0, size, 1.0)
-    sign = lax.fori_loop(0, SIGN_ITERATIONS, lambda _, x: 1.5 * x - 0.5 * (x @ x @ x), scaled)
-    return 0.5 * (matrix + matrix @ sign)
+    sign = lax.fori_loop(0, SIGN_ITERATIONS, lambda _, x: 1.5 * x - 0.5 * product(product(x, x), x), scaled)
+    return 0.5 * (matrix + product(matrix, sign))
 
 
 def lower_from_root(root: Array) -> Array:

@@ -18,7 +18,7 @@ from jax import Array, lax
 from scipy.linalg import block_diag
 
 from .expectations import Moments, hermite_rule, with_slopes
-from .linalg import semidefinite_factor
+from .linalg import product, semidefinite_factor
 from .panels import normal_integral
 
 TENSOR_NODES = {2: ((8, 14), (12, 24)), 3: ((5, 10), (6, 16))}  # across and along: of the rule compared, the one used
@@ -193,7 +193,7 @@ def spread_out(nodes: tuple, factor: Factor, values: Array, gradients: Array) ->
     z, weights = (jnp.asarray(x, factor.mean.dtype) for x in nodes)
     result = _summed(values, gradients, nodes, factor)
     value, gradient, hessian = result
-    curvature = factor.root.T @ hessian @ factor.root
+    curvature = product(product(factor.root.T, hessian), factor.root)
     square = jnp.sum(z @ curvature * z, axis=1) - jnp.trace(curvature)
     left = values - value - z @ (gradient @ factor.root) - 0.5 * square
     return result, 2 * jnp.sqrt(weights @ (left * left) / len(weights))
@@ -261,7 +261,7 @@ def iterated(phi: PHI, factor: Factor) -> tuple[Moments, Array]:
     gradient = factor.slope + sums[1 : 1 + size] / unit
     last = sums[1 + size :][:, None]
     square = last if size == 1 else jnp.concatenate([across, last], axis=1)
-    hessian = inverse.T @ square @ inverse
+    hessian = product(product(inverse.T, square), inverse)
     return (sums[0], gradient, 0.5 * (hessian + hessian.T)), error
 
 
@@ -306,4 +306,4 @@ def _with_last(direction: Array) -> Array:
 def natural_size(root: Array, moments: Moments) -> Array:
     """Of the natural gradient."""
     _, gradient, hessian = moments
-    return jnp.sum(jnp.abs(gradient @ root)) + jnp.sum(jnp.abs(root.T @ hessian @ root))
+    return jnp.sum(jnp.abs(gradient @ root)) + jnp.sum(jnp.abs(product(product(root.T, hessian), root)))

@@ -41,13 +41,21 @@ def test_semidefinite_factor_squares_to_the_matrix_and_inverts_on_its_range(size
     np.testing.assert_allclose(factor @ inverse @ factor, factor, atol=1e-8)
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 6])
-@pytest.mark.parametrize("seed", range(4))
-def test_positive_part_keeps_the_nonnegative_eigenvalues(size, seed):
-    matrix = symmetric(size, seed)
-    values, vectors = np.linalg.eigh(matrix)
-    expected = (vectors * np.maximum(values, 0)) @ vectors.T
-    np.testing.assert_allclose(linalg.positive_part(jnp.asarray(matrix)[None])[0], expected, atol=1e-10)
+@pytest.mark.parametrize("scale", [1e-15, 1.0, 1e15])
+@pytest.mark.parametrize("size", [1, 2, 3, 6, 9])
+@pytest.mark.parametrize("dtype, tolerance", [(np.float64, 1e-10), (np.float32, 1e-5)])
+def test_positive_part_keeps_the_nonnegative_eigenvalues(dtype, tolerance, size, scale):
+    matrices = np.stack([symmetric(size, seed) for seed in range(4)])
+    values, vectors = np.linalg.eigh(matrices)
+    expected = (vectors * np.maximum(values, 0)[:, None]) @ vectors.swapaxes(1, 2)
+    found = linalg.positive_part(jnp.asarray(scale * matrices, dtype))
+    np.testing.assert_allclose(np.asarray(found, float) / scale, expected, atol=tolerance * size)
+
+
+@pytest.mark.parametrize("size", [1, 2, linalg.MOST_UNROLLED, linalg.MOST_UNROLLED + 1])
+def test_products_of_many_small_matrices_are_those_of_numpy(size):
+    a, b = np.random.default_rng(0).normal(size=(2, 5, size, size))
+    np.testing.assert_allclose(linalg.product(jnp.asarray(a), jnp.asarray(b)), a @ b, atol=1e-12)
 
 
 def test_positive_part_of_a_multiple_of_the_identity_is_itself_or_zero():
