@@ -51,7 +51,6 @@ CACHED_POINTS = 2**14  # at which phi is evaluated at once, if all factors take 
 BATCH_POINTS = 2**16  # and if they take finer ones
 MOST_BATCH = 1024  # factors
 LEAST_POINTS = 2**10  # of a batch, however dear each is: they are enough for one call of the compiled functions
-MOST_COARSE = 4  # predictors: of more, some nodes of the fifth-degree rule have negative weights
 
 Rule = Callable[[PHI, Factor], tuple[Moments, Array]]
 
@@ -143,9 +142,8 @@ def _direct(phi: PHI, num_predictors: int, nodes: tuple | None) -> tuple[Callabl
     points, _, _ = fifth_degree_nodes(num_predictors)
     z, (few, many) = np.concatenate([points, nodes[0]]), (slice(len(points)), slice(len(points), None))
 
-    def better_of_two(*arguments: Any, is_coarse: Array | None) -> tuple[Moments, Array]:
+    def mean_of_two(*arguments: Any, is_coarse: Array | None) -> tuple[Moments, Array]:
         factor = factor_of(*arguments)
-        is_coarse = is_coarse if num_predictors <= MOST_COARSE else None
         values, gradients = at_nodes(
             phi, factor, z, None if is_coarse is None else jnp.where(is_coarse, few.stop, len(z))
         )
@@ -154,7 +152,7 @@ def _direct(phi: PHI, num_predictors: int, nodes: tuple | None) -> tuple[Callabl
         off = off if is_coarse is None else jnp.where(is_coarse, jnp.inf, off)
         return _better((moments, error), (result, off))
 
-    return better_of_two, len(z)
+    return mean_of_two, len(z)
 
 
 def _climb(
@@ -176,7 +174,7 @@ def _climb(
     for least, rule, num_points in _finer(num_predictors, nodes, thorough):
         size = min(max(batch_points // num_points, 1), MOST_BATCH)
         hard = ~(result[1] <= least * tolerance)
-        if is_coarse is not None and num_predictors <= MOST_COARSE:
+        if is_coarse is not None:
             hard = hard & ~is_coarse
         result = _refined(jax.vmap(partial(rule, phi)), size, factors, hard, result)
     return result
@@ -228,11 +226,18 @@ def _refined(rule: Callable, size: int, factors: Factor, hard: Array, result: An
 
 
 def _better(before: Any, after: Any) -> Any:
-    """The results after, but for factors that have no smaller error then; of one factor or of many."""
-    kept = ~(after[1] < before[1])  # so too where rules with nodes farther out find NaN
-    return jax.tree.map(
-        lambda a, b: jnp.where(kept.reshape(*kept.shape, *[1] * (a.ndim - kept.ndim)), a, b), before, after
-    )
+    """The results after, and those before where their errors are smaller; of one factor or of many. Where both errors
+    are alike it is a mean of both: a search would not come to rest at a q where the results jump."""
+    ratio = jnp.where(
+        after[1] < jnp.inf, before[1] / after[1], 0.0
+    )  # so too where rules with nodes farther out find NaN
+    share = jnp.nan_to_num(1 / (1 + ratio**-2), posinf=1.0)
+
+    def mixed(a: Array, b: Array) -> Array:
+        w = share.reshape(*share.shape, *[1] * (a.ndim - share.ndim))
+        return jnp.where(w > 0, w * b, 0.0) + jnp.where(w < 1, (1 - w) * a, 0.0)
+
+    return jax.tree.map(mixed, before, after)
 
 
 # ---------------------------------------------------------------------- derivatives in what phi takes

@@ -16,7 +16,7 @@ from ..core import closed_forms as cf
 from ..core import expectations as ex
 from ..core.draws import by_draws
 from ..core.factors import Kind, Moments
-from ..core.ladder import MOST_COARSE, expectations
+from ..core.ladder import expectations
 from ..core.linalg import semidefinite_factor
 from ..core.tilted import TiltedForm, tilted
 from ..model.site_terms import MAX_PREDICTORS
@@ -38,7 +38,7 @@ def make_kind(terms: Terms, options: Options, rng_key: Array, *, effort: str = "
     rule = _rule(name, terms, options, rng_key, effort)
     site = _SiteExpectations(terms, options, rng_key, rule)
     sampled = name in ("monte_carlo", "draws") or (name == "ladder" and terms.num_predictors > 3)
-    saves = name == "draws" or (name == "ladder" and 0 < terms.num_predictors <= MOST_COARSE)
+    saves = name == "draws" or (name == "ladder" and terms.num_predictors > 0)
     has_information = terms.information is not None and not terms.num_local
     return Kind(
         site.filtered if options.scheme == "ekf" and has_information else site.expect,
