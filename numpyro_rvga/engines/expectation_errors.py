@@ -66,9 +66,16 @@ def expectation_errors(engine: Engine, state: State, rows: Rows, accounts: Accou
         weights = np.ones(num_rows(some), np.float32)
     chunks = chunks_of(engine, some, engine.numbers_per_row, weights)
     place = engine.devices.put((state.mean, state.root))
+    arguments, count = (engine.program.prior_inputs, *place, chunks), int(weights.sum())
+    if accounts is not None and count == total:  # only the fresh nodes are to be compiled then
+        fresh = jax.device_get(engine.once("fresh values", lambda: _compiled_fresh(engine))(*arguments))
+        of_kinds = [
+            _Sums(error, None if values is None else value - values, np.zeros(()))
+            for value, error, values in zip(accounts.values, accounts.errors, fresh)
+        ]
+        return _together([_accuracy(x, 1, 1) for x in of_kinds])
     sums = engine.once("expectation errors", lambda: _compiled(engine))
-    of_some, of_prior = jax.device_get(sums(engine.program.prior_inputs, *place, chunks))
-    count = int(weights.sum())
+    of_some, of_prior = jax.device_get(sums(*arguments))
     return _together([_accuracy(x, total, count) for x in of_some] + [_accuracy(x, 1, 1) for x in of_prior])
 
 
@@ -122,6 +129,28 @@ def _compiled(engine: Engine) -> Callable:
         prior = engine.prior_set(prior_inputs)
         of_prior = _summed(prior.kinds, prior.linearize(prior.first, mean), root)
         return jax.tree.map(lambda x: jnp.sum(x, axis=0), jax.lax.map(of_chunk, chunks)), of_prior
+
+    return of_all
+
+
+def _compiled_fresh(engine: Engine) -> Callable:
+    """The same arguments -> the sums over each set of fresh nodes, (NUM_FRESH,), by kind as in :class:`Accounts`; None
+    for kinds that take no samples."""
+
+    @engine.compiled
+    def of_all(prior_inputs: dict, mean: Array, root: Array, chunks: tuple) -> list[Array | None]:
+        def summed(kinds: tuple[Kind, ...], factors: tuple) -> list[Array | None]:
+            return [
+                None if kind.fresh is None else jnp.sum(kind.fresh(f.predictors, covariance, f.constants), axis=0)
+                for kind, f, covariance in zip(kinds, factors, covariances(factors, root.T))
+            ]
+
+        def of_chunk(chunk):
+            return summed(engine.kinds, engine.linearize(engine.prepare(*chunk), mean))
+
+        prior = engine.prior_set(prior_inputs)
+        of_rows = jax.tree.map(lambda x: jnp.sum(x, axis=0), jax.lax.map(of_chunk, chunks))
+        return [*summed(prior.kinds, prior.linearize(prior.first, mean)), *of_rows]
 
     return of_all
 
