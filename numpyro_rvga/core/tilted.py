@@ -90,6 +90,8 @@ def read_tilted(
     :param constants: abstract arrays.
     """
     closed = jax.make_jaxpr(density)(jax.ShapeDtypeStruct((num_predictors,), dtype), constants)
+    if not may_be_tilted(closed):
+        return None
     keys: list[tuple] = []
 
     def summands(constants):
@@ -225,6 +227,31 @@ ELEMENTWISE = {
     "copy": lambda x: x,
     "copy_p": lambda x: x,
 }
+READABLE = (
+    "reduce_sum",
+    "select_n",
+    "integer_pow",
+    "pow",
+    "convert_element_type",
+)  # besides these, and what moves entries
+
+
+def may_be_tilted(closed: jex_core.ClosedJaxpr) -> bool:
+    """Whether all that the result takes of the predictors, the first input, goes through operations that sums have.
+    Nothing is computed to see that, and most densities fail here."""
+    constant, readable, other = range(3)
+
+    def rule(eqn: Any, inputs: list[int]) -> list[int] | None:
+        name, worst = eqn.primitive.name, max(inputs, default=constant)
+        if worst == readable:
+            if name in INLINED:
+                return None
+            is_small = all(v.aval.size <= MOST_ENTRIES for v in eqn.outvars)
+            worst = readable if is_small and (name in READABLE or name in ELEMENTWISE or name in STRUCTURAL) else other
+        return [worst] * len(eqn.outvars)
+
+    inputs = [readable] + [constant] * (len(closed.in_avals) - 1)
+    return interpret(closed.jaxpr, closed.consts, inputs, rule, lambda value: constant) == [readable]
 
 
 def _read(closed: jex_core.ClosedJaxpr, predictors: list[_Sum], constants: list[Array]) -> _Sum:

@@ -15,7 +15,7 @@ from ..core.closed_forms import Gaussian
 from ..core.compilation import at_once
 from ..core.interpret import depends_on
 from ..core.symbolic import factorize
-from .recognition import in_closed_form, in_tilted_form, is_quadratic, probe_terms
+from .recognition import in_closed_form, in_tilted_form, is_quadratic, may_be_probed, probe_terms
 from .site_terms import RunSite
 from .terms import Arrays, Terms, predictors_of
 from .tracing import peel
@@ -65,11 +65,14 @@ def split_prior(
         normal_sites = [site for site in normal_sites if not is_shared[site.start : site.stop].any()]
     names = {site.name for site in normal_sites}
     all_terms = [t for t in all_terms if t.site not in names]
-    undecided = [t for t in all_terms if t.is_affine and t.closed_form is None]
+    gaussian = [t for t in all_terms if t.closed_form is Gaussian]
+    undecided: list[Terms] = []
+    others: list[Terms] = []
+    for terms in (t for t in all_terms if t.closed_form is not Gaussian):
+        may_have_form = terms.is_affine and terms.closed_form is None and may_be_probed(terms, dtype, shared)
+        (undecided if may_have_form else others).append(terms)
     probes = at_once(lambda: [probe_terms(t, dtype, shared) for t in undecided]) if undecided else []
     fixed = _of_fixed_density(undecided, dtype, shared)
-    gaussian = [t for t in all_terms if t.closed_form is Gaussian]
-    others = [t for t in all_terms if not t.is_affine or t.closed_form not in (None, Gaussian)]
     for terms, probe in zip(undecided, probes):
         if is_quadratic(probe):
             gaussian.append(terms)

@@ -11,7 +11,7 @@ import numpy as np
 from jax import Array
 
 from ..core.closed_forms import DENSITIES, Exponential, Logistic
-from ..core.tilted import read_tilted, tilted_density
+from ..core.tilted import may_be_tilted, read_tilted, tilted_density
 from .terms import Arrays, Terms
 
 CHECKED_ELEMENTS = 32  # of a site, when asking whether its terms are quadratic
@@ -41,6 +41,15 @@ def probe_terms(terms: Terms, dtype, shared: Arrays) -> Probe:
         return [jax.vmap(f)(points) for f in (density, jax.grad(density), jax.hessian(density))]
 
     return Probe(points, *jax.vmap(derivatives)(jnp.asarray(elements, jnp.int32)))
+
+
+def may_be_probed(terms: Terms, dtype, shared: Arrays) -> bool:
+    """Whether terms are worth probing: what several predictors go through says so, without derivatives."""
+    if terms.num_predictors == 1:
+        return True
+    predictors, element = jax.ShapeDtypeStruct((terms.num_predictors,), dtype), jax.ShapeDtypeStruct((), jnp.int32)
+    closed = jax.make_jaxpr(lambda u, shared, e: terms.density(u, terms.constants(shared, e)))
+    return may_be_tilted(closed(predictors, shared, element))
 
 
 def is_quadratic(probe: Probe) -> bool:
