@@ -20,7 +20,7 @@ from ..core.objective import is_conservative, is_log_concave
 from ..core.precisions import PrecisionForm
 from ..core.recursion import RowFactors, State, StepInfo
 from .devices import Devices
-from .starts import NEAR, NUM_CHECKS, NUM_RETRIES, are_apart, best_of
+from .starts import CLOSE, NEAR, NUM_CHECKS, NUM_RETRIES, are_apart, best_of
 
 ROUGHLY = 0.01  # nats: the squared natural gradient at which a search by few nodes has done its part
 
@@ -171,11 +171,11 @@ class JointSolver:
         if other_means is None:
             return first
         solutions = [first]
-        has_converged = bool(first[1].converged)
-        for number in range(NUM_CHECKS if has_converged else NUM_RETRIES):
+        is_settled = bool(first[1].converged) or float(first[1].decrement) <= CLOSE
+        for number in range(NUM_CHECKS if is_settled else NUM_RETRIES):
             state = begun._replace(mean=other_means(first[0], number))
-            state = solved(state, enough=NEAR if has_converged else 0.0)
-            if has_converged:  # most searches come near the first one's end: then there is no need to go on
+            state = solved(state, enough=NEAR if is_settled else 0.0)
+            if is_settled:  # most searches come near the first one's end: then there is no need to go on
                 if not are_apart(finished(state), first):
                     continue
                 state = solve(search, steps, state)
