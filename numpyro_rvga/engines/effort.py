@@ -18,6 +18,7 @@ ONE_PASS_TOLERANCE = 1e-6  # nats: of joint solves around a stream, which itself
 BUDGET = 1e-3  # nats, in all: expectations that may be off by more call for finer rules,
 ROUNDING = 8.0  # units in the bound's last place, of two rules that are compared row by row
 ENOUGH_DRAWS = 0.5  # and those over draws of theta for more draws
+FEW_POINTS = 2**24  # of all rows at the nodes of the last rule
 MANY_NODES = 2**16  # of all rows; one row that is all data may be dear at each of its nodes
 
 
@@ -93,6 +94,13 @@ class Effort(NamedTuple):
             for kind, terms in zip(self.joint_rows, self.row_terms)
             if kind.adjustable is not None
         )
+
+    def takes_few_points(self, num_rows: int) -> bool:
+        """Whether averages over many nodes are so few that all rows are worth one solve: it begins with few nodes, and
+        its one evaluation is all that is compiled of the rows."""
+        pairs = [(kind, terms) for kind, terms in zip(self.joint_rows, self.row_terms) if kind.sampled]
+        points = num_rows * sum(terms.num_elements * self._num_nodes(terms) for _, terms in pairs)
+        return all(kind.adjustable is not None for kind, _ in pairs) and 0 < points <= FEW_POINTS
 
     def _num_nodes(self, terms: Terms) -> int:
         """Of the last rule, for one element of a row, and of the element's own integral."""

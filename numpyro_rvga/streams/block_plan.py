@@ -140,6 +140,13 @@ class BlockPlan:
         """Of rows that one solve may take together, each distinct one once; else that of all."""
         return num_distinct(rows, sizes.first) if self._chooses and sizes.first else num_rows(rows)
 
+    def takes_all(self, engine: Engine, distinct: int, sizes: Sizes) -> bool:
+        """Whether rows at hand, so many of them distinct, are all in one solve."""
+        if distinct <= sizes.first:
+            return True
+        fits = self._chooses and distinct * engine.numbers_per_row <= FIRST_BLOCK_NUMBERS
+        return fits and engine.effort.takes_few_points(distinct)
+
     def quick_engine(self, engines: Engines, engine: Engine, total: int) -> Engine | None:
         """Solves for all of many rows together, by few nodes for each; None for rows with closed forms, if other sizes
         were asked for, and if rows are too few for narrow predictors, or too many for one solve."""

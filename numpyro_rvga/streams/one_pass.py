@@ -78,7 +78,7 @@ class OnePass:
             if at_hand is not None:
                 distinct = plan.num_distinct(head, sizes)
                 quick = plan.quick_engine(self.engines, engine, distinct) if self.certification.certify else None
-                if quick is not None or distinct <= sizes.first:
+                if quick is not None or plan.takes_all(engine, distinct, sizes):
                     sizes = sizes._replace(first=max(at_hand, sizes.first), keeps_rows=False)
         on_state(start)
         with progress(progress_bar, source.total, "RVGA", "row") as bar:

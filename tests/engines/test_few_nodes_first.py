@@ -6,6 +6,7 @@ import numpyro
 import numpyro.distributions as dist
 import pytest
 from jax import numpy as jnp
+from scipy.optimize import curve_fit
 
 from numpyro_rvga import RVGA, FixedPointVI
 from numpyro_rvga.engines.engine import Engine
@@ -46,6 +47,30 @@ def test_few_steps_are_left_for_many_nodes_and_they_end_where_all_of_them_would(
     np.testing.assert_allclose((found.mean - by_many.mean) / deviation, 0, atol=2e-3)
     np.testing.assert_allclose(found.elbo, by_many.elbo, atol=1e-5 if double else 2e-3)
     assert np.all(np.diff(found.info["bounds"]) > -1e-4)
+
+
+def decay(x, y=None):
+    """Four predictors, without a closed form."""
+    amplitude = numpyro.sample("amplitude", dist.Normal(0, 10))
+    rate = numpyro.sample("rate", dist.LogNormal(0, 2))
+    offset = numpyro.sample("offset", dist.Normal(0, 10))
+    scale = numpyro.sample("scale", dist.LogNormal(0, 2))
+    with numpyro.plate("rows", x.shape[0]):
+        numpyro.sample("y", dist.Normal(amplitude * jnp.exp(-rate * x) + offset, scale), obs=y)
+
+
+def test_many_rows_of_four_predictors_are_one_solve_with_the_moments_of_nonlinear_least_squares():
+    rng = np.random.default_rng(0)
+    x = rng.uniform(0, 5, 6000)
+    y = 5 * np.exp(-x) + 1 + 0.5 * rng.normal(size=len(x))
+    posterior = RVGA(decay).run({"x": x, "y": y}, progress_bar=False)
+    assert posterior.info["converged"] and posterior.info["looks"] == 0
+    expected, covariance = curve_fit(lambda x, a, r, b: a * np.exp(-r * x) + b, x, y, (1.0, 1.0, 0.0))
+    draws = posterior.sample_posterior(jax.random.key(0), (20_000,))
+    deviations = np.sqrt(np.diagonal(covariance))
+    for name, mean, deviation in zip(("amplitude", "rate", "offset"), expected, deviations):
+        assert abs(np.mean(draws[name]) - mean) < 0.05 * deviation
+        assert abs(np.log(np.std(draws[name]) / deviation)) < 0.05
 
 
 def bent(x, y=None):
