@@ -73,8 +73,11 @@ def categorical(u: Array, y: Array) -> Array:
 
 
 def ordered_logistic(u: Array, y: Array) -> Array:
-    cutpoints = jnp.stack([u[1], u[1] + jnp.exp(u[2])])
-    return dist.OrderedLogistic(u[0], cutpoints).log_prob(jnp.minimum(y, 2.0).astype(int))
+    """Of NumPyro's OrderedLogistic with cutpoints u[1] and u[1] + exp(u[2]), where it does not underflow to -inf."""
+    gap = jnp.exp(u[2])
+    low, high = u[1] - u[0], u[1] - u[0] + gap
+    middle = jax.nn.log_sigmoid(high) + jax.nn.log_sigmoid(-low) + jnp.log(-jnp.expm1(-gap))
+    return jnp.select([y < 1, y < 2], [jax.nn.log_sigmoid(low), middle], jax.nn.log_sigmoid(-high))
 
 
 def mixture_for_outliers(u: Array, y: Array) -> Array:
