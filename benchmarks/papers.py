@@ -18,9 +18,10 @@ Parts, and the figures whose settings they take:
   filtering and expectation propagation beside R-VGA and the diagonal Kalman filters.
 
 The networks learn scikit-learn's digits, and a simulated robot arm; with ``--data`` they learn MNIST, which takes about
-two hours, and SARCOS. Curves against time have benchmarks of their own: ``fixed_point`` ("A fixed-point operator for
-inference in variational Bayesian latent Gaussian models", figures 2 to 5), and ``scaling`` and ``bong`` (running times
-of the BONG paper, figures 3 and 4).
+two hours, and SARCOS. In a folder without mnist.npz, and with the four files in which Fashion-MNIST or MNIST are
+published, they learn these. Curves against time have benchmarks of their own: ``fixed_point`` ("A fixed-point operator
+for inference in variational Bayesian latent Gaussian models", figures 2 to 5), and ``scaling`` and ``bong`` (running
+times of the BONG paper, figures 3 and 4).
 """
 
 from __future__ import annotations

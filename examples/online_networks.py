@@ -4,12 +4,14 @@ Left: four rules with three ways to find the curvature, all with a low-rank prec
 several families. Learning rates are those that do best on rows held out, after a part of the rows. The network is a
 flax module, and starts from weights that its layers would start from. By default it is small, and learns
 scikit-learn's digits. With ``--data FOLDER`` it is the paper's convolutional network of 57,722 weights, on the first
-2,000 rows of MNIST, which may take hours.
+2,000 rows of MNIST, which may take hours; or of Fashion-MNIST, if its files are there.
 """
 
 from __future__ import annotations
 
+import gzip
 import time
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -77,9 +79,23 @@ def digits(quick: bool) -> Problem:
     return Problem(Perceptron(), 0.3, *parts, (0.1,) if quick else (0.1, 0.3), 10)
 
 
-def mnist(folder) -> Problem:
-    with np.load(folder / "mnist.npz") as file:
-        arrays = {name: file[name] for name in file.files}
+def images(folder: Path) -> dict[str, np.ndarray]:
+    """MNIST from ``mnist.npz``; or this or Fashion-MNIST from the four files in which they are published."""
+    if (folder / "mnist.npz").exists():
+        with np.load(folder / "mnist.npz") as file:
+            return {name: file[name] for name in file.files}
+    arrays = {}
+    for part, prefix in (("train", "train"), ("test", "t10k")):
+        pixels, labels = (
+            np.frombuffer(gzip.decompress((folder / f"{prefix}-{kind}-ubyte.gz").read_bytes()), np.uint8)
+            for kind in ("images-idx3", "labels-idx1")
+        )
+        arrays |= {f"x_{part}": pixels[16:].reshape(-1, 28, 28), f"y_{part}": labels[8:]}  # after sizes
+    return arrays
+
+
+def mnist(folder: Path) -> Problem:
+    arrays = images(folder)
     X = {part: (arrays[f"x_{part}"] / 255).astype(np.float32)[..., None] for part in ("train", "test")}
     rows = {"train": slice(2000), "held_out": slice(2000, 2500), "test": slice(1000)}
     parts = [
