@@ -21,7 +21,7 @@ from .model.conditional import conditional_model
 from .model.failures import of_stream
 from .model.program import Program
 from .model.row_set import RowSet
-from .model.rows import Rows, num_rows
+from .model.rows import Rows, linspace_indices, num_rows, selected
 from .model.site_families import FORMS, SiteEntries, site_entries
 from .options import Options, check_choice, default_key, key_numbers
 from .progress import progress
@@ -32,6 +32,7 @@ from .streams.opening import PassOptions, open_source, ordered, usable_source
 from .user_warnings import warn
 
 BLOCK_NUMBERS = 2**22  # in the Jacobians of a block's rows at all nodes
+MOST_LOOKED_AT = 1024  # rows, to see how many entries one depends on
 STREAM_ROWS = 2048  # of a block, if it is not known how many rows there are
 
 
@@ -173,7 +174,8 @@ class SiteFamilies:
         updates = self._cached.get(engine)
         if updates is None:
             others = np.setdiff1d(np.arange(program.layout.size), given.places)
-            updates = MeanFieldUpdates(engine, given, others, rows)
+            some = selected(rows, linspace_indices(num_rows(rows), MOST_LOOKED_AT))
+            updates = MeanFieldUpdates(engine, given, others, some)
         self._cached[engine] = updates.bind(engine, given)
         self._last = program, self._cached[engine]
         return self._last
@@ -215,7 +217,7 @@ class SiteFamilies:
     ) -> Posterior:
         """:param one_solve: whether all rows were in one block, whose bound is that of q."""
         evidence, is_exact = float(state.gaussian.log_evidence), bool(state.is_exact)
-        has_bound = is_exact or one_solve
+        has_bound = self.options.has_bound and (is_exact or one_solve)
         info = {"families": self.families, "exact": is_exact} | info
         if not has_bound:
             info["log_evidence_estimate"] = evidence

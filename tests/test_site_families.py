@@ -1,6 +1,8 @@
 """Sites whose posterior is of their own family: conjugate ones against closed forms, others against the best of L-BFGS
 on a bound that is computed independently."""
 
+import pickle
+
 import arviz
 import jax
 import jax.numpy as jnp
@@ -81,7 +83,7 @@ def test_conjugate_sites_have_their_exact_posterior_and_evidence_in_one_block_an
     model, site, y, natural = CONJUGATE[family]
     method = RVGA(model, family={site: family}, block_size=2)
     stream = method.run(({"y": y[start : start + 3]} for start in range(0, len(y), 3)), progress_bar=False)
-    one_block = method.posterior(method.update(method.init({"y": y}), {"y": y}))
+    one_block = method.posterior(jax.jit(method.update)(method.init({"y": y}), {"y": y}))
     for posterior in (stream, one_block):
         np.testing.assert_allclose(posterior.gaussian.natural, natural, rtol=1e-9)
         np.testing.assert_allclose(posterior.elbo, evidence(family, y), rtol=1e-9)
@@ -196,6 +198,22 @@ def test_so_do_rows_that_depend_on_two():
     np.testing.assert_allclose(posterior.gaussian.natural[4:], np.stack([c, d], axis=-1), rtol=1e-4)
 
 
+def test_later_rows_that_depend_on_more_entries_are_refused():
+    y, both = np.tile(COUNTS, 4), np.zeros(44)
+    both[40] = 1.0  # a stream shows 32 rows before it begins
+
+    def model(both, y=None):
+        rates = numpyro.sample("rates", dist.Gamma(2.0, 1.0).expand([3]).to_event(1))
+        with numpyro.plate("rows", len(both)):
+            numpyro.sample("y", dist.Poisson(rates[0] + both * rates[1]), obs=y)
+
+    blocks = ({"both": both[i : i + 22], "y": y[i : i + 22]} for i in (0, 22))
+    method = RVGA(model, family={"rates": "gamma"}, block_size=22)
+    with pytest.raises(ValueError, match="one depends on more entries of the sites that family names"):
+        method.run(blocks, progress_bar=False)
+    np.testing.assert_allclose(method.state.natural, [[2 + y[:22].sum(), 23.0], [2.0, 1.0], [2.0, 1.0]])
+
+
 def test_of_more_than_two_entries_in_a_row_nodes_are_spread_over_all():
     rng = np.random.default_rng(4)
     features = rng.uniform(size=(30, 3))
@@ -276,6 +294,7 @@ def test_all_that_is_read_off_a_posterior_is_of_its_families(tmp_path):
     posterior.save(tmp_path / "posterior.npz")
     again = Posterior.load(tmp_path / "posterior.npz", noise)
     np.testing.assert_array_equal(again.mean, posterior.mean)
+    assert pickle.loads(pickle.dumps(posterior)).num_rows == len(X)
     later = RVGA(noise, family={"precision": "gamma"}).run(data, init=again, progress_bar=False)
     np.testing.assert_allclose(later.mean, posterior.update(data, progress_bar=False).mean, rtol=1e-9)
     assert later.num_rows == 2 * len(X) and later.elbo is None

@@ -154,8 +154,9 @@ class MeanFieldUpdates:
 
     @property
     def numbers_per_row(self) -> int:
-        """In the Jacobians of a row at all nodes."""
-        return max(1, self.engine.numbers_per_row) * len(self._nodes.row_weights)
+        """In the Jacobians of a row at all nodes, or in these."""
+        entries = 1 if self._is_shared else len(self.given.places)
+        return max(entries, self.engine.numbers_per_row) * len(self._nodes.row_weights)
 
     def dependence(self, rows: dict) -> Array:
         """How many entries each row depends on, (n,)."""
@@ -216,9 +217,11 @@ class MeanFieldUpdates:
     ) -> tuple[MeanFieldState, MeanFieldInfo]:
         """The state after rows of weight one or zero. ``prior_inputs``: as ``program.prior_inputs``."""
         dtype = self.engine.program.dtype
-        active = None
+        active, fits = None, jnp.asarray(True)
         if not self._is_shared:
-            active = lax.top_k(self._dependence(rows, state.gaussian.mean).astype(jnp.int32), self.width)[1]
+            depends = self._dependence(rows, state.gaussian.mean).astype(jnp.int32)
+            fits = jnp.all((jnp.sum(depends, axis=1) <= self.width) | (weights == 0))
+            active = lax.top_k(depends, self.width)[1]
         block = _Block(prior_inputs, state, rows, weights.astype(dtype), active)
         settings = self.engine.effort.settings()
         tolerance = self.engine.options.tolerance or TOLERANCE[jnp.finfo(dtype).bits]
@@ -240,7 +243,7 @@ class MeanFieldUpdates:
         far, zero = jnp.asarray(jnp.inf, dtype), jnp.zeros((), dtype)  # the first step is none, and always taken
         start = _At(state.natural, state.gaussian, -far, jnp.zeros_like(state.natural), far, zero)
         best, _, iterations = lax.while_loop(goes_on, proceed, (start, jnp.ones((), dtype), jnp.zeros((), jnp.int32)))
-        ok = jnp.isfinite(best.bound)
+        ok = jnp.isfinite(best.bound) & fits
         gaussian = best.gaussian._replace(
             log_evidence=state.gaussian.log_evidence + best.bound,
             num_rows=state.gaussian.num_rows + jnp.sum(weights).astype(jnp.int32),
