@@ -8,8 +8,9 @@ Processor seconds are those of all threads: on a machine with other work, they s
 Without ``--data`` (a folder with load.py and the data files) radon and the election are left out. Errors are the
 largest of a mean, in standard deviations of the reference, and the largest of a standard deviation's logarithm; scales
 are compared by their logarithms, and hyperparameters apart from the others; of this package's posteriors there is the
-Pareto k. The references are two chains of NUTS,
-kept in the output folder, with 20,000 draws each, or what ``DRAWS`` says.
+Pareto k. The references are two chains of NUTS, kept in the output folder, with 20,000 draws each, or what ``DRAWS``
+says. Those of the horseshoes are 100,000 draws of Gibbs's sampler: those of NUTS, two chains of 6,000 draws, are off by
+0.17 standard deviations for 50 coefficients.
 
 "NUTS" is one chain of 1,000 + 1,000 iterations. BlackJAX's laplace_hmc runs 1,000 iterations of 8 leapfrog steps over
 the same hyperparameters, from a step size that is halved until 20 of them accept 60%; x is drawn given each. SVI takes
@@ -40,7 +41,7 @@ from numpyro.infer.util import constrain_fn, initialize_model
 
 from numpyro_rvga import FixedPointVI
 
-CHAINS, WARMUP, DRAWS = 2, 2000, {"election": 2000, "horseshoe 50": 6000, "radon": 6000}
+CHAINS, WARMUP, DRAWS = 2, 2000, {"election": 2000, "radon": 6000}
 NUM_DRAWS = 20_000  # of a result
 STEPS, RATE = 20_000, 0.01
 ITERATIONS, LEAPFROGS = 1000, 8
@@ -146,7 +147,10 @@ def reference(name: str, case: Hierarchy, folder: Path) -> dict[str, np.ndarray]
     """Means and standard deviations by site."""
     path = folder / f"{name.replace(' ', '_').replace(',', '')}.npz"
     if not path.exists():
-        draws = nuts(case, CHAINS, WARMUP, DRAWS.get(name, 20_000))
+        if case.sampler is not None:
+            draws = case.summary(case.sampler())
+        else:
+            draws = nuts(case, CHAINS, WARMUP, DRAWS.get(name, 20_000))
         path.parent.mkdir(parents=True, exist_ok=True)
         moments = {f"{site}|mean": values.mean(0) for site, values in draws.items()}
         np.savez(path, **moments, **{f"{site}|sd": values.std(0) for site, values in draws.items()})
