@@ -27,7 +27,8 @@ WIDER = 1.2  # the proposal than the points that it is fitted to
 NARROWEST = 0.3  # standard deviations of h: a half of an axis
 LOOK = 1.5  # where the marginal's width is measured, in standard deviations of the Gaussian at the mode
 LEAST_DROP, MOST_DROP = 1.0, 5.0  # nats, there
-BANDWIDTH, MANY = 0.15, 512  # of the Gaussians in h, in standard deviations of h, for so many points
+BANDWIDTH = 0.15  # of the Gaussians in h around points, in standard deviations of h
+FEW = 128  # points, up to which the Gaussians are as wide as Scott's rule says: these marginals are nearly Gaussian
 SHARPENINGS = 20
 REACH = 0.6  # of the regressions for the slopes of x's mean, in standard deviations of h
 NUM_CONTROLS = 2**13  # points at which a polynomial is evaluated
@@ -202,7 +203,7 @@ def _design(
     means, roots = np.array(means), stacked(roots)
     scale = np.linalg.cholesky(covariance)
     slopes = _slopes(np.linalg.solve(scale, (h - mean).T).T, means) @ np.linalg.inv(scale)
-    bandwidth = BANDWIDTH * (MANY / len(h)) ** (1 / (h.shape[1] + 4))
+    bandwidth = len(h) ** (-1 / (h.shape[1] + 4)) if len(h) <= FEW else BANDWIDTH
     kernel = bandwidth * scale
     weights = kernel_weights(h, mass, kernel, SHARPENINGS)
     # The Gaussians around points widen the whole: points are drawn together, so that mean and covariance stay.

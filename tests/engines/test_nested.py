@@ -78,6 +78,11 @@ def test_few_points_are_enough_where_the_marginal_is_nearly_gaussian():
     np.testing.assert_allclose(integral.log_evidence, 3.0, atol=0.005)
     np.testing.assert_allclose((z - mean) / deviation, 0, atol=0.02)
     np.testing.assert_allclose(covariance / deviation**2, np.eye(3), atol=0.02)
+    case.turn = np.eye(3)
+    levels = np.array([0.05, 0.25, 0.5, 0.75, 0.95])
+    found = np.asarray(integrated(case)[3].marginal_quantiles(jnp.asarray(levels)[:, None]))[:, :3]
+    expected = np.log(stats.gamma(case.shape).ppf(levels))[:, None]
+    np.testing.assert_allclose((found - expected) / deviation, 0, atol=0.12)
     assert len(integrated(Skewed(3))[2].info["mass"]) > 256
 
 
