@@ -1,15 +1,18 @@
 """Many users of five rows each: groups that stay with their part, over two workers, and new groups in a stream.
 
 OPENBLAS_NUM_THREADS=1 python -m benchmarks groups [--quick] [--users N ...] [--only parts | killed | stream]
+python -m benchmarks groups --draw figures/groups.json
 
 Parts are of users at random, and of users with low and with high levels; streams have rows at random, and user by user.
-"killed" is the run over two workers of which one is killed in every round. Up to 500 users are solved for by
-FixedPointVI too; errors are in its standard deviations. Memory is by how much the process has grown that has Dask's
-scheduler, or the stream. Times are of the clock, and of the processor for streams, with reading, compiling and writing.
+"killed" is the run over two workers of which one is killed in every round, of more than 500 users only where it is
+asked for. Up to 500 users are solved for by FixedPointVI too; errors are in its standard deviations. Memory is by how
+much the process has grown that has Dask's scheduler, or the stream. Times are of the clock, and of the processor for
+streams, with reading, compiling and writing.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import tempfile
@@ -116,16 +119,20 @@ def stream(data: dict[str, np.ndarray], order: str) -> tuple[Any, dict[str, floa
 
 
 def main() -> None:
-    options = parser(__doc__)
+    options = parser(__doc__, drawn=True)
     options.add_argument("--quick", action="store_true", help="fewer users")
     options.add_argument("--users", nargs="*", type=int, help="how many; default: 500, 2,000 and 200,000")
     options.add_argument("--only", choices=("parts", "killed", "stream"))
     args = options.parse_args()
+    if args.draw is not None:
+        draw(json.loads(args.draw.read_text()), args.draw.with_suffix(".png"))
+        return
     numpyro.enable_x64()
     report = Report(args.output / "groups.json")
     for num_users in args.users or ((500, 2_000) if args.quick else (500, 2_000, 200_000)):
         for kind in ("parts", "killed", "stream"):
-            if args.only in (None, kind) and not (kind == "killed" and num_users > MOST_SOLVED_AT_ONCE):
+            is_long = kind == "killed" and num_users > MOST_SOLVED_AT_ONCE
+            if args.only == kind or (args.only is None and not is_long):
                 for order in ("random", "sorted") if kind != "killed" else ("random",):
                     compare(num_users, kind, order, report)
 
@@ -145,6 +152,29 @@ def compare(num_users: int, kind: str, order: str, report: Report) -> None:
         compared = errors(found, best)
         compared["bound_below"] = best.elbo - facts["elbo"]
     report(kind=kind, users=num_users, order=order, **facts, **compared)
+
+
+def draw(results: dict[str, Any], path: Path) -> None:
+    """Memory and seconds by the number of users."""
+    import matplotlib.pyplot as plt
+
+    names = {"parts": "two workers", "killed": "two workers, one killed in every round", "stream": "stream"}
+    figure, (memories, times) = plt.subplots(1, 2, figsize=(9, 3.4))
+    for kind, name in names.items():
+        for order, style in (("random", "-"), ("sorted", "--")):
+            rows = [row for row in results["cases"] if (row["kind"], row["order"]) == (kind, order)]
+            rows = sorted((row for row in rows if row["users"] > MOST_SOLVED_AT_ONCE), key=lambda row: row["users"])
+            if not rows:
+                continue
+            color, users = f"C{list(names).index(kind)}", [row["users"] / 1000 for row in rows]
+            label = f"{name}, {order}"
+            memories.plot(users, [row["memory_mib"] for row in rows], style, color=color, marker="o", label=label)
+            times.plot(users, [row["seconds"] for row in rows], style, color=color, marker="o", label=label)
+    memories.set(xlabel="thousand users", ylabel="MiB more in the process", ylim=(0, None))
+    times.set(xlabel="thousand users", ylabel="seconds", ylim=(0, None))
+    figure.tight_layout()
+    figure.legend(*times.get_legend_handles_labels(), fontsize=7, ncols=3, loc="upper center", bbox_to_anchor=(0.5, 0))
+    figure.savefig(path, dpi=150, bbox_inches="tight")
 
 
 if __name__ == "__main__":
