@@ -122,7 +122,8 @@ def test_arrows_do_as_whole_precisions(arrow):
 
 def test_products_of_arrows_are_estimated(arrow, monkeypatch):
     form, a, b, x = arrow
-    monkeypatch.setattr(precisions, "NUM_PROBES", 100_000)
+    monkeypatch.setattr(precisions, "LEAST_PROBES", 100_000)
+    monkeypatch.setattr(precisions, "MOST_PROBES", 100_000)
     factor = form.factor(x)
     whole = form.packing.whole
     sigma, first, second = np.linalg.inv(np.asarray(whole(x))), np.asarray(whole(a)), np.asarray(whole(b))
