@@ -111,7 +111,8 @@ class Effort(NamedTuple):
     def settings(self, block_size: int | None = None) -> Settings:
         """For blocks of a stream, or a joint solve. What is left of each block adds up over a stream: a row's share of
         the natural gradient must be small even after a million."""
-        tolerance, limit = 1e-8 if self.is_double else 1e-6, self.options.max_iterations
+        exact = self.is_double and not self.is_sampled  # where two averages are mixed, a bound is no better than that
+        tolerance, limit = 1e-8 if exact else 1e-6, self.options.max_iterations
         if block_size is not None:
             tolerance = min(tolerance, block_size**2 * (1e-12 if self.is_double else 1e-9))
         if self.options.tolerance is not None:
