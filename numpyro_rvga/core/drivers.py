@@ -5,6 +5,7 @@ The first is for blocks of a stream. The second makes each step visible, and com
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -13,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from .acceleration import MEMORY, NEAR, accelerated, can_accelerate, visited
 from .factors import Expected
 from .maximize import (
     Base,
@@ -164,24 +166,35 @@ def solve(
     *,
     enough: float = 0.0,
 ) -> SolverState:
-    """The state where the search ends; its :func:`solution` is q.
+    """The state where the search ends; its :func:`solution` is q. Steps are accelerated once it is near.
 
     :param on_step: called after each accepted step, and at the start.
     :param enough: squared natural gradient at which the search is left unfinished; it can go on from there.
     """
     started, iterations, tolerance, more = False, 0, search.settings.tolerance, True
+    plain, history = None, deque(maxlen=MEMORY)  # the state before an accelerated step, and where the search has been
     while more:
         at = steps.propose(state)
         solves_for_mean = search.solves_for_mean if started else search.solves_for_first_mean
         evaluated = _solve_mean(steps.evaluate, at, MAX_MEAN_STEPS if solves_for_mean else 0, tolerance)
         state, progress = steps.update(at, evaluated)
         progress = jax.device_get(progress)
-        if on_step is not None and progress.step > 0 and (not started or progress.iterations > iterations):
+        has_moved = started and int(progress.iterations) > iterations
+        if plain is not None and (not has_moved or bool(state.stuck)):  # plain steps may lead on from there
+            state, plain = plain, None
+            history.clear()
+            continue
+        if on_step is not None and progress.step > 0 and (not started or has_moved):
             on_step(progress)
-        started, iterations = bool(progress.step > 0), int(progress.iterations)
+        started, iterations, plain = bool(progress.step > 0), int(progress.iterations), None
         decrement = float(progress.decrement)
         tolerance = INNER_RTOL * decrement
         more = bool(progress.unfinished) and not (started and decrement <= enough)
+        if more and has_moved and decrement <= NEAR and can_accelerate(search, state):
+            history.append(visited(state))
+            faster = accelerated(state, history)
+            if faster is not None:
+                state, plain = faster, state
     return state
 
 

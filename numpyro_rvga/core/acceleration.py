@@ -1,0 +1,82 @@
+"""Anderson's acceleration of a search (Anderson, 1965; Walker and Ni, 2011).
+
+A full step is a map x -> T(x) of q's natural parameters x = (Lambda, Lambda m). Where it converges slowly, as where
+scales and what they scale are sought together, the last few x and T(x) tell more: the next x is the combination of the
+T(x) that belongs to the combination of the x whose residuals T(x) - x cancel best. It is a step like any other: taken
+if it raises the bound, and forgotten with all before it if not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from .maximize import Search, SolverState
+
+MEMORY = 6  # the x that are combined
+NEAR = 10.0  # nats: the squared natural gradient below which the map is smooth enough
+MOST_PARAMETERS = 1024  # matrices are combined on the host
+RESOLVED = 1e-8  # of the longest change of residuals: what shorter ones say is rounding
+
+
+class Visited(NamedTuple):
+    """x and T(x) by their parts: precisions (r, r), and precisions times means (r,)."""
+
+    precision: np.ndarray
+    linear: np.ndarray
+    next_precision: np.ndarray
+    next_linear: np.ndarray
+
+
+def can_accelerate(search: Search, state: SolverState) -> bool:
+    """Whether full steps are a map of natural parameters, given as matrices, that are few."""
+    is_map = not (search.solves_for_mean or search.mode or search.alternating or search.by_decrement)
+    return is_map and state.precision.ndim == 2 and len(state.precision) <= MOST_PARAMETERS
+
+
+def visited(state: SolverState) -> Visited:
+    """Where a search stands, and where a full step leads."""
+    at = state.evaluation
+    mean, precision, gradient, target = (
+        np.asarray(x, np.float64) for x in (state.mean, state.precision, at.gradient, at.target)
+    )
+    return Visited(precision, precision @ mean, target, target @ mean + gradient)
+
+
+def accelerated(state: SolverState, history: Sequence[Visited]) -> SolverState | None:
+    """The state with the combination's step to try next; None if that is no Gaussian, or nothing to combine is known.
+
+    :param history: the last one is where the state stands.
+    """
+    last, mean = history[-1], np.asarray(state.mean, np.float64)
+    scale = 1 / np.sqrt(np.diagonal(last.precision))
+
+    def residual(x: Visited) -> np.ndarray:
+        """About in the coordinates in which q is standard normal, and about the mean."""
+        change = x.next_precision - x.precision
+        of_mean = x.next_linear - x.linear - change @ mean
+        return np.append(np.sqrt(0.5) * scale[:, None] * change * scale, scale * of_mean)
+
+    residuals = [residual(x) for x in history]
+    if len(history) < 2 or not np.isfinite(residuals).all():
+        return None
+    changes = np.stack([residuals[-1] - other for other in residuals[:-1]], axis=1)
+    shares = np.linalg.lstsq(changes, residuals[-1], rcond=RESOLVED)[0]
+    precision, linear = last.next_precision.copy(), last.next_linear.copy()
+    for share, x in zip(shares, history):
+        precision -= share * (last.next_precision - x.next_precision)
+        linear -= share * (last.next_linear - x.next_linear)
+    try:
+        factor = np.linalg.cholesky(precision)
+    except np.linalg.LinAlgError:
+        return None
+    evaluation = state.evaluation._replace(
+        target=jnp.asarray(precision, state.mean.dtype),
+        gradient=jnp.asarray(linear - precision @ mean, state.mean.dtype),  # a full step leads to this mean
+    )
+    if evaluation.target_factor is not None:
+        evaluation = evaluation._replace(target_factor=jnp.asarray(factor, state.mean.dtype))
+    return state._replace(evaluation=evaluation, step=jnp.ones_like(state.step))
