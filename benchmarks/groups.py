@@ -173,7 +173,8 @@ def draw(results: dict[str, Any], path: Path) -> None:
     memories.set(xlabel="thousand users", ylabel="MiB more in the process", ylim=(0, None))
     times.set(xlabel="thousand users", ylabel="seconds", ylim=(0, None))
     figure.tight_layout()
-    figure.legend(*times.get_legend_handles_labels(), fontsize=7, ncols=3, loc="upper center", bbox_to_anchor=(0.5, 0))
+    options = {"fontsize": 7, "ncols": 3, "handlelength": 4, "loc": "upper center", "bbox_to_anchor": (0.5, 0)}
+    figure.legend(*times.get_legend_handles_labels(), **options)
     figure.savefig(path, dpi=150, bbox_inches="tight")
 
 
