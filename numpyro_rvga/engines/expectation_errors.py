@@ -68,13 +68,14 @@ def expectation_errors(engine: Engine, state: State, rows: Rows, accounts: Accou
     place = engine.devices.put((state.mean, state.root))
     arguments, count = (engine.program.prior_inputs, *place, chunks), int(weights.sum())
     if accounts is not None and count == total:  # only the fresh nodes are to be compiled then
-        fresh = jax.device_get(engine.once("fresh values", lambda: _compiled_fresh(engine))(*arguments))
+        fresh = engine.once("fresh values", lambda: _compiled(engine, _fresh_values))
+        of_rows, of_prior = jax.device_get(fresh(*arguments))
         of_kinds = [
             _Sums(error, None if values is None else value - values, np.zeros(()))
-            for value, error, values in zip(accounts.values, accounts.errors, fresh)
+            for value, error, values in zip(accounts.values, accounts.errors, [*of_prior, *of_rows])  # as in Accounts
         ]
         return _together([_accuracy(x, 1, 1) for x in of_kinds])
-    sums = engine.once("expectation errors", lambda: _compiled(engine))
+    sums = engine.once("expectation errors", lambda: _compiled(engine, _summed))
     of_some, of_prior = jax.device_get(sums(*arguments))
     return _together([_accuracy(x, total, count) for x in of_some] + [_accuracy(x, 1, 1) for x in of_prior])
 
@@ -118,41 +119,30 @@ def _together(parts: list[Accuracy]) -> Accuracy:
     return Accuracy(sum(part.error for part in parts), sum(part.excess for part in parts))
 
 
-def _compiled(engine: Engine) -> Callable:
-    """Of rows and of the prior, by kind: ``program.prior_inputs``, mean, root and chunks of rows -> sums."""
+def _compiled(engine: Engine, summed: Callable[[tuple, tuple, Array], list]) -> Callable:
+    """Of rows and of the prior, by kind: ``program.prior_inputs``, mean, root and chunks of rows -> sums.
+
+    :param summed: kinds, factors and root -> sums by kind.
+    """
 
     @engine.compiled
-    def of_all(prior_inputs: dict, mean: Array, root: Array, chunks: tuple) -> tuple[list[_Sums], list[_Sums]]:
+    def of_all(prior_inputs: dict, mean: Array, root: Array, chunks: tuple) -> tuple[list, list]:
         def of_chunk(chunk):
-            return _summed(engine.kinds, engine.linearize(engine.prepare(*chunk), mean), root)
+            return summed(engine.kinds, engine.linearize(engine.prepare(*chunk), mean), root)
 
         prior = engine.prior_set(prior_inputs)
-        of_prior = _summed(prior.kinds, prior.linearize(prior.first, mean), root)
+        of_prior = summed(prior.kinds, prior.linearize(prior.first, mean), root)
         return jax.tree.map(lambda x: jnp.sum(x, axis=0), jax.lax.map(of_chunk, chunks)), of_prior
 
     return of_all
 
 
-def _compiled_fresh(engine: Engine) -> Callable:
-    """The same arguments -> the sums over each set of fresh nodes, (NUM_FRESH,), by kind as in :class:`Accounts`; None
-    for kinds that take no samples."""
-
-    @engine.compiled
-    def of_all(prior_inputs: dict, mean: Array, root: Array, chunks: tuple) -> list[Array | None]:
-        def summed(kinds: tuple[Kind, ...], factors: tuple) -> list[Array | None]:
-            return [
-                None if kind.fresh is None else jnp.sum(kind.fresh(f.predictors, covariance, f.constants), axis=0)
-                for kind, f, covariance in zip(kinds, factors, covariances(factors, root.T))
-            ]
-
-        def of_chunk(chunk):
-            return summed(engine.kinds, engine.linearize(engine.prepare(*chunk), mean))
-
-        prior = engine.prior_set(prior_inputs)
-        of_rows = jax.tree.map(lambda x: jnp.sum(x, axis=0), jax.lax.map(of_chunk, chunks))
-        return [*summed(prior.kinds, prior.linearize(prior.first, mean)), *of_rows]
-
-    return of_all
+def _fresh_values(kinds: tuple[Kind, ...], factors: tuple, root: Array) -> list[Array | None]:
+    """Over each set of fresh nodes, (NUM_FRESH,); None for kinds that take no samples."""
+    return [
+        None if kind.fresh is None else jnp.sum(kind.fresh(f.predictors, covariance, f.constants), axis=0)
+        for kind, f, covariance in zip(kinds, factors, covariances(factors, root.T))
+    ]
 
 
 def _summed(kinds: tuple[Kind, ...], factors: tuple, root: Array) -> list[_Sums]:
