@@ -61,6 +61,11 @@ class Kind(NamedTuple):
     adjustable: Callable[[Array, Array, tuple, Array], tuple[Moments, Array]] | None = None
     fresh: Callable[[Array, Array, tuple], Array] | None = None
 
+    def at(self, predictors: Array, constants: tuple) -> Moments:
+        """Of n factors, the same at predictors (n, C) of no variance."""
+        nothing = jnp.zeros((*predictors.shape, predictors.shape[1]), predictors.dtype)
+        return jax.vmap(self.plugin)(predictors, nothing, constants)
+
     def expect_with_errors(self, means: Array, covariances: Array, constants: tuple) -> tuple[Moments, Array]:
         """As ``measured``; errors are zero where that is None."""
         if self.measured is not None:
@@ -138,9 +143,7 @@ def expect(kinds: tuple[Kind, ...], blocks: tuple[Factors, ...], covariances: tu
     hessians, values, errors = [], [], []
     for i, (kind, block) in enumerate(zip(kinds, blocks)):
         if covariances is None:
-            n, c, _ = block.jacobian.shape
-            nothing = jnp.zeros((n, c, c), block.predictors.dtype)
-            e, g, h = jax.vmap(kind.plugin)(block.predictors, nothing, block.constants)
+            e, g, h = kind.at(block.predictors, block.constants)
             off = jnp.zeros_like(e)
         else:
             (e, g, h), off = kind.expect_with_errors(block.predictors, covariances[i], block.constants)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from functools import partial
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
@@ -94,8 +93,7 @@ class EvidenceEstimate:
 
 def _summands(kinds: tuple[Kind, ...], factors: tuple[Factors, ...]) -> list[Summands]:
     def density(kind: Kind, predictors: Array, constants: tuple) -> Array:
-        nothing = jnp.zeros((*predictors.shape, predictors.shape[1]), predictors.dtype)
-        return jax.vmap(kind.plugin)(predictors, nothing, constants)[0]
+        return kind.at(predictors, constants)[0]
 
     def dense(jacobian: Array | SparseJacobian) -> Array:
         if isinstance(jacobian, SparseJacobian):

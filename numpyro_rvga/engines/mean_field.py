@@ -25,7 +25,7 @@ from ..core.compilation import Compiled
 from ..core.count import Count
 from ..core.expectations import hermite_rule, monte_carlo_points
 from ..core.exponential import regressed
-from ..core.factors import Factors
+from ..core.factors import Factors, covariances
 from ..core.gaussians import FullGaussian
 from ..core.gaussians.mean_field import MeanField
 from ..core.joint import joint_solve, solve_joint_traced
@@ -187,14 +187,7 @@ class MeanFieldUpdates:
         def of_row(row, h):
             def log_likelihood(h):
                 factors = self._factors_of_one(x, row, jnp.ones((), dtype), h)
-                return sum(
-                    jnp.sum(
-                        jax.vmap(kind.plugin)(
-                            f.predictors, jnp.zeros((*f.predictors.shape, f.predictors.shape[-1])), f.constants
-                        )[0]
-                    )
-                    for kind, f in zip(self.engine.kinds, factors)
-                )
+                return sum(jnp.sum(k.at(f.predictors, f.constants)[0]) for k, f in zip(self.engine.kinds, factors))
 
             return jax.grad(log_likelihood)(h) != 0
 
@@ -310,10 +303,9 @@ class MeanFieldUpdates:
         """The log-likelihood of each row at each node, expected over x: (n, K)."""
         total: Any = 0.0
         shape = len(block.weights), len(self._nodes.row_weights), -1
-        for kind, factors in zip(self.engine.kinds, self._factors(gaussian.mean, block.rows, block.weights, nodes)):
-            scale = factors.jacobian @ gaussian.root
-            covariances = jnp.einsum("ncr,ndr->ncd", scale, scale)
-            value = kind.expect(factors.predictors, covariances, factors.constants)[0]
+        factors = self._factors(gaussian.mean, block.rows, block.weights, nodes)
+        for kind, f, covariance in zip(self.engine.kinds, factors, covariances(factors, gaussian.root.T)):
+            value = kind.expect(f.predictors, covariance, f.constants)[0]
             total = total + jnp.sum(value.reshape(shape), axis=2)
         return total
 
