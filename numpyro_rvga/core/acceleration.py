@@ -51,6 +51,8 @@ def accelerated(state: SolverState, history: Sequence[Visited]) -> SolverState |
 
     :param history: the last one is where the state stands.
     """
+    if len(history) < 2:
+        return None
     last, mean = history[-1], np.asarray(state.mean, np.float64)
     scale = 1 / np.sqrt(np.diagonal(last.precision))
 
@@ -61,7 +63,7 @@ def accelerated(state: SolverState, history: Sequence[Visited]) -> SolverState |
         return np.append(np.sqrt(0.5) * scale[:, None] * change * scale, scale * of_mean)
 
     residuals = [residual(x) for x in history]
-    if len(history) < 2 or not np.isfinite(residuals).all():
+    if not np.isfinite(residuals).all():
         return None
     changes = np.stack([residuals[-1] - other for other in residuals[:-1]], axis=1)
     shares = np.linalg.lstsq(changes, residuals[-1], rcond=RESOLVED)[0]

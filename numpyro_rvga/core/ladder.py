@@ -150,7 +150,7 @@ def _direct(phi: PHI, num_predictors: int, nodes: tuple | None) -> tuple[Callabl
         moments, error, _, _ = fifth_degree(factor, values[few], gradients[few])
         result, off = spread_out(nodes, factor, values[many], gradients[many])
         off = off if is_coarse is None else jnp.where(is_coarse, jnp.inf, off)
-        return _better((moments, error), (result, off))
+        return _weighed((moments, error), (result, off))
 
     return mean_of_two, len(z)
 
@@ -208,7 +208,7 @@ def _finer(num_predictors: int, nodes: tuple | None, thorough: bool) -> list[tup
 def _refined(rule: Callable, size: int, factors: Factor, hard: Array, result: Any) -> Any:
     """The results, by this rule for the hard factors, ``size`` at a time."""
     if len(hard) == 1:
-        return lax.cond(hard[0], lambda: _better(result, rule(factors)), lambda: result)
+        return lax.cond(hard[0], lambda: _weighed(result, rule(factors)), lambda: result)
     total, size = len(hard), min(size, len(hard))
     count = jnp.sum(hard)
     places = jnp.argsort(~hard, stable=True)
@@ -218,20 +218,19 @@ def _refined(rule: Callable, size: int, factors: Factor, hard: Array, result: An
         start, result = carry
         chosen = lax.dynamic_slice(places, (start,), (size,))
         some, before = jax.tree.map(lambda x: x.at[chosen].get(mode="clip"), (factors, result))
-        new = _better(before, rule(some))
+        new = _weighed(before, rule(some))
         target = jnp.where(start + jnp.arange(size) < count, chosen, total)  # out of bounds: dropped
         return start + size, jax.tree.map(lambda old, x: old.at[target].set(x, mode="drop"), result, new)
 
     return lax.while_loop(lambda carry: carry[0] < count, take_batch, (jnp.zeros((), count.dtype), result))[1]
 
 
-def _better(before: Any, after: Any) -> Any:
+def _weighed(before: Any, after: Any) -> Any:
     """The results after, and those before where their errors are smaller; of one factor or of many. Where both errors
     are alike it is a mean of both: a search would not come to rest at a q where the results jump."""
-    ratio = jnp.where(
-        after[1] < jnp.inf, before[1] / after[1], 0.0
-    )  # so too where rules with nodes farther out find NaN
-    share = jnp.nan_to_num(1 / (1 + ratio**-2), posinf=1.0)
+    is_usable = after[1] < jnp.inf  # rules with nodes farther out may find NaN
+    ratio = jnp.where(is_usable, before[1] / after[1], 0.0)
+    share = jnp.nan_to_num(1 / (1 + ratio**-2))
 
     def mixed(a: Array, b: Array) -> Array:
         w = share.reshape(*share.shape, *[1] * (a.ndim - share.ndim))
