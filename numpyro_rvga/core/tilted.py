@@ -227,13 +227,7 @@ ELEMENTWISE = {
     "copy": lambda x: x,
     "copy_p": lambda x: x,
 }
-READABLE = (
-    "reduce_sum",
-    "select_n",
-    "integer_pow",
-    "pow",
-    "convert_element_type",
-)  # besides these, and what moves entries
+READABLE = STRUCTURAL.union(ELEMENTWISE, ["reduce_sum", "select_n", "integer_pow", "pow", "convert_element_type"])
 
 
 def may_be_tilted(closed: jex_core.ClosedJaxpr) -> bool:
@@ -247,7 +241,7 @@ def may_be_tilted(closed: jex_core.ClosedJaxpr) -> bool:
             if name in INLINED:
                 return None
             is_small = all(v.aval.size <= MOST_ENTRIES for v in eqn.outvars)
-            worst = readable if is_small and (name in READABLE or name in ELEMENTWISE or name in STRUCTURAL) else other
+            worst = readable if is_small and name in READABLE else other
         return [worst] * len(eqn.outvars)
 
     inputs = [readable] + [constant] * (len(closed.in_avals) - 1)
