@@ -41,7 +41,7 @@ class FixedPointVI:
     Normal latents inside the row plate, of known scale, are integrated out with their conditional prior (sparse
     Gaussian processes). Models that do not run on some of the rows alone, such as those with a latent value for each
     row, are run on all of them at once. The model's ``numpyro.param`` sites are learned: the bound, maximized over q,
-    is climbed by L-BFGS in them (needs optax); see :attr:`Posterior.params`.
+    is climbed by L-BFGS in them; see :attr:`Posterior.params`.
 
     Where each term depends on few entries of theta, as with crossed effects, the longest site is eliminated (by
     ``schedule="incremental"``): work then grows with the cube of the number of all other parameters.

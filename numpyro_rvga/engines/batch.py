@@ -22,7 +22,8 @@ from .engine import Engine
 from .expectation_errors import expectation_errors, warn_of
 from .gradient_ascent import GradientAscent, Record
 from .joint_solver import JointProblem, whitened
-from .learning import Learned, Learner
+from .learning import Learned, learn
+from .maximized_bound import MaximizedBound
 from .row_chunks import distinct_chunks_of
 from .sparse import SparseEngine, sparse_engine
 from .starts import modes_info, warn_of_modes
@@ -110,7 +111,7 @@ class BatchSolver:
         start = None if init is None else whitened(before, *_gaussian_of(init, program.dtype))
         if program.params.layout.size:
             tolerance = self._options.tolerance or LEARNING_TOLERANCE
-            learned = _learner_of(engine)(chunks, start, tolerance, bar)
+            learned = learn(_surface_of(engine), chunks, start, tolerance, bar)
             program, start = program.with_params(learned.params), learned.start
             before = program.initial_state()
         inputs = engine.devices.put((before, start, program.prior_inputs))
@@ -156,9 +157,9 @@ def _solved_sparsely(sparse: SparseEngine, rows: Rows, init: Any, record: Record
     return _Solved(engine.program, after, info, problem.marginals.mean, None)
 
 
-def _learner_of(engine: Engine) -> Learner:
+def _surface_of(engine: Engine) -> MaximizedBound:
     """One that was made for what these data determine of the prior."""
-    return engine.once((Learner, engine.program), lambda: Learner(engine))
+    return engine.once((MaximizedBound, engine.program), lambda: MaximizedBound(engine))
 
 
 def _ascent_of(engine: Engine) -> GradientAscent:

@@ -125,9 +125,3 @@ def test_a_start_outside_the_constraint_is_named():
 def test_a_recursion_over_a_stream_refuses_parameters_by_name():
     with pytest.raises(NotImplementedError, match=r"numpyro.param sites .scale.*FixedPointVI"):
         RVGA(counts).run(iter([{"X": np.ones((5, 2)), "y": np.ones(5)}]), progress_bar=False)
-
-
-def test_a_missing_optax_names_the_extra(monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "optax", None)
-    with pytest.raises(ImportError, match=r"numpyro_rvga\[gradient\]"):
-        FixedPointVI(counts).run({"X": np.ones((5, 2)), "y": np.ones(5)}, progress_bar=False)
