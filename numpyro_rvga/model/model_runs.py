@@ -70,6 +70,10 @@ class ModelRuns:
         self._replay, self._replays = Replay(self._records_of), False
         self._types: dict[str, str] = {}  # of sites
 
+    def evaluating(self) -> contextlib.AbstractContextManager:
+        """In which the model runs: what it computes of data in JAX has a value there, if it needs that."""
+        return jax.ensure_compile_time_eval() if self.evaluates else contextlib.nullcontext()
+
     def call_arguments(self, rows: Mapping[str, Array]) -> tuple[tuple, dict]:
         """(args, kwargs) of a call of the model on these rows."""
         return split_call(self.model, rows, self.model_kwargs)
@@ -90,9 +94,8 @@ class ModelRuns:
         arrays = {name: value for name, value in rows.items() if name not in SHARED}
         if params is None:
             params = self.params.constrained(rows.get(PARAMS, self.params.values))
-        evaluating = jax.ensure_compile_time_eval() if self.evaluates else contextlib.nullcontext()
         with (
-            evaluating,
+            self.evaluating(),
             numpyro.validation_enabled(False),
         ):  # parameters that a few rows give need not be those of all rows
             return run_model(

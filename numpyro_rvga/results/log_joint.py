@@ -111,7 +111,8 @@ def chunks_of_log_likelihood(
 
 
 def observed_values(program: Program, rows: Mapping[str, Any]) -> dict[str, Array]:
-    trace, _ = run_model(program.model, rows, program.model_kwargs, row_plates=program.row_plates)
+    with program.evaluating():
+        trace, _ = run_model(program.model, rows, program.model_kwargs, row_plates=program.row_plates)
     for site in program.observed_sites:
         if not trace[site]["is_observed"]:
             raise ValueError(f"the data lack the outcome of site '{site}': only predictive() does without it.")

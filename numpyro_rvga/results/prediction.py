@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import numpyro.distributions as dist
 from jax import Array
 from jax.typing import ArrayLike
@@ -204,8 +205,10 @@ def _forward(posterior, rng_key, rows, theta, names: set[str]) -> dict[str, Arra
     latents = {name: sites[name] for name in posterior.site_names}
     model = program.runner(num_rows(rows))
     predict = Predictive(handlers.uncondition(model), latents, return_sites=sorted(names))
-    arguments, keywords = program.call_arguments({name: jnp.asarray(values) for name, values in rows.items()})
-    return predict(rng_key, *arguments, **keywords)
+    taken = {name: program.example_rows[name] if program.whole else jnp.asarray(rows[name]) for name in rows}
+    arguments, keywords = program.call_arguments(taken)
+    with program.evaluating():
+        return predict(rng_key, *arguments, **keywords)
 
 
 def _at_new_rows(posterior, rng_key, rows, theta, names: set[str]) -> dict[str, Array]:
@@ -213,7 +216,7 @@ def _at_new_rows(posterior, rng_key, rows, theta, names: set[str]) -> dict[str, 
     by draws given those that are in the posterior."""
     program = posterior.program
     old = num_rows(program.example_rows)
-    both = {name: jnp.concatenate([program.example_rows[name], jnp.asarray(rows[name])]) for name in rows}
+    both = {name: _joined(program.example_rows[name], rows[name]) for name in rows}
     arguments, keywords = program.call_arguments(both)
     model = handlers.uncondition(program.runner(num_rows(both)))
 
@@ -221,7 +224,7 @@ def _at_new_rows(posterior, rng_key, rows, theta, names: set[str]) -> dict[str, 
         fitted = program.constrain(theta)
         latents = {name: fitted[name] for name in program.layout.site_names}
         completed = Completion(handlers.seed(model, key), latents)
-        with handlers.block():
+        with handlers.block(), program.evaluating():
             trace = handlers.trace(completed).get_trace(*arguments, **keywords)
         grown = completed.grown | {n for n, value in fitted.items() if n in trace and _grew(trace[n], value)}
         values = {}
@@ -231,6 +234,14 @@ def _at_new_rows(posterior, rng_key, rows, theta, names: set[str]) -> dict[str, 
         return values
 
     return jax.jit(jax.vmap(one))(jax.random.split(rng_key, len(theta)), theta)
+
+
+def _joined(before: Any, new: ArrayLike) -> Any:
+    """NumPy's arrays stay that: the model may read their values."""
+    if isinstance(before, np.ndarray):
+        return np.concatenate([before, np.asarray(new)])
+    with jax.ensure_compile_time_eval():
+        return jnp.concatenate([before, jnp.asarray(new)])
 
 
 def _grew(site: dict, before: Array) -> bool:
