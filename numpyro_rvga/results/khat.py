@@ -38,6 +38,7 @@ MOST_NUMBERS = 2**26  # in the draws
 NEARLY_EQUAL = 0.95  # relative sample size of weights that vary by about 20%
 WIDER = 2.0  # standard deviations of q
 DEGREES = 5.0  # of freedom
+MOST_BATCHES = 4  # of draws, where the first leave it open whether a move is large
 SHARE = 1 / 3  # of the draws are from wider Gaussians
 SMALL, LARGE = 0.1, 0.5  # standard deviations: moves that do not matter, and those that make q a bad one
 SURE = 2.0  # standard errors
@@ -118,7 +119,8 @@ def khat(
 
     :param data: all rows that the posterior has absorbed, with their outcome.
     :param rng_key: random key; ``jax.random.key(0)`` by default.
-    :param num_samples: the number of draws from q; fewer than that for more than 6,700 parameters.
+    :param num_samples: the number of draws from q; fewer than that for more than 6,700 parameters. If they leave it
+        open whether a move is above 0.1, four times as many are taken.
     :return: the Pareto k, a verdict, and how far each site moves. Ratios that do not vary at all, as for an exact
         posterior, give a k of 0.
     :raises NotImplementedError: after a run with dynamics.
@@ -128,11 +130,52 @@ def khat(
         raise NotImplementedError("parameters that move have no joint density with all rows to compare with.")
     if num_samples < MIN_DRAWS:
         raise ValueError(f"the Pareto k needs at least {MIN_DRAWS} draws, not {num_samples}.")
-    program, size = posterior.program, posterior.mean.size
+    size = posterior.mean.size
     num_samples = max(MIN_DRAWS, min(num_samples, MOST_NUMBERS // size))
-    rows = rows_with_outcome(program, data)
+    rows = rows_with_outcome(posterior.program, data)
     check_all_rows(posterior, rows)
     rng_key = jax.random.key(0) if rng_key is None else rng_key
+    draws = _weighed(posterior, rng_key, num_samples, rows)
+    if (number := draws.num_undefined()) > 0:
+        return Khat(np.inf, f"the log joint is not a finite number at {number} of {num_samples} draws.")
+    evidence = _evidence(posterior, draws)
+    if is_unclear(evidence):
+        batches = min(MOST_BATCHES, MOST_NUMBERS // (size * num_samples))
+        keys = jax.random.split(rng_key, batches + 1)[2:]  # the first two have been used
+        evidence = _evidence(posterior, draws.joined([_weighed(posterior, key, num_samples, rows) for key in keys]))
+    text = verdict(evidence, share_of_others(posterior.info))
+    if is_of_points(posterior) and not has_mixed(posterior.info["integration"]):
+        text = NOT_MIXED
+    return Khat(evidence.khat, text, evidence.moves, evidence.errors)
+
+
+class Draws(NamedTuple):
+    """Those from q first, then the wider ones.
+
+    :ivar z: parameters, in standard deviations of q, (n, P). :ivar log_ratios: log p / q, (n,), at some undefined.
+    :ivar log_mixture: of mixture / q, (n,). :ivar num_samples: from q.
+    """
+
+    z: np.ndarray
+    log_ratios: np.ndarray
+    log_mixture: np.ndarray
+    num_samples: int
+
+    def num_undefined(self) -> int:
+        """How many of the draws from q have no density; 0 if it is only zero, at some of them."""
+        of_q = self.log_ratios[: self.num_samples]
+        undefined = np.isnan(of_q) | np.isposinf(of_q)
+        return int((~np.isfinite(of_q)).sum()) if undefined.any() or np.isneginf(of_q).all() else 0
+
+    def joined(self, others: list[Draws]) -> Draws:
+        every, count = [self, *others], self.num_samples
+        heads = zip(*(tuple(array[:count] for array in draws[:3]) for draws in every), strict=True)
+        tails = zip(*(tuple(array[count:] for array in draws[:3]) for draws in every), strict=True)
+        arrays = [np.concatenate(parts) for parts in zip(map(np.concatenate, heads), map(np.concatenate, tails))]
+        return Draws(*arrays, num_samples=count * len(every))
+
+
+def _weighed(posterior: Posterior, rng_key: Array, num_samples: int, rows: Mapping[str, Any]) -> Draws:
     if is_of_points(posterior):
         theta, log_q = draws_with_density(posterior, rng_key, num_samples)
         z = (np.asarray(theta, np.float64) - posterior.mean) / np.asarray(posterior.gaussian.deviation())
@@ -140,27 +183,32 @@ def khat(
     else:
         theta, z, log_mixture = _draws(posterior, rng_key, num_samples)
         log_q = np.asarray(posterior.log_prob_unconstrained(theta), np.float64)
-    log_p = log_joint(program, theta, rows)
-    undefined = np.isnan(log_p) | np.isposinf(log_p)
-    of_q = slice(num_samples)
-    if undefined[of_q].any() or np.isneginf(log_p[of_q]).all():
-        number = (~np.isfinite(log_p[of_q])).sum()
-        return Khat(np.inf, f"the log joint is not a finite number at {number} of {num_samples} draws.")
-    log_ratios = log_p - log_q
-    log_ratios = np.where(undefined, -np.inf, log_ratios)
-    weighted = log_ratios - log_mixture
-    moves, errors = _moves(z, weighted, log_mixture)
-    shapes = program.layout.shapes
-    evidence = Evidence(
-        _shape_of(log_ratios[of_q]),
-        _relative_sample_size(log_ratios[of_q]),
-        *_by_site(shapes, moves, errors),
+    return Draws(z, log_joint(posterior.program, theta, rows) - log_q, log_mixture, num_samples)
+
+
+def _evidence(posterior: Posterior, draws: Draws) -> Evidence:
+    """Draws without a density weigh nothing."""
+    undefined = np.isnan(draws.log_ratios) | np.isposinf(draws.log_ratios)
+    log_ratios = np.where(undefined, -np.inf, draws.log_ratios)
+    moves, errors = _moves(draws.z, log_ratios - draws.log_mixture, draws.log_mixture)
+    of_q = log_ratios[: draws.num_samples]
+    return Evidence(
+        _shape_of(of_q),
+        _relative_sample_size(of_q),
+        *_by_site(posterior.program.layout.shapes, moves, errors),
         can_integrate=not {"integrated", "not_integrated"} & set(posterior.info),
     )
-    text = verdict(evidence, share_of_others(posterior.info))
-    if is_of_points(posterior) and not has_mixed(posterior.info["integration"]):
-        text = NOT_MIXED
-    return Khat(evidence.khat, text, evidence.moves, evidence.errors)
+
+
+def is_unclear(evidence: Evidence) -> bool:
+    """Whether more draws may find that q is not good."""
+    sure, error = max(sure_moves(evidence).values()), max(evidence.errors.values())
+    return sure <= SMALL and (max(evidence.moves.values()) > SMALL or error > UNSURE)
+
+
+def sure_moves(evidence: Evidence) -> dict[str, float]:
+    """By site, what a move is at least, but for chance."""
+    return {site: move - SURE * evidence.errors[site] for site, move in evidence.moves.items()}
 
 
 def _draws(posterior: Posterior, rng_key: Array, num_samples: int) -> tuple[Array, np.ndarray, np.ndarray]:
@@ -251,7 +299,7 @@ def verdict(evidence: Evidence, share_elsewhere: float = 0.0) -> str:
     :param share_elsewhere: of the posterior, in other modes that searches have reached.
     """
     size = max(evidence.errors.values())
-    sure = {site: evidence.moves[site] - SURE * evidence.errors[site] for site in evidence.moves}
+    sure = sure_moves(evidence)
     moved = max(sure.values())
     if moved <= SMALL and size > UNSURE:
         grade = "bad" if evidence.khat > 1 else "doubtful"

@@ -86,6 +86,13 @@ def test_false_alarms_are_rare(data):
     assert all(text.startswith("good") for text in verdicts)
 
 
+def test_more_draws_are_taken_where_the_first_may_hide_a_move(data):
+    """Standard deviations that are off by an eighth, which 200 draws cannot tell from noise."""
+    posterior = exact_regression(data, 0.87)
+    verdicts = [posterior.khat(data, rng_key=jax.random.key(seed), num_samples=200).verdict for seed in range(10)]
+    assert not any(text.startswith("good") for text in verdicts)
+
+
 @pytest.mark.parametrize("inflation, shift, grade", [(1.0, 0.0, "good"), (0.1, 30.0, "bad")])
 def test_verdicts_tell_good_from_bad_approximations(data, inflation, shift, grade):
     assert exact_regression(data, inflation, shift).khat(data).verdict.startswith(grade)
