@@ -29,7 +29,7 @@ def test_outcomes_are_predicted_where_the_model_reads_its_data(model):
     data = {"group": GROUP, "y": Y}
     posterior = RVGA(model).run(data, progress_bar=False)
     drawn = posterior.predictive(jax.random.key(0), {"group": GROUP}, 2000)["y"]
-    of_groups = np.stack([Y[GROUP == k].mean() for k in range(3)])
+    of_groups = np.stack([Y[k == GROUP].mean() for k in range(3)])
     np.testing.assert_allclose(drawn.mean(0), of_groups[GROUP], atol=0.05)
     predicted = posterior.to_arviz(data, num_samples=20)["posterior_predictive"]["y"]
     assert predicted.shape == (1, 20, 60)
