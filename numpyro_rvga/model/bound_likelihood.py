@@ -25,7 +25,7 @@ from .bound_prior import BoundPrior
 from .local import Component, RowFacts, components_of
 from .local_terms import Draw, local_terms
 from .recognition import in_tilted_form
-from .row_checks import QuadraticCheck, RowCheck, StatesCheck
+from .row_checks import RowCheck, quadratic_check, states_check
 from .rows import common_length, linspace_indices, num_rows, selected
 from .site_terms import site_terms
 from .sparsity import Sparsity, are_selections, find_sparsity
@@ -68,7 +68,7 @@ class BoundLikelihood(BoundPrior):
             states = {name: np.asarray(values) for name, values in self.row_latents.states.items()}
             self.row_facts = RowFacts(states, tuple(quadratic for _, quadratic, _ in integrated))
             if not self.whole:
-                checks += [StatesCheck(self, name, self._bounds_of_states) for name in states]
+                checks += [states_check(self, name, self._bounds_of_states) for name in states]
         validation.check_local_terms(self)
         self.selections = self._find_selections()
         return checks
@@ -117,7 +117,7 @@ class BoundLikelihood(BoundPrior):
         for i, component in enumerate(self._components):
 
             def is_quadratic(question, i=i, component=component):
-                check = QuadraticCheck(self, component.name, question)
+                check = quadratic_check(self, component.name, question)
                 holds = facts.quadratic[i] if facts is not None else bool(check.begin(rows)().all())
                 checks.extend([check] if holds else [])
                 return holds

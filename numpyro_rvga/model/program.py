@@ -30,7 +30,7 @@ from .deterministic import DeterministicSites, classify_deterministic
 from .identity import ModelIdentity, model_identity
 from .local import RowFacts
 from .pickling import check_picklable
-from .row_checks import IndexCheck, RowCheck, SupportCheck, WholeSupportCheck
+from .row_checks import RowCheck, WholeSupportCheck, index_check, support_check
 from .rows import Rows, num_rows, selected
 from .tracing import (
     deterministic_sites,
@@ -105,7 +105,7 @@ class Program(BoundLikelihood):
             of_support = [WholeSupportCheck(self, site) for site in self.observed_sites]
             return [*of_support, WholeIndexCheck(self._observed_parameters)], []
         of_index = [] if self._index_check is None else [self._index_check]
-        of_support = [SupportCheck(self, site) for site in self.observed_sites]
+        of_support = [support_check(self, site) for site in self.observed_sites]
         return [], [*of_support, *of_index, *self._row_checks]
 
     # ------------------------------------------------------------------ the same for other data, or elsewhere
@@ -276,10 +276,10 @@ class Program(BoundLikelihood):
         """:raises CoupledRows: if the terms of a few rows change when the rows are taken one by one."""
         validation.check_independence(self, rows)
 
-    def _find_index_check(self) -> IndexCheck | None:
+    def _find_index_check(self) -> RowCheck | None:
         """None if the model indexes nothing by a row."""
         parameters = self._observed_parameters
-        return IndexCheck(self, parameters) if indexes(parameters, self.example_row) else None
+        return index_check(self, parameters) if indexes(parameters, self.example_row) else None
 
     def _observed_parameters(self, rows: Mapping[str, Array] | None = None) -> list:
         """What the model makes of rows, at one theta. ``rows``: default: all that are part of a whole program."""

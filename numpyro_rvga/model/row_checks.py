@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -19,17 +19,20 @@ from .rows import num_rows
 from .tracing import peel
 
 SUPPORT_PIECE = 2**16
+Message = Callable[[Mapping[str, Any], int, list[int], int], str]
 
 
 class RowCheck:
     """A question about each row, compiled once, for pieces of a few fixed sizes.
 
-    :param question: row -> arrays of bool (any shape), true if all is well.
+    :param question: row -> array of bool, of any shape: true if all is well.
+    :param message: rows, a row among them where it is not, and the place in its answer -> what is wrong, given the
+        number of the row in the data.
     """
 
-    def __init__(self, program: BoundModel, question: Callable[[dict], Array]):
-        self._arrays = sorted(depends_on(lambda row: {"answer": question(row)}, program.example_row)["answer"])
-        example = program.example_row
+    def __init__(self, program: BoundModel, question: Callable[[dict], Array], message: Message):
+        self.arrays = sorted(depends_on(lambda row: {"answer": question(row)}, program.example_row)["answer"])
+        self._message, example = message, program.example_row
         self._shape = jax.eval_shape(question, example).shape
 
         @jax.jit
@@ -39,18 +42,23 @@ class RowCheck:
         self._many = many
 
     def __call__(self, rows: Mapping[str, np.ndarray], first_row: int) -> None:
-        """:raises ValueError: naming array and row, if all is not well."""
-        raise NotImplementedError
+        """:raises ValueError: naming site or array, and row, if all is not well."""
+        if not rows.keys() >= set(self.arrays):  # rows to predict may lack what the model takes None for
+            return
+        inside = self.answers(rows)()
+        if not inside.all():
+            row, *place = np.argwhere(~inside)[0].tolist()
+            raise ValueError(self._message(rows, row, place, first_row + row))
 
     def answers(self, rows: Mapping[str, Any]) -> Callable[[], np.ndarray]:
         """Start to ask; what is returned waits for the answers, (n, ...)."""
         total = num_rows(rows)
-        if not self._arrays:
+        if not self.arrays:
             return lambda: np.ones((total, *self._shape), bool)
         size = min(SUPPORT_PIECE, power_of_two(total))
         starts = range(0, total, size)
         taken = [np.minimum(np.arange(start, start + size), total - 1) for start in starts]
-        answers = [self._many({name: rows[name][places] for name in self._arrays}) for places in taken]
+        answers = [self._many({name: rows[name][places] for name in self.arrays}) for places in taken]
         return lambda: np.concatenate([np.asarray(x) for x in answers])[:total]
 
     def begin(self, rows: Mapping[str, Any]) -> Callable[[], np.ndarray]:
@@ -59,48 +67,33 @@ class RowCheck:
         return lambda: np.all(waiting().reshape(total, -1), axis=1)
 
 
-class SupportCheck(RowCheck):
+def support_check(program: BoundModel, site: str) -> RowCheck:
     """Are a site's observed values in its distribution's support?"""
 
-    def __init__(self, program: BoundModel, site: str):
-        super().__init__(program, lambda row: _in_support(program, site, row))
-        self._program, self._site = program, site
+    def message(rows: Mapping[str, Any], row: int, place: list[int], number: int) -> str:
+        return _outside_message(program, site, rows, row, number - row)
 
-    def __call__(self, rows: Mapping[str, np.ndarray], first_row: int) -> None:
-        """:raises ValueError: naming site, array and row."""
-        inside = self.begin(rows)()
-        if not inside.all():
-            raise ValueError(_outside_message(self._program, self._site, rows, int(np.argmin(inside)), first_row))
+    return RowCheck(program, lambda row: _in_support(program, site, row), message)
 
 
-class IndexCheck(RowCheck):
+def index_check(program: BoundModel, parameters: Callable[[dict], Any]) -> RowCheck:
     """Do the rows index what there is?
 
     :param parameters: row -> what the model makes of a row: a pytree.
     """
+    sizes: list[int] = []
 
-    def __init__(self, program: BoundModel, parameters: Callable[[dict], Any]):
-        self._sizes: list[int] = []
+    def inside(row):
+        all_indexings = indexings(parameters, row)
+        sizes[:] = [indexing.sizes[0] for indexing in all_indexings]
+        return jnp.stack([jnp.all(indexing.inside) for indexing in all_indexings])
 
-        def inside(row):
-            all_indexings = indexings(parameters, row)
-            self._sizes = [indexing.sizes[0] for indexing in all_indexings]
-            return jnp.stack([jnp.all(indexing.inside) for indexing in all_indexings])
+    def message(rows: Mapping[str, Any], row: int, place: list[int], number: int) -> str:
+        integers = [name for name in check.arrays if np.issubdtype(rows[name].dtype, np.integer)]
+        return outside_message(number, _held(rows, row, integers, ", ") or " and ".join(check.arrays), sizes[place[0]])
 
-        super().__init__(program, inside)
-
-    def __call__(self, rows: Mapping[str, np.ndarray], first_row: int) -> None:
-        """:raises ValueError: naming array and row."""
-        if not rows.keys() >= set(self._arrays):  # rows to predict may lack what the model takes None for
-            return
-        inside = self.answers(rows)()
-        if inside.all():
-            return
-        row, place = np.argwhere(~inside)[0]
-        size = self._sizes[place]
-        arrays = [name for name in self._arrays if np.issubdtype(rows[name].dtype, np.integer)]
-        held = ", ".join(f"{name!r} holds {rows[name][row]}" for name in arrays) or " and ".join(self._arrays)
-        raise ValueError(outside_message(first_row + row, held, size))
+    check = RowCheck(program, inside, message)
+    return check
 
 
 def outside_message(row: int, held: str, size: int) -> str:
@@ -110,64 +103,52 @@ def outside_message(row: int, held: str, size: int) -> str:
     )
 
 
-class StatesCheck(RowCheck):
+def states_check(program: BoundModel, site: str, bounds: Callable[[str, dict, Mapping[str, Array]], Array]) -> RowCheck:
     """Are the states of a discrete latent of each row among those that are summed over?
 
     :param bounds: (site, rows, states of the discrete latents) -> smallest and largest state, (M, 2).
     """
+    assert program.row_latents is not None
+    others = program.row_latents.states
+    states = np.asarray(others[site])
 
-    def __init__(self, program: BoundModel, site: str, bounds: Callable[[str, dict, Mapping[str, Array]], Array]):
-        assert program.row_latents is not None
-        others = program.row_latents.states
-        states = np.asarray(others[site])
-        self._site, self._last = site, int(states[-1])
+    def inside(row):
+        bounds_of_row = bounds(site, row, {name: values for name, values in others.items() if name != site})
+        return jnp.all((bounds_of_row[:, 0] >= states[0]) & (bounds_of_row[:, 1] <= states[-1]))
 
-        def inside(row):
-            bounds_of_row = bounds(site, row, {name: values for name, values in others.items() if name != site})
-            return jnp.all((bounds_of_row[:, 0] >= states[0]) & (bounds_of_row[:, 1] <= states[-1]))
+    def message(rows: Mapping[str, Any], row: int, place: list[int], number: int) -> str:
+        return (
+            f"site {site!r}: in row {number} ({_held(rows, row, check.arrays)}) this discrete latent variable has "
+            f"states beyond those of the rows that the model was read with, up to {int(states[-1])}. Give all rows at "
+            "once, as arrays, or put a row with the most states into the first block."
+        )
 
-        super().__init__(program, inside)
-
-    def __call__(self, rows: Mapping[str, np.ndarray], first_row: int) -> None:
-        """:raises ValueError: naming site and row."""
-        if not rows.keys() >= set(self._arrays):  # rows to predict may lack what the model takes None for
-            return
-        inside = self.begin(rows)()
-        if not inside.all():
-            row = int(np.argmin(inside))
-            held = " and ".join(f"{name!r} holds {rows[name][row]}" for name in self._arrays)
-            raise ValueError(
-                f"site {self._site!r}: in row {first_row + row} ({held}) this discrete latent variable has states "
-                f"beyond those of the rows that the model was read with, up to {self._last}. Give all rows at once, as "
-                "arrays, or put a row with the most states into the first block."
-            )
+    check = RowCheck(program, inside, message)
+    return check
 
 
-class QuadraticCheck(RowCheck):
+def quadratic_check(program: BoundModel, site: str, question: Callable[[dict], Array]) -> RowCheck:
     """Is a log density, of which the first rows say so, quadratic in the latent variables of the row?
 
     :param site: of which it is. :param question: row, with what rows share -> bool (E,).
     """
 
-    def __init__(self, program: BoundModel, site: str, question: Callable[[dict], Array]):
-        super().__init__(program, lambda row: question({**row, **program.shared}))
-        self._site = site
+    def message(rows: Mapping[str, Any], row: int, place: list[int], number: int) -> str:
+        return (
+            f"site {site!r}: in row {number} the log density is not quadratic in the row's latent variables, and in "
+            "the rows that the model was read with it was. Give all rows at once, as arrays, or put such a row into "
+            "the first block."
+        )
 
-    def __call__(self, rows: Mapping[str, np.ndarray], first_row: int) -> None:
-        """:raises ValueError: naming site and row."""
-        if not rows.keys() >= set(self._arrays):
-            return
-        inside = self.begin(rows)()
-        if not inside.all():
-            raise ValueError(
-                f"site {self._site!r}: in row {first_row + int(np.argmin(inside))} the log density is not quadratic in "
-                "the row's latent variables, and in the rows that the model was read with it was. Give all rows at "
-                "once, as arrays, or put such a row into the first block."
-            )
+    return RowCheck(program, lambda row: question({**row, **program.shared}), message)
+
+
+def _held(rows: Mapping[str, Any], row: int, arrays: Iterable[str], separator: str = " and ") -> str:
+    return separator.join(f"{name!r} holds {rows[name][row]}" for name in arrays)
 
 
 class WholeSupportCheck:
-    """The same for a model that runs on all rows at once."""
+    """As :func:`support_check`, for a model that runs on all rows at once."""
 
     def __init__(self, program: BoundModel, site: str):
         self._program, self._site, self._axis = program, site, program.row_axis(site)
@@ -194,8 +175,7 @@ def _outside_message(
         return f"site {site!r}: a value lies {outside}."
     if not names:
         return f"site {site!r}: row {first_row + row} lies {outside}."
-    held = " and ".join(f"{name!r} holds {rows[name][row]}" for name in names)
-    return f"site {site!r}: row {first_row + row} of array {held}, which lies {outside}."
+    return f"site {site!r}: row {first_row + row} of array {_held(rows, row, names)}, which lies {outside}."
 
 
 def peel_abstractly(program: BoundModel, site: str) -> Any:
