@@ -292,7 +292,8 @@ class BONG:
             source = ordered(source, self.shuffle, rng_key, useful=useful)
         state = self.state = self._start(online, init, rng_key)
         posterior_of = partial(self._posterior, online, model_kwargs=model_kwargs, info={})
-        run = OnlineRun(online, self.rule, self.block_size, CallBack(posterior_of, callback), self._set_state)
+        on_state = partial(setattr, self, "state")
+        run = OnlineRun(online, self.rule, self.block_size, CallBack(posterior_of, callback), on_state)
         total = source.total
         if self.num_epochs is not None and total is not None:
             total *= self.num_epochs
@@ -352,9 +353,6 @@ class BONG:
     def __getstate__(self) -> dict[str, Any]:
         """The state without compiled functions, for other processes."""
         return self.__dict__ | {"state": None}
-
-    def _set_state(self, state: OnlineState) -> None:
-        self.state = state
 
     @property
     def online(self) -> Online:

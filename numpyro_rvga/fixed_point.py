@@ -14,7 +14,6 @@ from jax.typing import ArrayLike
 from .core.expectations import Expectation
 from .engines.batch import BatchSolver
 from .engines.registry import Engines
-from .model.bad_rows import NotFinite
 from .options import LOCAL, MARGINALS, Options, check_choice, check_options, default_key
 from .results.conditions import Conditions, check_conditions
 from .results.integration import Integration
@@ -157,13 +156,9 @@ class FixedPointVI:
         """
         started = time.perf_counter()
         rng_key = default_key() if rng_key is None else rng_key
-        passed = {"progress_bar": progress_bar, "started": started}
-        try:
-            return self._run(data, rng_key, init, model_kwargs, **passed)
-        except NotFinite:
-            if not self._engines.stay_positive():
-                raise
-        return self._run(data, rng_key, init, model_kwargs, **passed)
+        return self._engines.run_with_positive_scales(
+            lambda: self._run(data, rng_key, init, model_kwargs, progress_bar=progress_bar, started=started)
+        )
 
     def _run(
         self,

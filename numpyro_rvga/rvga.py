@@ -3,46 +3,34 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-import jax.numpy as jnp
 from jax import Array
 from jax.sharding import Mesh
 
 from .bong import BONG
 from .core.expectations import Expectation
-from .core.gaussians import FAMILIES, FullGaussian
+from .core.gaussians import FAMILIES
 from .core.recursion import State
-from .dynamics import Dynamics, check_dynamics, facts_of
-from .engines.batch import BatchSolver, rows_info
+from .dynamics import Dynamics, check_dynamics
 from .engines.certificate import Sums
 from .engines.engine import Engine
 from .engines.mean_field import MeanFieldState
 from .engines.online import OnlineState
 from .engines.registry import Engines
+from .full_family import FullFamily
 from .group_streams import stream_groups
-from .model.arguments import BadData, checked_rows
-from .model.bad_rows import NotFinite
-from .model.failures import of_stream
 from .model.program import Program
 from .model.row_set import RowSet
-from .model.rows import Rows, in_blocks, num_rows
 from .narrow_families import online_method
 from .options import LOCAL, Options, check_choice, check_options, default_key
-from .results.continuation import Continuation
-from .results.joint import joint_posterior
-from .results.merging import state_of_gaussian
 from .results.posterior import Posterior
-from .results.rounding import warn_of_lost_digits
 from .site_families import SiteFamilies
-from .streams.block_plan import FIRST_BLOCK_NUMBERS, RECURSIONS, BlockPlan
-from .streams.certification import Certification, sums_at, warn_unless_converged
+from .streams.block_plan import BlockPlan
+from .streams.certification import Certification, sums_at
 from .streams.checkpoints import EVERY
-from .streams.one_pass import OnePass, in_motion, initial_state
-from .streams.opening import SHUFFLES, PassOptions, open_source, usable_again, usable_source
-from .streams.recursive_pass import RunSummary
+from .streams.opening import SHUFFLES, PassOptions, open_source, usable_again
 
 AnyState = State | OnlineState | MeanFieldState
 SCHEMES = ("implicit", "explicit", "ekf", "qkf", "laplace")
@@ -140,8 +128,6 @@ class RVGA:
         possible, and else ``"marginal"``.
     :raises ValueError: for options that do not exist or exclude each other.
 
-    :ivar state: of the last run, after the last rows that it took in, also if it was stopped; for :meth:`posterior`.
-
     **References**
 
     1. *The recursive variational Gaussian approximation (R-VGA)*, M. Lambert, S. Bonnabel, F. Bach (2021)
@@ -195,12 +181,8 @@ class RVGA:
         joint = {"joint_rows": self.blocks.joint_rows, "local": local}
         self._engines = Engines(model, self.options, improper_prior_scale, dynamics, **joint, mesh=mesh)
         self.blocks.check_shared(self._engines.devices)
-        self.certify = certify
-        self._solver = BatchSolver(self.options, "incremental", "RVGA")
+        self._family: FullFamily | BONG | SiteFamilies
         certification = Certification(certify, max_looks, certificate_tolerance)
-        self._one_pass = OnePass(self._engines, self.blocks, certification, dynamics, shuffle)
-        self.state: AnyState | None = None
-        self._narrow: BONG | SiteFamilies | None = None
         if isinstance(family, Mapping):
             unused = {
                 "scheme": scheme != "implicit",
@@ -209,7 +191,7 @@ class RVGA:
                 "first_block or memory": self.blocks.keeps_or_begins,
                 "mesh": mesh is not None,
             }
-            self._narrow = SiteFamilies(
+            self._family = SiteFamilies(
                 model,
                 family,
                 self.options,
@@ -227,7 +209,7 @@ class RVGA:
                 "first_block or memory": self.blocks.keeps_or_begins,
                 "mesh": mesh is not None,
             }
-            self._narrow = online_method(
+            self._family = online_method(
                 model,
                 scheme,
                 expectation,
@@ -240,6 +222,13 @@ class RVGA:
                 shuffle=shuffle,
                 improper_prior_scale=improper_prior_scale,
             )
+        else:
+            self._family = FullFamily(self._engines, self.blocks, certification, dynamics, shuffle, self)
+
+    @property
+    def state(self) -> AnyState | None:
+        """Of the last run, after the last rows that it took in, also if it was stopped; for :meth:`posterior`."""
+        return self._family.state
 
     # ------------------------------------------------------------------ one call
     def run(
@@ -301,65 +290,10 @@ class RVGA:
         :raises NotImplementedError: for discrete latents, for those of single rows unless they are Normal additions of
             known scale, for ``numpyro.param`` sites, and for rows that are not independent.
         """
-        if self._narrow is not None:
-            passed = {"checkpoint": checkpoint, "every": every, "resume": resume, "on_bad_row": on_bad_row}
-            passed |= {"init": init, "progress_bar": progress_bar}
-            passed["rng_key"] = default_key() if rng_key is None else rng_key
-            try:
-                return self._narrow.run(data, **passed, **model_kwargs)
-            finally:
-                self.state = self._narrow.state
-        started = time.perf_counter()
-        options = PassOptions(checkpoint, every, resume, on_bad_row)
+        passed = {"checkpoint": checkpoint, "every": every, "resume": resume, "on_bad_row": on_bad_row}
+        passed |= {"init": init, "progress_bar": progress_bar}
         rng_key = default_key() if rng_key is None else rng_key
-        at_hand = isinstance(data, (Mapping, tuple)) and not options.skips and init is None and checkpoint is None
-        passed = {"may_be_joint": at_hand and self.blocks.may_be_joint, "progress_bar": progress_bar}
-        try:
-            return self._run(data, options, rng_key, init, model_kwargs, started=started, **passed)
-        except NotFinite:
-            if not at_hand or not self._engines.stay_positive():
-                raise
-        return self._run(data, options, rng_key, init, model_kwargs, started=started, **passed)
-
-    def _run(
-        self,
-        data: Mapping[str, Any] | tuple | Iterable,
-        options: PassOptions,
-        rng_key: Array,
-        init: Posterior | AnyState | None,
-        model_kwargs: Mapping[str, Any],
-        *,
-        may_be_joint: bool,
-        progress_bar: bool,
-        started: float,
-    ) -> Posterior:
-        """:meth:`run` of full Gaussians.
-
-        :param may_be_joint: whether one solve of all rows may take the place of the pass.
-        """
-        whole = self._engines.cached_whole(data, model_kwargs, rng_key) if may_be_joint else None
-        if whole is not None:
-            return self._run_jointly(*whole, rng_key, progress_bar=progress_bar, started=started)
-        try:
-            source, head, all_rows = open_source(data, self.model, model_kwargs, options, self.shuffle)
-            engine = self._engines.get(head, model_kwargs, rng_key, all_rows if init is None else None)
-            engine.program.check_prior()
-        except BadData:
-            raise
-        except Exception as error:  # whatever a model cannot do row by row, it may do with all rows
-            if not may_be_joint:
-                raise of_stream(error) from error
-            whole = self._engines.whole(data, model_kwargs, rng_key, error)
-            return self._run_jointly(*whole, rng_key, progress_bar=progress_bar, started=started)
-        source, head = usable_source(engine.program, source, head, all_rows, options)
-        state = None if init is None else self._state_of(init, engine)
-        passed = {"in_memory": all_rows is not None, "progress_bar": progress_bar}
-        outcome = self._one_pass(engine, source, head, options, rng_key, state, self._set_state, **passed)
-        if outcome is None:
-            again = {"may_be_joint": may_be_joint, "progress_bar": progress_bar, "started": started}
-            return self._run(data, PassOptions(on_bad_row=options.on_bad_row), rng_key, init, model_kwargs, **again)
-        row_sets = (*getattr(init, "row_sets", ()), outcome.absorbed)
-        return self._posterior(engine, outcome.state, outcome.info, model_kwargs, outcome.bound, row_sets)
+        return self._family.run(data, rng_key=rng_key, **passed, **model_kwargs)
 
     # ------------------------------------------------------------------ functional form
     def init(self, data: Mapping[str, Any] | tuple, *, rng_key: Array | None = None, **model_kwargs: Any) -> AnyState:
@@ -379,11 +313,7 @@ class RVGA:
         :param data: a block of data, as for :meth:`run`; used for its form only, and not absorbed.
         :return: the state, a pytree.
         """
-        if self._narrow is not None:
-            return self._narrow.init(data, rng_key=rng_key, **model_kwargs)
-        rows = checked_rows(self.model, data, 0, model_kwargs)
-        rng_key = default_key() if rng_key is None else rng_key
-        return initial_state(self._engines.get(rows, model_kwargs, rng_key))
+        return self._family.init(data, rng_key=rng_key, **model_kwargs)
 
     def update(self, state: AnyState, data: Mapping[str, Any]) -> AnyState:
         """Absorb a block of rows: jointly (implicit and Laplace), or one by one (explicit schemes). With dynamics,
@@ -407,17 +337,7 @@ class RVGA:
         :param data: a mapping from argument names to arrays, of the form that :meth:`init` saw.
         :raises RuntimeError: before :meth:`init`.
         """
-        if self._narrow is not None:
-            return self._narrow.update(state, data)
-        if self._engines.last is None:
-            raise RuntimeError("call init(data) before update(state, data).")
-        engine = self._engines.last
-        rows = engine.program.rows_to_absorb(data)
-        weights = jnp.ones(num_rows(rows))
-        implicit = self.options.scheme in ("implicit", "laplace")
-        if implicit and self.dynamics is None:
-            return engine.joint(engine.program.prior_inputs, state, rows, weights)[0]
-        return engine.stream(state, *in_blocks((rows, weights), len(weights) if implicit else 1))[0]
+        return self._family.update(state, data)
 
     def posterior(self, state: AnyState) -> Posterior:
         """The posterior that a state stands for (prior terms that are not Gaussian solved for once more).
@@ -433,17 +353,7 @@ class RVGA:
             >>> print(np.asarray(method.posterior(state).mean).round(1))
             [ 1.3 -2. ]
         """
-        if self._narrow is not None:
-            return self._narrow.posterior(state)
-        if self._engines.last is None:
-            raise RuntimeError("call init(data) before posterior(state).")
-        engine = self._engines.last
-        model_kwargs = engine.program.model_kwargs
-        summary = RunSummary()
-        if state.prior_factor is not None:
-            state, info = engine.with_exact_prior(state)
-            summary.add(info)
-        return self._posterior(engine, state, summary.facts(), model_kwargs)
+        return self._family.posterior(state)
 
     stream_groups = stream_groups
 
@@ -452,7 +362,7 @@ class RVGA:
     def takes_rounds(self) -> bool:
         """Whether merged parts can be moved to the best Gaussian of all rows: q must seek it."""
         seeks = self.options.scheme == "implicit" and self.options.has_bound
-        return seeks and self.dynamics is None and self._narrow is None
+        return seeks and self.dynamics is None and isinstance(self._family, FullFamily)
 
     def sums_at(
         self,
@@ -477,83 +387,8 @@ class RVGA:
 
         :raises RuntimeError: before :meth:`init`.
         """
-        if self._engines.last is None:
-            raise RuntimeError("call init(data) first.")
-        return self._engines.last
+        return self._engines.last_engine
 
     def engine_of(self, program: Program) -> Engine:
         """For a program of this model."""
         return self._engines.of(program, default_key())
-
-    # ------------------------------------------------------------------ inside
-    def _run_jointly(
-        self, engine: Engine, rows: Rows, reason: str, rng_key: Array, *, progress_bar: bool, started: float
-    ) -> Posterior:
-        """All rows in one solve, which they need not be independent for.
-
-        :raises ValueError: for more than a first block may hold.
-        """
-        numbers = engine.numbers_per_row * num_rows(engine.program.inputs(rows))
-        if numbers > FIRST_BLOCK_NUMBERS:
-            raise ValueError(
-                f"{reason} All rows together are too many for one joint solve: their Jacobians hold {numbers:.2g} "
-                "numbers. FixedPointVI(model).run(data) takes them in parts."
-            )
-        fit = self._solver(engine, rows, progress_bar=progress_bar, started=started)
-        self.state = fit.state
-        info = {"scheme": self.options.scheme, "expectation": self.options.facts["expectation"]}
-        if fit.bound is None:
-            info["log_evidence_estimate"] = float(fit.state.log_evidence)
-        return joint_posterior(fit, rows, reason, info, rng_key)
-
-    def _set_state(self, state: State) -> None:
-        self.state = state
-
-    def __getstate__(self) -> dict[str, Any]:
-        """For other processes."""
-        return self.__dict__ | {"state": None}
-
-    @staticmethod
-    def _state_of(init: Posterior | State, engine: Engine) -> State:
-        if isinstance(init, State):
-            return init
-        engine.program.check_continues(init.program)
-        state = init.state if isinstance(init.state, State) else state_of_gaussian(init)
-        return in_motion(state, engine, init.info.get("time"))
-
-    def _posterior(
-        self,
-        engine: Engine,
-        state: State,
-        info: dict,
-        model_kwargs: Mapping[str, Any],
-        bound: float | None = None,
-        row_sets: tuple[RowSet, ...] = (),
-    ) -> Posterior:
-        """Called by what the user calls, with warnings of solves that have not converged, or lack digits.
-
-        :param bound: on the log evidence, or None. :param row_sets: what was taken in, if that is recorded.
-        """
-        if self.options.scheme in RECURSIONS:
-            info["converged"] = None
-        warn_unless_converged(info)
-        options = {"scheme": self.options.scheme, "expectation": self.options.facts["expectation"]}
-        info = options | rows_info(None) | info | facts_of(self.dynamics, state)
-        if self.options.scheme != "ekf" and self.options.expectation != "linearized":  # a Laplace evidence is one too
-            evidence = float(state.log_evidence)
-            if bound is None and engine.program.is_conjugate:
-                bound = evidence
-            if bound is None:
-                info["log_evidence_estimate"] = evidence
-        posterior = Posterior(
-            engine.program,
-            FullGaussian(state.mean, state.root),
-            bound,
-            info,
-            Continuation(self, dict(model_kwargs)),
-            state,
-            num_rows=int(state.num_rows),
-            row_sets=row_sets,
-        )
-        warn_of_lost_digits(posterior)
-        return posterior

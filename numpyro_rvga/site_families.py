@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import jax.numpy as jnp
@@ -101,9 +102,10 @@ class SiteFamilies:
         start = self.state = updates.start if init is None else self._state_of(init, program, updates)
         facts = {"method": "RVGA", "families": self.families, "block": block, "shuffle": visited.order is not None}
         facts = facts | self.options.facts | {"rng_key": key_numbers(rng_key)}
+        on_state = partial(setattr, self, "state")
         with progress(progress_bar, source.total, "RVGA", "row") as bar:
             taken = MeanFieldPass(
-                updates, program, visited, options, bar, self._set_state, block, checked=all_rows is not None
+                updates, program, visited, options, bar, on_state, block, checked=all_rows is not None
             )
             state, info = taken(start, facts), taken.facts()
         if not info["converged"]:
@@ -142,9 +144,6 @@ class SiteFamilies:
         return self._last
 
     # ------------------------------------------------------------------ inside
-    def _set_state(self, state: MeanFieldState) -> None:
-        self.state = state
-
     def _block_size(self, updates: MeanFieldUpdates, total: int | None) -> int:
         if self.block_size != "auto":
             return int(self.block_size)

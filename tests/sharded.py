@@ -83,7 +83,7 @@ def is_shared(mesh):
     """Whether each device works on some of the rows only, and sums are taken over devices."""
     method = METHODS["every part of a pass"](mesh)
     state = method.init(data())
-    devices = method._engines.devices
+    devices = method.last_engine.devices
     rows = devices.put_rows({name: array[:1000] for name, array in data().items()})
     compiled = jax.jit(method.update).lower(devices.put(state), rows)
     terms = groups(mesh)._bound.terms

@@ -59,9 +59,7 @@ class OnlineEngines:
 
         :raises RuntimeError: if there were none.
         """
-        if self._engines.last is None:
-            raise RuntimeError("call init(data) first: it compiles the updates for data of that form.")
-        return self._cached[self._engines.last]
+        return self._cached[self._engines.last_engine]
 
     def initial_state(self, online: Online, rng_key: Array) -> OnlineState:
         """The state before any row, with a warning if a network cannot learn from there."""

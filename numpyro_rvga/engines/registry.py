@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from ..dynamics import Dynamics, movement_of
 from ..model import bad_indices
 from ..model.arguments import BadData, NotRows, checked_rows, has_frames, whole_data
-from ..model.bad_rows import check_start
+from ..model.bad_rows import NotFinite, check_start
 from ..model.failures import LocalLatents, UnboundedStates, readable, why_not_rows
 from ..model.half_lines import on_positive_half, positive_sites
 from ..model.keywords import same, snapshot
@@ -27,6 +27,7 @@ from .devices import Devices
 from .engine import Engine
 
 WHOLE = "all data at once"
+T = TypeVar("T")
 
 
 class Engines:
@@ -54,7 +55,7 @@ class Engines:
         mesh: Mesh | None = None,
         local: str = "prior",
     ):
-        self._model, self._options, self._scale, self._dynamics = model, options, improper_prior_scale, dynamics
+        self.model, self._options, self._scale, self._dynamics = model, options, improper_prior_scale, dynamics
         self._batch, self._whole, self._joint_rows, self.devices = batch, whole, joint_rows, Devices(mesh)
         self._local = local
         self._cached: list[tuple[tuple, dict, Engine]] = []
@@ -84,7 +85,7 @@ class Engines:
         try:
             program = self._program(rows, model_kwargs, all_rows)
         except (TypeError, ValueError) as error:
-            explained = bad_indices.explained(self._model, rows, model_kwargs, error)
+            explained = bad_indices.explained(self.model, rows, model_kwargs, error)
             if explained is None:
                 raise
             raise explained from error
@@ -112,6 +113,26 @@ class Engines:
         self._cached = [(form, kwargs, self.last if other == engine else other) for form, kwargs, other in self._cached]
         return self.last
 
+    @property
+    def last_engine(self) -> Engine:
+        """That was asked for last.
+
+        :raises RuntimeError: if none was.
+        """
+        if self.last is None:
+            raise RuntimeError("call init(data) first: it compiles what update and posterior take.")
+        return self.last
+
+    def run_with_positive_scales(self, run: Callable[[], T]) -> T:
+        """The result of a run. Where the model's density is not finite, that of a second run, after
+        :meth:`stay_positive`."""
+        try:
+            return run()
+        except NotFinite:
+            if not self.stay_positive():
+                raise
+        return run()
+
     def stay_positive(self) -> bool:
         """From now on, the sites of the last program that may not be negative are positive; whether there are any."""
         assert self.last is not None
@@ -122,7 +143,7 @@ class Engines:
                 f"the model's density is NaN where {named} is negative, though the prior is on the whole line. It is "
                 "taken as positive, where NUTS stays too. Say so in the model: HalfNormal in place of Normal(0, 1)."
             )
-            self._model, self._cached, self.last = on_positive_half(self._model, sites), [], None
+            self.model, self._cached, self.last = on_positive_half(self.model, sites), [], None
         return bool(sites)
 
     def together(
@@ -136,7 +157,7 @@ class Engines:
         if whole is not None:
             return whole
         try:
-            rows = checked_rows(self._model, data, 0, model_kwargs)
+            rows = checked_rows(self.model, data, 0, model_kwargs)
             engine = self.get(rows, model_kwargs, rng_key, rows)
             engine.program.check_prior()
         except BadData:
@@ -157,14 +178,14 @@ class Engines:
         earlier = self.cached_whole(data, model_kwargs, rng_key)
         if earlier is not None:
             return earlier
-        arrays, keywords = whole_data(self._model, data, model_kwargs)
+        arrays, keywords = whole_data(self.model, data, model_kwargs)
         form = _whole_form(rng_key)
         try:
             program = self._whole_program(arrays, snapshot(keywords), reason)
         except Exception:
-            if not has_frames(self._model, data):
+            if not has_frames(self.model, data):
                 raise
-            arrays, keywords = whole_data(self._model, data, model_kwargs, keeps_frames=True)
+            arrays, keywords = whole_data(self.model, data, model_kwargs, keeps_frames=True)
             program = self._whole_program(arrays, snapshot(keywords), reason)
         engine = Engine(program, self._options, rng_key, None, self.devices)
         self._cached = [entry for entry in self._cached if entry[0] != form] + [(form, program.model_kwargs, engine)]
@@ -179,8 +200,8 @@ class Engines:
         candidates = [(kwargs, engine) for other_form, kwargs, engine in self._cached if other_form == form]
         if not candidates:
             return None
-        for keeps_frames in (False, True) if has_frames(self._model, data) else (False,):
-            arrays, keywords = whole_data(self._model, data, model_kwargs, keeps_frames=keeps_frames)
+        for keeps_frames in (False, True) if has_frames(self.model, data) else (False,):
+            arrays, keywords = whole_data(self.model, data, model_kwargs, keeps_frames=keeps_frames)
             for kwargs, engine in candidates:
                 if engine.program.holds(arrays) and same(kwargs, keywords):
                     self.last = engine
@@ -193,7 +214,7 @@ class Engines:
             options = {"whole": True, "evaluates": evaluates, "by_draws": self._is_plain, **self._program_options}
             options |= {"local": "prior" if self._local == "prior" else "marginal"}
             try:
-                program = Program(self._model, variant, model_kwargs, **options)
+                program = Program(self.model, variant, model_kwargs, **options)
                 check_start(program)
                 check_reading(program)
                 program.check_rows(variant)
@@ -240,11 +261,11 @@ class Engines:
         draws = {"by_draws": self._takes_draws(all_rows)}
         options = {"all_rows": all_rows, "whole": self._whole, **draws, **self._program_options}
         try:
-            program = Program(self._model, rows, model_kwargs, **options)
+            program = Program(self.model, rows, model_kwargs, **options)
         except LocalLatents:
             if self._local != "auto":
                 raise
-            program = Program(self._model, rows, model_kwargs, **options | {"local": "marginal"})
+            program = Program(self.model, rows, model_kwargs, **options | {"local": "marginal"})
         if not self._whole:
             program.check_independence(rows)
         if program.params.layout.size and not self._batch:

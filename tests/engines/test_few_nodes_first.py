@@ -118,7 +118,7 @@ def test_errors_of_rounding_call_for_no_finer_rules():
         fit = RVGA(counts)
         single = fit.run(rows, progress_bar=False)
     assert double.info["elbo_error"] < 1e-5 < 1e-3 < single.info["elbo_error"]
-    assert not fit._engines.last.effort.is_thorough
+    assert not fit.last_engine.effort.is_thorough
     deviation = np.sqrt(np.diagonal(double.covariance))
     np.testing.assert_allclose((single.mean - double.mean) / deviation, 0, atol=5e-3)
     np.testing.assert_allclose(single.elbo, double.elbo, rtol=8 * np.finfo(np.float32).eps)

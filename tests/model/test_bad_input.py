@@ -521,9 +521,9 @@ def test_expectations_that_a_site_does_not_have_are_refused_by_its_name(options)
 
 def test_functional_form_needs_init_first():
     rvga = RVGA(logistic)
-    with pytest.raises(RuntimeError, match=r"init\(data\) before update"):
+    with pytest.raises(RuntimeError, match=r"call init\(data\) first"):
         rvga.update(None, {"X": X, "y": Y})
-    with pytest.raises(RuntimeError, match=r"init\(data\) before posterior"):
+    with pytest.raises(RuntimeError, match=r"call init\(data\) first"):
         rvga.posterior(None)
 
 

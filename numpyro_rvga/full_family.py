@@ -1,0 +1,218 @@
+"""RVGA with a full Gaussian: one pass over the rows, or one solve of all of them."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterable, Mapping
+from functools import partial
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array
+
+from .core.gaussians import FullGaussian
+from .core.recursion import State
+from .dynamics import Dynamics, facts_of
+from .engines.batch import BatchSolver, rows_info
+from .engines.engine import Engine
+from .engines.registry import Engines
+from .model.arguments import BadData, checked_rows
+from .model.failures import of_stream
+from .model.row_set import RowSet
+from .model.rows import Rows, in_blocks, num_rows
+from .options import default_key
+from .results.continuation import Continuation
+from .results.joint import joint_posterior
+from .results.merging import state_of_gaussian
+from .results.posterior import Posterior
+from .results.rounding import warn_of_lost_digits
+from .streams.block_plan import FIRST_BLOCK_NUMBERS, RECURSIONS, BlockPlan
+from .streams.certification import Certification, warn_unless_converged
+from .streams.one_pass import OnePass, in_motion, initial_state
+from .streams.opening import PassOptions, open_source, usable_source
+from .streams.recursive_pass import RunSummary
+
+
+class FullFamily:
+    """What :class:`RVGA` does with ``family="full"``: the same calls.
+
+    :param engines: of the model. :param method: which posteriors go on with.
+    """
+
+    def __init__(
+        self,
+        engines: Engines,
+        blocks: BlockPlan,
+        certification: Certification,
+        dynamics: Dynamics | None,
+        shuffle: bool | str,
+        method: Any,
+    ):
+        self.model, self.options, self.blocks, self.dynamics = engines.model, blocks.options, blocks, dynamics
+        self._engines, self._shuffle, self._method = engines, shuffle, method
+        self._solver = BatchSolver(self.options, "incremental", "RVGA")
+        self._one_pass = OnePass(engines, blocks, certification, dynamics, shuffle)
+        self.state: State | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For other processes."""
+        return self.__dict__ | {"state": None}
+
+    def run(
+        self,
+        data: Mapping[str, Any] | tuple | Iterable,
+        *,
+        rng_key: Array,
+        init: Posterior | State | None,
+        progress_bar: bool,
+        checkpoint: str | os.PathLike | None,
+        every: int,
+        resume: bool,
+        on_bad_row: str,
+        **model_kwargs: Any,
+    ) -> Posterior:
+        """As :meth:`RVGA.run`."""
+        started = time.perf_counter()
+        options = PassOptions(checkpoint, every, resume, on_bad_row)
+        at_hand = isinstance(data, (Mapping, tuple)) and not options.skips and init is None and checkpoint is None
+        passed = {"may_be_joint": at_hand and self.blocks.may_be_joint, "progress_bar": progress_bar}
+
+        def run() -> Posterior:
+            return self._run(data, options, rng_key, init, model_kwargs, started=started, **passed)
+
+        return self._engines.run_with_positive_scales(run) if at_hand else run()
+
+    def _run(
+        self,
+        data: Mapping[str, Any] | tuple | Iterable,
+        options: PassOptions,
+        rng_key: Array,
+        init: Posterior | State | None,
+        model_kwargs: dict[str, Any],
+        *,
+        may_be_joint: bool,
+        progress_bar: bool,
+        started: float,
+    ) -> Posterior:
+        """As :meth:`run`.
+
+        :param may_be_joint: whether one solve of all rows may take the place of the pass.
+        """
+        at_hand = data if may_be_joint and isinstance(data, (Mapping, tuple)) else None
+        whole = None if at_hand is None else self._engines.cached_whole(at_hand, model_kwargs, rng_key)
+        if whole is not None:
+            return self._run_jointly(*whole, rng_key, progress_bar=progress_bar, started=started)
+        try:
+            source, head, all_rows = open_source(data, self.model, model_kwargs, options, self._shuffle)
+            engine = self._engines.get(head, model_kwargs, rng_key, all_rows if init is None else None)
+            engine.program.check_prior()
+        except BadData:
+            raise
+        except Exception as error:  # whatever a model cannot do row by row, it may do with all rows
+            if at_hand is None:
+                raise of_stream(error) from error
+            whole = self._engines.whole(at_hand, model_kwargs, rng_key, error)
+            return self._run_jointly(*whole, rng_key, progress_bar=progress_bar, started=started)
+        source, head = usable_source(engine.program, source, head, all_rows, options)
+        state = None if init is None else self._state_of(init, engine)
+        passed = {"in_memory": all_rows is not None, "progress_bar": progress_bar}
+        on_state = partial(setattr, self, "state")
+        outcome = self._one_pass(engine, source, head, options, rng_key, state, on_state, **passed)
+        if outcome is None:
+            again = {"may_be_joint": may_be_joint, "progress_bar": progress_bar, "started": started}
+            return self._run(data, PassOptions(on_bad_row=options.on_bad_row), rng_key, init, model_kwargs, **again)
+        row_sets = (*getattr(init, "row_sets", ()), outcome.absorbed)
+        return self._posterior(engine, outcome.state, outcome.info, model_kwargs, outcome.bound, row_sets)
+
+    # ------------------------------------------------------------------ functional form
+    def init(self, data: Mapping[str, Any] | tuple, *, rng_key: Array | None = None, **model_kwargs: Any) -> State:
+        """As :meth:`RVGA.init`."""
+        rows = checked_rows(self.model, data, 0, model_kwargs)
+        rng_key = default_key() if rng_key is None else rng_key
+        return initial_state(self._engines.get(rows, model_kwargs, rng_key))
+
+    def update(self, state: State, data: Mapping[str, Any]) -> State:
+        """As :meth:`RVGA.update`."""
+        engine = self._engines.last_engine
+        rows = engine.program.rows_to_absorb(data)
+        weights = jnp.ones(num_rows(rows))
+        implicit = self.options.scheme in ("implicit", "laplace")
+        if implicit and self.dynamics is None:
+            return engine.joint(engine.program.prior_inputs, state, rows, weights)[0]
+        return engine.stream(state, *in_blocks((rows, weights), len(weights) if implicit else 1))[0]
+
+    def posterior(self, state: State) -> Posterior:
+        """As :meth:`RVGA.posterior`."""
+        engine = self._engines.last_engine
+        summary = RunSummary()
+        if state.prior_factor is not None:
+            state, info = engine.with_exact_prior(state)
+            summary.add(info)
+        return self._posterior(engine, state, summary.facts(), engine.program.model_kwargs)
+
+    # ------------------------------------------------------------------ inside
+    def _run_jointly(
+        self, engine: Engine, rows: Rows, reason: str, rng_key: Array, *, progress_bar: bool, started: float
+    ) -> Posterior:
+        """All rows in one solve, which they need not be independent for.
+
+        :raises ValueError: for more than a first block may hold.
+        """
+        numbers = engine.numbers_per_row * num_rows(engine.program.inputs(rows))
+        if numbers > FIRST_BLOCK_NUMBERS:
+            raise ValueError(
+                f"{reason} All rows together are too many for one joint solve: their Jacobians hold {numbers:.2g} "
+                "numbers. FixedPointVI(model).run(data) takes them in parts."
+            )
+        fit = self._solver(engine, rows, progress_bar=progress_bar, started=started)
+        self.state = fit.state
+        info = {"scheme": self.options.scheme, "expectation": self.options.facts["expectation"]}
+        if fit.bound is None:
+            info["log_evidence_estimate"] = float(fit.state.log_evidence)
+        return joint_posterior(fit, rows, reason, info, rng_key)
+
+    @staticmethod
+    def _state_of(init: Posterior | State, engine: Engine) -> State:
+        if isinstance(init, State):
+            return init
+        engine.program.check_continues(init.program)
+        state = init.state if isinstance(init.state, State) else state_of_gaussian(init)
+        return in_motion(state, engine, init.info.get("time"))
+
+    def _posterior(
+        self,
+        engine: Engine,
+        state: State,
+        info: dict,
+        model_kwargs: Mapping[str, Any],
+        bound: float | None = None,
+        row_sets: tuple[RowSet, ...] = (),
+    ) -> Posterior:
+        """Called by what the user calls, with warnings of solves that have not converged, or lack digits.
+
+        :param bound: on the log evidence, or None. :param row_sets: what was taken in, if that is recorded.
+        """
+        if self.options.scheme in RECURSIONS:
+            info["converged"] = None
+        warn_unless_converged(info)
+        options = {"scheme": self.options.scheme, "expectation": self.options.facts["expectation"]}
+        info = options | rows_info(None) | info | facts_of(self.dynamics, state)
+        if self.options.scheme != "ekf" and self.options.expectation != "linearized":  # a Laplace evidence is one too
+            evidence = float(state.log_evidence)
+            if bound is None and engine.program.is_conjugate:
+                bound = evidence
+            if bound is None:
+                info["log_evidence_estimate"] = evidence
+        posterior = Posterior(
+            engine.program,
+            FullGaussian(state.mean, state.root),
+            bound,
+            info,
+            Continuation(self._method, dict(model_kwargs)),
+            state,
+            num_rows=int(state.num_rows),
+            row_sets=row_sets,
+        )
+        warn_of_lost_digits(posterior)
+        return posterior
