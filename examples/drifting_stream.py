@@ -18,7 +18,6 @@ from plots import COLORS, REFERENCE, WIDTH, parse_arguments, plt, save
 from scipy.special import expit, log_expit
 
 from numpyro_rvga import BONG, OrnsteinUhlenbeck, RandomWalk
-from numpyro_rvga.metrics import prequential_log_density
 
 SCALES = (0.01, 0.03, 0.1, 0.3, 1.0)
 DECAYS = (0.9999, 0.999, 0.99, 0.97, 0.9)
@@ -49,7 +48,8 @@ def standardized(X: np.ndarray, start: int) -> np.ndarray:
 
 
 def bong(data: dict[str, np.ndarray], dynamics=None) -> np.ndarray:
-    return prequential_log_density(BONG(model, hessian="auto", dynamics=dynamics), data, progress_bar=False)
+    method = BONG(model, hessian="auto", dynamics=dynamics)
+    return method.run(data, prequential="linearized", progress_bar=False).info["log_predictive"]
 
 
 def sgd(data: dict[str, np.ndarray], rate: float) -> np.ndarray:

@@ -22,8 +22,9 @@ from .engines.online_engines import OnlineEngines
 from .engines.registry import Engines
 from .model.arguments import checked_rows
 from .model.row_set import RowSet
-from .model.rows import num_rows
+from .model.rows import Data, Keywords, num_rows
 from .options import (
+    Info,
     Options,
     check_choice,
     check_choice_or_own,
@@ -230,7 +231,7 @@ class BONG:
     # ------------------------------------------------------------------ one call
     def run(
         self,
-        data: Mapping[str, Any] | tuple | Iterable,
+        data: Data | Iterable,
         *,
         rng_key: Array | None = None,
         init: Posterior | OnlineState | None = None,
@@ -311,9 +312,7 @@ class BONG:
         return posterior
 
     # ------------------------------------------------------------------ functional form
-    def init(
-        self, data: Mapping[str, Any] | tuple, *, rng_key: Array | None = None, **model_kwargs: Any
-    ) -> OnlineState:
+    def init(self, data: Data, *, rng_key: Array | None = None, **model_kwargs: Any) -> OnlineState:
         """The state before any row, for data of this form.
 
         :param data: a block of data, as for :meth:`run`; used for its form only, and not absorbed.
@@ -380,8 +379,8 @@ class BONG:
         self,
         online: Online,
         state: OnlineState,
-        model_kwargs: dict,
-        info: dict,
+        model_kwargs: Keywords,
+        info: Info,
         row_sets: tuple[RowSet, ...] = (),
     ) -> Posterior:
         """:param row_sets: what was taken in, if that is recorded."""
@@ -392,7 +391,7 @@ class BONG:
         count = int(state.num_rows)
         return Posterior(program, gaussian, None, facts, continuation, state, num_rows=count, row_sets=row_sets)
 
-    def _facts(self, rng_key: Array, *, shuffled: bool) -> dict[str, Any]:
+    def _facts(self, rng_key: Array, *, shuffled: bool) -> Info:
         """What a checkpoint compares: options that determine the result."""
         facts = {"method": "BONG", "dynamics": repr(self.dynamics), "shuffle": shuffled, "block": self.block_size}
         facts["rng_key"] = key_numbers(rng_key)

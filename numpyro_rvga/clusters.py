@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import reduce
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -123,13 +124,11 @@ class GroupCluster:
 
     def begin(self) -> tuple[Start, int, int]:
         """Where the rounds begin, and how many groups and rows there are."""
-        counts = self._results_of([self._submit(n, _counts, part) for n, part in enumerate(self._parts)])
-        samples = [self._submit(n, _sample, part, len(self._parts)) for n, part in enumerate(self._parts)]
-        labels = [self._submit(n, _labels, part) for n, part in enumerate(self._parts)]
-        apart, start = (
-            self._submit(None, _are_apart, self._parts[0], *labels),
-            self._submit(None, _start, self._parts[0], *samples),
-        )
+        counts = self._results_of([self._submit(n, GroupPart.counts, part) for n, part in enumerate(self._parts)])
+        samples = [self._submit(n, GroupPart.sample, part, len(self._parts)) for n, part in enumerate(self._parts)]
+        labels = [self._submit(n, attrgetter("labels"), part) for n, part in enumerate(self._parts)]
+        apart = self._submit(None, _are_apart, self._parts[0], *labels)
+        start = self._submit(None, _start, self._parts[0], *samples)
         results = self._results_of([apart, start])[1]
         self._places = [self._submit(n, _first_place, part, start) for n, part in enumerate(self._parts)]
         num_groups, num_rows = (sum(numbers) for numbers in zip(*counts))
@@ -170,24 +169,12 @@ def _group_part(model: GroupModel, data: Any, is_first: bool) -> GroupPart:
     return part
 
 
-def _counts(part: GroupPart) -> tuple[int, int]:
-    return len(part.labels), part.num_rows
-
-
-def _labels(part: GroupPart) -> np.ndarray:
-    return part.labels
-
-
 def _first_place(part: GroupPart, start: Start) -> GroupPlace:
     return first_place(len(part.labels), start)
 
 
 def _are_apart(part: GroupPart, *labels: np.ndarray) -> None:
     check_apart(part.model.plate.name, list(labels))
-
-
-def _sample(part: GroupPart, num_parts: int) -> Rows:
-    return part.sample(num_parts)
 
 
 def _start(part: GroupPart, *samples: Rows) -> Start:

@@ -200,7 +200,7 @@ def run_groups(
         start, num_groups, num_rows = cluster.begin()
         result = in_group_rounds(start.shared, cluster.asked, limit, rounding())
         engine, members = of_all.bound(start.head, len(np.unique(start.head[index])))
-        cluster.write(folder, members.names, result.shared.root)
+        cluster.write(folder, members.of_members.entry_names, result.shared.root)
     error = result.errors[-1]
     if not error < TOLERANCE:
         warn(

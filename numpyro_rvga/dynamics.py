@@ -22,7 +22,7 @@ from .core.linalg import semidefinite_factor
 from .model.arguments import BadData
 from .model.layout import Layout
 from .model.program import Program
-from .options import described
+from .options import Info, described
 
 COEFFICIENTS = ("matrix", "offset", "noise_covariance")  # of LinearDynamics
 
@@ -171,7 +171,7 @@ def check_dynamics(dynamics: Any) -> None:
         raise ValueError(f"dynamics must be a RandomWalk, OrnsteinUhlenbeck or LinearDynamics, not {dynamics!r}.")
 
 
-def facts_of(dynamics: Dynamics | None, state: Any) -> dict[str, Any]:
+def facts_of(dynamics: Dynamics | None, state: Any) -> Info:
     """For the posterior's ``info``."""
     if dynamics is None:
         return {}

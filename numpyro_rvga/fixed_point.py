@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from jax import Array
@@ -14,6 +14,7 @@ from jax.typing import ArrayLike
 from .core.expectations import Expectation
 from .engines.batch import BatchSolver
 from .engines.registry import Engines
+from .model.rows import Data, Keywords
 from .options import LOCAL, MARGINALS, Options, check_choice, check_options, default_key
 from .results.conditions import Conditions, check_conditions
 from .results.integration import Integration
@@ -112,7 +113,7 @@ class FixedPointVI:
 
     def run(
         self,
-        data: Mapping[str, Any] | tuple,
+        data: Data,
         *,
         rng_key: Array | None = None,
         init: Posterior | None = None,
@@ -162,10 +163,10 @@ class FixedPointVI:
 
     def _run(
         self,
-        data: Mapping[str, Any] | tuple,
+        data: Data,
         rng_key: Array,
         init: Posterior | None,
-        model_kwargs: Mapping[str, Any],
+        model_kwargs: Keywords,
         *,
         progress_bar: bool,
         started: float,
@@ -191,7 +192,7 @@ class FixedPointVI:
     def conditions(
         cls,
         model: Callable,
-        data: Mapping[str, Any] | tuple,
+        data: Data,
         *,
         posterior: Posterior | None = None,
         means: ArrayLike | None = None,

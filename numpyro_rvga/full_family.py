@@ -20,8 +20,8 @@ from .engines.registry import Engines
 from .model.arguments import BadData, checked_rows
 from .model.failures import of_stream
 from .model.row_set import RowSet
-from .model.rows import Rows, in_blocks, num_rows
-from .options import default_key
+from .model.rows import Data, Keywords, Rows, in_blocks, num_rows
+from .options import Info, default_key
 from .results.continuation import Continuation
 from .results.joint import joint_posterior
 from .results.merging import state_of_gaussian
@@ -61,7 +61,7 @@ class FullFamily:
 
     def run(
         self,
-        data: Mapping[str, Any] | tuple | Iterable,
+        data: Data | Iterable,
         *,
         rng_key: Array,
         init: Posterior | State | None,
@@ -85,11 +85,11 @@ class FullFamily:
 
     def _run(
         self,
-        data: Mapping[str, Any] | tuple | Iterable,
+        data: Data | Iterable,
         options: PassOptions,
         rng_key: Array,
         init: Posterior | State | None,
-        model_kwargs: dict[str, Any],
+        model_kwargs: Keywords,
         *,
         may_be_joint: bool,
         progress_bar: bool,
@@ -126,7 +126,7 @@ class FullFamily:
         return self._posterior(engine, outcome.state, outcome.info, model_kwargs, outcome.bound, row_sets)
 
     # ------------------------------------------------------------------ functional form
-    def init(self, data: Mapping[str, Any] | tuple, *, rng_key: Array | None = None, **model_kwargs: Any) -> State:
+    def init(self, data: Data, *, rng_key: Array | None = None, **model_kwargs: Any) -> State:
         """As :meth:`RVGA.init`."""
         rows = checked_rows(self.model, data, 0, model_kwargs)
         rng_key = default_key() if rng_key is None else rng_key
@@ -184,8 +184,8 @@ class FullFamily:
         self,
         engine: Engine,
         state: State,
-        info: dict,
-        model_kwargs: Mapping[str, Any],
+        info: Info,
+        model_kwargs: Keywords,
         bound: float | None = None,
         row_sets: tuple[RowSet, ...] = (),
     ) -> Posterior:

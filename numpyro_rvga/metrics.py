@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax.typing import ArrayLike
 
 from .model.predictive import METHODS, average, log_predictive, sampled_predictors
-from .model.rows import num_rows, pad, selected
+from .model.rows import Data, num_rows, pad, selected
 from .model.tracing import peel
 from .options import check_choice
 
 if TYPE_CHECKING:
-    from .bong import BONG
     from .model import Program
     from .results.posterior import Posterior
 
@@ -31,7 +28,7 @@ _evaluators: weakref.WeakKeyDictionary[Program, dict] = weakref.WeakKeyDictionar
 
 def log_predictive_density(
     posterior: Posterior,
-    data: Mapping[str, ArrayLike] | tuple,
+    data: Data,
     *,
     method: str = "linearized",
     num_samples: int = 100,
@@ -64,7 +61,7 @@ def log_predictive_density(
     return _evaluate(posterior, data, None, None, method, num_samples, rng_key)
 
 
-def nlpd(posterior: Posterior, data: Mapping[str, ArrayLike] | tuple, **options: Any) -> float:
+def nlpd(posterior: Posterior, data: Data, **options: Any) -> float:
     """The mean negative log predictive density of the rows; options as for :func:`log_predictive_density`.
 
     **Example**
@@ -82,7 +79,7 @@ def nlpd(posterior: Posterior, data: Mapping[str, ArrayLike] | tuple, **options:
 
 def outcome_probabilities(
     posterior: Posterior,
-    data: Mapping[str, ArrayLike] | tuple,
+    data: Data,
     *,
     method: str = "linearized",
     num_samples: int = 100,
@@ -110,7 +107,7 @@ def outcome_probabilities(
     return outcomes, np.exp(log_probs)
 
 
-def misclassification(posterior: Posterior, data: Mapping[str, ArrayLike] | tuple, **options: Any) -> float:
+def misclassification(posterior: Posterior, data: Data, **options: Any) -> float:
     """The fraction of rows whose outcome is not the most probable one; options as for :func:`outcome_probabilities`.
 
     **Example**
@@ -127,9 +124,7 @@ def misclassification(posterior: Posterior, data: Mapping[str, ArrayLike] | tupl
     return float(np.mean(outcomes[probabilities.argmax(axis=1)] != _observed(posterior, data)))
 
 
-def expected_calibration_error(
-    posterior: Posterior, data: Mapping[str, ArrayLike] | tuple, *, num_bins: int = 15, **options: Any
-) -> float:
+def expected_calibration_error(posterior: Posterior, data: Data, *, num_bins: int = 15, **options: Any) -> float:
     """The expected calibration error of the most probable outcome.
 
     Rows are put into ``num_bins`` bins of equal width by the probability of their most probable outcome. The error is
@@ -152,30 +147,6 @@ def expected_calibration_error(
     bins = np.minimum((confidence * num_bins).astype(int), num_bins - 1)
     gaps = np.bincount(bins, weights=right - confidence, minlength=num_bins)
     return float(np.abs(gaps).sum() / len(right))
-
-
-def prequential_log_density(
-    method: BONG, data: Any, *, prediction: str = "linearized", **run_options: Any
-) -> np.ndarray:
-    """The log predictive density of each row under q before it was seen: the measure for streams that drift.
-
-    **Example**
-
-    With the model and the data of :class:`RVGA`'s example:
-
-    .. doctest::
-
-        >>> from numpyro_rvga import BONG, metrics
-        >>> found = metrics.prequential_log_density(BONG(model), data, progress_bar=False)
-        >>> found.shape, bool(found[100:].mean() > found[:100].mean())  # it learns
-        ((200,), True)
-
-    :param method: the method that runs over the data.
-    :param prediction: ``"linearized"`` or ``"plugin"``.
-    :param run_options: of :meth:`BONG.run`.
-    :return: (n,).
-    """
-    return method.run(data, prequential=prediction, **run_options).info["log_predictive"]
 
 
 def _evaluate(posterior, data, name, outcomes, method, num_samples, rng_key) -> np.ndarray:

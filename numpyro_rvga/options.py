@@ -11,6 +11,8 @@ from jax import Array
 
 from .core.expectations import Expectation
 
+Info = dict[str, Any]
+"""What a run says of itself, by name: numbers, strings, arrays, and lists and mappings of these."""
 EXPECTATIONS = ("auto", "exact", "probit", "quadrature", "sigma_points", "monte_carlo", "linearized")
 ORDERS = ("auto", 2, 1, 0)
 LOCAL = ("auto", "marginal", "prior")

@@ -23,6 +23,7 @@ from .full_family import FullFamily
 from .group_streams import stream_groups
 from .model.program import Program
 from .model.row_set import RowSet
+from .model.rows import Data
 from .narrow_families import online_method
 from .options import LOCAL, Options, check_choice, check_options, default_key
 from .results.posterior import Posterior
@@ -58,74 +59,70 @@ class RVGA:
         >>> print(np.asarray(posterior.mean).round(1), round(posterior.elbo))
         [ 1.3 -2. ] -91
 
-    Where each term depends on few entries of theta, as with crossed effects, all rows are solved for together, and no
-    matrix of all parameters is factorized: for data in memory, up to 800 rows for each parameter, and default options.
+    Where each term depends on few entries of theta, as with crossed effects, no (P, P) matrix is factorized. All rows
+    are then one solve: with default options, for data in memory of up to 800 rows per parameter.
 
     :param model: a NumPyro model whose rows are conditionally independent given global, continuous latents.
-    :param str scheme: ``"implicit"`` minimizes KL(q_t || p(rows | theta) q_(t-1)) exactly, block by block (equations
-        28-29); ``"explicit"`` takes the expectations under q_(t-1) (30-31); ``"ekf"`` is the extended Kalman filter
-        (Theorem 3); ``"qkf"`` the quadratic Kalman filter for logistic rows (90); ``"laplace"`` the batch Laplace
-        approximation, with all rows in one block.
-    :param str expectation: how E_q[log lik] and its derivatives are computed. ``"auto"``: closed forms where there
-        are any (``"exact"``). Else every row gets a few nodes, and a row that needs more gets more:
-        ``"quadrature"`` for up to three predictors, ``"monte_carlo"`` in predictor space beyond.
-        Also ``"probit"`` (58-61), ``"sigma_points"``, ``"linearized"`` (derivatives at the mean). Or your own
-        :class:`~numpyro_rvga.core.expectations.Expectation`: a function of log_prob, mean and covariance.
+    :param str scheme: one update of q. ``"implicit"`` minimizes KL(q_t || p(rows | theta) q_(t-1)) exactly, block by
+        block (equations 28-29). ``"explicit"`` takes the expectations under q_(t-1) (30-31). ``"ekf"`` is the extended
+        Kalman filter (Theorem 3), ``"qkf"`` the quadratic Kalman filter for logistic rows (90). ``"laplace"`` is the
+        batch Laplace approximation, with all rows in one block.
+    :param str expectation: how E_q[log likelihood] and its derivatives are computed. ``"auto"``: ``"exact"``, closed
+        forms, where there are any. Else ``"quadrature"`` for up to three predictors, and ``"monte_carlo"`` over the
+        predictors beyond: a few nodes for every row, and more for a row that needs more. Also ``"probit"`` (58-61),
+        ``"sigma_points"``, ``"linearized"`` (derivatives at the mean), or an
+        :class:`~numpyro_rvga.core.expectations.Expectation` of your own: a function of log_prob, mean and covariance.
     :param order: derivatives of the log-likelihood that are used: 2, 1 or 0 (Corollary 1.1). ``"auto"``: 1, which
-        sees the curvature of kinks too; closed forms have one form.
-    :param block_size: rows that the implicit scheme takes at once. An integer asks for the plain recursion, in blocks
-        of that size from the first row on (1: the paper's); ``"auto"`` takes 1,024 after a large first block, and
-        keeps a memory. Explicit schemes take rows one by one.
-    :param first_block: rows of a first, joint solve. Much of the error of one pass is made while q is diffuse, so
-        ``"auto"`` takes 400 per parameter (no more than ``memory``, but 2,000 and 40 per parameter at least), or all
-        of up to twice as many (none with a given block_size).
-    :param memory: rows to keep. While the data go by, the rows whose Gaussian summaries are least exact (those that
-        reached q while it was wide in their direction: rare levels, separated classes) are kept. In the end they take
-        their summaries' place in joint solves, 400 rows per parameter at a time, those first whose summaries are
-        furthest from what q would now make of them, until these would move q by less than a tenth of a standard
-        deviation even if their residuals had one sign. ``"auto"``: 2,000 rows per parameter, within 2^25 numbers
-        (none with a given block_size, or if predictors are not affine).
-    :param str family: ``"full"``; or ``"diagonal"``, ``"block-diagonal"`` (a block for each latent site) or ``"low-
-        rank"`` (a precision of diagonal plus low rank), which make no (P, P) array. These take the plain recursion of
-        the implicit or explicit scheme, in blocks of ``block_size`` rows (``"auto"``: one), and project each result:
-        :class:`BONG` with ``rule="implicit"`` or ``"bong"``. They have no bound, no memory and no certificate.
-        Or a family for each of some sites, as in ``family={"rate": "gamma", "share": "beta"}``: ``"gamma"``,
-        ``"inverse-gamma"``, ``"beta"`` or ``"dirichlet"``. q is then a Gaussian of the other sites, beside independent
-        ones of these, whose prior must be of their family. It is exact if there are no others and rows are conjugate,
-        in a stream too. All rows at hand are one block, if they fit; ``elbo`` is then the bound.
+        includes the curvature of kinks. Closed forms have one order.
+    :param block_size: rows of one implicit update. An integer asks for the plain recursion, in blocks of that size from
+        the first row on (1: the paper's). ``"auto"``: 1,024, after a large first block and with a memory. Explicit
+        schemes take rows one by one.
+    :param first_block: rows of a first, joint solve: much of the error of one pass is made while q is wide. ``"auto"``:
+        400 per parameter (no more than ``memory``, but 2,000 and 40 per parameter at least), or all rows if they are at
+        most twice as many. With a given block_size, none.
+    :param memory: rows to keep, those whose Gaussian summaries are least exact: the rows that came while q was wide in
+        their direction, as those of rare levels. In the end they replace their summaries in joint solves of 400 rows
+        per parameter, those with the largest errors first, until the errors left would move q by less than a tenth of a
+        standard deviation even if all had one sign. ``"auto"``: 2,000 rows per parameter, within 2^25 numbers. None
+        with a given block_size, and if predictors are not affine.
+    :param str family: of q. ``"full"``; or ``"diagonal"``, ``"block-diagonal"`` (a block for each latent site) or
+        ``"low-rank"`` (a precision of diagonal plus low rank), which make no (P, P) array. These three take the plain
+        implicit or explicit recursion in blocks of ``block_size`` rows (``"auto"``: one), and project each result, as
+        :class:`BONG` does with ``rule="implicit"`` or ``"bong"``. They have no bound, no memory and no certificate.
+        Or a mapping from some sites to a family of their own: ``"gamma"``, ``"inverse-gamma"``, ``"beta"`` or
+        ``"dirichlet"``, which must be their prior's. q is then a product of these and a Gaussian of the other sites. It
+        is the posterior if there are no others and rows are conjugate, in a stream too. Rows in memory are one block,
+        if they fit; ``elbo`` is then the bound.
     :param int rank: of the low-rank family.
     :param dynamics: how parameters move before each update (:class:`RandomWalk`, :class:`OrnsteinUhlenbeck`,
         :class:`LinearDynamics`), for streams that drift. The posterior is then of the parameters after the last row.
         Blocks have one row unless ``block_size`` says otherwise, and no rows are kept.
-    :param shuffle: visit rows in random order, which ``rng_key`` determines: one pass over rows that are sorted, by
-        class or by time, is much less accurate. ``"auto"``: if they can be read in any order (arrays, lists of blocks,
-        :class:`ParquetRows`, of whose row groups eight or more are mixed at a time), and there are no ``dynamics``.
-        True: raise an error for rows that cannot. False: in their own order.
-    :param float improper_prior_scale: standard deviation, in unconstrained space, of the normal that stands for
-        improper priors. None (default) refuses them.
-    :param float tolerance: squared length of the natural gradient, in nats, at which a block counts as solved, if it
-        has also fallen to a millionth of what it was before. Default: 1e-8 (float32: 1e-6), and for blocks of a stream,
-        whose errors add up, at most 1e-12 (1e-9) times the square of their number of rows. The joint solves before and
-        after a stream of which rows are kept stop at 1e-6, however far they have come.
+    :param shuffle: visit rows in random order, which ``rng_key`` determines. One pass over rows that are sorted, by
+        class or by time, is much less accurate. ``"auto"``: without ``dynamics``, if rows can be read in any order:
+        arrays, lists of blocks, :class:`ParquetRows`. True: raise an error for rows that cannot. False: in their order.
+    :param float improper_prior_scale: standard deviation, in unconstrained space, of the normal that replaces improper
+        priors. None (default) refuses them.
+    :param float tolerance: squared length of the natural gradient, in nats, at which a block is solved, if it has also
+        fallen to a millionth of what it was. Default: 1e-8 (float32: 1e-6). For blocks of a stream, whose errors add
+        up, at most 1e-12 (1e-9) times the square of their number of rows. The joint solves before and after a stream of
+        which rows are kept stop at 1e-6.
     :param int max_iterations: of a block's solve.
     :param int num_samples: nodes of Monte Carlo expectations.
-    :param bool certify: look at all rows once more in the end, if they can be read again: that evaluates the bound and
-        its natural gradient at q, and natural-gradient steps on all rows follow while they are needed. Only then is
-        ``elbo`` a bound, and ``converged`` a statement about q: else ``elbo`` is None, and what the steps' bounds add
-        up to is ``info["log_evidence_estimate"]``. For the implicit, explicit and quadratic schemes without dynamics;
-        only the implicit scheme takes such steps.
-    :param int max_looks: at all rows, in the end.
-    :param float certificate_tolerance: squared length of the natural gradient, in nats, at which q counts as the best
-        Gaussian: about twice its Kullback-Leibler divergence from that.
-    :param mesh: devices that share the rows of each block, of one process or of several. In several, each runs the same
-        program on the same data, and reads what its own devices take. Blocks of a few rows are faster on one device.
+    :param bool certify: evaluate the bound and its natural gradient on all rows at the end, if they can be read again,
+        and take natural-gradient steps on all rows while they are needed. Without this, ``elbo`` is None, and the sum
+        of the blocks' bounds is ``info["log_evidence_estimate"]``. For the implicit, explicit and quadratic schemes
+        without dynamics; only the implicit scheme takes such steps.
+    :param int max_looks: evaluations of all rows at the end, at most.
+    :param float certificate_tolerance: squared length of the natural gradient, in nats, at which q is the best
+        Gaussian. It is about twice the Kullback-Leibler divergence from that.
+    :param mesh: devices that share the rows of each block, of one process or of several. Several processes run the same
+        program on the same data, and each reads what its devices take. Blocks of a few rows are faster on one device.
     :param str local: latent variables of single rows, in a plate over the rows. ``"marginal"`` integrates them out of
-        their row's density: discrete ones by summing over their states, continuous ones, up to three that enter the
-        same terms, by adaptive quadrature, and any number if all is Normal. The quadrature is made for smooth
-        integrands with one mode: it does not notice others far away, nor jumps, and ``info["elbo_error"]`` does not
-        include its error. ``"prior"`` takes Normal ones of known scale from their conditional prior, which is then part
-        of q: a looser bound, and the usual one of sparse Gaussian processes. ``"auto"``: ``"prior"`` where that is
-        possible, and else ``"marginal"``.
+        their row's density: discrete ones by a sum over their states, up to three continuous ones of the same terms by
+        adaptive quadrature, any number if all is Normal. The quadrature is for smooth integrands with one mode. It does
+        not see others far away, nor jumps, and ``info["elbo_error"]`` does not include its error. ``"prior"`` makes
+        the conditional prior of Normal ones of known scale part of q: a looser bound, and the usual one of sparse
+        Gaussian processes. ``"auto"``: ``"prior"`` where that is possible, else ``"marginal"``.
     :raises ValueError: for options that do not exist or exclude each other.
 
     **References**
@@ -233,7 +230,7 @@ class RVGA:
     # ------------------------------------------------------------------ one call
     def run(
         self,
-        data: Mapping[str, Any] | tuple | Iterable,
+        data: Data | Iterable,
         *,
         rng_key: Array | None = None,
         init: Posterior | AnyState | None = None,
@@ -259,36 +256,36 @@ class RVGA:
 
         :param data: a mapping from the model's argument names to arrays that share their leading axis, the rows; a
             tuple of such arrays for positional arguments; or an iterable of such blocks, of any sizes: the result does
-            not depend on how it is cut. An iterable may have ``num_rows``, and ``from_row(n)``, an iterable of what
-            follows n rows (:class:`ParquetRows` has both, and lists need neither): then it is read in random order,
-            2^23 numbers or eight row groups' shares of them at a time. Of others, no more than the first block is in
+            not depend on how it is cut. If an iterable has ``num_rows``, and ``from_row(n)``, an iterable of what
+            follows n rows, it is read in random order, 2^23 numbers or a part of eight row groups at a time
+            (:class:`ParquetRows` has both, and lists need neither). Of others, no more than the first block is in
             memory at once.
         :param rng_key: for ``shuffle`` and Monte Carlo expectations. Default: ``jax.random.key(0)``.
         :param init: a posterior (or state) to go on from, in place of the prior.
         :param progress_bar: show rows done.
-        :param checkpoint: a file to write the run's place to, so that it can go on after a crash. The checkpoint before
-            is kept as ``<checkpoint>.previous``.
+        :param checkpoint: a file for the state of the run, so that it can go on after a crash. The checkpoint before is
+            kept as ``<checkpoint>.previous``.
         :param every: rows between checkpoints. One is also written when the run ends, in whatever way.
-        :param resume: go on from ``checkpoint`` if that exists, to the bit as if the run had not been stopped. ``data``
-            are those of the stopped run, from their first row on; the rows that it took in are passed over. Data that
-            have grown since then need ``shuffle=False``, so that the rows of the stopped run are still the first.
-        :param on_bad_row: what happens to a row that holds NaN or infinite values or an outcome outside its
-            distribution's support, or has no finite likelihood: ``"raise"`` a ValueError, or ``"skip"`` it;
-            ``info["num_skipped"]`` and ``info["skipped_rows"]`` (the first 1,000) then tell which.
+        :param resume: go on from ``checkpoint`` if that exists. The result is the same, to the bit, as without a stop.
+            ``data`` are those of the stopped run, from their first row on: the rows that it took in are passed over.
+            Data that have grown since then need ``shuffle=False``: the rows of the stopped run must still be the first.
+        :param on_bad_row: what happens to a row that has NaN or infinite values, an outcome outside its distribution's
+            support, or no finite likelihood. ``"raise"``: a ValueError. ``"skip"``: it is left out;
+            ``info["num_skipped"]`` and ``info["skipped_rows"]`` (the first 1,000) say which.
         :param model_kwargs: go to every call of the model unchanged.
-        :return: the posterior. ``info`` holds ``converged``: whether q is the best Gaussian, as far as is known (None:
-            the scheme does not seek it); where it is False, a warning says so. If it was looked at, ``looks`` counts
-            those at all rows after the pass (0 if all were in one solve), and there are the squared natural gradient
-            (``squared_natural_gradient``), and the bound before and after steps on all rows (``bound_before``,
-            ``bound_after``). Of streams that are too long to be kept, a sample of up to 2^23 numbers estimates these:
-            ``bound_estimate`` with standard error ``bound_error``, and ``squared_natural_gradient`` with what its noise
-            may be (``squared_natural_gradient_noise``). ``elbo_error`` is by how many nats the expectations at q may be
-            off, all together: above a thousandth, all starts again with finer rules, if there are any. After an error
-            or Ctrl-C, the state after the last good rows is in :attr:`state`.
+        :return: the posterior. ``info["converged"]`` is whether q is the best Gaussian, as far as is known (None: the
+            scheme does not seek it). Where it is False, a warning says so. After evaluations of all rows, ``looks`` is
+            their number after the pass (0 if all rows were in one solve), ``squared_natural_gradient`` is that at q,
+            and ``bound_before`` and ``bound_after`` are the bounds before and after steps on all rows. Of streams that
+            are too long to be kept, a sample of up to 2^23 numbers estimates these: ``bound_estimate`` with standard
+            error ``bound_error``, and ``squared_natural_gradient`` with the size of its noise,
+            ``squared_natural_gradient_noise``. ``elbo_error`` is by how many nats the expectations at q may be off, all
+            together: above a thousandth, the run is repeated with finer rules, if there are any. After an error or
+            Ctrl-C, the state after the last good rows is in :attr:`state`.
         :raises ValueError: for unusable data, naming the array and the row; for checkpoints that are damaged or of
-            another run; and for sites whose density NumPyro finds to be another. ``init`` is never harmed.
-        :raises NotImplementedError: for discrete latents, for those of single rows unless they are Normal additions of
-            known scale, for ``numpyro.param`` sites, and for rows that are not independent.
+            another run; and for sites whose density NumPyro finds to be another. ``init`` is never changed.
+        :raises NotImplementedError: for discrete latents that cannot be summed out, for ``numpyro.param`` sites in a
+            stream, and for rows of a stream that are not independent.
         """
         passed = {"checkpoint": checkpoint, "every": every, "resume": resume, "on_bad_row": on_bad_row}
         passed |= {"init": init, "progress_bar": progress_bar}
@@ -296,7 +293,7 @@ class RVGA:
         return self._family.run(data, rng_key=rng_key, **passed, **model_kwargs)
 
     # ------------------------------------------------------------------ functional form
-    def init(self, data: Mapping[str, Any] | tuple, *, rng_key: Array | None = None, **model_kwargs: Any) -> AnyState:
+    def init(self, data: Data, *, rng_key: Array | None = None, **model_kwargs: Any) -> AnyState:
         """The state before any row, for data of this form.
 
         **Example**
@@ -367,7 +364,7 @@ class RVGA:
     def sums_at(
         self,
         state: State,
-        data: Mapping[str, Any] | tuple | Iterable,
+        data: Data | Iterable,
         *,
         rng_key: Array | None = None,
         on_bad_row: str = "raise",

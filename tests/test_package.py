@@ -26,6 +26,7 @@ FLOORS = [
     "results",
     "presets",
     "bong",
+    "full_family",
     "narrow_families",
     "group_streams",
     "site_families",

@@ -12,7 +12,7 @@ from ..dynamics import Dynamics
 from ..initialization import initial_location, is_at_rest
 from ..model.failures import of_stream
 from ..model.program import Program
-from ..model.rows import Rows
+from ..model.rows import Keywords, Rows
 from ..user_warnings import warn
 from .engine import Engine
 from .online import Online, OnlineOptions, OnlineState
@@ -41,7 +41,7 @@ class OnlineEngines:
         """Without what is compiled, for other processes."""
         return self.__dict__ | {"_cached": {}}
 
-    def get(self, rows: Rows, model_kwargs: dict, rng_key: Array, all_rows: Rows | None = None) -> Online:
+    def get(self, rows: Rows, model_kwargs: Keywords, rng_key: Array, all_rows: Rows | None = None) -> Online:
         """As :meth:`Engines.get`."""
         try:
             engine = self._engines.get(rows, model_kwargs, rng_key, all_rows)

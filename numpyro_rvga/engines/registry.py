@@ -20,7 +20,7 @@ from ..model.half_lines import on_positive_half, positive_sites
 from ..model.keywords import same, snapshot
 from ..model.program import Program
 from ..model.reading_check import check_reading
-from ..model.rows import Rows, num_rows
+from ..model.rows import Keywords, Rows, num_rows
 from ..options import Options, key_numbers
 from ..user_warnings import warn
 from .devices import Devices
@@ -66,7 +66,7 @@ class Engines:
         """Without what is compiled, for other processes."""
         return self.__dict__ | {"_cached": [], "_not_quick": set(), "last": None}
 
-    def get(self, rows: Rows, model_kwargs: dict, rng_key: Array, all_rows: Rows | None = None) -> Engine:
+    def get(self, rows: Rows, model_kwargs: Keywords, rng_key: Array, all_rows: Rows | None = None) -> Engine:
         """The engine for checked rows; see :func:`checked_rows`.
 
         :param all_rows: all rows, of which ``rows`` may be some, if they are at hand.

@@ -35,6 +35,15 @@ class Layout(NamedTuple):
         """The entries of theta that some sites take, site after site, (n,)."""
         return np.concatenate([np.ravel(self.indices[name]) for name in names])
 
+    @property
+    def entry_names(self) -> list[str]:
+        """Of the entries of theta: ``a[0, 2]``, or ``a`` for a site of one number."""
+        return [
+            f"{name}[{', '.join(map(str, index))}]" if index else name
+            for name in self.site_names
+            for index in np.ndindex(*self.shapes[name])
+        ]
+
     def unravel(self, theta: Array | np.ndarray) -> dict[str, Array]:
         """theta (..., P) -> site -> (..., *shape)."""
         if not self.site_names:  # XLA has no split into nothing

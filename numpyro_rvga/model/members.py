@@ -40,15 +40,6 @@ class Members(NamedTuple):
         """n."""
         return self.columns.shape[1]
 
-    @property
-    def names(self) -> list[str]:
-        """Of a member's entries."""
-        names = []
-        for name in self.of_members.site_names:
-            shape = self.of_members.shapes[name]
-            names += [f"{name}[{', '.join(map(str, index))}]" if index else name for index in np.ndindex(*shape)]
-        return names
-
     def theta(self, shared: Array, members: Array) -> Array:
         """All entries, of those shared (k,) and of members (n, d)."""
         theta = jnp.zeros(self.columns.size + self.shared.size, shared.dtype)

@@ -8,6 +8,10 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 
+Data = Mapping[str, Any] | tuple
+"""What a user gives: rows as arrays by argument name, or in the order of the model's positional arguments."""
+Keywords = Mapping[str, Any]
+"""The model's other arguments, by name."""
 Rows = dict[str, np.ndarray]
 Tree = TypeVar("Tree")  # of arrays (n, ...)
 

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 from jax import Array
-from jax.typing import ArrayLike
 from scipy.special import logsumexp
 
+from ..model.rows import Data
 from . import prediction
 from .log_joint import chunks_of_log_likelihood, observed_values, rows_with_outcome, summed
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 def to_arviz(
     posterior: Posterior,
-    data: Mapping[str, ArrayLike] | tuple | None = None,
+    data: Data | None = None,
     *,
     rng_key: Array | None = None,
     num_samples: int = 1000,

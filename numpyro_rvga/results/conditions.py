@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from jax import Array
@@ -24,7 +24,7 @@ from ..engines.curvature import (
 from ..engines.engine import Engine
 from ..engines.registry import Engines
 from ..model.arguments import checked_rows
-from ..model.rows import Rows
+from ..model.rows import Data, Keywords, Rows
 from ..model.terms import Terms
 from ..options import Options
 
@@ -105,12 +105,12 @@ class Conditions:
 def check_conditions(
     model: Callable,
     options: Options,
-    data: Mapping[str, Any] | tuple,
+    data: Data,
     posterior: Posterior | None,
     means: ArrayLike | None,
     variances: ArrayLike | None,
     rng_key: Array,
-    model_kwargs: Mapping[str, Any],
+    model_kwargs: Keywords,
 ) -> Conditions:
     """The conditions for a model; see :meth:`FixedPointVI.conditions`."""
     means, variances = _checked_axis("means", means), _checked_axis("variances", variances)

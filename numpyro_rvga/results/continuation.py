@@ -10,6 +10,7 @@ from jax import Array
 
 from ..engines.online import Online
 from ..model.program import Program
+from ..model.rows import Keywords
 
 if TYPE_CHECKING:
     from .posterior import Posterior
@@ -23,7 +24,7 @@ class Continuation:
     """
 
     method: Any
-    model_kwargs: dict[str, Any]
+    model_kwargs: Keywords
 
     def update(self, posterior: Posterior, data: Any, **kwargs: Any) -> Posterior:
         """The posterior after more rows; ``posterior`` is unchanged."""
@@ -42,6 +43,6 @@ class OnlineContinuation(Continuation):
         return _compiled_again, (self.method, self.model_kwargs, engine.program, engine.rng_key)
 
 
-def _compiled_again(method: Any, model_kwargs: dict, program: Program, rng_key: Array) -> OnlineContinuation:
+def _compiled_again(method: Any, model_kwargs: Keywords, program: Program, rng_key: Array) -> OnlineContinuation:
     """What :meth:`OnlineContinuation.__reduce__` took apart."""
     return OnlineContinuation(method, model_kwargs, method.updates.of(program, rng_key))

@@ -21,7 +21,7 @@ from ..engines.groups import GroupEvaluations, GroupTerms
 from ..engines.registry import Engines
 from ..model.arguments import named_rows
 from ..model.members import Members, members_of
-from ..model.rows import Rows, num_rows, selected
+from ..model.rows import Keywords, Rows, num_rows, selected
 from ..options import Options, default_key
 from .group_labels import label_kind
 from .group_rounds import Shared
@@ -41,7 +41,7 @@ class LocalPlate(NamedTuple):
     index: str
     size: str
 
-    def check(self, model: Callable, model_kwargs: Mapping[str, Any]) -> None:
+    def check(self, model: Callable, model_kwargs: Keywords) -> None:
         """:raises ValueError: for arguments that the model does not take, or that are given."""
         known = inspect.signature(model).parameters
         takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in known.values())
@@ -64,7 +64,7 @@ class GroupModel(NamedTuple):
     options: Options
     improper_prior_scale: float | None
     plate: LocalPlate
-    model_kwargs: Mapping[str, Any]
+    model_kwargs: Keywords
     rng_key: Array | None
     mesh: Mesh | None = None
 
@@ -125,9 +125,9 @@ class GroupPart:
         chunks = terms.chunks(self.rows, self.rows[self.model.plate.index])
         return GroupEvaluations(terms, chunks, len(self.labels), with_shared_prior=self._with_shared_prior)
 
-    @property
-    def num_rows(self) -> int:
-        return num_rows(self.rows)
+    def counts(self) -> tuple[int, int]:
+        """How many groups and rows there are."""
+        return len(self.labels), num_rows(self.rows)
 
     def sample(self, num_parts: int) -> Rows:
         """The rows of some groups, chosen at random: this part's share of what is solved for first."""
@@ -211,7 +211,7 @@ def gathered(
     model: Callable,
     data: Any,
     index: str,
-    model_kwargs: Mapping[str, Any],
+    model_kwargs: Keywords,
     first_row: int = 0,
     kind: str | None = None,
 ) -> tuple[Rows, str | None]:
@@ -233,7 +233,7 @@ def gathered(
 
 
 def _named(
-    model: Callable, block: Any, index: str, model_kwargs: Mapping[str, Any], first_row: int, kind: str | None
+    model: Callable, block: Any, index: str, model_kwargs: Keywords, first_row: int, kind: str | None
 ) -> tuple[Rows, str | None]:
     """Arrays by name, of which labels may be strings, and what these are."""
     labels = block.get(index) if isinstance(block, Mapping) else None

@@ -22,8 +22,8 @@ from ..engines.expectation_errors import warn_of
 from ..model.arguments import check_row_shapes, finite_rows, row_shapes
 from ..model.identity import ModelIdentity
 from ..model.members import Members
-from ..model.rows import Rows, num_rows, selected
-from ..options import check_choice
+from ..model.rows import Data, Rows, num_rows, selected
+from ..options import Info, check_choice
 from ..streams.opening import BAD_ROW_POLICIES
 from ..user_warnings import warn
 from .group_blocks import FEWEST, Bound, Seen
@@ -81,7 +81,7 @@ class GroupStream:
         return f"GroupStream(num_rows={self.num_rows}, num_groups={self.num_groups})"
 
     # ------------------------------------------------------------------ rows
-    def update(self, data: Mapping[str, Any] | tuple | Iterable, *, on_bad_row: str = "raise") -> None:
+    def update(self, data: Data | Iterable, *, on_bad_row: str = "raise") -> None:
         """Take in rows, of groups seen before and of new ones. They are taken as they come, in blocks.
 
         :param data: a mapping from the model's argument names to arrays that share their leading axis, the rows; or an
@@ -246,7 +246,7 @@ class GroupStream:
         self._store.close()
 
     @property
-    def _facts(self) -> dict[str, Any]:
+    def _facts(self) -> Info:
         """What must be the same when a stream goes on."""
         return {**self._model.plate._asdict(), "rows_kept": self._rows_kept}
 
@@ -329,12 +329,12 @@ class GroupStream:
 
     def _written(self, folder: str) -> GroupFiles:
         shared, index = self._so_far.shared, self._model.plate.index
-        bound = self._bound
-        assert bound is not None
+        assert self._bound is not None
+        bound, names = self._bound, self._bound.members.of_members.entry_names
         for number, (labels, vectors) in enumerate(self._store.pieces(WRITTEN)):
             order = np.argsort(np.array(labels))
             groups = bound.unpacked(vectors[order])[0].at(shared.mean)
-            write_groups(folder, number, index, np.array(labels)[order], bound.members.names, groups, shared.root)
+            write_groups(folder, number, index, np.array(labels)[order], names, groups, shared.root)
         return GroupFiles(folder, index)
 
     def knows(self, labels: np.ndarray, version: int) -> np.ndarray:

@@ -18,7 +18,7 @@ from numpyro import handlers
 
 from ..core.groups import Groups, conditionals, covariances
 from ..model.members import Members
-from ..model.rows import num_rows
+from ..model.rows import Data, num_rows
 from ..options import is_count
 from .group_parts import LocalPlate
 from .group_prediction import predict
@@ -142,9 +142,7 @@ class GroupPosterior:
             drawn |= {n: jnp.concatenate([drawn[n], x], axis=1) if n in drawn else x for n, x in new.items()}
         return {name: jnp.reshape(value, (*sample_shape, *value.shape[1:])) for name, value in drawn.items()}
 
-    def predictive(
-        self, rng_key: Array, data: Mapping[str, Any] | tuple | Iterable, num_samples: int = 1000
-    ) -> dict[str, Array]:
+    def predictive(self, rng_key: Array, data: Data | Iterable, num_samples: int = 1000) -> dict[str, Array]:
         """Predict the observed sites of new rows, by runs of the model at draws from q.
 
         :param rng_key: random key.
@@ -236,7 +234,7 @@ class GroupFiles(NamedTuple):
         if missing.size:
             raise ValueError(f"{self.folder} has no group {missing[0]}.")
         at, size = order[np.searchsorted(labels[order], wanted)], len(members.columns)
-        means = [table[MEAN.format(name)].to_numpy() for name in members.names]
+        means = [table[MEAN.format(name)].to_numpy() for name in members.of_members.entry_names]
         slope, root = (np.stack(table[name].to_numpy(zero_copy_only=False)) for name in (SLOPE, ROOT))
         return (
             np.stack(means, axis=1)[at],

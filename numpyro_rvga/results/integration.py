@@ -28,7 +28,7 @@ from ..engines.sparse import sparse_engine
 from ..model import Program
 from ..model.conditional import conditional_model
 from ..model.hyperparameters import Choice, choose_sites
-from ..model.rows import Rows
+from ..model.rows import Data, Rows
 from ..options import MARGINALS, Options, check_choice, default_key
 from ..progress import Bar, progress
 from ..user_warnings import warn
@@ -229,7 +229,7 @@ class Integration:
 
 def integrate(
     posterior: Posterior,
-    data: Mapping[str, ArrayLike] | tuple,
+    data: Data,
     sites: str | Sequence[str],
     rng_key: Array | None,
     progress_bar: bool,

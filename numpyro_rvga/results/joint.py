@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from jax import Array
 
 from ..core.gaussians import FullGaussian
 from ..engines.batch import Fit, rows_info
 from ..model.row_set import row_set
 from ..model.rows import Rows
+from ..options import Info
 from .linearized import confirmed
 from .posterior import Posterior
 from .rounding import warn_of_lost_digits
 
 
-def joint_posterior(fit: Fit, rows: Rows, reason: str | None, info: dict[str, Any], rng_key: Array) -> Posterior:
+def joint_posterior(fit: Fit, rows: Rows, reason: str | None, info: Info, rng_key: Array) -> Posterior:
     """The posterior, with warnings of lost digits and of a bound that draws from it do not confirm.
 
     :param rows: all of them. :param reason: why they are no independent terms; None: they are.

@@ -19,12 +19,12 @@ from jax import Array
 from jax.scipy.special import logsumexp
 from jax.scipy.stats import norm
 from jax.scipy.stats import t as student
-from jax.typing import ArrayLike
 from numpyro.infer.importance import _psis_khat
 
 from ..core.gaussians.mean_field import MeanField
 from ..core.gaussians.mixture import GaussianMixture
 from ..engines.starts import NOTICEABLE, share_of_others
+from ..model.rows import Data
 from ..streams.order import seed_of
 from .log_joint import check_all_rows, log_joint, rows_with_outcome
 from .marginal_nuts import has_mixed
@@ -94,7 +94,7 @@ class Evidence(NamedTuple):
 
 def khat(
     posterior: Posterior,
-    data: Mapping[str, ArrayLike] | tuple,
+    data: Data,
     *,
     rng_key: Array | None = None,
     num_samples: int = 10_000,

@@ -10,10 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
-from jax.typing import ArrayLike
 
 from ..model.distinct_rows import once_each
-from ..model.rows import num_rows, selected
+from ..model.rows import Data, num_rows, selected
 from ..model.tracing import run_model
 
 if TYPE_CHECKING:
@@ -25,7 +24,7 @@ CHUNK_VALUES = 2**20
 BATCH = 16  # draws of theta at which a model of all data runs at once
 
 
-def rows_with_outcome(program: Program, data: Mapping[str, ArrayLike] | tuple) -> dict[str, Any]:
+def rows_with_outcome(program: Program, data: Data) -> dict[str, Any]:
     """:raises ValueError: if an observed site is not observed in ``data``; it would be drawn at random."""
     rows = program.rows(data)
     few = rows if program.whole else {name: values[:2] for name, values in rows.items()}

@@ -18,6 +18,7 @@ from ..core.gaussians.arrow_roots import ArrowRoots
 from ..core.gaussians.mean_field import MeanField
 from ..core.gaussians.mixture import GaussianMixture
 from ..model.row_set import RowSet
+from ..model.rows import Data
 from . import arviz, integration, merging, prediction, resampling, storage, summary_table, warmstart
 from .khat import khat
 
@@ -127,7 +128,7 @@ class Posterior:
         self,
         rng_key: Array,
         sample_shape: tuple[int, ...] = (),
-        data: Mapping[str, ArrayLike] | tuple | None = None,
+        data: Data | None = None,
     ) -> dict[str, Array]:
         """Draw from q.
 
@@ -314,7 +315,7 @@ class Posterior:
 
     def integrate(
         self,
-        data: Mapping[str, ArrayLike] | tuple,
+        data: Data,
         *,
         sites: str | Sequence[str] = "auto",
         marginal: str = "bound",

@@ -11,14 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 import numpyro.distributions as dist
 from jax import Array
-from jax.typing import ArrayLike
 from numpyro import handlers
 from numpyro.infer import Predictive
 from numpyro.primitives import Messenger
 
 from ..core.gaussians.mixture import GaussianMixture
 from ..model.local_draws import draw_row_latents
-from ..model.rows import num_rows
+from ..model.rows import Data, num_rows
 from ..model.site_terms import unconstrained_parameters
 from ..model.tracing import peel
 from ..options import check_choice
@@ -34,7 +33,7 @@ PROBIT_SCALE = math.sqrt(8 / math.pi)
 def predictive(
     posterior: Posterior,
     rng_key: Array | None,
-    data: Mapping[str, ArrayLike] | tuple,
+    data: Data,
     num_samples: int = 1000,
     method: str = "monte_carlo",
 ) -> dict[str, Any]:
@@ -76,9 +75,7 @@ def predictive(
     return DRAWN[method](posterior, rng_key, data, num_samples)
 
 
-def monte_carlo(
-    posterior: Posterior, rng_key: Array, data: Mapping[str, ArrayLike] | tuple, num_samples: int
-) -> dict[str, Array]:
+def monte_carlo(posterior: Posterior, rng_key: Array, data: Data, num_samples: int) -> dict[str, Array]:
     """Run the model forward at posterior draws, with every observed site drawn anew.
 
     :param posterior: the posterior.
@@ -92,9 +89,7 @@ def monte_carlo(
     return at_draws(posterior, model_key, posterior.program.rows(data, predicted=True), theta)
 
 
-def plugin(
-    posterior: Posterior, rng_key: Array, data: Mapping[str, ArrayLike] | tuple, num_samples: int
-) -> dict[str, Array]:
+def plugin(posterior: Posterior, rng_key: Array, data: Data, num_samples: int) -> dict[str, Array]:
     """Run the model forward at the mean of q, with every observed site drawn anew: what :func:`monte_carlo` returns.
 
     :raises NotImplementedError: if the model has a latent value for each row.
@@ -110,9 +105,7 @@ def plugin(
     return predict(rng_key, *arguments, **keywords)
 
 
-def linearized(
-    posterior: Posterior, rng_key: Array, data: Mapping[str, ArrayLike] | tuple, num_samples: int
-) -> dict[str, Array]:
+def linearized(posterior: Posterior, rng_key: Array, data: Data, num_samples: int) -> dict[str, Array]:
     """Draw outcomes with the parameters of the observed distributions, in unconstrained space, linearized in theta at
     the mean of q: what :func:`monte_carlo` returns, and for networks closer to the data.
 
@@ -286,7 +279,7 @@ def _completed(name: str, fn: Any, shape: tuple[int, ...], value: Array, rng_key
 DRAWN = {"monte_carlo": monte_carlo, "linearized": linearized, "plugin": plugin}
 
 
-def closed_form(posterior: Posterior, data: Mapping[str, ArrayLike] | tuple) -> dict[str, dict[str, Array]]:
+def closed_form(posterior: Posterior, data: Data) -> dict[str, dict[str, Array]]:
     """The probability of success of logistic sites, averaged over q, and its variance under q.
 
     Equations (62) and (63) of the R-VGA paper: with ``m`` and ``v`` the mean and the variance of the logit under q and

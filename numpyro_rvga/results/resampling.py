@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 from jax import Array
-from jax.typing import ArrayLike
 
+from ..model.rows import Data
 from .arviz import converted, smoothed
 from .khat import NEARLY_EQUAL
 from .log_joint import check_all_rows, log_joint, rows_with_outcome
@@ -25,7 +25,7 @@ LEAST_DRAWS = 400
 
 def resample(
     posterior: Posterior,
-    data: Mapping[str, ArrayLike] | tuple,
+    data: Data,
     num_samples: int = 1000,
     *,
     rng_key: Array | None = None,

@@ -43,7 +43,7 @@ def warn_of_lost_digits(posterior: Posterior) -> None:
         return
     share = np.abs(widest[1]) / np.abs(widest[1]).max()
     chosen = [i for i in np.argsort(-share, kind="stable")[:NAMED] if share[i] > SHARE]
-    names = _entries(posterior)
+    names = posterior.program.layout.entry_names
     unnamed = np.sum(share**2) - np.sum(share[chosen] ** 2)
     more = " and others" if unnamed > UNNAMED * np.sum(share**2) else ""
     remedy = "jax.config.update('jax_enable_x64', True), or " if digits.bits == 32 else ""
@@ -107,14 +107,3 @@ def _leading(precisions: np.ndarray, times_covariance: Callable[[np.ndarray], np
         if num_still == NUM_STILL:
             break
     return value, direction
-
-
-def _entries(posterior: Posterior) -> list[str]:
-    """The entries of theta, by site and place."""
-    layout = posterior.program.layout
-    names = []
-    for site in layout.site_names:
-        shape = layout.shapes[site]
-        indices = np.ndindex(*shape) if math.prod(shape) else []
-        names += [f"{site}[{', '.join(map(str, index))}]" if index else site for index in indices]
-    return names

@@ -26,6 +26,7 @@ from ..model.data_prior import PriorConstants
 from ..model.identity import ModelIdentity
 from ..model.local import RowFacts
 from ..model.row_set import RowSet
+from ..model.rows import Keywords
 
 if TYPE_CHECKING:
     from .posterior import Posterior
@@ -137,7 +138,7 @@ class _Stored(NamedTuple):
 
     layout: list
     withheld_keywords: list
-    model_kwargs: dict[str, Any]
+    model_kwargs: Keywords
     example_rows: dict[str, np.ndarray]
     options: list
     constants: PriorConstants | None

@@ -14,7 +14,7 @@ from ..engines.certificate import Certificate, Sums
 from ..engines.engine import Engine
 from ..model.row_set import RowSet, row_digests
 from ..model.rows import Rows, joined, num_rows, selected
-from ..options import check_choice, is_count
+from ..options import Info, check_choice, is_count
 from ..user_warnings import warn
 from .model_check import MOST_ROWS, NUM_PAIRS, Difference, ModelCheck
 from .order import seed_of
@@ -34,7 +34,7 @@ class Findings(NamedTuple):
 
     state: State
     bound: float | None
-    info: dict[str, Any]
+    info: Info
     rows: Rows
     accounts: Accounts | None = None
 
@@ -229,7 +229,7 @@ def _report(differences: list[Difference], *, silent: bool) -> None:
             )
 
 
-def _described(looks: int, squared_natural_gradient: float, before: float, after: float) -> dict[str, Any]:
+def _described(looks: int, squared_natural_gradient: float, before: float, after: float) -> Info:
     """For the posterior's ``info``: see :meth:`RVGA.run`."""
     return {
         "looks": looks,

@@ -12,6 +12,7 @@ from ..engines.mean_field import SETTLED, MeanFieldInfo, MeanFieldState, MeanFie
 from ..model.bad_rows import describe_bad_rows
 from ..model.program import Program
 from ..model.rows import Rows, pad
+from ..options import Info
 from ..progress import Bar
 from .opening import PassOptions
 from .passes import Pass, rows_named
@@ -72,6 +73,6 @@ class MeanFieldPass(Pass[MeanFieldState, MeanFieldInfo]):
             "last good state is kept as .state."
         )
 
-    def facts(self) -> dict[str, Any]:
+    def facts(self) -> Info:
         """For the posterior's ``info``."""
         return {"num_blocks": self._num_blocks, "converged": self._largest < SETTLED} | self.skipped()

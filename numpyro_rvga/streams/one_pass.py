@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from jax import Array
 
@@ -16,7 +16,7 @@ from ..engines.registry import Engines
 from ..engines.starts import warn_of_modes
 from ..model.row_set import RowSet
 from ..model.rows import Rows, without
-from ..options import key_numbers
+from ..options import Info, key_numbers
 from ..progress import progress
 from .block_plan import BlockPlan, Sizes
 from .certification import Certification
@@ -29,7 +29,7 @@ class Outcome(NamedTuple):
     """:ivar info: for the posterior's. :ivar bound: on the log evidence, or None. :ivar absorbed: the rows."""
 
     state: State
-    info: dict[str, Any]
+    info: Info
     bound: float | None
     absorbed: RowSet
 
@@ -117,7 +117,7 @@ class OnePass:
         bound = self.certification.checked(engine, findings, rng_key)
         return Outcome(findings.state, info, bound if int(start.num_rows) == 0 else None, taken.absorbed)
 
-    def _facts(self, rng_key: Array, sizes: Sizes, *, shuffled: bool) -> dict[str, Any]:
+    def _facts(self, rng_key: Array, sizes: Sizes, *, shuffled: bool) -> Info:
         """The options that determine the result."""
         facts = {"method": "RVGA", "dynamics": repr(self.dynamics), "shuffle": shuffled}
         facts["rng_key"] = key_numbers(rng_key)

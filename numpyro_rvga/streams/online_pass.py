@@ -14,6 +14,7 @@ from ..engines.online import BlockInfo, Online, OnlineState
 from ..model.bad_rows import describe_bad_rows
 from ..model.row_set import RowSet, row_set
 from ..model.rows import Rows, num_rows, pad, selected
+from ..options import Info
 from ..progress import Bar
 from .opening import PassOptions
 from .passes import Pass, first_failed, rows_named
@@ -35,7 +36,7 @@ class CallBack:
             if returned is not None:
                 self._returned.append(returned)
 
-    def facts(self) -> dict[str, Any]:
+    def facts(self) -> Info:
         return {"callback": self._returned} if self._returned else {}
 
 
@@ -115,7 +116,7 @@ class OnlinePass(Pass[OnlineState, BlockInfo]):
         self._on_state(after)  # which has the blocks before these rows
         _refuse_update(self._online, self._rule, after, rows, numbers)
 
-    def facts(self) -> dict[str, Any]:
+    def facts(self) -> Info:
         """For the posterior's ``info``; with a last call back, if rows came after the one before."""
         if self._every is None or self.num_taken % self._every:
             self._call_back(self.state)
@@ -131,7 +132,7 @@ class Outcome(NamedTuple):
     """:ivar info: for the posterior's. :ivar absorbed: the rows that the state has taken in."""
 
     state: OnlineState
-    info: dict[str, Any]
+    info: Info
     absorbed: RowSet
 
 

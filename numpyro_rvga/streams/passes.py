@@ -17,6 +17,7 @@ from ..model.identity import ModelIdentity, model_identity
 from ..model.program import Program
 from ..model.row_set import RowSet, row_digests
 from ..model.rows import Rows, num_rows, selected
+from ..options import Info
 from ..progress import Bar
 from .feed import Feed, Piece
 from .opening import HEAD, PassOptions, check_finite_at, located, replaced, usable_rows, with_finite_head
@@ -157,7 +158,7 @@ class Pass(ABC, Generic[S, R]):
         """How many rows were taken in."""
         return self.done - len(self._left_out)
 
-    def skipped(self) -> dict[str, Any]:
+    def skipped(self) -> Info:
         """For the posterior's ``info``."""
         if not self._options.skips:
             return {}
@@ -292,7 +293,7 @@ class Pass(ABC, Generic[S, R]):
         return to_blame
 
     # ------------------------------------------------------------------ checkpoints
-    def _data_facts(self, state: S) -> dict[str, Any]:
+    def _data_facts(self, state: S) -> Info:
         """What changes if the rows or the prior do."""
         return {
             "on_bad_row": self._options.on_bad_row,

@@ -18,6 +18,7 @@ from ..engines.starts import modes_info
 from ..model.bad_rows import NotFinite, describe_bad_rows
 from ..model.distinct_rows import once_each
 from ..model.rows import Rows, in_blocks, num_rows, pad, selected
+from ..options import Info
 from ..progress import Bar
 from .block_plan import Sizes
 from .memory import NEGLIGIBLE_ERROR, Kept, RowMemory, inexactness, unranked
@@ -252,7 +253,7 @@ class RunSummary:
         self._iterations, self._steps, self._converged, self._decrement, modes = stored
         self._modes = tuple(modes)
 
-    def facts(self) -> dict[str, Any]:
+    def facts(self) -> Info:
         """For the posterior's ``info``."""
         mean_iterations = self._iterations / max(self._steps, 1)
         facts = {"converged": self._converged, "mean_iterations": mean_iterations, "largest_decrement": self._decrement}

@@ -12,7 +12,7 @@ from jax import Array
 
 from ..model.arguments import check_row_shapes, named_rows, row_shapes
 from ..model.arrays import as_data_array
-from ..model.rows import Rows, joined, num_rows, selected
+from ..model.rows import Keywords, Rows, joined, num_rows, selected
 from .order import RandomOrder, one_round, rounds_of
 
 SLICE = 2**16  # rows that are passed over at a time
@@ -230,7 +230,7 @@ def rows_in_memory(rows: Rows, left_out: np.ndarray = NOTHING) -> RowSource:
     return RowSource(rest, total, seekable=True, left_out=left_out)
 
 
-def rows_of_blocks(blocks: Iterable, model: Callable, model_kwargs: Mapping[str, Any]) -> RowSource:
+def rows_of_blocks(blocks: Iterable, model: Callable, model_kwargs: Keywords) -> RowSource:
     """A source of blocks. They may know their ``num_rows``, may be read ``from_row(n)`` on, and may have
     ``piece_sizes``, of rows that are fast to read one after the other; ``dtypes`` of arrays that have others where
     values are missing; and ``about_row(n)``, a sentence that says where a row lies.
