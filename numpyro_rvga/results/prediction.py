@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpyro.distributions as dist
 from jax import Array
+from jax.typing import ArrayLike
 from numpyro import handlers
 from numpyro.infer import Predictive
 from numpyro.primitives import Messenger
