@@ -327,9 +327,12 @@ class BoundModel(ModelRuns):
 
 
 def _is_equal(a: Any, b: Any) -> bool:
-    """Whether two arrays hold the same, NaN in the same places too."""
+    """Whether two arrays hold the same in the lower of their precisions, NaN in the same places too."""
     a, b = np.asarray(a), np.asarray(b)
-    return np.array_equal(a, b, equal_nan=a.dtype.kind == "f" and b.dtype.kind == "f")
+    if not (a.dtype.kind == "f" and b.dtype.kind == "f"):
+        return np.array_equal(a, b)
+    dtype = min(a.dtype, b.dtype, key=lambda dtype: dtype.itemsize)
+    return np.array_equal(a.astype(dtype), b.astype(dtype), equal_nan=True)
 
 
 def _log_prob(record: SiteRecord) -> Array:

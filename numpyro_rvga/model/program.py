@@ -206,7 +206,7 @@ class Program(BoundLikelihood):
         :raises ValueError: naming arrays that are left out although the run had them.
         """
         if self.whole:
-            rows = whole_data_again(self.model, data, self.model_kwargs)
+            rows = self._as_taken(whole_data_again(self.model, data, self.model_kwargs))
         else:
             rows = checked_rows(self.model, data, 0, self.model_kwargs)
         needed = self._prediction_arrays if predicted else set(self.example_row) - self._outcome_arrays
@@ -218,6 +218,11 @@ class Program(BoundLikelihood):
         for check in () if predicted else self._row_checks:
             check(rows, 0)
         return rows
+
+    def _as_taken(self, rows: Rows) -> Rows:
+        """Arrays of NumPy's or of JAX's, as a whole model took them in its run."""
+        are_jax = {name for name, array in self.example_rows.items() if isinstance(array, jax.Array)}
+        return {name: jnp.asarray(array) if name in are_jax else np.asarray(array) for name, array in rows.items()}
 
     def check_given(self, rows: Collection[str], needed: Collection[str]) -> None:
         """:raises ValueError: for arrays that are left out: the model would take their default values."""

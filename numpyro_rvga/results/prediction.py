@@ -199,7 +199,7 @@ def _forward(posterior, rng_key, rows, theta, names: set[str]) -> dict[str, Arra
     latents = {name: sites[name] for name in posterior.site_names}
     model = program.runner(num_rows(rows))
     predict = Predictive(handlers.uncondition(model), latents, return_sites=sorted(names))
-    taken = {name: program.example_rows[name] if program.whole else jnp.asarray(rows[name]) for name in rows}
+    taken = rows if program.whole else {name: jnp.asarray(values) for name, values in rows.items()}
     arguments, keywords = program.call_arguments(taken)
     with program.evaluating():
         return predict(rng_key, *arguments, **keywords)

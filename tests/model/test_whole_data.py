@@ -70,6 +70,17 @@ def in_steps(x, y):
     scan(step, None, (jnp.asarray(x), jnp.asarray(y)))
 
 
+def by_place(y):
+    """Rows that a traced number picks out, as only JAX's arrays can be indexed."""
+    b = coefficients()
+
+    def step(carry, t):
+        numpyro.sample("y", dist.Normal(b[0] + b[1] * y[t - 1], SCALE), obs=y[t])
+        return carry, None
+
+    scan(step, None, jnp.arange(1, len(y)))
+
+
 def two_tables(x, y, others):
     b = coefficients()
     numpyro.sample("y", dist.Normal(b[0] + b[1] * x, SCALE), obs=y)
@@ -192,6 +203,17 @@ def test_data_that_other_data_replace_are_solved_for_anew():
     first, second = (method.run({"x": X, "y": y}, progress_bar=False) for y in (Y, Y + 1.0))
     np.testing.assert_allclose(first.mean, least_squares(CENTERED, Y)[0], atol=1e-6)
     np.testing.assert_allclose(second.mean, least_squares(CENTERED, Y + 1.0)[0], atol=1e-6)
+
+
+def test_arrays_of_double_precision_are_known_again_in_single_precision():
+    mean, covariance = least_squares(np.stack([np.ones(23), Y[:-1]], axis=1), Y[1:])
+    with jax.enable_x64(False):
+        posterior = RVGA(by_place).run({"y": Y}, progress_bar=False)
+        np.testing.assert_allclose(posterior.mean, mean, atol=1e-3)
+        np.testing.assert_allclose(posterior.covariance, covariance, atol=1e-3)
+        assert posterior.khat({"y": Y}).verdict.startswith("good")
+        with pytest.raises(ValueError, match="all of them"):
+            posterior.khat({"y": Y + 0.01})
 
 
 def test_nan_that_the_model_does_not_handle_is_named():
