@@ -219,7 +219,7 @@ class Program(BoundLikelihood):
             check(rows, 0)
         return rows
 
-    def _as_taken(self, rows: Rows) -> Rows:
+    def _as_taken(self, rows: Mapping[str, Any]) -> dict[str, Any]:
         """Arrays of NumPy's or of JAX's, as a whole model took them in its run."""
         are_jax = {name for name, array in self.example_rows.items() if isinstance(array, jax.Array)}
         return {name: jnp.asarray(array) if name in are_jax else np.asarray(array) for name, array in rows.items()}
