@@ -4,8 +4,8 @@ OPENBLAS_NUM_THREADS=1 python -m benchmarks merging [--quick] [--models NAME ...
 python -m benchmarks merging --draw figures/merging.json
 
 Errors are in standard deviations of the best Gaussian (FixedPointVI's): the largest error of a mean, and the largest
-relative error of a standard deviation. Parts are of rows in random order, and sorted by outcome. Times are of one
-process.
+relative error of a standard deviation. Parts are of rows in random order, sorted by outcome, and in order of time: by
+the first predictor, as a trend has it, by group, or by the first of two crossed effects. Times are of one process.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from _results import Report, parser
 from numpyro_rvga import RVGA, FixedPointVI, Posterior
 
 COUNTS = (4, 16, 64)
-ORDERS = ("random", "sorted")
+ORDERS = ("random", "sorted", "time")
+STYLES = dict(zip(ORDERS, ("-", "--", ":")))
 
 
 def linear(X, y=None):
@@ -96,7 +97,7 @@ def main() -> None:
         best, seconds = timed(lambda model=model, data=data: FixedPointVI(model).run(data, progress_bar=False))
         report(model=name, parts=1, order="as it is", seconds=seconds)
         for order in ORDERS:
-            places = np.arange(num_rows) if order == "random" else np.argsort(data["y"], kind="stable")
+            places = places_in(order, data)
             for count in COUNTS:
                 method = RVGA(model)
                 blocks = [{n: x[i] for n, x in data.items()} for i in np.array_split(places, count)]
@@ -116,6 +117,14 @@ def main() -> None:
                 )
 
 
+def places_in(order: str, data: dict[str, np.ndarray]) -> np.ndarray:
+    """The numbers of the rows in this order."""
+    if order == "random":
+        return np.arange(len(data["y"]))
+    of_time = data.get("g", data.get("i", data["X"][:, 0] if "X" in data else None))
+    return np.argsort(data["y"] if order == "sorted" else of_time, kind="stable")
+
+
 def timed(call: Callable[[], Any]) -> tuple[Any, float]:
     """The result, and the processor's seconds."""
     started = time.process_time()
@@ -132,9 +141,10 @@ def draw(results: dict[str, Any], path: Path) -> None:
     figure, axes = plt.subplots(1, len(names), figsize=(4 * len(names), 3.2), sharey=True, squeeze=False)
     for name, ax in zip(names, axes[0]):
         for row in (row for row in rows if row["model"] == name):
-            style = "-" if row["order"] == "random" else "--"
-            label = f"{row['parts']} parts, {row['order']}"
-            ax.plot(np.arange(1, 1 + len(row["merge_errors"])), row["merge_errors"], style, marker="o", label=label)
+            style, label = STYLES[row["order"]], f"{row['parts']} parts, {row['order']}"
+            color = f"C{COUNTS.index(row['parts'])}"
+            where = np.arange(1, 1 + len(row["merge_errors"]))
+            ax.plot(where, row["merge_errors"], style, color=color, marker="o", label=label)
         ax.axhline(0.01, color="0.7", linewidth=0.8)
         most = max(len(row["merge_errors"]) for row in rows)
         ax.set(title=name, xlabel="round", yscale="log", xticks=range(1, 1 + most), xlim=(0.8, most + 0.2))

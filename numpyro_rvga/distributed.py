@@ -18,6 +18,7 @@ from .engines.certificate import Sums
 from .engines.expectation_errors import warn_of
 from .engines.online import OnlineState
 from .model.row_set import RowSet
+from .model.rows import Rows
 from .progress import Bar, progress
 from .results.group_parts import GroupModel, LocalPlate, rounding
 from .results.group_rounds import in_group_rounds
@@ -105,7 +106,8 @@ def run(
         check_disjoint(row_sets)
         result = None
         if isinstance(method, RVGA) and takes_rounds and limit != 1 and not (limit is None and _is_exact(method)):
-            evaluations = evaluations_of(method.last_engine, start, lambda state: total_of(cluster.sums(state)))
+            sums = lambda state: total_of(cluster.sums(state))  # noqa: E731
+            evaluations = evaluations_of(method.last_engine, start, sums, cluster.sample_of)
             result = defined(in_rounds(start, states, evaluations, limit))
     info: dict[str, Any] = {"merged": len(parts), "parts": list(infos)}
     runs = tuple(run for part in row_sets for run in part)
@@ -262,13 +264,17 @@ class _Cluster(NamedTuple):
         """Over the rows of each part, at one state."""
         return self._asked(_sums, jax.tree.map(np.asarray, state))
 
-    def _asked(self, task: Callable, *arguments: Any) -> list[Any]:
-        """What a task makes of each part."""
+    def sample_of(self, totals: Sequence[int], counts: Sequence[int]) -> list[Rows]:
+        """So many of the rows of each part, drawn at random. ``totals``: how many there are."""
+        return self._asked(_sample, of_each=list(zip(totals, counts)))
+
+    def _asked(self, task: Callable, *arguments: Any, of_each: Sequence[tuple] | None = None) -> list[Any]:
+        """What a task makes of each part. ``of_each``: arguments that differ."""
         double, submit = bool(jax.config.jax_enable_x64), self.client.submit
         how: dict[str, Any] = {"pure": False, "retries": self.retries}
         tasks = [
-            submit(guarded, number, double, task, self.method, part, self.options, *arguments, **how)
-            for number, part in enumerate(self.parts)
+            submit(guarded, number, double, task, self.method, part, self.options, *arguments, *own, **how)
+            for number, (part, own) in enumerate(zip(self.parts, of_each or [()] * len(self.parts)))
         ]
         return results_of(self.client, tasks, self.bar)
 
@@ -285,3 +291,8 @@ def _solved(method: RVGA | BONG, part: Any, options: Mapping[str, Any]) -> tuple
 def _sums(method: RVGA, part: Any, options: Mapping[str, Any], state: State) -> Sums:
     """Over the part's rows."""
     return method.sums_at(state, part, **options)[0]
+
+
+def _sample(method: RVGA, part: Any, options: Mapping[str, Any], total: int, count: int) -> Rows:
+    """So many of the part's rows."""
+    return method.sample_of(part, total, count, **options)

@@ -23,15 +23,16 @@ from .full_family import FullFamily
 from .group_streams import stream_groups
 from .model.program import Program
 from .model.row_set import RowSet
-from .model.rows import Data
+from .model.rows import Data, Keywords, Rows
 from .narrow_families import online_method
 from .options import LOCAL, Options, check_choice, check_options, default_key
 from .results.posterior import Posterior
 from .site_families import SiteFamilies
 from .streams.block_plan import BlockPlan
-from .streams.certification import Certification, sums_at
+from .streams.certification import Certification, sample_of, sums_at
 from .streams.checkpoints import EVERY
 from .streams.opening import SHUFFLES, PassOptions, open_source, usable_again
+from .streams.source import RowSource
 
 AnyState = State | OnlineState | MeanFieldState
 SCHEMES = ("implicit", "explicit", "ekf", "qkf", "laplace")
@@ -371,12 +372,33 @@ class RVGA:
         **model_kwargs: Any,
     ) -> tuple[Sums, RowSet]:
         """Sums over the rows of their expected log-likelihoods and derivatives at a state, and which rows these are."""
+        engine, source = self._opened_again(data, rng_key, on_bad_row, model_kwargs)
+        return sums_at(engine, state, source)
+
+    def sample_of(
+        self,
+        data: Data | Iterable,
+        total: int,
+        count: int,
+        *,
+        rng_key: Array | None = None,
+        on_bad_row: str = "raise",
+        **model_kwargs: Any,
+    ) -> Rows:
+        """So many of the ``total`` rows that can be used, drawn at random."""
+        _, source = self._opened_again(data, rng_key, on_bad_row, model_kwargs)
+        return sample_of(source, total, count)
+
+    def _opened_again(
+        self, data: Any, rng_key: Array | None, on_bad_row: str, model_kwargs: Keywords
+    ) -> tuple[Engine, RowSource]:
+        """The rows that an earlier run took in, and their engine."""
         options = PassOptions(on_bad_row=on_bad_row)
         source, head, _ = open_source(data, self.model, model_kwargs, options)
-        engine = self._engines.get(head, model_kwargs, default_key() if rng_key is None else rng_key)
+        engine = self._engines.get(head, dict(model_kwargs), default_key() if rng_key is None else rng_key)
         if options.skips and source.takes_any_order:
             source = usable_again(engine.program, source)
-        return sums_at(engine, state, source)
+        return engine, source
 
     @property
     def last_engine(self) -> Engine:

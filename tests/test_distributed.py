@@ -153,6 +153,21 @@ def test_a_worker_that_is_killed_with_groups_of_its_own_changes_nothing(client, 
     np.testing.assert_allclose(table["level.sd"].to_numpy()[own], deviation, rtol=1e-6)
 
 
+def test_parts_that_are_sorted_by_outcome_begin_at_a_sample_that_workers_draw(client):
+    rng = np.random.default_rng(4)
+    X = rng.normal(size=(3000, 2))
+    y = np.where(rng.random(3000) < 0.01, np.nan, X @ [1.0, -1.0] + rng.normal(size=3000))
+    order = np.argsort(y, kind="stable")
+    parts = [{"X": X[i], "y": y[i]} for i in np.array_split(order, 4)]
+    options = {"on_bad_row": "skip", "progress_bar": False}
+    found = distributed.run(RVGA(model), parts, client=client, **options)
+    method = RVGA(model)
+    expected = Posterior.merge([method.run(part, **options) for part in parts], data=parts)
+    np.testing.assert_allclose(found.mean, expected.mean, rtol=1e-9)
+    np.testing.assert_allclose(found.info["merge_errors"], expected.info["merge_errors"], rtol=1e-3)
+    assert found.info["rounds"] <= 4 and found.num_rows == np.isfinite(y).sum()
+
+
 def test_bong_and_arrays_run_on_clusters_too(client):
     rng = np.random.default_rng(1)
     X = rng.normal(size=(300, 2))

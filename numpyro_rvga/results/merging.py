@@ -23,6 +23,7 @@ from ..engines.engine import Engine
 from ..engines.online import OnlineState
 from ..model.identity import model_identity
 from ..model.row_set import RowSet, total
+from ..model.rows import Rows
 from ..options import Options, default_key
 from .rounds import Result, checked_rounds, evaluations_of, facts_of, in_rounds, total_of, warn_of_one_exchange
 from .summaries import merged_state
@@ -59,7 +60,8 @@ def merge(
 
     :param parts: posteriors of one method and family. For priors that are not Gaussian, one more solve follows.
     :param data: the rows of each part, in the order of ``parts``, as their runs took them; for posteriors of RVGA.
-    :param rounds: with ``data``: how many times all rows are evaluated, the first time where ``parts`` are merged.
+    :param rounds: with ``data``: how many times all rows are evaluated, the first time where ``parts`` are merged; if
+        parts contradict each other, as those sorted by outcome may, at the posterior of a sample of all rows.
         ``"auto"``: until all moves to come would together change no mean by more than 0.01 standard deviations,
         and no standard deviation by more than 1%; at most 20.
     :return: a posterior that takes in more rows with :meth:`update` if the first part does. With ``data`` it has
@@ -137,10 +139,13 @@ def _in_rounds(parts: list[Posterior], states: list[State], blocks: list[Any], l
             of_parts.append(of_part)
         return total_of(of_parts)
 
+    def sample_of(*numbers: Sequence[int]) -> list[Rows]:
+        of_parts = zip(runs, blocks, options, *numbers)
+        return [run.method.sample_of(block, *n, **option, **run.model_kwargs) for run, block, option, *n in of_parts]
+
     program = parts[0].program
-    start = program.initial_state()
-    result = in_rounds(start, states, evaluations_of(runs[0].method.engine_of(program), start, sums), limit)
-    return defined(result)
+    start, engine = program.initial_state(), runs[0].method.engine_of(program)
+    return defined(in_rounds(start, states, evaluations_of(engine, start, sums, sample_of), limit))
 
 
 def merged(start: State | OnlineState, states: Sequence[State | OnlineState]) -> State | OnlineState:

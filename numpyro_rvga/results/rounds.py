@@ -5,8 +5,7 @@ expected log-likelihood there takes their place, and is solved for with the true
 rows' factor (Khan & Lin 2017, conjugate-computation variational inference), in which the prior terms are not
 approximated. Fixed points are the stationary points of the bound on all rows. A step that lowers the bound, or leaves
 no Gaussian, is halved. Parts that contradict each other, as those sorted by outcome do, may have a product that lies
-far off. In the first round, rows are then evaluated about the average of their means, too, and steps begin there if
-the first one is much shorter.
+far off. Rounds then begin at the posterior of a sample of all parts' rows.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ from functools import reduce
 from typing import TYPE_CHECKING, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from ..core.recursion import CanonicalGaussian, State
@@ -24,6 +22,7 @@ from ..engines.certificate import Certificate, Look, Sums
 from ..engines.engine import Engine
 from ..options import is_count
 from ..user_warnings import warn
+from .sample_start import SampleOf, state_of_sample
 from .summaries import (
     TOLERANCE,
     added,
@@ -41,8 +40,7 @@ if TYPE_CHECKING:
 MAX_ROUNDS = 20
 MAX_HALVINGS = 10
 MOST_TO_COME = 10.0  # moves of the size of the last one
-APART = 3.0  # standard deviations of a part that its mean is from the average, as parts sorted by outcome have it
-NEARER = 0.7  # times as long is the full step from a better place to begin at
+APART = 3.0  # standard deviations that parts would move by, as those sorted by outcome would
 
 
 class Evaluations(NamedTuple):
@@ -51,21 +49,29 @@ class Evaluations(NamedTuple):
     :ivar sums: state -> sums over all parts' rows.
     :ivar look: state, sums -> the bound and its natural gradient.
     :ivar with_exact_prior: a state with the true prior in place of its approximation.
+    :ivar of_sample: the number of rows of each part -> the state of a sample of them; see :func:`state_of_sample`.
     """
 
     sums: Callable[[State], Sums]
     look: Callable[[State, Sums], Look]
     with_exact_prior: Callable[[State], State]
+    of_sample: Callable[[Sequence[int]], State | None]
 
 
-def evaluations_of(engine: Engine, start: State, sums: Callable[[State], Sums]) -> Evaluations:
+def evaluations_of(engine: Engine, start: State, sums: Callable[[State], Sums], sample_of: SampleOf) -> Evaluations:
     """With what needs an engine of the same model. ``start``: before the first row."""
     certificate = Certificate.of(engine)
 
     def with_exact_prior(state: State) -> State:
         return state if state.prior_factor is None else engine.with_exact_prior(state)[0]
 
-    return Evaluations(sums, lambda state, rows: certificate.look(start, state, rows), with_exact_prior)
+    def look(state: State, rows: Sums) -> Look:
+        return certificate.look(start, state, rows)
+
+    def of_sample(counts: Sequence[int]) -> State | None:
+        return state_of_sample(engine, start, counts, sample_of)
+
+    return Evaluations(sums, look, with_exact_prior, of_sample)
 
 
 def checked_rounds(rounds: int | str) -> int | None:
@@ -107,6 +113,20 @@ class _Steps:
         self._evaluations, self._origin, self._num_rows = evaluations, origin, num_rows
         self._start, self._base = start, without_prior_factor(start, origin)
 
+    def are_apart(self, states: Sequence[State], summaries: Sequence[CanonicalGaussian]) -> bool:
+        """Whether parts contradict each other: by how far each would move the merged mean, if it could alone. Their
+        product may then lie far off."""
+        merged = self._state(self._start, added(summaries[0], summaries[1:]))
+        if merged is None:
+            return True
+        shift = np.asarray(merged.mean, np.float64) - self._origin
+        moves = []
+        for state, part in zip(states, summaries):
+            root = np.asarray(state.root, np.float64)
+            pull = part.linear - part.precision @ shift
+            moves.append(root @ (root.T @ pull) / np.linalg.norm(root, axis=1))
+        return bool(np.mean(np.square(moves), axis=0).max() > APART**2)
+
     def from_nothing(self, rows: CanonicalGaussian) -> _Place | None:
         """The merged Gaussian: the prior with the rows' factor, or with as much of it as leaves a Gaussian."""
         for halvings in range(MAX_HALVINGS):
@@ -116,10 +136,11 @@ class _Steps:
                 return evaluated
         return None
 
-    def at_average(self, merged: _Place, states: Sequence[State]) -> _Place | None:
-        """The merged Gaussian about the average of the parts' means."""
-        average = jnp.asarray(_average(states), merged.state.mean.dtype)
-        state = merged.state._replace(mean=average, mean_error=jnp.zeros_like(average))
+    def from_sample(self, counts: Sequence[int]) -> _Place | None:
+        """A sample's Gaussian. ``counts``: rows of each part."""
+        state = self._evaluations.of_sample(counts)
+        if state is None:
+            return None
         return self._evaluated(state, without_prior_factor(state, self._origin).plus(self._base, -1.0))
 
     def after(self, at: _Place) -> tuple[_Place, float] | None:
@@ -158,13 +179,12 @@ def in_rounds(start: State, states: Sequence[State], evaluations: Evaluations, r
     """
     origin, num_rows = np.asarray(states[0].mean, np.float64), sum(int(state.num_rows) for state in states)
     summaries = [summary(state, start, origin) for state in states]
-    steps = _Steps(start, evaluations, origin, num_rows)
-    at = steps.from_nothing(added(summaries[0], summaries[1:]))
+    steps, at = _Steps(start, evaluations, origin, num_rows), None
+    if rounds != 1 and steps.are_apart(states, summaries):
+        at = steps.from_sample([int(state.num_rows) for state in states])
+    at = steps.from_nothing(added(summaries[0], summaries[1:])) if at is None else at
     if at is None:
         return None
-    if rounds != 1 and _are_apart(states):
-        other = steps.at_average(at, states)
-        at = other if other is not None and other.move < NEARER * at.move else at
     errors = [at.move]
     while len(errors) < (MAX_ROUNDS if rounds is None else rounds) and not (rounds is None and errors[-1] < TOLERANCE):
         step = steps.after(at)
@@ -173,18 +193,6 @@ def in_rounds(start: State, states: Sequence[State], evaluations: Evaluations, r
         errors.append(_error(at.move, step[0].move, step[1]))
         at = step[0]
     return Result(at.state, at.look, errors)
-
-
-def _average(states: Sequence[State]) -> np.ndarray:
-    """Of the parts' means, by rows."""
-    return np.average([np.asarray(x.mean, np.float64) for x in states], 0, [max(int(x.num_rows), 1) for x in states])
-
-
-def _are_apart(states: Sequence[State]) -> bool:
-    """Whether the parts' Gaussians contradict each other. Their product may then lie far off."""
-    average = _average(states)
-    off = [(np.asarray(x.mean) - average) / np.linalg.norm(np.asarray(x.root), axis=1) for x in states]
-    return bool(np.mean(np.square(off), axis=0).max() > APART**2)
 
 
 def _distance(state: State, other: State) -> float:

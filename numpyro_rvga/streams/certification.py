@@ -20,7 +20,7 @@ from .model_check import MOST_ROWS, NUM_PAIRS, Difference, ModelCheck
 from .order import seed_of
 from .recursive_pass import RecursivePass
 from .sampled import estimated, stepped
-from .source import RowSource, chunks, rows_in_memory
+from .source import SLICE, RowSource, chunks, rows_in_memory
 
 FEWEST_ROWS, MOST_NUMBERS = 500, 2**23  # of a check without a bound: rows, and numbers in their Jacobians
 FINE = 1e-6  # nats: the squared natural gradient that is left where q was computed with few nodes
@@ -183,11 +183,19 @@ def warn_unless_converged(info: Mapping[str, Any]) -> None:
     warn(f"{what}: {how} a squared natural gradient of {off:.2g} nats. {remedy}.")
 
 
+def sample_of(source: RowSource, total: int, count: int) -> Rows:
+    """So many of a source's ``total`` rows, drawn at random; the same ones each time."""
+    sample = _Sample(total, np.random.default_rng(0), count)
+    for _ in sample.watched((position, source.as_declared(rows)) for position, rows in chunks(source, SLICE)):
+        pass
+    return sample.rows
+
+
 class _Sample:
     """Usable rows, drawn at random, that are picked up while chunks of all rows go by for the first time."""
 
-    def __init__(self, total: int, rng: np.random.Generator):
-        self._numbers = np.sort(rng.choice(total, min(total, MOST_ROWS), replace=False))
+    def __init__(self, total: int, rng: np.random.Generator, most: int = MOST_ROWS):
+        self._numbers = np.sort(rng.choice(total, min(total, most), replace=False))
         self._pieces: list[Rows] | None = []
         self.rows: Rows = {}
 

@@ -12,7 +12,7 @@ import pytest
 from numpyro_rvga import BONG, RVGA, FixedPointVI, Posterior
 from numpyro_rvga.core.recursion import new_state
 from numpyro_rvga.engines.certificate import Look, Sums
-from numpyro_rvga.results import rounds
+from numpyro_rvga.results import rounds, sample_start
 from numpyro_rvga.results.rounds import Evaluations, in_rounds
 
 
@@ -84,7 +84,9 @@ def off(posterior, best):
 
 @pytest.mark.parametrize("order", ["shuffled", "sorted"])
 @pytest.mark.parametrize("kind", ["logistic", "counts", "crossed"])
-def test_parts_meet_the_best_gaussian_of_all_rows(kind, order):
+def test_parts_meet_the_best_gaussian_of_all_rows(kind, order, monkeypatch):
+    monkeypatch.setattr(sample_start, "FIRST_BLOCK_ROWS", 100)  # a sample is not all rows
+    monkeypatch.setattr(sample_start, "FIRST_BLOCK_ROWS_PER_PARAMETER", 10)
     blocks, parts = cut(kind, order)
     merged, best = Posterior.merge(parts, data=blocks), best_of(kind)
     assert merged.info["rounds"] <= 5 and merged.info["converged"] and merged.info["merge_error"] < 0.01
@@ -126,6 +128,18 @@ def test_rows_that_are_skipped_are_skipped_in_every_round():
     assert off(merged, best_of("logistic")) < 0.02 and merged.num_rows == 800
 
 
+def test_samples_are_of_rows_that_can_be_used_and_do_not_depend_on_how_they_are_cut():
+    model, data = made("logistic")
+    spoilt = data | {"y": np.where(np.arange(800) % 3 == 0, np.nan, data["y"])}
+    method, usable = method_of(model), np.isfinite(spoilt["y"])
+    cuts = [{name: array[i : i + 300] for name, array in spoilt.items()} for i in (0, 300, 600)]
+    samples = [method.sample_of(x, usable.sum(), 50, on_bad_row="skip") for x in (spoilt, cuts)]
+    np.testing.assert_array_equal(samples[0]["X"], samples[1]["X"])
+    first = samples[0]["X"][:, 0]
+    assert len(np.unique(first)) == 50 and np.isin(first, data["X"][usable, 0]).all()
+    assert np.mean(np.isin(data["X"][400:, 0], first)) > 0.03  # from all over them
+
+
 def test_what_cannot_be_solved_for_again_is_refused(tmp_path):
     blocks, parts = cut("logistic", "shuffled")
     model, _ = made("logistic")
@@ -152,17 +166,62 @@ def shares(x, y=None):
         numpyro.sample("y", dist.Bernoulli(logits=center + slope * x), obs=y)
 
 
-def test_parts_that_contradict_each_other_begin_at_the_average_of_their_means(monkeypatch):
-    """Where that leaves less to go: parts of zeros and of ones alone tell little of how far off they are."""
-    x = np.random.default_rng(0).normal(size=800)
-    y = (1 + 0.5 * x > np.random.default_rng(1).logistic(size=800)).astype(float)
-    blocks, method = [{"x": x[i], "y": y[i]} for i in np.split(np.argsort(y, kind="stable"), 40)], RVGA(shares)
-    parts = [method.run(block, progress_bar=False) for block in blocks]
+@functools.cache
+def sorted_shares():
+    """Zeros, and then ones, in 40 parts."""
+    x = np.random.default_rng(0).normal(size=4000)
+    y = (1 + 0.5 * x > np.random.default_rng(1).logistic(size=4000)).astype(float)
+    blocks, method = [{"x": x[i], "y": y[i]} for i in np.array_split(np.argsort(y, kind="stable"), 40)], RVGA(shares)
+    return blocks, [method.run(block, progress_bar=False) for block in blocks]
+
+
+def test_parts_that_contradict_each_other_begin_at_a_sample_of_all_rows(monkeypatch):
+    """Parts of zeros and of ones alone tell little of where they are together."""
+    blocks, parts = sorted_shares()
     merged = Posterior.merge(parts, data=blocks)
+    best = FixedPointVI(shares).run({n: np.concatenate([b[n] for b in blocks]) for n in blocks[0]}, progress_bar=False)
+    assert merged.info["rounds"] <= 3 and off(merged, best) < 0.02 and abs(merged.elbo - best.elbo) < 0.01
+    assert merged.num_rows == 4000
     monkeypatch.setattr(rounds, "APART", np.inf)
     from_product = Posterior.merge(parts, data=blocks)
-    assert off(merged, from_product) < 0.02 and merged.info["merge_errors"][0] < from_product.info["merge_errors"][0]
-    assert merged.info["rounds"] < from_product.info["rounds"]
+    assert off(merged, from_product) < 0.02 and merged.info["rounds"] + 2 <= from_product.info["rounds"]
+
+
+def test_rows_that_stand_for_all_others_count_as_often(monkeypatch):
+    blocks, parts = sorted_shares()
+    seen, from_sample = [], sample_start.state_of_sample
+
+    def watched(engine, start, counts, sample_of):
+        def taken(*numbers):
+            seen.append(sample_of(*numbers))
+            return seen[-1]
+
+        seen.append(from_sample(engine, start, counts, taken))
+        return seen[-1]
+
+    monkeypatch.setattr(rounds, "state_of_sample", watched)
+    whole = Posterior.merge(parts, data=blocks)
+    rows, state = seen
+    assert [len(each["y"]) for each in rows] == [50] * 40 and int(state.num_rows) == 4000
+    deviations = np.linalg.norm(state.root, axis=1)
+    np.testing.assert_allclose(deviations, whole.gaussian.deviation(), rtol=0.1)
+    assert (abs(state.mean - whole.mean) < 4 * whole.gaussian.deviation()).all()
+    # 2,000 rows counted twice have the posterior of these rows given twice
+    twice = {name: np.tile(np.concatenate([each[name] for each in rows]), 2) for name in rows[0]}
+    best = FixedPointVI(shares).run(twice, progress_bar=False)
+    np.testing.assert_allclose(state.mean, best.mean, atol=1e-4)
+    np.testing.assert_allclose(deviations, best.gaussian.deviation(), rtol=1e-3)
+    monkeypatch.setattr(sample_start, "FIRST_BLOCK_NUMBERS", 1)  # too few rows for the parameters: none
+    again = Posterior.merge(parts, data=blocks)
+    assert len(seen) == 3 and seen[-1] is None and off(again, whole) < 0.02
+
+
+def test_groups_that_have_their_rows_in_one_part_do_not_contradict_each_other(monkeypatch):
+    model, data = made("counts")
+    blocks = [{name: array[data["g"] == k] for name, array in data.items()} for k in range(6)]
+    parts = [method_of(model).run(block, progress_bar=False) for block in blocks]
+    monkeypatch.setattr(rounds, "state_of_sample", None)  # it is not called
+    assert off(Posterior.merge(parts, data=blocks), best_of("counts")) < 0.02
 
 
 # ---------------------------------------------------------------------- damping
@@ -196,7 +255,7 @@ def overshooting(seen):
         divergence = 0.5 * (target[0] / precision - 1 + np.log(precision / target[0]) + target[0] * shift**2)
         return Look(-divergence, sums(state), np.zeros(1), np.zeros((1, 1)), 0.0)
 
-    return Evaluations(sums, look, lambda state: state)
+    return Evaluations(sums, look, lambda state: state, lambda counts: None)
 
 
 def test_steps_that_lower_the_bound_or_leave_no_gaussian_are_halved():
@@ -244,8 +303,9 @@ def test_the_error_that_is_told_is_that_of_slow_directions_too(seed, order):
     assert 0.8 < few.info["merge_error"] / off(few, best) < 2.5
 
 
-def test_parts_whose_own_posteriors_are_far_from_the_whole_meet_it():
+def test_parts_whose_own_posteriors_are_far_from_the_whole_meet_it(monkeypatch):
     """Counts sorted by outcome in two halves: where the prior terms are not solved for, no step raises the bound."""
+    monkeypatch.setattr(rounds, "APART", np.inf)  # from their product
     rng = np.random.default_rng(1)
     g, x, effects = np.arange(240) % 12, rng.normal(size=240), 0.6 * rng.normal(size=12)
     data = {"g": g, "x": x, "y": rng.poisson(np.exp(0.3 + effects[g] + 0.3 * x)).astype(float)}
