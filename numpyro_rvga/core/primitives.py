@@ -45,11 +45,13 @@ def equations(jaxpr) -> Iterator:
 
 def numbers_in(jaxpr) -> int:
     """How many numbers it computes, those of a loop as often as it runs; a guess where that depends on the data."""
-    count = 0
-    for eqn in jaxpr.eqns:
-        times = UNKNOWN_LENGTH if eqn.primitive.name == "while" else eqn.params.get("length", 1)
-        count += times * sum(map(numbers_in, _jaxprs_of(eqn))) + sum(v.aval.size for v in eqn.outvars)
-    return count
+    return sum(map(numbers_of, jaxpr.eqns))
+
+
+def numbers_of(eqn) -> int:
+    """The same of one equation."""
+    times = UNKNOWN_LENGTH if eqn.primitive.name == "while" else eqn.params.get("length", 1)
+    return times * sum(map(numbers_in, _jaxprs_of(eqn))) + sum(v.aval.size for v in eqn.outvars)
 
 
 def _jaxprs_of(eqn) -> list:

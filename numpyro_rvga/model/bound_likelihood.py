@@ -27,7 +27,7 @@ from .local_terms import Draw, local_terms
 from .recognition import in_tilted_form
 from .row_checks import RowCheck, quadratic_check, states_check
 from .rows import common_length, linspace_indices, num_rows, selected
-from .site_terms import site_terms
+from .site_terms import ends_of_one_computation, site_terms, summed_terms
 from .sparsity import Sparsity, are_selections, find_sparsity
 from .terms import Terms, by_piece, linearize, over_rows
 from .tracing import (
@@ -81,8 +81,16 @@ class BoundLikelihood(BoundPrior):
         row = self.shared if self.whole else {**self.example_row, **self.shared}
         few = self.whole or self.layout.size <= MOST_PARAMETERS_DRAWN
         options = {"prefer_parameters": prefer_parameters, "by_draws": by_draws and not self.local.size and few}
+        sites = [name for name in self._row_sites if name not in self._tied]
         all_terms = []
-        for site in [name for name in self._row_sites if name not in self._tied]:
+        if (
+            self.whole
+            and options["by_draws"]
+            and (together := ends_of_one_computation(self._run_all, sites, theta, row))
+        ):
+            all_terms.append(summed_terms(self._run_all, together, theta.shape[0]))
+            sites = [name for name in sites if name not in together]
+        for site in sites:
             terms = site_terms(self._site_runner(site), site, theta, row, **options)
             if not terms.by_draws:
                 terms = in_tilted_form(terms, self.dtype, row)._replace(num_local=self.local.size)
@@ -283,8 +291,7 @@ class BoundLikelihood(BoundPrior):
 
     def link(self, site: str) -> str | None:
         """``"logistic"`` if the site's predictor is the logit of a success probability."""
-        terms = next(t for t in self.terms if t.site == site)
-        return "logistic" if terms.closed_form is Logistic else None
+        return "logistic" if any(t.site == site and t.closed_form is Logistic for t in self.terms) else None
 
     @functools.cached_property
     def convolves(self) -> bool:

@@ -15,6 +15,7 @@ from numpyro.distributions.transforms import IdentityTransform, biject_to
 
 from ..core import closed_forms as cf
 from ..core.primitives import numbers_in
+from ..core.shared_work import work_of_outputs
 from ..core.symbolic import Factorization, Reading, factorize
 from .distributions import patterns_of
 from .information import Information, information_of
@@ -25,9 +26,12 @@ MAX_PREDICTORS = 16  # of an affine split; beyond, the distribution's own parame
 
 MIN_PREDICTORS = 4  # that call for as many nodes as draws of theta would be
 REPEATED = 8.0  # times what the model computes: loops that run again for each of a site's terms
+REPEATED_SITES = 2.0  # likewise, of sites: each is also compiled
+ELEMENT = jax.ShapeDtypeStruct((), jnp.int32)
 DRAWS_PER_PARAMETER = 1 / 64  # beyond those that any model takes, relative to them
 
 RunSite = Callable[[Array, Arrays], SiteRecord]
+RunAll = Callable[[Array, Arrays], dict[str, SiteRecord]]
 
 
 class _Example(NamedTuple):
@@ -67,10 +71,9 @@ def site_terms(
     closed = _closed_form_terms(run_site, site, theta, row, example)
     if closed is not None:
         return closed
-    index = jax.ShapeDtypeStruct((), jnp.int32)
     split = None
     if not prefer_parameters:
-        split = factorize(lambda t, r, e: elements(run_site(t, r))[e], theta, row, index)
+        split = factorize(lambda t, r, e: elements(run_site(t, r))[e], theta, row, ELEMENT)
         num_predictors = min(split.num_predictors, theta.shape[0])
         if by_draws and num_predictors >= MIN_PREDICTORS and _repeats_the_model(run_site, split, theta, row, count):
             return _theta_terms(run_site, site, theta.shape[0])
@@ -82,7 +85,7 @@ def site_terms(
             return _theta_terms(run_site, site, theta.shape[0])
     parameters = _parameter_terms(run_site, site, theta, row, example, informed=prefer_parameters)
     if parameters is None or (split is not None and split.num_predictors <= parameters.num_predictors):
-        split = split or factorize(lambda t, r, e: elements(run_site(t, r))[e], theta, row, index)
+        split = split or factorize(lambda t, r, e: elements(run_site(t, r))[e], theta, row, ELEMENT)
         information = information_of(run_site, split, theta, row, example.kind) if prefer_parameters else None
         return _informed(_affine_terms(site, count, split), information)
     return parameters
@@ -92,12 +95,16 @@ def _repeats_the_model(
     run_site: RunSite, split: Factorization, theta: jax.ShapeDtypeStruct, row: Arrays, num_elements: int
 ) -> bool:
     """Whether a site's terms one by one compute far more than all at once, as where each is the end of a loop."""
-    index = jax.ShapeDtypeStruct((), jnp.int32)
-    predictors = jax.ShapeDtypeStruct((split.num_predictors,), theta.dtype)
-    constants = jax.eval_shape(lambda r, e: split.constants((r, e)), row, index)
-    of_one = numbers_in(jax.make_jaxpr(split.density)(predictors, constants).jaxpr)
+    of_one = _numbers_of_one(split, theta, row)
     of_all = numbers_in(jax.make_jaxpr(lambda t, r: elements(run_site(t, r)))(theta, row).jaxpr)
     return num_elements * of_one > REPEATED * max(1.0, DRAWS_PER_PARAMETER * theta.shape[0]) * of_all
+
+
+def _numbers_of_one(split: Factorization, theta: jax.ShapeDtypeStruct, row: Arrays) -> int:
+    """How many numbers one term computes of its predictors."""
+    predictors = jax.ShapeDtypeStruct((split.num_predictors,), theta.dtype)
+    constants = jax.eval_shape(lambda r, e: split.constants((r, e)), row, ELEMENT)
+    return numbers_in(jax.make_jaxpr(split.density)(predictors, constants).jaxpr)
 
 
 def _example_of(run_site: RunSite, theta: jax.ShapeDtypeStruct, row: Arrays) -> _Example:
@@ -147,6 +154,42 @@ def _theta_terms(run_site: RunSite, site: str, size: int) -> Terms:
     return Terms(site, 1, size, True, predictors, constants, density, None, by_draws=True)
 
 
+def ends_of_one_computation(run_all: RunAll, sites: list[str], theta: jax.ShapeDtypeStruct, row: Arrays) -> list[str]:
+    """The sites that share most of what they compute, if one by one they compute far more than together: those of a
+    loop in Python, each of which goes on from the one before."""
+
+    def of_sites(t, r):
+        records = run_all(t, r)
+        return [jnp.sum(elements(records[name])) for name in sites]
+
+    jaxpr = jax.make_jaxpr(of_sites)(theta, row).jaxpr
+    needed, own = work_of_outputs(jaxpr, range(len(sites)))
+    shares = needed > 2 * own
+    if not shares.any():
+        return []
+    last = int(np.argmax(np.where(shares, needed, 0)))
+    together = work_of_outputs(jaxpr, [int(not x) for x in shares])[0][0]
+    most = REPEATED_SITES * max(1.0, DRAWS_PER_PARAMETER * theta.shape[0]) * together
+    if needed[shares].sum() <= most:
+        return []
+    split = factorize(lambda t, r, _: elements(run_all(t, r)[sites[last]])[0], theta, row, ELEMENT)
+    of_last = _numbers_of_one(split, theta, row) / needed[last]  # of what it needs, once split
+    if min(split.num_predictors, theta.shape[0]) < MIN_PREDICTORS or of_last * needed[shares].sum() <= most:
+        return []
+    return [name for name, is_shared in zip(sites, shares) if is_shared]
+
+
+def summed_terms(run_all: RunAll, sites: list[str], size: int) -> Terms:
+    """One term of theta for all of these sites."""
+
+    def density(u, row):
+        records = run_all(u, row)
+        return jnp.sum(jnp.stack([jnp.sum(elements(records[name])) for name in sites]))
+
+    name = f"{sites[0]}, ..., {sites[-1]}"
+    return _theta_terms(lambda u, row: run_all(u, row)[sites[0]], name, size)._replace(density=density)
+
+
 def _affine_terms(site, count, split) -> Terms:
     def predictors(theta, row, element):
         return split.predictors(theta, (row, element))
@@ -179,7 +222,6 @@ def _closed_form_terms(
     patterns = patterns_of(example.kind)
     if not patterns or example.has_jacobian:  # a transformed latent's log-Jacobian is no part of the closed form
         return None
-    index = jax.ShapeDtypeStruct((), jnp.int32)
     names = {name for pattern in patterns for name in (*pattern.fixed, *(n for n, _ in pattern.parameters))}
 
     def attributes(t, r, e):
@@ -190,7 +232,7 @@ def _closed_form_terms(
 
         return {name: element(_attribute(record, name)) for name in names}
 
-    reading = Reading(attributes, theta, row, index)
+    reading = Reading(attributes, theta, row, ELEMENT)
     for pattern in patterns:
         fixed = [reading.split(name) for name in pattern.fixed]
         if any(f.num_predictors for f in fixed):

@@ -34,6 +34,26 @@ def arma(y):
     numpyro.sample("errors", dist.Normal(0, sigma), obs=errors)
 
 
+def moving_average(y, in_python):
+    """Each error goes on from the one before: by a loop in Python, with a site for each outcome, or by JAX's."""
+    theta = numpyro.sample("theta", dist.Normal(0, 0.5).expand([2]).to_event(1))
+    mu, sigma = numpyro.sample("mu", dist.Normal(0, 2)), numpyro.sample("sigma", dist.HalfNormal(2))
+    if in_python:
+        before, error = 0.0, 0.0
+        for t in range(len(y)):
+            mean = mu + theta[0] * error + theta[1] * before
+            before, error = error, y[t] - mean
+            numpyro.sample(f"y_{t}", dist.Normal(mean, sigma), obs=y[t])
+        return
+
+    def step(carry, y_t):
+        before, error = carry
+        mean = mu + theta[0] * error + theta[1] * before
+        return (error, y_t - mean), mean
+
+    numpyro.sample("y", dist.Normal(lax.scan(step, (0.0, 0.0), y)[1], sigma), obs=y)
+
+
 def decay(x, y):
     rate = numpyro.sample("rate", dist.LogNormal(0, 1))
     start, end = (numpyro.sample(name, dist.Normal(0, 2)) for name in ("start", "end"))
@@ -48,6 +68,15 @@ def data():
     for t in range(1, 120):
         y[t] = 0.5 + 0.6 * y[t - 1] + 0.3 * noise[t - 1] + noise[t]
     return {"y": y}
+
+
+def test_sites_of_a_loop_in_python_are_one_term(data):
+    y = data["y"][:15]
+    one, other = (RVGA(moving_average).run({"y": y}, in_python=k, progress_bar=False) for k in (True, False))
+    assert len(one.program.terms) < 5
+    np.testing.assert_allclose(one.mean, other.mean, atol=0.02)
+    np.testing.assert_allclose(one.covariance, other.covariance, atol=0.02)
+    assert set(one.program.likelihood_sites) == {f"y_{t}" for t in range(15)}
 
 
 def test_the_best_gaussian_of_a_loop_is_where_the_models_own_gradients_vanish(data):
