@@ -11,6 +11,7 @@ import numpy as np
 from jax.lax import GatherScatterMode
 
 from .elementwise import is_pointwise_call, pointwise_apply
+from .factoring import factored, is_product, multiplied, with_other
 from .interpret import interpret, is_inlined
 from .nodes import AFFINE, CONSTANT, OPAQUE, POINTWISE, Node, Value, ancestors
 from .parallel_loops import in_parallel
@@ -78,6 +79,9 @@ class Graph:
             return self.parts(eqn, inputs[0])
         if name == "reduce_sum" and math.prod(inputs[0].shape) == math.prod(out.shape):
             return [selected_value(self, inputs[0], reshaped(inputs[0].shape, out.shape))]
+        product = factored(self, eqn, inputs)
+        if product is not None:
+            return [product]
         linear = all(v.is_constant or v.is_affine for v in inputs)
         if name in (LINEAR_PRIMITIVES | SELECTING_PRIMITIVES) and linear:
             return self.whole(eqn, inputs, AFFINE)
@@ -202,13 +206,12 @@ class Graph:
         def plus(a, b, kind, name):
             if a is None and b is None:
                 return None
-            if b is None:
-                return a
+            if b is None or (a is None and sign > 0):
+                return a if b is None else b
             parents = [b] if a is None else [a, b]
             inner = out.shape if max(p.size for p in parents) > 1 else ()
             if a is None:
-                apply = (lambda v: v) if sign > 0 else (lambda v: -v)
-                name = "copy" if sign > 0 else "neg"
+                apply, name = (lambda v: -v), "neg"
             else:
                 apply = (lambda u, v: u + v) if sign > 0 else (lambda u, v: u - v)
             if kind != AFFINE:
@@ -238,6 +241,9 @@ class Graph:
             kind = kind if kind == AFFINE or node.kind == CONSTANT else POINTWISE
             return self._elementwise(eqn, parents, kind, out)
 
+        if target.affine is None and is_product(target.rest):
+            array = self.scale(eqn, [target.rest.operand if i == which else v for i, v in enumerate(inputs)], which)
+            return with_other(self, target.rest, array)
         return Value(out.shape, out.dtype, part(target.affine, AFFINE), part(target.rest, None))
 
     def _elementwise(self, eqn, parents, kind, out) -> Node:
@@ -260,6 +266,8 @@ class Graph:
         node = self._elementwise(eqn, parents, POINTWISE, out)
         if name in ("exp", "logistic") and node.operand is None:
             node.operand = inputs[0]
+        if node.operand is None:
+            node.operand = multiplied(name, inputs)
         return Value(out.shape, out.dtype, None, node)
 
     @staticmethod

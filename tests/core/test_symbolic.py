@@ -166,6 +166,17 @@ EXAMPLES = {
     "log of an exponential": Example(lambda t, x: jnp.log(jnp.exp(x @ t[:3])), 1, (X,)),
     "horseshoe scale": Example(horseshoe_line, 1, (G,)),
     "exponential times a number": Example(lambda t: jnp.cos(jnp.exp(t[0]) * jnp.exp(t[1]) * t[2]), 2),
+    # one number is taken out of what is linear
+    "sum of multiples": Example(lambda t: jnp.sin(jnp.sum(jnp.exp(t[0]) * t[1:])), 2),
+    "mean of fractions": Example(lambda t: jnp.sin(jnp.mean(t[1:] / jnp.exp(t[0]))), 2),
+    "coefficients of a common scale": Example(lambda t, x: jnp.sin(x @ (jnp.exp(t[0]) * t[1:4])), 2, (X,)),
+    "the same, summed": Example(lambda t, x: jnp.sin(jnp.sum(x * (t[1:4] * jnp.exp(t[0])))), 2, (X,)),
+    "around a common mean": Example(lambda t, x: jnp.sin(x @ (t[4] + jnp.exp(t[0]) * t[1:4])), 3, (X,)),
+    "a line through a walk": Example(lambda t, x: jnp.sin(x @ jnp.cumsum(jnp.exp(t[0]) * t[1:4])), 2, (X,)),
+    "entry of a product with a scale": Example(
+        lambda t, m, g: jnp.sin((m @ (jnp.exp(t[0]) * t[1:4]))[g]), 2, (MATRIX, G)
+    ),
+    "a walk with a drift": Example(lambda t, x: jnp.sin(x @ jnp.cumsum(t[1] + jnp.cosh(t[0]) * (x * t[2:5]))), 3, (X,)),
     # custom derivatives at shapes other than those that they were traced for
     "softplus of an element": Example(lambda t, g: jax.nn.softplus(t)[g], 1, (G,)),
     "softplus of a matrix's element": Example(
