@@ -1,4 +1,4 @@
-"""One number taken out of linear functions: of sum(tau * z) and X @ (tau * z), two numbers are predictors, not all of z.
+"""One number taken out of linear functions: sum(tau * z) and X @ (tau * z) depend on two numbers, not on all of z.
 
 Products of one number and an affine array remember the array (``Node.operand``).
 """
@@ -25,22 +25,25 @@ def multiplied(name: str, inputs: Sequence[Value]) -> Value | None:
     return next((a for a, b in pairs if a.is_affine and math.prod(a.shape) > 1 == math.prod(b.shape)), None)
 
 
-def is_product(node: Node | None) -> bool:
+def is_product(node: Node) -> bool:
     """Whether a number can be taken out of a node."""
-    return node is not None and node.name in ("mul", "div") and node.operand is not None and node.shape != ()
+    return node.name in ("mul", "div") and node.operand is not None and node.shape != ()
 
 
 def factored(graph: Graph, eqn: Any, inputs: list[Value]) -> Value | None:
     """A linear function of a product, perhaps beside an affine term: the number times the function of the array."""
     varying = [i for i, value in enumerate(inputs) if not value.is_constant]
-    if eqn.primitive.name not in FACTORABLE or len(varying) != 1 or not is_product(inputs[varying[0]].rest):
+    if eqn.primitive.name not in FACTORABLE or len(varying) != 1:
         return None
     (which,), out = varying, eqn.outvars[0].aval
     target = inputs[which]
+    if target.rest is None or not is_product(target.rest):
+        return None
 
     def image(value: Value) -> Value:
         return graph.whole(eqn, [value if i == which else v for i, v in enumerate(inputs)], AFFINE)[0]
 
+    assert target.rest.operand is not None
     product = with_other(graph, target.rest, image(target.rest.operand))
     if target.affine is None:
         return product

@@ -241,7 +241,7 @@ class Graph:
             kind = kind if kind == AFFINE or node.kind == CONSTANT else POINTWISE
             return self._elementwise(eqn, parents, kind, out)
 
-        if target.affine is None and is_product(target.rest):
+        if target.affine is None and target.rest is not None and is_product(target.rest):
             array = self.scale(eqn, [target.rest.operand if i == which else v for i, v in enumerate(inputs)], which)
             return with_other(self, target.rest, array)
         return Value(out.shape, out.dtype, part(target.affine, AFFINE), part(target.rest, None))
