@@ -332,7 +332,8 @@ def _after_step(
     after = SolverState(
         state.iterations + 1, next_step, mean, proposal.precision, new, state.initial_decrement, idle, updating_mean
     )
-    halved = state._replace(step=0.5 * state.step, stuck=state.step < MIN_STEP)
+    is_lost = state.step * at.decrement <= rounding(search, state.mean, before)  # a shorter step has no rise to show
+    halved = state._replace(step=0.5 * state.step, stuck=is_lost | (state.step < MIN_STEP))
     return jax.tree.map(lambda a, b: jnp.where(accepted, a, b), after, halved)
 
 

@@ -10,6 +10,7 @@ import numpy as np
 from .nested import Design, Integral, Marginal, Mode, Moments, Point, Root, stacked, variances_of
 
 DROP = 10.0  # nats below the highest point, where the marginal is cut off
+ABOVE = 0.5  # nats: by which a point may be higher than the mode that was found
 SPACING = 0.75  # of a lattice, in standard deviations of the Gaussian at the mode
 SETTLED = 0.02  # change of means, in standard deviations, and of log standard deviations, when the spacing doubles
 MAX_POINTS = 1_000
@@ -79,7 +80,7 @@ def _grow(marginal: Marginal, lattice: dict, mode: Mode, spacing: float) -> bool
     for point in list(marginal.points):  # other modes, where exploring has met them
         index = tuple(np.round(to_lattice @ (point.h - mode.point.h)).astype(int).tolist())
         if point.bound > floor and index not in lattice:
-            lattice[index] = marginal(mode.point.h + spacing * mode.axes @ index, point)
+            lattice[index] = _trusted(marginal(mode.point.h + spacing * mode.axes @ index, point), mode)
     queue = [(-point.bound, next(count), index) for index, point in lattice.items()]
     heapq.heapify(queue)
     while queue:
@@ -93,9 +94,15 @@ def _grow(marginal: Marginal, lattice: dict, mode: Mode, spacing: float) -> bool
             if len(lattice) >= MAX_POINTS:
                 return False
             h = mode.point.h + spacing * mode.axes @ neighbor
-            lattice[neighbor] = marginal(h, lattice[index])
+            lattice[neighbor] = _trusted(marginal(h, lattice[index]), mode)
             heapq.heappush(queue, (-lattice[neighbor].bound, next(count), neighbor))
     return True
+
+
+def _trusted(point: Point, mode: Mode) -> Point:
+    """Without a bound where a search has not converged, and yet ended above the mode: that is rounding."""
+    is_rounding = not point.converged and point.bound > mode.point.bound + ABOVE
+    return point._replace(bound=-np.inf, evidence=-np.inf) if is_rounding else point
 
 
 def _summary(point: Point, mean: np.ndarray, root: Root) -> tuple[np.ndarray, np.ndarray]:

@@ -104,6 +104,20 @@ def test_mode_is_found_from_afar_and_its_axes_are_those_of_the_curvature():
     np.testing.assert_allclose(mode.axes @ mode.axes.T, np.eye(2) / case.shape, rtol=0.15, atol=0.05)
 
 
+def test_searches_that_came_to_nothing_do_not_count():
+    """As in single precision, where a scale near zero makes rounding of any size."""
+    case = Skewed(1)
+
+    def solve(h, start):
+        return Maximum(1e25, np.ones(1), start, False) if h[0] < -4 else case.solve(h, start)
+
+    marginal = Marginal(lambda h: None, solve)
+    mode = find_mode(case.marginal(), np.zeros(1), np.full(1, 3.0))
+    integral = integrate_lattice(marginal, mode, case.moments)
+    np.testing.assert_allclose(integral.log_evidence, 3.0, atol=0.01)
+    assert integral.converged == 1
+
+
 def test_other_modes_are_not_passed_over():
     def solve(h, start):
         densities = [stats.norm(-4, 0.5).pdf(h[0]), stats.norm(4, 1.0).pdf(h[0])]
