@@ -267,3 +267,15 @@ def autoregressive_map():
 
     y = rng.poisson(np.exp(1 + 0.4 * x + 0.4 * np.sin(np.arange(49) / 7)))
     return model, {"x": x, "y": y}, {"one": pairs[:, 0], "two": pairs[:, 1]}
+
+
+@entry
+def long_walk():
+    rng, _ = standard_normal(1, 60)
+
+    def model(y):
+        tau = sample("tau", HalfNormal(1))
+        level = sample("level", dist.GaussianRandomWalk(tau, len(y)))
+        sample("y", dist.Poisson(jnp.exp(level)), obs=y)
+
+    return model, {"y": rng.poisson(np.exp(1 + 0.8 * np.sin(np.arange(1000) / 60)))}, {}

@@ -15,15 +15,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from .maximize import Search, SolverState
+from .precisions import Entries, PrecisionForm
 
 MEMORY = 6  # the x that are combined
 NEAR = 10.0  # nats: the squared natural gradient below which the map is smooth enough
-MOST_PARAMETERS = 1024  # matrices are combined on the host
+MOST_NUMBERS = 2**20  # in a precision: they are combined on the host
 RESOLVED = 1e-8  # of the longest change of residuals: what shorter ones say is rounding
 
 
 class Visited(NamedTuple):
-    """x and T(x) by their parts: precisions (r, r), and precisions times means (r,)."""
+    """x and T(x) by their parts: precisions, as arrays of a form, and precisions times means (r,)."""
 
     precision: np.ndarray
     linear: np.ndarray
@@ -31,36 +32,36 @@ class Visited(NamedTuple):
     next_linear: np.ndarray
 
 
-def can_accelerate(search: Search, state: SolverState) -> bool:
-    """Whether full steps are a map of natural parameters, given as matrices, that are few."""
+def entries_of_steps(search: Search, form: PrecisionForm, state: SolverState) -> Entries | None:
+    """By which full steps are combined; None where they are no map of natural parameters, or these are too many."""
     is_map = not (search.solves_for_mean or search.mode or search.alternating or search.by_decrement)
-    return is_map and state.precision.ndim == 2 and len(state.precision) <= MOST_PARAMETERS
+    return form.entries() if is_map and state.precision.size <= MOST_NUMBERS else None
 
 
-def visited(state: SolverState) -> Visited:
+def visited(state: SolverState, entries: Entries) -> Visited:
     """Where a search stands, and where a full step leads."""
     at = state.evaluation
     mean, precision, gradient, target = (
         np.asarray(x, np.float64) for x in (state.mean, state.precision, at.gradient, at.target)
     )
-    return Visited(precision, precision @ mean, target, target @ mean + gradient)
+    return Visited(precision, entries.times(precision, mean), target, entries.times(target, mean) + gradient)
 
 
-def accelerated(state: SolverState, history: Sequence[Visited]) -> SolverState | None:
-    """The state with the combination's step to try next; None if that is no Gaussian, or nothing to combine is known.
+def accelerated(state: SolverState, history: Sequence[Visited], entries: Entries) -> SolverState | None:
+    """The state with the combination's step to try next; None if there is nothing to combine.
 
     :param history: the last one is where the state stands.
     """
     if len(history) < 2:
         return None
     last, mean = history[-1], np.asarray(state.mean, np.float64)
-    scale = 1 / np.sqrt(np.diagonal(last.precision))
+    scale = 1 / np.sqrt(entries.diagonal(last.precision))
 
     def residual(x: Visited) -> np.ndarray:
         """About in the coordinates in which q is standard normal, and about the mean."""
         change = x.next_precision - x.precision
-        of_mean = x.next_linear - x.linear - change @ mean
-        return np.append(np.sqrt(0.5) * scale[:, None] * change * scale, scale * of_mean)
+        of_mean = x.next_linear - x.linear - entries.times(change, mean)
+        return np.append(np.sqrt(0.5) * entries.scaled(change, scale), scale * of_mean)
 
     residuals = [residual(x) for x in history]
     if not np.isfinite(residuals).all():
@@ -71,14 +72,10 @@ def accelerated(state: SolverState, history: Sequence[Visited]) -> SolverState |
     for share, x in zip(shares, history):
         precision -= share * (last.next_precision - x.next_precision)
         linear -= share * (last.next_linear - x.next_linear)
-    try:
-        factor = np.linalg.cholesky(precision)
-    except np.linalg.LinAlgError:
-        return None
+    dtype = state.mean.dtype
     evaluation = state.evaluation._replace(
-        target=jnp.asarray(precision, state.mean.dtype),
-        gradient=jnp.asarray(linear - precision @ mean, state.mean.dtype),  # a full step leads to this mean
+        target=jnp.asarray(precision, dtype),
+        gradient=jnp.asarray(linear - entries.times(precision, mean), dtype),  # a full step leads to this mean
     )
-    if evaluation.target_factor is not None:
-        evaluation = evaluation._replace(target_factor=jnp.asarray(factor, state.mean.dtype))
-    return state._replace(evaluation=evaluation, step=jnp.ones_like(state.step))
+    short_of_full = np.nextafter(dtype.type(1), dtype.type(0))  # whose factor is not known yet
+    return state._replace(evaluation=evaluation, step=jnp.asarray(short_of_full))

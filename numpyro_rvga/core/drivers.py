@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from .acceleration import MEMORY, NEAR, accelerated, can_accelerate, visited
+from .acceleration import MEMORY, NEAR, accelerated, entries_of_steps, visited
 from .factors import Expected
 from .maximize import (
     Base,
@@ -124,8 +124,11 @@ class Evaluated(NamedTuple):
 class Steps(NamedTuple):
     """The compiled functions that the host calls in turn: of a model, only ``evaluate`` has the log-likelihoods in it.
 
-    :ivar propose: see :func:`pending`. :ivar evaluate: see :func:`evaluate`. :ivar update: see :func:`updated`.
+    :ivar form: of precisions. :ivar propose: see :func:`pending`. :ivar evaluate: see :func:`evaluate`.
+    :ivar update: see :func:`updated`.
     """
+
+    form: PrecisionForm
 
     propose: Callable[[SolverState], Pending]
     evaluate: Callable[[Pending, Array | np.ndarray], Evaluated]
@@ -164,14 +167,15 @@ def solve(
     state: SolverState,
     on_step: Callable[[Progress], None] | None = None,
     *,
-    enough: float = 0.0,
+    is_enough: Callable[[Progress], bool] = lambda progress: False,
 ) -> SolverState:
     """The state where the search ends; its :func:`solution` is q. Steps are accelerated once it is near.
 
     :param on_step: called after each accepted step, and at the start.
-    :param enough: squared natural gradient at which the search is left unfinished; it can go on from there.
+    :param is_enough: whether the search is left unfinished after a step; it can go on from there.
     """
     started, iterations, tolerance, more = False, 0, search.settings.tolerance, True
+    entries = entries_of_steps(search, steps.form, state)
     plain, history = None, deque(maxlen=MEMORY)  # the state before an accelerated step, and where the search has been
     while more:
         at = steps.propose(state)
@@ -189,10 +193,10 @@ def solve(
         started, iterations, plain = bool(progress.step > 0), int(progress.iterations), None
         decrement = float(progress.decrement)
         tolerance = INNER_RTOL * decrement
-        more = bool(progress.unfinished) and not (started and decrement <= enough)
-        if more and has_moved and decrement <= NEAR and can_accelerate(search, state):
-            history.append(visited(state))
-            faster = accelerated(state, history)
+        more = bool(progress.unfinished) and not (started and is_enough(progress))
+        if more and has_moved and decrement <= NEAR and entries is not None:
+            history.append(visited(state, entries))
+            faster = accelerated(state, history, entries)
             if faster is not None:
                 state, plain = faster, state
     return state

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import jax
@@ -25,8 +25,8 @@ class SparseJacobian:
     """A Jacobian (n, C, r) in which all predictors of a factor depend on the same K entries, and on no others.
 
     :ivar index: (n, K). :ivar values: (n, C, K). :ivar size: r.
-    :ivar num_diagonal: d: no factor depends on two of the first d entries.
-    :ivar has_diagonal: whether each factor depends on one of these; it then comes first in ``index``.
+    :ivar num_diagonal: d: the first d entries are eliminated.
+    :ivar num_leading: on how many of these each factor depends, zero or one; they come first in ``index``.
     :ivar border: where a packed matrix has the products of this one with the others, (n, K - 1); with none of these,
         (n, 0). None: not known yet.
     :ivar num_packed: size of a packed matrix.
@@ -36,13 +36,9 @@ class SparseJacobian:
     values: Array
     size: int = field(metadata={"static": True})
     num_diagonal: int = field(metadata={"static": True})
-    has_diagonal: bool = field(metadata={"static": True})
+    num_leading: int = field(metadata={"static": True})
     border: Array | None = None
     num_packed: int = field(default=0, metadata={"static": True})
-
-    def packed_as(self, border: Array, num_packed: int) -> SparseJacobian:
-        """With the places in packed matrices."""
-        return replace(self, border=border, num_packed=num_packed)
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -58,13 +54,13 @@ class SparseJacobian:
     def _corner(self) -> Array:
         """Where packed matrices have the products of entries after the first d, (n, K - 1, K - 1) or (n, K, K)."""
         num_corner = self.size - self.num_diagonal
-        others = self.index[:, int(self.has_diagonal) :] - self.num_diagonal
+        others = self.index[:, self.num_leading :] - self.num_diagonal
         return self.num_packed - num_corner**2 + others[:, :, None] * num_corner + others[:, None, :]
 
     def entries(self, matrix: Packed) -> Array:
         """The block of the matrix that each factor depends on, (n, K, K)."""
         x = matrix.array
-        if not self.has_diagonal:
+        if not self.num_leading:
             return x[self._corner]
         first = x[self.index[:, :1]]
         if self.is_diagonal:
@@ -77,9 +73,9 @@ class SparseJacobian:
         products = jnp.einsum("nca,ncd,ndb->nab", self.values, weights, self.values)
         if self.is_diagonal:
             return jnp.zeros(self.size, products.dtype).at[self.index[:, 0]].add(products[:, 0, 0])
-        total, rest = jnp.zeros(self.num_packed, products.dtype), int(self.has_diagonal)
+        total, rest = jnp.zeros(self.num_packed, products.dtype), self.num_leading
         total = total.at[self._corner].add(products[:, rest:, rest:])
-        if not self.has_diagonal:
+        if not self.num_leading:
             return total
         return total.at[self.border].add(products[:, 1:, 0]).at[self.index[:, 0]].add(products[:, 0, 0])
 

@@ -21,7 +21,7 @@ SIGN_ITERATIONS = 40  # resolve eigenvalues down to 1e-6 of the norm
 def cholesky(matrix: Array) -> Array:
     """Lower Cholesky factor, NaN where ``matrix`` is not positive definite. Shape ``(n, n)``."""
     n = matrix.shape[-1]
-    if n > UNROLL:
+    if n > UNROLL or n == 0:
         return jnp.linalg.cholesky(matrix, symmetrize_input=False)
     rows: list[list[Array]] = []
     for i in range(n):
@@ -39,7 +39,7 @@ def cholesky(matrix: Array) -> Array:
 def solve_lower(factor: Array, rhs: Array, *, transpose: bool = False) -> Array:
     """``factor^-1 rhs`` or, transposed, ``factor^-T rhs``. factor: lower triangular, (n, n); rhs: (n,) or (n, k)."""
     n = factor.shape[-1]
-    if n > UNROLL:
+    if n > UNROLL or n == 0:
         matrix = rhs[:, None] if rhs.ndim == 1 else rhs
         out = lax.linalg.triangular_solve(factor, matrix, left_side=True, lower=True, transpose_a=transpose)
         return out[:, 0] if rhs.ndim == 1 else out

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +10,7 @@ import numpy as np
 from jax import Array
 
 from .borders import BorderPattern, DenseBorder, SparseBorder
+from .jacobians import SparseJacobian
 
 Border = DenseBorder | SparseBorder
 
@@ -50,6 +51,10 @@ class Packing:
             place = np.searchsorted(kept, column * self.num_corner + row)
         return (self.num_diagonal + place).astype(np.int32)
 
+    def placed(self, jacobian: SparseJacobian, border: Array) -> SparseJacobian:
+        """With the places of its products. ``border``: those of :meth:`border_places`."""
+        return replace(jacobian, border=border, num_packed=self.size)
+
     def pack(self, diagonal: Array, border: Border, corner: Array) -> Array:
         return jnp.concatenate([diagonal, border.entries, corner.reshape(-1)])
 
@@ -70,6 +75,18 @@ class Packing:
         """Of the whole matrix, (h + k,)."""
         diagonal, _, corner = self.parts(x)
         return jnp.concatenate([diagonal, jnp.diagonal(corner)])
+
+    def coordinates(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Rows and columns of all entries, and how often each counts: those of the border stand for both sides."""
+        h, k = self.num_diagonal, self.num_corner
+        if self.pattern is None:
+            row, column = np.divmod(np.arange(k * h), max(h, 1))
+        else:
+            row, column = np.asarray(self.pattern.row), np.asarray(self.pattern.column)
+        corner = h + np.arange(k)
+        rows = np.concatenate([np.arange(h), h + row, np.repeat(corner, k)])
+        columns = np.concatenate([np.arange(h), column, np.tile(corner, k)])
+        return rows, columns, np.repeat([1, 2, 1], [h, len(row), k * k])
 
     def inner(self, a: Array, b: Array) -> Array:
         """The sum over all entries of the product of two matrices."""

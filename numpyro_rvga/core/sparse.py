@@ -10,21 +10,22 @@ import numpy as np
 from jax import Array
 
 from . import maximize
+from .chains import ChainPacking, packed_form
 from .count import Count
 from .factors import evaluate
 from .joint import Joint, Start
 from .maximize import Base, Search
 from .objective import Coordinates, FactorSet, joint_objective
 from .packing import Packing
-from .precisions import Arrow
 from .recursion import CanonicalGaussian, State, StepInfo
 
 
 class EliminationOrder(NamedTuple):
-    """The order of the entries of theta: first those of which no factor depends on two, which are eliminated.
+    """The order of the entries of theta: first those that are eliminated, of which no factor depends on two, or on none
+    that lie far apart.
 
     :ivar places: (P,), the entry of theta that comes first, second, ...
-    :ivar num_diagonal: how many of them are in the diagonal block.
+    :ivar num_diagonal: how many of them are eliminated.
     """
 
     places: np.ndarray
@@ -50,7 +51,7 @@ def sparse_solve(
     gaussian: FactorSet,
     order: EliminationOrder,
     marginals: Marginals,
-    packing: Packing,
+    packing: Packing | ChainPacking,
     init: tuple[Array, Array] | None = None,
 ) -> Joint:
     """Rows and the whole prior together, over theta itself, its entries reordered. The base is flat.
@@ -66,7 +67,7 @@ def sparse_solve(
     coordinates = Coordinates(same, same, same, same)
     groups = (gaussian, prior, rows)
     objective = joint_objective(groups, coordinates, staged=search.staged)
-    form = Arrow((1 / marginals.variance)[order.places], packing)
+    form = packed_form((1 / marginals.variance)[order.places], packing)
 
     def start():
         flat = Base(None, None, jnp.asarray(0.5 * size * math.log(2 * math.pi), dtype))  # of the entropy

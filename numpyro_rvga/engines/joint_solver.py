@@ -23,6 +23,7 @@ from .devices import Devices
 from .starts import CLOSE, NEAR, NUM_CHECKS, NUM_RETRIES, are_apart, best_of
 
 ROUGHLY = 0.01  # nats: the squared natural gradient at which a search by few nodes has done its part
+FORESEEN = 100.0  # times its squared natural gradient: the most by which a search will still raise its bound
 
 
 class RowChunks(NamedTuple):
@@ -145,6 +146,7 @@ class JointSolver:
 
         def steps_of(problem: Any) -> Steps:
             return Steps(
+                form,
                 lambda state: self._propose(problem, form, state, search=search),
                 lambda at, mean: self._evaluate(problem, base, form, at, mean, search=search),
                 lambda at, evaluated: self._update(problem, form, at, evaluated, search=search),
@@ -154,7 +156,9 @@ class JointSolver:
 
         def solved(state: SolverState, **options: Any) -> SolverState:
             if coarse is not None:
-                roughly = solve(search, steps_of(coarse), state, enough=ROUGHLY)
+                roughly = solve(
+                    search, steps_of(coarse), state, is_enough=lambda progress: float(progress.decrement) <= ROUGHLY
+                )
                 if float(roughly.evaluation.decrement) <= ROUGHLY:
                     state = begun_again(roughly)
             return solve(search, steps, state, **options)
@@ -172,10 +176,18 @@ class JointSolver:
             return first
         solutions = [first]
         is_settled = bool(first[1].converged) or float(first[1].decrement) <= CLOSE
+        highest = float(first[0].log_evidence)
+
+        def is_enough(progress: Progress) -> bool:
+            """Most searches come near the first one's end, if that converged. Then there is no need to go on."""
+            if is_settled:
+                return float(progress.decrement) <= NEAR
+            return float(progress.bound + FORESEEN * progress.decrement) < highest
+
         for number in range(NUM_CHECKS if is_settled else NUM_RETRIES):
             state = begun._replace(mean=other_means(first[0], number))
-            state = solved(state, enough=NEAR if is_settled else 0.0)
-            if is_settled:  # most searches come near the first one's end: then there is no need to go on
+            state = solved(state, is_enough=is_enough)
+            if is_settled:
                 if not are_apart(finished(state), first):
                     continue
                 state = solve(search, steps, state)

@@ -9,15 +9,18 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from ..core.chains import packed_form
 from ..core.joint import Joint, bound_at, curvature_at, solve_joint_traced, solve_quadratic
 from ..core.linalg import lower_from_root, solve_lower
 from ..core.maximize import Search, Solution
 from ..core.objective import is_quadratic
-from ..core.precisions import Arrow, ArrowFactor
+from ..core.precisions import Bordered
 from ..model.arguments import PARAMS
 from .engine import Engine
 from .joint_solver import JointProblem, RowChunks
 from .sparse import SparseEngine, SparseProblem
+
+MOST_LEFT = 100.0  # nats: the squared natural gradient of a search that has come near a maximum
 
 Start = tuple[Array, Any]
 """Mean and precision of a q, in the standard coordinates of the prior (which the parameters move)."""
@@ -81,7 +84,7 @@ class MaximizedBound:
                 return bound_at(joint, joint.start().base, solution.mean, inverse.T)[0]
 
             return Maximum(
-                solution.bound,
+                _bound_of(solution),
                 jax.grad(bound)(params),
                 (solution.mean, solution.root @ solution.root.T),
                 solution.converged,
@@ -107,12 +110,12 @@ class SparseMaximizedBound:
     :ivar is_exact: as of :class:`MaximizedBound`.
     :ivar begin: params (K,) and chunks of rows -> a start. :ivar solve: params, chunks and a start -> :class:`Maximum`,
         without the gradient. :ivar gradient: params, chunks and the start that was found -> (K,).
-    :ivar moments: that start -> mean and variances of x, (P,), and the factor by its parts.
+    :ivar moments: that start -> mean and variances of x, (P,), and the packed factor. :ivar packing: says how.
     """
 
     def __init__(self, sparse: SparseEngine, problem: SparseProblem, chunks: RowChunks):
         program, self._order = sparse.engine.program, sparse.sparsity.order
-        self.engine, self._problem, self.pattern = sparse.engine, problem, problem.packing.pattern
+        self.engine, self._problem, self.packing = sparse.engine, problem, problem.packing
         search = sparse.search(chunks.weights.shape[0], has_start=True)
         exactly = self.is_exact = is_quadratic(sparse.all_kinds)
 
@@ -140,12 +143,11 @@ class SparseMaximizedBound:
             return jax.grad(expected)(params)
 
         @sparse.engine.compiled
-        def moments(problem, root):
-            form = Arrow(jnp.ones(program.layout.size, root.dtype), problem.packing)
-            variance = form.packing.diagonal(form.covariance_root(root).array)
-            return variance[self._order.back], form.parts(root)
+        def variances(problem, root):
+            form = packed_form(jnp.ones(program.layout.size, root.dtype), problem.packing)
+            return form.packing.diagonal(form.covariance_root(root).array)[self._order.back]
 
-        self._solve, self._gradient, self._moments = solve, gradient, moments
+        self._solve, self._gradient, self._variances = solve, gradient, variances
 
     @property
     def places(self) -> np.ndarray:
@@ -162,15 +164,21 @@ class SparseMaximizedBound:
     def gradient(self, params: Array, chunks: RowChunks, start: Start) -> Array:
         return self._gradient(self._problem, params, chunks, start)
 
-    def moments(self, start: Start) -> tuple[Array, Array, ArrowFactor]:
-        return start[0][self._order.back], *self._moments(self._problem, start[1])
+    def moments(self, start: Start) -> tuple[Array, Array, Array]:
+        mean, root = start
+        return mean[self._order.back], self._variances(self._problem, root), root
 
 
 def _found(solution: Solution) -> Maximum:
-    return Maximum(solution.bound, None, (solution.mean, solution.root), solution.converged)
+    return Maximum(_bound_of(solution), None, (solution.mean, solution.root), solution.converged)
 
 
-def _form(joint: Joint) -> Arrow:
+def _bound_of(solution: Solution) -> Array:
+    """None (minus infinity) where the search has come to nothing: what is left then is rounding, of any size."""
+    return jnp.where(solution.decrement <= MOST_LEFT, solution.bound, -jnp.inf)
+
+
+def _form(joint: Joint) -> Bordered:
     form = joint.start().form
-    assert isinstance(form, Arrow)
+    assert isinstance(form, Bordered)
     return form

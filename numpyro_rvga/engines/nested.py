@@ -15,7 +15,6 @@ from scipy.sparse import coo_array, eye_array
 
 from ..core.expectations import power_of_two
 from ..core.grouped_importance import Estimate
-from ..core.precisions import ArrowFactor
 from ..model.bad_rows import NotFinite
 from .maximized_bound import Maximum, Start
 
@@ -176,9 +175,9 @@ def _axes(marginal: Marginal, mode: Point, deviation: np.ndarray) -> np.ndarray:
 
 # ---------------------------------------------------------------------- integration
 class SolvedRoot(NamedTuple):
-    """A block-arrow's Cholesky factor, of the precision of x in its order of elimination, and variances (P,) of x."""
+    """The packed Cholesky factor of the precision of x in its order of elimination, and variances (P,) of x."""
 
-    factor: ArrowFactor
+    factor: np.ndarray
     variance: np.ndarray
 
 

@@ -13,6 +13,7 @@ import numpy as np
 from jax import Array
 
 from ..core.borders import border_pattern
+from ..core.chains import ChainPacking
 from ..core.count import Count
 from ..core.drivers import Progress
 from ..core.factors import Factors, Kind
@@ -48,7 +49,7 @@ class SparseProblem(NamedTuple):
     marginals: Marginals
     chunks: tuple
     num_rows: Array
-    packing: Packing
+    packing: Packing | ChainPacking
     borders: tuple[tuple[Array, ...], ...]
     init: tuple[Array, Array] | None = None
 
@@ -99,21 +100,27 @@ class SparseEngine:
         packing, borders = self._packing(prepared)
         return SparseProblem(self.engine.devices.put(marginals), prepared, np.int32(total), packing, borders)
 
-    def _packing(self, prepared: tuple) -> tuple[Packing, tuple[tuple[Array, ...], ...]]:
+    def _packing(self, prepared: tuple) -> tuple[Packing | ChainPacking, tuple[tuple[Array, ...], ...]]:
         """How precisions are packed, and where they have the products that are not in the corner."""
         num_diagonal, size = self.sparsity.order.num_diagonal, self.sparsity.order.places.size
         by_group = [
-            [(pattern.has_diagonal, index) for (_, pattern), index in zip(seen, indices)]
+            [(pattern.num_leading, index) for (_, pattern), index in zip(seen, indices)]
             for seen, indices in zip(self._seen, jax.device_get(self._indices(prepared)))
         ]
-        bordered = [x.reshape(-1, x.shape[-1]) for group in by_group for has_diagonal, x in group if has_diagonal]
-        columns = np.concatenate([np.repeat(index[:, 0], index.shape[1] - 1) for index in bordered])
-        rows = np.concatenate([index[:, 1:].reshape(-1) for index in bordered]) - num_diagonal
-        pattern = border_pattern(columns, rows, num_diagonal, size - num_diagonal)
-        packing = Packing(num_diagonal, size - num_diagonal, pattern)
+        if self.sparsity.block is not None:
+            packing: Packing | ChainPacking = ChainPacking(num_diagonal, size - num_diagonal, self.sparsity.block)
+        else:
+            bordered = [x.reshape(-1, x.shape[-1]) for group in by_group for num_leading, x in group if num_leading]
+            columns = np.concatenate([np.repeat(index[:, 0], index.shape[1] - 1) for index in bordered])
+            rows = np.concatenate([index[:, 1:].reshape(-1) for index in bordered]) - num_diagonal
+            packing = Packing(
+                num_diagonal, size - num_diagonal, border_pattern(columns, rows, num_diagonal, size - num_diagonal)
+            )
 
-        def places(has_diagonal: bool, index: np.ndarray) -> np.ndarray:
-            return packing.border_places(index) if has_diagonal else np.zeros((*index.shape[:2], 0), np.int32)
+        def places(num_leading: int, index: np.ndarray) -> np.ndarray:
+            if num_leading and isinstance(packing, Packing):
+                return packing.border_places(index)
+            return np.zeros((*index.shape[:2], 0), np.int32)
 
         of_rows, *others = (tuple(places(*each) for each in group) for group in by_group)
         return packing, (self.engine.devices.put_rows(of_rows, axis=1), *self.engine.devices.put(tuple(others)))
@@ -151,13 +158,17 @@ class SparseEngine:
         """What a solve seeks."""
         all_kinds, program = self.all_kinds, self.engine.program
         shapes = [(terms.num_elements, terms.num_predictors) for terms in program.terms]
-        staged = self._is_affine and in_stages(self._kinds[0], all_kinds, shapes, program.layout.size, num_chunks)
+        staged = (
+            self.sparsity.block is None
+            and self._is_affine
+            and in_stages(self._kinds[0], all_kinds, shapes, program.layout.size, num_chunks)
+        )
         return search_for(all_kinds, self.engine.effort.settings(), staged=staged, has_start=has_start)
 
     def parts(self, search: Search, problem: SparseProblem) -> Joint:
         """A problem's parts."""
         groups = [
-            FactorSet(kinds, partial(self._linearize, seen, problem.packing.size), (chunks, borders))
+            FactorSet(kinds, partial(self._linearize, seen, problem.packing), (chunks, borders))
             for kinds, seen, chunks, borders in zip(self._kinds, self._seen, problem.chunks, problem.borders)
         ]
         return sparse_solve(search, *groups, self.sparsity.order, problem.marginals, problem.packing, init=problem.init)
@@ -170,7 +181,7 @@ class SparseEngine:
         return of_rows, *(jax.vmap(partial(prepare, seen, origin))(*prior) for seen in self._seen[1:])
 
     def _linearize(
-        self, seen: list[Seen], num_packed: int, chunk: tuple[tuple, tuple[Array, ...]], ordered: Array
+        self, seen: list[Seen], packing: Packing | ChainPacking, chunk: tuple[tuple, tuple[Array, ...]], ordered: Array
     ) -> tuple[Factors, ...]:
         """Factors at theta (P,), in the sparsity's order.
 
@@ -178,7 +189,7 @@ class SparseEngine:
         """
         prepared, borders = chunk
         factors = self._factors(seen, prepared, ordered)
-        return tuple(f._replace(jacobian=f.jacobian.packed_as(at, num_packed)) for f, at in zip(factors, borders))
+        return tuple(f._replace(jacobian=packing.placed(f.jacobian, at)) for f, at in zip(factors, borders))
 
     def _factors(self, seen: list[Seen], prepared: tuple, ordered: Array) -> tuple[Factors, ...]:
         return factors_of(seen, prepared, ordered, lambda ordered: ordered[self.sparsity.order.back])
@@ -199,7 +210,7 @@ def sparse_engine(engine: Engine, rows: Rows, *, given_params: bool = False) -> 
         return None
     if DENSE in engine.made:  # not asked again: whole matrices are never wrong
         return None
-    sparsity = engine.program.find_sparsity(engine.program.inputs(rows))
+    sparsity = engine.program.find_sparsity(engine.program.inputs(rows), engine.made)
     if sparsity is None:
         engine.made[DENSE] = True
         return None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping, MutableMapping
 from functools import partial
 from typing import Any
 
@@ -328,14 +328,25 @@ class BoundLikelihood(BoundPrior):
         own = () if self.row_latents is None else self.row_latents.site_names
         return {name: elements(records[name]) for name in (*self._row_sites, *own)}
 
-    def find_sparsity(self, rows: Mapping[str, Array]) -> Sparsity | None:
-        """The few entries of theta that each term depends on in any row; None if they are many, or theta is short."""
+    def find_sparsity(
+        self, rows: Mapping[str, Array], readers: MutableMapping[Hashable, Any] | None = None
+    ) -> Sparsity | None:
+        """The few entries of theta that each term depends on in any row; None if they are many, or theta is short.
+
+        :param rows: as :meth:`inputs` gives them. :param readers: as of :func:`~.sparsity.find_sparsity`.
+        """
         exact = all(t.closed_form is Gaussian or not t.num_predictors for t in self.prior.gaussian)
-        if self.whole or self.prior.normal_sites or not exact:
+        if self.prior.normal_sites or not exact:
             return None
         prior_terms = (*self.prior.gaussian, *self.prior.terms)
         return find_sparsity(
-            self.layout, self.dtype, self.terms, prior_terms, dict(rows) | self.shared, self.prior_inputs
+            self.layout,
+            self.dtype,
+            self.terms,
+            prior_terms,
+            dict(rows) | self.shared,
+            self.prior_inputs,
+            {} if readers is None else readers,
         )
 
     @property

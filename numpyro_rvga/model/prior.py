@@ -15,7 +15,7 @@ from ..core.closed_forms import Gaussian
 from ..core.compilation import at_once
 from ..core.interpret import depends_on
 from ..core.symbolic import factorize
-from .recognition import in_closed_form, in_tilted_form, is_quadratic, may_be_probed, probe_terms
+from .recognition import in_closed_form, in_gaussian_form, in_tilted_form, is_quadratic, may_be_probed, probe_terms
 from .site_terms import RunSite
 from .terms import Arrays, Terms, predictors_of
 from .tracing import peel
@@ -75,7 +75,7 @@ def split_prior(
     fixed = _of_fixed_density(undecided, dtype, shared)
     for terms, probe in zip(undecided, probes):
         if is_quadratic(probe):
-            gaussian.append(terms)
+            gaussian.append(in_gaussian_form(terms, probe))
         else:
             others.append(in_tilted_form(in_closed_form(terms, probe) if terms.site in fixed else terms, dtype, shared))
     return Prior(tuple(normal_sites), tuple(gaussian), tuple(others))

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from ..core.closed_forms import DENSITIES, Exponential, Logistic
+from ..core.closed_forms import DENSITIES, Exponential, Gaussian, Logistic
 from ..core.tilted import may_be_tilted, read_tilted, tilted_density
 from .terms import Arrays, Terms
 
@@ -101,6 +101,29 @@ def in_closed_form(terms: Terms, probe: Probe) -> Terms:
         if form is not None and _holds(form, probe):
             return _with_form(terms, form)
     return terms
+
+
+def in_gaussian_form(terms: Terms, probe: Probe) -> Terms:
+    """Quadratic terms of one predictor as log densities of a normal distribution, if they are concave."""
+    if terms.num_predictors != 1 or not np.all(probe.hessians < 0):
+        return terms
+
+    def coefficients(row, element):
+        values = terms.constants(row, element)
+        value, slope, hessian = (
+            function(jnp.zeros(1, probe.points.dtype))
+            for function in (
+                lambda u: terms.density(u, values),
+                lambda u: jax.grad(terms.density)(u, values)[0],
+                lambda u: jax.hessian(terms.density)(u, values)[0, 0],
+            )
+        )
+        target, scale = -slope / hessian, 1 / jnp.sqrt(-hessian)
+        one = jnp.ones((), hessian.dtype)
+        form = Gaussian(target, scale, jnp.zeros_like(one), one)
+        return form._replace(constant=value - DENSITIES[Gaussian](jnp.zeros(1, one.dtype), form))
+
+    return terms._replace(constants=coefficients, density=DENSITIES[Gaussian], closed_form=Gaussian)
 
 
 def _exponential_form(probe: Probe) -> _Form | None:

@@ -2,44 +2,51 @@
 
 theta is cut into columns: the sites, or their columns. Rows with crossed or nested effects depend on one entry of each
 column. Two directions along the column give its derivative and its position.
+
+Of a chain, as of latent states that follow one another in time, terms depend on several entries that lie close. If no
+two are more than ``lag`` apart, every (lag + 1)-th entry is a column of which terms depend on one.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Hashable, MutableMapping, Sequence
+from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array, lax
+from jax import Array
+from jax.typing import DTypeLike
 
-from ..core.compilation import jit_once
 from ..core.jacobians import SparseJacobian
 from ..core.sparse import EliminationOrder
 from .layout import Layout
+from .reads import Cut, Reader, Reads, along, pushed_along, read
 from .terms import Arrays, Terms, merged, over_rows, split_rows
 
 FEWEST_PARAMETERS = 200  # below, whole matrices are small
+FEWEST_IN_CHAIN = 400  # parameters: chains take longer to compile than whole matrices
+MOST_LAG = 3  # of a chain
+MOST_CROSSING = 0.1  # share of a chain's terms that depend on entries of both of its halves
+MOST_BLOCK = 64  # entries of a chain that are eliminated together,
+LEAST_BLOCK = 16  # and no fewer: products of small matrices take as long as of these
 MOST_SPLIT = 64  # entries of a column of which terms read several
 MOST_SLOTS = 64  # columns that a term reads
-FEW = 64  # rows that are probed first
-CHUNK = 2**16  # rows that are probed together
+FEW, MANY = 64, 4096  # rows that are probed first, and of how many
 
 
 class Pattern(NamedTuple):
     """The entries of theta that a term depends on: one of each column.
 
     :ivar columns: arrays of entries of theta. :ivar place: (P,), the position of each entry in the elimination order.
-    :ivar num_diagonal: d: no term depends on two of the first d positions.
-    :ivar has_diagonal: whether the first column is one of these.
+    :ivar num_diagonal: d: the first d positions are eliminated.
+    :ivar num_leading: how many columns, which come first, have these positions: at most one, but in a chain.
     """
 
     columns: tuple[np.ndarray, ...]
     place: np.ndarray
     num_diagonal: int
-    has_diagonal: bool
+    num_leading: int
 
 
 class Sparsity(NamedTuple):
@@ -47,17 +54,21 @@ class Sparsity(NamedTuple):
 
     :ivar order: of elimination. :ivar patterns: by whether a term is one of the prior, and its site.
     :ivar numbers_per_row: size of the Jacobians of a row.
+    :ivar block: of a chain: entries that are eliminated together, no fewer than lie between two that a term depends on.
+        None: no term depends on two of the entries that are eliminated.
     """
 
     order: EliminationOrder
     patterns: dict[tuple[bool, str], Pattern]
     numbers_per_row: int
+    block: int | None
 
     @property
     def key(self) -> tuple:
         """Equal if two say the same of a model."""
         return (
             self.order.num_diagonal,
+            self.block,
             self.order.places.tobytes(),
             tuple((name, len(pattern.columns)) for name, pattern in self.patterns.items()),
         )
@@ -68,14 +79,14 @@ def sparse_jacobian(terms: Terms, pattern: Pattern, theta: Array, rows: Arrays) 
     """Predictors at theta (n E, C), and their Jacobians."""
     if not terms.num_predictors:
         return _without_predictors(terms, pattern, theta, rows)
-    directions = _along(pattern.columns, theta.size, theta.dtype)
-    predictors, pushed = merged(_pushed(terms, theta, directions, rows))
-    values, place = _read(pushed, len(pattern.columns))
+    directions = along(pattern.columns, theta.size, theta.dtype)
+    predictors, pushed = merged(pushed_along(terms, theta, directions, rows))
+    values, place = read(pushed, len(pattern.columns))
     starts = np.cumsum([0, *[len(column) for column in pattern.columns]])[:-1]
     numbers = jnp.asarray(pattern.place[np.concatenate(pattern.columns)], jnp.int32)
     lengths = np.array([len(column) for column in pattern.columns])
     index = numbers[jnp.clip(place, 0, lengths - 1) + starts]
-    sizes = theta.size, pattern.num_diagonal, pattern.has_diagonal
+    sizes = theta.size, pattern.num_diagonal, pattern.num_leading
     return predictors, SparseJacobian(index, jnp.swapaxes(values, 1, 2), *sizes)
 
 
@@ -84,148 +95,133 @@ def _without_predictors(terms: Terms, pattern: Pattern, theta: Array, rows: Arra
     predictors = merged(over_rows(lambda row, element: terms.predictors(theta, row, element), terms.num_elements, rows))
     index = jnp.full((len(predictors), 1), pattern.place[pattern.columns[0][0]], jnp.int32)
     values = jnp.zeros((len(predictors), 0, 1), theta.dtype)
-    return predictors, SparseJacobian(index, values, theta.size, pattern.num_diagonal, pattern.has_diagonal)
+    return predictors, SparseJacobian(index, values, theta.size, pattern.num_diagonal, pattern.num_leading)
 
 
 def selecting_pattern(size: int) -> Pattern:
     """Of terms that depend on one entry of theta."""
-    return Pattern((np.arange(size),), np.arange(size), size, True)
+    return Pattern((np.arange(size),), np.arange(size), size, 1)
 
 
 def are_selections(all_terms: Sequence[Terms], size: int, dtype, rows: Arrays) -> list[bool]:
     """Whether each term's one predictor is an affine function of one entry of theta."""
     possible = [terms.is_affine and terms.num_predictors == 1 and not terms.num_local for terms in all_terms]
     asked = [terms for terms, is_possible in zip(all_terms, possible) if is_possible]
-    found = iter(_reads_of(asked, selecting_pattern(size).columns, jnp.zeros(size, dtype), rows))
+    found = iter(Reader(asked, Cut.without_chain(selecting_pattern(size).columns), size, dtype)(rows))
     return [is_possible and bool(next(found).reads_one[0]) for is_possible in possible]
 
 
-def _along(columns: tuple[np.ndarray, ...], size: int, dtype) -> np.ndarray:
-    """Two directions along each column: all ones, and the position in it: (2 S, P)."""
-    count = len(columns)
-    directions = np.zeros((2 * count, size), dtype)
-    for i, column in enumerate(columns):
-        directions[i, column], directions[count + i, column] = 1, np.arange(len(column))
-    return directions
-
-
-def _pushed(terms: Terms, theta: Array, directions: np.ndarray, rows: Arrays) -> tuple[Array, Array]:
-    """Predictors (n, E, C), and their changes along directions (n, E, D, C)."""
-
-    def one(row, element):
-        predictors, push = jax.linearize(lambda t: terms.predictors(t, row, element), theta)
-        return predictors, jax.vmap(push)(directions)
-
-    directions = lax.optimization_barrier(jnp.asarray(directions))  # XLA would fold constants for seconds
-    return over_rows(one, terms.num_elements, rows)
-
-
-def _read(pushed: Array, count: int) -> tuple[Array, Array]:
-    """The one entry of each column that is not zero (n, S, C), and its position there (n, S)."""
-    values, numbers = pushed[:, :count], pushed[:, count : 2 * count]
-    largest = jnp.argmax(jnp.abs(values), axis=2, keepdims=True)
-    value, number = (jnp.take_along_axis(x, largest, axis=2)[..., 0] for x in (values, numbers))
-    return values, jnp.round(number / jnp.where(value == 0, 1.0, value)).astype(jnp.int32)
-
-
-# ---------------------------------------------------------------------- which entries terms depend on
-class _Reads(NamedTuple):
-    """Of columns, (S,): whether any term depends on them, and whether no term depends on two of their entries."""
-
-    is_read: np.ndarray | Array
-    reads_one: np.ndarray | Array
-
-
-def _reads_of(all_terms: Sequence[Terms], columns: tuple[np.ndarray, ...], theta: Array, rows: Arrays) -> list[_Reads]:
-    """Of the terms of each site, by changes along a random direction: one function, which compiles sooner than many."""
-    count, eps = len(columns), np.finfo(theta.dtype).eps
-    if not any(terms.num_predictors for terms in all_terms):
-        return [_Reads(np.zeros(count, bool), np.ones(count, bool)) for _ in all_terms]
-    probe = np.random.default_rng(0).normal(size=theta.size).astype(theta.dtype)
-    one_column = np.zeros((count, theta.size), theta.dtype)
-    for i, column in enumerate(columns):
-        one_column[i, column] = probe[column]
-    directions = np.concatenate([_along(columns, theta.size, theta.dtype), one_column])
-    longest = max(map(len, columns))
-    table = jnp.asarray(np.stack([np.resize(probe[column], longest) for column in columns]))
-
-    def both(terms, rows):
-        if not terms.num_predictors:
-            return _Reads(jnp.zeros(count, bool), jnp.ones(count, bool))
-        pushed = merged(_pushed(terms, theta, directions, rows)[1])
-        values, place = _read(pushed, count)
-        predicted = values * table[jnp.arange(count), jnp.clip(place, 0, longest - 1)][..., None]
-        actual = pushed[:, 2 * count :]
-        close = jnp.abs(predicted - actual) <= 1e3 * eps * jnp.abs(actual)
-        return _Reads(jnp.any(actual != 0, axis=(0, 2)), jnp.all(close, axis=(0, 2)))
-
-    of_part = jit_once(lambda rows: [both(terms, rows) for terms in all_terms])
-    by_part = [jax.device_get(of_part(part)) for part in _parts(rows)]
-    return [
-        _Reads(np.any([f.is_read for f in parts], axis=0), np.all([f.reads_one for f in parts], axis=0))
-        for parts in zip(*by_part)
-    ]
-
-
-def _parts(rows: Arrays) -> Iterator[Arrays]:
-    """Rows in parts of equal length, the first ones once more in the last."""
-    shared, own = split_rows(rows)
-    count = len(next(iter(own.values()))) if own else 0
-    for start in range(0, max(count, 1), CHUNK):
-        taken = np.arange(start, start + min(count, CHUNK)) % max(count, 1)
-        yield shared | {name: array[taken] for name, array in own.items()}
-
-
 def find_sparsity(
-    layout: Layout, dtype, row_terms: tuple[Terms, ...], prior_terms: tuple[Terms, ...], rows: Arrays, shared: Arrays
+    layout: Layout,
+    dtype: DTypeLike,
+    row_terms: tuple[Terms, ...],
+    prior_terms: tuple[Terms, ...],
+    rows: Arrays,
+    shared: Arrays,
+    readers: MutableMapping[Hashable, Any],
 ) -> Sparsity | None:
     """The entries that terms depend on, if these are few for each term; None if not, or if theta is short.
 
     :param rows: all that there are, and what they share.
     :param shared: what prior terms depend on besides theta.
+    :param readers: what has been compiled for these terms, and is added to.
     """
     if layout.size < FEWEST_PARAMETERS or any(terms.num_local for terms in row_terms):
         return None
-    theta = jnp.asarray(0.5 * np.random.default_rng(1).normal(size=layout.size), dtype)
-    columns = _columns(layout)
-
     given, own = split_rows(rows)
-    few = _reads_of(row_terms, columns, theta, given | {name: array[:FEW] for name, array in own.items()})
-    if _read_too_many(few, columns):
+    few = given | {name: array[:FEW] for name, array in own.items()}
+    is_large = any(len(array) > MANY for array in own.values())
+
+    def reads_by(cut: Cut, all_terms: tuple[Terms, ...], in_prior: bool, rows: Arrays) -> list[Reads]:
+        key = Reader, cut.key, in_prior
+        if key not in readers:
+            readers[key] = Reader(all_terms, cut, layout.size, dtype)
+        return readers[key](rows)
+
+    def reads_of(cut: Cut) -> list[Reads]:
+        """Of all terms; of a few rows only, if they depend on too many entries."""
+        of_few = reads_by(cut, row_terms, False, few) if is_large else []
+        if is_large and _too_many(of_few, cut).any():
+            return of_few
+        return reads_by(cut, row_terms, False, rows) + reads_by(cut, prior_terms, True, shared)
+
+    columns, lag = _columns(layout), 0
+    cut = Cut.without_chain(columns)
+    reads = reads_of(cut)
+    length = _chain_length(reads, cut)
+    while _too_many(reads, cut).any():
+        lag += 1
+        if length is None or lag > MOST_LAG:
+            return None
+        cut = _with_chain(columns, length, lag)
+        reads = reads_of(cut)
+    return _sparsity(row_terms, prior_terms, cut, reads)
+
+
+def _sparsity(
+    row_terms: tuple[Terms, ...], prior_terms: tuple[Terms, ...], cut: Cut, all_reads: list[Reads]
+) -> Sparsity | None:
+    """What the reads of terms come to: the chain is eliminated, or the longest of the columns of which no term depends
+    on two entries."""
+    columns, reads_one = cut.columns, _reads_one(all_reads)
+    whole, split = [np.flatnonzero(chosen & ~cut.in_chain) for chosen in (reads_one, ~reads_one)]
+    if cut.width:
+        leading, block = np.flatnonzero(cut.in_chain), cut.width * (1 + int(max(reads.span for reads in all_reads)))
+        eliminated = cut.chain
+        if block > MOST_BLOCK or 4 * block > len(eliminated):
+            return None
+        block = max(block, LEAST_BLOCK)
+    elif len(whole):
+        longest = max(whole, key=lambda i: len(columns[i]))
+        leading, block, eliminated, whole = np.array([longest]), None, columns[longest], whole[whole != longest]
+    else:
         return None
-    all_reads = _reads_of(row_terms, columns, theta, rows) + _reads_of(prior_terms, columns, theta, shared)
-    if _read_too_many(all_reads, columns):
-        return None
-    reads_one = _reads_one(all_reads)
-    whole, split = [np.flatnonzero(chosen) for chosen in (reads_one, ~reads_one)]
-    if not len(whole):
-        return None
-    eliminated = max(whole, key=lambda i: len(columns[i]))
-    ranked = [eliminated, *whole[whole != eliminated], *split]
-    order, patterns = EliminationOrder(np.concatenate([columns[i] for i in ranked]), len(columns[eliminated])), {}
+    others = [*whole, *split]
+    order = EliminationOrder(np.concatenate([eliminated, *[columns[i] for i in others]]), len(eliminated))
+    patterns = {}
     sides = [(False, terms) for terms in row_terms] + [(True, terms) for terms in prior_terms]
     for (in_prior, terms), reads in zip(sides, all_reads):
-        seen = []
-        for i in (i for i in ranked if reads.is_read[i]):
+        seen = [columns[i] for i in leading if reads.is_read[i]]
+        num_leading = len(seen)
+        for i in (i for i in others if reads.is_read[i]):
             seen += [columns[i]] if reads_one[i] else list(columns[i][:, None])
         if not terms.num_predictors:
             seen = [order.places[-1:]]
         if not seen or len(seen) > MOST_SLOTS:
             return None
-        patterns[in_prior, terms.site] = Pattern(
-            tuple(seen), order.back, order.num_diagonal, bool(reads.is_read[eliminated])
-        )
+        patterns[in_prior, terms.site] = Pattern(tuple(seen), order.back, order.num_diagonal, num_leading)
     counts = [(t.num_elements, t.num_predictors, len(patterns[False, t.site].columns)) for t in row_terms]
-    return Sparsity(order, patterns, sum(e * k * (c + 2 * k) for e, c, k in counts))
+    return Sparsity(order, patterns, sum(e * k * (c + 2 * k) for e, c, k in counts), block)
 
 
-def _reads_one(all_reads: list[_Reads]) -> np.ndarray:
+def _reads_one(all_reads: list[Reads]) -> np.ndarray:
     """(S,): of which columns no term depends on two entries."""
     return np.all([reads.reads_one for reads in all_reads], axis=0)
 
 
-def _read_too_many(all_reads: list[_Reads], columns: tuple[np.ndarray, ...]) -> bool:
-    return any(len(column) > MOST_SPLIT for column, one_column in zip(columns, _reads_one(all_reads)) if not one_column)
+def _too_many(all_reads: list[Reads], cut: Cut) -> np.ndarray:
+    """(S,): of which columns terms depend on too many entries."""
+    is_long = np.array([len(column) > MOST_SPLIT for column in cut.columns])
+    return ~_reads_one(all_reads) & (is_long | cut.in_chain)
+
+
+def _chain_length(all_reads: list[Reads], cut: Cut) -> int | None:
+    """Of the columns of which terms depend on too many entries, if these lie close to each other."""
+    too_many = _too_many(all_reads, cut)
+    lengths = {len(column) for column, is_one in zip(cut.columns, too_many) if is_one}
+    is_short = sum(len(column) for column in cut.columns if len(column) in lengths) < FEWEST_IN_CHAIN
+    crossing = max(float(np.max(reads.share_crossing, where=too_many, initial=0)) for reads in all_reads)
+    return lengths.pop() if len(lengths) == 1 and not is_short and crossing <= MOST_CROSSING else None
+
+
+def _with_chain(columns: tuple[np.ndarray, ...], length: int, lag: int) -> Cut:
+    """A chain of all columns of this length. Entries of which one term may depend are at most ``lag`` apart."""
+    cut, times = [], []
+    for column in columns:
+        starts = range(lag + 1) if len(column) == length else [None]
+        cut += [column if start is None else column[start :: lag + 1] for start in starts]
+        times += [None if start is None else np.arange(start, length, lag + 1) for start in starts]
+    return Cut(tuple(cut), tuple(times), sum(len(column) == length for column in columns))
 
 
 def _columns(layout: Layout) -> tuple[np.ndarray, ...]:

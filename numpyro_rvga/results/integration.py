@@ -13,8 +13,8 @@ from jax import Array, lax
 from jax.sharding import Mesh
 from jax.typing import ArrayLike, DTypeLike
 
-from ..core.gaussians.arrow_roots import ArrowRoots
 from ..core.gaussians.mixture import GaussianMixture
+from ..core.gaussians.packed_roots import PackedRoots
 from ..core.linalg import lower_from_root
 from ..engines.evidence_estimate import EvidenceEstimate
 from ..engines.importance import FEW_POINTS, NUM_POINTS, integrate_by_importance
@@ -268,7 +268,7 @@ def mixture_of(
     means[:, indices], means[:, others] = design.h[kept], design.means[kept]
     log_weights, means = jnp.asarray(np.log(weights), dtype), jnp.asarray(means, dtype)
     if solved is not None:
-        return GaussianMixture(log_weights, means, _arrow_roots(design, kept, indices, others, solved))
+        return GaussianMixture(log_weights, means, _packed_roots(design, kept, indices, others, solved))
     roots = np.zeros((len(kept), size, size), dtype)
     roots[:, indices, : len(indices)] = design.kernel
     roots[:, others, : len(indices)] = design.slopes[kept] @ design.kernel
@@ -277,9 +277,9 @@ def mixture_of(
     return GaussianMixture(log_weights, means, lower)
 
 
-def _arrow_roots(
+def _packed_roots(
     design: Design, kept: np.ndarray, indices: np.ndarray, others: np.ndarray, bound: SparseMaximizedBound
-) -> ArrowRoots:
+) -> PackedRoots:
     """Of a mixture's components, as they were solved."""
     factors, of_x = jax.tree.map(lambda x: x[kept], design.roots)
     kernel, slopes = np.linalg.cholesky(design.kernel @ design.kernel.T), design.slopes[kept]
@@ -289,8 +289,7 @@ def _arrow_roots(
     order, dtype = bound.places, of_x.dtype
     arrays = [jnp.asarray(x, dtype) for x in (kernel, slopes[:, order], variances)]
     ends = jnp.asarray(np.concatenate([indices, others[order]]), jnp.int32)
-    factors = jax.tree.map(jnp.asarray, factors)
-    return ArrowRoots(factors, bound.pattern, arrays[0], arrays[1], ends, arrays[2])
+    return PackedRoots(jnp.asarray(factors), bound.packing, arrays[0], arrays[1], ends, arrays[2])
 
 
 def _prior_moments(program: Program, *, is_long: bool) -> tuple[np.ndarray, np.ndarray]:

@@ -14,9 +14,9 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from ..core.gaussians import Family
-from ..core.gaussians.arrow_roots import ArrowRoots
 from ..core.gaussians.mean_field import MeanField
 from ..core.gaussians.mixture import GaussianMixture
+from ..core.gaussians.packed_roots import PackedRoots
 from ..model.row_set import RowSet
 from ..model.rows import Data
 from . import arviz, integration, merging, prediction, resampling, storage, summary_table, warmstart
@@ -73,7 +73,7 @@ class Posterior:
         gaussian = jax.tree.map(jnp.asarray, self.gaussian)
         for field in dataclasses.fields(gaussian) if not isinstance(gaussian, MeanField) else ():
             value = getattr(gaussian, field.name)
-            if isinstance(value, tuple | ArrowRoots) or (
+            if isinstance(value, tuple | PackedRoots) or (
                 isinstance(gaussian, GaussianMixture) and field.name == "log_weights"
             ):
                 continue

@@ -13,12 +13,13 @@ import numpy as np
 
 from .. import files
 from ..core.borders import BorderPattern
+from ..core.chains import ChainPacking
 from ..core.count import Count
 from ..core.gaussians import FAMILIES
-from ..core.gaussians.arrow_roots import ArrowRoots
 from ..core.gaussians.mean_field import MeanField
 from ..core.gaussians.mixture import GaussianMixture
-from ..core.precisions import ArrowFactor
+from ..core.gaussians.packed_roots import PackedRoots
+from ..core.packing import Packing
 from ..core.recursion import CanonicalGaussian, State
 from ..model import Program
 from ..model.arguments import named_rows, whole_data
@@ -181,12 +182,18 @@ def _gaussian(family: str, fields: dict[str, Any]) -> Any:
 
 
 def _with_roots(fields: dict[str, Any]) -> dict[str, Any]:
-    """The arrays of a Gaussian, or of a mixture whose roots may be arrows'."""
+    """The arrays of a Gaussian, or of a mixture whose roots may be packed."""
     if not isinstance(fields.get("roots"), dict):
         return fields
     roots = fields["roots"]
-    pattern = None if roots["pattern"] is None else BorderPattern(*roots["pattern"])
-    return fields | {"roots": ArrowRoots(**roots | {"factors": ArrowFactor(*roots["factors"]), "pattern": pattern})}
+    return fields | {"roots": PackedRoots(**roots | {"packing": _packing(roots["packing"])})}
+
+
+def _packing(fields: dict[str, Any]) -> Packing | ChainPacking:
+    if "block" in fields:
+        return ChainPacking(**fields)
+    pattern = fields["pattern"]
+    return Packing(**fields | {"pattern": None if pattern is None else BorderPattern(*pattern)})
 
 
 def _stored_state(state: Any) -> dict | None:

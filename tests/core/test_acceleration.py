@@ -12,7 +12,7 @@ import pytest
 from numpyro_rvga import FixedPointVI
 from numpyro_rvga.core.acceleration import accelerated, visited
 from numpyro_rvga.core.maximize import Search, Settings, init
-from numpyro_rvga.core.precisions import Dense
+from numpyro_rvga.core.precisions import Dense, WholeMatrix
 
 PRECISION = np.array([[3.0, 1.0], [1.0, 2.0]])
 LINEAR = np.array([1.0, -2.0])
@@ -33,25 +33,17 @@ def test_an_affine_map_is_solved_as_soon_as_all_its_directions_are_known():
     precision, linear, history = np.eye(2), np.zeros(2), []
     for _ in range(4):  # one direction of precisions, and two of means
         state = evaluated(precision, linear)
-        history.append(visited(state))
-        state = accelerated(state, history) or state
+        history.append(visited(state, WholeMatrix()))
+        state = accelerated(state, history, WholeMatrix()) or state
         precision = np.asarray(state.evaluation.target)
         linear = precision @ np.asarray(state.mean) + np.asarray(state.evaluation.gradient)
     np.testing.assert_allclose(precision, PRECISION, atol=1e-8)
     np.testing.assert_allclose(linear, LINEAR, atol=1e-8)
 
 
-def test_one_place_alone_and_a_combination_that_is_no_gaussian_give_none():
+def test_one_place_alone_gives_nothing_to_combine():
     state = evaluated(np.eye(2), np.zeros(2))
-    here = visited(state)
-    assert accelerated(state, [here]) is None
-    far = here.next_precision - 20 * np.eye(2)  # where a residual of nearly the same size has led to
-    misleading = here._replace(
-        precision=far - 0.99 * (here.next_precision - here.precision),
-        next_precision=far,
-        linear=here.next_linear - 0.99 * (here.next_linear - here.linear),
-    )
-    assert accelerated(state, [misleading, here]) is None
+    assert accelerated(state, [visited(state, WholeMatrix())], WholeMatrix()) is None
 
 
 def actors(actor, treatment, pulled):

@@ -15,15 +15,15 @@ N, C, HEADS, SIZE = 30, 2, 5, 9
 DENSE = Packing(HEADS, SIZE - HEADS)
 
 
-def jacobian_of(rng, has_diagonal, packing_of=lambda index: DENSE):
+def jacobian_of(rng, num_leading, packing_of=lambda index: DENSE):
     """Each row depends on one of the first 5 entries, if any, on one of 5 and 6, and on one of 7 and 8."""
     index = np.stack([rng.integers(0, HEADS, N), rng.integers(5, 7, N), rng.integers(7, 9, N)], axis=1)
     packing = packing_of(index)
-    border = packing.border_places(index) if has_diagonal else np.zeros((N, 0), np.int32)
-    index = index if has_diagonal else index[:, 1:]
+    border = packing.border_places(index) if num_leading else np.zeros((N, 0), np.int32)
+    index = index if num_leading else index[:, 1:]
     values = jnp.asarray(rng.normal(size=(N, C, index.shape[1])))
-    jacobian = SparseJacobian(jnp.asarray(index), values, SIZE, HEADS, has_diagonal)
-    return jacobian.packed_as(jnp.asarray(border), packing.size)
+    jacobian = SparseJacobian(jnp.asarray(index), values, SIZE, HEADS, num_leading)
+    return packing.placed(jacobian, jnp.asarray(border))
 
 
 def sparse_packing(index, num_diagonal=HEADS, num_corner=SIZE - HEADS):
@@ -45,9 +45,9 @@ def rng():
     return np.random.default_rng(0)
 
 
-@pytest.mark.parametrize("has_diagonal", [True, False])
-def test_sparse_jacobians_do_as_whole_ones(rng, has_diagonal):
-    jacobian = jacobian_of(rng, has_diagonal)
+@pytest.mark.parametrize("num_leading", [True, False])
+def test_sparse_jacobians_do_as_whole_ones(rng, num_leading):
+    jacobian = jacobian_of(rng, num_leading)
     dense = whole(jacobian)
     vector, slopes, root = rng.normal(size=SIZE), rng.normal(size=(N, C)), rng.normal(size=(SIZE, SIZE))
     weights = rng.normal(size=(N, C, C))
@@ -61,21 +61,21 @@ def test_sparse_jacobians_do_as_whole_ones(rng, has_diagonal):
 
 
 @pytest.mark.parametrize("is_sparse", [False, True])
-@pytest.mark.parametrize("has_diagonal", [True, False])
-def test_covariances_of_predictors_need_only_what_is_packed(rng, has_diagonal, is_sparse, all_sparse):
+@pytest.mark.parametrize("num_leading", [True, False])
+def test_covariances_of_predictors_need_only_what_is_packed(rng, num_leading, is_sparse, all_sparse):
     packing_of = sparse_packing if is_sparse else lambda index: DENSE
-    jacobian = jacobian_of(rng, has_diagonal, packing_of)
+    jacobian = jacobian_of(rng, num_leading, packing_of)
     root = jnp.asarray(rng.normal(size=(12, SIZE)))
     sigma = np.asarray(root.T @ root)
-    packing = packing_of(np.asarray(jacobian.index)) if has_diagonal else DENSE
+    packing = packing_of(np.asarray(jacobian.index)) if num_leading else DENSE
     below = sigma[HEADS:, :HEADS]
     border = below.reshape(-1) if packing.pattern is None else below[packing.pattern.row, packing.pattern.column]
     array = packing.pack(
         jnp.diag(sigma)[:HEADS], packing.border(jnp.asarray(border)), jnp.asarray(sigma[HEADS:, HEADS:])
     )
     expected = np.einsum("ncp,pq,ndq->ncd", whole(jacobian), sigma, whole(jacobian))
-    if not has_diagonal:
-        jacobian = jacobian.packed_as(jacobian.border, packing.size)
+    if not num_leading:
+        jacobian = packing.placed(jacobian, jacobian.border)
     np.testing.assert_allclose(covariance(jacobian, Packed(array)), expected, rtol=1e-10)
 
 
@@ -143,6 +143,15 @@ def test_an_arrow_that_is_not_positive_definite_has_no_factor(arrow):
     form, *_, x = arrow
     for bad in (x.at[0].set(-1.0), x.at[-1].set(-1.0)):
         assert not np.isfinite(form.factor(bad)).all()
+
+
+def test_entries_of_arrows_stand_for_the_whole_matrix(arrow):
+    form, *_, x = arrow
+    matrix, entries, vector = np.asarray(form.packing.whole(x)), form.entries(), np.arange(1.0, SIZE + 1)
+    np.testing.assert_allclose(entries.times(np.asarray(x), vector), matrix @ vector, rtol=1e-10)
+    np.testing.assert_allclose(entries.diagonal(np.asarray(x)), np.diag(matrix), rtol=1e-12)
+    squares = np.sum(entries.scaled(np.asarray(x), vector) ** 2)
+    np.testing.assert_allclose(squares, np.sum((vector[:, None] * matrix * vector) ** 2), rtol=1e-10)
 
 
 def test_inner_products_of_packed_matrices_count_both_sides(arrow):

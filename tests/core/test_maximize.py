@@ -68,6 +68,7 @@ def solved(objective, search, size, driver="host", precision=None):
     if driver == "traced":
         return jax.jit(lambda: solve_traced(search, objective, base, FORM, state))()
     steps = Steps(
+        FORM,
         jax.jit(lambda state: pending(search, objective, FORM, state)),
         jax.jit(lambda at, mean: evaluate(objective, base, FORM, at, mean)),
         jax.jit(lambda at, found: updated(search, objective, FORM, at, found)),

@@ -20,6 +20,7 @@ NOISE = 0.6
 @pytest.fixture(autouse=True)
 def short_theta_counts(monkeypatch):
     monkeypatch.setattr(sparsity, "FEWEST_PARAMETERS", 10)
+    monkeypatch.setattr(sparsity, "FEWEST_IN_CHAIN", 10)
     monkeypatch.setattr(borders, "DENSE_SPEEDUP", 0)
 
 
@@ -133,17 +134,11 @@ def test_what_a_sparsity_says(rows):
     assert found.order.num_diagonal == NUM_A
     assert len(found.patterns[False, "y"].columns) == 6  # u, v, two slopes, m and sigma
     assert (
-        found.patterns[False, "y"].has_diagonal
-        and found.patterns[True, "u"].has_diagonal
-        and not found.patterns[True, "v"].has_diagonal
+        found.patterns[False, "y"].num_leading
+        and found.patterns[True, "u"].num_leading
+        and not found.patterns[True, "v"].num_leading
     )
     assert sorted(found.order.places) == list(range(found.order.places.size))
-
-
-def walk(a, b, x, y=None):
-    u = numpyro.sample("u", dist.GaussianRandomWalk(1.0, NUM_A * 5))
-    with numpyro.plate("rows", len(a)):
-        numpyro.sample("y", dist.Normal(u[a], NOISE), obs=y)
 
 
 def two_of_one_site(a, b, x, y=None):
@@ -158,7 +153,13 @@ def wide(a, b, x, y=None):
         numpyro.sample("y", dist.Normal(jnp.cos(x[:, None] * jnp.arange(80)) @ u, NOISE), obs=y)
 
 
-@pytest.mark.parametrize("model", [walk, two_of_one_site, wide])
+def of_all_before(a, b, x, y=None):
+    steps = numpyro.sample("steps", dist.Normal(0.0, 1.0).expand([NUM_A * 5]).to_event(1))
+    with numpyro.plate("rows", len(a)):
+        numpyro.sample("y", dist.Normal(jnp.cumsum(steps)[a + 60], NOISE), obs=y)
+
+
+@pytest.mark.parametrize("model", [two_of_one_site, wide, of_all_before])
 def test_terms_that_look_at_more_are_left_to_whole_matrices(rows, model):
     assert sparsity_of(model, rows["normal"]) is None
 

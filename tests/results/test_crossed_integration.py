@@ -10,7 +10,7 @@ from scipy.special import logsumexp
 
 from numpyro_rvga import FixedPointVI, Posterior
 from numpyro_rvga.core import borders
-from numpyro_rvga.core.gaussians.arrow_roots import ArrowRoots
+from numpyro_rvga.core.gaussians.packed_roots import PackedRoots
 from numpyro_rvga.model import sparsity
 from numpyro_rvga.results import integration
 
@@ -82,7 +82,7 @@ def posterior():
 
 
 def test_scales_and_effects_are_those_of_quadrature(posterior):
-    assert posterior.info["integrated"] == ["scale", "noise"] and isinstance(posterior.gaussian.roots, ArrowRoots)
+    assert posterior.info["integrated"] == ["scale", "noise"] and isinstance(posterior.gaussian.roots, PackedRoots)
     evidence, mean, deviation = exact()
     np.testing.assert_allclose(posterior.elbo, evidence, atol=0.02)
     draws = in_order(posterior.sample_posterior(KEY, (20_000,)))
@@ -134,7 +134,7 @@ def test_rows_that_are_not_normal_have_the_bound_of_whole_matrices(monkeypatch):
     monkeypatch.setattr(sparsity, "FEWEST_PARAMETERS", 5)
     monkeypatch.setattr(integration, "MOST_PARAMETERS", 10)
     found = FixedPointVI(counts, integrate=["scale"]).run(data, progress_bar=False)
-    assert found.info["integration"]["method"] == "lattice" and isinstance(found.gaussian.roots, ArrowRoots)
+    assert found.info["integration"]["method"] == "lattice" and isinstance(found.gaussian.roots, PackedRoots)
     np.testing.assert_allclose(found.elbo, whole.elbo, atol=1e-3)
     np.testing.assert_allclose((found.mean - whole.mean) / whole.gaussian.deviation(), 0, atol=0.02)
     np.testing.assert_allclose(found.gaussian.deviation() / whole.gaussian.deviation(), 1, atol=0.02)

@@ -11,8 +11,8 @@ from jax import Array, lax
 from jax.scipy.stats import norm
 
 from ..linalg import lower_from_root
-from .arrow_roots import ArrowRoots, DenseRoot, Metric, root_of, variances_of
 from .full import FullGaussian
+from .packed_roots import DenseRoot, Metric, PackedRoots, root_of, variances_of
 from .steps import log_normal
 
 BISECTIONS = 60
@@ -50,12 +50,12 @@ class GaussianMixture:
     """The sum over k of weight k times N(mean k, root k root k^T).
 
     :ivar log_weights: (K,), logarithms of positive weights that sum to one.
-    :ivar means: (K, P). :ivar roots: (K, P, P), lower triangular, or arrows'.
+    :ivar means: (K, P). :ivar roots: (K, P, P), lower triangular, or packed.
     """
 
     log_weights: Array
     means: Array
-    roots: Array | ArrowRoots
+    roots: Array | PackedRoots
 
     @property
     def weights(self) -> Array:
@@ -107,7 +107,7 @@ class GaussianMixture:
 
     def scale_tril(self) -> Array:
         """The Cholesky factor of the covariance."""
-        if isinstance(self.roots, ArrowRoots):  # one factorization, not one for each component
+        if isinstance(self.roots, PackedRoots):  # one factorization, not one for each component
             return jnp.linalg.cholesky(self.covariance())
         rows = jnp.sqrt(self.weights)[:, None] * (self.means - self.mean)
         roots = jnp.sqrt(self.weights)[:, None, None] * self.roots

@@ -1,4 +1,4 @@
-"""Square roots of the covariances of a mixture's components: whole matrices, or as block-arrow solves leave them."""
+"""Square roots of the covariances of a mixture's components: whole matrices, or as packed solves leave them."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from ..borders import BorderPattern
+from ..chains import ChainPacking, packed_form
 from ..linalg import solve_lower
 from ..packing import Packing
-from ..precisions import Arrow, ArrowFactor
+from ..precisions import Bordered
 
 Metric = Callable[[Array], Array]
 """Squared lengths (n,) of steps (n, P)."""
@@ -48,15 +48,15 @@ class DenseRoot:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class ArrowRoot:
-    """Of theta = (h, x) with h = kernel e and x = slopes h + R e', where R R^T is the inverse of an arrow.
+class PackedRoot:
+    """Of theta = (h, x) with h = kernel e and x = slopes h + R e', where R R^T is the inverse of a packed precision.
 
-    :ivar factor: of the arrow. :ivar pattern: of its border. :ivar kernel: (d, d), lower triangular.
-    :ivar slopes: (P - d, d). :ivar places: (P,), the entries of theta that are h, and x in the order of the arrow.
+    :ivar factor: the precision's, packed. :ivar packing: says how. :ivar kernel: (d, d), lower triangular.
+    :ivar slopes: (P - d, d). :ivar places: (P,), the entries of theta that are h, and x in the order of the packing.
     """
 
-    factor: ArrowFactor
-    pattern: BorderPattern | None
+    factor: Array
+    packing: Packing | ChainPacking
     kernel: Array
     slopes: Array
     places: Array
@@ -66,9 +66,8 @@ class ArrowRoot:
         return vectors[:size], vectors[size:]
 
     @property
-    def _form(self) -> Arrow:
-        num_diagonal, num_corner = self.factor.scale.size, len(self.factor.corner)
-        return Arrow(jnp.zeros(num_diagonal + num_corner), Packing(num_diagonal, num_corner, self.pattern))
+    def _form(self) -> Bordered:
+        return packed_form(jnp.ones(len(self.slopes), self.slopes.dtype), self.packing)
 
     def times(self, noise: Array) -> Array:
         """The root times a vector (P,)."""
@@ -77,7 +76,7 @@ class ArrowRoot:
     def _times(self, noise: Array) -> Array:
         of_h, of_x = self._split(noise)
         h = self.kernel @ of_h
-        x = self.slopes @ h + self._form.solve_transposed(self.factor, of_x)
+        x = self.slopes @ h + self._form.by_transposed(self.packing.parts(self.factor), of_x)
         return jnp.zeros_like(noise).at[self.places].set(jnp.concatenate([h, x]))
 
     def metric(self, count: int) -> Metric:
@@ -86,15 +85,14 @@ class ArrowRoot:
 
         def lengths(steps: Array) -> Array:
             h, x = self._split(steps.T[self.places])
-            of_x = self._form.times_transposed(self.factor, x - self.slopes @ h)
+            of_x = self._form.transposed_times(self.packing.parts(self.factor), x - self.slopes @ h)
             return jnp.sum(solve_lower(self.kernel, h) ** 2, axis=0) + jnp.sum(of_x**2, axis=0)
 
         return lengths
 
     def log_determinant(self) -> Array:
         """Of the root."""
-        of_x = jnp.sum(jnp.log(self.factor.scale)) + jnp.sum(jnp.log(jnp.diagonal(self.factor.corner)))
-        return jnp.sum(jnp.log(jnp.diagonal(self.kernel))) - of_x
+        return jnp.sum(jnp.log(jnp.diagonal(self.kernel))) - self._form.half_log_determinant(self.factor)
 
     def whole(self) -> Array:
         """A root (P, P), not triangular."""
@@ -103,14 +101,14 @@ class ArrowRoot:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class ArrowRoots:
-    """K of them, as :class:`ArrowRoot`: with the components along the leading axis of ``factors`` and ``slopes``.
+class PackedRoots:
+    """K of them, as :class:`PackedRoot`: with the components along the leading axis of ``factors`` and ``slopes``.
 
     :ivar variances: of the entries of theta, (K, P).
     """
 
-    factors: ArrowFactor
-    pattern: BorderPattern | None
+    factors: Array
+    packing: Packing | ChainPacking
     kernel: Array
     slopes: Array
     places: Array
@@ -121,16 +119,15 @@ class ArrowRoots:
         size = self.places.size
         return len(self.variances), size, size
 
-    def component(self, k: int | Array) -> ArrowRoot:
-        factor = jax.tree.map(lambda x: x[k], self.factors)
-        return ArrowRoot(factor, self.pattern, self.kernel, self.slopes[k], self.places)
+    def component(self, k: int | Array) -> PackedRoot:
+        return PackedRoot(self.factors[k], self.packing, self.kernel, self.slopes[k], self.places)
 
 
-def root_of(roots: Array | ArrowRoots, k: int | Array) -> DenseRoot | ArrowRoot:
+def root_of(roots: Array | PackedRoots, k: int | Array) -> DenseRoot | PackedRoot:
     """The one of component k."""
-    return roots.component(k) if isinstance(roots, ArrowRoots) else DenseRoot(roots[k])
+    return roots.component(k) if isinstance(roots, PackedRoots) else DenseRoot(roots[k])
 
 
-def variances_of(roots: Array | ArrowRoots) -> Array:
+def variances_of(roots: Array | PackedRoots) -> Array:
     """Of the entries of theta, (K, P)."""
-    return roots.variances if isinstance(roots, ArrowRoots) else jnp.sum(roots**2, axis=2)
+    return roots.variances if isinstance(roots, PackedRoots) else jnp.sum(roots**2, axis=2)
