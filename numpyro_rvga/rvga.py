@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 from jax import Array
 from jax.sharding import Mesh
 
+from .best_family import BestFamily
 from .bong import BONG
 from .core.expectations import Expectation
 from .core.gaussians import FAMILIES
@@ -27,7 +29,7 @@ from .model.rows import Data, Keywords, Rows
 from .narrow_families import online_method
 from .options import LOCAL, Options, check_choice, check_options, default_key
 from .results.posterior import Posterior
-from .site_families import SiteFamilies
+from .site_families import SiteFamilies, check_unused
 from .streams.block_plan import BlockPlan
 from .streams.certification import Certification, sample_of, sums_at
 from .streams.checkpoints import EVERY
@@ -93,7 +95,9 @@ class RVGA:
         Or a mapping from some sites to a family of their own: ``"gamma"``, ``"inverse-gamma"``, ``"beta"`` or
         ``"dirichlet"``, which must be their prior's. q is then a product of these and a Gaussian of the other sites. It
         is the posterior if there are no others and rows are conjugate, in a stream too. Rows in memory are one block,
-        if they fit; ``elbo`` is then the bound.
+        if they fit; ``elbo`` is then the bound. Or ``"auto"``, for rows in memory: sites whose prior is of such a
+        family take it, all of them, or one, if the bound is then higher than that of one Gaussian.
+        ``info["families"]`` has those taken, ``info["family_bounds"]`` the bounds.
     :param int rank: of the low-rank family.
     :param dynamics: how parameters move before each update (:class:`RandomWalk`, :class:`OrnsteinUhlenbeck`,
         :class:`LinearDynamics`), for streams that drift. The posterior is then of the parameters after the last row.
@@ -157,7 +161,7 @@ class RVGA:
     ):
         check_choice("scheme", scheme, SCHEMES)
         by_site = isinstance(family, Mapping)
-        check_choice("family", "full" if by_site else family, tuple(FAMILIES))
+        check_choice("family", "full" if by_site else family, (*FAMILIES, "auto"))
         check_choice("shuffle", shuffle, SHUFFLES)
         self.options = Options(scheme, expectation, order, tolerance, max_iterations, num_samples)
         self.blocks = BlockPlan(self.options, block_size, first_block, memory, dynamics is not None)
@@ -179,26 +183,29 @@ class RVGA:
         joint = {"joint_rows": self.blocks.joint_rows, "local": local}
         self._engines = Engines(model, self.options, improper_prior_scale, dynamics, **joint, mesh=mesh)
         self.blocks.check_shared(self._engines.devices)
-        self._family: FullFamily | BONG | SiteFamilies
+        self._family: FullFamily | BONG | SiteFamilies | BestFamily
         certification = Certification(certify, max_looks, certificate_tolerance)
-        if isinstance(family, Mapping):
-            unused = {
-                "scheme": scheme != "implicit",
-                "dynamics": dynamics is not None,
-                "local": local != "auto",
-                "first_block or memory": self.blocks.keeps_or_begins,
-                "mesh": mesh is not None,
-            }
-            self._family = SiteFamilies(
+        full = FullFamily(self._engines, self.blocks, certification, dynamics, shuffle, self)
+        if by_site or family == "auto":
+            check_unused(
+                {
+                    "scheme": scheme != "implicit",
+                    "dynamics": dynamics is not None,
+                    "local": local != "auto",
+                    "first_block or memory": self.blocks.keeps_or_begins,
+                    "mesh": mesh is not None,
+                }
+            )
+            by_families = partial(
+                SiteFamilies,
                 model,
-                family,
-                self.options,
-                unused,
+                options=self.options,
                 block_size=block_size,
                 shuffle=shuffle,
                 improper_prior_scale=improper_prior_scale,
                 method=self,
             )
+            self._family = by_families(family) if isinstance(family, Mapping) else BestFamily(full, by_families)
         elif family != "full":
             unused = {
                 "order": order != "auto",
@@ -221,7 +228,7 @@ class RVGA:
                 improper_prior_scale=improper_prior_scale,
             )
         else:
-            self._family = FullFamily(self._engines, self.blocks, certification, dynamics, shuffle, self)
+            self._family = full
 
     @property
     def state(self) -> AnyState | None:

@@ -15,7 +15,7 @@ from .core.count import Count
 from .core.gaussians.mean_field import MeanField
 from .core.recursion import new_state
 from .engines.engine import Engine
-from .engines.mean_field import MeanFieldState, MeanFieldUpdates
+from .engines.mean_field import MOST_IN_GRID, MeanFieldState, MeanFieldUpdates
 from .engines.registry import Engines
 from .model.arguments import checked_rows
 from .model.conditional import conditional_model
@@ -37,13 +37,22 @@ MOST_LOOKED_AT = 1024  # rows, to see how many entries one depends on
 STREAM_ROWS = 2048  # of a block, if it is not known how many rows there are
 
 
+def check_unused(unused: Mapping[str, bool]) -> None:
+    """:raises ValueError: naming an option that is given, and not taken by families by site.
+
+    :param unused: such options, and whether they are given.
+    """
+    for name, is_given in unused.items():
+        if is_given:
+            raise ValueError(f"families by site take a plain pass over the rows: leave {name} at its default.")
+
+
 class SiteFamilies:
     """What :class:`RVGA` does where ``family`` names sites: the same calls.
 
     :param families: one of ``FORMS`` by site.
-    :param unused: options that this does not take, and whether they are given.
     :param block_size: rows in one update; "auto": as many as fit.
-    :raises ValueError: naming an option that is given and not taken, or a family that there is not.
+    :raises ValueError: naming a family that there is not.
     """
 
     def __init__(
@@ -51,16 +60,12 @@ class SiteFamilies:
         model: Callable,
         families: Mapping[str, str],
         options: Options,
-        unused: Mapping[str, bool],
         *,
         block_size: int | str,
         shuffle: bool | str,
         improper_prior_scale: float | None,
         method: Any,
     ):
-        for name, is_given in unused.items():
-            if is_given:
-                raise ValueError(f"families by site take a plain pass over the rows: leave {name} at its default.")
         if not families:
             raise ValueError("family names no site: leave it at 'full'.")
         for name, family in families.items():
@@ -142,6 +147,11 @@ class SiteFamilies:
         if self._last is None:
             raise RuntimeError("call init(data) first.")
         return self._last
+
+    @property
+    def has_exact_bound(self) -> bool:
+        """Whether the rows of the last data take nodes of a grid, and not such as are spread at random."""
+        return self.last[1].width <= MOST_IN_GRID
 
     # ------------------------------------------------------------------ inside
     def _block_size(self, updates: MeanFieldUpdates, total: int | None) -> int:

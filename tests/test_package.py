@@ -30,6 +30,7 @@ FLOORS = [
     "narrow_families",
     "group_streams",
     "site_families",
+    "best_family",
     "rvga",
     "fixed_point",
     "metrics",

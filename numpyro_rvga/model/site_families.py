@@ -86,6 +86,19 @@ def site_entries(program: Program, families: Mapping[str, str]) -> SiteEntries:
     return SiteEntries({name: layout.shapes[name] for name in names}, places, entries, prior)
 
 
+def own_families(program: Program) -> dict[str, str]:
+    """The family of each site whose prior is of one, with known parameters, and on which no other prior depends."""
+    found: dict[str, str] = {}
+    for name, transform in _transforms(program, list(program.layout.site_names)).items():
+        for family in [family for family, form in FORMS.items() if _has(transform, form.transform)]:
+            try:
+                site_entries(program, {name: family})
+            except ValueError:
+                continue
+            found[name] = family
+    return found
+
+
 def _transforms(program: Program, names: list[str]) -> dict[str, Any]:
     """To the sites' supports. They may hold traced arrays."""
     found = {}
