@@ -10,7 +10,9 @@ from ..core.count import Count
 from ..core.recursion import State
 from ..engines.engine import Engine
 from ..model.rows import Rows, joined, pad
-from ..streams.block_plan import FIRST_BLOCK_NUMBERS, FIRST_BLOCK_ROWS, FIRST_BLOCK_ROWS_PER_PARAMETER
+from ..streams.block_plan import FIRST_BLOCK_NUMBERS
+
+FEWEST_ROWS, ROWS_PER_PARAMETER = 2000, 100  # of a sample
 
 SampleOf = Callable[[Sequence[int], Sequence[int]], Sequence[Rows]]
 
@@ -23,7 +25,7 @@ def state_of_sample(engine: Engine, start: State, counts: Sequence[int], sample_
     :return: None if there is none, and for models with so many parameters that one solve cannot take enough rows.
     """
     total = sum(counts)
-    size = min(total, max(FIRST_BLOCK_ROWS, FIRST_BLOCK_ROWS_PER_PARAMETER * engine.program.layout.size))
+    size = min(total, max(FEWEST_ROWS, ROWS_PER_PARAMETER * engine.program.layout.size))
     if size * engine.numbers_per_row > FIRST_BLOCK_NUMBERS:
         return None
     shares = [-(-size * count // total) for count in counts]

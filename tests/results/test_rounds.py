@@ -85,8 +85,8 @@ def off(posterior, best):
 @pytest.mark.parametrize("order", ["shuffled", "sorted"])
 @pytest.mark.parametrize("kind", ["logistic", "counts", "crossed"])
 def test_parts_meet_the_best_gaussian_of_all_rows(kind, order, monkeypatch):
-    monkeypatch.setattr(sample_start, "FIRST_BLOCK_ROWS", 100)  # a sample is not all rows
-    monkeypatch.setattr(sample_start, "FIRST_BLOCK_ROWS_PER_PARAMETER", 10)
+    monkeypatch.setattr(sample_start, "FEWEST_ROWS", 100)  # a sample is not all rows
+    monkeypatch.setattr(sample_start, "ROWS_PER_PARAMETER", 10)
     blocks, parts = cut(kind, order)
     merged, best = Posterior.merge(parts, data=blocks), best_of(kind)
     assert merged.info["rounds"] <= 5 and merged.info["converged"] and merged.info["merge_error"] < 0.01
