@@ -21,25 +21,16 @@ from .engines.online import Online, OnlineOptions, OnlineState
 from .engines.online_engines import OnlineEngines
 from .engines.registry import Engines
 from .model.arguments import checked_rows
-from .model.row_set import RowSet
+from .model.row_set import RowSet, row_set
 from .model.rows import Data, Keywords, num_rows
-from .options import (
-    Info,
-    Options,
-    check_choice,
-    check_choice_or_own,
-    default_key,
-    described,
-    is_count,
-    key_numbers,
-)
+from .options import Info, Options, check_choice, check_choice_or_own, default_key, described, is_count, key_numbers
 from .presets import PRESETS
 from .progress import progress
 from .results.continuation import OnlineContinuation
 from .results.posterior import Posterior
 from .results.rounding import warn_of_lost_digits
 from .streams.checkpoints import EVERY
-from .streams.online_pass import CallBack, OnlineRun
+from .streams.online_pass import CallBack, OnlinePass, run_epochs
 from .streams.opening import SHUFFLES, PassOptions, open_source, ordered, usable_source
 
 PREDICTIONS = (None, "plugin", "linearized")
@@ -292,20 +283,30 @@ class BONG:
             useful = source.is_longer_than(self.block_size) and self.dynamics is None and prequential is None
             source = ordered(source, self.shuffle, rng_key, useful=useful)
         state = self.state = self._start(online, init, rng_key)
-        posterior_of = partial(self._posterior, online, model_kwargs=model_kwargs, info={})
+        call_back = CallBack(partial(self._posterior, online, model_kwargs=model_kwargs, info={}), callback)
         on_state = partial(setattr, self, "state")
-        run = OnlineRun(online, self.rule, self.block_size, CallBack(posterior_of, callback), on_state)
-        total = source.total
-        if self.num_epochs is not None and total is not None:
-            total *= self.num_epochs
+        total = None if source.total is None else source.total * (self.num_epochs or 1)
         with progress(progress_bar, total, "BONG", "row") as bar:
             if self.num_epochs is None:
-                facts = self._facts(rng_key, shuffled=source.order is not None)
-                how = {"every": callback_every, "predict": prequential, "checked": all_rows is not None}
-                state, info, absorbed = run.one_pass(state, source, options, facts, bar, **how)
+                taken = OnlinePass(
+                    online,
+                    self.rule,
+                    source,
+                    options,
+                    bar,
+                    on_state,
+                    call_back,
+                    every=callback_every,
+                    block_size=self.block_size,
+                    predict=prequential,
+                    checked=all_rows is not None,
+                )
+                state = taken(state, self._facts(rng_key, shuffled=source.order is not None))
+                info, absorbed = taken.facts(), taken.absorbed
             else:
-                shuffle = bool(self.shuffle)
-                state, info, absorbed = run.epochs(state, head, bar, num_epochs=self.num_epochs, shuffle=shuffle)
+                how = {"block_size": self.block_size, "num_epochs": self.num_epochs, "shuffle": bool(self.shuffle)}
+                state, info = run_epochs(online, self.rule, state, head, bar, on_state, call_back, **how)
+                absorbed = row_set(head)
         row_sets = (*getattr(init, "row_sets", ()), absorbed)
         posterior = self._posterior(online, state, model_kwargs, info, row_sets)
         warn_of_lost_digits(posterior)

@@ -16,22 +16,25 @@ from .core.recursion import State
 from .dynamics import Dynamics, facts_of
 from .engines.batch import BatchSolver, rows_info
 from .engines.engine import Engine
+from .engines.expectation_errors import expectation_errors, warn_of
 from .engines.registry import Engines
+from .engines.starts import warn_of_modes
 from .model.arguments import BadData, checked_rows
 from .model.failures import of_stream
 from .model.row_set import RowSet
-from .model.rows import Data, Keywords, Rows, in_blocks, num_rows
-from .options import Info, default_key
+from .model.rows import Data, Keywords, Rows, in_blocks, num_rows, without
+from .options import Info, default_key, key_numbers
+from .progress import progress
 from .results.continuation import Continuation
 from .results.joint import joint_posterior
 from .results.merging import state_of_gaussian
 from .results.posterior import Posterior
 from .results.rounding import warn_of_lost_digits
-from .streams.block_plan import FIRST_BLOCK_NUMBERS, RECURSIONS, BlockPlan
+from .streams.block_plan import FIRST_BLOCK_NUMBERS, RECURSIONS, BlockPlan, Sizes
 from .streams.certification import Certification, warn_unless_converged
-from .streams.one_pass import OnePass, in_motion, initial_state
-from .streams.opening import PassOptions, open_source, usable_source
-from .streams.recursive_pass import RunSummary
+from .streams.opening import PassOptions, open_source, ordered, usable_source
+from .streams.recursive_pass import FEW_NUMBERS, SAMPLE_NUMBERS, RecursivePass, RunSummary
+from .streams.source import RowSource
 
 
 class FullFamily:
@@ -50,9 +53,8 @@ class FullFamily:
         method: Any,
     ):
         self.model, self.options, self.blocks, self.dynamics = engines.model, blocks.options, blocks, dynamics
-        self._engines, self._shuffle, self._method = engines, shuffle, method
+        self.certification, self._engines, self._shuffle, self._method = certification, engines, shuffle, method
         self._solver = BatchSolver(self.options, "incremental", "RVGA")
-        self._one_pass = OnePass(engines, blocks, certification, dynamics, shuffle)
         self.state: State | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -115,15 +117,92 @@ class FullFamily:
             whole = self._engines.whole(at_hand, model_kwargs, rng_key, error)
             return self._run_jointly(*whole, rng_key, progress_bar=progress_bar, started=started)
         source, head = usable_source(engine.program, source, head, all_rows, options)
-        state = None if init is None else self._state_of(init, engine)
         passed = {"in_memory": all_rows is not None, "progress_bar": progress_bar}
-        on_state = partial(setattr, self, "state")
-        outcome = self._one_pass(engine, source, head, options, rng_key, state, on_state, **passed)
-        if outcome is None:
+        posterior = self._in_one_pass(engine, source, head, options, rng_key, init, model_kwargs, **passed)
+        if posterior is None:
             again = {"may_be_joint": may_be_joint, "progress_bar": progress_bar, "started": started}
             return self._run(data, PassOptions(on_bad_row=options.on_bad_row), rng_key, init, model_kwargs, **again)
-        row_sets = (*getattr(init, "row_sets", ()), outcome.absorbed)
-        return self._posterior(engine, outcome.state, outcome.info, model_kwargs, outcome.bound, row_sets)
+        return posterior
+
+    def _in_one_pass(
+        self,
+        engine: Engine,
+        source: RowSource,
+        head: Rows,
+        options: PassOptions,
+        rng_key: Array,
+        init: Posterior | State | None,
+        model_kwargs: Keywords,
+        *,
+        in_memory: bool,
+        progress_bar: bool,
+    ) -> Posterior | None:
+        """The recursion over the rows, and then all of them once more, for the bound and its error.
+
+        :param source: of the usable rows. :param head: some of them, or all, if they are in memory.
+        :return: None if all is to be done again, by the engine that is now there.
+        """
+        plan, certifies = self.blocks, self.certification.certifies(engine)
+        sizes = plan.sizes(engine, source, options.most_rows)
+        several_blocks = source.is_longer_than(sizes.first)
+        visited = ordered(source, self._shuffle, rng_key, useful=several_blocks and not plan.is_moving)
+        at_hand = source.total if init is None and in_memory and options.checkpoint is None else None
+        sparse, quick = None if at_hand is None else plan.sparse_engine(engine, head), None
+        if at_hand is not None and sparse is not None:
+            start, sizes = sparse.initial_state(), sizes._replace(first=at_hand, keeps_rows=False)
+        else:
+            start = initial_state(engine) if init is None else self._state_of(init, engine)
+            if at_hand is not None:
+                distinct = plan.num_distinct(head, sizes)
+                quick = plan.quick_engine(self._engines, engine, distinct) if self.certification.certify else None
+                if quick is not None or plan.takes_all(engine, distinct, sizes):
+                    sizes = sizes._replace(first=max(at_hand, sizes.first), keeps_rows=False)
+        self.state = start
+        with progress(progress_bar, source.total, "RVGA", "row") as bar:
+            sampled = self.certification.certify and sizes.keeps_rows and engine.options.has_bound
+            taken = RecursivePass(
+                engine if quick is None else quick,
+                visited,
+                options,
+                bar,
+                partial(setattr, self, "state"),
+                sizes,
+                sparse,
+                checked=in_memory,
+                sampled_by=rng_key if sampled else None,
+                sample_numbers=FEW_NUMBERS if source.seekable else SAMPLE_NUMBERS,
+            )
+            taken(engine.devices.put(start), self._facts(rng_key, sizes, shuffled=visited.order is not None))
+            state, info = taken.finished()
+            state = engine.devices.fetch(state)
+        findings = self.certification(engine, start, state, source, taken, rng_key, exact=quick is None)
+        info |= findings.info
+        if certifies:
+            if "elbo_error" not in info or engine.effort.is_sampled:
+                rows = without(head, taken.left_out)
+                info["elbo_error"], excess = expectation_errors(engine, findings.state, rows, findings.accounts)
+                findings = findings.lowered(excess)
+            more = engine.effort.calls_for_more(info["elbo_error"], findings.bound)
+            if more and source.seekable and options.checkpoint is None:
+                self._engines.make_thorough(engine)
+                return None
+            if quick is not None and not info["converged"]:
+                self._engines.forget_quick(engine)
+                return None
+            warn_of(info["elbo_error"])
+        warn_of_modes(info)
+        bound = self.certification.checked(engine, findings, rng_key)
+        row_sets = (*getattr(init, "row_sets", ()), taken.absorbed)
+        if int(start.num_rows):
+            bound = None
+        return self._posterior(engine, findings.state, info, model_kwargs, bound, row_sets)
+
+    def _facts(self, rng_key: Array, sizes: Sizes, *, shuffled: bool) -> Info:
+        """The options that determine the result."""
+        facts = {"method": "RVGA", "dynamics": repr(self.dynamics), "shuffle": shuffled}
+        facts["rng_key"] = key_numbers(rng_key)
+        blocks = {"first block": sizes.first, "block": sizes.block, "memory": sizes.memory}
+        return facts | self.blocks.options.facts | blocks | {"certify": self.certification.certify}
 
     # ------------------------------------------------------------------ functional form
     def init(self, data: Data, *, rng_key: Array | None = None, **model_kwargs: Any) -> State:
@@ -216,3 +295,18 @@ class FullFamily:
         )
         warn_of_lost_digits(posterior)
         return posterior
+
+
+def initial_state(engine: Engine) -> State:
+    """The state before any row."""
+    return in_motion(engine.program.initial_state(), engine, None)
+
+
+def in_motion(state: State, engine: Engine, time: float | None) -> State:
+    """The state for an engine's dynamics. ``time``: of its last row, or None.
+
+    Parameters that move leave the prior behind: it is where they start from, and its Gaussian is enough for that.
+    """
+    if engine.movement is None:
+        return state._replace(time=None)
+    return state._replace(prior_factor=None, time=engine.movement.start(time, engine.program.dtype))

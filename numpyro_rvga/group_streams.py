@@ -3,32 +3,21 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from jax import Array
-from jax.sharding import Mesh
 
-from .options import Options, is_count
+from .options import is_count
 from .results.group_parts import GroupModel, LocalPlate
 from .results.group_store import GroupStore
 from .results.group_stream import GroupStream
 
-
-class GroupMethod(Protocol):
-    """What a stream of groups takes of :class:`RVGA`."""
-
-    model: Callable
-    options: Options
-    improper_prior_scale: float | None
-    mesh: Mesh | None
-
-    @property
-    def takes_rounds(self) -> bool: ...
+if TYPE_CHECKING:
+    from .rvga import RVGA
 
 
 def stream_groups(
-    method: GroupMethod,
+    method: RVGA,
     *,
     plate: str,
     index: str,

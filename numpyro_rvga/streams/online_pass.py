@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -12,7 +11,6 @@ import numpy as np
 from ..core.rules import Rule
 from ..engines.online import BlockInfo, Online, OnlineState
 from ..model.bad_rows import describe_bad_rows
-from ..model.row_set import RowSet, row_set
 from ..model.rows import Rows, num_rows, pad, selected
 from ..options import Info
 from ..progress import Bar
@@ -128,83 +126,43 @@ class OnlinePass(Pass[OnlineState, BlockInfo]):
         return facts | self._call_back.facts() | self.skipped()
 
 
-class Outcome(NamedTuple):
-    """:ivar info: for the posterior's. :ivar absorbed: the rows that the state has taken in."""
+def run_epochs(
+    online: Online,
+    rule: Rule,
+    state: OnlineState,
+    rows: Rows,
+    bar: Bar,
+    on_state: Callable[[OnlineState], None],
+    call_back: CallBack,
+    *,
+    block_size: int,
+    num_epochs: int,
+    shuffle: bool,
+) -> tuple[OnlineState, Info]:
+    """Several passes over all rows, in blocks that each represent all of them.
 
-    state: OnlineState
-    info: Info
-    absorbed: RowSet
-
-
-@dataclass(frozen=True)
-class OnlineRun:
-    """One call of :meth:`BONG.run`.
-
-    :ivar rule: that of ``online``, maybe with another learning rate.
-    :ivar block_size: rows in one update. :ivar on_state: called with each good state.
+    :param on_state: called with each good state.
     """
-
-    online: Online
-    rule: Rule
-    block_size: int
-    call_back: CallBack
-    on_state: Callable[[OnlineState], None]
-
-    def one_pass(
-        self,
-        state: OnlineState,
-        source: RowSource,
-        options: PassOptions,
-        facts: Mapping[str, Any],
-        bar: Bar,
-        *,
-        every: int | None,
-        predict: str | None,
-        checked: bool,
-    ) -> Outcome:
-        """Each row once.
-
-        :param facts: options that determine the result, which checkpoints compare.
-        :param every: and what follows: as for :class:`OnlinePass`.
-        """
-        taken = OnlinePass(
-            self.online,
-            self.rule,
-            source,
-            options,
-            bar,
-            self.on_state,
-            self.call_back,
-            every=every,
-            block_size=self.block_size,
-            predict=predict,
-            checked=checked,
-        )
-        state = taken(state, facts)
-        return Outcome(state, taken.facts(), taken.absorbed)
-
-    def epochs(self, state: OnlineState, rows: Rows, bar: Bar, *, num_epochs: int, shuffle: bool) -> Outcome:
-        """Several passes over all rows, in blocks that each speak for all of them."""
-        online, total, clipped = self.online, num_rows(rows), 0
-        prior, all_rows, rate = state.gaussian, state.num_rows + total, online.rate(self.rule)
-        order, rng = np.arange(total), np.random.default_rng(np.asarray(jax.random.key_data(state.rng_key)).tolist())
-        for _ in range(num_epochs):
-            if shuffle:
-                order = rng.permutation(total)
-            for start in range(0, total, self.block_size):
-                taken = order[start : start + self.block_size]
-                part, weights = pad(selected(rows, taken), min(self.block_size, total))
-                weights = (total / len(taken) * weights).astype(online.engine.program.dtype)
-                state, info = online.one_iteration(prior, state, part, weights, rate)
-                self.on_state(state)
-                if not bool(info.ok):
-                    _refuse_update(online, self.rule, state, selected(rows, taken), taken)
-                clipped += int(info.clipped)
-                bar.update(len(taken))
-            state = state._replace(num_rows=all_rows)
-            self.on_state(state)
-            self.call_back(state)
-        return Outcome(state, {"clipped": clipped} | self.call_back.facts(), row_set(rows))
+    total, clipped = num_rows(rows), 0
+    prior, all_rows, rate = state.gaussian, state.num_rows + total, online.rate(rule)
+    order, rng = np.arange(total), np.random.default_rng(np.asarray(jax.random.key_data(state.rng_key)).tolist())
+    for _ in range(num_epochs):
+        if shuffle:
+            order = rng.permutation(total)
+        for start in range(0, total, block_size):
+            taken = order[start : start + block_size]
+            part, weights = pad(selected(rows, taken), min(block_size, total))
+            weights = (total / len(taken) * weights).astype(online.engine.program.dtype)
+            state, info = online.one_iteration(prior, state, part, weights, rate)
+            on_state(state)
+            if not bool(info.ok):
+                _refuse_update(online, rule, state, selected(rows, taken), taken)
+            clipped += int(info.clipped)
+            bar.update(len(taken))
+        state = state._replace(num_rows=all_rows)
+        on_state(state)
+        call_back(state)
+    return state, {"clipped": clipped} | call_back.facts()
 
 
 def _refuse_update(online: Online, rule: Rule, state: OnlineState, rows: Rows, numbers: np.ndarray) -> None:
