@@ -245,8 +245,8 @@ class BONG:
         .. doctest::
 
             >>> from numpyro_rvga import BONG
-            >>> spread = lambda q: float(q.covariance.trace()) ** 0.5
-            >>> seen = BONG(model).run(data, progress_bar=False, callback=spread, callback_every=100).info["callback"]
+            >>> width = lambda q: float(q.covariance.trace()) ** 0.5
+            >>> seen = BONG(model).run(data, progress_bar=False, callback=width, callback_every=100).info["callback"]
             >>> len(seen), seen[0] > seen[1]  # after 100 and 200 rows
             (2, True)
 

@@ -144,15 +144,15 @@ class GroupCluster:
     def _advance(self, step: float, shift: np.ndarray, shared: Shared) -> Message:
         pairs = enumerate(zip(self._parts, self._places))
         self._next = [self._submit(n, advanced, part, place, step, shift, shared) for n, (part, place) in pairs]
-        return self._told(self._next, 1.0)
+        return self._messages_of(self._next, 1.0)
 
     def _message(self, step: float) -> Message:
-        return self._told(self._places, step)
+        return self._messages_of(self._places, step)
 
     def _keep(self) -> None:
         self._places = self._next
 
-    def _told(self, places: list[Any], step: float) -> Message:
+    def _messages_of(self, places: list[Any], step: float) -> Message:
         messages = self._results_of([self._submit(n, message_of, place, step) for n, place in enumerate(places)])
         return reduce(Message.plus, messages)
 

@@ -45,8 +45,8 @@ def log_predictive_density(
     .. doctest::
 
         >>> from numpyro_rvga import metrics
-        >>> found = metrics.log_predictive_density(posterior, data)
-        >>> found.shape, bool((found < 0).all())
+        >>> densities = metrics.log_predictive_density(posterior, data)
+        >>> densities.shape, bool((densities < 0).all())
         ((200,), True)
 
     :param data: rows with their outcome, as :meth:`RVGA.run` takes them.

@@ -91,13 +91,13 @@ class Entries(NamedTuple):
     def _cumulants(self, natural: Array) -> list[Array]:
         """The first four."""
         a, b = natural[..., 0], natural[..., 1]
-        found = []
+        derivatives = []
         for order in range(4):
             of_a = digamma(a) if order == 0 else polygamma(order, a)
             of_b = digamma(b) if order == 0 else polygamma(order, b)
             rest = jnp.log(b) if order == 0 else jnp.zeros_like(b)
-            found.append(of_a - jnp.where(self.is_gamma, rest, (-1) ** order * of_b))
-        return found
+            derivatives.append(of_a - jnp.where(self.is_gamma, rest, (-1) ** order * of_b))
+        return derivatives
 
     def _expanded(self, natural: Array, z: Array) -> Array:
         """Cornish and Fisher's expansion."""

@@ -46,7 +46,7 @@ class Factors(NamedTuple):
         return Factors(*[one + p * another for one, another, p in zip(self, other, powers)])
 
 
-class KnownGroups(NamedTuple):
+class GroupSummaries(NamedTuple):
     """n groups.
 
     :ivar precision: A_g, (n, d, d), :ivar coupling: C_g, (n, d, k), and :ivar linear: h_g, (n, d): q(z_g | s) is
@@ -74,7 +74,7 @@ class KnownGroups(NamedTuple):
         return np.concatenate([x.reshape(len(x), -1) for x in parts], axis=1)
 
     @classmethod
-    def unpacked(cls, vectors: np.ndarray, size: int, k: int) -> KnownGroups:
+    def unpacked(cls, vectors: np.ndarray, size: int, k: int) -> GroupSummaries:
         """From such vectors. ``size``: entries of a group, and ``k``: of s."""
         pieces = np.split(vectors, np.cumsum(_sizes(size, k))[:-1], axis=1)
         coupling, both = pieces[1].copy().reshape(-1, size, k), size + k  # not all of the vectors lives on
@@ -96,12 +96,12 @@ def factors(values: np.ndarray, gradient: np.ndarray, precision: np.ndarray, mea
     """The Gaussian factors with these expectations, gradients and curvatures under N(mean, covariance)."""
     curved = (precision @ mean[..., None])[..., 0]
     linear = gradient + curved
-    spread = 0.5 * np.sum(precision * covariance, axis=(1, 2))
-    constant = values - np.sum(linear * mean, axis=1) + 0.5 * np.sum(curved * mean, axis=1) + spread
+    half_trace = 0.5 * np.sum(precision * covariance, axis=(1, 2))
+    constant = values - np.sum(linear * mean, axis=1) + 0.5 * np.sum(curved * mean, axis=1) + half_trace
     return Factors(constant, linear, precision)
 
 
-def known(groups: Groups, mean: np.ndarray, root: np.ndarray, prior: OpenSums, rows: OpenSums) -> KnownGroups:
+def summarize(groups: Groups, mean: np.ndarray, root: np.ndarray, prior: OpenSums, rows: OpenSums) -> GroupSummaries:
     """What is kept of groups. ``mean`` (k,) and ``root`` (k, k): of q(s).
 
     :param prior: sums at q over the groups' priors, and ``rows``: over the rows that are kept.
@@ -120,7 +120,7 @@ def known(groups: Groups, mean: np.ndarray, root: np.ndarray, prior: OpenSums, r
         for at in (prior, rows)
     ]
     linear = (groups.precision @ groups.mean[..., None])[..., 0] + groups.coupling @ mean
-    return KnownGroups(groups.precision, groups.coupling, linear, *of_both)
+    return GroupSummaries(groups.precision, groups.coupling, linear, *of_both)
 
 
 class Rest(NamedTuple):
@@ -169,28 +169,28 @@ def rest_of_shared(evidence: float, mean: np.ndarray, precision: np.ndarray, pri
     :param mean: of q(s), and ``precision``. :param prior: the factor in q(s) that stands for p(s).
     """
     constant = 0.5 * (np.linalg.slogdet(precision)[1] - len(mean) * LOG_TWO_PI - mean @ precision @ mean)
-    found = Factors(np.array([evidence + constant]), (precision @ mean)[None], precision[None])
-    return found.and_powers(prior, np.array([-1.0]))
+    both = Factors(np.array([evidence + constant]), (precision @ mean)[None], precision[None])
+    return both.and_powers(prior, np.array([-1.0]))
 
 
-def rest_of_groups(old: KnownGroups, weights: np.ndarray, places: np.ndarray, count: int) -> Rest:
+def rest_of_groups(old: GroupSummaries, weights: np.ndarray, places: np.ndarray, count: int) -> Rest:
     """What q says of some groups given s, without their open terms.
 
     :param old: the groups that were seen before. :param weights: of their rows, by group.
     :param places: theirs among ``count``.
     """
     size, k = old.coupling.shape[1:]
-    found, terms = nothing(count, size, k), old.prior.and_powers(old.rows, weights)
-    found.precision[places] = old.precision - terms.precision[:, :size, :size]
-    found.linear[places] = old.linear - terms.linear[:, :size]
-    found.coupling[places] = old.coupling - terms.precision[:, :size, size:]
+    rest, terms = nothing(count, size, k), old.prior.and_powers(old.rows, weights)
+    rest.precision[places] = old.precision - terms.precision[:, :size, :size]
+    rest.linear[places] = old.linear - terms.linear[:, :size]
+    rest.coupling[places] = old.coupling - terms.precision[:, :size, size:]
     given = conditionals(Groups(np.zeros_like(old.linear), old.precision, old.coupling))
     halves = (given.root.swapaxes(1, 2) @ old.linear[..., None])[..., 0]
     centres = (given.root @ halves[..., None])[..., 0]
     precision = -np.einsum("gdk,gdl->kl", old.coupling, given.slope) - terms.precision[:, size:, size:].sum(axis=0)
     linear = np.einsum("gdk,gd->k", old.coupling, centres) - terms.linear[:, size:].sum(axis=0)
     constant = len(places) * 0.5 * size - given.entropy.sum() - 0.5 * np.sum(halves**2) - terms.constant.sum()
-    return found._replace(shared=Factors(np.array([constant]), linear[None], precision[None]))
+    return rest._replace(shared=Factors(np.array([constant]), linear[None], precision[None]))
 
 
 def sampling_variance(

@@ -91,7 +91,7 @@ def evaluate_nodes(roots: Sequence[Node], environment: dict[int, jax.Array]) -> 
     values = dict(environment)
     for node in ancestors(roots, stop=lambda n: n.serial in environment):
         if node.serial not in values:
-            arguments = [_spread(values[p.serial], s) for p, s in zip(node.parents, node.in_shapes)]
+            arguments = [_broadcast(values[p.serial], s) for p, s in zip(node.parents, node.in_shapes)]
             result = node.apply(*arguments)
             values[node.serial] = result if isinstance(result, list) else _canonical(result, node.shape)
     return [values[n.serial] for n in roots]
@@ -101,7 +101,7 @@ def _canonical(array, shape):
     return jnp.reshape(array, ()) if shape == () else array
 
 
-def _spread(array, shape):
+def _broadcast(array, shape):
     if isinstance(array, list) or jnp.shape(array) == tuple(shape):
         return array
     return jnp.broadcast_to(array, shape) if jnp.ndim(array) == 0 else jnp.reshape(array, shape)

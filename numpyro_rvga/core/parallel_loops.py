@@ -22,23 +22,25 @@ from .primitives import inner_program, scan_counts
 def in_parallel(eqn: Any, is_constant: Sequence[bool]) -> jex_core.ClosedJaxpr | None:
     """A scan as a program without steps, of the same inputs and outputs.
 
-    What is carried is found one after the other: first what takes constants alone, as a counter does, by a scan of its
-    own; then what a step makes of its inputs and of what is found already, shifted by one step. None: there is more.
+    The carried values are computed one after the other: first those that take constants alone, as a counter does, by a
+    scan of their own; then what a step makes of its inputs and of values that are computed already, shifted by one
+    step.
 
     :param is_constant: of the equation's inputs, whether each is a constant.
+    :return: None if a carried value is left that is neither.
     """
     start, num_carry = scan_counts(eqn)
     carries = frozenset(range(start, start + num_carry))
     of_outputs_all = sources_of(_body(eqn), [frozenset([i]) for i in range(len(eqn.invars))])
     sources = dict(zip(sorted(carries), of_outputs_all))
-    alone = _closed(carries, sources, frozenset(i for i, known in enumerate(is_constant) if known))
-    stages, found = [], alone
-    while found != carries:
-        ready = [c for c in sorted(carries - found) if sources[c] & carries <= found]
+    alone = _closed(carries, sources, frozenset(i for i, constant in enumerate(is_constant) if constant))
+    stages, resolved = [], alone
+    while resolved != carries:
+        ready = [c for c in sorted(carries - resolved) if sources[c] & carries <= resolved]
         if not ready:
             return None
         stages.append(ready)
-        found = found | frozenset(ready)
+        resolved = resolved | frozenset(ready)
     avals = [v.aval for v in eqn.invars]
     return jax.make_jaxpr(lambda *inputs: _at_once(eqn, is_constant, sorted(alone), stages, inputs))(*avals)
 

@@ -179,8 +179,8 @@ class GroupTerms:
             loc, scale_tril = (np.asarray(x, np.float64) for x in block.moments(self._inputs))
             inverse = np.linalg.inv(scale_tril)
             places = np.flatnonzero(np.isin(self.members.shared, np.arange(block.start, block.stop)))
-            shift, spread = inverse @ (mean[places] - loc), inverse @ root[places]
-            value = value - 0.5 * (shift @ shift + np.sum(spread**2) + len(loc) * np.log(2 * np.pi))
+            shift, scale = inverse @ (mean[places] - loc), inverse @ root[places]
+            value = value - 0.5 * (shift @ shift + np.sum(scale**2) + len(loc) * np.log(2 * np.pi))
             value = value + np.linalg.slogdet(inverse)[1]
             gradient, precision = gradient.copy(), precision.copy()
             gradient[places] -= inverse.T @ shift

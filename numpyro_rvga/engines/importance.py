@@ -152,7 +152,7 @@ def _moments_of(z: np.ndarray, bounds: np.ndarray, log_proposal: np.ndarray, wid
     shift = np.max(bounds)
     ratios = np.exp(bounds - shift - log_proposal)
     many, log_density = _proposed(widths, NUM_CONTROLS, MAX_FITS)
-    found = [_combined((z, ratios, 0))]
+    candidates = [_combined((z, ratios, 0))]
     finite = np.isfinite(bounds)
     values, root = np.where(finite, bounds - shift, 0.0), np.sqrt(finite * (ratios / ratios.max() + LEAST_WEIGHT))
     for degree in DEGREES:
@@ -164,8 +164,8 @@ def _moments_of(z: np.ndarray, bounds: np.ndarray, log_proposal: np.ndarray, wid
         with np.errstate(over="ignore", invalid="ignore"):  # far out, a polynomial may lead anywhere
             own = np.exp(_polynomials(many, degree) @ coefficients - log_density)
             beyond = ratios - np.exp(features @ coefficients - log_proposal)
-            found.append(_combined((many, own, 0), (z, beyond, size)))
-    best = min(found, key=lambda moments: moments.error)
+            candidates.append(_combined((many, own, 0), (z, beyond, size)))
+    best = min(candidates, key=lambda moments: moments.error)
     return best._replace(log_integral=best.log_integral + shift)
 
 

@@ -40,26 +40,26 @@ def learn(surface: MaximizedBound, chunks: RowChunks, start: Start | None, toler
 
     initial = surface.engine.program.params
     origin = np.asarray(initial.values)
-    found = surface.solve(origin, chunks, surface.begin(origin, chunks) if start is None else start)
-    if not _is_finite(found):
+    maximum = surface.solve(origin, chunks, surface.begin(origin, chunks) if start is None else start)
+    if not _is_finite(maximum):
         shown = ", ".join(f"{name} = {np.asarray(x)}" for name, x in initial.constrained(initial.values).items())
         raise ValueError(
             f"the bound or its slope is not finite where the numpyro.param sites start ({shown}): give them other "
             "initial values, or a covariance matrix of the model more jitter."
         )
-    learned, bounds = Learned(origin, found.start, [float(found.bound)], False), [float(found.bound)]
+    learned, bounds = Learned(origin, maximum.start, [float(maximum.bound)], False), [float(maximum.bound)]
 
     def negative(params: np.ndarray) -> tuple[float, np.ndarray]:
-        nonlocal found
-        found = surface.solve(params.astype(origin.dtype), chunks, learned.start)
-        if not _is_finite(found):
+        nonlocal maximum
+        maximum = surface.solve(params.astype(origin.dtype), chunks, learned.start)
+        if not _is_finite(maximum):
             away = params - learned.params
             return WALL - bounds[-1], WALL * away / np.linalg.norm(away)
-        return -float(found.bound), -np.asarray(found.gradient, np.float64)
+        return -float(maximum.bound), -np.asarray(maximum.gradient, np.float64)
 
     def step(intermediate_result: Any) -> None:
         nonlocal learned
-        learned = learned._replace(params=intermediate_result.x.astype(origin.dtype), start=found.start)
+        learned = learned._replace(params=intermediate_result.x.astype(origin.dtype), start=maximum.start)
         bounds.append(-float(intermediate_result.fun))
         bar.update(1)
         bar.set_postfix(bound=f"{bounds[-1]:.6g}", refresh=False)
@@ -71,5 +71,5 @@ def learn(surface: MaximizedBound, chunks: RowChunks, start: Start | None, toler
     return learned._replace(bounds=bounds, converged=bool(ended.success) or promised <= tolerance + rounding)
 
 
-def _is_finite(found: Maximum) -> bool:
-    return bool(np.isfinite(found.bound)) and bool(np.isfinite(np.asarray(found.gradient)).all())
+def _is_finite(maximum: Maximum) -> bool:
+    return bool(np.isfinite(maximum.bound)) and bool(np.isfinite(np.asarray(maximum.gradient)).all())

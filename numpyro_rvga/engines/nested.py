@@ -76,9 +76,9 @@ class Marginal:
         """With the evidence, where that is not L. Searches go by L: the difference is small, and takes longer."""
         if self._estimate is None or not np.isfinite(point.bound):
             return point
-        found = self._estimate(point.h, point.start)
-        evidence = float(found.value)
-        return point._replace(evidence=evidence if np.isfinite(evidence) else -np.inf, error=float(found.error))
+        estimate = self._estimate(point.h, point.start)
+        evidence = float(estimate.value)
+        return point._replace(evidence=evidence if np.isfinite(evidence) else -np.inf, error=float(estimate.error))
 
     def __call__(self, h: np.ndarray, near: Point | None = None) -> Point:
         """L at h, from the q of a point that is near, or of the nearest one."""
@@ -92,13 +92,13 @@ class Marginal:
         return point
 
     def _point(self, h: np.ndarray, start: Start) -> Point:
-        found = self._solve(h, start)
-        bound, gradient = float(found.bound), found.gradient
+        maximum = self._solve(h, start)
+        bound, gradient = float(maximum.bound), maximum.gradient
         if gradient is not None:
             gradient = np.asarray(gradient, np.float64)
         if not (np.isfinite(bound) and (gradient is None or np.isfinite(gradient).all())):
             bound = -np.inf
-        return Point(np.asarray(h, np.float64), bound, gradient, found.start, bool(found.converged), bound)
+        return Point(np.asarray(h, np.float64), bound, gradient, maximum.start, bool(maximum.converged), bound)
 
 
 class Mode(NamedTuple):

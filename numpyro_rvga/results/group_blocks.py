@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..core.expectations import power_of_two
-from ..core.group_factors import KnownGroups, Rest, packed_width
+from ..core.group_factors import GroupSummaries, Rest, packed_width
 from ..core.groups import Groups, GroupSums, Message
 from ..engines.engine import Engine
 from ..engines.groups import GroupEvaluations, GroupTerms
@@ -59,21 +59,21 @@ class Bound(NamedTuple):
         count = len(rows.number)
         if not count:
             return []
-        found = rows.rows | {self.index: rows.number.astype(np.int32)}
-        return self.terms.chunks(found, found[self.index], max(power_of_two(count), FEWEST), rows.stands_for)
+        all_arrays = rows.rows | {self.index: rows.number.astype(np.int32)}
+        return self.terms.chunks(all_arrays, all_arrays[self.index], max(power_of_two(count), FEWEST), rows.stands_for)
 
-    def packed(self, kept: KnownGroups, rows: GroupRows) -> np.ndarray:
+    def packed(self, kept: GroupSummaries, rows: GroupRows) -> np.ndarray:
         """One vector for each group."""
         return np.concatenate([kept.packed(), self.form.packed(rows, len(kept.linear))], axis=1)
 
-    def unpacked(self, vectors: np.ndarray) -> tuple[KnownGroups, GroupRows]:
+    def unpacked(self, vectors: np.ndarray) -> tuple[GroupSummaries, GroupRows]:
         """What is kept of groups, from one vector for each, with fewer or more zeros at its end."""
         size, k = len(self.members.columns), self.members.shared.size
         end = packed_width(size, k)
         whole = np.zeros((len(vectors), end + self.form.packed_width))
         given = vectors[:, : whole.shape[1]]
         whole[:, : given.shape[1]] = given
-        return KnownGroups.unpacked(whole[:, :end], size, k), self.form.unpacked(whole[:, end:], self.index)
+        return GroupSummaries.unpacked(whole[:, :end], size, k), self.form.unpacked(whole[:, end:], self.index)
 
 
 class Seen(NamedTuple):
@@ -82,7 +82,7 @@ class Seen(NamedTuple):
     :ivar rows: those kept. :ivar places: of the groups, among the others.
     """
 
-    groups: KnownGroups
+    groups: GroupSummaries
     rows: GroupRows
     places: np.ndarray
 

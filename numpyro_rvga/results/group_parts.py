@@ -43,11 +43,11 @@ class LocalPlate(NamedTuple):
 
     def check(self, model: Callable, model_kwargs: Keywords) -> None:
         """:raises ValueError: for arguments that the model does not take, or that are given."""
-        known = inspect.signature(model).parameters
-        takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in known.values())
+        parameters = inspect.signature(model).parameters
+        takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
         for what, name in (("index", self.index), ("size", self.size)):
-            if name not in known and not takes_any:
-                raise ValueError(f"{what}={name!r} is no argument of the model, which takes {list(known)}.")
+            if name not in parameters and not takes_any:
+                raise ValueError(f"{what}={name!r} is no argument of the model, which takes {list(parameters)}.")
             if name in model_kwargs:
                 raise ValueError(
                     f"{name!r} is of the data ({what}={name!r}), and cannot be given as a keyword argument."
@@ -153,8 +153,8 @@ def start_from(model: GroupModel, samples: Sequence[Rows]) -> Start:
     shared = Shared(mean[members.shared], np.linalg.inv(covariance[np.ix_(members.shared, members.shared)]))
     columns = members.columns[:, :count]
     values, variances = mean[columns], np.diagonal(covariance)[columns]
-    spread = values.var(axis=1) + variances.mean(axis=1)
-    return Start(shared, values.mean(axis=1), np.diag(1 / spread), selected(rows, rows[index] < 2))
+    variance = values.var(axis=1) + variances.mean(axis=1)
+    return Start(shared, values.mean(axis=1), np.diag(1 / variance), selected(rows, rows[index] < 2))
 
 
 def started(model: GroupModel, rows: Rows, count: int) -> Start:

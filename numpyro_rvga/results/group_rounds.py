@@ -100,10 +100,10 @@ def in_group_rounds(
         if rounds is None and len(errors) >= FEWEST and errors[-1] < tolerance:
             break
         least = at.bound - rounding * (1 + abs(at.bound))
-        found = _combined_step(at, _combined(past), parts, least) or _plain_step(at, parts, least)
-        if found is None:
+        place = _combined_step(at, _combined(past), parts, least) or _plain_step(at, parts, least)
+        if place is None:
             break
-        at = found
+        at = place
         parts.keep()
         past = [*past, at][-REMEMBERED:]
         errors.append(_error(at, _combined(past)))
@@ -118,8 +118,8 @@ def _place(shared: Shared, message: Message) -> _Place:
 def _combined_step(at: _Place, aim: Shared, parts: Parts, least: float) -> _Place | None:
     if aim is at.ahead or not aim.is_gaussian:
         return None
-    found = _place(aim, parts.advance(1.0, aim.mean - at.shared.mean, aim))
-    return found if found.bound >= least and found.ahead.is_gaussian else None
+    place = _place(aim, parts.advance(1.0, aim.mean - at.shared.mean, aim))
+    return place if place.bound >= least and place.ahead.is_gaussian else None
 
 
 def _plain_step(at: _Place, parts: Parts, least: float) -> _Place | None:
@@ -132,9 +132,9 @@ def _plain_step(at: _Place, parts: Parts, least: float) -> _Place | None:
             continue
         shift = step * np.linalg.solve(precision, message.gradient)
         shared = Shared(at.shared.mean + shift, precision)
-        found = _place(shared, parts.advance(step, shift, shared))
-        if found.bound >= least:
-            return found
+        place = _place(shared, parts.advance(step, shift, shared))
+        if place.bound >= least:
+            return place
     return None
 
 

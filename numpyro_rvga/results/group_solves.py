@@ -13,13 +13,13 @@ import numpy as np
 
 from ..core.group_factors import (
     Factors,
-    KnownGroups,
+    GroupSummaries,
     factors,
-    known,
     nothing,
     rest_of_groups,
     rest_of_shared,
     sampling_variance,
+    summarize,
 )
 from ..core.groups import Groups
 from ..engines.groups import GroupEvaluations
@@ -64,13 +64,13 @@ class Kept(NamedTuple):
     :ivar variance: of the gradient in s, since some rows stand for others, (k, k).
     """
 
-    groups: KnownGroups
+    groups: GroupSummaries
     rows: GroupRows
     variance: np.ndarray
 
 
 class Solved(NamedTuple):
-    """What a solve has found.
+    """The result of a solve.
 
     :ivar kept: of each piece, computed one after the other. :ivar error: of the solve, in standard deviations of s.
     :ivar expectation_error: of the evidence, in nats.
@@ -148,11 +148,11 @@ def _kept(bound: Bound, some: Given, groups: Groups, mean: np.ndarray, root: np.
     variance, weights = np.zeros_like(root), seen.rows.weights(len(seen.places))
     if not alone and (weights > 1).any():
         again = Groups(*[x[seen.places] for x in groups])
-        now = _known(bound, again, mean, root, seen.rows).rows
+        now = _summaries(bound, again, mean, root, seen.rows).rows
         variance = sampling_variance(seen.groups.rows, now, weights, seen.rows.counts(len(weights)), again, mean)
-    return Kept(_known(bound, groups, mean, root, rows), rows, variance)
+    return Kept(_summaries(bound, groups, mean, root, rows), rows, variance)
 
 
-def _known(bound: Bound, groups: Groups, mean: np.ndarray, root: np.ndarray, rows: GroupRows) -> KnownGroups:
+def _summaries(bound: Bound, groups: Groups, mean: np.ndarray, root: np.ndarray, rows: GroupRows) -> GroupSummaries:
     """What is kept of groups, with their rows, which count once each."""
-    return known(groups, mean, root, *bound.terms.open_sums(mean, root, groups, bound.chunks(rows.alone())))
+    return summarize(groups, mean, root, *bound.terms.open_sums(mean, root, groups, bound.chunks(rows.alone())))

@@ -65,10 +65,10 @@ class GroupStore:
         """The vectors of those labels that have one (m, w), and the places of these (m,)."""
         self._fetch([label for label in labels if label not in self._vectors])
         places = [i for i, label in enumerate(labels) if label in self._vectors]
-        known = [labels[i] for i in places]
-        for label in known:
+        present = [labels[i] for i in places]
+        for label in present:
             self._vectors[label] = self._vectors.pop(label)
-        return _padded([self._vectors[label] for label in known]), np.array(places, int)
+        return _padded([self._vectors[label] for label in present]), np.array(places, int)
 
     def write(self, labels: Sequence[Any], vectors: np.ndarray) -> None:
         """Those of labels that were read before. New ones are entered."""
@@ -93,8 +93,8 @@ class GroupStore:
         inside = self.labels_in_memory
         if self._file is None or len(inside) == len(self):
             return [inside]
-        known = (label for (label,) in self._file.execute("SELECT label FROM vectors"))
-        outside, size = [label for label in known if label not in self._vectors], self._most or len(self)
+        stored = (label for (label,) in self._file.execute("SELECT label FROM vectors"))
+        outside, size = [label for label in stored if label not in self._vectors], self._most or len(self)
         return [*(outside[start : start + size] for start in range(0, len(outside), size)), inside]
 
     def pieces(self, size: int) -> Iterator[tuple[list[Any], np.ndarray]]:
@@ -106,8 +106,8 @@ class GroupStore:
         if self._file is None:
             return
         cursor = self._file.execute("SELECT label, vector FROM vectors")
-        while found := cursor.fetchmany(size):
-            others = {label: self._checked(vector) for label, vector in found if label not in self._vectors}
+        while fetched := cursor.fetchmany(size):
+            others = {label: self._checked(vector) for label, vector in fetched if label not in self._vectors}
             if others:
                 yield list(others), _padded(list(others.values()))
 
@@ -127,12 +127,12 @@ class GroupStore:
 
     def saved_state(self) -> dict[str, Any] | None:
         """None if nothing was saved."""
-        found = None if self._file is None else self._file.execute("SELECT contents, arrays FROM state").fetchone()
-        if found is None:
+        row = None if self._file is None else self._file.execute("SELECT contents, arrays FROM state").fetchone()
+        if row is None:
             return None
         try:
-            text, names = json.loads(found[0])
-            with np.load(io.BytesIO(found[1]), allow_pickle=False) as archive:
+            text, names = json.loads(row[0])
+            with np.load(io.BytesIO(row[1]), allow_pickle=False) as archive:
                 arrays = {name: archive[f"a{i}"] for i, name in enumerate(names)}
             return files.decode(json.loads(text), arrays)
         except Exception as error:  # a damaged archive can raise nearly anything
@@ -160,8 +160,8 @@ class GroupStore:
         for start in range(0, len(labels), AT_ONCE):
             some = labels[start : start + AT_ONCE]
             query = f"SELECT label, vector FROM vectors WHERE label IN ({','.join('?' * len(some))})"
-            found = self._file.execute(query, some).fetchall()
-            self._vectors.update((label, self._checked(vector)) for label, vector in found)
+            fetched = self._file.execute(query, some).fetchall()
+            self._vectors.update((label, self._checked(vector)) for label, vector in fetched)
 
     def _put(self, labels: list[Any]) -> None:
         """To the file, what it lacks."""

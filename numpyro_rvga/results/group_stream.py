@@ -168,9 +168,9 @@ class GroupStream:
     def _look_at(self, bound: Bound, labels: list[Any]) -> int:
         """Solve for these groups without new rows; how many rows of theirs are kept."""
         pieces = bound.pieces(labels)
-        return self._solve(bound, pieces, [partial(self._known, bound, piece) for piece in pieces])
+        return self._solve(bound, pieces, [partial(self._without_new_rows, bound, piece) for piece in pieces])
 
-    def _known(self, bound: Bound, labels: Sequence[Any]) -> Given:
+    def _without_new_rows(self, bound: Bound, labels: Sequence[Any]) -> Given:
         """Groups without new rows."""
         groups, rows = bound.unpacked(self._store.read(labels)[0])
         return Given(groups.at(self._so_far.shared.mean), Seen(groups, rows, np.arange(len(labels))), None)
@@ -181,15 +181,15 @@ class GroupStream:
         :param pieces: their labels. :param given: reads what is there of each piece.
         """
         start = self._moments.shared if self._moments is not None else self._first.shared
-        found, num_kept = solved(bound, self._moments, start, given), 0
-        for labels, kept in zip(pieces, found.kept):
+        solution, num_kept = solved(bound, self._moments, start, given), 0
+        for labels, kept in zip(pieces, solution.kept):
             self._store.write(labels, bound.packed(kept.groups, kept.rows))
             self._variance = self._variance + kept.variance
             num_kept += len(kept.rows.number)
-        self._moments = found.moments
-        self._error = max(self._error, found.error)
-        self._expectation_error += found.expectation_error
-        self._stood_alone = self._stood_alone or found.stood_alone
+        self._moments = solution.moments
+        self._error = max(self._error, solution.error)
+        self._expectation_error += solution.expectation_error
+        self._stood_alone = self._stood_alone or solution.stood_alone
         self._version += 1
         return num_kept
 
@@ -317,8 +317,8 @@ class GroupStream:
         groups = _Streamed(self, self._version) if folder is None else self._written(checked_folder(folder))
         mean, scale = (jnp.asarray(x, program.dtype) for x in (shared.mean, shared.root))
         elbo = evidence if program.is_conjugate else None
-        known = (groups, self._model.plate, self.num_rows, self.num_groups)
-        return GroupPosterior(program, members, mean, scale, elbo, info, *known)
+        common = (groups, self._model.plate, self.num_rows, self.num_groups)
+        return GroupPosterior(program, members, mean, scale, elbo, info, *common)
 
     @property
     def _sampling_error(self) -> float:
@@ -344,10 +344,10 @@ class GroupStream:
         """
         self._check_version(version)
         self._check_kind(labels)
-        known = np.zeros(len(labels), bool)
-        known[self._store.read(labels.tolist())[1]] = True
+        is_known = np.zeros(len(labels), bool)
+        is_known[self._store.read(labels.tolist())[1]] = True
         self._store.make_room()
-        return known
+        return is_known
 
     def read(self, labels: np.ndarray, version: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """What a posterior needs of groups.

@@ -129,8 +129,8 @@ class GroupPosterior:
             wanted = np.asarray(groups)
             if wanted.ndim != 1 or not wanted.size:
                 raise ValueError(f"groups must be a list of labels, or None for none, not of shape {wanted.shape}.")
-            found = self.groups.read(wanted, self.members)
-            mean, slope, root = (jnp.asarray(x, self.mean.dtype) for x in found)
+            arrays = self.groups.read(wanted, self.members)
+            mean, slope, root = (jnp.asarray(x, self.mean.dtype) for x in arrays)
             noise = jax.random.normal(key, (count, len(mean), size), self.mean.dtype)
             own = mean + jnp.einsum("gdk,nk->ngd", slope, shift) + jnp.einsum("gde,nge->ngd", root, noise)
             of_all, of_groups = self._constrained(self.mean + shift, own)

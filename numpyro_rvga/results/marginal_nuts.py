@@ -110,13 +110,13 @@ def _of_draws(
     @jax.jit
     def of_all(h):
         def one(h):
-            found = solve(h)
-            return found, moments(h, found.start)
+            maximum = solve(h)
+            return maximum, moments(h, maximum.start)
 
         return lax.map(one, h)
 
-    found, (means, roots) = jax.device_get(of_all(h))
-    arrays = np.asarray(h, np.float64), found.bound, found.gradient, found.converged, *found.start
+    maximum, (means, roots) = jax.device_get(of_all(h))
+    arrays = np.asarray(h, np.float64), maximum.bound, maximum.gradient, maximum.converged, *maximum.start
     points = []
     for each, bound, gradient, converged, *start in zip(*arrays):
         point = Point(each, float(bound), gradient, tuple(start), bool(converged), float(bound))

@@ -101,9 +101,9 @@ class BlockDiagonalGaussian:
         blocks of the precision, the minimizer of KL(q || full) (13, 14). ``"inclusive"``: of the covariance, the
         minimizer of KL(full || q) (11, 12).
         """
-        spread = self.predictor_root(derivatives.factor)
-        weight = jnp.eye(len(spread), dtype=spread.dtype) if derivatives.weight is None else derivatives.weight
-        inner = jnp.eye(len(spread), dtype=spread.dtype) + weight @ (spread @ spread.T)
+        whitened = self.predictor_root(derivatives.factor)
+        weight = jnp.eye(len(whitened), dtype=whitened.dtype) if derivatives.weight is None else derivatives.weight
+        inner = jnp.eye(len(whitened), dtype=whitened.dtype) + weight @ (whitened @ whitened.T)
         gain = jnp.linalg.solve(inner, weight)
         raw = self.covariance_times(derivatives.gradient)
         shift = raw - self.covariance_times(derivatives.factor.T @ (gain @ (derivatives.factor @ raw)))
@@ -118,7 +118,7 @@ class BlockDiagonalGaussian:
             change = cholesky(identity - reduced.T @ gain @ reduced) - identity
             return root + (root @ basis.T @ change) @ basis
 
-        roots = tuple(map(shrunk, self.roots, self._split(spread)))
+        roots = tuple(map(shrunk, self.roots, self._split(whitened)))
         return nan_if_invalid(BlockDiagonalGaussian(self.mean + shift, roots))
 
     def coordinates(self, parameterization: str) -> tuple[tuple[Array, Array], ...]:

@@ -166,8 +166,8 @@ class GaussianMixture:
             return lax.map(of_block, (jnp.all(too_little, axis=1), total, blocks)), None
 
         total = lax.scan(add, jnp.full_like(at_least, -jnp.inf), jnp.arange(len(self.means)))[0]
-        found = jnp.zeros(len(flat), total.dtype).at[order.ravel()].set(total.ravel())
-        return found.reshape(theta.shape[:-1])
+        log_densities = jnp.zeros(len(flat), total.dtype).at[order.ravel()].set(total.ravel())
+        return log_densities.reshape(theta.shape[:-1])
 
     def _peaks(self) -> Array:
         """The logarithms of the components' weighted densities at their means, (K,)."""
