@@ -111,7 +111,7 @@ class BatchSolver:
         start = None if init is None else whitened(before, *_gaussian_of(init, program.dtype))
         if program.params.layout.size:
             tolerance = self._options.tolerance or LEARNING_TOLERANCE
-            learned = learn(_surface_of(engine), chunks, start, tolerance, bar)
+            learned = learn(MaximizedBound.of(engine), chunks, start, tolerance, bar)
             program, start = program.with_params(learned.params), learned.start
             before = program.initial_state()
         inputs = engine.devices.put((before, start, program.prior_inputs))
@@ -155,11 +155,6 @@ def _solved_sparsely(sparse: SparseEngine, rows: Rows, init: Any, record: Record
     engine, problem = sparse.engine, sparse.problem(rows, _marginals_of(init))
     after, info = engine.devices.fetch(sparse.solve(problem, record.step))
     return _Solved(engine.program, after, info, problem.marginals.mean, None)
-
-
-def _surface_of(engine: Engine) -> MaximizedBound:
-    """One that was made for what these data determine of the prior."""
-    return engine.once((MaximizedBound, engine.program), lambda: MaximizedBound(engine))
 
 
 def _ascent_of(engine: Engine) -> GradientAscent:

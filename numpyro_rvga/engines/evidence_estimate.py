@@ -27,6 +27,11 @@ class EvidenceEstimate:
     :raises NotImplementedError: naming the site, if given h a term is no function of a few affine predictors.
     """
 
+    @classmethod
+    def of(cls, bound: MaximizedBound) -> EvidenceEstimate:
+        """The one of a bound."""
+        return bound.engine.once((cls, bound), lambda: cls(bound))
+
     def __init__(self, bound: MaximizedBound):
         program = bound.engine.program
         for terms in (*program.terms, *program.prior.terms):

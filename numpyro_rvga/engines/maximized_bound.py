@@ -53,6 +53,11 @@ class MaximizedBound:
     :ivar moments: params and a start -> mean (P,) and Cholesky factor (P, P) of the covariance of theta.
     """
 
+    @classmethod
+    def of(cls, engine: Engine) -> MaximizedBound:
+        """The one of an engine, made for what its data determine of the prior."""
+        return engine.once((cls, engine.program), lambda: cls(engine))
+
     def __init__(self, engine: Engine):
         self.engine, program = engine, engine.program
         exactly = self.is_exact = is_quadratic((*engine.kinds, *engine.prior_kinds))

@@ -64,13 +64,11 @@ class Integration:
     ):
         self._options, self._scale, self._mesh, self._marginal = options, improper_prior_scale, mesh, marginal
         self._engines: dict[tuple, Engines] = {}
-        self._bounds: dict[Any, MaximizedBound] = {}
-        self._estimates: dict[MaximizedBound, EvidenceEstimate] = {}
         self._choices: dict[tuple, Choice] = {}
 
     def __getstate__(self) -> dict[str, Any]:
         """Without what is compiled, for other processes."""
-        return self.__dict__ | {"_engines": {}, "_bounds": {}, "_estimates": {}, "_choices": {}}
+        return self.__dict__ | {"_engines": {}, "_choices": {}}
 
     def choose(self, program: Program, sites: str | Sequence[str], rows: Mapping[str, Any]) -> Choice:
         """The sites to integrate out, from what the user has said.
@@ -189,9 +187,7 @@ class Integration:
                 f"marginal='importance' takes whole matrices, of at most {MOST_PARAMETERS} parameters: use "
                 "marginal='bound'."
             )
-        if bound not in self._estimates:
-            self._estimates[bound] = EvidenceEstimate(bound)
-        return self._estimates[bound]
+        return EvidenceEstimate.of(bound)
 
     def _bound_of(self, program: Program, sites: tuple[str, ...], rows: Rows, rng_key: Array) -> tuple[Bound, Any]:
         """The maximized bound as a function of the sites, and the rows in the form that it takes."""
@@ -221,10 +217,7 @@ class Integration:
                 )
             chunks = chunks_of(engine, rows, sparse.sparsity.numbers_per_row)
             return SparseMaximizedBound(sparse, sparse.problem(rows), chunks), chunks
-        cached = self._bounds.get(engine)
-        if cached is None or cached.engine.program is not engine.program:
-            cached = self._bounds[engine] = MaximizedBound(engine)
-        return cached, distinct_chunks_of(engine, rows)
+        return MaximizedBound.of(engine), distinct_chunks_of(engine, rows)
 
 
 def integrate(
