@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from jax.typing import ArrayLike
 
 from .core.expectations import Expectation
-from .engines.batch import BatchSolver
+from .engines.batch import BatchSolver, Initial
 from .engines.registry import Engines
 from .model.rows import Data, Keywords
 from .options import LOCAL, MARGINALS, Options, check_choice, check_options, default_key
@@ -184,7 +184,8 @@ class FixedPointVI:
                 start = None if init is None else init.mean
                 return Posterior(**self._integration(engine.program, choice.sites, rows, rng_key, progress_bar, start))
             not_integrated = {"not_integrated": choice.reason}
-        fit = self._solver(engine, rows, init, progress_bar=progress_bar, started=started)
+        nearby = None if init is None else Initial(init.mean, init.scale)
+        fit = self._solver(engine, rows, nearby, progress_bar=progress_bar, started=started)
         info = {"schedule": self.schedule, "expectation": self.options.facts["expectation"], **not_integrated}
         return joint_posterior(fit, rows, reason, info, rng_key)
 

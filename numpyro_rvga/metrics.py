@@ -217,6 +217,6 @@ def _outcomes(program: Program) -> tuple[str, np.ndarray]:
     return arrays.pop(), np.ravel(np.asarray(fn.enumerate_support(expand=False)))
 
 
-def _observed(posterior: Posterior, data: Any) -> np.ndarray:
+def _observed(posterior: Posterior, data: Data) -> np.ndarray:
     name, _ = _outcomes(posterior.program)
     return np.asarray(posterior.program.rows(data)[name]).reshape(-1)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax.typing import DTypeLike
+from jax.typing import ArrayLike
 
 from ..core.recursion import State, StepInfo
 from ..core.sparse import Marginals
@@ -42,6 +42,13 @@ class Fit(NamedTuple):
     facts: dict[str, Any]
 
 
+class Initial(NamedTuple):
+    """Where a search starts: the mean (P,), and a root (P, P) of the covariance."""
+
+    mean: ArrayLike
+    root: ArrayLike
+
+
 class BatchSolver:
     """Solves of all rows, compiled once for each engine.
 
@@ -52,10 +59,12 @@ class BatchSolver:
     def __init__(self, options: Options, schedule: str, name: str):
         self._options, self._schedule, self._name = options, schedule, name
 
-    def __call__(self, engine: Engine, rows: Rows, init: Any = None, *, progress_bar: bool, started: float) -> Fit:
+    def __call__(
+        self, engine: Engine, rows: Rows, init: Initial | None = None, *, progress_bar: bool, started: float
+    ) -> Fit:
         """The best Gaussian.
 
-        :param rows: all of them. :param init: has ``mean`` (P,) and ``scale`` (P, P), to start from; or None.
+        :param rows: all of them. :param init: None: the prior.
         :param started: when the user's call was.
         :raises NotFinite: naming the row, if the bound is not finite.
         :raises ValueError: naming the site, if the posterior is improper.
@@ -81,7 +90,7 @@ class BatchSolver:
             facts["elbo_error"], bound = error, bound - excess
             if engine.effort.calls_for_more(error, bound):
                 options = {"progress_bar": progress_bar, "started": started}
-                nearby = init if sparse is not None else _Start(np.asarray(after.mean), np.asarray(after.root))
+                nearby = init if sparse is not None else Initial(np.asarray(after.mean), np.asarray(after.root))
                 modes = modes_info(info.modes)
                 warn_of_modes(modes)
                 fit = self(engine.with_effort("thorough"), rows, nearby, **options)
@@ -104,11 +113,11 @@ class BatchSolver:
         return Fit(program, after, bound, facts)
 
     # ------------------------------------------------------------------ inside
-    def _solved_densely(self, engine: Engine, rows: Rows, init: Any, record: Record, bar: Bar) -> _Solved:
+    def _solved_densely(self, engine: Engine, rows: Rows, init: Initial | None, record: Record, bar: Bar) -> _Solved:
         """By precisions that are whole matrices."""
         program, learned = engine.program, None
         chunks, before = distinct_chunks_of(engine, rows), program.initial_state()
-        start = None if init is None else whitened(before, *_gaussian_of(init, program.dtype))
+        start = None if init is None else whitened(before, *[jnp.asarray(x, program.dtype) for x in init])
         if program.params.layout.size:
             tolerance = self._options.tolerance or LEARNING_TOLERANCE
             learned = learn(MaximizedBound.of(engine), chunks, start, tolerance, bar)
@@ -150,7 +159,7 @@ class _Solved(NamedTuple):
     learned: Learned | None
 
 
-def _solved_sparsely(sparse: SparseEngine, rows: Rows, init: Any, record: Record) -> _Solved:
+def _solved_sparsely(sparse: SparseEngine, rows: Rows, init: Initial | None, record: Record) -> _Solved:
     """By precisions of which one site is eliminated."""
     engine, problem = sparse.engine, sparse.problem(rows, _marginals_of(init))
     after, info = engine.devices.fetch(sparse.solve(problem, record.step))
@@ -184,17 +193,5 @@ def _check_proper(program: Program, state: State, *, converged: bool) -> None:
             )
 
 
-class _Start(NamedTuple):
-    """A Gaussian to start from: mean (P,) and a root (P, P) of the covariance."""
-
-    mean: np.ndarray
-    scale: np.ndarray
-
-
-def _marginals_of(init: Any) -> Marginals | None:
-    return None if init is None else Marginals(init.mean, np.sum(np.asarray(init.scale) ** 2, axis=1))
-
-
-def _gaussian_of(init: Any, dtype: DTypeLike) -> tuple[Array, Array]:
-    """Mean and a root of the covariance."""
-    return jnp.asarray(init.mean, dtype), jnp.asarray(init.scale, dtype)
+def _marginals_of(init: Initial | None) -> Marginals | None:
+    return None if init is None else Marginals(np.asarray(init.mean), np.sum(np.asarray(init.root) ** 2, axis=1))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +10,7 @@ from jax import Array
 
 from ..engines.online import Online
 from ..model.program import Program
-from ..model.rows import Keywords
+from ..model.rows import Data, Keywords
 
 if TYPE_CHECKING:
     from .posterior import Posterior
@@ -26,7 +26,7 @@ class Continuation:
     method: Any
     model_kwargs: Keywords
 
-    def update(self, posterior: Posterior, data: Any, **kwargs: Any) -> Posterior:
+    def update(self, posterior: Posterior, data: Data | Iterable, **kwargs: Any) -> Posterior:
         """The posterior after more rows; ``posterior`` is unchanged."""
         return self.method.run(data, init=posterior, **{**self.model_kwargs, **kwargs})
 

@@ -6,7 +6,7 @@ import functools
 import inspect
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ from ..engines.groups import GroupEvaluations, GroupTerms
 from ..engines.registry import Engines
 from ..model.arguments import named_rows
 from ..model.members import Members, members_of
-from ..model.rows import Keywords, Rows, num_rows, selected
+from ..model.rows import Data, Keywords, Rows, num_rows, selected
 from ..options import Options, default_key
 from .group_labels import label_kind
 from .group_rounds import Shared
@@ -105,7 +105,7 @@ class GroupPart:
     :ivar labels: (n,). :raises ValueError: for data that the model cannot take.
     """
 
-    def __init__(self, model: GroupModel, data: Any, *, with_shared_prior: bool):
+    def __init__(self, model: GroupModel, data: Data | Iterable, *, with_shared_prior: bool):
         index = model.plate.index
         rows, _ = gathered(model.model, data, index, {**model.model_kwargs, model.plate.size: 1})
         self.model, self._with_shared_prior = model, with_shared_prior
@@ -209,7 +209,7 @@ def rounding() -> float:
 
 def gathered(
     model: Callable,
-    data: Any,
+    data: Data | Iterable,
     index: str,
     model_kwargs: Keywords,
     first_row: int = 0,

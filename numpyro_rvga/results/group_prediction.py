@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
@@ -12,6 +12,7 @@ from numpyro import handlers
 from numpyro.infer import Predictive
 
 from ..model.arguments import split_call
+from ..model.rows import Data
 from .group_parts import gathered
 from .group_reading import numbered
 
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from .groups import GroupPosterior
 
 
-def predict(posterior: GroupPosterior, rng_key: Array, data: Any, num_samples: int) -> dict[str, Array]:
+def predict(posterior: GroupPosterior, rng_key: Array, data: Data | Iterable, num_samples: int) -> dict[str, Array]:
     """See :meth:`~numpyro_rvga.results.groups.GroupPosterior.predictive`."""
     program, plate = posterior.program, posterior.plate
     rows, number, labels = _numbered(posterior, data)
@@ -39,7 +40,7 @@ def predict(posterior: GroupPosterior, rng_key: Array, data: Any, num_samples: i
     return Predictive(model, sites, return_sites=names)(model_key, *arguments, **keywords)
 
 
-def _numbered(posterior: GroupPosterior, data: Any) -> tuple[dict[str, np.ndarray], np.ndarray, np.ndarray]:
+def _numbered(posterior: GroupPosterior, data: Data | Iterable) -> tuple[dict[str, np.ndarray], np.ndarray, np.ndarray]:
     """Rows, checked; the number of the group of each; and the groups' labels."""
     program, plate = posterior.program, posterior.plate
     keywords: Mapping[str, Any] = {**program.model_kwargs, plate.size: 1}

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 
 from ..model.arguments import finite_rows
-from ..model.rows import Rows, joined, num_rows, selected
+from ..model.rows import Data, Rows, joined, num_rows, selected
 from .group_parts import GroupModel, gathered
 
 LABELS = ("integers", "strings")
 
 
-def blocks_of_rows(model: GroupModel, data: Any, block_size: int, kind: str | None) -> Iterator[Rows]:
+def blocks_of_rows(model: GroupModel, data: Data | Iterable, block_size: int, kind: str | None) -> Iterator[Rows]:
     """Rows with the labels of their groups, ``block_size`` at a time.
 
     :param data: a mapping, or an iterable of such. :param kind: what labels of earlier rows are, or None.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -17,9 +17,14 @@ from ..core.gaussians import Family
 from ..core.gaussians.mean_field import MeanField
 from ..core.gaussians.mixture import GaussianMixture
 from ..core.gaussians.packed_roots import PackedRoots
+from ..core.recursion import State
+from ..engines.mean_field import MeanFieldState
+from ..engines.online import OnlineState
 from ..model.row_set import RowSet
 from ..model.rows import Data
+from ..options import Info
 from . import arviz, integration, merging, prediction, resampling, storage, summary_table, warmstart
+from .continuation import Continuation
 from .khat import khat
 
 if TYPE_CHECKING:
@@ -62,9 +67,9 @@ class Posterior:
     program: Program
     gaussian: Family | GaussianMixture | MeanField
     elbo: float | None = None
-    info: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    continuation: Any = None
-    state: Any = None
+    info: Info = dataclasses.field(default_factory=dict)
+    continuation: Continuation | None = None
+    state: State | OnlineState | MeanFieldState | None = None
     num_rows: int = dataclasses.field(kw_only=True)
     row_sets: tuple[RowSet, ...] = dataclasses.field(default=(), kw_only=True)
 
@@ -284,7 +289,7 @@ class Posterior:
     merge = classmethod(merging.merge)
     print_summary = summary_table.print_summary
 
-    def update(self, data: Any, **kwargs: Any) -> Posterior:
+    def update(self, data: Data | Iterable, **kwargs: Any) -> Posterior:
         """Absorb further rows.
 
         **Example**
@@ -378,7 +383,7 @@ class Posterior:
         return values, batch_shape
 
 
-def _check_shape(sample_shape: Any) -> None:
+def _check_shape(sample_shape: tuple[int, ...]) -> None:
     """:raises ValueError: for a number in place of a shape."""
     if not isinstance(sample_shape, (tuple, list)):
         raise ValueError(f"sample_shape must be a tuple, not {sample_shape!r}: for one axis, ({sample_shape},).")

@@ -118,7 +118,7 @@ class OnlinePass(Pass[OnlineState, BlockInfo]):
         """For the posterior's ``info``; with a last call back, if rows came after the one before."""
         if self._every is None or self.num_taken % self._every:
             self._call_back(self.state)
-        facts: dict[str, Any] = {"clipped": self._clipped}
+        facts: Info = {"clipped": self._clipped}
         if self._predictive:
             done, left_out = self._source.stored_progress(self.done, self._left_out)
             densities = facts["log_predictive"] = np.full(max(done, self.done), np.nan)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import sys
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import numpy as np
@@ -14,7 +14,7 @@ import numpy as np
 from ..model.arguments import check_finite, finite_rows, named_rows, refuse_frames
 from ..model.bad_rows import NotFinite
 from ..model.program import Program
-from ..model.rows import Keywords, Rows, num_rows, selected
+from ..model.rows import Data, Keywords, Rows, num_rows, selected
 from ..options import check_choice, is_count
 from .checkpoints import EVERY, Checkpoint
 from .source import NOTHING, SLICE, RowSource, chunks, rows_in_memory, rows_of_blocks
@@ -34,7 +34,7 @@ class PassOptions:
         written.
     """
 
-    checkpoint: Any = None
+    checkpoint: str | os.PathLike | None = None
     every: int = EVERY
     resume: bool = False
     on_bad_row: str = "raise"
@@ -60,7 +60,7 @@ class PassOptions:
 
 
 def open_source(
-    data: Any, model: Any, model_kwargs: Keywords, options: PassOptions, shuffle: bool | str = "auto"
+    data: Data | Iterable, model: Callable, model_kwargs: Keywords, options: PassOptions, shuffle: bool | str = "auto"
 ) -> tuple[RowSource, Rows, Rows | None]:
     """The data as a source of rows, in their own order.
 

@@ -143,7 +143,7 @@ class RecursivePass(Pass[State, StepInfo]):
             "unchanged, and the state before these rows is kept as .state."
         )
 
-    def finished(self) -> tuple[State, dict[str, Any]]:
+    def finished(self) -> tuple[State, Info]:
         """The state with the kept rows as themselves and the prior's true terms, and the facts of the run."""
         state, sizes, summary = self.state, self._sizes, self._summary
         kept = self._memory.items() if self.num_taken > sizes.first else None
