@@ -97,13 +97,8 @@ def plugin(posterior: Posterior, rng_key: Array, data: Data, num_samples: int) -
     """
     program = posterior.program
     _refuse_latents_of_rows(program, "plugin")
-    sites = program.constrain(posterior.mean)
-    latents = {name: sites[name] for name in posterior.site_names}
     rows = program.rows(data, predicted=True)
-    model = handlers.substitute(handlers.uncondition(program.runner(num_rows(rows))), data=latents)
-    arguments, keywords = program.call_arguments({name: jnp.asarray(values) for name, values in rows.items()})
-    predict = Predictive(model, num_samples=num_samples, return_sites=sorted(_predicted(program)))
-    return predict(rng_key, *arguments, **keywords)
+    return at_draws(posterior, rng_key, rows, jnp.tile(posterior.mean, (num_samples, 1)))
 
 
 def linearized(posterior: Posterior, rng_key: Array, data: Data, num_samples: int) -> dict[str, Array]:
