@@ -38,38 +38,36 @@ class FixedPointVI:
         >>> print(np.asarray(best.mean).round(1), round(best.elbo), best.info["converged"])
         [ 1.3 -2. ] -91 True
 
-    Normal latents inside the row plate, of known scale, are integrated out with their conditional prior (sparse
-    Gaussian processes). Models that do not run on some of the rows alone, such as those with a latent value for each
-    row, are run on all of them at once. The model's ``numpyro.param`` sites are learned: the bound, maximized over q,
-    is climbed by L-BFGS in them; see :attr:`Posterior.params`.
+    Models that cannot be run on some of the rows, such as those with a latent value for each row, are run on all of
+    them at once. The model's ``numpyro.param`` sites are learned: L-BFGS maximizes the bound in them, with the best q at
+    each step; see :attr:`Posterior.params`.
 
-    Where each term depends on few entries of theta, as with crossed effects, the longest site is eliminated (by
-    ``schedule="incremental"``): work then grows with the cube of the number of all other parameters.
+    Where each term depends on few entries of theta, as with crossed effects, ``schedule="incremental"`` eliminates the
+    longest site. The work then grows with the cube of the number of all other parameters.
 
     :param model: a NumPyro model whose latents are continuous and whose observations are conditionally independent.
-    :param str schedule: ``"incremental"`` takes one fixed-point step V <- T(V) of the covariance at a time, and Newton
-        steps of the mean, cheap where predictors are affine, as far as the covariance's error warrants (FPi; one step
-        of both at once where they are not affine); ``"batch"`` solves for one to its end, then for the other, in turn
-        (FPb); ``"gradient"`` climbs in the mean and the covariance's Cholesky factor by L-BFGS (GRAD). The first
-        two shorten steps that would lower the bound, so it never falls.
+    :param str schedule: ``"incremental"`` (FPi) alternates one fixed-point step V <- T(V) of the covariance with Newton
+        steps of the mean, which are cheap where predictors are affine; elsewhere one step moves both. ``"batch"`` (FPb)
+        solves for the mean to its end, then for the covariance, in turn. ``"gradient"`` (GRAD) is L-BFGS in the mean
+        and the covariance's Cholesky factor. The first two shorten steps that would lower the bound, so it never falls.
     :param str expectation: as for :class:`RVGA`: ``"auto"``, ``"exact"``, ``"probit"``, ``"quadrature"``,
         ``"sigma_points"``, ``"monte_carlo"``, ``"linearized"`` or your own.
     :param order: derivatives of the log-likelihood that are used: 2, 1, 0 or ``"auto"``.
-    :param float improper_prior_scale: standard deviation, in unconstrained space, of the normal that stands for
-        improper priors. None (default) refuses them.
-    :param float tolerance: squared length of the natural gradient, in nats, at which the bound counts as maximized.
-        Default: 1e-8 in float64, 1e-6 in float32. Also the rise that the last step of learning promises; default: 1e-5.
+    :param float improper_prior_scale: standard deviation, in unconstrained space, of the normal that replaces improper
+        priors. None (default) refuses them.
+    :param float tolerance: squared length of the natural gradient, in nats, at which the bound is maximized. Default:
+        1e-8 in float64, 1e-6 in float32. Also the rise of the bound in the last step of learning; default: 1e-5.
     :param int max_iterations: of the fixed point, or of L-BFGS.
     :param int num_samples: nodes of Monte Carlo expectations.
-    :param integrate: latent sites that are integrated out: the result is then a mixture of Gaussians, one at each of
-        many values of these, with as much weight as the data give it. ``"auto"`` takes as few sites as make the rest a
-        latent Gaussian model: scales, correlations, length scales. More than six entries of these are drawn by NUTS,
-        of which there is no ``elbo``. All sites may be named if they have at most six entries: the posterior is then
-        found by quadrature. False (default) integrates nothing.
-    :param str marginal: what stands for the log density of the data and the integrated sites: ``"bound"``, the bound
-        given these; ``"importance"``, the log of an average of p/q over quasi-random values of the others, which are
-        taken one group at a time where they are independent given the rest. It is closer, and takes longer. It is a
-        lower bound in expectation only: ``info["elbo_error"]`` is its standard error.
+    :param integrate: latent sites to integrate out. The result is then a mixture of Gaussians, one at each of many
+        values of these sites, weighted by the data. ``"auto"`` takes as few sites as make the rest a latent Gaussian
+        model: scales, correlations, length scales. More than six entries are drawn by NUTS, and ``elbo`` is then None.
+        All sites may be named if they have at most six entries: the posterior is then found by quadrature. False
+        (default) integrates nothing.
+    :param str marginal: log p(data, integrated sites) is taken to be: ``"bound"``, the bound given these sites; or
+        ``"importance"``, the log of an average of p/q over quasi-random values of the other sites, one independent
+        group of them at a time. This is closer, and takes longer. It is a lower bound in expectation only:
+        ``info["elbo_error"]`` is its standard error.
     :param mesh: devices that share the rows; see :class:`RVGA`.
     :param str local: latent variables of single rows: ``"marginal"`` or ``"prior"``; see :class:`RVGA`.
     :raises ValueError: for options that do not exist or exclude each other.
