@@ -39,8 +39,8 @@ class FixedPointVI:
         [ 1.3 -2. ] -91 True
 
     Models that cannot be run on some of the rows, such as those with a latent value for each row, are run on all of
-    them at once. The model's ``numpyro.param`` sites are learned: L-BFGS maximizes the bound in them, with the best q at
-    each step; see :attr:`Posterior.params`.
+    them at once. The model's ``numpyro.param`` sites are learned: L-BFGS maximizes the bound in them, with the best q
+    at each step; see :attr:`Posterior.params`.
 
     Where each term depends on few entries of theta, as with crossed effects, ``schedule="incremental"`` eliminates the
     longest site. The work then grows with the cube of the number of all other parameters.
