@@ -129,7 +129,7 @@ def log_integral(
     between = precision[np.ix_(shared, shared)] - jnp.einsum("gds,gdt->st", solved, solved)
     shared_root = cholesky(between) if len(shared) else between
     log_determinants = jnp.sum(jnp.log(jnp.diagonal(root, axis1=1, axis2=2)), axis=1)
-    seen = [[_as_seen(summand, groups) for summand in chunk] for chunk in chunks]
+    grouped = [[_grouped(summand, groups) for summand in chunk] for chunk in chunks]
 
     def log_ratio(z):
         s = solve_lower(shared_root, z, transpose=True) if len(shared) else z
@@ -137,7 +137,7 @@ def log_integral(
         quadratic = jnp.einsum("gld,gde,gle->gl", x, within(padded_base), x)
         h = linear[members] - across_base @ s
         of_groups = jnp.einsum("gd,gld->gl", h, x) - 0.5 * quadratic + 0.5 * jnp.sum(nodes**2, axis=1) + log_weights
-        by_group = [_by_group(summand, s, x) for chunk in seen for summand in chunk]
+        by_group = [_by_group(summand, s, x) for chunk in grouped for summand in chunk]
         values = sum(by_group, jnp.zeros((count + 1, len(nodes)), dtype))
         groups_total = logsumexp(of_groups + values[:count], axis=1) - log_determinants
         base_shared = base.linear[shared] @ s - 0.5 * s @ base.precision[np.ix_(shared, shared)] @ s
@@ -153,7 +153,7 @@ def log_integral(
     return Estimate(jnp.asarray(base.constant) + total, error)
 
 
-class _Seen(NamedTuple):
+class _Grouped(NamedTuple):
     """A summand's Jacobians in the shared entries (n, C, S) and at those of its group (n, C, D)."""
 
     summand: Summands
@@ -162,7 +162,7 @@ class _Seen(NamedTuple):
     of_group: Array
 
 
-def _as_seen(summand: Summands, groups: Groups) -> _Seen:
+def _grouped(summand: Summands, groups: Groups) -> _Grouped:
     jacobian, count = summand.jacobian, len(groups.members)
     depends = jnp.any(lax.stop_gradient(jacobian) != 0, axis=1)
     group = jnp.max(jnp.where(depends, jnp.asarray(groups.group_of), -1), axis=1, initial=-1)
@@ -170,15 +170,15 @@ def _as_seen(summand: Summands, groups: Groups) -> _Seen:
     members = jnp.concatenate([jnp.asarray(groups.members), jnp.full((1, groups.members.shape[1]), jacobian.shape[2])])
     padded = jnp.pad(jacobian, ((0, 0), (0, 0), (0, 1)))
     of_group = jnp.take_along_axis(padded, members[group][:, None], axis=2)
-    return _Seen(summand, group, jacobian[:, :, groups.shared], of_group)
+    return _Grouped(summand, group, jacobian[:, :, groups.shared], of_group)
 
 
-def _by_group(seen: _Seen, s: Array, x: Array) -> Array:
+def _by_group(grouped: _Grouped, s: Array, x: Array) -> Array:
     """Sums of a summand's values over each group's factors, and over those of no group: (G + 1, L)."""
     num_nodes = x.shape[1] if len(x) else 1
-    x = jnp.concatenate([x, jnp.zeros((1, num_nodes, seen.of_group.shape[2]), x.dtype)])
-    at = seen.summand.predictors + seen.of_shared @ s
-    predictors = at[:, None] + jnp.einsum("ncd,nld->nlc", seen.of_group, x[seen.group])
-    density = seen.summand.density
-    values = jax.vmap(lambda u: density(u, seen.summand.constants), 1, 1)(predictors)
-    return jax.ops.segment_sum(values, seen.group, len(x))
+    x = jnp.concatenate([x, jnp.zeros((1, num_nodes, grouped.of_group.shape[2]), x.dtype)])
+    at = grouped.summand.predictors + grouped.of_shared @ s
+    predictors = at[:, None] + jnp.einsum("ncd,nld->nlc", grouped.of_group, x[grouped.group])
+    density = grouped.summand.density
+    values = jax.vmap(lambda u: density(u, grouped.summand.constants), 1, 1)(predictors)
+    return jax.ops.segment_sum(values, grouped.group, len(x))

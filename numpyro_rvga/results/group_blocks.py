@@ -76,8 +76,8 @@ class Bound(NamedTuple):
         return GroupSummaries.unpacked(whole[:, :end], size, k), self.form.unpacked(whole[:, end:], self.index)
 
 
-class Seen(NamedTuple):
-    """Groups that were seen before, among others.
+class EarlierGroups(NamedTuple):
+    """Groups of which there were rows before, among others.
 
     :ivar rows: those kept. :ivar places: of the groups, among the others.
     """

@@ -24,7 +24,7 @@ from ..core.group_factors import (
 from ..core.groups import Groups
 from ..engines.groups import GroupEvaluations
 from ..user_warnings import warn
-from .group_blocks import Bound, Piece, Seen, together
+from .group_blocks import Bound, EarlierGroups, Piece, together
 from .group_parts import rounding
 from .group_rounds import Shared, in_group_rounds
 from .group_rows import GroupRows
@@ -44,18 +44,18 @@ class Moments(NamedTuple):
 class Given(NamedTuple):
     """Some groups of a solve.
 
-    :ivar groups: where they are looked for first. :ivar seen: those of them that were seen before.
+    :ivar groups: where they are looked for first. :ivar earlier: those of them of which there were rows before.
     :ivar new: rows.
     """
 
     groups: Groups
-    seen: Seen
+    earlier: EarlierGroups
     new: GroupRows | None
 
     def rows(self, *, alone: bool) -> GroupRows:
         """Those kept and the new ones. ``alone``: each stands for itself."""
-        kept = self.seen.rows.alone() if alone else self.seen.rows
-        return kept.at(self.seen.places).and_then(self.new)
+        kept = self.earlier.rows.alone() if alone else self.earlier.rows
+        return kept.at(self.earlier.places).and_then(self.new)
 
 
 class Kept(NamedTuple):
@@ -91,7 +91,7 @@ def solved(bound: Bound, before: Moments | None, start: Shared, given: Sequence[
     :param given: reads the groups of a piece: twice, so that no more than is evaluated need be held.
     :raises ValueError: if the bound is not finite where the search begins.
     """
-    rows_stand_for_others = any((read().seen.rows.stands_for > 1).any() for read in given)
+    rows_stand_for_others = any((read().earlier.rows.stands_for > 1).any() for read in given)
     for alone in (False, True) if rows_stand_for_others else (False,):
         is_last = alone or not rows_stand_for_others
         pieces = _pieces(bound, before, given, alone=alone)
@@ -118,12 +118,12 @@ def _pieces(bound: Bound, before: Moments | None, given: Sequence[Callable[[], G
     """The first one has what q(s) says."""
     pieces = []
     for number, read in enumerate(given):
-        groups, seen, _ = some = read()
+        groups, earlier, _ = some = read()
         rows, count, k = some.rows(alone=alone), len(groups.mean), bound.members.shared.size
         others = nothing(count, len(bound.members.columns), k)
         if before is not None:
-            weights = np.ones(len(seen.places)) if alone else seen.rows.weights(len(seen.places))
-            others = rest_of_groups(seen.groups, weights, seen.places, count)
+            weights = np.ones(len(earlier.places)) if alone else earlier.rows.weights(len(earlier.places))
+            others = rest_of_groups(earlier.groups, weights, earlier.places, count)
             if number == 0:
                 (mean, precision), prior, evidence = before
                 of_shared = rest_of_shared(evidence, mean, precision, prior)
@@ -143,13 +143,13 @@ def _prior_factor(bound: Bound, mean: np.ndarray, root: np.ndarray) -> Factors:
 
 def _kept(bound: Bound, some: Given, groups: Groups, mean: np.ndarray, root: np.ndarray, *, alone: bool) -> Kept:
     """:param groups: where the solve has left them."""
-    seen, count = some.seen, len(groups.mean)
+    earlier, count = some.earlier, len(groups.mean)
     rows = some.rows(alone=False).sampled(bound.form.most, count)
-    variance, weights = np.zeros_like(root), seen.rows.weights(len(seen.places))
+    variance, weights = np.zeros_like(root), earlier.rows.weights(len(earlier.places))
     if not alone and (weights > 1).any():
-        again = Groups(*[x[seen.places] for x in groups])
-        now = _summaries(bound, again, mean, root, seen.rows).rows
-        variance = sampling_variance(seen.groups.rows, now, weights, seen.rows.counts(len(weights)), again, mean)
+        again = Groups(*[x[earlier.places] for x in groups])
+        now = _summaries(bound, again, mean, root, earlier.rows).rows
+        variance = sampling_variance(earlier.groups.rows, now, weights, earlier.rows.counts(len(weights)), again, mean)
     return Kept(_summaries(bound, groups, mean, root, rows), rows, variance)
 
 

@@ -26,7 +26,7 @@ from ..model.rows import Data, Rows, num_rows, selected
 from ..options import Info, check_choice
 from ..streams.opening import BAD_ROW_POLICIES
 from ..user_warnings import warn
-from .group_blocks import FEWEST, Bound, Seen
+from .group_blocks import FEWEST, Bound, EarlierGroups
 from .group_parts import GroupModel, Start, first_place, started
 from .group_reading import LABELS, blocks_of_rows, check_finite, numbered
 from .group_rounds import Shared
@@ -117,15 +117,15 @@ class GroupStream:
         if self._start is None:
             self._start = started(self._model, rows, len(labels))
         vectors, places = self._store.read(labels)
-        seen = Seen(*bound.unpacked(vectors), places)
+        earlier = EarlierGroups(*bound.unpacked(vectors), places)
         groups = first_place(len(labels), self._start).groups
         if self._moments is not None:
-            for mine, theirs in zip(groups, seen.groups.at(self._moments.shared.mean)):
+            for mine, theirs in zip(groups, earlier.groups.at(self._moments.shared.mean)):
                 mine[places] = theirs
         others = {name: array for name, array in rows.items() if name != index}
         new = new_rows(others, rows[index], np.random.default_rng(self.num_rows), index)
         try:
-            self._solve(bound, [labels], [lambda: Given(groups, seen, new)])
+            self._solve(bound, [labels], [lambda: Given(groups, earlier, new)])
         except ValueError as error:
             raise ValueError(f"rows {first} to {first + num_rows(rows) - 1}: {error}") from error
         self.num_rows, self._kind = self.num_rows + num_rows(rows), LABELS[isinstance(labels[0], str)]
@@ -173,7 +173,7 @@ class GroupStream:
     def _without_new_rows(self, bound: Bound, labels: Sequence[Any]) -> Given:
         """Groups without new rows."""
         groups, rows = bound.unpacked(self._store.read(labels)[0])
-        return Given(groups.at(self._so_far.shared.mean), Seen(groups, rows, np.arange(len(labels))), None)
+        return Given(groups.at(self._so_far.shared.mean), EarlierGroups(groups, rows, np.arange(len(labels))), None)
 
     def _solve(self, bound: Bound, pieces: Sequence[Sequence[Any]], given: Sequence[Callable[[], Given]]) -> int:
         """For q(s) and these groups; how many rows of theirs are kept.
