@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import reduce
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from .core.groups import Message
-from .model.rows import Rows
+from .model.rows import Data, Rows
 from .progress import Bar
 from .results.group_parts import (
     GroupModel,
@@ -30,8 +30,9 @@ from .results.groups import write_groups
 from .user_warnings import warn
 
 if TYPE_CHECKING:
-    from distributed import Client
+    from distributed import Client, Future
 
+Kept = TypeVar("Kept")
 RETRIES = 3
 PATIENCE = 60  # seconds without a result, after which it is looked whether there are workers at all
 REFUSALS = (ValueError, NotImplementedError, TypeError)  # of data and models, which are the same the next time
@@ -46,7 +47,7 @@ def current_client() -> Client:
     return get_client()
 
 
-def results_of(client: Client, tasks: Sequence[Any], bar: Bar) -> list[Any]:
+def results_of(client: Client, tasks: Sequence[Future], bar: Bar) -> list[Any]:
     """What the tasks return, in their order; the others are given up as soon as one fails for good.
 
     :raises ValueError, NotImplementedError: if a run cannot succeed.
@@ -54,7 +55,7 @@ def results_of(client: Client, tasks: Sequence[Any], bar: Bar) -> list[Any]:
     """
     from distributed import as_completed
 
-    results: dict[str, Any] = {}
+    results: dict[Any, Any] = {}
     try:
         while len(results) < len(tasks):
             left, before = [task for task in tasks if task.key not in results], len(results)
@@ -73,7 +74,7 @@ def results_of(client: Client, tasks: Sequence[Any], bar: Bar) -> list[Any]:
     return [results[task.key] for task in tasks]
 
 
-def itself(thing: Any) -> Any:
+def itself(thing: Kept) -> Kept:
     """As a task, what a worker keeps."""
     return thing
 
@@ -109,9 +110,9 @@ class GroupCluster:
         self._client, self._bar = client, bar
         self._how: dict[str, Any] = {"pure": False, "retries": retries}
         self._double = jnp.result_type(float) == jnp.float64
-        self._parts: list[Any] = []
-        self._places: list[Any] = []
-        self._next: list[Any] = []
+        self._parts: list[Future] = []
+        self._places: list[Future] = []
+        self._next: list[Future] = []
         self.asked = Parts(self._advance, self._message, self._keep)
 
     @classmethod
@@ -152,18 +153,18 @@ class GroupCluster:
     def _keep(self) -> None:
         self._places = self._next
 
-    def _messages_of(self, places: list[Any], step: float) -> Message:
+    def _messages_of(self, places: list[Future], step: float) -> Message:
         messages = self._results_of([self._submit(n, message_of, place, step) for n, place in enumerate(places)])
         return reduce(Message.plus, messages)
 
-    def _submit(self, number: int | None, task: Callable, *arguments: Any) -> Any:
+    def _submit(self, number: int | None, task: Callable, *arguments: Any) -> Future:
         return self._client.submit(guarded, number, self._double, task, *arguments, **self._how)
 
-    def _results_of(self, tasks: list[Any]) -> list[Any]:
+    def _results_of(self, tasks: list[Future]) -> list[Any]:
         return results_of(self._client, tasks, self._bar)
 
 
-def _group_part(model: GroupModel, data: Any, is_first: bool) -> GroupPart:
+def _group_part(model: GroupModel, data: Data | Iterable, is_first: bool) -> GroupPart:
     part = GroupPart(model, data, with_shared_prior=is_first)
     _ = part.evaluations  # which says what the model cannot do
     return part
