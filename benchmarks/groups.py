@@ -88,7 +88,7 @@ def run(parts: list[ParquetRows], folder: Path) -> tuple[Any, dict[str, float]]:
 
 def killed(parts: list[ParquetRows], folder: Path) -> tuple[Any, dict[str, float]]:
     """The same, with a worker that is killed in every round: that of the first part."""
-    told, pids = clusters.GroupCluster._told, []
+    told, pids = clusters.GroupCluster._messages_of, []
 
     def kill_and_tell(self, places, step):
         holders = self._client.who_has(self._parts)[self._parts[0].key]
@@ -97,11 +97,11 @@ def killed(parts: list[ParquetRows], folder: Path) -> tuple[Any, dict[str, float
             os.kill(pids[-1], signal.SIGKILL)
         return told(self, places, step)
 
-    clusters.GroupCluster._told = kill_and_tell
+    clusters.GroupCluster._messages_of = kill_and_tell
     try:
         found, facts = run(parts, folder)
     finally:
-        clusters.GroupCluster._told = told
+        clusters.GroupCluster._messages_of = told
     return found, facts | {"killed": len(set(pids))}
 
 
