@@ -126,7 +126,8 @@ def find_sparsity(
     :param shared: what prior terms depend on besides theta.
     :param readers: what has been compiled for these terms, and is added to.
     """
-    if layout.size < FEWEST_PARAMETERS or any(terms.num_local for terms in row_terms):
+    reads_all = any(terms.num_local or terms.by_draws for terms in row_terms)
+    if layout.size < FEWEST_PARAMETERS or reads_all:
         return None
     given, own = split_rows(rows)
     few = given | {name: array[:FEW] for name, array in own.items()}

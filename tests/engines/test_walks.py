@@ -89,6 +89,19 @@ MODELS = {
 }
 
 
+def moving_average(y):
+    """Each error is computed from the one before."""
+    level = numpyro.sample("level", dist.Normal(0.0, 1.0).expand([len(y)]).to_event(1))
+    share = numpyro.sample("share", dist.Uniform(0.0, 1.0))
+
+    def step(error, now):
+        error = now[0] - now[1] - share * error
+        return error, error
+
+    _, errors = jax.lax.scan(step, 0.0, (jnp.asarray(y), level))
+    numpyro.sample("errors", dist.Normal(0.0, NOISE), obs=errors)
+
+
 def sparsity_of(model, data):
     program = Program(model, data, {}, whole=True)
     return program.find_sparsity(program.inputs(data))
@@ -124,6 +137,12 @@ def test_chains_are_recognized(data, model, kind, lag, width):
     assert sorted(found.order.places) == list(range(found.order.places.size))
     if width == 2:  # states of one time stand beside each other
         assert np.all(np.abs(np.diff(found.order.places[: 2 * LENGTH].reshape(-1, 2))) == LENGTH)
+
+
+def test_terms_that_take_all_parameters_are_no_chain(data):
+    program = Program(moving_average, data["normal"], {}, whole=True, by_draws=True)
+    assert any(terms.by_draws for terms in program.terms)
+    assert program.find_sparsity(program.inputs(data["normal"])) is None
 
 
 @pytest.mark.parametrize("name", MODELS)
