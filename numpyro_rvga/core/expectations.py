@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 import jax
@@ -152,14 +152,13 @@ def sigma_points(num_predictors: int) -> tuple[np.ndarray, np.ndarray]:
     return np.concatenate([unit, -unit]), np.full(2 * num_predictors, 0.5 / num_predictors)
 
 
-def monte_carlo_points(rng_key: Array, num_samples: int, num_predictors: int) -> tuple[np.ndarray, np.ndarray]:
+def monte_carlo_points(seed: Sequence[int], num_samples: int, num_predictors: int) -> tuple[np.ndarray, np.ndarray]:
     """Antithetic normal points from a scrambled Sobol sequence, rescaled to have exactly the identity as covariance:
     quadratics come out exact."""
     from scipy.special import ndtri
     from scipy.stats import qmc  # slow to import, and seldom needed
 
     half = max(num_samples // 2, num_predictors)
-    seed = np.asarray(jax.random.key_data(rng_key)).tolist()
     uniform = qmc.Sobol(num_predictors, rng=np.random.default_rng(seed)).random(power_of_two(half))[:half]
     points = ndtri(uniform)
     points = np.concatenate([points, -points])

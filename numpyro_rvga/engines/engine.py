@@ -36,7 +36,7 @@ from ..model.arguments import PARAMS
 from ..model.program import Program
 from ..model.sparsity import selecting_pattern
 from ..model.terms import Terms, merged
-from ..options import Options
+from ..options import Options, key_numbers
 from .absorbed_rows import AbsorbedRows, absorbed_row_factors, by_row
 from .devices import Devices
 from .effort import Effort
@@ -82,7 +82,8 @@ class Engine:
         self.is_affine = all(t.is_affine for t in program.terms)
         wide = any(t.num_predictors > SYMMETRIC_PREDICTORS or not t.is_affine for t in program.terms)
         shape = (NUM_STARTS, program.layout.size)
-        self._starts = jax.random.normal(rng_key, shape, program.dtype) if wide else None
+        rng = np.random.default_rng(key_numbers(rng_key))  # JAX's own takes a quarter of a second to compile
+        self._starts = jnp.asarray(rng.normal(size=shape), program.dtype) if wide else None
         self.devices = Devices(None) if devices is None else devices
         # Within other compiled functions: a model's predictors are then traced once for each of these, not each time.
         self.prepare, self.linearize = jax.jit(self._prepare), jax.jit(self._linearize)

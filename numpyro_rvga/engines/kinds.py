@@ -21,7 +21,7 @@ from ..core.linalg import semidefinite_factor
 from ..core.tilted import TiltedForm, tilted
 from ..model.site_terms import MAX_PREDICTORS
 from ..model.terms import Terms
-from ..options import Options
+from ..options import Options, key_numbers
 
 Tree = TypeVar("Tree")
 
@@ -63,7 +63,7 @@ class _SiteExpectations:
     """
 
     def __init__(self, terms: Terms, options: Options, rng_key: Array, rule: _Rule):
-        self._terms, self._options, self._key, self._rule = terms, options, rng_key, rule
+        self._terms, self._options, self._seed, self._rule = terms, options, key_numbers(rng_key), rule
 
     def expect(self, means: Array, covariances: Array, constants: tuple) -> Moments:
         weight, values, local = constants
@@ -87,10 +87,8 @@ class _SiteExpectations:
         covariances = _with_local(covariances, local)
         if self._rule.fresh is not None:
             return _weighted(weight, self._rule.fresh(means, covariances, values))
-        with jax.ensure_compile_time_eval():  # the nodes are constants
-            keys = [jax.random.fold_in(self._key, number) for number in range(1, NUM_FRESH + 1)]
-            size = self._terms.num_predictors
-            sets = [ex.monte_carlo_points(key, self._options.num_samples, size) for key in keys]
+        count, size = self._options.num_samples, self._terms.num_predictors
+        sets = [ex.monte_carlo_points([number, *self._seed], count, size) for number in range(1, NUM_FRESH + 1)]
         z, weights = (np.stack(parts) for parts in zip(*sets))
 
         def of_each(mean, covariance, values):
@@ -232,7 +230,7 @@ def _rule(name: str | ex.Expectation, terms: Terms, options: Options, rng_key: A
     if name == "sigma_points":
         nodes = ex.sigma_points(terms.num_predictors)
     elif sampled:
-        nodes = ex.monte_carlo_points(rng_key, options.num_samples, terms.num_predictors)
+        nodes = ex.monte_carlo_points(key_numbers(rng_key), options.num_samples, terms.num_predictors)
     order = 1 if order == "auto" else order
 
     def over_nodes(density: Callable, mean: Array, covariance: Array) -> ex.Moments:
@@ -276,9 +274,11 @@ def density_of(terms: Terms) -> Callable:
 
 
 def _rule_by_draws(terms: Terms, rng_key: Array, *, more: bool) -> _Rule:
+    seed = key_numbers(rng_key)
+
     @functools.cache
     def nodes_of(number: int, count: int) -> tuple[np.ndarray, np.ndarray]:
-        return ex.monte_carlo_points(jax.random.fold_in(rng_key, number), count, terms.num_predictors)
+        return ex.monte_carlo_points([number, *seed], count, terms.num_predictors)
 
     expect, fresh = by_draws(density_of(terms), nodes_of, NUM_FRESH, more=more)
 

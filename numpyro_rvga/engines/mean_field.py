@@ -33,6 +33,7 @@ from ..core.objective import FactorSet
 from ..core.recursion import State, new_state
 from ..model.arguments import PARAMS
 from ..model.site_families import SiteEntries
+from ..options import key_numbers
 from .engine import Engine
 from .joint_solver import search_for
 
@@ -172,7 +173,7 @@ class MeanFieldUpdates:
         size, width = len(self.given.places), self.width
         if width > MOST_IN_GRID:
             count = max(MORE_NODES * self.engine.options.num_samples, 2 * MORE_NODES * size)
-            points, weights = monte_carlo_points(self.engine.rng_key, count, size)
+            points, weights = monte_carlo_points(key_numbers(self.engine.rng_key), count, size)
             members = np.broadcast_to(np.arange(len(points))[:, None], (len(points), size))
             return _Nodes(points, weights, members, weights)
         scores, weights = hermite_rule(1, NODES[width])

@@ -13,8 +13,7 @@ NUM_FRESH = 4
 
 
 def rule(phi, size):
-    keys = list(jax.random.split(jax.random.key(0), NUM_FRESH + 2))
-    return by_draws(phi, lambda number, count: monte_carlo_points(keys[number], count, size), NUM_FRESH)
+    return by_draws(phi, lambda number, count: monte_carlo_points([number], count, size), NUM_FRESH)
 
 
 def gaussian(size, dtype=np.float64):
