@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
-from jax.scipy.special import expit
+from jax.scipy.special import expit, logsumexp
 from numpyro import handlers, sample
 from numpyro.distributions import HalfNormal, Normal
 from numpyro.distributions.transforms import OrderedTransform
@@ -353,6 +353,19 @@ def bradley_terry():
 
     won = (rng.random(200) < sigmoid(skill[one] - skill[two])).astype(int)
     return model, {"one": one, "two": two, "won": won}, {}
+
+
+@entry
+def rankings():
+    rng, skill = standard_normal(8, 62)
+
+    def model(ranked):
+        skill = sample("skill", Normal(0, 1).expand([ranked.shape[1]]))
+        for place in range(ranked.shape[1] - 1):
+            left = skill[ranked[:, place:]]
+            numpyro.factor(f"place_{place}", (left[:, 0] - logsumexp(left, axis=1)).sum())
+
+    return model, {"ranked": np.argsort(-(skill + rng.gumbel(size=(40, 8))), axis=1)}, {}
 
 
 @entry

@@ -12,7 +12,7 @@ import numpyro
 import numpyro.distributions as dist
 from _models import entry, standard_normal
 from jax.experimental.ode import odeint
-from numpyro import sample
+from numpyro import handlers, sample
 from numpyro.contrib.control_flow import scan
 from numpyro.distributions import HalfNormal, Normal
 
@@ -71,6 +71,58 @@ def local_level():
         scan(step, start, y)
 
     return model, {"y": np.cumsum(0.3 * z) + 0.5 * rng.normal(size=80)}, {}
+
+
+@entry
+def autoregression_conditioned():
+    rng, _ = standard_normal(1, 59)
+    y = np.zeros(120)
+    for t in range(2, 120):
+        y[t] = 0.2 + 0.9 * y[t - 1] - 0.3 * y[t - 2] + 0.4 * rng.normal()
+
+    def model(y):
+        y = jnp.asarray(y)
+        one, two, c = (sample(name, Normal(0, 1)) for name in ("one", "two", "c"))
+        sigma = sample("sigma", HalfNormal(1))
+
+        def step(carry, _):
+            before, earlier = carry
+            now = sample("y", Normal(c + one * before + two * earlier, sigma))
+            return (now, before), None
+
+        with handlers.condition(data={"y": y[2:]}):
+            scan(step, (y[1], y[0]), jnp.arange(2, len(y)))
+
+    return model, {"y": y}, {}
+
+
+@entry
+def moving_average_loop():
+    _, e = standard_normal(42, 60)
+
+    def model(y):
+        mu, sigma = sample("mu", dist.Cauchy(0, 2.5)), sample("sigma", dist.HalfCauchy(2.5))
+        theta = sample("theta", Normal(0, 1).expand([2]).to_event(1))
+        errors = [y[0] - mu, y[1] - mu]
+        for t in range(2, len(y)):
+            mean = mu + theta[0] * errors[-1] + theta[1] * errors[-2]
+            sample(f"y_{t}", Normal(mean, sigma), obs=y[t])
+            errors.append(y[t] - mean)
+
+    return model, {"y": 1 + e[2:] + 0.5 * e[1:-1] + 0.2 * e[:-2]}, {}
+
+
+@entry
+def trend_not_centered():
+    rng, z = standard_normal(60, 61)
+
+    def model(y):
+        start, sigma = sample("start", Normal(0, 2)), sample("sigma", HalfNormal(0.5))
+        z = sample("z", Normal(0, 1).expand([len(y)]))
+        with numpyro.plate("rows", len(y)):
+            sample("y", dist.Poisson(jnp.exp(start + jnp.cumsum(sigma * z))), obs=y)
+
+    return model, {"y": rng.poisson(np.exp(1.5 + np.cumsum(0.15 * z)))}, {}
 
 
 @entry
