@@ -36,6 +36,7 @@ from .streams.checkpoints import EVERY
 from .streams.opening import SHUFFLES, PassOptions, open_source, usable_again
 from .streams.source import RowSource
 
+Opened = tuple[Engine, RowSource]
 AnyState = State | OnlineState | MeanFieldState
 SCHEMES = ("implicit", "explicit", "ekf", "qkf", "laplace")
 
@@ -175,27 +176,18 @@ class RVGA:
                 "dynamics take rows in their order, block by block: leave shuffle off, first_block and memory at "
                 "'auto', and use a recursive scheme."
             )
-        self.model = model
-        self.dynamics = dynamics
-        self.shuffle = shuffle
+        self.model, self.dynamics, self.shuffle, self.mesh = model, dynamics, shuffle, mesh
         self.improper_prior_scale = improper_prior_scale
-        self.mesh = mesh
-        joint = {"joint_rows": self.blocks.joint_rows, "local": local}
-        self._engines = Engines(model, self.options, improper_prior_scale, dynamics, **joint, mesh=mesh)
+        reading = {"joint_rows": self.blocks.joint_rows, "local": local, "mesh": mesh}
+        self._engines = Engines(model, self.options, improper_prior_scale, dynamics, **reading)
         self.blocks.check_shared(self._engines.devices)
-        self._family: FullFamily | BONG | SiteFamilies | BestFamily
         certification = Certification(certify, max_looks, certificate_tolerance)
         full = FullFamily(self._engines, self.blocks, certification, dynamics, shuffle, self)
+        self._family: FullFamily | BONG | SiteFamilies | BestFamily = full
+        given = {"local": local != "auto", "mesh": mesh is not None}
+        given["first_block or memory"] = self.blocks.keeps_or_begins
         if by_site or family == "auto":
-            check_unused(
-                {
-                    "scheme": scheme != "implicit",
-                    "dynamics": dynamics is not None,
-                    "local": local != "auto",
-                    "first_block or memory": self.blocks.keeps_or_begins,
-                    "mesh": mesh is not None,
-                }
-            )
+            check_unused(given | {"scheme": scheme != "implicit", "dynamics": dynamics is not None})
             by_families = partial(
                 SiteFamilies,
                 model,
@@ -207,19 +199,12 @@ class RVGA:
             )
             self._family = by_families(family) if isinstance(family, Mapping) else BestFamily(full, by_families)
         elif family != "full":
-            unused = {
-                "order": order != "auto",
-                "tolerance": tolerance is not None,
-                "local": local != "auto",
-                "first_block or memory": self.blocks.keeps_or_begins,
-                "mesh": mesh is not None,
-            }
             self._family = online_method(
                 model,
                 scheme,
                 expectation,
                 family,
-                unused,
+                given | {"order": order != "auto", "tolerance": tolerance is not None},
                 rank=rank,
                 num_samples=num_samples,
                 dynamics=dynamics,
@@ -227,8 +212,6 @@ class RVGA:
                 shuffle=shuffle,
                 improper_prior_scale=improper_prior_scale,
             )
-        else:
-            self._family = full
 
     @property
     def state(self) -> AnyState | None:
@@ -310,9 +293,7 @@ class RVGA:
 
         .. doctest::
 
-            >>> method = RVGA(model)
-            >>> state = method.init(data)
-            >>> int(state.num_rows)
+            >>> int(RVGA(model).init(data).num_rows)
             0
 
         :param data: a block of data, as for :meth:`run`; used for its form only, and not absorbed.
@@ -396,9 +377,7 @@ class RVGA:
         _, source = self._opened_again(data, rng_key, on_bad_row, model_kwargs)
         return sample_of(source, total, count)
 
-    def _opened_again(
-        self, data: Any, rng_key: Array | None, on_bad_row: str, model_kwargs: Keywords
-    ) -> tuple[Engine, RowSource]:
+    def _opened_again(self, data: Any, rng_key: Array | None, on_bad_row: str, model_kwargs: Keywords) -> Opened:
         """The rows that an earlier run took in, and their engine."""
         options = PassOptions(on_bad_row=on_bad_row)
         source, head, _ = open_source(data, self.model, model_kwargs, options)
