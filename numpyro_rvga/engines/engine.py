@@ -81,9 +81,8 @@ class Engine:
         self._prior_forms = sites_by_form(self._prior_seen)
         self.is_affine = all(t.is_affine for t in program.terms)
         wide = any(t.num_predictors > SYMMETRIC_PREDICTORS or not t.is_affine for t in program.terms)
-        shape = (NUM_STARTS, program.layout.size)
         rng = np.random.default_rng(key_numbers(rng_key))  # JAX's own takes a quarter of a second to compile
-        self._starts = jnp.asarray(rng.normal(size=shape), program.dtype) if wide else None
+        self._starts = jnp.asarray(rng.normal(size=(NUM_STARTS, program.layout.size)), program.dtype) if wide else None
         self.devices = Devices(None) if devices is None else devices
         # Within other compiled functions: a model's predictors are then traced once for each of these, not each time.
         self.prepare, self.linearize = jax.jit(self._prepare), jax.jit(self._linearize)
