@@ -63,8 +63,9 @@ def results_of(client: Client, tasks: Sequence[Future], bar: Bar) -> list[Any]:
                 for task, result in as_completed(left, with_results=True, timeout=PATIENCE):
                     if isinstance(result, REFUSALS):
                         raise result
+                    if task.key not in results:  # what comes twice counts once
+                        bar.update()
                     results[task.key] = result
-                    bar.update()
             except TimeoutError:
                 if len(results) == before and not client.scheduler_info()["workers"]:
                     warn("the cluster has no workers left: the run waits for new ones.")

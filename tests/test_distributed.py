@@ -4,6 +4,7 @@ import os
 import signal
 import threading
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import numpyro
@@ -223,6 +224,22 @@ def test_errors_name_part_and_row_and_only_what_may_succeed_is_tried_again(clien
         distributed.run(RVGA(model), [{}, good], client=client)
     with pytest.raises(ValueError, match="part 1 and part 0 have taken in the same 50 rows"):
         distributed.run(RVGA(model), [good, good], client=client)
+
+
+def test_results_that_come_late_or_twice_count_once_and_in_order(monkeypatch):
+    tasks = [SimpleNamespace(key=f"part-{number}") for number in range(4)]
+    batches = [[3, 1, 3], [2, 1, 0]]  # by number, as they come; the first batch ends before all have come
+    bar = SimpleNamespace(count=0)
+    bar.update = lambda: setattr(bar, "count", bar.count + 1)
+
+    def as_completed(left, with_results, timeout):
+        yield from [(tasks[number], number) for number in batches.pop(0)]
+        if batches:
+            raise TimeoutError
+
+    monkeypatch.setattr(dask_distributed, "as_completed", as_completed)
+    assert clusters.results_of(SimpleNamespace(), tasks, bar) == [0, 1, 2, 3]
+    assert bar.count == 4
 
 
 def test_a_cluster_without_workers_is_waited_for_with_a_warning(monkeypatch):
