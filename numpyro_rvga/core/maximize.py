@@ -38,6 +38,7 @@ MIN_STEP = 2.0**-30
 RTOL = 1e-6
 SHORTEST_FIRST_TRY = 0.1
 NEARLY_FULL = 0.05  # a full step forgets the old precision, however large, and is taken in place of one so near
+LOST = 2.0**-8  # of rounding: a rise that no step can show
 MAX_NARROWINGS = 10
 LITTLE_LESS = 0.9  # of the decrement that a step has left: where the bound has not risen either, none will raise it
 ACCEPT_RATIO = 0.1  # of a negative bound that narrowing must leave of it, if factors are log-concave
@@ -332,7 +333,7 @@ def _after_step(
     after = SolverState(
         state.iterations + 1, next_step, mean, proposal.precision, new, state.initial_decrement, idle, updating_mean
     )
-    is_lost = state.step * at.decrement <= rounding(search, state.mean, before)  # a shorter step has no rise to show
+    is_lost = state.step * at.decrement <= LOST * rounding(search, state.mean, before)
     halved = state._replace(step=0.5 * state.step, stuck=is_lost | (state.step < MIN_STEP))
     return jax.tree.map(lambda a, b: jnp.where(accepted, a, b), after, halved)
 

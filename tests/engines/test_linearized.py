@@ -26,7 +26,7 @@ def model(X, y=None):
 def test_sites_of_one_form_add_up_to_what_each_says_alone():
     rows = {"X": np.ones((3, 3)), "y": np.zeros(3)}
     program = Program(model, rows, {})
-    engine = Engine(program, Options("implicit", "auto", "auto", None, 200, 64), None)
+    engine = Engine(program, Options("implicit", "auto", "auto", None, 200, 64), jax.random.key(0))
     size, rng = program.layout.size, np.random.default_rng(0)
     theta, root = jnp.asarray(rng.normal(size=size)), jnp.asarray(0.3 * rng.normal(size=(size, size)))
     seen = [(terms, None) for terms in program.prior.terms]
