@@ -35,6 +35,7 @@ from .linearized import Seen, factors_of, prepare
 from .row_chunks import chunks_of
 
 DENSE = "dense"
+SHORT_CHAIN = 600  # parameters: a single solve by whole matrices ends before one of a chain is compiled
 
 
 class SparseProblem(NamedTuple):
@@ -204,14 +205,15 @@ def _gaussian_kind(terms: Terms, options: Options) -> Kind:
 def sparse_engine(engine: Engine, rows: Rows, *, given_params: bool = False) -> SparseEngine | None:
     """For all rows there are; None if terms read more than a few entries of theta, or theta is short.
 
-    :param given_params: whether there may be ``numpyro.param`` sites, which stand still.
+    :param given_params: whether there may be ``numpyro.param`` sites, which stand still, and many solves.
     """
     if engine.program.params.layout.size and not given_params:
         return None
     if DENSE in engine.made:  # not asked again: whole matrices are never wrong
         return None
     sparsity = engine.program.find_sparsity(engine.program.inputs(rows), engine.made)
-    if sparsity is None:
+    is_short = sparsity is not None and sparsity.block is not None and len(sparsity.order.places) < SHORT_CHAIN
+    if sparsity is None or (is_short and not given_params):
         engine.made[DENSE] = True
         return None
     return engine.once(sparsity.key, lambda: SparseEngine(engine, sparsity)).bind(engine)

@@ -336,9 +336,10 @@ class BoundLikelihood(BoundPrior):
         :param rows: as :meth:`inputs` gives them. :param readers: as of :func:`~.sparsity.find_sparsity`.
         """
         exact = all(t.closed_form is Gaussian or not t.num_predictors for t in self.prior.gaussian)
-        if self.prior.normal_sites or not exact:
-            return None
         prior_terms = (*self.prior.gaussian, *self.prior.terms)
+        is_masked = any(t.site in self.layout.shapes and not t.num_predictors for t in prior_terms)
+        if self.prior.normal_sites or is_masked or not exact:
+            return None
         return find_sparsity(
             self.layout,
             self.dtype,

@@ -159,7 +159,14 @@ def of_all_before(a, b, x, y=None):
         numpyro.sample("y", dist.Normal(jnp.cumsum(steps)[a + 60], NOISE), obs=y)
 
 
-@pytest.mark.parametrize("model", [two_of_one_site, wide, of_all_before])
+def masked(a, b, x, y=None):
+    """The density of the entries is that of the outcomes alone."""
+    u = numpyro.sample("u", dist.Normal(0.0, 1.0).expand([NUM_A]).to_event(1).mask(False))
+    with numpyro.plate("rows", len(a)):
+        numpyro.sample("y", dist.Normal(u[a], NOISE), obs=y)
+
+
+@pytest.mark.parametrize("model", [two_of_one_site, wide, of_all_before, masked])
 def test_terms_that_look_at_more_are_left_to_whole_matrices(rows, model):
     assert sparsity_of(model, rows["normal"]) is None
 

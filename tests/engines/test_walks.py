@@ -10,6 +10,7 @@ from numpyro.contrib.control_flow import scan
 
 from numpyro_rvga import FixedPointVI, Posterior
 from numpyro_rvga.core.gaussians.packed_roots import PackedRoots
+from numpyro_rvga.engines import sparse
 from numpyro_rvga.model import sparsity
 from numpyro_rvga.model.program import Program
 from numpyro_rvga.results import integration
@@ -21,6 +22,7 @@ LENGTH, NOISE = 90, 0.5
 def short_chains_count(monkeypatch):
     monkeypatch.setattr(sparsity, "FEWEST_PARAMETERS", 10)
     monkeypatch.setattr(sparsity, "FEWEST_IN_CHAIN", 10)
+    monkeypatch.setattr(sparse, "SHORT_CHAIN", 10)
 
 
 @pytest.fixture(scope="module")
@@ -145,6 +147,20 @@ def test_terms_that_take_all_parameters_are_no_chain(data):
     assert program.find_sparsity(program.inputs(data["normal"])) is None
 
 
+def test_latents_whose_prior_is_masked_are_found(data):
+    def model(y):
+        scale = numpyro.sample("scale", dist.HalfNormal(1.0))
+        filled = numpyro.sample("filled", dist.Normal(0.0, scale).expand([len(y)]).mask(False))
+        numpyro.sample("filled_again", dist.Normal(0.0, scale), obs=filled)
+        numpyro.sample("y", dist.Normal(filled, NOISE), obs=y)
+
+    found = FixedPointVI(model).run(data["normal"], progress_bar=False)
+    shrunk = np.mean(np.asarray(found.sample_posterior(jax.random.key(0), (2000,))["filled"]), axis=0)
+    share = np.polyfit(data["normal"]["y"], shrunk, 1)[0]
+    variance = np.mean(data["normal"]["y"] ** 2) - NOISE**2
+    np.testing.assert_allclose(share, variance / (variance + NOISE**2), atol=0.05)
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_the_answer_is_that_of_whole_matrices(data, name, monkeypatch):
     model, kind = MODELS[name]
@@ -155,6 +171,15 @@ def test_the_answer_is_that_of_whole_matrices(data, name, monkeypatch):
     np.testing.assert_allclose(found.elbo, whole.elbo, atol=2e-3)
     np.testing.assert_allclose(found.mean / deviation, whole.mean / deviation, atol=0.03)
     np.testing.assert_allclose(0.5 * np.log(np.diag(found.covariance)), np.log(deviation), atol=0.01)
+
+
+def test_short_chains_are_left_to_whole_matrices_where_one_solve_is_enough(data, monkeypatch):
+    monkeypatch.setattr(sparse, "SHORT_CHAIN", 10**6)
+    assert sparsity_of(counts_of_walk, data["counts"]) is not None
+    asked = []
+    monkeypatch.setattr(sparse.SparseEngine, "solve", lambda *arguments: asked.append(arguments))
+    FixedPointVI(counts_of_walk).run(data["counts"], progress_bar=False)
+    assert not asked
 
 
 def test_single_precision_is_enough(data):
