@@ -36,6 +36,7 @@ def integrate_lattice(marginal: Marginal, mode: Mode, moments: Moments) -> Integ
         for point in kept.values():
             if id(point) not in of_x:
                 of_x[id(point)] = moments(point)
+        kept = {index: point for index, point in kept.items() if _is_proper(*of_x[id(point)])}
         bounds = np.array([point.bound for point in kept.values()])
         summaries = [_summary(point, *of_x[id(point)]) for point in kept.values()]
         means, variances = map(np.array, zip(*summaries))
@@ -103,6 +104,11 @@ def _trusted(point: Point, mode: Mode) -> Point:
     """Without a bound where a search has not converged, and yet ended above the mode: that is rounding."""
     is_rounding = not point.converged and point.bound > mode.point.bound + ABOVE
     return point._replace(bound=-np.inf, evidence=-np.inf) if is_rounding else point
+
+
+def _is_proper(mean: np.ndarray, root: Root) -> bool:
+    """Whether x is a Gaussian at a point: rounding may have left none."""
+    return bool(np.isfinite(mean).all() and np.all(variances_of(root) > 0))
 
 
 def _summary(point: Point, mean: np.ndarray, root: Root) -> tuple[np.ndarray, np.ndarray]:

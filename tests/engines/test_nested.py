@@ -117,6 +117,14 @@ def test_searches_that_came_to_nothing_do_not_count():
     np.testing.assert_allclose(integral.log_evidence, 3.0, atol=0.01)
     assert integral.converged == 1
 
+    def moments(point):
+        mean, root = case.moments(point)
+        return mean, np.where(point.h[0] < -4, 0.0, root)
+
+    integral = integrate_lattice(case.marginal(), mode, moments)
+    assert np.isfinite(integral.design.roots).all()
+    np.testing.assert_allclose(integral.log_evidence, 3.0, atol=0.01)
+
 
 def test_other_modes_are_not_passed_over():
     def solve(h, start):
