@@ -129,7 +129,6 @@ class Steps(NamedTuple):
     """
 
     form: PrecisionForm
-
     propose: Callable[[SolverState], Pending]
     evaluate: Callable[[Pending, Array | np.ndarray], Evaluated]
     update: Callable[[Pending, Evaluated], tuple[SolverState, Progress]]

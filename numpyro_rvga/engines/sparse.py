@@ -35,7 +35,7 @@ from .linearized import Seen, factors_of, prepare
 from .row_chunks import chunks_of
 
 DENSE = "dense"
-SHORT_CHAIN = 600  # parameters: a single solve by whole matrices ends before one of a chain is compiled
+SHORT = 600  # parameters of chains and whole models: a single solve by whole matrices ends sooner
 
 
 class SparseProblem(NamedTuple):
@@ -211,9 +211,11 @@ def sparse_engine(engine: Engine, rows: Rows, *, given_params: bool = False) -> 
         return None
     if DENSE in engine.made:  # not asked again: whole matrices are never wrong
         return None
-    sparsity = engine.program.find_sparsity(engine.program.inputs(rows), engine.made)
-    is_short = sparsity is not None and sparsity.block is not None and len(sparsity.order.places) < SHORT_CHAIN
-    if sparsity is None or (is_short and not given_params):
+    program, sparsity = engine.program, None
+    is_short = program.layout.size < SHORT and not given_params
+    if not (is_short and program.whole):
+        sparsity = program.find_sparsity(program.inputs(rows), engine.made)
+    if sparsity is None or (is_short and sparsity.block is not None):
         engine.made[DENSE] = True
         return None
     return engine.once(sparsity.key, lambda: SparseEngine(engine, sparsity)).bind(engine)

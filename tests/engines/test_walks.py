@@ -22,7 +22,7 @@ LENGTH, NOISE = 90, 0.5
 def short_chains_count(monkeypatch):
     monkeypatch.setattr(sparsity, "FEWEST_PARAMETERS", 10)
     monkeypatch.setattr(sparsity, "FEWEST_IN_CHAIN", 10)
-    monkeypatch.setattr(sparse, "SHORT_CHAIN", 10)
+    monkeypatch.setattr(sparse, "SHORT", 10)
 
 
 @pytest.fixture(scope="module")
@@ -174,7 +174,7 @@ def test_the_answer_is_that_of_whole_matrices(data, name, monkeypatch):
 
 
 def test_short_chains_are_left_to_whole_matrices_where_one_solve_is_enough(data, monkeypatch):
-    monkeypatch.setattr(sparse, "SHORT_CHAIN", 10**6)
+    monkeypatch.setattr(sparse, "SHORT", 10**6)
     assert sparsity_of(counts_of_walk, data["counts"]) is not None
     asked = []
     monkeypatch.setattr(sparse.SparseEngine, "solve", lambda *arguments: asked.append(arguments))
