@@ -13,12 +13,12 @@ from numpyro.infer import init_to_median
 from numpyro.infer.util import initialize_model
 
 from numpyro_rvga import FixedPointVI
-from numpyro_rvga.core.joint import bound_at
-from numpyro_rvga.core.linalg import lower_from_root
+from numpyro_rvga.core.matrices.linalg import lower_from_root
+from numpyro_rvga.core.updates.joint import bound_at
 from numpyro_rvga.engines.joint_solver import JointProblem
 from numpyro_rvga.engines.registry import Engines
 from numpyro_rvga.engines.row_chunks import chunks_of
-from numpyro_rvga.model.arguments import checked_rows
+from numpyro_rvga.model.data.arguments import checked_rows
 
 Rows = dict[str, np.ndarray]
 Bound = Callable[[Array, Array], float]

@@ -21,10 +21,10 @@ from jax import Array
 from numpyro.infer import MCMC, NUTS
 
 from numpyro_rvga import RVGA, FixedPointVI
-from numpyro_rvga.core.closed_forms import Logistic, logistic_mixture
-from numpyro_rvga.core.expectations import hermite_rule
-from numpyro_rvga.core.ladder import expectations
-from numpyro_rvga.core.symbolic import factorize
+from numpyro_rvga.core.expectations.by_nodes import hermite_rule
+from numpyro_rvga.core.expectations.closed_forms import Logistic, logistic_mixture
+from numpyro_rvga.core.expectations.ladder import expectations
+from numpyro_rvga.core.jaxprs.symbolic import factorize
 
 REPEATS = 7
 CLOSED = "logistic, closed form"

@@ -16,7 +16,7 @@ from _results import Report, parser
 from bong import medians
 
 from numpyro_rvga import RVGA
-from numpyro_rvga.core.closed_forms import MIXTURE_SCALES, MIXTURE_WEIGHTS
+from numpyro_rvga.core.expectations.closed_forms import MIXTURE_SCALES, MIXTURE_WEIGHTS
 
 SIZE = 54
 

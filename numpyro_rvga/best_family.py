@@ -13,7 +13,7 @@ from jax import Array
 
 from .core.gaussians.mean_field import MeanField
 from .full_family import FullFamily
-from .model.rows import Data
+from .model.data.rows import Data
 from .model.site_families import own_families
 from .results.posterior import Posterior
 from .site_families import SiteFamilies

@@ -10,19 +10,19 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array
 
-from .core.expectations import Expectation
+from .core.expectations.by_nodes import Expectation
 from .core.gaussians import FAMILIES, PARAMETERIZATIONS
 from .core.gaussians.mean_field import MeanField
 from .core.gaussians.mixture import GaussianMixture
-from .core.rules import RULES, Rule, UpdateRule
+from .core.updates.rules import RULES, Rule, UpdateRule
 from .dynamics import Dynamics, check_dynamics, facts_of
 from .engines.combinations import HESSIANS, PAPER_HESSIANS, PROJECTIONS, check_combination, check_rate
 from .engines.online import Online, OnlineOptions, OnlineState
 from .engines.online_engines import OnlineEngines
 from .engines.registry import Engines
-from .model.arguments import checked_rows
-from .model.row_set import RowSet, row_set
-from .model.rows import Data, Keywords, num_rows
+from .model.data.arguments import checked_rows
+from .model.data.row_set import RowSet, row_set
+from .model.data.rows import Data, Keywords, num_rows
 from .options import Info, Options, check_choice, check_choice_or_own, default_key, described, is_count, key_numbers
 from .presets import PRESETS
 from .progress import progress
@@ -60,7 +60,7 @@ class BONG:
         natural or plain gradient steps on the bound, which has the KL divergence (equations 30-34). ``"implicit"``
         takes the expectations under the q that the step leads to, as :class:`RVGA` does, with an expectation for
         ``hessian``; the result is projected to the family. Or your own
-        :class:`~numpyro_rvga.core.rules.UpdateRule`: a function of the prior, q and the expected derivatives.
+        :class:`~numpyro_rvga.core.updates.rules.UpdateRule`: a function of the prior, q and the expected derivatives.
     :param str hessian: how the expected gradient and Hessian of the log-likelihood are computed.
 
         - ``"lin-hess"``: at q's mean, with the model's outputs linearized and minus the Fisher information for the

@@ -11,10 +11,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .core.groups import Message
-from .model.rows import Data, Rows
+from .core.groups.steps import Message
+from .model.data.rows import Data, Rows
 from .progress import Bar
-from .results.group_parts import (
+from .results.groups.parts import (
     GroupModel,
     GroupPart,
     GroupPlace,
@@ -25,8 +25,8 @@ from .results.group_parts import (
     message_of,
     start_from,
 )
-from .results.group_rounds import Parts, Shared
-from .results.groups import write_groups
+from .results.groups.posterior import write_groups
+from .results.groups.rounds import Parts, Shared
 from .user_warnings import warn
 
 if TYPE_CHECKING:

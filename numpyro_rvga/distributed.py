@@ -13,16 +13,16 @@ import numpy as np
 
 from .bong import BONG
 from .clusters import RETRIES, GroupCluster, current_client, guarded, itself, results_of
-from .core.recursion import State
+from .core.updates.recursion import State
 from .engines.certificate import Sums
 from .engines.expectation_errors import warn_of
 from .engines.online import OnlineState
-from .model.row_set import RowSet
-from .model.rows import Rows
+from .model.data.row_set import RowSet
+from .model.data.rows import Rows
 from .progress import Bar, progress
-from .results.group_parts import GroupModel, LocalPlate, rounding
-from .results.group_rounds import in_group_rounds
-from .results.groups import GroupFiles, GroupPosterior, checked_folder
+from .results.groups.parts import GroupModel, LocalPlate, rounding
+from .results.groups.posterior import GroupFiles, GroupPosterior, checked_folder
+from .results.groups.rounds import in_group_rounds
 from .results.merging import check_disjoint, defined, merged
 from .results.posterior import Posterior
 from .results.rounds import checked_rounds, evaluations_of, facts_of, in_rounds, total_of, warn_of_one_exchange

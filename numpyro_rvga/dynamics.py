@@ -18,8 +18,8 @@ import numpy as np
 from jax import Array
 
 from .core.gaussians import Movement, Transition
-from .core.linalg import semidefinite_factor
-from .model.arguments import BadData
+from .core.matrices.linalg import semidefinite_factor
+from .model.data.arguments import BadData
 from .model.layout import Layout
 from .model.program import Program
 from .options import Info, described

@@ -11,10 +11,10 @@ from jax import Array
 from jax.sharding import Mesh
 from jax.typing import ArrayLike
 
-from .core.expectations import Expectation
+from .core.expectations.by_nodes import Expectation
 from .engines.batch import BatchSolver, Initial
 from .engines.registry import Engines
-from .model.rows import Data, Keywords
+from .model.data.rows import Data, Keywords
 from .options import LOCAL, MARGINALS, Options, check_choice, check_options, default_key
 from .results.conditions import Conditions, check_conditions
 from .results.integration import Integration

@@ -12,17 +12,17 @@ import jax.numpy as jnp
 from jax import Array
 
 from .core.gaussians import FullGaussian
-from .core.recursion import State
+from .core.updates.recursion import State
 from .dynamics import Dynamics, facts_of
 from .engines.batch import BatchSolver, rows_info
 from .engines.engine import Engine
 from .engines.expectation_errors import expectation_errors, warn_of
 from .engines.registry import Engines
 from .engines.starts import warn_of_modes
-from .model.arguments import BadData, checked_rows
-from .model.failures import of_stream
-from .model.row_set import RowSet
-from .model.rows import Data, Keywords, Rows, in_blocks, num_rows, without
+from .model.data.arguments import BadData, checked_rows
+from .model.data.row_set import RowSet
+from .model.data.rows import Data, Keywords, Rows, in_blocks, num_rows, without
+from .model.handlers.failures import of_stream
 from .options import Info, default_key, key_numbers
 from .progress import progress
 from .results.continuation import Continuation

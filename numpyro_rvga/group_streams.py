@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 from jax import Array
 
 from .options import is_count
-from .results.group_parts import GroupModel, LocalPlate
-from .results.group_store import GroupStore
-from .results.group_stream import GroupStream
+from .results.groups.parts import GroupModel, LocalPlate
+from .results.groups.store import GroupStore
+from .results.groups.stream import GroupStream
 
 if TYPE_CHECKING:
     from .rvga import RVGA
@@ -74,7 +74,7 @@ def stream_groups(
     :param resume: whether to go on from the file, if there is one.
     :param rng_key: as for :meth:`RVGA.run`.
     :param model_kwargs: go to every call of the model unchanged.
-    :return: a :class:`~numpyro_rvga.results.group_stream.GroupStream` without rows, or that of the file.
+    :return: a :class:`~numpyro_rvga.results.groups.stream.GroupStream` without rows, or that of the file.
     :raises ValueError: for arguments that the model does not take, for a method that does not seek the best full
         Gaussian or that has dynamics, for a file that is there without ``resume``, and for one of another model.
     """

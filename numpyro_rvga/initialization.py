@@ -11,8 +11,8 @@ from jax import Array
 from numpyro import handlers
 from numpyro.primitives import Messenger
 
+from .model.data.rows import num_rows
 from .model.program import Program
-from .model.rows import num_rows
 
 PARAMS = "$params"  # how numpyro.contrib.module ends the names of a module's weights
 

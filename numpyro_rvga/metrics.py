@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from .model.data.rows import Data, num_rows, pad, selected
+from .model.handlers.tracing import peel
 from .model.predictive import METHODS, average, log_predictive, sampled_predictors
-from .model.rows import Data, num_rows, pad, selected
-from .model.tracing import peel
 from .options import check_choice
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from .bong import BONG
-from .core.expectations import Expectation
+from .core.expectations.by_nodes import Expectation
 from .core.gaussians import FAMILIES
 
 

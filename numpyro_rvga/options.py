@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from jax import Array
 
-from .core.expectations import Expectation
+from .core.expectations.by_nodes import Expectation
 
 Info = dict[str, Any]
 """What a run says of itself, by name: numbers, strings, arrays, and lists and mappings of these."""

@@ -12,9 +12,9 @@ from jax.sharding import Mesh
 
 from .best_family import BestFamily
 from .bong import BONG
-from .core.expectations import Expectation
+from .core.expectations.by_nodes import Expectation
 from .core.gaussians import FAMILIES
-from .core.recursion import State
+from .core.updates.recursion import State
 from .dynamics import Dynamics, check_dynamics
 from .engines.certificate import Sums
 from .engines.engine import Engine
@@ -23,9 +23,9 @@ from .engines.online import OnlineState
 from .engines.registry import Engines
 from .full_family import FullFamily
 from .group_streams import stream_groups
+from .model.data.row_set import RowSet
+from .model.data.rows import Data, Keywords, Rows
 from .model.program import Program
-from .model.row_set import RowSet
-from .model.rows import Data, Keywords, Rows
 from .narrow_families import online_method
 from .options import LOCAL, Options, check_choice, check_options, default_key
 from .results.posterior import Posterior
@@ -75,7 +75,8 @@ class RVGA:
         forms, where there are any. Else ``"quadrature"`` for up to three predictors, and ``"monte_carlo"`` over the
         predictors beyond: a few nodes for every row, and more for a row that needs more. Also ``"probit"`` (58-61),
         ``"sigma_points"``, ``"linearized"`` (derivatives at the mean), or an
-        :class:`~numpyro_rvga.core.expectations.Expectation` of your own: a function of log_prob, mean and covariance.
+        :class:`~numpyro_rvga.core.expectations.by_nodes.Expectation` of your own: a function of log_prob, mean and
+        covariance.
     :param order: derivatives of the log-likelihood that are used: 2, 1 or 0 (Corollary 1.1). ``"auto"``: 1, which
         includes the curvature of kinks. Closed forms have one order.
     :param block_size: rows of one implicit update. An integer asks for the plain recursion, in blocks of that size from

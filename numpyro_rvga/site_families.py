@@ -13,16 +13,16 @@ from jax import Array
 
 from .core.count import Count
 from .core.gaussians.mean_field import MeanField
-from .core.recursion import new_state
+from .core.updates.recursion import new_state
 from .engines.engine import Engine
 from .engines.mean_field import MOST_IN_GRID, MeanFieldState, MeanFieldUpdates
 from .engines.registry import Engines
-from .model.arguments import checked_rows
-from .model.conditional import conditional_model
-from .model.failures import of_stream
+from .model.data.arguments import checked_rows
+from .model.data.row_set import RowSet
+from .model.data.rows import Rows, linspace_indices, num_rows, selected
+from .model.handlers.conditional import conditional_model
+from .model.handlers.failures import of_stream
 from .model.program import Program
-from .model.row_set import RowSet
-from .model.rows import Rows, linspace_indices, num_rows, selected
 from .model.site_families import FORMS, SiteEntries, site_entries
 from .options import Options, check_choice, default_key, key_numbers
 from .progress import progress

@@ -13,15 +13,7 @@ from numpyro.infer import init_to_value
 from references import REFERENCE, needs_reference
 from sklearn.datasets import load_digits
 
-from numpyro_rvga import (
-    BONG,
-    RVGA,
-    FixedPointVI,
-    LinearDynamics,
-    OrnsteinUhlenbeck,
-    RandomWalk,
-    init_to_module,
-)
+from numpyro_rvga import BONG, RVGA, FixedPointVI, LinearDynamics, OrnsteinUhlenbeck, RandomWalk, init_to_module
 from numpyro_rvga.core.gaussians import FAMILIES
 from numpyro_rvga.engines.online import Online
 

@@ -11,7 +11,7 @@ from authors_data import CASES, GAPS, Results, rows_of
 from references import REFERENCE, needs_reference
 
 from numpyro_rvga import RVGA, FixedPointVI
-from numpyro_rvga.core import closed_forms as cf
+from numpyro_rvga.core.expectations import closed_forms as cf
 
 FILE = REFERENCE / "rvga_paper.json"
 NAMES = ("rvga_implicit_exact_root", "rvga_explicit", "ekf", "qkf", "rvga_implicit_exact_expectation")

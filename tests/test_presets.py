@@ -12,7 +12,7 @@ from sklearn.datasets import load_breast_cancer
 
 from numpyro_rvga import BONG, metrics
 from numpyro_rvga.core.gaussians import DiagonalGaussian, ExpectedDerivatives, FullGaussian, LowRankGaussian
-from numpyro_rvga.core.rules import update
+from numpyro_rvga.core.updates.rules import update
 from numpyro_rvga.presets import PRESETS
 
 P, KEY = 4, jax.random.key(0)

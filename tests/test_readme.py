@@ -7,7 +7,7 @@ import pytest
 
 import numpyro_rvga
 from numpyro_rvga.core.gaussians import FAMILIES, PARAMETERIZATIONS
-from numpyro_rvga.core.rules import RULES
+from numpyro_rvga.core.updates.rules import RULES
 from numpyro_rvga.engines.combinations import PAPER_HESSIANS
 from numpyro_rvga.fixed_point import SCHEDULES
 from numpyro_rvga.options import EXPECTATIONS

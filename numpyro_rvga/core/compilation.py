@@ -13,7 +13,7 @@ from jax.core import Tracer
 from jax.experimental.xla_metadata import set_xla_metadata
 from jax.extend import core as jex_core
 
-from .primitives import POINTWISE_PRIMITIVES, SELECTING_PRIMITIVES, equations
+from .jaxprs.primitives import POINTWISE_PRIMITIVES, SELECTING_PRIMITIVES, equations
 
 Tree = TypeVar("Tree")
 

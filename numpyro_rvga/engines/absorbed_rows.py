@@ -10,8 +10,8 @@ import numpy as np
 from jax import Array
 from jax.typing import DTypeLike
 
-from ..core.recursion import Absorbed, RowFactors
-from ..model.terms import Terms, merged
+from ..core.updates.recursion import Absorbed, RowFactors
+from ..model.terms.terms import Terms, merged
 
 
 class AbsorbedRows(NamedTuple):

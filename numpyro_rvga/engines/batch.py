@@ -9,12 +9,12 @@ import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 
-from ..core.recursion import State, StepInfo
-from ..core.sparse import Marginals
+from ..core.updates.recursion import State, StepInfo
+from ..core.updates.sparse import Marginals
 from ..model.bad_rows import NotFinite, describe_bad_rows
+from ..model.data.rows import Rows
+from ..model.handlers.tracing import REACH
 from ..model.program import Program
-from ..model.rows import Rows
-from ..model.tracing import REACH
 from ..options import Options
 from ..progress import Bar, progress
 from ..user_warnings import warn

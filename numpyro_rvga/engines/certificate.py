@@ -13,11 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from ..core.factors import Factors, add_curvatures, covariances
-from ..core.jacobians import gram, vjp
-from ..core.objective import FactorSet
-from ..core.recursion import Absorbed, RowFactors, State
-from ..model.rows import Rows, num_rows, pad, selected
+from ..core.matrices.jacobians import gram, vjp
+from ..core.updates.factors import Factors, add_curvatures, covariances
+from ..core.updates.objective import FactorSet
+from ..core.updates.recursion import Absorbed, RowFactors, State
+from ..model.data.rows import Rows, num_rows, pad, selected
 from .engine import Engine
 from .natural_steps import SHORTER, Base, Look, Noise, Sums, best_step, in_double, moved, stored
 

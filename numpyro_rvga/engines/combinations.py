@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from ..core.expectations import Expectation
+from ..core.expectations.by_nodes import Expectation
 from ..core.gaussians import FAMILIES
-from ..core.rules import NATURAL, UpdateRule
+from ..core.updates.rules import NATURAL, UpdateRule
 from ..options import EXPECTATIONS
 
 PAPER_HESSIANS = ("lin-hess", "lin-ef", "mc-hess", "mc-ef", "mc-fisher", "delta-hess")

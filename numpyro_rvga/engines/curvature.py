@@ -13,10 +13,10 @@ import numpy as np
 from jax import Array
 from jax.typing import DTypeLike
 
-from ..core.factors import Kind
 from ..core.gaussians import Family
-from ..model.rows import Rows, linspace_indices, num_rows, selected
-from ..model.terms import Terms, constants
+from ..core.updates.factors import Kind
+from ..model.data.rows import Rows, linspace_indices, num_rows, selected
+from ..model.terms.terms import Terms, constants
 from .engine import Engine
 
 MOST_DENSITIES = 200  # of a site

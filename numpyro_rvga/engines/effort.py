@@ -7,10 +7,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..core.factors import Kind
-from ..core.maximize import Settings
-from ..core.quadrature import CUBE_NODES, num_cube_nodes
-from ..model.terms import Terms
+from ..core.expectations.quadrature import CUBE_NODES, num_cube_nodes
+from ..core.updates.factors import Kind
+from ..core.updates.maximize import Settings
+from ..model.terms.terms import Terms
 from ..options import Options
 
 ROW_ITERATIONS = 2  # at least, of rows one by one: in a routine, the second costs little and leaves much less
@@ -25,7 +25,7 @@ MANY_NODES = 2**16  # of all rows; one row that is all data may be dear at each 
 class Effort(NamedTuple):
     """The expectations of an engine, and when it ends a solve.
 
-    :ivar level: see :func:`~numpyro_rvga.core.ladder.expectations`.
+    :ivar level: see :func:`~numpyro_rvga.core.expectations.ladder.expectations`.
     :ivar rows: the expectations of rows' terms in the blocks of a stream. :ivar joint_rows: the same in joint solves.
     :ivar prior: those of prior terms. :ivar row_terms: the rows' terms. :ivar prior_terms: the prior's.
     """

@@ -14,14 +14,14 @@ from jax import Array
 from jax.core import Tracer
 
 from ..core.compilation import Compiled
-from ..core.drivers import Progress
-from ..core.factors import Factors, Kind
 from ..core.gaussians import Movement
-from ..core.jacobians import times_root
-from ..core.joint import Joint, joint_solve
-from ..core.maximize import Search
-from ..core.objective import FactorSet, in_stages
-from ..core.recursion import (
+from ..core.matrices.jacobians import times_root
+from ..core.updates.drivers import Progress
+from ..core.updates.factors import Factors, Kind
+from ..core.updates.joint import Joint, joint_solve
+from ..core.updates.maximize import Search
+from ..core.updates.objective import FactorSet, in_stages
+from ..core.updates.recursion import (
     Absorbed,
     RowFactors,
     State,
@@ -32,10 +32,10 @@ from ..core.recursion import (
     row_factors_of,
     scan_blocks,
 )
-from ..model.arguments import PARAMS
+from ..model.data.arguments import PARAMS
 from ..model.program import Program
-from ..model.sparsity import selecting_pattern
-from ..model.terms import Terms, merged
+from ..model.terms.sparsity import selecting_pattern
+from ..model.terms.terms import Terms, merged
 from ..options import Options, key_numbers
 from .absorbed_rows import AbsorbedRows, absorbed_row_factors, by_row
 from .devices import Devices
@@ -57,7 +57,7 @@ class Engine:
     :param rng_key: draws the nodes of Monte Carlo expectations.
     :param movement: how parameters move before each block of a stream.
     :param devices: among which rows are shared out.
-    :param effort: of the rows' expectations; see :func:`~numpyro_rvga.core.ladder.expectations`.
+    :param effort: of the rows' expectations; see :func:`~numpyro_rvga.core.expectations.ladder.expectations`.
     """
 
     def __init__(

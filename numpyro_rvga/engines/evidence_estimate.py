@@ -8,12 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from ..core.factors import Factors, Kind
-from ..core.grouped_importance import Estimate, Groups, Summands, independent_groups, log_integral
-from ..core.jacobians import SparseJacobian, times_root
-from ..core.joint import base_terms
-from ..core.recursion import CanonicalGaussian
-from ..model.arguments import PARAMS
+from ..core.groups.importance import Estimate, Groups, Summands, independent_groups, log_integral
+from ..core.matrices.jacobians import SparseJacobian, times_root
+from ..core.updates.factors import Factors, Kind
+from ..core.updates.joint import base_terms
+from ..core.updates.recursion import CanonicalGaussian
+from ..model.data.arguments import PARAMS
 from .joint_solver import JointProblem, RowChunks
 from .maximized_bound import MaximizedBound, Start
 

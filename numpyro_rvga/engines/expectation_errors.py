@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from ..core.factors import Accounts, Kind, covariances
-from ..core.recursion import State
-from ..model.distinct_rows import num_distinct, once_each
-from ..model.rows import Rows, linspace_indices, num_rows, selected
+from ..core.updates.factors import Accounts, Kind, covariances
+from ..core.updates.recursion import State
+from ..model.data.distinct_rows import num_distinct, once_each
+from ..model.data.rows import Rows, linspace_indices, num_rows, selected
 from ..user_warnings import warn
 from .effort import BUDGET
 from .engine import Engine

@@ -10,11 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from ..core.drivers import Progress
-from ..core.joint import base_terms, bound_at
-from ..core.linalg import solve_lower
-from ..core.maximize import Search
-from ..core.recursion import State, StepInfo
+from ..core.matrices.linalg import solve_lower
+from ..core.updates.drivers import Progress
+from ..core.updates.joint import base_terms, bound_at
+from ..core.updates.maximize import Search
+from ..core.updates.recursion import State, StepInfo
 from ..progress import Bar
 from .engine import Engine
 from .joint_solver import JointProblem, whitened

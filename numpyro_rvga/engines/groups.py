@@ -1,4 +1,4 @@
-"""A part's rows and its members' prior at q(s) prod_g q(z_g | s); see :mod:`~numpyro_rvga.core.groups`."""
+"""A part's rows and its members' prior at q(s) prod_g q(z_g | s); see :mod:`~numpyro_rvga.core.groups.steps`."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from ..core.factors import Kind
-from ..core.group_factors import OpenSums
-from ..core.groups import Groups, GroupSums, conditionals
+from ..core.groups.factors import OpenSums
+from ..core.groups.steps import Groups, GroupSums, conditionals
+from ..core.updates.factors import Kind
+from ..model.data.rows import num_rows, pad, selected
 from ..model.members import NOBODY, Members, changes_of, member_of_prior, member_of_rows, whose
-from ..model.rows import num_rows, pad, selected
-from ..model.terms import Terms, constants, linearize_along, merged
+from ..model.terms.terms import Terms, constants, linearize_along, merged
 from .engine import Engine
 from .kinds import make_kind
 

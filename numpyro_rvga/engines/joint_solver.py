@@ -12,13 +12,13 @@ from jax import Array
 from jax.core import Tracer
 
 from ..core.compilation import Compiled, jit_once
-from ..core.drivers import Evaluated, Pending, Progress, Steps, begun_again, evaluate, pending, solve, updated
-from ..core.factors import Expected, Kind
-from ..core.joint import Joint, Start, solve_joint_traced
-from ..core.maximize import Base, Search, Settings, Solution, SolverState, solution
-from ..core.objective import is_conservative, is_log_concave
-from ..core.precisions import PrecisionForm
-from ..core.recursion import RowFactors, State, StepInfo
+from ..core.matrices.precisions import PrecisionForm
+from ..core.updates.drivers import Evaluated, Pending, Progress, Steps, begun_again, evaluate, pending, solve, updated
+from ..core.updates.factors import Expected, Kind
+from ..core.updates.joint import Joint, Start, solve_joint_traced
+from ..core.updates.maximize import Base, Search, Settings, Solution, SolverState, solution
+from ..core.updates.objective import is_conservative, is_log_concave
+from ..core.updates.recursion import RowFactors, State, StepInfo
 from .devices import Devices
 from .starts import CLOSE, NEAR, NUM_CHECKS, NUM_RETRIES, are_apart, best_of
 
@@ -77,7 +77,7 @@ def search_for(
 ) -> Search:
     """What a joint solve of factors of these kinds seeks.
 
-    :param staged: see :func:`~numpyro_rvga.core.objective.in_stages`.
+    :param staged: see :func:`~numpyro_rvga.core.updates.objective.in_stages`.
     :param has_start: whether there is a q to start from. How far it is from the solution says nothing of the rows.
     """
     return Search(

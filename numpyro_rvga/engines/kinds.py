@@ -12,15 +12,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from ..core import closed_forms as cf
-from ..core import expectations as ex
-from ..core.draws import by_draws
-from ..core.factors import Kind, Moments
-from ..core.ladder import expectations
-from ..core.linalg import semidefinite_factor
-from ..core.tilted import TiltedForm, tilted
-from ..model.site_terms import MAX_PREDICTORS
-from ..model.terms import Terms
+from ..core.expectations import by_nodes as ex
+from ..core.expectations import closed_forms as cf
+from ..core.expectations.draws import by_draws
+from ..core.expectations.ladder import expectations
+from ..core.expectations.tilted import TiltedForm, tilted
+from ..core.matrices.linalg import semidefinite_factor
+from ..core.updates.factors import Kind, Moments
+from ..model.terms.site_terms import MAX_PREDICTORS
+from ..model.terms.terms import Terms
 from ..options import Options, key_numbers
 
 Tree = TypeVar("Tree")
@@ -31,7 +31,7 @@ NUM_FRESH = 8  # sets of nodes that no search has used
 def make_kind(terms: Terms, options: Options, rng_key: Array, *, effort: str = "usual") -> Kind:
     """The expectations of one site's terms, as the options ask.
 
-    :param effort: see :func:`~numpyro_rvga.core.ladder.expectations`.
+    :param effort: see :func:`~numpyro_rvga.core.expectations.ladder.expectations`.
     :raises ValueError: naming the site, if the expectation asked for does not exist for its distribution.
     """
     name = _resolve(terms, options)

@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from ..core.factors import Factors
-from ..core.jacobians import times_vector
-from ..model.sparsity import Pattern, sparse_jacobian
-from ..model.terms import Terms, constants, linearize, merged
+from ..core.matrices.jacobians import times_vector
+from ..core.updates.factors import Factors
+from ..model.terms.sparsity import Pattern, sparse_jacobian
+from ..model.terms.terms import Terms, constants, linearize, merged
 
 Seen = tuple[Terms, Pattern | None]  # terms, and the few entries of theta that they depend on; None: any
 

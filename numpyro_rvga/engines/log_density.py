@@ -10,8 +10,8 @@ import numpy as np
 from jax import Array
 
 from ..model import Program
-from ..model.distinct_rows import once_each
-from ..model.rows import Rows, num_rows
+from ..model.data.distinct_rows import once_each
+from ..model.data.rows import Rows, num_rows
 from .maximized_bound import Maximum, Start
 
 

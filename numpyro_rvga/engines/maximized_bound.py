@@ -9,13 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from ..core.chains import packed_form
-from ..core.joint import Joint, bound_at, curvature_at, solve_joint_traced, solve_quadratic
-from ..core.linalg import lower_from_root, solve_lower
-from ..core.maximize import Search, Solution
-from ..core.objective import is_quadratic
-from ..core.precisions import Bordered
-from ..model.arguments import PARAMS
+from ..core.matrices.chains import packed_form
+from ..core.matrices.linalg import lower_from_root, solve_lower
+from ..core.matrices.precisions import Bordered
+from ..core.updates.joint import Joint, bound_at, curvature_at, solve_joint_traced, solve_quadratic
+from ..core.updates.maximize import Search, Solution
+from ..core.updates.objective import is_quadratic
+from ..model.data.arguments import PARAMS
 from .engine import Engine
 from .joint_solver import JointProblem, RowChunks
 from .sparse import SparseEngine, SparseProblem

@@ -23,15 +23,15 @@ from jax import Array, lax
 
 from ..core.compilation import Compiled
 from ..core.count import Count
-from ..core.expectations import hermite_rule, monte_carlo_points
+from ..core.expectations.by_nodes import hermite_rule, monte_carlo_points
 from ..core.exponential import regressed
-from ..core.factors import Factors, covariances
 from ..core.gaussians import FullGaussian
 from ..core.gaussians.mean_field import MeanField
-from ..core.joint import joint_solve, solve_joint_traced
-from ..core.objective import FactorSet
-from ..core.recursion import State, new_state
-from ..model.arguments import PARAMS
+from ..core.updates.factors import Factors, covariances
+from ..core.updates.joint import joint_solve, solve_joint_traced
+from ..core.updates.objective import FactorSet
+from ..core.updates.recursion import State, new_state
+from ..model.data.arguments import PARAMS
 from ..model.site_families import SiteEntries
 from ..options import key_numbers
 from .engine import Engine

@@ -13,8 +13,8 @@ import numpy as np
 from jax import Array
 from scipy.sparse import coo_array, eye_array
 
-from ..core.expectations import power_of_two
-from ..core.grouped_importance import Estimate
+from ..core.expectations.by_nodes import power_of_two
+from ..core.groups.importance import Estimate
 from ..model.bad_rows import NotFinite
 from .maximized_bound import Maximum, Start
 

@@ -14,14 +14,14 @@ from jax import Array, lax
 
 from ..core.compilation import Compiled
 from ..core.count import Count
-from ..core.estimators import Observation, implicit, make_estimator
 from ..core.gaussians import DiagonalGaussian, Family, FullGaussian, LowRankGaussian, Movement, converted
-from ..core.recursion import CanonicalGaussian, State
-from ..core.rules import Rule, Updated, iterate, update
+from ..core.updates.estimators import Observation, implicit, make_estimator
+from ..core.updates.recursion import CanonicalGaussian, State
+from ..core.updates.rules import Rule, Updated, iterate, update
 from ..dynamics import Dynamics, movement_of
+from ..model.data.rows import in_blocks, num_rows
 from ..model.outcomes import check_can_be_drawn, drawn_log_likelihood
 from ..model.predictive import log_predictive
-from ..model.rows import in_blocks, num_rows
 from .engine import Engine
 
 RANDOM_SHARE = 0.01  # of the precision, in a low-rank factor from which plain gradients start

@@ -7,12 +7,12 @@ from typing import Any
 
 from jax import Array
 
-from ..core.rules import Rule
+from ..core.updates.rules import Rule
 from ..dynamics import Dynamics
 from ..initialization import initial_location, is_at_rest
-from ..model.failures import of_stream
+from ..model.data.rows import Keywords, Rows
+from ..model.handlers.failures import of_stream
 from ..model.program import Program
-from ..model.rows import Keywords, Rows
 from ..user_warnings import warn
 from .engine import Engine
 from .online import Online, OnlineOptions, OnlineState

@@ -12,15 +12,15 @@ from jax import Array
 from jax.sharding import Mesh
 
 from ..dynamics import Dynamics, movement_of
-from ..model import bad_indices
-from ..model.arguments import BadData, NotRows, checked_rows, has_frames, whole_data
 from ..model.bad_rows import NotFinite, check_start
-from ..model.failures import LocalLatents, UnboundedStates, readable, why_not_rows
+from ..model.bound import bad_indices
+from ..model.data.arguments import BadData, NotRows, checked_rows, has_frames, whole_data
+from ..model.data.keywords import same, snapshot
+from ..model.data.rows import Keywords, Rows, num_rows
 from ..model.half_lines import on_positive_half, positive_sites
-from ..model.keywords import same, snapshot
+from ..model.handlers.failures import LocalLatents, UnboundedStates, readable, why_not_rows
 from ..model.program import Program
 from ..model.reading_check import check_reading
-from ..model.rows import Keywords, Rows, num_rows
 from ..options import Options, key_numbers
 from ..user_warnings import warn
 from .devices import Devices

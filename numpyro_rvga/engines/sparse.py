@@ -12,21 +12,21 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from ..core.borders import border_pattern
-from ..core.chains import ChainPacking
 from ..core.count import Count
-from ..core.drivers import Progress
-from ..core.factors import Factors, Kind
-from ..core.joint import Joint
-from ..core.maximize import Search
-from ..core.objective import FactorSet, in_stages
-from ..core.packing import Packing
-from ..core.recursion import State, StepInfo
-from ..core.sparse import Marginals, sparse_solve
-from ..model.arguments import PARAMS
-from ..model.rows import Rows, num_rows
-from ..model.sparsity import Sparsity
-from ..model.terms import Terms
+from ..core.matrices.borders import border_pattern
+from ..core.matrices.chains import ChainPacking
+from ..core.matrices.packing import Packing
+from ..core.updates.drivers import Progress
+from ..core.updates.factors import Factors, Kind
+from ..core.updates.joint import Joint
+from ..core.updates.maximize import Search
+from ..core.updates.objective import FactorSet, in_stages
+from ..core.updates.recursion import State, StepInfo
+from ..core.updates.sparse import Marginals, sparse_solve
+from ..model.data.arguments import PARAMS
+from ..model.data.rows import Rows, num_rows
+from ..model.terms.sparsity import Sparsity
+from ..model.terms.terms import Terms
 from ..options import Options
 from .engine import Engine
 from .joint_solver import JointSolver, search_for
@@ -42,7 +42,7 @@ class SparseProblem(NamedTuple):
     """What a solve takes.
 
     :ivar marginals: where it begins. :ivar chunks: what :attr:`SparseEngine.prepare` returns.
-    :ivar packing: of precisions. :ivar borders: as of :class:`~numpyro_rvga.core.jacobians.SparseJacobian`, for the
+    :ivar packing: of precisions. :ivar borders: as of :class:`~.jacobians.SparseJacobian`, for the
         terms of each site in ``chunks``, (chunks, n, K - 1).
     :ivar init: mean and packed precision to start from, in the order of elimination, or None.
     """

@@ -13,8 +13,8 @@ import numpy as np
 from jax import Array
 from scipy.special import softmax
 
-from ..core.recursion import State, StepInfo
-from ..model.tracing import REACH
+from ..core.updates.recursion import State, StepInfo
+from ..model.handlers.tracing import REACH
 from ..options import key_numbers
 from ..user_warnings import warn
 

@@ -11,7 +11,7 @@ import numpy as np
 from jax import Array
 
 from ..core.compilation import at_once, jit_once
-from .arrays import BadData
+from .data.arrays import BadData
 from .program import Program
 
 NUM_STARTS = 4

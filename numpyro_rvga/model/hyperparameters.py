@@ -12,11 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from ..core.closed_forms import Gaussian
 from ..core.compilation import at_once
+from ..core.expectations.closed_forms import Gaussian
 from .program import Program
-from .site_terms import site_terms
-from .terms import Terms, constants, merged, predictors_of
+from .terms.site_terms import site_terms
+from .terms.terms import Terms, constants, merged, predictors_of
 
 NUM_PROBES = 16  # points at which a log density's Hessian is evaluated
 MOST_ADDED = 6  # entries of a site that is real and would be integrated out nevertheless

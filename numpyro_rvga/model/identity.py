@@ -11,7 +11,7 @@ import numpy as np
 import numpyro
 
 from ..core.compilation import jit_once
-from ..core.fingerprint import output_digests
+from ..core.jaxprs.fingerprint import output_digests
 
 if TYPE_CHECKING:
     from .program import Program

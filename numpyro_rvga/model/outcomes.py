@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpyro
 from jax import Array, lax
 
+from .handlers.tracing import SiteRecord, can_be_drawn
 from .program import Program
-from .tracing import SiteRecord, can_be_drawn
 
 
 def check_can_be_drawn(program: Program) -> None:

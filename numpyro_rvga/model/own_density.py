@@ -13,8 +13,8 @@ from numpyro.infer.util import compute_log_probs, constrain_fn, potential_energy
 from numpyro.primitives import Messenger
 
 from ..core.compilation import jit_once
+from .data.rows import num_rows
 from .program import Program
-from .rows import num_rows
 
 BATCH = 4  # points at which the model runs at once
 

@@ -12,11 +12,11 @@ import numpy as np
 from jax import Array, lax
 from jax.scipy.special import logsumexp
 
-from ..core.expectations import DENSITY_NODES, normal_rule
+from ..core.expectations.by_nodes import DENSITY_NODES, normal_rule
 from ..core.gaussians import Family
-from ..core.linalg import cholesky, positive_part, semidefinite_root, solve_lower
+from ..core.matrices.linalg import cholesky, positive_part, semidefinite_root, solve_lower
 from .program import Program
-from .terms import linearize, predictors_of
+from .terms.terms import linearize, predictors_of
 
 METHODS = ("plugin", "linearized", "monte_carlo")
 MODE_STEPS = 25

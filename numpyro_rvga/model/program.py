@@ -12,31 +12,21 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from ..core.indices import indexes
-from ..core.interpret import depends_on
-from . import validation
-from .arguments import (
-    check_row_shapes,
-    checked_rows,
-    finite_rows,
-    row_shapes,
-    whole_data_again,
-)
-from .arrays import as_jax_array
-from .bad_indices import WholeIndexCheck
-from .bound_likelihood import BoundLikelihood
-from .data_prior import PriorConstants
-from .deterministic import DeterministicSites, classify_deterministic
+from ..core.jaxprs.indices import indexes
+from ..core.jaxprs.interpret import depends_on
+from .bound import validation
+from .bound.bad_indices import WholeIndexCheck
+from .bound.bound_likelihood import BoundLikelihood
+from .bound.row_checks import RowCheck, WholeSupportCheck, index_check, support_check
+from .data.arguments import check_row_shapes, checked_rows, finite_rows, row_shapes, whole_data_again
+from .data.arrays import as_jax_array
+from .data.rows import Rows, num_rows, selected
+from .handlers.data_prior import PriorConstants
+from .handlers.deterministic import DeterministicSites, classify_deterministic
+from .handlers.tracing import deterministic_sites, peel, sample_sites
 from .identity import ModelIdentity, model_identity
-from .local import RowFacts
 from .pickling import check_picklable
-from .row_checks import RowCheck, WholeSupportCheck, index_check, support_check
-from .rows import Rows, num_rows, selected
-from .tracing import (
-    deterministic_sites,
-    peel,
-    sample_sites,
-)
+from .terms.local import RowFacts
 
 
 class Program(BoundLikelihood):

@@ -11,7 +11,7 @@ from jax import Array
 
 from ..core.compilation import at_once
 from .program import Program
-from .terms import Terms, over_rows
+from .terms.terms import Terms, over_rows
 
 NUM_DRAWS = 2  # of the prior's Gaussian
 SAME = 1e-3  # of the sum of absolute densities: what rounding may change

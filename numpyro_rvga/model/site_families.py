@@ -14,8 +14,8 @@ from numpyro.distributions import transforms
 
 from ..core.compilation import at_once
 from ..core.exponential import Entries
+from .handlers.tracing import site_transform
 from .program import Program
-from .tracing import site_transform
 
 NUM_POINTS = 6  # at which a prior is compared with its family
 TOLERANCE = {64: 1e-7, 32: 1e-3}  # of slopes, relative

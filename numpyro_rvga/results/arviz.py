@@ -13,7 +13,7 @@ import numpy as np
 from jax import Array
 from scipy.special import logsumexp
 
-from ..model.rows import Data
+from ..model.data.rows import Data
 from . import prediction
 from .log_joint import chunks_of_log_likelihood, observed_values, rows_with_outcome, summed
 

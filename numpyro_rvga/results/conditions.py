@@ -10,7 +10,7 @@ import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 
-from ..core.factors import Kind
+from ..core.updates.factors import Kind
 from ..engines.curvature import (
     MEANS,
     VARIANCES,
@@ -23,9 +23,9 @@ from ..engines.curvature import (
 )
 from ..engines.engine import Engine
 from ..engines.registry import Engines
-from ..model.arguments import checked_rows
-from ..model.rows import Data, Keywords, Rows
-from ..model.terms import Terms
+from ..model.data.arguments import checked_rows
+from ..model.data.rows import Data, Keywords, Rows
+from ..model.terms.terms import Terms
 from ..options import Options
 
 if TYPE_CHECKING:

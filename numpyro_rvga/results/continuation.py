@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 from jax import Array
 
 from ..engines.online import Online
+from ..model.data.rows import Data, Keywords
 from ..model.program import Program
-from ..model.rows import Data, Keywords
 
 if TYPE_CHECKING:
     from .posterior import Posterior

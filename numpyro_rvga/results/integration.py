@@ -15,7 +15,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from ..core.gaussians.mixture import GaussianMixture
 from ..core.gaussians.packed_roots import PackedRoots
-from ..core.linalg import lower_from_root
+from ..core.matrices.linalg import lower_from_root
 from ..engines.evidence_estimate import EvidenceEstimate
 from ..engines.importance import FEW_POINTS, NUM_POINTS, integrate_by_importance
 from ..engines.lattice import integrate_lattice
@@ -26,9 +26,9 @@ from ..engines.registry import Engines
 from ..engines.row_chunks import chunks_of, distinct_chunks_of
 from ..engines.sparse import sparse_engine
 from ..model import Program
-from ..model.conditional import conditional_model
+from ..model.data.rows import Data, Rows
+from ..model.handlers.conditional import conditional_model
 from ..model.hyperparameters import Choice, choose_sites
-from ..model.rows import Data, Rows
 from ..options import MARGINALS, Options, check_choice, default_key
 from ..progress import Bar, progress
 from ..user_warnings import warn

@@ -6,8 +6,8 @@ from jax import Array
 
 from ..core.gaussians import FullGaussian
 from ..engines.batch import Fit, rows_info
-from ..model.row_set import row_set
-from ..model.rows import Rows
+from ..model.data.row_set import row_set
+from ..model.data.rows import Rows
 from ..options import Info
 from .linearized import confirmed
 from .posterior import Posterior

@@ -24,7 +24,7 @@ from numpyro.infer.importance import _psis_khat
 from ..core.gaussians.mean_field import MeanField
 from ..core.gaussians.mixture import GaussianMixture
 from ..engines.starts import NOTICEABLE, share_of_others
-from ..model.rows import Data
+from ..model.data.rows import Data
 from ..streams.order import seed_of
 from .log_joint import check_all_rows, log_joint, rows_with_outcome
 from .marginal_nuts import has_mixed

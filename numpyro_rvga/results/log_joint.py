@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from ..model.distinct_rows import once_each
-from ..model.rows import Data, num_rows, selected
-from ..model.tracing import run_model
+from ..model.data.distinct_rows import once_each
+from ..model.data.rows import Data, num_rows, selected
+from ..model.handlers.tracing import run_model
 
 if TYPE_CHECKING:
     from ..model import Program

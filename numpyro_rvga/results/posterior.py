@@ -17,11 +17,11 @@ from ..core.gaussians import Family
 from ..core.gaussians.mean_field import MeanField
 from ..core.gaussians.mixture import GaussianMixture
 from ..core.gaussians.packed_roots import PackedRoots
-from ..core.recursion import State
+from ..core.updates.recursion import State
 from ..engines.mean_field import MeanFieldState
 from ..engines.online import OnlineState
-from ..model.row_set import RowSet
-from ..model.rows import Data
+from ..model.data.row_set import RowSet
+from ..model.data.rows import Data
 from ..options import Info
 from . import arviz, integration, merging, prediction, resampling, storage, summary_table, warmstart
 from .continuation import Continuation

@@ -17,10 +17,10 @@ from numpyro.infer import Predictive
 from numpyro.primitives import Messenger
 
 from ..core.gaussians.mixture import GaussianMixture
-from ..model.local_draws import draw_row_latents
-from ..model.rows import Data, num_rows
-from ..model.site_terms import unconstrained_parameters
-from ..model.tracing import peel
+from ..model.bound.local_draws import draw_row_latents
+from ..model.data.rows import Data, num_rows
+from ..model.handlers.tracing import peel
+from ..model.terms.site_terms import unconstrained_parameters
 from ..options import check_choice
 from .log_joint import rows_with_outcome
 

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from jax import Array
 
-from ..model.rows import Data
+from ..model.data.rows import Data
 from .arviz import converted, smoothed
 from .khat import NEARLY_EQUAL
 from .log_joint import check_all_rows, log_joint, rows_with_outcome

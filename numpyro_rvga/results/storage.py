@@ -12,22 +12,22 @@ import jax.numpy as jnp
 import numpy as np
 
 from .. import files
-from ..core.borders import BorderPattern
-from ..core.chains import ChainPacking
 from ..core.count import Count
 from ..core.gaussians import FAMILIES
 from ..core.gaussians.mean_field import MeanField
 from ..core.gaussians.mixture import GaussianMixture
 from ..core.gaussians.packed_roots import PackedRoots
-from ..core.packing import Packing
-from ..core.recursion import CanonicalGaussian, State
+from ..core.matrices.borders import BorderPattern
+from ..core.matrices.chains import ChainPacking
+from ..core.matrices.packing import Packing
+from ..core.updates.recursion import CanonicalGaussian, State
 from ..model import Program
-from ..model.arguments import named_rows, whole_data
-from ..model.data_prior import PriorConstants
+from ..model.data.arguments import named_rows, whole_data
+from ..model.data.row_set import RowSet
+from ..model.data.rows import Keywords
+from ..model.handlers.data_prior import PriorConstants
 from ..model.identity import ModelIdentity
-from ..model.local import RowFacts
-from ..model.row_set import RowSet
-from ..model.rows import Keywords
+from ..model.terms.local import RowFacts
 
 if TYPE_CHECKING:
     from .posterior import Posterior

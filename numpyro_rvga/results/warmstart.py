@@ -11,8 +11,8 @@ from numpyro.infer import NUTS, init_to_value
 from numpyro.infer.autoguide import AutoContinuous, AutoDiagonalNormal, AutoMultivariateNormal
 
 from ..core.gaussians import DiagonalGaussian
-from ..core.linalg import lower_from_root
-from ..model.rows import num_rows
+from ..core.matrices.linalg import lower_from_root
+from ..model.data.rows import num_rows
 
 if TYPE_CHECKING:
     from .posterior import Posterior

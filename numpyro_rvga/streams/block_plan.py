@@ -9,8 +9,8 @@ from ..engines.devices import Devices
 from ..engines.engine import Engine
 from ..engines.registry import Engines
 from ..engines.sparse import SparseEngine, sparse_engine
-from ..model.distinct_rows import num_distinct
-from ..model.rows import Rows, num_rows
+from ..model.data.distinct_rows import num_distinct
+from ..model.data.rows import Rows, num_rows
 from ..options import Options, check_size
 from .source import RowSource
 

@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from jax import Array
 
-from ..core.factors import Accounts
-from ..core.recursion import State
+from ..core.updates.factors import Accounts
+from ..core.updates.recursion import State
 from ..engines.certificate import Certificate, Sums
 from ..engines.engine import Engine
-from ..model.row_set import RowSet, row_digests
-from ..model.rows import Rows, joined, num_rows, selected
+from ..model.data.row_set import RowSet, row_digests
+from ..model.data.rows import Rows, joined, num_rows, selected
 from ..options import Info, check_choice, is_count
 from ..user_warnings import warn
 from .model_check import MOST_ROWS, NUM_PAIRS, Difference, ModelCheck

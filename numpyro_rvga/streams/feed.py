@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..model.row_set import row_digests
-from ..model.rows import Rows, joined, num_rows, selected
+from ..model.data.row_set import row_digests
+from ..model.data.rows import Rows, joined, num_rows, selected
 from .source import NOTHING, RowSource
 
 Check = Callable[[Rows], np.ndarray]

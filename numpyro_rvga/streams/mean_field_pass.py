@@ -10,8 +10,8 @@ import numpy as np
 
 from ..engines.mean_field import SETTLED, MeanFieldInfo, MeanFieldState, MeanFieldUpdates
 from ..model.bad_rows import describe_bad_rows
+from ..model.data.rows import Rows, pad
 from ..model.program import Program
-from ..model.rows import Rows, pad
 from ..options import Info
 from ..progress import Bar
 from .opening import PassOptions

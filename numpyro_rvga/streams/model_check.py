@@ -10,12 +10,12 @@ import numpy as np
 from jax import Array, lax
 
 from ..core.compilation import jit_once
-from ..core.recursion import State
+from ..core.updates.recursion import State
 from ..engines.certificate import Certificate
 from ..engines.engine import Engine
+from ..model.data.rows import Rows
 from ..model.own_density import BATCH, OwnDensity
-from ..model.rows import Rows
-from ..model.terms import Terms, over_rows
+from ..model.terms.terms import Terms, over_rows
 
 NUM_PAIRS = 32  # of draws and their mirror images
 MOST_ROWS = 10_000

@@ -8,10 +8,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from ..core.rules import Rule
+from ..core.updates.rules import Rule
 from ..engines.online import BlockInfo, Online, OnlineState
 from ..model.bad_rows import describe_bad_rows
-from ..model.rows import Rows, num_rows, pad, selected
+from ..model.data.rows import Rows, num_rows, pad, selected
 from ..options import Info
 from ..progress import Bar
 from .opening import PassOptions

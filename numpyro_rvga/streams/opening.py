@@ -11,10 +11,10 @@ from dataclasses import dataclass
 import jax
 import numpy as np
 
-from ..model.arguments import check_finite, finite_rows, named_rows, refuse_frames
 from ..model.bad_rows import NotFinite
+from ..model.data.arguments import check_finite, finite_rows, named_rows, refuse_frames
+from ..model.data.rows import Data, Keywords, Rows, num_rows, selected
 from ..model.program import Program
-from ..model.rows import Data, Keywords, Rows, num_rows, selected
 from ..options import check_choice, is_count
 from .checkpoints import EVERY, Checkpoint
 from .source import NOTHING, SLICE, RowSource, chunks, rows_in_memory, rows_of_blocks

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from jax import Array
 
-from ..model.rows import Rows, joined, num_rows, selected
+from ..model.data.rows import Rows, joined, num_rows, selected
 
 SLICE = 2**13  # rows that are selected at a time: while they are copied, they stay in the processor's cache
 BUFFER_NUMBERS = 2**25  # in the rows that are read to be mixed with each other

@@ -12,11 +12,11 @@ import numpy as np
 
 from ..core.gaussians import Movement
 from ..files import MALFORMED, digest
-from ..model.arguments import BadData
+from ..model.data.arguments import BadData
+from ..model.data.row_set import RowSet, row_digests
+from ..model.data.rows import Rows, num_rows, selected
 from ..model.identity import ModelIdentity, model_identity
 from ..model.program import Program
-from ..model.row_set import RowSet, row_digests
-from ..model.rows import Rows, num_rows, selected
 from ..options import Info
 from ..progress import Bar
 from .feed import Feed, Piece

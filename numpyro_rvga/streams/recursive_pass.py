@@ -9,15 +9,15 @@ import jax
 import numpy as np
 from jax import Array
 
-from ..core.factors import Accounts
-from ..core.recursion import Absorbed, RowFactors, State, StepInfo
+from ..core.updates.factors import Accounts
+from ..core.updates.recursion import Absorbed, RowFactors, State, StepInfo
 from ..engines.absorbed_rows import AbsorbedRows, num_absorbed
 from ..engines.engine import Engine
 from ..engines.sparse import SparseEngine
 from ..engines.starts import modes_info
 from ..model.bad_rows import NotFinite, describe_bad_rows
-from ..model.distinct_rows import once_each
-from ..model.rows import Rows, in_blocks, num_rows, pad, selected
+from ..model.data.distinct_rows import once_each
+from ..model.data.rows import Rows, in_blocks, num_rows, pad, selected
 from ..options import Info
 from ..progress import Bar
 from .block_plan import Sizes

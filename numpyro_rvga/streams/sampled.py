@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from ..core.recursion import State
+from ..core.updates.recursion import State
 from ..engines.certificate import Certificate, Look, Stratum
-from ..model.rows import Rows, selected
+from ..model.data.rows import Rows, selected
 from ..user_warnings import warn
 from .memory import Kept
 from .recursive_pass import RecursivePass

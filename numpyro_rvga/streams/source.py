@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 from jax import Array
 
-from ..model.arguments import check_row_shapes, named_rows, row_shapes
-from ..model.arrays import as_data_array
-from ..model.rows import Keywords, Rows, joined, num_rows, selected
+from ..model.data.arguments import check_row_shapes, named_rows, row_shapes
+from ..model.data.arrays import as_data_array
+from ..model.data.rows import Keywords, Rows, joined, num_rows, selected
 from .order import RandomOrder, one_round, rounds_of
 
 SLICE = 2**16  # rows that are passed over at a time

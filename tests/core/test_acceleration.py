@@ -10,9 +10,9 @@ import numpyro.distributions as dist
 import pytest
 
 from numpyro_rvga import FixedPointVI
-from numpyro_rvga.core.acceleration import accelerated, visited
-from numpyro_rvga.core.maximize import Search, Settings, init
-from numpyro_rvga.core.precisions import Dense, WholeMatrix
+from numpyro_rvga.core.matrices.precisions import Dense, WholeMatrix
+from numpyro_rvga.core.updates.acceleration import accelerated, visited
+from numpyro_rvga.core.updates.maximize import Search, Settings, init
 
 PRECISION = np.array([[3.0, 1.0], [1.0, 2.0]])
 LINEAR = np.array([1.0, -2.0])
@@ -67,7 +67,7 @@ def test_scales_and_what_they_scale_take_fewer_steps_to_a_better_gaussian(double
     with jax.enable_x64(double), warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # where rounding stops the search
         found = FixedPointVI(actors).run(data, progress_bar=False)
-        monkeypatch.setattr("numpyro_rvga.core.drivers.NEAR", -1.0)
+        monkeypatch.setattr("numpyro_rvga.core.updates.drivers.NEAR", -1.0)
         plain = FixedPointVI(actors, max_iterations=2000).run(data, progress_bar=False)
     assert found.info["iterations"] < 0.7 * plain.info["iterations"]
     assert found.info["largest_decrement"] < plain.info["largest_decrement"]

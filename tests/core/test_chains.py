@@ -4,9 +4,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from numpyro_rvga.core import precisions
-from numpyro_rvga.core.chains import Chain, ChainPacking
-from numpyro_rvga.core.jacobians import SparseJacobian, covariance, gram
+from numpyro_rvga.core.matrices import precisions
+from numpyro_rvga.core.matrices.chains import Chain, ChainPacking
+from numpyro_rvga.core.matrices.jacobians import SparseJacobian, covariance, gram
 
 NUM_FACTORS, C = 60, 2
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from scipy import integrate, special, stats
 
-from numpyro_rvga.core import closed_forms as cf
+from numpyro_rvga.core.expectations import closed_forms as cf
 
 ONE, ZERO = jnp.asarray(1.0), jnp.asarray(0.0)
 

@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from numpyro_rvga.core.draws import by_draws
-from numpyro_rvga.core.expectations import monte_carlo_points
-from numpyro_rvga.core.linalg import semidefinite_factor
+from numpyro_rvga.core.expectations.by_nodes import monte_carlo_points
+from numpyro_rvga.core.expectations.draws import by_draws
+from numpyro_rvga.core.matrices.linalg import semidefinite_factor
 
 NUM_FRESH = 4
 

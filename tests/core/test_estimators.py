@@ -8,11 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from numpyro_rvga.core import expectations as ex
-from numpyro_rvga.core.estimators import Observation, make_estimator
-from numpyro_rvga.core.factors import Factors, Kind
+from numpyro_rvga.core.expectations import by_nodes as ex
 from numpyro_rvga.core.gaussians import DiagonalGaussian, FullGaussian, LowRankGaussian
-from numpyro_rvga.core.rules import Rule, update
+from numpyro_rvga.core.updates.estimators import Observation, make_estimator
+from numpyro_rvga.core.updates.factors import Factors, Kind
+from numpyro_rvga.core.updates.rules import Rule, update
 
 KEY = jax.random.key(3)
 POINTS, WEIGHTS = np.polynomial.hermite_e.hermegauss(40)

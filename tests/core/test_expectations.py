@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from numpyro_rvga.core import expectations as ex
+from numpyro_rvga.core.expectations import by_nodes as ex
 
 
 def logistic(u):

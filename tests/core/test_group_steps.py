@@ -3,7 +3,7 @@
 import numpy as np
 from scipy.optimize import minimize
 
-from numpyro_rvga.core.groups import Groups, GroupSums, conditionals, message, mixed, moved, settled
+from numpyro_rvga.core.groups.steps import Groups, GroupSums, conditionals, message, mixed, moved, settled
 
 
 def made(n=4, d=2, k=3, seed=0):

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from scipy.special import logsumexp
 
-from numpyro_rvga.core.grouped_importance import Summands, independent_groups, log_integral
-from numpyro_rvga.core.recursion import CanonicalGaussian
+from numpyro_rvga.core.groups.importance import Summands, independent_groups, log_integral
+from numpyro_rvga.core.updates.recursion import CanonicalGaussian
 
 
 def coupling(size, pairs):

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from numpyro_rvga.core.interpret import depends_on, partial_evaluation
+from numpyro_rvga.core.jaxprs.interpret import depends_on, partial_evaluation
 
 
 def test_depends_on_names_exactly_the_inputs_that_enter():

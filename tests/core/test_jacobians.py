@@ -6,10 +6,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from numpyro_rvga.core import borders, precisions
-from numpyro_rvga.core.jacobians import Packed, SparseJacobian, covariance, gram, times_root, times_vector, vjp
-from numpyro_rvga.core.packing import Packing
-from numpyro_rvga.core.precisions import Arrow
+from numpyro_rvga.core.matrices import borders, precisions
+from numpyro_rvga.core.matrices.jacobians import Packed, SparseJacobian, covariance, gram, times_root, times_vector, vjp
+from numpyro_rvga.core.matrices.packing import Packing
+from numpyro_rvga.core.matrices.precisions import Arrow
 
 N, C, HEADS, SIZE = 30, 2, 5, 9
 DENSE = Packing(HEADS, SIZE - HEADS)

@@ -7,9 +7,9 @@ import pytest
 from jax.scipy.special import gammaln
 from scipy import stats
 
-from numpyro_rvga.core import ladder
-from numpyro_rvga.core.expectations import hermite_rule, monte_carlo_points
-from numpyro_rvga.core.ladder import expectations
+from numpyro_rvga.core.expectations import ladder
+from numpyro_rvga.core.expectations.by_nodes import hermite_rule, monte_carlo_points
+from numpyro_rvga.core.expectations.ladder import expectations
 
 
 def negative_binomial(u, y):

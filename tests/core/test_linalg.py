@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from numpyro_rvga.core import linalg
+from numpyro_rvga.core.matrices import linalg
 
 
 def symmetric(size, seed=0):

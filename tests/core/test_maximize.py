@@ -7,13 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from numpyro_rvga.core import closed_forms as cf
-from numpyro_rvga.core import expectations as ex
-from numpyro_rvga.core.drivers import Steps, evaluate, pending, solve, solve_traced, updated
-from numpyro_rvga.core.factors import Factors, Kind
-from numpyro_rvga.core.maximize import Search, Settings, init, solution, standard_base
-from numpyro_rvga.core.objective import objective_of
-from numpyro_rvga.core.precisions import Dense
+from numpyro_rvga.core.expectations import by_nodes as ex
+from numpyro_rvga.core.expectations import closed_forms as cf
+from numpyro_rvga.core.matrices.precisions import Dense
+from numpyro_rvga.core.updates.drivers import Steps, evaluate, pending, solve, solve_traced, updated
+from numpyro_rvga.core.updates.factors import Factors, Kind
+from numpyro_rvga.core.updates.maximize import Search, Settings, init, solution, standard_base
+from numpyro_rvga.core.updates.objective import objective_of
 
 
 def closed_kind(form):

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from jax import lax
 
-from numpyro_rvga.core.parallel_loops import in_parallel
-from numpyro_rvga.core.symbolic import factorize
+from numpyro_rvga.core.jaxprs.parallel_loops import in_parallel
+from numpyro_rvga.core.jaxprs.symbolic import factorize
 
 X = jnp.asarray(np.random.default_rng(0).normal(size=(7, 3)))
 

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from numpyro_rvga.core.factors import Factors, Kind
-from numpyro_rvga.core.recursion import absorbed_moments, row_factors_and_residuals, row_factors_of
+from numpyro_rvga.core.updates.factors import Factors, Kind
+from numpyro_rvga.core.updates.recursion import absorbed_moments, row_factors_and_residuals, row_factors_of
 
 
 def log_bilinear(mean, covariance, constants):

@@ -17,7 +17,7 @@ from numpyro_rvga.core.gaussians import (
     LowRankGaussian,
     gradient_step,
 )
-from numpyro_rvga.core.rules import Rule, iterate, update
+from numpyro_rvga.core.updates.rules import Rule, iterate, update
 
 P, RANK = 5, 2
 KEY = jax.random.key(0)

@@ -7,8 +7,8 @@ import numpyro.distributions as dist
 import pytest
 from scipy import special
 
+from numpyro_rvga.core.jaxprs.symbolic import factorize
 from numpyro_rvga.core.special import log_beta, log_gamma
-from numpyro_rvga.core.symbolic import factorize
 
 SIZES = np.concatenate([10.0 ** np.linspace(-10, 20, 301), np.linspace(0.01, 20, 300), [9999.9, 10000.1]])
 PRECISION = {jnp.float64: 1e-14, jnp.float32: 2e-6}

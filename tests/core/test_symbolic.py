@@ -10,7 +10,7 @@ import pytest
 from jax.scipy.linalg import solve_triangular
 from jax.scipy.special import logsumexp, xlog1py, xlogy
 
-from numpyro_rvga.core.symbolic import Reading, factorize
+from numpyro_rvga.core.jaxprs.symbolic import Reading, factorize
 
 SIZE = 6
 THETA = jax.ShapeDtypeStruct((SIZE,), jnp.float64)

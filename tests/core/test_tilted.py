@@ -6,7 +6,7 @@ import numpy as np
 import numpyro.distributions as dist
 import pytest
 
-from numpyro_rvga.core.tilted import MOST_SUMMANDS, read_tilted, tilted, tilted_density
+from numpyro_rvga.core.expectations.tilted import MOST_SUMMANDS, read_tilted, tilted, tilted_density
 
 
 def effect(u, y):

@@ -6,7 +6,7 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 
-from numpyro_rvga.core.factors import evaluate
+from numpyro_rvga.core.updates.factors import evaluate
 from numpyro_rvga.engines.engine import Engine
 from numpyro_rvga.engines.linearized import factors_of, merged_by_form, prepare, sites_by_form
 from numpyro_rvga.model import Program

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy import special, stats
 
-from numpyro_rvga.core.grouped_importance import Estimate
+from numpyro_rvga.core.groups.importance import Estimate
 from numpyro_rvga.engines.importance import integrate_by_importance
 from numpyro_rvga.engines.lattice import integrate_lattice
 from numpyro_rvga.engines.maximized_bound import Maximum

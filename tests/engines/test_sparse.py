@@ -8,9 +8,9 @@ import numpyro.distributions as dist
 import pytest
 
 from numpyro_rvga import RVGA, FixedPointVI
-from numpyro_rvga.core import borders
-from numpyro_rvga.model import sparsity
+from numpyro_rvga.core.matrices import borders
 from numpyro_rvga.model.program import Program
+from numpyro_rvga.model.terms import sparsity
 
 NUM_A, NUM_B, NUM_ROWS = 17, 9, 300
 SCALES = 1.5, 0.8

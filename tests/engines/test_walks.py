@@ -11,8 +11,8 @@ from numpyro.contrib.control_flow import scan
 from numpyro_rvga import FixedPointVI, Posterior
 from numpyro_rvga.core.gaussians.packed_roots import PackedRoots
 from numpyro_rvga.engines import sparse
-from numpyro_rvga.model import sparsity
 from numpyro_rvga.model.program import Program
+from numpyro_rvga.model.terms import sparsity
 from numpyro_rvga.results import integration
 
 LENGTH, NOISE = 90, 0.5

@@ -8,7 +8,7 @@ import pandas
 import pytest
 
 from numpyro_rvga import RVGA
-from numpyro_rvga.model.arrays import as_data_array
+from numpyro_rvga.model.data.arrays import as_data_array
 
 NUM_ROWS = 200
 

@@ -9,7 +9,7 @@ import pandas
 import pytest
 
 from numpyro_rvga import BONG, RVGA, FixedPointVI
-from numpyro_rvga.model.validation import CHECKED_ROWS
+from numpyro_rvga.model.bound.validation import CHECKED_ROWS
 
 NUM_ROWS = 100
 RNG = np.random.default_rng(9)

@@ -12,7 +12,7 @@ from references import assert_is_laplace, assert_moments_match, importance_momen
 from scipy import special
 
 from numpyro_rvga import RVGA
-from numpyro_rvga.core.closed_forms import Logistic
+from numpyro_rvga.core.expectations.closed_forms import Logistic
 
 NUM_ROWS = 60
 RNG = np.random.default_rng(4)

@@ -13,7 +13,7 @@ from numpyro.contrib.control_flow import scan
 from numpyro.infer.util import potential_energy
 
 from numpyro_rvga import RVGA
-from numpyro_rvga.core.primitives import UNKNOWN_LENGTH, numbers_in
+from numpyro_rvga.core.jaxprs.primitives import UNKNOWN_LENGTH, numbers_in
 from numpyro_rvga.model.program import Program
 
 NUM_DRAWS = 20_000

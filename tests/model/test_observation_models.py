@@ -15,7 +15,7 @@ from references import assert_moments_match, importance_moments, potential_of
 from scipy import special
 
 from numpyro_rvga import RVGA
-from numpyro_rvga.core.closed_forms import (
+from numpyro_rvga.core.expectations.closed_forms import (
     Exponential,
     Gamma,
     Gaussian,
@@ -24,7 +24,7 @@ from numpyro_rvga.core.closed_forms import (
     LaplaceLogScale,
     Logistic,
 )
-from numpyro_rvga.core.tilted import TiltedForm
+from numpyro_rvga.core.expectations.tilted import TiltedForm
 
 NUM_ROWS = 160
 SLOPES = np.array([0.4, -0.8])

@@ -10,9 +10,9 @@ from numpyro.distributions.transforms import AffineTransform, OrderedTransform
 from references import assert_moments_match, importance_moments, potential_of
 
 from numpyro_rvga import RVGA, FixedPointVI
-from numpyro_rvga.model.prior_start import gaussian_part
+from numpyro_rvga.model.bound.prior_start import gaussian_part
 from numpyro_rvga.model.program import Program
-from numpyro_rvga.model.terms import constants, linearize
+from numpyro_rvga.model.terms.terms import constants, linearize
 
 ROWS = {"y": np.array([0.3, -0.4, 1.0])}
 

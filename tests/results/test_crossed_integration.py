@@ -9,9 +9,9 @@ import pytest
 from scipy.special import logsumexp
 
 from numpyro_rvga import FixedPointVI, Posterior
-from numpyro_rvga.core import borders
 from numpyro_rvga.core.gaussians.packed_roots import PackedRoots
-from numpyro_rvga.model import sparsity
+from numpyro_rvga.core.matrices import borders
+from numpyro_rvga.model.terms import sparsity
 from numpyro_rvga.results import integration
 
 KEY = jax.random.key(0)

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from numpyro_rvga.results.group_rows import GroupRows, RowForm, new_rows
+from numpyro_rvga.results.groups.rows import GroupRows, RowForm, new_rows
 
 
 def kept_after(blocks, most, seed=0):

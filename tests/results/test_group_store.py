@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from numpyro_rvga.results.group_store import GroupStore
+from numpyro_rvga.results.groups.store import GroupStore
 
 WIDTH = 96  # which is one of the lengths
 

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from ..linalg import column_sums, inverse
+from ..matrices.linalg import column_sums, inverse
 from .block_diagonal import BlockDiagonalGaussian
 from .diagonal import DiagonalGaussian
 from .family import Family

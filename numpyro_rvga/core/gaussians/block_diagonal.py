@@ -11,7 +11,7 @@ import numpy as np
 from jax import Array
 from jax.scipy.linalg import block_diag
 
-from ..linalg import cholesky, row_space
+from ..matrices.linalg import cholesky, row_space
 from .full import FullGaussian
 from .steps import ExpectedDerivatives, Transition, joined_in_natural_parameters, nan_if_invalid, shifted
 

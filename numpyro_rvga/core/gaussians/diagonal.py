@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from ..linalg import column_sums
+from ..matrices.linalg import column_sums
 from .full import FullGaussian
 from .steps import ExpectedDerivatives, Transition, joined_in_natural_parameters, log_normal, nan_if_invalid
 

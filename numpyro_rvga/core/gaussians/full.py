@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from ..linalg import cholesky, inverse, lower_from_root, row_space, solve_lower
+from ..matrices.linalg import cholesky, inverse, lower_from_root, row_space, solve_lower
 from .steps import ExpectedDerivatives, Transition, log_normal, nan_if_invalid, shifted
 
 

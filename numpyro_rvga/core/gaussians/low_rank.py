@@ -11,7 +11,7 @@ import numpy as np
 from jax import Array
 from jax.scipy.linalg import cho_solve
 
-from ..linalg import cholesky, column_sums, inverse, scaled_columns, solve_lower, sums_over_columns
+from ..matrices.linalg import cholesky, column_sums, inverse, scaled_columns, solve_lower, sums_over_columns
 from .full import FullGaussian
 from .steps import ExpectedDerivatives, Transition, log_normal, shifted
 

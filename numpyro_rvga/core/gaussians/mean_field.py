@@ -11,7 +11,7 @@ from jax import Array
 from jax.scipy.stats import norm
 
 from ..exponential import Entries
-from ..linalg import lower_from_root
+from ..matrices.linalg import lower_from_root
 from .full import FullGaussian
 
 

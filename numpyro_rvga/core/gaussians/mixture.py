@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.scipy.stats import norm
 
-from ..linalg import lower_from_root
+from ..matrices.linalg import lower_from_root
 from .full import FullGaussian
 from .packed_roots import DenseRoot, Metric, PackedRoots, root_of, variances_of
 from .steps import log_normal

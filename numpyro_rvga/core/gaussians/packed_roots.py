@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from ..chains import ChainPacking, packed_form
-from ..linalg import solve_lower
-from ..packing import Packing
-from ..precisions import Bordered
+from ..matrices.chains import ChainPacking, packed_form
+from ..matrices.linalg import solve_lower
+from ..matrices.packing import Packing
+from ..matrices.precisions import Bordered
 
 Metric = Callable[[Array], Array]
 """Squared lengths (n,) of steps (n, P)."""

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.typing import DTypeLike
 
-from ..linalg import column_sums, positive_part
+from ..matrices.linalg import column_sums, positive_part
 
 PARAMETERIZATIONS = ("natural", "moment", "softplus")
 

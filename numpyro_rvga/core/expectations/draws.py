@@ -1,0 +1,131 @@
+"""Expectations of functions of many numbers, by draws: for densities without structure.
+
+**Interface.** ``expect, fresh = by_draws(phi, nodes_of, num_fresh)`` has the form of every other expectation, so the
+solver takes it as one more kind of factor, next to those that are exact. A factor may be a term of C predictors, or a
+whole log likelihood whose C predictors are all of theta: one factor then represents all rows (see
+:class:`~numpyro_rvga.model.terms.terms.Terms`, ``by_draws``).
+
+Values are means over fixed points m + L z_k, L L^T = S; gradient and curvature are the derivatives of that very sum in
+m and S, from first derivatives of phi alone (Bonnet, 1964; Price, 1958). So the sum over factors is the bound of a
+deterministic problem, and a search that never lets it fall converges (Giordano, Ingram and Broderick, 2024: DADVI; with
+a full covariance here). The points are antithetic, from a scrambled Sobol sequence, with exactly the identity as their
+covariance: what is quadratic in phi comes out exact, and only the rest has an error. There must be more points than
+twice C: along directions that no point has, the covariance could grow for nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from ..jaxprs.primitives import equations, numbers_in
+from ..matrices.linalg import semidefinite_factor
+from .by_nodes import Moments, power_of_two, with_slopes
+from .quadrature import at_first
+
+Nodes = tuple[np.ndarray, np.ndarray]
+
+POINTS = 512  # at least,
+POINTS_PER_PREDICTOR = 8
+MOST_POINTS = 8192  # unless there must be more
+NUMBERS = 2**28  # that are computed for one expectation
+MORE_POINTS = 8  # times as many, where these do not suffice
+LARGEST_ARRAY = 2**20  # numbers in the largest array of what is evaluated at once
+
+
+def by_draws(
+    phi: Callable[[Array, Any], Array], nodes_of: Callable[[int, int], Nodes], num_fresh: int, *, more: bool = False
+) -> tuple[Callable, Callable]:
+    """(means (n, C), covariances (n, C, C), constants (n, ...), whether few points will do) -> E[phi], E[grad phi],
+    E[hess phi] of n factors; and, without the latter, -> E[phi] over as many sets of other points, which q was not
+    fitted to, (n, num_fresh).
+
+    :param phi: of predictors (C,) and one factor's constants.
+    :param nodes_of: number of a set, and of points -> positions (K, C) of these points and weights (K,).
+    :param more: take more points than phi's cost would have it.
+    """
+
+    def expect_one(mean: Array, covariance: Array, constants: Any, is_coarse: Array | None = None) -> Moments:
+        cost = _cost(phi, mean, constants)
+        few, many = _least_points(mean.size), _num_points(mean.size, cost, more)
+        if few == many:
+            is_coarse = None
+        with jax.ensure_compile_time_eval():  # the nodes are constants
+            z, weights = nodes_of(0, many)
+            if is_coarse is not None:
+                z, weights = (np.concatenate(parts) for parts in zip(nodes_of(num_fresh + 1, few), (z, weights)))
+        z, weights = (jnp.asarray(x, mean.dtype) for x in (z, weights))
+        root, inverse = semidefinite_factor(covariance)
+        points, slope = mean + z @ root.T, jax.value_and_grad(phi)
+        if is_coarse is None:
+            at = _at_points(slope, points, constants, cost)
+        else:
+            weights = jnp.where((jnp.arange(len(z)) < few) == is_coarse, weights, 0.0)
+            at = _at_few_or_others(slope, points, constants, cost, few, is_coarse)
+        return with_slopes(weights @ at[0], weights @ at[1], at[1], z, weights, root, inverse)
+
+    def fresh_of_one(mean: Array, covariance: Array, constants: Any) -> Array:
+        cost = _cost(phi, mean, constants)
+        count = max(_num_points(mean.size, cost, more) // num_fresh, 2 * mean.size)
+        with jax.ensure_compile_time_eval():
+            sets = [nodes_of(number, count)[0] for number in range(1, num_fresh + 1)]
+        z = jnp.asarray(np.concatenate(sets), mean.dtype)
+        values = _at_points(phi, mean + z @ semidefinite_factor(covariance)[0].T, constants, cost)
+        return jnp.mean(values.reshape(num_fresh, -1), axis=1)
+
+    def of_each(function: Callable, *factors: Any) -> Any:
+        return lax.map(lambda one: function(*one), factors)
+
+    def expect(means: Array, covariances: Array, constants: Any, is_coarse: Array | None = None) -> Moments:
+        return of_each(partial(expect_one, is_coarse=is_coarse), means, covariances, constants)
+
+    return expect, partial(of_each, fresh_of_one)
+
+
+class _Cost(NamedTuple):
+    """Of one evaluation of phi: numbers that it computes, and those in its largest array."""
+
+    numbers: int
+    largest: int
+
+
+def _cost(phi: Callable, mean: Array, constants: Any) -> _Cost:
+    program = jax.make_jaxpr(phi)(mean, constants).jaxpr
+    largest = max((v.aval.size for eqn in equations(program) for v in eqn.outvars), default=1)
+    return _Cost(1 + numbers_in(program), largest)
+
+
+def _num_points(num_predictors: int, cost: _Cost, more: bool) -> int:
+    """A power of two."""
+    count = max(_least_points(num_predictors), min(MOST_POINTS, NUMBERS // cost.numbers)) * (MORE_POINTS if more else 1)
+    return power_of_two(count)
+
+
+def _least_points(num_predictors: int) -> int:
+    """A power of two."""
+    return power_of_two(max(POINTS, POINTS_PER_PREDICTOR * num_predictors))
+
+
+def _at_points(function: Callable, points: Array, constants: Any, cost: _Cost) -> Any:
+    """``function(point, constants)`` at all points (K, C), as many at a time as memory has room for."""
+    size = min(len(points), _num_at_once(cost))
+    return lax.map(lambda point: function(point, constants), points, batch_size=size)
+
+
+def _at_few_or_others(
+    function: Callable, points: Array, constants: Any, cost: _Cost, few: int, is_coarse: Array
+) -> Any:
+    """The same at the first few points, or at all others; zeros elsewhere."""
+    start, stop = jnp.where(is_coarse, jnp.array([0, few]), jnp.array([few, len(points)]))
+    size = min(few, 1 << (_num_at_once(cost).bit_length() - 1))  # both sets are whole batches
+    return at_first(jax.vmap(lambda point: function(point, constants)), points, size, stop, start)
+
+
+def _num_at_once(cost: _Cost) -> int:
+    return max(1, LARGEST_ARRAY // cost.largest)

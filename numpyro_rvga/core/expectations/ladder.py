@@ -1,0 +1,275 @@
+"""Expectations whose cost follows their difficulty, factor by factor.
+
+All factors begin with a rule of few nodes, which is exact for polynomials of the fifth degree. A few more nodes,
+further out, measure by how much phi is none. Factors of which that matters go on to the next rule, and only they pay: a
+compiled loop takes them a batch at a time.
+
+Where factors are few, a compiled ladder costs more than it saves: then all take a rule of many nodes at once. A search
+begins with the few nodes in either case, see :class:`~numpyro_rvga.engines.joint_solver.JointProblem`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from ..matrices.linalg import semidefinite_factor
+from .by_nodes import Moments, fixed_nodes, from_nodes, hermite_rule
+from .panels import NODES
+from .quadrature import (
+    ACROSS,
+    CUBE_NODES,
+    PHI,
+    TENSOR_NODES,
+    Factor,
+    at_nodes,
+    by_cube,
+    factor_of,
+    fifth_degree,
+    fifth_degree_nodes,
+    iterated,
+    natural_size,
+    num_cube_nodes,
+    spread_out,
+    tensor,
+)
+
+EXACT = {64: 1e-8, 32: 1e-6}  # nats: an error of no consequence, by the precision's bits
+SMALL = 1e-5  # of a factor's natural gradient: an error of no consequence, far from the solution
+ENOUGH, FAIRLY_SMALL = {64: 1e-6, 32: 1e-5}, 1e-3  # the same of factors that are integrals themselves
+MODEST = 10.0  # times the tolerance: the difference of two rules that calls for panels. The better one's error is less
+SLOPE_NODES = {1: 80, 2: 20}  # along each axis, for slopes in phi's constants
+DIRECT_POINTS = 2**18  # in all, at which a rule of many nodes is no dearer
+DIRECT_NODES = 2**19  # of integrals at all points: likewise
+CACHED_POINTS = 2**14  # at which phi is evaluated at once, if all factors take the same rule
+BATCH_POINTS = 2**16  # and if they take finer ones
+MOST_BATCH = 1024  # factors
+LEAST_POINTS = 2**10  # of a batch, however dear each is: they are enough for one call of the compiled functions
+
+Rule = Callable[[PHI, Factor], tuple[Moments, Array]]
+
+
+def expectations(
+    phi: PHI,
+    num_predictors: int,
+    nodes: tuple[np.ndarray, np.ndarray] | None = None,
+    *,
+    effort: str = "usual",
+    cost: int = 1,
+) -> tuple[Callable, Callable | None]:
+    """(means (n, C), covariances (n, C, C), constants (n, ...)) -> E[phi], E[grad phi], E[hess phi] of n factors; and
+    -> the same, with the estimated errors, in nats (n,). The latter takes one argument more, whether few nodes will do:
+    then errors are not estimated. None: they will not.
+
+    :param nodes: positions (K, C) and weights (K,) of the last rule, for more than three predictors: the fifth-degree
+        rule's work is then kept where that is the better one.
+    :param effort: ``"few"``: the fifth-degree rule alone, whose errors are not estimated, in at most three dimensions.
+        ``"direct"``: a rule of many nodes for all, if that is little work. It takes a fifth of the time to compile.
+        ``"thorough"``: also the rule that kinks need in two or three dimensions; it takes long to compile.
+    :param cost: of how many nodes a value of phi is an integral, which is as much dearer, and no more exact than these;
+        one: it is none.
+    """
+    if effort == "few":
+        few = _differentiable(partial(_by_few_nodes, phi), phi, num_predictors)
+        return lambda *factors: few(*factors, None)[0], None
+    tolerances = (ENOUGH, FAIRLY_SMALL) if cost > 1 else (EXACT, SMALL)
+    batch_points = max(BATCH_POINTS // cost, LEAST_POINTS)
+    measure = partial(_climb, phi, num_predictors, nodes, effort == "thorough", tolerances, batch_points)
+    if effort == "direct" and (nodes is not None or num_predictors in CUBE_NODES):
+        most = DIRECT_POINTS if cost == 1 else DIRECT_NODES // cost
+        measure = partial(_at_once_or, measure, *_direct(phi, num_predictors, nodes), most)
+    measured = _differentiable(measure, phi, num_predictors)
+    return lambda *factors: measured(*factors, None)[0], measured
+
+
+def _by_few_nodes(phi: PHI, means: Array, covariances: Array, constants: Any, is_coarse: None) -> tuple[Moments, None]:
+    del is_coarse  # there is but one rule
+    points, weights, _ = fifth_degree_nodes(means.shape[1])
+
+    def of_each(mean: Array, covariance: Array, constants: Any) -> Moments:
+        nodes = fixed_nodes(mean, covariance, points[: len(weights)], weights)
+        return from_nodes(lambda u: phi(u, constants), nodes, 1)
+
+    return _in_chunks(jax.vmap(of_each), len(weights), (means, covariances, constants)), None
+
+
+def _in_chunks(function: Callable, num_points: int, arguments: tuple) -> Any:
+    """``function(*arguments)`` of n factors, some at a time: what it computes at their points then stays in the cache.
+
+    Each takes factors from all over: where devices share them, all work on each chunk.
+    """
+    total = len(arguments[0])
+    count = min(-(-total * num_points // CACHED_POINTS), total)
+    if count == 1:
+        return function(*arguments)
+    size = -(-total // count)
+
+    def split(x: Array) -> Array:
+        padded = jnp.concatenate([x, x[: size * count - total]])
+        return padded.reshape(size, count, *x.shape[1:]).swapaxes(0, 1)
+
+    results = lax.map(lambda chunk: function(*chunk), jax.tree.map(split, arguments))
+    return jax.tree.map(lambda x: x.swapaxes(0, 1).reshape(size * count, *x.shape[2:])[:total], results)
+
+
+def _at_once_or(
+    climb: Callable,
+    rule: Callable,
+    num_points: int,
+    most: int,
+    means: Array,
+    covariances: Array,
+    constants: Any,
+    is_coarse: Array | None,
+) -> tuple[Moments, Array]:
+    """By ``rule`` for all, of so many points each, or by ``climb`` if these are more than ``most``."""
+    if len(means) * num_points > most:
+        return climb(means, covariances, constants, is_coarse)
+    of_each = jax.vmap(lambda *factor: rule(*factor, is_coarse=is_coarse))
+    return _in_chunks(of_each, num_points, (means, covariances, constants))
+
+
+def _direct(phi: PHI, num_predictors: int, nodes: tuple | None) -> tuple[Callable, int]:
+    """A rule of many nodes for one factor, and the number of its points."""
+    if nodes is None:
+        return lambda *factor, is_coarse: by_cube(phi, factor_of(*factor), is_coarse), num_cube_nodes(num_predictors)
+    points, _, _ = fifth_degree_nodes(num_predictors)
+    z, (few, many) = np.concatenate([points, nodes[0]]), (slice(len(points)), slice(len(points), None))
+
+    def mean_of_two(*arguments: Any, is_coarse: Array | None) -> tuple[Moments, Array]:
+        factor = factor_of(*arguments)
+        values, gradients = at_nodes(
+            phi, factor, z, None if is_coarse is None else jnp.where(is_coarse, few.stop, len(z))
+        )
+        moments, error, _, _ = fifth_degree(factor, values[few], gradients[few])
+        result, off = spread_out(nodes, factor, values[many], gradients[many])
+        off = off if is_coarse is None else jnp.where(is_coarse, jnp.inf, off)
+        return _weighed((moments, error), (result, off))
+
+    return mean_of_two, len(z)
+
+
+def _climb(
+    phi: PHI,
+    num_predictors: int,
+    nodes: tuple | None,
+    thorough: bool,
+    tolerances: tuple[dict[int, float], float],
+    batch_points: int,
+    means: Array,
+    covariances: Array,
+    constants: Any,
+    is_coarse: Array | None,
+) -> tuple[Moments, Array]:
+    num_points = len(fifth_degree_nodes(num_predictors)[0])
+    first = jax.vmap(partial(_first_rule, phi, tolerances))
+    factors, *result = _in_chunks(first, num_points, (means, covariances, constants))
+    tolerance, result = factors.tolerance, tuple(result)
+    for least, rule, num_points in _finer(num_predictors, nodes, thorough):
+        size = min(max(batch_points // num_points, 1), MOST_BATCH)
+        hard = ~(result[1] <= least * tolerance)
+        if is_coarse is not None:
+            hard = hard & ~is_coarse
+        result = _refined(jax.vmap(partial(rule, phi)), size, factors, hard, result)
+    return result
+
+
+def _first_rule(
+    phi: PHI, tolerances: tuple[dict[int, float], float], mean: Array, covariance: Array, constants: Any
+) -> tuple[Factor, Moments, Array]:
+    """The factor, and what the fifth-degree rule finds."""
+    factor = factor_of(mean, covariance, constants)
+    points, _, _ = fifth_degree_nodes(mean.size)
+    moments, error, direction, slope = fifth_degree(factor, *at_nodes(phi, factor, points))
+    exact, small = tolerances
+    tolerance = jnp.maximum(exact[jnp.finfo(mean.dtype).bits], small * natural_size(factor.root, moments))
+    return factor._replace(direction=direction, slope=slope, tolerance=tolerance), moments, error
+
+
+def _finer(num_predictors: int, nodes: tuple | None, thorough: bool) -> list[tuple[float, Rule, int]]:
+    """The rules after the first: each with the error that calls for it, in tolerances, and the number of its points."""
+    if num_predictors > len(ACROSS):
+        if nodes is None:
+            return []
+        return [(1.0, lambda phi, factor: spread_out(nodes, factor, *at_nodes(phi, factor, nodes[0])), len(nodes[1]))]
+    panels = iterated, 4 * len(NODES) * ACROSS[num_predictors] ** (num_predictors - 1)
+    if num_predictors == 1:
+        return [(1.0, *panels)]
+    count = sum(a ** (num_predictors - 1) * b for a, b in TENSOR_NODES[num_predictors])
+    return [(1.0, tensor, count), *([(MODEST, *panels)] if thorough else [])]
+
+
+def _refined(rule: Callable, size: int, factors: Factor, hard: Array, result: Any) -> Any:
+    """The results, by this rule for the hard factors, ``size`` at a time."""
+    if len(hard) == 1:
+        return lax.cond(hard[0], lambda: _weighed(result, rule(factors)), lambda: result)
+    total, size = len(hard), min(size, len(hard))
+    count = jnp.sum(hard)
+    places = jnp.argsort(~hard, stable=True)
+    places = jnp.concatenate([places, jnp.full(size - 1, total, places.dtype)])
+
+    def take_batch(carry: tuple[Array, Any]) -> tuple[Array, Any]:
+        start, result = carry
+        chosen = lax.dynamic_slice(places, (start,), (size,))
+        some, before = jax.tree.map(lambda x: x.at[chosen].get(mode="clip"), (factors, result))
+        new = _weighed(before, rule(some))
+        target = jnp.where(start + jnp.arange(size) < count, chosen, total)  # out of bounds: dropped
+        return start + size, jax.tree.map(lambda old, x: old.at[target].set(x, mode="drop"), result, new)
+
+    return lax.while_loop(lambda carry: carry[0] < count, take_batch, (jnp.zeros((), count.dtype), result))[1]
+
+
+def _weighed(before: Any, after: Any) -> Any:
+    """The results after, and those before where their errors are smaller; of one factor or of many. Where both errors
+    are alike it is a mean of both: a search would not come to rest at a q where the results jump."""
+    is_usable = after[1] < jnp.inf  # rules with nodes farther out may find NaN
+    ratio = jnp.where(is_usable, before[1] / after[1], 0.0)
+    share = jnp.nan_to_num(1 / (1 + ratio**-2))
+
+    def mixed(a: Array, b: Array) -> Array:
+        w = share.reshape(*share.shape, *[1] * (a.ndim - share.ndim))
+        return jnp.where(w > 0, w * b, 0.0) + jnp.where(w < 1, (1 - w) * a, 0.0)
+
+    return jax.tree.map(mixed, before, after)
+
+
+# ---------------------------------------------------------------------- derivatives in what phi takes
+def _differentiable(expect: Callable, phi: PHI, num_predictors: int) -> Callable:
+    """``expect``, which finds moments and their errors; the value may be differentiated (once, backwards). Loops may
+    not, and need not: gradient and curvature are the slopes in mean and covariance, and those in phi's constants are
+    expectations too."""
+    if num_predictors in SLOPE_NODES:
+        z, weights = hermite_rule(num_predictors, SLOPE_NODES[num_predictors])
+    else:
+        z, weights, _ = fifth_degree_nodes(num_predictors)
+        z = z[: len(weights)]
+
+    def of_constants(mean: Array, covariance: Array, constants: Any) -> Array:
+        root, _ = semidefinite_factor(covariance)
+        points = mean + z @ root.T
+        each = jax.vmap(phi, (0, None))
+        is_defined = jnp.isfinite(each(points, lax.stop_gradient(constants)))
+        points = jnp.where(is_defined[:, None], points, mean)  # so too where phi is not defined far out
+        return jnp.sum(jnp.asarray(weights) * is_defined * each(points, constants))
+
+    def forward(
+        means: Array, covariances: Array, constants: Any, is_coarse: Array | None
+    ) -> tuple[tuple[Moments, Any], Any]:
+        result = expect(means, covariances, constants, is_coarse)
+        return result, (means, covariances, constants, result[0])
+
+    def backward(residuals: Any, slopes: tuple[Moments, Any]) -> tuple:
+        means, covariances, constants, (_, gradients, hessians) = residuals
+        scale = slopes[0][0]
+        vjp = jax.vjp(lambda c: jax.vmap(of_constants)(means, covariances, c), constants)[1]
+        return scale[:, None] * gradients, 0.5 * scale[:, None, None] * hessians, vjp(scale)[0], None
+
+    function = jax.custom_vjp(expect)
+    function.defvjp(forward, backward)
+    return function

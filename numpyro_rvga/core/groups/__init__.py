@@ -1,0 +1,1 @@
+"""Groups that are independent given shared sites: their elimination, and integrals over them."""

@@ -1,0 +1,113 @@
+"""JAX's primitives by what they do to entries, and functions that apply them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+
+from ..matrices.linalg import cholesky_by_columns, solve_triangular
+from ..special import log_beta, log_gamma
+
+POINTWISE_PRIMITIVES = frozenset(
+    """abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp copy copy_p
+    convert_element_type cos cosh digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge gt igamma igammac integer_pow
+    is_finite le lgamma log log1p logistic lt max min mul ne neg nextafter not or polygamma pow reduce_precision
+    regularized_incomplete_beta rem round rsqrt select_n sign sin sinh sqrt square stop_gradient sub tan tanh xor
+    zeta""".split()
+)
+SELECTING_PRIMITIVES = frozenset(
+    "reshape squeeze expand_dims broadcast_in_dim transpose rev slice dynamic_slice gather".split()
+)
+LINEAR_PRIMITIVES = frozenset(
+    """reduce_sum cumsum concatenate stack unstack split tile pad dynamic_update_slice scatter scatter-add scatter_add
+    real imag""".split()
+)
+BILINEAR_PRIMITIVES = frozenset(["dot_general", "conv_general_dilated"])
+ARITHMETIC = frozenset("sum offset mul div neg copy convert_element_type".split())
+INLINED_PRIMITIVES = frozenset("jit pjit closed_call core_call remat checkpoint remat2".split())
+# By the names of primitives and of JAX's own programs; programs of other names are written out.
+SPECIAL_FUNCTIONS = {"lgamma": log_gamma, "betaln": log_beta, "_betaln_impl": log_beta}
+
+UNKNOWN_LENGTH = 128  # taken of loops that end when their results say so
+UNROLLED_SIZE = 16  # batches of small LAPACK calls are slow, and two at once deadlock jaxlib's pool of two threads
+
+
+def equations(jaxpr) -> Iterator:
+    """The equations of a jaxpr and of the jaxprs inside it."""
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for inner in _jaxprs_of(eqn):
+            yield from equations(inner)
+
+
+def numbers_in(jaxpr) -> int:
+    """How many numbers it computes, those of a loop as often as it runs; a guess where that depends on the data."""
+    return sum(map(numbers_of, jaxpr.eqns))
+
+
+def numbers_of(eqn) -> int:
+    """The same of one equation."""
+    times = UNKNOWN_LENGTH if eqn.primitive.name == "while" else eqn.params.get("length", 1)
+    return times * sum(map(numbers_in, _jaxprs_of(eqn))) + sum(v.aval.size for v in eqn.outvars)
+
+
+def _jaxprs_of(eqn) -> list:
+    """The jaxprs inside an equation."""
+    return [x for x in jax.tree.leaves(list(eqn.params.values())) if hasattr(x, "eqns")]
+
+
+def is_float(dtype) -> bool:
+    return jnp.issubdtype(dtype, jnp.floating)
+
+
+def special_function(eqn) -> Callable | None:
+    """This package's implementation of an elementwise special function; None if it has none."""
+    inlined = eqn.primitive.name in INLINED_PRIMITIVES
+    return SPECIAL_FUNCTIONS.get(eqn.params.get("name") if inlined else eqn.primitive.name)
+
+
+def binder(eqn) -> Callable:
+    """A function of the equation's inputs that returns its outputs. Small LAPACK calls are unrolled."""
+    small = bool(eqn.invars) and max(eqn.invars[0].aval.shape[-1:], default=0) <= UNROLLED_SIZE
+    if eqn.primitive.name == "triangular_solve" and small:
+        return partial(solve_triangular, **eqn.params)
+    if eqn.primitive.name == "cholesky" and small:
+        return cholesky_by_columns
+    bind_params = eqn.primitive.get_bind_params(eqn.params)
+    functions, params = (
+        bind_params if isinstance(bind_params, tuple) else ((), bind_params)
+    )  # the form depends on the JAX version
+    return lambda *arguments: eqn.primitive.bind(*functions, *arguments, **params)
+
+
+def inner_program(eqn) -> tuple:
+    """The jaxpr that an equation calls, and its constants."""
+    inner = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
+    return (inner.jaxpr, inner.consts) if hasattr(inner, "consts") else (inner, [])
+
+
+def scan_counts(eqn) -> tuple[int, int]:
+    """How many inputs of a scan are the same at all steps, and how many are carried from step to step."""
+    if "ft_in" in eqn.params:  # in newer versions of JAX
+        constants, carried, _ = eqn.params["ft_in"].unpack()
+        return len(constants), len(carried)
+    return eqn.params["num_consts"], eqn.params["num_carry"]
+
+
+def results(eqn, inputs: list) -> list:
+    """The outputs of an equation, as a list."""
+    result = binder(eqn)(*inputs)
+    return list(result) if eqn.primitive.multiple_results else [result]
+
+
+def freeze(params: dict) -> tuple | object:
+    """Parameters of an equation as a key: equal for equal parameters. Those that cannot be hashed equal no other."""
+    try:
+        frozen = tuple(sorted((k, v) for k, v in params.items() if k not in ("sharding", "out_sharding")))
+        hash(frozen)
+        return frozen
+    except TypeError:
+        return object()  # unlike anything else: this step is never merged with another

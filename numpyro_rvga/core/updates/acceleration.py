@@ -1,0 +1,81 @@
+"""Anderson's acceleration of a search (Anderson, 1965; Walker and Ni, 2011).
+
+A full step is a map x -> T(x) of q's natural parameters x = (Lambda, Lambda m). Where it converges slowly, as where
+scales and what they scale are sought together, the last few x and T(x) tell more: the next x is the combination of the
+T(x) that belongs to the combination of the x whose residuals T(x) - x cancel best. It is a step like any other: taken
+if it raises the bound, and forgotten with all before it if not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from ..matrices.precisions import Entries, PrecisionForm
+from .maximize import Search, SolverState
+
+MEMORY = 6  # the x that are combined
+NEAR = 10.0  # nats: the squared natural gradient below which the map is smooth enough
+MOST_NUMBERS = 2**20  # in a precision: they are combined on the host
+RESOLVED = 1e-8  # of the longest change of residuals: what shorter ones say is rounding
+
+
+class Visited(NamedTuple):
+    """x and T(x) by their parts: precisions, as arrays of a form, and precisions times means (r,)."""
+
+    precision: np.ndarray
+    linear: np.ndarray
+    next_precision: np.ndarray
+    next_linear: np.ndarray
+
+
+def entries_of_steps(search: Search, form: PrecisionForm, state: SolverState) -> Entries | None:
+    """By which full steps are combined; None where they are no map of natural parameters, or these are too many."""
+    is_map = not (search.solves_for_mean or search.mode or search.alternating or search.by_decrement)
+    return form.entries() if is_map and state.precision.size <= MOST_NUMBERS else None
+
+
+def visited(state: SolverState, entries: Entries) -> Visited:
+    """Where a search stands, and where a full step leads."""
+    at = state.evaluation
+    mean, precision, gradient, target = (
+        np.asarray(x, np.float64) for x in (state.mean, state.precision, at.gradient, at.target)
+    )
+    return Visited(precision, entries.times(precision, mean), target, entries.times(target, mean) + gradient)
+
+
+def accelerated(state: SolverState, history: Sequence[Visited], entries: Entries) -> SolverState | None:
+    """The state with the combination's step to try next; None if there is nothing to combine.
+
+    :param history: the last one is where the state stands.
+    """
+    if len(history) < 2:
+        return None
+    last, mean = history[-1], np.asarray(state.mean, np.float64)
+    scale = 1 / np.sqrt(entries.diagonal(last.precision))
+
+    def residual(x: Visited) -> np.ndarray:
+        """About in the coordinates in which q is standard normal, and about the mean."""
+        change = x.next_precision - x.precision
+        of_mean = x.next_linear - x.linear - entries.times(change, mean)
+        return np.append(np.sqrt(0.5) * entries.scaled(change, scale), scale * of_mean)
+
+    residuals = [residual(x) for x in history]
+    if not np.isfinite(residuals).all():
+        return None
+    changes = np.stack([residuals[-1] - other for other in residuals[:-1]], axis=1)
+    shares = np.linalg.lstsq(changes, residuals[-1], rcond=RESOLVED)[0]
+    precision, linear = last.next_precision.copy(), last.next_linear.copy()
+    for share, x in zip(shares, history):
+        precision -= share * (last.next_precision - x.next_precision)
+        linear -= share * (last.next_linear - x.next_linear)
+    dtype = state.mean.dtype
+    evaluation = state.evaluation._replace(
+        target=jnp.asarray(precision, dtype),
+        gradient=jnp.asarray(linear - entries.times(precision, mean), dtype),  # a full step leads to this mean
+    )
+    short_of_full = np.nextafter(dtype.type(1), dtype.type(0))  # whose factor is not known yet
+    return state._replace(evaluation=evaluation, step=jnp.asarray(short_of_full))

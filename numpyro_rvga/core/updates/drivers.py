@@ -1,0 +1,228 @@
+"""Two loops over the solver's steps: in a compiled function, and from the host.
+
+The first is for blocks of a stream. The second makes each step visible, and compiles its functions one by one.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from ..matrices.precisions import PrecisionForm
+from .acceleration import MEMORY, NEAR, accelerated, entries_of_steps, visited
+from .factors import Expected
+from .maximize import Base, Proposal, Search, Solution, SolverState, propose, solution, unfinished, update, with_base
+from .objective import Objective
+from .targets import choose_target
+
+MAX_MEAN_STEPS = 20  # Newton steps of the mean after one of the covariance, where they need no matrix product
+INNER_RTOL = 0.01  # of the squared natural gradient before a step: where the mean is solved well enough for now
+BACKTRACK = 0.25  # of a Newton step of the mean that lowered the bound
+
+
+# ---------------------------------------------------------------------- inside a compiled function
+def solve_traced(search: Search, objective: Objective, base: Base, form: PrecisionForm, state: SolverState) -> Solution:
+    """The solution, by a loop that XLA runs."""
+
+    def slope_at(mean: Array, covariances: Any) -> Expected:
+        return with_base(base, form, mean, objective.expect(mean, covariances))
+
+    def step(state: SolverState) -> SolverState:
+        proposal = propose(search, form, state)
+        mean = proposal.mean
+        covariances = None if search.mode else objective.predictor_covariances(mean, proposal.covariance_root)
+        if search.solves_for_mean:
+            num_steps = jnp.where((state.step > 0) | search.solves_for_first_mean, MAX_MEAN_STEPS, 0)
+            tolerance = jnp.where(state.step > 0, INNER_RTOL * state.evaluation.decrement, search.settings.tolerance)
+            mean, slope = _solve_mean_traced(form, slope_at, proposal, covariances, num_steps, tolerance)
+        else:
+            slope = slope_at(mean, covariances)
+        exact, target = choose_target(search, form, objective, proposal, mean, slope.hessians)
+        return update(search, form, state, proposal, mean, slope, exact, target)
+
+    return solution(search, form, lax.while_loop(lambda state: unfinished(search, state), step, state))
+
+
+def _solve_mean_traced(
+    form: PrecisionForm,
+    slope_at: Callable[[Array, Any], Expected],
+    proposal: Proposal,
+    covariances: Any,
+    num_steps: Array,
+    tolerance: Array,
+) -> tuple[Array, Expected]:
+    """As :func:`_solve_mean`."""
+    solver = form.solver(proposal.factor)
+
+    def going(carry: tuple) -> Array:
+        count, *_, length = carry
+        return (count <= num_steps) & ~(length <= tolerance)
+
+    def visit(carry: tuple) -> tuple:  # a loop, so that expectations are compiled once
+        count, tried, mean, slope, length = carry
+        new = slope_at(tried, covariances)
+        move = solver(new.gradient)
+        better = (count == 0) | (new.value > slope.value)
+        taken = (tried, new, new.gradient @ move)
+        best = jax.tree.map(lambda a, b: jnp.where(better, a, b), taken, (mean, slope, length))
+        return count + 1, jnp.where(better, tried + move, mean + BACKTRACK * (tried - mean)), *best
+
+    mean = proposal.mean
+    nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(slope_at, mean, covariances))
+    unknown = jnp.full((), jnp.nan, mean.dtype)
+    begin = (jnp.zeros((), jnp.int32), mean, mean, nothing, unknown)
+    _, _, mean, slope, _ = lax.while_loop(going, visit, begin)
+    return mean, slope
+
+
+# ---------------------------------------------------------------------- from the host
+class Pending(NamedTuple):
+    """A state, the q to evaluate next, and the predictors' covariances there."""
+
+    state: SolverState
+    proposal: Proposal
+    covariances: Any
+
+
+class Progress(NamedTuple):
+    """Diagnostics for the host after each step."""
+
+    unfinished: Array
+    iterations: Array
+    step: Array
+    bound: Array
+    decrement: Array
+    clamped: Array
+
+
+class Evaluated(NamedTuple):
+    """The bound's slope at a mean, the Newton step from there, and the mean's squared natural gradient."""
+
+    mean: Array
+    slope: Expected
+    newton_step: Array
+    squared_length: Array
+
+
+class Steps(NamedTuple):
+    """The compiled functions that the host calls in turn: of a model, only ``evaluate`` has the log-likelihoods in it.
+
+    :ivar form: of precisions. :ivar propose: see :func:`pending`. :ivar evaluate: see :func:`evaluate`.
+    :ivar update: see :func:`updated`.
+    """
+
+    form: PrecisionForm
+    propose: Callable[[SolverState], Pending]
+    evaluate: Callable[[Pending, Array | np.ndarray], Evaluated]
+    update: Callable[[Pending, Evaluated], tuple[SolverState, Progress]]
+
+
+def pending(search: Search, objective: Objective, form: PrecisionForm, state: SolverState) -> Pending:
+    """With the state's proposal."""
+    proposal = propose(search, form, state)
+    covariances = None if search.mode else objective.predictor_covariances(proposal.mean, proposal.covariance_root)
+    return Pending(state, proposal, covariances)
+
+
+def evaluate(objective: Objective, base: Base, form: PrecisionForm, at: Pending, mean: Array) -> Evaluated:
+    """The factors' expectations at the proposal's covariance."""
+    slope = with_base(base, form, mean, objective.expect(mean, at.covariances))
+    move = form.solver(at.proposal.factor)(slope.gradient)
+    return Evaluated(mean, slope, move, slope.gradient @ move)
+
+
+def updated(
+    search: Search, objective: Objective, form: PrecisionForm, at: Pending, evaluated: Evaluated
+) -> tuple[SolverState, Progress]:
+    """The state after an evaluation."""
+    state, proposal, _ = at
+    exact, target = choose_target(search, form, objective, proposal, evaluated.mean, evaluated.slope.hessians)
+    state = update(search, form, state, proposal, evaluated.mean, evaluated.slope, exact, target)
+    new = state.evaluation
+    more = unfinished(search, state)
+    return state, Progress(more, state.iterations, state.step, new.bound, new.decrement, new.clamped)
+
+
+def solve(
+    search: Search,
+    steps: Steps,
+    state: SolverState,
+    on_step: Callable[[Progress], None] | None = None,
+    *,
+    is_enough: Callable[[Progress], bool] = lambda progress: False,
+) -> SolverState:
+    """The state where the search ends; its :func:`solution` is q. Steps are accelerated once it is near.
+
+    :param on_step: called after each accepted step, and at the start.
+    :param is_enough: whether the search is left unfinished after a step; it can go on from there.
+    """
+    started, iterations, tolerance, more = False, 0, search.settings.tolerance, True
+    entries = entries_of_steps(search, steps.form, state)
+    plain, history = None, deque(maxlen=MEMORY)  # the state before an accelerated step, and where the search has been
+    while more:
+        at = steps.propose(state)
+        solves_for_mean = search.solves_for_mean if started else search.solves_for_first_mean
+        evaluated = _solve_mean(steps.evaluate, at, MAX_MEAN_STEPS if solves_for_mean else 0, tolerance)
+        state, progress = steps.update(at, evaluated)
+        progress = jax.device_get(progress)
+        has_moved = started and int(progress.iterations) > iterations
+        if plain is not None and (not has_moved or bool(state.stuck)):  # plain steps may lead on from there
+            state, plain = plain, None
+            history.clear()
+            continue
+        if on_step is not None and progress.step > 0 and (not started or has_moved):
+            on_step(progress)
+        started, iterations, plain = bool(progress.step > 0), int(progress.iterations), None
+        decrement = float(progress.decrement)
+        tolerance = INNER_RTOL * decrement
+        more = bool(progress.unfinished) and not (started and is_enough(progress))
+        if more and has_moved and decrement <= NEAR and entries is not None:
+            history.append(visited(state, entries))
+            faster = accelerated(state, history, entries)
+            if faster is not None:
+                state, plain = faster, state
+    return state
+
+
+def begun_again(state: SolverState) -> SolverState:
+    """The state of a search whose bound is another one from now on: the next step is taken, wherever it leads, and is
+    where steps are counted from."""
+    evaluation = state.evaluation
+    lowest = evaluation.bound - jnp.inf
+    evaluation = evaluation._replace(bound=lowest, decrement=-lowest)
+    before_the_first = jnp.full_like(state.iterations, -1)
+    return state._replace(iterations=before_the_first, evaluation=evaluation, stuck=jnp.zeros_like(state.stuck))
+
+
+def _solve_mean(
+    evaluate: Callable[[Pending, Array | np.ndarray], Evaluated], at: Pending, num_steps: int, tolerance: float
+) -> Evaluated:
+    """After Newton steps of the mean, at the proposal's covariance, that raise the bound.
+
+    :param num_steps: at most. :param tolerance: squared length of the mean's natural gradient at which to stop.
+    """
+    best = evaluate(at, at.proposal.mean)
+    if not num_steps:
+        return best
+    mean, move, value, length = _on_host(best)
+    for _ in range(num_steps):
+        if length <= tolerance:
+            break
+        new = evaluate(at, mean + move)
+        new_mean, new_move, new_value, new_length = _on_host(new)
+        if new_value > value:
+            best, mean, move, value, length = new, new_mean, new_move, new_value, new_length
+        else:
+            move = BACKTRACK * move
+    return best
+
+
+def _on_host(evaluated: Evaluated) -> tuple[np.ndarray, np.ndarray, float, float]:
+    """The mean, the Newton step, the bound and the mean's squared natural gradient."""
+    return jax.device_get((evaluated.mean, evaluated.newton_step, evaluated.slope.value, evaluated.squared_length))

@@ -1,0 +1,173 @@
+"""Factors that see q through few predictors, and the sums over them that every solver takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Generic, NamedTuple, TypeVar, overload
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from ..matrices.jacobians import Packed, SparseJacobian, covariance, gram, vjp
+from ..matrices.linalg import positive_part
+
+Moments = tuple[Array, Array, Array]
+Jacobian = TypeVar("Jacobian", Array, SparseJacobian)
+
+
+class Factors(NamedTuple, Generic[Jacobian]):
+    """n factors of the same kind, linearized: predictors_i + jacobian_i e.
+
+    :ivar predictors: (n, C).
+    :ivar jacobian: (n, C, r).
+    :ivar constants: pytree of (n, ...) arrays that the factors' densities take.
+    """
+
+    predictors: Array
+    jacobian: Jacobian
+    constants: tuple
+
+
+class Kind(NamedTuple):
+    """What the factors of one kind have in common (static).
+
+    :ivar expect: of n factors: means (n, C), covariances (n, C, C), constants (n, ...) -> E[phi] (n,), E[grad phi]
+        (n, C), E[hess phi] (n, C, C).
+    :ivar plugin: of one factor, the same at the mean, covariance ignored.
+    :ivar finest: of one factor, the same as ``expect`` and as exactly as may be.
+    :ivar concave: whether phi is log-concave. :ivar quadratic: whether it is a polynomial of the second degree.
+    :ivar conservative: whether ``expect``'s gradient and curvature derive from its value. If not (inverse probit),
+        the fixed-point equations are solved as a root instead.
+    :ivar sampled: whether expectations are averages over many nodes, dearer than a product of matrices.
+    :ivar information: (mean, constants) -> the Fisher information (C, C), which replaces minus the Hessian where
+        that is no curvature to go by.
+    :ivar adjustable: as ``measured``, and takes a traced flag besides, whether few nodes will do: no errors are
+        estimated then. None if that would save nothing.
+    :ivar fresh: of n factors, E[phi] over R sets of nodes that no search has used, (n, R); None but for samples.
+    :ivar measured: as ``expect``, -> what that finds, and its estimated errors, in nats (n,); None if it is exact, or
+        has no estimate.
+    """
+
+    expect: Callable[[Array, Array, tuple], Moments]
+    plugin: Callable[[Array, Array, tuple], Moments]
+    finest: Callable[[Array, Array, tuple], Moments]
+    concave: bool
+    quadratic: bool = False
+    conservative: bool = True
+    sampled: bool = False
+    information: Callable[[Array, tuple], Array] | None = None
+    measured: Callable[[Array, Array, tuple], tuple[Moments, Array]] | None = None
+    adjustable: Callable[[Array, Array, tuple, Array], tuple[Moments, Array]] | None = None
+    fresh: Callable[[Array, Array, tuple], Array] | None = None
+
+    def at(self, predictors: Array, constants: tuple) -> Moments:
+        """Of n factors, the same at predictors (n, C) of no variance."""
+        nothing = jnp.zeros((*predictors.shape, predictors.shape[1]), predictors.dtype)
+        return jax.vmap(self.plugin)(predictors, nothing, constants)
+
+    def expect_with_errors(self, means: Array, covariances: Array, constants: tuple) -> tuple[Moments, Array]:
+        """As ``measured``; errors are zero where that is None."""
+        if self.measured is not None:
+            return self.measured(means, covariances, constants)
+        return self.expect(means, covariances, constants), jnp.zeros(len(means), means.dtype)
+
+    def by_few_nodes(self, is_coarse: Array | None) -> Kind:
+        """With few nodes if they will do, by a traced flag; None: as it is."""
+        adjustable = self.adjustable
+        if is_coarse is None or adjustable is None:
+            return self
+
+        def measured(*factors: Any) -> tuple[Moments, Array]:
+            return adjustable(*factors, is_coarse)
+
+        has_errors = self.measured is not None
+        return self._replace(expect=lambda *f: measured(*f)[0], measured=measured if has_errors else None)
+
+
+class Accounts(NamedTuple):
+    """The factors' expected values and the estimated errors of these, summed by kind: (kinds,) each."""
+
+    values: Array
+    errors: Array
+
+
+class Expected(NamedTuple):
+    """Over all factors: sum E[phi], sum Z_i^T g_i, and what the curvature needs to know: E[hess phi] by kind.
+
+    :ivar gradients: by set of factors, in the coordinates of theta; () if there are no sets.
+    """
+
+    value: Array
+    gradient: Array
+    hessians: Any
+    accounts: Accounts
+    gradients: tuple[Array, ...] = ()
+
+
+class Sums(NamedTuple):
+    """Over all factors: E[phi], Z' g and -Z' G Z, which comes as :func:`~.jacobians.gram` has it."""
+
+    value: Array
+    gradient: Array
+    curvature: Array
+
+
+def add_curvatures(a: Array, b: Array) -> Array:
+    """The sum of two matrices of one form; or of (r, r), for which their diagonals (r,) may stand."""
+    if {jnp.ndim(a), jnp.ndim(b)} == {1, 2}:
+        a, b = (jnp.diag(x) if x.ndim == 1 else x for x in (a, b))
+    return a + b
+
+
+@overload
+def covariances(blocks: tuple[Factors, ...], sigma: None) -> None: ...
+
+
+@overload
+def covariances(blocks: tuple[Factors, ...], sigma: Array | Packed) -> tuple[Array, ...]: ...
+
+
+def covariances(blocks: tuple[Factors, ...], sigma: Array | Packed | None) -> tuple[Array, ...] | None:
+    """Z_i Lambda^-1 Z_i^T by kind, (n, C, C). ``sigma``: Lambda^-1 as :func:`~.jacobians.covariance` takes it; None for
+    a point mass, which has none."""
+    return None if sigma is None else tuple(covariance(block.jacobian, sigma) for block in blocks)
+
+
+def expect(kinds: tuple[Kind, ...], blocks: tuple[Factors, ...], covariances: tuple[Array, ...] | None) -> Expected:
+    """What is expected of factors.
+
+    :param covariances: None for a point mass, with derivatives at the mean.
+    """
+    value = gradient = jnp.asarray(0.0)  # of weak type: the factors' type prevails
+    hessians, values, errors = [], [], []
+    for i, (kind, block) in enumerate(zip(kinds, blocks)):
+        if covariances is None:
+            e, g, h = kind.at(block.predictors, block.constants)
+            off = jnp.zeros_like(e)
+        else:
+            (e, g, h), off = kind.expect_with_errors(block.predictors, covariances[i], block.constants)
+        values.append(jnp.sum(e))
+        errors.append(jnp.sum(off))
+        value, gradient = value + values[-1], gradient + vjp(block.jacobian, g)
+        hessians.append(h)
+    accounts = Accounts(*[jnp.stack(x) if x else jnp.zeros(0) for x in (values, errors)])
+    return Expected(value, gradient, tuple(hessians), accounts)
+
+
+def curvature_of(
+    kinds: tuple[Kind, ...], blocks: tuple[Factors, ...], hessians: tuple[Array, ...], *, clamped: bool = False
+) -> Array:
+    """-Z' G Z. ``clamped``: with each G's negative part only."""
+    curvature = jnp.asarray(0.0)
+    for kind, block, h in zip(kinds, blocks, hessians):
+        if clamped and not kind.concave:
+            h = h - positive_part(h)
+        curvature = add_curvatures(curvature, gram(block.jacobian, -h))
+    return curvature
+
+
+def evaluate(kinds: tuple[Kind, ...], blocks: tuple[Factors, ...], sigma: Array | Packed | None) -> Sums:
+    """All sums. ``sigma``: as :func:`covariances` takes it; None for a point mass."""
+    expected = expect(kinds, blocks, covariances(blocks, sigma))
+    return Sums(expected.value, expected.gradient, curvature_of(kinds, blocks, expected.hessians))

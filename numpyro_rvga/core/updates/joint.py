@@ -1,0 +1,196 @@
+"""Joint solves: many rows together with the true prior, or the Gaussian summary of a stream with it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from ..matrices.jacobians import times_root
+from ..matrices.linalg import solve_lower
+from ..matrices.precisions import Dense, PrecisionForm, Weighted
+from . import maximize
+from .drivers import solve_traced
+from .factors import Expected, Factors, Sums, evaluate
+from .maximize import Base, Search, Solution, SolverState, standard_base
+from .objective import FactorSet, Objective, joint_objective, standard_coordinates
+from .recursion import Absorbed, CanonicalGaussian, RowFactors, State, StepInfo, absorbed_moments, predictor_scales
+
+
+class Start(NamedTuple):
+    """Where a solve begins, and in what terms.
+
+    :ivar base: the bound's part that is not the factors'. :ivar form: of precisions. :ivar state: not yet evaluated.
+    """
+
+    base: Base
+    form: PrecisionForm
+    state: SolverState
+
+
+class Joint(NamedTuple):
+    """A joint solve, in the standard coordinates of the Gaussian before it. Nothing is computed until a part is called.
+
+    :ivar objective: the factors' part of the bound. :ivar start: where it begins.
+    :ivar absorb: solution, number of rows, what is expected there, or None -> the state after it.
+    :ivar absorbed: solution -> mean and covariance of the rows' predictors there.
+    """
+
+    objective: Objective
+    start: Callable[[], Start]
+    absorb: Callable[[Solution, Array, Expected | None], tuple[State, StepInfo]]
+    absorbed: Callable[[Solution], tuple[Absorbed, ...]] = lambda solution: ()
+
+
+def solve_joint_traced(search: Search, joint: Joint) -> Solution:
+    """The solution, inside a compiled function."""
+    base, form, state = joint.start()
+    return solve_traced(search, joint.objective, base, form, state)
+
+
+def solve_quadratic(search: Search, joint: Joint, mean: Array) -> Solution:
+    """The same where all factors are quadratic: one linear solve, from any mean, and a second step by the same factor
+    for what rounding has left."""
+    base, form, _ = joint.start()
+
+    def slope_at(mean):
+        return maximize.with_base(base, form, mean, joint.objective.expect(mean, None))
+
+    first = slope_at(mean)
+    root = form.factor(form.target(joint.objective.curvature(mean, first.hessians, False)))
+    solver = form.solver(root)
+    mean = mean + solver(first.gradient)
+    last = slope_at(mean)
+    move = solver(last.gradient)
+    decrement = last.gradient @ move
+    bound = last.value + 0.5 * decrement - form.half_log_determinant(root)
+    tolerance = jnp.maximum(search.settings.tolerance, maximize.rounding(search, mean, bound))
+    converged = jnp.isfinite(bound) & (decrement <= tolerance)
+    return Solution(mean + move, root, bound, decrement, jnp.ones((), jnp.int32), converged)
+
+
+def curvature_at(search: Search, objective: Objective, mean: Array) -> Array:
+    """Minus the Hessian of the factors' log density at a point, as ``search`` would take it for a precision: without
+    positive parts, unless there are none."""
+    return objective.curvature(mean, objective.expect(mean, None).hessians, not search.log_concave)
+
+
+def bound_at(joint: Joint, base: Base, mean: Array, root: Array) -> tuple[Array, Sums]:
+    """The bound at N(mean, root root^T), with root lower triangular or its transpose, and the sums over factors."""
+    precision, linear = base_terms(base, mean)
+    sums = joint.objective.sums(mean, root.T)
+    entropy = jnp.sum(jnp.log(jnp.diagonal(root))) + 0.5 * mean.size
+    trace = jnp.sum(root * (precision @ root))
+    bound = sums.value + linear @ mean - 0.5 * mean @ precision @ mean + base.constant
+    return bound - 0.5 * trace + entropy, sums
+
+
+def base_terms(base: Base, mean: Array) -> tuple[Array, Array]:
+    """Precision and linear term, written out."""
+    precision = jnp.eye(mean.size, dtype=mean.dtype) if base.precision is None else base.precision
+    return precision, jnp.zeros_like(mean) if base.linear is None else base.linear
+
+
+def joint_solve(
+    search: Search,
+    rows: FactorSet,
+    prior: FactorSet,
+    state: State,
+    *,
+    row_factors: tuple[RowFactors, ...] | None = None,
+    starts: Array | None = None,
+    init: tuple[Array, Array] | None = None,
+    selecting: bool = False,
+) -> Joint:
+    """Rows and the true prior terms together.
+
+    The Gaussian factor that approximates the prior terms is divided out of the state, and the terms themselves take its
+    place. Rows that are already part of the state by ``row_factors`` are divided out too. So a last solve is of the
+    Gaussian summary of the data, the true prior and the rows that were kept.
+
+    :param starts: (k, P) points, in the state's standard coordinates, of which the most probable is where the search
+        begins; default: the state's mean.
+    :param init: mean and precision of a q to start from, in the state's standard coordinates.
+    :param selecting: whether each row depends on single entries of theta.
+    """
+    dtype, size = state.mean.dtype, state.mean.shape[0]
+
+    def factors_at(e):
+        def whitened(chunk):
+            factors = rows.linearize(chunk, state.mean + state.root @ e)
+            return tuple(f._replace(jacobian=times_root(f.jacobian, state.root)) for f in factors)
+
+        chunked = lax.map(whitened, rows.chunks)
+        return jax.tree.map(lambda x: x.reshape(x.shape[0] * x.shape[1], *x.shape[2:]), chunked)
+
+    # A precision to start from may be of any form.
+    weighted = selecting and not prior.kinds and not row_factors and not search.mode and init is None
+    coordinates = standard_coordinates(state.mean, state.root, weighted=weighted)
+    objective = joint_objective((prior, rows), coordinates, staged=search.staged)
+
+    def start():
+        factors = factors_at(jnp.zeros(size, dtype)) if row_factors else ()
+        base = _divide(state, factors, row_factors)
+        mean, precision = (jnp.zeros(size, dtype), None) if init is None else init
+        if starts is not None:
+            mean = _most_probable(objective, base, starts)
+        form = Weighted(jnp.eye(size, dtype=dtype), state.root) if weighted else Dense(base.precision)
+        return Start(base, form, maximize.init(search, form, mean, precision))
+
+    def absorb(solution, num_rows, expected):
+        bound = solution.bound - jnp.sum(jnp.log(jnp.diagonal(solution.root))) if search.mode else solution.bound
+        mean = state.mean + state.root @ solution.mean
+        root = solve_lower(solution.root, state.root.T).T
+        prior_factor = None
+        if state.prior_factor is not None:
+            if expected is None:
+                covariance_root = None if search.mode else root.T
+                sums = evaluate(prior.kinds, prior.linearize(prior.first, mean), covariance_root)
+            else:
+                sums = objective.sums_of_set(solution.mean, expected, 0)
+            prior_factor = CanonicalGaussian.expected(*sums, mean, None if search.mode else root)
+        moved = State(mean, jnp.zeros_like(mean), root, bound, prior_factor, state.num_rows + num_rows)
+        ok = jnp.isfinite(bound) & jnp.all(jnp.isfinite(mean)) & jnp.all(jnp.isfinite(root))
+        after = jax.tree.map(lambda new, old: jnp.where(ok, new, old), moved, state)
+        gain = bound - state.log_evidence
+        return after, StepInfo(gain, solution.decrement, solution.iterations, solution.converged, ok)
+
+    def absorbed_at(solution):
+        factors = factors_at(solution.mean)
+        return absorbed_moments(rows.kinds, factors, predictor_scales(factors, solution.root))
+
+    return Joint(objective, start, absorb, absorbed_at)
+
+
+def _most_probable(objective: Objective, base: Base, starts: Array) -> Array:
+    def log_density(e):
+        precision = e if base.precision is None else base.precision @ e
+        linear = 0.0 if base.linear is None else base.linear @ e
+        return objective.expect(e, None)[0] + linear - 0.5 * e @ precision
+
+    values = lax.map(log_density, starts)
+    return starts[jnp.argmax(jnp.where(jnp.isfinite(values), values, -jnp.inf))]
+
+
+def _divide(state: State, factors: tuple[Factors, ...], row_factors: tuple[RowFactors, ...] | None) -> Base:
+    """The state without its prior site and the rows' sites, in coordinates where the state is standard normal."""
+    base = standard_base(state.mean.dtype)._replace(constant=state.log_evidence)
+    if state.prior_factor is None and row_factors is None:
+        return base
+    size = state.mean.shape[0]
+    precision, linear, constant = jnp.eye(size, dtype=state.mean.dtype), jnp.zeros_like(state.mean), base.constant
+    if state.prior_factor is not None:
+        value, slope = state.prior_factor.at(state.mean)
+        precision = precision - state.root.T @ state.prior_factor.precision @ state.root
+        linear, constant = linear - state.root.T @ slope, constant - value
+    for block, site in zip(factors, row_factors or ()):
+        product = jnp.einsum("ncd,nd->nc", site.precision, block.predictors)
+        weighted = jnp.einsum("ncd,ndr->ncr", site.precision, block.jacobian)
+        precision = precision - jnp.einsum("ncr,ncs->rs", block.jacobian, weighted)
+        linear = linear - jnp.einsum("nc,ncr->r", site.linear - product, block.jacobian)
+        values = site.constant + jnp.sum((site.linear - 0.5 * product) * block.predictors, axis=1)
+        constant = constant - jnp.sum(values)
+    return Base(0.5 * (precision + precision.T), linear, constant)

@@ -1,0 +1,370 @@
+"""The best Gaussian for a sum of factors, as pure steps of a visible state.
+
+Over q = N(m, Lambda^-1) in R^r, maximize
+
+    sum_i E_q[log p_i(F_i(e))] + E_q[log base(e)] + entropy(q),      log base(e) = linear . e - e' precision e / 2,
+
+where factor i depends on e through its predictors, u_i ~ N(F_i(m), J_i Lambda^-1 J_i^T). With one row this is R-VGA's
+implicit update, with all rows batch variational Gaussian inference. A step takes
+
+    Lambda(t) = (1 - t) Lambda + t Lambda_new,   Lambda_new = precision - sum J_i^T H_i J_i,
+    m(t) = m + t Lambda(t)^-1 (sum J_i^T g_i + linear - precision m):
+
+at t = 1 the fixed-point (Newton) step, for t -> 0 the natural gradient, which always rises. So halving t makes the
+bound monotone without any assumption of concavity, and leaves its stationary points alone. The first t that a step
+tries is where, by the last move's slopes at both ends, that move had better ended: the map from Lambda to Lambda_new
+may reverse the sign of errors, and then t = 1 oscillates.
+
+Where Lambda_new is not positive definite, a step leads to what the negative parts of the H_i alone make of it, so that
+t = 1 is possible. But that need not raise the bound. Where it does not, the step leads to Lambda_new itself, for a t
+small enough.
+
+One step is :func:`propose` (state -> the q to try), an evaluation of the factors there, and :func:`update` (state and
+evaluation -> state). :mod:`~.drivers` takes one after the other.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from ..matrices.precisions import PrecisionForm
+from .factors import Expected
+
+MIN_STEP = 2.0**-30
+RTOL = 1e-6
+SHORTEST_FIRST_TRY = 0.1
+NEARLY_FULL = 0.05  # a full step forgets the old precision, however large, and is taken in place of one so near
+LOST = 2.0**-8  # of rounding: a rise that no step can show
+MAX_NARROWINGS = 10
+LITTLE_LESS = 0.9  # of the decrement that a step has left: where the bound has not risen either, none will raise it
+ACCEPT_RATIO = 0.1  # of a negative bound that narrowing must leave of it, if factors are log-concave
+
+
+class Base(NamedTuple):
+    """log base(e) = linear . e - e' precision e / 2 + constant. ``None`` precision: the identity."""
+
+    precision: Array | None
+    linear: Array | None
+    constant: Array
+
+
+class Solution(NamedTuple):
+    """q = N(mean, (root root^T)^-1) and the search that led to it.
+
+    :ivar mean: (r,). :ivar root: lower Cholesky factor of the precision, (r, r).
+    :ivar bound: the maximized objective; with a normalized base, sum E[log p] - KL(q || base).
+    :ivar decrement: squared length of the last natural gradient, in nats: twice the distance to the optimum.
+    """
+
+    mean: Array
+    root: Array
+    bound: Array
+    decrement: Array
+    iterations: Array
+    converged: Array
+
+
+class Settings(NamedTuple):
+    """When to stop (static).
+
+    :ivar tolerance: for the natural gradient's squared length, in nats.
+    :ivar max_iterations: and ``min_iterations``: the number of steps, at most and at least.
+    :ivar rtol: of what that length was at the start, which must be reached too; None: anything will do.
+    """
+
+    tolerance: float
+    max_iterations: int
+    min_iterations: int = 0
+    rtol: float | None = RTOL
+
+
+class Search(NamedTuple):
+    """What is sought, and how (static).
+
+    :ivar log_concave: whether all factors are log-concave.
+    :ivar by_decrement: whether steps must lower the decrement, not raise the bound: for expectations whose gradient
+        and curvature do not derive from their value.
+    :ivar mode: seek the mode (q a point mass, derivatives at the mean), and the precision there: Laplace's
+        approximation.
+    :ivar alternating: solve for the mean alone, by Newton's method, and for the covariance alone, by its fixed point,
+        in turn; not for both at once.
+    :ivar seek_scale: begin with the scale that has the highest bound. Far from the solution, expectations over a wide q
+        say little. Log-concave factors over a wide q do lead on, and faster, but where exponentials dwarf all else.
+        Otherwise the scale is narrowed until the bound is finite.
+    :ivar staged: whether the objective computes its parts one after the other, as it does where predictors are affine.
+        Their covariances do not depend on the mean then, and its Newton steps take no product of matrices. So the
+        host solves for the mean after each step of the covariance, which takes a third as many steps as both at once.
+    """
+
+    settings: Settings
+    log_concave: bool
+    by_decrement: bool = False
+    mode: bool = False
+    alternating: bool = False
+    seek_scale: bool = False
+    staged: bool = False
+
+    @property
+    def solves_for_mean(self) -> bool:
+        """Whether the mean has steps of its own after each step of the covariance."""
+        return self.staged and not (self.by_decrement or self.mode or self.alternating)
+
+    @property
+    def solves_for_first_mean(self) -> bool:
+        """Whether it has such steps at the start too: there is a q to start from."""
+        return self.solves_for_mean and not self.seek_scale
+
+    @property
+    def keeps_factor(self) -> bool:
+        """Whether the target's Cholesky factor is needed besides a full step: to know that it is positive definite."""
+        return self.mode or not self.log_concave
+
+
+class Evaluation(NamedTuple):
+    """The bound at a q, and where it leads.
+
+    :ivar target: the precision that a full step takes. :ivar target_factor: its Cholesky factor, if it is kept.
+    :ivar decrement: the squared natural gradient, of which ``covariance_decrement`` is the covariance's part.
+    :ivar clamped: whether the target leaves out positive curvatures of the log-likelihoods.
+    """
+
+    bound: Array
+    gradient: Array
+    target: Array
+    decrement: Array
+    covariance_decrement: Array
+    clamped: Array
+    target_factor: Any
+
+
+class SolverState(NamedTuple):
+    """Where a search stands: q = N(mean, precision^-1), evaluated, and the step to try next.
+
+    :ivar iterations: steps taken; while the initial scale is sought, trials.
+    :ivar step: t; 0 while the initial scale is sought.
+    :ivar stuck: whether no step can raise the bound any more.
+    :ivar updating_mean: if alternating: whether it is the mean's turn.
+    """
+
+    iterations: Array
+    step: Array
+    mean: Array
+    precision: Array
+    evaluation: Evaluation
+    initial_decrement: Array
+    stuck: Array
+    updating_mean: Array
+
+
+class Proposal(NamedTuple):
+    """The q to evaluate next, N(mean, precision^-1).
+
+    :ivar factor: the precision's Cholesky factor.
+    :ivar covariance_root: what the factors need of its inverse, see :mod:`~.precisions`; None if a mode is sought.
+    :ivar change: the target less the state's precision, along which slopes are compared.
+    """
+
+    mean: Array
+    precision: Array
+    factor: Array
+    covariance_root: Any
+    change: Array
+
+
+class Target(NamedTuple):
+    """The precision that a full step takes, its Cholesky factor if it is kept, and whether it is clamped."""
+
+    precision: Array
+    factor: Any
+    clamped: Array
+
+
+def standard_base(dtype) -> Base:
+    """The standard normal, normalized."""
+    return Base(None, None, jnp.zeros((), dtype))
+
+
+def init(search: Search, form: PrecisionForm, mean: Array, precision: Array | None = None) -> SolverState:
+    """The state before anything was evaluated.
+
+    :param precision: as an array of ``form``; default: the one to narrow from.
+    """
+    dtype, unknown = mean.dtype, jnp.full((), jnp.nan, mean.dtype)
+    precision = form.begin(mean) if precision is None else precision
+    factor = None
+    if search.keeps_factor:
+        factor = jnp.full(jax.eval_shape(form.factor, precision).shape, jnp.nan, dtype)
+    no, zero = jnp.asarray(False), jnp.zeros((), dtype)
+    evaluation = Evaluation(unknown, jnp.zeros_like(mean), precision, unknown, unknown, no, factor)
+    return SolverState(jnp.zeros((), jnp.int32), zero, mean, precision, evaluation, unknown, no, jnp.asarray(True))
+
+
+def propose(search: Search, form: PrecisionForm, state: SolverState) -> Proposal:
+    """The q to evaluate next."""
+    t, at = state.step, state.evaluation
+    starting = t == 0
+    change = at.target - state.precision
+    if search.alternating:
+        change = jnp.where(state.updating_mean, 0.0, change)
+    keeps_precision = starting | (state.updating_mean & search.alternating)
+    if search.mode:
+        precision, factor = state.precision, at.target_factor
+    else:  # Not precision + t change, which would lose a target far smaller than the precision.
+        mixed = (1 - t) * state.precision + t * at.target
+        precision = jnp.where(keeps_precision, state.precision, mixed)
+        if search.keeps_factor:
+            full = ~keeps_precision & (t == 1)
+            factor = lax.cond(full, lambda: at.target_factor, lambda: form.factor(precision))
+        else:
+            factor = form.factor(precision)
+    mean = state.mean
+    if not search.solves_for_mean:
+        metric = form.factor(at.target) if search.alternating else factor
+        keeps_mean = starting | (~state.updating_mean & search.alternating)
+        mean = jnp.where(keeps_mean, mean, mean + t * form.solver(metric)(at.gradient))
+    covariance_root = None if search.mode else form.covariance_root(factor)
+    return Proposal(mean, precision, factor, covariance_root, change)
+
+
+def with_base(base: Base, form: PrecisionForm, mean: Array, expected: Expected) -> Expected:
+    """The factors' and the base's: value and gradient are those of the bound's part that depends on the mean."""
+    linear = jnp.zeros_like(mean) if base.linear is None else base.linear
+    product = form.precision_times(mean)
+    value = expected.value + linear @ mean - 0.5 * mean @ product + base.constant
+    return expected._replace(value=value, gradient=expected.gradient + linear - product)
+
+
+def update(
+    search: Search,
+    form: PrecisionForm,
+    state: SolverState,
+    proposal: Proposal,
+    mean: Array,
+    slope: Expected,
+    exact: Array,
+    target: Target,
+) -> SolverState:
+    """The state after an evaluation of the proposal, at ``mean``.
+
+    :param exact: the precision of the factors' exact curvature, of which the natural gradient is.
+    """
+    if search.mode:
+        length = slope.gradient @ form.solver(target.factor)(slope.gradient)
+        zero = jnp.zeros((), mean.dtype)
+        new = Evaluation(slope.value, slope.gradient, target.precision, length, zero, target.clamped, target.factor)
+        along = zero
+    else:
+        root, covariance_root = proposal.factor, proposal.covariance_root
+        divergence = 0.5 * (form.trace(proposal.precision, covariance_root) - mean.size)
+        bound = slope.value - divergence - form.half_log_determinant(root)
+        length = slope.gradient @ form.solver(root)(slope.gradient)
+        ahead = exact - proposal.precision
+        square, along = lax.cond(
+            _is_rounding(ahead, exact),
+            lambda: (jnp.zeros((), mean.dtype), jnp.zeros((), mean.dtype)),
+            lambda: form.products(root, covariance_root, ahead, proposal.change),
+        )
+        along, square = 0.5 * along, 0.5 * square
+        factor = target.factor if search.keeps_factor else None
+        new = Evaluation(bound, slope.gradient, target.precision, length + square, square, target.clamped, factor)
+    started = _after_start(search, form, state, mean, new)
+    stepped = _after_step(search, state, proposal, mean, new, _next_step(search, state, mean, new, along))
+    return jax.tree.map(lambda a, b: jnp.where(state.step == 0, a, b), started, stepped)
+
+
+def _next_step(search: Search, state: SolverState, mean: Array, new: Evaluation, along: Array) -> Array:
+    """The step at which the bound's slope along this move would have vanished (secant): T(V) may oscillate."""
+    dtype, t, at = mean.dtype, state.step, state.evaluation
+    if search.mode:
+        return jnp.ones((), dtype)
+    direction = (mean - state.mean) / t
+    rise = at.covariance_decrement
+    if search.alternating:
+        rise = jnp.where(state.updating_mean, 0.0, rise)
+    before = at.gradient @ direction + rise
+    after = new.gradient @ direction + along
+    best = t * before / (before - after)
+    is_usable = (after < before) & jnp.isfinite(best) & (jnp.abs(best - 1) > NEARLY_FULL)
+    return jnp.where(is_usable, jnp.clip(best, SHORTEST_FIRST_TRY, 1.0), 1.0).astype(dtype)
+
+
+def _is_rounding(change: Array, x: Array) -> Array:
+    """Whether x is all but the same without the change."""
+    return jnp.all(jnp.abs(change) <= 8 * jnp.finfo(x.dtype).eps * jnp.abs(x))
+
+
+def _after_start(search: Search, form: PrecisionForm, state: SolverState, mean: Array, new: Evaluation) -> SolverState:
+    """A wider start was the better one, or: narrow it further, or go on from it."""
+    finite = jnp.isfinite(new.bound) & jnp.all(jnp.isfinite(new.gradient))
+    if not search.seek_scale:
+        done, at = finite, new
+        precision = jnp.where(finite, state.precision, form.narrower(state.precision))
+    else:
+        before = state.evaluation.bound
+        share = ACCEPT_RATIO if search.log_concave and not search.alternating else 1.0
+        better = finite & ~(new.bound <= jnp.maximum(before, share * before))
+        done = finite & ~better
+        precision = jnp.where(done, form.wider(state.precision), form.narrower(state.precision))
+        at = jax.tree.map(lambda a, b: jnp.where(better, a, b), new, state.evaluation)
+    count = jnp.where(done, 0, state.iterations + 1)
+    step = done.astype(state.mean.dtype)
+    mean = jnp.where(done, mean, state.mean)
+    return SolverState(count, step, mean, precision, at, at.decrement, count > MAX_NARROWINGS, state.updating_mean)
+
+
+def _after_step(
+    search: Search, state: SolverState, proposal: Proposal, mean: Array, new: Evaluation, next_step: Array
+) -> SolverState:
+    at = state.evaluation
+    merit, before = (-new.decrement, -at.decrement) if search.by_decrement else (new.bound, at.bound)
+    accepted = merit >= before - rounding(search, mean, before)
+    resolvable = rounding(search, mean, new.bound)  # gains below rounding error may be losses
+    near = (new.decrement <= resolvable) & (new.decrement > 0.5 * at.decrement)
+    hidden = (merit - before <= resolvable) & (new.decrement > LITTLE_LESS * at.decrement)
+    idle = accepted & (near | hidden)
+    updating_mean = state.updating_mean
+    if search.alternating:
+        share = jnp.where(updating_mean, new.decrement - new.covariance_decrement, new.covariance_decrement)
+        updating_mean = updating_mean ^ (share <= 0.5 * _tolerance(search.settings, state))
+    after = SolverState(
+        state.iterations + 1, next_step, mean, proposal.precision, new, state.initial_decrement, idle, updating_mean
+    )
+    is_lost = state.step * at.decrement <= LOST * rounding(search, state.mean, before)
+    halved = state._replace(step=0.5 * state.step, stuck=is_lost | (state.step < MIN_STEP))
+    return jax.tree.map(lambda a, b: jnp.where(accepted, a, b), after, halved)
+
+
+def rounding(search: Search, mean: Array, merit: Array) -> Array:
+    """The rounding error of a bound, or of what else is compared. In a bound the covariance's trace cancels, which is
+    of about the dimension and may be far larger."""
+    canceling = 0 if search.mode or search.by_decrement else mean.size
+    return 8 * jnp.finfo(mean.dtype).eps * (canceling + jnp.abs(merit))
+
+
+def _tolerance(settings: Settings, state: SolverState) -> Array:
+    if settings.rtol is None:
+        return jnp.asarray(settings.tolerance, state.initial_decrement.dtype)
+    # Relative for rows that hardly move q: passed over, a million of them would add up.
+    return jnp.minimum(settings.tolerance, settings.rtol * state.initial_decrement)
+
+
+def unfinished(search: Search, state: SolverState) -> Array:
+    """Whether there is a step to take."""
+    settings = search.settings
+    unsolved = ~(state.evaluation.decrement <= _tolerance(settings, state))
+    unsolved = unsolved | (state.iterations < settings.min_iterations)
+    unsolved = unsolved & (state.iterations < settings.max_iterations)
+    return (unsolved | (state.step == 0)) & ~state.stuck
+
+
+def solution(search: Search, form: PrecisionForm, state: SolverState) -> Solution:
+    """The result of the search."""
+    at = state.evaluation
+    converged = at.decrement <= jnp.maximum(search.settings.tolerance, rounding(search, state.mean, at.bound))
+    root = at.target_factor if search.mode else form.factor(state.precision)
+    converged = converged & jnp.isfinite(at.bound)
+    return Solution(state.mean, root, at.bound, at.decrement, state.iterations, converged)

@@ -1,0 +1,361 @@
+"""The likelihood of a bound model: its terms, what is integrated out of them, and densities."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Hashable, Mapping, MutableMapping
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.scipy.special import logsumexp
+
+from ...core.expectations.by_nodes import normal_rule
+from ...core.expectations.closed_forms import Gaussian, Logistic
+from ...core.gaussians import Family
+from ...core.jaxprs.primitives import equations
+from ..data.arguments import ROW
+from ..data.rows import common_length, linspace_indices, num_rows, selected
+from ..handlers.tracing import SiteRecord, elements, sample_sites
+from ..terms.local import Component, RowFacts, components_of
+from ..terms.local_terms import Draw, local_terms
+from ..terms.recognition import in_tilted_form
+from ..terms.site_terms import ends_of_one_computation, site_terms, summed_terms
+from ..terms.sparsity import Sparsity, are_selections, find_sparsity
+from ..terms.terms import Terms, by_piece, linearize, over_rows
+from . import validation
+from .bound_model import _log_prob
+from .bound_prior import BoundPrior
+from .row_checks import RowCheck, quadratic_check, states_check
+
+MOST_LOOKED_AT = 256  # rows, to find out on which predictors theta has a say
+MOST_PARAMETERS_DRAWN = 100  # of rows without structure, as networks are: more take minutes
+
+
+class BoundLikelihood(BoundPrior):
+    """The same with the terms of its rows.
+
+    :ivar terms: of each observed site, and of what is integrated out of rows.
+    :ivar row_facts: facts of latent variables of single rows; None if nothing is integrated out.
+    :ivar selections: sites each of whose terms reads one entry of theta.
+    """
+
+    row_facts: RowFacts | None = None
+
+    # ------------------------------------------------------------------ reading it
+    def _read_likelihood(
+        self,
+        rows: Mapping[str, Array | np.ndarray],
+        row_facts: RowFacts | None,
+        *,
+        prefer_parameters: bool,
+        by_draws: bool,
+    ) -> list[RowCheck]:
+        """Set the terms. What is returned checks that later rows are like these."""
+        self._components, checks = self._find_components(), []
+        integrated = self._integrated_terms(rows, row_facts, checks)
+        self.terms = self._all_terms(prefer_parameters, by_draws, [terms for terms, *_ in integrated])
+        self.row_parts = tuple(zip(self._components, [draw for *_, draw in integrated]))
+        if self.row_latents is not None:
+            states = {name: np.asarray(values) for name, values in self.row_latents.states.items()}
+            self.row_facts = RowFacts(states, tuple(quadratic for _, quadratic, _ in integrated))
+            if not self.whole:
+                checks += [states_check(self, name, self._bounds_of_states) for name in states]
+        validation.check_local_terms(self)
+        self.selections = self._find_selections()
+        return checks
+
+    def _all_terms(self, prefer_parameters: bool, by_draws: bool, integrated: list[Terms]) -> tuple[Terms, ...]:
+        """Those of row sites. Of a whole program they are cut into as many equal pieces as go into all of them.
+
+        :param integrated: of sites that latent variables are integrated out of."""
+        theta = jax.ShapeDtypeStruct((self.layout.size + self.local.size,), self.dtype)
+        row = self.shared if self.whole else {**self.example_row, **self.shared}
+        few = self.whole or self.layout.size <= MOST_PARAMETERS_DRAWN
+        options = {"prefer_parameters": prefer_parameters, "by_draws": by_draws and not self.local.size and few}
+        sites = [name for name in self._row_sites if name not in self._tied]
+        all_terms = []
+        if (
+            self.whole
+            and options["by_draws"]
+            and (together := ends_of_one_computation(self._run_all, sites, theta, row))
+        ):
+            all_terms.append(summed_terms(self._run_all, together, theta.shape[0]))
+            sites = [name for name in sites if name not in together]
+        for site in sites:
+            terms = site_terms(self._site_runner(site), site, theta, row, **options)
+            if not terms.by_draws:
+                terms = in_tilted_form(terms, self.dtype, row)._replace(num_local=self.local.size)
+            all_terms.append(terms)
+        all_terms += integrated
+        if not self.whole:
+            return tuple(all_terms)
+        all_terms = [terms for terms in all_terms if terms.num_elements]
+        self._num_pieces = math.gcd(*[terms.num_elements for terms in all_terms if not terms.by_draws]) or 1
+        return tuple(by_piece(terms, self._num_pieces) for terms in all_terms)
+
+    def _find_components(self) -> tuple[Component, ...]:
+        if self.row_latents is None:
+            return ()
+        row = {**self.example_row, **self.shared}
+        return components_of(self._row_records, self.row_latents, self.layout.size, self.dtype, row, self._row_sites)
+
+    def _integrated_terms(
+        self, rows: Mapping[str, Array | np.ndarray], facts: RowFacts | None, checks: list[RowCheck]
+    ) -> list[tuple[Terms, bool, Draw]]:
+        """With whether the integrand is a Gaussian, which ``checks`` are to find in later rows too, and draws of the
+        variables."""
+        if self.row_latents is None or not self._components:
+            return []
+        theta = jax.ShapeDtypeStruct((self.layout.size,), self.dtype)
+        row = some = self.shared
+        if not self.whole:
+            row = {**self.example_row, **self.shared}
+            every: dict[str, Any] = dict(rows)
+            some = selected(every, linspace_indices(num_rows(rows), MOST_LOOKED_AT)) | self.shared
+        result = []
+        for i, component in enumerate(self._components):
+
+            def is_quadratic(question, i=i, component=component):
+                check = quadratic_check(self, component.name, question)
+                holds = facts.quadratic[i] if facts is not None else bool(check.begin(rows)().all())
+                checks.extend([check] if holds else [])
+                return holds
+
+            result.append(local_terms(self._row_records, self.row_latents, component, theta, row, some, is_quadratic))
+        return result
+
+    def _row_records(
+        self, theta: Array, row: Mapping[str, Array], states: Mapping[str, Array]
+    ) -> dict[str, SiteRecord]:
+        """Of a run on one row. theta: (P + K,), with the row's own continuous variables."""
+        assert self.row_latents is not None
+        size = self.layout.size
+        sites = self.layout.unravel(theta[:size]) | self.row_latents.continuous.unravel(theta[size:])
+        return sample_sites(*self._run(self._with_data(row), sites, states=states))
+
+    def _with_data(self, row: Mapping[str, Array]) -> Mapping[str, Array]:
+        """A row, or all data of a whole program."""
+        return {**self.example_row, **row} if self.whole else row
+
+    def row_latents_at(
+        self,
+        rng_key: Array,
+        theta: Array,
+        row: Mapping[str, Array],
+        given: Mapping[str, Array],
+        states: Mapping[str, Array],
+    ) -> dict[str, Array]:
+        """Values of the latent sites of one row.
+
+        :param given: unconstrained values of some, and ``states`` of discrete ones; others are drawn.
+        """
+        assert self.row_latents is not None
+        sites = self.layout.unravel(theta) | dict(given)
+        records = sample_sites(*self._run(self._with_data(row), sites, rng_key, states=states))
+        return {name: records[name].value for name in self.row_latents.site_names}
+
+    @functools.cached_property
+    def row_latent_axes(self) -> dict[str, int]:
+        """The axis of a latent site of single rows along which rows lie."""
+        several = self._describe(self.example_rows)[0]
+        shapes = {name: (self.sites[name].value_shape, several[name].value_shape) for name in self.local_names}
+        return {name: next(i for i, n in enumerate(one) if n != two[i]) for name, (one, two) in shapes.items()}
+
+    def _find_selections(self) -> frozenset[str]:
+        """Sites each of whose terms depends on one entry of theta."""
+        if not self.whole:
+            return frozenset()
+        rows = {**self.inputs(self.example_rows), **self.shared}
+        size, dtype = self.layout.size, self.dtype
+        answers = are_selections(self.terms, size, dtype, rows)
+        return frozenset(terms.site for terms, is_selection in zip(self.terms, answers) if is_selection)
+
+    # ------------------------------------------------------------------ densities
+    def inputs(self, rows: Mapping[str, Any]) -> dict[str, Any]:
+        """What the terms take for these rows.
+
+        :raises ValueError: for rows other than the program's own, if the model always runs on all of these.
+        """
+        if not self.whole or ROW in rows:
+            return dict(rows)
+        if not self.holds(rows):
+            raise ValueError(
+                "the latent sites of this posterior belong to the rows that it was fitted to: give these, all of them. "
+                "(Other rows can be predicted with method='monte_carlo'.)"
+            )
+        return {ROW: np.arange(self._num_pieces, dtype=np.int32)}
+
+    def count_rows(self, rows: Mapping[str, Any]) -> int:
+        """How many rows there are. Where arrays of a whole program share no length: its number of terms."""
+        length = common_length(rows)
+        if length is not None:
+            return length
+        return sum(terms.num_elements for terms in self.terms) * self._num_pieces
+
+    def log_likelihood(self, theta: Array, rows: Mapping[str, Array], site: str | None = None) -> dict[str, Array]:
+        """Log-likelihood of each row by observed site, (n, *elements); auxiliary factors under their own names.
+
+        Variables of the row's own are integrated out; what they enter is then summed over its elements. Sites that
+        they tie together have one log-likelihood, under the names of them all ("x+y").
+
+        :param rows: as :meth:`inputs` gives them.
+        """
+        integrated = {terms.site: terms for terms in self.terms if terms.site in self._integrated}
+        outside = [name for name in self._row_sites if name not in self._tied]
+        names = [name for name in (*outside, *integrated) if site in (None, name)]
+        if self.whole:
+            others = [name for name in names if name not in integrated]
+            terms = self._log_probs(theta, self.example_row, others) if others else {}
+            of_others = {name: self._rows_first(name, jnp.atleast_1d(terms[name])) for name in others}
+            return of_others | {n: self._log_sums(integrated[n], theta, rows) for n in names if n in integrated}
+        axes = self._row_axes
+
+        def one(row):
+            row = {k: v[None] for k, v in row.items()}
+            integrals = {name: self._log_integral(integrated[name], theta, row) for name in names if name in integrated}
+            others = [name for name in names if name not in integrated]
+            if not self.local.size:
+                terms = self._log_probs(theta, row, others) if others else {}
+                return integrals | {name: _drop_axis(terms[name], axes[name]) for name in others}
+            points, weights = normal_rule(self.local.size)
+
+            def at(z):
+                everything = jnp.concatenate([theta, z])
+                return {name: jnp.sum(x) for name, x in self._log_probs(everything, row, others).items()}
+
+            densities = jax.vmap(at)(jnp.asarray(points, self.dtype))
+            return {name: logsumexp(x, b=jnp.asarray(weights, self.dtype)) for name, x in densities.items()}
+
+        return jax.vmap(one)({name: jnp.asarray(value) for name, value in rows.items()})
+
+    def _rows_first(self, site: str, terms: Array) -> Array:
+        return jnp.moveaxis(terms, min(self.row_axis(site), terms.ndim - 1), 0)
+
+    def _log_sums(self, terms: Terms, theta: Array, rows: Mapping[str, Array]) -> Array:
+        """Of a whole program's terms that latent variables are summed out of, one after the other."""
+        return over_rows(partial(terms.log_prob, theta), terms.num_elements, {**rows, **self.shared}).ravel()
+
+    def _log_integral(self, terms: Terms, theta: Array, row: Mapping[str, Array]) -> Array:
+        """Of one row's terms, in the shape of the outcomes if these are what remains, and else in all."""
+
+        one = partial(terms.log_prob, theta, {**row, **self.shared})
+        values = jax.vmap(one)(jnp.arange(terms.num_elements, dtype=jnp.int32))
+        component = self._integrated[terms.site]
+        if terms.site not in self._row_sites:
+            return jnp.sum(values)
+        shape = self.sites[terms.site].value_shape
+        indices = component.outcomes[terms.site].ravel()
+        if math.prod(shape) == len(values) and np.array_equal(indices, np.arange(len(values))):
+            return _drop_axis(jnp.reshape(values, shape), self._row_axes[terms.site])
+        return jnp.sum(values)
+
+    @functools.cached_property
+    def _integrated(self) -> dict[str, Component]:
+        return {component.name: component for component in self._components}
+
+    @functools.cached_property
+    def _tied(self) -> frozenset[str]:
+        """Observed sites that depend on latent variables of the row's own."""
+        return frozenset(name for component in self._components for name in component.outcomes)
+
+    @property
+    def likelihood_sites(self) -> tuple[str, ...]:
+        """What :meth:`log_likelihood` gives of observed sites: those that latent variables tie together are one."""
+        outside = [name for name in self.observed_sites if name not in self._tied]
+        return (*outside, *self._integrated)
+
+    def _log_probs(self, theta, rows, names):
+        records = self.records(theta, rows)
+        return {name: _log_prob(records[name]) for name in names}
+
+    def predictors(self, gaussian: Family, rows: Mapping[str, Array], site: str) -> tuple[Array, Array]:
+        """Mean (n, E, C) and covariance (n, E, C, C) of a site's predictors under a Gaussian.
+
+        :param rows: as :meth:`inputs` gives them.
+        """
+        terms = next(t for t in self.terms if t.site == site)
+        predictors, jacobian, local = linearize(
+            terms, gaussian.mean, jax.tree.map(jnp.asarray, {**rows, **self.shared})
+        )
+        scale = jnp.concatenate([gaussian.predictor_root(jacobian), local], axis=-1)
+        return predictors, jnp.einsum("necp,nedp->necd", scale, scale)
+
+    def link(self, site: str) -> str | None:
+        """``"logistic"`` if the site's predictor is the logit of a success probability."""
+        return "logistic" if any(t.site == site and t.closed_form is Logistic for t in self.terms) else None
+
+    @functools.cached_property
+    def convolves(self) -> bool:
+        """Whether the rows' predictors are found by convolutions, which XLA's CPU code does best one row at a time."""
+        return any(eqn.primitive.name == "conv_general_dilated" for eqn in self._equations(1, 1))
+
+    @functools.cached_property
+    def largest_array(self) -> int:
+        """Numbers for each row and each theta in the largest array that leads to log-likelihoods: a network's layer."""
+        sizes = {
+            (n, m): np.array([sum(v.aval.size for v in eqn.outvars) for eqn in self._equations(n, m)])
+            for n in (2, 3)
+            for m in (2, 3)
+        }
+        return int(np.max(sizes[3, 3] - sizes[3, 2] - sizes[2, 3] + sizes[2, 2]))
+
+    def _equations(self, num_rows: int, num_thetas: int) -> list:
+        """Those of the log-likelihoods of rows at each theta."""
+        theta = jax.ShapeDtypeStruct((num_thetas, self.layout.size), self.dtype)
+        inputs = self.inputs(self.example_rows)
+        rows = {name: jax.ShapeDtypeStruct((num_rows, *x.shape[1:]), x.dtype) for name, x in inputs.items()}
+        return list(equations(jax.make_jaxpr(jax.vmap(self.log_likelihood, (0, None)))(theta, rows).jaxpr))
+
+    def site_elements(
+        self, theta: Array, rows: Mapping[str, Array], latents: tuple[Mapping[str, Array], Mapping[str, Array]]
+    ) -> dict[str, Array]:
+        """The terms of every row site, flattened, with the model run on all the rows at once.
+
+        :param latents: the rows' own: unconstrained values by site, and states by site.
+        """
+        unconstrained, states = latents
+        given = self.layout.unravel(theta) | dict(unconstrained)
+        records = sample_sites(*self._run(rows, given, states=states)) if states else self._records(given, rows)
+        own = () if self.row_latents is None else self.row_latents.site_names
+        return {name: elements(records[name]) for name in (*self._row_sites, *own)}
+
+    def find_sparsity(
+        self, rows: Mapping[str, Array], readers: MutableMapping[Hashable, Any] | None = None
+    ) -> Sparsity | None:
+        """The few entries of theta that each term depends on in any row; None if they are many, or theta is short.
+
+        :param rows: as :meth:`inputs` gives them. :param readers: as of :func:`~.sparsity.find_sparsity`.
+        """
+        exact = all(t.closed_form is Gaussian or not t.num_predictors for t in self.prior.gaussian)
+        prior_terms = (*self.prior.gaussian, *self.prior.terms)
+        is_masked = any(t.site in self.layout.shapes and not t.num_predictors for t in prior_terms)
+        if self.prior.normal_sites or is_masked or not exact:
+            return None
+        return find_sparsity(
+            self.layout,
+            self.dtype,
+            self.terms,
+            prior_terms,
+            dict(rows) | self.shared,
+            self.prior_inputs,
+            {} if readers is None else readers,
+        )
+
+    @property
+    def is_conjugate(self) -> bool:
+        """Whether all terms are Gaussian: then q is the posterior, and the bound the evidence."""
+        return self.has_gaussian_rows and not self.prior.terms
+
+    @property
+    def has_gaussian_rows(self) -> bool:
+        """Whether rows are linear and Gaussian: then summaries of them are exact."""
+        return all(terms.is_affine and terms.closed_form is Gaussian for terms in self.terms)
+
+
+def _drop_axis(array: Array, axis: int | None) -> Array:
+    return array if axis is None else jnp.squeeze(array, axis)

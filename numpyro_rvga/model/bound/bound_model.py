@@ -1,0 +1,341 @@
+"""A NumPyro model bound to the form of its data: its sites, and how it is run."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+from jax import Array
+from numpyro.distributions.transforms import IdentityTransform
+
+from ...core.compilation import at_once
+from ...core.jaxprs.interpret import depends_on
+from ..data.arguments import PARAMS, absent_arguments
+from ..data.rows import num_rows
+from ..handlers.tracing import (
+    SiteInfo,
+    SiteRecord,
+    deterministic_sites,
+    elements,
+    is_numpyros,
+    peel,
+    plates_of,
+    sample_sites,
+    site_info,
+    site_transform,
+)
+from ..layout import Layout, layout_of
+from ..terms.local import LocalSites, RowFacts, bounds_of, states_between
+from . import validation
+from .model_runs import ModelRuns
+from .parameters import Parameters, parameters_of
+
+
+class ImproperPrior(ValueError):
+    """A prior that a recursion cannot start from."""
+
+
+class BoundModel(ModelRuns):
+    """A model read for the form of its data: its sites, their plates, and the layout of theta.
+
+    :param model: a NumPyro model.
+    :param rows: data arrays by argument name, checked (see :func:`checked_rows`).
+    :param model_kwargs: passed to every call of the model unchanged.
+    :param whole: run the model on all data at once, always: for rows that are coupled, or data that are not rows. The
+        data are then part of the program, and have their values when the model is read.
+    :param evaluates: whether what a model of all data computes of them in JAX is computed when the model is read, for
+        Python to have the numbers.
+    :param improper_prior_scale: standard deviation, in unconstrained space, of the normal that replaces improper
+        priors; None refuses them.
+    :param local: ``"marginal"`` or ``"prior"``; see :class:`Program`.
+    :param params: values of the ``numpyro.param`` sites, in unconstrained space; default: where the model starts them.
+    :param row_plates: plates over the rows, if they are known already and ``rows`` are a few.
+    :param row_facts: facts of latent variables of single rows, if they are known already.
+    :ivar plates: names of the plates around each site. :ivar observed_sites: without auxiliary factors.
+    """
+
+    def __init__(
+        self,
+        model: Callable,
+        rows: Mapping[str, Array | np.ndarray],
+        model_kwargs: Mapping[str, Any],
+        *,
+        whole: bool,
+        evaluates: bool,
+        improper_prior_scale: float | None,
+        local: str,
+        params: Array | np.ndarray | None,
+        row_plates: frozenset[str] | None,
+        row_facts: RowFacts | None,
+    ):
+        super().__init__(
+            model, model_kwargs, whole=whole, evaluates=evaluates, improper_prior_scale=improper_prior_scale
+        )
+        self.row_plates, observed = self._find_row_plates(rows) if row_plates is None else (row_plates, [])
+        self._choose_examples(rows)
+        self._read_sites(rows, observed, row_facts, marginal=local == "marginal")
+        self._row_sites, self._prior_sites = self._classify()
+        self.observed_sites = tuple(s for s in self._row_sites if not self.sites[s].is_auxiliary)
+        if not whole:
+            validation.check_has_terms({name: self.sites[name] for name in self._row_sites})
+            validation.check_has_outcome(self._row_sites, model, [*rows, *self.model_kwargs])
+        self._improper = frozenset(s for s in self.layout.site_names if self.sites[s].is_improper)
+        if self._improper and improper_prior_scale is None and not whole:
+            raise ImproperPrior(
+                f"site {sorted(self._improper)[0]!r} has an improper prior, from which no recursion can start. Give it "
+                "a proper prior, or set improper_prior_scale: the scale of a normal, in unconstrained space, instead."
+            )
+        self.params = self._find_params()
+        if params is not None:
+            self.params = self.params._replace(values=jnp.asarray(params, self.dtype))
+
+    # ------------------------------------------------------------------ reading the model
+    def _find_row_plates(self, rows: Mapping[str, Array | np.ndarray]) -> tuple[frozenset[str], list[str]]:
+        """Plates over the rows, and the observed sites, of which there must be one."""
+        given = [*rows, *self.model_kwargs]
+        plates, observed = validation.find_row_plates(
+            self.model, rows, self.model_kwargs, concrete=self.whole, evaluates=self.evaluates
+        )
+        if not self.whole or rows or absent_arguments(self.model, given):
+            validation.check_has_outcome(observed, self.model, given)
+        return plates, observed
+
+    def _read_sites(
+        self, rows: Mapping[str, Array | np.ndarray], observed: list[str], row_facts: RowFacts | None, *, marginal: bool
+    ) -> None:
+        """Set the sites, and which latent ones are global (``layout``), and which of single rows."""
+        self.sites, self.plates = validation.describe_few(self._describe, self.example_row, "one row", observed)
+        of_rows = frozenset()
+        if not self.whole:
+            of_two, _ = validation.describe_few(self._describe, self.example_rows, "two rows", observed)
+            of_rows = validation.local_latents(self.sites, of_two, self.row_plates, marginal=marginal)
+        elif marginal:
+            of_rows = self._discrete_sites()
+        validation.check_continuous(self.sites, of_rows, "marginal" if marginal else "prior")
+        latents = {n: s.unconstrained_shape for n, s in self.sites.items() if not (s.is_observed or s.is_discrete)}
+        self.layout = layout_of({name: shape for name, shape in latents.items() if name not in of_rows})
+        validation.check_shared(self.layout, of_rows)
+        own = layout_of({name: shape for name, shape in latents.items() if name in of_rows})
+        if marginal and of_rows:
+            self.row_latents = self._find_row_latents(own, rows, row_facts)
+        else:
+            self.local = own
+
+    def _discrete_sites(self) -> frozenset[str]:
+        """The discrete latent sites of a whole program."""
+        scanned: list = []
+        self.abstractly(lambda rows: scanned.append(self._run(rows, {})[1].scanned) or 0, self.example_row)
+        names = frozenset(name for name, site in self.sites.items() if site.is_discrete and not site.is_observed)
+        validation.check_no_chain(names & scanned[0])
+        return names
+
+    def _choose_examples(self, rows: Mapping[str, Array | np.ndarray]) -> None:
+        """Two rows and one of them, to find things out; all of them, twice, if the model takes no fewer."""
+        if self.whole:
+            self.example_rows = self.example_row = dict(rows)
+            return
+        taken = np.arange(2) % num_rows(rows)
+        two = {name: array[taken] for name, array in rows.items()}
+        one = {name: array[:1] for name, array in rows.items()}
+        self.example_rows, self.example_row = jax.device_put((two, one), may_alias=False)
+
+    def _classify(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Observed sites that are terms of rows, and those that are terms of the prior. Of a whole program: all are
+        the former."""
+        observed = [n for n, s in self.sites.items() if s.is_observed]
+        if self.whole:
+            return tuple(observed), ()
+        theta = jax.device_put(np.zeros(self.layout.size, self.dtype))
+
+        def observed_elements(row):
+            records = self._records(self._unravel(theta), row)
+            return {n: elements(r) for n, r in records.items() if r.is_observed}
+
+        depends = depends_on(observed_elements, self.example_row)
+        of_rows = [n for n in observed if depends[n] or self.row_plates & set(self.sites[n].plates)]
+        return tuple(of_rows), tuple(n for n in observed if n not in of_rows)
+
+    def _find_row_latents(
+        self, continuous: Layout, rows: Mapping[str, Array | np.ndarray], facts: RowFacts | None
+    ) -> LocalSites:
+        """The latent variables of single rows, with the states of the discrete ones in all rows at hand."""
+        sites = {n: s for n, s in self.sites.items() if s.is_discrete and not s.is_observed}
+        states: dict[str, Array] = {}
+        for name in sites:
+            if facts is None:
+                bounds = at_once(lambda: self._bounds_of_states(name, rows, states))  # noqa: B023
+                values = states_between(name, int(bounds[:, 0].min()), int(bounds[:, 1].max()))
+            else:
+                values = facts.states[name]
+            states[name] = jnp.asarray(values)
+        return LocalSites(continuous, {name: sites[name].value_shape for name in sites}, states)
+
+    def _bounds_of_states(
+        self, name: str, rows: Mapping[str, Array | np.ndarray], other_states: Mapping[str, Array]
+    ) -> Array:
+        """Smallest and largest state of a discrete latent in some rows, (M, 2): with the first state of all others that
+        are known, with the second, and so on."""
+
+        def at(place):
+            values = {n: states[jnp.minimum(place, len(states) - 1)] for n, states in other_states.items()}
+            arrays = dict(rows) if self.whole else {n: jnp.asarray(array) for n, array in rows.items()}
+            records = sample_sites(*self._run(arrays, {}, states=values))
+            return jnp.stack(bounds_of(name, peel(records[name].fn)[0]))
+
+        return jax.vmap(at)(jnp.arange(max([1, *map(len, other_states.values())])))
+
+    def _find_params(self) -> Parameters:
+        """The ``numpyro.param`` sites that matter: layers of a network whose weights are sampled do not.
+
+        :raises NotImplementedError: for sites that hold more than an array.
+        """
+        theta = jax.device_put(np.zeros(self.layout.size + self.local.size, self.dtype))
+        if not self._names_of("param"):
+            return self.params
+        trace, _ = self._run(self.example_row, self._unravel(theta))
+        sites = {name: site for name, site in trace.items() if site["type"] == "param"}
+
+        def log_joint(values):
+            records = sample_sites(*self._run(self.example_row, self._unravel(theta), params=values))
+            return {"total": sum(jnp.sum(elements(record)) for record in records.values())}
+
+        used = depends_on(log_joint, {name: site["value"] for name, site in sites.items()})["total"]
+        for name in used:
+            if not isinstance(sites[name]["value"], (jax.Array, np.ndarray, float)):
+                raise NotImplementedError(f"numpyro.param site {name!r} must hold one array, for it is to be learned.")
+        return parameters_of({name: site for name, site in sites.items() if name in used}, self.dtype)
+
+    def _describe(self, rows) -> tuple[dict[str, SiteInfo], dict[str, tuple[str, ...]]]:
+        """Static facts of all sites on these rows, without running the model."""
+        result: list = []
+
+        def abstract(rows):
+            trace, runner = self._run(rows, {})
+            records = sample_sites(trace, runner)
+            result.append({name: site_info(record) for name, record in records.items()})
+            result.append(plates_of(trace))
+            self._types = {
+                name: site["type"]
+                for name, site in trace.items()
+                if site["type"] != "deterministic" or _is_numeric(site["value"])
+            }
+            self._replays = not self.evaluates and all(is_numpyros(record.fn) for record in records.values())
+            return 0
+
+        self.abstractly(abstract, rows)
+        return result[0], result[1]
+
+    # ------------------------------------------------------------------ questions about it
+    @property
+    def shared(self) -> dict[str, Array]:
+        """What the terms take besides rows: the ``numpyro.param`` sites, if there are any."""
+        return {PARAMS: self.params.values} if self.params.layout.size else {}
+
+    def holds(self, rows: Mapping[str, Array | np.ndarray]) -> bool:
+        """Whether these are the rows that are part of the program, or some of their arrays."""
+        own = self.example_rows
+        return own.keys() >= rows.keys() and all(_is_equal(own[name], rows[name]) for name in rows)
+
+    def row_axis(self, site: str) -> int:
+        """The axis of an observed site's values along which rows lie."""
+        return next((axis for axis, plate in enumerate(self.plates.get(site, ())) if plate in self.row_plates), 0)
+
+    @functools.cached_property
+    def _row_axes(self) -> dict[str, int | None]:
+        """The axis along which an observed site's terms, or a deterministic site, grow with the rows; None if none."""
+        if self.whole:
+            return {}
+        one, two = (self._shapes(rows) for rows in (self.example_row, self.example_rows))
+        return {name: next((i for i, n in enumerate(one[name]) if n != two[name][i]), None) for name in one}
+
+    def _shapes(self, rows) -> dict[str, tuple[int, ...]]:
+        def abstract(rows):
+            trace, runner = self._run(rows, {})
+            records = sample_sites(trace, runner)
+            terms = {n: _log_prob(records[n]) for n in self._row_sites}
+            return terms | {n: jnp.asarray(value) for n, value in deterministic_sites(trace).items()}
+
+        return {name: abstract_value.shape for name, abstract_value in jax.eval_shape(abstract, rows).items()}
+
+    @property
+    def local_names(self) -> tuple[str, ...]:
+        """Latent sites with a value for each row that are no part of theta."""
+        return self.local.site_names if self.row_latents is None else self.row_latents.site_names
+
+    def row_latents_of(self, rows: Mapping[str, Array], rng: np.random.Generator) -> tuple[tuple, tuple]:
+        """Values for the latent variables of some rows, to try things with: for :meth:`site_elements` of all rows, and
+        of each row by itself, with a leading axis."""
+        total, nothing = num_rows(rows), ({}, {})
+        if self.row_latents is None:
+            return nothing, nothing
+        local, infos = self.row_latents, self._describe(rows)[0]
+
+        def of_each(values: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+            axis = next((i for i, n in enumerate(shape) if n != values.shape[i]), None)
+            return values[None] if axis is None else np.stack([values.take([i], axis) for i in range(total)])
+
+        shapes = {name: infos[name].unconstrained_shape for name in local.continuous.site_names}
+        z = {name: rng.normal(0.0, 0.5, shape).astype(self.dtype) for name, shape in shapes.items()}
+        states = {n: rng.choice(np.asarray(v), infos[n].value_shape) for n, v in local.states.items()}
+        alone = {name: of_each(x, local.continuous.shapes[name]) for name, x in z.items()}
+        return (z, states), (alone, {name: of_each(x, local.shapes[name]) for name, x in states.items()})
+
+    @functools.cached_property
+    def real_sites(self) -> frozenset[str]:
+        """The latent sites whose support is the whole real line."""
+        runs: list = []
+        jax.eval_shape(lambda rows: runs.append(sample_sites(*self._run(rows, {}))) or 0, self.example_row)
+        return frozenset(
+            name for name in self.layout.site_names if isinstance(site_transform(runs[0][name].fn), IdentityTransform)
+        )
+
+    def outcome_arrays(self, site: str) -> set[str]:
+        """The data arrays from which an observed site's values are taken. Of a whole program: those that are them."""
+        if self.whole:
+            value = self._observed_value(site)
+            return {name for name, array in self.example_row.items() if _is_equal(array, value)}
+        return set(depends_on(lambda row: {site: self.site_record(site, row).value}, self.example_row)[site])
+
+    def _observed_value(self, site: str) -> np.ndarray:
+        return np.asarray(self.jitted(lambda rows: self.site_record(site, rows).value, self.example_row))
+
+    def is_value_of_latents(self, site: str) -> bool:
+        """Whether what is observed at a site depends on latent sites: an error that is computed, not a datum."""
+
+        def value(inputs):
+            return {site: self._record(site, self._unravel(inputs["theta"]), self.example_row).value}
+
+        return bool(depends_on(value, {"theta": jnp.zeros(self.layout.size + self.local.size, self.dtype)})[site])
+
+    @property
+    def is_proper(self) -> bool:
+        """Whether the prior is the model's own: no normal replaces an improper one."""
+        return not self._improper
+
+    @property
+    def flat_sites(self) -> frozenset[str]:
+        """Those whose prior is improper, and stays so."""
+        return self._improper if self.improper_prior_scale is None else frozenset()
+
+
+def _is_equal(a: Any, b: Any) -> bool:
+    """Whether two arrays hold the same in the lower of their precisions, NaN in the same places too."""
+    a, b = np.asarray(a), np.asarray(b)
+    if not (a.dtype.kind == "f" and b.dtype.kind == "f"):
+        return np.array_equal(a, b)
+    dtype = min(a.dtype, b.dtype, key=lambda dtype: dtype.itemsize)
+    return np.array_equal(a.astype(dtype), b.astype(dtype), equal_nan=True)
+
+
+def _log_prob(record: SiteRecord) -> Array:
+    with numpyro.validation_enabled(False):
+        return jnp.asarray(record.fn.log_prob(record.value)) * record.weight
+
+
+def _is_numeric(value: Any) -> bool:
+    return isinstance(value, (jax.Array, np.ndarray, np.generic, bool, int, float))

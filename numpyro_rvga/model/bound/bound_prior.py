@@ -1,0 +1,281 @@
+"""The prior of a bound model: its terms, Gaussian approximations, draws and densities."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from ...core.compilation import jit_once
+from ...core.updates.recursion import State
+from ..data.arguments import CONSTANTS, PARAMS, SHARED
+from ..data.rows import Rows, num_rows
+from ..handlers.data_prior import DataPrior, PriorConstants, SiteArrays, data_dependence, data_prior, described, of_site
+from ..handlers.tracing import REACH, SiteRecord, elements, sample_sites, site_transform
+from ..layout import Layout, layout_of
+from ..terms.site_terms import site_terms
+from .bound_model import BoundModel, ImproperPrior
+from .prior import Prior, normal_site, split_prior
+from .prior_start import (
+    NUM_DRAWS,
+    IndependentPrior,
+    Moments,
+    PriorMarginals,
+    gaussian_parts,
+    independent_prior,
+    initial_state,
+    is_flat,
+    marginals,
+    moments_of_draws,
+    state_at,
+)
+
+MOST_CHECKED = 1000  # parameters of which the prior's whole precision matrix is checked
+
+
+class BoundPrior(BoundModel):
+    """The same with its prior.
+
+    :ivar prior: its terms. :ivar data_prior: the prior of sites that read the data; None if none do.
+    :ivar constants: what all rows determine of that.
+    """
+
+    data_prior: DataPrior | None = None
+    constants: PriorConstants | None = None
+    _arrays_read: Mapping[str, frozenset[str]] = MappingProxyType({})
+
+    # ------------------------------------------------------------------ reading it
+    def _find_prior_arrays(self) -> dict[str, frozenset[str]]:
+        """The latent sites whose prior reads the data, with what it reads; see :func:`data_dependence`."""
+        if self.whole:  # the rows are part of the program
+            return {}
+        theta = jax.device_put(np.zeros(self.layout.size, self.dtype))
+        return data_dependence(self._prior_records_of, self.example_row, self.example_rows, theta, self.params.values)
+
+    def _prior_records_of(self, rows, theta, params) -> dict[str, SiteArrays]:
+        records = self._records(self.layout.unravel(theta), {**rows, PARAMS: params})
+        return {name: of_site(records[name]) for name in self.layout.site_names}
+
+    @property
+    def prior_reads(self) -> str:
+        """The first latent site whose prior reads the data, and what it reads, for messages."""
+        return described(self._arrays_read)
+
+    def _read_data_prior(
+        self, usable: Rows | None, constants: PriorConstants | None = None
+    ) -> tuple[DataPrior, PriorConstants]:
+        """The prior of sites that read the data, and what all rows determine of it.
+
+        :param usable: all rows that are fine, if they are at hand.
+        :param constants: what they determine, if it is known already.
+        :raises ValueError: if rows are needed and not at hand.
+        """
+        if constants is not None:
+            return self._data_prior_of(constants.num_rows), constants
+        if usable is None:
+            raise ValueError(
+                f"{self.prior_reads}, and not all rows are at hand: in a stream, or in a run that goes on "
+                "from another. Compute what it needs beforehand, and pass it as a keyword argument of run()."
+            )
+        prior = self._data_prior_of(num_rows(usable))
+        return prior, prior.constants(usable)
+
+    def _data_prior_of(self, total: int) -> DataPrior:
+        """Of ``total`` rows."""
+        theta, params = jax.device_put(np.zeros(self.layout.size, self.dtype)), self.params.values
+
+        def records(rows, theta, params):
+            of_sites = self._prior_records_of(rows, theta, params)
+            return {name: of_sites[name] for name in self._arrays_read}
+
+        def draw(rows, rng_key, params):
+            return self._draw(rng_key, {**rows, PARAMS: params})
+
+        return data_prior(records, draw, self.example_row, total, theta, params)
+
+    def _read_prior(self, usable: Callable[[], Rows | None], constants: PriorConstants | None) -> None:
+        """Set the prior and what depends on it. ``usable``: as :meth:`_read_data_prior` takes it, when it is needed."""
+        self._arrays_read = self._find_prior_arrays()
+        if self._arrays_read:
+            self.data_prior, self.constants = self._read_data_prior(None if constants else usable(), constants)
+        self.prior = self._find_prior()
+        self._gaussian_parts = jit_once(lambda inputs: gaussian_parts(self.prior, self.layout.size, self.dtype, inputs))
+        self._prior_draws = jit_once(self._many_draws)
+
+    def _find_prior(self) -> Prior:
+        theta = jax.ShapeDtypeStruct((self.layout.size,), self.dtype)
+        names = [*self.layout.site_names, *self._prior_sites]
+        terms = [site_terms(self._site_runner(s), s, theta, self.prior_inputs, prefer_parameters=False) for s in names]
+        normal_sites, start = [], 0
+        for name in self.layout.site_names:
+            stop = start + math.prod(self.layout.shapes[name])
+            normal_sites.append(normal_site(self._site_runner(name), name, start, stop, theta, self.prior_inputs))
+            start = stop
+        return split_prior(terms, [site for site in normal_sites if site is not None], theta, self.prior_inputs)
+
+    def _site_runner(self, name):
+        def run_site(theta, row):
+            if name in self._arrays_read:
+                return self._proper(self._data_records(theta, row)[name])
+            own = any(key not in SHARED for key in row)
+            return self._proper(self._record(name, self._unravel(theta), row if own else {**self.example_row, **row}))
+
+        return run_site
+
+    def _run_all(self, theta: Array, row: Mapping[str, Any]) -> dict[str, SiteRecord]:
+        """Of a whole program: as ``_site_runner``, for all sites at once."""
+        return self.records(theta, {**self.example_row, **row})
+
+    def site_given(self, site: str, given: Mapping[str, Array]) -> tuple[Callable, Layout, dict[str, Any]]:
+        """The record of a site as a function of the other latent sites, as :func:`site_terms` takes it.
+
+        :param given: values of some latent sites, in unconstrained space.
+        :return: theta and an example of what is returned last -> the record; the layout of theta, with the variables of
+            one row; an example of rows, or of what the prior's terms take.
+        """
+        everything = self.layout.shapes | (self.local.shapes if site in self._row_sites else {})
+        others = layout_of({name: shape for name, shape in everything.items() if name not in given})
+        if site not in self._row_sites:
+            example = self.prior_inputs
+        else:
+            example = self.shared if self.whole else {**self.example_row, **self.shared}
+
+        def run_site(theta, row):
+            sites = dict(given) | others.unravel(theta)
+            if site in self._arrays_read:
+                return self._proper(self._data_records(self.layout.ravel(sites), row)[site])
+            own = any(key not in SHARED for key in row)
+            return self._proper(self._record(site, sites, row if own else {**self.example_row, **row}))
+
+        return run_site, others, example
+
+    # ------------------------------------------------------------------ Gaussian approximations
+    @property
+    def prior_inputs(self) -> dict[str, Any]:
+        """What the prior's terms take: the ``numpyro.param`` sites, and what the data determine of the prior."""
+        return self.shared if self.constants is None else self.shared | {CONSTANTS: self.constants.arrays[0]}
+
+    @functools.cached_property
+    def _is_flat_somewhere(self) -> bool:
+        """Whether all of the prior is Gaussian, and says nothing in some direction."""
+        return not self.prior.terms and is_flat(self._gaussian_parts(self.prior_inputs)[0].precision, self.prior)
+
+    def check_prior(self) -> None:
+        """:raises ImproperPrior: for one that only data can make proper."""
+        if not self.whole and self.layout.size <= MOST_CHECKED and self._is_flat_somewhere:
+            raise ImproperPrior("in some direction the latent sites have no prior, and no recursion can start there.")
+
+    @functools.cached_property
+    def _moments_of_draws(self) -> Moments | None:
+        """Of the Gaussian that approximates the prior; None if it is Gaussian itself."""
+        if not self.prior.terms and not (self.whole and self._is_flat_somewhere):
+            return None
+        return moments_of_draws(self.prior, self.layout.size, self._prior_draws(self._draw_constants))
+
+    @functools.cached_property
+    def _initial_state(self) -> State:
+        parts = self._gaussian_parts(self.prior_inputs)
+        return initial_state(self.prior, self.layout.size, self.dtype, self._moments_of_draws, parts)
+
+    def initial_state(self) -> State:
+        """The prior, or a Gaussian fitted to it, as the state before the first row."""
+        return self._initial_state
+
+    def initial_state_at(self, params: Array) -> State:
+        """The same as a differentiable function of the ``numpyro.param`` sites (K,), in unconstrained space."""
+        return state_at(
+            self.prior, self.layout.size, self.dtype, self._moments_of_draws, self.prior_inputs | {PARAMS: params}
+        )
+
+    def _many_draws(self, constants: tuple[Array, ...] | None) -> Array:
+        return jax.vmap(self._draw_prior, (0, None))(jax.random.split(jax.random.key(0), NUM_DRAWS), constants)
+
+    def _draw_one(self, rng_key: Array) -> Array:
+        return self._draw_prior(rng_key, self._draw_constants)
+
+    @functools.cached_property
+    def _independent_prior(self) -> IndependentPrior:
+        return independent_prior(self.prior, self.layout.size, self.dtype, self._draw_one, self.prior_inputs)
+
+    def independent_prior(self) -> IndependentPrior:
+        """A Gaussian of independent entries that approximates the prior, before the first row."""
+        return self._independent_prior
+
+    @functools.cached_property
+    def marginals(self) -> PriorMarginals:
+        """The entries of theta under the prior, each for itself."""
+        return marginals(self.prior, self.layout.size, self.dtype, self._draw_one, self.prior_inputs)
+
+    # ------------------------------------------------------------------ draws and densities
+    def prior_records(self, unconstrained: Mapping[str, Array]) -> dict[str, SiteRecord]:
+        """Records of latent sites, and of observed ones that no row enters. Sites not given are drawn, or zero."""
+        records = self._records(unconstrained, self.example_row)
+        zeros = {name: jnp.zeros(shape, self.dtype) for name, shape in self.layout.shapes.items()}
+        return records | self._data_records(self.layout.ravel(zeros | dict(unconstrained)), self.prior_inputs)
+
+    def _data_records(self, theta: Array, inputs: Mapping[str, Any]) -> dict[str, SiteRecord]:
+        """Records of the latent sites whose prior reads the data. ``inputs``: as :attr:`prior_inputs`."""
+        if self.data_prior is None:
+            return {}
+        of_sites = self.data_prior.records.finish(inputs[CONSTANTS], theta, inputs.get(PARAMS, self.params.values))
+        unconstrained = self.layout.unravel(theta)
+        return {
+            name: SiteRecord(
+                name,
+                arrays.fn,
+                arrays.value,
+                unconstrained[name],
+                arrays.log_abs_det,
+                arrays.weight,
+                self.plates[name],
+                is_observed=False,
+                is_auxiliary=False,
+            )
+            for name, arrays in of_sites.items()
+        }
+
+    def _draw_prior(self, rng_key: Array, constants: tuple[Array, ...] | None) -> Array:
+        """theta (P,) from the prior. ``constants``: what the data determine of it, if it reads them."""
+        if self.data_prior is None:
+            return self._draw(rng_key, self.example_row)
+        return self.data_prior.draw.finish(constants, rng_key, self.params.values)
+
+    @property
+    def _draw_constants(self) -> tuple[Array, ...] | None:
+        return None if self.constants is None else self.constants.arrays[1]
+
+    def _draw(self, rng_key: Array, rows: Mapping[str, Array]) -> Array:
+        wide = {}
+        for name in sorted(self._improper):
+            rng_key, key = jax.random.split(rng_key)
+            scale = REACH if self.improper_prior_scale is None else self.improper_prior_scale
+            wide[name] = scale * jax.random.normal(key, self.layout.shapes[name], self.dtype)
+        records = sample_sites(*self._run(rows, wide, rng_key))
+        return self.layout.ravel(
+            {n: site_transform(records[n].fn).inv(records[n].value) for n in self.layout.site_names}
+        )
+
+    def log_prior(self, theta: Array) -> Array:
+        """log p(theta) in unconstrained space, prior-level factors included. theta: (P,)."""
+        return jnp.sum(jnp.stack(list(self.log_priors(theta).values())))
+
+    def log_priors(self, theta: Array) -> dict[str, Array]:
+        """The terms of :meth:`log_prior` by site."""
+        records = self.prior_records(self.layout.unravel(theta))
+        names = [*self.layout.site_names, *self._prior_sites]
+        return {name: jnp.sum(elements(self._proper(records[name]))) for name in names}
+
+    def unconstrain(self, sites: Mapping[str, Array]) -> Array:
+        """theta (P,) of constrained latents."""
+        values: dict[str, Array] = {}
+        for name in self.layout.site_names:  # supports may depend on the sites before
+            fn = self.prior_records(values)[name].fn
+            values[name] = site_transform(fn).inv(jnp.asarray(sites[name]))
+        return self.layout.ravel(values)

@@ -1,0 +1,75 @@
+"""Draws of latent variables of single rows that are integrated out, given theta and their rows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from ..data.rows import num_rows
+from .bound_likelihood import BoundLikelihood
+
+
+def draw_row_latents(
+    program: BoundLikelihood, rng_key: Array, theta: Array, rows: Mapping[str, Array]
+) -> dict[str, Array]:
+    """Values of the rows' own latent sites, from their conditional distribution.
+
+    Those that nothing is observed of come from their conditional prior. Discrete and Normal ones are exact. Others come
+    from the nodes of their integral: a node by its weight, and a place in its cell.
+
+    :param theta: (P,). :param rows: n of them.
+    """
+    latents = program.row_latents
+    assert latents is not None
+    entries, seen = latents.entries, _observed_of(program)
+
+    def of_row(rng_key: Array, row: dict[str, Array]) -> dict[str, Array]:
+        row = {name: value[None] for name, value in row.items()} | program.shared  # none of a whole program
+        z = jnp.zeros(latents.continuous.size, program.dtype)
+        states = {name: value.ravel() for name, value in latents.first_states().items()}
+        rest_key, *keys = jax.random.split(rng_key, len(program.row_parts) + 1)
+        for key, (component, draw) in zip(keys, program.row_parts):
+            elements = jnp.arange(component.size, dtype=jnp.int32)
+            of_each = jax.vmap(lambda key, element: draw(key, theta, row, element))  # noqa: B023
+            state, values = of_each(jax.random.split(key, component.size), elements)
+            z = z.at[component.continuous].set(values)
+            for column, chosen in enumerate(jnp.asarray(component.states)[state].T):  # (D, E)
+                name, indices = entries[component.discrete[0, column]][0], component.discrete[:, column]
+                states[name] = states[name].at[np.array([entries[i][1] for i in indices])].set(chosen)
+        given = {name: x for name, x in latents.continuous.unravel(z).items() if name in seen}
+        shaped = {name: states[name].reshape(shape) for name, shape in latents.shapes.items() if name in seen}
+        return program.row_latents_at(rest_key, theta, row, given, shaped)
+
+    if program.whole:
+        return of_row(rng_key, {})
+    draws = jax.vmap(of_row)(jax.random.split(rng_key, num_rows(rows)), dict(rows))
+    axes = program.row_latent_axes
+    return {name: jnp.moveaxis(jnp.squeeze(x, axes[name] + 1), 0, axes[name]) for name, x in draws.items()}
+
+
+def _observed_of(program: BoundLikelihood) -> set[str]:
+    """The sites that something is observed of.
+
+    :raises NotImplementedError: for a site of which that is so for some entries only.
+    """
+    latents = program.row_latents
+    assert latents is not None
+    components = [component for component, _ in program.row_parts]
+    continuous = {int(i) for component in components for i in component.continuous.ravel()}
+    discrete = {latents.entries[i] for component in components for i in component.discrete.ravel()}
+    indices = latents.continuous.indices
+    seen = {name: [int(i) in continuous for i in np.ravel(own)] for name, own in indices.items()}
+    seen |= {
+        name: [(name, i) in discrete for i in range(int(np.prod(shape)))] for name, shape in latents.shapes.items()
+    }
+    for name, drawn in seen.items():
+        if any(drawn) and not all(drawn):
+            raise NotImplementedError(
+                f"site {name!r}: outcomes depend on some of its entries only, and its draws given a row are not made. "
+                "Make it two sites."
+            )
+    return {name for name, drawn in seen.items() if any(drawn)}

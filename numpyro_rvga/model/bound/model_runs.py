@@ -1,0 +1,159 @@
+"""Runs of a NumPyro model at a given theta: on some rows, or on all of them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpyro
+from jax import Array
+from numpyro import distributions as dist
+
+from ...core.compilation import jit_once
+from ..data.arguments import PARAMS, SHARED, split_call
+from ..handlers.tracing import RowRunner, SiteInfo, SiteRecord, run_model, sample_sites
+from ..layout import layout_of
+from ..terms.local import LocalSites
+from .parameters import parameters_of
+from .replay import Replay
+
+Tree = TypeVar("Tree")
+
+
+class ModelRuns:
+    """A model and its keyword arguments, run with latent sites at given values.
+
+    The model's own code runs once for each form of the arguments: other runs replay what it did then, see
+    :class:`~.replay.Replay`. Parameters are as for :class:`~.bound_model.BoundModel`, which sets what follows.
+
+    :ivar sites: what is static about each sample site.
+    :ivar layout: of theta (P,).
+    :ivar local: the layout of Normal latent variables of single rows, of which the conditional prior is part of q.
+    :ivar row_latents: latent variables of single rows that are integrated out; None if there are none.
+    :ivar params: the ``numpyro.param`` sites. :ivar row_plates: plates over the rows.
+    :ivar example_row: one row. :ivar example_rows: two. Of a whole program: all of them, both times.
+    """
+
+    row_plates: frozenset[str]
+    sites: dict[str, SiteInfo]
+    example_row: dict[str, Any]  # NumPy's arrays or JAX's
+    example_rows: dict[str, Any]
+    _improper: frozenset[str]
+
+    def __init__(
+        self,
+        model: Callable,
+        model_kwargs: Mapping[str, Any],
+        *,
+        whole: bool,
+        evaluates: bool,
+        improper_prior_scale: float | None,
+    ):
+        self.model, self.model_kwargs, self.whole, self.evaluates = model, dict(model_kwargs), whole, evaluates
+        self.improper_prior_scale, self.dtype = improper_prior_scale, jnp.result_type(float)
+        self.layout, self.local = layout_of({}), layout_of({})
+        self.params = parameters_of({}, self.dtype)
+        self.row_latents: LocalSites | None = None
+        self._replay, self._replays = Replay(self._records_of), False
+        self._types: dict[str, str] = {}  # of sites
+
+    def evaluating(self) -> contextlib.AbstractContextManager:
+        """In which the model runs: what it computes of data in JAX has a value there, if it needs that."""
+        return jax.ensure_compile_time_eval() if self.evaluates else contextlib.nullcontext()
+
+    def call_arguments(self, rows: Mapping[str, Array]) -> tuple[tuple, dict]:
+        """(args, kwargs) of a call of the model on these rows."""
+        return split_call(self.model, rows, self.model_kwargs)
+
+    def runner(self, num_rows: int) -> RowRunner:
+        """The model with latents that are drawn, its parameters and its plates at this number of rows."""
+        params = self.params.constrained(self.params.values)
+        return RowRunner(self.model, self.row_plates, num_rows, {}, params=params)
+
+    def _run(self, rows, unconstrained, rng_key=None, params=None, states=None):
+        """NumPyro's trace of one run, and the handler that substituted its sites.
+
+        :param unconstrained: values of latent sites by name, in unconstrained space; others are drawn, see
+            :class:`~.tracing.RowRunner`.
+        :param params: the ``numpyro.param`` sites by name; default: as in ``rows``, or else where they stand.
+        :param states: values of discrete latent sites.
+        """
+        arrays = {name: value for name, value in rows.items() if name not in SHARED}
+        if params is None:
+            params = self.params.constrained(rows.get(PARAMS, self.params.values))
+        with (
+            self.evaluating(),
+            numpyro.validation_enabled(False),
+        ):  # parameters that a few rows give need not be those of all rows
+            return run_model(
+                self.model,
+                arrays,
+                self.model_kwargs,
+                row_plates=self.row_plates,
+                unconstrained=unconstrained,
+                rng_key=rng_key,
+                local=frozenset(self.local.site_names),
+                params=params,
+                states=states,
+            )
+
+    def _names_of(self, site_type: str) -> list[str]:
+        """The sites of one of NumPyro's types; deterministic ones if they are numbers."""
+        return [name for name, its_type in self._types.items() if its_type == site_type]
+
+    def jitted(self, function: Callable[[Mapping[str, Array]], Tree], rows: Mapping[str, Array]) -> Tree:
+        """What a function of rows returns, compiled. A whole program's data have their values there."""
+        return jit_once(lambda: function(rows))() if self.whole else jax.jit(function)(rows)
+
+    def abstractly(self, function: Callable[[Mapping[str, Array]], Tree], rows: Mapping[str, Array]) -> Tree:
+        """Shapes of what a function of rows returns. A whole program's data have their values there."""
+        return jax.eval_shape(lambda: function(rows)) if self.whole else jax.eval_shape(function, rows)
+
+    def _records(self, unconstrained, rows) -> dict[str, SiteRecord]:
+        """Every sample site. The model's code runs once for each form of the arguments."""
+        replayed, arguments = self._call(unconstrained, rows)
+        return self._replay(*arguments) if replayed else self._records_of(*arguments)
+
+    def _record(self, name: str, unconstrained, rows) -> SiteRecord:
+        """One sample site; of the others, what it depends on is computed alone."""
+        replayed, arguments = self._call(unconstrained, rows)
+        return self._replay.entry(name, *arguments) if replayed else self._records_of(*arguments)[name]
+
+    def _call(self, unconstrained, rows) -> tuple[bool, tuple]:
+        """Whether a run is one that has been traced, or can be; and the arguments of :meth:`_records_of`."""
+        arrays = {name: value for name, value in rows.items() if name not in SHARED}
+        params = rows.get(PARAMS, self.params.values)
+        if self._replays and not self.whole:
+            return True, (dict(unconstrained), arrays, params)
+        if self._replays and all(arrays[name] is self.example_row[name] for name in arrays):
+            return True, (dict(unconstrained), None, params)
+        return False, (unconstrained, arrays, params)
+
+    def _records_of(self, unconstrained, arrays, params) -> dict[str, SiteRecord]:
+        """:param arrays: rows; None: the program's own, which have values."""
+        states = None if self.row_latents is None else self.row_latents.first_states()
+        rows = {**(self.example_row if arrays is None else arrays), PARAMS: params}
+        return sample_sites(*self._run(rows, unconstrained, states=states))
+
+    def records(self, theta: Array, rows: Mapping[str, Array]) -> dict[str, SiteRecord]:
+        """Every sample site of the model at theta."""
+        return self._records(self._unravel(theta), rows)
+
+    def site_record(self, name: str, rows: Mapping[str, Array]) -> SiteRecord:
+        return self._record(name, {}, rows)
+
+    def _unravel(self, theta: Array) -> dict[str, Array]:
+        """Sites of (P,), or of (P + K,) with the variables of one row."""
+        size = self.layout.size
+        sites = self.layout.unravel(theta[:size])
+        return sites | self.local.unravel(theta[size:]) if theta.shape[0] > size else sites
+
+    def _proper(self, record: SiteRecord) -> SiteRecord:
+        if record.name not in self._improper or self.improper_prior_scale is None:
+            return record
+        z = jnp.asarray(record.unconstrained)
+        wide = dist.Normal(jnp.zeros(jnp.shape(z), self.dtype), self.improper_prior_scale)
+        return record._replace(fn=wide, value=z, log_abs_det=None)

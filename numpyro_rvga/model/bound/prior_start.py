@@ -1,0 +1,318 @@
+"""The Gaussian that a run starts from: the prior itself, or one that approximates it by the moments of its draws."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jax.typing import DTypeLike
+
+from ...core.compilation import at_once, jit_once
+from ...core.count import Count
+from ...core.expectations.by_nodes import linearized
+from ...core.expectations.closed_forms import Gaussian, gaussian
+from ...core.matrices.jacobians import gram, vjp
+from ...core.updates.recursion import CanonicalGaussian, State
+from ..terms.sparsity import are_selections, selecting_pattern, sparse_jacobian
+from ..terms.terms import Arrays, Terms, constants, linearize, merged
+from .prior import MultivariateNormalSite, Prior, depends_on_entries
+
+NUM_DRAWS = 2000
+BATCH_NUMBERS = 2**20  # in the draws that are made together
+WINSOR = 4.0  # robust standard deviations at which prior draws are cut before their moments are taken
+SHRINKAGE = 0.05  # of correlations: more coordinates than draws can support stay regular
+NO_PRIOR = "the prior's precision matrix is not positive definite: some direction has no prior."
+
+
+class Moments(NamedTuple):
+    """Of the Gaussian that approximates the prior outside its multivariate normal sites: mean (K,) and a root (K, K) of
+    the covariance."""
+
+    mean: np.ndarray | Array
+    root: np.ndarray | Array
+
+
+class PriorMarginals(NamedTuple):
+    """The entries of theta under the prior, each for itself: exact where they are normal and independent of the
+    others, by moments of draws elsewhere.
+
+    :ivar mean: (P,). :ivar variance: (P,). :ivar indices: of the entries whose moments are those of draws, (S,).
+    :ivar coupling: Gaussian terms that depend on several entries.
+    :ivar separate: the sum of all other Gaussian terms about zero, its precision a diagonal (P,).
+    """
+
+    mean: np.ndarray
+    variance: np.ndarray
+    indices: np.ndarray
+    coupling: list[Terms]
+    separate: CanonicalGaussian
+
+
+class IndependentPrior(NamedTuple):
+    """A Gaussian of independent entries that approximates the prior.
+
+    :ivar mean: (P,). :ivar variance: (P,).
+    :ivar indices: of the entries where it is not the prior itself, (S,): those of terms that are not Gaussian, or that
+        couple entries.
+    :ivar factor: the part of it that approximates such terms, a function of these entries; None if there are none.
+    """
+
+    mean: Array
+    variance: Array
+    indices: np.ndarray
+    factor: CanonicalGaussian | None
+
+
+# ---------------------------------------------------------------------- a Gaussian of independent entries
+def marginals(
+    prior: Prior, size: int, dtype: DTypeLike, draw: Callable[[Array], Array], shared: Arrays
+) -> PriorMarginals:
+    """The moments of each entry. Takes no (P, P) array.
+
+    :param draw: rng_key -> theta (P,), a draw from the prior.
+    :param shared: what the terms depend on besides theta.
+    :raises ValueError: for a prior that is not proper.
+    """
+    are_separate = are_selections(prior.gaussian, size, dtype, shared)
+    of_one = [terms for terms, is_separate in zip(prior.gaussian, are_separate) if is_separate]
+    coupling = [terms for terms, is_separate in zip(prior.gaussian, are_separate) if not is_separate]
+    separate = _in_float64(at_once(lambda: _sum_of_separate(of_one, size, dtype, shared)))
+    is_coupled = depends_on_entries([*coupling, *prior.terms], size, dtype, shared)
+    for site in prior.normal_sites:
+        is_coupled[site.start : site.stop] = True
+    indices = np.flatnonzero(is_coupled)
+    if np.any(separate.precision[~is_coupled] <= 0):
+        raise ValueError("the prior's precision is not positive: some direction has no prior.")
+    precision = np.where(is_coupled, 1.0, separate.precision)
+    mean, variance = separate.linear / precision, 1 / precision
+    if len(indices):
+        batch = max(1, min(NUM_DRAWS, BATCH_NUMBERS // size))
+        draws = jit_once(
+            lambda key: lax.map(lambda k: draw(k)[indices], jax.random.split(key, NUM_DRAWS), batch_size=batch)
+        )
+        cut = _winsorized(np.asarray(draws(jax.random.key(0)), np.float64))
+        mean[indices], variance[indices] = cut.mean(axis=0), cut.var(axis=0, ddof=1)
+    return PriorMarginals(mean, variance, indices, coupling, separate)
+
+
+def independent_prior(
+    prior: Prior, size: int, dtype: DTypeLike, draw: Callable[[Array], Array], shared: Arrays
+) -> IndependentPrior:
+    """:func:`marginals`, and what they approximate. Takes no (P, P) array where there are few ``indices``.
+
+    :raises ValueError: for a prior that is not proper.
+    """
+    mean, variance, indices, coupling, separate = marginals(prior, size, dtype, draw, shared)
+    factor = None
+    if len(indices):
+        others = at_once(
+            lambda: (
+                [_quadratic_of(terms, size, dtype, shared) for terms in coupling]
+                + [_normal_log_density(site, size, dtype, shared) for site in prior.normal_sites]
+            )
+        )
+        exact = CanonicalGaussian(
+            np.diag(separate.precision[indices]), separate.linear[indices], separate.constant, np.zeros(len(indices))
+        )
+        for other in map(_in_float64, others):
+            exact = exact.plus(_part_of(other, indices))
+        moments = Moments(mean[indices], np.diag(np.sqrt(variance[indices])))
+        factor = jax.tree.map(lambda x: jnp.asarray(x, dtype), _approximating_factor(np, moments, exact))
+    return IndependentPrior(jnp.asarray(mean, dtype), jnp.asarray(variance, dtype), indices, factor)
+
+
+# ---------------------------------------------------------------------- a Gaussian with a full covariance
+def is_flat(precision: Array, prior: Prior) -> bool:
+    """Whether the Gaussian part of a prior says nothing in some direction. ``precision``: its own (P, P)."""
+    others = _other_indices(prior, len(precision))
+    inner = np.asarray(precision, np.float64)[others][:, others]
+    diagonal = np.diagonal(inner)
+    if np.any(diagonal <= 0):
+        return True
+    scaled = inner / np.sqrt(np.outer(diagonal, diagonal))
+    return bool(len(scaled)) and np.linalg.eigvalsh(scaled)[0] < len(scaled) * np.finfo(precision.dtype).eps
+
+
+def moments_of_draws(prior: Prior, size: int, draws: Array) -> Moments:
+    """Robust moments of draws theta (n, P) from the prior, far-out ones cut."""
+    cut = _winsorized(np.asarray(draws, np.float64)[:, _other_indices(prior, size)])
+    covariance = np.atleast_2d(np.cov(cut.T))
+    scale = np.sqrt(np.diagonal(covariance))
+    correlation = covariance / np.outer(scale, scale)
+    shrunk = (1 - SHRINKAGE) * correlation + SHRINKAGE * np.eye(len(scale))
+    return Moments(cut.mean(axis=0), scale[:, None] * np.linalg.cholesky(shrunk))
+
+
+def initial_state(
+    prior: Prior, size: int, dtype: DTypeLike, moments: Moments | None, parts: tuple[CanonicalGaussian, list]
+) -> State:
+    """The state before the first row: the Gaussian prior itself, or the Gaussian of some ``moments``. The part of that
+    which approximates prior terms is then its ``prior_factor``.
+
+    :param parts: as :func:`gaussian_parts` returns them.
+    :raises ValueError: for a prior that is not proper.
+    """
+    gaussian, normals = jax.device_get(parts)
+    for site, (_, scale_tril) in zip(prior.normal_sites, normals):
+        if not np.isfinite(scale_tril).all():
+            raise ValueError(
+                f"the covariance matrix of site {site.name!r} is not positive definite in {np.dtype(dtype).name}. Add "
+                "a jitter to its diagonal (1e-6 times its size in float64, 1e-4 in float32)."
+            )
+    state = _assembled(np, prior, size, moments, *_in_float64((gaussian, normals)))
+    state = jax.tree.map(lambda x: np.asarray(x, dtype), state)
+    return jax.device_put(state._replace(num_rows=Count.of(0)))
+
+
+def state_at(prior: Prior, size: int, dtype: DTypeLike, moments: Moments | None, shared: Arrays) -> State:
+    """The same as a differentiable function of the ``numpyro.param`` sites."""
+    moments = None if moments is None else Moments(*[jnp.asarray(x, dtype) for x in moments])
+    parts = gaussian_parts(prior, size, dtype, shared)
+    return _assembled(jnp, prior, size, moments, *parts)._replace(num_rows=Count.of(0))
+
+
+def gaussian_parts(prior: Prior, size: int, dtype: DTypeLike, shared: Arrays) -> tuple[CanonicalGaussian, list]:
+    """The sum of the Gaussian terms, and location and scale of each multivariate normal site."""
+    return gaussian_part(prior, size, dtype, shared), [site.moments(shared) for site in prior.normal_sites]
+
+
+def _assembled(
+    xp: Any, prior: Prior, size: int, moments: Moments | None, gaussian: CanonicalGaussian, normals: list
+) -> State:
+    """The state, in NumPy or JAX (``xp``), from :func:`gaussian_parts`."""
+    others = _other_indices(prior, size)
+    inner, factor = _part_of(gaussian, others), None
+    if moments is None:
+        mean, root, evidence = _normalized(xp, inner)
+    else:
+        mean, root, evidence = *moments, xp.zeros(())
+        factor = _approximating_factor(xp, moments, inner)
+    order = np.concatenate([others, *[np.arange(site.start, site.stop) for site in prior.normal_sites]]).astype(int)
+    back = np.argsort(order)
+    mean = xp.concatenate([mean, *[loc for loc, _ in normals]])[back]
+    root = _block_diagonal(xp, [root, *[scale_tril for _, scale_tril in normals]])[back]
+    if factor is not None:
+        nothing = [xp.zeros((site.stop - site.start,) * 2) for site in prior.normal_sites]
+        precision = _block_diagonal(xp, [factor.precision, *nothing])[back][:, back]
+        linear = xp.concatenate([factor.linear, xp.zeros(size - len(others))])[back]
+        factor = CanonicalGaussian(precision, linear, factor.constant, mean)
+    return State(mean, xp.zeros(size), root, evidence, factor, Count.of(0))
+
+
+def _other_indices(prior: Prior, size: int) -> np.ndarray:
+    """Of the entries of theta outside the multivariate normal sites."""
+    is_other = np.ones(size, bool)
+    for site in prior.normal_sites:
+        is_other[site.start : site.stop] = False
+    return np.flatnonzero(is_other)
+
+
+def _approximating_factor(xp: Any, moments: Moments, exact: CanonicalGaussian) -> CanonicalGaussian:
+    """What approximates the terms that are not Gaussian: N(mean, root root^T), divided by the exact Gaussian terms."""
+    mean: Any = moments.mean
+    root: Any = moments.root
+    log_density = -0.5 * len(mean) * math.log(2 * math.pi) - xp.sum(xp.log(xp.diagonal(root)))
+    inverse = xp.linalg.inv(root)
+    approximation = CanonicalGaussian(inverse.T @ inverse, xp.zeros_like(mean), log_density, mean)
+    return approximation.plus(exact.about(mean), -1.0)
+
+
+def _normalized(xp: Any, factor: CanonicalGaussian) -> tuple[Array, Array, Array]:
+    """Mean, root of the covariance and log normalizer of a factor about zero.
+
+    :raises ValueError: if it is not proper.
+    """
+    precision, linear = factor.precision, factor.linear
+    scale = 1 / xp.sqrt(xp.diagonal(precision))
+    try:
+        cholesky = xp.linalg.cholesky(scale[:, None] * precision * scale)
+    except np.linalg.LinAlgError as error:
+        raise ValueError(NO_PRIOR) from error
+    root = scale[:, None] * xp.linalg.inv(cholesky).T
+    whitened = root.T @ linear
+    half_log_det = xp.sum(xp.log(xp.diagonal(cholesky)) - xp.log(scale))
+    log_normalizer = 0.5 * xp.sum(whitened**2) + 0.5 * len(linear) * math.log(2 * math.pi) - half_log_det
+    return root @ whitened, root, factor.constant + log_normalizer
+
+
+def _block_diagonal(xp: Any, blocks: list) -> Array:
+    rows = []
+    for i, block in enumerate(blocks):
+        rows.append([block if i == j else xp.zeros((len(block), len(other))) for j, other in enumerate(blocks)])
+    return xp.block(rows)
+
+
+# ---------------------------------------------------------------------- Gaussian terms, about theta = 0
+def gaussian_part(prior: Prior, size: int, dtype: DTypeLike, shared: Arrays) -> CanonicalGaussian:
+    """The sum of the Gaussian terms outside the multivariate normal sites."""
+    zero = jnp.zeros(size, dtype)
+    total = CanonicalGaussian(jnp.zeros((size, size), dtype), zero, jnp.zeros((), dtype), zero)
+    for terms in prior.gaussian:
+        total = total.plus(_quadratic_of(terms, size, dtype, shared))
+    return total
+
+
+def _quadratic_of(terms: Terms, size: int, dtype: DTypeLike, shared: Arrays) -> CanonicalGaussian:
+    """The sum of Gaussian terms of one site."""
+    zero = jnp.zeros(size, dtype)
+    predictors, jacobian, _ = linearize(terms, zero, shared)
+    predictors, jacobian, values = merged((predictors, jacobian, constants(terms, shared)))
+    value, gradient, hessian = _derivatives(terms, predictors, values)
+    flat = jacobian.reshape(-1, size)
+    weighted = jnp.einsum("ncd,ndp->ncp", hessian, jacobian).reshape(flat.shape)
+    return CanonicalGaussian(-flat.T @ weighted, gradient.reshape(-1) @ flat, jnp.sum(value), zero)
+
+
+def _sum_of_separate(all_terms: list[Terms], size: int, dtype: DTypeLike, shared: Arrays) -> CanonicalGaussian:
+    """The sum of Gaussian terms that depend on one entry each, its precision a diagonal (P,)."""
+    zero = jnp.zeros(size, dtype)
+    precision, linear, constant = zero, zero, jnp.zeros((), dtype)
+    for terms in all_terms:
+        predictors, jacobian = sparse_jacobian(terms, selecting_pattern(size), zero, shared)
+        value, gradient, hessian = _derivatives(terms, predictors, merged(constants(terms, shared)))
+        precision, linear = precision + gram(jacobian, -hessian), linear + vjp(jacobian, gradient)
+        constant = constant + jnp.sum(value)
+    return CanonicalGaussian(precision, linear, constant, zero)
+
+
+def _normal_log_density(site: MultivariateNormalSite, size: int, dtype: DTypeLike, shared: Arrays) -> CanonicalGaussian:
+    """Of a multivariate normal site."""
+    loc, scale_tril = site.moments(shared)
+    inverse = jax.scipy.linalg.solve_triangular(scale_tril, jnp.eye(len(loc), dtype=dtype), lower=True)
+    whitened = inverse @ loc
+    log_det, log_two_pi = jnp.sum(jnp.log(jnp.diagonal(scale_tril))), len(loc) * math.log(2 * math.pi)
+    inside, zero = slice(site.start, site.stop), jnp.zeros(size, dtype)
+    precision = jnp.zeros((size, size), dtype).at[inside, inside].set(inverse.T @ inverse)
+    linear = zero.at[inside].set(inverse.T @ whitened)
+    return CanonicalGaussian(precision, linear, -0.5 * (whitened @ whitened + log_two_pi) - log_det, zero)
+
+
+def _derivatives(terms: Terms, predictors: Array, values: Any) -> tuple[Array, Array, Array]:
+    """Value, gradient and Hessian of Gaussian terms at their predictors."""
+    if terms.closed_form is Gaussian:
+        return jax.vmap(lambda u, c: gaussian(u, jnp.zeros((1, 1), predictors.dtype), c))(predictors, values)
+    return jax.vmap(lambda u, c: linearized(lambda a: terms.density(a, c), u, None))(predictors, values)
+
+
+def _part_of(factor: CanonicalGaussian, indices: np.ndarray) -> CanonicalGaussian:
+    """A factor of some entries of theta alone."""
+    return CanonicalGaussian(
+        factor.precision[indices][:, indices], factor.linear[indices], factor.constant, factor.center[indices]
+    )
+
+
+def _in_float64(tree: Any) -> Any:
+    return jax.tree.map(lambda x: np.array(x, np.float64), tree)
+
+
+def _winsorized(draws: np.ndarray) -> np.ndarray:
+    """The finite draws, each coordinate cut far out: heavy tails must not rule moments."""
+    finite = draws[np.isfinite(draws).all(axis=1)]
+    low, center, high = np.quantile(finite, [0.25, 0.5, 0.75], axis=0)
+    deviation = np.maximum((high - low) / 1.349, 1e-6)
+    return np.clip(finite, center - WINSOR * deviation, center + WINSOR * deviation)

@@ -1,0 +1,201 @@
+"""Is each row one that the model can take? Questions that are compiled once and asked of every block."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from ...core.compilation import jit_once
+from ...core.expectations.by_nodes import power_of_two
+from ...core.jaxprs.indices import indexings
+from ...core.jaxprs.interpret import depends_on
+from ..data.rows import num_rows
+from ..handlers.tracing import peel
+from .bound_model import BoundModel
+
+SUPPORT_PIECE = 2**16
+Message = Callable[[Mapping[str, Any], int, list[int], int], str]
+
+
+class RowCheck:
+    """A question about each row, compiled once, for pieces of a few fixed sizes.
+
+    :param question: row -> array of bool, of any shape: true if all is well.
+    :param message: rows, a row among them where it is not, and the place in its answer -> what is wrong, given the
+        number of the row in the data.
+    """
+
+    def __init__(self, program: BoundModel, question: Callable[[dict], Array], message: Message):
+        self.arrays = sorted(depends_on(lambda row: {"answer": question(row)}, program.example_row)["answer"])
+        self._message, example = message, program.example_row
+        self._shape = jax.eval_shape(question, example).shape
+
+        @jax.jit
+        def many(arrays):
+            return jax.vmap(lambda row: question({**example, **{n: v[None] for n, v in row.items()}}))(arrays)
+
+        self._many = many
+
+    def __call__(self, rows: Mapping[str, np.ndarray], first_row: int) -> None:
+        """:raises ValueError: naming site or array, and row, if all is not well."""
+        if not rows.keys() >= set(self.arrays):  # rows to predict may lack what the model takes None for
+            return
+        inside = self.answers(rows)()
+        if not inside.all():
+            row, *place = np.argwhere(~inside)[0].tolist()
+            raise ValueError(self._message(rows, row, place, first_row + row))
+
+    def answers(self, rows: Mapping[str, Any]) -> Callable[[], np.ndarray]:
+        """Start to ask; what is returned waits for the answers, (n, ...)."""
+        total = num_rows(rows)
+        if not self.arrays:
+            return lambda: np.ones((total, *self._shape), bool)
+        size = min(SUPPORT_PIECE, power_of_two(total))
+        starts = range(0, total, size)
+        taken = [np.minimum(np.arange(start, start + size), total - 1) for start in starts]
+        answers = [self._many({name: rows[name][places] for name in self.arrays}) for places in taken]
+        return lambda: np.concatenate([np.asarray(x) for x in answers])[:total]
+
+    def begin(self, rows: Mapping[str, Any]) -> Callable[[], np.ndarray]:
+        """Start to ask; what is returned waits for the answer: with which rows all is well, (n,)."""
+        waiting, total = self.answers(rows), num_rows(rows)
+        return lambda: np.all(waiting().reshape(total, -1), axis=1)
+
+
+def support_check(program: BoundModel, site: str) -> RowCheck:
+    """Are a site's observed values in its distribution's support?"""
+
+    def message(rows: Mapping[str, Any], row: int, place: list[int], number: int) -> str:
+        return _outside_message(program, site, rows, row, number - row)
+
+    return RowCheck(program, lambda row: _in_support(program, site, row), message)
+
+
+def index_check(program: BoundModel, parameters: Callable[[dict], Any]) -> RowCheck:
+    """Do the rows index what there is?
+
+    :param parameters: row -> what the model makes of a row: a pytree.
+    """
+    sizes: list[int] = []
+
+    def inside(row):
+        all_indexings = indexings(parameters, row)
+        sizes[:] = [indexing.sizes[0] for indexing in all_indexings]
+        return jnp.stack([jnp.all(indexing.inside) for indexing in all_indexings])
+
+    def message(rows: Mapping[str, Any], row: int, place: list[int], number: int) -> str:
+        integers = [name for name in check.arrays if np.issubdtype(rows[name].dtype, np.integer)]
+        return outside_message(number, _held(rows, row, integers, ", ") or " and ".join(check.arrays), sizes[place[0]])
+
+    check = RowCheck(program, inside, message)
+    return check
+
+
+def outside_message(row: int, held: str, size: int) -> str:
+    return (
+        f"row {row} indexes what is not there: array {held}, and what the model indexes has {size} "
+        f"entries, 0 to {size - 1}. Count groups from 0, or make the model's plate larger."
+    )
+
+
+def states_check(program: BoundModel, site: str, bounds: Callable[[str, dict, Mapping[str, Array]], Array]) -> RowCheck:
+    """Are the states of a discrete latent of each row among those that are summed over?
+
+    :param bounds: (site, rows, states of the discrete latents) -> smallest and largest state, (M, 2).
+    """
+    assert program.row_latents is not None
+    others = program.row_latents.states
+    states = np.asarray(others[site])
+
+    def inside(row):
+        bounds_of_row = bounds(site, row, {name: values for name, values in others.items() if name != site})
+        return jnp.all((bounds_of_row[:, 0] >= states[0]) & (bounds_of_row[:, 1] <= states[-1]))
+
+    def message(rows: Mapping[str, Any], row: int, place: list[int], number: int) -> str:
+        return (
+            f"site {site!r}: in row {number} ({_held(rows, row, check.arrays)}) this discrete latent variable has "
+            f"states beyond those of the rows that the model was read with, up to {int(states[-1])}. Give all rows at "
+            "once, as arrays, or put a row with the most states into the first block."
+        )
+
+    check = RowCheck(program, inside, message)
+    return check
+
+
+def quadratic_check(program: BoundModel, site: str, question: Callable[[dict], Array]) -> RowCheck:
+    """Is a log density, of which the first rows say so, quadratic in the latent variables of the row?
+
+    :param site: of which it is. :param question: row, with what rows share -> bool (E,).
+    """
+
+    def message(rows: Mapping[str, Any], row: int, place: list[int], number: int) -> str:
+        return (
+            f"site {site!r}: in row {number} the log density is not quadratic in the row's latent variables, and in "
+            "the rows that the model was read with it was. Give all rows at once, as arrays, or put such a row into "
+            "the first block."
+        )
+
+    return RowCheck(program, lambda row: question({**row, **program.shared}), message)
+
+
+def _held(rows: Mapping[str, Any], row: int, arrays: Iterable[str], separator: str = " and ") -> str:
+    return separator.join(f"{name!r} holds {rows[name][row]}" for name in arrays)
+
+
+class WholeSupportCheck:
+    """As :func:`support_check`, for a model that runs on all rows at once."""
+
+    def __init__(self, program: BoundModel, site: str):
+        self._program, self._site, self._axis = program, site, program.row_axis(site)
+
+    def __call__(self, rows: Mapping[str, np.ndarray], first_row: int) -> None:
+        """:raises ValueError: naming site, array and row."""
+        program = self._program
+        if program.is_value_of_latents(self._site):
+            return
+        inside = np.asarray(jit_once(lambda: _elements_inside(program, self._site, program.example_row))())
+        bad = np.argwhere(~inside)
+        if len(bad):
+            row = int(bad[0][self._axis]) if self._axis < inside.ndim else None
+            raise ValueError(_outside_message(self._program, self._site, rows, row, first_row))
+
+
+def _outside_message(
+    program: BoundModel, site: str, rows: Mapping[str, np.ndarray], row: int | None, first_row: int
+) -> str:
+    """:param row: None for values that are not of rows."""
+    outside = f"outside the support ({peel_abstractly(program, site).support}) of its distribution"
+    names = sorted(program.outcome_arrays(site))
+    if row is None:
+        return f"site {site!r}: a value lies {outside}."
+    if not names:
+        return f"site {site!r}: row {first_row + row} lies {outside}."
+    return f"site {site!r}: row {first_row + row} of array {_held(rows, row, names)}, which lies {outside}."
+
+
+def peel_abstractly(program: BoundModel, site: str) -> Any:
+    """A site's distribution, for what is static about it."""
+    distributions: list = []
+
+    def abstract(row):
+        distributions.append(peel(program.site_record(site, row).fn)[0])
+        return 0
+
+    program.abstractly(abstract, program.example_row)
+    return distributions[0]
+
+
+def _in_support(program, name, row):
+    return jnp.all(_elements_inside(program, name, row))
+
+
+def _elements_inside(program, name, rows):
+    record = program.site_record(name, rows)
+    fn, mask = peel(record.fn)
+    inside = fn.support(record.value)
+    return inside | ~jnp.asarray(mask) if jnp.ndim(inside) >= jnp.ndim(mask) else inside

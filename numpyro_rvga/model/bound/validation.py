@@ -1,0 +1,238 @@
+"""Is this a model whose rows are conditionally independent given global, continuous latents? Say what is not."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ...core.compilation import at_once, jit_once
+from ..data.arguments import absent_arguments
+from ..data.rows import common_length, num_rows
+from ..handlers.failures import FORWARD, CoupledRows, LocalLatents, UnboundedStates
+from ..handlers.tracing import SiteInfo, SiteRecord, plates_of, run_model, sample_sites
+from ..layout import Layout
+from ..terms.terms import linearize
+
+CHECKED_ROWS = 8
+
+
+def find_row_plates(
+    model: Callable,
+    rows: Mapping[str, Any],
+    model_kwargs: Mapping[str, Any],
+    *,
+    concrete: bool = False,
+    evaluates: bool = False,
+) -> tuple[frozenset[str], list[str]]:
+    """Plates around observed sites whose size is the number of rows, or that subsample them; and these sites.
+
+    :param concrete: whether the model may read the values of the data. :param evaluates: as for :class:`Program`.
+    """
+    result: dict[str, Any] = {}
+
+    def abstract(rows):
+        trace, runner = run_model(model, rows, model_kwargs)
+        observed = {name: site for name, site in sample_sites(trace, runner).items() if site.is_observed}
+        check_outcomes_shape(observed)
+        result.update(plates=plates_of(trace), observed=list(observed), sizes=runner.plate_size)
+        return 0
+
+    if concrete:
+        with jax.ensure_compile_time_eval() if evaluates else contextlib.nullcontext():
+            jax.eval_shape(lambda: abstract(rows))
+    else:
+        jax.eval_shape(
+            abstract,
+            {name: jax.ShapeDtypeStruct(a.shape, jax.dtypes.canonicalize_dtype(a.dtype)) for name, a in rows.items()},
+        )
+    around, length = {p for n in result["observed"] for p in result["plates"][n]}, common_length(rows)
+    return frozenset(p for p in around if result["sizes"].get(p) == length), result["observed"]
+
+
+def check_outcomes_shape(observed: Mapping[str, SiteRecord]) -> None:
+    """:raises ValueError: naming the site, where each outcome would be taken with the distribution of every other."""
+    for name, site in observed.items():
+        shape = jnp.shape(site.value)
+        shape = shape[: len(shape) - len(site.fn.event_shape)]
+        try:
+            both = np.broadcast_shapes(shape, site.fn.batch_shape)
+        except ValueError:
+            continue  # the density fails by itself, or the distribution's own way to take values does not
+        if math.prod(both) > max(math.prod(shape), math.prod(site.fn.batch_shape)):
+            raise ValueError(
+                f"site {name!r}: the outcomes have shape {shape} and their distributions {site.fn.batch_shape}, so "
+                f"that their densities would be {both}, those of every outcome under every distribution. Give outcomes "
+                f"of shape {site.fn.batch_shape}: one column is y[:, 0]."
+            )
+
+
+def check_has_outcome(observed: Sequence[str], model: Callable, given: Sequence[str]) -> None:
+    """:raises ValueError: for no observed sites, naming arguments of the model that are not given."""
+    if not observed:
+        absent = absent_arguments(model, given)
+        advice = f"; the data lack {', '.join(map(repr, absent))}" if absent else ""
+        raise ValueError(
+            "the model has no observed site that depends on the data: give sample(..., obs=...) one of its arrays"
+            f"{advice}."
+        )
+
+
+def describe_few(describe: Callable, rows: Mapping[str, Any], number: str, observed: Sequence[str]) -> Any:
+    """:raises CoupledRows: naming the observed sites, if the model runs on all rows but not on these few."""
+    try:
+        return describe(rows)
+    except (AssertionError, IndexError, TypeError, ValueError) as error:
+        raise CoupledRows(_coupled_message(", ".join(observed), f"on {number} the model fails: {error}")) from error
+
+
+def check_continuous(sites: Mapping[str, SiteInfo], local_names: frozenset[str], local: str) -> None:
+    """:raises NotImplementedError: for discrete latents that are not summed out inside their row."""
+    for name, site in sites.items():
+        if not site.is_discrete or site.is_observed:
+            continue
+        if name in local_names and local == "marginal":
+            continue
+        if name in local_names:
+            raise LocalLatents(
+                f"site {name!r} is a discrete latent variable of each row, which local='prior' does not take. "
+                "RVGA(model, local='marginal') sums over its states."
+            )
+        where = f"the plate {site.plates[-1]!r}" if site.plates else "the whole model"
+        raise CoupledRows(
+            f"site {name!r} is a discrete latent variable of {where}, not of single rows. Where all rows are at hand, "
+            "RVGA(model).run(data) sums over its states; in streams and with local='prior' it is not summed over. Let "
+            "each group be a row: one array of shape (groups, rows of each), and handlers.mask for groups that have "
+            f"fewer; or put the site into the plate over the rows, if each row has a value of its own. {FORWARD}"
+        )
+
+
+def check_no_chain(scanned: frozenset[str]) -> None:
+    """:raises UnboundedStates: naming a discrete latent site of the steps of a scan."""
+    if scanned:
+        raise UnboundedStates(
+            f"site {min(scanned)!r} is a discrete latent variable of each step of a scan, and its chains of states are "
+            f"too many to sum over one by one. {FORWARD}"
+        )
+
+
+def local_latents(
+    one: Mapping[str, SiteInfo], two: Mapping[str, SiteInfo], row_plates: frozenset[str], *, marginal: bool
+) -> frozenset[str]:
+    """The latents that belong to single rows.
+
+    :param one: the sites of a run on one row. :param two: those of a run on two rows.
+    :param marginal: whether they are integrated out, and need not be normal.
+    :raises NotImplementedError: for local latents that are not normal, otherwise.
+    :raises CoupledRows: for latents that grow with the number of rows and are in no row plate.
+    """
+    names = set()
+    for name, site in one.items():
+        inside = row_plates & set(site.plates)
+        if site.is_observed or (not inside and site.value_shape == two[name].value_shape):
+            continue
+        if not inside:
+            raise CoupledRows(
+                f"site {name!r} is a latent variable whose shape grows with the number of rows. FixedPointVI takes "
+                "such models; a recursion needs latents that rows share: give it a plate of its own and index into it "
+                "(a[group]), or put it into the row plate if it is Normal given the others."
+            )
+        if not (marginal or site.is_normal or site.is_discrete):
+            raise LocalLatents(
+                f"site {name!r} is a latent variable inside the row plate {sorted(inside)[0]!r}, and local='prior' "
+                "takes only Normal ones: RVGA(model, local='marginal') integrates others out."
+            )
+        names.add(name)
+    return frozenset(names)
+
+
+def check_shared(layout: Layout, local_names: frozenset[str]) -> None:
+    """:raises CoupledRows: if rows share no latent."""
+    if local_names and not layout.size:
+        raise CoupledRows(
+            f"site {sorted(local_names)[0]!r} and all other latent variables belong to single rows: a recursion has "
+            "nothing to learn from one row for the next."
+        )
+
+
+def check_local_terms(program: Any) -> None:
+    """:raises CoupledRows: if the rows' own variables are more than known additions to the predictors. With their
+    conditional prior as q, the bound would shrink a standard deviation that is to be learned to zero."""
+    if not program.local.size:
+        return
+    theta = jnp.asarray(np.random.default_rng(0).normal(size=program.layout.size), program.dtype)
+    rows = {**program.example_rows, **program.shared}
+
+    def alone():
+        flags = [linearize(terms, theta, rows)[1:] for terms in program.terms]
+        return [jnp.any(local != 0, axis=-1) & jnp.all(jacobian == 0, axis=-1) for jacobian, local in flags]
+
+    for terms, flags in zip(program.terms, at_once(alone)):
+        if np.any(flags) or not terms.is_affine:
+            names = ", ".join(map(repr, program.local.site_names))
+            raise LocalLatents(
+                f"site {names}, a latent variable of each row, enters site {terms.site!r} other than as an addition of "
+                "known standard deviation, and only such are integrated out with local='prior': use local='marginal'."
+            )
+
+
+def check_has_terms(row_sites: Mapping[str, SiteInfo]) -> None:
+    """:raises CoupledRows: if one row by itself is observed at no place."""
+    for name, site in row_sites.items():
+        if 0 in site.value_shape and not site.is_auxiliary:  # a factor has no value, only a density
+            raise CoupledRows(_coupled_message(name, "one row by itself has no term"))
+
+
+def check_independence(program: Any, rows: Mapping[str, np.ndarray]) -> None:
+    """The terms of a few rows must be the same taken together and one by one."""
+    count = min(CHECKED_ROWS, num_rows(rows))
+    few = {name: np.asarray(array[:count]) for name, array in rows.items()}
+    singles = {name: array[:, None] for name, array in few.items()}
+    tolerance = 1e3 * float(jnp.finfo(program.dtype).eps)
+
+    @jit_once
+    def both(theta, few, singles, latents, own):
+        one_by_one = jax.vmap(lambda row, own: program.site_elements(theta, row, own))(singles, own)
+        return program.site_elements(theta, few, latents), one_by_one
+
+    origin = np.zeros(program.layout.size, program.dtype)
+    try:
+        latents, own = program.row_latents_of(few, np.random.default_rng(0))
+        together, alone = jax.eval_shape(both, origin, few, singles, latents, own)
+    except (TypeError, ValueError) as error:
+        site = program.terms[0].site
+        raise CoupledRows(_coupled_message(site, f"on {count} rows the model fails: {error}")) from error
+    for name, terms in together.items():
+        if alone[name].size != terms.size and program.plates[name]:
+            size = alone[name].shape[1]
+            raise CoupledRows(
+                _coupled_message(name, f"it has {size} terms for one row and {terms.shape[0]} for {count}")
+            )
+    for seed in range(3):
+        rng = np.random.default_rng(seed)
+        theta = rng.normal(0.0, 0.5, program.layout.size).astype(program.dtype)
+        joint, single = jax.device_get(both(theta, few, singles, *program.row_latents_of(few, rng)))
+        for name in joint:
+            total, parts = np.sum(np.asarray(joint[name], np.float64)), np.asarray(single[name], np.float64)
+            if not np.isfinite(total):
+                continue
+            differ = abs(total - parts.sum()) > tolerance * max(np.abs(parts).sum(), 1.0)
+            if differ or not np.isfinite(parts).all():
+                raise CoupledRows(
+                    _coupled_message(
+                        name, f"{count} rows together have log density {total:.6g}, one by one {parts.sum():.6g}"
+                    )
+                )
+
+
+def _coupled_message(name: str, why: str) -> str:
+    return (
+        f"site {name!r}: the rows of the data are not conditionally independent given the latents, or the model does "
+        f"not take its rows from the data ({why}). Pass every per-row array in the data (lagged values as columns of "
+        "their own), and compute nothing across rows inside the model."
+    )

@@ -1,0 +1,1 @@
+"""The user's arrays, keyword arguments and rows."""

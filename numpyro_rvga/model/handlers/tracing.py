@@ -1,0 +1,318 @@
+"""Running a NumPyro model on a few rows at a given theta, and reading what it did."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpyro
+import numpyro.distributions as dist
+from jax import Array
+from jax.core import Tracer
+from numpyro import handlers
+from numpyro.distributions import Distribution
+from numpyro.distributions.transforms import IdentityTransform, biject_to
+from numpyro.primitives import Messenger
+
+from ..data.arguments import absent_arguments, split_call
+from ..data.rows import common_length
+from .failures import needs_numbers
+from .separable import separate_terms
+
+REACH = 2.0  # in unconstrained space, of sites that cannot be drawn: as NumPyro starts NUTS
+
+
+class SiteRecord(NamedTuple):
+    """One sample site of a run.
+
+    :ivar log_abs_det: log Jacobian of the latent's transform, elementwise or per event; None if observed.
+    :ivar weight: the user's scale, without the plates' subsampling factor.
+    :ivar plates: names of the enclosing plates, outermost first.
+    """
+
+    name: str
+    fn: Distribution
+    value: Array
+    unconstrained: Array | None
+    log_abs_det: Array | None
+    weight: Array | float
+    plates: tuple[str, ...]
+    is_observed: bool
+    is_auxiliary: bool
+
+
+class SiteInfo(NamedTuple):
+    """What is static about a sample site: shapes, plates and kinds, without its values.
+
+    :ivar unconstrained_shape: of a latent; None if observed.
+    :ivar is_normal: whether it is a normal distribution with independent elements.
+    :ivar is_real: whether it is latent, and its elements are any real numbers.
+    """
+
+    value_shape: tuple[int, ...]
+    unconstrained_shape: tuple[int, ...] | None
+    plates: tuple[str, ...]
+    is_observed: bool
+    is_auxiliary: bool
+    is_discrete: bool
+    is_improper: bool
+    is_normal: bool
+    is_real: bool
+
+
+class RowRunner(Messenger):
+    """Gives row plates the number of rows at hand, and latent sites their values from unconstrained space.
+
+    :param local: latent sites with one normal variable a row: their values are loc + scale times what
+        ``unconstrained`` gives, zero if nothing.
+    :param params: values of ``numpyro.param`` sites.
+    :param rng_key: latent sites without values are drawn with it, whatever seeds or values the model itself has for
+        them; None: they are as the model has them.
+    :param states: values of discrete latent sites; those outside a distribution's support have density zero.
+    :ivar scanned: names of the sites in NumPyro's scan.
+    """
+
+    def __init__(
+        self,
+        fn: Callable,
+        row_plates: frozenset[str],
+        num_rows: int | None,
+        unconstrained: Mapping[str, Array],
+        local: frozenset[str] = frozenset(),
+        params: Mapping[str, Array] | None = None,
+        rng_key: Array | None = None,
+        states: Mapping[str, Array] | None = None,
+    ):
+        super().__init__(fn)
+        self._rng_key = rng_key
+        self.row_plates, self.num_rows, self.unconstrained = row_plates, num_rows, unconstrained
+        self.local, self.params, self.states = local, params or {}, states or {}
+        self.plate_ratio: dict[str, float] = {}
+        self.plate_size: dict[str, int] = {}
+        self.log_abs_det: dict[str, Array] = {}
+        self.scanned: set[str] = set()
+
+    def process_message(self, msg: dict) -> None:
+        if self._rng_key is not None and msg["type"] == "sample" and not msg["is_observed"]:
+            self._rng_key, msg["kwargs"]["rng_key"] = jax.random.split(self._rng_key)
+            msg["value"] = None if msg["name"] not in self.scanned else msg["value"]
+        if msg["type"] == "control_flow":
+            msg["kwargs"]["substitute_stack"].append(("substitute", self._value_in_scan))
+        elif msg["type"] == "plate":
+            size, subsample_size = msg["args"]
+            self.plate_size[msg["name"]] = size
+            if msg["name"] in self.row_plates:
+                msg["args"] = (size, self.num_rows)
+                msg["value"] = jnp.arange(self.num_rows)
+                subsample_size = self.num_rows
+            self.plate_ratio[msg["name"]] = size / (subsample_size or size)
+        elif msg["type"] == "subsample" and self.row_plates:
+            msg["kwargs"]["event_dim"] = None  # the rows at hand are the subsample
+        elif msg["type"] == "param" and msg["name"] in self.params:
+            msg["value"] = self.params[msg["name"]]
+        elif msg["type"] == "sample" and not msg["is_observed"] and msg["name"] in self.local:
+            normal, _ = peel(msg["fn"])
+            shape = msg["fn"].shape(msg["kwargs"]["sample_shape"])
+            z = jnp.reshape(self.unconstrained.get(msg["name"], jnp.zeros(shape)), shape)
+            msg["value"] = normal.loc + normal.scale * z
+        elif msg["type"] == "sample" and not msg["is_observed"] and msg["name"] in self.states:
+            value = jnp.broadcast_to(self.states[msg["name"]], msg["fn"].shape(msg["kwargs"]["sample_shape"]))
+            inside = msg["fn"].support(value)
+            low = getattr(msg["fn"].support, "lower_bound", 0)  # a value at which the density has derivatives
+            msg["value"] = jnp.where(inside, value, jnp.asarray(low, value.dtype))
+            self.log_abs_det[msg["name"]] = jnp.where(inside, 0.0, -jnp.inf)
+        elif msg["type"] == "sample" and not msg["is_observed"] and msg["name"] in self.unconstrained:
+            transform = site_transform(msg["fn"])
+            z = self.unconstrained[msg["name"]]
+            msg["value"] = transform(z)
+            self.log_abs_det[msg["name"]] = transform.log_abs_det_jacobian(z, msg["value"])
+        elif msg["type"] == "sample" and not msg["is_observed"] and msg["value"] is None and _is_improper(msg["fn"]):
+            transform = site_transform(msg["fn"])  # such a prior cannot be drawn from
+            shape = transform.inverse_shape(msg["fn"].shape(msg["kwargs"]["sample_shape"]))
+            msg["value"] = transform(jnp.zeros(shape))
+        elif msg["type"] == "sample" and not msg["is_observed"] and msg["value"] is None:
+            shape = msg["kwargs"]["sample_shape"]
+            if not can_be_drawn(msg["fn"], shape):
+                transform = site_transform(msg["fn"])
+                size = transform.inverse_shape(msg["fn"].shape(shape))
+                msg["value"] = transform(jax.random.uniform(numpyro.prng_key(), size, minval=-REACH, maxval=REACH))
+
+    def _value_in_scan(self, site: dict) -> Array | None:
+        """Of a latent site in a step of NumPyro's scan; outside, it comes once more, with its values of all steps."""
+        name = site["name"]
+        self.scanned.add(name)
+        if name not in self.unconstrained:
+            return None
+        transform = site_transform(site["fn"])
+        return transform(self.unconstrained[name][site["infer"]["_scan_current_index"]])
+
+
+def can_be_drawn(fn: dist.Distribution, shape: tuple[int, ...]) -> bool:
+    """Whether the distribution has a sampler: truncated ones of no known quantile function have none."""
+    try:
+        jax.eval_shape(lambda key: fn(rng_key=key, sample_shape=shape), jax.random.key(0))
+    except (ImportError, NotImplementedError):
+        return False
+    return True
+
+
+def run_model(
+    model: Callable,
+    rows: Mapping[str, Array],
+    model_kwargs: Mapping[str, Any],
+    *,
+    row_plates: frozenset[str] = frozenset(),
+    unconstrained: Mapping[str, Array] | None = None,
+    rng_key: Array | None = None,
+    local: frozenset[str] = frozenset(),
+    params: Mapping[str, Array] | None = None,
+    states: Mapping[str, Array] | None = None,
+) -> tuple[dict, RowRunner]:
+    """The trace of the model on ``rows``; latents not in ``unconstrained`` are drawn, see :class:`RowRunner`."""
+    runner = RowRunner(
+        model, row_plates, common_length(rows), unconstrained or {}, local, params, rng_key, states=states
+    )
+    seeded = handlers.seed(runner, jax.random.key(0) if rng_key is None else rng_key)
+    args, kwargs = split_call(model, rows, model_kwargs)
+    try:
+        with handlers.block():
+            trace = handlers.trace(seeded).get_trace(*args, **kwargs)
+    except Exception as error:
+        for note in _advice(error, model, rows, model_kwargs):
+            error.add_note(note)
+        raise
+    return trace, runner
+
+
+def _advice(
+    error: Exception, model: Callable, rows: Mapping[str, Array], model_kwargs: Mapping[str, Any]
+) -> Iterator[str]:
+    """What may help the author of a model that failed."""
+    given = ", ".join(f"{name} {jnp.result_type(array)}{list(jnp.shape(array))}" for name, array in rows.items())
+    yield f"The model failed on data of {given}."
+    absent = absent_arguments(model, [*rows, *model_kwargs])
+    if absent:
+        yield f"These of its arguments were not given and are None: {', '.join(map(repr, absent))}."
+    if needs_numbers(error):
+        yield (
+            "Data and latent values have no numbers yet when a model is read, as under jax.jit. What it computes of "
+            "data in Python or NumPy, such as the number of groups, belongs into keyword arguments of run(): "
+            "num_groups=int(group.max()) + 1. Choose by jnp.where, not by if."
+        )
+
+
+def site_transform(fn: Distribution) -> Any:
+    """The map from unconstrained space to the support, elementwise where the event is only a reinterpretation."""
+    support = fn.support
+    while hasattr(support, "reinterpreted_batch_ndims"):
+        support = support.base_constraint
+    return biject_to(support)
+
+
+def sample_sites(trace: dict, runner: RowRunner) -> dict[str, SiteRecord]:
+    """The sample sites of a run, in order."""
+    records = {}
+    for name, site in trace.items():
+        if site["type"] != "sample":
+            continue
+        plates = tuple(f.name for f in sorted(site["cond_indep_stack"], key=lambda f: f.dim))
+        weight = 1.0 if site["scale"] is None else site["scale"]
+        for plate in plates:
+            weight = weight / runner.plate_ratio.get(plate, 1.0)
+        records[name] = SiteRecord(
+            name,
+            site["fn"],
+            site["value"],
+            runner.unconstrained.get(name),
+            runner.log_abs_det.get(name),
+            weight,
+            plates,
+            site["is_observed"],
+            bool(site["infer"].get("is_auxiliary", False)),
+        )
+    return records
+
+
+def site_info(record: SiteRecord) -> SiteInfo:
+    latent = not (record.is_observed or record.fn.is_discrete)
+    shape = jnp.shape(site_transform(record.fn).inv(record.value)) if latent else None
+    base = peel(record.fn)[0]
+    is_normal = isinstance(base, dist.Normal)
+    is_real = latent and not base.event_shape and isinstance(site_transform(record.fn), IdentityTransform)
+    flags = record.is_observed, record.is_auxiliary, record.fn.is_discrete, _is_improper(record.fn), is_normal, is_real
+    return SiteInfo(jnp.shape(record.value), shape, record.plates, *flags)
+
+
+def _is_improper(fn: Distribution) -> bool:
+    improper, base = dist.ImproperUniform, dist.Distribution
+    while not isinstance(fn, improper) and isinstance(getattr(fn, "base_dist", None), base):
+        fn = fn.base_dist
+    return isinstance(fn, improper)
+
+
+def is_numpyros(fn: Distribution) -> bool:
+    """Whether a distribution, and those that it is made of, are NumPyro's own, and pytrees in every part: all that a
+    run of the model has computed is among their leaves."""
+    parts = jax.tree.leaves(vars(fn), is_leaf=lambda x: isinstance(x, dist.Distribution))
+    inner = [part for part in parts if isinstance(part, dist.Distribution)]
+    static = [getattr(fn, name, None) for name in type(fn).gather_pytree_aux_fields()]
+    if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(static)):  # as the counts of a DirichletMultinomial
+        return False
+    return type(fn).__module__.startswith("numpyro.") and all(map(is_numpyros, inner))
+
+
+def deterministic_sites(trace: dict) -> dict[str, Array]:
+    return {name: site["value"] for name, site in trace.items() if site["type"] == "deterministic"}
+
+
+def plates_of(trace: dict) -> dict[str, tuple[str, ...]]:
+    """Enclosing plates of every sample and deterministic site, outermost first."""
+    return {
+        name: tuple(f.name for f in sorted(site["cond_indep_stack"], key=lambda f: f.dim))
+        for name, site in trace.items()
+        if site["type"] in ("sample", "deterministic")
+    }
+
+
+def peel(fn: Distribution) -> tuple[Any, Array | bool]:
+    """A distribution without expansion, masks and event reinterpretation: its elements are the independent terms.
+
+    :return: the base distribution and the product of the masks.
+    """
+    mask: Array | bool = True
+    distributions = numpyro.distributions
+    while True:
+        if isinstance(fn, distributions.MaskedDistribution) and not fn.event_shape:
+            mask, fn = mask & jnp.asarray(fn._mask), fn.base_dist
+        elif isinstance(fn, (distributions.Independent, distributions.ExpandedDistribution)):
+            fn = fn.base_dist
+        else:
+            return fn, mask
+
+
+def elements(record: SiteRecord) -> Array:
+    """Log density terms of a site in unconstrained space, one per independent element, flattened."""
+    fn = record.fn
+    if record.unconstrained is not None and _is_one(record.weight):
+        terms = separate_terms(fn, record.value, record.unconstrained)
+        if terms is not None:
+            return jnp.ravel(terms)
+    if isinstance(fn, numpyro.distributions.Independent) and (
+        record.log_abs_det is None or jnp.shape(record.log_abs_det) == jnp.shape(record.value)
+    ):
+        fn = fn.base_dist  # the terms one by one, not their sum over the event
+    with numpyro.validation_enabled(False):  # values are checked, and named, elsewhere
+        terms = fn.log_prob(record.value) * record.weight
+    if record.log_abs_det is not None:
+        extra = jnp.ndim(record.log_abs_det) - jnp.ndim(terms)
+        log_abs_det = record.log_abs_det
+        if extra > 0:
+            log_abs_det = log_abs_det.sum(axis=tuple(range(-extra, 0)))
+        terms = terms + log_abs_det
+    return jnp.ravel(terms)
+
+
+def _is_one(weight: Array | float) -> bool:
+    return not isinstance(weight, jax.Array) and weight == 1

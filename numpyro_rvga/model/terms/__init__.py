@@ -1,0 +1,1 @@
+"""Sites read as terms: functions of a few predictors each, in closed form where there is one."""

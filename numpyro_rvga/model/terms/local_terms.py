@@ -1,0 +1,259 @@
+"""Terms of single rows with their latent variables integrated out: densities of the predictors, and draws."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jax.scipy.special import logsumexp
+
+from ...core.compilation import at_once
+from ...core.expectations.local_integrals import MAX_DIMENSIONS, log_integral, num_nodes, place_nodes
+from ...core.jaxprs.symbolic import Factorization, factorize
+from ...core.matrices.linalg import cholesky, solve_lower
+from .local import PROBES, Component, LocalSites, Records, joint_by_state
+from .terms import Arrays, Terms, over_rows
+
+QUADRATIC = {32: 1e-3, 64: 1e-8}  # by how much second derivatives may differ, relative to their size
+Draw = Callable[[Array, Array, Arrays, Array], tuple[Array, Array]]
+
+
+def local_terms(
+    records: Records,
+    local: LocalSites,
+    component: Component,
+    theta: jax.ShapeDtypeStruct,
+    row: Arrays,
+    rows: Arrays,
+    is_quadratic: Callable[[Callable[[Arrays], Array]], bool],
+) -> tuple[Terms, bool, Draw]:
+    """The terms of a component, integrated over its variables; whether its log density is quadratic in these; and draws
+    of them.
+
+    :param theta: the shape of theta, (P,). :param row: an example row. :param rows: some rows, with what they share.
+    :param is_quadratic: whether the answer to a question, row -> bool (E,), is yes for all rows.
+    :raises NotImplementedError: naming the sites, if there are more dimensions than can be integrated over.
+    """
+    size, count = theta.shape[0], len(component.states)
+    both = jax.ShapeDtypeStruct((size + local.continuous.size,), theta.dtype)
+    nothing = jax.ShapeDtypeStruct((count,), theta.dtype)
+
+    def term(t, r, element, log_weights):
+        by_state = joint_by_state(records, local, component, t, r, element)
+        return by_state[0] if count == 1 else logsumexp(by_state + log_weights)
+
+    split = factorize(term, both, row, jax.ShapeDtypeStruct((), jnp.int32), nothing)
+    if split.num_predictors > both.shape[0]:
+        split = _of_everything(split, both.shape[0])
+    split = _Split(split, component, size, local.continuous.size, theta.dtype)
+    quadratic = False
+    kept = None
+    if not component.continuous.shape[1]:
+        width, predictors, constants, density = (
+            split.num_predictors,
+            split.summed,
+            split.summed_constants,
+            split.density,
+        )
+    else:
+        kept = _moving(split, component, rows)
+        dimensions, quadratic = component.continuous.shape[1], is_quadratic(partial(_quadratic, split, component, kept))
+        if dimensions > MAX_DIMENSIONS and not quadratic:
+            names = ", ".join(repr(name) for name in component.latents if name in local.continuous.site_names)
+            raise NotImplementedError(
+                f"site {names}: {dimensions} latent variables of each row enter the same terms of {component.name!r}, "
+                f"and integrals over more than {MAX_DIMENSIONS} dimensions are not taken, unless all is Normal. If "
+                "they are Normal additions of known scale, RVGA(model, local='prior') takes them."
+            )
+        width, predictors = len(kept), partial(split.kept_predictors, kept)
+        constants, density = split.constants, jax.jit(partial(split.integrated, kept, quadratic))
+    terms = Terms(component.name, component.size, width, True, predictors, constants, density, None)
+    if kept is not None and not quadratic:
+        terms = terms._replace(num_nodes=count * num_nodes(component.continuous.shape[1]))
+    return terms, quadratic, partial(split.drawn, kept, quadratic)
+
+
+def _of_everything(split: Factorization, size: int) -> Factorization:
+    """All of theta and z as predictors: where a split names more numbers than there are."""
+
+    def density(u, constants):
+        return split.density(split.predictors(u, constants), split.constants(constants))
+
+    return Factorization(size, False, lambda t, constants: t, lambda constants: constants, density)
+
+
+class _Split:
+    """The joint density of a component, split into predictors affine in theta and z, and a density of these.
+
+    :param split: of (theta and z, (row, element, logarithms of the states' weights)).
+    """
+
+    def __init__(self, split: Factorization, component: Component, size: int, num_continuous: int, dtype: jnp.dtype):
+        self._split, self._component, self._dtype = split, component, dtype
+        self._size, self._num_continuous = size, num_continuous
+        self.num_predictors, self.density = split.num_predictors, split.density
+        count = len(component.states)
+        self._even, self._each = jnp.zeros(count, dtype), jnp.log(jnp.eye(count, dtype=dtype))
+
+    def _predictors(self, theta: Array, z: Array, row: Arrays, element: Array) -> Array:
+        return self._split.predictors(jnp.concatenate([theta, z]), (row, element, self._even))
+
+    # ------------------------------------------------------------------ without an integral
+    def summed(self, theta: Array, row: Arrays, element: Array) -> Array:
+        return self._predictors(theta, jnp.zeros(self._num_continuous, self._dtype), row, element)
+
+    def summed_constants(self, row: Arrays, element: Array) -> Any:
+        return self._split.constants((row, element, self._even))
+
+    # ------------------------------------------------------------------ with one
+    def kept_predictors(self, kept: np.ndarray, theta: Array, row: Arrays, element: Array) -> Array:
+        return self.summed(theta, row, element)[kept]
+
+    def constants(self, row: Arrays, element: Array) -> tuple:
+        """What the density takes by state, the predictors that theta does not enter (NaN for others), and all
+        predictors' slopes in the component's z, (C, K)."""
+        by_state = jax.vmap(lambda weights: self._split.constants((row, element, weights)))(self._each)
+        unknown = jnp.full(self._size, jnp.nan, self._dtype)
+        zero = jnp.zeros(self._num_continuous, self._dtype)
+        slopes = jax.jacfwd(lambda z: self._predictors(jnp.zeros_like(unknown), z, row, element))(zero)
+        indices = jnp.asarray(self._component.continuous)[element]
+        return by_state, self._predictors(unknown, zero, row, element), slopes[:, indices]
+
+    def log_joint(self, kept: np.ndarray, u: Array, of_state: Any, fixed: Array, slopes: Array) -> Callable:
+        """z (K,) -> log p(outcomes, z, state). What does not depend on z is computed once."""
+        arguments = u, of_state, fixed, slopes
+        z = jax.ShapeDtypeStruct((slopes.shape[1],), self._dtype)
+        inner = factorize(partial(self._joint, kept), z, *arguments)
+        values = inner.constants(arguments)
+        return lambda z: inner.density(inner.predictors(z, arguments), values)
+
+    def _joint(self, kept: np.ndarray, z: Array, u: Array, of_state: Any, fixed: Array, slopes: Array) -> Array:
+        return self.density(fixed.at[kept].set(u) + slopes @ z, of_state)
+
+    def integrated(self, kept: np.ndarray, quadratic: bool, u: Array, constants: tuple) -> Array:
+        by_state, fixed, slopes = constants
+        integral = _gaussian_integral if quadratic else _integral
+
+        def one(of_state):
+            log_joint = self.log_joint(kept, u, of_state, fixed, slopes)
+            still = self.log_joint(kept, *jax.tree.map(lax.stop_gradient, (u, of_state, fixed, slopes)))
+            return integral(log_joint, still, slopes.shape[1], self._dtype)
+
+        return logsumexp(jax.vmap(one)(by_state))
+
+    # ------------------------------------------------------------------ given the row
+    def drawn(
+        self, kept: np.ndarray | None, quadratic: bool, rng_key: Array, theta: Array, row: Arrays, element: Array
+    ) -> tuple[Array, Array]:
+        """From the conditional distribution given theta (P,) and the row: the index of a state, and z (K,).
+
+        :param kept: None, if there is no z.
+        """
+        u = self.summed(theta, row, element)
+        state_key, key = jax.random.split(rng_key)
+        if kept is None:
+            by_state = jax.vmap(lambda weights: self._split.constants((row, element, weights)))(self._each)
+            log_probs = jax.vmap(partial(self.density, u))(by_state)
+            return jax.random.categorical(state_key, log_probs), jnp.zeros(0, self._dtype)
+        by_state, fixed, slopes = self.constants(row, element)
+
+        def one(key, of_state):
+            log_joint = self.log_joint(kept, u[kept], of_state, fixed, slopes)
+            draw = _drawn_gaussian if quadratic else _drawn
+            return draw(log_joint, key, slopes.shape[1], self._dtype)
+
+        log_probs, z = jax.vmap(one)(jax.random.split(key, len(self._each)), by_state)
+        state = jax.random.categorical(state_key, log_probs)
+        return state, z[state]
+
+
+def _drawn_gaussian(log_joint: Callable, rng_key: Array, size: int, dtype: jnp.dtype) -> tuple[Array, Array]:
+    """The log of the integral, and z (K,) from the normal distribution that the integrand is of."""
+    mean, factor = gaussian_conditional(log_joint, size, dtype)
+    z = mean + solve_lower(factor, jax.random.normal(rng_key, (size,), dtype), transpose=True)
+    return _integral_around(log_joint, mean), z
+
+
+def _drawn(log_joint: Callable, rng_key: Array, size: int, dtype: jnp.dtype) -> tuple[Array, Array]:
+    """The log of the integral, and z (K,): a node by its weight, and a place in its cell."""
+    nodes = place_nodes(log_joint, size, dtype)
+    log_weights = jax.vmap(log_joint)(nodes.points) + nodes.log_weights
+    node_key, cell_key = jax.random.split(rng_key)
+    node = jax.random.categorical(node_key, log_weights)
+    within = jax.random.uniform(cell_key, (size,), dtype, -0.5, 0.5)
+    return logsumexp(log_weights), nodes.points[node] + nodes.axes @ (within * nodes.steps[node])
+
+
+def _integral(log_joint: Callable, still: Callable, size: int, dtype: jnp.dtype) -> Array:
+    """:param still: the same, not to be differentiated."""
+    return log_integral(log_joint, place_nodes(still, size, dtype))
+
+
+def _gaussian_integral(log_joint: Callable, still: Callable, size: int, dtype: jnp.dtype) -> Array:
+    mean, _ = gaussian_conditional(still, size, dtype)
+    return _integral_around(log_joint, lax.stop_gradient(mean))
+
+
+def _integral_around(log_joint: Callable, z: Array) -> Array:
+    """The log of the integral of a normal density, from its expansion at z (K,)."""
+    value, slope, hessian = _expansion(log_joint, z)
+    factor = cholesky(-hessian)
+    left = solve_lower(factor, slope)
+    half_log_det = jnp.sum(jnp.log(jnp.diagonal(factor)))
+    return value + 0.5 * left @ left - half_log_det + 0.5 * z.size * math.log(2 * math.pi)
+
+
+def gaussian_conditional(log_joint: Callable, size: int, dtype: jnp.dtype) -> tuple[Array, Array]:
+    """Mean (K,) and lower Cholesky factor of the precision, of a quadratic log density."""
+    _, slope, hessian = _expansion(log_joint, jnp.zeros(size, dtype))
+    factor = cholesky(-hessian)  # the same at all z
+
+    def newton_step(slope: Array) -> Array:
+        return solve_lower(factor, solve_lower(factor, slope), transpose=True)
+
+    mean = newton_step(slope)
+    return mean + newton_step(jax.grad(log_joint)(mean)), factor  # which mends the first one's rounding
+
+
+def _expansion(log_joint: Callable, z: Array) -> tuple[Array, Array, Array]:
+    """Value, gradient (K,) and Hessian (K, K) at z."""
+
+    def slope(z: Array) -> tuple[Array, tuple[Array, Array]]:
+        value, gradient = jax.value_and_grad(log_joint)(z)
+        return gradient, (value, gradient)
+
+    hessian, (value, gradient) = jax.jacfwd(slope, has_aux=True)(z)
+    return value, gradient, hessian
+
+
+def _moving(split: _Split, component: Component, rows: Arrays) -> np.ndarray:
+    """The predictors that theta enters. The others are constants, and NaN in a row where that is not so."""
+    fixed = at_once(lambda: over_rows(lambda r, e: split.constants(r, e)[1], component.size, rows))
+    return np.flatnonzero(np.isnan(fixed).any(axis=(0, 1)))
+
+
+def _quadratic(split: _Split, component: Component, kept: np.ndarray, row: Arrays) -> Array:
+    """Whether the joint log densities (E,) of a row are quadratic in z, in each state, at all theta that are tried."""
+    rng, size = np.random.default_rng(0), component.continuous.shape[1]
+    dtype = split._dtype
+    some = jnp.asarray(rng.normal(size=(PROBES, len(kept))), dtype)
+    probes = jnp.asarray(rng.normal(size=(4, size)) * [[0.0], [0.3], [1.0], [3.0]], dtype)
+
+    def of_element(element):
+        by_state, fixed, slopes = split.constants(row, element)
+
+        def hessians(u, of_state):
+            return jax.vmap(jax.hessian(split.log_joint(kept, u, of_state, fixed, slopes)))(probes)
+
+        of_probes = jax.vmap(lambda u: jax.vmap(lambda s: hessians(u, s))(by_state))(some)  # (u, M, probes, K, K)
+        scale = jnp.abs(of_probes).max(axis=(-3, -2, -1), keepdims=True)
+        apart = jnp.abs(of_probes - of_probes[..., :1, :, :])
+        return jnp.all(apart <= QUADRATIC[jnp.finfo(dtype).bits] * scale)
+
+    return lax.map(of_element, jnp.arange(component.size, dtype=jnp.int32))

@@ -1,0 +1,184 @@
+"""Which entries of theta terms depend on, by the derivatives of their predictors along directions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jax.typing import DTypeLike
+
+from ...core.compilation import jit_once
+from .terms import Arrays, Terms, merged, over_rows, split_rows
+
+CHUNK = 2**16  # rows that are probed together
+
+
+def along(columns: tuple[np.ndarray, ...], size: int, dtype) -> np.ndarray:
+    """Two directions along each column: all ones, and the position in it: (2 S, P)."""
+    count = len(columns)
+    directions = np.zeros((2 * count, size), dtype)
+    for i, column in enumerate(columns):
+        directions[i, column], directions[count + i, column] = 1, np.arange(len(column))
+    return directions
+
+
+def pushed_along(terms: Terms, theta: Array, directions: np.ndarray, rows: Arrays) -> tuple[Array, Array]:
+    """Predictors (n, E, C), and their changes along directions (n, E, D, C)."""
+
+    def one(row, element):
+        predictors, push = jax.linearize(lambda t: terms.predictors(t, row, element), theta)
+        return predictors, jax.vmap(push)(directions)
+
+    directions = lax.optimization_barrier(jnp.asarray(directions))  # XLA would fold constants for seconds
+    return over_rows(one, terms.num_elements, rows)
+
+
+def read(pushed: Array, count: int) -> tuple[Array, Array]:
+    """The one entry of each column that is not zero (n, S, C), and its position there (n, S)."""
+    values, numbers = pushed[:, :count], pushed[:, count : 2 * count]
+    largest = jnp.argmax(jnp.abs(values), axis=2, keepdims=True)
+    value, number = (jnp.take_along_axis(x, largest, axis=2)[..., 0] for x in (values, numbers))
+    return values, jnp.round(number / jnp.where(value == 0, 1.0, value)).astype(jnp.int32)
+
+
+class Cut(NamedTuple):
+    """theta in columns.
+
+    :ivar columns: arrays of entries of theta.
+    :ivar times: of their entries, where a column is of the chain; None for other columns.
+    :ivar width: the number of entries of a chain at one time.
+    """
+
+    columns: tuple[np.ndarray, ...]
+    times: tuple[np.ndarray | None, ...]
+    width: int
+
+    @property
+    def key(self) -> tuple:
+        """Of equal cuts of one theta."""
+        return len(self.columns), self.width
+
+    @classmethod
+    def without_chain(cls, columns: tuple[np.ndarray, ...]) -> Cut:
+        return cls(columns, (None,) * len(columns), 0)
+
+    @property
+    def in_chain(self) -> np.ndarray:
+        """(S,): whether a column is of the chain."""
+        return np.array([times is not None for times in self.times])
+
+    @property
+    def chain(self) -> np.ndarray:
+        """Its entries of theta, by time."""
+        pairs = [(column, times) for column, times in zip(self.columns, self.times) if times is not None]
+        entries, times = map(np.concatenate, zip(*pairs))
+        return entries[np.argsort(times, kind="stable")]
+
+
+class Reads(NamedTuple):
+    """What terms depend on: of columns, (S,), whether any term depends on them, whether no term depends on two of their
+    entries, and the share of terms that depend on entries in both of their halves.
+
+    ``span``: the most time that lies between two entries of a chain on which a term depends.
+    """
+
+    is_read: np.ndarray | Array
+    reads_one: np.ndarray | Array
+    share_crossing: np.ndarray | Array
+    span: np.ndarray | Array
+
+
+class Reader:
+    """Finds what the terms of each site depend on, at some theta. One function of all compiles sooner than many.
+
+    :param size: of theta.
+    """
+
+    def __init__(self, all_terms: Sequence[Terms], cut: Cut, size: int, dtype: DTypeLike):
+        count = len(cut.columns)
+        nothing = Reads(np.zeros(count, bool), np.ones(count, bool), np.zeros(count), np.zeros((), int))
+        self._nothing = None if any(terms.num_predictors for terms in all_terms) else [nothing for _ in all_terms]
+        theta = jnp.asarray(0.5 * np.random.default_rng(1).normal(size=size), dtype)
+        probes = _Probes.of(cut, size, dtype)
+
+        def reads_of(terms: Terms, rows: Arrays) -> Reads:
+            if not terms.num_predictors:
+                return jax.tree.map(jnp.asarray, nothing)
+            pushed = merged(pushed_along(terms, theta, probes.directions, rows)[1])
+            return probes.reads(pushed, cut)
+
+        self._of_part = jit_once(lambda rows: [reads_of(terms, rows) for terms in all_terms])
+
+    def __call__(self, rows: Arrays) -> list[Reads]:
+        if self._nothing is not None:
+            return self._nothing
+        by_part = [jax.device_get(self._of_part(part)) for part in _parts(rows)]
+        return [
+            Reads(
+                np.any([reads.is_read for reads in parts], axis=0),
+                np.all([reads.reads_one for reads in parts], axis=0),
+                np.max([reads.share_crossing for reads in parts], axis=0),
+                np.max([reads.span for reads in parts]),
+            )
+            for parts in zip(*by_part)
+        ]
+
+
+class _Probes(NamedTuple):
+    """Directions along columns, and what is known of their entries.
+
+    :ivar directions: (4 S, P): two along each column, a random one, and its first half.
+    :ivar random: the random direction's entries, by column, (S, longest). :ivar times: theirs, -1 outside of a chain.
+    """
+
+    directions: np.ndarray
+    random: Array
+    times: Array
+
+    @classmethod
+    def of(cls, cut: Cut, size: int, dtype: DTypeLike) -> _Probes:
+        columns = cut.columns
+        random = np.random.default_rng(0).normal(size=size).astype(dtype)
+        one_column, first_half = np.zeros((2, len(columns), size), dtype)
+        for i, column in enumerate(columns):
+            half = column[: len(column) // 2]
+            one_column[i, column], first_half[i, half] = random[column], random[half]
+        longest = max(map(len, columns))
+        return cls(
+            np.concatenate([along(columns, size, dtype), one_column, first_half]),
+            jnp.asarray(np.stack([np.resize(random[column], longest) for column in columns])),
+            jnp.asarray(np.stack([np.resize(-1 if times is None else times, longest) for times in cut.times])),
+        )
+
+    def reads(self, pushed: Array, cut: Cut) -> Reads:
+        """Of terms whose predictors change so along the directions, (n, 4 S, C)."""
+        count, longest = self.random.shape
+        values, place = read(pushed, count)
+        actual, half = pushed[:, 2 * count : 3 * count], pushed[:, 3 * count :]
+        at = jnp.arange(count), jnp.clip(place, 0, longest - 1)
+        error = jnp.abs(values * self.random[at][..., None] - actual)
+        close = error <= 1e3 * jnp.finfo(pushed.dtype).eps * jnp.abs(actual)
+        is_read = jnp.any(actual != 0, axis=2)
+        times, in_chain = self.times[at], is_read & cut.in_chain
+        latest = jnp.max(times, axis=1, where=in_chain, initial=-1)
+        first = jnp.min(times, axis=1, where=in_chain, initial=jnp.iinfo(times.dtype).max)
+        crosses = jnp.any((half != 0) & (half != actual), axis=2)
+        return Reads(
+            jnp.any(is_read, axis=0),
+            jnp.all(close, axis=(0, 2)),
+            jnp.mean(crosses, axis=0),
+            jnp.max(jnp.where(jnp.any(in_chain, axis=1), latest - first, 0)),
+        )
+
+
+def _parts(rows: Arrays) -> Iterator[Arrays]:
+    """Rows in parts of equal length, the first ones once more in the last."""
+    shared, own = split_rows(rows)
+    count = len(next(iter(own.values()))) if own else 0
+    for start in range(0, max(count, 1), CHUNK):
+        taken = np.arange(start, start + min(count, CHUNK)) % max(count, 1)
+        yield shared | {name: array[taken] for name, array in own.items()}

@@ -1,0 +1,195 @@
+"""Terms that are quadratic or have a closed form, recognized by their derivatives at a few points or by their jaxpr."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from ...core.expectations.closed_forms import DENSITIES, Exponential, Gaussian, Logistic
+from ...core.expectations.tilted import may_be_tilted, read_tilted, tilted_density
+from .terms import Arrays, Terms
+
+CHECKED_ELEMENTS = 32  # of a site, when asking whether its terms are quadratic
+ONE_PREDICTOR = (-1.0, 0.0, 1.0, 2.0, -12.0, -6.0, 6.0, 12.0)  # where terms of one predictor are evaluated
+NEAR, ORIGIN = slice(0, 4), 1
+
+
+class Probe(NamedTuple):
+    """Values, gradients and Hessians of a site's terms at K points u: (E, K), (E, K, C), (E, K, C, C)."""
+
+    points: Array
+    values: Array
+    gradients: Array
+    hessians: Array
+
+
+def probe_terms(terms: Terms, dtype, shared: Arrays) -> Probe:
+    """Derivatives of all elements of terms of one predictor, which may have a form; of some elements of other terms."""
+    single = terms.num_predictors == 1
+    rng = np.random.default_rng(0)
+    elements = np.arange(terms.num_elements) if single else rng.permutation(terms.num_elements)[:CHECKED_ELEMENTS]
+    points = np.array(ONE_PREDICTOR)[:, None] if single else rng.normal(size=(3, terms.num_predictors))
+    points = jnp.asarray(points, dtype)
+
+    def derivatives(element):
+        density = lambda u: terms.density(u, terms.constants(shared, element))  # noqa: E731
+        return [jax.vmap(f)(points) for f in (density, jax.grad(density), jax.hessian(density))]
+
+    return Probe(points, *jax.vmap(derivatives)(jnp.asarray(elements, jnp.int32)))
+
+
+def may_be_probed(terms: Terms, dtype, shared: Arrays) -> bool:
+    """Whether terms are worth probing: what several predictors go through says so, without derivatives."""
+    if terms.num_predictors == 1:
+        return True
+    predictors, element = jax.ShapeDtypeStruct((terms.num_predictors,), dtype), jax.ShapeDtypeStruct((), jnp.int32)
+    closed = jax.make_jaxpr(lambda u, shared, e: terms.density(u, terms.constants(shared, e)))
+    return may_be_tilted(closed(predictors, shared, element))
+
+
+def is_quadratic(probe: Probe) -> bool:
+    """Whether the Hessians are the same at all points."""
+    hessians = probe.hessians[:, NEAR]
+    range_of = np.max(np.abs(hessians - hessians[:, :1]), initial=0.0)
+    return bool(range_of <= 100 * np.finfo(hessians.dtype).eps * np.max(np.abs(hessians), initial=0.0))
+
+
+def in_tilted_form(terms: Terms, dtype, row: Arrays) -> Terms:
+    """Terms as sums of squares and products of predictors times exponentials, if their program says that they are.
+
+    :param row: an example row: arrays with a leading axis of one (empty for prior terms).
+    """
+    if terms.closed_form is not None or not terms.is_affine:
+        return terms
+    shapes = jax.eval_shape(terms.constants, row, jax.ShapeDtypeStruct((), jnp.int32))
+    form_and_coefficients = read_tilted(terms.density, terms.num_predictors, dtype, shapes)
+    if form_and_coefficients is None:
+        return terms
+    form, coefficients = form_and_coefficients
+    return terms._replace(
+        constants=lambda row, element: coefficients(terms.constants(row, element)),
+        density=partial(tilted_density, form),
+        closed_form=form,
+    )
+
+
+class _Form(NamedTuple):
+    """phi(u) = slope w - amount h(w) + constant with w = growth u + shift, for each element of a site: (E,) arrays."""
+
+    kind: type
+    growth: np.ndarray
+    shift: np.ndarray
+    slope: np.ndarray
+    amount: np.ndarray
+    constant: np.ndarray
+
+
+def in_closed_form(terms: Terms, probe: Probe) -> Terms:
+    """Terms of one predictor in a closed form, if they have one; else unchanged.
+
+    Exponential: half-normal, exponential, gamma, inverse gamma and Weibull priors on the log scale. Logistic:
+    half-Cauchy, half-t, beta and uniform priors.
+    """
+    if terms.num_predictors != 1 or not np.all(probe.hessians[:, NEAR] < 0):
+        return terms
+    for form in (_exponential_form(probe), *[_logistic_form(probe, growth) for growth in (1.0, 2.0)]):
+        if form is not None and _holds(form, probe):
+            return _with_form(terms, form)
+    return terms
+
+
+def in_gaussian_form(terms: Terms, probe: Probe) -> Terms:
+    """Quadratic terms of one predictor as log densities of a normal distribution, if they are concave."""
+    if terms.num_predictors != 1 or not np.all(probe.hessians < 0):
+        return terms
+
+    def coefficients(row, element):
+        values = terms.constants(row, element)
+        value, slope, hessian = (
+            function(jnp.zeros(1, probe.points.dtype))
+            for function in (
+                lambda u: terms.density(u, values),
+                lambda u: jax.grad(terms.density)(u, values)[0],
+                lambda u: jax.hessian(terms.density)(u, values)[0, 0],
+            )
+        )
+        target, scale = -slope / hessian, 1 / jnp.sqrt(-hessian)
+        one = jnp.ones((), hessian.dtype)
+        form = Gaussian(target, scale, jnp.zeros_like(one), one)
+        return form._replace(constant=value - DENSITIES[Gaussian](jnp.zeros(1, one.dtype), form))
+
+    return terms._replace(constants=coefficients, density=DENSITIES[Gaussian], closed_form=Gaussian)
+
+
+def _exponential_form(probe: Probe) -> _Form | None:
+    """The exponential form: log(-phi'') is a line."""
+    points, logs = probe.points[NEAR, 0], np.log(-probe.hessians[:, NEAR, 0, 0])
+    growth = (logs[:, -1] - logs[:, 0]) / (points[-1] - points[0])
+    if np.any(growth == 0):
+        return None
+    line = logs[:, :1] + growth[:, None] * (points - points[0])
+    if np.any(np.abs(logs - line) > _tolerance(logs) * (1 + np.abs(logs))):
+        return None
+    amount = np.exp(logs[:, ORIGIN]) / growth**2
+    return _anchored(Exponential, growth, np.zeros_like(growth), amount, probe)
+
+
+def _logistic_form(probe: Probe, growth: float) -> _Form | None:
+    """The logistic form: (-phi'')^(-1/2) is a multiple of cosh(w / 2)."""
+    points, inverse = probe.points[NEAR, 0], (-probe.hessians[:, NEAR, 0, 0]) ** -0.5
+    basis = np.exp(np.outer(points, [0.5 * growth, -0.5 * growth]))
+    weight = 1 / inverse  # relative errors
+    sides = [np.linalg.lstsq(basis * w[:, None], np.ones_like(w), rcond=None)[0] for w in weight]
+    rising, falling = np.array(sides, inverse.dtype).T
+    if np.any(rising <= 0) or np.any(falling <= 0):
+        return None
+    if np.any(np.abs((basis @ np.stack([rising, falling])).T * weight - 1) > _tolerance(inverse)):
+        return None
+    amount = 1 / (growth**2 * rising * falling)
+    return _anchored(Logistic, np.full_like(rising, growth), np.log(rising / falling), amount, probe)
+
+
+def _anchored(kind: type, growth, shift, amount, probe: Probe) -> _Form:
+    """The form with the slope and constant that the value and gradient at the origin determine."""
+    curved, derivative = _curved(kind, shift)
+    slope = probe.gradients[:, ORIGIN, 0] / growth + amount * derivative
+    constant = probe.values[:, ORIGIN] - slope * shift + amount * curved
+    return _Form(kind, growth, shift, slope, amount, constant)
+
+
+def _curved(kind: type, w: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """h(w) and h'(w)."""
+    if kind is Exponential:
+        return np.exp(w), np.exp(w)
+    return np.logaddexp(0, w), np.exp(-np.logaddexp(0, -w))
+
+
+def _holds(form: _Form, probe: Probe) -> bool:
+    """Whether the form has the probed values, also far from the origin."""
+    w = form.growth[:, None] * probe.points[:, 0] + form.shift[:, None]
+    with np.errstate(over="ignore", invalid="ignore"):
+        pieces = form.slope[:, None] * w, -form.amount[:, None] * _curved(form.kind, w)[0], form.constant[:, None]
+        size = 1 + sum(np.abs(piece) for piece in pieces)
+        return bool(np.all(np.abs(sum(pieces) - probe.values) <= _tolerance(probe.values) * size))
+
+
+def _tolerance(array: np.ndarray | Array) -> float:
+    return float(np.finfo(array.dtype).eps) ** 0.6
+
+
+def _with_form(terms: Terms, form: _Form) -> Terms:
+    growth, shift, slope, amount, constant = (jnp.asarray(x) for x in form[1:])
+
+    def predictors(theta, row, element):
+        return growth[element] * terms.predictors(theta, row, element) + shift[element]
+
+    def coefficients(row, element):
+        return form.kind(slope[element], amount[element], constant[element], jnp.ones((), amount.dtype))
+
+    density = DENSITIES[form.kind]
+    return Terms(terms.site, terms.num_elements, 1, True, predictors, coefficients, density, form.kind)

@@ -1,0 +1,374 @@
+"""Reading one site of a model as terms: functions of a few predictors each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro.distributions as dist
+from jax import Array
+from numpyro.distributions import Distribution
+from numpyro.distributions.transforms import IdentityTransform, biject_to
+
+from ...core.expectations import closed_forms as cf
+from ...core.jaxprs.primitives import numbers_in
+from ...core.jaxprs.shared_work import work_of_outputs
+from ...core.jaxprs.symbolic import Factorization, Reading, factorize
+from ..handlers.tracing import SiteRecord, elements, peel, site_transform
+from .distributions import patterns_of
+from .information import Information, information_of
+from .terms import Arrays, Terms
+
+MAX_PREDICTORS = 16  # of an affine split; beyond, the distribution's own parameters are linearized in theta
+
+MIN_PREDICTORS = 4  # that call for as many nodes as draws of theta would be
+REPEATED = 8.0  # times what the model computes: loops that run again for each of a site's terms
+REPEATED_SITES = 2.0  # likewise, of sites: each is also compiled
+ELEMENT = jax.ShapeDtypeStruct((), jnp.int32)
+DRAWS_PER_PARAMETER = 1 / 64  # beyond those that any model takes, relative to them
+
+RunSite = Callable[[Array, Arrays], SiteRecord]
+RunAll = Callable[[Array, Arrays], dict[str, SiteRecord]]
+
+
+class _Example(NamedTuple):
+    """What is static about a site.
+
+    :ivar kind: the distribution's type.
+    :ivar supports: its parameters' constraints, None if they cannot be named.
+    :ivar has_jacobian: whether it is a latent site of another support than the real line.
+    """
+
+    num_elements: int
+    kind: type
+    supports: list | None
+    has_jacobian: bool
+
+
+def site_terms(
+    run_site: RunSite,
+    site: str,
+    theta: jax.ShapeDtypeStruct,
+    row: Arrays,
+    *,
+    prefer_parameters: bool,
+    by_draws: bool = False,
+) -> Terms:
+    """Split one site's terms.
+
+    :param run_site: (theta, row) -> the site's record.
+    :param row: an example row: arrays with a leading axis of one (empty for prior terms).
+    :param prefer_parameters: use the distribution's own parameters as predictors, linearized in theta if need be
+        (what the extended Kalman filter does), even if an affine split is at hand.
+    :param by_draws: where a split names too many predictors, take expectations over draws of theta. Default: the
+        distribution's parameters are linearized, if they are fewer.
+    """
+    example = _example_of(run_site, theta, row)
+    count = example.num_elements
+    closed = _closed_form_terms(run_site, site, theta, row, example)
+    if closed is not None:
+        return closed
+    split = None
+    if not prefer_parameters:
+        split = factorize(lambda t, r, e: elements(run_site(t, r))[e], theta, row, ELEMENT)
+        num_predictors = min(split.num_predictors, theta.shape[0])
+        if by_draws and num_predictors >= MIN_PREDICTORS and _repeats_the_model(run_site, split, theta, row, count):
+            return _theta_terms(run_site, site, theta.shape[0])
+        if num_predictors <= MAX_PREDICTORS:
+            if split.num_predictors > theta.shape[0]:
+                return _identity_terms(site, theta.shape[0], count, split)
+            return _affine_terms(site, count, split)
+        if by_draws:
+            return _theta_terms(run_site, site, theta.shape[0])
+    parameters = _parameter_terms(run_site, site, theta, row, example, informed=prefer_parameters)
+    if parameters is None or (split is not None and split.num_predictors <= parameters.num_predictors):
+        split = split or factorize(lambda t, r, e: elements(run_site(t, r))[e], theta, row, ELEMENT)
+        information = information_of(run_site, split, theta, row, example.kind) if prefer_parameters else None
+        return _informed(_affine_terms(site, count, split), information)
+    return parameters
+
+
+def _repeats_the_model(
+    run_site: RunSite, split: Factorization, theta: jax.ShapeDtypeStruct, row: Arrays, num_elements: int
+) -> bool:
+    """Whether a site's terms one by one compute far more than all at once, as where each is the end of a loop."""
+    of_one = _numbers_of_one(split, theta, row)
+    of_all = numbers_in(jax.make_jaxpr(lambda t, r: elements(run_site(t, r)))(theta, row).jaxpr)
+    return num_elements * of_one > REPEATED * max(1.0, DRAWS_PER_PARAMETER * theta.shape[0]) * of_all
+
+
+def _numbers_of_one(split: Factorization, theta: jax.ShapeDtypeStruct, row: Arrays) -> int:
+    """How many numbers one term computes of its predictors."""
+    predictors = jax.ShapeDtypeStruct((split.num_predictors,), theta.dtype)
+    constants = jax.eval_shape(lambda r, e: split.constants((r, e)), row, ELEMENT)
+    return numbers_in(jax.make_jaxpr(split.density)(predictors, constants).jaxpr)
+
+
+def _example_of(run_site: RunSite, theta: jax.ShapeDtypeStruct, row: Arrays) -> _Example:
+    examples: list[_Example] = []
+
+    def abstract(t, r):
+        record = run_site(t, r)
+        fn, terms = peel(record.fn)[0], elements(record)
+        supports = _leaf_constraints(fn)
+        named = supports is not None and len(supports) == len(jax.tree.leaves(fn))
+        transformed = record.log_abs_det is not None
+        has_jacobian = transformed and not isinstance(site_transform(record.fn), IdentityTransform)
+        examples.append(_Example(terms.shape[0], type(fn), supports if named else None, has_jacobian))
+        return 0
+
+    jax.eval_shape(abstract, theta, row)
+    return examples[0]
+
+
+def _identity_terms(site, size, count, split) -> Terms:
+    """All of theta as predictors: where a split names more numbers than there are."""
+
+    def predictors(theta, row, element):
+        return theta
+
+    def constants(row, element):
+        return row, element
+
+    def density(u, arguments):
+        return split.density(split.predictors(u, arguments), split.constants(arguments))
+
+    return Terms(site, count, size, True, predictors, constants, density, None)
+
+
+def _theta_terms(run_site: RunSite, site: str, size: int) -> Terms:
+    """All of theta as predictors of a row's terms, which are summed."""
+
+    def predictors(theta, row, element):
+        return theta
+
+    def constants(row, element):
+        return row
+
+    def density(u, row):
+        return jnp.sum(elements(run_site(u, row)))
+
+    return Terms(site, 1, size, True, predictors, constants, density, None, by_draws=True)
+
+
+def ends_of_one_computation(run_all: RunAll, sites: list[str], theta: jax.ShapeDtypeStruct, row: Arrays) -> list[str]:
+    """The sites that share most of what they compute, if one by one they compute far more than together: those of a
+    loop in Python, each of which goes on from the one before."""
+
+    def of_sites(t, r):
+        records = run_all(t, r)
+        return [jnp.sum(elements(records[name])) for name in sites]
+
+    jaxpr = jax.make_jaxpr(of_sites)(theta, row).jaxpr
+    needed, own = work_of_outputs(jaxpr, range(len(sites)))
+    shares = needed > 2 * own
+    if not shares.any():
+        return []
+    last = int(np.argmax(np.where(shares, needed, 0)))
+    together = work_of_outputs(jaxpr, [int(not x) for x in shares])[0][0]
+    most = REPEATED_SITES * max(1.0, DRAWS_PER_PARAMETER * theta.shape[0]) * together
+    if needed[shares].sum() <= most:
+        return []
+    split = factorize(lambda t, r, _: elements(run_all(t, r)[sites[last]])[0], theta, row, ELEMENT)
+    of_last = _numbers_of_one(split, theta, row) / needed[last]  # of what it needs, once split
+    if min(split.num_predictors, theta.shape[0]) < MIN_PREDICTORS or of_last * needed[shares].sum() <= most:
+        return []
+    return [name for name, is_shared in zip(sites, shares) if is_shared]
+
+
+def summed_terms(run_all: RunAll, sites: list[str], size: int) -> Terms:
+    """One term of theta for all of these sites."""
+
+    def density(u, row):
+        records = run_all(u, row)
+        return jnp.sum(jnp.stack([jnp.sum(elements(records[name])) for name in sites]))
+
+    name = f"{sites[0]}, ..., {sites[-1]}"
+    return _theta_terms(lambda u, row: run_all(u, row)[sites[0]], name, size)._replace(density=density)
+
+
+def _affine_terms(site, count, split) -> Terms:
+    def predictors(theta, row, element):
+        return split.predictors(theta, (row, element))
+
+    def constants(row, element):
+        return split.constants((row, element))
+
+    return Terms(site, count, split.num_predictors, True, predictors, constants, split.density, None)
+
+
+def _informed(terms: Terms, information: Information | None) -> Terms:
+    """With the Fisher information, whose constants go along."""
+    if information is None:
+        return terms
+
+    def constants(row, element):
+        return terms.constants(row, element), information.constants(row, element)
+
+    return terms._replace(
+        constants=constants,
+        density=lambda u, values: terms.density(u, values[0]),
+        information=lambda u, values: information.of(u, values[1]),
+    )
+
+
+# ---------------------------------------------------------------------- closed-form expectations
+def _closed_form_terms(
+    run_site: RunSite, site: str, theta: jax.ShapeDtypeStruct, row: Arrays, example: _Example
+) -> Terms | None:
+    patterns = patterns_of(example.kind)
+    if not patterns or example.has_jacobian:  # a transformed latent's log-Jacobian is no part of the closed form
+        return None
+    names = {name for pattern in patterns for name in (*pattern.fixed, *(n for n, _ in pattern.parameters))}
+
+    def attributes(t, r, e):
+        record = run_site(t, r)
+
+        def element(array):
+            return jnp.ravel(jnp.broadcast_to(jnp.asarray(array, theta.dtype), jnp.shape(record.value)))[e]
+
+        return {name: element(_attribute(record, name)) for name in names}
+
+    reading = Reading(attributes, theta, row, ELEMENT)
+    for pattern in patterns:
+        fixed = [reading.split(name) for name in pattern.fixed]
+        if any(f.num_predictors for f in fixed):
+            continue
+        splits = [reading.split(name, link) for name, link in pattern.parameters]
+        free = [f for f in splits if f is not None and f.is_affine]
+        if len(free) < len(splits):
+            continue
+        kind = type(jax.eval_shape(pattern.coefficients, *[jax.ShapeDtypeStruct((), theta.dtype)] * len(fixed)))
+
+        def predictors(t, r, e, free=free):
+            return jnp.concatenate([f.predictors(t, (r, e)) for f in free])
+
+        def constants(r, e, fixed=fixed, pattern=pattern):
+            nothing = jnp.zeros(0, theta.dtype)
+            return pattern.coefficients(*[f.density(nothing, f.constants((r, e))) for f in fixed])
+
+        terms = Terms(site, example.num_elements, len(free), True, predictors, constants, cf.DENSITIES[kind], kind)
+        return terms._replace(information=cf.INFORMATION.get(kind))
+    return None
+
+
+def _attribute(record: SiteRecord, name: str) -> Any:
+    fn, mask = peel(record.fn)
+    if name == "weight":
+        return record.weight * mask
+    if name == "value":
+        return _observed(record, fn, mask)
+    return fn.loc - _observed(record, fn, mask) if name == "loc - value" else getattr(fn, name)
+
+
+def _observed(record: SiteRecord, fn: Any, mask: Any) -> Any:
+    """A site's value, with another from the support where it is masked: it may be NaN there."""
+    if isinstance(mask, bool) or not record.is_observed:
+        return record.value
+    return jnp.where(mask, record.value, fn.support.feasible_like(jnp.asarray(record.value)))
+
+
+# ---------------------------------------------------------------------- the distribution's parameters as predictors
+def _parameter_terms(
+    run_site: RunSite, site: str, theta: jax.ShapeDtypeStruct, row: Arrays, example: _Example, *, informed: bool
+) -> Terms | None:
+    """The distribution's theta-dependent, unconstrained parameters as predictors; None if they cannot be named.
+
+    :param informed: whether to give the Fisher information too.
+    """
+    supports = example.supports
+    value = lambda t, r: run_site(t, r).value  # noqa: E731
+    if supports is None or _moves(value, theta, row):  # latent sites have no parameters apart from their value
+        return None
+    transforms = [biject_to(s) for s in supports]
+
+    def leaves(t, r):
+        return jax.tree.leaves(peel(run_site(t, r).fn)[0])
+
+    moving = [i for i in range(len(supports)) if _moves(lambda t, r, i=i: leaves(t, r)[i], theta, row)]
+    shapes = [jax.eval_shape(lambda t, r, i=i: transforms[i].inv(leaves(t, r)[i]), theta, row).shape for i in moving]
+    sizes = [int(np.prod(s)) for s in shapes]
+
+    def unconstrained(t, r):
+        values = leaves(t, r)
+        return jnp.concatenate([jnp.ravel(transforms[i].inv(values[i])).astype(theta.dtype) for i in moving])
+
+    zero = jnp.zeros(theta.shape, theta.dtype)  # parameters that do not move are the same at any theta
+
+    def moved(u, r):
+        record = run_site(zero, r)
+        base, mask = peel(record.fn)
+        values, structure = jax.tree.flatten(base)
+        pieces = jnp.split(u, list(np.cumsum(sizes))[:-1])
+        for i, piece, shape in zip(moving, pieces, shapes):
+            values[i] = transforms[i](jnp.reshape(piece, shape))
+        return jax.tree.unflatten(structure, values), mask, record
+
+    def term(u, r, e):
+        fn, mask, record = moved(u, r)
+        return jnp.ravel(jnp.where(mask, fn.log_prob(record.value), 0.0) * record.weight)[e]
+
+    u = jax.ShapeDtypeStruct((sum(sizes),), theta.dtype)
+    inner = factorize(term, u, row, jax.ShapeDtypeStruct((), jnp.int32))
+
+    def predictors(t, r, e):
+        return inner.predictors(unconstrained(t, r), (r, e))
+
+    def constants(r, e):
+        return inner.constants((r, e))
+
+    terms = Terms(site, example.num_elements, inner.num_predictors, False, predictors, constants, inner.density, None)
+
+    def of_parameters(u, r):
+        fn, mask, record = moved(u, r)
+        return record._replace(fn=fn, weight=mask * record.weight)
+
+    return _informed(terms, information_of(of_parameters, inner, u, row, example.kind)) if informed else terms
+
+
+def unconstrained_parameters(site: str, fn: Distribution) -> tuple[list[Array], Callable[[list[Array]], Any]]:
+    """A distribution's parameters in unconstrained space, and the way back to the distribution.
+
+    :raises NotImplementedError: naming the site, if the parameters' constraints are not known.
+    """
+    values, structure = jax.tree.flatten(fn)
+    supports = _leaf_constraints(peel(fn)[0])
+    if supports is None or len(supports) != len(values):
+        raise NotImplementedError(
+            f"the parameters of site {site!r} ({type(peel(fn)[0]).__name__}) cannot be linearized: use "
+            "method='monte_carlo'."
+        )
+    transforms = [
+        None if jnp.issubdtype(jnp.result_type(v), jnp.integer) else biject_to(s) for v, s in zip(values, supports)
+    ]
+
+    def build(moved):
+        return jax.tree.unflatten(structure, [m if t is None else t(m) for m, t in zip(moved, transforms)])
+
+    return [v if t is None else t.inv(v) for v, t in zip(values, transforms)], build
+
+
+def _moves(function, theta, row) -> bool:
+    total = factorize(lambda t, r: jnp.sum(function(t, r)).astype(theta.dtype), theta, row)
+    return total.num_predictors > 0
+
+
+def _leaf_constraints(fn: Distribution) -> list | None:
+    constraints: list = []
+    for field in type(fn).gather_pytree_data_fields():
+        value = fn.__dict__.get(field)
+        if isinstance(value, dist.Distribution):
+            inner = _leaf_constraints(value)
+            if inner is None:
+                return None
+            constraints += inner
+        elif value is not None:
+            leaves = jax.tree.leaves(value)
+            support = fn.arg_constraints.get(field)
+            if support is None or len(leaves) != 1:
+                return None
+            constraints.append(support)
+    return constraints

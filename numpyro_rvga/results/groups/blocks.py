@@ -1,0 +1,134 @@
+"""Blocks of a stream of groups: the model bound to so many groups, and such groups as parts of rounds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import reduce
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ...core.expectations.by_nodes import power_of_two
+from ...core.groups.factors import GroupSummaries, Rest, packed_width
+from ...core.groups.steps import Groups, GroupSums, Message
+from ...engines.engine import Engine
+from ...engines.groups import GroupEvaluations, GroupTerms
+from ...model.data.rows import Rows, selected
+from ...model.members import Members
+from .parts import GroupModel, GroupPlace, advanced, message_of
+from .rounds import Parts, Shared
+from .rows import GroupRows, RowForm
+
+FEWEST = 16  # groups, and rows, that programs are compiled for
+
+
+class Bound(NamedTuple):
+    """The model, bound to as many groups as a block may have.
+
+    :ivar form: of the rows that are kept. :ivar head: rows that it was read with.
+    """
+
+    engine: Engine
+    members: Members
+    terms: GroupTerms
+    form: RowForm
+    index: str
+    head: Rows
+
+    @classmethod
+    def of(cls, model: GroupModel, rows: Rows, slots: int, rows_kept: int) -> Bound:
+        """To ``slots`` groups."""
+        index = model.plate.index
+        head = selected(rows, slice(0, FEWEST // 2))  # as many rows as groups would seem to have a group each
+        engine, members = model.bound(head, slots)
+        most = 0 if engine.program.has_gaussian_rows else rows_kept
+        return cls(engine, members, GroupTerms(engine, members), RowForm.of(rows, index, most), index, head)
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether Gaussian factors are the terms that they stand for."""
+        return self.engine.program.has_gaussian_rows and self.terms.has_gaussian_groups
+
+    def pieces(self, labels: Sequence[Any]) -> list[Sequence[Any]]:
+        """Of labels, as many at a time as there are places for."""
+        size = self.members.number
+        return [labels[start : start + size] for start in range(0, len(labels), size)]
+
+    def chunks(self, rows: GroupRows) -> list[Any]:
+        """On the device."""
+        count = len(rows.number)
+        if not count:
+            return []
+        all_arrays = rows.rows | {self.index: rows.number.astype(np.int32)}
+        return self.terms.chunks(all_arrays, all_arrays[self.index], max(power_of_two(count), FEWEST), rows.stands_for)
+
+    def packed(self, kept: GroupSummaries, rows: GroupRows) -> np.ndarray:
+        """One vector for each group."""
+        return np.concatenate([kept.packed(), self.form.packed(rows, len(kept.linear))], axis=1)
+
+    def unpacked(self, vectors: np.ndarray) -> tuple[GroupSummaries, GroupRows]:
+        """What is kept of groups, from one vector for each, with fewer or more zeros at its end."""
+        size, k = len(self.members.columns), self.members.shared.size
+        end = packed_width(size, k)
+        whole = np.zeros((len(vectors), end + self.form.packed_width))
+        given = vectors[:, : whole.shape[1]]
+        whole[:, : given.shape[1]] = given
+        return GroupSummaries.unpacked(whole[:, :end], size, k), self.form.unpacked(whole[:, end:], self.index)
+
+
+class EarlierGroups(NamedTuple):
+    """Groups of which there were rows before, among others.
+
+    :ivar rows: those kept. :ivar places: of the groups, among the others.
+    """
+
+    groups: GroupSummaries
+    rows: GroupRows
+    places: np.ndarray
+
+
+class Piece:
+    """Groups that are evaluated together, as one part of rounds: their priors, rows, and the rest.
+
+    :param groups: where they are looked for first. :param with_shared_prior: in one piece only.
+    :ivar place: where they are.
+    """
+
+    def __init__(self, bound: Bound, rows: GroupRows, groups: Groups, others: Rest, *, with_shared_prior: bool):
+        chunks, count = bound.chunks(rows), len(groups.mean)
+        self._sums = GroupEvaluations(bound.terms, chunks, count, with_shared_prior=with_shared_prior)
+        self._rest = others
+        self.place = self._next = GroupPlace(groups, None)
+
+    def evaluations(self, mean: np.ndarray, root: np.ndarray, groups: Groups) -> GroupSums:
+        """Sums at q."""
+        return self._rest.added_to(self._sums(mean, root, groups), mean, root, groups)
+
+    def advance(self, step: float, shift: np.ndarray, shared: Shared) -> Message:
+        """After a step of q(s); see :class:`Parts`."""
+        self._next = advanced(self, self.place, step, shift, shared)
+        return message_of(self._next, 1.0)
+
+    def message(self, step: float) -> Message:
+        """For a step of this length from where the groups are."""
+        return message_of(self.place, step)
+
+    def keep(self) -> None:
+        """Go on from the last advance."""
+        self.place = self._next
+
+
+def together(pieces: Sequence[Piece]) -> Parts:
+    """All pieces as the parts of rounds."""
+
+    def advance(step: float, shift: np.ndarray, shared: Shared) -> Message:
+        return reduce(Message.plus, (piece.advance(step, shift, shared) for piece in pieces))
+
+    def message(step: float) -> Message:
+        return reduce(Message.plus, (piece.message(step) for piece in pieces))
+
+    def keep() -> None:
+        for piece in pieces:
+            piece.keep()
+
+    return Parts(advance, message, keep)

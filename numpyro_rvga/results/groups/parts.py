@@ -1,0 +1,261 @@
+"""One part of the data whose groups are its own: what its worker does in every round."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import time
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.sharding import Mesh
+
+from ...core.groups.steps import Groups, GroupSums, Message, message, moved, settled
+from ...engines.batch import BatchSolver
+from ...engines.engine import Engine
+from ...engines.groups import GroupEvaluations, GroupTerms
+from ...engines.registry import Engines
+from ...model.data.arguments import named_rows
+from ...model.data.rows import Data, Keywords, Rows, num_rows, selected
+from ...model.members import Members, members_of
+from ...options import Options, default_key
+from .labels import label_kind
+from .rounds import Shared
+
+SAMPLE = 200  # groups that are solved for first
+MOST_AT_START, MOST_STEPS = 30, 10  # of groups, in a round
+
+
+class LocalPlate(NamedTuple):
+    """A plate whose members each live in one part.
+
+    :ivar name: the plate's. :ivar index: the model's argument that has the member of each row. :ivar size: the one that
+        has their number.
+    """
+
+    name: str
+    index: str
+    size: str
+
+    def check(self, model: Callable, model_kwargs: Keywords) -> None:
+        """:raises ValueError: for arguments that the model does not take, or that are given."""
+        parameters = inspect.signature(model).parameters
+        takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
+        for what, name in (("index", self.index), ("size", self.size)):
+            if name not in parameters and not takes_any:
+                raise ValueError(f"{what}={name!r} is no argument of the model, which takes {list(parameters)}.")
+            if name in model_kwargs:
+                raise ValueError(
+                    f"{name!r} is of the data ({what}={name!r}), and cannot be given as a keyword argument."
+                )
+
+
+class GroupModel(NamedTuple):
+    """What all parts have in common.
+
+    :ivar mesh: devices that share the rows of a solve.
+    """
+
+    model: Callable
+    options: Options
+    improper_prior_scale: float | None
+    plate: LocalPlate
+    model_kwargs: Keywords
+    rng_key: Array | None
+    mesh: Mesh | None = None
+
+    def bound(self, rows: Rows, count: int) -> tuple[Engine, Members]:
+        """To rows of so many members, and perhaps one more, of which there are no rows."""
+        key = default_key() if self.rng_key is None else self.rng_key
+        apart = count + (num_rows(rows) == count)  # a plate that is as long as the rows would be one of theirs
+        engines = Engines(self.model, self.options, self.improper_prior_scale, batch=True, mesh=self.mesh)
+        engine = engines.get(rows, {**self.model_kwargs, self.plate.size: apart}, key, rows)
+        return engine, members_of(engine.program, self.plate.name, apart)
+
+    def solved(self, rows: Rows, count: int) -> tuple[Members, np.ndarray, np.ndarray]:
+        """The members, and the best Gaussian's mean and a root of its covariance, of all latent sites at once."""
+        engine, members = self.bound(rows, count)
+        engine.program.check_rows(rows)
+        solver = BatchSolver(self.options, "incremental", "groups")
+        fit = solver(engine, rows, progress_bar=False, started=time.perf_counter())
+        return members, np.asarray(fit.state.mean, np.float64), np.asarray(fit.state.root, np.float64)
+
+
+class Start(NamedTuple):
+    """What some groups tell of all.
+
+    :ivar shared: q(s). :ivar mean: of groups, (d,). :ivar precision: of a group not yet seen, (d, d).
+    :ivar head: rows of two groups, for a program of the model.
+    """
+
+    shared: Shared
+    mean: np.ndarray
+    precision: np.ndarray
+    head: Rows
+
+
+class GroupPart:
+    """A part's rows, its groups numbered from zero in the order of their labels.
+
+    :param data: as the methods' ``run`` takes them. :param with_shared_prior: in one part only.
+    :ivar labels: (n,). :raises ValueError: for data that the model cannot take.
+    """
+
+    def __init__(self, model: GroupModel, data: Data | Iterable, *, with_shared_prior: bool):
+        index = model.plate.index
+        rows, _ = gathered(model.model, data, index, {**model.model_kwargs, model.plate.size: 1})
+        self.model, self._with_shared_prior = model, with_shared_prior
+        self.labels, number = np.unique(rows[index], return_inverse=True)
+        self.rows = rows | {index: number.astype(np.int32)}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without what is compiled."""
+        return {name: value for name, value in self.__dict__.items() if name != "evaluations"}
+
+    @functools.cached_property
+    def evaluations(self) -> GroupEvaluations:
+        """Compiled for this part."""
+        engine, members = self.model.bound(self.rows, len(self.labels))
+        engine.program.check_rows(self.rows)
+        terms = GroupTerms(engine, members)
+        chunks = terms.chunks(self.rows, self.rows[self.model.plate.index])
+        return GroupEvaluations(terms, chunks, len(self.labels), with_shared_prior=self._with_shared_prior)
+
+    def counts(self) -> tuple[int, int]:
+        """How many groups and rows there are."""
+        return len(self.labels), num_rows(self.rows)
+
+    def sample(self, num_parts: int) -> Rows:
+        """The rows of some groups, chosen at random: this part's share of what is solved for first."""
+        return sampled(self.rows, self.model.plate.index, len(self.labels), -(-SAMPLE // num_parts))
+
+
+def sampled(rows: Rows, index: str, num_groups: int, most: int) -> Rows:
+    """The rows of some groups, chosen at random, and numbered anew."""
+    groups = np.sort(np.random.default_rng(0).permutation(num_groups)[:most])
+    rows = selected(rows, np.isin(rows[index], groups))
+    return rows | {index: np.searchsorted(groups, rows[index]).astype(np.int32)}
+
+
+def start_from(model: GroupModel, samples: Sequence[Rows]) -> Start:
+    """From some groups of all parts, solved for together."""
+    index, count, moved_up = model.plate.index, 0, []
+    for rows in samples:
+        moved_up.append(rows | {index: rows[index] + np.int32(count)})
+        count += int(rows[index].max()) + 1
+    rows = {name: np.concatenate([some[name] for some in moved_up]) for name in samples[0]}
+    members, mean, root = model.solved(rows, count)
+    covariance = root @ root.T
+    shared = Shared(mean[members.shared], np.linalg.inv(covariance[np.ix_(members.shared, members.shared)]))
+    columns = members.columns[:, :count]
+    values, variances = mean[columns], np.diagonal(covariance)[columns]
+    variance = values.var(axis=1) + variances.mean(axis=1)
+    return Start(shared, values.mean(axis=1), np.diag(1 / variance), selected(rows, rows[index] < 2))
+
+
+def started(model: GroupModel, rows: Rows, count: int) -> Start:
+    """From some of the groups of rows. What that solve does not reach, later ones do, so nothing is said of it."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        return start_from(model, [sampled(rows, model.plate.index, count, SAMPLE)])
+
+
+class GroupPlace(NamedTuple):
+    """Where a part's groups are, and the sums at q; None before the first evaluation."""
+
+    groups: Groups
+    at: GroupSums | None
+
+
+def first_place(count: int, start: Start) -> GroupPlace:
+    """Of so many groups, before anything was evaluated: all are alike."""
+    size, k = len(start.mean), len(start.shared.mean)
+    precision = np.tile(start.precision, (count, 1, 1))
+    return GroupPlace(Groups(np.tile(start.mean, (count, 1)), precision, np.zeros((count, size, k))), None)
+
+
+class Evaluates(Protocol):
+    """What can evaluate its groups at q(s) and q(z | s)."""
+
+    @property
+    def evaluations(self) -> Callable[[np.ndarray, np.ndarray, Groups], GroupSums]:
+        """Of the mean (k,) and a root (k, k) of q(s), and of groups."""
+        ...
+
+
+def advanced(part: Evaluates, place: GroupPlace, step: float, shift: np.ndarray, shared: Shared) -> GroupPlace:
+    """After a step of q(s) to ``shared``, with the groups settled there."""
+    groups, most = place.groups, MOST_AT_START
+    if place.at is not None:
+        groups, most = moved(groups, place.at, step, shift), MOST_STEPS
+    root = shared.root
+    return GroupPlace(*settled(lambda g: part.evaluations(shared.mean, root, g), groups, most, rounding()))
+
+
+def message_of(place: GroupPlace, step: float) -> Message:
+    """For a step of this length from a place."""
+    assert place.at is not None
+    return message(place.groups, place.at, step)
+
+
+def rounding() -> float:
+    """Relative, of sums of expectations."""
+    return 8 * float(np.finfo(jnp.result_type(float)).eps)
+
+
+def gathered(
+    model: Callable,
+    data: Data | Iterable,
+    index: str,
+    model_kwargs: Keywords,
+    first_row: int = 0,
+    kind: str | None = None,
+) -> tuple[Rows, str | None]:
+    """All rows, which may come in blocks, and what their labels are: see :func:`label_kind`.
+
+    :param index: the array of labels. :param first_row: the number of the first of them.
+    :param kind: what labels of earlier rows are, or None.
+    :raises ValueError: for labels of no use, or as :func:`named_rows` does.
+    """
+    blocks = [data] if isinstance(data, (Mapping, tuple)) else list(data)
+    if not blocks:
+        raise ValueError("the data have no rows.")
+    named: list[Rows] = []
+    for block in blocks:
+        rows, kind = _named(model, block, index, model_kwargs, first_row, kind)
+        named.append(rows)
+        first_row += num_rows(rows)
+    return {name: np.concatenate([np.asarray(some[name]) for some in named]) for name in named[0]}, kind
+
+
+def _named(
+    model: Callable, block: Any, index: str, model_kwargs: Keywords, first_row: int, kind: str | None
+) -> tuple[Rows, str | None]:
+    """Arrays by name, of which labels may be strings, and what these are."""
+    labels = block.get(index) if isinstance(block, Mapping) else None
+    if labels is not None:  # strings are for no model
+        kind = label_kind(labels, index, first_row, kind)
+        numbers = np.zeros(len(labels), np.int32)
+        return named_rows(model, {**block, index: numbers}, model_kwargs) | {index: np.asarray(labels)}, kind
+    rows = named_rows(model, block, model_kwargs)
+    if index not in rows:
+        raise ValueError(f"the data have no array {index!r}, which tells the group of each row.")
+    return rows, label_kind(rows[index], index, first_row, kind)
+
+
+def check_apart(plate: str, all_labels: list[np.ndarray]) -> None:
+    """:raises ValueError: naming a label that is in two parts."""
+    joined = np.concatenate(all_labels)
+    labels, counts = np.unique(joined, return_counts=True)
+    if counts.max(initial=1) == 1:
+        return
+    twice = labels[counts > 1][0]
+    first, second = [number for number, own in enumerate(all_labels) if np.isin(twice, own)][:2]
+    raise ValueError(
+        f"member {twice} of plate {plate!r} has rows in part {first} and in part {second}: all rows of a group must be "
+        "in one part. Cut the data by group."
+    )

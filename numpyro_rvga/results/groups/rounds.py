@@ -1,0 +1,173 @@
+"""Rounds over parts with groups of their own: the shared sites' Gaussian is moved to that of one solve of all rows.
+
+In a round every part settles its groups at q(s), and tells its share of the next natural-gradient step of q(s), with
+its groups eliminated (:mod:`~numpyro_rvga.core.groups.steps`). Where groups and shared sites depend on each other, as
+scales do, plain steps leave the same share of the error each time. So steps are combined with those before them
+(Anderson 1965), as long as the bound does not fall.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from ...core.groups.steps import Message
+from ..summaries import TOLERANCE, distance
+
+MAX_ROUNDS = 40
+MAX_HALVINGS = 12
+REMEMBERED = 6  # rounds that a step is combined with
+FEWEST = 4  # rounds before how fast moves fall is known
+
+
+class Shared(NamedTuple):
+    """q(s) = N(mean, precision^-1): (k,), (k, k)."""
+
+    mean: np.ndarray
+    precision: np.ndarray
+
+    @property
+    def root(self) -> np.ndarray:
+        """root root^T is the covariance."""
+        return np.linalg.inv(np.linalg.cholesky(self.precision)).T
+
+    @property
+    def is_gaussian(self) -> bool:
+        """Whether there is such a Gaussian."""
+        if not (np.isfinite(self.mean).all() and np.isfinite(self.precision).all()):
+            return False
+        return bool(np.linalg.eigvalsh(self.precision)[0] > 0)
+
+    @property
+    def entropy(self) -> float:
+        """In nats."""
+        k = len(self.mean)
+        return 0.5 * k * (1 + math.log(2 * math.pi)) - 0.5 * float(np.linalg.slogdet(self.precision)[1])
+
+
+class Parts(NamedTuple):
+    """What rounds ask of all parts.
+
+    :ivar advance: length of the step, the shift of the mean, the new q(s) -> their message for a full step from there.
+    :ivar message: their message for a step of some length. :ivar keep: go on from the last advance.
+    """
+
+    advance: Callable[[float, np.ndarray, Shared], Message]
+    message: Callable[[float], Message]
+    keep: Callable[[], None]
+
+
+class GroupResult(NamedTuple):
+    """:ivar bound: on the log evidence. :ivar errors: how far q(s) may have been off after each round, in standard
+    deviations. :ivar expectation_error: of the bound, in nats."""
+
+    shared: Shared
+    bound: float
+    errors: list[float]
+    expectation_error: float
+
+
+class _Place(NamedTuple):
+    """:ivar ahead: where a full step leads."""
+
+    shared: Shared
+    message: Message
+    ahead: Shared
+
+    @property
+    def bound(self) -> float:
+        return self.message.value + self.shared.entropy
+
+
+def in_group_rounds(
+    start: Shared, parts: Parts, rounds: int | None, rounding: float, tolerance: float = TOLERANCE
+) -> GroupResult:
+    """The best Gaussian of all parts.
+
+    :param start: q(s) that the search begins with. :param rounds: how many; None: until q(s) is off by less than
+        ``tolerance``, in standard deviations. :param rounding: relative, of bounds.
+    :raises ValueError: if the bound is not finite at the start.
+    """
+    at = _place(start, parts.advance(1.0, np.zeros_like(start.mean), start))
+    parts.keep()
+    if not math.isfinite(at.bound):
+        raise ValueError("the bound is not finite where the search begins: are the priors proper?")
+    past, errors = [at], [_error(at, _combined([at]))]
+    while len(errors) < (MAX_ROUNDS if rounds is None else rounds):
+        if rounds is None and len(errors) >= FEWEST and errors[-1] < tolerance:
+            break
+        least = at.bound - rounding * (1 + abs(at.bound))
+        place = _combined_step(at, _combined(past), parts, least) or _plain_step(at, parts, least)
+        if place is None:
+            break
+        at = place
+        parts.keep()
+        past = [*past, at][-REMEMBERED:]
+        errors.append(_error(at, _combined(past)))
+    return GroupResult(at.shared, at.bound, errors, at.message.error)
+
+
+def _place(shared: Shared, message: Message) -> _Place:
+    step = np.linalg.solve(message.precision, message.gradient) if np.isfinite(message.precision).all() else np.nan
+    return _Place(shared, message, Shared(shared.mean + step, message.precision))
+
+
+def _combined_step(at: _Place, aim: Shared, parts: Parts, least: float) -> _Place | None:
+    if aim is at.ahead or not aim.is_gaussian:
+        return None
+    place = _place(aim, parts.advance(1.0, aim.mean - at.shared.mean, aim))
+    return place if place.bound >= least and place.ahead.is_gaussian else None
+
+
+def _plain_step(at: _Place, parts: Parts, least: float) -> _Place | None:
+    """The first step that does not lower the bound."""
+    for halvings in range(MAX_HALVINGS):
+        step = 0.5**halvings
+        message = parts.message(step) if halvings else at.message
+        precision = (1 - step) * at.shared.precision + message.precision
+        if not Shared(at.shared.mean, precision).is_gaussian or not np.isfinite(message.gradient).all():
+            continue
+        shift = step * np.linalg.solve(precision, message.gradient)
+        shared = Shared(at.shared.mean + shift, precision)
+        place = _place(shared, parts.advance(step, shift, shared))
+        if place.bound >= least:
+            return place
+    return None
+
+
+def _combined(past: Sequence[_Place]) -> Shared:
+    """The combination of steps whose sum of moves is shortest; the last step itself where there is but one."""
+    last, before = past[-1], past[:-1]
+    if not before or not all(place.ahead.is_gaussian for place in past):
+        return last.ahead
+    root = last.shared.root
+    moves = [_whitened(place.ahead.mean - place.shared.mean, place.ahead.precision - place.shared.precision, root)
+             for place in past]  # fmt: skip
+    changes = np.stack([moves[-1] - move for move in moves[:-1]], axis=1)
+    weights = np.linalg.lstsq(changes, moves[-1], rcond=1e-6)[0]
+    mean, precision = last.ahead
+    for weight, place in zip(weights, before):
+        mean = mean - weight * (last.ahead.mean - place.ahead.mean)
+        precision = precision - weight * (last.ahead.precision - place.ahead.precision)
+    aim = Shared(mean, precision)
+    return aim if aim.is_gaussian else last.ahead
+
+
+def _whitened(mean: np.ndarray, precision: np.ndarray, root: np.ndarray) -> np.ndarray:
+    """A move in coordinates in which q(s) is standard normal, as one vector whose length is that of the metric."""
+    return np.concatenate([np.linalg.solve(root, mean), np.ravel(root.T @ precision @ root) / math.sqrt(2)])
+
+
+def _error(at: _Place, aim: Shared) -> float:
+    """How far q(s) is from where it is bound for, in standard deviations."""
+    return max(_distance(at.shared, at.ahead), _distance(at.shared, aim))
+
+
+def _distance(one: Shared, other: Shared) -> float:
+    """Infinite where one of them is no Gaussian."""
+    if not (one.is_gaussian and other.is_gaussian):
+        return math.inf
+    return distance(one.mean, one.root, other.mean, other.root)

@@ -1,0 +1,149 @@
+"""A sample of each group's rows, which a stream keeps to look at them again."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import numpy as np
+
+from ...model.data.rows import Rows, selected
+
+WIDE = (np.dtype(np.int64), np.dtype(np.uint64))
+
+
+class RowForm(NamedTuple):
+    """The form of rows without their groups, as vectors of numbers.
+
+    :ivar most: rows of a group. :ivar shapes: of one row's arrays, by name. :ivar dtypes: likewise.
+    """
+
+    most: int
+    shapes: dict[str, tuple[int, ...]]
+    dtypes: dict[str, np.dtype]
+
+    @classmethod
+    def of(cls, rows: Mapping[str, np.ndarray], index: str, most: int) -> RowForm:
+        """``index``: the array of groups."""
+        others = sorted(name for name in rows if name != index)
+        dtypes = {n: np.dtype(np.float64) if rows[n].dtype.kind == "f" else rows[n].dtype for n in others}
+        return cls(most, {name: rows[name].shape[1:] for name in others}, dtypes)
+
+    def fitted(self, rows: Rows) -> Rows:
+        """Rows of these types.
+
+        :raises ValueError: naming an array that would not be the same.
+        """
+        fitted = {name: rows[name].astype(dtype) for name, dtype in self.dtypes.items()}
+        for name, array in fitted.items():
+            if not np.array_equal(array, rows[name]):
+                raise ValueError(
+                    f"data array {name!r} was of type {self.dtypes[name]} in the first rows that the stream has taken "
+                    f"in, and has values of type {rows[name].dtype} that are none: begin with rows of that type."
+                )
+        return fitted
+
+    @property
+    def width(self) -> int:
+        """Of a row, with its key."""
+        return 1 + sum(math.prod(shape) for shape in self.shapes.values())
+
+    @property
+    def packed_width(self) -> int:
+        """Of the vector of a group."""
+        return 1 + self.most * self.width
+
+    def packed(self, kept: GroupRows, count: int) -> np.ndarray:
+        """A vector for each of ``count`` groups, (count, 1 + most * width): how many it has had, and those kept."""
+        order = np.argsort(kept.number, kind="stable")
+        ordered = kept.number[order]
+        place = np.arange(len(order)) - np.searchsorted(ordered, ordered)
+        vectors = np.zeros((count, self.most, self.width))
+        parts = [_as_numbers(kept.rows[n]).reshape(len(order), math.prod(x)) for n, x in self.shapes.items()]
+        vectors[ordered, place] = np.concatenate([kept.key[:, None], *parts], axis=1)[order]
+        return np.concatenate([kept.totals(count)[:, None], vectors.reshape(count, -1)], axis=1)
+
+    def unpacked(self, vectors: np.ndarray, index: str) -> GroupRows:
+        """The rows of groups, numbered by their places."""
+        totals = vectors[:, 0].astype(int)
+        counts = np.minimum(totals, self.most)
+        every = vectors[:, 1:].reshape(len(vectors), self.most, self.width)
+        flat = every[np.arange(self.most) < counts[:, None]]
+        ends = 1 + np.cumsum([0, *(math.prod(shape) for shape in self.shapes.values())])
+        pieces = np.split(flat, ends[:-1], axis=1)[1:]
+        rows = {
+            name: _from_numbers(piece.reshape(-1, *shape), self.dtypes[name])
+            for piece, (name, shape) in zip(pieces, self.shapes.items())
+        }
+        number = np.repeat(np.arange(len(vectors)), counts)
+        return GroupRows(rows, number, flat[:, 0], (totals / np.maximum(counts, 1))[number], index)
+
+
+class GroupRows(NamedTuple):
+    """Rows of groups that are numbered from zero.
+
+    :ivar rows: without their groups. :ivar number: the group of each, (n,). :ivar key: a random number of each, (n,).
+    :ivar stands_for: how many rows each stands for, (n,). :ivar index: the array that the model takes the groups in.
+    """
+
+    rows: Rows
+    number: np.ndarray
+    key: np.ndarray
+    stands_for: np.ndarray
+    index: str
+
+    def totals(self, count: int) -> np.ndarray:
+        """How many rows each group has had, (count,)."""
+        return np.rint(np.bincount(self.number, self.stands_for, minlength=count))
+
+    def counts(self, count: int) -> np.ndarray:
+        """How many there are of each group, (count,)."""
+        return np.bincount(self.number, minlength=count)
+
+    def weights(self, count: int) -> np.ndarray:
+        """How many rows each one of a group stands for, (count,)."""
+        return self.totals(count) / np.maximum(self.counts(count), 1)
+
+    def alone(self) -> GroupRows:
+        """Each stands for itself."""
+        return self._replace(stands_for=np.ones(len(self.number)))
+
+    def sampled(self, most: int, count: int) -> GroupRows:
+        """Of each of ``count`` groups those with the smallest keys: so many of all rows that it has had, at random."""
+        order = np.lexsort((self.key, self.number))
+        ordered = self.number[order]
+        kept = np.sort(order[np.arange(len(order)) - np.searchsorted(ordered, ordered) < most])
+        totals, number = self.totals(count), self.number[kept]
+        stands_for = totals[number] / np.minimum(totals[number], most)
+        return GroupRows(selected(self.rows, kept), number, self.key[kept], stands_for, self.index)
+
+    def at(self, places: np.ndarray) -> GroupRows:
+        """With the groups in these places."""
+        return self._replace(number=places[self.number])
+
+    def and_then(self, new: GroupRows | None) -> GroupRows:
+        """With new rows."""
+        if new is None or not len(self.number):
+            return new or self
+        joined = {name: np.concatenate([array, new.rows[name]]) for name, array in self.rows.items()}
+        number, key, stands_for = (
+            np.concatenate(both)
+            for both in ((self.number, new.number), (self.key, new.key), (self.stands_for, new.stands_for))
+        )
+        return GroupRows(joined, number, key, stands_for, self.index)
+
+
+def new_rows(rows: Rows, number: np.ndarray, rng: np.random.Generator, index: str) -> GroupRows:
+    """Rows that are seen for the first time."""
+    return GroupRows(rows, number, rng.random(len(number)), np.ones(len(number)), index)
+
+
+def _as_numbers(array: np.ndarray) -> np.ndarray:
+    """In double precision, or of wide integers the bits: they may be too large for that."""
+    array = np.asarray(array)
+    return np.ascontiguousarray(array).view(np.float64) if array.dtype in WIDE else array.astype(np.float64)
+
+
+def _from_numbers(numbers: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    return np.ascontiguousarray(numbers).view(dtype) if dtype in WIDE else numbers.astype(dtype)

@@ -1,0 +1,400 @@
+"""A stream of rows in which new groups may come at any time: the shared sites' Gaussian, and each group's given these.
+
+A block is solved for q of the shared sites and of the block's groups together, as one part of
+:mod:`~numpyro_rvga.results.groups.rounds`. What earlier blocks have made of these groups, and of the shared sites, is a
+Gaussian factor (:mod:`~numpyro_rvga.core.groups.factors`). The other groups stay as they are given the shared sites.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from ...core.expectations.by_nodes import power_of_two
+from ...core.groups.factors import Factors
+from ...core.groups.steps import conditionals
+from ...engines.expectation_errors import warn_of
+from ...model.data.arguments import check_row_shapes, finite_rows, row_shapes
+from ...model.data.rows import Data, Rows, num_rows, selected
+from ...model.identity import ModelIdentity
+from ...model.members import Members
+from ...options import Info, check_choice
+from ...streams.opening import BAD_ROW_POLICIES
+from ...user_warnings import warn
+from ..summaries import distance
+from .blocks import FEWEST, Bound, EarlierGroups
+from .parts import GroupModel, Start, first_place, started
+from .posterior import GroupFiles, GroupPosterior, checked_folder, write_groups
+from .reading import LABELS, blocks_of_rows, check_finite, numbered
+from .rounds import Shared
+from .rows import new_rows
+from .solves import Given, Moments, solved
+from .store import GroupStore
+
+BLOCK = 4096  # rows that are solved for together
+GROWTH = 1.5  # of the number of rows, after which the priors of all groups in memory are looked at again
+SETTLED = 0.1  # standard deviations
+MOST_LOOKS = 10  # at groups that are not all in memory
+WRITTEN = 2**16  # groups of a file
+
+
+class GroupStream:
+    """The posterior of a model with very many groups, such as users, of rows that keep coming; groups may be new.
+
+    Made by :meth:`~numpyro_rvga.RVGA.stream_groups`, which says what the arguments mean.
+
+    :ivar num_rows: that it has taken in. :ivar num_groups: likewise. :ivar num_bytes: what is kept of the groups in
+        memory, with their rows.
+    """
+
+    def __init__(self, model: GroupModel, store: GroupStore, block_size: int, rows_kept: int):
+        self._model, self._store, self._block_size, self._rows_kept = model, store, block_size, rows_kept
+        self._bound: Bound | None = None
+        self._start: Start | None = None
+        self._moments: Moments | None = None
+        self._kind: str | None = None
+        self.num_rows, self._settled_at, self._version = 0, 0, 0
+        self._error, self._expectation_error, self._moved, self._looked_at = 0.0, 0.0, 0.0, 0
+        self._variance, self._stood_alone, self._num_skipped = np.zeros((1, 1)), False, 0
+        try:
+            state = store.saved_state()
+            if state is not None:
+                self._restore(state)
+        except BaseException:
+            store.close()
+            raise
+
+    @property
+    def num_groups(self) -> int:
+        return len(self._store)
+
+    @property
+    def num_bytes(self) -> int:
+        return self._store.num_bytes
+
+    def __repr__(self) -> str:
+        return f"GroupStream(num_rows={self.num_rows}, num_groups={self.num_groups})"
+
+    # ------------------------------------------------------------------ rows
+    def update(self, data: Data | Iterable, *, on_bad_row: str = "raise") -> None:
+        """Take in rows, of groups seen before and of new ones. They are taken as they come, in blocks.
+
+        :param data: a mapping from the model's argument names to arrays that share their leading axis, the rows; or an
+            iterable of such blocks.
+        :param on_bad_row: ``"skip"``: leave out rows with values that are not finite, or that the model cannot have
+            observed. ``info["num_skipped"]`` of the posterior tells how many. A missing label is an error.
+        :raises ValueError: naming the array and the row, for data of no use; blocks before that row have been taken in.
+        """
+        check_choice("on_bad_row", on_bad_row, BAD_ROW_POLICIES)
+        first = 0
+        for rows in blocks_of_rows(self._model, data, self._block_size, self._kind):
+            good = self._good(rows) if on_bad_row == "skip" else rows
+            if num_rows(good):
+                self._take(good, first)
+            first, self._num_skipped = first + num_rows(rows), self._num_skipped + num_rows(rows) - num_rows(good)
+
+    def _good(self, rows: Rows) -> Rows:
+        """Those of use."""
+        rows = selected(rows, finite_rows(rows))
+        if not num_rows(rows):
+            return rows
+        labels, by_number = numbered(rows, self._model.plate.index)
+        return selected(rows, self._program(by_number, len(labels)).engine.program.begin_check(by_number)())
+
+    def _take(self, rows: Rows, first: int) -> None:
+        """One block. ``first``: the number of its first row."""
+        index = self._model.plate.index
+        check_finite(rows, first)
+        labels, rows = numbered(rows, index)
+        bound = self._program(rows, len(labels))
+        bound.engine.program.check_rows(rows, first)
+        rows = bound.form.fitted(rows) | {index: rows[index]}
+        if self._start is None:
+            self._start = started(self._model, rows, len(labels))
+        vectors, places = self._store.read(labels)
+        earlier = EarlierGroups(*bound.unpacked(vectors), places)
+        groups = first_place(len(labels), self._start).groups
+        if self._moments is not None:
+            for mine, theirs in zip(groups, earlier.groups.at(self._moments.shared.mean)):
+                mine[places] = theirs
+        others = {name: array for name, array in rows.items() if name != index}
+        new = new_rows(others, rows[index], np.random.default_rng(self.num_rows), index)
+        try:
+            self._solve(bound, [labels], [lambda: Given(groups, earlier, new)])
+        except ValueError as error:
+            raise ValueError(f"rows {first} to {first + num_rows(rows) - 1}: {error}") from error
+        self.num_rows, self._kind = self.num_rows + num_rows(rows), LABELS[isinstance(labels[0], str)]
+        self._store.make_room()
+        if not self._settled_at:
+            self._settled_at = self._looked_at = self.num_rows  # all groups are in the first block
+        elif self.num_rows > GROWTH * self._settled_at:
+            self.settle()
+
+    def settle(self) -> None:
+        """Solve once more for the shared sites and all groups, with the priors and the kept rows of these as
+        themselves. Where some are in the file, as many at a time as memory may have, again and again until that moves
+        the shared sites by less than a tenth of a standard deviation. A stream does it each time that it has grown by
+        half, and :meth:`posterior` does it. Where all is linear and Gaussian, or no rows have come since, nothing is
+        done.
+        """
+        if self._settled_at == self.num_rows:
+            return
+        self._settled_at = self.num_rows
+        if self._bound is None or self._bound.is_exact:
+            return
+        before, error = self._so_far.shared, self._expectation_error
+        for _ in range(MOST_LOOKS):
+            start, parts, self._looked_at = self._so_far.shared, self._store.parts(), 0
+            for labels in parts:
+                self._looked_at += self._look_at(self._bound, labels)
+                self._store.make_room()
+            last = _moved(start, self._so_far.shared)
+            if len(parts) == 1 or last < SETTLED:
+                break
+        else:
+            warn(
+                f"after {MOST_LOOKS} looks at the groups in the file, one still moves the shared sites by {last:.2g} "
+                "standard deviations: keep more groups in memory."
+            )
+        self._moved = _moved(before, self._so_far.shared)
+        if len(parts) == 1 and self._looked_at == self.num_rows:  # the errors of blocks are no part of q any more
+            self._expectation_error -= error
+
+    def _look_at(self, bound: Bound, labels: list[Any]) -> int:
+        """Solve for these groups without new rows; how many rows of theirs are kept."""
+        pieces = bound.pieces(labels)
+        return self._solve(bound, pieces, [partial(self._without_new_rows, bound, piece) for piece in pieces])
+
+    def _without_new_rows(self, bound: Bound, labels: Sequence[Any]) -> Given:
+        """Groups without new rows."""
+        groups, rows = bound.unpacked(self._store.read(labels)[0])
+        return Given(groups.at(self._so_far.shared.mean), EarlierGroups(groups, rows, np.arange(len(labels))), None)
+
+    def _solve(self, bound: Bound, pieces: Sequence[Sequence[Any]], given: Sequence[Callable[[], Given]]) -> int:
+        """For q(s) and these groups; how many rows of theirs are kept.
+
+        :param pieces: their labels. :param given: reads what is there of each piece.
+        """
+        start = self._moments.shared if self._moments is not None else self._first.shared
+        solution, num_kept = solved(bound, self._moments, start, given), 0
+        for labels, kept in zip(pieces, solution.kept):
+            self._store.write(labels, bound.packed(kept.groups, kept.rows))
+            self._variance = self._variance + kept.variance
+            num_kept += len(kept.rows.number)
+        self._moments = solution.moments
+        self._error = max(self._error, solution.error)
+        self._expectation_error += solution.expectation_error
+        self._stood_alone = self._stood_alone or solution.stood_alone
+        self._version += 1
+        return num_kept
+
+    def _program(self, rows: Rows, count: int) -> Bound:
+        """Of at least so many groups."""
+        slots = max(power_of_two(count), FEWEST)
+        if self._bound is None or slots > self._bound.members.number:
+            self._bound = Bound.of(self._model, rows, slots, self._rows_kept)
+        program = self._bound.engine.program
+        program.check_given(rows, program.example_row)
+        check_row_shapes(rows, row_shapes(program.example_row), "that the stream has taken in")
+        return self._bound
+
+    @property
+    def _so_far(self) -> Moments:
+        if self._moments is None:
+            raise ValueError("the stream has taken in no rows yet: call update first.")
+        return self._moments
+
+    @property
+    def _first(self) -> Start:
+        assert self._start is not None
+        return self._start
+
+    # ------------------------------------------------------------------ files
+    def save(self) -> None:
+        """Write the stream to its file, so that one with ``resume=True`` goes on from here. What was not saved when a
+        process ends is lost, and the file is as it was saved last.
+
+        :raises ValueError: for a stream without a file, or without rows.
+        """
+        if not self._store.has_file:
+            raise ValueError("the stream has no file: make it with stream_groups(..., file='users.db').")
+        (shared, prior, evidence), bound, start = self._so_far, self._bound, self._first
+        assert bound is not None
+        self._store.save(
+            {
+                "facts": self._facts,
+                "model": bound.engine.program.identity._asdict(),
+                "dtype": str(np.dtype(bound.engine.program.dtype)),
+                "head": bound.head,
+                "slots": bound.members.number,
+                "start": [start.mean, start.precision, *start.shared, start.head],
+                "moments": [list(shared), list(prior), evidence],
+                "counts": [self.num_rows, self._settled_at, self._looked_at, self._num_skipped],
+                "errors": [self._error, self._expectation_error, self._moved, self._variance, self._stood_alone],
+                "labels": self._kind,
+                "in_memory": np.array(self._store.labels_in_memory),
+            }
+        )
+
+    def close(self) -> None:
+        """Leave the file, as it was saved last, to others. The stream cannot be used any more."""
+        self._store.close()
+
+    @property
+    def _facts(self) -> Info:
+        """What must be the same when a stream goes on."""
+        return {**self._model.plate._asdict(), "rows_kept": self._rows_kept}
+
+    def _restore(self, state: Mapping[str, Any]) -> None:
+        """:raises ValueError: for a file of another model, or of other options."""
+        for name, value in self._facts.items():
+            if state["facts"][name] != value:
+                raise ValueError(f"the file is of a stream with {name}={state['facts'][name]!r}, not {value!r}.")
+        bound = Bound.of(self._model, state["head"], state["slots"], self._rows_kept)
+        dtype = str(np.dtype(bound.engine.program.dtype))
+        if state["dtype"] != dtype:
+            raise ValueError(f"the file is of a stream in {state['dtype']}, and JAX computes in {dtype} now.")
+        difference = ModelIdentity(**state["model"]).difference(bound.engine.program.identity)
+        if difference is not None:
+            raise ValueError(f"the file belongs to another model than the given one: {difference}.")
+        mean, precision, *shared, head = state["start"]
+        self._start = Start(Shared(*shared), mean, precision, head)
+        shared, prior, evidence = state["moments"]
+        self._moments = Moments(Shared(*shared), Factors(*prior), evidence)
+        self.num_rows, self._settled_at, self._looked_at, self._num_skipped = state["counts"]
+        self._error, self._expectation_error, self._moved, self._variance, self._stood_alone = state["errors"]
+        self._bound, self._kind = bound, state["labels"]
+        self._store.read(state["in_memory"].tolist())
+
+    # ------------------------------------------------------------------ results
+    def posterior(self, folder: str | os.PathLike | None = None, *, settle: bool = True) -> GroupPosterior:
+        """The posterior of the rows taken in so far.
+
+        :param folder: write all groups to Parquet files there, as :func:`~numpyro_rvga.distributed.run_groups` does.
+            None: groups are read from the stream, as long as it takes in no more rows.
+        :param settle: :meth:`settle` first. False: as the last block has left it, which takes no time.
+        :return: the posterior. ``elbo`` is None unless it is exact; ``info`` holds ``log_evidence_estimate``,
+            ``error`` (by how much a block's solve may have left the shared sites off, in standard deviations),
+            ``sampling_error`` (by how much they may be off since not all rows are kept, likewise),
+            ``moved`` (by how much :meth:`settle` has last moved them), ``settled`` (whether no rows have come since),
+            ``elbo_error`` as in :meth:`RVGA.run`, and ``plate``.
+        :raises ValueError: if there are no rows yet, and if the folder holds Parquet files.
+        """
+        if settle:
+            self.settle()
+        shared, _, evidence = self._so_far
+        assert self._bound is not None
+        engine, members = self._bound.engine, self._bound.members
+        warn_of(self._expectation_error)
+        if self._sampling_error > SETTLED:
+            warn(
+                f"some groups have had more rows than the {self._rows_kept} that are kept, and a sample stands for all "
+                f"of them: the shared sites may be off by {self._sampling_error:.2g} standard deviations. Keep more "
+                "rows of each group (rows_kept)."
+            )
+        if self._stood_alone:
+            warn(
+                "of groups with more rows than are kept, a sample could not stand for all of them, as where rows come "
+                "in the order of their outcomes: rows that are not kept may be far off. Keep more rows of each group "
+                "(rows_kept), or give them in another order."
+            )
+        info = {
+            "plate": self._model.plate.name,
+            "log_evidence_estimate": evidence,
+            "error": self._error,
+            "sampling_error": self._sampling_error,
+            "moved": self._moved,
+            "num_skipped": self._num_skipped,
+            "settled": self._bound.is_exact or self._settled_at == self.num_rows,
+            "elbo_error": self._expectation_error,
+        }
+        program = engine.program
+        groups = _Streamed(self, self._version) if folder is None else self._written(checked_folder(folder))
+        mean, scale = (jnp.asarray(x, program.dtype) for x in (shared.mean, shared.root))
+        elbo = evidence if program.is_conjugate else None
+        common = (groups, self._model.plate, self.num_rows, self.num_groups)
+        return GroupPosterior(program, members, mean, scale, elbo, info, *common)
+
+    @property
+    def _sampling_error(self) -> float:
+        """In standard deviations: three times what is expected, since also standard deviations are off."""
+        covariance = self._so_far.shared.root @ self._so_far.shared.root.T
+        variances = np.diag(covariance @ self._variance @ covariance) / np.diag(covariance)
+        return 3 * float(np.sqrt(variances.max()))
+
+    def _written(self, folder: str) -> GroupFiles:
+        shared, index = self._so_far.shared, self._model.plate.index
+        assert self._bound is not None
+        bound, names = self._bound, self._bound.members.of_members.entry_names
+        for number, (labels, vectors) in enumerate(self._store.pieces(WRITTEN)):
+            order = np.argsort(np.array(labels))
+            groups = bound.unpacked(vectors[order])[0].at(shared.mean)
+            write_groups(folder, number, index, np.array(labels)[order], names, groups, shared.root)
+        return GroupFiles(folder, index)
+
+    def knows(self, labels: np.ndarray, version: int) -> np.ndarray:
+        """Of which groups there were rows.
+
+        :raises ValueError: for labels of another kind, and if the stream has gone on.
+        """
+        self._check_version(version)
+        self._check_kind(labels)
+        is_known = np.zeros(len(labels), bool)
+        is_known[self._store.read(labels.tolist())[1]] = True
+        self._store.make_room()
+        return is_known
+
+    def read(self, labels: np.ndarray, version: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """What a posterior needs of groups.
+
+        :raises ValueError: naming a label of which there were no rows, and if the stream has gone on.
+        """
+        self._check_version(version)
+        assert self._bound is not None
+        self._check_kind(labels)
+        wanted, where = np.unique(labels, return_inverse=True)
+        vectors, places = self._store.read(wanted.tolist())
+        if len(places) < len(wanted):
+            missing = np.delete(wanted, places)[0]
+            raise ValueError(
+                f"the stream has had no rows of group {missing}: leave it out, take new_groups=1 for it, or call "
+                "update with some."
+            )
+        groups = self._bound.unpacked(vectors)[0].at(self._so_far.shared.mean)
+        given = conditionals(groups)
+        self._store.make_room()
+        return groups.mean[where], given.slope[where], given.root[where]
+
+    def _check_kind(self, labels: np.ndarray) -> None:
+        if (labels.dtype.kind == "U") != (self._kind == "strings"):
+            raise ValueError(f"labels of groups are {self._kind} in the stream, and {labels.dtype} here: convert them.")
+
+    def _check_version(self, version: int) -> None:
+        if version != self._version:
+            raise ValueError(
+                "the stream has taken in rows since this posterior was made: ask it for a new one with posterior(), or "
+                "keep groups in files with posterior(folder=...)."
+            )
+
+
+class _Streamed(NamedTuple):
+    """A :class:`GroupSource`: the stream, as long as it is the same."""
+
+    stream: GroupStream
+    version: int
+
+    def knows(self, wanted: np.ndarray) -> np.ndarray:
+        return self.stream.knows(wanted, self.version)
+
+    def read(self, wanted: np.ndarray, members: Members) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        return self.stream.read(wanted, self.version)
+
+
+def _moved(before: Shared, after: Shared) -> float:
+    """In standard deviations."""
+    return distance(before.mean, before.root, after.mean, after.root)
