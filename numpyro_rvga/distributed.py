@@ -23,10 +23,10 @@ from .progress import Bar, progress
 from .results.groups.parts import GroupModel, LocalPlate, rounding
 from .results.groups.posterior import GroupFiles, GroupPosterior, checked_folder
 from .results.groups.rounds import in_group_rounds
-from .results.merging import check_disjoint, defined, merged
+from .results.merging.merge import check_disjoint, defined, merged
+from .results.merging.rounds import checked_rounds, evaluations_of, facts_of, in_rounds, total_of, warn_of_one_exchange
+from .results.merging.summaries import TOLERANCE
 from .results.posterior import Posterior
-from .results.rounds import checked_rounds, evaluations_of, facts_of, in_rounds, total_of, warn_of_one_exchange
-from .results.summaries import TOLERANCE
 from .rvga import RVGA
 from .streams.opening import HEAD, PassOptions, open_source
 from .user_warnings import warn

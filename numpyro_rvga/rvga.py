@@ -10,7 +10,6 @@ from typing import Any
 from jax import Array
 from jax.sharding import Mesh
 
-from .best_family import BestFamily
 from .bong import BONG
 from .core.expectations.by_nodes import Expectation
 from .core.gaussians import FAMILIES
@@ -21,15 +20,16 @@ from .engines.engine import Engine
 from .engines.mean_field import MeanFieldState
 from .engines.online import OnlineState
 from .engines.registry import Engines
-from .full_family import FullFamily
+from .families.best import BestFamily
+from .families.by_site import SiteFamilies, check_unused
+from .families.full import FullFamily
+from .families.narrow import online_method
 from .group_streams import stream_groups
 from .model.data.row_set import RowSet
 from .model.data.rows import Data, Keywords, Rows
 from .model.program import Program
-from .narrow_families import online_method
 from .options import LOCAL, Options, check_choice, check_options, default_key
 from .results.posterior import Posterior
-from .site_families import SiteFamilies, check_unused
 from .streams.block_plan import BlockPlan
 from .streams.certification import Certification, sample_of, sums_at
 from .streams.checkpoints import EVERY

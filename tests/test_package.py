@@ -16,8 +16,7 @@ PACKAGE = Path(numpyro_rvga.__file__).parent
 # By folder, from the bottom up: a room imports only from itself and from rooms below it.
 FLOORS = {
     ".": """core model options files progress user_warnings dynamics initialization engines streams results presets bong
-        full_family narrow_families group_streams site_families best_family rvga fixed_point metrics clusters
-        distributed""".split(),
+        families group_streams rvga fixed_point metrics clusters distributed""".split(),
     "core": "special count matrices jaxprs compilation exponential expectations gaussians updates groups".split(),
     "model": """layout pickling data handlers terms bound identity program bad_rows half_lines hyperparameters members
         outcomes own_density predictive reading_check site_families""".split(),

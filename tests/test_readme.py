@@ -80,7 +80,7 @@ def test_pictures_are_small():
 def test_contributing_names_code_that_exists():
     """Files of the package, and functions as in `path/file.py`: `function` and `another`."""
     text = text_of(CONTRIBUTING)
-    files = set(re.findall(r"`((?:core|model|engines|streams|results)/[\w/]+\.py|\w+\.py)`", text))
+    files = set(re.findall(r"`((?:core|model|engines|streams|results|families)/[\w/]+\.py|\w+\.py)`", text))
     assert len(files) > 20
     for file in files:
         assert (ROOT / "numpyro_rvga" / file).is_file(), file

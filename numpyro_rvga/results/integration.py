@@ -16,12 +16,12 @@ from jax.typing import ArrayLike, DTypeLike
 from ..core.gaussians.mixture import GaussianMixture
 from ..core.gaussians.packed_roots import PackedRoots
 from ..core.matrices.linalg import lower_from_root
-from ..engines.evidence_estimate import EvidenceEstimate
-from ..engines.importance import FEW_POINTS, NUM_POINTS, integrate_by_importance
-from ..engines.lattice import integrate_lattice
-from ..engines.log_density import LogDensity, weighted_rows
+from ..engines.integration.evidence_estimate import EvidenceEstimate
+from ..engines.integration.importance import FEW_POINTS, NUM_POINTS, integrate_by_importance
+from ..engines.integration.lattice import integrate_lattice
+from ..engines.integration.log_density import LogDensity, weighted_rows
+from ..engines.integration.nested import Design, Integral, Marginal, Point, Root, SolvedRoot, find_mode, kernel_weights
 from ..engines.maximized_bound import MaximizedBound, Maximum, SparseMaximizedBound, Start
-from ..engines.nested import Design, Integral, Marginal, Point, Root, SolvedRoot, find_mode, kernel_weights
 from ..engines.registry import Engines
 from ..engines.row_chunks import chunks_of, distinct_chunks_of
 from ..engines.sparse import sparse_engine

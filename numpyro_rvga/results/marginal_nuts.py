@@ -12,8 +12,8 @@ from jax import Array, lax
 from numpyro.diagnostics import effective_sample_size, gelman_rubin
 from numpyro.infer import MCMC, NUTS
 
+from ..engines.integration.nested import Design, Integral, Marginal, Mode, Point
 from ..engines.maximized_bound import Maximum, Start
-from ..engines.nested import Design, Integral, Marginal, Mode, Point
 from .arviz import smoothed
 
 NUM_CHAINS = 2

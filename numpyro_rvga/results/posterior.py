@@ -23,9 +23,10 @@ from ..engines.online import OnlineState
 from ..model.data.row_set import RowSet
 from ..model.data.rows import Data
 from ..options import Info
-from . import arviz, integration, merging, prediction, resampling, storage, summary_table, warmstart
+from . import arviz, integration, prediction, resampling, storage, summary_table, warmstart
 from .continuation import Continuation
 from .khat import khat
+from .merging import merge as merging
 
 if TYPE_CHECKING:
     from ..model import Program

@@ -12,8 +12,8 @@ import pytest
 from numpyro_rvga import BONG, RVGA, FixedPointVI, Posterior
 from numpyro_rvga.core.updates.recursion import new_state
 from numpyro_rvga.engines.certificate import Look, Sums
-from numpyro_rvga.results import rounds, sample_start
-from numpyro_rvga.results.rounds import Evaluations, in_rounds
+from numpyro_rvga.results.merging import rounds, sample_start
+from numpyro_rvga.results.merging.rounds import Evaluations, in_rounds
 
 
 def logistic(X, y=None):

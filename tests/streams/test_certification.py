@@ -273,7 +273,7 @@ def in_stream(rows):
 @pytest.fixture
 def few_are_kept(monkeypatch):
     """A sample of 1,200 rows, and 300 of those that a pass does worst by."""
-    monkeypatch.setattr("numpyro_rvga.full_family.SAMPLE_NUMBERS", 1200 * 7)
+    monkeypatch.setattr("numpyro_rvga.families.full.SAMPLE_NUMBERS", 1200 * 7)
     monkeypatch.setattr("numpyro_rvga.streams.block_plan.MEMORY_ROWS_PER_PARAMETER", 100)
 
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ...core.groups.steps import Message
-from ..summaries import TOLERANCE, distance
+from ..merging.summaries import TOLERANCE, distance
 
 MAX_ROUNDS = 40
 MAX_HALVINGS = 12

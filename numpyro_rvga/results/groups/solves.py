@@ -24,7 +24,7 @@ from ...core.groups.factors import (
 from ...core.groups.steps import Groups
 from ...engines.groups import GroupEvaluations
 from ...user_warnings import warn
-from ..summaries import TOLERANCE
+from ..merging.summaries import TOLERANCE
 from .blocks import Bound, EarlierGroups, Piece, together
 from .parts import rounding
 from .rounds import Shared, in_group_rounds

@@ -26,7 +26,7 @@ from ...model.members import Members
 from ...options import Info, check_choice
 from ...streams.opening import BAD_ROW_POLICIES
 from ...user_warnings import warn
-from ..summaries import distance
+from ..merging.summaries import distance
 from .blocks import FEWEST, Bound, EarlierGroups
 from .parts import GroupModel, Start, first_place, started
 from .posterior import GroupFiles, GroupPosterior, checked_folder, write_groups

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from .bong import BONG
-from .core.expectations.by_nodes import Expectation
-from .core.gaussians import FAMILIES
+from ..bong import BONG
+from ..core.expectations.by_nodes import Expectation
+from ..core.gaussians import FAMILIES
 
 
 def online_method(

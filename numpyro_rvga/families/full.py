@@ -11,30 +11,30 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array
 
-from .core.gaussians import FullGaussian
-from .core.updates.recursion import State
-from .dynamics import Dynamics, facts_of
-from .engines.batch import BatchSolver, rows_info
-from .engines.engine import Engine
-from .engines.expectation_errors import expectation_errors, warn_of
-from .engines.registry import Engines
-from .engines.starts import warn_of_modes
-from .model.data.arguments import BadData, checked_rows
-from .model.data.row_set import RowSet
-from .model.data.rows import Data, Keywords, Rows, in_blocks, num_rows, without
-from .model.handlers.failures import of_stream
-from .options import Info, default_key, key_numbers
-from .progress import progress
-from .results.continuation import Continuation
-from .results.joint import joint_posterior
-from .results.merging import state_of_gaussian
-from .results.posterior import Posterior
-from .results.rounding import warn_of_lost_digits
-from .streams.block_plan import FIRST_BLOCK_NUMBERS, RECURSIONS, BlockPlan, Sizes
-from .streams.certification import Certification, warn_unless_converged
-from .streams.opening import PassOptions, open_source, ordered, usable_source
-from .streams.recursive_pass import FEW_NUMBERS, SAMPLE_NUMBERS, RecursivePass, RunSummary
-from .streams.source import RowSource
+from ..core.gaussians import FullGaussian
+from ..core.updates.recursion import State
+from ..dynamics import Dynamics, facts_of
+from ..engines.batch import BatchSolver, rows_info
+from ..engines.engine import Engine
+from ..engines.expectation_errors import expectation_errors, warn_of
+from ..engines.registry import Engines
+from ..engines.starts import warn_of_modes
+from ..model.data.arguments import BadData, checked_rows
+from ..model.data.row_set import RowSet
+from ..model.data.rows import Data, Keywords, Rows, in_blocks, num_rows, without
+from ..model.handlers.failures import of_stream
+from ..options import Info, default_key, key_numbers
+from ..progress import progress
+from ..results.continuation import Continuation
+from ..results.joint import joint_posterior
+from ..results.merging.merge import state_of_gaussian
+from ..results.posterior import Posterior
+from ..results.rounding import warn_of_lost_digits
+from ..streams.block_plan import FIRST_BLOCK_NUMBERS, RECURSIONS, BlockPlan, Sizes
+from ..streams.certification import Certification, warn_unless_converged
+from ..streams.opening import PassOptions, open_source, ordered, usable_source
+from ..streams.recursive_pass import FEW_NUMBERS, SAMPLE_NUMBERS, RecursivePass, RunSummary
+from ..streams.source import RowSource
 
 
 class FullFamily:

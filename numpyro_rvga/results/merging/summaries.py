@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from ..core.count import Count
-from ..core.updates.recursion import CanonicalGaussian, State
-from ..engines.certificate import Sums
+from ...core.count import Count
+from ...core.updates.recursion import CanonicalGaussian, State
+from ...engines.certificate import Sums
 
 TOLERANCE = 0.01  # standard deviations that rounds may leave q off by
 

@@ -8,14 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from ..core.groups.importance import Estimate, Groups, Summands, independent_groups, log_integral
-from ..core.matrices.jacobians import SparseJacobian, times_root
-from ..core.updates.factors import Factors, Kind
-from ..core.updates.joint import base_terms
-from ..core.updates.recursion import CanonicalGaussian
-from ..model.data.arguments import PARAMS
-from .joint_solver import JointProblem, RowChunks
-from .maximized_bound import MaximizedBound, Start
+from ...core.groups.importance import Estimate, Groups, Summands, independent_groups, log_integral
+from ...core.matrices.jacobians import SparseJacobian, times_root
+from ...core.updates.factors import Factors, Kind
+from ...core.updates.joint import base_terms
+from ...core.updates.recursion import CanonicalGaussian
+from ...model.data.arguments import PARAMS
+from ..joint_solver import JointProblem, RowChunks
+from ..maximized_bound import MaximizedBound, Start
 
 COUPLED = 1e-5  # share of a precision's diagonal, above which an entry is no rounding error; with float64
 COUPLED_DOUBLE = 1e-10

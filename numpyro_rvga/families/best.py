@@ -11,12 +11,12 @@ from typing import Any, NamedTuple, NoReturn
 import numpy as np
 from jax import Array
 
-from .core.gaussians.mean_field import MeanField
-from .full_family import FullFamily
-from .model.data.rows import Data
-from .model.site_families import own_families
-from .results.posterior import Posterior
-from .site_families import SiteFamilies
+from ..core.gaussians.mean_field import MeanField
+from ..model.data.rows import Data
+from ..model.site_families import own_families
+from ..results.posterior import Posterior
+from .by_site import SiteFamilies
+from .full import FullFamily
 
 Families = dict[str, str]
 

@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from ..core.count import Count
-from ..core.updates.recursion import State
-from ..engines.engine import Engine
-from ..model.data.rows import Rows, joined, pad
-from ..streams.block_plan import FIRST_BLOCK_NUMBERS
+from ...core.count import Count
+from ...core.updates.recursion import State
+from ...engines.engine import Engine
+from ...model.data.rows import Rows, joined, pad
+from ...streams.block_plan import FIRST_BLOCK_NUMBERS
 
 FEWEST_ROWS, ROWS_PER_PARAMETER = 2000, 100  # of a sample
 

@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, NamedTuple
 import jax
 import numpy as np
 
-from ..core.updates.recursion import CanonicalGaussian, State
-from ..engines.certificate import Certificate, Look, Sums
-from ..engines.engine import Engine
-from ..options import is_count
-from ..user_warnings import warn
+from ...core.updates.recursion import CanonicalGaussian, State
+from ...engines.certificate import Certificate, Look, Sums
+from ...engines.engine import Engine
+from ...options import is_count
+from ...user_warnings import warn
 from .sample_start import SampleOf, state_of_sample
 from .summaries import (
     TOLERANCE,
@@ -35,7 +35,7 @@ from .summaries import (
 )
 
 if TYPE_CHECKING:
-    from ..model import Program
+    from ...model import Program
 
 MAX_ROUNDS = 20
 MAX_HALVINGS = 10

@@ -13,10 +13,10 @@ import numpy as np
 from jax import Array
 from scipy.sparse import coo_array, eye_array
 
-from ..core.expectations.by_nodes import power_of_two
-from ..core.groups.importance import Estimate
-from ..model.bad_rows import NotFinite
-from .maximized_bound import Maximum, Start
+from ...core.expectations.by_nodes import power_of_two
+from ...core.groups.importance import Estimate
+from ...model.bad_rows import NotFinite
+from ..maximized_bound import Maximum, Start
 
 NUM_TRIALS = 8  # points of the prior at which L is tried before its mode is sought, for each parameter,
 MOST_TRIALS = 64  # and at most

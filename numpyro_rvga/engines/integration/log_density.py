@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from ..model import Program
-from ..model.data.distinct_rows import once_each
-from ..model.data.rows import Rows, num_rows
-from .maximized_bound import Maximum, Start
+from ...model import Program
+from ...model.data.distinct_rows import once_each
+from ...model.data.rows import Rows, num_rows
+from ..maximized_bound import Maximum, Start
 
 
 def weighted_rows(program: Program, rows: Rows) -> tuple[Rows, np.ndarray]:

@@ -11,26 +11,26 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from .core.count import Count
-from .core.gaussians.mean_field import MeanField
-from .core.updates.recursion import new_state
-from .engines.engine import Engine
-from .engines.mean_field import MOST_IN_GRID, MeanFieldState, MeanFieldUpdates
-from .engines.registry import Engines
-from .model.data.arguments import checked_rows
-from .model.data.row_set import RowSet
-from .model.data.rows import Rows, linspace_indices, num_rows, selected
-from .model.handlers.conditional import conditional_model
-from .model.handlers.failures import of_stream
-from .model.program import Program
-from .model.site_families import FORMS, SiteEntries, site_entries
-from .options import Options, check_choice, default_key, key_numbers
-from .progress import progress
-from .results.continuation import Continuation
-from .results.posterior import Posterior
-from .streams.mean_field_pass import MeanFieldPass
-from .streams.opening import PassOptions, open_source, ordered, usable_source
-from .user_warnings import warn
+from ..core.count import Count
+from ..core.gaussians.mean_field import MeanField
+from ..core.updates.recursion import new_state
+from ..engines.engine import Engine
+from ..engines.mean_field import MOST_IN_GRID, MeanFieldState, MeanFieldUpdates
+from ..engines.registry import Engines
+from ..model.data.arguments import checked_rows
+from ..model.data.row_set import RowSet
+from ..model.data.rows import Rows, linspace_indices, num_rows, selected
+from ..model.handlers.conditional import conditional_model
+from ..model.handlers.failures import of_stream
+from ..model.program import Program
+from ..model.site_families import FORMS, SiteEntries, site_entries
+from ..options import Options, check_choice, default_key, key_numbers
+from ..progress import progress
+from ..results.continuation import Continuation
+from ..results.posterior import Posterior
+from ..streams.mean_field_pass import MeanFieldPass
+from ..streams.opening import PassOptions, open_source, ordered, usable_source
+from ..user_warnings import warn
 
 BLOCK_NUMBERS = 2**22  # in the Jacobians of a block's rows at all nodes
 MOST_LOOKED_AT = 1024  # rows, to see how many entries one depends on

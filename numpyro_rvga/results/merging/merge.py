@@ -13,24 +13,24 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..core.count import Count
-from ..core.gaussians import BlockDiagonalGaussian, DiagonalGaussian, Family, FullGaussian, LowRankGaussian
-from ..core.gaussians.mean_field import MeanField
-from ..core.gaussians.mixture import GaussianMixture
-from ..core.updates.recursion import State, new_state
-from ..engines.certificate import Sums
-from ..engines.engine import Engine
-from ..engines.online import OnlineState
-from ..model.data.row_set import RowSet, total
-from ..model.data.rows import Rows
-from ..model.identity import model_identity
-from ..options import Options, default_key
+from ...core.count import Count
+from ...core.gaussians import BlockDiagonalGaussian, DiagonalGaussian, Family, FullGaussian, LowRankGaussian
+from ...core.gaussians.mean_field import MeanField
+from ...core.gaussians.mixture import GaussianMixture
+from ...core.updates.recursion import State, new_state
+from ...engines.certificate import Sums
+from ...engines.engine import Engine
+from ...engines.online import OnlineState
+from ...model.data.row_set import RowSet, total
+from ...model.data.rows import Rows
+from ...model.identity import model_identity
+from ...options import Options, default_key
 from .rounds import Result, checked_rounds, evaluations_of, facts_of, in_rounds, total_of, warn_of_one_exchange
 from .summaries import merged_state
 
 if TYPE_CHECKING:
-    from ..model import Program
-    from .posterior import Posterior
+    from ...model import Program
+    from ..posterior import Posterior
 
 SETTLING = Options("implicit", "auto", "auto", None, 200, 256)
 

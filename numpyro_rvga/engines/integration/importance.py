@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..core.expectations.by_nodes import power_of_two
+from ...core.expectations.by_nodes import power_of_two
 from .nested import Design, Integral, Marginal, Mode, Moments, Point, kernel_weights, stacked
 
 FREEDOM = 7.0  # of the Student t that proposes

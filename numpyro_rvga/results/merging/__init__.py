@@ -1,0 +1,1 @@
+"""What parts of the data have learned, merged: once, and in rounds."""
