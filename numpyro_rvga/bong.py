@@ -350,7 +350,7 @@ class BONG:
         return posterior
 
     # ------------------------------------------------------------------ inside
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         """The state without compiled functions, for other processes."""
         return self.__dict__ | {"state": None}
 

@@ -19,6 +19,7 @@ from .engines.expectation_errors import warn_of
 from .engines.online import OnlineState
 from .model.data.row_set import RowSet
 from .model.data.rows import Rows
+from .options import Info
 from .progress import Bar, progress
 from .results.groups.parts import GroupModel, LocalPlate, rounding
 from .results.groups.posterior import GroupFiles, GroupPosterior, checked_folder
@@ -109,7 +110,7 @@ def run(
             sums = lambda state: total_of(cluster.sums(state))  # noqa: E731
             evaluations = evaluations_of(method.last_engine, start, sums, cluster.sample_of)
             result = defined(in_rounds(start, states, evaluations, limit))
-    info: dict[str, Any] = {"merged": len(parts), "parts": list(infos)}
+    info: Info = {"merged": len(parts), "parts": list(infos)}
     runs = tuple(run for part in row_sets for run in part)
     if result is None:
         remedy = "take rounds='auto'" if takes_rounds else "use fewer and larger parts, or RVGA"

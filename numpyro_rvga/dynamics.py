@@ -175,7 +175,7 @@ def facts_of(dynamics: Dynamics | None, state: Any) -> Info:
     """For the posterior's ``info``."""
     if dynamics is None:
         return {}
-    facts: dict[str, Any] = {"dynamics": type(dynamics).__name__}
+    facts: Info = {"dynamics": type(dynamics).__name__}
     return facts if dynamics.time is None else facts | {"time": float(state.time)}
 
 

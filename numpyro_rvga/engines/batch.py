@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -15,7 +15,7 @@ from ..model.bad_rows import NotFinite, describe_bad_rows
 from ..model.data.rows import Rows
 from ..model.handlers.tracing import REACH
 from ..model.program import Program
-from ..options import Options
+from ..options import Info, Options
 from ..progress import Bar, progress
 from ..user_warnings import warn
 from .engine import Engine
@@ -39,7 +39,7 @@ class Fit(NamedTuple):
     program: Program
     state: State
     bound: float | None
-    facts: dict[str, Any]
+    facts: Info
 
 
 class Initial(NamedTuple):

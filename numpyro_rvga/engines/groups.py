@@ -13,7 +13,7 @@ from jax import Array
 from ..core.groups.factors import OpenSums
 from ..core.groups.steps import Groups, GroupSums, conditionals
 from ..core.updates.factors import Kind
-from ..model.data.rows import num_rows, pad, selected
+from ..model.data.rows import Arrays, num_rows, pad, selected
 from ..model.members import NOBODY, Members, changes_of, member_of_prior, member_of_rows, whose
 from ..model.terms.terms import Terms, constants, linearize_along, merged
 from .engine import Engine
@@ -106,9 +106,7 @@ class GroupTerms:
         size = self.members.columns.size + self.members.shared.size
         return jnp.asarray(0.5 * np.random.default_rng(1).normal(size=size), self._dtype)
 
-    def chunks(
-        self, rows: dict[str, Any], index: np.ndarray, padded: int = 0, weights: np.ndarray | None = None
-    ) -> list[Any]:
+    def chunks(self, rows: Arrays, index: np.ndarray, padded: int = 0, weights: np.ndarray | None = None) -> list[Any]:
         """Rows on the device, for :meth:`row_sums`.
 
         :param index: the member of each row, (n,). :param padded: the least number of rows, with copies of weight zero.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 from jax import Array
 
@@ -37,7 +36,7 @@ class OnlineEngines:
         self._init_loc_fn = init_loc_fn
         self._cached: dict[Engine, Online] = {}
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         """Without what is compiled, for other processes."""
         return self.__dict__ | {"_cached": {}}
 

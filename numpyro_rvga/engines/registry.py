@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import jax
@@ -16,7 +16,7 @@ from ..model.bad_rows import NotFinite, check_start
 from ..model.bound import bad_indices
 from ..model.data.arguments import BadData, NotRows, checked_rows, has_frames, whole_data
 from ..model.data.keywords import same, snapshot
-from ..model.data.rows import Keywords, Rows, num_rows
+from ..model.data.rows import Data, Keywords, Rows, num_rows
 from ..model.half_lines import on_positive_half, positive_sites
 from ..model.handlers.failures import LocalLatents, UnboundedStates, readable, why_not_rows
 from ..model.program import Program
@@ -62,7 +62,7 @@ class Engines:
         self._not_quick: set[Engine] = set()
         self.last: Engine | None = None
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         """Without what is compiled, for other processes."""
         return self.__dict__ | {"_cached": [], "_not_quick": set(), "last": None}
 
@@ -146,9 +146,7 @@ class Engines:
             self.model, self._cached, self.last = on_positive_half(self.model, sites), [], None
         return bool(sites)
 
-    def together(
-        self, data: Mapping[str, Any] | tuple, model_kwargs: Mapping[str, Any], rng_key: Array
-    ) -> tuple[Engine, Rows, str | None]:
+    def together(self, data: Data, model_kwargs: Keywords, rng_key: Array) -> tuple[Engine, Rows, str | None]:
         """The engine for a solve of all data, the data, and, if they are no independent rows, why.
 
         :raises ValueError, NotImplementedError: for data of no use, and models that do not fit.
@@ -167,9 +165,7 @@ class Engines:
         engine.program.check_rows(rows)
         return engine, rows, None
 
-    def whole(
-        self, data: Mapping[str, Any] | tuple, model_kwargs: Mapping[str, Any], rng_key: Array, reason: Exception
-    ) -> tuple[Engine, Rows, str]:
+    def whole(self, data: Data, model_kwargs: Keywords, rng_key: Array, reason: Exception) -> tuple[Engine, Rows, str]:
         """The same for a model that takes all data at once, which have their values when the model is read.
 
         :param reason: why it cannot take single rows.
@@ -192,9 +188,7 @@ class Engines:
         self.last = engine
         return engine, arrays, program.reason
 
-    def cached_whole(
-        self, data: Mapping[str, Any] | tuple, model_kwargs: Mapping[str, Any], rng_key: Array
-    ) -> tuple[Engine, Rows, str] | None:
+    def cached_whole(self, data: Data, model_kwargs: Keywords, rng_key: Array) -> tuple[Engine, Rows, str] | None:
         """What :meth:`whole` made of these data before; None if it has not."""
         form = _whole_form(rng_key)
         candidates = [(kwargs, engine) for other_form, kwargs, engine in self._cached if other_form == form]

@@ -6,7 +6,7 @@ is mirrored at the prior's, and within two of zero in unconstrained space, as Nu
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,7 @@ from scipy.special import softmax
 
 from ..core.updates.recursion import State, StepInfo
 from ..model.handlers.tracing import REACH
-from ..options import key_numbers
+from ..options import Info, key_numbers
 from ..user_warnings import warn
 
 MOST_NUMBERS = 2**18  # in the Jacobians, of searches that are worth repeating
@@ -76,12 +76,12 @@ def modes_info(modes: Sequence[float]) -> dict[str, Any]:
     return {"modes": np.array(modes)} if len(modes) else {}
 
 
-def share_of_others(info: Mapping[str, Any]) -> float:
+def share_of_others(info: Info) -> float:
     """The share of the posterior outside q's mode, by the modes' bounds."""
     return float(1 - softmax(np.asarray(info["modes"], np.float64))[0]) if "modes" in info else 0.0
 
 
-def warn_of_modes(info: Mapping[str, Any]) -> None:
+def warn_of_modes(info: Info) -> None:
     """If much of the posterior may be at other modes."""
     share = share_of_others(info)
     if share > NOTICEABLE:

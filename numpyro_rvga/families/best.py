@@ -32,7 +32,7 @@ class BestFamily:
         self._made: dict[tuple, SiteFamilies] = {}
         self._last: FullFamily | SiteFamilies = full
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         """For other processes."""
         return self.__dict__ | {"_made": {}, "_last": self._full}
 

@@ -19,12 +19,12 @@ from ..engines.mean_field import MOST_IN_GRID, MeanFieldState, MeanFieldUpdates
 from ..engines.registry import Engines
 from ..model.data.arguments import checked_rows
 from ..model.data.row_set import RowSet
-from ..model.data.rows import Rows, linspace_indices, num_rows, selected
+from ..model.data.rows import Data, Keywords, Rows, linspace_indices, num_rows, selected
 from ..model.handlers.conditional import conditional_model
 from ..model.handlers.failures import of_stream
 from ..model.program import Program
 from ..model.site_families import FORMS, SiteEntries, site_entries
-from ..options import Options, check_choice, default_key, key_numbers
+from ..options import Info, Options, check_choice, default_key, key_numbers
 from ..progress import progress
 from ..results.continuation import Continuation
 from ..results.posterior import Posterior
@@ -79,13 +79,13 @@ class SiteFamilies:
         self._last: tuple[Program, MeanFieldUpdates] | None = None
         self.state: MeanFieldState | None = None
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         """Without what is compiled, for other processes."""
         return self.__dict__ | {"_conditional": {}, "_cached": {}, "_given": None, "_last": None, "state": None}
 
     def run(
         self,
-        data: Mapping[str, Any] | tuple | Iterable,
+        data: Data | Iterable,
         *,
         rng_key: Array,
         init: Posterior | MeanFieldState | None,
@@ -120,9 +120,7 @@ class SiteFamilies:
             program, updates, state, info, model_kwargs, row_sets, one_solve=init is None and not is_longer
         )
 
-    def init(
-        self, data: Mapping[str, Any] | tuple, *, rng_key: Array | None = None, **model_kwargs: Any
-    ) -> MeanFieldState:
+    def init(self, data: Data, *, rng_key: Array | None = None, **model_kwargs: Any) -> MeanFieldState:
         """As :meth:`RVGA.init`."""
         rows = checked_rows(self.model, data, 0, model_kwargs)
         return self._updates_for(rows, model_kwargs, default_key() if rng_key is None else rng_key, None)[1].start
@@ -160,7 +158,7 @@ class SiteFamilies:
         return min(STREAM_ROWS if total is None else total, max(1, BLOCK_NUMBERS // updates.numbers_per_row))
 
     def _updates_for(
-        self, rows: Rows, model_kwargs: Mapping[str, Any], rng_key: Array, all_rows: Rows | None
+        self, rows: Rows, model_kwargs: Keywords, rng_key: Array, all_rows: Rows | None
     ) -> tuple[Program, MeanFieldUpdates]:
         """The program of the whole model, and the updates, for checked rows."""
         try:
@@ -218,8 +216,8 @@ class SiteFamilies:
         program: Program,
         updates: MeanFieldUpdates,
         state: MeanFieldState,
-        info: dict[str, Any],
-        model_kwargs: Mapping[str, Any],
+        info: Info,
+        model_kwargs: Keywords,
         row_sets: tuple[RowSet, ...],
         *,
         one_solve: bool,

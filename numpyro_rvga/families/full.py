@@ -57,7 +57,7 @@ class FullFamily:
         self._solver = BatchSolver(self.options, "incremental", "RVGA")
         self.state: State | None = None
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         """For other processes."""
         return self.__dict__ | {"state": None}
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +11,7 @@ from jax import Array
 
 from ..core.compilation import at_once, jit_once
 from .data.arrays import BadData
+from .data.rows import Arrays
 from .program import Program
 
 NUM_STARTS = 4
@@ -71,7 +71,7 @@ def _not_finite_message(program: Program, site: str, row: int | None) -> str:
 
 
 def describe_bad_rows(
-    program: Program, theta: Array, rows: Mapping[str, Any], numbers: Sequence[int] | np.ndarray | None = None
+    program: Program, theta: Array, rows: Arrays, numbers: Sequence[int] | np.ndarray | None = None
 ) -> str | None:
     """Which row's likelihood is not finite at theta (P,), if one is not.
 

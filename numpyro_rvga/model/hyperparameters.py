@@ -14,6 +14,7 @@ from jax.typing import DTypeLike
 
 from ..core.compilation import at_once
 from ..core.expectations.closed_forms import Gaussian
+from .data.rows import Arrays
 from .program import Program
 from .terms.site_terms import site_terms
 from .terms.terms import Terms, constants, merged, predictors_of
@@ -94,13 +95,13 @@ def _is_of_one_predictor(terms: Terms) -> bool:
     return terms.is_affine and (terms.num_predictors <= 1 or terms.closed_form is Gaussian)
 
 
-def _is_simple(program: Program, terms: Terms, rows: dict[str, Any]) -> bool:
+def _is_simple(program: Program, terms: Terms, rows: Arrays) -> bool:
     if _is_of_one_predictor(terms):
         return True
     return terms.is_affine and _is_concave(terms, program.dtype, rows)
 
 
-def _is_concave(terms: Terms, dtype: DTypeLike, rows: dict[str, Any]) -> bool:
+def _is_concave(terms: Terms, dtype: DTypeLike, rows: Arrays) -> bool:
     """Whether the log density's Hessian is finite and negative semidefinite at some probes."""
     probes = jnp.asarray(np.random.default_rng(0).normal(size=(NUM_PROBES, terms.num_predictors)), dtype)
 
@@ -117,7 +118,7 @@ def _is_concave(terms: Terms, dtype: DTypeLike, rows: dict[str, Any]) -> bool:
     return bool(np.all(values.max(axis=1) <= tolerance))
 
 
-def _sites_seen(program: Program, terms: Terms, rows: dict[str, Any]) -> frozenset[str]:
+def _sites_seen(program: Program, terms: Terms, rows: Arrays) -> frozenset[str]:
     """The latent sites that a term's predictors depend on."""
     rng = np.random.default_rng(0)
     theta = jnp.asarray(rng.normal(size=program.layout.size), program.dtype)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +11,7 @@ import numpyro
 
 from ..core.compilation import jit_once
 from ..core.jaxprs.fingerprint import output_digests
+from .data.rows import Arrays
 
 if TYPE_CHECKING:
     from .program import Program
@@ -45,7 +45,7 @@ class ModelIdentity(NamedTuple):
         return None
 
 
-def model_identity(program: Program, rows: Mapping[str, Any] | None = None) -> ModelIdentity:
+def model_identity(program: Program, rows: Arrays | None = None) -> ModelIdentity:
     """The identity of a program's model.
 
     :param rows: on which densities are compared. Default: the program's own examples.

@@ -11,10 +11,10 @@ from jax import Array
 
 from ..core.compilation import jit_once
 from ..core.expectations.by_nodes import power_of_two
-from .data.rows import num_rows, pad, selected
+from .data.rows import Arrays, num_rows, pad, selected
 from .layout import Layout, layout_of
 from .program import Program
-from .terms.terms import Arrays, Terms, linearize_along, split_rows
+from .terms.terms import Terms, linearize_along, split_rows
 
 NOBODY = -1
 CHUNK = 2**16  # rows that are looked at together

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import jax
 import jax.numpy as jnp
 import numpyro
 from jax import Array, lax
 
+from .data.rows import Arrays
 from .handlers.tracing import SiteRecord, can_be_drawn
 from .program import Program
 
@@ -37,7 +36,7 @@ def _why_not(program: Program, site: str, record: SiteRecord | None) -> str | No
     return None if can_be_drawn(record.fn, ()) else "has a distribution that cannot be drawn from"
 
 
-def drawn_log_likelihood(program: Program, theta: Array, row: Mapping[str, Array], rng_key: Array) -> Array:
+def drawn_log_likelihood(program: Program, theta: Array, row: Arrays, rng_key: Array) -> Array:
     """log p(y | theta) of outcomes y ~ p(. | theta) of one row; its gradient's square is the information on average.
 
     The outcomes are constants where this is differentiated. A term that counts w times has w times the information, so

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ from numpyro.infer.util import compute_log_probs, constrain_fn, potential_energy
 from numpyro.primitives import Messenger
 
 from ..core.compilation import jit_once
-from .data.rows import num_rows
+from .data.rows import Arrays, num_rows
 from .program import Program
 
 BATCH = 4  # points at which the model runs at once
@@ -26,7 +26,7 @@ class OwnDensity:
         self._program = program
         self._at_points = jit_once(self._of_all)
 
-    def __call__(self, rows: Mapping[str, Array], points: Array) -> tuple[dict[str, Array], Array]:
+    def __call__(self, rows: Arrays, points: Array) -> tuple[dict[str, Array], Array]:
         """Log likelihoods of all rows by observed site, and the log joint density in unconstrained space, each (K,).
 
         :param rows: data arrays by argument name. :param points: theta, (K, P).

@@ -20,7 +20,7 @@ from .bound.bound_likelihood import BoundLikelihood
 from .bound.row_checks import RowCheck, WholeSupportCheck, index_check, support_check
 from .data.arguments import check_row_shapes, checked_rows, finite_rows, row_shapes, whole_data_again
 from .data.arrays import as_jax_array
-from .data.rows import Rows, num_rows, selected
+from .data.rows import Arrays, Data, Keywords, Rows, num_rows, selected
 from .handlers.data_prior import PriorConstants
 from .handlers.deterministic import DeterministicSites, classify_deterministic
 from .handlers.tracing import deterministic_sites, peel, sample_sites
@@ -51,8 +51,8 @@ class Program(BoundLikelihood):
     def __init__(
         self,
         model: Callable,
-        rows: Mapping[str, Array | np.ndarray],
-        model_kwargs: Mapping[str, Any],
+        rows: Arrays,
+        model_kwargs: Keywords,
         *,
         improper_prior_scale: float | None = None,
         prefer_parameters: bool = False,
@@ -104,7 +104,7 @@ class Program(BoundLikelihood):
         cls,
         model: Callable,
         example_rows: Mapping[str, Array],
-        model_kwargs: Mapping[str, Any],
+        model_kwargs: Keywords,
         improper_prior_scale: float | None,
         whole: bool,
         params: np.ndarray,
@@ -189,7 +189,7 @@ class Program(BoundLikelihood):
         return other
 
     # ------------------------------------------------------------------ data
-    def rows(self, data: Mapping[str, Any] | tuple, *, predicted: bool = False) -> Rows:
+    def rows(self, data: Data, *, predicted: bool = False) -> Rows:
         """The data as arrays by argument name, checked for names, lengths, finite values, shapes and indices.
 
         :param predicted: whether the rows are to be predicted: then what predictions do not depend on may be left out.
@@ -209,7 +209,7 @@ class Program(BoundLikelihood):
             check(rows, 0)
         return rows
 
-    def _as_taken(self, rows: Mapping[str, Any]) -> dict[str, Any]:
+    def _as_taken(self, rows: Arrays) -> dict[str, Any]:
         """Arrays of NumPy's or of JAX's, as a whole model took them in its run."""
         are_jax = {name for name, array in self.example_rows.items() if isinstance(array, jax.Array)}
         return {name: jnp.asarray(array) if name in are_jax else np.asarray(array) for name, array in rows.items()}
@@ -276,7 +276,7 @@ class Program(BoundLikelihood):
         parameters = self._observed_parameters
         return index_check(self, parameters) if indexes(parameters, self.example_row) else None
 
-    def _observed_parameters(self, rows: Mapping[str, Array] | None = None) -> list:
+    def _observed_parameters(self, rows: Arrays | None = None) -> list:
         """What the model makes of rows, at one theta. ``rows``: default: all that are part of a whole program."""
         theta = jnp.zeros(self.layout.size + self.local.size, self.dtype)
         records = self._records(self._unravel(theta), {**(self.example_row if rows is None else rows), **self.shared})
@@ -338,7 +338,7 @@ class Program(BoundLikelihood):
         values = {name: sites[name].value for name in self.layout.site_names}
         return values | {n: v for n, v in deterministic_sites(trace).items() if n in self.deterministic.of_latents}
 
-    def deterministic_of_data(self, theta: Array, rows: Mapping[str, Array]) -> dict[str, Array]:
+    def deterministic_of_data(self, theta: Array, rows: Arrays) -> dict[str, Array]:
         """Deterministic sites that read the data, given all rows. theta: (P,)."""
         trace, _ = self._run(rows, self.layout.unravel(theta))
         return {n: v for n, v in deterministic_sites(trace).items() if n in self.deterministic.of_data}
@@ -352,7 +352,7 @@ class Program(BoundLikelihood):
 def _read_again(
     model: Callable,
     rows: Rows,
-    model_kwargs: Mapping[str, Any],
+    model_kwargs: Keywords,
     options: dict[str, Any],
     data_rows: Rows | None,
     reason: str | None,

@@ -13,7 +13,7 @@ import numpy as np
 from jax import Array
 from scipy.special import logsumexp
 
-from ..model.data.rows import Data
+from ..model.data.rows import Arrays, Data
 from . import prediction
 from .log_joint import chunks_of_log_likelihood, observed_values, rows_with_outcome, summed
 
@@ -70,7 +70,7 @@ def to_arviz(
 def converted(
     posterior: Posterior,
     theta: Array,
-    rows: Mapping[str, Any] | None,
+    rows: Arrays | None,
     predictive_key: Array,
     coords: Mapping[str, Any] | None,
     dims: Mapping[str, list[str]] | None,
@@ -152,7 +152,7 @@ def _in_model_order(program: Program, site: str, chunks: list[dict[str, np.ndarr
     return np.moveaxis(terms, 1, min(1 + program.row_axis(site), terms.ndim - 1))
 
 
-def _other_arrays(rows: Mapping[str, Any], observed: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+def _other_arrays(rows: Arrays, observed: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     """The data arrays that no observed site took as its value."""
     arrays = {name: np.asarray(values) for name, values in rows.items()}
     return {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -26,7 +26,7 @@ from ..engines.registry import Engines
 from ..engines.row_chunks import chunks_of, distinct_chunks_of
 from ..engines.sparse import sparse_engine
 from ..model import Program
-from ..model.data.rows import Data, Rows
+from ..model.data.rows import Arrays, Data, Rows
 from ..model.handlers.conditional import conditional_model
 from ..model.hyperparameters import Choice, choose_sites
 from ..options import MARGINALS, Options, check_choice, default_key
@@ -66,11 +66,11 @@ class Integration:
         self._engines: dict[tuple, Engines] = {}
         self._choices: dict[tuple, Choice] = {}
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         """Without what is compiled, for other processes."""
         return self.__dict__ | {"_engines": {}, "_choices": {}}
 
-    def choose(self, program: Program, sites: str | Sequence[str], rows: Mapping[str, Any]) -> Choice:
+    def choose(self, program: Program, sites: str | Sequence[str], rows: Arrays) -> Choice:
         """The sites to integrate out, from what the user has said.
 
         :param rows: all that there are.

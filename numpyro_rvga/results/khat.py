@@ -24,7 +24,7 @@ from numpyro.infer.importance import _psis_khat
 from ..core.gaussians.mean_field import MeanField
 from ..core.gaussians.mixture import GaussianMixture
 from ..engines.starts import NOTICEABLE, share_of_others
-from ..model.data.rows import Data
+from ..model.data.rows import Arrays, Data
 from ..streams.order import seed_of
 from .log_joint import check_all_rows, log_joint, rows_with_outcome
 from .marginal_nuts import has_mixed
@@ -175,7 +175,7 @@ class Draws(NamedTuple):
         return Draws(*arrays, num_samples=count * len(every))
 
 
-def _weighed(posterior: Posterior, rng_key: Array, num_samples: int, rows: Mapping[str, Any]) -> Draws:
+def _weighed(posterior: Posterior, rng_key: Array, num_samples: int, rows: Arrays) -> Draws:
     if is_of_points(posterior):
         theta, log_q = draws_with_density(posterior, rng_key, num_samples)
         z = (np.asarray(theta, np.float64) - posterior.mean) / np.asarray(posterior.gaussian.deviation())

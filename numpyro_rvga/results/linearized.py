@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import numpy as np
 from jax import Array
-from jax.typing import ArrayLike
 
+from ..model.data.rows import Arrays
 from ..streams.model_check import agrees
 from ..user_warnings import warn
 from .log_joint import log_joint
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
 NUM_DRAWS = 200
 
 
-def confirmed(posterior: Posterior, rows: Mapping[str, ArrayLike], rng_key: Array) -> Posterior:
+def confirmed(posterior: Posterior, rows: Arrays, rng_key: Array) -> Posterior:
     """The posterior, without its bound if that is one of a tangent to the model, and draws do not confirm it.
 
     The bound is the mean of log p - log q over draws from q.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +12,7 @@ import numpy as np
 from jax import Array, lax
 
 from ..model.data.distinct_rows import once_each
-from ..model.data.rows import Data, num_rows, selected
+from ..model.data.rows import Arrays, Data, num_rows, selected
 from ..model.handlers.tracing import run_model
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ def rows_with_outcome(program: Program, data: Data) -> dict[str, Any]:
     return rows
 
 
-def check_all_rows(posterior: Posterior, rows: Mapping[str, Any]) -> None:
+def check_all_rows(posterior: Posterior, rows: Arrays) -> None:
     """:raises ValueError: if these are not as many rows as the posterior has absorbed."""
     count = posterior.program.count_rows(rows)
     if count != posterior.num_rows:
@@ -42,7 +42,7 @@ def check_all_rows(posterior: Posterior, rows: Mapping[str, Any]) -> None:
         )
 
 
-def log_joint(program: Program, theta: Array, rows: Mapping[str, Any]) -> np.ndarray:
+def log_joint(program: Program, theta: Array, rows: Arrays) -> np.ndarray:
     """The log joint density in unconstrained space at theta (n, P), with all row terms, summed in float64: (n,)."""
     if program.whole:
         return _whole_log_joint(program, theta, rows)
@@ -69,7 +69,7 @@ def _weighted(chunks: Iterable[dict[str, np.ndarray]], weights: np.ndarray) -> I
         start = stop
 
 
-def _whole_log_joint(program: Program, theta: Array, rows: Mapping[str, Any]) -> np.ndarray:
+def _whole_log_joint(program: Program, theta: Array, rows: Arrays) -> np.ndarray:
     """Of a model that is run on all rows at once: a few draws at a time."""
     inputs = program.inputs(rows)
     terms = jax.eval_shape(program.log_likelihood, theta[0], inputs)
@@ -91,9 +91,7 @@ def _whole_log_joint(program: Program, theta: Array, rows: Mapping[str, Any]) ->
     return np.concatenate(totals)
 
 
-def chunks_of_log_likelihood(
-    program: Program, theta: Array, rows: Mapping[str, Any]
-) -> Iterator[dict[str, np.ndarray]]:
+def chunks_of_log_likelihood(program: Program, theta: Array, rows: Arrays) -> Iterator[dict[str, np.ndarray]]:
     """The row terms of successive chunks of rows, each of shape (num_samples, rows of the chunk, *elements)."""
     if program.whole:
         inputs = program.inputs(rows)
@@ -109,7 +107,7 @@ def chunks_of_log_likelihood(
         yield jax.device_get(evaluate(theta, selected(inputs, slice(start, start + chunk_size))))
 
 
-def observed_values(program: Program, rows: Mapping[str, Any]) -> dict[str, Array]:
+def observed_values(program: Program, rows: Arrays) -> dict[str, Array]:
     with program.evaluating():
         trace, _ = run_model(program.model, rows, program.model_kwargs, row_plates=program.row_plates)
     for site in program.observed_sites:

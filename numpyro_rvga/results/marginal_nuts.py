@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +13,7 @@ from numpyro.infer import MCMC, NUTS
 
 from ..engines.integration.nested import Design, Integral, Marginal, Mode, Point
 from ..engines.maximized_bound import Maximum, Start
+from ..options import Info
 from .arviz import smoothed
 
 NUM_CHAINS = 2
@@ -28,7 +28,7 @@ Solve = Callable[[Array], Maximum]
 TracedMoments = Callable[[Array, Start], tuple[Array, Array]]
 
 
-def has_mixed(info: Mapping[str, Any]) -> bool:
+def has_mixed(info: Info) -> bool:
     """Whether the chains agree, and their draws are enough; of an integral's ``info``."""
     return info["r_hat"] <= MOST_R_HAT and info["effective_sample_size"] >= LEAST_DRAWS
 

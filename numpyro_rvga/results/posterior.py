@@ -88,7 +88,7 @@ class Posterior:
                 raise ValueError(f"{field.name} must have {size} entries along every axis for this model, not {shape}.")
         object.__setattr__(self, "gaussian", gaussian)
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         """Without what is compiled, for other processes.
 
         :raises PicklingError: from pickle, if the model cannot be pickled: a function within another.

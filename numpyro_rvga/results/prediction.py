@@ -18,7 +18,7 @@ from numpyro.primitives import Messenger
 
 from ..core.gaussians.mixture import GaussianMixture
 from ..model.bound.local_draws import draw_row_latents
-from ..model.data.rows import Data, num_rows
+from ..model.data.rows import Arrays, Data, num_rows
 from ..model.handlers.tracing import peel
 from ..model.terms.site_terms import unconstrained_parameters
 from ..options import check_choice
@@ -162,7 +162,7 @@ def _predicted(program: Program) -> set[str]:
     return {*program.of_rows, *program.observed_sites, *program.local_names}
 
 
-def at_draws(posterior: Posterior, rng_key: Array, rows: Mapping[str, Any], theta: Array) -> dict[str, Array]:
+def at_draws(posterior: Posterior, rng_key: Array, rows: Arrays, theta: Array) -> dict[str, Array]:
     """Predict rows at given parameters.
 
     :param posterior: the posterior.
@@ -178,7 +178,7 @@ def at_draws(posterior: Posterior, rng_key: Array, rows: Mapping[str, Any], thet
     return _forward(posterior, rng_key, rows, theta, predicted)
 
 
-def local_latents(posterior: Posterior, rng_key: Array, rows: Mapping[str, Any], theta: Array) -> dict[str, Array]:
+def local_latents(posterior: Posterior, rng_key: Array, rows: Arrays, theta: Array) -> dict[str, Array]:
     """Draw the rows' own latent variables at given parameters: the arguments are those of :func:`at_draws`."""
     program = posterior.program
     if program.row_latents is not None:
@@ -322,7 +322,7 @@ def _averaged(moments: Callable[[Any], dict[str, Array]], q: Any) -> dict[str, A
     }
 
 
-def _with_stand_ins(posterior: Posterior, rows: Mapping[str, Any]) -> dict[str, Any]:
+def _with_stand_ins(posterior: Posterior, rows: Arrays) -> dict[str, Any]:
     """Rows with any value for the arrays that are missing: those that predictions do not depend on."""
     program = posterior.program
     missing = {name: values for name, values in program.example_rows.items() if name not in rows}

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
 import numpy as np
 from jax import Array
@@ -164,7 +164,7 @@ def sums_at(engine: Engine, state: State, source: RowSource) -> tuple[Sums, RowS
     return Certificate.of(engine).sums(state, watched, source.total), seen
 
 
-def warn_unless_converged(info: Mapping[str, Any]) -> None:
+def warn_unless_converged(info: Info) -> None:
     """If solves have ended before q was the best Gaussian.
 
     :param info: of the posterior.

@@ -17,10 +17,11 @@ import numpy as np
 from jax import Array
 from jax.core import Tracer
 from jax.extend import core as jex_core
+from jax.extend.core import JaxprEqn
 from jax.typing import DTypeLike
 
 from ..jaxprs.interpret import interpret
-from ..jaxprs.primitives import INLINED_PRIMITIVES, SELECTING_PRIMITIVES, is_float, results
+from ..jaxprs.primitives import INLINED_PRIMITIVES, SELECTING_PRIMITIVES, form_of, is_float, results
 
 MOST_SUMMANDS = 64
 MOST_ENTRIES = 64  # of an intermediate array
@@ -235,12 +236,12 @@ def may_be_tilted(closed: jex_core.ClosedJaxpr) -> bool:
     Nothing is computed to see that, and most densities fail here."""
     constant, readable, other = range(3)
 
-    def rule(eqn: Any, inputs: list[int]) -> list[int] | None:
+    def rule(eqn: JaxprEqn, inputs: list[int]) -> list[int] | None:
         name, worst = eqn.primitive.name, max(inputs, default=constant)
         if worst == readable:
             if name in INLINED:
                 return None
-            is_small = all(v.aval.size <= MOST_ENTRIES for v in eqn.outvars)
+            is_small = all(form_of(v).size <= MOST_ENTRIES for v in eqn.outvars)
             worst = readable if is_small and name in READABLE else other
         return [worst] * len(eqn.outvars)
 
@@ -257,7 +258,7 @@ def _read(closed: jex_core.ClosedJaxpr, predictors: list[_Sum], constants: list[
     return out.ravel()[0]
 
 
-def _equation_or_none(eqn: Any, inputs: list) -> list | None:
+def _equation_or_none(eqn: JaxprEqn, inputs: list) -> list | None:
     """Arrays of objects are of sums, others of numbers: NumPy's where they are constants. None is neither, which only
     matters if it is used: programs check what they then pass over."""
     try:
@@ -270,7 +271,7 @@ def _as_numeric(array: Any) -> Any:
     return array if isinstance(array, Tracer) else np.asarray(array)
 
 
-def _equation(eqn: Any, inputs: list) -> list | None:
+def _equation(eqn: JaxprEqn, inputs: list) -> list | None:
     name = eqn.primitive.name
     if not any(map(_is_symbolic, inputs)):
         return _evaluated(eqn, inputs)
@@ -286,21 +287,21 @@ def _equation(eqn: Any, inputs: list) -> list | None:
         return [_each(partial(_Sum.power, exponent=eqn.params["y"]), inputs[0])]
     if name == "pow" and _is_numeric(inputs[1]):
         return [_each(_Sum.power, inputs[0], _numbers(inputs[1]))]
-    if name == "convert_element_type" and is_float(eqn.outvars[0].aval.dtype):
+    if name == "convert_element_type" and is_float(form_of(eqn.outvars[0]).dtype):
         return inputs
     if name not in ELEMENTWISE:
         raise _NotTilted
     return [_each(ELEMENTWISE[name], *map(_symbolic, inputs))]
 
 
-def _evaluated(eqn: Any, inputs: list) -> list:
+def _evaluated(eqn: JaxprEqn, inputs: list) -> list:
     if not all(map(_is_numeric, inputs)):
         return results(eqn, inputs)
     with jax.ensure_compile_time_eval():
         return [np.asarray(x) for x in results(eqn, inputs)]
 
 
-def _rearranged(eqn: Any, inputs: list) -> list:
+def _rearranged(eqn: JaxprEqn, inputs: list) -> list:
     """Operands are numbered, the numbers moved, and what they stand for read from where they came to lie."""
     moved = inputs if eqn.primitive.name in ("concatenate", "stack") else inputs[:1]
     if not all(map(_is_numeric, inputs[len(moved) :])):

@@ -4,26 +4,36 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import Jaxpr, JaxprEqn
 
 from .interpret import interpret
-from .primitives import INLINED_PRIMITIVES, POINTWISE_PRIMITIVES, binder, inner_program, is_float, special_function
+from .primitives import (
+    INLINED_PRIMITIVES,
+    POINTWISE_PRIMITIVES,
+    binder,
+    form_of,
+    inner_program,
+    is_float,
+    special_function,
+)
 
 RESHAPING_PRIMITIVES = frozenset("broadcast_in_dim expand_dims reshape squeeze".split())
 
 
-def is_pointwise_call(eqn: Any) -> bool:
+def is_pointwise_call(eqn: JaxprEqn) -> bool:
     """Whether a custom_jvp call is elementwise, its inputs broadcast: only elementwise steps are inside."""
     if len(eqn.outvars) != 1:
         return False
-    out = eqn.outvars[0].aval.shape
-    return all(_stretches(v.aval.shape, out) for v in eqn.invars) and _is_elementwise(eqn.params["call_jaxpr"].jaxpr)
+    out = form_of(eqn.outvars[0]).shape
+    return all(_stretches(form_of(v).shape, out) for v in eqn.invars) and _is_elementwise(
+        eqn.params["call_jaxpr"].jaxpr
+    )
 
 
-def pointwise_apply(eqn: Any) -> Callable:
+def pointwise_apply(eqn: JaxprEqn) -> Callable:
     """What an elementwise equation does, on arrays of one shape, whichever that is."""
     special = special_function(eqn)
     if special is not None:
@@ -36,7 +46,7 @@ def pointwise_apply(eqn: Any) -> Callable:
 
     if eqn.primitive.name != "custom_jvp_call":
         return bind
-    shapes = [v.aval.shape for v in eqn.invars]
+    shapes = [form_of(v).shape for v in eqn.invars]
     one_entry = _call_on_entry(eqn)
 
     def apply(*arguments):  # the call is compiled for its own shape; elsewhere it is mapped over entries
@@ -49,10 +59,10 @@ def pointwise_apply(eqn: Any) -> Callable:
     return apply
 
 
-def _call_on_entry(eqn: Any) -> Callable:
+def _call_on_entry(eqn: JaxprEqn) -> Callable:
     """An elementwise custom_jvp call as a function of scalars, with its own derivative if that is elementwise too."""
     bind_all = binder(eqn)
-    avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.invars]
+    avals = [jax.ShapeDtypeStruct(form_of(v).shape, form_of(v).dtype) for v in eqn.invars]
 
     def of_entry(*scalars):
         return _on_entry(*inner_program(eqn), scalars)[0]
@@ -71,10 +81,10 @@ def _call_on_entry(eqn: Any) -> Callable:
     return call
 
 
-def _on_entry(jaxpr: Any, consts: Sequence, scalars: Sequence) -> list:
+def _on_entry(jaxpr: Jaxpr, consts: Sequence, scalars: Sequence) -> list:
     """An elementwise program's outputs for one entry."""
 
-    def rule(eqn: Any, inputs: list) -> list | None:
+    def rule(eqn: JaxprEqn, inputs: list) -> list | None:
         name = eqn.primitive.name
         if name in RESHAPING_PRIMITIVES:
             return inputs[:1]
@@ -85,7 +95,7 @@ def _on_entry(jaxpr: Any, consts: Sequence, scalars: Sequence) -> list:
     return interpret(jaxpr, consts, list(scalars), rule, lambda value: jnp.reshape(jnp.asarray(value), ()))
 
 
-def _is_elementwise(jaxpr: Any) -> bool:
+def _is_elementwise(jaxpr: Jaxpr) -> bool:
     for eqn in jaxpr.eqns:
         name = eqn.primitive.name
         if name in INLINED_PRIMITIVES:
@@ -95,7 +105,7 @@ def _is_elementwise(jaxpr: Any) -> bool:
             if not is_pointwise_call(eqn):
                 return False
         elif name in RESHAPING_PRIMITIVES:
-            before, after = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
+            before, after = form_of(eqn.invars[0]).shape, form_of(eqn.outvars[0]).shape
             if not _stretches(before, after) or _is_turned(eqn, before, after):
                 return False
         elif name not in POINTWISE_PRIMITIVES:
@@ -109,7 +119,7 @@ def _stretches(before: tuple[int, ...], after: tuple[int, ...]) -> bool:
     return math.prod(before) == 1 or (len(before) <= len(after) and all(b in (1, a) for b, a in zip(*aligned)))
 
 
-def _is_turned(eqn: Any, before: tuple[int, ...], after: tuple[int, ...]) -> bool:
+def _is_turned(eqn: JaxprEqn, before: tuple[int, ...], after: tuple[int, ...]) -> bool:
     """Whether axes go elsewhere than NumPy puts them."""
     if eqn.primitive.name != "broadcast_in_dim" or math.prod(before) == 1:
         return False

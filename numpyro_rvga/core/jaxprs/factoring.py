@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from jax.extend.core import JaxprEqn
 
 from .nodes import AFFINE, POINTWISE, Node, Value
+from .primitives import form_of
 
 if TYPE_CHECKING:
     from .graph import Graph
@@ -30,12 +33,12 @@ def is_product(node: Node) -> bool:
     return node.name in ("mul", "div") and node.operand is not None and node.shape != ()
 
 
-def factored(graph: Graph, eqn: Any, inputs: list[Value]) -> Value | None:
+def factored(graph: Graph, eqn: JaxprEqn, inputs: list[Value]) -> Value | None:
     """A linear function of a product, perhaps beside an affine term: the number times the function of the array."""
     varying = [i for i, value in enumerate(inputs) if not value.is_constant]
     if eqn.primitive.name not in FACTORABLE or len(varying) != 1:
         return None
-    (which,), out = varying, eqn.outvars[0].aval
+    (which,), out = varying, form_of(eqn.outvars[0])
     target = inputs[which]
     if target.rest is None or not is_product(target.rest):
         return None

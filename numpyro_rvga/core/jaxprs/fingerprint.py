@@ -11,9 +11,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend import core as jex_core
+from jax.extend.core import Jaxpr, JaxprEqn
 
 from .interpret import interpret, is_inlined
-from .primitives import inner_program
+from .primitives import form_of, inner_program
 
 ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 # What an equation's parameters say of how it is compiled, differentiated or shown, and not of what it computes.
@@ -42,12 +43,14 @@ def output_digests(function: Callable[..., Mapping[str, Any]], *arguments: Any) 
     return {name: _digest("output", *parts) for name, parts in digests.items()}
 
 
-def _of_program(jaxpr: Any, consts: Iterable) -> list[str]:
-    inputs = [_digest("input", str(i), str(v.aval.shape), str(v.aval.dtype)) for i, v in enumerate(jaxpr.invars)]
+def _of_program(jaxpr: Jaxpr, consts: Iterable) -> list[str]:
+    inputs = [
+        _digest("input", str(i), str(form_of(v).shape), str(form_of(v).dtype)) for i, v in enumerate(jaxpr.invars)
+    ]
     return interpret(jaxpr, list(consts), inputs, _of_equation, _of_value)
 
 
-def _of_equation(eqn: Any, inputs: list[str]) -> list[str] | None:
+def _of_equation(eqn: JaxprEqn, inputs: list[str]) -> list[str] | None:
     if is_inlined(eqn):
         return None
     if eqn.primitive.name == "custom_jvp_call":

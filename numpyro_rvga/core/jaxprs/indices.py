@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 from jax import Array, lax
+from jax.extend.core import JaxprEqn
 
 from .interpret import interpret, is_inlined
 from .primitives import results
@@ -40,12 +41,12 @@ def indexings(function: Callable, *args: Any) -> list[Indexing]:
     return result
 
 
-def _is_plain(eqn: Any) -> bool:
+def _is_plain(eqn: JaxprEqn) -> bool:
     """Others say what is to be done with indices that are out of bounds."""
     return eqn.primitive.name == "gather" and eqn.params["mode"] == lax.GatherScatterMode.PROMISE_IN_BOUNDS
 
 
-def _indexing(eqn: Any, operand: Array, indices: Array) -> Indexing:
+def _indexing(eqn: JaxprEqn, operand: Array, indices: Array) -> Indexing:
     axes, sizes = eqn.params["dimension_numbers"].start_index_map, eqn.params["slice_sizes"]
     last = np.array([operand.shape[axis] - sizes[axis] for axis in axes])
     return Indexing((indices >= 0) & (indices <= last), tuple(operand.shape[axis] for axis in axes))

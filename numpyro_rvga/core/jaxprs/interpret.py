@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.extend import core as jex_core
+from jax.extend.core import Jaxpr, JaxprEqn
 
 from .primitives import INLINED_PRIMITIVES, inner_program, results
 
@@ -17,7 +18,7 @@ Rule = Callable[[Any, list], list | None]
 
 
 def interpret(
-    jaxpr: Any, consts: Sequence, inputs: Sequence, rule: Rule, constant: Callable[[Any], Any] = lambda value: value
+    jaxpr: Jaxpr, consts: Sequence, inputs: Sequence, rule: Rule, constant: Callable[[Any], Any] = lambda value: value
 ) -> list:
     """Evaluate a jaxpr with a rule in place of each equation.
 
@@ -42,7 +43,7 @@ def interpret(
     return [read(atom) for atom in jaxpr.outvars]
 
 
-def is_inlined(eqn: Any) -> bool:
+def is_inlined(eqn: JaxprEqn) -> bool:
     """Whether an equation calls a jaxpr that can be inlined."""
     return eqn.primitive.name in INLINED_PRIMITIVES and ("jaxpr" in eqn.params or "call_jaxpr" in eqn.params)
 
@@ -62,7 +63,7 @@ def depends_on(function: Callable[[dict], dict], inputs: dict[str, Any]) -> dict
 def sources_of(closed: jex_core.ClosedJaxpr, sources: Sequence[frozenset]) -> list[frozenset]:
     """For each output, the union of the sets that stand for the inputs which it depends on."""
 
-    def union(eqn: Any, arguments: list) -> list | None:
+    def union(eqn: JaxprEqn, arguments: list) -> list | None:
         return None if is_inlined(eqn) else [frozenset().union(*arguments)] * len(eqn.outvars)
 
     return interpret(closed.jaxpr, closed.consts, sources, union, lambda value: frozenset())

@@ -8,18 +8,18 @@ depends on the few states that it names.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.extend import core as jex_core
+from jax.extend.core import JaxprEqn
 
 from .interpret import of_outputs, sources_of
 from .primitives import inner_program, scan_counts
 
 
-def in_parallel(eqn: Any, is_constant: Sequence[bool]) -> jex_core.ClosedJaxpr | None:
+def in_parallel(eqn: JaxprEqn, is_constant: Sequence[bool]) -> jex_core.ClosedJaxpr | None:
     """A scan as a program without steps, of the same inputs and outputs.
 
     The carried values are computed one after the other: first those that take constants alone, as a counter does, by a
@@ -45,7 +45,7 @@ def in_parallel(eqn: Any, is_constant: Sequence[bool]) -> jex_core.ClosedJaxpr |
     return jax.make_jaxpr(lambda *inputs: _at_once(eqn, is_constant, sorted(alone), stages, inputs))(*avals)
 
 
-def _body(eqn: Any) -> jex_core.ClosedJaxpr:
+def _body(eqn: JaxprEqn) -> jex_core.ClosedJaxpr:
     """What one step does."""
     return jex_core.ClosedJaxpr(*inner_program(eqn))
 
@@ -61,7 +61,7 @@ def _closed(carries: frozenset[int], sources: dict[int, frozenset[int]], constan
 
 
 def _at_once(
-    eqn: Any, is_constant: Sequence[bool], alone: list[int], stages: list[list[int]], inputs: Sequence[Array]
+    eqn: JaxprEqn, is_constant: Sequence[bool], alone: list[int], stages: list[list[int]], inputs: Sequence[Array]
 ) -> list[Array]:
     params, body, (start, count) = eqn.params, _body(eqn), scan_counts(eqn)
     length = params["length"]
@@ -89,7 +89,7 @@ def _at_once(
     return [*(x[-1] for x in outputs[:count]), *map(flip, outputs[count:])]
 
 
-def _histories(eqn: Any, is_constant: Sequence[bool], alone: list[int], arguments: list[Array]) -> list[Array]:
+def _histories(eqn: JaxprEqn, is_constant: Sequence[bool], alone: list[int], arguments: list[Array]) -> list[Array]:
     """What each step starts from, of carried values that take constants only."""
     body, (start, count) = _body(eqn), scan_counts(eqn)
     stop = start + count

@@ -59,6 +59,11 @@ def _jaxprs_of(eqn) -> list:
     return [x for x in jax.tree.leaves(list(eqn.params.values())) if hasattr(x, "eqns")]
 
 
+def form_of(variable) -> jax.ShapeDtypeStruct:
+    """Shape and type of a variable of a jaxpr. (Only some abstract values have them; those of arrays do.)"""
+    return variable.aval
+
+
 def is_float(dtype) -> bool:
     return jnp.issubdtype(dtype, jnp.floating)
 

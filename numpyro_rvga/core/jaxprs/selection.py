@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.extend.core import JaxprEqn
 
 from .nodes import CONSTANT, Node, ancestors, evaluate_nodes
+from .primitives import form_of
 
 LARGEST_MAP = 2**16  # entries of an array of which it is looked up where a selection has them
 
@@ -222,14 +224,14 @@ def constant_value(node: Node) -> np.ndarray | None:
         return np.asarray(jax.jit(lambda: evaluate_nodes([node], {})[0])())
 
 
-def selection_of(eqn: Any, indices: Sequence[Index] | None = None) -> Selection | None:
+def selection_of(eqn: JaxprEqn, indices: Sequence[Index] | None = None) -> Selection | None:
     """What an equation selects from its first input; None if that is not of this form.
 
     :param indices: of a gather, one for each column of its indices; of a dynamic slice, one for each axis. They have
         the shape of the gather's batch axes, or none.
     """
     name, params = eqn.primitive.name, eqn.params
-    shape, out = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
+    shape, out = form_of(eqn.invars[0]).shape, form_of(eqn.outvars[0]).shape
     if name in ("reshape", "squeeze", "expand_dims", "reduce_sum"):
         return None if params.get("dimensions") is not None and name == "reshape" else reshaped(shape, out)
     if name == "broadcast_in_dim":
@@ -323,9 +325,9 @@ def _gathered(params: dict, shape: tuple, out: tuple, columns: Sequence[Index]) 
     return Selection(tuple(out), tuple(indices))
 
 
-def are_inside(eqn: Any, columns: Sequence[Index]) -> bool:
+def are_inside(eqn: JaxprEqn, columns: Sequence[Index]) -> bool:
     """Whether all that a gather takes must be in the operand: nothing is filled in then."""
-    shape, params = eqn.invars[0].aval.shape, eqn.params
+    shape, params = form_of(eqn.invars[0]).shape, eqn.params
     largest = [shape[axis] - params["slice_sizes"][axis] for axis in params["dimension_numbers"].start_index_map]
     return all(
         column.is_constant and np.all((column.numbers >= 0) & (column.numbers <= last))

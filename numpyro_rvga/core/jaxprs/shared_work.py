@@ -7,11 +7,12 @@ from typing import Any
 
 import numpy as np
 from jax.extend import core as jex_core
+from jax.extend.core import Jaxpr
 
 from .primitives import numbers_of
 
 
-def work_of_outputs(jaxpr: Any, group: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+def work_of_outputs(jaxpr: Jaxpr, group: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
     """How many numbers groups of outputs need, and how many of these no other group needs.
 
     :param jaxpr: an open jaxpr. :param group: of each output: the number of its group.

@@ -16,6 +16,7 @@ from scipy.sparse import coo_array, eye_array
 from ...core.expectations.by_nodes import power_of_two
 from ...core.groups.importance import Estimate
 from ...model.bad_rows import NotFinite
+from ...options import Info
 from ..maximized_bound import Maximum, Start
 
 NUM_TRIALS = 8  # points of the prior at which L is tried before its mode is sought, for each parameter,
@@ -211,7 +212,7 @@ class Integral(NamedTuple):
     design: Design
     log_evidence: float | None
     converged: float
-    info: dict[str, Any]
+    info: Info
     error: float = 0.0
 
 

@@ -12,6 +12,7 @@ import numpy as np
 from ...core.compilation import jit_once
 from ...core.jaxprs.indices import indexings
 from ..data.arrays import BadData
+from ..data.rows import Arrays, Keywords
 from ..handlers.failures import needs_numbers
 from ..handlers.tracing import run_model, sample_sites
 from .row_checks import outside_message
@@ -27,9 +28,7 @@ class _MoreDistributions(ValueError):
         self.outcomes = outcomes
 
 
-def explained(
-    model: Callable, rows: Mapping[str, Any], model_kwargs: Mapping[str, Any], error: Exception
-) -> BadData | None:
+def explained(model: Callable, rows: Arrays, model_kwargs: Keywords, error: Exception) -> BadData | None:
     """What the error of a model that cannot be run on its rows means, if other integers or columns would mend it."""
     forms = {name: jax.ShapeDtypeStruct(array.shape, array.dtype) for name, array in rows.items()}
 
@@ -59,7 +58,7 @@ def explained(
     return None
 
 
-def _run(model: Callable, rows: Mapping[str, Any], model_kwargs: Mapping[str, Any]) -> int:
+def _run(model: Callable, rows: Arrays, model_kwargs: Keywords) -> int:
     """:raises _MoreDistributions: besides what the model raises."""
     for name, site in sample_sites(*run_model(model, rows, model_kwargs)).items():
         outcomes = jnp.shape(site.value)[: jnp.ndim(site.value) - len(site.fn.event_shape)]
@@ -91,7 +90,7 @@ class WholeIndexCheck:
     def __init__(self, parameters: Callable[[], Any]):
         self._parameters = parameters
 
-    def __call__(self, rows: Mapping[str, Any], first_row: int) -> None:
+    def __call__(self, rows: Arrays, first_row: int) -> None:
         """:raises BadData: naming array and row."""
         arrays = {name: np.asarray(array) for name, array in rows.items() if np.asarray(array).dtype.kind in "iu"}
         if not arrays:

@@ -19,7 +19,7 @@ from ...core.expectations.closed_forms import Gaussian, Logistic
 from ...core.gaussians import Family
 from ...core.jaxprs.primitives import equations
 from ..data.arguments import ROW
-from ..data.rows import common_length, linspace_indices, num_rows, selected
+from ..data.rows import Arrays, common_length, linspace_indices, num_rows, selected
 from ..handlers.tracing import SiteRecord, elements, sample_sites
 from ..terms.local import Component, RowFacts, components_of
 from ..terms.local_terms import Draw, local_terms
@@ -49,7 +49,7 @@ class BoundLikelihood(BoundPrior):
     # ------------------------------------------------------------------ reading it
     def _read_likelihood(
         self,
-        rows: Mapping[str, Array | np.ndarray],
+        rows: Arrays,
         row_facts: RowFacts | None,
         *,
         prefer_parameters: bool,
@@ -105,7 +105,7 @@ class BoundLikelihood(BoundPrior):
         return components_of(self._row_records, self.row_latents, self.layout.size, self.dtype, row, self._row_sites)
 
     def _integrated_terms(
-        self, rows: Mapping[str, Array | np.ndarray], facts: RowFacts | None, checks: list[RowCheck]
+        self, rows: Arrays, facts: RowFacts | None, checks: list[RowCheck]
     ) -> list[tuple[Terms, bool, Draw]]:
         """With whether the integrand is a Gaussian, which ``checks`` are to find in later rows too, and draws of the
         variables."""
@@ -129,16 +129,14 @@ class BoundLikelihood(BoundPrior):
             result.append(local_terms(self._row_records, self.row_latents, component, theta, row, some, is_quadratic))
         return result
 
-    def _row_records(
-        self, theta: Array, row: Mapping[str, Array], states: Mapping[str, Array]
-    ) -> dict[str, SiteRecord]:
+    def _row_records(self, theta: Array, row: Arrays, states: Mapping[str, Array]) -> dict[str, SiteRecord]:
         """Of a run on one row. theta: (P + K,), with the row's own continuous variables."""
         assert self.row_latents is not None
         size = self.layout.size
         sites = self.layout.unravel(theta[:size]) | self.row_latents.continuous.unravel(theta[size:])
         return sample_sites(*self._run(self._with_data(row), sites, states=states))
 
-    def _with_data(self, row: Mapping[str, Array]) -> Mapping[str, Array]:
+    def _with_data(self, row: Arrays) -> Arrays:
         """A row, or all data of a whole program."""
         return {**self.example_row, **row} if self.whole else row
 
@@ -146,7 +144,7 @@ class BoundLikelihood(BoundPrior):
         self,
         rng_key: Array,
         theta: Array,
-        row: Mapping[str, Array],
+        row: Arrays,
         given: Mapping[str, Array],
         states: Mapping[str, Array],
     ) -> dict[str, Array]:
@@ -176,7 +174,7 @@ class BoundLikelihood(BoundPrior):
         return frozenset(terms.site for terms, is_selection in zip(self.terms, answers) if is_selection)
 
     # ------------------------------------------------------------------ densities
-    def inputs(self, rows: Mapping[str, Any]) -> dict[str, Any]:
+    def inputs(self, rows: Arrays) -> dict[str, Any]:
         """What the terms take for these rows.
 
         :raises ValueError: for rows other than the program's own, if the model always runs on all of these.
@@ -190,14 +188,14 @@ class BoundLikelihood(BoundPrior):
             )
         return {ROW: np.arange(self._num_pieces, dtype=np.int32)}
 
-    def count_rows(self, rows: Mapping[str, Any]) -> int:
+    def count_rows(self, rows: Arrays) -> int:
         """How many rows there are. Where arrays of a whole program share no length: its number of terms."""
         length = common_length(rows)
         if length is not None:
             return length
         return sum(terms.num_elements for terms in self.terms) * self._num_pieces
 
-    def log_likelihood(self, theta: Array, rows: Mapping[str, Array], site: str | None = None) -> dict[str, Array]:
+    def log_likelihood(self, theta: Array, rows: Arrays, site: str | None = None) -> dict[str, Array]:
         """Log-likelihood of each row by observed site, (n, *elements); auxiliary factors under their own names.
 
         Variables of the row's own are integrated out; what they enter is then summed over its elements. Sites that
@@ -236,11 +234,11 @@ class BoundLikelihood(BoundPrior):
     def _rows_first(self, site: str, terms: Array) -> Array:
         return jnp.moveaxis(terms, min(self.row_axis(site), terms.ndim - 1), 0)
 
-    def _log_sums(self, terms: Terms, theta: Array, rows: Mapping[str, Array]) -> Array:
+    def _log_sums(self, terms: Terms, theta: Array, rows: Arrays) -> Array:
         """Of a whole program's terms that latent variables are summed out of, one after the other."""
         return over_rows(partial(terms.log_prob, theta), terms.num_elements, {**rows, **self.shared}).ravel()
 
-    def _log_integral(self, terms: Terms, theta: Array, row: Mapping[str, Array]) -> Array:
+    def _log_integral(self, terms: Terms, theta: Array, row: Arrays) -> Array:
         """Of one row's terms, in the shape of the outcomes if these are what remains, and else in all."""
 
         one = partial(terms.log_prob, theta, {**row, **self.shared})
@@ -273,7 +271,7 @@ class BoundLikelihood(BoundPrior):
         records = self.records(theta, rows)
         return {name: _log_prob(records[name]) for name in names}
 
-    def predictors(self, gaussian: Family, rows: Mapping[str, Array], site: str) -> tuple[Array, Array]:
+    def predictors(self, gaussian: Family, rows: Arrays, site: str) -> tuple[Array, Array]:
         """Mean (n, E, C) and covariance (n, E, C, C) of a site's predictors under a Gaussian.
 
         :param rows: as :meth:`inputs` gives them.
@@ -312,7 +310,7 @@ class BoundLikelihood(BoundPrior):
         return list(equations(jax.make_jaxpr(jax.vmap(self.log_likelihood, (0, None)))(theta, rows).jaxpr))
 
     def site_elements(
-        self, theta: Array, rows: Mapping[str, Array], latents: tuple[Mapping[str, Array], Mapping[str, Array]]
+        self, theta: Array, rows: Arrays, latents: tuple[Mapping[str, Array], Mapping[str, Array]]
     ) -> dict[str, Array]:
         """The terms of every row site, flattened, with the model run on all the rows at once.
 
@@ -324,9 +322,7 @@ class BoundLikelihood(BoundPrior):
         own = () if self.row_latents is None else self.row_latents.site_names
         return {name: elements(records[name]) for name in (*self._row_sites, *own)}
 
-    def find_sparsity(
-        self, rows: Mapping[str, Array], readers: MutableMapping[Hashable, Any] | None = None
-    ) -> Sparsity | None:
+    def find_sparsity(self, rows: Arrays, readers: MutableMapping[Hashable, Any] | None = None) -> Sparsity | None:
         """The few entries of theta that each term depends on in any row; None if they are many, or theta is short.
 
         :param rows: as :meth:`inputs` gives them. :param readers: as of :func:`~.sparsity.find_sparsity`.

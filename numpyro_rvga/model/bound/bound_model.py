@@ -16,7 +16,7 @@ from numpyro.distributions.transforms import IdentityTransform
 from ...core.compilation import at_once
 from ...core.jaxprs.interpret import depends_on
 from ..data.arguments import PARAMS, absent_arguments
-from ..data.rows import num_rows
+from ..data.rows import Arrays, Keywords, num_rows
 from ..handlers.tracing import (
     SiteInfo,
     SiteRecord,
@@ -62,8 +62,8 @@ class BoundModel(ModelRuns):
     def __init__(
         self,
         model: Callable,
-        rows: Mapping[str, Array | np.ndarray],
-        model_kwargs: Mapping[str, Any],
+        rows: Arrays,
+        model_kwargs: Keywords,
         *,
         whole: bool,
         evaluates: bool,
@@ -95,7 +95,7 @@ class BoundModel(ModelRuns):
             self.params = self.params._replace(values=jnp.asarray(params, self.dtype))
 
     # ------------------------------------------------------------------ reading the model
-    def _find_row_plates(self, rows: Mapping[str, Array | np.ndarray]) -> tuple[frozenset[str], list[str]]:
+    def _find_row_plates(self, rows: Arrays) -> tuple[frozenset[str], list[str]]:
         """Plates over the rows, and the observed sites, of which there must be one."""
         given = [*rows, *self.model_kwargs]
         plates, observed = validation.find_row_plates(
@@ -105,9 +105,7 @@ class BoundModel(ModelRuns):
             validation.check_has_outcome(observed, self.model, given)
         return plates, observed
 
-    def _read_sites(
-        self, rows: Mapping[str, Array | np.ndarray], observed: list[str], row_facts: RowFacts | None, *, marginal: bool
-    ) -> None:
+    def _read_sites(self, rows: Arrays, observed: list[str], row_facts: RowFacts | None, *, marginal: bool) -> None:
         """Set the sites, and which latent ones are global (``layout``), and which of single rows."""
         self.sites, self.plates = validation.describe_few(self._describe, self.example_row, "one row", observed)
         of_rows = frozenset()
@@ -134,7 +132,7 @@ class BoundModel(ModelRuns):
         validation.check_no_chain(names & scanned[0])
         return names
 
-    def _choose_examples(self, rows: Mapping[str, Array | np.ndarray]) -> None:
+    def _choose_examples(self, rows: Arrays) -> None:
         """Two rows and one of them, to find things out; all of them, twice, if the model takes no fewer."""
         if self.whole:
             self.example_rows = self.example_row = dict(rows)
@@ -160,9 +158,7 @@ class BoundModel(ModelRuns):
         of_rows = [n for n in observed if depends[n] or self.row_plates & set(self.sites[n].plates)]
         return tuple(of_rows), tuple(n for n in observed if n not in of_rows)
 
-    def _find_row_latents(
-        self, continuous: Layout, rows: Mapping[str, Array | np.ndarray], facts: RowFacts | None
-    ) -> LocalSites:
+    def _find_row_latents(self, continuous: Layout, rows: Arrays, facts: RowFacts | None) -> LocalSites:
         """The latent variables of single rows, with the states of the discrete ones in all rows at hand."""
         sites = {n: s for n, s in self.sites.items() if s.is_discrete and not s.is_observed}
         states: dict[str, Array] = {}
@@ -175,9 +171,7 @@ class BoundModel(ModelRuns):
             states[name] = jnp.asarray(values)
         return LocalSites(continuous, {name: sites[name].value_shape for name in sites}, states)
 
-    def _bounds_of_states(
-        self, name: str, rows: Mapping[str, Array | np.ndarray], other_states: Mapping[str, Array]
-    ) -> Array:
+    def _bounds_of_states(self, name: str, rows: Arrays, other_states: Mapping[str, Array]) -> Array:
         """Smallest and largest state of a discrete latent in some rows, (M, 2): with the first state of all others that
         are known, with the second, and so on."""
 
@@ -236,7 +230,7 @@ class BoundModel(ModelRuns):
         """What the terms take besides rows: the ``numpyro.param`` sites, if there are any."""
         return {PARAMS: self.params.values} if self.params.layout.size else {}
 
-    def holds(self, rows: Mapping[str, Array | np.ndarray]) -> bool:
+    def holds(self, rows: Arrays) -> bool:
         """Whether these are the rows that are part of the program, or some of their arrays."""
         own = self.example_rows
         return own.keys() >= rows.keys() and all(_is_equal(own[name], rows[name]) for name in rows)
@@ -267,7 +261,7 @@ class BoundModel(ModelRuns):
         """Latent sites with a value for each row that are no part of theta."""
         return self.local.site_names if self.row_latents is None else self.row_latents.site_names
 
-    def row_latents_of(self, rows: Mapping[str, Array], rng: np.random.Generator) -> tuple[tuple, tuple]:
+    def row_latents_of(self, rows: Arrays, rng: np.random.Generator) -> tuple[tuple, tuple]:
         """Values for the latent variables of some rows, to try things with: for :meth:`site_elements` of all rows, and
         of each row by itself, with a leading axis."""
         total, nothing = num_rows(rows), ({}, {})

@@ -16,7 +16,7 @@ from jax import Array
 from ...core.compilation import jit_once
 from ...core.updates.recursion import State
 from ..data.arguments import CONSTANTS, PARAMS, SHARED
-from ..data.rows import Rows, num_rows
+from ..data.rows import Arrays, Rows, num_rows
 from ..handlers.data_prior import DataPrior, PriorConstants, SiteArrays, data_dependence, data_prior, described, of_site
 from ..handlers.tracing import REACH, SiteRecord, elements, sample_sites, site_transform
 from ..layout import Layout, layout_of
@@ -129,7 +129,7 @@ class BoundPrior(BoundModel):
 
         return run_site
 
-    def _run_all(self, theta: Array, row: Mapping[str, Any]) -> dict[str, SiteRecord]:
+    def _run_all(self, theta: Array, row: Arrays) -> dict[str, SiteRecord]:
         """Of a whole program: as ``_site_runner``, for all sites at once."""
         return self.records(theta, {**self.example_row, **row})
 
@@ -251,7 +251,7 @@ class BoundPrior(BoundModel):
     def _draw_constants(self) -> tuple[Array, ...] | None:
         return None if self.constants is None else self.constants.arrays[1]
 
-    def _draw(self, rng_key: Array, rows: Mapping[str, Array]) -> Array:
+    def _draw(self, rng_key: Array, rows: Arrays) -> Array:
         wide = {}
         for name in sorted(self._improper):
             rng_key, key = jax.random.split(rng_key)

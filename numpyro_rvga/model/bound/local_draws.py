@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from ..data.rows import num_rows
+from ..data.rows import Arrays, num_rows
 from .bound_likelihood import BoundLikelihood
 
 
-def draw_row_latents(
-    program: BoundLikelihood, rng_key: Array, theta: Array, rows: Mapping[str, Array]
-) -> dict[str, Array]:
+def draw_row_latents(program: BoundLikelihood, rng_key: Array, theta: Array, rows: Arrays) -> dict[str, Array]:
     """Values of the rows' own latent sites, from their conditional distribution.
 
     Those that nothing is observed of come from their conditional prior. Discrete and Normal ones are exact. Others come
@@ -27,7 +23,7 @@ def draw_row_latents(
     assert latents is not None
     entries, seen = latents.entries, _observed_of(program)
 
-    def of_row(rng_key: Array, row: dict[str, Array]) -> dict[str, Array]:
+    def of_row(rng_key: Array, row: Arrays) -> dict[str, Array]:
         row = {name: value[None] for name, value in row.items()} | program.shared  # none of a whole program
         z = jnp.zeros(latents.continuous.size, program.dtype)
         states = {name: value.ravel() for name, value in latents.first_states().items()}

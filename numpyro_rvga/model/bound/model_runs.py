@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import jax
@@ -14,6 +14,7 @@ from numpyro import distributions as dist
 
 from ...core.compilation import jit_once
 from ..data.arguments import PARAMS, SHARED, split_call
+from ..data.rows import Arrays, Keywords
 from ..handlers.tracing import RowRunner, SiteInfo, SiteRecord, run_model, sample_sites
 from ..layout import layout_of
 from ..terms.local import LocalSites
@@ -46,7 +47,7 @@ class ModelRuns:
     def __init__(
         self,
         model: Callable,
-        model_kwargs: Mapping[str, Any],
+        model_kwargs: Keywords,
         *,
         whole: bool,
         evaluates: bool,
@@ -64,7 +65,7 @@ class ModelRuns:
         """In which the model runs: what it computes of data in JAX has a value there, if it needs that."""
         return jax.ensure_compile_time_eval() if self.evaluates else contextlib.nullcontext()
 
-    def call_arguments(self, rows: Mapping[str, Array]) -> tuple[tuple, dict]:
+    def call_arguments(self, rows: Arrays) -> tuple[tuple, dict]:
         """(args, kwargs) of a call of the model on these rows."""
         return split_call(self.model, rows, self.model_kwargs)
 
@@ -104,11 +105,11 @@ class ModelRuns:
         """The sites of one of NumPyro's types; deterministic ones if they are numbers."""
         return [name for name, its_type in self._types.items() if its_type == site_type]
 
-    def jitted(self, function: Callable[[Mapping[str, Array]], Tree], rows: Mapping[str, Array]) -> Tree:
+    def jitted(self, function: Callable[[Arrays], Tree], rows: Arrays) -> Tree:
         """What a function of rows returns, compiled. A whole program's data have their values there."""
         return jit_once(lambda: function(rows))() if self.whole else jax.jit(function)(rows)
 
-    def abstractly(self, function: Callable[[Mapping[str, Array]], Tree], rows: Mapping[str, Array]) -> Tree:
+    def abstractly(self, function: Callable[[Arrays], Tree], rows: Arrays) -> Tree:
         """Shapes of what a function of rows returns. A whole program's data have their values there."""
         return jax.eval_shape(lambda: function(rows)) if self.whole else jax.eval_shape(function, rows)
 
@@ -138,11 +139,11 @@ class ModelRuns:
         rows = {**(self.example_row if arrays is None else arrays), PARAMS: params}
         return sample_sites(*self._run(rows, unconstrained, states=states))
 
-    def records(self, theta: Array, rows: Mapping[str, Array]) -> dict[str, SiteRecord]:
+    def records(self, theta: Array, rows: Arrays) -> dict[str, SiteRecord]:
         """Every sample site of the model at theta."""
         return self._records(self._unravel(theta), rows)
 
-    def site_record(self, name: str, rows: Mapping[str, Array]) -> SiteRecord:
+    def site_record(self, name: str, rows: Arrays) -> SiteRecord:
         return self._record(name, {}, rows)
 
     def _unravel(self, theta: Array) -> dict[str, Array]:

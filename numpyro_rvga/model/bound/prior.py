@@ -15,6 +15,7 @@ from ...core.compilation import at_once
 from ...core.expectations.closed_forms import Gaussian
 from ...core.jaxprs.interpret import depends_on
 from ...core.jaxprs.symbolic import factorize
+from ..data.rows import Arrays
 from ..handlers.tracing import peel
 from ..terms.recognition import (
     in_closed_form,
@@ -25,7 +26,7 @@ from ..terms.recognition import (
     probe_terms,
 )
 from ..terms.site_terms import RunSite
-from ..terms.terms import Arrays, Terms, predictors_of
+from ..terms.terms import Terms, predictors_of
 
 
 class MultivariateNormalSite(NamedTuple):

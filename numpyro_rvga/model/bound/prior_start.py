@@ -18,8 +18,9 @@ from ...core.expectations.by_nodes import linearized
 from ...core.expectations.closed_forms import Gaussian, gaussian
 from ...core.matrices.jacobians import gram, vjp
 from ...core.updates.recursion import CanonicalGaussian, State
+from ..data.rows import Arrays
 from ..terms.sparsity import are_selections, selecting_pattern, sparse_jacobian
-from ..terms.terms import Arrays, Terms, constants, linearize, merged
+from ..terms.terms import Terms, constants, linearize, merged
 from .prior import MultivariateNormalSite, Prior, depends_on_entries
 
 NUM_DRAWS = 2000

@@ -14,12 +14,12 @@ from ...core.compilation import jit_once
 from ...core.expectations.by_nodes import power_of_two
 from ...core.jaxprs.indices import indexings
 from ...core.jaxprs.interpret import depends_on
-from ..data.rows import num_rows
+from ..data.rows import Arrays, num_rows
 from ..handlers.tracing import peel
 from .bound_model import BoundModel
 
 SUPPORT_PIECE = 2**16
-Message = Callable[[Mapping[str, Any], int, list[int], int], str]
+Message = Callable[[Arrays, int, list[int], int], str]
 
 
 class RowCheck:
@@ -50,7 +50,7 @@ class RowCheck:
             row, *place = np.argwhere(~inside)[0].tolist()
             raise ValueError(self._message(rows, row, place, first_row + row))
 
-    def answers(self, rows: Mapping[str, Any]) -> Callable[[], np.ndarray]:
+    def answers(self, rows: Arrays) -> Callable[[], np.ndarray]:
         """Start to ask; what is returned waits for the answers, (n, ...)."""
         total = num_rows(rows)
         if not self.arrays:
@@ -61,7 +61,7 @@ class RowCheck:
         answers = [self._many({name: rows[name][places] for name in self.arrays}) for places in taken]
         return lambda: np.concatenate([np.asarray(x) for x in answers])[:total]
 
-    def begin(self, rows: Mapping[str, Any]) -> Callable[[], np.ndarray]:
+    def begin(self, rows: Arrays) -> Callable[[], np.ndarray]:
         """Start to ask; what is returned waits for the answer: with which rows all is well, (n,)."""
         waiting, total = self.answers(rows), num_rows(rows)
         return lambda: np.all(waiting().reshape(total, -1), axis=1)
@@ -70,7 +70,7 @@ class RowCheck:
 def support_check(program: BoundModel, site: str) -> RowCheck:
     """Are a site's observed values in its distribution's support?"""
 
-    def message(rows: Mapping[str, Any], row: int, place: list[int], number: int) -> str:
+    def message(rows: Arrays, row: int, place: list[int], number: int) -> str:
         return _outside_message(program, site, rows, row, number - row)
 
     return RowCheck(program, lambda row: _in_support(program, site, row), message)
@@ -88,7 +88,7 @@ def index_check(program: BoundModel, parameters: Callable[[dict], Any]) -> RowCh
         sizes[:] = [indexing.sizes[0] for indexing in all_indexings]
         return jnp.stack([jnp.all(indexing.inside) for indexing in all_indexings])
 
-    def message(rows: Mapping[str, Any], row: int, place: list[int], number: int) -> str:
+    def message(rows: Arrays, row: int, place: list[int], number: int) -> str:
         integers = [name for name in check.arrays if np.issubdtype(rows[name].dtype, np.integer)]
         return outside_message(number, _held(rows, row, integers, ", ") or " and ".join(check.arrays), sizes[place[0]])
 
@@ -116,7 +116,7 @@ def states_check(program: BoundModel, site: str, bounds: Callable[[str, dict, Ma
         bounds_of_row = bounds(site, row, {name: values for name, values in others.items() if name != site})
         return jnp.all((bounds_of_row[:, 0] >= states[0]) & (bounds_of_row[:, 1] <= states[-1]))
 
-    def message(rows: Mapping[str, Any], row: int, place: list[int], number: int) -> str:
+    def message(rows: Arrays, row: int, place: list[int], number: int) -> str:
         return (
             f"site {site!r}: in row {number} ({_held(rows, row, check.arrays)}) this discrete latent variable has "
             f"states beyond those of the rows that the model was read with, up to {int(states[-1])}. Give all rows at "
@@ -133,7 +133,7 @@ def quadratic_check(program: BoundModel, site: str, question: Callable[[dict], A
     :param site: of which it is. :param question: row, with what rows share -> bool (E,).
     """
 
-    def message(rows: Mapping[str, Any], row: int, place: list[int], number: int) -> str:
+    def message(rows: Arrays, row: int, place: list[int], number: int) -> str:
         return (
             f"site {site!r}: in row {number} the log density is not quadratic in the row's latent variables, and in "
             "the rows that the model was read with it was. Give all rows at once, as arrays, or put such a row into "
@@ -143,7 +143,7 @@ def quadratic_check(program: BoundModel, site: str, question: Callable[[dict], A
     return RowCheck(program, lambda row: question({**row, **program.shared}), message)
 
 
-def _held(rows: Mapping[str, Any], row: int, arrays: Iterable[str], separator: str = " and ") -> str:
+def _held(rows: Arrays, row: int, arrays: Iterable[str], separator: str = " and ") -> str:
     return separator.join(f"{name!r} holds {rows[name][row]}" for name in arrays)
 
 
@@ -165,9 +165,7 @@ class WholeSupportCheck:
             raise ValueError(_outside_message(self._program, self._site, rows, row, first_row))
 
 
-def _outside_message(
-    program: BoundModel, site: str, rows: Mapping[str, np.ndarray], row: int | None, first_row: int
-) -> str:
+def _outside_message(program: BoundModel, site: str, rows: Arrays, row: int | None, first_row: int) -> str:
     """:param row: None for values that are not of rows."""
     outside = f"outside the support ({peel_abstractly(program, site).support}) of its distribution"
     names = sorted(program.outcome_arrays(site))

@@ -13,7 +13,7 @@ import numpy as np
 
 from ...core.compilation import at_once, jit_once
 from ..data.arguments import absent_arguments
-from ..data.rows import common_length, num_rows
+from ..data.rows import Arrays, Keywords, common_length, num_rows
 from ..handlers.failures import FORWARD, CoupledRows, LocalLatents, UnboundedStates
 from ..handlers.tracing import SiteInfo, SiteRecord, plates_of, run_model, sample_sites
 from ..layout import Layout
@@ -24,8 +24,8 @@ CHECKED_ROWS = 8
 
 def find_row_plates(
     model: Callable,
-    rows: Mapping[str, Any],
-    model_kwargs: Mapping[str, Any],
+    rows: Arrays,
+    model_kwargs: Keywords,
     *,
     concrete: bool = False,
     evaluates: bool = False,
@@ -83,7 +83,7 @@ def check_has_outcome(observed: Sequence[str], model: Callable, given: Sequence[
         )
 
 
-def describe_few(describe: Callable, rows: Mapping[str, Any], number: str, observed: Sequence[str]) -> Any:
+def describe_few(describe: Callable, rows: Arrays, number: str, observed: Sequence[str]) -> Any:
     """:raises CoupledRows: naming the observed sites, if the model runs on all rows but not on these few."""
     try:
         return describe(rows)

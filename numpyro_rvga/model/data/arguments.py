@@ -12,7 +12,7 @@ import numpy as np
 
 from .arrays import BadData, as_data_array, is_array, is_frame
 from .keywords import same
-from .rows import Rows
+from .rows import Arrays, Data, Keywords, Rows
 
 ROW = "numpyro_rvga.row"  # among a program's rows: their numbers, where the model always runs on all data
 PARAMS = "numpyro_rvga.params"  # among a program's rows: the numpyro.param sites, the same for all of them
@@ -24,7 +24,7 @@ class NotRows(ValueError):
     """Data that cannot be taken row by row, and that all of them together may be of use."""
 
 
-def named_rows(model: Callable, data: Mapping[str, Any] | tuple, model_kwargs: Mapping[str, Any]) -> Rows:
+def named_rows(model: Callable, data: Data, model_kwargs: Keywords) -> Rows:
     """The data as arrays by argument name, checked.
 
     :raises NotRows: naming the argument, if arrays differ in length, have no leading axis, or if there are none.
@@ -52,7 +52,7 @@ def named_rows(model: Callable, data: Mapping[str, Any] | tuple, model_kwargs: M
 
 
 def whole_data(
-    model: Callable, data: Mapping[str, Any] | tuple, model_kwargs: Mapping[str, Any], *, keeps_frames: bool = False
+    model: Callable, data: Data, model_kwargs: Keywords, *, keeps_frames: bool = False
 ) -> tuple[Rows, dict[str, Any]]:
     """The data as arrays of any shape by argument name, for a model that takes all of them at once; and all keyword
     arguments, with what of the data is no array.
@@ -73,11 +73,11 @@ def whole_data(
     return arrays, keywords
 
 
-def has_frames(model: Callable, data: Mapping[str, Any] | tuple) -> bool:
+def has_frames(model: Callable, data: Data) -> bool:
     return any(map(is_frame, _by_name(model, data).values()))
 
 
-def whole_data_again(model: Callable, data: Mapping[str, Any] | tuple, model_kwargs: Mapping[str, Any]) -> Rows:
+def whole_data_again(model: Callable, data: Data, model_kwargs: Keywords) -> Rows:
     """The arrays of :func:`whole_data`, for a model that has been run with keyword arguments, which the data may hold
     again.
 
@@ -105,7 +105,7 @@ def _what_it_is(value: Any) -> str:
     return f"a {type(value).__name__}, no array"
 
 
-def _named(model: Callable, data: Mapping[str, Any] | tuple, model_kwargs: Mapping[str, Any]) -> dict[str, Any]:
+def _named(model: Callable, data: Data, model_kwargs: Keywords) -> dict[str, Any]:
     """:raises ValueError: for arguments that are given twice, missing, or not the model's."""
     named = _by_name(model, data)
     clash = sorted(set(named) & set(model_kwargs))
@@ -115,7 +115,7 @@ def _named(model: Callable, data: Mapping[str, Any] | tuple, model_kwargs: Mappi
     return named
 
 
-def checked_rows(model: Callable, data: Any, first_row: int, model_kwargs: Mapping[str, Any]) -> Rows:
+def checked_rows(model: Callable, data: Any, first_row: int, model_kwargs: Keywords) -> Rows:
     """The data as arrays by argument name.
 
     :raises ValueError: naming the array and the row, for unequal lengths and values that are not finite.
@@ -139,12 +139,12 @@ def check_finite(rows: Mapping[str, np.ndarray], first_row: int = 0) -> None:
             )
 
 
-def row_shapes(rows: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+def row_shapes(rows: Arrays) -> dict[str, tuple[int, ...]]:
     """The shape of one row of each array."""
     return {name: tuple(np.shape(array)[1:]) for name, array in rows.items()}
 
 
-def check_row_shapes(rows: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], which: str) -> None:
+def check_row_shapes(rows: Arrays, shapes: Mapping[str, tuple[int, ...]], which: str) -> None:
     """:raises ValueError: naming an array whose rows are of another shape than those that are known, and ``which``
     these are."""
     for name, shape in row_shapes(rows).items():
@@ -167,7 +167,7 @@ def _finite(array: np.ndarray) -> np.ndarray:
     return np.isfinite(array.reshape(len(array), -1)).all(axis=1)
 
 
-def split_call(model: Callable, rows: Mapping[str, Any], model_kwargs: Mapping[str, Any]) -> tuple[tuple, dict]:
+def split_call(model: Callable, rows: Arrays, model_kwargs: Keywords) -> tuple[tuple, dict]:
     """(args, kwargs) for a call of the model: ``*args`` parameters positionally, all others by name."""
     variadic = _variadic_name(model)
     args = tuple(rows[k] for k in rows if variadic and k.startswith(f"{variadic}["))
@@ -189,7 +189,7 @@ def absent_arguments(model: Callable, given: Iterable[str]) -> list[str]:
     return [p.name for p in _parameters(model) if p.default is None and p.name not in given]
 
 
-def _by_name(model: Callable, data: Mapping[str, Any] | tuple) -> dict[str, Any]:
+def _by_name(model: Callable, data: Data) -> dict[str, Any]:
     if isinstance(data, Mapping):
         return dict(data)
     refuse_frames(data)

@@ -8,8 +8,10 @@ from typing import Any
 import jax
 import numpy as np
 
+from .rows import Keywords
 
-def snapshot(keywords: Mapping[str, Any]) -> dict[str, Any]:
+
+def snapshot(keywords: Keywords) -> dict[str, Any]:
     """With copies of arrays that may be written to."""
     return jax.tree.map(lambda value: value.copy() if isinstance(value, np.ndarray) else value, dict(keywords))
 

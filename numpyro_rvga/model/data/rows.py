@@ -7,21 +7,24 @@ from typing import Any, TypeVar
 
 import jax
 import numpy as np
+from jax import Array
 
 Data = Mapping[str, Any] | tuple
 """What a user gives: rows as arrays by argument name, or in the order of the model's positional arguments."""
 Keywords = Mapping[str, Any]
 """The model's other arguments, by name."""
 Rows = dict[str, np.ndarray]
+Arrays = Mapping[str, np.ndarray | Array]
+"""By name, NumPy's or JAX's."""
 Tree = TypeVar("Tree")  # of arrays (n, ...)
 
 
-def num_rows(rows: Mapping[str, Any]) -> int:
+def num_rows(rows: Arrays) -> int:
     """Zero where there are no arrays."""
     return len(next(iter(rows.values()), ()))
 
 
-def common_length(arrays: Mapping[str, Any]) -> int | None:
+def common_length(arrays: Arrays) -> int | None:
     """Of the leading axes of arrays; None if they have none in common."""
     lengths = {np.shape(array)[:1] for array in arrays.values()}
     return next(iter(lengths))[0] if len(lengths) == 1 and () not in lengths else None

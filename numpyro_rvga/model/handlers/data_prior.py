@@ -11,10 +11,8 @@ from numpyro.distributions import Distribution
 
 from ...core.compilation import jit_once
 from ...core.jaxprs.interpret import PartialEvaluation, depends_on, partial_evaluation
-from ..data.rows import num_rows
+from ..data.rows import Arrays, num_rows
 from .tracing import SiteRecord
-
-Arrays = Mapping[str, Any]
 
 
 class PriorConstants(NamedTuple):

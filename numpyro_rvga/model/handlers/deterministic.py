@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import jax
 from jax import Array
 
+from ..data.rows import Arrays
 from .data_prior import data_dependence
 
 
@@ -25,10 +26,10 @@ class DeterministicSites(NamedTuple):
 
 
 def classify_deterministic(
-    values: Callable[[Mapping[str, Any], Array], dict[str, Array]],
+    values: Callable[[Arrays, Array], dict[str, Array]],
     of_rows: Collection[str],
     one_row: Mapping[str, Any],
-    two_rows: Mapping[str, Any],
+    two_rows: Arrays,
     theta: Array,
 ) -> DeterministicSites:
     """Sort the deterministic sites by what they depend on.

@@ -17,7 +17,7 @@ from numpyro.distributions.transforms import IdentityTransform, biject_to
 from numpyro.primitives import Messenger
 
 from ..data.arguments import absent_arguments, split_call
-from ..data.rows import common_length
+from ..data.rows import Arrays, Keywords, common_length
 from .failures import needs_numbers
 from .separable import separate_terms
 
@@ -160,8 +160,8 @@ def can_be_drawn(fn: dist.Distribution, shape: tuple[int, ...]) -> bool:
 
 def run_model(
     model: Callable,
-    rows: Mapping[str, Array],
-    model_kwargs: Mapping[str, Any],
+    rows: Arrays,
+    model_kwargs: Keywords,
     *,
     row_plates: frozenset[str] = frozenset(),
     unconstrained: Mapping[str, Array] | None = None,
@@ -186,9 +186,7 @@ def run_model(
     return trace, runner
 
 
-def _advice(
-    error: Exception, model: Callable, rows: Mapping[str, Array], model_kwargs: Mapping[str, Any]
-) -> Iterator[str]:
+def _advice(error: Exception, model: Callable, rows: Arrays, model_kwargs: Keywords) -> Iterator[str]:
     """What may help the author of a model that failed."""
     given = ", ".join(f"{name} {jnp.result_type(array)}{list(jnp.shape(array))}" for name, array in rows.items())
     yield f"The model failed on data of {given}."

@@ -21,10 +21,10 @@ from jax import Array, lax
 from numpyro.distributions import Distribution, constraints
 
 from ...core.compilation import at_once
+from ..data.rows import Arrays
 from ..handlers.failures import FORWARD, UnboundedStates
 from ..handlers.tracing import SiteRecord, elements
 from ..layout import Layout
-from .terms import Arrays
 
 MAX_STATES = 1024  # of a row's discrete latents together
 PROBES = 3  # places at which dependence is looked for

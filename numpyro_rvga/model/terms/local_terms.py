@@ -17,8 +17,9 @@ from ...core.compilation import at_once
 from ...core.expectations.local_integrals import MAX_DIMENSIONS, log_integral, num_nodes, place_nodes
 from ...core.jaxprs.symbolic import Factorization, factorize
 from ...core.matrices.linalg import cholesky, solve_lower
+from ..data.rows import Arrays
 from .local import PROBES, Component, LocalSites, Records, joint_by_state
-from .terms import Arrays, Terms, over_rows
+from .terms import Terms, over_rows
 
 QUADRATIC = {32: 1e-3, 64: 1e-8}  # by how much second derivatives may differ, relative to their size
 Draw = Callable[[Array, Array, Arrays, Array], tuple[Array, Array]]

@@ -12,7 +12,8 @@ from jax import Array, lax
 from jax.typing import DTypeLike
 
 from ...core.compilation import jit_once
-from .terms import Arrays, Terms, merged, over_rows, split_rows
+from ..data.rows import Arrays
+from .terms import Terms, merged, over_rows, split_rows
 
 CHUNK = 2**16  # rows that are probed together
 

@@ -12,7 +12,8 @@ from jax import Array
 
 from ...core.expectations.closed_forms import DENSITIES, Exponential, Gaussian, Logistic
 from ...core.expectations.tilted import may_be_tilted, read_tilted, tilted_density
-from .terms import Arrays, Terms
+from ..data.rows import Arrays
+from .terms import Terms
 
 CHECKED_ELEMENTS = 32  # of a site, when asking whether its terms are quadratic
 ONE_PREDICTOR = (-1.0, 0.0, 1.0, 2.0, -12.0, -6.0, 6.0, 12.0)  # where terms of one predictor are evaluated

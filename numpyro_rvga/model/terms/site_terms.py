@@ -17,10 +17,11 @@ from ...core.expectations import closed_forms as cf
 from ...core.jaxprs.primitives import numbers_in
 from ...core.jaxprs.shared_work import work_of_outputs
 from ...core.jaxprs.symbolic import Factorization, Reading, factorize
+from ..data.rows import Arrays
 from ..handlers.tracing import SiteRecord, elements, peel, site_transform
 from .distributions import patterns_of
 from .information import Information, information_of
-from .terms import Arrays, Terms
+from .terms import Terms
 
 MAX_PREDICTORS = 16  # of an affine split; beyond, the distribution's own parameters are linearized in theta
 

@@ -20,9 +20,10 @@ from jax.typing import DTypeLike
 
 from ...core.matrices.jacobians import SparseJacobian
 from ...core.updates.sparse import EliminationOrder
+from ..data.rows import Arrays
 from ..layout import Layout
 from .reads import Cut, Reader, Reads, along, pushed_along, read
-from .terms import Arrays, Terms, merged, over_rows, split_rows
+from .terms import Terms, merged, over_rows, split_rows
 
 FEWEST_PARAMETERS = 200  # below, whole matrices are small
 FEWEST_IN_CHAIN = 400  # parameters: chains take longer to compile than whole matrices

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from ...core.expectations.tilted import TiltedForm
 from ..data.arguments import ROW, SHARED
-
-Arrays = Mapping[str, Array]
+from ..data.rows import Arrays
 
 
 class Terms(NamedTuple):
@@ -108,7 +108,7 @@ def over_rows(function, num_elements, rows):
     return jax.vmap(every_element)(own)
 
 
-def split_rows(rows: Arrays) -> tuple[dict[str, Array], dict[str, Array]]:
+def split_rows(rows: Arrays) -> tuple[dict[str, np.ndarray | Array], dict[str, np.ndarray | Array]]:
     """What all rows share, and what they have of their own."""
     shared = {name: rows[name] for name in rows if name in SHARED}
     return shared, {name: rows[name] for name in rows if name not in SHARED}

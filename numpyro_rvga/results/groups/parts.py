@@ -112,7 +112,7 @@ class GroupPart:
         self.labels, number = np.unique(rows[index], return_inverse=True)
         self.rows = rows | {index: number.astype(np.int32)}
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         """Without what is compiled."""
         return {name: value for name, value in self.__dict__.items() if name != "evaluations"}
 

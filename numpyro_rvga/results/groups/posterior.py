@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -19,7 +19,7 @@ from numpyro import handlers
 from ...core.groups.steps import Groups, conditionals, covariances
 from ...model.data.rows import Data, num_rows
 from ...model.members import Members
-from ...options import is_count
+from ...options import Info, is_count
 from .parts import LocalPlate
 from .prediction import predict
 
@@ -71,7 +71,7 @@ class GroupPosterior:
     mean: Array
     scale: Array
     elbo: float | None
-    info: Mapping[str, Any]
+    info: Info
     groups: GroupSource
     plate: LocalPlate
     num_rows: int

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
 import numpy as np
@@ -12,7 +12,7 @@ from numpyro import handlers
 from numpyro.infer import Predictive
 
 from ...model.data.arguments import split_call
-from ...model.data.rows import Data
+from ...model.data.rows import Data, Keywords
 from .parts import gathered
 from .reading import numbered
 
@@ -43,7 +43,7 @@ def predict(posterior: GroupPosterior, rng_key: Array, data: Data | Iterable, nu
 def _numbered(posterior: GroupPosterior, data: Data | Iterable) -> tuple[dict[str, np.ndarray], np.ndarray, np.ndarray]:
     """Rows, checked; the number of the group of each; and the groups' labels."""
     program, plate = posterior.program, posterior.plate
-    keywords: Mapping[str, Any] = {**program.model_kwargs, plate.size: 1}
+    keywords: Keywords = {**program.model_kwargs, plate.size: 1}
     rows, _ = gathered(program.model, data, plate.index, keywords)
     labels, rows = numbered(rows, plate.index)
     number = rows[plate.index]
