@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -22,7 +22,7 @@ from .engines.online_engines import OnlineEngines
 from .engines.registry import Engines
 from .model.data.arguments import checked_rows
 from .model.data.row_set import RowSet, row_set
-from .model.data.rows import Data, Keywords, num_rows
+from .model.data.rows import Arrays, Data, Keywords, num_rows
 from .options import Info, Options, check_choice, check_choice_or_own, default_key, described, is_count, key_numbers
 from .presets import PRESETS
 from .progress import progress
@@ -323,7 +323,7 @@ class BONG:
         rng_key = default_key() if rng_key is None else rng_key
         return self._start(self.updates.get(rows, model_kwargs, rng_key), None, rng_key)
 
-    def update(self, state: OnlineState, data: Mapping[str, Any]) -> OnlineState:
+    def update(self, state: OnlineState, data: Arrays) -> OnlineState:
         """Update by rows, in blocks of ``block_size``.
 
         A pure function, also under ``jax.jit``. Rows are not checked. From a block that leaves no Gaussian on, the

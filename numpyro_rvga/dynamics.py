@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.typing import ArrayLike
 
 from .core.gaussians import Movement, Transition
 from .core.matrices.linalg import semidefinite_factor
@@ -57,7 +58,7 @@ class RandomWalk:
         if not all(np.all(np.asarray(s) >= 0) for s in scales):
             raise ValueError(f"the scale of a random walk must not be negative: {self.scale}.")
 
-    def transition(self, layout: Layout, mean: Array, root: Array, elapsed: Any) -> Transition:
+    def transition(self, layout: Layout, mean: Array, root: Array, elapsed: ArrayLike) -> Transition:
         """A, b and the noise of theta' = A theta + b + noise.
 
         :param mean: of the prior, (P,).
@@ -100,7 +101,7 @@ class OrnsteinUhlenbeck:
         if not 0 <= self.decay <= 1:
             raise ValueError(f"decay must lie between 0 and 1, not {self.decay}.")
 
-    def transition(self, layout: Layout, mean: Array, root: Array, elapsed: Any) -> Transition:
+    def transition(self, layout: Layout, mean: Array, root: Array, elapsed: ArrayLike) -> Transition:
         """As :meth:`RandomWalk.transition`."""
         log_decay = elapsed * (math.log(self.decay) if self.decay > 0 else -math.inf)
         matrix = jnp.full_like(mean, jnp.exp(log_decay))
@@ -148,7 +149,7 @@ class LinearDynamics:
         fields = [f"{name}={described(getattr(self, name))!r}" for name in (*COEFFICIENTS, "time")]
         return f"LinearDynamics({', '.join(fields)})"
 
-    def transition(self, layout: Layout, mean: Array, root: Array, elapsed: Any) -> Transition:
+    def transition(self, layout: Layout, mean: Array, root: Array, elapsed: ArrayLike) -> Transition:
         """As :meth:`RandomWalk.transition`.
 
         :raises ValueError: for arrays of other shapes, and a matrix that is not a covariance.

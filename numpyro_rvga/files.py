@@ -18,6 +18,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .options import Info
+
 try:
     import fcntl
 except ImportError:  # not on Windows
@@ -70,7 +72,7 @@ def _try_lock(file: Any) -> bool:
 def write(
     path: str | os.PathLike,
     kind: str,
-    metadata: Mapping[str, Any],
+    metadata: Info,
     arrays: Mapping[str, np.ndarray],
     previous: Path | None = None,
 ) -> None:
@@ -113,7 +115,7 @@ def _remove_abandoned(target: Path) -> None:
             continue
 
 
-def read(path: str | os.PathLike, kind: str) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+def read(path: str | os.PathLike, kind: str) -> tuple[Info, dict[str, np.ndarray]]:
     """Read what :func:`write` wrote.
 
     :param path: the file.
@@ -163,7 +165,7 @@ def _check_sizes(file: Any) -> None:
     file.seek(0)
 
 
-def encode(value: Any, name: str, arrays: dict[str, np.ndarray]) -> Any:
+def encode(value: object, name: str, arrays: dict[str, np.ndarray]) -> Any:
     """A JSON value that stands for ``value``, whose arrays go to ``arrays`` under names that begin with ``name``."""
     if isinstance(value, np.generic) and value.dtype.kind in "biufcUS":
         arrays[name] = np.asarray(value)
@@ -181,7 +183,7 @@ def encode(value: Any, name: str, arrays: dict[str, np.ndarray]) -> Any:
     raise ValueError(f"{name} of type {type(value).__name__} cannot be stored in a file of plain arrays.")
 
 
-def decode(encoded: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> Any:
+def decode(encoded: Info, arrays: Mapping[str, np.ndarray]) -> Any:
     ((kind, value),) = encoded.items()
     if kind == "array":
         return arrays[value]
@@ -197,7 +199,7 @@ def decode(encoded: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> Any:
     return value
 
 
-def is_plain(value: Any) -> bool:
+def is_plain(value: object) -> bool:
     try:
         encode(value, "", {})
     except ValueError:

@@ -58,7 +58,7 @@ def described(choice: Any) -> Any:
     return repr(choice) if name is None else f"{choice.__module__}.{name}"
 
 
-def check_choice_or_own(name: str, value: Any, choices: tuple, signature: str) -> None:
+def check_choice_or_own(name: str, value: object, choices: tuple, signature: str) -> None:
     """:raises ValueError: for what is neither one of the choices nor a hashable function, with the choices."""
     if callable(value) and isinstance(value, Hashable):
         return
@@ -68,18 +68,18 @@ def check_choice_or_own(name: str, value: Any, choices: tuple, signature: str) -
         )
 
 
-def check_choice(name: str, value: Any, choices: tuple) -> None:
+def check_choice(name: str, value: object, choices: tuple) -> None:
     """:raises ValueError: with the choices."""
     if value not in choices:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, not {value!r}.")
 
 
-def is_count(value: Any, least: int) -> bool:
+def is_count(value: object, least: int) -> bool:
     """Whether a value is an integer of at least ``least``."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
-def check_size(name: str, value: Any, least: int) -> None:
+def check_size(name: str, value: object, least: int) -> None:
     """:raises ValueError: if ``value`` is neither 'auto' nor an integer of at least ``least``."""
     if value != "auto" and not is_count(value, least):
         raise ValueError(f"{name} must be 'auto' or an integer of at least {least}, not {value!r}.")

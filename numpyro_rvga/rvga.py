@@ -26,7 +26,7 @@ from .families.full import FullFamily
 from .families.narrow import online_method
 from .group_streams import stream_groups
 from .model.data.row_set import RowSet
-from .model.data.rows import Data, Keywords, Rows
+from .model.data.rows import Arrays, Data, Keywords, Rows
 from .model.program import Program
 from .options import LOCAL, Options, check_choice, check_options, default_key
 from .results.posterior import Posterior
@@ -302,7 +302,7 @@ class RVGA:
         """
         return self._family.init(data, rng_key=rng_key, **model_kwargs)
 
-    def update(self, state: AnyState, data: Mapping[str, Any]) -> AnyState:
+    def update(self, state: AnyState, data: Arrays) -> AnyState:
         """Absorb a block of rows: jointly (implicit and Laplace), or one by one (explicit schemes). With dynamics,
         parameters move once before a joint update, and before each row of the others.
 

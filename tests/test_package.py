@@ -17,7 +17,8 @@ PACKAGE = Path(numpyro_rvga.__file__).parent
 FLOORS = {
     ".": """core model options files progress user_warnings dynamics initialization engines streams results presets bong
         families group_streams rvga fixed_point metrics clusters distributed""".split(),
-    "core": "special count matrices jaxprs compilation exponential expectations gaussians updates groups".split(),
+    "core": """pytrees special count matrices jaxprs compilation exponential expectations gaussians updates
+        groups""".split(),
     "model": """layout pickling data handlers terms bound identity program bad_rows half_lines hyperparameters members
         outcomes own_density predictive reading_check site_families""".split(),
 }

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
 from jax import Array
 from jax.typing import DTypeLike
 
+from ..core.pytrees import PyTree
 from ..core.updates.recursion import Absorbed, RowFactors
 from ..model.terms.terms import Terms, merged
 
@@ -32,7 +33,7 @@ class AbsorbedRows(NamedTuple):
 
         def nothing(terms: Terms) -> RowFactors:
             e, c = terms.num_elements, terms.num_predictors
-            arrays: Any = [np.zeros((len(weights), *shape), dtype) for shape in ((e, c, c), (e, c), (e,))]
+            arrays: PyTree = [np.zeros((len(weights), *shape), dtype) for shape in ((e, c, c), (e, c), (e,))]
             return RowFactors(*arrays)
 
         count = np.asarray(np.count_nonzero(weights), np.int32)

@@ -6,7 +6,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import reduce
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,7 @@ import numpy as np
 from jax import Array
 
 from ..core.matrices.jacobians import gram, vjp
+from ..core.pytrees import PyTree
 from ..core.updates.factors import Factors, add_curvatures, covariances
 from ..core.updates.objective import FactorSet
 from ..core.updates.recursion import Absorbed, RowFactors, State
@@ -173,7 +174,7 @@ class Certificate:
 
     def _added_up(self, mean: Array, root: Array, chunks: Iterable[tuple], size: int) -> Sums:
         """Sums over chunks of rows, weights and, if given, absorbed moments; in double precision."""
-        total: Any = None
+        total: PyTree = None
         under_way: deque = deque()
         for rows, weights, *absorbed in chunks:
             (rows, *absorbed), weights = pad((rows, *absorbed), size, weights)

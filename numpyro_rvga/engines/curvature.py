@@ -14,6 +14,7 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from ..core.gaussians import Family
+from ..core.pytrees import PyTree
 from ..core.updates.factors import Kind
 from ..model.data.rows import Rows, linspace_indices, num_rows, selected
 from ..model.terms.terms import Terms, constants
@@ -84,7 +85,7 @@ def distinct_densities(terms: Terms, rows: Rows, shared: dict[str, Array]) -> tu
     return chosen[first // terms.num_elements], first % terms.num_elements, jax.tree.map(lambda x: x[first], values)
 
 
-def curvature_of(terms: Terms, kind: Kind, dtype: DTypeLike, values: Any) -> Evaluate:
+def curvature_of(terms: Terms, kind: Kind, dtype: DTypeLike, values: PyTree) -> Evaluate:
     """(mean (C,), covariance (C, C), constants) -> -E[hess phi] and, of one predictor, its derivative in v."""
 
     def gamma(mean, covariance, value):
@@ -96,7 +97,7 @@ def curvature_of(terms: Terms, kind: Kind, dtype: DTypeLike, values: Any) -> Eva
     return _differenced(gamma) if _has_kinks(gamma, dtype, values) else _differentiated(gamma)
 
 
-def _has_kinks(gamma: Callable, dtype: DTypeLike, values: Any) -> bool:
+def _has_kinks(gamma: Callable, dtype: DTypeLike, values: PyTree) -> bool:
     """Whether differentiating the quadrature's sum misses part of the slope: nodes pass kinks of phi as v grows."""
     few = jax.tree.map(lambda x: x[linspace_indices(len(x), PROBED_DENSITIES)], values)
     means, covariances = _product(MEANS[::4], VARIANCES[::4], dtype)
@@ -126,14 +127,16 @@ def _differenced(gamma: Callable) -> Evaluate:
     return evaluate
 
 
-def over_grid(evaluate: Evaluate, values: Any, means: np.ndarray, variances: np.ndarray, dtype: DTypeLike) -> Curvature:
+def over_grid(
+    evaluate: Evaluate, values: PyTree, means: np.ndarray, variances: np.ndarray, dtype: DTypeLike
+) -> Curvature:
     matrices, slopes = _at_points(evaluate, values, *_product(means, variances, dtype))
     shape = (len(matrices), len(means), len(variances))
     return _judge(means[:, None], variances, matrices.reshape(*shape, 1, 1), slopes.reshape(shape), axis=1)
 
 
 def over_scattered_points(
-    evaluate: Evaluate, values: Any, means: np.ndarray, variances: np.ndarray, num_predictors: int, dtype: DTypeLike
+    evaluate: Evaluate, values: PyTree, means: np.ndarray, variances: np.ndarray, num_predictors: int, dtype: DTypeLike
 ) -> Curvature:
     """Means anywhere in the box that the grid's ends span, each with every variance."""
     rng = np.random.default_rng(0)
@@ -165,7 +168,7 @@ def at_posterior(
     return _judge(means, covariances, matrices, slopes, axis=None)
 
 
-def _at_points(evaluate: Evaluate, values: Any, means: Array, covariances: Array) -> tuple[np.ndarray, Any]:
+def _at_points(evaluate: Evaluate, values: PyTree, means: Array, covariances: Array) -> tuple[np.ndarray, Any]:
     """Every density at every point: (densities, points, ...)."""
 
     @jax.jit

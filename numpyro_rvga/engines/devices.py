@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from ..core.pytrees import PyTree
+
+Tree = TypeVar("Tree")  # of arrays
 
 
 class Devices:
@@ -34,22 +38,22 @@ class Devices:
         """The next number of rows that the devices can share equally."""
         return -(-num_rows // self.count) * self.count
 
-    def put_rows(self, tree: Any, axis: int = 0) -> Any:
+    def put_rows(self, tree: PyTree, axis: int = 0) -> PyTree:
         """Arrays with their rows along ``axis``, sharded over the devices."""
         if self._mesh is None:
             return jax.device_put(tree)
         return self._put(tree, NamedSharding(self._mesh, PartitionSpec(*[None] * axis, self._mesh.axis_names)))
 
-    def put(self, tree: Any) -> Any:
+    def put(self, tree: Tree) -> Tree:
         """Arrays replicated on each device."""
         return tree if self.everywhere is None else self._put(tree, self.everywhere)
 
-    def fetch(self, tree: Any) -> Any:
+    def fetch(self, tree: Tree) -> Tree:
         """Replicated arrays, on this process's default device."""
         return tree if self._mesh is None else jax.tree.map(lambda x: jnp.asarray(np.asarray(x)), tree)
 
     @staticmethod
-    def _put(tree: Any, sharding: NamedSharding) -> Any:
+    def _put(tree: Tree, sharding: NamedSharding) -> Tree:
         def placed(array: Any) -> Array:
             array = np.asarray(array)
             array = array.astype(jax.dtypes.canonicalize_dtype(array.dtype), copy=False)

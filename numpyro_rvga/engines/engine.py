@@ -16,6 +16,7 @@ from jax.core import Tracer
 from ..core.compilation import Compiled
 from ..core.gaussians import Movement
 from ..core.matrices.jacobians import times_root
+from ..core.pytrees import PyTree
 from ..core.updates.drivers import Progress
 from ..core.updates.factors import Factors, Kind
 from ..core.updates.joint import Joint, joint_solve
@@ -136,7 +137,7 @@ class Engine:
             self.made[key] = make()
         return self.made[key]
 
-    def __eq__(self, other: Any) -> bool:
+    def __eq__(self, other: object) -> bool:
         """Whether two engines run the same compiled functions."""
         return isinstance(other, Engine) and self.made is other.made
 
@@ -394,7 +395,7 @@ def _count_rows(problem: JointProblem) -> int:
     return chunks.shape[0] * chunks.shape[1]
 
 
-def _at_places(linearize: Callable, rest: Array, places: Array, chunk: Any, some: Array) -> tuple[Factors, ...]:
+def _at_places(linearize: Callable, rest: Array, places: Array, chunk: PyTree, some: Array) -> tuple[Factors, ...]:
     """Prior factors as functions of some entries of theta."""
     factors = linearize(chunk, rest.at[places].set(some))
     return tuple(f._replace(jacobian=f.jacobian[..., places]) for f in factors)

@@ -12,6 +12,7 @@ from jax import Array
 
 from ..core.groups.factors import OpenSums
 from ..core.groups.steps import Groups, GroupSums, conditionals
+from ..core.pytrees import PyTree
 from ..core.updates.factors import Kind
 from ..model.data.rows import Arrays, num_rows, pad, selected
 from ..model.members import NOBODY, Members, changes_of, member_of_prior, member_of_rows, whose
@@ -106,7 +107,9 @@ class GroupTerms:
         size = self.members.columns.size + self.members.shared.size
         return jnp.asarray(0.5 * np.random.default_rng(1).normal(size=size), self._dtype)
 
-    def chunks(self, rows: Arrays, index: np.ndarray, padded: int = 0, weights: np.ndarray | None = None) -> list[Any]:
+    def chunks(
+        self, rows: Arrays, index: np.ndarray, padded: int = 0, weights: np.ndarray | None = None
+    ) -> list[PyTree]:
         """Rows on the device, for :meth:`row_sums`.
 
         :param index: the member of each row, (n,). :param padded: the least number of rows, with copies of weight zero.
@@ -126,7 +129,7 @@ class GroupTerms:
         starts = range(0, count * size, size)
         return [self._devices.put_rows(selected(of_each, slice(start, start + size))) for start in starts]
 
-    def _put(self, tree: Any) -> Any:
+    def _put(self, tree: PyTree) -> Any:
         """On every device."""
         return self._devices.put(jax.device_put(tree))
 
@@ -149,7 +152,7 @@ class GroupTerms:
             for x in self._prior
         ]
 
-    def row_sums(self, place: _Place, chunk: Any) -> tuple[Array, ...]:
+    def row_sums(self, place: _Place, chunk: PyTree) -> tuple[Array, ...]:
         rows, weights, member = chunk
         return self._compiled(place, self._directions, rows, weights, member)
 
@@ -158,7 +161,7 @@ class GroupTerms:
         return self._compiled_prior(place, self._directions, self._inputs, tuple(weights), members)
 
     def open_sums(
-        self, mean: np.ndarray, root: np.ndarray, groups: Groups, chunks: list[Any]
+        self, mean: np.ndarray, root: np.ndarray, groups: Groups, chunks: list[PyTree]
     ) -> tuple[OpenSums, OpenSums]:
         """Of groups in the places of the first members: over their priors, and over rows."""
         place = self.place(mean, root, groups)
@@ -256,7 +259,7 @@ class GroupEvaluations:
         first members. :param with_shared_prior: whether the prior of the shared sites counts: in one part only.
     """
 
-    def __init__(self, terms: GroupTerms, chunks: list[Any], count: int, *, with_shared_prior: bool):
+    def __init__(self, terms: GroupTerms, chunks: list[PyTree], count: int, *, with_shared_prior: bool):
         self._terms, self._chunks, self._count, self._with_shared_prior = terms, chunks, count, with_shared_prior
         self._weights = terms.prior_weights(count, with_shared=with_shared_prior)
 

@@ -13,6 +13,7 @@ from jax.core import Tracer
 
 from ..core.compilation import Compiled, jit_once
 from ..core.matrices.precisions import PrecisionForm
+from ..core.pytrees import PyTree
 from ..core.updates.drivers import Evaluated, Pending, Progress, Steps, begun_again, evaluate, pending, solve, updated
 from ..core.updates.factors import Expected, Kind
 from ..core.updates.joint import Joint, Start, solve_joint_traced
@@ -44,7 +45,7 @@ class JointProblem(NamedTuple):
     """
 
     state: State
-    chunks: Any
+    chunks: PyTree
     prior_inputs: dict[str, Any]
     row_factors: tuple[RowFactors, ...] | None = None
     init: tuple[Array, Array] | None = None
@@ -124,7 +125,7 @@ class JointSolver:
     def __call__(
         self,
         search: Search,
-        problem: Any,
+        problem: PyTree,
         num_rows: Array,
         *,
         with_absorbed: bool = False,
@@ -144,7 +145,7 @@ class JointSolver:
             return self._traced(problem, num_rows, search=search, with_absorbed=with_absorbed)
         base, form, begun = self._begin(problem, search=search)
 
-        def steps_of(problem: Any) -> Steps:
+        def steps_of(problem: PyTree) -> Steps:
             return Steps(
                 form,
                 lambda state: self._propose(problem, form, state, search=search),
@@ -194,25 +195,25 @@ class JointSolver:
             solutions.append(finished(state))
         return best_of(solutions)
 
-    def _begun(self, problem: Any, *, search: Search) -> Start:
+    def _begun(self, problem: PyTree, *, search: Search) -> Start:
         return self._joint(search, problem).start()
 
-    def _proposed(self, problem: Any, form: PrecisionForm, state: SolverState, *, search: Search) -> Pending:
+    def _proposed(self, problem: PyTree, form: PrecisionForm, state: SolverState, *, search: Search) -> Pending:
         return pending(search, self._joint(search, problem).objective, form, state)
 
     def _evaluated(
-        self, problem: Any, base: Base, form: PrecisionForm, at: Pending, mean: Array, *, search: Search
+        self, problem: PyTree, base: Base, form: PrecisionForm, at: Pending, mean: Array, *, search: Search
     ) -> Evaluated:
         return evaluate(self._joint(search, problem).objective, base, form, at, mean)
 
     def _updated(
-        self, problem: Any, form: PrecisionForm, at: Pending, evaluated: Evaluated, *, search: Search
+        self, problem: PyTree, form: PrecisionForm, at: Pending, evaluated: Evaluated, *, search: Search
     ) -> tuple[SolverState, Progress]:
         return updated(search, self._joint(search, problem).objective, form, at, evaluated)
 
     def _finished(
         self,
-        problem: Any,
+        problem: PyTree,
         form: PrecisionForm,
         state: SolverState,
         expected: Expected | None,
@@ -225,7 +226,7 @@ class JointSolver:
         return _absorbed(joint, result, num_rows, with_absorbed, expected)
 
     def _solved_traced(
-        self, problem: Any, num_rows: Array, *, search: Search, with_absorbed: bool
+        self, problem: PyTree, num_rows: Array, *, search: Search, with_absorbed: bool
     ) -> tuple[State, StepInfo]:
         joint = self._joint(search, problem)
         return _absorbed(joint, solve_joint_traced(search, joint), num_rows, with_absorbed)

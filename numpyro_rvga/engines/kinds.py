@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -69,7 +69,9 @@ class _SiteExpectations:
         weight, values, local = constants
         return _weighted(weight, self._rule.expect(means, _with_local(covariances, local), values))
 
-    def adjustable(self, means: Array, covariances: Array, constants: tuple, is_coarse: Any) -> tuple[Moments, Array]:
+    def adjustable(
+        self, means: Array, covariances: Array, constants: tuple, is_coarse: Array | None
+    ) -> tuple[Moments, Array]:
         weight, values, local = constants
         assert self._rule.adjustable is not None
         return _weighted(weight, self._rule.adjustable(means, _with_local(covariances, local), values, is_coarse))

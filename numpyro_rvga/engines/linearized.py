@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from ..core.matrices.jacobians import times_vector
+from ..core.pytrees import PyTree
 from ..core.updates.factors import Factors
 from ..model.terms.sparsity import Pattern, sparse_jacobian
 from ..model.terms.terms import Terms, constants, linearize, merged
@@ -17,7 +18,9 @@ from ..model.terms.terms import Terms, constants, linearize, merged
 Seen = tuple[Terms, Pattern | None]  # terms, and the few entries of theta that they depend on; None: any
 
 
-def factors_at(terms: Terms, pattern: Pattern | None, theta: Array, rows: dict, weight: Array, values: Any) -> Factors:
+def factors_at(
+    terms: Terms, pattern: Pattern | None, theta: Array, rows: dict, weight: Array, values: PyTree
+) -> Factors:
     """Of one site, at theta (P,)."""
     if terms.by_draws:
         return _one_factor(theta, weight, values)
@@ -28,7 +31,7 @@ def factors_at(terms: Terms, pattern: Pattern | None, theta: Array, rows: dict, 
     return Factors(*sparse_jacobian(terms, pattern, theta, rows), merged((weight, values, local)))
 
 
-def _one_factor(theta: Array, weight: Array, values: Any) -> Factors:
+def _one_factor(theta: Array, weight: Array, values: PyTree) -> Factors:
     """All rows, as a function of theta."""
     size, dtype = theta.size, theta.dtype
     rows = jax.tree.map(lambda x: x[None, :, 0], (weight, values))

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import copy
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +27,7 @@ from ..core.expectations.by_nodes import hermite_rule, monte_carlo_points
 from ..core.exponential import regressed
 from ..core.gaussians import FullGaussian
 from ..core.gaussians.mean_field import MeanField
+from ..core.pytrees import PyTree
 from ..core.updates.factors import Factors, covariances
 from ..core.updates.joint import joint_solve, solve_joint_traced
 from ..core.updates.objective import FactorSet
@@ -302,7 +303,7 @@ class MeanFieldUpdates:
 
     def _expected(self, gaussian: State, block: _Block, nodes: Array) -> Array:
         """The log-likelihood of each row at each node, expected over x: (n, K)."""
-        total: Any = 0.0
+        total: PyTree = 0.0
         shape = len(block.weights), len(self._nodes.row_weights), -1
         factors = self._factors(gaussian.mean, block.rows, block.weights, nodes)
         for kind, f, covariance in zip(self.engine.kinds, factors, covariances(factors, gaussian.root.T)):

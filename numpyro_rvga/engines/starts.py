@@ -7,7 +7,6 @@ is mirrored at the prior's, and within two of zero in unconstrained space, as Nu
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 from jax import Array
@@ -71,7 +70,7 @@ def are_apart(one: Solved, other: Solved) -> bool:
     return bool(np.max(np.abs(np.asarray(a.mean) - np.asarray(b.mean)) / np.maximum(*deviations)) > FAR)
 
 
-def modes_info(modes: Sequence[float]) -> dict[str, Any]:
+def modes_info(modes: Sequence[float]) -> Info:
     """For the posterior's ``info``."""
     return {"modes": np.array(modes)} if len(modes) else {}
 

@@ -12,7 +12,7 @@ import numpy as np
 from jax import Array
 
 from ..core.gaussians.mean_field import MeanField
-from ..model.data.rows import Data
+from ..model.data.rows import Arrays, Data
 from ..model.site_families import own_families
 from ..results.posterior import Posterior
 from .by_site import SiteFamilies
@@ -71,7 +71,7 @@ class BestFamily:
         """
         _refuse()
 
-    def update(self, state: Any, data: Mapping[str, Any]) -> NoReturn:
+    def update(self, state: Any, data: Arrays) -> NoReturn:
         """:raises ValueError: always."""
         _refuse()
 

@@ -19,7 +19,7 @@ from ..engines.mean_field import MOST_IN_GRID, MeanFieldState, MeanFieldUpdates
 from ..engines.registry import Engines
 from ..model.data.arguments import checked_rows
 from ..model.data.row_set import RowSet
-from ..model.data.rows import Data, Keywords, Rows, linspace_indices, num_rows, selected
+from ..model.data.rows import Arrays, Data, Keywords, Rows, linspace_indices, num_rows, selected
 from ..model.handlers.conditional import conditional_model
 from ..model.handlers.failures import of_stream
 from ..model.program import Program
@@ -125,7 +125,7 @@ class SiteFamilies:
         rows = checked_rows(self.model, data, 0, model_kwargs)
         return self._updates_for(rows, model_kwargs, default_key() if rng_key is None else rng_key, None)[1].start
 
-    def update(self, state: MeanFieldState, data: Mapping[str, Any]) -> MeanFieldState:
+    def update(self, state: MeanFieldState, data: Arrays) -> MeanFieldState:
         """As :meth:`RVGA.update`: all rows in one block."""
         program, updates = self.last
         rows = program.rows_to_absorb(data)

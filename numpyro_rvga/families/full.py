@@ -21,7 +21,7 @@ from ..engines.registry import Engines
 from ..engines.starts import warn_of_modes
 from ..model.data.arguments import BadData, checked_rows
 from ..model.data.row_set import RowSet
-from ..model.data.rows import Data, Keywords, Rows, in_blocks, num_rows, without
+from ..model.data.rows import Arrays, Data, Keywords, Rows, in_blocks, num_rows, without
 from ..model.handlers.failures import of_stream
 from ..options import Info, default_key, key_numbers
 from ..progress import progress
@@ -211,7 +211,7 @@ class FullFamily:
         rng_key = default_key() if rng_key is None else rng_key
         return initial_state(self._engines.get(rows, model_kwargs, rng_key))
 
-    def update(self, state: State, data: Mapping[str, Any]) -> State:
+    def update(self, state: State, data: Arrays) -> State:
         """As :meth:`RVGA.update`."""
         engine = self._engines.last_engine
         rows = engine.program.rows_to_absorb(data)

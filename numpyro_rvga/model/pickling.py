@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import pickle
-from typing import Any
 
 
-def check_picklable(what: str, value: Any) -> None:
+def check_picklable(what: str, value: object) -> None:
     """:raises PicklingError: saying what to do with a posterior that holds what cannot be pickled."""
     try:
         pickle.dumps(value)

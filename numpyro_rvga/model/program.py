@@ -239,7 +239,7 @@ class Program(BoundLikelihood):
         self.check_same_sites(earlier)
         earlier.check_given(self.example_row, earlier.example_row)
 
-    def rows_to_absorb(self, data: Mapping[str, Any]) -> dict[str, Array]:
+    def rows_to_absorb(self, data: Arrays) -> dict[str, Array]:
         """Data arrays of the same form as JAX's, which may be traced, without reading their values.
 
         :raises ValueError: for arrays that are left out.

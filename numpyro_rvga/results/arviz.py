@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 from jax import Array
+from jax.typing import ArrayLike
 from scipy.special import logsumexp
 
 from ..model.data.rows import Arrays, Data
@@ -81,14 +82,15 @@ def converted(
     arviz, major = _import_arviz()
     program = posterior.program
     _check_names("dims", dims or {}, _variables(program))
-    sampled: dict[str, dict[str, Any]] = {
+    stats: dict[str, ArrayLike] = {"log_q": posterior.log_prob_unconstrained(theta)}
+    sampled: dict[str, Mapping[str, ArrayLike]] = {
         "posterior": posterior.constrain(theta, rows),
-        "sample_stats": {"log_q": posterior.log_prob_unconstrained(theta)},
+        "sample_stats": stats,
     }
-    fixed: dict[str, dict[str, Any]] = {}
+    fixed: dict[str, Mapping[str, ArrayLike]] = {}
     if rows is not None:
         chunks = list(chunks_of_log_likelihood(program, theta, rows))
-        sampled["sample_stats"]["log_p"] = summed(program, theta, chunks)
+        stats["log_p"] = summed(program, theta, chunks)
         sampled["log_likelihood"] = {site: _in_model_order(program, site, chunks) for site in program.likelihood_sites}
         sampled["posterior_predictive"] = prediction.at_draws(posterior, predictive_key, rows, theta)
         fixed["observed_data"] = jax.device_get(program.jitted(partial(observed_values, program), rows))

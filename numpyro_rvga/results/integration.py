@@ -29,7 +29,7 @@ from ..model import Program
 from ..model.data.rows import Arrays, Data, Rows
 from ..model.handlers.conditional import conditional_model
 from ..model.hyperparameters import Choice, choose_sites
-from ..options import MARGINALS, Options, check_choice, default_key
+from ..options import MARGINALS, Info, Options, check_choice, default_key
 from ..progress import Bar, progress
 from ..user_warnings import warn
 from .arviz import smoothed
@@ -130,7 +130,7 @@ class Integration:
         rng_key: Array,
         progress_bar: bool,
         start: ArrayLike | None = None,
-    ) -> dict[str, Any]:
+    ) -> Info:
         """The fields of a posterior.
 
         :param program: of the whole model. :param sites: which are integrated out.
@@ -227,7 +227,7 @@ def integrate(
     rng_key: Array | None,
     progress_bar: bool,
     marginal: str,
-) -> dict[str, Any]:
+) -> Info:
     """See :meth:`Posterior.integrate`."""
     check_choice("marginal", marginal, MARGINALS)
     program = posterior.program

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -28,6 +28,7 @@ from ..model.data.rows import Keywords
 from ..model.handlers.data_prior import PriorConstants
 from ..model.identity import ModelIdentity
 from ..model.terms.local import RowFacts
+from ..options import Info
 
 if TYPE_CHECKING:
     from .posterior import Posterior
@@ -147,7 +148,7 @@ class _Stored(NamedTuple):
     model: ModelIdentity
 
 
-def _read(path: str | os.PathLike) -> tuple[_Stored, dict[str, Any]]:
+def _read(path: str | os.PathLike) -> tuple[_Stored, Info]:
     """What a file holds of the model, and the posterior's other fields.
 
     :raises ValueError: for files that do not hold what a posterior does.
@@ -175,13 +176,13 @@ def _read(path: str | os.PathLike) -> tuple[_Stored, dict[str, Any]]:
         raise ValueError(f"{path} is damaged, or not a posterior that numpyro_rvga wrote: {error!r}.") from error
 
 
-def _gaussian(family: str, fields: dict[str, Any]) -> Any:
+def _gaussian(family: str, fields: Info) -> Any:
     """Of a family by its name."""
     kind = STORED_FAMILIES[family]
     return MeanField.from_fields(fields) if kind is MeanField else kind(**_with_roots(fields))
 
 
-def _with_roots(fields: dict[str, Any]) -> dict[str, Any]:
+def _with_roots(fields: Info) -> Info:
     """The arrays of a Gaussian, or of a mixture whose roots may be packed."""
     if not isinstance(fields.get("roots"), dict):
         return fields
@@ -189,7 +190,7 @@ def _with_roots(fields: dict[str, Any]) -> dict[str, Any]:
     return fields | {"roots": PackedRoots(**roots | {"packing": _packing(roots["packing"])})}
 
 
-def _packing(fields: dict[str, Any]) -> Packing | ChainPacking:
+def _packing(fields: Info) -> Packing | ChainPacking:
     if "block" in fields:
         return ChainPacking(**fields)
     pattern = fields["pattern"]
@@ -203,7 +204,7 @@ def _stored_state(state: Any) -> dict | None:
     return state._asdict() | {"prior_factor": state.prior_factor._asdict(), "num_rows": int(state.num_rows)}
 
 
-def _state(stored: Mapping[str, Any] | None) -> State | None:
+def _state(stored: Info | None) -> State | None:
     if stored is None:
         return None
     factor, count = CanonicalGaussian(**stored["prior_factor"]), Count.of(stored["num_rows"])
@@ -214,7 +215,7 @@ def _stored_constants(constants: PriorConstants) -> dict:
     return {"num_rows": constants.num_rows, "arrays": [list(arrays) for arrays in constants.arrays]}
 
 
-def _constants(stored: Mapping[str, Any] | None) -> PriorConstants | None:
+def _constants(stored: Info | None) -> PriorConstants | None:
     if stored is None:
         return None
     return PriorConstants(stored["num_rows"], tuple(tuple(map(jnp.asarray, arrays)) for arrays in stored["arrays"]))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NoReturn
@@ -12,6 +11,7 @@ import numpy as np
 
 from .. import files
 from ..model.identity import ModelIdentity
+from ..options import Info
 
 KIND = "checkpoint"
 EVERY = 100_000  # rows
@@ -53,7 +53,7 @@ class Checkpoint:
         """While it lasts, no other run writes to this file; see :func:`~numpyro_rvga.files.locked`."""
         return files.locked(self._path)
 
-    def read(self, run: Mapping[str, Any], model: ModelIdentity) -> dict[str, Any] | None:
+    def read(self, run: Info, model: ModelIdentity) -> Info | None:
         """The contents of the last checkpoint; None if there is none to go on from.
 
         :param run: plain facts that determine the result; floating-point arrays may differ a little.
@@ -73,7 +73,7 @@ class Checkpoint:
                 raise ValueError(f"{other} would be overwritten: move it, or delete it. ({error})") from error
         return contents
 
-    def write(self, contents: Mapping[str, Any]) -> None:
+    def write(self, contents: Info) -> None:
         """Replace the last checkpoint, atomically."""
         arrays: dict[str, np.ndarray] = {}
         encoded = {n: files.encode(v, n, arrays) for n, v in {**contents, "run": self._run}.items()}
@@ -86,7 +86,7 @@ class Checkpoint:
             "another name."
         )
 
-    def _contents_of(self, path: Path) -> dict[str, Any]:
+    def _contents_of(self, path: Path) -> Info:
         """:raises ValueError: for files that are not this run's."""
         try:
             metadata, arrays = files.read(path, KIND)
@@ -106,7 +106,7 @@ class Checkpoint:
         self._check_run(run, model)
         return contents
 
-    def _check_run(self, stored: Mapping[str, Any], model: ModelIdentity) -> None:
+    def _check_run(self, stored: Info, model: ModelIdentity) -> None:
         facts = {name: value for name, value in self._run.items() if name != "model"}
         for name in {**stored, **facts}:
             theirs, ours = stored.get(name), facts.get(name)

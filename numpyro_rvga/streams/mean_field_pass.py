@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 
 import jax
 import numpy as np
@@ -56,10 +55,10 @@ class MeanFieldPass(Pass[MeanFieldState, MeanFieldInfo]):
         self._num_blocks += 1
         self._largest = max(self._largest, float(report.decrement))
 
-    def stored(self) -> dict[str, Any]:
+    def stored(self) -> Info:
         return {"blocks": self._num_blocks, "largest": self._largest}
 
-    def restore(self, stored: Mapping[str, Any]) -> None:
+    def restore(self, stored: Info) -> None:
         self._num_blocks, self._largest = stored["blocks"], stored["largest"]
 
     def raise_bad_rows(self, before: MeanFieldState, after: MeanFieldState, rows: Rows, numbers: np.ndarray) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -104,10 +104,10 @@ class OnlinePass(Pass[OnlineState, BlockInfo]):
         if self._every is not None and (offset + num_rows(rows)) % self._every == 0:
             self._call_back(state)
 
-    def stored(self) -> dict[str, Any]:
+    def stored(self) -> Info:
         return {"clipped": self._clipped, "log_predictive": self._predictive}
 
-    def restore(self, stored: Mapping[str, Any]) -> None:
+    def restore(self, stored: Info) -> None:
         self._clipped, self._predictive = stored["clipped"], stored["log_predictive"]
 
     def raise_bad_rows(self, before: OnlineState, after: OnlineState, rows: Rows, numbers: np.ndarray) -> None:

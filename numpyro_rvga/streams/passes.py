@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from operator import index
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
@@ -111,15 +111,15 @@ class Pass(ABC, Generic[S, R]):
         """Called with each good result, in order."""
 
     @abstractmethod
-    def stored(self) -> dict[str, Any]:
+    def stored(self) -> Info:
         """What a method knows besides the state, as plain values and arrays, for checkpoints."""
 
     @abstractmethod
-    def restore(self, stored: Mapping[str, Any]) -> None:
+    def restore(self, stored: Info) -> None:
         """Go on from what was :meth:`stored`."""
 
     # ------------------------------------------------------------------ the pass
-    def __call__(self, state: S, run: Mapping[str, Any]) -> S:
+    def __call__(self, state: S, run: Info) -> S:
         """The state after all rows.
 
         :param run: options that determine the result; see :class:`Checkpoint`.
@@ -316,7 +316,7 @@ class Pass(ABC, Generic[S, R]):
         self._checkpoint.write(contents | {"rows": absorbed.num_rows, "absorbed": f"{absorbed.digest:016x}"})
         self._written = self.done
 
-    def _resume(self, contents: Mapping[str, Any] | None) -> None:
+    def _resume(self, contents: Info | None) -> None:
         """:raises ValueError: if the rows that were taken in are not the first of the data."""
         if contents is None:
             return

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 
 import jax
 import numpy as np
@@ -113,7 +112,7 @@ class RecursivePass(Pass[State, StepInfo]):
             counts = np.clip(num_rows(rows) - starts, 0, self._sizes.block)
             self.predicted += zip(np.asarray(report.bound)[counts > 0].tolist(), counts[counts > 0].tolist())
 
-    def stored(self) -> dict[str, Any]:
+    def stored(self) -> Info:
         return {
             "memory": self._memory.stored(),
             "sample": self.sample.stored(),
@@ -121,7 +120,7 @@ class RecursivePass(Pass[State, StepInfo]):
             "gathered": self._summary.stored(),
         }
 
-    def restore(self, stored: Mapping[str, Any]) -> None:
+    def restore(self, stored: Info) -> None:
         self._memory.restore(stored["memory"])
         self.sample.restore(stored["sample"])
         self.predicted = [(bound, int(count)) for bound, count in stored["predicted"].reshape(-1, 2)]

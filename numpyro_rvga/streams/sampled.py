@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
 from ..core.updates.recursion import State
 from ..engines.certificate import Certificate, Look, Stratum
 from ..model.data.rows import Rows, selected
+from ..options import Info
 from ..user_warnings import warn
 from .memory import Kept
 from .recursive_pass import RecursivePass
@@ -24,9 +24,7 @@ HARM = 0.1  # standard deviations that q was off by,
 LEFT = 0.02  # and nats of squared natural gradient that are or may be left: less is not worth a word
 
 
-def estimated(
-    certificate: Certificate, state: State, taken: RecursivePass, max_looks: int
-) -> tuple[State, dict[str, Any]]:
+def estimated(certificate: Certificate, state: State, taken: RecursivePass, max_looks: int) -> tuple[State, Info]:
     """The state after steps where the natural gradient is estimated well enough, and the estimates."""
     sample = taken.sample.items()
     kept, batches = _strata(sample, taken.kept, taken.sample.num_seen)

@@ -26,6 +26,7 @@ from jax import Array, lax
 
 from ..jaxprs.primitives import equations, numbers_in
 from ..matrices.linalg import semidefinite_factor
+from ..pytrees import PyTree
 from .by_nodes import Moments, power_of_two, with_slopes
 from .quadrature import at_first
 
@@ -40,7 +41,7 @@ LARGEST_ARRAY = 2**20  # numbers in the largest array of what is evaluated at on
 
 
 def by_draws(
-    phi: Callable[[Array, Any], Array], nodes_of: Callable[[int, int], Nodes], num_fresh: int, *, more: bool = False
+    phi: Callable[[Array, PyTree], Array], nodes_of: Callable[[int, int], Nodes], num_fresh: int, *, more: bool = False
 ) -> tuple[Callable, Callable]:
     """(means (n, C), covariances (n, C, C), constants (n, ...), whether few points will do) -> E[phi], E[grad phi],
     E[hess phi] of n factors; and, without the latter, -> E[phi] over as many sets of other points, which q was not
@@ -51,7 +52,7 @@ def by_draws(
     :param more: take more points than phi's cost would have it.
     """
 
-    def expect_one(mean: Array, covariance: Array, constants: Any, is_coarse: Array | None = None) -> Moments:
+    def expect_one(mean: Array, covariance: Array, constants: PyTree, is_coarse: Array | None = None) -> Moments:
         cost = _cost(phi, mean, constants)
         few, many = _least_points(mean.size), _num_points(mean.size, cost, more)
         if few == many:
@@ -70,7 +71,7 @@ def by_draws(
             at = _at_few_or_others(slope, points, constants, cost, few, is_coarse)
         return with_slopes(weights @ at[0], weights @ at[1], at[1], z, weights, root, inverse)
 
-    def fresh_of_one(mean: Array, covariance: Array, constants: Any) -> Array:
+    def fresh_of_one(mean: Array, covariance: Array, constants: PyTree) -> Array:
         cost = _cost(phi, mean, constants)
         count = max(_num_points(mean.size, cost, more) // num_fresh, 2 * mean.size)
         with jax.ensure_compile_time_eval():
@@ -79,10 +80,10 @@ def by_draws(
         values = _at_points(phi, mean + z @ semidefinite_factor(covariance)[0].T, constants, cost)
         return jnp.mean(values.reshape(num_fresh, -1), axis=1)
 
-    def of_each(function: Callable, *factors: Any) -> Any:
+    def of_each(function: Callable, *factors: Any) -> PyTree:
         return lax.map(lambda one: function(*one), factors)
 
-    def expect(means: Array, covariances: Array, constants: Any, is_coarse: Array | None = None) -> Moments:
+    def expect(means: Array, covariances: Array, constants: PyTree, is_coarse: Array | None = None) -> Moments:
         return of_each(partial(expect_one, is_coarse=is_coarse), means, covariances, constants)
 
     return expect, partial(of_each, fresh_of_one)
@@ -95,7 +96,7 @@ class _Cost(NamedTuple):
     largest: int
 
 
-def _cost(phi: Callable, mean: Array, constants: Any) -> _Cost:
+def _cost(phi: Callable, mean: Array, constants: PyTree) -> _Cost:
     program = jax.make_jaxpr(phi)(mean, constants).jaxpr
     largest = max((v.aval.size for eqn in equations(program) for v in eqn.outvars), default=1)
     return _Cost(1 + numbers_in(program), largest)
@@ -112,15 +113,15 @@ def _least_points(num_predictors: int) -> int:
     return power_of_two(max(POINTS, POINTS_PER_PREDICTOR * num_predictors))
 
 
-def _at_points(function: Callable, points: Array, constants: Any, cost: _Cost) -> Any:
+def _at_points(function: Callable, points: Array, constants: PyTree, cost: _Cost) -> PyTree:
     """``function(point, constants)`` at all points (K, C), as many at a time as memory has room for."""
     size = min(len(points), _num_at_once(cost))
     return lax.map(lambda point: function(point, constants), points, batch_size=size)
 
 
 def _at_few_or_others(
-    function: Callable, points: Array, constants: Any, cost: _Cost, few: int, is_coarse: Array
-) -> Any:
+    function: Callable, points: Array, constants: PyTree, cost: _Cost, few: int, is_coarse: Array
+) -> PyTree:
     """The same at the first few points, or at all others; zeros elsewhere."""
     start, stop = jnp.where(is_coarse, jnp.array([0, few]), jnp.array([few, len(points)]))
     size = min(few, 1 << (_num_at_once(cost).bit_length() - 1))  # both sets are whole batches

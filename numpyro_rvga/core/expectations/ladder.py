@@ -20,6 +20,7 @@ import numpy as np
 from jax import Array, lax
 
 from ..matrices.linalg import semidefinite_factor
+from ..pytrees import PyTree
 from .by_nodes import Moments, fixed_nodes, from_nodes, hermite_rule
 from .panels import NODES
 from .quadrature import (
@@ -88,18 +89,20 @@ def expectations(
     return lambda *factors: measured(*factors, None)[0], measured
 
 
-def _by_few_nodes(phi: PHI, means: Array, covariances: Array, constants: Any, is_coarse: None) -> tuple[Moments, None]:
+def _by_few_nodes(
+    phi: PHI, means: Array, covariances: Array, constants: PyTree, is_coarse: None
+) -> tuple[Moments, None]:
     del is_coarse  # there is but one rule
     points, weights, _ = fifth_degree_nodes(means.shape[1])
 
-    def of_each(mean: Array, covariance: Array, constants: Any) -> Moments:
+    def of_each(mean: Array, covariance: Array, constants: PyTree) -> Moments:
         nodes = fixed_nodes(mean, covariance, points[: len(weights)], weights)
         return from_nodes(lambda u: phi(u, constants), nodes, 1)
 
     return _in_chunks(jax.vmap(of_each), len(weights), (means, covariances, constants)), None
 
 
-def _in_chunks(function: Callable, num_points: int, arguments: tuple) -> Any:
+def _in_chunks(function: Callable, num_points: int, arguments: tuple) -> PyTree:
     """``function(*arguments)`` of n factors, some at a time: what it computes at their points then stays in the cache.
 
     Each takes factors from all over: where devices share them, all work on each chunk.
@@ -125,7 +128,7 @@ def _at_once_or(
     most: int,
     means: Array,
     covariances: Array,
-    constants: Any,
+    constants: PyTree,
     is_coarse: Array | None,
 ) -> tuple[Moments, Array]:
     """By ``rule`` for all, of so many points each, or by ``climb`` if these are more than ``most``."""
@@ -164,7 +167,7 @@ def _climb(
     batch_points: int,
     means: Array,
     covariances: Array,
-    constants: Any,
+    constants: PyTree,
     is_coarse: Array | None,
 ) -> tuple[Moments, Array]:
     num_points = len(fifth_degree_nodes(num_predictors)[0])
@@ -181,7 +184,7 @@ def _climb(
 
 
 def _first_rule(
-    phi: PHI, tolerances: tuple[dict[int, float], float], mean: Array, covariance: Array, constants: Any
+    phi: PHI, tolerances: tuple[dict[int, float], float], mean: Array, covariance: Array, constants: PyTree
 ) -> tuple[Factor, Moments, Array]:
     """The factor, and what the fifth-degree rule finds."""
     factor = factor_of(mean, covariance, constants)
@@ -205,7 +208,7 @@ def _finer(num_predictors: int, nodes: tuple | None, thorough: bool) -> list[tup
     return [(1.0, tensor, count), *([(MODEST, *panels)] if thorough else [])]
 
 
-def _refined(rule: Callable, size: int, factors: Factor, hard: Array, result: Any) -> Any:
+def _refined(rule: Callable, size: int, factors: Factor, hard: Array, result: PyTree) -> PyTree:
     """The results, by this rule for the hard factors, ``size`` at a time."""
     if len(hard) == 1:
         return lax.cond(hard[0], lambda: _weighed(result, rule(factors)), lambda: result)
@@ -225,7 +228,7 @@ def _refined(rule: Callable, size: int, factors: Factor, hard: Array, result: An
     return lax.while_loop(lambda carry: carry[0] < count, take_batch, (jnp.zeros((), count.dtype), result))[1]
 
 
-def _weighed(before: Any, after: Any) -> Any:
+def _weighed(before: PyTree, after: PyTree) -> PyTree:
     """The results after, and those before where their errors are smaller; of one factor or of many. Where both errors
     are alike it is a mean of both: a search would not come to rest at a q where the results jump."""
     is_usable = after[1] < jnp.inf  # rules with nodes farther out may find NaN
@@ -250,7 +253,7 @@ def _differentiable(expect: Callable, phi: PHI, num_predictors: int) -> Callable
         z, weights, _ = fifth_degree_nodes(num_predictors)
         z = z[: len(weights)]
 
-    def of_constants(mean: Array, covariance: Array, constants: Any) -> Array:
+    def of_constants(mean: Array, covariance: Array, constants: PyTree) -> Array:
         root, _ = semidefinite_factor(covariance)
         points = mean + z @ root.T
         each = jax.vmap(phi, (0, None))
@@ -259,12 +262,12 @@ def _differentiable(expect: Callable, phi: PHI, num_predictors: int) -> Callable
         return jnp.sum(jnp.asarray(weights) * is_defined * each(points, constants))
 
     def forward(
-        means: Array, covariances: Array, constants: Any, is_coarse: Array | None
+        means: Array, covariances: Array, constants: PyTree, is_coarse: Array | None
     ) -> tuple[tuple[Moments, Any], Any]:
         result = expect(means, covariances, constants, is_coarse)
         return result, (means, covariances, constants, result[0])
 
-    def backward(residuals: Any, slopes: tuple[Moments, Any]) -> tuple:
+    def backward(residuals: PyTree, slopes: tuple[Moments, Any]) -> tuple:
         means, covariances, constants, (_, gradients, hessians) = residuals
         scale = slopes[0][0]
         vjp = jax.vjp(lambda c: jax.vmap(of_constants)(means, covariances, c), constants)[1]

@@ -18,6 +18,7 @@ from jax import Array, lax
 from scipy.linalg import block_diag
 
 from ..matrices.linalg import product, semidefinite_factor
+from ..pytrees import PyTree
 from .by_nodes import Moments, hermite_rule, with_slopes
 from .panels import normal_integral
 
@@ -33,7 +34,7 @@ MOST_DIAGONAL = 3  # predictors, for which diagonals are probed too
 FAR = 4.5  # standard deviations: where phi is compared with the polynomial
 SHARE = 1 / 150  # of what phi differs there: of the sixth derivative's part, 1/167 is missing in the curvature
 
-PHI = Callable[[Array, Any], Array]
+PHI = Callable[[Array, PyTree], Array]
 
 
 class Factor(NamedTuple):
@@ -50,10 +51,10 @@ class Factor(NamedTuple):
     direction: Array
     slope: Array
     tolerance: Array
-    constants: Any
+    constants: PyTree
 
 
-def factor_of(mean: Array, covariance: Array, constants: Any) -> Factor:
+def factor_of(mean: Array, covariance: Array, constants: PyTree) -> Factor:
     """Before any evaluation of phi."""
     nothing = jnp.zeros_like(mean)
     return Factor(mean, *semidefinite_factor(covariance), nothing, nothing, nothing[0], constants)
@@ -209,7 +210,7 @@ def at_nodes(phi: PHI, factor: Factor, z: np.ndarray | Array, used: Array | None
     return each(points) if used is None else at_first(each, points, NODES_AT_ONCE, used)
 
 
-def at_first(function: Callable, points: Array, size: int, stop: Array, start: Array | int = 0) -> Any:
+def at_first(function: Callable, points: Array, size: int, stop: Array, start: Array | int = 0) -> PyTree:
     """``function(points)`` of those points (K, C) that are needed, so many at a time; zeros for others.
 
     :param start: number of the first one, a multiple of ``size``. :param stop: number after the last one.
@@ -218,7 +219,7 @@ def at_first(function: Callable, points: Array, size: int, stop: Array, start: A
     padded = jnp.concatenate([points, jnp.broadcast_to(points[:1], (count * size - len(points), points.shape[1]))])
     parts = padded.reshape(count, size, -1)
 
-    def take(number: Array, results: Any) -> Any:
+    def take(number: Array, results: PyTree) -> PyTree:
         new = function(parts[number])
         return jax.tree.map(lambda x, y: lax.dynamic_update_slice_in_dim(x, y, number * size, 0), results, new)
 

@@ -22,6 +22,7 @@ from jax.typing import DTypeLike
 
 from ..jaxprs.interpret import interpret
 from ..jaxprs.primitives import INLINED_PRIMITIVES, SELECTING_PRIMITIVES, form_of, is_float, results
+from ..pytrees import PyTree
 
 MOST_SUMMANDS = 64
 MOST_ENTRIES = 64  # of an intermediate array
@@ -84,7 +85,7 @@ def tilted(form: TiltedForm, mean: Array, covariance: Array, c: Tilted) -> tuple
 
 # ---------------------------------------------------------------------- reading a density
 def read_tilted(
-    density: Callable[[Array, Any], Array], num_predictors: int, dtype: DTypeLike, constants: Any
+    density: Callable[[Array, PyTree], Array], num_predictors: int, dtype: DTypeLike, constants: PyTree
 ) -> tuple[TiltedForm, Callable[[Any], Tilted]] | None:
     """The form of ``density(u, constants)`` and a function from constants to coefficients; None if it has none.
 

@@ -5,15 +5,16 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jax.typing import DTypeLike
+from jax.typing import ArrayLike, DTypeLike
 
 from ..matrices.linalg import column_sums, positive_part
 
+Q = TypeVar("Q", bound=Any)  # a Gaussian of any family
 PARAMETERIZATIONS = ("natural", "moment", "softplus")
 
 
@@ -87,14 +88,14 @@ class Movement(NamedTuple):
     :ivar time: the array of the rows' time stamps; None: each block is one unit of time after the one before.
     """
 
-    transition: Callable[[Any], Transition]
+    transition: Callable[[ArrayLike], Transition]
     time: str | None
 
-    def start(self, known: Any, dtype: DTypeLike) -> Array | None:
+    def start(self, known: ArrayLike | None, dtype: DTypeLike) -> Array | None:
         """The time of the last row so far, (): NaN where ``known`` is None. None without time stamps."""
         return None if self.time is None else jnp.asarray(jnp.nan if known is None else known, dtype)
 
-    def before(self, q: Any, last: Array | None, rows: dict) -> tuple[Any, Array | None]:
+    def before(self, q: Q, last: Array | None, rows: dict) -> tuple[Q, Array | None]:
         """q before a block of rows, and the time of its last row, which is that of the whole block. q is of NaN where
         time goes back. The prior is of the time of the first block.
 
@@ -109,19 +110,19 @@ class Movement(NamedTuple):
         return lax.cond(elapsed != 0, lambda: q.predict(self.transition(elapsed)), lambda: q), times[-1]
 
 
-def joined_in_natural_parameters(prior: Any, parts: list[Any]) -> Any:
+def joined_in_natural_parameters(prior: Q, parts: list[Q]) -> Q:
     """A prior times the ratio of each part to it, of a family whose natural parameters add up."""
     natural = [q.coordinates("natural") for q in (prior, *parts)]
     total = jax.tree.map(lambda first, *others: first + sum(x - first for x in others), *natural)
     return prior.from_coordinates(total, "natural")
 
 
-def shifted(q: Any, shift: Array) -> Any:
+def shifted(q: Q, shift: Array) -> Q:
     """N(mu + shift, Sigma) for q = N(mu, Sigma)."""
     return dataclasses.replace(q, mean=q.mean + shift)
 
 
-def nan_if_invalid(q: Any) -> Any:
+def nan_if_invalid(q: Q) -> Q:
     """q with a mean of NaN where its arrays are not those of a Gaussian."""
     return dataclasses.replace(q, mean=jnp.where(q.is_valid(), q.mean, jnp.nan))
 

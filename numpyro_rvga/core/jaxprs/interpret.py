@@ -12,6 +12,7 @@ from jax import Array
 from jax.extend import core as jex_core
 from jax.extend.core import Jaxpr, JaxprEqn
 
+from ..pytrees import PyTree
 from .primitives import INLINED_PRIMITIVES, inner_program, results
 
 Rule = Callable[[Any, list], list | None]
@@ -90,7 +91,7 @@ class PartialEvaluation(NamedTuple):
         return same and all(np.array_equal(a, b, equal_nan=_may_be_nan(a)) for a, b in zip(consts, other_consts))
 
 
-def partial_evaluation(function: Callable, data: Any, *parameters: Any) -> PartialEvaluation:
+def partial_evaluation(function: Callable, data: PyTree, *parameters: Any) -> PartialEvaluation:
     """Split ``function(data, *parameters)``.
 
     :param data: a pytree of arrays, or of their shapes.
@@ -114,7 +115,7 @@ def partial_evaluation(function: Callable, data: Any, *parameters: Any) -> Parti
     passed = tuple(dict.fromkeys(v for v in needed if v in of_data))
     fixed = dict(zip(jaxpr.constvars, consts))
 
-    def residuals(data: Any) -> tuple[Array, ...]:
+    def residuals(data: PyTree) -> tuple[Array, ...]:
         environment = fixed | dict(zip(jaxpr.invars, map(jnp.asarray, jax.tree.leaves(data))))
         return tuple(_evaluate(early, environment, passed))
 

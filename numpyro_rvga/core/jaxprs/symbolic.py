@@ -15,11 +15,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from typing import Any, NamedTuple, overload
+from typing import NamedTuple, overload
 
 import jax
 import jax.numpy as jnp
 
+from ..pytrees import PyTree
 from .graph import Graph
 from .nodes import AFFINE, CONSTANT, POINTWISE, Node, Value, ancestors, evaluate_nodes
 from .primitives import ARITHMETIC
@@ -48,7 +49,7 @@ class Reading:
     :param row: abstract or concrete arguments (pytrees), used for their shapes only.
     """
 
-    def __init__(self, fun: Callable, theta: jax.ShapeDtypeStruct, *row: Any):
+    def __init__(self, fun: Callable, theta: jax.ShapeDtypeStruct, *row: PyTree):
         self._graph, self._theta = Graph(), theta
         abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), row)
         jaxpr, shapes = jax.make_jaxpr(fun, return_shape=True)(theta, *abstract)
@@ -124,7 +125,7 @@ def _is_of_rows(node: Node) -> bool:
     return node.kind == CONSTANT and any(n.name == "row" or n.size > 1 for n in ancestors([node]))
 
 
-def factorize(fun: Callable, theta: jax.ShapeDtypeStruct, *row: Any) -> Factorization:
+def factorize(fun: Callable, theta: jax.ShapeDtypeStruct, *row: PyTree) -> Factorization:
     """Split a scalar function of theta into affine predictors and a density of them; see :class:`Reading`.
 
     :param fun: ``fun(theta, *row) -> scalar``.

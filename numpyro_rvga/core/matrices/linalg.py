@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from ..pytrees import PyTree
+
 UNROLL = 3  # the largest n for which n x n matrices are unrolled
 SMALL = 128  # the largest size at which a matrix is inverted by two triangular solves with the identity
 MOST_UNROLLED = 7  # the largest n of matrices that XLA multiplies slowly on CPUs: 4 x 4 five times as long as 8 x 8
@@ -199,7 +201,7 @@ scaled_columns.defvjp(
 )
 
 
-def sums_over_columns(function: Callable[..., Any], *arrays: Array) -> Any:
+def sums_over_columns(function: Callable[..., Any], *arrays: Array) -> PyTree:
     """``function(*arrays)`` for a function that is a sum over the last axis, such as products of long rows.
 
     On CPUs the sum is taken over pieces of the axis, which stay in the cache.

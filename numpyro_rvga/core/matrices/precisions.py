@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from ..pytrees import PyTree
 from .jacobians import Packed
 from .linalg import cholesky, inverse_from_cholesky, solve_lower
 from .packing import Border, Packing
@@ -95,13 +96,13 @@ class PrecisionForm(Protocol):
     def half_log_determinant(self, factor: Array) -> Array:
         """Of the precision."""
 
-    def covariance_root(self, factor: Array) -> Any:
+    def covariance_root(self, factor: Array) -> PyTree:
         """What the predictors' covariances are computed from."""
 
-    def trace(self, x: Array, covariance_root: Any) -> Array:
+    def trace(self, x: Array, covariance_root: PyTree) -> Array:
         """Of the base's precision times the covariance."""
 
-    def products(self, factor: Array, covariance_root: Any, a: Array, b: Array) -> tuple[Array, Array]:
+    def products(self, factor: Array, covariance_root: PyTree, a: Array, b: Array) -> tuple[Array, Array]:
         """Of differences of precisions, <a, a> and <a, b> in q's metric."""
 
     def entries(self) -> Entries | None:
@@ -263,19 +264,19 @@ class Bordered:
         """The factor's inverse, (h + k, h + k)."""
         return self.by_lower(self.packing.parts(factor), jnp.eye(self.start.size, dtype=factor.dtype))
 
-    def times(self, parts: Any, vectors: Array) -> Array:
+    def times(self, parts: PyTree, vectors: Array) -> Array:
         """A matrix, by its parts, times vectors (h + k, n)."""
         raise NotImplementedError
 
-    def by_lower(self, parts: Any, vectors: Array) -> Array:
+    def by_lower(self, parts: PyTree, vectors: Array) -> Array:
         """The inverse of a factor, by its parts, times vectors (h + k, n)."""
         raise NotImplementedError
 
-    def by_transposed(self, parts: Any, vectors: Array) -> Array:
+    def by_transposed(self, parts: PyTree, vectors: Array) -> Array:
         """The inverse of a transposed factor, by its parts, times vectors (h + k, n)."""
         raise NotImplementedError
 
-    def transposed_times(self, parts: Any, vectors: Array) -> Array:
+    def transposed_times(self, parts: PyTree, vectors: Array) -> Array:
         """A transposed factor, by its parts, times vectors (h + k, n)."""
         raise NotImplementedError
 

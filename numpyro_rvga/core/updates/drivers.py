@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,7 @@ import numpy as np
 from jax import Array, lax
 
 from ..matrices.precisions import PrecisionForm
+from ..pytrees import PyTree
 from .acceleration import MEMORY, NEAR, accelerated, entries_of_steps, visited
 from .factors import Expected
 from .maximize import Base, Proposal, Search, Solution, SolverState, propose, solution, unfinished, update, with_base
@@ -30,7 +31,7 @@ BACKTRACK = 0.25  # of a Newton step of the mean that lowered the bound
 def solve_traced(search: Search, objective: Objective, base: Base, form: PrecisionForm, state: SolverState) -> Solution:
     """The solution, by a loop that XLA runs."""
 
-    def slope_at(mean: Array, covariances: Any) -> Expected:
+    def slope_at(mean: Array, covariances: PyTree) -> Expected:
         return with_base(base, form, mean, objective.expect(mean, covariances))
 
     def step(state: SolverState) -> SolverState:
@@ -51,9 +52,9 @@ def solve_traced(search: Search, objective: Objective, base: Base, form: Precisi
 
 def _solve_mean_traced(
     form: PrecisionForm,
-    slope_at: Callable[[Array, Any], Expected],
+    slope_at: Callable[[Array, PyTree], Expected],
     proposal: Proposal,
-    covariances: Any,
+    covariances: PyTree,
     num_steps: Array,
     tolerance: Array,
 ) -> tuple[Array, Expected]:
@@ -87,7 +88,7 @@ class Pending(NamedTuple):
 
     state: SolverState
     proposal: Proposal
-    covariances: Any
+    covariances: PyTree
 
 
 class Progress(NamedTuple):

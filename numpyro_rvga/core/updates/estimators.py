@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,7 @@ from jax.scipy.linalg import block_diag
 
 from ..gaussians import DiagonalGaussian, ExpectedDerivatives, Family
 from ..matrices.linalg import positive_part, semidefinite_factor, semidefinite_root
+from ..pytrees import PyTree
 from .factors import Factors, Kind
 from .maximize import Settings
 from .recursion import predictor_scales, solve_block
@@ -38,10 +39,10 @@ class Observation(NamedTuple):
 
     kinds: tuple[Kind, ...]
     linearize: Callable[[Array], tuple[Factors, ...]]
-    rows: Any
-    log_lik: Callable[[Array, Any], Array]
+    rows: PyTree
+    log_lik: Callable[[Array, PyTree], Array]
     weights: Array
-    drawn_log_lik: Callable[[Array, Any, Array], Array] | None = None
+    drawn_log_lik: Callable[[Array, PyTree, Array], Array] | None = None
 
     def gradients(self, theta: Array) -> Array:
         """grad log p(y_i | theta) of each row, (n, P)."""

@@ -11,6 +11,7 @@ from jax import Array
 
 from ..matrices.jacobians import Packed, SparseJacobian, covariance, gram, vjp
 from ..matrices.linalg import positive_part
+from ..pytrees import PyTree
 
 Moments = tuple[Array, Array, Array]
 Jacobian = TypeVar("Jacobian", Array, SparseJacobian)
@@ -100,7 +101,7 @@ class Expected(NamedTuple):
 
     value: Array
     gradient: Array
-    hessians: Any
+    hessians: PyTree
     accounts: Accounts
     gradients: tuple[Array, ...] = ()
 

@@ -25,13 +25,14 @@ evaluation -> state). :mod:`~.drivers` takes one after the other.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
 from ..matrices.precisions import PrecisionForm
+from ..pytrees import PyTree
 from .factors import Expected
 
 MIN_STEP = 2.0**-30
@@ -138,7 +139,7 @@ class Evaluation(NamedTuple):
     decrement: Array
     covariance_decrement: Array
     clamped: Array
-    target_factor: Any
+    target_factor: PyTree
 
 
 class SolverState(NamedTuple):
@@ -171,7 +172,7 @@ class Proposal(NamedTuple):
     mean: Array
     precision: Array
     factor: Array
-    covariance_root: Any
+    covariance_root: PyTree
     change: Array
 
 
@@ -179,7 +180,7 @@ class Target(NamedTuple):
     """The precision that a full step takes, its Cholesky factor if it is kept, and whether it is clamped."""
 
     precision: Array
-    factor: Any
+    factor: PyTree
     clamped: Array
 
 

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from ..pytrees import PyTree
 from .factors import Expected, Factors, Kind, Sums, add_curvatures, covariances, curvature_of, expect
 
 
@@ -24,16 +25,16 @@ class Objective(NamedTuple):
     :ivar sums_of_set: m, and what is expected there, number of a set -> its sums, in the coordinates of theta.
     """
 
-    covariances: Callable[[Array, Any], Any] | None
-    expect: Callable[[Array, Any], Expected]
-    curvature: Callable[[Array, Any, bool], Array]
+    covariances: Callable[[Array, PyTree], Any] | None
+    expect: Callable[[Array, PyTree], Expected]
+    curvature: Callable[[Array, PyTree, bool], Array]
     sums_of_set: Callable[[Array, Expected, int], Sums]
 
-    def predictor_covariances(self, mean: Array, covariance_root: Any) -> Any:
+    def predictor_covariances(self, mean: Array, covariance_root: PyTree) -> PyTree:
         """What ``expect`` takes of the covariance Lambda^-1."""
         return covariance_root if self.covariances is None else self.covariances(mean, covariance_root)
 
-    def sums(self, mean: Array, covariance_root: Any) -> Sums:
+    def sums(self, mean: Array, covariance_root: PyTree) -> Sums:
         expected = self.expect(mean, self.predictor_covariances(mean, covariance_root))
         return Sums(expected.value, expected.gradient, self.curvature(mean, expected.hessians, False))
 
@@ -47,8 +48,8 @@ class FactorSet(NamedTuple):
     """
 
     kinds: tuple[Kind, ...]
-    linearize: Callable[[Any, Array], tuple[Factors, ...]]
-    chunks: Any = ()
+    linearize: Callable[[PyTree, Array], tuple[Factors, ...]]
+    chunks: PyTree = ()
 
     @property
     def num_chunks(self) -> int:
@@ -56,7 +57,7 @@ class FactorSet(NamedTuple):
         return max((x.shape[0] for x in jax.tree.leaves(self.chunks)), default=1)
 
     @property
-    def first(self) -> Any:
+    def first(self) -> PyTree:
         return jax.tree.map(lambda x: x[0], self.chunks)
 
     def map_reduce(self, function: Callable, *arguments: Any) -> tuple[Any, Any]:

@@ -10,7 +10,7 @@ The implicit step takes the derivatives under the q that it leads to (:func:`~.e
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol, cast
+from typing import NamedTuple, Protocol, cast
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,7 @@ from jax import Array, lax
 
 from ..gaussians import ExpectedDerivatives, Family, gradient_step, has_diverged
 from ..gaussians.steps import shifted
+from ..pytrees import PyTree
 
 RULES = ("bong", "bog", "blr", "bbb", "implicit")
 NATURAL = ("bong", "blr", "implicit")
@@ -78,7 +79,7 @@ class Updated(NamedTuple):
     :ivar ok: whether q is a Gaussian and has not diverged.
     """
 
-    q: Any
+    q: PyTree
     clipped: Array
     ok: Array
 

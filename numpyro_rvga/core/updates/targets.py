@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax.numpy as jnp
 from jax import Array, lax
 
 from ..matrices.precisions import PrecisionForm
+from ..pytrees import PyTree
 from .maximize import Proposal, Search, Target
 from .objective import Objective
 
@@ -15,7 +14,7 @@ STEEP = 0.1  # of the bound's slope towards the exact target, that one towards t
 
 
 def choose_target(
-    search: Search, form: PrecisionForm, objective: Objective, proposal: Proposal, mean: Array, hessians: Any
+    search: Search, form: PrecisionForm, objective: Objective, proposal: Proposal, mean: Array, hessians: PyTree
 ) -> tuple[Array, Target]:
     """The precision of the factors' exact curvature at the proposal, and the one that a full step takes."""
     exact = _exact(search, form, objective.curvature(mean, hessians, False))

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from ...core.pytrees import PyTree
 from ...model import Program
 from ...model.data.distinct_rows import once_each
 from ...model.data.rows import Rows, num_rows
@@ -34,11 +33,11 @@ class LogDensity:
 
         self._evaluate = jax.jit(jax.value_and_grad(log_joint))
 
-    def begin(self, params: Array, chunks: Any) -> Start:
+    def begin(self, params: Array, chunks: PyTree) -> Start:
         """There is nothing to start from."""
         return self._nothing
 
-    def solve(self, params: Array, chunks: Any, start: Start) -> Maximum:
+    def solve(self, params: Array, chunks: PyTree, start: Start) -> Maximum:
         value, gradient = self._evaluate(params, *chunks)
         return Maximum(value, gradient, start, jnp.asarray(True))
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -317,7 +316,7 @@ class BoundModel(ModelRuns):
         return self._improper if self.improper_prior_scale is None else frozenset()
 
 
-def _is_equal(a: Any, b: Any) -> bool:
+def _is_equal(a: object, b: object) -> bool:
     """Whether two arrays hold the same in the lower of their precisions, NaN in the same places too."""
     a, b = np.asarray(a), np.asarray(b)
     if not (a.dtype.kind == "f" and b.dtype.kind == "f"):
@@ -331,5 +330,5 @@ def _log_prob(record: SiteRecord) -> Array:
         return jnp.asarray(record.fn.log_prob(record.value)) * record.weight
 
 
-def _is_numeric(value: Any) -> bool:
+def _is_numeric(value: object) -> bool:
     return isinstance(value, (jax.Array, np.ndarray, np.generic, bool, int, float))

@@ -97,7 +97,7 @@ def whole_data_again(model: Callable, data: Data, model_kwargs: Keywords) -> Row
     return arrays
 
 
-def _what_it_is(value: Any) -> str:
+def _what_it_is(value: object) -> str:
     if np.isscalar(value) or isinstance(value, (np.ndarray, jax.Array)):
         return "a scalar"
     if isinstance(value, (list, tuple)):

@@ -11,6 +11,7 @@ import numpyro.distributions as dist
 from jax import Array
 
 from ...core.jaxprs.symbolic import Factorization, Reading, factorize
+from ...core.pytrees import PyTree
 from ..handlers.tracing import SiteRecord, peel
 
 # Exponential families in the outcome: what must not depend on theta for that, if anything.
@@ -35,15 +36,15 @@ class Information(NamedTuple):
     :ivar constants: (row, element) -> what ``of`` takes. :ivar of: predictors (C,), these -> the information (C, C).
     """
 
-    constants: Callable[[Any, Array], Any]
-    of: Callable[[Array, Any], Array]
+    constants: Callable[[PyTree, Array], Any]
+    of: Callable[[Array, PyTree], Array]
 
 
 def information_of(
-    run_site: Callable[[Array, Any], SiteRecord],
+    run_site: Callable[[Array, PyTree], SiteRecord],
     split: Factorization,
     theta: jax.ShapeDtypeStruct,
-    row: Any,
+    row: PyTree,
     kind: type,
 ) -> Information | None:
     """Of a site's terms; None if it is not known.
@@ -58,7 +59,7 @@ def information_of(
 
 
 def _by_divergence(
-    run_site: Callable[[Array, Any], SiteRecord], split: Factorization, theta: jax.ShapeDtypeStruct, row: Any
+    run_site: Callable[[Array, PyTree], SiteRecord], split: Factorization, theta: jax.ShapeDtypeStruct, row: PyTree
 ) -> Information:
     """The Hessian of KL(p_u || p_v) in v, at v = u."""
     size = theta.shape[0]
@@ -91,10 +92,10 @@ def _by_divergence(
 
 
 def _by_outcome(
-    run_site: Callable[[Array, Any], SiteRecord],
+    run_site: Callable[[Array, PyTree], SiteRecord],
     split: Factorization,
     theta: jax.ShapeDtypeStruct,
-    row: Any,
+    row: PyTree,
     fixed: str | None,
 ) -> Information | None:
     """(d mean / du)^2 / variance, for one predictor u (BONG paper, proposition 4.2).

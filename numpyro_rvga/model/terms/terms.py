@@ -11,8 +11,9 @@ import numpy as np
 from jax import Array
 
 from ...core.expectations.tilted import TiltedForm
+from ...core.pytrees import PyTree
 from ..data.arguments import ROW, SHARED
-from ..data.rows import Arrays
+from ..data.rows import Arrays, Tree
 
 
 class Terms(NamedTuple):
@@ -39,10 +40,10 @@ class Terms(NamedTuple):
     is_affine: bool
     predictors: Callable[[Array, Arrays, Array], Array]
     constants: Callable[[Arrays, Array], Any]
-    density: Callable[[Array, Any], Array]
+    density: Callable[[Array, PyTree], Array]
     closed_form: type | TiltedForm | None
     num_local: int = 0
-    information: Callable[[Array, Any], Array] | None = None
+    information: Callable[[Array, PyTree], Array] | None = None
     of_all_rows: bool = False
     by_draws: bool = False
 
@@ -89,7 +90,7 @@ def constants(terms: Terms, rows: Arrays) -> Any:
     return over_rows(terms.constants, terms.num_elements, rows)
 
 
-def merged(arrays: Any) -> Any:
+def merged(arrays: Tree) -> Tree:
     """A pytree of (n, E, ...) arrays as (n E, ...) arrays."""
     return jax.tree.map(lambda x: x.reshape(x.shape[0] * x.shape[1], *x.shape[2:]), arrays)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from functools import reduce
 from typing import Any, NamedTuple
 
@@ -49,7 +49,7 @@ class Bound(NamedTuple):
         """Whether Gaussian factors are the terms that they stand for."""
         return self.engine.program.has_gaussian_rows and self.terms.has_gaussian_groups
 
-    def pieces(self, labels: Sequence[Any]) -> list[Sequence[Any]]:
+    def pieces(self, labels: Sequence[Hashable]) -> list[Sequence[Any]]:
         """Of labels, as many at a time as there are places for."""
         size = self.members.number
         return [labels[start : start + size] for start in range(0, len(labels), size)]

@@ -10,13 +10,14 @@ import io
 import json
 import os
 import sqlite3
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from ... import files
+from ...options import Info
 
 AT_ONCE = 500  # keys of a query
 TO_SPARE = 0.25  # of the vectors in memory, which leave it together
@@ -61,7 +62,7 @@ class GroupStore:
         """Those used last come last."""
         return list(self._vectors)
 
-    def read(self, labels: Sequence[Any]) -> tuple[np.ndarray, np.ndarray]:
+    def read(self, labels: Sequence[Hashable]) -> tuple[np.ndarray, np.ndarray]:
         """The vectors of those labels that have one (m, w), and the places of these (m,)."""
         self._fetch([label for label in labels if label not in self._vectors])
         places = [i for i, label in enumerate(labels) if label in self._vectors]
@@ -70,7 +71,7 @@ class GroupStore:
             self._vectors[label] = self._vectors.pop(label)
         return _padded([self._vectors[label] for label in present]), np.array(places, int)
 
-    def write(self, labels: Sequence[Any], vectors: np.ndarray) -> None:
+    def write(self, labels: Sequence[Hashable], vectors: np.ndarray) -> None:
         """Those of labels that were read before. New ones are entered."""
         self._count += sum(label not in self._vectors for label in labels)
         for label, vector in zip(labels, _without_last_zeros(vectors)):
@@ -111,7 +112,7 @@ class GroupStore:
             if others:
                 yield list(others), _padded(list(others.values()))
 
-    def save(self, state: Mapping[str, Any]) -> None:
+    def save(self, state: Info) -> None:
         """Everything to the file, with a state of what :func:`files.encode` takes."""
         assert self._file is not None
         self._put(list(self._unsaved))
@@ -125,7 +126,7 @@ class GroupStore:
         self._file.execute("COMMIT")
         self._file.execute("BEGIN IMMEDIATE")
 
-    def saved_state(self) -> dict[str, Any] | None:
+    def saved_state(self) -> Info | None:
         """None if nothing was saved."""
         row = None if self._file is None else self._file.execute("SELECT contents, arrays FROM state").fetchone()
         if row is None:
@@ -153,7 +154,7 @@ class GroupStore:
         if self._file is not None:
             self._file.close()
 
-    def _fetch(self, labels: list[Any]) -> None:
+    def _fetch(self, labels: list[Hashable]) -> None:
         """To memory, from the file."""
         if self._file is None:
             return
@@ -163,7 +164,7 @@ class GroupStore:
             fetched = self._file.execute(query, some).fetchall()
             self._vectors.update((label, self._checked(vector)) for label, vector in fetched)
 
-    def _put(self, labels: list[Any]) -> None:
+    def _put(self, labels: list[Hashable]) -> None:
         """To the file, what it lacks."""
         assert self._file is not None
         unsaved = self._unsaved.intersection(labels)

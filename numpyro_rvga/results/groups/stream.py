@@ -8,7 +8,7 @@ Gaussian factor (:mod:`~numpyro_rvga.core.groups.factors`). The other groups sta
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -165,12 +165,12 @@ class GroupStream:
         if len(parts) == 1 and self._looked_at == self.num_rows:  # the errors of blocks are no part of q any more
             self._expectation_error -= error
 
-    def _look_at(self, bound: Bound, labels: list[Any]) -> int:
+    def _look_at(self, bound: Bound, labels: list[Hashable]) -> int:
         """Solve for these groups without new rows; how many rows of theirs are kept."""
         pieces = bound.pieces(labels)
         return self._solve(bound, pieces, [partial(self._without_new_rows, bound, piece) for piece in pieces])
 
-    def _without_new_rows(self, bound: Bound, labels: Sequence[Any]) -> Given:
+    def _without_new_rows(self, bound: Bound, labels: Sequence[Hashable]) -> Given:
         """Groups without new rows."""
         groups, rows = bound.unpacked(self._store.read(labels)[0])
         return Given(groups.at(self._so_far.shared.mean), EarlierGroups(groups, rows, np.arange(len(labels))), None)
@@ -250,7 +250,7 @@ class GroupStream:
         """What must be the same when a stream goes on."""
         return {**self._model.plate._asdict(), "rows_kept": self._rows_kept}
 
-    def _restore(self, state: Mapping[str, Any]) -> None:
+    def _restore(self, state: Info) -> None:
         """:raises ValueError: for a file of another model, or of other options."""
         for name, value in self._facts.items():
             if state["facts"][name] != value:

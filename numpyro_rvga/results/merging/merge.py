@@ -24,7 +24,7 @@ from ...engines.online import OnlineState
 from ...model.data.row_set import RowSet, total
 from ...model.data.rows import Rows
 from ...model.identity import model_identity
-from ...options import Options, default_key
+from ...options import Info, Options, default_key
 from .rounds import Result, checked_rounds, evaluations_of, facts_of, in_rounds, total_of, warn_of_one_exchange
 from .summaries import merged_state
 
@@ -73,7 +73,7 @@ def merge(
     return cls(**_merged_fields(parts, data, rounds))
 
 
-def _merged_fields(parts: Sequence[Posterior], data: Sequence[Any] | None, rounds: int | str) -> dict[str, Any]:
+def _merged_fields(parts: Sequence[Posterior], data: Sequence[Any] | None, rounds: int | str) -> Info:
     """The fields of the merged posterior.
 
     :raises ValueError: as :func:`merge`.
@@ -233,7 +233,7 @@ def _check_same_model(first: Posterior, part: Posterior, number: int) -> None:
         )
 
 
-def _is_same(one: Any, other: Any) -> bool:
+def _is_same(one: object, other: object) -> bool:
     if isinstance(one, (np.ndarray, jax.Array)) or isinstance(other, (np.ndarray, jax.Array)):
         return np.array_equal(one, other)
     return one is other or bool(one == other)
@@ -283,7 +283,7 @@ def _settled(program: Program, state: State) -> State:
     return Engine(program, SETTLING, default_key()).with_exact_prior(state)[0]
 
 
-def _fields(gaussian: Family, state: Any, bound: float | None) -> dict[str, Any]:
+def _fields(gaussian: Family, state: Any, bound: float | None) -> Info:
     return {"gaussian": gaussian, "state": state, "elbo": bound, "num_rows": int(state.num_rows)}
 
 
