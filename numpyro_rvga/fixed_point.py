@@ -14,7 +14,7 @@ from jax.typing import ArrayLike
 from .core.expectations.by_nodes import Expectation
 from .engines.batch import BatchSolver, Initial
 from .engines.registry import Engines
-from .model.data.rows import Data, Keywords
+from .model.data.rows import Data
 from .options import LOCAL, MARGINALS, Options, check_choice, check_options, default_key
 from .results.conditions import Conditions, check_conditions
 from .results.integration import Integration
@@ -155,29 +155,12 @@ class FixedPointVI:
         """
         started = time.perf_counter()
         rng_key = default_key() if rng_key is None else rng_key
-        return self._engines.run_with_positive_scales(
-            lambda: self._run(data, rng_key, init, model_kwargs, progress_bar=progress_bar, started=started)
-        )
-
-    def _run(
-        self,
-        data: Data,
-        rng_key: Array,
-        init: Posterior | None,
-        model_kwargs: Keywords,
-        *,
-        progress_bar: bool,
-        started: float,
-    ) -> Posterior:
         engine, rows, reason = self._engines.together(data, model_kwargs, rng_key)
         if init is not None:
             engine.program.check_same_sites(init.program)
         not_integrated = {}
         if self.integrate:
             choice = self._integration.choose(engine.program, self.integrate, rows)
-            may_be_invalid = any(engine.program.sites[name].is_real for name in choice.sites)
-            if may_be_invalid and self._engines.stay_positive():  # they are given their values, which must be valid
-                return self._run(data, rng_key, init, model_kwargs, progress_bar=progress_bar, started=started)
             if choice.sites:
                 start = None if init is None else init.mean
                 return Posterior(**self._integration(engine.program, choice.sites, rows, rng_key, progress_bar, start))

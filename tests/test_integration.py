@@ -15,9 +15,8 @@ from scipy.special import logsumexp
 
 from numpyro_rvga import RVGA, FixedPointVI, Posterior
 from numpyro_rvga.engines.registry import Engines
-from numpyro_rvga.model.hyperparameters import choose_sites
 from numpyro_rvga.results import integration
-from numpyro_rvga.results.integration import DEFAULTS
+from numpyro_rvga.results.integration import DEFAULTS, Integration
 
 KEY = jax.random.key(0)
 EFFECTS = np.array([28.0, 8, -3, 7, -1, 1, 18, 12])
@@ -341,18 +340,28 @@ def partly_undefined(x, y=None):
         numpyro.sample("y", dist.StudentT(degrees, slope * x, jnp.sqrt(variance - 1)), obs=y)
 
 
+def looks_at_values(x, y=None):
+    """A NumPyro model that computes with the values of its data as it is read."""
+    level = numpyro.sample("level", dist.Normal(0, 1))
+    scale = numpyro.sample("scale", dist.HalfNormal(1))
+    with numpyro.plate("kinds", len(set(np.asarray(x).tolist()))):
+        effect = numpyro.sample("effect", dist.Normal(level, scale))
+    numpyro.sample("y", dist.Normal(effect[x[x >= 0]], 1.0), obs=y[x >= 0])
+
+
 @pytest.mark.parametrize(
     ("model", "data", "kwargs", "sites"),
     [
         (positive_slope, LINE, {}, ("sigma",)),
         (partly_undefined, LINE, {}, ("variance", "degrees")),
         (eight_schools_not_centered, SCHOOLS, {}, ("tau",)),
+        (looks_at_values, {"x": np.arange(-1, 7) % 7, "y": np.arange(8.0)}, {}, ("scale",)),
         (process, {"number": np.arange(5), "count": np.arange(5)}, {"places": np.arange(5.0)}, ("length", "variance")),
     ],
 )
 def test_auto_takes_the_fewest_sites(model, data, kwargs, sites):
-    program = Engines(model, DEFAULTS, None, batch=True).together(data, kwargs, KEY)[0].program
-    assert choose_sites(program).sites == sites
+    engine, rows, _ = Engines(model, DEFAULTS, None, batch=True).together(data, kwargs, KEY)
+    assert Integration(DEFAULTS, None).choose(engine.program, "auto", rows).sites == sites
 
 
 def regression(x, y=None):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,12 +12,12 @@ from jax import Array
 from jax.sharding import Mesh
 
 from ..dynamics import Dynamics, movement_of
-from ..model.bad_rows import NotFinite, check_start
+from ..model.bad_rows import check_start
 from ..model.bound import bad_indices
 from ..model.data.arguments import BadData, NotRows, checked_rows, has_frames, whole_data
 from ..model.data.keywords import same, snapshot
 from ..model.data.rows import Data, Keywords, Rows, num_rows
-from ..model.half_lines import on_positive_half, positive_sites
+from ..model.half_lines import read_on_positive_half
 from ..model.handlers.failures import LocalLatents, UnboundedStates, readable, why_not_rows
 from ..model.program import Program
 from ..model.reading_check import check_reading
@@ -27,7 +27,6 @@ from .devices import Devices
 from .engine import Engine
 
 WHOLE = "all data at once"
-T = TypeVar("T")
 
 
 class Engines:
@@ -123,29 +122,6 @@ class Engines:
             raise RuntimeError("call init(data) first: it compiles what update and posterior take.")
         return self.last
 
-    def run_with_positive_scales(self, run: Callable[[], T]) -> T:
-        """The result of a run. Where the model's density is not finite, that of a second run, after
-        :meth:`stay_positive`."""
-        try:
-            return run()
-        except NotFinite:
-            if not self.stay_positive():
-                raise
-        return run()
-
-    def stay_positive(self) -> bool:
-        """From now on, the sites of the last program that may not be negative are positive; whether there are any."""
-        assert self.last is not None
-        sites = positive_sites(self.last.program)
-        if sites:
-            named = ", ".join(map(repr, sites))
-            warn(
-                f"the model's density is NaN where {named} is negative, though the prior is on the whole line. It is "
-                "taken as positive, where NUTS stays too. Say so in the model: HalfNormal in place of Normal(0, 1)."
-            )
-            self.model, self._cached, self.last = on_positive_half(self.model, sites), [], None
-        return bool(sites)
-
     def together(self, data: Data, model_kwargs: Keywords, rng_key: Array) -> tuple[Engine, Rows, str | None]:
         """The engine for a solve of all data, the data, and, if they are no independent rows, why.
 
@@ -208,7 +184,7 @@ class Engines:
             options = {"whole": True, "evaluates": evaluates, "by_draws": self._is_plain, **self._program_options}
             options |= {"local": "prior" if self._local == "prior" else "marginal"}
             try:
-                program = Program(self.model, variant, model_kwargs, **options)
+                program = self._read(variant, model_kwargs, **options)
                 check_start(program)
                 check_reading(program)
                 program.check_rows(variant)
@@ -255,11 +231,11 @@ class Engines:
         draws = {"by_draws": self._takes_draws(all_rows)}
         options = {"all_rows": all_rows, "whole": self._whole, **draws, **self._program_options}
         try:
-            program = Program(self.model, rows, model_kwargs, **options)
+            program = self._read(rows, model_kwargs, **options)
         except LocalLatents:
             if self._local != "auto":
                 raise
-            program = Program(self.model, rows, model_kwargs, **options | {"local": "marginal"})
+            program = self._read(rows, model_kwargs, **options | {"local": "marginal"})
         if not self._whole:
             program.check_independence(rows)
         if program.params.layout.size and not self._batch:
@@ -267,6 +243,18 @@ class Engines:
                 f"the model has numpyro.param sites ({', '.join(program.params.layout.site_names)}), which a recursion "
                 "cannot learn. Give them priors, or learn them with FixedPointVI."
             )
+        return program
+
+    def _read(self, rows: Rows, model_kwargs: dict, **options: Any) -> Program:
+        """The model read with its data. From now on, sites that may not be negative are positive."""
+        program, sites = read_on_positive_half(self.model, lambda model: Program(model, rows, model_kwargs, **options))
+        if sites:
+            named = ", ".join(map(repr, sites))
+            warn(
+                f"the model's density is NaN where {named} is negative, though the prior is on the whole line. It is "
+                "taken as positive, where NUTS stays too. Say so in the model: HalfNormal in place of Normal(0, 1)."
+            )
+            self.model = program.model
         return program
 
 

@@ -79,11 +79,7 @@ class FullFamily:
         options = PassOptions(checkpoint, every, resume, on_bad_row)
         at_hand = isinstance(data, (Mapping, tuple)) and not options.skips and init is None and checkpoint is None
         passed = {"may_be_joint": at_hand and self.blocks.may_be_joint, "progress_bar": progress_bar}
-
-        def run() -> Posterior:
-            return self._run(data, options, rng_key, init, model_kwargs, started=started, **passed)
-
-        return self._engines.run_with_positive_scales(run) if at_hand else run()
+        return self._run(data, options, rng_key, init, model_kwargs, started=started, **passed)
 
     def _run(
         self,

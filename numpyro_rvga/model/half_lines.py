@@ -7,7 +7,7 @@ on the positive half, whose unconstrained space is the logarithm's.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -19,10 +19,14 @@ from jax.typing import ArrayLike
 from numpyro.distributions import constraints
 from numpyro.primitives import Messenger
 
-from ..core.compilation import jit_once
+from ..core.compilation import at_once
+from ..core.jaxprs.interpret import interpret, is_inlined
+from ..core.jaxprs.primitives import equations_of
 from .program import Program
 
 PROBE = 0.5  # the value, and minus the value, at which the density is looked at
+HAVE_NO_VALUE_BELOW_ZERO = frozenset("log sqrt rsqrt pow cholesky".split())
+ARE_POSITIVE = frozenset("exp exp2 logistic abs square cosh erfc".split())
 
 
 class PositiveHalf(dist.Distribution):
@@ -71,18 +75,23 @@ def _positive_half(fn: dist.Distribution) -> dist.Distribution:
     return PositiveHalf(fn)
 
 
-def on_positive_half(model: Callable, sites: tuple[str, ...]) -> Callable:
-    """The model with these sites on the positive half of the line."""
-    return _OnPositiveHalf(model, frozenset(sites))
+def read_on_positive_half(model: Callable, read: Callable[[Callable], Program]) -> tuple[Program, tuple[str, ...]]:
+    """A model's program, and the sites that may not be negative, which are positive in it.
+
+    :param read: gives a model's program.
+    """
+    program = read(model)
+    sites = _positive_sites(program)
+    return (read(_OnPositiveHalf(model, frozenset(sites))), sites) if sites else (program, ())
 
 
-def positive_sites(program: Program) -> tuple[str, ...]:
+def _positive_sites(program: Program) -> tuple[str, ...]:
     """Latent sites of real numbers that may not be negative: where all of them are positive, the model's density has a
     value, and it has none (NaN) if one of them is negative.
 
     :param program: of the model. Its example rows are looked at.
     """
-    candidates = [name for name in program.layout.site_names if program.sites[name].is_real]
+    candidates = _of_logarithms(program)
     if not candidates:
         return ()
     entries = program.layout.indices
@@ -92,12 +101,41 @@ def positive_sites(program: Program) -> tuple[str, ...]:
     for point, site in zip(points[1:], candidates):
         point[np.ravel(entries[site])] = -PROBE
 
-    def has_value(theta: Array, inputs: Any) -> Array:
-        terms = [*program.log_likelihood(theta, inputs).values(), program.log_prior(theta)]
+    def has_value(theta: Array, rows: Mapping[str, Any]) -> Array:
+        terms = _log_densities(program, theta, rows)
         return ~jnp.any(jnp.stack([jnp.any(jnp.isnan(term)) for term in terms]))
 
     points = jnp.asarray(points, program.dtype)
-    first, *others = jit_once(lambda points, inputs: jax.lax.map(lambda x: has_value(x, inputs), points))(
-        points, program.inputs(program.example_rows)
-    )
+    first, *others = at_once(lambda: jax.lax.map(lambda theta: has_value(theta, program.example_rows), points))
     return tuple(site for site, has in zip(candidates, others) if not has) if first else ()
+
+
+def _log_densities(program: Program, theta: Array, rows: Mapping[str, Any]) -> list[Array]:
+    """Of the example rows, given any variables of theirs, and of the latents."""
+    latents, _ = program.row_latents_of(rows, np.random.default_rng(0))
+    return [*program.site_elements(theta, rows, latents).values(), program.log_prior(theta)]
+
+
+def _of_logarithms(program: Program) -> list[str]:
+    """Latent sites of real numbers of which the model takes a logarithm, or something else that has no value below
+    zero, unless it makes positive numbers of them first."""
+    names = program.layout.site_names
+    if not any(program.sites[name].is_real for name in names):
+        return []
+    theta = jnp.zeros(program.layout.size, program.dtype)
+    closed = jax.make_jaxpr(lambda theta: _log_densities(program, theta, program.example_rows))(theta)
+    everything, found = frozenset(names), set()
+
+    def sources(eqn: Any, arguments: list[frozenset]) -> list[frozenset] | None:
+        """The sites that each output depends on."""
+        if is_inlined(eqn):
+            return None
+        if eqn.primitive.name == "split" and arguments[0] is everything:
+            return [frozenset([name]) for name in names]
+        union = frozenset().union(*arguments)
+        if any(inner.primitive.name in HAVE_NO_VALUE_BELOW_ZERO for inner in equations_of(eqn)):
+            found.update(union)
+        return [frozenset() if eqn.primitive.name in ARE_POSITIVE else union] * len(eqn.outvars)
+
+    interpret(closed.jaxpr, closed.consts, [everything], sources, lambda value: frozenset())
+    return [name for name in names if name in found and program.sites[name].is_real]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -35,20 +35,33 @@ class Choice(NamedTuple):
     reason: str = ""
 
 
-def choose_sites(program: Program) -> Choice:
+def choose_sites(program: Program, conditional: Callable[[tuple[str, ...]], Program]) -> Choice:
     """The smallest set of sites given which every term of the log joint density depends on the others by affine
     predictors, and is Gaussian, log-concave, or of one predictor.
 
     Sites whose support is not the whole real line are taken where another term depends on them; then real
     sites, where such terms are left: few, and small ones.
+
+    :param conditional: sites -> the model given these, as ``numpyro.param`` sites; for terms that variables of single
+        rows are integrated out of.
     """
+
+    def terms_given(site: str, given: Sequence[str]) -> tuple[Terms, dict[str, Any]]:
+        if program.row_latents is None:
+            return _terms_given(program, site, given)
+        return _terms_of_conditional(conditional(tuple(given)), site)
+
+    def is_simple_given(site: str, given: Sequence[str]) -> bool:
+        """Whether a site's terms are simple once some latent sites stand still, at any place."""
+        return _is_simple(program, *terms_given(site, given))
+
     constrained = [name for name in program.layout.site_names if name not in program.real_sites]
     coupled = {}
     for terms, rows in _all_terms(program):
         if not _is_simple(program, terms, rows):
             coupled[terms.site] = _sites_seen(program, terms, rows)
     chosen = [name for name in constrained if any(name in seen for seen in coupled.values())]
-    left = {site: seen for site, seen in coupled.items() if not _is_simple_given(program, site, chosen)}
+    left = {site: seen for site, seen in coupled.items() if not is_simple_given(site, chosen)}
     if left:
         real = sorted({name for seen in left.values() for name in seen} & program.real_sites)
         sizes = {name: math.prod(program.layout.shapes[name]) for name in real}
@@ -58,14 +71,15 @@ def choose_sites(program: Program) -> Choice:
                 names
                 for count in range(1, MOST_SITES + 1)
                 for names in itertools.combinations(small, count)
-                if all(_is_simple_given(program, site, [*chosen, *names]) for site in left)
+                if all(is_simple_given(site, [*chosen, *names]) for site in left)
             ),
             None,
         )
         if added is None:
             return Choice((), f"the terms of site {next(iter(left))!r} see no few sites less by affine predictors")
         chosen += added
-    chosen = _without_needless(program, chosen, coupled)
+    sizes = {name: math.prod(program.layout.shapes[name]) for name in chosen}
+    chosen = _without_needless(sizes, coupled, terms_given)
     if not chosen:
         return Choice((), "the model is a latent Gaussian model as it is")
     if len(chosen) == len(program.layout.site_names):
@@ -73,12 +87,16 @@ def choose_sites(program: Program) -> Choice:
     return Choice(tuple(name for name in program.layout.site_names if name in chosen))
 
 
-def _without_needless(program: Program, chosen: list[str], coupled: dict[str, frozenset[str]]) -> list[str]:
-    """Without the sites that all terms do without, the largest first."""
-    for name in sorted(chosen, key=lambda name: -math.prod(program.layout.shapes[name])):
+def _without_needless(sizes: dict[str, int], coupled: dict[str, frozenset[str]], terms_given: Callable) -> list[str]:
+    """Without the sites that all terms do without, the largest first.
+
+    :param sizes: of the sites, by name.
+    """
+    chosen = list(sizes)
+    for name in sorted(chosen, key=lambda name: -sizes[name]):
         others = [other for other in chosen if other != name]
         seeing = [site for site, seen in coupled.items() if name in seen]
-        if others and all(_is_of_one_predictor(_terms_given(program, site, others)[0]) for site in seeing):
+        if others and all(_is_of_one_predictor(terms_given(site, others)[0]) for site in seeing):
             chosen = others
     return chosen
 
@@ -132,15 +150,17 @@ def _sites_seen(program: Program, terms: Terms, rows: Arrays) -> frozenset[str]:
     return frozenset(name for name, slope in by_site.items() if np.any(slope != 0))
 
 
-def _is_simple_given(program: Program, site: str, given: list[str]) -> bool:
-    """Whether a site's terms are simple once some latent sites stand still, at any place."""
-    return _is_simple(program, *_terms_given(program, site, given))
-
-
-def _terms_given(program: Program, site: str, given: list[str]) -> tuple[Terms, dict[str, Any]]:
+def _terms_given(program: Program, site: str, given: Sequence[str]) -> tuple[Terms, dict[str, Any]]:
     """A site's terms as functions of the other latent sites, and what they take."""
     rng = np.random.default_rng(1)
     values = {name: jnp.asarray(rng.normal(size=program.layout.shapes[name]), program.dtype) for name in given}
     run_site, layout, row = program.site_given(site, values)
     theta = jax.ShapeDtypeStruct((layout.size,), program.dtype)
     return site_terms(run_site, site, theta, row, prefer_parameters=False), row
+
+
+def _terms_of_conditional(program: Program, site: str) -> tuple[Terms, dict[str, Any]]:
+    """The same of a model given these sites, at some values of theirs."""
+    values = np.random.default_rng(1).normal(size=program.params.layout.size)
+    program = program.with_params(jnp.asarray(values, program.dtype))
+    return next((terms, rows) for terms, rows in _all_terms(program) if terms.site == site)

@@ -16,6 +16,7 @@ from jax.typing import ArrayLike, DTypeLike
 from ..core.gaussians.mixture import GaussianMixture
 from ..core.gaussians.packed_roots import PackedRoots
 from ..core.matrices.linalg import lower_from_root
+from ..engines.engine import Engine
 from ..engines.integration.evidence_estimate import EvidenceEstimate
 from ..engines.integration.importance import FEW_POINTS, NUM_POINTS, integrate_by_importance
 from ..engines.integration.lattice import integrate_lattice
@@ -26,7 +27,7 @@ from ..engines.registry import Engines
 from ..engines.row_chunks import chunks_of, distinct_chunks_of
 from ..engines.sparse import sparse_engine
 from ..model import Program
-from ..model.data.rows import Arrays, Data, Rows
+from ..model.data.rows import Data, Rows
 from ..model.handlers.conditional import conditional_model
 from ..model.hyperparameters import Choice, choose_sites
 from ..options import MARGINALS, Info, Options, check_choice, default_key
@@ -70,7 +71,7 @@ class Integration:
         """Without what is compiled, for other processes."""
         return self.__dict__ | {"_engines": {}, "_choices": {}}
 
-    def choose(self, program: Program, sites: str | Sequence[str], rows: Arrays) -> Choice:
+    def choose(self, program: Program, sites: str | Sequence[str], rows: Rows) -> Choice:
         """The sites to integrate out, from what the user has said.
 
         :param rows: all that there are.
@@ -89,15 +90,12 @@ class Integration:
         most = MOST_BY_IMPORTANCE if is_long else MOST_INTEGRATED
         if program.params.layout.size:
             return Choice((), "the model has numpyro.param sites, which are learned instead")
-        if sites == "auto" and program.row_latents is not None:
-            raise NotImplementedError(
-                "integrate='auto' does not choose sites where latent variables of rows are integrated out "
-                f"(local='marginal'): name them, as in integrate={list(program.layout.site_names[-1:])!r}."
-            )
         if sites == "auto":
             key = (id(program.model), program.layout.site_names, program.row_plates)
             if key not in self._choices:
-                self._choices[key] = choose_sites(program)
+                self._choices[key] = choose_sites(
+                    program, lambda given: self._conditional(program, given, rows, default_key()).program
+                )
             choice = self._choices[key]
             size = _size(program, choice.sites)
             if size > most:
@@ -189,11 +187,9 @@ class Integration:
             )
         return EvidenceEstimate.of(bound)
 
-    def _bound_of(self, program: Program, sites: tuple[str, ...], rows: Rows, rng_key: Array) -> tuple[Bound, Any]:
-        """The maximized bound as a function of the sites, and the rows in the form that it takes."""
-        if len(sites) == len(program.layout.site_names):
-            return LogDensity(program), weighted_rows(program, rows)
-        key = sites, program.whole, program.row_latents is None
+    def _conditional(self, program: Program, sites: tuple[str, ...], rows: Rows, rng_key: Array) -> Engine:
+        """The model given these sites."""
+        key = frozenset(sites), program.whole, program.row_latents is None
         if key not in self._engines:
             shapes = {name: program.layout.shapes[name] for name in program.layout.site_names if name in sites}
             model, whole = conditional_model(program.model, shapes), program.whole
@@ -201,7 +197,13 @@ class Integration:
             self._engines[key] = Engines(
                 model, self._options, self._scale, batch=True, whole=whole, mesh=self._mesh, local=local
             )
-        engine = self._engines[key].get(rows, program.model_kwargs, rng_key, rows)
+        return self._engines[key].get(rows, program.model_kwargs, rng_key, rows)
+
+    def _bound_of(self, program: Program, sites: tuple[str, ...], rows: Rows, rng_key: Array) -> tuple[Bound, Any]:
+        """The maximized bound as a function of the sites, and the rows in the form that it takes."""
+        if len(sites) == len(program.layout.site_names):
+            return LogDensity(program), weighted_rows(program, rows)
+        engine = self._conditional(program, sites, rows, rng_key)
         left = [name for name in program.layout.site_names if name not in sites]
         if list(engine.program.layout.site_names) != left:
             raise NotImplementedError(

@@ -25,6 +25,7 @@ from ..model import Program
 from ..model.data.arguments import named_rows, whole_data
 from ..model.data.row_set import RowSet
 from ..model.data.rows import Keywords
+from ..model.half_lines import read_on_positive_half
 from ..model.handlers.data_prior import PriorConstants
 from ..model.identity import ModelIdentity
 from ..model.terms.local import RowFacts
@@ -122,7 +123,8 @@ def load(cls: type[Posterior], path: str | os.PathLike, model: Callable, **model
         )
     except ValueError as error:
         raise ValueError(f"{path} belongs to a model with other arguments: {error}") from error
-    program = Program.restore(model, rows, keywords, *stored.options, stored.constants, stored.row_facts)
+    others = (*stored.options, stored.constants, stored.row_facts)
+    program, _ = read_on_positive_half(model, lambda model: Program.restore(model, rows, keywords, *others))
     if _layout(program) != stored.layout:
         raise ValueError(
             f"{path} belongs to another model: its latent sites are {_describe(stored.layout)}, "

@@ -193,6 +193,21 @@ def test_keyword_arrays_that_change_in_place_are_noticed():
     assert_same(run(method, data(), prior_scale=prior_scale), run(RVGA(model), data(), prior_scale=np.array([10.0])))
 
 
+@pytest.mark.parametrize("keyword", [np.array([1.0, np.nan]), float("nan")], ids=["array", "number"])
+def test_missing_values_in_keywords_are_the_same_the_next_time(keyword):
+    runs = []
+
+    def model(x, y, offsets):
+        runs.append(len(x))
+        rows_of(x, y, numpyro.sample("a", dist.Normal(jnp.nan_to_num(jnp.ravel(offsets)[0]), 1.0)))
+
+    method = RVGA(model)
+    run(method, data(), offsets=keyword)
+    first = len(runs)
+    run(method, data(), offsets=np.copy(keyword) if np.ndim(keyword) else float("nan"))
+    assert len(runs) == first
+
+
 # ---------------------------------------------------------------------- deterministic sites
 def with_deterministic_sites(x, y=None):
     a = numpyro.sample("a", dist.Normal(0.0, 5.0))

@@ -10,7 +10,7 @@ import numpyro.distributions as dist
 import pytest
 from scipy import stats
 
-from numpyro_rvga import RVGA, FixedPointVI
+from numpyro_rvga import RVGA, FixedPointVI, Posterior
 from numpyro_rvga.model.half_lines import PositiveHalf
 
 GROUPS = 3
@@ -80,9 +80,23 @@ def test_it_is_integrated_out_as_one_with_a_prior_on_the_positive_half():
     np.testing.assert_allclose(found.mean, expected.mean, atol=1e-2)
 
 
-def test_a_stream_is_refused_with_advice():
-    with pytest.raises(ValueError, match="Give it one on the positive half, as HalfNormal"):
-        RVGA(of_rows(whole_line)).run(iter([data_of()]), progress_bar=False)
+def test_a_stream_takes_it_as_positive_from_its_first_block_on():
+    blocks = [data_of(seed) for seed in range(3)]
+    expected = RVGA(of_rows(dist.HalfNormal)).run(iter(blocks), progress_bar=False)
+    with pytest.warns(UserWarning, match="'scale' is negative"):
+        found = RVGA(of_rows(whole_line)).run(iter(blocks), progress_bar=False)
+    assert found.info["num_rows"] == 270
+    np.testing.assert_allclose(found.mean, expected.mean, atol=1e-2)
+    np.testing.assert_allclose(found.scale, expected.scale, atol=1e-2)
+
+
+@pytest.mark.parametrize("form", [of_rows, coupled])
+def test_a_stored_posterior_is_read_with_the_model_as_it_was_written(form, tmp_path):
+    with pytest.warns(UserWarning, match="'scale' is negative"):
+        posterior = FixedPointVI(form(whole_line)).run(data_of(), progress_bar=False)
+    posterior.save(tmp_path / "posterior.npz")
+    again = Posterior.load(tmp_path / "posterior.npz", form(whole_line))
+    np.testing.assert_array_equal(again.median()["scale"], posterior.median()["scale"])
 
 
 def test_a_density_that_has_no_value_on_either_half_is_refused():

@@ -38,9 +38,14 @@ UNROLLED_SIZE = 16  # batches of small LAPACK calls are slow, and two at once de
 def equations(jaxpr) -> Iterator:
     """The equations of a jaxpr and of the jaxprs inside it."""
     for eqn in jaxpr.eqns:
-        yield eqn
-        for inner in _jaxprs_of(eqn):
-            yield from equations(inner)
+        yield from equations_of(eqn)
+
+
+def equations_of(eqn) -> Iterator:
+    """An equation, and those of the jaxprs inside it."""
+    yield eqn
+    for inner in _jaxprs_of(eqn):
+        yield from equations(inner)
 
 
 def numbers_in(jaxpr) -> int:

@@ -282,7 +282,7 @@ class BoundModel(ModelRuns):
     def real_sites(self) -> frozenset[str]:
         """The latent sites whose support is the whole real line."""
         runs: list = []
-        jax.eval_shape(lambda rows: runs.append(sample_sites(*self._run(rows, {}))) or 0, self.example_row)
+        self.abstractly(lambda rows: runs.append(sample_sites(*self._run(rows, {}))) or 0, self.example_row)
         return frozenset(
             name for name in self.layout.site_names if isinstance(site_transform(runs[0][name].fn), IdentityTransform)
         )

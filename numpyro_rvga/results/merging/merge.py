@@ -21,6 +21,7 @@ from ...core.updates.recursion import State, new_state
 from ...engines.certificate import Sums
 from ...engines.engine import Engine
 from ...engines.online import OnlineState
+from ...model.data.keywords import equal
 from ...model.data.row_set import RowSet, total
 from ...model.data.rows import Rows
 from ...model.identity import model_identity
@@ -225,18 +226,12 @@ def _check_same_model(first: Posterior, part: Posterior, number: int) -> None:
     difference = first.program.identity.difference(model_identity(part.program, rows))
     if difference is not None:
         keywords = [p.program.model_kwargs for p in (first, part)]
-        others = [name for name in keywords[1] if not _is_same(keywords[0].get(name), keywords[1][name])]
+        others = [name for name in keywords[1] if not equal(keywords[0].get(name), keywords[1][name])]
         reason = f" (they were given different values of {others[0]!r})" if others else ""
         raise ValueError(
             f"part {number} is of another model than part 0: {difference}{reason}. Parts must differ in their rows "
             "alone."
         )
-
-
-def _is_same(one: object, other: object) -> bool:
-    if isinstance(one, (np.ndarray, jax.Array)) or isinstance(other, (np.ndarray, jax.Array)):
-        return np.array_equal(one, other)
-    return one is other or bool(one == other)
 
 
 def check_disjoint(row_sets: Sequence[Sequence[RowSet]]) -> None:
