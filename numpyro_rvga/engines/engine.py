@@ -199,7 +199,8 @@ class Engine:
         others = self._other_means(search, problem, len(weights))
         with_accounts = self.effort.has_estimated_errors and absorbed_rows is None and not search.mode
         options = {"with_absorbed": with_absorbed, "with_accounts": with_accounts}
-        return self._solved(search, problem, new, len(weights), other_means=others, **options)
+        problem, coarse = self._by_few_nodes_first(search, problem, len(weights))
+        return self.joint_solver(search, problem, new, coarse=coarse, other_means=others, **options)
 
     def solve_all(
         self,
@@ -218,20 +219,17 @@ class Engine:
             rows = {name: array[0] for name, array in rows.items()}
             problem = problem._replace(chunks=self._prepare_block(rows | params, weights[0])[0])
         options = {"on_step": on_step, "with_accounts": self.effort.has_estimated_errors and not search.mode}
-        return self._solved(search, problem, num_rows, count, other_means=others, **options)
+        problem, coarse = self._by_few_nodes_first(search, problem, count)
+        return self.joint_solver(search, problem, num_rows, coarse=coarse, other_means=others, **options)
 
-    def _solved(
-        self, search: Search, problem: JointProblem, new: Array, num_rows: int, **options: Any
-    ) -> tuple[State, StepInfo]:
-        """With few nodes to begin with, where expectations over rows take many.
-
-        :param new: how many rows are new to the state. :param num_rows: how many there are.
-        """
+    def _by_few_nodes_first(
+        self, search: Search, problem: JointProblem, num_rows: int
+    ) -> tuple[JointProblem, JointProblem | None]:
+        """The problem, and the same by few nodes, where expectations over rows take many and the search is far off."""
         is_near = problem.init is not None or isinstance(problem.state.mean, Tracer)
         if search.mode or is_near or not self.effort.takes_many_nodes(num_rows):
-            return self.joint_solver(search, problem, new, **options)
-        exactly, roughly = (problem._replace(is_coarse=np.asarray(is_coarse)) for is_coarse in (False, True))
-        return self.joint_solver(search, exactly, new, coarse=roughly, **options)
+            return problem, None
+        return problem._replace(is_coarse=np.asarray(False)), problem._replace(is_coarse=np.asarray(True))
 
     def _other_means(self, search: Search, problem: JointProblem, num_rows: int) -> Callable | None:
         """Where a search from the prior begins again, see :mod:`~.starts`; None where that is not worth its time."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -143,26 +144,9 @@ class JointSolver:
         """
         if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((problem, num_rows))):
             return self._traced(problem, num_rows, search=search, with_absorbed=with_absorbed)
-        base, form, begun = self._begin(problem, search=search)
-
-        def steps_of(problem: PyTree) -> Steps:
-            return Steps(
-                form,
-                lambda state: self._propose(problem, form, state, search=search),
-                lambda at, mean: self._evaluate(problem, base, form, at, mean, search=search),
-                lambda at, evaluated: self._update(problem, form, at, evaluated, search=search),
-            )
-
-        steps = steps_of(problem)
-
-        def solved(state: SolverState, **options: Any) -> SolverState:
-            if coarse is not None:
-                roughly = solve(
-                    search, steps_of(coarse), state, is_enough=lambda progress: float(progress.decrement) <= ROUGHLY
-                )
-                if float(roughly.evaluation.decrement) <= ROUGHLY:
-                    state = begun_again(roughly)
-            return solve(search, steps, state, **options)
+        start = self._begin(problem, search=search)
+        form, begun, steps = start.form, start.state, self._steps(search, problem, start)
+        by_few_nodes = None if coarse is None else self._steps(search, coarse, start)
 
         def finished(state: SolverState) -> tuple[State, StepInfo]:
             expected = None
@@ -172,7 +156,7 @@ class JointSolver:
             options = {"search": search, "with_absorbed": with_absorbed}
             return self._finish(problem, form, state, expected, num_rows, **options)
 
-        first = finished(solved(begun, on_step=on_step))
+        first = finished(solve(search, steps, _near(search, by_few_nodes, begun), on_step=on_step))
         if other_means is None:
             return first
         solutions = [first]
@@ -186,14 +170,24 @@ class JointSolver:
             return float(progress.bound + FORESEEN * progress.decrement) < highest
 
         for number in range(NUM_CHECKS if is_settled else NUM_RETRIES):
-            state = begun._replace(mean=other_means(first[0], number))
-            state = solved(state, is_enough=is_enough)
+            state = _near(search, by_few_nodes, begun._replace(mean=other_means(first[0], number)))
+            state = solve(search, steps, state, is_enough=is_enough)
             if is_settled:
                 if not are_apart(finished(state), first):
                     continue
                 state = solve(search, steps, state)
             solutions.append(finished(state))
         return best_of(solutions)
+
+    def _steps(self, search: Search, problem: PyTree, start: Start) -> Steps:
+        """The compiled functions of a problem, which the host calls in turn."""
+        base, form, _ = start
+        return Steps(
+            form,
+            partial(self._propose, problem, form, search=search),
+            partial(self._evaluate, problem, base, form, search=search),
+            partial(self._update, problem, form, search=search),
+        )
 
     def _begun(self, problem: PyTree, *, search: Search) -> Start:
         return self._joint(search, problem).start()
@@ -230,6 +224,14 @@ class JointSolver:
     ) -> tuple[State, StepInfo]:
         joint = self._joint(search, problem)
         return _absorbed(joint, solve_joint_traced(search, joint), num_rows, with_absorbed)
+
+
+def _near(search: Search, by_few_nodes: Steps | None, state: SolverState) -> SolverState:
+    """A state near the solution, from which to go on; the one given, if few nodes will not do or lead nowhere."""
+    if by_few_nodes is None:
+        return state
+    near = solve(search, by_few_nodes, state, is_enough=lambda progress: float(progress.decrement) <= ROUGHLY)
+    return begun_again(near) if float(near.evaluation.decrement) <= ROUGHLY else state
 
 
 def _absorbed(

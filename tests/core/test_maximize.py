@@ -13,7 +13,7 @@ from numpyro_rvga.core.matrices.precisions import Dense
 from numpyro_rvga.core.updates.drivers import Steps, evaluate, pending, solve, solve_traced, updated
 from numpyro_rvga.core.updates.factors import Factors, Kind
 from numpyro_rvga.core.updates.maximize import Search, Settings, init, solution, standard_base
-from numpyro_rvga.core.updates.objective import objective_of
+from numpyro_rvga.core.updates.objective import BlockObjective
 
 
 def closed_kind(form):
@@ -80,7 +80,7 @@ def solved(objective, search, size, driver="host", precision=None):
 def solution_of(name, max_iterations=200, driver="host", staged=True):
     """From the base, or (where that is hopelessly wide) from its mean."""
     kind, design, constants = problem(name)
-    objective = objective_of((kind,), lambda e: (Factors(design @ e, design, constants),))
+    objective = BlockObjective((kind,), lambda e: (Factors(design @ e, design, constants),))
     settings = Settings(1e-11, max_iterations)
     search = Search(settings, kind.concave, seek_scale=name != "logistic", staged=staged)
     return kind, design, constants, solved(objective, search, design.shape[-1], driver)
@@ -142,7 +142,7 @@ def test_far_too_wide_starts_are_left_in_a_few_steps(design, seek_scale, driver)
     """E[exp] and its curvature are e^50 and e^72 there."""
     design, n = jnp.asarray(design)[:, None], len(design)
     constants = cf.Exponential(jnp.zeros(n), jnp.ones(n), jnp.zeros(n), jnp.ones(n))
-    objective = objective_of((closed_kind(cf.Exponential),), lambda e: (Factors(design @ e, design, constants),))
+    objective = BlockObjective((closed_kind(cf.Exponential),), lambda e: (Factors(design @ e, design, constants),))
     found = solved(objective, Search(Settings(1e-11, 100), True, seek_scale=seek_scale, staged=True), 2, driver)
     assert found.converged and int(found.iterations) < 40
 
@@ -153,7 +153,7 @@ def test_gaussian_factors_are_solved_exactly():
     constants = cf.Gaussian(jnp.asarray(y), jnp.full(20, 0.7), jnp.zeros(20), jnp.ones(20))
     design = jnp.asarray(x)[:, None, :]
     kind = closed_kind(cf.Gaussian)
-    objective = objective_of((kind,), lambda e: (Factors(design @ e, design, constants),))
+    objective = BlockObjective((kind,), lambda e: (Factors(design @ e, design, constants),))
     found = solved(objective, Search(Settings(1e-12, 50), True, staged=True), 4)
     precision = np.eye(4) + x.T @ x / 0.49
     np.testing.assert_allclose(found.root @ found.root.T, precision, rtol=1e-12)
@@ -172,7 +172,7 @@ def test_a_start_with_the_right_covariance_needs_no_step(driver):
     x, y = rng.normal(size=(20, 4)), rng.normal(size=20)
     constants = cf.Gaussian(jnp.asarray(y), jnp.full(20, 0.7), jnp.zeros(20), jnp.ones(20))
     design = jnp.asarray(x)[:, None, :]
-    objective = objective_of((closed_kind(cf.Gaussian),), lambda e: (Factors(design @ e, design, constants),))
+    objective = BlockObjective((closed_kind(cf.Gaussian),), lambda e: (Factors(design @ e, design, constants),))
     precision = np.eye(4) + x.T @ x / 0.49
     search = Search(Settings(1e-12, 50, rtol=None), True, staged=True)
     found = solved(objective, search, 4, driver, jnp.asarray(precision))
@@ -184,13 +184,14 @@ def test_a_start_with_the_right_covariance_needs_no_step(driver):
 def test_a_search_ends_where_errors_of_the_expectations_hide_what_a_step_would_gain(driver):
     """Otherwise steps are halved until they are none, and begin again."""
     kind, design, constants, exact = solution_of("student")
-    noiseless = objective_of((kind,), lambda e: (Factors(design @ e, design, constants),))
 
-    def expect(mean, covariances):
-        expected = noiseless.expect(mean, covariances)
-        return expected._replace(value=expected.value + 1e-9 * jnp.sin(1e12 * jnp.sum(mean)))
+    class Noisy(BlockObjective):
+        def expect(self, mean, covariances):
+            expected = super().expect(mean, covariances)
+            return expected._replace(value=expected.value + 1e-9 * jnp.sin(1e12 * jnp.sum(mean)))
 
+    objective = Noisy((kind,), lambda e: (Factors(design @ e, design, constants),))
     search = Search(Settings(1e-25, 200), False, seek_scale=True, staged=True)
-    found = solved(noiseless._replace(expect=expect), search, design.shape[-1], driver)
+    found = solved(objective, search, design.shape[-1], driver)
     assert int(found.iterations) < 100
     np.testing.assert_allclose(found.bound, exact.bound, rtol=1e-9)

@@ -16,7 +16,7 @@ from . import maximize
 from .drivers import solve_traced
 from .factors import Expected, Factors, Sums, evaluate
 from .maximize import Base, Search, Solution, SolverState, standard_base
-from .objective import FactorSet, Objective, joint_objective, standard_coordinates
+from .objective import FactorSet, JointObjective, Objective, StandardCoordinates
 from .recursion import Absorbed, CanonicalGaussian, RowFactors, State, StepInfo, absorbed_moments, predictor_scales
 
 
@@ -81,7 +81,8 @@ def curvature_at(search: Search, objective: Objective, mean: Array) -> Array:
 def bound_at(joint: Joint, base: Base, mean: Array, root: Array) -> tuple[Array, Sums]:
     """The bound at N(mean, root root^T), with root lower triangular or its transpose, and the sums over factors."""
     precision, linear = base_terms(base, mean)
-    sums = joint.objective.sums(mean, root.T)
+    expected = joint.objective.expect(mean, joint.objective.predictor_covariances(mean, root.T))
+    sums = Sums(expected.value, expected.gradient, joint.objective.curvature(mean, expected.hessians, False))
     entropy = jnp.sum(jnp.log(jnp.diagonal(root))) + 0.5 * mean.size
     trace = jnp.sum(root * (precision @ root))
     bound = sums.value + linear @ mean - 0.5 * mean @ precision @ mean + base.constant
@@ -128,8 +129,8 @@ def joint_solve(
 
     # A precision to start from may be of any form.
     weighted = selecting and not prior.kinds and not row_factors and not search.mode and init is None
-    coordinates = standard_coordinates(state.mean, state.root, weighted=weighted)
-    objective = joint_objective((prior, rows), coordinates, staged=search.staged)
+    coordinates = StandardCoordinates(state.mean, state.root, weighted)
+    objective = JointObjective((prior, rows), coordinates, search.staged)
 
     def start():
         factors = factors_at(jnp.zeros(size, dtype)) if row_factors else ()

@@ -1,44 +1,127 @@
-"""The factors' part of the bound, in the parts that a search asks for one after the other."""
+"""The factors' part of the bound at q = N(m, Lambda^-1): sum_i E_q[log p_i], with its derivatives.
+
+Factor i has the predictors u_i ~ N(F_i(m), S_i) with S_i = J_i Lambda^-1 J_i^T, and phi_i = log p_i as a function of
+them. With g_i = E[grad phi_i] and G_i = E[hess phi_i], a search asks for three things, one after the other:
+
+    the S_i (n, C, C);    sum_i E[phi_i] and sum_i J_i^T g_i (r,);    - sum_i J_i^T G_i J_i (r, r).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import reduce
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from functools import partial, reduce
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
 from ..pytrees import PyTree
-from .factors import Expected, Factors, Kind, Sums, add_curvatures, covariances, curvature_of, expect
+from .factors import Accounts, Expected, Factors, Kind, Sums, add_curvatures, covariances, curvature_of, expect
 
 
-class Objective(NamedTuple):
-    """What the factors add to the bound at N(m, Lambda^-1), m (r,), and its derivatives.
-
-    :ivar covariances: m, and what a form of precisions calls the covariance's root -> what ``expect`` needs to know of
-        Lambda. None: that is the root itself.
-    :ivar expect: m and that (None: a point mass, derivatives at m) -> sum E[log p], its gradient in m (r,), and what
-        ``curvature`` needs to know.
-    :ivar curvature: m, the latter, and whether to clamp -> the sum of :func:`~.factors.curvature_of`.
-    :ivar sums_of_set: m, and what is expected there, number of a set -> its sums, in the coordinates of theta.
-    """
-
-    covariances: Callable[[Array, PyTree], Any] | None
-    expect: Callable[[Array, PyTree], Expected]
-    curvature: Callable[[Array, PyTree, bool], Array]
-    sums_of_set: Callable[[Array, Expected, int], Sums]
+class Objective(Protocol):
+    """What a search asks of the factors, in its own coordinates: m (r,), gradients (r,), curvatures (r, r)."""
 
     def predictor_covariances(self, mean: Array, covariance_root: PyTree) -> PyTree:
-        """What ``expect`` takes of the covariance Lambda^-1."""
-        return covariance_root if self.covariances is None else self.covariances(mean, covariance_root)
+        """What :meth:`expect` takes of Lambda^-1: the S_i, or the root itself where they are not kept.
 
-    def sums(self, mean: Array, covariance_root: PyTree) -> Sums:
-        expected = self.expect(mean, self.predictor_covariances(mean, covariance_root))
-        return Sums(expected.value, expected.gradient, self.curvature(mean, expected.hessians, False))
+        :param covariance_root: as a form of precisions has it.
+        """
+
+    def expect(self, mean: Array, covariances: PyTree) -> Expected:
+        """Value and gradient, and in ``hessians`` what :meth:`curvature` takes. ``covariances`` None: q is a point
+        mass, and the derivatives are those at the mean."""
+
+    def curvature(self, mean: Array, hessians: PyTree, clamped: bool) -> Array:
+        """- sum_i J_i^T G_i J_i; ``clamped``: with each G_i's negative part only."""
 
 
+def is_log_concave(kinds: Sequence[Kind]) -> bool:
+    """Whether all factors are log-concave."""
+    return all(kind.concave for kind in kinds)
+
+
+def is_quadratic(kinds: Sequence[Kind]) -> bool:
+    """Whether all factors are, so that the best Gaussian is the posterior."""
+    return all(kind.quadratic for kind in kinds)
+
+
+def is_conservative(kinds: Sequence[Kind]) -> bool:
+    """Whether all gradients and curvatures derive from their values."""
+    return all(kind.conservative for kind in kinds)
+
+
+class BlockObjective(NamedTuple):
+    """Of one block of factors that are affine in e.
+
+    :ivar factors_at: e (r,) -> the factors with e as the origin.
+    """
+
+    kinds: tuple[Kind, ...]
+    factors_at: Callable[[Array], tuple[Factors, ...]]
+
+    def predictor_covariances(self, mean: Array, covariance_root: Array) -> tuple[Array, ...]:
+        return covariances(self.factors_at(mean), covariance_root)
+
+    def expect(self, mean: Array, covariances: tuple[Array, ...] | None) -> Expected:
+        return expect(self.kinds, self.factors_at(mean), covariances)
+
+    def curvature(self, mean: Array, hessians: tuple[Array, ...], clamped: bool) -> Array:
+        return curvature_of(self.kinds, self.factors_at(mean), hessians, clamped=clamped)
+
+
+# ---------------------------------------------------------------------- coordinates of a search
+class Coordinates:
+    """Those of theta (P,), in which factors are given. Subclasses change them to a search's own, e (r,)."""
+
+    def theta(self, e: Array) -> Array:
+        return e
+
+    def gradient(self, in_theta: Array) -> Array:
+        """A gradient in e, from that in theta."""
+        return in_theta
+
+    def covariance(self, covariance_root: PyTree) -> PyTree:
+        """A covariance of theta as :func:`~.jacobians.covariance` takes it, from a root of that of e."""
+        return covariance_root
+
+    def curvature(self, in_theta: Array) -> Array:
+        """A curvature in e, from that in theta."""
+        return in_theta
+
+
+@dataclass(frozen=True)
+class StandardCoordinates(Coordinates):
+    """theta = mean + root e. Jacobians stay in the coordinates of theta: per row, that saves one product with a (P, P)
+    matrix.
+
+    :param weighted: whether the search does so too: its precisions are :class:`~.precisions.Weighted` by ``root``.
+    """
+
+    mean: Array
+    root: Array
+    weighted: bool
+
+    def theta(self, e: Array) -> Array:
+        return self.mean + self.root @ e
+
+    def gradient(self, in_theta: Array) -> Array:
+        return self.root.T @ in_theta
+
+    def covariance(self, covariance_root: PyTree) -> PyTree:
+        return covariance_root if self.weighted else covariance_root @ self.root.T
+
+    def curvature(self, in_theta: Array) -> Array:
+        if self.weighted:
+            return in_theta
+        if jnp.ndim(in_theta) < 2:  # a diagonal
+            return (self.root.T * in_theta) @ self.root
+        return self.root.T @ in_theta @ self.root
+
+
+# ---------------------------------------------------------------------- sets of factors
 class FactorSet(NamedTuple):
     """Factors that need not be in memory all at once: rows, or the terms of a prior.
 
@@ -75,70 +158,6 @@ class FactorSet(NamedTuple):
         return lax.scan(body, nothing, (self.chunks, *arguments))
 
 
-def is_log_concave(kinds: Sequence[Kind]) -> bool:
-    """Whether all factors are log-concave."""
-    return all(kind.concave for kind in kinds)
-
-
-def is_quadratic(kinds: Sequence[Kind]) -> bool:
-    """Whether all factors are, so that the best Gaussian is the posterior."""
-    return all(kind.quadratic for kind in kinds)
-
-
-def is_conservative(kinds: Sequence[Kind]) -> bool:
-    """Whether all gradients and curvatures derive from their values."""
-    return all(kind.conservative for kind in kinds)
-
-
-def objective_of(kinds: tuple[Kind, ...], factors_at: Callable[[Array], tuple[Factors, ...]]) -> Objective:
-    """Of factors that are affine in e. ``factors_at``: e (r,) -> the factors with e as the origin."""
-
-    def curvature(e, hessians, clamped):
-        return curvature_of(kinds, factors_at(e), hessians, clamped=clamped)
-
-    return Objective(
-        lambda e, covariance_root: covariances(factors_at(e), covariance_root),
-        lambda e, covariances: expect(kinds, factors_at(e), covariances),
-        curvature,
-        lambda e, expected, _: Sums(expected.value, expected.gradient, curvature(e, expected.hessians, False)),
-    )
-
-
-class Coordinates(NamedTuple):
-    """A change of variables, from the coordinates e (r,) of a search to theta (P,), in which factors are given.
-
-    :ivar theta: e -> theta. :ivar vjp: gradients in theta -> gradients in e.
-    :ivar covariance: a covariance of e -> that of theta, as :func:`~.jacobians.covariance` takes it.
-    :ivar curvature_of: curvatures in theta -> curvatures in e.
-    """
-
-    theta: Callable[[Array], Array]
-    vjp: Callable[[Array], Array]
-    covariance: Callable[[Any], Any]
-    curvature_of: Callable[[Array], Array]
-
-
-def standard_coordinates(mean: Array, root: Array, *, weighted: bool) -> Coordinates:
-    """theta = mean + root e. Jacobians stay in the coordinates of theta: per row, that saves one product with a (P, P)
-    matrix.
-
-    :param weighted: whether the search does so too: its precisions are :class:`~.precisions.Weighted` by ``root``.
-    """
-
-    def in_basis(curvature):
-        if jnp.ndim(curvature) < 2:
-            return (root.T * curvature) @ root
-        return root.T @ curvature @ root
-
-    same = lambda x: x  # noqa: E731
-    return Coordinates(
-        lambda e: mean + root @ e,
-        lambda gradient: root.T @ gradient,
-        same if weighted else lambda covariance_root: covariance_root @ root.T,
-        same if weighted else in_basis,
-    )
-
-
 def in_stages(
     row_kinds: Sequence[Kind],
     prior_kinds: Sequence[Kind],
@@ -158,77 +177,82 @@ def in_stages(
     return num_chunks == 1 or num_chunks * sum(e * c * c for e, c in shapes) <= sum(e * c for e, c in shapes) * size
 
 
-def joint_objective(sets: tuple[FactorSet, ...], coordinates: Coordinates, *, staged: bool) -> Objective:
-    """Of sets of factors, whose Jacobians are in coordinates of theta.
+@dataclass(frozen=True)
+class JointObjective:
+    """Of sets of factors, whose Jacobians are in the coordinates of theta.
 
-    :param staged: whether each part is computed when it is asked for. Otherwise ``expect`` computes the curvatures too:
-        factors that are not affine are linearized once, and what is large is not kept.
+    :ivar staged: whether each part is computed when it is asked for; see :func:`in_stages`. Otherwise :meth:`expect`
+        computes the curvatures too, exact and clamped, and they are its ``hessians``: factors that are not affine are
+        linearized once, and what is large is not kept.
     """
-    all_kinds = tuple(kind for factor_set in sets for kind in factor_set.kinds)
-    ways = [False] if is_log_concave(all_kinds) else [False, True]
 
-    def map_reduce(function, e, *arguments):
-        """By set, sums and the rest of ``function(kinds, factors, *arguments)``; ``arguments`` are by set too."""
-        theta = coordinates.theta(e)
+    sets: tuple[FactorSet, ...]
+    coordinates: Coordinates
+    staged: bool
 
-        def of_set(factor_set, *arguments):
-            return factor_set.map_reduce(
-                lambda chunk, *rest: function(factor_set.kinds, factor_set.linearize(chunk, theta), *rest), *arguments
-            )
+    def predictor_covariances(self, mean: Array, covariance_root: PyTree) -> PyTree:
+        if not self.staged:
+            return covariance_root
+        theta, sigma = self.coordinates.theta(mean), self.coordinates.covariance(covariance_root)
 
-        return zip(*map(of_set, sets, *arguments))
+        def one(factor_set: FactorSet, chunk: PyTree) -> tuple[tuple[()], PyTree]:
+            return (), covariances(factor_set.linearize(chunk, theta), sigma)
 
-    def summed(sums):
-        """Over sets; accounts are by kind."""
+        return tuple(factor_set.map_reduce(partial(one, factor_set))[1] for factor_set in self.sets)
+
+    def expect(self, mean: Array, covariances: PyTree) -> Expected:
+        theta = self.coordinates.theta(mean)
+        if self.staged:
+            by_set = [()] * len(self.sets) if covariances is None else [(of_set,) for of_set in covariances]
+            pairs = [s.map_reduce(partial(_expected, s, theta), *x) for s, x in zip(self.sets, by_set)]
+            sums, hessians = zip(*pairs)
+        else:
+            sigma = None if covariances is None else self.coordinates.covariance(covariances)
+            is_concave = is_log_concave([kind for factor_set in self.sets for kind in factor_set.kinds])
+            ways = [False] if is_concave else [False, True]
+            pairs = [s.map_reduce(partial(_with_curvatures, s, theta, sigma, ways)) for s in self.sets]
+            sums, hessians = zip(*[(total[:3], total[3]) for total, _ in pairs])
         values, gradients, accounts = zip(*sums)
-        accounts = jax.tree.map(lambda *x: jnp.concatenate(x), *accounts)
-        value, gradient = reduce(jnp.add, values), reduce(jnp.add, gradients)
-        return Expected(value, coordinates.vjp(gradient), None, accounts, gradients)
+        accounts = jax.tree.map(lambda *x: jnp.concatenate(x), *accounts)  # by kind
+        gradient = self.coordinates.gradient(reduce(jnp.add, gradients))
+        return Expected(reduce(jnp.add, values), gradient, hessians, accounts, gradients)
 
-    def sums_of_set(e, expected, number):
-        before = sum(len(factor_set.kinds) for factor_set in sets[:number])
-        value = jnp.sum(expected.accounts.values[before : before + len(sets[number].kinds)])
-        hessians = expected.hessians[number]
-        curvature = curvature_in_theta(sets[number], coordinates.theta(e), hessians, False) if staged else hessians[0]
+    def curvature(self, mean: Array, hessians: PyTree, clamped: bool) -> Array:
+        curvatures = [self._curvature_of_set(mean, h, i, clamped) for i, h in enumerate(hessians)]
+        return self.coordinates.curvature(reduce(add_curvatures, curvatures))
+
+    def sums_of_set(self, mean: Array, expected: Expected, number: int) -> Sums:
+        """Of one set, in the coordinates of theta, from what is expected at ``mean``."""
+        before = sum(len(factor_set.kinds) for factor_set in self.sets[:number])
+        value = jnp.sum(expected.accounts.values[before : before + len(self.sets[number].kinds)])
+        curvature = self._curvature_of_set(mean, expected.hessians[number], number, False)
         return Sums(value, expected.gradients[number], curvature)
 
-    def curvature_in_theta(factor_set, theta, hessians, clamped):
-        def one(chunk, h):
-            return curvature_of(factor_set.kinds, factor_set.linearize(chunk, theta), h, clamped=clamped), ()
+    def _curvature_of_set(self, mean: Array, hessians: PyTree, number: int, clamped: bool) -> Array:
+        """In the coordinates of theta."""
+        if not self.staged:
+            return hessians[clamped]
+        factor_set, theta = self.sets[number], self.coordinates.theta(mean)
+
+        def one(chunk: PyTree, of_chunk: PyTree) -> tuple[Array, tuple[()]]:
+            return curvature_of(factor_set.kinds, factor_set.linearize(chunk, theta), of_chunk, clamped=clamped), ()
 
         return factor_set.map_reduce(one, hessians)[0]
 
-    def covariances_staged(e, root):
-        sigma = coordinates.covariance(root)
-        return tuple(map_reduce(lambda kinds, factors: ((), covariances(factors, sigma)), e))[1]
 
-    def expect_staged(e, by_set):
-        def one(kinds, factors, of_predictors=None):
-            expected = expect(kinds, factors, of_predictors)
-            return (expected.value, expected.gradient, expected.accounts), expected.hessians
+def _expected(
+    factor_set: FactorSet, theta: Array, chunk: PyTree, covariances: PyTree = None
+) -> tuple[tuple[Array, Array, Accounts], PyTree]:
+    """Of a chunk's factors: sums over them, and the Hessians of each."""
+    expected = expect(factor_set.kinds, factor_set.linearize(chunk, theta), covariances)
+    return (expected.value, expected.gradient, expected.accounts), expected.hessians
 
-        sums, hessians = map_reduce(one, e, *() if by_set is None else (by_set,))
-        return summed(sums)._replace(hessians=hessians)
 
-    def curvature_staged(e, hessians, clamped):
-        theta = coordinates.theta(e)
-        curves = [curvature_in_theta(factor_set, theta, h, clamped) for factor_set, h in zip(sets, hessians)]
-        return coordinates.curvature_of(reduce(add_curvatures, curves))
-
-    def expect_at_once(e, root):
-        sigma = None if root is None else coordinates.covariance(root)
-
-        def one(kinds, factors):
-            expected = expect(kinds, factors, covariances(factors, sigma))
-            curves = [curvature_of(kinds, factors, expected.hessians, clamped=clamped) for clamped in ways]
-            return (expected.value, expected.gradient, expected.accounts, curves), ()
-
-        sums, _ = map_reduce(one, e)
-        return summed([rest for *rest, _ in sums])._replace(hessians=[curves for *_, curves in sums])
-
-    def curvature_at_once(e, hessians, clamped):
-        return coordinates.curvature_of(reduce(add_curvatures, [curves[clamped] for curves in hessians]))
-
-    if staged:
-        return Objective(covariances_staged, expect_staged, curvature_staged, sums_of_set)
-    return Objective(None, expect_at_once, curvature_at_once, sums_of_set)
+def _with_curvatures(
+    factor_set: FactorSet, theta: Array, sigma: PyTree, ways: Sequence[bool], chunk: PyTree
+) -> tuple[tuple, tuple[()]]:
+    """Of a chunk's factors: sums over them, with the curvature for each of ``ways``, clamped or not."""
+    kinds, factors = factor_set.kinds, factor_set.linearize(chunk, theta)
+    expected = expect(kinds, factors, covariances(factors, sigma))
+    curvatures = [curvature_of(kinds, factors, expected.hessians, clamped=clamped) for clamped in ways]
+    return (expected.value, expected.gradient, expected.accounts, curvatures), ()

@@ -24,7 +24,7 @@ from ..matrices.precisions import Dense
 from .drivers import solve_traced
 from .factors import Accounts, Factors, Kind, Moments, covariances, curvature_of, evaluate, expect
 from .maximize import Search, Settings, Solution, init, standard_base
-from .objective import is_conservative, is_log_concave, objective_of
+from .objective import BlockObjective, is_conservative, is_log_concave
 
 ROUTINE_NUMBERS = 16  # in the Jacobians of a block whose solve is one routine: XLA cannot fuse those of many rows
 
@@ -255,7 +255,7 @@ def solve_block(kinds: tuple[Kind, ...], settings: Settings, blocks: tuple[Facto
     """The Gaussian over e that solves for the rows, from the standard normal."""
     search = Search(settings, is_log_concave(kinds), by_decrement=not is_conservative(kinds))
     mean, form = jnp.zeros(blocks[0].jacobian.shape[-1], blocks[0].predictors.dtype), Dense(None)
-    objective = objective_of(kinds, partial(_shifted, blocks))
+    objective = BlockObjective(kinds, partial(_shifted, blocks))
     return solve_traced(search, objective, standard_base(mean.dtype), form, init(search, form, mean))
 
 

@@ -16,7 +16,7 @@ from . import maximize
 from .factors import evaluate
 from .joint import Joint, Start
 from .maximize import Base, Search
-from .objective import Coordinates, FactorSet, joint_objective
+from .objective import Coordinates, FactorSet, JointObjective
 from .recursion import CanonicalGaussian, State, StepInfo
 
 
@@ -63,10 +63,7 @@ def sparse_solve(
     """
     size, dtype = marginals.mean.size, marginals.mean.dtype
     back = order.back
-    same = lambda x: x  # noqa: E731
-    coordinates = Coordinates(same, same, same, same)
-    groups = (gaussian, prior, rows)
-    objective = joint_objective(groups, coordinates, staged=search.staged)
+    objective = JointObjective((gaussian, prior, rows), Coordinates(), search.staged)
     form = packed_form((1 / marginals.variance)[order.places], packing)
 
     def start():
