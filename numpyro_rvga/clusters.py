@@ -1,8 +1,8 @@
-"""Tasks on a Dask cluster: what of them may fail, what comes back, and parts whose groups stay on their workers."""
+"""Tasks on a Dask cluster: what of them may fail, what comes back, and what is asked of parts of the data there."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import reduce
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -11,7 +11,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .bong import BONG
 from .core.groups.steps import Message
+from .core.updates.recursion import State
+from .engines.certificate import Sums
+from .engines.online import OnlineState
+from .model.data.row_set import RowSet
 from .model.data.rows import Data, Rows
 from .progress import Bar
 from .results.groups.parts import (
@@ -27,6 +32,8 @@ from .results.groups.parts import (
 )
 from .results.groups.posterior import write_groups
 from .results.groups.rounds import Parts, Shared
+from .results.merging.rounds import total_of
+from .rvga import RVGA
 from .user_warnings import warn
 
 if TYPE_CHECKING:
@@ -100,29 +107,79 @@ def guarded(number: int | None, double: bool, task: Callable, *arguments: Any) -
         raise RuntimeError(f"{which}{type(error).__name__}: {error}") from error
 
 
-class GroupCluster:
-    """Parts with groups on the workers of a cluster: rows, groups and sums stay there as results of tasks, which Dask
-    computes again where a worker has died.
-
-    :ivar asked: what rounds ask of them.
-    """
+class Cluster:
+    """Tasks of parts of the data, on the workers of a cluster. What tasks return stays there until it is asked for, and
+    Dask computes it again where a worker has died."""
 
     def __init__(self, client: Client, retries: int, bar: Bar):
         self._client, self._bar = client, bar
         self._how: dict[str, Any] = {"pure": False, "retries": retries}
         self._double = jnp.result_type(float) == jnp.float64
-        self._parts: list[Future] = []
+
+    def _kept(self, thing: object) -> Future:
+        """As a task of its own: a worker keeps it, with what it has compiled, for all tasks that take it."""
+        return self._client.submit(itself, thing, pure=False)
+
+    def _submit(self, number: int | None, task: Callable, *arguments: Any) -> Future:
+        """See :func:`guarded`."""
+        return self._client.submit(guarded, number, self._double, task, *arguments, **self._how)
+
+    def _results_of(self, tasks: list[Future]) -> list[Any]:
+        return results_of(self._client, tasks, self._bar)
+
+
+class RunCluster(Cluster):
+    """Parts that a method runs on, and whose rows are evaluated.
+
+    :param options: of each part's run.
+    """
+
+    def __init__(
+        self,
+        client: Client,
+        retries: int,
+        bar: Bar,
+        method: RVGA | BONG,
+        parts: Sequence[Any],
+        options: Mapping[str, Any],
+    ):
+        super().__init__(client, retries, bar)
+        self._method, self._parts, self._options = self._kept(method), [self._kept(part) for part in parts], options
+
+    def solve(self) -> list[tuple]:
+        """Each part's state after a run from the prior, what that has to tell, and which rows it has taken in."""
+        return self._asked(_solved)
+
+    def sums(self, state: State) -> Sums:
+        """Over the rows of all parts, at one state."""
+        return total_of(self._asked(_sums, jax.tree.map(np.asarray, state)))
+
+    def sample_of(self, totals: Sequence[int], counts: Sequence[int]) -> list[Rows]:
+        """So many of the rows of each part, drawn at random. ``totals``: how many there are."""
+        return self._asked(_sample, of_each=list(zip(totals, counts)))
+
+    def _asked(self, task: Callable, *arguments: Any, of_each: Sequence[tuple] | None = None) -> list[Any]:
+        """What a task makes of each part. ``of_each``: arguments that differ."""
+        tasks = [
+            self._submit(number, task, self._method, part, self._options, *arguments, *own)
+            for number, (part, own) in enumerate(zip(self._parts, of_each or [()] * len(self._parts)))
+        ]
+        return self._results_of(tasks)
+
+
+class GroupCluster(Cluster):
+    """Parts with groups of their own: rows, groups and sums stay on the workers.
+
+    :ivar asked: what rounds ask of them.
+    """
+
+    def __init__(self, client: Client, retries: int, bar: Bar, model: GroupModel, parts: Sequence[Any]):
+        super().__init__(client, retries, bar)
+        common, data = self._kept(model), [self._kept(part) for part in parts]
+        self._parts = [self._submit(n, _group_part, common, part, n == 0) for n, part in enumerate(data)]
         self._places: list[Future] = []
         self._next: list[Future] = []
         self.asked = Parts(self._advance, self._message, self._keep)
-
-    @classmethod
-    def of(cls, client: Client, retries: int, bar: Bar, model: GroupModel, parts: Sequence[Any]) -> GroupCluster:
-        """The parts are read by the workers."""
-        cluster = cls(client, retries, bar)
-        common, data = client.submit(itself, model, pure=False), [client.submit(itself, p, pure=False) for p in parts]
-        cluster._parts = [cluster._submit(n, _group_part, common, part, n == 0) for n, part in enumerate(data)]
-        return cluster
 
     def begin(self) -> tuple[Start, int, int]:
         """Where the rounds begin, and how many groups and rows there are."""
@@ -158,12 +215,6 @@ class GroupCluster:
         messages = self._results_of([self._submit(n, message_of, place, step) for n, place in enumerate(places)])
         return reduce(Message.plus, messages)
 
-    def _submit(self, number: int | None, task: Callable, *arguments: Any) -> Future:
-        return self._client.submit(guarded, number, self._double, task, *arguments, **self._how)
-
-    def _results_of(self, tasks: list[Future]) -> list[Any]:
-        return results_of(self._client, tasks, self._bar)
-
 
 def _group_part(model: GroupModel, data: Data | Iterable, is_first: bool) -> GroupPart:
     part = GroupPart(model, data, with_shared_prior=is_first)
@@ -185,3 +236,22 @@ def _start(part: GroupPart, *samples: Rows) -> Start:
 
 def _write(number: int, part: GroupPart, place: GroupPlace, folder: str, names: list[str], root: np.ndarray) -> int:
     return write_groups(folder, number, part.model.plate.index, part.labels, names, place.groups, root)
+
+
+def _solved(method: RVGA | BONG, part: Any, options: Mapping[str, Any]) -> tuple[Any, dict, tuple[RowSet, ...]]:
+    """The state, in NumPy's arrays, what the run has to tell, and which rows it has taken in."""
+    posterior = method.run(part, progress_bar=False, **options)
+    state = posterior.state
+    if isinstance(state, OnlineState):  # a merged state has a key of its own
+        state = state._replace(rng_key=jnp.zeros(0))
+    return jax.tree.map(np.asarray, state), dict(posterior.info), posterior.row_sets
+
+
+def _sums(method: RVGA, part: Any, options: Mapping[str, Any], state: State) -> Sums:
+    """Over the part's rows."""
+    return method.sums_at(state, part, **options)[0]
+
+
+def _sample(method: RVGA, part: Any, options: Mapping[str, Any], total: int, count: int) -> Rows:
+    """So many of the part's rows."""
+    return method.sample_of(part, total, count, **options)

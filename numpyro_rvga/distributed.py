@@ -4,28 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from .bong import BONG
-from .clusters import RETRIES, GroupCluster, current_client, guarded, itself, results_of
-from .core.updates.recursion import State
-from .engines.certificate import Sums
+from .clusters import RETRIES, GroupCluster, RunCluster, current_client
 from .engines.expectation_errors import warn_of
-from .engines.online import OnlineState
-from .model.data.row_set import RowSet
-from .model.data.rows import Rows
 from .options import Info
-from .progress import Bar, progress
+from .progress import progress
 from .results.groups.parts import GroupModel, LocalPlate, rounding
 from .results.groups.posterior import GroupFiles, GroupPosterior, checked_folder
 from .results.groups.rounds import in_group_rounds
 from .results.merging.merge import check_disjoint, defined, merged
-from .results.merging.rounds import checked_rounds, evaluations_of, facts_of, in_rounds, total_of, warn_of_one_exchange
+from .results.merging.rounds import checked_rounds, evaluations_of, facts_of, in_rounds, warn_of_one_exchange
 from .results.merging.summaries import TOLERANCE
 from .results.posterior import Posterior
 from .rvga import RVGA
@@ -102,13 +97,12 @@ def run(
         raise ValueError(f"part 0: {error}") from error
     start = method.init({name: array[:HEAD] for name, array in head.items()}, rng_key=rng_key, **model_kwargs)
     with progress(progress_bar, None, "distributed", "part") as bar:
-        cluster = _Cluster(client, retries, bar, options, *_held(client, method, parts))
+        cluster = RunCluster(client, retries, bar, method, parts, options)
         states, infos, row_sets = zip(*cluster.solve())
         check_disjoint(row_sets)
         result = None
         if isinstance(method, RVGA) and takes_rounds and limit != 1 and not (limit is None and _is_exact(method)):
-            sums = lambda state: total_of(cluster.sums(state))  # noqa: E731
-            evaluations = evaluations_of(method.last_engine, start, sums, cluster.sample_of)
+            evaluations = evaluations_of(method.last_engine, start, cluster.sums, cluster.sample_of)
             result = defined(in_rounds(start, states, evaluations, limit))
     info: Info = {"merged": len(parts), "parts": list(infos)}
     runs = tuple(run for part in row_sets for run in part)
@@ -199,7 +193,7 @@ def run_groups(
     client, folder = current_client() if client is None else client, checked_folder(folder)
     of_all = GroupModel(method.model, method.options, method.improper_prior_scale, local, model_kwargs, rng_key)
     with progress(progress_bar, None, "distributed", "part") as bar:
-        cluster = GroupCluster.of(client, retries, bar, of_all, parts)
+        cluster = GroupCluster(client, retries, bar, of_all, parts)
         start, num_groups, num_rows = cluster.begin()
         result = in_group_rounds(start.shared, cluster.asked, limit, rounding())
         engine, members = of_all.bound(start.head, len(np.unique(start.head[index])))
@@ -236,64 +230,3 @@ def _check_mesh(method: RVGA | BONG) -> None:
 def _is_exact(method: RVGA) -> bool:
     """Whether summaries of rows of the last data are exact."""
     return method.last_engine.program.is_conjugate
-
-
-def _held(client: Client, method: RVGA | BONG, parts: Sequence[Any]) -> tuple[Any, list[Any]]:
-    """The method and the parts as tasks of their own: a worker keeps the method, with what it has compiled, for all its
-    parts, and its parts for all rounds."""
-    return client.submit(itself, method, pure=False), [client.submit(itself, part, pure=False) for part in parts]
-
-
-class _Cluster(NamedTuple):
-    """Parts on the workers of a cluster.
-
-    :ivar options: of each part's run. :ivar method: and ``parts``: tasks that return them.
-    """
-
-    client: Client
-    retries: int
-    bar: Bar
-    options: dict[str, Any]
-    method: Any
-    parts: list[Any]
-
-    def solve(self) -> list[tuple]:
-        """Each part's state after a run from the prior, what that has to tell, and which rows it has taken in."""
-        return self._asked(_solved)
-
-    def sums(self, state: State) -> list[Sums]:
-        """Over the rows of each part, at one state."""
-        return self._asked(_sums, jax.tree.map(np.asarray, state))
-
-    def sample_of(self, totals: Sequence[int], counts: Sequence[int]) -> list[Rows]:
-        """So many of the rows of each part, drawn at random. ``totals``: how many there are."""
-        return self._asked(_sample, of_each=list(zip(totals, counts)))
-
-    def _asked(self, task: Callable, *arguments: Any, of_each: Sequence[tuple] | None = None) -> list[Any]:
-        """What a task makes of each part. ``of_each``: arguments that differ."""
-        double, submit = bool(jax.config.jax_enable_x64), self.client.submit
-        how: dict[str, Any] = {"pure": False, "retries": self.retries}
-        tasks = [
-            submit(guarded, number, double, task, self.method, part, self.options, *arguments, *own, **how)
-            for number, (part, own) in enumerate(zip(self.parts, of_each or [()] * len(self.parts)))
-        ]
-        return results_of(self.client, tasks, self.bar)
-
-
-def _solved(method: RVGA | BONG, part: Any, options: Mapping[str, Any]) -> tuple[Any, dict, tuple[RowSet, ...]]:
-    """The state, in NumPy's arrays, what the run has to tell, and which rows it has taken in."""
-    posterior = method.run(part, progress_bar=False, **options)
-    state = posterior.state
-    if isinstance(state, OnlineState):  # a merged state has a key of its own
-        state = state._replace(rng_key=np.zeros(0))
-    return jax.tree.map(np.asarray, state), dict(posterior.info), posterior.row_sets
-
-
-def _sums(method: RVGA, part: Any, options: Mapping[str, Any], state: State) -> Sums:
-    """Over the part's rows."""
-    return method.sums_at(state, part, **options)[0]
-
-
-def _sample(method: RVGA, part: Any, options: Mapping[str, Any], total: int, count: int) -> Rows:
-    """So many of the part's rows."""
-    return method.sample_of(part, total, count, **options)

@@ -87,14 +87,14 @@ def test_a_worker_that_is_killed_in_every_round_changes_nothing(client, folder, 
     parts = ParquetRows(folder, COLUMNS).split(3)
     method = RVGA(model)
     slow = [SlowRows.__new__(SlowRows)._set(part.columns, part.groups, part.dtypes) for part in parts]
-    asked, threads = distributed._Cluster._asked, []
+    asked, threads = clusters.RunCluster._asked, []
 
     def ask_and_kill(self, *task):
         threads.append(threading.Thread(target=kill_who_works_next, args=(client.notes, set(os.listdir(client.notes)))))
         threads[-1].start()
         return asked(self, *task)
 
-    monkeypatch.setattr(distributed._Cluster, "_asked", ask_and_kill)
+    monkeypatch.setattr(clusters.RunCluster, "_asked", ask_and_kill)
     found = distributed.run(method, slow, rounds=2, client=client, progress_bar=False)
     for thread in threads:
         thread.join()
@@ -244,7 +244,7 @@ def test_results_that_come_late_or_twice_count_once_and_in_order(monkeypatch):
 
 def test_a_cluster_without_workers_is_waited_for_with_a_warning(monkeypatch):
     monkeypatch.setattr(clusters, "PATIENCE", 0.2)
-    rng, solve = np.random.default_rng(3), distributed._Cluster.solve
+    rng, solve = np.random.default_rng(3), clusters.RunCluster.solve
     part = {"X": rng.normal(size=(50, 2)), "y": rng.normal(size=50)}
     with (
         dask_distributed.LocalCluster(n_workers=0, processes=False, dashboard_address=":0") as cluster,
@@ -256,7 +256,7 @@ def test_a_cluster_without_workers_is_waited_for_with_a_warning(monkeypatch):
             later.start()
             return solve(self)
 
-        monkeypatch.setattr(distributed._Cluster, "solve", solve_after_a_while)
+        monkeypatch.setattr(clusters.RunCluster, "solve", solve_after_a_while)
         with pytest.warns(UserWarning, match="the cluster has no workers left"):
             found = distributed.run(RVGA(model), [part], rounds=1, client=client, progress_bar=False)
         later.join()
