@@ -8,17 +8,17 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array, lax
+from jax import Array
 from jax.typing import DTypeLike
 
 from ...core.compilation import jit_once
 from ..data.rows import Arrays
-from .terms import Terms, merged, over_rows, split_rows
+from .terms import Terms, linearize_along, split_rows
 
 CHUNK = 2**16  # rows that are probed together
 
 
-def along(columns: tuple[np.ndarray, ...], size: int, dtype) -> np.ndarray:
+def along(columns: Sequence[np.ndarray] | np.ndarray, size: int, dtype) -> np.ndarray:
     """Two directions along each column: all ones, and the position in it: (2 S, P)."""
     count = len(columns)
     directions = np.zeros((2 * count, size), dtype)
@@ -27,22 +27,12 @@ def along(columns: tuple[np.ndarray, ...], size: int, dtype) -> np.ndarray:
     return directions
 
 
-def pushed_along(terms: Terms, theta: Array, directions: np.ndarray, rows: Arrays) -> tuple[Array, Array]:
-    """Predictors (n, E, C), and their changes along directions (n, E, D, C)."""
-
-    def one(row, element):
-        predictors, push = jax.linearize(lambda t: terms.predictors(t, row, element), theta)
-        return predictors, jax.vmap(push)(directions)
-
-    directions = lax.optimization_barrier(jnp.asarray(directions))  # XLA would fold constants for seconds
-    return over_rows(one, terms.num_elements, rows)
-
-
-def read(pushed: Array, count: int) -> tuple[Array, Array]:
-    """The one entry of each column that is not zero (n, S, C), and its position there (n, S)."""
-    values, numbers = pushed[:, :count], pushed[:, count : 2 * count]
-    largest = jnp.argmax(jnp.abs(values), axis=2, keepdims=True)
-    value, number = (jnp.take_along_axis(x, largest, axis=2)[..., 0] for x in (values, numbers))
+def read(changes: Array, count: int) -> tuple[Array, Array]:
+    """Of predictors that change so along the directions of :func:`along` (n, C, 2 S): their derivatives in the one
+    entry of each column that they depend on (n, C, S), and its position there (n, S)."""
+    values, numbers = changes[..., :count], changes[..., count : 2 * count]
+    largest = jnp.argmax(jnp.abs(values), axis=1, keepdims=True)
+    value, number = (jnp.take_along_axis(x, largest, axis=1)[:, 0] for x in (values, numbers))
     return values, jnp.round(number / jnp.where(value == 0, 1.0, value)).astype(jnp.int32)
 
 
@@ -109,8 +99,7 @@ class Reader:
         def reads_of(terms: Terms, rows: Arrays) -> Reads:
             if not terms.num_predictors:
                 return jax.tree.map(jnp.asarray, nothing)
-            pushed = merged(pushed_along(terms, theta, probes.directions, rows)[1])
-            return probes.reads(pushed, cut)
+            return probes.reads(linearize_along(terms, theta, probes.directions, rows)[1], cut)
 
         self._of_part = jit_once(lambda rows: [reads_of(terms, rows) for terms in all_terms])
 
@@ -155,22 +144,22 @@ class _Probes(NamedTuple):
             jnp.asarray(np.stack([np.resize(-1 if times is None else times, longest) for times in cut.times])),
         )
 
-    def reads(self, pushed: Array, cut: Cut) -> Reads:
-        """Of terms whose predictors change so along the directions, (n, 4 S, C)."""
+    def reads(self, changes: Array, cut: Cut) -> Reads:
+        """Of terms whose predictors change so along the directions, (n, C, 4 S)."""
         count, longest = self.random.shape
-        values, place = read(pushed, count)
-        actual, half = pushed[:, 2 * count : 3 * count], pushed[:, 3 * count :]
+        values, place = read(changes, count)
+        actual, half = changes[..., 2 * count : 3 * count], changes[..., 3 * count :]
         at = jnp.arange(count), jnp.clip(place, 0, longest - 1)
-        error = jnp.abs(values * self.random[at][..., None] - actual)
-        close = error <= 1e3 * jnp.finfo(pushed.dtype).eps * jnp.abs(actual)
-        is_read = jnp.any(actual != 0, axis=2)
+        error = jnp.abs(values * self.random[at][:, None] - actual)
+        close = error <= 1e3 * jnp.finfo(changes.dtype).eps * jnp.abs(actual)
+        is_read = jnp.any(actual != 0, axis=1)
         times, in_chain = self.times[at], is_read & cut.in_chain
         latest = jnp.max(times, axis=1, where=in_chain, initial=-1)
         first = jnp.min(times, axis=1, where=in_chain, initial=jnp.iinfo(times.dtype).max)
-        crosses = jnp.any((half != 0) & (half != actual), axis=2)
+        crosses = jnp.any((half != 0) & (half != actual), axis=1)
         return Reads(
             jnp.any(is_read, axis=0),
-            jnp.all(close, axis=(0, 2)),
+            jnp.all(close, axis=(0, 1)),
             jnp.mean(crosses, axis=0),
             jnp.max(jnp.where(jnp.any(in_chain, axis=1), latest - first, 0)),
         )

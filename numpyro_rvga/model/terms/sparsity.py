@@ -22,8 +22,8 @@ from ...core.matrices.jacobians import SparseJacobian
 from ...core.updates.sparse import EliminationOrder
 from ..data.rows import Arrays
 from ..layout import Layout
-from .reads import Cut, Reader, Reads, along, pushed_along, read
-from .terms import Terms, merged, over_rows, split_rows
+from .reads import Cut, Reader, Reads, along, read
+from .terms import Terms, linearize_along, merged, over_rows, split_rows
 
 FEWEST_PARAMETERS = 200  # below, whole matrices are small
 FEWEST_IN_CHAIN = 400  # parameters: chains take longer to compile than whole matrices
@@ -81,14 +81,14 @@ def sparse_jacobian(terms: Terms, pattern: Pattern, theta: Array, rows: Arrays) 
     if not terms.num_predictors:
         return _without_predictors(terms, pattern, theta, rows)
     directions = along(pattern.columns, theta.size, theta.dtype)
-    predictors, pushed = merged(pushed_along(terms, theta, directions, rows))
-    values, place = read(pushed, len(pattern.columns))
+    predictors, changes = linearize_along(terms, theta, directions, rows)
+    values, place = read(changes, len(pattern.columns))
     starts = np.cumsum([0, *[len(column) for column in pattern.columns]])[:-1]
     numbers = jnp.asarray(pattern.place[np.concatenate(pattern.columns)], jnp.int32)
     lengths = np.array([len(column) for column in pattern.columns])
     index = numbers[jnp.clip(place, 0, lengths - 1) + starts]
     sizes = theta.size, pattern.num_diagonal, pattern.num_leading
-    return predictors, SparseJacobian(index, jnp.swapaxes(values, 1, 2), *sizes)
+    return predictors, SparseJacobian(index, values, *sizes)
 
 
 def _without_predictors(terms: Terms, pattern: Pattern, theta: Array, rows: Arrays) -> tuple[Array, SparseJacobian]:

@@ -69,8 +69,9 @@ def linearize(terms: Terms, theta: Array, rows: Arrays) -> tuple[Array, Array, A
     return predictors, jacobian[..., : theta.shape[0]], jacobian[..., theta.shape[0] :]
 
 
-def linearize_along(terms: Terms, theta: Array, directions: Array, rows: Arrays) -> tuple[Array, Array]:
+def linearize_along(terms: Terms, theta: Array, directions: Array | np.ndarray, rows: Arrays) -> tuple[Array, Array]:
     """Predictors (n E, C) at theta (P,), and their changes along directions (D, P): (n E, C, D)."""
+    directions = jax.lax.optimization_barrier(jnp.asarray(directions))  # XLA would fold constants for seconds
 
     def one(row, element):
         predictors, push = jax.linearize(lambda t: terms.predictors(t, row, element), theta)
