@@ -1,4 +1,8 @@
-"""BONG's passes over rows: once, block by block, or again and again."""
+"""BONG's passes over rows: once, block by block, or again and again.
+
+Each block is one update of :mod:`~numpyro_rvga.core.updates.rules`. In epochs, a block of B rows of N stands for all of
+them: its log-likelihood counts N / B times, and the prior stays that of the start.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,13 @@
-"""One pass over rows: pieces through compiled steps, with checkpoints, and without the rows that cannot be used."""
+"""One pass over rows: pieces through compiled steps, with checkpoints, and without the rows that cannot be used.
+
+A source hands out rows in pieces (:mod:`~.feed`), and a method's step takes a state and a piece to a state. Steps are
+begun one after the other, up to ``PREFETCH`` of them before the first result is looked at, so that reading and
+computing go on at the same time. Results are looked at in order. One that is not finite is undone with all that follow:
+the rows to blame are found by halving, left out or named, and the others are taken anew.
+
+A subclass is the pass of one method: :class:`~.recursive_pass.RecursivePass` (RVGA), :class:`~.online_pass.OnlinePass`
+(BONG) and :class:`~.mean_field_pass.MeanFieldPass` (RVGA with families by site).
+"""
 
 from __future__ import annotations
 
@@ -92,27 +101,38 @@ class Pass(ABC, Generic[S, R]):
     # ------------------------------------------------------------------ what a method does with rows
     @abstractmethod
     def size(self, offset: int) -> int:
-        """How many rows are taken when so many have been taken in."""
+        """How many rows the next step takes, after ``offset`` rows."""
 
     @abstractmethod
     def step(self, state: S, rows: Rows, weights: np.ndarray, offset: int) -> tuple[S, R]:
-        """State and report after rows, of weight one or zero. The results need not be waited for."""
+        """State and report after n rows (n, ...) with weights (n,), each one or zero. JAX computes them while other
+        rows are read.
+
+        :param offset: how many rows came before.
+        """
 
     @abstractmethod
     def failed(self, report: R, length: int) -> tuple[int, int] | None:
-        """The first row of the first block that left no finite Gaussian, and the one after its last, or None."""
+        """The first row of the first block that left no finite Gaussian, and the one after its last; None if all are
+        finite.
+
+        :param length: how many rows the step took.
+        """
 
     @abstractmethod
     def raise_bad_rows(self, before: S, after: S, rows: Rows, numbers: np.ndarray) -> None:
-        """:raises ValueError: about these rows, whose numbers in the data are given."""
+        """:raises ValueError: saying why these rows have left no finite Gaussian.
+
+        :param numbers: of the rows in the data, (n,).
+        """
 
     @abstractmethod
     def on_result(self, state: S, rows: Rows, report: R, offset: int) -> None:
-        """Called with each good result, in order."""
+        """Called with the state after each good step, its rows and report, in order."""
 
     @abstractmethod
     def stored(self) -> Info:
-        """What a method knows besides the state, as plain values and arrays, for checkpoints."""
+        """What a method has to know besides the state to go on from here, for checkpoints."""
 
     @abstractmethod
     def restore(self, stored: Info) -> None:
@@ -184,7 +204,10 @@ class Pass(ABC, Generic[S, R]):
         return Pending(state, taken, offset, in_support, *self.step(state, rows, weights, offset))
 
     def _finish(self, pending: deque[Pending[S, R]]) -> list[Piece]:
-        """Wait for the first step's result. What has to be taken anew, if rows must be left out."""
+        """Wait for the result of the first step under way.
+
+        :return: pieces that have to be taken anew, without the rows that must be left out; none if the result is good.
+        """
         step = pending.popleft()
         try:
             bad = self._bad_rows(step)

@@ -1,4 +1,12 @@
-"""RVGA's pass: a joint solve of the first rows, a recursion over the others, and a last solve with those kept."""
+"""RVGA's pass: a joint solve of the first rows, a recursion over the others, and a last solve with those kept.
+
+The recursion takes block B of rows and N(mu_0, Lambda_0^-1) to the Gaussian that maximizes
+
+    sum_{i in B} E_q[log p(y_i | theta)] - KL(q || N(mu_0, Lambda_0^-1)),
+
+and keeps the rows whose Gaussian approximations are furthest off. In the end these approximations are divided out of q,
+and the rows themselves take their place, with the prior's own terms.
+"""
 
 from __future__ import annotations
 

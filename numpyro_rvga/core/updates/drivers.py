@@ -1,6 +1,14 @@
-"""Two loops over the solver's steps: in a compiled function, and from the host.
+"""Two loops over the steps of :mod:`~.maximize`: in a compiled function, and from the host.
 
-The first is for blocks of a stream. The second makes each step visible, and compiles its functions one by one.
+A step proposes N(m, Lambda^-1), evaluates the factors there, and goes there or halves the step:
+
+    propose: m(t), Lambda(t), S_i = J_i Lambda(t)^-1 J_i^T   ->   evaluate: sum E[phi_i], sum J_i^T g_i   ->   update.
+
+Where predictors are affine, S_i does not depend on m. The mean then takes Newton steps m + Lambda^-1 (sum J_i^T g_i +
+linear - precision m) of its own before the update, and each is one more evaluation.
+
+:func:`solve_traced` is for blocks of a stream, thousands of which are one compiled loop. :func:`solve` is for joint
+solves: its three functions are compiled one by one, in less time, and each step is seen.
 """
 
 from __future__ import annotations
@@ -29,7 +37,11 @@ BACKTRACK = 0.25  # of a Newton step of the mean that lowered the bound
 
 # ---------------------------------------------------------------------- inside a compiled function
 def solve_traced(search: Search, objective: Objective, base: Base, form: PrecisionForm, state: SolverState) -> Solution:
-    """The solution, by a loop that XLA runs."""
+    """The solution, by a loop that XLA runs.
+
+    :param base: log base(e) = linear . e - e' precision e / 2. :param form: how precisions are kept as arrays.
+    :param state: not yet evaluated.
+    """
 
     def slope_at(mean: Array, covariances: PyTree) -> Expected:
         return with_base(base, form, mean, objective.expect(mean, covariances))
@@ -84,7 +96,7 @@ def _solve_mean_traced(
 
 # ---------------------------------------------------------------------- from the host
 class Pending(NamedTuple):
-    """A state, the q to evaluate next, and the predictors' covariances there."""
+    """A state, the q to evaluate next, and what the objective takes of its covariance: S_i (n, C, C), or a root."""
 
     state: SolverState
     proposal: Proposal
@@ -92,7 +104,11 @@ class Pending(NamedTuple):
 
 
 class Progress(NamedTuple):
-    """Diagnostics for the host after each step."""
+    """What the host sees of a state after each step, ().
+
+    :ivar unfinished: whether there is another step. :ivar step: t of that step; 0 while the initial scale is sought.
+    :ivar clamped: whether positive curvatures were left out.
+    """
 
     unfinished: Array
     iterations: Array
@@ -103,7 +119,11 @@ class Progress(NamedTuple):
 
 
 class Evaluated(NamedTuple):
-    """The bound's slope at a mean, the Newton step from there, and the mean's squared natural gradient."""
+    """What is known at N(mean, Lambda^-1), with Lambda that of the proposal.
+
+    :ivar slope: value and gradient b of the bound's part that depends on the mean (r,).
+    :ivar newton_step: Lambda^-1 b (r,). :ivar squared_length: b' Lambda^-1 b, of the mean's natural gradient, in nats.
+    """
 
     mean: Array
     slope: Expected
@@ -112,7 +132,7 @@ class Evaluated(NamedTuple):
 
 
 class Steps(NamedTuple):
-    """The compiled functions that the host calls in turn: of a model, only ``evaluate`` has the log-likelihoods in it.
+    """The three functions of a step, compiled. Of a model, only ``evaluate`` has the log-likelihoods in it.
 
     :ivar form: of precisions. :ivar propose: see :func:`pending`. :ivar evaluate: see :func:`evaluate`.
     :ivar update: see :func:`updated`.
@@ -125,14 +145,14 @@ class Steps(NamedTuple):
 
 
 def pending(search: Search, objective: Objective, form: PrecisionForm, state: SolverState) -> Pending:
-    """With the state's proposal."""
+    """The first part of a step: the state's proposal, and the covariances of predictors there."""
     proposal = propose(search, form, state)
     covariances = None if search.mode else objective.predictor_covariances(proposal.mean, proposal.covariance_root)
     return Pending(state, proposal, covariances)
 
 
 def evaluate(objective: Objective, base: Base, form: PrecisionForm, at: Pending, mean: Array) -> Evaluated:
-    """The factors' expectations at the proposal's covariance."""
+    """The second part: expectations over the factors, at a mean and the proposal's covariance."""
     slope = with_base(base, form, mean, objective.expect(mean, at.covariances))
     move = form.solver(at.proposal.factor)(slope.gradient)
     return Evaluated(mean, slope, move, slope.gradient @ move)
@@ -141,7 +161,7 @@ def evaluate(objective: Objective, base: Base, form: PrecisionForm, at: Pending,
 def updated(
     search: Search, objective: Objective, form: PrecisionForm, at: Pending, evaluated: Evaluated
 ) -> tuple[SolverState, Progress]:
-    """The state after an evaluation."""
+    """The third part: the state after an evaluation."""
     state, proposal, _ = at
     exact, target = choose_target(search, form, objective, proposal, evaluated.mean, evaluated.slope.hessians)
     state = update(search, form, state, proposal, evaluated.mean, evaluated.slope, exact, target)
