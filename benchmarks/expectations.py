@@ -135,21 +135,21 @@ def measure_rules(count: int, report: Report) -> None:
     rules, few = [], {}
     for phi, size in LIKELIHOODS:
         read = as_read(phi, size)
-        rules.append((phi, size, *map(jax.jit, expectations(read, size))))
-        few[phi.__name__] = jax.jit(expectations(read, size, effort="few")[0])
+        rules.append((phi, size, jax.jit(expectations(read, size))))
+        few[phi.__name__] = jax.jit(expectations(read, size, effort="few"))
     for deviation in (0.01, 0.1, 1.0):
         means, covariances, outcomes = rows_of(1, deviation, count)
         ones = jnp.ones(count)
         closed = jax.jit(lambda m, s, y, ones=ones: jax.vmap(logistic_mixture)(m, s, Logistic(y, ones, ones, ones)))
         steps = {CLOSED: partial(closed, means, covariances, outcomes)}
-        steps |= {phi.__name__: partial(expect, *rows_of(size, deviation, count)) for phi, size, expect, _ in rules}
+        steps |= {phi.__name__: partial(expect, *rows_of(size, deviation, count)) for phi, size, expect in rules}
         steps |= {f"few {n}": partial(few[n], *rows_of(size, deviation, count)) for n, size in SIZES.items()}
         milliseconds = medians(steps, REPEATS)
         shown = {name: 1e3 * value / count for name, value in milliseconds.items()}
         report(likelihood=CLOSED, deviation=deviation, microseconds_a_row=shown[CLOSED])
-        for phi, size, _, measured in rules:
+        for phi, size, expect in rules:
             some = tuple(x[:64] for x in rows_of(size, deviation, count))
-            found, estimates = measured(*some, None)
+            found, estimates = expect(*some)
             report(
                 likelihood=phi.__name__,
                 deviation=deviation,

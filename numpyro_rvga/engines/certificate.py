@@ -17,8 +17,9 @@ from ..core.matrices.jacobians import gram, vjp
 from ..core.pytrees import PyTree
 from ..core.updates.factors import Factors, add_curvatures, covariances
 from ..core.updates.objective import FactorSet
-from ..core.updates.recursion import Absorbed, RowFactors, State
+from ..core.updates.recursion import Absorbed, RowFactors, State, row_factors_of
 from ..model.data.rows import Rows, num_rows, pad, selected
+from ..model.terms.terms import merged
 from .engine import Engine
 from .natural_steps import SHORTER, Base, Look, Noise, Sums, best_step, in_double, moved, stored
 
@@ -203,14 +204,15 @@ class Certificate:
         sums = _sums(engine.kinds, factors, root)
         if absorbed is None:
             return sums
-        stood_for = [_row_factor_sums(*each, root) for each in zip(factors, engine.row_factors_at(factors, absorbed))]
+        approximations = row_factors_of(engine.kinds, factors, merged(absorbed))
+        stood_for = [_row_factor_sums(*each, root) for each in zip(factors, approximations)]
         return jax.tree.map(lambda x, *parts: x - jnp.stack(parts), sums, *stood_for)
 
     def _row_values(self, mean: Array, root: Array, rows: dict, weights: Array) -> Array:
         engine = self._engine
         factors = engine.linearize(engine.prepare(rows, weights), mean)
         values = [
-            kind.expect(block.predictors, covariance, block.constants)[0].reshape(len(weights), -1).sum(axis=1)
+            kind.expect(block.predictors, covariance, block.constants)[0][0].reshape(len(weights), -1).sum(axis=1)
             for kind, block, covariance in zip(engine.kinds, factors, covariances(factors, root.T))
         ]
         return reduce(jnp.add, values)
@@ -224,7 +226,7 @@ def _sums(kinds: tuple, factors: tuple, root: Array) -> Sums:
     size = root.shape[0]
     sums = []
     for kind, block, covariance in zip(kinds, factors, covariances(factors, root.T)):
-        (value, gradient, hessian), errors = kind.expect_with_errors(block.predictors, covariance, block.constants)
+        (value, gradient, hessian), errors = kind.expect(block.predictors, covariance, block.constants)
         curvature = add_curvatures(gram(block.jacobian, -hessian), jnp.zeros((size, size), root.dtype))
         sums.append(Sums(jnp.sum(value), vjp(block.jacobian, gradient), curvature, jnp.sum(errors)))
     zeros = [jnp.zeros((0, *shape), root.dtype) for shape in ((), (size,), (size, size), ())]

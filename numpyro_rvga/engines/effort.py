@@ -67,14 +67,14 @@ class Effort(NamedTuple):
         if not self.is_sampled:
             pairs += zip(self.prior, self.prior_terms)
         return not self.is_thorough and any(
-            kind.measured is not None and terms.num_predictors in CUBE_NODES for kind, terms in pairs
+            kind.has_errors and terms.num_predictors in CUBE_NODES for kind, terms in pairs
         )
 
     @property
     def has_estimated_errors(self) -> bool:
         """Whether there are expectations that estimate their errors, and none that has to be compared with others."""
         kinds = (*self.rows, *self.prior)
-        has_errors = [kind.measured is not None for kind in kinds]
+        has_errors = [kind.has_errors for kind in kinds]
         return any(has_errors) and all(has or kind.fresh is None for has, kind in zip(has_errors, kinds))
 
     @property
@@ -85,14 +85,14 @@ class Effort(NamedTuple):
     @property
     def can_do_with_few(self) -> bool:
         """Whether there are expectations that take less time by few nodes."""
-        return self.level == "usual" and any(kind.measured is not None and not kind.sampled for kind in self.rows)
+        return self.level == "usual" and any(kind.has_errors and not kind.sampled for kind in self.rows)
 
     def takes_many_nodes(self, num_rows: int) -> bool:
         """Whether an evaluation takes so long that a search had better begin with few nodes."""
         return any(
             terms.by_draws or num_rows == 1 or num_rows * terms.num_elements * self._num_nodes(terms) >= MANY_NODES
             for kind, terms in zip(self.joint_rows, self.row_terms)
-            if kind.adjustable is not None
+            if kind.has_few_nodes
         )
 
     def takes_few_points(self, num_rows: int) -> bool:
@@ -100,7 +100,7 @@ class Effort(NamedTuple):
         its one evaluation is all that is compiled of the rows."""
         pairs = [(kind, terms) for kind, terms in zip(self.joint_rows, self.row_terms) if kind.sampled]
         points = num_rows * sum(terms.num_elements * self._num_nodes(terms) for _, terms in pairs)
-        return all(kind.adjustable is not None for kind, _ in pairs) and 0 < points <= FEW_POINTS
+        return all(kind.has_few_nodes for kind, _ in pairs) and 0 < points <= FEW_POINTS
 
     def _num_nodes(self, terms: Terms) -> int:
         """Of the last rule, for one element of a row, and of the element's own integral."""

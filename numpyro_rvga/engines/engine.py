@@ -1,4 +1,13 @@
-"""A program and options, compiled: state and rows in, state out."""
+"""A program and options, compiled: state and rows in, state out.
+
+Row i has the factors phi(F_i(theta)), with predictors F_i(theta) (C,) and their Jacobian J_i (C, P). What of a row does
+not depend on theta is prepared once (:meth:`Engine.prepare`), the rest at each theta (:meth:`Engine.linearize`). Then
+
+- :attr:`Engine.stream` moves q = N(mean, root root^T) block after block of rows (``core/updates/recursion.py``);
+- :meth:`Engine.joint` and :meth:`Engine.solve_all` solve for many rows and the prior's terms at once
+  (``core/updates/joint.py``), driven from the host by :class:`~.joint_solver.JointSolver`;
+- :meth:`Engine.with_exact_prior` puts the prior's own terms in the place of the Gaussian that stood for them.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +25,6 @@ from jax.core import Tracer
 from ..core.compilation import Compiled
 from ..core.gaussians import Movement
 from ..core.matrices.jacobians import times_root
-from ..core.pytrees import PyTree
 from ..core.updates.drivers import Progress
 from ..core.updates.factors import Factors, Kind
 from ..core.updates.joint import Joint, joint_solve
@@ -30,7 +38,6 @@ from ..core.updates.recursion import (
     explicit_step,
     implicit_step,
     row_factors_and_residuals,
-    row_factors_of,
     scan_blocks,
 )
 from ..model.data.arguments import PARAMS
@@ -43,7 +50,7 @@ from .devices import Devices
 from .effort import Effort
 from .joint_solver import JointProblem, JointSolver, PriorProblem, RowChunks, search_for
 from .kinds import make_kind
-from .linearized import factors_of, merged_by_form, prepare, sites_by_form
+from .linearized import at_places, factors_of, merged_by_form, prepare, sites_by_form
 from .starts import MOST_NUMBERS, MOST_PARAMETERS, other_means
 
 SYMMETRIC_PREDICTORS = 8  # with more, as in neural networks, the prior's mean is often a saddle
@@ -53,7 +60,7 @@ Made = TypeVar("Made")
 
 
 class Engine:
-    """Jitted updates of a program's state.
+    """Updates of a program's :class:`~.recursion.State`, compiled once for all rows of a form.
 
     :param rng_key: draws the nodes of Monte Carlo expectations.
     :param movement: how parameters move before each block of a stream.
@@ -157,7 +164,7 @@ class Engine:
     def compiled(
         self, function: Callable, static_argnames: tuple[str, ...] = (), *, routines: bool = False
     ) -> Compiled:
-        """With results that each device has."""
+        """A function as :class:`Compiled` has it, whose results every device has."""
         return Compiled(function, static_argnames, self.devices.everywhere, routines=routines)
 
     @property
@@ -182,9 +189,12 @@ class Engine:
         *,
         with_absorbed: bool = False,
     ) -> tuple[State, StepInfo]:
-        """Rows and the true prior terms in one solve. With ``absorbed_rows``, these may be part of the state already.
+        """The state after rows, solved for together with the prior's own terms.
 
-        :param prior_inputs: as ``program.prior_inputs``.
+        :param prior_inputs: as ``program.prior_inputs``. :param rows: (n, ...) arrays. :param weights: (n,).
+        :param absorbed_rows: how the state knows these rows, if it does: their Gaussian approximations are divided out
+            of it. None: they are new.
+        :param with_absorbed: report how q sees the rows, for later solves.
         """
         prepared, new = self._prepare_block(rows, weights)
         row_factors = None if absorbed_rows is None else self._absorbed_row_factors(absorbed_rows, weights)
@@ -210,9 +220,12 @@ class Engine:
         alternating: bool = False,
         on_step: Callable[[Progress], None] | None = None,
     ) -> tuple[State, StepInfo]:
-        """The best Gaussian for all rows of a problem and the true prior."""
+        """The best Gaussian for all rows of a problem and the prior's own terms: FixedPointVI's solve.
+
+        :param num_rows: how many are new to the state. :param alternating: mean and covariance in turn.
+        """
         search = self.search_all(problem, alternating=alternating)
-        count = _count_rows(problem)
+        count = problem.num_rows
         others = self._other_means(search, problem, count)
         if problem.num_chunks == 1 and isinstance(problem.chunks, RowChunks):  # prepared once, not at each step
             (rows, weights), params = problem.chunks, self._params_of(problem)
@@ -267,7 +280,7 @@ class Engine:
         return affine and in_stages(self.kinds, self.prior_kinds, shapes, self.program.layout.size, num_chunks)
 
     def joint_parts(self, search: Search, problem: JointProblem) -> Joint:
-        """A problem's parts."""
+        """A problem as a search takes it: its objective, where it begins, and what becomes of its solution."""
         params = self._params_of(problem)
 
         def linearize(chunk, theta):
@@ -296,7 +309,7 @@ class Engine:
     def solve_with_exact_prior(
         self, prior_inputs: dict, state: State, rest: Array | None = None, places: np.ndarray | None = None
     ) -> tuple[State, StepInfo]:
-        """The Gaussian summary of the data times the true prior.
+        """The best Gaussian for the summary of the data (the state over the prior's Gaussian) times the prior itself.
 
         :param prior_inputs: as ``program.prior_inputs``.
         :param places: entries of theta (S,) that the state is of, if not of all: those that prior terms depend on. The
@@ -314,7 +327,7 @@ class Engine:
     def _prior_parts(self, search: Search, problem: PriorProblem) -> Joint:
         prior = self.prior_set(problem.prior_inputs)
         if problem.among is not None:
-            prior = prior._replace(linearize=partial(_at_places, prior.linearize, *problem.among))
+            prior = prior._replace(linearize=partial(at_places, prior.linearize, *problem.among))
         nothing = FactorSet((), lambda chunk, theta: ())
         return joint_solve(search, nothing, prior, problem.state)
 
@@ -327,7 +340,8 @@ class Engine:
     def _residuals(
         self, state: State, rows: dict, weights: Array, absorbed: tuple[Absorbed, ...]
     ) -> tuple[Array, tuple[RowFactors, ...]]:
-        """By how much the rows' sites are not what the state would make of the rows, (n,), and these sites.
+        """By how much the rows' Gaussian approximations in the state are not those that it would make now, in standard
+        deviations (n,), and these approximations.
 
         :param absorbed: how the state saw them when they became part of it: (n, E, ...) arrays.
         """
@@ -341,7 +355,7 @@ class Engine:
     def _stream(
         self, state: State, rows: dict, weights: Array, *, with_absorbed: bool = False
     ) -> tuple[State, StepInfo]:
-        """Block after block: (blocks, B, ...) arrays."""
+        """The state after blocks of rows, one after the other: (blocks, B, ...) arrays, weights (blocks, B)."""
         block_size = weights.shape[1]
         blocks = jax.vmap(self.prepare)(rows, weights)
         counts = jnp.sum(weights, axis=1).astype(jnp.int32)
@@ -357,20 +371,15 @@ class Engine:
             return implicit_step(self.kinds, linearize_block, settings, linearizations, with_absorbed)
         return explicit_step(self.kinds, linearize_block)
 
-    def row_factors_at(self, factors: tuple[Factors, ...], absorbed: tuple[Absorbed, ...]) -> tuple[RowFactors, ...]:
-        """The sites of rows that became part of a state when it saw them so: (n, E, ...) arrays."""
-        return row_factors_of(self.kinds, factors, merged(absorbed))
-
     # ------------------------------------------------------------------ rows as factors
     def _prepare(self, rows: dict, weights: Array) -> tuple:
-        """Everything about the rows that does not depend on the state; see :func:`~.linearized.prepare`."""
-        return prepare(self._seen, self._origin, rows, weights)
-
-    @property
-    def _origin(self) -> Array:
-        return jnp.zeros(self.program.layout.size, self.program.dtype)
+        """What does not depend on theta of rows (n, ...) with weights (n,): of affine predictors, their Jacobians and
+        values at theta = 0; see :func:`~.linearized.prepare`."""
+        origin = jnp.zeros(self.program.layout.size, self.program.dtype)
+        return prepare(self._seen, origin, rows, weights)
 
     def _linearize(self, prepared: tuple, theta: Array) -> tuple[Factors, ...]:
+        """By site: predictors at theta (n E, C), their Jacobians (n E, C, P), and constants."""
         return factors_of(self._seen, prepared, theta)
 
     def prior_set(self, inputs: dict) -> FactorSet:
@@ -380,20 +389,8 @@ class Engine:
         return FactorSet(kinds, lambda chunk, theta: self._linearize_prior(prepared, theta))
 
     def _prior_prepared(self, inputs: dict) -> tuple:
-        ones = jnp.ones(1, self.program.dtype)
-        return merged_by_form(self._prior_forms, prepare(self._prior_seen, self._origin, inputs, ones))
+        origin, ones = (jnp.full(n, x, self.program.dtype) for n, x in ((self.program.layout.size, 0), (1, 1)))
+        return merged_by_form(self._prior_forms, prepare(self._prior_seen, origin, inputs, ones))
 
     def _prior_factors(self, prepared: tuple, theta: Array) -> tuple[Factors, ...]:
         return factors_of([self._prior_seen[same[0]] for same in self._prior_forms], prepared, theta)
-
-
-def _count_rows(problem: JointProblem) -> int:
-    """Of a problem's chunks."""
-    chunks = problem.chunks.weights if isinstance(problem.chunks, RowChunks) else jax.tree.leaves(problem.chunks)[0]
-    return chunks.shape[0] * chunks.shape[1]
-
-
-def _at_places(linearize: Callable, rest: Array, places: Array, chunk: PyTree, some: Array) -> tuple[Factors, ...]:
-    """Prior factors as functions of some entries of theta."""
-    factors = linearize(chunk, rest.at[places].set(some))
-    return tuple(f._replace(jacobian=f.jacobian[..., places]) for f in factors)

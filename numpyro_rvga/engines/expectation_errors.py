@@ -48,7 +48,7 @@ def expectation_errors(engine: Engine, state: State, rows: Rows, accounts: Accou
     """
     kinds = (*engine.kinds, *engine.prior_kinds)
     rows = engine.program.inputs(rows)
-    if not num_rows(rows) or all(kind.measured is None and kind.fresh is None for kind in kinds):
+    if not num_rows(rows) or all(not kind.has_errors and kind.fresh is None for kind in kinds):
         return Accuracy(0.0, 0.0)
     if accounts is not None:
         error = float(np.sum(accounts.errors))
@@ -149,10 +149,10 @@ def _summed(kinds: tuple[Kind, ...], factors: tuple, root: Array) -> list[_Sums]
     result = []
     for kind, block, covariance in zip(kinds, factors, covariances(factors, root.T)):
         arguments = block.predictors, covariance, block.constants
-        moments, errors = kind.expect_with_errors(*arguments)
+        moments, errors = kind.expect(*arguments)
         sums = _Sums(jnp.sum(errors))
         if kind.fresh is not None:
-            if kind.measured is None:
+            if not kind.has_errors:
                 sums = sums._replace(errors=jnp.full((), jnp.inf, root.dtype))
             excess = moments[0][:, None] - kind.fresh(*arguments)
             sums = sums._replace(excess=jnp.sum(excess, axis=0), squares=jnp.sum(jnp.mean(excess, axis=1) ** 2))

@@ -201,7 +201,7 @@ class GroupTerms:
         covariance = by_shared @ jnp.swapaxes(by_shared, 1, 2) + alone @ jnp.swapaxes(alone, 1, 2)
         values = merged(constants(terms, rows))
         nothing = jnp.zeros((len(weight), terms.num_predictors, 0), place.theta.dtype)
-        derivatives, errors = kind.expect_with_errors(predictors, covariance, (weight, values, nothing))
+        derivatives, errors = kind.expect(predictors, covariance, (weight, values, nothing))
         return _Derivatives(*derivatives, own, shared, errors)
 
     def _sums(self, sites: list[tuple[Terms, Kind]], *arguments: Any) -> tuple[Array, ...]:

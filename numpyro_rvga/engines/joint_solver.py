@@ -56,6 +56,12 @@ class JointProblem(NamedTuple):
     def num_chunks(self) -> int:
         return jax.tree.leaves(self.chunks)[0].shape[0]
 
+    @property
+    def num_rows(self) -> int:
+        """In all chunks, with those that pad."""
+        first = self.chunks.weights if isinstance(self.chunks, RowChunks) else jax.tree.leaves(self.chunks)[0]
+        return first.shape[0] * first.shape[1]
+
 
 class PriorProblem(NamedTuple):
     """What a solve with the true prior alone takes.

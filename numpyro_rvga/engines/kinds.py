@@ -1,4 +1,22 @@
-"""How the expectations of a site's terms are computed, as the options ask."""
+"""How the expectations of a site's terms are computed, as the options ask.
+
+For each term phi(u) = log p(y | u) of a site, with predictors u ~ N(m, S) under q (m (C,), S (C, C)), a rule gives
+
+    E[phi],    g = E[grad phi] (C,),    G = E[hess phi] (C, C),
+
+and each algorithm is one of these rules and one way to use g and G (see :mod:`~numpyro_rvga.core.updates.maximize`):
+
+=====================  ================================================================================================
+``"exact"``            closed forms: :mod:`~numpyro_rvga.core.expectations.closed_forms`, ``tilted``
+``"ladder"``           few nodes first, and more where they do not suffice: ``ladder``. What ``"auto"`` mostly is
+``"quadrature"``       adaptive panels for one predictor, Gauss-Hermite for two or three: ``by_nodes``
+``"sigma_points"``     2 C nodes; ``"monte_carlo"``: Sobol nodes; ``"draws"``: nodes for theta itself, without structure
+``"linearized"``       phi, grad phi and hess phi at m: Laplace, and the extended Kalman filter with the Fisher
+                       information in place of - hess phi
+``"probit"``           the inverse-probit approximation of a logistic term
+``"quadratic_bound"``  Jaakkola and Jordan's bound of one: the quadratic Kalman filter
+=====================  ================================================================================================
+"""
 
 from __future__ import annotations
 
@@ -18,7 +36,7 @@ from ..core.expectations.draws import by_draws
 from ..core.expectations.ladder import expectations
 from ..core.expectations.tilted import TiltedForm, tilted
 from ..core.matrices.linalg import semidefinite_factor
-from ..core.updates.factors import Kind, Moments
+from ..core.updates.factors import Expect, Kind, Moments, without_errors
 from ..model.terms.site_terms import MAX_PREDICTORS
 from ..model.terms.terms import Terms
 from ..options import Options, key_numbers
@@ -38,10 +56,9 @@ def make_kind(terms: Terms, options: Options, rng_key: Array, *, effort: str = "
     rule = _rule(name, terms, options, rng_key, effort)
     site = _SiteExpectations(terms, options, rng_key, rule)
     sampled = name in ("monte_carlo", "draws") or (name == "ladder" and terms.num_predictors > 3)
-    saves = name == "draws" or (name == "ladder" and terms.num_predictors > 0)
     has_information = terms.information is not None and not terms.num_local
     return Kind(
-        site.filtered if options.scheme == "ekf" and has_information else site.expect,
+        without_errors(site.filtered) if options.scheme == "ekf" and has_information else site.expect,
         site.plugin,
         site.finest,
         concave=terms.closed_form in cf.CONCAVE or is_constant(terms),
@@ -49,14 +66,14 @@ def make_kind(terms: Terms, options: Options, rng_key: Array, *, effort: str = "
         conservative=rule.conservative,
         sampled=sampled,
         information=site.information if has_information else None,
-        measured=site.measured if rule.has_errors else None,
-        adjustable=site.adjustable if saves and rule.adjustable is not None else None,
+        has_errors=rule.has_errors,
+        has_few_nodes=rule.has_few_nodes,
         fresh=site.fresh if sampled else None,
     )
 
 
 class _SiteExpectations:
-    """The functions of a site's :class:`Kind`, by a rule for its density.
+    """The functions of a site's :class:`Kind`, by a rule for its density, times the weights of its rows.
 
     The constants of a factor are its weight, what the density takes, and the Jacobian (C, K) of its predictors in K
     latent variables of its row, standard normal and integrated out: they add ``local @ local.T`` to the covariance.
@@ -65,19 +82,11 @@ class _SiteExpectations:
     def __init__(self, terms: Terms, options: Options, rng_key: Array, rule: _Rule):
         self._terms, self._options, self._seed, self._rule = terms, options, key_numbers(rng_key), rule
 
-    def expect(self, means: Array, covariances: Array, constants: tuple) -> Moments:
-        weight, values, local = constants
-        return _weighted(weight, self._rule.expect(means, _with_local(covariances, local), values))
-
-    def adjustable(
-        self, means: Array, covariances: Array, constants: tuple, is_coarse: Array | None
+    def expect(
+        self, means: Array, covariances: Array, constants: tuple, is_coarse: Array | None = None
     ) -> tuple[Moments, Array]:
         weight, values, local = constants
-        assert self._rule.adjustable is not None
-        return _weighted(weight, self._rule.adjustable(means, _with_local(covariances, local), values, is_coarse))
-
-    def measured(self, means: Array, covariances: Array, constants: tuple) -> tuple[Moments, Array]:
-        return self.adjustable(means, covariances, constants, None)
+        return _weighted(weight, self._rule.expect(means, _with_local(covariances, local), values, is_coarse))
 
     def filtered(self, means: Array, covariances: Array, constants: tuple) -> Moments:
         """What the extended Kalman filter takes (R-VGA paper, Theorem 3): the Fisher information is its curvature."""
@@ -140,24 +149,27 @@ def is_constant(terms: Terms) -> bool:
 
 
 class _Rule(NamedTuple):
-    """How expectations are computed.
+    """How expectations are computed: of n factors, of one factor, and what is true of the results.
 
-    :ivar expect: and ``adjustable``: of many factors, as :class:`Kind` has them.
+    :ivar expect: of many factors, as :class:`Kind` has it; likewise ``conservative``, ``has_errors`` and
+        ``has_few_nodes``.
     :ivar finest: of one factor, as exactly as may be.
-    :ivar conservative: whether gradient and curvature derive from the value.
-    :ivar has_errors: whether ``adjustable`` knows the errors.
     :ivar fresh: as :class:`Kind` has it, if there is a way of its own.
     """
 
-    expect: Callable
-    finest: Callable
+    expect: Expect
+    finest: Callable[..., Moments]
     conservative: bool
-    adjustable: Callable | None = None
     has_errors: bool = False
+    has_few_nodes: bool = False
     fresh: Callable | None = None
 
 
 def _resolve(terms: Terms, options: Options) -> str | ex.Expectation:
+    """The name of the rule that a site's terms take, or the user's own.
+
+    :raises ValueError: naming the site, if it does not exist for its distribution.
+    """
     if options.scheme == "qkf":
         _need_closed_form(terms, "the quadratic Kalman filter", cf.Logistic)
         return "quadratic_bound"
@@ -204,7 +216,7 @@ def _rule(name: str | ex.Expectation, terms: Terms, options: Options, rng_key: A
         )
 
     def of_each(expect: Callable, conservative: bool) -> _Rule:
-        return _Rule(jax.vmap(expect), expect, conservative)
+        return _Rule(without_errors(jax.vmap(expect)), expect, conservative)
 
     if name == "exact":
         form = terms.closed_form
@@ -242,10 +254,10 @@ def _rule(name: str | ex.Expectation, terms: Terms, options: Options, rng_key: A
         return of_each(at_density(over_nodes), order == 1)
     few = effort == "few" and sampled
     effort = "usual" if few else effort
-    of_terms = terms.density, terms.num_predictors, nodes
-    expect, measured = expectations(*of_terms, effort=effort, cost=terms.num_nodes)
+    expect = expectations(terms.density, terms.num_predictors, nodes, effort=effort, cost=terms.num_nodes)
     finest = at_density(over_nodes if sampled else partial(ex.quadrature, 1))
-    return _Rule(expect, finest, True, measured, measured is not None)
+    has_errors = effort != "few"
+    return _Rule(expect, finest, True, has_errors, has_errors and terms.num_predictors > 0)
 
 
 def _rule_of(expectation: ex.Expectation, terms: Terms) -> _Rule:
@@ -254,13 +266,15 @@ def _rule_of(expectation: ex.Expectation, terms: Terms) -> _Rule:
     def of_one(mean: Array, covariance: Array, values: tuple) -> ex.Moments:
         return ex.differentiated(expectation, lambda u: terms.density(u, values), mean, covariance)
 
-    def measured(means: Array, covariances: Array, values: tuple, _: None) -> tuple[ex.Moments, Array]:
+    def expect(
+        means: Array, covariances: Array, values: tuple, is_coarse: Array | None = None
+    ) -> tuple[ex.Moments, Array]:
         moments = jax.vmap(of_one)(means, covariances, values)
         exact = jax.vmap(lambda m, s, v: ex.quadrature(1, lambda u: terms.density(u, v), m, s)[0])
         return moments, jnp.abs(moments[0] - exact(means, covariances, values))
 
     has_errors = terms.num_predictors <= 3
-    return _Rule(jax.vmap(of_one), of_one, True, measured if has_errors else None, has_errors)
+    return _Rule(expect if has_errors else without_errors(jax.vmap(of_one)), of_one, True, has_errors)
 
 
 def density_of(terms: Terms) -> Callable:
@@ -282,12 +296,12 @@ def _rule_by_draws(terms: Terms, rng_key: Array, *, more: bool) -> _Rule:
     def nodes_of(number: int, count: int) -> tuple[np.ndarray, np.ndarray]:
         return ex.monte_carlo_points([number, *seed], count, terms.num_predictors)
 
-    expect, fresh = by_draws(density_of(terms), nodes_of, NUM_FRESH, more=more)
+    moments, fresh = by_draws(density_of(terms), nodes_of, NUM_FRESH, more=more)
 
     def of_one(*factor):
-        return tuple(x[0] for x in expect(*jax.tree.map(lambda x: x[None], factor)))
+        return tuple(x[0] for x in moments(*jax.tree.map(lambda x: x[None], factor)))
 
-    def adjustable(means, covariances, constants, is_coarse):
-        return expect(means, covariances, constants, is_coarse), jnp.zeros(len(means), means.dtype)
+    def expect(means, covariances, constants, is_coarse=None):
+        return moments(means, covariances, constants, is_coarse), jnp.zeros(len(means), means.dtype)
 
-    return _Rule(expect, of_one, True, adjustable, fresh=fresh)
+    return _Rule(expect, of_one, True, has_few_nodes=True, fresh=fresh)

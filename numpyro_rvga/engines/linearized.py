@@ -74,6 +74,15 @@ def factors_of(
     return tuple(factors)
 
 
+def at_places(linearize: Callable, rest: Array, places: Array, chunk: PyTree, some: Array) -> tuple[Factors, ...]:
+    """Factors as functions of some entries of theta.
+
+    :param rest: theta (P,), whose entries at ``places`` (S,) are ``some`` instead.
+    """
+    factors = linearize(chunk, rest.at[places].set(some))
+    return tuple(f._replace(jacobian=f.jacobian[..., places]) for f in factors)
+
+
 def sites_by_form(seen: Sequence[Seen]) -> list[list[int]]:
     """The indices of sites of the same closed form; each of the others by itself."""
     indices: dict[Any, list[int]] = {}

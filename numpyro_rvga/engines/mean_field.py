@@ -307,7 +307,7 @@ class MeanFieldUpdates:
         shape = len(block.weights), len(self._nodes.row_weights), -1
         factors = self._factors(gaussian.mean, block.rows, block.weights, nodes)
         for kind, f, covariance in zip(self.engine.kinds, factors, covariances(factors, gaussian.root.T)):
-            value = kind.expect(f.predictors, covariance, f.constants)[0]
+            (value, _, _), _ = kind.expect(f.predictors, covariance, f.constants)
             total = total + jnp.sum(value.reshape(shape), axis=2)
         return total
 

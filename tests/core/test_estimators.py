@@ -11,7 +11,7 @@ import pytest
 from numpyro_rvga.core.expectations import by_nodes as ex
 from numpyro_rvga.core.gaussians import DiagonalGaussian, FullGaussian, LowRankGaussian
 from numpyro_rvga.core.updates.estimators import Observation, make_estimator
-from numpyro_rvga.core.updates.factors import Factors, Kind
+from numpyro_rvga.core.updates.factors import Factors, Kind, without_errors
 from numpyro_rvga.core.updates.rules import Rule, update
 
 KEY = jax.random.key(3)
@@ -51,7 +51,7 @@ class Sites(NamedTuple):
                 row, weight = known
                 return tuple(weight * x for x in ex.linearized(lambda u: density(u, row), mean, covariance))
 
-            kinds.append(Kind(jax.vmap(moments), plugin, moments, concave))
+            kinds.append(Kind(without_errors(jax.vmap(moments)), plugin, moments, concave))
 
         def linearize(theta):
             def one(f):

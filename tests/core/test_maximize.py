@@ -11,7 +11,7 @@ from numpyro_rvga.core.expectations import by_nodes as ex
 from numpyro_rvga.core.expectations import closed_forms as cf
 from numpyro_rvga.core.matrices.precisions import Dense
 from numpyro_rvga.core.updates.drivers import Steps, evaluate, pending, solve, solve_traced, updated
-from numpyro_rvga.core.updates.factors import Factors, Kind
+from numpyro_rvga.core.updates.factors import Factors, Kind, without_errors
 from numpyro_rvga.core.updates.maximize import Search, Settings, init, solution, standard_base
 from numpyro_rvga.core.updates.objective import BlockObjective
 
@@ -19,7 +19,7 @@ from numpyro_rvga.core.updates.objective import BlockObjective
 def closed_kind(form):
     density = cf.DENSITIES[form]
     plugin = lambda m, s, c: ex.linearized(lambda u: density(u, c), m, s)  # noqa: E731
-    return Kind(jax.vmap(cf.EXACT[form]), plugin, cf.EXACT[form], form is not cf.GaussianLogScale)
+    return Kind(without_errors(jax.vmap(cf.EXACT[form])), plugin, cf.EXACT[form], form is not cf.GaussianLogScale)
 
 
 def student_kind():
@@ -29,7 +29,9 @@ def student_kind():
         nodes = ex.fixed_nodes(m, s, *ex.hermite_rule(1, 80))
         return ex.from_nodes(lambda u: density(u, y), nodes, 2)
 
-    return Kind(jax.vmap(expect), lambda m, s, y: ex.linearized(lambda u: density(u, y), m, s), expect, False)
+    return Kind(
+        without_errors(jax.vmap(expect)), lambda m, s, y: ex.linearized(lambda u: density(u, y), m, s), expect, False
+    )
 
 
 def problem(name, n=40, r=3, scale=2.0, seed=0):

@@ -1,8 +1,9 @@
 """Expectations whose cost follows their difficulty, factor by factor.
 
-All factors begin with a rule of few nodes, which is exact for polynomials of the fifth degree. A few more nodes,
-further out, measure by how much phi is none. Factors of which that matters go on to the next rule, and only they pay: a
-compiled loop takes them a batch at a time.
+Each is a weighted sum E[phi] = sum_k w_k phi(m + L z_k), L L^T = S, with its own slopes in m and S as E[grad phi] and
+E[hess phi] / 2. All factors begin with a rule of few nodes, which is exact for polynomials of the fifth degree. A few
+more nodes, further out, measure by how much phi is none. Factors of which that matters go on to the next rule, and only
+they pay: a compiled loop takes them a batch at a time.
 
 Where factors are few, a compiled ladder costs more than it saves: then all take a rule of many nodes at once. A search
 begins with the few nodes in either case, see :class:`~numpyro_rvga.engines.joint_solver.JointProblem`.
@@ -63,35 +64,33 @@ def expectations(
     *,
     effort: str = "usual",
     cost: int = 1,
-) -> tuple[Callable, Callable | None]:
-    """(means (n, C), covariances (n, C, C), constants (n, ...)) -> E[phi], E[grad phi], E[hess phi] of n factors; and
-    -> the same, with the estimated errors, in nats (n,). The latter takes one argument more, whether few nodes will do:
-    then errors are not estimated. None: they will not.
+) -> Callable[..., tuple[Moments, Array]]:
+    """(means (n, C), covariances (n, C, C), constants (n, ...)) -> E[phi], E[grad phi], E[hess phi] of n factors, and
+    the estimated errors of E[phi], in nats (n,). It takes ``is_coarse`` besides, a traced flag, whether few nodes will
+    do: errors are not estimated then. None (default): they will not.
 
     :param nodes: positions (K, C) and weights (K,) of the last rule, for more than three predictors: the fifth-degree
         rule's work is then kept where that is the better one.
-    :param effort: ``"few"``: the fifth-degree rule alone, whose errors are not estimated, in at most three dimensions.
+    :param effort: ``"few"``: the fifth-degree rule alone, in at most three dimensions; no errors are estimated.
         ``"direct"``: a rule of many nodes for all, if that is little work. It takes a fifth of the time to compile.
         ``"thorough"``: also the rule that kinks need in two or three dimensions; it takes long to compile.
     :param cost: of how many nodes a value of phi is an integral, which is as much dearer, and no more exact than these;
         one: it is none.
     """
     if effort == "few":
-        few = _differentiable(partial(_by_few_nodes, phi), phi, num_predictors)
-        return lambda *factors: few(*factors, None)[0], None
+        return _differentiable(partial(_by_few_nodes, phi), phi, num_predictors)
     tolerances = (ENOUGH, FAIRLY_SMALL) if cost > 1 else (EXACT, SMALL)
     batch_points = max(BATCH_POINTS // cost, LEAST_POINTS)
     measure = partial(_climb, phi, num_predictors, nodes, effort == "thorough", tolerances, batch_points)
     if effort == "direct" and (nodes is not None or num_predictors in CUBE_NODES):
         most = DIRECT_POINTS if cost == 1 else DIRECT_NODES // cost
         measure = partial(_at_once_or, measure, *_direct(phi, num_predictors, nodes), most)
-    measured = _differentiable(measure, phi, num_predictors)
-    return lambda *factors: measured(*factors, None)[0], measured
+    return _differentiable(measure, phi, num_predictors)
 
 
 def _by_few_nodes(
     phi: PHI, means: Array, covariances: Array, constants: PyTree, is_coarse: None
-) -> tuple[Moments, None]:
+) -> tuple[Moments, Array]:
     del is_coarse  # there is but one rule
     points, weights, _ = fifth_degree_nodes(means.shape[1])
 
@@ -99,7 +98,8 @@ def _by_few_nodes(
         nodes = fixed_nodes(mean, covariance, points[: len(weights)], weights)
         return from_nodes(lambda u: phi(u, constants), nodes, 1)
 
-    return _in_chunks(jax.vmap(of_each), len(weights), (means, covariances, constants)), None
+    moments = _in_chunks(jax.vmap(of_each), len(weights), (means, covariances, constants))
+    return moments, jnp.zeros(len(means), means.dtype)
 
 
 def _in_chunks(function: Callable, num_points: int, arguments: tuple) -> PyTree:
@@ -275,4 +275,4 @@ def _differentiable(expect: Callable, phi: PHI, num_predictors: int) -> Callable
 
     function = jax.custom_vjp(expect)
     function.defvjp(forward, backward)
-    return function
+    return lambda means, covariances, constants, is_coarse=None: function(means, covariances, constants, is_coarse)

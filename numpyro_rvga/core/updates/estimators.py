@@ -99,7 +99,7 @@ def _in_predictor_space(q: Family, observation: Observation, *, expected: bool) 
         if expected:
             root = q.predictor_root(factors.jacobian)
             covariance = jnp.einsum("ncr,ndr->ncd", root, root)
-            _, slopes, curvatures = kind.expect(factors.predictors, covariance, factors.constants)
+            (_, slopes, curvatures), _ = kind.expect(factors.predictors, covariance, factors.constants)
         else:
             covariance = jnp.zeros((n, c, c), q.mean.dtype)
             _, slopes, curvatures = jax.vmap(kind.plugin)(factors.predictors, covariance, factors.constants)
@@ -165,7 +165,7 @@ def implicit(
     parts = []
     for kind, block, f, z in zip(observation.kinds, blocks, factors, predictor_scales(blocks, solution.root)):
         mean, covariance = block.predictors + block.jacobian @ solution.mean, jnp.einsum("ncr,ndr->ncd", z, z)
-        _, slopes, curvatures = kind.expect(mean, covariance, block.constants)
+        (_, slopes, curvatures), _ = kind.expect(mean, covariance, block.constants)
         parts.append(_Part(f.jacobian, slopes, curvatures, kind.concave))
     # The search's e is nearer to the solution than L^T g is, which a wide prior multiplies.
     return _pulled_back(parts)._replace(gradient=(solution.mean @ inverse) @ rows)

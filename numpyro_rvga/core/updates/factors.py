@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Generic, NamedTuple, TypeVar, overload
+from functools import partial
+from typing import Generic, NamedTuple, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from ..matrices.jacobians import Packed, SparseJacobian, covariance, gram, vjp
@@ -30,27 +32,29 @@ class Factors(NamedTuple, Generic[Jacobian]):
     constants: tuple
 
 
-class Kind(NamedTuple):
-    """What the factors of one kind have in common (static).
+Expect = Callable[..., tuple[Moments, Array]]
 
-    :ivar expect: of n factors: means (n, C), covariances (n, C, C), constants (n, ...) -> E[phi] (n,), E[grad phi]
-        (n, C), E[hess phi] (n, C, C).
-    :ivar plugin: of one factor, the same at the mean, covariance ignored.
-    :ivar finest: of one factor, the same as ``expect`` and as exactly as may be.
+
+class Kind(NamedTuple):
+    """What the factors of one kind have in common (static): phi, their log-likelihood as a function of the predictors.
+
+    :ivar expect: of n factors with predictors u ~ N(mean, covariance): means (n, C), covariances (n, C, C) and
+        constants (n, ...) -> E[phi] (n,), E[grad phi] (n, C), E[hess phi] (n, C, C); and by how many nats E[phi] may be
+        off, (n,). Takes ``is_coarse`` too, a traced flag or None: whether few nodes will do, without these errors.
+    :ivar plugin: of one factor, the moments at the mean, covariance ignored.
+    :ivar finest: of one factor, the moments as exactly as may be.
     :ivar concave: whether phi is log-concave. :ivar quadratic: whether it is a polynomial of the second degree.
     :ivar conservative: whether ``expect``'s gradient and curvature derive from its value. If not (inverse probit),
         the fixed-point equations are solved as a root instead.
     :ivar sampled: whether expectations are averages over many nodes, dearer than a product of matrices.
     :ivar information: (mean, constants) -> the Fisher information (C, C), which replaces minus the Hessian where
         that is no curvature to go by.
-    :ivar adjustable: as ``measured``, and takes a traced flag besides, whether few nodes will do: no errors are
-        estimated then. None if that would save nothing.
+    :ivar has_errors: whether ``expect`` estimates its errors. Else they are zero.
+    :ivar has_few_nodes: whether ``is_coarse`` saves time.
     :ivar fresh: of n factors, E[phi] over R sets of nodes that no search has used, (n, R); None but for samples.
-    :ivar measured: as ``expect``, -> what that finds, and its estimated errors, in nats (n,); None if it is exact, or
-        has no estimate.
     """
 
-    expect: Callable[[Array, Array, tuple], Moments]
+    expect: Expect
     plugin: Callable[[Array, Array, tuple], Moments]
     finest: Callable[[Array, Array, tuple], Moments]
     concave: bool
@@ -58,32 +62,29 @@ class Kind(NamedTuple):
     conservative: bool = True
     sampled: bool = False
     information: Callable[[Array, tuple], Array] | None = None
-    measured: Callable[[Array, Array, tuple], tuple[Moments, Array]] | None = None
-    adjustable: Callable[[Array, Array, tuple, Array], tuple[Moments, Array]] | None = None
+    has_errors: bool = False
+    has_few_nodes: bool = False
     fresh: Callable[[Array, Array, tuple], Array] | None = None
 
     def at(self, predictors: Array, constants: tuple) -> Moments:
-        """Of n factors, the same at predictors (n, C) of no variance."""
+        """Of n factors, the moments at predictors (n, C) of no variance."""
         nothing = jnp.zeros((*predictors.shape, predictors.shape[1]), predictors.dtype)
         return jax.vmap(self.plugin)(predictors, nothing, constants)
 
-    def expect_with_errors(self, means: Array, covariances: Array, constants: tuple) -> tuple[Moments, Array]:
-        """As ``measured``; errors are zero where that is None."""
-        if self.measured is not None:
-            return self.measured(means, covariances, constants)
-        return self.expect(means, covariances, constants), jnp.zeros(len(means), means.dtype)
-
-    def by_few_nodes(self, is_coarse: Array | None) -> Kind:
+    def by_few_nodes(self, is_coarse: Array | np.ndarray | None) -> Kind:
         """With few nodes if they will do, by a traced flag; None: as it is."""
-        adjustable = self.adjustable
-        if is_coarse is None or adjustable is None:
-            return self
+        return self._replace(expect=partial(self.expect, is_coarse=is_coarse)) if self.has_few_nodes else self
 
-        def measured(*factors: Any) -> tuple[Moments, Array]:
-            return adjustable(*factors, is_coarse)
 
-        has_errors = self.measured is not None
-        return self._replace(expect=lambda *f: measured(*f)[0], measured=measured if has_errors else None)
+def without_errors(moments: Callable[[Array, Array, PyTree], Moments]) -> Expect:
+    """What :class:`Kind` expects, from a function of n factors that is exact, or has no estimate of its errors."""
+
+    def expect(
+        means: Array, covariances: Array, constants: PyTree, is_coarse: Array | None = None
+    ) -> tuple[Moments, Array]:
+        return moments(means, covariances, constants), jnp.zeros(len(means), means.dtype)
+
+    return expect
 
 
 class Accounts(NamedTuple):
@@ -147,7 +148,7 @@ def expect(kinds: tuple[Kind, ...], blocks: tuple[Factors, ...], covariances: tu
             e, g, h = kind.at(block.predictors, block.constants)
             off = jnp.zeros_like(e)
         else:
-            (e, g, h), off = kind.expect_with_errors(block.predictors, covariances[i], block.constants)
+            (e, g, h), off = kind.expect(block.predictors, covariances[i], block.constants)
         values.append(jnp.sum(e))
         errors.append(jnp.sum(off))
         value, gradient = value + values[-1], gradient + vjp(block.jacobian, g)

@@ -171,7 +171,7 @@ def in_stages(
 
     :param shapes: for each site, elements of a row, predictors of an element. :param size: of theta.
     """
-    if any(kind.sampled for kind in (*row_kinds, *prior_kinds)) or any(kind.measured is not None for kind in row_kinds):
+    if any(kind.sampled for kind in (*row_kinds, *prior_kinds)) or any(kind.has_errors for kind in row_kinds):
         return False
     # The predictors' covariances of all chunks are fewer numbers than the Jacobians of one, or there is but one.
     return num_chunks == 1 or num_chunks * sum(e * c * c for e, c in shapes) <= sum(e * c for e, c in shapes) * size

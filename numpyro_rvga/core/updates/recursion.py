@@ -157,7 +157,7 @@ def row_factors_of(
 ) -> tuple[RowFactors, ...]:
     """The sites of factors that q took in when it saw them so: of their expected value and derivatives then."""
     return tuple(
-        _row_factors(seen, kind.expect(seen.mean, seen.covariance, block.constants))
+        _row_factors(seen, kind.expect(seen.mean, seen.covariance, block.constants)[0])
         for kind, block, seen in zip(kinds, factors, absorbed)
     )
 
@@ -193,7 +193,7 @@ def row_factors_and_residuals(
     def of_kind(kind, block, scale, seen):
         covariance = jnp.einsum("ncr,ndr->ncd", scale, scale)
         then, now = (seen.mean, seen.covariance, block.constants), (block.predictors, covariance, block.constants)
-        both = kind.expect(*jax.tree.map(lambda *x: jnp.concatenate(x), then, now))  # at once: compiled once
+        both, _ = kind.expect(*jax.tree.map(lambda *x: jnp.concatenate(x), then, now))  # at once: compiled once
         count = len(block.predictors)
         row_factors = _row_factors(seen, tuple(x[:count] for x in both))
         return row_factors, jax.vmap(one)(block.predictors, covariance, tuple(x[count:] for x in both), row_factors)
