@@ -27,7 +27,7 @@ from ..core.gaussians import Movement
 from ..core.matrices.jacobians import times_root
 from ..core.updates.drivers import Progress
 from ..core.updates.factors import Factors, Kind
-from ..core.updates.joint import Joint, joint_solve
+from ..core.updates.joint import DenseJoint
 from ..core.updates.maximize import Search
 from ..core.updates.objective import FactorSet, in_stages
 from ..core.updates.recursion import (
@@ -279,7 +279,7 @@ class Engine:
         shapes = [(t.num_elements, t.num_predictors) for t in self.program.terms]
         return affine and in_stages(self.kinds, self.prior_kinds, shapes, self.program.layout.size, num_chunks)
 
-    def joint_parts(self, search: Search, problem: JointProblem) -> Joint:
+    def joint_parts(self, search: Search, problem: JointProblem) -> DenseJoint:
         """A problem as a search takes it: its objective, where it begins, and what becomes of its solution."""
         params = self._params_of(problem)
 
@@ -289,7 +289,7 @@ class Engine:
             return self.linearize(chunk, theta)
 
         kinds = tuple(kind.by_few_nodes(problem.is_coarse) for kind in self.effort.joint_rows)
-        parts = joint_solve(
+        return DenseJoint(
             search,
             FactorSet(kinds, linearize, problem.chunks),
             self.prior_set(problem.prior_inputs),
@@ -298,8 +298,8 @@ class Engine:
             starts=self._starts if problem.row_factors is None and problem.init is None else None,
             init=problem.init,
             selecting=len(self.program.selections) == len(self.program.terms),
+            by_row=partial(by_row, all_terms=self.program.terms),
         )
-        return parts._replace(absorbed=lambda solution: by_row(parts.absorbed(solution), self.program.terms))
 
     @staticmethod
     def _params_of(problem: JointProblem) -> dict[str, Array]:
@@ -324,12 +324,12 @@ class Engine:
         problem = PriorProblem(state, prior_inputs, None if places is None else (rest, places))
         return self._prior_solver(search, problem, jnp.zeros((), jnp.int32))
 
-    def _prior_parts(self, search: Search, problem: PriorProblem) -> Joint:
+    def _prior_parts(self, search: Search, problem: PriorProblem) -> DenseJoint:
         prior = self.prior_set(problem.prior_inputs)
         if problem.among is not None:
             prior = prior._replace(linearize=partial(at_places, prior.linearize, *problem.among))
         nothing = FactorSet((), lambda chunk, theta: ())
-        return joint_solve(search, nothing, prior, problem.state)
+        return DenseJoint(search, nothing, prior, problem.state)
 
     def _prepared_block(self, rows: dict, weights: Array) -> tuple[tuple, Array]:
         """Rows as a problem's only chunk, and how many they are."""

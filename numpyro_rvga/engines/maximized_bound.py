@@ -11,10 +11,10 @@ from jax import Array
 
 from ..core.matrices.chains import packed_form
 from ..core.matrices.linalg import lower_from_root, solve_lower
-from ..core.matrices.precisions import Bordered
 from ..core.updates.joint import Joint, bound_at, curvature_at, solve_joint_traced, solve_quadratic
 from ..core.updates.maximize import Search, Solution
 from ..core.updates.objective import is_quadratic
+from ..core.updates.sparse import SparseJoint
 from ..model.data.arguments import PARAMS
 from .engine import Engine
 from .joint_solver import JointProblem, RowChunks
@@ -124,7 +124,7 @@ class SparseMaximizedBound:
         search = sparse.search(chunks.weights.shape[0], has_start=True)
         exactly = self.is_exact = is_quadratic(sparse.all_kinds)
 
-        def parts(problem: SparseProblem, params: Array, chunks: RowChunks, init: Start | None = None) -> Joint:
+        def parts(problem: SparseProblem, params: Array, chunks: RowChunks, init: Start | None = None) -> SparseJoint:
             prepared = sparse.prepared(program.prior_inputs | {PARAMS: params}, *chunks)
             return sparse.parts(search, problem._replace(chunks=prepared, init=init))
 
@@ -139,7 +139,7 @@ class SparseMaximizedBound:
         @sparse.engine.compiled
         def gradient(problem, params, chunks, start):
             mean, root = start
-            covariance = _form(parts(problem, params, chunks)).covariance_root(root)
+            covariance = parts(problem, params, chunks).form.covariance_root(root)
 
             def expected(params):
                 objective = parts(problem, params, chunks).objective
@@ -181,9 +181,3 @@ def _found(solution: Solution) -> Maximum:
 def _bound_of(solution: Solution) -> Array:
     """None (minus infinity) where the search has come to nothing: what is left then is rounding, of any size."""
     return jnp.where(solution.decrement <= MOST_LEFT, solution.bound, -jnp.inf)
-
-
-def _form(joint: Joint) -> Bordered:
-    form = joint.start().form
-    assert isinstance(form, Bordered)
-    return form

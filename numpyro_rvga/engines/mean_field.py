@@ -29,7 +29,7 @@ from ..core.gaussians import FullGaussian
 from ..core.gaussians.mean_field import MeanField
 from ..core.pytrees import PyTree
 from ..core.updates.factors import Factors, covariances
-from ..core.updates.joint import joint_solve, solve_joint_traced
+from ..core.updates.joint import DenseJoint, solve_joint_traced
 from ..core.updates.objective import FactorSet
 from ..core.updates.recursion import State, new_state
 from ..model.data.arguments import PARAMS
@@ -297,7 +297,7 @@ class MeanFieldUpdates:
         engine = self.engine
         search = search_for((*engine.prior_kinds, *engine.kinds), engine.effort.settings(), staged=False)
         rows = FactorSet(engine.kinds, linearize)
-        parts = joint_solve(search, rows, engine.prior_set(block.prior_inputs), before)
+        parts = DenseJoint(search, rows, engine.prior_set(block.prior_inputs), before)
         after, info = parts.absorb(solve_joint_traced(search, parts), jnp.zeros((), jnp.int32), None)
         return after, jnp.where(info.ok, info.bound, jnp.nan)
 

@@ -18,11 +18,10 @@ from ..core.matrices.chains import ChainPacking
 from ..core.matrices.packing import Packing
 from ..core.updates.drivers import Progress
 from ..core.updates.factors import Factors, Kind
-from ..core.updates.joint import Joint
 from ..core.updates.maximize import Search
 from ..core.updates.objective import FactorSet, in_stages
 from ..core.updates.recursion import State, StepInfo
-from ..core.updates.sparse import Marginals, sparse_solve
+from ..core.updates.sparse import Marginals, SparseJoint
 from ..model.data.arguments import PARAMS
 from ..model.data.rows import Rows, num_rows
 from ..model.terms.sparsity import Sparsity
@@ -166,13 +165,13 @@ class SparseEngine:
         )
         return search_for(all_kinds, self.engine.effort.settings(), staged=staged, has_start=has_start)
 
-    def parts(self, search: Search, problem: SparseProblem) -> Joint:
+    def parts(self, search: Search, problem: SparseProblem) -> SparseJoint:
         """A problem's parts."""
         groups = [
             FactorSet(kinds, partial(self._linearize, seen, problem.packing), (chunks, borders))
             for kinds, seen, chunks, borders in zip(self._kinds, self._seen, problem.chunks, problem.borders)
         ]
-        return sparse_solve(search, *groups, self.sparsity.order, problem.marginals, problem.packing, init=problem.init)
+        return SparseJoint(search, *groups, self.sparsity.order, problem.marginals, problem.packing, problem.init)
 
     def prepared(self, prior_inputs: dict, rows: dict, weights: Array) -> tuple:
         origin = jnp.zeros(self.sparsity.order.places.size, self.engine.program.dtype)

@@ -20,7 +20,7 @@ from .maximize import Search, SolverState
 MEMORY = 6  # the x that are combined
 NEAR = 10.0  # nats: the squared natural gradient below which the map is smooth enough
 MOST_NUMBERS = 2**20  # in a precision: they are combined on the host
-RESOLVED = 1e-8  # of the longest change of residuals: what shorter ones say is rounding
+RESOLVED = 1e-8  # see :func:`shares_of`
 
 
 class Visited(NamedTuple):
@@ -30,6 +30,16 @@ class Visited(NamedTuple):
     linear: np.ndarray
     next_precision: np.ndarray
     next_linear: np.ndarray
+
+
+def shares_of(residuals: Sequence[np.ndarray], resolved: float) -> np.ndarray:
+    """By how much of the way the last T(x) is moved to each of those before it: such that the same combination of the
+    residuals T(x) - x is shortest.
+
+    :param resolved: of the longest change of residuals: what shorter ones say is rounding.
+    """
+    changes = np.stack([residuals[-1] - other for other in residuals[:-1]], axis=1)
+    return np.linalg.lstsq(changes, residuals[-1], rcond=resolved)[0]
 
 
 def entries_of_steps(search: Search, form: PrecisionForm, state: SolverState) -> Entries | None:
@@ -66,8 +76,7 @@ def accelerated(state: SolverState, history: Sequence[Visited], entries: Entries
     residuals = [residual(x) for x in history]
     if not np.isfinite(residuals).all():
         return None
-    changes = np.stack([residuals[-1] - other for other in residuals[:-1]], axis=1)
-    shares = np.linalg.lstsq(changes, residuals[-1], rcond=RESOLVED)[0]
+    shares = shares_of(residuals, RESOLVED)
     precision, linear = last.next_precision.copy(), last.next_linear.copy()
     for share, x in zip(shares, history):
         precision -= share * (last.next_precision - x.next_precision)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ from jax import Array, lax
 from ..matrices.jacobians import times_root
 from ..matrices.linalg import solve_lower
 from ..matrices.precisions import Dense, PrecisionForm, Weighted
+from ..pytrees import PyTree
 from . import maximize
 from .drivers import solve_traced
 from .factors import Expected, Factors, Sums, evaluate
@@ -31,18 +33,29 @@ class Start(NamedTuple):
     state: SolverState
 
 
-class Joint(NamedTuple):
-    """A joint solve, in the standard coordinates of the Gaussian before it. Nothing is computed until a part is called.
+class Joint(Protocol):
+    """A joint solve: what is sought, where the search begins, and what becomes of its solution."""
 
-    :ivar objective: the factors' part of the bound. :ivar start: where it begins.
-    :ivar absorb: solution, number of rows, what is expected there, or None -> the state after it.
-    :ivar absorbed: solution -> mean and covariance of the rows' predictors there.
-    """
+    @property
+    def objective(self) -> Objective:
+        """The factors' part of the bound."""
+        ...
 
-    objective: Objective
-    start: Callable[[], Start]
-    absorb: Callable[[Solution, Array, Expected | None], tuple[State, StepInfo]]
-    absorbed: Callable[[Solution], tuple[Absorbed, ...]] = lambda solution: ()
+    def start(self) -> Start:
+        """Where the search begins."""
+        ...
+
+    def absorb(self, solution: Solution, num_rows: Array, expected: Expected | None) -> tuple[State, StepInfo]:
+        """The state after the solution.
+
+        :param num_rows: how many are new to the state. :param expected: over the factors at the solution, if it is
+            known.
+        """
+        ...
+
+    def absorbed(self, solution: Solution) -> tuple[Absorbed, ...]:
+        """How the solution sees the rows: moments of their predictors, by kind."""
+        ...
 
 
 def solve_joint_traced(search: Search, joint: Joint) -> Solution:
@@ -95,75 +108,85 @@ def base_terms(base: Base, mean: Array) -> tuple[Array, Array]:
     return precision, jnp.zeros_like(mean) if base.linear is None else base.linear
 
 
-def joint_solve(
-    search: Search,
-    rows: FactorSet,
-    prior: FactorSet,
-    state: State,
-    *,
-    row_factors: tuple[RowFactors, ...] | None = None,
-    starts: Array | None = None,
-    init: tuple[Array, Array] | None = None,
-    selecting: bool = False,
-) -> Joint:
-    """Rows and the true prior terms together.
+@dataclass(frozen=True)
+class DenseJoint:
+    """Rows and the true prior terms together, in the standard coordinates e of the Gaussian before: theta = mean +
+    root e. Precisions are whole matrices.
 
     The Gaussian factor that approximates the prior terms is divided out of the state, and the terms themselves take its
     place. Rows that are already part of the state by ``row_factors`` are divided out too. So a last solve is of the
     Gaussian summary of the data, the true prior and the rows that were kept.
 
-    :param starts: (k, P) points, in the state's standard coordinates, of which the most probable is where the search
+    :ivar starts: (k, P) points, in the state's standard coordinates, of which the most probable is where the search
         begins; default: the state's mean.
-    :param init: mean and precision of a q to start from, in the state's standard coordinates.
-    :param selecting: whether each row depends on single entries of theta.
+    :ivar init: mean and precision of a q to start from, in the state's standard coordinates.
+    :ivar selecting: whether each row depends on single entries of theta.
+    :ivar by_row: arranges what :meth:`absorbed` knows of factors, by the rows that they belong to.
     """
-    dtype, size = state.mean.dtype, state.mean.shape[0]
 
-    def factors_at(e):
-        def whitened(chunk):
-            factors = rows.linearize(chunk, state.mean + state.root @ e)
-            return tuple(f._replace(jacobian=times_root(f.jacobian, state.root)) for f in factors)
+    search: Search
+    rows: FactorSet
+    prior: FactorSet
+    state: State
+    row_factors: tuple[RowFactors, ...] | None = None
+    starts: Array | None = None
+    init: tuple[Array, Array] | None = None
+    selecting: bool = False
+    by_row: Callable[[tuple[Absorbed, ...]], tuple[Absorbed, ...]] = tuple
 
-        chunked = lax.map(whitened, rows.chunks)
-        return jax.tree.map(lambda x: x.reshape(x.shape[0] * x.shape[1], *x.shape[2:]), chunked)
+    @property
+    def _is_weighted(self) -> bool:
+        """Whether precisions are kept as weights of rows. A precision to start from may be of any form."""
+        rows_alone = not self.prior.kinds and not self.row_factors and self.init is None
+        return self.selecting and rows_alone and not self.search.mode
 
-    # A precision to start from may be of any form.
-    weighted = selecting and not prior.kinds and not row_factors and not search.mode and init is None
-    coordinates = StandardCoordinates(state.mean, state.root, weighted)
-    objective = JointObjective((prior, rows), coordinates, search.staged)
+    @property
+    def objective(self) -> JointObjective:
+        coordinates = StandardCoordinates(self.state.mean, self.state.root, self._is_weighted)
+        return JointObjective((self.prior, self.rows), coordinates, self.search.staged)
 
-    def start():
-        factors = factors_at(jnp.zeros(size, dtype)) if row_factors else ()
-        base = _divide(state, factors, row_factors)
-        mean, precision = (jnp.zeros(size, dtype), None) if init is None else init
-        if starts is not None:
-            mean = _most_probable(objective, base, starts)
-        form = Weighted(jnp.eye(size, dtype=dtype), state.root) if weighted else Dense(base.precision)
-        return Start(base, form, maximize.init(search, form, mean, precision))
+    def start(self) -> Start:
+        state, size, dtype = self.state, self.state.mean.size, self.state.mean.dtype
+        factors = self._factors_at(jnp.zeros(size, dtype)) if self.row_factors else ()
+        base = _divide(state, factors, self.row_factors)
+        mean, precision = (jnp.zeros(size, dtype), None) if self.init is None else self.init
+        if self.starts is not None:
+            mean = _most_probable(self.objective, base, self.starts)
+        form = Weighted(jnp.eye(size, dtype=dtype), state.root) if self._is_weighted else Dense(base.precision)
+        return Start(base, form, maximize.init(self.search, form, mean, precision))
 
-    def absorb(solution, num_rows, expected):
-        bound = solution.bound - jnp.sum(jnp.log(jnp.diagonal(solution.root))) if search.mode else solution.bound
+    def absorb(self, solution: Solution, num_rows: Array, expected: Expected | None) -> tuple[State, StepInfo]:
+        state, mode = self.state, self.search.mode
+        bound = solution.bound - jnp.sum(jnp.log(jnp.diagonal(solution.root))) if mode else solution.bound
         mean = state.mean + state.root @ solution.mean
         root = solve_lower(solution.root, state.root.T).T
         prior_factor = None
         if state.prior_factor is not None:
             if expected is None:
-                covariance_root = None if search.mode else root.T
-                sums = evaluate(prior.kinds, prior.linearize(prior.first, mean), covariance_root)
+                factors = self.prior.linearize(self.prior.first, mean)
+                sums = evaluate(self.prior.kinds, factors, None if mode else root.T)
             else:
-                sums = objective.sums_of_set(solution.mean, expected, 0)
-            prior_factor = CanonicalGaussian.expected(*sums, mean, None if search.mode else root)
+                sums = self.objective.sums_of_set(solution.mean, expected, 0)
+            prior_factor = CanonicalGaussian.expected(*sums, mean, None if mode else root)
         moved = State(mean, jnp.zeros_like(mean), root, bound, prior_factor, state.num_rows + num_rows)
         ok = jnp.isfinite(bound) & jnp.all(jnp.isfinite(mean)) & jnp.all(jnp.isfinite(root))
         after = jax.tree.map(lambda new, old: jnp.where(ok, new, old), moved, state)
         gain = bound - state.log_evidence
         return after, StepInfo(gain, solution.decrement, solution.iterations, solution.converged, ok)
 
-    def absorbed_at(solution):
-        factors = factors_at(solution.mean)
-        return absorbed_moments(rows.kinds, factors, predictor_scales(factors, solution.root))
+    def absorbed(self, solution: Solution) -> tuple[Absorbed, ...]:
+        factors = self._factors_at(solution.mean)
+        return self.by_row(absorbed_moments(self.rows.kinds, factors, predictor_scales(factors, solution.root)))
 
-    return Joint(objective, start, absorb, absorbed_at)
+    def _factors_at(self, e: Array) -> tuple[Factors, ...]:
+        """The rows of all chunks, with Jacobians in e."""
+
+        def whitened(chunk: PyTree) -> tuple[Factors, ...]:
+            factors = self.rows.linearize(chunk, self.state.mean + self.state.root @ e)
+            return tuple(f._replace(jacobian=times_root(f.jacobian, self.state.root)) for f in factors)
+
+        chunked = lax.map(whitened, self.rows.chunks)
+        return jax.tree.map(lambda x: x.reshape(x.shape[0] * x.shape[1], *x.shape[2:]), chunked)
 
 
 def _most_probable(objective: Objective, base: Base, starts: Array) -> Array:

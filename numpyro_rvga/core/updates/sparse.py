@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -12,12 +13,13 @@ from jax import Array
 from ..count import Count
 from ..matrices.chains import ChainPacking, packed_form
 from ..matrices.packing import Packing
+from ..matrices.precisions import Bordered
 from . import maximize
-from .factors import evaluate
-from .joint import Joint, Start
-from .maximize import Base, Search
+from .factors import Expected, evaluate
+from .joint import Start
+from .maximize import Base, Search, Solution
 from .objective import Coordinates, FactorSet, JointObjective
-from .recursion import CanonicalGaussian, State, StepInfo
+from .recursion import Absorbed, CanonicalGaussian, State, StepInfo
 
 
 class EliminationOrder(NamedTuple):
@@ -44,44 +46,53 @@ class Marginals(NamedTuple):
     variance: Array
 
 
-def sparse_solve(
-    search: Search,
-    rows: FactorSet,
-    prior: FactorSet,
-    gaussian: FactorSet,
-    order: EliminationOrder,
-    marginals: Marginals,
-    packing: Packing | ChainPacking,
-    init: tuple[Array, Array] | None = None,
-) -> Joint:
+@dataclass(frozen=True)
+class SparseJoint:
     """Rows and the whole prior together, over theta itself, its entries reordered. The base is flat.
 
-    :param prior: its terms that are not Gaussian. :param gaussian: those that are. The Jacobians of all three are
+    :ivar prior: its terms that are not Gaussian. :ivar gaussian: those that are. The Jacobians of all three are
         :class:`~.jacobians.SparseJacobian`, and all take theta in ``order``.
-    :param marginals: where the search begins. :param packing: of precisions, in ``order``.
-    :param init: mean and packed precision of a q to start from, in ``order``; default: of ``marginals``.
+    :ivar marginals: where the search begins. :ivar packing: of precisions, in ``order``.
+    :ivar init: mean and packed precision of a q to start from, in ``order``; default: of ``marginals``.
     """
-    size, dtype = marginals.mean.size, marginals.mean.dtype
-    back = order.back
-    objective = JointObjective((gaussian, prior, rows), Coordinates(), search.staged)
-    form = packed_form((1 / marginals.variance)[order.places], packing)
 
-    def start():
-        flat = Base(None, None, jnp.asarray(0.5 * size * math.log(2 * math.pi), dtype))  # of the entropy
-        mean, precision = (marginals.mean[order.places], None) if init is None else init
-        return Start(flat, form, maximize.init(search, form, mean, precision))
+    search: Search
+    rows: FactorSet
+    prior: FactorSet
+    gaussian: FactorSet
+    order: EliminationOrder
+    marginals: Marginals
+    packing: Packing | ChainPacking
+    init: tuple[Array, Array] | None = None
 
-    def absorb(solution, num_rows, expected):
+    @property
+    def objective(self) -> JointObjective:
+        return JointObjective((self.gaussian, self.prior, self.rows), Coordinates(), self.search.staged)
+
+    @property
+    def form(self) -> Bordered:
+        """Of precisions."""
+        return packed_form((1 / self.marginals.variance)[self.order.places], self.packing)
+
+    def start(self) -> Start:
+        mean, form = self.marginals.mean, self.form
+        flat = Base(None, None, jnp.asarray(0.5 * mean.size * math.log(2 * math.pi), mean.dtype))  # of the entropy
+        mean, precision = (mean[self.order.places], None) if self.init is None else self.init
+        return Start(flat, form, maximize.init(self.search, form, mean, precision))
+
+    def absorb(self, solution: Solution, num_rows: Array, expected: Expected | None) -> tuple[State, StepInfo]:
+        form, back, prior = self.form, self.order.back, self.prior
         mean, root = solution.mean[back], form.dense_root(solution.root).T[back]
         site = None
         if prior.kinds:
             covariance = form.covariance_root(solution.root)
             sums = evaluate(prior.kinds, prior.linearize(prior.first, solution.mean), covariance)
-            trace = packing.inner(covariance.array, sums.curvature)
-            precision = packing.whole(sums.curvature)[back][:, back]
+            trace = self.packing.inner(covariance.array, sums.curvature)
+            precision = self.packing.whole(sums.curvature)[back][:, back]
             site = CanonicalGaussian(precision, sums.gradient[back], sums.value + 0.5 * trace, mean)
         ok = jnp.isfinite(solution.bound) & jnp.all(jnp.isfinite(mean)) & jnp.all(jnp.isfinite(root))
         after = State(mean, jnp.zeros_like(mean), root, solution.bound, site, Count.of(0) + num_rows)
         return after, StepInfo(solution.bound, solution.decrement, solution.iterations, solution.converged, ok)
 
-    return Joint(objective, start, absorb)
+    def absorbed(self, solution: Solution) -> tuple[Absorbed, ...]:
+        return ()

@@ -15,11 +15,13 @@ from typing import NamedTuple
 import numpy as np
 
 from ...core.groups.steps import Message
+from ...core.updates.acceleration import shares_of
 from ..merging.summaries import TOLERANCE, distance
 
 MAX_ROUNDS = 40
 MAX_HALVINGS = 12
 REMEMBERED = 6  # rounds that a step is combined with
+RESOLVED = 1e-6  # of moves, see :func:`shares_of`
 FEWEST = 4  # rounds before how fast moves fall is known
 
 
@@ -146,10 +148,8 @@ def _combined(past: Sequence[_Place]) -> Shared:
     root = last.shared.root
     moves = [_whitened(place.ahead.mean - place.shared.mean, place.ahead.precision - place.shared.precision, root)
              for place in past]  # fmt: skip
-    changes = np.stack([moves[-1] - move for move in moves[:-1]], axis=1)
-    weights = np.linalg.lstsq(changes, moves[-1], rcond=1e-6)[0]
     mean, precision = last.ahead
-    for weight, place in zip(weights, before):
+    for weight, place in zip(shares_of(moves, RESOLVED), before):
         mean = mean - weight * (last.ahead.mean - place.ahead.mean)
         precision = precision - weight * (last.ahead.precision - place.ahead.precision)
     aim = Shared(mean, precision)
