@@ -11,7 +11,7 @@ from jax import Array
 
 from ..core.matrices.chains import packed_form
 from ..core.matrices.linalg import lower_from_root, solve_lower
-from ..core.updates.joint import Joint, bound_at, curvature_at, solve_joint_traced, solve_quadratic
+from ..core.updates.joint import DenseJoint, bound_at, curvature_at, solve_joint_traced, solve_quadratic
 from ..core.updates.maximize import Search, Solution
 from ..core.updates.objective import is_quadratic
 from ..core.updates.sparse import SparseJoint
@@ -59,50 +59,46 @@ class MaximizedBound:
         return engine.once((cls, engine.program), lambda: cls(engine))
 
     def __init__(self, engine: Engine):
-        self.engine, program = engine, engine.program
-        exactly = self.is_exact = is_quadratic((*engine.kinds, *engine.prior_kinds))
-        program.initial_state()  # what is drawn from the prior is drawn here, outside of compiled functions
+        self.engine, self.is_exact = engine, is_quadratic((*engine.kinds, *engine.prior_kinds))
+        engine.program.initial_state()  # what is drawn from the prior is drawn here, outside of compiled functions
+        self.begin = self._begin if self.is_exact else engine.compiled(self._begin)
+        self.solve, self.moments = engine.compiled(self._solve), engine.compiled(self._moments)
 
-        def parts(params: Array, chunks: RowChunks, start: Start) -> tuple[Search, Joint]:
-            state = program.initial_state_at(params)
-            problem = JointProblem(state, chunks, program.prior_inputs | {PARAMS: params}, init=start)
-            search = engine.search_all(problem)
-            return search, engine.joint_parts(search, problem)
+    def _parts(self, params: Array | np.ndarray, chunks: RowChunks, start: Start) -> tuple[Search, DenseJoint]:
+        """What is sought at these parameters."""
+        program = self.engine.program
+        state = program.initial_state_at(params)
+        problem = JointProblem(state, chunks, program.prior_inputs | {PARAMS: params}, init=start)
+        search = self.engine.search_all(problem)
+        return search, self.engine.joint_parts(search, problem)
 
-        def begin(params, chunks):
-            mean = jnp.zeros(program.layout.size, program.dtype)
-            precision = jnp.eye(mean.size, dtype=mean.dtype)
-            if exactly:
-                return mean, precision
-            search, joint = parts(params, chunks, (mean, precision))
-            curvature = curvature_at(search, joint.objective, mean)
-            return mean, precision + jnp.where(jnp.isfinite(curvature), curvature, 0.0)
+    def _begin(self, params: Array | np.ndarray, chunks: RowChunks) -> Start:
+        program = self.engine.program
+        mean = jnp.zeros(program.layout.size, program.dtype)
+        precision = jnp.eye(mean.size, dtype=mean.dtype)
+        if self.is_exact:
+            return mean, precision
+        search, joint = self._parts(params, chunks, (mean, precision))
+        curvature = curvature_at(search, joint.objective, mean)
+        return mean, precision + jnp.where(jnp.isfinite(curvature), curvature, 0.0)
 
-        @engine.compiled
-        def solve(params, chunks, start):
-            problem = parts(params, chunks, start)
-            solution = solve_quadratic(*problem, start[0]) if exactly else solve_joint_traced(*problem)
-            inverse = solve_lower(solution.root, jnp.eye(solution.mean.size, dtype=solution.mean.dtype))
+    def _solve(self, params: Array, chunks: RowChunks, start: Start) -> Maximum:
+        search, joint = self._parts(params, chunks, start)
+        exactly = self.is_exact
+        solution = solve_quadratic(search, joint, start[0]) if exactly else solve_joint_traced(search, joint)
+        mean, root = solution.mean, solution.root
+        inverse = solve_lower(root, jnp.eye(mean.size, dtype=mean.dtype))
 
-            def bound(params, start=start):
-                _, joint = parts(params, chunks, start)
-                return bound_at(joint, joint.start().base, solution.mean, inverse.T)[0]
+        def bound(params: Array) -> Array:
+            _, joint = self._parts(params, chunks, start)
+            return bound_at(joint, joint.start().base, mean, inverse.T)[0]
 
-            return Maximum(
-                _bound_of(solution),
-                jax.grad(bound)(params),
-                (solution.mean, solution.root @ solution.root.T),
-                solution.converged,
-            )
+        return Maximum(_bound_of(solution), jax.grad(bound)(params), (mean, root @ root.T), solution.converged)
 
-        @engine.compiled
-        def moments(params, start):
-            state, (mean, precision) = program.initial_state_at(params), start
-            root = solve_lower(jnp.linalg.cholesky(precision), state.root.T).T
-            return state.mean + state.root @ mean, lower_from_root(root)
-
-        self.begin = begin if exactly else engine.compiled(begin)
-        self.solve, self.moments = solve, moments
+    def _moments(self, params: Array, start: Start) -> tuple[Array, Array]:
+        state, (mean, precision) = self.engine.program.initial_state_at(params), start
+        root = solve_lower(jnp.linalg.cholesky(precision), state.root.T).T
+        return state.mean + state.root @ mean, lower_from_root(root)
 
 
 class SparseMaximizedBound:
@@ -119,40 +115,12 @@ class SparseMaximizedBound:
     """
 
     def __init__(self, sparse: SparseEngine, problem: SparseProblem, chunks: RowChunks):
-        program, self._order = sparse.engine.program, sparse.sparsity.order
-        self.engine, self._problem, self.packing = sparse.engine, problem, problem.packing
-        search = sparse.search(chunks.weights.shape[0], has_start=True)
-        exactly = self.is_exact = is_quadratic(sparse.all_kinds)
-
-        def parts(problem: SparseProblem, params: Array, chunks: RowChunks, init: Start | None = None) -> SparseJoint:
-            prepared = sparse.prepared(program.prior_inputs | {PARAMS: params}, *chunks)
-            return sparse.parts(search, problem._replace(chunks=prepared, init=init))
-
-        @sparse.engine.compiled
-        def solve(problem, params, chunks, mean):
-            joint = parts(problem, params, chunks)
-            if exactly:
-                return _found(solve_quadratic(search, joint, mean))
-            curvature = curvature_at(search, joint.objective, mean)
-            return _found(solve_joint_traced(search, parts(problem, params, chunks, (mean, curvature))))
-
-        @sparse.engine.compiled
-        def gradient(problem, params, chunks, start):
-            mean, root = start
-            covariance = parts(problem, params, chunks).form.covariance_root(root)
-
-            def expected(params):
-                objective = parts(problem, params, chunks).objective
-                return objective.expect(mean, objective.predictor_covariances(mean, covariance))[0]
-
-            return jax.grad(expected)(params)
-
-        @sparse.engine.compiled
-        def variances(problem, root):
-            form = packed_form(jnp.ones(program.layout.size, root.dtype), problem.packing)
-            return form.packing.diagonal(form.covariance_root(root).array)[self._order.back]
-
-        self._solve, self._gradient, self._variances = solve, gradient, variances
+        self.engine, self._sparse, self._order = sparse.engine, sparse, sparse.sparsity.order
+        self._problem, self.packing = problem, problem.packing
+        self._search = sparse.search(chunks.weights.shape[0], has_start=True)
+        self.is_exact = is_quadratic(sparse.all_kinds)
+        self._solve, self._gradient = sparse.engine.compiled(self._solved), sparse.engine.compiled(self._gradient_at)
+        self._variances = sparse.engine.compiled(self._variances_of)
 
     @property
     def places(self) -> np.ndarray:
@@ -172,6 +140,35 @@ class SparseMaximizedBound:
     def moments(self, start: Start) -> tuple[Array, Array, Array]:
         mean, root = start
         return mean[self._order.back], self._variances(self._problem, root), root
+
+    # ------------------------------------------------------------------ compiled
+    def _parts(
+        self, problem: SparseProblem, params: Array, chunks: RowChunks, init: Start | None = None
+    ) -> SparseJoint:
+        """What is sought at these parameters."""
+        prepared = self._sparse.prepared(self.engine.program.prior_inputs | {PARAMS: params}, *chunks)
+        return self._sparse.parts(self._search, problem._replace(chunks=prepared, init=init))
+
+    def _solved(self, problem: SparseProblem, params: Array, chunks: RowChunks, mean: Array) -> Maximum:
+        search, joint = self._search, self._parts(problem, params, chunks)
+        if self.is_exact:
+            return _found(solve_quadratic(search, joint, mean))
+        curvature = curvature_at(search, joint.objective, mean)
+        return _found(solve_joint_traced(search, self._parts(problem, params, chunks, (mean, curvature))))
+
+    def _gradient_at(self, problem: SparseProblem, params: Array, chunks: RowChunks, start: Start) -> Array:
+        mean, root = start
+        covariance = self._parts(problem, params, chunks).form.covariance_root(root)
+
+        def expected(params: Array) -> Array:
+            objective = self._parts(problem, params, chunks).objective
+            return objective.expect(mean, objective.predictor_covariances(mean, covariance))[0]
+
+        return jax.grad(expected)(params)
+
+    def _variances_of(self, problem: SparseProblem, root: Array) -> Array:
+        form = packed_form(jnp.ones(self._order.places.size, root.dtype), problem.packing)
+        return form.packing.diagonal(form.covariance_root(root).array)[self._order.back]
 
 
 def _found(solution: Solution) -> Maximum:

@@ -188,7 +188,7 @@ class BoundPrior(BoundModel):
         """The prior, or a Gaussian fitted to it, as the state before the first row."""
         return self._initial_state
 
-    def initial_state_at(self, params: Array) -> State:
+    def initial_state_at(self, params: Array | np.ndarray) -> State:
         """The same as a differentiable function of the ``numpyro.param`` sites (K,), in unconstrained space."""
         return state_at(
             self.prior, self.layout.size, self.dtype, self._moments_of_draws, self.prior_inputs | {PARAMS: params}
