@@ -1,5 +1,6 @@
 """README and guides: commands are one line each, links lead somewhere, options are listed, and the Python runs."""
 
+import ast
 import re
 from pathlib import Path
 
@@ -88,6 +89,21 @@ def test_contributing_names_code_that_exists():
         code = (ROOT / "numpyro_rvga" / file).read_text(encoding="utf-8")
         for name in re.findall(r"`(\w+)`", names):
             assert re.search(rf"\b(def|class) {name}\b", code), (file, name)
+
+
+@pytest.mark.parametrize(
+    "algorithm", ["implicit R-VGA", "EKF", "BONG low-rank lin-hess", "BBB", "FP-incremental", "LO-FI"]
+)
+def test_contributing_leads_to_the_update_equation_of(algorithm):
+    """The functions that the table names, or their files, say the update of q in symbols."""
+    rows = [line.split("|")[1:3] for line in text_of(CONTRIBUTING).splitlines() if line.startswith("|")]
+    name = rf"(^|[ ,]){re.escape(algorithm)}($|[ ,;])"
+    cell = next(where for names, where in rows if re.search(name, names.strip()))
+    path, functions = re.findall(r"`([\w/]+\.py)`: ((?:`\w+`(?: and )?)+)", cell)[0]
+    tree = ast.parse((ROOT / "numpyro_rvga" / path).read_text(encoding="utf-8"))
+    named = [node for node in ast.walk(tree) if getattr(node, "name", None) in re.findall(r"\w+", functions)]
+    text = "".join(ast.get_docstring(node) or "" for node in (tree, *named))
+    assert re.search(r"(Lambda|Sigma|mu|m)['(].* = |gradient of E_q", text), (path, functions)
 
 
 def test_options_are_all_listed():

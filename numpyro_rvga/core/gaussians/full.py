@@ -68,7 +68,13 @@ class FullGaussian:
         prior: FullGaussian | None = None,
         projection: str | None = None,
     ) -> FullGaussian:
-        # From the prior itself, with factors of K < P rows, the cost is O(K P^2).
+        """The natural step of :class:`~.family.Family` in the coordinates of the root S, Sigma = S S^T:
+
+            Lambda' = S^-T (I + t (S^T H S + S^T Lambda_0 S - I)) S^-1,
+            mu' = mu + t Sigma' (Lambda_0 (mu_0 - mu) + g).
+
+        From the prior itself, with factors of K < P rows, the cost is O(K P^2).
+        """
         natural = parameterization == "natural"
         if prior is None and derivatives.diagonal is None and len(derivatives.factor) < len(self.mean):
             return self._narrow_step(derivatives, step, natural)

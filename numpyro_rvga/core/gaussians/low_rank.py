@@ -84,7 +84,15 @@ class LowRankGaussian:
         prior: LowRankGaussian | None = None,
         projection: str | None = None,
     ) -> LowRankGaussian:
-        """H must be positive semi-definite, in the form of a factor alone; ``parameterization`` is "natural"."""
+        """The natural step of :class:`~.family.Family` for Lambda = diag(d) + W^T W and H = F^T F:
+
+            d' = (1 - t) d + t d_0,     W'^T W' = (1 - t) W^T W + t (W_0^T W_0 + F^T F),
+            mu' = mu + t Lambda'^-1 (Lambda_0 (mu_0 - mu) + g),
+
+        of which :func:`projected` keeps R directions. From the prior itself (BONG, LO-FI): d' = d, and the rows of W'
+        are those of W and sqrt(t) F. H must be positive semi-definite, in the form of a factor alone, and
+        ``parameterization`` is "natural".
+        """
         added = jnp.sqrt(step) * derivatives.factor
         if prior is None:
             rows, diagonal, gradient = [self.factor, added], self.diagonal, derivatives.gradient

@@ -205,7 +205,7 @@ def init(search: Search, form: PrecisionForm, mean: Array, precision: Array | No
 
 
 def propose(search: Search, form: PrecisionForm, state: SolverState) -> Proposal:
-    """The q to evaluate next."""
+    """The q to evaluate next: Lambda(t) and m(t), between where the search stands (t = 0) and a full step (t = 1)."""
     t, at = state.step, state.evaluation
     starting = t == 0
     change = at.target - state.precision
