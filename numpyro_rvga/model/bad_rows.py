@@ -32,9 +32,7 @@ def check_start(program: Program) -> None:
         terms = program.log_likelihood(theta, inputs)
         return sum(jnp.sum(values) for values in terms.values()), terms
 
-    state = program.initial_state()
-    draws = jax.random.normal(jax.random.key(0), (NUM_STARTS, program.layout.size), program.dtype)
-    points = state.mean + jnp.concatenate([0 * draws[:1], draws @ state.root.T])
+    points = program.points_of_prior(NUM_STARTS)
     gradients, terms = at_once(lambda: jax.lax.map(jax.grad(at, has_aux=True), points))
     if np.isnan(gradients).any(axis=1).all():
         bad = {

@@ -221,7 +221,7 @@ def constant_value(node: Node) -> np.ndarray | None:
     if any(n.name in ("row", "traced") for n in live):
         return None
     with jax.ensure_compile_time_eval():
-        return np.asarray(jax.jit(lambda: evaluate_nodes([node], {})[0])())
+        return np.asarray(evaluate_nodes([node], {})[0])
 
 
 def selection_of(eqn: JaxprEqn, indices: Sequence[Index] | None = None) -> Selection | None:
