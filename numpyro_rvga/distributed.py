@@ -95,7 +95,7 @@ def run(
         _, head, _ = open_source(parts[0], method.model, model_kwargs, PassOptions(on_bad_row="skip"))
     except ValueError as error:
         raise ValueError(f"part 0: {error}") from error
-    start = method.init({name: array[:HEAD] for name, array in head.items()}, rng_key=rng_key, **model_kwargs)
+    start: Any = method.init({name: array[:HEAD] for name, array in head.items()}, rng_key=rng_key, **model_kwargs)
     with progress(progress_bar, None, "distributed", "part") as bar:
         cluster = RunCluster(client, retries, bar, method, parts, options)
         states, infos, row_sets = zip(*cluster.solve())
@@ -108,7 +108,8 @@ def run(
     runs = tuple(run for part in row_sets for run in part)
     if result is None:
         remedy = "take rounds='auto'" if takes_rounds else "use fewer and larger parts, or RVGA"
-        posterior = method.posterior(merged(start, states))
+        state: Any = merged(start, states)
+        posterior = method.posterior(state)
         warn_of_one_exchange(posterior.program, [int(state.num_rows) for state in states], remedy)
         return dataclasses.replace(posterior, info={**posterior.info, **info}, row_sets=runs)
     posterior, info = method.posterior(result.state), info | facts_of(result, limit)

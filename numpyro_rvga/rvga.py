@@ -10,7 +10,6 @@ from typing import Any
 from jax import Array
 from jax.sharding import Mesh
 
-from .bong import BONG
 from .core.expectations.by_nodes import Expectation
 from .core.gaussians import FAMILIES
 from .core.updates.recursion import State
@@ -20,6 +19,7 @@ from .engines.engine import Engine
 from .engines.mean_field import MeanFieldState
 from .engines.online import OnlineState
 from .engines.registry import Engines
+from .families import OfFamily
 from .families.best import BestFamily
 from .families.by_site import SiteFamilies, check_unused
 from .families.full import FullFamily
@@ -28,7 +28,7 @@ from .group_streams import stream_groups
 from .model.data.row_set import RowSet
 from .model.data.rows import Arrays, Data, Keywords, Rows
 from .model.program import Program
-from .options import LOCAL, Options, check_choice, check_options, default_key
+from .options import LOCAL, Info, Options, check_choice, check_options, default_key
 from .results.posterior import Posterior
 from .streams.block_plan import BlockPlan
 from .streams.certification import Certification, sample_of, sums_at
@@ -179,12 +179,12 @@ class RVGA:
             )
         self.model, self.dynamics, self.shuffle, self.mesh = model, dynamics, shuffle, mesh
         self.improper_prior_scale = improper_prior_scale
-        reading = {"joint_rows": self.blocks.joint_rows, "local": local, "mesh": mesh}
+        reading: Info = {"joint_rows": self.blocks.joint_rows, "local": local, "mesh": mesh}
         self._engines = Engines(model, self.options, improper_prior_scale, dynamics, **reading)
         self.blocks.check_shared(self._engines.devices)
         certification = Certification(certify, max_looks, certificate_tolerance)
         full = FullFamily(self._engines, self.blocks, certification, dynamics, shuffle, self)
-        self._family: FullFamily | BONG | SiteFamilies | BestFamily = full
+        self._family: OfFamily = full
         given = {"local": local != "auto", "mesh": mesh is not None}
         given["first_block or memory"] = self.blocks.keeps_or_begins
         if by_site or family == "auto":
@@ -279,7 +279,7 @@ class RVGA:
         :raises NotImplementedError: for discrete latents that cannot be summed out, for ``numpyro.param`` sites in a
             stream, and for rows of a stream that are not independent.
         """
-        passed = {"checkpoint": checkpoint, "every": every, "resume": resume, "on_bad_row": on_bad_row}
+        passed: Info = {"checkpoint": checkpoint, "every": every, "resume": resume, "on_bad_row": on_bad_row}
         passed |= {"init": init, "progress_bar": progress_bar}
         rng_key = default_key() if rng_key is None else rng_key
         return self._family.run(data, rng_key=rng_key, **passed, **model_kwargs)

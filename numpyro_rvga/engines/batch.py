@@ -81,10 +81,10 @@ class BatchSolver:
                 solved = self._solved_densely(engine, rows, init, record, bar)
         program, after, info, origin, learned = solved
         if not bool(info.ok):
-            reason = describe_bad_rows(program, origin, rows)
+            reason = describe_bad_rows(program, jnp.asarray(origin), rows)
             raise NotFinite(f"the bound is not finite: {reason or 'are the priors proper?'}.")
         _check_proper(program, after, converged=bool(info.converged))
-        facts, bound = {}, float(after.log_evidence) if self._options.has_bound else None
+        facts, bound = {}, float(after.log_evidence)
         if self._options.has_bound and learned is None:
             error, excess = expectation_errors(engine, after, rows, info.accounts)
             facts["elbo_error"], bound = error, bound - excess
@@ -110,7 +110,7 @@ class BatchSolver:
         if learned is not None:
             facts |= {"learned": learned.converged, "learning_bounds": np.asarray(learned.bounds)}
         self._warn(facts, learned)
-        return Fit(program, after, bound, facts)
+        return Fit(program, after, bound if self._options.has_bound else None, facts)
 
     # ------------------------------------------------------------------ inside
     def _solved_densely(self, engine: Engine, rows: Rows, init: Initial | None, record: Record, bar: Bar) -> _Solved:
@@ -155,7 +155,7 @@ class _Solved(NamedTuple):
     program: Program
     state: State
     info: StepInfo
-    origin: Array
+    origin: Array | np.ndarray
     learned: Learned | None
 
 

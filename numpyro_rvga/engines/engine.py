@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Hashable, Sequence
-from functools import partial
+from functools import partial, reduce
 from typing import Any, TypeVar
 
 import jax
@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.core import Tracer
+from jax.typing import ArrayLike
 
 from ..core.compilation import Compiled
 from ..core.gaussians import Movement
@@ -44,7 +45,7 @@ from ..model.data.arguments import PARAMS
 from ..model.program import Program
 from ..model.terms.sparsity import selecting_pattern
 from ..model.terms.terms import Terms, merged
-from ..options import Options, key_numbers
+from ..options import Info, Options, key_numbers
 from .absorbed_rows import AbsorbedRows, absorbed_row_factors, by_row
 from .devices import Devices
 from .effort import Effort
@@ -208,14 +209,14 @@ class Engine:
         new = new if absorbed_rows is None else absorbed_rows.num_new
         others = self._other_means(search, problem, len(weights))
         with_accounts = self.effort.has_estimated_errors and absorbed_rows is None and not search.mode
-        options = {"with_absorbed": with_absorbed, "with_accounts": with_accounts}
+        options: Info = {"with_absorbed": with_absorbed, "with_accounts": with_accounts}
         problem, coarse = self._by_few_nodes_first(search, problem, len(weights))
         return self.joint_solver(search, problem, new, coarse=coarse, other_means=others, **options)
 
     def solve_all(
         self,
         problem: JointProblem,
-        num_rows: Array,
+        num_rows: ArrayLike,
         *,
         alternating: bool = False,
         on_step: Callable[[Progress], None] | None = None,
@@ -231,7 +232,7 @@ class Engine:
             (rows, weights), params = problem.chunks, self._params_of(problem)
             rows = {name: array[0] for name, array in rows.items()}
             problem = problem._replace(chunks=self._prepare_block(rows | params, weights[0])[0])
-        options = {"on_step": on_step, "with_accounts": self.effort.has_estimated_errors and not search.mode}
+        options: Info = {"on_step": on_step, "with_accounts": self.effort.has_estimated_errors and not search.mode}
         problem, coarse = self._by_few_nodes_first(search, problem, count)
         return self.joint_solver(search, problem, num_rows, coarse=coarse, other_means=others, **options)
 
@@ -350,7 +351,7 @@ class Engine:
         row_factors, residuals = row_factors_and_residuals(self.kinds, factors, whitened, merged(absorbed))
         count = len(weights)
         row_factors = jax.tree.map(lambda x: x.reshape(count, -1, *x.shape[1:]), row_factors)
-        return sum(jnp.sum(residual.reshape(count, -1), axis=1) for residual in residuals), row_factors
+        return reduce(jnp.add, [jnp.sum(x.reshape(count, -1), axis=1) for x in residuals]), row_factors
 
     def _stream(
         self, state: State, rows: dict, weights: Array, *, with_absorbed: bool = False

@@ -94,12 +94,12 @@ class _Sums(NamedTuple):
 
     :ivar errors: as the rule estimates them; infinite if it does not.
     :ivar excess: what the rule finds over what each set of fresh nodes does, (NUM_FRESH,); None but for samples.
-    :ivar squares: of the excess of each factor, averaged over sets, (); None but for samples.
+    :ivar squares: of the excess of each factor, averaged over sets, (); zero but for samples.
     """
 
-    errors: Array
-    excess: Array | None = None
-    squares: Array | None = None
+    errors: Array | np.ndarray
+    excess: Array | np.ndarray | None = None
+    squares: Array | np.ndarray | float = 0.0
 
 
 def _accuracy(sums: _Sums, total: int, count: int) -> Accuracy:

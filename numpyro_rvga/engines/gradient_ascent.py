@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.typing import ArrayLike
 
 from ..core.matrices.linalg import solve_lower
 from ..core.updates.drivers import Progress
@@ -61,7 +62,7 @@ class GradientAscent:
         self._engine, self._max_iterations = engine, engine.options.max_iterations
         self._bound = engine.compiled(self._bound_and_slopes, ("search",))
 
-    def __call__(self, problem: JointProblem, num_rows: Array, record: Record) -> tuple[State, StepInfo]:
+    def __call__(self, problem: JointProblem, num_rows: ArrayLike, record: Record) -> tuple[State, StepInfo]:
         import scipy.optimize  # here: it takes long to import, and other schedules do without
 
         engine, before = self._engine, problem.state

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.core import Tracer
+from jax.typing import ArrayLike
 
 from ..core.compilation import Compiled, jit_once
 from ..core.matrices.precisions import PrecisionForm
@@ -71,7 +72,7 @@ class PriorProblem(NamedTuple):
 
     state: State
     prior_inputs: dict[str, Any]
-    among: tuple[Array, Array] | None = None
+    among: tuple[Any, Any] | None = None
 
 
 def search_for(
@@ -133,7 +134,7 @@ class JointSolver:
         self,
         search: Search,
         problem: PyTree,
-        num_rows: Array,
+        num_rows: ArrayLike,
         *,
         with_absorbed: bool = False,
         with_accounts: bool = False,

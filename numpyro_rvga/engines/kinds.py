@@ -234,9 +234,9 @@ def _rule(name: str | ex.Expectation, terms: Terms, options: Options, rng_key: A
 
     if name == "linearized" or is_constant(terms):
         return of_each(at_density(ex.linearized), name != "linearized" or is_constant(terms))
-    if callable(name):
+    if not isinstance(name, str):
         return _rule_of(name, terms)
-    order = options.order
+    order = 1 if isinstance(options.order, str) else options.order
     if name == "quadrature":
         return of_each(at_density(partial(ex.quadrature, order)), order == 2 and terms.num_predictors == 1)
     sampled = name in ("monte_carlo", "draws") or terms.num_predictors > 3
@@ -245,9 +245,9 @@ def _rule(name: str | ex.Expectation, terms: Terms, options: Options, rng_key: A
         nodes = ex.sigma_points(terms.num_predictors)
     elif sampled:
         nodes = ex.monte_carlo_points(key_numbers(rng_key), options.num_samples, terms.num_predictors)
-    order = 1 if order == "auto" else order
 
     def over_nodes(density: Callable, mean: Array, covariance: Array) -> ex.Moments:
+        assert nodes is not None
         return ex.from_nodes(density, ex.fixed_nodes(mean, covariance, *nodes), order)
 
     if name != "ladder":

@@ -21,7 +21,7 @@ from ..model.half_lines import read_on_positive_half
 from ..model.handlers.failures import LocalLatents, UnboundedStates, readable, why_not_rows
 from ..model.program import Program
 from ..model.reading_check import check_reading
-from ..options import Options, key_numbers
+from ..options import Info, Options, key_numbers
 from ..user_warnings import warn
 from .devices import Devices
 from .engine import Engine
@@ -162,7 +162,7 @@ class Engines:
         engine = Engine(program, self._options, rng_key, None, self.devices)
         self._cached = [entry for entry in self._cached if entry[0] != form] + [(form, program.model_kwargs, engine)]
         self.last = engine
-        return engine, arrays, program.reason
+        return engine, arrays, program.reason or ""
 
     def cached_whole(self, data: Data, model_kwargs: Keywords, rng_key: Array) -> tuple[Engine, Rows, str] | None:
         """What :meth:`whole` made of these data before; None if it has not."""
@@ -175,13 +175,13 @@ class Engines:
             for kwargs, engine in candidates:
                 if engine.program.holds(arrays) and same(kwargs, keywords):
                     self.last = engine
-                    return engine, arrays, engine.program.reason
+                    return engine, arrays, engine.program.reason or ""
         return None
 
     def _whole_program(self, arrays: Rows, model_kwargs: dict, reason: Exception) -> Program:
         failures = []
         for variant, evaluates in _as_models_take_them(arrays):
-            options = {"whole": True, "evaluates": evaluates, "by_draws": self._is_plain, **self._program_options}
+            options: Info = {"whole": True, "evaluates": evaluates, "by_draws": self._is_plain, **self._program_options}
             options |= {"local": "prior" if self._local == "prior" else "marginal"}
             try:
                 program = self._read(variant, model_kwargs, **options)
@@ -200,7 +200,7 @@ class Engines:
         raise readable(failures[0]) from reason
 
     @property
-    def _program_options(self) -> dict[str, Any]:
+    def _program_options(self) -> Info:
         prefer_parameters = self._options.scheme == "ekf" or self._options.expectation == "linearized"
         return {"improper_prior_scale": self._scale, "prefer_parameters": prefer_parameters, "local": self._at_first}
 
@@ -229,7 +229,7 @@ class Engines:
 
     def _program(self, rows: Rows, model_kwargs: dict, all_rows: Rows | None) -> Program:
         draws = {"by_draws": self._takes_draws(all_rows)}
-        options = {"all_rows": all_rows, "whole": self._whole, **draws, **self._program_options}
+        options: Info = {"all_rows": all_rows, "whole": self._whole, **draws, **self._program_options}
         try:
             program = self._read(rows, model_kwargs, **options)
         except LocalLatents:
@@ -262,13 +262,11 @@ def _whole_form(rng_key: Array) -> tuple:
     return WHOLE, str(jnp.result_type(float)), tuple(key_numbers(rng_key))
 
 
-def _as_models_take_them(arrays: Rows) -> list[tuple[Rows, bool]]:
+def _as_models_take_them(arrays: Rows) -> list[tuple[dict, bool]]:
     """As they are; as NumPy's, whose values models can look at; as JAX's, which latent indices can index; and with all
     that a model computes of them in JAX computed when it is read, which takes long."""
-    numpy, jax_arrays = (
-        {name: convert(array) for name, array in arrays.items()} for convert in (np.asarray, jnp.asarray)
-    )
-    variants = [(arrays, False)]
+    numpy, jax_arrays = ({n: convert(x) for n, x in arrays.items()} for convert in (np.asarray, jnp.asarray))
+    variants: list[tuple[dict, bool]] = [(arrays, False)]
     if any(isinstance(array, jax.Array) for array in arrays.values()):
         variants.append((numpy, False))
     return [*variants, (jax_arrays, False), (jax_arrays, True)] if arrays else variants

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.typing import ArrayLike
 
 from ..core.count import Count
 from ..core.matrices.borders import border_pattern
@@ -48,9 +49,9 @@ class SparseProblem(NamedTuple):
 
     marginals: Marginals
     chunks: tuple
-    num_rows: Array
+    num_rows: ArrayLike
     packing: Packing | ChainPacking
-    borders: tuple[tuple[Array, ...], ...]
+    borders: tuple[tuple[Array | np.ndarray, ...], ...]
     init: tuple[Array, Array] | None = None
 
 
@@ -67,10 +68,9 @@ class SparseEngine:
         program, prior = engine.program, engine.program.prior
         gaussian_kinds = tuple(_gaussian_kind(terms, engine.options) for terms in prior.gaussian)
         self._kinds = engine.kinds, engine.prior_kinds, gaussian_kinds
-        self._seen = [
-            [(terms, sparsity.patterns[in_prior, terms.site]) for terms in all_terms]
-            for in_prior, all_terms in ((False, program.terms), (True, prior.terms), (True, prior.gaussian))
-        ]
+        sides = ((False, program.terms), (True, prior.terms), (True, prior.gaussian))
+        self._patterns = [[sparsity.patterns[in_prior, t.site] for t in all_terms] for in_prior, all_terms in sides]
+        self._seen: list[list[Seen]] = [list(zip(terms, p)) for (_, terms), p in zip(sides, self._patterns)]
         self._is_affine = engine.is_affine and all(terms.is_affine for terms in prior.terms)
         self.prepare, self._indices = engine.compiled(self.prepared), engine.compiled(self._indices_of)
         self._solver = JointSolver(self.parts, engine.devices)
@@ -100,12 +100,12 @@ class SparseEngine:
         packing, borders = self._packing(prepared)
         return SparseProblem(self.engine.devices.put(marginals), prepared, np.int32(total), packing, borders)
 
-    def _packing(self, prepared: tuple) -> tuple[Packing | ChainPacking, tuple[tuple[Array, ...], ...]]:
+    def _packing(self, prepared: tuple) -> tuple[Packing | ChainPacking, tuple[tuple[Array | np.ndarray, ...], ...]]:
         """How precisions are packed, and where they have the products that are not in the corner."""
         num_diagonal, size = self.sparsity.order.num_diagonal, self.sparsity.order.places.size
         by_group = [
-            [(pattern.num_leading, index) for (_, pattern), index in zip(seen, indices)]
-            for seen, indices in zip(self._seen, jax.device_get(self._indices(prepared)))
+            [(pattern.num_leading, index) for pattern, index in zip(patterns, indices)]
+            for patterns, indices in zip(self._patterns, jax.device_get(self._indices(prepared)))
         ]
         if self.sparsity.block is not None:
             packing: Packing | ChainPacking = ChainPacking(num_diagonal, size - num_diagonal, self.sparsity.block)

@@ -103,7 +103,7 @@ class Program(BoundLikelihood):
     def restore(
         cls,
         model: Callable,
-        example_rows: Mapping[str, Array],
+        example_rows: Arrays,
         model_kwargs: Keywords,
         improper_prior_scale: float | None,
         whole: bool,
@@ -157,7 +157,7 @@ class Program(BoundLikelihood):
         """The same: no program changes, and what it has compiled stays."""
         return self
 
-    def with_params(self, values: Array) -> Program:
+    def with_params(self, values: Array | np.ndarray) -> Program:
         """The same at other values (K,) of the ``numpyro.param`` sites, in unconstrained space."""
         other = self._copied()
         other.params = self.params._replace(values=jnp.asarray(values, self.dtype))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from jax import Array
@@ -167,7 +167,8 @@ def _check_site(
 ) -> SiteConditions:
     indices, elements, values = distinct_densities(terms, rows, shared)
     evaluate = curvature_of(terms, kind, engine.program.dtype, values)
-    at = None if posterior is None else at_posterior(engine, terms, evaluate, rows, shared, posterior.gaussian)
+    q: Any = None if posterior is None else posterior.gaussian
+    at = None if q is None else at_posterior(engine, terms, evaluate, rows, shared, q)
     one = terms.num_predictors == 1
     if means is None:
         means = _widened(MEANS, at.means if one and at else None)

@@ -46,7 +46,7 @@ def log_joint(program: Program, theta: Array, rows: Arrays) -> np.ndarray:
     """The log joint density in unconstrained space at theta (n, P), with all row terms, summed in float64: (n,)."""
     if program.whole:
         return _whole_log_joint(program, theta, rows)
-    rows, weights = once_each(rows, np.ones(num_rows(rows)))
+    rows, weights = once_each({n: np.asarray(x) for n, x in rows.items()}, np.ones(num_rows(rows)))
     return summed(program, theta, _weighted(chunks_of_log_likelihood(program, theta, rows), weights))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -59,11 +59,11 @@ def save(posterior: Posterior, path: str | os.PathLike) -> None:
     :raises ValueError: if ``posterior.info`` holds a value that is not plain.
     """
     arrays: dict[str, np.ndarray] = {}
-    program = posterior.program
+    program, gaussian = posterior.program, cast(Any, posterior.gaussian)
     keywords = {name: value for name, value in program.model_kwargs.items() if files.is_plain(value)}
     contents = {
         "family": next(name for name, kind in STORED_FAMILIES.items() if isinstance(posterior.gaussian, kind)),
-        "gaussian": dataclasses.asdict(posterior.gaussian),
+        "gaussian": dataclasses.asdict(gaussian),
         "state": _stored_state(posterior.state),
         "elbo": None if posterior.elbo is None else float(posterior.elbo),
         "num_rows": int(posterior.num_rows),
@@ -113,7 +113,7 @@ def load(cls: type[Posterior], path: str | os.PathLike, model: Callable, **model
     missing = sorted(set(stored.withheld_keywords) - set(model_kwargs))
     if missing:
         raise ValueError(f"{path} could not hold the model keywords {missing}: pass them to load as keywords.")
-    keywords = stored.model_kwargs | model_kwargs
+    keywords = {**stored.model_kwargs, **model_kwargs}
     try:
         whole = stored.options[1]
         rows = (
@@ -123,7 +123,7 @@ def load(cls: type[Posterior], path: str | os.PathLike, model: Callable, **model
         )
     except ValueError as error:
         raise ValueError(f"{path} belongs to a model with other arguments: {error}") from error
-    others = (*stored.options, stored.constants, stored.row_facts)
+    others: Any = (*stored.options, stored.constants, stored.row_facts)
     program, _ = read_on_positive_half(model, lambda model: Program.restore(model, rows, keywords, *others))
     if _layout(program) != stored.layout:
         raise ValueError(
@@ -195,8 +195,8 @@ def _with_roots(fields: Info) -> Info:
 def _packing(fields: Info) -> Packing | ChainPacking:
     if "block" in fields:
         return ChainPacking(**fields)
-    pattern = fields["pattern"]
-    return Packing(**fields | {"pattern": None if pattern is None else BorderPattern(*pattern)})
+    made: Info = {"pattern": None if fields["pattern"] is None else BorderPattern(*fields["pattern"])}
+    return Packing(**fields | made)
 
 
 def _stored_state(state: Any) -> dict | None:
@@ -209,8 +209,8 @@ def _stored_state(state: Any) -> dict | None:
 def _state(stored: Info | None) -> State | None:
     if stored is None:
         return None
-    factor, count = CanonicalGaussian(**stored["prior_factor"]), Count.of(stored["num_rows"])
-    return jax.tree.map(jnp.asarray, State(**{**stored, "prior_factor": factor, "num_rows": count}))
+    made: Info = {"prior_factor": CanonicalGaussian(**stored["prior_factor"]), "num_rows": Count.of(stored["num_rows"])}
+    return jax.tree.map(jnp.asarray, State(**stored | made))
 
 
 def _stored_constants(constants: PriorConstants) -> dict:
@@ -220,7 +220,8 @@ def _stored_constants(constants: PriorConstants) -> dict:
 def _constants(stored: Info | None) -> PriorConstants | None:
     if stored is None:
         return None
-    return PriorConstants(stored["num_rows"], tuple(tuple(map(jnp.asarray, arrays)) for arrays in stored["arrays"]))
+    first, second = (tuple(map(jnp.asarray, arrays)) for arrays in stored["arrays"])
+    return PriorConstants(stored["num_rows"], (first, second))
 
 
 def _layout(program: Program) -> list[list]:

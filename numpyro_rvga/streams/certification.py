@@ -93,13 +93,14 @@ class Certification:
             tolerance = self._tolerance if exact else min(self._tolerance, FINE)
             source = source.without(taken.left_out)
             return self._looked_at(engine, start, state, source, taken.num_taken, rng, tolerance)
+        sample = taken.sample.items()
+        if sample is None:
+            return findings
         if taken.sample.holds_all:
-            source = rows_in_memory(taken.sample.items().rows)
+            source = rows_in_memory(sample.rows)
             return self._looked_at(engine, start, state, source, taken.num_taken, rng, self._tolerance)
-        if taken.sample.num_seen:
-            state, info = estimated(certificate, state, taken, self._max_looks)
-            return Findings(state, None, info, taken.sample.items().rows)
-        return findings
+        state, info = estimated(certificate, state, taken, self._max_looks)
+        return Findings(state, None, info, sample.rows)
 
     def checked(self, engine: Engine, findings: Findings, rng_key: Array) -> float | None:
         """The bound, if the model itself agrees.

@@ -89,7 +89,7 @@ class RowMemory:
 
 def inexactness(absorbed: tuple[Absorbed, ...]) -> np.ndarray:
     """How many nats the sites of each row may be off, (n,)."""
-    return sum(moments.error.sum(axis=1) for moments in absorbed)
+    return np.sum([np.sum(moments.error, axis=1) for moments in absorbed], axis=0)
 
 
 def unranked(rows: Rows, absorbed: tuple[Absorbed, ...], offset: int) -> Kept:

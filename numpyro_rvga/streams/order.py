@@ -37,14 +37,16 @@ class RandomOrder:
     :param reader_at: row -> a function that reads so many of the rows that follow it.
     """
 
-    def __init__(self, reader_at: Callable[[int], Callable[[int], Rows]], rounds: Sequence[Round], rng_key: Array):
+    def __init__(
+        self, reader_at: Callable[[int], Callable[[int], Rows | None]], rounds: Sequence[Round], rng_key: Array
+    ):
         self._reader_at, self._rounds = reader_at, rounds
         self._seed = seed_of(rng_key)
         self._last: tuple[int, np.ndarray] | None = None
 
     def open_at(self, position: int) -> Iterator[Rows]:
         """The rows from a position in the order on, in blocks."""
-        readers: dict[int, Callable[[int], Rows]] = {}
+        readers: dict[int, Callable[[int], Rows | None]] = {}
         for number, each in enumerate(self._rounds):
             if each.position + each.length <= position:
                 continue

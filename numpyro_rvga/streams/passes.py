@@ -333,6 +333,7 @@ class Pass(ABC, Generic[S, R]):
         return self._source.as_declared(with_finite_head(self._source.peek(HEAD)))
 
     def _write(self) -> None:
+        assert self._checkpoint is not None
         done, left_out = self._source.stored_progress(self.done, self._left_out)
         contents = {"state": plain_arrays(self.state), "done": done, "left_out": left_out, "notes": self.stored()}
         absorbed = self.absorbed
@@ -343,6 +344,7 @@ class Pass(ABC, Generic[S, R]):
         """:raises ValueError: if the rows that were taken in are not the first of the data."""
         if contents is None:
             return
+        assert self._checkpoint is not None
         try:
             self.state = state_from_arrays(contents["state"], self.state)
             left_out = np.array(contents["left_out"], np.int64).reshape(-1)

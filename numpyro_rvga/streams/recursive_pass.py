@@ -224,13 +224,13 @@ class RecursivePass(Pass[State, StepInfo]):
 
     def _solved(self, state: State, rows: Rows, row_factors: tuple[RowFactors, ...]) -> tuple[State, StepInfo]:
         """With these rows as themselves, not as the sites by which they are part of the state."""
-        *placed, row_factors = self._placed(rows, row_factors, self._joint_size(self._sizes.joint))
-        absorbed_rows = AbsorbedRows.known(row_factors)
-        after, info = self._engine.joint(self._program.prior_inputs, state, *placed, absorbed_rows, with_absorbed=True)
+        rows, weights, row_factors = self._placed(rows, row_factors, self._joint_size(self._sizes.joint))
+        known = self._program.prior_inputs, state, rows, weights, AbsorbedRows.known(row_factors)
+        after, info = self._engine.joint(*known, with_absorbed=True)
         self._summary.add(info)
         return after, info
 
-    def _placed(self, rows: Rows, row_arrays: tuple, size: int) -> tuple[Rows, np.ndarray, tuple]:
+    def _placed(self, rows: Rows, row_arrays: tuple, size: int) -> tuple[Rows, Array, tuple]:
         """``size`` rows and their weights, on the devices, and what the state knows of them."""
         (rows, row_arrays), weights = pad((rows, row_arrays), size)
         return *self._engine.devices.put_rows((rows, weights)), row_arrays

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import jax.numpy as jnp
 import numpy as np
 
 from ..core.updates.recursion import State
@@ -27,13 +28,15 @@ LEFT = 0.02  # and nats of squared natural gradient that are or may be left: les
 def estimated(certificate: Certificate, state: State, taken: RecursivePass, max_looks: int) -> tuple[State, Info]:
     """The state after steps where the natural gradient is estimated well enough, and the estimates."""
     sample = taken.sample.items()
+    assert sample is not None
     kept, batches = _strata(sample, taken.kept, taken.sample.num_seen)
     if not len(batches[0].weights):  # nearly all rows are kept, and the sample has no others
         return state, {}
     certified = certificate.estimated(state, kept, batches, max_looks)
-    before, after = certified.before, certified.after
+    before, after, noise = certified.before, certified.after, certified.after.noise
+    assert noise is not None
     unlike = _unlikeness(taken.predicted, _variance(certificate, state, sample.rows))
-    off, left = _furthest(before), after.squared_natural_gradient + 2 * after.noise.squared
+    off, left = _furthest(before), after.squared_natural_gradient + 2 * noise.squared
     disordered = unlike > DEVIATIONS and not (off < HARM or left < LEFT)
     if disordered:
         warn(
@@ -45,26 +48,27 @@ def estimated(certificate: Certificate, state: State, taken: RecursivePass, max_
     elif left >= LEFT:
         warn(
             "q may not be the best Gaussian: a sample of the rows leaves a squared natural gradient of "
-            f"{after.squared_natural_gradient:.2g} nats, with noise of {after.noise.squared:.2g}. Rows that can be "
+            f"{after.squared_natural_gradient:.2g} nats, with noise of {noise.squared:.2g}. Rows that can be "
             "read again (arrays, a list of blocks, ParquetRows) are looked at to the end."
         )
     info = {
         "looks": certified.looks,
         "squared_natural_gradient": after.squared_natural_gradient,
-        "squared_natural_gradient_noise": after.noise.squared,
+        "squared_natural_gradient_noise": noise.squared,
         "bound_estimate": after.bound,
-        "bound_error": after.noise.bound,
+        "bound_error": noise.bound,
     }
-    evidence = np.asarray(after.bound, state.mean.dtype)
+    evidence = jnp.asarray(after.bound, state.mean.dtype)
     return certified.state._replace(log_evidence=evidence), info | {"converged": left < LEFT}
 
 
 def stepped(certificate: Certificate, state: State, taken: RecursivePass) -> State:
     """The state after a step by the sample alone, if the rows are many and the estimate is good enough. Of kept rows
     nothing is asked: q was solved for with them."""
-    if not 0 < WORTH_A_STEP * taken.sample.capacity <= taken.sample.num_seen:
+    sample = taken.sample.items()
+    if sample is None or not WORTH_A_STEP * taken.sample.capacity <= taken.sample.num_seen:
         return state
-    kept, batches = _strata(taken.sample.items(), taken.kept, taken.sample.num_seen)
+    kept, batches = _strata(sample, taken.kept, taken.sample.num_seen)
     if not len(batches[0].weights):
         return state
     return certificate.estimated(state, kept._replace(weights=kept.weights[:0]), batches, max_looks=2).state

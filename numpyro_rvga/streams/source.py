@@ -61,13 +61,14 @@ class RowSource:
 
     def in_random_order(self, rng_key: Array) -> RowSource:
         """The same rows in an order that the key determines. For a source in the order of the data."""
+        assert self.total is not None
         if self._pieces is None:
             rounds = one_round(self.total)
         else:
             pieces = _even(self.total, self._pieces) if isinstance(self._pieces, int) else self._pieces
             rounds = rounds_of(pieces, sum(x[0].size for x in self.peek(1).values()), rng_key)
         order = RandomOrder(lambda row: RowSource(lambda _: self._open_at(row)).take, rounds, rng_key)
-        facts = {"left_out": self.left_out, "about": self._about, "dtypes": self._dtypes}
+        facts: dict[str, Any] = {"left_out": self.left_out, "about": self._about, "dtypes": self._dtypes}
         return RowSource(order.open_at, self.total, seekable=True, order=order, **facts)
 
     def rewind(self) -> None:
@@ -98,7 +99,7 @@ class RowSource:
             pieces = np.asarray(pieces) - np.diff(np.searchsorted(left_out, ends), prepend=0)
         total = None if self.total is None else self.total - len(left_out)
         numbers = self.numbers(left_out)
-        facts = {"about": self._about, "dtypes": self._dtypes}
+        facts: dict[str, Any] = {"about": self._about, "dtypes": self._dtypes}
         return RowSource(
             rest, total, seekable=True, pieces=pieces, left_out=np.union1d(self.left_out, numbers), **facts
         )
@@ -237,20 +238,19 @@ def rows_of_blocks(blocks: Iterable, model: Callable, model_kwargs: Keywords) ->
 
     :raises ValueError: when rows are asked for: naming the row from which on blocks do not fit together or the model.
     """
-    if isinstance(blocks, Sequence):
-        blocks = _Listed(blocks)
-    seekable, total = hasattr(blocks, "from_row"), getattr(blocks, "num_rows", None)
-    pieces = getattr(blocks, "piece_sizes", PIECE)
+    listed: Any = _Listed(blocks) if isinstance(blocks, Sequence) else blocks
+    seekable, total = hasattr(listed, "from_row"), getattr(listed, "num_rows", None)
+    pieces = getattr(listed, "piece_sizes", PIECE)
 
     def open_at(row: int) -> Iterator[Rows]:
-        opened = iter(blocks.from_row(row) if seekable else blocks)
+        opened = iter(listed.from_row(row) if seekable else listed)
         return _checked_blocks(opened, row, partial(named_rows, model, model_kwargs=model_kwargs))
 
     def dtypes() -> dict[str, np.dtype]:
-        declared = getattr(blocks, "dtypes", {})
+        declared = getattr(listed, "dtypes", {})
         return {name: as_data_array(name, np.zeros(1, dtype)).dtype for name, dtype in declared.items()}
 
-    about = getattr(blocks, "about_row", None)
+    about = getattr(listed, "about_row", None)
     return RowSource(open_at, total, seekable=seekable, pieces=pieces, about=about, dtypes=dtypes)
 
 

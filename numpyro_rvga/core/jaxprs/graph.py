@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.lax import GatherScatterMode
 
 from .elementwise import is_pointwise_call, pointwise_apply
@@ -100,10 +101,10 @@ class Graph:
         def make():
             node = Node(CONSTANT, array.shape, array.dtype, apply=lambda: array)
             node.operand = array if number is not None else None
-            node.name = "traced" if isinstance(array, jax.core.Tracer) else ""
+            node.name = "traced" if isinstance(array, Tracer) else ""
             return node
 
-        number = None if isinstance(array, jax.core.Tracer) or array.size > 1 else np.asarray(array)
+        number = None if isinstance(array, Tracer) or array.size > 1 else np.asarray(array)
         node = make() if number is None else self.node(("number", str(array.dtype), number.tobytes()), make)
         return Value(array.shape, array.dtype, None, node)
 
@@ -145,7 +146,7 @@ class Graph:
         return values
 
     def _linear_part(self, value: Value) -> Node:
-        return value.rest if value.is_constant else value.affine
+        return value.rest_node if value.is_constant else value.affine_node
 
     def leaf(self, affine: Node) -> Node:
         def make():
@@ -188,7 +189,7 @@ class Graph:
 
     def materialise(self, value: Value) -> Node:
         if value.affine is None:
-            return value.rest
+            return value.rest_node
         linear = self.unwrap(value.affine)
         if value.rest is None:
             return linear
@@ -278,7 +279,7 @@ class Graph:
             return False
         if name == "eq":
             return affine.affine is other.affine and other.is_affine
-        literal = other.rest.operand if other.is_constant else None
+        literal = other.rest_node.operand if other.is_constant else None
         return literal is not None and bool(np.isinf(literal).all())
 
     def _exponential_algebra(self, eqn, inputs) -> Value | None:
@@ -295,16 +296,16 @@ class Graph:
             total = self.add(eqn.outvars[0].aval, exponent, other, sign=1 if name == "mul" else -1)
         elif name in ("integer_pow", "sqrt", "rsqrt", "square") and exponent.is_affine:
             power = {"integer_pow": eqn.params.get("y"), "sqrt": 0.5, "rsqrt": -0.5, "square": 2}[name]
-            factor = self.constant(jnp.asarray(power, exponent.dtype))
+            factor, affine = self.constant(jnp.asarray(power, exponent.dtype)), exponent.affine_node
             node = self.node(
-                ("power", exponent.affine.serial, power),
+                ("power", affine.serial, power),
                 lambda: Node(
                     AFFINE,
-                    exponent.affine.shape,
+                    affine.shape,
                     exponent.dtype,
-                    [exponent.affine, factor.rest],
+                    [affine, factor.rest],
                     lambda a, c: a * c,
-                    [exponent.affine.shape, ()],
+                    [affine.shape, ()],
                     "mul",
                 ),
             )
@@ -327,7 +328,7 @@ class Graph:
             if eqn.params["mode"] == GatherScatterMode.FILL_OR_DROP and not are_inside(eqn, indices):
                 return None
         elif name == "dynamic_slice":
-            indices = [index_of(v.rest, ()) for v in inputs[1:]]
+            indices = [index_of(v.rest_node, ()) for v in inputs[1:]]
         selection = selection_of(eqn, indices)
         return None if selection is None else selected_value(self, inputs[0], selection)
 
@@ -335,7 +336,9 @@ class Graph:
         """An array cut into pieces."""
         axis, start, parts = eqn.params["axis"], 0, []
         for out in eqn.outvars:
-            shape = out.aval.shape if eqn.primitive.name == "split" else np.insert(out.aval.shape, axis, 1)
+            shape = (
+                out.aval.shape if eqn.primitive.name == "split" else tuple(np.insert(out.aval.shape, axis, 1).tolist())
+            )
             piece = everything(shape)
             moved = known_index(start + piece.indices[axis].value)
             indices = tuple(moved if a == axis else index for a, index in enumerate(piece.indices))
@@ -355,33 +358,29 @@ class Graph:
     def log_of(self, value: Value) -> Value | None:
         """log(value) as an affine Value, if the program shows it: products of constants and exponentials."""
         if value.is_constant:
-            log = self.node(
-                ("log", value.rest.serial),
-                lambda: Node(CONSTANT, value.rest.shape, value.dtype, [value.rest], jnp.log),
-            )
+            rest = value.rest_node
+            log = self.node(("log", rest.serial), lambda: Node(CONSTANT, rest.shape, value.dtype, [rest], jnp.log))
             return value._replace(rest=log)
         if value.affine is not None:
             return None
         exponent = _exponent(value)
         if exponent is not None:
             return exponent if exponent.is_affine or exponent.is_constant else None
-        node = value.rest
+        node = value.rest_node
         if node.name in ("mul", "div") and len(node.parents) == 2:
-            logs = [self.log_of(Value(p.shape, p.dtype, None, p)) for p in node.parents]
-            if any(v is None for v in logs):
+            first, second = (self.log_of(Value(p.shape, p.dtype, None, p)) for p in node.parents)
+            if first is None or second is None:
                 return None
-            total = self.add(
-                jax.ShapeDtypeStruct(value.shape, value.dtype), *logs, sign=1 if node.name == "mul" else -1
-            )
+            out = jax.ShapeDtypeStruct(value.shape, value.dtype)
+            total = self.add(out, first, second, sign=1 if node.name == "mul" else -1)
             return total if total.is_affine or total.is_constant else None
         if node.name in ("copy", "convert_element_type"):
             return self.log_of(Value(value.shape, value.dtype, None, node.parents[0]))
         return None
 
     def logit_of(self, value: Value) -> Value | None:
-        if value.affine is None and value.rest.name == "logistic" and value.rest.operand is not None:
-            return value.rest.operand
-        return None
+        is_logistic = value.affine is None and value.rest_node.name == "logistic"
+        return value.rest_node.operand if is_logistic else None
 
 
 def plus_offset(graph: Graph, affine: Node, offset: Node, out) -> Node:
@@ -393,6 +392,4 @@ def plus_offset(graph: Graph, affine: Node, offset: Node, out) -> Node:
 
 
 def _exponent(value: Value) -> Value | None:
-    if value.affine is None and value.rest.name == "exp":
-        return value.rest.operand
-    return None
+    return value.rest_node.operand if value.affine is None and value.rest_node.name == "exp" else None

@@ -40,7 +40,7 @@ class Node:
         self.apply: Any = apply
         self.shape = () if math.prod(shape) == 1 else tuple(shape)
         self.in_shapes = tuple(p.shape for p in self.parents) if in_shapes is None else tuple(in_shapes)
-        self.operand = operand  # for exp, log and logistic: the Value it was applied to
+        self.operand: Any = operand  # for exp, log and logistic: the Value it was applied to
         self.leaf_of: Node | None = None  # for a predictor: the affine node that it replaces
         self.unwraps: Node | None = None  # for a sum of predictors: likewise
         self.params: Any = params  # of its equation
@@ -65,6 +65,18 @@ class Value(NamedTuple):
     dtype: DTypeLike
     affine: Node | None
     rest: Node | None
+
+    @property
+    def affine_node(self) -> Node:
+        """The affine part of a value that has one."""
+        assert self.affine is not None
+        return self.affine
+
+    @property
+    def rest_node(self) -> Node:
+        """The rest of a value that has one."""
+        assert self.rest is not None
+        return self.rest
 
     @property
     def is_constant(self) -> bool:

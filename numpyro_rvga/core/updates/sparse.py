@@ -42,8 +42,8 @@ class EliminationOrder(NamedTuple):
 class Marginals(NamedTuple):
     """A Gaussian of independent entries to start from: (P,) arrays."""
 
-    mean: Array
-    variance: Array
+    mean: Array | np.ndarray
+    variance: Array | np.ndarray
 
 
 @dataclass(frozen=True)

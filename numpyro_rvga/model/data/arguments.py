@@ -164,7 +164,7 @@ def _finite(array: np.ndarray) -> np.ndarray:
     """Which rows of an array hold finite values only, (n,)."""
     if not np.issubdtype(array.dtype, np.inexact) or np.isfinite(array.sum()):  # finite sums have finite terms
         return np.ones(len(array), bool)
-    return np.isfinite(array.reshape(len(array), -1)).all(axis=1)
+    return np.all(np.isfinite(array.reshape(len(array), -1)), axis=1)
 
 
 def split_call(model: Callable, rows: Arrays, model_kwargs: Keywords) -> tuple[tuple, dict]:
@@ -224,8 +224,8 @@ def _check_names(model: Callable, given: list[str]) -> None:
 
 
 def _parameters(model: Callable) -> list[inspect.Parameter]:
-    while isinstance(getattr(model, "fn", None), Callable):  # handlers wrap the model in .fn
-        model = model.fn
+    while callable(inner := getattr(model, "fn", None)):  # handlers wrap the model in .fn
+        model = inner
     return list(inspect.signature(model).parameters.values())
 
 

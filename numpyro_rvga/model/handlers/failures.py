@@ -85,10 +85,10 @@ _JOINTLY = (
 
 def _in_line(error: BaseException) -> str:
     """The line of the author's code that an error came from."""
-    frames = []
-    while error is not None:
-        frames = [f for f in traceback.extract_tb(error.__traceback__) if not _is_of_packages(f.filename)] or frames
-        error = error.__cause__
+    frames, at = [], error
+    while at is not None:
+        frames = [f for f in traceback.extract_tb(at.__traceback__) if not _is_of_packages(f.filename)] or frames
+        at = at.__cause__
     if not frames:
         return ""
     return f" in line {frames[-1].lineno} of {Path(frames[-1].filename).name} ({frames[-1].line})"

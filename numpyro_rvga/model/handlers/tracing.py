@@ -137,7 +137,9 @@ class RowRunner(Messenger):
             if not can_be_drawn(msg["fn"], shape):
                 transform = site_transform(msg["fn"])
                 size = transform.inverse_shape(msg["fn"].shape(shape))
-                msg["value"] = transform(jax.random.uniform(numpyro.prng_key(), size, minval=-REACH, maxval=REACH))
+                key = numpyro.prng_key()
+                assert key is not None
+                msg["value"] = transform(jax.random.uniform(key, size, minval=-REACH, maxval=REACH))
 
     def _value_in_scan(self, site: dict) -> Array | None:
         """Of a latent site in a step of NumPyro's scan; outside, it comes once more, with its values of all steps."""
@@ -203,7 +205,7 @@ def _advice(error: Exception, model: Callable, rows: Arrays, model_kwargs: Keywo
 
 def site_transform(fn: Distribution) -> Any:
     """The map from unconstrained space to the support, elementwise where the event is only a reinterpretation."""
-    support = fn.support
+    support: Any = fn.support
     while hasattr(support, "reinterpreted_batch_ndims"):
         support = support.base_constraint
     return biject_to(support)
@@ -244,10 +246,10 @@ def site_info(record: SiteRecord) -> SiteInfo:
 
 
 def _is_improper(fn: Distribution) -> bool:
-    improper, base = dist.ImproperUniform, dist.Distribution
-    while not isinstance(fn, improper) and isinstance(getattr(fn, "base_dist", None), base):
-        fn = fn.base_dist
-    return isinstance(fn, improper)
+    inner: Any = fn
+    while not isinstance(inner, dist.ImproperUniform) and isinstance(getattr(inner, "base_dist", None), Distribution):
+        inner = inner.base_dist
+    return isinstance(inner, dist.ImproperUniform)
 
 
 def is_numpyros(fn: Distribution) -> bool:

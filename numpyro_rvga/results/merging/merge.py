@@ -20,12 +20,12 @@ from ...core.gaussians.mixture import GaussianMixture
 from ...core.updates.recursion import State, new_state
 from ...engines.certificate import Sums
 from ...engines.engine import Engine
-from ...engines.online import OnlineState
 from ...model.data.keywords import equal
 from ...model.data.row_set import RowSet, total
 from ...model.data.rows import Rows
 from ...model.identity import model_identity
 from ...options import Info, Options, default_key
+from ..continuation import OnlineContinuation
 from .rounds import Result, checked_rounds, evaluations_of, facts_of, in_rounds, total_of, warn_of_one_exchange
 from .summaries import merged_state
 
@@ -88,7 +88,7 @@ def _merged_fields(parts: Sequence[Posterior], data: Sequence[Any] | None, round
     for number, part in enumerate(parts):
         _check_alike(first, part, number)
     _check_different(parts)
-    states = [part.state if part.state is not None else _state_of(part, n) for n, part in enumerate(parts)]
+    states: list[Any] = [_state_of(part, n) if part.state is None else part.state for n, part in enumerate(parts)]
     info = {"merged": len(parts)}
     row_sets = tuple(run for part in parts for run in part.row_sets)
     common = {"program": first.program, "continuation": first.continuation, "info": info, "row_sets": row_sets}
@@ -109,6 +109,7 @@ def _merged_fields(parts: Sequence[Posterior], data: Sequence[Any] | None, round
         return common | _fields(FullGaussian(state.mean, state.root), state, bound)
     if data is not None:
         raise ValueError("rounds are for posteriors of RVGA with full Gaussians: leave data out.")
+    assert isinstance(first.continuation, OnlineContinuation)
     online = first.continuation.online
     state = merged(online.initial_state(states[0].rng_key), states)
     warn_of_one_exchange(first.program, [part.num_rows for part in parts], "use fewer and larger parts, or RVGA")
@@ -128,7 +129,7 @@ def _in_rounds(parts: list[Posterior], states: list[State], blocks: list[Any], l
                 f"part {number} cannot go into rounds: these need posteriors that RVGA(model).run(data) returns, "
                 "with the implicit scheme, and not from files."
             )
-    runs = [part.continuation for part in parts]
+    runs: list[Any] = [part.continuation for part in parts]
     options = [{"on_bad_row": "skip" if "num_skipped" in part.info else "raise"} for part in parts]
 
     def sums(state: State) -> Sums:
@@ -149,8 +150,9 @@ def _in_rounds(parts: list[Posterior], states: list[State], blocks: list[Any], l
     return defined(in_rounds(start, states, evaluations_of(engine, start, sums, sample_of), limit))
 
 
-def merged(start: State | OnlineState, states: Sequence[State | OnlineState]) -> State | OnlineState:
-    """The state of all rows, from the states that runs from ``start`` on parts of them ended in.
+def merged(start: Any, states: Sequence[Any]) -> Any:
+    """The state of all rows, from the states that runs from ``start`` on parts of them ended in, which are all of
+    RVGA's (``State``) or all of BONG's (``OnlineState``).
 
     :raises ValueError: if there is no such Gaussian.
     """
@@ -167,9 +169,9 @@ def merged(start: State | OnlineState, states: Sequence[State | OnlineState]) ->
 
 
 # ---------------------------------------------------------------------- Gaussians of any family
-def _merged_family(start: Family, parts: Sequence[Family]) -> Family:
+def _merged_family(start: Family, parts: Sequence[Any]) -> Family:
     if isinstance(start, BlockDiagonalGaussian | DiagonalGaussian | LowRankGaussian):
-        return start.joined(parts)
+        return start.joined(list(parts))
     whole = lambda q: new_state(q.mean, q.root, None)  # noqa: E731
     state = defined(merged_state(whole(start), [whole(q) for q in parts]))
     return FullGaussian(state.mean, state.root)
