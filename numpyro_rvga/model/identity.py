@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,10 +11,8 @@ import numpyro
 
 from ..core.compilation import jit_once
 from ..core.jaxprs.fingerprint import output_digests
+from .bound.bound_likelihood import BoundLikelihood
 from .data.rows import Arrays
-
-if TYPE_CHECKING:
-    from .program import Program
 
 NUM_POINTS = 2  # at which densities are compared
 SIMILAR = 1e-4  # relative difference of densities that another version of XLA or another precision may make
@@ -45,7 +43,7 @@ class ModelIdentity(NamedTuple):
         return None
 
 
-def model_identity(program: Program, rows: Arrays | None = None) -> ModelIdentity:
+def model_identity(program: BoundLikelihood, rows: Arrays | None = None) -> ModelIdentity:
     """The identity of a program's model.
 
     :param rows: on which densities are compared. Default: the program's own examples.
