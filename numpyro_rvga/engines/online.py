@@ -19,7 +19,7 @@ from ..core.updates.estimators import Observation, implicit, make_estimator
 from ..core.updates.recursion import CanonicalGaussian, State
 from ..core.updates.rules import Rule, Updated, iterate, update
 from ..dynamics import Dynamics, movement_of
-from ..model.data.rows import in_blocks, num_rows
+from ..model.data.rows import num_rows
 from ..model.outcomes import check_can_be_drawn, drawn_log_likelihood
 from ..model.predictive import log_predictive
 from .engine import Engine
@@ -187,10 +187,11 @@ class Online:
 
         :param rate: the learning rate; None: the rule's.
         """
-        blocks = in_blocks((rows, weights), block_size)
 
-        def body(carry, block):
+        def body(carry, start):
             state, alive = carry
+            # A slice of rows as they come: a block's own axis would cost a copy of all rows.
+            block = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, start, block_size), (rows, weights))
             count = jnp.sum(block[1] > 0).astype(jnp.int32)
             advance = lambda: self._one_block(state, *block, count, rate, predict=predict)  # noqa: E731
             after, info = lax.cond(
@@ -198,7 +199,7 @@ class Online:
             )
             return (after, info.ok), info
 
-        (state, _), info = lax.scan(body, (state, jnp.asarray(True)), blocks)
+        (state, _), info = lax.scan(body, (state, jnp.asarray(True)), jnp.arange(0, len(weights), block_size))
         return state, info
 
     def _one_block(

@@ -1,5 +1,6 @@
 """The rules against the BONG paper's equations, written out densely, and the laws that bind rules and families."""
 
+import dataclasses
 from functools import partial
 
 import dense_rules as dense
@@ -409,11 +410,18 @@ def test_a_moment_step_beyond_the_positive_definite_matrices_is_not_ok(rule, fam
     assert not bool(take(Rule(rule, "moment", RATES[rule]), prior, lambda key, q: site).ok)
 
 
+def with_gradients(prior, q, derivatives):
+    """A user's rule, which does not look whether its result is finite."""
+    return dataclasses.replace(q, mean=q.mean + derivatives.gradient)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_site_that_is_not_finite_is_not_ok(family):
+@pytest.mark.parametrize("rule", ["bong", "blr", "implicit", with_gradients])
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_a_site_of_which_one_entry_is_not_finite_is_not_ok(rule, family, value):
     prior = gaussian(family)
-    site = ExpectedDerivatives(jnp.full(P, jnp.nan), jnp.ones((2, P)))
-    assert not bool(take(Rule("bong"), prior, lambda key, q: site).ok)
+    site = ExpectedDerivatives(jnp.zeros(P).at[P - 1].set(value), jnp.ones((2, P)).at[:, 0].set(0.0))
+    assert not bool(take(Rule(rule), prior, lambda key, q: site).ok)
 
 
 @pytest.mark.parametrize("rule", ["bog", "bbb"])

@@ -29,7 +29,7 @@ class DiagonalGaussian:
         return len(self.mean)
 
     def is_valid(self) -> Array:
-        return jnp.all(jnp.isfinite(self.mean)) & jnp.all(jnp.isfinite(self.variance) & (self.variance > 0))
+        return jnp.all(jnp.isfinite(self.mean) & jnp.isfinite(self.variance) & (self.variance > 0))  # in one pass
 
     def transform(self, standard: Array) -> Array:
         return self.mean + standard * jnp.sqrt(self.variance)

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from ..gaussians import ExpectedDerivatives, Family, gradient_step, has_diverged
-from ..gaussians.steps import shifted
+from ..gaussians.steps import nan_if_invalid, shifted
 from ..pytrees import PyTree
 
 RULES = ("bong", "bog", "blr", "bbb", "implicit")
@@ -130,8 +130,8 @@ def _is_ok(rule: Rule, after: Family, before: Family) -> Array:
 
 
 def _is_gaussian(after: Family) -> Array:
-    """Steps that leave no Gaussian return a mean of NaN."""
-    return jnp.all(jnp.isfinite(after.mean))
+    """Steps that leave no Gaussian return a mean of NaN, in all entries."""
+    return jnp.isfinite(after.mean[0])
 
 
 def _step(rule: Rule, q: Family, derivatives: ExpectedDerivatives, prior: Family | None) -> tuple[Family, Array]:
@@ -145,7 +145,7 @@ def _step(rule: Rule, q: Family, derivatives: ExpectedDerivatives, prior: Family
 
 def _own(rule: Rule, q: Family, derivatives: ExpectedDerivatives, prior: Family | None) -> Family:
     step = cast(UpdateRule, rule.name)
-    return step(q if prior is None else prior, q, derivatives)
+    return nan_if_invalid(step(q if prior is None else prior, q, derivatives))
 
 
 def _natural(rule: Rule, q: Family, derivatives: ExpectedDerivatives, prior: Family | None) -> Family:
@@ -156,7 +156,7 @@ def _implicit(rule: Rule, q: Family, derivatives: ExpectedDerivatives, prior: Fa
     """mu' = mu + Sigma g, Lambda' = Lambda + H, projected to the family (R-VGA paper, equations 28 and 29)."""
     held = derivatives._replace(gradient=jnp.zeros_like(q.mean))
     after = q.natural_step(held, 1.0, "natural", None, rule.projection)
-    return shifted(after, q.covariance_times(derivatives.gradient))
+    return nan_if_invalid(shifted(after, q.covariance_times(derivatives.gradient)))
 
 
 def _plain(rule: Rule, q: Family, derivatives: ExpectedDerivatives, prior: Family | None) -> Family:
