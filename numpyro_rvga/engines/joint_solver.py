@@ -105,10 +105,13 @@ def whitened(before: State, mean: Array, root: Array) -> tuple[Array, Array]:
     return _whitened(before.mean, before.root, mean, root)
 
 
-@jit_once
-def _whitened(origin: Array, scale: Array, mean: Array, root: Array) -> tuple[Array, Array]:
+def whitened_traced(origin: Array, scale: Array, mean: Array, root: Array) -> tuple[Array, Array]:
+    """The same inside a compiled function, in coordinates in which N(origin, scale scale^T) is standard normal."""
     inverse = jnp.linalg.solve(root, scale)
     return jnp.linalg.solve(scale, mean - origin), inverse.T @ inverse
+
+
+_whitened = jit_once(whitened_traced)
 
 
 class JointSolver:

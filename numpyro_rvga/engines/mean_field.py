@@ -36,7 +36,7 @@ from ..model.data.arguments import PARAMS
 from ..model.site_families import SiteEntries
 from ..options import key_numbers
 from .engine import Engine
-from .joint_solver import search_for
+from .joint_solver import search_for, whitened_traced
 
 MOST_IN_GRID = 2  # entries that a row depends on; of more, all are in nodes that are spread at random
 NODES = {1: 32, 2: 20}  # along each axis of a grid, by the number of its axes
@@ -225,7 +225,7 @@ class MeanFieldUpdates:
             best, step, iterations = carry
             falling = jnp.max(jnp.where(best.direction < 0, -best.direction / best.natural, 0.0))
             length = jnp.minimum(step, NEAR_ZERO / jnp.maximum(falling, NEAR_ZERO))
-            tried = self._at(block, best.natural + length * best.direction)
+            tried = self._at(block, best.natural + length * best.direction, best.gaussian)
             is_better = (tried.bound > best.bound) | (tried.decrement < LESS * best.decrement)
             best = jax.tree.map(lambda new, old: jnp.where(is_better, new, old), tried, best)
             return best, jnp.where(is_better, jnp.minimum(2 * length, 1.0), length / 2), iterations + 1
@@ -251,12 +251,13 @@ class MeanFieldUpdates:
         is_exact = at.residual <= EXACT[jnp.finfo(at.residual.dtype).bits]
         return is_exact & (self._is_shared or self.width == 1) & (not len(self._others))
 
-    def _at(self, block: _Block, natural: Array) -> _At:
+    def _at(self, block: _Block, natural: Array, near: State) -> _At:
+        """``near``: the Gaussian to begin at."""
         entries, nodes = self.given.entries, self._nodes
         scores = jnp.asarray(nodes.scores, natural.dtype).reshape(len(nodes.scores), -1)
         points = entries.quantile(natural, jnp.broadcast_to(scores, (len(scores), len(natural))))
         of_rows = self._of_rows(block, points, entries.mean(natural))
-        gaussian, bound = self._best_gaussian(block, of_rows)
+        gaussian, bound = self._best_gaussian(block, of_rows, near)
         values = self._expected(gaussian, block, of_rows)
         change, correction, residual = self._gradient(natural, points, values, block.active)
         bound = bound + correction - entries.kl_divergence(natural, block.state.natural)
@@ -279,8 +280,11 @@ class MeanFieldUpdates:
         start = jnp.broadcast_to(mean, (*own.shape[:2], len(mean)))
         return jax.vmap(lambda h, index, values: h.at[:, index].set(values))(start, block.active, own)
 
-    def _best_gaussian(self, block: _Block, nodes: Array) -> tuple[State, Array]:
-        """Of x, given q(h); and the bound, less the divergence of q(h). The prior's true terms take part."""
+    def _best_gaussian(self, block: _Block, nodes: Array, near: State) -> tuple[State, Array]:
+        """Of x, given q(h); and the bound, less the divergence of q(h). The prior's true terms take part.
+
+        :param near: where the search begins.
+        """
         node_weights = jnp.asarray(self._nodes.row_weights, block.weights.dtype)
         before = block.state.gaussian
         if not len(self._others):
@@ -296,8 +300,9 @@ class MeanFieldUpdates:
 
         engine = self.engine
         search = search_for((*engine.prior_kinds, *engine.kinds), engine.effort.settings(), staged=False)
-        rows = FactorSet(engine.kinds, linearize)
-        parts = DenseJoint(search, rows, engine.prior_set(block.prior_inputs), before)
+        rows, prior = FactorSet(engine.kinds, linearize), engine.prior_set(block.prior_inputs)
+        init = whitened_traced(before.mean, before.root, near.mean, near.root)
+        parts = DenseJoint(search, rows, prior, before, init=init)
         after, info = parts.absorb(solve_joint_traced(search, parts), jnp.zeros((), jnp.int32), None)
         return after, jnp.where(info.ok, info.bound, jnp.nan)
 
