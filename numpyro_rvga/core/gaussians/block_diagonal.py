@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import jax
@@ -11,7 +11,7 @@ import numpy as np
 from jax import Array
 from jax.scipy.linalg import block_diag
 
-from ..matrices.linalg import cholesky, row_space
+from ..matrices.linalg import cholesky
 from .full import FullGaussian
 from .steps import ExpectedDerivatives, Transition, joined_in_natural_parameters, nan_if_invalid, shifted
 
@@ -101,25 +101,16 @@ class BlockDiagonalGaussian:
         blocks of the precision, the minimizer of KL(q || full) (13, 14). ``"inclusive"``: of the covariance, the
         minimizer of KL(full || q) (11, 12).
         """
-        whitened = self.predictor_root(derivatives.factor)
-        weight = jnp.eye(len(whitened), dtype=whitened.dtype) if derivatives.weight is None else derivatives.weight
-        inner = jnp.eye(len(whitened), dtype=whitened.dtype) + weight @ (whitened @ whitened.T)
-        gain = jnp.linalg.solve(inner, weight)
-        raw = self.covariance_times(derivatives.gradient)
-        shift = raw - self.covariance_times(derivatives.factor.T @ (gain @ (derivatives.factor @ raw)))
-        if projection == "exclusive":
-            held = derivatives._replace(gradient=jnp.zeros_like(self.mean))
-            return shifted(self.natural_step(held, 1.0, "natural"), shift)
-
-        def shrunk(root: Array, part: Array) -> Array:
-            narrow = len(part) < len(root)  # then the change is in the space of its rows
-            reduced, basis = row_space(part) if narrow else (part, jnp.eye(len(root), dtype=root.dtype))
-            identity = jnp.eye(len(basis), dtype=root.dtype)
-            change = cholesky(identity - reduced.T @ gain @ reduced) - identity
-            return root + (root @ basis.T @ change) @ basis
-
-        roots = tuple(map(shrunk, self.roots, self._split(whitened)))
-        return nan_if_invalid(BlockDiagonalGaussian(self.mean + shift, roots))
+        whitened = self.predictor_root(jnp.concatenate([derivatives.factor, derivatives.gradient[None]]))
+        rows, slope = whitened[:-1], whitened[-1]
+        identity = jnp.eye(len(rows), dtype=rows.dtype)
+        weight = identity if derivatives.weight is None else derivatives.weight
+        gain = jnp.linalg.solve(identity + weight @ (rows @ rows.T), weight)
+        move = slope - (gain @ (rows @ slope)) @ rows
+        change = (weight, True) if projection == "exclusive" else (gain, False)
+        parts = zip(self.blocks, self._split(rows), self._split(move))
+        after = self.of([block.whitened_step(*part, *change) for block, *part in parts])
+        return replace(after, mean=jnp.where(jnp.all(jnp.isfinite(after.mean)), after.mean, jnp.nan))
 
     def coordinates(self, parameterization: str) -> tuple[tuple[Array, Array], ...]:
         return tuple(block.coordinates(parameterization) for block in self.blocks)

@@ -91,18 +91,29 @@ class FullGaussian:
         """The step from the prior itself, in the row space of ``factor @ root``: two reads of the root, one write."""
         rows = jnp.concatenate([derivatives.factor, derivatives.gradient[None]]) @ self.root
         reduced, basis = row_space(rows[:-1])
-        weighted = reduced if derivatives.weight is None else derivatives.weight @ reduced
-        change = _change(reduced.T @ weighted, step, natural)
-        excess, gradient = change - jnp.eye(len(change), dtype=change.dtype), rows[-1]
-        if natural:  # the new root, transposed, times the gradient
-            gradient = gradient + ((basis @ gradient) @ excess) @ basis
-        products = self.root @ jnp.concatenate([basis, gradient[None]]).T
-        columns, move = products[:, :-1] @ excess, products[:, -1]
-        if natural:
-            move = move + columns @ (basis @ gradient)
+        excess = _weighted(reduced, derivatives.weight, step, natural)
+        move = rows[-1]
+        if natural:  # the new root, transposed, times the gradient; then the new root times that
+            move = move + ((basis @ move) @ excess) @ basis
+            move = move + (excess @ (basis @ move)) @ basis
+        return self._moved(step * move, excess, basis)
+
+    def whitened_step(self, rows: Array, move: Array, weight: Array, natural: bool) -> FullGaussian:
+        """N(mean + root move, (Lambda + H)^-1) if ``natural``, or N(mean + root move, Sigma - Sigma H Sigma).
+
+        :param rows: factor @ root, for H = factor^T weight factor.
+        """
+        narrow = len(rows) < len(self.mean)
+        reduced, basis = row_space(rows) if narrow else (rows, jnp.eye(len(self.mean), dtype=rows.dtype))
+        return self._moved(move, _weighted(reduced, weight, 1.0, natural), basis)
+
+    def _moved(self, move: Array, excess: Array, basis: Array) -> FullGaussian:
+        """N(mean + root move, .) of the root ``root @ (I + basis^T excess basis)``, in one read and one write."""
+        products = self.root @ jnp.concatenate([basis, move[None]]).T
+        columns, shift = products[:, :-1] @ excess, products[:, -1]
         # An upper bound of all entries: a pass over the root would cost as much as the step.
         fine = jnp.isfinite(jnp.sum(jnp.max(jnp.abs(columns), axis=0) * jnp.max(jnp.abs(basis), axis=1)))
-        return FullGaussian(jnp.where(fine, self.mean + step * move, jnp.nan), self.root + columns @ basis)
+        return FullGaussian(jnp.where(fine, self.mean + shift, jnp.nan), self.root + columns @ basis)
 
     def coordinates(self, parameterization: str) -> tuple[Array, Array]:
         covariance = self.root @ self.root.T
@@ -143,6 +154,13 @@ class FullGaussian:
         noise = transition.noise_root
         columns = [transition.apply(self.root), jnp.diag(noise) if noise.ndim == 1 else noise]
         return FullGaussian(transition.mean(self.mean), lower_from_root(jnp.concatenate(columns, axis=1)))
+
+
+def _weighted(reduced: Array, weight: Array | None, step: Array | float, natural: bool) -> Array:
+    """C - I, with C as of :func:`_change` for the excess ``reduced^T weight reduced``."""
+    weighted = reduced if weight is None else weight @ reduced
+    change = _change(reduced.T @ weighted, step, natural)
+    return change - jnp.eye(len(change), dtype=change.dtype)
 
 
 def _change(excess: Array, step: Array | float, natural: bool) -> Array:
