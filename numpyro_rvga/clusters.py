@@ -13,7 +13,7 @@ import numpy as np
 
 from .bong import BONG
 from .core.groups.steps import Message
-from .core.updates.recursion import State
+from .core.updates.state import State
 from .engines.certificate import Sums
 from .engines.online import OnlineState
 from .model.data.row_set import RowSet

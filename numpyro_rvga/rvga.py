@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 
 from .core.expectations.by_nodes import Expectation
 from .core.gaussians import FAMILIES
-from .core.updates.recursion import State
+from .core.updates.state import State
 from .dynamics import Dynamics, check_dynamics
 from .engines.certificate import Sums
 from .engines.engine import Engine

@@ -11,7 +11,7 @@ import pytest
 from scipy.special import polygamma
 
 from numpyro_rvga import BONG, RVGA
-from numpyro_rvga.core.updates.recursion import State
+from numpyro_rvga.core.updates.state import State
 
 SCALE = 0.7
 

@@ -11,7 +11,7 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from ..core.pytrees import PyTree
-from ..core.updates.recursion import Absorbed, RowFactors
+from ..core.updates.state import Absorbed, RowFactors
 from ..model.terms.terms import Terms, merged
 
 

@@ -9,8 +9,8 @@ import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 
-from ..core.updates.recursion import State, StepInfo
 from ..core.updates.sparse import Marginals
+from ..core.updates.state import State, StepInfo
 from ..model.bad_rows import NotFinite, describe_bad_rows
 from ..model.data.rows import Rows
 from ..model.handlers.tracing import REACH

@@ -17,7 +17,8 @@ from ..core.matrices.jacobians import gram, vjp
 from ..core.pytrees import PyTree
 from ..core.updates.factors import Factors, add_curvatures, covariances
 from ..core.updates.objective import FactorSet
-from ..core.updates.recursion import Absorbed, RowFactors, State, row_factors_of
+from ..core.updates.row_factors import row_factors_of
+from ..core.updates.state import Absorbed, RowFactors, State
 from ..model.data.rows import Rows, num_rows, pad, selected
 from ..model.terms.terms import merged
 from .engine import Engine

@@ -31,16 +31,9 @@ from ..core.updates.factors import Factors, Kind
 from ..core.updates.joint import DenseJoint
 from ..core.updates.maximize import Search
 from ..core.updates.objective import FactorSet, in_stages
-from ..core.updates.recursion import (
-    Absorbed,
-    RowFactors,
-    State,
-    StepInfo,
-    explicit_step,
-    implicit_step,
-    row_factors_and_residuals,
-    scan_blocks,
-)
+from ..core.updates.recursion import explicit_step, implicit_step, scan_blocks
+from ..core.updates.row_factors import row_factors_and_residuals
+from ..core.updates.state import Absorbed, RowFactors, State, StepInfo
 from ..model.data.arguments import PARAMS
 from ..model.program import Program
 from ..model.terms.sparsity import selecting_pattern
@@ -61,7 +54,7 @@ Made = TypeVar("Made")
 
 
 class Engine:
-    """Updates of a program's :class:`~.recursion.State`, compiled once for all rows of a form.
+    """Updates of a program's :class:`~.state.State`, compiled once for all rows of a form.
 
     :param rng_key: draws the nodes of Monte Carlo expectations.
     :param movement: how parameters move before each block of a stream.

@@ -15,7 +15,7 @@ from ..core.matrices.linalg import solve_lower
 from ..core.updates.drivers import Progress
 from ..core.updates.joint import base_terms, bound_at
 from ..core.updates.maximize import Search
-from ..core.updates.recursion import State, StepInfo
+from ..core.updates.state import State, StepInfo
 from ..progress import Bar
 from .engine import Engine
 from .joint_solver import JointProblem, whitened

@@ -31,7 +31,7 @@ from ..core.pytrees import PyTree
 from ..core.updates.factors import Factors, covariances
 from ..core.updates.joint import DenseJoint, solve_joint_traced
 from ..core.updates.objective import FactorSet
-from ..core.updates.recursion import State, new_state
+from ..core.updates.state import State, new_state
 from ..model.data.arguments import PARAMS
 from ..model.site_families import SiteEntries
 from ..options import key_numbers

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from ..core.updates.recursion import CanonicalGaussian, State
+from ..core.updates.state import CanonicalGaussian, State
 
 SHORTEST, LONGEST = 1e-3, 2.0  # steps
 SHORTER = 0.5

@@ -21,8 +21,8 @@ from ..core.updates.drivers import Progress
 from ..core.updates.factors import Factors, Kind
 from ..core.updates.maximize import Search
 from ..core.updates.objective import FactorSet, in_stages
-from ..core.updates.recursion import State, StepInfo
 from ..core.updates.sparse import Marginals, SparseJoint
+from ..core.updates.state import State, StepInfo
 from ..model.data.arguments import PARAMS
 from ..model.data.rows import Rows, num_rows
 from ..model.terms.sparsity import Sparsity

@@ -12,7 +12,7 @@ import numpy as np
 from jax import Array
 from scipy.special import softmax
 
-from ..core.updates.recursion import State, StepInfo
+from ..core.updates.state import State, StepInfo
 from ..model.handlers.tracing import REACH
 from ..options import Info, key_numbers
 from ..user_warnings import warn

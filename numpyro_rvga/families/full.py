@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from ..core.gaussians import FullGaussian
-from ..core.updates.recursion import State
+from ..core.updates.state import State
 from ..dynamics import Dynamics, facts_of
 from ..engines.batch import BatchSolver, rows_info
 from ..engines.engine import Engine

@@ -17,7 +17,7 @@ from ..core.gaussians import Family
 from ..core.gaussians.mean_field import MeanField
 from ..core.gaussians.mixture import GaussianMixture
 from ..core.gaussians.packed_roots import PackedRoots
-from ..core.updates.recursion import State
+from ..core.updates.state import State
 from ..engines.mean_field import MeanFieldState
 from ..engines.online import OnlineState
 from ..model.data.row_set import RowSet

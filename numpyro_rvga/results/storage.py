@@ -20,7 +20,7 @@ from ..core.gaussians.packed_roots import PackedRoots
 from ..core.matrices.borders import BorderPattern
 from ..core.matrices.chains import ChainPacking
 from ..core.matrices.packing import Packing
-from ..core.updates.recursion import CanonicalGaussian, State
+from ..core.updates.state import CanonicalGaussian, State
 from ..model import Program
 from ..model.data.arguments import named_rows, whole_data
 from ..model.data.row_set import RowSet

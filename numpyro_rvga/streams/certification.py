@@ -9,7 +9,7 @@ import numpy as np
 from jax import Array
 
 from ..core.updates.factors import Accounts
-from ..core.updates.recursion import State
+from ..core.updates.state import State
 from ..engines.certificate import Certificate, Sums
 from ..engines.engine import Engine
 from ..model.data.row_set import RowSet, row_digests

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from ..core.updates.recursion import Absorbed
+from ..core.updates.state import Absorbed
 from ..model.data.rows import Rows, joined, num_rows, selected
 
 NEGLIGIBLE_ERROR = 1e-6  # nats: of a row whose Gaussian site is as good as exact

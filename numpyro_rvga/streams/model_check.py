@@ -10,7 +10,7 @@ import numpy as np
 from jax import Array, lax
 
 from ..core.compilation import jit_once
-from ..core.updates.recursion import State
+from ..core.updates.state import State
 from ..engines.certificate import Certificate
 from ..engines.engine import Engine
 from ..model.data.rows import Rows

@@ -17,7 +17,7 @@ import numpy as np
 from jax import Array
 
 from ..core.updates.factors import Accounts
-from ..core.updates.recursion import Absorbed, RowFactors, State, StepInfo
+from ..core.updates.state import Absorbed, RowFactors, State, StepInfo
 from ..engines.absorbed_rows import AbsorbedRows, num_absorbed
 from ..engines.engine import Engine
 from ..engines.sparse import SparseEngine

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 import numpy as np
 
-from ..core.updates.recursion import State
+from ..core.updates.state import State
 from ..engines.certificate import Certificate, Look, Stratum
 from ..model.data.rows import Rows, selected
 from ..options import Info

@@ -7,7 +7,7 @@ import pytest
 from scipy.special import logsumexp
 
 from numpyro_rvga.core.groups.importance import Summands, independent_groups, log_integral
-from numpyro_rvga.core.updates.recursion import CanonicalGaussian
+from numpyro_rvga.core.updates.state import CanonicalGaussian
 
 
 def coupling(size, pairs):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from numpyro_rvga.core.updates.factors import Factors, Kind, without_errors
-from numpyro_rvga.core.updates.recursion import absorbed_moments, row_factors_and_residuals, row_factors_of
+from numpyro_rvga.core.updates.row_factors import absorbed_moments, row_factors_and_residuals, row_factors_of
 
 
 def log_bilinear(mean, covariance, constants):

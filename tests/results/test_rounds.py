@@ -10,7 +10,7 @@ import numpyro.distributions as dist
 import pytest
 
 from numpyro_rvga import BONG, RVGA, FixedPointVI, Posterior
-from numpyro_rvga.core.updates.recursion import new_state
+from numpyro_rvga.core.updates.state import new_state
 from numpyro_rvga.engines.certificate import Look, Sums
 from numpyro_rvga.results.merging import rounds, sample_start
 from numpyro_rvga.results.merging.rounds import Evaluations, in_rounds

@@ -22,7 +22,7 @@ from jax.scipy.special import logsumexp
 
 from ..expectations.by_nodes import hermite_rule
 from ..matrices.linalg import cholesky, solve_lower
-from ..updates.recursion import CanonicalGaussian
+from ..updates.state import CanonicalGaussian
 
 LARGEST_GROUP = 3  # entries
 NODES = {1: 21, 2: 11, 3: 7}  # of Gauss and Hermite, along each axis

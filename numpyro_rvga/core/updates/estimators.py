@@ -22,7 +22,8 @@ from ..matrices.linalg import positive_part, semidefinite_factor, semidefinite_r
 from ..pytrees import PyTree
 from .factors import Factors, Kind
 from .maximize import Settings
-from .recursion import predictor_scales, solve_block
+from .recursion import solve_block
+from .row_factors import predictor_scales
 
 
 class Observation(NamedTuple):

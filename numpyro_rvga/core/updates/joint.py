@@ -19,7 +19,8 @@ from .drivers import solve_traced
 from .factors import Expected, Factors, Sums, evaluate
 from .maximize import Base, Search, Solution, SolverState, standard_base
 from .objective import FactorSet, JointObjective, Objective, StandardCoordinates
-from .recursion import Absorbed, CanonicalGaussian, RowFactors, State, StepInfo, absorbed_moments, predictor_scales
+from .row_factors import absorbed_moments, predictor_scales
+from .state import Absorbed, CanonicalGaussian, RowFactors, State, StepInfo
 
 
 class Start(NamedTuple):

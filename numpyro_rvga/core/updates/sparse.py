@@ -19,7 +19,7 @@ from .factors import Expected, evaluate
 from .joint import Start
 from .maximize import Base, Search, Solution
 from .objective import Coordinates, FactorSet, JointObjective
-from .recursion import Absorbed, CanonicalGaussian, State, StepInfo
+from .state import Absorbed, CanonicalGaussian, State, StepInfo
 
 
 class EliminationOrder(NamedTuple):

@@ -12,7 +12,7 @@ from ...core.groups.importance import Estimate, Groups, Summands, independent_gr
 from ...core.matrices.jacobians import SparseJacobian, times_root
 from ...core.updates.factors import Factors, Kind
 from ...core.updates.joint import base_terms
-from ...core.updates.recursion import CanonicalGaussian
+from ...core.updates.state import CanonicalGaussian
 from ...model.data.arguments import PARAMS
 from ..joint_solver import JointProblem, RowChunks
 from ..maximized_bound import MaximizedBound, Start

@@ -14,7 +14,7 @@ import numpy as np
 from jax import Array
 
 from ...core.compilation import jit_once
-from ...core.updates.recursion import State
+from ...core.updates.state import State
 from ..data.arguments import CONSTANTS, PARAMS, SHARED
 from ..data.rows import Arrays, Rows, num_rows
 from ..handlers.data_prior import DataPrior, PriorConstants, SiteArrays, data_dependence, data_prior, described, of_site

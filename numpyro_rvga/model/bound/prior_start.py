@@ -17,7 +17,7 @@ from ...core.count import Count
 from ...core.expectations.by_nodes import linearized
 from ...core.expectations.closed_forms import Gaussian, gaussian
 from ...core.matrices.jacobians import gram, vjp
-from ...core.updates.recursion import CanonicalGaussian, State
+from ...core.updates.state import CanonicalGaussian, State
 from ..data.rows import Arrays
 from ..terms.sparsity import are_selections, selecting_pattern, sparse_jacobian
 from ..terms.terms import Terms, constants, linearize, merged

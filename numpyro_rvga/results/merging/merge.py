@@ -17,7 +17,7 @@ from ...core.count import Count
 from ...core.gaussians import BlockDiagonalGaussian, DiagonalGaussian, Family, FullGaussian, LowRankGaussian
 from ...core.gaussians.mean_field import MeanField
 from ...core.gaussians.mixture import GaussianMixture
-from ...core.updates.recursion import State, new_state
+from ...core.updates.state import State, new_state
 from ...engines.certificate import Sums
 from ...engines.engine import Engine
 from ...model.data.keywords import equal

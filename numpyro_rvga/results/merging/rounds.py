@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import jax
 import numpy as np
 
-from ...core.updates.recursion import CanonicalGaussian, State
+from ...core.updates.state import CanonicalGaussian, State
 from ...engines.certificate import Certificate, Look, Sums
 from ...engines.engine import Engine
 from ...options import is_count

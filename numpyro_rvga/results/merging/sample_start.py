@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from ...core.count import Count
-from ...core.updates.recursion import State
+from ...core.updates.state import State
 from ...engines.engine import Engine
 from ...model.data.rows import Rows, joined, pad
 from ...streams.block_plan import FIRST_BLOCK_NUMBERS

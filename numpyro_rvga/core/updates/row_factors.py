@@ -1,0 +1,93 @@
+"""Gaussian approximations of rows that have become part of q: what they are, and by how much they are off."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from ..matrices.linalg import semidefinite_factor, solve_lower
+from .factors import Factors, Kind, Moments
+from .state import Absorbed, RowFactors
+
+
+def absorbed_moments(
+    kinds: tuple[Kind, ...], factors: tuple[Factors, ...], predictor_scales: tuple[Array, ...]
+) -> tuple[Absorbed, ...]:
+    """Moments of the factors' predictors: means ``predictors`` and covariances scale_i scale_i^T."""
+
+    def one(kind, mean, scale, constants):
+        covariance = scale @ scale.T
+        steps = semidefinite_factor(covariance)[0].T
+        points = jnp.concatenate([mean[None], mean + steps, mean - steps])
+        curvatures = jax.vmap(lambda u: kind.plugin(u, covariance, constants)[2])(points)
+        changes = (curvatures[1:] - curvatures[0]).reshape(2, *covariance.shape, len(mean))
+        along = jnp.abs(jnp.einsum("ki,skij,kj->sk", steps, changes, steps))
+        return Absorbed(mean, covariance, jnp.sum(jnp.max(along, axis=0)))
+
+    return tuple(
+        jax.vmap(partial(one, kind))(block.predictors, scale, block.constants)
+        for kind, block, scale in zip(kinds, factors, predictor_scales)
+    )
+
+
+def row_factors_of(
+    kinds: tuple[Kind, ...], factors: tuple[Factors, ...], absorbed: tuple[Absorbed, ...]
+) -> tuple[RowFactors, ...]:
+    """The sites of factors that q took in when it saw them so: of their expected value and derivatives then."""
+    return tuple(
+        _row_factors(seen, kind.expect(seen.mean, seen.covariance, block.constants)[0])
+        for kind, block, seen in zip(kinds, factors, absorbed)
+    )
+
+
+def _row_factors(seen: Absorbed, moments: Moments) -> RowFactors:
+    """Of n factors of one kind."""
+
+    def one(mean, covariance, moments):
+        value, gradient, hessian = moments
+        linear = gradient - hessian @ mean
+        constant = value - linear @ mean - 0.5 * (mean @ hessian @ mean + jnp.sum(hessian * covariance))
+        return RowFactors(-hessian, linear, constant)
+
+    return jax.vmap(one)(seen.mean, seen.covariance, moments)
+
+
+def row_factors_and_residuals(
+    kinds: tuple[Kind, ...],
+    factors: tuple[Factors, ...],
+    predictor_scales: tuple[Array, ...],
+    absorbed: tuple[Absorbed, ...],
+) -> tuple[tuple[RowFactors, ...], tuple[Array, ...]]:
+    """The sites of factors (see :func:`row_factors_of`), and by how much they are not those that this q would make (see
+    :func:`absorbed_moments`), (n,) by kind: the length of what q's natural gradient lacks for each factor, in standard
+    deviations of q."""
+
+    def one(mean, covariance, moments, site):
+        _, gradient, hessian = moments
+        slope = gradient - (site.linear - site.precision @ mean)
+        change = covariance @ (hessian + site.precision)
+        return jnp.sqrt(jnp.maximum(slope @ covariance @ slope + 0.5 * jnp.sum(change * change.T), 0.0))
+
+    def of_kind(kind, block, scale, seen):
+        covariance = jnp.einsum("ncr,ndr->ncd", scale, scale)
+        then, now = (seen.mean, seen.covariance, block.constants), (block.predictors, covariance, block.constants)
+        both, _ = kind.expect(*jax.tree.map(lambda *x: jnp.concatenate(x), then, now))  # at once: compiled once
+        count = len(block.predictors)
+        row_factors = _row_factors(seen, tuple(x[:count] for x in both))
+        return row_factors, jax.vmap(one)(block.predictors, covariance, tuple(x[count:] for x in both), row_factors)
+
+    pairs = list(map(of_kind, kinds, factors, predictor_scales, absorbed))
+    return tuple(row_factors for row_factors, _ in pairs), tuple(residuals for _, residuals in pairs)
+
+
+def predictor_scales(factors: tuple[Factors, ...], precision_root: Array) -> tuple[Array, ...]:
+    """Z_i Lambda^(-1/2) for each factor, (n, C, r)."""
+
+    def scale(jacobian):
+        n, c, r = jacobian.shape
+        return solve_lower(precision_root, jacobian.reshape(n * c, r).T).T.reshape(n, c, r)
+
+    return tuple(scale(f.jacobian) for f in factors)

@@ -1,0 +1,115 @@
+"""What updates move: q as a state, Gaussian factors of theta and of predictors, and reports of steps."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from ..count import Count
+from .factors import Accounts
+
+
+class CanonicalGaussian(NamedTuple):
+    """A Gaussian factor of theta, by its logarithm at theta = center + d: constant + linear . d - d' precision d / 2.
+
+    :ivar precision: (P, P). :ivar linear: (P,). :ivar constant: (). :ivar center: (P,).
+    """
+
+    precision: Array | np.ndarray
+    linear: Array | np.ndarray
+    constant: Array | np.ndarray
+    center: Array | np.ndarray
+
+    @classmethod
+    def expected(cls, value: Any, gradient: Any, curvature: Any, mean: Any, root: Any = None) -> CanonicalGaussian:
+        """The factor f with E[log f] = ``value``, E[grad log f] = ``gradient`` and -E[hess log f] = ``curvature`` under
+        N(mean, root root^T). ``root`` None: at the mean. A curvature that is zero may be one number."""
+        trace = 0.0 if root is None else ((root @ root.T) * curvature).sum()
+        return cls(curvature, gradient, value + 0.5 * trace, mean)
+
+    def at(self, theta: Array | np.ndarray) -> tuple[Any, Any]:
+        """Logarithm and gradient."""
+        change = theta - self.center
+        product = self.precision @ change
+        return self.constant + self.linear @ change - 0.5 * change @ product, self.linear - product
+
+    def about(self, center: Array | np.ndarray) -> CanonicalGaussian:
+        """The same factor about another center."""
+        value, gradient = self.at(center)
+        return CanonicalGaussian(self.precision, gradient, value, center)
+
+    def plus(self, other: CanonicalGaussian, times: float = 1.0) -> CanonicalGaussian:
+        """The product with a power of a factor of the same center."""
+        return CanonicalGaussian(*[a + times * b for a, b in zip(self[:3], other[:3])], self.center)
+
+
+class State(NamedTuple):
+    """q = N(mean, root root^T) after ``num_rows`` rows.
+
+    :ivar mean: (P,), with ``mean_error`` the rounding error that the last updates left (compensated summation).
+    :ivar root: (P, P).
+    :ivar log_evidence: accumulated bound; log q + log_evidence approximates the log joint density.
+    :ivar prior_factor: the Gaussian that approximates prior terms that are not Gaussian; None if there are none.
+    :ivar time: of the last row, if parameters move by the rows' time stamps; NaN before the first.
+    """
+
+    mean: Array
+    mean_error: Array
+    root: Array
+    log_evidence: Array
+    prior_factor: CanonicalGaussian | None
+    num_rows: Count
+    time: Array | None = None
+
+
+class RowFactors(NamedTuple):
+    """Gaussian approximations of n factors of one kind: constant + linear . u - u' precision u / 2 in predictors u.
+
+    :ivar precision: (n, C, C). :ivar linear: (n, C). :ivar constant: (n,).
+    """
+
+    precision: Array
+    linear: Array
+    constant: Array
+
+
+class Absorbed(NamedTuple):
+    """Moments under q of the predictors of n factors of one kind, when they became part of q: what
+    :func:`row_factors_of` takes.
+
+    :ivar mean: (n, C). :ivar covariance: (n, C, C).
+    :ivar error: (n,), how many nats the approximation may be off where q has mass: the change of the factor's
+        curvature one standard deviation away, times the variance. Zero for Gaussian factors.
+    """
+
+    mean: Array
+    covariance: Array
+    error: Array
+
+
+class StepInfo(NamedTuple):
+    """Diagnostics of a step.
+
+    :ivar bound: E_q[log lik] - KL(q || before).
+    :ivar ok: whether the result is finite; else nothing changed.
+    :ivar absorbed: moments of the factors' predictors, by kind; empty unless asked for.
+    :ivar modes: bounds of the modes that several starts led to, that of q first; empty for one mode.
+    :ivar accounts: of the factors at q, those of the prior first; None where they are not estimated.
+    """
+
+    bound: Array
+    decrement: Array
+    iterations: Array
+    converged: Array
+    ok: Array
+    absorbed: tuple[Absorbed, ...] = ()
+    modes: tuple[float, ...] = ()
+    accounts: Accounts | None = None
+
+
+def new_state(mean: Array, root: Array, prior_factor: CanonicalGaussian | None) -> State:
+    zero = jnp.zeros((), mean.dtype)
+    return State(mean, jnp.zeros_like(mean), root, zero, prior_factor, Count.of(0))
