@@ -9,7 +9,7 @@ import numpy as np
 
 from ..core.expectations.quadrature import CUBE_NODES, num_cube_nodes
 from ..core.updates.factors import Kind
-from ..core.updates.maximize import Settings
+from ..core.updates.search import Settings
 from ..model.terms.terms import Terms
 from ..options import Options
 

@@ -29,10 +29,10 @@ from ..core.matrices.jacobians import times_root
 from ..core.updates.drivers import Progress
 from ..core.updates.factors import Factors, Kind
 from ..core.updates.joint import DenseJoint
-from ..core.updates.maximize import Search
 from ..core.updates.objective import FactorSet, in_stages
 from ..core.updates.recursion import explicit_step, implicit_step, scan_blocks
 from ..core.updates.row_factors import row_factors_and_residuals
+from ..core.updates.search import Search
 from ..core.updates.state import Absorbed, RowFactors, State, StepInfo
 from ..model.data.arguments import PARAMS
 from ..model.program import Program

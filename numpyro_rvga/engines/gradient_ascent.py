@@ -14,7 +14,7 @@ from jax.typing import ArrayLike
 from ..core.matrices.linalg import solve_lower
 from ..core.updates.drivers import Progress
 from ..core.updates.joint import base_terms, bound_at
-from ..core.updates.maximize import Search
+from ..core.updates.search import Search
 from ..core.updates.state import State, StepInfo
 from ..progress import Bar
 from .engine import Engine

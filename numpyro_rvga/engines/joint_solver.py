@@ -19,8 +19,9 @@ from ..core.pytrees import PyTree
 from ..core.updates.drivers import Evaluated, Pending, Progress, Steps, begun_again, evaluate, pending, solve, updated
 from ..core.updates.factors import Expected, Kind
 from ..core.updates.joint import Joint, Start, solve_joint_traced
-from ..core.updates.maximize import Base, Search, Settings, Solution, SolverState, solution
+from ..core.updates.maximize import solution
 from ..core.updates.objective import is_conservative, is_log_concave
+from ..core.updates.search import Base, Search, Settings, Solution, SolverState
 from ..core.updates.state import RowFactors, State, StepInfo
 from .devices import Devices
 from .starts import CLOSE, NEAR, NUM_CHECKS, NUM_RETRIES, are_apart, best_of

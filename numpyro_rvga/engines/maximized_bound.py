@@ -12,8 +12,8 @@ from jax import Array
 from ..core.matrices.chains import packed_form
 from ..core.matrices.linalg import lower_from_root, solve_lower
 from ..core.updates.joint import DenseJoint, bound_at, curvature_at, solve_joint_traced, solve_quadratic
-from ..core.updates.maximize import Search, Solution
 from ..core.updates.objective import is_quadratic
+from ..core.updates.search import Search, Solution
 from ..core.updates.sparse import SparseJoint
 from ..model.data.arguments import PARAMS
 from .engine import Engine

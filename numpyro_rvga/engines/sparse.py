@@ -19,8 +19,8 @@ from ..core.matrices.chains import ChainPacking
 from ..core.matrices.packing import Packing
 from ..core.updates.drivers import Progress
 from ..core.updates.factors import Factors, Kind
-from ..core.updates.maximize import Search
 from ..core.updates.objective import FactorSet, in_stages
+from ..core.updates.search import Search
 from ..core.updates.sparse import Marginals, SparseJoint
 from ..core.updates.state import State, StepInfo
 from ..model.data.arguments import PARAMS

@@ -12,7 +12,8 @@ import pytest
 from numpyro_rvga import FixedPointVI
 from numpyro_rvga.core.matrices.precisions import Dense, WholeMatrix
 from numpyro_rvga.core.updates.acceleration import accelerated, visited
-from numpyro_rvga.core.updates.maximize import Search, Settings, init
+from numpyro_rvga.core.updates.maximize import init
+from numpyro_rvga.core.updates.search import Search, Settings
 
 PRECISION = np.array([[3.0, 1.0], [1.0, 2.0]])
 LINEAR = np.array([1.0, -2.0])

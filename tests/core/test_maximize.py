@@ -12,8 +12,9 @@ from numpyro_rvga.core.expectations import closed_forms as cf
 from numpyro_rvga.core.matrices.precisions import Dense
 from numpyro_rvga.core.updates.drivers import Steps, evaluate, pending, solve, solve_traced, updated
 from numpyro_rvga.core.updates.factors import Factors, Kind, without_errors
-from numpyro_rvga.core.updates.maximize import Search, Settings, init, solution, standard_base
+from numpyro_rvga.core.updates.maximize import init, solution
 from numpyro_rvga.core.updates.objective import BlockObjective
+from numpyro_rvga.core.updates.search import Search, Settings, standard_base
 
 
 def closed_kind(form):

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..matrices.precisions import Entries, PrecisionForm
-from .maximize import Search, SolverState
+from .search import Search, SolverState
 
 MEMORY = 6  # the x that are combined
 NEAR = 10.0  # nats: the squared natural gradient below which the map is smooth enough

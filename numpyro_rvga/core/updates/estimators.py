@@ -21,9 +21,9 @@ from ..gaussians import DiagonalGaussian, ExpectedDerivatives, Family
 from ..matrices.linalg import positive_part, semidefinite_factor, semidefinite_root
 from ..pytrees import PyTree
 from .factors import Factors, Kind
-from .maximize import Settings
 from .recursion import solve_block
 from .row_factors import predictor_scales
+from .search import Settings
 
 
 class Observation(NamedTuple):

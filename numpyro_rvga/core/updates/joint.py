@@ -17,9 +17,9 @@ from ..pytrees import PyTree
 from . import maximize
 from .drivers import solve_traced
 from .factors import Expected, Factors, Sums, evaluate
-from .maximize import Base, Search, Solution, SolverState, standard_base
 from .objective import FactorSet, JointObjective, Objective, StandardCoordinates
 from .row_factors import absorbed_moments, predictor_scales
+from .search import Base, Search, Solution, SolverState, standard_base
 from .state import Absorbed, CanonicalGaussian, RowFactors, State, StepInfo
 
 

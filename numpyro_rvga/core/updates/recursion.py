@@ -20,9 +20,10 @@ from ..matrices.linalg import cholesky, row_space, solve_lower
 from ..matrices.precisions import Dense
 from .drivers import solve_traced
 from .factors import Factors, Kind, covariances, curvature_of, evaluate, expect
-from .maximize import Search, Settings, Solution, init, standard_base
+from .maximize import init
 from .objective import BlockObjective, is_conservative, is_log_concave
 from .row_factors import absorbed_moments, predictor_scales
+from .search import Search, Settings, Solution, standard_base
 from .state import State, StepInfo
 
 ROUTINE_NUMBERS = 16  # in the Jacobians of a block whose solve is one routine: XLA cannot fuse those of many rows

@@ -17,8 +17,8 @@ from ..matrices.precisions import Bordered
 from . import maximize
 from .factors import Expected, evaluate
 from .joint import Start
-from .maximize import Base, Search, Solution
 from .objective import Coordinates, FactorSet, JointObjective
+from .search import Base, Search, Solution
 from .state import Absorbed, CanonicalGaussian, State, StepInfo
 
 

@@ -7,8 +7,8 @@ from jax import Array, lax
 
 from ..matrices.precisions import PrecisionForm
 from ..pytrees import PyTree
-from .maximize import Proposal, Search, Target
 from .objective import Objective
+from .search import Proposal, Search, Target
 
 STEEP = 0.1  # of the bound's slope towards the exact target, that one towards the clamped target must have
 
