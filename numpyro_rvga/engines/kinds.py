@@ -239,12 +239,7 @@ def _rule(name: str | ex.Expectation, terms: Terms, options: Options, rng_key: A
     order = 1 if isinstance(options.order, str) else options.order
     if name == "quadrature":
         return of_each(at_density(partial(ex.quadrature, order)), order == 2 and terms.num_predictors == 1)
-    sampled = name in ("monte_carlo", "draws") or terms.num_predictors > 3
-    nodes = None
-    if name == "sigma_points":
-        nodes = ex.sigma_points(terms.num_predictors)
-    elif sampled:
-        nodes = ex.monte_carlo_points(key_numbers(rng_key), options.num_samples, terms.num_predictors)
+    nodes = _nodes_of(name, terms, options, rng_key)
 
     def over_nodes(density: Callable, mean: Array, covariance: Array) -> ex.Moments:
         assert nodes is not None
@@ -252,12 +247,20 @@ def _rule(name: str | ex.Expectation, terms: Terms, options: Options, rng_key: A
 
     if name != "ladder":
         return of_each(at_density(over_nodes), order == 1)
-    few = effort == "few" and sampled
-    effort = "usual" if few else effort
+    effort = "usual" if nodes is not None and effort == "few" else effort
     expect = expectations(terms.density, terms.num_predictors, nodes, effort=effort, cost=terms.num_nodes)
-    finest = at_density(over_nodes if sampled else partial(ex.quadrature, 1))
+    finest = at_density(partial(ex.quadrature, 1) if nodes is None else over_nodes)
     has_errors = effort != "few"
     return _Rule(expect, finest, True, has_errors, has_errors and terms.num_predictors > 0)
+
+
+def _nodes_of(name: str, terms: Terms, options: Options, rng_key: Array) -> tuple[np.ndarray, np.ndarray] | None:
+    """The nodes that all factors take: positions (K, C) and weights (K,). None where each has its own."""
+    if name == "sigma_points":
+        return ex.sigma_points(terms.num_predictors)
+    if name == "monte_carlo" or terms.num_predictors > 3:
+        return ex.monte_carlo_points(key_numbers(rng_key), options.num_samples, terms.num_predictors)
+    return None
 
 
 def _rule_of(expectation: ex.Expectation, terms: Terms) -> _Rule:
