@@ -150,6 +150,8 @@ def expected_calibration_error(posterior: Posterior, data: Data, *, num_bins: in
 
 
 def _evaluate(posterior, data, name, outcomes, method, num_samples, rng_key) -> np.ndarray:
+    """Log densities of rows under the posterior predictive, chunk by chunk: (n,), or (n, outcomes) at given
+    ``outcomes`` of the array ``name``."""
     check_choice("method", method, METHODS)
     program = posterior.program
     if program.whole:
@@ -188,6 +190,7 @@ def _evaluator(program: Program, name: str | None, method: str, num_samples: int
 
 
 def _of_rows(program_of, name, method, num_samples, gaussian, theta, rows, keys, outcomes):
+    """Log densities of rows (n,), or at given outcomes (n, outcomes)."""
     program = program_of()
 
     def one(row, key):

@@ -138,6 +138,7 @@ class Certificate:
         return self._climb(look_at, state, 0.0, max_looks)
 
     def _climb(self, look_at: Callable[[State], Look], state: State, tolerance: float, max_looks: int) -> Certified:
+        """Natural-gradient steps of all rows, while the natural gradient is too long and steps are left."""
         before = at = look_at(state)
         looks, step = 1, 1.0
         while at.squared_natural_gradient > tolerance + _doubtful(at) and looks < max_looks:

@@ -146,6 +146,7 @@ def _fresh_values(kinds: tuple[Kind, ...], factors: tuple, root: Array) -> list[
 
 
 def _summed(kinds: tuple[Kind, ...], factors: tuple, root: Array) -> list[_Sums]:
+    """Errors of a kind's expectations, and how much more it finds than fresh nodes do."""
     result = []
     for kind, block, covariance in zip(kinds, factors, covariances(factors, root.T)):
         arguments = block.predictors, covariance, block.constants

@@ -94,6 +94,7 @@ class _SiteExpectations:
         return value, gradient, -jax.vmap(self.information)(means, constants)
 
     def fresh(self, means: Array, covariances: Array, constants: tuple) -> Array:
+        """E[phi] over sets of nodes that no search has used, (n, sets)."""
         weight, values, local = constants
         covariances = _with_local(covariances, local)
         if self._rule.fresh is not None:
@@ -293,6 +294,7 @@ def density_of(terms: Terms) -> Callable:
 
 
 def _rule_by_draws(terms: Terms, rng_key: Array, *, more: bool) -> _Rule:
+    """Over nodes for theta itself."""
     seed = key_numbers(rng_key)
 
     @functools.cache

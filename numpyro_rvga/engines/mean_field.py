@@ -252,7 +252,10 @@ class MeanFieldUpdates:
         return is_exact & (self._is_shared or self.width == 1) & (not len(self._others))
 
     def _at(self, block: _Block, natural: Array, near: State) -> _At:
-        """``near``: the Gaussian to begin at."""
+        """The bound at natural parameters of h, with the Gaussian of x that is best there, and where a step leads.
+
+        :param near: the Gaussian to begin at.
+        """
         entries, nodes = self.given.entries, self._nodes
         scores = jnp.asarray(nodes.scores, natural.dtype).reshape(len(nodes.scores), -1)
         points = entries.quantile(natural, jnp.broadcast_to(scores, (len(scores), len(natural))))

@@ -85,6 +85,13 @@ class Base:
             self._constant = self._constant - self._start.prior_factor.constant
 
     def look(self, state: State, rows: Sums, prior: Sums) -> Look:
+        """The bound at q, its natural gradient and the precision of a full step, from sums over rows and prior terms:
+
+        L = log prior + sum E_q[log p_i] + entropy,     b = Lambda_0 (mu_0 - mu) + sum J_i^T g_i,
+        Lambda* = Lambda_0 - sum J_i^T G_i J_i,
+
+        the last two in coordinates in which q is standard normal.
+        """
         at, start = in_double(state), self._start
         delta = at.mean - start.mean
         linear = -self._precision @ delta

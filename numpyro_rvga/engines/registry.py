@@ -179,6 +179,7 @@ class Engines:
         return None
 
     def _whole_program(self, arrays: Rows, model_kwargs: dict, reason: Exception) -> Program:
+        """The model, bound to all data at once, in the first form of the arrays that it takes."""
         failures = []
         for variant, evaluates in _as_models_take_them(arrays):
             options: Info = {"whole": True, "evaluates": evaluates, "by_draws": self._is_plain, **self._program_options}
@@ -228,6 +229,7 @@ class Engines:
         return self._is_plain and all_rows is not None and num_rows(all_rows) <= self._joint_rows
 
     def _program(self, rows: Rows, model_kwargs: dict, all_rows: Rows | None) -> Program:
+        """The model, bound to rows."""
         draws = {"by_draws": self._takes_draws(all_rows)}
         options: Info = {"all_rows": all_rows, "whole": self._whole, **draws, **self._program_options}
         try:

@@ -165,6 +165,7 @@ def _check_site(
     means: np.ndarray | None,
     variances: np.ndarray | None,
 ) -> SiteConditions:
+    """Where the conditions hold of a site's densities, over a grid of means and variances."""
     indices, elements, values = distinct_densities(terms, rows, shared)
     evaluate = curvature_of(terms, kind, engine.program.dtype, values)
     q: Any = None if posterior is None else posterior.gaussian

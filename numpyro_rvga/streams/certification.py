@@ -135,6 +135,7 @@ class Certification:
         rng: np.random.Generator,
         tolerance: float,
     ) -> Findings:
+        """What all rows say of q when they are read again: the bound and its natural gradient, with steps."""
         implicit, sample = engine.options.scheme == "implicit", _Sample(total, rng)
         certified = Certificate.of(engine)(
             start,

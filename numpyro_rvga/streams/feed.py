@@ -79,6 +79,7 @@ class Feed:
         self._held.extendleft(reversed(pieces))
 
     def _read(self, size: int) -> Piece | None:
+        """The next ``size`` rows of the source, without those that cannot be used."""
         rows = self._source.take(size)
         if rows is None:
             return None

@@ -152,6 +152,7 @@ class Pass(ABC, Generic[S, R]):
             return self._run()
 
     def _run(self) -> S:
+        """The state after all rows that are left: steps are begun, and finished in order once enough are under way."""
         feed = Feed(self._source, self.done, self._usable if self._options.skips and not self._checked else None)
         offset, pending = self.num_taken, deque()
         try:
@@ -192,6 +193,10 @@ class Pass(ABC, Generic[S, R]):
         return np.sort(np.array([self._source.row(int(position)) for position in self._left_out], np.int64))
 
     def _begin(self, state: S, taken: Piece, offset: int, weights: np.ndarray | None = None) -> Pending[S, R]:
+        """A step under way.
+
+        :param weights: zero for rows that are left out for a trial; None: all count.
+        """
         if not taken.num_rows:
             return Pending(state, taken, offset, lambda: np.ones(0, bool), state, None)
         is_checked = self._checked or self._options.skips
@@ -222,6 +227,7 @@ class Pass(ABC, Generic[S, R]):
         return again
 
     def _accept(self, step: Pending[S, R]) -> None:
+        """Go on from the result of a step."""
         self._is_consistent = False
         taken = step.taken
         if step.report is not None:

@@ -91,6 +91,7 @@ def expectations(
 def _by_few_nodes(
     phi: PHI, means: Array, covariances: Array, constants: PyTree, is_coarse: None
 ) -> tuple[Moments, Array]:
+    """By the fifth-degree rule alone."""
     del is_coarse  # there is but one rule
     points, weights, _ = fifth_degree_nodes(means.shape[1])
 
@@ -170,6 +171,7 @@ def _climb(
     constants: PyTree,
     is_coarse: Array | None,
 ) -> tuple[Moments, Array]:
+    """By the fifth-degree rule, and for factors whose errors are too large by one finer rule after the other."""
     num_points = len(fifth_degree_nodes(num_predictors)[0])
     first = jax.vmap(partial(_first_rule, phi, tolerances))
     factors, *result = _in_chunks(first, num_points, (means, covariances, constants))

@@ -273,6 +273,10 @@ def _as_numeric(array: Any) -> Any:
 
 
 def _equation(eqn: JaxprEqn, inputs: list) -> list | None:
+    """The outputs of an equation of sums and numbers.
+
+    :return: None for a call, whose program is to be read in its place. :raises _NotTilted: if they are no sums.
+    """
     name = eqn.primitive.name
     if not any(map(_is_symbolic, inputs)):
         return _evaluated(eqn, inputs)

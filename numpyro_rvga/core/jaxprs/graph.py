@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -50,6 +51,7 @@ class Graph:
         return interpret(jaxpr, consts, inputs, self.equation, self.constant)
 
     def equation(self, eqn, inputs: list[Value]) -> list[Value] | None:
+        """The outputs of an equation, each an affine part and a rest; None for a call, which is read itself."""
         name = eqn.primitive.name
         if all(v.is_constant for v in inputs):
             return self.whole(eqn, inputs, CONSTANT)
@@ -96,6 +98,7 @@ class Graph:
 
     # ------------------------------------------------------------------ building nodes
     def constant(self, array) -> Value:
+        """An array that does not depend on theta. Equal numbers are one node."""
         array = array if isinstance(array, jax.Array) else jax.device_put(array)
 
         def make():
@@ -128,11 +131,9 @@ class Graph:
         if not eqn.primitive.multiple_results:
             out = outs[0]
             name, params = eqn.primitive.name, eqn.params
-            made = self.node(
-                key, lambda: Node(kind, out.shape, out.dtype, parents, bind, in_shapes, name, params=params)
-            )
-            affine = kind == AFFINE
-            return [Value(out.shape, out.dtype, made if affine else None, None if affine else made)]
+            node = partial(Node, kind, out.shape, out.dtype, parents, bind, in_shapes, name, params=params)
+            made = self.node(key, node)
+            return [Value(out.shape, out.dtype, *((made, None) if kind == AFFINE else (None, made)))]
         bundle = self.node(
             key, lambda: Node(kind, (0,), None, parents, lambda *a: list(bind(*a)), in_shapes, eqn.primitive.name)
         )
@@ -204,6 +205,8 @@ class Graph:
 
     # ------------------------------------------------------------------ sums and multiples
     def add(self, out: jax.ShapeDtypeStruct, x: Value, y: Value, sign: int) -> Value:
+        """x + y or x - y. A constant goes to the affine part, and what are predictors of the rest to the rest."""
+
         def plus(a, b, kind, name):
             if a is None and b is None:
                 return None
@@ -257,6 +260,7 @@ class Graph:
 
     # ------------------------------------------------------------------ elementwise operations
     def pointwise(self, eqn, inputs: list[Value]) -> Value:
+        """A function of each entry, which is of the affine parts as predictors."""
         name, out = eqn.primitive.name, eqn.outvars[0].aval
         if name in ("eq", "ne") and self._says_finite(name, inputs):
             return self.constant(np.ones(out.shape, bool))
@@ -283,6 +287,7 @@ class Graph:
         return literal is not None and bool(np.isinf(literal).all())
 
     def _exponential_algebra(self, eqn, inputs) -> Value | None:
+        """log exp(x) = x, exp(x) exp(y) = exp(x + y) and exp(x)^p = exp(p x), of affine x and y."""
         name, first = eqn.primitive.name, inputs[0]
         exponent = _exponent(first)
         if exponent is None:

@@ -63,6 +63,11 @@ def _closed(carries: frozenset[int], sources: dict[int, frozenset[int]], constan
 def _at_once(
     eqn: JaxprEqn, is_constant: Sequence[bool], alone: list[int], stages: list[list[int]], inputs: Sequence[Array]
 ) -> list[Array]:
+    """The outputs of a scan, all steps at once.
+
+    :param alone: carried values that take constants and each other only: a scan of their own. :param stages: the
+        others, in an order in which each takes what is known before it.
+    """
     params, body, (start, count) = eqn.params, _body(eqn), scan_counts(eqn)
     length = params["length"]
     stop = start + count

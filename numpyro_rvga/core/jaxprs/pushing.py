@@ -66,6 +66,8 @@ def selected(graph: Graph, node: Node, selection: Selection) -> Node:
 
 
 def _selected(graph: Graph, node: Node, selection: Selection) -> Node:
+    """As :func:`selected`: of a step that works entry by entry, the step of its parents' selected entries; else by a
+    rule."""
     of_affine = node.leaf_of or node.unwraps
     if of_affine is not None:
         return graph.unwrap(selected(graph, of_affine, selection))
@@ -138,6 +140,7 @@ def _product(graph: Graph, node: Node, selection: Selection) -> Node | None:
 
 
 def _reduction(graph: Graph, node: Node, selection: Selection) -> Node | None:
+    """Sums, maxima and the like over axes: of the lines that the selected entries are of."""
     if node.kind == AFFINE:
         return None
     (shape,), axes = node.in_shapes, node.params["axes"]
@@ -159,6 +162,7 @@ def _with_core(selection: Selection, shape: Sequence[int], core: Sequence[int]) 
 
 
 def _cumulative(graph: Graph, node: Node, selection: Selection) -> Node | None:
+    """Cumulative sums and the like along an axis: of the lines that the selected entries are in."""
     (shape,), axis = node.in_shapes, node.params["axis"]
     if node.kind == AFFINE or len(shape) == 1:
         return None
@@ -278,6 +282,10 @@ def _made(
     apply: Callable,
     indices: Sequence[Index] = (),
 ) -> Node:
+    """The step that a rule has made.
+
+    :param sides: what it takes, and in which shapes. :param indices: which it takes besides, where they are traced.
+    """
     traced = [index for index in indices if not index.is_constant]
     parents = [*[parent for parent, _ in sides], *[index.value for index in traced]]
     in_shapes = [*[shape for _, shape in sides], *[index.shape for index in traced]]

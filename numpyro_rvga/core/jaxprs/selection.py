@@ -155,6 +155,7 @@ def composed(inner: Selection, outer: Selection) -> Selection:
 
 
 def _index_at(index: Index, outer: Selection) -> Index:
+    """The index, where another selection reads it."""
     count = len(outer.shape)
     axes = [axis for axis, length in enumerate(index.shape) if length > 1]
     if not axes and index.is_constant:
@@ -304,6 +305,7 @@ def _groups(shape: Sequence[int], out: Sequence[int]) -> list[tuple[list[int], l
 
 
 def _gathered(params: dict, shape: tuple, out: tuple, columns: Sequence[Index]) -> Selection | None:
+    """What a gather reads: along each axis of its operand, the start in ``columns`` and the place in the slice."""
     numbers, sizes = params["dimension_numbers"], params["slice_sizes"]
     batch_axes = [axis for axis in range(len(out)) if axis not in numbers.offset_dims]
     offsets = iter(numbers.offset_dims)

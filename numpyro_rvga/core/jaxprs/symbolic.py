@@ -81,6 +81,7 @@ class Reading:
         return self._close(out)
 
     def _close(self, out: Value) -> Factorization:
+        """An output as a function of affine predictors of theta and of what it takes of the row."""
         graph, theta, theta_node, row_nodes = self._graph, self._theta, self._theta_node, self._row_nodes
         derived: dict[int, Node] = {}
         if out.is_affine:

@@ -177,6 +177,8 @@ class Chain(Bordered):
         return packing.pack(jax.vmap(jnp.diag)(of_blocks), below, border, jnp.diag(corner))
 
     def factor(self, x: Array) -> Array:
+        """Block by block: with E_i below the diagonal block D_i, L_i L_i^T = D_i - F_(i-1) F_(i-1)^T and F_i = E_i
+        L_i^-T."""
         packing, m = self.packing, self.packing.block
         blocks, below, border, corner = packing.parts(x)
         filled = np.arange(packing.num_blocks * m).reshape(-1, m) >= packing.num_chain

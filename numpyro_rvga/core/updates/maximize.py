@@ -173,6 +173,8 @@ def _after_start(search: Search, form: PrecisionForm, state: SolverState, mean: 
 def _after_step(
     search: Search, state: SolverState, proposal: Proposal, mean: Array, new: Evaluation, next_step: Array
 ) -> SolverState:
+    """The state after a step was tried: where it led, if that is no worse, else as it was, with half the step to try
+    next."""
     at = state.evaluation
     merit, before = (-new.decrement, -at.decrement) if search.by_decrement else (new.bound, at.bound)
     accepted = merit >= before - rounding(search, mean, before)
