@@ -102,23 +102,12 @@ def usable_source(
 
     :raises ValueError: for a row in memory that cannot be used, if such rows are not skipped.
     """
-    if all_rows is None:
-        return (usable_again(program, source) if options.skips and source.takes_any_order else source), head
-    if options.skips:
-        return usable_in_memory(program, all_rows)
-    program.check_rows(head)
+    if options.skips and source.takes_any_order:
+        source = usable_again(program, source)
+        return source, head if all_rows is None else source.peek(num_rows(all_rows))
+    if all_rows is not None:
+        program.check_rows(head)
     return source, head
-
-
-def usable_in_memory(program: Program, rows: Rows) -> tuple[RowSource, Rows]:
-    """The rows that can be used, as a source and as they are: those that are finite, with outcomes in their support.
-
-    :raises ValueError: if there are none.
-    """
-    usable = usable_rows(program, rows_in_memory(rows), rows)
-    if not usable.any():
-        raise ValueError(f"none of the {len(usable)} rows can be used.")
-    return rows_in_memory(rows, np.flatnonzero(~usable)), rows if usable.all() else selected(rows, usable)
 
 
 def usable_again(program: Program, source: RowSource) -> RowSource:

@@ -215,20 +215,15 @@ def _even(total: int, size: int) -> list[int]:
     return [min(size, total - start) for start in range(0, total, size)]
 
 
-def rows_in_memory(rows: Rows, left_out: np.ndarray = NOTHING) -> RowSource:
-    """A source of arrays.
-
-    :param left_out: the numbers of the rows that are not to be handed out, sorted.
-    """
-    if len(left_out):
-        rows = selected(rows, np.setdiff1d(np.arange(num_rows(rows)), left_out))
+def rows_in_memory(rows: Rows) -> RowSource:
+    """A source of arrays."""
     total = num_rows(rows)
 
     def rest(start: int) -> Iterator[Rows]:
         if start < total:
             yield {name: array[start:] for name, array in rows.items()}
 
-    return RowSource(rest, total, seekable=True, left_out=left_out)
+    return RowSource(rest, total, seekable=True)
 
 
 def rows_of_blocks(blocks: Iterable, model: Callable, model_kwargs: Keywords) -> RowSource:
