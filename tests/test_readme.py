@@ -85,6 +85,10 @@ def test_contributing_names_code_that_exists():
     assert len(files) > 20
     for file in files:
         assert (ROOT / "numpyro_rvga" / file).is_file(), file
+    for folder in (
+        path.parent.relative_to(ROOT / "numpyro_rvga") for path in (ROOT / "numpyro_rvga").rglob("__init__.py")
+    ):
+        assert folder == Path() or f"`{folder.as_posix()}/`" in text, folder
     for file, names in re.findall(r"`([\w/]+\.py)`: ((?:`\w+`(?: and )?)+)", text):
         code = (ROOT / "numpyro_rvga" / file).read_text(encoding="utf-8")
         for name in re.findall(r"`(\w+)`", names):
