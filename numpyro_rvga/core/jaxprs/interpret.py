@@ -15,7 +15,7 @@ from jax.extend.core import Jaxpr, JaxprEqn
 from ..pytrees import PyTree
 from .primitives import INLINED_PRIMITIVES, inner_program, results
 
-Rule = Callable[[Any, list], list | None]
+Rule = Callable[[JaxprEqn, list], list | None]
 
 
 def interpret(
@@ -170,5 +170,5 @@ def _evaluate(equations: Sequence, environment: dict, outputs: Sequence) -> list
     return [read(atom) for atom in outputs]
 
 
-def _may_be_nan(array: Any) -> bool:
+def _may_be_nan(array: Array | np.ndarray) -> bool:
     return jnp.issubdtype(jnp.result_type(array), jnp.inexact)

@@ -49,7 +49,7 @@ class Bound(NamedTuple):
         """Whether Gaussian factors are the terms that they stand for."""
         return self.engine.program.has_gaussian_rows and self.terms.has_gaussian_groups
 
-    def pieces(self, labels: Sequence[Hashable]) -> list[Sequence[Any]]:
+    def pieces(self, labels: Sequence[Hashable]) -> list[Sequence[Hashable]]:
         """Of labels, as many at a time as there are places for."""
         size = self.members.number
         return [labels[start : start + size] for start in range(0, len(labels), size)]

@@ -39,8 +39,8 @@ class GroupStore:
         if path is not None and not resume and Path(path).exists():
             raise ValueError(f"file={str(path)!r} exists: pass resume=True to go on from it, or choose another name.")
         self._path, self._most, self._count = path, most, 0
-        self._vectors: dict[Any, bytes] = {}  # those used last come last
-        self._unsaved: set[Any] = set()  # labels whose vector the file lacks
+        self._vectors: dict[Hashable, bytes] = {}  # those used last come last
+        self._unsaved: set[Hashable] = set()  # labels whose vector the file lacks
         self._file = None if path is None else _opened(path)
         if self._file is not None:
             self._count = self._file.execute("SELECT count(*) FROM vectors").fetchone()[0]
@@ -58,7 +58,7 @@ class GroupStore:
         return sum(map(len, self._vectors.values()))
 
     @property
-    def labels_in_memory(self) -> list[Any]:
+    def labels_in_memory(self) -> list[Hashable]:
         """Those used last come last."""
         return list(self._vectors)
 
@@ -89,7 +89,7 @@ class GroupStore:
         for label in leaving:
             del self._vectors[label]
 
-    def parts(self) -> list[list[Any]]:
+    def parts(self) -> list[list[Hashable]]:
         """All labels: those in the file, as many at a time as memory may have, and then those in memory."""
         inside = self.labels_in_memory
         if self._file is None or len(inside) == len(self):
@@ -98,7 +98,7 @@ class GroupStore:
         outside, size = [label for label in stored if label not in self._vectors], self._most or len(self)
         return [*(outside[start : start + size] for start in range(0, len(outside), size)), inside]
 
-    def pieces(self, size: int) -> Iterator[tuple[list[Any], np.ndarray]]:
+    def pieces(self, size: int) -> Iterator[tuple[list[Hashable], np.ndarray]]:
         """All labels and vectors, so many at a time, those in memory first. None comes to memory by it."""
         labels = self.labels_in_memory
         for start in range(0, len(labels), size):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -175,7 +175,7 @@ class GroupStream:
         groups, rows = bound.unpacked(self._store.read(labels)[0])
         return Given(groups.at(self._so_far.shared.mean), EarlierGroups(groups, rows, np.arange(len(labels))), None)
 
-    def _solve(self, bound: Bound, pieces: Sequence[Sequence[Any]], given: Sequence[Callable[[], Given]]) -> int:
+    def _solve(self, bound: Bound, pieces: Sequence[Sequence[Hashable]], given: Sequence[Callable[[], Given]]) -> int:
         """For q(s) and these groups; how many rows of theirs are kept.
 
         :param pieces: their labels. :param given: reads what is there of each piece.
