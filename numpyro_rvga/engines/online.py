@@ -22,6 +22,7 @@ from ..dynamics import Dynamics, movement_of
 from ..model.data.rows import num_rows
 from ..model.outcomes import check_can_be_drawn, drawn_log_likelihood
 from ..model.predictive import log_predictive
+from ..model.terms.terms import Terms
 from .engine import Engine
 
 RANDOM_SHARE = 0.01  # of the precision, in a low-rank factor from which plain gradients start
@@ -266,11 +267,11 @@ class Online:
         """log p(y_i | theta) of one row."""
         row = {name: value[None] for name, value in row.items()}
 
-        def of(terms):
-            one = lambda e: terms.density(terms.predictors(theta, row, e), terms.constants(row, e))  # noqa: E731
-            return jnp.sum(jax.vmap(one)(jnp.arange(terms.num_elements, dtype=jnp.int32)))
+        def of(terms: Terms) -> Array:
+            elements = jnp.arange(terms.num_elements, dtype=jnp.int32)
+            return jnp.sum(jax.vmap(lambda element: terms.log_prob(theta, row, element))(elements))
 
-        return sum(of(terms) for terms in self.engine.program.terms)
+        return jnp.asarray(sum(map(of, self.engine.program.terms)))
 
     def _log_predictive(self, q: Family, rows: dict, rng_key: Array, *, plugin: bool) -> Array:
         """(B,): each row's log density under q."""
