@@ -41,7 +41,7 @@ from numpyro.infer.util import constrain_fn, initialize_model
 
 from numpyro_rvga import FixedPointVI
 
-CHAINS, WARMUP, DRAWS = 2, 2000, {"election": 2000, "radon": 6000}
+CHAINS, WARMUP, DRAWS = 2, 2000, {"radon": 6000}
 NUM_DRAWS = 20_000  # of a result
 STEPS, RATE = 20_000, 0.01
 ITERATIONS, LEAPFROGS = 1000, 8

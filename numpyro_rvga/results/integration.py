@@ -262,27 +262,33 @@ def mixture_of(
     means = np.zeros((len(kept), size))
     means[:, indices], means[:, others] = design.h[kept], design.means[kept]
     log_weights, means = jnp.asarray(np.log(weights), dtype), jnp.asarray(means, dtype)
+    kernels = np.broadcast_to(design.kernel, (len(design.h), len(indices), len(indices)))[kept]
     if solved is not None:
-        return GaussianMixture(log_weights, means, _packed_roots(design, kept, indices, others, solved))
+        return GaussianMixture(log_weights, means, _packed_roots(design, kernels, kept, indices, others, solved))
     roots = np.zeros((len(kept), size, size), dtype)
-    roots[:, indices, : len(indices)] = design.kernel
-    roots[:, others, : len(indices)] = design.slopes[kept] @ design.kernel
+    roots[:, indices, : len(indices)] = kernels
+    roots[:, others, : len(indices)] = design.slopes[kept] @ kernels
     roots[:, others, len(indices) :] = design.roots[kept]
     lower = jax.jit(lambda roots: lax.map(lower_from_root, roots))(roots)
     return GaussianMixture(log_weights, means, lower)
 
 
 def _packed_roots(
-    design: Design, kept: np.ndarray, indices: np.ndarray, others: np.ndarray, bound: SparseMaximizedBound
+    design: Design,
+    kernels: np.ndarray,
+    kept: np.ndarray,
+    indices: np.ndarray,
+    others: np.ndarray,
+    bound: SparseMaximizedBound,
 ) -> PackedRoots:
     """Of a mixture's components, as they were solved."""
     factors, of_x = jax.tree.map(lambda x: x[kept], design.roots)
-    kernel, slopes = np.linalg.cholesky(design.kernel @ design.kernel.T), design.slopes[kept]
+    kernels, slopes = np.linalg.cholesky(kernels @ np.swapaxes(kernels, 1, 2)), design.slopes[kept]
     variances = np.zeros((len(kept), len(indices) + len(others)))
-    variances[:, indices] = np.sum(kernel**2, axis=1)
-    variances[:, others] = of_x + np.sum((slopes @ kernel) ** 2, axis=2)
+    variances[:, indices] = np.sum(kernels**2, axis=2)
+    variances[:, others] = of_x + np.sum((slopes @ kernels) ** 2, axis=2)
     order, dtype = bound.places, of_x.dtype
-    arrays = [jnp.asarray(x, dtype) for x in (kernel, slopes[:, order], variances)]
+    arrays = [jnp.asarray(x, dtype) for x in (kernels, slopes[:, order], variances)]
     ends = jnp.asarray(np.concatenate([indices, others[order]]), jnp.int32)
     return PackedRoots(jnp.asarray(factors), bound.packing, arrays[0], arrays[1], ends, arrays[2])
 

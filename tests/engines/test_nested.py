@@ -115,7 +115,7 @@ def test_searches_that_came_to_nothing_do_not_count():
     mode = find_mode(case.marginal(), np.zeros(1), np.full(1, 3.0))
     integral = integrate_lattice(marginal, mode, case.moments)
     np.testing.assert_allclose(integral.log_evidence, 3.0, atol=0.01)
-    assert integral.converged == 1
+    np.testing.assert_allclose(integral.converged, 1)
 
     def moments(point):
         mean, root = case.moments(point)

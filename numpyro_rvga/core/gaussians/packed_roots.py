@@ -102,14 +102,15 @@ class PackedRoot:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class PackedRoots:
-    """K of them, as :class:`PackedRoot`: with the components along the leading axis of ``factors`` and ``slopes``.
+    """K of them, as :class:`PackedRoot`: with the components along the leading axis of ``factors``, ``kernels`` and
+    ``slopes``.
 
     :ivar variances: of the entries of theta, (K, P).
     """
 
     factors: Array
     packing: Packing | ChainPacking
-    kernel: Array
+    kernels: Array
     slopes: Array
     places: Array
     variances: Array
@@ -120,7 +121,7 @@ class PackedRoots:
         return len(self.variances), size, size
 
     def component(self, k: int | Array) -> PackedRoot:
-        return PackedRoot(self.factors[k], self.packing, self.kernel, self.slopes[k], self.places)
+        return PackedRoot(self.factors[k], self.packing, self.kernels[k], self.slopes[k], self.places)
 
 
 def root_of(roots: Array | PackedRoots, k: int | Array) -> DenseRoot | PackedRoot:

@@ -7,10 +7,9 @@ import itertools
 
 import numpy as np
 
-from .nested import Design, Integral, Marginal, Mode, Moments, Point, Root, stacked, variances_of
+from .nested import ABOVE, Design, Integral, Marginal, Mode, Moments, Point, Root, stacked, variances_of
 
 DROP = 10.0  # nats below the highest point, where the marginal is cut off
-ABOVE = 0.5  # nats: by which a point may be higher than the mode that was found
 SPACING = 0.75  # of a lattice, in standard deviations of the Gaussian at the mode
 SETTLED = 0.02  # change of means, in standard deviations, and of log standard deviations, when the spacing doubles
 MAX_POINTS = 1_000

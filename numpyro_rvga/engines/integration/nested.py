@@ -22,6 +22,11 @@ from ..maximized_bound import Maximum, Start
 NUM_TRIALS = 8  # points of the prior at which L is tried before its mode is sought, for each parameter,
 MOST_TRIALS = 64  # and at most
 STEP = 0.3  # of differences of gradients, in units of the prior's standard deviation or the mode's, if that is less
+MAX_CLIMBS = 4
+ENDS = {"ftol": 1e-4, "gtol": 1e-2}  # of a climb
+FLAT = 0.1  # nats for each standard deviation: a slope at a mode
+SAME_PLACE = 0.5  # standard deviations, within which axes are not measured again
+ABOVE = 0.5  # nats: by which a point may be higher than the mode that was found
 DECONVOLUTIONS = 200
 KERNEL_REACH = 8.0  # standard deviations, beyond which a kernel is nothing in double precision
 FLATTEST = 3.0  # standard deviations of the prior: no Gaussian at a mode is wider
@@ -120,8 +125,7 @@ def find_mode(marginal: Marginal, mean: np.ndarray, deviation: np.ndarray, start
     :param mean: the prior's (d,), with ``deviation`` (d,). :param start: another point to look at first.
     :raises ValueError: if L is finite nowhere.
     """
-    import scipy.optimize  # here: slow to import, and seldom needed
-    import scipy.stats
+    import scipy.stats  # here: slow to import, and seldom needed
 
     size = len(mean)
     noise = scipy.stats.norm.ppf(
@@ -132,22 +136,41 @@ def find_mode(marginal: Marginal, mean: np.ndarray, deviation: np.ndarray, start
         marginal(h)
     if not marginal.points:
         raise ValueError("the bound is finite at no value of the integrated sites that the prior proposes.")
-    best = max(marginal.points, key=lambda point: point.bound)
+    scale, axes, at = np.diag(deviation), None, mean
+    for _ in range(MAX_CLIMBS):
+        best = _climb(marginal, scale)
+        if axes is None or np.max(np.abs(np.linalg.solve(axes, best.h - at))) > SAME_PLACE:
+            axes, at = _axes(marginal, best, deviation), best.h
+        is_flat = np.max(np.abs(axes.T @ marginal.with_gradient(best.h, best).gradient)) < FLAT
+        if is_flat and _highest(marginal).bound < best.bound + ABOVE:
+            break
+        scale = axes  # in which L is nearly round, and a search ends in a few steps
+    return Mode(best, axes)
 
-    def negative(t):
-        point = marginal.with_gradient(mean + deviation * t)
+
+def _highest(marginal: Marginal) -> Point:
+    return max(marginal.points, key=lambda point: point.bound)
+
+
+def _climb(marginal: Marginal, scale: np.ndarray) -> Point:
+    """From the highest point that is known, in coordinates t with h = point.h + scale t."""
+    import scipy.optimize  # here: slow to import, and seldom needed
+
+    best = _highest(marginal)
+
+    def drop(t: np.ndarray) -> tuple[float, np.ndarray]:  # not L itself: what ends the search is relative
+        point = marginal.with_gradient(best.h + scale @ t)
         if not np.isfinite(point.bound):
-            return 1e3 - best.bound + 1e3 * float(np.sum((t - origin) ** 2)), 2e3 * (t - origin)
-        return -point.bound, -deviation * point.gradient
+            return 1e3 + 1e3 * float(t @ t), 2e3 * t
+        return best.bound - point.bound, -scale.T @ point.gradient
 
-    origin = (best.h - mean) / deviation
-    scipy.optimize.minimize(negative, origin, jac=True, method="L-BFGS-B", options={"ftol": 1e-5, "gtol": 1e-2})
-    best = max(marginal.points, key=lambda point: point.bound)
-    return Mode(best, _axes(marginal, best, deviation))
+    scipy.optimize.minimize(drop, np.zeros(len(scale)), jac=True, method="L-BFGS-B", options=ENDS)
+    return _highest(marginal)
 
 
 def _axes(marginal: Marginal, mode: Point, deviation: np.ndarray) -> np.ndarray:
-    """A root of the inverse of L's negative Hessian, by differences of its gradient.
+    """The symmetric root of the inverse of L's negative Hessian, by differences of its gradient. It turns the
+    parameters, whose marginals are skewed, as little as possible.
 
     :raises NotFinite: if that is not finite.
     """
@@ -171,7 +194,7 @@ def _axes(marginal: Marginal, mode: Point, deviation: np.ndarray) -> np.ndarray:
         )
     values, vectors = np.linalg.eigh(0.5 * (hessian + hessian.T))
     values = np.where(np.isfinite(values), np.maximum(values, FLATTEST**-2), FLATTEST**-2)
-    return deviation[:, None] * vectors / np.sqrt(values)
+    return deviation[:, None] * (vectors / np.sqrt(values)) @ vectors.T
 
 
 # ---------------------------------------------------------------------- integration
@@ -191,7 +214,8 @@ class Design(NamedTuple):
     :ivar h: (K, d). :ivar mass: (K,), sums to one. :ivar means: of x, (K, P). :ivar roots: Cholesky factors of its
         covariances, (K, P, P), or :class:`SolvedRoot` with K along the leading axis.
     :ivar slopes: of its mean in h, (K, P, d).
-    :ivar kernel: (d, d), a root of the covariance of the Gaussians in h that stand around the points.
+    :ivar kernel: (d, d), a root of the covariance of the Gaussians in h that stand around the points, or one for each
+        point, (K, d, d).
     :ivar is_weighted: whether ``mass`` is the weight of these Gaussians already.
     """
 

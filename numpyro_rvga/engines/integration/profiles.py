@@ -1,0 +1,182 @@
+"""The drop of L along the axes of its mode: a skewed marginal is proposed from it, and nearly Gaussian in its terms."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from .nested import Marginal, Mode
+
+FREEDOM = 7.0  # of the Student t that a Gaussian profile proposes from
+LOOK = 1.5  # where a profile is measured first, in standard deviations of the Gaussian at the mode
+NEARLY_GAUSSIAN = 0.1  # nats, by which the drop there may differ from a Gaussian's, to be taken for one
+NEAR_DROP, FAR_DROP = 1.5, 4.5  # nats: a profile is known from a drop below the first to one above the second
+MAX_LOOKS = 6  # on each side
+LEAST_SLOPE = 0.2  # of a profile beyond where it was measured, in nats for each standard deviation
+LAST_DROP = 30.0  # nats, where a profile ends
+NUM_CELLS = 4_000
+FARTHEST = 8.5  # standard deviations of a standard normal variable, beyond which there is nothing
+
+
+class Profile(NamedTuple):
+    """One axis, z, cut in cells.
+
+    :ivar edges: of the cells (G + 1,). :ivar roots: signed roots of twice the drop at these edges.
+    :ivar log_density: of what is proposed, in each cell (G,). :ivar proposed: its distribution function at the edges.
+    :ivar standard: where a standard normal variable has as much mass below as exp(-drop) has below an edge.
+    """
+
+    edges: np.ndarray
+    roots: np.ndarray
+    log_density: np.ndarray
+    proposed: np.ndarray
+    standard: np.ndarray
+
+
+class Profiles(NamedTuple):
+    """Of all axes: a proposal in which they are independent, and two nonlinear coordinates of each.
+
+    Along an axis the marginal is exp(-drop). A proposal with the density of a Student t, in place of a Gaussian of the
+    root of twice the drop, has its skewness, and heavier tails.
+    """
+
+    axes: tuple[Profile, ...]
+
+    def propose(self, uniform: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Points z (n, d) for points (n, d) of the unit cube, and their log density (n,)."""
+        z = np.empty_like(uniform)
+        log_density = np.zeros(len(uniform))
+        for j, profile in enumerate(self.axes):
+            z[:, j] = np.interp(uniform[:, j], profile.proposed, profile.edges)
+            cell = np.searchsorted(profile.edges, z[:, j], side="right") - 1
+            log_density += profile.log_density[np.clip(cell, 0, NUM_CELLS - 1)]
+        return z, log_density
+
+    def roots(self, z: np.ndarray) -> np.ndarray:
+        """Signed roots of twice the drop along each axis, (n, d): those of a Gaussian are z."""
+        return np.stack([np.interp(z[:, j], p.edges, p.roots) for j, p in enumerate(self.axes)], axis=1)
+
+    def standard(self, z: np.ndarray) -> np.ndarray:
+        """Coordinates (n, d) in which exp(-drop) along each axis is standard normal."""
+        return np.stack([np.interp(z[:, j], p.edges, p.standard) for j, p in enumerate(self.axes)], axis=1)
+
+    def from_standard(self, v: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """z and its derivative along each axis, both (n, d), of such coordinates."""
+        z, slopes = np.empty_like(v), np.empty_like(v)
+        for j, profile in enumerate(self.axes):
+            z[:, j] = np.interp(v[:, j], profile.standard, profile.edges)
+            cell = np.clip(np.searchsorted(profile.edges, z[:, j], side="right") - 1, 0, NUM_CELLS - 1)
+            slopes[:, j] = (np.diff(profile.edges) / np.diff(profile.standard))[cell]
+        return z, slopes
+
+
+def measured(marginal: Marginal, mode: Mode, axes: np.ndarray, least_deviation: np.ndarray | None = None) -> Profiles:
+    """The profiles along axes through the mode, (d, d).
+
+    :param least_deviation: (d,), standard deviations that profiles have at least: those that are less are stretched.
+    """
+    profiles = []
+    for axis, direction in enumerate(axes.T):
+        sides = [_side(marginal, mode, sign * direction) for sign in (-1, 1)]
+        stretch = 1.0
+        if least_deviation is not None:
+            z, density = _density(*sides, stretch)
+            deviation = np.sqrt(np.average(z**2, weights=density))
+            stretch = max(1.0, float(least_deviation[axis] / deviation))
+        profiles.append(_profile(*sides, stretch))
+    return Profiles(tuple(profiles))
+
+
+class _Side(NamedTuple):
+    """Roots of twice the drop (m,) at distances (m,) on one side of the mode, both rising from zero.
+
+    :ivar slope: of the drop beyond. :ivar limit: a distance where there is no bound.
+    """
+
+    distances: np.ndarray
+    roots: np.ndarray
+    slope: float
+    limit: float
+
+    def at(self, distances: np.ndarray) -> np.ndarray:
+        """Roots at distances (n,)."""
+        if len(self.distances) == 1:
+            return np.sqrt(2 * self.slope * distances)
+        from scipy.interpolate import PchipInterpolator  # here: slow to import, and seldom needed
+
+        last = self.distances[-1]
+        inside = PchipInterpolator(self.distances, self.roots)(np.minimum(distances, last))
+        return np.sqrt(inside**2 + 2 * self.slope * np.maximum(distances - last, 0))
+
+    @property
+    def end(self) -> float:
+        """Where the drop is ``LAST_DROP``, or there is no bound."""
+        left = LAST_DROP - 0.5 * self.roots[-1] ** 2
+        if left > 0:
+            return min(self.limit, float(self.distances[-1] + left / self.slope))
+        return min(self.limit, float(np.interp(np.sqrt(2 * LAST_DROP), self.roots, self.distances)))
+
+
+def _side(marginal: Marginal, mode: Mode, direction: np.ndarray) -> _Side:
+    points, drops, limit = {0.0: mode.point}, {0.0: 0.0}, np.inf
+    distance = LOOK
+    for _ in range(MAX_LOOKS):
+        nearest = min(points, key=lambda known: abs(known - distance))
+        point = marginal(mode.point.h + distance * direction, points[nearest])
+        if np.isfinite(point.bound):
+            points[distance], drops[distance] = point, max(mode.point.bound - point.bound, 0.0)
+        else:
+            limit = min(limit, distance)
+        known = sorted(points)
+        if distance == LOOK and abs(drops.get(LOOK, 0.0) - 0.5 * LOOK**2) < NEARLY_GAUSSIAN:
+            drops |= {factor * LOOK: factor**2 * drops[LOOK] for factor in (2, 3)}
+            break
+        if len(known) == 1 or drops[known[1]] > NEAR_DROP:
+            distance = 0.5 * min(limit, *known[1:], LOOK)
+        elif max(drops.values()) < FAR_DROP:
+            distance = min(2 * known[-1], 0.5 * (known[-1] + limit))
+        else:
+            break
+    distances = np.array(sorted(drops))
+    drop = np.minimum.accumulate(np.array([drops[d] for d in distances])[::-1])[::-1]  # a second mode is covered
+    slope = LEAST_SLOPE if len(drop) < 2 else (drop[-1] - drop[-2]) / (distances[-1] - distances[-2])
+    return _Side(distances, np.sqrt(2 * drop), max(float(slope), LEAST_SLOPE), limit)
+
+
+def _edges(below: _Side, above: _Side) -> np.ndarray:
+    half = NUM_CELLS // 2
+    return np.concatenate([np.linspace(-below.end, 0, half + 1), np.linspace(0, above.end, half + 1)[1:]])
+
+
+def _roots(below: _Side, above: _Side, z: np.ndarray) -> np.ndarray:
+    return np.where(z < 0, -below.at(np.maximum(-z, 0)), above.at(np.maximum(z, 0)))
+
+
+def _density(below: _Side, above: _Side, stretch: float) -> tuple[np.ndarray, np.ndarray]:
+    """Middles of cells, and the mass of exp(-drop) in each."""
+    edges = _edges(below, above)
+    middle = 0.5 * (edges[1:] + edges[:-1])
+    mass = np.exp(-0.5 * _roots(below, above, middle) ** 2) * np.diff(edges)
+    return stretch * middle, mass / mass.sum()
+
+
+def _profile(below: _Side, above: _Side, stretch: float) -> Profile:
+    from scipy.stats import norm  # here: slow to import, and seldom needed
+
+    edges = _edges(below, above)
+    middle = 0.5 * (edges[1:] + edges[:-1])
+    heavy = (1 + _roots(below, above, middle) ** 2 / FREEDOM) ** (-0.5 * (FREEDOM + 1)) * np.diff(edges)
+    heavy /= heavy.sum()
+    _, mass = _density(below, above, stretch)
+    lower = np.concatenate([[0], np.cumsum(mass)])
+    upper = np.concatenate([np.cumsum(mass[::-1])[::-1], [0]])
+    standard = np.clip(np.where(lower < 0.5, norm.ppf(lower), norm.isf(upper)), -FARTHEST, FARTHEST)
+    proposed = np.concatenate([[0], np.cumsum(heavy)])
+    return Profile(
+        stretch * edges,
+        _roots(below, above, edges),
+        np.log(heavy / (stretch * np.diff(edges))),
+        proposed / proposed[-1],
+        np.maximum.accumulate(standard + 1e-9 * np.arange(len(standard))),
+    )
