@@ -62,8 +62,8 @@ class FixedPointVI:
     :param integrate: latent sites to integrate out. The result is then a mixture of Gaussians, one at each of many
         values of these sites, weighted by the data. ``"auto"`` takes as few sites as make the rest a latent Gaussian
         model: scales, correlations, length scales. More than six entries are drawn by NUTS, and ``elbo`` is then None.
-        All sites may be named if they have at most six entries: the posterior is then found by quadrature. False
-        (default) integrates nothing.
+        All sites may be named if they have at most six entries, and ``"auto"`` takes them all where no choice helps:
+        the posterior is then found by quadrature. False (default) integrates nothing.
     :param str marginal: log p(data, integrated sites) is taken to be: ``"bound"``, the bound given these sites; or
         ``"importance"``, the log of an average of p/q over quasi-random values of the other sites, one independent
         group of them at a time. This is closer, and takes longer. It is a lower bound in expectation only:
@@ -160,11 +160,11 @@ class FixedPointVI:
             engine.program.check_same_sites(init.program)
         not_integrated = {}
         if self.integrate:
-            choice = self._integration.choose(engine.program, self.integrate, rows)
-            if choice.sites:
-                start = None if init is None else init.mean
-                return Posterior(**self._integration(engine.program, choice.sites, rows, rng_key, progress_bar, start))
-            not_integrated = {"not_integrated": choice.reason}
+            start = None if init is None else init.mean
+            fields, why = self._integration(engine.program, self.integrate, rows, rng_key, progress_bar, start)
+            if fields is not None:
+                return Posterior(**fields)
+            not_integrated = {"not_integrated": why}
         nearby = None if init is None else Initial(init.mean, init.scale)
         fit = self._solver(engine, rows, nearby, progress_bar=progress_bar, started=started)
         info = {"schedule": self.schedule, "expectation": self.options.facts["expectation"], **not_integrated}

@@ -11,6 +11,7 @@ import pytest
 from numpyro import handlers
 from numpyro.infer import MCMC
 from numpyro.infer.reparam import LocScaleReparam
+from scipy import stats
 from scipy.special import logsumexp
 
 from numpyro_rvga import RVGA, FixedPointVI, Posterior
@@ -365,15 +366,40 @@ def test_auto_takes_the_fewest_sites(model, data, kwargs, sites):
 
 
 def regression(x, y=None):
-    slope = numpyro.sample("slope", dist.StudentT(4, 0, 1))
+    slopes = numpyro.sample("slopes", dist.StudentT(4, 0, 1).expand([x.shape[1]]).to_event(1))
     with numpyro.plate("rows", x.shape[0]):
-        numpyro.sample("y", dist.Bernoulli(logits=slope * x), obs=y)
+        numpyro.sample("y", dist.Bernoulli(logits=x @ slopes), obs=y)
 
 
-def test_latent_gaussian_models_are_left_as_they_are():
-    data = {"x": np.arange(6.0), "y": np.array([0, 1, 0, 1, 1, 1])}
-    posterior = FixedPointVI(regression, integrate="auto").run(data, progress_bar=False)
+def gaussian_regression(x, y=None):
+    slopes = numpyro.sample("slopes", dist.Normal(0, 1).expand([x.shape[1]]).to_event(1))
+    with numpyro.plate("rows", x.shape[0]):
+        numpyro.sample("y", dist.Normal(x @ slopes, 1.0), obs=y)
+
+
+@pytest.mark.parametrize(("model", "size"), [(regression, 7), (gaussian_regression, 2)])
+def test_long_latent_gaussian_models_and_gaussian_posteriors_are_left_as_they_are(model, size):
+    x = np.random.default_rng(0).normal(size=(12, size))
+    posterior = FixedPointVI(model, integrate="auto").run({"x": x, "y": np.arange(12) % 2}, progress_bar=False)
     assert posterior.info["not_integrated"] == "the model is a latent Gaussian model as it is"
+
+
+def test_auto_takes_all_sites_of_a_model_of_few_parameters():
+    """Four doses and deaths of five animals each, against a dense grid."""
+    x = np.stack([np.ones(4), np.array([-0.86, -0.30, -0.05, 0.73])], axis=1).repeat(5, axis=0)
+    y = np.concatenate([[0] * 5, [1, 0, 0, 0, 0], [1, 1, 1, 0, 0], [1] * 5])
+    mixture = FixedPointVI(regression, integrate="auto").run({"x": x, "y": y}, progress_bar=False)
+    assert mixture.info["integrated"] == ["slopes"]
+    axis = np.linspace(-12, 30, 600)
+    slopes = np.stack(np.meshgrid(axis, axis, indexing="ij"), -1).reshape(-1, 2)
+    logits = slopes @ x.T
+    log_joint = stats.t.logpdf(slopes, 4).sum(axis=1) + (y * logits - np.logaddexp(0, logits)).sum(axis=1)
+    mass = np.exp(log_joint - logsumexp(log_joint))
+    mean = mass @ slopes
+    deviation = np.sqrt(mass @ (slopes - mean) ** 2)
+    assert np.max(np.abs(mixture.mean - mean) / deviation) < 0.03
+    assert np.max(np.abs(np.log(np.sqrt(np.diagonal(mixture.covariance)) / deviation))) < 0.03
+    assert mixture.elbo == pytest.approx(logsumexp(log_joint) + 2 * np.log(axis[1] - axis[0]), abs=0.01)
 
 
 @pytest.mark.parametrize(
@@ -414,6 +440,44 @@ def test_resampling_is_refused_where_q_is_far_from_the_posterior():
     assert single.khat(SCHOOLS).khat > 0.7
     with pytest.raises(ValueError, match="cannot be resampled"):
         single.resample(SCHOOLS, 1000)
+
+
+def positive_of_two(left, right, y=None):
+    """Two columns that are nearly the same, and a slope that may not be negative: log of it has a long tail."""
+    slope = numpyro.sample("slope", dist.Normal(2, 10))
+    positive = numpyro.sample("positive", dist.TruncatedNormal(2, 10, low=0))
+    sigma = numpyro.sample("sigma", dist.Exponential(1))
+    with numpyro.plate("rows", len(y)):
+        numpyro.sample("y", dist.Normal(slope * left + positive * right, sigma), obs=y)
+
+
+def positive_given(sigma, X, y):
+    """The log evidence up to a constant, mean and variance of the positive slope."""
+    covariance = np.linalg.inv(X.T @ X / sigma**2 + np.eye(2) / 100)
+    linear = X.T @ y / sigma**2 + 0.02
+    mean, deviation = covariance @ linear, np.sqrt(covariance[1, 1])
+    exponent = 0.5 * (linear @ mean - y @ y / sigma**2) - len(y) * np.log(sigma)
+    evidence = exponent + 0.5 * np.linalg.slogdet(covariance)[1] + stats.norm.logsf(0, mean[1], deviation)
+    truncated = stats.truncnorm(-mean[1] / deviation, np.inf, mean[1], deviation)
+    return evidence, truncated.mean(), truncated.var()
+
+
+def test_long_tails_of_next_to_no_mass_are_left_out_without_a_warning():
+    rng = np.random.default_rng(0)
+    left = rng.normal(2, 0.5, 25)
+    X = np.stack([left, left + 0.008 * rng.normal(size=25)], axis=1)
+    y = X @ [1.0, 1.0] + 0.6 * rng.normal(size=25)
+    sigmas = np.linspace(0.3, 1.8, 300)
+    evidences, means, variances = np.transpose([positive_given(sigma, X, y) for sigma in sigmas])
+    weights = np.exp(evidences - sigmas - np.max(evidences - sigmas))
+    weights /= weights.sum()
+    mean = weights @ means
+    deviation = np.sqrt(weights @ (variances + (means - mean) ** 2))
+    data = {"left": X[:, 0], "right": X[:, 1], "y": y}
+    mixture = FixedPointVI(positive_of_two, integrate="auto").run(data, progress_bar=False)
+    draws = np.asarray(mixture.sample_posterior(KEY, (20_000,))["positive"], np.float64)
+    assert abs(draws.mean() - mean) < 0.03 * deviation
+    assert abs(np.log(draws.std() / deviation)) < 0.03
 
 
 def many_scales(x, y=None):

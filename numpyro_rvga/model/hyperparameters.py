@@ -53,7 +53,7 @@ def choose_sites(program: Program, conditional: Callable[[tuple[str, ...]], Prog
 
     def is_simple_given(site: str, given: Sequence[str]) -> bool:
         """Whether a site's terms are simple once some latent sites stand still, at any place."""
-        return _is_simple(program, *terms_given(site, given))
+        return len(given) == len(program.layout.site_names) or _is_simple(program, *terms_given(site, given))
 
     constrained = [name for name in program.layout.site_names if name not in program.real_sites]
     coupled = {}

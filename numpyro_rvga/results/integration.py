@@ -4,29 +4,29 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array, lax
+from jax import Array
 from jax.sharding import Mesh
 from jax.typing import ArrayLike, DTypeLike
 
-from ..core.gaussians.mixture import GaussianMixture
-from ..core.gaussians.packed_roots import PackedRoots
-from ..core.matrices.linalg import lower_from_root
+from ..core.expectations.closed_forms import Gaussian
 from ..engines.engine import Engine
 from ..engines.integration.evidence_estimate import EvidenceEstimate
 from ..engines.integration.importance import FEW_POINTS, NUM_POINTS, integrate_by_importance
 from ..engines.integration.lattice import integrate_lattice
 from ..engines.integration.log_density import LogDensity, weighted_rows
-from ..engines.integration.nested import Design, Integral, Marginal, Point, Root, SolvedRoot, find_mode, kernel_weights
+from ..engines.integration.mixtures import mixture_of
+from ..engines.integration.nested import Integral, Marginal, Point, Root, SolvedRoot, find_mode
 from ..engines.maximized_bound import MaximizedBound, Maximum, SparseMaximizedBound, Start
 from ..engines.registry import Engines
 from ..engines.row_chunks import chunks_of, distinct_chunks_of
 from ..engines.sparse import sparse_engine
 from ..model import Program
+from ..model.bad_rows import NotFinite
 from ..model.data.rows import Data, Rows
 from ..model.handlers.conditional import conditional_model
 from ..model.hyperparameters import Choice, choose_sites
@@ -43,7 +43,6 @@ if TYPE_CHECKING:
 DEFAULTS = Options("implicit", "auto", "auto", None, 500, 256)
 Bound = MaximizedBound | SparseMaximizedBound | LogDensity
 
-NEGLIGIBLE = 1e-6  # weight of a component that is left out
 MOST_ON_LATTICE = 2  # parameters
 MOST_BY_IMPORTANCE = 6
 MOST_INTEGRATED = 200
@@ -52,6 +51,13 @@ MOST_PARAMETERS = 500
 UNSETTLED = 0.1  # standard deviations
 MOST_KHAT = 0.7
 CONVERGED = 0.999  # of the mass, at points where the bound is maximized
+
+
+class Outcome(NamedTuple):
+    """:ivar fields: of a posterior; None if nothing is integrated out. :ivar reason: why nothing is."""
+
+    fields: Info | None
+    reason: str = ""
 
 
 class Integration:
@@ -97,6 +103,8 @@ class Integration:
                     program, lambda given: self._conditional(program, given, rows, default_key()).program
                 )
             choice = self._choices[key]
+            if not choice.sites and _may_be_integrated_whole(program):
+                return Choice(program.layout.site_names)
             size = _size(program, choice.sites)
             if size > most:
                 names = ", ".join(choice.sites)
@@ -123,17 +131,37 @@ class Integration:
     def __call__(
         self,
         program: Program,
-        sites: tuple[str, ...],
+        sites: str | Sequence[str],
         rows: Rows,
         rng_key: Array,
         progress_bar: bool,
         start: ArrayLike | None = None,
-    ) -> Info:
+    ) -> Outcome:
         """The fields of a posterior.
 
-        :param program: of the whole model. :param sites: which are integrated out.
+        :param program: of the whole model. :param sites: which are integrated out, as the user has said.
         :param start: theta (P,), where the search starts.
+        :raises NotFinite: if sites that were named leave a bound without a value.
         """
+        choice = self.choose(program, sites, rows)
+        if not choice.sites:
+            return Outcome(None, choice.reason)
+        try:
+            return Outcome(self._integrated(program, choice.sites, rows, rng_key, progress_bar, start))
+        except NotFinite as error:
+            if sites != "auto":
+                raise
+            return Outcome(None, f"{', '.join(choice.sites)}: {error}")
+
+    def _integrated(
+        self,
+        program: Program,
+        sites: tuple[str, ...],
+        rows: Rows,
+        rng_key: Array,
+        progress_bar: bool,
+        start: ArrayLike | None,
+    ) -> Info:
         indices = _indices_of(program, sites)
         others = np.setdiff1d(np.arange(program.layout.size), indices)
         bound, chunks = self._bound_of(program, sites, rows, rng_key)
@@ -237,60 +265,9 @@ def integrate(
     program.check_rows(rows)
     check_all_rows(posterior, rows)
     integration = Integration(DEFAULTS, program.improper_prior_scale, marginal=marginal)
-    choice = integration.choose(program, sites, rows)
-    if not choice.sites:
-        return {"info": dict(posterior.info) | {"not_integrated": choice.reason}}
     key = default_key() if rng_key is None else rng_key
-    return integration(program, choice.sites, rows, key, progress_bar, posterior.mean)
-
-
-def mixture_of(
-    design: Design,
-    indices: np.ndarray,
-    others: np.ndarray,
-    dtype: DTypeLike,
-    solved: SparseMaximizedBound | None = None,
-) -> GaussianMixture:
-    """A mixture over theta: h near a point is Normal, and x given h too, its mean linear in h.
-
-    :param indices: the entries of theta that are h. :param others: those that are x.
-    :param solved: what has left the roots, if they are block-arrows.
-    """
-    weights = design.mass if design.is_weighted else kernel_weights(design.h, design.mass, design.kernel)
-    size, kept = len(indices) + len(others), np.flatnonzero(weights > NEGLIGIBLE)
-    weights = weights[kept] / weights[kept].sum()
-    means = np.zeros((len(kept), size))
-    means[:, indices], means[:, others] = design.h[kept], design.means[kept]
-    log_weights, means = jnp.asarray(np.log(weights), dtype), jnp.asarray(means, dtype)
-    kernels = np.broadcast_to(design.kernel, (len(design.h), len(indices), len(indices)))[kept]
-    if solved is not None:
-        return GaussianMixture(log_weights, means, _packed_roots(design, kernels, kept, indices, others, solved))
-    roots = np.zeros((len(kept), size, size), dtype)
-    roots[:, indices, : len(indices)] = kernels
-    roots[:, others, : len(indices)] = design.slopes[kept] @ kernels
-    roots[:, others, len(indices) :] = design.roots[kept]
-    lower = jax.jit(lambda roots: lax.map(lower_from_root, roots))(roots)
-    return GaussianMixture(log_weights, means, lower)
-
-
-def _packed_roots(
-    design: Design,
-    kernels: np.ndarray,
-    kept: np.ndarray,
-    indices: np.ndarray,
-    others: np.ndarray,
-    bound: SparseMaximizedBound,
-) -> PackedRoots:
-    """Of a mixture's components, as they were solved."""
-    factors, of_x = jax.tree.map(lambda x: x[kept], design.roots)
-    kernels, slopes = np.linalg.cholesky(kernels @ np.swapaxes(kernels, 1, 2)), design.slopes[kept]
-    variances = np.zeros((len(kept), len(indices) + len(others)))
-    variances[:, indices] = np.sum(kernels**2, axis=2)
-    variances[:, others] = of_x + np.sum((slopes @ kernels) ** 2, axis=2)
-    order, dtype = bound.places, of_x.dtype
-    arrays = [jnp.asarray(x, dtype) for x in (kernels, slopes[:, order], variances)]
-    ends = jnp.asarray(np.concatenate([indices, others[order]]), jnp.int32)
-    return PackedRoots(jnp.asarray(factors), bound.packing, arrays[0], arrays[1], ends, arrays[2])
+    fields, reason = integration(program, sites, rows, key, progress_bar, posterior.mean)
+    return {"info": dict(posterior.info) | {"not_integrated": reason}} if fields is None else fields
 
 
 def _prior_moments(program: Program, *, is_long: bool) -> tuple[np.ndarray, np.ndarray]:
@@ -308,6 +285,12 @@ def _moments_of(bound: Bound, point: Point, dtype: DTypeLike) -> tuple[np.ndarra
         return mean, SolvedRoot(factor, variance)
     mean, root = bound.moments(jnp.asarray(point.h, dtype), point.start)
     return np.asarray(mean, np.float64), np.asarray(root, np.float64)
+
+
+def _may_be_integrated_whole(program: Program) -> bool:
+    """Whether quadrature over all sites finds more than one Gaussian does."""
+    is_gaussian = not program.prior.terms and all(terms.closed_form is Gaussian for terms in program.terms)
+    return program.layout.size <= MOST_BY_IMPORTANCE and program.row_latents is None and not is_gaussian
 
 
 def _size(program: Program, sites: Sequence[str]) -> int:

@@ -333,12 +333,12 @@ class Posterior:
 
         **Example**
 
-        With the model, the data and the posterior of :class:`RVGA`'s example, which has no hyperparameters:
+        With the model, the data and the posterior of :class:`RVGA`'s example, which has two parameters alone:
 
         .. doctest::
 
-            >>> posterior.integrate(data, progress_bar=False).info["not_integrated"]
-            'the model is a latent Gaussian model as it is'
+            >>> posterior.integrate(data, progress_bar=False).info["integrated"]
+            ['slope', 'intercept']
 
         :param data: all rows that the posterior has absorbed, with their outcome.
         :param sites: names of latent sites, or ``"auto"``.

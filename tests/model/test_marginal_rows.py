@@ -83,6 +83,18 @@ def test_states_that_another_latent_bounds_are_all_summed_over():
     np.testing.assert_allclose(found.elbo, expected.elbo, atol=1e-3)
 
 
+def test_nothing_is_integrated_out_where_rows_have_states_and_no_choice_of_sites_helps():
+    def augmented(y):
+        omega, p = numpyro.sample("omega", dist.Uniform(0, 1)), numpyro.sample("p", dist.Uniform(0, 1))
+        with numpyro.plate("rows", len(y)):
+            z = numpyro.sample("z", dist.Bernoulli(omega), infer={"enumerate": "parallel"})
+            numpyro.sample("y", dist.Binomial(3, z * p), obs=y)
+
+    data = {"y": np.repeat([0, 1, 2, 3], [14, 5, 3, 1])}
+    posterior = FixedPointVI(augmented, local="marginal", integrate="auto").run(data, progress_bar=False)
+    assert posterior.info["not_integrated"] and "integrated" not in posterior.info
+
+
 def test_hyperparameters_are_integrated_out_given_the_marginal_rows():
     def model(y, by_hand):
         mu, tau = numpyro.sample("mu", dist.Normal(0, 2)), numpyro.sample("tau", dist.HalfNormal(1))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import math
 
 import numpy as np
 
@@ -13,6 +14,7 @@ DROP = 10.0  # nats below the highest point, where the marginal is cut off
 SPACING = 0.75  # of a lattice, in standard deviations of the Gaussian at the mode
 SETTLED = 0.02  # change of means, in standard deviations, and of log standard deviations, when the spacing doubles
 MAX_POINTS = 1_000
+MOST_AT_EDGE = math.log(1e-3)  # share of the mass in points whose neighbors are left out, in a complete lattice
 MAX_HALVINGS = 2
 REFINEMENT = {1: 4, 2: 3}  # of a lattice by interpolation, by its dimension
 MOST_NUMBERS = 2**27  # in the roots of all points
@@ -74,7 +76,8 @@ def integrate_lattice(marginal: Marginal, mode: Mode, moments: Moments) -> Integ
 
 
 def _grow(marginal: Marginal, lattice: dict, mode: Mode, spacing: float) -> bool:
-    """Add to a lattice the neighbors of all its points that are high enough, the highest first. Whether all are in."""
+    """Add to a lattice the neighbors of all its points that are high enough, the highest first. Whether all are in, or
+    what is left out has next to no mass."""
     to_lattice, floor = np.linalg.inv(spacing * mode.axes), mode.point.bound - DROP
     count = itertools.count()
     for point in list(marginal.points):  # other modes, where exploring has met them
@@ -92,7 +95,11 @@ def _grow(marginal: Marginal, lattice: dict, mode: Mode, spacing: float) -> bool
             if neighbor in lattice:
                 continue
             if len(lattice) >= MAX_POINTS:
-                return False
+                ends = [negative, *(entry[0] for entry in queue)]
+                edge, all_of_it = (
+                    np.logaddexp.reduce(x) for x in (-np.array(ends), [p.bound for p in lattice.values()])
+                )
+                return bool(edge - all_of_it < MOST_AT_EDGE)
             h = mode.point.h + spacing * mode.axes @ neighbor
             lattice[neighbor] = _trusted(marginal(h, lattice[index]), mode)
             heapq.heappush(queue, (-lattice[neighbor].bound, next(count), neighbor))

@@ -1,0 +1,66 @@
+"""From points of the hyperparameters to a mixture of Gaussians over all parameters."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.typing import DTypeLike
+
+from ...core.gaussians.mixture import GaussianMixture
+from ...core.gaussians.packed_roots import PackedRoots
+from ...core.matrices.linalg import lower_from_root
+from ..maximized_bound import SparseMaximizedBound
+from .nested import Design, kernel_weights
+
+NEGLIGIBLE = 1e-6  # weight of a component that is left out
+
+
+def mixture_of(
+    design: Design,
+    indices: np.ndarray,
+    others: np.ndarray,
+    dtype: DTypeLike,
+    solved: SparseMaximizedBound | None = None,
+) -> GaussianMixture:
+    """A mixture over theta: h near a point is Normal, and x given h too, its mean linear in h.
+
+    :param indices: the entries of theta that are h. :param others: those that are x.
+    :param solved: what has left the roots, if they are block-arrows.
+    """
+    weights = design.mass if design.is_weighted else kernel_weights(design.h, design.mass, design.kernel)
+    size, kept = len(indices) + len(others), np.flatnonzero(weights > NEGLIGIBLE)
+    weights = weights[kept] / weights[kept].sum()
+    means = np.zeros((len(kept), size))
+    means[:, indices], means[:, others] = design.h[kept], design.means[kept]
+    log_weights, means = jnp.asarray(np.log(weights), dtype), jnp.asarray(means, dtype)
+    kernels = np.broadcast_to(design.kernel, (len(design.h), len(indices), len(indices)))[kept]
+    if solved is not None:
+        return GaussianMixture(log_weights, means, _packed_roots(design, kernels, kept, indices, others, solved))
+    roots = np.zeros((len(kept), size, size), dtype)
+    roots[:, indices, : len(indices)] = kernels
+    roots[:, others, : len(indices)] = design.slopes[kept] @ kernels
+    roots[:, others, len(indices) :] = design.roots[kept]
+    lower = jax.jit(lambda roots: lax.map(lower_from_root, roots))(roots)
+    return GaussianMixture(log_weights, means, lower)
+
+
+def _packed_roots(
+    design: Design,
+    kernels: np.ndarray,
+    kept: np.ndarray,
+    indices: np.ndarray,
+    others: np.ndarray,
+    bound: SparseMaximizedBound,
+) -> PackedRoots:
+    """Of a mixture's components, as they were solved."""
+    factors, of_x = jax.tree.map(lambda x: x[kept], design.roots)
+    kernels, slopes = np.linalg.cholesky(kernels @ np.swapaxes(kernels, 1, 2)), design.slopes[kept]
+    variances = np.zeros((len(kept), len(indices) + len(others)))
+    variances[:, indices] = np.sum(kernels**2, axis=2)
+    variances[:, others] = of_x + np.sum((slopes @ kernels) ** 2, axis=2)
+    order, dtype = bound.places, of_x.dtype
+    arrays = [jnp.asarray(x, dtype) for x in (kernels, slopes[:, order], variances)]
+    ends = jnp.asarray(np.concatenate([indices, others[order]]), jnp.int32)
+    return PackedRoots(jnp.asarray(factors), bound.packing, arrays[0], arrays[1], ends, arrays[2])
