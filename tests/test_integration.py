@@ -350,12 +350,20 @@ def looks_at_values(x, y=None):
     numpyro.sample("y", dist.Normal(effect[x[x >= 0]], 1.0), obs=y[x >= 0])
 
 
+def shares(total, y=None):
+    a, b = numpyro.sample("a", dist.HalfNormal(5)), numpyro.sample("b", dist.HalfNormal(20))
+    with numpyro.plate("groups", len(total)):
+        share = numpyro.sample("share", dist.Beta(a, b))
+        numpyro.sample("y", dist.Binomial(total, share), obs=y)
+
+
 @pytest.mark.parametrize(
     ("model", "data", "kwargs", "sites"),
     [
         (positive_slope, LINE, {}, ("sigma",)),
         (partly_undefined, LINE, {}, ("variance", "degrees")),
         (eight_schools_not_centered, SCHOOLS, {}, ("tau",)),
+        (shares, {"total": np.full(8, 9), "y": np.arange(8)}, {}, ("a", "b")),
         (looks_at_values, {"x": np.arange(-1, 7) % 7, "y": np.arange(8.0)}, {}, ("scale",)),
         (process, {"number": np.arange(5), "count": np.arange(5)}, {"places": np.arange(5.0)}, ("length", "variance")),
     ],

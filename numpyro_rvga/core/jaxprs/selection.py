@@ -199,6 +199,17 @@ def places_within(operand_shape: tuple[int, ...], inner: Selection, outer: Selec
     return positions if (positions[np.ix_(*axes)] >= 0).all() else None
 
 
+def is_same_entry(one: Selection, other: Selection) -> bool:
+    """Whether both select one entry, by the same indices."""
+    if math.prod(one.shape) != 1 or math.prod(other.shape) != 1:
+        return False
+    return all(a.value is b.value or _are_same_numbers(a, b) for a, b in zip(one.indices, other.indices))
+
+
+def _are_same_numbers(a: Index, b: Index) -> bool:
+    return a.is_constant and b.is_constant and np.array_equal(a.numbers.ravel(), b.numbers.ravel())
+
+
 def without_repetition(selection: Selection) -> tuple[Selection, Selection]:
     """A selection as one of each entry once, as far as the indices are constant, and one of these."""
     if selection.nodes:

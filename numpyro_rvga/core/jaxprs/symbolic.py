@@ -24,7 +24,7 @@ from ..pytrees import PyTree
 from .graph import Graph
 from .nodes import AFFINE, CONSTANT, POINTWISE, Node, Value, ancestors, evaluate_nodes
 from .primitives import ARITHMETIC
-from .selection import everything, places_within, select_entries
+from .selection import everything, is_same_entry, places_within, select_entries
 
 
 class Factorization(NamedTuple):
@@ -166,6 +166,8 @@ def _entries_of_others(affine: Node, leaves: list[Node]) -> Node | None:
         if other is not operand and (other.selection is None or other.parents[0] is not operand):
             continue
         inner = everything(operand.shape) if other is operand else other.selection
+        if is_same_entry(inner, selection):  # in another shape
+            return Node(POINTWISE, selection.shape, affine.dtype, [leaf], lambda entry: entry, [leaf.shape], "entry")
         places = places_within(operand.shape, inner, selection)
         if places is not None:
             select = select_entries(selection)
