@@ -338,7 +338,7 @@ class Posterior:
         .. doctest::
 
             >>> posterior.integrate(data, progress_bar=False).info["integrated"]
-            ['slope', 'intercept']
+            ['slopes']
 
         :param data: all rows that the posterior has absorbed, with their outcome.
         :param sites: names of latent sites, or ``"auto"``.
