@@ -254,6 +254,15 @@ def test_mixture_is_a_density(line):
     np.testing.assert_allclose(posterior.log_prob(sites), log_q[200, 190:210], rtol=1e-8)
 
 
+def test_the_posterior_of_a_pass_is_integrated_to_the_same_mixture(line):
+    mixture = RVGA(straight_line).run(LINE, progress_bar=False).integrate(LINE, progress_bar=False)
+    assert mixture.info["integrated"] == line.info["integrated"]
+    assert mixture.elbo == pytest.approx(line.elbo, abs=1e-3)
+    deviation = np.asarray(line.gaussian.deviation())
+    np.testing.assert_allclose((mixture.mean - line.mean) / deviation, 0, atol=0.01)
+    np.testing.assert_allclose(mixture.gaussian.deviation() / deviation, 1, atol=0.01)
+
+
 def test_moments_quantiles_and_draws_agree(schools):
     posterior = schools["centered"]
     theta = np.asarray(posterior.sample_unconstrained(KEY, (40_000,)))
