@@ -95,6 +95,24 @@ def test_nothing_is_integrated_out_where_rows_have_states_and_no_choice_of_sites
     assert posterior.info["not_integrated"] and "integrated" not in posterior.info
 
 
+def test_a_site_that_states_index_may_be_integrated_out():
+    def mixture(y):
+        means = numpyro.sample("means", dist.Normal(jnp.array([-1.0, 1.0]), 0.2).to_event(1))
+        share = numpyro.sample("share", dist.Beta(2, 2))
+        with numpyro.plate("rows", len(y)):
+            z = numpyro.sample("z", dist.Bernoulli(share), infer={"enumerate": "parallel"})
+            numpyro.sample("y", dist.Normal(means[z], 0.5), obs=y)
+
+    data = {"y": np.array([-1.2, -0.9, -1.1, 0.8, 1.3])}
+    one, given = (
+        FixedPointVI(mixture, local="marginal", integrate=integrate).run(data, progress_bar=False)
+        for integrate in (False, ["means"])
+    )
+    assert one.elbo is not None and given.elbo is not None
+    assert one.elbo - 1e-3 < given.elbo < one.elbo + 0.1
+    np.testing.assert_allclose(given.mean, one.mean, atol=0.05)
+
+
 def test_hyperparameters_are_integrated_out_given_the_marginal_rows():
     def model(y, by_hand):
         mu, tau = numpyro.sample("mu", dist.Normal(0, 2)), numpyro.sample("tau", dist.HalfNormal(1))

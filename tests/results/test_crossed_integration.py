@@ -6,6 +6,7 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 import pytest
+from scipy import stats
 from scipy.special import logsumexp
 
 from numpyro_rvga import FixedPointVI, Posterior
@@ -140,3 +141,32 @@ def test_rows_that_are_not_normal_have_the_bound_of_whole_matrices(monkeypatch):
     np.testing.assert_allclose(found.gaussian.deviation() / whole.gaussian.deviation(), 1, atol=0.02)
     with pytest.raises(NotImplementedError, match="marginal='bound'"):
         FixedPointVI(counts, integrate=["scale"], marginal="importance").run(data, progress_bar=False)
+
+
+def loadings(group, y=None, num_groups=None):
+    loading = numpyro.sample("loading", dist.Normal(1, 0.3))
+    with numpyro.plate("groups", num_groups):
+        factor = numpyro.sample("factor", dist.Normal(0, 1))
+    with numpyro.plate("rows", len(group)):
+        numpyro.sample("y", dist.Normal(loading * factor[group], 1.0), obs=y)
+
+
+def test_a_factor_of_all_effects_is_integrated_out_though_it_starts_at_zero():
+    """Against quadrature: given the loading, the rows of a group are normal."""
+    num_groups, size = 520, 3
+    rng = np.random.default_rng(0)
+    y = 0.8 * rng.normal(size=(num_groups, 1)) + rng.normal(size=(num_groups, size))
+    axis = np.linspace(0.3, 1.5, 800)
+    variance = 1 + size * axis[:, None] ** 2  # of the mean of a group's rows, times their number
+    sums, squares = y.sum(axis=1), np.sum(y**2)
+    exponent = -0.5 * (squares - np.sum(axis[:, None] ** 2 * sums**2 / variance, axis=1))
+    exponent -= 0.5 * num_groups * (np.log(variance[:, 0]) + size * np.log(2 * np.pi))
+    log_joint = exponent + stats.norm.logpdf(axis, 1, 0.3)
+    mass = np.exp(log_joint - logsumexp(log_joint))
+    mean = mass @ axis
+    deviation = np.sqrt(mass @ (axis - mean) ** 2)
+    data = {"group": np.repeat(np.arange(num_groups), size), "y": y.ravel()}
+    found = FixedPointVI(loadings, integrate=["loading"]).run(data, num_groups=num_groups, progress_bar=False)
+    assert abs(float(found.mean[0]) - mean) < 0.03 * deviation
+    assert abs(float(found.gaussian.deviation()[0]) / deviation - 1) < 0.03
+    assert found.elbo == pytest.approx(logsumexp(log_joint) + np.log(axis[1] - axis[0]), abs=0.02)

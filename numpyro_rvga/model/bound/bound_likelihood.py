@@ -101,7 +101,7 @@ class BoundLikelihood(BoundPrior):
     def _find_components(self) -> tuple[Component, ...]:
         if self.row_latents is None:
             return ()
-        row = {**self.example_row, **self.shared}
+        row = {**self.example_row, **self.shared_elsewhere}
         return components_of(self._row_records, self.row_latents, self.layout.size, self.dtype, row, self._row_sites)
 
     def _integrated_terms(
@@ -168,7 +168,7 @@ class BoundLikelihood(BoundPrior):
         """Sites each of whose terms depends on one entry of theta."""
         if not self.whole:
             return frozenset()
-        rows = {**self.inputs(self.example_rows), **self.shared}
+        rows = {**self.inputs(self.example_rows), **self.shared_elsewhere}
         size, dtype = self.layout.size, self.dtype
         answers = are_selections(self.terms, size, dtype, rows)
         return frozenset(terms.site for terms, is_selection in zip(self.terms, answers) if is_selection)
@@ -337,8 +337,8 @@ class BoundLikelihood(BoundPrior):
             self.dtype,
             self.terms,
             prior_terms,
-            dict(rows) | self.shared,
-            self.prior_inputs,
+            dict(rows) | self.shared_elsewhere,
+            self.prior_inputs | self.shared_elsewhere,
             {} if readers is None else readers,
         )
 

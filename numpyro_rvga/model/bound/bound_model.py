@@ -229,6 +229,13 @@ class BoundModel(ModelRuns):
         """What the terms take besides rows: the ``numpyro.param`` sites, if there are any."""
         return {PARAMS: self.params.values} if self.params.layout.size else {}
 
+    @property
+    def shared_elsewhere(self) -> dict[str, Array]:
+        """The same with other values, to find out by trying what terms depend on: where ``numpyro.param`` sites start,
+        often at zero, a product may not depend on its other factor, and states may be alike."""
+        noise = np.random.default_rng(0).normal(scale=0.5, size=self.params.layout.size)
+        return {name: values + noise.astype(self.dtype) for name, values in self.shared.items()}
+
     def holds(self, rows: Arrays) -> bool:
         """Whether these are the rows that are part of the program, or some of their arrays."""
         own = self.example_rows

@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import numpyro
 from numpyro.primitives import Messenger
@@ -30,7 +31,7 @@ class Given(Messenger):
     def process_message(self, msg: dict) -> None:
         if msg["type"] != "sample" or msg["name"] not in self.unconstrained:
             return
-        transform, value = site_transform(msg["fn"]), self.unconstrained[msg["name"]]
+        transform, value = site_transform(msg["fn"]), jnp.asarray(self.unconstrained[msg["name"]])
         msg["value"], msg["is_observed"] = transform(value), True
         self.log_determinants.append(transform.log_abs_det_jacobian(value, msg["value"]).sum())
         if not self.has_prior:
