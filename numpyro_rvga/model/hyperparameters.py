@@ -103,9 +103,9 @@ def _without_needless(sizes: dict[str, int], coupled: dict[str, frozenset[str]],
 
 def _all_terms(program: Program) -> Iterator[tuple[Terms, dict[str, Any]]]:
     """Those that are not Gaussian, with what they take."""
-    rows = program.inputs(program.example_rows) | program.shared
+    rows = program.inputs(program.example_rows) | program.shared_elsewhere
     yield from ((terms, rows) for terms in program.terms)
-    yield from ((terms, program.prior_inputs) for terms in program.prior.terms)
+    yield from ((terms, program.prior_inputs | program.shared_elsewhere) for terms in program.prior.terms)
 
 
 def _is_of_one_predictor(terms: Terms) -> bool:
@@ -160,7 +160,5 @@ def _terms_given(program: Program, site: str, given: Sequence[str]) -> tuple[Ter
 
 
 def _terms_of_conditional(program: Program, site: str) -> tuple[Terms, dict[str, Any]]:
-    """The same of a model given these sites, at some values of theirs."""
-    values = np.random.default_rng(1).normal(size=program.params.layout.size)
-    program = program.with_params(jnp.asarray(values, program.dtype))
+    """The same of a model given these sites."""
     return next((terms, rows) for terms, rows in _all_terms(program) if terms.site == site)

@@ -13,7 +13,6 @@ from jax import Array
 from jax.sharding import Mesh
 from jax.typing import ArrayLike, DTypeLike
 
-from ..core.expectations.closed_forms import Gaussian
 from ..engines.engine import Engine
 from ..engines.integration.evidence_estimate import EvidenceEstimate
 from ..engines.integration.importance import FEW_POINTS, NUM_POINTS, integrate_by_importance
@@ -289,8 +288,7 @@ def _moments_of(bound: Bound, point: Point, dtype: DTypeLike) -> tuple[np.ndarra
 
 def _may_be_integrated_whole(program: Program) -> bool:
     """Whether quadrature over all sites finds more than one Gaussian does."""
-    is_gaussian = not program.prior.terms and all(terms.closed_form is Gaussian for terms in program.terms)
-    return program.layout.size <= MOST_BY_IMPORTANCE and program.row_latents is None and not is_gaussian
+    return program.layout.size <= MOST_BY_IMPORTANCE and program.row_latents is None and not program.is_conjugate
 
 
 def _size(program: Program, sites: Sequence[str]) -> int:
