@@ -17,10 +17,10 @@ PACKAGE = Path(numpyro_rvga.__file__).parent
 FLOORS = {
     ".": """core model options files progress user_warnings dynamics initialization engines streams results presets bong
         families group_streams rvga fixed_point metrics clusters distributed""".split(),
-    "core": """pytrees special count matrices jaxprs compilation exponential expectations gaussians updates
+    "core": """pytrees special matrices jaxprs compilation exponential expectations gaussians updates
         groups""".split(),
-    "model": """layout pickling data handlers terms bound identity program bad_rows half_lines hyperparameters members
-        outcomes own_density predictive reading_check site_families""".split(),
+    "model": """layout data handlers terms bound identity program bad_rows half_lines hyperparameters members
+        own_density predictive site_families""".split(),
 }
 HEAVY = ["arviz", "dask", "distributed", "matplotlib", "pyarrow", "scipy.stats", "tqdm.auto"]
 

@@ -9,7 +9,7 @@ import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 
-from ..core.updates.sparse import Marginals
+from ..core.updates.joint import Marginals
 from ..core.updates.state import State, StepInfo
 from ..model.bad_rows import NotFinite, describe_bad_rows
 from ..model.data.rows import Rows
@@ -22,8 +22,7 @@ from .engine import Engine
 from .expectation_errors import expectation_errors, warn_of
 from .gradient_ascent import GradientAscent, Record
 from .joint_solver import JointProblem, whitened
-from .learning import Learned, learn
-from .maximized_bound import MaximizedBound
+from .maximized_bound import Learned, MaximizedBound, learn
 from .row_chunks import distinct_chunks_of
 from .sparse import SparseEngine, sparse_engine
 from .starts import modes_info, warn_of_modes

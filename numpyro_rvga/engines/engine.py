@@ -39,12 +39,20 @@ from ..model.program import Program
 from ..model.terms.sparsity import selecting_pattern
 from ..model.terms.terms import Terms, merged
 from ..options import Info, Options, key_numbers
-from .absorbed_rows import AbsorbedRows, absorbed_row_factors, by_row
 from .devices import Devices
 from .effort import Effort
 from .joint_solver import JointProblem, JointSolver, PriorProblem, RowChunks, search_for
 from .kinds import make_kind
-from .linearized import at_places, factors_of, merged_by_form, prepare, sites_by_form
+from .linearized import (
+    AbsorbedRows,
+    absorbed_row_factors,
+    at_places,
+    by_row,
+    factors_of,
+    merged_by_form,
+    prepare,
+    sites_by_form,
+)
 from .starts import MOST_NUMBERS, MOST_PARAMETERS, other_means
 
 SYMMETRIC_PREDICTORS = 8  # with more, as in neural networks, the prior's mean is often a saddle

@@ -13,7 +13,7 @@ from jax import Array
 
 from ..core.updates.factors import Accounts, Kind, covariances
 from ..core.updates.state import State
-from ..model.data.distinct_rows import num_distinct, once_each
+from ..model.data.row_set import num_distinct, once_each
 from ..model.data.rows import Rows, linspace_indices, num_rows, selected
 from ..user_warnings import warn
 from .effort import BUDGET

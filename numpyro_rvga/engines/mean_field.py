@@ -22,7 +22,6 @@ import numpy as np
 from jax import Array, lax
 
 from ..core.compilation import Compiled
-from ..core.count import Count
 from ..core.expectations.by_nodes import hermite_rule, monte_carlo_points
 from ..core.exponential import regressed
 from ..core.gaussians import FullGaussian
@@ -31,7 +30,7 @@ from ..core.pytrees import PyTree
 from ..core.updates.factors import Factors, covariances
 from ..core.updates.joint import DenseJoint, solve_joint_traced
 from ..core.updates.objective import FactorSet
-from ..core.updates.state import State, new_state
+from ..core.updates.state import Count, State, new_state
 from ..model.data.arguments import PARAMS
 from ..model.site_families import SiteEntries
 from ..options import key_numbers

@@ -13,15 +13,13 @@ import numpy as np
 from jax import Array, lax
 
 from ..core.compilation import Compiled
-from ..core.count import Count
 from ..core.gaussians import DiagonalGaussian, Family, FullGaussian, LowRankGaussian, Movement, converted
 from ..core.updates.estimators import Observation, implicit, make_estimator
 from ..core.updates.rules import Rule, Updated, iterate, update
-from ..core.updates.state import CanonicalGaussian, State
+from ..core.updates.state import CanonicalGaussian, Count, State
 from ..dynamics import Dynamics, movement_of
 from ..model.data.rows import num_rows
-from ..model.outcomes import check_can_be_drawn, drawn_log_likelihood
-from ..model.predictive import log_predictive
+from ..model.predictive import check_can_be_drawn, drawn_log_likelihood, log_predictive
 from ..model.terms.terms import Terms
 from .engine import Engine
 

@@ -12,15 +12,13 @@ from jax import Array
 from jax.sharding import Mesh
 
 from ..dynamics import Dynamics, movement_of
-from ..model.bad_rows import check_start
+from ..model.bad_rows import check_reading, check_start
 from ..model.bound import bad_indices
 from ..model.data.arguments import BadData, NotRows, checked_rows, has_frames, whole_data
-from ..model.data.keywords import same, snapshot
-from ..model.data.rows import Data, Keywords, Rows, num_rows
+from ..model.data.rows import Data, Keywords, Rows, num_rows, same, snapshot
 from ..model.half_lines import read_on_positive_half
 from ..model.handlers.failures import LocalLatents, UnboundedStates, readable, why_not_rows
 from ..model.program import Program
-from ..model.reading_check import check_reading
 from ..options import Info, Options, key_numbers
 from ..user_warnings import warn
 from .devices import Devices

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..model.data.distinct_rows import once_each
+from ..model.data.row_set import once_each
 from ..model.data.rows import Rows, in_blocks, num_rows, pad
 from .engine import Engine
 from .joint_solver import RowChunks

@@ -13,16 +13,15 @@ import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 
-from ..core.count import Count
 from ..core.matrices.borders import border_pattern
 from ..core.matrices.chains import ChainPacking
 from ..core.matrices.packing import Packing
 from ..core.updates.drivers import Progress
 from ..core.updates.factors import Factors, Kind
+from ..core.updates.joint import Marginals, SparseJoint
 from ..core.updates.objective import FactorSet, in_stages
 from ..core.updates.search import Search
-from ..core.updates.sparse import Marginals, SparseJoint
-from ..core.updates.state import State, StepInfo
+from ..core.updates.state import Count, State, StepInfo
 from ..model.data.arguments import PARAMS
 from ..model.data.rows import Rows, num_rows
 from ..model.terms.sparsity import Sparsity

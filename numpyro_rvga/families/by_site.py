@@ -11,9 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from ..core.count import Count
 from ..core.gaussians.mean_field import MeanField
-from ..core.updates.state import new_state
+from ..core.updates.state import Count, new_state
 from ..engines.engine import Engine
 from ..engines.mean_field import MOST_IN_GRID, MeanFieldState, MeanFieldUpdates
 from ..engines.registry import Engines

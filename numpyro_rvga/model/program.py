@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import pickle
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
@@ -21,11 +22,9 @@ from .bound.row_checks import RowCheck, WholeSupportCheck, index_check, support_
 from .data.arguments import check_row_shapes, checked_rows, finite_rows, row_shapes, whole_data_again
 from .data.arrays import as_jax_array
 from .data.rows import Arrays, Data, Keywords, Rows, num_rows, selected
-from .handlers.data_prior import PriorConstants
-from .handlers.deterministic import DeterministicSites, classify_deterministic
+from .handlers.data_prior import DeterministicSites, PriorConstants, classify_deterministic
 from .handlers.tracing import deterministic_sites, peel, sample_sites
 from .identity import ModelIdentity, model_identity
-from .pickling import check_picklable
 from .terms.local import RowFacts
 
 
@@ -361,3 +360,14 @@ def _read_again(
     program = Program(model, rows, model_kwargs, **options)
     program.data_rows, program.reason = data_rows, reason
     return program
+
+
+def check_picklable(what: str, value: object) -> None:
+    """:raises PicklingError: saying what to do with a posterior that holds what cannot be pickled."""
+    try:
+        pickle.dumps(value)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:  # what pickle raises differs among versions
+        raise pickle.PicklingError(
+            f"{what} cannot be pickled ({error}). Write the posterior to a file, posterior.save(path), and read it "
+            "where the model is known, Posterior.load(path, model); or define the model at the top level of a module."
+        ) from error

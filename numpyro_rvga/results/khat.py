@@ -26,9 +26,8 @@ from ..core.gaussians.mixture import GaussianMixture
 from ..engines.starts import NOTICEABLE, share_of_others
 from ..model.data.rows import Arrays, Data
 from ..streams.order import seed_of
-from .log_joint import check_all_rows, log_joint, rows_with_outcome
+from .log_joint import check_all_rows, draws_with_density, is_of_points, log_joint, rows_with_outcome
 from .marginal_nuts import has_mixed
-from .proposals import draws_with_density, is_of_points
 
 if TYPE_CHECKING:
     from .posterior import Posterior

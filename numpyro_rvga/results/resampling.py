@@ -12,8 +12,7 @@ from jax import Array
 from ..model.data.rows import Data
 from .arviz import converted, smoothed
 from .khat import NEARLY_EQUAL
-from .log_joint import check_all_rows, log_joint, rows_with_outcome
-from .proposals import draws_with_density
+from .log_joint import check_all_rows, draws_with_density, log_joint, rows_with_outcome
 
 if TYPE_CHECKING:
     from .posterior import Posterior

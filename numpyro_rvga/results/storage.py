@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from .. import files
-from ..core.count import Count
 from ..core.gaussians import FAMILIES
 from ..core.gaussians.mean_field import MeanField
 from ..core.gaussians.mixture import GaussianMixture
@@ -20,7 +19,7 @@ from ..core.gaussians.packed_roots import PackedRoots
 from ..core.matrices.borders import BorderPattern
 from ..core.matrices.chains import ChainPacking
 from ..core.matrices.packing import Packing
-from ..core.updates.state import CanonicalGaussian, State
+from ..core.updates.state import CanonicalGaussian, Count, State
 from ..model import Program
 from ..model.data.arguments import named_rows, whole_data
 from ..model.data.row_set import RowSet

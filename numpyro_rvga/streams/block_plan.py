@@ -9,7 +9,7 @@ from ..engines.devices import Devices
 from ..engines.engine import Engine
 from ..engines.registry import Engines
 from ..engines.sparse import SparseEngine, sparse_engine
-from ..model.data.distinct_rows import num_distinct
+from ..model.data.row_set import num_distinct
 from ..model.data.rows import Rows, num_rows
 from ..options import Options, check_size
 from .source import RowSource

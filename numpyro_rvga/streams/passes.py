@@ -28,10 +28,10 @@ from ..model.identity import ModelIdentity, model_identity
 from ..model.program import Program
 from ..options import Info
 from ..progress import Bar
+from .checkpoints import fingerprint, plain_arrays, state_from_arrays
 from .feed import Feed, Piece
 from .opening import HEAD, PassOptions, check_finite_at, located, replaced, usable_rows, with_finite_head
 from .source import NOTHING, SLICE, RowSource
-from .state_arrays import fingerprint, plain_arrays, state_from_arrays
 
 PREFETCH = 8  # steps under way: while they compute, the next rows are read
 MAX_LISTED = 1000  # skipped rows whose numbers are kept

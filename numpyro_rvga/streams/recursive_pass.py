@@ -18,12 +18,12 @@ from jax import Array
 
 from ..core.updates.factors import Accounts
 from ..core.updates.state import Absorbed, RowFactors, State, StepInfo
-from ..engines.absorbed_rows import AbsorbedRows, num_absorbed
 from ..engines.engine import Engine
+from ..engines.linearized import AbsorbedRows, num_absorbed
 from ..engines.sparse import SparseEngine
 from ..engines.starts import modes_info
 from ..model.bad_rows import NotFinite, describe_bad_rows
-from ..model.data.distinct_rows import once_each
+from ..model.data.row_set import once_each
 from ..model.data.rows import Rows, in_blocks, num_rows, pad, selected
 from ..options import Info
 from ..progress import Bar

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from numpyro_rvga.core.jaxprs.shared_work import work_of_outputs
+from numpyro_rvga.core.jaxprs.primitives import work_of_outputs
 
 
 def chain(x):

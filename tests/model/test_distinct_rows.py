@@ -11,7 +11,7 @@ from numpyro.infer.util import log_density
 from scipy.special import gammaln
 
 from numpyro_rvga import RVGA, FixedPointVI
-from numpyro_rvga.model.data.distinct_rows import num_distinct, once_each
+from numpyro_rvga.model.data.row_set import num_distinct, once_each
 from numpyro_rvga.results.log_joint import log_joint
 
 NUM_ROWS = 9000

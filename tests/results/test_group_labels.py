@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from numpyro_rvga.results.groups.labels import label_kind
+from numpyro_rvga.results.groups.parts import label_kind
 
 
 @pytest.mark.parametrize(

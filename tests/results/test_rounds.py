@@ -12,7 +12,7 @@ import pytest
 from numpyro_rvga import BONG, RVGA, FixedPointVI, Posterior
 from numpyro_rvga.core.updates.state import new_state
 from numpyro_rvga.engines.certificate import Look, Sums
-from numpyro_rvga.results.merging import rounds, sample_start
+from numpyro_rvga.results.merging import rounds
 from numpyro_rvga.results.merging.rounds import Evaluations, in_rounds
 
 
@@ -85,8 +85,8 @@ def off(posterior, best):
 @pytest.mark.parametrize("order", ["shuffled", "sorted"])
 @pytest.mark.parametrize("kind", ["logistic", "counts", "crossed"])
 def test_parts_meet_the_best_gaussian_of_all_rows(kind, order, monkeypatch):
-    monkeypatch.setattr(sample_start, "FEWEST_ROWS", 100)  # a sample is not all rows
-    monkeypatch.setattr(sample_start, "ROWS_PER_PARAMETER", 10)
+    monkeypatch.setattr(rounds, "FEWEST_ROWS", 100)  # a sample is not all rows
+    monkeypatch.setattr(rounds, "ROWS_PER_PARAMETER", 10)
     blocks, parts = cut(kind, order)
     merged, best = Posterior.merge(parts, data=blocks), best_of(kind)
     assert merged.info["rounds"] <= 5 and merged.info["converged"] and merged.info["merge_error"] < 0.01
@@ -189,7 +189,7 @@ def test_parts_that_contradict_each_other_begin_at_a_sample_of_all_rows(monkeypa
 
 def test_rows_that_stand_for_all_others_count_as_often(monkeypatch):
     blocks, parts = sorted_shares()
-    seen, from_sample = [], sample_start.state_of_sample
+    seen, from_sample = [], rounds.state_of_sample
 
     def watched(engine, start, counts, sample_of):
         def taken(*numbers):
@@ -211,7 +211,7 @@ def test_rows_that_stand_for_all_others_count_as_often(monkeypatch):
     best = FixedPointVI(shares).run(twice, progress_bar=False)
     np.testing.assert_allclose(state.mean, best.mean, atol=1e-4)
     np.testing.assert_allclose(deviations, best.gaussian.deviation(), rtol=1e-3)
-    monkeypatch.setattr(sample_start, "FIRST_BLOCK_NUMBERS", 1)  # too few rows for the parameters: none
+    monkeypatch.setattr(rounds, "FIRST_BLOCK_NUMBERS", 1)  # too few rows for the parameters: none
     again = Posterior.merge(parts, data=blocks)
     assert len(seen) == 3 and seen[-1] is None and off(again, whole) < 0.02
 

@@ -17,8 +17,7 @@ import numpyro.distributions as dist
 import pytest
 
 from numpyro_rvga import BONG, RVGA, ParquetRows, Posterior, RandomWalk, files
-from numpyro_rvga.core.count import Count
-from numpyro_rvga.core.updates.state import Absorbed
+from numpyro_rvga.core.updates.state import Absorbed, Count
 from numpyro_rvga.streams import block_plan, opening, recursive_pass
 from numpyro_rvga.streams import order as order_module
 from numpyro_rvga.streams import passes as passes_module

@@ -26,10 +26,9 @@ from ..matrices.precisions import PrecisionForm
 from ..pytrees import PyTree
 from .acceleration import MEMORY, NEAR, accelerated, entries_of_steps, visited
 from .factors import Expected
-from .maximize import propose, solution, unfinished, update, with_base
+from .maximize import choose_target, propose, solution, unfinished, update, with_base
 from .objective import Objective
 from .search import Base, Proposal, Search, Solution, SolverState
-from .targets import choose_target
 
 MAX_MEAN_STEPS = 20  # Newton steps of the mean after one of the covariance, where they need no matrix product
 INNER_RTOL = 0.01  # of the squared natural gradient before a step: where the mean is solved well enough for now

@@ -9,7 +9,7 @@ from jax import Array
 
 from ...core.pytrees import PyTree
 from ...model import Program
-from ...model.data.distinct_rows import once_each
+from ...model.data.row_set import once_each
 from ...model.data.rows import Rows, num_rows
 from ..maximized_bound import Maximum, Start
 

@@ -31,8 +31,7 @@ from ..handlers.tracing import (
 from ..layout import Layout, layout_of
 from ..terms.local import LocalSites, RowFacts, bounds_of, states_between
 from . import validation
-from .model_runs import ModelRuns
-from .parameters import Parameters, parameters_of
+from .model_runs import ModelRuns, Parameters, parameters_of
 
 
 class ImproperPrior(ValueError):

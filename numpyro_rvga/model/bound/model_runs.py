@@ -3,25 +3,61 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
-from typing import Any, TypeVar
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import numpyro
 from jax import Array
 from numpyro import distributions as dist
+from numpyro.distributions import constraints
+from numpyro.distributions.transforms import biject_to
 
 from ...core.compilation import jit_once
 from ..data.arguments import PARAMS, SHARED, split_call
 from ..data.rows import Arrays, Keywords
 from ..handlers.tracing import RowRunner, SiteInfo, SiteRecord, run_model, sample_sites
-from ..layout import layout_of
+from ..layout import Layout, layout_of
 from ..terms.local import LocalSites
-from .parameters import parameters_of
 from .replay import Replay
 
 Tree = TypeVar("Tree")
+
+
+class Parameters(NamedTuple):
+    """Deterministic parameters.
+
+    :ivar layout: order and unconstrained shapes.
+    :ivar transforms: to the constraint's set, by name.
+    :ivar values: (K,), in unconstrained space.
+    """
+
+    layout: Layout
+    transforms: dict[str, Any]
+    values: Array
+
+    def constrained(self, values: Array) -> dict[str, Array]:
+        """By name, from (K,)."""
+        return {name: self.transforms[name](value) for name, value in self.layout.unravel(values).items()}
+
+
+def parameters_of(trace: Mapping[str, dict], dtype) -> Parameters:
+    """The parameters at the values that a run of the model gave them.
+
+    :raises ValueError: naming the site, if its initial value is outside its constraint.
+    """
+    transforms, initial = {}, {}
+    for name, site in trace.items():
+        if site["type"] != "param":
+            continue
+        transforms[name] = biject_to(site["kwargs"].get("constraint", constraints.real))
+        initial[name] = transforms[name].inv(jnp.asarray(site["value"], dtype))
+        if not jnp.all(jnp.isfinite(initial[name])):
+            raise ValueError(f"numpyro.param site {name!r} starts at {site['value']}, outside its constraint.")
+    layout = layout_of({name: value.shape for name, value in initial.items()})
+    return Parameters(layout, transforms, layout.ravel(initial) if initial else jax.device_put(np.zeros(0, dtype)))
 
 
 class ModelRuns:

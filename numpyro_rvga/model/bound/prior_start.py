@@ -13,11 +13,10 @@ from jax import Array, lax
 from jax.typing import DTypeLike
 
 from ...core.compilation import at_once, jit_once
-from ...core.count import Count
 from ...core.expectations.by_nodes import linearized
 from ...core.expectations.closed_forms import Gaussian, gaussian
 from ...core.matrices.jacobians import gram, vjp
-from ...core.updates.state import CanonicalGaussian, State
+from ...core.updates.state import CanonicalGaussian, Count, State
 from ..data.rows import Arrays
 from ..terms.sparsity import are_selections, selecting_pattern, sparse_jacobian
 from ..terms.terms import Terms, constants, linearize, merged

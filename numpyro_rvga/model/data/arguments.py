@@ -11,8 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .arrays import BadData, as_data_array, is_array, is_frame
-from .keywords import same
-from .rows import Arrays, Data, Keywords, Rows
+from .rows import Arrays, Data, Keywords, Rows, same
 
 ROW = "numpyro_rvga.row"  # among a program's rows: their numbers, where the model always runs on all data
 PARAMS = "numpyro_rvga.params"  # among a program's rows: the numpyro.param sites, the same for all of them

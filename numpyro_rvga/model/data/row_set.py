@@ -8,10 +8,13 @@ from typing import NamedTuple
 
 import numpy as np
 
+from .rows import Rows, num_rows, selected
+
 GOLDEN = 0x9E3779B97F4A7C15
 MIX = np.uint64(0xD6E8FEB86659FD93)
 HALF = np.uint64(32)
 PIECE = 2**16  # numbers that are worked on at a time, to stay in the processor's cache
+LARGEST_SHARE = 0.5  # of distinct rows among all: with more, leaving out the others saves less than it costs
 
 
 class RowSet(NamedTuple):
@@ -75,3 +78,32 @@ def _mixed(numbers: np.ndarray) -> np.ndarray:
     for _ in range(2):
         numbers = (numbers ^ (numbers >> HALF)) * MIX
     return numbers ^ (numbers >> HALF)
+
+
+def num_distinct(rows: Rows, most: int) -> int:
+    """The number of distinct rows, or that of all if more than ``most`` are distinct."""
+    count = 0
+    for stop in sorted({min(2 * most, num_rows(rows)), num_rows(rows)}):  # the first of many rows often tell already
+        count = len(np.unique(row_digests(selected(rows, slice(stop)))))
+        if count > most:
+            return num_rows(rows)
+    return count
+
+
+def once_each(rows: Rows, weights: np.ndarray) -> tuple[Rows, np.ndarray]:
+    """Each distinct row once, in order of appearance, with the sum of the weights of all that are equal to it: a sum
+    over rows is the same. Rows of which more than half are distinct stay as they are.
+
+    :param rows: (n, ...) arrays. :param weights: (n,).
+    """
+    if not rows:
+        return rows, weights
+    _, first, which = np.unique(row_digests(rows), return_index=True, return_inverse=True)
+    order = np.argsort(first)
+    first, which = first[order], np.argsort(order)[which]
+    if len(first) > LARGEST_SHARE * len(weights):
+        return rows, weights
+    once = selected(rows, first)
+    if not all(np.array_equal(array, once[name][which], equal_nan=True) for name, array in rows.items()):
+        return rows, weights  # two rows share a digest by chance
+    return once, np.bincount(which, weights, len(first)).astype(weights.dtype)

@@ -7,11 +7,13 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import numpyro
 import numpyro.distributions as dist
 from jax import Array
 from jax.core import Tracer
-from numpyro import handlers
+from jax.scipy.special import betaln
+from numpyro import distributions, handlers
 from numpyro.distributions import Distribution
 from numpyro.distributions.transforms import IdentityTransform, biject_to
 from numpyro.primitives import Messenger
@@ -19,7 +21,6 @@ from numpyro.primitives import Messenger
 from ..data.arguments import absent_arguments, split_call
 from ..data.rows import Arrays, Keywords, common_length
 from .failures import needs_numbers
-from .separable import separate_terms
 
 REACH = 2.0  # in unconstrained space, of sites that cannot be drawn: as NumPyro starts NUTS
 
@@ -316,3 +317,27 @@ def elements(record: SiteRecord) -> Array:
 
 def _is_one(weight: Array | float) -> bool:
     return not isinstance(weight, jax.Array) and weight == 1
+
+
+def separate_terms(fn: distributions.Distribution, value: Array, unconstrained: Array) -> Array | None:
+    """The log density of a latent in unconstrained space, one term for each factor, (..., K); None if it has no such
+    form.
+
+    :param fn: the distribution of ``value``, which ``unconstrained`` was mapped to.
+    """
+    while isinstance(fn, distributions.ExpandedDistribution):
+        fn = fn.base_dist
+    if isinstance(fn, (distributions.LKJ, distributions.LKJCholesky)):
+        return _partial_correlations(fn, unconstrained)
+    if isinstance(fn, distributions.GaussianRandomWalk):
+        steps = jnp.diff(value, axis=-1, prepend=0.0)
+        return distributions.Normal(0.0, jnp.expand_dims(fn.scale, -1)).log_prob(steps)
+    return None
+
+
+def _partial_correlations(fn: Any, x: Array) -> Array:
+    """Canonical partial correlations tanh(x) are independent: (1 + tanh(x_ij)) / 2 ~ Beta(b_j, b_j), with b_j =
+    eta + (D - 2 - j) / 2, j from 0 (Lewandowski, Kurowicka and Joe, 2009)."""
+    column = np.tril_indices(fn.dimension, -1)[1]
+    b = jnp.expand_dims(fn.concentration, -1) + 0.5 * (fn.dimension - 2 - column)
+    return b * (jax.nn.log_sigmoid(2 * x) + jax.nn.log_sigmoid(-2 * x)) + jnp.log(2.0) - betaln(b, b)

@@ -14,8 +14,7 @@ from numpyro.distributions import Distribution
 from numpyro.distributions.transforms import IdentityTransform, biject_to
 
 from ...core.expectations import closed_forms as cf
-from ...core.jaxprs.primitives import numbers_in
-from ...core.jaxprs.shared_work import work_of_outputs
+from ...core.jaxprs.primitives import numbers_in, work_of_outputs
 from ...core.jaxprs.symbolic import Factorization, Reading, factorize
 from ..data.rows import Arrays
 from ..handlers.tracing import SiteRecord, elements, peel, site_transform

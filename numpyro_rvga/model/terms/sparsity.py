@@ -19,7 +19,7 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from ...core.matrices.jacobians import SparseJacobian
-from ...core.updates.sparse import EliminationOrder
+from ...core.updates.joint import EliminationOrder
 from ..data.rows import Arrays
 from ..layout import Layout
 from .reads import Cut, Reader, Reads, along, read

@@ -13,16 +13,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ...core.count import Count
 from ...core.gaussians import BlockDiagonalGaussian, DiagonalGaussian, Family, FullGaussian, LowRankGaussian
 from ...core.gaussians.mean_field import MeanField
 from ...core.gaussians.mixture import GaussianMixture
-from ...core.updates.state import State, new_state
+from ...core.updates.state import Count, State, new_state
 from ...engines.certificate import Sums
 from ...engines.engine import Engine
-from ...model.data.keywords import equal
 from ...model.data.row_set import RowSet, total
-from ...model.data.rows import Rows
+from ...model.data.rows import Rows, equal
 from ...model.identity import model_identity
 from ...options import Info, Options, default_key
 from ..continuation import OnlineContinuation

@@ -12,8 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from ...core.count import Count
-from ...core.updates.state import CanonicalGaussian, State
+from ...core.updates.state import CanonicalGaussian, Count, State
 from ...engines.certificate import Sums
 
 TOLERANCE = 0.01  # standard deviations that rounds may leave q off by
