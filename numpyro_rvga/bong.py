@@ -22,11 +22,10 @@ from .engines.online_engines import OnlineEngines
 from .engines.registry import Engines
 from .model.data.arguments import checked_rows
 from .model.data.row_set import RowSet, row_set
-from .model.data.rows import Arrays, Data, Keywords, num_rows
+from .model.data.rows import Arrays, Data, num_rows
 from .options import Info, Options, check_choice, check_choice_or_own, default_key, described, is_count, key_numbers
 from .presets import PRESETS
 from .progress import progress
-from .results.continuation import OnlineContinuation
 from .results.posterior import Posterior
 from .results.rounding import warn_of_lost_digits
 from .streams.checkpoints import EVERY
@@ -283,7 +282,7 @@ class BONG:
             useful = source.is_longer_than(self.block_size) and self.dynamics is None and prequential is None
             source = ordered(source, self.shuffle, rng_key, useful=useful)
         state = self.state = self._start(online, init, rng_key)
-        call_back = CallBack(partial(self._posterior, online, model_kwargs=model_kwargs, info={}), callback)
+        call_back = CallBack(partial(self._posterior, online, info={}), callback)
         on_state = partial(setattr, self, "state")
         total = None if source.total is None else source.total * (self.num_epochs or 1)
         with progress(progress_bar, total, "BONG", "row") as bar:
@@ -308,7 +307,7 @@ class BONG:
                 state, info = run_epochs(online, self.rule, state, head, bar, on_state, call_back, **how)
                 absorbed = row_set(head)
         row_sets = (*getattr(init, "row_sets", ()), absorbed)
-        posterior = self._posterior(online, state, model_kwargs, info, row_sets)
+        posterior = self._posterior(online, state, info, row_sets)
         warn_of_lost_digits(posterior)
         return posterior
 
@@ -345,7 +344,7 @@ class BONG:
     def posterior(self, state: OnlineState) -> Posterior:
         """The posterior of a state, with the exact prior."""
         online = self.online
-        posterior = self._posterior(online, state, online.engine.program.model_kwargs, {})
+        posterior = self._posterior(online, state, {})
         warn_of_lost_digits(posterior)
         return posterior
 
@@ -380,17 +379,15 @@ class BONG:
         self,
         online: Online,
         state: OnlineState,
-        model_kwargs: Keywords,
         info: Info,
         row_sets: tuple[RowSet, ...] = (),
     ) -> Posterior:
         """:param row_sets: what was taken in, if that is recorded."""
         facts = self._described | info
         facts |= facts_of(self.dynamics, state)
-        continuation = OnlineContinuation(self, dict(model_kwargs), online)
         gaussian, program = online.with_exact_prior(state), online.engine.program
         count = int(state.num_rows)
-        return Posterior(program, gaussian, None, facts, continuation, state, num_rows=count, row_sets=row_sets)
+        return Posterior(program, gaussian, None, facts, self, state, num_rows=count, row_sets=row_sets)
 
     def _facts(self, rng_key: Array, *, shuffled: bool) -> Info:
         """What a checkpoint compares: options that determine the result."""

@@ -19,11 +19,10 @@ from .engines.engine import Engine
 from .engines.mean_field import MeanFieldState
 from .engines.online import OnlineState
 from .engines.registry import Engines
-from .families import OfFamily
+from .families import online_method
 from .families.best import BestFamily
 from .families.by_site import SiteFamilies, check_unused
 from .families.full import FullFamily
-from .families.narrow import online_method
 from .group_streams import stream_groups
 from .model.data.row_set import RowSet
 from .model.data.rows import Arrays, Data, Keywords, Rows
@@ -184,7 +183,7 @@ class RVGA:
         self.blocks.check_shared(self._engines.devices)
         certification = Certification(certify, max_looks, certificate_tolerance)
         full = FullFamily(self._engines, self.blocks, certification, dynamics, shuffle, self)
-        self._family: OfFamily = full
+        self._family: Any = full  # or another class of its methods, for another family
         given = {"local": local != "auto", "mesh": mesh is not None}
         given["first_block or memory"] = self.blocks.keeps_or_begins
         if by_site or family == "auto":

@@ -48,6 +48,10 @@ class Initial(NamedTuple):
     root: ArrayLike
 
 
+_Solved = tuple[Program, State, StepInfo, Array | np.ndarray, Learned | None]
+"""The program with its learned parameters, the solution, its report, where the search began, and what was learned."""
+
+
 class BatchSolver:
     """Solves of all rows, compiled once for each engine.
 
@@ -126,11 +130,12 @@ class BatchSolver:
         problem = JointProblem(inputs[0], chunks, inputs[2], init=inputs[1])
         count = np.int32(program.count_rows(rows))
         if self._schedule == "gradient":
-            after, info = _ascent_of(engine)(problem, count, record)
+            ascent = engine.once(GradientAscent, lambda: GradientAscent(engine))
+            after, info = ascent(problem, count, record)
         else:
             alternating = self._schedule == "batch"
             after, info = engine.solve_all(problem, count, alternating=alternating, on_step=record.step)
-        return _Solved(program, *engine.devices.fetch((after, info)), before.mean, learned)
+        return program, *engine.devices.fetch((after, info)), before.mean, learned
 
     def _warn(self, facts: dict, learned: Learned | None) -> None:
         if not facts["converged"]:
@@ -148,25 +153,11 @@ class BatchSolver:
             )
 
 
-class _Solved(NamedTuple):
-    """:ivar program: with the ``numpyro.param`` sites that were ``learned``. :ivar origin: where the search began."""
-
-    program: Program
-    state: State
-    info: StepInfo
-    origin: Array | np.ndarray
-    learned: Learned | None
-
-
 def _solved_sparsely(sparse: SparseEngine, rows: Rows, init: Initial | None, record: Record) -> _Solved:
     """By precisions of which one site is eliminated."""
     engine, problem = sparse.engine, sparse.problem(rows, _marginals_of(init))
     after, info = engine.devices.fetch(sparse.solve(problem, record.step))
-    return _Solved(engine.program, after, info, problem.marginals.mean, None)
-
-
-def _ascent_of(engine: Engine) -> GradientAscent:
-    return engine.once(GradientAscent, lambda: GradientAscent(engine))
+    return engine.program, after, info, problem.marginals.mean, None
 
 
 def rows_info(reason: str | None) -> dict[str, str]:

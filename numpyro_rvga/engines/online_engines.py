@@ -50,7 +50,8 @@ class OnlineEngines:
 
     def of(self, program: Program, rng_key: Array) -> Online:
         """For a program of this model."""
-        return self._updates_of(self._engines.of(program, rng_key), rng_key)
+        cached = [online for online in self._cached.values() if online.engine.program is program]
+        return cached[0] if cached else self._updates_of(self._engines.of(program, rng_key), rng_key)
 
     @property
     def last(self) -> Online:

@@ -1,34 +1,40 @@
-"""RVGA by the family of q: what each has to do, and how each does it."""
+"""RVGA by the family of q. Here: Gaussians of fewer numbers than a full covariance, by the updates of BONG."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping
+from typing import Any
 
-from ..model.data.rows import Arrays
-from ..results.posterior import Posterior
+from ..bong import BONG
+from ..core.expectations.by_nodes import Expectation
+from ..core.gaussians import FAMILIES
 
 
-class OfFamily(Protocol):
-    """What :class:`RVGA` does with one family of q. States are those of the family, pytrees."""
+def online_method(
+    model: Callable,
+    scheme: str,
+    expectation: str | Expectation,
+    family: str,
+    unused: Mapping[str, bool],
+    **options: Any,
+) -> BONG:
+    """R-VGA's implicit or explicit scheme, each update projected to the family.
 
-    @property
-    def state(self) -> Any:
-        """Of the last run."""
-
-    @property
-    def run(self) -> Callable[..., Posterior]:
-        """As :meth:`RVGA.run`."""
-        ...
-
-    @property
-    def init(self) -> Callable[..., Any]:
-        """As :meth:`RVGA.init`."""
-        ...
-
-    def update(self, state: Any, data: Arrays) -> Any:
-        """As :meth:`RVGA.update`."""
-
-    def posterior(self, state: Any) -> Posterior:
-        """As :meth:`RVGA.posterior`."""
-        ...
+    :param unused: options that this does not take, and whether they are given.
+    :param options: those that :class:`BONG` has too.
+    :raises ValueError: naming an option that is given and not taken.
+    """
+    if scheme not in ("implicit", "explicit"):
+        raise ValueError(f"family={family!r} takes scheme='implicit' or 'explicit', not {scheme!r}.")
+    for name, is_given in unused.items():
+        if is_given:
+            raise ValueError(f"family={family!r} takes a plain pass over the rows: leave {name} at its default.")
+    projects = scheme == "explicit" and "exclusive" in FAMILIES[family].projections
+    return BONG(
+        model,
+        rule="implicit" if scheme == "implicit" else "bong",
+        hessian=expectation,
+        family=family,
+        projection="exclusive" if projects else None,
+        **options,
+    )

@@ -25,7 +25,6 @@ from ..model.program import Program
 from ..model.site_families import FORMS, SiteEntries, site_entries
 from ..options import Info, Options, check_choice, default_key, key_numbers
 from ..progress import progress
-from ..results.continuation import Continuation
 from ..results.posterior import Posterior
 from ..streams.mean_field_pass import MeanFieldPass
 from ..streams.opening import PassOptions, open_source, ordered, usable_source
@@ -115,9 +114,7 @@ class SiteFamilies:
         if not info["converged"]:
             warn("a block of rows was not solved: raise max_iterations, or take smaller blocks (block_size).")
         row_sets = (*getattr(init, "row_sets", ()), taken.absorbed)
-        return self._posterior(
-            program, updates, state, info, model_kwargs, row_sets, one_solve=init is None and not is_longer
-        )
+        return self._posterior(program, updates, state, info, row_sets, one_solve=init is None and not is_longer)
 
     def init(self, data: Data, *, rng_key: Array | None = None, **model_kwargs: Any) -> MeanFieldState:
         """As :meth:`RVGA.init`."""
@@ -133,7 +130,7 @@ class SiteFamilies:
     def posterior(self, state: MeanFieldState) -> Posterior:
         """As :meth:`RVGA.posterior`."""
         program, updates = self.last
-        return self._posterior(program, updates, state, {}, program.model_kwargs, (), one_solve=False)
+        return self._posterior(program, updates, state, {}, (), one_solve=False)
 
     @property
     def last(self) -> tuple[Program, MeanFieldUpdates]:
@@ -216,7 +213,6 @@ class SiteFamilies:
         updates: MeanFieldUpdates,
         state: MeanFieldState,
         info: Info,
-        model_kwargs: Keywords,
         row_sets: tuple[RowSet, ...],
         *,
         one_solve: bool,
@@ -232,7 +228,7 @@ class SiteFamilies:
             updates.gaussian(state),
             evidence if has_bound else None,
             info,
-            Continuation(self._method, dict(model_kwargs)),
+            self._method,
             state,
             num_rows=int(state.num_rows),
             row_sets=row_sets,

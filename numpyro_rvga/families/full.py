@@ -25,7 +25,6 @@ from ..model.data.rows import Arrays, Data, Keywords, Rows, in_blocks, num_rows,
 from ..model.handlers.failures import of_stream
 from ..options import Info, default_key, key_numbers
 from ..progress import progress
-from ..results.continuation import Continuation
 from ..results.joint import joint_posterior
 from ..results.merging.merge import state_of_gaussian
 from ..results.posterior import Posterior
@@ -114,7 +113,7 @@ class FullFamily:
             return self._run_jointly(*whole, rng_key, progress_bar=progress_bar, started=started)
         source, head = usable_source(engine.program, source, head, all_rows, options)
         passed = {"in_memory": all_rows is not None, "progress_bar": progress_bar}
-        posterior = self._in_one_pass(engine, source, head, options, rng_key, init, model_kwargs, **passed)
+        posterior = self._in_one_pass(engine, source, head, options, rng_key, init, **passed)
         if posterior is None:
             again = {"may_be_joint": may_be_joint, "progress_bar": progress_bar, "started": started}
             return self._run(data, PassOptions(on_bad_row=options.on_bad_row), rng_key, init, model_kwargs, **again)
@@ -128,7 +127,6 @@ class FullFamily:
         options: PassOptions,
         rng_key: Array,
         init: Posterior | State | None,
-        model_kwargs: Keywords,
         *,
         in_memory: bool,
         progress_bar: bool,
@@ -191,7 +189,7 @@ class FullFamily:
         row_sets = (*getattr(init, "row_sets", ()), taken.absorbed)
         if int(start.num_rows):
             bound = None
-        return self._posterior(engine, findings.state, info, model_kwargs, bound, row_sets)
+        return self._posterior(engine, findings.state, info, bound, row_sets)
 
     def _facts(self, rng_key: Array, sizes: Sizes, *, shuffled: bool) -> Info:
         """The options that determine the result."""
@@ -224,7 +222,7 @@ class FullFamily:
         if state.prior_factor is not None:
             state, info = engine.with_exact_prior(state)
             summary.add(info)
-        return self._posterior(engine, state, summary.facts(), engine.program.model_kwargs)
+        return self._posterior(engine, state, summary.facts())
 
     # ------------------------------------------------------------------ inside
     def _run_jointly(
@@ -260,7 +258,6 @@ class FullFamily:
         engine: Engine,
         state: State,
         info: Info,
-        model_kwargs: Keywords,
         bound: float | None = None,
         row_sets: tuple[RowSet, ...] = (),
     ) -> Posterior:
@@ -284,7 +281,7 @@ class FullFamily:
             FullGaussian(state.mean, state.root),
             bound,
             info,
-            Continuation(self._method, dict(model_kwargs)),
+            self._method,
             state,
             num_rows=int(state.num_rows),
             row_sets=row_sets,

@@ -98,32 +98,6 @@ class Program(BoundLikelihood):
         return [], [*of_support, *of_index, *self._row_checks]
 
     # ------------------------------------------------------------------ the same for other data, or elsewhere
-    @classmethod
-    def restore(
-        cls,
-        model: Callable,
-        example_rows: Arrays,
-        model_kwargs: Keywords,
-        improper_prior_scale: float | None,
-        whole: bool,
-        params: np.ndarray,
-        constants: PriorConstants | None,
-        row_facts: RowFacts | None,
-    ) -> Program:
-        """A program from stored example rows, without data."""
-        rows = {name: np.asarray(array) for name, array in example_rows.items()}
-        return cls(
-            model,
-            rows,
-            model_kwargs,
-            improper_prior_scale=improper_prior_scale,
-            whole=whole,
-            params=params,
-            constants=constants,
-            local="prior" if row_facts is None else "marginal",
-            row_facts=row_facts,
-        )
-
     def __reduce__(self) -> tuple[Callable, tuple]:
         """For other processes: what the model is read from again, and nothing compiled.
 

@@ -24,7 +24,6 @@ from ..model.data.row_set import RowSet
 from ..model.data.rows import Data
 from ..options import Info
 from . import arviz, integration, prediction, resampling, storage, summary_table, warmstart
-from .continuation import Continuation
 from .khat import khat
 from .merging import merge as merging
 
@@ -57,7 +56,7 @@ class Posterior:
     :param gaussian: q, of any family, or a mixture: its arrays have P entries along their last axis.
     :param elbo: the bound on log p(data), where the method has it.
     :param info: diagnostics of the run: plain scalars, strings, arrays, and lists or dicts of these.
-    :param continuation: the object whose ``update(posterior, data, **kwargs)`` absorbs further rows.
+    :param continuation: the method whose ``run(data, init=posterior, **model_kwargs)`` absorbs further rows.
     :param state: what that method goes on from, and parts are merged by.
     :param num_rows: the number of rows absorbed so far.
     :param row_sets: of each run that led here, which rows it has taken in, so that none are merged twice; empty if that
@@ -69,7 +68,7 @@ class Posterior:
     gaussian: Family | GaussianMixture | MeanField
     elbo: float | None = None
     info: Info = dataclasses.field(default_factory=dict)
-    continuation: Continuation | None = None
+    continuation: Any = None
     state: State | OnlineState | MeanFieldState | None = None
     num_rows: int = dataclasses.field(kw_only=True)
     row_sets: tuple[RowSet, ...] = dataclasses.field(default=(), kw_only=True)
@@ -317,7 +316,7 @@ class Posterior:
             raise ValueError(
                 "This posterior holds no method to go on with. Choose one: RVGA(model).run(data, init=posterior)."
             )
-        return self.continuation.update(self, data, **kwargs)
+        return self.continuation.run(data, init=self, **{**self.program.model_kwargs, **kwargs})
 
     def integrate(
         self,

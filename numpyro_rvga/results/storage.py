@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,6 @@ from ..core.updates.state import CanonicalGaussian, Count, State
 from ..model import Program
 from ..model.data.arguments import named_rows, whole_data
 from ..model.data.row_set import RowSet
-from ..model.data.rows import Keywords
 from ..model.half_lines import read_on_positive_half
 from ..model.handlers.data_prior import PriorConstants
 from ..model.identity import ModelIdentity
@@ -33,6 +32,7 @@ from ..options import Info
 if TYPE_CHECKING:
     from .posterior import Posterior
 
+PLAIN = "model_kwargs example_rows improper_prior_scale whole params elbo num_rows info".split()  # stored as they are
 STORED_FAMILIES = FAMILIES | {"mixture": GaussianMixture, "by site": MeanField}
 
 
@@ -108,70 +108,54 @@ def load(cls: type[Posterior], path: str | os.PathLike, model: Callable, **model
     :raises ValueError: if the file is damaged, no posterior of this package, written by a newer version, lacks a
         model keyword, or belongs to another model: with other arguments, latent sites, priors or likelihoods.
     """
-    stored, fields = _read(path)
-    missing = sorted(set(stored.withheld_keywords) - set(model_kwargs))
+    stored = _read(path)
+    missing = sorted(set(stored["withheld_keywords"]) - set(model_kwargs))
     if missing:
         raise ValueError(f"{path} could not hold the model keywords {missing}: pass them to load as keywords.")
-    keywords = {**stored.model_kwargs, **model_kwargs}
+    keywords, whole, layout = {**stored["model_kwargs"], **model_kwargs}, stored["whole"], stored["layout"]
     try:
-        whole = stored.options[1]
         rows = (
-            whole_data(model, stored.example_rows, keywords)[0]
+            whole_data(model, stored["example_rows"], keywords)[0]
             if whole
-            else named_rows(model, stored.example_rows, keywords)
+            else named_rows(model, stored["example_rows"], keywords)
         )
     except ValueError as error:
         raise ValueError(f"{path} belongs to a model with other arguments: {error}") from error
-    others: Any = (*stored.options, stored.constants, stored.row_facts)
-    program, _ = read_on_positive_half(model, lambda model: Program.restore(model, rows, keywords, *others))
-    if _layout(program) != stored.layout:
+    options = {name: stored[name] for name in ("improper_prior_scale", "whole", "params", "row_facts")}
+    options |= {"constants": stored["prior_constants"], "local": "prior" if stored["row_facts"] is None else "marginal"}
+    rows = {name: np.asarray(array) for name, array in rows.items()}
+    program, _ = read_on_positive_half(model, lambda model: Program(model, rows, keywords, **options))
+    if _layout(program) != layout:
         raise ValueError(
-            f"{path} belongs to another model: its latent sites are {_describe(stored.layout)}, "
+            f"{path} belongs to another model: its latent sites are {_describe(layout)}, "
             f"those of the given model {_describe(_layout(program))}."
         )
-    if not set(model_kwargs) & set(stored.model_kwargs):  # who replaces a keyword asks for another model
-        difference = stored.model.difference(program.identity)
+    if not set(model_kwargs) & set(stored["model_kwargs"]):  # who replaces a keyword asks for another model
+        difference = stored["model"].difference(program.identity)
         if difference is not None:
             raise ValueError(f"{path} belongs to another model than the given one: {difference}.")
+    fields = {name: stored[name] for name in ("gaussian", "state", "elbo", "num_rows", "info", "row_sets")}
     return cls(program=program, **fields)
 
 
-class _Stored(NamedTuple):
-    """What a file holds of the model."""
+def _read(path: str | os.PathLike) -> Info:
+    """What :func:`save` wrote, by name.
 
-    layout: list
-    withheld_keywords: list
-    model_kwargs: Keywords
-    example_rows: dict[str, np.ndarray]
-    options: list
-    constants: PriorConstants | None
-    row_facts: RowFacts | None
-    model: ModelIdentity
-
-
-def _read(path: str | os.PathLike) -> tuple[_Stored, Info]:
-    """What a file holds of the model, and the posterior's other fields.
-
-    :raises ValueError: for files that do not hold what a posterior does.
+    :raises ValueError: if the file is no posterior's.
     """
     metadata, arrays = files.read(path, "posterior")
     try:
-        contents = {name: files.decode(value, arrays) for name, value in metadata["contents"].items()}
-        stored = _Stored(
-            metadata["layout"],
-            metadata["withheld_keywords"],
-            contents["model_kwargs"],
-            contents["example_rows"],
-            [contents[name] for name in ("improper_prior_scale", "whole", "params")],
-            _constants(contents["prior_constants"]),
-            None if contents["row_facts"] is None else RowFacts(**contents["row_facts"]),
-            ModelIdentity(**contents["model"]),
-        )
-        fields = {name: contents[name] for name in ("elbo", "num_rows", "info")}
-        return stored, fields | {
-            "gaussian": _gaussian(contents["family"], contents["gaussian"]),
-            "state": _state(contents["state"]),
-            "row_sets": tuple(RowSet(count, int(digest, 16)) for count, digest in contents["row_sets"]),
+        stored: Info = {name: files.decode(value, arrays) for name, value in metadata["contents"].items()}
+        row_facts = stored["row_facts"]
+        return {name: stored[name] for name in PLAIN} | {
+            "layout": metadata["layout"],
+            "withheld_keywords": metadata["withheld_keywords"],
+            "prior_constants": _constants(stored["prior_constants"]),
+            "row_facts": None if row_facts is None else RowFacts(**row_facts),
+            "model": ModelIdentity(**stored["model"]),
+            "gaussian": _gaussian(stored["family"], stored["gaussian"]),
+            "state": _state(stored["state"]),
+            "row_sets": tuple(RowSet(count, int(digest, 16)) for count, digest in stored["row_sets"]),
         }
     except files.MALFORMED as error:
         raise ValueError(f"{path} is damaged, or not a posterior that numpyro_rvga wrote: {error!r}.") from error

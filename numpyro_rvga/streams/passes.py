@@ -15,7 +15,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
 from operator import index
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -38,14 +38,7 @@ MAX_LISTED = 1000  # skipped rows whose numbers are kept
 DIGITS = 1e-3  # of the time that passes, which rounding of the time stamps may change
 
 
-class Timed(Protocol):
-    """A method's state. ``time``: of its last row, if parameters move by time stamps."""
-
-    @property
-    def time(self) -> Any: ...
-
-
-S = TypeVar("S", bound=Timed)
+S = TypeVar("S", bound=Any)  # a method's state. ``time``: of its last row, if parameters move by time stamps
 R = TypeVar("R")
 
 

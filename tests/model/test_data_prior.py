@@ -285,7 +285,7 @@ def offset_posterior():
 
 
 def functional_update(posterior, rows):
-    method = posterior.continuation.method
+    method = posterior.continuation
     return method.update(method.init(COMPLETE), rows)
 
 

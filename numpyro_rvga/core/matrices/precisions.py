@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -69,46 +69,6 @@ class PackedMatrix(NamedTuple):
 Entries = WholeMatrix | PackedMatrix
 
 
-class PrecisionForm(Protocol):
-    """What a search asks of a form."""
-
-    def begin(self, mean: Array) -> Array:
-        """The precision to start from."""
-
-    def narrower(self, x: Array) -> Array:
-        """A precision so much larger."""
-
-    def wider(self, x: Array) -> Array:
-        """What was made narrower."""
-
-    def target(self, curvature: Array) -> Array:
-        """The base's precision plus the curvature of the factors."""
-
-    def precision_times(self, mean: Array) -> Array:
-        """The base's precision times the mean."""
-
-    def factor(self, x: Array) -> Array:
-        """The Cholesky factor."""
-
-    def solver(self, factor: Array) -> Callable[[Array], Array]:
-        """Takes a vector to the covariance times it."""
-
-    def half_log_determinant(self, factor: Array) -> Array:
-        """Of the precision."""
-
-    def covariance_root(self, factor: Array) -> PyTree:
-        """What the predictors' covariances are computed from."""
-
-    def trace(self, x: Array, covariance_root: PyTree) -> Array:
-        """Of the base's precision times the covariance."""
-
-    def products(self, factor: Array, covariance_root: PyTree, a: Array, b: Array) -> tuple[Array, Array]:
-        """Of differences of precisions, <a, a> and <a, b> in q's metric."""
-
-    def entries(self) -> Entries | None:
-        """How arrays stand for matrices. None: they do not without the form."""
-
-
 class Dense(NamedTuple):
     """Precisions as matrices (r, r).
 
@@ -118,43 +78,54 @@ class Dense(NamedTuple):
     precision: Array | None
 
     def begin(self, mean: Array) -> Array:
+        """The precision to start from."""
         return jnp.eye(mean.size, dtype=mean.dtype)
 
     def narrower(self, x: Array) -> Array:
+        """A precision so much larger."""
         return NARROWING * x
 
     def wider(self, x: Array) -> Array:
+        """What was made narrower."""
         return x / NARROWING
 
     def target(self, curvature: Array) -> Array:
+        """The base's precision plus the curvature of the factors."""
         precision = jnp.eye(len(curvature), dtype=curvature.dtype) if self.precision is None else self.precision
         return precision + curvature
 
     def precision_times(self, mean: Array) -> Array:
+        """The base's precision times the mean."""
         return mean if self.precision is None else self.precision @ mean
 
     def factor(self, x: Array) -> Array:
+        """The Cholesky factor."""
         return cholesky(x)
 
     def solver(self, factor: Array) -> Callable[[Array], Array]:
+        """Takes a vector to the covariance times it."""
         return lambda vector: solve_lower(factor, solve_lower(factor, vector), transpose=True)
 
     def half_log_determinant(self, factor: Array) -> Array:
+        """Of the precision."""
         return jnp.sum(jnp.log(jnp.diagonal(factor)))
 
     def covariance_root(self, factor: Array) -> Array:
-        """A (r, r) with A^T A the covariance."""
+        """What the predictors' covariances are computed from: A (r, r) with A^T A the covariance."""
         return solve_lower(factor, jnp.eye(len(factor), dtype=factor.dtype))
 
     def trace(self, x: Array, covariance_root: Array) -> Array:
+        """Of the base's precision times the covariance."""
         weighted = covariance_root if self.precision is None else covariance_root @ self.precision
         return jnp.sum(covariance_root * weighted)
 
     def products(self, factor: Array, covariance_root: Array, a: Array, b: Array) -> tuple[Array, Array]:
+        """Of differences of precisions, <a, a> and <a, b> in q's metric."""
         a, b = (covariance_root @ x @ covariance_root.T for x in (a, b))
         return jnp.sum(a * a), jnp.sum(a * b)
 
     def entries(self) -> WholeMatrix:
+        """How arrays stand for matrices. None, of other forms: they do not without the form."""
         return WholeMatrix()
 
 
@@ -281,6 +252,7 @@ class Bordered:
         raise NotImplementedError
 
 
+PrecisionForm = Dense | Weighted | Bordered
 ArrowParts = tuple[Array, Border, Array]  # the diagonal (h,), the border (k, h), the corner (k, k)
 
 

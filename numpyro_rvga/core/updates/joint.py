@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,7 @@ from ..pytrees import PyTree
 from . import maximize
 from .drivers import solve_traced
 from .factors import Expected, Factors, Sums, evaluate
-from .objective import Coordinates, FactorSet, JointObjective, Objective, StandardCoordinates
+from .objective import Coordinates, FactorSet, JointObjective, Objective
 from .row_factors import absorbed_moments, predictor_scales
 from .search import Base, Search, Solution, SolverState, standard_base
 from .state import Absorbed, CanonicalGaussian, Count, RowFactors, State, StepInfo
@@ -39,31 +39,6 @@ class Start(NamedTuple):
     base: Base
     form: PrecisionForm
     state: SolverState
-
-
-class Joint(Protocol):
-    """A joint solve: what is sought, where the search begins, and what becomes of its solution."""
-
-    @property
-    def objective(self) -> Objective:
-        """The factors' part of the bound."""
-        ...
-
-    def start(self) -> Start:
-        """Where the search begins."""
-        ...
-
-    def absorb(self, solution: Solution, num_rows: Array, expected: Expected | None) -> tuple[State, StepInfo]:
-        """The state after the solution.
-
-        :param num_rows: how many are new to the state. :param expected: over the factors at the solution, if it is
-            known.
-        """
-        ...
-
-    def absorbed(self, solution: Solution) -> tuple[Absorbed, ...]:
-        """How the solution sees the rows: moments of their predictors, by kind."""
-        ...
 
 
 def solve_joint_traced(search: Search, joint: Joint) -> Solution:
@@ -150,10 +125,12 @@ class DenseJoint:
 
     @property
     def objective(self) -> JointObjective:
-        coordinates = StandardCoordinates(self.state.mean, self.state.root, self._is_weighted)
+        """The factors' part of the bound."""
+        coordinates = Coordinates(self.state.mean, self.state.root, self._is_weighted)
         return JointObjective((self.prior, self.rows), coordinates, self.search.staged)
 
     def start(self) -> Start:
+        """Where the search begins."""
         state, size, dtype = self.state, self.state.mean.size, self.state.mean.dtype
         factors = self._factors_at(jnp.zeros(size, dtype)) if self.row_factors else ()
         base = _divide(state, factors, self.row_factors)
@@ -164,6 +141,10 @@ class DenseJoint:
         return Start(base, form, maximize.init(self.search, form, mean, precision))
 
     def absorb(self, solution: Solution, num_rows: Array, expected: Expected | None) -> tuple[State, StepInfo]:
+        """The state after the solution.
+
+        :param num_rows: how many are new to the state. :param expected: over the factors there, if it is known.
+        """
         state, mode = self.state, self.search.mode
         bound = solution.bound - jnp.sum(jnp.log(jnp.diagonal(solution.root))) if mode else solution.bound
         mean = state.mean + state.root @ solution.mean
@@ -183,6 +164,7 @@ class DenseJoint:
         return after, StepInfo(gain, solution.decrement, solution.iterations, solution.converged, ok)
 
     def absorbed(self, solution: Solution) -> tuple[Absorbed, ...]:
+        """How the solution sees the rows: moments of their predictors, by kind."""
         factors = self._factors_at(solution.mean)
         return self.by_row(absorbed_moments(self.rows.kinds, factors, predictor_scales(factors, solution.root)))
 
@@ -302,3 +284,7 @@ class SparseJoint:
 
     def absorbed(self, solution: Solution) -> tuple[Absorbed, ...]:
         return ()
+
+
+Joint = DenseJoint | SparseJoint
+"""What is sought, where the search begins, and what becomes of its solution."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial, reduce
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,23 +19,6 @@ from jax import Array, lax
 
 from ..pytrees import PyTree
 from .factors import Accounts, Expected, Factors, Kind, Sums, add_curvatures, covariances, curvature_of, expect
-
-
-class Objective(Protocol):
-    """What a search asks of the factors, in its own coordinates: m (r,), gradients (r,), curvatures (r, r)."""
-
-    def predictor_covariances(self, mean: Array, covariance_root: PyTree) -> PyTree:
-        """What :meth:`expect` takes of Lambda^-1: the S_i, or the root itself where they are not kept.
-
-        :param covariance_root: as a form of precisions has it.
-        """
-
-    def expect(self, mean: Array, covariances: PyTree) -> Expected:
-        """Value and gradient, and in ``hessians`` what :meth:`curvature` takes. ``covariances`` None: q is a point
-        mass, and the derivatives are those at the mean."""
-
-    def curvature(self, mean: Array, hessians: PyTree, clamped: bool) -> Array:
-        """- sum_i J_i^T G_i J_i; ``clamped``: with each G_i's negative part only."""
 
 
 def is_log_concave(kinds: Sequence[Kind]) -> bool:
@@ -63,62 +46,50 @@ class BlockObjective(NamedTuple):
     factors_at: Callable[[Array], tuple[Factors, ...]]
 
     def predictor_covariances(self, mean: Array, covariance_root: Array) -> tuple[Array, ...]:
+        """What :meth:`expect` takes of Lambda^-1: the S_i, or the root itself where they are not kept.
+
+        :param covariance_root: as a form of precisions has it.
+        """
         return covariances(self.factors_at(mean), covariance_root)
 
     def expect(self, mean: Array, covariances: tuple[Array, ...] | None) -> Expected:
+        """Value and gradient, and in ``hessians`` what :meth:`curvature` takes. ``covariances`` None: q is a point
+        mass, and the derivatives are those at the mean."""
         return expect(self.kinds, self.factors_at(mean), covariances)
 
     def curvature(self, mean: Array, hessians: tuple[Array, ...], clamped: bool) -> Array:
+        """- sum_i J_i^T G_i J_i; ``clamped``: with each G_i's negative part only."""
         return curvature_of(self.kinds, self.factors_at(mean), hessians, clamped=clamped)
 
 
 # ---------------------------------------------------------------------- coordinates of a search
-class Coordinates:
-    """Those of theta (P,), in which factors are given. Subclasses change them to a search's own, e (r,)."""
+class Coordinates(NamedTuple):
+    """e (r,) with theta = mean + root e, or theta itself (``root`` None). Factors are given in theta, and Jacobians
+    stay there: per row, that saves one product with a (P, P) matrix.
+
+    :ivar weighted: whether the search does so too: its precisions are :class:`~.precisions.Weighted` by ``root``.
+    """
+
+    mean: Array | float = 0.0
+    root: Array | None = None
+    weighted: bool = False
 
     def theta(self, e: Array) -> Array:
-        return e
+        return e if self.root is None else self.mean + self.root @ e
 
     def gradient(self, in_theta: Array) -> Array:
         """A gradient in e, from that in theta."""
-        return in_theta
+        return in_theta if self.root is None else self.root.T @ in_theta
 
     def covariance(self, covariance_root: PyTree) -> PyTree:
         """A covariance of theta as :func:`~.jacobians.covariance` takes it, from a root of that of e."""
-        return covariance_root
+        return covariance_root if self.root is None or self.weighted else covariance_root @ self.root.T
 
     def curvature(self, in_theta: Array) -> Array:
-        """A curvature in e, from that in theta."""
-        return in_theta
-
-
-@dataclass(frozen=True)
-class StandardCoordinates(Coordinates):
-    """theta = mean + root e. Jacobians stay in the coordinates of theta: per row, that saves one product with a (P, P)
-    matrix.
-
-    :param weighted: whether the search does so too: its precisions are :class:`~.precisions.Weighted` by ``root``.
-    """
-
-    mean: Array
-    root: Array
-    weighted: bool
-
-    def theta(self, e: Array) -> Array:
-        return self.mean + self.root @ e
-
-    def gradient(self, in_theta: Array) -> Array:
-        return self.root.T @ in_theta
-
-    def covariance(self, covariance_root: PyTree) -> PyTree:
-        return covariance_root if self.weighted else covariance_root @ self.root.T
-
-    def curvature(self, in_theta: Array) -> Array:
-        if self.weighted:
+        """A curvature in e, from that in theta: (P, P), or a diagonal (P,)."""
+        if self.root is None or self.weighted:
             return in_theta
-        if jnp.ndim(in_theta) < 2:  # a diagonal
-            return (self.root.T * in_theta) @ self.root
-        return self.root.T @ in_theta @ self.root
+        return self.root.T @ in_theta @ self.root if in_theta.ndim == 2 else (self.root.T * in_theta) @ self.root
 
 
 # ---------------------------------------------------------------------- sets of factors
@@ -238,6 +209,10 @@ class JointObjective:
             return curvature_of(factor_set.kinds, factor_set.linearize(chunk, theta), of_chunk, clamped=clamped), ()
 
         return factor_set.map_reduce(one, hessians)[0]
+
+
+Objective = BlockObjective | JointObjective
+"""What a search asks of the factors, in its own coordinates: m (r,), gradients (r,), curvatures (r, r)."""
 
 
 def _expected(

@@ -23,7 +23,6 @@ from ...model.data.row_set import RowSet, total
 from ...model.data.rows import Rows, equal
 from ...model.identity import model_identity
 from ...options import Info, Options, default_key
-from ..continuation import OnlineContinuation
 from .rounds import Result, checked_rounds, evaluations_of, facts_of, in_rounds, total_of, warn_of_one_exchange
 from .summaries import merged_state
 
@@ -107,8 +106,7 @@ def _merged_fields(parts: Sequence[Posterior], data: Sequence[Any] | None, round
         return common | _fields(FullGaussian(state.mean, state.root), state, bound)
     if data is not None:
         raise ValueError("rounds are for posteriors of RVGA with full Gaussians: leave data out.")
-    assert isinstance(first.continuation, OnlineContinuation)
-    online = first.continuation.online
+    online = first.continuation.updates.of(first.program, states[0].rng_key)
     state = merged(online.initial_state(states[0].rng_key), states)
     warn_of_one_exchange(first.program, [part.num_rows for part in parts], "use fewer and larger parts, or RVGA")
     return common | _fields(online.with_exact_prior(state), state, None)
@@ -122,29 +120,30 @@ def _in_rounds(parts: list[Posterior], states: list[State], blocks: list[Any], l
     if len(blocks) != len(parts):
         raise ValueError(f"data must hold the rows of each of the {len(parts)} parts, and holds {len(blocks)} blocks.")
     for number, part in enumerate(parts):
-        if not getattr(getattr(part.continuation, "method", None), "takes_rounds", False):
+        if not getattr(part.continuation, "takes_rounds", False):
             raise ValueError(
                 f"part {number} cannot go into rounds: these need posteriors that RVGA(model).run(data) returns, "
                 "with the implicit scheme, and not from files."
             )
-    runs: list[Any] = [part.continuation for part in parts]
-    options = [{"on_bad_row": "skip" if "num_skipped" in part.info else "raise"} for part in parts]
+    options = [
+        {"on_bad_row": "skip" if "num_skipped" in part.info else "raise", **part.program.model_kwargs} for part in parts
+    ]
 
     def sums(state: State) -> Sums:
         of_parts = []
         for number, (part, block) in enumerate(zip(parts, blocks)):
-            of_part, rows = runs[number].method.sums_at(state, block, **options[number], **runs[number].model_kwargs)
+            of_part, rows = part.continuation.sums_at(state, block, **options[number])
             if part.row_sets and rows != total(part.row_sets):
                 raise ValueError(f"block {number} of data does not hold the rows that part {number} has taken in.")
             of_parts.append(of_part)
         return total_of(of_parts)
 
     def sample_of(*numbers: Sequence[int]) -> list[Rows]:
-        of_parts = zip(runs, blocks, options, *numbers)
-        return [run.method.sample_of(block, *n, **option, **run.model_kwargs) for run, block, option, *n in of_parts]
+        of_parts = zip(parts, blocks, options, *numbers)
+        return [part.continuation.sample_of(block, *n, **option) for part, block, option, *n in of_parts]
 
     program = parts[0].program
-    start, engine = program.initial_state(), runs[0].method.engine_of(program)
+    start, engine = program.initial_state(), parts[0].continuation.engine_of(program)
     return defined(in_rounds(start, states, evaluations_of(engine, start, sums, sample_of), limit))
 
 
