@@ -237,7 +237,7 @@ class Engines:
                 raise
             program = self._read(rows, model_kwargs, **options | {"local": "marginal"})
         if not self._whole:
-            program.check_independence(rows)
+            program.check_independence()
         if program.params.layout.size and not self._batch:
             raise NotImplementedError(
                 f"the model has numpyro.param sites ({', '.join(program.params.layout.site_names)}), which a recursion "

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpyro
 from jax import Array, lax
 from numpyro import handlers
-from numpyro.infer.util import compute_log_probs, constrain_fn, potential_energy
+from numpyro.infer.util import potential_energy
 from numpyro.primitives import Messenger
 
 from ..core.compilation import jit_once
@@ -39,17 +40,23 @@ class OwnDensity:
     def _at(self, theta: Array, rows: dict[str, Array]) -> tuple[dict[str, Array], Array]:
         program = self._program
         args, kwargs = program.call_arguments(rows)
-        sites = program.layout.unravel(theta)
+        trace: dict[str, Any] = {}
 
         def model(*args, **kwargs):
             whole = _AllRows(program.model, program.row_plates, num_rows(rows))
-            return handlers.seed(whole, rng_seed=0)(*args, **kwargs)
+            trace.update(handlers.trace(handlers.seed(whole, rng_seed=0)).get_trace(*args, **kwargs))
 
         with handlers.block(), numpyro.validation_enabled(False):
-            latents = constrain_fn(model, args, kwargs, sites)
-            log_probs, _ = compute_log_probs(model, args, kwargs, latents)
-            joint = -potential_energy(model, args, kwargs, sites)
-        return {terms.site: log_probs[terms.site] for terms in program.terms}, joint
+            joint = -potential_energy(model, args, kwargs, program.layout.unravel(theta))
+            sites = [trace[terms.site] for terms in program.terms]
+            return {site["name"]: _log_prob(site) for site in sites}, joint
+
+
+def _log_prob(site: dict[str, Any]) -> Array:
+    """The site's part of NumPyro's log density."""
+    intermediates = [site["intermediates"]] if site["intermediates"] else []
+    log_prob = jnp.sum(site["fn"].log_prob(site["value"], *intermediates))
+    return log_prob if site["scale"] is None else site["scale"] * log_prob
 
 
 class _AllRows(Messenger):

@@ -240,9 +240,9 @@ class Program(BoundLikelihood):
         usable &= self.begin_check(rows)()
         return dict(rows) if usable.all() else selected(dict(rows), usable)
 
-    def check_independence(self, rows: Mapping[str, np.ndarray]) -> None:
+    def check_independence(self) -> None:
         """:raises CoupledRows: if the terms of a few rows change when the rows are taken one by one."""
-        validation.check_independence(self, rows)
+        validation.check_independence(self)
 
     def _find_index_check(self) -> RowCheck | None:
         """None if the model indexes nothing by a row."""

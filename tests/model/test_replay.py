@@ -9,7 +9,7 @@ import pytest
 from numpyro.distributions import constraints
 from numpyro.infer.util import log_density
 
-from numpyro_rvga import RVGA
+from numpyro_rvga import RVGA, FixedPointVI
 from numpyro_rvga.model.bound.replay import Replay
 
 DATA = {"x": np.linspace(-1, 1, 40), "y": np.linspace(-1, 2, 40) ** 2}
@@ -46,9 +46,19 @@ def line(count, outcome):
     return model
 
 
-def test_a_fit_runs_the_models_code_a_few_times(count):
-    RVGA(line(count, lambda mean: dist.Normal(mean, 1.0))).run(DATA, progress_bar=False)
-    assert len(count) <= 11
+@pytest.mark.parametrize("method, most", [(FixedPointVI, 4), (RVGA, 5)])
+@pytest.mark.parametrize("scale", [1.0, None])
+def test_a_fit_runs_the_models_code_a_few_times(count, method, most, scale):
+    def hierarchical(x, y=None):  # whose prior's moments are those of draws
+        count.append(1)
+        scale = numpyro.sample("scale", dist.HalfNormal(1.0))
+        a = numpyro.sample("a", dist.Normal(0, scale).expand([2]).to_event(1))
+        with numpyro.plate("rows", len(x)):
+            numpyro.sample("y", dist.Normal(a[0] + a[1] * x, 1.0), obs=y)
+
+    model = hierarchical if scale is None else line(count, lambda mean: dist.Normal(mean, scale))
+    method(model).run(DATA, progress_bar=False)
+    assert len(count) <= most
 
 
 @pytest.mark.parametrize("outcome", [lambda mean: dist.StudentT(4.0, mean, 0.5), lambda mean: Shifted(mean, 0.3)])

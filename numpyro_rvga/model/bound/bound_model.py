@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -17,21 +18,18 @@ from ...core.jaxprs.interpret import depends_on
 from ..data.arguments import PARAMS, absent_arguments
 from ..data.rows import Arrays, Keywords, num_rows
 from ..handlers.tracing import (
-    SiteInfo,
     SiteRecord,
     deterministic_sites,
     elements,
-    is_numpyros,
     peel,
-    plates_of,
     sample_sites,
-    site_info,
     site_transform,
 )
 from ..layout import Layout, layout_of
 from ..terms.local import LocalSites, RowFacts, bounds_of, states_between
 from . import validation
 from .model_runs import ModelRuns, Parameters, parameters_of
+from .replay import Replay
 
 
 class ImproperPrior(ValueError):
@@ -108,8 +106,13 @@ class BoundModel(ModelRuns):
         self.sites, self.plates = validation.describe_few(self._describe, self.example_row, "one row", observed)
         of_rows = frozenset()
         if not self.whole:
-            of_two, _ = validation.describe_few(self._describe, self.example_rows, "two rows", observed)
-            of_rows = validation.local_latents(self.sites, of_two, self.row_plates, marginal=marginal)
+            # Sites that rows share have the shapes that they have with one row: this run will be replayed.
+            shared = [n for n, site in self.sites.items() if not self.row_plates.intersection(site.plates)]
+            shapes = {n: self.sites[n].unconstrained_shape for n in shared}
+            given = {n: jnp.zeros(x, self.dtype) for n, x in shapes.items() if x is not None}
+            describe = partial(self._describe, unconstrained=given)
+            of_many, _ = validation.describe_few(describe, self.example_rows, "several rows", observed)
+            of_rows = validation.local_latents(self.sites, of_many, self.row_plates, marginal=marginal)
         elif marginal:
             of_rows = self._discrete_sites()
         validation.check_continuous(self.sites, of_rows, "marginal" if marginal else "prior")
@@ -117,10 +120,13 @@ class BoundModel(ModelRuns):
         self.layout = layout_of({name: shape for name, shape in latents.items() if name not in of_rows})
         validation.check_shared(self.layout, of_rows)
         own = layout_of({name: shape for name, shape in latents.items() if name in of_rows})
-        if marginal and of_rows:
+        if not of_rows:
+            return
+        if marginal:
             self.row_latents = self._find_row_latents(own, rows, row_facts)
         else:
             self.local = own
+        self._replay = Replay(self._replayable)  # their values are others now
 
     def _discrete_sites(self) -> frozenset[str]:
         """The discrete latent sites of a whole program."""
@@ -131,14 +137,14 @@ class BoundModel(ModelRuns):
         return names
 
     def _choose_examples(self, rows: Arrays) -> None:
-        """Two rows and one of them, to find things out; all of them, twice, if the model takes no fewer."""
+        """Some rows and one of them, to find things out; all of them, twice, if the model takes no fewer."""
         if self.whole:
             self.example_rows = self.example_row = dict(rows)
             return
-        taken = np.arange(2) % num_rows(rows)
-        two = {name: array[taken] for name, array in rows.items()}
+        taken = np.arange(validation.CHECKED_ROWS) % num_rows(rows)
+        some = {name: array[taken] for name, array in rows.items()}
         one = {name: array[:1] for name, array in rows.items()}
-        self.example_rows, self.example_row = jax.device_put((two, one), may_alias=False)
+        self.example_rows, self.example_row = jax.device_put((some, one), may_alias=False)
 
     def _classify(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Observed sites that are terms of rows, and those that are terms of the prior. Of a whole program: all are
@@ -201,26 +207,6 @@ class BoundModel(ModelRuns):
             if not isinstance(sites[name]["value"], (jax.Array, np.ndarray, float)):
                 raise NotImplementedError(f"numpyro.param site {name!r} must hold one array, for it is to be learned.")
         return parameters_of({name: site for name, site in sites.items() if name in used}, self.dtype)
-
-    def _describe(self, rows) -> tuple[dict[str, SiteInfo], dict[str, tuple[str, ...]]]:
-        """Static facts of all sites on these rows, without running the model."""
-        result: list = []
-
-        def abstract(rows):
-            trace, runner = self._run(rows, {})
-            records = sample_sites(trace, runner)
-            result.append({name: site_info(record) for name, record in records.items()})
-            result.append(plates_of(trace))
-            self._types = {
-                name: site["type"]
-                for name, site in trace.items()
-                if site["type"] != "deterministic" or _is_numeric(site["value"])
-            }
-            self._replays = not self.evaluates and all(is_numpyros(record.fn) for record in records.values())
-            return 0
-
-        self.abstractly(abstract, rows)
-        return result[0], result[1]
 
     # ------------------------------------------------------------------ questions about it
     @property
@@ -334,7 +320,3 @@ def _is_equal(a: object, b: object) -> bool:
 def _log_prob(record: SiteRecord) -> Array:
     with numpyro.validation_enabled(False):
         return jnp.asarray(record.fn.log_prob(record.value)) * record.weight
-
-
-def _is_numeric(value: object) -> bool:
-    return isinstance(value, (jax.Array, np.ndarray, np.generic, bool, int, float))

@@ -18,7 +18,7 @@ from ...core.updates.state import State
 from ..data.arguments import CONSTANTS, PARAMS, SHARED
 from ..data.rows import Arrays, Rows, num_rows
 from ..handlers.data_prior import DataPrior, PriorConstants, SiteArrays, data_dependence, data_prior, described, of_site
-from ..handlers.tracing import REACH, SiteRecord, elements, sample_sites, site_transform
+from ..handlers.tracing import REACH, SiteRecord, elements, site_transform
 from ..layout import Layout, layout_of
 from ..terms.site_terms import site_terms
 from .bound_model import BoundModel, ImproperPrior
@@ -257,7 +257,7 @@ class BoundPrior(BoundModel):
             rng_key, key = jax.random.split(rng_key)
             scale = REACH if self.improper_prior_scale is None else self.improper_prior_scale
             wide[name] = scale * jax.random.normal(key, self.layout.shapes[name], self.dtype)
-        records = sample_sites(*self._run(rows, wide, rng_key))
+        records = self._drawn_records(wide, rows, rng_key)
         return self.layout.ravel(
             {n: site_transform(records[n].fn).inv(records[n].value) for n in self.layout.site_names}
         )

@@ -18,12 +18,23 @@ from numpyro.distributions.transforms import biject_to
 from ...core.compilation import jit_once
 from ..data.arguments import PARAMS, SHARED, split_call
 from ..data.rows import Arrays, Keywords
-from ..handlers.tracing import RowRunner, SiteInfo, SiteRecord, run_model, sample_sites
+from ..handlers.tracing import (
+    RowRunner,
+    SiteInfo,
+    SiteRecord,
+    is_numpyros,
+    plates_of,
+    run_model,
+    sample_sites,
+    site_info,
+)
 from ..layout import Layout, layout_of
 from ..terms.local import LocalSites
 from .replay import Replay
 
 Tree = TypeVar("Tree")
+Description = tuple[dict[str, SiteInfo], dict[str, tuple[str, ...]]]
+"""What is static about each sample site, and the plates of sites."""
 
 
 class Parameters(NamedTuple):
@@ -71,7 +82,7 @@ class ModelRuns:
     :ivar local: the layout of Normal latent variables of single rows, of which the conditional prior is part of q.
     :ivar row_latents: latent variables of single rows that are integrated out; None if there are none.
     :ivar params: the ``numpyro.param`` sites. :ivar row_plates: plates over the rows.
-    :ivar example_row: one row. :ivar example_rows: two. Of a whole program: all of them, both times.
+    :ivar example_row: one row. :ivar example_rows: several. Of a whole program: all of them, both times.
     """
 
     row_plates: frozenset[str]
@@ -94,8 +105,10 @@ class ModelRuns:
         self.layout, self.local = layout_of({}), layout_of({})
         self.params = parameters_of({}, self.dtype)
         self.row_latents: LocalSites | None = None
-        self._replay, self._replays = Replay(self._records_of), False
+        self._replay, self._replays = Replay(self._replayable), False
         self._types: dict[str, str] = {}  # of sites
+        self._description: Description | None = None  # of the last run
+        self._any_key = np.asarray(jax.random.key_data(jax.random.key(0)))  # where any draws will do
 
     def evaluating(self) -> contextlib.AbstractContextManager:
         """In which the model runs: what it computes of data in JAX has a value there, if it needs that."""
@@ -159,28 +172,63 @@ class ModelRuns:
         replayed, arguments = self._call(unconstrained, rows)
         return self._replay.entry(name, *arguments) if replayed else self._records_of(*arguments)[name]
 
-    def _call(self, unconstrained, rows) -> tuple[bool, tuple]:
+    def _call(self, unconstrained, rows, key=None) -> tuple[bool, tuple]:
         """Whether a run is one that has been traced, or can be; and the arguments of :meth:`_records_of`."""
         arrays = {name: value for name, value in rows.items() if name not in SHARED}
         params = rows.get(PARAMS, self.params.values)
         if self._replays and not self.whole:
-            return True, (dict(unconstrained), arrays, params)
+            return True, (dict(unconstrained), arrays, params, key)
         if self._replays and all(arrays[name] is self.example_row[name] for name in arrays):
-            return True, (dict(unconstrained), None, params)
-        return False, (unconstrained, arrays, params)
+            return True, (dict(unconstrained), None, params, key)
+        return False, (unconstrained, arrays, params, key)
 
-    def _records_of(self, unconstrained, arrays, params) -> dict[str, SiteRecord]:
-        """:param arrays: rows; None: the program's own, which have values."""
+    def _records_of(self, unconstrained, arrays, params, key=None) -> dict[str, SiteRecord]:
+        """:param arrays: rows; None: the program's own, which have values. :param key: of draws, its data."""
         states = None if self.row_latents is None else self.row_latents.first_states()
         rows = {**(self.example_row if arrays is None else arrays), PARAMS: params}
-        return sample_sites(*self._run(rows, unconstrained, states=states))
+        rng_key = None if key is None else jax.random.wrap_key_data(key)
+        trace, runner = self._run(rows, unconstrained, rng_key, states=states)
+        records = sample_sites(trace, runner)
+        self._description = {name: site_info(record) for name, record in records.items()}, plates_of(trace)
+        self._types = {
+            name: site["type"]
+            for name, site in trace.items()
+            if site["type"] != "deterministic" or _is_numeric(site["value"])
+        }
+        self._replays = not self.evaluates and all(is_numpyros(record.fn) for record in records.values())
+        return records
+
+    def _replayable(self, *arguments: Any) -> dict[str, SiteRecord]:
+        records = self._records_of(*arguments)
+        return records if self._replays else {}
+
+    def _drawn_records(self, unconstrained, rows, rng_key: Array) -> dict[str, SiteRecord]:
+        """Every sample site, with latents drawn that are not given."""
+        replayed, arguments = self._call(unconstrained, rows, jax.random.key_data(rng_key))
+        return self._replay(*arguments) if replayed else self._records_of(*arguments)
+
+    def _describe(self, rows, unconstrained: Mapping[str, Array] | None = None) -> Description:
+        """Static facts of all sites on these rows, and their plates, without running the model.
+
+        :param unconstrained: values of some latent sites, as they will be given again; default: all are drawn.
+        """
+        given, key = ({}, self._any_key) if unconstrained is None else (unconstrained, None)
+        self._description = None
+        if not self.whole:
+            self._replay.trace(dict(given), dict(rows), self.params.values, key)
+        if self._description is None:  # a whole model, or it has been traced before
+            self.abstractly(lambda rows: (self._records_of(given, rows, self.params.values, key), 0)[1], rows)
+        assert self._description is not None
+        return self._description
 
     def records(self, theta: Array, rows: Arrays) -> dict[str, SiteRecord]:
         """Every sample site of the model at theta."""
         return self._records(self._unravel(theta), rows)
 
     def site_record(self, name: str, rows: Arrays) -> SiteRecord:
-        return self._record(name, {}, rows)
+        """One site, with latents drawn."""
+        replayed, arguments = self._call({}, rows, self._any_key)
+        return self._replay.entry(name, *arguments) if replayed else self._records_of(*arguments)[name]
 
     def _unravel(self, theta: Array) -> dict[str, Array]:
         """Sites of (P,), or of (P + K,) with the variables of one row."""
@@ -194,3 +242,7 @@ class ModelRuns:
         z = jnp.asarray(record.unconstrained)
         wide = dist.Normal(jnp.zeros(jnp.shape(z), self.dtype), self.improper_prior_scale)
         return record._replace(fn=wide, value=z, log_abs_det=None)
+
+
+def _is_numeric(value: object) -> bool:
+    return isinstance(value, (jax.Array, np.ndarray, np.generic, bool, int, float))

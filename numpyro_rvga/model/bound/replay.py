@@ -39,6 +39,10 @@ class Replay:
         trace, arrays = self._traced_at(inputs)
         return _evaluated(trace, arrays)
 
+    def trace(self, *inputs: Any) -> None:
+        """Trace the function for inputs of this form, if it has not been."""
+        self._traced_at(inputs)
+
     def entry(self, name: str, *inputs: Any) -> Any:
         """One entry of the mapping that the function returns: nothing else of it is evaluated."""
         trace, arrays = self._traced_at(inputs, name)

@@ -13,7 +13,7 @@ import numpy as np
 
 from ...core.compilation import at_once, jit_once
 from ..data.arguments import absent_arguments
-from ..data.rows import Arrays, Keywords, common_length, num_rows
+from ..data.rows import Arrays, Keywords, common_length
 from ..handlers.failures import FORWARD, CoupledRows, LocalLatents, UnboundedStates
 from ..handlers.tracing import SiteInfo, SiteRecord, plates_of, run_model, sample_sites
 from ..layout import Layout
@@ -126,7 +126,7 @@ def local_latents(
 ) -> frozenset[str]:
     """The latents that belong to single rows.
 
-    :param one: the sites of a run on one row. :param two: those of a run on two rows.
+    :param one: the sites of a run on one row. :param two: those of a run on several.
     :param marginal: whether they are integrated out, and need not be normal.
     :raises NotImplementedError: for local latents that are not normal, otherwise.
     :raises CoupledRows: for latents that grow with the number of rows and are in no row plate.
@@ -188,10 +188,9 @@ def check_has_terms(row_sites: Mapping[str, SiteInfo]) -> None:
             raise CoupledRows(_coupled_message(name, "one row by itself has no term"))
 
 
-def check_independence(program: Any, rows: Mapping[str, np.ndarray]) -> None:
+def check_independence(program: Any) -> None:
     """The terms of a few rows must be the same taken together and one by one."""
-    count = min(CHECKED_ROWS, num_rows(rows))
-    few = {name: np.asarray(array[:count]) for name, array in rows.items()}
+    count, few = CHECKED_ROWS, program.example_rows
     singles = {name: array[:, None] for name, array in few.items()}
     tolerance = 1e3 * float(jnp.finfo(program.dtype).eps)
 

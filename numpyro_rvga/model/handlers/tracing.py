@@ -243,7 +243,8 @@ def site_info(record: SiteRecord) -> SiteInfo:
     is_normal = isinstance(base, dist.Normal)
     is_real = latent and not base.event_shape and isinstance(site_transform(record.fn), IdentityTransform)
     flags = record.is_observed, record.is_auxiliary, record.fn.is_discrete, _is_improper(record.fn), is_normal, is_real
-    return SiteInfo(jnp.shape(record.value), shape, record.plates, *flags)
+    own = () if record.is_observed else record.fn.shape()  # of a value that is given, also where it is broadcast
+    return SiteInfo(np.broadcast_shapes(jnp.shape(record.value), own), shape, record.plates, *flags)
 
 
 def _is_improper(fn: Distribution) -> bool:
