@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import functools
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from .model import Program
 from .model.data.rows import Data, num_rows, pad, selected
 from .model.handlers.tracing import peel
 from .model.predictive import METHODS, average, log_predictive, sampled_predictors
 from .options import check_choice
-
-if TYPE_CHECKING:
-    from .model import Program
-    from .results.posterior import Posterior
+from .results.posterior import Posterior
 
 CHUNK_NUMBERS = 2**22  # in the largest array that is made of the rows that are evaluated at once
 MAX_CHUNK = 4096

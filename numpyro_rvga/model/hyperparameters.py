@@ -49,7 +49,7 @@ def choose_sites(program: Program, conditional: Callable[[tuple[str, ...]], Prog
     def terms_given(site: str, given: Sequence[str]) -> tuple[Terms, dict[str, Any]]:
         if program.row_latents is None:
             return _terms_given(program, site, given)
-        return _terms_of_conditional(conditional(tuple(given)), site)
+        return next((terms, rows) for terms, rows in _all_terms(conditional(tuple(given))) if terms.site == site)
 
     def is_simple_given(site: str, given: Sequence[str]) -> bool:
         """Whether a site's terms are simple once some latent sites stand still, at any place."""
@@ -157,8 +157,3 @@ def _terms_given(program: Program, site: str, given: Sequence[str]) -> tuple[Ter
     run_site, layout, row = program.site_given(site, values)
     theta = jax.ShapeDtypeStruct((layout.size,), program.dtype)
     return site_terms(run_site, site, theta, row, prefer_parameters=False), row
-
-
-def _terms_of_conditional(program: Program, site: str) -> tuple[Terms, dict[str, Any]]:
-    """The same of a model given these sites."""
-    return next((terms, rows) for terms, rows in _all_terms(program) if terms.site == site)

@@ -6,7 +6,7 @@ import importlib.metadata
 from collections.abc import Mapping
 from functools import partial
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import numpy as np
@@ -14,17 +14,15 @@ from jax import Array
 from jax.typing import ArrayLike
 from scipy.special import logsumexp
 
+from ..model import Program
 from ..model.data.rows import Arrays, Data
 from . import prediction
+from .fitted import Fitted
 from .log_joint import chunks_of_log_likelihood, observed_values, rows_with_outcome, summed
-
-if TYPE_CHECKING:
-    from ..model import Program
-    from .posterior import Posterior
 
 
 def to_arviz(
-    posterior: Posterior,
+    posterior: Fitted,
     data: Data | None = None,
     *,
     rng_key: Array | None = None,
@@ -69,7 +67,7 @@ def to_arviz(
 
 
 def converted(
-    posterior: Posterior,
+    posterior: Fitted,
     theta: Array,
     rows: Arrays | None,
     predictive_key: Array,

@@ -27,11 +27,11 @@ from ..model.data.arguments import checked_rows
 from ..model.data.rows import Data, Keywords, Rows
 from ..model.terms.terms import Terms
 from ..options import Options
+from .fitted import Fitted
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-    from .posterior import Posterior
 
 POSTERIOR_QUANTILES = np.linspace(0.0, 1.0, 11)  # that join the default grid
 
@@ -106,7 +106,7 @@ def check_conditions(
     model: Callable,
     options: Options,
     data: Data,
-    posterior: Posterior | None,
+    posterior: Fitted | None,
     means: ArrayLike | None,
     variances: ArrayLike | None,
     rng_key: Array,
@@ -161,7 +161,7 @@ def _check_site(
     kind: Kind,
     rows: Rows,
     shared: dict[str, Array],
-    posterior: Posterior | None,
+    posterior: Fitted | None,
     means: np.ndarray | None,
     variances: np.ndarray | None,
 ) -> SiteConditions:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -33,11 +33,9 @@ from ..options import MARGINALS, Info, Options, check_choice, default_key
 from ..progress import Bar, progress
 from ..user_warnings import warn
 from .arviz import smoothed
+from .fitted import Fitted
 from .log_joint import check_all_rows
 from .marginal_nuts import has_mixed, integrate_by_nuts
-
-if TYPE_CHECKING:
-    from .posterior import Posterior
 
 DEFAULTS = Options("implicit", "auto", "auto", None, 500, 256)
 Bound = MaximizedBound | SparseMaximizedBound | LogDensity
@@ -250,7 +248,7 @@ class Integration:
 
 
 def integrate(
-    posterior: Posterior,
+    posterior: Fitted,
     data: Data,
     sites: str | Sequence[str],
     rng_key: Array | None,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,11 +26,9 @@ from ..core.gaussians.mixture import GaussianMixture
 from ..engines.starts import NOTICEABLE, share_of_others
 from ..model.data.rows import Arrays, Data
 from ..streams.order import seed_of
+from .fitted import Fitted
 from .log_joint import check_all_rows, draws_with_density, is_of_points, log_joint, rows_with_outcome
 from .marginal_nuts import has_mixed
-
-if TYPE_CHECKING:
-    from .posterior import Posterior
 
 MIN_DRAWS = 100
 MOST_NUMBERS = 2**26  # in the draws
@@ -92,7 +90,7 @@ class Evidence(NamedTuple):
 
 
 def khat(
-    posterior: Posterior,
+    posterior: Fitted,
     data: Data,
     *,
     rng_key: Array | None = None,
@@ -174,7 +172,7 @@ class Draws(NamedTuple):
         return Draws(*arrays, num_samples=count * len(every))
 
 
-def _weighed(posterior: Posterior, rng_key: Array, num_samples: int, rows: Arrays) -> Draws:
+def _weighed(posterior: Fitted, rng_key: Array, num_samples: int, rows: Arrays) -> Draws:
     if is_of_points(posterior):
         theta, log_q = draws_with_density(posterior, rng_key, num_samples)
         z = (np.asarray(theta, np.float64) - posterior.mean) / np.asarray(posterior.gaussian.deviation())
@@ -185,14 +183,14 @@ def _weighed(posterior: Posterior, rng_key: Array, num_samples: int, rows: Array
     return Draws(z, log_joint(posterior.program, theta, rows) - log_q, log_mixture, num_samples)
 
 
-def _evidence(posterior: Posterior, draws: Draws) -> Evidence:
+def _evidence(posterior: Fitted, draws: Draws) -> Evidence:
     """Draws without a density weigh nothing."""
     undefined = np.isnan(draws.log_ratios) | np.isposinf(draws.log_ratios)
     log_ratios = np.where(undefined, -np.inf, draws.log_ratios)
     moves, errors = _moves(draws.z, log_ratios - draws.log_mixture, draws.log_mixture)
     of_q = log_ratios[: draws.num_samples]
     return Evidence(
-        _shape_of(of_q),
+        0.0 if np.ptp(of_q) < np.finfo(np.float32).eps else _psis_khat(of_q),
         _relative_sample_size(of_q),
         *_by_site(posterior.program.layout.shapes, moves, errors),
         can_integrate=not {"integrated", "not_integrated"} & set(posterior.info),
@@ -210,7 +208,7 @@ def sure_moves(evidence: Evidence) -> dict[str, float]:
     return {site: move - SURE * evidence.errors[site] for site, move in evidence.moves.items()}
 
 
-def _draws(posterior: Posterior, rng_key: Array, num_samples: int) -> tuple[Array, np.ndarray, np.ndarray]:
+def _draws(posterior: Fitted, rng_key: Array, num_samples: int) -> tuple[Array, np.ndarray, np.ndarray]:
     """theta (n, P), each parameter in standard deviations of q, (n, P), and the log of mixture / q, (n,).
 
     The wider draws are of the Gaussian with q's moments, which q itself is unless it is no Gaussian.
@@ -279,11 +277,6 @@ def _by_site(shapes: Mapping[str, tuple], moves: np.ndarray, errors: np.ndarray)
             of_moves[name], of_errors[name] = float(moves[worst]), float(errors[worst])
         start = stop
     return of_moves, of_errors
-
-
-def _shape_of(log_ratios: np.ndarray) -> float:
-    """The Pareto k; zero for ratios that do not vary."""
-    return 0.0 if np.ptp(log_ratios) < np.finfo(np.float32).eps else _psis_khat(log_ratios)
 
 
 def _relative_sample_size(log_ratios: np.ndarray) -> float:

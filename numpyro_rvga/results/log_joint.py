@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,13 +12,11 @@ import numpy as np
 from jax import Array, lax
 
 from ..core.gaussians.mixture import GaussianMixture
+from ..model import Program
 from ..model.data.row_set import once_each
 from ..model.data.rows import Arrays, Data, num_rows, selected
 from ..model.handlers.tracing import run_model
-
-if TYPE_CHECKING:
-    from ..model import Program
-    from .posterior import Posterior
+from .fitted import Fitted
 
 # Bounds the memory of a chunk of rows: draws times rows times elements of an observed site.
 CHUNK_VALUES = 2**20
@@ -33,7 +31,7 @@ def rows_with_outcome(program: Program, data: Data) -> dict[str, Any]:
     return rows
 
 
-def check_all_rows(posterior: Posterior, rows: Arrays) -> None:
+def check_all_rows(posterior: Fitted, rows: Arrays) -> None:
     """:raises ValueError: if these are not as many rows as the posterior has absorbed."""
     count = posterior.program.count_rows(rows)
     if count != posterior.num_rows:
@@ -117,12 +115,12 @@ def observed_values(program: Program, rows: Arrays) -> dict[str, Array]:
     return {site: trace[site]["value"] for site in program.observed_sites}
 
 
-def is_of_points(posterior: Posterior) -> bool:
+def is_of_points(posterior: Fitted) -> bool:
     """Whether the posterior's components are at draws of NUTS, which give no density of the integrated sites."""
     return posterior.info.get("integration", {}).get("method") == "nuts"
 
 
-def draws_with_density(posterior: Posterior, rng_key: Array, count: int) -> tuple[Array, np.ndarray]:
+def draws_with_density(posterior: Fitted, rng_key: Array, count: int) -> tuple[Array, np.ndarray]:
     """theta (n, P) and log q (n,). Of points that NUTS has drawn by exp L(h), with the weights that make it the
     evidence, it is the log evidence of h plus log q(x | h), up to a constant, at these very points."""
     gaussian = posterior.gaussian

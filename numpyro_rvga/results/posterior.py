@@ -3,38 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpyro.distributions as dist
 from jax import Array
-from jax.typing import ArrayLike
 
-from ..core.gaussians import Family
-from ..core.gaussians.mean_field import MeanField
-from ..core.gaussians.mixture import GaussianMixture
-from ..core.gaussians.packed_roots import PackedRoots
-from ..core.updates.state import State
-from ..engines.mean_field import MeanFieldState
-from ..engines.online import OnlineState
-from ..model.data.row_set import RowSet
 from ..model.data.rows import Data
-from ..options import Info
 from . import arviz, integration, prediction, resampling, storage, summary_table, warmstart
+from .fitted import Fitted, check_shape
 from .khat import khat
 from .merging import merge as merging
-
-if TYPE_CHECKING:
-    from ..model import Program
 
 DRAWN_NUMBERS = 2**22  # in the arrays of all rows, for draws that are computed together
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
-class Posterior:
+class Posterior(Fitted):
     """A Gaussian approximation of a model's posterior in unconstrained space, or a mixture of Gaussians where
     hyperparameters are integrated out (see :meth:`integrate`).
 
@@ -64,70 +50,10 @@ class Posterior:
     :raises ValueError: if the shapes of the Gaussian's arrays do not fit the program's layout.
     """
 
-    program: Program
-    gaussian: Family | GaussianMixture | MeanField
-    elbo: float | None = None
-    info: Info = dataclasses.field(default_factory=dict)
-    continuation: Any = None
-    state: State | OnlineState | MeanFieldState | None = None
-    num_rows: int = dataclasses.field(kw_only=True)
-    row_sets: tuple[RowSet, ...] = dataclasses.field(default=(), kw_only=True)
-
-    def __post_init__(self) -> None:
-        size = self.program.layout.size
-        gaussian = jax.tree.map(jnp.asarray, self.gaussian)
-        for field in dataclasses.fields(gaussian) if not isinstance(gaussian, MeanField) else ():
-            value = getattr(gaussian, field.name)
-            if isinstance(value, tuple | PackedRoots) or (
-                isinstance(gaussian, GaussianMixture) and field.name == "log_weights"
-            ):
-                continue
-            shape = value.shape
-            if shape[-1:] != (size,) or (field.name == "root" and shape != (size, size)):
-                raise ValueError(f"{field.name} must have {size} entries along every axis for this model, not {shape}.")
-        object.__setattr__(self, "gaussian", gaussian)
-
-    def __getstate__(self) -> dict[str, object]:
-        """Without what is compiled, for other processes.
-
-        :raises PicklingError: from pickle, if the model cannot be pickled: a function within another.
-        """
-        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-
     def __repr__(self) -> str:
         sites = ", ".join(self.site_names)
         bound = "" if self.elbo is None else f", elbo={self.elbo:.6g}"
         return f"Posterior(sites=({sites}), size={self.mean.size}, num_rows={self.num_rows}{bound})"
-
-    @property
-    def site_names(self) -> tuple[str, ...]:
-        """The latent sites, in the order in which they are flattened."""
-        return tuple(self.program.layout.site_names)
-
-    @property
-    def mean(self) -> Array:
-        """The mean of q in unconstrained space, shape ``(P,)``."""
-        return self.gaussian.mean
-
-    @property
-    def scale(self) -> Array:
-        """A square root of the covariance, shape ``(P, P)``: ``covariance = scale @ scale.T``."""
-        return self.gaussian.as_full().root
-
-    @property
-    def params(self) -> dict[str, Array]:
-        """The values of the model's ``numpyro.param`` sites, which :class:`FixedPointVI` learns."""
-        return self.program.params.constrained(self.program.params.values)
-
-    @functools.cached_property
-    def covariance(self) -> Array:
-        """The covariance of q in unconstrained space, shape ``(P, P)``."""
-        return self.gaussian.covariance()
-
-    @functools.cached_property
-    def scale_tril(self) -> Array:
-        """The Cholesky factor of the covariance: lower triangular with a positive diagonal, shape ``(P, P)``."""
-        return self.gaussian.scale_tril()
 
     def sample_posterior(
         self,
@@ -157,7 +83,7 @@ class Posterior:
         :return: the constrained latent sites and the deterministic sites that have no value for each row, each of
             shape ``(*sample_shape, *site_shape)``.
         """
-        _check_shape(sample_shape)
+        check_shape(sample_shape)
         theta_key, local_key = (rng_key, None) if data is None else jax.random.split(rng_key)
         theta = self.sample_unconstrained(theta_key, sample_shape)
         rows = None if data is None else self.program.rows(data, predicted=True)
@@ -167,114 +93,6 @@ class Posterior:
             local = prediction.local_latents(self, local_key, rows, flat)
             sites |= {name: jnp.reshape(value, (*sample_shape, *value.shape[1:])) for name, value in local.items()}
         return sites
-
-    def sample_unconstrained(self, rng_key: Array, sample_shape: tuple[int, ...] = ()) -> Array:
-        """Draw flat unconstrained vectors theta from q.
-
-        :param rng_key: random key.
-        :param sample_shape: leading shape of the draws.
-        :return: shape ``(*sample_shape, P)``.
-        """
-        _check_shape(sample_shape)
-        standard = jax.random.normal(rng_key, (*sample_shape, self.gaussian.noise_size), self.mean.dtype)
-        return self.gaussian.transform(standard)
-
-    def constrain(self, theta: Array, rows: Mapping[str, ArrayLike] | None = None) -> dict[str, Array]:
-        """The model's sites at flat unconstrained vectors.
-
-        :param theta: shape ``(..., P)``.
-        :param rows: arrays by argument name, as for ``data`` of :meth:`sample_posterior`.
-        :return: the sites that :meth:`sample_posterior` returns, each of shape ``(..., *site_shape)``.
-        """
-        batch_shape, flat = theta.shape[:-1], jnp.reshape(theta, (-1, theta.shape[-1]))
-        sites, rows = self.constrain_latents(flat), self.program.data_rows if rows is None else rows
-        if self.program.deterministic.of_data and rows is not None:
-            sites |= self._deterministic_of_data(flat, dict(rows))
-        return {name: jnp.reshape(value, (*batch_shape, *value.shape[1:])) for name, value in sites.items()}
-
-    @functools.cached_property
-    def constrain_latents(self) -> Callable[[Array], dict[str, Array]]:
-        """theta (n, P) -> the constrained latent sites, and deterministic sites that are functions of them alone."""
-        return jax.jit(jax.vmap(self.program.constrain))
-
-    def median(self) -> dict[str, Array]:
-        """The median of q's marginals, as :meth:`~numpyro.infer.autoguide.AutoMultivariateNormal.median` has it.
-
-        **Example**
-
-        With the posterior of :class:`RVGA`'s example:
-
-        .. doctest::
-
-            >>> print(np.asarray(posterior.median()["slopes"]).round(1))
-            [ 1.3 -2. ]
-
-        :return: the constrained latent sites, and the deterministic sites that :meth:`sample_posterior` has, at the
-            medians of q's marginals, which are a Gaussian's mean. This is the marginal median wherever the site's
-            transform acts elementwise (not for a simplex, say), and for a deterministic site only where it is a
-            monotone function of one latent value.
-        """
-        return self.constrain(self._marginal_quantiles(jnp.full((1,), 0.5, self.mean.dtype)))
-
-    def quantiles(self, quantiles: ArrayLike | Sequence[float]) -> dict[str, Array]:
-        """Quantiles of q's marginals, as :meth:`~numpyro.infer.autoguide.AutoMultivariateNormal.quantiles` has them.
-
-        **Example**
-
-        With the posterior of :class:`RVGA`'s example:
-
-        .. doctest::
-
-            >>> low, high = posterior.quantiles([0.05, 0.95])["slopes"]
-            >>> print(np.asarray(high - low).round(1))
-            [0.8 1. ]
-
-        :param quantiles: one probability or an array of them.
-        :return: dict of sites of shape ``(*quantiles.shape, *site_shape)``: the marginal quantiles in unconstrained
-            space, pushed through the model's transforms. The caveat of :meth:`median` holds.
-        """
-        probabilities = jnp.asarray(quantiles, self.mean.dtype)[..., None]
-        return self.constrain(self._marginal_quantiles(probabilities))
-
-    def _marginal_quantiles(self, probabilities: Array) -> Array:
-        """In unconstrained space, (..., P), at (..., 1)."""
-        if isinstance(self.gaussian, GaussianMixture | MeanField):
-            return self.gaussian.marginal_quantiles(probabilities)
-        return dist.Normal(self.mean, self.gaussian.deviation()).icdf(probabilities)
-
-    def log_prob(self, sites: Mapping[str, ArrayLike]) -> Array:
-        """The log density log q(theta) of the unconstrained vector theta that belongs to ``sites``.
-
-        This is a density in unconstrained space: the log-determinants of the transforms are not added. It is what
-        the model's log joint in unconstrained space (NumPyro's negative potential energy) compares with.
-
-        **Example**
-
-        With the posterior of :class:`RVGA`'s example:
-
-        .. doctest::
-
-            >>> densities = posterior.log_prob({"slopes": np.array([[1.0, -2.0], [0.0, 0.0]])})
-            >>> densities.shape, bool(densities[0] > densities[1])
-            ((2,), True)
-
-        :param sites: constrained values of every latent site, with any common leading shape. Other entries, such as
-            deterministic sites, are ignored.
-        :return: log densities of that leading shape.
-        :raises ValueError: if a latent site is missing or has the wrong shape.
-        """
-        values, batch_shape = self._checked_latents(sites)
-        batch = {name: jnp.reshape(value, (-1, *value.shape[len(batch_shape) :])) for name, value in values.items()}
-        theta = self._unconstrain(batch)
-        return self.log_prob_unconstrained(jnp.reshape(theta, (*batch_shape, self.mean.size)))
-
-    def log_prob_unconstrained(self, theta: Array) -> Array:
-        """The log density of q at flat unconstrained vectors.
-
-        :param theta: shape ``(..., P)``.
-        :return: shape ``(...)``.
-        """
-        return self.gaussian.log_prob(theta)
 
     # ------------------------------------------------------------------ methods that have files of their own
     predictive = prediction.predictive
@@ -350,40 +168,3 @@ class Posterior:
         """
         fields = integration.integrate(self, data, sites, rng_key, progress_bar, marginal)
         return dataclasses.replace(self, **fields)
-
-    @functools.cached_property
-    def _deterministic_of_data(self) -> Callable[[Array, dict[str, ArrayLike]], dict[str, Array]]:
-        """Of theta (n, P) and rows, as many draws at a time as memory has room for."""
-
-        @jax.jit
-        def of_draws(theta: Array, rows: dict[str, Array]) -> dict[str, Array]:
-            numbers = sum(array.size for array in rows.values())
-            at = lambda one: self.program.deterministic_of_data(one, rows)  # noqa: E731
-            return jax.lax.map(at, theta, batch_size=max(1, min(len(theta), DRAWN_NUMBERS // numbers)))
-
-        return of_draws
-
-    @functools.cached_property
-    def _unconstrain(self) -> Callable[[dict[str, Array]], Array]:
-        return jax.jit(jax.vmap(self.program.unconstrain))
-
-    def _checked_latents(self, sites: Mapping[str, ArrayLike]) -> tuple[dict[str, Array], tuple[int, ...]]:
-        """The latent sites as arrays, and the leading shape that they share."""
-        missing = [name for name in self.site_names if name not in sites]
-        if missing:
-            raise ValueError(f"log_prob needs the latent sites {missing} too.")
-        values = {name: jnp.asarray(sites[name]) for name in self.site_names}
-        shapes = {name: value.shape for name, value in jax.eval_shape(self.program.constrain, self.mean).items()}
-        first = self.site_names[0]
-        batch_shape = values[first].shape[: max(values[first].ndim - len(shapes[first]), 0)]
-        for name, value in values.items():
-            expected = (*batch_shape, *shapes[name])
-            if value.shape != expected:
-                raise ValueError(f"site '{name}' must have shape {expected}, not {value.shape}.")
-        return values, batch_shape
-
-
-def _check_shape(sample_shape: tuple[int, ...]) -> None:
-    """:raises ValueError: for a number in place of a shape."""
-    if not isinstance(sample_shape, (tuple, list)):
-        raise ValueError(f"sample_shape must be a tuple, not {sample_shape!r}: for one axis, ({sample_shape},).")

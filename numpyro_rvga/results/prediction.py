@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,22 +17,20 @@ from numpyro.infer import Predictive
 from numpyro.primitives import Messenger
 
 from ..core.gaussians.mixture import GaussianMixture
+from ..model import Program
 from ..model.bound.local_draws import draw_row_latents
 from ..model.data.rows import Arrays, Data, num_rows
 from ..model.handlers.tracing import peel
 from ..model.terms.site_terms import unconstrained_parameters
 from ..options import check_choice
+from .fitted import Fitted
 from .log_joint import rows_with_outcome
-
-if TYPE_CHECKING:
-    from ..model import Program
-    from .posterior import Posterior
 
 PROBIT_SCALE = math.sqrt(8 / math.pi)
 
 
 def predictive(
-    posterior: Posterior,
+    posterior: Fitted,
     rng_key: Array | None,
     data: Data,
     num_samples: int = 1000,
@@ -76,7 +74,7 @@ def predictive(
     return DRAWN[method](posterior, rng_key, data, num_samples)
 
 
-def monte_carlo(posterior: Posterior, rng_key: Array, data: Data, num_samples: int) -> dict[str, Array]:
+def monte_carlo(posterior: Fitted, rng_key: Array, data: Data, num_samples: int) -> dict[str, Array]:
     """Run the model forward at posterior draws, with every observed site drawn anew.
 
     :param posterior: the posterior.
@@ -90,7 +88,7 @@ def monte_carlo(posterior: Posterior, rng_key: Array, data: Data, num_samples: i
     return at_draws(posterior, model_key, posterior.program.rows(data, predicted=True), theta)
 
 
-def plugin(posterior: Posterior, rng_key: Array, data: Data, num_samples: int) -> dict[str, Array]:
+def plugin(posterior: Fitted, rng_key: Array, data: Data, num_samples: int) -> dict[str, Array]:
     """Run the model forward at the mean of q, with every observed site drawn anew: what :func:`monte_carlo` returns.
 
     :raises NotImplementedError: if the model has a latent value for each row.
@@ -101,7 +99,7 @@ def plugin(posterior: Posterior, rng_key: Array, data: Data, num_samples: int) -
     return at_draws(posterior, rng_key, rows, jnp.tile(posterior.mean, (num_samples, 1)))
 
 
-def linearized(posterior: Posterior, rng_key: Array, data: Data, num_samples: int) -> dict[str, Array]:
+def linearized(posterior: Fitted, rng_key: Array, data: Data, num_samples: int) -> dict[str, Array]:
     """Draw outcomes with the parameters of the observed distributions, in unconstrained space, linearized in theta at
     the mean of q: what :func:`monte_carlo` returns, and for networks closer to the data.
 
@@ -162,7 +160,7 @@ def _predicted(program: Program) -> set[str]:
     return {*program.of_rows, *program.observed_sites, *program.local_names}
 
 
-def at_draws(posterior: Posterior, rng_key: Array, rows: Arrays, theta: Array) -> dict[str, Array]:
+def at_draws(posterior: Fitted, rng_key: Array, rows: Arrays, theta: Array) -> dict[str, Array]:
     """Predict rows at given parameters.
 
     :param posterior: the posterior.
@@ -178,7 +176,7 @@ def at_draws(posterior: Posterior, rng_key: Array, rows: Arrays, theta: Array) -
     return _forward(posterior, rng_key, rows, theta, predicted)
 
 
-def local_latents(posterior: Posterior, rng_key: Array, rows: Arrays, theta: Array) -> dict[str, Array]:
+def local_latents(posterior: Fitted, rng_key: Array, rows: Arrays, theta: Array) -> dict[str, Array]:
     """Draw the rows' own latent variables at given parameters: the arguments are those of :func:`at_draws`."""
     program = posterior.program
     if program.row_latents is not None:
@@ -275,7 +273,7 @@ def _completed(name: str, fn: Any, shape: tuple[int, ...], value: Array, rng_key
 DRAWN = {"monte_carlo": monte_carlo, "linearized": linearized, "plugin": plugin}
 
 
-def closed_form(posterior: Posterior, data: Data) -> dict[str, dict[str, Array]]:
+def closed_form(posterior: Fitted, data: Data) -> dict[str, dict[str, Array]]:
     """The probability of success of logistic sites, averaged over q, and its variance under q.
 
     Equations (62) and (63) of the R-VGA paper: with ``m`` and ``v`` the mean and the variance of the logit under q and
@@ -322,7 +320,7 @@ def _averaged(moments: Callable[[Any], dict[str, Array]], q: Any) -> dict[str, A
     }
 
 
-def _with_stand_ins(posterior: Posterior, rows: Arrays) -> dict[str, Any]:
+def _with_stand_ins(posterior: Fitted, rows: Arrays) -> dict[str, Any]:
     """Rows with any value for the arrays that are missing: those that predictions do not depend on."""
     program = posterior.program
     missing = {name: values for name, values in program.example_rows.items() if name not in rows}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import numpy as np
@@ -11,11 +11,9 @@ from jax import Array
 
 from ..model.data.rows import Data
 from .arviz import converted, smoothed
+from .fitted import Fitted
 from .khat import NEARLY_EQUAL
 from .log_joint import check_all_rows, draws_with_density, log_joint, rows_with_outcome
-
-if TYPE_CHECKING:
-    from .posterior import Posterior
 
 MOST_KHAT = 0.7
 OVERSAMPLING = 4  # draws for each that is kept
@@ -23,7 +21,7 @@ LEAST_DRAWS = 400
 
 
 def resample(
-    posterior: Posterior,
+    posterior: Fitted,
     data: Data,
     num_samples: int = 1000,
     *,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import jax
 import numpy as np
@@ -12,9 +11,7 @@ from scipy.linalg import solve_triangular
 
 from ..core.gaussians import FullGaussian, LowRankGaussian
 from ..user_warnings import warn
-
-if TYPE_CHECKING:
-    from .posterior import Posterior
+from .fitted import Fitted
 
 LOST = 5e-3  # relative error of a variance, from one rounding of the precision: sums of many rows round often
 MAX_NUMBERS = 2**26  # in the arrays of a Gaussian that is looked at
@@ -27,7 +24,7 @@ NAMED, SHARE = 4, 0.3  # entries in a message, and the least share in the direct
 UNNAMED = 0.1  # of the direction's square, in entries that are not named
 
 
-def warn_of_lost_digits(posterior: Posterior) -> None:
+def warn_of_lost_digits(posterior: Fitted) -> None:
     """If rounding may have changed a standard deviation: where a combination of parameters is known far less well than
     each of them would be, given the others. Diagonal precisions are sums of positive numbers, and lose none.
     """

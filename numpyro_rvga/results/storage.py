@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -28,15 +28,14 @@ from ..model.handlers.data_prior import PriorConstants
 from ..model.identity import ModelIdentity
 from ..model.terms.local import RowFacts
 from ..options import Info
+from .fitted import Fitted
 
-if TYPE_CHECKING:
-    from .posterior import Posterior
-
+P = TypeVar("P", bound=Fitted)
 PLAIN = "model_kwargs example_rows improper_prior_scale whole params elbo num_rows info".split()  # stored as they are
 STORED_FAMILIES = FAMILIES | {"mixture": GaussianMixture, "by site": MeanField}
 
 
-def save(posterior: Posterior, path: str | os.PathLike) -> None:
+def save(posterior: Fitted, path: str | os.PathLike) -> None:
     """Write to one file, atomically: an interrupted or failed call leaves what was at ``path`` as it was.
 
     The file holds plain arrays and a JSON text, and nothing executable. A model keyword whose value is not plain
@@ -85,7 +84,7 @@ def save(posterior: Posterior, path: str | os.PathLike) -> None:
     files.write(path, "posterior", metadata, arrays)
 
 
-def load(cls: type[Posterior], path: str | os.PathLike, model: Callable, **model_kwargs: Any) -> Posterior:
+def load(cls: type[P], path: str | os.PathLike, model: Callable, **model_kwargs: Any) -> P:
     """Read what :meth:`save` wrote.
 
     **Example**

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-if TYPE_CHECKING:
-    from .posterior import Posterior
+from .fitted import Fitted
 
 SUMMARY_PAIRS = 5_000
 
 
-def print_summary(posterior: Posterior, prob: float = 0.9) -> None:
+def print_summary(posterior: Fitted, prob: float = 0.9) -> None:
     """Print mean, standard deviation, median and central interval of every scalar of the latent sites under q.
 
     The figures are those of constrained values. They come from a fixed set of mirrored draws, so they are the same

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from jax import Array
@@ -13,15 +13,13 @@ from numpyro.infer.autoguide import AutoContinuous, AutoDiagonalNormal, AutoMult
 from ..core.gaussians import DiagonalGaussian
 from ..core.matrices.linalg import lower_from_root
 from ..model.data.rows import num_rows
-
-if TYPE_CHECKING:
-    from .posterior import Posterior
+from .fitted import Fitted
 
 OVERDISPERSION = 1.5
 MOST_DENSE = 1000  # parameters: of more, a product with a whole matrix takes longer than most models' gradients
 
 
-def nuts(posterior: Posterior, **nuts_kwargs: Any) -> NUTS:
+def nuts(posterior: Fitted, **nuts_kwargs: Any) -> NUTS:
     """A NUTS kernel for the posterior's model, with q's covariance as its inverse mass matrix.
 
     Give it a short warm-up and dispersed starts::
@@ -76,7 +74,7 @@ def nuts(posterior: Posterior, **nuts_kwargs: Any) -> NUTS:
     return NUTS(model, **(options | nuts_kwargs))
 
 
-def init_params(posterior: Posterior, rng_key: Array, num_chains: int = 1) -> dict[str, Array]:
+def init_params(posterior: Fitted, rng_key: Array, num_chains: int = 1) -> dict[str, Array]:
     """Initial values for ``MCMC.run(..., init_params=...)``: draws from q, spread out 1.5 times as far.
 
     **Example**
@@ -97,7 +95,7 @@ def init_params(posterior: Posterior, rng_key: Array, num_chains: int = 1) -> di
     return posterior.program.layout.unravel(posterior.mean + OVERDISPERSION * (theta - posterior.mean))
 
 
-def as_guide(posterior: Posterior) -> tuple[AutoContinuous, dict[str, Array]]:
+def as_guide(posterior: Fitted) -> tuple[AutoContinuous, dict[str, Array]]:
     """The same Gaussian as a guide: ``AutoDiagonalNormal`` for a diagonal q, else ``AutoMultivariateNormal``; for a
     mixture the Gaussian with its mean and covariance.
 
@@ -127,7 +125,7 @@ def as_guide(posterior: Posterior) -> tuple[AutoContinuous, dict[str, Array]]:
     return guide, params
 
 
-def _refuse_local(posterior: Posterior, what: str) -> None:
+def _refuse_local(posterior: Fitted, what: str) -> None:
     names = posterior.program.local_names
     if names:
         raise NotImplementedError(
@@ -137,7 +135,7 @@ def _refuse_local(posterior: Posterior, what: str) -> None:
         )
 
 
-def _guide_order(posterior: Posterior, guide: AutoContinuous) -> np.ndarray:
+def _guide_order(posterior: Fitted, guide: AutoContinuous) -> np.ndarray:
     """For each place in the guide's flat vector, the place in the posterior's: NumPyro orders as it traces."""
     indices = np.arange(posterior.mean.size)
     ours, theirs = posterior.program.layout.unravel(indices), guide._unpack_latent(indices)
@@ -147,7 +145,7 @@ def _guide_order(posterior: Posterior, guide: AutoContinuous) -> np.ndarray:
     return order
 
 
-def _mass_blocks(posterior: Posterior, blocks: list[tuple[str, ...]]) -> dict[tuple[str, ...], Array]:
+def _mass_blocks(posterior: Fitted, blocks: list[tuple[str, ...]]) -> dict[tuple[str, ...], Array]:
     """q's covariance within each block of sites, and its variances for all other sites.
 
     Keyed by site names, since NumPyro reads a plain array in alphabetical order. NUTS writes to the dict, so each

@@ -10,7 +10,7 @@ from numpyro.distributions import constraints
 from numpyro.infer.util import log_density
 
 from numpyro_rvga import RVGA, FixedPointVI
-from numpyro_rvga.model.bound.replay import Replay
+from numpyro_rvga.model.bound.model_runs import Replay
 
 DATA = {"x": np.linspace(-1, 1, 40), "y": np.linspace(-1, 2, 40) ** 2}
 

@@ -15,8 +15,7 @@ from jax import Array
 from ..matrices.linalg import column_sums, inverse
 from .block_diagonal import BlockDiagonalGaussian
 from .diagonal import DiagonalGaussian
-from .family import Family
-from .full import FullGaussian
+from .full import Family, FullGaussian
 from .low_rank import LowRankGaussian, leading_part, projected
 from .steps import PARAMETERIZATIONS, ExpectedDerivatives, Movement, Transition, nan_if_invalid
 

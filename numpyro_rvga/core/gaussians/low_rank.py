@@ -84,7 +84,7 @@ class LowRankGaussian:
         prior: LowRankGaussian | None = None,
         projection: str | None = None,
     ) -> LowRankGaussian:
-        """The natural step of :class:`~.family.Family` for Lambda = diag(d) + W^T W and H = F^T F:
+        """The natural step of :class:`~.full.Family` for Lambda = diag(d) + W^T W and H = F^T F:
 
             d' = (1 - t) d + t d_0,     W'^T W' = (1 - t) W^T W + t (W_0^T W_0 + F^T F),
             mu' = mu + t Lambda'^-1 (Lambda_0 (mu_0 - mu) + g),

@@ -65,7 +65,7 @@ def implicit_step(
 
         solution, basis, factors = solve(linearize(state.mean))
         for _ in range(num_linearizations - 1):
-            shift = state.root @ _lift(basis, solution.mean)
+            shift = state.root @ (solution.mean if basis is None else solution.mean @ basis)
             solution, basis, factors = solve(_shifted(linearize(state.mean + shift), -shift))
         info = (solution.bound, solution.decrement, solution.iterations, solution.converged)
         after, report = _move(state, basis, solution.mean, solution.root, num_rows, *info)
@@ -155,10 +155,6 @@ def _subspace(root: Array, factors: tuple[Factors, ...]) -> tuple[list[Array], A
     reduced, basis = row_space(stacked)
     pieces = jnp.split(reduced, [sum(sizes[: i + 1]) for i in range(len(sizes) - 1)])
     return [p.reshape(*z.shape[:2], total) for p, z in zip(pieces, whitened)], basis
-
-
-def _lift(basis: Array | None, e: Array) -> Array:
-    return e if basis is None else e @ basis
 
 
 def _move(

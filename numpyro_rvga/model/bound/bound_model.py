@@ -28,8 +28,7 @@ from ..handlers.tracing import (
 from ..layout import Layout, layout_of
 from ..terms.local import LocalSites, RowFacts, bounds_of, states_between
 from . import validation
-from .model_runs import ModelRuns, Parameters, parameters_of
-from .replay import Replay
+from .model_runs import ModelRuns, Parameters, Replay, parameters_of
 
 
 class ImproperPrior(ValueError):
@@ -282,12 +281,9 @@ class BoundModel(ModelRuns):
     def outcome_arrays(self, site: str) -> set[str]:
         """The data arrays from which an observed site's values are taken. Of a whole program: those that are them."""
         if self.whole:
-            value = self._observed_value(site)
+            value = np.asarray(self.jitted(lambda rows: self.site_record(site, rows).value, self.example_row))
             return {name for name, array in self.example_row.items() if _is_equal(array, value)}
         return set(depends_on(lambda row: {site: self.site_record(site, row).value}, self.example_row)[site])
-
-    def _observed_value(self, site: str) -> np.ndarray:
-        return np.asarray(self.jitted(lambda rows: self.site_record(site, rows).value, self.example_row))
 
     def is_value_of_latents(self, site: str) -> bool:
         """Whether what is observed at a site depends on latent sites: an error that is computed, not a datum."""

@@ -73,7 +73,7 @@ def support_check(program: BoundModel, site: str) -> RowCheck:
     def message(rows: Arrays, row: int, place: list[int], number: int) -> str:
         return _outside_message(program, site, rows, row, number - row)
 
-    return RowCheck(program, lambda row: _in_support(program, site, row), message)
+    return RowCheck(program, lambda row: jnp.all(_elements_inside(program, site, row)), message)
 
 
 def index_check(program: BoundModel, parameters: Callable[[dict], Any]) -> RowCheck:
@@ -186,10 +186,6 @@ def peel_abstractly(program: BoundModel, site: str) -> Any:
 
     program.abstractly(abstract, program.example_row)
     return distributions[0]
-
-
-def _in_support(program, name, row):
-    return jnp.all(_elements_inside(program, name, row))
 
 
 def _elements_inside(program, name, rows):

@@ -6,7 +6,7 @@ import functools
 import inspect
 import time
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import jax.numpy as jnp
@@ -19,8 +19,8 @@ from ...engines.batch import BatchSolver
 from ...engines.engine import Engine
 from ...engines.groups import GroupEvaluations, GroupTerms
 from ...engines.registry import Engines
-from ...model.data.arguments import named_rows
-from ...model.data.rows import Data, Keywords, Rows, num_rows, selected
+from ...model.data.arguments import finite_rows, named_rows
+from ...model.data.rows import Data, Keywords, Rows, joined, num_rows, selected
 from ...model.members import Members, members_of
 from ...options import Options, default_key
 from .rounds import Shared
@@ -28,6 +28,7 @@ from .rounds import Shared
 SAMPLE = 200  # groups that are solved for first
 MOST_AT_START, MOST_STEPS = 30, 10  # of groups, in a round
 KINDS = {"i": "integers", "u": "integers", "U": "strings", "b": "booleans", "f": "numbers with a point"}
+LABELS = ("integers", "strings")
 
 
 class LocalPlate(NamedTuple):
@@ -303,3 +304,48 @@ def _kind_of_all(labels: Any, index: str, first_row: int) -> str | None:
 
 def _kind_of(array: np.ndarray) -> str:
     return KINDS.get(array.dtype.kind, f"of type {array.dtype}")
+
+
+def blocks_of_rows(model: GroupModel, data: Data | Iterable, block_size: int, kind: str | None) -> Iterator[Rows]:
+    """Rows with the labels of their groups, ``block_size`` at a time.
+
+    :param data: a mapping, or an iterable of such. :param kind: what labels of earlier rows are, or None.
+    :raises ValueError: naming the array and the row, for data and labels of no use.
+    """
+    plate = model.plate
+    keywords, done, waiting = {**model.model_kwargs, plate.size: 1}, 0, []
+    for block in [data] if isinstance(data, (Mapping, tuple)) else data:
+        rows, kind = gathered(model.model, block, plate.index, keywords, done, kind)
+        if kind not in (None, *LABELS):
+            raise ValueError(
+                f"array {plate.index!r} must have labels that are integers or strings, and they are {kind}."
+            )
+        waiting.append(rows)
+        done += num_rows(rows)
+        if sum(map(num_rows, waiting)) < block_size:
+            continue
+        whole = joined(waiting)
+        ends = range(block_size, num_rows(whole) + 1, block_size)
+        for end in ends:
+            yield selected(whole, slice(end - block_size, end))
+        waiting = [selected(whole, slice(ends[-1], None))]
+    if sum(map(num_rows, waiting)):
+        yield joined(waiting)
+
+
+def numbered(rows: Rows, index: str) -> tuple[list[Any], Rows]:
+    """Labels, and the rows with their numbers in place of them."""
+    labels, number = np.unique(np.asarray(rows[index].tolist()), return_inverse=True)
+    return labels.tolist(), rows | {index: number.astype(np.int32)}
+
+
+def check_finite(rows: Rows, first_row: int) -> None:
+    """:raises ValueError: naming the array and the row of a value that is not finite."""
+    for name, array in rows.items():
+        finite = finite_rows({name: array})
+        if not finite.all():
+            raise ValueError(
+                f"data array {name!r} holds NaN or an infinite value in row {first_row + int(np.argmin(finite))}: "
+                "leave such rows out, as update(..., on_bad_row='skip') does. Rows before them may have been taken in: "
+                "see num_rows."
+            )

@@ -8,7 +8,7 @@ import json
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -18,15 +18,12 @@ from numpyro import handlers
 from numpyro.infer import Predictive
 
 from ...core.groups.steps import Groups, conditionals, covariances
+from ...model import Program
 from ...model.data.arguments import split_call
 from ...model.data.rows import Data, Keywords, num_rows
 from ...model.members import Members
 from ...options import Info, is_count
-from .parts import LocalPlate, gathered
-from .reading import numbered
-
-if TYPE_CHECKING:
-    from ...model import Program
+from .parts import LocalPlate, gathered, numbered
 
 MEAN, DEVIATION, SLOPE, ROOT = "{}.mean", "{}.sd", "given_shared.slope", "given_shared.root"
 

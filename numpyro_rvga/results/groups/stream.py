@@ -28,9 +28,8 @@ from ...streams.opening import BAD_ROW_POLICIES
 from ...user_warnings import warn
 from ..merging.summaries import distance
 from .blocks import FEWEST, Bound, EarlierGroups
-from .parts import GroupModel, Start, first_place, started
+from .parts import LABELS, GroupModel, Start, blocks_of_rows, check_finite, first_place, numbered, started
 from .posterior import GroupFiles, GroupPosterior, checked_folder, write_groups
-from .reading import LABELS, blocks_of_rows, check_finite, numbered
 from .rounds import Shared
 from .rows import new_rows
 from .solves import Given, Moments, solved

@@ -7,7 +7,7 @@ rows that is the posterior of all data; else each part's summary is as good as i
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -23,19 +23,15 @@ from ...model.data.row_set import RowSet, total
 from ...model.data.rows import Rows, equal
 from ...model.identity import model_identity
 from ...options import Info, Options, default_key
+from ..fitted import Fitted
 from .rounds import Result, checked_rounds, evaluations_of, facts_of, in_rounds, total_of, warn_of_one_exchange
 from .summaries import merged_state
 
-if TYPE_CHECKING:
-    from ...model import Program
-    from ..posterior import Posterior
-
+P = TypeVar("P", bound=Fitted)
 SETTLING = Options("implicit", "auto", "auto", None, 200, 256)
 
 
-def merge(
-    cls: type[Posterior], parts: Sequence[Posterior], data: Sequence[Any] | None = None, rounds: int | str = "auto"
-) -> Posterior:
+def merge(cls: type[P], parts: Sequence[Fitted], data: Sequence[Any] | None = None, rounds: int | str = "auto") -> P:
     """What runs on different rows have learned together, with the prior counted once.
 
     The parts are posteriors of the same model given different rows, each made from the model's prior. They may have
@@ -71,7 +67,7 @@ def merge(
     return cls(**_merged_fields(parts, data, rounds))
 
 
-def _merged_fields(parts: Sequence[Posterior], data: Sequence[Any] | None, rounds: int | str) -> Info:
+def _merged_fields(parts: Sequence[Fitted], data: Sequence[Any] | None, rounds: int | str) -> Info:
     """The fields of the merged posterior.
 
     :raises ValueError: as :func:`merge`.
@@ -98,7 +94,7 @@ def _merged_fields(parts: Sequence[Posterior], data: Sequence[Any] | None, round
         state = merged(first.program.initial_state(), states)
         warn_of_one_exchange(first.program, [part.num_rows for part in parts], "pass data=, the rows of each part")
         if state.prior_factor is not None:
-            state = _settled(first.program, state)
+            state = Engine(first.program, SETTLING, default_key()).with_exact_prior(state)[0]
         has_bound = first.program.is_conjugate and all(part.elbo is not None for part in parts)
         bound = float(state.log_evidence) if has_bound else None
         if bound is None:
@@ -112,7 +108,7 @@ def _merged_fields(parts: Sequence[Posterior], data: Sequence[Any] | None, round
     return common | _fields(online.with_exact_prior(state), state, None)
 
 
-def _in_rounds(parts: list[Posterior], states: list[State], blocks: list[Any], limit: int | None) -> Result:
+def _in_rounds(parts: list[Fitted], states: list[State], blocks: list[Any], limit: int | None) -> Result:
     """Moved to the best Gaussian of all rows.
 
     :raises ValueError: for blocks that are not the parts' rows, and parts that do not know their method.
@@ -175,7 +171,7 @@ def _merged_family(start: Family, parts: Sequence[Any]) -> Family:
 
 
 # ---------------------------------------------------------------------- posteriors
-def state_of_gaussian(posterior: Posterior) -> State:
+def state_of_gaussian(posterior: Fitted) -> State:
     """The state that is the Gaussian and the bound alone."""
     dtype = posterior.program.dtype
     state = new_state(jnp.asarray(posterior.mean, dtype), jnp.asarray(posterior.scale, dtype), None)
@@ -184,7 +180,7 @@ def state_of_gaussian(posterior: Posterior) -> State:
     return state._replace(log_evidence=evidence, num_rows=Count.of(posterior.num_rows))
 
 
-def _check_alike(first: Posterior, part: Posterior, number: int) -> None:
+def _check_alike(first: Fitted, part: Fitted, number: int) -> None:
     """:raises ValueError: naming a part that is of another model or method than the first, and how they differ."""
     layouts = [[(name, p.program.layout.shapes[name]) for name in p.site_names] for p in (first, part)]
     if layouts[0] != layouts[1]:
@@ -208,7 +204,7 @@ def _check_alike(first: Posterior, part: Posterior, number: int) -> None:
         _check_same_model(first, part, number)
 
 
-def _check_same_model(first: Posterior, part: Posterior, number: int) -> None:
+def _check_same_model(first: Fitted, part: Fitted, number: int) -> None:
     """:raises ValueError: naming the term in which the models differ, and keywords or parameters that may be why."""
     learned = [{name: np.asarray(value) for name, value in p.params.items()} for p in (first, part)]
     for name in learned[0]:
@@ -250,7 +246,7 @@ def check_disjoint(row_sets: Sequence[Sequence[RowSet]]) -> None:
                 )
 
 
-def _check_different(parts: Sequence[Posterior]) -> None:
+def _check_different(parts: Sequence[Fitted]) -> None:
     """:raises ValueError: naming two parts that are one, or have taken in the same rows."""
     check_disjoint([part.row_sets for part in parts])
     seen: dict[tuple, int] = {}
@@ -263,7 +259,7 @@ def _check_different(parts: Sequence[Posterior]) -> None:
             )
 
 
-def _state_of(part: Posterior, number: int) -> State:
+def _state_of(part: Fitted, number: int) -> State:
     """Of a posterior that comes without."""
     prior = part.program.initial_state()
     if isinstance(part.gaussian, GaussianMixture):
@@ -271,10 +267,6 @@ def _state_of(part: Posterior, number: int) -> State:
     if not isinstance(part.gaussian, FullGaussian) or prior.prior_factor is not None:
         raise ValueError(f"part {number} was stored without what it takes to merge it: merge posteriors, then save.")
     return state_of_gaussian(part)
-
-
-def _settled(program: Program, state: State) -> State:
-    return Engine(program, SETTLING, default_key()).with_exact_prior(state)[0]
 
 
 def _fields(gaussian: Family, state: Any, bound: float | None) -> Info:

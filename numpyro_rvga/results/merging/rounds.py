@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import reduce
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -20,6 +20,7 @@ import numpy as np
 from ...core.updates.state import CanonicalGaussian, Count, State
 from ...engines.certificate import Certificate, Look, Sums
 from ...engines.engine import Engine
+from ...model import Program
 from ...model.data.rows import Rows, joined, pad
 from ...options import is_count
 from ...streams.block_plan import FIRST_BLOCK_NUMBERS
@@ -34,9 +35,6 @@ from .summaries import (
     with_prior_factor,
     without_prior_factor,
 )
-
-if TYPE_CHECKING:
-    from ...model import Program
 
 MAX_ROUNDS = 20
 MAX_HALVINGS = 10
