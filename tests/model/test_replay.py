@@ -9,7 +9,7 @@ import pytest
 from numpyro.distributions import constraints
 from numpyro.infer.util import log_density
 
-from numpyro_rvga import RVGA, FixedPointVI
+from numpyro_rvga import BONG, RVGA, FixedPointVI
 from numpyro_rvga.model.bound.model_runs import Replay
 
 DATA = {"x": np.linspace(-1, 1, 40), "y": np.linspace(-1, 2, 40) ** 2}
@@ -46,7 +46,7 @@ def line(count, outcome):
     return model
 
 
-@pytest.mark.parametrize("method, most", [(FixedPointVI, 4), (RVGA, 5)])
+@pytest.mark.parametrize("method, most", [(FixedPointVI, 4), (BONG, 4), (RVGA, 5)])
 @pytest.mark.parametrize("scale", [1.0, None])
 def test_a_fit_runs_the_models_code_a_few_times(count, method, most, scale):
     def hierarchical(x, y=None):  # whose prior's moments are those of draws

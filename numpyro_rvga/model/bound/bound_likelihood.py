@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import numpyro
 from jax import Array
 from jax.scipy.special import logsumexp
 
@@ -28,7 +29,6 @@ from ..terms.site_terms import ends_of_one_computation, site_terms, summed_terms
 from ..terms.sparsity import Sparsity, are_selections, find_sparsity
 from ..terms.terms import Terms, by_piece, linearize, over_rows
 from . import validation
-from .bound_model import _log_prob
 from .bound_prior import BoundPrior
 from .row_checks import RowCheck, quadratic_check, states_check
 
@@ -355,3 +355,8 @@ class BoundLikelihood(BoundPrior):
 
 def _drop_axis(array: Array, axis: int | None) -> Array:
     return array if axis is None else jnp.squeeze(array, axis)
+
+
+def _log_prob(record: SiteRecord) -> Array:
+    with numpyro.validation_enabled(False):
+        return jnp.asarray(record.fn.log_prob(record.value)) * record.weight

@@ -9,7 +9,6 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
-import numpyro
 from jax import Array
 from numpyro.distributions.transforms import IdentityTransform
 
@@ -18,8 +17,6 @@ from ...core.jaxprs.interpret import depends_on
 from ..data.arguments import PARAMS, absent_arguments
 from ..data.rows import Arrays, Keywords, num_rows
 from ..handlers.tracing import (
-    SiteRecord,
-    deterministic_sites,
     elements,
     peel,
     sample_sites,
@@ -102,7 +99,8 @@ class BoundModel(ModelRuns):
 
     def _read_sites(self, rows: Arrays, observed: list[str], row_facts: RowFacts | None, *, marginal: bool) -> None:
         """Set the sites, and which latent ones are global (``layout``), and which of single rows."""
-        self.sites, self.plates = validation.describe_few(self._describe, self.example_row, "one row", observed)
+        described = validation.describe_few(self._describe, self.example_row, "one row", observed)
+        self.sites, self.plates, self._shapes_of_one = described
         of_rows = frozenset()
         if not self.whole:
             # Sites that rows share have the shapes that they have with one row: this run will be replayed.
@@ -110,7 +108,10 @@ class BoundModel(ModelRuns):
             shapes = {n: self.sites[n].unconstrained_shape for n in shared}
             given = {n: jnp.zeros(x, self.dtype) for n, x in shapes.items() if x is not None}
             describe = partial(self._describe, unconstrained=given)
-            of_many, _ = validation.describe_few(describe, self.example_rows, "several rows", observed)
+            described = validation.describe_few(
+                describe, self.example_rows, f"{validation.CHECKED_ROWS} rows", observed
+            )
+            of_many, _, self._shapes_of_several = described
             of_rows = validation.local_latents(self.sites, of_many, self.row_plates, marginal=marginal)
         elif marginal:
             of_rows = self._discrete_sites()
@@ -234,17 +235,8 @@ class BoundModel(ModelRuns):
         """The axis along which an observed site's terms, or a deterministic site, grow with the rows; None if none."""
         if self.whole:
             return {}
-        one, two = (self._shapes(rows) for rows in (self.example_row, self.example_rows))
-        return {name: next((i for i, n in enumerate(one[name]) if n != two[name][i]), None) for name in one}
-
-    def _shapes(self, rows) -> dict[str, tuple[int, ...]]:
-        def abstract(rows):
-            trace, runner = self._run(rows, {})
-            records = sample_sites(trace, runner)
-            terms = {n: _log_prob(records[n]) for n in self._row_sites}
-            return terms | {n: jnp.asarray(value) for n, value in deterministic_sites(trace).items()}
-
-        return {name: abstract_value.shape for name, abstract_value in jax.eval_shape(abstract, rows).items()}
+        one, several = self._shapes_of_one, self._shapes_of_several
+        return {name: next((i for i, n in enumerate(one[name]) if n != several[name][i]), None) for name in one}
 
     @property
     def local_names(self) -> tuple[str, ...]:
@@ -311,8 +303,3 @@ def _is_equal(a: object, b: object) -> bool:
         return np.array_equal(a, b)
     dtype = min(a.dtype, b.dtype, key=lambda dtype: dtype.itemsize)
     return np.array_equal(a.astype(dtype), b.astype(dtype), equal_nan=True)
-
-
-def _log_prob(record: SiteRecord) -> Array:
-    with numpyro.validation_enabled(False):
-        return jnp.asarray(record.fn.log_prob(record.value)) * record.weight

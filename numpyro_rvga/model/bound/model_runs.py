@@ -25,7 +25,9 @@ from ..handlers.tracing import (
     RowRunner,
     SiteInfo,
     SiteRecord,
+    deterministic_sites,
     is_numpyros,
+    log_prob_shape,
     plates_of,
     run_model,
     sample_sites,
@@ -35,8 +37,10 @@ from ..layout import Layout, layout_of
 from ..terms.local import LocalSites
 
 Tree = TypeVar("Tree")
-Description = tuple[dict[str, SiteInfo], dict[str, tuple[str, ...]]]
-"""What is static about each sample site, and the plates of sites."""
+Shapes = dict[str, tuple[int, ...]]
+Description = tuple[dict[str, SiteInfo], dict[str, tuple[str, ...]], Shapes]
+"""What is static about each sample site, the plates of sites, and the shapes of observed sites' log densities and of
+deterministic sites."""
 
 
 class _Trace(NamedTuple):
@@ -262,7 +266,9 @@ class ModelRuns:
         rng_key = None if key is None else jax.random.wrap_key_data(key)
         trace, runner = self._run(rows, unconstrained, rng_key, states=states)
         records = sample_sites(trace, runner)
-        self._description = {name: site_info(record) for name, record in records.items()}, plates_of(trace)
+        shapes = {name: log_prob_shape(record) for name, record in records.items() if record.is_observed}
+        shapes |= {name: jnp.shape(x) for name, x in deterministic_sites(trace).items() if _is_numeric(x)}
+        self._description = {name: site_info(record) for name, record in records.items()}, plates_of(trace), shapes
         self._types = {
             name: site["type"]
             for name, site in trace.items()

@@ -247,6 +247,12 @@ def site_info(record: SiteRecord) -> SiteInfo:
     return SiteInfo(np.broadcast_shapes(jnp.shape(record.value), own), shape, record.plates, *flags)
 
 
+def log_prob_shape(record: SiteRecord) -> tuple[int, ...]:
+    """Of the site's log density, times its weight."""
+    of_value = jnp.shape(record.value)[: jnp.ndim(record.value) - record.fn.event_dim]
+    return np.broadcast_shapes(of_value, record.fn.batch_shape, jnp.shape(record.weight))
+
+
 def _is_improper(fn: Distribution) -> bool:
     inner: Any = fn
     while not isinstance(inner, dist.ImproperUniform) and isinstance(getattr(inner, "base_dist", None), Distribution):
