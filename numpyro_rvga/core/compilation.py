@@ -48,6 +48,7 @@ class Compiled:
     :param out_shardings: as for ``jax.jit``.
     :param routines: whether it contains functions made by :func:`single_kernel`.
     :param long_arrays: whether it spends its time in passes over arrays of many thousand entries.
+    :param level: LLVM's: 0 for functions that do little work, which take half of the time to compile.
     """
 
     def __init__(
@@ -58,10 +59,11 @@ class Compiled:
         *,
         routines: bool = False,
         long_arrays: bool = False,
+        level: int = 1,
     ):
         functools.update_wrapper(self, function)
         options: dict[str, Any] = {"static_argnames": static_argnames, "out_shardings": out_shardings}
-        compiler_options = _options(1, long_arrays=long_arrays)
+        compiler_options = _options(level, long_arrays=long_arrays)
         if routines and LLVM_LEVEL in _supported_options():  # at level 0, a second routine of other types may never end
             compiler_options[LLVM_LEVEL] = 1
         self._light = jax.jit(function, compiler_options=compiler_options, **options)

@@ -19,6 +19,8 @@ BUDGET = 1e-3  # nats, in all: expectations that may be off by more call for fin
 ROUNDING = 8.0  # units in the bound's last place, of two rules that are compared row by row
 ENOUGH_DRAWS = 0.5  # and those over draws of theta for more draws
 FEW_POINTS = 2**24  # of all rows at the nodes of the last rule
+LITTLE_WORK = 2**15  # nodes of all factors together
+NODES_OF_CLOSED_FORMS = 16  # as which an expectation without nodes counts
 MANY_NODES = 2**16  # of all rows; one row that is all data may be dear at each of its nodes
 
 
@@ -101,6 +103,18 @@ class Effort(NamedTuple):
         pairs = [(kind, terms) for kind, terms in zip(self.joint_rows, self.row_terms) if kind.sampled]
         points = num_rows * sum(terms.num_elements * self._num_nodes(terms) for _, terms in pairs)
         return all(kind.has_few_nodes for kind, _ in pairs) and 0 < points <= FEW_POINTS
+
+    def is_little_work(self, num_rows: int) -> bool:
+        """Whether an evaluation takes so little time that it is not worth being compiled well."""
+        if any(terms.by_draws for terms in self.row_terms) or num_rows == 1:  # one row may be all data
+            return False
+        pairs = [(kind, terms, num_rows) for kind, terms in zip(self.joint_rows, self.row_terms)]
+        pairs += [(kind, terms, 1) for kind, terms in zip(self.prior, self.prior_terms)]
+        points = (
+            count * terms.num_elements * (self._num_nodes(terms) if kind.has_errors else NODES_OF_CLOSED_FORMS)
+            for kind, terms, count in pairs
+        )
+        return sum(points) <= LITTLE_WORK
 
     def _num_nodes(self, terms: Terms) -> int:
         """Of the last rule, for one element of a row, and of the element's own integral."""

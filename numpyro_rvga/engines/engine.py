@@ -97,10 +97,11 @@ class Engine:
         # Within other compiled functions: a model's predictors are then traced once for each of these, not each time.
         self.prepare, self.linearize = jax.jit(self._prepare), jax.jit(self._linearize)
         self._prepare_prior, self._linearize_prior = jax.jit(self._prior_prepared), jax.jit(self._prior_factors)
-        self._prepare_block = Compiled(self._prepared_block)
+        self._prepare_block = Compiled(self._prepared_block, level=0)
         self._absorbed_row_factors = Compiled(absorbed_row_factors)
-        self.joint_solver = JointSolver(self.joint_parts, self.devices)
-        self._prior_solver = JointSolver(self._prior_parts, self.devices)
+        size = program.layout.size
+        self.joint_solver = JointSolver(self.joint_parts, self.devices, size, self._is_little_work)
+        self._prior_solver = JointSolver(self._prior_parts, self.devices, size, self._is_little_work)
         self.residuals = self.compiled(self._residuals)
         self.stream = self.compiled(self._stream, ("with_absorbed",), routines=True)
 
@@ -164,10 +165,13 @@ class Engine:
         return after, info
 
     def compiled(
-        self, function: Callable, static_argnames: tuple[str, ...] = (), *, routines: bool = False
+        self, function: Callable, static_argnames: tuple[str, ...] = (), *, routines: bool = False, level: int = 1
     ) -> Compiled:
         """A function as :class:`Compiled` has it, whose results every device has."""
-        return Compiled(function, static_argnames, self.devices.everywhere, routines=routines)
+        return Compiled(function, static_argnames, self.devices.everywhere, routines=routines, level=level)
+
+    def _is_little_work(self, problem: JointProblem | PriorProblem) -> bool:
+        return self.effort.is_little_work(problem.num_rows)
 
     @property
     def is_moving(self) -> bool:

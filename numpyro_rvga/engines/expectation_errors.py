@@ -125,7 +125,6 @@ def _compiled(engine: Engine, summed: Callable[[tuple, tuple, Array], list]) -> 
     :param summed: kinds, factors and root -> sums by kind.
     """
 
-    @engine.compiled
     def of_all(prior_inputs: dict, mean: Array, root: Array, chunks: tuple) -> tuple[list, list]:
         def of_chunk(chunk):
             return summed(engine.kinds, engine.linearize(engine.prepare(*chunk), mean), root)
@@ -134,7 +133,7 @@ def _compiled(engine: Engine, summed: Callable[[tuple, tuple, Array], list]) -> 
         of_prior = summed(prior.kinds, prior.linearize(prior.first, mean), root)
         return jax.tree.map(lambda x: jnp.sum(x, axis=0), jax.lax.map(of_chunk, chunks)), of_prior
 
-    return of_all
+    return engine.compiled(of_all, level=0)  # it is called once for a posterior
 
 
 def _fresh_values(kinds: tuple[Kind, ...], factors: tuple, root: Array) -> list[Array | None]:

@@ -27,6 +27,7 @@ from .devices import Devices
 from .starts import CLOSE, NEAR, NUM_CHECKS, NUM_RETRIES, are_apart, best_of
 
 ROUGHLY = 0.01  # nats: the squared natural gradient at which a search by few nodes has done its part
+FEW_PARAMETERS = 256  # with which steps of q are little work
 FORESEEN = 100.0  # times its squared natural gradient: the most by which a search will still raise its bound
 
 
@@ -75,6 +76,10 @@ class PriorProblem(NamedTuple):
     prior_inputs: dict[str, Any]
     among: tuple[Any, Any] | None = None
 
+    @property
+    def num_rows(self) -> int:
+        return 0
+
 
 def search_for(
     kinds: Sequence[Kind],
@@ -119,19 +124,27 @@ class JointSolver:
     """Solves problems of one form, driven from the host. Inside a compiled function, XLA runs the steps.
 
     :param joint: search, problem (a pytree) -> its parts.
+    :param num_parameters: P. :param is_little_work: whether an evaluation of a problem is.
     """
 
-    def __init__(self, joint: Callable[[Search, Any], Joint], devices: Devices):
-        self._joint, self._devices = joint, devices
+    def __init__(
+        self,
+        joint: Callable[[Search, Any], Joint],
+        devices: Devices,
+        num_parameters: int,
+        is_little_work: Callable[[Any], bool] = lambda problem: False,
+    ):
+        self._joint, self._devices, self._is_little_work = joint, devices, is_little_work
+        level = 0 if num_parameters <= FEW_PARAMETERS else 1
         each: Any = devices.everywhere
         pending = None if each is None else Pending(each, each, None)  # rows stay where they are
         slope: Any = None if each is None else Expected(each, each, None, each, each)
         evaluated = None if each is None else Evaluated(each, slope, each, each)
-        self._begin = Compiled(self._begun, ("search",), each)
-        self._propose = Compiled(self._proposed, ("search",), pending)
-        self._evaluate = Compiled(self._evaluated, ("search",), evaluated)
-        self._update = Compiled(self._updated, ("search",), each)
-        self._finish = Compiled(self._finished, ("search", "with_absorbed"), each)
+        self._begin = Compiled(self._begun, ("search",), each, level=level)
+        self._propose = Compiled(self._proposed, ("search",), pending, level=level)
+        self._evaluate = [Compiled(self._evaluated, ("search",), evaluated, level=level) for level in (1, 0)]
+        self._update = Compiled(self._updated, ("search",), each, level=level)
+        self._finish = Compiled(self._finished, ("search", "with_absorbed"), each, level=level)
         self._traced = jax.jit(self._solved_traced, static_argnames=("search", "with_absorbed"))
 
     def __call__(
@@ -193,10 +206,11 @@ class JointSolver:
     def _steps(self, search: Search, problem: PyTree, start: Start) -> Steps:
         """The compiled functions of a problem, which the host calls in turn."""
         base, form, _ = start
+        evaluate = self._evaluate[self._is_little_work(problem)]
         return Steps(
             form,
             partial(self._propose, problem, form, search=search),
-            partial(self._evaluate, problem, base, form, search=search),
+            partial(evaluate, problem, base, form, search=search),
             partial(self._update, problem, form, search=search),
         )
 

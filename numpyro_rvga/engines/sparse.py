@@ -72,7 +72,7 @@ class SparseEngine:
         self._seen: list[list[Seen]] = [list(zip(terms, p)) for (_, terms), p in zip(sides, self._patterns)]
         self._is_affine = engine.is_affine and all(terms.is_affine for terms in prior.terms)
         self.prepare, self._indices = engine.compiled(self.prepared), engine.compiled(self._indices_of)
-        self._solver = JointSolver(self.parts, engine.devices)
+        self._solver = JointSolver(self.parts, engine.devices, engine.program.layout.size)
 
     def bind(self, engine: Engine) -> SparseEngine:
         """The same for a program that differs in what the data determine; see :meth:`Engine.bind`."""

@@ -58,3 +58,12 @@ def test_functions_of_long_arrays_have_the_compilers_own_emitters(monkeypatch):
     assert _options(1).get(name, chosen) is False
     assert name not in _options(1, long_arrays=True)
     assert Compiled(power, ("exponent",), long_arrays=True)(3.0, exponent=2) == 9.0
+
+
+def test_the_level_of_optimization_reaches_the_compiler(monkeypatch):
+    made = []
+    monkeypatch.setattr(jax, "jit", lambda function, **options: made.append(options.get("compiler_options")))
+    Compiled(power, ("exponent",), level=0)
+    Compiled(power, ("exponent",))
+    if LLVM_LEVEL in _options(1):
+        assert [options[LLVM_LEVEL] for options in made if options] == [0, 1]

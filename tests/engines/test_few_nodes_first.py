@@ -10,6 +10,7 @@ from scipy.optimize import curve_fit
 
 from numpyro_rvga import RVGA, FixedPointVI
 from numpyro_rvga.engines.engine import Engine
+from numpyro_rvga.engines.joint_solver import JointSolver
 
 
 def bounded_scale(x, y=None):
@@ -47,6 +48,23 @@ def test_few_steps_are_left_for_many_nodes_and_they_end_where_all_of_them_would(
     np.testing.assert_allclose((found.mean - by_many.mean) / deviation, 0, atol=2e-3)
     np.testing.assert_allclose(found.elbo, by_many.elbo, atol=1e-5 if double else 2e-3)
     assert np.all(np.diff(found.info["bounds"]) > -1e-4)
+
+
+@pytest.mark.parametrize(
+    "model, count, is_little", [(bounded_scale, 20, True), (bounded_scale, 200, False), (process, 6, False)]
+)
+def test_evaluations_that_are_little_work_are_compiled_quickly(model, count, is_little, monkeypatch):
+    """And others well: one factor of all rows may be any amount of work."""
+    chosen = []
+
+    def steps(self, search, problem, start):
+        chosen.append(self._is_little_work(problem))
+        raise InterruptedError
+
+    monkeypatch.setattr(JointSolver, "_steps", steps)
+    with pytest.raises(InterruptedError):
+        FixedPointVI(model).run(data(count), progress_bar=False)
+    assert chosen == [is_little]
 
 
 def decay(x, y=None):
