@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 from ..dynamics import Dynamics, movement_of
 from ..model.bad_rows import check_reading, check_start
 from ..model.bound import bad_indices
+from ..model.bound.validation import check_independence
 from ..model.data.arguments import BadData, NotRows, checked_rows, has_frames, whole_data
 from ..model.data.rows import Data, Keywords, Rows, num_rows, same, snapshot
 from ..model.half_lines import read_on_positive_half
@@ -237,7 +238,7 @@ class Engines:
                 raise
             program = self._read(rows, model_kwargs, **options | {"local": "marginal"})
         if not self._whole:
-            program.check_independence()
+            check_independence(program)
         if program.params.layout.size and not self._batch:
             raise NotImplementedError(
                 f"the model has numpyro.param sites ({', '.join(program.params.layout.site_names)}), which a recursion "

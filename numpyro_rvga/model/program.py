@@ -6,6 +6,7 @@ import copy
 import functools
 import pickle
 from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from typing import Any
 
 import jax
@@ -15,10 +16,9 @@ from jax import Array
 
 from ..core.jaxprs.indices import indexes
 from ..core.jaxprs.interpret import depends_on
-from .bound import validation
-from .bound.bad_indices import WholeIndexCheck
+from .bound.bad_indices import check_whole_indices
 from .bound.bound_likelihood import BoundLikelihood
-from .bound.row_checks import RowCheck, WholeSupportCheck, index_check, support_check
+from .bound.row_checks import RowCheck, check_whole_support, index_check, support_check
 from .data.arguments import check_row_shapes, checked_rows, finite_rows, row_shapes, whole_data_again
 from .data.arrays import as_jax_array
 from .data.rows import Arrays, Data, Keywords, Rows, num_rows, selected
@@ -91,8 +91,8 @@ class Program(BoundLikelihood):
     def _find_checks(self) -> tuple[list[Callable], list[RowCheck]]:
         """Of all data at once, and of single rows."""
         if self.whole:
-            of_support = [WholeSupportCheck(self, site) for site in self.observed_sites]
-            return [*of_support, WholeIndexCheck(self._observed_parameters)], []
+            of_support = [partial(check_whole_support, self, site) for site in self.observed_sites]
+            return [*of_support, partial(check_whole_indices, self._observed_parameters)], []
         of_index = [] if self._index_check is None else [self._index_check]
         of_support = [support_check(self, site) for site in self.observed_sites]
         return [], [*of_support, *of_index, *self._row_checks]
@@ -239,10 +239,6 @@ class Program(BoundLikelihood):
         usable = finite_rows(rows)
         usable &= self.begin_check(rows)()
         return dict(rows) if usable.all() else selected(dict(rows), usable)
-
-    def check_independence(self) -> None:
-        """:raises CoupledRows: if the terms of a few rows change when the rows are taken one by one."""
-        validation.check_independence(self)
 
     def _find_index_check(self) -> RowCheck | None:
         """None if the model indexes nothing by a row."""

@@ -81,30 +81,24 @@ def _no_integers(name: str, array: Any) -> str:
     return f"{message}: give {{{name!r}: {name}{column}.astype(int)}}."
 
 
-class WholeIndexCheck:
-    """Do the arrays of a model of all data index what there is? Other indices, which it computes, are not checked.
+def check_whole_indices(parameters: Callable[[], Any], rows: Arrays, first_row: int) -> None:
+    """:raises BadData: naming the row, if an array of integers indexes what is not there.
 
-    :param parameters: nothing -> what the model makes of its data: a pytree.
+    :param parameters: those of the observed sites of a whole program.
     """
+    arrays = {name: np.asarray(array) for name, array in rows.items() if np.asarray(array).dtype.kind in "iu"}
+    if not arrays:
+        return
+    sizes: list[tuple[int, ...]] = []
 
-    def __init__(self, parameters: Callable[[], Any]):
-        self._parameters = parameters
+    def look():
+        all_indexings = indexings(parameters)
+        sizes[:] = [indexing.sizes for indexing in all_indexings]
+        return [indexing.inside for indexing in all_indexings]
 
-    def __call__(self, rows: Arrays, first_row: int) -> None:
-        """:raises BadData: naming array and row."""
-        arrays = {name: np.asarray(array) for name, array in rows.items() if np.asarray(array).dtype.kind in "iu"}
-        if not arrays:
-            return
-        sizes: list[tuple[int, ...]] = []
-
-        def look():
-            all_indexings = indexings(self._parameters)
-            sizes[:] = [indexing.sizes for indexing in all_indexings]
-            return [indexing.inside for indexing in all_indexings]
-
-        for inside, lengths in zip(jit_once(look)(), sizes):
-            for axis, size in enumerate(lengths):
-                _check_inside(arrays, np.asarray(inside)[..., axis], size, first_row)
+    for inside, lengths in zip(jit_once(look)(), sizes):
+        for axis, size in enumerate(lengths):
+            _check_inside(arrays, np.asarray(inside)[..., axis], size, first_row)
 
 
 def _check_inside(arrays: Mapping[str, np.ndarray], inside: np.ndarray, size: int, first_row: int) -> None:

@@ -147,22 +147,16 @@ def _held(rows: Arrays, row: int, arrays: Iterable[str], separator: str = " and 
     return separator.join(f"{name!r} holds {rows[name][row]}" for name in arrays)
 
 
-class WholeSupportCheck:
-    """As :func:`support_check`, for a model that runs on all rows at once."""
-
-    def __init__(self, program: BoundModel, site: str):
-        self._program, self._site, self._axis = program, site, program.row_axis(site)
-
-    def __call__(self, rows: Mapping[str, np.ndarray], first_row: int) -> None:
-        """:raises ValueError: naming site, array and row."""
-        program = self._program
-        if program.is_value_of_latents(self._site):
-            return
-        inside = np.asarray(jit_once(lambda: _elements_inside(program, self._site, program.example_row))())
-        bad = np.argwhere(~inside)
-        if len(bad):
-            row = int(bad[0][self._axis]) if self._axis < inside.ndim else None
-            raise ValueError(_outside_message(self._program, self._site, rows, row, first_row))
+def check_whole_support(program: BoundModel, site: str, rows: Mapping[str, np.ndarray], first_row: int) -> None:
+    """:raises ValueError: naming the row, if an outcome of a whole program lies outside of its distribution's support.
+    Values that are computed of latent sites are not looked at."""
+    if program.is_value_of_latents(site):
+        return
+    bad = np.argwhere(~np.asarray(jit_once(lambda: _elements_inside(program, site, program.example_row))()))
+    if len(bad):
+        axis, place = program.row_axis(site), bad[0]
+        row = int(place[axis]) if axis < len(place) else None
+        raise ValueError(_outside_message(program, site, rows, row, first_row))
 
 
 def _outside_message(program: BoundModel, site: str, rows: Arrays, row: int | None, first_row: int) -> str:

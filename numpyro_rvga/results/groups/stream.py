@@ -35,7 +35,6 @@ from .rows import new_rows
 from .solves import Given, Moments, solved
 from .store import GroupStore
 
-BLOCK = 4096  # rows that are solved for together
 GROWTH = 1.5  # of the number of rows, after which the priors of all groups in memory are looked at again
 SETTLED = 0.1  # standard deviations
 MOST_LOOKS = 10  # at groups that are not all in memory
