@@ -290,14 +290,14 @@ class BONG:
                 taken = OnlinePass(
                     online,
                     self.rule,
-                    source,
-                    options,
-                    bar,
-                    on_state,
                     call_back,
                     every=callback_every,
                     block_size=self.block_size,
                     predict=prequential,
+                    source=source,
+                    options=options,
+                    bar=bar,
+                    on_state=on_state,
                     checked=all_rows is not None,
                 )
                 state = taken(state, self._facts(rng_key, shuffled=source.order is not None))

@@ -107,9 +107,8 @@ class SiteFamilies:
         facts = facts | self.options.facts | {"rng_key": key_numbers(rng_key)}
         on_state = partial(setattr, self, "state")
         with progress(progress_bar, source.total, "RVGA", "row") as bar:
-            taken = MeanFieldPass(
-                updates, program, visited, options, bar, on_state, block, checked=all_rows is not None
-            )
+            of_pass = {"program": program, "source": visited, "options": options, "bar": bar, "on_state": on_state}
+            taken = MeanFieldPass(updates, block, checked=all_rows is not None, **of_pass)
             state, info = taken(start, facts), taken.facts()
         if not info["converged"]:
             warn("a block of rows was not solved: raise max_iterations, or take smaller blocks (block_size).")

@@ -21,7 +21,7 @@ from ..engines.registry import Engines
 from ..engines.starts import warn_of_modes
 from ..model.data.arguments import BadData, checked_rows
 from ..model.data.row_set import RowSet
-from ..model.data.rows import Arrays, Data, Keywords, Rows, in_blocks, num_rows, without
+from ..model.data.rows import Arrays, Data, Rows, in_blocks, num_rows, without
 from ..model.handlers.failures import of_stream
 from ..options import Info, default_key, key_numbers
 from ..progress import progress
@@ -74,50 +74,30 @@ class FullFamily:
         **model_kwargs: Any,
     ) -> Posterior:
         """As :meth:`RVGA.run`."""
-        started = time.perf_counter()
-        options = PassOptions(checkpoint, every, resume, on_bad_row)
-        at_hand = isinstance(data, (Mapping, tuple)) and not options.skips and init is None and checkpoint is None
-        passed = {"may_be_joint": at_hand and self.blocks.may_be_joint, "progress_bar": progress_bar}
-        return self._run(data, options, rng_key, init, model_kwargs, started=started, **passed)
-
-    def _run(
-        self,
-        data: Data | Iterable,
-        options: PassOptions,
-        rng_key: Array,
-        init: Posterior | State | None,
-        model_kwargs: Keywords,
-        *,
-        may_be_joint: bool,
-        progress_bar: bool,
-        started: float,
-    ) -> Posterior:
-        """As :meth:`run`.
-
-        :param may_be_joint: whether one solve of all rows may take the place of the pass.
-        """
-        at_hand = data if may_be_joint and isinstance(data, (Mapping, tuple)) else None
+        jointly = {"rng_key": rng_key, "progress_bar": progress_bar, "started": time.perf_counter()}
+        options, at_hand = PassOptions(checkpoint, every, resume, on_bad_row), None
+        if self.blocks.may_be_joint and not options.skips and init is None and checkpoint is None:
+            at_hand = data if isinstance(data, (Mapping, tuple)) else None  # one solve may take the place of the pass
         whole = None if at_hand is None else self._engines.cached_whole(at_hand, model_kwargs, rng_key)
         if whole is not None:
-            return self._run_jointly(*whole, rng_key, progress_bar=progress_bar, started=started)
-        try:
-            source, head, all_rows = open_source(data, self.model, model_kwargs, options, self._shuffle)
-            engine = self._engines.get(head, model_kwargs, rng_key, all_rows if init is None else None)
-            engine.program.check_prior()
-        except BadData:
-            raise
-        except Exception as error:  # whatever a model cannot do row by row, it may do with all rows
-            if at_hand is None:
-                raise of_stream(error) from error
-            whole = self._engines.whole(at_hand, model_kwargs, rng_key, error)
-            return self._run_jointly(*whole, rng_key, progress_bar=progress_bar, started=started)
-        source, head = usable_source(engine.program, source, head, all_rows, options)
-        passed = {"in_memory": all_rows is not None, "progress_bar": progress_bar}
-        posterior = self._in_one_pass(engine, source, head, options, rng_key, init, **passed)
-        if posterior is None:
-            again = {"may_be_joint": may_be_joint, "progress_bar": progress_bar, "started": started}
-            return self._run(data, PassOptions(on_bad_row=options.on_bad_row), rng_key, init, model_kwargs, **again)
-        return posterior
+            return self._run_jointly(*whole, **jointly)
+        while True:
+            try:
+                source, head, all_rows = open_source(data, self.model, model_kwargs, options, self._shuffle)
+                engine = self._engines.get(head, model_kwargs, rng_key, all_rows if init is None else None)
+                engine.program.check_prior()
+            except BadData:
+                raise
+            except Exception as error:  # whatever a model cannot do row by row, it may do with all rows
+                if at_hand is None:
+                    raise of_stream(error) from error
+                return self._run_jointly(*self._engines.whole(at_hand, model_kwargs, rng_key, error), **jointly)
+            source, head = usable_source(engine.program, source, head, all_rows, options)
+            passed = {"in_memory": all_rows is not None, "progress_bar": progress_bar}
+            posterior = self._in_one_pass(engine, source, head, options, rng_key, init, **passed)
+            if posterior is not None:
+                return posterior
+            options = PassOptions(on_bad_row=on_bad_row)
 
     def _in_one_pass(
         self,
@@ -156,12 +136,12 @@ class FullFamily:
             sampled = self.certification.certify and sizes.keeps_rows and engine.options.has_bound
             taken = RecursivePass(
                 engine if quick is None else quick,
-                visited,
-                options,
-                bar,
-                partial(setattr, self, "state"),
                 sizes,
                 sparse,
+                source=visited,
+                options=options,
+                bar=bar,
+                on_state=partial(setattr, self, "state"),
                 checked=in_memory,
                 sampled_by=rng_key if sampled else None,
                 sample_numbers=FEW_NUMBERS if source.seekable else SAMPLE_NUMBERS,
@@ -226,7 +206,7 @@ class FullFamily:
 
     # ------------------------------------------------------------------ inside
     def _run_jointly(
-        self, engine: Engine, rows: Rows, reason: str, rng_key: Array, *, progress_bar: bool, started: float
+        self, engine: Engine, rows: Rows, reason: str, *, rng_key: Array, progress_bar: bool, started: float
     ) -> Posterior:
         """All rows in one solve, which they need not be independent for.
 

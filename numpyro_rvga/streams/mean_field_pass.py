@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import Any
 
 import jax
 import numpy as np
@@ -10,33 +10,18 @@ import numpy as np
 from ..engines.mean_field import SETTLED, MeanFieldInfo, MeanFieldState, MeanFieldUpdates
 from ..model.bad_rows import describe_bad_rows
 from ..model.data.rows import Rows, pad
-from ..model.program import Program
 from ..options import Info
-from ..progress import Bar
-from .opening import PassOptions
 from .passes import Pass, rows_named
-from .source import RowSource
 
 
 class MeanFieldPass(Pass[MeanFieldState, MeanFieldInfo]):
     """One call of :meth:`RVGA.run` with families by site.
 
-    :param program: of the whole model. :param block_size: rows in one update.
+    :param block_size: rows in one update. :param of_pass: as :class:`~.passes.Pass` takes it.
     """
 
-    def __init__(
-        self,
-        updates: MeanFieldUpdates,
-        program: Program,
-        source: RowSource,
-        options: PassOptions,
-        bar: Bar,
-        on_state: Callable[[MeanFieldState], None],
-        block_size: int,
-        *,
-        checked: bool,
-    ):
-        super().__init__(program, source, options, bar, on_state, checked=checked, movement=None)
+    def __init__(self, updates: MeanFieldUpdates, block_size: int, **of_pass: Any):
+        super().__init__(**of_pass)
         self._updates, self._block = updates, block_size
         self._num_blocks, self._largest = 0, 0.0
 

@@ -18,9 +18,7 @@ from ..model.bad_rows import describe_bad_rows
 from ..model.data.rows import Rows, num_rows, pad, selected
 from ..options import Info
 from ..progress import Bar
-from .opening import PassOptions
 from .passes import Pass, first_failed, rows_named
-from .source import RowSource
 
 CHUNK_BLOCKS = 1024
 CHUNK_NUMBERS = 2**24  # in the Jacobians of the rows that are worked on between updates of the progress bar
@@ -48,32 +46,26 @@ class OnlinePass(Pass[OnlineState, BlockInfo]):
     :param rule: that of ``online``, maybe with another learning rate.
     :param every: rows between calls of ``call_back``, rounded up to whole blocks; None: at the end alone.
     :param predict: how rows are predicted before they are taken in, if they are.
+    :param of_pass: what else :class:`~.passes.Pass` takes.
     """
 
     def __init__(
         self,
         online: Online,
         rule: Rule,
-        source: RowSource,
-        options: PassOptions,
-        bar: Bar,
-        on_state: Callable[[OnlineState], None],
         call_back: CallBack,
         *,
         every: int | None,
         block_size: int,
         predict: str | None,
-        checked: bool,
+        **of_pass: Any,
     ):
-        super().__init__(
-            online.engine.program, source, options, bar, on_state, checked=checked, movement=online.movement
-        )
+        super().__init__(online.engine.program, movement=online.movement, **of_pass)
         self._online, self._rule, self._rate = online, rule, online.rate(rule)
         self._block, self._call_back, self._predict = block_size, call_back, predict
         self._every = None if every is None else -(-every // block_size) * block_size
-        blocks = min(
-            CHUNK_BLOCKS, options.most_rows // block_size, CHUNK_NUMBERS // (block_size * online.engine.numbers_per_row)
-        )
+        of_memory = CHUNK_NUMBERS // (block_size * online.engine.numbers_per_row)
+        blocks = min(CHUNK_BLOCKS, self._options.most_rows // block_size, of_memory)
         self._chunk = max(1, blocks) * block_size
         self._clipped, self._predictive = 0, []
 

@@ -80,7 +80,7 @@ class Pass(ABC, Generic[S, R]):
         on_state: Callable[[S], None],
         *,
         checked: bool,
-        movement: Movement | None,
+        movement: Movement | None = None,
     ):
         self._program, self._source, self._options, self._bar, self._on_state = program, source, options, bar, on_state
         self._checked, self._time = checked, None if movement is None else movement.time

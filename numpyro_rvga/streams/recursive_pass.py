@@ -10,7 +10,7 @@ and the rows themselves take their place, with the prior's own terms.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import Any
 
 import jax
 import numpy as np
@@ -26,13 +26,10 @@ from ..model.bad_rows import NotFinite, describe_bad_rows
 from ..model.data.row_set import once_each
 from ..model.data.rows import Rows, in_blocks, num_rows, pad, selected
 from ..options import Info
-from ..progress import Bar
 from .block_plan import Sizes
 from .memory import NEGLIGIBLE_ERROR, Kept, RowMemory, inexactness, unranked
-from .opening import PassOptions
 from .order import seed_of
 from .passes import Pass, first_failed, rows_named
-from .source import RowSource
 
 MAX_REFITS = 8  # of kept rows that are more than one solve takes
 SAMPLE_NUMBERS = 2**23  # in the rows of a sample, and how q saw them
@@ -44,9 +41,9 @@ class RecursivePass(Pass[State, StepInfo]):
     """One call of :meth:`RVGA.run`.
 
     :param sparse: solves for all rows together; None: the recursion.
-
     :param sampled_by: the key of a sample of all rows; None: there is to be none.
     :param sample_numbers: in the rows of the sample, and how q saw them.
+    :param of_pass: what else :class:`~.passes.Pass` takes.
 
     :ivar only_rows: the usable rows of the first, joint solve, if no others followed.
     :ivar accounts: what that solve knows of its expectations.
@@ -59,18 +56,14 @@ class RecursivePass(Pass[State, StepInfo]):
     def __init__(
         self,
         engine: Engine,
-        source: RowSource,
-        options: PassOptions,
-        bar: Bar,
-        on_state: Callable[[State], None],
         sizes: Sizes,
         sparse: SparseEngine | None,
         *,
-        checked: bool,
         sampled_by: Array | None,
         sample_numbers: int,
+        **of_pass: Any,
     ):
-        super().__init__(engine.program, source, options, bar, on_state, checked=checked, movement=engine.movement)
+        super().__init__(engine.program, movement=engine.movement, **of_pass)
         self._engine, self._sizes, self._sparse = engine, sizes, sparse
         self._memory, self._summary = RowMemory(sizes.memory, NEGLIGIBLE_ERROR), RunSummary()
         self._sampled_by = sampled_by
