@@ -25,7 +25,7 @@ from .data.rows import Arrays, Data, Keywords, Rows, num_rows, selected
 from .handlers.data_prior import DeterministicSites, PriorConstants, classify_deterministic
 from .handlers.tracing import deterministic_sites, peel, sample_sites
 from .identity import ModelIdentity, model_identity
-from .terms.local import RowFacts
+from .terms.local_sites import RowFacts
 
 
 class Program(BoundLikelihood):

@@ -26,7 +26,7 @@ from ..model.data.row_set import RowSet
 from ..model.half_lines import read_on_positive_half
 from ..model.handlers.data_prior import PriorConstants
 from ..model.identity import ModelIdentity
-from ..model.terms.local import RowFacts
+from ..model.terms.local_sites import RowFacts
 from ..options import Info
 from .fitted import Fitted
 

@@ -1,7 +1,5 @@
 """Discrete latent variables of the whole model, or of groups of rows: summed out where all rows are at hand."""
 
-import contextlib
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -79,18 +77,90 @@ def test_draws_of_a_change_point_follow_its_probabilities():
     np.testing.assert_allclose(frequency, each.mean(axis=0), atol=0.03)
 
 
-@pytest.mark.parametrize("in_plate", [False, True], ids=["one chain", "a plate of chains"])
-def test_chains_are_refused_with_the_algorithm_that_sums_over_them(in_plate):
-    def hidden_markov(y):
-        means = numpyro.sample("means", dist.Normal(0, 1).expand([2]))
+def hidden_markov(y, starts=None):
+    """Chains of two states; those that start later have no states before."""
+    means = numpyro.sample("means", dist.Normal(jnp.array([-1.0, 1.0]), 0.5).to_event(1))
+    stay = numpyro.sample("stay", dist.Beta(4, 2))
 
-        def step(state, now):
-            with numpyro.plate("chains", len(now)) if in_plate else contextlib.nullcontext():
-                state = numpyro.sample("state", dist.Bernoulli(jnp.where(state == 1, 0.9, 0.1)))
-                return state, numpyro.sample("y", dist.Normal(means[state], 1.0), obs=now)
+    def step(state, now):
+        value, is_on = now
+        with numpyro.plate("chains", y.shape[1]), numpyro.handlers.mask(mask=is_on):
+            one = jnp.where(state == 1, stay, 1 - stay)
+            state = numpyro.sample("state", dist.Bernoulli(one), infer={"enumerate": "parallel"})
+            numpyro.sample("y", dist.Normal(means[state], 0.7), obs=value)
+        return jnp.where(is_on, state, 0), None
 
-        scan(step, jnp.zeros(y.shape[1:], int), y)
+    is_on = jnp.ones(y.shape, bool) if starts is None else jnp.arange(len(y))[:, None] >= jnp.asarray(starts)
+    scan(step, jnp.zeros(y.shape[1], int), (y, is_on))
 
-    outcomes = RNG.normal(size=(12, 3) if in_plate else 12)
-    with pytest.raises(NotImplementedError, match=r"site 'state' is a discrete latent.*forward algorithm"):
-        RVGA(hidden_markov).run({"y": outcomes}, progress_bar=False)
+
+def forward(y, starts=None):
+    means = numpyro.sample("means", dist.Normal(jnp.array([-1.0, 1.0]), 0.5).to_event(1))
+    stay = numpyro.sample("stay", dist.Beta(4, 2))
+    transition = jnp.log(jnp.array([[stay, 1 - stay], [1 - stay, stay]]))
+    total = 0.0
+    for chain, start in enumerate(np.zeros(y.shape[1], int) if starts is None else starts):
+        each = dist.Normal(means, 0.7).log_prob(y[start:, chain, None])
+        alpha = transition[0] + each[0]
+        for emission in each[1:]:
+            alpha = logsumexp(alpha[:, None] + transition, axis=0) + emission
+        total += logsumexp(alpha)
+        # a masked site has density one for each of its states, two at each step
+        total += start * jnp.log(2.0)
+    numpyro.factor("y", total)
+
+
+@pytest.mark.parametrize("starts", [None, np.array([0, 1, 2, 3, 4])], ids=["equal", "of five lengths"])
+def test_chains_of_states_are_summed_over_as_by_the_forward_algorithm(starts):
+    rng = np.random.default_rng(1)
+    number = 2 if starts is None else len(starts)
+    states = rng.integers(0, 2, (2, number)).repeat(5, axis=0)
+    data = {"y": np.where(states == 1, 1.0, -1.0) + 0.7 * rng.normal(size=states.shape)}
+    data |= {} if starts is None else {"starts": starts}
+    found = RVGA(hidden_markov).run(data, progress_bar=False)
+    expected = RVGA(forward).run(data, progress_bar=False)
+    np.testing.assert_allclose(found.mean, expected.mean, atol=0.02)
+    np.testing.assert_allclose(found.covariance, expected.covariance, atol=0.01)
+    np.testing.assert_allclose(found.elbo, expected.elbo, atol=0.02)
+    drawn = found.sample_posterior(jax.random.key(0), (100,), data=data)["state"]
+    is_on = np.arange(10)[:, None] >= (np.zeros(number, int) if starts is None else starts)
+    assert drawn.shape == (100, 10, number)
+    assert (np.asarray(drawn) == states)[:, is_on].mean() > 0.85
+
+
+def spammers(votes):
+    """Who guesses says nothing about the truth: on it a vote depends where its voter does not guess."""
+    sincere = numpyro.sample("sincere", dist.Beta(2, 2).expand([votes.shape[1]]).to_event(1))
+    with numpyro.plate("items", len(votes), dim=-2):
+        truth = numpyro.sample("truth", dist.DiscreteUniform(0, 2), infer={"enumerate": "parallel"})
+        with numpyro.plate("voters", votes.shape[1], dim=-1):
+            says = numpyro.sample("says", dist.Bernoulli(sincere), infer={"enumerate": "parallel"})
+            probs = jnp.where(says[..., None] == 1, jax.nn.one_hot(truth, 3) * 0.97 + 0.01, 1 / 3)
+            numpyro.sample("vote", dist.Categorical(probs), obs=votes)
+
+
+def spammers_by_hand(votes):
+    sincere = numpyro.sample("sincere", dist.Beta(2, 2).expand([votes.shape[1]]).to_event(1))
+    given = sincere[:, None] * jnp.where(votes[..., None] == jnp.arange(3), 0.98, 0.01) + (1 - sincere[:, None]) / 3
+    numpyro.factor("vote", logsumexp(jnp.log(given).sum(axis=1), axis=1).sum() - len(votes) * jnp.log(3.0))
+
+
+@pytest.mark.parametrize("voters", [4, 15], ids=["48 states together", "98,304 states together"])
+def test_a_variable_that_matters_in_some_states_only_is_summed_over(voters):
+    rng = np.random.default_rng(2)
+    truth, guess = rng.integers(0, 3, (30, 1)), rng.integers(0, 3, (30, voters))
+    votes = np.where(rng.random((30, voters)) < np.linspace(0.2, 0.9, voters), truth, guess)
+    found = RVGA(spammers).run({"votes": votes}, progress_bar=False)
+    expected = RVGA(spammers_by_hand).run({"votes": votes}, progress_bar=False)
+    np.testing.assert_allclose(found.elbo, expected.elbo, atol=0.1)
+    np.testing.assert_allclose(found.mean, expected.mean, atol=0.05)
+
+
+def test_states_that_are_all_tied_together_are_refused():
+    def parity(y):
+        p = numpyro.sample("p", dist.Beta(2, 2))
+        bits = numpyro.sample("bits", dist.Bernoulli(p).expand([14]).to_event(1))
+        numpyro.sample("y", dist.Bernoulli(0.1 + 0.8 * (bits.sum() % 2)), obs=y)
+
+    with pytest.raises(NotImplementedError, match="site 'bits': 14 discrete latent variables enter the same terms"):
+        RVGA(parity).run({"y": np.array([1, 0, 1])}, progress_bar=False)

@@ -22,7 +22,8 @@ from ...core.jaxprs.primitives import equations
 from ..data.arguments import ROW
 from ..data.rows import Arrays, common_length, linspace_indices, num_rows, selected
 from ..handlers.tracing import SiteRecord, elements, sample_sites
-from ..terms.local import Component, RowFacts, components_of
+from ..terms.local import Component, components_of
+from ..terms.local_sites import RowFacts
 from ..terms.local_terms import Draw, local_terms
 from ..terms.recognition import in_tilted_form
 from ..terms.site_terms import ends_of_one_computation, site_terms, summed_terms
@@ -58,7 +59,8 @@ class BoundLikelihood(BoundPrior):
         """Set the terms. What is returned checks that later rows are like these."""
         self._components, checks = self._find_components(), []
         integrated = self._integrated_terms(rows, row_facts, checks)
-        self.terms = self._all_terms(prefer_parameters, by_draws, [terms for terms, *_ in integrated])
+        outcomes = [terms for component, (terms, *_) in zip(self._components, integrated) if component.outcomes]
+        self.terms = self._all_terms(prefer_parameters, by_draws, outcomes)
         self.row_parts = tuple(zip(self._components, [draw for *_, draw in integrated]))
         if self.row_latents is not None:
             states = {name: np.asarray(values) for name, values in self.row_latents.states.items()}

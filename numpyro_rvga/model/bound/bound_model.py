@@ -23,7 +23,7 @@ from ..handlers.tracing import (
     site_transform,
 )
 from ..layout import Layout, layout_of
-from ..terms.local import LocalSites, RowFacts, bounds_of, states_between
+from ..terms.local_sites import LocalSites, RowFacts, bounds_of, states_between
 from . import validation
 from .model_runs import ModelRuns, Parameters, Replay, parameters_of
 
@@ -130,11 +130,7 @@ class BoundModel(ModelRuns):
 
     def _discrete_sites(self) -> frozenset[str]:
         """The discrete latent sites of a whole program."""
-        scanned: list = []
-        self.abstractly(lambda rows: scanned.append(self._run(rows, {})[1].scanned) or 0, self.example_row)
-        names = frozenset(name for name, site in self.sites.items() if site.is_discrete and not site.is_observed)
-        validation.check_no_chain(names & scanned[0])
-        return names
+        return frozenset(name for name, site in self.sites.items() if site.is_discrete and not site.is_observed)
 
     def _choose_examples(self, rows: Arrays) -> None:
         """Some rows and one of them, to find things out; all of them, twice, if the model takes no fewer."""
@@ -164,28 +160,39 @@ class BoundModel(ModelRuns):
 
     def _find_row_latents(self, continuous: Layout, rows: Arrays, facts: RowFacts | None) -> LocalSites:
         """The latent variables of single rows, with the states of the discrete ones in all rows at hand."""
-        sites = {n: s for n, s in self.sites.items() if s.is_discrete and not s.is_observed}
+        shapes = {n: s.value_shape for n, s in self.sites.items() if s.is_discrete and not s.is_observed}
         states: dict[str, Array] = {}
-        for name in sites:
-            if facts is None:
-                bounds = at_once(lambda: self._bounds_of_states(name, rows, states))  # noqa: B023
-                values = states_between(name, int(bounds[:, 0].min()), int(bounds[:, 1].max()))
-            else:
-                values = facts.states[name]
-            states[name] = jnp.asarray(values)
-        return LocalSites(continuous, {name: sites[name].value_shape for name in sites}, states)
+        if facts is not None:
+            states = {name: jnp.asarray(facts.states[name]) for name in shapes}
+        ends: dict[str, tuple[int, int]] = {}
+        while shapes and facts is None:  # states of one site may depend on those of another
+            bounds = at_once(lambda: self._bounds_of_states(rows, states))  # noqa: B023
+            wider = {n: (int(of[:, 0].min()), int(of[:, 1].max())) for n, of in bounds.items()}
+            wider = {
+                n: (min(own[0], ends.get(n, own)[0]), max(own[1], ends.get(n, own)[1])) for n, own in wider.items()
+            }
+            if wider == ends:
+                break
+            ends = wider
+            states = {name: jnp.asarray(states_between(name, *own)) for name, own in ends.items()}
+        return LocalSites(continuous, shapes, states)
 
-    def _bounds_of_states(self, name: str, rows: Arrays, other_states: Mapping[str, Array]) -> Array:
-        """Smallest and largest state of a discrete latent in some rows, (M, 2): with the first state of all others that
-        are known, with the second, and so on."""
+    def _bounds_of_states(self, rows: Arrays, states: Mapping[str, Array]) -> dict[str, Array]:
+        """Smallest and largest state of each discrete latent in some rows, (M, 2): with the first state of all others,
+        with the second, and so on.
 
-        def at(place):
-            values = {n: states[jnp.minimum(place, len(states) - 1)] for n, states in other_states.items()}
+        :param states: those that are known.
+        """
+
+        def at(place: Array) -> dict[str, Array]:
+            values = {n: own[jnp.minimum(place, len(own) - 1)] for n, own in states.items()}
             arrays = dict(rows) if self.whole else {n: jnp.asarray(array) for n, array in rows.items()}
             records = sample_sites(*self._run(arrays, {}, states=values))
-            return jnp.stack(bounds_of(name, peel(records[name].fn)[0]))
+            latent = {name: record for name, record in records.items() if not record.is_observed}
+            fns = {name: peel(record.fn)[0] for name, record in latent.items() if record.fn.is_discrete}
+            return {name: jnp.stack(bounds_of(name, fn)) for name, fn in fns.items()}
 
-        return jax.vmap(at)(jnp.arange(max([1, *map(len, other_states.values())])))
+        return jax.vmap(at)(jnp.arange(max([1, *map(len, states.values())])))
 
     def _find_params(self) -> Parameters:
         """The ``numpyro.param`` sites that matter: layers of a network whose weights are sampled do not.

@@ -21,23 +21,21 @@ def draw_row_latents(program: BoundLikelihood, rng_key: Array, theta: Array, row
     """
     latents = program.row_latents
     assert latents is not None
-    entries, seen = latents.entries, _observed_of(program)
+    seen = _observed_of(program)
 
     def of_row(rng_key: Array, row: Arrays) -> dict[str, Array]:
         row = {name: value[None] for name, value in row.items()} | program.shared  # none of a whole program
         z = jnp.zeros(latents.continuous.size, program.dtype)
-        states = {name: value.ravel() for name, value in latents.first_states().items()}
+        states = jnp.zeros(len(latents.entries), int)
         rest_key, *keys = jax.random.split(rng_key, len(program.row_parts) + 1)
         for key, (component, draw) in zip(keys, program.row_parts):
             elements = jnp.arange(component.size, dtype=jnp.int32)
             of_each = jax.vmap(lambda key, element: draw(key, theta, row, element))  # noqa: B023
             state, values = of_each(jax.random.split(key, component.size), elements)
             z = z.at[component.continuous].set(values)
-            for column, chosen in enumerate(jnp.asarray(component.states)[state].T):  # (D, E)
-                name, indices = entries[component.discrete[0, column]][0], component.discrete[:, column]
-                states[name] = states[name].at[np.array([entries[i][1] for i in indices])].set(chosen)
+            states = states.at[component.discrete].set(state)
         given = {name: x for name, x in latents.continuous.unravel(z).items() if name in seen}
-        shaped = {name: states[name].reshape(shape) for name, shape in latents.shapes.items() if name in seen}
+        shaped = {name: value for name, value in latents.split(states).items() if name in seen}
         return program.row_latents_at(rest_key, theta, row, given, shaped)
 
     if program.whole:

@@ -34,7 +34,7 @@ from ..handlers.tracing import (
     site_info,
 )
 from ..layout import Layout, layout_of
-from ..terms.local import LocalSites
+from ..terms.local_sites import LocalSites
 
 Tree = TypeVar("Tree")
 Shapes = dict[str, tuple[int, ...]]

@@ -103,17 +103,19 @@ def outside_message(row: int, held: str, size: int) -> str:
     )
 
 
-def states_check(program: BoundModel, site: str, bounds: Callable[[str, dict, Mapping[str, Array]], Array]) -> RowCheck:
+def states_check(
+    program: BoundModel, site: str, bounds: Callable[[dict, Mapping[str, Array]], dict[str, Array]]
+) -> RowCheck:
     """Are the states of a discrete latent of each row among those that are summed over?
 
-    :param bounds: (site, rows, states of the discrete latents) -> smallest and largest state, (M, 2).
+    :param bounds: (rows, states of the discrete latents) -> site -> smallest and largest state, (M, 2).
     """
     assert program.row_latents is not None
     others = program.row_latents.states
     states = np.asarray(others[site])
 
     def inside(row):
-        bounds_of_row = bounds(site, row, {name: values for name, values in others.items() if name != site})
+        bounds_of_row = bounds(row, {name: values for name, values in others.items() if name != site})[site]
         return jnp.all((bounds_of_row[:, 0] >= states[0]) & (bounds_of_row[:, 1] <= states[-1]))
 
     def message(rows: Arrays, row: int, place: list[int], number: int) -> str:

@@ -14,7 +14,7 @@ import numpy as np
 from ...core.compilation import at_once, jit_once
 from ..data.arguments import absent_arguments
 from ..data.rows import Arrays, Keywords, common_length
-from ..handlers.failures import FORWARD, CoupledRows, LocalLatents, UnboundedStates
+from ..handlers.failures import FORWARD, CoupledRows, LocalLatents
 from ..handlers.tracing import SiteInfo, SiteRecord, plates_of, run_model, sample_sites
 from ..layout import Layout
 from ..terms.terms import linearize
@@ -109,15 +109,6 @@ def check_continuous(sites: Mapping[str, SiteInfo], local_names: frozenset[str],
             "RVGA(model).run(data) sums over its states; in streams and with local='prior' it is not summed over. Let "
             "each group be a row: one array of shape (groups, rows of each), and handlers.mask for groups that have "
             f"fewer; or put the site into the plate over the rows, if each row has a value of its own. {FORWARD}"
-        )
-
-
-def check_no_chain(scanned: frozenset[str]) -> None:
-    """:raises UnboundedStates: naming a discrete latent site of the steps of a scan."""
-    if scanned:
-        raise UnboundedStates(
-            f"site {min(scanned)!r} is a discrete latent variable of each step of a scan, and its chains of states are "
-            f"too many to sum over one by one. {FORWARD}"
         )
 
 

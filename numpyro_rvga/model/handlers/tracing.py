@@ -120,8 +120,9 @@ class RowRunner(Messenger):
             msg["value"] = normal.loc + normal.scale * z
         elif msg["type"] == "sample" and not msg["is_observed"] and msg["name"] in self.states:
             value = jnp.broadcast_to(self.states[msg["name"]], msg["fn"].shape(msg["kwargs"]["sample_shape"]))
-            inside = msg["fn"].support(value)
-            low = getattr(msg["fn"].support, "lower_bound", 0)  # a value at which the density has derivatives
+            support = _elementwise_support(msg["fn"])
+            inside = support(value)
+            low = getattr(support, "lower_bound", 0)  # a value at which the density has derivatives
             msg["value"] = jnp.where(inside, value, jnp.asarray(low, value.dtype))
             self.log_abs_det[msg["name"]] = jnp.where(inside, 0.0, -jnp.inf)
         elif msg["type"] == "sample" and not msg["is_observed"] and msg["name"] in self.unconstrained:
@@ -146,10 +147,14 @@ class RowRunner(Messenger):
         """Of a latent site in a step of NumPyro's scan; outside, it comes once more, with its values of all steps."""
         name = site["name"]
         self.scanned.add(name)
+        step = site["infer"]["_scan_current_index"]
+        if name in self.states:
+            value, shape = jnp.asarray(self.states[name]), site["fn"].shape()
+            return jnp.broadcast_to(value[step] if value.ndim > len(shape) else value, shape)
         if name not in self.unconstrained:
             return None
         transform = site_transform(site["fn"])
-        return transform(self.unconstrained[name][site["infer"]["_scan_current_index"]])
+        return transform(self.unconstrained[name][step])
 
 
 def can_be_drawn(fn: dist.Distribution, shape: tuple[int, ...]) -> bool:
@@ -206,10 +211,14 @@ def _advice(error: Exception, model: Callable, rows: Arrays, model_kwargs: Keywo
 
 def site_transform(fn: Distribution) -> Any:
     """The map from unconstrained space to the support, elementwise where the event is only a reinterpretation."""
+    return biject_to(_elementwise_support(fn))
+
+
+def _elementwise_support(fn: Distribution) -> Any:
     support: Any = fn.support
     while hasattr(support, "reinterpreted_batch_ndims"):
         support = support.base_constraint
-    return biject_to(support)
+    return support
 
 
 def sample_sites(trace: dict, runner: RowRunner) -> dict[str, SiteRecord]:

@@ -9,7 +9,6 @@ the integral is its density.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
@@ -17,54 +16,20 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array, lax
-from numpyro.distributions import Distribution, constraints
+from jax import Array
 
-from ...core.compilation import at_once
+from ...core.expectations.elimination import MAX_STATES, StateSum, by_elimination, over_all_states
 from ..data.rows import Arrays
-from ..handlers.failures import FORWARD, UnboundedStates
+from ..handlers.failures import UnboundedStates
 from ..handlers.tracing import SiteRecord, elements
-from ..layout import Layout
+from .dependence import connected, dependence
+from .local_sites import LocalSites
 
-MAX_STATES = 1024  # of a row's discrete latents together
-PROBES = 3  # places at which dependence is looked for
+MAX_FORMS = 4  # of terms that share sites
+# How many continuous variables, the sites of the discrete ones, and sites and discrete variables of the terms.
+Form = tuple[int, tuple[str, ...], tuple[tuple[str, tuple[int, ...]], ...]]
+Tie = tuple[np.ndarray, np.ndarray]  # terms, and the variables that they share
 Records = Callable[[Array, Arrays, Mapping[str, Array]], dict[str, SiteRecord]]
-
-
-class LocalSites(NamedTuple):
-    """The latent variables of one row.
-
-    :ivar continuous: layout of z (K,), in unconstrained space.
-    :ivar shapes: of the discrete sites' values in one row.
-    :ivar states: the values that each of these may take, (M,).
-    """
-
-    continuous: Layout
-    shapes: dict[str, tuple[int, ...]]
-    states: dict[str, Array]
-
-    @property
-    def site_names(self) -> tuple[str, ...]:
-        return (*self.continuous.site_names, *self.states)
-
-    @property
-    def entries(self) -> list[tuple[str, int]]:
-        """Site and place of each discrete variable."""
-        return [(name, i) for name, shape in self.shapes.items() for i in range(math.prod(shape))]
-
-    def first_states(self) -> dict[str, Array]:
-        return {name: jnp.broadcast_to(self.states[name][0], shape) for name, shape in self.shapes.items()}
-
-
-class RowFacts(NamedTuple):
-    """Facts of the rows with which a program was read, which must hold for later rows.
-
-    :ivar states: discrete site -> the values that it may take, (M,).
-    :ivar quadratic: by component: whether its joint log density is quadratic in z.
-    """
-
-    states: dict[str, np.ndarray]
-    quadratic: tuple[bool, ...]
 
 
 class Component(NamedTuple):
@@ -73,7 +38,8 @@ class Component(NamedTuple):
     :ivar name: of its observed sites.
     :ivar continuous: places in z, (E, K). :ivar discrete: places among ``LocalSites.entries``, (E, D).
     :ivar outcomes: observed site -> places among its elements, (E, n). :ivar latents: local site -> likewise.
-    :ivar states: of the discrete variables together, (M, D).
+    :ivar lowest: first states of the discrete variables, (D,); the others are the integers that follow.
+    :ivar state_sum: how states are summed over. Its terms are those of the outcomes, then those of the latents.
     """
 
     name: str
@@ -81,45 +47,21 @@ class Component(NamedTuple):
     discrete: np.ndarray
     outcomes: dict[str, np.ndarray]
     latents: dict[str, np.ndarray]
-    states: np.ndarray
+    lowest: np.ndarray
+    state_sum: StateSum
 
     @property
     def size(self) -> int:
         return len(self.continuous)
 
+    @property
+    def num_assignments(self) -> int:
+        return len(self.state_sum.assignments)
 
-# ---------------------------------------------------------------------- what the model says
-def bounds_of(site: str, fn: Distribution) -> tuple[Array, Array]:
-    """The smallest and the largest value that a discrete latent may take.
-
-    :raises UnboundedStates: naming the site, if its states are not the integers between two.
-    """
-    support = fn.support
-    if support is constraints.boolean:
-        return jnp.asarray(0), jnp.asarray(1)
-    low, high = getattr(support, "lower_bound", None), getattr(support, "upper_bound", None)
-    if fn.event_shape or low is None or high is None or not fn.is_discrete:
-        raise UnboundedStates(
-            f"site {site!r} is a discrete latent variable of each row without a largest value ({type(fn).__name__}), "
-            "and only sums over finitely many states are taken. Cut it off where the rest does not matter: "
-            f"numpyro.sample({site!r}, dist.Categorical(logits=dist.Poisson(rate).log_prob(jnp.arange(50)))), with the "
-            "site's own distribution in place of dist.Poisson(rate)."
-        )
-    return jnp.min(jnp.asarray(low)), jnp.max(jnp.asarray(high))
-
-
-def states_between(site: str, low: int, high: int) -> np.ndarray:
-    """The values (M,) that a discrete latent may take.
-
-    :raises UnboundedStates: naming the site, if they are too many.
-    """
-    values = np.arange(low, high + 1)
-    if len(values) > MAX_STATES:
-        raise UnboundedStates(
-            f"site {site!r} is a discrete latent variable of each row with {len(values)} states, and sums are taken "
-            f"over up to {MAX_STATES}. Let a continuous variable stand for it, or bound it by what the data allow."
-        )
-    return values
+    @property
+    def states(self) -> np.ndarray:
+        """Values of the discrete variables, by assignment, (A, D)."""
+        return self.lowest + self.state_sum.assignments
 
 
 def components_of(
@@ -131,145 +73,138 @@ def components_of(
     :param size: P.
     """
     names = (*observed, *local.site_names)
-    depends, counts = _dependence(records, local, size, dtype, row, names)
-    site_of = np.concatenate([np.full(n, i) for i, n in enumerate(counts)])
+
+    def terms(theta: Array, states: Mapping[str, Array]) -> list[Array]:
+        of_sites = records(theta, row, states)
+        return [elements(of_sites[name]) for name in names]
+
+    theta = jnp.zeros(size + local.continuous.size, dtype)
+    counts = [x.size for x in jax.eval_shape(terms, theta, local.first_states())]
+    depends = dependence(lambda *at: jnp.concatenate(terms(*at)), local, size, dtype)
+    site_of = np.repeat(np.arange(len(names)), counts)
     index_in_site = np.concatenate([np.arange(n) for n in counts])
     num_continuous = local.continuous.size
     for number, (name, i) in enumerate(local.entries):  # where all states are equally likely too
         depends[np.cumsum([0, *counts])[names.index(name)] + i, num_continuous + number] = True
-    groups: dict[tuple, list] = {}
-    tied = {names[i] for i in site_of[depends.any(axis=1)]}
-    for terms, variables in _connected(depends):
-        sites = [names[site_of[t]] for t in terms]
-        if not variables and not tied.intersection(sites):
-            continue  # a site that depends on no such variable: it is a term as any other
-        continuous = [v for v in variables if v < num_continuous]
-        discrete = [v - num_continuous for v in variables if v >= num_continuous]
-        owners = tuple(local.entries[d][0] for d in discrete)
-        form = (len(continuous), owners, tuple(sorted(sites)))
-        indices = {name: [index_in_site[t] for t, s in zip(terms, sites) if s == name] for name in dict.fromkeys(sites)}
-        groups.setdefault(form, []).append((continuous, discrete, indices))
-    components = []
-    for (_, owners, _), members in groups.items():
-        continuous, discrete, indices = zip(*members)
-        sites = {name: np.array([p[name] for p in indices]) for name in indices[0]}
-        outcomes = {name: x for name, x in sites.items() if name in observed}
-        if not outcomes:
-            continue  # what nothing is observed of integrates to one
-        _check_number(owners, math.prod([len(local.states[name]) for name in owners]))
-        states = np.array(list(itertools.product(*[np.asarray(local.states[name]) for name in owners])))
-        components.append(
-            Component(
-                "+".join(outcomes),
-                np.array(continuous, int).reshape(len(members), -1),
-                np.array(discrete, int).reshape(len(members), -1),
-                outcomes,
-                {name: x for name, x in sites.items() if name not in observed},
-                states.reshape(len(states), len(owners)),
-            )
-        )
+    tied = set(site_of[depends.any(axis=1)])
+
+    def form_of(members: np.ndarray, variables: np.ndarray) -> Form:
+        discrete = variables[variables >= num_continuous]
+        owners = tuple(local.entries[d - num_continuous][0] for d in discrete)
+        scopes = tuple(tuple(np.flatnonzero(own).tolist()) for own in depends[np.ix_(members, discrete)])
+        return len(variables) - len(discrete), owners, tuple(zip([names[i] for i in site_of[members]], scopes))
+
+    # A site that depends on no such variable is a term as any other.
+    ties = [(members, own) for members, own in connected(depends) if len(own) or site_of[members[0]] in tied]
+    groups: dict[Form, list] = {}
+    for members, variables in _of_few_forms(ties, [form_of(*tie) for tie in ties]):
+        continuous, discrete = np.split(variables, [np.searchsorted(variables, num_continuous)])
+        places = continuous, discrete - num_continuous, index_in_site[members]
+        groups.setdefault(form_of(members, variables), []).append(places)
+    has_outcomes = {form: any(site in observed for site, _ in form[2]) for form in groups}
+    seen = {owner for form, has in has_outcomes.items() if has for owner in form[1]}
+    components = [  # what nothing is observed of integrates to one, and is drawn only
+        _component(local, *form, *map(np.array, zip(*members)), observed)
+        for form, members in groups.items()
+        if has_outcomes[form] or (not form[0] and seen.intersection(form[1]))
+    ]
     names = [component.name for component in components]
     return tuple(
         c if names.count(c.name) == 1 else c._replace(name=f"{c.name} ({i})") for i, c in enumerate(components)
     )
 
 
-def _check_number(owners: tuple[str, ...], number: int) -> None:
-    """:raises UnboundedStates: naming the sites, if their joint states are too many."""
-    if number > MAX_STATES:
-        names = ", ".join(map(repr, dict.fromkeys(owners)))
-        raise UnboundedStates(
-            f"site {names}: {len(owners)} discrete latent variables enter the same terms, and have {number:.3g} states "
-            f"together; sums are taken over up to {MAX_STATES}. {FORWARD}"
-        )
+def _of_few_forms(ties: list[Tie], forms: list[Form]) -> list[Tie]:
+    """Terms and their variables, with those of many different forms taken together, as chains of different lengths are:
+    each form is compiled by itself.
+
+    :param forms: of ``ties``.
+    """
+    summed = [form for form in dict.fromkeys(forms) if not form[0]]
+    if len(summed) <= MAX_FORMS:
+        return ties
+    sites = list(dict.fromkeys(site for form in summed for site, _ in form[2]))
+    has_site = np.array([[site in dict(form[2]) for site in sites] for form in summed])
+    merged: list[Tie] = []
+    for alike, _ in connected(has_site):
+        if len(alike) > MAX_FORMS:
+            among = {summed[i] for i in alike}
+            together = [tie for tie, form in zip(ties, forms) if form in among]
+            ties = [tie for tie, form in zip(ties, forms) if form not in among]
+            forms = [form for form in forms if form not in among]
+            members, variables = (np.sort(np.concatenate(own)) for own in zip(*together))
+            merged.append((members, variables))
+    return ties + merged
 
 
-def _dependence(records, local, size, dtype, row, names) -> tuple[np.ndarray, list[int]]:
-    """Which terms change with which variables (terms, K + D), by trying, and the number of terms of each site."""
-    rng, entries = np.random.default_rng(0), local.entries
-
-    def terms(theta, states):
-        of_sites = records(theta, row, states)
-        return [elements(of_sites[name]) for name in names]
-
-    def flat(theta, states):
-        return jnp.concatenate(terms(theta, states))
-
-    def of_one(theta, states, name, i):
-        """With each of the variable's states."""
-
-        def at(value):
-            changed = states[name].ravel().at[i].set(value).reshape(states[name].shape)
-            return flat(theta, states | {name: changed})
-
-        return jax.vmap(at)(local.states[name])
-
-    def dependence_at(theta, states):
-        slopes = jax.jacfwd(lambda z: flat(theta.at[size:].set(z), states))(theta[size:]) != 0
-        changes = []
-        for name, shape in local.shapes.items():
-
-            def is_changed(i, name=name):
-                values = of_one(theta, states, name, i)
-                return jnp.any(values != values[:1], axis=0)  # NaN differs from all
-
-            changes.append(lax.map(is_changed, jnp.arange(math.prod(shape), dtype=jnp.int32)).T)
-        return jnp.concatenate([slopes, *changes], axis=1)
-
-    counts = [
-        x.size for x in jax.eval_shape(terms, jnp.zeros(size + local.continuous.size, dtype), local.first_states())
-    ]
-    total = np.zeros((sum(counts), local.continuous.size + len(entries)), bool)
-    probes = []
-    for _ in range(PROBES):
-        theta = jnp.asarray(0.5 * rng.normal(size=size + local.continuous.size), dtype)
-        states = {
-            name: jnp.asarray(rng.choice(np.asarray(local.states[name]), size=shape))
-            for name, shape in local.shapes.items()
-        }
-        probes.append((theta, states))
-    stacked_probes = jax.tree.map(lambda *x: jnp.stack(x), *probes)
-    of_sites = at_once(lambda: jax.vmap(dependence_at)(*stacked_probes))
-    return total | np.any(of_sites, axis=0), counts
+def _component(
+    local: LocalSites,
+    num_continuous: int,
+    owners: tuple[str, ...],
+    terms: tuple[tuple[str, tuple[int, ...]], ...],
+    continuous: np.ndarray,
+    discrete: np.ndarray,
+    indices: np.ndarray,
+    observed: tuple[str, ...],
+) -> Component:
+    """:param owners: sites of the discrete variables, (D,). :param terms: sites and discrete variables of the terms, n.
+    :param indices: of the terms among the elements of their sites, (E, n).
+    """
+    sites = dict.fromkeys(site for site, _ in terms)
+    columns = {site: [i for i, (own, _) in enumerate(terms) if own == site] for site in sites}
+    order = {site: columns[site] for site in sorted(sites, key=lambda site: site not in observed)}
+    sizes = [len(local.states[name]) for name in owners]
+    if num_continuous:
+        state_sum = over_all_states(sizes)
+    else:
+        state_sum = by_elimination([terms[i][1] for own in order.values() for i in own], sizes)
+    if state_sum is None:
+        raise _too_many_states(owners, math.prod(sizes))
+    places = {site: indices[:, own] for site, own in order.items()}
+    return Component(
+        "+".join(site for site in order if site in observed),
+        continuous.astype(int),
+        discrete.astype(int),
+        {site: own for site, own in places.items() if site in observed},
+        {site: own for site, own in places.items() if site not in observed},
+        np.array([int(local.states[name][0]) for name in owners], int),
+        state_sum,
+    )
 
 
-def _connected(depends: np.ndarray) -> list[tuple[list[int], list[int]]]:
-    """Terms, and the variables that they share, in groups that share none."""
-    terms, variables = depends.shape
-    label = np.arange(terms + variables)
-    for t, v in np.argwhere(depends):
-        label[label == label[terms + v]] = label[t]
-    groups = []
-    for value in dict.fromkeys(label[:terms].tolist()):
-        members = np.flatnonzero(label == value)
-        groups.append(([int(m) for m in members if m < terms], [int(m) - terms for m in members if m >= terms]))
-    return groups
+def _too_many_states(owners: tuple[str, ...], number: int) -> UnboundedStates:
+    names = ", ".join(map(repr, dict.fromkeys(owners)))
+    return UnboundedStates(
+        f"site {names}: {len(owners)} discrete latent variables enter the same terms, and have {number:.3g} states "
+        "together. They are summed over one after the other where each shares terms with few others, and here the "
+        f"tables of that would have more than {MAX_STATES} assignments. Let continuous variables stand for some of "
+        "them, or write the sum into the model with numpyro.factor."
+    )
 
 
 # ---------------------------------------------------------------------- the joint density of a row
-def joint_by_state(
+def terms_by_state(
     records: Records, local: LocalSites, component: Component, theta: Array, row: Arrays, element: Array | int
 ) -> Array:
-    """log p(outcomes, z, states | theta) for each of the states, (M,).
+    """The terms of log p(outcomes, z, states | theta) for each assignment of states, (A, n).
+
+    All elements of the component have the same assignment at once: they share no term.
 
     :param theta: theta and z, (P + K,).
     """
-    entries = local.entries
+    entries, states = local.entries, {}
+    for name, shape in local.shapes.items():
+        values = np.full((component.num_assignments, math.prod(shape)), np.asarray(local.states[name])[0])
+        for column, variables in enumerate(component.discrete.T):
+            own = [entries[variable][1] for variable in variables if entries[variable][0] == name]
+            values[:, own] = component.states[:, column : column + 1]
+        states[name] = jnp.asarray(values.reshape(-1, *shape))
+    sites = component.outcomes | component.latents
 
-    def at(values: Array) -> Array:
-        states = local.first_states()
-        for column, (name, _) in enumerate([entries[d] for d in component.discrete[0]]):
-            indices = np.array([entries[d][1] for d in component.discrete[:, column]])
-            flat = states[name].ravel().at[jnp.asarray(indices)[element]].set(values[column])
-            states[name] = flat.reshape(states[name].shape)
-        of_sites = records(theta, row, states)
-        sites = component.outcomes | component.latents
-        each = [jnp.sum(elements(of_sites[name])[jnp.asarray(indices)[element]]) for name, indices in sites.items()]
-        return jnp.sum(jnp.stack(each))
+    def at(values: dict[str, Array]) -> Array:
+        of_sites = records(theta, row, values)
+        return jnp.concatenate([elements(of_sites[name])[jnp.asarray(own)[element]] for name, own in sites.items()])
 
-    if len(component.states) == 1:
-        return at(jnp.asarray(component.states[0]))[None]
-    return jax.vmap(at)(jnp.asarray(component.states))
-
-
-# ---------------------------------------------------------------------- terms
+    if component.num_assignments == 1:
+        return at({name: values[0] for name, values in states.items()})[None]
+    return jax.vmap(at)(states)

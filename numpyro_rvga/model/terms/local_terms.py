@@ -18,9 +18,11 @@ from ...core.expectations.local_integrals import MAX_DIMENSIONS, log_integral, n
 from ...core.jaxprs.symbolic import Factorization, factorize
 from ...core.matrices.linalg import cholesky, solve_lower
 from ..data.rows import Arrays
-from .local import PROBES, Component, LocalSites, Records, joint_by_state
+from .local import Component, Records, terms_by_state
+from .local_sites import LocalSites
 from .terms import Terms, over_rows
 
+PROBES = 3  # theta at which second derivatives are compared
 QUADRATIC = {32: 1e-3, 64: 1e-8}  # by how much second derivatives may differ, relative to their size
 Draw = Callable[[Array, Array, Arrays, Array], tuple[Array, Array]]
 
@@ -41,43 +43,73 @@ def local_terms(
     :param is_quadratic: whether the answer to a question, row -> bool (E,), is yes for all rows.
     :raises NotImplementedError: naming the sites, if there are more dimensions than can be integrated over.
     """
-    size, count = theta.shape[0], len(component.states)
+    table = partial(terms_by_state, records, local, component)
+    if not component.continuous.shape[1]:
+        return _summed_terms(component, table, local.continuous.size, theta, row)
+    size, count = theta.shape[0], component.num_assignments
     both = jax.ShapeDtypeStruct((size + local.continuous.size,), theta.dtype)
     nothing = jax.ShapeDtypeStruct((count,), theta.dtype)
 
     def term(t, r, element, log_weights):
-        by_state = joint_by_state(records, local, component, t, r, element)
+        by_state = jnp.sum(table(t, r, element), axis=1)
         return by_state[0] if count == 1 else logsumexp(by_state + log_weights)
 
-    split = factorize(term, both, row, jax.ShapeDtypeStruct((), jnp.int32), nothing)
-    if split.num_predictors > both.shape[0]:
-        split = _of_everything(split, both.shape[0])
-    split = _Split(split, component, size, local.continuous.size, theta.dtype)
-    quadratic = False
-    kept = None
-    if not component.continuous.shape[1]:
-        width, predictors, constants, density = (
-            split.num_predictors,
-            split.summed,
-            split.summed_constants,
-            split.density,
+    split = _Split(_split(term, both, row, nothing), component, size, local.continuous.size, theta.dtype)
+    kept = _moving(split, component, rows)
+    dimensions, quadratic = component.continuous.shape[1], is_quadratic(partial(_quadratic, split, component, kept))
+    if dimensions > MAX_DIMENSIONS and not quadratic:
+        names = ", ".join(repr(name) for name in component.latents if name in local.continuous.site_names)
+        raise NotImplementedError(
+            f"site {names}: {dimensions} latent variables of each row enter the same terms of {component.name!r}, "
+            f"and integrals over more than {MAX_DIMENSIONS} dimensions are not taken, unless all is Normal. If "
+            "they are Normal additions of known scale, RVGA(model, local='prior') takes them."
         )
-    else:
-        kept = _moving(split, component, rows)
-        dimensions, quadratic = component.continuous.shape[1], is_quadratic(partial(_quadratic, split, component, kept))
-        if dimensions > MAX_DIMENSIONS and not quadratic:
-            names = ", ".join(repr(name) for name in component.latents if name in local.continuous.site_names)
-            raise NotImplementedError(
-                f"site {names}: {dimensions} latent variables of each row enter the same terms of {component.name!r}, "
-                f"and integrals over more than {MAX_DIMENSIONS} dimensions are not taken, unless all is Normal. If "
-                "they are Normal additions of known scale, RVGA(model, local='prior') takes them."
-            )
-        width, predictors = len(kept), partial(split.kept_predictors, kept)
-        constants, density = split.constants, jax.jit(partial(split.integrated, kept, quadratic))
-    terms = Terms(component.name, component.size, width, True, predictors, constants, density, None)
-    if kept is not None and not quadratic:
+    predictors, density = partial(split.kept_predictors, kept), jax.jit(partial(split.integrated, kept, quadratic))
+    terms = Terms(component.name, component.size, len(kept), True, predictors, split.constants, density, None)
+    if not quadratic:
         terms = terms._replace(num_nodes=count * num_nodes(component.continuous.shape[1]))
     return terms, quadratic, partial(split.drawn, kept, quadratic)
+
+
+def _summed_terms(
+    component: Component, table: Callable, num_continuous: int, theta: jax.ShapeDtypeStruct, row: Arrays
+) -> tuple[Terms, bool, Draw]:
+    """Those of a component that is only summed over states.
+
+    :param table: (theta and z, row, element) -> terms by assignment, (A, n).
+    """
+
+    def table_at(theta: Array, row: Arrays, element: Array) -> Array:
+        return table(jnp.concatenate([theta, jnp.zeros(num_continuous, theta.dtype)]), row, element)
+
+    def term(theta, row, element):
+        return component.state_sum.log_sum(table_at(theta, row, element))
+
+    def drawn(rng_key, theta, row, element):
+        states = component.state_sum.draw(rng_key, table_at(theta, row, element))
+        return component.lowest + states, jnp.zeros(0, theta.dtype)
+
+    split = _split(term, theta, row)
+
+    def predictors(theta, row, element):
+        return split.predictors(theta, (row, element))
+
+    def constants(row, element):
+        return split.constants((row, element))
+
+    terms = Terms(
+        component.name, component.size, split.num_predictors, True, predictors, constants, split.density, None
+    )
+    return terms, False, drawn
+
+
+def _split(term: Callable, theta: jax.ShapeDtypeStruct, row: Arrays, *others: jax.ShapeDtypeStruct) -> Factorization:
+    """A term as a density of predictors: of all of theta, where a split would name more numbers than there are.
+
+    :param term: (theta, row, element, others) -> a number.
+    """
+    split = factorize(term, theta, row, jax.ShapeDtypeStruct((), jnp.int32), *others)
+    return split if split.num_predictors <= theta.shape[0] else _of_everything(split, theta.shape[0])
 
 
 def _of_everything(split: Factorization, size: int) -> Factorization:
@@ -99,22 +131,14 @@ class _Split:
         self._split, self._component, self._dtype = split, component, dtype
         self._size, self._num_continuous = size, num_continuous
         self.num_predictors, self.density = split.num_predictors, split.density
-        count = len(component.states)
+        count = component.num_assignments
         self._even, self._each = jnp.zeros(count, dtype), jnp.log(jnp.eye(count, dtype=dtype))
 
     def _predictors(self, theta: Array, z: Array, row: Arrays, element: Array) -> Array:
         return self._split.predictors(jnp.concatenate([theta, z]), (row, element, self._even))
 
-    # ------------------------------------------------------------------ without an integral
-    def summed(self, theta: Array, row: Arrays, element: Array) -> Array:
-        return self._predictors(theta, jnp.zeros(self._num_continuous, self._dtype), row, element)
-
-    def summed_constants(self, row: Arrays, element: Array) -> Any:
-        return self._split.constants((row, element, self._even))
-
-    # ------------------------------------------------------------------ with one
     def kept_predictors(self, kept: np.ndarray, theta: Array, row: Arrays, element: Array) -> Array:
-        return self.summed(theta, row, element)[kept]
+        return self._predictors(theta, jnp.zeros(self._num_continuous, self._dtype), row, element)[kept]
 
     def constants(self, row: Arrays, element: Array) -> tuple:
         """What the density takes by state, the predictors that theta does not enter (NaN for others), and all
@@ -148,30 +172,22 @@ class _Split:
 
         return logsumexp(jax.vmap(one)(by_state))
 
-    # ------------------------------------------------------------------ given the row
     def drawn(
-        self, kept: np.ndarray | None, quadratic: bool, rng_key: Array, theta: Array, row: Arrays, element: Array
+        self, kept: np.ndarray, quadratic: bool, rng_key: Array, theta: Array, row: Arrays, element: Array
     ) -> tuple[Array, Array]:
-        """From the conditional distribution given theta (P,) and the row: the index of a state, and z (K,).
-
-        :param kept: None, if there is no z.
-        """
-        u = self.summed(theta, row, element)
+        """From the conditional distribution given theta (P,) and the row: the values of the states (D,), and z (K,)."""
+        u = self.kept_predictors(kept, theta, row, element)
         state_key, key = jax.random.split(rng_key)
-        if kept is None:
-            by_state = jax.vmap(lambda weights: self._split.constants((row, element, weights)))(self._each)
-            log_probs = jax.vmap(partial(self.density, u))(by_state)
-            return jax.random.categorical(state_key, log_probs), jnp.zeros(0, self._dtype)
         by_state, fixed, slopes = self.constants(row, element)
 
         def one(key, of_state):
-            log_joint = self.log_joint(kept, u[kept], of_state, fixed, slopes)
+            log_joint = self.log_joint(kept, u, of_state, fixed, slopes)
             draw = _drawn_gaussian if quadratic else _drawn
             return draw(log_joint, key, slopes.shape[1], self._dtype)
 
         log_probs, z = jax.vmap(one)(jax.random.split(key, len(self._each)), by_state)
         state = jax.random.categorical(state_key, log_probs)
-        return state, z[state]
+        return jnp.asarray(self._component.states)[state], z[state]
 
 
 def _drawn_gaussian(log_joint: Callable, rng_key: Array, size: int, dtype: jnp.dtype) -> tuple[Array, Array]:
