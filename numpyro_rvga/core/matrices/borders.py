@@ -92,6 +92,12 @@ class SparseBorder:
     def entries(self) -> Array:
         return self.values
 
+    def _places(self) -> Array:
+        """Where a matrix (k, k), by rows, has the product of each pair, (t,): one index, which XLA on CPUs looks up in
+        half of the time that two take."""
+        _, row, first, second = self.pattern
+        return row[first] * self.shape[0] + row[second]
+
     def _of(self, values: Array) -> SparseBorder:
         return SparseBorder(values, self.pattern, self.shape)
 
@@ -110,13 +116,14 @@ class SparseBorder:
         return jnp.zeros((self.shape[1], vectors.shape[1]), vectors.dtype).at[self.pattern.column].add(products)
 
     def taken_from(self, corner: Array) -> Array:
-        _, row, first, second = self.pattern
-        return corner.at[row[first], row[second]].add(-self.values[first] * self.values[second])
+        _, _, first, second = self.pattern
+        products = self.values[first] * self.values[second]
+        return corner.reshape(-1).at[self._places()].add(-products).reshape(corner.shape)
 
     def multiplied_by(self, corner: Array) -> tuple[SparseBorder, Array]:
-        column, row, first, second = self.pattern
-        between, values = corner[row[first], row[second]], self.values
-        total = jnp.zeros_like(values).at[first].add(between * values[second])
+        column, _, first, second = self.pattern
+        between, values = corner.reshape(-1)[self._places()], self.values
+        total = jnp.zeros_like(values).at[first].add(between * values[second], indices_are_sorted=True)
         product = total.at[second].add(jnp.where(first == second, 0, between * values[first]))
         zero = jnp.zeros(self.shape[1], values.dtype)
         return self._of(product), zero.at[column].add(values * product)

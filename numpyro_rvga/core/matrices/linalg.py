@@ -12,7 +12,8 @@ from jax import Array, lax
 from ..pytrees import PyTree
 
 UNROLL = 3  # the largest n for which n x n matrices are unrolled
-SMALL = 128  # the largest size at which a matrix is inverted by two triangular solves with the identity
+SMALL = 200  # the largest size at which a matrix is inverted by two triangular solves with the identity
+MAX_HALVINGS = 2  # of a larger one: more would save little time, and each compiles twice as many operations
 MOST_UNROLLED = 7  # the largest n of matrices that XLA multiplies slowly on CPUs: 4 x 4 five times as long as 8 x 8
 MOST_ADDED = 64  # the largest number of rows that are added one by one
 PIECE = 1024  # columns that are multiplied at once
@@ -53,19 +54,20 @@ def solve_lower(factor: Array, rhs: Array, *, transpose: bool = False) -> Array:
     return jnp.stack([solved[i] for i in range(n)])
 
 
-def inverse_from_cholesky(factor: Array) -> Array:
+def inverse_from_cholesky(factor: Array, max_halvings: int = MAX_HALVINGS) -> Array:
     """``(factor factor^T)^-1``. factor: lower triangular, (n, n). By halves, which takes two thirds of the time that
     solves with the whole identity do: half of its entries are zeros."""
     n = factor.shape[-1]
-    if n <= SMALL:
+    if n <= SMALL or not max_halvings:
         inverse = solve_lower(factor, jnp.eye(n, dtype=factor.dtype))
         return solve_lower(factor, inverse, transpose=True)
     top, border, corner = factor[: n // 2, : n // 2], factor[n // 2 :, : n // 2], factor[n // 2 :, n // 2 :]
     between = lax.linalg.triangular_solve(top, border, left_side=False, lower=True)
     between = solve_lower(corner, between)
     side = -solve_lower(corner, between, transpose=True)
-    above = jnp.concatenate([inverse_from_cholesky(top) + between.T @ between, side.T], axis=1)
-    return jnp.concatenate([above, jnp.concatenate([side, inverse_from_cholesky(corner)], axis=1)])
+    first, second = (inverse_from_cholesky(part, max_halvings - 1) for part in (top, corner))
+    above = jnp.concatenate([first + between.T @ between, side.T], axis=1)
+    return jnp.concatenate([above, jnp.concatenate([side, second], axis=1)])
 
 
 def cholesky_by_columns(matrix: Array) -> Array:
