@@ -23,6 +23,8 @@ from ..terms.terms import Terms, constants, linearize, merged
 from .prior import MultivariateNormalSite, Prior, depends_on_entries
 
 NUM_DRAWS = 2000
+MOST_NUMBERS = 2**21  # in the draws of which moments are taken: with many entries, each has fewer draws
+LEAST_DRAWS = 500
 BATCH_NUMBERS = 2**20  # in the draws that are made together
 WINSOR = 4.0  # robust standard deviations at which prior draws are cut before their moments are taken
 SHRINKAGE = 0.05  # of correlations: more coordinates than draws can support stay regular
@@ -91,9 +93,10 @@ def marginals(
     precision = np.where(is_coupled, 1.0, separate.precision)
     mean, variance = separate.linear / precision, 1 / precision
     if len(indices):
-        batch = max(1, min(NUM_DRAWS, BATCH_NUMBERS // size))
+        count = int(np.clip(MOST_NUMBERS // size, LEAST_DRAWS, NUM_DRAWS))
+        batch = max(1, min(count, BATCH_NUMBERS // size))
         draws = jit_once(
-            lambda key: lax.map(lambda k: draw(k)[indices], jax.random.split(key, NUM_DRAWS), batch_size=batch)
+            lambda key: lax.map(lambda k: draw(k)[indices], jax.random.split(key, count), batch_size=batch)
         )
         cut = _winsorized(np.asarray(draws(jax.random.key(0)), np.float64))
         mean[indices], variance[indices] = cut.mean(axis=0), cut.var(axis=0, ddof=1)
