@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from ..core.compilation import Compiled
 from ..core.matrices.chains import packed_form
 from ..core.matrices.linalg import lower_from_root, solve_lower
 from ..core.updates.joint import DenseJoint, SparseJoint, bound_at, curvature_at, solve_joint_traced, solve_quadratic
@@ -122,7 +123,9 @@ class SparseMaximizedBound:
         self._problem, self.packing = problem, problem.packing
         self._search = sparse.search(chunks.weights.shape[0], has_start=True)
         self.is_exact = is_quadratic(sparse.all_kinds)
-        self._solve, self._gradient = sparse.engine.compiled(self._solved), sparse.engine.compiled(self._gradient_at)
+        everywhere = sparse.engine.devices.everywhere
+        self._solve = Compiled(self._solved, out_shardings=everywhere, long_arrays=True)  # called a hundred times
+        self._gradient = sparse.engine.compiled(self._gradient_at)
         self._variances = sparse.engine.compiled(self._variances_of)
 
     @property

@@ -15,11 +15,17 @@ from jax.typing import ArrayLike, DTypeLike
 
 from ..engines.engine import Engine
 from ..engines.integration.evidence_estimate import EvidenceEstimate
-from ..engines.integration.importance import FEW_POINTS, NUM_POINTS, integrate_by_importance
+from ..engines.integration.importance import (
+    FEW_POINTS,
+    NUM_POINTS,
+    ROUGHLY_SETTLED,
+    SETTLED,
+    integrate_by_importance,
+)
 from ..engines.integration.lattice import integrate_lattice
 from ..engines.integration.log_density import LogDensity, weighted_rows
 from ..engines.integration.mixtures import mixture_of
-from ..engines.integration.nested import Integral, Marginal, Point, Root, SolvedRoot, find_mode
+from ..engines.integration.nested import NUM_TRIALS, Integral, Marginal, Point, Root, SolvedRoot, find_mode
 from ..engines.maximized_bound import MaximizedBound, Maximum, SparseMaximizedBound, Start
 from ..engines.registry import Engines
 from ..engines.row_chunks import chunks_of, distinct_chunks_of
@@ -43,6 +49,7 @@ Bound = MaximizedBound | SparseMaximizedBound | LogDensity
 MOST_ON_LATTICE = 2  # parameters
 MOST_BY_IMPORTANCE = 6
 MOST_INTEGRATED = 200
+FEW_TRIALS = 2  # of the prior for each parameter, where each point takes long
 LEAST_SHARE = 0.02  # effective sample size over the number of points, below which NUTS takes over
 MOST_PARAMETERS = 500
 UNSETTLED = 0.1  # standard deviations
@@ -170,13 +177,14 @@ class Integration:
 
         with progress(progress_bar, None, "L(h)", "it") as bar:
             marginal = _marginal(bound, self._estimate_of(bound), chunks, program.dtype, bar)
-            mode = find_mode(marginal, mean, deviation, None if start is None else np.asarray(start)[indices])
+            nearby = None if start is None else np.asarray(start)[indices]
+            mode = find_mode(marginal, mean, deviation, nearby, NUM_TRIALS if solved is None else FEW_TRIALS)
             integral = None
             if len(indices) <= MOST_ON_LATTICE:
                 integral = integrate_lattice(marginal, mode, moments)
             elif len(indices) <= MOST_BY_IMPORTANCE:
-                count = NUM_POINTS if solved is None else FEW_POINTS
-                integral = integrate_by_importance(marginal, mode, moments, smoothed, count)
+                precision = (NUM_POINTS, SETTLED) if solved is None else (FEW_POINTS, ROUGHLY_SETTLED)
+                integral = integrate_by_importance(marginal, mode, moments, smoothed, *precision)
             if integral is None or (_is_too_rough(integral) and solved is None):
                 assert not isinstance(bound, SparseMaximizedBound)
                 traced = _from_mode(bound, chunks, mode.point.start)

@@ -7,10 +7,10 @@ import pytest
 from scipy import special, stats
 
 from numpyro_rvga.core.groups.importance import Estimate
-from numpyro_rvga.engines.integration.importance import integrate_by_importance
+from numpyro_rvga.engines.integration.importance import _Moments, integrate_by_importance
 from numpyro_rvga.engines.integration.lattice import integrate_lattice
 from numpyro_rvga.engines.integration.mixtures import mixture_of
-from numpyro_rvga.engines.integration.nested import Marginal, Mode, Point, find_mode, kernel_weights
+from numpyro_rvga.engines.integration.nested import Marginal, Mode, Point, _axes, find_mode, kernel_weights
 from numpyro_rvga.engines.maximized_bound import Maximum
 from numpyro_rvga.results.arviz import smoothed
 from numpyro_rvga.results.marginal_nuts import integrate_by_nuts
@@ -102,6 +102,41 @@ def test_mode_is_found_from_afar_and_its_axes_are_those_of_the_curvature():
     mode = find_mode(marginal, np.array([8.0, -5.0]), np.array([10.0, 6.0]))
     np.testing.assert_allclose(case.turn @ mode.point.h, np.log(case.shape), atol=0.05)
     np.testing.assert_allclose(mode.axes @ mode.axes.T, np.eye(2) / case.shape, rtol=0.15, atol=0.05)
+
+
+def test_axes_of_a_narrow_mode_take_two_gradients_each():
+    scale = np.array([0.003, 0.02, 0.4, 1.5])
+    slopes = []
+
+    def gradient(h, start):
+        slopes.append(h)
+        return -h / scale**2
+
+    marginal = Marginal(
+        lambda h: None, lambda h, start: Maximum(-0.5 * np.sum((h / scale) ** 2), None, start, True), gradient
+    )
+    top = marginal(np.zeros(4))
+    axes = _axes(marginal, top, np.full(4, 3.0), np.full(4, 3.0))
+    np.testing.assert_allclose(axes, np.diag(scale), rtol=1e-6, atol=1e-12)
+    assert len(slopes) == 8
+
+
+def test_change_of_moments_is_the_largest_in_standard_deviations():
+    before = _Moments(1.0, np.zeros(2), np.diag([1.0, 4.0]), 0.5)
+    assert np.isclose(_Moments(1.01, np.array([0.0, 0.1]), np.diag([1.0, 4.0]), 0.5).change_from(before), 0.05)
+    assert np.isclose(_Moments(1.01, np.zeros(2), np.diag([1.0, 5.0]), 0.5).change_from(before), 0.5 * np.log(1.25))
+    assert np.isclose(_Moments(1.2, np.zeros(2), np.diag([1.0, 4.0]), 0.5).change_from(before), 0.2)
+
+
+def test_many_points_are_enough_when_twice_as_many_change_little():
+    """As independent points, they might be off by twice as much as they are."""
+    case = Skewed(5, shape=10.0)
+    *_, integral, _ = integrated(case)
+    z = integral.info["points"] @ case.turn.T
+    mean = integral.info["mass"] @ z
+    assert len(z) <= 512
+    np.testing.assert_allclose((mean - special.digamma(10.0)) / np.sqrt(special.polygamma(1, 10.0)), 0, atol=0.1)
+    np.testing.assert_allclose(integral.log_evidence, 3.0, atol=0.03)
 
 
 def test_searches_that_came_to_nothing_do_not_count():

@@ -33,7 +33,8 @@ MOST_LEVERAGE = 0.99
 CEILING, FLATTEST = 1.0, 0.25  # above the highest point, and how fast it falls: along the axes, L falls by roots^2 / 2
 LEAST_WEIGHT = 1e-4  # of a point in the fit, over the largest: far ones keep the polynomial low
 MOST_RESCALED = 2.0  # log of how much x is widened or narrowed where points are moved
-SETTLED = 0.03  # standard error, in standard deviations
+SETTLED = 0.03  # standard error, or the change when many points become twice as many, in standard deviations
+ROUGHLY_SETTLED = 0.04  # where each point takes much memory, and long
 NEGLIGIBLE = 1e-6  # mass of a point that is left out
 
 Smoothed = Callable[[np.ndarray], tuple[np.ndarray, float]]
@@ -41,16 +42,24 @@ Smoothed = Callable[[np.ndarray], tuple[np.ndarray, float]]
 
 
 def integrate_by_importance(
-    marginal: Marginal, mode: Mode, moments: Moments, smoothed: Smoothed, num_points: int = NUM_POINTS
+    marginal: Marginal,
+    mode: Mode,
+    moments: Moments,
+    smoothed: Smoothed,
+    num_points: int = NUM_POINTS,
+    settled: float = SETTLED,
 ) -> Integral:
     """Points of a proposal that is as wide and skewed as the marginal is along the axes of its mode; along those of the
-    points and their weights, where few of them count."""
+    points and their weights, where few of them count.
+
+    :param num_points: at most, for each parameter. :param settled: the error, in standard deviations, that is enough.
+    """
     size = len(mode.point.h)
     center, axes = mode.point.h, mode.axes
     profiles = measured(marginal, mode, axes)
     count = num_points * power_of_two(size)
     for seed in range(MAX_FITS):
-        points, log_proposal, of_z = _sampled(marginal, center, axes, profiles, count, seed)
+        points, log_proposal, of_z = _sampled(marginal, center, axes, profiles, count, settled, seed)
         log_ratios = np.array([point.evidence for point in points]) - log_proposal
         log_weights, khat = smoothed(log_ratios)
         mass = np.exp(log_weights)
@@ -76,11 +85,14 @@ def integrate_by_importance(
 
 
 def _sampled(
-    marginal: Marginal, center: np.ndarray, axes: np.ndarray, profiles: Profiles, most: int, seed: int
+    marginal: Marginal, center: np.ndarray, axes: np.ndarray, profiles: Profiles, most: int, settled: float, seed: int
 ) -> tuple[list[Point], np.ndarray, _Moments]:
     """Points, the log density of their coordinates, and moments of these: few of ``most`` points, and twice as many as
-    long as these do not settle the moments."""
+    long as these do not settle the moments. Half of quasi-random points are quasi-random too, so what the other half
+    changes is about the error of the first, and more than that of both. Of few points, around which Gaussians are wide,
+    that is not enough."""
     points: list[Point] = []
+    by_half = None
     controls = _Controls.of(profiles)
     count = max(most // FIRST_SHARE, FIRST_POINTS)
     while True:
@@ -88,8 +100,10 @@ def _sampled(
         points += [marginal.estimated(marginal(center + axes @ one)) for one in z[len(points) :]]
         bounds = np.array([point.evidence for point in points])
         moments = _moments_of(z, bounds, log_proposal, profiles, controls)
-        if moments.error < SETTLED or count >= most:
+        change = np.inf if by_half is None or count <= FEW else moments.change_from(by_half)
+        if min(moments.error, change) < settled or count >= most:
             return points, log_proposal, moments
+        by_half = moments
         count *= 2
 
 
@@ -118,6 +132,13 @@ class _Moments(NamedTuple):
     mean: np.ndarray
     covariance: np.ndarray
     error: float
+
+    def change_from(self, other: _Moments) -> float:
+        """The largest change of a mean, in standard deviations, of the log of one of these, or of the integral's."""
+        deviation, before = (np.sqrt(np.diagonal(moments.covariance)) for moments in (self, other))
+        of_mean = np.abs(self.mean - other.mean) / deviation
+        of_integral = abs(self.log_integral - other.log_integral)
+        return float(np.max([of_integral, *of_mean, *np.abs(np.log(deviation / before))]))
 
 
 def _moments_of(
