@@ -14,8 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from ..core.jaxprs.indices import indexes
-from ..core.jaxprs.interpret import depends_on
+from ..core.jaxprs.interpret import depends_on, indexes
 from .bound.bad_indices import check_whole_indices
 from .bound.bound_likelihood import BoundLikelihood
 from .bound.row_checks import RowCheck, check_whole_support, index_check, support_check

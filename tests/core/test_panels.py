@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from numpyro_rvga.core.expectations.panels import normal_integral
+from numpyro_rvga.core.expectations.by_nodes import normal_integral
 
 
 def integral(phi, tolerance=1e-10):

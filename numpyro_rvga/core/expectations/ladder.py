@@ -22,8 +22,7 @@ from jax import Array, lax
 
 from ..matrices.linalg import semidefinite_factor
 from ..pytrees import PyTree
-from .by_nodes import Moments, fixed_nodes, from_nodes, hermite_rule
-from .panels import NODES
+from .by_nodes import PANEL_NODES, Moments, fixed_nodes, from_nodes, hermite_rule
 from .quadrature import (
     ACROSS,
     CUBE_NODES,
@@ -203,7 +202,7 @@ def _finer(num_predictors: int, nodes: tuple | None, thorough: bool) -> list[tup
         if nodes is None:
             return []
         return [(1.0, lambda phi, factor: spread_out(nodes, factor, *at_nodes(phi, factor, nodes[0])), len(nodes[1]))]
-    panels = iterated, 4 * len(NODES) * ACROSS[num_predictors] ** (num_predictors - 1)
+    panels = iterated, 4 * len(PANEL_NODES) * ACROSS[num_predictors] ** (num_predictors - 1)
     if num_predictors == 1:
         return [(1.0, *panels)]
     count = sum(a ** (num_predictors - 1) * b for a, b in TENSOR_NODES[num_predictors])

@@ -19,8 +19,7 @@ from scipy.linalg import block_diag
 
 from ..matrices.linalg import product, semidefinite_factor
 from ..pytrees import PyTree
-from .by_nodes import Moments, hermite_rule, with_slopes
-from .panels import normal_integral
+from .by_nodes import Moments, hermite_rule, normal_integral, with_slopes
 
 TENSOR_NODES = {2: ((8, 14), (12, 24)), 3: ((5, 10), (6, 16))}  # across and along: of the rule compared, the one used
 CUBE_NODES = {1: (40, 64), 2: (14, 20), 3: (8, 12)}  # along each axis: of the rule compared, the one used

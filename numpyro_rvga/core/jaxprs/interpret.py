@@ -1,4 +1,4 @@
-"""Interpreters of jaxprs: dependence of outputs on inputs, and partial evaluation."""
+"""Interpreters of jaxprs: dependence of outputs on inputs, partial evaluation, and what a program indexes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jax import Array, lax
 from jax.extend import core as jex_core
 from jax.extend.core import Jaxpr, JaxprEqn
 
@@ -172,3 +172,41 @@ def _evaluate(equations: Sequence, environment: dict, outputs: Sequence) -> list
 
 def _may_be_nan(array: Array | np.ndarray) -> bool:
     return jnp.issubdtype(jnp.result_type(array), jnp.inexact)
+
+
+class Indexing(NamedTuple):
+    """:ivar inside: whether the indices of one place in the program lie within bounds, (*indices, axes).
+    :ivar sizes: lengths of the axes that they index."""
+
+    inside: Array
+    sizes: tuple[int, ...]
+
+
+def indexes(function: Callable, *args: Any) -> bool:
+    """Whether a function indexes anything by plain ``array[index]``, for abstract arguments."""
+    return bool(jax.eval_shape(lambda *args: [indexing.inside for indexing in indexings(function, *args)], *args))
+
+
+def indexings(function: Callable, *args: Any) -> list[Indexing]:
+    """All plain ``array[index]`` in a function of pytrees, at these arguments."""
+    closed = jax.make_jaxpr(function)(*args)
+    result: list[Indexing] = []
+
+    def evaluate(eqn, inputs):
+        if _is_plain(eqn):
+            result.append(_indexing(eqn, *inputs))
+        return None if is_inlined(eqn) else results(eqn, inputs)
+
+    interpret(closed.jaxpr, closed.consts, jax.tree.leaves(args), evaluate)
+    return result
+
+
+def _is_plain(eqn: JaxprEqn) -> bool:
+    """Others say what is to be done with indices that are out of bounds."""
+    return eqn.primitive.name == "gather" and eqn.params["mode"] == lax.GatherScatterMode.PROMISE_IN_BOUNDS
+
+
+def _indexing(eqn: JaxprEqn, operand: Array, indices: Array) -> Indexing:
+    axes, sizes = eqn.params["dimension_numbers"].start_index_map, eqn.params["slice_sizes"]
+    last = np.array([operand.shape[axis] - sizes[axis] for axis in axes])
+    return Indexing((indices >= 0) & (indices <= last), tuple(operand.shape[axis] for axis in axes))

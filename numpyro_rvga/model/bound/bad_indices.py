@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ...core.compilation import jit_once
-from ...core.jaxprs.indices import indexings
+from ...core.jaxprs.interpret import indexings
 from ..data.arrays import BadData
 from ..data.rows import Arrays, Keywords
 from ..handlers.failures import needs_numbers

@@ -12,8 +12,7 @@ from jax import Array
 
 from ...core.compilation import jit_once
 from ...core.expectations.by_nodes import power_of_two
-from ...core.jaxprs.indices import indexings
-from ...core.jaxprs.interpret import depends_on
+from ...core.jaxprs.interpret import depends_on, indexings
 from ..data.rows import Arrays, num_rows
 from ..handlers.tracing import peel
 from .bound_model import BoundModel
