@@ -158,9 +158,9 @@ class SparseMaximizedBound:
     def _solved(self, problem: SparseProblem, params: Array, chunks: RowChunks, mean: Array) -> Maximum:
         search, joint = self._search, self._parts(problem, params, chunks)
         if self.is_exact:
-            return _found(solve_quadratic(search, joint, mean))
+            return _maximum_of(solve_quadratic(search, joint, mean))
         curvature = curvature_at(search, joint.objective, mean)
-        return _found(solve_joint_traced(search, self._parts(problem, params, chunks, (mean, curvature))))
+        return _maximum_of(solve_joint_traced(search, self._parts(problem, params, chunks, (mean, curvature))))
 
     def _gradient_at(self, problem: SparseProblem, params: Array, chunks: RowChunks, start: Start) -> Array:
         mean, root = start
@@ -177,7 +177,7 @@ class SparseMaximizedBound:
         return form.packing.diagonal(form.covariance_root(root).array)[self._order.back]
 
 
-def _found(solution: Solution) -> Maximum:
+def _maximum_of(solution: Solution) -> Maximum:
     return Maximum(_bound_of(solution), None, (solution.mean, solution.root), solution.converged)
 
 

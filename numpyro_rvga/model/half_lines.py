@@ -124,7 +124,7 @@ def _of_logarithms(program: Program) -> list[str]:
         return []
     theta = jnp.zeros(program.layout.size, program.dtype)
     closed = jax.make_jaxpr(lambda theta: _log_densities(program, theta, program.example_rows))(theta)
-    everything, found = frozenset(names), set()
+    everything, of_logarithms = frozenset(names), set()
 
     def sources(eqn: Any, arguments: list[frozenset]) -> list[frozenset] | None:
         """The sites that each output depends on."""
@@ -134,8 +134,8 @@ def _of_logarithms(program: Program) -> list[str]:
             return [frozenset([name]) for name in names]
         union = frozenset().union(*arguments)
         if any(inner.primitive.name in HAVE_NO_VALUE_BELOW_ZERO for inner in equations_of(eqn)):
-            found.update(union)
+            of_logarithms.update(union)
         return [frozenset() if eqn.primitive.name in ARE_POSITIVE else union] * len(eqn.outvars)
 
     interpret(closed.jaxpr, closed.consts, [everything], sources, lambda value: frozenset())
-    return [name for name in names if name in found and program.sites[name].is_real]
+    return [name for name in names if name in of_logarithms and program.sites[name].is_real]

@@ -88,28 +88,28 @@ def site_entries(program: Program, families: Mapping[str, str]) -> SiteEntries:
 
 def own_families(program: Program) -> dict[str, str]:
     """The family of each site whose prior is of one, with known parameters, and on which no other prior depends."""
-    found: dict[str, str] = {}
+    families: dict[str, str] = {}
     for name, transform in _transforms(program, list(program.layout.site_names)).items():
         for family in [family for family, form in FORMS.items() if _has(transform, form.transform)]:
             try:
                 site_entries(program, {name: family})
             except ValueError:
                 continue
-            found[name] = family
-    return found
+            families[name] = family
+    return families
 
 
 def _transforms(program: Program, names: list[str]) -> dict[str, Any]:
     """To the sites' supports. They may hold traced arrays."""
-    found = {}
+    by_site = {}
 
     def read():
         records = program.prior_records({})
-        found.update({name: site_transform(records[name].fn) for name in names})
+        by_site.update({name: site_transform(records[name].fn) for name in names})
         return 0
 
     jax.eval_shape(read)
-    return found
+    return by_site
 
 
 def _has(transform: Any, kind: type) -> bool:
@@ -131,16 +131,16 @@ def _prior_parameters(program: Program, entries: Entries, places: np.ndarray, na
         return of_prior, jax.jvp(entries.statistics, (own,), (jnp.ones_like(own),))[1]
 
     of_prior, of_statistics = (np.asarray(x, np.float64) for x in at_once(slopes))
-    found = np.zeros((len(places), 2))
+    natural = np.zeros((len(places), 2))
     for j, name in enumerate(names):
-        found[j], *_ = np.linalg.lstsq(of_statistics[:, j], of_prior[:, j], rcond=None)
-        off = np.abs(of_statistics[:, j] @ found[j] - of_prior[:, j]).max()
+        natural[j], *_ = np.linalg.lstsq(of_statistics[:, j], of_prior[:, j], rcond=None)
+        off = np.abs(of_statistics[:, j] @ natural[j] - of_prior[:, j]).max()
         if not (off <= TOLERANCE[jnp.finfo(program.dtype).bits] * (1 + np.abs(of_prior[:, j]).max())):
             raise ValueError(
                 f"the prior of site {name!r} is not of the family that is asked for, with known parameters, or the "
                 "prior of another site depends on it. Give it such a prior (Gamma and Exponential for 'gamma', Beta "
                 "and Uniform for 'beta'), or leave it out of family: it is then part of the Gaussian."
             )
-        if not (found[j] > 0).all():
+        if not (natural[j] > 0).all():
             raise ValueError(f"the prior of site {name!r} is improper: give it a proper one.")
-    return jnp.asarray(found, program.dtype)
+    return jnp.asarray(natural, program.dtype)

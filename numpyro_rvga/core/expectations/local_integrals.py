@@ -100,10 +100,10 @@ def nodes_for(places: Place) -> Nodes:
 
     :param places: with a leading axis; the first one's axes are taken.
     """
-    axes, centre = places.axes[0], places.mode[0]
-    num_dimensions, dtype = len(centre), centre.dtype
+    axes, center = places.axes[0], places.mode[0]
+    num_dimensions, dtype = len(center), center.dtype
     into = jnp.linalg.inv(axes) if num_dimensions > 1 else 1 / axes
-    modes = (places.mode - centre) @ into.T  # (places, K), in units of the axes
+    modes = (places.mode - center) @ into.T  # (places, K), in units of the axes
     scales = jnp.sqrt(jnp.sum((into @ places.axes) ** 2, axis=-1))
     low, high = jnp.min(modes - scales * places.reach[:, 0], 0), jnp.max(modes + scales * places.reach[:, 1], 0)
     middle, apart = 0.5 * (jnp.min(modes, 0) + jnp.max(modes, 0)), 0.5 * (jnp.max(modes, 0) - jnp.min(modes, 0))
@@ -119,7 +119,7 @@ def nodes_for(places: Place) -> Nodes:
 
     steps = tensor(steps)
     volume = jnp.log(jnp.abs(axes[0, 0])) if num_dimensions == 1 else jnp.linalg.slogdet(axes)[1]
-    return Nodes(centre + tensor(positions) @ axes.T, jnp.sum(jnp.log(steps), axis=1) + volume, axes, steps)
+    return Nodes(center + tensor(positions) @ axes.T, jnp.sum(jnp.log(steps), axis=1) + volume, axes, steps)
 
 
 def place_nodes(log_integrand: LogIntegrand, num_dimensions: int, dtype: jnp.dtype) -> Nodes:
@@ -134,7 +134,7 @@ def _finite_or_low(value: Array) -> Array:
 def _narrowed(h: Callable[[Array], Array], dtype: jnp.dtype) -> tuple[Array, Array, Array]:
     """Mode, value there, and scale of h on the line.
 
-    The mode of a unimodal h lies between the neighbours of a grid's best point, whatever the grid.
+    The mode of a unimodal h lies between the neighbors of a grid's best point, whatever the grid.
     """
     first = jnp.asarray(np.sinh(np.linspace(-WIDEST, WIDEST, GRID)), dtype)
     share = jnp.linspace(0.0, 1.0, GRID, dtype=dtype)

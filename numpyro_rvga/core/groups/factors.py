@@ -186,9 +186,9 @@ def rest_of_groups(old: GroupSummaries, weights: np.ndarray, places: np.ndarray,
     rest.coupling[places] = old.coupling - terms.precision[:, :size, size:]
     given = conditionals(Groups(np.zeros_like(old.linear), old.precision, old.coupling))
     halves = (given.root.swapaxes(1, 2) @ old.linear[..., None])[..., 0]
-    centres = (given.root @ halves[..., None])[..., 0]
+    centers = (given.root @ halves[..., None])[..., 0]
     precision = -np.einsum("gdk,gdl->kl", old.coupling, given.slope) - terms.precision[:, size:, size:].sum(axis=0)
-    linear = np.einsum("gdk,gd->k", old.coupling, centres) - terms.linear[:, size:].sum(axis=0)
+    linear = np.einsum("gdk,gd->k", old.coupling, centers) - terms.linear[:, size:].sum(axis=0)
     constant = len(places) * 0.5 * size - given.entropy.sum() - 0.5 * np.sum(halves**2) - terms.constant.sum()
     return rest._replace(shared=Factors(np.array([constant]), linear[None], precision[None]))
 

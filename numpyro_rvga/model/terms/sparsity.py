@@ -108,8 +108,8 @@ def are_selections(all_terms: Sequence[Terms], size: int, dtype, rows: Arrays) -
     """Whether each term's one predictor is an affine function of one entry of theta."""
     possible = [terms.is_affine and terms.num_predictors == 1 and not terms.num_local for terms in all_terms]
     asked = [terms for terms, is_possible in zip(all_terms, possible) if is_possible]
-    found = iter(Reader(asked, Cut.without_chain(selecting_pattern(size).columns), size, dtype)(rows))
-    return [is_possible and bool(next(found).reads_one[0]) for is_possible in possible]
+    reads = iter(Reader(asked, Cut.without_chain(selecting_pattern(size).columns), size, dtype)(rows))
+    return [is_possible and bool(next(reads).reads_one[0]) for is_possible in possible]
 
 
 def find_sparsity(
