@@ -27,7 +27,7 @@ from ..core.compilation import Compiled
 from ..core.gaussians import Movement
 from ..core.matrices.jacobians import times_root
 from ..core.updates.drivers import Progress
-from ..core.updates.factors import Factors, Kind
+from ..core.updates.factors import Kind
 from ..core.updates.joint import DenseJoint
 from ..core.updates.objective import FactorSet, in_stages
 from ..core.updates.recursion import explicit_step, implicit_step, scan_blocks
@@ -95,8 +95,11 @@ class Engine:
         self._starts = jnp.asarray(rng.normal(size=(NUM_STARTS, program.layout.size)), program.dtype) if wide else None
         self.devices = Devices(None) if devices is None else devices
         # Within other compiled functions: a model's predictors are then traced once for each of these, not each time.
-        self.prepare, self.linearize = jax.jit(self._prepare), jax.jit(self._linearize)
-        self._prepare_prior, self._linearize_prior = jax.jit(self._prior_prepared), jax.jit(self._prior_factors)
+        # By site: predictors at theta (n E, C), their Jacobians (n E, C, P), and constants.
+        self.prepare, self.linearize = jax.jit(self._prepare), jax.jit(partial(factors_of, self._seen))
+        of_forms = [self._prior_seen[same[0]] for same in self._prior_forms]
+        self._prepare_prior = jax.jit(self._prior_prepared)
+        self._linearize_prior = jax.jit(partial(factors_of, of_forms))
         self._prepare_block = Compiled(self._prepared_block, level=0)
         self._absorbed_row_factors = Compiled(absorbed_row_factors)
         size = program.layout.size
@@ -384,10 +387,6 @@ class Engine:
         origin = jnp.zeros(self.program.layout.size, self.program.dtype)
         return prepare(self._seen, origin, rows, weights)
 
-    def _linearize(self, prepared: tuple, theta: Array) -> tuple[Factors, ...]:
-        """By site: predictors at theta (n E, C), their Jacobians (n E, C, P), and constants."""
-        return factors_of(self._seen, prepared, theta)
-
     def prior_set(self, inputs: dict) -> FactorSet:
         """The prior's terms. ``inputs``: as ``program.prior_inputs``."""
         prepared = self._prepare_prior(inputs)
@@ -397,6 +396,3 @@ class Engine:
     def _prior_prepared(self, inputs: dict) -> tuple:
         origin, ones = (jnp.full(n, x, self.program.dtype) for n, x in ((self.program.layout.size, 0), (1, 1)))
         return merged_by_form(self._prior_forms, prepare(self._prior_seen, origin, inputs, ones))
-
-    def _prior_factors(self, prepared: tuple, theta: Array) -> tuple[Factors, ...]:
-        return factors_of([self._prior_seen[same[0]] for same in self._prior_forms], prepared, theta)

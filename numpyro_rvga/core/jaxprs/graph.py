@@ -13,20 +13,9 @@ from jax.core import Tracer
 from jax.lax import GatherScatterMode
 
 from .elementwise import is_pointwise_call, pointwise_apply
+from .factoring import factored, is_product, multiplied, with_other
 from .interpret import interpret, is_inlined
-from .nodes import (
-    AFFINE,
-    CONSTANT,
-    OPAQUE,
-    POINTWISE,
-    Node,
-    Value,
-    ancestors,
-    factored,
-    is_product,
-    multiplied,
-    with_other,
-)
+from .nodes import AFFINE, CONSTANT, OPAQUE, POINTWISE, Node, Value, ancestors
 from .parallel_loops import in_parallel
 from .primitives import (
     BILINEAR_PRIMITIVES,
