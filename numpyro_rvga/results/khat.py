@@ -7,8 +7,9 @@ p / mixture (the balance heuristic of Veach and Guibas, 1995), which works in an
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -21,6 +22,7 @@ from jax.scipy.stats import norm
 from jax.scipy.stats import t as student
 from numpyro.infer.importance import _psis_khat
 
+from ..core.compilation import jit_once
 from ..core.gaussians.mean_field import MeanField
 from ..core.gaussians.mixture import GaussianMixture
 from ..engines.starts import NOTICEABLE, share_of_others
@@ -178,8 +180,7 @@ def _weighed(posterior: Fitted, rng_key: Array, num_samples: int, rows: Arrays) 
         z = (np.asarray(theta, np.float64) - posterior.mean) / np.asarray(posterior.gaussian.deviation())
         log_mixture = np.zeros(num_samples)
     else:
-        theta, z, log_mixture = _draws(posterior, rng_key, num_samples)
-        log_q = np.asarray(posterior.log_prob_unconstrained(theta), np.float64)
+        theta, log_q, z, log_mixture = _draws(posterior, rng_key, num_samples)
     return Draws(z, log_joint(posterior.program, theta, rows) - log_q, log_mixture, num_samples)
 
 
@@ -208,8 +209,8 @@ def sure_moves(evidence: Evidence) -> dict[str, float]:
     return {site: move - SURE * evidence.errors[site] for site, move in evidence.moves.items()}
 
 
-def _draws(posterior: Fitted, rng_key: Array, num_samples: int) -> tuple[Array, np.ndarray, np.ndarray]:
-    """theta (n, P), each parameter in standard deviations of q, (n, P), and the log of mixture / q, (n,).
+def _draws(posterior: Fitted, rng_key: Array, num_samples: int) -> tuple[Array, np.ndarray, np.ndarray, np.ndarray]:
+    """theta (n, P), log q (n,), each parameter in standard deviations of q, (n, P), and the log of mixture / q, (n,).
 
     The wider draws are of the Gaussian with q's moments, which q itself is unless it is no Gaussian.
     """
@@ -217,15 +218,26 @@ def _draws(posterior: Fitted, rng_key: Array, num_samples: int) -> tuple[Array, 
     is_gaussian = not isinstance(q, GaussianMixture | MeanField)
     gaussian = q if is_gaussian else q.as_full()
     draw_key, wide_key = jax.random.split(rng_key)
-    theta = posterior.sample_unconstrained(draw_key, (num_samples,))
+    of_mixture = None if is_gaussian else posterior.sample_unconstrained(draw_key, (num_samples,))
     count, dtype, rng = int(num_samples * SHARE), gaussian.mean.dtype, np.random.default_rng(seed_of(wide_key))
     noise = rng.normal(size=(count, gaussian.noise_size)).astype(dtype)  # JAX's samplers take seconds to compile
     coordinates = rng.integers(0, gaussian.mean.size, count)
     wide = (WIDER * rng.standard_t(DEGREES, count)).astype(dtype)
 
-    @jax.jit
-    def all_of_them(q, gaussian, theta, noise, coordinates, wide):
-        mean, deviation = gaussian.mean, gaussian.deviation()
+    theta, *rest = _drawn(num_samples)(q, gaussian, draw_key, of_mixture, noise, coordinates, wide)
+    log_q, standard, log_mixture = (np.asarray(x, np.float64) for x in rest)
+    return theta, log_q, standard, log_mixture
+
+
+@functools.cache
+def _drawn(num_samples: int) -> Callable:
+    """A compiled function: so many draws of q and the wider ones, log q, and the others of :func:`_draws`."""
+
+    @jit_once
+    def drawn(q, gaussian, key, of_mixture, noise, coordinates, wide):
+        theta, mean, deviation, count = of_mixture, gaussian.mean, gaussian.deviation(), len(noise)
+        if theta is None:
+            theta = gaussian.transform(jax.random.normal(key, (num_samples, gaussian.noise_size), mean.dtype))
         rest, at = gaussian.transform(noise) - mean, jnp.arange(count)
         z = rest[at, coordinates] / deviation[coordinates]
         along = jnp.zeros_like(rest).at[at, coordinates].set(1 / deviation[coordinates])
@@ -235,13 +247,13 @@ def _draws(posterior: Fitted, rng_key: Array, num_samples: int) -> tuple[Array, 
         standard = (both - mean) / deviation
         log_ratio = student.logpdf(standard / WIDER, DEGREES) - math.log(WIDER) - norm.logpdf(standard)
         log_wider = logsumexp(log_ratio, axis=1) - math.log(mean.size)
-        if not is_gaussian:
-            log_wider = log_wider + gaussian.log_prob(both) - q.log_prob(both)
+        log_q = q.log_prob(both)
+        if of_mixture is not None:
+            log_wider = log_wider + gaussian.log_prob(both) - log_q
         share = count / len(both)
-        return both, standard, jnp.logaddexp(math.log1p(-share), math.log(share) + log_wider)
+        return both, log_q, standard, jnp.logaddexp(math.log1p(-share), math.log(share) + log_wider)
 
-    theta, standard, log_mixture = all_of_them(q, gaussian, theta, noise, coordinates, wide)
-    return theta, np.asarray(standard, np.float64), np.asarray(log_mixture, np.float64)
+    return drawn
 
 
 def _moves(z: np.ndarray, log_weights: np.ndarray, log_mixture: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
