@@ -144,8 +144,9 @@ class FixedPointVI:
             positive definite (``clamped_iterations``), and in how many the plain fixed point V <- T(V) would have gone
             to and fro without coming nearer, as in Theorem 1's cycle of two, and was damped (``cycling_iterations``).
             ``elbo_error`` is as in :meth:`RVGA.run` (not with learned parameters). Where the bound is not maximized,
-            ``converged`` is False, and a warning says why. Where predictors were linearized and draws do not confirm
-            the bound, ``elbo`` is None, and ``info`` has it as ``log_evidence_estimate``.
+            as far as its expectations can tell, ``converged`` is False, and a warning says why. Where predictors were
+            linearized and draws do not confirm the bound, ``elbo`` is None, and ``info`` has it as
+            ``log_evidence_estimate``.
             With ``integrate``, it holds ``integrated``, the sites (or ``not_integrated``, why there are none), and
             ``integration``: the ``points`` h in unconstrained space, (K, d), the posterior's ``mass`` at each, and how
             many times the bound was maximized (``evaluations``). ``elbo`` is then the log of the integral of exp(bound

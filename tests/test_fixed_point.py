@@ -8,7 +8,9 @@ import numpyro.distributions as dist
 import pytest
 
 from numpyro_rvga import RVGA, FixedPointVI
+from numpyro_rvga.core.updates.state import StepInfo
 from numpyro_rvga.engines import row_chunks
+from numpyro_rvga.engines.batch import is_maximized
 
 SCHEDULES = ("incremental", "batch", "gradient")
 NOISE = 0.7
@@ -224,6 +226,15 @@ def test_a_run_that_ends_early_says_why():
     with pytest.warns(UserWarning, match="not maximized: all 2 iterations were spent"):
         posterior = fit("robust", max_iterations=2)
     assert not posterior.info["converged"]
+
+
+@pytest.mark.parametrize(
+    ("left", "error", "is_enough"), [(6e-5, 0.03, True), (6e-5, 1e-6, False), (6e-5, 0.0, False), (0.01, 0.03, False)]
+)
+def test_a_rise_that_is_lost_in_the_errors_of_expectations_is_no_alarm(left, error, is_enough):
+    info = StepInfo(0.0, left, 20, False, True)
+    assert is_maximized(info, error) is is_enough
+    assert is_maximized(info._replace(converged=True), error)
 
 
 @pytest.mark.parametrize("kind", ["robust", "hierarchical"])

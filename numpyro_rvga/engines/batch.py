@@ -18,6 +18,7 @@ from ..model.program import Program
 from ..options import Info, Options
 from ..progress import Bar, progress
 from ..user_warnings import warn
+from .effort import BUDGET
 from .engine import Engine
 from .expectation_errors import expectation_errors, warn_of
 from .gradient_ascent import GradientAscent, Record
@@ -87,7 +88,7 @@ class BatchSolver:
             reason = describe_bad_rows(program, jnp.asarray(origin), rows)
             raise NotFinite(f"the bound is not finite: {reason or 'are the priors proper?'}.")
         _check_proper(program, after, converged=bool(info.converged))
-        facts, bound = {}, float(after.log_evidence)
+        facts, bound, error = {}, float(after.log_evidence), 0.0
         if self._options.has_bound and learned is None:
             error, excess = expectation_errors(engine, after, rows, info.accounts)
             facts["elbo_error"], bound = error, bound - excess
@@ -100,7 +101,7 @@ class BatchSolver:
                 return fit._replace(facts=modes | fit.facts)
             warn_of(error)
         facts |= {
-            "converged": bool(info.converged),
+            "converged": is_maximized(info, error),
             "iterations": int(info.iterations),
             "largest_decrement": float(info.decrement),
             "bounds": np.asarray(record.bounds),
@@ -158,6 +159,14 @@ def _solved_sparsely(sparse: SparseEngine, rows: Rows, init: Initial | None, rec
     engine, problem = sparse.engine, sparse.problem(rows, _marginals_of(init))
     after, info = engine.devices.fetch(sparse.solve(problem, record.step))
     return engine.program, after, info, problem.marginals.mean, None
+
+
+def is_maximized(info: StepInfo, error: float) -> bool:
+    """Whether the bound is, or what is left is less than its expectations are off, so that no step shows a rise.
+
+    :param error: by how many nats these may be off, all together.
+    """
+    return bool(info.converged) or float(info.decrement) <= min(error, BUDGET)
 
 
 def rows_info(reason: str | None) -> dict[str, str]:
