@@ -11,7 +11,7 @@ from jax.typing import ArrayLike
 
 from ..core.updates.joint import Marginals
 from ..core.updates.state import State, StepInfo
-from ..model.bad_rows import NotFinite, describe_bad_rows
+from ..model.bad_rows import NotFinite, describe_bad_rows, possible_point
 from ..model.data.rows import Rows
 from ..model.handlers.tracing import REACH
 from ..model.program import Program
@@ -85,8 +85,11 @@ class BatchSolver:
                 solved = self._solved_densely(engine, rows, init, record, bar)
         program, after, info, origin, learned = solved
         if not bool(info.ok):
-            reason = describe_bad_rows(program, jnp.asarray(origin), rows)
-            raise NotFinite(f"the bound is not finite: {reason or 'are the priors proper?'}.")
+            reason = describe_bad_rows(program, jnp.asarray(origin), rows) or "are the priors proper?"
+            error = NotFinite(f"the bound is not finite: {reason}.")
+            if self._options.scheme != "implicit" or sparse is not None or learned is not None:
+                raise error
+            return self.of_mode(error, engine, rows, progress_bar=progress_bar, started=started)
         _check_proper(program, after, converged=bool(info.converged))
         facts, bound, error = {}, float(after.log_evidence), 0.0
         if self._options.has_bound and learned is None:
@@ -115,6 +118,27 @@ class BatchSolver:
             facts |= {"learned": learned.converged, "learning_bounds": np.asarray(learned.bounds)}
         self._warn(facts, learned)
         return Fit(program, after, bound if self._options.has_bound else None, facts)
+
+    def of_mode(self, error: NotFinite, engine: Engine, rows: Rows, *, progress_bar: bool, started: float) -> Fit:
+        """Laplace's approximation, where no Gaussian has a finite bound.
+
+        :param error: which says so. :raises NotFinite: the same, if there is no mode either.
+        """
+        solver = BatchSolver(self._options._replace(scheme="laplace"), self._schedule, self._name)
+        start, program = possible_point(engine.program, rows), engine.program
+        if start is None:
+            raise error
+        init = Initial(start, np.asarray(program.initial_state().root))
+        try:
+            fit = solver(_at_mode(engine), rows, init, progress_bar=progress_bar, started=started)
+        except NotFinite:
+            raise error from None
+        warn(
+            "no Gaussian has a finite bound, as where parameters decide which outcomes are possible. This is Laplace's "
+            "approximation at the mode, as by RVGA(model, scheme='laplace'). khat(data) says how good it is, and "
+            "resample(data) or NUTS mend it."
+        )
+        return fit._replace(facts=fit.facts | {"scheme": "laplace", "no_bound": str(error)})
 
     # ------------------------------------------------------------------ inside
     def _solved_densely(self, engine: Engine, rows: Rows, init: Initial | None, record: Record, bar: Bar) -> _Solved:
@@ -152,6 +176,13 @@ class BatchSolver:
                 f"the numpyro.param sites were still rising after {len(learned.bounds) - 1} steps: start them nearer, "
                 "or raise tolerance."
             )
+
+
+def _at_mode(engine: Engine) -> Engine:
+    """The same for Laplace's approximation: derivatives are taken at the mode."""
+    options = engine.options._replace(scheme="laplace")
+    parts = engine.program, options, engine.rng_key, engine.movement, engine.devices
+    return engine.once("mode", lambda: Engine(*parts)).bind(engine.program)
 
 
 def _solved_sparsely(sparse: SparseEngine, rows: Rows, init: Initial | None, record: Record) -> _Solved:

@@ -14,11 +14,12 @@ from jax import Array
 from ..core.gaussians import FullGaussian
 from ..core.updates.state import State
 from ..dynamics import Dynamics, facts_of
-from ..engines.batch import BatchSolver, rows_info
+from ..engines.batch import BatchSolver, Fit, rows_info
 from ..engines.engine import Engine
 from ..engines.expectation_errors import expectation_errors, warn_of
 from ..engines.registry import Engines
 from ..engines.starts import warn_of_modes
+from ..model.bad_rows import NotFinite
 from ..model.data.arguments import BadData, checked_rows
 from ..model.data.row_set import RowSet
 from ..model.data.rows import Arrays, Data, Rows, in_blocks, num_rows, without
@@ -94,7 +95,14 @@ class FullFamily:
                 return self._run_jointly(*self._engines.whole(at_hand, model_kwargs, rng_key, error), **jointly)
             source, head = usable_source(engine.program, source, head, all_rows, options)
             passed = {"in_memory": all_rows is not None, "progress_bar": progress_bar}
-            posterior = self._in_one_pass(engine, source, head, options, rng_key, init, **passed)
+            try:
+                posterior = self._in_one_pass(engine, source, head, options, rng_key, init, **passed)
+            except NotFinite as error:
+                possible = at_hand is not None and all_rows is not None and self.options.scheme == "implicit"
+                if not possible or self._too_many_for_one(engine, head):
+                    raise
+                fit = self._solver.of_mode(error, engine, head, progress_bar=progress_bar, started=jointly["started"])
+                return self._joint_posterior(fit, head, None, rng_key)
             if posterior is not None:
                 return posterior
             options = PassOptions(on_bad_row=on_bad_row)
@@ -212,18 +220,24 @@ class FullFamily:
 
         :raises ValueError: for more than a first block may hold.
         """
-        numbers = engine.numbers_per_row * num_rows(engine.program.inputs(rows))
-        if numbers > FIRST_BLOCK_NUMBERS:
+        if self._too_many_for_one(engine, rows):
             raise ValueError(
-                f"{reason} All rows together are too many for one joint solve: their Jacobians hold {numbers:.2g} "
-                "numbers. FixedPointVI(model).run(data) takes them in parts."
+                f"{reason} All rows together are too many for one joint solve: their Jacobians hold more than "
+                f"{FIRST_BLOCK_NUMBERS:.2g} numbers. FixedPointVI(model).run(data) takes them in parts."
             )
         fit = self._solver(engine, rows, progress_bar=progress_bar, started=started)
+        return self._joint_posterior(fit, rows, reason, rng_key)
+
+    def _joint_posterior(self, fit: Fit, rows: Rows, reason: str | None, rng_key: Array) -> Posterior:
         self.state = fit.state
         info = {"scheme": self.options.scheme, "expectation": self.options.facts["expectation"]}
         if fit.bound is None:
             info["log_evidence_estimate"] = float(fit.state.log_evidence)
         return joint_posterior(fit, rows, reason, info, rng_key)
+
+    @staticmethod
+    def _too_many_for_one(engine: Engine, rows: Rows) -> bool:
+        return engine.numbers_per_row * num_rows(engine.program.inputs(rows)) > FIRST_BLOCK_NUMBERS
 
     @staticmethod
     def _state_of(init: Posterior | State, engine: Engine) -> State:

@@ -17,6 +17,7 @@ from .program import Program
 from .terms.terms import Terms, over_rows
 
 NUM_STARTS = 4
+NUM_TRIED = 256
 NUM_DRAWS = 2  # of the prior's Gaussian
 SAME = 1e-3  # of the sum of absolute densities: what rounding may change
 
@@ -87,6 +88,21 @@ def describe_bad_rows(
             number = row if numbers is None else numbers[row]
             return f"site {name!r} gives row {number} a log-likelihood of {values[row]}{_advice(values[row])}"
     return None
+
+
+def possible_point(program: Program, rows: Arrays) -> np.ndarray | None:
+    """Of some points of the prior, the one of largest density (P,); None if that is zero, or no number, at all."""
+    inputs = program.inputs(rows)
+
+    def log_joint(theta: Array) -> Array:
+        terms = program.log_likelihood(theta, inputs)
+        return program.log_prior(theta) + sum(jnp.sum(values) for values in terms.values())
+
+    points = program.points_of_prior(NUM_TRIED)
+    values = np.asarray(jit_once(partial(jax.lax.map, log_joint))(points))
+    values = np.where(np.isfinite(values), values, -np.inf)
+    best = int(np.argmax(values))
+    return None if np.isinf(values[best]) else np.asarray(points[best])
 
 
 def _advice(values: np.ndarray) -> str:
