@@ -19,8 +19,8 @@ BUDGET = 1e-3  # nats, in all: expectations that may be off by more call for fin
 ROUNDING = 8.0  # units in the bound's last place, of two rules that are compared row by row
 ENOUGH_DRAWS = 0.5  # and those over draws of theta for more draws
 FEW_POINTS = 2**24  # of all rows at the nodes of the last rule
-LITTLE_WORK = 2**15  # nodes of all factors together
-NODES_OF_CLOSED_FORMS = 16  # as which an expectation without nodes counts
+LITTLE_WORK = 2**16  # numbers: entries of the Hessians at the nodes of all factors together
+NUMBERS_OF_CLOSED_FORMS = 32  # as which an expectation without nodes counts
 MANY_NODES = 2**16  # of all rows; one row that is all data may be dear at each of its nodes
 
 
@@ -110,11 +110,13 @@ class Effort(NamedTuple):
             return False
         pairs = [(kind, terms, num_rows) for kind, terms in zip(self.joint_rows, self.row_terms)]
         pairs += [(kind, terms, 1) for kind, terms in zip(self.prior, self.prior_terms)]
-        points = (
-            count * terms.num_elements * (self._num_nodes(terms) if kind.has_errors else NODES_OF_CLOSED_FORMS)
-            for kind, terms, count in pairs
-        )
-        return sum(points) <= LITTLE_WORK
+        numbers = (count * terms.num_elements * self._num_numbers(kind, terms) for kind, terms, count in pairs)
+        return sum(numbers) <= LITTLE_WORK
+
+    def _num_numbers(self, kind: Kind, terms: Terms) -> int:
+        """Entries of the Hessians at the nodes of one element of a row."""
+        by_nodes = kind.has_errors or kind.sampled
+        return self._num_nodes(terms) * terms.num_predictors**2 if by_nodes else NUMBERS_OF_CLOSED_FORMS
 
     def _num_nodes(self, terms: Terms) -> int:
         """Of the last rule, for one element of a row, and of the element's own integral."""

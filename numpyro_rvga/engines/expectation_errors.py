@@ -67,15 +67,16 @@ def expectation_errors(engine: Engine, state: State, rows: Rows, accounts: Accou
     chunks = chunks_of(engine, some, engine.numbers_per_row, weights)
     place = engine.devices.put((state.mean, state.root))
     arguments, count = (engine.program.prior_inputs, *place, chunks), int(weights.sum())
+    level = 0 if engine.effort.is_little_work(count) else 1
     if accounts is not None and count == total:  # only the fresh nodes are to be compiled then
-        fresh = engine.once("fresh values", lambda: _compiled(engine, _fresh_values))
+        fresh = engine.once(("fresh values", level), lambda: _compiled(engine, _fresh_values, level))
         of_rows, of_prior = jax.device_get(fresh(*arguments))
         of_kinds = [
             _Sums(error, None if values is None else value - values, np.zeros(()))
             for value, error, values in zip(accounts.values, accounts.errors, [*of_prior, *of_rows])  # as in Accounts
         ]
         return _together([_accuracy(x, 1, 1) for x in of_kinds])
-    sums = engine.once("expectation errors", lambda: _compiled(engine, _summed))
+    sums = engine.once(("expectation errors", level), lambda: _compiled(engine, _summed, level))
     of_some, of_prior = jax.device_get(sums(*arguments))
     return _together([_accuracy(x, total, count) for x in of_some] + [_accuracy(x, 1, 1) for x in of_prior])
 
@@ -119,10 +120,10 @@ def _together(parts: list[Accuracy]) -> Accuracy:
     return Accuracy(sum(part.error for part in parts), sum(part.excess for part in parts))
 
 
-def _compiled(engine: Engine, summed: Callable[[tuple, tuple, Array], list]) -> Callable:
+def _compiled(engine: Engine, summed: Callable[[tuple, tuple, Array], list], level: int) -> Callable:
     """Of rows and of the prior, by kind: ``program.prior_inputs``, mean, root and chunks of rows -> sums.
 
-    :param summed: kinds, factors and root -> sums by kind.
+    :param summed: kinds, factors and root -> sums by kind. :param level: LLVM's, see :class:`Compiled`.
     """
 
     def of_all(prior_inputs: dict, mean: Array, root: Array, chunks: tuple) -> tuple[list, list]:
@@ -133,7 +134,7 @@ def _compiled(engine: Engine, summed: Callable[[tuple, tuple, Array], list]) -> 
         of_prior = summed(prior.kinds, prior.linearize(prior.first, mean), root)
         return jax.tree.map(lambda x: jnp.sum(x, axis=0), jax.lax.map(of_chunk, chunks)), of_prior
 
-    return engine.compiled(of_all, level=0)  # it is called once for a posterior
+    return engine.compiled(of_all, level=level)
 
 
 def _fresh_values(kinds: tuple[Kind, ...], factors: tuple, root: Array) -> list[Array | None]:

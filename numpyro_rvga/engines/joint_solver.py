@@ -27,7 +27,7 @@ from .devices import Devices
 from .starts import CLOSE, NEAR, NUM_CHECKS, NUM_RETRIES, are_apart, best_of
 
 ROUGHLY = 0.01  # nats: the squared natural gradient at which a search by few nodes has done its part
-FEW_PARAMETERS = 256  # with which steps of q are little work
+FEW_PARAMETERS = 24  # with which steps of q are little work
 FORESEEN = 100.0  # times its squared natural gradient: the most by which a search will still raise its bound
 
 
@@ -140,7 +140,7 @@ class JointSolver:
         pending = None if each is None else Pending(each, each, None)  # rows stay where they are
         slope: Any = None if each is None else Expected(each, each, None, each, each)
         evaluated = None if each is None else Evaluated(each, slope, each, each)
-        self._begin = Compiled(self._begun, ("search",), each, level=level)
+        self._begin = [Compiled(self._begun, ("search",), each, level=level) for level in (1, 0)]
         self._propose = Compiled(self._proposed, ("search",), pending, level=level)
         self._evaluate = [Compiled(self._evaluated, ("search",), evaluated, level=level) for level in (1, 0)]
         self._update = Compiled(self._updated, ("search",), each, level=level)
@@ -168,7 +168,7 @@ class JointSolver:
         """
         if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((problem, num_rows))):
             return self._traced(problem, num_rows, search=search, with_absorbed=with_absorbed)
-        start = self._begin(problem, search=search)
+        start = self._begin[self._is_little_work(problem)](problem, search=search)
         form, begun, steps = start.form, start.state, self._steps(search, problem, start)
         by_few_nodes = None if coarse is None else self._steps(search, coarse, start)
 
