@@ -182,7 +182,7 @@ class ModelRuns:
         self.layout, self.local = layout_of({}), layout_of({})
         self.params = parameters_of({}, self.dtype)
         self.row_latents: LocalSites | None = None
-        self._replay, self._replays = Replay(self._replayable), False
+        self._replay, self._replays, self._can_replay = Replay(self._replayable), False, True
         self._types: dict[str, str] = {}  # of sites
         self._description: Description | None = None  # of the last run
         self._any_key = np.asarray(jax.random.key_data(jax.random.key(0)))  # where any draws will do
@@ -253,10 +253,12 @@ class ModelRuns:
         """Whether a run is one that has been traced, or can be; and the arguments of :meth:`_records_of`."""
         arrays = {name: value for name, value in rows.items() if name not in SHARED}
         params = rows.get(PARAMS, self.params.values)
-        if self._replays and not self.whole:
-            return True, (dict(unconstrained), arrays, params, key)
-        if self._replays and all(arrays[name] is self.example_row[name] for name in arrays):
-            return True, (dict(unconstrained), None, params, key)
+        is_own = self.whole and all(arrays[name] is self.example_row[name] for name in arrays)
+        if self._replays and (is_own or not self.whole):
+            traced = dict(unconstrained), None if is_own else arrays, params, key
+            self._replay.trace(*traced)
+            if self._replays:  # still, of these arguments too
+                return True, traced
         return False, (unconstrained, arrays, params, key)
 
     def _records_of(self, unconstrained, arrays, params, key=None) -> dict[str, SiteRecord]:
@@ -274,7 +276,9 @@ class ModelRuns:
             for name, site in trace.items()
             if site["type"] != "deterministic" or _is_numeric(site["value"])
         }
-        self._replays = not self.evaluates and all(is_numpyros(record.fn) for record in records.values())
+        # A trace of what cannot be replayed is kept empty: once is for all, also where values are no tracers.
+        self._can_replay &= not self.evaluates and all(is_numpyros(record.fn) for record in records.values())
+        self._replays = self._can_replay
         return records
 
     def _replayable(self, *arguments: Any) -> dict[str, SiteRecord]:

@@ -103,7 +103,8 @@ class _Trials:
         thetas, before = map(np.stack, zip(*[self.place() for _ in range(PAIRS)]))
         changed = self._rng.random(before.shape) < 0.5
         after = np.where(changed, self._rng.integers(self._num_states, size=before.shape), before)
-        unlike = np.asarray(self._differ(thetas, before, after)) & ~(changed.astype(int) @ found.T.astype(int) > 0)
+        expected = changed.astype(np.float32) @ found.T.astype(np.float32) > 0  # floats, whose products are fast
+        unlike = np.asarray(self._differ(thetas, before, after)) & ~expected
         if not unlike.any():
             return None
         pair, term = np.argwhere(unlike)[0]
