@@ -68,6 +68,13 @@ def test_impossible_states_have_slopes():
     assert np.isfinite(slopes)
 
 
+@pytest.mark.parametrize("scopes", [[(0,)], [(0, 1), (1, 2), (0,)]], ids=["one", "chain"])
+def test_the_sum_is_zero_where_all_states_are_impossible(scopes):
+    found = by_elimination(scopes, [2] * (max(map(max, scopes)) + 1))
+    table = jnp.zeros((len(found.assignments), len(scopes))).at[:, 0].set(-jnp.inf)
+    assert found.log_sum(table) == -jnp.inf
+
+
 @pytest.mark.parametrize(
     "scopes, sizes",
     [

@@ -59,8 +59,8 @@ class StateSum(NamedTuple):
         """
         if not self.rounds:
             by_state = jnp.sum(table, axis=1)
-            return by_state[0] if len(by_state) == 1 else _log_sum_exp(by_state)
-        return _as_one_step(lambda table: jnp.sum(self._all_values(table)[self.last]))(table)
+            return by_state[0] if len(by_state) == 1 else jax.nn.logsumexp(by_state)
+        return _as_one_step(self._by_rounds)(table)
 
     def draw(self, rng_key: Array, table: Array) -> Array:
         """Indices of the variables' states (D,), drawn with the probabilities exp(sum of the terms)."""
@@ -76,6 +76,10 @@ class StateSum(NamedTuple):
                 drawn = jax.random.categorical(key, jnp.sum(values[terms], axis=-1))
                 states = states.at[step.variables].set(drawn.astype(states.dtype))
         return states
+
+    def _by_rounds(self, table: Array) -> Array:
+        total = jnp.sum(self._all_values(table)[self.last])
+        return jnp.where(total > 0.5 * IMPOSSIBLE, total, -jnp.inf)
 
     def _all_values(self, table: Array) -> Array:
         values = jnp.concatenate([jnp.zeros(1, table.dtype), jnp.maximum(table, IMPOSSIBLE).ravel()])
