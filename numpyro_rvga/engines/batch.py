@@ -87,7 +87,7 @@ class BatchSolver:
         if not bool(info.ok):
             reason = describe_bad_rows(program, jnp.asarray(origin), rows) or "are the priors proper?"
             error = NotFinite(f"the bound is not finite: {reason}.")
-            if self._options.scheme != "implicit" or sparse is not None or learned is not None:
+            if sparse is not None or learned is not None:
                 raise error
             return self.of_mode(error, engine, rows, progress_bar=progress_bar, started=started)
         _check_proper(program, after, converged=bool(info.converged))
@@ -122,15 +122,17 @@ class BatchSolver:
     def of_mode(self, error: NotFinite, engine: Engine, rows: Rows, *, progress_bar: bool, started: float) -> Fit:
         """Laplace's approximation, where no Gaussian has a finite bound.
 
-        :param error: which says so. :raises NotFinite: the same, if there is no mode either.
+        :param error: which says so. :raises NotFinite: the same, if another scheme is asked for, or there is no mode.
         """
+        if self._options.scheme != "implicit":
+            raise error
         solver = BatchSolver(self._options._replace(scheme="laplace"), self._schedule, self._name)
         start, program = possible_point(engine.program, rows), engine.program
         if start is None:
             raise error
         init = Initial(start, np.asarray(program.initial_state().root))
         try:
-            fit = solver(_at_mode(engine), rows, init, progress_bar=progress_bar, started=started)
+            fit = solver(engine.with_effort("usual", "laplace"), rows, init, progress_bar=progress_bar, started=started)
         except NotFinite:
             raise error from None
         warn(
@@ -176,13 +178,6 @@ class BatchSolver:
                 f"the numpyro.param sites were still rising after {len(learned.bounds) - 1} steps: start them nearer, "
                 "or raise tolerance."
             )
-
-
-def _at_mode(engine: Engine) -> Engine:
-    """The same for Laplace's approximation: derivatives are taken at the mode."""
-    options = engine.options._replace(scheme="laplace")
-    parts = engine.program, options, engine.rng_key, engine.movement, engine.devices
-    return engine.once("mode", lambda: Engine(*parts)).bind(engine.program)
 
 
 def _solved_sparsely(sparse: SparseEngine, rows: Rows, init: Initial | None, record: Record) -> _Solved:

@@ -136,10 +136,11 @@ class Engine:
             prior_terms=program.prior.terms,
         )
 
-    def with_effort(self, effort: str) -> Engine:
-        """The same with other rules for its expectations."""
-        options = self.program, self.options, self.rng_key, self.movement, self.devices
-        return self.once(effort, lambda: Engine(*options, effort=effort)).bind(self.program)
+    def with_effort(self, effort: str, scheme: str | None = None) -> Engine:
+        """The same with other rules for its expectations, and by another scheme, if that is given."""
+        options = self.options if scheme is None else self.options._replace(scheme=scheme)
+        parts = self.program, options, self.rng_key, self.movement, self.devices
+        return self.once((effort, scheme), lambda: Engine(*parts, effort=effort)).bind(self.program)
 
     def once(self, key: Hashable, make: Callable[[], Made]) -> Made:
         """What has compiled functions of its own: made once for all engines that run the same compiled functions.

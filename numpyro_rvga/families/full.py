@@ -98,8 +98,7 @@ class FullFamily:
             try:
                 posterior = self._in_one_pass(engine, source, head, options, rng_key, init, **passed)
             except NotFinite as error:
-                possible = at_hand is not None and all_rows is not None and self.options.scheme == "implicit"
-                if not possible or self._too_many_for_one(engine, head):
+                if at_hand is None or all_rows is None or self._too_many_for_one(engine, head):
                     raise
                 fit = self._solver.of_mode(error, engine, head, progress_bar=progress_bar, started=jointly["started"])
                 return self._joint_posterior(fit, head, None, rng_key)

@@ -99,7 +99,7 @@ def possible_point(program: Program, rows: Arrays) -> np.ndarray | None:
         return program.log_prior(theta) + sum(jnp.sum(values) for values in terms.values())
 
     points = program.points_of_prior(NUM_TRIED)
-    values = np.asarray(jit_once(partial(jax.lax.map, log_joint))(points))
+    values = at_once(lambda: jax.lax.map(log_joint, points))
     values = np.where(np.isfinite(values), values, -np.inf)
     best = int(np.argmax(values))
     return None if np.isinf(values[best]) else np.asarray(points[best])

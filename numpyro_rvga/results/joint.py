@@ -15,7 +15,7 @@ from ..model.data.rows import Arrays, Rows
 from ..options import Info
 from ..streams.model_check import agrees
 from ..user_warnings import warn
-from .log_joint import log_joint
+from .log_joint import draws_with_density, log_joint
 from .posterior import Posterior
 from .rounding import warn_of_lost_digits
 
@@ -52,8 +52,7 @@ def confirmed(posterior: Posterior, rows: Arrays, rng_key: Array) -> Posterior:
     program, bound = posterior.program, posterior.elbo
     if bound is None or all(terms.is_affine for terms in (*program.terms, *program.prior.terms)):
         return posterior
-    theta = posterior.sample_unconstrained(rng_key, (NUM_DRAWS,))
-    log_q = np.asarray(posterior.log_prob_unconstrained(theta), np.float64)
+    theta, log_q = draws_with_density(posterior, rng_key, NUM_DRAWS)
     log_ratios = log_joint(program, theta, rows) - log_q
     mean, error = float(np.mean(log_ratios)), float(np.std(log_ratios, ddof=1)) / math.sqrt(NUM_DRAWS)
     if agrees(bound, mean, error, exact=False):

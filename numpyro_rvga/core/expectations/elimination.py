@@ -140,10 +140,7 @@ def by_elimination(scopes: Sequence[tuple[int, ...]], sizes: Sequence[int]) -> S
 
 def _colors(scopes: Iterable[tuple[int, ...]], number: int) -> list[int]:
     """A color for each variable, such that no two of one term have the same."""
-    neighbors: list[set[int]] = [set() for _ in range(number)]
-    for scope in set(scopes):
-        for variable in scope:
-            neighbors[variable].update(scope)
+    neighbors = _neighbors(scopes, range(number))
     colors = [-1] * number
     for variable in range(number):
         taken = {colors[other] for other in neighbors[variable]}
@@ -151,10 +148,24 @@ def _colors(scopes: Iterable[tuple[int, ...]], number: int) -> list[int]:
     return colors
 
 
+def _neighbors(scopes: Iterable[tuple[int, ...]], variables: Iterable[int]) -> dict[int, set[int]]:
+    """Each variable's, with itself: those that it shares a scope with."""
+    neighbors: dict[int, set[int]] = {variable: {variable} for variable in variables}
+    for scope in set(scopes):
+        for variable in scope:
+            neighbors[variable].update(scope)
+    return neighbors
+
+
+def _strides(sizes: Sequence[int]) -> np.ndarray:
+    """By how much an index into a flat table moves with each axis."""
+    return np.cumprod([1, *sizes[::-1]])[::-1][1:]
+
+
 def _factors_of_terms(scopes, sizes, colors, of_color) -> Factors:
     """Scope -> for each of its terms, the places of its table in the vector of values, (sizes of the scope)."""
     factors: Factors = {}
-    strides = np.cumprod([1, *of_color[::-1]])[::-1][1:]  # of the colors in the assignments
+    strides = _strides(of_color)  # of the colors in the assignments
     for term, scope in enumerate(scopes):
         states = np.indices(tuple(sizes[variable] for variable in scope))
         assignment = sum((own * strides[colors[v]] for v, own in zip(scope, states)), np.zeros(states.shape[1:], int))
@@ -164,11 +175,8 @@ def _factors_of_terms(scopes, sizes, colors, of_color) -> Factors:
 
 def _independent(factors: Factors, remaining: set[int], sizes: Sequence[int]) -> list[int]:
     """Variables of which no two share a factor, with small tables; none, if all tables are too large."""
-    neighbors: dict[int, set[int]] = {variable: set() for variable in remaining}
-    for scope in factors:
-        for variable in scope:
-            neighbors[variable].update(scope)
-    entries = {v: math.prod(sizes[u] for u in around | {v}) for v, around in neighbors.items()}
+    neighbors = _neighbors(factors, remaining)
+    entries = {v: math.prod(sizes[u] for u in around) for v, around in neighbors.items()}
     small = min(MAX_TABLE, max(min(entries.values()), max(sizes[v] for v in remaining) ** 3))
     chosen: list[int] = []
     blocked: set[int] = set()
@@ -205,7 +213,7 @@ def _eliminate(
         neighbors, strides = np.zeros((2, len(members), depth), int)
         for i, (_, around, _) in enumerate(members):
             own = [sizes[u] for u in around]
-            neighbors[i, : len(own)], strides[i, : len(own)] = around, np.cumprod([1, *own[::-1]])[::-1][1:]
+            neighbors[i, : len(own)], strides[i, : len(own)] = around, _strides(own)
             places = np.arange(offset, offset + shape[0]).reshape(own)
             offset += shape[0]
             if around:

@@ -59,8 +59,8 @@ class BoundLikelihood(BoundPrior):
         """Set the terms. What is returned checks that later rows are like these."""
         self._components, checks = self._find_components(), []
         integrated = self._integrated_terms(rows, row_facts, checks)
-        outcomes = [terms for component, (terms, *_) in zip(self._components, integrated) if component.outcomes]
-        self.terms = self._all_terms(prefer_parameters, by_draws, outcomes)
+        of_outcomes = [terms for terms, *_ in integrated if terms is not None]
+        self.terms = self._all_terms(prefer_parameters, by_draws, of_outcomes)
         self.row_parts = tuple(zip(self._components, [draw for *_, draw in integrated]))
         if self.row_latents is not None:
             states = {name: np.asarray(values) for name, values in self.row_latents.states.items()}
@@ -108,7 +108,7 @@ class BoundLikelihood(BoundPrior):
 
     def _integrated_terms(
         self, rows: Arrays, facts: RowFacts | None, checks: list[RowCheck]
-    ) -> list[tuple[Terms, bool, Draw]]:
+    ) -> list[tuple[Terms | None, bool, Draw]]:
         """With whether the integrand is a Gaussian, which ``checks`` are to find in later rows too, and draws of the
         variables."""
         if self.row_latents is None or not self._components:

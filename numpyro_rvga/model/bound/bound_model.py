@@ -167,10 +167,8 @@ class BoundModel(ModelRuns):
         ends: dict[str, tuple[int, int]] = {}
         while shapes and facts is None:  # states of one site may depend on those of another
             bounds = at_once(lambda: self._bounds_of_states(rows, states))  # noqa: B023
-            wider = {n: (int(of[:, 0].min()), int(of[:, 1].max())) for n, of in bounds.items()}
-            wider = {
-                n: (min(own[0], ends.get(n, own)[0]), max(own[1], ends.get(n, own)[1])) for n, own in wider.items()
-            }
+            found = {n: (int(of.min()), int(of.max()), *ends.get(n, ())) for n, of in bounds.items()}
+            wider = {n: (min(values), max(values)) for n, values in found.items()}
             if wider == ends:
                 break
             ends = wider

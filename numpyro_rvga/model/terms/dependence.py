@@ -31,19 +31,15 @@ def dependence(terms: Terms, local: LocalSites, size: int, dtype: jnp.dtype) -> 
     :param size: P.
     """
     trials = _Trials(terms, local, size, dtype)
-    found = np.concatenate([trials.slopes(), trials.changes(*trials.place())], axis=1)
+    slopes, changes = trials.slopes(), trials.changes(*trials.place())
     for _ in range(PLACES - 1):
-        found[:, trials.num_continuous :] |= trials.changes(*trials.place())
-    if len(local.entries) < 2:
-        return found
-    while True:
-        missed = trials.missed(found[:, trials.num_continuous :])
-        if missed is None:
-            return found
+        changes |= trials.changes(*trials.place())
+    while len(local.entries) > 1 and (missed := trials.missed(changes)) is not None:
         term, changed, place = missed
-        found[:, trials.num_continuous :] |= trials.changes(*place)
-        if not (found[term, trials.num_continuous :] & changed).any():  # several together
-            found[term, trials.num_continuous :] |= changed
+        changes |= trials.changes(*place)
+        if not (changes[term] & changed).any():  # several together
+            changes[term] |= changed
+    return np.concatenate([slopes, changes], axis=1)
 
 
 def connected(depends: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
@@ -93,7 +89,7 @@ class _Trials:
 
     def changes(self, theta: np.ndarray, states: np.ndarray) -> np.ndarray:
         """Which terms change with which variable, set to each of its states, (terms, D)."""
-        return np.asarray(self._changes(theta, states))
+        return np.array(self._changes(theta, states))
 
     def missed(self, found: np.ndarray) -> tuple[int, np.ndarray, tuple[np.ndarray, np.ndarray]] | None:
         """A term that changes with others than its variables, which others were changed (D,), and where; or None.

@@ -192,13 +192,9 @@ def terms_by_state(
 
     :param theta: theta and z, (P + K,).
     """
-    entries, states = local.entries, {}
-    for name, shape in local.shapes.items():
-        values = np.full((component.num_assignments, math.prod(shape)), np.asarray(local.states[name])[0])
-        for column, variables in enumerate(component.discrete.T):
-            own = [entries[variable][1] for variable in variables if entries[variable][0] == name]
-            values[:, own] = component.states[:, column : column + 1]
-        states[name] = jnp.asarray(values.reshape(-1, *shape))
+    values = np.tile([np.asarray(local.states[name])[0] for name, _ in local.entries], (component.num_assignments, 1))
+    values[:, component.discrete] = component.states[:, None]
+    states = local.split(values)
     sites = component.outcomes | component.latents
 
     def at(values: dict[str, Array]) -> Array:

@@ -36,12 +36,14 @@ class LocalSites(NamedTuple):
         """Site and place of each discrete variable."""
         return [(name, i) for name, shape in self.shapes.items() for i in range(math.prod(shape))]
 
-    def split(self, values: Array) -> dict[str, Array]:
-        """What belongs to the discrete variables (D,), by site."""
-        ends = np.cumsum([math.prod(shape) for shape in self.shapes.values()])
-        return {
-            name: own.reshape(shape) for (name, shape), own in zip(self.shapes.items(), jnp.split(values, ends[:-1]))
-        }
+    def split(self, values: Array | np.ndarray) -> dict[str, Array]:
+        """What belongs to the discrete variables (..., D), by site."""
+        by_site, start = {}, 0
+        for name, shape in self.shapes.items():
+            stop = start + math.prod(shape)
+            by_site[name] = jnp.reshape(values[..., start:stop], (*values.shape[:-1], *shape))
+            start = stop
+        return by_site
 
     def first_states(self) -> dict[str, Array]:
         return {name: jnp.broadcast_to(self.states[name][0], shape) for name, shape in self.shapes.items()}

@@ -35,9 +35,9 @@ def local_terms(
     row: Arrays,
     rows: Arrays,
     is_quadratic: Callable[[Callable[[Arrays], Array]], bool],
-) -> tuple[Terms, bool, Draw]:
-    """The terms of a component, integrated over its variables; whether its log density is quadratic in these; and draws
-    of them.
+) -> tuple[Terms | None, bool, Draw]:
+    """The terms of a component, integrated over its variables (None, if nothing is observed of it); whether its log
+    density is quadratic in these; and draws of them.
 
     :param theta: the shape of theta, (P,). :param row: an example row. :param rows: some rows, with what they share.
     :param is_quadratic: whether the answer to a question, row -> bool (E,), is yes for all rows.
@@ -54,7 +54,7 @@ def local_terms(
         by_state = jnp.sum(table(t, r, element), axis=1)
         return by_state[0] if count == 1 else logsumexp(by_state + log_weights)
 
-    split = _Split(_split(term, both, row, nothing), component, size, local.continuous.size, theta.dtype)
+    split = _Split(_factorized(term, both, row, nothing), component, size, local.continuous.size, theta.dtype)
     kept = _moving(split, component, rows)
     dimensions, quadratic = component.continuous.shape[1], is_quadratic(partial(_quadratic, split, component, kept))
     if dimensions > MAX_DIMENSIONS and not quadratic:
@@ -73,7 +73,7 @@ def local_terms(
 
 def _summed_terms(
     component: Component, table: Callable, num_continuous: int, theta: jax.ShapeDtypeStruct, row: Arrays
-) -> tuple[Terms, bool, Draw]:
+) -> tuple[Terms | None, bool, Draw]:
     """Those of a component that is only summed over states.
 
     :param table: (theta and z, row, element) -> terms by assignment, (A, n).
@@ -89,7 +89,9 @@ def _summed_terms(
         states = component.state_sum.draw(rng_key, table_at(theta, row, element))
         return component.lowest + states, jnp.zeros(0, theta.dtype)
 
-    split = _split(term, theta, row)
+    if not component.outcomes:
+        return None, False, drawn
+    split = _factorized(term, theta, row)
 
     def predictors(theta, row, element):
         return split.predictors(theta, (row, element))
@@ -103,7 +105,9 @@ def _summed_terms(
     return terms, False, drawn
 
 
-def _split(term: Callable, theta: jax.ShapeDtypeStruct, row: Arrays, *others: jax.ShapeDtypeStruct) -> Factorization:
+def _factorized(
+    term: Callable, theta: jax.ShapeDtypeStruct, row: Arrays, *others: jax.ShapeDtypeStruct
+) -> Factorization:
     """A term as a density of predictors: of all of theta, where a split would name more numbers than there are.
 
     :param term: (theta, row, element, others) -> a number.
