@@ -16,12 +16,12 @@ from jax.typing import ArrayLike
 from ..core.compilation import Compiled, jit_once
 from ..core.matrices.precisions import PrecisionForm
 from ..core.pytrees import PyTree
-from ..core.updates.drivers import Evaluated, Pending, Progress, Steps, begun_again, evaluate, pending, solve, updated
+from ..core.updates.drivers import Evaluated, Pending, Progress, StepParts, Steps, begun_again, solve
 from ..core.updates.factors import Expected, Kind
 from ..core.updates.joint import Joint, Start, solve_joint_traced
 from ..core.updates.maximize import solution
 from ..core.updates.objective import is_conservative, is_log_concave
-from ..core.updates.search import Base, Search, Settings, Solution, SolverState
+from ..core.updates.search import Search, Settings, Solution, SolverState
 from ..core.updates.state import RowFactors, State, StepInfo
 from .devices import Devices
 from .starts import CLOSE, NEAR, NUM_CHECKS, NUM_RETRIES, are_apart, best_of
@@ -141,9 +141,10 @@ class JointSolver:
         slope: Any = None if each is None else Expected(each, each, None, each, each)
         evaluated = None if each is None else Evaluated(each, slope, each, each)
         self._begin = [Compiled(self._begun, ("search",), each, level=level) for level in (1, 0)]
-        self._propose = Compiled(self._proposed, ("search",), pending, level=level)
-        self._evaluate = [Compiled(self._evaluated, ("search",), evaluated, level=level) for level in (1, 0)]
-        self._update = Compiled(self._updated, ("search",), each, level=level)
+        parts = StepParts(lambda search, problem: joint(search, problem).objective)
+        self._propose = Compiled(parts.propose, ("search",), pending, level=level)
+        self._evaluate = [Compiled(parts.evaluate, ("search",), evaluated, level=level) for level in (1, 0)]
+        self._update = Compiled(parts.update, ("search",), each, level=level)
         self._finish = Compiled(self._finished, ("search", "with_absorbed"), each, level=level)
         self._traced = jax.jit(self._solved_traced, static_argnames=("search", "with_absorbed"))
 
@@ -216,19 +217,6 @@ class JointSolver:
 
     def _begun(self, problem: PyTree, *, search: Search) -> Start:
         return self._joint(search, problem).start()
-
-    def _proposed(self, problem: PyTree, form: PrecisionForm, state: SolverState, *, search: Search) -> Pending:
-        return pending(search, self._joint(search, problem).objective, form, state)
-
-    def _evaluated(
-        self, problem: PyTree, base: Base, form: PrecisionForm, at: Pending, mean: Array, *, search: Search
-    ) -> Evaluated:
-        return evaluate(self._joint(search, problem).objective, base, form, at, mean)
-
-    def _updated(
-        self, problem: PyTree, form: PrecisionForm, at: Pending, evaluated: Evaluated, *, search: Search
-    ) -> tuple[SolverState, Progress]:
-        return updated(search, self._joint(search, problem).objective, form, at, evaluated)
 
     def _finished(
         self,

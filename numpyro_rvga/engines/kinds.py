@@ -86,7 +86,11 @@ class _SiteExpectations:
         self, means: Array, covariances: Array, constants: tuple, is_coarse: Array | None = None
     ) -> tuple[Moments, Array]:
         weight, values, local = constants
-        return _weighted(weight, self._rule.expect(means, _with_local(covariances, local), values, is_coarse))
+        covariances, of_many = _with_local(covariances, local), self._rule.of_many
+        if of_many is not None:
+            return _weighted(weight, of_many(means, covariances, values, is_coarse))
+        moments = jax.vmap(self._rule.finest)(means, covariances, values)
+        return _weighted(weight, moments), jnp.zeros(len(means), means.dtype)
 
     def filtered(self, means: Array, covariances: Array, constants: tuple) -> Moments:
         """What the extended Kalman filter takes (R-VGA paper, Theorem 3): the Fisher information is its curvature."""
@@ -150,17 +154,15 @@ def is_constant(terms: Terms) -> bool:
 
 
 class _Rule(NamedTuple):
-    """How expectations are computed: of n factors, of one factor, and what is true of the results.
+    """How expectations are computed: of one factor, of n factors, and what is true of the results.
 
-    :ivar expect: of many factors, as :class:`Kind` has it; likewise ``conservative``, ``has_errors`` and
-        ``has_few_nodes``.
     :ivar finest: of one factor, as exactly as may be.
-    :ivar fresh: as :class:`Kind` has it, if there is a way of its own.
+    :ivar of_many: ``expect`` of :class:`Kind`, if it is not ``finest`` of each factor. The other fields are as there.
     """
 
-    expect: Expect
     finest: Callable[..., Moments]
     conservative: bool
+    of_many: Expect | None = None
     has_errors: bool = False
     has_few_nodes: bool = False
     fresh: Callable | None = None
@@ -216,16 +218,13 @@ def _rule(name: str | ex.Expectation, terms: Terms, options: Options, rng_key: A
             "would pass over. Use expectation='auto' and scheme='implicit' or 'explicit'; in BONG, hessian='auto'."
         )
 
-    def of_each(expect: Callable, conservative: bool) -> _Rule:
-        return _Rule(without_errors(jax.vmap(expect)), expect, conservative)
-
     if name == "exact":
         form = terms.closed_form
-        return of_each(partial(tilted, form) if isinstance(form, TiltedForm) else cf.EXACT[form], True)
+        return _Rule(partial(tilted, form) if isinstance(form, TiltedForm) else cf.EXACT[form], True)
     if name == "probit":
-        return of_each(cf.logistic_probit, False)
+        return _Rule(cf.logistic_probit, False)
     if name == "quadratic_bound":
-        return of_each(cf.logistic_quadratic_bound, True)
+        return _Rule(cf.logistic_quadratic_bound, True)
 
     if name == "draws":
         return _rule_by_draws(terms, rng_key, more=effort == "thorough")
@@ -234,12 +233,12 @@ def _rule(name: str | ex.Expectation, terms: Terms, options: Options, rng_key: A
         return lambda m, s, values: moments(lambda u: terms.density(u, values), m, s)
 
     if name == "linearized" or is_constant(terms):
-        return of_each(at_density(ex.linearized), name != "linearized" or is_constant(terms))
+        return _Rule(at_density(ex.linearized), name != "linearized" or is_constant(terms))
     if not isinstance(name, str):
         return _rule_of(name, terms)
     order = 1 if isinstance(options.order, str) else options.order
     if name == "quadrature":
-        return of_each(at_density(partial(ex.quadrature, order)), order == 2 and terms.num_predictors == 1)
+        return _Rule(at_density(partial(ex.quadrature, order)), order == 2 and terms.num_predictors == 1)
     nodes = _nodes_of(name, terms, options, rng_key)
 
     def over_nodes(density: Callable, mean: Array, covariance: Array) -> ex.Moments:
@@ -247,12 +246,12 @@ def _rule(name: str | ex.Expectation, terms: Terms, options: Options, rng_key: A
         return ex.from_nodes(density, ex.fixed_nodes(mean, covariance, *nodes), order)
 
     if name != "ladder":
-        return of_each(at_density(over_nodes), order == 1)
+        return _Rule(at_density(over_nodes), order == 1)
     effort = "usual" if nodes is not None and effort == "few" else effort
     expect = expectations(terms.density, terms.num_predictors, nodes, effort=effort, cost=terms.num_nodes)
     finest = at_density(partial(ex.quadrature, 1) if nodes is None else over_nodes)
     has_errors = effort != "few"
-    return _Rule(expect, finest, True, has_errors, has_errors and terms.num_predictors > 0)
+    return _Rule(finest, True, expect, has_errors, has_errors and terms.num_predictors > 0)
 
 
 def _nodes_of(name: str, terms: Terms, options: Options, rng_key: Array) -> tuple[np.ndarray, np.ndarray] | None:
@@ -278,7 +277,7 @@ def _rule_of(expectation: ex.Expectation, terms: Terms) -> _Rule:
         return moments, jnp.abs(moments[0] - exact(means, covariances, values))
 
     has_errors = terms.num_predictors <= 3
-    return _Rule(expect if has_errors else without_errors(jax.vmap(of_one)), of_one, True, has_errors)
+    return _Rule(of_one, True, expect if has_errors else None, has_errors)
 
 
 def density_of(terms: Terms) -> Callable:
@@ -309,4 +308,4 @@ def _rule_by_draws(terms: Terms, rng_key: Array, *, more: bool) -> _Rule:
     def expect(means, covariances, constants, is_coarse=None):
         return moments(means, covariances, constants, is_coarse), jnp.zeros(len(means), means.dtype)
 
-    return _Rule(expect, of_one, True, has_few_nodes=True, fresh=fresh)
+    return _Rule(of_one, True, expect, has_few_nodes=True, fresh=fresh)

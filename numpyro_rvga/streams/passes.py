@@ -11,6 +11,7 @@ A subclass is the pass of one method: :class:`~.recursive_pass.RecursivePass` (R
 
 from __future__ import annotations
 
+import contextlib
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
@@ -133,22 +134,18 @@ class Pass(ABC, Generic[S, R]):
 
     # ------------------------------------------------------------------ the pass
     def __call__(self, state: S, run: Info) -> S:
-        """The state after all rows.
+        """The state after all rows: steps are begun, and finished in order once enough are under way.
 
         :param run: options that determine the result; see :class:`Checkpoint`.
         """
-        self.state = state
-        if self._checkpoint is None:
-            return self._run()
-        with self._checkpoint.held():
-            self._resume(self._checkpoint.read({**run, **self._data_facts(state)}, self._identity()))
-            return self._run()
-
-    def _run(self) -> S:
-        """The state after all rows that are left: steps are begun, and finished in order once enough are under way."""
-        feed = Feed(self._source, self.done, self._usable if self._options.skips and not self._checked else None)
-        offset, pending = self.num_taken, deque()
-        try:
+        self.state, pending = state, deque()
+        with contextlib.ExitStack() as held:
+            if self._checkpoint is not None:
+                held.enter_context(self._checkpoint.held())
+                self._resume(self._checkpoint.read({**run, **self._data_facts(state)}, self._identity()))
+            feed = Feed(self._source, self.done, self._usable if self._options.skips and not self._checked else None)
+            offset = self.num_taken
+            held.callback(self._close, pending)  # also when it is interrupted, or the source fails
             while (taken := feed.take(self.size(offset))) is not None or pending:
                 if taken is not None:
                     self._check_finite(taken)
@@ -158,14 +155,16 @@ class Pass(ABC, Generic[S, R]):
                 if taken is None or len(pending) > PREFETCH:
                     feed.put_back(self._finish(pending))
                     offset = pending[-1].offset + pending[-1].taken.num_rows if pending else self.num_taken
-        finally:  # also when it is interrupted, or the source fails
-            while pending and not self._finish(pending):
-                pass
-            if self._checkpoint is not None and self._is_consistent and self.done > self._written:
-                self._write()
         if not self.num_taken and (self.done or len(self._source.left_out)):
             raise ValueError(f"none of the {self.done + len(self._source.left_out)} rows can be used.")
         return self.state
+
+    def _close(self, pending: deque[Pending[S, R]]) -> None:
+        """Finish steps under way, as long as they are good, and write the last checkpoint."""
+        while pending and not self._finish(pending):
+            pass
+        if self._checkpoint is not None and self._is_consistent and self.done > self._written:
+            self._write()
 
     @property
     def num_taken(self) -> int:

@@ -10,7 +10,7 @@ import pytest
 from numpyro_rvga.core.expectations import by_nodes as ex
 from numpyro_rvga.core.expectations import closed_forms as cf
 from numpyro_rvga.core.matrices.precisions import Dense
-from numpyro_rvga.core.updates.drivers import Steps, evaluate, pending, solve, solve_traced, updated
+from numpyro_rvga.core.updates.drivers import StepParts, Steps, solve, solve_traced
 from numpyro_rvga.core.updates.factors import Factors, Kind, without_errors
 from numpyro_rvga.core.updates.maximize import init, solution
 from numpyro_rvga.core.updates.objective import BlockObjective
@@ -70,11 +70,12 @@ def solved(objective, search, size, driver="host", precision=None):
     base, state = standard_base(jnp.float64), init(search, FORM, jnp.zeros(size), precision)
     if driver == "traced":
         return jax.jit(lambda: solve_traced(search, objective, base, FORM, state))()
+    parts = StepParts(lambda search, problem: objective)
     steps = Steps(
         FORM,
-        jax.jit(lambda state: pending(search, objective, FORM, state)),
-        jax.jit(lambda at, mean: evaluate(objective, base, FORM, at, mean)),
-        jax.jit(lambda at, found: updated(search, objective, FORM, at, found)),
+        jax.jit(lambda state: parts.propose((), FORM, state, search=search)),
+        jax.jit(lambda at, mean: parts.evaluate((), base, FORM, at, mean, search=search)),
+        jax.jit(lambda at, found: parts.update((), FORM, at, found, search=search)),
     )
     return solution(search, FORM, solve(search, steps, state))
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -132,11 +132,7 @@ class Evaluated(NamedTuple):
 
 
 class Steps(NamedTuple):
-    """The three functions of a step, compiled. Of a model, only ``evaluate`` has the log-likelihoods in it.
-
-    :ivar form: of precisions. :ivar propose: see :func:`pending`. :ivar evaluate: see :func:`evaluate`.
-    :ivar update: see :func:`updated`.
-    """
+    """The three functions of a step for one problem, compiled; see :class:`StepParts`. :ivar form: of precisions."""
 
     form: PrecisionForm
     propose: Callable[[SolverState], Pending]
@@ -144,30 +140,40 @@ class Steps(NamedTuple):
     update: Callable[[Pending, Evaluated], tuple[SolverState, Progress]]
 
 
-def pending(search: Search, objective: Objective, form: PrecisionForm, state: SolverState) -> Pending:
-    """The first part of a step: the state's proposal, and the covariances of predictors there."""
-    proposal = propose(search, form, state)
-    covariances = None if search.mode else objective.predictor_covariances(proposal.mean, proposal.covariance_root)
-    return Pending(state, proposal, covariances)
+class StepParts(NamedTuple):
+    """The three parts of a step, as functions of a problem's arrays, to be compiled one by one. Of a model, only
+    :meth:`evaluate` has the log-likelihoods in it.
 
+    :ivar objective_of: search, problem (a pytree) -> what the search asks of the factors.
+    """
 
-def evaluate(objective: Objective, base: Base, form: PrecisionForm, at: Pending, mean: Array) -> Evaluated:
-    """The second part: expectations over the factors, at a mean and the proposal's covariance."""
-    slope = with_base(base, form, mean, objective.expect(mean, at.covariances))
-    move = form.solver(at.proposal.factor)(slope.gradient)
-    return Evaluated(mean, slope, move, slope.gradient @ move)
+    objective_of: Callable[[Search, Any], Objective]
 
+    def propose(self, problem: PyTree, form: PrecisionForm, state: SolverState, *, search: Search) -> Pending:
+        """The first part: the state's proposal, and the covariances of predictors there."""
+        proposal, objective = propose(search, form, state), self.objective_of(search, problem)
+        covariances = None if search.mode else objective.predictor_covariances(proposal.mean, proposal.covariance_root)
+        return Pending(state, proposal, covariances)
 
-def updated(
-    search: Search, objective: Objective, form: PrecisionForm, at: Pending, evaluated: Evaluated
-) -> tuple[SolverState, Progress]:
-    """The third part: the state after an evaluation."""
-    state, proposal, _ = at
-    exact, target = choose_target(search, form, objective, proposal, evaluated.mean, evaluated.slope.hessians)
-    state = update(search, form, state, proposal, evaluated.mean, evaluated.slope, exact, target)
-    new = state.evaluation
-    more = unfinished(search, state)
-    return state, Progress(more, state.iterations, state.step, new.bound, new.decrement, new.clamped)
+    def evaluate(
+        self, problem: PyTree, base: Base, form: PrecisionForm, at: Pending, mean: Array, *, search: Search
+    ) -> Evaluated:
+        """The second part: expectations over the factors, at a mean and the proposal's covariance."""
+        expected = self.objective_of(search, problem).expect(mean, at.covariances)
+        slope = with_base(base, form, mean, expected)
+        move = form.solver(at.proposal.factor)(slope.gradient)
+        return Evaluated(mean, slope, move, slope.gradient @ move)
+
+    def update(
+        self, problem: PyTree, form: PrecisionForm, at: Pending, evaluated: Evaluated, *, search: Search
+    ) -> tuple[SolverState, Progress]:
+        """The third part: the state after an evaluation."""
+        (state, proposal, _), objective = at, self.objective_of(search, problem)
+        exact, target = choose_target(search, form, objective, proposal, evaluated.mean, evaluated.slope.hessians)
+        state = update(search, form, state, proposal, evaluated.mean, evaluated.slope, exact, target)
+        new = state.evaluation
+        more = unfinished(search, state)
+        return state, Progress(more, state.iterations, state.step, new.bound, new.decrement, new.clamped)
 
 
 def solve(
@@ -189,7 +195,9 @@ def solve(
     while more:
         at = steps.propose(state)
         solves_for_mean = search.solves_for_mean if started else search.solves_for_first_mean
-        evaluated = _solve_mean(steps.evaluate, at, MAX_MEAN_STEPS if solves_for_mean else 0, tolerance)
+        evaluated = steps.evaluate(at, at.proposal.mean)
+        if solves_for_mean:
+            evaluated = _solve_mean(steps.evaluate, at, evaluated, tolerance)
         state, progress = steps.update(at, evaluated)
         progress = jax.device_get(progress)
         has_moved = started and int(progress.iterations) > iterations
@@ -222,17 +230,14 @@ def begun_again(state: SolverState) -> SolverState:
 
 
 def _solve_mean(
-    evaluate: Callable[[Pending, Array | np.ndarray], Evaluated], at: Pending, num_steps: int, tolerance: float
+    evaluate: Callable[[Pending, Array | np.ndarray], Evaluated], at: Pending, best: Evaluated, tolerance: float
 ) -> Evaluated:
     """After Newton steps of the mean, at the proposal's covariance, that raise the bound.
 
-    :param num_steps: at most. :param tolerance: squared length of the mean's natural gradient at which to stop.
+    :param best: before them. :param tolerance: squared length of the mean's natural gradient at which to stop.
     """
-    best = evaluate(at, at.proposal.mean)
-    if not num_steps:
-        return best
     mean, move, value, length = _on_host(best)
-    for _ in range(num_steps):
+    for _ in range(MAX_MEAN_STEPS):
         if length <= tolerance:
             break
         new = evaluate(at, mean + move)

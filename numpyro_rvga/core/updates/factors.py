@@ -94,6 +94,14 @@ class Accounts(NamedTuple):
     errors: Array
 
 
+class Totals(NamedTuple):
+    """Over all factors: sum E[phi] and sum Z_i^T g_i."""
+
+    value: Array
+    gradient: Array
+    accounts: Accounts
+
+
 class Expected(NamedTuple):
     """Over all factors: sum E[phi], sum Z_i^T g_i, and what the curvature needs to know: E[hess phi] by kind.
 
@@ -136,8 +144,10 @@ def covariances(blocks: tuple[Factors, ...], sigma: Array | Packed | None) -> tu
     return None if sigma is None else tuple(covariance(block.jacobian, sigma) for block in blocks)
 
 
-def expect(kinds: tuple[Kind, ...], blocks: tuple[Factors, ...], covariances: tuple[Array, ...] | None) -> Expected:
-    """What is expected of factors.
+def expect(
+    kinds: tuple[Kind, ...], blocks: tuple[Factors, ...], covariances: tuple[Array, ...] | None = None
+) -> tuple[Totals, tuple[Array, ...]]:
+    """What is expected of factors: sums, and E[hess phi] by kind.
 
     :param covariances: None for a point mass, with derivatives at the mean.
     """
@@ -154,7 +164,7 @@ def expect(kinds: tuple[Kind, ...], blocks: tuple[Factors, ...], covariances: tu
         value, gradient = value + values[-1], gradient + vjp(block.jacobian, g)
         hessians.append(h)
     accounts = Accounts(*[jnp.stack(x) if x else jnp.zeros(0) for x in (values, errors)])
-    return Expected(value, gradient, tuple(hessians), accounts)
+    return Totals(value, gradient, accounts), tuple(hessians)
 
 
 def curvature_of(
@@ -171,5 +181,5 @@ def curvature_of(
 
 def evaluate(kinds: tuple[Kind, ...], blocks: tuple[Factors, ...], sigma: Array | Packed | None) -> Sums:
     """All sums. ``sigma``: as :func:`covariances` takes it; None for a point mass."""
-    expected = expect(kinds, blocks, covariances(blocks, sigma))
-    return Sums(expected.value, expected.gradient, curvature_of(kinds, blocks, expected.hessians))
+    totals, hessians = expect(kinds, blocks, covariances(blocks, sigma))
+    return Sums(totals.value, totals.gradient, curvature_of(kinds, blocks, hessians))

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from ..pytrees import PyTree
-from .factors import Accounts, Expected, Factors, Kind, Sums, add_curvatures, covariances, curvature_of, expect
+from .factors import Expected, Factors, Kind, Sums, Totals, add_curvatures, covariances, curvature_of, expect
 
 
 def is_log_concave(kinds: Sequence[Kind]) -> bool:
@@ -55,7 +55,8 @@ class BlockObjective(NamedTuple):
     def expect(self, mean: Array, covariances: tuple[Array, ...] | None) -> Expected:
         """Value and gradient, and in ``hessians`` what :meth:`curvature` takes. ``covariances`` None: q is a point
         mass, and the derivatives are those at the mean."""
-        return expect(self.kinds, self.factors_at(mean), covariances)
+        totals, hessians = expect(self.kinds, self.factors_at(mean), covariances)
+        return Expected(totals.value, totals.gradient, hessians, totals.accounts)
 
     def curvature(self, mean: Array, hessians: tuple[Array, ...], clamped: bool) -> Array:
         """- sum_i J_i^T G_i J_i; ``clamped``: with each G_i's negative part only."""
@@ -114,16 +115,21 @@ class FactorSet(NamedTuple):
     def first(self) -> PyTree:
         return jax.tree.map(lambda x: x[0], self.chunks)
 
-    def map_reduce(self, function: Callable, *arguments: Any) -> tuple[Any, Any]:
-        """``function(chunk, *arguments)`` returns a pair: the sum of the first over chunks, and the second by chunk."""
-        first = (self.first, *jax.tree.map(lambda x: x[0], arguments))
+    def map_reduce(self, theta: Array, function: Callable, *arguments: Any) -> tuple[Any, Any]:
+        """``function(factors of a chunk at theta, *arguments)`` returns a pair: the sum of the first over chunks, and
+        the second by chunk."""
+        chunk, *others = (self.first, *jax.tree.map(lambda x: x[0], arguments))
         if self.num_chunks == 1:
-            result = function(*first)
+            result = function(self.linearize(chunk, theta), *others)
             return result[0], jax.tree.map(lambda x: x[None], result[1])
-        nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(function, *first)[0])
+
+        def of_chunk(chunk, *others):
+            return function(self.linearize(chunk, theta), *others)
+
+        nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(of_chunk, chunk, *others)[0])
 
         def body(total, chunk):
-            result, rest = function(*chunk)
+            result, rest = of_chunk(*chunk)
             return jax.tree.map(jnp.add, total, result), rest
 
         return lax.scan(body, nothing, (self.chunks, *arguments))
@@ -166,24 +172,26 @@ class JointObjective:
             return covariance_root
         theta, sigma = self.coordinates.theta(mean), self.coordinates.covariance(covariance_root)
 
-        def one(factor_set: FactorSet, chunk: PyTree) -> tuple[tuple[()], PyTree]:
-            return (), covariances(factor_set.linearize(chunk, theta), sigma)
+        def of_factors(factors: tuple[Factors, ...]) -> tuple[tuple[()], PyTree]:
+            return (), covariances(factors, sigma)
 
-        return tuple(factor_set.map_reduce(partial(one, factor_set))[1] for factor_set in self.sets)
+        return tuple(factor_set.map_reduce(theta, of_factors)[1] for factor_set in self.sets)
 
     def expect(self, mean: Array, covariances: PyTree) -> Expected:
-        theta = self.coordinates.theta(mean)
+        theta, pairs = self.coordinates.theta(mean), []
         if self.staged:
             by_set = [()] * len(self.sets) if covariances is None else [(of_set,) for of_set in covariances]
-            pairs = [s.map_reduce(partial(_expected, s, theta), *x) for s, x in zip(self.sets, by_set)]
-            sums, hessians = zip(*pairs)
+            for factor_set, of_set in zip(self.sets, by_set):
+                pairs.append(factor_set.map_reduce(theta, partial(expect, factor_set.kinds), *of_set))
         else:
             sigma = None if covariances is None else self.coordinates.covariance(covariances)
             is_concave = is_log_concave([kind for factor_set in self.sets for kind in factor_set.kinds])
             ways = [False] if is_concave else [False, True]
-            pairs = [s.map_reduce(partial(_with_curvatures, s, theta, sigma, ways)) for s in self.sets]
-            sums, hessians = zip(*[(total[:3], total[3]) for total, _ in pairs])
-        values, gradients, accounts = zip(*sums)
+            for factor_set in self.sets:
+                function = partial(_with_curvatures, factor_set.kinds, sigma, ways)
+                pairs.append(factor_set.map_reduce(theta, function)[0])
+        totals, hessians = zip(*pairs)
+        values, gradients, accounts = zip(*totals)
         accounts = jax.tree.map(lambda *x: jnp.concatenate(x), *accounts)  # by kind
         gradient = self.coordinates.gradient(reduce(jnp.add, gradients))
         return Expected(reduce(jnp.add, values), gradient, hessians, accounts, gradients)
@@ -205,29 +213,19 @@ class JointObjective:
             return hessians[clamped]
         factor_set, theta = self.sets[number], self.coordinates.theta(mean)
 
-        def one(chunk: PyTree, of_chunk: PyTree) -> tuple[Array, tuple[()]]:
-            return curvature_of(factor_set.kinds, factor_set.linearize(chunk, theta), of_chunk, clamped=clamped), ()
+        def of_factors(factors: tuple[Factors, ...], hessians: PyTree) -> tuple[Array, tuple[()]]:
+            return curvature_of(factor_set.kinds, factors, hessians, clamped=clamped), ()
 
-        return factor_set.map_reduce(one, hessians)[0]
+        return factor_set.map_reduce(theta, of_factors, hessians)[0]
 
 
 Objective = BlockObjective | JointObjective
 """What a search asks of the factors, in its own coordinates: m (r,), gradients (r,), curvatures (r, r)."""
 
 
-def _expected(
-    factor_set: FactorSet, theta: Array, chunk: PyTree, covariances: PyTree = None
-) -> tuple[tuple[Array, Array, Accounts], PyTree]:
-    """Of a chunk's factors: sums over them, and the Hessians of each."""
-    expected = expect(factor_set.kinds, factor_set.linearize(chunk, theta), covariances)
-    return (expected.value, expected.gradient, expected.accounts), expected.hessians
-
-
 def _with_curvatures(
-    factor_set: FactorSet, theta: Array, sigma: PyTree, ways: Sequence[bool], chunk: PyTree
-) -> tuple[tuple, tuple[()]]:
-    """Of a chunk's factors: sums over them, with the curvature for each of ``ways``, clamped or not."""
-    kinds, factors = factor_set.kinds, factor_set.linearize(chunk, theta)
-    expected = expect(kinds, factors, covariances(factors, sigma))
-    curvatures = [curvature_of(kinds, factors, expected.hessians, clamped=clamped) for clamped in ways]
-    return (expected.value, expected.gradient, expected.accounts, curvatures), ()
+    kinds: tuple[Kind, ...], sigma: PyTree, ways: Sequence[bool], factors: tuple[Factors, ...]
+) -> tuple[tuple[Totals, list[Array]], tuple[()]]:
+    """Sums over factors, with the curvature for each of ``ways``, clamped or not."""
+    totals, hessians = expect(kinds, factors, covariances(factors, sigma))
+    return (totals, [curvature_of(kinds, factors, hessians, clamped=clamped) for clamped in ways]), ()

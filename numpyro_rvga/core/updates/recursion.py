@@ -104,15 +104,15 @@ def explicit_step(
         jacobians, basis = _subspace(state.root, factors)
         blocks = tuple(Factors(f.predictors, z, f.constants) for f, z in zip(factors, jacobians))
         identity = jnp.eye(jacobians[0].shape[-1], dtype=state.mean.dtype)
-        expected = expect(kinds, blocks, covariances(blocks, identity))
+        totals, hessians = expect(kinds, blocks, covariances(blocks, identity))
 
         def rooted(*, clamped):
-            return cholesky(identity + curvature_of(kinds, blocks, expected.hessians, clamped=clamped))
+            return cholesky(identity + curvature_of(kinds, blocks, hessians, clamped=clamped))
 
         root = rooted(clamped=False)
         if not all(kind.concave for kind in kinds):
             root = jnp.where(jnp.all(jnp.isfinite(root)), root, rooted(clamped=True))
-        move = solve_lower(root, solve_lower(root, expected.gradient), transpose=True)
+        move = solve_lower(root, solve_lower(root, totals.gradient), transpose=True)
         inverse = solve_lower(root, identity)
         value = evaluate(kinds, _shifted(blocks, move), inverse).value
         divergence = 0.5 * (jnp.sum(inverse * inverse) - identity.shape[0] + move @ move)
