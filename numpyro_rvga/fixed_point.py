@@ -12,7 +12,8 @@ from jax.sharding import Mesh
 from jax.typing import ArrayLike
 
 from .core.expectations.by_nodes import Expectation
-from .engines.batch import BatchSolver, Initial
+from .core.gaussians import FullGaussian
+from .engines.batch import BatchSolver
 from .engines.registry import Engines
 from .model.data.rows import Data
 from .options import LOCAL, MARGINALS, Options, check_choice, check_options, default_key
@@ -166,7 +167,7 @@ class FixedPointVI:
             if fields is not None:
                 return Posterior(**fields)
             not_integrated = {"not_integrated": why}
-        nearby = None if init is None else Initial(init.mean, init.scale)
+        nearby = None if init is None else FullGaussian(init.mean, init.scale)
         fit = self._solver(engine, rows, nearby, progress_bar=progress_bar, started=started)
         info = {"schedule": self.schedule, "expectation": self.options.facts["expectation"], **not_integrated}
         return joint_posterior(fit, rows, reason, info, rng_key)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax.typing import ArrayLike
 
-from ..core.updates.joint import Marginals
+from ..core.gaussians import DiagonalGaussian, FullGaussian
 from ..core.updates.state import State, StepInfo
 from ..model.bad_rows import NotFinite, describe_bad_rows, possible_point
 from ..model.data.rows import Rows
@@ -42,13 +41,6 @@ class Fit(NamedTuple):
     facts: Info
 
 
-class Initial(NamedTuple):
-    """Where a search starts: the mean (P,), and a root (P, P) of the covariance."""
-
-    mean: ArrayLike
-    root: ArrayLike
-
-
 _Solved = tuple[Program, State, StepInfo, Array | np.ndarray, Learned | None]
 """The program with its learned parameters, the solution, its report, where the search began, and what was learned."""
 
@@ -64,11 +56,11 @@ class BatchSolver:
         self._options, self._schedule, self._name = options, schedule, name
 
     def __call__(
-        self, engine: Engine, rows: Rows, init: Initial | None = None, *, progress_bar: bool, started: float
+        self, engine: Engine, rows: Rows, init: FullGaussian | None = None, *, progress_bar: bool, started: float
     ) -> Fit:
         """The best Gaussian.
 
-        :param rows: all of them. :param init: None: the prior.
+        :param rows: all of them. :param init: where the search starts; None: at the prior.
         :param started: when the user's call was.
         :raises NotFinite: naming the row, if the bound is not finite.
         :raises ValueError: naming the site, if the posterior is improper.
@@ -97,7 +89,7 @@ class BatchSolver:
             facts["elbo_error"], bound = error, bound - excess
             if engine.effort.calls_for_more(error, bound):
                 options = {"progress_bar": progress_bar, "started": started}
-                nearby = init if sparse is not None else Initial(np.asarray(after.mean), np.asarray(after.root))
+                nearby = init if sparse is not None else FullGaussian(after.mean, after.root)
                 modes = modes_info(info.modes)
                 warn_of_modes(modes)
                 fit = self(engine.with_effort("thorough"), rows, nearby, **options)
@@ -130,7 +122,7 @@ class BatchSolver:
         start, program = possible_point(engine.program, rows), engine.program
         if start is None:
             raise error
-        init = Initial(start, np.asarray(program.initial_state().root))
+        init = FullGaussian(jnp.asarray(start), program.initial_state().root)
         try:
             fit = solver(engine.with_effort("usual", "laplace"), rows, init, progress_bar=progress_bar, started=started)
         except NotFinite:
@@ -143,11 +135,15 @@ class BatchSolver:
         return fit._replace(facts=fit.facts | {"scheme": "laplace", "no_bound": str(error)})
 
     # ------------------------------------------------------------------ inside
-    def _solved_densely(self, engine: Engine, rows: Rows, init: Initial | None, record: Record, bar: Bar) -> _Solved:
+    def _solved_densely(
+        self, engine: Engine, rows: Rows, init: FullGaussian | None, record: Record, bar: Bar
+    ) -> _Solved:
         """By precisions that are whole matrices."""
         program, learned = engine.program, None
         chunks, before = distinct_chunks_of(engine, rows), program.initial_state()
-        start = None if init is None else whitened(before, *[jnp.asarray(x, program.dtype) for x in init])
+        start = None
+        if init is not None:
+            start = whitened(before, *[jnp.asarray(x, program.dtype) for x in (init.mean, init.root)])
         if program.params.layout.size:
             tolerance = self._options.tolerance or LEARNING_TOLERANCE
             learned = learn(MaximizedBound.of(engine), chunks, start, tolerance, bar)
@@ -180,9 +176,13 @@ class BatchSolver:
             )
 
 
-def _solved_sparsely(sparse: SparseEngine, rows: Rows, init: Initial | None, record: Record) -> _Solved:
+def _solved_sparsely(sparse: SparseEngine, rows: Rows, init: FullGaussian | None, record: Record) -> _Solved:
     """By precisions of which one site is eliminated."""
-    engine, problem = sparse.engine, sparse.problem(rows, _marginals_of(init))
+    marginals = None
+    if init is not None:
+        variance: Any = np.sum(np.asarray(init.root) ** 2, axis=1)
+        marginals = DiagonalGaussian(init.mean, variance)
+    engine, problem = sparse.engine, sparse.problem(rows, marginals)
     after, info = engine.devices.fetch(sparse.solve(problem, record.step))
     return engine.program, after, info, problem.marginals.mean, None
 
@@ -216,7 +216,3 @@ def _check_proper(program: Program, state: State, *, converged: bool) -> None:
                 f"the posterior is improper: site {name!r} has an improper prior, and the data leave it as wide as "
                 f"it may be. Give it a proper prior, such as numpyro.sample({name!r}, dist.Normal(0, 10))."
             )
-
-
-def _marginals_of(init: Initial | None) -> Marginals | None:
-    return None if init is None else Marginals(np.asarray(init.mean), np.sum(np.asarray(init.root) ** 2, axis=1))

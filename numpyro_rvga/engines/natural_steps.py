@@ -76,13 +76,11 @@ class Base:
     """The log density of the start without its approximation of the prior terms, in double precision."""
 
     def __init__(self, start: State):
-        self._start = in_double(start)
-        size = len(self._start.mean)
-        inverse = np.linalg.inv(self._start.root)
-        self._precision = inverse.T @ inverse
-        self._constant = self._start.log_evidence - 0.5 * size * math.log(2 * math.pi) - _half_log_det(self._start.root)
-        if self._start.prior_factor is not None:
-            self._constant = self._constant - self._start.prior_factor.constant
+        start = in_double(start)
+        size, inverse, site = len(start.mean), np.linalg.inv(start.root), start.prior_factor
+        constant = start.log_evidence - 0.5 * size * math.log(2 * math.pi) - _half_log_det(start.root)
+        density = CanonicalGaussian(inverse.T @ inverse, np.zeros(size), constant, start.mean)
+        self._density = density if site is None else density.about(site.center).plus(site, -1.0)
 
     def look(self, state: State, rows: Sums, prior: Sums) -> Look:
         """The bound at q, its natural gradient and the precision of a full step, from sums over rows and prior terms:
@@ -92,16 +90,8 @@ class Base:
 
         the last two in coordinates in which q is standard normal.
         """
-        at, start = in_double(state), self._start
-        delta = at.mean - start.mean
-        linear = -self._precision @ delta
-        precision, value = self._precision, self._constant + 0.5 * delta @ linear
-        site = start.prior_factor
-        if site is not None:
-            off = at.mean - site.center
-            product = site.precision @ off
-            value = value - (site.linear - 0.5 * product) @ off
-            precision, linear = precision - site.precision, linear - site.linear + product
+        at, precision = in_double(state), self._density.precision
+        value, linear = self._density.at(at.mean)
         value = value - 0.5 * np.sum(at.root * (precision @ at.root))
         size = len(at.mean)
         entropy = _half_log_det(at.root) + 0.5 * size * (1 + math.log(2 * math.pi))

@@ -13,12 +13,13 @@ import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 
+from ..core.gaussians import DiagonalGaussian
 from ..core.matrices.borders import border_pattern
 from ..core.matrices.chains import ChainPacking
 from ..core.matrices.packing import Packing
 from ..core.updates.drivers import Progress
 from ..core.updates.factors import Factors, Kind
-from ..core.updates.joint import Marginals, SparseJoint
+from ..core.updates.joint import SparseJoint
 from ..core.updates.objective import FactorSet, in_stages
 from ..core.updates.search import Search
 from ..core.updates.state import Count, State, StepInfo
@@ -46,7 +47,7 @@ class SparseProblem(NamedTuple):
     :ivar init: mean and packed precision to start from, in the order of elimination, or None.
     """
 
-    marginals: Marginals
+    marginals: DiagonalGaussian
     chunks: tuple
     num_rows: ArrayLike
     packing: Packing | ChainPacking
@@ -87,12 +88,12 @@ class SparseEngine:
         return id(self._identity)
 
     def problem(
-        self, rows: Rows, marginals: Marginals | None = None, weights: np.ndarray | None = None
+        self, rows: Rows, marginals: DiagonalGaussian | None = None, weights: np.ndarray | None = None
     ) -> SparseProblem:
         """For all rows. ``marginals``: where to begin; default: at the prior's."""
-        program = self.engine.program
-        marginals = Marginals(*(program.marginals[:2] if marginals is None else marginals))
-        marginals = Marginals(*[np.asarray(x, program.dtype) for x in marginals])
+        program, prior = self.engine.program, self.engine.program.marginals
+        marginals = DiagonalGaussian(prior.mean, prior.variance) if marginals is None else marginals
+        marginals = jax.tree.map(lambda x: np.asarray(x, program.dtype), marginals)
         chunks = chunks_of(self.engine, rows, self.sparsity.numbers_per_row, weights)
         prepared = self.prepare(program.prior_inputs, *chunks)
         total = num_rows(rows) if weights is None else np.count_nonzero(weights)

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from ..gaussians import DiagonalGaussian
 from ..matrices.chains import ChainPacking, packed_form
 from ..matrices.jacobians import times_root
 from ..matrices.linalg import solve_lower
@@ -227,13 +228,6 @@ class EliminationOrder(NamedTuple):
         return np.argsort(self.places)
 
 
-class Marginals(NamedTuple):
-    """A Gaussian of independent entries to start from: (P,) arrays."""
-
-    mean: Array | np.ndarray
-    variance: Array | np.ndarray
-
-
 @dataclass(frozen=True)
 class SparseJoint:
     """Rows and the whole prior together, over theta itself, its entries reordered. The base is flat.
@@ -249,7 +243,7 @@ class SparseJoint:
     prior: FactorSet
     gaussian: FactorSet
     order: EliminationOrder
-    marginals: Marginals
+    marginals: DiagonalGaussian
     packing: Packing | ChainPacking
     init: tuple[Array, Array] | None = None
 

@@ -14,6 +14,7 @@ import numpy as np
 from jax import Array
 
 from ...core.compilation import jit_once
+from ...core.gaussians import FullGaussian
 from ...core.updates.state import State
 from ..data.arguments import CONSTANTS, PARAMS, SHARED
 from ..data.rows import Arrays, Rows, num_rows
@@ -26,7 +27,6 @@ from .prior import Prior, normal_site, split_prior
 from .prior_start import (
     NUM_DRAWS,
     IndependentPrior,
-    Moments,
     PriorMarginals,
     gaussian_parts,
     independent_prior,
@@ -173,7 +173,7 @@ class BoundPrior(BoundModel):
             raise ImproperPrior("in some direction the latent sites have no prior, and no recursion can start there.")
 
     @functools.cached_property
-    def _moments_of_draws(self) -> Moments | None:
+    def _moments_of_draws(self) -> FullGaussian | None:
         """Of the Gaussian that approximates the prior; None if it is Gaussian itself."""
         if not self.prior.terms and not (self.whole and self._is_flat_somewhere):
             return None

@@ -15,6 +15,7 @@ from jax.typing import DTypeLike
 from ...core.compilation import at_once, jit_once
 from ...core.expectations.by_nodes import linearized
 from ...core.expectations.closed_forms import Gaussian, gaussian
+from ...core.gaussians import FullGaussian
 from ...core.matrices.jacobians import gram, vjp
 from ...core.updates.state import CanonicalGaussian, Count, State
 from ..data.rows import Arrays
@@ -31,14 +32,6 @@ SHRINKAGE = 0.05  # of correlations: more coordinates than draws can support sta
 NO_PRIOR = "the prior's precision matrix is not positive definite: some direction has no prior."
 
 
-class Moments(NamedTuple):
-    """Of the Gaussian that approximates the prior outside its multivariate normal sites: mean (K,) and a root (K, K) of
-    the covariance."""
-
-    mean: np.ndarray | Array
-    root: np.ndarray | Array
-
-
 class PriorMarginals(NamedTuple):
     """The entries of theta under the prior, each for itself: exact where they are normal and independent of the
     others, by moments of draws elsewhere.
@@ -48,8 +41,8 @@ class PriorMarginals(NamedTuple):
     :ivar separate: the sum of all other Gaussian terms about zero, its precision a diagonal (P,).
     """
 
-    mean: np.ndarray
-    variance: np.ndarray
+    mean: Any  # NumPy's arrays, in double precision
+    variance: Any
     indices: np.ndarray
     coupling: list[Terms]
     separate: CanonicalGaussian
@@ -124,7 +117,8 @@ def independent_prior(
         )
         for other in map(_in_float64, others):
             exact = exact.plus(_part_of(other, indices))
-        moments = Moments(mean[indices], np.diag(np.sqrt(variance[indices])))
+        root: Any = np.diag(np.sqrt(variance[indices]))
+        moments = FullGaussian(mean[indices], root)
         factor = jax.tree.map(lambda x: jnp.asarray(x, dtype), _approximating_factor(np, moments, exact))
     return IndependentPrior(jnp.asarray(mean, dtype), jnp.asarray(variance, dtype), indices, factor)
 
@@ -141,18 +135,19 @@ def is_flat(precision: Array, prior: Prior) -> bool:
     return bool(len(scaled)) and np.linalg.eigvalsh(scaled)[0] < len(scaled) * np.finfo(precision.dtype).eps
 
 
-def moments_of_draws(prior: Prior, size: int, draws: Array) -> Moments:
-    """Robust moments of draws theta (n, P) from the prior, far-out ones cut."""
+def moments_of_draws(prior: Prior, size: int, draws: Array) -> FullGaussian:
+    """Robust moments of draws theta (n, P) from the prior, far-out ones cut: the Gaussian that approximates it outside
+    its multivariate normal sites."""
     cut = _winsorized(np.asarray(draws, np.float64)[:, _other_indices(prior, size)])
     covariance = np.atleast_2d(np.cov(cut.T))
-    scale = np.sqrt(np.diagonal(covariance))
+    scale: Any = np.sqrt(np.diagonal(covariance))
     correlation = covariance / np.outer(scale, scale)
     shrunk = (1 - SHRINKAGE) * correlation + SHRINKAGE * np.eye(len(scale))
-    return Moments(cut.mean(axis=0), scale[:, None] * np.linalg.cholesky(shrunk))
+    return FullGaussian(cut.mean(axis=0), scale[:, None] * np.linalg.cholesky(shrunk))
 
 
 def initial_state(
-    prior: Prior, size: int, dtype: DTypeLike, moments: Moments | None, parts: tuple[CanonicalGaussian, list]
+    prior: Prior, size: int, dtype: DTypeLike, moments: FullGaussian | None, parts: tuple[CanonicalGaussian, list]
 ) -> State:
     """The state before the first row: the Gaussian prior itself, or the Gaussian of some ``moments``. The part of that
     which approximates prior terms is then its ``prior_factor``.
@@ -172,9 +167,9 @@ def initial_state(
     return jax.device_put(state._replace(num_rows=Count.of(0)))
 
 
-def state_at(prior: Prior, size: int, dtype: DTypeLike, moments: Moments | None, shared: Arrays) -> State:
+def state_at(prior: Prior, size: int, dtype: DTypeLike, moments: FullGaussian | None, shared: Arrays) -> State:
     """The same as a differentiable function of the ``numpyro.param`` sites."""
-    moments = None if moments is None else Moments(*[jnp.asarray(x, dtype) for x in moments])
+    moments = jax.tree.map(lambda x: jnp.asarray(x, dtype), moments)
     parts = gaussian_parts(prior, size, dtype, shared)
     return _assembled(jnp, prior, size, moments, *parts)._replace(num_rows=Count.of(0))
 
@@ -185,7 +180,7 @@ def gaussian_parts(prior: Prior, size: int, dtype: DTypeLike, shared: Arrays) ->
 
 
 def _assembled(
-    xp: Any, prior: Prior, size: int, moments: Moments | None, gaussian: CanonicalGaussian, normals: list
+    xp: Any, prior: Prior, size: int, moments: FullGaussian | None, gaussian: CanonicalGaussian, normals: list
 ) -> State:
     """The state, in NumPy or JAX (``xp``), from :func:`gaussian_parts`."""
     others = _other_indices(prior, size)
@@ -193,7 +188,7 @@ def _assembled(
     if moments is None:
         mean, root, evidence = _normalized(xp, inner)
     else:
-        mean, root, evidence = *moments, xp.zeros(())
+        mean, root, evidence = moments.mean, moments.root, xp.zeros(())
         factor = _approximating_factor(xp, moments, inner)
     order = np.concatenate([others, *[np.arange(site.start, site.stop) for site in prior.normal_sites]]).astype(int)
     back = np.argsort(order)
@@ -215,10 +210,9 @@ def _other_indices(prior: Prior, size: int) -> np.ndarray:
     return np.flatnonzero(is_other)
 
 
-def _approximating_factor(xp: Any, moments: Moments, exact: CanonicalGaussian) -> CanonicalGaussian:
+def _approximating_factor(xp: Any, moments: FullGaussian, exact: CanonicalGaussian) -> CanonicalGaussian:
     """What approximates the terms that are not Gaussian: N(mean, root root^T), divided by the exact Gaussian terms."""
-    mean: Any = moments.mean
-    root: Any = moments.root
+    mean, root = moments.mean, moments.root
     log_density = -0.5 * len(mean) * math.log(2 * math.pi) - xp.sum(xp.log(xp.diagonal(root)))
     inverse = xp.linalg.inv(root)
     approximation = CanonicalGaussian(inverse.T @ inverse, xp.zeros_like(mean), log_density, mean)
