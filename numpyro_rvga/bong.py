@@ -17,12 +17,14 @@ from .core.gaussians.mixture import GaussianMixture
 from .core.updates.rules import RULES, Rule, UpdateRule
 from .dynamics import Dynamics, check_dynamics, facts_of
 from .engines.combinations import HESSIANS, PAPER_HESSIANS, PROJECTIONS, check_combination, check_rate
-from .engines.online import Online, OnlineOptions, OnlineState
-from .engines.online_engines import OnlineEngines
+from .engines.engine import Engine
+from .engines.online import Online, OnlineOptions, OnlineState, online_of
 from .engines.registry import Engines
+from .initialization import warn_of_rest
 from .model.data.arguments import checked_rows
 from .model.data.row_set import RowSet, row_set
 from .model.data.rows import Arrays, Data, num_rows
+from .model.program import Program
 from .options import Info, Options, check_choice, check_choice_or_own, default_key, described, is_count, key_numbers
 from .presets import PRESETS
 from .progress import progress
@@ -164,8 +166,7 @@ class BONG:
         }
         expectation = "linearized" if hessian in PAPER_HESSIANS else hessian
         options = Options("explicit", expectation, "auto", None, 200, max(num_samples, 2))
-        engines = Engines(model, options, improper_prior_scale)
-        self.updates = OnlineEngines(engines, self.options, self.rule, dynamics, init_loc_fn)
+        self._engines = Engines(model, options, improper_prior_scale)
         self.state: OnlineState | None = None
 
     @classmethod
@@ -276,7 +277,9 @@ class BONG:
         source, head, all_rows = open_source(data, self.model, model_kwargs, options, self.shuffle)
         if self.num_epochs is not None and all_rows is None:
             raise ValueError("num_epochs needs the data in memory: it passes over them again.")
-        online = self.updates.get(head, model_kwargs, rng_key, all_rows if init is None else None)
+        rows_for_prior = all_rows if init is None else None
+        engine = self._engines.get_for_stream(head, model_kwargs, rng_key, rows_for_prior)
+        online = self._of_engine(engine, rng_key)
         source, head = usable_source(online.engine.program, source, head, all_rows, options)
         if self.num_epochs is None:
             useful = source.is_longer_than(self.block_size) and self.dynamics is None and prequential is None
@@ -287,19 +290,9 @@ class BONG:
         total = None if source.total is None else source.total * (self.num_epochs or 1)
         with progress(progress_bar, total, "BONG", "row") as bar:
             if self.num_epochs is None:
-                taken = OnlinePass(
-                    online,
-                    self.rule,
-                    call_back,
-                    every=callback_every,
-                    block_size=self.block_size,
-                    predict=prequential,
-                    source=source,
-                    options=options,
-                    bar=bar,
-                    on_state=on_state,
-                    checked=all_rows is not None,
-                )
+                how = {"every": callback_every, "block_size": self.block_size, "predict": prequential}
+                of_pass = {"source": source, "options": options, "bar": bar, "on_state": on_state}
+                taken = OnlinePass(online, self.rule, call_back, **how, **of_pass, checked=all_rows is not None)
                 state = taken(state, self._facts(rng_key, shuffled=source.order is not None))
                 info, absorbed = taken.facts(), taken.absorbed
             else:
@@ -320,7 +313,8 @@ class BONG:
         """
         rows = checked_rows(self.model, data, 0, model_kwargs)
         rng_key = default_key() if rng_key is None else rng_key
-        return self._start(self.updates.get(rows, model_kwargs, rng_key), None, rng_key)
+        engine = self._engines.get_for_stream(rows, model_kwargs, rng_key)
+        return self._start(self._of_engine(engine, rng_key), None, rng_key)
 
     def update(self, state: OnlineState, data: Arrays) -> OnlineState:
         """Update by rows, in blocks of ``block_size``.
@@ -359,11 +353,20 @@ class BONG:
 
         :raises RuntimeError: before :meth:`init`.
         """
-        return self.updates.last
+        return self._of_engine(self._engines.last_engine, default_key())
+
+    def online_of(self, program: Program, rng_key: Array) -> Online:
+        """The same for a program of this model."""
+        return self._of_engine(self._engines.of(program, rng_key), rng_key)
+
+    def _of_engine(self, engine: Engine, rng_key: Array) -> Online:
+        return online_of(engine, self.options, self.rule, self.dynamics, self.init_loc_fn, rng_key)
 
     def _start(self, online: Online, init: Posterior | OnlineState | None, rng_key: Array) -> OnlineState:
         if init is None:
-            return self.updates.initial_state(online, rng_key)
+            if self.init_loc_fn is None:
+                warn_of_rest(online.engine.program, online.start.mean)
+            return online.initial_state(rng_key)
         if isinstance(init, OnlineState):
             return init
         online.engine.program.check_continues(init.program)

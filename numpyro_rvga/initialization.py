@@ -13,6 +13,7 @@ from numpyro.primitives import Messenger
 
 from .model.data.rows import num_rows
 from .model.program import Program
+from .user_warnings import warn
 
 PARAMS = "$params"  # how numpyro.contrib.module ends the names of a module's weights
 
@@ -74,14 +75,18 @@ def initial_location(program: Program, init_loc_fn: Callable, rng_key: Array) ->
     return jnp.where(is_given, theta, jnp.nan)
 
 
-def is_at_rest(program: Program, mean: Array) -> bool:
-    """Whether the layers of a module, two or more of them, all start at zero: the network has no slope there."""
+def warn_of_rest(program: Program, mean: Array) -> None:
+    """If the layers of a module, two or more of them, all start at zero: the network has no slope there."""
     if not any("/" in name for name in program.layout.site_names):  # the names of no module's weights
-        return False
+        return
     _, weights = _drawn(program, jax.random.key(0), lambda site: None)
     sites = program.layout.unravel(jnp.asarray(mean))
     kernels = [name for name, value in weights.items() if jnp.ndim(value) > 1]
-    return len(kernels) > 1 and not any(bool(jnp.any(sites[name])) for name in kernels)
+    if len(kernels) > 1 and not any(bool(jnp.any(sites[name])) for name in kernels):
+        warn(
+            "the weights of the network start at zero, where it has no slope and learns next to nothing: pass "
+            "init_loc_fn=init_to_module, or give them a prior with another mean."
+        )
 
 
 def _drawn(program: Program, rng_key: Array, substitute_fn: Callable) -> tuple[dict, dict[str, Array]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -18,6 +19,7 @@ from ..core.updates.estimators import Observation, implicit, make_estimator
 from ..core.updates.rules import Rule, Updated, iterate, update
 from ..core.updates.state import CanonicalGaussian, Count, State
 from ..dynamics import Dynamics, movement_of
+from ..initialization import initial_location
 from ..model.data.rows import num_rows
 from ..model.predictive import check_can_be_drawn, drawn_log_likelihood, log_predictive
 from ..model.terms.terms import Terms
@@ -315,6 +317,27 @@ class Online:
             return after
         before, precision = _precision(some.root), _precision(after.root)
         return q.with_information(places, before @ (after.mean - some.mean), jnp.diagonal(precision - before))
+
+
+def online_of(
+    engine: Engine,
+    options: OnlineOptions,
+    rule: Rule,
+    dynamics: Dynamics | None,
+    init_loc_fn: Callable | None,
+    rng_key: Array,
+) -> Online:
+    """The updates of an engine, compiled once.
+
+    :param init_loc_fn: where q's mean starts; None: at the prior's.
+    """
+    online = engine.made.get(Online)
+    if online is None or online.engine.program is not engine.program:
+        location = None if init_loc_fn is None else initial_location(engine.program, init_loc_fn, rng_key)
+        made = online is None
+        online = Online(engine, options, rule, dynamics, location) if made else online.bind(engine, location)
+        engine.made[Online] = online
+    return online
 
 
 def _first_finite(preferred: Array | None, other: Array) -> Array:

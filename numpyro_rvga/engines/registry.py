@@ -18,7 +18,7 @@ from ..model.bound.validation import check_independence
 from ..model.data.arguments import BadData, NotRows, checked_rows, has_frames, whole_data
 from ..model.data.rows import Data, Keywords, Rows, num_rows, same, snapshot
 from ..model.half_lines import read_on_positive_half
-from ..model.handlers.failures import LocalLatents, UnboundedStates, readable, why_not_rows
+from ..model.handlers.failures import LocalLatents, UnboundedStates, of_stream, readable, why_not_rows
 from ..model.program import Program
 from ..options import Info, Options, key_numbers
 from ..user_warnings import warn
@@ -101,8 +101,19 @@ class Engines:
         self.last = engine
         return engine
 
+    def get_for_stream(
+        self, rows: Rows, model_kwargs: Keywords, rng_key: Array, all_rows: Rows | None = None
+    ) -> Engine:
+        """As :meth:`get`. Errors say what a stream cannot do."""
+        try:
+            return self.get(rows, model_kwargs, rng_key, all_rows)
+        except Exception as error:
+            raise of_stream(error) from error
+
     def of(self, program: Program, rng_key: Array) -> Engine:
-        """A new engine for a program of this model that parameters do not move in."""
+        """The last engine, if it is of a program of this model; else a new one, in which parameters do not move."""
+        if self.last is not None and self.last.program is program:
+            return self.last
         return Engine(program, self._options, rng_key, None, self.devices)
 
     def make_thorough(self, engine: Engine) -> Engine:

@@ -102,7 +102,7 @@ def _merged_fields(parts: Sequence[Fitted], data: Sequence[Any] | None, rounds: 
         return common | _fields(FullGaussian(state.mean, state.root), state, bound)
     if data is not None:
         raise ValueError("rounds are for posteriors of RVGA with full Gaussians: leave data out.")
-    online = first.continuation.updates.of(first.program, states[0].rng_key)
+    online = first.continuation.online_of(first.program, states[0].rng_key)
     state = merged(online.initial_state(states[0].rng_key), states)
     warn_of_one_exchange(first.program, [part.num_rows for part in parts], "use fewer and larger parts, or RVGA")
     return common | _fields(online.with_exact_prior(state), state, None)
