@@ -3,21 +3,32 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any, Protocol
 
 from jax import Array
+from jax.sharding import Mesh
 
-from .options import is_count
+from .options import Options, is_count
 from .results.groups.parts import GroupModel, LocalPlate
 from .results.groups.store import GroupStore
 from .results.groups.stream import GroupStream
 
-if TYPE_CHECKING:
-    from .rvga import RVGA
+
+class Method(Protocol):
+    """What a stream takes of :class:`RVGA`."""
+
+    model: Callable
+    options: Options
+    improper_prior_scale: float | None
+    mesh: Mesh | None
+
+    @property
+    def takes_rounds(self) -> bool: ...
 
 
 def stream_groups(
-    method: RVGA,
+    method: Method,
     *,
     plate: str,
     index: str,

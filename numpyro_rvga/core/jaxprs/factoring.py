@@ -6,16 +6,12 @@ Products of one number and an affine array remember the array (``Node.operand``)
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
 
 from jax.extend.core import JaxprEqn
 
-from .nodes import AFFINE, POINTWISE, Node, Value
-from .primitives import form_of
-
-if TYPE_CHECKING:
-    from .graph import Graph
+from .nodes import POINTWISE, Node, NodeCache, Value
+from .pushing import materialize
 
 FACTORABLE = frozenset(["reduce_sum", "cumsum", "dot_general", "conv_general_dilated"])  # zero where an operand is
 
@@ -33,29 +29,33 @@ def is_product(node: Node) -> bool:
     return node.name in ("mul", "div") and node.operand is not None and node.shape != ()
 
 
-def factored(graph: Graph, eqn: JaxprEqn, inputs: list[Value]) -> Value | None:
-    """A linear function of a product, perhaps beside an affine term: the number times the function of the array."""
+def factored(
+    graph: NodeCache, eqn: JaxprEqn, inputs: list[Value], image: Callable[[list[Value]], Value]
+) -> tuple[Value, Value | None] | None:
+    """A linear function of a product, perhaps beside an affine term: the number times the function of the array, and
+    the function of that term; None if it is no such thing.
+
+    :param image: affine inputs -> the function of these.
+    """
     varying = [i for i, value in enumerate(inputs) if not value.is_constant]
     if eqn.primitive.name not in FACTORABLE or len(varying) != 1:
         return None
-    (which,), out = varying, form_of(eqn.outvars[0])
+    (which,) = varying
     target = inputs[which]
     if target.rest is None or not is_product(target.rest):
         return None
 
-    def image(value: Value) -> Value:
-        return graph.whole(eqn, [value if i == which else v for i, v in enumerate(inputs)], AFFINE)[0]
+    def image_of(value: Value) -> Value:
+        return image([value if i == which else v for i, v in enumerate(inputs)])
 
     assert target.rest.operand is not None
-    product = with_other(graph, target.rest, image(target.rest.operand))
-    if target.affine is None:
-        return product
-    return graph.add(out, image(target._replace(rest=None)), product, sign=1)
+    product = with_other(graph, target.rest, image_of(target.rest.operand))
+    return product, None if target.affine is None else image_of(target._replace(rest=None))
 
 
-def with_other(graph: Graph, product: Node, array: Value) -> Value:
+def with_other(graph: NodeCache, product: Node, array: Value) -> Value:
     """A product's number times another array."""
-    parents = [parent if parent.shape == () else graph.materialise(array) for parent in product.parents]
+    parents = [parent if parent.shape == () else materialize(graph, array) for parent in product.parents]
     shape = () if math.prod(array.shape) == 1 else array.shape
 
     def make() -> Node:

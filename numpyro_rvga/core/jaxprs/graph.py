@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
 from jax.lax import GatherScatterMode
 
 from .elementwise import is_pointwise_call, pointwise_apply
 from .factoring import factored, is_product, multiplied, with_other
 from .interpret import interpret, is_inlined
-from .nodes import AFFINE, CONSTANT, OPAQUE, POINTWISE, Node, Value, ancestors
+from .nodes import AFFINE, CONSTANT, OPAQUE, POINTWISE, Node, NodeCache, Value, ancestors
 from .parallel_loops import in_parallel
 from .primitives import (
     BILINEAR_PRIMITIVES,
@@ -27,24 +26,12 @@ from .primitives import (
     is_float,
     special_function,
 )
-from .pushing import columns_of, index_of, num_distinct, selected, selected_value, selection_node
-from .selection import (
-    Selection,
-    are_inside,
-    broadcast_selection,
-    everything,
-    known_index,
-    reshaped,
-    selection_of,
-    without_repetition,
-)
+from .pushing import columns_of, combined, index_of, materialize, selected_value, unwrap
+from .selection import Selection, are_inside, broadcast_selection, everything, known_index, reshaped, selection_of
 
 
-class Graph:
-    """Interprets a jaxpr on ``Value``s and remembers what it has built, so that equal steps are one node."""
-
-    def __init__(self):
-        self._cache: dict = {}
+class Graph(NodeCache):
+    """Interprets a jaxpr on ``Value``s."""
 
     # ------------------------------------------------------------------ reading the program
     def interpret(self, jaxpr, consts, inputs: Sequence[Value]) -> list[Value]:
@@ -82,9 +69,10 @@ class Graph:
             return self.parts(eqn, inputs[0])
         if name == "reduce_sum" and math.prod(inputs[0].shape) == math.prod(out.shape):
             return [selected_value(self, inputs[0], reshaped(inputs[0].shape, out.shape))]
-        product = factored(self, eqn, inputs)
-        if product is not None:
-            return [product]
+        parts = factored(self, eqn, inputs, lambda values: self.whole(eqn, values, AFFINE)[0])
+        if parts is not None:
+            product, beside = parts
+            return [product if beside is None else self.add(out, beside, product, sign=1)]
         linear = all(v.is_constant or v.is_affine for v in inputs)
         if name in (LINEAR_PRIMITIVES | SELECTING_PRIMITIVES) and linear:
             return self.whole(eqn, inputs, AFFINE)
@@ -97,32 +85,9 @@ class Graph:
         return self.whole(eqn, inputs, OPAQUE)
 
     # ------------------------------------------------------------------ building nodes
-    def constant(self, array) -> Value:
-        """An array that does not depend on theta. Equal numbers are one node."""
-        array = array if isinstance(array, jax.Array) else jax.device_put(array)
-
-        def make():
-            node = Node(CONSTANT, array.shape, array.dtype, apply=lambda: array)
-            node.operand = array if number is not None else None
-            node.name = "traced" if isinstance(array, Tracer) else ""
-            return node
-
-        number = None if isinstance(array, Tracer) or array.size > 1 else np.asarray(array)
-        node = make() if number is None else self.node(("number", str(array.dtype), number.tobytes()), make)
-        return Value(array.shape, array.dtype, None, node)
-
-    def node(self, key, make: Callable[[], Node]) -> Node:
-        try:
-            hash(key)
-        except TypeError:
-            return make()
-        if key not in self._cache:
-            self._cache[key] = make()
-        return self._cache[key]
-
     def whole(self, eqn, inputs, kind) -> list[Value]:
         """The equation as it stands, on whole arrays."""
-        parents = [self.materialise(v) if kind != AFFINE else self._linear_part(v) for v in inputs]
+        parents = [materialize(self, v) if kind != AFFINE else self._linear_part(v) for v in inputs]
         in_shapes = tuple(v.shape for v in inputs)
         outs = [v.aval for v in eqn.outvars]
         key = (eqn.primitive.name, kind, tuple(p.serial for p in parents), in_shapes, freeze(eqn.params))
@@ -148,60 +113,6 @@ class Graph:
 
     def _linear_part(self, value: Value) -> Node:
         return value.rest_node if value.is_constant else value.affine_node
-
-    def leaf(self, affine: Node) -> Node:
-        def make():
-            node = Node(POINTWISE, affine.shape, affine.dtype, name="predictor")
-            node.leaf_of = affine
-            return node
-
-        return self.node(("leaf", affine.serial), make)
-
-    def unwrap(self, affine: Node) -> Node:
-        """An affine node as elementwise arithmetic with constants on a predictor that several terms can share."""
-        if affine.name in ("mul", "div", "neg", "copy", "convert_element_type", "offset"):
-            parents = [self.unwrap(p) if p.kind == AFFINE else p for p in affine.parents]
-            key = ("unwrap", affine.serial)
-            return self.node(
-                key, lambda: Node(POINTWISE, affine.shape, affine.dtype, parents, affine.apply, affine.in_shapes)
-            )
-        if affine.name == "concatenate" and any(p.kind == CONSTANT for p in affine.parents):
-            return self.node(("unwrap", affine.serial), lambda: self._pieces(affine))
-        if num_distinct(affine) < affine.size:
-            return self.node(("unwrap", affine.serial), lambda: self._from_fewer(affine))
-        return self.leaf(affine)
-
-    def _from_fewer(self, affine: Node) -> Node:
-        """What repeats entries, as an outer sum does, from predictors that do not."""
-        if affine.name == "sum":
-            parents = [self.unwrap(p) if p.kind == AFFINE else p for p in affine.parents]
-            node = Node(POINTWISE, affine.shape, affine.dtype, parents, affine.apply, affine.in_shapes)
-            node.unwraps = affine
-            return node
-        few, back = without_repetition(affine.selection)
-        leaf = self.leaf(selected(self, affine.parents[0], few))
-        return leaf if leaf.shape == () else selection_node(leaf, back)
-
-    def _pieces(self, affine: Node) -> Node:
-        """A concatenation of affine nodes and constants: the constants (a pinned class) need no predictors."""
-        parents = [self.unwrap(p) if p.kind == AFFINE else p for p in affine.parents]
-        shapes, params = affine.in_shapes, affine.params
-        return Node(OPAQUE, affine.shape, affine.dtype, parents, affine.apply, shapes, "concatenate", params=params)
-
-    def materialise(self, value: Value) -> Node:
-        if value.affine is None:
-            return value.rest_node
-        linear = self.unwrap(value.affine)
-        if value.rest is None:
-            return linear
-        return self._combine(value.shape, value.dtype, linear, value.rest)
-
-    def _combine(self, shape, dtype, a: Node, b: Node) -> Node:
-        inner = shape if max(a.size, b.size) > 1 else ()
-        return self.node(
-            ("combine", a.serial, b.serial, inner),
-            lambda: Node(POINTWISE, inner, dtype, [a, b], lambda x, y: x + y, [inner, inner]),
-        )
 
     # ------------------------------------------------------------------ sums and multiples
     def add(self, out: jax.ShapeDtypeStruct, x: Value, y: Value, sign: int) -> Value:
@@ -229,9 +140,9 @@ class Graph:
             if rest.kind == CONSTANT:
                 return Value(out.shape, out.dtype, plus_offset(self, affine, rest, out), None)
             shared = {n.leaf_of.serial for n in ancestors([rest]) if n.leaf_of is not None}
-            linear = self.unwrap(affine)
+            linear = unwrap(self, affine)
             if {n.leaf_of.serial for n in ancestors([linear]) if n.leaf_of is not None} <= shared:
-                return Value(out.shape, out.dtype, None, self._combine(out.shape, out.dtype, linear, rest))
+                return Value(out.shape, out.dtype, None, combined(self, out.shape, out.dtype, linear, rest))
         return Value(out.shape, out.dtype, affine, rest)
 
     def scale(self, eqn, inputs: list[Value], which: int) -> Value:
@@ -241,7 +152,7 @@ class Graph:
         def part(node, kind):
             if node is None:
                 return None
-            parents = [node if i == which else self.materialise(v) for i, v in enumerate(inputs)]
+            parents = [node if i == which else materialize(self, v) for i, v in enumerate(inputs)]
             kind = kind if kind == AFFINE or node.kind == CONSTANT else POINTWISE
             return self._elementwise(eqn, parents, kind, out)
 
@@ -267,7 +178,7 @@ class Graph:
         shortcut = self._exponential_algebra(eqn, inputs)
         if shortcut is not None:
             return shortcut
-        parents = [self.materialise(v) for v in inputs]
+        parents = [materialize(self, v) for v in inputs]
         node = self._elementwise(eqn, parents, POINTWISE, out)
         if name in ("exp", "logistic") and node.operand is None:
             node.operand = inputs[0]
@@ -317,7 +228,7 @@ class Graph:
             total = Value(exponent.shape, exponent.dtype, node, None)
         else:
             return None
-        parent = self.materialise(total)
+        parent = materialize(self, total)
         result = self.node(
             ("exp", parent.serial),
             lambda: Node(POINTWISE, parent.shape, total.dtype, [parent], jnp.exp, name="exp", operand=total),

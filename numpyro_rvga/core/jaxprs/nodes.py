@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
 from jax.typing import DTypeLike
 
 CONSTANT, AFFINE, POINTWISE, OPAQUE = "constant", "affine", "pointwise", "opaque"
@@ -85,6 +87,36 @@ class Value(NamedTuple):
     @property
     def is_affine(self) -> bool:
         return self.rest is None
+
+
+class NodeCache:
+    """Nodes that were made, so that equal steps are one node."""
+
+    def __init__(self):
+        self._cache: dict = {}
+
+    def constant(self, array) -> Value:
+        """An array that does not depend on theta. Equal numbers are one node."""
+        array = array if isinstance(array, jax.Array) else jax.device_put(array)
+
+        def make():
+            node = Node(CONSTANT, array.shape, array.dtype, apply=lambda: array)
+            node.operand = array if number is not None else None
+            node.name = "traced" if isinstance(array, Tracer) else ""
+            return node
+
+        number = None if isinstance(array, Tracer) or array.size > 1 else np.asarray(array)
+        node = make() if number is None else self.node(("number", str(array.dtype), number.tobytes()), make)
+        return Value(array.shape, array.dtype, None, node)
+
+    def node(self, key, make: Callable[[], Node]) -> Node:
+        try:
+            hash(key)
+        except TypeError:
+            return make()
+        if key not in self._cache:
+            self._cache[key] = make()
+        return self._cache[key]
 
 
 def ancestors(roots: Sequence[Node], stop: Callable[[Node], bool] = lambda n: False) -> list[Node]:

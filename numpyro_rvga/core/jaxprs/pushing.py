@@ -7,13 +7,12 @@ over, or that an operation runs along, follow those of the result.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from .nodes import AFFINE, CONSTANT, OPAQUE, POINTWISE, Node, Value
+from .nodes import AFFINE, CONSTANT, OPAQUE, POINTWISE, Node, NodeCache, Value
 from .primitives import ARITHMETIC
 from .selection import (
     Index,
@@ -29,10 +28,8 @@ from .selection import (
     select_entries,
     trailing,
     with_trailing,
+    without_repetition,
 )
-
-if TYPE_CHECKING:
-    from .graph import Graph
 
 MOST_COUNTED = 4096  # entries of an affine node whose columns are listed one by one
 
@@ -53,24 +50,24 @@ CUMULATIVE = {
 }
 
 
-def selected_value(graph: Graph, value: Value, selection: Selection) -> Value:
+def selected_value(graph: NodeCache, value: Value, selection: Selection) -> Value:
     affine, rest = (None if node is None else selected(graph, node, selection) for node in (value.affine, value.rest))
     return Value(selection.shape, value.dtype, affine, rest)
 
 
-def selected(graph: Graph, node: Node, selection: Selection) -> Node:
+def selected(graph: NodeCache, node: Node, selection: Selection) -> Node:
     """The entries of a node. One that is the same everywhere stays as it is."""
     if node.shape == () or selection.key == everything(node.shape).key:
         return node
     return graph.node(("selected", node.serial, selection.key), lambda: _selected(graph, node, selection))
 
 
-def _selected(graph: Graph, node: Node, selection: Selection) -> Node:
+def _selected(graph: NodeCache, node: Node, selection: Selection) -> Node:
     """As :func:`selected`: of a step that works entry by entry, the step of its parents' selected entries; else by a
     rule."""
     of_affine = node.leaf_of or node.unwraps
     if of_affine is not None:
-        return graph.unwrap(selected(graph, of_affine, selection))
+        return unwrap(graph, selected(graph, of_affine, selection))
     if node.parents and (node.kind == POINTWISE or (node.kind == AFFINE and node.name in ARITHMETIC)):
         shape = () if selection.size == 1 else selection.shape
         parents = [selected(graph, parent, selection) for parent in node.parents]
@@ -115,8 +112,71 @@ def _sources(affine: Node) -> set[tuple]:
     return set().union(*[_sources(parent) for parent in affine.parents if parent.kind == AFFINE])
 
 
+# ---------------------------------------------------------------------- affine nodes as predictors
+def predictor(graph: NodeCache, affine: Node) -> Node:
+    """In place of an affine node, in what is not affine."""
+
+    def make():
+        node = Node(POINTWISE, affine.shape, affine.dtype, name="predictor")
+        node.leaf_of = affine
+        return node
+
+    return graph.node(("leaf", affine.serial), make)
+
+
+def unwrap(graph: NodeCache, affine: Node) -> Node:
+    """An affine node as elementwise arithmetic with constants on a predictor that several terms can share."""
+    if affine.name in ("mul", "div", "neg", "copy", "convert_element_type", "offset"):
+        parents = [unwrap(graph, p) if p.kind == AFFINE else p for p in affine.parents]
+        key = ("unwrap", affine.serial)
+        return graph.node(
+            key, lambda: Node(POINTWISE, affine.shape, affine.dtype, parents, affine.apply, affine.in_shapes)
+        )
+    if affine.name == "concatenate" and any(p.kind == CONSTANT for p in affine.parents):
+        return graph.node(("unwrap", affine.serial), lambda: _pieces(graph, affine))
+    if num_distinct(affine) < affine.size:
+        return graph.node(("unwrap", affine.serial), lambda: _from_fewer(graph, affine))
+    return predictor(graph, affine)
+
+
+def _from_fewer(graph: NodeCache, affine: Node) -> Node:
+    """What repeats entries, as an outer sum does, from predictors that do not."""
+    if affine.name == "sum":
+        parents = [unwrap(graph, p) if p.kind == AFFINE else p for p in affine.parents]
+        node = Node(POINTWISE, affine.shape, affine.dtype, parents, affine.apply, affine.in_shapes)
+        node.unwraps = affine
+        return node
+    few, back = without_repetition(affine.selection)
+    node = predictor(graph, selected(graph, affine.parents[0], few))
+    return node if node.shape == () else selection_node(node, back)
+
+
+def _pieces(graph: NodeCache, affine: Node) -> Node:
+    """A concatenation of affine nodes and constants: the constants (a pinned class) need no predictors."""
+    parents = [unwrap(graph, p) if p.kind == AFFINE else p for p in affine.parents]
+    shapes, params = affine.in_shapes, affine.params
+    return Node(OPAQUE, affine.shape, affine.dtype, parents, affine.apply, shapes, "concatenate", params=params)
+
+
+def materialize(graph: NodeCache, value: Value) -> Node:
+    if value.affine is None:
+        return value.rest_node
+    linear = unwrap(graph, value.affine)
+    if value.rest is None:
+        return linear
+    return combined(graph, value.shape, value.dtype, linear, value.rest)
+
+
+def combined(graph: NodeCache, shape, dtype, a: Node, b: Node) -> Node:
+    inner = shape if max(a.size, b.size) > 1 else ()
+    return graph.node(
+        ("combine", a.serial, b.serial, inner),
+        lambda: Node(POINTWISE, inner, dtype, [a, b], lambda x, y: x + y, [inner, inner]),
+    )
+
+
 # ---------------------------------------------------------------------- rules
-def _product(graph: Graph, node: Node, selection: Selection) -> Node | None:
+def _product(graph: NodeCache, node: Node, selection: Selection) -> Node | None:
     """Of matrices, or of arrays of these."""
     if node.kind == AFFINE:
         return None
@@ -139,7 +199,7 @@ def _product(graph: Graph, node: Node, selection: Selection) -> Node | None:
     return _made(node, selection, sides, apply)
 
 
-def _reduction(graph: Graph, node: Node, selection: Selection) -> Node | None:
+def _reduction(graph: NodeCache, node: Node, selection: Selection) -> Node | None:
     """Sums, maxima and the like over axes: of the lines that the selected entries are of."""
     if node.kind == AFFINE:
         return None
@@ -161,7 +221,7 @@ def _with_core(selection: Selection, shape: Sequence[int], core: Sequence[int]) 
     return [whole[axis] if axis in whole else with_trailing(next(others), len(core)) for axis in range(len(shape))]
 
 
-def _cumulative(graph: Graph, node: Node, selection: Selection) -> Node | None:
+def _cumulative(graph: NodeCache, node: Node, selection: Selection) -> Node | None:
     """Cumulative sums and the like along an axis: of the lines that the selected entries are in."""
     (shape,), axis = node.in_shapes, node.params["axis"]
     if node.kind == AFFINE or len(shape) == 1:
@@ -177,7 +237,7 @@ def _cumulative(graph: Graph, node: Node, selection: Selection) -> Node | None:
     return _made(node, selection, [(selected(graph, node.parents[0], side), side.shape)], apply, [index])
 
 
-def _factorized(graph: Graph, node: Node, selection: Selection) -> Node | None:
+def _factorized(graph: NodeCache, node: Node, selection: Selection) -> Node | None:
     """Cholesky factors of several matrices."""
     (shape,) = node.in_shapes
     if len(shape) == 2:
@@ -196,7 +256,7 @@ def _factorized(graph: Graph, node: Node, selection: Selection) -> Node | None:
     return _made(node, selection, [(selected(graph, node.parents[0], side), side.shape)], apply, [row, column])
 
 
-def _solved(graph: Graph, node: Node, selection: Selection) -> Node | None:
+def _solved(graph: NodeCache, node: Node, selection: Selection) -> Node | None:
     """Of a triangular system with several right-hand sides, those that are asked for."""
     if node.kind == AFFINE:
         return None
@@ -224,18 +284,18 @@ def _solved(graph: Graph, node: Node, selection: Selection) -> Node | None:
     return _made(node, selection, sides, apply, [index])
 
 
-def _concatenated(graph: Graph, node: Node, selection: Selection) -> Node | None:
+def _concatenated(graph: NodeCache, node: Node, selection: Selection) -> Node | None:
     axis = node.params["dimension"]
     lengths = [shape[axis] for shape in node.in_shapes]
     return _of_pieces(graph, node, selection, axis, lengths, keeps_axis=True)
 
 
-def _stacked(graph: Graph, node: Node, selection: Selection) -> Node | None:
+def _stacked(graph: NodeCache, node: Node, selection: Selection) -> Node | None:
     return _of_pieces(graph, node, selection, node.params["axis"], [1] * len(node.parents), keeps_axis=False)
 
 
 def _of_pieces(
-    graph: Graph, node: Node, selection: Selection, axis: int, lengths: list[int], *, keeps_axis: bool
+    graph: NodeCache, node: Node, selection: Selection, axis: int, lengths: list[int], *, keeps_axis: bool
 ) -> Node | None:
     """Of the one piece in which all entries lie; or of all pieces, of which one is chosen for each entry."""
     index, starts = selection.indices[axis], np.cumsum([0, *lengths])

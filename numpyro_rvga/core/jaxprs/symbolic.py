@@ -24,6 +24,7 @@ from ..pytrees import PyTree
 from .graph import Graph
 from .nodes import AFFINE, CONSTANT, POINTWISE, Node, Value, ancestors, evaluate_nodes
 from .primitives import ARITHMETIC
+from .pushing import materialize, predictor
 from .selection import everything, is_same_entry, places_within, select_entries
 
 
@@ -86,10 +87,10 @@ class Reading:
         derived: dict[int, Node] = {}
         if out.is_affine:
             assert out.affine is not None
-            root = graph.leaf(out.affine)
+            root = predictor(graph, out.affine)
             leaves = [root]
         else:
-            root = graph.materialise(out)
+            root = materialize(graph, out)
             leaves = [n for n in ancestors([root]) if n.leaf_of is not None]
             leaves, derived = _independent(graph, leaves)
         live = ancestors([root, *derived.values()], stop=_is_of_rows)
