@@ -17,6 +17,7 @@ from jax import Array
 from ..core.jaxprs.interpret import depends_on, indexes
 from .bound.bad_indices import check_whole_indices
 from .bound.bound_likelihood import BoundLikelihood
+from .bound.model_runs import ReadingOptions
 from .bound.row_checks import RowCheck, check_whole_support, index_check, support_check
 from .data.arguments import check_row_shapes, checked_rows, finite_rows, row_shapes, whole_data_again
 from .data.arrays import as_jax_array
@@ -30,11 +31,9 @@ from .terms.local_sites import RowFacts
 class Program(BoundLikelihood):
     """A model, its data's form and its keyword arguments, read once.
 
-    :param prefer_parameters: see :func:`site_terms`. :param by_draws: likewise, for terms of rows.
     :param all_rows: all rows, which priors and deterministic sites may read, if they are at hand.
     :param constants: what all rows determine of such a prior, if that is known already.
-    :param local: ``"marginal"`` integrates latent variables of single rows out of these rows' densities; ``"prior"``
-        takes Normal ones of known scale from their conditional prior, which is then part of q.
+    :param options: the fields of :class:`~.bound.model_runs.ReadingOptions`.
     :param model: and all others: see :class:`BoundModel`.
     :ivar reason: why a whole program is one.
     :ivar deterministic: names of the deterministic sites.
@@ -52,36 +51,17 @@ class Program(BoundLikelihood):
         rows: Arrays,
         model_kwargs: Keywords,
         *,
-        improper_prior_scale: float | None = None,
-        prefer_parameters: bool = False,
-        by_draws: bool = False,
-        whole: bool = False,
-        evaluates: bool = False,
         params: Array | np.ndarray | None = None,
         all_rows: Rows | None = None,
         constants: PriorConstants | None = None,
-        local: str = "prior",
         row_facts: RowFacts | None = None,
         row_plates: frozenset[str] | None = None,
+        **options: Any,
     ):
-        super().__init__(
-            model,
-            rows,
-            model_kwargs,
-            whole=whole,
-            evaluates=evaluates,
-            improper_prior_scale=improper_prior_scale,
-            local=local,
-            params=params,
-            row_plates=row_plates,
-            row_facts=row_facts,
-        )
-        self._options = {"prefer_parameters": prefer_parameters, "by_draws": by_draws, "local": local}
+        super().__init__(model, rows, model_kwargs, ReadingOptions(**options), params, row_plates, row_facts)
         self.reason: str | None = None
-        self._row_checks = self._read_likelihood(
-            rows, row_facts, prefer_parameters=prefer_parameters, by_draws=by_draws
-        )
-        self._index_check = None if whole else self._find_index_check()
+        self._row_checks = self._read_likelihood(rows, row_facts)
+        self._index_check = None if self.whole else self._find_index_check()
         self._whole_checks, self._checks = self._find_checks()
         self._read_prior(lambda: self._usable(all_rows), constants)
         self.deterministic = self._find_deterministic()
@@ -109,10 +89,7 @@ class Program(BoundLikelihood):
         if not self.whole:
             rows = {name: np.asarray(array) for name, array in rows.items()}
         options = {
-            **self._options,
-            "improper_prior_scale": self.improper_prior_scale,
-            "whole": self.whole,
-            "evaluates": self.evaluates,
+            **self.options._asdict(),
             "params": self.params.values,
             "constants": self.constants,
             "row_facts": self.row_facts,

@@ -48,19 +48,12 @@ class BoundLikelihood(BoundPrior):
     row_facts: RowFacts | None = None
 
     # ------------------------------------------------------------------ reading it
-    def _read_likelihood(
-        self,
-        rows: Arrays,
-        row_facts: RowFacts | None,
-        *,
-        prefer_parameters: bool,
-        by_draws: bool,
-    ) -> list[RowCheck]:
+    def _read_likelihood(self, rows: Arrays, row_facts: RowFacts | None) -> list[RowCheck]:
         """Set the terms. What is returned checks that later rows are like these."""
         self._components, checks = self._find_components(), []
         integrated = self._integrated_terms(rows, row_facts, checks)
         of_outcomes = [terms for terms, *_ in integrated if terms is not None]
-        self.terms = self._all_terms(prefer_parameters, by_draws, of_outcomes)
+        self.terms = self._all_terms(of_outcomes)
         self.row_parts = tuple(zip(self._components, [draw for *_, draw in integrated]))
         if self.row_latents is not None:
             states = {name: np.asarray(values) for name, values in self.row_latents.states.items()}
@@ -71,24 +64,21 @@ class BoundLikelihood(BoundPrior):
         self.selections = self._find_selections()
         return checks
 
-    def _all_terms(self, prefer_parameters: bool, by_draws: bool, integrated: list[Terms]) -> tuple[Terms, ...]:
+    def _all_terms(self, integrated: list[Terms]) -> tuple[Terms, ...]:
         """Those of row sites. Of a whole program they are cut into as many equal pieces as go into all of them.
 
         :param integrated: of sites that latent variables are integrated out of."""
         theta = jax.ShapeDtypeStruct((self.layout.size + self.local.size,), self.dtype)
         row = self.shared if self.whole else {**self.example_row, **self.shared}
         few = self.whole or self.layout.size <= MOST_PARAMETERS_DRAWN
-        options = {"prefer_parameters": prefer_parameters, "by_draws": by_draws and not self.local.size and few}
+        by_draws = self.options.by_draws and not self.local.size and few
         sites = [name for name in self._row_sites if name not in self._tied]
         all_terms = []
-        if (
-            self.whole
-            and options["by_draws"]
-            and (together := ends_of_one_computation(self._run_all, sites, theta, row))
-        ):
+        if self.whole and by_draws and (together := ends_of_one_computation(self._run_all, sites, theta, row)):
             all_terms.append(summed_terms(self._run_all, together, theta.shape[0]))
             sites = [name for name in sites if name not in together]
         for site in sites:
+            options = {"prefer_parameters": self.options.prefer_parameters, "by_draws": by_draws}
             terms = site_terms(self._site_runner(site), site, theta, row, **options)
             if not terms.by_draws:
                 terms = in_tilted_form(terms, self.dtype, row)._replace(num_local=self.local.size)

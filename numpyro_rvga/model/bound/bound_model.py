@@ -25,7 +25,7 @@ from ..handlers.tracing import (
 from ..layout import Layout, layout_of
 from ..terms.local_sites import LocalSites, RowFacts, bounds_of, states_between
 from . import validation
-from .model_runs import ModelRuns, Parameters, Replay, parameters_of
+from .model_runs import ModelRuns, Parameters, ReadingOptions, Replay, parameters_of
 
 
 class ImproperPrior(ValueError):
@@ -38,13 +38,6 @@ class BoundModel(ModelRuns):
     :param model: a NumPyro model.
     :param rows: data arrays by argument name, checked (see :func:`checked_rows`).
     :param model_kwargs: passed to every call of the model unchanged.
-    :param whole: run the model on all data at once, always: for rows that are coupled, or data that are not rows. The
-        data are then part of the program, and have their values when the model is read.
-    :param evaluates: whether what a model of all data computes of them in JAX is computed when the model is read, for
-        Python to have the numbers.
-    :param improper_prior_scale: standard deviation, in unconstrained space, of the normal that replaces improper
-        priors; None refuses them.
-    :param local: ``"marginal"`` or ``"prior"``; see :class:`Program`.
     :param params: values of the ``numpyro.param`` sites, in unconstrained space; default: where the model starts them.
     :param row_plates: plates over the rows, if they are known already and ``rows`` are a few.
     :param row_facts: facts of latent variables of single rows, if they are known already.
@@ -56,28 +49,22 @@ class BoundModel(ModelRuns):
         model: Callable,
         rows: Arrays,
         model_kwargs: Keywords,
-        *,
-        whole: bool,
-        evaluates: bool,
-        improper_prior_scale: float | None,
-        local: str,
+        options: ReadingOptions,
         params: Array | np.ndarray | None,
         row_plates: frozenset[str] | None,
         row_facts: RowFacts | None,
     ):
-        super().__init__(
-            model, model_kwargs, whole=whole, evaluates=evaluates, improper_prior_scale=improper_prior_scale
-        )
+        super().__init__(model, model_kwargs, options)
         self.row_plates, observed = self._find_row_plates(rows) if row_plates is None else (row_plates, [])
         self._choose_examples(rows)
-        self._read_sites(rows, observed, row_facts, marginal=local == "marginal")
+        self._read_sites(rows, observed, row_facts, marginal=options.local == "marginal")
         self._row_sites, self._prior_sites = self._classify()
         self.observed_sites = tuple(s for s in self._row_sites if not self.sites[s].is_auxiliary)
-        if not whole:
+        if not self.whole:
             validation.check_has_terms({name: self.sites[name] for name in self._row_sites})
             validation.check_has_outcome(self._row_sites, model, [*rows, *self.model_kwargs])
         self._improper = frozenset(s for s in self.layout.site_names if self.sites[s].is_improper)
-        if self._improper and improper_prior_scale is None and not whole:
+        if self._improper and options.improper_prior_scale is None and not self.whole:
             raise ImproperPrior(
                 f"site {sorted(self._improper)[0]!r} has an improper prior, from which no recursion can start. Give it "
                 "a proper prior, or set improper_prior_scale: the scale of a normal, in unconstrained space, instead."

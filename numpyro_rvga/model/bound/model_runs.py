@@ -148,6 +148,28 @@ def parameters_of(trace: Mapping[str, dict], dtype) -> Parameters:
     return Parameters(layout, transforms, layout.ravel(initial) if initial else jax.device_put(np.zeros(0, dtype)))
 
 
+class ReadingOptions(NamedTuple):
+    """How a model is read.
+
+    :ivar improper_prior_scale: standard deviation, in unconstrained space, of the normal that replaces improper
+        priors; None refuses them.
+    :ivar whole: run the model on all data at once, always: for rows that are coupled, or data that are not rows. The
+        data are then part of the program, and have their values when the model is read.
+    :ivar evaluates: whether what a model of all data computes of them in JAX is computed when the model is read, for
+        Python to have the numbers.
+    :ivar local: ``"marginal"`` integrates latent variables of single rows out of these rows' densities; ``"prior"``
+        takes Normal ones of known scale from their conditional prior, which is then part of q.
+    :ivar prefer_parameters: see :func:`site_terms`. :ivar by_draws: likewise, for terms of rows.
+    """
+
+    improper_prior_scale: float | None = None
+    whole: bool = False
+    evaluates: bool = False
+    local: str = "prior"
+    prefer_parameters: bool = False
+    by_draws: bool = False
+
+
 class ModelRuns:
     """A model and its keyword arguments, run with latent sites at given values.
 
@@ -168,17 +190,10 @@ class ModelRuns:
     example_rows: dict[str, Any]
     _improper: frozenset[str]
 
-    def __init__(
-        self,
-        model: Callable,
-        model_kwargs: Keywords,
-        *,
-        whole: bool,
-        evaluates: bool,
-        improper_prior_scale: float | None,
-    ):
-        self.model, self.model_kwargs, self.whole, self.evaluates = model, dict(model_kwargs), whole, evaluates
-        self.improper_prior_scale, self.dtype = improper_prior_scale, jnp.result_type(float)
+    def __init__(self, model: Callable, model_kwargs: Keywords, options: ReadingOptions):
+        self.model, self.model_kwargs, self.options = model, dict(model_kwargs), options
+        self.improper_prior_scale, self.whole, self.evaluates, *_ = options
+        self.dtype = jnp.result_type(float)
         self.layout, self.local = layout_of({}), layout_of({})
         self.params = parameters_of({}, self.dtype)
         self.row_latents: LocalSites | None = None
