@@ -14,7 +14,7 @@ from ..model.data.rows import Rows, joined, num_rows, selected
 NEGLIGIBLE_ERROR = 1e-6  # nats: of a row whose Gaussian site is as good as exact
 
 
-class Kept(NamedTuple):
+class KeptRows(NamedTuple):
     """Rows, their positions in the order in which they came, and how q saw them when it took them in (n, E, ...)."""
 
     priority: np.ndarray
@@ -34,20 +34,20 @@ class RowMemory:
 
     def __init__(self, capacity: int, least: float = -np.inf):
         self.capacity, self._least = capacity, least
-        self._pieces: list[Kept] = []
+        self._pieces: list[KeptRows] = []
         self._count = self.num_seen = 0
 
-    def add(self, kept: Kept) -> None:
+    def add(self, kept: KeptRows) -> None:
         """Consider rows."""
         self.num_seen += len(kept.positions)
         chosen = np.flatnonzero(kept.priority > self._least)
         if not (self.capacity and len(chosen)):
             return
-        self._keep(Kept(*selected(tuple(kept), chosen)))
+        self._keep(KeptRows(*selected(tuple(kept), chosen)))
         if self._count > 2 * self.capacity:
             self._prune()
 
-    def items(self) -> Kept | None:
+    def items(self) -> KeptRows | None:
         """What is kept; None if there is nothing."""
         if not self._pieces:
             return None
@@ -69,9 +69,9 @@ class RowMemory:
     def restore(self, stored: Sequence[Any]) -> None:
         self.num_seen, pieces = stored
         for *fields, absorbed in pieces:
-            self._keep(Kept(*fields, tuple(Absorbed(*moments) for moments in absorbed)))
+            self._keep(KeptRows(*fields, tuple(Absorbed(*moments) for moments in absorbed)))
 
-    def _keep(self, kept: Kept) -> None:
+    def _keep(self, kept: KeptRows) -> None:
         self._pieces.append(kept)
         self._count += len(kept.positions)
 
@@ -82,7 +82,7 @@ class RowMemory:
         rows = selected(joined([piece.rows for piece in self._pieces]), order)
         absorbed = jax.tree.map(lambda *x: np.concatenate(x)[order], *[piece.absorbed for piece in self._pieces])
         self._pieces, self._count = [], 0
-        self._keep(Kept(priority[order], positions, rows, absorbed))
+        self._keep(KeptRows(priority[order], positions, rows, absorbed))
         if len(order) == self.capacity:
             self._least = priority[order[-1]]
 
@@ -92,11 +92,11 @@ def inexactness(absorbed: tuple[Absorbed, ...]) -> np.ndarray:
     return np.sum([np.sum(moments.error, axis=1) for moments in absorbed], axis=0)
 
 
-def unranked(rows: Rows, absorbed: tuple[Absorbed, ...], offset: int) -> Kept:
+def unranked(rows: Rows, absorbed: tuple[Absorbed, ...], offset: int) -> KeptRows:
     """Rows, with no priority yet.
 
     :param absorbed: of the rows, and perhaps of padding. :param offset: of the first row.
     """
     count = num_rows(rows)
     own = jax.tree.map(lambda x: np.asarray(x)[:count], absorbed)
-    return Kept(np.zeros(count), offset + np.arange(count), rows, own)
+    return KeptRows(np.zeros(count), offset + np.arange(count), rows, own)

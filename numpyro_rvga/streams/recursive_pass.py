@@ -27,7 +27,7 @@ from ..model.data.row_set import once_each
 from ..model.data.rows import Rows, in_blocks, num_rows, pad, selected
 from ..options import Info
 from .block_plan import Sizes
-from .memory import NEGLIGIBLE_ERROR, Kept, RowMemory, inexactness, unranked
+from .memory import NEGLIGIBLE_ERROR, KeptRows, RowMemory, inexactness, unranked
 from .order import seed_of
 from .passes import Pass, first_failed, rows_named
 
@@ -71,7 +71,7 @@ class RecursivePass(Pass[State, StepInfo]):
         self.sample = RowMemory(0 if sampled_by is None else sample_numbers // numbers)
         self.only_rows: Rows = {}
         self.accounts: Accounts | None = None
-        self.kept: Kept | None = None
+        self.kept: KeptRows | None = None
         self.predicted: list[tuple[float, int]] = []
 
     def size(self, offset: int) -> int:

@@ -13,7 +13,7 @@ from ..engines.certificate import Certificate, Look, Stratum
 from ..model.data.rows import Rows, selected
 from ..options import Info
 from ..user_warnings import warn
-from .memory import Kept
+from .memory import KeptRows
 from .recursive_pass import RecursivePass
 
 NUM_BATCHES = 16  # of the sample, for standard errors
@@ -74,7 +74,7 @@ def stepped(certificate: Certificate, state: State, taken: RecursivePass) -> Sta
     return certificate.estimated(state, kept._replace(weights=kept.weights[:0]), batches, max_looks=2).state
 
 
-def _strata(sample: Kept, kept: Kept | None, num_rows: int) -> tuple[Stratum, list[Stratum]]:
+def _strata(sample: KeptRows, kept: KeptRows | None, num_rows: int) -> tuple[Stratum, list[Stratum]]:
     """The kept rows, which speak for themselves, and the sample of all others, in batches."""
     if kept is None:
         others, kept_rows = (

@@ -33,17 +33,17 @@ class OpenSums(NamedTuple):
     shared_precision: np.ndarray
 
 
-class Factors(NamedTuple):
+class QuadraticFactors(NamedTuple):
     """exp(constant + linear^T x - x^T precision x / 2) of n vectors x: (n,), (n, e), (n, e, e)."""
 
     constant: np.ndarray
     linear: np.ndarray
     precision: np.ndarray
 
-    def and_powers(self, other: Factors, power: np.ndarray) -> Factors:
+    def and_powers(self, other: QuadraticFactors, power: np.ndarray) -> QuadraticFactors:
         """Times the others to these powers, (n,)."""
         powers = power, power[:, None], power[:, None, None]
-        return Factors(*[one + p * another for one, another, p in zip(self, other, powers)])
+        return QuadraticFactors(*[one + p * another for one, another, p in zip(self, other, powers)])
 
 
 class GroupSummaries(NamedTuple):
@@ -57,8 +57,8 @@ class GroupSummaries(NamedTuple):
     precision: np.ndarray
     coupling: np.ndarray
     linear: np.ndarray
-    prior: Factors
-    rows: Factors
+    prior: QuadraticFactors
+    rows: QuadraticFactors
 
     def at(self, shared_mean: np.ndarray) -> Groups:
         """With the means of z_g there, (k,)."""
@@ -78,7 +78,9 @@ class GroupSummaries(NamedTuple):
         """From such vectors. ``size``: entries of a group, and ``k``: of s."""
         pieces = np.split(vectors, np.cumsum(_sizes(size, k))[:-1], axis=1)
         coupling, both = pieces[1].copy().reshape(-1, size, k), size + k  # not all of the vectors lives on
-        prior, rows = (Factors(x[:, 0], linear, _square(half, both)) for x, linear, half in (pieces[3:6], pieces[6:]))
+        prior, rows = (
+            QuadraticFactors(x[:, 0], linear, _square(half, both)) for x, linear, half in (pieces[3:6], pieces[6:])
+        )
         return cls(_square(pieces[0], size), coupling, pieces[2], prior, rows)
 
 
@@ -98,7 +100,7 @@ def factors(values: np.ndarray, gradient: np.ndarray, precision: np.ndarray, mea
     linear = gradient + curved
     half_trace = 0.5 * np.sum(precision * covariance, axis=(1, 2))
     constant = values - np.sum(linear * mean, axis=1) + 0.5 * np.sum(curved * mean, axis=1) + half_trace
-    return Factors(constant, linear, precision)
+    return QuadraticFactors(constant, linear, precision)
 
 
 def summarize(groups: Groups, mean: np.ndarray, root: np.ndarray, prior: OpenSums, rows: OpenSums) -> GroupSummaries:
@@ -133,7 +135,7 @@ class Rest(NamedTuple):
     precision: np.ndarray
     coupling: np.ndarray
     linear: np.ndarray
-    shared: Factors
+    shared: QuadraticFactors
 
     def added_to(self, sums: GroupSums, mean: np.ndarray, root: np.ndarray, groups: Groups) -> GroupSums:
         """Sums at q. ``mean`` (k,) and ``root`` (k, k): of q(s)."""
@@ -159,17 +161,19 @@ class Rest(NamedTuple):
 
 def nothing(count: int, size: int, k: int) -> Rest:
     """Before the first block."""
-    shared = Factors(np.zeros(1), np.zeros((1, k)), np.zeros((1, k, k)))
+    shared = QuadraticFactors(np.zeros(1), np.zeros((1, k)), np.zeros((1, k, k)))
     return Rest(np.zeros((count, size, size)), np.zeros((count, size, k)), np.zeros((count, size)), shared)
 
 
-def rest_of_shared(evidence: float, mean: np.ndarray, precision: np.ndarray, prior: Factors) -> Factors:
+def rest_of_shared(
+    evidence: float, mean: np.ndarray, precision: np.ndarray, prior: QuadraticFactors
+) -> QuadraticFactors:
     """What q(s) and the log evidence say, without the prior of s.
 
     :param mean: of q(s), and ``precision``. :param prior: the factor in q(s) that stands for p(s).
     """
     constant = 0.5 * (np.linalg.slogdet(precision)[1] - len(mean) * LOG_TWO_PI - mean @ precision @ mean)
-    both = Factors(np.array([evidence + constant]), (precision @ mean)[None], precision[None])
+    both = QuadraticFactors(np.array([evidence + constant]), (precision @ mean)[None], precision[None])
     return both.and_powers(prior, np.array([-1.0]))
 
 
@@ -190,11 +194,16 @@ def rest_of_groups(old: GroupSummaries, weights: np.ndarray, places: np.ndarray,
     precision = -np.einsum("gdk,gdl->kl", old.coupling, given.slope) - terms.precision[:, size:, size:].sum(axis=0)
     linear = np.einsum("gdk,gd->k", old.coupling, centers) - terms.linear[:, size:].sum(axis=0)
     constant = len(places) * 0.5 * size - given.entropy.sum() - 0.5 * np.sum(halves**2) - terms.constant.sum()
-    return rest._replace(shared=Factors(np.array([constant]), linear[None], precision[None]))
+    return rest._replace(shared=QuadraticFactors(np.array([constant]), linear[None], precision[None]))
 
 
 def sampling_variance(
-    before: Factors, now: Factors, weights: np.ndarray, counts: np.ndarray, groups: Groups, mean: np.ndarray
+    before: QuadraticFactors,
+    now: QuadraticFactors,
+    weights: np.ndarray,
+    counts: np.ndarray,
+    groups: Groups,
+    mean: np.ndarray,
 ) -> np.ndarray:
     """Of the gradient in s, with the groups eliminated, if the rows of a sample each stand for several: what looking at
     them again has changed for the others is an estimate. Within a group, changes are taken to vary as much as they are

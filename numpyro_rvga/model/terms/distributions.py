@@ -12,7 +12,7 @@ from jax.scipy.special import gammaln
 from ...core.expectations import closed_forms as cf
 
 
-class Pattern(NamedTuple):
+class FormPattern(NamedTuple):
     """How a distribution's log density is one of the closed forms.
 
     :ivar parameters: the predictors: attribute name and the link through which it must be affine in theta.
@@ -65,29 +65,29 @@ def _log_normal(value, weight, scale=None):
     return _normal(weight, scale)._replace(target=logged, constant=-weight * logged)
 
 
-def patterns_of(kind: type) -> list[Pattern]:
+def patterns_of(kind: type) -> list[FormPattern]:
     """Ways to read a distribution as a closed form, the first that fits the model being used."""
     observed = ("value", "weight")
     error, location, log_scale = ("loc - value", None), ("loc", None), ("scale", "log")
     table = {
-        dist.BernoulliLogits: [Pattern((("logits", None),), observed, _bernoulli)],
-        dist.BernoulliProbs: [Pattern((("probs", "logit"),), observed, _bernoulli)],
-        dist.BinomialLogits: [Pattern((("logits", None),), (*observed, "total_count"), _binomial)],
-        dist.BinomialProbs: [Pattern((("probs", "logit"),), (*observed, "total_count"), _binomial)],
-        dist.Poisson: [Pattern((("rate", "log"),), observed, _poisson)],
-        dist.Exponential: [Pattern((("rate", "log"),), observed, _exponential)],
-        dist.Gamma: [Pattern((("rate", "log"),), (*observed, "concentration"), _gamma)],
+        dist.BernoulliLogits: [FormPattern((("logits", None),), observed, _bernoulli)],
+        dist.BernoulliProbs: [FormPattern((("probs", "logit"),), observed, _bernoulli)],
+        dist.BinomialLogits: [FormPattern((("logits", None),), (*observed, "total_count"), _binomial)],
+        dist.BinomialProbs: [FormPattern((("probs", "logit"),), (*observed, "total_count"), _binomial)],
+        dist.Poisson: [FormPattern((("rate", "log"),), observed, _poisson)],
+        dist.Exponential: [FormPattern((("rate", "log"),), observed, _exponential)],
+        dist.Gamma: [FormPattern((("rate", "log"),), (*observed, "concentration"), _gamma)],
         dist.Normal: [
-            Pattern((error,), ("weight", "scale"), _normal),
-            Pattern((error, log_scale), ("weight",), _normal),
+            FormPattern((error,), ("weight", "scale"), _normal),
+            FormPattern((error, log_scale), ("weight",), _normal),
         ],
         dist.Laplace: [
-            Pattern((error,), ("weight", "scale"), _laplace),
-            Pattern((error, log_scale), ("weight",), _laplace),
+            FormPattern((error,), ("weight", "scale"), _laplace),
+            FormPattern((error, log_scale), ("weight",), _laplace),
         ],
         dist.LogNormal: [
-            Pattern((location,), (*observed, "scale"), _log_normal),
-            Pattern((location, log_scale), observed, _log_normal),
+            FormPattern((location,), (*observed, "scale"), _log_normal),
+            FormPattern((location, log_scale), observed, _log_normal),
         ],
     }
     return table.get(kind, [])

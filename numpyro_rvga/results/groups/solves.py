@@ -12,8 +12,8 @@ from typing import NamedTuple
 import numpy as np
 
 from ...core.groups.factors import (
-    Factors,
     GroupSummaries,
+    QuadraticFactors,
     factors,
     nothing,
     rest_of_groups,
@@ -33,11 +33,11 @@ from .rows import GroupRows
 BLOCK_TOLERANCE = 1e-3  # standard deviations: what blocks leave adds up
 
 
-class Moments(NamedTuple):
+class SharedState(NamedTuple):
     """q(s), the factor in it that stands for the prior of s, and the log evidence of all rows so far."""
 
     shared: Shared
-    prior: Factors
+    prior: QuadraticFactors
     evidence: float
 
 
@@ -77,14 +77,14 @@ class Solved(NamedTuple):
     :ivar stood_alone: whether it was given up that rows stand for others.
     """
 
-    moments: Moments
+    moments: SharedState
     kept: Iterator[Kept]
     error: float
     expectation_error: float
     stood_alone: bool
 
 
-def solved(bound: Bound, before: Moments | None, start: Shared, given: Sequence[Callable[[], Given]]) -> Solved:
+def solved(bound: Bound, before: SharedState | None, start: Shared, given: Sequence[Callable[[], Given]]) -> Solved:
     """q of the shared sites and of groups.
 
     :param before: None in the first block. :param start: q(s) that the search begins with.
@@ -109,12 +109,14 @@ def solved(bound: Bound, before: Moments | None, start: Shared, given: Sequence[
             "standard deviations from the best Gaussian."
         )
     (mean, _), root = result.shared, result.shared.root
-    moments = Moments(result.shared, _prior_factor(bound, mean, root), result.bound)
+    moments = SharedState(result.shared, _prior_factor(bound, mean, root), result.bound)
     kept = (_kept(bound, read(), piece.place.groups, mean, root, alone=alone) for read, piece in zip(given, pieces))
     return Solved(moments, kept, result.errors[-1], result.expectation_error, alone)
 
 
-def _pieces(bound: Bound, before: Moments | None, given: Sequence[Callable[[], Given]], *, alone: bool) -> list[Piece]:
+def _pieces(
+    bound: Bound, before: SharedState | None, given: Sequence[Callable[[], Given]], *, alone: bool
+) -> list[Piece]:
     """The first one has what q(s) says."""
     pieces = []
     for number, read in enumerate(given):
@@ -132,7 +134,7 @@ def _pieces(bound: Bound, before: Moments | None, given: Sequence[Callable[[], G
     return pieces
 
 
-def _prior_factor(bound: Bound, mean: np.ndarray, root: np.ndarray) -> Factors:
+def _prior_factor(bound: Bound, mean: np.ndarray, root: np.ndarray) -> QuadraticFactors:
     """That which stands for the prior of s in q(s)."""
     size, k = len(bound.members.columns), len(mean)
     nobody = Groups(np.zeros((0, size)), np.zeros((0, size, size)), np.zeros((0, size, k)))

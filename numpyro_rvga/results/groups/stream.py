@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ...core.expectations.by_nodes import power_of_two
-from ...core.groups.factors import Factors
+from ...core.groups.factors import QuadraticFactors
 from ...core.groups.steps import conditionals
 from ...engines.expectation_errors import warn_of
 from ...model.data.arguments import check_row_shapes, finite_rows, row_shapes
@@ -32,7 +32,7 @@ from .parts import LABELS, GroupModel, Start, blocks_of_rows, check_finite, firs
 from .posterior import GroupFiles, GroupPosterior, checked_folder, write_groups
 from .rounds import Shared
 from .rows import new_rows
-from .solves import Given, Moments, solved
+from .solves import Given, SharedState, solved
 from .store import GroupStore
 
 GROWTH = 1.5  # of the number of rows, after which the priors of all groups in memory are looked at again
@@ -54,7 +54,7 @@ class GroupStream:
         self._model, self._store, self._block_size, self._rows_kept = model, store, block_size, rows_kept
         self._bound: Bound | None = None
         self._start: Start | None = None
-        self._moments: Moments | None = None
+        self._moments: SharedState | None = None
         self._kind: str | None = None
         self.num_rows, self._settled_at, self._version = 0, 0, 0
         self._error, self._expectation_error, self._moved, self._looked_at = 0.0, 0.0, 0.0, 0
@@ -202,7 +202,7 @@ class GroupStream:
         return self._bound
 
     @property
-    def _so_far(self) -> Moments:
+    def _so_far(self) -> SharedState:
         if self._moments is None:
             raise ValueError("the stream has taken in no rows yet: call update first.")
         return self._moments
@@ -263,7 +263,7 @@ class GroupStream:
         mean, precision, *shared, head = state["start"]
         self._start = Start(Shared(*shared), mean, precision, head)
         shared, prior, evidence = state["moments"]
-        self._moments = Moments(Shared(*shared), Factors(*prior), evidence)
+        self._moments = SharedState(Shared(*shared), QuadraticFactors(*prior), evidence)
         self.num_rows, self._settled_at, self._looked_at, self._num_skipped = state["counts"]
         self._error, self._expectation_error, self._moved, self._variance, self._stood_alone = state["errors"]
         self._bound, self._kind = bound, state["labels"]
