@@ -21,7 +21,7 @@ RATE_FALLS_TO = 0.001  # of the first learning rate, along a run
 FULL_RANK_DRAWS = 5  # a step
 PATHFINDER_ITERATIONS = 60
 PATHFINDER_NUMBERS = 2**26  # of all draws' rows, which it holds at once
-SETTLING = 20  # iterations of NUTS
+OF_LAST_SOLVE = 20  # iterations of NUTS
 
 
 class Run(NamedTuple):
@@ -196,7 +196,7 @@ def nuts_seconds(case: Case, kernel: NUTS, iterations: int, budget: float, start
     rows = LogDensity.rows(case)
     state = kernel.init(jax.random.key(0), iterations, start, model_args=(), model_kwargs=rows | case.kwargs)
     sample = jax.jit(lambda state, rows: kernel.sample(state, (), rows | case.kwargs))
-    for _ in range(SETTLING):
+    for _ in range(OF_LAST_SOLVE):
         state = jax.block_until_ready(sample(state, rows))
     spent, done = 0.0, 0
     while done < iterations and spent < budget:

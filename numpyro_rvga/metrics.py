@@ -13,7 +13,7 @@ from jax import Array
 
 from .model import Program
 from .model.data.rows import Data, num_rows, pad, selected
-from .model.handlers.tracing import peel
+from .model.handlers.tracing import base_distribution
 from .model.predictive import METHODS, average, log_predictive, sampled_predictors
 from .options import check_choice
 from .results.posterior import Posterior
@@ -209,7 +209,7 @@ def _outcomes(program: Program) -> tuple[str, np.ndarray]:
     sites = program.observed_sites
     arrays = {name for site in sites for name in program.outcome_arrays(site)}
     record = program.site_record(sites[0], program.example_row)
-    fn, _ = peel(record.fn)
+    fn, _ = base_distribution(record.fn)
     if len(sites) != 1 or len(arrays) != 1 or not fn.has_enumerate_support or np.size(record.value) != 1:
         raise ValueError(
             "outcome probabilities need one observed site with one value a row, from one data array, and finitely many "

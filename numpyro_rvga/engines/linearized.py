@@ -125,7 +125,7 @@ class AbsorbedRows(NamedTuple):
         return cls(tuple(map(nothing, all_terms)), np.zeros((), np.int32), count)
 
     @classmethod
-    def known(cls, row_factors: tuple[RowFactors, ...]) -> AbsorbedRows:
+    def of_state(cls, row_factors: tuple[RowFactors, ...]) -> AbsorbedRows:
         """Rows that are all part of the state."""
         return cls(row_factors, np.ones((), np.int32), np.zeros((), np.int32))
 

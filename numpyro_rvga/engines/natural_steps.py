@@ -107,14 +107,14 @@ class _Move(NamedTuple):
     """A step from one q to another.
 
     :ivar step: its length. :ivar slope: of the bound along it, where it begins.
-    :ivar shift: of the mean, (P,), and ``turn`` of the precision, (P, P), in the other q's standard coordinates.
+    :ivar shift: of the mean, (P,), and ``change`` of the precision, (P, P), in the other q's standard coordinates.
     """
 
     state: State
     step: float
     slope: float
     shift: np.ndarray
-    turn: np.ndarray
+    change: np.ndarray
 
 
 def moved(state: State, at: Look, step: float) -> _Move | None:
@@ -149,7 +149,7 @@ def best_step(move: _Move, before: Look, after: Look) -> float:
 
     Where steps are too long or too short, the next ones are so too.
     """
-    slope = after.gradient @ move.shift + 0.5 * np.sum((after.precision - np.eye(len(move.shift))) * move.turn)
+    slope = after.gradient @ move.shift + 0.5 * np.sum((after.precision - np.eye(len(move.shift))) * move.change)
     if after.squared_natural_gradient < FAST * before.squared_natural_gradient:
         return 1.0
     if not slope < move.slope:

@@ -132,7 +132,7 @@ def check_reading(program: Program) -> None:
         total = {name: jnp.sum(values) for name, values in own.items()}
         return read(theta), total, {name: jnp.sum(jnp.abs(values)) for name, values in own.items()}
 
-    points = program.points_of_prior(NUM_DRAWS, spread=0.5)
+    points = program.points_of_prior(NUM_DRAWS, scale=0.5)
     terms, own, size = jax.device_get(at_once(lambda: jax.lax.map(both, points)))
     for name, values in terms.items():
         apart = np.abs(values - own[name])

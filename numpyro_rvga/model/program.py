@@ -23,7 +23,7 @@ from .data.arguments import check_row_shapes, checked_rows, finite_rows, row_sha
 from .data.arrays import as_jax_array
 from .data.rows import Arrays, Data, Keywords, Rows, num_rows, selected
 from .handlers.data_prior import DeterministicSites, PriorConstants, classify_deterministic
-from .handlers.tracing import deterministic_sites, peel, sample_sites
+from .handlers.tracing import base_distribution, deterministic_sites, sample_sites
 from .identity import ModelIdentity, model_identity
 from .terms.local_sites import RowFacts
 
@@ -246,7 +246,7 @@ class Program(BoundLikelihood):
             records = sample_sites(trace, runner)
             names = (*self.observed_sites, *self.local_names)
             values = {name: value for name, value in deterministic_sites(trace).items() if name in self.of_rows}
-            return {"all": ([peel(records[name].fn)[0] for name in names], values)}
+            return {"all": ([base_distribution(records[name].fn)[0] for name in names], values)}
 
         return depends_on(predictions, self.example_row)["all"]
 

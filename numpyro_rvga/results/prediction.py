@@ -20,7 +20,7 @@ from ..core.gaussians.mixture import GaussianMixture
 from ..model import Program
 from ..model.bound.local_draws import draw_row_latents
 from ..model.data.rows import Arrays, Data, num_rows
-from ..model.handlers.tracing import peel
+from ..model.handlers.tracing import base_distribution
 from ..model.terms.site_terms import unconstrained_parameters
 from ..options import check_choice
 from .fitted import Fitted
@@ -255,7 +255,7 @@ class Completion(Messenger):
 
 def _completed(name: str, fn: Any, shape: tuple[int, ...], value: Array, rng_key: Array) -> Array:
     """A draw of shape ``shape`` given its first entries."""
-    normal, _ = peel(fn)
+    normal, _ = base_distribution(fn)
     num_given = value.shape[0]
     noise = jax.random.normal(rng_key, shape, value.dtype)
     if isinstance(normal, dist.Normal):

@@ -218,8 +218,9 @@ class RecursivePass(Pass[State, StepInfo]):
     def _solved(self, state: State, rows: Rows, row_factors: tuple[RowFactors, ...]) -> tuple[State, StepInfo]:
         """With these rows as themselves, not as the sites by which they are part of the state."""
         rows, weights, row_factors = self._placed(rows, row_factors, self._joint_size(self._sizes.joint))
-        known = self._program.prior_inputs, state, rows, weights, AbsorbedRows.known(row_factors)
-        after, info = self._engine.joint(*known, with_absorbed=True)
+        absorbed_rows = AbsorbedRows.of_state(row_factors)
+        inputs = self._program.prior_inputs, state, rows, weights, absorbed_rows
+        after, info = self._engine.joint(*inputs, with_absorbed=True)
         self._summary.add(info)
         return after, info
 

@@ -91,9 +91,9 @@ class Movement(NamedTuple):
     transition: Callable[[ArrayLike], Transition]
     time: str | None
 
-    def start(self, known: ArrayLike | None, dtype: DTypeLike) -> Array | None:
-        """The time of the last row so far, (): NaN where ``known`` is None. None without time stamps."""
-        return None if self.time is None else jnp.asarray(jnp.nan if known is None else known, dtype)
+    def start(self, last: ArrayLike | None, dtype: DTypeLike) -> Array | None:
+        """The time of the last row so far, (): NaN where ``last`` is None. None without time stamps."""
+        return None if self.time is None else jnp.asarray(jnp.nan if last is None else last, dtype)
 
     def before(self, q: Q, last: Array | None, rows: dict) -> tuple[Q, Array | None]:
         """q before a block of rows, and the time of its last row, which is that of the whole block. q is of NaN where

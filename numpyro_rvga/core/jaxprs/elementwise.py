@@ -106,7 +106,7 @@ def _is_elementwise(jaxpr: Jaxpr) -> bool:
                 return False
         elif name in RESHAPING_PRIMITIVES:
             before, after = form_of(eqn.invars[0]).shape, form_of(eqn.outvars[0]).shape
-            if not _stretches(before, after) or _is_turned(eqn, before, after):
+            if not _stretches(before, after) or _is_transposed(eqn, before, after):
                 return False
         elif name not in POINTWISE_PRIMITIVES:
             return False
@@ -119,7 +119,7 @@ def _stretches(before: tuple[int, ...], after: tuple[int, ...]) -> bool:
     return math.prod(before) == 1 or (len(before) <= len(after) and all(b in (1, a) for b, a in zip(*aligned)))
 
 
-def _is_turned(eqn: JaxprEqn, before: tuple[int, ...], after: tuple[int, ...]) -> bool:
+def _is_transposed(eqn: JaxprEqn, before: tuple[int, ...], after: tuple[int, ...]) -> bool:
     """Whether axes go elsewhere than NumPy puts them."""
     if eqn.primitive.name != "broadcast_in_dim" or math.prod(before) == 1:
         return False

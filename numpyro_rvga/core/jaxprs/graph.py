@@ -27,7 +27,7 @@ from .primitives import (
     special_function,
 )
 from .pushing import columns_of, combined, index_of, materialize, selected_value, unwrap
-from .selection import Selection, are_inside, broadcast_selection, everything, known_index, reshaped, selection_of
+from .selection import Selection, are_inside, broadcast_selection, constant_index, everything, reshaped, selection_of
 
 
 class Graph(NodeCache):
@@ -256,7 +256,7 @@ class Graph(NodeCache):
                 out.aval.shape if eqn.primitive.name == "split" else tuple(np.insert(out.aval.shape, axis, 1).tolist())
             )
             piece = everything(shape)
-            moved = known_index(start + piece.indices[axis].value)
+            moved = constant_index(start + piece.indices[axis].value)
             indices = tuple(moved if a == axis else index for a, index in enumerate(piece.indices))
             parts.append(selected_value(self, value, Selection(tuple(shape), indices)))
             if len(shape) != len(out.aval.shape):

@@ -20,9 +20,9 @@ from .selection import (
     broadcast_selection,
     clamped,
     composed,
+    constant_index,
     constant_value,
     everything,
-    known_index,
     of_indices,
     picked,
     select_entries,
@@ -308,7 +308,7 @@ def _of_pieces(
     if index.is_constant:
         pieces = np.unique(np.searchsorted(starts, index.numbers, side="right") - 1)
         if len(pieces) == 1:
-            node_of_piece = of_piece(int(pieces[0]), known_index(index.value - starts[pieces[0]]))
+            node_of_piece = of_piece(int(pieces[0]), constant_index(index.value - starts[pieces[0]]))
             return node_of_piece if node.kind != AFFINE or node_of_piece.kind == AFFINE else None
     if node.kind == AFFINE:
         return None
@@ -375,7 +375,7 @@ def columns_of(indices: Value) -> list[Index]:
         return [index_of(node, shape[:-1])]
     whole = constant_value(node)
     if whole is not None:
-        return [known_index(whole.reshape(shape)[..., i]) for i in range(count)]
+        return [constant_index(whole.reshape(shape)[..., i]) for i in range(count)]
     return [Index(shape[:-1], _column(node, shape, i), ("column", node.serial, i)) for i in range(count)]
 
 
@@ -388,5 +388,5 @@ def index_of(node: Node, shape: tuple[int, ...]) -> Index:
     """A constant, of so many places, as an index."""
     value = constant_value(node)
     if value is not None:
-        return known_index(np.broadcast_to(value, shape) if value.ndim == 0 else value.reshape(shape))
+        return constant_index(np.broadcast_to(value, shape) if value.ndim == 0 else value.reshape(shape))
     return Index(tuple(shape), node)

@@ -87,14 +87,14 @@ class Selection(NamedTuple):
         return np.ravel_multi_index(positions, operand_shape)
 
 
-def known_index(value: np.ndarray) -> Index:
+def constant_index(value: np.ndarray) -> Index:
     value = np.asarray(value, np.int32)
     return Index(value.shape, value)
 
 
 def along(length: int, axis: int, num_axes: int) -> Index:
     """0, 1, ... along one axis of the result."""
-    return known_index(np.arange(length).reshape([-1 if i == axis else 1 for i in range(num_axes)]))
+    return constant_index(np.arange(length).reshape([-1 if i == axis else 1 for i in range(num_axes)]))
 
 
 def everything(shape: Sequence[int]) -> Selection:
@@ -159,14 +159,14 @@ def _index_at(index: Index, outer: Selection) -> Index:
     count = len(outer.shape)
     axes = [axis for axis, length in enumerate(index.shape) if length > 1]
     if not axes and index.is_constant:
-        return known_index(index.numbers.reshape((1,) * count))
+        return constant_index(index.numbers.reshape((1,) * count))
     at = [outer.indices[axis] for axis in axes]
     if index.is_constant and len(axes) == 1 and np.array_equal(index.numbers.ravel(), np.arange(index.numbers.size)):
         return at[0]
     squeezed = tuple(index.shape[axis] for axis in axes)
     shape = tuple(np.broadcast_shapes(*[i.shape for i in at])) if at else (1,) * count
     if index.is_constant and all(i.is_constant for i in at):
-        return known_index(np.broadcast_to(index.numbers.reshape(squeezed)[tuple(i.numbers for i in at)], shape))
+        return constant_index(np.broadcast_to(index.numbers.reshape(squeezed)[tuple(i.numbers for i in at)], shape))
     operand = index.node if not index.is_constant else _constant(index.numbers)
     chosen = Selection(shape, tuple(at))
 
@@ -218,8 +218,8 @@ def without_repetition(selection: Selection) -> tuple[Selection, Selection]:
     uniques = [np.unique(index.numbers, return_inverse=True) for index in selection.indices]
     shape = tuple(len(values) for values, _ in uniques)
     few = [values.reshape([-1 if a == i else 1 for a in range(len(shape))]) for i, (values, _) in enumerate(uniques)]
-    back = [known_index(at.reshape(index.shape)) for (_, at), index in zip(uniques, selection.indices)]
-    return Selection(shape, tuple(map(known_index, few))), Selection(selection.shape, tuple(back))
+    back = [constant_index(at.reshape(index.shape)) for (_, at), index in zip(uniques, selection.indices)]
+    return Selection(shape, tuple(map(constant_index, few))), Selection(selection.shape, tuple(back))
 
 
 def _constant(array: np.ndarray) -> Node:
@@ -254,14 +254,14 @@ def selection_of(eqn: JaxprEqn, indices: Sequence[Index] | None = None) -> Selec
         return Selection(out, tuple(along(n, positions[axis], len(out)) for axis, n in enumerate(shape)))
     if name == "rev":
         indices = everything(out).indices
-        reversed_indices = [known_index(out[a] - 1 - i.value) for a, i in enumerate(indices)]
+        reversed_indices = [constant_index(out[a] - 1 - i.value) for a, i in enumerate(indices)]
         return Selection(
             out, tuple(reversed_indices[a] if a in params["dimensions"] else i for a, i in enumerate(indices))
         )
     if name == "slice":
         strides = params["strides"] or (1,) * len(shape)
         moved = [
-            known_index(start + stride * i.numbers)
+            constant_index(start + stride * i.numbers)
             for start, stride, i in zip(params["start_indices"], strides, everything(out).indices)
         ]
         return Selection(out, tuple(moved))
@@ -294,7 +294,7 @@ def reshaped(shape: tuple[int, ...], out: tuple[int, ...]) -> Selection:
         lengths = [out[axis] for axis in outs]
         flat = np.arange(math.prod(lengths)).reshape([out[a] if a in outs else 1 for a in range(len(out))])
         for position in np.unravel_index(flat, [shape[axis] for axis in ins]) if ins else ():
-            indices.append(known_index(position))
+            indices.append(constant_index(position))
     return Selection(tuple(out), tuple(indices))
 
 
@@ -322,7 +322,7 @@ def _gathered(params: dict, shape: tuple, out: tuple, columns: Sequence[Index]) 
     offsets = iter(numbers.offset_dims)
     indices = []
     for axis, length in enumerate(shape):
-        index = known_index(np.zeros((1,) * len(out)))
+        index = constant_index(np.zeros((1,) * len(out)))
         if axis in numbers.start_index_map:
             column = columns[numbers.start_index_map.index(axis)]
             placed = dict(zip(batch_axes, column.shape))
@@ -355,16 +355,16 @@ def _reshaped(value: np.ndarray | Node, shape: tuple[int, ...]) -> np.ndarray | 
 def clamped(index: Index, start: int, largest: int) -> Index:
     """Places from ``start`` on, counted from there; those outside 0 to ``largest`` moved to the nearest inside."""
     if index.is_constant:
-        return known_index(np.clip(index.numbers - start, 0, largest))
+        return constant_index(np.clip(index.numbers - start, 0, largest))
     if largest == 0:
-        return known_index(np.zeros((1,) * len(index.shape)))
+        return constant_index(np.zeros((1,) * len(index.shape)))
     apply = lambda i: jnp.clip(i.astype(jnp.int32) - start, 0, largest)  # noqa: E731
     return _made(index, index.shape, apply, ("clamped", index.key, start, largest), np.arange(largest + 1))
 
 
 def _plus(start: Index, steps: Index) -> Index:
     if start.is_constant:
-        return known_index(start.numbers + steps.numbers)
+        return constant_index(start.numbers + steps.numbers)
     if steps.value.size == 1:
         return start
     shape = tuple(np.broadcast_shapes(start.shape, steps.shape))

@@ -77,7 +77,7 @@ def _solve_mean_traced(
         count, *_, length = carry
         return (count <= num_steps) & ~(length <= tolerance)
 
-    def visit(carry: tuple) -> tuple:  # a loop, so that expectations are compiled once
+    def next_evaluation(carry: tuple) -> tuple:  # a loop, so that expectations are compiled once
         count, tried, mean, slope, length = carry
         new = slope_at(tried, covariances)
         move = solver(new.gradient)
@@ -90,7 +90,7 @@ def _solve_mean_traced(
     nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(slope_at, mean, covariances))
     unknown = jnp.full((), jnp.nan, mean.dtype)
     begin = (jnp.zeros((), jnp.int32), mean, mean, nothing, unknown)
-    _, _, mean, slope, _ = lax.while_loop(going, visit, begin)
+    _, _, mean, slope, _ = lax.while_loop(going, next_evaluation, begin)
     return mean, slope
 
 

@@ -17,8 +17,8 @@ from ...core.jaxprs.interpret import depends_on
 from ..data.arguments import PARAMS, absent_arguments
 from ..data.rows import Arrays, Keywords, num_rows
 from ..handlers.tracing import (
+    base_distribution,
     elements,
-    peel,
     sample_sites,
     site_transform,
 )
@@ -154,8 +154,8 @@ class BoundModel(ModelRuns):
         ends: dict[str, tuple[int, int]] = {}
         while shapes and facts is None:  # states of one site may depend on those of another
             bounds = at_once(lambda: self._bounds_of_states(rows, states))  # noqa: B023
-            found = {n: (int(of.min()), int(of.max()), *ends.get(n, ())) for n, of in bounds.items()}
-            wider = {n: (min(values), max(values)) for n, values in found.items()}
+            now = {n: (int(of.min()), int(of.max()), *ends.get(n, ())) for n, of in bounds.items()}
+            wider = {n: (min(values), max(values)) for n, values in now.items()}
             if wider == ends:
                 break
             ends = wider
@@ -174,7 +174,7 @@ class BoundModel(ModelRuns):
             arrays = dict(rows) if self.whole else {n: jnp.asarray(array) for n, array in rows.items()}
             records = sample_sites(*self._run(arrays, {}, states=values))
             latent = {name: record for name, record in records.items() if not record.is_observed}
-            fns = {name: peel(record.fn)[0] for name, record in latent.items() if record.fn.is_discrete}
+            fns = {name: base_distribution(record.fn)[0] for name, record in latent.items() if record.fn.is_discrete}
             return {name: jnp.stack(bounds_of(name, fn)) for name, fn in fns.items()}
 
         return jax.vmap(at)(jnp.arange(max([1, *map(len, states.values())])))

@@ -262,13 +262,13 @@ class BoundPrior(BoundModel):
             {n: site_transform(records[n].fn).inv(records[n].value) for n in self.layout.site_names}
         )
 
-    def points_of_prior(self, count: int, spread: float = 1.0) -> np.ndarray:
+    def points_of_prior(self, count: int, scale: float = 1.0) -> np.ndarray:
         """The mean of :meth:`initial_state` and ``count`` draws around it, (1 + count, P), to try things at.
 
-        :param spread: of the draws, in standard deviations.
+        :param scale: of the draws, in standard deviations.
         """
         state = self.initial_state()
-        draws = np.random.default_rng(0).normal(scale=spread, size=(count, self.layout.size))
+        draws = np.random.default_rng(0).normal(scale=scale, size=(count, self.layout.size))
         around = np.concatenate([np.zeros((1, self.layout.size)), draws @ np.asarray(state.root).T])
         return np.asarray(state.mean + around, self.dtype)
 

@@ -16,7 +16,7 @@ from ...core.expectations.closed_forms import Gaussian
 from ...core.jaxprs.interpret import depends_on
 from ...core.jaxprs.symbolic import factorize
 from ..data.rows import Arrays
-from ..handlers.tracing import peel
+from ..handlers.tracing import base_distribution
 from ..terms.recognition import (
     in_closed_form,
     in_gaussian_form,
@@ -110,11 +110,11 @@ def normal_site(
     """A latent site, if it is one multivariate normal vector that does not depend on other latents."""
 
     def moments_at(t, shared):
-        fn = peel(run_site(t, shared).fn)[0]
+        fn = base_distribution(run_site(t, shared).fn)[0]
         return jnp.broadcast_to(fn.loc, fn.event_shape), fn.scale_tril
 
     distributions: list = []
-    jax.eval_shape(lambda t: distributions.append(peel(run_site(t, shared).fn)[0]) or 0, theta)
+    jax.eval_shape(lambda t: distributions.append(base_distribution(run_site(t, shared).fn)[0]) or 0, theta)
     if not isinstance(distributions[0], dist.MultivariateNormal) or distributions[0].event_shape != (stop - start,):
         return None
     split = factorize(lambda t, r: jnp.asarray(sum(jnp.sum(x) for x in moments_at(t, r)), theta.dtype), theta, shared)

@@ -14,7 +14,7 @@ from ...core.compilation import jit_once
 from ...core.expectations.by_nodes import power_of_two
 from ...core.jaxprs.interpret import depends_on, indexings
 from ..data.rows import Arrays, num_rows
-from ..handlers.tracing import peel
+from ..handlers.tracing import base_distribution
 from .bound_model import BoundModel
 
 SUPPORT_PIECE = 2**16
@@ -162,7 +162,7 @@ def check_whole_support(program: BoundModel, site: str, rows: Mapping[str, np.nd
 
 def _outside_message(program: BoundModel, site: str, rows: Arrays, row: int | None, first_row: int) -> str:
     """:param row: None for values that are not of rows."""
-    outside = f"outside the support ({peel_abstractly(program, site).support}) of its distribution"
+    outside = f"outside the support ({abstract_base_distribution(program, site).support}) of its distribution"
     names = sorted(program.outcome_arrays(site))
     if row is None:
         return f"site {site!r}: a value lies {outside}."
@@ -171,12 +171,12 @@ def _outside_message(program: BoundModel, site: str, rows: Arrays, row: int | No
     return f"site {site!r}: row {first_row + row} of array {_held(rows, row, names)}, which lies {outside}."
 
 
-def peel_abstractly(program: BoundModel, site: str) -> Any:
+def abstract_base_distribution(program: BoundModel, site: str) -> Any:
     """A site's distribution, for what is static about it."""
     distributions: list = []
 
     def abstract(row):
-        distributions.append(peel(program.site_record(site, row).fn)[0])
+        distributions.append(base_distribution(program.site_record(site, row).fn)[0])
         return 0
 
     program.abstractly(abstract, program.example_row)
@@ -185,6 +185,6 @@ def peel_abstractly(program: BoundModel, site: str) -> Any:
 
 def _elements_inside(program, name, rows):
     record = program.site_record(name, rows)
-    fn, mask = peel(record.fn)
+    fn, mask = base_distribution(record.fn)
     inside = fn.support(record.value)
     return inside | ~jnp.asarray(mask) if jnp.ndim(inside) >= jnp.ndim(mask) else inside

@@ -114,7 +114,7 @@ class RowRunner(Messenger):
         elif msg["type"] == "param" and msg["name"] in self.params:
             msg["value"] = self.params[msg["name"]]
         elif msg["type"] == "sample" and not msg["is_observed"] and msg["name"] in self.local:
-            normal, _ = peel(msg["fn"])
+            normal, _ = base_distribution(msg["fn"])
             shape = msg["fn"].shape(msg["kwargs"]["sample_shape"])
             z = jnp.reshape(self.unconstrained.get(msg["name"], jnp.zeros(shape)), shape)
             msg["value"] = normal.loc + normal.scale * z
@@ -248,7 +248,7 @@ def sample_sites(trace: dict, runner: RowRunner) -> dict[str, SiteRecord]:
 def site_info(record: SiteRecord) -> SiteInfo:
     latent = not (record.is_observed or record.fn.is_discrete)
     shape = jnp.shape(site_transform(record.fn).inv(record.value)) if latent else None
-    base = peel(record.fn)[0]
+    base = base_distribution(record.fn)[0]
     is_normal = isinstance(base, dist.Normal)
     is_real = latent and not base.event_shape and isinstance(site_transform(record.fn), IdentityTransform)
     flags = record.is_observed, record.is_auxiliary, record.fn.is_discrete, _is_improper(record.fn), is_normal, is_real
@@ -293,7 +293,7 @@ def plates_of(trace: dict) -> dict[str, tuple[str, ...]]:
     }
 
 
-def peel(fn: Distribution) -> tuple[Any, Array | bool]:
+def base_distribution(fn: Distribution) -> tuple[Any, Array | bool]:
     """A distribution without expansion, masks and event reinterpretation: its elements are the independent terms.
 
     :return: the base distribution and the product of the masks.

@@ -91,15 +91,15 @@ class _Trials:
         """Which terms change with which variable, set to each of its states, (terms, D)."""
         return np.array(self._changes(theta, states))
 
-    def missed(self, found: np.ndarray) -> tuple[int, np.ndarray, tuple[np.ndarray, np.ndarray]] | None:
+    def missed(self, variables: np.ndarray) -> tuple[int, np.ndarray, tuple[np.ndarray, np.ndarray]] | None:
         """A term that changes with others than its variables, which others were changed (D,), and where; or None.
 
-        :param found: the variables of each term, (terms, D).
+        :param variables: of each term, (terms, D).
         """
         thetas, before = map(np.stack, zip(*[self.place() for _ in range(PAIRS)]))
         changed = self._rng.random(before.shape) < 0.5
         after = np.where(changed, self._rng.integers(self._num_states, size=before.shape), before)
-        expected = changed.astype(np.float32) @ found.T.astype(np.float32) > 0  # floats, whose products are fast
+        expected = changed.astype(np.float32) @ variables.T.astype(np.float32) > 0  # floats, whose products are fast
         unlike = np.asarray(self._differ(thetas, before, after)) & ~expected
         if not unlike.any():
             return None

@@ -12,7 +12,7 @@ from jax import Array
 
 from ...core.jaxprs.symbolic import Factorization, Reading, factorize
 from ...core.pytrees import PyTree
-from ..handlers.tracing import SiteRecord, peel
+from ..handlers.tracing import SiteRecord, base_distribution
 
 # Exponential families in the outcome: what must not depend on theta for that, if anything.
 BY_OUTCOME = {
@@ -66,7 +66,7 @@ def _by_divergence(
 
     def divergence(both, r, e):
         record, other = run_site(both[:size], r), run_site(both[size:], r)
-        (fn, mask), (other_fn, _) = peel(record.fn), peel(other.fn)
+        (fn, mask), (other_fn, _) = base_distribution(record.fn), base_distribution(other.fn)
         batch_shape = jnp.shape(record.value)[: jnp.ndim(record.value) - fn.event_dim]
         total = dist.kl_divergence(fn, other_fn) * mask * record.weight
         return jnp.ravel(jnp.broadcast_to(total, batch_shape))[e]
@@ -107,7 +107,7 @@ def _by_outcome(
 
     def facts(t, r, e):
         record = run_site(t, r)
-        fn, mask = peel(record.fn)
+        fn, mask = base_distribution(record.fn)
         attributes = {"mean": fn.mean, "variance": fn.variance, "weight": mask * record.weight}
         attributes |= {"fixed": getattr(fn, fixed)} if fixed else {}
         shape = jnp.shape(record.value)

@@ -17,7 +17,7 @@ from ...core.expectations import closed_forms as cf
 from ...core.jaxprs.primitives import numbers_in, work_of_outputs
 from ...core.jaxprs.symbolic import Factorization, Reading, factorize
 from ..data.rows import Arrays
-from ..handlers.tracing import SiteRecord, elements, peel, site_transform
+from ..handlers.tracing import SiteRecord, base_distribution, elements, site_transform
 from .distributions import patterns_of
 from .information import Information, information_of
 from .terms import Terms
@@ -112,7 +112,7 @@ def _example_of(run_site: RunSite, theta: jax.ShapeDtypeStruct, row: Arrays) -> 
 
     def abstract(t, r):
         record = run_site(t, r)
-        fn, terms = peel(record.fn)[0], elements(record)
+        fn, terms = base_distribution(record.fn)[0], elements(record)
         supports = _leaf_constraints(fn)
         named = supports is not None and len(supports) == len(jax.tree.leaves(fn))
         transformed = record.log_abs_det is not None
@@ -256,7 +256,7 @@ def _closed_form_terms(
 
 
 def _attribute(record: SiteRecord, name: str) -> Any:
-    fn, mask = peel(record.fn)
+    fn, mask = base_distribution(record.fn)
     if name == "weight":
         return record.weight * mask
     if name == "value":
@@ -286,7 +286,7 @@ def _parameter_terms(
     transforms = [biject_to(s) for s in supports]
 
     def leaves(t, r):
-        return jax.tree.leaves(peel(run_site(t, r).fn)[0])
+        return jax.tree.leaves(base_distribution(run_site(t, r).fn)[0])
 
     moving = [i for i in range(len(supports)) if _moves(lambda t, r, i=i: leaves(t, r)[i], theta, row)]
     shapes = [jax.eval_shape(lambda t, r, i=i: transforms[i].inv(leaves(t, r)[i]), theta, row).shape for i in moving]
@@ -300,7 +300,7 @@ def _parameter_terms(
 
     def moved(u, r):
         record = run_site(zero, r)
-        base, mask = peel(record.fn)
+        base, mask = base_distribution(record.fn)
         values, structure = jax.tree.flatten(base)
         pieces = jnp.split(u, list(np.cumsum(sizes))[:-1])
         for i, piece, shape in zip(moving, pieces, shapes):
@@ -335,10 +335,10 @@ def unconstrained_parameters(site: str, fn: Distribution) -> tuple[list[Array], 
     :raises NotImplementedError: naming the site, if the parameters' constraints are not known.
     """
     values, structure = jax.tree.flatten(fn)
-    supports = _leaf_constraints(peel(fn)[0])
+    supports = _leaf_constraints(base_distribution(fn)[0])
     if supports is None or len(supports) != len(values):
         raise NotImplementedError(
-            f"the parameters of site {site!r} ({type(peel(fn)[0]).__name__}) cannot be linearized: use "
+            f"the parameters of site {site!r} ({type(base_distribution(fn)[0]).__name__}) cannot be linearized: use "
             "method='monte_carlo'."
         )
     transforms = [

@@ -28,7 +28,7 @@ from .rounds import Result, checked_rounds, evaluations_of, facts_of, in_rounds,
 from .summaries import merged_state
 
 P = TypeVar("P", bound=Fitted)
-SETTLING = Options("implicit", "auto", "auto", None, 200, 256)
+OF_LAST_SOLVE = Options("implicit", "auto", "auto", None, 200, 256)
 
 
 def merge(cls: type[P], parts: Sequence[Fitted], data: Sequence[Any] | None = None, rounds: int | str = "auto") -> P:
@@ -94,7 +94,7 @@ def _merged_fields(parts: Sequence[Fitted], data: Sequence[Any] | None, rounds: 
         state = merged(first.program.initial_state(), states)
         warn_of_one_exchange(first.program, [part.num_rows for part in parts], "pass data=, the rows of each part")
         if state.prior_factor is not None:
-            state = Engine(first.program, SETTLING, default_key()).with_exact_prior(state)[0]
+            state = Engine(first.program, OF_LAST_SOLVE, default_key()).with_exact_prior(state)[0]
         has_bound = first.program.is_conjugate and all(part.elbo is not None for part in parts)
         bound = float(state.log_evidence) if has_bound else None
         if bound is None:

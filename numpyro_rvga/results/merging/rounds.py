@@ -125,8 +125,8 @@ class _Steps:
         moves = []
         for state, part in zip(states, summaries):
             root = np.asarray(state.root, np.float64)
-            pull = part.linear - part.precision @ shift
-            moves.append(root @ (root.T @ pull) / np.linalg.norm(root, axis=1))
+            gradient = part.linear - part.precision @ shift
+            moves.append(root @ (root.T @ gradient) / np.linalg.norm(root, axis=1))
         return bool(np.mean(np.square(moves), axis=0).max() > APART**2)
 
     def from_nothing(self, rows: CanonicalGaussian) -> _Place | None:
