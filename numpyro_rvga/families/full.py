@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Iterable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import Array
@@ -18,6 +18,7 @@ from ..engines.batch import BatchSolver, Fit, rows_info
 from ..engines.engine import Engine
 from ..engines.expectation_errors import expectation_errors, warn_of
 from ..engines.registry import Engines
+from ..engines.sparse import SparseEngine
 from ..engines.starts import warn_of_modes
 from ..model.bad_rows import NotFinite
 from ..model.data.arguments import BadData, checked_rows
@@ -35,6 +36,18 @@ from ..streams.certification import Certification, warn_unless_converged
 from ..streams.opening import PassOptions, open_source, ordered, usable_source
 from ..streams.recursive_pass import FEW_NUMBERS, SAMPLE_NUMBERS, RecursivePass, RunSummary
 from ..streams.source import RowSource
+
+
+class Way(NamedTuple):
+    """How rows are taken in.
+
+    :ivar engine: whose steps are taken: the run's, or one that takes few nodes for each row.
+    :ivar sparse: solves for all rows together; None: the recursion.
+    """
+
+    engine: Engine
+    sizes: Sizes
+    sparse: SparseEngine | None = None
 
 
 class FullFamily:
@@ -123,28 +136,20 @@ class FullFamily:
         :param source: of the usable rows. :param head: some of them, or all, if they are in memory.
         :return: None if all is to be done again, by the engine that is now there.
         """
-        plan, certifies = self.blocks, self.certification.certifies(engine)
-        sizes = plan.sizes(engine, source, options.most_rows)
-        several_blocks = source.is_longer_than(sizes.first)
-        visited = ordered(source, self._shuffle, rng_key, useful=several_blocks and not plan.is_moving)
-        at_hand = source.total if init is None and in_memory and options.checkpoint is None else None
-        sparse, quick = None if at_hand is None else plan.sparse_engine(engine, head), None
-        if at_hand is not None and sparse is not None:
-            start, sizes = sparse.initial_state(), sizes._replace(first=at_hand, keeps_rows=False)
+        sizes = self.blocks.sizes(engine, source, options.most_rows)
+        useful = source.is_longer_than(sizes.first) and not self.blocks.is_moving
+        visited, way = ordered(source, self._shuffle, rng_key, useful=useful), Way(engine, sizes)
+        if init is None and in_memory and options.checkpoint is None:
+            way = self._way_of_rows_at_hand(engine, head, sizes)
+        if way.sparse is not None:
+            start = way.sparse.initial_state()
         else:
             start = initial_state(engine) if init is None else self._state_of(init, engine)
-            if at_hand is not None:
-                distinct = plan.num_distinct(head, sizes)
-                quick = plan.quick_engine(self._engines, engine, distinct) if self.certification.certify else None
-                if quick is not None or plan.takes_all(engine, distinct, sizes):
-                    sizes = sizes._replace(first=max(at_hand, sizes.first), keeps_rows=False)
-        self.state = start
+        self.state, is_exact = start, way.engine is engine
         with progress(progress_bar, source.total, "RVGA", "row") as bar:
-            sampled = self.certification.certify and sizes.keeps_rows and engine.options.has_bound
+            sampled = self.certification.certify and way.sizes.keeps_rows and engine.options.has_bound
             taken = RecursivePass(
-                engine if quick is None else quick,
-                sizes,
-                sparse,
+                *way,
                 source=visited,
                 options=options,
                 bar=bar,
@@ -153,12 +158,12 @@ class FullFamily:
                 sampled_by=rng_key if sampled else None,
                 sample_numbers=FEW_NUMBERS if source.seekable else SAMPLE_NUMBERS,
             )
-            taken(engine.devices.put(start), self._facts(rng_key, sizes, shuffled=visited.order is not None))
+            taken(engine.devices.put(start), self._facts(rng_key, way.sizes, shuffled=visited.order is not None))
             state, info = taken.finished()
             state = engine.devices.fetch(state)
-        findings = self.certification(engine, start, state, source, taken, rng_key, exact=quick is None)
+        findings = self.certification(engine, start, state, source, taken, rng_key, exact=is_exact)
         info |= findings.info
-        if certifies:
+        if self.certification.certifies(engine):
             if "elbo_error" not in info or engine.effort.is_sampled:
                 rows = without(head, taken.left_out)
                 info["elbo_error"], excess = expectation_errors(engine, findings.state, rows, findings.accounts)
@@ -167,7 +172,7 @@ class FullFamily:
             if more and source.seekable and options.checkpoint is None:
                 self._engines.make_thorough(engine)
                 return None
-            if quick is not None and not info["converged"]:
+            if not is_exact and not info["converged"]:
                 self._engines.forget_quick(engine)
                 return None
             warn_of(info["elbo_error"])
@@ -177,6 +182,19 @@ class FullFamily:
         if int(start.num_rows):
             bound = None
         return self._posterior(engine, findings.state, info, bound, row_sets)
+
+    def _way_of_rows_at_hand(self, engine: Engine, rows: Rows, sizes: Sizes) -> Way:
+        """One solve of all of them, if they may be one."""
+        plan, total, quick = self.blocks, num_rows(rows), None
+        sparse = plan.sparse_engine(engine, rows)
+        if sparse is not None:
+            return Way(engine, sizes._replace(first=total, keeps_rows=False), sparse)
+        distinct = plan.num_distinct(rows, sizes)
+        if self.certification.certify:
+            quick = plan.quick_engine(self._engines, engine, distinct)
+        if quick is not None or plan.takes_all(engine, distinct, sizes):
+            sizes = sizes._replace(first=max(total, sizes.first), keeps_rows=False)
+        return Way(engine if quick is None else quick, sizes)
 
     def _facts(self, rng_key: Array, sizes: Sizes, *, shuffled: bool) -> Info:
         """The options that determine the result."""
