@@ -183,7 +183,7 @@ class RVGA:
         self.blocks.check_shared(self._engines.devices)
         certification = Certification(certify, max_looks, certificate_tolerance)
         full = FullFamily(self._engines, self.blocks, certification, dynamics, shuffle, self)
-        self._family: Any = full  # or another class of its methods, for another family
+        self._family: Any = full  # or BestFamily, SiteFamilies or BONG, which have the same calls
         given = {"local": local != "auto", "mesh": mesh is not None}
         given["first_block or memory"] = self.blocks.keeps_or_begins
         if by_site or family == "auto":
