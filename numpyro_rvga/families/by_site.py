@@ -13,7 +13,6 @@ from jax import Array
 
 from ..core.gaussians.mean_field import MeanField
 from ..core.updates.state import Count, new_state
-from ..engines.engine import Engine
 from ..engines.mean_field import MOST_IN_GRID, MeanFieldState, MeanFieldUpdates
 from ..engines.registry import Engines
 from ..model.data.arguments import checked_rows
@@ -72,14 +71,13 @@ class SiteFamilies:
         self.block_size, self.shuffle, self._scale, self._method = block_size, shuffle, improper_prior_scale, method
         self._engines = Engines(model, options, improper_prior_scale)
         self._conditional: dict[tuple, Engines] = {}
-        self._cached: dict[Engine, MeanFieldUpdates] = {}
         self._given: tuple[Program, SiteEntries] | None = None
         self._last: tuple[Program, MeanFieldUpdates] | None = None
         self.state: MeanFieldState | None = None
 
     def __getstate__(self) -> dict[str, object]:
         """Without what is compiled, for other processes."""
-        return self.__dict__ | {"_conditional": {}, "_cached": {}, "_given": None, "_last": None, "state": None}
+        return self.__dict__ | {"_conditional": {}, "_given": None, "_last": None, "state": None}
 
     def run(
         self,
@@ -173,13 +171,13 @@ class SiteFamilies:
                 f"rows do not depend on all of the sites that family names ({', '.join(self.families)}), or on latent "
                 "sites of their own: leave such sites out of family."
             )
-        updates = self._cached.get(engine)
-        if updates is None:
+
+        def make() -> MeanFieldUpdates:
             others = np.setdiff1d(np.arange(program.layout.size), given.places)
             some = selected(rows, linspace_indices(num_rows(rows), MOST_LOOKED_AT))
-            updates = MeanFieldUpdates(engine, given, others, some)
-        self._cached[engine] = updates.bind(engine, given)
-        self._last = program, self._cached[engine]
+            return MeanFieldUpdates(engine, given, others, some)
+
+        self._last = program, engine.once(MeanFieldUpdates, make).bind(engine, given)
         return self._last
 
     def _given_of(self, program: Program) -> SiteEntries:

@@ -16,8 +16,6 @@ from .fitted import Fitted, check_shape
 from .khat import khat
 from .merging import merge as merging
 
-DRAWN_NUMBERS = 2**22  # in the arrays of all rows, for draws that are computed together
-
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Posterior(Fitted):
