@@ -140,7 +140,11 @@ class JointSolver:
         pending = None if each is None else Pending(each, each, None)  # rows stay where they are
         slope: Any = None if each is None else Expected(each, each, None, each, each)
         evaluated = None if each is None else Evaluated(each, slope, each, each)
-        self._begin = [Compiled(self._begun, ("search",), each, level=level) for level in (1, 0)]
+
+        def start(problem: PyTree, *, search: Search) -> Start:
+            return joint(search, problem).start()
+
+        self._begin = [Compiled(start, ("search",), each, level=level) for level in (1, 0)]
         parts = StepParts(lambda search, problem: joint(search, problem).objective)
         self._propose = Compiled(parts.propose, ("search",), pending, level=level)
         self._evaluate = [Compiled(parts.evaluate, ("search",), evaluated, level=level) for level in (1, 0)]
@@ -214,9 +218,6 @@ class JointSolver:
             partial(evaluate, problem, base, form, search=search),
             partial(self._update, problem, form, search=search),
         )
-
-    def _begun(self, problem: PyTree, *, search: Search) -> Start:
-        return self._joint(search, problem).start()
 
     def _finished(
         self,

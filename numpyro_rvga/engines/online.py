@@ -157,16 +157,13 @@ class Online:
         """In the family of this method: a block-diagonal one has a block for each latent site."""
         layout = self.engine.program.layout
         sizes = tuple(math.prod(layout.shapes[name]) for name in layout.site_names)
-        return converted(q, self.options.family, self._rank, tuple(size for size in sizes if size))
+        rank = min(self.options.rank, layout.size)
+        return converted(q, self.options.family, rank, tuple(size for size in sizes if size))
 
     def holds(self, state: OnlineState) -> bool:
         """Whether the state's Gaussian is one of this family."""
         shapes = lambda tree: jax.tree.map(jnp.shape, tree)  # noqa: E731
         return shapes(state.gaussian) == shapes(self.start)
-
-    @property
-    def _rank(self) -> int:
-        return min(self.options.rank, self.engine.program.layout.size)
 
     @property
     def one_by_one(self) -> bool:

@@ -213,12 +213,8 @@ class Engines:
     @property
     def _program_options(self) -> Info:
         prefer_parameters = self._options.scheme == "ekf" or self._options.expectation == "linearized"
-        return {"improper_prior_scale": self._scale, "prefer_parameters": prefer_parameters, "local": self._at_first}
-
-    @property
-    def _at_first(self) -> str:
-        """How latent variables of single rows are taken, if that is possible."""
-        return "prior" if self._local == "auto" else self._local
+        local = "prior" if self._local == "auto" else self._local  # if that is possible
+        return {"improper_prior_scale": self._scale, "prefer_parameters": prefer_parameters, "local": local}
 
     def quick(self, engine: Engine) -> Engine | None:
         """The same by few nodes for each row; None if they were not enough."""

@@ -25,7 +25,9 @@ class OwnDensity:
 
     def __init__(self, program: Program):
         self._program = program
-        self._at_points = jit_once(self._of_all)
+        self._at_points = jit_once(
+            lambda rows, points: lax.map(lambda theta: self._at(theta, rows), points, batch_size=BATCH)
+        )
 
     def __call__(self, rows: Arrays, points: Array) -> tuple[dict[str, Array], Array]:
         """Log likelihoods of all rows by observed site, and the log joint density in unconstrained space, each (K,).
@@ -33,9 +35,6 @@ class OwnDensity:
         :param rows: data arrays by argument name. :param points: theta, (K, P).
         """
         return jax.device_get(self._at_points(dict(rows), points))
-
-    def _of_all(self, rows: dict[str, Array], points: Array) -> tuple[dict[str, Array], Array]:
-        return lax.map(lambda theta: self._at(theta, rows), points, batch_size=BATCH)
 
     def _at(self, theta: Array, rows: dict[str, Array]) -> tuple[dict[str, Array], Array]:
         program = self._program

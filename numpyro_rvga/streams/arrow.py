@@ -114,7 +114,7 @@ class ParquetRows:
         return [ParquetRows.__new__(ParquetRows)._set(self.columns, groups, self.dtypes) for groups in chosen if groups]
 
     def _blocks(self, group: RowGroup, skipped: int) -> Iterator[dict[str, np.ndarray]]:
-        wanted = [name for of in self.columns.values() for name in ([of] if isinstance(of, str) else of)]
+        wanted = [name for of in self.columns.values() for name in _names(of)]
         with _pyarrow().parquet.ParquetFile(group.path) as file:
             _check_length(file, group)
             batches = file.iter_batches(BATCH, row_groups=[group.number], columns=sorted(set(wanted)))
@@ -178,12 +178,17 @@ def _block(batch: Any, columns: Columns, where: str) -> dict[str, np.ndarray]:
     }
 
 
+def _names(of: str | Sequence[str]) -> Sequence[str]:
+    """Of the columns of one argument."""
+    return [of] if isinstance(of, str) else of
+
+
 def _dtypes(schema: Any, columns: Columns) -> dict[str, np.dtype]:
     """What each argument's array has where no values are missing."""
     empty = schema.empty_table()
     dtypes = {}
     for name, of in columns.items():
-        fields = [empty.column(c).combine_chunks() for c in ([of] if isinstance(of, str) else of)]
+        fields = [empty.column(c).combine_chunks() for c in _names(of)]
         values = [f.flatten() if hasattr(f, "value_lengths") else f for f in fields]
         dtypes[name] = np.result_type(*[_plain(value).dtype for value in values])
     return dtypes
@@ -241,7 +246,7 @@ def _groups(file: Path, columns: Columns) -> list[RowGroup]:
 
 def _check_columns(columns: Columns, names: Sequence[str], where: str) -> None:
     for argument, of in columns.items():
-        for name in [of] if isinstance(of, str) else of:
+        for name in _names(of):
             if name not in names:
                 raise ValueError(f"{where} has no column {name!r} for {argument!r}; it has {', '.join(names)}.")
 

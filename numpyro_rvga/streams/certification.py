@@ -81,9 +81,9 @@ class Certification:
         """
         findings = Findings(state, None, {}, {})
         if taken.is_one_solve and exact:
-            bound = float(state.log_evidence)
-            info = _described(0, taken.largest_decrement, bound, bound)
-            info["converged"] = taken.has_converged or taken.largest_decrement <= self._tolerance
+            bound, off = float(state.log_evidence), taken.facts["largest_decrement"]
+            info = _described(0, off, bound, bound)
+            info["converged"] = taken.facts["converged"] or off <= self._tolerance
             findings = Findings(state, bound, info, taken.only_rows, taken.accounts)
         if not self.certifies(engine) or findings.rows:
             return findings

@@ -159,14 +159,9 @@ class RecursivePass(Pass[State, StepInfo]):
         return state, summary.facts() | facts | self.skipped()
 
     @property
-    def largest_decrement(self) -> float:
-        """The largest squared natural gradient, in nats, that a step has left."""
-        return self._summary.facts()["largest_decrement"]
-
-    @property
-    def has_converged(self) -> bool:
-        """Whether every step was solved to its tolerance."""
-        return self._summary.facts()["converged"]
+    def facts(self) -> Info:
+        """Of all steps so far; see :meth:`RunSummary.facts`."""
+        return self._summary.facts()
 
     @property
     def is_one_solve(self) -> bool:
@@ -255,7 +250,8 @@ class RunSummary:
         self._modes = tuple(modes)
 
     def facts(self) -> Info:
-        """For the posterior's ``info``."""
+        """For the posterior's ``info``: whether every step was solved to its tolerance, their mean number of
+        iterations, and the largest squared natural gradient that one has left, in nats."""
         mean_iterations = self._iterations / max(self._steps, 1)
         facts = {"converged": self._converged, "mean_iterations": mean_iterations, "largest_decrement": self._decrement}
         return facts | modes_info(self._modes)

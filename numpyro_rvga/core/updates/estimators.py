@@ -79,7 +79,7 @@ def make_estimator(hessian: str, num_samples: int) -> Estimator:
             jnp.broadcast_to(q.mean, (count(q), *q.mean.shape)), rng_key, q, observation
         )
     if hessian == "mc-ef":
-        return partial(_sampled_empirical_fisher, num_samples)
+        return lambda rng_key, q, observation: _empirical_fisher(observation, _draws(rng_key, q, num_samples))
     if hessian == "mc-fisher":
         return partial(_sampled_fisher, num_samples)
     if hessian == "lin-ef":
@@ -170,12 +170,6 @@ def implicit(
         parts.append(_Part(f.jacobian, slopes, curvatures, kind.concave))
     # The search's e is nearer to the solution than L^T g is, which a wide prior multiplies.
     return _pulled_back(parts)._replace(gradient=(solution.mean @ inverse) @ rows)
-
-
-def _sampled_empirical_fisher(
-    num_samples: int, rng_key: Array, q: Family, observation: Observation
-) -> ExpectedDerivatives:
-    return _empirical_fisher(observation, _draws(rng_key, q, num_samples))
 
 
 def _empirical_fisher(observation: Observation, thetas: Array) -> ExpectedDerivatives:

@@ -201,7 +201,9 @@ class BoundLikelihood(BoundPrior):
         if self.whole:
             others = [name for name in names if name not in integrated]
             terms = self._log_probs(theta, self.example_row, others) if others else {}
-            of_others = {name: self._rows_first(name, jnp.atleast_1d(terms[name])) for name in others}
+            arrays = {name: jnp.atleast_1d(terms[name]) for name in others}
+            axes = {name: min(self.row_axis(name), array.ndim - 1) for name, array in arrays.items()}
+            of_others = {name: jnp.moveaxis(array, axes[name], 0) for name, array in arrays.items()}
             return of_others | {n: self._log_sums(integrated[n], theta, rows) for n in names if n in integrated}
         axes = self._row_axes
 
@@ -222,9 +224,6 @@ class BoundLikelihood(BoundPrior):
             return {name: logsumexp(x, b=jnp.asarray(weights, self.dtype)) for name, x in densities.items()}
 
         return jax.vmap(one)({name: jnp.asarray(value) for name, value in rows.items()})
-
-    def _rows_first(self, site: str, terms: Array) -> Array:
-        return jnp.moveaxis(terms, min(self.row_axis(site), terms.ndim - 1), 0)
 
     def _log_sums(self, terms: Terms, theta: Array, rows: Arrays) -> Array:
         """Of a whole program's terms that latent variables are summed out of, one after the other."""

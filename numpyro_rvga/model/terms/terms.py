@@ -46,12 +46,11 @@ class Terms(NamedTuple):
     information: Callable[[Array, PyTree], Array] | None = None
     of_all_rows: bool = False
     by_draws: bool = False
+    num_nodes: int = 1
 
     def log_prob(self, theta: Array, row: Arrays, element: Array) -> Array:
         """One term, ()."""
         return self.density(self.predictors(theta, row, element), self.constants(row, element))
-
-    num_nodes: int = 1
 
 
 def linearize(terms: Terms, theta: Array, rows: Arrays) -> tuple[Array, Array, Array]:
