@@ -18,7 +18,7 @@ from .core.updates.rules import RULES, Rule, UpdateRule
 from .dynamics import Dynamics, check_dynamics, facts_of
 from .engines.combinations import HESSIANS, PAPER_HESSIANS, PROJECTIONS, check_combination, check_rate
 from .engines.engine import Engine
-from .engines.online import Online, OnlineOptions, OnlineState, online_of
+from .engines.online import OnlineOptions, OnlineState, OnlineUpdates, online_of
 from .engines.registry import Engines
 from .initialization import warn_of_rest
 from .model.data.arguments import checked_rows
@@ -348,21 +348,21 @@ class BONG:
         return self.__dict__ | {"state": None}
 
     @property
-    def online(self) -> Online:
+    def online(self) -> OnlineUpdates:
         """The compiled updates for the form of the last data.
 
         :raises RuntimeError: before :meth:`init`.
         """
         return self._of_engine(self._engines.last_engine, default_key())
 
-    def online_of(self, program: Program, rng_key: Array) -> Online:
+    def online_of(self, program: Program, rng_key: Array) -> OnlineUpdates:
         """The same for a program of this model."""
         return self._of_engine(self._engines.of(program, rng_key), rng_key)
 
-    def _of_engine(self, engine: Engine, rng_key: Array) -> Online:
+    def _of_engine(self, engine: Engine, rng_key: Array) -> OnlineUpdates:
         return online_of(engine, self.options, self.rule, self.dynamics, self.init_loc_fn, rng_key)
 
-    def _start(self, online: Online, init: Posterior | OnlineState | None, rng_key: Array) -> OnlineState:
+    def _start(self, online: OnlineUpdates, init: Posterior | OnlineState | None, rng_key: Array) -> OnlineState:
         if init is None:
             if self.init_loc_fn is None:
                 warn_of_rest(online.engine.program, online.start.mean)
@@ -380,7 +380,7 @@ class BONG:
 
     def _posterior(
         self,
-        online: Online,
+        online: OnlineUpdates,
         state: OnlineState,
         info: Info,
         row_sets: tuple[RowSet, ...] = (),

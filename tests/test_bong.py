@@ -15,7 +15,7 @@ from sklearn.datasets import load_digits
 
 from numpyro_rvga import BONG, RVGA, FixedPointVI, LinearDynamics, OrnsteinUhlenbeck, RandomWalk, init_to_module
 from numpyro_rvga.core.gaussians import FAMILIES
-from numpyro_rvga.engines.online import Online
+from numpyro_rvga.engines.online import OnlineUpdates
 
 NOISE, PRIOR_MEAN, PRIOR_SCALE = 0.7, 0.5, 2.0
 RULES = ("bong", "bog", "blr", "bbb")
@@ -681,7 +681,7 @@ def test_networks_with_convolutions_take_blocks_by_calls_and_end_where_a_loop_do
     rows = {"X": rng.normal(size=(7, 5, 5, 1)), "y": np.arange(7.0) % 2}
     found = fit(convolutional, rows, family="low-rank", rank=2, **options)
     assert found.continuation.online.one_by_one
-    monkeypatch.setattr(Online, "one_by_one", False)
+    monkeypatch.setattr(OnlineUpdates, "one_by_one", False)
     assert_same(found, fit(functools.partial(convolutional), rows, family="low-rank", rank=2, **options))
 
 

@@ -4,13 +4,18 @@ import ast
 import inspect
 import subprocess
 import sys
+import traceback
 from graphlib import TopologicalSorter
 from pathlib import Path
 
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
 import pytest
 
 import numpyro_rvga
-from numpyro_rvga import distributed, metrics
+from numpyro_rvga import RVGA, FixedPointVI, distributed, metrics
+from numpyro_rvga.core.expectations import closed_forms
 
 PACKAGE = Path(numpyro_rvga.__file__).parent
 # By folder, from the bottom up: a room imports only from itself and from rooms below it.
@@ -91,6 +96,26 @@ def test_no_file_imports_another_for_its_types_alone():
             if isinstance(node, ast.If) and any(isinstance(x, ast.ImportFrom) and x.level for x in node.body):
                 found.add(path.name)
     assert not found
+
+
+def test_few_calls_lead_from_run_to_the_mathematics(monkeypatch):
+    depths = []
+
+    def logistic(mean, covariance, coefficients):
+        depths[-1].append(sum(str(PACKAGE) in frame.filename for frame in traceback.extract_stack()))
+        return closed_forms.logistic_mixture(mean, covariance, coefficients)
+
+    def model(x, y=None):
+        slope = numpyro.sample("slope", dist.Normal(0, 1))
+        with numpyro.plate("rows", len(x)):
+            numpyro.sample("y", dist.Bernoulli(logits=slope * x), obs=y)
+
+    monkeypatch.setitem(closed_forms.EXACT, closed_forms.Logistic, logistic)
+    data = {"x": np.linspace(-1, 1, 30), "y": np.arange(30) % 3 > 0}
+    for method in (RVGA(model), FixedPointVI(model)):
+        depths.append([])
+        method.run(data, progress_bar=False)
+    assert max(depths[0]) <= 15 and max(depths[1]) <= 13, depths
 
 
 def test_heavy_modules_are_imported_when_needed():

@@ -70,7 +70,7 @@ class BlockInfo(NamedTuple):
     log_predictive: Array | None
 
 
-class Online:
+class OnlineUpdates:
     """Compiled updates of q.
 
     :param init: theta (P,) at which q's mean starts, NaN for the prior's mean; None: the prior's mean.
@@ -98,7 +98,7 @@ class Online:
         self.one_iteration = Compiled(self._one_iteration)
         self._exact_prior = Compiled(self._checked_with_exact_prior)
 
-    def bind(self, engine: Engine, init: Array | None) -> Online:
+    def bind(self, engine: Engine, init: Array | None) -> OnlineUpdates:
         """The same for a program that differs in what the data determine; see :meth:`Engine.bind`."""
         other = copy.copy(self)
         other.engine = engine
@@ -323,17 +323,17 @@ def online_of(
     dynamics: Dynamics | None,
     init_loc_fn: Callable | None,
     rng_key: Array,
-) -> Online:
+) -> OnlineUpdates:
     """The updates of an engine, compiled once.
 
     :param init_loc_fn: where q's mean starts; None: at the prior's.
     """
-    online = engine.made.get(Online)
+    online = engine.made.get(OnlineUpdates)
     if online is None or online.engine.program is not engine.program:
         location = None if init_loc_fn is None else initial_location(engine.program, init_loc_fn, rng_key)
         made = online is None
-        online = Online(engine, options, rule, dynamics, location) if made else online.bind(engine, location)
-        engine.made[Online] = online
+        online = OnlineUpdates(engine, options, rule, dynamics, location) if made else online.bind(engine, location)
+        engine.made[OnlineUpdates] = online
     return online
 
 

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from ..core.updates.rules import Rule
-from ..engines.online import BlockInfo, Online, OnlineState
+from ..engines.online import BlockInfo, OnlineState, OnlineUpdates
 from ..model.bad_rows import describe_bad_rows
 from ..model.data.rows import Rows, num_rows, pad, selected
 from ..options import Info
@@ -51,7 +51,7 @@ class OnlinePass(Pass[OnlineState, BlockInfo]):
 
     def __init__(
         self,
-        online: Online,
+        online: OnlineUpdates,
         rule: Rule,
         call_back: CallBack,
         *,
@@ -123,7 +123,7 @@ class OnlinePass(Pass[OnlineState, BlockInfo]):
 
 
 def run_epochs(
-    online: Online,
+    online: OnlineUpdates,
     rule: Rule,
     state: OnlineState,
     rows: Rows,
@@ -161,7 +161,7 @@ def run_epochs(
     return state, {"clipped": clipped} | call_back.facts()
 
 
-def _refuse_update(online: Online, rule: Rule, state: OnlineState, rows: Rows, numbers: np.ndarray) -> None:
+def _refuse_update(online: OnlineUpdates, rule: Rule, state: OnlineState, rows: Rows, numbers: np.ndarray) -> None:
     """:raises ValueError: about rows that left no Gaussian of the last good state."""
     reason = describe_bad_rows(online.engine.program, state.gaussian.mean, rows, numbers)
     if reason is not None:
