@@ -120,8 +120,9 @@ class SparseMaximizedBound:
 
     def __init__(self, sparse: SparseEngine, problem: SparseProblem, chunks: RowChunks):
         self.engine, self._sparse, self._order = sparse.engine, sparse, sparse.sparsity.order
-        self._problem, self.packing = problem, problem.packing
-        self._search = sparse.search(chunks.weights.shape[0], has_start=True)
+        self._problem, self.packing = sparse.keeps_sums(problem, chunks)._replace(init=None), problem.packing
+        num_chunks = chunks.weights.shape[0] if self._problem.sums is None else 1
+        self._search = sparse.search(num_chunks, has_start=True)
         self.is_exact = is_quadratic(sparse.all_kinds)
         everywhere = sparse.engine.devices.everywhere
         self._solve = Compiled(self._solved, out_shardings=everywhere, long_arrays=True)  # called a hundred times
@@ -152,8 +153,8 @@ class SparseMaximizedBound:
         self, problem: SparseProblem, params: Array, chunks: RowChunks, init: Start | None = None
     ) -> SparseJoint:
         """What is sought at these parameters."""
-        prepared = self._sparse.prepared(self.engine.program.prior_inputs | {PARAMS: params}, *chunks)
-        return self._sparse.parts(self._search, problem._replace(chunks=prepared, init=init))
+        inputs = self.engine.program.prior_inputs | {PARAMS: params}
+        return self._sparse.parts(self._search, self._sparse.given_params(problem, inputs, chunks)._replace(init=init))
 
     def _solved(self, problem: SparseProblem, params: Array, chunks: RowChunks, mean: Array) -> Maximum:
         search, joint = self._search, self._parts(problem, params, chunks)
@@ -174,7 +175,7 @@ class SparseMaximizedBound:
 
     def _variances_of(self, problem: SparseProblem, root: Array) -> Array:
         form = packed_form(jnp.ones(self._order.places.size, root.dtype), problem.packing)
-        return form.packing.diagonal(form.covariance_root(root).array)[self._order.back]
+        return form.variances(root)[self._order.back]
 
 
 def _maximum_of(solution: Solution) -> Maximum:

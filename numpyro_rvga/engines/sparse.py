@@ -15,21 +15,32 @@ from jax.typing import ArrayLike
 
 from ..core.gaussians import DiagonalGaussian
 from ..core.matrices.borders import border_pattern
-from ..core.matrices.chains import ChainPacking
+from ..core.matrices.chains import ChainPacking, packed_form
 from ..core.matrices.packing import Packing
+from ..core.matrices.precisions import Arrow
 from ..core.updates.drivers import Progress
 from ..core.updates.factors import Factors, Kind
 from ..core.updates.joint import SparseJoint
+from ..core.updates.normal_rows import (
+    FORMS,
+    NormalRows,
+    NormalSums,
+    differ_in_scale,
+    have_one_scale,
+    log_scale_of,
+    start_of,
+    sums_of,
+)
 from ..core.updates.objective import FactorSet, in_stages
 from ..core.updates.search import Search
 from ..core.updates.state import Count, State, StepInfo
 from ..model.data.arguments import PARAMS
 from ..model.data.rows import Rows, num_rows
 from ..model.terms.sparsity import Sparsity
-from ..model.terms.terms import Terms
+from ..model.terms.terms import Terms, merged
 from ..options import Options
 from .engine import Engine
-from .joint_solver import JointSolver, search_for
+from .joint_solver import JointSolver, RowChunks, search_for
 from .kinds import make_kind
 from .linearized import Seen, factors_of, prepare
 from .row_chunks import chunks_of
@@ -45,6 +56,7 @@ class SparseProblem(NamedTuple):
     :ivar packing: of precisions. :ivar borders: as of :class:`~.jacobians.SparseJacobian`, for the
         terms of each site in ``chunks``, (chunks, n, K - 1).
     :ivar init: mean and packed precision to start from, in the order of elimination, or None.
+    :ivar sums: over the rows, by site, in their place; None: they take part one by one.
     """
 
     marginals: DiagonalGaussian
@@ -53,6 +65,7 @@ class SparseProblem(NamedTuple):
     packing: Packing | ChainPacking
     borders: tuple[tuple[Array | np.ndarray, ...], ...]
     init: tuple[Array, Array] | None = None
+    sums: tuple[NormalSums, ...] | None = None
 
 
 class SparseEngine:
@@ -73,6 +86,7 @@ class SparseEngine:
         self._seen: list[list[Seen]] = [list(zip(terms, p)) for (_, terms), p in zip(sides, self._patterns)]
         self._is_affine = engine.is_affine and all(terms.is_affine for terms in prior.terms)
         self.prepare, self._indices = engine.compiled(self.prepared), engine.compiled(self._indices_of)
+        self._summed = engine.compiled(self._sums_of)
         self._solver = JointSolver(self.parts, engine.devices, engine.program.layout.size)
 
     def bind(self, engine: Engine) -> SparseEngine:
@@ -92,13 +106,50 @@ class SparseEngine:
     ) -> SparseProblem:
         """For all rows. ``marginals``: where to begin; default: at the prior's."""
         program, prior = self.engine.program, self.engine.program.marginals
+        is_nearby = marginals is not None
         marginals = DiagonalGaussian(prior.mean, prior.variance) if marginals is None else marginals
         marginals = jax.tree.map(lambda x: np.asarray(x, program.dtype), marginals)
         chunks = chunks_of(self.engine, rows, self.sparsity.numbers_per_row, weights)
         prepared = self.prepare(program.prior_inputs, *chunks)
         total = num_rows(rows) if weights is None else np.count_nonzero(weights)
         packing, borders = self._packing(prepared)
-        return SparseProblem(self.engine.devices.put(marginals), prepared, np.int32(total), packing, borders)
+        problem = SparseProblem(self.engine.devices.put(marginals), prepared, np.int32(total), packing, borders)
+        if not self._may_be_summed(problem):
+            return problem
+        is_one_scale, sums, start = self._summed(problem)
+        if not bool(is_one_scale):
+            return problem
+        return problem._replace(sums=sums, init=None if is_nearby else start)
+
+    def _may_be_summed(self, problem: SparseProblem) -> bool:
+        """Whether rows may be Normal terms of one scale, and are so many that their sums are fewer numbers."""
+        is_normal = all(terms.closed_form in FORMS and not terms.num_local for terms in self.engine.program.terms)
+        if not (is_normal and isinstance(problem.packing, Packing)):
+            return False
+        widths = [len(pattern.columns) for pattern in self._patterns[0]]
+        counts = [borders.shape[0] * borders.shape[1] for borders in problem.borders[0]]
+        return sum(n * k**2 for n, k in zip(counts, widths)) > problem.packing.size
+
+    def _form(self, problem: SparseProblem) -> Arrow:
+        form = packed_form(problem.marginals.variance[self.sparsity.order.places] ** -1.0, problem.packing)
+        assert isinstance(form, Arrow)
+        return form
+
+    def _normal_rows(self, problem: SparseProblem) -> list[tuple[object, Factors]]:
+        """Form and factors of each site, of all chunks, at theta = 0."""
+        form, found = self._form(problem), []
+        for terms, prepared, at in zip(self.engine.program.terms, problem.chunks[0], problem.borders[0]):
+            factors, at = merged((prepared, at))
+            jacobian = form.packing.placed(factors.jacobian, jnp.asarray(at))
+            found.append((terms.closed_form, factors._replace(jacobian=jacobian)))
+        return found
+
+    def _sums_of(self, problem: SparseProblem) -> tuple[Array, tuple[NormalSums, ...], tuple[Array, Array]]:
+        """Whether each site has one scale; the sums if so, and where they say that a search starts."""
+        form, rows = self._form(problem), self._normal_rows(problem)
+        have = jnp.all(jnp.stack([have_one_scale(*of_site) for of_site in rows]))
+        sums = tuple(sums_of(*of_site, form) for of_site in rows)
+        return have, sums, start_of(sums, problem.marginals.mean[self.sparsity.order.places], form)
 
     def _packing(self, prepared: tuple) -> tuple[Packing | ChainPacking, tuple[tuple[Array | np.ndarray, ...], ...]]:
         """How precisions are packed, and where they have the products that are not in the corner."""
@@ -146,7 +197,8 @@ class SparseEngine:
         self, problem: SparseProblem, on_step: Callable[[Progress], None] | None = None
     ) -> tuple[State, StepInfo]:
         """The state after all rows."""
-        search = self.search(jax.tree.leaves(problem.chunks[0])[0].shape[0])
+        num_chunks = jax.tree.leaves(problem.chunks[0])[0].shape[0] if problem.sums is None else 1
+        search = self.search(num_chunks, has_start=problem.init is not None)
         return self._solver(search, problem, problem.num_rows, on_step=on_step)
 
     @property
@@ -167,11 +219,38 @@ class SparseEngine:
 
     def parts(self, search: Search, problem: SparseProblem) -> SparseJoint:
         """A problem's parts."""
-        groups = [
+        rows, *of_prior = [
             FactorSet(kinds, partial(self._linearize, seen, problem.packing), (chunks, borders))
             for kinds, seen, chunks, borders in zip(self._kinds, self._seen, problem.chunks, problem.borders)
         ]
-        return SparseJoint(search, *groups, self.sparsity.order, problem.marginals, problem.packing, problem.init)
+        if problem.sums is not None:
+            rows = NormalRows(self._kinds[0], problem.sums, self._form(problem))
+        return SparseJoint(
+            search, rows, *of_prior, self.sparsity.order, problem.marginals, problem.packing, problem.init
+        )
+
+    def given_params(self, problem: SparseProblem, prior_inputs: dict, chunks: RowChunks) -> SparseProblem:
+        """The problem at other values of the ``numpyro.param`` sites, which are among ``prior_inputs``. Of rows that it
+        has the sums of, these move the scales alone: one row says how far. See :meth:`keeps_sums`."""
+        if problem.sums is None:
+            return problem._replace(chunks=self.prepared(prior_inputs, *chunks))
+        first = jax.tree.map(lambda x: x[:1, :1], chunks)
+        problem = problem._replace(chunks=self.prepared(prior_inputs, *first))
+        sums = zip(problem.sums or (), self.engine.program.terms, problem.chunks[0])
+        scales = [log_scale_of(terms.closed_form, merged(factors)) for _, terms, factors in sums]
+        return problem._replace(sums=tuple(x._replace(log_scale=a) for x, a in zip(problem.sums or (), scales)))
+
+    def keeps_sums(self, problem: SparseProblem, chunks: RowChunks) -> SparseProblem:
+        """The same problem; without the sums of rows, if ``numpyro.param`` sites move more of rows than one scale."""
+        if problem.sums is None:
+            return problem
+        values = np.asarray(self.engine.program.params.values)
+        values = values + np.random.default_rng(0).normal(size=values.shape).astype(values.dtype)
+        other = self.prepare(self.engine.program.prior_inputs | {PARAMS: values}, *chunks)
+        forms = [terms.closed_form for terms in self.engine.program.terms]
+        of_rows = [merged((a, b)) for a, b in zip(problem.chunks[0], other[0])]
+        keeps = all(bool(differ_in_scale(form, *pair)) for form, pair in zip(forms, of_rows))
+        return problem if keeps else problem._replace(sums=None)
 
     def prepared(self, prior_inputs: dict, rows: dict, weights: Array) -> tuple:
         origin = jnp.zeros(self.sparsity.order.places.size, self.engine.program.dtype)

