@@ -90,7 +90,7 @@ def test_sums_are_those_of_rows(rows, form):
     np.testing.assert_allclose(packing.whole(summed.curvature(mean, hessians, False)), curvature, rtol=1e-8, atol=1e-8)
     clamped = packing.whole(summed.curvature(mean, hessians, True))
     assert np.linalg.eigvalsh(clamped)[0] > -1e-9
-    point = summed.expected(mean, None)[0][0]
+    point = summed.expected(mean, None)[0].value
     np.testing.assert_allclose(point, expected(form, factors, mean, 0 * covariance), rtol=1e-10)
 
 
@@ -102,7 +102,7 @@ def test_single_precision_does_not_cancel(rows):
     mean = jnp.linalg.lstsq(everywhere.astype(jnp.float64), -far.predictors[:, 0].astype(jnp.float64))[0]
     kind = Kind(None, None, None, concave=False)
     summed = NormalRows((kind,), (sums_of(cf.GaussianLogScale, *(far, single[1])),), single[1])
-    value = summed.expected(mean.astype(jnp.float32), None)[0][0]
+    value = summed.expected(mean.astype(jnp.float32), None)[0].value
     exact = expected(cf.GaussianLogScale, far, mean, jnp.zeros((SIZE, SIZE)))
     assert abs(float(value - exact)) < 1e-3 * abs(float(exact))  # squares of 3000 have no digits left for residuals
 

@@ -9,6 +9,7 @@ import pytest
 
 from numpyro_rvga import RVGA, FixedPointVI
 from numpyro_rvga.core.matrices import borders
+from numpyro_rvga.engines import sparse
 from numpyro_rvga.model.program import Program
 from numpyro_rvga.model.terms import sparsity
 
@@ -73,6 +74,25 @@ def by_whole_matrices(model, data, monkeypatch):
 def sparsity_of(model, data):
     program = Program(model, data, {})
     return program.find_sparsity(data)
+
+
+@pytest.mark.parametrize("num_scales", [1, 2])
+def test_normal_rows_of_one_scale_take_part_by_their_sums(rows, num_scales, monkeypatch):
+    def model(a, b, x, y=None):
+        u = numpyro.sample("u", dist.Normal(0.0, SCALES[0]).expand([NUM_A]).to_event(1))
+        v = numpyro.sample("v", dist.Normal(0.0, SCALES[1]).expand([NUM_B]).to_event(1))
+        sigma = numpyro.sample("sigma", dist.HalfNormal(1.0).expand([num_scales]).to_event(1))
+        with numpyro.plate("rows", len(a)):
+            numpyro.sample("y", dist.Normal(u[a] + v[b], sigma[b % num_scales] * jnp.exp(0.2 * x)), obs=y)
+
+    data, summed = rows["normal"], []
+    have = sparse.have_one_scale
+    monkeypatch.setattr(sparse, "have_one_scale", lambda *of_site: summed.append(have(*of_site)) or summed[-1])
+    found = FixedPointVI(model).run(data, progress_bar=False)
+    assert len(summed) == 1
+    whole = by_whole_matrices(model, data, monkeypatch)
+    np.testing.assert_allclose(found.elbo, whole.elbo, rtol=1e-9)
+    np.testing.assert_allclose(found.mean, whole.mean, atol=1e-5)
 
 
 def test_linear_effects_are_exact(rows):
