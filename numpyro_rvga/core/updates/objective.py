@@ -115,7 +115,7 @@ class FactorSet(NamedTuple):
     def first(self) -> PyTree:
         return jax.tree.map(lambda x: x[0], self.chunks)
 
-    def map_reduce(self, theta: Array, function: Callable, *arguments: Any) -> tuple[Any, Any]:
+    def map_reduce(self, function: Callable, theta: Array, *arguments: Any) -> tuple[Any, Any]:
         """``function(factors of a chunk at theta, *arguments)`` returns a pair: the sum of the first over chunks, and
         the second by chunk."""
         chunk, *others = (self.first, *jax.tree.map(lambda x: x[0], arguments))
@@ -136,11 +136,12 @@ class FactorSet(NamedTuple):
 
     def covariances(self, theta: Array, sigma: PyTree) -> PyTree:
         """Those of predictors, by chunk. ``sigma``: as :func:`~.jacobians.covariance` takes it."""
-        return self.map_reduce(theta, lambda factors: ((), covariances(factors, sigma)))[1]
+        return self.map_reduce(lambda factors: ((), covariances(factors, sigma)), theta)[1]
 
-    def expected(self, theta: Array, covariances: PyTree) -> tuple[Totals, PyTree]:
-        """Sums over factors, and the Hessians by chunk. ``covariances`` None: q is a point mass."""
-        return self.map_reduce(theta, partial(expect, self.kinds), *() if covariances is None else (covariances,))
+    @property
+    def expected(self) -> Callable[[Array, PyTree], tuple[Totals, PyTree]]:
+        """theta and covariances (None: of a point mass) -> sums over factors, and the Hessians by chunk."""
+        return partial(self.map_reduce, partial(expect, self.kinds))
 
     def curvature(self, theta: Array, hessians: PyTree, clamped: bool) -> Array:
         """Minus the Hessian, summed. ``clamped``: with each G_i's negative part only."""
@@ -148,7 +149,7 @@ class FactorSet(NamedTuple):
         def of_factors(factors: tuple[Factors, ...], hessians: PyTree) -> tuple[Array, tuple[()]]:
             return curvature_of(self.kinds, factors, hessians, clamped=clamped), ()
 
-        return self.map_reduce(theta, of_factors, hessians)[0]
+        return self.map_reduce(of_factors, theta, hessians)[0]
 
     def with_curvatures(self, theta: Array, sigma: PyTree, ways: Sequence[bool]) -> tuple[Totals, list[Array]]:
         """Sums over factors, with the curvature for each of ``ways``, clamped or not."""
@@ -157,7 +158,7 @@ class FactorSet(NamedTuple):
             totals, hessians = expect(self.kinds, factors, covariances(factors, sigma))
             return (totals, [curvature_of(self.kinds, factors, hessians, clamped=clamped) for clamped in ways]), ()
 
-        return self.map_reduce(theta, of_factors)[0]
+        return self.map_reduce(of_factors, theta)[0]
 
 
 class SummedFactors(Protocol):
@@ -168,7 +169,8 @@ class SummedFactors(Protocol):
 
     def covariances(self, theta: Array, sigma: PyTree) -> PyTree: ...
 
-    def expected(self, theta: Array, covariances: PyTree) -> tuple[Totals, PyTree]: ...
+    @property
+    def expected(self) -> Callable[[Array, PyTree], tuple[Totals, PyTree]]: ...
 
     def curvature(self, theta: Array, hessians: PyTree, clamped: bool) -> Array: ...
 
@@ -214,15 +216,17 @@ class JointObjective:
         return tuple(factor_set.covariances(theta, sigma) for factor_set in self.sets)
 
     def expect(self, mean: Array, covariances: PyTree) -> Expected:
-        theta = self.coordinates.theta(mean)
+        theta, pairs = self.coordinates.theta(mean), []
         if self.staged:
             by_set = [None] * len(self.sets) if covariances is None else covariances
-            pairs = [s.expected(theta, of_set) for s, of_set in zip(self.sets, by_set)]
+            for factor_set, of_set in zip(self.sets, by_set):
+                pairs.append(factor_set.expected(theta, of_set))
         else:
             sigma = None if covariances is None else self.coordinates.covariance(covariances)
             is_concave = is_log_concave([kind for factor_set in self.sets for kind in factor_set.kinds])
             ways = [False] if is_concave else [False, True]
-            pairs = [s.with_curvatures(theta, sigma, ways) for s in self.sets]
+            for factor_set in self.sets:
+                pairs.append(factor_set.with_curvatures(theta, sigma, ways))
         totals, hessians = zip(*pairs)
         values, gradients, accounts = zip(*totals)
         accounts = jax.tree.map(lambda *x: jnp.concatenate(x), *accounts)  # by kind
