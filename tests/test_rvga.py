@@ -352,6 +352,32 @@ def test_float32_stays_close_to_float64_with_an_ill_conditioned_design(options):
     assert deviations < 0.01
 
 
+def two_way(y, group, kind):
+    """Effects in the outcome's own units, whose standard deviation may be anywhere in a wide range."""
+    sd = y.std()
+    intercept = numpyro.sample("intercept", dist.Normal(y.mean(), 5 * sd))
+    scale = numpyro.sample("scale", dist.Gamma(1.3, 1 / sd))
+    group_effect = numpyro.sample("group_effect", dist.Normal(0, scale).expand([12]))
+    kind_effect = numpyro.sample("kind_effect", dist.Normal(0, 2 * sd).expand([5]))
+    noise = numpyro.sample("noise", dist.Uniform(sd / 100, 10 * sd))
+    numpyro.sample("y", dist.Normal(intercept + group_effect[group] + kind_effect[kind], noise), obs=y)
+
+
+def test_float32_is_solved_in_the_units_of_large_outcomes():
+    rng = np.random.default_rng(8)
+    group, kind = rng.integers(0, 12, 300), rng.integers(0, 5, 300)
+    means = 1e5 + 2e4 * rng.normal(size=12)[group] + 3e4 * rng.normal(size=5)[kind]
+    data = {"y": means + 1.8e4 * rng.normal(size=300), "group": group, "kind": kind}
+    with jax.enable_x64(False):
+        single = RVGA(functools.partial(two_way)).run(data, progress_bar=False)
+        assert single.mean.dtype == jnp.float32
+    double = RVGA(two_way).run(data, progress_bar=False)
+    assert double.info["converged"]
+    sd = np.sqrt(np.diag(double.covariance))
+    assert np.max(np.abs(single.mean - double.mean) / sd) < 0.05
+    np.testing.assert_allclose(np.sqrt(np.diag(single.covariance)), sd, rtol=0.05)
+
+
 def test_float32_rows_one_by_one_are_solved_as_far_as_rounding_lets_them():
     rng = np.random.default_rng(0)
     X = rng.normal(size=(20_000, 10)).astype(np.float32)

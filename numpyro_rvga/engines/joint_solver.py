@@ -24,10 +24,12 @@ from ..core.updates.objective import is_conservative, is_log_concave
 from ..core.updates.search import Search, Settings, Solution, SolverState
 from ..core.updates.state import RowFactors, State, StepInfo
 from .devices import Devices
-from .starts import CLOSE, NEAR, NUM_CHECKS, NUM_RETRIES, are_apart, best_of
+from .starts import CLOSE, LOWEST, NEAR, NUM_CHECKS, NUM_RETRIES, are_apart, best_of
 
 ROUGHLY = 0.01  # nats: the squared natural gradient at which a search by few nodes has done its part
 FEW_PARAMETERS = 24  # with which steps of q are little work
+STEPS_OF_A_CHECK = 2  # times as many as the first search took, from another start, after which it is given up;
+FEWEST_STEPS = 40  # but not before this many
 FORESEEN = 100.0  # times its squared natural gradient: the most by which a search will still raise its bound
 
 
@@ -185,28 +187,33 @@ class JointSolver:
             options = {"search": search, "with_absorbed": with_absorbed}
             return self._finish(problem, form, state, expected, num_rows, **options)
 
-        first = finished(solve(search, steps, _near(search, by_few_nodes, begun), on_step=on_step))
+        of_first = _StepCount()
+        near = _near(search, by_few_nodes, begun, of_first.gives_up)
+        first = finished(solve(search, steps, near, on_step=on_step, is_enough=of_first.gives_up))
         if other_means is None:
             return first
-        solutions = [first]
-        is_settled = bool(first[1].converged) or float(first[1].decrement) <= CLOSE
         highest = float(first[0].log_evidence)
 
-        def is_enough(progress: Progress) -> bool:
-            """Most searches come near the first one's end, if that converged. Then there is no need to go on."""
-            if is_settled:
-                return float(progress.decrement) <= NEAR
-            return float(progress.bound + FORESEEN * progress.decrement) < highest
+        def check(mean: np.ndarray) -> tuple[State, StepInfo] | None:
+            """Where a search from another mean ends; None if that is where the first one did, or it leads nowhere."""
+            count = _StepCount(highest - LOWEST, max(FEWEST_STEPS, STEPS_OF_A_CHECK * of_first.taken))
+            state = _near(search, by_few_nodes, begun._replace(mean=mean), count.gives_up)
+            if count.is_hopeless:
+                return None
+            state = solve(search, steps, state, is_enough=lambda at: count.gives_up(at) or float(at.decrement) <= NEAR)
+            if count.is_hopeless or not are_apart(finished(state), first):
+                return None
+            state = solve(search, steps, state, is_enough=count.gives_up)
+            return None if count.is_hopeless else finished(state)
 
-        for number in range(NUM_CHECKS if is_settled else NUM_RETRIES):
-            state = _near(search, by_few_nodes, begun._replace(mean=other_means(first[0], number)))
-            state = solve(search, steps, state, is_enough=is_enough)
-            if is_settled:
-                if not are_apart(finished(state), first):
-                    continue
-                state = solve(search, steps, state)
-            solutions.append(finished(state))
-        return best_of(solutions)
+        def retry(mean: np.ndarray) -> tuple[State, StepInfo]:
+            near = _near(search, by_few_nodes, begun._replace(mean=mean), _StepCount().gives_up)
+            return finished(solve(search, steps, near, is_enough=_StepCount(highest).gives_up))
+
+        is_settled = bool(first[1].converged) or float(first[1].decrement) <= CLOSE
+        again, times = (check, NUM_CHECKS) if is_settled else (retry, NUM_RETRIES)
+        others = [again(other_means(first[0], number)) for number in range(times)]
+        return best_of([first, *[other for other in others if other is not None]])
 
     def _steps(self, search: Search, problem: PyTree, start: Start) -> Steps:
         """The compiled functions of a problem, which the host calls in turn."""
@@ -240,11 +247,34 @@ class JointSolver:
         return _absorbed(joint, solve_joint_traced(search, joint), num_rows, with_absorbed)
 
 
-def _near(search: Search, by_few_nodes: Steps | None, state: SolverState) -> SolverState:
-    """A state near the solution, from which to go on; the one given, if few nodes will not do or lead nowhere."""
+class _StepCount:
+    """Counts the steps of a search, and gives up one that leads nowhere.
+
+    :param lowest: a bound that the search must be able to reach. :param most: steps that it may take; None: any number.
+    """
+
+    def __init__(self, lowest: float = -np.inf, most: int | None = None):
+        self.taken, self.is_hopeless = 0, False
+        self._lowest, self._most = lowest, most
+
+    def gives_up(self, progress: Progress) -> bool:
+        """Whether to give up after one more step."""
+        self.taken += 1
+        too_low = float(progress.bound + FORESEEN * progress.decrement) < self._lowest
+        self.is_hopeless = too_low or (self._most is not None and self.taken > self._most)
+        return self.is_hopeless
+
+
+def _near(
+    search: Search, by_few_nodes: Steps | None, state: SolverState, gives_up: Callable[[Progress], bool]
+) -> SolverState:
+    """A state near the solution, from which to go on; the one given, if few nodes will not do or lead nowhere.
+
+    :param gives_up: after a step, whether the search is left.
+    """
     if by_few_nodes is None:
         return state
-    near = solve(search, by_few_nodes, state, is_enough=lambda progress: float(progress.decrement) <= ROUGHLY)
+    near = solve(search, by_few_nodes, state, is_enough=lambda at: gives_up(at) or float(at.decrement) <= ROUGHLY)
     return begun_again(near) if float(near.evaluation.decrement) <= ROUGHLY else state
 
 

@@ -18,7 +18,7 @@ from ..model.bound.validation import check_independence
 from ..model.data.arguments import BadData, NotRows, checked_rows, has_frames, whole_data
 from ..model.data.rows import Data, Keywords, Rows, num_rows, same, snapshot
 from ..model.half_lines import read_on_positive_half
-from ..model.handlers.failures import LocalLatents, UnboundedStates, of_stream, readable, why_not_rows
+from ..model.handlers.failures import LocalLatents, UnboundedStates, is_fault, of_stream, readable, why_not_rows
 from ..model.program import Program
 from ..options import Info, Options, key_numbers
 from ..user_warnings import warn
@@ -205,6 +205,10 @@ class Engines:
                 failures.append(error)
                 continue
             program.reason = why_not_rows(reason)
+            if is_fault(reason):
+                warn(
+                    f"{program.reason}. This is a fault of numpyro_rvga: please report it. All rows are solved jointly."
+                )
             return program
         if isinstance(reason, (NotRows, UnboundedStates)):
             raise reason from failures[0]

@@ -41,15 +41,36 @@ def test_semidefinite_factor_squares_to_the_matrix_and_inverts_on_its_range(size
     np.testing.assert_allclose(factor @ inverse @ factor, factor, atol=1e-8)
 
 
+@pytest.mark.parametrize("size", [2, 5, linalg.MOST_FACTORED + 3])
+def test_roots_do_not_lose_small_variances_beside_large_ones(size):
+    units = 10.0 ** np.linspace(-4, 5, size)
+    a = symmetric(size)
+    matrix = (a @ a + size * np.eye(size)) * np.outer(units, units)
+    root = np.asarray(linalg.semidefinite_root(jnp.asarray(matrix[None], np.float32))[0], float)
+    found, expected = root @ root.T / np.outer(units, units), matrix / np.outer(units, units)
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def positive_part(matrix, units):
+    """Of a matrix in these units, by eigenvalues."""
+    values, vectors = np.linalg.eigh(matrix / np.outer(units, units))
+    return (vectors * np.maximum(values, 0)) @ vectors.T * np.outer(units, units)
+
+
 @pytest.mark.parametrize("scale", [1e-15, 1.0, 1e15])
+@pytest.mark.parametrize("ratio", [1.0, 1e4])
 @pytest.mark.parametrize("size", [1, 2, 3, 6, 9])
-@pytest.mark.parametrize("dtype, tolerance", [(np.float64, 1e-10), (np.float32, 1e-5)])
-def test_positive_part_keeps_the_nonnegative_eigenvalues(dtype, tolerance, size, scale):
-    matrices = np.stack([symmetric(size, seed) for seed in range(4)])
-    values, vectors = np.linalg.eigh(matrices)
-    expected = (vectors * np.maximum(values, 0)[:, None]) @ vectors.swapaxes(1, 2)
-    found = linalg.positive_part(jnp.asarray(scale * matrices, dtype))
-    np.testing.assert_allclose(np.asarray(found, float) / scale, expected, atol=tolerance * size)
+@pytest.mark.parametrize("dtype, tolerance", [(np.float64, 1e-6), (np.float32, 1e-5)])
+def test_positive_part_keeps_the_nonnegative_eigenvalues_of_rows_of_one_size(dtype, tolerance, size, ratio, scale):
+    units = np.geomspace(1 / ratio, ratio, size) if size > 1 else np.ones(1)
+    for seed in range(4):
+        signs = np.where(np.arange(size) % 2, -1.0, 1.0) * 3
+        matrix = (symmetric(size, seed) / size + np.diag(signs)) * np.outer(units, units)
+        found = np.asarray(linalg.positive_part(jnp.asarray(scale * matrix, dtype)), float) / scale
+        d = np.sqrt(np.diag(np.asarray(linalg._units(jnp.asarray(matrix)))))
+        expected = positive_part(matrix, d)
+        np.testing.assert_allclose(found / np.outer(d, d), expected / np.outer(d, d), atol=tolerance * size)
+        assert np.abs(matrix / np.outer(d, d)).max(axis=1).min() > 0.4
 
 
 @pytest.mark.parametrize("size", [1, 2, linalg.MOST_UNROLLED, linalg.MOST_UNROLLED + 1])

@@ -1,5 +1,7 @@
 """Models that take all their data at once are accepted as their authors write them, and solved for jointly."""
 
+import operator
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -257,3 +259,27 @@ def test_the_remedies_for_nan_work(method, others):
     dropped = method(linear).run({"x": x[keep], "y": Y[keep]}, progress_bar=False)
     masked = method(missing_covariates).run({"x": x, "y": Y}, progress_bar=False)
     np.testing.assert_allclose(masked.mean, dropped.mean, atol=1e-5)
+
+
+def regression(x, y):
+    b = coefficients()
+    numpyro.sample("y", dist.Normal(b[0] + b[1] * x, SCALE), obs=y)
+
+
+def fails_on_few_rows(x, y):
+    if len(y) < len(Y):
+        raise KeyError("few")
+    regression(x, y)
+
+
+def test_a_fault_of_the_package_while_rows_are_read_is_reported(monkeypatch):
+    # a function without a frame of its own, whose lines would be an author's
+    monkeypatch.setattr("numpyro_rvga.engines.registry.checked_rows", operator.getitem)
+    with pytest.warns(UserWarning, match="TypeError: .* This is a fault of numpyro_rvga"):
+        posterior = FixedPointVI(regression).run({"x": X, "y": Y}, progress_bar=False)
+    np.testing.assert_allclose(posterior.mean, least_squares(np.stack([np.ones_like(X), X], 1), Y)[0], atol=1e-4)
+
+
+def test_a_model_that_fails_on_few_rows_is_no_fault_of_the_package():
+    posterior = RVGA(fails_on_few_rows).run({"x": X, "y": Y}, progress_bar=False)
+    assert "KeyError: 'few'" in posterior.info["reason"] and "in line" in posterior.info["reason"]

@@ -18,6 +18,7 @@ MOST_UNROLLED = 7  # the largest n of matrices that XLA multiplies slowly on CPU
 MOST_ADDED = 64  # the largest number of rows that are added one by one
 PIECE = 1024  # columns that are multiplied at once
 MOST_FACTORED = 16  # the largest size of a matrix whose root is its semidefinite factor
+EQUILIBRATIONS = 5  # ratios of units of 10^16 leave less than 4
 SIGN_ITERATIONS = 40  # resolve eigenvalues down to 1e-6 of the norm
 
 
@@ -110,19 +111,20 @@ def solve_triangular(
 def semidefinite_factor(matrix: Array) -> tuple[Array, Array]:
     """Lower L with L L^T = ``matrix`` (n, n), which may be singular, and M with M L = I on its range.
 
-    A vanishing pivot gives a zero column. A loop compiles many times faster than its steps one by one, and is as fast.
+    A pivot that vanishes beside its diagonal entry gives a zero column; so units do not matter, and a variance of 0.01
+    stays beside one of 10^9. A loop compiles many times faster than its steps one by one, and is as fast.
     """
     n, dtype = matrix.shape[-1], matrix.dtype
     if n == 1:
         alive = matrix > 0
         root = jnp.sqrt(jnp.where(alive, matrix, 1.0))
         return jnp.where(alive, root, 0.0), jnp.where(alive, 1 / root, 0.0)
-    floor = jnp.finfo(dtype).eps * n * jnp.max(jnp.diagonal(matrix))
+    floor = jnp.finfo(dtype).eps * n * jnp.diagonal(matrix)
     places = jnp.arange(n)
 
     def eliminate(j: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         rest, factor, inverse = carry
-        here, alive = places == j, rest[j, j] > floor
+        here, alive = places == j, rest[j, j] > floor[j]
         scale = jnp.where(alive, 1 / jnp.sqrt(jnp.where(alive, rest[j, j], 1.0)), 0.0)
         column = jnp.where(places < j, 0.0, scale * rest[:, j])
         row = scale * (here.astype(dtype) - jnp.sum(factor[j][:, None] * inverse, axis=0))
@@ -139,8 +141,12 @@ def semidefinite_root(matrices: Array) -> Array:
         return jax.vmap(lambda matrix: semidefinite_factor(matrix)[0])(matrices)
 
     def one(matrix):  # one after the other: batches of LAPACK calls can deadlock (see primitives.UNROLLED_SIZE)
-        values, vectors = jnp.linalg.eigh(matrix)
-        return vectors * jnp.sqrt(jnp.maximum(values, 0.0))
+        sds = jnp.sqrt(jnp.diagonal(matrix))
+        unit = jnp.where(
+            sds > 0, sds, 1.0
+        )  # eigenvalues are as exact as the largest: of correlations, units do not matter
+        values, vectors = jnp.linalg.eigh(matrix / jnp.outer(unit, unit))
+        return unit[:, None] * vectors * jnp.sqrt(jnp.maximum(values, 0.0))
 
     return lax.map(one, matrices)
 
@@ -153,10 +159,26 @@ def product(a: Array, b: Array) -> Array:
 
 
 def positive_part(matrix: Array) -> Array:
-    """The nearest positive semi-definite matrix to a symmetric one. Shape ``(..., n, n)``."""
-    n = matrix.shape[-1]
-    if n == 1:
+    """The nearest positive semi-definite matrix to a symmetric one, in units in which its rows are of about one size.
+    Eigenvalues are as exact as the largest: without units, what is small would be lost. Shape ``(..., n, n)``."""
+    if matrix.shape[-1] == 1:
         return jnp.maximum(matrix, 0.0)
+    units = _units(matrix)
+    return _nearest_semidefinite(matrix / units) * units
+
+
+def _units(matrix: Array) -> Array:
+    """d d^T, (..., n, n), by which to divide a symmetric matrix, so that the largest entry of each row is about one
+    (Ruiz, 2001)."""
+    d = jnp.ones(matrix.shape[:-1], matrix.dtype)
+    for _ in range(EQUILIBRATIONS):
+        largest = jnp.max(jnp.abs(matrix) / (d[..., :, None] * d[..., None, :]), axis=-1)
+        d = d * jnp.sqrt(jnp.where(largest > 0, largest, 1.0))
+    return d[..., :, None] * d[..., None, :]
+
+
+def _nearest_semidefinite(matrix: Array) -> Array:
+    n = matrix.shape[-1]
     if n == 2:
         a, b, d = matrix[..., 0, 0], matrix[..., 0, 1], matrix[..., 1, 1]
         half_trace, half_gap = 0.5 * (a + d), 0.5 * (a - d)

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import sysconfig
 import traceback
 from pathlib import Path
 
 import jax
+import jaxlib
+import numpy
+import numpyro
 
 from ..data.arguments import NotRows
 
-PACKAGES = ("jax", "jaxlib", "numpy", "numpyro", "numpyro_rvga")
+PACKAGE = Path(__file__).parents[2]
+PACKAGES = (PACKAGE, *(Path(str(package.__file__)).parent for package in (jax, jaxlib, numpy, numpyro)))
+STANDARD_LIBRARY = Path(sysconfig.get_path("stdlib"))
+GENERATED = ("<frozen", "<string>", "<__array_function__")  # not "<stdin>", which is the author's
 FORWARD = (
     "States that follow one another in time are summed out by the forward algorithm, in the model: alpha = "
     "logsumexp(alpha[:, None] + log_transition, axis=0) + log_emission[t] in a lax.scan over t, and then "
@@ -54,6 +61,13 @@ def why_not_rows(error: Exception) -> str:
     return f"on single rows the model fails{_in_line(error)}: {type(error).__name__}: {error}"
 
 
+def is_fault(error: Exception) -> bool:
+    """Whether an error is a fault of this package: none that it raises on purpose, and from no line of the author's."""
+    on_purpose = isinstance(error, (ValueError, NotImplementedError)) or needs_numbers(error)
+    is_its_own = any(PACKAGE in Path(frame.filename).parents for frame in traceback.extract_tb(error.__traceback__))
+    return is_its_own and not on_purpose and not _lines(error)
+
+
 def readable(error: Exception) -> Exception:
     """The error of a model that fails on all of its data, or what it means."""
     if not needs_numbers(error):
@@ -85,14 +99,23 @@ _JOINTLY = (
 
 def _in_line(error: BaseException) -> str:
     """The line of the author's code that an error came from."""
-    frames, at = [], error
-    while at is not None:
-        frames = [f for f in traceback.extract_tb(at.__traceback__) if not _is_of_packages(f.filename)] or frames
-        at = at.__cause__
-    if not frames:
-        return ""
-    return f" in line {frames[-1].lineno} of {Path(frames[-1].filename).name} ({frames[-1].line})"
+    lines = _lines(error)
+    return f" in line {lines[-1].lineno} of {Path(lines[-1].filename).name} ({lines[-1].line})" if lines else ""
+
+
+def _lines(error: BaseException) -> list[traceback.FrameSummary]:
+    """The lines of the author's code that an error, or the first one that led to it, passed through."""
+    lines: list[traceback.FrameSummary] = []
+    cause: BaseException | None = error
+    while cause is not None:
+        lines = [f for f in traceback.extract_tb(cause.__traceback__) if not _is_of_packages(f.filename)] or lines
+        cause = cause.__cause__
+    return lines
 
 
 def _is_of_packages(filename: str) -> bool:
-    return any(part in PACKAGES for part in Path(filename).parts) or filename.startswith("<")
+    if filename.startswith(GENERATED):
+        return True
+    parents = Path(filename).parents
+    is_standard = STANDARD_LIBRARY in parents and "site-packages" not in Path(filename).parts
+    return is_standard or any(package in parents for package in PACKAGES)
