@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -26,7 +26,7 @@ from ..engines.integration.lattice import integrate_lattice
 from ..engines.integration.log_density import LogDensity, weighted_rows
 from ..engines.integration.mixtures import mixture_of
 from ..engines.integration.nested import NUM_TRIALS, Integral, Marginal, Point, Root, SolvedRoot, find_mode
-from ..engines.maximized_bound import MaximizedBound, Maximum, SparseMaximizedBound, Start
+from ..engines.maximized_bound import MaximizedBound, SparseMaximizedBound
 from ..engines.registry import Engines
 from ..engines.row_chunks import chunks_of, distinct_chunks_of
 from ..engines.sparse import sparse_engine
@@ -186,9 +186,7 @@ class Integration:
                 precision = (NUM_POINTS, SETTLED) if solved is None else (FEW_POINTS, ROUGHLY_SETTLED)
                 integral = integrate_by_importance(marginal, mode, moments, smoothed, *precision)
             if integral is None or (_is_too_rough(integral) and solved is None):
-                assert not isinstance(bound, SparseMaximizedBound)
-                traced = _from_mode(bound, chunks, mode.point.start)
-                integral = integrate_by_nuts(*traced, marginal, mode, rng_key)
+                integral = integrate_by_nuts(marginal, mode, moments, rng_key)
         _warn(integral, sites)
         return {
             "program": program,
@@ -318,14 +316,6 @@ def _marginal(bound: Bound, estimate: EvidenceEstimate | None, chunks: Any, dtyp
     if estimate is not None:
         estimated = lambda h, start: estimate(jnp.asarray(h, dtype), chunks, start)  # noqa: E731
     return Marginal(lambda h: bound.begin(jnp.asarray(h, dtype), chunks), solve, gradient, estimated)
-
-
-def _from_mode(
-    bound: MaximizedBound | LogDensity, chunks: Any, start: Start
-) -> tuple[Callable[[Array], Maximum], Callable[[Array, Start], tuple[Array, Array]]]:
-    """For compiled functions: h -> the bound's maximum, from one start; and h and what starts from it -> mean and root
-    of x."""
-    return lambda h: bound.solve(h, chunks, start), bound.moments
 
 
 def _is_too_rough(integral: Integral) -> bool:

@@ -106,6 +106,10 @@ class Marginal:
             self._known[h.tobytes()] = point
         return point
 
+    def visited(self, h: np.ndarray, near: Point) -> Point:
+        """L at h, from the q of a point that is near. It is not remembered."""
+        return self._point(h, near.start)
+
     def _point(self, h: np.ndarray, start: Start) -> Point:
         maximum = self._solve(h, start)
         bound, gradient = float(maximum.bound), maximum.gradient
