@@ -87,7 +87,7 @@ class BatchSolver:
         if self._options.has_bound and learned is None:
             error, excess = expectation_errors(engine, after, rows, info.accounts)
             facts["elbo_error"], bound = error, bound - excess
-            if engine.effort.calls_for_more(error, bound):
+            if engine.effort.calls_for_more(error, bound, int(after.num_rows)):
                 options = {"progress_bar": progress_bar, "started": started}
                 nearby = init if sparse is not None else FullGaussian(after.mean, after.root)
                 modes = modes_info(info.modes)

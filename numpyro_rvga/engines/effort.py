@@ -19,6 +19,7 @@ BUDGET = 1e-3  # nats, in all: expectations that may be off by more call for fin
 ROUNDING = 8.0  # units in the bound's last place, of two rules that are compared row by row
 ENOUGH_DRAWS = 0.5  # and those over draws of theta for more draws
 FEW_POINTS = 2**24  # of all rows at the nodes of the last rule
+FEW_INTEGRANDS = 2**19  # of rows' own integrals at all nodes, for which the budget is that of other expectations
 LITTLE_WORK = 2**16  # numbers: entries of the Hessians at the nodes of all factors together
 NUMBERS_OF_CLOSED_FORMS = 32  # as which an expectation without nodes counts
 MANY_NODES = 2**16  # of all rows; one row that is all data may be dear at each of its nodes
@@ -41,14 +42,17 @@ class Effort(NamedTuple):
     row_terms: Sequence[Terms]
     prior_terms: Sequence[Terms]
 
-    def calls_for_more(self, error: float, bound: float | None) -> bool:
+    def calls_for_more(self, error: float, bound: float | None, num_rows: int) -> bool:
         """Whether a thorough engine is worth its time: it leaves the rounding errors of the values that are added up.
 
         :param error: by how many nats expectations may be off, all together. :param bound: of which they are a part.
         """
         epsilon = float(np.finfo(np.float64 if self.is_double else np.float32).eps)
         rounding = 0.0 if bound is None or not np.isfinite(bound) else ROUNDING * epsilon * abs(bound)
-        return self.can_be_thorough and error > (ENOUGH_DRAWS if self.takes_draws else max(BUDGET, rounding))
+        # Integrals of a row's own, one for each node, take seconds for what nobody would see.
+        integrals = num_rows * sum(t.num_elements * self._num_nodes(t) for t in self.row_terms if t.num_nodes > 1)
+        budget = min(BUDGET * max(1.0, integrals / FEW_INTEGRANDS), ENOUGH_DRAWS)
+        return self.can_be_thorough and error > (ENOUGH_DRAWS if self.takes_draws else max(budget, rounding))
 
     @property
     def is_thorough(self) -> bool:
@@ -91,7 +95,8 @@ class Effort(NamedTuple):
 
     def takes_many_nodes(self, num_rows: int) -> bool:
         """Whether an evaluation takes so long that a search had better begin with few nodes."""
-        return any(
+        prior_is_sampled = any(kind.sampled and kind.has_few_nodes for kind in self.prior)
+        return prior_is_sampled or any(
             terms.by_draws or num_rows == 1 or num_rows * terms.num_elements * self._num_nodes(terms) >= MANY_NODES
             for kind, terms in zip(self.joint_rows, self.row_terms)
             if kind.has_few_nodes

@@ -248,7 +248,7 @@ class Engine:
     def _by_few_nodes_first(
         self, search: Search, problem: JointProblem, num_rows: int
     ) -> tuple[JointProblem, JointProblem | None]:
-        """The problem, and the same by few nodes, where expectations over rows take many and the search is far off."""
+        """The problem, and the same by few nodes, where expectations take many and the search is far off."""
         is_near = problem.init is not None or isinstance(problem.state.mean, Tracer)
         if search.mode or is_near or not self.effort.takes_many_nodes(num_rows):
             return problem, None
@@ -298,11 +298,10 @@ class Engine:
                 chunk = self.prepare(chunk.rows | params, chunk.weights)
             return self.linearize(chunk, theta)
 
-        kinds = tuple(kind.by_few_nodes(problem.is_coarse) for kind in self.effort.joint_rows)
         return DenseJoint(
             search,
-            FactorSet(kinds, linearize, problem.chunks),
-            self.prior_set(problem.prior_inputs),
+            FactorSet(self.effort.joint_rows, linearize, problem.chunks).by_few_nodes(problem.is_coarse),
+            self.prior_set(problem.prior_inputs).by_few_nodes(problem.is_coarse),
             problem.state,
             row_factors=problem.row_factors,
             starts=self._starts if problem.row_factors is None and problem.init is None else None,

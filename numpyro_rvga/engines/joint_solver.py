@@ -47,7 +47,7 @@ class JointProblem(NamedTuple):
     :ivar prior_inputs: as ``program.prior_inputs``.
     :ivar row_factors: by which the rows are part of the state; None: they are not.
     :ivar init: mean and precision of a q to start from, in the state's standard coordinates, or None.
-    :ivar is_coarse: whether expectations over rows take few nodes; None: they cannot.
+    :ivar is_coarse: whether expectations take few nodes; None: they cannot.
     """
 
     state: State

@@ -168,7 +168,8 @@ class FullFamily:
                 rows = without(head, taken.left_out)
                 info["elbo_error"], excess = expectation_errors(engine, findings.state, rows, findings.accounts)
                 findings = findings.lowered(excess)
-            more = engine.effort.calls_for_more(info["elbo_error"], findings.bound)
+            num_rows = int(findings.state.num_rows)
+            more = engine.effort.calls_for_more(info["elbo_error"], findings.bound, num_rows)
             if more and source.seekable and options.checkpoint is None:
                 self._engines.make_thorough(engine)
                 return None

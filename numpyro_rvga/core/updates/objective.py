@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 
 from ..pytrees import PyTree
@@ -114,6 +115,10 @@ class FactorSet(NamedTuple):
     @property
     def first(self) -> PyTree:
         return jax.tree.map(lambda x: x[0], self.chunks)
+
+    def by_few_nodes(self, is_coarse: Array | np.ndarray | None) -> FactorSet:
+        """The same factors, whose expectations take few nodes or not; see :meth:`Kind.by_few_nodes`."""
+        return self._replace(kinds=tuple(kind.by_few_nodes(is_coarse) for kind in self.kinds))
 
     def map_reduce(self, function: Callable, theta: Array, *arguments: Any) -> tuple[Any, Any]:
         """``function(factors of a chunk at theta, *arguments)`` returns a pair: the sum of the first over chunks, and
