@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +13,6 @@ from ..core.compilation import at_once, jit_once
 from .data.arrays import BadData
 from .data.rows import Arrays
 from .program import Program
-from .terms.terms import Terms, over_rows
 
 NUM_STARTS = 4
 NUM_TRIED = 256
@@ -122,10 +120,7 @@ def check_reading(program: Program) -> None:
     inputs = {**program.inputs(program.example_rows), **program.shared}
 
     def read(theta: Array) -> dict[str, Array]:
-        def of(terms: Terms) -> Array:
-            return jnp.sum(over_rows(partial(terms.log_prob, theta), terms.num_elements, inputs))
-
-        return {terms.site: of(terms) for terms in program.terms if not terms.by_draws}
+        return {t.site: jnp.sum(t.log_probs(theta, inputs)) for t in program.terms if not t.by_draws}
 
     def both(theta: Array) -> tuple[dict, dict, dict]:
         own = program.log_likelihood(theta, program.inputs(program.example_rows))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,7 +14,6 @@ from ..engines.certificate import Certificate
 from ..engines.engine import Engine
 from ..model.data.rows import Rows
 from ..model.own_density import BATCH, OwnDensity
-from ..model.terms.terms import Terms, over_rows
 
 NUM_PAIRS = 32  # of draws and their mirror images
 MOST_ROWS = 10_000
@@ -112,11 +110,8 @@ class ModelCheck:
         """Log-likelihoods of all rows by site (K,), as they were read."""
         inputs = self._engine.program.inputs(rows) | self._engine.program.shared
 
-        def of(terms: Terms, theta: Array) -> Array:
-            return over_rows(partial(terms.log_prob, theta), terms.num_elements, inputs).sum()
-
         def at(theta: Array) -> dict[str, Array]:
-            return {terms.site: of(terms, theta) for terms in self._engine.program.terms}
+            return {terms.site: terms.log_probs(theta, inputs).sum() for terms in self._engine.program.terms}
 
         return lax.map(at, points, batch_size=BATCH)
 

@@ -41,6 +41,16 @@ class Factorization(NamedTuple):
     constants: Callable[[tuple], tuple]
     density: Callable[[jax.Array, tuple], jax.Array]
 
+    def at_most(self, size: int) -> Factorization:
+        """With all of theta (P,) as predictors, where these would be more numbers. ``size``: P."""
+        if self.num_predictors <= size:
+            return self
+
+        def density(u, row):
+            return self.density(self.predictors(u, row), self.constants(row))
+
+        return Factorization(size, False, lambda theta, row: theta, lambda row: row, density)
+
 
 class Reading:
     """A program of theta whose outputs can be split, each by itself.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Hashable, Mapping, MutableMapping
-from functools import partial
 from typing import Any
 
 import jax
@@ -28,7 +27,7 @@ from ..terms.local_terms import Draw, local_terms
 from ..terms.recognition import in_tilted_form
 from ..terms.site_terms import ends_of_one_computation, site_terms, summed_terms
 from ..terms.sparsity import Sparsity, are_selections, find_sparsity
-from ..terms.terms import Terms, by_piece, linearize, over_rows
+from ..terms.terms import Terms, by_piece, linearize
 from . import validation
 from .bound_prior import BoundPrior
 from .row_checks import RowCheck, quadratic_check, states_check
@@ -204,7 +203,8 @@ class BoundLikelihood(BoundPrior):
             arrays = {name: jnp.atleast_1d(terms[name]) for name in others}
             axes = {name: min(self.row_axis(name), array.ndim - 1) for name, array in arrays.items()}
             of_others = {name: jnp.moveaxis(array, axes[name], 0) for name, array in arrays.items()}
-            return of_others | {n: self._log_sums(integrated[n], theta, rows) for n in names if n in integrated}
+            inputs = {**rows, **self.shared}
+            return of_others | {n: integrated[n].log_probs(theta, inputs).ravel() for n in names if n in integrated}
         axes = self._row_axes
 
         def one(row):
@@ -225,15 +225,9 @@ class BoundLikelihood(BoundPrior):
 
         return jax.vmap(one)({name: jnp.asarray(value) for name, value in rows.items()})
 
-    def _log_sums(self, terms: Terms, theta: Array, rows: Arrays) -> Array:
-        """Of a whole program's terms that latent variables are summed out of, one after the other."""
-        return over_rows(partial(terms.log_prob, theta), terms.num_elements, {**rows, **self.shared}).ravel()
-
     def _log_integral(self, terms: Terms, theta: Array, row: Arrays) -> Array:
         """Of one row's terms, in the shape of the outcomes if these are what remains, and else in all."""
-
-        one = partial(terms.log_prob, theta, {**row, **self.shared})
-        values = jax.vmap(one)(jnp.arange(terms.num_elements, dtype=jnp.int32))
+        (values,) = terms.log_probs(theta, {**row, **self.shared})
         component = self._integrated[terms.site]
         if terms.site not in self._row_sites:
             return jnp.sum(values)

@@ -20,6 +20,7 @@ from ...core.matrices.linalg import cholesky, solve_lower
 from ..data.rows import Arrays
 from .local import Component, Records, terms_by_state
 from .local_sites import LocalSites
+from .site_terms import ELEMENT, affine_terms
 from .terms import Terms, over_rows
 
 PROBES = 3  # theta at which second derivatives are compared
@@ -54,7 +55,8 @@ def local_terms(
         by_state = jnp.sum(table(t, r, element), axis=1)
         return by_state[0] if count == 1 else logsumexp(by_state + log_weights)
 
-    split = _Split(_factorized(term, both, row, nothing), component, size, local.continuous.size, theta.dtype)
+    of_all = factorize(term, both, row, ELEMENT, nothing).at_most(both.shape[0])
+    split = _Split(of_all, component, size, local.continuous.size, theta.dtype)
     kept = _moving(split, component, rows)
     dimensions, quadratic = component.continuous.shape[1], is_quadratic(partial(_quadratic, split, component, kept))
     if dimensions > MAX_DIMENSIONS and not quadratic:
@@ -91,38 +93,8 @@ def _summed_terms(
 
     if not component.outcomes:
         return None, False, drawn
-    split = _factorized(term, theta, row)
-
-    def predictors(theta, row, element):
-        return split.predictors(theta, (row, element))
-
-    def constants(row, element):
-        return split.constants((row, element))
-
-    terms = Terms(
-        component.name, component.size, split.num_predictors, True, predictors, constants, split.density, None
-    )
-    return terms, False, drawn
-
-
-def _factorized(
-    term: Callable, theta: jax.ShapeDtypeStruct, row: Arrays, *others: jax.ShapeDtypeStruct
-) -> Factorization:
-    """A term as a density of predictors: of all of theta, where a split would name more numbers than there are.
-
-    :param term: (theta, row, element, others) -> a number.
-    """
-    split = factorize(term, theta, row, jax.ShapeDtypeStruct((), jnp.int32), *others)
-    return split if split.num_predictors <= theta.shape[0] else _of_everything(split, theta.shape[0])
-
-
-def _of_everything(split: Factorization, size: int) -> Factorization:
-    """All of theta and z as predictors: where a split names more numbers than there are."""
-
-    def density(u, constants):
-        return split.density(split.predictors(u, constants), split.constants(constants))
-
-    return Factorization(size, False, lambda t, constants: t, lambda constants: constants, density)
+    split = factorize(term, theta, row, ELEMENT).at_most(theta.shape[0])
+    return affine_terms(component.name, component.size, split), False, drawn
 
 
 class _Split:

@@ -78,16 +78,14 @@ def site_terms(
         if by_draws and num_predictors >= MIN_PREDICTORS and _repeats_the_model(run_site, split, theta, row, count):
             return _theta_terms(run_site, site, theta.shape[0])
         if num_predictors <= MAX_PREDICTORS:
-            if split.num_predictors > theta.shape[0]:
-                return _identity_terms(site, theta.shape[0], count, split)
-            return _affine_terms(site, count, split)
+            return affine_terms(site, count, split.at_most(theta.shape[0]))
         if by_draws:
             return _theta_terms(run_site, site, theta.shape[0])
     parameters = _parameter_terms(run_site, site, theta, row, example, informed=prefer_parameters)
     if parameters is None or (split is not None and split.num_predictors <= parameters.num_predictors):
         split = split or factorize(lambda t, r, e: elements(run_site(t, r))[e], theta, row, ELEMENT)
         information = information_of(run_site, split, theta, row, example.kind) if prefer_parameters else None
-        return _informed(_affine_terms(site, count, split), information)
+        return _informed(affine_terms(site, count, split), information)
     return parameters
 
 
@@ -122,21 +120,6 @@ def _example_of(run_site: RunSite, theta: jax.ShapeDtypeStruct, row: Arrays) -> 
 
     jax.eval_shape(abstract, theta, row)
     return examples[0]
-
-
-def _identity_terms(site, size, count, split) -> Terms:
-    """All of theta as predictors: where a split names more numbers than there are."""
-
-    def predictors(theta, row, element):
-        return theta
-
-    def constants(row, element):
-        return row, element
-
-    def density(u, arguments):
-        return split.density(split.predictors(u, arguments), split.constants(arguments))
-
-    return Terms(site, count, size, True, predictors, constants, density, None)
 
 
 def _theta_terms(run_site: RunSite, site: str, size: int) -> Terms:
@@ -190,7 +173,9 @@ def summed_terms(run_all: RunAll, sites: list[str], size: int) -> Terms:
     return _theta_terms(lambda u, row: run_all(u, row)[sites[0]], name, size)._replace(density=density)
 
 
-def _affine_terms(site, count, split) -> Terms:
+def affine_terms(site: str, count: int, split: Factorization) -> Terms:
+    """The terms of so many elements, from a split of one, whose constants are those of (row, element)."""
+
     def predictors(theta, row, element):
         return split.predictors(theta, (row, element))
 
@@ -312,15 +297,12 @@ def _parameter_terms(
         return jnp.ravel(jnp.where(mask, fn.log_prob(record.value), 0.0) * record.weight)[e]
 
     u = jax.ShapeDtypeStruct((sum(sizes),), theta.dtype)
-    inner = factorize(term, u, row, jax.ShapeDtypeStruct((), jnp.int32))
+    inner = factorize(term, u, row, ELEMENT)
 
     def predictors(t, r, e):
         return inner.predictors(unconstrained(t, r), (r, e))
 
-    def constants(r, e):
-        return inner.constants((r, e))
-
-    terms = Terms(site, example.num_elements, inner.num_predictors, False, predictors, constants, inner.density, None)
+    terms = affine_terms(site, example.num_elements, inner)._replace(is_affine=False, predictors=predictors)
 
     def of_parameters(u, r):
         fn, mask, record = moved(u, r)

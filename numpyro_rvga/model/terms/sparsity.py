@@ -23,7 +23,7 @@ from ...core.updates.joint import EliminationOrder
 from ..data.rows import Arrays
 from ..layout import Layout
 from .reads import Cut, Reader, Reads, along, read
-from .terms import Terms, linearize_along, merged, over_rows, split_rows
+from .terms import Terms, linearize_along, merged, predictors_of, split_rows
 
 FEWEST_PARAMETERS = 200  # below, whole matrices are small
 FEWEST_IN_CHAIN = 400  # parameters: chains take longer to compile than whole matrices
@@ -93,7 +93,7 @@ def sparse_jacobian(terms: Terms, pattern: Pattern, theta: Array, rows: Arrays) 
 
 def _without_predictors(terms: Terms, pattern: Pattern, theta: Array, rows: Arrays) -> tuple[Array, SparseJacobian]:
     """Of terms that theta does not enter."""
-    predictors = merged(over_rows(lambda row, element: terms.predictors(theta, row, element), terms.num_elements, rows))
+    predictors = merged(predictors_of(terms, theta, rows))
     index = jnp.full((len(predictors), 1), pattern.place[pattern.columns[0][0]], jnp.int32)
     values = jnp.zeros((len(predictors), 0, 1), theta.dtype)
     return predictors, SparseJacobian(index, values, theta.size, pattern.num_diagonal, pattern.num_leading)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -51,6 +52,10 @@ class Terms(NamedTuple):
     def log_prob(self, theta: Array, row: Arrays, element: Array) -> Array:
         """One term, ()."""
         return self.density(self.predictors(theta, row, element), self.constants(row, element))
+
+    def log_probs(self, theta: Array, rows: Arrays) -> Array:
+        """All terms of rows, (n, E)."""
+        return over_rows(partial(self.log_prob, theta), self.num_elements, rows)
 
 
 def linearize(terms: Terms, theta: Array, rows: Arrays) -> tuple[Array, Array, Array]:
