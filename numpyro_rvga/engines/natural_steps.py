@@ -72,15 +72,33 @@ class Look(NamedTuple):
         return squared if self.noise is None else squared - self.noise.squared
 
 
+def joint_density(state: State, origin: np.ndarray) -> CanonicalGaussian:
+    """log q + log evidence, in double precision. ``origin``: of the result, (P,)."""
+    at = in_double(state)
+    inverse = np.linalg.inv(at.root)
+    shift = inverse @ (at.mean + at.mean_error - origin)
+    constant = float(at.log_evidence) - 0.5 * shift @ shift - _half_log_det(at.root)
+    constant -= 0.5 * len(shift) * math.log(2 * math.pi)
+    return CanonicalGaussian(inverse.T @ inverse, inverse.T @ shift, constant, origin)
+
+
+def with_prior_factor(density: CanonicalGaussian, state: State, times: float = 1.0) -> CanonicalGaussian:
+    """A density with a state's approximation of prior terms that are not Gaussian, so many times."""
+    if state.prior_factor is None:
+        return density
+    return density.plus(in_double(state.prior_factor).about(density.center), times)
+
+
+def without_prior_factor(state: State, origin: np.ndarray) -> CanonicalGaussian:
+    """log q + log evidence, less the approximation of prior terms that are not Gaussian."""
+    return with_prior_factor(joint_density(state, origin), state, -1.0)
+
+
 class Base:
     """The log density of the start without its approximation of the prior terms, in double precision."""
 
     def __init__(self, start: State):
-        start = in_double(start)
-        size, inverse, site = len(start.mean), np.linalg.inv(start.root), start.prior_factor
-        constant = start.log_evidence - 0.5 * size * math.log(2 * math.pi) - _half_log_det(start.root)
-        density = CanonicalGaussian(inverse.T @ inverse, np.zeros(size), constant, start.mean)
-        self._density = density if site is None else density.about(site.center).plus(site, -1.0)
+        self._density = without_prior_factor(start, np.asarray(start.mean, np.float64))
 
     def look(self, state: State, rows: Sums, prior: Sums) -> Look:
         """The bound at q, its natural gradient and the precision of a full step, from sums over rows and prior terms:

@@ -14,10 +14,11 @@ from jax.typing import DTypeLike
 
 from ..core.compilation import at_once
 from ..core.expectations.closed_forms import Gaussian
+from .bound.prior import depends_on_entries
 from .data.rows import Arrays
 from .program import Program
 from .terms.site_terms import site_terms
-from .terms.terms import Terms, constants, merged, predictors_of
+from .terms.terms import Terms, constants, merged
 
 NUM_PROBES = 16  # points at which a log density's Hessian is evaluated
 MOST_ADDED = 6  # entries of a site that is real and would be integrated out nevertheless
@@ -138,16 +139,8 @@ def _is_concave(terms: Terms, dtype: DTypeLike, rows: Arrays) -> bool:
 
 def _sites_seen(program: Program, terms: Terms, rows: Arrays) -> frozenset[str]:
     """The latent sites that a term's predictors depend on."""
-    rng = np.random.default_rng(0)
-    theta = jnp.asarray(rng.normal(size=program.layout.size), program.dtype)
-
-    def slopes():
-        everything = jnp.concatenate([theta, jnp.zeros(terms.num_local, theta.dtype)])
-        values, vjp = jax.vjp(lambda t: predictors_of(terms, t, rows), everything)
-        return vjp(jnp.asarray(rng.normal(size=values.shape), theta.dtype))[0][: theta.size]
-
-    by_site = program.layout.unravel(np.asarray(at_once(slopes)))
-    return frozenset(name for name, slope in by_site.items() if np.any(slope != 0))
+    by_site = program.layout.unravel(depends_on_entries([terms], program.layout.size, program.dtype, rows))
+    return frozenset(name for name, depends in by_site.items() if np.any(depends))
 
 
 def _terms_given(program: Program, site: str, given: Sequence[str]) -> tuple[Terms, dict[str, Any]]:

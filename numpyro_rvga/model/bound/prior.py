@@ -132,7 +132,8 @@ def depends_on_entries(all_terms: list[Terms], size: int, dtype, shared: Arrays)
     theta = jnp.asarray(rng.normal(size=size), dtype)
 
     def depends(terms):
-        values, vjp = jax.vjp(lambda t: predictors_of(terms, t, shared), theta)
-        return vjp(jnp.asarray(rng.normal(size=values.shape), dtype))[0] != 0
+        everything = jnp.concatenate([theta, jnp.zeros(terms.num_local, dtype)])
+        values, vjp = jax.vjp(lambda t: predictors_of(terms, t, shared), everything)
+        return vjp(jnp.asarray(rng.normal(size=values.shape), dtype))[0][:size] != 0
 
     return np.any([np.zeros(size, bool), *at_once(lambda: [depends(t) for t in all_terms])], axis=0)

@@ -20,21 +20,13 @@ import numpy as np
 from ...core.updates.state import CanonicalGaussian, Count, State
 from ...engines.certificate import Certificate, Look, Sums
 from ...engines.engine import Engine
+from ...engines.natural_steps import with_prior_factor, without_prior_factor
 from ...model import Program
 from ...model.data.rows import Rows, joined, pad
 from ...options import is_count
 from ...streams.block_plan import FIRST_BLOCK_NUMBERS
 from ...user_warnings import warn
-from .summaries import (
-    TOLERANCE,
-    added,
-    distance,
-    row_factor,
-    state_of,
-    summary,
-    with_prior_factor,
-    without_prior_factor,
-)
+from .summaries import TOLERANCE, added, distance, row_factor, state_of, summary
 
 MAX_ROUNDS = 20
 MAX_HALVINGS = 10

@@ -14,30 +14,9 @@ from jax.typing import ArrayLike
 
 from ...core.updates.state import CanonicalGaussian, Count, State
 from ...engines.certificate import Sums
+from ...engines.natural_steps import joint_density, without_prior_factor
 
 TOLERANCE = 0.01  # standard deviations that rounds may leave q off by
-
-
-def joint_density(state: State, origin: np.ndarray) -> CanonicalGaussian:
-    """log q + log evidence."""
-    inverse = np.linalg.inv(np.asarray(state.root, np.float64))
-    shift = inverse @ (np.asarray(state.mean, np.float64) + np.asarray(state.mean_error, np.float64) - origin)
-    constant = float(state.log_evidence) - 0.5 * shift @ shift + np.linalg.slogdet(inverse)[1]
-    constant -= 0.5 * len(shift) * np.log(2 * np.pi)
-    return CanonicalGaussian(inverse.T @ inverse, inverse.T @ shift, constant, origin)
-
-
-def without_prior_factor(state: State, origin: np.ndarray) -> CanonicalGaussian:
-    """log q + log evidence, less the approximation of prior terms that are not Gaussian."""
-    return with_prior_factor(joint_density(state, origin), state, -1.0)
-
-
-def with_prior_factor(density: CanonicalGaussian, state: State, times: float = 1.0) -> CanonicalGaussian:
-    """A density with a state's approximation of prior terms that are not Gaussian, so many times."""
-    if state.prior_factor is None:
-        return density
-    factor = CanonicalGaussian(*[np.asarray(x, np.float64) for x in state.prior_factor])
-    return density.plus(factor.about(density.center), times)
 
 
 def summary(after: State, before: State, origin: np.ndarray) -> CanonicalGaussian:
