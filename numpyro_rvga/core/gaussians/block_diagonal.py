@@ -153,6 +153,4 @@ class BlockDiagonalGaussian:
         shift = self.covariance_times(zeros.at[indices].set(information))
         return shifted(self.natural_step(held, 1.0, "natural"), shift)
 
-    def joined(self, parts: list[BlockDiagonalGaussian]) -> BlockDiagonalGaussian:
-        """This prior times the ratio of each part to it."""
-        return joined_in_natural_parameters(self, parts)
+    joined = joined_in_natural_parameters

@@ -122,9 +122,7 @@ class DiagonalGaussian:
         variance = self.variance.at[indices].divide(1 + self.variance[indices] * diagonal)
         return DiagonalGaussian(mean, variance)
 
-    def joined(self, parts: list[DiagonalGaussian]) -> DiagonalGaussian:
-        """This prior times the ratio of each part to it."""
-        return joined_in_natural_parameters(self, parts)
+    joined = joined_in_natural_parameters
 
     def predict(self, transition: Transition) -> DiagonalGaussian:
         if transition.matrix.ndim == 2:

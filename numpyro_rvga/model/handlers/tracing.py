@@ -96,9 +96,6 @@ class RowRunner(Messenger):
         self.scanned: set[str] = set()
 
     def process_message(self, msg: dict) -> None:
-        if self._rng_key is not None and msg["type"] == "sample" and not msg["is_observed"]:
-            self._rng_key, msg["kwargs"]["rng_key"] = jax.random.split(self._rng_key)
-            msg["value"] = None if msg["name"] not in self.scanned else msg["value"]
         if msg["type"] == "control_flow":
             msg["kwargs"]["substitute_stack"].append(("substitute", self._value_in_scan))
         elif msg["type"] == "plate":
@@ -113,35 +110,39 @@ class RowRunner(Messenger):
             msg["kwargs"]["event_dim"] = None  # the rows at hand are the subsample
         elif msg["type"] == "param" and msg["name"] in self.params:
             msg["value"] = self.params[msg["name"]]
-        elif msg["type"] == "sample" and not msg["is_observed"] and msg["name"] in self.local:
-            normal, _ = base_distribution(msg["fn"])
-            shape = msg["fn"].shape(msg["kwargs"]["sample_shape"])
-            z = jnp.reshape(self.unconstrained.get(msg["name"], jnp.zeros(shape)), shape)
-            msg["value"] = normal.loc + normal.scale * z
-        elif msg["type"] == "sample" and not msg["is_observed"] and msg["name"] in self.states:
-            value = jnp.broadcast_to(self.states[msg["name"]], msg["fn"].shape(msg["kwargs"]["sample_shape"]))
-            support = _elementwise_support(msg["fn"])
+        elif msg["type"] == "sample" and not msg["is_observed"]:
+            self._give_value(msg)
+
+    def _give_value(self, msg: dict) -> None:
+        """Of a latent site: the one that is given, or one where the site itself has none."""
+        name, fn, sample_shape = msg["name"], msg["fn"], msg["kwargs"]["sample_shape"]
+        if self._rng_key is not None:
+            self._rng_key, msg["kwargs"]["rng_key"] = jax.random.split(self._rng_key)
+            msg["value"] = None if name not in self.scanned else msg["value"]
+        if name in self.local:
+            normal, shape = base_distribution(fn)[0], fn.shape(sample_shape)
+            msg["value"] = normal.loc + normal.scale * jnp.reshape(
+                self.unconstrained.get(name, jnp.zeros(shape)), shape
+            )
+        elif name in self.states:
+            value = jnp.broadcast_to(self.states[name], fn.shape(sample_shape))
+            support = _elementwise_support(fn)
             inside = support(value)
             low = getattr(support, "lower_bound", 0)  # a value at which the density has derivatives
             msg["value"] = jnp.where(inside, value, jnp.asarray(low, value.dtype))
-            self.log_abs_det[msg["name"]] = jnp.where(inside, 0.0, -jnp.inf)
-        elif msg["type"] == "sample" and not msg["is_observed"] and msg["name"] in self.unconstrained:
-            transform = site_transform(msg["fn"])
-            z = self.unconstrained[msg["name"]]
+            self.log_abs_det[name] = jnp.where(inside, 0.0, -jnp.inf)
+        elif name in self.unconstrained:
+            transform, z = site_transform(fn), self.unconstrained[name]
             msg["value"] = transform(z)
-            self.log_abs_det[msg["name"]] = transform.log_abs_det_jacobian(z, msg["value"])
-        elif msg["type"] == "sample" and not msg["is_observed"] and msg["value"] is None and _is_improper(msg["fn"]):
-            transform = site_transform(msg["fn"])  # such a prior cannot be drawn from
-            shape = transform.inverse_shape(msg["fn"].shape(msg["kwargs"]["sample_shape"]))
-            msg["value"] = transform(jnp.zeros(shape))
-        elif msg["type"] == "sample" and not msg["is_observed"] and msg["value"] is None:
-            shape = msg["kwargs"]["sample_shape"]
-            if not can_be_drawn(msg["fn"], shape):
-                transform = site_transform(msg["fn"])
-                size = transform.inverse_shape(msg["fn"].shape(shape))
-                key = numpyro.prng_key()
-                assert key is not None
-                msg["value"] = transform(jax.random.uniform(key, size, minval=-REACH, maxval=REACH))
+            self.log_abs_det[name] = transform.log_abs_det_jacobian(z, msg["value"])
+        elif msg["value"] is None and _is_improper(fn):  # such a prior cannot be drawn from
+            transform = site_transform(fn)
+            msg["value"] = transform(jnp.zeros(transform.inverse_shape(fn.shape(sample_shape))))
+        elif msg["value"] is None and not can_be_drawn(fn, sample_shape):
+            transform, key = site_transform(fn), numpyro.prng_key()
+            assert key is not None
+            shape = transform.inverse_shape(fn.shape(sample_shape))
+            msg["value"] = transform(jax.random.uniform(key, shape, minval=-REACH, maxval=REACH))
 
     def _value_in_scan(self, site: dict) -> Array | None:
         """Of a latent site in a step of NumPyro's scan; outside, it comes once more, with its values of all steps."""
@@ -227,7 +228,7 @@ def sample_sites(trace: dict, runner: RowRunner) -> dict[str, SiteRecord]:
     for name, site in trace.items():
         if site["type"] != "sample":
             continue
-        plates = tuple(f.name for f in sorted(site["cond_indep_stack"], key=lambda f: f.dim))
+        plates = _plates_around(site)
         weight = 1.0 if site["scale"] is None else site["scale"]
         for plate in plates:
             weight = weight / runner.plate_ratio.get(plate, 1.0)
@@ -286,11 +287,11 @@ def deterministic_sites(trace: dict) -> dict[str, Array]:
 
 def plates_of(trace: dict) -> dict[str, tuple[str, ...]]:
     """Enclosing plates of every sample and deterministic site, outermost first."""
-    return {
-        name: tuple(f.name for f in sorted(site["cond_indep_stack"], key=lambda f: f.dim))
-        for name, site in trace.items()
-        if site["type"] in ("sample", "deterministic")
-    }
+    return {name: _plates_around(site) for name, site in trace.items() if site["type"] in ("sample", "deterministic")}
+
+
+def _plates_around(site: dict) -> tuple[str, ...]:
+    return tuple(f.name for f in sorted(site["cond_indep_stack"], key=lambda f: f.dim))
 
 
 def base_distribution(fn: Distribution) -> tuple[Any, Array | bool]:
