@@ -100,7 +100,7 @@ class GradientAscent:
 
         judged = started, info
 
-        def look(intermediate_result: Any) -> None:
+        def on_iteration(intermediate_result: Any) -> None:
             nonlocal judged
             record.add([-float(intermediate_result.fun)])
             if len(record.bounds) % GRADIENT_STEPS == 0:
@@ -111,7 +111,9 @@ class GradientAscent:
         log_root = np.tril(root, -1) + np.diag(np.log(np.diagonal(root)))
         options = {"maxiter": self._max_iterations, "maxfun": 20 * self._max_iterations, "ftol": 0.0, "gtol": 0.0}
         x0 = packed(mean, log_root)
-        ended = scipy.optimize.minimize(negative_bound, x0, jac=True, method="L-BFGS-B", callback=look, options=options)
+        ended = scipy.optimize.minimize(
+            negative_bound, x0, jac=True, method="L-BFGS-B", callback=on_iteration, options=options
+        )
         return judged if bool(judged[1].converged) else judge(ended.x)
 
     def _bound_and_slopes(

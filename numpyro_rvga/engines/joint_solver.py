@@ -210,8 +210,8 @@ class JointSolver:
             near = _near(search, by_few_nodes, begun._replace(mean=mean), _StepCount().gives_up)
             return finished(solve(search, steps, near, is_enough=_StepCount(highest).gives_up))
 
-        is_settled = bool(first[1].converged) or float(first[1].decrement) <= CLOSE
-        again, times = (check, NUM_CHECKS) if is_settled else (retry, NUM_RETRIES)
+        has_converged = bool(first[1].converged) or float(first[1].decrement) <= CLOSE
+        again, times = (check, NUM_CHECKS) if has_converged else (retry, NUM_RETRIES)
         others = [again(other_means(first[0], number)) for number in range(times)]
         return best_of([first, *[other for other in others if other is not None]])
 

@@ -95,11 +95,11 @@ def _by_quadrature(log_density: Callable[[Array], Array], size: int) -> Array:
     def precision(z):  # at least the normal's own
         return identity + positive_part(-jax.hessian(log_density)(z))
 
-    def climb(_, z):
+    def newton_step(_, z):
         move = jnp.linalg.solve(precision(z), jax.grad(integrand)(z))
         return z + move / jnp.maximum(1.0, jnp.linalg.norm(move) / LONGEST_MOVE)
 
-    mode = lax.fori_loop(0, MODE_STEPS, climb, jnp.zeros(size))
+    mode = lax.fori_loop(0, MODE_STEPS, newton_step, jnp.zeros(size))
     factor = cholesky(precision(mode))
     points, weights = normal_rule(size)
     points = jnp.asarray(points, mode.dtype)

@@ -84,7 +84,7 @@ def find_place(log_integrand: LogIntegrand, num_dimensions: int, dtype: jnp.dtyp
         mode, best, scale = _narrowed(lambda z: finite(z[None]), dtype)
         mode, axes = mode[None], scale[None, None]
     else:
-        mode, best, axes = _climbed(finite, num_dimensions, dtype)
+        mode, best, axes = _maximum(finite, num_dimensions, dtype)
     drop = DROP[jnp.finfo(dtype).bits] if num_dimensions == 1 else DROP_OF_MANY
     rays = jnp.concatenate([-axes.T, axes.T])  # (2 K, K)
     reach = lax.map(lambda ray: _reach(lambda d: finite(mode + d * ray), best, drop, dtype), rays)
@@ -160,7 +160,7 @@ def _narrowed(h: Callable[[Array], Array], dtype: jnp.dtype) -> tuple[Array, Arr
     return mode, best, jnp.maximum((high - low) / (2 * np.sqrt(2 * NEAR_MODE)), smallest)
 
 
-def _climbed(h: LogIntegrand, size: int, dtype: jnp.dtype) -> tuple[Array, Array, Array]:
+def _maximum(h: LogIntegrand, size: int, dtype: jnp.dtype) -> tuple[Array, Array, Array]:
     """Mode, value there, and axes (K, K): columns as long as h is wide, by its curvature."""
     starts = np.concatenate([np.zeros((1, size)), *[s * np.eye(size) for s in (1, -1, 4, -4, 16, -16)]])
     starts = jnp.asarray(starts, dtype)

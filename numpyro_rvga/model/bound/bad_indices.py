@@ -91,12 +91,12 @@ def check_whole_indices(parameters: Callable[[], Any], rows: Arrays, first_row: 
         return
     sizes: list[tuple[int, ...]] = []
 
-    def look():
+    def are_inside():
         all_indexings = indexings(parameters)
         sizes[:] = [indexing.sizes for indexing in all_indexings]
         return [indexing.inside for indexing in all_indexings]
 
-    for inside, lengths in zip(jit_once(look)(), sizes):
+    for inside, lengths in zip(jit_once(are_inside)(), sizes):
         for axis, size in enumerate(lengths):
             _check_inside(arrays, np.asarray(inside)[..., axis], size, first_row)
 

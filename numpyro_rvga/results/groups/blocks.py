@@ -60,7 +60,9 @@ class Bound(NamedTuple):
         if not count:
             return []
         all_arrays = rows.rows | {self.index: rows.number.astype(np.int32)}
-        return self.terms.chunks(all_arrays, all_arrays[self.index], max(power_of_two(count), FEWEST), rows.stands_for)
+        return self.terms.chunks(
+            all_arrays, all_arrays[self.index], max(power_of_two(count), FEWEST), rows.multiplicity
+        )
 
     def packed(self, kept: GroupSummaries, rows: GroupRows) -> np.ndarray:
         """One vector for each group."""

@@ -117,10 +117,10 @@ def _place(shared: Shared, message: Message) -> _Place:
     return _Place(shared, message, Shared(shared.mean + step, message.precision))
 
 
-def _combined_step(at: _Place, aim: Shared, parts: Parts, least: float) -> _Place | None:
-    if aim is at.ahead or not aim.is_gaussian:
+def _combined_step(at: _Place, predicted: Shared, parts: Parts, least: float) -> _Place | None:
+    if predicted is at.ahead or not predicted.is_gaussian:
         return None
-    place = _place(aim, parts.advance(1.0, aim.mean - at.shared.mean, aim))
+    place = _place(predicted, parts.advance(1.0, predicted.mean - at.shared.mean, predicted))
     return place if place.bound >= least and place.ahead.is_gaussian else None
 
 
@@ -152,8 +152,8 @@ def _combined(past: Sequence[_Place]) -> Shared:
     for weight, place in zip(shares_of(moves, RESOLVED), before):
         mean = mean - weight * (last.ahead.mean - place.ahead.mean)
         precision = precision - weight * (last.ahead.precision - place.ahead.precision)
-    aim = Shared(mean, precision)
-    return aim if aim.is_gaussian else last.ahead
+    predicted = Shared(mean, precision)
+    return predicted if predicted.is_gaussian else last.ahead
 
 
 def _whitened(mean: np.ndarray, precision: np.ndarray, root: np.ndarray) -> np.ndarray:
@@ -161,9 +161,9 @@ def _whitened(mean: np.ndarray, precision: np.ndarray, root: np.ndarray) -> np.n
     return np.concatenate([np.linalg.solve(root, mean), np.ravel(root.T @ precision @ root) / math.sqrt(2)])
 
 
-def _error(at: _Place, aim: Shared) -> float:
+def _error(at: _Place, predicted: Shared) -> float:
     """How far q(s) is from where it is bound for, in standard deviations."""
-    return max(_distance(at.shared, at.ahead), _distance(at.shared, aim))
+    return max(_distance(at.shared, at.ahead), _distance(at.shared, predicted))
 
 
 def _distance(one: Shared, other: Shared) -> float:

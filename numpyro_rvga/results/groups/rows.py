@@ -84,18 +84,18 @@ class GroupRows(NamedTuple):
     """Rows of groups that are numbered from zero.
 
     :ivar rows: without their groups. :ivar number: the group of each, (n,). :ivar key: a random number of each, (n,).
-    :ivar stands_for: how many rows each stands for, (n,). :ivar index: the array that the model takes the groups in.
+    :ivar multiplicity: how many rows each stands for, (n,). :ivar index: the array that the model takes the groups in.
     """
 
     rows: Rows
     number: np.ndarray
     key: np.ndarray
-    stands_for: np.ndarray
+    multiplicity: np.ndarray
     index: str
 
     def totals(self, count: int) -> np.ndarray:
         """How many rows each group has had, (count,)."""
-        return np.rint(np.bincount(self.number, self.stands_for, minlength=count))
+        return np.rint(np.bincount(self.number, self.multiplicity, minlength=count))
 
     def counts(self, count: int) -> np.ndarray:
         """How many there are of each group, (count,)."""
@@ -107,7 +107,7 @@ class GroupRows(NamedTuple):
 
     def alone(self) -> GroupRows:
         """Each stands for itself."""
-        return self._replace(stands_for=np.ones(len(self.number)))
+        return self._replace(multiplicity=np.ones(len(self.number)))
 
     def sampled(self, most: int, count: int) -> GroupRows:
         """Of each of ``count`` groups those with the smallest keys: so many of all rows that it has had, at random."""
@@ -115,8 +115,8 @@ class GroupRows(NamedTuple):
         ordered = self.number[order]
         kept = np.sort(order[np.arange(len(order)) - np.searchsorted(ordered, ordered) < most])
         totals, number = self.totals(count), self.number[kept]
-        stands_for = totals[number] / np.minimum(totals[number], most)
-        return GroupRows(selected(self.rows, kept), number, self.key[kept], stands_for, self.index)
+        multiplicity = totals[number] / np.minimum(totals[number], most)
+        return GroupRows(selected(self.rows, kept), number, self.key[kept], multiplicity, self.index)
 
     def at(self, places: np.ndarray) -> GroupRows:
         """With the groups in these places."""
@@ -127,11 +127,11 @@ class GroupRows(NamedTuple):
         if new is None or not len(self.number):
             return new or self
         joined = {name: np.concatenate([array, new.rows[name]]) for name, array in self.rows.items()}
-        number, key, stands_for = (
+        number, key, multiplicity = (
             np.concatenate(both)
-            for both in ((self.number, new.number), (self.key, new.key), (self.stands_for, new.stands_for))
+            for both in ((self.number, new.number), (self.key, new.key), (self.multiplicity, new.multiplicity))
         )
-        return GroupRows(joined, number, key, stands_for, self.index)
+        return GroupRows(joined, number, key, multiplicity, self.index)
 
 
 def new_rows(rows: Rows, number: np.ndarray, rng: np.random.Generator, index: str) -> GroupRows:

@@ -91,7 +91,7 @@ def solved(bound: Bound, before: SharedState | None, start: Shared, given: Seque
     :param given: reads the groups of a piece: twice, so that no more than is evaluated need be held.
     :raises ValueError: if the bound is not finite where the search begins.
     """
-    rows_stand_for_others = any((read().earlier.rows.stands_for > 1).any() for read in given)
+    rows_stand_for_others = any((read().earlier.rows.multiplicity > 1).any() for read in given)
     for alone in (False, True) if rows_stand_for_others else (False,):
         is_last = alone or not rows_stand_for_others
         pieces = _pieces(bound, before, given, alone=alone)
