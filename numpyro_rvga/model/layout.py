@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -56,7 +56,7 @@ class Layout(NamedTuple):
         batch = jnp.shape(theta)[:-1]
         return {n: jnp.reshape(piece, (*batch, *self.shapes[n])) for n, piece in zip(self.site_names, pieces)}
 
-    def ravel(self, sites: dict[str, Array]) -> Array:
+    def ravel(self, sites: Mapping[str, Array]) -> Array:
         """The inverse of :meth:`unravel`."""
         pieces = []
         for name in self.site_names:

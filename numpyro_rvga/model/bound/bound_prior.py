@@ -120,14 +120,16 @@ class BoundPrior(BoundModel):
             start = stop
         return split_prior(terms, [site for site in normal_sites if site is not None], theta, self.prior_inputs)
 
-    def _site_runner(self, name):
-        def run_site(theta, row):
-            if name in self._arrays_read:
-                return self._proper(self._data_records(theta, row)[name])
-            own = any(key not in SHARED for key in row)
-            return self._proper(self._record(name, self._unravel(theta), row if own else {**self.example_row, **row}))
+    def _site_runner(self, name: str) -> Callable[[Array, Arrays], SiteRecord]:
+        """theta, and rows or what the prior's terms take -> a site's record."""
+        return lambda theta, row: self._proper_record(name, self._unravel(theta), row)
 
-        return run_site
+    def _proper_record(self, name: str, sites: Mapping[str, Array], row: Arrays) -> SiteRecord:
+        """:param sites: values of latent sites, in unconstrained space."""
+        if name in self._arrays_read:
+            return self._proper(self._data_records(self.layout.ravel(sites), row)[name])
+        own = any(key not in SHARED for key in row)
+        return self._proper(self._record(name, sites, row if own else {**self.example_row, **row}))
 
     def _run_all(self, theta: Array, row: Arrays) -> dict[str, SiteRecord]:
         """Of a whole program: as ``_site_runner``, for all sites at once."""
@@ -147,12 +149,8 @@ class BoundPrior(BoundModel):
         else:
             example = self.shared if self.whole else {**self.example_row, **self.shared}
 
-        def run_site(theta, row):
-            sites = dict(given) | others.unravel(theta)
-            if site in self._arrays_read:
-                return self._proper(self._data_records(self.layout.ravel(sites), row)[site])
-            own = any(key not in SHARED for key in row)
-            return self._proper(self._record(site, sites, row if own else {**self.example_row, **row}))
+        def run_site(theta: Array, row: Arrays) -> SiteRecord:
+            return self._proper_record(site, dict(given) | others.unravel(theta), row)
 
         return run_site, others, example
 
@@ -257,7 +255,7 @@ class BoundPrior(BoundModel):
             rng_key, key = jax.random.split(rng_key)
             scale = REACH if self.improper_prior_scale is None else self.improper_prior_scale
             wide[name] = scale * jax.random.normal(key, self.layout.shapes[name], self.dtype)
-        records = self._drawn_records(wide, rows, rng_key)
+        records = self._records(wide, rows, jax.random.key_data(rng_key))
         return self.layout.ravel(
             {n: site_transform(records[n].fn).inv(records[n].value) for n in self.layout.site_names}
         )

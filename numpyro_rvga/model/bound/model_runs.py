@@ -174,7 +174,7 @@ class ModelRuns:
     """A model and its keyword arguments, run with latent sites at given values.
 
     The model's own code runs once for each form of the arguments: other runs replay what it did then, see
-    :class:`~.replay.Replay`. Parameters are as for :class:`~.bound_model.BoundModel`, which sets what follows.
+    :class:`Replay`. Parameters are as for :class:`~.bound_model.BoundModel`, which sets what follows.
 
     :ivar sites: what is static about each sample site.
     :ivar layout: of theta (P,).
@@ -254,14 +254,15 @@ class ModelRuns:
         """Shapes of what a function of rows returns. A whole program's data have their values there."""
         return jax.eval_shape(lambda: function(rows)) if self.whole else jax.eval_shape(function, rows)
 
-    def _records(self, unconstrained, rows) -> dict[str, SiteRecord]:
-        """Every sample site. The model's code runs once for each form of the arguments."""
-        replayed, arguments = self._call(unconstrained, rows)
+    def _records(self, unconstrained, rows, key=None) -> dict[str, SiteRecord]:
+        """Every sample site, with latents drawn that are not given. The model's code runs once for each form of the
+        arguments."""
+        replayed, arguments = self._call(unconstrained, rows, key)
         return self._replay(*arguments) if replayed else self._records_of(*arguments)
 
-    def _record(self, name: str, unconstrained, rows) -> SiteRecord:
+    def _record(self, name: str, unconstrained, rows, key=None) -> SiteRecord:
         """One sample site; of the others, what it depends on is computed alone."""
-        replayed, arguments = self._call(unconstrained, rows)
+        replayed, arguments = self._call(unconstrained, rows, key)
         return self._replay.entry(name, *arguments) if replayed else self._records_of(*arguments)[name]
 
     def _call(self, unconstrained, rows, key=None) -> tuple[bool, tuple]:
@@ -300,11 +301,6 @@ class ModelRuns:
         records = self._records_of(*arguments)
         return records if self._replays else {}
 
-    def _drawn_records(self, unconstrained, rows, rng_key: Array) -> dict[str, SiteRecord]:
-        """Every sample site, with latents drawn that are not given."""
-        replayed, arguments = self._call(unconstrained, rows, jax.random.key_data(rng_key))
-        return self._replay(*arguments) if replayed else self._records_of(*arguments)
-
     def _describe(self, rows, unconstrained: Mapping[str, Array] | None = None) -> Description:
         """Static facts of all sites on these rows, and their plates, without running the model.
 
@@ -325,8 +321,7 @@ class ModelRuns:
 
     def site_record(self, name: str, rows: Arrays) -> SiteRecord:
         """One site, with latents drawn."""
-        replayed, arguments = self._call({}, rows, self._any_key)
-        return self._replay.entry(name, *arguments) if replayed else self._records_of(*arguments)[name]
+        return self._record(name, {}, rows, self._any_key)
 
     def _unravel(self, theta: Array) -> dict[str, Array]:
         """Sites of (P,), or of (P + K,) with the variables of one row."""
