@@ -68,7 +68,7 @@ def members_of(program: Program, plate: str, count: int) -> Members:
         raise ValueError(f"no latent site is in a plate {plate!r}: the model's plates of latent sites are {plates}.")
     shared = [name for name in layout.site_names if name not in local]
     if not shared:
-        raise ValueError(f"all latent sites are in plate {plate!r}: its members have nothing to learn of each other.")
+        raise ValueError(f"all latent sites are in plate {plate!r}: its members have nothing to learn from each other.")
     axes = {name: program.plates[name].index(plate) for name in local}
     for name, axis in axes.items():
         if layout.shapes[name][axis] != count:

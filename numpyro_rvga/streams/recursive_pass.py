@@ -132,8 +132,8 @@ class RecursivePass(Pass[State, StepInfo]):
         prior_sites = [terms.site for terms in self._program.prior.terms]
         if reason is None and self._engine.options.scheme == "laplace" and prior_sites:
             raise ValueError(
-                f"no mode was found with {rows_named(numbers)}: the density of a scale and the effects that it "
-                f"is the scale of has none, as it grows without bound where both go to zero (see {prior_sites[0]!r}). "
+                f"no mode was found with {rows_named(numbers)}: the joint density of a scale and its effects has "
+                f"none, as it grows without bound where all of them go to zero (see {prior_sites[0]!r}). "
                 "Use the default scheme, or write the effects as location + scale * z with standard normal z."
             )
         raise NotFinite(

@@ -40,7 +40,7 @@ class RowForm(NamedTuple):
             if not np.array_equal(array, rows[name]):
                 raise ValueError(
                     f"data array {name!r} was of type {self.dtypes[name]} in the first rows that the stream has taken "
-                    f"in, and has values of type {rows[name].dtype} that are none: begin with rows of that type."
+                    f"in, which cannot hold these values of type {rows[name].dtype}: begin with rows of that type."
                 )
         return fitted
 

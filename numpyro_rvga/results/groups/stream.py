@@ -37,7 +37,7 @@ from .store import GroupStore
 
 GROWTH = 1.5  # of the number of rows, after which the priors of all groups in memory are looked at again
 SETTLED = 0.1  # standard deviations
-MOST_LOOKS = 10  # at groups that are not all in memory
+MOST_PASSES = 10  # over groups that are not all in memory
 WRITTEN = 2**16  # groups of a file
 
 
@@ -146,7 +146,7 @@ class GroupStream:
         if self._bound is None or self._bound.is_exact:
             return
         before, error = self._so_far.shared, self._expectation_error
-        for _ in range(MOST_LOOKS):
+        for _ in range(MOST_PASSES):
             start, parts, self._looked_at = self._so_far.shared, self._store.parts(), 0
             for labels in parts:
                 self._looked_at += self._look_at(self._bound, labels)
@@ -156,8 +156,8 @@ class GroupStream:
                 break
         else:
             warn(
-                f"after {MOST_LOOKS} looks at the groups in the file, one still moves the shared sites by {last:.2g} "
-                "standard deviations: keep more groups in memory."
+                f"after {MOST_PASSES} passes over the groups in the file, one still moves the shared sites by "
+                f"{last:.2g} standard deviations: keep more groups in memory."
             )
         self._moved = _moved(before, self._so_far.shared)
         if len(parts) == 1 and self._looked_at == self.num_rows:  # the errors of blocks are no part of q any more
