@@ -237,7 +237,7 @@ def test_deterministic_sites_see_all_rows(regression, monkeypatch):
     draws = regression.sample_posterior(jax.random.key(0), (40,))
     assert draws.keys() == {"a", "b", "double", "average", "total"}
     assert_deterministic(draws, data())
-    monkeypatch.setattr("numpyro_rvga.results.posterior.DRAWN_NUMBERS", 7 * 2 * NUM_ROWS)  # seven draws at a time
+    monkeypatch.setattr("numpyro_rvga.results.fitted.DRAWN_NUMBERS", 7 * 2 * NUM_ROWS)  # seven draws at a time
     again = run(RVGA(with_deterministic_sites), data()).sample_posterior(jax.random.key(0), (40,))
     np.testing.assert_allclose(again["average"], draws["average"])
 
