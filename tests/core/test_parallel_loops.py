@@ -27,6 +27,23 @@ def counted(carry, x):
     return (number + 1, X[number] * x, jnp.where(number < 2, 0.0, since + 1.0)), (number, state + x, since)
 
 
+SHIFT = jnp.asarray(np.eye(3, k=-1) - np.eye(3)[:, [0]] @ np.ones((1, 3)))
+
+
+def seasonal(carry, x):
+    """A season's effects, the last of which is minus their sum, and a level that is added up of a trend."""
+    season, level, trend = carry
+    season = (SHIFT @ season).at[0].add(x[0])
+    return (season, level + trend + x[1], trend + x[2]), jnp.exp(level) * season[0]
+
+
+def rotated(carry, x):
+    """Two values that take each other, by angles that are constants of the steps."""
+    number, a, b = carry
+    angle = jnp.cos(0.3 * number)
+    return (number + 1, angle * a - 0.5 * b + x, 0.5 * a + b), a + b
+
+
 def without_carry(carry, x):
     return carry, jnp.cos(x)
 
@@ -35,6 +52,8 @@ LOOPS = [
     (states, X[0]),
     (two_lags, (X[0], X[1])),
     (counted, (jnp.asarray(0), X[0], jnp.asarray(0.0))),
+    (seasonal, (X[0], X[1, 0], X[2, 0])),
+    (rotated, (jnp.asarray(0), X[0], X[1])),
     (without_carry, ()),
 ]
 
@@ -62,9 +81,14 @@ def test_all_steps_at_once_are_the_loop(step, start, reverse):
 
 
 def test_a_loop_that_takes_its_own_results_stays_one():
-    equation = scan_in(lambda xs: lax.scan(lambda c, x: (0.5 * c + x, c), X[0], xs), X)
+    equation = scan_in(lambda xs: lax.scan(lambda c, x: (x * c + 1, c), X[0], xs), X)
     assert in_parallel(equation, [True, False]) is None
     assert in_parallel(equation, [True, True]) is not None
+    equation = scan_in(lambda xs: lax.scan(lambda c, x: (jnp.sin(c) + x, c), X[0], xs), X)
+    assert in_parallel(equation, [True, False]) is None
+    long = jnp.zeros((3000, 1))
+    equation = scan_in(lambda xs: lax.scan(lambda c, x: (0.5 * c + x, c), X[0, :1], xs), long)
+    assert in_parallel(equation, [True, False]) is None
 
 
 def test_a_term_of_a_state_space_model_takes_the_states_that_it_names():

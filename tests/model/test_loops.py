@@ -11,6 +11,7 @@ import pytest
 from jax import lax
 from numpyro.contrib.control_flow import scan
 from numpyro.infer.util import potential_energy
+from scipy.stats import multivariate_normal
 
 from numpyro_rvga import RVGA
 from numpyro_rvga.core.jaxprs.primitives import UNKNOWN_LENGTH, numbers_in
@@ -153,3 +154,38 @@ def test_a_state_space_model_by_scan_is_read_as_the_same_by_arrays(level_data):
     for name, value in by_arrays.sample_posterior(jax.random.key(0), (4000,)).items():
         draws = by_scan.sample_posterior(jax.random.key(1), (4000,))[name]
         np.testing.assert_allclose(draws.mean(axis=0), value.mean(axis=0), atol=0.05)
+
+
+PERIOD, DRIFT, NOISE = 4, 0.3, 0.5
+TURN = jnp.eye(PERIOD - 1, k=-1).at[0].set(-1.0)
+
+
+def seasons_by_scan(y):
+    """A level, and a season's effects, of which each is minus the sum of those before it, and a shock."""
+    slope = numpyro.sample("slope", dist.Normal(0, 1))
+
+    def step(carry, y_t):
+        level, season = carry
+        season = TURN @ season
+        effect = numpyro.sample("effect", dist.Normal(season[0], DRIFT))
+        season, level = season.at[0].set(effect), level + slope
+        numpyro.sample("y", dist.Normal(level + effect, NOISE), obs=y_t)
+        return (level, season), None
+
+    scan(step, (0.0, jnp.zeros(PERIOD - 1)), y)
+
+
+def test_seasons_and_trends_of_a_scan_are_affine_in_what_they_add_up(level_data):
+    """All is normal: against the multivariate normal of the outcomes."""
+    y = level_data["y"].astype(float)
+    posterior = RVGA(seasons_by_scan).run({"y": y}, progress_bar=False)
+    count = len(y)
+    shocks = np.zeros((count, count))  # of the effects in independent shocks: each is minus the sum of three, and one
+    for t in range(count):
+        shocks[t, t] = DRIFT
+        shocks[t] -= shocks[max(t - PERIOD + 1, 0) : t].sum(axis=0)
+    time = np.arange(1, count + 1.0)
+    covariance = shocks @ shocks.T + np.outer(time, time) + NOISE**2 * np.eye(count)
+    assert posterior.elbo == pytest.approx(multivariate_normal(np.zeros(count), covariance).logpdf(y), abs=1e-3)
+    slope = time @ np.linalg.solve(covariance, y)
+    assert posterior.median()["slope"] == pytest.approx(slope, abs=1e-3)

@@ -1,22 +1,38 @@
-"""Loops whose steps hand on no result of the step before: all steps at once.
+"""Loops whose steps hand on no result of the step before, or only multiples of it: all steps at once.
 
 State-space models are written as a scan whose carry is the state. Once the states of all steps are known, as latent
 sites are, a step takes nothing of the step before but its state; so the loop is an operation on arrays, and each term
-depends on the few states that it names.
+depends on the few states that it names. Seasons, trends and sums hand on more, c_t = A_t c_(t-1) + b_t, where A_t takes
+constants alone: then all c are one product of a constant matrix and all b.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 from jax.extend import core as jex_core
 from jax.extend.core import JaxprEqn
 
 from .interpret import of_outputs, sources_of
-from .primitives import inner_program, scan_counts
+from .primitives import inner_program, is_float, scan_counts
+
+MOST_NUMBERS = 2**22  # in the matrix that takes the place of a linear loop
+
+
+class Stage(NamedTuple):
+    """Carried values that are computed together, once those of earlier stages are known.
+
+    :ivar slopes: of the values after a step in those before it, raveled (n, n), as a program of these and of all inputs
+        of the step; None: they do not depend on them.
+    """
+
+    carries: list[int]
+    slopes: jex_core.ClosedJaxpr | None
 
 
 def in_parallel(eqn: JaxprEqn, is_constant: Sequence[bool]) -> jex_core.ClosedJaxpr | None:
@@ -24,23 +40,27 @@ def in_parallel(eqn: JaxprEqn, is_constant: Sequence[bool]) -> jex_core.ClosedJa
 
     The carried values are computed one after the other: first those that take constants alone, as a counter does, by a
     scan of their own; then what a step makes of its inputs and of values that are computed already, shifted by one
-    step.
+    step; and what is linear in itself besides.
 
     :param is_constant: of the equation's inputs, whether each is a constant.
-    :return: None if a carried value is left that is neither.
+    :return: None if a carried value is left that is none of these.
     """
     start, num_carry = scan_counts(eqn)
     carries = frozenset(range(start, start + num_carry))
     of_outputs_all = sources_of(_body(eqn), [frozenset([i]) for i in range(len(eqn.invars))])
     sources = dict(zip(sorted(carries), of_outputs_all))
     alone = _closed(carries, sources, frozenset(i for i, constant in enumerate(is_constant) if constant))
-    stages, resolved = [], alone
+    known = alone | frozenset(i for i, constant in enumerate(is_constant) if constant and i not in carries)
+    stages: list[Stage] = []
+    resolved = alone
     while resolved != carries:
-        ready = [c for c in sorted(carries - resolved) if sources[c] & carries <= resolved]
-        if not ready:
+        left = sorted(carries - resolved)
+        ready = [c for c in left if sources[c] & carries <= resolved]
+        stage = Stage(ready, None) if ready else _linear_stage(eqn, left, sources, resolved, known)
+        if stage is None:
             return None
-        stages.append(ready)
-        resolved = resolved | frozenset(ready)
+        stages.append(stage)
+        resolved = resolved | frozenset(stage.carries)
     avals = [v.aval for v in eqn.invars]
     return jax.make_jaxpr(lambda *inputs: _at_once(eqn, is_constant, sorted(alone), stages, inputs))(*avals)
 
@@ -48,6 +68,50 @@ def in_parallel(eqn: JaxprEqn, is_constant: Sequence[bool]) -> jex_core.ClosedJa
 def _body(eqn: JaxprEqn) -> jex_core.ClosedJaxpr:
     """What one step does."""
     return jex_core.ClosedJaxpr(*inner_program(eqn))
+
+
+def _linear_stage(
+    eqn: JaxprEqn,
+    left: list[int],
+    sources: dict[int, frozenset[int]],
+    resolved: frozenset[int],
+    known: frozenset[int],
+) -> Stage | None:
+    """A carried value that is linear in itself, or all that are left together.
+
+    :param sources: which inputs of a step each takes. :param resolved: those that are computed already.
+    :param known: inputs of a step that are constants.
+    """
+    body, start = _body(eqn), scan_counts(eqn)[0]
+    for group in [*([c] for c in left), left]:
+        avals = [body.in_avals[c] for c in group]
+        size = sum(aval.size for aval in avals)
+        takes_others = any(sources[c] & frozenset(left) - frozenset(group) for c in group)
+        fits = (eqn.params["length"] * size) ** 2 <= MOST_NUMBERS
+        if takes_others or not fits or not all(is_float(aval.dtype) for aval in avals):
+            continue
+        slopes = jax.make_jaxpr(jax.jacfwd(_raveled(body, start, group)))(
+            jnp.zeros(size, avals[0].dtype), *[jnp.zeros(aval.shape, aval.dtype) for aval in body.in_avals]
+        )
+        takes = sources_of(slopes, [frozenset([-1]), *[frozenset([i]) for i in range(len(body.in_avals))]])[0]
+        if takes <= known:
+            return Stage(group, slopes)
+    return None
+
+
+def _raveled(body: jex_core.ClosedJaxpr, start: int, group: list[int]) -> Callable[..., Array]:
+    """Some carried values before a step, raveled (n,), and all inputs of the step -> those values after it."""
+    program = of_outputs(body, [c - start for c in group])
+    avals = [body.in_avals[c] for c in group]
+    stops = np.cumsum([aval.size for aval in avals])
+
+    def after(before: Array, *inputs: Array) -> Array:
+        at = list(inputs)
+        for c, aval, stop in zip(group, avals, stops):
+            at[c] = before[stop - aval.size : stop].reshape(aval.shape)
+        return jnp.concatenate([jnp.ravel(x) for x in jex_core.jaxpr_as_fun(program)(*at)])
+
+    return after
 
 
 def _closed(carries: frozenset[int], sources: dict[int, frozenset[int]], constants: frozenset[int]) -> frozenset[int]:
@@ -61,7 +125,7 @@ def _closed(carries: frozenset[int], sources: dict[int, frozenset[int]], constan
 
 
 def _at_once(
-    eqn: JaxprEqn, is_constant: Sequence[bool], alone: list[int], stages: list[list[int]], inputs: Sequence[Array]
+    eqn: JaxprEqn, is_constant: Sequence[bool], alone: list[int], stages: list[Stage], inputs: Sequence[Array]
 ) -> list[Array]:
     """The outputs of a scan, all steps at once.
 
@@ -75,23 +139,58 @@ def _at_once(
     arguments = [*inputs[:stop], *map(flip, inputs[stop:])]
     before: dict[int, Array] = {}  # what each step starts from
 
+    def each(program: jex_core.ClosedJaxpr, at: list[Array], *first: Array) -> list[Array]:
+        """A program's outputs for all steps. :param first: inputs before those of a step, the same for all."""
+        axes = [None] * (len(first) + start) + [0] * (len(at) - start)
+        return jax.vmap(lambda *x: jex_core.jaxpr_as_fun(program)(*x), axes, axis_size=length)(*first, *at)
+
     def at_steps(numbers: list[int]) -> list[Array]:
-        """Some outputs of all steps."""
-        program = of_outputs(body, numbers)
+        """Some outputs of all steps, by zeros for carried values that are not known yet."""
         at = list(arguments)
         for c in range(start, stop):
-            shape = (length, *inputs[c].shape)
-            at[c] = before[c] if c in before else jnp.zeros(shape, inputs[c].dtype)
-        axes = [None] * start + [0] * (len(at) - start)
-        return jax.vmap(lambda *x: jex_core.jaxpr_as_fun(program)(*x), axes, axis_size=length)(*at)
+            at[c] = before[c] if c in before else jnp.zeros((length, *inputs[c].shape), inputs[c].dtype)
+        return each(of_outputs(body, numbers), at)
+
+    def slopes_of(program: jex_core.ClosedJaxpr) -> Array:
+        """(length, n, n), of constants alone, so that they are one."""
+        at = [x if constant else jnp.zeros_like(x) for x, constant in zip(arguments, is_constant)]
+        for c in range(start, stop):
+            at[c] = before[c] if c in alone else jnp.zeros((length, *inputs[c].shape), inputs[c].dtype)
+        return each(program, at, jnp.zeros(program.in_avals[0].shape, program.in_avals[0].dtype))[0]
 
     if alone:
         before.update(zip(alone, _histories(eqn, is_constant, alone, arguments)))
     for stage in stages:
-        for c, after in zip(stage, at_steps([c - start for c in stage])):
-            before[c] = jnp.concatenate([inputs[c][None], after[:-1]])
+        after = at_steps([c - start for c in stage.carries])
+        shifted = [jnp.concatenate([inputs[c][None], x[:-1]]) for c, x in zip(stage.carries, after)]
+        if stage.slopes is not None:
+            shifted = _added_up(slopes_of(stage.slopes), shifted)
+        before.update(zip(stage.carries, shifted))
     outputs = at_steps(list(range(len(body.out_avals))))
     return [*(x[-1] for x in outputs[:count]), *map(flip, outputs[count:])]
+
+
+def _added_up(slopes: Array, added: list[Array]) -> list[Array]:
+    """What each step starts from: c_t = A_(t-1) c_(t-1) + b_t, with c_0 = b_0.
+
+    :param slopes: A, (T, n, n). :param added: b, arrays (T, ...) of n numbers for each step together.
+    """
+    length, size = slopes.shape[:2]
+
+    def step(t: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
+        now, rows = carry  # now: dc_t / db_k, (T, n, n)
+        now = jnp.einsum("ij,kjl->kil", slopes[t - 1], now).at[t].set(jnp.eye(size, dtype=slopes.dtype))
+        return now, rows.at[t].set(now)
+
+    nothing = jnp.zeros((length, size, size), slopes.dtype)
+    first = nothing.at[0].set(jnp.eye(size, dtype=slopes.dtype))
+    rows = jnp.zeros((length, *first.shape), slopes.dtype).at[0].set(first)
+    _, rows = lax.fori_loop(1, length, step, (first, rows))  # (T, T, n, n)
+    matrix = jnp.swapaxes(rows, 1, 2).reshape(length * size, length * size)
+    flat = jnp.concatenate([x.reshape(length, -1) for x in added], axis=1)
+    history = (matrix @ jnp.ravel(flat)).reshape(length, size)
+    stops = np.cumsum([x[0].size for x in added])
+    return [history[:, stop - x[0].size : stop].reshape(x.shape).astype(x.dtype) for x, stop in zip(added, stops)]
 
 
 def _histories(eqn: JaxprEqn, is_constant: Sequence[bool], alone: list[int], arguments: list[Array]) -> list[Array]:
