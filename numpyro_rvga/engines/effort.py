@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..core.expectations.quadrature import CUBE_NODES, num_cube_nodes
-from ..core.updates.factors import Kind
+from ..core.expectations.quadrature import CUBE_NODES, fifth_degree_nodes, num_cube_nodes
+from ..core.updates.factors import Accounts, Kind
 from ..core.updates.search import Settings
 from ..model.terms.terms import Terms
 from ..options import Options
@@ -20,9 +20,8 @@ ROUNDING = 8.0  # units in the bound's last place, of two rules that are compare
 ENOUGH_DRAWS = 0.5  # and those over draws of theta for more draws
 FEW_POINTS = 2**24  # of all rows at the nodes of the last rule
 FEW_INTEGRANDS = 2**19  # of rows' own integrals at all nodes, for which the budget is that of other expectations
-LITTLE_WORK = 2**16  # numbers: entries of the Hessians at the nodes of all factors together
-NUMBERS_OF_CLOSED_FORMS = 32  # as which an expectation without nodes counts
-MANY_NODES = 2**16  # of all rows; one row that is all data may be dear at each of its nodes
+LITTLE_WORK = 2**18  # numbers: entries of the Hessians at the nodes of all factors together
+NUMBERS_OF_CLOSED_FORMS = 128  # as which an expectation without nodes counts
 
 
 class Effort(NamedTuple):
@@ -47,12 +46,24 @@ class Effort(NamedTuple):
 
         :param error: by how many nats expectations may be off, all together. :param bound: of which they are a part.
         """
+        return self.can_be_thorough and error > (
+            ENOUGH_DRAWS if self.takes_draws else self.allowed_error(bound, num_rows)
+        )
+
+    def few_nodes_suffice(self, num_rows: int, accounts: Accounts, bound: float) -> bool:
+        """Whether expectations by few nodes need no finer rules.
+
+        :param accounts: of all factors by these nodes. :param bound: of which they are a part.
+        """
+        return float(np.sum(np.asarray(accounts.errors))) <= self.allowed_error(bound, num_rows)
+
+    def allowed_error(self, bound: float | None, num_rows: int) -> float:
+        """The error of all expectations together, in nats, that is of no consequence, or of rounding."""
         epsilon = float(np.finfo(np.float64 if self.is_double else np.float32).eps)
         rounding = 0.0 if bound is None or not np.isfinite(bound) else ROUNDING * epsilon * abs(bound)
         # Integrals of a row's own, one for each node, take seconds for what nobody would see.
         integrals = num_rows * sum(t.num_elements * self._num_nodes(t) for t in self.row_terms if t.num_nodes > 1)
-        budget = min(BUDGET * max(1.0, integrals / FEW_INTEGRANDS), ENOUGH_DRAWS)
-        return self.can_be_thorough and error > (ENOUGH_DRAWS if self.takes_draws else max(budget, rounding))
+        return max(min(BUDGET * max(1.0, integrals / FEW_INTEGRANDS), ENOUGH_DRAWS), rounding)
 
     @property
     def is_thorough(self) -> bool:
@@ -90,38 +101,46 @@ class Effort(NamedTuple):
 
     @property
     def can_do_with_few(self) -> bool:
-        """Whether there are expectations that take less time by few nodes."""
-        return self.level == "usual" and any(kind.has_errors and not kind.sampled for kind in self.rows)
-
-    def takes_many_nodes(self, num_rows: int) -> bool:
-        """Whether an evaluation takes so long that a search had better begin with few nodes."""
-        prior_is_sampled = any(kind.sampled and kind.has_few_nodes for kind in self.prior)
-        return prior_is_sampled or any(
-            terms.by_draws or num_rows == 1 or num_rows * terms.num_elements * self._num_nodes(terms) >= MANY_NODES
-            for kind, terms in zip(self.joint_rows, self.row_terms)
-            if kind.has_few_nodes
+        """Whether a search may begin with expectations by few nodes, and end there."""
+        return self.rows_can_do_with_few or (
+            self.level == "usual" and not self.has_few_draws and any(kind.sampled for kind in self.prior)
         )
+
+    @property
+    def rows_can_do_with_few(self) -> bool:
+        """The same of those over rows."""
+        return (
+            self.level == "usual" and not self.has_few_draws and any(kind.few is not None for kind in self.joint_rows)
+        )
+
+    @property
+    def has_few_draws(self) -> bool:
+        """Whether a search may begin with few draws."""
+        return any(kind.has_few_draws for kind in (*self.joint_rows, *self.prior))
 
     def takes_few_points(self, num_rows: int) -> bool:
         """Whether averages over many nodes are so few that all rows are worth one solve: it begins with few nodes, and
         its one evaluation is all that is compiled of the rows."""
         pairs = [(kind, terms) for kind, terms in zip(self.joint_rows, self.row_terms) if kind.sampled]
         points = num_rows * sum(terms.num_elements * self._num_nodes(terms) for _, terms in pairs)
-        return all(kind.has_few_nodes for kind, _ in pairs) and 0 < points <= FEW_POINTS
+        return all(kind.few is not None or kind.has_few_draws for kind, _ in pairs) and 0 < points <= FEW_POINTS
 
-    def is_little_work(self, num_rows: int) -> bool:
+    def is_little_work(self, num_rows: int, *, by_few_nodes: bool = False) -> bool:
         """Whether an evaluation takes so little time that it is not worth being compiled well."""
         if any(terms.by_draws for terms in self.row_terms) or num_rows == 1:  # one row may be all data
             return False
-        pairs = [(kind, terms, num_rows) for kind, terms in zip(self.joint_rows, self.row_terms)]
-        pairs += [(kind, terms, 1) for kind, terms in zip(self.prior, self.prior_terms)]
-        numbers = (count * terms.num_elements * self._num_numbers(kind, terms) for kind, terms, count in pairs)
-        return sum(numbers) <= LITTLE_WORK
+        of_row = sum(self._num_numbers(*each, by_few_nodes) for each in zip(self.joint_rows, self.row_terms))
+        of_prior = sum(self._num_numbers(*each, False) for each in zip(self.prior, self.prior_terms))
+        return num_rows * of_row + of_prior <= LITTLE_WORK
 
-    def _num_numbers(self, kind: Kind, terms: Terms) -> int:
-        """Entries of the Hessians at the nodes of one element of a row."""
-        by_nodes = kind.has_errors or kind.sampled
-        return self._num_nodes(terms) * terms.num_predictors**2 if by_nodes else NUMBERS_OF_CLOSED_FORMS
+    def _num_numbers(self, kind: Kind, terms: Terms, by_few_nodes: bool) -> int:
+        """Entries of the Hessians at the nodes of a row's elements."""
+        size = terms.num_predictors
+        if not (kind.has_errors or kind.sampled):
+            return terms.num_elements * NUMBERS_OF_CLOSED_FORMS
+        by_few_nodes = by_few_nodes and kind.few is not None
+        count = terms.num_nodes * len(fifth_degree_nodes(size)[0]) if by_few_nodes else self._num_nodes(terms)
+        return terms.num_elements * count * size**2
 
     def _num_nodes(self, terms: Terms) -> int:
         """Of the last rule, for one element of a row, and of the element's own integral."""

@@ -20,7 +20,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax.core import Tracer
 from jax.typing import ArrayLike
 
 from ..core.compilation import Compiled
@@ -41,7 +40,7 @@ from ..model.terms.terms import Terms, merged
 from ..options import Info, Options, key_numbers
 from .devices import Devices
 from .effort import Effort
-from .joint_solver import JointProblem, JointSolver, PriorProblem, RowChunks, search_for
+from .joint_solver import Coarse, JointProblem, JointSolver, PriorProblem, RowChunks, search_for
 from .kinds import make_kind
 from .linearized import (
     AbsorbedRows,
@@ -174,8 +173,8 @@ class Engine:
         """A function as :class:`Compiled` has it, whose results every device has."""
         return Compiled(function, static_argnames, self.devices.everywhere, routines=routines, level=level)
 
-    def _is_little_work(self, problem: JointProblem | PriorProblem) -> bool:
-        return self.effort.is_little_work(problem.num_rows)
+    def _is_little_work(self, search: Search, problem: JointProblem | PriorProblem) -> bool:
+        return self.effort.is_little_work(problem.num_rows, by_few_nodes=search.by_few_nodes)
 
     @property
     def is_moving(self) -> bool:
@@ -219,7 +218,7 @@ class Engine:
         others = self._other_means(search, problem, len(weights))
         with_accounts = self.effort.has_estimated_errors and absorbed_rows is None and not search.mode
         options: Info = {"with_absorbed": with_absorbed, "with_accounts": with_accounts}
-        problem, coarse = self._by_few_nodes_first(search, problem, len(weights))
+        problem, coarse = self._coarse(search, problem)
         return self.joint_solver(search, problem, new, coarse=coarse, other_means=others, **options)
 
     def solve_all(
@@ -242,24 +241,25 @@ class Engine:
             rows = {name: array[0] for name, array in rows.items()}
             problem = problem._replace(chunks=self._prepare_block(rows | params, weights[0])[0])
         options: Info = {"on_step": on_step, "with_accounts": self.effort.has_estimated_errors and not search.mode}
-        problem, coarse = self._by_few_nodes_first(search, problem, count)
+        problem, coarse = self._coarse(search, problem)
         return self.joint_solver(search, problem, num_rows, coarse=coarse, other_means=others, **options)
 
-    def _by_few_nodes_first(
-        self, search: Search, problem: JointProblem, num_rows: int
-    ) -> tuple[JointProblem, JointProblem | None]:
-        """The problem, and the same by few nodes, where expectations take many and the search is far off."""
-        is_near = problem.init is not None or isinstance(problem.state.mean, Tracer)
-        if search.mode or is_near or not self.effort.takes_many_nodes(num_rows):
+    def _coarse(self, search: Search, problem: JointProblem) -> tuple[JointProblem, Coarse | None]:
+        """The problem, and what a search for its solution begins with, where it is far off."""
+        if search.mode or not problem.is_far:
             return problem, None
-        return problem._replace(is_coarse=np.asarray(False)), problem._replace(is_coarse=np.asarray(True))
+        if self.effort.has_few_draws:
+            few, many = (problem._replace(is_coarse=np.asarray(flag)) for flag in (True, False))
+            return many, Coarse(search, few)
+        if not self.effort.can_do_with_few:
+            return problem, None
+        suffices = partial(self.effort.few_nodes_suffice, problem.num_rows)
+        return problem, Coarse(search._replace(by_few_nodes=True), problem, suffices)
 
     def _other_means(self, search: Search, problem: JointProblem, num_rows: int) -> Callable | None:
         """Where a search from the prior begins again, see :mod:`~.starts`; None where that is not worth its time."""
         is_concave = search.log_concave and self.is_affine and self._prior_is_affine
-        is_informed = (
-            problem.row_factors is not None or problem.init is not None or isinstance(problem.state.mean, Tracer)
-        )
+        is_informed = problem.row_factors is not None or not problem.is_far
         if is_concave or search.mode or is_informed or self.devices.count > 1 or int(problem.state.num_rows):
             return None
         is_dear = self.effort.takes_draws or self.program.row_latents is not None or self.effort.is_thorough
@@ -298,10 +298,11 @@ class Engine:
                 chunk = self.prepare(chunk.rows | params, chunk.weights)
             return self.linearize(chunk, theta)
 
+        rows, prior = FactorSet(self.effort.joint_rows, linearize, problem.chunks), self.prior_set(problem.prior_inputs)
         return DenseJoint(
             search,
-            FactorSet(self.effort.joint_rows, linearize, problem.chunks).by_few_nodes(problem.is_coarse),
-            self.prior_set(problem.prior_inputs).by_few_nodes(problem.is_coarse),
+            rows.coarse(lambda kind: search.by_few_nodes, problem.is_coarse),
+            prior.coarse(lambda kind: search.by_few_nodes and kind.sampled, problem.is_coarse),  # others have few terms
             problem.state,
             row_factors=problem.row_factors,
             starts=self._starts if problem.row_factors is None and problem.init is None else None,

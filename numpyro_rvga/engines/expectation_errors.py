@@ -16,7 +16,6 @@ from ..core.updates.state import State
 from ..model.data.row_set import num_distinct, once_each
 from ..model.data.rows import Rows, linspace_indices, num_rows, selected
 from ..user_warnings import warn
-from .effort import BUDGET
 from .engine import Engine
 from .kinds import NUM_FRESH
 from .row_chunks import chunks_of
@@ -51,8 +50,9 @@ def expectation_errors(engine: Engine, state: State, rows: Rows, accounts: Accou
     if not num_rows(rows) or all(not kind.has_errors and kind.fresh is None for kind in kinds):
         return Accuracy(0.0, 0.0)
     if accounts is not None:
-        error = float(np.sum(accounts.errors))
-        if error <= BUDGET or all(kind.fresh is None for kind in kinds):
+        error = float(np.sum(np.asarray(accounts.errors)))
+        allowed = engine.effort.allowed_error(float(state.log_evidence), int(state.num_rows))
+        if error <= allowed or all(kind.fresh is None for kind in kinds):
             return Accuracy(error, 0.0)
     most = MOST_ROWS
     if any(kind.fresh is not None and not t.by_draws for kind, t in zip(engine.kinds, engine.program.terms)):

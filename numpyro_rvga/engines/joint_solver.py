@@ -17,7 +17,7 @@ from ..core.compilation import Compiled, jit_once
 from ..core.matrices.precisions import PrecisionForm
 from ..core.pytrees import PyTree
 from ..core.updates.drivers import Evaluated, Pending, Progress, StepParts, Steps, begun_again, solve
-from ..core.updates.factors import Expected, Kind
+from ..core.updates.factors import Accounts, Expected, Kind
 from ..core.updates.joint import Joint, Start, solve_joint_traced
 from ..core.updates.maximize import solution
 from ..core.updates.objective import is_conservative, is_log_concave
@@ -47,7 +47,7 @@ class JointProblem(NamedTuple):
     :ivar prior_inputs: as ``program.prior_inputs``.
     :ivar row_factors: by which the rows are part of the state; None: they are not.
     :ivar init: mean and precision of a q to start from, in the state's standard coordinates, or None.
-    :ivar is_coarse: whether expectations take few nodes; None: they cannot.
+    :ivar is_coarse: whether expectations take few draws; None: they cannot.
     """
 
     state: State
@@ -56,6 +56,11 @@ class JointProblem(NamedTuple):
     row_factors: tuple[RowFactors, ...] | None = None
     init: tuple[Array, Array] | None = None
     is_coarse: Array | np.ndarray | None = None
+
+    @property
+    def is_far(self) -> bool:
+        """Whether a search from the host begins without a q to start from."""
+        return self.init is None and not isinstance(self.state.mean, Tracer)
 
     @property
     def num_chunks(self) -> int:
@@ -81,6 +86,21 @@ class PriorProblem(NamedTuple):
     @property
     def num_rows(self) -> int:
         return 0
+
+
+Suffices = Callable[[Accounts, float], bool]
+"""The factors' accounts at a solution, and its bound -> whether no other expectations are needed."""
+
+
+class Coarse(NamedTuple):
+    """The same problem by expectations that cost less, whose solution a search begins with.
+
+    :ivar suffices: see :data:`Suffices`; None: others are needed.
+    """
+
+    search: Search
+    problem: Any
+    suffices: Suffices | None = None
 
 
 def search_for(
@@ -126,7 +146,7 @@ class JointSolver:
     """Solves problems of one form, driven from the host. Inside a compiled function, XLA runs the steps.
 
     :param joint: search, problem (a pytree) -> its parts.
-    :param num_parameters: P. :param is_little_work: whether an evaluation of a problem is.
+    :param num_parameters: P. :param is_little_work: search, problem -> whether an evaluation is.
     """
 
     def __init__(
@@ -134,7 +154,7 @@ class JointSolver:
         joint: Callable[[Search, Any], Joint],
         devices: Devices,
         num_parameters: int,
-        is_little_work: Callable[[Any], bool] = lambda problem: False,
+        is_little_work: Callable[[Search, Any], bool] = lambda search, problem: False,
     ):
         self._joint, self._devices, self._is_little_work = joint, devices, is_little_work
         level = 0 if num_parameters <= FEW_PARAMETERS else 1
@@ -163,33 +183,31 @@ class JointSolver:
         with_absorbed: bool = False,
         with_accounts: bool = False,
         on_step: Callable[[Progress], None] | None = None,
-        coarse: Any = None,
+        coarse: Coarse | None = None,
         other_means: Callable[[State, int], np.ndarray] | None = None,
     ) -> tuple[State, StepInfo]:
         """The state after ``num_rows`` new rows.
 
         :param with_absorbed: report the moments of the rows' predictors.
         :param with_accounts: report the factors' expected values and their errors, by kind.
-        :param coarse: the same problem by expectations that cost less, whose solution the search begins with; or None.
+        :param coarse: what the search begins with, or None.
         :param other_means: the first solution, number -> a mean to start from once more; see :mod:`~.starts`.
         """
         if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((problem, num_rows))):
             return self._traced(problem, num_rows, search=search, with_absorbed=with_absorbed)
-        start = self._begin[self._is_little_work(problem)](problem, search=search)
-        form, begun, steps = start.form, start.state, self._steps(search, problem, start)
-        by_few_nodes = None if coarse is None else self._steps(search, coarse, start)
+        start = self._begin[self._is_little_work(search, problem)](problem, search=search)
+        few = None if coarse is None else self._steps(search, problem, start, coarse)
+        ways = _Ways(search, self._steps(search, problem, start), few, None if coarse is None else coarse.suffices)
 
-        def finished(state: SolverState) -> tuple[State, StepInfo]:
-            expected = None
-            if with_accounts:
-                at = steps.propose(state._replace(step=jax.device_put(np.zeros_like(state.step))))  # q itself
-                expected = steps.evaluate(at, state.mean).slope
+        def finished(state: SolverState, steps: Steps) -> tuple[State, StepInfo]:
+            expected = _expected_at(steps, state) if with_accounts else None
             options = {"search": search, "with_absorbed": with_absorbed}
-            return self._finish(problem, form, state, expected, num_rows, **options)
+            return self._finish(problem, start.form, state, expected, num_rows, **options)
 
         of_first = _StepCount()
-        near = _near(search, by_few_nodes, begun, of_first.gives_up)
-        first = finished(solve(search, steps, near, on_step=on_step, is_enough=of_first.gives_up))
+        state, steps = ways.begin(start.state, of_first.gives_up)
+        state = solve(search, steps, state, on_step=on_step, is_enough=of_first.gives_up)
+        first = finished(*ways.checked(state, steps, on_step=on_step, is_enough=of_first.gives_up))
         if other_means is None:
             return first
         highest = float(first[0].log_evidence)
@@ -197,32 +215,39 @@ class JointSolver:
         def check(mean: np.ndarray) -> tuple[State, StepInfo] | None:
             """Where a search from another mean ends; None if that is where the first one did, or it leads nowhere."""
             count = _StepCount(highest - LOWEST, max(FEWEST_STEPS, STEPS_OF_A_CHECK * of_first.taken))
-            state = _near(search, by_few_nodes, begun._replace(mean=mean), count.gives_up)
+            state, steps = ways.begin(start.state._replace(mean=mean), count.gives_up)
             if count.is_hopeless:
                 return None
             state = solve(search, steps, state, is_enough=lambda at: count.gives_up(at) or float(at.decrement) <= NEAR)
-            if count.is_hopeless or not are_apart(finished(state), first):
+            if count.is_hopeless or not are_apart(finished(state, steps), first):
                 return None
             state = solve(search, steps, state, is_enough=count.gives_up)
-            return None if count.is_hopeless else finished(state)
+            state, steps = ways.checked(state, steps, is_enough=count.gives_up)
+            return None if count.is_hopeless else finished(state, steps)
 
         def retry(mean: np.ndarray) -> tuple[State, StepInfo]:
-            near = _near(search, by_few_nodes, begun._replace(mean=mean), _StepCount().gives_up)
-            return finished(solve(search, steps, near, is_enough=_StepCount(highest).gives_up))
+            state, steps = ways.begin(start.state._replace(mean=mean), _StepCount().gives_up)
+            count = _StepCount(highest)
+            state = solve(search, steps, state, is_enough=count.gives_up)
+            return finished(*ways.checked(state, steps, is_enough=count.gives_up))
 
         has_converged = bool(first[1].converged) or float(first[1].decrement) <= CLOSE
         again, times = (check, NUM_CHECKS) if has_converged else (retry, NUM_RETRIES)
         others = [again(other_means(first[0], number)) for number in range(times)]
         return best_of([first, *[other for other in others if other is not None]])
 
-    def _steps(self, search: Search, problem: PyTree, start: Start) -> Steps:
-        """The compiled functions of a problem, which the host calls in turn."""
+    def _steps(self, search: Search, problem: PyTree, start: Start, coarse: Coarse | None = None) -> Steps:
+        """The compiled functions of a problem, which the host calls in turn.
+
+        :param coarse: which expectations are taken in place of the problem's own.
+        """
         base, form, _ = start
-        evaluate = self._evaluate[self._is_little_work(problem)]
+        of, at = (search, problem) if coarse is None else (coarse.search, coarse.problem)
+        evaluate = self._evaluate[self._is_little_work(of, at)]
         return Steps(
             form,
             partial(self._propose, problem, form, search=search),
-            partial(evaluate, problem, base, form, search=search),
+            partial(evaluate, at, base, form, search=of),
             partial(self._update, problem, form, search=search),
         )
 
@@ -265,17 +290,52 @@ class _StepCount:
         return self.is_hopeless
 
 
-def _near(
-    search: Search, by_few_nodes: Steps | None, state: SolverState, gives_up: Callable[[Progress], bool]
-) -> SolverState:
-    """A state near the solution, from which to go on; the one given, if few nodes will not do or lead nowhere.
+class _Ways(NamedTuple):
+    """By which expectations a search finds its solution.
 
-    :param gives_up: after a step, whether the search is left.
+    :ivar exact: steps by the problem's own. :ivar few: by those that it begins with, or None.
+    :ivar suffices: see :data:`Suffices`.
     """
-    if by_few_nodes is None:
-        return state
-    near = solve(search, by_few_nodes, state, is_enough=lambda at: gives_up(at) or float(at.decrement) <= ROUGHLY)
-    return begun_again(near) if float(near.evaluation.decrement) <= ROUGHLY else state
+
+    search: Search
+    exact: Steps
+    few: Steps | None
+    suffices: Suffices | None
+
+    def begin(self, state: SolverState, gives_up: Callable[[Progress], bool]) -> tuple[SolverState, Steps]:
+        """A state near the solution, and the steps that lead on from there: the few, if they seem to suffice. The state
+        that was given, if they lead nowhere.
+
+        :param gives_up: after a step, whether the search is left.
+        """
+        if self.few is None:
+            return state, self.exact
+        near = solve(self.search, self.few, state, is_enough=lambda at: gives_up(at) or float(at.decrement) <= ROUGHLY)
+        if not float(near.evaluation.decrement) <= ROUGHLY:
+            return state, self.exact
+        if self._will_do(near):
+            return near, self.few
+        return begun_again(near), self.exact
+
+    def checked(self, state: SolverState, steps: Steps, **options: Any) -> tuple[SolverState, Steps]:
+        """The solution that these steps have led to; or that of the exact ones, if the few do not suffice.
+
+        :param options: of :func:`~numpyro_rvga.core.updates.drivers.solve`.
+        """
+        if steps is self.exact or self._will_do(state):
+            return state, steps
+        return solve(self.search, self.exact, begun_again(state), **options), self.exact
+
+    def _will_do(self, state: SolverState) -> bool:
+        if self.few is None or self.suffices is None:
+            return False
+        return self.suffices(_expected_at(self.few, state).accounts, float(state.evaluation.bound))
+
+
+def _expected_at(steps: Steps, state: SolverState) -> Expected:
+    """At the q of a state."""
+    at = steps.propose(state._replace(step=jax.device_put(np.zeros_like(state.step))))
+    return steps.evaluate(at, state.mean).slope
 
 
 def _absorbed(

@@ -49,7 +49,8 @@ NUM_FRESH = 8  # sets of nodes that no search has used
 def make_kind(terms: Terms, options: Options, rng_key: Array, *, effort: str = "usual") -> Kind:
     """The expectations of one site's terms, as the options ask.
 
-    :param effort: see :func:`~numpyro_rvga.core.expectations.ladder.expectations`.
+    :param effort: ``"direct"``, ``"usual"`` or ``"thorough"``, see
+        :func:`~numpyro_rvga.core.expectations.ladder.expectations`.
     :raises ValueError: naming the site, if the expectation asked for does not exist for its distribution.
     """
     name = _resolve(terms, options)
@@ -67,7 +68,8 @@ def make_kind(terms: Terms, options: Options, rng_key: Array, *, effort: str = "
         sampled=sampled,
         information=site.information if has_information else None,
         has_errors=rule.has_errors,
-        has_few_nodes=rule.has_few_nodes,
+        few=None if rule.few is None else site.few,
+        has_few_draws=rule.has_few_draws,
         fresh=site.fresh if sampled else None,
     )
 
@@ -82,15 +84,18 @@ class _SiteExpectations:
     def __init__(self, terms: Terms, options: Options, rng_key: Array, rule: _Rule):
         self._terms, self._options, self._seed, self._rule = terms, options, key_numbers(rng_key), rule
 
-    def expect(
-        self, means: Array, covariances: Array, constants: tuple, is_coarse: Array | None = None
-    ) -> tuple[Moments, Array]:
+    def expect(self, means: Array, covariances: Array, constants: tuple, **is_coarse: Array) -> tuple[Moments, Array]:
         weight, values, local = constants
         covariances, of_many = _with_local(covariances, local), self._rule.of_many
         if of_many is not None:
-            return _weighted(weight, of_many(means, covariances, values, is_coarse))
+            return _weighted(weight, of_many(means, covariances, values, **is_coarse))
         moments = jax.vmap(self._rule.finest)(means, covariances, values)
         return _weighted(weight, moments), jnp.zeros(len(means), means.dtype)
+
+    def few(self, means: Array, covariances: Array, constants: tuple) -> tuple[Moments, Array]:
+        weight, values, local = constants
+        assert self._rule.few is not None
+        return _weighted(weight, self._rule.few(means, _with_local(covariances, local), values))
 
     def filtered(self, means: Array, covariances: Array, constants: tuple) -> Moments:
         """What the extended Kalman filter takes (R-VGA paper, Theorem 3): the Fisher information is its curvature."""
@@ -164,7 +169,8 @@ class _Rule(NamedTuple):
     conservative: bool
     of_many: Expect | None = None
     has_errors: bool = False
-    has_few_nodes: bool = False
+    few: Expect | None = None
+    has_few_draws: bool = False
     fresh: Callable | None = None
 
 
@@ -247,11 +253,12 @@ def _rule(name: str | ex.Expectation, terms: Terms, options: Options, rng_key: A
 
     if name != "ladder":
         return _Rule(at_density(over_nodes), order == 1)
-    effort = "usual" if nodes is not None and effort == "few" else effort
-    expect = expectations(terms.density, terms.num_predictors, nodes, effort=effort, cost=terms.num_nodes)
+    expect, few = (
+        expectations(terms.density, terms.num_predictors, nodes, effort=each, cost=terms.num_nodes)
+        for each in (effort, "few")
+    )
     finest = at_density(partial(ex.quadrature, 1) if nodes is None else over_nodes)
-    has_errors = effort != "few"
-    return _Rule(finest, True, expect, has_errors, has_errors and terms.num_predictors > 0)
+    return _Rule(finest, True, expect, has_errors=True, few=few if options.expectation == "auto" else None)
 
 
 def _nodes_of(name: str, terms: Terms, options: Options, rng_key: Array) -> tuple[np.ndarray, np.ndarray] | None:
@@ -269,9 +276,7 @@ def _rule_of(expectation: ex.Expectation, terms: Terms) -> _Rule:
     def of_one(mean: Array, covariance: Array, values: tuple) -> ex.Moments:
         return ex.differentiated(expectation, lambda u: terms.density(u, values), mean, covariance)
 
-    def expect(
-        means: Array, covariances: Array, values: tuple, is_coarse: Array | None = None
-    ) -> tuple[ex.Moments, Array]:
+    def expect(means: Array, covariances: Array, values: tuple) -> tuple[ex.Moments, Array]:
         moments = jax.vmap(of_one)(means, covariances, values)
         exact = jax.vmap(lambda m, s, v: ex.quadrature(1, lambda u: terms.density(u, v), m, s)[0])
         return moments, jnp.abs(moments[0] - exact(means, covariances, values))
@@ -308,4 +313,4 @@ def _rule_by_draws(terms: Terms, rng_key: Array, *, more: bool) -> _Rule:
     def expect(means, covariances, constants, is_coarse=None):
         return moments(means, covariances, constants, is_coarse), jnp.zeros(len(means), means.dtype)
 
-    return _Rule(of_one, True, expect, has_few_nodes=True, fresh=fresh)
+    return _Rule(of_one, True, expect, has_few_draws=True, fresh=fresh)

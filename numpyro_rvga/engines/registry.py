@@ -57,12 +57,11 @@ class Engines:
         self._batch, self._whole, self._joint_rows, self.devices = batch, whole, joint_rows, Devices(mesh)
         self._local = local
         self._cached: list[tuple[tuple, dict, Engine]] = []
-        self._not_quick: set[Engine] = set()
         self.last: Engine | None = None
 
     def __getstate__(self) -> dict[str, object]:
         """Without what is compiled, for other processes."""
-        return self.__dict__ | {"_cached": [], "_not_quick": set(), "last": None}
+        return self.__dict__ | {"_cached": [], "last": None}
 
     def get(self, rows: Rows, model_kwargs: Keywords, rng_key: Array, all_rows: Rows | None = None) -> Engine:
         """The engine for checked rows; see :func:`checked_rows`.
@@ -219,14 +218,6 @@ class Engines:
         prefer_parameters = self._options.scheme == "ekf" or self._options.expectation == "linearized"
         local = "prior" if self._local == "auto" else self._local  # if that is possible
         return {"improper_prior_scale": self._scale, "prefer_parameters": prefer_parameters, "local": local}
-
-    def quick(self, engine: Engine) -> Engine | None:
-        """The same by few nodes for each row; None if they were not enough."""
-        return engine.with_effort("few") if engine.effort.can_do_with_few and engine not in self._not_quick else None
-
-    def forget_quick(self, engine: Engine) -> None:
-        """From now on, :meth:`quick` gives None."""
-        self._not_quick.add(engine)
 
     @property
     def _is_plain(self) -> bool:

@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Iterable, Mapping
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax.numpy as jnp
 from jax import Array
@@ -36,18 +36,6 @@ from ..streams.certification import Certification, warn_unless_converged
 from ..streams.opening import PassOptions, open_source, ordered, usable_source
 from ..streams.recursive_pass import FEW_NUMBERS, SAMPLE_NUMBERS, RecursivePass, RunSummary
 from ..streams.source import RowSource
-
-
-class Way(NamedTuple):
-    """How rows are taken in.
-
-    :ivar engine: whose steps are taken: the run's, or one that takes few nodes for each row.
-    :ivar sparse: solves for all rows together; None: the recursion.
-    """
-
-    engine: Engine
-    sizes: Sizes
-    sparse: SparseEngine | None = None
 
 
 class FullFamily:
@@ -138,18 +126,20 @@ class FullFamily:
         """
         sizes = self.blocks.sizes(engine, source, options.most_rows)
         useful = source.is_longer_than(sizes.first) and not self.blocks.is_moving
-        visited, way = ordered(source, self._shuffle, rng_key, useful=useful), Way(engine, sizes)
+        visited, sparse = ordered(source, self._shuffle, rng_key, useful=useful), None
         if init is None and in_memory and options.checkpoint is None:
-            way = self._way_of_rows_at_hand(engine, head, sizes)
-        if way.sparse is not None:
-            start = way.sparse.initial_state()
+            sizes, sparse = self._sizes_at_hand(engine, head, sizes)
+        if sparse is not None:
+            start = sparse.initial_state()
         else:
             start = initial_state(engine) if init is None else self._state_of(init, engine)
-        self.state, is_exact = start, way.engine is engine
+        self.state = start
         with progress(progress_bar, source.total, "RVGA", "row") as bar:
-            sampled = self.certification.certify and way.sizes.keeps_rows and engine.options.has_bound
+            sampled = self.certification.certify and sizes.keeps_rows and engine.options.has_bound
             taken = RecursivePass(
-                *way,
+                engine,
+                sizes,
+                sparse,
                 source=visited,
                 options=options,
                 bar=bar,
@@ -158,10 +148,10 @@ class FullFamily:
                 sampled_by=rng_key if sampled else None,
                 sample_numbers=FEW_NUMBERS if source.seekable else SAMPLE_NUMBERS,
             )
-            taken(engine.devices.put(start), self._facts(rng_key, way.sizes, shuffled=visited.order is not None))
+            taken(engine.devices.put(start), self._facts(rng_key, sizes, shuffled=visited.order is not None))
             state, info = taken.finished()
             state = engine.devices.fetch(state)
-        findings = self.certification(engine, start, state, source, taken, rng_key, exact=is_exact)
+        findings = self.certification(engine, start, state, source, taken, rng_key)
         info |= findings.info
         if self.certification.certifies(engine):
             if "elbo_error" not in info or engine.effort.is_sampled:
@@ -173,9 +163,6 @@ class FullFamily:
             if more and source.seekable and options.checkpoint is None:
                 self._engines.make_thorough(engine)
                 return None
-            if not is_exact and not info["converged"]:
-                self._engines.forget_quick(engine)
-                return None
             warn_of(info["elbo_error"])
         warn_of_modes(info)
         bound = self.certification.checked(engine, findings, rng_key)
@@ -184,18 +171,15 @@ class FullFamily:
             bound = None
         return self._posterior(engine, findings.state, info, bound, row_sets)
 
-    def _way_of_rows_at_hand(self, engine: Engine, rows: Rows, sizes: Sizes) -> Way:
-        """One solve of all of them, if they may be one."""
-        plan, total, quick = self.blocks, num_rows(rows), None
+    def _sizes_at_hand(self, engine: Engine, rows: Rows, sizes: Sizes) -> tuple[Sizes, SparseEngine | None]:
+        """One solve of all of them, if they may be one; with what solves for them, if they are sparse."""
+        plan, total = self.blocks, num_rows(rows)
         sparse = plan.sparse_engine(engine, rows)
         if sparse is not None:
-            return Way(engine, sizes._replace(first=total, keeps_rows=False), sparse)
-        distinct = plan.num_distinct(rows, sizes)
-        if self.certification.certify:
-            quick = plan.quick_engine(self._engines, engine, distinct)
-        if quick is not None or plan.takes_all(engine, distinct, sizes):
+            return sizes._replace(first=total, keeps_rows=False), sparse
+        if plan.takes_all(engine, plan.num_distinct(rows, sizes), sizes):
             sizes = sizes._replace(first=max(total, sizes.first), keeps_rows=False)
-        return Way(engine if quick is None else quick, sizes)
+        return sizes, None
 
     def _facts(self, rng_key: Array, sizes: Sizes, *, shuffled: bool) -> Info:
         """The options that determine the result."""

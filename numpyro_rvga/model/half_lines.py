@@ -122,7 +122,7 @@ def _of_logarithms(program: Program) -> list[str]:
     names = program.layout.site_names
     if not any(program.sites[name].is_real for name in names):
         return []
-    theta = jnp.zeros(program.layout.size, program.dtype)
+    theta = np.zeros(program.layout.size, program.dtype)
     closed = jax.make_jaxpr(lambda theta: _log_densities(program, theta, program.example_rows))(theta)
     everything, of_logarithms = frozenset(names), set()
 

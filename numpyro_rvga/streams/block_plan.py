@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 from ..engines.devices import Devices
 from ..engines.engine import Engine
-from ..engines.registry import Engines
 from ..engines.sparse import SparseEngine, sparse_engine
 from ..model.data.row_set import num_distinct
 from ..model.data.rows import Rows, num_rows
@@ -18,7 +17,6 @@ RECURSIONS = ("explicit", "ekf", "qkf")  # which solve nothing
 FIRST_BLOCK_ROWS = 2000
 FIRST_BLOCK_ROWS_PER_PARAMETER = 40
 FIRST_BLOCK_NUMBERS = 2**26  # in the Jacobians of the first block
-QUICK_ROWS_PER_PARAMETER = 200  # of a solve by few nodes for each row
 JOINT_ROWS_PER_PARAMETER = 400  # of a solve with kept rows
 MEMORY_ROWS_PER_PARAMETER = 2000
 MEMORY_NUMBERS = 2**25  # in the Jacobians of the kept rows
@@ -144,15 +142,9 @@ class BlockPlan:
         """Whether rows at hand, so many of them distinct, are all in one solve."""
         if distinct <= sizes.first:
             return True
-        fits = self._chooses and distinct * engine.numbers_per_row <= FIRST_BLOCK_NUMBERS
-        return fits and engine.effort.takes_few_points(distinct)
-
-    def quick_engine(self, engines: Engines, engine: Engine, total: int) -> Engine | None:
-        """Solves for all of many rows together, by few nodes for each; None for rows with closed forms, if other sizes
-        were asked for, and if rows are too few for narrow predictors, or too many for one solve."""
-        size = engine.program.layout.size
-        if not self._chooses or not engine.is_affine:
-            return None
-        if not QUICK_ROWS_PER_PARAMETER * size <= total <= 2 * MEMORY_ROWS_PER_PARAMETER * size:
-            return None
-        return engines.quick(engine) if total * engine.numbers_per_row <= FIRST_BLOCK_NUMBERS else None
+        if not self._chooses or distinct * engine.numbers_per_row > FIRST_BLOCK_NUMBERS:
+            return False
+        if engine.effort.is_sampled:
+            return engine.effort.takes_few_points(distinct)
+        most = 2 * MEMORY_ROWS_PER_PARAMETER * engine.program.layout.size  # so many make predictors narrow
+        return engine.is_affine and engine.effort.rows_can_do_with_few and distinct <= most

@@ -23,7 +23,6 @@ from .sampled import estimated, stepped
 from .source import SLICE, RowSource, chunks, rows_in_memory
 
 FEWEST_ROWS, MOST_NUMBERS = 500, 2**23  # of a check without a bound: rows, and numbers in their Jacobians
-FINE = 1e-6  # nats: the squared natural gradient that is left where q was computed with few nodes
 APPROXIMATE = ("probit", "sigma_points")  # expectations that whoever asks for them knows to be so
 
 
@@ -69,18 +68,15 @@ class Certification:
         source: RowSource,
         taken: RecursivePass,
         rng_key: Array,
-        *,
-        exact: bool,
     ) -> Findings:
         """The result of evaluations of all rows, and of steps on them.
 
         :param start: before the first row. :param state: after the last.
         :param source: of all rows, in their own order. :param taken: the pass.
         :param rng_key: of the sample of rows, for streams of which one is kept.
-        :param exact: whether the pass took its expectations as the engine takes them, and not by fewer nodes.
         """
         findings = Findings(state, None, {}, {})
-        if taken.is_one_solve and exact:
+        if taken.is_one_solve:
             bound, off = float(state.log_evidence), taken.facts["largest_decrement"]
             info = _described(0, off, bound, bound)
             info["converged"] = taken.facts["converged"] or off <= self._tolerance
@@ -90,15 +86,14 @@ class Certification:
         certificate, rng = Certificate.of(engine), np.random.default_rng(seed_of(rng_key))
         if source.seekable:
             state = stepped(certificate, state, taken)
-            tolerance = self._tolerance if exact else min(self._tolerance, FINE)
             source = source.without(taken.left_out)
-            return self._looked_at(engine, start, state, source, taken.num_taken, rng, tolerance)
+            return self._looked_at(engine, start, state, source, taken.num_taken, rng)
         sample = taken.sample.items()
         if sample is None:
             return findings
         if taken.sample.holds_all:
             source = rows_in_memory(sample.rows)
-            return self._looked_at(engine, start, state, source, taken.num_taken, rng, self._tolerance)
+            return self._looked_at(engine, start, state, source, taken.num_taken, rng)
         state, info = estimated(certificate, state, taken, self._max_looks)
         return Findings(state, None, info, sample.rows)
 
@@ -133,7 +128,6 @@ class Certification:
         source: RowSource,
         total: int,
         rng: np.random.Generator,
-        tolerance: float,
     ) -> Findings:
         """What all rows say of q when they are read again: the bound and its natural gradient, with steps."""
         implicit, sample = engine.options.scheme == "implicit", _Sample(total, rng)
@@ -143,7 +137,7 @@ class Certification:
             lambda size: sample.watched(chunks(source, size)),
             prior_inputs=engine.program.prior_inputs,
             total=total,
-            tolerance=tolerance,
+            tolerance=self._tolerance,
             max_looks=self._max_looks if implicit else 1,
         )
         off = certified.after.squared_natural_gradient

@@ -10,6 +10,7 @@ and the rows themselves take their place, with the prior's own terms.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import jax
@@ -67,7 +68,8 @@ class RecursivePass(Pass[State, StepInfo]):
         self._engine, self._sizes, self._sparse = engine, sizes, sparse
         self._memory, self._summary = RowMemory(sizes.memory, NEGLIGIBLE_ERROR), RunSummary()
         self._sampled_by = sampled_by
-        numbers = num_absorbed(engine.program.terms) + sum(row[0].size for row in engine.program.example_row.values())
+        of_data = sum(math.prod(row.shape[1:]) for row in engine.program.example_row.values())
+        numbers = num_absorbed(engine.program.terms) + of_data
         self.sample = RowMemory(0 if sampled_by is None else sample_numbers // numbers)
         self.only_rows: Rows = {}
         self.accounts: Accounts | None = None

@@ -77,11 +77,12 @@ def many(outcomes):
     return {"x": x, "y": outcomes(rng, 0.5 + 0.5 * x)}
 
 
-def test_many_rows_are_solved_for_by_few_nodes_and_looked_at_by_more():
+def test_many_rows_are_solved_for_by_few_nodes():
     data = many(lambda rng, mean: rng.negative_binomial(2, 2 / (2 + np.exp(mean))).astype(float))
     method = RVGA(counts)
-    found, truth = method.run(data, progress_bar=False), FixedPointVI(counts).run(data, progress_bar=False)
-    assert found.info["looks"] >= 1 and found.info["converged"] and found.info["elbo_error"] < 1e-3
+    found = method.run(data, progress_bar=False)
+    truth = FixedPointVI(counts, expectation="quadrature").run(data, progress_bar=False)
+    assert found.info["looks"] == 0 and found.info["converged"] and found.info["elbo_error"] < 1e-3
     sds = np.sqrt(np.diag(truth.covariance))
     np.testing.assert_allclose(found.mean / sds, truth.mean / sds, atol=1e-3)
     np.testing.assert_allclose(np.sqrt(np.diag(found.covariance)), sds, rtol=1e-3)

@@ -1,4 +1,4 @@
-"""Searches of many nodes begin with few: where they end, and what that saves."""
+"""Searches begin with few nodes, and end there where these suffice: where that is, and what it saves."""
 
 import jax
 import numpy as np
@@ -41,7 +41,7 @@ def data(count):
 def test_few_steps_are_left_for_many_nodes_and_they_end_where_all_of_them_would(model, count, double, monkeypatch):
     with jax.enable_x64(double):
         found = FixedPointVI(model).run(data(count), progress_bar=False)
-        monkeypatch.setattr("numpyro_rvga.engines.effort.Effort.takes_many_nodes", lambda *_: False)
+        monkeypatch.setattr(Engine, "_coarse", lambda self, search, problem: (problem, None))
         by_many = FixedPointVI(model).run(data(count), progress_bar=False)
     assert found.info["converged"] and len(found.info["bounds"]) < min(8, len(by_many.info["bounds"]))
     deviation = np.sqrt(np.diagonal(by_many.covariance))
@@ -57,14 +57,35 @@ def test_evaluations_that_are_little_work_are_compiled_quickly(model, count, is_
     """And others well: one factor of all rows may be any amount of work."""
     chosen = []
 
-    def steps(self, search, problem, start):
-        chosen.append(self._is_little_work(problem))
+    def steps(self, search, problem, start, coarse=None):
+        chosen.append(self._is_little_work(search, problem))
         raise InterruptedError
 
     monkeypatch.setattr(JointSolver, "_steps", steps)
     with pytest.raises(InterruptedError):
         FixedPointVI(model).run(data(count), progress_bar=False)
     assert chosen == [is_little]
+
+
+def test_where_few_nodes_suffice_no_others_are_compiled(monkeypatch):
+    compiled = []
+    steps = JointSolver._steps
+
+    def seen(self, search, problem, start, coarse=None):
+        found = steps(self, search, problem, start, coarse)
+
+        def evaluate(*arguments):
+            compiled.append(coarse is not None)
+            return found.evaluate(*arguments)
+
+        return found._replace(evaluate=evaluate)
+
+    monkeypatch.setattr(JointSolver, "_steps", seen)
+    wide = FixedPointVI(bounded_scale).run(data(4), progress_bar=False)
+    assert any(compiled) and not all(compiled) and wide.info["elbo_error"] < 1e-3
+    compiled.clear()
+    narrow = FixedPointVI(bounded_scale).run(data(400), progress_bar=False)
+    assert compiled and all(compiled) and 0 < narrow.info["elbo_error"] < 1e-3
 
 
 def decay(x, y=None):

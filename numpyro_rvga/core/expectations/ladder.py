@@ -6,7 +6,8 @@ more nodes, further out, measure by how much phi is none. Factors of which that 
 they pay: a compiled loop takes them a batch at a time.
 
 Where factors are few, a compiled ladder costs more than it saves: then all take a rule of many nodes at once. A search
-begins with the few nodes in either case, see :class:`~numpyro_rvga.engines.joint_solver.JointProblem`.
+begins with the few nodes in either case, and mostly ends there, see
+:class:`~numpyro_rvga.engines.joint_solver.JointSolver`.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from jax import Array, lax
 
 from ..matrices.linalg import semidefinite_factor
 from ..pytrees import PyTree
-from .by_nodes import PANEL_NODES, Moments, fixed_nodes, from_nodes, hermite_rule
+from .by_nodes import PANEL_NODES, Moments, hermite_rule
 from .quadrature import (
     ACROSS,
     CUBE_NODES,
@@ -53,6 +54,7 @@ BATCH_POINTS = 2**16  # and if they take finer ones
 MOST_BATCH = 1024  # factors
 LEAST_POINTS = 2**10  # of a batch, however dear each is: they are enough for one call of the compiled functions
 
+Tolerances = tuple[dict[int, float], float]
 Rule = Callable[[PHI, Factor], tuple[Moments, Array]]
 
 
@@ -65,20 +67,19 @@ def expectations(
     cost: int = 1,
 ) -> Callable[..., tuple[Moments, Array]]:
     """(means (n, C), covariances (n, C, C), constants (n, ...)) -> E[phi], E[grad phi], E[hess phi] of n factors, and
-    the estimated errors of E[phi], in nats (n,). It takes ``is_coarse`` besides, a traced flag, whether few nodes will
-    do: errors are not estimated then. None (default): they will not.
+    the estimated errors of E[phi], in nats (n,).
 
     :param nodes: positions (K, C) and weights (K,) of the last rule, for more than three predictors: the fifth-degree
         rule's work is then kept where that is the better one.
-    :param effort: ``"few"``: the fifth-degree rule alone, in at most three dimensions; no errors are estimated.
+    :param effort: ``"few"``: the fifth-degree rule alone.
         ``"direct"``: a rule of many nodes for all, if that is little work. It takes a fifth of the time to compile.
         ``"thorough"``: also the rule that kinks need in two or three dimensions; it takes long to compile.
     :param cost: of how many nodes a value of phi is an integral, which is as much dearer, and no more exact than these;
         one: it is none.
     """
-    if effort == "few":
-        return _differentiable(partial(_by_few_nodes, phi), phi, num_predictors)
     tolerances = (ENOUGH, FAIRLY_SMALL) if cost > 1 else (EXACT, SMALL)
+    if effort == "few":
+        return _differentiable(partial(_by_few_nodes, phi, num_predictors, tolerances), phi, num_predictors)
     batch_points = max(BATCH_POINTS // cost, LEAST_POINTS)
     measure = partial(_climb, phi, num_predictors, nodes, effort == "thorough", tolerances, batch_points)
     if effort == "direct" and (nodes is not None or num_predictors in CUBE_NODES):
@@ -88,18 +89,19 @@ def expectations(
 
 
 def _by_few_nodes(
-    phi: PHI, means: Array, covariances: Array, constants: PyTree, is_coarse: None
+    phi: PHI, num_predictors: int, tolerances: Tolerances, means: Array, covariances: Array, constants: PyTree
 ) -> tuple[Moments, Array]:
     """By the fifth-degree rule alone."""
-    del is_coarse  # there is but one rule
-    points, weights, _ = fifth_degree_nodes(means.shape[1])
+    return _by_first_rule(phi, num_predictors, tolerances, means, covariances, constants)[1:]
 
-    def of_each(mean: Array, covariance: Array, constants: PyTree) -> Moments:
-        nodes = fixed_nodes(mean, covariance, points[: len(weights)], weights)
-        return from_nodes(lambda u: phi(u, constants), nodes, 1)
 
-    moments = _in_chunks(jax.vmap(of_each), len(weights), (means, covariances, constants))
-    return moments, jnp.zeros(len(means), means.dtype)
+def _by_first_rule(
+    phi: PHI, num_predictors: int, tolerances: Tolerances, means: Array, covariances: Array, constants: PyTree
+) -> tuple[Factor, Moments, Array]:
+    """The factors, and what the fifth-degree rule finds."""
+    num_points = len(fifth_degree_nodes(num_predictors)[0])
+    first = jax.vmap(partial(_first_rule, phi, tolerances))
+    return _in_chunks(first, num_points, (means, covariances, constants))
 
 
 def _in_chunks(function: Callable, num_points: int, arguments: tuple) -> PyTree:
@@ -129,31 +131,25 @@ def _at_once_or(
     means: Array,
     covariances: Array,
     constants: PyTree,
-    is_coarse: Array | None,
 ) -> tuple[Moments, Array]:
     """By ``rule`` for all, of so many points each, or by ``climb`` if these are more than ``most``."""
     if len(means) * num_points > most:
-        return climb(means, covariances, constants, is_coarse)
-    of_each = jax.vmap(lambda *factor: rule(*factor, is_coarse=is_coarse))
-    return _in_chunks(of_each, num_points, (means, covariances, constants))
+        return climb(means, covariances, constants)
+    return _in_chunks(jax.vmap(rule), num_points, (means, covariances, constants))
 
 
 def _direct(phi: PHI, num_predictors: int, nodes: tuple | None) -> tuple[Callable, int]:
     """A rule of many nodes for one factor, and the number of its points."""
     if nodes is None:
-        return lambda *factor, is_coarse: by_cube(phi, factor_of(*factor), is_coarse), num_cube_nodes(num_predictors)
+        return lambda *factor: by_cube(phi, factor_of(*factor)), num_cube_nodes(num_predictors)
     points, _, _ = fifth_degree_nodes(num_predictors)
-    z, (few, many) = np.concatenate([points, nodes[0]]), (slice(len(points)), slice(len(points), None))
+    z, count = np.concatenate([points, nodes[0]]), len(points)
 
-    def mean_of_two(*arguments: Any, is_coarse: Array | None) -> tuple[Moments, Array]:
+    def mean_of_two(*arguments: Any) -> tuple[Moments, Array]:
         factor = factor_of(*arguments)
-        values, gradients = at_nodes(
-            phi, factor, z, None if is_coarse is None else jnp.where(is_coarse, few.stop, len(z))
-        )
-        moments, error, _, _ = fifth_degree(factor, values[few], gradients[few])
-        result, off = spread_out(nodes, factor, values[many], gradients[many])
-        off = off if is_coarse is None else jnp.where(is_coarse, jnp.inf, off)
-        return _weighed((moments, error), (result, off))
+        values, gradients = at_nodes(phi, factor, z)
+        moments, error, _, _ = fifth_degree(factor, values[:count], gradients[:count])
+        return _weighed((moments, error), spread_out(nodes, factor, values[count:], gradients[count:]))
 
     return mean_of_two, len(z)
 
@@ -163,29 +159,24 @@ def _climb(
     num_predictors: int,
     nodes: tuple | None,
     thorough: bool,
-    tolerances: tuple[dict[int, float], float],
+    tolerances: Tolerances,
     batch_points: int,
     means: Array,
     covariances: Array,
     constants: PyTree,
-    is_coarse: Array | None,
 ) -> tuple[Moments, Array]:
     """By the fifth-degree rule, and for factors whose errors are too large by one finer rule after the other."""
-    num_points = len(fifth_degree_nodes(num_predictors)[0])
-    first = jax.vmap(partial(_first_rule, phi, tolerances))
-    factors, *result = _in_chunks(first, num_points, (means, covariances, constants))
-    tolerance, result = factors.tolerance, tuple(result)
+    factors, moments, errors = _by_first_rule(phi, num_predictors, tolerances, means, covariances, constants)
+    result: tuple[Moments, Array] = moments, errors
     for least, rule, num_points in _finer(num_predictors, nodes, thorough):
         size = min(max(batch_points // num_points, 1), MOST_BATCH)
-        hard = ~(result[1] <= least * tolerance)
-        if is_coarse is not None:
-            hard = hard & ~is_coarse
+        hard = ~(result[1] <= least * factors.tolerance)
         result = _refined(jax.vmap(partial(rule, phi)), size, factors, hard, result)
     return result
 
 
 def _first_rule(
-    phi: PHI, tolerances: tuple[dict[int, float], float], mean: Array, covariance: Array, constants: PyTree
+    phi: PHI, tolerances: Tolerances, mean: Array, covariance: Array, constants: PyTree
 ) -> tuple[Factor, Moments, Array]:
     """The factor, and what the fifth-degree rule finds."""
     factor = factor_of(mean, covariance, constants)
@@ -262,18 +253,16 @@ def _differentiable(expect: Callable, phi: PHI, num_predictors: int) -> Callable
         points = jnp.where(is_defined[:, None], points, mean)  # so too where phi is not defined far out
         return jnp.sum(jnp.asarray(weights) * is_defined * each(points, constants))
 
-    def forward(
-        means: Array, covariances: Array, constants: PyTree, is_coarse: Array | None
-    ) -> tuple[tuple[Moments, Any], Any]:
-        result = expect(means, covariances, constants, is_coarse)
+    def forward(means: Array, covariances: Array, constants: PyTree) -> tuple[tuple[Moments, Any], Any]:
+        result = expect(means, covariances, constants)
         return result, (means, covariances, constants, result[0])
 
     def backward(residuals: PyTree, slopes: tuple[Moments, Any]) -> tuple:
         means, covariances, constants, (_, gradients, hessians) = residuals
         scale = slopes[0][0]
         vjp = jax.vjp(lambda c: jax.vmap(of_constants)(means, covariances, c), constants)[1]
-        return scale[:, None] * gradients, 0.5 * scale[:, None, None] * hessians, vjp(scale)[0], None
+        return scale[:, None] * gradients, 0.5 * scale[:, None, None] * hessians, vjp(scale)[0]
 
     function = jax.custom_vjp(expect)
     function.defvjp(forward, backward)
-    return lambda means, covariances, constants, is_coarse=None: function(means, covariances, constants, is_coarse)
+    return function

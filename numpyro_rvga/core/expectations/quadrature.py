@@ -23,7 +23,6 @@ from .by_nodes import Moments, hermite_rule, normal_integral, with_slopes
 
 TENSOR_NODES = {2: ((8, 14), (12, 24)), 3: ((5, 10), (6, 16))}  # across and along: of the rule compared, the one used
 CUBE_NODES = {1: (40, 64), 2: (14, 20), 3: (8, 12)}  # along each axis: of the rule compared, the one used
-NODES_AT_ONCE = 32  # where the number that is needed depends on the data
 LEAST_WEIGHT = 1e-18  # of a node that is worth its evaluation, as far out as it is
 ACROSS = {1: 1, 2: 12, 3: 7}  # nodes, beside panels along the difficult direction
 PANELS = 0.1  # of a factor's tolerance: that of its panels
@@ -31,6 +30,7 @@ NARROWINGS = 16  # of the interval that has a kink
 NOTICEABLE = 0.01  # of the gradient's size there: a jump
 MOST_DIAGONAL = 3  # predictors, for which diagonals are probed too
 FAR = 4.5  # standard deviations: where phi is compared with the polynomial
+ROUNDINGS = 500.0  # units in phi's last place: what rounding makes of no difference there
 SHARE = 1 / 150  # of what phi differs there: of the sixth derivative's part, 1/167 is missing in the curvature
 
 PHI = Callable[[Array, PyTree], Array]
@@ -74,7 +74,9 @@ def fifth_degree(factor: Factor, values: Array, gradients: Array) -> tuple[Momen
     moments = _summed(values[used], gradients[used], (points[used], weights), factor)
     slopes = gradients @ factor.root  # in the coordinates z
     at = values[indices], jnp.einsum("lkc,lc->lk", slopes[indices], jnp.asarray(units, dtype))
-    error = SHARE * jax.vmap(partial(_off_polynomial, FAR))(jnp.asarray(reach, dtype), *at)
+    off = jax.vmap(partial(_off_polynomial, FAR))(jnp.asarray(reach, dtype), *at)
+    rounding = ROUNDINGS * jnp.finfo(dtype).eps * jnp.max(jnp.abs(values[used]))
+    error = SHARE * jnp.where(off <= rounding, 0.0, off)  # NaN stays
     # Where phi has a kink, its gradient's second differences are along the kink's normal.
     node, far = slopes[indices[:, 1:3]], slopes[indices[:, 3:5]]
     bent = far - node - ((FAR - reach) / reach)[:, None, None] * (node - slopes[0])
@@ -124,15 +126,11 @@ def _off_polynomial(far: float, reach: Array, values: Array, slopes: Array) -> A
     return jnp.abs(even_off) + jnp.abs(odd_off)
 
 
-def by_cube(phi: PHI, factor: Factor, is_coarse: Array | None = None) -> tuple[Moments, Array]:
+def by_cube(phi: PHI, factor: Factor) -> tuple[Moments, Array]:
     """Gauss and Hermite's rule of as many nodes along each axis, beside one of fewer nodes. Where phi is not finite so
-    far out, what the fifth-degree rule finds, with an infinite error.
-
-    :param is_coarse: whether the fifth-degree rule will do; None: it will not.
-    """
+    far out, what the fifth-degree rule finds, with an infinite error."""
     z, weights = _cube_nodes(factor.mean.size)
-    used = None if is_coarse is None else jnp.where(is_coarse, np.count_nonzero(weights[0]), len(z))
-    values, gradients = at_nodes(phi, factor, z, used)
+    values, gradients = at_nodes(phi, factor, z)
     changes = values - values[0]  # from the mean: the rules differ by no rounding of what is the same
 
     def summed(weights: Array) -> Moments:
@@ -143,7 +141,7 @@ def by_cube(phi: PHI, factor: Factor, is_coarse: Array | None = None) -> tuple[M
     rules = jax.vmap(summed)(jnp.asarray(weights, factor.mean.dtype))
     apart = jax.tree.map(lambda x: x[1] - x[2], rules)
     error = jnp.abs(apart[0]) + natural_size(factor.root, apart)
-    usable = jnp.isfinite(error) if is_coarse is None else jnp.isfinite(error) & ~is_coarse
+    usable = jnp.isfinite(error)
     change, gradient, hessian = jax.tree.map(lambda x: jnp.where(usable, x[2], x[0]), rules)
     return (values[0] + change, gradient, hessian), jnp.where(usable, error, jnp.inf)
 
@@ -199,33 +197,10 @@ def spread_out(nodes: tuple, factor: Factor, values: Array, gradients: Array) ->
     return result, 2 * jnp.sqrt(weights @ (left * left) / len(weights))
 
 
-def at_nodes(phi: PHI, factor: Factor, z: np.ndarray | Array, used: Array | None = None) -> tuple[Array, Array]:
-    """Values (K,) and gradients (K, C) at positions (K, C).
-
-    :param used: how many of the positions are needed, which may be traced; None: all.
-    """
+def at_nodes(phi: PHI, factor: Factor, z: np.ndarray | Array) -> tuple[Array, Array]:
+    """Values (K,) and gradients (K, C) at positions (K, C)."""
     points = factor.mean + jnp.asarray(z, factor.mean.dtype) @ factor.root.T
-    each = jax.vmap(jax.value_and_grad(lambda u: phi(u, factor.constants)))
-    return each(points) if used is None else at_first(each, points, NODES_AT_ONCE, used)
-
-
-def at_first(function: Callable, points: Array, size: int, stop: Array, start: Array | int = 0) -> PyTree:
-    """``function(points)`` of those points (K, C) that are needed, so many at a time; zeros for others.
-
-    :param start: number of the first one, a multiple of ``size``. :param stop: number after the last one.
-    """
-    count = -(-len(points) // size)
-    padded = jnp.concatenate([points, jnp.broadcast_to(points[:1], (count * size - len(points), points.shape[1]))])
-    parts = padded.reshape(count, size, -1)
-
-    def take(number: Array, results: PyTree) -> PyTree:
-        new = function(parts[number])
-        return jax.tree.map(lambda x, y: lax.dynamic_update_slice_in_dim(x, y, number * size, 0), results, new)
-
-    shapes = jax.eval_shape(function, parts[0])
-    nothing = jax.tree.map(lambda x: jnp.zeros((len(padded), *x.shape[1:]), x.dtype), shapes)
-    results = lax.fori_loop(start // size, -(-stop // size), take, nothing)
-    return jax.tree.map(lambda x: x[: len(points)], results)
+    return jax.vmap(jax.value_and_grad(lambda u: phi(u, factor.constants)))(points)
 
 
 def _summed(values: Array, gradients: Array, nodes: tuple[Any, Any], factor: Factor) -> Moments:

@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from .linalg import MOST_UNROLLED, product
+
 
 class Packed(NamedTuple):
     """The part of a symmetric matrix (r, r) that products with sparse Jacobians need.
@@ -107,7 +109,7 @@ def gram(jacobian: Array | SparseJacobian, weights: Array) -> Array:
     if isinstance(jacobian, SparseJacobian):
         return jacobian.gram(weights)
     n, c, r = jacobian.shape
-    return jacobian.reshape(n * c, r).T @ jnp.einsum("ncd,ndr->ncr", weights, jacobian).reshape(n * c, r)
+    return jacobian.reshape(n * c, r).T @ product(weights, jacobian).reshape(n * c, r)
 
 
 def covariance(jacobian: Array | SparseJacobian, sigma: Array | Packed) -> Array:
@@ -123,4 +125,6 @@ def covariance(jacobian: Array | SparseJacobian, sigma: Array | Packed) -> Array
     n, c, r = jacobian.shape
     assert not isinstance(sigma, Packed)
     rotated = (sigma @ jacobian.reshape(n * c, r).T).reshape(sigma.shape[0], n, c)
-    return jnp.einsum("rnc,rnd->ncd", rotated, rotated)
+    if sigma.shape[0] > MOST_UNROLLED:
+        return jnp.einsum("rnc,rnd->ncd", rotated, rotated)
+    return product(rotated.transpose(1, 2, 0), rotated.transpose(1, 0, 2))

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import jax.numpy as jnp
+import jax
 import numpy as np
 
 from ..matrices.precisions import Entries, PrecisionForm
@@ -83,8 +83,8 @@ def accelerated(state: SolverState, history: Sequence[Visited], entries: Entries
         linear -= share * (last.next_linear - x.next_linear)
     dtype = state.mean.dtype
     evaluation = state.evaluation._replace(
-        target=jnp.asarray(precision, dtype),
-        gradient=jnp.asarray(linear - entries.times(precision, mean), dtype),  # a full step leads to this mean
+        target=jax.device_put(precision.astype(dtype)),
+        gradient=jax.device_put((linear - entries.times(precision, mean)).astype(dtype)),  # a full step leads there
     )
     short_of_full = np.nextafter(dtype.type(1), dtype.type(0))  # whose factor is not known yet
-    return state._replace(evaluation=evaluation, step=jnp.asarray(short_of_full))
+    return state._replace(evaluation=evaluation, step=jax.device_put(short_of_full))

@@ -40,7 +40,7 @@ class Kind(NamedTuple):
 
     :ivar expect: of n factors with predictors u ~ N(mean, covariance): means (n, C), covariances (n, C, C) and
         constants (n, ...) -> E[phi] (n,), E[grad phi] (n, C), E[hess phi] (n, C, C); and by how many nats E[phi] may be
-        off, (n,). Takes ``is_coarse`` too, a traced flag or None: whether few nodes will do, without these errors.
+        off, (n,).
     :ivar plugin: of one factor, the moments at the mean, covariance ignored.
     :ivar finest: of one factor, the moments as exactly as may be.
     :ivar concave: whether phi is log-concave. :ivar quadratic: whether it is a polynomial of the second degree.
@@ -50,7 +50,8 @@ class Kind(NamedTuple):
     :ivar information: (mean, constants) -> the Fisher information (C, C), which replaces minus the Hessian where
         that is no curvature to go by.
     :ivar has_errors: whether ``expect`` estimates its errors. Else they are zero.
-    :ivar has_few_nodes: whether ``is_coarse`` saves time.
+    :ivar few: the same by few nodes; None: there is no such rule.
+    :ivar has_few_draws: whether ``expect`` takes ``is_coarse`` too, a traced flag or None: whether few draws will do.
     :ivar fresh: of n factors, E[phi] over R sets of nodes that no search has used, (n, R); None but for samples.
     """
 
@@ -63,7 +64,8 @@ class Kind(NamedTuple):
     sampled: bool = False
     information: Callable[[Array, tuple], Array] | None = None
     has_errors: bool = False
-    has_few_nodes: bool = False
+    few: Expect | None = None
+    has_few_draws: bool = False
     fresh: Callable[[Array, Array, tuple], Array] | None = None
 
     def at(self, predictors: Array, constants: tuple) -> Moments:
@@ -71,17 +73,19 @@ class Kind(NamedTuple):
         nothing = jnp.zeros((*predictors.shape, predictors.shape[1]), predictors.dtype)
         return jax.vmap(self.plugin)(predictors, nothing, constants)
 
-    def by_few_nodes(self, is_coarse: Array | np.ndarray | None) -> Kind:
-        """With few nodes if they will do, by a traced flag; None: as it is."""
-        return self._replace(expect=partial(self.expect, is_coarse=is_coarse)) if self.has_few_nodes else self
+    def by_few_nodes(self) -> Kind:
+        """With few nodes, where there is such a rule."""
+        return self if self.few is None else self._replace(expect=self.few)
+
+    def by_few_draws(self, is_coarse: Array | np.ndarray | None) -> Kind:
+        """With few draws if they will do, by a traced flag; None: as it is."""
+        return self._replace(expect=partial(self.expect, is_coarse=is_coarse)) if self.has_few_draws else self
 
 
 def without_errors(moments: Callable[[Array, Array, PyTree], Moments]) -> Expect:
     """What :class:`Kind` expects, from a function of n factors that is exact, or has no estimate of its errors."""
 
-    def expect(
-        means: Array, covariances: Array, constants: PyTree, is_coarse: Array | None = None
-    ) -> tuple[Moments, Array]:
+    def expect(means: Array, covariances: Array, constants: PyTree) -> tuple[Moments, Array]:
         return moments(means, covariances, constants), jnp.zeros(len(means), means.dtype)
 
     return expect

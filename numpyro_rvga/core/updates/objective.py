@@ -116,9 +116,13 @@ class FactorSet(NamedTuple):
     def first(self) -> PyTree:
         return jax.tree.map(lambda x: x[0], self.chunks)
 
-    def by_few_nodes(self, is_coarse: Array | np.ndarray | None) -> FactorSet:
-        """The same factors, whose expectations take few nodes or not; see :meth:`Kind.by_few_nodes`."""
-        return self._replace(kinds=tuple(kind.by_few_nodes(is_coarse) for kind in self.kinds))
+    def coarse(self, by_few_nodes: Callable[[Kind], bool], is_coarse: Array | np.ndarray | None) -> FactorSet:
+        """The same factors, whose expectations take few nodes.
+
+        :param by_few_nodes: of which kinds. :param is_coarse: see :meth:`Kind.by_few_draws`.
+        """
+        kinds = (kind.by_few_nodes() if by_few_nodes(kind) else kind for kind in self.kinds)
+        return self._replace(kinds=tuple(kind.by_few_draws(is_coarse) for kind in kinds))
 
     def map_reduce(self, function: Callable, theta: Array, *arguments: Any) -> tuple[Any, Any]:
         """``function(factors of a chunk at theta, *arguments)`` returns a pair: the sum of the first over chunks, and

@@ -29,7 +29,7 @@ class Count:
 
     @classmethod
     def of(cls, number: int) -> Count:
-        return cls(jnp.asarray(number // BASE, jnp.int32), jnp.asarray(number % BASE, jnp.int32))
+        return cls(jax.device_put(np.int32(number // BASE)), jax.device_put(np.int32(number % BASE)))
 
     def __add__(self, number: ArrayLike) -> Count:
         """``number``: at most 2^30, and not negative."""

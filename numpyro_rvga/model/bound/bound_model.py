@@ -14,6 +14,7 @@ from numpyro.distributions.transforms import IdentityTransform
 
 from ...core.compilation import at_once
 from ...core.jaxprs.interpret import depends_on
+from ...core.pytrees import PyTree
 from ..data.arguments import PARAMS, absent_arguments
 from ..data.rows import Arrays, Keywords, num_rows
 from ..handlers.tracing import (
@@ -93,7 +94,7 @@ class BoundModel(ModelRuns):
             # Sites that rows share have the shapes that they have with one row: this run will be replayed.
             shared = [n for n, site in self.sites.items() if not self.row_plates.intersection(site.plates)]
             shapes = {n: self.sites[n].unconstrained_shape for n in shared}
-            given = {n: jnp.zeros(x, self.dtype) for n, x in shapes.items() if x is not None}
+            given: PyTree = {n: np.zeros(x, self.dtype) for n, x in shapes.items() if x is not None}
             describe = partial(self._describe, unconstrained=given)
             described = validation.describe_few(
                 describe, self.example_rows, f"{validation.CHECKED_ROWS} rows", observed

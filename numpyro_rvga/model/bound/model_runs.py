@@ -200,7 +200,8 @@ class ModelRuns:
         self._replay, self._replays, self._can_replay = Replay(self._replayable), False, True
         self._types: dict[str, str] = {}  # of sites
         self._description: Description | None = None  # of the last run
-        self._any_key = np.asarray(jax.random.key_data(jax.random.key(0)))  # where any draws will do
+        key = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0)))
+        self._any_key = np.zeros(key.shape, key.dtype)  # where any draws will do
 
     def evaluating(self) -> contextlib.AbstractContextManager:
         """In which the model runs: what it computes of data in JAX has a value there, if it needs that."""

@@ -182,7 +182,7 @@ def check_has_terms(row_sites: Mapping[str, SiteInfo]) -> None:
 def check_independence(program: Any) -> None:
     """The terms of a few rows must be the same taken together and one by one."""
     count, few = CHECKED_ROWS, program.example_rows
-    singles = {name: array[:, None] for name, array in few.items()}
+    singles = {name: np.asarray(array)[:, None] for name, array in few.items()}
     tolerance = 1e3 * float(jnp.finfo(program.dtype).eps)
 
     @jit_once
