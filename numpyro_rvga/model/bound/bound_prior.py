@@ -160,10 +160,16 @@ class BoundPrior(BoundModel):
         """What the prior's terms take: the ``numpyro.param`` sites, and what the data determine of the prior."""
         return self.shared if self.constants is None else self.shared | {CONSTANTS: self.constants.arrays[0]}
 
+    @property
+    def _is_gaussian(self) -> bool:
+        """Whether the prior is Gaussian: for the joint solves that models with ``numpyro.param`` sites are, up to a
+        constant, which is one of the terms that such a solve takes."""
+        return all(self.params.layout.size and not terms.num_predictors for terms in self.prior.terms)
+
     @functools.cached_property
     def _is_flat_somewhere(self) -> bool:
         """Whether all of the prior is Gaussian, and says nothing in some direction."""
-        return not self.prior.terms and is_flat(self._gaussian_parts(self.prior_inputs)[0].precision, self.prior)
+        return self._is_gaussian and is_flat(self._gaussian_parts(self.prior_inputs)[0].precision, self.prior)
 
     def check_prior(self) -> None:
         """:raises ImproperPrior: for one that only data can make proper."""
@@ -173,7 +179,7 @@ class BoundPrior(BoundModel):
     @functools.cached_property
     def _moments_of_draws(self) -> FullGaussian | None:
         """Of the Gaussian that approximates the prior; None if it is Gaussian itself."""
-        if not self.prior.terms and not (self.whole and self._is_flat_somewhere):
+        if self._is_gaussian and not (self.whole and self._is_flat_somewhere):
             return None
         return moments_of_draws(self.prior, self.layout.size, self._prior_draws(self._draw_constants))
 
