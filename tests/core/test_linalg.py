@@ -73,7 +73,7 @@ def test_positive_part_keeps_the_nonnegative_eigenvalues_of_rows_of_one_size(dty
         assert np.abs(matrix / np.outer(d, d)).max(axis=1).min() > 0.4
 
 
-@pytest.mark.parametrize("size", [1, 2, linalg.MOST_UNROLLED, linalg.MOST_UNROLLED + 1])
+@pytest.mark.parametrize("size", [0, 1, 2, linalg.MOST_UNROLLED, linalg.MOST_UNROLLED + 1])
 def test_products_of_many_small_matrices_are_those_of_numpy(size):
     a, b = np.random.default_rng(0).normal(size=(2, 5, size, size))
     np.testing.assert_allclose(linalg.product(jnp.asarray(a), jnp.asarray(b)), a @ b, atol=1e-12)

@@ -153,7 +153,7 @@ def semidefinite_root(matrices: Array) -> Array:
 
 def product(a: Array, b: Array) -> Array:
     """a @ b of many small matrices (..., n, k) and (..., k, m), as a sum of outer products where XLA is slow."""
-    if a.shape[-1] > MOST_UNROLLED:
+    if not 0 < a.shape[-1] <= MOST_UNROLLED:
         return a @ b
     return sum(a[..., :, k, None] * b[..., None, k, :] for k in range(1, a.shape[-1])) + a[..., :, :1] * b[..., :1, :]
 
