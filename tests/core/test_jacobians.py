@@ -158,3 +158,10 @@ def test_inner_products_of_packed_matrices_count_both_sides(arrow):
     form, a, b, _ = arrow
     whole = form.packing.whole
     np.testing.assert_allclose(form.packing.inner(a, b), np.sum(np.asarray(whole(a) * whole(b))), rtol=1e-12)
+
+
+def test_factors_without_predictors_have_no_curvature():
+    """As of a prior that says nothing, or rows whose parameters are all given."""
+    nothing = jnp.zeros((3, 0, 2))
+    np.testing.assert_array_equal(gram(nothing, jnp.zeros((3, 0, 0))), np.zeros((2, 2)))
+    assert covariance(nothing, jnp.eye(2)).shape == (3, 0, 0)

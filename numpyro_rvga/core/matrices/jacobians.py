@@ -125,6 +125,6 @@ def covariance(jacobian: Array | SparseJacobian, sigma: Array | Packed) -> Array
     n, c, r = jacobian.shape
     assert not isinstance(sigma, Packed)
     rotated = (sigma @ jacobian.reshape(n * c, r).T).reshape(sigma.shape[0], n, c)
-    if sigma.shape[0] > MOST_UNROLLED:
+    if not 0 < sigma.shape[0] <= MOST_UNROLLED:
         return jnp.einsum("rnc,rnd->ncd", rotated, rotated)
     return product(rotated.transpose(1, 2, 0), rotated.transpose(1, 0, 2))
