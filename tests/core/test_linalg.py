@@ -58,15 +58,27 @@ def positive_part(matrix, units):
 
 
 @pytest.mark.parametrize("scale", [1e-15, 1.0, 1e15])
+@pytest.mark.parametrize("size", [1, 2, 3, 6, 9])
+@pytest.mark.parametrize("dtype, tolerance", [(np.float64, 1e-10), (np.float32, 1e-5)])
+def test_positive_part_keeps_the_nonnegative_eigenvalues(dtype, tolerance, size, scale):
+    matrices = np.stack([symmetric(size, seed) for seed in range(4)])
+    expected = np.stack([positive_part(matrix, np.ones(size)) for matrix in matrices])
+    found = linalg.positive_part(jnp.asarray(scale * matrices, dtype))
+    np.testing.assert_allclose(np.asarray(found, float) / scale, expected, atol=tolerance * size)
+
+
+@pytest.mark.parametrize("scale", [1e-15, 1.0, 1e15])
 @pytest.mark.parametrize("ratio", [1.0, 1e4])
 @pytest.mark.parametrize("size", [1, 2, 3, 6, 9])
 @pytest.mark.parametrize("dtype, tolerance", [(np.float64, 1e-6), (np.float32, 1e-5)])
-def test_positive_part_keeps_the_nonnegative_eigenvalues_of_rows_of_one_size(dtype, tolerance, size, ratio, scale):
+def test_positive_part_in_units_keeps_the_nonnegative_eigenvalues_of_rows_of_one_size(
+    dtype, tolerance, size, ratio, scale
+):
     units = np.geomspace(1 / ratio, ratio, size) if size > 1 else np.ones(1)
     for seed in range(4):
         signs = np.where(np.arange(size) % 2, -1.0, 1.0) * 3
         matrix = (symmetric(size, seed) / size + np.diag(signs)) * np.outer(units, units)
-        found = np.asarray(linalg.positive_part(jnp.asarray(scale * matrix, dtype)), float) / scale
+        found = np.asarray(linalg.positive_part_in_units(jnp.asarray(scale * matrix, dtype)), float) / scale
         d = np.sqrt(np.diag(np.asarray(linalg._units(jnp.asarray(matrix)))))
         expected = positive_part(matrix, d)
         np.testing.assert_allclose(found / np.outer(d, d), expected / np.outer(d, d), atol=tolerance * size)

@@ -141,10 +141,9 @@ def semidefinite_root(matrices: Array) -> Array:
         return jax.vmap(lambda matrix: semidefinite_factor(matrix)[0])(matrices)
 
     def one(matrix):  # one after the other: batches of LAPACK calls can deadlock (see primitives.UNROLLED_SIZE)
-        sds = jnp.sqrt(jnp.diagonal(matrix))
-        unit = jnp.where(
-            sds > 0, sds, 1.0
-        )  # eigenvalues are as exact as the largest: of correlations, units do not matter
+        # Of correlations: eigenvalues are as exact as the largest, and small variances would be lost.
+        deviations = jnp.sqrt(jnp.diagonal(matrix))
+        unit = jnp.where(deviations > 0, deviations, 1.0)
         values, vectors = jnp.linalg.eigh(matrix / jnp.outer(unit, unit))
         return unit[:, None] * vectors * jnp.sqrt(jnp.maximum(values, 0.0))
 
@@ -159,26 +158,10 @@ def product(a: Array, b: Array) -> Array:
 
 
 def positive_part(matrix: Array) -> Array:
-    """The nearest positive semi-definite matrix to a symmetric one, in units in which its rows are of about one size.
-    Eigenvalues are as exact as the largest: without units, what is small would be lost. Shape ``(..., n, n)``."""
-    if matrix.shape[-1] == 1:
-        return jnp.maximum(matrix, 0.0)
-    units = _units(matrix)
-    return _nearest_semidefinite(matrix / units) * units
-
-
-def _units(matrix: Array) -> Array:
-    """d d^T, (..., n, n), by which to divide a symmetric matrix, so that the largest entry of each row is about one
-    (Ruiz, 2001)."""
-    d = jnp.ones(matrix.shape[:-1], matrix.dtype)
-    for _ in range(EQUILIBRATIONS):
-        largest = jnp.max(jnp.abs(matrix) / (d[..., :, None] * d[..., None, :]), axis=-1)
-        d = d * jnp.sqrt(jnp.where(largest > 0, largest, 1.0))
-    return d[..., :, None] * d[..., None, :]
-
-
-def _nearest_semidefinite(matrix: Array) -> Array:
+    """The nearest positive semi-definite matrix to a symmetric one. Shape ``(..., n, n)``."""
     n = matrix.shape[-1]
+    if n == 1:
+        return jnp.maximum(matrix, 0.0)
     if n == 2:
         a, b, d = matrix[..., 0, 0], matrix[..., 0, 1], matrix[..., 1, 1]
         half_trace, half_gap = 0.5 * (a + d), 0.5 * (a - d)
@@ -193,6 +176,25 @@ def _nearest_semidefinite(matrix: Array) -> Array:
     scaled = matrix / jnp.where(size > 0, size, 1.0)
     sign = lax.fori_loop(0, SIGN_ITERATIONS, lambda _, x: 1.5 * x - 0.5 * product(product(x, x), x), scaled)
     return 0.5 * (matrix + product(matrix, sign))
+
+
+def positive_part_in_units(matrix: Array) -> Array:
+    """The same in units in which the matrix's rows are of about one size.
+
+    Eigenvalues are as exact as the largest: in the units of the data, what is small would be lost beside what is large.
+    """
+    units = _units(matrix)
+    return positive_part(matrix / units) * units
+
+
+def _units(matrix: Array) -> Array:
+    """d d^T, (..., n, n), by which to divide a symmetric matrix, so that the largest entry of each row is about one
+    (Ruiz, 2001)."""
+    d = jnp.ones(matrix.shape[:-1], matrix.dtype)
+    for _ in range(EQUILIBRATIONS):
+        largest = jnp.max(jnp.abs(matrix) / (d[..., :, None] * d[..., None, :]), axis=-1)
+        d = d * jnp.sqrt(jnp.where(largest > 0, largest, 1.0))
+    return d[..., :, None] * d[..., None, :]
 
 
 def lower_from_root(root: Array) -> Array:

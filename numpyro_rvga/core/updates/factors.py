@@ -12,7 +12,7 @@ import numpy as np
 from jax import Array
 
 from ..matrices.jacobians import Packed, SparseJacobian, covariance, gram, vjp
-from ..matrices.linalg import positive_part
+from ..matrices.linalg import positive_part_in_units
 from ..pytrees import PyTree
 
 Moments = tuple[Array, Array, Array]
@@ -178,7 +178,7 @@ def curvature_of(
     curvature = jnp.asarray(0.0)
     for kind, block, h in zip(kinds, blocks, hessians):
         if clamped and not kind.concave:
-            h = h - positive_part(h)
+            h = h - positive_part_in_units(h)
         curvature = add_curvatures(curvature, gram(block.jacobian, -h))
     return curvature
 
