@@ -27,6 +27,7 @@ from .factors import Accounts, Factors, Kind, Totals
 
 FORMS = (Gaussian, GaussianLogScale)
 REFERENCE_STEPS = 20  # of conjugate gradients
+FURTHEST = 10.0  # of a logarithm of a scale from the prior's, where a search starts
 
 
 class NormalSums(NamedTuple):
@@ -140,11 +141,12 @@ def start_of(all_sums: Sequence[NormalSums], mean: Array, precisions: Arrow) -> 
     for one in all_sums:
         mean = jnp.where(precisions.packing.diagonal(one.gram) > 0, one.reference, mean)
     for one in all_sums:
-        variance = one.squares / one.weight
-        length = one.slope @ one.slope
-        rise = 0.5 * jnp.log(variance) - one.log_scale - one.slope @ mean
+        log_scale, length = one.log_scale + one.slope @ mean, one.slope @ one.slope
+        rise = 0.5 * jnp.log(one.squares / one.weight) - log_scale
+        rise = jnp.where(jnp.abs(rise) < FURTHEST, rise, 0.0)  # what fits exactly tells no scale
         mean = mean + one.slope * jnp.where(length > 0, rise / jnp.where(length > 0, length, 1.0), 0.0)
-        precision = precision + one.gram / variance + one.weight * precisions.packing.outer(one.slope, one.slope)
+        precision = precision + one.gram * jnp.exp(-2 * (log_scale + rise))
+        precision = precision + one.weight * precisions.packing.outer(one.slope, one.slope)
     return mean, precision
 
 
