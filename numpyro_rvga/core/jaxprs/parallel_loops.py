@@ -13,10 +13,10 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array, lax
 from jax.extend import core as jex_core
 from jax.extend.core import JaxprEqn
+from jax.flatten_util import ravel_pytree
 
 from .interpret import of_outputs, sources_of
 from .primitives import inner_program, is_float, scan_counts
@@ -102,14 +102,13 @@ def _linear_stage(
 def _raveled(body: jex_core.ClosedJaxpr, start: int, group: list[int]) -> Callable[..., Array]:
     """Some carried values before a step, raveled (n,), and all inputs of the step -> those values after it."""
     program = of_outputs(body, [c - start for c in group])
-    avals = [body.in_avals[c] for c in group]
-    stops = np.cumsum([aval.size for aval in avals])
+    unravel = ravel_pytree([jnp.zeros(body.in_avals[c].shape, body.in_avals[c].dtype) for c in group])[1]
 
     def after(before: Array, *inputs: Array) -> Array:
         at = list(inputs)
-        for c, aval, stop in zip(group, avals, stops):
-            at[c] = before[stop - aval.size : stop].reshape(aval.shape)
-        return jnp.concatenate([jnp.ravel(x) for x in jex_core.jaxpr_as_fun(program)(*at)])
+        for c, value in zip(group, unravel(before)):
+            at[c] = value
+        return ravel_pytree(jex_core.jaxpr_as_fun(program)(*at))[0]
 
     return after
 
@@ -144,19 +143,20 @@ def _at_once(
         axes = [None] * (len(first) + start) + [0] * (len(at) - start)
         return jax.vmap(lambda *x: jex_core.jaxpr_as_fun(program)(*x), axes, axis_size=length)(*first, *at)
 
+    def with_carried(arguments: list[Array], carried: dict[int, Array]) -> list[Array]:
+        """Inputs of all steps, with zeros for carried values that are not given."""
+        zeros = {c: jnp.zeros((length, *inputs[c].shape), inputs[c].dtype) for c in range(start, stop)}
+        return [*arguments[:start], *(zeros | carried).values(), *arguments[stop:]]
+
     def at_steps(numbers: list[int]) -> list[Array]:
-        """Some outputs of all steps, by zeros for carried values that are not known yet."""
-        at = list(arguments)
-        for c in range(start, stop):
-            at[c] = before[c] if c in before else jnp.zeros((length, *inputs[c].shape), inputs[c].dtype)
-        return each(of_outputs(body, numbers), at)
+        """Some outputs of all steps, by what is known of their inputs."""
+        return each(of_outputs(body, numbers), with_carried(arguments, before))
 
     def slopes_of(program: jex_core.ClosedJaxpr) -> Array:
         """(length, n, n), of constants alone, so that they are one."""
-        at = [x if constant else jnp.zeros_like(x) for x, constant in zip(arguments, is_constant)]
-        for c in range(start, stop):
-            at[c] = before[c] if c in alone else jnp.zeros((length, *inputs[c].shape), inputs[c].dtype)
-        return each(program, at, jnp.zeros(program.in_avals[0].shape, program.in_avals[0].dtype))[0]
+        constants = [x if constant else jnp.zeros_like(x) for x, constant in zip(arguments, is_constant)]
+        nowhere = jnp.zeros(program.in_avals[0].shape, program.in_avals[0].dtype)
+        return each(program, with_carried(constants, {c: before[c] for c in alone}), nowhere)[0]
 
     if alone:
         before.update(zip(alone, _histories(eqn, is_constant, alone, arguments)))
@@ -187,10 +187,9 @@ def _added_up(slopes: Array, added: list[Array]) -> list[Array]:
     rows = jnp.zeros((length, *first.shape), slopes.dtype).at[0].set(first)
     _, rows = lax.fori_loop(1, length, step, (first, rows))  # (T, T, n, n)
     matrix = jnp.swapaxes(rows, 1, 2).reshape(length * size, length * size)
-    flat = jnp.concatenate([x.reshape(length, -1) for x in added], axis=1)
-    history = (matrix @ jnp.ravel(flat)).reshape(length, size)
-    stops = np.cumsum([x[0].size for x in added])
-    return [history[:, stop - x[0].size : stop].reshape(x.shape).astype(x.dtype) for x, stop in zip(added, stops)]
+    unravel = ravel_pytree([x[0] for x in added])[1]
+    flat = jax.vmap(lambda x: ravel_pytree(x)[0])(added)
+    return jax.vmap(unravel)((matrix @ jnp.ravel(flat)).reshape(length, size))
 
 
 def _histories(eqn: JaxprEqn, is_constant: Sequence[bool], alone: list[int], arguments: list[Array]) -> list[Array]:
