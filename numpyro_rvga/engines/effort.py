@@ -46,9 +46,8 @@ class Effort(NamedTuple):
 
         :param error: by how many nats expectations may be off, all together. :param bound: of which they are a part.
         """
-        return self.can_be_thorough and error > (
-            ENOUGH_DRAWS if self.takes_draws else self.allowed_error(bound, num_rows)
-        )
+        allowed = ENOUGH_DRAWS if self.takes_draws else self.allowed_error(bound, num_rows)
+        return self.can_be_thorough and error > allowed
 
     def few_nodes_suffice(self, num_rows: int, accounts: Accounts, bound: float) -> bool:
         """Whether expectations by few nodes need no finer rules.
@@ -102,16 +101,16 @@ class Effort(NamedTuple):
     @property
     def can_do_with_few(self) -> bool:
         """Whether a search may begin with expectations by few nodes, and end there."""
-        return self.rows_can_do_with_few or (
-            self.level == "usual" and not self.has_few_draws and any(kind.sampled for kind in self.prior)
-        )
+        return self.rows_can_do_with_few or (self._may_take_few_nodes and any(kind.sampled for kind in self.prior))
 
     @property
     def rows_can_do_with_few(self) -> bool:
         """The same of those over rows."""
-        return (
-            self.level == "usual" and not self.has_few_draws and any(kind.few is not None for kind in self.joint_rows)
-        )
+        return self._may_take_few_nodes and any(kind.few is not None for kind in self.joint_rows)
+
+    @property
+    def _may_take_few_nodes(self) -> bool:
+        return self.level == "usual" and not self.has_few_draws
 
     @property
     def has_few_draws(self) -> bool:
