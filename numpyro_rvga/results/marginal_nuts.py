@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 from jax import Array
 from numpyro.diagnostics import effective_sample_size, gelman_rubin
 
-from ..engines.integration.hamiltonian import Chain, Place
+from ..engines.integration.hamiltonian import Chain, Draw, Place, Visit
 from ..engines.integration.nested import Design, Integral, Marginal, Mode, Moments, Point, stacked
 from ..options import Info, key_numbers
 from .arviz import smoothed
@@ -42,17 +44,10 @@ def integrate_by_nuts(marginal: Marginal, mode: Mode, moments: Moments, rng_key:
 
     rng = np.random.default_rng(key_numbers(rng_key))
     chains = [Chain(visit, _start(visit, mode, rng), rng).draws(NUM_WARMUP) for _ in range(NUM_CHAINS)]
-    drawn = [[next(chain) for _ in range(FIRST_DRAWS)] for chain in chains]
-    while True:
-        by_chain = np.array([[draw.place.z for draw in draws] for draws in drawn])
-        effective, r_hat = float(np.min(effective_sample_size(by_chain))), float(np.max(gelman_rubin(by_chain)))
-        if (effective >= ENOUGH and r_hat <= ENOUGH_R_HAT) or by_chain.shape[1] >= MOST_DRAWS:
-            break
-        for chain, draws in zip(chains, drawn):
-            draws += [next(chain) for _ in range(MORE_DRAWS)]
-    h = center + by_chain.reshape(-1, size) @ axes.T
+    draws, effective, r_hat = _until_enough(chains)
+    h = center + np.array([draw.place.z for draw in draws]) @ axes.T
     every = -(-len(h) * mode.point.start[0].size ** 2 // MOST_NUMBERS) or 1
-    points = [marginal.estimated(draw.place.point) for draws in drawn for draw in draws][::every]
+    points = [marginal.estimated(draw.place.point) for draw in draws][::every]
     log_weights, khat = smoothed(np.array([point.evidence - point.bound for point in points]))
     mass = np.exp(log_weights)
     some = np.flatnonzero(mass > NEGLIGIBLE)
@@ -78,7 +73,7 @@ def integrate_by_nuts(marginal: Marginal, mode: Mode, moments: Moments, rng_key:
         "bounds": np.array([point.evidence for point in points]),
         "effective_sample_size": effective,
         "r_hat": r_hat,
-        "divergences": sum(draw.diverges for draws in drawn for draw in draws),
+        "divergences": sum(draw.diverges for draw in draws),
         "khat": float(khat),
         "relative_sample_size": float(1 / (len(mass) * np.sum(mass**2))),
     }
@@ -86,7 +81,19 @@ def integrate_by_nuts(marginal: Marginal, mode: Mode, moments: Moments, rng_key:
     return Integral(design, None, converged, info, error)
 
 
-def _start(visit, mode: Mode, rng: np.random.Generator) -> Place:
+def _until_enough(chains: list[Iterator[Draw]]) -> tuple[list[Draw], float, float]:
+    """Draws of all chains, with the least effective sample size and the largest R-hat of an entry."""
+    drawn = [[next(chain) for _ in range(FIRST_DRAWS)] for chain in chains]
+    while True:
+        z = np.array([[draw.place.z for draw in draws] for draws in drawn])
+        effective, r_hat = float(np.min(effective_sample_size(z))), float(np.max(gelman_rubin(z)))
+        if (effective >= ENOUGH and r_hat <= ENOUGH_R_HAT) or z.shape[1] >= MOST_DRAWS:
+            return [draw for draws in drawn for draw in draws], effective, r_hat
+        for chain, draws in zip(chains, drawn):
+            draws += [next(chain) for _ in range(MORE_DRAWS)]
+
+
+def _start(visit: Visit, mode: Mode, rng: np.random.Generator) -> Place:
     """A place about as far from the mode as its Gaussian reaches, where L is finite."""
     z = rng.normal(size=len(mode.point.h))
     while True:
