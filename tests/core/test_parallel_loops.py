@@ -84,11 +84,28 @@ def test_a_loop_that_takes_its_own_results_stays_one():
     equation = scan_in(lambda xs: lax.scan(lambda c, x: (x * c + 1, c), X[0], xs), X)
     assert in_parallel(equation, [True, False]) is None
     assert in_parallel(equation, [True, True]) is not None
-    equation = scan_in(lambda xs: lax.scan(lambda c, x: (jnp.sin(c) + x, c), X[0], xs), X)
-    assert in_parallel(equation, [True, False]) is None
     long = jnp.zeros((3000, 1))
     equation = scan_in(lambda xs: lax.scan(lambda c, x: (0.5 * c + x, c), X[0, :1], xs), long)
     assert in_parallel(equation, [True, False]) is None
+
+
+@pytest.mark.parametrize(
+    "after",
+    [
+        lambda c, x: jnp.sin(c) + x,
+        lambda c, x: jnp.floor(c) + x,
+        lambda c, x: jnp.sign(c) * x,
+        lambda c, x: jnp.where(c > 0, x, -x),
+        lambda c, x: c.astype(jnp.int32).astype(c.dtype) + x,
+        lambda c, x: X[0][jnp.clip(c[:1], 0, 2).astype(jnp.int32)] + x,
+        lambda c, x: jnp.maximum(c, x),
+    ],
+)
+def test_a_loop_that_is_not_linear_in_its_results_stays_one(after):
+    """Steps, signs and comparisons have slopes that are constants, zero, and are not linear."""
+    equation = scan_in(lambda xs: lax.scan(lambda c, x: (after(c, x), c), X[0], xs), X)
+    constant = [v.aval.shape != X.shape for v in equation.invars]
+    assert in_parallel(equation, constant) is None
 
 
 def test_a_term_of_a_state_space_model_takes_the_states_that_it_names():

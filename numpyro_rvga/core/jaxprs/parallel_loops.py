@@ -18,7 +18,7 @@ from jax.extend import core as jex_core
 from jax.extend.core import JaxprEqn
 from jax.flatten_util import ravel_pytree
 
-from .interpret import of_outputs, sources_of
+from .interpret import is_affine, of_outputs, sources_of
 from .primitives import inner_program, is_float, scan_counts
 
 MOST_NUMBERS = 2**22  # in the matrix that takes the place of a linear loop
@@ -90,10 +90,12 @@ def _linear_stage(
         fits = (eqn.params["length"] * size) ** 2 <= MOST_NUMBERS
         if takes_others or not fits or not all(is_float(aval.dtype) for aval in avals):
             continue
+        if not is_affine(of_outputs(body, [c - start for c in group]), [i in group for i in range(len(body.in_avals))]):
+            continue
         slopes = jax.make_jaxpr(jax.jacfwd(_raveled(body, start, group)))(
             jnp.zeros(size, avals[0].dtype), *[jnp.zeros(aval.shape, aval.dtype) for aval in body.in_avals]
         )
-        takes = sources_of(slopes, [frozenset([-1]), *[frozenset([i]) for i in range(len(body.in_avals))]])[0]
+        takes = sources_of(slopes, [frozenset(), *[frozenset([i]) for i in range(len(body.in_avals))]])[0]
         if takes <= known:
             return Stage(group, slopes)
     return None
