@@ -144,6 +144,7 @@ class FixedPointVI:
             in how many of them positive curvatures of the log-likelihood were set to zero to keep the precision
             positive definite (``clamped_iterations``), and in how many the plain fixed point V <- T(V) would have gone
             to and fro without coming nearer, as in Theorem 1's cycle of two, and was damped (``cycling_iterations``).
+            Steps by few nodes or draws, which only find where to begin, are not among them.
             ``elbo_error`` is as in :meth:`RVGA.run` (not with learned parameters). Where the bound is not maximized,
             as far as its expectations can tell, ``converged`` is False, and a warning says why. Where predictors were
             linearized and draws do not confirm the bound, ``elbo`` is None, and ``info`` has it as
