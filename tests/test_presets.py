@@ -1,5 +1,7 @@
 """Presets: each against the equations of its source, and on real data."""
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -19,8 +21,6 @@ P, KEY = 4, jax.random.key(0)
 RNG = np.random.default_rng(0)
 MEAN, ROOT = RNG.normal(size=P), 0.6 * np.eye(P) + 0.2 * RNG.normal(size=(P, P))
 VARIANCE, DIAGONAL, FACTOR = RNG.uniform(0.3, 1.0, P), RNG.uniform(0.7, 1.5, P), 0.5 * RNG.normal(size=(1, P))
-F, R, ERROR = RNG.normal(size=(2, P)), np.diag([0.5, 2.0]), RNG.normal(size=2)  # Jacobian, covariance, y - h
-GRADIENT, HESSIAN = F.T @ inv(R) @ ERROR, F.T @ inv(R) @ F
 STARTS = {
     "full": FullGaussian(jnp.asarray(MEAN), jnp.asarray(ROOT)),
     "diagonal": DiagonalGaussian(jnp.asarray(MEAN), jnp.asarray(VARIANCE)),
@@ -29,90 +29,128 @@ STARTS = {
 RATE = 0.1
 
 
-def logistic(X, y=None):
-    w = numpyro.sample("w", dist.Normal(0, 1.0).expand([X.shape[1]]).to_event(1))
+def logistic(X, y=None, loc=0.0, scale=1.0):
+    w = numpyro.sample("w", dist.Normal(loc, scale).expand([X.shape[1]]).to_event(1))
     with numpyro.plate("rows", len(X)):
         numpyro.sample("y", dist.Bernoulli(logits=X @ w), obs=y)
 
 
 # ---------------------------------------------------------------------- the sources' equations
-def kalman(S):
-    gain = S @ F.T @ inv(F @ S @ F.T + R)
-    return MEAN + gain @ ERROR, S - gain @ F @ S
+class Row(NamedTuple):
+    """What a filter sees of a row: the Jacobian F (C, P), the noise covariance R, and the innovation y - h."""
+
+    jacobian: np.ndarray
+    noise: np.ndarray
+    error: np.ndarray
+
+    @property
+    def gradient(self):
+        return self.jacobian.T @ inv(self.noise) @ self.error
+
+    @property
+    def root(self):
+        """(P, C), whose outer product is the curvature."""
+        return self.jacobian.T @ np.linalg.cholesky(inv(self.noise))
+
+    @property
+    def curvature(self):
+        return self.root @ self.root.T
 
 
-def cm_ekf():
+def kalman(mean, covariance, row):
+    gain = covariance @ row.jacobian.T @ inv(row.jacobian @ covariance @ row.jacobian.T + row.noise)
+    return mean + gain @ row.error, covariance - gain @ row.jacobian @ covariance
+
+
+def cm_ekf(mean, covariance, row_at):
     """Tronarp et al. (2018): the filter that linearizes the conditional mean."""
-    return kalman(ROOT @ ROOT.T)
+    return kalman(mean, covariance, row_at(mean, covariance))
 
 
-def vd_ekf():
+def vd_ekf(mean, covariance, row_at):
     """Chang et al. (2022), equation 13: the mean of the filter, and the diagonal of its precision."""
-    mean, covariance = kalman(np.diag(VARIANCE))
+    mean, covariance = kalman(mean, covariance, row_at(mean, covariance))
     return mean, np.diag(1 / np.diag(inv(covariance)))
 
 
-def fd_ekf():
+def fd_ekf(mean, covariance, row_at):
     """Puskorius and Feldkamp (2003): the variances of the filter."""
-    mean, covariance = kalman(np.diag(VARIANCE))
+    mean, covariance = kalman(mean, covariance, row_at(mean, covariance))
     return mean, np.diag(np.diag(covariance))
 
 
-def lo_fi():
+def lo_fi(mean, diagonal, factor, row_at):
     """Chang et al. (2023): the filter's mean; the leading directions of [W, H^T R^-1/2], and the rest's diagonal."""
-    wide = np.hstack([FACTOR.T, F.T @ np.sqrt(inv(R))])
-    mean = MEAN + inv(np.diag(DIAGONAL) + wide @ wide.T) @ GRADIENT
-    return mean, inv(leading(wide, DIAGONAL))
+    row = row_at(mean, covariance_of(mean, diagonal, factor))
+    wide = np.hstack([factor.T, row.root])
+    mean = mean + inv(np.diag(diagonal) + wide @ wide.T) @ row.gradient
+    return mean, *leading(wide, diagonal)
 
 
 def leading(wide, diagonal):
     vectors, values, _ = np.linalg.svd(wide, full_matrices=False)
     kept = vectors[:, :1] * values[:1]
-    return np.diag(diagonal + np.sum(wide**2, 1) - np.sum(kept**2, 1)) + kept @ kept.T
+    return diagonal + np.sum(wide**2, 1) - np.sum(kept**2, 1), kept.T
 
 
-def explicit_rvga():
+def explicit_rvga(mean, covariance, row_at):
     """Lambert et al. (2021), equations 30 and 31."""
-    covariance = inv(inv(ROOT @ ROOT.T) + HESSIAN)
-    return MEAN + covariance @ GRADIENT, covariance
+    row = row_at(mean, covariance)
+    covariance = inv(inv(covariance) + row.curvature)
+    return mean + covariance @ row.gradient, covariance
 
 
-def natural_diagonal():
+def natural_diagonal(start, prior, row_at):
     """Khan et al. (2018), equations 7 and 8, two steps: s by the Hessian, mu by the new s, with the prior in both."""
-    mean, precision = MEAN, 1 / VARIANCE
+    mean, kept = start, np.diag(inv(prior))
+    precision = kept
     for _ in range(2):
-        pull = GRADIENT - (mean - MEAN) / VARIANCE
-        precision = (1 - RATE) * precision + RATE * (1 / VARIANCE + np.diag(HESSIAN))
+        row = row_at(mean, np.diag(1 / precision))
+        pull = row.gradient - kept * (mean - start)
+        precision = (1 - RATE) * precision + RATE * (kept + np.diag(row.curvature))
         mean = mean + RATE * pull / precision
     return mean, np.diag(1 / precision)
 
 
-def slang():
-    """Mishkin et al. (2018), algorithm 1: U and d first, then mu by the inverse of U U^T + d."""
-    wide = np.hstack([np.sqrt(1 - RATE) * FACTOR.T, np.sqrt(RATE) * FACTOR.T, np.sqrt(RATE) * F.T @ np.sqrt(inv(R))])
-    precision = leading(wide, DIAGONAL)
-    return MEAN + RATE * inv(precision) @ GRADIENT, inv(precision)
+def slang(start, diagonal, factor, row_at):
+    """Mishkin et al. (2018), algorithm 1, two steps: U and d first, then mu by the inverse of U U^T + d."""
+    mean, d, u = start, diagonal, factor
+    for _ in range(2):
+        row = row_at(mean, covariance_of(mean, d, u))
+        pull = row.gradient - inv(covariance_of(start, diagonal, factor)) @ (mean - start)
+        wide = np.hstack([np.sqrt(1 - RATE) * u.T, np.sqrt(RATE) * factor.T, np.sqrt(RATE) * row.root])
+        d, u = leading(wide, (1 - RATE) * d + RATE * diagonal)
+        mean = mean + RATE * covariance_of(mean, d, u) @ pull
+    return mean, d, u
 
 
-def bayes_by_backprop():
+def bayes_by_backprop(start, prior, row_at):
     """Blundell et al. (2015), section 3.2, steps 4 to 6, in expectation, with sigma = log(1 + exp(rho))."""
-    mean, rho = MEAN, np.log(np.expm1(np.sqrt(VARIANCE)))
+    mean, variance = start, np.diag(prior)
+    rho = np.log(np.expm1(np.sqrt(variance)))
     for _ in range(2):
         sigma, slope = np.log1p(np.exp(rho)), 1 / (1 + np.exp(-rho))
-        of_sigma = -np.diag(HESSIAN) * sigma - sigma / VARIANCE + 1 / sigma
-        mean, rho = mean + RATE * (GRADIENT - (mean - MEAN) / VARIANCE), rho + RATE * slope * of_sigma
+        row = row_at(mean, np.diag(sigma**2))
+        of_sigma = -np.diag(row.curvature) * sigma - sigma / variance + 1 / sigma
+        mean, rho = mean + RATE * (row.gradient - (mean - start) / variance), rho + RATE * slope * of_sigma
     return mean, np.diag(np.log1p(np.exp(rho)) ** 2)
 
 
-def online_newton():
-    """Khan and Rue (2023), equation 11: S by the Hessian, then m by its inverse."""
-    mean, kept = MEAN, inv(ROOT @ ROOT.T)
+def online_newton(start, prior, row_at):
+    """Khan and Rue (2023), equation 11, two steps: S by the Hessian, then m by its inverse."""
+    mean, kept = start, inv(prior)
     precision = kept
     for _ in range(2):
-        pull = GRADIENT - kept @ (mean - MEAN)
-        precision = (1 - RATE) * precision + RATE * (kept + HESSIAN)
+        row = row_at(mean, inv(precision))
+        pull = row.gradient - kept @ (mean - start)
+        precision = (1 - RATE) * precision + RATE * (kept + row.curvature)
         mean = mean + RATE * inv(precision) @ pull
     return mean, inv(precision)
+
+
+def covariance_of(mean, *parts):
+    """Of a covariance, or of the diagonal and the factor of a low-rank precision."""
+    return parts[0] if len(parts) == 1 else inv(np.diag(parts[0]) + parts[1].T @ parts[1])
 
 
 EQUATIONS = {
@@ -137,20 +175,63 @@ CURVATURES = {
 }
 
 
+def preset(name, **options):
+    """With two steps for each row, of rate 0.1, where it has a rate."""
+    iterated = {"learning_rate": RATE, "num_iters": 2} if PRESETS[name].options["rule"] in ("blr", "bbb") else {}
+    return BONG.preset(name, logistic, **iterated, **({"rank": 1} if name in ("lo-fi", "slang") else {}), **options)
+
+
 @pytest.mark.parametrize("name", PRESETS)
 def test_presets_follow_the_equations_of_their_source(name):
-    """Of given derivatives; the estimators of these have tests of their own."""
-    iterated = {"learning_rate": RATE, "num_iters": 1 if name == "slang" else 2}
-    method = BONG.preset(name, logistic, **(iterated if PRESETS[name].options["rule"] in ("blr", "bbb") else {}))
+    """Of given derivatives, from a Gaussian of any form."""
+    method = preset(name)
     assert method.options.hessian == CURVATURES.get(name, "lin-hess")
-    factor = jnp.asarray(np.sqrt(inv(R)) @ F)
-    site = ExpectedDerivatives(jnp.asarray(GRADIENT), factor)
+    row = Row(RNG.normal(size=(2, P)), np.diag([0.5, 2.0]), RNG.normal(size=2))
+    site = ExpectedDerivatives(jnp.asarray(row.gradient), jnp.asarray(row.root.T))
     with jax.disable_jit():
         found = update(method.rule, STARTS[method.options.family], lambda key, q: site, KEY)
-    mean, covariance = EQUATIONS[name]()
+    parts = {"full": (ROOT @ ROOT.T,), "diagonal": (np.diag(VARIANCE),), "low-rank": (DIAGONAL, FACTOR)}
+    mean, *parts = EQUATIONS[name](MEAN, *parts[method.options.family], lambda mean, covariance: row)
     assert bool(found.ok)
     np.testing.assert_allclose(found.q.mean, mean, rtol=1e-10)
-    np.testing.assert_allclose(found.q.covariance(), covariance, rtol=1e-10, atol=1e-12)
+    np.testing.assert_allclose(found.q.covariance(), covariance_of(mean, *parts), rtol=1e-10, atol=1e-12)
+
+
+def logistic_row(x, y, curvature):
+    """A row as its source sees it at N(mean, covariance): at the mean, or averaged, by the trapezoidal rule."""
+
+    def row_at(mean, covariance):
+        nodes = np.linspace(-9, 9, 4001)
+        weights = np.exp(-(nodes**2) / 2)
+        if curvature in ("lin-hess", "delta-hess"):
+            nodes, weights = np.zeros(1), np.ones(1)
+        p = 1 / (1 + np.exp(-(x @ mean + nodes * np.sqrt(x @ covariance @ x))))
+        information = np.average((y - p) ** 2 if curvature == "mc-ef" else p * (1 - p), weights=weights)
+        return Row(x[None], np.array([[1 / information]]), np.array([np.average(y - p, weights=weights) / information]))
+
+    return row_at
+
+
+SAMPLED = ("von", "vogn", "slang", "bayes-by-backprop")
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets_take_rows_in_by_the_equations_of_their_source(name):
+    """From the prior over three rows, with each source's own derivatives; draws in their place to a fiftieth."""
+    rng = np.random.default_rng(2)
+    X, y, scale = rng.normal(size=(3, P)), np.array([1.0, 0.0, 1.0]), np.sqrt(VARIANCE)
+    options = {"num_samples": 20_000} if name in SAMPLED else {}
+    method = preset(name, shuffle=False, **options)
+    found = method.run({"X": X, "y": y}, progress_bar=False, loc=jnp.asarray(MEAN), scale=jnp.asarray(scale))
+    low_rank = method.options.family == "low-rank"
+    start = MEAN, *((1 / VARIANCE, np.zeros((1, P))) if low_rank else (np.diag(VARIANCE),))
+    state = start
+    for row, outcome in zip(X, y):
+        state = EQUATIONS[name](*state, logistic_row(row, outcome, CURVATURES.get(name, "lin-hess")))
+    pairs = (found.mean, state[0], MEAN), (found.covariance, covariance_of(*state), covariance_of(*start))
+    for ours, theirs, before in pairs:
+        moved = np.linalg.norm(theirs - before)
+        assert np.linalg.norm(ours - theirs) < (0.02 if name in SAMPLED else 1e-7) * moved
 
 
 def test_online_newton_is_newtons_method_where_the_fisher_information_is_another_matrix():
