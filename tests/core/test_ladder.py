@@ -240,6 +240,20 @@ def test_of_densities_that_are_integrals_only_the_hard_ones_pay(num_hard):
     assert of_all + num_hard * of_one <= len(places) <= of_all + (num_hard + 2) * of_one
 
 
+def test_where_one_value_is_not_finite_no_factor_pays_for_finer_rules():
+    """A search has overshot, and leaves that place whatever the others are worth there."""
+
+    def phi(u, y):
+        return student_t(u, y) + jnp.where(y > 0, 0.0, -jnp.inf)
+
+    means, covariances, _ = factors(2, 1.0, count=40)
+    few, usual = (jax.jit(expectations(phi, 2, effort=effort)) for effort in ("few", "usual"))
+    impossible, possible = jnp.arange(40.0), 1.0 + jnp.arange(40.0)
+    assert usual(means, covariances, impossible)[0][0][0] == -jnp.inf
+    np.testing.assert_array_equal(usual(means, covariances, impossible)[1], few(means, covariances, impossible)[1])
+    assert jnp.sum(usual(means, covariances, possible)[1]) < 0.1 * jnp.sum(few(means, covariances, possible)[1])
+
+
 def test_the_error_of_a_rule_of_many_nodes_is_not_that_of_rounding_large_values():
     large = lambda u, y: 100.0 * y + student_t(u, y)  # noqa: E731
     known = [jnp.asarray(x, jnp.float32) for x in factors(2, 0.05, count=100)]

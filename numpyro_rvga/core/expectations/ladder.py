@@ -168,9 +168,11 @@ def _climb(
     """By the fifth-degree rule, and for factors whose errors are too large by one finer rule after the other."""
     factors, moments, errors = _by_first_rule(phi, num_predictors, tolerances, means, covariances, constants)
     result: tuple[Moments, Array] = moments, errors
+    # The sum of all values, of which one is not finite, leads nowhere, however exact the others are.
+    is_finite = jnp.all(jnp.isfinite(moments[0]))
     for least, rule, num_points in _finer(num_predictors, nodes, thorough):
         size = min(max(batch_points // num_points, 1), MOST_BATCH)
-        hard = ~(result[1] <= least * factors.tolerance)
+        hard = is_finite & ~(result[1] <= least * factors.tolerance)
         result = _refined(jax.vmap(partial(rule, phi)), size, factors, hard, result)
     return result
 
