@@ -160,41 +160,6 @@ def test_log_scale_of_few_binary_rows_is_that_of_nuts(binary):
     assert posterior.khat(data).khat < 0.7
 
 
-def few_groups(group, y=None):
-    tau = numpyro.sample("tau", dist.HalfNormal(2))
-    mu = numpyro.sample("mu", dist.Normal(0, 2))
-    with numpyro.plate("groups", 6):
-        u = numpyro.sample("u", dist.Normal(0, tau))
-    with numpyro.plate("rows", group.shape[0]):
-        numpyro.sample("y", dist.Bernoulli(logits=mu + u[group]), obs=y)
-
-
-def test_importance_has_the_evidence_of_dense_quadrature():
-    group, ones = np.repeat(np.arange(6), 3), np.array([0, 1, 3, 3, 2, 0])
-    data = {"group": group, "y": (np.tile(np.arange(3), 6) < ones[group]).astype(int)}
-    log_tau, mu, z = np.linspace(-5, 3, 81), np.linspace(-8, 8, 81), np.linspace(-6, 6, 121)
-    predictor = mu[None, :, None] + np.exp(log_tau)[:, None, None] * z
-    log_z = -0.5 * z**2 - 0.5 * np.log(2 * np.pi) + np.log(z[1] - z[0])
-    total = np.zeros((81, 81))
-    for count in ones:
-        total += logsumexp(count * predictor - 3 * np.logaddexp(0, predictor) + log_z, axis=2)
-    total += np.log(2) - 0.5 * (np.exp(log_tau)[:, None] / 2) ** 2 - np.log(2 * np.sqrt(2 * np.pi)) + log_tau[:, None]
-    total += -0.5 * (mu / 2) ** 2 - np.log(2 * np.sqrt(2 * np.pi))
-    exact = logsumexp(total) + np.log((log_tau[1] - log_tau[0]) * (mu[1] - mu[0]))
-    of_tau = np.exp(total - exact).sum(axis=1) / np.exp(total - exact).sum()
-    mean = of_tau @ log_tau
-    deviation = np.sqrt(of_tau @ (log_tau - mean) ** 2)
-
-    bound = FixedPointVI(few_groups, integrate=["tau"]).run(data, progress_bar=False)
-    closer = bound.integrate(data, sites=["tau"], marginal="importance", progress_bar=False)
-    assert closer.info["marginal"] == "importance" and 0 < closer.info["elbo_error"] < 0.01
-    np.testing.assert_allclose(closer.elbo, exact, atol=4 * closer.info["elbo_error"] + 3e-3)
-    assert bound.elbo < exact - 0.05
-    found = np.log(closer.sample_posterior(KEY, (40_000,))["tau"])
-    assert abs(found.mean() - mean) < 0.05 * deviation
-    assert abs(np.log(found.std() / deviation)) < 0.03
-
-
 def test_importance_is_exact_where_rows_are_normal():
     posterior = FixedPointVI(eight_schools, integrate=["tau"], marginal="importance").run(SCHOOLS, progress_bar=False)
     np.testing.assert_allclose(posterior.elbo, exact_schools()[0], atol=2e-3)
