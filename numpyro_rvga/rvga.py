@@ -271,8 +271,9 @@ class RVGA:
             are too long to be kept, a sample of up to 2^23 numbers estimates these: ``bound_estimate`` with standard
             error ``bound_error``, and ``squared_natural_gradient`` with the size of its noise,
             ``squared_natural_gradient_noise``. ``elbo_error`` is by how many nats the expectations at q may be off, all
-            together: above a thousandth, the run is repeated with finer rules, if there are any. After an error or
-            Ctrl-C, the state after the last good rows is in :attr:`state`.
+            together: above a thousandth, the run is repeated with finer rules, if there are any. It is infinite where q
+            reaches places at which the density is zero: ``elbo`` is None then, and ``log_evidence_estimate`` is what
+            the search has found. After an error or Ctrl-C, the state after the last good rows is in :attr:`state`.
         :raises ValueError: for unusable data, naming the array and the row; for checkpoints that are damaged or of
             another run; and for sites whose density NumPyro finds to be another. ``init`` is never changed.
         :raises NotImplementedError: for discrete latents that cannot be summed out, for ``numpyro.param`` sites in a

@@ -19,7 +19,7 @@ from ..progress import Bar, progress
 from ..user_warnings import warn
 from .effort import BUDGET
 from .engine import Engine
-from .expectation_errors import expectation_errors, warn_of
+from .expectation_errors import expectation_errors, is_known, warn_of
 from .gradient_ascent import GradientAscent, Record
 from .joint_solver import JointProblem, whitened
 from .maximized_bound import Learned, MaximizedBound, learn
@@ -102,6 +102,9 @@ class BatchSolver:
             "bounds": np.asarray(record.bounds),
             "seconds": np.asarray(record.seconds),
         }
+        has_bound = self._options.has_bound and is_known(error)
+        if not is_known(error):
+            facts["log_evidence_estimate"] = bound
         if self._schedule != "gradient":
             facts |= {"clamped_iterations": record.clamped, "cycling_iterations": record.cycling}
         facts |= modes_info(info.modes)
@@ -109,7 +112,7 @@ class BatchSolver:
         if learned is not None:
             facts |= {"learned": learned.converged, "learning_bounds": np.asarray(learned.bounds)}
         self._warn(facts, learned)
-        return Fit(program, after, bound if self._options.has_bound else None, facts)
+        return Fit(program, after, bound if has_bound else None, facts)
 
     def of_mode(self, error: NotFinite, engine: Engine, rows: Rows, *, progress_bar: bool, started: float) -> Fit:
         """Laplace's approximation, where no Gaussian has a finite bound.

@@ -29,7 +29,7 @@ DEVIATIONS = 2.0  # of a standard error
 class Accuracy(NamedTuple):
     """Of the expectations in a bound, in nats.
 
-    :ivar error: by how much they may be off, all together.
+    :ivar error: by how much they may be off, all together. Infinite: nodes far out meet a density that is zero or NaN.
     :ivar excess: the estimated excess of the bound: a search fits the nodes that it uses.
     """
 
@@ -81,9 +81,19 @@ def expectation_errors(engine: Engine, state: State, rows: Rows, accounts: Accou
     return _together([_accuracy(x, total, count) for x in of_some] + [_accuracy(x, 1, 1) for x in of_prior])
 
 
+def is_known(error: float) -> bool:
+    """Whether it is finite. Otherwise the bound is minus infinity, or none, whatever a search has found."""
+    return math.isfinite(error)
+
+
 def warn_of(error: float) -> None:
     """If the expectations are so inexact that the user should know."""
-    if not error <= WORTH_A_WARNING:
+    if not is_known(error):
+        warn(
+            "q reaches places where the model's density is zero or NaN, which the nodes of the search have not met: "
+            "elbo is None. khat(data) says how far off q is; NUTS stays where the density is positive."
+        )
+    elif not error <= WORTH_A_WARNING:
         warn(
             f"the expectations at q have an error of up to {error:.2g} nats, and so does elbo. Compare with NUTS, or "
             "start NUTS from this posterior; where rows have more than three predictors, raise num_samples."
@@ -110,6 +120,8 @@ def _accuracy(sums: _Sums, total: int, count: int) -> Accuracy:
     if sums.excess is None:
         return Accuracy(errors, 0.0)
     excess = scale * np.asarray(sums.excess, np.float64)
+    if not np.all(np.isfinite(excess)):
+        return Accuracy(math.inf, 0.0)
     of_sets = np.var(excess, ddof=1) / NUM_FRESH
     of_rows = scale**2 * float(sums.squares) if total > count else 0.0
     standard_error = DEVIATIONS * math.sqrt(of_sets + of_rows)

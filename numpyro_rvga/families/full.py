@@ -16,7 +16,7 @@ from ..core.updates.state import State
 from ..dynamics import Dynamics, facts_of
 from ..engines.batch import BatchSolver, Fit, rows_info
 from ..engines.engine import Engine
-from ..engines.expectation_errors import expectation_errors, warn_of
+from ..engines.expectation_errors import expectation_errors, is_known, warn_of
 from ..engines.registry import Engines
 from ..engines.sparse import SparseEngine
 from ..engines.starts import warn_of_modes
@@ -166,6 +166,8 @@ class FullFamily:
             warn_of(info["elbo_error"])
         warn_of_modes(info)
         bound = self.certification.checked(engine, findings, rng_key)
+        if not is_known(info.get("elbo_error", 0.0)):
+            bound, info["log_evidence_estimate"] = None, findings.bound
         row_sets = (*getattr(init, "row_sets", ()), taken.absorbed)
         if int(start.num_rows):
             bound = None

@@ -151,3 +151,26 @@ def test_the_bound_of_rows_with_many_predictors_is_that_of_nodes_which_the_searc
     assert found.info["elbo_error"] < 0.4
     seen = found.info["bound_after"] if method is RVGA else found.info["bounds"][-1]
     assert seen - truth > 0.4  # what the search itself makes of its nodes is no bound
+
+
+def thresholds(y):
+    """Nothing keeps the thresholds in order, and the category between two that have crossed has probability zero."""
+    mean = numpyro.sample("mean", dist.Normal(2, 2))
+    scale = numpyro.sample("scale", dist.LogNormal(0, 1))
+    between = numpyro.sample("between", dist.Normal(jnp.array([1.0, 3.0]), 2).to_event(1))
+    cdf = dist.Normal(mean, scale).cdf(jnp.concatenate([jnp.zeros(1), between, 4 * jnp.ones(1)]))
+    probs = jnp.maximum(jnp.diff(cdf, prepend=0.0, append=1.0), 0.0)
+    with numpyro.plate("rows", len(y)):
+        numpyro.sample("y", dist.Categorical(probs / jnp.sum(probs)), obs=y)
+
+
+@pytest.mark.parametrize("method", [RVGA, FixedPointVI])
+def test_where_q_reaches_outcomes_that_cannot_be_there_is_no_bound(method):
+    rows = {"y": np.repeat(np.arange(5), [8, 5, 3, 6, 7])}
+    with pytest.warns(UserWarning, match="density is zero or NaN"):
+        posterior = method(thresholds).run(rows, progress_bar=False)
+    assert posterior.elbo is None and posterior.info["elbo_error"] == np.inf
+    assert np.isfinite(posterior.info["log_evidence_estimate"])
+    sites = posterior.sample_posterior(jax.random.key(0), (20_000,))
+    crossed = np.mean(np.asarray(sites["between"][:, 0] > sites["between"][:, 1]))
+    assert 0 < crossed < 0.01
