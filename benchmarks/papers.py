@@ -17,8 +17,8 @@ Parts, and the figures whose settings they take:
 - inclusive: a table of both divergences from a logistic posterior, and of errors of its moments, with assumed density
   filtering and expectation propagation beside R-VGA and the diagonal Kalman filters.
 
-The networks learn scikit-learn's digits, and a simulated robot arm; with ``--data`` they learn MNIST, which takes about
-two hours, and SARCOS. In a folder without mnist.npz, and with the four files in which Fashion-MNIST or MNIST are
+The networks learn scikit-learn's digits, and a simulated robot arm; with ``--data`` they learn MNIST, which takes
+hours, and SARCOS. In a folder without mnist.npz, and with the four files in which Fashion-MNIST or MNIST are
 published, they learn these. Curves against time have benchmarks of their own: ``fixed_point`` ("A fixed-point operator
 for inference in variational Bayesian latent Gaussian models", figures 2 to 5), and ``scaling`` and ``bong`` (running
 times of the BONG paper, figures 3 and 4).
