@@ -111,7 +111,7 @@ class Effort(NamedTuple):
 
     @property
     def _may_take_few_nodes(self) -> bool:
-        return self.level == "usual" and not self.has_few_draws
+        return self.level in ("usual", "thorough") and not self.has_few_draws
 
     @property
     def has_few_draws(self) -> bool:

@@ -67,20 +67,25 @@ def test_evaluations_that_are_little_work_are_compiled_quickly(model, count, is_
     assert chosen == [is_little]
 
 
-def test_where_few_nodes_suffice_no_others_are_compiled(monkeypatch):
-    compiled = []
-    steps = JointSolver._steps
+def evaluations(monkeypatch):
+    """Filled as they are made: whether by few nodes."""
+    made, steps = [], JointSolver._steps
 
     def seen(self, search, problem, start, coarse=None):
         found = steps(self, search, problem, start, coarse)
 
         def evaluate(*arguments):
-            compiled.append(coarse is not None)
+            made.append(coarse is not None)
             return found.evaluate(*arguments)
 
         return found._replace(evaluate=evaluate)
 
     monkeypatch.setattr(JointSolver, "_steps", seen)
+    return made
+
+
+def test_where_few_nodes_suffice_no_others_are_compiled(monkeypatch):
+    compiled = evaluations(monkeypatch)
     wide = FixedPointVI(bounded_scale).run(data(4), progress_bar=False)
     assert any(compiled) and not all(compiled) and wide.info["elbo_error"] < 1e-3
     compiled.clear()
@@ -138,6 +143,18 @@ def test_finer_rules_go_on_from_what_the_others_have_found(monkeypatch):
     value = terms.sum(axis=1) - 0.5 * (draws[:, 0] / 5) ** 2 - np.log(5) - 0.5 * draws[:, 1] ** 2 - np.log(2 * np.pi)
     entropy = 0.5 * np.linalg.slogdet(posterior.covariance)[1] + 1 + np.log(2 * np.pi)
     np.testing.assert_allclose(posterior.elbo, value.mean() + entropy, atol=4 * value.std() / np.sqrt(len(value)))
+
+
+def test_thorough_searches_begin_with_few_nodes(monkeypatch):
+    """Where q is wide, the finest rules take longest."""
+    method, known = RVGA(bent), {"x": np.zeros(5), "y": np.array([-1.0, 0.0, 0.3, 0.5, 4.0])}
+    made = evaluations(monkeypatch)
+    first = method.run(known, progress_bar=False)
+    assert method.last_engine.effort.is_thorough
+    made.clear()
+    again = method.run(known, progress_bar=False)
+    assert made[0] and not made[-1]
+    np.testing.assert_allclose(again.elbo, first.elbo, atol=1e-6)
 
 
 def counts(x, y=None):
