@@ -8,6 +8,7 @@ import numpyro.distributions as dist
 import pytest
 from jax.scipy.special import logsumexp
 from numpyro.contrib.control_flow import scan
+from scipy import optimize, stats
 
 from numpyro_rvga import RVGA
 
@@ -164,3 +165,61 @@ def test_states_that_are_all_tied_together_are_refused():
 
     with pytest.raises(NotImplementedError, match="site 'bits': 14 discrete latent variables enter the same terms"):
         RVGA(parity).run({"y": np.array([1, 0, 1])}, progress_bar=False)
+
+
+LOCATIONS, DEVIATIONS, FACTORS = np.array([-1.0, 1.5]), np.array([0.5, 1.0]), np.array([1.0, 2.0])
+
+
+def latent_mixture(y, num_groups, own_factors):
+    """The prior of a latent site depends on a state, and the outcomes may too."""
+    groups = numpyro.plate("groups", num_groups, dim=-1)
+    with groups:
+        state = numpyro.sample("state", dist.Bernoulli(0.4))
+        theta = numpyro.sample("theta", dist.Normal(jnp.array(LOCATIONS)[state], jnp.array(DEVIATIONS)[state]))
+    factor = jnp.array(FACTORS)[state] if own_factors else jnp.ones(num_groups)
+    with numpyro.plate("rows", len(y), dim=-2), groups:
+        numpyro.sample("y", dist.Normal(theta * factor, 1.5), obs=y)
+
+
+def log_joint(theta, y, own_factors):
+    """Of a group, for each state, (..., 2)."""
+    theta, factors = np.asarray(theta)[..., None], FACTORS if own_factors else np.ones(2)
+    of_theta = np.log([0.6, 0.4]) + stats.norm.logpdf(theta, LOCATIONS, DEVIATIONS)
+    return of_theta + sum(stats.norm.logpdf(outcome, theta * factors, 1.5) for outcome in y)
+
+
+def best_gaussian(y, own_factors):
+    """Mean, deviation, bound and the probability of the second state, by a dense grid and a search over it."""
+    nodes = np.linspace(-10, 10, 4001)
+    weights = stats.norm.pdf(nodes) * (nodes[1] - nodes[0])
+
+    def bound(x):
+        value = weights @ np.logaddexp.reduce(log_joint(x[0] + np.exp(x[1]) * nodes, y, own_factors), axis=1)
+        return value + x[1] + 0.5 * np.log(2 * np.pi * np.e)
+
+    best = min(
+        [optimize.minimize(lambda x: -bound(x), (mean, -1.0), method="Nelder-Mead") for mean in (-1, 0, 1)],
+        key=lambda found: found.fun,
+    )
+    of_state = log_joint(best.x[0] + np.exp(best.x[1]) * nodes, y, own_factors)
+    second = weights @ np.exp(of_state[:, 1] - np.logaddexp.reduce(of_state, axis=1))
+    return best.x[0], np.exp(best.x[1]), -best.fun, second
+
+
+@pytest.mark.parametrize("num_groups", [1, 3])
+@pytest.mark.parametrize("own_factors", [False, True], ids=["in the prior alone", "in the outcomes too"])
+def test_the_prior_of_a_latent_site_is_summed_over_the_states_that_it_depends_on(num_groups, own_factors):
+    y = np.array([[0.3, -2.0, 4.0], [1.9, -0.5, 5.5], [2.4, -3.0, 3.0]])[:, :num_groups]
+    options = {"num_groups": num_groups, "own_factors": own_factors}
+    posterior = RVGA(latent_mixture).run({"y": y}, progress_bar=False, **options)
+    means, deviations, bounds, seconds = np.transpose([best_gaussian(column, own_factors) for column in y.T])
+    np.testing.assert_allclose(posterior.elbo, np.sum(bounds), atol=2e-3)
+    np.testing.assert_allclose(posterior.mean, means, atol=0.01)
+    np.testing.assert_allclose(np.sqrt(np.diagonal(posterior.covariance)), deviations, rtol=0.01)
+    draws = posterior.sample_posterior(jax.random.key(0), (4000,), {"y": y})
+    np.testing.assert_allclose(np.mean(draws["state"], axis=0), seconds, atol=0.03)
+    program, theta = posterior.program, posterior.mean + 0.3
+    sums = program.log_likelihood(theta, program.inputs({"y": y}))
+    assert list(sums) == list(program.likelihood_sites) == (["y+theta"] if own_factors else ["y"])
+    exact = sum(np.logaddexp.reduce(log_joint(t, column, own_factors)) for t, column in zip(theta, y.T))
+    np.testing.assert_allclose(program.log_prior(theta) + sum(map(np.sum, sums.values())), exact, atol=1e-6)

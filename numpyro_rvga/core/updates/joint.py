@@ -121,7 +121,8 @@ class DenseJoint:
     @property
     def _is_weighted(self) -> bool:
         """Whether precisions are kept as weights of rows. A precision to start from may be of any form."""
-        rows_alone = not self.prior.kinds and not self.row_factors and self.init is None
+        has_gaussian_prior = not self.prior.kinds and self.state.prior_factor is None
+        rows_alone = has_gaussian_prior and not self.row_factors and self.init is None
         return self.selecting and rows_alone and not self.search.mode
 
     @property

@@ -48,11 +48,13 @@ class BoundLikelihood(BoundPrior):
 
     # ------------------------------------------------------------------ reading it
     def _read_likelihood(self, rows: Arrays, row_facts: RowFacts | None) -> list[RowCheck]:
-        """Set the terms. What is returned checks that later rows are like these."""
+        """Set the terms, and which priors they are part of. What is returned checks that later rows are like these."""
         self._components, checks = self._find_components(), []
         integrated = self._integrated_terms(rows, row_facts, checks)
-        of_outcomes = [terms for terms, *_ in integrated if terms is not None]
-        self.terms = self._all_terms(of_outcomes)
+        self.mixed_sites = frozenset(self._tied.intersection(self.layout.site_names))
+        all_terms = [terms for terms, *_ in integrated if terms is not None]
+        self.mixed_priors = tuple(terms for terms in all_terms if terms.site not in self._integrated)
+        self.terms = self._all_terms([terms for terms in all_terms if terms.site in self._integrated])
         self.row_parts = tuple(zip(self._components, [draw for *_, draw in integrated]))
         if self.row_latents is not None:
             states = {name: np.asarray(values) for name, values in self.row_latents.states.items()}
@@ -92,8 +94,10 @@ class BoundLikelihood(BoundPrior):
     def _find_components(self) -> tuple[Component, ...]:
         if self.row_latents is None:
             return ()
-        row = {**self.example_row, **self.shared_elsewhere}
-        return components_of(self._row_records, self.row_latents, self.layout.size, self.dtype, row, self._row_sites)
+        row, size = {**self.example_row, **self.shared_elsewhere}, self.layout.size
+        # A latent site's prior may depend on states of all data too: given theta, it is observed as any outcome is.
+        latents = [name for name in self.layout.site_names if name not in self._improper] if self.whole else []
+        return components_of(self._row_records, self.row_latents, size, self.dtype, row, (*self._row_sites, *latents))
 
     def _integrated_terms(
         self, rows: Arrays, facts: RowFacts | None, checks: list[RowCheck]
@@ -239,11 +243,13 @@ class BoundLikelihood(BoundPrior):
 
     @functools.cached_property
     def _integrated(self) -> dict[str, Component]:
-        return {component.name: component for component in self._components}
+        """What latent variables are integrated out of, by the names of the observed sites."""
+        row_sites = set(self._row_sites)
+        return {c.name: c for c in self._components if row_sites.intersection(c.outcomes)}
 
     @functools.cached_property
     def _tied(self) -> frozenset[str]:
-        """Observed sites that depend on latent variables of the row's own."""
+        """Sites that depend on latent variables of the row's own: observed ones, and latent ones of all data."""
         return frozenset(name for component in self._components for name in component.outcomes)
 
     @property

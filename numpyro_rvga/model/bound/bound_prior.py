@@ -22,6 +22,7 @@ from ..handlers.data_prior import DataPrior, PriorConstants, SiteArrays, data_de
 from ..handlers.tracing import REACH, SiteRecord, elements, site_transform
 from ..layout import Layout, layout_of
 from ..terms.site_terms import site_terms
+from ..terms.terms import Terms
 from .bound_model import BoundModel, ImproperPrior
 from .prior import Prior, normal_site, split_prior
 from .prior_start import (
@@ -45,10 +46,14 @@ class BoundPrior(BoundModel):
 
     :ivar prior: its terms. :ivar data_prior: the prior of sites that read the data; None if none do.
     :ivar constants: what all rows determine of that.
+    :ivar mixed_sites: latent sites whose prior depends on states that are summed over; see :class:`BoundLikelihood`.
+    :ivar mixed_priors: terms of these, with the states summed out, that no outcome enters.
     """
 
     data_prior: DataPrior | None = None
     constants: PriorConstants | None = None
+    mixed_sites: frozenset[str] = frozenset()
+    mixed_priors: tuple[Terms, ...] = ()
     _arrays_read: Mapping[str, frozenset[str]] = MappingProxyType({})
 
     # ------------------------------------------------------------------ reading it
@@ -111,14 +116,24 @@ class BoundPrior(BoundModel):
 
     def _find_prior(self) -> Prior:
         theta = jax.ShapeDtypeStruct((self.layout.size,), self.dtype)
-        names = [*self.layout.site_names, *self._prior_sites]
-        terms = [site_terms(self._site_runner(s), s, theta, self.prior_inputs, prefer_parameters=False) for s in names]
+        terms = [
+            site_terms(self._site_runner(s), s, theta, self.prior_inputs, prefer_parameters=False)
+            for s in self._own_prior_sites
+        ]
         normal_sites, start = [], 0
         for name in self.layout.site_names:
             stop = start + math.prod(self.layout.shapes[name])
-            normal_sites.append(normal_site(self._site_runner(name), name, start, stop, theta, self.prior_inputs))
+            if name not in self.mixed_sites:
+                normal_sites.append(normal_site(self._site_runner(name), name, start, stop, theta, self.prior_inputs))
             start = stop
-        return split_prior(terms, [site for site in normal_sites if site is not None], theta, self.prior_inputs)
+        return split_prior(
+            [*terms, *self.mixed_priors], [site for site in normal_sites if site is not None], theta, self.prior_inputs
+        )
+
+    @property
+    def _own_prior_sites(self) -> list[str]:
+        """Sites of the prior each of which is a sum of terms by itself."""
+        return [name for name in (*self.layout.site_names, *self._prior_sites) if name not in self.mixed_sites]
 
     def _site_runner(self, name: str) -> Callable[[Array, Arrays], SiteRecord]:
         """theta, and rows or what the prior's terms take -> a site's record."""
@@ -277,14 +292,15 @@ class BoundPrior(BoundModel):
         return np.asarray(state.mean + around, self.dtype)
 
     def log_prior(self, theta: Array) -> Array:
-        """log p(theta) in unconstrained space, prior-level factors included. theta: (P,)."""
-        return jnp.sum(jnp.stack(list(self.log_priors(theta).values())))
+        """log p(theta) in unconstrained space, prior-level factors included. theta: (P,). Of sites that outcomes share
+        states with, the prior is part of the likelihood."""
+        return sum(self.log_priors(theta).values(), jnp.zeros((), self.dtype))
 
     def log_priors(self, theta: Array) -> dict[str, Array]:
         """The terms of :meth:`log_prior` by site."""
         records = self.prior_records(self.layout.unravel(theta))
-        names = [*self.layout.site_names, *self._prior_sites]
-        return {name: jnp.sum(elements(self._proper(records[name]))) for name in names}
+        own = {name: jnp.sum(elements(self._proper(records[name]))) for name in self._own_prior_sites}
+        return own | {terms.site: jnp.sum(terms.log_probs(theta, self.prior_inputs)) for terms in self.mixed_priors}
 
     def unconstrain(self, sites: Mapping[str, Array]) -> Array:
         """theta (P,) of constrained latents."""

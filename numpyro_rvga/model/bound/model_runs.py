@@ -279,8 +279,9 @@ class ModelRuns:
         return False, (unconstrained, arrays, params, key)
 
     def _records_of(self, unconstrained, arrays, params, key=None) -> dict[str, SiteRecord]:
-        """:param arrays: rows; None: the program's own, which have values. :param key: of draws, its data."""
-        states = None if self.row_latents is None else self.row_latents.first_states()
+        """:param arrays: rows; None: the program's own, which have values. :param key: of draws, its data: states are
+        drawn too, and the first ones otherwise."""
+        states = None if self.row_latents is None or key is not None else self.row_latents.first_states()
         rows = {**(self.example_row if arrays is None else arrays), PARAMS: params}
         rng_key = None if key is None else jax.random.wrap_key_data(key)
         trace, runner = self._run(rows, unconstrained, rng_key, states=states)
