@@ -154,7 +154,7 @@ class FixedPointVI:
             many times the bound was maximized (``evaluations``). ``elbo`` is then the log of the integral of exp(bound
             given h).
         :raises ValueError: for unusable data, naming the array and the row.
-        :raises NotImplementedError: for discrete latents, and for latents inside the row plate that are not Normal.
+        :raises NotImplementedError: for discrete latents that cannot be summed out.
         """
         started = time.perf_counter()
         rng_key = default_key() if rng_key is None else rng_key

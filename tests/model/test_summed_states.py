@@ -10,7 +10,7 @@ from jax.scipy.special import logsumexp
 from numpyro.contrib.control_flow import scan
 from scipy import optimize, stats
 
-from numpyro_rvga import RVGA
+from numpyro_rvga import RVGA, FixedPointVI
 
 RNG = np.random.default_rng(0)
 COUNTS = {"counts": np.concatenate([RNG.poisson(4.0, 12), RNG.poisson(1.0, 13)])}
@@ -206,12 +206,12 @@ def best_gaussian(y, own_factors):
     return best.x[0], np.exp(best.x[1]), -best.fun, second
 
 
-@pytest.mark.parametrize("num_groups", [1, 3])
+@pytest.mark.parametrize("method, num_groups", [(RVGA, 3), (FixedPointVI, 1)])
 @pytest.mark.parametrize("own_factors", [False, True], ids=["in the prior alone", "in the outcomes too"])
-def test_the_prior_of_a_latent_site_is_summed_over_the_states_that_it_depends_on(num_groups, own_factors):
+def test_the_prior_of_a_latent_site_is_summed_over_the_states_that_it_depends_on(method, num_groups, own_factors):
     y = np.array([[0.3, -2.0, 4.0], [1.9, -0.5, 5.5], [2.4, -3.0, 3.0]])[:, :num_groups]
     options = {"num_groups": num_groups, "own_factors": own_factors}
-    posterior = RVGA(latent_mixture).run({"y": y}, progress_bar=False, **options)
+    posterior = method(latent_mixture).run({"y": y}, progress_bar=False, **options)
     means, deviations, bounds, seconds = np.transpose([best_gaussian(column, own_factors) for column in y.T])
     np.testing.assert_allclose(posterior.elbo, np.sum(bounds), atol=2e-3)
     np.testing.assert_allclose(posterior.mean, means, atol=0.01)
