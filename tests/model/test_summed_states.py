@@ -223,3 +223,13 @@ def test_the_prior_of_a_latent_site_is_summed_over_the_states_that_it_depends_on
     assert list(sums) == list(program.likelihood_sites) == (["y+theta"] if own_factors else ["y"])
     exact = sum(np.logaddexp.reduce(log_joint(t, column, own_factors)) for t, column in zip(theta, y.T))
     np.testing.assert_allclose(program.log_prior(theta) + sum(map(np.sum, sums.values())), exact, atol=1e-6)
+
+
+def test_a_support_that_depends_on_states_is_refused():
+    def model(y):
+        state = numpyro.sample("state", dist.Bernoulli(0.5))
+        width = numpyro.sample("width", dist.Uniform(0, jnp.array([1.0, 3.0])[state]))
+        numpyro.sample("y", dist.Normal(width, 1.0), obs=y)
+
+    with pytest.raises(NotImplementedError, match="site 'width': its support depends on discrete latent sites"):
+        RVGA(model).run({"y": np.ones(5)}, progress_bar=False)

@@ -11,9 +11,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import numpyro
-from jax import Array
+from jax import Array, lax
 from jax.scipy.special import logsumexp
 
+from ...core.compilation import at_once
 from ...core.expectations.by_nodes import normal_rule
 from ...core.expectations.closed_forms import Gaussian, Logistic
 from ...core.gaussians import Family
@@ -59,7 +60,9 @@ class BoundLikelihood(BoundPrior):
         if self.row_latents is not None:
             states = {name: np.asarray(values) for name, values in self.row_latents.states.items()}
             self.row_facts = RowFacts(states, tuple(quadratic for _, quadratic, _ in integrated))
-            if not self.whole:
+            if self.whole:
+                validation.check_supports(self)
+            else:
                 checks += [states_check(self, name, self._bounds_of_states) for name in states]
         validation.check_local_terms(self)
         self.selections = self._find_selections()
@@ -134,6 +137,22 @@ class BoundLikelihood(BoundPrior):
     def _with_data(self, row: Arrays) -> Arrays:
         """A row, or all data of a whole program."""
         return {**self.example_row, **row} if self.whole else row
+
+    def values_by_state(self) -> dict[str, Array]:
+        """Values of the latent sites of a whole program at one theta, with the first state of all discrete ones, with
+        the second, and so on: (states, ...) each."""
+        assert self.row_latents is not None
+        states, shapes = self.row_latents.states, self.row_latents.shapes
+        theta = jnp.asarray(np.random.default_rng(0).normal(size=self.layout.size), self.dtype)
+
+        def at(place: Array) -> dict[str, Array]:
+            chosen = {
+                n: jnp.broadcast_to(own[jnp.minimum(place, len(own) - 1)], shapes[n]) for n, own in states.items()
+            }
+            records = self._row_records(theta, self.shared, chosen)
+            return {name: records[name].value for name in self.layout.site_names}
+
+        return at_once(lambda: lax.map(at, jnp.arange(max(map(len, states.values())))))
 
     def row_latents_at(
         self,

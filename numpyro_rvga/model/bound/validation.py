@@ -172,6 +172,18 @@ def check_local_terms(program: Any) -> None:
             )
 
 
+def check_supports(program: Any) -> None:
+    """:raises NotImplementedError: naming a latent site of a whole program whose support depends on states that are
+    summed over."""
+    for name, values in program.values_by_state().items():
+        if not np.array_equal(values, np.broadcast_to(values[0], values.shape), equal_nan=True):
+            raise NotImplementedError(
+                f"site {name!r}: its support depends on discrete latent sites, over whose states the density of one "
+                "value is summed. Sample it on a support of its own, such as (0, 1), and scale it: "
+                f"numpyro.deterministic({name!r}, high[state] * share)."
+            )
+
+
 def check_has_terms(row_sites: Mapping[str, SiteInfo]) -> None:
     """:raises CoupledRows: if one row by itself is observed at no place."""
     for name, site in row_sites.items():
