@@ -42,13 +42,12 @@ class Effort(NamedTuple):
     prior_terms: Sequence[Terms]
 
     def calls_for_more(self, error: float, bound: float | None, num_rows: int) -> bool:
-        """Whether a thorough engine is worth its time: it leaves the rounding errors of the values that are added up,
-        and those that are infinite, since the density has no value at some nodes.
+        """Whether a thorough engine is worth its time: it leaves the rounding errors of the values that are added up.
 
         :param error: by how many nats expectations may be off, all together. :param bound: of which they are a part.
         """
         allowed = ENOUGH_DRAWS if self.takes_draws else self.allowed_error(bound, num_rows)
-        return self.can_be_thorough and allowed < error < np.inf
+        return self.can_be_thorough and error > allowed
 
     def few_nodes_suffice(self, num_rows: int, accounts: Accounts, bound: float) -> bool:
         """Whether expectations by few nodes need no finer rules.
