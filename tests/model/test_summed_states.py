@@ -233,3 +233,27 @@ def test_a_support_that_depends_on_states_is_refused():
 
     with pytest.raises(NotImplementedError, match="site 'width': its support depends on discrete latent sites"):
         RVGA(model).run({"y": np.ones(5)}, progress_bar=False)
+
+
+def screened(gene, change):
+    """States of genes, of each of which there are a few rows."""
+    share, slab = numpyro.sample("share", dist.Beta(1, 5)), numpyro.sample("slab", dist.HalfNormal(2.0))
+    noise = numpyro.sample("noise", dist.HalfNormal(1.0))
+    with numpyro.plate("genes", 30):
+        hit = numpyro.sample("hit", dist.Bernoulli(share))
+        effect = numpyro.sample("effect", dist.Normal(0, 1))
+    with numpyro.plate("rows", len(change)):
+        numpyro.sample("change", dist.Normal((hit * effect * slab)[gene], noise), obs=change)
+
+
+@pytest.mark.parametrize("double", [False, True], ids=["float32", "float64"])
+def test_rounding_ties_no_terms_together(double):
+    """Two runs of one computation may differ in the last place."""
+    rng = np.random.default_rng(45)
+    gene = np.repeat(np.arange(30), 4)
+    effects = rng.normal(0, 2, 30) * rng.binomial(1, 0.2, 30)
+    with jax.enable_x64(double):
+        rows = {"gene": gene, "change": effects[gene] + 0.4 * rng.normal(size=120)}
+        engine, *_ = RVGA(screened)._family._engines.together(rows, {}, jax.random.key(0))
+    ((component, _),) = engine.program.row_parts
+    assert component.size == 30 and component.discrete.shape == (30, 1)

@@ -17,6 +17,7 @@ from .local_sites import LocalSites
 PLACES = 3  # at which each variable's states are tried
 SLOPES = 8  # places at which slopes in continuous variables are taken
 PAIRS = 128  # of joint states that differ in half of the variables
+ROUNDING = 64.0  # units in the last place, by which two runs of one computation may differ
 Terms = Callable[[Array, Mapping[str, Array]], Array]
 
 
@@ -115,7 +116,7 @@ class _Trials:
         def is_changed(variable: Array) -> Array:
             tried = jnp.minimum(jnp.arange(most), jnp.asarray(self._num_states)[variable] - 1)
             values = jax.vmap(lambda state: self._terms(theta, self._values(states.at[variable].set(state))))(tried)
-            return jnp.any(values != values[:1], axis=0)  # NaN differs from all
+            return jnp.any(_differ(values, values[:1]), axis=0)
 
         if not most:
             return jnp.zeros((jax.eval_shape(self._terms, theta, {}).size, 0), bool)
@@ -127,6 +128,12 @@ class _Trials:
         def of_pair(pair: tuple[Array, Array, Array]) -> Array:
             theta, *states = pair
             one, two = (self._terms(theta, self._values(own)) for own in states)
-            return one != two
+            return _differ(one, two)
 
         return lax.map(of_pair, (thetas, before, after), batch_size=16)
+
+
+def _differ(a: Array, b: Array) -> Array:
+    """Where values differ by more than rounding. NaN differs from all."""
+    allowed = ROUNDING * jnp.finfo(a.dtype).eps * (1.0 + jnp.abs(b))
+    return ~((a == b) | (jnp.abs(a - b) <= allowed))
