@@ -236,14 +236,16 @@ def test_a_support_that_depends_on_states_is_refused():
 
 
 def screened(gene, change):
-    """States of genes, of each of which there are a few rows."""
+    """States of genes with a few rows each. What all genes add to a location, and take off, leaves rounding."""
     share, slab = numpyro.sample("share", dist.Beta(1, 5)), numpyro.sample("slab", dist.HalfNormal(2.0))
     noise = numpyro.sample("noise", dist.HalfNormal(1.0))
     with numpyro.plate("genes", 30):
         hit = numpyro.sample("hit", dist.Bernoulli(share))
         effect = numpyro.sample("effect", dist.Normal(0, 1))
+    all_of_them = jnp.mean(hit)
     with numpyro.plate("rows", len(change)):
-        numpyro.sample("change", dist.Normal((hit * effect * slab)[gene], noise), obs=change)
+        location = (hit * effect * slab)[gene] + all_of_them - all_of_them
+        numpyro.sample("change", dist.Normal(location, noise), obs=change)
 
 
 @pytest.mark.parametrize("double", [False, True], ids=["float32", "float64"])
