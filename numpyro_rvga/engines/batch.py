@@ -102,9 +102,9 @@ class BatchSolver:
             "bounds": np.asarray(record.bounds),
             "seconds": np.asarray(record.seconds),
         }
-        has_bound = self._options.has_bound and is_known(error)
+        has_bound = self._options.has_bound
         if not is_known(error):
-            facts["log_evidence_estimate"] = bound
+            has_bound, facts["log_evidence_estimate"] = False, bound
         if self._schedule != "gradient":
             facts |= {"clamped_iterations": record.clamped, "cycling_iterations": record.cycling}
         facts |= modes_info(info.modes)

@@ -192,7 +192,7 @@ class Engines:
         failures = []
         for variant, evaluates in _as_models_take_them(arrays):
             options: Info = {"whole": True, "evaluates": evaluates, "by_draws": self._is_plain, **self._program_options}
-            options["local"] = "marginal"  # what is continuous is of all data, and states can but be summed over
+            options["local"] = "marginal"  # continuous sites are of all data; only states are summed over
             try:
                 program = self._read(variant, model_kwargs, **options)
                 check_start(program)

@@ -23,7 +23,7 @@ from ..data.arguments import ROW
 from ..data.rows import Arrays, common_length, linspace_indices, num_rows, selected
 from ..handlers.tracing import SiteRecord, elements, sample_sites
 from ..terms.local import Component, components_of
-from ..terms.local_sites import RowFacts
+from ..terms.local_sites import RowFacts, most_states, states_at
 from ..terms.local_terms import Draw, local_terms
 from ..terms.recognition import in_tilted_form
 from ..terms.site_terms import ends_of_one_computation, site_terms, summed_terms
@@ -146,13 +146,11 @@ class BoundLikelihood(BoundPrior):
         theta = jnp.asarray(np.random.default_rng(0).normal(size=self.layout.size), self.dtype)
 
         def at(place: Array) -> dict[str, Array]:
-            chosen = {
-                n: jnp.broadcast_to(own[jnp.minimum(place, len(own) - 1)], shapes[n]) for n, own in states.items()
-            }
+            chosen = {name: jnp.broadcast_to(one, shapes[name]) for name, one in states_at(states, place).items()}
             records = self._row_records(theta, self.shared, chosen)
             return {name: records[name].value for name in self.layout.site_names}
 
-        return at_once(lambda: lax.map(at, jnp.arange(max(map(len, states.values())))))
+        return at_once(lambda: lax.map(at, jnp.arange(most_states(states))))
 
     def row_latents_at(
         self,

@@ -24,7 +24,7 @@ from ..handlers.tracing import (
     site_transform,
 )
 from ..layout import Layout, layout_of
-from ..terms.local_sites import LocalSites, RowFacts, bounds_of, states_between
+from ..terms.local_sites import LocalSites, RowFacts, bounds_of, most_states, states_at, states_between
 from . import validation
 from .model_runs import ModelRuns, Parameters, ReadingOptions, Replay, parameters_of
 
@@ -171,14 +171,14 @@ class BoundModel(ModelRuns):
         """
 
         def at(place: Array) -> dict[str, Array]:
-            values = {n: own[jnp.minimum(place, len(own) - 1)] for n, own in states.items()}
+            values = states_at(states, place)
             arrays = dict(rows) if self.whole else {n: jnp.asarray(array) for n, array in rows.items()}
             records = sample_sites(*self._run(arrays, {}, states=values))
             latent = {name: record for name, record in records.items() if not record.is_observed}
             fns = {name: base_distribution(record.fn)[0] for name, record in latent.items() if record.fn.is_discrete}
             return {name: jnp.stack(bounds_of(name, fn)) for name, fn in fns.items()}
 
-        return jax.vmap(at)(jnp.arange(max([1, *map(len, states.values())])))
+        return jax.vmap(at)(jnp.arange(most_states(states)))
 
     def _find_params(self) -> Parameters:
         """The ``numpyro.param`` sites that matter: layers of a network whose weights are sampled do not.

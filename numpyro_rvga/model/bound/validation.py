@@ -106,9 +106,9 @@ def check_continuous(sites: Mapping[str, SiteInfo], local_names: frozenset[str],
         where = f"the plate {site.plates[-1]!r}" if site.plates else "the whole model"
         raise CoupledRows(
             f"site {name!r} is a discrete latent variable of {where}, not of single rows. Where all rows are at hand, "
-            "RVGA(model).run(data) sums over its states; in streams it is not summed over. Let "
-            "each group be a row: one array of shape (groups, rows of each), and handlers.mask for groups that have "
-            f"fewer; or put the site into the plate over the rows, if each row has a value of its own. {FORWARD}"
+            "RVGA(model).run(data) sums over its states; in streams it is not summed over. Let each group be a row: "
+            "one array of shape (groups, rows of each), and handlers.mask for groups that have fewer; or put the site "
+            f"into the plate over the rows, if each row has a value of its own. {FORWARD}"
         )
 
 

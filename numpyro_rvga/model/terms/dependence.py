@@ -116,7 +116,7 @@ class _Trials:
         def is_changed(variable: Array) -> Array:
             tried = jnp.minimum(jnp.arange(most), jnp.asarray(self._num_states)[variable] - 1)
             values = jax.vmap(lambda state: self._terms(theta, self._values(states.at[variable].set(state))))(tried)
-            return jnp.any(_differ(values, values[:1]), axis=0)
+            return jnp.any(_unlike(values, values[:1]), axis=0)
 
         if not most:
             return jnp.zeros((jax.eval_shape(self._terms, theta, {}).size, 0), bool)
@@ -128,12 +128,12 @@ class _Trials:
         def of_pair(pair: tuple[Array, Array, Array]) -> Array:
             theta, *states = pair
             one, two = (self._terms(theta, self._values(own)) for own in states)
-            return _differ(one, two)
+            return _unlike(one, two)
 
         return lax.map(of_pair, (thetas, before, after), batch_size=16)
 
 
-def _differ(a: Array, b: Array) -> Array:
+def _unlike(a: Array, b: Array) -> Array:
     """Where values differ by more than rounding. NaN differs from all."""
     allowed = ROUNDING * jnp.finfo(a.dtype).eps * (1.0 + jnp.abs(b))
     return ~((a == b) | (jnp.abs(a - b) <= allowed))

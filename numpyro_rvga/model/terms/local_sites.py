@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -47,6 +48,16 @@ class LocalSites(NamedTuple):
 
     def first_states(self) -> dict[str, Array]:
         return {name: jnp.broadcast_to(self.states[name][0], shape) for name, shape in self.shapes.items()}
+
+
+def states_at(states: Mapping[str, Array], place: Array) -> dict[str, Array]:
+    """One of the values that each discrete site may take: that at a place, or the last one."""
+    return {name: own[jnp.minimum(place, len(own) - 1)] for name, own in states.items()}
+
+
+def most_states(states: Mapping[str, Array]) -> int:
+    """How many values a discrete site may take, at most; one, if there are none."""
+    return max([1, *map(len, states.values())])
 
 
 class RowFacts(NamedTuple):
