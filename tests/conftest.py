@@ -1,10 +1,14 @@
-"""Settings that are decided before JAX is imported."""
+"""Settings that are decided before JAX is imported, and fixtures that several files share."""
 
 import gc
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
+
+import pytest
 
 # Double precision for every test; tests of float32 turn it off locally.
 os.environ.setdefault("JAX_ENABLE_X64", "1")
@@ -31,3 +35,12 @@ def flags_that_exist() -> str:
 
 if "XLA_FLAGS" not in os.environ:  # the processes of a run inherit them
     os.environ["XLA_FLAGS"] = flags_that_exist()
+
+
+@pytest.fixture(scope="module")
+def import_benchmark() -> Iterator[Callable[[str], ModuleType]]:
+    """The name of a module of the benchmarks -> the module. The examples, which some import, are beside it."""
+    with pytest.MonkeyPatch.context() as patch:
+        for folder in ("examples", "benchmarks"):
+            patch.syspath_prepend(Path(__file__).parents[1] / folder)
+        yield pytest.importorskip

@@ -1,7 +1,5 @@
 """The papers' benchmark says of each claim whether it holds, also for methods that are refused."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 
@@ -9,14 +7,10 @@ pytest.importorskip("flax")
 pytest.importorskip("matplotlib")
 pytest.importorskip("sklearn")
 
-FOLDERS = [Path(__file__).parents[1] / name for name in ("examples", "benchmarks")]
-
 
 @pytest.fixture
-def benchmark(monkeypatch):
-    for folder in FOLDERS:
-        monkeypatch.syspath_prepend(folder)
-    return pytest.importorskip("_paper_claims")
+def benchmark(import_benchmark):
+    return import_benchmark("_paper_claims")
 
 
 def found(benchmark, scores, ms=1.0):

@@ -42,23 +42,6 @@ def eight_schools_not_centered(sigma, y=None):
         numpyro.sample("y", dist.Normal(theta, sigma), obs=y)
 
 
-def groups(group, y=None):
-    mu = numpyro.sample("mu", dist.Normal(0, 2))
-    tau = numpyro.sample("tau", dist.HalfNormal(2))
-    with numpyro.plate("groups", 50):
-        u = numpyro.sample("u", dist.Normal(0, tau))
-    with numpyro.plate("rows", group.shape[0]):
-        numpyro.sample("y", dist.Bernoulli(logits=mu + u[group]), obs=y)
-
-
-def few_binary_rows():
-    """50 groups of 3 rows. log tau has mean -0.24 and standard deviation 0.708 (40,000 draws of NUTS: +-0.008)."""
-    rng = np.random.default_rng(50)
-    group = np.repeat(np.arange(50), 3)
-    u = 1.5 * rng.normal(size=50)
-    return {"group": group, "y": (rng.random(150) < 1 / (1 + np.exp(-(0.3 + u[group])))).astype(int)}
-
-
 def slopes(centered):
     def model(group, x, y=None):
         m = numpyro.sample("m", dist.Normal(0, 2).expand([2]).to_event(1))
@@ -120,10 +103,11 @@ def schools():
 
 
 @pytest.fixture(scope="module")
-def binary():
-    data = few_binary_rows()
-    single = RVGA(groups).run(data, progress_bar=False)
-    return data, single, single.integrate(data, progress_bar=False)
+def binary(import_benchmark):
+    """50 groups of 3 rows. log tau has mean -0.24 and standard deviation 0.708 (40,000 draws of NUTS: +-0.008)."""
+    case = import_benchmark("_nested_cases").binary(50, 3, 1.5)
+    single = RVGA(case.model).run(case.rows, progress_bar=False, **case.kwargs)
+    return case.rows, single, single.integrate(case.rows, progress_bar=False)
 
 
 @pytest.fixture(scope="module")
