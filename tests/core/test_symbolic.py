@@ -55,6 +55,12 @@ def cumulative_product(t):
     return jax.lax.scan(lambda carry, v: (carry * v, carry), 1.0, t[:3])[0]
 
 
+def no_steps(t, g):
+    """A sum over the steps of a loop that takes none."""
+    _, steps = jax.lax.scan(lambda carry, i: (carry, jnp.sin(t[1] * i)), 0.0, jnp.arange(0))
+    return jnp.cos(t[g]) + jnp.sum(dist.Normal(steps, jnp.exp(t[2])).log_prob(0.0))
+
+
 def scan_and_more(t):
     return cumulative_product(t) * jnp.cos(t[4] + t[5])
 
@@ -115,6 +121,8 @@ EXAMPLES = {
     "elementwise call on arrays of two ranks": Example(
         lambda t: jnp.sum(xlogy(jnp.array([2.0, 1.0, 3.0]), jnp.where(jnp.tri(3) > 0, jnp.exp(t[0]), jnp.exp(t[1])))), 2
     ),
+    "nothing": Example(lambda t, g: jnp.cos(t[g]) + jnp.sum(jnp.exp(t[:0]) * t[1]), 1, (G,)),
+    "no steps": Example(no_steps, 1, (G,)),
     "squeezed": Example(lambda t: jnp.squeeze(jnp.sin(t[None, 2:3])), 1),
     "non-centered group effect": Example(non_centered, 2, (G,)),
     # indexing moves through products, solves and joins

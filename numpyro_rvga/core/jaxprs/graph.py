@@ -40,6 +40,9 @@ class Graph(NodeCache):
     def equation(self, eqn, inputs: list[Value]) -> list[Value] | None:
         """The outputs of an equation, each an affine part and a rest; None for a call, which is read itself."""
         name = eqn.primitive.name
+        inputs = [
+            v if v.is_constant or math.prod(v.shape) else self.constant(np.zeros(v.shape, v.dtype)) for v in inputs
+        ]
         if all(v.is_constant for v in inputs):
             return self.whole(eqn, inputs, CONSTANT)
         if name == "scan":
