@@ -31,7 +31,9 @@ from ..options import Info
 from .fitted import Fitted
 
 P = TypeVar("P", bound=Fitted)
-PLAIN = "model_kwargs example_rows improper_prior_scale whole params elbo num_rows info".split()  # stored as they are
+PLAIN = (
+    "model_kwargs example_rows improper_prior_scale whole evaluates params elbo num_rows info".split()
+)  # stored as they are
 STORED_FAMILIES = FAMILIES | {"mixture": GaussianMixture, "by site": MeanField}
 
 
@@ -70,6 +72,7 @@ def save(posterior: Fitted, path: str | os.PathLike) -> None:
         "model_kwargs": keywords,
         "improper_prior_scale": program.improper_prior_scale,
         "whole": program.whole,
+        "evaluates": program.evaluates,
         "params": program.params.values,
         "row_sets": [[run.num_rows, f"{run.digest:016x}"] for run in posterior.row_sets],
         "model": program.identity._asdict(),
@@ -120,9 +123,10 @@ def load(cls: type[P], path: str | os.PathLike, model: Callable, **model_kwargs:
         )
     except ValueError as error:
         raise ValueError(f"{path} belongs to a model with other arguments: {error}") from error
-    options = {name: stored[name] for name in ("improper_prior_scale", "whole", "params", "row_facts")}
+    options = {name: stored[name] for name in ("improper_prior_scale", "whole", "evaluates", "params", "row_facts")}
     options |= {"constants": stored["prior_constants"], "local": "prior" if stored["row_facts"] is None else "marginal"}
-    rows = {name: np.asarray(array) for name, array in rows.items()}
+    if not whole:  # whole models take NumPy's arrays or JAX's, as they did in their run
+        rows = {name: np.asarray(array) for name, array in rows.items()}
     program, _ = read_on_positive_half(model, lambda model: Program(model, rows, keywords, **options))
     if _layout(program) != layout:
         raise ValueError(

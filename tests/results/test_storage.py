@@ -89,6 +89,26 @@ def test_the_stand_in_for_an_improper_prior_comes_back(tmp_path):
     np.testing.assert_allclose(loaded.program.log_prior(theta), dist.Normal(0.0, 30.0).log_prob(2.0), rtol=1e-12)
 
 
+def sizes_in_jax(group, y):
+    level = numpyro.sample("level", dist.Normal(0.0, 2.0).expand([int(jnp.max(jnp.asarray(group))) + 1]))
+    numpyro.sample("y", dist.Normal(level[group], 0.3), obs=y)
+
+
+def steps_that_index_data(group, y):
+    slope = numpyro.sample("slope", dist.Normal(0.0, 1.0))
+    _, changes = jax.lax.scan(lambda carry, t: (carry, y[t + 1] - slope * y[t]), 0.0, jnp.arange(len(y) - 1))
+    numpyro.factor("changes", dist.Normal(0.0, 1.0).log_prob(changes).sum())
+
+
+@pytest.mark.parametrize("model", [sizes_in_jax, steps_that_index_data])
+def test_models_that_read_their_data_in_jax_come_back(model, tmp_path):
+    posterior = RVGA(model).run({"group": np.arange(12) % 3, "y": np.linspace(0.0, 1.0, 12)}, progress_bar=False)
+    posterior.save(tmp_path / "posterior.npz")
+    again = Posterior.load(tmp_path / "posterior.npz", model)
+    for name, values in posterior.sample_posterior(KEY, (3,)).items():
+        np.testing.assert_array_equal(again.sample_posterior(KEY, (3,))[name], values)
+
+
 def test_keywords_that_are_not_plain_are_asked_for(tmp_path):
     posterior = keyword_posterior(center={"at": 1.0}, transform=jnp.exp)
     posterior.save(tmp_path / "q")

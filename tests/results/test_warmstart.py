@@ -19,8 +19,9 @@ from numpyro.diagnostics import summary
 from numpyro.infer import MCMC, NUTS, Predictive
 from numpyro.infer.reparam import NeuTraReparam
 from numpyro.infer.util import log_density
+from scipy.stats import norm
 
-from numpyro_rvga import Posterior
+from numpyro_rvga import RVGA, Posterior
 from numpyro_rvga.core.gaussians import FullGaussian
 from numpyro_rvga.results import warmstart
 
@@ -218,3 +219,28 @@ def test_guide_of_a_subsampling_model_is_made_on_few_rows():
     x = np.arange(6.0)
     guide, params = posterior_of(model, {"x": x, "y": x}, np.array([0.7]), np.array([[0.2]])).as_guide()
     np.testing.assert_allclose(guide.median(params)["slope"], 0.7, rtol=1e-6)
+
+
+def two_components(y):
+    low = numpyro.sample("low", dist.Normal(0, 2))
+    with numpyro.plate("rows", len(y)):
+        state = numpyro.sample("state", dist.Bernoulli(0.4), infer={"enumerate": "parallel"})
+        numpyro.sample("y", dist.Normal(low + 1.5 * state, 1.0), obs=y)
+
+
+def test_nuts_sums_over_the_states_that_the_posterior_has_summed_over():
+    rng = np.random.default_rng(0)
+    y = 0.5 + 1.5 * rng.binomial(1, 0.4, 30) + rng.normal(size=30)
+    posterior = RVGA(two_components).run({"y": y}, progress_bar=False)
+    draws = run(posterior.nuts(), {"y": jnp.asarray(y)}, posterior.init_params(KEY, 4)).get_samples()["low"]
+
+    grid = np.linspace(-2, 3, 2001)
+    density = 0.6 * norm.pdf(y, grid[:, None]) + 0.4 * norm.pdf(y, grid[:, None] + 1.5)
+    weights = np.exp(np.log(density).sum(1)) * norm.pdf(grid, 0, 2)
+    weights /= weights.sum()
+    mean = weights @ grid
+    deviation = np.sqrt(weights @ (grid - mean) ** 2)
+    assert abs(draws.mean() - mean) < 0.15 * deviation
+    assert abs(np.log(draws.std() / deviation)) < 0.1
+    with pytest.raises(NotImplementedError, match="'state' is a latent variable that q sums over"):
+        posterior.as_guide()

@@ -236,6 +236,11 @@ class BoundModel(ModelRuns):
         """Latent sites with a value for each row that are no part of theta."""
         return self.local.site_names if self.row_latents is None else self.row_latents.site_names
 
+    @property
+    def continuous_local_names(self) -> tuple[str, ...]:
+        """Those of them that are no discrete ones, which NumPyro sums over too."""
+        return self.local.site_names if self.row_latents is None else self.row_latents.continuous.site_names
+
     def row_latents_of(self, rows: Arrays, rng: np.random.Generator) -> tuple[tuple, tuple]:
         """Values for the latent variables of some rows, to try things with: for :meth:`site_elements` of all rows, and
         of each row by itself, with a leading axis."""
