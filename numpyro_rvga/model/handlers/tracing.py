@@ -72,7 +72,7 @@ class RowRunner(Messenger):
     :param rng_key: latent sites without values are drawn with it, whatever seeds or values the model itself has for
         them; None: they are as the model has them.
     :param states: values of discrete latent sites; those outside a distribution's support have density zero.
-    :ivar scanned: names of the sites in NumPyro's scan.
+    :ivar scanned: names of the sites in NumPyro's scan and cond.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class RowRunner(Messenger):
 
     def process_message(self, msg: dict) -> None:
         if msg["type"] == "control_flow":
-            msg["kwargs"]["substitute_stack"].append(("substitute", self._value_in_scan))
+            msg["kwargs"]["substitute_stack"].append(("substitute", self._value_in_control_flow))
         elif msg["type"] == "plate":
             size, subsample_size = msg["args"]
             self.plate_size[msg["name"]] = size
@@ -144,18 +144,20 @@ class RowRunner(Messenger):
             shape = transform.inverse_shape(fn.shape(sample_shape))
             msg["value"] = transform(jax.random.uniform(key, shape, minval=-REACH, maxval=REACH))
 
-    def _value_in_scan(self, site: dict) -> Array | None:
-        """Of a latent site in a step of NumPyro's scan; outside, it comes once more, with its values of all steps."""
-        name = site["name"]
+    def _value_in_control_flow(self, site: dict) -> Array | None:
+        """Of a latent site in a step of NumPyro's scan, or in a branch of its cond; outside, it comes once more, with
+        its values of all steps."""
+        if site["type"] != "sample":
+            return None
+        name, step = site["name"], site["infer"].get("_scan_current_index")
         self.scanned.add(name)
-        step = site["infer"]["_scan_current_index"]
         if name in self.states:
             value, shape = jnp.asarray(self.states[name]), site["fn"].shape()
             return jnp.broadcast_to(value[step] if value.ndim > len(shape) else value, shape)
         if name not in self.unconstrained:
             return None
-        transform = site_transform(site["fn"])
-        return transform(self.unconstrained[name][step])
+        z = self.unconstrained[name]
+        return site_transform(site["fn"])(z if step is None else z[step])
 
 
 def can_be_drawn(fn: dist.Distribution, shape: tuple[int, ...]) -> bool:
