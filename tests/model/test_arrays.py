@@ -6,6 +6,7 @@ import numpyro
 import numpyro.distributions as dist
 import pandas
 import pytest
+from shared_methods import shared
 
 from numpyro_rvga import RVGA
 from numpyro_rvga.model.data.arrays import as_data_array
@@ -27,7 +28,7 @@ def data(dtype=float):
 
 
 def run(rows):
-    return RVGA(regression).run(rows, progress_bar=False)
+    return shared(RVGA, regression).run(rows, progress_bar=False)
 
 
 @pytest.fixture(scope="module")

@@ -5,6 +5,7 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 import pytest
+from shared_methods import shared
 
 from numpyro_rvga import BONG, RVGA, FixedPointVI
 
@@ -37,7 +38,7 @@ def with_covariates(x, g, y):
 
 
 def run(method, model, data):
-    return method(model).run(data, progress_bar=False)
+    return shared(method, model).run(data, progress_bar=False)
 
 
 @pytest.mark.parametrize("model", [grouped, grouped_around_their_mean])

@@ -7,6 +7,7 @@ import numpyro
 import numpyro.distributions as dist
 import pandas
 import pytest
+from shared_methods import shared
 
 from numpyro_rvga import BONG, RVGA, FixedPointVI
 from numpyro_rvga.model.bound.validation import CHECKED_ROWS
@@ -19,7 +20,7 @@ Y = RNG.integers(0, 2, size=NUM_ROWS)
 
 def run(model, data, **kwargs):
     options = {name: kwargs.pop(name) for name in ("scheme", "shuffle") if name in kwargs}
-    return RVGA(model, **options).run(data, progress_bar=False, **kwargs)
+    return shared(RVGA, model, **options).run(data, progress_bar=False, **kwargs)
 
 
 def logistic(X, y=None):
@@ -305,8 +306,8 @@ def test_an_index_of_nothing_is_refused_with_array_row_and_bound(bad, how):
     actions = {
         "array": lambda rows: run(grouped, rows),
         "blocks": lambda rows: run(grouped, blocks(rows, 25)),
-        "bong": lambda rows: BONG(grouped).run(rows, progress_bar=False),
-        "fixed point": lambda rows: FixedPointVI(grouped).run(rows, progress_bar=False),
+        "bong": lambda rows: shared(BONG, grouped).run(rows, progress_bar=False),
+        "fixed point": lambda rows: shared(FixedPointVI, grouped).run(rows, progress_bar=False),
         "update": lambda rows: run(grouped, groups()).update(rows, progress_bar=False),
         "predictive": lambda rows: run(grouped, groups()).predictive(jax.random.key(0), {"group": rows["group"]}),
     }
