@@ -11,6 +11,7 @@ import numpyro.distributions as dist
 import pytest
 from numpyro.infer import init_to_value
 from references import REFERENCE, needs_reference
+from shared_methods import shared
 from sklearn.datasets import load_digits
 
 from numpyro_rvga import BONG, RVGA, FixedPointVI, LinearDynamics, OrnsteinUhlenbeck, RandomWalk, init_to_module
@@ -86,7 +87,7 @@ def part(rows, *limits):
 
 
 def fit(model, rows, run=None, **options):
-    return BONG(model, **{"shuffle": False, **options}).run(rows, progress_bar=False, **(run or {}))
+    return shared(BONG, model, **{"shuffle": False, **options}).run(rows, progress_bar=False, **(run or {}))
 
 
 def exact_posterior(rows, mean=PRIOR_MEAN, covariance=None):

@@ -1,5 +1,6 @@
 """Rows in any order end at the best Gaussian; what is called a bound is one; and what q is not, is said."""
 
+import functools
 import re
 import warnings
 
@@ -11,6 +12,7 @@ import numpyro.distributions as dist
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from shared_methods import shared
 
 from numpyro_rvga import RVGA, FixedPointVI, ParquetRows, RandomWalk
 from numpyro_rvga.model.own_density import OwnDensity
@@ -61,6 +63,12 @@ def run(method, rows, **kwargs):
     return method.run(rows, progress_bar=False, **kwargs)
 
 
+@functools.cache
+def best_of(kind, num_rows=NUM_ROWS):
+    """Of the rows that are made, whatever their order."""
+    return run(shared(FixedPointVI, MODELS[kind]), made(kind, num_rows))
+
+
 def divergence(p, q):
     """KL(p || q) in nats."""
     delta = np.asarray(p.mean) - np.asarray(q.mean)
@@ -88,8 +96,7 @@ SOURCES = {"arrays": lambda rows, _: rows, "list": lambda rows, _: in_blocks(row
 )
 def test_sorted_rows_at_hand_end_at_the_best_gaussian(kind, source, tmp_path):
     rows = made(kind)
-    posterior = run(RVGA(MODELS[kind]), SOURCES[source](rows, tmp_path))
-    best = run(FixedPointVI(MODELS[kind]), rows, init=posterior)
+    posterior, best = run(shared(RVGA, MODELS[kind]), SOURCES[source](rows, tmp_path)), best_of(kind)
     assert divergence(posterior, best) < 0.001
     assert best.elbo - 0.001 < posterior.elbo < best.elbo + 1e-6
     assert posterior.info["converged"] and 1 <= posterior.info["looks"] <= 3
@@ -101,8 +108,8 @@ def test_sorted_rows_at_hand_end_at_the_best_gaussian(kind, source, tmp_path):
 def test_no_order_and_no_option_puts_the_bound_above_the_best(kind, options):
     rows = made(kind, 4500)
     method = RVGA(MODELS[kind], certificate_tolerance=1e6, **options)  # the pass alone, evaluated
-    posterior, best = run(method, rows), run(FixedPointVI(MODELS[kind]), rows)
-    assert posterior.elbo < best.elbo + 1e-6
+    posterior = run(method, rows)
+    assert posterior.elbo < best_of(kind, 4500).elbo + 1e-6
     assert posterior.info["looks"] == 1
 
 
@@ -134,9 +141,9 @@ def test_rows_that_were_left_out_are_left_out_again():
     bad = [3, 4, 2500, NUM_ROWS - 1]
     spoilt = {"X": rows["X"].copy(), "y": rows["y"].astype(float)}
     spoilt["X"][bad[:2]], spoilt["y"][bad[2:]] = np.nan, -1.0
-    posterior = run(RVGA(MODELS["poisson"]), spoilt, on_bad_row="skip")
+    posterior = run(shared(RVGA, MODELS["poisson"]), spoilt, on_bad_row="skip")
     assert posterior.info["skipped_rows"].tolist() == bad
-    best = run(FixedPointVI(MODELS["poisson"]), {n: np.delete(a, bad, axis=0) for n, a in rows.items()})
+    best = run(shared(FixedPointVI, MODELS["poisson"]), {n: np.delete(a, bad, axis=0) for n, a in rows.items()})
     assert divergence(posterior, best) < 0.001
     np.testing.assert_allclose(posterior.elbo, best.elbo, atol=0.001)
 
@@ -146,7 +153,7 @@ def test_a_q_that_is_not_the_best_gaussian_is_told_and_more_looks_mend_it():
     with pytest.warns(UserWarning, match="q is not the best Gaussian: after 3 looks"):
         posterior = run(RVGA(unknown_scale, **options), rows)
     assert not posterior.info["converged"] and posterior.info["squared_natural_gradient"] > 1
-    best = run(FixedPointVI(unknown_scale), rows)
+    best = best_of("normal", 4500)
     mended = run(RVGA(unknown_scale, max_looks=60, **options), rows)
     assert mended.info["converged"] and 3 < mended.info["looks"] < 60
     assert divergence(mended, best) < 0.001
@@ -165,7 +172,7 @@ def test_other_schemes_are_looked_at_and_left_as_they_are():
     looked_at = run(RVGA(MODELS["logistic"], **options), rows)
     np.testing.assert_array_equal(looked_at.mean, plain.mean)
     assert looked_at.info["looks"] == 1 and not looked_at.info["converged"]
-    assert looked_at.elbo < run(FixedPointVI(MODELS["logistic"]), rows).elbo
+    assert looked_at.elbo < best_of("logistic", 4500).elbo
 
 
 def test_single_precision_is_certified():
@@ -173,26 +180,26 @@ def test_single_precision_is_certified():
         rows = {name: array.astype(np.float32) for name, array in made("normal", 20_000).items()}
         posterior = run(RVGA(unknown_scale), rows)
         assert posterior.mean.dtype == jnp.float32 and posterior.info["converged"]
-    best = run(FixedPointVI(unknown_scale), rows)
+    best = best_of("normal", 20_000)
     assert divergence(posterior, best) < 0.001
     np.testing.assert_allclose(posterior.elbo, best.elbo, atol=0.02)
 
 
 def test_the_state_stands_for_the_certified_posterior():
     rows, more = made("normal"), made("normal", seed=1)
-    method = RVGA(unknown_scale)
+    method = shared(RVGA, unknown_scale)
     posterior = run(method, rows)
     again = method.posterior(posterior.state)  # with the prior's true terms in place of what stands for them
     np.testing.assert_allclose(again.mean, posterior.mean, atol=1e-5)
     both = {name: np.concatenate([rows[name], more[name]]) for name in rows}
-    best = run(FixedPointVI(unknown_scale), both)
+    best = run(shared(FixedPointVI, unknown_scale), both)
     assert divergence(posterior.update(more, progress_bar=False), best) < 0.05
 
 
 # ---------------------------------------------------------------------- what is no bound is not called one
 def test_what_is_no_bound_is_not_called_one():
     rows = made("logistic")
-    method = RVGA(MODELS["logistic"])
+    method = shared(RVGA, MODELS["logistic"])
     certified = run(method, rows)
     others = {
         "a stream": run(RVGA(MODELS["logistic"], block_size=500), in_stream(rows)),
@@ -209,10 +216,10 @@ def test_what_is_no_bound_is_not_called_one():
 
 def test_rows_that_are_solved_for_together_need_no_look():
     rows = {name: array[::20] for name, array in made("logistic").items()}
-    posterior = run(RVGA(MODELS["logistic"]), rows)
+    posterior = run(shared(RVGA, MODELS["logistic"]), rows)
     assert posterior.info["looks"] == 0 and posterior.info["converged"]
-    np.testing.assert_allclose(posterior.elbo, run(FixedPointVI(MODELS["logistic"]), rows).elbo, atol=1e-6)
-    streamed = run(RVGA(MODELS["logistic"]), iter(in_blocks(rows, 70)))
+    np.testing.assert_allclose(posterior.elbo, run(shared(FixedPointVI, MODELS["logistic"]), rows).elbo, atol=1e-6)
+    streamed = run(shared(RVGA, MODELS["logistic"]), iter(in_blocks(rows, 70)))
     np.testing.assert_allclose(streamed.elbo, posterior.elbo, atol=1e-9)
 
 
@@ -284,9 +291,7 @@ def shuffled(rows, seed=0):
 
 @pytest.mark.parametrize("kind", MODELS)
 def test_a_stream_of_which_every_row_is_kept_is_certified(kind):
-    rows = shuffled(made(kind))
-    posterior = run(RVGA(MODELS[kind]), in_stream(rows))
-    best = run(FixedPointVI(MODELS[kind]), rows)
+    posterior, best = run(shared(RVGA, MODELS[kind]), in_stream(shuffled(made(kind)))), best_of(kind)
     assert divergence(posterior, best) < 0.001 and posterior.info["converged"]
     assert best.elbo - 0.001 < posterior.elbo < best.elbo + 1e-6
 
@@ -296,7 +301,7 @@ def test_a_sample_tells_what_a_pass_in_random_order_lacks(kind, few_are_kept):
     rows = shuffled(made(kind, 20_000))
     plain = run(RVGA(MODELS[kind], certify=False), in_stream(rows))
     posterior = run(RVGA(MODELS[kind]), in_stream(rows))  # without a warning
-    best = run(FixedPointVI(MODELS[kind]), rows)
+    best = best_of(kind, 20_000)
     assert posterior.elbo is None and posterior.info["converged"]
     assert divergence(posterior, best) < 0.3 * divergence(plain, best)
     assert abs(posterior.info["bound_estimate"] - best.elbo) < 5 * posterior.info["bound_error"] + 0.01
@@ -307,7 +312,7 @@ def test_a_sample_tells_what_a_pass_in_random_order_lacks(kind, few_are_kept):
 def test_an_order_that_does_harm_is_told_and_mended_as_far_as_a_sample_can(kind, few_are_kept):
     rows = made(kind, 20_000)
     plain = run(RVGA(MODELS[kind], certify=False), in_stream(rows))
-    best = run(FixedPointVI(MODELS[kind]), rows)
+    best = best_of(kind, 20_000)
     with pytest.warns(UserWarning, match=r"cannot undo: .* q was off by \d.* Read the rows again .* or use dynamics"):
         posterior = run(RVGA(MODELS[kind]), in_stream(rows))
     assert not posterior.info["converged"] and posterior.elbo is None
