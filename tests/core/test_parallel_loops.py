@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from numpyro_rvga.core.jaxprs.parallel_loops import in_parallel
+from numpyro_rvga.core.jaxprs.parallel_loops import constant_outputs, in_parallel
 from numpyro_rvga.core.jaxprs.symbolic import factorize
 
 X = jnp.asarray(np.random.default_rng(0).normal(size=(7, 3)))
@@ -56,6 +56,52 @@ LOOPS = [
     (rotated, (jnp.asarray(0), X[0], X[1])),
     (without_carry, ()),
 ]
+
+
+def product_and_constants(carry, x):
+    """A product of all steps, which stays a loop; a counter, twice the counter, and a constant."""
+    number, key, product = carry
+    next_key, _ = jax.random.split(key)
+    return (number + 1, next_key, product * x), (2 * number, product, 0.5, jax.random.key_data(key))
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_what_a_loop_returns_of_constants_alone_is_known(reverse):
+    start = jnp.asarray(3), jax.random.key(0), X[0]
+    loop = lambda xs: lax.scan(product_and_constants, start, xs, reverse=reverse)  # noqa: E731
+    closed = jax.make_jaxpr(loop)(X)
+    equation = next(e for e in closed.jaxpr.eqns if e.primitive.name == "scan")
+    is_constant = [v is not closed.jaxpr.invars[0] for v in equation.invars]
+    assert in_parallel(equation, is_constant) is None
+    numbers, program = constant_outputs(equation, is_constant)
+    known = dict(zip([*closed.jaxpr.constvars, *closed.jaxpr.invars], [*closed.consts, jnp.full_like(X, jnp.nan)]))
+    inputs = [v.val if hasattr(v, "val") else known[v] for v in equation.invars]
+    found = dict(zip(numbers, jax.core.eval_jaxpr(program.jaxpr, program.consts, *inputs), strict=True))
+    returned = jax.tree.leaves(loop(X))
+    assert len(returned) - len(found) == 2  # the product, and what it was
+    for number, value in found.items():
+        if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
+            value, returned[number] = jax.random.key_data(value), jax.random.key_data(returned[number])
+        np.testing.assert_array_equal(value, returned[number])
+
+
+def test_terms_do_not_depend_on_what_a_loop_returns_of_constants():
+    """As where a scan draws its own noise: the noise's location and scale are results of the loop."""
+
+    def term(theta, number):
+        def step(state, noise):
+            state = jnp.tanh(theta[0]) * state + noise
+            return state, (state, 0.0, 2.0)
+
+        _, location, scale = lax.scan(step, 0.0, theta[1:])[1]
+        return -0.5 * ((theta[1 + number] - location[number]) / scale[number]) ** 2 - jnp.log(scale[number])
+
+    split = factorize(term, jax.ShapeDtypeStruct((51,), jnp.float32), jax.ShapeDtypeStruct((), jnp.int32))
+    assert split.num_predictors == 1
+    theta = jnp.asarray(np.random.default_rng(1).normal(size=51), jnp.float32)
+    row = (jnp.int32(7),)
+    found = split.density(split.predictors(theta, row), split.constants(row))
+    np.testing.assert_allclose(found, term(theta, 7), rtol=1e-5)
 
 
 def scan_in(function, *arguments):

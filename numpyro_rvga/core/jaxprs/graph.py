@@ -15,7 +15,7 @@ from .elementwise import is_pointwise_call, pointwise_apply
 from .factoring import factored, is_product, multiplied, with_other
 from .interpret import interpret, is_inlined
 from .nodes import AFFINE, CONSTANT, OPAQUE, POINTWISE, Node, NodeCache, Value, ancestors
-from .parallel_loops import in_parallel
+from .parallel_loops import constant_outputs, in_parallel
 from .primitives import (
     BILINEAR_PRIMITIVES,
     LINEAR_PRIMITIVES,
@@ -49,6 +49,12 @@ class Graph(NodeCache):
             program = in_parallel(eqn, [v.is_constant for v in inputs])
             if program is not None:
                 return self.interpret(program.jaxpr, program.consts, inputs)
+            outputs = self.whole(eqn, inputs, OPAQUE)
+            if known := constant_outputs(eqn, [v.is_constant for v in inputs]):
+                numbers, program = known
+                for i, value in zip(numbers, self.interpret(program.jaxpr, program.consts, inputs)):
+                    outputs[i] = value
+            return outputs
         special = special_function(eqn) is not None
         if is_inlined(eqn) and not special:
             return None

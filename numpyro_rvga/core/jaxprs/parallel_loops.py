@@ -4,6 +4,8 @@ State-space models are written as a scan whose carry is the state. Once the stat
 sites are, a step takes nothing of the step before but its state; so the loop is an operation on arrays, and each term
 depends on the few states that it names. Seasons, trends and sums hand on more, c_t = A_t c_(t-1) + b_t, where A_t takes
 constants alone: then all c are one product of a constant matrix and all b.
+
+Other loops stay loops, but what their steps return of constants alone is known before they run.
 """
 
 from __future__ import annotations
@@ -61,8 +63,33 @@ def in_parallel(eqn: JaxprEqn, is_constant: Sequence[bool]) -> jex_core.ClosedJa
             return None
         stages.append(stage)
         resolved = resolved | frozenset(stage.carries)
+    return _program(eqn, is_constant, sorted(alone), stages, range(len(eqn.outvars)))
+
+
+def constant_outputs(eqn: JaxprEqn, is_constant: Sequence[bool]) -> tuple[list[int], jex_core.ClosedJaxpr] | None:
+    """Those outputs of a scan that depend on constants alone: their numbers, and a program of the same inputs.
+
+    :return: None if there are none.
+    """
+    start, num_carry = scan_counts(eqn)
+    carries = frozenset(range(start, start + num_carry))
+    of_outputs_all = sources_of(_body(eqn), [frozenset([i]) for i in range(len(eqn.invars))])
+    sources = dict(zip(sorted(carries), of_outputs_all))
+    constants = frozenset(i for i, constant in enumerate(is_constant) if constant)
+    known = _closed(carries, sources, constants) | (constants - carries)
+    numbers = [i for i, takes in enumerate(of_outputs_all) if takes <= known]
+    alone = frozenset().union(*[of_outputs_all[i] for i in numbers]) & carries
+    while (more := alone.union(*[sources[c] & carries for c in alone])) != alone:
+        alone = more
+    return (numbers, _program(eqn, is_constant, sorted(alone), [], numbers)) if numbers else None
+
+
+def _program(
+    eqn: JaxprEqn, is_constant: Sequence[bool], alone: list[int], stages: list[Stage], numbers: Sequence[int]
+) -> jex_core.ClosedJaxpr:
+    """See :func:`_at_once`."""
     avals = [v.aval for v in eqn.invars]
-    return jax.make_jaxpr(lambda *inputs: _at_once(eqn, is_constant, sorted(alone), stages, inputs))(*avals)
+    return jax.make_jaxpr(lambda *inputs: _at_once(eqn, is_constant, alone, stages, numbers, inputs))(*avals)
 
 
 def _body(eqn: JaxprEqn) -> jex_core.ClosedJaxpr:
@@ -126,12 +153,17 @@ def _closed(carries: frozenset[int], sources: dict[int, frozenset[int]], constan
 
 
 def _at_once(
-    eqn: JaxprEqn, is_constant: Sequence[bool], alone: list[int], stages: list[Stage], inputs: Sequence[Array]
+    eqn: JaxprEqn,
+    is_constant: Sequence[bool],
+    alone: list[int],
+    stages: list[Stage],
+    numbers: Sequence[int],
+    inputs: Sequence[Array],
 ) -> list[Array]:
-    """The outputs of a scan, all steps at once.
+    """Some outputs of a scan, all steps at once.
 
-    :param alone: carried values that take constants and each other only: a scan of their own. :param stages: the
-        others, in an order in which each takes what is known before it.
+    :param alone: carried values that take constants and each other only: a scan of their own. :param stages: others,
+        in an order in which each takes what is known before it. :param numbers: of the outputs.
     """
     params, body, (start, count) = eqn.params, _body(eqn), scan_counts(eqn)
     length = params["length"]
@@ -168,8 +200,7 @@ def _at_once(
         if stage.slopes is not None:
             shifted = _added_up(slopes_of(stage.slopes), shifted)
         before.update(zip(stage.carries, shifted))
-    outputs = at_steps(list(range(len(body.out_avals))))
-    return [*(x[-1] for x in outputs[:count]), *map(flip, outputs[count:])]
+    return [x[-1] if i < count else flip(x) for i, x in zip(numbers, at_steps(list(numbers)))]
 
 
 def _added_up(slopes: Array, added: list[Array]) -> list[Array]:
