@@ -12,7 +12,7 @@ from jax import Array
 from jax.sharding import Mesh
 
 from ..dynamics import Dynamics, movement_of
-from ..model.bad_rows import check_reading, check_start
+from ..model.bad_rows import check_reading, check_start, check_states
 from ..model.bound import bad_indices
 from ..model.bound.validation import check_independence
 from ..model.data.arguments import BadData, NotRows, checked_rows, has_frames, whole_data
@@ -197,6 +197,7 @@ class Engines:
                 program = self._read(variant, model_kwargs, **options)
                 check_start(program)
                 check_reading(program)
+                check_states(program)
                 program.check_rows(variant)
             except BadData:
                 raise

@@ -10,13 +10,16 @@ import numpy as np
 from jax import Array
 
 from ..core.compilation import at_once, jit_once
+from .bound.local_draws import draw_states, partly_observed
 from .data.arrays import BadData
 from .data.rows import Arrays
+from .own_density import log_joint
 from .program import Program
 
 NUM_STARTS = 4
 NUM_TRIED = 256
 NUM_DRAWS = 2  # of the prior's Gaussian
+NUM_STATES = 8  # joint ones, at each of these
 SAME = 1e-3  # of the sum of absolute densities: what rounding may change
 
 
@@ -137,3 +140,31 @@ def check_reading(program: Program) -> None:
                 f"site {name!r} was read wrongly: at a draw its log density is {own[name][worst]:.6g} nats, and "
                 f"{values[worst]:.6g} by what was read from the model. Please report this model; NUTS runs it."
             )
+
+
+def check_states(program: Program) -> None:
+    """By log p(theta) = log p(theta, states) - log p(states | theta), with states as they are drawn.
+
+    :raises ValueError: if what a whole program sums over states is another density than the model's.
+    """
+    if program.row_latents is None or not program.row_latents.states or partly_observed(program) is not None:
+        return
+    inputs = program.inputs(program.example_rows)
+
+    def both(at: tuple[Array, Array]) -> tuple[Array, Array, Array]:
+        theta, rng_key = at
+        states, log_prob = draw_states(program, rng_key, theta)
+        terms = [program.log_prior(theta), *map(jnp.sum, program.log_likelihood(theta, inputs).values())]
+        read = sum(terms, log_prob)
+        return read, log_joint(program, theta, states), sum(map(jnp.abs, terms), jnp.abs(log_prob))
+
+    points = np.repeat(program.points_of_prior(NUM_DRAWS, scale=0.5), NUM_STATES, axis=0)
+    keys = jax.random.split(jax.random.key(0), len(points))
+    read, own, size = at_once(lambda: jax.lax.map(both, (points, keys)))
+    if np.any(np.isfinite(own) & ~(np.abs(read - own) <= SAME * np.maximum(size, 1.0))):
+        worst = int(np.nanargmax(np.where(np.isfinite(own), np.abs(read - own), -1.0)))
+        names = ", ".join(map(repr, program.row_latents.states))
+        raise ValueError(
+            f"sites {names}: the sum over their states was read wrongly. At a draw of all sites, the log density "
+            f"is {own[worst]:.6g} nats, and {read[worst]:.6g} by what was read. Please report this model; NUTS runs it."
+        )

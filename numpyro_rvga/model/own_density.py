@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -49,6 +49,18 @@ class OwnDensity:
             joint = -potential_energy(model, args, kwargs, program.layout.unravel(theta))
             sites = [trace[terms.site] for terms in program.terms]
             return {site["name"]: _log_prob(site) for site in sites}, joint
+
+
+def log_joint(program: Program, theta: Array, states: Mapping[str, Array]) -> Array:
+    """The log joint density of theta (P,), in unconstrained space, and of states of a whole program's discrete sites.
+    Other discrete sites count nothing."""
+    assert program.row_latents is not None
+    hidden = [name for name in program.row_latents.states if name not in states]
+    given = {**program.params.constrained(program.params.values), **states}
+    args, kwargs = program.call_arguments(program.example_row)
+    model = handlers.substitute(handlers.block(handlers.seed(program.model, rng_seed=0), hide=hidden), data=given)
+    with program.evaluating(), handlers.block(), numpyro.validation_enabled(False):
+        return -potential_energy(model, args, kwargs, program.layout.unravel(theta))
 
 
 def _log_prob(site: dict[str, Any]) -> Array:

@@ -55,6 +55,12 @@ def test_draws_follow_the_probabilities(case):
     assert np.max(np.abs(frequencies - expected) / np.sqrt((expected + 1e-4) / 20_000)) < 5
 
 
+def test_the_probability_of_joint_states(case):
+    found, table, states, log_weights = case
+    log_probs = jax.vmap(lambda own: found.log_prob(table, own))(jnp.asarray(states))
+    np.testing.assert_allclose(log_probs, jax.nn.log_softmax(log_weights), atol=1e-4)
+
+
 def test_a_long_chain_takes_few_assignments_and_rounds():
     length = 1000
     found = by_elimination([(i, i + 1) for i in range(length - 1)], [3] * length)

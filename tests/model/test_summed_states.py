@@ -11,6 +11,8 @@ from numpyro.contrib.control_flow import scan
 from scipy import optimize, stats
 
 from numpyro_rvga import RVGA, FixedPointVI
+from numpyro_rvga.model.terms import local
+from numpyro_rvga.model.terms.dependence import dependence
 
 RNG = np.random.default_rng(0)
 COUNTS = {"counts": np.concatenate([RNG.poisson(4.0, 12), RNG.poisson(1.0, 13)])}
@@ -223,6 +225,28 @@ def test_the_prior_of_a_latent_site_is_summed_over_the_states_that_it_depends_on
     assert list(sums) == list(program.likelihood_sites) == (["y+theta"] if own_factors else ["y"])
     exact = sum(np.logaddexp.reduce(log_joint(t, column, own_factors)) for t, column in zip(theta, y.T))
     np.testing.assert_allclose(program.log_prior(theta) + sum(map(np.sum, sums.values())), exact, atol=1e-6)
+
+
+@pytest.mark.parametrize("missed", [0, 3], ids=["of an outcome", "of the latent site"])
+def test_a_term_whose_states_were_missed_is_not_taken(monkeypatch, missed):
+    """The sum's density is not the model's then, and no check of the sum by itself could tell."""
+
+    def short_sighted(*args):
+        depends = dependence(*args)
+        depends[missed] = False
+        return depends
+
+    def model(y):
+        with numpyro.plate("groups", 2):
+            state = numpyro.sample("state", dist.Bernoulli(0.4))
+        theta = numpyro.sample("theta", dist.Normal(jnp.array(LOCATIONS)[state[0]], 1.0))
+        numpyro.sample("y", dist.Normal(theta + state[0] + 2 * state[1], 1.5), obs=y)
+
+    data = {"y": np.array([0.3, -2.0, 4.0])}
+    assert np.isfinite(RVGA(model).run(data, progress_bar=False).elbo)
+    monkeypatch.setattr(local, "dependence", short_sighted)
+    with pytest.raises(ValueError, match="'state': the sum over their states was read wrongly"):
+        RVGA(model).run(data, progress_bar=False)
 
 
 def test_a_support_that_depends_on_states_is_refused():

@@ -71,11 +71,20 @@ class StateSum(NamedTuple):
         for steps in reversed(self.rounds):
             for step in steps:
                 rng_key, key = jax.random.split(rng_key)
-                at = jnp.sum(states[step.neighbors] * step.strides, axis=1)
-                terms = jnp.take_along_axis(jnp.asarray(step.terms), at[:, None, None, None], axis=1)[:, 0]
-                drawn = jax.random.categorical(key, jnp.sum(values[terms], axis=-1))
+                drawn = jax.random.categorical(key, _given_neighbors(step, values, states))
                 states = states.at[step.variables].set(drawn.astype(states.dtype))
         return states
+
+    def log_prob(self, table: Array, states: Array) -> Array:
+        """The log of the probability with which :meth:`draw` draws these states, indices (D,)."""
+        if not self.rounds:
+            is_this = jnp.all(jnp.asarray(self.assignments) == states, axis=1)
+            return jax.nn.log_softmax(jnp.sum(table, axis=1))[jnp.argmax(is_this)]
+        values, total = self._all_values(table), jnp.zeros((), table.dtype)
+        for step in (step for steps in self.rounds for step in steps):
+            by_state = jax.nn.log_softmax(_given_neighbors(step, values, states))
+            total += jnp.sum(jnp.take_along_axis(by_state, states[step.variables][:, None], axis=1))
+        return total
 
     def _by_rounds(self, table: Array) -> Array:
         total = jnp.sum(self._all_values(table)[self.last])
@@ -87,6 +96,13 @@ class StateSum(NamedTuple):
             made = [_log_sum_exp(jnp.sum(values[step.terms], axis=-1)).ravel() for step in steps]
             values = jnp.concatenate([values, *made])
         return values
+
+
+def _given_neighbors(step: Step, values: Array, states: Array) -> Array:
+    """The logarithms of the weights of each variable's states, given those of its neighbors, (v, M)."""
+    at = jnp.sum(states[step.neighbors] * step.strides, axis=1)
+    terms = jnp.take_along_axis(jnp.asarray(step.terms), at[:, None, None, None], axis=1)[:, 0]
+    return jnp.sum(values[terms], axis=-1)
 
 
 def _as_one_step(function: Callable[[Array], Array]) -> Callable[[Array], Array]:

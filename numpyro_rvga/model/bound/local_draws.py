@@ -21,22 +21,12 @@ def draw_row_latents(program: BoundLikelihood, rng_key: Array, theta: Array, row
     """
     latents = program.row_latents
     assert latents is not None
-    seen = _observed_of(program)
 
     def of_row(rng_key: Array, row: Arrays) -> dict[str, Array]:
         row = {name: value[None] for name, value in row.items()} | program.shared  # none of a whole program
-        z = jnp.zeros(latents.continuous.size, program.dtype)
-        states = jnp.zeros(len(latents.entries), int)
-        rest_key, *keys = jax.random.split(rng_key, len(program.row_parts) + 1)
-        for key, (component, draw) in zip(keys, program.row_parts):
-            elements = jnp.arange(component.size, dtype=jnp.int32)
-            of_each = jax.vmap(lambda key, element: draw(key, theta, row, element))  # noqa: B023
-            state, values = of_each(jax.random.split(key, component.size), elements)
-            z = z.at[component.continuous].set(values)
-            states = states.at[component.discrete].set(state)
-        given = {name: x for name, x in latents.continuous.unravel(z).items() if name in seen}
-        shaped = {name: value for name, value in latents.split(states).items() if name in seen}
-        return program.row_latents_at(rest_key, theta, row, given, shaped)
+        key, rest_key = jax.random.split(rng_key)
+        states, _, z = _drawn_of_row(program, key, theta, row)
+        return program.row_latents_at(rest_key, theta, row, z, states)
 
     if program.whole:
         return of_row(rng_key, {})
@@ -45,25 +35,58 @@ def draw_row_latents(program: BoundLikelihood, rng_key: Array, theta: Array, row
     return {name: jnp.moveaxis(jnp.squeeze(x, axes[name] + 1), 0, axes[name]) for name, x in draws.items()}
 
 
+def draw_states(program: BoundLikelihood, rng_key: Array, theta: Array) -> tuple[dict[str, Array], Array]:
+    """States of a whole program's discrete sites that something is observed of, drawn given theta (P,), and the
+    logarithm of their probability."""
+    return _drawn_of_row(program, rng_key, theta, program.shared)[:2]
+
+
+def _drawn_of_row(
+    program: BoundLikelihood, rng_key: Array, theta: Array, row: Arrays
+) -> tuple[dict[str, Array], Array, dict[str, Array]]:
+    """Of the sites that something is observed of: states, their log probability, and unconstrained values."""
+    latents = program.row_latents
+    assert latents is not None
+    seen, log_prob = _observed_of(program), jnp.zeros((), program.dtype)
+    z = jnp.zeros(latents.continuous.size, program.dtype)
+    states = jnp.zeros(len(latents.entries), int)
+    for key, (component, draw) in zip(jax.random.split(rng_key, len(program.row_parts)), program.row_parts):
+        elements = jnp.arange(component.size, dtype=jnp.int32)
+        of_each = jax.vmap(lambda key, element: draw(key, theta, row, element))  # noqa: B023
+        state, log_probs, values = of_each(jax.random.split(key, component.size), elements)
+        z = z.at[component.continuous].set(values)
+        states = states.at[component.discrete].set(state)
+        log_prob = log_prob + jnp.sum(log_probs)
+    given = {name: x for name, x in latents.continuous.unravel(z).items() if name in seen}
+    return {name: value for name, value in latents.split(states).items() if name in seen}, log_prob, given
+
+
+def partly_observed(program: BoundLikelihood) -> str | None:
+    """A site of which outcomes depend on some entries only, if there is one."""
+    return next((name for name, drawn in _entries_drawn(program).items() if any(drawn) and not all(drawn)), None)
+
+
 def _observed_of(program: BoundLikelihood) -> set[str]:
     """The sites that something is observed of.
 
     :raises NotImplementedError: for a site of which that is so for some entries only.
     """
+    if (name := partly_observed(program)) is not None:
+        raise NotImplementedError(
+            f"site {name!r}: outcomes depend on some of its entries only, and its draws given a row are not made. "
+            "Make it two sites."
+        )
+    return {name for name, drawn in _entries_drawn(program).items() if any(drawn)}
+
+
+def _entries_drawn(program: BoundLikelihood) -> dict[str, list[bool]]:
+    """Of each local site, which entries are drawn with the terms that they share."""
     latents = program.row_latents
     assert latents is not None
     components = [component for component, _ in program.row_parts]
     continuous = {int(i) for component in components for i in component.continuous.ravel()}
     discrete = {latents.entries[i] for component in components for i in component.discrete.ravel()}
-    indices = latents.continuous.indices
-    seen = {name: [int(i) in continuous for i in np.ravel(own)] for name, own in indices.items()}
-    seen |= {
+    drawn = {name: [int(i) in continuous for i in np.ravel(own)] for name, own in latents.continuous.indices.items()}
+    return drawn | {
         name: [(name, i) in discrete for i in range(int(np.prod(shape)))] for name, shape in latents.shapes.items()
     }
-    for name, drawn in seen.items():
-        if any(drawn) and not all(drawn):
-            raise NotImplementedError(
-                f"site {name!r}: outcomes depend on some of its entries only, and its draws given a row are not made. "
-                "Make it two sites."
-            )
-    return {name for name, drawn in seen.items() if any(drawn)}

@@ -25,7 +25,7 @@ from .terms import Terms, over_rows
 
 PROBES = 3  # theta at which second derivatives are compared
 QUADRATIC = {32: 1e-3, 64: 1e-8}  # by how much second derivatives may differ, relative to their size
-Draw = Callable[[Array, Array, Arrays, Array], tuple[Array, Array]]
+Draw = Callable[[Array, Array, Arrays, Array], tuple[Array, Array, Array]]  # states, their log probability, and z
 
 
 def local_terms(
@@ -88,8 +88,10 @@ def _summed_terms(
         return component.state_sum.log_sum(table_at(theta, row, element))
 
     def drawn(rng_key, theta, row, element):
-        states = component.state_sum.draw(rng_key, table_at(theta, row, element))
-        return component.lowest + states, jnp.zeros(0, theta.dtype)
+        terms = table_at(theta, row, element)
+        states = component.state_sum.draw(rng_key, terms)
+        log_prob = component.state_sum.log_prob(terms, states)
+        return component.lowest + states, log_prob, jnp.zeros(0, theta.dtype)
 
     if not component.outcomes:
         return None, False, drawn
@@ -150,8 +152,9 @@ class _Split:
 
     def drawn(
         self, kept: np.ndarray, quadratic: bool, rng_key: Array, theta: Array, row: Arrays, element: Array
-    ) -> tuple[Array, Array]:
-        """From the conditional distribution given theta (P,) and the row: the values of the states (D,), and z (K,)."""
+    ) -> tuple[Array, Array, Array]:
+        """From the conditional distribution given theta (P,) and the row: the values of the states (D,), the logarithm
+        of their probability, and z (K,)."""
         u = self.kept_predictors(kept, theta, row, element)
         state_key, key = jax.random.split(rng_key)
         by_state, fixed, slopes = self.constants(row, element)
@@ -163,7 +166,7 @@ class _Split:
 
         log_probs, z = jax.vmap(one)(jax.random.split(key, len(self._each)), by_state)
         state = jax.random.categorical(state_key, log_probs)
-        return jnp.asarray(self._component.states)[state], z[state]
+        return jnp.asarray(self._component.states)[state], jax.nn.log_softmax(log_probs)[state], z[state]
 
 
 def _drawn_gaussian(log_joint: Callable, rng_key: Array, size: int, dtype: jnp.dtype) -> tuple[Array, Array]:
