@@ -24,8 +24,8 @@ FLOORS = {
         families group_streams rvga fixed_point metrics clusters distributed""".split(),
     "core": """pytrees special matrices jaxprs compilation exponential expectations gaussians updates
         groups""".split(),
-    "model": """layout data handlers terms bound identity program bad_rows half_lines hyperparameters members
-        own_density predictive site_families""".split(),
+    "model": """layout data handlers terms bound identity program own_density bad_rows half_lines
+        hyperparameters members predictive site_families""".split(),
 }
 HEAVY = ["arviz", "dask", "distributed", "matplotlib", "pyarrow", "scipy.stats", "tqdm.auto"]
 
