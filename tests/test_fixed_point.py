@@ -6,6 +6,7 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 import pytest
+from shared_methods import shared
 
 from numpyro_rvga import RVGA, FixedPointVI
 from numpyro_rvga.core.updates.state import StepInfo
@@ -85,7 +86,7 @@ def data(kind, n=150):
 
 def fit(kind, rows=None, init=None, **options):
     rows = data(kind) if rows is None else rows
-    return FixedPointVI(MODELS[kind], **options).run(rows, init=init, progress_bar=False)
+    return shared(FixedPointVI, MODELS[kind], **options).run(rows, init=init, progress_bar=False)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -289,12 +290,13 @@ def test_all_rows_in_one_block_of_rvga_are_the_same_problem():
     np.testing.assert_allclose(best.elbo, recursive.elbo, atol=1e-7)
 
 
-@pytest.mark.parametrize("rows", [90, 40], ids=["chunks, covariances kept", "chunks, too many to keep them"])
+@pytest.mark.parametrize("chunk", [90, 40], ids=["chunks, covariances kept", "chunks, too many to keep them"])
 @pytest.mark.parametrize("schedule", ["incremental", "batch"])
-def test_chunks_of_rows_do_not_change_the_result(schedule, rows, monkeypatch):
+def test_chunks_of_rows_do_not_change_the_result(schedule, chunk, monkeypatch):
     whole = fit("logistic", schedule=schedule, tolerance=1e-12)
-    monkeypatch.setattr(row_chunks, "CHUNK_NUMBERS", rows * 3)  # 3 parameters
-    cut = fit("logistic", schedule=schedule, tolerance=1e-12)
+    monkeypatch.setattr(row_chunks, "CHUNK_NUMBERS", chunk * 3)  # 3 parameters
+    rows = data("logistic")
+    cut = FixedPointVI(logistic, schedule=schedule, tolerance=1e-12).run(rows, progress_bar=False)
     np.testing.assert_allclose(cut.mean, whole.mean, atol=2e-6)
     np.testing.assert_allclose(cut.elbo, whole.elbo, rtol=1e-9)
 

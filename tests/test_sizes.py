@@ -24,7 +24,7 @@ LIKELIHOODS = {
     "laplace": lambda line: dist.Laplace(line, 0.7),
     "volatility": lambda line: dist.Normal(0.0, jnp.exp(line)),
 }
-PARAMETERS, ROWS = (1, 2, 17), (1, 5, 5000)
+PARAMETERS, FEW_ROWS = (1, 17), (1, 5)
 DRAWS = 600
 
 
@@ -57,10 +57,10 @@ def slope(model, rows, posterior):
 
 def grid():
     """Each form with each number of parameters, rows, precision and source: all pairs of them, not all combinations."""
-    for number, (kind, num_parameters) in enumerate(itertools.product(LIKELIHOODS, PARAMETERS)):
-        for turn, num_rows in enumerate(ROWS):
-            if num_rows == 5000 or turn == number % 2:
-                yield kind, num_parameters, num_rows, bool((number + turn) % 2), bool((number // 2 + turn) % 2)
+    for (form, kind), (number, num_parameters) in itertools.product(enumerate(LIKELIHOODS), enumerate(PARAMETERS)):
+        odd, odd_pair, odd_four = ((form // n + number) % 2 == 1 for n in (1, 2, 4))
+        yield kind, num_parameters, 5000, odd, odd_pair
+        yield kind, num_parameters, FEW_ROWS[odd], odd_pair, odd_four
     for double, in_blocks in itertools.product((False, True), (False, True)):  # long one-parameter blocks
         yield "bernoulli", 1, 5000, double, in_blocks
         yield "binomial", 1, 5000, double, in_blocks

@@ -7,6 +7,7 @@ import numpyro
 import numpyro.distributions as dist
 import pytest
 from references import potential_of
+from shared_methods import shared
 
 from numpyro_rvga import BONG, RVGA, FixedPointVI, Posterior, RandomWalk
 
@@ -98,7 +99,8 @@ def assert_same(one, other):
 @pytest.mark.parametrize("model", MODELS, ids=lambda model: model.__name__)
 def test_log_joint_density_is_numpyros(model):
     rows = data()
-    posterior = run(RVGA(model, scheme="laplace") if model is centered_at_the_mean else RVGA(model), rows)
+    options = {"scheme": "laplace"} if model is centered_at_the_mean else {}
+    posterior = run(shared(RVGA, model, **options), rows)
     potential, size = potential_of(model, posterior.site_names, **rows)
     program = posterior.program
     for seed in range(3):
@@ -117,10 +119,11 @@ def test_a_prior_at_the_mean_of_all_rows_ends_there(name):
 
 @pytest.mark.parametrize("model", MODELS[1:], ids=lambda model: model.__name__)
 def test_one_object_takes_other_data_as_a_new_one_does(model):
-    method = RVGA(model)
+    """In another number too, where the prior reads it."""
+    other_number = {"n": 200} if model in (shrunk_by_the_number_of_rows, inducing_points) else {}
+    method, rows = shared(RVGA, model), data(seed=1, shift=3.0, **other_number)
     run(method, data())
-    for rows in (data(seed=1, shift=3.0), data(seed=2, n=200)):
-        assert_same(run(method, rows), run(RVGA(model), rows))
+    assert_same(run(method, rows), run(RVGA(model), rows))
 
 
 @pytest.mark.parametrize("name", ["FixedPointVI", "BONG"])
@@ -132,8 +135,8 @@ def test_other_methods_take_other_data_as_a_new_object_does(name):
 
 
 def test_earlier_posteriors_keep_their_prior():
-    method, rows = RVGA(hierarchy), data()
-    posterior = run(method, rows)
+    method = shared(RVGA, hierarchy)
+    posterior = run(method, data())
     before = float(posterior.program.log_prior(posterior.mean))
     run(method, data(seed=1, shift=3.0))
     assert float(posterior.program.log_prior(posterior.mean)) == before
@@ -142,12 +145,12 @@ def test_earlier_posteriors_keep_their_prior():
 def test_rows_that_are_skipped_have_no_say_in_the_prior():
     rows = data()
     spoilt = {name: np.insert(array, 7, np.nan) for name, array in rows.items()}
-    assert_same(run(RVGA(hierarchy), spoilt, on_bad_row="skip"), run(RVGA(hierarchy), rows))
+    method = shared(RVGA, hierarchy)
+    assert_same(run(method, spoilt, on_bad_row="skip"), run(method, rows))
 
 
 def test_posteriors_are_stored_with_what_the_data_determine(tmp_path):
-    rows = data()
-    posterior = run(RVGA(hierarchy), rows)
+    posterior = run(shared(RVGA, hierarchy), data())
     posterior.save(tmp_path / "posterior.npz")
     again = Posterior.load(tmp_path / "posterior.npz", hierarchy)
     np.testing.assert_allclose(again.program.log_prior(again.mean), posterior.program.log_prior(posterior.mean))
@@ -174,7 +177,7 @@ def test_streams_refuse_such_priors(method, model, message):
 
 
 def test_runs_that_go_on_refuse_such_priors():
-    posterior = run(RVGA(hierarchy), data())
+    posterior = run(shared(RVGA, hierarchy), data())
     with pytest.raises(ValueError, match="the prior of site 'm' reads the data array 'y', and not all rows"):
         posterior.update(data(seed=1), progress_bar=False)
     with pytest.raises(ValueError, match="not all rows are at hand"):
