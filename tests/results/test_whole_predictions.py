@@ -6,6 +6,7 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 import pytest
+from numpyro.contrib.control_flow import scan
 
 from numpyro_rvga import RVGA
 
@@ -40,3 +41,25 @@ def test_new_rows_are_predicted_where_the_model_reads_its_data(model):
     posterior = RVGA(model).run({"group": GROUP, "y": Y}, progress_bar=False)
     drawn = posterior.predictive(jax.random.key(0), {"group": np.array([2, 0])}, 2000)["y"]
     np.testing.assert_allclose(drawn.mean(0), [Y[GROUP == 2].mean(), Y[GROUP == 0].mean()], atol=0.05)
+
+
+def counts_of_steps(y):
+    base = numpyro.sample("base", dist.Normal(0.0, 1.0))
+
+    def step(before, now):
+        numpyro.sample("y", dist.NegativeBinomial2(jnp.exp(base) * (1 + before), 2.0), obs=now)
+        return now, None
+
+    scan(step, y[0], y[1:])
+
+
+def test_outcomes_of_steps_are_drawn_one_by_one():
+    """Their distributions are made of others."""
+    y = np.array([2, 0, 3, 1, 4, 2, 2, 0, 1, 3, 5, 1, 2, 0, 3, 2])
+    posterior = RVGA(counts_of_steps).run({"y": y}, progress_bar=False)
+    assert set(posterior.sample_posterior(jax.random.key(0), (3,), {"y": y})) == {"base"}
+    drawn = posterior.predictive(jax.random.key(0), {"y": y}, 4000)["y"]
+    base, variance = posterior.mean[0], posterior.covariance[0, 0]
+    np.testing.assert_allclose(drawn.mean(0), np.exp(base + variance / 2) * (1 + y[:-1]), rtol=0.1)
+    correlations = np.corrcoef((np.asarray(drawn) / (1 + y[:-1])).T)
+    assert np.all(np.abs(correlations - np.eye(15)) < 0.25)  # they share one parameter
