@@ -1,11 +1,16 @@
 """Stochastic differential equations, whose distribution holds a function of latent sites."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
+import pytest
+from scipy.stats import norm
 
 from numpyro_rvga import RVGA
+from numpyro_rvga.model import Program
+from numpyro_rvga.model.handlers.tracing import elements
 
 STEP, SIZE = 0.5, 12
 TIMES = STEP * np.arange(SIZE)
@@ -38,17 +43,12 @@ def of_unknown_noise(y):
     numpyro.sample("y", dist.Normal(path, 0.3), obs=y)
 
 
-def by_its_steps(y):
-    level = numpyro.sample("level", dist.Normal(0.0, 2.0))
-    noise = numpyro.sample("noise", dist.LogNormal(-0.5, 0.3))
-    path = numpyro.sample("path", dist.Normal(0.0, 1.0).expand([SIZE]).mask(jnp.arange(SIZE) == 0))
-    steps = dist.Normal(path[:-1] + STEP * (level - path[:-1]), noise * np.sqrt(STEP)).log_prob(path[1:])
-    numpyro.factor("steps", steps.sum())
-    numpyro.sample("y", dist.Normal(path, 0.3), obs=y)
-
-
-def test_an_equation_is_read_as_its_steps():
-    found, expected = (RVGA(model).run({"y": Y}, progress_bar=False) for model in (of_unknown_noise, by_its_steps))
-    deviation = np.sqrt(np.diag(expected.covariance))
-    np.testing.assert_allclose((found.mean - expected.mean) / deviation, 0, atol=0.1)
-    np.testing.assert_allclose(np.sqrt(np.diag(found.covariance)) / deviation, 1, atol=0.1)
+@pytest.mark.parametrize("theta", np.random.default_rng(1).normal(size=(2, 2 + SIZE)))
+def test_a_prior_is_that_of_the_function_at_each_theta(theta):
+    program = Program(of_unknown_noise, {"y": Y}, {}, whole=True)
+    level, log_noise, path = theta[0], theta[1], theta[2:]
+    steps = norm.logpdf(path[1:], path[:-1] + STEP * (level - path[:-1]), np.exp(log_noise) * np.sqrt(STEP))
+    others = norm.logpdf([level, log_noise, path[0]], [0.0, -0.5, 0.0], [2.0, 0.3, 1.0])
+    record = jax.jit(lambda theta: elements(program.records(theta, program.example_rows)["path"]))
+    np.testing.assert_allclose(record(theta).sum(), steps.sum() + others[2], rtol=1e-5)
+    np.testing.assert_allclose(program.log_prior(jnp.asarray(theta)), steps.sum() + others.sum(), rtol=1e-5)

@@ -278,8 +278,8 @@ def is_numpyros(fn: Distribution) -> bool:
     parts = jax.tree.leaves(vars(fn), is_leaf=lambda x: isinstance(x, dist.Distribution))
     inner = [part for part in parts if isinstance(part, dist.Distribution)]
     static = [getattr(fn, name, None) for name in type(fn).gather_pytree_aux_fields()]
-    if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(static)):  # as the counts of a DirichletMultinomial
-        return False
+    if any(isinstance(leaf, Tracer) or callable(leaf) for leaf in jax.tree.leaves(static)):
+        return False  # as the counts of a DirichletMultinomial, and what the function of an EulerMaruyama may hold
     return type(fn).__module__.startswith("numpyro.") and all(map(is_numpyros, inner))
 
 
