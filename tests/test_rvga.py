@@ -9,6 +9,7 @@ import numpyro
 import numpyro.distributions as dist
 import pytest
 from scipy.special import polygamma
+from shared_methods import shared
 
 from numpyro_rvga import BONG, RVGA
 from numpyro_rvga.core.updates.state import State
@@ -51,7 +52,7 @@ def data(kind, n=90, d=3, seed=0):
 def fit(model, rows, run=None, **options):
     """One pass over rows in their own order, with nothing before or after it."""
     plain = {"shuffle": False, "certify": False}
-    return RVGA(model, **plain | options).run(rows, progress_bar=False, **(run or {}))
+    return shared(RVGA, model, **plain | options).run(rows, progress_bar=False, **(run or {}))
 
 
 def exact_posterior(rows):
