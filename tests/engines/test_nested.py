@@ -68,6 +68,17 @@ def test_mixture_has_the_moments_of_the_posterior(size, tolerance):
     )
 
 
+def test_no_design_is_made_of_one_point_that_has_all_the_mass():
+    """As where rounding in single precision makes the density of a far point larger than all others."""
+
+    def solve(h, start):
+        return Maximum(-0.5 * h @ h + (1e3 * h[0] if h[0] > 2.5 else 0.0), -h, start, True)
+
+    marginal = Marginal(lambda h: None, solve)
+    mode = Mode(marginal(np.zeros(3)), np.eye(3))
+    assert integrate_by_importance(marginal, mode, Skewed(3).moments, smoothed) is None
+
+
 def test_few_points_are_enough_where_the_marginal_is_nearly_gaussian():
     case = Skewed(3, shape=50.0)
     _, _, integral, mixture = integrated(case)

@@ -48,11 +48,12 @@ def integrate_by_importance(
     smoothed: Smoothed,
     num_points: int = NUM_POINTS,
     settled: float = SETTLED,
-) -> Integral:
+) -> Integral | None:
     """Points of a proposal that is as wide and skewed as the marginal is along the axes of its mode; along those of the
     points and their weights, where few of them count.
 
     :param num_points: at most, for each parameter. :param settled: the error, in standard deviations, that is enough.
+    :return: None if so few points count that they span no volume.
     """
     size = len(mode.point.h)
     center, axes = mode.point.h, mode.axes
@@ -64,6 +65,8 @@ def integrate_by_importance(
         log_weights, khat = smoothed(log_ratios)
         mass = np.exp(log_weights)
         share = 1 / (len(mass) * np.sum(mass**2))
+        if share * len(mass) < size + 1:
+            return None
         if (share > LEAST_SHARE and khat < MOST_KHAT) or seed + 1 == MAX_FITS:
             break
         axes = _axes_of(np.array([point.h for point in points]), mass)
