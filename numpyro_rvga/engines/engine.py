@@ -87,7 +87,7 @@ class Engine:
         pattern = selecting_pattern(program.layout.size)
         self._seen = [(terms, pattern if terms.site in program.selections else None) for terms in program.terms]
         self._prior_seen = [(terms, None) for terms in program.prior.terms]
-        self._prior_forms = sites_by_form(self._prior_seen)
+        self._prior_forms = sites_by_form(self._prior_seen, program.prior_inputs)
         self.is_affine = all(t.is_affine for t in program.terms)
         wide = any(t.num_predictors > SYMMETRIC_PREDICTORS or not t.is_affine for t in program.terms)
         rng = np.random.default_rng(key_numbers(rng_key))  # JAX's own takes a quarter of a second to compile

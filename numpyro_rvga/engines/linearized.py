@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -11,6 +13,7 @@ import numpy as np
 from jax import Array
 from jax.typing import DTypeLike
 
+from ..core.jaxprs.fingerprint import output_digests
 from ..core.matrices.jacobians import times_vector
 from ..core.pytrees import PyTree
 from ..core.updates.factors import Factors
@@ -86,12 +89,36 @@ def at_places(linearize: Callable, rest: Array, places: Array, chunk: PyTree, so
     return tuple(f._replace(jacobian=f.jacobian[..., places]) for f in factors)
 
 
-def sites_by_form(seen: Sequence[Seen]) -> list[list[int]]:
-    """The indices of sites of the same closed form; each of the others by itself."""
+def sites_by_form(seen: Sequence[Seen], rows: dict) -> list[list[int]]:
+    """The indices of sites of the same closed form, or of the same density; each of the others by itself.
+
+    :param rows: what the terms take besides theta, or the shapes of these.
+    """
+    shapes = [jax.eval_shape(partial(constants, terms), rows) for terms, _ in seen]
+    alike = Counter(_signature(terms, of_constants) for (terms, _), of_constants in zip(seen, shapes))
     indices: dict[Any, list[int]] = {}
-    for index, (terms, _) in enumerate(seen):
-        indices.setdefault(index if terms.closed_form is None else terms.closed_form, []).append(index)
+    for index, ((terms, _), of_constants) in enumerate(zip(seen, shapes)):
+        form: Any = index
+        if terms.is_affine and terms.closed_form is not None:
+            form = terms.closed_form
+        elif terms.is_affine and alike[_signature(terms, of_constants)] > 1:
+            form = _digest_of_density(terms, of_constants)
+        indices.setdefault(form, []).append(index)
     return list(indices.values())
+
+
+def _signature(terms: Terms, of_constants: PyTree) -> tuple:
+    """Equal for terms whose densities take the same arrays."""
+    leaves, structure = jax.tree.flatten(of_constants)
+    return terms.num_predictors, structure, *((x.shape[2:], x.dtype) for x in leaves)
+
+
+def _digest_of_density(terms: Terms, of_constants: PyTree) -> tuple:
+    dtype = jax.dtypes.canonicalize_dtype(float)
+    of_one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[2:], x.dtype), of_constants)
+    predictors = jax.ShapeDtypeStruct((terms.num_predictors,), dtype)
+    digests = output_digests(lambda u, c: {"density": terms.density(u, c)}, predictors, of_one)
+    return _signature(terms, of_constants), digests["density"], terms.num_nodes
 
 
 def merged_by_form(forms: list[list[int]], prepared: tuple) -> tuple:

@@ -1,4 +1,4 @@
-"""Prior terms of one closed form are compiled as one: with the same sums."""
+"""Prior terms of one form are compiled as one: with the same sums."""
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,8 @@ def model(X, y=None):
     share = numpyro.sample("share", dist.Beta(2, 3))
     effects = numpyro.sample("effects", dist.Normal(0, scale).expand([4]).to_event(1))
     slopes = numpyro.sample("slopes", dist.Normal(0, scales).to_event(1))
+    for name, freedom, size in (("two", 4.0, 2), ("three", 4.0, 3), ("other", 5.0, 2)):
+        numpyro.sample(name, dist.StudentT(freedom, 0.0, 2.0).expand([size]).to_event(1))
     with numpyro.plate("rows", len(X)):
         numpyro.sample("y", dist.Normal(X @ slopes + effects.sum() + share, 1), obs=y)
 
@@ -34,11 +36,12 @@ def test_sites_of_one_form_add_up_to_what_each_says_alone():
     @jax.jit
     def both(theta, root):
         known = prepare(seen, jnp.zeros(size), {}, jnp.ones(1))
-        forms = sites_by_form(seen)
+        forms = sites_by_form(seen, {})
         few, kinds = ([every[same[0]] for same in forms] for every in (seen, engine.prior_kinds))
         together = merged_by_form(forms, known)
-        assert len(seen) == 5
-        assert sorted(terms.num_predictors for terms, _ in few) == [1, 1, 2]
+        assert len(seen) == 8
+        alike = [[seen[i][0].site for i in same] for same in forms]
+        assert alike == [["effects", "slopes"], ["scale", "scales"], ["share"], ["two", "three"], ["other"]]
         apart = evaluate(engine.prior_kinds, factors_of(seen, known, theta), root)
         return apart, evaluate(kinds, factors_of(few, together, theta), root)
 
