@@ -23,7 +23,7 @@ from .data.arguments import check_row_shapes, checked_rows, finite_rows, row_sha
 from .data.arrays import as_jax_array
 from .data.rows import Arrays, Data, Keywords, Rows, num_rows, selected
 from .handlers.data_prior import DeterministicSites, PriorConstants, classify_deterministic
-from .handlers.tracing import base_distribution, deterministic_sites, sample_sites
+from .handlers.tracing import base_distribution, deterministic_sites, numbers_of, sample_sites
 from .identity import ModelIdentity, model_identity
 from .terms.local_sites import RowFacts
 
@@ -225,7 +225,7 @@ class Program(BoundLikelihood):
         """What the model makes of rows, at one theta. ``rows``: default: all that are part of a whole program."""
         theta = jnp.zeros(self.layout.size + self.local.size, self.dtype)
         records = self._records(self._unravel(theta), {**(self.example_row if rows is None else rows), **self.shared})
-        return [jax.tree.leaves(records[site].fn) for site in self._row_sites]
+        return [numbers_of(records[site].fn) for site in self._row_sites]
 
     # ------------------------------------------------------------------ which arrays matter, and for what
     @functools.cached_property

@@ -15,7 +15,7 @@ from jax.core import Tracer
 from jax.scipy.special import betaln
 from numpyro import distributions, handlers
 from numpyro.distributions import Distribution
-from numpyro.distributions.transforms import IdentityTransform, biject_to
+from numpyro.distributions.transforms import IdentityTransform, Transform, biject_to
 from numpyro.primitives import Messenger
 
 from ..data.arguments import absent_arguments, split_call
@@ -272,11 +272,22 @@ def _is_improper(fn: Distribution) -> bool:
     return isinstance(inner, dist.ImproperUniform)
 
 
+def numbers_of(fn: Any) -> list[Array]:
+    """The leaves of a distribution, or of its parts. Transforms that are no pytrees, as users write them, have none."""
+    return [x for x in jax.tree.leaves(fn, is_leaf=_is_opaque) if not _is_opaque(x)]
+
+
+def _is_opaque(part: Any) -> bool:
+    return isinstance(part, Transform) and type(part).tree_flatten is Transform.tree_flatten
+
+
 def is_numpyros(fn: Distribution) -> bool:
     """Whether a distribution, and those that it is made of, are NumPyro's own, and pytrees in every part: all that a
     run of the model has computed is among their leaves."""
-    parts = jax.tree.leaves(vars(fn), is_leaf=lambda x: isinstance(x, dist.Distribution))
+    parts = jax.tree.leaves(vars(fn), is_leaf=lambda x: isinstance(x, dist.Distribution) or _is_opaque(x))
     inner = [part for part in parts if isinstance(part, dist.Distribution)]
+    if any(map(_is_opaque, parts)):
+        return False
     static = [getattr(fn, name, None) for name in type(fn).gather_pytree_aux_fields()]
     if any(isinstance(leaf, Tracer) or callable(leaf) for leaf in jax.tree.leaves(static)):
         return False  # as the counts of a DirichletMultinomial, and what the function of an EulerMaruyama may hold

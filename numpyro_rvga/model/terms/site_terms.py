@@ -17,7 +17,7 @@ from ...core.expectations import closed_forms as cf
 from ...core.jaxprs.primitives import numbers_in, work_of_outputs
 from ...core.jaxprs.symbolic import Factorization, Reading, factorize
 from ..data.rows import Arrays
-from ..handlers.tracing import SiteRecord, base_distribution, elements, site_transform
+from ..handlers.tracing import SiteRecord, base_distribution, elements, numbers_of, site_transform
 from .distributions import patterns_of
 from .information import Information, information_of
 from .terms import Terms
@@ -112,7 +112,7 @@ def _example_of(run_site: RunSite, theta: jax.ShapeDtypeStruct, row: Arrays) -> 
         record = run_site(t, r)
         fn, terms = base_distribution(record.fn)[0], elements(record)
         supports = _leaf_constraints(fn)
-        named = supports is not None and len(supports) == len(jax.tree.leaves(fn))
+        named = supports is not None and len(supports) == len(numbers_of(fn))
         transformed = record.log_abs_det is not None
         has_jacobian = transformed and not isinstance(site_transform(record.fn), IdentityTransform)
         examples.append(_Example(terms.shape[0], type(fn), supports if named else None, has_jacobian))
@@ -348,7 +348,7 @@ def _leaf_constraints(fn: Distribution) -> list | None:
                 return None
             constraints += inner
         elif value is not None:
-            leaves = jax.tree.leaves(value)
+            leaves = numbers_of(value)
             support = fn.arg_constraints.get(field)
             if support is None or len(leaves) != 1:
                 return None
