@@ -70,6 +70,22 @@ def test_the_posterior_is_that_of_the_sum_over_states(model, data, by_hand, data
     np.testing.assert_allclose(found.elbo, expected.elbo, atol=0.02)
 
 
+@pytest.mark.parametrize("scale", [None, 3.0])
+def test_a_prior_beside_the_states_may_be_improper(scale):
+    """A wide normal in its place is not the model's own density, and is taken as it is."""
+
+    def model(counts):
+        early = numpyro.sample("early", dist.ImproperUniform(dist.constraints.positive, (), ()))
+        late = numpyro.sample("late", dist.Gamma(2, 0.5))
+        change = numpyro.sample("change", dist.DiscreteUniform(0, len(counts) - 1))
+        numpyro.sample("y", dist.Poisson(jnp.where(jnp.arange(len(counts)) < change, early, late)), obs=counts)
+
+    posterior = RVGA(model, improper_prior_scale=scale).run(COUNTS, progress_bar=False)
+    draws = posterior.sample_posterior(jax.random.key(0), (4000,), COUNTS)
+    before = np.mean([COUNTS["counts"][: int(k)].mean() for k in draws["change"] if k])
+    assert np.mean(draws["early"]) == pytest.approx(before, rel=0.1)
+
+
 def test_draws_of_a_change_point_follow_its_probabilities():
     posterior = RVGA(change_point).run(COUNTS, progress_bar=False)
     drawn = posterior.sample_posterior(jax.random.key(0), (4000,), data=COUNTS)
