@@ -196,7 +196,14 @@ class BoundPrior(BoundModel):
         """Of the Gaussian that approximates the prior; None if it is Gaussian itself."""
         if self._is_gaussian and not (self.whole and self._is_flat_somewhere):
             return None
-        return moments_of_draws(self.prior, self.layout.size, self._prior_draws(self._draw_constants))
+        draws = self._prior_draws(self._draw_constants)
+        return moments_of_draws(self.prior, self.layout.size, draws, self._is_real)
+
+    @property
+    def _is_real(self) -> np.ndarray:
+        """Of each entry of theta, whether its site has no constraint."""
+        shapes = self.layout.shapes
+        return np.concatenate([np.full(math.prod(shapes[n]), self.sites[n].is_real) for n in self.layout.site_names])
 
     @functools.cached_property
     def _initial_state(self) -> State:
@@ -221,7 +228,8 @@ class BoundPrior(BoundModel):
 
     @functools.cached_property
     def _independent_prior(self) -> IndependentPrior:
-        return independent_prior(self.prior, self.layout.size, self.dtype, self._draw_one, self.prior_inputs)
+        size, draw = self.layout.size, self._draw_one
+        return independent_prior(self.prior, size, self.dtype, draw, self.prior_inputs, self._is_real)
 
     def independent_prior(self) -> IndependentPrior:
         """A Gaussian of independent entries that approximates the prior, before the first row."""
@@ -230,7 +238,8 @@ class BoundPrior(BoundModel):
     @functools.cached_property
     def marginals(self) -> PriorMarginals:
         """The entries of theta under the prior, each for itself."""
-        return marginals(self.prior, self.layout.size, self.dtype, self._draw_one, self.prior_inputs)
+        size, draw = self.layout.size, self._draw_one
+        return marginals(self.prior, size, self.dtype, draw, self.prior_inputs, self._is_real)
 
     # ------------------------------------------------------------------ draws and densities
     def prior_records(self, unconstrained: Mapping[str, Array]) -> dict[str, SiteRecord]:

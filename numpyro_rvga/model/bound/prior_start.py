@@ -28,6 +28,9 @@ MOST_NUMBERS = 2**21  # in the draws of which moments are taken: with many entri
 LEAST_DRAWS = 500
 BATCH_NUMBERS = 2**20  # in the draws that are made together
 WINSOR = 4.0  # robust standard deviations at which prior draws are cut before their moments are taken
+WIDEST = 1e3  # such a deviation, at most
+VAGUE = 10.0  # a standard deviation of a constrained site that says nothing of where to start,
+WITHIN = 2.0  # if zero is within so many of them
 SHRINKAGE = 0.05  # of correlations: more coordinates than draws can support stay regular
 NO_PRIOR = "the prior's precision matrix is not positive definite: some direction has no prior."
 
@@ -65,12 +68,13 @@ class IndependentPrior(NamedTuple):
 
 # ---------------------------------------------------------------------- a Gaussian of independent entries
 def marginals(
-    prior: Prior, size: int, dtype: DTypeLike, draw: Callable[[Array], Array], shared: Arrays
+    prior: Prior, size: int, dtype: DTypeLike, draw: Callable[[Array], Array], shared: Arrays, is_real: np.ndarray
 ) -> PriorMarginals:
     """The moments of each entry. Takes no (P, P) array.
 
     :param draw: rng_key -> theta (P,), a draw from the prior.
     :param shared: what the terms depend on besides theta.
+    :param is_real: of each entry, whether its site has no constraint, (P,).
     :raises ValueError: for a prior that is not proper.
     """
     are_separate = are_selections(prior.gaussian, size, dtype, shared)
@@ -92,18 +96,19 @@ def marginals(
             lambda key: lax.map(lambda k: draw(k)[indices], jax.random.split(key, count), batch_size=batch)
         )
         cut = _winsorized(np.asarray(draws(jax.random.key(0)), np.float64))
-        mean[indices], variance[indices] = cut.mean(axis=0), cut.var(axis=0, ddof=1)
+        variance[indices] = cut.var(axis=0, ddof=1)
+        mean[indices] = _mean_of(cut, np.sqrt(variance[indices]), is_real[indices])
     return PriorMarginals(mean, variance, indices, coupling, separate)
 
 
 def independent_prior(
-    prior: Prior, size: int, dtype: DTypeLike, draw: Callable[[Array], Array], shared: Arrays
+    prior: Prior, size: int, dtype: DTypeLike, draw: Callable[[Array], Array], shared: Arrays, is_real: np.ndarray
 ) -> IndependentPrior:
     """:func:`marginals`, and what they approximate. Takes no (P, P) array where there are few ``indices``.
 
     :raises ValueError: for a prior that is not proper.
     """
-    mean, variance, indices, coupling, separate = marginals(prior, size, dtype, draw, shared)
+    mean, variance, indices, coupling, separate = marginals(prior, size, dtype, draw, shared, is_real)
     factor = None
     if len(indices):
         others = at_once(
@@ -135,7 +140,7 @@ def is_flat(precision: Array, prior: Prior) -> bool:
     return bool(len(scaled)) and np.linalg.eigvalsh(scaled)[0] < len(scaled) * np.finfo(precision.dtype).eps
 
 
-def moments_of_draws(prior: Prior, size: int, draws: Array) -> FullGaussian:
+def moments_of_draws(prior: Prior, size: int, draws: Array, is_real: np.ndarray) -> FullGaussian:
     """Robust moments of draws theta (n, P) from the prior, far-out ones cut: the Gaussian that approximates it outside
     its multivariate normal sites."""
     cut = _winsorized(np.asarray(draws, np.float64)[:, _other_indices(prior, size)])
@@ -143,7 +148,8 @@ def moments_of_draws(prior: Prior, size: int, draws: Array) -> FullGaussian:
     scale: Any = np.sqrt(np.diagonal(covariance))
     correlation = covariance / np.outer(scale, scale)
     shrunk = (1 - SHRINKAGE) * correlation + SHRINKAGE * np.eye(len(scale))
-    return FullGaussian(cut.mean(axis=0), scale[:, None] * np.linalg.cholesky(shrunk))
+    mean: Any = _mean_of(cut, scale, is_real[_other_indices(prior, size)])
+    return FullGaussian(mean, scale[:, None] * np.linalg.cholesky(shrunk))
 
 
 def initial_state(
@@ -308,8 +314,20 @@ def _in_float64(tree: Any) -> Any:
 
 
 def _winsorized(draws: np.ndarray) -> np.ndarray:
-    """The finite draws, each coordinate cut far out: heavy tails must not rule moments."""
+    """The finite draws, each coordinate cut far out: heavy tails must not rule moments, and numbers beside which those
+    of interest are rounding errors are no start."""
     finite = draws[np.isfinite(draws).all(axis=1)]
     low, center, high = np.quantile(finite, [0.25, 0.5, 0.75], axis=0)
     deviation = np.maximum((high - low) / 1.349, 1e-6)
+    center = np.where((deviation > WIDEST) & (np.abs(center) < WITHIN * deviation), 0.0, center)
+    deviation = np.minimum(deviation, WIDEST)
     return np.clip(finite, center - WINSOR * deviation, center + WINSOR * deviation)
+
+
+def _mean_of(draws: np.ndarray, deviation: np.ndarray, is_real: np.ndarray) -> np.ndarray:
+    """Of each coordinate; zero, where NumPyro starts too, if the draws of a constrained site are all over the place.
+
+    :param deviation: of the draws, (P,). :param is_real: of the coordinates, whether their site has no constraint.
+    """
+    mean = draws.mean(axis=0)
+    return np.where(~is_real & (deviation > VAGUE) & (np.abs(mean) < WITHIN * deviation), 0.0, mean)

@@ -1,0 +1,74 @@
+"""Priors that say nothing, as in models that were written for BUGS: the search must find where the data are."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import pytest
+from scipy.special import logsumexp
+from scipy.stats import gamma, invgamma
+
+from numpyro_rvga import RVGA
+
+RNG = np.random.default_rng(0)
+Y = RNG.normal(3.0, 2.0, 60)
+GROUP = np.repeat(np.arange(8), 8)
+OF_GROUPS = RNG.normal(RNG.normal(size=8)[GROUP], 0.5)
+
+
+def variance(y):
+    location, v = numpyro.sample("location", dist.Normal(0, 1000)), numpyro.sample("v", dist.InverseGamma(1e-3, 1e-3))
+    numpyro.sample("y", dist.Normal(location, jnp.sqrt(v)), obs=y)
+
+
+def precisions(group, y):
+    mean = numpyro.sample("mean", dist.Normal(0, 1000))
+    between, within = (numpyro.sample(name, dist.Gamma(1e-3, 1e-3)) for name in ("between", "within"))
+    effect = numpyro.sample("effect", dist.Normal(mean, 1 / jnp.sqrt(between)).expand([8]))
+    numpyro.sample("y", dist.Normal(effect[group], 1 / jnp.sqrt(within)), obs=y)
+
+
+def moments(log_scale, log_weights):
+    """Mean and standard deviation over a grid."""
+    weights = np.exp(log_weights - logsumexp(log_weights))
+    mean = np.sum(weights * log_scale)
+    return mean, np.sqrt(np.sum(weights * (log_scale - mean) ** 2))
+
+
+@pytest.fixture(params=[True, False], ids=["float64", "float32"])
+def precision(request):
+    with jax.enable_x64(request.param):
+        yield
+
+
+@pytest.mark.usefixtures("precision")
+def test_a_vague_variance():
+    log_v = np.linspace(-2, 5, 4001)
+    n, square = len(Y), np.sum((Y - Y.mean()) ** 2)
+    log_p = -0.5 * (n - 1) * log_v - 0.5 * square / np.exp(log_v) + invgamma.logpdf(np.exp(log_v), 1e-3, scale=1e-3)
+    mean, deviation = moments(log_v, log_p + log_v)
+    posterior = RVGA(variance).run({"y": Y}, progress_bar=False)
+    found = float(posterior.mean[1]), float(np.sqrt(posterior.covariance[1, 1]))
+    np.testing.assert_allclose(found, (mean, deviation), atol=0.02)
+    assert float(posterior.mean[0]) == pytest.approx(Y.mean(), abs=0.01)
+
+
+@pytest.mark.usefixtures("precision")
+def test_vague_precisions_of_groups():
+    """Given the precisions, what is left is normal: the means of the groups, and what is around them."""
+    between, within = np.meshgrid(np.linspace(-4, 6, 401), np.linspace(1, 3, 201), indexing="ij")
+    means = OF_GROUPS.reshape(8, 8).mean(axis=1)
+    inside = np.sum((OF_GROUPS - means[GROUP]) ** 2)
+    variance_of_means = np.exp(-between) + np.exp(-within) / 8
+    log_p = 0.5 * (64 - 8) * within - 0.5 * inside * np.exp(within)
+    log_p = log_p - 3.5 * np.log(variance_of_means) - 0.5 * np.sum((means - means.mean()) ** 2) / variance_of_means
+    for log_precision in (between, within):
+        log_p = log_p + gamma.logpdf(np.exp(log_precision), 1e-3, scale=1e3) + log_precision
+    posterior = RVGA(precisions).run({"group": GROUP, "y": OF_GROUPS}, progress_bar=False)
+    assert posterior.info["converged"]
+    for name, log_precision in (("between", between), ("within", within)):
+        mean, deviation = moments(log_precision, log_p)
+        index = int(np.ravel(posterior.program.layout.indices[name])[0])
+        assert float(posterior.mean[index]) == pytest.approx(mean, abs=0.2 * deviation)
+        assert np.sqrt(float(posterior.covariance[index, index])) == pytest.approx(deviation, rel=0.2)
