@@ -278,7 +278,8 @@ def numbers_of(fn: Any) -> list[Array]:
 
 
 def _is_opaque(part: Any) -> bool:
-    return isinstance(part, Transform) and type(part).tree_flatten is Transform.tree_flatten
+    own, inherited = (getattr(kind, "tree_flatten", None) for kind in (type(part), Transform))  # NumPyro 0.21 has none
+    return isinstance(part, Transform) and own is inherited
 
 
 def is_numpyros(fn: Distribution) -> bool:
