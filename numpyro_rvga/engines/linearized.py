@@ -94,31 +94,26 @@ def sites_by_form(seen: Sequence[Seen], rows: dict) -> list[list[int]]:
 
     :param rows: what the terms take besides theta, or the shapes of these.
     """
-    shapes = [jax.eval_shape(partial(constants, terms), rows) for terms, _ in seen]
-    alike = Counter(_signature(terms, of_constants) for (terms, _), of_constants in zip(seen, shapes))
+    without = Counter(terms.num_predictors for terms, _ in seen if terms.closed_form is None)
     indices: dict[Any, list[int]] = {}
-    for index, ((terms, _), of_constants) in enumerate(zip(seen, shapes)):
+    for index, (terms, _) in enumerate(seen):
         form: Any = index
         if terms.is_affine and terms.closed_form is not None:
             form = terms.closed_form
-        elif terms.is_affine and alike[_signature(terms, of_constants)] > 1:
-            form = _digest_of_density(terms, of_constants)
+        elif terms.is_affine and without[terms.num_predictors] > 1:
+            form = _density_of(terms, rows)
         indices.setdefault(form, []).append(index)
     return list(indices.values())
 
 
-def _signature(terms: Terms, of_constants: PyTree) -> tuple:
-    """Equal for terms whose densities take the same arrays."""
-    leaves, structure = jax.tree.flatten(of_constants)
-    return terms.num_predictors, structure, *((x.shape[2:], x.dtype) for x in leaves)
-
-
-def _digest_of_density(terms: Terms, of_constants: PyTree) -> tuple:
-    dtype = jax.dtypes.canonicalize_dtype(float)
-    of_one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[2:], x.dtype), of_constants)
-    predictors = jax.ShapeDtypeStruct((terms.num_predictors,), dtype)
+def _density_of(terms: Terms, rows: dict) -> tuple:
+    """Equal for the same densities, which take the same arrays."""
+    shapes = jax.eval_shape(partial(constants, terms), rows)
+    of_one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[2:], x.dtype), shapes)
+    predictors = jax.ShapeDtypeStruct((terms.num_predictors,), jax.dtypes.canonicalize_dtype(float))
     digests = output_digests(lambda u, c: {"density": terms.density(u, c)}, predictors, of_one)
-    return _signature(terms, of_constants), digests["density"], terms.num_nodes
+    leaves, structure = jax.tree.flatten(of_one)
+    return digests["density"], terms.num_predictors, terms.num_nodes, structure, *((x.shape, x.dtype) for x in leaves)
 
 
 def merged_by_form(forms: list[list[int]], prepared: tuple) -> tuple:

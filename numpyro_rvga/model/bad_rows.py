@@ -118,17 +118,19 @@ def _advice(values: np.ndarray) -> str:
 
 def check_reading(program: Program) -> None:
     """:raises ValueError: naming a site of a whole program whose terms are another density than the model's."""
-    if all(terms.by_draws for terms in program.terms):  # these are the model's own density
+    summed = {component.name for component, _ in program.row_parts}  # of these see check_states
+    compared = [terms for terms in program.terms if not terms.by_draws and terms.site not in summed]
+    if not compared:  # draws take the model's own density
         return
     inputs = {**program.inputs(program.example_rows), **program.shared}
 
     def read(theta: Array) -> dict[str, Array]:
-        return {t.site: jnp.sum(t.log_probs(theta, inputs)) for t in program.terms if not t.by_draws}
+        return {t.site: jnp.sum(t.log_probs(theta, inputs)) for t in compared}
 
     def both(theta: Array) -> tuple[dict, dict, dict]:
         own = program.log_likelihood(theta, program.inputs(program.example_rows))
-        total = {name: jnp.sum(values) for name, values in own.items()}
-        return read(theta), total, {name: jnp.sum(jnp.abs(values)) for name, values in own.items()}
+        total = {t.site: jnp.sum(own[t.site]) for t in compared}
+        return read(theta), total, {t.site: jnp.sum(jnp.abs(own[t.site])) for t in compared}
 
     points = program.points_of_prior(NUM_DRAWS, scale=0.5)
     terms, own, size = jax.device_get(at_once(lambda: jax.lax.map(both, points)))

@@ -31,9 +31,8 @@ from ..options import Info
 from .fitted import Fitted
 
 P = TypeVar("P", bound=Fitted)
-PLAIN = (
-    "model_kwargs example_rows improper_prior_scale whole evaluates params elbo num_rows info".split()
-)  # stored as they are
+# Stored as they are.
+PLAIN = "model_kwargs example_rows improper_prior_scale whole evaluates params elbo num_rows info".split()
 STORED_FAMILIES = FAMILIES | {"mixture": GaussianMixture, "by site": MeanField}
 
 

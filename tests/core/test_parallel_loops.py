@@ -58,6 +58,13 @@ LOOPS = [
 ]
 
 
+def evaluated(program, closed, equation, *inputs):
+    """A program in place of an equation of another, whose inputs these are."""
+    known = dict(zip([*closed.jaxpr.constvars, *closed.jaxpr.invars], [*closed.consts, *inputs]))
+    at = [v.val if hasattr(v, "val") else known[v] for v in equation.invars]
+    return jax.core.eval_jaxpr(program.jaxpr, program.consts, *at)
+
+
 def product_and_constants(carry, x):
     """A product of all steps, which stays a loop; a counter, twice the counter, and a constant."""
     number, key, product = carry
@@ -74,9 +81,7 @@ def test_what_a_loop_returns_of_constants_alone_is_known(reverse):
     is_constant = [v is not closed.jaxpr.invars[0] for v in equation.invars]
     assert in_parallel(equation, is_constant) is None
     numbers, program = constant_outputs(equation, is_constant)
-    known = dict(zip([*closed.jaxpr.constvars, *closed.jaxpr.invars], [*closed.consts, jnp.full_like(X, jnp.nan)]))
-    inputs = [v.val if hasattr(v, "val") else known[v] for v in equation.invars]
-    found = dict(zip(numbers, jax.core.eval_jaxpr(program.jaxpr, program.consts, *inputs), strict=True))
+    found = dict(zip(numbers, evaluated(program, closed, equation, jnp.full_like(X, jnp.nan)), strict=True))
     returned = jax.tree.leaves(loop(X))
     assert len(returned) - len(found) == 2  # the product, and what it was
     for number, value in found.items():
@@ -116,13 +121,7 @@ def test_all_steps_at_once_are_the_loop(step, start, reverse):
     equation = next(e for e in closed.jaxpr.eqns if e.primitive.name == "scan")
     program = in_parallel(equation, [v is not closed.jaxpr.invars[0] for v in equation.invars])
     assert program is not None
-
-    def of_arrays(*inputs):
-        known = dict(zip([*closed.jaxpr.constvars, *closed.jaxpr.invars], [*closed.consts, *inputs]))
-        at = [v.val if hasattr(v, "val") else known[v] for v in equation.invars]
-        return jax.core.eval_jaxpr(program.jaxpr, program.consts, *at)
-
-    for a, b in zip(of_arrays(X), jax.tree.leaves(loop(X)), strict=True):
+    for a, b in zip(evaluated(program, closed, equation, X), jax.tree.leaves(loop(X)), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
 

@@ -47,12 +47,8 @@ def in_parallel(eqn: JaxprEqn, is_constant: Sequence[bool]) -> jex_core.ClosedJa
     :param is_constant: of the equation's inputs, whether each is a constant.
     :return: None if a carried value is left that is none of these.
     """
-    start, num_carry = scan_counts(eqn)
-    carries = frozenset(range(start, start + num_carry))
-    of_outputs_all = sources_of(_body(eqn), [frozenset([i]) for i in range(len(eqn.invars))])
-    sources = dict(zip(sorted(carries), of_outputs_all))
-    alone = _closed(carries, sources, frozenset(i for i, constant in enumerate(is_constant) if constant))
-    known = alone | frozenset(i for i, constant in enumerate(is_constant) if constant and i not in carries)
+    _, sources, alone, known = _dependences(eqn, is_constant)
+    carries = frozenset(sources)
     stages: list[Stage] = []
     resolved = alone
     while resolved != carries:
@@ -71,17 +67,35 @@ def constant_outputs(eqn: JaxprEqn, is_constant: Sequence[bool]) -> tuple[list[i
 
     :return: None if there are none.
     """
-    start, num_carry = scan_counts(eqn)
-    carries = frozenset(range(start, start + num_carry))
-    of_outputs_all = sources_of(_body(eqn), [frozenset([i]) for i in range(len(eqn.invars))])
-    sources = dict(zip(sorted(carries), of_outputs_all))
-    constants = frozenset(i for i, constant in enumerate(is_constant) if constant)
-    known = _closed(carries, sources, constants) | (constants - carries)
-    numbers = [i for i, takes in enumerate(of_outputs_all) if takes <= known]
-    alone = frozenset().union(*[of_outputs_all[i] for i in numbers]) & carries
-    while (more := alone.union(*[sources[c] & carries for c in alone])) != alone:
+    takes, sources, _, known = _dependences(eqn, is_constant)
+    numbers = [i for i, own in enumerate(takes) if own <= known]
+    alone = sources.keys() & frozenset().union(*[takes[i] for i in numbers])
+    while (more := alone.union(*[sources.keys() & sources[c] for c in alone])) != alone:
         alone = more
     return (numbers, _program(eqn, is_constant, sorted(alone), [], numbers)) if numbers else None
+
+
+class _Dependences(NamedTuple):
+    """Which inputs the results of a scan's step take.
+
+    :ivar takes: by output. :ivar sources: by carried value, as an input: those of its value after the step.
+    :ivar alone: carried values that take constants and each other only. :ivar known: these, and all constants.
+    """
+
+    takes: list[frozenset[int]]
+    sources: dict[int, frozenset[int]]
+    alone: frozenset[int]
+    known: frozenset[int]
+
+
+def _dependences(eqn: JaxprEqn, is_constant: Sequence[bool]) -> _Dependences:
+    start, num_carry = scan_counts(eqn)
+    carries = frozenset(range(start, start + num_carry))
+    takes = sources_of(_body(eqn), [frozenset([i]) for i in range(len(eqn.invars))])
+    sources = dict(zip(sorted(carries), takes))
+    constants = frozenset(i for i, constant in enumerate(is_constant) if constant)
+    alone = _closed(carries, sources, constants)
+    return _Dependences(takes, sources, alone, alone | (constants - carries))
 
 
 def _program(

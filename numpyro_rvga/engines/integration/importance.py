@@ -64,9 +64,10 @@ def integrate_by_importance(
         log_ratios = np.array([point.evidence for point in points]) - log_proposal
         log_weights, khat = smoothed(log_ratios)
         mass = np.exp(log_weights)
-        share = 1 / (len(mass) * np.sum(mass**2))
-        if share * len(mass) < size + 1:
+        effective = 1 / np.sum(mass**2)
+        if effective < size + 1:
             return None
+        share = effective / len(mass)
         if (share > LEAST_SHARE and khat < MOST_KHAT) or seed + 1 == MAX_FITS:
             break
         axes = _axes_of(np.array([point.h for point in points]), mass)
