@@ -180,7 +180,9 @@ def _after_step(
     next."""
     at = state.evaluation
     merit, before = (-new.decrement, -at.decrement) if search.by_decrement else (new.bound, at.bound)
-    accepted = (merit >= before - rounding(search, mean, before)) & jnp.isfinite(merit) & jnp.isfinite(new.decrement)
+    accepted = merit >= before - rounding(search, mean, before)
+    if not search.mode:  # a bound of infinity is no rise, but a density of infinity says that there is no mode
+        accepted = accepted & jnp.isfinite(merit) & jnp.isfinite(new.decrement)
     resolvable = rounding(search, mean, new.bound)  # gains below rounding error may be losses
     near = (new.decrement <= resolvable) & (new.decrement > 0.5 * at.decrement)
     hidden = (merit - before <= resolvable) & (new.decrement > LITTLE_LESS * at.decrement)
