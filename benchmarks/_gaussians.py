@@ -53,7 +53,7 @@ def finite(point: Point) -> bool:
 
 def exact_bound(case: Case) -> Bound:
     """The bound at a Gaussian over SVI's latents, by our own expectations."""
-    rows = checked_rows(case.model, case.rows, 0, case.kwargs)
+    rows = checked_rows(case.model, case.rows, case.kwargs)
     engine = Engines(case.model, FixedPointVI(case.model).options, batch=True).get(
         rows, case.kwargs, jax.random.key(0), rows
     )

@@ -311,7 +311,7 @@ class BONG:
         :param data: a block of data, as for :meth:`run`; used for its form only, and not absorbed.
         :return: the state, a pytree.
         """
-        rows = checked_rows(self.model, data, 0, model_kwargs)
+        rows = checked_rows(self.model, data, model_kwargs)
         rng_key = default_key() if rng_key is None else rng_key
         engine = self._engines.get_for_stream(rows, model_kwargs, rng_key)
         return self._start(self._of_engine(engine, rng_key), None, rng_key)

@@ -202,7 +202,7 @@ class GroupCluster(Cluster):
 
     def _advance(self, step: float, shift: np.ndarray, shared: Shared) -> Message:
         pairs = enumerate(zip(self._parts, self._places))
-        self._next = [self._submit(n, advanced, part, place, step, shift, shared) for n, (part, place) in pairs]
+        self._next = [self._submit(n, _advanced, part, place, step, shift, shared) for n, (part, place) in pairs]
         return self._messages_of(self._next, 1.0)
 
     def _message(self, step: float) -> Message:
@@ -224,6 +224,10 @@ def _group_part(model: GroupModel, data: Data | Iterable, is_first: bool) -> Gro
 
 def _first_place(part: GroupPart, start: Start) -> GroupPlace:
     return first_place(len(part.labels), start)
+
+
+def _advanced(part: GroupPart, place: GroupPlace, step: float, shift: np.ndarray, shared: Shared) -> GroupPlace:
+    return advanced(part.evaluations, place, step, shift, shared)
 
 
 def _are_apart(part: GroupPart, *labels: np.ndarray) -> None:

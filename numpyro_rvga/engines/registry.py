@@ -140,7 +140,7 @@ class Engines:
         if whole is not None:
             return whole
         try:
-            rows = checked_rows(self.model, data, 0, model_kwargs)
+            rows = checked_rows(self.model, data, model_kwargs)
             engine = self.get(rows, model_kwargs, rng_key, rows)
             engine.program.check_prior()
         except BadData:

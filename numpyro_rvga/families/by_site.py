@@ -115,7 +115,7 @@ class SiteFamilies:
 
     def init(self, data: Data, *, rng_key: Array | None = None, **model_kwargs: Any) -> MeanFieldState:
         """As :meth:`RVGA.init`."""
-        rows = checked_rows(self.model, data, 0, model_kwargs)
+        rows = checked_rows(self.model, data, model_kwargs)
         return self._updates_for(rows, model_kwargs, default_key() if rng_key is None else rng_key, None)[1].start
 
     def update(self, state: MeanFieldState, data: Arrays) -> MeanFieldState:

@@ -193,7 +193,7 @@ class FullFamily:
     # ------------------------------------------------------------------ functional form
     def init(self, data: Data, *, rng_key: Array | None = None, **model_kwargs: Any) -> State:
         """As :meth:`RVGA.init`."""
-        rows = checked_rows(self.model, data, 0, model_kwargs)
+        rows = checked_rows(self.model, data, model_kwargs)
         rng_key = default_key() if rng_key is None else rng_key
         return initial_state(self._engines.get(rows, model_kwargs, rng_key))
 

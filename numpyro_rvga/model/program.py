@@ -147,7 +147,7 @@ class Program(BoundLikelihood):
         if self.whole:
             rows = self._as_taken(whole_data_again(self.model, data, self.model_kwargs))
         else:
-            rows = checked_rows(self.model, data, 0, self.model_kwargs)
+            rows = checked_rows(self.model, data, self.model_kwargs)
         needed = self._prediction_arrays if predicted else set(self.example_row) - self._outcome_arrays
         self.check_given(rows, needed)
         if not self.whole:

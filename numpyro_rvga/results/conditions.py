@@ -116,7 +116,7 @@ def check_conditions(
     means, variances = _checked_axis("means", means), _checked_axis("variances", variances)
     if variances is not None and not np.all(variances > 0):
         raise ValueError("variances must be positive.")
-    rows = checked_rows(model, data, 0, model_kwargs)
+    rows = checked_rows(model, data, model_kwargs)
     # Any scale will do: the conditions concern the likelihood alone.
     engine = Engines(model, options, improper_prior_scale=1.0, batch=True).get(rows, dict(model_kwargs), rng_key, rows)
     engine.program.check_rows(rows)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -55,13 +55,6 @@ MOST_PARAMETERS = 500
 UNSETTLED = 0.1  # standard deviations
 MOST_KHAT = 0.7
 CONVERGED = 0.999  # of the mass, at points where the bound is maximized
-
-
-class Outcome(NamedTuple):
-    """:ivar fields: of a posterior; None if nothing is integrated out. :ivar reason: why nothing is."""
-
-    fields: Info | None
-    reason: str = ""
 
 
 class Integration:
@@ -140,8 +133,8 @@ class Integration:
         rng_key: Array,
         progress_bar: bool,
         start: ArrayLike | None = None,
-    ) -> Outcome:
-        """The fields of a posterior.
+    ) -> tuple[Info | None, str]:
+        """The fields of a posterior; None if nothing is integrated out, and why nothing is.
 
         :param program: of the whole model. :param sites: which are integrated out, as the user has said.
         :param start: theta (P,), where the search starts.
@@ -149,13 +142,13 @@ class Integration:
         """
         choice = self.choose(program, sites, rows)
         if not choice.sites:
-            return Outcome(None, choice.reason)
+            return None, choice.reason
         try:
-            return Outcome(self._integrated(program, choice.sites, rows, rng_key, progress_bar, start))
+            return self._integrated(program, choice.sites, rows, rng_key, progress_bar, start), ""
         except NotFinite as error:
             if sites != "auto":
                 raise
-            return Outcome(None, f"{', '.join(choice.sites)}: {error}")
+            return None, f"{', '.join(choice.sites)}: {error}"
 
     def _integrated(
         self,

@@ -27,7 +27,7 @@ from ..core.gaussians.mean_field import MeanField
 from ..core.gaussians.mixture import GaussianMixture
 from ..engines.starts import NOTICEABLE, share_of_others
 from ..model.data.rows import Arrays, Data
-from ..streams.order import seed_of
+from ..options import key_numbers
 from .fitted import Fitted
 from .log_joint import check_all_rows, draws_with_density, is_of_points, log_joint, rows_with_outcome
 from .marginal_nuts import has_mixed
@@ -219,7 +219,7 @@ def _draws(posterior: Fitted, rng_key: Array, num_samples: int) -> tuple[Array, 
     gaussian = q if is_gaussian else q.as_full()
     draw_key, wide_key = jax.random.split(rng_key)
     of_mixture = None if is_gaussian else posterior.sample_unconstrained(draw_key, (num_samples,))
-    count, dtype, rng = int(num_samples * SHARE), gaussian.mean.dtype, np.random.default_rng(seed_of(wide_key))
+    count, dtype, rng = int(num_samples * SHARE), gaussian.mean.dtype, np.random.default_rng(key_numbers(wide_key))
     noise = rng.normal(size=(count, gaussian.noise_size)).astype(dtype)  # JAX's samplers take seconds to compile
     coordinates = rng.integers(0, gaussian.mean.size, count)
     wide = (WIDER * rng.standard_t(DEGREES, count)).astype(dtype)

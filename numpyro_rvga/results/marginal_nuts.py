@@ -77,8 +77,7 @@ def integrate_by_nuts(marginal: Marginal, mode: Mode, moments: Moments, rng_key:
         "khat": float(khat),
         "relative_sample_size": float(1 / (len(mass) * np.sum(mass**2))),
     }
-    converged, error = (float(mass @ values) for values in ([p.converged for p in points], [p.error for p in points]))
-    return Integral(design, None, converged, info, error)
+    return Integral.over(points, mass, design, None, info)
 
 
 def _until_enough(chains: list[Iterator[Draw]]) -> tuple[list[Draw], float, float]:

@@ -77,21 +77,14 @@ def predictive(
 
 
 def monte_carlo(posterior: Fitted, rng_key: Array, data: Data, num_samples: int) -> dict[str, Array]:
-    """Run the model forward at posterior draws, with every observed site drawn anew.
-
-    :param posterior: the posterior.
-    :param rng_key: random key.
-    :param data: rows, with or without the outcome.
-    :param num_samples: the number of posterior draws.
-    :return: observed sites and deterministic sites inside the row plate, of shape ``(num_samples, *site_shape)``.
-    """
+    """Run the model forward at posterior draws, with every observed site drawn anew; see :func:`predictive`."""
     draw_key, model_key = jax.random.split(rng_key)
     theta = posterior.sample_unconstrained(draw_key, (num_samples,))
     return at_draws(posterior, model_key, posterior.program.rows(data, predicted=True), theta)
 
 
 def plugin(posterior: Fitted, rng_key: Array, data: Data, num_samples: int) -> dict[str, Array]:
-    """Run the model forward at the mean of q, with every observed site drawn anew: what :func:`monte_carlo` returns.
+    """The same at the mean of q.
 
     :raises NotImplementedError: if the model has a latent value for each row.
     """
@@ -102,8 +95,8 @@ def plugin(posterior: Fitted, rng_key: Array, data: Data, num_samples: int) -> d
 
 
 def linearized(posterior: Fitted, rng_key: Array, data: Data, num_samples: int) -> dict[str, Array]:
-    """Draw outcomes with the parameters of the observed distributions, in unconstrained space, linearized in theta at
-    the mean of q: what :func:`monte_carlo` returns, and for networks closer to the data.
+    """The same with the parameters of the observed distributions, in unconstrained space, linearized in theta at the
+    mean of q.
 
     :raises NotImplementedError: if the model has a latent value for each row, or the parameters of an observed
         distribution cannot be named.
@@ -163,14 +156,7 @@ def _predicted(program: Program) -> set[str]:
 
 
 def at_draws(posterior: Fitted, rng_key: Array, rows: Arrays, theta: Array) -> dict[str, Array]:
-    """Predict rows at given parameters.
-
-    :param posterior: the posterior.
-    :param rng_key: random key.
-    :param rows: rows as ``program.rows`` returns them.
-    :param theta: unconstrained parameters, shape ``(num_samples, P)``.
-    :return: observed sites and deterministic sites inside the row plate, of shape ``(num_samples, *site_shape)``.
-    """
+    """Predict rows, as ``program.rows`` returns them, at unconstrained parameters (num_samples, P)."""
     program = posterior.program
     predicted = _predicted(program)
     if program.whole and not program.holds(rows):
@@ -307,9 +293,6 @@ def closed_form(posterior: Fitted, data: Data) -> dict[str, dict[str, Array]]:
     ``k = beta / sqrt(v + beta^2)``, ``beta = sqrt(8 / pi)``, the mean is ``sigmoid(k m)`` and the variance
     ``mean (1 - mean) (1 - k)``. Both are approximations: they replace the logistic function by a probit.
 
-    :param posterior: the posterior.
-    :param data: rows, with or without the outcome.
-    :return: for each observed site ``{"mean": ..., "variance": ...}``, of shape ``(num_rows, *element_shape)``.
     :raises NotImplementedError: if an observed site is not logistic.
     """
     program = posterior.program

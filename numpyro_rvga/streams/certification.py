@@ -14,10 +14,9 @@ from ..engines.certificate import Certificate, Sums
 from ..engines.engine import Engine
 from ..model.data.row_set import RowSet, row_digests
 from ..model.data.rows import Rows, joined, num_rows, selected
-from ..options import Info, check_choice, is_count
+from ..options import Info, check_choice, is_count, key_numbers
 from ..user_warnings import warn
 from .model_check import MOST_ROWS, NUM_PAIRS, Difference, ModelCheck
-from .order import seed_of
 from .recursive_pass import RecursivePass
 from .sampled import estimated, stepped
 from .source import SLICE, RowSource, chunks, rows_in_memory
@@ -83,7 +82,7 @@ class Certification:
             findings = Findings(state, bound, info, taken.only_rows, taken.accounts)
         if not self.certifies(engine) or findings.rows:
             return findings
-        certificate, rng = Certificate.of(engine), np.random.default_rng(seed_of(rng_key))
+        certificate, rng = Certificate.of(engine), np.random.default_rng(key_numbers(rng_key))
         if source.seekable:
             state = stepped(certificate, state, taken)
             source = source.without(taken.left_out)
@@ -108,7 +107,7 @@ class Certification:
         check = engine.once(ModelCheck, lambda: ModelCheck(engine, Certificate.of(engine)))
         if engine.program.local_names or check.is_done:
             return findings.bound
-        rng = np.random.default_rng(seed_of(rng_key))
+        rng = np.random.default_rng(key_numbers(rng_key))
         state, bound, count = findings.state, findings.bound, num_rows(findings.rows)
         if count == int(state.num_rows) <= MOST_ROWS and engine.program.is_proper:
             differences = check(state, findings.rows, bound, rng)

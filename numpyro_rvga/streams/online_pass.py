@@ -16,7 +16,7 @@ from ..core.updates.rules import Rule
 from ..engines.online import BlockInfo, OnlineState, OnlineUpdates
 from ..model.bad_rows import describe_bad_rows
 from ..model.data.rows import Rows, num_rows, pad, selected
-from ..options import Info
+from ..options import Info, key_numbers
 from ..progress import Bar
 from .passes import Pass, first_failed, rows_named
 
@@ -141,7 +141,7 @@ def run_epochs(
     """
     total, clipped = num_rows(rows), 0
     prior, all_rows, rate = state.gaussian, state.num_rows + total, online.rate(rule)
-    order, rng = np.arange(total), np.random.default_rng(np.asarray(jax.random.key_data(state.rng_key)).tolist())
+    order, rng = np.arange(total), np.random.default_rng(key_numbers(state.rng_key))
     for _ in range(num_epochs):
         if shuffle:
             order = rng.permutation(total)

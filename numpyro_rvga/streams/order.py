@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-import jax
 import numpy as np
 from jax import Array
 
 from ..model.data.rows import Rows, joined, num_rows, selected
+from ..options import key_numbers
 
 SLICE = 2**13  # rows that are selected at a time: while they are copied, they stay in the processor's cache
 BUFFER_NUMBERS = 2**25  # in the rows that are read to be mixed with each other
@@ -41,7 +41,7 @@ class RandomOrder:
         self, reader_at: Callable[[int], Callable[[int], Rows | None]], rounds: Sequence[Round], rng_key: Array
     ):
         self._reader_at, self._rounds = reader_at, rounds
-        self._seed = seed_of(rng_key)
+        self._seed = key_numbers(rng_key)
         self._last: tuple[int, np.ndarray] | None = None
 
     def open_at(self, position: int) -> Iterator[Rows]:
@@ -87,11 +87,6 @@ def _all_of(reader: Callable[[int], Rows | None], row: int, length: int) -> Rows
     return rows
 
 
-def seed_of(rng_key: Array) -> list[int]:
-    """For NumPy's generators, which permute many rows ten times as fast as JAX's."""
-    return np.asarray(jax.random.key_data(rng_key)).ravel().tolist()
-
-
 def one_round(total: int) -> list[Round]:
     """For rows in memory: all at once."""
     return [Round(0, np.array([[0, total]]))]
@@ -109,7 +104,7 @@ def rounds_of(pieces: Sequence[int], numbers_per_row: int, rng_key: Array) -> li
     cuts = -(-FEWEST_PIECES // len(lengths))
     lengths = np.concatenate([_even(length, cuts) for length in lengths])
     starts = np.cumsum(lengths) - lengths
-    order = np.random.default_rng(seed_of(rng_key)).permutation(len(lengths))
+    order = np.random.default_rng(key_numbers(rng_key)).permutation(len(lengths))
     rounds, position = [], 0
     for together in _waves(lengths, order, max(capacity, OPEN_NUMBERS // numbers_per_row)):
         count = -(-int(lengths[together].sum()) // capacity)

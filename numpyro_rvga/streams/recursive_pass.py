@@ -26,10 +26,9 @@ from ..engines.starts import modes_info
 from ..model.bad_rows import NotFinite, describe_bad_rows
 from ..model.data.row_set import once_each
 from ..model.data.rows import Rows, in_blocks, num_rows, pad, selected
-from ..options import Info
+from ..options import Info, key_numbers
 from .block_plan import Sizes
 from .memory import NEGLIGIBLE_ERROR, KeptRows, RowMemory, inexactness, unranked
-from .order import seed_of
 from .passes import Pass, first_failed, rows_named
 
 MAX_REFITS = 8  # of kept rows that are more than one solve takes
@@ -108,7 +107,7 @@ class RecursivePass(Pass[State, StepInfo]):
             taken = unranked(rows, report.absorbed, offset)
             self._memory.add(taken._replace(priority=inexactness(taken.absorbed)))
             if self._sampled_by is not None:
-                draws = np.random.default_rng([*seed_of(self._sampled_by), offset]).random(len(taken.positions))
+                draws = np.random.default_rng([*key_numbers(self._sampled_by), offset]).random(len(taken.positions))
                 self.sample.add(taken._replace(priority=draws))
         if np.ndim(report.bound):
             starts = np.arange(np.size(report.bound)) * self._sizes.block

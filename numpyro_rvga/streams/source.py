@@ -266,15 +266,19 @@ class _Listed:
 
 def _length(block: Any) -> int:
     """Rows of a block. Blocks that are none are refused when they are read."""
-    arrays = block.values() if isinstance(block, Mapping) else block if isinstance(block, (tuple, list)) else ()
-    return next((np.shape(array)[0] for array in arrays if array is not None and np.ndim(array)), 0)
+    return next((shape[0] for shape in _shapes(block) if shape), 0)
 
 
 def _has_no_rows(block: Any) -> bool:
     """Whether all arrays of a block are empty."""
+    shapes = _shapes(block)
+    return bool(shapes) and all(shape[:1] == (0,) for shape in shapes)
+
+
+def _shapes(block: Any) -> list[tuple[int, ...]]:
+    """Of the arrays of a block."""
     arrays = block.values() if isinstance(block, Mapping) else block if isinstance(block, (tuple, list)) else ()
-    shapes = [np.shape(array) for array in arrays if array is not None]
-    return bool(shapes) and all(len(shape) > 0 and shape[0] == 0 for shape in shapes)
+    return [np.shape(array) for array in arrays if array is not None]
 
 
 def _rest(block: Any, skipped: int) -> Any:

@@ -61,20 +61,11 @@ def num_nodes(num_dimensions: int) -> int:
     return NODES[num_dimensions] ** num_dimensions
 
 
-class Place(NamedTuple):
-    """Where an integrand is.
+def place_nodes(log_integrand: LogIntegrand, num_dimensions: int, dtype: jnp.dtype) -> Nodes:
+    """Nodes for the integral of exp(h), along the axes of its mode and as far as it reaches from there.
 
-    :ivar mode: (K,). :ivar axes: columns as long as the integrand is wide, (K, K).
-    :ivar reach: how far below and above the mode it reaches along each axis, in units of these, (2, K).
-    """
-
-    mode: Array
-    axes: Array
-    reach: Array
-
-
-def find_place(log_integrand: LogIntegrand, num_dimensions: int, dtype: jnp.dtype) -> Place:
-    """Where exp(h) is.
+    They are not to be differentiated: an integral's derivatives are those of :func:`log_integral` over fixed nodes, as
+    exact as the integral itself.
 
     :param log_integrand: h, z (K,) -> its value. Where that is not finite, the integrand counts as zero.
     :param num_dimensions: K, one to three.
@@ -89,42 +80,19 @@ def find_place(log_integrand: LogIntegrand, num_dimensions: int, dtype: jnp.dtyp
     rays = jnp.concatenate([-axes.T, axes.T])  # (2 K, K)
     reach = lax.map(lambda ray: _reach(lambda d: finite(mode + d * ray), best, drop, dtype), rays)
     margin = MARGIN if num_dimensions > 1 else 1.0
-    return Place(mode, axes, margin * reach.reshape(2, num_dimensions))
-
-
-def nodes_for(places: Place) -> Nodes:
-    """Nodes for the integrals of all integrands that are at one of these places, or between them.
-
-    They are not to be differentiated: an integral's derivatives are those of :func:`log_integral` over fixed nodes, as
-    exact as the integral itself.
-
-    :param places: with a leading axis; the first one's axes are taken.
-    """
-    axes, center = places.axes[0], places.mode[0]
-    num_dimensions, dtype = len(center), center.dtype
-    into = jnp.linalg.inv(axes) if num_dimensions > 1 else 1 / axes
-    modes = (places.mode - center) @ into.T  # (places, K), in units of the axes
-    scales = jnp.sqrt(jnp.sum((into @ places.axes) ** 2, axis=-1))
-    low, high = jnp.min(modes - scales * places.reach[:, 0], 0), jnp.max(modes + scales * places.reach[:, 1], 0)
-    middle, apart = 0.5 * (jnp.min(modes, 0) + jnp.max(modes, 0)), 0.5 * (jnp.max(modes, 0) - jnp.min(modes, 0))
-    scale = jnp.sqrt(jnp.min(scales, 0) ** 2 + apart**2)
-    start, stop = jnp.arcsinh((low - middle) / scale), jnp.arcsinh((high - middle) / scale)
+    low, high = margin * reach.reshape(2, num_dimensions)  # in units of the axes
+    start, stop = -jnp.arcsinh(low), jnp.arcsinh(high)
     count = NODES[num_dimensions]
     spacing = (stop - start) / (count - 1)
     t = start + spacing * jnp.arange(count, dtype=dtype)[:, None]  # (N, K)
-    positions, steps = middle + scale * jnp.sinh(t), spacing * scale * jnp.cosh(t)
+    steps = spacing * jnp.cosh(t)
 
     def tensor(x: Array) -> Array:
         return jnp.stack([g.ravel() for g in jnp.meshgrid(*x.T, indexing="ij")], axis=-1)
 
     steps = tensor(steps)
     volume = jnp.log(jnp.abs(axes[0, 0])) if num_dimensions == 1 else jnp.linalg.slogdet(axes)[1]
-    return Nodes(center + tensor(positions) @ axes.T, jnp.sum(jnp.log(steps), axis=1) + volume, axes, steps)
-
-
-def place_nodes(log_integrand: LogIntegrand, num_dimensions: int, dtype: jnp.dtype) -> Nodes:
-    """Nodes for the integral of one exp(h); see :func:`find_place` and :func:`nodes_for`."""
-    return nodes_for(jax.tree.map(lambda x: x[None], find_place(log_integrand, num_dimensions, dtype)))
+    return Nodes(mode + tensor(jnp.sinh(t)) @ axes.T, jnp.sum(jnp.log(steps), axis=1) + volume, axes, steps)
 
 
 def _finite_or_low(value: Array) -> Array:

@@ -54,7 +54,7 @@ def in_parallel(eqn: JaxprEqn, is_constant: Sequence[bool]) -> jex_core.ClosedJa
     while resolved != carries:
         left = sorted(carries - resolved)
         ready = [c for c in left if sources[c] & carries <= resolved]
-        stage = Stage(ready, None) if ready else _linear_stage(eqn, left, sources, resolved, known)
+        stage = Stage(ready, None) if ready else _linear_stage(eqn, left, sources, known)
         if stage is None:
             return None
         stages.append(stage)
@@ -112,16 +112,11 @@ def _body(eqn: JaxprEqn) -> jex_core.ClosedJaxpr:
 
 
 def _linear_stage(
-    eqn: JaxprEqn,
-    left: list[int],
-    sources: dict[int, frozenset[int]],
-    resolved: frozenset[int],
-    known: frozenset[int],
+    eqn: JaxprEqn, left: list[int], sources: dict[int, frozenset[int]], known: frozenset[int]
 ) -> Stage | None:
     """A carried value that is linear in itself, or all that are left together.
 
-    :param sources: which inputs of a step each takes. :param resolved: those that are computed already.
-    :param known: inputs of a step that are constants.
+    :param sources: which inputs of a step each takes. :param known: inputs of a step that are constants.
     """
     body, start = _body(eqn), scan_counts(eqn)[0]
     for group in [*([c] for c in left), left]:

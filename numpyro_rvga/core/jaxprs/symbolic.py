@@ -102,7 +102,7 @@ class Reading:
         else:
             root = materialize(graph, out)
             leaves = [n for n in ancestors([root]) if n.leaf_of is not None]
-            leaves, derived = _independent(graph, leaves)
+            leaves, derived = _independent(leaves)
         live = ancestors([root, *derived.values()], stop=_is_of_rows)
         constants = [n for n in live if _is_of_rows(n)]
         sizes = [leaf.size for leaf in leaves]
@@ -145,7 +145,7 @@ def factorize(fun: Callable, theta: jax.ShapeDtypeStruct, *row: PyTree) -> Facto
     return Reading(lambda *arguments: {"value": fun(*arguments)}, theta, *row).split("value")
 
 
-def _independent(graph, leaves: list[Node]) -> tuple[list[Node], dict[int, Node]]:
+def _independent(leaves: list[Node]) -> tuple[list[Node], dict[int, Node]]:
     """Drop predictors that are entries, sums and multiples of other predictors; say how to compute them from those."""
     kept, derived = {n.affine.serial: n for n in leaves}, {}
 

@@ -83,9 +83,8 @@ def integrate_by_importance(
     }
     mean, covariance = center + axes @ of_z.mean, axes @ of_z.covariance @ axes.T
     log_evidence = of_z.log_integral + np.linalg.slogdet(axes)[1]
-    converged, error = (float(mass @ values) for values in ([p.converged for p in points], [p.error for p in points]))
     design = _design(points, mass, moments, Coordinates(center, axes, profiles), mean, covariance)
-    return Integral(design, float(log_evidence), converged, info, error)
+    return Integral.over(points, mass, design, float(log_evidence), info)
 
 
 def _sampled(

@@ -71,8 +71,7 @@ def integrate_lattice(marginal: Marginal, mode: Mode, moments: Moments) -> Integ
         "change_at_doubled_spacing": change,
     }
     fine = _refined(list(kept), design, bounds, points)
-    converged, error = (float(mass @ values) for values in ([p.converged for p in points], [p.error for p in points]))
-    return Integral(fine, float(log_evidence), converged, info, error)
+    return Integral.over(points, mass, fine, float(log_evidence), info)
 
 
 def _grow(marginal: Marginal, lattice: dict, mode: Mode, spacing: float) -> bool:

@@ -297,7 +297,15 @@ class Integral(NamedTuple):
     log_evidence: float | None
     converged: float
     info: Info
-    error: float = 0.0
+    error: float
+
+    @classmethod
+    def over(
+        cls, points: Sequence[Point], mass: np.ndarray, design: Design, log_evidence: float | None, info: Info
+    ) -> Integral:
+        """From the points, and the mass of each."""
+        converged, error = mass @ [point.converged for point in points], mass @ [point.error for point in points]
+        return cls(design, log_evidence, float(converged), info, float(error))
 
 
 Moments = Callable[[Point], tuple[np.ndarray, "Root"]]

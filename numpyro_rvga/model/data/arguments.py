@@ -114,13 +114,13 @@ def _named(model: Callable, data: Data, model_kwargs: Keywords) -> dict[str, Any
     return named
 
 
-def checked_rows(model: Callable, data: Any, first_row: int, model_kwargs: Keywords) -> Rows:
+def checked_rows(model: Callable, data: Any, model_kwargs: Keywords) -> Rows:
     """The data as arrays by argument name.
 
     :raises ValueError: naming the array and the row, for unequal lengths and values that are not finite.
     """
     rows = named_rows(model, data, model_kwargs)
-    check_finite(rows, first_row)
+    check_finite(rows)
     return rows
 
 

@@ -102,13 +102,13 @@ class Piece:
         self._rest = others
         self.place = self._next = GroupPlace(groups, None)
 
-    def evaluations(self, mean: np.ndarray, root: np.ndarray, groups: Groups) -> GroupSums:
+    def _evaluations(self, mean: np.ndarray, root: np.ndarray, groups: Groups) -> GroupSums:
         """Sums at q."""
         return self._rest.added_to(self._sums(mean, root, groups), mean, root, groups)
 
     def advance(self, step: float, shift: np.ndarray, shared: Shared) -> Message:
         """After a step of q(s); see :class:`Parts`."""
-        self._next = advanced(self, self.place, step, shift, shared)
+        self._next = advanced(self._evaluations, self.place, step, shift, shared)
         return message_of(self._next, 1.0)
 
     def message(self, step: float) -> Message:

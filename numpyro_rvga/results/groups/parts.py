@@ -7,7 +7,7 @@ import inspect
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -179,22 +179,22 @@ def first_place(count: int, start: Start) -> GroupPlace:
     return GroupPlace(Groups(np.tile(start.mean, (count, 1)), precision, np.zeros((count, size, k))), None)
 
 
-class Evaluates(Protocol):
-    """What can evaluate its groups at q(s) and q(z | s)."""
+def advanced(
+    evaluations: Callable[[np.ndarray, np.ndarray, Groups], GroupSums],
+    place: GroupPlace,
+    step: float,
+    shift: np.ndarray,
+    shared: Shared,
+) -> GroupPlace:
+    """After a step of q(s) to ``shared``, with the groups settled there.
 
-    @property
-    def evaluations(self) -> Callable[[np.ndarray, np.ndarray, Groups], GroupSums]:
-        """Of the mean (k,) and a root (k, k) of q(s), and of groups."""
-        ...
-
-
-def advanced(part: Evaluates, place: GroupPlace, step: float, shift: np.ndarray, shared: Shared) -> GroupPlace:
-    """After a step of q(s) to ``shared``, with the groups settled there."""
+    :param evaluations: mean (k,) and root (k, k) of q(s), groups -> the sums there.
+    """
     groups, most = place.groups, MOST_AT_START
     if place.at is not None:
         groups, most = moved(groups, place.at, step, shift), MOST_STEPS
     root = shared.root
-    return GroupPlace(*settled(lambda g: part.evaluations(shared.mean, root, g), groups, most, rounding()))
+    return GroupPlace(*settled(lambda g: evaluations(shared.mean, root, g), groups, most, rounding()))
 
 
 def message_of(place: GroupPlace, step: float) -> Message:
