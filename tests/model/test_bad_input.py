@@ -362,17 +362,24 @@ def latent_walk_along_the_rows(X, y):
     numpyro.sample("y", dist.Normal(effect, 1.0), obs=y)
 
 
+def no_latent(X, y):
+    with numpyro.plate("rows", X.shape[0]):
+        numpyro.sample("y", dist.Normal(X[:, 0], 1.0), obs=y)
+
+
+@pytest.mark.parametrize("method", [RVGA, FixedPointVI, BONG])
 @pytest.mark.parametrize(
-    "model, site",
+    "model, message",
     [
-        (discrete_latent, "chosen"),
-        (discrete_latent_of_a_row, "chosen"),
+        (no_latent, "no latent site"),
+        (discrete_latent, r"all latent sites.*discrete \('chosen'\)"),
+        (discrete_latent_of_a_row, r"all latent sites.*discrete \('chosen'\)"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
-def test_discrete_latents_are_refused_by_name(model, site):
-    with pytest.raises(NotImplementedError, match=f"site '{site}'"):
-        run(model, {"X": X, "y": X[:, 0]})
+def test_models_without_continuous_latents_are_refused(method, model, message):
+    with pytest.raises(ValueError, match=message):
+        method(model).run({"X": X, "y": X[:, 0]}, progress_bar=False)
 
 
 @pytest.mark.parametrize(

@@ -103,8 +103,9 @@ class BoundModel(ModelRuns):
             of_rows = validation.local_latents(self.sites, of_many, self.row_plates, marginal=marginal)
         elif marginal:
             of_rows = self._discrete_sites()
-        validation.check_continuous(self.sites, of_rows, "marginal" if marginal else "prior")
         latents = {n: s.unconstrained_shape for n, s in self.sites.items() if not (s.is_observed or s.is_discrete)}
+        validation.check_has_latents(latents, self._discrete_sites())
+        validation.check_continuous(self.sites, of_rows, "marginal" if marginal else "prior")
         self.layout = layout_of({name: shape for name, shape in latents.items() if name not in of_rows})
         validation.check_shared(self.layout, of_rows)
         own = layout_of({name: shape for name, shape in latents.items() if name in of_rows})
@@ -117,7 +118,7 @@ class BoundModel(ModelRuns):
         self._replay = Replay(self._replayable)  # their values are others now
 
     def _discrete_sites(self) -> frozenset[str]:
-        """The discrete latent sites of a whole program."""
+        """The discrete latent sites."""
         return frozenset(name for name, site in self.sites.items() if site.is_discrete and not site.is_observed)
 
     def _choose_examples(self, rows: Arrays) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -81,6 +81,19 @@ def check_has_outcome(observed: Sequence[str], model: Callable, given: Sequence[
             "the model has no observed site that depends on the data: give sample(..., obs=...) one of its arrays"
             f"{advice}."
         )
+
+
+def check_has_latents(continuous: Collection[str], discrete: Collection[str]) -> None:
+    """:raises ValueError: for no continuous latent sites, telling what there is."""
+    if continuous:
+        return
+    if discrete:
+        raise ValueError(
+            f"all latent sites of the model are discrete ({', '.join(map(repr, sorted(discrete)))}): their states can "
+            "be summed over, but no site is left to have a Gaussian. Give the unknown numbers of the model priors; "
+            "states under known ones are found by numpyro.infer.Predictive(..., infer_discrete=True)."
+        )
+    raise ValueError("the model has no latent site: let the unknown ones be sample sites without obs=.")
 
 
 def describe_few(describe: Callable, rows: Arrays, number: str, observed: Sequence[str]) -> Any:
