@@ -6,10 +6,10 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 import pytest
-from scipy.special import logsumexp
+from scipy.special import digamma, logsumexp, polygamma
 from scipy.stats import gamma, invgamma
 
-from numpyro_rvga import RVGA
+from numpyro_rvga import RVGA, FixedPointVI
 
 RNG = np.random.default_rng(0)
 Y = RNG.normal(3.0, 2.0, 60)
@@ -72,3 +72,21 @@ def test_vague_precisions_of_groups():
         index = int(np.ravel(posterior.program.layout.indices[name])[0])
         assert float(posterior.mean[index]) == pytest.approx(mean, abs=0.2 * deviation)
         assert np.sqrt(float(posterior.covariance[index, index])) == pytest.approx(deviation, rel=0.2)
+
+
+def log_rates(first, second):
+    a = numpyro.sample("a", dist.Normal(0, 1000).expand([2]))
+    numpyro.sample("first", dist.Poisson(jnp.exp(a[0])), obs=first)
+    numpyro.sample("second", dist.Poisson(jnp.exp(a[1])), obs=second)
+
+
+@pytest.mark.usefixtures("precision")
+def test_log_rates_that_may_overflow_are_integrated():
+    """Within a prior standard deviation, the density falls by exp(1000): no measure of how wide it is elsewhere."""
+    counts = {"first": np.array([150, 133, 170]), "second": np.array([231, 228, 250])}
+    posterior = FixedPointVI(log_rates, integrate="auto").run(counts, progress_bar=False)
+    sums = np.array([y.sum() for y in counts.values()])
+    assert posterior.info["integrated"] == ["a"]
+    deviation = np.sqrt(polygamma(1, sums))
+    np.testing.assert_allclose(posterior.mean, digamma(sums) - np.log(3), atol=0.05 * deviation.min())
+    np.testing.assert_allclose(np.sqrt(np.diagonal(posterior.covariance)), deviation, rtol=0.05)

@@ -24,6 +24,8 @@ MOST_TRIALS = 64  # and at most
 STEP = 0.3  # of differences of gradients, in standard deviations of the mode as far as it is known
 MAX_NARROWINGS = 3  # of a step that is too long
 FAR = 0.5  # nats: a step that lowers L by more is too long, as it should be a tenth of these
+MAX_SHORTENINGS = 6  # of a step along which gradients are compared, to a tenth,
+OVERSHOT = 10.0  # if L falls along it by so many nats, and so many times what its slope says
 MAX_CLIMBS = 4
 LEAST_RISE, LEAST_SLOPE = 1e-4, 1e-2  # nats, of a step and for each standard deviation: where a climb ends
 STEEP = 10.0  # nats for each standard deviation of the prior, beyond which that is no measure of L
@@ -205,9 +207,13 @@ def _widths(marginal: Marginal, deviation: np.ndarray) -> np.ndarray:
         return widths
     for i, unit in enumerate(np.eye(len(deviation))):
         step = STEP * deviation[i]
-        near = marginal.with_gradient(best.h + step * unit, best)
-        fall = (slope - np.asarray(near.gradient))[i] if np.isfinite(near.bound) else 0.0
-        curvature = fall / step
+        for _ in range(MAX_SHORTENINGS):
+            near = marginal.with_gradient(best.h + step * unit, best)
+            fall = (slope - np.asarray(near.gradient))[i] if np.isfinite(near.bound) else np.inf
+            if 0.5 * fall * step < max(OVERSHOT * abs(slope[i]) * step, OVERSHOT):
+                break
+            step *= 0.1  # there L is another function than here
+        curvature = fall / step if np.isfinite(fall) else 0.0
         if curvature > 0:
             widths[i] = min(deviation[i], 1 / np.sqrt(curvature))
     return widths
