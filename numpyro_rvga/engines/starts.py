@@ -48,18 +48,22 @@ def other_means(state: State, optimum: State, rng_key: Array, number: int) -> np
 
 
 def best_of(solutions: Sequence[Solved]) -> Solved:
-    """The first, or one of a higher bound. Its ``modes`` are the bounds of all that lie apart, if there are several."""
+    """The first, or one of a higher bound. Its ``modes`` are the bounds of all that lie apart, if there are several: a
+    search that has come nowhere near the end is at no mode."""
     usable = [each for each in solutions if bool(each[1].ok)] or list(solutions)
     bounds = np.array([float(state.log_evidence) for state, _ in usable])
     converged = np.array([bool(info.converged) for _, info in usable])
-    candidates = converged if converged.any() else np.ones(len(usable), bool)
+    close = np.array([float(info.decrement) <= CLOSE for _, info in usable])
+    candidates, at_modes = (converged, converged) if converged.any() else (np.ones(len(usable), bool), close)
     highest = int(np.argmax(np.where(candidates, bounds, -np.inf)))
     best = 0 if candidates[0] and bounds[0] >= bounds[highest] - BETTER else highest
+    state, info = usable[best]
+    if not at_modes[best]:
+        return state, info
     apart = [best]
     for i in np.argsort(-bounds, kind="stable"):
-        if candidates[i] and bounds[i] > bounds[best] - LOWEST and all(are_apart(usable[i], usable[j]) for j in apart):
+        if at_modes[i] and bounds[i] > bounds[best] - LOWEST and all(are_apart(usable[i], usable[j]) for j in apart):
             apart.append(int(i))
-    state, info = usable[best]
     return state, info._replace(modes=tuple(bounds[apart].tolist()) if len(apart) > 1 else ())
 
 

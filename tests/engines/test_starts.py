@@ -8,6 +8,8 @@ from scipy.special import logsumexp
 from scipy.stats import norm
 
 from numpyro_rvga import RVGA, FixedPointVI
+from numpyro_rvga.core.updates.state import StepInfo, new_state
+from numpyro_rvga.engines.starts import best_of
 
 Y = np.abs(1.5 + 0.4 * np.random.default_rng(0).normal(size=40))
 
@@ -42,3 +44,18 @@ def test_modes_are_found_and_said(method, center):
     np.testing.assert_allclose(posterior.mean[0], np.sign(center) * mean, atol=0.02)
     check = posterior.khat({"y": Y})
     assert check.verdict.startswith("doubtful") and "other modes" in check.verdict
+
+
+def unconverged(mean, bound, decrement):
+    """Where a search ended, with a standard deviation of one."""
+    state = new_state(np.array([mean]), np.eye(1), None)._replace(log_evidence=np.asarray(bound))
+    info = StepInfo(np.asarray(bound), np.asarray(decrement), np.asarray(9), np.asarray(False), np.asarray(True))
+    return state, info
+
+
+@pytest.mark.parametrize("decrement, count", [(5e-4, 2), (0.02, 0)])
+def test_searches_that_end_on_their_way_are_at_no_modes(decrement, count):
+    """Where no step raised the bound: 3 standard deviations apart, with bounds half a nat apart."""
+    best, found = best_of([unconverged(0.0, -5.5, decrement), unconverged(3.0, -5.0, decrement)])
+    assert float(best.log_evidence) == -5.0
+    assert len(found.modes) == count
