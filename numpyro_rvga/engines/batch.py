@@ -111,7 +111,7 @@ class BatchSolver:
         warn_of_modes(facts)
         if learned is not None:
             facts |= {"learned": learned.converged, "learning_bounds": np.asarray(learned.bounds)}
-        self._warn(facts, learned)
+        self._warn(program, facts, learned)
         return Fit(program, after, bound if has_bound else None, facts)
 
     def of_mode(self, error: NotFinite, engine: Engine, rows: Rows, *, progress_bar: bool, started: float) -> Fit:
@@ -163,14 +163,16 @@ class BatchSolver:
             after, info = engine.solve_all(problem, count, alternating=alternating, on_step=record.step)
         return program, *engine.devices.fetch((after, info)), before.mean, learned
 
-    def _warn(self, facts: dict, learned: Learned | None) -> None:
+    def _warn(self, program: Program, facts: dict, learned: Learned | None) -> None:
         if not facts["converged"]:
             spent = facts["iterations"] >= self._options.max_iterations
             reason = f"all {self._options.max_iterations} iterations were spent" if spent else "no step raised it"
+            remedy = "Raise max_iterations or tolerance, use float64, or check the scales of the priors"
+            if program.prior.terms:
+                remedy += "; or integrate the hyperparameters out: FixedPointVI(model, integrate='auto')"
             warn(
                 f"the bound is not maximized: {reason}, and the squared natural gradient is "
-                f"{facts['largest_decrement']:.2g} nats. Raise max_iterations or tolerance, use float64, or check the "
-                "scales of the priors."
+                f"{facts['largest_decrement']:.2g} nats. {remedy}."
             )
         if learned is not None and not learned.converged:
             warn(
