@@ -57,7 +57,7 @@ def exact_bound(case: Case) -> Bound:
     engine = Engines(case.model, FixedPointVI(case.model).options, batch=True).get(
         rows, case.kwargs, jax.random.key(0), rows
     )
-    state = engine.program.initial_state()
+    state = engine.program.initial_state
     problem = JointProblem(state, chunks_of(engine, rows, engine.numbers_per_row), engine.program.prior_inputs)
     search = engine.search_all(problem)
 

@@ -16,7 +16,7 @@ from .clusters import RETRIES, GroupCluster, RunCluster, current_client
 from .engines.expectation_errors import is_known, warn_of
 from .options import Info
 from .progress import progress
-from .results.groups.parts import GroupModel, LocalPlate, rounding
+from .results.groups.parts import GroupModel, LocalPlate
 from .results.groups.posterior import GroupFiles, GroupPosterior, checked_folder
 from .results.groups.rounds import in_group_rounds
 from .results.merging.merge import check_disjoint, defined, merged
@@ -196,7 +196,7 @@ def run_groups(
     with progress(progress_bar, None, "distributed", "part") as bar:
         cluster = GroupCluster(client, retries, bar, of_all, parts)
         start, num_groups, num_rows = cluster.begin()
-        result = in_group_rounds(start.shared, cluster.asked, limit, rounding())
+        result = in_group_rounds(start.shared, cluster.asked, limit)
         engine, members = of_all.bound(start.head, len(np.unique(start.head[index])))
         cluster.write(folder, members.of_members.entry_names, result.shared.root)
     error = result.errors[-1]

@@ -125,7 +125,7 @@ class BatchSolver:
         start, program = possible_point(engine.program, rows), engine.program
         if start is None:
             raise error
-        init = FullGaussian(jnp.asarray(start), program.initial_state().root)
+        init = FullGaussian(jnp.asarray(start), program.initial_state.root)
         try:
             fit = solver(engine.with_effort("usual", "laplace"), rows, init, progress_bar=progress_bar, started=started)
         except NotFinite:
@@ -143,7 +143,7 @@ class BatchSolver:
     ) -> _Solved:
         """By precisions that are whole matrices."""
         program, learned = engine.program, None
-        chunks, before = distinct_chunks_of(engine, rows), program.initial_state()
+        chunks, before = distinct_chunks_of(engine, rows), program.initial_state
         start = None
         if init is not None:
             start = whitened(before, *[jnp.asarray(x, program.dtype) for x in (init.mean, init.root)])
@@ -151,7 +151,7 @@ class BatchSolver:
             tolerance = self._options.tolerance or LEARNING_TOLERANCE
             learned = learn(MaximizedBound.of(engine), chunks, start, tolerance, bar)
             program, start = program.with_params(learned.params), learned.start
-            before = program.initial_state()
+            before = program.initial_state
         inputs = engine.devices.put((before, start, program.prior_inputs))
         problem = JointProblem(inputs[0], chunks, inputs[2], init=inputs[1])
         count = np.int32(program.count_rows(rows))
@@ -208,7 +208,7 @@ def rows_info(reason: str | None) -> dict[str, str]:
 def _prior_itself(program: Program) -> Fit:
     """What a model of Gaussian priors alone has for a posterior."""
     facts = {"converged": True, "iterations": 0, "largest_decrement": 0.0, "elbo_error": 0.0}
-    return Fit(program, program.initial_state(), 0.0, facts)
+    return Fit(program, program.initial_state, 0.0, facts)
 
 
 def _check_proper(program: Program, state: State, *, converged: bool) -> None:

@@ -31,7 +31,7 @@ from ..core.updates.joint import DenseJoint
 from ..core.updates.objective import FactorSet, in_stages
 from ..core.updates.recursion import explicit_step, implicit_step, scan_blocks
 from ..core.updates.row_factors import row_factors_and_residuals
-from ..core.updates.search import Search
+from ..core.updates.search import Search, Settings
 from ..core.updates.state import Absorbed, RowFactors, State, StepInfo
 from ..model.data.arguments import PARAMS
 from ..model.program import Program
@@ -207,12 +207,8 @@ class Engine:
         """
         prepared, new = self._prepare_block(rows, weights)
         row_factors = None if absorbed_rows is None else self._absorbed_row_factors(absorbed_rows, weights)
-        search = search_for(
-            (*self.prior_kinds, *self.kinds),
-            self.effort.settings() if absorbed_rows is None else self.effort.settings_around_a_stream(),
-            staged=self._is_staged(1),
-            mode=self.options.scheme == "laplace",
-        )
+        settings = self.effort.settings() if absorbed_rows is None else self.effort.settings_around_a_stream()
+        search = self._search(settings, 1)
         problem = JointProblem(state, prepared, prior_inputs, row_factors)
         new = new if absorbed_rows is None else absorbed_rows.num_new
         others = self._other_means(search, problem, len(weights))
@@ -270,15 +266,14 @@ class Engine:
 
     def search_all(self, problem: JointProblem, *, alternating: bool = False) -> Search:
         """What :meth:`solve_all` seeks."""
-        settings = self.effort.settings_of_all(has_start=problem.init is not None)
-        return search_for(
-            (*self.prior_kinds, *self.kinds),
-            settings,
-            staged=self._is_staged(problem.num_chunks),
-            has_start=problem.init is not None,
-            mode=self.options.scheme == "laplace",
-            alternating=alternating,
-        )
+        has_start = problem.init is not None
+        settings = self.effort.settings_of_all(has_start=has_start)
+        return self._search(settings, problem.num_chunks, has_start=has_start, alternating=alternating)
+
+    def _search(self, settings: Settings, num_chunks: int, **choices: bool) -> Search:
+        """``choices``: see :func:`search_for`."""
+        kinds, mode = (*self.prior_kinds, *self.kinds), self.options.scheme == "laplace"
+        return search_for(kinds, settings, staged=self._is_staged(num_chunks), mode=mode, **choices)
 
     @property
     def _prior_is_affine(self) -> bool:

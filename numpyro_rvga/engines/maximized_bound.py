@@ -64,7 +64,7 @@ class MaximizedBound:
 
     def __init__(self, engine: Engine):
         self.engine, self.is_exact = engine, is_quadratic((*engine.kinds, *engine.prior_kinds))
-        engine.program.initial_state()  # what is drawn from the prior is drawn here, outside of compiled functions
+        _ = engine.program.initial_state  # what is drawn from the prior is drawn here, outside of compiled functions
         self.begin = self._begin if self.is_exact else engine.compiled(self._begin)
         self.solve, self.moments = engine.compiled(self._solve), engine.compiled(self._moments)
 

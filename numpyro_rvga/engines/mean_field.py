@@ -144,7 +144,7 @@ class MeanFieldUpdates:
         """The prior."""
         program = self.engine.program
         nothing = new_state(jnp.zeros(0, program.dtype), jnp.zeros((0, 0), program.dtype), None)
-        of_x = program.initial_state() if len(self._others) else nothing
+        of_x = program.initial_state if len(self._others) else nothing
         return MeanFieldState(of_x, self.given.prior, jnp.asarray(True))
 
     def gaussian(self, state: MeanFieldState) -> MeanField:

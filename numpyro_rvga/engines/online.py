@@ -125,11 +125,11 @@ class OnlineUpdates:
         """Set the first q, the Gaussian approximation of prior terms in it, and the indices of its entries."""
         program = self.engine.program
         if self.options.family == "full":
-            state = program.initial_state()
+            state = program.initial_state
             self.places, self._site = None, state.prior_factor
             self.start: Family = FullGaussian(_first_finite(init, state.mean), state.root)
             return
-        prior = program.independent_prior()
+        prior = program.independent_prior
         start = DiagonalGaussian(_first_finite(init, prior.mean), prior.variance)
         self.places, self._site = prior.indices, prior.factor
         self.start = self._converted(start)

@@ -93,7 +93,7 @@ class Engines:
                     f"{program.prior_reads}, which parameters that move know only in part. Compute what it "
                     "needs beforehand, and pass it as a keyword argument of run()."
                 )
-            prior = program.initial_state()
+            prior = program.initial_state
             movement = movement_of(self._dynamics, program, prior.mean, prior.root)
         engine = Engine(program, options, rng_key, movement, self.devices)
         self._cached.append((form, model_kwargs, engine))

@@ -290,7 +290,7 @@ class FullFamily:
 
 def initial_state(engine: Engine) -> State:
     """The state before any row."""
-    return in_motion(engine.program.initial_state(), engine, None)
+    return in_motion(engine.program.initial_state, engine, None)
 
 
 def in_motion(state: State, engine: Engine, time: float | None) -> State:

@@ -133,7 +133,7 @@ class Program(BoundLikelihood):
     def _copied(self) -> Program:
         """Without what depends on parameters or data."""
         other = copy.copy(self)
-        for name in ("identity", "_moments_of_draws", "_initial_state", "_independent_prior", "marginals"):
+        for name in ("identity", "_moments_of_draws", "initial_state", "independent_prior", "marginals"):
             other.__dict__.pop(name, None)
         return other
 

@@ -270,7 +270,7 @@ def _prior_moments(program: Program, *, is_long: bool) -> tuple[np.ndarray, np.n
     """Means and standard deviations of theta, (P,)."""
     if is_long:
         return program.marginals.mean, np.sqrt(program.marginals.variance)
-    prior = program.initial_state()
+    prior = program.initial_state
     return np.asarray(prior.mean), np.linalg.norm(np.asarray(prior.root), axis=1)
 
 

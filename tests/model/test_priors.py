@@ -126,7 +126,7 @@ def test_gaussian_priors_are_found_and_exact(prior):
     mean, covariance = GAUSSIAN[prior]
     program = program_of(prior)
     assert program.prior.terms == ()
-    state = program.initial_state()
+    state = program.initial_state
     np.testing.assert_allclose(state.mean, mean, atol=1e-9)
     np.testing.assert_allclose(state.root @ state.root.T, covariance, atol=1e-9)
     assert state.prior_factor is None
@@ -222,7 +222,7 @@ def test_log_prior_and_its_split_form_are_numpyros_log_density(name):
     np.testing.assert_allclose(split, expected, rtol=1e-8, atol=1e-8)
     if name != "ordered":  # which is Gaussian in unconstrained space, if seen to be
         assert program.prior.terms
-    state = program.initial_state()
+    state = program.initial_state
     assert np.isfinite(state.mean).all() and np.isfinite(np.linalg.cholesky(state.root @ state.root.T)).all()
 
 

@@ -36,8 +36,9 @@ class BlockDiagonalGaussian:
     def blocks(self) -> list[FullGaussian]:
         return [FullGaussian(mean, root) for mean, root in zip(self._split(self.mean), self.roots)]
 
-    def _split(self, array: Array, axis: int = -1) -> list[Array]:
-        return jnp.split(array, np.cumsum([len(root) for root in self.roots])[:-1], axis=axis)
+    def _split(self, array: Array) -> list[Array]:
+        """Along the last axis."""
+        return jnp.split(array, np.cumsum([len(root) for root in self.roots])[:-1], axis=-1)
 
     def _derivatives(self, derivatives: ExpectedDerivatives) -> list[ExpectedDerivatives]:
         """g and H in each block."""

@@ -206,13 +206,10 @@ class BoundPrior(BoundModel):
         return np.concatenate([np.full(math.prod(shapes[n]), self.sites[n].is_real) for n in self.layout.site_names])
 
     @functools.cached_property
-    def _initial_state(self) -> State:
-        parts = self._gaussian_parts(self.prior_inputs)
-        return initial_state(self.prior, self.layout.size, self.dtype, self._moments_of_draws, parts)
-
     def initial_state(self) -> State:
         """The prior, or a Gaussian fitted to it, as the state before the first row."""
-        return self._initial_state
+        parts = self._gaussian_parts(self.prior_inputs)
+        return initial_state(self.prior, self.layout.size, self.dtype, self._moments_of_draws, parts)
 
     def initial_state_at(self, params: Array | np.ndarray) -> State:
         """The same as a differentiable function of the ``numpyro.param`` sites (K,), in unconstrained space."""
@@ -223,23 +220,16 @@ class BoundPrior(BoundModel):
     def _many_draws(self, constants: tuple[Array, ...] | None) -> Array:
         return jax.vmap(self._draw_prior, (0, None))(jax.random.split(jax.random.key(0), NUM_DRAWS), constants)
 
-    def _draw_one(self, rng_key: Array) -> Array:
-        return self._draw_prior(rng_key, self._draw_constants)
-
     @functools.cached_property
-    def _independent_prior(self) -> IndependentPrior:
-        size, draw = self.layout.size, self._draw_one
-        return independent_prior(self.prior, size, self.dtype, draw, self.prior_inputs, self._is_real)
-
     def independent_prior(self) -> IndependentPrior:
         """A Gaussian of independent entries that approximates the prior, before the first row."""
-        return self._independent_prior
+        return independent_prior(self.prior, self.marginals, self.layout.size, self.dtype, self.prior_inputs)
 
     @functools.cached_property
     def marginals(self) -> PriorMarginals:
         """The entries of theta under the prior, each for itself."""
-        size, draw = self.layout.size, self._draw_one
-        return marginals(self.prior, size, self.dtype, draw, self.prior_inputs, self._is_real)
+        draw = lambda rng_key: self._draw_prior(rng_key, self._draw_constants)  # noqa: E731
+        return marginals(self.prior, self.layout.size, self.dtype, draw, self.prior_inputs, self._is_real)
 
     # ------------------------------------------------------------------ draws and densities
     def prior_records(self, unconstrained: Mapping[str, Array]) -> dict[str, SiteRecord]:
@@ -291,11 +281,11 @@ class BoundPrior(BoundModel):
         )
 
     def points_of_prior(self, count: int, scale: float = 1.0) -> np.ndarray:
-        """The mean of :meth:`initial_state` and ``count`` draws around it, (1 + count, P), to try things at.
+        """The mean of :attr:`initial_state` and ``count`` draws around it, (1 + count, P), to try things at.
 
         :param scale: of the draws, in standard deviations.
         """
-        state = self.initial_state()
+        state = self.initial_state
         draws = np.random.default_rng(0).normal(scale=scale, size=(count, self.layout.size))
         around = np.concatenate([np.zeros((1, self.layout.size)), draws @ np.asarray(state.root).T])
         return np.asarray(state.mean + around, self.dtype)

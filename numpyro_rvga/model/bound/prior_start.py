@@ -102,13 +102,10 @@ def marginals(
 
 
 def independent_prior(
-    prior: Prior, size: int, dtype: DTypeLike, draw: Callable[[Array], Array], shared: Arrays, is_real: np.ndarray
+    prior: Prior, marginals: PriorMarginals, size: int, dtype: DTypeLike, shared: Arrays
 ) -> IndependentPrior:
-    """:func:`marginals`, and what they approximate. Takes no (P, P) array where there are few ``indices``.
-
-    :raises ValueError: for a prior that is not proper.
-    """
-    mean, variance, indices, coupling, separate = marginals(prior, size, dtype, draw, shared, is_real)
+    """From the :func:`marginals` and what they approximate. Takes no (P, P) array where there are few ``indices``."""
+    mean, variance, indices, coupling, separate = marginals
     factor = None
     if len(indices):
         others = at_once(
@@ -177,7 +174,7 @@ def state_at(prior: Prior, size: int, dtype: DTypeLike, moments: FullGaussian | 
     """The same as a differentiable function of the ``numpyro.param`` sites."""
     moments = jax.tree.map(lambda x: jnp.asarray(x, dtype), moments)
     parts = gaussian_parts(prior, size, dtype, shared)
-    return _assembled(jnp, prior, size, moments, *parts)._replace(num_rows=Count.of(0))
+    return _assembled(jnp, prior, size, moments, *parts)
 
 
 def gaussian_parts(prior: Prior, size: int, dtype: DTypeLike, shared: Arrays) -> tuple[CanonicalGaussian, list]:

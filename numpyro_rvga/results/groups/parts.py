@@ -9,7 +9,6 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.sharding import Mesh
@@ -23,7 +22,7 @@ from ...model.data.arguments import finite_rows, named_rows
 from ...model.data.rows import Data, Keywords, Rows, joined, num_rows, selected
 from ...model.members import Members, members_of
 from ...options import Options, default_key
-from .rounds import Shared
+from .rounds import Shared, rounding
 
 SAMPLE = 200  # groups that are solved for first
 MOST_AT_START, MOST_STEPS = 30, 10  # of groups, in a round
@@ -201,11 +200,6 @@ def message_of(place: GroupPlace, step: float) -> Message:
     """For a step of this length from a place."""
     assert place.at is not None
     return message(place.groups, place.at, step)
-
-
-def rounding() -> float:
-    """Relative, of sums of expectations."""
-    return 8 * float(np.finfo(jnp.result_type(float)).eps)
 
 
 def gathered(

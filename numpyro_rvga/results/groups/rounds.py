@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
 
 from ...core.groups.steps import Message
@@ -84,13 +85,11 @@ class _Place(NamedTuple):
         return self.message.value + self.shared.entropy
 
 
-def in_group_rounds(
-    start: Shared, parts: Parts, rounds: int | None, rounding: float, tolerance: float = TOLERANCE
-) -> GroupResult:
+def in_group_rounds(start: Shared, parts: Parts, rounds: int | None, tolerance: float = TOLERANCE) -> GroupResult:
     """The best Gaussian of all parts.
 
     :param start: q(s) that the search begins with. :param rounds: how many; None: until q(s) is off by less than
-        ``tolerance``, in standard deviations. :param rounding: relative, of bounds.
+        ``tolerance``, in standard deviations.
     :raises ValueError: if the bound is not finite at the start.
     """
     at = _place(start, parts.advance(1.0, np.zeros_like(start.mean), start))
@@ -101,7 +100,7 @@ def in_group_rounds(
     while len(errors) < (MAX_ROUNDS if rounds is None else rounds):
         if rounds is None and len(errors) >= FEWEST and errors[-1] < tolerance:
             break
-        least = at.bound - rounding * (1 + abs(at.bound))
+        least = at.bound - rounding() * (1 + abs(at.bound))
         place = _combined_step(at, _combined(past), parts, least) or _plain_step(at, parts, least)
         if place is None:
             break
@@ -110,6 +109,11 @@ def in_group_rounds(
         past = [*past, at][-REMEMBERED:]
         errors.append(_error(at, _combined(past)))
     return GroupResult(at.shared, at.bound, errors, at.message.error)
+
+
+def rounding() -> float:
+    """Relative, of sums of expectations."""
+    return 8 * float(np.finfo(jnp.result_type(float)).eps)
 
 
 def _place(shared: Shared, message: Message) -> _Place:

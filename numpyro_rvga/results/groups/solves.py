@@ -26,7 +26,6 @@ from ...engines.groups import GroupEvaluations
 from ...user_warnings import warn
 from ..merging.summaries import TOLERANCE
 from .blocks import Bound, EarlierGroups, Piece, together
-from .parts import rounding
 from .rounds import Shared, in_group_rounds
 from .rows import GroupRows
 
@@ -96,7 +95,7 @@ def solved(bound: Bound, before: SharedState | None, start: Shared, given: Seque
         is_last = alone or not rows_stand_for_others
         pieces = _pieces(bound, before, given, alone=alone)
         try:
-            result = in_group_rounds(start, together(pieces), None, rounding(), BLOCK_TOLERANCE)
+            result = in_group_rounds(start, together(pieces), None, BLOCK_TOLERANCE)
         except ValueError:
             if is_last:
                 raise

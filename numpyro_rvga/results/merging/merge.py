@@ -91,7 +91,7 @@ def _merged_fields(parts: Sequence[Fitted], data: Sequence[Any] | None, rounds: 
             info |= facts_of(result, limit)
             state = result.state
             return common | _fields(FullGaussian(state.mean, state.root), state, result.look.bound)
-        state = merged(first.program.initial_state(), states)
+        state = merged(first.program.initial_state, states)
         warn_of_one_exchange(first.program, [part.num_rows for part in parts], "pass data=, the rows of each part")
         if state.prior_factor is not None:
             state = Engine(first.program, OF_LAST_SOLVE, default_key()).with_exact_prior(state)[0]
@@ -139,7 +139,7 @@ def _in_rounds(parts: list[Fitted], states: list[State], blocks: list[Any], limi
         return [part.continuation.sample_of(block, *n, **option) for part, block, option, *n in of_parts]
 
     program = parts[0].program
-    start, engine = program.initial_state(), parts[0].continuation.engine_of(program)
+    start, engine = program.initial_state, parts[0].continuation.engine_of(program)
     return defined(in_rounds(start, states, evaluations_of(engine, start, sums, sample_of), limit))
 
 
@@ -261,7 +261,7 @@ def _check_different(parts: Sequence[Fitted]) -> None:
 
 def _state_of(part: Fitted, number: int) -> State:
     """Of a posterior that comes without."""
-    prior = part.program.initial_state()
+    prior = part.program.initial_state
     if isinstance(part.gaussian, GaussianMixture):
         raise ValueError(f"part {number} is a mixture: merge Gaussian posteriors, then integrate hyperparameters out.")
     if not isinstance(part.gaussian, FullGaussian) or prior.prior_factor is not None:
