@@ -32,7 +32,6 @@ from .results.groups.parts import (
 )
 from .results.groups.posterior import write_groups
 from .results.groups.rounds import Parts, Shared
-from .results.merging.rounds import total_of
 from .rvga import RVGA
 from .user_warnings import warn
 
@@ -152,7 +151,7 @@ class RunCluster(Cluster):
 
     def sums(self, state: State) -> Sums:
         """Over the rows of all parts, at one state."""
-        return total_of(self._asked(_sums, jax.tree.map(np.asarray, state)))
+        return reduce(Sums.plus, self._asked(_sums, jax.tree.map(np.asarray, state)))
 
     def sample_of(self, totals: Sequence[int], counts: Sequence[int]) -> list[Rows]:
         """So many of the rows of each part, drawn at random. ``totals``: how many there are."""

@@ -184,9 +184,7 @@ class Certificate:
             under_way.append(self._of_rows(mean, root, *self._engine.devices.put_rows((rows, weights, *absorbed))))
             if len(under_way) > AHEAD:
                 total = _added(total, in_double(under_way.popleft()))
-        for sums in under_way:
-            total = _added(total, in_double(sums))
-        return total
+        return reduce(_added, map(in_double, under_way), total)
 
     def _is_better(self, after: Look, at: Look) -> bool:
         """Whether the bound is higher; or, where rounding hides that or there is none, the natural gradient shorter."""
@@ -271,4 +269,4 @@ def _noise(state: State, batches: list[Sums]) -> Noise:
 
 
 def _added(total: Sums | None, sums: Sums) -> Sums:
-    return sums if total is None else Sums(*[a + b for a, b in zip(total, sums)])
+    return sums if total is None else total.plus(sums)

@@ -31,6 +31,10 @@ class Sums(NamedTuple):
     curvatures: Array | np.ndarray
     errors: Array | np.ndarray
 
+    def plus(self, other: Sums) -> Sums:
+        """Over the terms of both."""
+        return Sums(*[a + b for a, b in zip(self, other)])
+
 
 class Noise(NamedTuple):
     """Sampling errors of estimates from some of the rows.

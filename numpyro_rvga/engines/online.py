@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -17,7 +16,7 @@ from ..core.compilation import Compiled
 from ..core.gaussians import DiagonalGaussian, Family, FullGaussian, LowRankGaussian, Movement, converted
 from ..core.updates.estimators import Observation, implicit, make_estimator
 from ..core.updates.rules import Rule, Updated, iterate, update
-from ..core.updates.state import CanonicalGaussian, Count, State
+from ..core.updates.state import CanonicalGaussian, Count, new_state
 from ..dynamics import Dynamics, movement_of
 from ..initialization import initial_location
 from ..model.data.rows import num_rows
@@ -156,9 +155,8 @@ class OnlineUpdates:
     def _converted(self, q: Family) -> Family:
         """In the family of this method: a block-diagonal one has a block for each latent site."""
         layout = self.engine.program.layout
-        sizes = tuple(math.prod(layout.shapes[name]) for name in layout.site_names)
         rank = min(self.options.rank, layout.size)
-        return converted(q, self.options.family, rank, tuple(size for size in sizes if size))
+        return converted(q, self.options.family, rank, tuple(size for size in layout.sizes.values() if size))
 
     def holds(self, state: OnlineState) -> bool:
         """Whether the state's Gaussian is one of this family."""
@@ -303,8 +301,7 @@ class OnlineUpdates:
         """
         program, places = self.engine.program, self.places
         some = q.as_full() if places is None else _marginal(q, places)
-        zero = jnp.zeros((), some.mean.dtype)
-        state = State(some.mean, jnp.zeros_like(some.mean), some.root, zero, site, Count.of(0))
+        state = new_state(some.mean, some.root, site)
         if program.prior.terms:
             state, info = self.engine.solve_with_exact_prior(prior_inputs, state, q.mean, places)
             after = FullGaussian(state.mean, jnp.where(info.ok, state.root, jnp.nan))

@@ -33,7 +33,7 @@ from ..core.updates.normal_rows import (
 )
 from ..core.updates.objective import FactorSet, in_stages
 from ..core.updates.search import Search
-from ..core.updates.state import Count, State, StepInfo
+from ..core.updates.state import State, StepInfo, new_state
 from ..model.data.arguments import PARAMS
 from ..model.data.rows import Rows, num_rows
 from ..model.terms.sparsity import Sparsity
@@ -190,8 +190,7 @@ class SparseEngine:
     def initial_state(self) -> State:
         """The prior's marginals, as the state before the first row."""
         mean, variance = (jnp.asarray(x, self.engine.program.dtype) for x in self.engine.program.marginals[:2])
-        zero = jnp.zeros((), mean.dtype)
-        return State(mean, jnp.zeros_like(mean), jnp.diag(jnp.sqrt(variance)), zero, None, Count.of(0))
+        return new_state(mean, jnp.diag(jnp.sqrt(variance)), None)
 
     def solve(
         self, problem: SparseProblem, on_step: Callable[[Progress], None] | None = None

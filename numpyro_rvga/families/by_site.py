@@ -12,7 +12,6 @@ import numpy as np
 from jax import Array
 
 from ..core.gaussians.mean_field import MeanField
-from ..core.updates.state import Count, new_state
 from ..engines.mean_field import MOST_IN_GRID, MeanFieldState, MeanFieldUpdates
 from ..engines.registry import Engines
 from ..model.data.arguments import checked_rows
@@ -24,6 +23,7 @@ from ..model.program import Program
 from ..model.site_families import FORMS, SiteEntries, site_entries
 from ..options import Info, Options, check_choice, default_key, key_numbers
 from ..progress import progress
+from ..results.merging.merge import state_of_gaussian
 from ..results.posterior import Posterior
 from ..streams.mean_field_pass import MeanFieldPass
 from ..streams.opening import PassOptions, open_source, ordered, usable_source
@@ -197,12 +197,8 @@ class SiteFamilies:
             raise ValueError("init must be a posterior whose sites have the same families.")
         if isinstance(init.state, MeanFieldState):
             return init.state
-        state = new_state(*(jnp.asarray(x, program.dtype) for x in (q.gaussian.mean, q.gaussian.root)), None)
-        value = init.elbo if init.elbo is not None else init.info.get("log_evidence_estimate", 0.0)
-        evidence = jnp.asarray(value, program.dtype)
-        state = state._replace(num_rows=Count.of(init.num_rows), log_evidence=evidence)
         exact = jnp.asarray(bool(init.info.get("exact", False)))
-        return MeanFieldState(state, jnp.asarray(q.natural, program.dtype), exact)
+        return MeanFieldState(state_of_gaussian(init, q.gaussian), jnp.asarray(q.natural, program.dtype), exact)
 
     def _posterior(
         self,

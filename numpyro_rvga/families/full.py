@@ -248,7 +248,7 @@ class FullFamily:
         if isinstance(init, State):
             return init
         engine.program.check_continues(init.program)
-        state = init.state if isinstance(init.state, State) else state_of_gaussian(init)
+        state = init.state if isinstance(init.state, State) else state_of_gaussian(init, init.gaussian)
         return in_motion(state, engine, init.info.get("time"))
 
     def _posterior(

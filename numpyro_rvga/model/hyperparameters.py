@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -65,7 +64,7 @@ def choose_sites(program: Program, conditional: Callable[[tuple[str, ...]], Prog
     left = {site: seen for site, seen in coupled.items() if not is_simple_given(site, chosen)}
     if left:
         real = sorted({name for seen in left.values() for name in seen} & program.real_sites)
-        sizes = {name: math.prod(program.layout.shapes[name]) for name in real}
+        sizes = program.layout.sizes
         small = sorted((name for name in real if sizes[name] <= MOST_ADDED), key=lambda name: sizes[name])
         added = next(
             (
@@ -79,8 +78,8 @@ def choose_sites(program: Program, conditional: Callable[[tuple[str, ...]], Prog
         if added is None:
             return Choice((), f"the terms of site {next(iter(left))!r} see no few sites less by affine predictors")
         chosen += added
-    sizes = {name: math.prod(program.layout.shapes[name]) for name in chosen}
-    chosen = _without_needless(sizes, coupled, terms_given)
+    sizes = program.layout.sizes
+    chosen = _without_needless({name: sizes[name] for name in chosen}, coupled, terms_given)
     if not chosen:
         return Choice((), "the model is a latent Gaussian model as it is")
     if len(chosen) == len(program.layout.site_names):

@@ -22,9 +22,14 @@ class Layout(NamedTuple):
     shapes: dict[str, tuple[int, ...]]
 
     @property
+    def sizes(self) -> dict[str, int]:
+        """How many entries of theta each site takes."""
+        return {name: math.prod(self.shapes[name]) for name in self.site_names}
+
+    @property
     def size(self) -> int:
         """P, the number of unconstrained parameters."""
-        return sum(math.prod(self.shapes[name]) for name in self.site_names)
+        return sum(self.sizes.values())
 
     @property
     def indices(self) -> dict[str, np.ndarray]:
@@ -48,7 +53,7 @@ class Layout(NamedTuple):
         """theta (..., P) -> site -> (..., *shape)."""
         if not self.site_names:  # XLA has no split into nothing
             return {}
-        sizes, axis = [math.prod(self.shapes[name]) for name in self.site_names], np.ndim(theta) - 1
+        sizes, axis = list(self.sizes.values()), np.ndim(theta) - 1
         if isinstance(theta, np.ndarray):  # known also where a function is traced
             pieces = np.split(theta, np.cumsum(sizes)[:-1], axis=axis)
         else:

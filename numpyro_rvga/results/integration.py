@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -102,7 +101,7 @@ class Integration:
             choice = self._choices[key]
             if not choice.sites and _may_be_integrated_whole(program):
                 return Choice(program.layout.site_names)
-            size = _size(program, choice.sites)
+            size = sum(program.layout.sizes[name] for name in choice.sites)
             if size > most:
                 names = ", ".join(choice.sites)
                 return Choice((), f"{names}: {size} entries, and at most {most} can be integrated out")
@@ -117,7 +116,7 @@ class Integration:
             most = MOST_BY_IMPORTANCE  # no Gaussian is left, so that no mixture of a few is the posterior
             if program.row_latents is not None:
                 raise ValueError(f"integrate={list(sites)!r} leaves no site that is Gaussian given these: name fewer.")
-        size = _size(program, sites)
+        size = sum(program.layout.sizes[name] for name in sites)
         if size > most:
             raise ValueError(
                 f"the sites {', '.join(sites)} have {size} entries, and at most {most} can be integrated "
@@ -286,10 +285,6 @@ def _moments_of(bound: Bound, point: Point, dtype: DTypeLike) -> tuple[np.ndarra
 def _may_be_integrated_whole(program: Program) -> bool:
     """Whether quadrature over all sites finds more than one Gaussian does."""
     return program.layout.size <= MOST_BY_IMPORTANCE and program.row_latents is None and not program.is_conjugate
-
-
-def _size(program: Program, sites: Sequence[str]) -> int:
-    return sum(math.prod(program.layout.shapes[name]) for name in sites)
 
 
 def _indices_of(program: Program, sites: tuple[str, ...]) -> np.ndarray:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
@@ -121,8 +120,8 @@ class BoundPrior(BoundModel):
             for s in self._own_prior_sites
         ]
         normal_sites, start = [], 0
-        for name in self.layout.site_names:
-            stop = start + math.prod(self.layout.shapes[name])
+        for name, size in self.layout.sizes.items():
+            stop = start + size
             if name not in self.mixed_sites:
                 normal_sites.append(normal_site(self._site_runner(name), name, start, stop, theta, self.prior_inputs))
             start = stop
@@ -202,8 +201,7 @@ class BoundPrior(BoundModel):
     @property
     def _is_real(self) -> np.ndarray:
         """Of each entry of theta, whether its site has no constraint."""
-        shapes = self.layout.shapes
-        return np.concatenate([np.full(math.prod(shapes[n]), self.sites[n].is_real) for n in self.layout.site_names])
+        return np.concatenate([np.full(size, self.sites[name].is_real) for name, size in self.layout.sizes.items()])
 
     @functools.cached_property
     def initial_state(self) -> State:

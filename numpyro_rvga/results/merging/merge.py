@@ -7,6 +7,7 @@ rows that is the posterior of all data; else each part's summary is as good as i
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import reduce
 from typing import Any, TypeVar
 
 import jax
@@ -24,7 +25,7 @@ from ...model.data.rows import Rows, equal
 from ...model.identity import model_identity
 from ...options import Info, Options, default_key
 from ..fitted import Fitted
-from .rounds import Result, checked_rounds, evaluations_of, facts_of, in_rounds, total_of, warn_of_one_exchange
+from .rounds import Result, checked_rounds, evaluations_of, facts_of, in_rounds, warn_of_one_exchange
 from .summaries import merged_state
 
 P = TypeVar("P", bound=Fitted)
@@ -132,7 +133,7 @@ def _in_rounds(parts: list[Fitted], states: list[State], blocks: list[Any], limi
             if part.row_sets and rows != total(part.row_sets):
                 raise ValueError(f"block {number} of data does not hold the rows that part {number} has taken in.")
             of_parts.append(of_part)
-        return total_of(of_parts)
+        return reduce(Sums.plus, of_parts)
 
     def sample_of(*numbers: Sequence[int]) -> list[Rows]:
         of_parts = zip(parts, blocks, options, *numbers)
@@ -171,10 +172,10 @@ def _merged_family(start: Family, parts: Sequence[Any]) -> Family:
 
 
 # ---------------------------------------------------------------------- posteriors
-def state_of_gaussian(posterior: Fitted) -> State:
-    """The state that is the Gaussian and the bound alone."""
+def state_of_gaussian(posterior: Fitted, q: Any) -> State:
+    """The state that is q and the posterior's bound alone."""
     dtype = posterior.program.dtype
-    state = new_state(jnp.asarray(posterior.mean, dtype), jnp.asarray(posterior.scale, dtype), None)
+    state = new_state(jnp.asarray(q.mean, dtype), jnp.asarray(q.as_full().root, dtype), None)
     value = posterior.elbo if posterior.elbo is not None else posterior.info.get("log_evidence_estimate", 0.0)
     evidence = jnp.asarray(value, dtype)
     return state._replace(log_evidence=evidence, num_rows=Count.of(posterior.num_rows))
@@ -266,7 +267,7 @@ def _state_of(part: Fitted, number: int) -> State:
         raise ValueError(f"part {number} is a mixture: merge Gaussian posteriors, then integrate hyperparameters out.")
     if not isinstance(part.gaussian, FullGaussian) or prior.prior_factor is not None:
         raise ValueError(f"part {number} was stored without what it takes to merge it: merge posteriors, then save.")
-    return state_of_gaussian(part)
+    return state_of_gaussian(part, part.gaussian)
 
 
 def _fields(gaussian: Family, state: Any, bound: float | None) -> Info:

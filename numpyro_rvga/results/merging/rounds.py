@@ -11,10 +11,8 @@ far off. Rounds then begin at the posterior of a sample of all parts' rows.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import reduce
 from typing import NamedTuple
 
-import jax
 import numpy as np
 
 from ...core.updates.state import CanonicalGaussian, Count, State
@@ -202,11 +200,6 @@ def _error(before: float, after: float, step: float) -> float:
         return MOST_TO_COME * after
     share_left = after / before if before > 0 else 0.0
     return after * float(np.clip(step / max(1 - share_left, 1 / MOST_TO_COME), 1.0, MOST_TO_COME))
-
-
-def total_of(sums: Sequence[Sums]) -> Sums:
-    """Over all parts."""
-    return jax.tree.map(lambda *parts: reduce(np.add, parts), *sums)
 
 
 def _rounding(at: _Place) -> float:
