@@ -168,12 +168,11 @@ class Certificate:
         return np.asarray(self._of_each(mean, root, *pad(rows, num_rows(rows))))
 
     def _chunk(self, total: int | None) -> int:
-        """The number of rows in a chunk. It is rounded, so that data of nearly as many rows compile once."""
+        """The number of rows in a chunk."""
         size = min(MAX_CHUNK, max(CHUNK_NUMBERS // self._engine.numbers_per_row, 1))
         if total is not None:
             size = -(-total // -(-total // size))
-        step = 1 << max(size.bit_length() - 4, 0)
-        return self._engine.devices.rounded_up(-(-size // step) * step)
+        return self._engine.devices.padded(size)
 
     def _added_up(self, mean: Array, root: Array, chunks: Iterable[tuple], size: int) -> Sums:
         """Sums over chunks of rows, weights and, if given, absorbed moments; in double precision."""

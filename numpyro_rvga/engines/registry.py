@@ -151,14 +151,12 @@ class Engines:
         return engine, rows, None
 
     def whole(self, data: Data, model_kwargs: Keywords, rng_key: Array, reason: Exception) -> tuple[Engine, Rows, str]:
-        """The same for a model that takes all data at once, which have their values when the model is read.
+        """The same for a model that takes all data at once, which have their values when the model is read: data that
+        :meth:`cached_whole` does not know.
 
         :param reason: why it cannot take single rows.
         :raises ValueError, NotImplementedError: as :meth:`together`.
         """
-        earlier = self.cached_whole(data, model_kwargs, rng_key)
-        if earlier is not None:
-            return earlier
         arrays, keywords = whole_data(self.model, data, model_kwargs)
         form = _whole_form(rng_key)
         try:

@@ -63,7 +63,7 @@ class ParquetRows:
     def __init__(self, path: str | os.PathLike | Sequence[str | os.PathLike], columns: Columns):
         several = [path] if isinstance(path, (str, os.PathLike)) else list(path)
         files = [file for each in several for file in _files(Path(each))]
-        with _pyarrow().parquet.ParquetFile(files[0]) as first:
+        with pyarrow_at_hand().parquet.ParquetFile(files[0]) as first:
             _check_columns(columns, first.schema_arrow.names, str(files[0]))
             dtypes = _dtypes(first.schema_arrow, columns)
         self._set(columns, [group for file in files for group in _groups(file, columns)], dtypes)
@@ -115,7 +115,7 @@ class ParquetRows:
 
     def _blocks(self, group: RowGroup, skipped: int) -> Iterator[dict[str, np.ndarray]]:
         wanted = [name for of in self.columns.values() for name in _names(of)]
-        with _pyarrow().parquet.ParquetFile(group.path) as file:
+        with pyarrow_at_hand().parquet.ParquetFile(group.path) as file:
             _check_length(file, group)
             batches = file.iter_batches(BATCH, row_groups=[group.number], columns=sorted(set(wanted)))
             where = f"row group {group.number} of {group.path}"
@@ -206,7 +206,7 @@ def _check_length(file: Any, group: RowGroup) -> None:
 
 
 def _array(batch: Any, name: str, where: str) -> np.ndarray:
-    pyarrow = _pyarrow()
+    pyarrow = pyarrow_at_hand()
     column = batch.column(name)
     column = column.combine_chunks() if isinstance(column, pyarrow.ChunkedArray) else column
     if pyarrow.types.is_list(column.type) or pyarrow.types.is_fixed_size_list(column.type):
@@ -219,7 +219,7 @@ def _array(batch: Any, name: str, where: str) -> np.ndarray:
 
 def _plain(column: Any) -> np.ndarray:
     """Missing values are NaN."""
-    pyarrow = _pyarrow()
+    pyarrow = pyarrow_at_hand()
     if pyarrow.types.is_boolean(column.type):
         column = column.cast(pyarrow.uint8())
     if pyarrow.types.is_decimal(column.type):
@@ -237,7 +237,7 @@ def _files(path: Path) -> list[Path]:
 
 
 def _groups(file: Path, columns: Columns) -> list[RowGroup]:
-    with _pyarrow().parquet.ParquetFile(file) as opened:
+    with pyarrow_at_hand().parquet.ParquetFile(file) as opened:
         _check_columns(columns, opened.schema_arrow.names, str(file))
         metadata = opened.metadata
         lengths = [metadata.row_group(number).num_rows for number in range(metadata.num_row_groups)]
@@ -251,7 +251,8 @@ def _check_columns(columns: Columns, names: Sequence[str], where: str) -> None:
                 raise ValueError(f"{where} has no column {name!r} for {argument!r}; it has {', '.join(names)}.")
 
 
-def _pyarrow() -> ModuleType:
+def pyarrow_at_hand() -> ModuleType:
+    """:raises ImportError: saying what to install."""
     try:
         import pyarrow
         import pyarrow.parquet

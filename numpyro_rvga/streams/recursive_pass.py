@@ -85,7 +85,7 @@ class RecursivePass(Pass[State, StepInfo]):
         if self._is_joint(offset):
             if not sizes.keeps_rows:
                 rows, weights = once_each(rows, weights)
-            rows, weights = pad(rows, self._joint_size(len(weights)), weights)
+            rows, weights = pad(rows, engine.devices.padded(len(weights)), weights)
             program, absorbed_rows = engine.program, ()
             if sizes.keeps_rows:
                 absorbed_rows = (AbsorbedRows.new(program.terms, weights, program.dtype),)
@@ -170,11 +170,6 @@ class RecursivePass(Pass[State, StepInfo]):
         options = self._engine.options
         return options.scheme == "implicit" and options.has_bound and 0 < self.num_taken <= self._sizes.first
 
-    def _joint_size(self, length: int) -> int:
-        """Padded rows of a joint solve, at most an eighth more: solves of nearly as many rows are compiled once."""
-        step = 1 << max(length.bit_length() - 4, 0)
-        return self._engine.devices.rounded_up(-(-length // step) * step)
-
     def _is_joint(self, offset: int) -> bool:
         return offset == 0 and self._sizes.first > 0
 
@@ -204,7 +199,7 @@ class RecursivePass(Pass[State, StepInfo]):
         self, state: State, rows: Rows, absorbed: tuple[Absorbed, ...]
     ) -> tuple[np.ndarray, tuple[RowFactors, ...]]:
         """By how much each row's sites are not what the state would make of the row, and these sites."""
-        size, count = self._joint_size(self._sizes.joint), num_rows(rows)
+        size, count = self._engine.devices.padded(self._sizes.joint), num_rows(rows)
         results = []
         for start in range(0, count, size):
             part = selected((rows, absorbed), slice(start, start + size))
@@ -213,7 +208,7 @@ class RecursivePass(Pass[State, StepInfo]):
 
     def _solved(self, state: State, rows: Rows, row_factors: tuple[RowFactors, ...]) -> tuple[State, StepInfo]:
         """With these rows as themselves, not as the sites by which they are part of the state."""
-        rows, weights, row_factors = self._placed(rows, row_factors, self._joint_size(self._sizes.joint))
+        rows, weights, row_factors = self._placed(rows, row_factors, self._engine.devices.padded(self._sizes.joint))
         absorbed_rows = AbsorbedRows.of_state(row_factors)
         inputs = self._program.prior_inputs, state, rows, weights, absorbed_rows
         after, info = self._engine.joint(*inputs, with_absorbed=True)

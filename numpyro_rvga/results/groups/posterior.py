@@ -23,6 +23,7 @@ from ...model.data.arguments import split_call
 from ...model.data.rows import Data, Keywords, num_rows
 from ...model.members import Members
 from ...options import Info, is_count
+from ...streams.arrow import pyarrow_at_hand
 from .parts import LocalPlate, gathered, numbered
 
 MEAN, DEVIATION, SLOPE, ROOT = "{}.mean", "{}.sd", "given_shared.slope", "given_shared.root"
@@ -216,7 +217,7 @@ class GroupFiles(NamedTuple):
         """See :class:`GroupSource`."""
         import pyarrow as pa
 
-        column = _parquet().read_table(self.folder, columns=[self.index])[self.index]
+        column = pyarrow_at_hand().parquet.read_table(self.folder, columns=[self.index])[self.index]
         is_text = pa.types.is_string(column.type) or pa.types.is_large_string(column.type)
         if (wanted.dtype.kind == "U") != is_text:
             raise ValueError(
@@ -226,7 +227,9 @@ class GroupFiles(NamedTuple):
 
     def read(self, wanted: np.ndarray, members: Members) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """See :class:`GroupSource`."""
-        table = _parquet().read_table(self.folder, filters=[(self.index, "in", np.unique(wanted).tolist())])
+        table = pyarrow_at_hand().parquet.read_table(
+            self.folder, filters=[(self.index, "in", np.unique(wanted).tolist())]
+        )
         labels = table[self.index].to_numpy(zero_copy_only=False)
         order = np.argsort(labels)
         missing = wanted[~np.isin(wanted, labels)]
@@ -262,7 +265,7 @@ def write_groups(
     table = pa.table(columns).replace_schema_metadata({"numpyro_rvga": json.dumps({"entries": list(names)})})
     path = Path(folder) / f"part-{number:05d}.parquet"
     temporary = path.with_suffix(f".{os.getpid()}.tmp")
-    _parquet().write_table(table, temporary)
+    pyarrow_at_hand().parquet.write_table(table, temporary)
     os.replace(temporary, path)
     return len(labels)
 
@@ -273,20 +276,12 @@ def checked_folder(folder: str | os.PathLike) -> str:
     :raises ValueError: if it holds groups already.
     :raises ImportError: without pyarrow.
     """
-    _parquet()
+    pyarrow_at_hand()
     path = Path(folder).absolute()
     path.mkdir(parents=True, exist_ok=True)
     if any(path.glob("*.parquet")):
         raise ValueError(f"{folder} holds Parquet files already: groups are written to a folder of their own.")
     return str(path)
-
-
-def _parquet() -> Any:
-    try:
-        import pyarrow.parquet as parquet
-    except ImportError as error:
-        raise ImportError("files of groups need pyarrow: pip install 'numpyro_rvga[stream]'.") from error
-    return parquet
 
 
 def predict(posterior: GroupPosterior, rng_key: Array, data: Data | Iterable, num_samples: int) -> dict[str, Array]:
