@@ -41,6 +41,17 @@ def at_once(function: Callable[[], Tree]) -> Tree:
     return jax.device_get(jit_once(function)())
 
 
+def abstractly(function: Callable[..., Tree], *arguments: Any) -> Tree:
+    """What a function returns for arguments of these shapes, without values: for what of it is no array."""
+    returned: list[Tree] = []
+
+    def run(*arguments: Any) -> None:
+        returned.append(function(*arguments))
+
+    jax.eval_shape(run, *arguments)
+    return returned[0]
+
+
 class Compiled:
     """``jax.jit`` for a function that takes long to compile. Inside another compiled function it is plain ``jax.jit``.
 

@@ -110,9 +110,8 @@ def _by_quadrature(log_density: Callable[[Array], Array], size: int) -> Array:
 
 def check_can_be_drawn(program: Program) -> None:
     """:raises NotImplementedError: naming an observed site that has no distribution of outcomes."""
-    records: dict[str, SiteRecord] = {}
     origin = jnp.zeros(program.layout.size + program.local.size, program.dtype)
-    program.abstractly(lambda rows: records.update(program.records(origin, rows)) or 0, program.example_row)
+    records = program.abstractly(lambda rows: program.records(origin, rows), program.example_row)
     for terms in program.terms:
         reason = _why_not(program, terms.site, records.get(terms.site))
         if reason is not None:

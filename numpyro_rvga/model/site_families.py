@@ -12,7 +12,7 @@ import numpy as np
 from jax import Array
 from numpyro.distributions import transforms
 
-from ..core.compilation import at_once
+from ..core.compilation import abstractly, at_once
 from ..core.exponential import Entries
 from .handlers.tracing import site_transform
 from .program import Program
@@ -101,15 +101,12 @@ def own_families(program: Program) -> dict[str, str]:
 
 def _transforms(program: Program, names: list[str]) -> dict[str, Any]:
     """To the sites' supports. They may hold traced arrays."""
-    by_site = {}
 
-    def read():
+    def read() -> dict[str, Any]:
         records = program.prior_records({})
-        by_site.update({name: site_transform(records[name].fn) for name in names})
-        return 0
+        return {name: site_transform(records[name].fn) for name in names}
 
-    jax.eval_shape(read)
-    return by_site
+    return abstractly(read)
 
 
 def _has(transform: Any, kind: type) -> bool:

@@ -20,6 +20,7 @@ from jax.extend import core as jex_core
 from jax.extend.core import JaxprEqn
 from jax.typing import DTypeLike
 
+from ..compilation import abstractly
 from ..jaxprs.interpret import interpret
 from ..jaxprs.primitives import INLINED_PRIMITIVES, SELECTING_PRIMITIVES, form_of, is_float, results
 from ..pytrees import PyTree
@@ -94,7 +95,6 @@ def read_tilted(
     closed = jax.make_jaxpr(density)(jax.ShapeDtypeStruct((num_predictors,), dtype), constants)
     if not may_be_tilted(closed):
         return None
-    keys: list[tuple] = []
 
     def summands(constants):
         """Read twice: around the centers that the first reading finds, few summands cancel."""
@@ -110,7 +110,7 @@ def read_tilted(
         return Tilted(*[jnp.stack([jnp.asarray(x, dtype) for x in each]) for each in (centers, dict(terms).values())])
 
     try:
-        jax.eval_shape(lambda constants: keys.extend(key for key, _ in summands(constants)[1]), constants)
+        keys = [key for key, _ in abstractly(summands, constants)[1]]
     except _NotTilted:
         return None
     if not keys:

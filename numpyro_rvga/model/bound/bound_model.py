@@ -263,11 +263,9 @@ class BoundModel(ModelRuns):
     @functools.cached_property
     def real_sites(self) -> frozenset[str]:
         """The latent sites whose support is the whole real line."""
-        runs: list = []
-        self.abstractly(lambda rows: runs.append(sample_sites(*self._run(rows, {}))) or 0, self.example_row)
-        return frozenset(
-            name for name in self.layout.site_names if isinstance(site_transform(runs[0][name].fn), IdentityTransform)
-        )
+        records = self.abstractly(lambda rows: sample_sites(*self._run(rows, {})), self.example_row)
+        transforms = {name: site_transform(records[name].fn) for name in self.layout.site_names}
+        return frozenset(name for name, own in transforms.items() if isinstance(own, IdentityTransform))
 
     def outcome_arrays(self, site: str) -> set[str]:
         """The data arrays from which an observed site's values are taken. Of a whole program: those that are them."""

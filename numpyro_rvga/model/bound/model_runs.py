@@ -17,7 +17,7 @@ from numpyro import distributions as dist
 from numpyro.distributions import constraints
 from numpyro.distributions.transforms import biject_to
 
-from ...core.compilation import jit_once
+from ...core.compilation import abstractly, jit_once
 from ...core.jaxprs.interpret import of_outputs
 from ..data.arguments import PARAMS, SHARED, split_call
 from ..data.rows import Arrays, Keywords
@@ -252,8 +252,8 @@ class ModelRuns:
         return jit_once(lambda: function(rows))() if self.whole else jax.jit(function)(rows)
 
     def abstractly(self, function: Callable[[Arrays], Tree], rows: Arrays) -> Tree:
-        """Shapes of what a function of rows returns. A whole program's data have their values there."""
-        return jax.eval_shape(lambda: function(rows)) if self.whole else jax.eval_shape(function, rows)
+        """What a function returns for rows of these shapes. A whole program's data have their values there."""
+        return abstractly(lambda: function(rows)) if self.whole else abstractly(function, rows)
 
     def _records(self, unconstrained, rows, key=None) -> dict[str, SiteRecord]:
         """Every sample site, with latents drawn that are not given. The model's code runs once for each form of the
@@ -313,7 +313,7 @@ class ModelRuns:
         if not self.whole:
             self._replay.trace(dict(given), dict(rows), self.params.values, key)
         if self._description is None:  # a whole model, or it has been traced before
-            self.abstractly(lambda rows: (self._records_of(given, rows, self.params.values, key), 0)[1], rows)
+            self.abstractly(lambda rows: self._records_of(given, rows, self.params.values, key), rows)
         assert self._description is not None
         return self._description
 

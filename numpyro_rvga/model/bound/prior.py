@@ -11,7 +11,7 @@ import numpy as np
 import numpyro.distributions as dist
 from jax import Array
 
-from ...core.compilation import at_once
+from ...core.compilation import abstractly, at_once
 from ...core.expectations.closed_forms import Gaussian
 from ...core.jaxprs.interpret import depends_on
 from ...core.jaxprs.symbolic import factorize
@@ -113,9 +113,8 @@ def normal_site(
         fn = base_distribution(run_site(t, shared).fn)[0]
         return jnp.broadcast_to(fn.loc, fn.event_shape), fn.scale_tril
 
-    distributions: list = []
-    jax.eval_shape(lambda t: distributions.append(base_distribution(run_site(t, shared).fn)[0]) or 0, theta)
-    if not isinstance(distributions[0], dist.MultivariateNormal) or distributions[0].event_shape != (stop - start,):
+    fn = abstractly(lambda t: base_distribution(run_site(t, shared).fn)[0], theta)
+    if not isinstance(fn, dist.MultivariateNormal) or fn.event_shape != (stop - start,):
         return None
     split = factorize(lambda t, r: jnp.asarray(sum(jnp.sum(x) for x in moments_at(t, r)), theta.dtype), theta, shared)
     origin = jnp.zeros(theta.shape, theta.dtype)

@@ -173,14 +173,7 @@ def _outside_message(program: BoundModel, site: str, rows: Arrays, row: int | No
 
 def abstract_base_distribution(program: BoundModel, site: str) -> Any:
     """A site's distribution, for what is static about it."""
-    distributions: list = []
-
-    def abstract(row):
-        distributions.append(base_distribution(program.site_record(site, row).fn)[0])
-        return 0
-
-    program.abstractly(abstract, program.example_row)
-    return distributions[0]
+    return program.abstractly(lambda row: base_distribution(program.site_record(site, row).fn)[0], program.example_row)
 
 
 def _elements_inside(program, name, rows):

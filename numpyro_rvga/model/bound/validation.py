@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ...core.compilation import at_once, jit_once
+from ...core.compilation import abstractly, at_once, jit_once
 from ..data.arguments import absent_arguments
 from ..data.rows import Arrays, Keywords, common_length
 from ..handlers.failures import FORWARD, CoupledRows, LocalLatents
@@ -34,25 +34,22 @@ def find_row_plates(
 
     :param concrete: whether the model may read the values of the data. :param evaluates: as for :class:`Program`.
     """
-    result: dict[str, Any] = {}
 
-    def abstract(rows):
+    def run(rows: Arrays) -> tuple[dict[str, tuple[str, ...]], list[str], dict[str, int]]:
         trace, runner = run_model(model, rows, model_kwargs)
         observed = {name: site for name, site in sample_sites(trace, runner).items() if site.is_observed}
         check_outcomes_shape(observed)
-        result.update(plates=plates_of(trace), observed=list(observed), sizes=runner.plate_size)
-        return 0
+        return plates_of(trace), list(observed), runner.plate_size
 
     if concrete:
         with jax.ensure_compile_time_eval() if evaluates else contextlib.nullcontext():
-            jax.eval_shape(lambda: abstract(rows))
+            plates, observed, sizes = abstractly(lambda: run(rows))
     else:
-        jax.eval_shape(
-            abstract,
-            {name: jax.ShapeDtypeStruct(a.shape, jax.dtypes.canonicalize_dtype(a.dtype)) for name, a in rows.items()},
-        )
-    around, length = {p for n in result["observed"] for p in result["plates"][n]}, common_length(rows)
-    return frozenset(p for p in around if result["sizes"].get(p) == length), result["observed"]
+        dtypes = {name: jax.dtypes.canonicalize_dtype(array.dtype) for name, array in rows.items()}
+        shapes = {name: jax.ShapeDtypeStruct(array.shape, dtypes[name]) for name, array in rows.items()}
+        plates, observed, sizes = abstractly(run, shapes)
+    around, length = {plate for name in observed for plate in plates[name]}, common_length(rows)
+    return frozenset(plate for plate in around if sizes.get(plate) == length), observed
 
 
 def check_outcomes_shape(observed: Mapping[str, SiteRecord]) -> None:

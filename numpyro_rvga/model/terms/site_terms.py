@@ -13,6 +13,7 @@ from jax import Array
 from numpyro.distributions import Distribution
 from numpyro.distributions.transforms import IdentityTransform, biject_to
 
+from ...core.compilation import abstractly
 from ...core.expectations import closed_forms as cf
 from ...core.jaxprs.primitives import numbers_in, work_of_outputs
 from ...core.jaxprs.symbolic import Factorization, Reading, factorize
@@ -106,20 +107,16 @@ def _numbers_of_one(split: Factorization, theta: jax.ShapeDtypeStruct, row: Arra
 
 
 def _example_of(run_site: RunSite, theta: jax.ShapeDtypeStruct, row: Arrays) -> _Example:
-    examples: list[_Example] = []
-
-    def abstract(t, r):
+    def example(t, r):
         record = run_site(t, r)
         fn, terms = base_distribution(record.fn)[0], elements(record)
         supports = _leaf_constraints(fn)
         named = supports is not None and len(supports) == len(numbers_of(fn))
         transformed = record.log_abs_det is not None
         has_jacobian = transformed and not isinstance(site_transform(record.fn), IdentityTransform)
-        examples.append(_Example(terms.shape[0], type(fn), supports if named else None, has_jacobian))
-        return 0
+        return _Example(terms.shape[0], type(fn), supports if named else None, has_jacobian)
 
-    jax.eval_shape(abstract, theta, row)
-    return examples[0]
+    return abstractly(example, theta, row)
 
 
 def _theta_terms(run_site: RunSite, site: str, size: int) -> Terms:
