@@ -14,6 +14,7 @@ from jax import Array, lax
 from jax.scipy.special import logsumexp
 
 from ...core.compilation import at_once
+from ...core.expectations.by_nodes import linearized
 from ...core.expectations.local_integrals import MAX_DIMENSIONS, log_integral, num_nodes, place_nodes
 from ...core.jaxprs.symbolic import Factorization, factorize
 from ...core.matrices.linalg import cholesky, solve_lower
@@ -198,7 +199,7 @@ def _gaussian_integral(log_joint: Callable, still: Callable, size: int, dtype: j
 
 def _integral_around(log_joint: Callable, z: Array) -> Array:
     """The log of the integral of a normal density, from its expansion at z (K,)."""
-    value, slope, hessian = _expansion(log_joint, z)
+    value, slope, hessian = linearized(log_joint, z, None)
     factor = cholesky(-hessian)
     left = solve_lower(factor, slope)
     half_log_det = jnp.sum(jnp.log(jnp.diagonal(factor)))
@@ -207,7 +208,7 @@ def _integral_around(log_joint: Callable, z: Array) -> Array:
 
 def gaussian_conditional(log_joint: Callable, size: int, dtype: jnp.dtype) -> tuple[Array, Array]:
     """Mean (K,) and lower Cholesky factor of the precision, of a quadratic log density."""
-    _, slope, hessian = _expansion(log_joint, jnp.zeros(size, dtype))
+    _, slope, hessian = linearized(log_joint, jnp.zeros(size, dtype), None)
     factor = cholesky(-hessian)  # the same at all z
 
     def newton_step(slope: Array) -> Array:
@@ -215,17 +216,6 @@ def gaussian_conditional(log_joint: Callable, size: int, dtype: jnp.dtype) -> tu
 
     mean = newton_step(slope)
     return mean + newton_step(jax.grad(log_joint)(mean)), factor  # which mends the first one's rounding
-
-
-def _expansion(log_joint: Callable, z: Array) -> tuple[Array, Array, Array]:
-    """Value, gradient (K,) and Hessian (K, K) at z."""
-
-    def slope(z: Array) -> tuple[Array, tuple[Array, Array]]:
-        value, gradient = jax.value_and_grad(log_joint)(z)
-        return gradient, (value, gradient)
-
-    hessian, (value, gradient) = jax.jacfwd(slope, has_aux=True)(z)
-    return value, gradient, hessian
 
 
 def _moving(split: _Split, component: Component, rows: Arrays) -> np.ndarray:

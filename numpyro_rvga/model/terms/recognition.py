@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from ...core.expectations.by_nodes import linearized
 from ...core.expectations.closed_forms import DENSITIES, Exponential, Gaussian, Logistic
 from ...core.expectations.tilted import may_be_tilted, read_tilted, tilted_density
 from ..data.rows import Arrays
@@ -110,19 +111,11 @@ def in_gaussian_form(terms: Terms, probe: Probe) -> Terms:
         return terms
 
     def coefficients(row, element):
-        values = terms.constants(row, element)
-        value, slope, hessian = (
-            function(jnp.zeros(1, probe.points.dtype))
-            for function in (
-                lambda u: terms.density(u, values),
-                lambda u: jax.grad(terms.density)(u, values)[0],
-                lambda u: jax.hessian(terms.density)(u, values)[0, 0],
-            )
-        )
-        target, scale = -slope / hessian, 1 / jnp.sqrt(-hessian)
-        one = jnp.ones((), hessian.dtype)
-        form = Gaussian(target, scale, jnp.zeros_like(one), one)
-        return form._replace(constant=value - DENSITIES[Gaussian](jnp.zeros(1, one.dtype), form))
+        values, zero = terms.constants(row, element), jnp.zeros(1, probe.points.dtype)
+        value, slope, hessian = linearized(lambda u: terms.density(u, values), zero, None)
+        target, precision, one = -slope[0] / hessian[0, 0], -hessian[0, 0], jnp.ones((), zero.dtype)
+        form = Gaussian(target, 1 / jnp.sqrt(precision), jnp.zeros_like(one), one)
+        return form._replace(constant=value - DENSITIES[Gaussian](zero, form))
 
     return terms._replace(constants=coefficients, density=DENSITIES[Gaussian], closed_form=Gaussian)
 
