@@ -15,7 +15,7 @@ from jax import Array
 
 from ..core.matrices.jacobians import gram, vjp
 from ..core.pytrees import PyTree
-from ..core.updates.factors import Factors, add_curvatures, covariances
+from ..core.updates.factors import Factors, add_curvatures, covariances, expected_values
 from ..core.updates.objective import FactorSet
 from ..core.updates.row_factors import row_factors_of
 from ..core.updates.state import Absorbed, RowFactors, State
@@ -210,11 +210,7 @@ class Certificate:
     def _row_values(self, mean: Array, root: Array, rows: dict, weights: Array) -> Array:
         engine = self._engine
         factors = engine.linearize(engine.prepare(rows, weights), mean)
-        values = [
-            kind.expect(block.predictors, covariance, block.constants)[0][0].reshape(len(weights), -1).sum(axis=1)
-            for kind, block, covariance in zip(engine.kinds, factors, covariances(factors, root.T))
-        ]
-        return reduce(jnp.add, values)
+        return expected_values(engine.kinds, factors, root.T, (len(weights),))
 
     def _prior_sums(self, prior_inputs: dict, mean: Array, root: Array) -> Sums:
         prior: FactorSet = self._engine.prior_set(prior_inputs)

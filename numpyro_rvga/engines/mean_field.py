@@ -26,8 +26,7 @@ from ..core.expectations.by_nodes import hermite_rule, monte_carlo_points
 from ..core.exponential import regressed
 from ..core.gaussians import FullGaussian
 from ..core.gaussians.mean_field import MeanField
-from ..core.pytrees import PyTree
-from ..core.updates.factors import Factors, covariances
+from ..core.updates.factors import Factors
 from ..core.updates.joint import DenseJoint, solve_joint_traced
 from ..core.updates.objective import FactorSet
 from ..core.updates.state import Count, State, new_state
@@ -310,13 +309,9 @@ class MeanFieldUpdates:
 
     def _expected(self, gaussian: State, block: _Block, nodes: Array) -> Array:
         """The log-likelihood of each row at each node, expected over x: (n, K)."""
-        total: PyTree = 0.0
-        shape = len(block.weights), len(self._nodes.row_weights), -1
         factors = self._factors(gaussian.mean, block.rows, block.weights, nodes)
-        for kind, f, covariance in zip(self.engine.kinds, factors, covariances(factors, gaussian.root.T)):
-            (value, _, _), _ = kind.expect(f.predictors, covariance, f.constants)
-            total = total + jnp.sum(value.reshape(shape), axis=2)
-        return total
+        shape = len(block.weights), len(self._nodes.row_weights)
+        return expected_values(self.engine.kinds, factors, gaussian.root.T, shape)
 
     def _gradient(
         self, natural: Array, points: Array, values: Array, active: Array | None

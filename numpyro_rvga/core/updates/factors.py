@@ -183,6 +183,17 @@ def curvature_of(
     return curvature
 
 
+def expected_values(
+    kinds: tuple[Kind, ...], blocks: tuple[Factors, ...], sigma: Array | Packed, shape: tuple[int, ...]
+) -> Array:
+    """E[phi], in this shape: of factors that come in this order, those of the same place summed."""
+    total: Any = 0.0
+    for kind, block, covariance in zip(kinds, blocks, covariances(blocks, sigma)):
+        (values, _, _), _ = kind.expect(block.predictors, covariance, block.constants)
+        total = total + jnp.sum(values.reshape(*shape, -1), axis=-1)
+    return total
+
+
 def evaluate(kinds: tuple[Kind, ...], blocks: tuple[Factors, ...], sigma: Array | Packed | None) -> Sums:
     """All sums. ``sigma``: as :func:`covariances` takes it; None for a point mass."""
     totals, hessians = expect(kinds, blocks, covariances(blocks, sigma))
