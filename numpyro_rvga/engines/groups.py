@@ -37,28 +37,6 @@ class _Place(NamedTuple):
     own_root: Array
 
 
-class _Derivatives(NamedTuple):
-    """Of terms at q, by predictors.
-
-    :ivar values: (n,). :ivar gradient: (n, C).
-    :ivar hessian: (n, C, C). :ivar own: the Jacobian in the member's entries, (n, C, d). :ivar shared: (n, C, k).
-    """
-
-    values: Array
-    gradient: Array
-    hessian: Array
-    own: Array
-    shared: Array
-    errors: Array
-
-    def sums(self) -> tuple[Array, Array, Array, Array, Array, Array]:
-        """Each term's share of values and gradients, and of minus the Hessian: own, mixed and shared."""
-        weighted = -self.hessian @ self.shared
-        by_own, by_all = (jnp.swapaxes(x, 1, 2) for x in (self.own, self.shared))
-        own, shared = ((by @ self.gradient[..., None])[..., 0] for by in (by_own, by_all))
-        return self.values, own, shared, by_own @ (-self.hessian @ self.own), by_own @ weighted, by_all @ weighted
-
-
 class _PriorSite(NamedTuple):
     """:ivar of: the member that each element depends on, (E,). :ivar whose: the member that it belongs to."""
 
@@ -188,10 +166,14 @@ class GroupTerms:
             precision[np.ix_(places, places)] += inverse.T @ inverse
         return sums._replace(shared_value=value, shared_gradient=gradient, shared_precision=precision)
 
-    def _derivatives(
+    def _shares(
         self, terms: Terms, kind: Kind, place: _Place, directions: Array, rows: dict, weight: Array, of: Array
-    ) -> _Derivatives:
-        """``weight``: (n, E) or (n, 1); ``of``: the members that the terms depend on, (n, E)."""
+    ) -> tuple[tuple[Array, ...], tuple[Array, ...], Array]:
+        """Each term's share of what :meth:`_accumulated` adds up: value, gradient, and minus the Hessian, own and
+        mixed; gradient and minus the Hessian in the shared entries; and the error.
+
+        :param weight: (n, E) or (n, 1). :param of: the members that the terms depend on, (n, E).
+        """
         size = self.members.columns.shape[0]
         weight, of = jnp.broadcast_to(weight, of.shape).ravel().astype(place.theta.dtype), of.ravel()
         predictors, jacobian = linearize_along(terms, place.theta, directions, rows)
@@ -201,8 +183,12 @@ class GroupTerms:
         covariance = by_shared @ jnp.swapaxes(by_shared, 1, 2) + alone @ jnp.swapaxes(alone, 1, 2)
         values = merged(constants(terms, rows))
         nothing = jnp.zeros((len(weight), terms.num_predictors, 0), place.theta.dtype)
-        derivatives, errors = kind.expect(predictors, covariance, (weight, values, nothing))
-        return _Derivatives(*derivatives, own, shared, errors)
+        (value, gradient, hessian), errors = kind.expect(predictors, covariance, (weight, values, nothing))
+        weighted = -hessian @ shared
+        by_own, by_all = (jnp.swapaxes(x, 1, 2) for x in (own, shared))
+        of_own, of_shared = ((by @ gradient[..., None])[..., 0] for by in (by_own, by_all))
+        of_groups = value, of_own, by_own @ (-hessian @ own), by_own @ weighted
+        return of_groups, (of_shared, by_all @ weighted), errors
 
     def _sums(self, sites: list[tuple[Terms, Kind]], *arguments: Any) -> tuple[Array, ...]:
         """The fields of :class:`GroupSums`, with those of nobody as the last group's. ``arguments``: of
@@ -238,17 +224,14 @@ class GroupTerms:
         each = () if whose is None else (count,)
         of_shared, error = (zeros((*each, k)), zeros((*each, k, k))), zeros(())
         for (terms, kind), weight, of, at in zip(sites, weights, members, members if whose is None else whose):
-            derivatives = self._derivatives(terms, kind, place, directions, rows, weight, of)
-            value, own, shared, own_own, own_shared, shared_shared = derivatives.sums()
+            own, shared, errors = self._shares(terms, kind, place, directions, rows, weight, of)
             at = at.ravel()
-            new = value, own, own_own, own_shared
-            of_groups = tuple(total.at[at].add(x) for total, x in zip(of_groups, new))
-            new = shared, shared_shared
+            of_groups = tuple(total.at[at].add(x) for total, x in zip(of_groups, own))
             if whose is None:
-                of_shared = tuple(total + x.sum(axis=0) for total, x in zip(of_shared, new))
+                of_shared = tuple(total + x.sum(axis=0) for total, x in zip(of_shared, shared))
             else:
-                of_shared = tuple(total.at[at].add(x) for total, x in zip(of_shared, new))
-            error = error + jnp.sum(derivatives.errors)
+                of_shared = tuple(total.at[at].add(x) for total, x in zip(of_shared, shared))
+            error = error + jnp.sum(errors)
         return of_groups, of_shared, error
 
 

@@ -26,7 +26,7 @@ from ..core.expectations.by_nodes import hermite_rule, monte_carlo_points
 from ..core.exponential import regressed
 from ..core.gaussians import FullGaussian
 from ..core.gaussians.mean_field import MeanField
-from ..core.updates.factors import Factors
+from ..core.updates.factors import Factors, expected_values
 from ..core.updates.joint import DenseJoint, solve_joint_traced
 from ..core.updates.objective import FactorSet
 from ..core.updates.state import Count, State, new_state

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Generic, NamedTuple, TypeVar, overload
+from typing import Any, Generic, NamedTuple, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
@@ -188,8 +188,8 @@ def expected_values(
 ) -> Array:
     """E[phi], in this shape: of factors that come in this order, those of the same place summed."""
     total: Any = 0.0
-    for kind, block, covariance in zip(kinds, blocks, covariances(blocks, sigma)):
-        (values, _, _), _ = kind.expect(block.predictors, covariance, block.constants)
+    for kind, block, of_predictors in zip(kinds, blocks, covariances(blocks, sigma)):
+        (values, _, _), _ = kind.expect(block.predictors, of_predictors, block.constants)
         total = total + jnp.sum(values.reshape(*shape, -1), axis=-1)
     return total
 
