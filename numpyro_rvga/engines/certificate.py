@@ -22,7 +22,18 @@ from ..core.updates.state import Absorbed, RowFactors, State
 from ..model.data.rows import Rows, num_rows, pad, selected
 from ..model.terms.terms import merged
 from .engine import Engine
-from .natural_steps import SHORTER, Base, Look, Noise, Sums, best_step, in_double, moved, stored
+from .natural_steps import (
+    SHORTER,
+    Look,
+    Noise,
+    Sums,
+    best_step,
+    in_double,
+    look_at,
+    moved,
+    stored,
+    without_prior_factor,
+)
 
 CHUNK_NUMBERS = 2**21  # in the Jacobians of the rows that are evaluated together
 MAX_CHUNK = 2**16
@@ -91,15 +102,15 @@ class Certificate:
         :param prior_inputs: as ``program.prior_inputs``.
         :param tolerance: squared length of the natural gradient, in nats, at which no step is taken.
         """
-        base, size, put = Base(start), self._chunk(total), self._engine.devices.put
+        base, size, put = without_prior_factor(start), self._chunk(total), self._engine.devices.put
         self._size = size
 
-        def look_at(state: State) -> Look:
+        def look(state: State) -> Look:
             mean, root = put((state.mean, state.root))
             rows = self._added_up(mean, root, chunks(size), size)
-            return base.look(state, rows, in_double(self._of_prior(prior_inputs, mean, root)))
+            return look_at(state, base, rows, in_double(self._of_prior(prior_inputs, mean, root)))
 
-        certified = self._climb(look_at, state, tolerance, max_looks)
+        certified = self._climb(look, state, tolerance, max_looks)
         return certified._replace(state=stored(certified.state, certified.after, start))
 
     def sums(self, state: State, chunks: Chunks, total: int | None) -> Sums:
@@ -111,7 +122,7 @@ class Certificate:
         """The bound at a state and its natural gradient. ``start``: before the first row. ``rows``: sums over all."""
         placed = self._engine.devices.put((state.mean, state.root))
         prior = self._of_prior(self._engine.program.prior_inputs, *placed)
-        return Base(start).look(state, rows, in_double(prior))
+        return look_at(state, without_prior_factor(start), rows, in_double(prior))
 
     def estimated(self, state: State, kept: Stratum, batches: Sequence[Stratum], max_looks: int) -> Certified:
         """Estimate the bound and its natural gradient on all rows from some of them, and step where it is significant.
@@ -123,29 +134,26 @@ class Certificate:
         :param kept: rows that represent themselves.
         :param batches: a sample of the other rows, in batches of equal sizes, weighted to represent all of them.
         """
-        base, size = (
-            Base(state._replace(prior_factor=None)),
-            self._chunk(max(len(b.weights) for b in (kept, *batches))),
-        )
-        nothing = _nothing(state)
+        base, nothing = without_prior_factor(state._replace(prior_factor=None)), _nothing(state)
+        size = self._chunk(max(len(b.weights) for b in (kept, *batches)))
 
-        def look_at(state: State) -> Look:
+        def look(state: State) -> Look:
             placed = self._engine.devices.put((state.mean, state.root))
             sums = [self._added_up(*placed, stratum.in_chunks(size), size) for stratum in (kept, *batches)]
             total = reduce(_added, sums[1:], sums[0])
-            return base.look(state, total, nothing)._replace(noise=_noise(state, sums[1:]))
+            return look_at(state, base, total, nothing)._replace(noise=_noise(state, sums[1:]))
 
-        return self._climb(look_at, state, 0.0, max_looks)
+        return self._climb(look, state, 0.0, max_looks)
 
-    def _climb(self, look_at: Callable[[State], Look], state: State, tolerance: float, max_looks: int) -> Certified:
+    def _climb(self, look: Callable[[State], Look], state: State, tolerance: float, max_looks: int) -> Certified:
         """Natural-gradient steps of all rows, while the natural gradient is too long and steps are left."""
-        before = at = look_at(state)
+        before = at = look(state)
         looks, step = 1, 1.0
         while at.squared_natural_gradient > tolerance + _doubtful(at) and looks < max_looks:
             move = moved(state, at, step)
             if move is None:
                 break
-            after = look_at(move.state)
+            after = look(move.state)
             looks += 1
             step = best_step(move, at, after)
             if self._is_better(after, at):

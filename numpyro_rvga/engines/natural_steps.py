@@ -93,36 +93,33 @@ def with_prior_factor(density: CanonicalGaussian, state: State, times: float = 1
     return density.plus(in_double(state.prior_factor).about(density.center), times)
 
 
-def without_prior_factor(state: State, origin: np.ndarray) -> CanonicalGaussian:
-    """log q + log evidence, less the approximation of prior terms that are not Gaussian."""
+def without_prior_factor(state: State, origin: np.ndarray | None = None) -> CanonicalGaussian:
+    """log q + log evidence, less the approximation of prior terms that are not Gaussian. ``origin`` None: the mean."""
+    origin = np.asarray(state.mean, np.float64) if origin is None else origin
     return with_prior_factor(joint_density(state, origin), state, -1.0)
 
 
-class Base:
-    """The log density of the start without its approximation of the prior terms, in double precision."""
+def look_at(state: State, base: CanonicalGaussian, rows: Sums, prior: Sums) -> Look:
+    """The bound at q, its natural gradient and the precision of a full step, from sums over rows and prior terms:
 
-    def __init__(self, start: State):
-        self._density = without_prior_factor(start, np.asarray(start.mean, np.float64))
+    L = log prior + sum E_q[log p_i] + entropy,     b = Lambda_0 (mu_0 - mu) + sum J_i^T g_i,
+    Lambda* = Lambda_0 - sum J_i^T G_i J_i,
 
-    def look(self, state: State, rows: Sums, prior: Sums) -> Look:
-        """The bound at q, its natural gradient and the precision of a full step, from sums over rows and prior terms:
+    the last two in coordinates in which q is standard normal.
 
-        L = log prior + sum E_q[log p_i] + entropy,     b = Lambda_0 (mu_0 - mu) + sum J_i^T g_i,
-        Lambda* = Lambda_0 - sum J_i^T G_i J_i,
-
-        the last two in coordinates in which q is standard normal.
-        """
-        at, precision = in_double(state), self._density.precision
-        value, linear = self._density.at(at.mean)
-        value = value - 0.5 * np.sum(at.root * (precision @ at.root))
-        size = len(at.mean)
-        entropy = _half_log_det(at.root) + 0.5 * size * (1 + math.log(2 * math.pi))
-        bound = float(value + entropy + rows.values.sum() + prior.values.sum())
-        gradient = linear + rows.gradients.sum(axis=0) + prior.gradients.sum(axis=0)
-        target = precision + rows.curvatures.sum(axis=0) + prior.curvatures.sum(axis=0)
-        target = at.root.T @ target @ at.root
-        error = float(rows.errors.sum() + prior.errors.sum())
-        return Look(bound, prior, at.root.T @ gradient, 0.5 * (target + target.T), error)
+    :param base: the log density that the run starts from, without its approximation of the prior terms.
+    """
+    at, precision = in_double(state), base.precision
+    value, linear = base.at(at.mean)
+    value = value - 0.5 * np.sum(at.root * (precision @ at.root))
+    size = len(at.mean)
+    entropy = _half_log_det(at.root) + 0.5 * size * (1 + math.log(2 * math.pi))
+    bound = float(value + entropy + rows.values.sum() + prior.values.sum())
+    gradient = linear + rows.gradients.sum(axis=0) + prior.gradients.sum(axis=0)
+    target = precision + rows.curvatures.sum(axis=0) + prior.curvatures.sum(axis=0)
+    target = at.root.T @ target @ at.root
+    error = float(rows.errors.sum() + prior.errors.sum())
+    return Look(bound, prior, at.root.T @ gradient, 0.5 * (target + target.T), error)
 
 
 class _Move(NamedTuple):

@@ -78,7 +78,8 @@ class EvidenceEstimate:
         )
         prior = engine.prior_set(inputs)
         summands = [_summands(prior.kinds, prior.linearize(prior.first, mean))]
-        for rows, weights in zip(_unstacked(chunks.rows, chunks.weights), chunks.weights):
+        for i, weights in enumerate(chunks.weights):
+            rows = {name: array[i] for name, array in chunks.rows.items()}
             prepared = engine.prepare(rows | {PARAMS: params}, weights)
             summands.append(_summands(engine.kinds, engine.linearize(prepared, mean)))
         return quadratic, summands
@@ -109,7 +110,3 @@ def _summands(kinds: tuple[Kind, ...], factors: tuple[Factors, ...]) -> list[Sum
         Summands(partial(density, kind), f.predictors, dense(f.jacobian), f.constants)
         for kind, f in zip(kinds, factors)
     ]
-
-
-def _unstacked(rows: dict[str, Array], weights: Array) -> list[dict[str, Array]]:
-    return [{name: array[i] for name, array in rows.items()} for i in range(len(weights))]
