@@ -27,9 +27,10 @@ from ..core.gaussians.mean_field import MeanField
 from ..core.gaussians.mixture import GaussianMixture
 from ..engines.starts import NOTICEABLE, share_of_others
 from ..model.data.rows import Arrays, Data
+from ..model.layout import Layout
 from ..options import key_numbers
 from .fitted import Fitted
-from .log_joint import check_all_rows, draws_with_density, is_of_points, log_joint, rows_with_outcome
+from .log_joint import all_rows, draws_with_density, is_of_points, log_joint
 from .marginal_nuts import has_mixed
 
 MIN_DRAWS = 100
@@ -125,14 +126,11 @@ def khat(
     :raises NotImplementedError: after a run with dynamics.
     :raises ValueError: if ``data`` lack the outcome, and for fewer than 100 draws, too few to fit a tail to.
     """
-    if "dynamics" in posterior.info:
-        raise NotImplementedError("parameters that move have no joint density with all rows to compare with.")
     if num_samples < MIN_DRAWS:
         raise ValueError(f"the Pareto k needs at least {MIN_DRAWS} draws, not {num_samples}.")
     size = posterior.mean.size
     num_samples = max(MIN_DRAWS, min(num_samples, MOST_NUMBERS // size))
-    rows = rows_with_outcome(posterior.program, data)
-    check_all_rows(posterior, rows)
+    rows = all_rows(posterior, data)
     rng_key = jax.random.key(0) if rng_key is None else rng_key
     draws = _weighed(posterior, rng_key, num_samples, rows)
     if (number := draws.num_undefined()) > 0:
@@ -193,7 +191,7 @@ def _evidence(posterior: Fitted, draws: Draws) -> Evidence:
     return Evidence(
         0.0 if np.ptp(of_q) < np.finfo(np.float32).eps else _psis_khat(of_q),
         _relative_sample_size(of_q),
-        *_by_site(posterior.program.layout.shapes, moves, errors),
+        *_by_site(posterior.program.layout, moves, errors),
         can_integrate=not {"integrated", "not_integrated"} & set(posterior.info),
     )
 
@@ -279,15 +277,13 @@ def _normalized(log_weights: np.ndarray) -> np.ndarray:
     return weights / weights.sum()
 
 
-def _by_site(shapes: Mapping[str, tuple], moves: np.ndarray, errors: np.ndarray) -> tuple[dict, dict]:
+def _by_site(layout: Layout, moves: np.ndarray, errors: np.ndarray) -> tuple[dict, dict]:
     """The largest move of each site, and its standard error."""
-    of_moves, of_errors, start = {}, {}, 0
-    for name, shape in shapes.items():
-        stop = start + int(np.prod(shape))
-        if stop > start:
-            worst = start + int(np.argmax(moves[start:stop]))
+    of_moves, of_errors = {}, {}
+    for name, entries in layout.indices.items():
+        if entries.size:
+            worst = entries.flat[np.argmax(moves[entries])]
             of_moves[name], of_errors[name] = float(moves[worst]), float(errors[worst])
-        start = stop
     return of_moves, of_errors
 
 

@@ -41,6 +41,18 @@ def check_all_rows(posterior: Fitted, rows: Arrays) -> None:
         )
 
 
+def all_rows(posterior: Fitted, data: Data) -> dict[str, Any]:
+    """All rows that the posterior has absorbed, with their outcome.
+
+    :raises NotImplementedError: after a run with dynamics. :raises ValueError: if they are not these.
+    """
+    if "dynamics" in posterior.info:
+        raise NotImplementedError("parameters that move have no joint density with all rows to compare with.")
+    rows = rows_with_outcome(posterior.program, data)
+    check_all_rows(posterior, rows)
+    return rows
+
+
 def log_joint(program: Program, theta: Array, rows: Arrays) -> np.ndarray:
     """The log joint density in unconstrained space at theta (n, P), with all row terms, summed in float64: (n,)."""
     if program.whole:

@@ -13,7 +13,7 @@ from ..model.data.rows import Data
 from .arviz import converted, smoothed
 from .fitted import Fitted
 from .khat import NEARLY_EQUAL
-from .log_joint import check_all_rows, draws_with_density, log_joint, rows_with_outcome
+from .log_joint import all_rows, draws_with_density, log_joint
 
 MOST_KHAT = 0.7
 OVERSAMPLING = 4  # draws for each that is kept
@@ -51,14 +51,11 @@ def resample(
         outcome.
     :raises NotImplementedError: after a run with dynamics.
     """
-    if "dynamics" in posterior.info:
-        raise NotImplementedError("parameters that move have no joint density with all rows to compare with.")
+    rows = all_rows(posterior, data)
     draw_key, place_key, order_key, predictive_key = jax.random.split(
         jax.random.key(0) if rng_key is None else rng_key, 4
     )
     program = posterior.program
-    rows = rows_with_outcome(program, data)
-    check_all_rows(posterior, rows)
     theta, log_q = draws_with_density(posterior, draw_key, max(LEAST_DRAWS, OVERSAMPLING * num_samples))
     log_p = log_joint(program, theta, rows)
     log_ratios = log_p - log_q
