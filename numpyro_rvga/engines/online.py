@@ -21,7 +21,6 @@ from ..dynamics import Dynamics, movement_of
 from ..initialization import initial_location
 from ..model.data.rows import num_rows
 from ..model.predictive import check_can_be_drawn, drawn_log_likelihood, log_predictive
-from ..model.terms.terms import Terms
 from .engine import Engine
 
 RANDOM_SHARE = 0.01  # of the precision, in a low-rank factor from which plain gradients start
@@ -260,13 +259,8 @@ class OnlineUpdates:
 
     def _log_lik(self, theta: Array, row: dict) -> Array:
         """log p(y_i | theta) of one row."""
-        row = {name: value[None] for name, value in row.items()}
-
-        def of(terms: Terms) -> Array:
-            elements = jnp.arange(terms.num_elements, dtype=jnp.int32)
-            return jnp.sum(jax.vmap(lambda element: terms.log_prob(theta, row, element))(elements))
-
-        return jnp.asarray(sum(map(of, self.engine.program.terms)))
+        rows = {name: value[None] for name, value in row.items()}
+        return jnp.asarray(sum(jnp.sum(terms.log_probs(theta, rows)) for terms in self.engine.program.terms))
 
     def _log_predictive(self, q: Family, rows: dict, rng_key: Array, *, plugin: bool) -> Array:
         """(B,): each row's log density under q."""

@@ -17,6 +17,10 @@ ROW = "numpyro_rvga.row"  # among a program's rows: their numbers, where the mod
 PARAMS = "numpyro_rvga.params"  # among a program's rows: the numpyro.param sites, the same for all of them
 CONSTANTS = "numpyro_rvga.constants"  # likewise: what the data determine of the prior
 SHARED = (PARAMS, CONSTANTS)
+MISSING = (  # what to do with values that are not finite
+    "Drop such rows, or pass on_bad_row='skip'; or let the model handle them: all rows at hand, with "
+    "numpyro.handlers.mask(mask=~jnp.isnan(y)) around the observed site."
+)
 
 
 class NotRows(ValueError):
@@ -124,18 +128,14 @@ def checked_rows(model: Callable, data: Any, model_kwargs: Keywords) -> Rows:
     return rows
 
 
-def check_finite(rows: Mapping[str, np.ndarray], first_row: int = 0) -> None:
+def check_finite(rows: Mapping[str, np.ndarray], first_row: int = 0, advice: str = MISSING) -> None:
     """:raises NotRows: naming the array and the first row that holds NaN or an infinite value."""
     for name, array in rows.items():
         bad = ~_finite(array)
         if bad.any():
             row = int(np.argmax(bad))
             kind = "NaN" if np.isnan(array[row]).any() else "an infinite value"
-            raise NotRows(
-                f"data array {name!r} holds {kind} in row {first_row + row}. Drop such rows, or pass "
-                "on_bad_row='skip'; or let the model handle them: all rows at hand, "
-                "with numpyro.handlers.mask(mask=~jnp.isnan(y)) around the observed site."
-            )
+            raise NotRows(f"data array {name!r} holds {kind} in row {first_row + row}. {advice}")
 
 
 def row_shapes(rows: Arrays) -> dict[str, tuple[int, ...]]:

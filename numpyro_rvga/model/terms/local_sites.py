@@ -13,7 +13,7 @@ from numpyro.distributions import Distribution, constraints
 
 from ...core.expectations.elimination import MAX_STATES
 from ..handlers.failures import UnboundedStates
-from ..layout import Layout
+from ..layout import Layout, layout_of
 
 
 class LocalSites(NamedTuple):
@@ -39,12 +39,7 @@ class LocalSites(NamedTuple):
 
     def split(self, values: Array | np.ndarray) -> dict[str, Array]:
         """What belongs to the discrete variables (..., D), by site."""
-        by_site, start = {}, 0
-        for name, shape in self.shapes.items():
-            stop = start + math.prod(shape)
-            by_site[name] = jnp.reshape(values[..., start:stop], (*values.shape[:-1], *shape))
-            start = stop
-        return by_site
+        return layout_of(self.shapes).unravel(values)
 
     def first_states(self) -> dict[str, Array]:
         return {name: jnp.broadcast_to(self.states[name][0], shape) for name, shape in self.shapes.items()}

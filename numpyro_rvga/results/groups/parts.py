@@ -18,7 +18,7 @@ from ...engines.batch import BatchSolver
 from ...engines.engine import Engine
 from ...engines.groups import GroupEvaluations, GroupTerms
 from ...engines.registry import Engines
-from ...model.data.arguments import finite_rows, named_rows
+from ...model.data.arguments import named_rows
 from ...model.data.rows import Data, Keywords, Rows, joined, num_rows, selected
 from ...model.members import Members, members_of
 from ...options import Options, default_key
@@ -331,15 +331,3 @@ def numbered(rows: Rows, index: str) -> tuple[list[Any], Rows]:
     """Labels, and the rows with their numbers in place of them."""
     labels, number = np.unique(np.asarray(rows[index].tolist()), return_inverse=True)
     return labels.tolist(), rows | {index: number.astype(np.int32)}
-
-
-def check_finite(rows: Rows, first_row: int) -> None:
-    """:raises ValueError: naming the array and the row of a value that is not finite."""
-    for name, array in rows.items():
-        finite = finite_rows({name: array})
-        if not finite.all():
-            raise ValueError(
-                f"data array {name!r} holds NaN or an infinite value in row {first_row + int(np.argmin(finite))}: "
-                "leave such rows out, as update(..., on_bad_row='skip') does. Rows before them may have been taken in: "
-                "see num_rows."
-            )

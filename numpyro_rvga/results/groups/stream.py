@@ -19,7 +19,7 @@ from ...core.expectations.by_nodes import power_of_two
 from ...core.groups.factors import QuadraticFactors
 from ...core.groups.steps import conditionals
 from ...engines.expectation_errors import warn_of
-from ...model.data.arguments import check_row_shapes, finite_rows, row_shapes
+from ...model.data.arguments import check_finite, check_row_shapes, finite_rows, row_shapes
 from ...model.data.rows import Data, Rows, num_rows, selected
 from ...model.identity import ModelIdentity
 from ...model.members import Members
@@ -28,7 +28,7 @@ from ...streams.opening import BAD_ROW_POLICIES
 from ...user_warnings import warn
 from ..merging.summaries import distance
 from .blocks import FEWEST, Bound, EarlierGroups
-from .parts import LABELS, GroupModel, Start, blocks_of_rows, check_finite, first_place, numbered, started
+from .parts import LABELS, GroupModel, Start, blocks_of_rows, first_place, numbered, started
 from .posterior import GroupFiles, GroupPosterior, checked_folder, write_groups
 from .rounds import Shared
 from .rows import new_rows
@@ -39,6 +39,7 @@ GROWTH = 1.5  # of the number of rows, after which the priors of all groups in m
 SETTLED = 0.1  # standard deviations
 MOST_PASSES = 10  # over groups that are not all in memory
 WRITTEN = 2**16  # groups of a file
+MISSING = "Leave such rows out, as update(..., on_bad_row='skip') does. See num_rows for how many were taken in before."
 
 
 class GroupStream:
@@ -107,7 +108,7 @@ class GroupStream:
     def _take(self, rows: Rows, first: int) -> None:
         """One block. ``first``: the number of its first row."""
         index = self._model.plate.index
-        check_finite(rows, first)
+        check_finite(rows, first, MISSING)
         labels, rows = numbered(rows, index)
         bound = self._program(rows, len(labels))
         bound.engine.program.check_rows(rows, first)
