@@ -158,7 +158,7 @@ class Integration:
         progress_bar: bool,
         start: ArrayLike | None,
     ) -> Info:
-        indices = _indices_of(program, sites)
+        indices = program.layout.indices_of(sites)
         others = np.setdiff1d(np.arange(program.layout.size), indices)
         bound, chunks = self._bound_of(program, sites, rows, rng_key)
         solved = bound if isinstance(bound, SparseMaximizedBound) else None
@@ -285,10 +285,6 @@ def _moments_of(bound: Bound, point: Point, dtype: DTypeLike) -> tuple[np.ndarra
 def _may_be_integrated_whole(program: Program) -> bool:
     """Whether quadrature over all sites finds more than one Gaussian does."""
     return program.layout.size <= MOST_BY_IMPORTANCE and program.row_latents is None and not program.is_conjugate
-
-
-def _indices_of(program: Program, sites: tuple[str, ...]) -> np.ndarray:
-    return program.layout.indices_of([name for name in program.layout.site_names if name in sites])
 
 
 def _marginal(bound: Bound, estimate: EvidenceEstimate | None, chunks: Any, dtype: DTypeLike, bar: Bar) -> Marginal:

@@ -174,4 +174,4 @@ def _distance(one: Shared, other: Shared) -> float:
     """Infinite where one of them is no Gaussian."""
     if not (one.is_gaussian and other.is_gaussian):
         return math.inf
-    return distance(one.mean, one.root, other.mean, other.root)
+    return distance(one, other)

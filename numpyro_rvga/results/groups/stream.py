@@ -152,7 +152,7 @@ class GroupStream:
             for labels in parts:
                 self._looked_at += self._look_at(self._bound, labels)
                 self._store.make_room()
-            last = _moved(start, self._so_far.shared)
+            last = distance(start, self._so_far.shared)
             if len(parts) == 1 or last < SETTLED:
                 break
         else:
@@ -160,7 +160,7 @@ class GroupStream:
                 f"after {MOST_PASSES} passes over the groups in the file, one still moves the shared sites by "
                 f"{last:.2g} standard deviations: keep more groups in memory."
             )
-        self._moved = _moved(before, self._so_far.shared)
+        self._moved = distance(before, self._so_far.shared)
         if len(parts) == 1 and self._looked_at == self.num_rows:  # the errors of blocks are no part of q any more
             self._expectation_error -= error
 
@@ -392,8 +392,3 @@ class _Streamed(NamedTuple):
 
     def read(self, wanted: np.ndarray, members: Members) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         return self.stream.read(wanted, self.version)
-
-
-def _moved(before: Shared, after: Shared) -> float:
-    """In standard deviations."""
-    return distance(before.mean, before.root, after.mean, after.root)

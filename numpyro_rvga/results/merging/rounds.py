@@ -159,7 +159,7 @@ class _Steps:
             return None
         target = row_factor(state, sums, self._origin)
         ahead = self._state(state, target)
-        return _Place(state, look, rows, target, ahead, np.inf if ahead is None else _distance(state, ahead))
+        return _Place(state, look, rows, target, ahead, np.inf if ahead is None else distance(state, ahead))
 
 
 def in_rounds(start: State, states: Sequence[State], evaluations: Evaluations, rounds: int | None) -> Result | None:
@@ -185,10 +185,6 @@ def in_rounds(start: State, states: Sequence[State], evaluations: Evaluations, r
         errors.append(_error(at.move, step[0].move, step[1]))
         at = step[0]
     return Result(at.state, at.look, errors)
-
-
-def _distance(state: State, other: State) -> float:
-    return distance(state.mean, state.root, other.mean, other.root)
 
 
 def _error(before: float, after: float, step: float) -> float:

@@ -7,10 +7,10 @@ in natural parameters.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import ArrayLike
 
 from ...core.updates.state import CanonicalGaussian, Count, State
 from ...engines.certificate import Sums
@@ -67,13 +67,11 @@ def state_of(density: CanonicalGaussian, like: State, num_rows: int) -> State | 
     )
 
 
-def distance(mean: ArrayLike, root: ArrayLike, other_mean: ArrayLike, other_root: ArrayLike) -> float:
+def distance(one: Any, other: Any) -> float:
     """The most by which a mean differs in the other's standard deviations, or a standard deviation in its logarithm.
-
-    :param root: root root^T is the covariance, (P, P).
-    """
-    deviation, other_deviation = (np.linalg.norm(np.asarray(x, np.float64), axis=1) for x in (root, other_root))
-    shift = (np.asarray(mean, np.float64) - np.asarray(other_mean, np.float64)) / other_deviation
+    Of Gaussians with a ``mean`` (P,) and a ``root`` (P, P) of the covariance."""
+    deviation, other_deviation = (np.linalg.norm(np.asarray(q.root, np.float64), axis=1) for q in (one, other))
+    shift = (np.asarray(one.mean, np.float64) - np.asarray(other.mean, np.float64)) / other_deviation
     return float(max(np.abs(shift).max(), np.abs(np.log(deviation / other_deviation)).max()))
 
 
