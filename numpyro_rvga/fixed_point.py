@@ -16,7 +16,7 @@ from .core.gaussians import FullGaussian
 from .engines.batch import BatchSolver
 from .engines.registry import Engines
 from .model.data.rows import Data
-from .options import LOCAL, MARGINALS, Options, check_choice, check_options, default_key
+from .options import LOCAL, MARGINALS, Options, check_choice, default_key
 from .results.conditions import Conditions, check_conditions
 from .results.integration import Integration
 from .results.joint import joint_posterior
@@ -98,11 +98,11 @@ class FixedPointVI:
         check_choice("schedule", schedule, SCHEDULES)
         check_choice("marginal", marginal, MARGINALS)
         check_choice("local", local, LOCAL)
-        check_options(expectation, order, improper_prior_scale, tolerance, max_iterations, num_samples)
+        self.options = Options("implicit", expectation, order, tolerance, max_iterations, num_samples)
+        self.options.check(improper_prior_scale)
         if schedule == "gradient" and expectation in ("probit", "linearized"):
             raise ValueError(f"schedule='gradient' needs a bound to climb, and expectation={expectation!r} has none.")
         self.model, self.schedule = model, schedule
-        self.options = Options("implicit", expectation, order, tolerance, max_iterations, num_samples)
         self._engines = Engines(
             model, self.options, improper_prior_scale, batch=True, joint_rows=math.inf, local=local, mesh=mesh
         )

@@ -39,6 +39,22 @@ class Options(NamedTuple):
         """Whether there is a variational bound: not where derivatives are taken at a mean or a mode."""
         return self.scheme not in ("ekf", "laplace") and self.expectation != "linearized"
 
+    def check(self, improper_prior_scale: float | None) -> None:
+        """:raises ValueError: naming the option."""
+        own = "(log_prob, mean, covariance) -> E[log_prob]"
+        check_choice_or_own("expectation", self.expectation, EXPECTATIONS, own)
+        check_choice("order", self.order, ORDERS)
+        if self.expectation in ("exact", "probit", "linearized") and self.order not in ("auto", 2):
+            raise ValueError(f"expectation={self.expectation!r} has one form: leave order at 'auto'.")
+        if callable(self.expectation) and self.order != "auto":
+            raise ValueError("your own expectation is differentiated: leave order at 'auto'.")
+        for name, value in (("improper_prior_scale", improper_prior_scale), ("tolerance", self.tolerance)):
+            if value is not None and not value > 0:
+                raise ValueError(f"{name} must be positive, not {value}.")
+        for name, value in (("max_iterations", self.max_iterations), ("num_samples", self.num_samples)):
+            if not (isinstance(value, int) and value > 0):
+                raise ValueError(f"{name} must be a positive integer, not {value!r}.")
+
 
 def default_key() -> Array:
     """``jax.random.key(0)``, without compiling a hash of the seed."""
@@ -83,26 +99,3 @@ def check_size(name: str, value: object, least: int) -> None:
     """:raises ValueError: if ``value`` is neither 'auto' nor an integer of at least ``least``."""
     if value != "auto" and not is_count(value, least):
         raise ValueError(f"{name} must be 'auto' or an integer of at least {least}, not {value!r}.")
-
-
-def check_options(
-    expectation: str | Expectation,
-    order: int | str,
-    improper_prior_scale: float | None,
-    tolerance: float | None,
-    max_iterations: int,
-    num_samples: int,
-) -> None:
-    """:raises ValueError: naming the option."""
-    check_choice_or_own("expectation", expectation, EXPECTATIONS, "(log_prob, mean, covariance) -> E[log_prob]")
-    check_choice("order", order, ORDERS)
-    if expectation in ("exact", "probit", "linearized") and order not in ("auto", 2):
-        raise ValueError(f"expectation={expectation!r} has one form: leave order at 'auto'.")
-    if callable(expectation) and order != "auto":
-        raise ValueError("your own expectation is differentiated: leave order at 'auto'.")
-    for name, value in (("improper_prior_scale", improper_prior_scale), ("tolerance", tolerance)):
-        if value is not None and not value > 0:
-            raise ValueError(f"{name} must be positive, not {value}.")
-    for name, value in (("max_iterations", max_iterations), ("num_samples", num_samples)):
-        if not (isinstance(value, int) and value > 0):
-            raise ValueError(f"{name} must be a positive integer, not {value!r}.")

@@ -27,7 +27,7 @@ from .group_streams import stream_groups
 from .model.data.row_set import RowSet
 from .model.data.rows import Arrays, Data, Keywords, Rows
 from .model.program import Program
-from .options import LOCAL, Info, Options, check_choice, check_options, default_key
+from .options import LOCAL, Info, Options, check_choice, default_key
 from .results.posterior import Posterior
 from .streams.block_plan import BlockPlan
 from .streams.certification import Certification, sample_of, sums_at
@@ -169,7 +169,7 @@ class RVGA:
         if scheme in ("ekf", "qkf", "laplace") and expectation != "auto":
             raise ValueError(f"scheme={scheme!r} fixes the expectation: leave expectation at 'auto'.")
         check_choice("local", local, LOCAL)
-        check_options(expectation, order, improper_prior_scale, tolerance, max_iterations, num_samples)
+        self.options.check(improper_prior_scale)
         check_dynamics(dynamics)
         if dynamics is not None and (scheme == "laplace" or shuffle is True or self.blocks.keeps_or_begins):
             raise ValueError(

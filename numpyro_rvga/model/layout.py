@@ -38,7 +38,8 @@ class Layout(NamedTuple):
 
     def indices_of(self, names: Sequence[str]) -> np.ndarray:
         """The entries of theta that some sites take, site after site, (n,)."""
-        return np.concatenate([np.ravel(self.indices[name]) for name in names])
+        indices = self.indices
+        return np.concatenate([np.ravel(indices[name]) for name in names])
 
     @property
     def entry_names(self) -> list[str]:
