@@ -17,7 +17,7 @@ from ..core.matrices.jacobians import gram, vjp
 from ..core.pytrees import PyTree
 from ..core.updates.factors import Factors, add_curvatures, covariances, expected_values
 from ..core.updates.objective import FactorSet
-from ..core.updates.row_factors import row_factors_of
+from ..core.updates.row_factors import quadratic_sums, row_factors_of
 from ..core.updates.state import Absorbed, RowFactors, State
 from ..model.data.rows import Rows, num_rows, pad, selected
 from ..model.terms.terms import merged
@@ -237,15 +237,11 @@ def _sums(kinds: tuple, factors: tuple, root: Array) -> Sums:
 
 
 def _row_factor_sums(block: Factors, site: RowFactors, root: Array) -> Sums:
-    """Sums over n quadratics constant + linear . u - u' precision u / 2 of the predictors u."""
+    """Sums over the Gaussian approximations of n factors, expected under q."""
+    value, gradient, curvature = quadratic_sums(block, site)
     scaled = block.jacobian @ root
-    product = jnp.einsum("ncd,nd->nc", site.precision, block.predictors)
-    values = site.constant + jnp.sum((site.linear - 0.5 * product) * block.predictors, axis=1)
-    traces = jnp.einsum("ncr,ncd,ndr->n", scaled, site.precision, scaled)
-    gradient = jnp.einsum("nc,ncp->p", site.linear - product, block.jacobian)
-    weighted = jnp.einsum("ncd,ndp->ncp", site.precision, block.jacobian)
-    curvature = jnp.einsum("ncp,ncq->pq", block.jacobian, weighted)
-    return Sums(jnp.sum(values - 0.5 * traces), gradient, curvature, jnp.zeros((), values.dtype))
+    trace = jnp.einsum("ncr,ncd,ndr->", scaled, site.precision, scaled)
+    return Sums(value - 0.5 * trace, gradient, curvature, jnp.zeros((), value.dtype))
 
 
 def _nothing(state: State) -> Sums:

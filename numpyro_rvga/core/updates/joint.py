@@ -26,7 +26,7 @@ from . import maximize
 from .drivers import solve_traced
 from .factors import Expected, Factors, Sums, evaluate
 from .objective import Coordinates, FactorSet, JointObjective, Objective, SummedFactors
-from .row_factors import absorbed_moments, predictor_scales
+from .row_factors import absorbed_moments, predictor_scales, quadratic_sums
 from .search import Base, Search, Solution, SolverState, standard_base
 from .state import Absorbed, CanonicalGaussian, Count, RowFactors, State, StepInfo
 
@@ -203,12 +203,8 @@ def _divide(state: State, factors: tuple[Factors, ...], row_factors: tuple[RowFa
         precision = precision - state.root.T @ state.prior_factor.precision @ state.root
         linear, constant = linear - state.root.T @ slope, constant - value
     for block, site in zip(factors, row_factors or ()):
-        product = jnp.einsum("ncd,nd->nc", site.precision, block.predictors)
-        weighted = jnp.einsum("ncd,ndr->ncr", site.precision, block.jacobian)
-        precision = precision - jnp.einsum("ncr,ncs->rs", block.jacobian, weighted)
-        linear = linear - jnp.einsum("nc,ncr->r", site.linear - product, block.jacobian)
-        values = site.constant + jnp.sum((site.linear - 0.5 * product) * block.predictors, axis=1)
-        constant = constant - jnp.sum(values)
+        value, gradient, curvature = quadratic_sums(block, site)
+        precision, linear, constant = precision - curvature, linear - gradient, constant - value
     return Base(0.5 * (precision + precision.T), linear, constant)
 
 

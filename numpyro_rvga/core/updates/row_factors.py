@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from ..matrices.linalg import semidefinite_factor, solve_lower
-from .factors import Factors, Kind, Moments
+from .factors import Factors, Kind, Moments, Sums
 from .state import Absorbed, RowFactors
 
 
@@ -81,6 +81,16 @@ def row_factors_and_residuals(
 
     pairs = list(map(of_kind, kinds, factors, predictor_scales, absorbed))
     return tuple(row_factors for row_factors, _ in pairs), tuple(residuals for _, residuals in pairs)
+
+
+def quadratic_sums(factors: Factors, approximations: RowFactors) -> Sums:
+    """Of the approximations of n factors at their predictors, and of the Jacobians there."""
+    product = jnp.einsum("ncd,nd->nc", approximations.precision, factors.predictors)
+    weighted = jnp.einsum("ncd,ndr->ncr", approximations.precision, factors.jacobian)
+    gradient = jnp.einsum("nc,ncr->r", approximations.linear - product, factors.jacobian)
+    linear = jnp.sum((approximations.linear - 0.5 * product) * factors.predictors, axis=1)
+    value = jnp.sum(approximations.constant + linear)
+    return Sums(value, gradient, jnp.einsum("ncr,ncs->rs", factors.jacobian, weighted))
 
 
 def predictor_scales(factors: tuple[Factors, ...], precision_root: Array) -> tuple[Array, ...]:
