@@ -104,7 +104,8 @@ class BoundModel(ModelRuns):
         elif marginal:
             of_rows = self._discrete_sites()
         latents = {n: s.unconstrained_shape for n, s in self.sites.items() if not (s.is_observed or s.is_discrete)}
-        validation.check_has_latents(latents, self._discrete_sites())
+        if not self._names_of("param"):  # sites of families of their own are given as such: they may be all
+            validation.check_has_latents(latents, self._discrete_sites())
         validation.check_continuous(self.sites, of_rows, "marginal" if marginal else "prior")
         self.layout = layout_of({name: shape for name, shape in latents.items() if name not in of_rows})
         validation.check_shared(self.layout, of_rows)
