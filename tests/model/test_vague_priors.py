@@ -29,6 +29,15 @@ def precisions(group, y):
     numpyro.sample("y", dist.Normal(effect[group], 1 / jnp.sqrt(within)), obs=y)
 
 
+def slopes_of_groups(group, x, y):
+    names = ("of_intercepts", "of_slopes", "within")
+    mean, slope = numpyro.sample("mean", dist.Normal(0, 1000)), numpyro.sample("slope", dist.Normal(0, 1000))
+    intercepts, slopes, within = (1 / jnp.sqrt(numpyro.sample(name, dist.Gamma(1e-3, 1e-3))) for name in names)
+    with numpyro.plate("groups", 8):
+        own = numpyro.sample("own", dist.Normal(mean, intercepts)), numpyro.sample("own_slope", dist.Normal(slope, slopes))
+    numpyro.sample("y", dist.Normal(own[0][group] + own[1][group] * x, within), obs=y)
+
+
 def moments(log_scale, log_weights):
     """Mean and standard deviation over a grid."""
     weights = np.exp(log_weights - logsumexp(log_weights))
@@ -90,3 +99,15 @@ def test_log_rates_that_may_overflow_are_integrated():
     deviation = np.sqrt(polygamma(1, sums))
     np.testing.assert_allclose(posterior.mean, digamma(sums) - np.log(3), atol=0.05 * deviation.min())
     np.testing.assert_allclose(np.sqrt(np.diagonal(posterior.covariance)), deviation, rtol=0.05)
+
+
+@pytest.mark.usefixtures("precision")
+def test_vague_precisions_of_which_no_draw_is_finite_for_all():
+    """In single precision nine draws in ten of each precision are zero, of its logarithm infinite."""
+    x = np.tile(np.linspace(-1, 1, 8), 8)
+    y = OF_GROUPS + (1 + np.linspace(-1, 1, 8)[GROUP]) * x
+    posterior = RVGA(slopes_of_groups).run({"group": GROUP, "x": x, "y": y}, progress_bar=False)
+    assert posterior.info["converged"]
+    own = np.ravel(posterior.program.layout.indices["own_slope"])
+    fits = np.array([np.polyfit(x[:8], each, 1)[0] for each in y.reshape(8, 8)])
+    np.testing.assert_allclose(np.asarray(posterior.mean)[own], fits, atol=0.4)

@@ -31,6 +31,7 @@ WINSOR = 4.0  # robust standard deviations at which prior draws are cut before t
 WIDEST = 1e3  # such a deviation, at most
 VAGUE = 10.0  # a standard deviation of a constrained site that says nothing of where to start,
 WITHIN = 2.0  # if zero is within so many of them
+FEWEST_FINITE = 20  # draws of a coordinate; if fewer are finite, they say nothing of where to start
 SHRINKAGE = 0.05  # of correlations: more coordinates than draws can support stay regular
 NO_PRIOR = "the prior's precision matrix is not positive definite: some direction has no prior."
 
@@ -96,8 +97,9 @@ def marginals(
             lambda key: lax.map(lambda k: draw(k)[indices], jax.random.split(key, count), batch_size=batch)
         )
         cut = _winsorized(np.asarray(draws(jax.random.key(0)), np.float64))
-        variance[indices] = cut.var(axis=0, ddof=1)
-        mean[indices] = _mean_of(cut, np.sqrt(variance[indices]), is_real[indices])
+        center, deviation = _moments_of(cut)
+        variance[indices] = deviation**2
+        mean[indices] = _start_of(center, deviation, is_real[indices])
     return PriorMarginals(mean, variance, indices, coupling, separate)
 
 
@@ -141,11 +143,12 @@ def moments_of_draws(prior: Prior, size: int, draws: Array, is_real: np.ndarray)
     """Robust moments of draws theta (n, P) from the prior, far-out ones cut: the Gaussian that approximates it outside
     its multivariate normal sites."""
     cut = _winsorized(np.asarray(draws, np.float64)[:, _other_indices(prior, size)])
-    covariance = np.atleast_2d(np.cov(cut.T))
-    scale: Any = np.sqrt(np.diagonal(covariance))
-    correlation = covariance / np.outer(scale, scale)
-    shrunk = (1 - SHRINKAGE) * correlation + SHRINKAGE * np.eye(len(scale))
-    mean: Any = _mean_of(cut, scale, is_real[_other_indices(prior, size)])
+    center, scale = _moments_of(cut)
+    standard = np.nan_to_num((cut - center) / scale)
+    standard = standard / np.maximum(np.linalg.norm(standard, axis=0), np.finfo(float).tiny)
+    shrunk = (1 - SHRINKAGE) * (standard.T @ standard)
+    np.fill_diagonal(shrunk, 1.0)
+    mean: Any = _start_of(center, scale, is_real[_other_indices(prior, size)])
     return FullGaussian(mean, scale[:, None] * np.linalg.cholesky(shrunk))
 
 
@@ -311,20 +314,32 @@ def _in_float64(tree: Any) -> Any:
 
 
 def _winsorized(draws: np.ndarray) -> np.ndarray:
-    """The finite draws, each coordinate cut far out: heavy tails must not rule moments, and numbers beside which those
-    of interest are rounding errors are no start."""
-    finite = draws[np.isfinite(draws).all(axis=1)]
-    low, center, high = np.quantile(finite, [0.25, 0.5, 0.75], axis=0)
+    """Each coordinate cut far out: heavy tails must not rule moments, and numbers beside which those of interest are
+    rounding errors are no start. NaN where a draw is not finite, as the logarithm of a number that has underflowed: of
+    many coordinates some may be so in every draw."""
+    finite = np.where(np.isfinite(draws), draws, np.nan)
+    finite[:, np.isfinite(finite).sum(axis=0) < FEWEST_FINITE] = 0.0
+    low, center, high = np.nanquantile(finite, [0.25, 0.5, 0.75], axis=0)
     deviation = np.maximum((high - low) / 1.349, 1e-6)
     center = np.where((deviation > WIDEST) & (np.abs(center) < WITHIN * deviation), 0.0, center)
     deviation = np.minimum(deviation, WIDEST)
     return np.clip(finite, center - WINSOR * deviation, center + WINSOR * deviation)
 
 
-def _mean_of(draws: np.ndarray, deviation: np.ndarray, is_real: np.ndarray) -> np.ndarray:
-    """Of each coordinate; zero, where NumPyro starts too, if the draws of a constrained site are all over the place.
+def _moments_of(draws: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Mean and standard deviation of each coordinate, (P,); one without two different numbers has a deviation of one.
 
-    :param deviation: of the draws, (P,). :param is_real: of the coordinates, whether their site has no constraint.
+    :param draws: (n, P), with NaN where they are not known.
     """
-    mean = draws.mean(axis=0)
+    deviation = np.nanstd(draws, axis=0, ddof=1)
+    return np.nanmean(draws, axis=0), np.where(deviation > 0, deviation, 1.0)
+
+
+def _start_of(mean: np.ndarray, deviation: np.ndarray, is_real: np.ndarray) -> np.ndarray:
+    """The mean of each coordinate; zero, where NumPyro starts too, if the draws of a constrained site are all over the
+    place.
+
+    :param mean: and ``deviation``: of the draws, (P,).
+    :param is_real: of the coordinates, whether their site has no constraint.
+    """
     return np.where(~is_real & (deviation > VAGUE) & (np.abs(mean) < WITHIN * deviation), 0.0, mean)
