@@ -210,7 +210,7 @@ class JointSolver:
         first = finished(*ways.checked(state, steps, on_step=on_step, is_enough=of_first.gives_up))
         if other_means is None:
             return first
-        highest = float(first[0].log_evidence)
+        highest = float(first[0].log_evidence) if bool(first[1].ok) else -np.inf
 
         def check(mean: np.ndarray) -> tuple[State, StepInfo] | None:
             """Where a search from another mean ends; None if that is where the first one did, or it leads nowhere."""

@@ -6,6 +6,7 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 import pytest
+from numpyro.distributions import constraints
 from scipy.special import digamma, logsumexp, polygamma
 from scipy.stats import gamma, invgamma
 
@@ -34,7 +35,10 @@ def slopes_of_groups(group, x, y):
     mean, slope = numpyro.sample("mean", dist.Normal(0, 1000)), numpyro.sample("slope", dist.Normal(0, 1000))
     intercepts, slopes, within = (1 / jnp.sqrt(numpyro.sample(name, dist.Gamma(1e-3, 1e-3))) for name in names)
     with numpyro.plate("groups", 8):
-        own = numpyro.sample("own", dist.Normal(mean, intercepts)), numpyro.sample("own_slope", dist.Normal(slope, slopes))
+        own = (
+            numpyro.sample("own", dist.Normal(mean, intercepts)),
+            numpyro.sample("own_slope", dist.Normal(slope, slopes)),
+        )
     numpyro.sample("y", dist.Normal(own[0][group] + own[1][group] * x, within), obs=y)
 
 
@@ -111,3 +115,32 @@ def test_vague_precisions_of_which_no_draw_is_finite_for_all():
     own = np.ravel(posterior.program.layout.indices["own_slope"])
     fits = np.array([np.polyfit(x[:8], each, 1)[0] for each in y.reshape(8, 8)])
     np.testing.assert_allclose(np.asarray(posterior.mean)[own], fits, atol=0.4)
+
+
+def test_a_start_where_every_draw_of_the_prior_overflows():
+    """Where the bound is at its maximum, the expected cases of each age are those that there were."""
+    rng = np.random.default_rng(18)
+    age, cohort = np.array([(a, c) for a in range(10) for c in range(11) if abs(a - 11 + c) < 6]).T
+    at_risk = rng.uniform(20, 200, len(age))
+    cases = rng.poisson(at_risk * np.exp(-2 + 0.3 * age - 0.01 * age**2 + 0.1 * (cohort - 5)))
+
+    def model(cases, at_risk, age, cohort):
+        tau = numpyro.sample("tau", dist.Gamma(1e-3, 1e-3))
+        of_age = numpyro.sample("of_age", dist.Normal(0, 1000).expand([9]))
+        walk = numpyro.sample("walk", dist.ImproperUniform(constraints.real, (), (11,)))
+        steps = walk[2:] - 2 * walk[1:-1] + walk[:-2]
+        numpyro.factor("smooth", dist.Normal(0, 1 / jnp.sqrt(tau)).log_prob(steps).sum())
+        numpyro.factor("ends", dist.Normal(0, 3).log_prob(walk[:2]).sum())
+        rate = at_risk * jnp.exp(jnp.append(0.0, of_age)[age] + walk[cohort])
+        numpyro.sample("cases", dist.Poisson(rate), obs=cases)
+
+    data = {"cases": cases, "at_risk": at_risk, "age": age, "cohort": cohort}
+    posterior = RVGA(model).run(data, progress_bar=False)
+    assert posterior.info["converged"]
+    indices, rows = posterior.program.layout.indices, np.arange(len(age))
+    columns = np.zeros((len(age), len(posterior.mean)))
+    columns[rows, np.ravel(indices["walk"])[cohort]] = 1
+    columns[rows[age > 0], np.ravel(indices["of_age"])[age[age > 0] - 1]] = 1
+    variance = np.einsum("np,pq,nq->n", columns, posterior.covariance, columns)
+    expected = at_risk * np.exp(columns @ posterior.mean + variance / 2)
+    np.testing.assert_allclose(np.bincount(age, expected), np.bincount(age, cases), rtol=1e-2)

@@ -102,7 +102,7 @@ class DenseJoint:
     Gaussian summary of the data, the true prior and the rows that were kept.
 
     :ivar starts: (k, P) points, in the state's standard coordinates, of which the most probable is where the search
-        begins; default: the state's mean.
+        begins; default, and where none is possible: the state's mean.
     :ivar init: mean and precision of a q to start from, in the state's standard coordinates.
     :ivar selecting: whether each row depends on single entries of theta.
     :ivar by_row: arranges what :meth:`absorbed` knows of factors, by the rows that they belong to.
@@ -188,7 +188,9 @@ def _most_probable(objective: Objective, base: Base, starts: Array) -> Array:
         return objective.expect(e, None)[0] + linear - 0.5 * e @ precision
 
     values = lax.map(log_density, starts)
-    return starts[jnp.argmax(jnp.where(jnp.isfinite(values), values, -jnp.inf))]
+    usable = jnp.isfinite(values)  # none, where a prior is so wide that all of them overflow
+    best = starts[jnp.argmax(jnp.where(usable, values, -jnp.inf))]
+    return jnp.where(jnp.any(usable), best, jnp.zeros_like(best))
 
 
 def _divide(state: State, factors: tuple[Factors, ...], row_factors: tuple[RowFactors, ...] | None) -> Base:
