@@ -147,6 +147,44 @@ def test_chains_of_states_are_summed_over_as_by_the_forward_algorithm(starts):
     assert (np.asarray(drawn) == states)[:, is_on].mean() > 0.85
 
 
+def animals(y):
+    """Not there yet, there, and gone: most steps are impossible, and then no single state makes them possible."""
+    enter = numpyro.sample("enter", dist.Uniform(0, 1).expand([y.shape[1]]).to_event(1))
+    stay, seen = numpyro.sample("stay", dist.Uniform(0, 1)), numpyro.sample("seen", dist.Uniform(0, 1))
+
+    def step(state, now):
+        value, enters = now
+        with numpyro.plate("animals", len(y)):
+            of_state = jnp.array([[1 - enters, enters, 0.0], [0.0, stay, 1 - stay], [0.0, 0.0, 1.0]])
+            state = numpyro.sample("state", dist.Categorical(of_state[state]), infer={"enumerate": "parallel"})
+            numpyro.sample("y", dist.Bernoulli(jnp.where(state == 1, seen, 0.0)), obs=value)
+        return state, None
+
+    scan(step, jnp.zeros(len(y), int), (jnp.asarray(y).T, enter))
+
+
+def animals_by_hand(y):
+    enter = numpyro.sample("enter", dist.Uniform(0, 1).expand([y.shape[1]]).to_event(1))
+    stay, seen = numpyro.sample("stay", dist.Uniform(0, 1)), numpyro.sample("seen", dist.Uniform(0, 1))
+    alpha = jnp.ones((len(y), 3)) * jnp.array([1.0, 0.0, 0.0])
+    for enters, value in zip(enter, y.T):
+        of_state = jnp.array([[1 - enters, enters, 0.0], [0.0, stay, 1 - stay], [0.0, 0.0, 1.0]])
+        emission = jnp.where(value[:, None] == 1, jnp.array([0.0, 1.0, 0.0]) * seen, 1 - jnp.array([0, 1, 0]) * seen)
+        alpha = (alpha @ of_state) * emission
+    numpyro.factor("y", jnp.log(alpha.sum(axis=1)).sum())
+
+
+def test_chains_with_impossible_steps_are_not_tied_to_each_other():
+    rng = np.random.default_rng(5)
+    first, last = np.sort(rng.integers(0, 6, (2, 25)), axis=0)[..., None]
+    times = np.arange(6)
+    data = {"y": ((times >= first) & (times <= last) & (rng.random((25, 6)) < 0.6)).astype(int)}
+    found = RVGA(animals).run(data, progress_bar=False)
+    expected = RVGA(animals_by_hand).run(data, progress_bar=False)
+    np.testing.assert_allclose(found.elbo, expected.elbo, atol=0.05)
+    np.testing.assert_allclose(found.mean, expected.mean, atol=0.05)
+
+
 def spammers(votes):
     """Who guesses says nothing about the truth: on it a vote depends where its voter does not guess."""
     sincere = numpyro.sample("sincere", dist.Beta(2, 2).expand([votes.shape[1]]).to_event(1))
@@ -182,6 +220,16 @@ def test_states_that_are_all_tied_together_are_refused():
         numpyro.sample("y", dist.Bernoulli(0.1 + 0.8 * (bits.sum() % 2)), obs=y)
 
     with pytest.raises(NotImplementedError, match="site 'bits': 14 discrete latent variables enter the same terms"):
+        RVGA(parity).run({"y": np.array([1, 0, 1])}, progress_bar=False)
+
+
+def test_a_number_of_states_beyond_floating_point_is_named():
+    def parity(y):
+        bits = numpyro.sample("bits", dist.Bernoulli(0.5).expand([1100]).to_event(1))
+        p = numpyro.sample("p", dist.Beta(2, 2))
+        numpyro.sample("y", dist.Bernoulli(p * (0.1 + 0.8 * (bits.sum() % 2))), obs=y)
+
+    with pytest.raises(NotImplementedError, match=r"have 1\.36e\+331 states together"):
         RVGA(parity).run({"y": np.array([1, 0, 1])}, progress_bar=False)
 
 

@@ -134,6 +134,6 @@ class _Trials:
 
 
 def _unlike(a: Array, b: Array) -> Array:
-    """Where values differ by more than rounding. NaN differs from all."""
-    allowed = ROUNDING * jnp.finfo(a.dtype).eps * (1.0 + jnp.abs(b))
+    """Where values differ by more than rounding. NaN differs from all, and minus infinity from all other numbers."""
+    allowed = ROUNDING * jnp.finfo(a.dtype).eps * (1.0 + jnp.where(jnp.isfinite(b), jnp.abs(b), 0.0))
     return ~((a == b) | (jnp.abs(a - b) <= allowed))

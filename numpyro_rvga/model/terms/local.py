@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from decimal import Decimal
 from typing import NamedTuple
 
 import jax
@@ -175,9 +176,9 @@ def _component(
 def _too_many_states(owners: tuple[str, ...], number: int) -> UnboundedStates:
     names = ", ".join(map(repr, dict.fromkeys(owners)))
     return UnboundedStates(
-        f"site {names}: {len(owners)} discrete latent variables enter the same terms, and have {number:.3g} states "
-        "together. They are summed over one after the other where each shares terms with few others, and here the "
-        f"tables of that would have more than {MAX_STATES} assignments. Let continuous variables stand for some of "
+        f"site {names}: {len(owners)} discrete latent variables enter the same terms, and have {Decimal(number):.3g} "
+        "states together. They are summed over one after the other where each shares terms with few others, and here "
+        f"the tables of that would have more than {MAX_STATES} assignments. Let continuous variables stand for some of "
         "them, or write the sum into the model with numpyro.factor."
     )
 
