@@ -79,20 +79,14 @@ def expectations(
     """
     tolerances = (ENOUGH, FAIRLY_SMALL) if cost > 1 else (EXACT, SMALL)
     if effort == "few":
-        return _differentiable(partial(_by_few_nodes, phi, num_predictors, tolerances), phi, num_predictors)
+        first = partial(_by_first_rule, phi, num_predictors, tolerances)
+        return _differentiable(lambda *factors: first(*factors)[1:], phi, num_predictors)
     batch_points = max(BATCH_POINTS // cost, LEAST_POINTS)
     measure = partial(_climb, phi, num_predictors, nodes, effort == "thorough", tolerances, batch_points)
     if effort == "direct" and (nodes is not None or num_predictors in CUBE_NODES):
         most = DIRECT_POINTS if cost == 1 else DIRECT_NODES // cost
         measure = partial(_at_once_or, measure, *_direct(phi, num_predictors, nodes), most)
     return _differentiable(measure, phi, num_predictors)
-
-
-def _by_few_nodes(
-    phi: PHI, num_predictors: int, tolerances: Tolerances, means: Array, covariances: Array, constants: PyTree
-) -> tuple[Moments, Array]:
-    """By the fifth-degree rule alone."""
-    return _by_first_rule(phi, num_predictors, tolerances, means, covariances, constants)[1:]
 
 
 def _by_first_rule(
