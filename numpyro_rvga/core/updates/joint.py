@@ -25,7 +25,8 @@ from ..pytrees import PyTree
 from . import maximize
 from .drivers import solve_traced
 from .factors import Expected, Factors, Sums, evaluate
-from .objective import Coordinates, FactorSet, JointObjective, Objective, SummedFactors
+from .normal_rows import NormalRows
+from .objective import Coordinates, FactorSet, JointObjective, Objective
 from .row_factors import absorbed_moments, predictor_scales, quadratic_sums
 from .search import Base, Search, Solution, SolverState, standard_base
 from .state import Absorbed, CanonicalGaussian, Count, RowFactors, State, StepInfo
@@ -238,7 +239,7 @@ class SparseJoint:
     """
 
     search: Search
-    rows: SummedFactors
+    rows: FactorSet | NormalRows
     prior: FactorSet
     gaussian: FactorSet
     order: EliminationOrder

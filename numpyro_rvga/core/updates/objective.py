@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial, reduce
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,7 @@ from jax import Array, lax
 
 from ..pytrees import PyTree
 from .factors import Expected, Factors, Kind, Sums, Totals, add_curvatures, covariances, curvature_of, expect
+from .normal_rows import NormalRows
 
 
 def is_log_concave(kinds: Sequence[Kind]) -> bool:
@@ -170,22 +171,6 @@ class FactorSet(NamedTuple):
         return self.map_reduce(of_factors, theta)[0]
 
 
-class SummedFactors(Protocol):
-    """What an objective asks of a set of factors; see :class:`FactorSet`."""
-
-    @property
-    def kinds(self) -> tuple[Kind, ...]: ...
-
-    def covariances(self, theta: Array, sigma: PyTree) -> PyTree: ...
-
-    @property
-    def expected(self) -> Callable[[Array, PyTree], tuple[Totals, PyTree]]: ...
-
-    def curvature(self, theta: Array, hessians: PyTree, clamped: bool) -> Array: ...
-
-    def with_curvatures(self, theta: Array, sigma: PyTree, ways: Sequence[bool]) -> tuple[Totals, list[Array]]: ...
-
-
 def in_stages(
     row_kinds: Sequence[Kind],
     prior_kinds: Sequence[Kind],
@@ -214,7 +199,7 @@ class JointObjective:
         linearized once, and what is large is not kept.
     """
 
-    sets: tuple[SummedFactors, ...]
+    sets: tuple[FactorSet | NormalRows, ...]
     coordinates: Coordinates
     staged: bool
 
