@@ -78,17 +78,6 @@ class Bound(NamedTuple):
         return GroupSummaries.unpacked(whole[:, :end], size, k), self.form.unpacked(whole[:, end:], self.index)
 
 
-class EarlierGroups(NamedTuple):
-    """Groups of which there were rows before, among others.
-
-    :ivar rows: those kept. :ivar places: of the groups, among the others.
-    """
-
-    groups: GroupSummaries
-    rows: GroupRows
-    places: np.ndarray
-
-
 class Piece:
     """Groups that are evaluated together, as one part of rounds: their priors, rows, and the rest.
 

@@ -25,7 +25,7 @@ from ...core.groups.steps import Groups
 from ...engines.groups import GroupEvaluations
 from ...user_warnings import warn
 from ..merging.summaries import TOLERANCE
-from .blocks import Bound, EarlierGroups, Piece, together
+from .blocks import Bound, Piece, together
 from .rounds import Shared, in_group_rounds
 from .rows import GroupRows
 
@@ -43,41 +43,39 @@ class SharedState(NamedTuple):
 class Given(NamedTuple):
     """Some groups of a solve.
 
-    :ivar groups: where they are looked for first. :ivar earlier: those of them of which there were rows before.
-    :ivar new: rows.
+    :ivar groups: where they are looked for first. :ivar earlier: those of which there were rows before, in ``places``
+        among them. :ivar kept: rows of these. :ivar new: rows.
     """
 
     groups: Groups
-    earlier: EarlierGroups
+    earlier: GroupSummaries
+    kept: GroupRows
+    places: np.ndarray
     new: GroupRows | None
 
     def rows(self, *, alone: bool) -> GroupRows:
         """Those kept and the new ones. ``alone``: each stands for itself."""
-        kept = self.earlier.rows.alone() if alone else self.earlier.rows
-        return kept.at(self.earlier.places).and_then(self.new)
+        kept = self.kept.alone() if alone else self.kept
+        return kept.at(self.places).and_then(self.new)
 
-
-class Kept(NamedTuple):
-    """What is kept of the groups of a piece.
-
-    :ivar variance: of the gradient in s, since some rows stand for others, (k, k).
-    """
-
-    groups: GroupSummaries
-    rows: GroupRows
-    variance: np.ndarray
+    @property
+    def weights(self) -> np.ndarray:
+        """How many rows each kept one stands for, by group that there was."""
+        return self.kept.weights(len(self.places))
 
 
 class Solved(NamedTuple):
     """The result of a solve.
 
-    :ivar kept: of each piece, computed one after the other. :ivar error: of the solve, in standard deviations of s.
+    :ivar kept: of each piece, computed one after the other: what is kept of its groups, their rows, and the variance of
+        the gradient in s, since some rows stand for others, (k, k).
+    :ivar error: of the solve, in standard deviations of s.
     :ivar expectation_error: of the evidence, in nats.
     :ivar stood_alone: whether it was given up that rows stand for others.
     """
 
     moments: SharedState
-    kept: Iterator[Kept]
+    kept: Iterator[tuple[GroupSummaries, GroupRows, np.ndarray]]
     error: float
     expectation_error: float
     stood_alone: bool
@@ -90,7 +88,7 @@ def solved(bound: Bound, before: SharedState | None, start: Shared, given: Seque
     :param given: reads the groups of a piece: twice, so that no more than is evaluated need be held.
     :raises ValueError: if the bound is not finite where the search begins.
     """
-    rows_stand_for_others = any((read().earlier.rows.multiplicity > 1).any() for read in given)
+    rows_stand_for_others = any((read().kept.multiplicity > 1).any() for read in given)
     for alone in (False, True) if rows_stand_for_others else (False,):
         is_last = alone or not rows_stand_for_others
         pieces = _pieces(bound, before, given, alone=alone)
@@ -119,17 +117,17 @@ def _pieces(
     """The first one has what q(s) says."""
     pieces = []
     for number, read in enumerate(given):
-        groups, earlier, _ = some = read()
-        rows, count, k = some.rows(alone=alone), len(groups.mean), bound.members.shared.size
+        some = read()
+        rows, count, k = some.rows(alone=alone), len(some.groups.mean), bound.members.shared.size
         others = nothing(count, len(bound.members.columns), k)
         if before is not None:
-            weights = np.ones(len(earlier.places)) if alone else earlier.rows.weights(len(earlier.places))
-            others = rest_of_groups(earlier.groups, weights, earlier.places, count)
+            weights = np.ones(len(some.places)) if alone else some.weights
+            others = rest_of_groups(some.earlier, weights, some.places, count)
             if number == 0:
                 (mean, precision), prior, evidence = before
                 of_shared = rest_of_shared(evidence, mean, precision, prior)
                 others = others._replace(shared=others.shared.and_powers(of_shared, np.ones(1)))
-        pieces.append(Piece(bound, rows, groups, others, with_shared_prior=number == 0))
+        pieces.append(Piece(bound, rows, some.groups, others, with_shared_prior=number == 0))
     return pieces
 
 
@@ -142,16 +140,17 @@ def _prior_factor(bound: Bound, mean: np.ndarray, root: np.ndarray) -> Quadratic
     return factors(np.array([sums.shared_value]), sums.shared_gradient[None], sums.shared_precision[None], *moments)
 
 
-def _kept(bound: Bound, some: Given, groups: Groups, mean: np.ndarray, root: np.ndarray, *, alone: bool) -> Kept:
-    """:param groups: where the solve has left them."""
-    earlier, count = some.earlier, len(groups.mean)
-    rows = some.rows(alone=False).sampled(bound.form.most, count)
-    variance, weights = np.zeros_like(root), earlier.rows.weights(len(earlier.places))
+def _kept(
+    bound: Bound, some: Given, groups: Groups, mean: np.ndarray, root: np.ndarray, *, alone: bool
+) -> tuple[GroupSummaries, GroupRows, np.ndarray]:
+    """As of :class:`Solved`. ``groups``: where the solve has left them."""
+    rows = some.rows(alone=False).sampled(bound.form.most, len(groups.mean))
+    variance, weights = np.zeros_like(root), some.weights
     if not alone and (weights > 1).any():
-        again = Groups(*[x[earlier.places] for x in groups])
-        now = _summaries(bound, again, mean, root, earlier.rows).rows
-        variance = sampling_variance(earlier.groups.rows, now, weights, earlier.rows.counts(len(weights)), again, mean)
-    return Kept(_summaries(bound, groups, mean, root, rows), rows, variance)
+        again = Groups(*[x[some.places] for x in groups])
+        now = _summaries(bound, again, mean, root, some.kept).rows
+        variance = sampling_variance(some.earlier.rows, now, weights, some.kept.counts(len(weights)), again, mean)
+    return _summaries(bound, groups, mean, root, rows), rows, variance
 
 
 def _summaries(bound: Bound, groups: Groups, mean: np.ndarray, root: np.ndarray, rows: GroupRows) -> GroupSummaries:

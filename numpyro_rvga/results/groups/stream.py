@@ -27,7 +27,7 @@ from ...options import Info, check_choice
 from ...streams.opening import BAD_ROW_POLICIES
 from ...user_warnings import warn
 from ..merging.summaries import distance
-from .blocks import FEWEST, Bound, EarlierGroups
+from .blocks import FEWEST, Bound
 from .parts import LABELS, GroupModel, Start, blocks_of_rows, first_place, numbered, started
 from .posterior import GroupFiles, GroupPosterior, checked_folder, write_groups
 from .rounds import Shared
@@ -116,15 +116,15 @@ class GroupStream:
         if self._start is None:
             self._start = started(self._model, rows, len(labels))
         vectors, places = self._store.read(labels)
-        earlier = EarlierGroups(*bound.unpacked(vectors), places)
+        earlier, kept = bound.unpacked(vectors)
         groups = first_place(len(labels), self._start).groups
         if self._moments is not None:
-            for mine, theirs in zip(groups, earlier.groups.at(self._moments.shared.mean)):
+            for mine, theirs in zip(groups, earlier.at(self._moments.shared.mean)):
                 mine[places] = theirs
         others = {name: array for name, array in rows.items() if name != index}
         new = new_rows(others, rows[index], np.random.default_rng(self.num_rows), index)
         try:
-            self._solve(bound, [labels], [lambda: Given(groups, earlier, new)])
+            self._solve(bound, [labels], [lambda: Given(groups, earlier, kept, places, new)])
         except ValueError as error:
             raise ValueError(f"rows {first} to {first + num_rows(rows) - 1}: {error}") from error
         self.num_rows, self._kind = self.num_rows + num_rows(rows), LABELS[isinstance(labels[0], str)]
@@ -172,7 +172,7 @@ class GroupStream:
     def _without_new_rows(self, bound: Bound, labels: Sequence[Hashable]) -> Given:
         """Groups without new rows."""
         groups, rows = bound.unpacked(self._store.read(labels)[0])
-        return Given(groups.at(self._so_far.shared.mean), EarlierGroups(groups, rows, np.arange(len(labels))), None)
+        return Given(groups.at(self._so_far.shared.mean), groups, rows, np.arange(len(labels)), None)
 
     def _solve(self, bound: Bound, pieces: Sequence[Sequence[Hashable]], given: Sequence[Callable[[], Given]]) -> int:
         """For q(s) and these groups; how many rows of theirs are kept.
@@ -181,10 +181,10 @@ class GroupStream:
         """
         start = self._moments.shared if self._moments is not None else self._first.shared
         solution, num_kept = solved(bound, self._moments, start, given), 0
-        for labels, kept in zip(pieces, solution.kept):
-            self._store.write(labels, bound.packed(kept.groups, kept.rows))
-            self._variance = self._variance + kept.variance
-            num_kept += len(kept.rows.number)
+        for labels, (groups, rows, variance) in zip(pieces, solution.kept):
+            self._store.write(labels, bound.packed(groups, rows))
+            self._variance = self._variance + variance
+            num_kept += len(rows.number)
         self._moments = solution.moments
         self._error = max(self._error, solution.error)
         self._expectation_error += solution.expectation_error
