@@ -48,8 +48,7 @@ class LowRankGaussian:
         )
 
     def covariance(self) -> Array:
-        root = self.as_full().root
-        return jnp.matmul(root, root.T, precision="highest")
+        return self.as_full().covariance()
 
     def scale_tril(self) -> Array:
         return self.as_full().scale_tril()

@@ -11,7 +11,6 @@ from jax import Array
 from jax.scipy.stats import norm
 
 from ..exponential import Entries
-from ..matrices.linalg import lower_from_root
 from .full import FullGaussian
 
 
@@ -52,11 +51,10 @@ class MeanField:
         return self._joined(self.gaussian.transform(standard[..., self.others]), own)
 
     def covariance(self) -> Array:
-        root = self._root()
-        return jnp.matmul(root, root.T, precision="highest")
+        return self.as_full().covariance()
 
     def scale_tril(self) -> Array:
-        return lower_from_root(self._root())
+        return self.as_full().scale_tril()
 
     def deviation(self) -> Array:
         """Standard deviations of the marginals, (P,)."""

@@ -329,7 +329,7 @@ def stacked(roots: Sequence[Root]) -> Any:
 
 
 # ---------------------------------------------------------------------- a mixture
-def kernel_weights(h: np.ndarray, mass: np.ndarray, kernel: np.ndarray, iterations: int = DECONVOLUTIONS) -> np.ndarray:
+def kernel_weights(h: np.ndarray, mass: np.ndarray, kernel: np.ndarray) -> np.ndarray:
     """Weights (K,) of Gaussians around points (K, d), such that their sum has the marginal's mass at these points.
 
     Kernels widen what they are put around. By the iterations of Richardson and Lucy (those of EM for the weights of a
@@ -344,7 +344,7 @@ def kernel_weights(h: np.ndarray, mass: np.ndarray, kernel: np.ndarray, iteratio
     of_pairs = coo_array((density, (first, second)), shape=(len(z), len(z)))
     densities = (of_pairs + of_pairs.T + eye_array(len(z))).tocsr()  # symmetric
     weights = mass.copy()
-    for _ in range(iterations):
+    for _ in range(DECONVOLUTIONS):
         weights = weights * (densities @ (mass / (densities @ weights)))
         weights /= weights.sum()
     return weights

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array, random
+from jax import Array
 from numpyro import handlers
 from numpyro.infer import Predictive
 
@@ -153,7 +153,25 @@ class GroupPosterior:
             ``(num_samples, *site_shape)``.
         :raises ValueError: for unusable data, and as :meth:`sample_posterior` does.
         """
-        return predict(self, rng_key, data, num_samples)
+        program, plate = self.program, self.plate
+        rows, number, labels = _numbered(self, data)
+        is_known = self.groups.knows(labels)
+        order = np.argsort(~is_known, kind="stable")  # those that are known come first
+        draw_key, model_key = jax.random.split(rng_key)
+        draws = self.sample_posterior(
+            draw_key,
+            (num_samples,),
+            groups=labels[is_known] if is_known.any() else None,
+            new_groups=int((~is_known).sum()),
+        )
+        sites = {name: draws[name] for name in self.site_names}
+        for name in self.group_site_names:
+            sites[name] = jnp.moveaxis(draws[name][:, np.argsort(order)], 1, 1 + self.members.axes[name])
+        rows = {name: jnp.asarray(array) for name, array in (rows | {plate.index: number}).items()}
+        arguments, keywords = split_call(program.model, rows, {**program.model_kwargs, plate.size: len(labels)})
+        names = sorted({*program.observed_sites, *program.of_rows})
+        model = handlers.uncondition(program.runner(len(number)))
+        return Predictive(model, sites, return_sites=names)(model_key, *arguments, **keywords)
 
     def _new(self, rng_key: Array, shared: dict[str, Array], count: int) -> dict[str, Array]:
         """Sites of so many groups without rows, at constrained shared sites: from runs of the model.
@@ -282,26 +300,6 @@ def checked_folder(folder: str | os.PathLike) -> str:
     if any(path.glob("*.parquet")):
         raise ValueError(f"{folder} holds Parquet files already: groups are written to a folder of their own.")
     return str(path)
-
-
-def predict(posterior: GroupPosterior, rng_key: Array, data: Data | Iterable, num_samples: int) -> dict[str, Array]:
-    """See :meth:`~numpyro_rvga.results.groups.GroupPosterior.predictive`."""
-    program, plate = posterior.program, posterior.plate
-    rows, number, labels = _numbered(posterior, data)
-    is_known = posterior.groups.knows(labels)
-    order = np.argsort(~is_known, kind="stable")  # those that are known come first
-    draw_key, model_key = random.split(rng_key)
-    draws = posterior.sample_posterior(
-        draw_key, (num_samples,), groups=labels[is_known] if is_known.any() else None, new_groups=int((~is_known).sum())
-    )
-    sites = {name: draws[name] for name in posterior.site_names}
-    for name in posterior.group_site_names:
-        sites[name] = jnp.moveaxis(draws[name][:, np.argsort(order)], 1, 1 + posterior.members.axes[name])
-    rows = {name: jnp.asarray(array) for name, array in (rows | {plate.index: number}).items()}
-    arguments, keywords = split_call(program.model, rows, {**program.model_kwargs, plate.size: len(labels)})
-    names = sorted({*program.observed_sites, *program.of_rows})
-    model = handlers.uncondition(program.runner(len(number)))
-    return Predictive(model, sites, return_sites=names)(model_key, *arguments, **keywords)
 
 
 def _numbered(posterior: GroupPosterior, data: Data | Iterable) -> tuple[dict[str, np.ndarray], np.ndarray, np.ndarray]:
