@@ -18,7 +18,7 @@ from ..model import Program
 from ..model.data.rows import Arrays, Data
 from . import prediction
 from .fitted import Fitted
-from .log_joint import chunks_of_log_likelihood, observed_values, rows_with_outcome, summed
+from .log_joint import are_equal, chunks_of_log_likelihood, observed_values, rows_with_outcome, summed
 
 
 def to_arviz(
@@ -135,8 +135,8 @@ def _dimensions(
 def smoothed(log_ratios: np.ndarray) -> tuple[np.ndarray, float]:
     """Normalized log weights of importance ratios, their tail smoothed, and the Pareto k (Vehtari et al. 2024)."""
     arviz, major = _import_arviz()
-    if np.ptp(log_ratios) < np.finfo(np.float32).eps:
-        return np.full(len(log_ratios), -np.log(len(log_ratios))), 0.0
+    if are_equal(log_ratios):
+        return log_ratios - logsumexp(log_ratios), 0.0
     if major == 0:
         log_weights, shape = arviz.psislw(log_ratios)
     else:

@@ -30,7 +30,7 @@ from ..model.data.rows import Arrays, Data
 from ..model.layout import Layout
 from ..options import key_numbers
 from .fitted import Fitted
-from .log_joint import all_rows, draws_with_density, is_of_points, log_joint
+from .log_joint import all_rows, are_equal, draws_with_density, is_density, is_of_points, log_joint
 from .marginal_nuts import has_mixed
 
 MIN_DRAWS = 100
@@ -133,7 +133,9 @@ def khat(
     rows = all_rows(posterior, data)
     rng_key = jax.random.key(0) if rng_key is None else rng_key
     draws = _weighed(posterior, rng_key, num_samples, rows)
-    if (number := draws.num_undefined()) > 0:
+    of_q = draws.log_ratios[:num_samples]
+    if not is_density(of_q):
+        number = int((~np.isfinite(of_q)).sum())
         return Khat(np.inf, f"the log joint is not a finite number at {number} of {num_samples} draws.")
     evidence = _evidence(posterior, draws)
     if is_unclear(evidence):
@@ -143,6 +145,8 @@ def khat(
     text = verdict(evidence, share_of_others(posterior.info))
     if is_of_points(posterior) and not has_mixed(posterior.info["integration"]):
         text = NOT_MIXED
+    if (number := int(np.isnan(of_q).sum())) > 0:
+        text += f" The log joint is NaN at {number} of {num_samples} draws: these count as impossible, as in NUTS."
     return Khat(evidence.khat, text, evidence.moves, evidence.errors)
 
 
@@ -157,12 +161,6 @@ class Draws(NamedTuple):
     log_ratios: np.ndarray
     log_mixture: np.ndarray
     num_samples: int
-
-    def num_undefined(self) -> int:
-        """How many of the draws from q have no density; 0 if it is only zero, at some of them."""
-        of_q = self.log_ratios[: self.num_samples]
-        undefined = np.isnan(of_q) | np.isposinf(of_q)
-        return int((~np.isfinite(of_q)).sum()) if undefined.any() or np.isneginf(of_q).all() else 0
 
     def joined(self, others: list[Draws]) -> Draws:
         every, count = [self, *others], self.num_samples
@@ -184,12 +182,11 @@ def _weighed(posterior: Fitted, rng_key: Array, num_samples: int, rows: Arrays) 
 
 def _evidence(posterior: Fitted, draws: Draws) -> Evidence:
     """Draws without a density weigh nothing."""
-    undefined = np.isnan(draws.log_ratios) | np.isposinf(draws.log_ratios)
-    log_ratios = np.where(undefined, -np.inf, draws.log_ratios)
+    log_ratios = np.where(np.isnan(draws.log_ratios) | np.isposinf(draws.log_ratios), -np.inf, draws.log_ratios)
     moves, errors = _moves(draws.z, log_ratios - draws.log_mixture, draws.log_mixture)
     of_q = log_ratios[: draws.num_samples]
     return Evidence(
-        0.0 if np.ptp(of_q) < np.finfo(np.float32).eps else _psis_khat(of_q),
+        0.0 if are_equal(of_q) else _psis_khat(of_q),
         _relative_sample_size(of_q),
         *_by_site(posterior.program.layout, moves, errors),
         can_integrate=not {"integrated", "not_integrated"} & set(posterior.info),

@@ -21,6 +21,7 @@ from .fitted import Fitted
 # Bounds the memory of a chunk of rows: draws times rows times elements of an observed site.
 CHUNK_VALUES = 2**20
 BATCH = 16  # draws of theta at which a model of all data runs at once
+MOST_UNDEFINED = 0.01  # of draws, where the log joint may be NaN: NUTS takes such points for impossible too
 
 
 def rows_with_outcome(program: Program, data: Data) -> dict[str, Any]:
@@ -59,6 +60,18 @@ def log_joint(program: Program, theta: Array, rows: Arrays) -> np.ndarray:
         return _whole_log_joint(program, theta, rows)
     rows, weights = once_each({n: np.asarray(x) for n, x in rows.items()}, np.ones(num_rows(rows)))
     return summed(program, theta, _weighted(chunks_of_log_likelihood(program, theta, rows), weights))
+
+
+def is_density(log_p: np.ndarray) -> bool:
+    """Whether the log joint at draws (n,) is finite or minus infinity but for a few NaN, and finite somewhere."""
+    undefined = np.isnan(log_p)
+    return bool(undefined.mean() <= MOST_UNDEFINED and not np.isposinf(log_p).any() and np.isfinite(log_p).any())
+
+
+def are_equal(log_ratios: np.ndarray) -> bool:
+    """Whether all are, but for rounding and for a few draws that are impossible: no tail can be fitted to them."""
+    finite = log_ratios[np.isfinite(log_ratios)]
+    return bool(len(finite) > 0.5 * len(log_ratios) and np.ptp(finite) < np.finfo(np.float32).eps)
 
 
 def summed(program: Program, theta: Array, chunks: Iterable[dict[str, np.ndarray]]) -> np.ndarray:

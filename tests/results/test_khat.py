@@ -166,6 +166,26 @@ def test_khat_says_when_the_log_joint_is_undefined(data, location, share):
     assert re.match(f"the log joint is not a finite number at {share} of 200 draws", result.verdict)
 
 
+@pytest.mark.filterwarnings("ignore:.*ArviZ")
+def test_a_few_draws_without_a_density_count_as_impossible():
+    """One in a thousand, as of Cholesky factors in single precision: NUTS rejects them."""
+
+    def model(x):
+        z = numpyro.sample("z", dist.Normal(0.0, 1.0))
+        numpyro.factor("far_out", jnp.where(z > 3.1, jnp.nan, 0.0))
+        numpyro.sample("x", dist.Normal(0.0 * z, 1.0), obs=x)
+
+    data = {"x": np.zeros(3)}
+    posterior = posterior_of(model, data, np.zeros(1), np.eye(1))
+    result = posterior.khat(data)
+    assert result.khat < 0.3
+    assert re.match(
+        r"good\..* The log joint is NaN at [1-9]\d? of 10000 draws: these count as impossible", result.verdict
+    )
+    drawn = posterior.resample(data, 2000, rng_key=jax.random.key(1))["posterior"]["z"]
+    assert 2.5 < float(drawn.max()) < 3.1
+
+
 @pytest.mark.parametrize(
     ("khat", "can_integrate", "steps"),
     [
