@@ -149,7 +149,8 @@ def moments_of_draws(prior: Prior, size: int, draws: Array, is_real: np.ndarray)
     shrunk = (1 - SHRINKAGE) * (standard.T @ standard)
     np.fill_diagonal(shrunk, 1.0)
     mean: Any = _start_of(center, scale, is_real[_other_indices(prior, size)])
-    return FullGaussian(mean, scale[:, None] * np.linalg.cholesky(shrunk))
+    root: Any = scale[:, None] * np.linalg.cholesky(shrunk)
+    return FullGaussian(mean, root)
 
 
 def initial_state(
