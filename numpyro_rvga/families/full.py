@@ -83,10 +83,13 @@ class FullFamily:
         whole = None if at_hand is None else self._engines.cached_whole(at_hand, model_kwargs, rng_key)
         if whole is not None:
             return self._run_jointly(*whole, **jointly)
+        is_repeated = False
         while True:
             try:
                 source, head, all_rows = open_source(data, self.model, model_kwargs, options, self._shuffle)
                 engine = self._engines.get(head, model_kwargs, rng_key, all_rows if init is None else None)
+                if is_repeated and not engine.effort.is_thorough:  # not known by its arguments, which do not compare
+                    engine = self._engines.make_thorough(engine)
                 engine.program.check_prior()
             except BadData:
                 raise
@@ -105,7 +108,7 @@ class FullFamily:
                 return self._joint_posterior(fit, head, None, rng_key)
             if posterior is not None:
                 return posterior
-            options = PassOptions(on_bad_row=on_bad_row)
+            options, is_repeated = PassOptions(on_bad_row=on_bad_row), True
 
     def _in_one_pass(
         self,

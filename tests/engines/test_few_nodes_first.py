@@ -157,6 +157,27 @@ def test_thorough_searches_begin_with_few_nodes(monkeypatch):
     np.testing.assert_allclose(again.elbo, first.elbo, atol=1e-6)
 
 
+@jax.tree_util.register_pytree_node_class
+class Nothing:
+    """A keyword that equals nothing, not even itself after jax.tree.map."""
+
+    def tree_flatten(self):
+        return (), object()
+
+    @classmethod
+    def tree_unflatten(cls, auxiliary, children):
+        return cls()
+
+
+def test_finer_rules_are_taken_whatever_keywords_are():
+    def model(x, y, keyword):
+        return bent(x, y)
+
+    method, known = RVGA(model), {"x": np.zeros(5), "y": np.array([-1.0, 0.0, 0.3, 0.5, 4.0])}
+    posterior = method.run(known, keyword=Nothing(), progress_bar=False)
+    assert method.last_engine.effort.is_thorough and posterior.info["converged"]
+
+
 def counts(x, y=None):
     """Rows of two predictors and no closed form."""
     slope = numpyro.sample("slope", dist.Normal(0, 2))

@@ -10,6 +10,7 @@ from shared_methods import shared
 
 from numpyro_rvga import RVGA
 from numpyro_rvga.model.data.arrays import as_data_array
+from numpyro_rvga.model.data.rows import equal, snapshot
 
 NUM_ROWS = 200
 
@@ -102,3 +103,20 @@ def test_frames_of_several_numeric_types_are_numbers(value, expected):
 def test_columns_of_text_are_refused():
     with pytest.raises(ValueError, match="'X' has dtype object; numbers are needed"):
         as_data_array("X", FRAME.assign(d=["1", "2", "3"]))
+
+
+@pytest.mark.parametrize(
+    "value, other",
+    [
+        (dist.HalfCauchy(100.0), dist.HalfCauchy(10.0)),
+        (dist.Normal(np.zeros(3), 1.0).to_event(1), dist.Normal(np.zeros(4), 1.0).to_event(1)),
+        (dist.TransformedDistribution(dist.Normal(0, 1), dist.transforms.ExpTransform()), dist.Normal(0, 1)),
+        ({"priors": [dist.Gamma(2.0, 1.0)]}, {"priors": [dist.Gamma(1.0, 1.0)]}),
+    ],
+    ids=["distribution", "event", "transformed", "nested"],
+)
+def test_keywords_that_are_distributions_are_known_again(value, other):
+    """Else each run would compile anew."""
+    kept = snapshot({"keyword": value})["keyword"]
+    assert equal(value, kept)
+    assert not equal(value, other)

@@ -91,6 +91,10 @@ def equal(a: Any, b: Any) -> bool:
         return False
     if hasattr(a, "equals"):  # pandas and Polars compare entry by entry
         return bool(a.equals(b))
+    leaves, structure = jax.tree.flatten(a)
+    if not jax.tree_util.treedef_is_leaf(structure):  # as NumPyro's distributions, which do not compare themselves
+        others, other_structure = jax.tree.flatten(b)
+        return structure == other_structure and all(map(equal, leaves, others))
     return bool(a == b) or (a != a and b != b)  # NaN, where a value is missing, is the same as NaN
 
 
