@@ -23,6 +23,7 @@ from .expectation_errors import expectation_errors, is_known, warn_of
 from .gradient_ascent import GradientAscent, Record
 from .joint_solver import JointProblem, whitened
 from .maximized_bound import Learned, MaximizedBound, learn
+from .rounding_errors import is_worth_more
 from .row_chunks import distinct_chunks_of
 from .sparse import SparseEngine, sparse_engine
 from .starts import modes_info, warn_of_modes
@@ -87,7 +88,7 @@ class BatchSolver:
         if self._options.has_bound and learned is None:
             error, excess = expectation_errors(engine, after, rows, info.accounts)
             facts["elbo_error"], bound = error, bound - excess
-            if engine.effort.calls_for_more(error, bound, int(after.num_rows)):
+            if is_worth_more(engine, after, rows, error, bound):
                 options = {"progress_bar": progress_bar, "started": started}
                 nearby = init if sparse is not None else FullGaussian(after.mean, after.root)
                 modes = modes_info(info.modes)

@@ -18,6 +18,7 @@ from ..engines.batch import BatchSolver, Fit, rows_info
 from ..engines.engine import Engine
 from ..engines.expectation_errors import expectation_errors, is_known, warn_of
 from ..engines.registry import Engines
+from ..engines.rounding_errors import is_worth_more
 from ..engines.sparse import SparseEngine
 from ..engines.starts import warn_of_modes
 from ..model.bad_rows import NotFinite
@@ -157,13 +158,12 @@ class FullFamily:
         findings = self.certification(engine, start, state, source, taken, rng_key)
         info |= findings.info
         if self.certification.certifies(engine):
+            rows = without(head, taken.left_out)
             if "elbo_error" not in info or engine.effort.is_sampled:
-                rows = without(head, taken.left_out)
                 info["elbo_error"], excess = expectation_errors(engine, findings.state, rows, findings.accounts)
                 findings = findings.lowered(excess)
-            num_rows = int(findings.state.num_rows)
-            more = engine.effort.calls_for_more(info["elbo_error"], findings.bound, num_rows)
-            if more and source.seekable and options.checkpoint is None:
+            can_repeat = source.seekable and options.checkpoint is None
+            if can_repeat and is_worth_more(engine, findings.state, rows, info["elbo_error"], findings.bound):
                 self._engines.make_thorough(engine)
                 return None
             warn_of(info["elbo_error"])
