@@ -213,7 +213,7 @@ class Engine:
         new = new if absorbed_rows is None else absorbed_rows.num_new
         others = self._other_means(search, problem, len(weights))
         with_accounts = self.effort.has_estimated_errors and absorbed_rows is None and not search.mode
-        options: Info = {"with_absorbed": with_absorbed, "with_accounts": with_accounts, "is_dear": self._is_dear}
+        options: Info = {"with_absorbed": with_absorbed, "with_accounts": with_accounts}
         problem, coarse = self._coarse(search, problem)
         return self.joint_solver(search, problem, new, coarse=coarse, other_means=others, **options)
 
@@ -236,8 +236,7 @@ class Engine:
             (rows, weights), params = problem.chunks, self._params_of(problem)
             rows = {name: array[0] for name, array in rows.items()}
             problem = problem._replace(chunks=self._prepare_block(rows | params, weights[0])[0])
-        with_accounts = self.effort.has_estimated_errors and not search.mode
-        options: Info = {"on_step": on_step, "with_accounts": with_accounts, "is_dear": self._is_dear}
+        options: Info = {"on_step": on_step, "with_accounts": self.effort.has_estimated_errors and not search.mode}
         problem, coarse = self._coarse(search, problem)
         return self.joint_solver(search, problem, num_rows, coarse=coarse, other_means=others, **options)
 
@@ -253,19 +252,15 @@ class Engine:
         suffices = partial(self.effort.few_nodes_suffice, problem.num_rows)
         return problem, Coarse(search._replace(by_few_nodes=True), problem, suffices)
 
-    @property
-    def _is_dear(self) -> bool:
-        """Whether a search takes long."""
-        return self.effort.takes_draws or self.program.row_latents is not None or self.effort.is_thorough
-
     def _other_means(self, search: Search, problem: JointProblem, num_rows: int) -> Callable | None:
         """Where a search from the prior begins again, see :mod:`~.starts`; None where that is not worth its time."""
         is_concave = search.log_concave and self.is_affine and self._prior_is_affine
         is_informed = problem.row_factors is not None or not problem.is_far
         if is_concave or search.mode or is_informed or self.devices.count > 1 or int(problem.state.num_rows):
             return None
+        is_dear = self.effort.takes_draws or self.program.row_latents is not None or self.effort.is_thorough
         size = self.program.layout.size
-        if size > MOST_PARAMETERS or num_rows * self.numbers_per_row > MOST_NUMBERS:
+        if is_dear or size > MOST_PARAMETERS or num_rows * self.numbers_per_row > MOST_NUMBERS:
             return None
         return lambda optimum, number: other_means(problem.state, optimum, self.rng_key, number)
 

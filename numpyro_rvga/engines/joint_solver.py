@@ -185,7 +185,6 @@ class JointSolver:
         on_step: Callable[[Progress], None] | None = None,
         coarse: Coarse | None = None,
         other_means: Callable[[State, int], np.ndarray] | None = None,
-        is_dear: bool = False,
     ) -> tuple[State, StepInfo]:
         """The state after ``num_rows`` new rows.
 
@@ -193,7 +192,6 @@ class JointSolver:
         :param with_accounts: report the factors' expected values and their errors, by kind.
         :param coarse: what the search begins with, or None.
         :param other_means: the first solution, number -> a mean to start from once more; see :mod:`~.starts`.
-        :param is_dear: whether to start once more only from where the bound was not finite, and until it is.
         """
         if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((problem, num_rows))):
             return self._traced(problem, num_rows, search=search, with_absorbed=with_absorbed)
@@ -210,7 +208,7 @@ class JointSolver:
         state, steps = ways.begin(start.state, of_first.gives_up)
         state = solve(search, steps, state, on_step=on_step, is_enough=of_first.gives_up)
         first = finished(*ways.checked(state, steps, on_step=on_step, is_enough=of_first.gives_up))
-        if other_means is None or (is_dear and bool(first[1].ok)):
+        if other_means is None:
             return first
         highest = float(first[0].log_evidence) if bool(first[1].ok) else -np.inf
 
@@ -235,13 +233,8 @@ class JointSolver:
 
         has_converged = bool(first[1].converged) or float(first[1].decrement) <= CLOSE
         again, times = (check, NUM_CHECKS) if has_converged else (retry, NUM_RETRIES)
-        found = [first]
-        for number in range(times):
-            other = again(other_means(first[0], number))
-            found += [] if other is None else [other]
-            if is_dear and bool(found[-1][1].ok):
-                break
-        return best_of(found)
+        others = [again(other_means(first[0], number)) for number in range(times)]
+        return best_of([first, *[other for other in others if other is not None]])
 
     def _steps(self, search: Search, problem: PyTree, start: Start, coarse: Coarse | None = None) -> Steps:
         """The compiled functions of a problem, which the host calls in turn.

@@ -32,7 +32,6 @@ WIDEST = 1e3  # such a deviation, at most
 VAGUE = 10.0  # a standard deviation of a constrained site that says nothing of where to start,
 WITHIN = 2.0  # if zero is within so many of them
 FEWEST_FINITE = 20  # draws of a coordinate; if fewer are finite, they say nothing of where to start
-WITHIN_OF_REAL = 0.2  # likewise, of a site on the whole line that is not as wide as may be
 SHRINKAGE = 0.05  # of correlations: more coordinates than draws can support stay regular
 NO_PRIOR = "the prior's precision matrix is not positive definite: some direction has no prior."
 
@@ -339,10 +338,9 @@ def _moments_of(draws: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 def _start_of(mean: np.ndarray, deviation: np.ndarray, is_real: np.ndarray) -> np.ndarray:
     """The mean of each coordinate; zero, where NumPyro starts too, if the draws of a constrained site are all over the
-    place, or the mean of others is little more than what chance makes of such draws.
+    place.
 
     :param mean: and ``deviation``: of the draws, (P,).
     :param is_real: of the coordinates, whether their site has no constraint.
     """
-    within = np.where(is_real & (deviation < WIDEST), WITHIN_OF_REAL, WITHIN)
-    return np.where((deviation > VAGUE) & (np.abs(mean) < within * deviation), 0.0, mean)
+    return np.where(~is_real & (deviation > VAGUE) & (np.abs(mean) < WITHIN * deviation), 0.0, mean)
