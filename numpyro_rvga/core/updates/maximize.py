@@ -36,6 +36,7 @@ from .objective import Objective
 from .search import Base, Evaluation, Proposal, Search, Settings, Solution, SolverState, Target
 
 MIN_STEP = 2.0**-30
+SHORTEST_STEP = 2.0**-90  # the same, where a step of MIN_STEP should still raise the bound by a nat
 SHORTEST_FIRST_TRY = 0.1
 NEARLY_FULL = 0.05  # a full step forgets the old precision, however large, and is taken in place of one so near
 LOST = 2.0**-8  # of rounding: a rise that no step can show
@@ -195,7 +196,8 @@ def _after_step(
         state.iterations + 1, next_step, mean, proposal.precision, new, state.initial_decrement, idle, updating_mean
     )
     is_lost = state.step * at.decrement <= LOST * rounding(search, state.mean, before)
-    halved = state._replace(step=0.5 * state.step, stuck=is_lost | (state.step < MIN_STEP))
+    shortest = jnp.where(MIN_STEP * at.decrement > 1, SHORTEST_STEP, MIN_STEP)
+    halved = state._replace(step=0.5 * state.step, stuck=is_lost | (state.step < shortest))
     return jax.tree.map(lambda a, b: jnp.where(accepted, a, b), after, halved)
 
 
