@@ -30,6 +30,7 @@ from .starts import modes_info, warn_of_modes
 
 LEARNING_TOLERANCE = 1e-5  # nats
 FLAT = 1e3  # times the scale where a site of improper prior starts: where q is as wide, the data say nothing of it
+ROUNDINGS = 8  # units in the last place, for each entry
 
 
 class Fit(NamedTuple):
@@ -214,11 +215,21 @@ def _prior_itself(program: Program) -> Fit:
 
 def _check_proper(program: Program, state: State, *, converged: bool) -> None:
     """:raises ValueError: naming a site of improper prior that the data leave improper."""
-    deviation = np.sqrt(np.sum(np.asarray(state.root, np.float64) ** 2, axis=1))
-    flat = program.layout.unravel(deviation)
-    for name in sorted(program.flat_sites):
-        if not converged and not np.max(flat[name]) < FLAT * REACH:
+    deviation = np.linalg.norm(np.asarray(state.root, np.float64), axis=1)
+    of_site = program.layout.unravel(deviation)
+    wide = sorted(name for name in program.flat_sites if not np.max(of_site[name]) < FLAT * REACH)
+    for name in wide:
+        if not converged or _has_no_digits(state.root):
             raise ValueError(
                 f"the posterior is improper: site {name!r} has an improper prior, and the data leave it as wide as "
                 f"it may be. Give it a proper prior, such as numpyro.sample({name!r}, dist.Normal(0, 10))."
             )
+
+
+def _has_no_digits(root: Array) -> bool:
+    """Whether a covariance root root^T is so near to singular, but for the scales of its entries, that rounding alone
+    has kept it from being wider still: a search in an improper direction may come to rest there."""
+    scaled = np.asarray(root, np.float64)
+    scaled = scaled / np.linalg.norm(scaled, axis=1, keepdims=True)
+    smallest = np.linalg.svd(scaled, compute_uv=False)[-1] ** 2
+    return bool(smallest < ROUNDINGS * len(scaled) * jnp.finfo(root.dtype).eps)

@@ -144,16 +144,10 @@ def moments_of_draws(prior: Prior, size: int, draws: Array, is_real: np.ndarray)
     its multivariate normal sites."""
     cut = _winsorized(np.asarray(draws, np.float64)[:, _other_indices(prior, size)])
     center, scale = _moments_of(cut)
-    if np.isfinite(cut).all():
-        covariance = np.atleast_2d(np.cov(cut.T))
-        scale = np.sqrt(np.diagonal(covariance))
-        correlation = covariance / np.outer(scale, scale)
-    else:  # of entries that are not known together, as far as they are
-        standard = np.nan_to_num((cut - center) / scale)
-        standard = standard / np.maximum(np.linalg.norm(standard, axis=0), np.finfo(float).tiny)
-        correlation = standard.T @ standard
-        np.fill_diagonal(correlation, 1.0)
-    shrunk = (1 - SHRINKAGE) * correlation + SHRINKAGE * np.eye(len(scale))
+    standard = np.nan_to_num((cut - center) / scale)  # of entries that are not known together, as far as they are
+    standard = standard / np.maximum(np.linalg.norm(standard, axis=0), np.finfo(float).tiny)
+    shrunk = (1 - SHRINKAGE) * (standard.T @ standard)
+    np.fill_diagonal(shrunk, 1.0)
     mean: Any = _start_of(center, scale, is_real[_other_indices(prior, size)])
     root: Any = scale[:, None] * np.linalg.cholesky(shrunk)
     return FullGaussian(mean, root)
@@ -326,8 +320,7 @@ def _winsorized(draws: np.ndarray) -> np.ndarray:
     many coordinates some may be so in every draw."""
     finite = np.where(np.isfinite(draws), draws, np.nan)
     finite[:, np.isfinite(finite).sum(axis=0) < FEWEST_FINITE] = 0.0
-    quantile = np.nanquantile if np.isnan(finite).any() else np.quantile
-    low, center, high = quantile(finite, [0.25, 0.5, 0.75], axis=0)
+    low, center, high = np.nanquantile(finite, [0.25, 0.5, 0.75], axis=0)
     deviation = np.maximum((high - low) / 1.349, 1e-6)
     center = np.where((deviation > WIDEST) & (np.abs(center) < WITHIN * deviation), 0.0, center)
     deviation = np.minimum(deviation, WIDEST)
@@ -339,9 +332,6 @@ def _moments_of(draws: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
     :param draws: (n, P), with NaN where they are not known.
     """
-    if np.isfinite(draws).all():
-        deviation = draws.std(axis=0, ddof=1)
-        return draws.mean(axis=0), np.where(deviation > 0, deviation, 1.0)
     deviation = np.nanstd(draws, axis=0, ddof=1)
     return np.nanmean(draws, axis=0), np.where(deviation > 0, deviation, 1.0)
 
