@@ -367,18 +367,43 @@ def no_latent(X, y):
         numpyro.sample("y", dist.Normal(X[:, 0], 1.0), obs=y)
 
 
-@pytest.mark.parametrize("method", [RVGA, FixedPointVI, BONG])
+def parameter_alone(X, y):
+    with numpyro.plate("rows", X.shape[0]):
+        numpyro.sample("y", dist.Normal(numpyro.param("mean", 0.0), 1.0), obs=y)
+
+
 @pytest.mark.parametrize(
-    "model, message",
+    "method, model",
     [
-        (no_latent, "no latent site"),
-        (discrete_latent, r"all latent sites.*discrete \('chosen'\)"),
-        (discrete_latent_of_a_row, r"all latent sites.*discrete \('chosen'\)"),
+        (RVGA, no_latent),
+        (FixedPointVI, no_latent),
+        (BONG, no_latent),
+        (RVGA, parameter_alone),
+        (FixedPointVI, parameter_alone),
+    ],
+)
+def test_models_without_latents_are_refused(method, model):
+    with pytest.raises(ValueError, match="no latent site"):
+        method(model).run({"X": X, "y": X[:, 0]}, progress_bar=False)
+
+
+@pytest.mark.parametrize(
+    "model, site",
+    [
+        (discrete_latent, "chosen"),
+        (discrete_latent_of_a_row, "chosen"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
-def test_models_without_continuous_latents_are_refused(method, model, message):
-    with pytest.raises(ValueError, match=message):
+def test_discrete_latents_are_refused_by_name(model, site):
+    with pytest.raises(NotImplementedError, match=f"site '{site}'"):
+        run(model, {"X": X, "y": X[:, 0]})
+
+
+@pytest.mark.parametrize("method", [RVGA, FixedPointVI, BONG])
+@pytest.mark.parametrize("model", [discrete_latent, discrete_latent_of_a_row])
+def test_models_of_discrete_latents_alone_are_refused(method, model):
+    with pytest.raises(NotImplementedError, match=r"all latent sites.*discrete \(site 'chosen'\)"):
         method(model).run({"X": X, "y": X[:, 0]}, progress_bar=False)
 
 

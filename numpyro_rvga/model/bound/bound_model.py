@@ -17,6 +17,7 @@ from ...core.jaxprs.interpret import depends_on
 from ...core.pytrees import PyTree
 from ..data.arguments import PARAMS, absent_arguments
 from ..data.rows import Arrays, Keywords, num_rows
+from ..handlers.conditional import PREFIX
 from ..handlers.tracing import (
     base_distribution,
     elements,
@@ -104,8 +105,8 @@ class BoundModel(ModelRuns):
         elif marginal:
             of_rows = self._discrete_sites()
         latents = {n: s.unconstrained_shape for n, s in self.sites.items() if not (s.is_observed or s.is_discrete)}
-        if not self._names_of("param"):  # sites of families of their own are given as such: they may be all
-            validation.check_has_latents(latents, self._discrete_sites())
+        given = [name for name in self._names_of("param") if name.startswith(PREFIX)]  # of a conditional model
+        validation.check_has_latents([*latents, *given], self._discrete_sites())
         validation.check_continuous(self.sites, of_rows, "marginal" if marginal else "prior")
         self.layout = layout_of({name: shape for name, shape in latents.items() if name not in of_rows})
         validation.check_shared(self.layout, of_rows)

@@ -81,16 +81,18 @@ def check_has_outcome(observed: Sequence[str], model: Callable, given: Sequence[
 
 
 def check_has_latents(continuous: Collection[str], discrete: Collection[str]) -> None:
-    """:raises ValueError: for no continuous latent sites, telling what there is."""
+    """:raises NotImplementedError: naming the latent sites, if all are discrete.
+    :raises ValueError: if there are none."""
     if continuous:
         return
-    if discrete:
-        raise ValueError(
-            f"all latent sites of the model are discrete ({', '.join(map(repr, sorted(discrete)))}): their states can "
-            "be summed over, but no site is left to have a Gaussian. Give the unknown numbers of the model priors; "
-            "states under known ones are found by numpyro.infer.Predictive(..., infer_discrete=True)."
-        )
-    raise ValueError("the model has no latent site: let the unknown ones be sample sites without obs=.")
+    if not discrete:
+        raise ValueError("the model has no latent site: let the unknown ones be sample sites without obs=.")
+    names = ", ".join(f"site {name!r}" for name in sorted(discrete))
+    raise NotImplementedError(
+        f"all latent sites of the model are discrete ({names}): their states can be summed over, but no site is left "
+        "to have a Gaussian. Give the unknown numbers of the model priors; states under known ones are found by "
+        "numpyro.infer.Predictive(..., infer_discrete=True)."
+    )
 
 
 def describe_few(describe: Callable, rows: Arrays, number: str, observed: Sequence[str]) -> Any:
