@@ -30,7 +30,15 @@ from ..model.data.rows import Arrays, Data
 from ..model.layout import Layout
 from ..options import key_numbers
 from .fitted import Fitted
-from .log_joint import all_rows, are_equal, draws_with_density, is_density, is_of_points, log_joint
+from .log_joint import (
+    all_rows,
+    are_equal,
+    draws_with_density,
+    impossible_if_undefined,
+    is_density,
+    is_of_points,
+    log_joint,
+)
 from .marginal_nuts import has_mixed
 
 MIN_DRAWS = 100
@@ -181,8 +189,7 @@ def _weighed(posterior: Fitted, rng_key: Array, num_samples: int, rows: Arrays) 
 
 
 def _evidence(posterior: Fitted, draws: Draws) -> Evidence:
-    """Draws without a density weigh nothing."""
-    log_ratios = np.where(np.isnan(draws.log_ratios) | np.isposinf(draws.log_ratios), -np.inf, draws.log_ratios)
+    log_ratios = impossible_if_undefined(draws.log_ratios)
     moves, errors = _moves(draws.z, log_ratios - draws.log_mixture, draws.log_mixture)
     of_q = log_ratios[: draws.num_samples]
     return Evidence(

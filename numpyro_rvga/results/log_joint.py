@@ -68,6 +68,11 @@ def is_density(log_p: np.ndarray) -> bool:
     return bool(undefined.mean() <= MOST_UNDEFINED and not np.isposinf(log_p).any() and np.isfinite(log_p).any())
 
 
+def impossible_if_undefined(log_ratios: np.ndarray) -> np.ndarray:
+    """With minus infinity in place of NaN and infinity: draws without a density weigh nothing."""
+    return np.where(np.isnan(log_ratios) | np.isposinf(log_ratios), -np.inf, log_ratios)
+
+
 def are_equal(log_ratios: np.ndarray) -> bool:
     """Whether all are, but for rounding and for a few draws that are impossible: no tail can be fitted to them."""
     finite = log_ratios[np.isfinite(log_ratios)]

@@ -13,7 +13,7 @@ from ..model.data.rows import Data
 from .arviz import converted, smoothed
 from .fitted import Fitted
 from .khat import NEARLY_EQUAL
-from .log_joint import all_rows, draws_with_density, is_density, log_joint
+from .log_joint import all_rows, draws_with_density, impossible_if_undefined, is_density, log_joint
 
 MOST_KHAT = 0.7
 OVERSAMPLING = 4  # draws for each that is kept
@@ -60,7 +60,7 @@ def resample(
     log_p = log_joint(program, theta, rows)
     if not is_density(log_p):
         raise ValueError("the draws cannot be resampled: the log joint is not a finite number at some of them.")
-    log_weights, shape = smoothed(np.where(np.isnan(log_p), -np.inf, log_p - log_q))
+    log_weights, shape = smoothed(impossible_if_undefined(log_p - log_q))
     relative_size = 1 / (len(log_weights) * np.sum(np.exp(2 * log_weights)))
     if shape > MOST_KHAT and relative_size < NEARLY_EQUAL:
         raise ValueError(
