@@ -84,12 +84,12 @@ class FullFamily:
         whole = None if at_hand is None else self._engines.cached_whole(at_hand, model_kwargs, rng_key)
         if whole is not None:
             return self._run_jointly(*whole, **jointly)
-        is_repeated = False
+        is_thorough = False
         while True:
             try:
                 source, head, all_rows = open_source(data, self.model, model_kwargs, options, self._shuffle)
                 engine = self._engines.get(head, model_kwargs, rng_key, all_rows if init is None else None)
-                if is_repeated and not engine.effort.is_thorough:  # not known by its arguments, which do not compare
+                if is_thorough and not engine.effort.is_thorough:
                     engine = self._engines.make_thorough(engine)
                 engine.program.check_prior()
             except BadData:
@@ -109,7 +109,7 @@ class FullFamily:
                 return self._joint_posterior(fit, head, None, rng_key)
             if posterior is not None:
                 return posterior
-            options, is_repeated = PassOptions(on_bad_row=on_bad_row), True
+            options, is_thorough = PassOptions(on_bad_row=on_bad_row), True
 
     def _in_one_pass(
         self,
@@ -126,7 +126,7 @@ class FullFamily:
         """The recursion over the rows, and then all of them once more, for the bound and its error.
 
         :param source: of the usable rows. :param head: some of them, or all, if they are in memory.
-        :return: None if all is to be done again, by the engine that is now there.
+        :return: None if all is to be done again, by a thorough engine.
         """
         sizes = self.blocks.sizes(engine, source, options.most_rows)
         useful = source.is_longer_than(sizes.first) and not self.blocks.is_moving
@@ -164,7 +164,6 @@ class FullFamily:
                 findings = findings.lowered(excess)
             can_repeat = source.seekable and options.checkpoint is None
             if can_repeat and is_worth_more(engine, findings.state, rows, info["elbo_error"], findings.bound):
-                self._engines.make_thorough(engine)
                 return None
             warn_of(info["elbo_error"])
         warn_of_modes(info)
