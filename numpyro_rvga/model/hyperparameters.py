@@ -55,6 +55,7 @@ def choose_sites(program: Program, conditional: Callable[[tuple[str, ...]], Prog
         """Whether a site's terms are simple once some latent sites stand still, at any place."""
         return len(given) == len(program.layout.site_names) or _is_simple(program, *terms_given(site, given))
 
+    sizes = program.layout.sizes
     constrained = [name for name in program.layout.site_names if name not in program.real_sites]
     coupled = {}
     for terms, rows in _all_terms(program):
@@ -64,7 +65,6 @@ def choose_sites(program: Program, conditional: Callable[[tuple[str, ...]], Prog
     left = {site: seen for site, seen in coupled.items() if not is_simple_given(site, chosen)}
     if left:
         real = sorted({name for seen in left.values() for name in seen} & program.real_sites)
-        sizes = program.layout.sizes
         small = sorted((name for name in real if sizes[name] <= MOST_ADDED), key=lambda name: sizes[name])
         added = next(
             (
@@ -78,7 +78,6 @@ def choose_sites(program: Program, conditional: Callable[[tuple[str, ...]], Prog
         if added is None:
             return Choice((), f"the terms of site {next(iter(left))!r} see no few sites less by affine predictors")
         chosen += added
-    sizes = program.layout.sizes
     chosen = _without_needless({name: sizes[name] for name in chosen}, coupled, terms_given)
     if not chosen:
         return Choice((), "the model is a latent Gaussian model as it is")
