@@ -162,6 +162,8 @@ EXAMPLES = {
     "one class and all of them": Example(lambda t, g: jax.nn.log_softmax(t.reshape(2, 3)[1])[g], 3, (G,)),
     "unpacked": Example(lambda t: (lambda a, b, c: jnp.sin(a[1]) * b[0])(*jnp.exp(t).reshape(3, 2)), 2),
     "split": Example(lambda t: jnp.sin(jnp.split(jnp.cosh(t), 3)[1][0]), 1),
+    "unstack to numbers": Example(lambda t: jnp.sin(jnp.unstack(jnp.cosh(t))[1]), 1),
+    "unstack to rows": Example(lambda t: jnp.sin(jnp.unstack(jnp.cosh(t).reshape(2, 3), axis=1)[2][1]), 1),
     "beyond the end": Example(lambda t, g: jnp.nan_to_num(jnp.take(jnp.cosh(t), g + 9)), 6, (G,)),
     "a window": Example(lambda t, g: jnp.prod(jax.lax.dynamic_slice(jnp.cosh(t), (g,), (2,))), 2, (G,)),
     "every other, turned round": Example(lambda t: jnp.prod(jnp.cosh(t)[::-2][1:]), 2),

@@ -261,16 +261,16 @@ class Graph(NodeCache):
         """An array cut into pieces."""
         axis, start, parts = eqn.params["axis"], 0, []
         for out in eqn.outvars:
-            shape = (
-                out.aval.shape if eqn.primitive.name == "split" else tuple(np.insert(out.aval.shape, axis, 1).tolist())
-            )
+            shape = out.aval.shape
+            if eqn.primitive.name == "unstack":
+                shape = (*shape[:axis], 1, *shape[axis:])
             piece = everything(shape)
             moved = constant_index(start + piece.indices[axis].value)
             indices = tuple(moved if a == axis else index for a, index in enumerate(piece.indices))
-            parts.append(selected_value(self, value, Selection(tuple(shape), indices)))
+            parts.append(selected_value(self, value, Selection(shape, indices)))
             if len(shape) != len(out.aval.shape):
                 parts[-1] = selected_value(self, parts[-1], reshaped(shape, out.aval.shape))
-            start += int(shape[axis])
+            start += shape[axis]
         return parts
 
     def broadcast(self, value: Value, shape: tuple[int, ...]) -> Value:
