@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from .core.compilation import jit
 from .model import Program
 from .model.data.rows import Data, num_rows, pad, selected
 from .model.handlers.tracing import base_distribution
@@ -183,7 +184,7 @@ def _evaluator(program: Program, name: str | None, method: str, num_samples: int
     key = (name, method, num_samples)
     if key not in evaluators:
         # A strong reference from the compiled function to the program would keep both alive forever.
-        evaluators[key] = jax.jit(functools.partial(_of_rows, weakref.ref(program), name, method, num_samples))
+        evaluators[key] = jit(functools.partial(_of_rows, weakref.ref(program), name, method, num_samples))
     return evaluators[key]
 
 

@@ -1,10 +1,11 @@
-"""``jax.jit`` with options that shorten compilation."""
+"""``jax.jit`` with options that shorten compilation, and with matrix products in the precision of their factors."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from typing import Any, TypeVar
 
 import jax
@@ -31,9 +32,25 @@ ROUTINE_PRIMITIVES = frozenset(
 ).union(POINTWISE_PRIMITIVES, SELECTING_PRIMITIVES)
 
 
+@contextlib.contextmanager
+def full_precision() -> Generator[None]:
+    """Where matrix products have the precision of their factors, unless the user has chosen another. Also a decorator.
+
+    GPUs and TPUs otherwise round the factors of products in single precision to three digits.
+    """
+    chosen = jax.config.jax_default_matmul_precision  # ty: ignore[missing-attribute]
+    with jax.default_matmul_precision("highest" if chosen is None else chosen):
+        yield
+
+
+def jit(function: Callable, **options: Any) -> Any:
+    """``jax.jit`` of the function in :func:`full_precision`."""
+    return jax.jit(full_precision()(function), **options)
+
+
 def jit_once(function: Callable) -> Callable:
-    """``jax.jit`` for a function that is called once or twice on little data: fast to compile, slower to run."""
-    return jax.jit(function, compiler_options=_options(0))
+    """:func:`jit` for a function that is called once or twice on little data: fast to compile, slower to run."""
+    return jit(function, compiler_options=_options(0))
 
 
 def at_once(function: Callable[[], Tree]) -> Tree:
@@ -53,7 +70,7 @@ def abstractly(function: Callable[..., Tree], *arguments: Any) -> Tree:
 
 
 class Compiled:
-    """``jax.jit`` for a function that takes long to compile. Inside another compiled function it is plain ``jax.jit``.
+    """:func:`jit` for a function that takes long to compile. Inside another compiled function it has no options.
 
     :param static_argnames: as for ``jax.jit``.
     :param out_shardings: as for ``jax.jit``.
@@ -77,8 +94,8 @@ class Compiled:
         compiler_options = _options(level, long_arrays=long_arrays)
         if routines and LLVM_LEVEL in _supported_options():  # at level 0, a second routine of other types may never end
             compiler_options[LLVM_LEVEL] = 1
-        self._light = jax.jit(function, compiler_options=compiler_options, **options)
-        self._nested = jax.jit(function, static_argnames=static_argnames)  # the outer function has the options
+        self._light = jit(function, compiler_options=compiler_options, **options)
+        self._nested = jit(function, static_argnames=static_argnames)  # the outer function has the options
 
     def __call__(self, *args: Any, **static: Any) -> Any:
         if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(args)):

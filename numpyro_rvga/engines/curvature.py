@@ -13,6 +13,7 @@ import numpy as np
 from jax import Array
 from jax.typing import DTypeLike
 
+from ..core.compilation import jit
 from ..core.gaussians import Family
 from ..core.pytrees import PyTree
 from ..core.updates.factors import Kind
@@ -76,7 +77,7 @@ def distinct_densities(terms: Terms, rows: Rows, shared: dict[str, Array]) -> tu
     """Rows, elements and constants (densities, ...) of different densities, from all over the data."""
     chosen = linspace_indices(num_rows(rows), MOST_DENSITIES)
     few = {name: jnp.asarray(array[chosen]) for name, array in rows.items()}
-    of_rows = jax.jit(partial(constants, terms))(few | shared)
+    of_rows = jit(partial(constants, terms))(few | shared)
     values = jax.tree.map(lambda x: np.asarray(x).reshape(-1, *x.shape[2:]), of_rows)
     count = len(chosen) * terms.num_elements
     columns = [np.zeros((count, 1)), *(x.reshape(count, -1) for x in jax.tree.leaves(values))]
@@ -154,7 +155,7 @@ def at_posterior(
     program = engine.program
     gaussian = jax.tree.map(lambda x: jnp.asarray(x, program.dtype), gaussian)
 
-    @jax.jit
+    @jit
     def of_chunk(chunk):
         predictors = program.predictors(gaussian, chunk, terms.site)
         return *predictors, *jax.vmap(jax.vmap(evaluate))(*predictors, constants(terms, chunk | shared))
@@ -171,7 +172,7 @@ def at_posterior(
 def _at_points(evaluate: Evaluate, values: PyTree, means: Array, covariances: Array) -> tuple[np.ndarray, Any]:
     """Every density at every point: (densities, points, ...)."""
 
-    @jax.jit
+    @jit
     def every_density(values):
         at_points = jax.vmap(evaluate, in_axes=(0, 0, None))
         return jax.lax.map(lambda value: at_points(means, covariances, value), values)

@@ -22,7 +22,7 @@ import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 
-from ..core.compilation import Compiled
+from ..core.compilation import Compiled, jit
 from ..core.gaussians import Movement
 from ..core.matrices.jacobians import times_root
 from ..core.updates.drivers import Progress
@@ -95,10 +95,10 @@ class Engine:
         self.devices = Devices(None) if devices is None else devices
         # Within other compiled functions: a model's predictors are then traced once for each of these, not each time.
         # By site: predictors at theta (n E, C), their Jacobians (n E, C, P), and constants.
-        self.prepare, self.linearize = jax.jit(self._prepare), jax.jit(partial(factors_of, self._seen))
+        self.prepare, self.linearize = jit(self._prepare), jit(partial(factors_of, self._seen))
         of_forms = [self._prior_seen[same[0]] for same in self._prior_forms]
-        self._prepare_prior = jax.jit(self._prior_prepared)
-        self._linearize_prior = jax.jit(partial(factors_of, of_forms))
+        self._prepare_prior = jit(self._prior_prepared)
+        self._linearize_prior = jit(partial(factors_of, of_forms))
         self._prepare_block = Compiled(self._prepared_block, level=0)
         self._absorbed_row_factors = Compiled(absorbed_row_factors)
         size = program.layout.size

@@ -13,7 +13,7 @@ from jax import Array
 from jax.core import Tracer
 from jax.typing import ArrayLike
 
-from ..core.compilation import Compiled, jit_once
+from ..core.compilation import Compiled, jit, jit_once
 from ..core.matrices.precisions import PrecisionForm
 from ..core.pytrees import PyTree
 from ..core.updates.drivers import Evaluated, Pending, Progress, StepParts, Steps, begun_again, solve
@@ -172,7 +172,7 @@ class JointSolver:
         self._evaluate = [Compiled(parts.evaluate, ("search",), evaluated, level=level) for level in (1, 0)]
         self._update = Compiled(parts.update, ("search",), each, level=level)
         self._finish = Compiled(self._finished, ("search", "with_absorbed"), each, level=level)
-        self._traced = jax.jit(self._solved_traced, static_argnames=("search", "with_absorbed"))
+        self._traced = jit(self._solved_traced, static_argnames=("search", "with_absorbed"))
 
     def __call__(
         self,

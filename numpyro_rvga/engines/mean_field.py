@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from ..core.compilation import Compiled
+from ..core.compilation import Compiled, jit
 from ..core.expectations.by_nodes import hermite_rule, monte_carlo_points
 from ..core.exponential import regressed
 from ..core.gaussians import FullGaussian
@@ -123,7 +123,7 @@ class MeanFieldUpdates:
         some = {name: jnp.asarray(array) for name, array in rows.items()}
         self.width = size
         if size > MOST_IN_GRID:
-            most = int(jnp.max(jnp.sum(jax.jit(self._dependence)(some, self.start.gaussian.mean), axis=1)))
+            most = int(jnp.max(jnp.sum(jit(self._dependence)(some, self.start.gaussian.mean), axis=1)))
             self.width = most if most <= MOST_IN_GRID else size
         self._nodes = self._make_nodes()
         self._compiled = Compiled(self._block)

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ..core.compilation import jit
 from ..core.updates.state import State
 from ..model.data.rows import Rows, linspace_indices, num_rows, selected
 from ..user_warnings import warn
@@ -64,7 +65,7 @@ def rounding_errors(engine: Engine, state: State, rows: Rows) -> Rounding:
     noise = np.random.default_rng(0).normal(size=(NUM_DRAWS, root.shape[1])).astype(mean.dtype)
 
     def log_likelihoods(theta: np.ndarray) -> list[np.ndarray]:
-        at_all = jax.jit(lambda theta, rows: jax.lax.map(lambda one: program.log_likelihood(one, rows), theta))
+        at_all = jit(lambda theta, rows: jax.lax.map(lambda one: program.log_likelihood(one, rows), theta))
         terms = jax.tree.leaves(jax.device_get(at_all(jnp.asarray(theta), inputs)))
         return [np.reshape(x, (NUM_DRAWS, -1)).astype(np.float64) for x in terms]
 

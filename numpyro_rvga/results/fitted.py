@@ -13,6 +13,7 @@ import numpyro.distributions as dist
 from jax import Array
 from jax.typing import ArrayLike
 
+from ..core.compilation import full_precision, jit
 from ..core.gaussians import Family
 from ..core.gaussians.mean_field import MeanField
 from ..core.gaussians.mixture import GaussianMixture
@@ -73,6 +74,7 @@ class Fitted:
         return self.gaussian.mean
 
     @property
+    @full_precision()
     def scale(self) -> Array:
         """A square root of the covariance, shape ``(P, P)``: ``covariance = scale @ scale.T``."""
         return self.gaussian.as_full().root
@@ -83,15 +85,18 @@ class Fitted:
         return self.program.params.constrained(self.program.params.values)
 
     @functools.cached_property
+    @full_precision()
     def covariance(self) -> Array:
         """The covariance of q in unconstrained space, shape ``(P, P)``."""
         return self.gaussian.covariance()
 
     @functools.cached_property
+    @full_precision()
     def scale_tril(self) -> Array:
         """The Cholesky factor of the covariance: lower triangular with a positive diagonal, shape ``(P, P)``."""
         return self.gaussian.scale_tril()
 
+    @full_precision()
     def sample_unconstrained(self, rng_key: Array, sample_shape: tuple[int, ...] = ()) -> Array:
         """Draw flat unconstrained vectors theta from q.
 
@@ -119,7 +124,7 @@ class Fitted:
     @functools.cached_property
     def constrain_latents(self) -> Callable[[Array], dict[str, Array]]:
         """theta (n, P) -> the constrained latent sites, and deterministic sites that are functions of them alone."""
-        return jax.jit(jax.vmap(self.program.constrain))
+        return jit(jax.vmap(self.program.constrain))
 
     def median(self) -> dict[str, Array]:
         """The median of q's marginals, as :meth:`~numpyro.infer.autoguide.AutoMultivariateNormal.median` has it.
@@ -192,6 +197,7 @@ class Fitted:
         theta = self._unconstrain(batch)
         return self.log_prob_unconstrained(jnp.reshape(theta, (*batch_shape, self.mean.size)))
 
+    @full_precision()
     def log_prob_unconstrained(self, theta: Array) -> Array:
         """The log density of q at flat unconstrained vectors.
 
@@ -204,7 +210,7 @@ class Fitted:
     def _deterministic_of_data(self) -> Callable[[Array, dict[str, ArrayLike]], dict[str, Array]]:
         """Of theta (n, P) and rows, as many draws at a time as memory has room for."""
 
-        @jax.jit
+        @jit
         def of_draws(theta: Array, rows: dict[str, Array]) -> dict[str, Array]:
             numbers = sum(array.size for array in rows.values())
             at = lambda one: self.program.deterministic_of_data(one, rows)  # noqa: E731
@@ -214,7 +220,7 @@ class Fitted:
 
     @functools.cached_property
     def _unconstrain(self) -> Callable[[dict[str, Array]], Array]:
-        return jax.jit(jax.vmap(self.program.unconstrain))
+        return jit(jax.vmap(self.program.unconstrain))
 
     def _checked_latents(self, sites: Mapping[str, ArrayLike]) -> tuple[dict[str, Array], tuple[int, ...]]:
         """The latent sites as arrays, and the leading shape that they share."""

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from ..core.compilation import jit
 from ..core.gaussians.mixture import GaussianMixture
 from ..model import Program
 from ..model.data.row_set import once_each
@@ -81,7 +82,7 @@ def are_equal(log_ratios: np.ndarray) -> bool:
 
 def summed(program: Program, theta: Array, chunks: Iterable[dict[str, np.ndarray]]) -> np.ndarray:
     """The same from the row terms of chunks of rows."""
-    total = np.asarray(jax.jit(jax.vmap(program.log_prior))(theta), np.float64)
+    total = np.asarray(jit(jax.vmap(program.log_prior))(theta), np.float64)
     for terms in chunks:
         for values in terms.values():
             total = total + values.reshape(len(total), -1).sum(axis=1, dtype=np.float64)
@@ -104,7 +105,7 @@ def _whole_log_joint(program: Program, theta: Array, rows: Arrays) -> np.ndarray
     terms = jax.eval_shape(program.log_likelihood, theta[0], inputs)
     size = max(1, CHUNK_VALUES // max(1, sum(values.size for values in terms.values())))
 
-    @jax.jit
+    @jit
     def evaluate(theta):
         return jax.vmap(program.log_prior)(theta), jax.vmap(program.log_likelihood, (0, None))(theta, inputs)
 
@@ -124,13 +125,13 @@ def chunks_of_log_likelihood(program: Program, theta: Array, rows: Arrays) -> It
     """The row terms of successive chunks of rows, each of shape (num_samples, rows of the chunk, *elements)."""
     if program.whole:
         inputs = program.inputs(rows)
-        at_all = jax.jit(lambda theta: lax.map(lambda at: program.log_likelihood(at, inputs), theta, batch_size=BATCH))
+        at_all = jit(lambda theta: lax.map(lambda at: program.log_likelihood(at, inputs), theta, batch_size=BATCH))
         yield jax.device_get(at_all(theta))
         return
     examples = jax.eval_shape(program.log_likelihood, theta[0], program.inputs(program.example_rows))
     elements = max(values.size // values.shape[0] for values in examples.values())
     chunk_size = max(1, CHUNK_VALUES // (len(theta) * max(elements, program.largest_array)))
-    evaluate = jax.jit(jax.vmap(program.log_likelihood, in_axes=(0, None)))
+    evaluate = jit(jax.vmap(program.log_likelihood, in_axes=(0, None)))
     inputs = program.inputs(rows)
     for start in range(0, num_rows(inputs), chunk_size):
         yield jax.device_get(evaluate(theta, selected(inputs, slice(start, start + chunk_size))))
@@ -164,7 +165,7 @@ def draws_with_density(posterior: Fitted, rng_key: Array, count: int) -> tuple[A
     chosen = np.asarray(jax.random.choice(point_key, len(gaussian.means), (count,), p=gaussian.weights))
     noise = jax.random.normal(noise_key, (count, len(others)), gaussian.means.dtype)
 
-    @jax.jit
+    @jit
     def at_points(gaussian, chosen, noise):
         def one(draw):
             k, z = draw

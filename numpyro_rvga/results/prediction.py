@@ -18,6 +18,7 @@ from numpyro.distributions.batch_util import promote_batch_shape
 from numpyro.infer import Predictive
 from numpyro.primitives import Messenger
 
+from ..core.compilation import jit
 from ..core.gaussians.mixture import GaussianMixture
 from ..model import Program
 from ..model.bound.local_draws import draw_row_latents
@@ -123,7 +124,7 @@ def linearized(posterior: Fitted, rng_key: Array, data: Data, num_samples: int) 
             values[name], built[name] = unconstrained_parameters(name, fn)
         return values
 
-    @jax.jit
+    @jit
     def drawn(theta_key, site_key):
         center, push = jax.linearize(outputs, posterior.mean)
 
@@ -172,7 +173,7 @@ def local_latents(posterior: Fitted, rng_key: Array, rows: Arrays, theta: Array)
     if program.row_latents is not None:
         given = {name: jnp.asarray(array) for name, array in rows_with_outcome(program, rows).items()}
         keys = jax.random.split(rng_key, len(theta))
-        return jax.jit(jax.lax.map, static_argnums=0)(lambda at: draw_row_latents(program, *at, given), (keys, theta))
+        return jit(jax.lax.map, static_argnums=0)(lambda at: draw_row_latents(program, *at, given), (keys, theta))
     return _forward(posterior, rng_key, rows, theta, set(program.local_names))
 
 
@@ -233,7 +234,7 @@ def _at_new_rows(posterior, rng_key, rows, theta, names: set[str]) -> dict[str, 
             values[name] = jnp.moveaxis(jnp.moveaxis(trace[name]["value"], axis, 0)[old:], 0, axis)
         return values
 
-    return jax.jit(jax.vmap(one))(jax.random.split(rng_key, len(theta)), theta)
+    return jit(jax.vmap(one))(jax.random.split(rng_key, len(theta)), theta)
 
 
 def _joined(before: Any, new: ArrayLike) -> Any:

@@ -1,9 +1,13 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import numpyro
+import numpyro.distributions as dist
 import pytest
 
+from numpyro_rvga import BONG, RVGA
 from numpyro_rvga.core.compilation import LLVM_LEVEL, OLDER_EMITTERS, Compiled, _exist, _options, single_kernel
+from numpyro_rvga.core.jaxprs.primitives import equations
 
 ROUTINE = "xla_cpu_small_call"
 
@@ -67,3 +71,21 @@ def test_the_level_of_optimization_reaches_the_compiler(monkeypatch):
     Compiled(power, ("exponent",))
     if LLVM_LEVEL in _options(1):
         assert [options[LLVM_LEVEL] for options in made if options] == [0, 1]
+
+
+def network(X, y=None):
+    w = numpyro.sample("w", dist.Normal(0, 1).expand([3, 2]).to_event(2))
+    v = numpyro.sample("v", dist.Normal(0, 1).expand([2]).to_event(1))
+    with numpyro.plate("rows", len(X)):
+        numpyro.sample("y", dist.Bernoulli(logits=jnp.tanh(X @ w) @ v), obs=y)
+
+
+@pytest.mark.parametrize(("chosen", "expected"), [(None, "HIGHEST"), ("tensorfloat32", "HIGH")])
+@pytest.mark.parametrize("method", [RVGA, BONG])
+def test_matrix_products_have_the_precision_of_their_factors_unless_the_user_chooses_another(method, chosen, expected):
+    rows = {"X": np.ones((4, 3), np.float32), "y": np.ones(4, int)}
+    with jax.default_matmul_precision(chosen):
+        fitting = method(network)
+        jaxpr = jax.make_jaxpr(fitting.update)(fitting.init(rows), rows)
+    products = [e.params["precision"] for e in equations(jaxpr.jaxpr) if e.primitive.name == "dot_general"]
+    assert {p.name for pair in products for p in pair} == {expected}

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from ...core.compilation import jit
 from ...core.pytrees import PyTree
 from ...model import Program
 from ...model.data.row_set import once_each
@@ -31,7 +32,7 @@ class LogDensity:
             terms = program.log_likelihood(h, rows).values()
             return program.log_prior(h) + sum(weights @ jnp.sum(x.reshape(len(x), -1), axis=1) for x in terms)
 
-        self._evaluate = jax.jit(jax.value_and_grad(log_joint))
+        self._evaluate = jit(jax.value_and_grad(log_joint))
 
     def begin(self, params: Array, chunks: PyTree) -> Start:
         """There is nothing to start from."""

@@ -8,6 +8,7 @@ import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
+from ...core.compilation import jit
 from ...core.gaussians.mixture import GaussianMixture
 from ...core.gaussians.packed_roots import PackedRoots
 from ...core.matrices.linalg import lower_from_root
@@ -42,7 +43,7 @@ def mixture_of(
     roots[:, indices, : len(indices)] = kernels
     roots[:, others, : len(indices)] = design.slopes[kept] @ kernels
     roots[:, others, len(indices) :] = design.roots[kept]
-    lower = jax.jit(lambda roots: lax.map(lower_from_root, roots))(roots)
+    lower = jit(lambda roots: lax.map(lower_from_root, roots))(roots)
     return GaussianMixture(log_weights, means, lower)
 
 

@@ -17,7 +17,7 @@ from numpyro import distributions as dist
 from numpyro.distributions import constraints
 from numpyro.distributions.transforms import biject_to
 
-from ...core.compilation import abstractly, jit_once
+from ...core.compilation import abstractly, full_precision, jit, jit_once
 from ...core.jaxprs.interpret import of_outputs
 from ..data.arguments import PARAMS, SHARED, split_call
 from ..data.rows import Arrays, Keywords
@@ -95,7 +95,7 @@ class Replay:
             outputs[:] = of_outputs, [None if t else leaf for t, leaf in zip(traced, leaves)], traced
             return [leaf for leaf in leaves if isinstance(leaf, Tracer)]
 
-        return _Trace(jax.make_jaxpr(flat)(*arrays), *outputs)
+        return _Trace(jax.make_jaxpr(full_precision()(flat))(*arrays), *outputs)
 
 
 def _evaluated(trace: _Trace, arrays: list[Array]) -> Any:
@@ -249,7 +249,7 @@ class ModelRuns:
 
     def jitted(self, function: Callable[[Arrays], Tree], rows: Arrays) -> Tree:
         """What a function of rows returns, compiled. A whole program's data have their values there."""
-        return jit_once(lambda: function(rows))() if self.whole else jax.jit(function)(rows)
+        return jit_once(lambda: function(rows))() if self.whole else jit(function)(rows)
 
     def abstractly(self, function: Callable[[Arrays], Tree], rows: Arrays) -> Tree:
         """What a function returns for rows of these shapes. A whole program's data have their values there."""

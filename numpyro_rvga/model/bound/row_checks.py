@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from ...core.compilation import jit_once
+from ...core.compilation import jit, jit_once
 from ...core.expectations.by_nodes import power_of_two
 from ...core.jaxprs.interpret import depends_on, indexings
 from ..data.rows import Arrays, num_rows
@@ -34,7 +34,7 @@ class RowCheck:
         self._message, example = message, program.example_row
         self._shape = jax.eval_shape(question, example).shape
 
-        @jax.jit
+        @jit
         def many(arrays):
             return jax.vmap(lambda row: question({**example, **{n: v[None] for n, v in row.items()}}))(arrays)
 

@@ -13,7 +13,7 @@ import numpy as np
 from jax import Array, lax
 from jax.scipy.special import logsumexp
 
-from ...core.compilation import at_once
+from ...core.compilation import at_once, jit
 from ...core.expectations.by_nodes import linearized
 from ...core.expectations.local_integrals import MAX_DIMENSIONS, log_integral, num_nodes, place_nodes
 from ...core.jaxprs.symbolic import Factorization, factorize
@@ -67,7 +67,7 @@ def local_terms(
             f"and integrals over more than {MAX_DIMENSIONS} dimensions are not taken, unless all is Normal. If "
             "they are Normal additions of known scale, RVGA(model, local='prior') takes them."
         )
-    predictors, density = partial(split.kept_predictors, kept), jax.jit(partial(split.integrated, kept, quadratic))
+    predictors, density = partial(split.kept_predictors, kept), jit(partial(split.integrated, kept, quadratic))
     terms = Terms(component.name, component.size, len(kept), True, predictors, split.constants, density, None)
     if not quadratic:
         terms = terms._replace(num_nodes=count * num_nodes(component.continuous.shape[1]))

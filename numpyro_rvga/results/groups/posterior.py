@@ -17,6 +17,7 @@ from jax import Array
 from numpyro import handlers
 from numpyro.infer import Predictive
 
+from ...core.compilation import jit
 from ...core.groups.steps import Groups, conditionals, covariances
 from ...model import Program
 from ...model.data.arguments import split_call
@@ -189,13 +190,13 @@ class GroupPosterior:
             return {name: jnp.moveaxis(trace[name]["value"], axis, 0) for name, axis in axes.items()}
 
         keys = jax.random.split(rng_key, (len(next(iter(shared.values()))), runs))
-        drawn = jax.jit(jax.vmap(jax.vmap(one, (0, None))))(keys, shared)
+        drawn = jit(jax.vmap(jax.vmap(one, (0, None))))(keys, shared)
         return {name: x.reshape(len(x), -1, *x.shape[3:])[:, :count] for name, x in drawn.items()}
 
     def _constrained(self, shared: Array, own: Array) -> tuple[dict[str, Array], dict[str, Array]]:
         """Sites at shared (n, k) and groups' (n, g, d) entries: the shared ones and those of groups."""
         names = self._shared_names  # found here, with values, not while JAX traces
-        everything = jax.jit(jax.vmap(jax.vmap(self._sites_of_one, (None, 0))))(shared, own)
+        everything = jit(jax.vmap(jax.vmap(self._sites_of_one, (None, 0))))(shared, own)
         of_all = {name: everything[name][:, 0] for name in names}
         return of_all, {name: everything[name] for name in self._group_axes}
 
