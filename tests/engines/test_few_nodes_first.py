@@ -188,7 +188,7 @@ def counts(x, y=None):
 
 def test_errors_of_rounding_call_for_no_finer_rules():
     rng = np.random.default_rng(0)
-    x = rng.normal(size=4000)
+    x = rng.normal(size=8000)
     rows = {"x": x, "y": rng.negative_binomial(2, 2 / (2 + np.exp(1 + 0.5 * x)))}
     double = RVGA(counts).run(rows, progress_bar=False)
     with jax.enable_x64(False):
