@@ -24,7 +24,7 @@ from ..core.updates.objective import is_conservative, is_log_concave
 from ..core.updates.search import Search, Settings, Solution, SolverState
 from ..core.updates.state import RowFactors, State, StepInfo
 from .devices import Devices
-from .starts import CLOSE, LOWEST, NEAR, NUM_CHECKS, NUM_RETRIES, are_apart, best_of
+from .starts import LOWEST, NEAR, NUM_CHECKS, NUM_RETRIES, are_apart, best_of
 
 ROUGHLY = 0.01  # nats: the squared natural gradient at which a search by few nodes has done its part
 FEW_PARAMETERS = 24  # with which steps of q are little work
@@ -231,8 +231,8 @@ class JointSolver:
             state = solve(search, steps, state, is_enough=count.gives_up)
             return finished(*ways.checked(state, steps, is_enough=count.gives_up))
 
-        has_converged = bool(first[1].converged) or float(first[1].decrement) <= CLOSE
-        again, times = (check, NUM_CHECKS) if has_converged else (retry, NUM_RETRIES)
+        is_near = bool(first[1].converged) or float(first[1].decrement) <= NEAR
+        again, times = (check, NUM_CHECKS) if is_near else (retry, NUM_RETRIES)
         others = [again(other_means(first[0], number)) for number in range(times)]
         return best_of([first, *[other for other in others if other is not None]])
 

@@ -23,8 +23,8 @@ NUM_CHECKS = 2  # starts besides the first, for a search that has come close,
 NUM_RETRIES = 4  # and for one that has not come close
 BETTER = 1e-3  # nats: a bound that is higher
 FAR = 2.0  # standard deviations: other modes
-CLOSE = 1e-3  # nats: the squared natural gradient of a search that need not begin again, if it came no further
-NEAR = 0.01  # nats: a squared natural gradient at which q is a tenth of a standard deviation from its mode
+CLOSE = 1e-3  # nats: the squared natural gradient of a search that has come as close as one can tell
+NEAR = 0.01  # nats: one at which q is a tenth of a standard deviation from its mode: the search need not begin again
 LOWEST = 7.0  # nats: modes of lower bounds have less than a thousandth of the posterior
 NOTICEABLE = 0.01  # of the posterior in other modes
 
