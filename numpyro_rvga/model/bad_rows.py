@@ -129,8 +129,9 @@ def check_reading(program: Program) -> None:
 
     def both(theta: Array) -> tuple[dict, dict, dict]:
         own = program.log_likelihood(theta, program.inputs(program.example_rows))
-        total = {t.site: jnp.sum(own[t.site]) for t in compared}
-        return read(theta), total, {t.site: jnp.sum(jnp.abs(own[t.site])) for t in compared}
+        values = {t.site: jnp.concatenate([jnp.ravel(own[name]) for name in t.sites]) for t in compared}
+        total = {name: jnp.sum(array) for name, array in values.items()}
+        return read(theta), total, {name: jnp.sum(jnp.abs(array)) for name, array in values.items()}
 
     points = program.points_of_prior(NUM_DRAWS, scale=0.5)
     terms, own, size = jax.device_get(at_once(lambda: jax.lax.map(both, points)))

@@ -60,7 +60,7 @@ def choose_sites(program: Program, conditional: Callable[[tuple[str, ...]], Prog
     coupled = {}
     for terms, rows in _all_terms(program):
         if not _is_simple(program, terms, rows):
-            coupled[terms.site] = _sites_seen(program, terms, rows)
+            coupled |= dict.fromkeys(terms.sites, _sites_seen(program, terms, rows))
     chosen = [name for name in constrained if any(name in seen for seen in coupled.values())]
     left = {site: seen for site, seen in coupled.items() if not is_simple_given(site, chosen)}
     if left:

@@ -28,6 +28,9 @@ MAX_PREDICTORS = 16  # of an affine split; beyond, the distribution's own parame
 MIN_PREDICTORS = 4  # that call for as many nodes as draws of theta would be
 REPEATED = 8.0  # times what the model computes: loops that run again for each of a site's terms
 REPEATED_SITES = 2.0  # likewise, of sites: each is also compiled
+FEWEST_SUMMED = 4  # sites of one term each
+EXACT_PREDICTORS = 3  # rules for which are as exact as for fewer
+TOTAL = "the sum of all"
 ELEMENT = jax.ShapeDtypeStruct((), jnp.int32)
 DRAWS_PER_PARAMETER = 1 / 64  # beyond those that any model takes, relative to them
 
@@ -159,6 +162,37 @@ def ends_of_one_computation(run_all: RunAll, sites: list[str], theta: jax.ShapeD
     return [name for name, is_shared in zip(sites, shares) if is_shared]
 
 
+def sum_of_few_predictors(
+    run_all: RunAll, sites: list[str], theta: jax.ShapeDtypeStruct, row: Arrays, *, by_draws: bool
+) -> Terms | None:
+    """One term for all sites of one term each, if it depends on no more predictors than one of them, or on few: it is
+    compiled once, and computes once what they share.
+
+    :param by_draws: see :func:`site_terms`.
+    """
+
+    def lengths(t, r):
+        return {name: elements(record).shape for name, record in run_all(t, r).items() if name in sites}
+
+    single = [name for name, shape in abstractly(lengths, theta, row).items() if shape == (1,)]
+    if len(single) < FEWEST_SUMMED:
+        return None
+
+    def values(t, r, _):
+        records = run_all(t, r)
+        of_sites = {name: elements(records[name])[0] for name in single}
+        return of_sites | {TOTAL: jnp.sum(jnp.stack(list(of_sites.values())))}
+
+    reading = Reading(values, theta, row, ELEMENT)
+    total = reading.split(TOTAL)
+    most = max(EXACT_PREDICTORS, *(reading.split(name).num_predictors for name in single))
+    if total.num_predictors > most:
+        return None
+    if total.num_predictors > MAX_PREDICTORS:
+        return summed_terms(run_all, single, theta.shape[0]) if by_draws else None
+    return affine_terms(_range_of(single), 1, total.at_most(theta.shape[0]))._replace(summed=tuple(single))
+
+
 def summed_terms(run_all: RunAll, sites: list[str], size: int) -> Terms:
     """One term of theta for all of these sites."""
 
@@ -166,8 +200,12 @@ def summed_terms(run_all: RunAll, sites: list[str], size: int) -> Terms:
         records = run_all(u, row)
         return jnp.sum(jnp.stack([jnp.sum(elements(records[name])) for name in sites]))
 
-    name = f"{sites[0]}, ..., {sites[-1]}"
-    return _theta_terms(lambda u, row: run_all(u, row)[sites[0]], name, size)._replace(density=density)
+    terms = _theta_terms(lambda u, row: run_all(u, row)[sites[0]], _range_of(sites), size)
+    return terms._replace(density=density, summed=tuple(sites))
+
+
+def _range_of(sites: list[str]) -> str:
+    return f"{sites[0]}, ..., {sites[-1]}"
 
 
 def affine_terms(site: str, count: int, split: Factorization) -> Terms:

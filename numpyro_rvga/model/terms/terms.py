@@ -33,6 +33,7 @@ class Terms(NamedTuple):
     :ivar by_draws: whether the predictors are all of theta, for lack of structure. The rows of a solve are then one
         factor, whose expectation is taken over draws of theta.
     :ivar num_nodes: where each density is a numerical integral: of how many nodes. Elsewhere one.
+    :ivar summed: the names of the sites whose sum they are, if these are several.
     """
 
     site: str
@@ -48,6 +49,11 @@ class Terms(NamedTuple):
     of_all_rows: bool = False
     by_draws: bool = False
     num_nodes: int = 1
+    summed: tuple[str, ...] = ()
+
+    @property
+    def sites(self) -> tuple[str, ...]:
+        return self.summed or (self.site,)
 
     def log_prob(self, theta: Array, row: Arrays, element: Array) -> Array:
         """One term, ()."""

@@ -1,0 +1,96 @@
+"""Observed sites of one term each, as a loop in Python makes them, are summed where the sum needs few predictors."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import pytest
+from references import potential_of
+
+from numpyro_rvga import RVGA, FixedPointVI
+
+NUM_RELEASES = 6
+RNG = np.random.default_rng(0)
+
+
+def cells(survival, recapture, count):
+    steps = np.arange(count)
+    first = survival ** (steps + 1) * (1 - recapture) ** steps * recapture
+    return [first, 1 - first.sum(keepdims=True)]
+
+
+def recaptures():
+    """Of animals released in each year, by year of recapture: rows of unequal lengths."""
+    counts = range(NUM_RELEASES, 0, -1)
+    return {f"m{n}": RNG.multinomial(40, np.concatenate(cells(0.7, 0.4, n))) for n in counts}
+
+
+DATA = recaptures()
+
+
+def release_by_release(**data):
+    survival = numpyro.sample("survival", dist.Uniform(0, 1))
+    recapture = numpyro.sample("recapture", dist.Beta(1, 1))
+    for name, row in data.items():
+        probs = jnp.concatenate(cells(survival, recapture, len(row) - 1))
+        numpyro.sample(f"{name}_seen", dist.Multinomial(40, probs=probs), obs=row)
+
+
+def with_years(**data):
+    """Survival by year: the first release sees all that the others see."""
+    spread = numpyro.sample("spread", dist.HalfNormal(1))
+    with numpyro.plate("years", NUM_RELEASES):
+        survival = jax.nn.sigmoid(1 + spread * numpyro.sample("year", dist.Normal(0, 1)))
+    recapture = numpyro.sample("recapture", dist.Beta(1, 1))
+    for start, (name, row) in enumerate(data.items()):
+        alive = jnp.cumprod(survival[start:])
+        first = alive * (1 - recapture) ** np.arange(len(row) - 1) * recapture
+        probs = jnp.concatenate([first, 1 - first.sum(keepdims=True)])
+        numpyro.sample(f"{name}_seen", dist.Multinomial(40, probs=probs), obs=row)
+
+
+def each_its_own(**data):
+    """No release sees what another does."""
+    for name, row in data.items():
+        concentration = jnp.exp(numpyro.sample(f"{name}_log", dist.Normal(0, 1).expand([len(row)]).to_event(1)))
+        numpyro.sample(f"{name}_seen", dist.DirichletMultinomial(concentration, 40), obs=row)
+
+
+@pytest.mark.parametrize(
+    ("model", "num_terms"), [(release_by_release, 1), (with_years, 1), (each_its_own, NUM_RELEASES)]
+)
+def test_sites_are_summed_where_the_sum_needs_no_more_predictors(model, num_terms):
+    posterior = RVGA(model, scheme="laplace").run(DATA, progress_bar=False)
+    assert len(posterior.program.terms) == num_terms
+    assert posterior.num_rows == NUM_RELEASES
+
+
+@pytest.fixture(scope="module")
+def posterior():
+    return RVGA(release_by_release).run(DATA, progress_bar=False)
+
+
+def test_moments_are_those_of_a_dense_grid(posterior):
+    names = ("survival", "recapture")
+    axis = np.linspace(-2, 3, 400)
+    grid = np.stack(np.meshgrid(axis, axis, indexing="ij"), -1).reshape(-1, 2)
+    order = [names.index(name) for name in posterior.site_names]
+    potential, _ = potential_of(release_by_release, names, **DATA)
+    log_density = -np.asarray(jax.jit(jax.vmap(potential))(grid))
+    weights = np.exp(log_density - log_density.max())
+    mean = np.average(grid, axis=0, weights=weights)
+    sd = np.sqrt(np.average((grid - mean) ** 2, axis=0, weights=weights))
+    np.testing.assert_allclose((posterior.mean - mean[order]) / sd[order], 0, atol=0.05)
+    np.testing.assert_allclose(np.sqrt(np.diag(posterior.covariance)) / sd[order], 1, atol=0.05)
+
+
+def test_each_site_keeps_its_log_likelihood(posterior):
+    tree = posterior.to_arviz(DATA, num_samples=5)
+    assert {str(name) for name in tree["log_likelihood"].data_vars} == {f"{name}_seen" for name in DATA}
+
+
+def test_hyperparameters_are_looked_for_in_each_of_the_sites(posterior):
+    found = FixedPointVI(release_by_release, integrate="auto").run(DATA, progress_bar=False)
+    assert found.info["integrated"] and found.info["converged"]
+    np.testing.assert_allclose(found.mean, posterior.mean, atol=0.01)
