@@ -57,8 +57,16 @@ def each_its_own(**data):
         numpyro.sample(f"{name}_seen", dist.DirichletMultinomial(concentration, 40), obs=row)
 
 
+def with_closed_forms(**data):
+    """Totals, one by one: of a log rate that is an entry of theta."""
+    level = numpyro.sample("level", dist.Normal(0, 3))
+    for name, row in data.items():
+        numpyro.sample(f"{name}_total", dist.Poisson(jnp.exp(level)), obs=row.sum())
+
+
 @pytest.mark.parametrize(
-    ("model", "num_terms"), [(release_by_release, 1), (with_years, 1), (each_its_own, NUM_RELEASES)]
+    ("model", "num_terms"),
+    [(release_by_release, 1), (with_years, 1), (each_its_own, NUM_RELEASES), (with_closed_forms, NUM_RELEASES)],
 )
 def test_sites_are_summed_where_the_sum_needs_no_more_predictors(model, num_terms):
     posterior = RVGA(model, scheme="laplace").run(DATA, progress_bar=False)

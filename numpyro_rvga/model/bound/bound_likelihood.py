@@ -26,8 +26,9 @@ from ..terms.local import Component, components_of
 from ..terms.local_sites import RowFacts, most_states, states_at
 from ..terms.local_terms import Draw, local_terms
 from ..terms.recognition import in_tilted_form
-from ..terms.site_terms import ends_of_one_computation, site_terms, sum_of_few_predictors, summed_terms
+from ..terms.site_terms import site_terms
 from ..terms.sparsity import Sparsity, are_selections, find_sparsity
+from ..terms.sums_of_sites import sums_of_sites
 from ..terms.terms import Terms, by_piece, linearize
 from . import validation
 from .bound_prior import BoundPrior
@@ -78,14 +79,9 @@ class BoundLikelihood(BoundPrior):
         by_draws = self.options.by_draws and not self.local.size and few
         sites = [name for name in self._row_sites if name not in self._tied]
         all_terms = []
-        if self.whole and by_draws and (together := ends_of_one_computation(self._run_all, sites, theta, row)):
-            all_terms.append(summed_terms(self._run_all, together, theta.shape[0]))
-            sites = [name for name in sites if name not in together]
         if self.whole and not self.options.prefer_parameters:
-            total = sum_of_few_predictors(self._run_all, sites, theta, row, by_draws=by_draws)
-            if total is not None:
-                all_terms.append(total)
-                sites = [name for name in sites if name not in total.summed]
+            all_terms = sums_of_sites(self._run_all, sites, theta, row, by_draws=by_draws)
+            sites = [name for name in sites if not any(name in terms.summed for terms in all_terms)]
         for site in sites:
             options = {"prefer_parameters": self.options.prefer_parameters, "by_draws": by_draws}
             terms = site_terms(self._site_runner(site), site, theta, row, **options)
@@ -210,7 +206,7 @@ class BoundLikelihood(BoundPrior):
         length = common_length(rows)
         if length is not None:
             return length
-        return sum(terms.num_elements * self._num_pieces + max(len(terms.summed) - 1, 0) for terms in self.terms)
+        return sum(terms.num_elements * self._num_pieces + len(terms.sites) - 1 for terms in self.terms)
 
     def log_likelihood(self, theta: Array, rows: Arrays, site: str | None = None) -> dict[str, Array]:
         """Log-likelihood of each row by observed site, (n, *elements); auxiliary factors under their own names.

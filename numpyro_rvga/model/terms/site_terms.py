@@ -15,7 +15,7 @@ from numpyro.distributions.transforms import IdentityTransform, biject_to
 
 from ...core.compilation import abstractly
 from ...core.expectations import closed_forms as cf
-from ...core.jaxprs.primitives import numbers_in, work_of_outputs
+from ...core.jaxprs.primitives import numbers_in
 from ...core.jaxprs.symbolic import Factorization, Reading, factorize
 from ..data.rows import Arrays
 from ..handlers.tracing import SiteRecord, base_distribution, elements, numbers_of, site_transform
@@ -27,15 +27,10 @@ MAX_PREDICTORS = 16  # of an affine split; beyond, the distribution's own parame
 
 MIN_PREDICTORS = 4  # that call for as many nodes as draws of theta would be
 REPEATED = 8.0  # times what the model computes: loops that run again for each of a site's terms
-REPEATED_SITES = 2.0  # likewise, of sites: each is also compiled
-FEWEST_SUMMED = 4  # sites of one term each
-EXACT_PREDICTORS = 3  # rules for which are as exact as for fewer
-TOTAL = "the sum of all"
 ELEMENT = jax.ShapeDtypeStruct((), jnp.int32)
 DRAWS_PER_PARAMETER = 1 / 64  # beyond those that any model takes, relative to them
 
 RunSite = Callable[[Array, Arrays], SiteRecord]
-RunAll = Callable[[Array, Arrays], dict[str, SiteRecord]]
 
 
 class _Example(NamedTuple):
@@ -76,15 +71,16 @@ def site_terms(
     if closed is not None:
         return closed
     split = None
+    total = lambda u, r: jnp.sum(elements(run_site(u, r)))  # noqa: E731
     if not prefer_parameters:
         split = factorize(lambda t, r, e: elements(run_site(t, r))[e], theta, row, ELEMENT)
         num_predictors = min(split.num_predictors, theta.shape[0])
         if by_draws and num_predictors >= MIN_PREDICTORS and _repeats_the_model(run_site, split, theta, row, count):
-            return _theta_terms(run_site, site, theta.shape[0])
+            return theta_terms(site, theta.shape[0], total)
         if num_predictors <= MAX_PREDICTORS:
             return affine_terms(site, count, split.at_most(theta.shape[0]))
         if by_draws:
-            return _theta_terms(run_site, site, theta.shape[0])
+            return theta_terms(site, theta.shape[0], total)
     parameters = _parameter_terms(run_site, site, theta, row, example, informed=prefer_parameters)
     if parameters is None or (split is not None and split.num_predictors <= parameters.num_predictors):
         split = split or factorize(lambda t, r, e: elements(run_site(t, r))[e], theta, row, ELEMENT)
@@ -97,12 +93,12 @@ def _repeats_the_model(
     run_site: RunSite, split: Factorization, theta: jax.ShapeDtypeStruct, row: Arrays, num_elements: int
 ) -> bool:
     """Whether a site's terms one by one compute far more than all at once, as where each is the end of a loop."""
-    of_one = _numbers_of_one(split, theta, row)
+    of_one = numbers_of_one(split, theta, row)
     of_all = numbers_in(jax.make_jaxpr(lambda t, r: elements(run_site(t, r)))(theta, row).jaxpr)
     return num_elements * of_one > REPEATED * max(1.0, DRAWS_PER_PARAMETER * theta.shape[0]) * of_all
 
 
-def _numbers_of_one(split: Factorization, theta: jax.ShapeDtypeStruct, row: Arrays) -> int:
+def numbers_of_one(split: Factorization, theta: jax.ShapeDtypeStruct, row: Arrays) -> int:
     """How many numbers one term computes of its predictors."""
     predictors = jax.ShapeDtypeStruct((split.num_predictors,), theta.dtype)
     constants = jax.eval_shape(lambda r, e: split.constants((r, e)), row, ELEMENT)
@@ -122,90 +118,9 @@ def _example_of(run_site: RunSite, theta: jax.ShapeDtypeStruct, row: Arrays) -> 
     return abstractly(example, theta, row)
 
 
-def _theta_terms(run_site: RunSite, site: str, size: int) -> Terms:
-    """All of theta as predictors of a row's terms, which are summed."""
-
-    def predictors(theta, row, element):
-        return theta
-
-    def constants(row, element):
-        return row
-
-    def density(u, row):
-        return jnp.sum(elements(run_site(u, row)))
-
-    return Terms(site, 1, size, True, predictors, constants, density, None, by_draws=True)
-
-
-def ends_of_one_computation(run_all: RunAll, sites: list[str], theta: jax.ShapeDtypeStruct, row: Arrays) -> list[str]:
-    """The sites that share most of what they compute, if one by one they compute far more than together: those of a
-    loop in Python, each of which goes on from the one before."""
-
-    def of_sites(t, r):
-        records = run_all(t, r)
-        return [jnp.sum(elements(records[name])) for name in sites]
-
-    jaxpr = jax.make_jaxpr(of_sites)(theta, row).jaxpr
-    needed, own = work_of_outputs(jaxpr, range(len(sites)))
-    shares = needed > 2 * own
-    if not shares.any():
-        return []
-    last = int(np.argmax(np.where(shares, needed, 0)))
-    together = work_of_outputs(jaxpr, [int(not x) for x in shares])[0][0]
-    most = REPEATED_SITES * max(1.0, DRAWS_PER_PARAMETER * theta.shape[0]) * together
-    if needed[shares].sum() <= most:
-        return []
-    split = factorize(lambda t, r, _: elements(run_all(t, r)[sites[last]])[0], theta, row, ELEMENT)
-    of_last = _numbers_of_one(split, theta, row) / needed[last]  # of what it needs, once split
-    if min(split.num_predictors, theta.shape[0]) < MIN_PREDICTORS or of_last * needed[shares].sum() <= most:
-        return []
-    return [name for name, is_shared in zip(sites, shares) if is_shared]
-
-
-def sum_of_few_predictors(
-    run_all: RunAll, sites: list[str], theta: jax.ShapeDtypeStruct, row: Arrays, *, by_draws: bool
-) -> Terms | None:
-    """One term for all sites of one term each, if it depends on no more predictors than one of them, or on few: it is
-    compiled once, and computes once what they share.
-
-    :param by_draws: see :func:`site_terms`.
-    """
-
-    def lengths(t, r):
-        return {name: elements(record).shape for name, record in run_all(t, r).items() if name in sites}
-
-    single = [name for name, shape in abstractly(lengths, theta, row).items() if shape == (1,)]
-    if len(single) < FEWEST_SUMMED:
-        return None
-
-    def values(t, r, _):
-        records = run_all(t, r)
-        of_sites = {name: elements(records[name])[0] for name in single}
-        return of_sites | {TOTAL: jnp.sum(jnp.stack(list(of_sites.values())))}
-
-    reading = Reading(values, theta, row, ELEMENT)
-    total = reading.split(TOTAL)
-    most = max(EXACT_PREDICTORS, *(reading.split(name).num_predictors for name in single))
-    if total.num_predictors > most:
-        return None
-    if total.num_predictors > MAX_PREDICTORS:
-        return summed_terms(run_all, single, theta.shape[0]) if by_draws else None
-    return affine_terms(_range_of(single), 1, total.at_most(theta.shape[0]))._replace(summed=tuple(single))
-
-
-def summed_terms(run_all: RunAll, sites: list[str], size: int) -> Terms:
-    """One term of theta for all of these sites."""
-
-    def density(u, row):
-        records = run_all(u, row)
-        return jnp.sum(jnp.stack([jnp.sum(elements(records[name])) for name in sites]))
-
-    terms = _theta_terms(lambda u, row: run_all(u, row)[sites[0]], _range_of(sites), size)
-    return terms._replace(density=density, summed=tuple(sites))
-
-
-def _range_of(sites: list[str]) -> str:
-    return f"{sites[0]}, ..., {sites[-1]}"
+def theta_terms(site: str, size: int, density: Callable[[Array, Arrays], Array]) -> Terms:
+    """One term of all of theta (P,), which takes a row as it is. ``size``: P."""
+    return Terms(site, 1, size, True, lambda theta, *_: theta, lambda row, _: row, density, None, by_draws=True)
 
 
 def affine_terms(site: str, count: int, split: Factorization) -> Terms:
