@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -26,19 +27,15 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 from _results import Report, parser
+from devices import model as logistic
 from numpyro.infer import MCMC, NUTS
 
 from numpyro_rvga import BONG, RVGA, FixedPointVI
 
 REPEATS = 3
+NUM_GROUPS = 1000
 HIDDEN = 1000  # units of the network's layer: a million weights
-Case = tuple[Callable[[], Any], Callable[[Any], tuple[Any, Any]]]  # a run; its result -> means and deviations
-
-
-def logistic(X, y=None):
-    w = numpyro.sample("w", dist.Normal(0, 1).expand([X.shape[1]]).to_event(1))
-    with numpyro.plate("rows", len(X)):
-        numpyro.sample("y", dist.Bernoulli(logits=X @ w), obs=y)
+Run = Callable[[], tuple[Any, Any]]  # -> means and standard deviations of the latents
 
 
 def negative_binomial(X, y=None):
@@ -48,11 +45,11 @@ def negative_binomial(X, y=None):
         numpyro.sample("y", dist.NegativeBinomial2(jnp.exp(X @ w), size), obs=y)
 
 
-def groups(group, num_groups, x, y=None):
+def groups(group, x, y=None):
     a = numpyro.sample("a", dist.Normal(0, 1))
     b = numpyro.sample("b", dist.Normal(0, 1))
     tau = numpyro.sample("tau", dist.HalfNormal(1))
-    with numpyro.plate("groups", num_groups):
+    with numpyro.plate("groups", NUM_GROUPS):
         effect = numpyro.sample("effect", dist.Normal(a, tau))
     with numpyro.plate("rows", len(x)):
         numpyro.sample("y", dist.Bernoulli(logits=effect[group] + b * x), obs=y)
@@ -87,16 +84,11 @@ def counts(num_rows: int, size: int) -> dict[str, np.ndarray]:
     return {"X": X, "y": rng.poisson(np.exp(X.sum(1)) * rng.gamma(2, 0.5, num_rows))}
 
 
-def grouped(num_rows: int, num_groups: int) -> dict[str, Any]:
+def grouped(num_rows: int) -> dict[str, np.ndarray]:
     rng = np.random.default_rng(0)
-    group, x = rng.integers(num_groups, size=num_rows), rng.normal(size=num_rows).astype(np.float32)
-    logits = 0.7 * rng.normal(size=num_groups)[group] + 0.5 * x
-    return {
-        "group": group,
-        "num_groups": num_groups,
-        "x": x,
-        "y": (rng.random(num_rows) < 1 / (1 + np.exp(-logits))) * 1,
-    }
+    group, x = rng.integers(NUM_GROUPS, size=num_rows), rng.normal(size=num_rows).astype(np.float32)
+    logits = 0.7 * rng.normal(size=NUM_GROUPS)[group] + 0.5 * x
+    return {"group": group, "x": x, "y": (rng.random(num_rows) < 1 / (1 + np.exp(-logits))).astype(int)}
 
 
 def images(num_rows: int, size: int) -> dict[str, np.ndarray]:
@@ -105,28 +97,25 @@ def images(num_rows: int, size: int) -> dict[str, np.ndarray]:
     return {"X": X, "y": np.argmax(X[:, :10] + rng.gumbel(size=(num_rows, 10)), axis=1)}
 
 
-def fitted(method: Any, data: dict[str, Any], **options: Any) -> Case:
-    sizes = {name: value for name, value in data.items() if np.ndim(value) == 0}
-    rows = {name: value for name, value in data.items() if np.ndim(value)}
-
+def fitted(method: Any, data: dict[str, np.ndarray]) -> Run:
     def run():
-        posterior = method.run(rows, progress_bar=False, **sizes, **options)
-        jax.block_until_ready(posterior.gaussian)
-        return posterior
+        q = method.run(data, progress_bar=False).gaussian
+        return q.mean, q.deviation()
 
-    return run, lambda posterior: (posterior.gaussian.mean, posterior.gaussian.deviation())
+    return run
 
 
-def chain(model: Callable, data: dict[str, Any], length: int = 200) -> Case:
+def chain(model: Callable, data: dict[str, np.ndarray], length: int = 200) -> Run:
     def run():
         mcmc = MCMC(NUTS(model), num_warmup=length, num_samples=length, progress_bar=False)
         mcmc.run(jax.random.key(0), **data)
-        return mcmc.get_samples()
+        w = mcmc.get_samples()["w"]
+        return w.mean(0), w.std(0)
 
-    return run, lambda draws: (draws["w"].mean(0), draws["w"].std(0))
+    return run
 
 
-CASES: dict[str, Callable[[], Case]] = {
+CASES: dict[str, Callable[[], Run]] = {
     "RVGA, 10,000 x 20": lambda: fitted(RVGA(logistic), made(10_000, 20)),
     "RVGA, 1,000,000 x 20": lambda: fitted(RVGA(logistic), made(1_000_000, 20)),
     "RVGA, 200,000 x 400": lambda: fitted(RVGA(logistic), made(200_000, 400)),
@@ -135,20 +124,19 @@ CASES: dict[str, Callable[[], Case]] = {
     "FixedPointVI, 200,000 x 400": lambda: fitted(FixedPointVI(logistic), made(200_000, 400)),
     "FixedPointVI, process of 2,000 rows": lambda: fitted(FixedPointVI(process), made(2_000, 2)),
     "RVGA, negative binomial, 50,000 x 10": lambda: fitted(RVGA(negative_binomial), counts(50_000, 10)),
-    "RVGA, 20,000 rows of 1,000 groups": lambda: fitted(RVGA(groups), grouped(20_000, 1_000)),
+    "RVGA, 20,000 rows of 1,000 groups": lambda: fitted(RVGA(groups), grouped(20_000)),
     "BONG, diagonal, a million weights, 500 rows": lambda: fitted(BONG(network, family="diagonal"), images(500, 990)),
     "BONG, low-rank, a million weights, 500 rows": lambda: fitted(BONG(network, family="low-rank"), images(500, 990)),
 }
 
 
-def measure(name: str) -> tuple[dict[str, float], tuple[np.ndarray, np.ndarray]]:
-    run, moments = CASES[name]()
-    seconds = []
+def measure(name: str) -> dict[str, Any]:
+    run, seconds = CASES[name](), []
     for _ in range(1 + REPEATS):
         start = time.perf_counter()
-        result = run()
+        mean, sd = jax.block_until_ready(run())
         seconds.append(time.perf_counter() - start)
-    return {"cold": seconds[0], "warm": min(seconds[1:])}, tuple(np.asarray(v, float).ravel() for v in moments(result))
+    return {"cold": seconds[0], "warm": min(seconds[1:]), "mean": mean, "sd": sd}
 
 
 def on_this_platform(names: list[str], folder: Path) -> None:
@@ -157,20 +145,23 @@ def on_this_platform(names: list[str], folder: Path) -> None:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             try:
-                found, (mean, sd) = measure(name)
+                np.savez(folder / f"{i}.npz", **measure(name))
             except Exception:  # the other cases can still be measured
                 traceback.print_exc()
-                continue
-        print(jax.default_backend(), name, found, *{str(w.message)[:200] for w in caught}, sep="\n    ", flush=True)
-        np.savez(folder / f"{i}.npz", mean=mean, sd=sd, **found)
+        print(jax.default_backend(), name, *{str(w.message)[:200] for w in caught}, sep="\n    ", flush=True)
 
 
-def differences(path: Path, reference: Path) -> dict[str, float]:
-    with np.load(path) as found, np.load(reference) as first:
-        return {
-            "mean": float(np.max(np.abs(found["mean"] - first["mean"]) / first["sd"])),
-            "log_sd": float(np.max(np.abs(np.log(found["sd"] / first["sd"])))),
-        }
+def compared(path: Path, reference: Path) -> dict[str, Any]:
+    """Of one platform's results: seconds, and the differences from the first platform's, if it has any."""
+    if not path.exists():
+        return {"failed": True}
+    found = np.load(path)
+    values = {"cold": float(found["cold"]), "warm": float(found["warm"])}
+    if reference.exists():
+        first = np.load(reference)
+        values["mean"] = float(np.max(np.abs(found["mean"] - first["mean"]) / first["sd"]))
+        values["log_sd"] = float(np.max(np.abs(np.log(found["sd"] / first["sd"]))))
+    return values
 
 
 def main() -> None:
@@ -186,22 +177,15 @@ def main() -> None:
         return
     folders = {platform: args.output / f"accelerators_{platform}" for platform in args.platforms}
     for platform, folder in folders.items():
-        folder.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(folder, ignore_errors=True)  # a case that fails now must not have the results of another run
+        folder.mkdir(parents=True)
         command = [sys.executable, __file__, "--here", str(folder), "--cases", *args.cases]
         subprocess.run(command, env=os.environ | {"JAX_PLATFORMS": platform}, check=True)
     report = Report(args.output / "accelerators.json")
     for i, name in enumerate(args.cases):
         reference = folders[args.platforms[0]] / f"{i}.npz"
         for platform, folder in folders.items():
-            path = folder / f"{i}.npz"
-            if not path.exists():
-                report(case=name, platform=platform, failed=True)
-                continue
-            with np.load(path) as found:
-                seconds = {"cold": float(found["cold"]), "warm": float(found["warm"])}
-            report(
-                case=name, platform=platform, **seconds, **(differences(path, reference) if reference.exists() else {})
-            )
+            report(case=name, platform=platform, **compared(folder / f"{i}.npz", reference))
 
 
 if __name__ == "__main__":
