@@ -1,3 +1,5 @@
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -87,5 +89,17 @@ def test_matrix_products_have_the_precision_of_their_factors_unless_the_user_cho
     with jax.default_matmul_precision(chosen):
         fitting = method(network)
         jaxpr = jax.make_jaxpr(fitting.update)(fitting.init(rows), rows)
+    assert precisions_in(jaxpr) == {expected}
+
+
+def test_the_posteriors_own_arrays_have_the_precision_of_their_factors():
+    rows = {"X": np.ones((4, 3), np.float32), "y": np.ones(4, int)}
+    posterior = BONG(network, family="low-rank", rank=2).run(rows, progress_bar=False)
+    draws = functools.partial(posterior.sample_unconstrained, sample_shape=(3,))
+    assert precisions_in(jax.make_jaxpr(draws)(jax.random.key(0))) == {"HIGHEST"}
+    assert precisions_in(jax.make_jaxpr(posterior.log_prob_unconstrained)(posterior.mean)) == {"HIGHEST"}
+
+
+def precisions_in(jaxpr):
     products = [e.params["precision"] for e in equations(jaxpr.jaxpr) if e.primitive.name == "dot_general"]
-    assert {p.name for pair in products for p in pair} == {expected}
+    return {p.name for pair in products for p in pair}
