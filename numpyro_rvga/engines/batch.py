@@ -168,7 +168,9 @@ class BatchSolver:
     def _warn(self, program: Program, facts: dict, learned: Learned | None) -> None:
         if not facts["converged"]:
             spent = facts["iterations"] >= self._options.max_iterations
-            reason = f"all {self._options.max_iterations} iterations were spent" if spent else "no step raised it"
+            reason = (
+                f"all {self._options.max_iterations} iterations were spent" if spent else "no step raises it by much"
+            )
             remedy = "Raise max_iterations or tolerance, use float64, or check the scales of the priors"
             if program.prior.terms:
                 remedy += "; or integrate the hyperparameters out: FixedPointVI(model, integrate='auto')"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -31,6 +32,9 @@ FEW_PARAMETERS = 24  # with which steps of q are little work
 STEPS_OF_A_CHECK = 2  # times as many as the first search took, from another start, after which it is given up;
 FEWEST_STEPS = 40  # but not before this many
 FORESEEN = 100.0  # times its squared natural gradient: the most by which a search will still raise its bound
+LAST_STEPS = 10  # of which the rise of the bound tells what as many steps again would bring: it must be
+WORTHWHILE = 0.05  # times the squared natural gradient (half of that is what a quadratic bound still rises by),
+FAR = 1.0  # where that is more than this many nats
 
 
 class RowChunks(NamedTuple):
@@ -205,7 +209,7 @@ class JointSolver:
             return self._finish(problem, start.form, state, expected, num_rows, **options)
 
         of_first = _StepCount()
-        state, steps = ways.begin(start.state, of_first.gives_up)
+        state, steps = ways.begin(start.state, of_first)
         state = solve(search, steps, state, on_step=on_step, is_enough=of_first.gives_up)
         first = finished(*ways.checked(state, steps, on_step=on_step, is_enough=of_first.gives_up))
         if other_means is None:
@@ -215,7 +219,7 @@ class JointSolver:
         def check(mean: np.ndarray) -> tuple[State, StepInfo] | None:
             """Where a search from another mean ends; None if that is where the first one did, or it leads nowhere."""
             count = _StepCount(highest - LOWEST, max(FEWEST_STEPS, STEPS_OF_A_CHECK * of_first.taken))
-            state, steps = ways.begin(start.state._replace(mean=mean), count.gives_up)
+            state, steps = ways.begin(start.state._replace(mean=mean), count)
             if count.is_hopeless:
                 return None
             state = solve(search, steps, state, is_enough=lambda at: count.gives_up(at) or float(at.decrement) <= NEAR)
@@ -226,7 +230,7 @@ class JointSolver:
             return None if count.is_hopeless else finished(state, steps)
 
         def retry(mean: np.ndarray) -> tuple[State, StepInfo]:
-            state, steps = ways.begin(start.state._replace(mean=mean), _StepCount().gives_up)
+            state, steps = ways.begin(start.state._replace(mean=mean), _StepCount())
             count = _StepCount(highest)
             state = solve(search, steps, state, is_enough=count.gives_up)
             return finished(*ways.checked(state, steps, is_enough=count.gives_up))
@@ -275,19 +279,38 @@ class JointSolver:
 class _StepCount:
     """Counts the steps of a search, and gives up one that leads nowhere.
 
-    :param lowest: a bound that the search must be able to reach. :param most: steps that it may take; None: any number.
+    :ivar crawls: whether as many steps again will not bring the search near its end.
+    :param lowest: a bound that the search must be able to reach. :param most: evaluations that it may take; None: any
+        number.
     """
 
     def __init__(self, lowest: float = -np.inf, most: int | None = None):
-        self.taken, self.is_hopeless = 0, False
+        self.taken, self.is_hopeless, self.crawls = 0, False, False
         self._lowest, self._most = lowest, most
+        self._bounds: deque[float] = deque(maxlen=1 + LAST_STEPS)  # after each step that was accepted
+        self._iterations = 0
 
     def gives_up(self, progress: Progress) -> bool:
         """Whether to give up after one more step."""
         self.taken += 1
         too_low = float(progress.bound + FORESEEN * progress.decrement) < self._lowest
-        self.is_hopeless = too_low or (self._most is not None and self.taken > self._most)
+        too_many = self._most is not None and self.taken > self._most
+        self.crawls = self._is_crawling(progress)
+        self.is_hopeless = too_low or too_many or self.crawls
         return self.is_hopeless
+
+    def _is_crawling(self, progress: Progress) -> bool:
+        """Whether as many steps again, if they are like the last ones, come nowhere near the end."""
+        iterations, bound, decrement = int(progress.iterations), float(progress.bound), float(progress.decrement)
+        if iterations < self._iterations:  # the bound has become another one
+            self._bounds.clear()
+        if iterations != self._iterations:
+            self._bounds.append(bound)
+        self._iterations = iterations
+        if len(self._bounds) <= LAST_STEPS or not decrement > FAR:
+            return False
+        rise, steps = self._bounds[-1] - self._bounds[0], max(LAST_STEPS, iterations)
+        return rise / LAST_STEPS * steps < WORTHWHILE * decrement
 
 
 class _Ways(NamedTuple):
@@ -302,15 +325,21 @@ class _Ways(NamedTuple):
     few: Steps | None
     suffices: Suffices | None
 
-    def begin(self, state: SolverState, gives_up: Callable[[Progress], bool]) -> tuple[SolverState, Steps]:
+    def begin(self, state: SolverState, count: _StepCount) -> tuple[SolverState, Steps]:
         """A state near the solution, and the steps that lead on from there: the few, if they seem to suffice. The state
         that was given, if they lead nowhere.
 
-        :param gives_up: after a step, whether the search is left.
+        :param count: by which the search is given up.
         """
         if self.few is None:
             return state, self.exact
-        near = solve(self.search, self.few, state, is_enough=lambda at: gives_up(at) or float(at.decrement) <= ROUGHLY)
+
+        def is_enough(at: Progress) -> bool:
+            return count.gives_up(at) or float(at.decrement) <= ROUGHLY
+
+        near = solve(self.search, self.few, state, is_enough=is_enough)
+        if count.crawls:
+            return begun_again(near), self.exact
         if not float(near.evaluation.decrement) <= ROUGHLY:
             return state, self.exact
         if self._will_do(near):

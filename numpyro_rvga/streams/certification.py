@@ -169,9 +169,9 @@ def warn_unless_converged(info: Info) -> None:
     off, looks = info.get("squared_natural_gradient", info["largest_decrement"]), info.get("looks")
     what, remedy = "q is not the best Gaussian", "Raise max_iterations, use float64, or check the scales of the priors"
     if looks is None:
-        what, how = "q may not be the best Gaussian", "a solve ended where no step raised its bound, with"
+        what, how = "q may not be the best Gaussian", "a solve ended where no step raised its bound by much, with"
     elif looks == 0:
-        how = "all rows were solved for together, and in the end no step raised the bound, with"
+        how = "all rows were solved for together, and in the end no step raised the bound by much, with"
     else:
         how = f"after {looks} looks at all rows it has, by more than certificate_tolerance,"
         remedy = "Raise max_looks, or go on with FixedPointVI(model).run(data, init=posterior)"

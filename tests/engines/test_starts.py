@@ -59,3 +59,21 @@ def test_searches_that_end_on_their_way_are_at_no_modes(decrement, count):
     best, found = best_of([unconverged(0.0, -5.5, decrement), unconverged(3.0, -5.0, decrement)])
     assert float(best.log_evidence) == -5.0
     assert len(found.modes) == count
+
+
+def horseshoe(x, y):
+    """Of which the posterior is far from any Gaussian."""
+    width = x.shape[1]
+    scales = numpyro.sample("scales", dist.HalfCauchy(np.ones(width)))
+    tau = numpyro.sample("tau", dist.HalfCauchy(1.0))
+    slopes = numpyro.sample("slopes", dist.Normal(np.zeros(width), 1))
+    numpyro.sample("y", dist.Normal(x @ (tau * scales * slopes), 0.05), obs=y)
+
+
+def test_a_search_that_crawls_far_from_its_end_is_left_with_a_warning():
+    x = np.random.default_rng(0).normal(size=(20, 100))
+    unconverged, approximate = (pytest.warns(UserWarning, match=m) for m in ("q is not the best", "there is no bound"))
+    with unconverged, approximate:
+        posterior = RVGA(horseshoe).run({"x": x, "y": x[:, 0]}, progress_bar=False)
+    assert posterior.info["squared_natural_gradient"] > 10
+    assert posterior.info["mean_iterations"] < 50

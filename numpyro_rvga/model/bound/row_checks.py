@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from ...core.compilation import jit, jit_once
+from ...core.compilation import full_precision, jit, jit_once
 from ...core.expectations.by_nodes import power_of_two
 from ...core.jaxprs.interpret import depends_on, indexings
 from ..data.rows import Arrays, num_rows
@@ -29,14 +29,15 @@ class RowCheck:
         number of the row in the data.
     """
 
+    @full_precision()  # as where it is asked: then it is traced once
     def __init__(self, program: BoundModel, question: Callable[[dict], Array], message: Message):
-        self.arrays = sorted(depends_on(lambda row: {"answer": question(row)}, program.example_row)["answer"])
-        self._message, example = message, program.example_row
-        self._shape = jax.eval_shape(question, example).shape
+        traced_once, example = jit(question), program.example_row
+        self.arrays = sorted(depends_on(lambda row: {"answer": traced_once(row)}, example)["answer"])
+        self._message, self._shape = message, jax.eval_shape(traced_once, example).shape
 
         @jit
         def many(arrays):
-            return jax.vmap(lambda row: question({**example, **{n: v[None] for n, v in row.items()}}))(arrays)
+            return jax.vmap(lambda row: traced_once({**example, **{n: v[None] for n, v in row.items()}}))(arrays)
 
         self._many = many
 
