@@ -9,6 +9,7 @@ import numpyro
 import numpyro.distributions as dist
 import pytest
 from numpyro import handlers
+from numpyro.contrib.control_flow import scan
 from numpyro.infer import MCMC
 from numpyro.infer.reparam import LocScaleReparam
 from scipy import stats
@@ -506,3 +507,86 @@ def test_a_model_of_normal_rows_is_log_concave_given_its_scales():
         engine = Engines(given, options, None, batch=True).together(data, {}, KEY)[0]
         constant = [kind for terms, kind in zip(engine.program.terms, engine.kinds) if not terms.num_predictors]
         assert constant and all(kind.concave and kind.conservative for kind in constant)
+
+
+# ---------------------------------------------------------------------- effects that are Gaussian given all else
+NEIGHBORS = np.diag(np.ones(7), 1) + np.diag(np.ones(7), -1)
+AREAS = np.array([0.2, 0.9, 1.3, 0.8, 0.1, -0.7, -1.2, -0.9])
+NOISE = 0.4
+
+
+def areas(adjacency, y):
+    tau = numpyro.sample("tau", dist.Gamma(2, 1))
+    alpha = numpyro.sample("alpha", dist.Uniform(0.05, 0.95))
+    phi = numpyro.sample("phi", dist.CAR(0.0, alpha, tau, adjacency))
+    numpyro.sample("y", dist.Normal(phi, NOISE), obs=y)
+
+
+def walk(y):
+    """Of which the outcome is indexed by a counter: an array of JAX's."""
+    scale = numpyro.sample("scale", dist.HalfNormal(1))
+
+    def step(level, _):
+        level = numpyro.sample("level", dist.Normal(level, scale))
+        numpyro.sample("y", dist.Normal(level, NOISE))
+        return level, None
+
+    with handlers.condition(data={"y": y}):
+        scan(step, 0.0, None, length=8)
+
+
+def exchangeable(y):
+    """Whose number of effects is computed in JAX: when the model is read."""
+    scale = numpyro.sample("scale", dist.HalfNormal(1))
+    count = int(jnp.sum(jnp.ones_like(y)))
+    effect = numpyro.sample("effect", dist.Normal(0, scale).expand([count]).to_event(1))
+    numpyro.sample("y", dist.Normal(effect, NOISE).to_event(1), obs=y)
+
+
+def on_a_grid(log_prior, covariance, *grids):
+    """Means and standard deviations of the hyperparameters, by the density of the outcomes given these."""
+    points = np.stack([axis.ravel() for axis in np.meshgrid(*grids, indexing="ij")], axis=1)
+    log_p = [
+        log_prior(*h) + stats.multivariate_normal.logpdf(AREAS, cov=covariance(*h) + NOISE**2 * np.eye(8))
+        for h in points
+    ]
+    weights = np.exp(log_p - logsumexp(log_p))
+    mean = weights @ points
+    return mean, np.sqrt(weights @ (points - mean) ** 2)
+
+
+SCALES = np.linspace(0.002, 5, 500)
+HALF_NORMAL = stats.halfnorm.logpdf
+
+
+@pytest.mark.parametrize(
+    "model, data, sites, truth",
+    [
+        (
+            areas,
+            {"adjacency": NEIGHBORS},
+            ["tau", "alpha"],
+            lambda: on_a_grid(
+                lambda tau, alpha: stats.gamma.logpdf(tau, 2),
+                lambda tau, alpha: np.linalg.inv(tau * (np.diag(NEIGHBORS.sum(1)) - alpha * NEIGHBORS)),
+                np.linspace(0.02, 12, 200),
+                np.linspace(0.055, 0.945, 60),
+            ),
+        ),
+        (
+            walk,
+            {},
+            ["scale"],
+            lambda: on_a_grid(HALF_NORMAL, lambda s: s**2 * np.minimum.outer(np.arange(1, 9), np.arange(1, 9)), SCALES),
+        ),
+        (exchangeable, {}, ["scale"], lambda: on_a_grid(HALF_NORMAL, lambda s: s**2 * np.eye(8), SCALES)),
+    ],
+)
+def test_effects_that_are_gaussian_given_all_else_are_found_however_the_model_takes_its_data(model, data, sites, truth):
+    posterior = FixedPointVI(model, integrate="auto").run(data | {"y": AREAS}, progress_bar=False)
+    assert posterior.info["integrated"] == sites
+    draws = posterior.sample_posterior(KEY, (40_000,))
+    mean, deviation = truth()
+    found = np.stack([np.asarray(draws[site]) for site in sites], axis=1)
+    np.testing.assert_allclose((found.mean(0) - mean) / deviation, 0, atol=0.05)
+    np.testing.assert_allclose(np.log(found.std(0) / deviation), 0, atol=0.05)

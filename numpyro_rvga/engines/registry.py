@@ -34,7 +34,8 @@ class Engines:
     :param dynamics: what has a ``transition(layout, mean, root, elapsed)`` and the name of a ``time``, or None.
     :param mesh: devices that share the rows.
     :param batch: whether all rows are always at hand: then ``numpyro.param`` sites can be learned.
-    :param whole: whether to run the model on all rows at once, always; see :class:`Program`.
+    :param whole: whether to run the model on all rows at once, always; see :class:`Program`. :param evaluates: and to
+        compute what it makes of them when it is read.
     :param joint_rows: as many rows are in one solve, if they are at hand.
 
     :ivar last: the engine that was asked for last.
@@ -49,13 +50,14 @@ class Engines:
         *,
         batch: bool = False,
         whole: bool = False,
+        evaluates: bool = False,
         joint_rows: float = 0,
         mesh: Mesh | None = None,
         local: str = "prior",
     ):
         self.model, self._options, self._scale, self._dynamics = model, options, improper_prior_scale, dynamics
         self._batch, self._whole, self._joint_rows, self.devices = batch, whole, joint_rows, Devices(mesh)
-        self._local = local
+        self._evaluates, self._local = evaluates, local
         self._cached: list[tuple[tuple, dict, Engine]] = []
         self.last: Engine | None = None
 
@@ -169,7 +171,7 @@ class Engines:
         engine = Engine(program, self._options, rng_key, None, self.devices)
         self._cached = [entry for entry in self._cached if entry[0] != form] + [(form, program.model_kwargs, engine)]
         self.last = engine
-        return engine, arrays, program.reason or ""
+        return engine, program.as_taken(arrays), program.reason or ""
 
     def cached_whole(self, data: Data, model_kwargs: Keywords, rng_key: Array) -> tuple[Engine, Rows, str] | None:
         """What :meth:`whole` made of these data before; None if it has not."""
@@ -182,7 +184,7 @@ class Engines:
             for kwargs, engine in candidates:
                 if engine.program.holds(arrays) and same(kwargs, keywords):
                     self.last = engine
-                    return engine, arrays, engine.program.reason or ""
+                    return engine, engine.program.as_taken(arrays), engine.program.reason or ""
         return None
 
     def _whole_program(self, arrays: Rows, model_kwargs: dict, reason: Exception) -> Program:
@@ -231,7 +233,8 @@ class Engines:
     def _program(self, rows: Rows, model_kwargs: dict, all_rows: Rows | None) -> Program:
         """The model, bound to rows."""
         draws = {"by_draws": self._takes_draws(all_rows)}
-        options: Info = {"all_rows": all_rows, "whole": self._whole, **draws, **self._program_options}
+        form = {"whole": self._whole, "evaluates": self._evaluates}
+        options: Info = {"all_rows": all_rows, **form, **draws, **self._program_options}
         try:
             program = self._read(rows, model_kwargs, **options)
         except LocalLatents:

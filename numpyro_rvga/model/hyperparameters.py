@@ -14,10 +14,9 @@ from jax.typing import DTypeLike
 from ..core.compilation import at_once
 from ..core.expectations.closed_forms import Gaussian
 from .bound.prior import depends_on_entries
-from .data.rows import Arrays
 from .program import Program
 from .terms.site_terms import site_terms
-from .terms.terms import Terms, constants, merged
+from .terms.terms import Terms, split_rows
 
 NUM_PROBES = 16  # points at which a log density's Hessian is evaluated
 MOST_ADDED = 6  # entries of a site that is real and would be integrated out nevertheless
@@ -35,6 +34,17 @@ class Choice(NamedTuple):
     reason: str = ""
 
 
+class SiteTerms(NamedTuple):
+    """A site's terms.
+
+    :ivar rows: what they take. :ivar size: P, of the theta that they are functions of.
+    """
+
+    terms: Terms
+    rows: dict[str, Any]
+    size: int
+
+
 def choose_sites(program: Program, conditional: Callable[[tuple[str, ...]], Program]) -> Choice:
     """The smallest set of sites given which every term of the log joint density depends on the others by affine
     predictors, and is Gaussian, log-concave, or of one predictor.
@@ -46,21 +56,21 @@ def choose_sites(program: Program, conditional: Callable[[tuple[str, ...]], Prog
         rows are integrated out of.
     """
 
-    def terms_given(site: str, given: Sequence[str]) -> tuple[Terms, dict[str, Any]]:
+    def terms_given(site: str, given: Sequence[str]) -> SiteTerms:
         if program.row_latents is None:
             return _terms_given(program, site, given)
-        return next((terms, rows) for terms, rows in _all_terms(conditional(tuple(given))) if terms.site == site)
+        return next(each for each in _all_terms(conditional(tuple(given))) if each.terms.site == site)
 
     def is_simple_given(site: str, given: Sequence[str]) -> bool:
         """Whether a site's terms are simple once some latent sites stand still, at any place."""
-        return len(given) == len(program.layout.site_names) or _is_simple(program, *terms_given(site, given))
+        return len(given) == len(program.layout.site_names) or _is_simple(terms_given(site, given), program.dtype)
 
     sizes = program.layout.sizes
     constrained = [name for name in program.layout.site_names if name not in program.real_sites]
     coupled = {}
-    for terms, rows in _all_terms(program):
-        if not _is_simple(program, terms, rows):
-            coupled |= dict.fromkeys(terms.sites, _sites_seen(program, terms, rows))
+    for each in _all_terms(program):
+        if not _is_simple(each, program.dtype):
+            coupled |= dict.fromkeys(each.terms.sites, _sites_seen(program, each))
     chosen = [name for name in constrained if any(name in seen for seen in coupled.values())]
     left = {site: seen for site, seen in coupled.items() if not is_simple_given(site, chosen)}
     if left:
@@ -95,16 +105,17 @@ def _without_needless(sizes: dict[str, int], coupled: dict[str, frozenset[str]],
     for name in sorted(chosen, key=lambda name: -sizes[name]):
         others = [other for other in chosen if other != name]
         seeing = [site for site, seen in coupled.items() if name in seen]
-        if others and all(_is_of_one_predictor(terms_given(site, others)[0]) for site in seeing):
+        if others and all(_is_of_one_predictor(terms_given(site, others).terms) for site in seeing):
             chosen = others
     return chosen
 
 
-def _all_terms(program: Program) -> Iterator[tuple[Terms, dict[str, Any]]]:
-    """Those that are not Gaussian, with what they take."""
+def _all_terms(program: Program) -> Iterator[SiteTerms]:
+    """Those that are not Gaussian."""
     rows = program.inputs(program.example_rows) | program.shared_elsewhere
-    yield from ((terms, rows) for terms in program.terms)
-    yield from ((terms, program.prior_inputs | program.shared_elsewhere) for terms in program.prior.terms)
+    yield from (SiteTerms(terms, rows, program.layout.size) for terms in program.terms)
+    prior_rows = program.prior_inputs | program.shared_elsewhere
+    yield from (SiteTerms(terms, prior_rows, program.layout.size) for terms in program.prior.terms)
 
 
 def _is_of_one_predictor(terms: Terms) -> bool:
@@ -112,39 +123,51 @@ def _is_of_one_predictor(terms: Terms) -> bool:
     return terms.is_affine and (terms.num_predictors <= 1 or terms.closed_form is Gaussian)
 
 
-def _is_simple(program: Program, terms: Terms, rows: Arrays) -> bool:
-    if _is_of_one_predictor(terms):
+def _is_simple(of_site: SiteTerms, dtype: DTypeLike) -> bool:
+    if _is_of_one_predictor(of_site.terms):
         return True
-    return terms.is_affine and _is_concave(terms, program.dtype, rows)
+    return of_site.terms.is_affine and _is_concave(of_site, dtype)
 
 
-def _is_concave(terms: Terms, dtype: DTypeLike, rows: Arrays) -> bool:
-    """Whether the log density's Hessian is finite and negative semidefinite at some probes."""
+def _is_concave(of_site: SiteTerms, dtype: DTypeLike) -> bool:
+    """Whether the log density's Hessian at some probes is finite, and negative semidefinite along the changes of the
+    predictors with theta: of predictors that depend on each other, as x and A x, not all changes are possible."""
+    terms, (shared, own) = of_site.terms, split_rows(of_site.rows)
+    num_rows = min((len(array) for array in own.values()), default=1)
     probes = jnp.asarray(np.random.default_rng(0).normal(size=(NUM_PROBES, terms.num_predictors)), dtype)
+    places = np.arange(NUM_PROBES) % (num_rows * terms.num_elements)
+    start = jnp.zeros(of_site.size + terms.num_local, dtype)
 
-    def hessians():
-        values = merged(constants(terms, rows))
-        values = jax.tree.map(lambda x: x[np.arange(NUM_PROBES) % len(x)], values)
-        return jax.vmap(jax.hessian(terms.density))(probes, values)
+    def at(probe, number, element):
+        row = shared | {name: jnp.asarray(array)[number][None] for name, array in own.items()}
+        jacobian = jax.jacrev(lambda theta: terms.predictors(theta, row, element))(start)
+        return jax.hessian(terms.density)(probe, terms.constants(row, element)), jacobian
 
-    curvatures = np.asarray(at_once(hessians), np.float64)
-    if not np.isfinite(curvatures).all():
+    numbers, elements = (jnp.asarray(x, jnp.int32) for x in np.divmod(places, terms.num_elements))
+    evaluated = at_once(lambda: jax.vmap(at)(probes, numbers, elements))
+    hessians, jacobians = (np.asarray(x, np.float64) for x in evaluated)
+    if not np.isfinite(hessians).all():
         return False
-    values = np.linalg.eigvalsh(curvatures)
-    tolerance = 100 * float(jnp.finfo(dtype).eps) * np.abs(values).max(axis=1)
-    return bool(np.all(values.max(axis=1) <= tolerance))
+    lengths = np.linalg.norm(jacobians, axis=2, keepdims=True)
+    directions = np.linalg.svd(jacobians / np.where(lengths > 0, lengths, 1))  # of the predictors
+    scales = directions.S[:, None, :]
+    along = directions.U[:, :, : scales.shape[2]] * scales
+    curvatures = np.linalg.eigvalsh(along.mT @ hessians @ along)
+    sizes = np.abs(np.linalg.eigvalsh(hessians)).max(axis=1) * scales.max(axis=(1, 2)) ** 2
+    return bool(np.all(curvatures.max(axis=1) <= 100 * float(jnp.finfo(dtype).eps) * sizes))
 
 
-def _sites_seen(program: Program, terms: Terms, rows: Arrays) -> frozenset[str]:
+def _sites_seen(program: Program, of_site: SiteTerms) -> frozenset[str]:
     """The latent sites that a term's predictors depend on."""
-    by_site = program.layout.unravel(depends_on_entries([terms], program.layout.size, program.dtype, rows))
+    depends = depends_on_entries([of_site.terms], of_site.size, program.dtype, of_site.rows)
+    by_site = program.layout.unravel(depends)
     return frozenset(name for name, depends in by_site.items() if np.any(depends))
 
 
-def _terms_given(program: Program, site: str, given: Sequence[str]) -> tuple[Terms, dict[str, Any]]:
-    """A site's terms as functions of the other latent sites, and what they take."""
+def _terms_given(program: Program, site: str, given: Sequence[str]) -> SiteTerms:
+    """A site's terms as functions of the other latent sites."""
     rng = np.random.default_rng(1)
     values = {name: jnp.asarray(rng.normal(size=program.layout.shapes[name]), program.dtype) for name in given}
     run_site, layout, row = program.site_given(site, values)
     theta = jax.ShapeDtypeStruct((layout.size,), program.dtype)
-    return site_terms(run_site, site, theta, row, prefer_parameters=False), row
+    return SiteTerms(site_terms(run_site, site, theta, row, prefer_parameters=False), row, layout.size)

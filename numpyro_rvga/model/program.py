@@ -145,7 +145,7 @@ class Program(BoundLikelihood):
         :raises ValueError: naming arrays that are left out although the run had them.
         """
         if self.whole:
-            rows = self._as_taken(whole_data_again(self.model, data, self.model_kwargs))
+            rows = self.as_taken(whole_data_again(self.model, data, self.model_kwargs))
         else:
             rows = checked_rows(self.model, data, self.model_kwargs)
         needed = self._prediction_arrays if predicted else set(self.example_row) - self._outcome_arrays
@@ -158,7 +158,7 @@ class Program(BoundLikelihood):
             check(rows, 0)
         return rows
 
-    def _as_taken(self, rows: Arrays) -> dict[str, Any]:
+    def as_taken(self, rows: Arrays) -> dict[str, Any]:
         """Arrays of NumPy's or of JAX's, as a whole model took them in its run."""
         are_jax = {name for name, array in self.example_rows.items() if isinstance(array, jax.Array)}
         return {name: jnp.asarray(array) if name in are_jax else np.asarray(array) for name, array in rows.items()}
