@@ -510,8 +510,9 @@ def test_a_model_of_normal_rows_is_log_concave_given_its_scales():
 
 
 # ---------------------------------------------------------------------- effects that are Gaussian given all else
-NEIGHBORS = np.diag(np.ones(7), 1) + np.diag(np.ones(7), -1)
-AREAS = np.array([0.2, 0.9, 1.3, 0.8, 0.1, -0.7, -1.2, -0.9])
+NUM_AREAS = 20
+NEIGHBORS = np.eye(NUM_AREAS, k=1) + np.eye(NUM_AREAS, k=-1)
+AREAS = np.resize([0.2, 0.9, 1.3, 0.8, 0.1, -0.7, -1.2, -0.9], NUM_AREAS)
 NOISE = 0.4
 
 
@@ -532,7 +533,7 @@ def walk(y):
         return level, None
 
     with handlers.condition(data={"y": y}):
-        scan(step, 0.0, None, length=8)
+        scan(step, 0.0, None, length=NUM_AREAS)
 
 
 def exchangeable(y):
@@ -547,7 +548,7 @@ def on_a_grid(log_prior, covariance, *grids):
     """Means and standard deviations of the hyperparameters, by the density of the outcomes given these."""
     points = np.stack([axis.ravel() for axis in np.meshgrid(*grids, indexing="ij")], axis=1)
     log_p = [
-        log_prior(*h) + stats.multivariate_normal.logpdf(AREAS, cov=covariance(*h) + NOISE**2 * np.eye(8))
+        log_prior(*h) + stats.multivariate_normal.logpdf(AREAS, cov=covariance(*h) + NOISE**2 * np.eye(NUM_AREAS))
         for h in points
     ]
     weights = np.exp(log_p - logsumexp(log_p))
@@ -577,9 +578,11 @@ HALF_NORMAL = stats.halfnorm.logpdf
             walk,
             {},
             ["scale"],
-            lambda: on_a_grid(HALF_NORMAL, lambda s: s**2 * np.minimum.outer(np.arange(1, 9), np.arange(1, 9)), SCALES),
+            lambda: on_a_grid(
+                HALF_NORMAL, lambda s: s**2 * np.minimum.outer(*[np.arange(1, NUM_AREAS + 1)] * 2), SCALES
+            ),
         ),
-        (exchangeable, {}, ["scale"], lambda: on_a_grid(HALF_NORMAL, lambda s: s**2 * np.eye(8), SCALES)),
+        (exchangeable, {}, ["scale"], lambda: on_a_grid(HALF_NORMAL, lambda s: s**2 * np.eye(NUM_AREAS), SCALES)),
     ],
 )
 def test_effects_that_are_gaussian_given_all_else_are_found_however_the_model_takes_its_data(model, data, sites, truth):
