@@ -405,8 +405,11 @@ def test_resampled_draws_are_the_posteriors(schools):
 def test_resampling_is_refused_where_q_is_far_from_the_posterior():
     single = FixedPointVI(eight_schools).run(SCHOOLS, progress_bar=False)
     assert single.khat(SCHOOLS).khat > 0.7
-    with pytest.raises(ValueError, match="cannot be resampled"):
+    with pytest.raises(ValueError, match=r"cannot be resampled: .* Integrate hyperparameters out"):
         single.resample(SCHOOLS, 1000)
+    tried = dataclasses.replace(single, info=single.info | {"not_integrated": "no site can be"})
+    with pytest.raises(ValueError, match=r"cannot be resampled: .* all the weight. Run NUTS from here"):
+        tried.resample(SCHOOLS, 1000)
 
 
 def positive_of_two(left, right, y=None):

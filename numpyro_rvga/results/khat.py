@@ -196,8 +196,13 @@ def _evidence(posterior: Fitted, draws: Draws) -> Evidence:
         0.0 if are_equal(of_q) else _psis_khat(of_q),
         _relative_sample_size(of_q),
         *_by_site(posterior.program.layout, moves, errors),
-        can_integrate=not {"integrated", "not_integrated"} & set(posterior.info),
+        can_integrate(posterior),
     )
+
+
+def can_integrate(posterior: Fitted) -> bool:
+    """Whether integrating hyperparameters out has not been tried yet."""
+    return not {"integrated", "not_integrated"} & set(posterior.info)
 
 
 def is_unclear(evidence: Evidence) -> bool:
@@ -316,7 +321,7 @@ def verdict(evidence: Evidence, share_elsewhere: float = 0.0) -> str:
         grade, what = ("bad", "much") if moved > LARGE else ("doubtful", "part")
         return (
             f"{grade}. q misses {what} of the posterior: reweighted, its moments move, in standard deviations: "
-            f"{listed}. {_remedy(evidence)}"
+            f"{listed}. {remedy(evidence.khat, evidence.can_integrate)}"
         )
     if share_elsewhere > NOTICEABLE:
         return (
@@ -329,13 +334,15 @@ def verdict(evidence: Evidence, share_elsewhere: float = 0.0) -> str:
             "heavier than q's. For tail probabilities, use NUTS, started from posterior.nuts()."
         )
     if evidence.relative_size > NEARLY_EQUAL:
-        return "good. The importance weights are nearly equal: q is almost the posterior."
+        but = ", but for a few far out that raise k" if evidence.khat > RESAMPLED else ""
+        return f"good. The importance weights are nearly equal{but}: q is almost the posterior."
     return "good. Reweighted, no mean and no log standard deviation moves by more than 0.1."
 
 
-def _remedy(evidence: Evidence) -> str:
-    steps = ["integrate hyperparameters out (posterior.integrate(data))"] if evidence.can_integrate else []
-    if evidence.khat <= RESAMPLED:
+def remedy(khat: float, can_integrate: bool) -> str:
+    """What to do where q misses part of the posterior."""
+    steps = ["integrate hyperparameters out (posterior.integrate(data))"] if can_integrate else []
+    if khat <= RESAMPLED:
         steps.append("correct the draws (posterior.resample(data))")
     steps.append("run NUTS from here (posterior.nuts())")
     text = ", or ".join(steps)

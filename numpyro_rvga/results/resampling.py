@@ -12,10 +12,9 @@ from jax import Array
 from ..model.data.rows import Data
 from .arviz import converted, smoothed
 from .fitted import Fitted
-from .khat import NEARLY_EQUAL
+from .khat import NEARLY_EQUAL, RESAMPLED, can_integrate, remedy
 from .log_joint import all_rows, draws_with_density, impossible_if_undefined, is_density, log_joint
 
-MOST_KHAT = 0.7
 OVERSAMPLING = 4  # draws for each that is kept
 LEAST_DRAWS = 400
 
@@ -62,11 +61,10 @@ def resample(
         raise ValueError("the draws cannot be resampled: the log joint is not a finite number at some of them.")
     log_weights, shape = smoothed(impossible_if_undefined(log_p - log_q))
     relative_size = 1 / (len(log_weights) * np.sum(np.exp(2 * log_weights)))
-    if shape > MOST_KHAT and relative_size < NEARLY_EQUAL:
+    if shape > RESAMPLED and relative_size < NEARLY_EQUAL:
         raise ValueError(
-            f"the draws cannot be resampled: Pareto k = {shape:.2f}, above {MOST_KHAT}, so a few of them would have "
-            "all the weight. Integrate the hyperparameters out first (posterior.integrate(data)), or run NUTS from "
-            "here (posterior.nuts())."
+            f"the draws cannot be resampled: Pareto k = {shape:.2f}, above {RESAMPLED}, so a few of them would have "
+            f"all the weight. {remedy(shape, can_integrate(posterior))}"
         )
     bounds = np.cumsum(np.exp(log_weights))
     places = (np.arange(num_samples) + np.asarray(jax.random.uniform(place_key, (num_samples,)))) / num_samples
