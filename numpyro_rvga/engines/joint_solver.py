@@ -25,7 +25,7 @@ from ..core.updates.objective import is_conservative, is_log_concave
 from ..core.updates.search import Search, Settings, Solution, SolverState
 from ..core.updates.state import RowFactors, State, StepInfo
 from .devices import Devices
-from .starts import LOWEST, NEAR, NUM_CHECKS, NUM_RETRIES, are_apart, best_of
+from .starts import LOWEST, MOST_PARAMETERS, NEAR, NUM_CHECKS, NUM_RETRIES, are_apart, best_of
 
 ROUGHLY = 0.01  # nats: the squared natural gradient at which a search by few nodes has done its part
 FEW_PARAMETERS = 24  # with which steps of q are little work
@@ -161,6 +161,7 @@ class JointSolver:
         is_little_work: Callable[[Search, Any], bool] = lambda search, problem: False,
     ):
         self._joint, self._devices, self._is_little_work = joint, devices, is_little_work
+        self._is_long = num_parameters > MOST_PARAMETERS
         level = 0 if num_parameters <= FEW_PARAMETERS else 1
         each: Any = devices.everywhere
         pending = None if each is None else Pending(each, each, None)  # rows stay where they are
@@ -208,7 +209,7 @@ class JointSolver:
             options = {"search": search, "with_absorbed": with_absorbed}
             return self._finish(problem, start.form, state, expected, num_rows, **options)
 
-        of_first = _StepCount()
+        of_first = _StepCount(may_crawl=search.mode or not self._is_long)
         state, steps = ways.begin(start.state, of_first)
         state = solve(search, steps, state, on_step=on_step, is_enough=of_first.gives_up)
         first = finished(*ways.checked(state, steps, on_step=on_step, is_enough=of_first.gives_up))
@@ -282,12 +283,14 @@ class _StepCount:
     :ivar crawls: whether as many steps again will not bring the search near its end.
     :param lowest: a bound that the search must be able to reach. :param most: evaluations that it may take; None: any
         number.
+    :param may_crawl: whether it goes on nevertheless. Searches of few numbers may, which cost little; and those for a
+        mode: a density may rise without end.
     """
 
-    def __init__(self, lowest: float = -np.inf, most: int | None = None):
+    def __init__(self, lowest: float = -np.inf, most: int | None = None, *, may_crawl: bool = True):
         self.taken, self.is_hopeless, self.crawls = 0, False, False
-        self._lowest, self._most = lowest, most
-        self._bounds: deque[float] = deque(maxlen=1 + LAST_STEPS)  # after each step that was accepted
+        self._lowest, self._most, self._may_crawl = lowest, most, may_crawl
+        self._accepted: deque[tuple[float, float]] = deque(maxlen=1 + LAST_STEPS)  # bounds and squared gradients
         self._iterations = 0
 
     def gives_up(self, progress: Progress) -> bool:
@@ -295,7 +298,7 @@ class _StepCount:
         self.taken += 1
         too_low = float(progress.bound + FORESEEN * progress.decrement) < self._lowest
         too_many = self._most is not None and self.taken > self._most
-        self.crawls = self._is_crawling(progress)
+        self.crawls = not self._may_crawl and self._is_crawling(progress)
         self.is_hopeless = too_low or too_many or self.crawls
         return self.is_hopeless
 
@@ -303,14 +306,15 @@ class _StepCount:
         """Whether as many steps again, if they are like the last ones, come nowhere near the end."""
         iterations, bound, decrement = int(progress.iterations), float(progress.bound), float(progress.decrement)
         if iterations < self._iterations:  # the bound has become another one
-            self._bounds.clear()
+            self._accepted.clear()
         if iterations != self._iterations:
-            self._bounds.append(bound)
+            self._accepted.append((bound, decrement))
         self._iterations = iterations
-        if len(self._bounds) <= LAST_STEPS or not decrement > FAR:
+        if len(self._accepted) <= LAST_STEPS or not decrement > FAR:
             return False
-        rise, steps = self._bounds[-1] - self._bounds[0], max(LAST_STEPS, iterations)
-        return rise / LAST_STEPS * steps < WORTHWHILE * decrement
+        before, decrement_before = self._accepted[0]
+        rise, is_no_nearer = bound - before, decrement > decrement_before / 2
+        return is_no_nearer and rise / LAST_STEPS * max(LAST_STEPS, iterations) < WORTHWHILE * decrement
 
 
 class _Ways(NamedTuple):

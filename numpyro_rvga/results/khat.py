@@ -334,8 +334,7 @@ def verdict(evidence: Evidence, share_elsewhere: float = 0.0) -> str:
             "heavier than q's. For tail probabilities, use NUTS, started from posterior.nuts()."
         )
     if evidence.relative_size > NEARLY_EQUAL:
-        but = ", but for a few far out that raise k" if evidence.khat > RESAMPLED else ""
-        return f"good. The importance weights are nearly equal{but}: q is almost the posterior."
+        return "good. The importance weights are nearly equal: q is almost the posterior."
     return "good. Reweighted, no mean and no log standard deviation moves by more than 0.1."
 
 

@@ -101,8 +101,7 @@ def test_verdicts_tell_good_from_bad_approximations(data, inflation, shift, grad
 @pytest.mark.parametrize(
     "khat, relative_size, move, error, grade",
     [
-        (0.3, 0.99, 0.01, 0.01, "good. The importance weights are nearly equal: "),
-        (1.7, 0.99, 0.01, 0.01, "good. The importance weights are nearly equal, but for a few far out"),
+        (0.3, 0.99, 0.01, 0.01, "good. The importance weights are nearly equal"),
         (0.9, 0.80, 0.05, 0.01, "good. Reweighted"),
         (1.1, 0.80, 0.05, 0.01, "doubtful. No moment"),
         (0.3, 0.80, 0.20, 0.01, "doubtful. q misses part"),
