@@ -232,9 +232,13 @@ class Engines:
 
     def _program(self, rows: Rows, model_kwargs: dict, all_rows: Rows | None) -> Program:
         """The model, bound to rows."""
-        draws = {"by_draws": self._takes_draws(all_rows)}
-        form = {"whole": self._whole, "evaluates": self._evaluates}
-        options: Info = {"all_rows": all_rows, **form, **draws, **self._program_options}
+        options: Info = {
+            "all_rows": all_rows,
+            "whole": self._whole,
+            "evaluates": self._evaluates,
+            "by_draws": self._takes_draws(all_rows),
+            **self._program_options,
+        }
         try:
             program = self._read(rows, model_kwargs, **options)
         except LocalLatents:

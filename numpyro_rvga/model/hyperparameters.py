@@ -146,7 +146,7 @@ def _is_concave(of_site: SiteTerms, dtype: DTypeLike) -> bool:
     numbers, elements = (jnp.asarray(x, jnp.int32) for x in np.divmod(places, terms.num_elements))
     evaluated = at_once(lambda: jax.vmap(at)(probes, numbers, elements))
     hessians, jacobians = (np.asarray(x, np.float64) for x in evaluated)
-    if not np.isfinite(hessians).all():
+    if not (np.isfinite(hessians).all() and np.isfinite(jacobians).all()):
         return False
     lengths = np.linalg.norm(jacobians, axis=2, keepdims=True)
     directions = np.linalg.svd(jacobians / np.where(lengths > 0, lengths, 1))  # of the predictors

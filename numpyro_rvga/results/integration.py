@@ -215,10 +215,16 @@ class Integration:
         key = frozenset(sites), program.whole, program.evaluates, program.row_latents is None
         if key not in self._engines:
             shapes = {name: program.layout.shapes[name] for name in program.layout.site_names if name in sites}
-            form: Info = {"whole": program.whole, "evaluates": program.evaluates}
-            form["local"] = "prior" if program.row_latents is None else "marginal"
-            model = conditional_model(program.model, shapes)
-            self._engines[key] = Engines(model, self._options, self._scale, batch=True, mesh=self._mesh, **form)
+            self._engines[key] = Engines(
+                conditional_model(program.model, shapes),
+                self._options,
+                self._scale,
+                batch=True,
+                whole=program.whole,
+                evaluates=program.evaluates,
+                mesh=self._mesh,
+                local="prior" if program.row_latents is None else "marginal",
+            )
         return self._engines[key].get(rows, program.model_kwargs, rng_key, rows)
 
     def _bound_of(self, program: Program, sites: tuple[str, ...], rows: Rows, rng_key: Array) -> tuple[Bound, Any]:
