@@ -1,5 +1,7 @@
 """Streams in which groups are new at any time: the exact posterior where all is Gaussian, else near the best one."""
 
+import contextlib
+import gc
 import sqlite3
 import tracemalloc
 
@@ -114,6 +116,17 @@ def test_groups_that_went_to_the_file_come_back_with_their_rows(linear, tmp_path
     np.testing.assert_allclose(table["own[1].mean"], mean[4::2], atol=1e-9)
     np.testing.assert_allclose(table["own[1].sd"], np.sqrt(np.diagonal(covariance))[4::2], atol=1e-9)
     assert found.sample_posterior(jax.random.key(0), (5,), groups=["u3"])["own"].shape == (5, 1, 2)
+
+
+def test_a_stream_that_nobody_has_any_more_leaves_its_file(linear, tmp_path):
+    """Python 3.13 and later warn of a database that is not closed, and warnings are errors here."""
+    options = {**PLATE, "file": tmp_path / "users.db"}
+    stream = RVGA(measured).stream_groups(**options)
+    stream.update(in_order(linear[0], np.arange(5)))
+    stream.save()
+    del stream
+    gc.collect()
+    assert RVGA(measured).stream_groups(**options, resume=True).num_rows == 5
 
 
 @pytest.fixture(scope="module")
@@ -312,7 +325,7 @@ def test_files_of_other_streams_are_refused(linear, tmp_path):
     (tmp_path / "text").write_text("no database " * 100)
     with pytest.raises(ValueError, match="is no file of a stream of groups"):
         RVGA(measured).stream_groups(**PLATE, file=tmp_path / "text", resume=True)
-    with sqlite3.connect(file) as database:
+    with contextlib.closing(sqlite3.connect(file)) as database, database:
         database.execute("UPDATE vectors SET vector = x'00'")
     with pytest.raises(ValueError, match="is damaged"):
         RVGA(measured).stream_groups(**PLATE, file=file, resume=True)

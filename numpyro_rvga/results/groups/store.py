@@ -10,6 +10,7 @@ import io
 import json
 import os
 import sqlite3
+import weakref
 from collections.abc import Hashable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,7 @@ class GroupStore:
         self._unsaved: set[Hashable] = set()  # labels whose vector the file lacks
         self._file = None if path is None else _opened(path)
         if self._file is not None:
+            weakref.finalize(self, self._file.close)  # others may open the file of a stream that nobody has any more
             self._count = self._file.execute("SELECT count(*) FROM vectors").fetchone()[0]
 
     def __len__(self) -> int:
