@@ -209,10 +209,15 @@ class JointSolver:
             options = {"search": search, "with_absorbed": with_absorbed}
             return self._finish(problem, start.form, state, expected, num_rows, **options)
 
-        of_first = _StepCount(may_crawl=search.mode or not self._is_long)
+        of_first, crawl = _StepCount(), _Crawl()
+        may_crawl = search.mode or not self._is_long  # searches of few numbers cost little
+
+        def is_enough(at: Progress) -> bool:
+            return of_first.gives_up(at) or (not may_crawl and crawl.sees(at))
+
         state, steps = ways.begin(start.state, of_first)
-        state = solve(search, steps, state, on_step=on_step, is_enough=of_first.gives_up)
-        first = finished(*ways.checked(state, steps, on_step=on_step, is_enough=of_first.gives_up))
+        state = solve(search, steps, state, on_step=on_step, is_enough=is_enough)
+        first = finished(*ways.checked(state, steps, on_step=on_step, is_enough=is_enough))
         if other_means is None:
             return first
         highest = float(first[0].log_evidence) if bool(first[1].ok) else -np.inf
@@ -220,10 +225,16 @@ class JointSolver:
         def check(mean: np.ndarray) -> tuple[State, StepInfo] | None:
             """Where a search from another mean ends; None if that is where the first one did, or it leads nowhere."""
             count = _StepCount(highest - LOWEST, max(FEWEST_STEPS, STEPS_OF_A_CHECK * of_first.taken))
-            state, steps = ways.begin(start.state._replace(mean=mean), count)
+
+            def is_near(at: Progress) -> bool:
+                return count.gives_up(at) or float(at.decrement) <= NEAR
+
+            begin = start.state._replace(mean=mean)
+            state, steps = ways.begin(begin, count)
             if count.is_hopeless:
                 return None
-            state = solve(search, steps, state, is_enough=lambda at: count.gives_up(at) or float(at.decrement) <= NEAR)
+            if state is begin or are_apart(finished(state, steps), first):
+                state = solve(search, steps, state, is_enough=is_near)
             if count.is_hopeless or not are_apart(finished(state, steps), first):
                 return None
             state = solve(search, steps, state, is_enough=count.gives_up)
@@ -236,8 +247,8 @@ class JointSolver:
             state = solve(search, steps, state, is_enough=count.gives_up)
             return finished(*ways.checked(state, steps, is_enough=count.gives_up))
 
-        is_near = bool(first[1].converged) or float(first[1].decrement) <= NEAR
-        again, times = (check, NUM_CHECKS) if is_near else (retry, NUM_RETRIES)
+        has_ended = bool(first[1].converged) or float(first[1].decrement) <= NEAR
+        again, times = (check, NUM_CHECKS) if has_ended else (retry, NUM_RETRIES)
         others = [again(other_means(first[0], number)) for number in range(times)]
         return best_of([first, *[other for other in others if other is not None]])
 
@@ -280,31 +291,40 @@ class JointSolver:
 class _StepCount:
     """Counts the steps of a search, and gives up one that leads nowhere.
 
-    :ivar crawls: whether as many steps again will not bring the search near its end.
+    :ivar is_hopeless: whether it was given up.
     :param lowest: a bound that the search must be able to reach. :param most: evaluations that it may take; None: any
         number.
-    :param may_crawl: whether it goes on nevertheless. Searches of few numbers may, which cost little; and those for a
-        mode: a density may rise without end.
     """
 
-    def __init__(self, lowest: float = -np.inf, most: int | None = None, *, may_crawl: bool = True):
-        self.taken, self.is_hopeless, self.crawls = 0, False, False
-        self._lowest, self._most, self._may_crawl = lowest, most, may_crawl
-        self._accepted: deque[tuple[float, float]] = deque(maxlen=1 + LAST_STEPS)  # bounds and squared gradients
-        self._iterations = 0
+    def __init__(self, lowest: float = -np.inf, most: int | None = None):
+        self.taken, self.is_hopeless = 0, False
+        self._lowest, self._most = lowest, most
 
     def gives_up(self, progress: Progress) -> bool:
         """Whether to give up after one more step."""
         self.taken += 1
         too_low = float(progress.bound + FORESEEN * progress.decrement) < self._lowest
-        too_many = self._most is not None and self.taken > self._most
-        self.crawls = not self._may_crawl and self._is_crawling(progress)
-        self.is_hopeless = too_low or too_many or self.crawls
+        self.is_hopeless = too_low or (self._most is not None and self.taken > self._most)
         return self.is_hopeless
 
-    def _is_crawling(self, progress: Progress) -> bool:
-        """Whether as many steps again, if they are like the last ones, come nowhere near the end."""
-        iterations, bound, decrement = int(progress.iterations), float(progress.bound), float(progress.decrement)
+
+class _Crawl:
+    """Sees whether a search crawls: as many steps again, like the last ones, would come nowhere near its end.
+
+    :ivar seen: whether it did so at the last step.
+    """
+
+    def __init__(self):
+        self.seen = False
+        self._accepted: deque[tuple[float, float]] = deque(maxlen=1 + LAST_STEPS)  # bounds and squared gradients
+        self._iterations = 0
+
+    def sees(self, progress: Progress) -> bool:
+        """Whether it does so, after one more step."""
+        self.seen = self._is_crawling(int(progress.iterations), float(progress.bound), float(progress.decrement))
+        return self.seen
+
+    def _is_crawling(self, iterations: int, bound: float, decrement: float) -> bool:
         if iterations < self._iterations:  # the bound has become another one
             self._accepted.clear()
         if iterations != self._iterations:
@@ -333,22 +353,31 @@ class _Ways(NamedTuple):
         """A state near the solution, and the steps that lead on from there: the few, if they seem to suffice. The state
         that was given, if they lead nowhere.
 
-        :param count: by which the search is given up.
+        :param count: by which the search is given up. One that crawls is, too, unless it is for a mode: a density may
+            rise without end.
         """
         if self.few is None:
             return state, self.exact
+        crawl = _Crawl()
 
         def is_enough(at: Progress) -> bool:
-            return count.gives_up(at) or float(at.decrement) <= ROUGHLY
+            crawls = crawl.sees(at) and not self.search.mode
+            return count.gives_up(at) or crawls or float(at.decrement) <= ROUGHLY
 
         near = solve(self.search, self.few, state, is_enough=is_enough)
-        if count.crawls:
-            return begun_again(near), self.exact
+        if crawl.seen and not self.search.mode and not count.is_hopeless:
+            return self._higher(begun_again(near), state), self.exact
         if not float(near.evaluation.decrement) <= ROUGHLY:
             return state, self.exact
         if self._will_do(near):
             return near, self.few
         return begun_again(near), self.exact
+
+    def _higher(self, *states: SolverState) -> SolverState:
+        """The one of the highest bound by the exact expectations: few nodes may lead to where they alone are high."""
+        evaluated = [solve(self.search, self.exact, state, is_enough=lambda at: True) for state in states]
+        bounds = np.array([float(state.evaluation.bound) for state in evaluated])
+        return evaluated[int(np.argmax(np.where(np.isnan(bounds), -np.inf, bounds)))]
 
     def checked(self, state: SolverState, steps: Steps, **options: Any) -> tuple[SolverState, Steps]:
         """The solution that these steps have led to; or that of the exact ones, if the few do not suffice.

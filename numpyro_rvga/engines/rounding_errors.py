@@ -41,7 +41,7 @@ def is_worth_more(engine: Engine, state: State, rows: Rows, error: float, bound:
     if not engine.effort.calls_for_more(error, bound, int(state.num_rows)):
         return False
     rounding = rounding_errors(engine, state, rows)
-    if rounding.of_rows < EXPLAINED * error:
+    if rounding is None or rounding.of_rows < EXPLAINED * error:
         return True
     if rounding.of_sum > NOTICEABLE:
         warn(
@@ -52,8 +52,11 @@ def is_worth_more(engine: Engine, state: State, rows: Rows, error: float, bound:
     return False
 
 
-def rounding_errors(engine: Engine, state: State, rows: Rows) -> Rounding:
-    """At draws from q; none in double precision. ``rows``: all, or a sample."""
+def rounding_errors(engine: Engine, state: State, rows: Rows) -> Rounding | None:
+    """At draws from q; none in double precision. ``rows``: all, or a sample.
+
+    None, if the model cannot be run in double precision: arrays that it holds may have been used in single.
+    """
     if state.mean.dtype == np.float64:
         return Rounding(0.0, 0.0)
     program, inputs, scale = engine.program, engine.program.inputs(rows), 1.0
@@ -71,7 +74,10 @@ def rounding_errors(engine: Engine, state: State, rows: Rows) -> Rounding:
 
     theta = mean + noise @ root.T
     single = log_likelihoods(theta)
-    with jax.enable_x64(True):
-        double = log_likelihoods(theta.astype(np.float64))
+    try:
+        with jax.enable_x64(True):
+            double = log_likelihoods(theta.astype(np.float64))
+    except TypeError:  # JAX's, of integers that are of 32 bits here and of 64 there
+        return None
     errors = scale * np.nan_to_num(np.concatenate(single, axis=1) - np.concatenate(double, axis=1))
     return Rounding(float(np.abs(errors).sum(axis=1).mean()), float(np.std(errors.sum(axis=1), ddof=1)))

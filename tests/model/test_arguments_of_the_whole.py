@@ -30,6 +30,12 @@ def of_ragged_lists(series):
         numpyro.sample(f"y{number}", dist.Normal(effect[number], SCALE), obs=y)
 
 
+def of_a_list(series):
+    group, y = series
+    effect = numpyro.sample("effect", dist.Normal(0.0, 1.0).expand([3]))
+    numpyro.sample("y", dist.Normal(effect[group], SCALE), obs=y)
+
+
 def constants():
     effect = numpyro.sample("effect", dist.Normal(0.0, 1.0).expand([3]))
     numpyro.sample("y", dist.Normal(effect[TABLE["group"]], SCALE), obs=TABLE["y"])
@@ -39,6 +45,7 @@ CASES = {
     "a mapping": (of_a_table, {"table": TABLE}),
     "numbers and options": (of_parts, {**TABLE, "options": {"scale": SCALE}}),
     "lists of several lengths": (of_ragged_lists, {"series": np.split(TABLE["y"], [4, 6])}),
+    "a list of groups and numbers": (of_a_list, {"series": [TABLE["group"], TABLE["y"]]}),
     "nothing": (constants, {}),
 }
 

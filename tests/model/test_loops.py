@@ -15,6 +15,7 @@ from scipy.stats import multivariate_normal
 
 from numpyro_rvga import RVGA
 from numpyro_rvga.core.jaxprs.primitives import UNKNOWN_LENGTH, numbers_in
+from numpyro_rvga.model.data.arguments import ROW
 from numpyro_rvga.model.program import Program
 
 NUM_DRAWS = 20_000
@@ -62,6 +63,20 @@ def decay(x, y):
     numpyro.sample("y", dist.Normal(end + start * jnp.exp(-rate * (x - x.mean())), sigma), obs=y)
 
 
+def ratings(first, second, won):
+    """Players' ratings, which each game moves: of three parameters, which enter all games."""
+    rate, scale, advantage = (numpyro.sample(name, dist.Normal(-1, 0.5)) for name in ("rate", "scale", "advantage"))
+
+    def step(levels, game):
+        i, j, result = game
+        logits = jnp.exp(scale) * (levels[i] - levels[j]) + advantage
+        moved = jnp.exp(rate) * (result - jax.nn.sigmoid(logits))
+        return levels.at[i].add(moved).at[j].add(-moved), logits
+
+    logits = lax.scan(step, jnp.zeros(6), (first, second, won))[1]
+    numpyro.sample("won", dist.Bernoulli(logits=logits), obs=won)
+
+
 @pytest.fixture(scope="module")
 def data():
     noise = np.random.default_rng(0).normal(size=120)
@@ -80,28 +95,41 @@ def test_sites_of_a_loop_in_python_are_one_term(data):
     assert set(one.program.likelihood_sites) == {f"y_{t}" for t in range(15)}
 
 
-def test_the_best_gaussian_of_a_loop_is_where_the_models_own_gradients_vanish(data):
+@pytest.fixture(scope="module")
+def games():
+    rng = np.random.default_rng(2)
+    first, levels = rng.integers(0, 6, 100), rng.normal(size=6)
+    second = (first + rng.integers(1, 6, 100)) % 6
+    return {"first": first, "second": second, "won": (levels[first] - levels[second] > rng.logistic(size=100)) * 1.0}
+
+
+@pytest.mark.parametrize("model", [arma, ratings])
+def test_the_best_gaussian_of_a_loop_is_where_the_models_own_gradients_vanish(model, data, games):
     """E[grad log p] = 0 and, by Stein's identity, E[(theta - m) grad log p^T] = -I, at draws of q, by NumPyro."""
-    posterior = RVGA(arma).run(data, progress_bar=False)
+    data = data if model is arma else games
+    posterior = RVGA(model).run(data, progress_bar=False)
     assert posterior.info["converged"]
     root = np.linalg.cholesky(posterior.covariance)
-    z = np.random.default_rng(1).normal(size=(NUM_DRAWS // 2, 4))
+    z = np.random.default_rng(1).normal(size=(NUM_DRAWS // 2, len(root)))
     z = np.concatenate([z, -z]).astype(np.float32)
     unravel = posterior.program.layout.unravel
 
     def energy(theta):
-        return potential_energy(arma, (), data, unravel(theta))
+        return potential_energy(model, (), data, unravel(theta))
 
     gradients = -np.asarray(jax.jit(jax.vmap(jax.grad(energy)))(posterior.mean + z @ root.T)) @ root
     assert np.abs(gradients.mean(axis=0)).max() < 0.02
-    assert np.abs(z.T @ gradients / len(z) + np.eye(4)).max() < 0.05
+    assert np.abs(z.T @ gradients / len(z) + np.eye(len(root))).max() < 0.05
 
 
-@pytest.mark.parametrize("model, by_draws", [(arma, True), (decay, False)])
-def test_only_terms_that_repeat_a_loop_are_taken_by_draws(model, by_draws, data):
-    rows = data if model is arma else data | {"x": np.linspace(0, 3, 120, dtype=np.float32)}
-    (terms,) = Program(model, rows, {}, whole=True, by_draws=True).terms
+@pytest.mark.parametrize("model, by_draws, count", [(arma, True, 1), (ratings, False, 1), (decay, False, 120)])
+def test_only_terms_that_repeat_a_loop_are_taken_together(model, by_draws, count, data, games):
+    x = np.linspace(0, 3, 120, dtype=np.float32)
+    rows = {arma: data, ratings: games, decay: data | {"x": x}}[model]
+    program = Program(model, rows, {}, whole=True, by_draws=True)
+    (terms,) = program.terms
     assert terms.by_draws == by_draws
+    assert len(program.inputs(rows)[ROW]) * terms.num_elements == count
 
 
 def test_loops_count_as_often_as_they_run():

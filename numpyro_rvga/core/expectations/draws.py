@@ -33,7 +33,8 @@ Nodes = tuple[np.ndarray, np.ndarray]
 
 POINTS = 512  # at least,
 POINTS_PER_PREDICTOR = 8
-MOST_POINTS = 8192  # unless there must be more
+MORE_PER_PREDICTOR = 512  # where they cost little,
+MOST_POINTS = 8192  # up to so many, unless there must be more
 NUMBERS = 2**28  # that are computed for one expectation
 MORE_POINTS = 8  # times as many, where these do not suffice
 LARGEST_ARRAY = 2**20  # numbers in the largest array of what is evaluated at once
@@ -103,8 +104,8 @@ def _cost(phi: Callable, mean: Array, constants: PyTree) -> _Cost:
 
 def _num_points(num_predictors: int, cost: _Cost, more: bool) -> int:
     """A power of two."""
-    count = max(_least_points(num_predictors), min(MOST_POINTS, NUMBERS // cost.numbers)) * (MORE_POINTS if more else 1)
-    return power_of_two(count)
+    affordable = min(MOST_POINTS, MORE_PER_PREDICTOR * num_predictors, NUMBERS // cost.numbers)
+    return power_of_two(max(_least_points(num_predictors), affordable) * (MORE_POINTS if more else 1))
 
 
 def _least_points(num_predictors: int) -> int:

@@ -17,12 +17,19 @@ class BadData(ValueError):
 
 
 def is_array(value: Any) -> bool:
-    """Whether there are rows: mappings, lists of arrays of several lengths, frames with columns of text, text
+    """Whether there are rows: mappings, lists of arrays of several lengths or types, frames with columns of text, text
     and numbers have none."""
+    if isinstance(value, (list, tuple)) and len({_kind_of(x) for x in value if np.ndim(x)}) > 1:
+        return False
     try:
         return np.ndim(value) > 0 and not (is_frame(value) and _numeric("", value).dtype.kind not in NUMERIC_KINDS)
     except ValueError:  # not rectangular
         return False
+
+
+def _kind_of(value: Any) -> str | None:
+    """The kind of an array's numbers; None for what is no array."""
+    return getattr(getattr(value, "dtype", None), "kind", None)
 
 
 def is_frame(value: Any) -> bool:

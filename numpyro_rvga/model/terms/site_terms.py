@@ -63,7 +63,8 @@ def site_terms(
     :param prefer_parameters: use the distribution's own parameters as predictors, linearized in theta if need be
         (what the extended Kalman filter does), even if an affine split is at hand.
     :param by_draws: where a split names too many predictors, take expectations over draws of theta. Default: the
-        distribution's parameters are linearized, if they are fewer.
+        distribution's parameters are linearized, if they are fewer. Where each term runs most of the model again, all
+        are one term, of few predictors or of theta.
     """
     example = _example_of(run_site, theta, row)
     count = example.num_elements
@@ -75,8 +76,12 @@ def site_terms(
     if not prefer_parameters:
         split = factorize(lambda t, r, e: elements(run_site(t, r))[e], theta, row, ELEMENT)
         num_predictors = min(split.num_predictors, theta.shape[0])
-        if by_draws and num_predictors >= MIN_PREDICTORS and _repeats_the_model(run_site, split, theta, row, count):
-            return theta_terms(site, theta.shape[0], total)
+        if by_draws and _repeats_the_model(run_site, split, theta, row, count):
+            of_all = factorize(lambda t, r, _: total(t, r), theta, row, ELEMENT)
+            if min(of_all.num_predictors, theta.shape[0]) < MIN_PREDICTORS:
+                return affine_terms(site, 1, of_all.at_most(theta.shape[0]))
+            if num_predictors >= MIN_PREDICTORS:
+                return theta_terms(site, theta.shape[0], total)
         if num_predictors <= MAX_PREDICTORS:
             return affine_terms(site, count, split.at_most(theta.shape[0]))
         if by_draws:
