@@ -23,7 +23,7 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from ..core.compilation import Compiled, jit
-from ..core.gaussians import Movement
+from ..core.gaussians import FullGaussian, Movement
 from ..core.matrices.jacobians import times_root
 from ..core.updates.drivers import Progress
 from ..core.updates.factors import Kind
@@ -40,7 +40,7 @@ from ..model.terms.terms import Terms, merged
 from ..options import Info, Options, key_numbers
 from .devices import Devices
 from .effort import Effort
-from .joint_solver import Coarse, JointProblem, JointSolver, PriorProblem, RowChunks, search_for
+from .joint_solver import Coarse, JointProblem, JointSolver, PriorProblem, RowChunks, search_for, whitened
 from .kinds import make_kind
 from .linearized import (
     AbsorbedRows,
@@ -196,6 +196,7 @@ class Engine:
         weights: Array,
         absorbed_rows: AbsorbedRows | None = None,
         *,
+        nearby: FullGaussian | None = None,
         with_absorbed: bool = False,
     ) -> tuple[State, StepInfo]:
         """The state after rows, solved for together with the prior's own terms.
@@ -203,13 +204,17 @@ class Engine:
         :param prior_inputs: as ``program.prior_inputs``. :param rows: (n, ...) arrays. :param weights: (n,).
         :param absorbed_rows: how the state knows these rows, if it does: their Gaussian approximations are divided out
             of it. None: they are new.
+        :param nearby: where the search starts; None: at the state.
         :param with_absorbed: report how q sees the rows, for later solves.
         """
         prepared, new = self._prepare_block(rows, weights)
         row_factors = None if absorbed_rows is None else self._absorbed_row_factors(absorbed_rows, weights)
-        settings = self.effort.settings() if absorbed_rows is None else self.effort.settings_around_a_stream()
-        search = self._search(settings, 1)
-        problem = JointProblem(state, prepared, prior_inputs, row_factors)
+        has_start = nearby is not None
+        init = None if nearby is None else whitened(state, nearby.mean, nearby.root)
+        of_all = self.effort.settings_of_all(has_start=has_start)
+        settings = of_all if absorbed_rows is None else self.effort.settings_around_a_stream()
+        search = self._search(settings, 1, has_start=has_start)
+        problem = JointProblem(state, prepared, prior_inputs, row_factors, init)
         new = new if absorbed_rows is None else absorbed_rows.num_new
         others = self._other_means(search, problem, len(weights))
         with_accounts = self.effort.has_estimated_errors and absorbed_rows is None and not search.mode
@@ -281,6 +286,8 @@ class Engine:
 
     def _is_staged(self, num_chunks: int) -> bool:
         affine = self.is_affine and self._prior_is_affine
+        if self.effort.is_thorough and any(kind.has_errors for kind in self.prior_kinds):
+            return False  # all that is dear are evaluations
         shapes = [(t.num_elements, t.num_predictors) for t in self.program.terms]
         return affine and in_stages(self.kinds, self.prior_kinds, shapes, self.program.layout.size, num_chunks)
 

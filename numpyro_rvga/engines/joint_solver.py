@@ -309,22 +309,15 @@ class _StepCount:
 
 
 class _Crawl:
-    """Sees whether a search crawls: as many steps again, like the last ones, would come nowhere near its end.
-
-    :ivar seen: whether it did so at the last step.
-    """
+    """Sees whether a search crawls: as many steps again, like the last ones, would come nowhere near its end."""
 
     def __init__(self):
-        self.seen = False
         self._accepted: deque[tuple[float, float]] = deque(maxlen=1 + LAST_STEPS)  # bounds and squared gradients
         self._iterations = 0
 
     def sees(self, progress: Progress) -> bool:
         """Whether it does so, after one more step."""
-        self.seen = self._is_crawling(int(progress.iterations), float(progress.bound), float(progress.decrement))
-        return self.seen
-
-    def _is_crawling(self, iterations: int, bound: float, decrement: float) -> bool:
+        iterations, bound, decrement = int(progress.iterations), float(progress.bound), float(progress.decrement)
         if iterations < self._iterations:  # the bound has become another one
             self._accepted.clear()
         if iterations != self._iterations:
@@ -353,22 +346,20 @@ class _Ways(NamedTuple):
         """A state near the solution, and the steps that lead on from there: the few, if they seem to suffice. The state
         that was given, if they lead nowhere.
 
-        :param count: by which the search is given up. One that crawls is, too, unless it is for a mode: a density may
-            rise without end.
+        :param count: by which the search is given up. One that crawls is, too.
         """
         if self.few is None:
             return state, self.exact
         crawl = _Crawl()
 
         def is_enough(at: Progress) -> bool:
-            crawls = crawl.sees(at) and not self.search.mode
-            return count.gives_up(at) or crawls or float(at.decrement) <= ROUGHLY
+            return count.gives_up(at) or crawl.sees(at) or float(at.decrement) <= ROUGHLY
 
         near = solve(self.search, self.few, state, is_enough=is_enough)
-        if crawl.seen and not self.search.mode and not count.is_hopeless:
-            return self._higher(begun_again(near), state), self.exact
-        if not float(near.evaluation.decrement) <= ROUGHLY:
+        if count.is_hopeless:
             return state, self.exact
+        if not float(near.evaluation.decrement) <= ROUGHLY:
+            return self._higher(begun_again(near), state), self.exact
         if self._will_do(near):
             return near, self.few
         return begun_again(near), self.exact

@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Iterable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import Array
@@ -37,6 +37,16 @@ from ..streams.certification import Certification, warn_unless_converged
 from ..streams.opening import PassOptions, open_source, ordered, usable_source
 from ..streams.recursive_pass import FEW_NUMBERS, SAMPLE_NUMBERS, RecursivePass, RunSummary
 from ..streams.source import RowSource
+
+
+class _OnceMore(NamedTuple):
+    """All is to be done again, by a thorough engine.
+
+    :ivar nearby: what one solve of all rows has found, to start from. :ivar modes: for the posterior's ``info``.
+    """
+
+    nearby: FullGaussian | None
+    modes: Info
 
 
 class FullFamily:
@@ -84,12 +94,12 @@ class FullFamily:
         whole = None if at_hand is None else self._engines.cached_whole(at_hand, model_kwargs, rng_key)
         if whole is not None:
             return self._run_jointly(*whole, **jointly)
-        is_thorough = False
+        once_more: _OnceMore | None = None
         while True:
             try:
                 source, head, all_rows = open_source(data, self.model, model_kwargs, options, self._shuffle)
                 engine = self._engines.get(head, model_kwargs, rng_key, all_rows if init is None else None)
-                if is_thorough and not engine.effort.is_thorough:
+                if once_more is not None and not engine.effort.is_thorough:
                     engine = self._engines.make_thorough(engine)
                 engine.program.check_prior()
             except BadData:
@@ -101,15 +111,15 @@ class FullFamily:
             source, head = usable_source(engine.program, source, head, all_rows, options)
             passed = {"in_memory": all_rows is not None, "progress_bar": progress_bar}
             try:
-                posterior = self._in_one_pass(engine, source, head, options, rng_key, init, **passed)
+                found = self._in_one_pass(engine, source, head, options, rng_key, init, once_more, **passed)
             except NotFinite as error:
                 if at_hand is None or all_rows is None or self._too_many_for_one(engine, head):
                     raise
                 fit = self._solver.of_mode(error, engine, head, progress_bar=progress_bar, started=jointly["started"])
                 return self._joint_posterior(fit, head, None, rng_key)
-            if posterior is not None:
-                return posterior
-            options, is_thorough = PassOptions(on_bad_row=on_bad_row), True
+            if isinstance(found, Posterior):
+                return found
+            options, once_more = PassOptions(on_bad_row=on_bad_row), found
 
     def _in_one_pass(
         self,
@@ -119,14 +129,15 @@ class FullFamily:
         options: PassOptions,
         rng_key: Array,
         init: Posterior | State | None,
+        once_more: _OnceMore | None,
         *,
         in_memory: bool,
         progress_bar: bool,
-    ) -> Posterior | None:
+    ) -> Posterior | _OnceMore:
         """The recursion over the rows, and then all of them once more, for the bound and its error.
 
         :param source: of the usable rows. :param head: some of them, or all, if they are in memory.
-        :return: None if all is to be done again, by a thorough engine.
+        :param once_more: what a pass by an engine that was not thorough has found; None: this is the first pass.
         """
         sizes = self.blocks.sizes(engine, source, options.most_rows)
         useful = source.is_longer_than(sizes.first) and not self.blocks.is_moving
@@ -151,12 +162,13 @@ class FullFamily:
                 checked=in_memory,
                 sampled_by=rng_key if sampled else None,
                 sample_numbers=FEW_NUMBERS if source.seekable else SAMPLE_NUMBERS,
+                nearby=None if once_more is None else once_more.nearby,
             )
             taken(engine.devices.put(start), self._facts(rng_key, sizes, shuffled=visited.order is not None))
             state, info = taken.finished()
             state = engine.devices.fetch(state)
         findings = self.certification(engine, start, state, source, taken, rng_key)
-        info |= findings.info
+        info |= findings.info | ({} if once_more is None else once_more.modes)
         if self.certification.certifies(engine):
             rows = without(head, taken.left_out)
             if "elbo_error" not in info or engine.effort.is_sampled:
@@ -164,7 +176,9 @@ class FullFamily:
                 findings = findings.lowered(excess)
             can_repeat = source.seekable and options.checkpoint is None
             if can_repeat and is_worth_more(engine, findings.state, rows, info["elbo_error"], findings.bound):
-                return None
+                is_all = taken.is_one_solve and sparse is None
+                nearby = FullGaussian(state.mean, state.root) if is_all else None
+                return _OnceMore(nearby, {name: info[name] for name in ("modes",) if name in info})
             warn_of(info["elbo_error"])
         warn_of_modes(info)
         bound = self.certification.checked(engine, findings, rng_key)

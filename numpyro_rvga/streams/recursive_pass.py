@@ -17,6 +17,7 @@ import jax
 import numpy as np
 from jax import Array
 
+from ..core.gaussians import FullGaussian
 from ..core.updates.factors import Accounts
 from ..core.updates.state import Absorbed, RowFactors, State, StepInfo
 from ..engines.engine import Engine
@@ -43,6 +44,7 @@ class RecursivePass(Pass[State, StepInfo]):
     :param sparse: solves for all rows together; None: the recursion.
     :param sampled_by: the key of a sample of all rows; None: there is to be none.
     :param sample_numbers: in the rows of the sample, and how q saw them.
+    :param nearby: where the first solve starts; None: at the state before it.
     :param of_pass: what else :class:`~.passes.Pass` takes.
 
     :ivar only_rows: the usable rows of the first, joint solve, if no others followed.
@@ -61,12 +63,13 @@ class RecursivePass(Pass[State, StepInfo]):
         *,
         sampled_by: Array | None,
         sample_numbers: int,
+        nearby: FullGaussian | None = None,
         **of_pass: Any,
     ):
         super().__init__(engine.program, movement=engine.movement, **of_pass)
         self._engine, self._sizes, self._sparse = engine, sizes, sparse
         self._memory, self._summary = RowMemory(sizes.memory, NEGLIGIBLE_ERROR), RunSummary()
-        self._sampled_by = sampled_by
+        self._sampled_by, self._nearby = sampled_by, nearby
         of_data = sum(math.prod(row.shape[1:]) for row in engine.program.example_row.values())
         numbers = num_absorbed(engine.program.terms) + of_data
         self.sample = RowMemory(0 if sampled_by is None else sample_numbers // numbers)
@@ -90,9 +93,8 @@ class RecursivePass(Pass[State, StepInfo]):
             if sizes.keeps_rows:
                 absorbed_rows = (AbsorbedRows.new(program.terms, weights, program.dtype),)
             rows, weights = engine.devices.put_rows((rows, weights))
-            return engine.joint(
-                program.prior_inputs, state, rows, weights, *absorbed_rows, with_absorbed=sizes.keeps_rows
-            )
+            options: Info = {"nearby": self._nearby, "with_absorbed": sizes.keeps_rows}
+            return engine.joint(program.prior_inputs, state, rows, weights, *absorbed_rows, **options)
         blocks = in_blocks(pad(rows, sizes.chunk, weights), sizes.block)
         return engine.stream(state, *engine.devices.put_rows(blocks, axis=1), with_absorbed=sizes.keeps_rows)
 
