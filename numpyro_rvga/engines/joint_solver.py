@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -25,16 +24,13 @@ from ..core.updates.objective import is_conservative, is_log_concave
 from ..core.updates.search import Search, Settings, Solution, SolverState
 from ..core.updates.state import RowFactors, State, StepInfo
 from .devices import Devices
+from .giving_up import Crawl, StepCount
 from .starts import LOWEST, MOST_PARAMETERS, NEAR, NUM_CHECKS, NUM_RETRIES, are_apart, best_of
 
 ROUGHLY = 0.01  # nats: the squared natural gradient at which a search by few nodes has done its part
 FEW_PARAMETERS = 24  # with which steps of q are little work
 STEPS_OF_A_CHECK = 2  # times as many as the first search took, from another start, after which it is given up;
 FEWEST_STEPS = 40  # but not before this many
-FORESEEN = 100.0  # times its squared natural gradient: the most by which a search will still raise its bound
-LAST_STEPS = 10  # of which the rise of the bound tells what as many steps again would bring: it must be
-WORTHWHILE = 0.05  # times the squared natural gradient (half of that is what a quadratic bound still rises by),
-FAR = 1.0  # where that is more than this many nats
 
 
 class RowChunks(NamedTuple):
@@ -209,7 +205,7 @@ class JointSolver:
             options = {"search": search, "with_absorbed": with_absorbed}
             return self._finish(problem, start.form, state, expected, num_rows, **options)
 
-        of_first, crawl = _StepCount(), _Crawl()
+        of_first, crawl = StepCount(), Crawl()
         may_crawl = search.mode or not self._is_long  # searches of few numbers cost little
 
         def is_enough(at: Progress) -> bool:
@@ -224,7 +220,7 @@ class JointSolver:
 
         def check(mean: np.ndarray) -> tuple[State, StepInfo] | None:
             """Where a search from another mean ends; None if that is where the first one did, or it leads nowhere."""
-            count = _StepCount(highest - LOWEST, max(FEWEST_STEPS, STEPS_OF_A_CHECK * of_first.taken))
+            count = StepCount(highest - LOWEST, max(FEWEST_STEPS, STEPS_OF_A_CHECK * of_first.taken))
 
             def is_near(at: Progress) -> bool:
                 return count.gives_up(at) or float(at.decrement) <= NEAR
@@ -242,8 +238,8 @@ class JointSolver:
             return None if count.is_hopeless else finished(state, steps)
 
         def retry(mean: np.ndarray) -> tuple[State, StepInfo]:
-            state, steps = ways.begin(start.state._replace(mean=mean), _StepCount())
-            count = _StepCount(highest)
+            state, steps = ways.begin(start.state._replace(mean=mean), StepCount())
+            count = StepCount(highest)
             state = solve(search, steps, state, is_enough=count.gives_up)
             return finished(*ways.checked(state, steps, is_enough=count.gives_up))
 
@@ -288,48 +284,6 @@ class JointSolver:
         return _absorbed(joint, solve_joint_traced(search, joint), num_rows, with_absorbed)
 
 
-class _StepCount:
-    """Counts the steps of a search, and gives up one that leads nowhere.
-
-    :ivar is_hopeless: whether it was given up.
-    :param lowest: a bound that the search must be able to reach. :param most: evaluations that it may take; None: any
-        number.
-    """
-
-    def __init__(self, lowest: float = -np.inf, most: int | None = None):
-        self.taken, self.is_hopeless = 0, False
-        self._lowest, self._most = lowest, most
-
-    def gives_up(self, progress: Progress) -> bool:
-        """Whether to give up after one more step."""
-        self.taken += 1
-        too_low = float(progress.bound + FORESEEN * progress.decrement) < self._lowest
-        self.is_hopeless = too_low or (self._most is not None and self.taken > self._most)
-        return self.is_hopeless
-
-
-class _Crawl:
-    """Sees whether a search crawls: as many steps again, like the last ones, would come nowhere near its end."""
-
-    def __init__(self):
-        self._accepted: deque[tuple[float, float]] = deque(maxlen=1 + LAST_STEPS)  # bounds and squared gradients
-        self._iterations = 0
-
-    def sees(self, progress: Progress) -> bool:
-        """Whether it does so, after one more step."""
-        iterations, bound, decrement = int(progress.iterations), float(progress.bound), float(progress.decrement)
-        if iterations < self._iterations:  # the bound has become another one
-            self._accepted.clear()
-        if iterations != self._iterations:
-            self._accepted.append((bound, decrement))
-        self._iterations = iterations
-        if len(self._accepted) <= LAST_STEPS or not decrement > FAR:
-            return False
-        before, decrement_before = self._accepted[0]
-        rise, is_no_nearer = bound - before, decrement > decrement_before / 2
-        return is_no_nearer and rise / LAST_STEPS * max(LAST_STEPS, iterations) < WORTHWHILE * decrement
-
-
 class _Ways(NamedTuple):
     """By which expectations a search finds its solution.
 
@@ -342,7 +296,7 @@ class _Ways(NamedTuple):
     few: Steps | None
     suffices: Suffices | None
 
-    def begin(self, state: SolverState, count: _StepCount) -> tuple[SolverState, Steps]:
+    def begin(self, state: SolverState, count: StepCount) -> tuple[SolverState, Steps]:
         """A state near the solution, and the steps that lead on from there: the few, if they seem to suffice. The state
         that was given, if they lead nowhere.
 
@@ -350,7 +304,7 @@ class _Ways(NamedTuple):
         """
         if self.few is None:
             return state, self.exact
-        crawl = _Crawl()
+        crawl = Crawl()
 
         def is_enough(at: Progress) -> bool:
             return count.gives_up(at) or crawl.sees(at) or float(at.decrement) <= ROUGHLY
