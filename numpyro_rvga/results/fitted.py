@@ -24,6 +24,7 @@ from ..engines.online import OnlineState
 from ..model import Program
 from ..model.data.row_set import RowSet
 from ..options import Info
+from .derived import derived_sites
 
 DRAWN_NUMBERS = 2**22  # in the arrays of all rows, for draws that are computed together
 
@@ -125,6 +126,11 @@ class Fitted:
     def constrain_latents(self) -> Callable[[Array], dict[str, Array]]:
         """theta (n, P) -> the constrained latent sites, and deterministic sites that are functions of them alone."""
         return jit(jax.vmap(self.program.constrain))
+
+    @functools.cached_property
+    def derived_sites(self) -> Callable[[Array], dict[str, Array]]:
+        """theta (n, P) -> deterministic sites, see :func:`~.derived.derived_sites`."""
+        return derived_sites(self.program)
 
     def median(self) -> dict[str, Array]:
         """The median of q's marginals, as :meth:`~numpyro.infer.autoguide.AutoMultivariateNormal.median` has it.

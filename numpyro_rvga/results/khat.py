@@ -27,8 +27,8 @@ from ..core.gaussians.mean_field import MeanField
 from ..core.gaussians.mixture import GaussianMixture
 from ..engines.starts import NOTICEABLE, share_of_others
 from ..model.data.rows import Arrays, Data
-from ..model.layout import Layout
 from ..options import key_numbers
+from .derived import normal_scores
 from .fitted import Fitted
 from .log_joint import (
     all_rows,
@@ -68,7 +68,8 @@ class Khat:
     :param khat: the estimated shape of the ratios' tail; it has finite variance below 0.5, and no mean above 1.
     :param verdict: what that means, in words.
     :param moves: by site, how far the mean of a parameter in unconstrained space moves, in standard deviations of q, or
-        the logarithm of its standard deviation: the larger of the two, and the largest in the site.
+        the logarithm of its standard deviation: the larger of the two, and the largest in the site. A deterministic
+        site moves among its draws from q, as normal scores.
     :param moves_error: by site, the standard error of these.
     """
 
@@ -161,21 +162,23 @@ def khat(
 class Draws(NamedTuple):
     """Those from q first, then the wider ones.
 
-    :ivar z: parameters, in standard deviations of q, (n, P). :ivar log_ratios: log p / q, (n,), at some undefined.
-    :ivar log_mixture: of mixture / q, (n,). :ivar num_samples: from q.
+    :ivar z: parameters, in standard deviations of q, and deterministic sites, as normal scores, (n, P + D).
+    :ivar log_ratios: log p / q, (n,), at some undefined. :ivar log_mixture: of mixture / q, (n,).
+    :ivar num_samples: from q. :ivar indices: the columns of z, by site.
     """
 
     z: np.ndarray
     log_ratios: np.ndarray
     log_mixture: np.ndarray
     num_samples: int
+    indices: dict[str, np.ndarray]
 
     def joined(self, others: list[Draws]) -> Draws:
         every, count = [self, *others], self.num_samples
         heads = zip(*(tuple(array[:count] for array in draws[:3]) for draws in every), strict=True)
         tails = zip(*(tuple(array[count:] for array in draws[:3]) for draws in every), strict=True)
         arrays = [np.concatenate(parts) for parts in zip(map(np.concatenate, heads), map(np.concatenate, tails))]
-        return Draws(*arrays, num_samples=count * len(every))
+        return Draws(*arrays, num_samples=count * len(every), indices=self.indices)
 
 
 def _weighed(posterior: Fitted, rng_key: Array, num_samples: int, rows: Arrays) -> Draws:
@@ -185,7 +188,10 @@ def _weighed(posterior: Fitted, rng_key: Array, num_samples: int, rows: Arrays) 
         log_mixture = np.zeros(num_samples)
     else:
         theta, log_q, z, log_mixture = _draws(posterior, rng_key, num_samples)
-    return Draws(z, log_joint(posterior.program, theta, rows) - log_q, log_mixture, num_samples)
+    scores, of_scores = normal_scores(posterior.derived_sites(theta), _normalized(-log_mixture))
+    indices = posterior.program.layout.indices | {name: z.shape[1] + columns for name, columns in of_scores.items()}
+    log_ratios = log_joint(posterior.program, theta, rows) - log_q
+    return Draws(np.concatenate([z, scores], axis=1), log_ratios, log_mixture, num_samples, indices)
 
 
 def _evidence(posterior: Fitted, draws: Draws) -> Evidence:
@@ -195,7 +201,7 @@ def _evidence(posterior: Fitted, draws: Draws) -> Evidence:
     return Evidence(
         0.0 if are_equal(of_q) else _psis_khat(of_q),
         _relative_sample_size(of_q),
-        *_by_site(posterior.program.layout, moves, errors),
+        *_by_site(draws.indices, moves, errors),
         can_integrate(posterior),
     )
 
@@ -286,10 +292,10 @@ def _normalized(log_weights: np.ndarray) -> np.ndarray:
     return weights / weights.sum()
 
 
-def _by_site(layout: Layout, moves: np.ndarray, errors: np.ndarray) -> tuple[dict, dict]:
+def _by_site(indices: Mapping[str, np.ndarray], moves: np.ndarray, errors: np.ndarray) -> tuple[dict, dict]:
     """The largest move of each site, and its standard error."""
     of_moves, of_errors = {}, {}
-    for name, entries in layout.indices.items():
+    for name, entries in indices.items():
         if entries.size:
             worst = entries.flat[np.argmax(moves[entries])]
             of_moves[name], of_errors[name] = float(moves[worst]), float(errors[worst])

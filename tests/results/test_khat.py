@@ -67,6 +67,25 @@ def test_moves_name_the_site_whose_mean_is_off():
     assert result.verdict.startswith("doubtful") and "nuts()" in result.verdict
 
 
+def test_sums_are_off_though_their_parts_are_right():
+    """x and y have a correlation of -0.6 given their noisy sum, and q has their marginals alone. Their sum's standard
+    deviation is off by a known factor; so are monotone functions of it, in normal scores. A constant does not move."""
+
+    def model(total):
+        x, y = (numpyro.sample(name, dist.Normal(0.0, 1.0)) for name in "xy")
+        numpyro.deterministic("sum", jnp.stack([x + y, jnp.exp(9 * (x + y)), 0.0 * x + 4.0]))
+        numpyro.deterministic("difference", x - y)
+        numpyro.sample("total", dist.Normal((x + y) * jnp.ones(1), np.sqrt(2 / 3)), obs=total)
+
+    covariance = np.eye(2) - 1 / (2 + 2 / 3)  # 0.625 and -0.375
+    posterior = posterior_of(model, {"total": np.zeros(1)}, np.zeros(2), np.diag(np.sqrt(np.diagonal(covariance))))
+    result = posterior.khat({"total": np.zeros(1)})
+    assert max(result.moves["x"], result.moves["y"]) < 0.03
+    assert result.moves["sum"] == pytest.approx(-0.5 * np.log(1 - 0.6), abs=0.05)
+    assert result.moves["difference"] == pytest.approx(0.5 * np.log(1 + 0.6), abs=0.05)
+    assert result.verdict.startswith("doubtful") and "'sum' by 0.4" in result.verdict
+
+
 def test_tails_outside_of_q_are_seen():
     """The posterior is Student's t with 3 degrees of freedom: its variance is three times that of its center."""
 

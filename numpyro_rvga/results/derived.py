@@ -1,0 +1,69 @@
+"""Deterministic sites as further coordinates of draws: a posterior may have right latent sites and a wrong sum of them.
+
+Each number is replaced by its normal score, so that under q it is standard normal whatever it is a function of: what
+is judged is its place among draws of q, and no tail of q is too long for that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import numpy as np
+from jax import Array
+from scipy.special import ndtri
+
+from ..core.compilation import jit
+from ..model.program import Program
+
+MOST_NUMBERS = 300  # of a site that is judged, and of all such sites together
+
+
+def derived_sites(program: Program) -> Callable[[Array], dict[str, Array]]:
+    """theta (n, P) -> deterministic sites that are functions of the latent sites alone, compiled.
+
+    Sites with a value for each row are left out, and so are large ones.
+    """
+    names = sorted(program.deterministic.of_latents - program.of_rows)
+    chosen, count = [], 0
+    theta = jax.ShapeDtypeStruct((program.layout.size,), program.dtype)
+    shapes = jax.eval_shape(program.constrain, theta) if names else {}
+    for name in names:
+        if count + shapes[name].size <= MOST_NUMBERS:
+            chosen.append(name)
+            count += shapes[name].size
+
+    def of_one(theta: Array) -> dict[str, Array]:
+        values = program.constrain(theta)
+        return {name: values[name] for name in chosen}
+
+    return jit(jax.vmap(of_one)) if chosen else lambda theta: {}
+
+
+def normal_scores(sites: dict[str, Array], weights_of_q: np.ndarray) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+    """Scores (n, D) of sites at draws, and each site's columns. Sites that are not finite somewhere are left out.
+
+    :param sites: by name, (n, ...). :param weights_of_q: with which these are draws of q, (n,), of sum one.
+    """
+    columns, indices, count = [np.zeros((len(weights_of_q), 0))], {}, 0
+    for name, values in jax.device_get(sites).items():
+        numbers = np.reshape(values, (len(weights_of_q), -1)).astype(np.float64)
+        if not numbers.size or not np.isfinite(numbers).all():
+            continue
+        columns.append(_normal_scores(numbers, weights_of_q))
+        indices[name] = np.arange(count, count + numbers.shape[1])
+        count += numbers.shape[1]
+    return np.concatenate(columns, axis=1), indices
+
+
+def _normal_scores(values: np.ndarray, weights: np.ndarray) -> np.ndarray:
+    """Phi^-1 of the distribution function at values (n, D), in the middle of each one's own weight; zero for what does
+    not vary."""
+    order = np.argsort(values, axis=0, kind="stable")
+    own = weights[order]
+    below, above = (np.cumsum(w, axis=0) - 0.5 * w for w in (own, own[::-1]))
+    smaller = np.minimum(below, above[::-1])  # the other one is so near to one that it may have been rounded to it
+    scores = np.empty_like(values)
+    sign = np.where(below <= above[::-1], 1.0, -1.0)
+    np.put_along_axis(scores, order, sign * ndtri(np.maximum(smaller, np.finfo(float).tiny)), axis=0)
+    return np.where(np.ptp(values, axis=0) > 0, scores, 0.0)
