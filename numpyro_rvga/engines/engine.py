@@ -210,8 +210,7 @@ class Engine:
         prepared, new = self._prepare_block(rows, weights)
         row_factors = None if absorbed_rows is None else self._absorbed_row_factors(absorbed_rows, weights)
         init = None if nearby is None else whitened(state, nearby.mean, nearby.root)
-        of_all = self.effort.settings_of_all(has_start=init is not None)
-        settings = of_all if absorbed_rows is None else self.effort.settings_around_a_stream()
+        settings = self.effort.settings() if absorbed_rows is None else self.effort.settings_around_a_stream()
         search = self._search(settings, 1, has_start=init is not None)
         problem = JointProblem(state, prepared, prior_inputs, row_factors, init)
         new = new if absorbed_rows is None else absorbed_rows.num_new

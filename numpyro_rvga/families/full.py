@@ -38,6 +38,8 @@ from ..streams.opening import PassOptions, open_source, ordered, usable_source
 from ..streams.recursive_pass import FEW_NUMBERS, SAMPLE_NUMBERS, RecursivePass, RunSummary
 from ..streams.source import RowSource
 
+CLOSE = 1.0  # nats: the squared natural gradient of a q that is worth starting from
+
 
 class _OnceMore(NamedTuple):
     """All is to be done again, by a thorough engine.
@@ -176,8 +178,8 @@ class FullFamily:
                 findings = findings.lowered(excess)
             can_repeat = source.seekable and options.checkpoint is None
             if can_repeat and is_worth_more(engine, findings.state, rows, info["elbo_error"], findings.bound):
-                is_all = taken.is_one_solve and sparse is None
-                nearby = FullGaussian(state.mean, state.root) if is_all else None
+                is_near = info["squared_natural_gradient"] <= CLOSE and taken.is_one_solve and sparse is None
+                nearby = FullGaussian(state.mean, state.root) if is_near else None
                 return _OnceMore(nearby, {name: info[name] for name in ("modes",) if name in info})
             warn_of(info["elbo_error"])
         warn_of_modes(info)

@@ -9,6 +9,7 @@ from scipy.stats import norm
 
 from numpyro_rvga import RVGA, FixedPointVI
 from numpyro_rvga.core.updates.state import StepInfo, new_state
+from numpyro_rvga.engines.effort import Effort
 from numpyro_rvga.engines.starts import best_of
 
 Y = np.abs(1.5 + 0.4 * np.random.default_rng(0).normal(size=40))
@@ -44,6 +45,15 @@ def test_modes_are_found_and_said(method, center):
     np.testing.assert_allclose(posterior.mean[0], np.sign(center) * mean, atol=0.02)
     check = posterior.khat({"y": Y})
     assert check.verdict.startswith("doubtful") and "other modes" in check.verdict
+
+
+@pytest.mark.parametrize("method", [RVGA, FixedPointVI])
+def test_modes_are_kept_where_finer_expectations_are_called_for(method, monkeypatch):
+    monkeypatch.setattr(Effort, "calls_for_more", lambda effort, *_: not effort.is_thorough)
+    with pytest.warns(UserWarning, match="q is at one of 2 modes"):
+        posterior = method(folded).run({"y": Y}, center=0.2, progress_bar=False)
+    assert len(posterior.info["modes"]) == 2
+    np.testing.assert_allclose(posterior.mean[0], moments_by_quadrature(0.2)[1], atol=0.02)
 
 
 def unconverged(mean, bound, decrement):
