@@ -206,12 +206,12 @@ class JointSolver:
             return self._finish(problem, start.form, state, expected, num_rows, **options)
 
         of_first, crawl = StepCount(), Crawl()
-        may_crawl = search.mode or not self._is_long  # searches of few numbers cost little
+        is_dear = self._is_long and not search.mode  # a density may rise without end
 
         def is_enough(at: Progress) -> bool:
-            return of_first.gives_up(at) or (not may_crawl and crawl.sees(at))
+            return of_first.gives_up(at) or (is_dear and crawl.sees(at))
 
-        state, steps = ways.begin(start.state, of_first)
+        state, steps, _ = ways.begin(start.state, of_first)
         state = solve(search, steps, state, on_step=on_step, is_enough=is_enough)
         first = finished(*ways.checked(state, steps, on_step=on_step, is_enough=is_enough))
         if other_means is None:
@@ -225,12 +225,10 @@ class JointSolver:
             def is_near(at: Progress) -> bool:
                 return count.gives_up(at) or float(at.decrement) <= NEAR
 
-            begin = start.state._replace(mean=mean)
-            state, steps = ways.begin(begin, count)
-            if count.is_hopeless:
+            state, steps, is_found = ways.begin(start.state._replace(mean=mean), count)
+            if count.is_hopeless or (is_found and not are_apart(finished(state, steps), first)):
                 return None
-            if state is begin or are_apart(finished(state, steps), first):
-                state = solve(search, steps, state, is_enough=is_near)
+            state = solve(search, steps, state, is_enough=is_near)
             if count.is_hopeless or not are_apart(finished(state, steps), first):
                 return None
             state = solve(search, steps, state, is_enough=count.gives_up)
@@ -238,7 +236,7 @@ class JointSolver:
             return None if count.is_hopeless else finished(state, steps)
 
         def retry(mean: np.ndarray) -> tuple[State, StepInfo]:
-            state, steps = ways.begin(start.state._replace(mean=mean), StepCount())
+            state, steps, _ = ways.begin(start.state._replace(mean=mean), StepCount())
             count = StepCount(highest)
             state = solve(search, steps, state, is_enough=count.gives_up)
             return finished(*ways.checked(state, steps, is_enough=count.gives_up))
@@ -296,14 +294,14 @@ class _Ways(NamedTuple):
     few: Steps | None
     suffices: Suffices | None
 
-    def begin(self, state: SolverState, count: StepCount) -> tuple[SolverState, Steps]:
+    def begin(self, state: SolverState, count: StepCount) -> tuple[SolverState, Steps, bool]:
         """A state near the solution, and the steps that lead on from there: the few, if they seem to suffice. The state
-        that was given, if they lead nowhere.
+        that was given, if they lead nowhere. And whether the few have found a solution of their own.
 
         :param count: by which the search is given up. One that crawls is, too.
         """
         if self.few is None:
-            return state, self.exact
+            return state, self.exact, False
         crawl = Crawl()
 
         def is_enough(at: Progress) -> bool:
@@ -311,12 +309,12 @@ class _Ways(NamedTuple):
 
         near = solve(self.search, self.few, state, is_enough=is_enough)
         if count.is_hopeless:
-            return state, self.exact
+            return state, self.exact, False
         if not float(near.evaluation.decrement) <= ROUGHLY:
-            return self._higher(begun_again(near), state), self.exact
+            return self._higher(begun_again(near), state), self.exact, False
         if self._will_do(near):
-            return near, self.few
-        return begun_again(near), self.exact
+            return near, self.few, True
+        return begun_again(near), self.exact, True
 
     def _higher(self, *states: SolverState) -> SolverState:
         """The one of the highest bound by the exact expectations: few nodes may lead to where they alone are high."""

@@ -20,7 +20,7 @@ from ..engines.expectation_errors import expectation_errors, is_known, warn_of
 from ..engines.registry import Engines
 from ..engines.rounding_errors import is_worth_more
 from ..engines.sparse import SparseEngine
-from ..engines.starts import warn_of_modes
+from ..engines.starts import modes_info, warn_of_modes
 from ..model.bad_rows import NotFinite
 from ..model.data.arguments import BadData, checked_rows
 from ..model.data.row_set import RowSet
@@ -38,7 +38,7 @@ from ..streams.opening import PassOptions, open_source, ordered, usable_source
 from ..streams.recursive_pass import FEW_NUMBERS, SAMPLE_NUMBERS, RecursivePass, RunSummary
 from ..streams.source import RowSource
 
-CLOSE = 1.0  # nats: the squared natural gradient of a q that is worth starting from
+NEARBY = 1.0  # nats: the squared natural gradient of a q that is worth starting from
 
 
 class _OnceMore(NamedTuple):
@@ -178,9 +178,9 @@ class FullFamily:
                 findings = findings.lowered(excess)
             can_repeat = source.seekable and options.checkpoint is None
             if can_repeat and is_worth_more(engine, findings.state, rows, info["elbo_error"], findings.bound):
-                is_near = info["squared_natural_gradient"] <= CLOSE and taken.is_one_solve and sparse is None
+                is_near = info["squared_natural_gradient"] <= NEARBY and taken.is_one_solve and sparse is None
                 nearby = FullGaussian(state.mean, state.root) if is_near else None
-                return _OnceMore(nearby, {name: info[name] for name in ("modes",) if name in info})
+                return _OnceMore(nearby, modes_info(info.get("modes", ())))
             warn_of(info["elbo_error"])
         warn_of_modes(info)
         bound = self.certification.checked(engine, findings, rng_key)

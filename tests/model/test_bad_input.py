@@ -78,9 +78,10 @@ def test_unusable_arrays_are_named(data, message):
         run(logistic, data)
 
 
-def test_ragged_lists_are_named():
+@pytest.mark.parametrize("rows", [[[1.0, 2.0], [3.0]], [[1.0, [2.0, 3.0]], [4.0, 5.0]]], ids=["rows", "entries"])
+def test_ragged_lists_are_named(rows):
     with pytest.raises(ValueError, match="'X'"):
-        run(logistic, {"X": [[1.0, 2.0], [3.0]], "y": [0, 1]})
+        run(logistic, {"X": rows, "y": [0, 1]})
 
 
 def observing(fn, value, others):

@@ -19,9 +19,9 @@ class BadData(ValueError):
 def is_array(value: Any) -> bool:
     """Whether there are rows: mappings, lists of arrays of several lengths or types, frames with columns of text, text
     and numbers have none."""
-    if isinstance(value, (list, tuple)) and len({_kind_of(x) for x in value if np.ndim(x)}) > 1:
-        return False
     try:
+        if isinstance(value, (list, tuple)) and value and np.ndim(value[0]) and len(set(map(_kind_of, value))) > 1:
+            return False
         return np.ndim(value) > 0 and not (is_frame(value) and _numeric("", value).dtype.kind not in NUMERIC_KINDS)
     except ValueError:  # not rectangular
         return False

@@ -221,7 +221,8 @@ def gaussian_conditional(log_joint: Callable, size: int, dtype: jnp.dtype) -> tu
 def _moving(split: _Split, component: Component, rows: Arrays) -> np.ndarray:
     """The predictors that theta enters. The others are constants, and NaN in a row where that is not so."""
     fixed = at_once(lambda: over_rows(lambda r, e: split.constants(r, e)[1], component.size, rows))
-    return np.flatnonzero(np.isnan(fixed).any(axis=(0, 1))).astype(np.int32)
+    moving = np.flatnonzero(np.isnan(fixed).any(axis=(0, 1)))
+    return moving.astype(np.int32)  # JAX fails with 64 bits where it traces in double precision after single
 
 
 def _quadratic(split: _Split, component: Component, kept: np.ndarray, row: Arrays) -> Array:
