@@ -113,7 +113,7 @@ def run(
         warn_of_one_exchange(posterior.program, [int(state.num_rows) for state in states], remedy)
         return dataclasses.replace(posterior, info={**posterior.info, **info}, row_sets=runs)
     posterior, info = method.posterior(result.state), info | facts_of(result, limit)
-    return dataclasses.replace(posterior, elbo=result.look.bound, info={**posterior.info, **info}, row_sets=runs)
+    return dataclasses.replace(posterior, elbo=result.evaluation.bound, info={**posterior.info, **info}, row_sets=runs)
 
 
 def run_groups(

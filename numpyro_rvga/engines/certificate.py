@@ -24,21 +24,21 @@ from ..model.terms.terms import merged
 from .engine import Engine
 from .natural_steps import (
     SHORTER,
-    Look,
+    BoundEvaluation,
     Noise,
     Sums,
     best_step,
+    evaluate_bound,
     in_double,
-    look_at,
-    moved,
+    natural_step,
     stored,
     without_prior_factor,
 )
 
 CHUNK_NUMBERS = 2**21  # in the Jacobians of the rows that are evaluated together
 MAX_CHUNK = 2**16
-AHEAD = 2  # chunks under way
-DOUBT = 4.0  # times its noise: how large an estimate must be to be acted upon
+AHEAD = 2  # chunks that are computed while the next ones are read
+NOISE_FACTOR = 4.0  # an estimated squared natural gradient below so many times its noise is taken for zero
 
 Chunks = Callable[[int], Iterable[tuple[Rows, np.ndarray]]]
 
@@ -46,13 +46,13 @@ Chunks = Callable[[int], Iterable[tuple[Rows, np.ndarray]]]
 class Certified(NamedTuple):
     """The result of a check.
 
-    :ivar looks: the number of evaluations of all rows. :ivar before: at the first q. :ivar after: at the last q.
+    :ivar num_evaluations: of the bound on all rows. :ivar before: at the first q. :ivar after: at the last q.
     """
 
     state: State
-    looks: int
-    before: Look
-    after: Look
+    num_evaluations: int
+    before: BoundEvaluation
+    after: BoundEvaluation
 
 
 class Stratum(NamedTuple):
@@ -94,81 +94,85 @@ class Certificate:
         tolerance: float,
         max_looks: int,
     ) -> Certified:
-        """The state, moved by natural-gradient steps on all rows for as long as these raise the bound.
+        """The state after natural-gradient steps on all rows, for as long as these raise the bound.
 
         :param start: before the first row. :param state: after the last.
         :param chunks: size -> all rows and their weights, by chunks of this size.
         :param total: number of rows, or None.
         :param prior_inputs: as ``program.prior_inputs``.
         :param tolerance: squared length of the natural gradient, in nats, at which no step is taken.
+        :param max_looks: evaluations of the bound on all rows, at most.
         """
         base, size, put = without_prior_factor(start), self._chunk(total), self._engine.devices.put
         self._size = size
 
-        def look(state: State) -> Look:
+        def evaluate(state: State) -> BoundEvaluation:
             mean, root = put((state.mean, state.root))
-            rows = self._added_up(mean, root, chunks(size), size)
-            return look_at(state, base, rows, in_double(self._of_prior(prior_inputs, mean, root)))
+            rows = self._summed(mean, root, chunks(size), size)
+            return evaluate_bound(state, base, rows, in_double(self._of_prior(prior_inputs, mean, root)))
 
-        certified = self._climb(look, state, tolerance, max_looks)
+        certified = self._ascend(evaluate, state, tolerance, max_looks)
         return certified._replace(state=stored(certified.state, certified.after, start))
 
     def sums(self, state: State, chunks: Chunks, total: int | None) -> Sums:
         """Over all rows; see :meth:`__call__`."""
         size = self._chunk(total)
-        return self._added_up(*self._engine.devices.put((state.mean, state.root)), chunks(size), size)
+        return self._summed(*self._engine.devices.put((state.mean, state.root)), chunks(size), size)
 
-    def look(self, start: State, state: State, rows: Sums) -> Look:
+    def evaluate(self, start: State, state: State, rows: Sums) -> BoundEvaluation:
         """The bound at a state and its natural gradient. ``start``: before the first row. ``rows``: sums over all."""
         placed = self._engine.devices.put((state.mean, state.root))
         prior = self._of_prior(self._engine.program.prior_inputs, *placed)
-        return look_at(state, without_prior_factor(start), rows, in_double(prior))
+        return evaluate_bound(state, without_prior_factor(start), rows, in_double(prior))
 
     def estimated(self, state: State, kept: Stratum, batches: Sequence[Stratum], max_looks: int) -> Certified:
-        """Estimate the bound and its natural gradient on all rows from some of them, and step where it is significant.
+        """The state after natural-gradient steps, with the bound and its natural gradient estimated from some rows.
 
         All rows are in the state by their Gaussian summaries. Only the errors of the summaries are estimated. These are
-        small, so a sample determines them much better than the bound itself.
+        small, so a sample determines them much better than the bound itself. Steps are taken while the natural gradient
+        exceeds what sampling errors explain.
 
         :param state: after the last row.
         :param kept: rows that represent themselves.
         :param batches: a sample of the other rows, in batches of equal sizes, weighted to represent all of them.
         """
-        base, nothing = without_prior_factor(state._replace(prior_factor=None)), _nothing(state)
+        base, no_prior_terms = without_prior_factor(state._replace(prior_factor=None)), _no_sums(state)
         size = self._chunk(max(len(b.weights) for b in (kept, *batches)))
 
-        def look(state: State) -> Look:
+        def evaluate(state: State) -> BoundEvaluation:
             placed = self._engine.devices.put((state.mean, state.root))
-            sums = [self._added_up(*placed, stratum.in_chunks(size), size) for stratum in (kept, *batches)]
+            sums = [self._summed(*placed, stratum.in_chunks(size), size) for stratum in (kept, *batches)]
             total = reduce(_added, sums[1:], sums[0])
-            return look_at(state, base, total, nothing)._replace(noise=_noise(state, sums[1:]))
+            return evaluate_bound(state, base, total, no_prior_terms)._replace(noise=_noise(state, sums[1:]))
 
-        return self._climb(look, state, 0.0, max_looks)
+        return self._ascend(evaluate, state, 0.0, max_looks)
 
-    def _climb(self, look: Callable[[State], Look], state: State, tolerance: float, max_looks: int) -> Certified:
-        """Natural-gradient steps of all rows, while the natural gradient is too long and steps are left."""
-        before = at = look(state)
-        looks, step = 1, 1.0
-        while at.squared_natural_gradient > tolerance + _doubtful(at) and looks < max_looks:
-            move = moved(state, at, step)
-            if move is None:
+    def _ascend(
+        self, evaluate: Callable[[State], BoundEvaluation], state: State, tolerance: float, max_looks: int
+    ) -> Certified:
+        """Natural-gradient steps while the squared natural gradient exceeds the tolerance, and evaluations are left."""
+        before = at = evaluate(state)
+        num_evaluations, step = 1, 1.0
+        while at.squared_natural_gradient > tolerance + _noise_floor(at) and num_evaluations < max_looks:
+            taken = natural_step(state, at, step)
+            if taken is None:
                 break
-            after = look(move.state)
-            looks += 1
-            step = best_step(move, at, after)
+            after = evaluate(taken.state)
+            num_evaluations += 1
+            step = best_step(taken, at, after)
             if self._is_better(after, at):
-                state, at = move.state, after
+                state, at = taken.state, after
             else:
-                step = min(step, SHORTER * move.step)
-        return Certified(state, looks, before, at)
+                step = min(step, SHORTER * taken.step)
+        return Certified(state, num_evaluations, before, at)
 
     def terms_at(self, state: State, rows: Rows) -> Sums:
-        """Of some rows."""
+        """Sums over some rows at the state's q."""
         size = self._size or self._chunk(num_rows(rows))  # as for all rows: nothing is compiled anew
         starts = range(0, num_rows(rows), size)
         pieces = [selected(rows, slice(start, start + size)) for start in starts]
         mean, root = self._engine.devices.put((state.mean, state.root))
-        return self._added_up(mean, root, [(piece, np.ones(num_rows(piece), np.float32)) for piece in pieces], size)
+        return self._summed(mean, root, [(piece, np.ones(num_rows(piece), np.float32)) for piece in pieces], size)
 
     def values_at(self, state: State, rows: Rows) -> np.ndarray:
         """The expected log-likelihood of each row, (n,)."""
@@ -182,18 +186,18 @@ class Certificate:
             size = -(-total // -(-total // size))
         return self._engine.devices.padded(size)
 
-    def _added_up(self, mean: Array, root: Array, chunks: Iterable[tuple], size: int) -> Sums:
+    def _summed(self, mean: Array, root: Array, chunks: Iterable[tuple], size: int) -> Sums:
         """Sums over chunks of rows, weights and, if given, absorbed moments; in double precision."""
         total: PyTree = None
-        under_way: deque = deque()
+        pending: deque = deque()
         for rows, weights, *absorbed in chunks:
             (rows, *absorbed), weights = pad((rows, *absorbed), size, weights)
-            under_way.append(self._of_rows(mean, root, *self._engine.devices.put_rows((rows, weights, *absorbed))))
-            if len(under_way) > AHEAD:
-                total = _added(total, in_double(under_way.popleft()))
-        return reduce(_added, map(in_double, under_way), total)
+            pending.append(self._of_rows(mean, root, *self._engine.devices.put_rows((rows, weights, *absorbed))))
+            if len(pending) > AHEAD:
+                total = _added(total, in_double(pending.popleft()))
+        return reduce(_added, map(in_double, pending), total)
 
-    def _is_better(self, after: Look, at: Look) -> bool:
+    def _is_better(self, after: BoundEvaluation, at: BoundEvaluation) -> bool:
         """Whether the bound is higher; or, where rounding hides that or there is none, the natural gradient shorter."""
         nearer = after.squared_natural_gradient < at.squared_natural_gradient
         if not all(kind.conservative for kind in self._engine.kinds):
@@ -212,8 +216,8 @@ class Certificate:
         if absorbed is None:
             return sums
         approximations = row_factors_of(engine.kinds, factors, merged(absorbed))
-        stood_for = [_row_factor_sums(*each, root) for each in zip(factors, approximations)]
-        return jax.tree.map(lambda x, *parts: x - jnp.stack(parts), sums, *stood_for)
+        approximated = [_row_factor_sums(*each, root) for each in zip(factors, approximations)]
+        return jax.tree.map(lambda x, *parts: x - jnp.stack(parts), sums, *approximated)
 
     def _row_values(self, mean: Array, root: Array, rows: dict, weights: Array) -> Array:
         engine = self._engine
@@ -226,6 +230,7 @@ class Certificate:
 
 
 def _sums(kinds: tuple, factors: tuple, root: Array) -> Sums:
+    """For each site: the sums over its factors of E[phi], J^T g, -J^T G J and the errors, at q = N(., root root^T)."""
     size = root.shape[0]
     sums = []
     for kind, block, covariance in zip(kinds, factors, covariances(factors, root.T)):
@@ -244,14 +249,15 @@ def _row_factor_sums(block: Factors, site: RowFactors, root: Array) -> Sums:
     return Sums(value - 0.5 * trace, gradient, curvature, jnp.zeros((), value.dtype))
 
 
-def _nothing(state: State) -> Sums:
+def _no_sums(state: State) -> Sums:
+    """Of no sites."""
     size = state.mean.shape[0]
     return Sums(np.zeros(0), np.zeros((0, size)), np.zeros((0, size, size)), np.zeros(0))
 
 
-def _doubtful(at: Look) -> float:
+def _noise_floor(at: BoundEvaluation) -> float:
     """The squared natural gradient that sampling errors alone may produce."""
-    return 0.0 if at.noise is None else DOUBT * at.noise.squared
+    return 0.0 if at.noise is None else NOISE_FACTOR * at.noise.squared
 
 
 def _noise(state: State, batches: list[Sums]) -> Noise:

@@ -15,8 +15,8 @@ from ..core.updates.state import CanonicalGaussian, State
 SHORTEST, LONGEST = 1e-3, 2.0  # steps
 SHORTER = 0.5
 FAST = 0.05  # of the squared natural gradient is left by a step of the right length
-FLAT = 0.5  # of q's precision: if it is to lose more,
-WIDENED = 1 / 3  # it loses so much at a time
+FLAT = 0.5  # of q's precision: where a full step takes more than this,
+WIDENED = 1 / 3  # steps are shortened to take this much
 
 
 class Sums(NamedTuple):
@@ -48,7 +48,7 @@ class Noise(NamedTuple):
     squared: float
 
 
-class Look(NamedTuple):
+class BoundEvaluation(NamedTuple):
     """The bound at q and its natural gradient.
 
     :ivar bound: in nats. :ivar prior: sums over prior terms that are not Gaussian.
@@ -99,7 +99,7 @@ def without_prior_factor(state: State, origin: np.ndarray | None = None) -> Cano
     return with_prior_factor(joint_density(state, origin), state, -1.0)
 
 
-def look_at(state: State, base: CanonicalGaussian, rows: Sums, prior: Sums) -> Look:
+def evaluate_bound(state: State, base: CanonicalGaussian, rows: Sums, prior: Sums) -> BoundEvaluation:
     """The bound at q, its natural gradient and the precision of a full step, from sums over rows and prior terms:
 
     L = log prior + sum E_q[log p_i] + entropy,     b = Lambda_0 (mu_0 - mu) + sum J_i^T g_i,
@@ -119,10 +119,10 @@ def look_at(state: State, base: CanonicalGaussian, rows: Sums, prior: Sums) -> L
     target = precision + rows.curvatures.sum(axis=0) + prior.curvatures.sum(axis=0)
     target = at.root.T @ target @ at.root
     error = float(rows.errors.sum() + prior.errors.sum())
-    return Look(bound, prior, at.root.T @ gradient, 0.5 * (target + target.T), error)
+    return BoundEvaluation(bound, prior, at.root.T @ gradient, 0.5 * (target + target.T), error)
 
 
-class _Move(NamedTuple):
+class NaturalStep(NamedTuple):
     """A step from one q to another.
 
     :ivar step: its length. :ivar slope: of the bound along it, where it begins.
@@ -136,17 +136,21 @@ class _Move(NamedTuple):
     change: np.ndarray
 
 
-def moved(state: State, at: Look, step: float) -> _Move | None:
-    """A natural-gradient step; None if it leaves no Gaussian.
+def natural_step(state: State, at: BoundEvaluation, step: float) -> NaturalStep | None:
+    """A natural-gradient step of length t; None if it leaves no Gaussian.
 
-    Lambda' = (1 - t) Lambda + t E[-hess], mean' = mean + t Sigma' gradient.
+    Lambda' = (1 - t) Lambda + t E_q[-hess],     mean' = mean + t Sigma' gradient,
+
+    in coordinates in which q is standard normal, so that Lambda = I.
+
+    :param step: its length at most: it is halved until Lambda' is positive definite.
     """
     if not (np.isfinite(at.precision).all() and np.isfinite(at.gradient).all()):
         return None
     old, identity = in_double(state), np.eye(len(at.gradient))
     off = at.precision - identity
     smallest = float(np.linalg.eigvalsh(off)[0])
-    if smallest < -FLAT:  # where q becomes wider, curvatures are others: by too much at once, and all is lost
+    if smallest < -FLAT:  # the curvatures of a much wider q are different ones
         step = min(step, -WIDENED / smallest)
     while step >= SHORTEST:
         try:
@@ -156,18 +160,15 @@ def moved(state: State, at: Look, step: float) -> _Move | None:
             continue
         inverse = np.linalg.inv(factor)
         shift = step * (inverse @ at.gradient)
-        moved = inverse.T @ shift
-        slope = float(at.gradient @ moved + 0.5 * step * np.sum(off * off))
-        after = _in_precision(state, old.mean + old.root @ moved, old.root @ inverse.T)
-        return _Move(after, step, slope, shift, step * (inverse @ off @ inverse.T))
+        whitened_shift = inverse.T @ shift
+        slope = float(at.gradient @ whitened_shift + 0.5 * step * np.sum(off * off))
+        after = _in_precision(state, old.mean + old.root @ whitened_shift, old.root @ inverse.T)
+        return NaturalStep(after, step, slope, shift, step * (inverse @ off @ inverse.T))
     return None
 
 
-def best_step(move: _Move, before: Look, after: Look) -> float:
-    """The step length at which the bound's slope along the move would have vanished (secant), for the next step.
-
-    Where steps are too long or too short, the next ones are so too.
-    """
+def best_step(move: NaturalStep, before: BoundEvaluation, after: BoundEvaluation) -> float:
+    """The next step's length: that at which the bound's slope along this one would have vanished, by the secant."""
     slope = after.gradient @ move.shift + 0.5 * np.sum((after.precision - np.eye(len(move.shift))) * move.change)
     if after.squared_natural_gradient < FAST * before.squared_natural_gradient:
         return 1.0
@@ -184,7 +185,7 @@ def _in_precision(state: State, mean: np.ndarray, root: np.ndarray) -> State:
     return state._replace(**arrays)
 
 
-def stored(state: State, at: Look, start: State) -> State:
+def stored(state: State, at: BoundEvaluation, start: State) -> State:
     """The state with the new bound, and with the approximation of the prior terms at the new q."""
     dtype = state.mean.dtype
     site: Any = None

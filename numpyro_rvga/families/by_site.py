@@ -106,11 +106,11 @@ class SiteFamilies:
         on_state = partial(setattr, self, "state")
         with progress(progress_bar, source.total, "RVGA", "row") as bar:
             of_pass = {"program": program, "source": visited, "options": options, "bar": bar, "on_state": on_state}
-            taken = MeanFieldPass(updates, block, checked=all_rows is not None, **of_pass)
-            state, info = taken(start, facts), taken.facts()
+            row_pass = MeanFieldPass(updates, block, checked=all_rows is not None, **of_pass)
+            state, info = row_pass(start, facts), row_pass.facts()
         if not info["converged"]:
             warn("a block of rows was not solved: raise max_iterations, or take smaller blocks (block_size).")
-        row_sets = (*getattr(init, "row_sets", ()), taken.absorbed)
+        row_sets = (*getattr(init, "row_sets", ()), row_pass.absorbed)
         return self._posterior(program, updates, state, info, row_sets, one_solve=init is None and not is_longer)
 
     def init(self, data: Data, *, rng_key: Array | None = None, **model_kwargs: Any) -> MeanFieldState:

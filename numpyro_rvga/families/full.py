@@ -41,10 +41,10 @@ from ..streams.source import RowSource
 NEARBY = 1.0  # nats: the squared natural gradient of a q that is worth starting from
 
 
-class _OnceMore(NamedTuple):
-    """All is to be done again, by a thorough engine.
+class _Repeat(NamedTuple):
+    """The pass is to be repeated by a thorough engine: expectations were too inexact.
 
-    :ivar nearby: what one solve of all rows has found, to start from. :ivar modes: for the posterior's ``info``.
+    :ivar nearby: the solution of one solve of all rows, to start from. :ivar modes: for the posterior's ``info``.
     """
 
     nearby: FullGaussian | None
@@ -72,7 +72,7 @@ class FullFamily:
         self.state: State | None = None
 
     def __getstate__(self) -> dict[str, object]:
-        """For other processes."""
+        """Without the state, for other processes."""
         return self.__dict__ | {"state": None}
 
     def run(
@@ -89,39 +89,42 @@ class FullFamily:
         **model_kwargs: Any,
     ) -> Posterior:
         """As :meth:`RVGA.run`."""
-        jointly = {"rng_key": rng_key, "progress_bar": progress_bar, "started": time.perf_counter()}
-        options, at_hand = PassOptions(checkpoint, every, resume, on_bad_row), None
+        started = time.perf_counter()
+        run_jointly = partial(self._run_jointly, rng_key=rng_key, progress_bar=progress_bar, started=started)
+        options, joint_data = PassOptions(checkpoint, every, resume, on_bad_row), None
         if self.blocks.may_be_joint and not options.skips and init is None and checkpoint is None:
-            at_hand = data if isinstance(data, (Mapping, tuple)) else None  # one solve may take the place of the pass
-        whole = None if at_hand is None else self._engines.cached_whole(at_hand, model_kwargs, rng_key)
-        if whole is not None:
-            return self._run_jointly(*whole, **jointly)
-        once_more: _OnceMore | None = None
+            joint_data = (
+                data if isinstance(data, (Mapping, tuple)) else None
+            )  # one solve may take the place of the pass
+        cached = None if joint_data is None else self._engines.cached_whole(joint_data, model_kwargs, rng_key)
+        if cached is not None:
+            return run_jointly(*cached)
+        repeat: _Repeat | None = None
         while True:
             try:
                 source, head, all_rows = open_source(data, self.model, model_kwargs, options, self._shuffle)
                 engine = self._engines.get(head, model_kwargs, rng_key, all_rows if init is None else None)
-                if once_more is not None and not engine.effort.is_thorough:
+                if repeat is not None and not engine.effort.is_thorough:
                     engine = self._engines.make_thorough(engine)
                 engine.program.check_prior()
             except BadData:
                 raise
             except Exception as error:  # whatever a model cannot do row by row, it may do with all rows
-                if at_hand is None:
+                if joint_data is None:
                     raise of_stream(error) from error
-                return self._run_jointly(*self._engines.whole(at_hand, model_kwargs, rng_key, error), **jointly)
+                return run_jointly(*self._engines.whole(joint_data, model_kwargs, rng_key, error))
             source, head = usable_source(engine.program, source, head, all_rows, options)
             passed = {"in_memory": all_rows is not None, "progress_bar": progress_bar}
             try:
-                found = self._in_one_pass(engine, source, head, options, rng_key, init, once_more, **passed)
+                result = self._in_one_pass(engine, source, head, options, rng_key, init, repeat, **passed)
             except NotFinite as error:
-                if at_hand is None or all_rows is None or self._too_many_for_one(engine, head):
+                if joint_data is None or all_rows is None or self._too_many_for_one(engine, head):
                     raise
-                fit = self._solver.of_mode(error, engine, head, progress_bar=progress_bar, started=jointly["started"])
+                fit = self._solver.of_mode(error, engine, head, progress_bar=progress_bar, started=started)
                 return self._joint_posterior(fit, head, None, rng_key)
-            if isinstance(found, Posterior):
-                return found
-            options, once_more = PassOptions(on_bad_row=on_bad_row), found
+            if isinstance(result, Posterior):
+                return result
+            options, repeat = PassOptions(on_bad_row=on_bad_row), result
 
     def _in_one_pass(
         self,
@@ -131,21 +134,22 @@ class FullFamily:
         options: PassOptions,
         rng_key: Array,
         init: Posterior | State | None,
-        once_more: _OnceMore | None,
+        repeat: _Repeat | None,
         *,
         in_memory: bool,
         progress_bar: bool,
-    ) -> Posterior | _OnceMore:
+    ) -> Posterior | _Repeat:
         """The recursion over the rows, and then all of them once more, for the bound and its error.
 
         :param source: of the usable rows. :param head: some of them, or all, if they are in memory.
-        :param once_more: what a pass by an engine that was not thorough has found; None: this is the first pass.
+        :param repeat: the end of a pass by an engine that was not thorough; None: this is the first pass.
+        :return: ``_Repeat``, if a thorough engine is worth its time.
         """
         sizes = self.blocks.sizes(engine, source, options.most_rows)
-        useful = source.is_longer_than(sizes.first) and not self.blocks.is_moving
-        visited, sparse = ordered(source, self._shuffle, rng_key, useful=useful), None
+        shuffles = source.is_longer_than(sizes.first) and not self.blocks.is_moving
+        visited, sparse = ordered(source, self._shuffle, rng_key, useful=shuffles), None
         if init is None and in_memory and options.checkpoint is None:
-            sizes, sparse = self._sizes_at_hand(engine, head, sizes)
+            sizes, sparse = self._sizes_in_memory(engine, head, sizes)
         if sparse is not None:
             start = sparse.initial_state()
         else:
@@ -153,7 +157,7 @@ class FullFamily:
         self.state = start
         with progress(progress_bar, source.total, "RVGA", "row") as bar:
             sampled = self.certification.certify and sizes.keeps_rows and engine.options.has_bound
-            taken = RecursivePass(
+            row_pass = RecursivePass(
                 engine,
                 sizes,
                 sparse,
@@ -164,35 +168,35 @@ class FullFamily:
                 checked=in_memory,
                 sampled_by=rng_key if sampled else None,
                 sample_numbers=FEW_NUMBERS if source.seekable else SAMPLE_NUMBERS,
-                nearby=None if once_more is None else once_more.nearby,
+                nearby=None if repeat is None else repeat.nearby,
             )
-            taken(engine.devices.put(start), self._facts(rng_key, sizes, shuffled=visited.order is not None))
-            state, info = taken.finished()
+            row_pass(engine.devices.put(start), self._run_options(rng_key, sizes, shuffled=visited.order is not None))
+            state, info = row_pass.finished()
             state = engine.devices.fetch(state)
-        findings = self.certification(engine, start, state, source, taken, rng_key)
-        info |= findings.info | ({} if once_more is None else once_more.modes)
+        findings = self.certification(engine, start, state, source, row_pass, rng_key)
+        info |= findings.info | ({} if repeat is None else repeat.modes)
         if self.certification.certifies(engine):
-            rows = without(head, taken.left_out)
+            rows = without(head, row_pass.left_out)
             if "elbo_error" not in info or engine.effort.is_sampled:
                 info["elbo_error"], excess = expectation_errors(engine, findings.state, rows, findings.accounts)
                 findings = findings.lowered(excess)
             can_repeat = source.seekable and options.checkpoint is None
             if can_repeat and is_worth_more(engine, findings.state, rows, info["elbo_error"], findings.bound):
-                is_near = info["squared_natural_gradient"] <= NEARBY and taken.is_one_solve and sparse is None
+                is_near = info["squared_natural_gradient"] <= NEARBY and row_pass.is_one_solve and sparse is None
                 nearby = FullGaussian(state.mean, state.root) if is_near else None
-                return _OnceMore(nearby, modes_info(info.get("modes", ())))
+                return _Repeat(nearby, modes_info(info.get("modes", ())))
             warn_of(info["elbo_error"])
         warn_of_modes(info)
         bound = self.certification.checked(engine, findings, rng_key)
         if not is_known(info.get("elbo_error", 0.0)):
             bound, info["log_evidence_estimate"] = None, findings.bound
-        row_sets = (*getattr(init, "row_sets", ()), taken.absorbed)
+        row_sets = (*getattr(init, "row_sets", ()), row_pass.absorbed)
         if int(start.num_rows):
             bound = None
         return self._posterior(engine, findings.state, info, bound, row_sets)
 
-    def _sizes_at_hand(self, engine: Engine, rows: Rows, sizes: Sizes) -> tuple[Sizes, SparseEngine | None]:
-        """One solve of all of them, if they may be one; with what solves for them, if they are sparse."""
+    def _sizes_in_memory(self, engine: Engine, rows: Rows, sizes: Sizes) -> tuple[Sizes, SparseEngine | None]:
+        """The sizes of one solve of all rows, if it may take them; and its engine, if each row sees few parameters."""
         plan, total = self.blocks, num_rows(rows)
         sparse = plan.sparse_engine(engine, rows)
         if sparse is not None:
@@ -201,12 +205,16 @@ class FullFamily:
             sizes = sizes._replace(first=max(total, sizes.first), keeps_rows=False)
         return sizes, None
 
-    def _facts(self, rng_key: Array, sizes: Sizes, *, shuffled: bool) -> Info:
-        """The options that determine the result."""
-        facts = {"method": "RVGA", "dynamics": repr(self.dynamics), "shuffle": shuffled}
-        facts["rng_key"] = key_numbers(rng_key)
+    def _run_options(self, rng_key: Array, sizes: Sizes, *, shuffled: bool) -> Info:
+        """The options that determine the result, which a checkpoint stores."""
+        method = {
+            "method": "RVGA",
+            "dynamics": repr(self.dynamics),
+            "shuffle": shuffled,
+            "rng_key": key_numbers(rng_key),
+        }
         blocks = {"first block": sizes.first, "block": sizes.block, "memory": sizes.memory}
-        return facts | self.blocks.options.facts | blocks | {"certify": self.certification.certify}
+        return method | self.blocks.options.facts | blocks | {"certify": self.certification.certify}
 
     # ------------------------------------------------------------------ functional form
     def init(self, data: Data, *, rng_key: Array | None = None, **model_kwargs: Any) -> State:
@@ -238,7 +246,7 @@ class FullFamily:
     def _run_jointly(
         self, engine: Engine, rows: Rows, reason: str, *, rng_key: Array, progress_bar: bool, started: float
     ) -> Posterior:
-        """All rows in one solve, which they need not be independent for.
+        """All rows in one solve. They need not be independent.
 
         :raises ValueError: for more than a first block may hold.
         """
@@ -277,9 +285,9 @@ class FullFamily:
         bound: float | None = None,
         row_sets: tuple[RowSet, ...] = (),
     ) -> Posterior:
-        """Called by what the user calls, with warnings of solves that have not converged, or lack digits.
+        """The posterior, with warnings of solves that have not converged, or lack digits.
 
-        :param bound: on the log evidence, or None. :param row_sets: what was taken in, if that is recorded.
+        :param bound: on the log evidence, or None. :param row_sets: the rows that were taken in, if they are recorded.
         """
         if self.options.scheme in RECURSIONS:
             info["converged"] = None
@@ -314,7 +322,7 @@ def initial_state(engine: Engine) -> State:
 def in_motion(state: State, engine: Engine, time: float | None) -> State:
     """The state for an engine's dynamics. ``time``: of its last row, or None.
 
-    Parameters that move leave the prior behind: it is where they start from, and its Gaussian is enough for that.
+    For parameters that move, the prior is a start alone, and its Gaussian approximation takes its place.
     """
     if engine.movement is None:
         return state._replace(time=None)

@@ -22,12 +22,12 @@ from .sampled import estimated, stepped
 from .source import SLICE, RowSource, chunks, rows_in_memory
 
 FEWEST_ROWS, MOST_NUMBERS = 500, 2**23  # of a check without a bound: rows, and numbers in their Jacobians
-APPROXIMATE = ("probit", "sigma_points")  # expectations that whoever asks for them knows to be so
+APPROXIMATE = ("probit", "sigma_points")  # expectations without error control, by the user's choice
 
 
 class Findings(NamedTuple):
     """:ivar bound: at the state, if there is one. :ivar info: for the posterior's ``info``.
-    :ivar rows: some of those that were looked at, or all; none if there were no looks.
+    :ivar rows: some or all of the rows that the bound was evaluated on; none if it was not.
     :ivar accounts: of all factors at the state, or None."""
 
     state: State
@@ -37,12 +37,12 @@ class Findings(NamedTuple):
     accounts: Accounts | None = None
 
     def lowered(self, excess: float) -> Findings:
-        """With a bound that has so much less."""
+        """The bound less ``excess`` nats."""
         return self if self.bound is None else self._replace(bound=self.bound - excess)
 
 
 class Certification:
-    """Looks at all rows after a pass, if they can be read again; see :class:`RVGA`.
+    """Evaluations of the bound on all rows after a pass, if they can be read again; see :class:`RVGA`.
 
     :raises ValueError: for options of no use.
     """
@@ -65,35 +65,35 @@ class Certification:
         start: State,
         state: State,
         source: RowSource,
-        taken: RecursivePass,
+        row_pass: RecursivePass,
         rng_key: Array,
     ) -> Findings:
         """The result of evaluations of all rows, and of steps on them.
 
         :param start: before the first row. :param state: after the last.
-        :param source: of all rows, in their own order. :param taken: the pass.
+        :param source: of all rows, in their own order. :param row_pass: the pass.
         :param rng_key: of the sample of rows, for streams of which one is kept.
         """
         findings = Findings(state, None, {}, {})
-        if taken.is_one_solve:
-            bound, off = float(state.log_evidence), taken.facts["largest_decrement"]
+        if row_pass.is_one_solve:
+            bound, off = float(state.log_evidence), row_pass.facts["largest_decrement"]
             info = _described(0, off, bound, bound)
-            info["converged"] = taken.facts["converged"] or off <= self._tolerance
-            findings = Findings(state, bound, info, taken.only_rows, taken.accounts)
+            info["converged"] = row_pass.facts["converged"] or off <= self._tolerance
+            findings = Findings(state, bound, info, row_pass.only_rows, row_pass.accounts)
         if not self.certifies(engine) or findings.rows:
             return findings
         certificate, rng = Certificate.of(engine), np.random.default_rng(key_numbers(rng_key))
         if source.seekable:
-            state = stepped(certificate, state, taken)
-            source = source.without(taken.left_out)
-            return self._looked_at(engine, start, state, source, taken.num_taken, rng)
-        sample = taken.sample.items()
+            state = stepped(certificate, state, row_pass)
+            source = source.without(row_pass.left_out)
+            return self._evaluated(engine, start, state, source, row_pass.num_taken, rng)
+        sample = row_pass.sample.items()
         if sample is None:
             return findings
-        if taken.sample.holds_all:
+        if row_pass.sample.holds_all:
             source = rows_in_memory(sample.rows)
-            return self._looked_at(engine, start, state, source, taken.num_taken, rng)
-        state, info = estimated(certificate, state, taken, self._max_looks)
+            return self._evaluated(engine, start, state, source, row_pass.num_taken, rng)
+        state, info = estimated(certificate, state, row_pass, self._max_looks)
         return Findings(state, None, info, sample.rows)
 
     def checked(self, engine: Engine, findings: Findings, rng_key: Array) -> float | None:
@@ -119,7 +119,7 @@ class Certification:
         _report(differences, silent=engine.options.expectation in APPROXIMATE)
         return None
 
-    def _looked_at(
+    def _evaluated(
         self,
         engine: Engine,
         start: State,
@@ -128,35 +128,35 @@ class Certification:
         total: int,
         rng: np.random.Generator,
     ) -> Findings:
-        """What all rows say of q when they are read again: the bound and its natural gradient, with steps."""
+        """The bound and its natural gradient on all rows, which are read again, after natural-gradient steps."""
         implicit, sample = engine.options.scheme == "implicit", _Sample(total, rng)
         certified = Certificate.of(engine)(
             start,
             state,
-            lambda size: sample.watched(chunks(source, size)),
+            lambda size: sample.recorded(chunks(source, size)),
             prior_inputs=engine.program.prior_inputs,
             total=total,
             tolerance=self._tolerance,
             max_looks=self._max_looks if implicit else 1,
         )
         off = certified.after.squared_natural_gradient
-        info = _described(certified.looks, off, certified.before.bound, certified.after.bound)
+        info = _described(certified.num_evaluations, off, certified.before.bound, certified.after.bound)
         info |= {"converged": off <= self._tolerance if implicit else None, "elbo_error": certified.after.error}
         return Findings(certified.state, certified.after.bound, info, sample.rows)
 
 
 def sums_at(engine: Engine, state: State, source: RowSource) -> tuple[Sums, RowSet]:
     """Sums over all rows of a source, and which rows these are."""
-    seen = RowSet()
+    row_set = RowSet()
 
-    def watched(size: int) -> Iterator[tuple[Rows, np.ndarray]]:
-        nonlocal seen
+    def recorded(size: int) -> Iterator[tuple[Rows, np.ndarray]]:
+        nonlocal row_set
         for _, rows in chunks(source, size):
             rows = source.as_declared(rows)
-            seen = seen.with_rows(row_digests(rows))
+            row_set = row_set.with_rows(row_digests(rows))
             yield rows, np.ones(num_rows(rows), np.float32)
 
-    return Certificate.of(engine).sums(state, watched, source.total), seen
+    return Certificate.of(engine).sums(state, recorded, source.total), row_set
 
 
 def warn_unless_converged(info: Info) -> None:
@@ -181,20 +181,21 @@ def warn_unless_converged(info: Info) -> None:
 def sample_of(source: RowSource, total: int, count: int) -> Rows:
     """So many of a source's ``total`` rows, drawn at random; the same ones each time."""
     sample = _Sample(total, np.random.default_rng(0), count)
-    for _ in sample.watched((position, source.as_declared(rows)) for position, rows in chunks(source, SLICE)):
+    for _ in sample.recorded((position, source.as_declared(rows)) for position, rows in chunks(source, SLICE)):
         pass
     return sample.rows
 
 
 class _Sample:
-    """Usable rows, drawn at random, that are picked up while chunks of all rows go by for the first time."""
+    """A random sample of ``most`` of a source's ``total`` rows, taken from the chunks of the first reading."""
 
     def __init__(self, total: int, rng: np.random.Generator, most: int = MOST_ROWS):
         self._numbers = np.sort(rng.choice(total, min(total, most), replace=False))
         self._pieces: list[Rows] | None = []
         self.rows: Rows = {}
 
-    def watched(self, chunks: Iterable[tuple[int, Rows]]) -> Iterator[tuple[Rows, np.ndarray]]:
+    def recorded(self, chunks: Iterable[tuple[int, Rows]]) -> Iterator[tuple[Rows, np.ndarray]]:
+        """The chunks with their rows' weights. After the first reading, :attr:`rows` has the sample."""
         for offset, rows in chunks:
             weights = np.ones(num_rows(rows), np.float32)
             if self._pieces is not None:
@@ -232,10 +233,10 @@ def _report(differences: list[Difference], *, silent: bool) -> None:
             )
 
 
-def _described(looks: int, squared_natural_gradient: float, before: float, after: float) -> Info:
+def _described(num_evaluations: int, squared_natural_gradient: float, before: float, after: float) -> Info:
     """For the posterior's ``info``: see :meth:`RVGA.run`."""
     return {
-        "looks": looks,
+        "looks": num_evaluations,
         "squared_natural_gradient": squared_natural_gradient,
         "bound_before": before,
         "bound_after": after,

@@ -52,7 +52,7 @@ class Pending(NamedTuple, Generic[S, R]):
     """
 
     before: S
-    taken: Piece
+    piece: Piece
     offset: int
     in_support: Callable[[], np.ndarray]
     after: S
@@ -146,15 +146,15 @@ class Pass(ABC, Generic[S, R]):
             feed = Feed(self._source, self.done, self._usable if self._options.skips and not self._checked else None)
             offset = self.num_taken
             held.callback(self._close, pending)  # also when it is interrupted, or the source fails
-            while (taken := feed.take(self.size(offset))) is not None or pending:
-                if taken is not None:
-                    self._check_finite(taken)
+            while (piece := feed.take(self.size(offset))) is not None or pending:
+                if piece is not None:
+                    self._check_finite(piece)
                     latest = pending[-1].after if pending else self.state
-                    pending.append(self._begin(latest, taken, offset))
-                    offset += taken.num_rows
-                if taken is None or len(pending) > PREFETCH:
+                    pending.append(self._begin(latest, piece, offset))
+                    offset += piece.num_rows
+                if piece is None or len(pending) > PREFETCH:
                     feed.put_back(self._finish(pending))
-                    offset = pending[-1].offset + pending[-1].taken.num_rows if pending else self.num_taken
+                    offset = pending[-1].offset + pending[-1].piece.num_rows if pending else self.num_taken
         if not self.num_taken and (self.done or len(self._source.left_out)):
             raise ValueError(f"none of the {self.done + len(self._source.left_out)} rows can be used.")
         return self.state
@@ -184,21 +184,21 @@ class Pass(ABC, Generic[S, R]):
         """The rows of the source that were left out, in its own order."""
         return np.sort(np.array([self._source.row(int(position)) for position in self._left_out], np.int64))
 
-    def _begin(self, state: S, taken: Piece, offset: int, weights: np.ndarray | None = None) -> Pending[S, R]:
+    def _begin(self, state: S, piece: Piece, offset: int, weights: np.ndarray | None = None) -> Pending[S, R]:
         """A step under way.
 
         :param weights: zero for rows that are left out for a trial; None: all count.
         """
-        if not taken.num_rows:
-            return Pending(state, taken, offset, lambda: np.ones(0, bool), state, None)
+        if not piece.num_rows:
+            return Pending(state, piece, offset, lambda: np.ones(0, bool), state, None)
         is_checked = self._checked or self._options.skips
-        in_support = (lambda: np.ones(taken.num_rows, bool)) if is_checked else self._program.begin_check(taken.rows)
-        rows = taken.rows
+        in_support = (lambda: np.ones(piece.num_rows, bool)) if is_checked else self._program.begin_check(piece.rows)
+        rows = piece.rows
         if weights is None:
-            weights = np.ones(taken.num_rows, np.float32)
+            weights = np.ones(piece.num_rows, np.float32)
         else:
             rows, weights = replaced(rows, weights > 0)
-        return Pending(state, taken, offset, in_support, *self.step(state, rows, weights, offset))
+        return Pending(state, piece, offset, in_support, *self.step(state, rows, weights, offset))
 
     def _finish(self, pending: deque[Pending[S, R]]) -> list[Piece]:
         """Wait for the result of the first step under way.
@@ -214,20 +214,20 @@ class Pass(ABC, Generic[S, R]):
         except BaseException:
             pending.clear()  # they follow a state that is not good
             raise
-        again = [step.taken.without(bad), *[later.taken for later in pending]]
+        again = [step.piece.without(bad), *[later.piece for later in pending]]
         pending.clear()
         return again
 
     def _accept(self, step: Pending[S, R]) -> None:
         """Go on from the result of a step."""
         self._is_consistent = False
-        taken = step.taken
+        piece = step.piece
         if step.report is not None:
             self._on_state(step.after)
-            self.on_result(step.after, taken.rows, step.report, step.offset)
-        self._left_out = np.concatenate([self._left_out, taken.left_out])
-        self.absorbed = self.absorbed.with_rows(taken.digests)
-        before, self.state, self.done = self.done, step.after, taken.stop
+            self.on_result(step.after, piece.rows, step.report, step.offset)
+        self._left_out = np.concatenate([self._left_out, piece.left_out])
+        self.absorbed = self.absorbed.with_rows(piece.digests)
+        before, self.state, self.done = self.done, step.after, piece.stop
         self._is_consistent = True
         self._bar.update(self.done - before)
         if self._checkpoint is not None and self.done - self._written >= self._checkpoint.every:
@@ -237,10 +237,10 @@ class Pass(ABC, Generic[S, R]):
     def _usable(self, rows: Rows) -> np.ndarray:
         return usable_rows(self._program, self._source, rows)
 
-    def _check_finite(self, taken: Piece) -> None:
+    def _check_finite(self, piece: Piece) -> None:
         """:raises ValueError: naming the first row that is not finite, if such rows are not skipped."""
-        if not self._checked and not self._options.skips and taken.num_rows:
-            check_finite_at(self._source, taken.rows, int(taken.positions[0]))
+        if not self._checked and not self._options.skips and piece.num_rows:
+            check_finite_at(self._source, piece.rows, int(piece.positions[0]))
 
     def _bad_rows(self, step: Pending[S, R]) -> np.ndarray:
         """The rows of a step that have to be left out for it to be good.
@@ -253,16 +253,16 @@ class Pass(ABC, Generic[S, R]):
         in_support = step.in_support()
         if not in_support.all():
             row = int(np.argmin(in_support))
-            with located(self._source, int(step.taken.positions[row])) as number:
-                self._program.check_rows(selected(step.taken.rows, slice(row, row + 1)), number)
+            with located(self._source, int(step.piece.positions[row])) as number:
+                self._program.check_rows(selected(step.piece.rows, slice(row, row + 1)), number)
         failed = self._failed(step)
         if failed is None:
             return NOTHING
         first, stop = failed
         if not self._options.skips:
-            numbers = [self._source.number(int(position)) for position in step.taken.positions[first:stop]]
-            with located(self._source, int(step.taken.positions[first])):
-                rows = selected(step.taken.rows, slice(first, stop))
+            numbers = [self._source.number(int(position)) for position in step.piece.positions[first:stop]]
+            with located(self._source, int(step.piece.positions[first])):
+                rows = selected(step.piece.rows, slice(first, stop))
                 self.raise_bad_rows(step.before, step.after, rows, np.array(numbers))
         return self._to_blame(step, first, stop)
 
@@ -271,10 +271,10 @@ class Pass(ABC, Generic[S, R]):
 
         :raises ValueError: if there are any, and they are not skipped; and for times with too many digits.
         """
-        if self._time is None or not step.taken.num_rows:
+        if self._time is None or not step.piece.num_rows:
             return NOTHING
         last = np.asarray(step.before.time)
-        exact = step.taken.rows[self._time]
+        exact = step.piece.rows[self._time]
         times, elapsed = exact.astype(last.dtype), np.diff(exact)
         if np.abs(np.diff(times) - elapsed).sum() > DIGITS * np.abs(elapsed).sum():
             raise BadData(
@@ -284,7 +284,7 @@ class Pass(ABC, Generic[S, R]):
         latest = np.fmax.accumulate(np.append(last, times))[:-1]
         late = np.flatnonzero(times < latest)
         if len(late) and not self._options.skips:
-            with located(self._source, int(step.taken.positions[late[0]])) as number:
+            with located(self._source, int(step.piece.positions[late[0]])) as number:
                 raise BadData(
                     f"row {number}: its time stamp {self._time}={exact[late[0]]} comes before {latest[late[0]]}, that "
                     f"of an earlier row. Parameters move forward in time: sort the rows by {self._time!r}, or pass "
@@ -293,16 +293,16 @@ class Pass(ABC, Generic[S, R]):
         return late
 
     def _failed(self, step: Pending[S, R]) -> tuple[int, int] | None:
-        return None if step.report is None else self.failed(step.report, step.taken.num_rows)
+        return None if step.report is None else self.failed(step.report, step.piece.num_rows)
 
     def _to_blame(self, step: Pending[S, R], first: int, stop: int) -> np.ndarray:
         """The rows of a block that are to blame for its failure."""
 
         def fails(kept: np.ndarray) -> bool:
-            weights = np.ones(step.taken.num_rows)
+            weights = np.ones(step.piece.num_rows)
             weights[first:stop] = 0
             weights[kept] = 1
-            failure = self._failed(self._begin(step.before, step.taken, step.offset, weights))
+            failure = self._failed(self._begin(step.before, step.piece, step.offset, weights))
             return failure is not None and failure[0] <= first
 
         to_blame = np.arange(first, stop)

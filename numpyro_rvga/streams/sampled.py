@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..core.updates.state import State
-from ..engines.certificate import Certificate, Look, Stratum
+from ..engines.certificate import BoundEvaluation, Certificate, Stratum
 from ..model.data.rows import Rows, selected
 from ..options import Info
 from ..user_warnings import warn
@@ -21,21 +21,21 @@ LEARNED = 0.25  # of the blocks: after so many, q hardly changes what it expects
 MOST_ROWS = 10_000  # from which the variance of the rows' log densities is estimated
 DEVIATIONS = 3.0  # by which blocks may be more unlike each other than rows in random order make them
 WORTH_A_STEP = 8  # times as many rows as the sample
-HARM = 0.1  # standard deviations that q was off by,
-LEFT = 0.02  # and nats of squared natural gradient that are or may be left: less is not worth a word
+HARM = 0.1  # standard deviations that q was off by, below which there is no warning,
+LEFT = 0.02  # nor below so many nats of squared natural gradient, with twice their noise, that are left
 
 
-def estimated(certificate: Certificate, state: State, taken: RecursivePass, max_looks: int) -> tuple[State, Info]:
+def estimated(certificate: Certificate, state: State, row_pass: RecursivePass, max_looks: int) -> tuple[State, Info]:
     """The state after steps where the natural gradient is estimated well enough, and the estimates."""
-    sample = taken.sample.items()
+    sample = row_pass.sample.items()
     assert sample is not None
-    kept, batches = _strata(sample, taken.kept, taken.sample.num_seen)
+    kept, batches = _strata(sample, row_pass.kept, row_pass.sample.num_seen)
     if not len(batches[0].weights):  # nearly all rows are kept, and the sample has no others
         return state, {}
     certified = certificate.estimated(state, kept, batches, max_looks)
     before, after, noise = certified.before, certified.after, certified.after.noise
     assert noise is not None
-    unlike = _unlikeness(taken.predicted, _variance(certificate, state, sample.rows))
+    unlike = _unlikeness(row_pass.predicted, _variance(certificate, state, sample.rows))
     off, left = _furthest(before), after.squared_natural_gradient + 2 * noise.squared
     disordered = unlike > DEVIATIONS and not (off < HARM or left < LEFT)
     if disordered:
@@ -52,7 +52,7 @@ def estimated(certificate: Certificate, state: State, taken: RecursivePass, max_
             "read again (arrays, a list of blocks, ParquetRows) are looked at to the end."
         )
     info = {
-        "looks": certified.looks,
+        "looks": certified.num_evaluations,
         "squared_natural_gradient": after.squared_natural_gradient,
         "squared_natural_gradient_noise": noise.squared,
         "bound_estimate": after.bound,
@@ -62,20 +62,20 @@ def estimated(certificate: Certificate, state: State, taken: RecursivePass, max_
     return certified.state._replace(log_evidence=evidence), info | {"converged": left < LEFT}
 
 
-def stepped(certificate: Certificate, state: State, taken: RecursivePass) -> State:
-    """The state after a step by the sample alone, if the rows are many and the estimate is good enough. Of kept rows
-    nothing is asked: q was solved for with them."""
-    sample = taken.sample.items()
-    if sample is None or not WORTH_A_STEP * taken.sample.capacity <= taken.sample.num_seen:
+def stepped(certificate: Certificate, state: State, row_pass: RecursivePass) -> State:
+    """The state after a natural-gradient step estimated from the sample alone, if the rows are many and the estimate is
+    good enough. Kept rows have no part in it: q was solved for with them."""
+    sample = row_pass.sample.items()
+    if sample is None or not WORTH_A_STEP * row_pass.sample.capacity <= row_pass.sample.num_seen:
         return state
-    kept, batches = _strata(sample, taken.kept, taken.sample.num_seen)
+    kept, batches = _strata(sample, row_pass.kept, row_pass.sample.num_seen)
     if not len(batches[0].weights):
         return state
     return certificate.estimated(state, kept._replace(weights=kept.weights[:0]), batches, max_looks=2).state
 
 
 def _strata(sample: KeptRows, kept: KeptRows | None, num_rows: int) -> tuple[Stratum, list[Stratum]]:
-    """The kept rows, which speak for themselves, and the sample of all others, in batches."""
+    """The kept rows, of weight one, and the sample of the other rows in batches, weighted to represent all of these."""
     if kept is None:
         others, kept_rows = (
             np.arange(len(sample.positions)),
@@ -112,7 +112,7 @@ def _unlikeness(predicted: Sequence[tuple[float, int]], variance: float) -> floa
     return float(max(together, worst))
 
 
-def _furthest(at: Look) -> float:
+def _furthest(at: BoundEvaluation) -> float:
     """How far q is from where its natural gradient leads, in standard deviations of the worst of its standard
     coordinates."""
     return float(np.abs(at.gradient).max())

@@ -11,7 +11,7 @@ import pytest
 
 from numpyro_rvga import BONG, RVGA, FixedPointVI, Posterior
 from numpyro_rvga.core.updates.state import new_state
-from numpyro_rvga.engines.certificate import Look, Sums
+from numpyro_rvga.engines.certificate import BoundEvaluation, Sums
 from numpyro_rvga.results.merging import rounds
 from numpyro_rvga.results.merging.rounds import Evaluations, in_rounds
 
@@ -248,14 +248,14 @@ def overshooting(seen):
         mean = linear / precision
         return Sums(np.zeros(1), np.array([[factor[1] - factor[0] * mean]]), factor[0].reshape(1, 1, 1), np.zeros(1))
 
-    def look(state, _):
+    def evaluate(state, _):
         seen.append(state)
         precision, linear = natural(state)
         shift = linear / precision - target[1] / target[0]
         divergence = 0.5 * (target[0] / precision - 1 + np.log(precision / target[0]) + target[0] * shift**2)
-        return Look(-divergence, sums(state), np.zeros(1), np.zeros((1, 1)), 0.0)
+        return BoundEvaluation(-divergence, sums(state), np.zeros(1), np.zeros((1, 1)), 0.0)
 
-    return Evaluations(sums, look, lambda state: state, lambda counts: None)
+    return Evaluations(sums, evaluate, lambda state: state, lambda counts: None)
 
 
 def test_steps_that_lower_the_bound_or_leave_no_gaussian_are_halved():

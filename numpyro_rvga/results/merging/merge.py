@@ -91,7 +91,7 @@ def _merged_fields(parts: Sequence[Fitted], data: Sequence[Any] | None, rounds: 
             result = _in_rounds(parts, states, list(data), limit)
             info |= facts_of(result, limit)
             state = result.state
-            return common | _fields(FullGaussian(state.mean, state.root), state, result.look.bound)
+            return common | _fields(FullGaussian(state.mean, state.root), state, result.evaluation.bound)
         state = merged(first.program.initial_state, states)
         warn_of_one_exchange(first.program, [part.num_rows for part in parts], "pass data=, the rows of each part")
         if state.prior_factor is not None:

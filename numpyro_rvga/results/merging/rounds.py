@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ...core.updates.state import CanonicalGaussian, Count, State
-from ...engines.certificate import Certificate, Look, Sums
+from ...engines.certificate import BoundEvaluation, Certificate, Sums
 from ...engines.engine import Engine
 from ...engines.natural_steps import with_prior_factor, without_prior_factor
 from ...model import Program
@@ -39,13 +39,13 @@ class Evaluations(NamedTuple):
     """What steps take.
 
     :ivar sums: state -> sums over all parts' rows.
-    :ivar look: state, sums -> the bound and its natural gradient.
+    :ivar evaluate: state, sums -> the bound and its natural gradient.
     :ivar with_exact_prior: a state with the true prior in place of its approximation.
     :ivar of_sample: the number of rows of each part -> the state of a sample of them; see :func:`state_of_sample`.
     """
 
     sums: Callable[[State], Sums]
-    look: Callable[[State, Sums], Look]
+    evaluate: Callable[[State, Sums], BoundEvaluation]
     with_exact_prior: Callable[[State], State]
     of_sample: Callable[[Sequence[int]], State | None]
 
@@ -57,13 +57,13 @@ def evaluations_of(engine: Engine, start: State, sums: Callable[[State], Sums], 
     def with_exact_prior(state: State) -> State:
         return state if state.prior_factor is None else engine.with_exact_prior(state)[0]
 
-    def look(state: State, rows: Sums) -> Look:
-        return certificate.look(start, state, rows)
+    def evaluate(state: State, rows: Sums) -> BoundEvaluation:
+        return certificate.evaluate(start, state, rows)
 
     def of_sample(counts: Sequence[int]) -> State | None:
         return state_of_sample(engine, start, counts, sample_of)
 
-    return Evaluations(sums, look, with_exact_prior, of_sample)
+    return Evaluations(sums, evaluate, with_exact_prior, of_sample)
 
 
 def checked_rounds(rounds: int | str) -> int | None:
@@ -82,16 +82,20 @@ class Result(NamedTuple):
     """:ivar errors: how far q was off after each round, in standard deviations; see :func:`_error`."""
 
     state: State
-    look: Look
+    evaluation: BoundEvaluation
     errors: list[float]
 
 
-class _Place(NamedTuple):
-    """:ivar rows: the Gaussian factor of all rows in q, ``target``: that which they have at q. :ivar ahead: where a
-    full step leads; None if to no Gaussian. :ivar move: how far that is."""
+class _Evaluated(NamedTuple):
+    """A q at which all rows have been evaluated.
+
+    :ivar rows: the Gaussian factor of all rows in q. :ivar target: the one with their gradient and curvature at q.
+    :ivar ahead: where a full step leads, to the prior times ``target``; None if that is no Gaussian.
+    :ivar move: how far that is, in standard deviations.
+    """
 
     state: State
-    look: Look
+    evaluation: BoundEvaluation
     rows: CanonicalGaussian
     target: CanonicalGaussian
     ahead: State | None
@@ -119,7 +123,7 @@ class _Steps:
             moves.append(root @ (root.T @ gradient) / np.linalg.norm(root, axis=1))
         return bool(np.mean(np.square(moves), axis=0).max() > APART**2)
 
-    def from_nothing(self, rows: CanonicalGaussian) -> _Place | None:
+    def from_nothing(self, rows: CanonicalGaussian) -> _Evaluated | None:
         """The merged Gaussian: the prior with the rows' factor, or with as much of it as leaves a Gaussian."""
         for halvings in range(MAX_HALVINGS):
             factor = rows.plus(rows, 0.5**halvings - 1)
@@ -128,20 +132,20 @@ class _Steps:
                 return evaluated
         return None
 
-    def from_sample(self, counts: Sequence[int]) -> _Place | None:
+    def from_sample(self, counts: Sequence[int]) -> _Evaluated | None:
         """A sample's Gaussian. ``counts``: rows of each part."""
         state = self._evaluations.of_sample(counts)
         if state is None:
             return None
         return self._evaluated(state, without_prior_factor(state, self._origin).plus(self._base, -1.0))
 
-    def after(self, at: _Place) -> tuple[_Place, float] | None:
+    def after(self, at: _Evaluated) -> tuple[_Evaluated, float] | None:
         """Where the first step that does not lower the bound leads, and its length."""
         for halvings in range(MAX_HALVINGS):
             step = 0.5**halvings
             factor = at.rows.plus(at.rows, -step).plus(at.target, step)
             evaluated = self._evaluated(self._state(at.state, factor) if halvings else at.ahead, factor)
-            if evaluated is not None and evaluated.look.bound >= at.look.bound - _rounding(at):
+            if evaluated is not None and evaluated.evaluation.bound >= at.evaluation.bound - _rounding(at):
                 return evaluated, step
         return None
 
@@ -150,16 +154,17 @@ class _Steps:
         state = state_of(with_prior_factor(self._base.plus(rows), before), before, self._num_rows)
         return None if state is None else self._evaluations.with_exact_prior(state)
 
-    def _evaluated(self, state: State | None, rows: CanonicalGaussian) -> _Place | None:
+    def _evaluated(self, state: State | None, rows: CanonicalGaussian) -> _Evaluated | None:
         if state is None:
             return None
         sums = self._evaluations.sums(state)
-        look = self._evaluations.look(state, sums)
-        if not np.isfinite(look.bound):
+        evaluation = self._evaluations.evaluate(state, sums)
+        if not np.isfinite(evaluation.bound):
             return None
         target = row_factor(state, sums, self._origin)
         ahead = self._state(state, target)
-        return _Place(state, look, rows, target, ahead, np.inf if ahead is None else distance(state, ahead))
+        move = np.inf if ahead is None else distance(state, ahead)
+        return _Evaluated(state, evaluation, rows, target, ahead, move)
 
 
 def in_rounds(start: State, states: Sequence[State], evaluations: Evaluations, rounds: int | None) -> Result | None:
@@ -184,7 +189,7 @@ def in_rounds(start: State, states: Sequence[State], evaluations: Evaluations, r
             break
         errors.append(_error(at.move, step[0].move, step[1]))
         at = step[0]
-    return Result(at.state, at.look, errors)
+    return Result(at.state, at.evaluation, errors)
 
 
 def _error(before: float, after: float, step: float) -> float:
@@ -198,8 +203,8 @@ def _error(before: float, after: float, step: float) -> float:
     return after * float(np.clip(step / max(1 - share_left, 1 / MOST_TO_COME), 1.0, MOST_TO_COME))
 
 
-def _rounding(at: _Place) -> float:
-    return 8 * float(np.finfo(at.state.mean.dtype).eps) * abs(at.look.bound)
+def _rounding(at: _Evaluated) -> float:
+    return 8 * float(np.finfo(at.state.mean.dtype).eps) * abs(at.evaluation.bound)
 
 
 def warn_of_one_exchange(program: Program, counts: Sequence[int], remedy: str) -> None:
@@ -228,8 +233,8 @@ def facts_of(result: Result, rounds: int | None) -> dict:
         "rounds": len(result.errors),
         "merge_errors": np.array(result.errors),
         "merge_error": error,
-        "squared_natural_gradient": result.look.squared_natural_gradient,
-        "elbo_error": result.look.error,
+        "squared_natural_gradient": result.evaluation.squared_natural_gradient,
+        "elbo_error": result.evaluation.error,
         "converged": bool(error < TOLERANCE),
     }
 
