@@ -64,7 +64,7 @@ class Family(Protocol):
         ...
 
     def predictor_root(self, jacobian: Array) -> Array:
-        """Z (..., C, K) with Z Z^T = F Sigma F^T, for Jacobians F (..., C, P)."""
+        """Z (..., C, K) with Z Z^T = J Sigma J^T, for Jacobians J (..., C, P)."""
         ...
 
     def covariance_times(self, vector: Array) -> Array:

@@ -97,7 +97,7 @@ def times_root(jacobian: Array | SparseJacobian, root: Array) -> Array:
 
 
 def vjp(jacobian: Array | SparseJacobian, gradients: Array) -> Array:
-    """sum Z_i^T g_i, (r,)."""
+    """sum J_i^T g_i, (r,), of gradients g_i (n, C)."""
     if isinstance(jacobian, SparseJacobian):
         products = jnp.einsum("nck,nc->nk", jacobian.values, gradients)
         return jnp.zeros(jacobian.size, gradients.dtype).at[jacobian.index].add(products)
@@ -105,7 +105,7 @@ def vjp(jacobian: Array | SparseJacobian, gradients: Array) -> Array:
 
 
 def gram(jacobian: Array | SparseJacobian, weights: Array) -> Array:
-    """sum Z_i^T W_i Z_i: (r, r); of sparse Jacobians packed."""
+    """sum J_i^T W_i J_i, (r, r), of weights W_i (n, C, C); of sparse Jacobians packed."""
     if isinstance(jacobian, SparseJacobian):
         return jacobian.gram(weights)
     n, c, r = jacobian.shape
@@ -113,10 +113,10 @@ def gram(jacobian: Array | SparseJacobian, weights: Array) -> Array:
 
 
 def covariance(jacobian: Array | SparseJacobian, sigma: Array | Packed) -> Array:
-    """Z_i Sigma Z_i^T for each factor, (n, C, C).
+    """J_i Sigma J_i^T for each factor, (n, C, C).
 
     :param sigma: Sigma packed (for sparse Jacobians only), or any A with A^T A = Sigma. Sparse Jacobians take A if
-        what they make is diagonal.
+        their products are diagonal.
     """
     if isinstance(jacobian, SparseJacobian):
         assert isinstance(sigma, Packed) or jacobian.is_diagonal

@@ -73,7 +73,7 @@ def _solve_mean_traced(
     """As :func:`_solve_mean`."""
     solver = form.solver(proposal.factor)
 
-    def going(carry: tuple) -> Array:
+    def is_unsolved(carry: tuple) -> Array:
         count, *_, length = carry
         return (count <= num_steps) & ~(length <= tolerance)
 
@@ -90,7 +90,7 @@ def _solve_mean_traced(
     nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(slope_at, mean, covariances))
     unknown = jnp.full((), jnp.nan, mean.dtype)
     begin = (jnp.zeros((), jnp.int32), mean, mean, nothing, unknown)
-    _, _, mean, slope, _ = lax.while_loop(going, next_evaluation, begin)
+    _, _, mean, slope, _ = lax.while_loop(is_unsolved, next_evaluation, begin)
     return mean, slope
 
 
@@ -119,7 +119,7 @@ class Progress(NamedTuple):
 
 
 class Evaluated(NamedTuple):
-    """What is known at N(mean, Lambda^-1), with Lambda that of the proposal.
+    """The factors' expectations at N(mean, Lambda^-1), with Lambda that of the proposal.
 
     :ivar slope: value and gradient b of the bound's part that depends on the mean (r,).
     :ivar newton_step: Lambda^-1 b (r,). :ivar squared_length: b' Lambda^-1 b, of the mean's natural gradient, in nats.
@@ -156,19 +156,19 @@ class StepParts(NamedTuple):
         return Pending(state, proposal, covariances)
 
     def evaluate(
-        self, problem: PyTree, base: Base, form: PrecisionForm, at: Pending, mean: Array, *, search: Search
+        self, problem: PyTree, base: Base, form: PrecisionForm, pending: Pending, mean: Array, *, search: Search
     ) -> Evaluated:
         """The second part: expectations over the factors, at a mean and the proposal's covariance."""
-        expected = self.objective_of(search, problem).expect(mean, at.covariances)
+        expected = self.objective_of(search, problem).expect(mean, pending.covariances)
         slope = with_base(base, form, mean, expected)
-        move = form.solver(at.proposal.factor)(slope.gradient)
+        move = form.solver(pending.proposal.factor)(slope.gradient)
         return Evaluated(mean, slope, move, slope.gradient @ move)
 
     def update(
-        self, problem: PyTree, form: PrecisionForm, at: Pending, evaluated: Evaluated, *, search: Search
+        self, problem: PyTree, form: PrecisionForm, pending: Pending, evaluated: Evaluated, *, search: Search
     ) -> tuple[SolverState, Progress]:
         """The third part: the state after an evaluation."""
-        (state, proposal, _), objective = at, self.objective_of(search, problem)
+        (state, proposal, _), objective = pending, self.objective_of(search, problem)
         exact, target = choose_target(search, form, objective, proposal, evaluated.mean, evaluated.slope.hessians)
         state = update(search, form, state, proposal, evaluated.mean, evaluated.slope, exact, target)
         new = state.evaluation
@@ -191,17 +191,17 @@ def solve(
     """
     started, iterations, tolerance, more = False, 0, search.settings.tolerance, True
     entries = entries_of_steps(search, steps.form, state)
-    plain, history = None, deque(maxlen=MEMORY)  # the state before an accelerated step, and where the search has been
+    plain, history = None, deque(maxlen=MEMORY)  # the state before an accelerated step, and the last states
     while more:
-        at = steps.propose(state)
+        pending = steps.propose(state)
         solves_for_mean = search.solves_for_mean if started else search.solves_for_first_mean
-        evaluated = steps.evaluate(at, at.proposal.mean)
+        evaluated = steps.evaluate(pending, pending.proposal.mean)
         if solves_for_mean:
-            evaluated = _solve_mean(steps.evaluate, at, evaluated, tolerance)
-        state, progress = steps.update(at, evaluated)
+            evaluated = _solve_mean(steps.evaluate, pending, evaluated, tolerance)
+        state, progress = steps.update(pending, evaluated)
         progress = jax.device_get(progress)
         has_moved = started and int(progress.iterations) > iterations
-        if plain is not None and (not has_moved or bool(state.stuck)):  # plain steps may lead on from there
+        if plain is not None and (not has_moved or bool(state.stuck)):  # it failed: plain steps from before it
             state, plain = plain, None
             history.clear()
             continue
@@ -220,8 +220,8 @@ def solve(
 
 
 def begun_again(state: SolverState) -> SolverState:
-    """The state of a search whose bound is another one from now on: the next step is taken, wherever it leads, and is
-    where steps are counted from."""
+    """The state of a search that goes on with other expectations, whose bounds do not compare with those before: the
+    next step is accepted whatever its bound, and steps are counted from there."""
     evaluation = state.evaluation
     lowest = evaluation.bound - jnp.inf
     evaluation = evaluation._replace(bound=lowest, decrement=-lowest)
@@ -230,9 +230,11 @@ def begun_again(state: SolverState) -> SolverState:
 
 
 def _solve_mean(
-    evaluate: Callable[[Pending, Array | np.ndarray], Evaluated], at: Pending, best: Evaluated, tolerance: float
+    evaluate: Callable[[Pending, Array | np.ndarray], Evaluated], pending: Pending, best: Evaluated, tolerance: float
 ) -> Evaluated:
-    """After Newton steps of the mean, at the proposal's covariance, that raise the bound.
+    """The evaluation after Newton steps of the mean that raise the bound, at the proposal's covariance:
+
+    m <- m + Lambda^-1 b, with b the gradient of the bound in the mean.
 
     :param best: before them. :param tolerance: squared length of the mean's natural gradient at which to stop.
     """
@@ -240,7 +242,7 @@ def _solve_mean(
     for _ in range(MAX_MEAN_STEPS):
         if length <= tolerance:
             break
-        new = evaluate(at, mean + move)
+        new = evaluate(pending, mean + move)
         new_mean, new_move, new_value, new_length = _on_host(new)
         if new_value > value:
             best, mean, move, value, length = new, new_mean, new_move, new_value, new_length

@@ -30,7 +30,7 @@ class Observation(NamedTuple):
     """A block of n rows.
 
     :ivar kinds: the kinds of its factors.
-    :ivar linearize: theta (P,) -> factors: predictors f_i(theta) (``predictors``) and their Jacobians (``jacobian``).
+    :ivar linearize: theta (P,) -> factors: predictors F_i(theta) (``predictors``) and Jacobians J_i (``jacobian``).
     :ivar rows: pytree of (n, ...) arrays.
     :ivar log_lik: (theta, one row) -> log p(y_i | theta).
     :ivar drawn_log_lik: (theta, one row, rng_key) -> log p(y | theta) of an outcome y that is drawn from the row's own
@@ -88,7 +88,7 @@ def make_estimator(hessian: str, num_samples: int) -> Estimator:
 
 
 def _in_predictor_space(q: Family, observation: Observation, *, expected: bool) -> ExpectedDerivatives:
-    """g = sum F_i^T g_i and H = -sum F_i^T G_i F_i, with F_i the Jacobians at q's mean.
+    """g = sum J_i^T g_i and H = -sum J_i^T G_i J_i, with J_i the predictors' Jacobians at q's mean.
 
     :param expected: g_i and G_i are expectations under q. Else they are taken at the mean: G_i is minus the Fisher
         information, or for kinds without one the Hessian without its positive part.
@@ -123,7 +123,7 @@ class _Part(NamedTuple):
 
 
 def _pulled_back(parts: list[_Part]) -> ExpectedDerivatives:
-    """g = sum F_i^T g_i and H = -sum F_i^T G_i F_i."""
+    """g = sum J_i^T g_i and H = -sum J_i^T G_i J_i."""
     flat = [part.jacobian.reshape(-1, part.jacobian.shape[-1]) for part in parts]
     slopes = jnp.concatenate([part.gradients.reshape(-1) for part in parts])
     gradient = slopes @ jnp.concatenate(flat)
@@ -146,9 +146,9 @@ def _pulled_back(parts: list[_Part]) -> ExpectedDerivatives:
 def implicit(
     settings_of: Callable[[int], Settings], rng_key: Array, q: Family, observation: Observation
 ) -> ExpectedDerivatives:
-    """g and H under the q' that minimizes KL(q' || p(y | theta) q), with f linearized at q's mean.
+    """g and H under the q' that minimizes KL(q' || p(y | theta) q), with predictors linearized at q's mean.
 
-    The predictors of the block have the covariance S_0 = F Sigma F^T under q. With S_0 = L L^T they are offset + L e,
+    The predictors of the block have the covariance S_0 = J Sigma J^T under q. With S_0 = L L^T they are offset + L e,
     and q' comes as a Gaussian over e (R-VGA paper, section 4.3). Then mu' = mu + Sigma g and Lambda' = Lambda + H.
 
     :param settings_of: the number of rows -> when that search stops.

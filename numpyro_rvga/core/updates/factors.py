@@ -69,7 +69,7 @@ class Kind(NamedTuple):
     fresh: Callable[[Array, Array, tuple], Array] | None = None
 
     def at(self, predictors: Array, constants: tuple) -> Moments:
-        """Of n factors, the moments at predictors (n, C) of no variance."""
+        """phi (n,), its gradient (n, C) and its Hessian (n, C, C) at predictors (n, C), which have no variance."""
         nothing = jnp.zeros((*predictors.shape, predictors.shape[1]), predictors.dtype)
         return jax.vmap(self.plugin)(predictors, nothing, constants)
 
@@ -99,7 +99,7 @@ class Accounts(NamedTuple):
 
 
 class Totals(NamedTuple):
-    """Over all factors: sum E[phi] and sum Z_i^T g_i."""
+    """Over all factors: sum E[phi] () and sum J_i^T g_i (r,)."""
 
     value: Array
     gradient: Array
@@ -107,7 +107,7 @@ class Totals(NamedTuple):
 
 
 class Expected(NamedTuple):
-    """Over all factors: sum E[phi], sum Z_i^T g_i, and what the curvature needs to know: E[hess phi] by kind.
+    """Over all factors: sum E[phi] (), sum J_i^T g_i (r,), and G_i = E[hess phi] (n, C, C) by kind, for the curvature.
 
     :ivar gradients: by set of factors, in the coordinates of theta; () if there are no sets.
     """
@@ -120,7 +120,7 @@ class Expected(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """Over all factors: E[phi], Z' g and -Z' G Z, which comes as :func:`~.jacobians.gram` has it."""
+    """Over all factors: sum E[phi] (), sum J_i^T g_i (r,) and -sum J_i^T G_i J_i as of :func:`~.jacobians.gram`."""
 
     value: Array
     gradient: Array
@@ -143,15 +143,15 @@ def covariances(blocks: tuple[Factors, ...], sigma: Array | Packed) -> tuple[Arr
 
 
 def covariances(blocks: tuple[Factors, ...], sigma: Array | Packed | None) -> tuple[Array, ...] | None:
-    """Z_i Lambda^-1 Z_i^T by kind, (n, C, C). ``sigma``: Lambda^-1 as :func:`~.jacobians.covariance` takes it; None for
-    a point mass, which has none."""
+    """J_i Sigma J_i^T by kind, (n, C, C). ``sigma``: as :func:`~.jacobians.covariance` takes it; None for a point mass,
+    which has none."""
     return None if sigma is None else tuple(covariance(block.jacobian, sigma) for block in blocks)
 
 
 def expect(
     kinds: tuple[Kind, ...], blocks: tuple[Factors, ...], covariances: tuple[Array, ...] | None = None
 ) -> tuple[Totals, tuple[Array, ...]]:
-    """What is expected of factors: sums, and E[hess phi] by kind.
+    """Sums over factors of E[phi] and J_i^T g_i, and G_i = E[hess phi] by kind.
 
     :param covariances: None for a point mass, with derivatives at the mean.
     """
@@ -160,11 +160,11 @@ def expect(
     for i, (kind, block) in enumerate(zip(kinds, blocks)):
         if covariances is None:
             e, g, h = kind.at(block.predictors, block.constants)
-            off = jnp.zeros_like(e)
+            error = jnp.zeros_like(e)
         else:
-            (e, g, h), off = kind.expect(block.predictors, covariances[i], block.constants)
+            (e, g, h), error = kind.expect(block.predictors, covariances[i], block.constants)
         values.append(jnp.sum(e))
-        errors.append(jnp.sum(off))
+        errors.append(jnp.sum(error))
         value, gradient = value + values[-1], gradient + vjp(block.jacobian, g)
         hessians.append(h)
     accounts = Accounts(*[jnp.stack(x) if x else jnp.zeros(0) for x in (values, errors)])
@@ -174,7 +174,7 @@ def expect(
 def curvature_of(
     kinds: tuple[Kind, ...], blocks: tuple[Factors, ...], hessians: tuple[Array, ...], *, clamped: bool = False
 ) -> Array:
-    """-Z' G Z. ``clamped``: with each G's negative part only."""
+    """-sum J_i^T G_i J_i. ``clamped``: with each G_i's negative part only."""
     curvature = jnp.asarray(0.0)
     for kind, block, h in zip(kinds, blocks, hessians):
         if clamped and not kind.concave:
@@ -186,7 +186,7 @@ def curvature_of(
 def expected_values(
     kinds: tuple[Kind, ...], blocks: tuple[Factors, ...], sigma: Array | Packed, shape: tuple[int, ...]
 ) -> Array:
-    """E[phi], in this shape: of factors that come in this order, those of the same place summed."""
+    """E[phi] in this shape, of factors in its order: what several kinds have at the same index is summed."""
     total: Any = 0.0
     for kind, block, of_predictors in zip(kinds, blocks, covariances(blocks, sigma)):
         (values, _, _), _ = kind.expect(block.predictors, of_predictors, block.constants)
@@ -195,6 +195,6 @@ def expected_values(
 
 
 def evaluate(kinds: tuple[Kind, ...], blocks: tuple[Factors, ...], sigma: Array | Packed | None) -> Sums:
-    """All sums. ``sigma``: as :func:`covariances` takes it; None for a point mass."""
+    """The sums of :class:`Sums`. ``sigma``: as :func:`covariances` takes it; None for a point mass."""
     totals, hessians = expect(kinds, blocks, covariances(blocks, sigma))
     return Sums(totals.value, totals.gradient, curvature_of(kinds, blocks, hessians))

@@ -72,7 +72,7 @@ def _read(form: object, factors: Factors[SparseJacobian]) -> _Terms:
 
 
 def have_one_scale(form: object, factors: Factors[SparseJacobian]) -> Array:
-    """Whether terms have, up to factors that are known: theta enters all log scales alike, by entries of the corner."""
+    """Whether theta enters the log scales of all terms alike, by entries of the corner: scales then differ by constants."""
     terms = _read(form, factors)
     if terms.of_scale is None:
         return jnp.asarray(True)
@@ -113,7 +113,7 @@ def sums_of(form: object, factors: Factors[SparseJacobian], precisions: Arrow) -
 
 
 def _least_squares(precisions: Arrow, gram: Array, linear: Array) -> Array:
-    """About the x of the least x . gram x / 2 + linear . x, by conjugate gradients in the scale of the diagonal."""
+    """x (r,) near the minimum of x . gram x / 2 + linear . x, by conjugate gradients preconditioned by the diagonal."""
     parts, diagonal = precisions.packing.parts(gram), precisions.packing.diagonal(gram)
     scale = jnp.where(diagonal > 0, 1 / jnp.where(diagonal > 0, diagonal, 1.0), 0.0)
 
@@ -133,7 +133,7 @@ def _least_squares(precisions: Arrow, gram: Array, linear: Array) -> Array:
 
 
 def start_of(all_sums: Sequence[NormalSums], mean: Array, precisions: Arrow) -> tuple[Array, Array]:
-    """Mean and precision where a search may start: where rows alone are most probable, as far as they say.
+    """Mean and precision where a search may start: those of the rows alone, in the entries that rows depend on.
 
     :param mean: of the prior. :param precisions: whose start has the prior's.
     """
@@ -143,7 +143,7 @@ def start_of(all_sums: Sequence[NormalSums], mean: Array, precisions: Arrow) -> 
     for one in all_sums:
         log_scale, length = one.log_scale + one.slope @ mean, one.slope @ one.slope
         rise = 0.5 * jnp.log(one.squares / one.weight) - log_scale
-        rise = jnp.where(jnp.abs(rise) < FURTHEST, rise, 0.0)  # what fits exactly tells no scale
+        rise = jnp.where(jnp.abs(rise) < FURTHEST, rise, 0.0)  # rows that fit exactly determine no scale
         mean = mean + one.slope * jnp.where(length > 0, rise / jnp.where(length > 0, length, 1.0), 0.0)
         precision = precision + one.gram * jnp.exp(-2 * (log_scale + rise))
         precision = precision + one.weight * precisions.packing.outer(one.slope, one.slope)
@@ -165,19 +165,19 @@ class NormalRows(NamedTuple):
         if sigma is None:
             return None
         packing = self.precisions.packing
-        parts, found = packing.parts(sigma.array), []
+        parts, by_site = packing.parts(sigma.array), []
         for one in self.sums:
-            moved = self.precisions.times(parts, one.slope[:, None])[:, 0]
-            found.append((packing.inner(one.gram, sigma.array), moved, one.slope @ moved))
-        return tuple(found)
+            product = self.precisions.times(parts, one.slope[:, None])[:, 0]
+            by_site.append((packing.inner(one.gram, sigma.array), product, one.slope @ product))
+        return tuple(by_site)
 
     def expected(self, theta: Array, covariances: PyTree) -> tuple[Totals, PyTree]:
         """Their sums, and what :meth:`curvature` takes. ``covariances`` None: q is a point mass."""
         total, gradient, values, curvatures = jnp.zeros((), theta.dtype), jnp.zeros_like(theta), [], []
         for number, one in enumerate(self.sums):
             zero = jnp.zeros((), theta.dtype)
-            trace, moved, variance = (zero, 0.0, zero) if covariances is None else covariances[number]
-            away = theta - 2 * moved - one.reference
+            trace, sigma_slope, variance = (zero, 0.0, zero) if covariances is None else covariances[number]
+            away = theta - 2 * sigma_slope - one.reference
             product = self.precisions.times(self.precisions.packing.parts(one.gram), away[:, None])[:, 0]
             squares = one.squares + 2 * one.linear @ away + away @ product + trace
             log_scale = one.log_scale + one.slope @ theta

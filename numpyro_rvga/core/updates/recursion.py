@@ -2,7 +2,7 @@
 
 The state's covariance is kept as a square root S (Sigma = S S^T, S of any form): positive definite by construction.
 In the coordinates e of theta = mean + S e the state is the standard normal, and a block of n C < P predictors moves
-it in the n C-dimensional span of S^T F^T only.
+it in the n C-dimensional span of S^T J^T only, with J their Jacobian (n C, P).
 """
 
 from __future__ import annotations
@@ -46,7 +46,9 @@ def implicit_step(
 ) -> Callable[[State, Array], tuple[State, StepInfo]]:
     """The exact minimizer N(mu', Lambda'^-1) of KL(q' || p(rows | theta) q), as in R-VGA paper, 28-29:
 
-    Lambda' = Lambda - F^T G F, mu' = mu + Sigma F^T g, with g and G taken under q' itself.
+    Lambda' = Lambda - sum J_i^T G_i J_i,     mu' = mu + Sigma sum J_i^T g_i,
+
+    with g_i = E[grad phi_i] and G_i = E[hess phi_i] taken under q' itself.
 
     :param num_linearizations: how many times the predictors are linearized: once, if they are affine.
     :param linearize: theta (P,) -> factors with ``predictors`` = F_i(theta) and ``jacobian`` the Jacobians (n, C, P).
@@ -94,7 +96,9 @@ def _shifted(blocks: tuple[Factors, ...], e: Array) -> tuple[Factors, ...]:
 def explicit_step(
     kinds: tuple[Kind, ...], linearize: Callable[[Array], tuple[Factors, ...]]
 ) -> Callable[[State, Array], tuple[State, StepInfo]]:
-    """Lambda' = Lambda - F^T G F, mu' = mu + Sigma' F^T g, with g and G taken under q (R-VGA paper, 30-31).
+    """The update with expectations under q (R-VGA paper, 30-31):
+
+    Lambda' = Lambda - sum J_i^T G_i J_i,     mu' = mu + Sigma' sum J_i^T g_i.
 
     A curvature that would make Lambda' indefinite loses its negative part.
     """
@@ -144,8 +148,8 @@ def scan_blocks(
 
 
 def _subspace(root: Array, factors: tuple[Factors, ...]) -> tuple[list[Array], Array | None]:
-    """Jacobians F S in coordinates of the span of S^T F^T, (n, C, r), and its orthonormal basis (r, P), or None: all of
-    R^P."""
+    """Jacobians J_i S in coordinates of the span of their rows, (n, C, r), and its orthonormal basis (r, P); None: all
+    of R^P."""
     whitened = [f.jacobian @ root for f in factors]
     sizes = [z.shape[0] * z.shape[1] for z in whitened]
     total, size = sum(sizes), root.shape[0]
@@ -193,6 +197,7 @@ def _move(
 
 
 def _compensated_add(total: Array, error: Array, change: Array) -> tuple[Array, Array]:
+    """The sum and its rounding error (Kahan)."""
     change = change + error
     after = total + change
     return after, change - (after - total)

@@ -16,7 +16,10 @@ from .state import Absorbed, RowFactors
 def absorbed_moments(
     kinds: tuple[Kind, ...], factors: tuple[Factors, ...], predictor_scales: tuple[Array, ...]
 ) -> tuple[Absorbed, ...]:
-    """Moments of the factors' predictors: means ``predictors`` and covariances scale_i scale_i^T."""
+    """Moments of the factors' predictors under q: means ``predictors`` and covariances scale_i scale_i^T.
+
+    :param predictor_scales: scale_i by kind, (n, C, r).
+    """
 
     def one(kind, mean, scale, constants):
         covariance = scale @ scale.T
@@ -36,7 +39,11 @@ def absorbed_moments(
 def row_factors_of(
     kinds: tuple[Kind, ...], factors: tuple[Factors, ...], absorbed: tuple[Absorbed, ...]
 ) -> tuple[RowFactors, ...]:
-    """The sites of factors that q took in when it saw them so: of their expected value and derivatives then."""
+    """The Gaussian approximations by which factors are part of q, from their predictors' moments at that time.
+
+    With E[phi], g = E[grad phi] and G = E[hess phi] under u ~ N(m, S), the approximation's logarithm is
+    E[phi] + g . (u - m) + (u - m)' G (u - m) / 2 - tr(G S) / 2: it has the same three expectations.
+    """
     return tuple(
         _row_factors(seen, kind.expect(seen.mean, seen.covariance, block.constants)[0])
         for kind, block, seen in zip(kinds, factors, absorbed)
@@ -44,7 +51,7 @@ def row_factors_of(
 
 
 def _row_factors(seen: Absorbed, moments: Moments) -> RowFactors:
-    """Of n factors of one kind."""
+    """The approximations of n factors of one kind, from E[phi] (n,), g (n, C) and G (n, C, C)."""
 
     def one(mean, covariance, moments):
         value, gradient, hessian = moments
@@ -61,9 +68,11 @@ def row_factors_and_residuals(
     predictor_scales: tuple[Array, ...],
     absorbed: tuple[Absorbed, ...],
 ) -> tuple[tuple[RowFactors, ...], tuple[Array, ...]]:
-    """The sites of factors (see :func:`row_factors_of`), and by how much they are not those that this q would make (see
-    :func:`absorbed_moments`), (n,) by kind: the length of what q's natural gradient lacks for each factor, in standard
-    deviations of q."""
+    """The approximations of :func:`row_factors_of`, and their residuals at this q, (n,) by kind.
+
+    A residual is the length of what a factor's natural gradient at q differs by from its approximation's, in standard
+    deviations of q: sqrt(dg' S dg + tr((S dG)^2) / 2), with S the predictors' covariance under q.
+    """
 
     def one(mean, covariance, moments, site):
         _, gradient, hessian = moments
@@ -84,7 +93,7 @@ def row_factors_and_residuals(
 
 
 def quadratic_sums(factors: Factors, approximations: RowFactors) -> Sums:
-    """Of the approximations of n factors at their predictors, and of the Jacobians there."""
+    """Value, gradient (r,) and minus Hessian (r, r) in e of the summed approximations, where e = 0."""
     product = jnp.einsum("ncd,nd->nc", approximations.precision, factors.predictors)
     weighted = jnp.einsum("ncd,ndr->ncr", approximations.precision, factors.jacobian)
     gradient = jnp.einsum("nc,ncr->r", approximations.linear - product, factors.jacobian)
@@ -94,7 +103,7 @@ def quadratic_sums(factors: Factors, approximations: RowFactors) -> Sums:
 
 
 def predictor_scales(factors: tuple[Factors, ...], precision_root: Array) -> tuple[Array, ...]:
-    """Z_i Lambda^(-1/2) for each factor, (n, C, r)."""
+    """J_i L^-T for each factor, (n, C, r), with the precision L L^T: J_i Lambda^-1 J_i^T is its square."""
 
     def scale(jacobian):
         n, c, r = jacobian.shape
