@@ -87,7 +87,7 @@ class BatchSolver:
         _check_proper(program, after, converged=bool(info.converged))
         facts, bound, error = {}, float(after.log_evidence), 0.0
         if self._options.has_bound and learned is None:
-            error, excess = expectation_errors(engine, after, rows, info.accounts)
+            error, excess = expectation_errors(engine, after, rows, info.error_estimates)
             facts["elbo_error"], bound = error, bound - excess
             if is_worth_more(engine, after, rows, error, bound):
                 options = {"progress_bar": progress_bar, "started": started}

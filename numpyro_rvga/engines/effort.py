@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..core.expectations.quadrature import CUBE_NODES, fifth_degree_nodes, num_cube_nodes
-from ..core.updates.factors import Accounts, Kind
+from ..core.updates.factors import ErrorEstimates, Kind
 from ..core.updates.search import Settings
 from ..model.terms.terms import Terms
 from ..options import Options
@@ -49,12 +49,12 @@ class Effort(NamedTuple):
         allowed = ENOUGH_DRAWS if self.takes_draws else self.allowed_error(bound, num_rows)
         return self.can_be_thorough and error > allowed
 
-    def few_nodes_suffice(self, num_rows: int, accounts: Accounts, bound: float) -> bool:
+    def few_nodes_suffice(self, num_rows: int, error_estimates: ErrorEstimates, bound: float) -> bool:
         """Whether expectations by few nodes need no finer rules.
 
-        :param accounts: of all factors by these nodes. :param bound: of which they are a part.
+        :param error_estimates: of all factors by these nodes. :param bound: of which they are a part.
         """
-        return float(np.sum(np.asarray(accounts.errors))) <= self.allowed_error(bound, num_rows)
+        return float(np.sum(np.asarray(error_estimates.errors))) <= self.allowed_error(bound, num_rows)
 
     def allowed_error(self, bound: float | None, num_rows: int) -> float:
         """The error of all expectations together, in nats, that is of no consequence, or of rounding."""
@@ -91,7 +91,7 @@ class Effort(NamedTuple):
         """Whether there are expectations that estimate their errors, and none that has to be compared with others."""
         kinds = (*self.rows, *self.prior)
         has_errors = [kind.has_errors for kind in kinds]
-        return any(has_errors) and all(has or kind.fresh is None for has, kind in zip(has_errors, kinds))
+        return any(has_errors) and all(has or kind.held_out is None for has, kind in zip(has_errors, kinds))
 
     @property
     def is_sampled(self) -> bool:

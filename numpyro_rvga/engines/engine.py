@@ -45,7 +45,7 @@ from .kinds import make_kind
 from .linearized import (
     AbsorbedRows,
     absorbed_row_factors,
-    at_places,
+    at_indices,
     by_row,
     factors_of,
     merged_by_form,
@@ -85,9 +85,9 @@ class Engine:
         self.effort = self._effort(effort)
         self.kinds, self.prior_kinds = self.effort.rows, self.effort.prior
         pattern = selecting_pattern(program.layout.size)
-        self._seen = [(terms, pattern if terms.site in program.selections else None) for terms in program.terms]
-        self._prior_seen = [(terms, None) for terms in program.prior.terms]
-        self._prior_forms = sites_by_form(self._prior_seen, program.prior_inputs)
+        self._row_terms = [(terms, pattern if terms.site in program.selections else None) for terms in program.terms]
+        self._prior_terms = [(terms, None) for terms in program.prior.terms]
+        self._prior_forms = sites_by_form(self._prior_terms, program.prior_inputs)
         self.is_affine = all(t.is_affine for t in program.terms)
         wide = any(t.num_predictors > SYMMETRIC_PREDICTORS or not t.is_affine for t in program.terms)
         rng = np.random.default_rng(key_numbers(rng_key))  # JAX's own takes a quarter of a second to compile
@@ -95,8 +95,8 @@ class Engine:
         self.devices = Devices(None) if devices is None else devices
         # Within other compiled functions: a model's predictors are then traced once for each of these, not each time.
         # By site: predictors at theta (n E, C), their Jacobians (n E, C, P), and constants.
-        self.prepare, self.linearize = jit(self._prepare), jit(partial(factors_of, self._seen))
-        of_forms = [self._prior_seen[same[0]] for same in self._prior_forms]
+        self.prepare, self.linearize = jit(self._prepare), jit(partial(factors_of, self._row_terms))
+        of_forms = [self._prior_terms[same[0]] for same in self._prior_forms]
         self._prepare_prior = jit(self._prior_prepared)
         self._linearize_prior = jit(partial(factors_of, of_forms))
         self._prepare_block = Compiled(self._prepared_block, level=0)
@@ -202,10 +202,10 @@ class Engine:
         """The state after rows, solved for together with the prior's own terms.
 
         :param prior_inputs: as ``program.prior_inputs``. :param rows: (n, ...) arrays. :param weights: (n,).
-        :param absorbed_rows: how the state knows these rows, if it does: their Gaussian approximations are divided out
-            of it. None: they are new.
+        :param absorbed_rows: the Gaussian approximations by which these rows are part of the state; they are divided
+            out of it. None: the rows are new.
         :param nearby: where the search starts; None: at the state.
-        :param with_absorbed: report how q sees the rows, for later solves.
+        :param with_absorbed: report the moments of the rows' predictors under q, for later solves.
         """
         prepared, new = self._prepare_block(rows, weights)
         row_factors = None if absorbed_rows is None else self._absorbed_row_factors(absorbed_rows, weights)
@@ -215,8 +215,8 @@ class Engine:
         problem = JointProblem(state, prepared, prior_inputs, row_factors, init)
         new = new if absorbed_rows is None else absorbed_rows.num_new
         others = self._other_means(search, problem, len(weights))
-        with_accounts = self.effort.has_estimated_errors and absorbed_rows is None and not search.mode
-        options: Info = {"with_absorbed": with_absorbed, "with_accounts": with_accounts}
+        with_error_estimates = self.effort.has_estimated_errors and absorbed_rows is None and not search.mode
+        options: Info = {"with_absorbed": with_absorbed, "with_error_estimates": with_error_estimates}
         problem, coarse = self._coarse(search, problem)
         return self.joint_solver(search, problem, new, coarse=coarse, other_means=others, **options)
 
@@ -239,7 +239,10 @@ class Engine:
             (rows, weights), params = problem.chunks, self._params_of(problem)
             rows = {name: array[0] for name, array in rows.items()}
             problem = problem._replace(chunks=self._prepare_block(rows | params, weights[0])[0])
-        options: Info = {"on_step": on_step, "with_accounts": self.effort.has_estimated_errors and not search.mode}
+        options: Info = {
+            "on_step": on_step,
+            "with_error_estimates": self.effort.has_estimated_errors and not search.mode,
+        }
         problem, coarse = self._coarse(search, problem)
         return self.joint_solver(search, problem, num_rows, coarse=coarse, other_means=others, **options)
 
@@ -317,12 +320,12 @@ class Engine:
         return {name: value for name, value in problem.prior_inputs.items() if name == PARAMS}
 
     def solve_with_exact_prior(
-        self, prior_inputs: dict, state: State, rest: Array | None = None, places: np.ndarray | None = None
+        self, prior_inputs: dict, state: State, rest: Array | None = None, indices: np.ndarray | None = None
     ) -> tuple[State, StepInfo]:
         """The best Gaussian for the summary of the data (the state over the prior's Gaussian) times the prior itself.
 
         :param prior_inputs: as ``program.prior_inputs``.
-        :param places: entries of theta (S,) that the state is of, if not of all: those that prior terms depend on. The
+        :param indices: entries of theta (S,) that the state is of, if not of all: those that prior terms depend on. The
             others stay as in ``rest`` (P,).
         """
         search = search_for(
@@ -331,13 +334,13 @@ class Engine:
             staged=self._prior_is_affine and in_stages((), self.prior_kinds, (), self.program.layout.size, 1),
             mode=self.options.scheme == "laplace",
         )
-        problem = PriorProblem(state, prior_inputs, None if places is None else (rest, places))
+        problem = PriorProblem(state, prior_inputs, None if indices is None else (rest, indices))
         return self._prior_solver(search, problem, jnp.zeros((), jnp.int32))
 
     def _prior_parts(self, search: Search, problem: PriorProblem) -> DenseJoint:
         prior = self.prior_set(problem.prior_inputs)
         if problem.among is not None:
-            prior = prior._replace(linearize=partial(at_places, prior.linearize, *problem.among))
+            prior = prior._replace(linearize=partial(at_indices, prior.linearize, *problem.among))
         nothing = FactorSet((), lambda chunk, theta: ())
         return DenseJoint(search, nothing, prior, problem.state)
 
@@ -350,10 +353,10 @@ class Engine:
     def _residuals(
         self, state: State, rows: dict, weights: Array, absorbed: tuple[Absorbed, ...]
     ) -> tuple[Array, tuple[RowFactors, ...]]:
-        """By how much the rows' Gaussian approximations in the state are not those that it would make now, in standard
-        deviations (n,), and these approximations.
+        """The residuals (n,) of the rows' Gaussian approximations in the state, in standard deviations of q, and the
+        approximations; see :func:`row_factors_and_residuals`.
 
-        :param absorbed: how the state saw them when they became part of it: (n, E, ...) arrays.
+        :param absorbed: the moments of their predictors when they became part of the state, (n, E, ...) arrays.
         """
         factors = self.linearize(self.prepare(rows, weights), state.mean)
         whitened = tuple(times_root(f.jacobian, state.root) for f in factors)
@@ -386,7 +389,7 @@ class Engine:
         """What does not depend on theta of rows (n, ...) with weights (n,): of affine predictors, their Jacobians and
         values at theta = 0; see :func:`~.linearized.prepare`."""
         origin = jnp.zeros(self.program.layout.size, self.program.dtype)
-        return prepare(self._seen, origin, rows, weights)
+        return prepare(self._row_terms, origin, rows, weights)
 
     def prior_set(self, inputs: dict) -> FactorSet:
         """The prior's terms. ``inputs``: as ``program.prior_inputs``."""
@@ -396,4 +399,4 @@ class Engine:
 
     def _prior_prepared(self, inputs: dict) -> tuple:
         origin, ones = (jnp.full(n, x, self.program.dtype) for n, x in ((self.program.layout.size, 0), (1, 1)))
-        return merged_by_form(self._prior_forms, prepare(self._prior_seen, origin, inputs, ones))
+        return merged_by_form(self._prior_forms, prepare(self._prior_terms, origin, inputs, ones))

@@ -11,13 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from ..core.updates.factors import Accounts, Kind, covariances
+from ..core.updates.factors import ErrorEstimates, Kind, covariances
 from ..core.updates.state import State
 from ..model.data.row_set import num_distinct, once_each
 from ..model.data.rows import Rows, linspace_indices, num_rows, selected
 from ..user_warnings import warn
 from .engine import Engine
-from .kinds import NUM_FRESH
+from .kinds import NUM_HELD_OUT
 from .row_chunks import chunks_of
 
 WORTH_A_WARNING = 1.0  # nats, in all
@@ -37,26 +37,29 @@ class Accuracy(NamedTuple):
     excess: float
 
 
-def expectation_errors(engine: Engine, state: State, rows: Rows, accounts: Accounts | None = None) -> Accuracy:
-    """The accuracy of expectations at q, over all rows of a state, as some of them let expect, and the prior.
+def expectation_errors(
+    engine: Engine, state: State, rows: Rows, error_estimates: ErrorEstimates | None = None
+) -> Accuracy:
+    """The accuracy of expectations at q, over the prior and all rows of a state, estimated from some of the rows.
 
-    Rules of few nodes estimate their errors. Of samples, the standard error is that of as many sets of fresh nodes.
+    Rules of few nodes estimate their errors. Of samples, the standard error is that of several sets of held-out nodes,
+    which no search has used.
 
     :param rows: all, or a sample. No more than MOST_ROWS are used.
-    :param accounts: of all factors at q, or None. They suffice where their errors are small.
+    :param error_estimates: of all factors at q, or None. They suffice where their errors are small.
     """
     kinds = (*engine.kinds, *engine.prior_kinds)
     rows = engine.program.inputs(rows)
-    if not num_rows(rows) or all(not kind.has_errors and kind.fresh is None for kind in kinds):
+    if not num_rows(rows) or all(not kind.has_errors and kind.held_out is None for kind in kinds):
         return Accuracy(0.0, 0.0)
-    if accounts is not None:
-        error = float(np.sum(np.asarray(accounts.errors)))
+    if error_estimates is not None:
+        error = float(np.sum(np.asarray(error_estimates.errors)))
         allowed = engine.effort.allowed_error(float(state.log_evidence), int(state.num_rows))
-        if error <= allowed or all(kind.fresh is None for kind in kinds):
+        if error <= allowed or all(kind.held_out is None for kind in kinds):
             return Accuracy(error, 0.0)
     most = MOST_ROWS
-    if any(kind.fresh is not None and not t.by_draws for kind, t in zip(engine.kinds, engine.program.terms)):
-        most = min(most, MOST_NODES // (NUM_FRESH * engine.options.num_samples))
+    if any(kind.held_out is not None and not t.by_draws for kind, t in zip(engine.kinds, engine.program.terms)):
+        most = min(most, MOST_NODES // (NUM_HELD_OUT * engine.options.num_samples))
     total = num_rows(rows) if engine.program.whole else int(state.num_rows)
     some, weights = rows, np.ones(num_rows(rows), np.float32)
     if num_distinct(rows, most) <= most:
@@ -68,12 +71,14 @@ def expectation_errors(engine: Engine, state: State, rows: Rows, accounts: Accou
     place = engine.devices.put((state.mean, state.root))
     arguments, count = (engine.program.prior_inputs, *place, chunks), int(weights.sum())
     level = 0 if engine.effort.is_little_work(count) else 1
-    if accounts is not None and count == total:  # only the fresh nodes are to be compiled then
-        fresh = engine.once(("fresh values", level), lambda: _compiled(engine, _fresh_values, level))
-        of_rows, of_prior = jax.device_get(fresh(*arguments))
+    if error_estimates is not None and count == total:  # only the held-out nodes are to be compiled then
+        held_out = engine.once(("held-out values", level), lambda: _compiled(engine, _held_out_values, level))
+        of_rows, of_prior = jax.device_get(held_out(*arguments))
         of_kinds = [
             _Sums(error, None if values is None else value - values, np.zeros(()))
-            for value, error, values in zip(accounts.values, accounts.errors, [*of_prior, *of_rows])  # as in Accounts
+            for value, error, values in zip(
+                error_estimates.values, error_estimates.errors, [*of_prior, *of_rows]
+            )  # prior first
         ]
         return _together([_accuracy(x, 1, 1) for x in of_kinds])
     sums = engine.once(("expectation errors", level), lambda: _compiled(engine, _summed, level))
@@ -82,7 +87,7 @@ def expectation_errors(engine: Engine, state: State, rows: Rows, accounts: Accou
 
 
 def is_known(error: float) -> bool:
-    """Whether it is finite. Otherwise the bound is minus infinity, or none, whatever a search has found."""
+    """Whether it is finite. Otherwise the bound is minus infinity or undefined, whatever its value over the nodes."""
     return math.isfinite(error)
 
 
@@ -104,7 +109,7 @@ class _Sums(NamedTuple):
     """Over factors of one kind.
 
     :ivar errors: as the rule estimates them; infinite if it does not.
-    :ivar excess: what the rule finds over what each set of fresh nodes does, (NUM_FRESH,); None but for samples.
+    :ivar excess: the rule's values less those of each set of held-out nodes, (NUM_HELD_OUT,); None but for samples.
     :ivar squares: of the excess of each factor, averaged over sets, (); zero but for samples.
     """
 
@@ -114,7 +119,7 @@ class _Sums(NamedTuple):
 
 
 def _accuracy(sums: _Sums, total: int, count: int) -> Accuracy:
-    """Of ``total`` rows, as ``count`` let expect. Errors smaller than a standard error stand."""
+    """Of ``total`` rows, estimated from ``count``. The rule's own error is kept where it is below a standard error."""
     scale = total / count
     errors = scale * float(sums.errors)
     if sums.excess is None:
@@ -122,7 +127,7 @@ def _accuracy(sums: _Sums, total: int, count: int) -> Accuracy:
     excess = scale * np.asarray(sums.excess, np.float64)
     if not np.all(np.isfinite(excess)):
         return Accuracy(math.inf, 0.0)
-    of_sets = np.var(excess, ddof=1) / NUM_FRESH
+    of_sets = np.var(excess, ddof=1) / NUM_HELD_OUT
     of_rows = scale**2 * float(sums.squares) if total > count else 0.0
     standard_error = DEVIATIONS * math.sqrt(of_sets + of_rows)
     return Accuracy(errors, 0.0) if errors <= standard_error else Accuracy(standard_error, float(np.mean(excess)))
@@ -149,25 +154,25 @@ def _compiled(engine: Engine, summed: Callable[[tuple, tuple, Array], list], lev
     return engine.compiled(of_all, level=level)
 
 
-def _fresh_values(kinds: tuple[Kind, ...], factors: tuple, root: Array) -> list[Array | None]:
-    """Over each set of fresh nodes, (NUM_FRESH,); None for kinds that take no samples."""
+def _held_out_values(kinds: tuple[Kind, ...], factors: tuple, root: Array) -> list[Array | None]:
+    """E[phi] over each set of held-out nodes, (NUM_HELD_OUT,); None for kinds that take no samples."""
     return [
-        None if kind.fresh is None else jnp.sum(kind.fresh(f.predictors, covariance, f.constants), axis=0)
+        None if kind.held_out is None else jnp.sum(kind.held_out(f.predictors, covariance, f.constants), axis=0)
         for kind, f, covariance in zip(kinds, factors, covariances(factors, root.T))
     ]
 
 
 def _summed(kinds: tuple[Kind, ...], factors: tuple, root: Array) -> list[_Sums]:
-    """Errors of a kind's expectations, and how much more it finds than fresh nodes do."""
+    """By kind: the errors of its expectations, and the excess of their values over those of held-out nodes."""
     result = []
     for kind, block, covariance in zip(kinds, factors, covariances(factors, root.T)):
         arguments = block.predictors, covariance, block.constants
         moments, errors = kind.expect(*arguments)
         sums = _Sums(jnp.sum(errors))
-        if kind.fresh is not None:
+        if kind.held_out is not None:
             if not kind.has_errors:
                 sums = sums._replace(errors=jnp.full((), jnp.inf, root.dtype))
-            excess = moments[0][:, None] - kind.fresh(*arguments)
+            excess = moments[0][:, None] - kind.held_out(*arguments)
             sums = sums._replace(excess=jnp.sum(excess, axis=0), squares=jnp.sum(jnp.mean(excess, axis=1) ** 2))
         result.append(sums)
     return result

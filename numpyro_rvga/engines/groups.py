@@ -157,13 +157,13 @@ class GroupTerms:
         for block in self._blocks:
             loc, scale_tril = (np.asarray(x, np.float64) for x in block.moments(self._inputs))
             inverse = np.linalg.inv(scale_tril)
-            places = np.flatnonzero(np.isin(self.members.shared, np.arange(block.start, block.stop)))
-            shift, scale = inverse @ (mean[places] - loc), inverse @ root[places]
+            indices = np.flatnonzero(np.isin(self.members.shared, np.arange(block.start, block.stop)))
+            shift, scale = inverse @ (mean[indices] - loc), inverse @ root[indices]
             value = value - 0.5 * (shift @ shift + np.sum(scale**2) + len(loc) * np.log(2 * np.pi))
             value = value + np.linalg.slogdet(inverse)[1]
             gradient, precision = gradient.copy(), precision.copy()
-            gradient[places] -= inverse.T @ shift
-            precision[np.ix_(places, places)] += inverse.T @ inverse
+            gradient[indices] -= inverse.T @ shift
+            precision[np.ix_(indices, indices)] += inverse.T @ inverse
         return sums._replace(shared_value=value, shared_gradient=gradient, shared_precision=precision)
 
     def _shares(

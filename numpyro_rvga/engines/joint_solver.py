@@ -17,7 +17,7 @@ from ..core.compilation import Compiled, jit, jit_once
 from ..core.matrices.precisions import PrecisionForm
 from ..core.pytrees import PyTree
 from ..core.updates.drivers import Evaluated, Pending, Progress, StepParts, Steps, begun_again, solve
-from ..core.updates.factors import Accounts, Expected, Kind
+from ..core.updates.factors import ErrorEstimates, Expected, Kind
 from ..core.updates.joint import Joint, Start, solve_joint_traced
 from ..core.updates.maximize import solution
 from ..core.updates.objective import is_conservative, is_log_concave
@@ -88,8 +88,8 @@ class PriorProblem(NamedTuple):
         return 0
 
 
-Suffices = Callable[[Accounts, float], bool]
-"""The factors' accounts at a solution, and its bound -> whether no other expectations are needed."""
+Suffices = Callable[[ErrorEstimates, float], bool]
+"""Error estimates of the factors' expectations at a solution, and its bound -> whether no others are needed."""
 
 
 class Coarse(NamedTuple):
@@ -182,7 +182,7 @@ class JointSolver:
         num_rows: ArrayLike,
         *,
         with_absorbed: bool = False,
-        with_accounts: bool = False,
+        with_error_estimates: bool = False,
         on_step: Callable[[Progress], None] | None = None,
         coarse: Coarse | None = None,
         other_means: Callable[[State, int], np.ndarray] | None = None,
@@ -190,7 +190,7 @@ class JointSolver:
         """The state after ``num_rows`` new rows.
 
         :param with_absorbed: report the moments of the rows' predictors.
-        :param with_accounts: report the factors' expected values and their errors, by kind.
+        :param with_error_estimates: report the factors' expected values and their errors, by kind.
         :param coarse: what the search begins with, or None.
         :param other_means: the first solution, number -> a mean to start from once more; see :mod:`~.starts`.
         """
@@ -201,7 +201,7 @@ class JointSolver:
         ways = _Ways(search, self._steps(search, problem, start), few, None if coarse is None else coarse.suffices)
 
         def finished(state: SolverState, steps: Steps) -> tuple[State, StepInfo]:
-            expected = _expected_at(steps, state) if with_accounts else None
+            expected = _expected_at(steps, state) if with_error_estimates else None
             options = {"search": search, "with_absorbed": with_absorbed}
             return self._finish(problem, start.form, state, expected, num_rows, **options)
 
@@ -334,7 +334,7 @@ class _Ways(NamedTuple):
     def _will_do(self, state: SolverState) -> bool:
         if self.few is None or self.suffices is None:
             return False
-        return self.suffices(_expected_at(self.few, state).accounts, float(state.evaluation.bound))
+        return self.suffices(_expected_at(self.few, state).error_estimates, float(state.evaluation.bound))
 
 
 def _expected_at(steps: Steps, state: SolverState) -> Expected:
@@ -349,5 +349,5 @@ def _absorbed(
     """The state after the rows, and the moments of their predictors if that is asked for."""
     after, info = joint.absorb(solution, jnp.asarray(num_rows), expected)
     if expected is not None:
-        info = info._replace(accounts=expected.accounts)
+        info = info._replace(error_estimates=expected.error_estimates)
     return after, info._replace(absorbed=joint.absorbed(solution)) if with_absorbed else info

@@ -43,7 +43,7 @@ from ..options import Options, key_numbers
 
 Tree = TypeVar("Tree")
 
-NUM_FRESH = 8  # sets of nodes that no search has used
+NUM_HELD_OUT = 8  # sets of nodes that no search uses, to estimate errors
 
 
 def make_kind(terms: Terms, options: Options, rng_key: Array, *, effort: str = "usual") -> Kind:
@@ -70,7 +70,7 @@ def make_kind(terms: Terms, options: Options, rng_key: Array, *, effort: str = "
         has_errors=rule.has_errors,
         few=None if rule.few is None else site.few,
         has_few_draws=rule.has_few_draws,
-        fresh=site.fresh if sampled else None,
+        held_out=site.held_out if sampled else None,
     )
 
 
@@ -102,14 +102,14 @@ class _SiteExpectations:
         value, gradient, _ = jax.vmap(self.plugin)(means, covariances, constants)
         return value, gradient, -jax.vmap(self.information)(means, constants)
 
-    def fresh(self, means: Array, covariances: Array, constants: tuple) -> Array:
-        """E[phi] over sets of nodes that no search has used, (n, sets)."""
+    def held_out(self, means: Array, covariances: Array, constants: tuple) -> Array:
+        """E[phi] over sets of nodes that no search uses, (n, NUM_HELD_OUT)."""
         weight, values, local = constants
         covariances = _with_local(covariances, local)
-        if self._rule.fresh is not None:
-            return _weighted(weight, self._rule.fresh(means, covariances, values))
+        if self._rule.held_out is not None:
+            return _weighted(weight, self._rule.held_out(means, covariances, values))
         count, size = self._options.num_samples, self._terms.num_predictors
-        sets = [ex.monte_carlo_points([number, *self._seed], count, size) for number in range(1, NUM_FRESH + 1)]
+        sets = [ex.monte_carlo_points([number, *self._seed], count, size) for number in range(1, NUM_HELD_OUT + 1)]
         z, weights = (np.stack(parts) for parts in zip(*sets))
 
         def of_each(mean, covariance, values):
@@ -171,7 +171,7 @@ class _Rule(NamedTuple):
     has_errors: bool = False
     few: Expect | None = None
     has_few_draws: bool = False
-    fresh: Callable | None = None
+    held_out: Callable | None = None
 
 
 def _resolve(terms: Terms, options: Options) -> str | ex.Expectation:
@@ -271,7 +271,7 @@ def _nodes_of(name: str, terms: Terms, options: Options, rng_key: Array) -> tupl
 
 
 def _rule_of(expectation: ex.Expectation, terms: Terms) -> _Rule:
-    """An expectation of the user's own. Its errors are what it is from quadrature, where there is one."""
+    """An expectation of the user's own. Its errors are its differences from quadrature, for up to three predictors."""
 
     def of_one(mean: Array, covariance: Array, values: tuple) -> ex.Moments:
         return ex.differentiated(expectation, lambda u: terms.density(u, values), mean, covariance)
@@ -286,7 +286,7 @@ def _rule_of(expectation: ex.Expectation, terms: Terms) -> _Rule:
 
 
 def density_of(terms: Terms) -> Callable:
-    """The density of a factor: of rows that are one factor, the sum, given their weights and what they need."""
+    """The log density of a factor; where all rows are one factor, the weighted sum of theirs."""
     if not terms.by_draws:
         return terms.density
 
@@ -305,7 +305,7 @@ def _rule_by_draws(terms: Terms, rng_key: Array, *, more: bool) -> _Rule:
     def nodes_of(number: int, count: int) -> tuple[np.ndarray, np.ndarray]:
         return ex.monte_carlo_points([number, *seed], count, terms.num_predictors)
 
-    moments, fresh = by_draws(density_of(terms), nodes_of, NUM_FRESH, more=more)
+    moments, held_out = by_draws(density_of(terms), nodes_of, NUM_HELD_OUT, more=more)
 
     def of_one(*factor):
         return tuple(x[0] for x in moments(*jax.tree.map(lambda x: x[None], factor)))
@@ -313,4 +313,4 @@ def _rule_by_draws(terms: Terms, rng_key: Array, *, more: bool) -> _Rule:
     def expect(means, covariances, constants, is_coarse=None):
         return moments(means, covariances, constants, is_coarse), jnp.zeros(len(means), means.dtype)
 
-    return _Rule(of_one, True, expect, has_few_draws=True, fresh=fresh)
+    return _Rule(of_one, True, expect, has_few_draws=True, held_out=held_out)

@@ -1,4 +1,4 @@
-"""Terms as factors: what does not depend on theta is computed once, the rest at each theta. How q has seen rows."""
+"""Terms as factors: what does not depend on theta is computed once, the rest at each theta. Rows that are part of q."""
 
 from __future__ import annotations
 
@@ -21,13 +21,14 @@ from ..core.updates.state import Absorbed, RowFactors
 from ..model.terms.sparsity import Pattern, sparse_jacobian
 from ..model.terms.terms import Terms, constants, linearize, merged
 
-Seen = tuple[Terms, Pattern | None]  # terms, and the few entries of theta that they depend on; None: any
+PatternedTerms = tuple[Terms, Pattern | None]
+"""A site's terms, and the few entries of theta that each depends on; None: any entries, by dense Jacobians."""
 
 
 def factors_at(
     terms: Terms, pattern: Pattern | None, theta: Array, rows: dict, weight: Array, values: PyTree
 ) -> Factors:
-    """Of one site, at theta (P,)."""
+    """The factors of one site's terms at theta (P,): predictors (n E, C), Jacobians (n E, C, P) and constants."""
     if terms.by_draws:
         return _one_factor(theta, weight, values)
     if pattern is None:
@@ -38,7 +39,7 @@ def factors_at(
 
 
 def _one_factor(theta: Array, weight: Array, values: PyTree) -> Factors:
-    """All rows, as a function of theta."""
+    """All rows as one factor, whose predictors are theta: a Jacobian of (1, P, P), the identity."""
     size, dtype = theta.size, theta.dtype
     rows = jax.tree.map(lambda x: x[None, :, 0], (weight, values))
     return Factors(
@@ -46,13 +47,13 @@ def _one_factor(theta: Array, weight: Array, values: PyTree) -> Factors:
     )
 
 
-def prepare(seen: Iterable[Seen], origin: Array, rows: dict, weights: Array) -> tuple:
+def prepare(terms_and_patterns: Iterable[PatternedTerms], origin: Array, rows: dict, weights: Array) -> tuple:
     """Everything about rows that does not depend on theta: (n E, ...) arrays by site.
 
     :param origin: theta = 0.
     """
     prepared = []
-    for terms, pattern in seen:
+    for terms, pattern in terms_and_patterns:
         values = constants(terms, rows)
         weight = jnp.broadcast_to(weights[:, None].astype(origin.dtype), (len(weights), terms.num_elements))
         if terms.is_affine:
@@ -63,14 +64,17 @@ def prepare(seen: Iterable[Seen], origin: Array, rows: dict, weights: Array) -> 
 
 
 def factors_of(
-    seen: Iterable[Seen], prepared: tuple, entries: Array, theta_of: Callable[[Array], Array] = lambda theta: theta
+    terms_and_patterns: Iterable[PatternedTerms],
+    prepared: tuple,
+    entries: Array,
+    theta_of: Callable[[Array], Array] = lambda theta: theta,
 ) -> tuple[Factors, ...]:
     """What was prepared, at theta.
 
     :param entries: theta (P,), in the order in which designs count its entries. :param theta_of: puts it in its own.
     """
     factors = []
-    for (terms, pattern), affine_part in zip(seen, prepared):
+    for (terms, pattern), affine_part in zip(terms_and_patterns, prepared):
         if terms.is_affine:
             factors.append(
                 affine_part._replace(predictors=affine_part.predictors + times_vector(affine_part.jacobian, entries))
@@ -80,23 +84,23 @@ def factors_of(
     return tuple(factors)
 
 
-def at_places(linearize: Callable, rest: Array, places: Array, chunk: PyTree, some: Array) -> tuple[Factors, ...]:
+def at_indices(linearize: Callable, rest: Array, indices: Array, chunk: PyTree, some: Array) -> tuple[Factors, ...]:
     """Factors as functions of some entries of theta.
 
-    :param rest: theta (P,), whose entries at ``places`` (S,) are ``some`` instead.
+    :param rest: theta (P,), whose entries at ``indices`` (S,) are ``some`` instead.
     """
-    factors = linearize(chunk, rest.at[places].set(some))
-    return tuple(f._replace(jacobian=f.jacobian[..., places]) for f in factors)
+    factors = linearize(chunk, rest.at[indices].set(some))
+    return tuple(f._replace(jacobian=f.jacobian[..., indices]) for f in factors)
 
 
-def sites_by_form(seen: Sequence[Seen], rows: dict) -> list[list[int]]:
+def sites_by_form(terms_and_patterns: Sequence[PatternedTerms], rows: dict) -> list[list[int]]:
     """The indices of sites of the same closed form, or of the same density; each of the others by itself.
 
     :param rows: what the terms take besides theta, or the shapes of these.
     """
-    without = Counter(terms.num_predictors for terms, _ in seen if terms.closed_form is None)
+    without = Counter(terms.num_predictors for terms, _ in terms_and_patterns if terms.closed_form is None)
     indices: dict[Any, list[int]] = {}
-    for index, (terms, _) in enumerate(seen):
+    for index, (terms, _) in enumerate(terms_and_patterns):
         form: Any = index
         if terms.is_affine and terms.closed_form is not None:
             form = terms.closed_form
@@ -123,7 +127,7 @@ def merged_by_form(forms: list[list[int]], prepared: tuple) -> tuple:
 
 
 class AbsorbedRows(NamedTuple):
-    """What a state knows of n rows.
+    """How n rows are part of a state.
 
     :ivar row_factors: their Gaussian approximations in it, (n, E, ...) arrays.
     :ivar is_part: one if they are part of it, else zero.
@@ -136,7 +140,7 @@ class AbsorbedRows(NamedTuple):
 
     @classmethod
     def new(cls, all_terms: Sequence[Terms], weights: np.ndarray, dtype: DTypeLike) -> AbsorbedRows:
-        """Rows that no state knows, of these weights."""
+        """Rows that are part of no state, of these weights."""
 
         def nothing(terms: Terms) -> RowFactors:
             e, c = terms.num_elements, terms.num_predictors
@@ -153,7 +157,7 @@ class AbsorbedRows(NamedTuple):
 
 
 def absorbed_row_factors(absorbed_rows: AbsorbedRows, weights: Array) -> tuple[RowFactors, ...]:
-    """Those of rows that are part of the state, (n E, ...); zero for others, and for rows that pad."""
+    """The approximations of rows that are part of the state, (n E, ...); zero for others, and for padding."""
     part = absorbed_rows.is_part * (weights > 0)
     return merged(
         jax.tree.map(lambda x: part.reshape(-1, *[1] * (x.ndim - 1)).astype(x.dtype) * x, absorbed_rows.row_factors)

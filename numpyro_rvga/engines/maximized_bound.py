@@ -130,13 +130,13 @@ class SparseMaximizedBound:
         self._variances = sparse.engine.compiled(self._variances_of)
 
     @property
-    def places(self) -> np.ndarray:
+    def indices(self) -> np.ndarray:
         """(P,), the entry of x that comes first, second, ... in the order of elimination."""
-        return self._order.places
+        return self._order.indices
 
     def begin(self, params: Array, chunks: RowChunks) -> Start:
         """A start, from nothing."""
-        return jnp.asarray(self.engine.program.marginals.mean[self.places], self.engine.program.dtype), ()
+        return jnp.asarray(self.engine.program.marginals.mean[self.indices], self.engine.program.dtype), ()
 
     def solve(self, params: Array, chunks: RowChunks, start: Start) -> Maximum:
         return self._solve(self._problem, params, chunks, start[0])
@@ -174,7 +174,7 @@ class SparseMaximizedBound:
         return jax.grad(expected)(params)
 
     def _variances_of(self, problem: SparseProblem, root: Array) -> Array:
-        form = packed_form(jnp.ones(self._order.places.size, root.dtype), problem.packing)
+        form = packed_form(jnp.ones(self._order.indices.size, root.dtype), problem.packing)
         return form.variances(root)[self._order.back]
 
 

@@ -124,12 +124,12 @@ class OnlineUpdates:
         program = self.engine.program
         if self.options.family == "full":
             state = program.initial_state
-            self.places, self._site = None, state.prior_factor
+            self.indices, self._site = None, state.prior_factor
             self.start: Family = FullGaussian(_first_finite(init, state.mean), state.root)
             return
         prior = program.independent_prior
         start = DiagonalGaussian(_first_finite(init, prior.mean), prior.variance)
-        self.places, self._site = prior.indices, prior.factor
+        self.indices, self._site = prior.indices, prior.factor
         self.start = self._converted(start)
         if isinstance(self.start, LowRankGaussian) and self.rule.is_plain:
             self.start = self.start.with_random_factor(self.engine.rng_key, RANDOM_SHARE)
@@ -293,18 +293,18 @@ class OnlineUpdates:
 
         Other families than the full one then keep the diagonal of the change of the precision, as in all their steps.
         """
-        program, places = self.engine.program, self.places
-        some = q.as_full() if places is None else _marginal(q, places)
+        program, indices = self.engine.program, self.indices
+        some = q.as_full() if indices is None else _marginal(q, indices)
         state = new_state(some.mean, some.root, site)
         if program.prior.terms:
-            state, info = self.engine.solve_with_exact_prior(prior_inputs, state, q.mean, places)
+            state, info = self.engine.solve_with_exact_prior(prior_inputs, state, q.mean, indices)
             after = FullGaussian(state.mean, jnp.where(info.ok, state.root, jnp.nan))
         else:
             after = _divided(some, site)
-        if places is None:
+        if indices is None:
             return after
         before, precision = _precision(some.root), _precision(after.root)
-        return q.with_information(places, before @ (after.mean - some.mean), jnp.diagonal(precision - before))
+        return q.with_information(indices, before @ (after.mean - some.mean), jnp.diagonal(precision - before))
 
 
 def online_of(
@@ -332,11 +332,11 @@ def _first_finite(preferred: Array | None, other: Array) -> Array:
     return other if preferred is None else jnp.where(jnp.isnan(preferred), other, preferred)
 
 
-def _marginal(q: Family, places: np.ndarray) -> FullGaussian:
+def _marginal(q: Family, indices: np.ndarray) -> FullGaussian:
     """The marginal of q over some entries."""
-    selected = jnp.zeros((len(places), len(q.mean)), q.mean.dtype).at[jnp.arange(len(places)), places].set(1.0)
+    selected = jnp.zeros((len(indices), len(q.mean)), q.mean.dtype).at[jnp.arange(len(indices)), indices].set(1.0)
     root = q.predictor_root(selected)
-    return FullGaussian(q.mean[places], jnp.linalg.cholesky(root @ root.T))
+    return FullGaussian(q.mean[indices], jnp.linalg.cholesky(root @ root.T))
 
 
 def _divided(q: FullGaussian, site: CanonicalGaussian) -> FullGaussian:

@@ -42,7 +42,7 @@ from ..options import Options
 from .engine import Engine
 from .joint_solver import JointSolver, RowChunks, search_for
 from .kinds import make_kind
-from .linearized import Seen, factors_of, prepare
+from .linearized import PatternedTerms, factors_of, prepare
 from .row_chunks import chunks_of
 
 DENSE = "dense"
@@ -83,7 +83,7 @@ class SparseEngine:
         self._kinds = engine.kinds, engine.prior_kinds, gaussian_kinds
         sides = ((False, program.terms), (True, prior.terms), (True, prior.gaussian))
         self._patterns = [[sparsity.patterns[in_prior, t.site] for t in all_terms] for in_prior, all_terms in sides]
-        self._seen: list[list[Seen]] = [list(zip(terms, p)) for (_, terms), p in zip(sides, self._patterns)]
+        self._terms: list[list[PatternedTerms]] = [list(zip(terms, p)) for (_, terms), p in zip(sides, self._patterns)]
         self._is_affine = engine.is_affine and all(terms.is_affine for terms in prior.terms)
         self.prepare, self._indices = engine.compiled(self.prepared), engine.compiled(self._indices_of)
         self._summed = engine.compiled(self._sums_of)
@@ -131,7 +131,7 @@ class SparseEngine:
         return sum(n * k**2 for n, k in zip(counts, widths)) > problem.packing.size
 
     def _form(self, problem: SparseProblem) -> Arrow:
-        form = packed_form(problem.marginals.variance[self.sparsity.order.places] ** -1.0, problem.packing)
+        form = packed_form(problem.marginals.variance[self.sparsity.order.indices] ** -1.0, problem.packing)
         assert isinstance(form, Arrow)
         return form
 
@@ -149,11 +149,11 @@ class SparseEngine:
         form, rows = self._form(problem), self._normal_rows(problem)
         have = jnp.all(jnp.stack([have_one_scale(*of_site) for of_site in rows]))
         sums = tuple(sums_of(*of_site, form) for of_site in rows)
-        return have, sums, start_of(sums, problem.marginals.mean[self.sparsity.order.places], form)
+        return have, sums, start_of(sums, problem.marginals.mean[self.sparsity.order.indices], form)
 
     def _packing(self, prepared: tuple) -> tuple[Packing | ChainPacking, tuple[tuple[Array | np.ndarray, ...], ...]]:
         """How precisions are packed, and where they have the products that are not in the corner."""
-        num_diagonal, size = self.sparsity.order.num_diagonal, self.sparsity.order.places.size
+        num_diagonal, size = self.sparsity.order.num_diagonal, self.sparsity.order.indices.size
         by_group = [
             [(pattern.num_leading, index) for pattern, index in zip(patterns, indices)]
             for patterns, indices in zip(self._patterns, jax.device_get(self._indices(prepared)))
@@ -168,24 +168,24 @@ class SparseEngine:
                 num_diagonal, size - num_diagonal, border_pattern(columns, rows, num_diagonal, size - num_diagonal)
             )
 
-        def places(num_leading: int, index: np.ndarray) -> np.ndarray:
+        def indices(num_leading: int, index: np.ndarray) -> np.ndarray:
             if num_leading and isinstance(packing, Packing):
                 return packing.border_places(index)
             return np.zeros((*index.shape[:2], 0), np.int32)
 
-        of_rows, *others = (tuple(places(*each) for each in group) for group in by_group)
+        of_rows, *others = (tuple(indices(*each) for each in group) for group in by_group)
         return packing, (self.engine.devices.put_rows(of_rows, axis=1), *self.engine.devices.put(tuple(others)))
 
     def _indices_of(self, prepared: tuple) -> tuple[tuple[Array, ...], ...]:
         """The entries that the terms of each site depend on, (chunks, n, K)."""
-        size, dtype = self.sparsity.order.places.size, self.engine.program.dtype
+        size, dtype = self.sparsity.order.indices.size, self.engine.program.dtype
         theta = jnp.asarray(np.random.default_rng(0).normal(size=size), dtype)  # anywhere but where slopes vanish
 
-        def indices(seen: list[Seen], chunks: tuple) -> tuple[Array, ...]:
-            factors = jax.vmap(partial(self._factors, seen, ordered=theta))(chunks) if seen else ()
+        def indices(pairs: list[PatternedTerms], chunks: tuple) -> tuple[Array, ...]:
+            factors = jax.vmap(partial(self._factors, pairs, ordered=theta))(chunks) if pairs else ()
             return tuple(factor.jacobian.index for factor in factors)
 
-        return tuple(map(indices, self._seen, prepared))
+        return tuple(map(indices, self._terms, prepared))
 
     def initial_state(self) -> State:
         """The prior's marginals, as the state before the first row."""
@@ -219,8 +219,8 @@ class SparseEngine:
     def parts(self, search: Search, problem: SparseProblem) -> SparseJoint:
         """A problem's parts."""
         rows, *of_prior = [
-            FactorSet(kinds, partial(self._linearize, seen, problem.packing), (chunks, borders))
-            for kinds, seen, chunks, borders in zip(self._kinds, self._seen, problem.chunks, problem.borders)
+            FactorSet(kinds, partial(self._linearize, pairs, problem.packing), (chunks, borders))
+            for kinds, pairs, chunks, borders in zip(self._kinds, self._terms, problem.chunks, problem.borders)
         ]
         if problem.sums is not None:
             rows = NormalRows(self._kinds[0], problem.sums, self._form(problem))
@@ -252,25 +252,29 @@ class SparseEngine:
         return problem if keeps else problem._replace(sums=None)
 
     def prepared(self, prior_inputs: dict, rows: dict, weights: Array) -> tuple:
-        origin = jnp.zeros(self.sparsity.order.places.size, self.engine.program.dtype)
+        origin = jnp.zeros(self.sparsity.order.indices.size, self.engine.program.dtype)
         prior = jax.tree.map(lambda x: x[None], prior_inputs), jnp.ones((1, 1), weights.dtype)  # one chunk
         shared = {name: array for name, array in prior_inputs.items() if name == PARAMS}
-        of_rows = jax.vmap(lambda rows, weights: prepare(self._seen[0], origin, rows | shared, weights))(rows, weights)
-        return of_rows, *(jax.vmap(partial(prepare, seen, origin))(*prior) for seen in self._seen[1:])
+        of_rows = jax.vmap(lambda rows, weights: prepare(self._terms[0], origin, rows | shared, weights))(rows, weights)
+        return of_rows, *(jax.vmap(partial(prepare, pairs, origin))(*prior) for pairs in self._terms[1:])
 
     def _linearize(
-        self, seen: list[Seen], packing: Packing | ChainPacking, chunk: tuple[tuple, tuple[Array, ...]], ordered: Array
+        self,
+        pairs: list[PatternedTerms],
+        packing: Packing | ChainPacking,
+        chunk: tuple[tuple, tuple[Array, ...]],
+        ordered: Array,
     ) -> tuple[Factors, ...]:
         """Factors at theta (P,), in the sparsity's order.
 
         :param chunk: what was prepared, and the borders.
         """
         prepared, borders = chunk
-        factors = self._factors(seen, prepared, ordered)
+        factors = self._factors(pairs, prepared, ordered)
         return tuple(f._replace(jacobian=packing.placed(f.jacobian, at)) for f, at in zip(factors, borders))
 
-    def _factors(self, seen: list[Seen], prepared: tuple, ordered: Array) -> tuple[Factors, ...]:
-        return factors_of(seen, prepared, ordered, lambda ordered: ordered[self.sparsity.order.back])
+    def _factors(self, pairs: list[PatternedTerms], prepared: tuple, ordered: Array) -> tuple[Factors, ...]:
+        return factors_of(pairs, prepared, ordered, lambda ordered: ordered[self.sparsity.order.back])
 
 
 def _gaussian_kind(terms: Terms, options: Options) -> Kind:

@@ -178,7 +178,7 @@ class FullFamily:
         if self.certification.certifies(engine):
             rows = without(head, row_pass.left_out)
             if "elbo_error" not in info or engine.effort.is_sampled:
-                info["elbo_error"], excess = expectation_errors(engine, findings.state, rows, findings.accounts)
+                info["elbo_error"], excess = expectation_errors(engine, findings.state, rows, findings.error_estimates)
                 findings = findings.lowered(excess)
             can_repeat = source.seekable and options.checkpoint is None
             if can_repeat and is_worth_more(engine, findings.state, rows, info["elbo_error"], findings.bound):

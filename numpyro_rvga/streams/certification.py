@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 from jax import Array
 
-from ..core.updates.factors import Accounts
+from ..core.updates.factors import ErrorEstimates
 from ..core.updates.state import State
 from ..engines.certificate import Certificate, Sums
 from ..engines.engine import Engine
@@ -28,13 +28,13 @@ APPROXIMATE = ("probit", "sigma_points")  # expectations without error control, 
 class Findings(NamedTuple):
     """:ivar bound: at the state, if there is one. :ivar info: for the posterior's ``info``.
     :ivar rows: some or all of the rows that the bound was evaluated on; none if it was not.
-    :ivar accounts: of all factors at the state, or None."""
+    :ivar error_estimates: of all factors at the state, or None."""
 
     state: State
     bound: float | None
     info: Info
     rows: Rows
-    accounts: Accounts | None = None
+    error_estimates: ErrorEstimates | None = None
 
     def lowered(self, excess: float) -> Findings:
         """The bound less ``excess`` nats."""
@@ -79,7 +79,7 @@ class Certification:
             bound, off = float(state.log_evidence), row_pass.facts["largest_decrement"]
             info = _described(0, off, bound, bound)
             info["converged"] = row_pass.facts["converged"] or off <= self._tolerance
-            findings = Findings(state, bound, info, row_pass.only_rows, row_pass.accounts)
+            findings = Findings(state, bound, info, row_pass.only_rows, row_pass.error_estimates)
         if not self.certifies(engine) or findings.rows:
             return findings
         certificate, rng = Certificate.of(engine), np.random.default_rng(key_numbers(rng_key))

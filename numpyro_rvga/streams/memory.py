@@ -1,4 +1,4 @@
-"""Rows that are kept while a stream goes by: those that one pass does worst by, and a sample of all."""
+"""Rows that are kept from a stream: those whose Gaussian approximations are least exact, and a sample of all."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ import numpy as np
 from ..core.updates.state import Absorbed
 from ..model.data.rows import Rows, joined, num_rows, selected
 
-NEGLIGIBLE_ERROR = 1e-6  # nats: of a row whose Gaussian site is as good as exact
+NEGLIGIBLE_ERROR = 1e-6  # nats: of a row whose Gaussian approximation is as good as exact
 
 
 class KeptRows(NamedTuple):
-    """Rows, their positions in the order in which they came, and how q saw them when it took them in (n, E, ...)."""
+    """Rows, their positions in the order in which they came, and the moments (n, E, ...) of their predictors when they
+    became part of q."""
 
     priority: np.ndarray
     positions: np.ndarray
@@ -24,12 +25,12 @@ class KeptRows(NamedTuple):
 
 
 class RowMemory:
-    """The rows of the highest priorities: bounded, filled while the data go by.
+    """The rows of the highest priorities, up to a number.
 
     :param capacity: rows kept.
     :param least: rows of no higher priority are not kept.
 
-    :ivar capacity: rows kept. :ivar num_seen: how many rows went by.
+    :ivar num_seen: how many rows were considered.
     """
 
     def __init__(self, capacity: int, least: float = -np.inf):
@@ -38,7 +39,7 @@ class RowMemory:
         self._count = self.num_seen = 0
 
     def add(self, kept: KeptRows) -> None:
-        """Consider rows."""
+        """Keep those of the rows that are among the highest priorities so far."""
         self.num_seen += len(kept.positions)
         chosen = np.flatnonzero(kept.priority > self._least)
         if not (self.capacity and len(chosen)):
@@ -88,7 +89,7 @@ class RowMemory:
 
 
 def inexactness(absorbed: tuple[Absorbed, ...]) -> np.ndarray:
-    """How many nats the sites of each row may be off, (n,)."""
+    """The error of each row's Gaussian approximations, in nats, (n,)."""
     return np.sum([np.sum(moments.error, axis=1) for moments in absorbed], axis=0)
 
 

@@ -18,7 +18,7 @@ import numpy as np
 from jax import Array
 
 from ..core.gaussians import FullGaussian
-from ..core.updates.factors import Accounts
+from ..core.updates.factors import ErrorEstimates
 from ..core.updates.state import Absorbed, RowFactors, State, StepInfo
 from ..engines.engine import Engine
 from ..engines.linearized import AbsorbedRows, num_absorbed
@@ -33,7 +33,7 @@ from .memory import NEGLIGIBLE_ERROR, KeptRows, RowMemory, inexactness, unranked
 from .passes import Pass, first_failed, rows_named
 
 MAX_REFITS = 8  # of kept rows that are more than one solve takes
-SAMPLE_NUMBERS = 2**23  # in the rows of a sample, and how q saw them
+SAMPLE_NUMBERS = 2**23  # in the rows of a sample, and the moments of their predictors
 FEW_NUMBERS = 2**18  # if the rows can be read again
 RESIDUAL_TOLERANCE = 0.1  # standard deviations: the residuals of all rows, summed as if of one sign
 
@@ -43,16 +43,16 @@ class RecursivePass(Pass[State, StepInfo]):
 
     :param sparse: solves for all rows together; None: the recursion.
     :param sampled_by: the key of a sample of all rows; None: there is to be none.
-    :param sample_numbers: in the rows of the sample, and how q saw them.
+    :param sample_numbers: how many numbers the sample may hold, in rows and in moments of their predictors.
     :param nearby: where the first solve starts; None: at the state before it.
     :param of_pass: what else :class:`~.passes.Pass` takes.
 
     :ivar only_rows: the usable rows of the first, joint solve, if no others followed.
-    :ivar accounts: what that solve knows of its expectations.
-    :ivar sample: of all rows, uniform, and how q saw them when it took them in.
-    :ivar kept: the rows of the last solves, and how q has seen them since; None if there are none.
-    :ivar predicted: of each block after the first solve, its bound, which is how likely q thought it to be before,
-        and its number of rows.
+    :ivar error_estimates: of that solve's expectations.
+    :ivar sample: of all rows, uniform, with the moments of their predictors when they became part of q.
+    :ivar kept: the rows of the last solves, with the moments of their predictors then; None if there are none.
+    :ivar predicted: of each block after the first solve, its bound (a lower bound of its log predictive density), and
+        its number of rows.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class RecursivePass(Pass[State, StepInfo]):
         numbers = num_absorbed(engine.program.terms) + of_data
         self.sample = RowMemory(0 if sampled_by is None else sample_numbers // numbers)
         self.only_rows: Rows = {}
-        self.accounts: Accounts | None = None
+        self.error_estimates: ErrorEstimates | None = None
         self.kept: KeptRows | None = None
         self.predicted: list[tuple[float, int]] = []
 
@@ -103,7 +103,7 @@ class RecursivePass(Pass[State, StepInfo]):
         return first_failed(np.atleast_1d(report.ok), length if joint else self._sizes.block, length)
 
     def on_result(self, state: State, rows: Rows, report: StepInfo, offset: int) -> None:
-        self.only_rows, self.accounts = (rows, report.accounts) if self._is_joint(offset) else ({}, None)
+        self.only_rows, self.error_estimates = (rows, report.error_estimates) if self._is_joint(offset) else ({}, None)
         self._summary.add(report)
         if report.absorbed:
             taken = unranked(rows, report.absorbed, offset)
@@ -147,7 +147,8 @@ class RecursivePass(Pass[State, StepInfo]):
         )
 
     def finished(self) -> tuple[State, Info]:
-        """The state with the kept rows as themselves and the prior's true terms, and the facts of the run."""
+        """The state with the true terms of kept rows and of the prior in place of their approximations; and the
+        posterior's ``info``."""
         state, sizes, summary = self.state, self._sizes, self._summary
         kept = self._memory.items() if self.num_taken > sizes.first else None
         if kept is not None:
@@ -176,10 +177,10 @@ class RecursivePass(Pass[State, StepInfo]):
         return offset == 0 and self._sizes.first > 0
 
     def _refit(self, state: State, rows: Rows, absorbed: tuple[Absorbed, ...]) -> tuple[State, tuple[Absorbed, ...]]:
-        """Solve once more with the kept rows as themselves, not as their Gaussian sites. Of more than one solve takes,
-        those come first whose sites are furthest off, and then those that now are. Also how it sees the rows then."""
-        at_once, count = self._sizes.joint, num_rows(rows)
-        if count <= at_once:
+        """The state after solves in which kept rows replace their Gaussian approximations, and the moments of their
+        predictors then. Of more rows than one solve takes, each solve takes those of the largest residuals."""
+        most, count = self._sizes.joint, num_rows(rows)
+        if count <= most:
             row_factors = self._residuals(state, rows, absorbed)[1]
             state, info = self._solved(state, rows, row_factors)
             now = jax.tree.map(lambda moments: np.asarray(moments)[:count], info.absorbed)
@@ -189,7 +190,7 @@ class RecursivePass(Pass[State, StepInfo]):
             residuals, row_factors = self._residuals(state, rows, absorbed)
             if refit and residuals.sum() < RESIDUAL_TOLERANCE:
                 break
-            worst = np.argsort(-residuals, kind="stable")[:at_once]
+            worst = np.argsort(-residuals, kind="stable")[:most]
             state, info = self._solved(state, *selected((rows, row_factors), worst))
             if not bool(info.ok):
                 break
@@ -200,7 +201,7 @@ class RecursivePass(Pass[State, StepInfo]):
     def _residuals(
         self, state: State, rows: Rows, absorbed: tuple[Absorbed, ...]
     ) -> tuple[np.ndarray, tuple[RowFactors, ...]]:
-        """By how much each row's sites are not what the state would make of the row, and these sites."""
+        """The residuals (n,) of the rows' Gaussian approximations in the state, and these; see :class:`Engine`."""
         size, count = self._engine.devices.padded(self._sizes.joint), num_rows(rows)
         results = []
         for start in range(0, count, size):
@@ -209,7 +210,7 @@ class RecursivePass(Pass[State, StepInfo]):
         return jax.tree.map(lambda *parts: np.concatenate(parts)[:count], *jax.device_get(results))
 
     def _solved(self, state: State, rows: Rows, row_factors: tuple[RowFactors, ...]) -> tuple[State, StepInfo]:
-        """With these rows as themselves, not as the sites by which they are part of the state."""
+        """The state with these rows in place of ``row_factors``, by which they are part of it."""
         rows, weights, row_factors = self._placed(rows, row_factors, self._engine.devices.padded(self._sizes.joint))
         absorbed_rows = AbsorbedRows.of_state(row_factors)
         inputs = self._program.prior_inputs, state, rows, weights, absorbed_rows
@@ -218,7 +219,7 @@ class RecursivePass(Pass[State, StepInfo]):
         return after, info
 
     def _placed(self, rows: Rows, row_arrays: tuple, size: int) -> tuple[Rows, Array, tuple]:
-        """``size`` rows and their weights, on the devices, and what the state knows of them."""
+        """``size`` rows and their weights, on the devices, and arrays of the same rows, padded alike."""
         (rows, row_arrays), weights = pad((rows, row_arrays), size)
         return *self._engine.devices.put_rows((rows, weights)), row_arrays
 

@@ -158,7 +158,7 @@ def test_what_a_sparsity_says(rows):
         and found.patterns[True, "u"].num_leading
         and not found.patterns[True, "v"].num_leading
     )
-    assert sorted(found.order.places) == list(range(found.order.places.size))
+    assert sorted(found.order.indices) == list(range(found.order.indices.size))
 
 
 def two_of_one_site(a, b, x, y=None):

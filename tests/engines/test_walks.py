@@ -136,9 +136,9 @@ def test_chains_are_recognized(data, model, kind, lag, width):
     states = "u" if width == 1 else "level"
     assert found.block == sparsity.LEAST_BLOCK and found.order.num_diagonal == width * LENGTH
     assert found.patterns[True, states].num_leading in (lag + 1, width * (lag + 1))
-    assert sorted(found.order.places) == list(range(found.order.places.size))
+    assert sorted(found.order.indices) == list(range(found.order.indices.size))
     if width == 2:  # states of one time stand beside each other
-        assert np.all(np.abs(np.diff(found.order.places[: 2 * LENGTH].reshape(-1, 2))) == LENGTH)
+        assert np.all(np.abs(np.diff(found.order.indices[: 2 * LENGTH].reshape(-1, 2))) == LENGTH)
 
 
 def test_terms_that_take_all_parameters_are_no_chain(data):

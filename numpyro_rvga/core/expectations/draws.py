@@ -1,8 +1,8 @@
 """Expectations of functions of many numbers, by draws: for densities without structure.
 
-**Interface.** ``expect, fresh = by_draws(phi, nodes_of, num_fresh)`` has the form of every other expectation, so the
-solver takes it as one more kind of factor, next to those that are exact. A factor may be a term of C predictors, or a
-whole log likelihood whose C predictors are all of theta: one factor then represents all rows (see
+**Interface.** ``expect, held_out = by_draws(phi, nodes_of, num_held_out)`` has the form of every other expectation, so
+the solver takes it as one more kind of factor, next to those that are exact. A factor may be a term of C predictors, or
+a whole log likelihood whose C predictors are all of theta: one factor then represents all rows (see
 :class:`~numpyro_rvga.model.terms.terms.Terms`, ``by_draws``).
 
 Values are means over fixed points m + L z_k, L L^T = S; gradient and curvature are the derivatives of that very sum in
@@ -41,11 +41,15 @@ LARGEST_ARRAY = 2**20  # numbers in the largest array of what is evaluated at on
 
 
 def by_draws(
-    phi: Callable[[Array, PyTree], Array], nodes_of: Callable[[int, int], Nodes], num_fresh: int, *, more: bool = False
+    phi: Callable[[Array, PyTree], Array],
+    nodes_of: Callable[[int, int], Nodes],
+    num_held_out: int,
+    *,
+    more: bool = False,
 ) -> tuple[Callable, Callable]:
     """(means (n, C), covariances (n, C, C), constants (n, ...), whether few points will do) -> E[phi], E[grad phi],
     E[hess phi] of n factors; and, without the latter, -> E[phi] over as many sets of other points, which q was not
-    fitted to, (n, num_fresh).
+    fitted to, (n, num_held_out).
 
     :param phi: of predictors (C,) and one factor's constants.
     :param nodes_of: number of a set, and of points -> positions (K, C) of these points and weights (K,).
@@ -60,7 +64,7 @@ def by_draws(
         with jax.ensure_compile_time_eval():  # the nodes are constants
             z, weights = nodes_of(0, many)
             if is_coarse is not None:
-                z, weights = (np.concatenate(parts) for parts in zip(nodes_of(num_fresh + 1, few), (z, weights)))
+                z, weights = (np.concatenate(parts) for parts in zip(nodes_of(num_held_out + 1, few), (z, weights)))
         z, weights = (jnp.asarray(x, mean.dtype) for x in (z, weights))
         root, inverse = semidefinite_factor(covariance)
         points, slope = mean + z @ root.T, jax.value_and_grad(phi)
@@ -71,14 +75,14 @@ def by_draws(
             at = _at_few_or_others(slope, points, constants, cost, few, is_coarse)
         return with_slopes(weights @ at[0], weights @ at[1], at[1], z, weights, root, inverse)
 
-    def fresh_of_one(mean: Array, covariance: Array, constants: PyTree) -> Array:
+    def held_out_of_one(mean: Array, covariance: Array, constants: PyTree) -> Array:
         cost = _cost(phi, mean, constants)
-        count = max(_num_points(mean.size, cost, more) // num_fresh, 2 * mean.size)
+        count = max(_num_points(mean.size, cost, more) // num_held_out, 2 * mean.size)
         with jax.ensure_compile_time_eval():
-            sets = [nodes_of(number, count)[0] for number in range(1, num_fresh + 1)]
+            sets = [nodes_of(number, count)[0] for number in range(1, num_held_out + 1)]
         z = jnp.asarray(np.concatenate(sets), mean.dtype)
         values = _at_points(phi, mean + z @ semidefinite_factor(covariance)[0].T, constants, cost)
-        return jnp.mean(values.reshape(num_fresh, -1), axis=1)
+        return jnp.mean(values.reshape(num_held_out, -1), axis=1)
 
     def of_each(function: Callable, *factors: Any) -> PyTree:
         return lax.map(lambda one: function(*one), factors)
@@ -86,7 +90,7 @@ def by_draws(
     def expect(means: Array, covariances: Array, constants: PyTree, is_coarse: Array | None = None) -> Moments:
         return of_each(partial(expect_one, is_coarse=is_coarse), means, covariances, constants)
 
-    return expect, partial(of_each, fresh_of_one)
+    return expect, partial(of_each, held_out_of_one)
 
 
 class _Cost(NamedTuple):

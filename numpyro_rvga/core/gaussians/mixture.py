@@ -25,13 +25,13 @@ TOO_LITTLE = 30.0  # nats below what a point's density is at least: a million su
 class _FewCoordinates(NamedTuple):
     """Of a mixture's components: entries of theta (c,), means and variances of these, (K, c)."""
 
-    places: Array
+    indices: Array
     means: Array
     variances: Array
 
     def least_lengths(self, points: Array, k: Array) -> Array:
         """Of points (..., P): squared lengths from the mean of component k, in its metric, are at least so long."""
-        return jnp.max((points[..., self.places] - self.means[k]) ** 2 / self.variances[k], axis=-1)
+        return jnp.max((points[..., self.indices] - self.means[k]) ** 2 / self.variances[k], axis=-1)
 
     def nearest(self, points: Array) -> Array:
         """For points (n, P), the number of a component that is near them, (n,)."""
@@ -182,8 +182,8 @@ class GaussianMixture:
         """In those in which the components are the farthest apart."""
         variances = variances_of(self.roots)
         apart = jnp.var(self.means, axis=0) / jnp.mean(variances, axis=0)
-        places = lax.top_k(apart, min(FEW, apart.size))[1]
-        return _FewCoordinates(places, self.means[:, places], variances[:, places])
+        indices = lax.top_k(apart, min(FEW, apart.size))[1]
+        return _FewCoordinates(indices, self.means[:, indices], variances[:, indices])
 
     def marginal_quantiles(self, probabilities: Array) -> Array:
         """Quantiles of the marginals, (..., P), at probabilities (..., 1), by bisection."""

@@ -177,23 +177,23 @@ def rest_of_shared(
     return both.and_powers(prior, np.array([-1.0]))
 
 
-def rest_of_groups(old: GroupSummaries, weights: np.ndarray, places: np.ndarray, count: int) -> Rest:
+def rest_of_groups(old: GroupSummaries, weights: np.ndarray, indices: np.ndarray, count: int) -> Rest:
     """What q says of some groups given s, without their open terms.
 
     :param old: the groups that were seen before. :param weights: of their rows, by group.
-    :param places: theirs among ``count``.
+    :param indices: theirs among ``count``.
     """
     size, k = old.coupling.shape[1:]
     rest, terms = nothing(count, size, k), old.prior.and_powers(old.rows, weights)
-    rest.precision[places] = old.precision - terms.precision[:, :size, :size]
-    rest.linear[places] = old.linear - terms.linear[:, :size]
-    rest.coupling[places] = old.coupling - terms.precision[:, :size, size:]
+    rest.precision[indices] = old.precision - terms.precision[:, :size, :size]
+    rest.linear[indices] = old.linear - terms.linear[:, :size]
+    rest.coupling[indices] = old.coupling - terms.precision[:, :size, size:]
     given = conditionals(Groups(np.zeros_like(old.linear), old.precision, old.coupling))
     halves = (given.root.swapaxes(1, 2) @ old.linear[..., None])[..., 0]
     centers = (given.root @ halves[..., None])[..., 0]
     precision = -np.einsum("gdk,gdl->kl", old.coupling, given.slope) - terms.precision[:, size:, size:].sum(axis=0)
     linear = np.einsum("gdk,gd->k", old.coupling, centers) - terms.linear[:, size:].sum(axis=0)
-    constant = len(places) * 0.5 * size - given.entropy.sum() - 0.5 * np.sum(halves**2) - terms.constant.sum()
+    constant = len(indices) * 0.5 * size - given.entropy.sum() - 0.5 * np.sum(halves**2) - terms.constant.sum()
     return rest._replace(shared=QuadraticFactors(np.array([constant]), linear[None], precision[None]))
 
 

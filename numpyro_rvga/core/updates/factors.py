@@ -52,7 +52,7 @@ class Kind(NamedTuple):
     :ivar has_errors: whether ``expect`` estimates its errors. Else they are zero.
     :ivar few: the same by few nodes; None: there is no such rule.
     :ivar has_few_draws: whether ``expect`` takes ``is_coarse`` too, a traced flag or None: whether few draws will do.
-    :ivar fresh: of n factors, E[phi] over R sets of nodes that no search has used, (n, R); None but for samples.
+    :ivar held_out: of n factors, E[phi] over R sets of nodes that no search uses, (n, R); None but for samples.
     """
 
     expect: Expect
@@ -66,7 +66,7 @@ class Kind(NamedTuple):
     has_errors: bool = False
     few: Expect | None = None
     has_few_draws: bool = False
-    fresh: Callable[[Array, Array, tuple], Array] | None = None
+    held_out: Callable[[Array, Array, tuple], Array] | None = None
 
     def at(self, predictors: Array, constants: tuple) -> Moments:
         """phi (n,), its gradient (n, C) and its Hessian (n, C, C) at predictors (n, C), which have no variance."""
@@ -91,7 +91,7 @@ def without_errors(moments: Callable[[Array, Array, PyTree], Moments]) -> Expect
     return expect
 
 
-class Accounts(NamedTuple):
+class ErrorEstimates(NamedTuple):
     """The factors' expected values and the estimated errors of these, summed by kind: (kinds,) each."""
 
     values: Array
@@ -103,7 +103,7 @@ class Totals(NamedTuple):
 
     value: Array
     gradient: Array
-    accounts: Accounts
+    error_estimates: ErrorEstimates
 
 
 class Expected(NamedTuple):
@@ -115,7 +115,7 @@ class Expected(NamedTuple):
     value: Array
     gradient: Array
     hessians: PyTree
-    accounts: Accounts
+    error_estimates: ErrorEstimates
     gradients: tuple[Array, ...] = ()
 
 
@@ -167,8 +167,8 @@ def expect(
         errors.append(jnp.sum(error))
         value, gradient = value + values[-1], gradient + vjp(block.jacobian, g)
         hessians.append(h)
-    accounts = Accounts(*[jnp.stack(x) if x else jnp.zeros(0) for x in (values, errors)])
-    return Totals(value, gradient, accounts), tuple(hessians)
+    error_estimates = ErrorEstimates(*[jnp.stack(x) if x else jnp.zeros(0) for x in (values, errors)])
+    return Totals(value, gradient, error_estimates), tuple(hessians)
 
 
 def curvature_of(

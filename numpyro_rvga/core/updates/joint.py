@@ -215,17 +215,17 @@ class EliminationOrder(NamedTuple):
     """The order of the entries of theta: first those that are eliminated, of which no factor depends on two, or on none
     that lie far apart.
 
-    :ivar places: (P,), the entry of theta that comes first, second, ...
+    :ivar indices: (P,), the entry of theta that comes first, second, ...
     :ivar num_diagonal: how many of them are eliminated.
     """
 
-    places: np.ndarray
+    indices: np.ndarray
     num_diagonal: int
 
     @property
     def back(self) -> np.ndarray:
         """Where each entry of theta went."""
-        return np.argsort(self.places)
+        return np.argsort(self.indices)
 
 
 @dataclass(frozen=True)
@@ -254,12 +254,12 @@ class SparseJoint:
     @property
     def form(self) -> Bordered:
         """Of precisions."""
-        return packed_form((1 / self.marginals.variance)[self.order.places], self.packing)
+        return packed_form((1 / self.marginals.variance)[self.order.indices], self.packing)
 
     def start(self) -> Start:
         mean, form = self.marginals.mean, self.form
         flat = Base(None, None, jnp.asarray(0.5 * mean.size * math.log(2 * math.pi), mean.dtype))  # of the entropy
-        mean, precision = (mean[self.order.places], None) if self.init is None else self.init
+        mean, precision = (mean[self.order.indices], None) if self.init is None else self.init
         return Start(flat, form, maximize.init(self.search, form, mean, precision))
 
     def absorb(self, solution: Solution, num_rows: Array, expected: Expected | None) -> tuple[State, StepInfo]:

@@ -23,7 +23,7 @@ from ..expectations.closed_forms import Gaussian, GaussianLogScale
 from ..matrices.jacobians import Packed, SparseJacobian, times_vector, vjp
 from ..matrices.precisions import Arrow
 from ..pytrees import PyTree
-from .factors import Accounts, Factors, Kind, Totals
+from .factors import ErrorEstimates, Factors, Kind, Totals
 
 FORMS = (Gaussian, GaussianLogScale)
 REFERENCE_STEPS = 20  # of conjugate gradients
@@ -72,7 +72,7 @@ def _read(form: object, factors: Factors[SparseJacobian]) -> _Terms:
 
 
 def have_one_scale(form: object, factors: Factors[SparseJacobian]) -> Array:
-    """Whether theta enters the log scales of all terms alike, by entries of the corner: scales then differ by constants."""
+    """Whether all terms' log scales depend on theta alike, by entries of the corner: they then differ by constants."""
     terms = _read(form, factors)
     if terms.of_scale is None:
         return jnp.asarray(True)
@@ -187,8 +187,8 @@ class NormalRows(NamedTuple):
             total = total + values[-1]
             gradient = gradient + slope + (precision * squares - one.weight) * one.slope
             curvatures.append((precision, precision * squares, slope))
-        accounts = Accounts(jnp.stack(values), jnp.zeros(len(values), theta.dtype))
-        return Totals(total, gradient, accounts), tuple(curvatures)
+        error_estimates = ErrorEstimates(jnp.stack(values), jnp.zeros(len(values), theta.dtype))
+        return Totals(total, gradient, error_estimates), tuple(curvatures)
 
     def curvature(self, theta: Array, hessians: PyTree, clamped: bool) -> Array:
         """Minus the expected Hessian, packed; ``clamped``: without the products of locations and log scales, which

@@ -58,7 +58,7 @@ class BlockObjective(NamedTuple):
         """Value and gradient, and in ``hessians`` what :meth:`curvature` takes. ``covariances`` None: q is a point
         mass, and the derivatives are those at the mean."""
         totals, hessians = expect(self.kinds, self.factors_at(mean), covariances)
-        return Expected(totals.value, totals.gradient, hessians, totals.accounts)
+        return Expected(totals.value, totals.gradient, hessians, totals.error_estimates)
 
     def curvature(self, mean: Array, hessians: tuple[Array, ...], clamped: bool) -> Array:
         """- sum_i J_i^T G_i J_i; ``clamped``: with each G_i's negative part only."""
@@ -222,10 +222,10 @@ class JointObjective:
             for factor_set in self.sets:
                 pairs.append(factor_set.with_curvatures(theta, sigma, ways))
         totals, hessians = zip(*pairs)
-        values, gradients, accounts = zip(*totals)
-        accounts = jax.tree.map(lambda *x: jnp.concatenate(x), *accounts)  # by kind
+        values, gradients, error_estimates = zip(*totals)
+        error_estimates = jax.tree.map(lambda *x: jnp.concatenate(x), *error_estimates)  # by kind
         gradient = self.coordinates.gradient(reduce(jnp.add, gradients))
-        return Expected(reduce(jnp.add, values), gradient, hessians, accounts, gradients)
+        return Expected(reduce(jnp.add, values), gradient, hessians, error_estimates, gradients)
 
     def curvature(self, mean: Array, hessians: PyTree, clamped: bool) -> Array:
         curvatures = [self._curvature_of_set(mean, h, i, clamped) for i, h in enumerate(hessians)]
@@ -234,7 +234,7 @@ class JointObjective:
     def sums_of_set(self, mean: Array, expected: Expected, number: int) -> Sums:
         """Of one set, in the coordinates of theta, from what is expected at ``mean``."""
         before = sum(len(factor_set.kinds) for factor_set in self.sets[:number])
-        value = jnp.sum(expected.accounts.values[before : before + len(self.sets[number].kinds)])
+        value = jnp.sum(expected.error_estimates.values[before : before + len(self.sets[number].kinds)])
         curvature = self._curvature_of_set(mean, expected.hessians[number], number, False)
         return Sums(value, expected.gradients[number], curvature)
 

@@ -45,12 +45,12 @@ def row_factors_of(
     E[phi] + g . (u - m) + (u - m)' G (u - m) / 2 - tr(G S) / 2: it has the same three expectations.
     """
     return tuple(
-        _row_factors(seen, kind.expect(seen.mean, seen.covariance, block.constants)[0])
-        for kind, block, seen in zip(kinds, factors, absorbed)
+        _row_factors(old, kind.expect(old.mean, old.covariance, block.constants)[0])
+        for kind, block, old in zip(kinds, factors, absorbed)
     )
 
 
-def _row_factors(seen: Absorbed, moments: Moments) -> RowFactors:
+def _row_factors(old: Absorbed, moments: Moments) -> RowFactors:
     """The approximations of n factors of one kind, from E[phi] (n,), g (n, C) and G (n, C, C)."""
 
     def one(mean, covariance, moments):
@@ -59,7 +59,7 @@ def _row_factors(seen: Absorbed, moments: Moments) -> RowFactors:
         constant = value - linear @ mean - 0.5 * (mean @ hessian @ mean + jnp.sum(hessian * covariance))
         return RowFactors(-hessian, linear, constant)
 
-    return jax.vmap(one)(seen.mean, seen.covariance, moments)
+    return jax.vmap(one)(old.mean, old.covariance, moments)
 
 
 def row_factors_and_residuals(
@@ -80,12 +80,12 @@ def row_factors_and_residuals(
         change = covariance @ (hessian + site.precision)
         return jnp.sqrt(jnp.maximum(slope @ covariance @ slope + 0.5 * jnp.sum(change * change.T), 0.0))
 
-    def of_kind(kind, block, scale, seen):
+    def of_kind(kind, block, scale, old):
         covariance = jnp.einsum("ncr,ndr->ncd", scale, scale)
-        then, now = (seen.mean, seen.covariance, block.constants), (block.predictors, covariance, block.constants)
+        then, now = (old.mean, old.covariance, block.constants), (block.predictors, covariance, block.constants)
         both, _ = kind.expect(*jax.tree.map(lambda *x: jnp.concatenate(x), then, now))  # at once: compiled once
         count = len(block.predictors)
-        row_factors = _row_factors(seen, tuple(x[:count] for x in both))
+        row_factors = _row_factors(old, tuple(x[:count] for x in both))
         return row_factors, jax.vmap(one)(block.predictors, covariance, tuple(x[count:] for x in both), row_factors)
 
     pairs = list(map(of_kind, kinds, factors, predictor_scales, absorbed))

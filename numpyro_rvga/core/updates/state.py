@@ -11,7 +11,7 @@ import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 
-from .factors import Accounts
+from .factors import ErrorEstimates
 
 BASE = 2**30
 
@@ -125,7 +125,7 @@ class StepInfo(NamedTuple):
     :ivar ok: whether the result is finite; else nothing changed.
     :ivar absorbed: moments of the factors' predictors, by kind; empty unless asked for.
     :ivar modes: bounds of the modes that several starts led to, that of q first; empty for one mode.
-    :ivar accounts: of the factors at q, those of the prior first; None where they are not estimated.
+    :ivar error_estimates: of the factors' expectations at q, the prior's first; None where there are none.
     """
 
     bound: Array
@@ -135,7 +135,7 @@ class StepInfo(NamedTuple):
     ok: Array
     absorbed: tuple[Absorbed, ...] = ()
     modes: tuple[float, ...] = ()
-    accounts: Accounts | None = None
+    error_estimates: ErrorEstimates | None = None
 
 
 def new_state(mean: Array, root: Array, prior_factor: CanonicalGaussian | None) -> State:

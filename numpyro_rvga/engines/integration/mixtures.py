@@ -61,7 +61,7 @@ def _packed_roots(
     variances = np.zeros((len(kept), len(indices) + len(others)))
     variances[:, indices] = np.sum(kernels**2, axis=2)
     variances[:, others] = of_x + np.sum((slopes @ kernels) ** 2, axis=2)
-    order, dtype = bound.places, of_x.dtype
+    order, dtype = bound.indices, of_x.dtype
     arrays = [jnp.asarray(x, dtype) for x in (kernels, slopes[:, order], variances)]
     ends = jnp.asarray(np.concatenate([indices, others[order]]), jnp.int32)
     return PackedRoots(jnp.asarray(factors), bound.packing, arrays[0], arrays[1], ends, arrays[2])

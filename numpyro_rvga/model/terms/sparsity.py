@@ -70,7 +70,7 @@ class Sparsity(NamedTuple):
         return (
             self.order.num_diagonal,
             self.block,
-            self.order.places.tobytes(),
+            self.order.indices.tobytes(),
             tuple((name, len(pattern.columns)) for name, pattern in self.patterns.items()),
         )
 
@@ -188,7 +188,7 @@ def _sparsity(
         for i in (i for i in others if reads.is_read[i]):
             seen += [columns[i]] if reads_one[i] else list(columns[i][:, None])
         if not terms.num_predictors:
-            seen = [order.places[-1:]]
+            seen = [order.indices[-1:]]
         if not seen or len(seen) > MOST_SLOTS:
             return None
         patterns[in_prior, terms.site] = Pattern(tuple(seen), order.back, order.num_diagonal, num_leading)
