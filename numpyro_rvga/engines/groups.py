@@ -23,8 +23,8 @@ from .kinds import make_kind
 CHUNK_NUMBERS = 2**23  # in the Jacobians of the terms that are evaluated together
 
 
-class _Place(NamedTuple):
-    """q, in the terms' type.
+class _ArraysOfQ(NamedTuple):
+    """q as arrays of the compiled functions, in the terms' floating-point type.
 
     :ivar theta: its mean, (P,). :ivar root: of the covariance of s, (k, k).
     :ivar slope: times that root, (n + 1, d, k).
@@ -62,7 +62,7 @@ class GroupTerms:
         kinds = [*(make_kind(terms, options, engine.rng_key) for terms in program.prior.gaussian), *engine.prior_kinds]
         self._prior = []
         for terms, kind in zip((*program.prior.gaussian, *program.prior.terms), kinds):
-            of = member_of_prior(terms, members, self._somewhere, self._inputs)
+            of = member_of_prior(terms, members, self._generic_theta, self._inputs)
             plates = program.plates.get(terms.site, ())
             axis = plates.index(members.plate) if members.plate in plates else None
             self._prior.append(_PriorSite(terms, kind, of, whose(terms, members, of, axis)))
@@ -80,8 +80,8 @@ class GroupTerms:
         )
 
     @property
-    def _somewhere(self) -> Array:
-        """A place at which to look at terms."""
+    def _generic_theta(self) -> Array:
+        """A theta (P,) at which no slope vanishes by chance, to see which entries terms depend on."""
         size = self.members.columns.size + self.members.shared.size
         return jnp.asarray(0.5 * np.random.default_rng(1).normal(size=size), self._dtype)
 
@@ -94,10 +94,10 @@ class GroupTerms:
         :param weights: of rows, (n,); None: one each.
         :raises ValueError: for a row that depends on several members.
         """
-        total, place = num_rows(rows), self._somewhere
+        total, theta = num_rows(rows), self._generic_theta
         of_rows = []
         for terms, changes in zip(self._terms, self._changes):
-            of_rows.append(member_of_rows(changes, terms, self.members, place, rows, index).reshape(total, -1))
+            of_rows.append(member_of_rows(changes, terms, self.members, theta, rows, index).reshape(total, -1))
         least = max(total, padded)
         count = -(-least // self._most_rows)
         size = self._devices.rounded_up(-(-least // count))
@@ -111,7 +111,7 @@ class GroupTerms:
         """On every device."""
         return self._devices.put(jax.device_put(tree))
 
-    def place(self, mean: np.ndarray, root: np.ndarray, groups: Groups) -> _Place:
+    def q(self, mean: np.ndarray, root: np.ndarray, groups: Groups) -> _ArraysOfQ:
         """q, where groups may be fewer than the members."""
 
         (count, size), k, members = groups.mean.shape, len(mean), self.members
@@ -121,7 +121,7 @@ class GroupTerms:
         slope = np.zeros((members.number + 1, size, k), self._dtype)
         own_root = np.zeros((members.number + 1, size, size), self._dtype)
         slope[:count], own_root[:count], own_root[count:-1] = given.slope @ root, given.root, np.eye(size)
-        return _Place(*self._put((theta, root.astype(self._dtype), slope, own_root)))
+        return _ArraysOfQ(*self._put((theta, root.astype(self._dtype), slope, own_root)))
 
     def prior_weights(self, count: int, *, with_shared: bool) -> list[np.ndarray]:
         """Of the terms of the first ``count`` members."""
@@ -130,23 +130,23 @@ class GroupTerms:
             for x in self._prior
         ]
 
-    def row_sums(self, place: _Place, chunk: PyTree) -> tuple[Array, ...]:
+    def row_sums(self, q: _ArraysOfQ, chunk: PyTree) -> tuple[Array, ...]:
         rows, weights, member = chunk
-        return self._compiled(place, self._directions, rows, weights, member)
+        return self._compiled(q, self._directions, rows, weights, member)
 
-    def prior_sums(self, place: _Place, weights: list[np.ndarray]) -> tuple[Array, ...]:
+    def prior_sums(self, q: _ArraysOfQ, weights: list[np.ndarray]) -> tuple[Array, ...]:
         members = tuple(x.of[None] for x in self._prior)
-        return self._compiled_prior(place, self._directions, self._inputs, tuple(weights), members)
+        return self._compiled_prior(q, self._directions, self._inputs, tuple(weights), members)
 
     def open_sums(
         self, mean: np.ndarray, root: np.ndarray, groups: Groups, chunks: list[PyTree]
     ) -> tuple[OpenSums, OpenSums]:
-        """Of groups in the places of the first members: over their priors, and over rows."""
-        place = self.place(mean, root, groups)
+        """Sums for groups that are the first members: over their priors, and over rows."""
+        q = self.q(mean, root, groups)
         ones = tuple(np.ones((1, 1), np.float32) for _ in self._prior)
         of, belongs = (tuple(x[None] for x in of_all) for of_all in zip(*[(x.of, x.whose) for x in self._prior]))
-        of_prior = self._compiled_open_prior(place, self._directions, self._inputs, ones, of, belongs)
-        of_rows = [self._compiled_open(place, self._directions, *chunk, chunk[2]) for chunk in chunks]
+        of_prior = self._compiled_open_prior(q, self._directions, self._inputs, ones, of, belongs)
+        of_rows = [self._compiled_open(q, self._directions, *chunk, chunk[2]) for chunk in chunks]
         of_rows.append(tuple(np.zeros(x.shape) for x in of_prior))
         count = len(groups.mean)
         return _open_sums([of_prior], count), _open_sums(of_rows, count)
@@ -167,7 +167,7 @@ class GroupTerms:
         return sums._replace(shared_value=value, shared_gradient=gradient, shared_precision=precision)
 
     def _shares(
-        self, terms: Terms, kind: Kind, place: _Place, directions: Array, rows: dict, weight: Array, of: Array
+        self, terms: Terms, kind: Kind, q: _ArraysOfQ, directions: Array, rows: dict, weight: Array, of: Array
     ) -> tuple[tuple[Array, ...], tuple[Array, ...], Array]:
         """Each term's share of what :meth:`_accumulated` adds up: value, gradient, and minus the Hessian, own and
         mixed; gradient and minus the Hessian in the shared entries; and the error.
@@ -175,14 +175,14 @@ class GroupTerms:
         :param weight: (n, E) or (n, 1). :param of: the members that the terms depend on, (n, E).
         """
         size = self.members.columns.shape[0]
-        weight, of = jnp.broadcast_to(weight, of.shape).ravel().astype(place.theta.dtype), of.ravel()
-        predictors, jacobian = linearize_along(terms, place.theta, directions, rows)
+        weight, of = jnp.broadcast_to(weight, of.shape).ravel().astype(q.theta.dtype), of.ravel()
+        predictors, jacobian = linearize_along(terms, q.theta, directions, rows)
         own, shared = jacobian[..., :size], jacobian[..., size:]
-        by_shared = shared @ place.root + own @ place.slope[of]
-        alone = own @ place.own_root[of]
+        by_shared = shared @ q.root + own @ q.slope[of]
+        alone = own @ q.own_root[of]
         covariance = by_shared @ jnp.swapaxes(by_shared, 1, 2) + alone @ jnp.swapaxes(alone, 1, 2)
         values = merged(constants(terms, rows))
-        nothing = jnp.zeros((len(weight), terms.num_predictors, 0), place.theta.dtype)
+        nothing = jnp.zeros((len(weight), terms.num_predictors, 0), q.theta.dtype)
         (value, gradient, hessian), errors = kind.expect(predictors, covariance, (weight, values, nothing))
         weighted = -hessian @ shared
         by_own, by_all = (jnp.swapaxes(x, 1, 2) for x in (own, shared))
@@ -205,7 +205,7 @@ class GroupTerms:
     def _accumulated(
         self,
         sites: list[tuple[Terms, Kind]],
-        place: _Place,
+        q: _ArraysOfQ,
         directions: Array,
         rows: dict,
         weights: tuple[Array, ...],
@@ -219,12 +219,12 @@ class GroupTerms:
             to the one that it depends on, and the sums in the shared entries are over all.
         """
         size, count, k = self.members.columns.shape[0], self.members.number + 1, self.members.shared.size
-        zeros = partial(jnp.zeros, dtype=place.theta.dtype)
+        zeros = partial(jnp.zeros, dtype=q.theta.dtype)
         of_groups = zeros(count), zeros((count, size)), zeros((count, size, size)), zeros((count, size, k))
         each = () if whose is None else (count,)
         of_shared, error = (zeros((*each, k)), zeros((*each, k, k))), zeros(())
         for (terms, kind), weight, of, at in zip(sites, weights, members, members if whose is None else whose):
-            own, shared, errors = self._shares(terms, kind, place, directions, rows, weight, of)
+            own, shared, errors = self._shares(terms, kind, q, directions, rows, weight, of)
             at = at.ravel()
             of_groups = tuple(total.at[at].add(x) for total, x in zip(of_groups, own))
             if whose is None:
@@ -249,8 +249,8 @@ class GroupEvaluations:
     def __call__(self, mean: np.ndarray, root: np.ndarray, groups: Groups) -> GroupSums:
         """Sums at q. ``mean`` (k,) and ``root`` (k, k): of q(s)."""
         terms = self._terms
-        place = terms.place(mean, root, groups)
-        pieces = [terms.prior_sums(place, self._weights), *(terms.row_sums(place, chunk) for chunk in self._chunks)]
+        q = terms.q(mean, root, groups)
+        pieces = [terms.prior_sums(q, self._weights), *(terms.row_sums(q, chunk) for chunk in self._chunks)]
         sums = GroupSums(*[reduce(np.add, [np.asarray(x, np.float64) for x in of_all]) for of_all in zip(*pieces)])
         of_groups = [x[: self._count] for x in (sums.values, sums.gradient, sums.precision, sums.coupling)]
         sums = GroupSums(*of_groups, sums.shared_value + sums.values[-1], *sums[5:])

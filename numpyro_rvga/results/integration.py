@@ -17,8 +17,8 @@ from ..engines.integration.evidence_estimate import EvidenceEstimate
 from ..engines.integration.importance import (
     FEW_POINTS,
     NUM_POINTS,
-    ROUGHLY_SETTLED,
-    SETTLED,
+    ROUGH_TOLERANCE,
+    TOLERANCE,
     integrate_by_importance,
 )
 from ..engines.integration.lattice import integrate_lattice
@@ -175,7 +175,7 @@ class Integration:
             if len(indices) <= MOST_ON_LATTICE:
                 integral = integrate_lattice(marginal, mode, moments)
             elif len(indices) <= MOST_BY_IMPORTANCE:
-                precision = (NUM_POINTS, SETTLED) if solved is None else (FEW_POINTS, ROUGHLY_SETTLED)
+                precision = (NUM_POINTS, TOLERANCE) if solved is None else (FEW_POINTS, ROUGH_TOLERANCE)
                 integral = integrate_by_importance(marginal, mode, moments, smoothed, *precision)
             if integral is None or (_is_too_rough(integral) and solved is None):
                 integral = integrate_by_nuts(marginal, mode, moments, rng_key)

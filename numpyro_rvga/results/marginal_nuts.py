@@ -8,7 +8,7 @@ import numpy as np
 from jax import Array
 from numpyro.diagnostics import effective_sample_size, gelman_rubin
 
-from ..engines.integration.hamiltonian import Chain, Draw, Place, Visit
+from ..engines.integration.hamiltonian import Chain, Draw, Evaluate, Position
 from ..engines.integration.nested import Design, Integral, Marginal, Mode, Moments, Point, stacked
 from ..options import Info, key_numbers
 from .arviz import smoothed
@@ -30,24 +30,24 @@ def has_mixed(info: Info) -> bool:
 
 
 def integrate_by_nuts(marginal: Marginal, mode: Mode, moments: Moments, rng_key: Array) -> Integral:
-    """Two chains, in the coordinates of the mode's Gaussian, until their draws are enough. These are the points, of
-    equal weight; or weighted, where L is not to stand for log p(y, h)."""
+    """Draws of two chains, in the coordinates of the mode's Gaussian, until there are enough. They are points of equal
+    weight; where log p(y, h) is estimated, of importance weights."""
     size, center, axes = len(mode.point.h), mode.point.h, mode.axes
-    num_visited = 0
+    num_evaluations = 0
 
-    def visit(z: np.ndarray, near: Point) -> Place:
-        nonlocal num_visited
-        num_visited += 1
-        point = marginal.visited(center + axes @ z, near)
+    def evaluate(z: np.ndarray, near: Point) -> Position:
+        nonlocal num_evaluations
+        num_evaluations += 1
+        point = marginal.evaluate_uncached(center + axes @ z, near)
         slope = np.zeros(size) if point.gradient is None or not np.isfinite(point.bound) else axes.T @ point.gradient
-        return Place(z, point.bound, slope, point)
+        return Position(z, point.bound, slope, point)
 
     rng = np.random.default_rng(key_numbers(rng_key))
-    chains = [Chain(visit, _start(visit, mode, rng), rng).draws(NUM_WARMUP) for _ in range(NUM_CHAINS)]
+    chains = [Chain(evaluate, _start(evaluate, mode, rng), rng).draws(NUM_WARMUP) for _ in range(NUM_CHAINS)]
     draws, effective, r_hat = _until_enough(chains)
-    h = center + np.array([draw.place.z for draw in draws]) @ axes.T
+    h = center + np.array([draw.position.z for draw in draws]) @ axes.T
     every = -(-len(h) * mode.point.start[0].size ** 2 // MOST_NUMBERS) or 1
-    points = [marginal.estimated(draw.place.point) for draw in draws][::every]
+    points = [marginal.estimated(draw.position.point) for draw in draws][::every]
     log_weights, khat = smoothed(np.array([point.evidence - point.bound for point in points]))
     mass = np.exp(log_weights)
     some = np.flatnonzero(mass > NEGLIGIBLE)
@@ -67,7 +67,7 @@ def integrate_by_nuts(marginal: Marginal, mode: Mode, moments: Moments, rng_key:
     )
     info = {
         "method": "nuts",
-        "evaluations": len(marginal.points) + num_visited,
+        "evaluations": len(marginal.points) + num_evaluations,
         "points": kept,
         "mass": mass,
         "bounds": np.array([point.evidence for point in points]),
@@ -84,7 +84,7 @@ def _until_enough(chains: list[Iterator[Draw]]) -> tuple[list[Draw], float, floa
     """Draws of all chains, with the least effective sample size and the largest R-hat of an entry."""
     drawn = [[next(chain) for _ in range(FIRST_DRAWS)] for chain in chains]
     while True:
-        z = np.array([[draw.place.z for draw in draws] for draws in drawn])
+        z = np.array([[draw.position.z for draw in draws] for draws in drawn])
         effective, r_hat = float(np.min(effective_sample_size(z))), float(np.max(gelman_rubin(z)))
         if (effective >= ENOUGH and r_hat <= ENOUGH_R_HAT) or z.shape[1] >= MOST_DRAWS:
             return [draw for draws in drawn for draw in draws], effective, r_hat
@@ -92,11 +92,11 @@ def _until_enough(chains: list[Iterator[Draw]]) -> tuple[list[Draw], float, floa
             draws += [next(chain) for _ in range(MORE_DRAWS)]
 
 
-def _start(visit: Visit, mode: Mode, rng: np.random.Generator) -> Place:
-    """A place about as far from the mode as its Gaussian reaches, where L is finite."""
+def _start(evaluate: Evaluate, mode: Mode, rng: np.random.Generator) -> Position:
+    """A draw of the mode's Gaussian, or nearer to the mode, where L is finite."""
     z = rng.normal(size=len(mode.point.h))
     while True:
-        place = visit(z, mode.point)
-        if np.isfinite(place.log_density):
-            return place
+        position = evaluate(z, mode.point)
+        if np.isfinite(position.log_density):
+            return position
         z = 0.5 * z

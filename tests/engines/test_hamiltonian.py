@@ -4,7 +4,7 @@ import numpy as np
 from numpyro.diagnostics import effective_sample_size
 from scipy.special import digamma, polygamma
 
-from numpyro_rvga.engines.integration.hamiltonian import Chain, Place
+from numpyro_rvga.engines.integration.hamiltonian import Chain, Position
 
 NUM_DRAWS = 3000
 
@@ -12,13 +12,13 @@ NUM_DRAWS = 3000
 def draws_of(log_density, slope, size, num_draws=NUM_DRAWS):
     visits = []
 
-    def visit(z, near):
+    def evaluate(z, near):
         visits.append(near)
-        return Place(z, log_density(z), slope(z), len(visits))
+        return Position(z, log_density(z), slope(z), len(visits))
 
-    chain = Chain(visit, visit(np.zeros(size), None), np.random.default_rng(0)).draws(150)
+    chain = Chain(evaluate, evaluate(np.zeros(size), None), np.random.default_rng(0)).draws(150)
     draws = [next(chain) for _ in range(num_draws)]
-    return np.array([draw.place.z for draw in draws]), draws, visits
+    return np.array([draw.position.z for draw in draws]), draws, visits
 
 
 def test_moments_of_a_coupled_gaussian_and_of_a_skewed_density():

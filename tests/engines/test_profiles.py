@@ -7,7 +7,7 @@ from scipy import special, stats
 
 from numpyro_rvga.engines.integration.importance import integrate_by_importance
 from numpyro_rvga.engines.integration.nested import Marginal, find_mode
-from numpyro_rvga.engines.integration.profiles import measured
+from numpyro_rvga.engines.integration.profiles import profiles_of
 from numpyro_rvga.engines.maximized_bound import Maximum
 from numpyro_rvga.results.arviz import smoothed
 from numpyro_rvga.results.integration import mixture_of
@@ -57,7 +57,7 @@ def test_climbing_goes_on_where_points_around_the_mode_are_higher():
 
 def test_proposals_are_densities_and_coordinates_are_gaussian(skewed):
     marginal, mode = skewed
-    profiles = measured(marginal, mode, mode.axes)
+    profiles = profiles_of(marginal, mode, mode.axes)
     rng = np.random.default_rng(0)
     z, log_density = profiles.propose(rng.random((200_000, 4)))
     # The average of target / proposal is the integral of the target, here one of a standard normal vector.
@@ -78,9 +78,9 @@ def test_proposals_are_densities_and_coordinates_are_gaussian(skewed):
 
 def test_profiles_are_stretched_to_the_least_deviations_and_end_where_there_is_no_bound():
     marginal, mode = mode_of(halves, 1)
-    profile = measured(marginal, mode, mode.axes).axes[0]
+    profile = profiles_of(marginal, mode, mode.axes).axes[0]
     assert profile.edges[0] < -5 and profile.edges[-1] > 1
-    wider = measured(marginal, mode, mode.axes, np.array([3.0])).axes[0]
+    wider = profiles_of(marginal, mode, mode.axes, np.array([3.0])).axes[0]
     assert np.interp(0.9, wider.proposed, wider.edges) > 1.5 * np.interp(0.9, profile.proposed, profile.edges)
 
 

@@ -1,7 +1,7 @@
 """The integral of exp L(h) over three to six parameters h, by importance sampling at randomized quasi-random points.
 
-A polynomial that is fitted to L at the points is a control variate: of exp(polynomial) the integral and the moments are
-known from thousands of points, and what the average over few points adds is the difference from exp(L). So the less L
+A polynomial that is fitted to L at the points is a control variate. The integral and the moments of exp(polynomial) are
+averages over thousands of points, and only the difference exp(L) - exp(polynomial) is averaged over few. So the less L
 differs from the polynomial, the fewer points it takes.
 """
 
@@ -15,7 +15,7 @@ import numpy as np
 
 from ...core.expectations.by_nodes import power_of_two
 from .nested import Design, Integral, Marginal, Mode, Moments, Point, stacked, variances_of
-from .profiles import Profiles, measured
+from .profiles import Profiles, profiles_of
 
 NUM_POINTS = 128  # at most, for each parameter, their number rounded up to a power of two
 FEW_POINTS = 32  # likewise, where each takes much memory
@@ -25,7 +25,7 @@ MOST_KHAT = 0.5  # above which it is, too
 MAX_FITS = 3
 FEW = 128  # points, up to which the Gaussians are as wide as Scott's rule says: L is nearly quadratic then
 BANDWIDTH = 0.2  # else, in standard deviations of h: x given h is not one Gaussian for long
-REACH = 0.6  # of the regressions for the slopes of x's mean, in standard deviations of h
+REACH = 0.6  # of the regressions for the slopes of x's mean: a bandwidth, in standard deviations of h
 CONTROL_SETS, NUM_CONTROLS = 8, 2**12  # so many points at which a polynomial is evaluated
 DEGREES = (3, 2)  # of polynomials that are tried
 POINTS_PER_COEFFICIENT = 1.5  # at least: with fewer, the fit would be an interpolation
@@ -33,8 +33,8 @@ MOST_LEVERAGE = 0.99
 CEILING, FLATTEST = 1.0, 0.25  # above the highest point, and how fast it falls: along the axes, L falls by roots^2 / 2
 LEAST_WEIGHT = 1e-4  # of a point in the fit, over the largest: far ones keep the polynomial low
 MOST_RESCALED = 2.0  # log of how much x is widened or narrowed where points are moved
-SETTLED = 0.03  # standard error, or the change when many points become twice as many, in standard deviations
-ROUGHLY_SETTLED = 0.04  # where each point takes much memory, and long
+TOLERANCE = 0.03  # standard error, or the change when many points become twice as many, in standard deviations
+ROUGH_TOLERANCE = 0.04  # where each point takes much memory and time
 NEGLIGIBLE = 1e-6  # mass of a point that is left out
 
 Smoothed = Callable[[np.ndarray], tuple[np.ndarray, float]]
@@ -47,20 +47,21 @@ def integrate_by_importance(
     moments: Moments,
     smoothed: Smoothed,
     num_points: int = NUM_POINTS,
-    settled: float = SETTLED,
+    tolerance: float = TOLERANCE,
 ) -> Integral | None:
-    """Points of a proposal that is as wide and skewed as the marginal is along the axes of its mode; along those of the
-    points and their weights, where few of them count.
+    """The integral by points of a proposal that is as wide and skewed as the marginal along the axes of its mode. Where
+    few points have most of the weight, the axes are those of the weighted points, once more.
 
-    :param num_points: at most, for each parameter. :param settled: the error, in standard deviations, that is enough.
-    :return: None if so few points count that they span no volume.
+    :param num_points: at most, for each parameter.
+    :param tolerance: of the means, in standard deviations, and of log standard deviations.
+    :return: None if so few points have weight that they span no volume.
     """
     size = len(mode.point.h)
     center, axes = mode.point.h, mode.axes
-    profiles = measured(marginal, mode, axes)
+    profiles = profiles_of(marginal, mode, axes)
     count = num_points * power_of_two(size)
     for seed in range(MAX_FITS):
-        points, log_proposal, of_z = _sampled(marginal, center, axes, profiles, count, settled, seed)
+        points, log_proposal, of_z = _sampled(marginal, center, axes, profiles, count, tolerance, seed)
         log_ratios = np.array([point.evidence for point in points]) - log_proposal
         log_weights, khat = smoothed(log_ratios)
         mass = np.exp(log_weights)
@@ -72,7 +73,7 @@ def integrate_by_importance(
             break
         axes = _axes_of(np.array([point.h for point in points]), mass)
         z = np.linalg.solve(axes, (np.array([point.h for point in points]) - center).T).T
-        profiles = measured(marginal, mode, axes, np.sqrt(mass @ z**2))
+        profiles = profiles_of(marginal, mode, axes, np.sqrt(mass @ z**2))
     info = {
         "method": "importance",
         "evaluations": len(marginal.points),
@@ -88,12 +89,12 @@ def integrate_by_importance(
 
 
 def _sampled(
-    marginal: Marginal, center: np.ndarray, axes: np.ndarray, profiles: Profiles, most: int, settled: float, seed: int
+    marginal: Marginal, center: np.ndarray, axes: np.ndarray, profiles: Profiles, most: int, tolerance: float, seed: int
 ) -> tuple[list[Point], np.ndarray, _Moments]:
-    """Points, the log density of their coordinates, and moments of these: few of ``most`` points, and twice as many as
-    long as these do not settle the moments. Half of quasi-random points are quasi-random too, so what the other half
-    changes is about the error of the first, and more than that of both. Of few points, around which Gaussians are wide,
-    that is not enough."""
+    """Points, the log density of their coordinates z, and moments of z. The number of points doubles, up to ``most``,
+    until the moments' error is below ``tolerance``. The first half of quasi-random points is quasi-random too, so the
+    change by the second half is about the error of the first, and more than that of both. Of few points, around which
+    Gaussians are wide, that is not enough."""
     points: list[Point] = []
     by_half = None
     controls = _Controls.of(profiles)
@@ -104,14 +105,14 @@ def _sampled(
         bounds = np.array([point.evidence for point in points])
         moments = _moments_of(z, bounds, log_proposal, profiles, controls)
         change = np.inf if by_half is None or count <= FEW else moments.change_from(by_half)
-        if min(moments.error, change) < settled or count >= most:
+        if min(moments.error, change) < tolerance or count >= most:
             return points, log_proposal, moments
         by_half = moments
         count *= 2
 
 
 def _axes_of(h: np.ndarray, mass: np.ndarray) -> np.ndarray:
-    """The root of the covariance of weighted points (n, d) that turns them least, in their own standard deviations."""
+    """The symmetric root (d, d) of the covariance of weighted points (n, d), in units of their standard deviations."""
     steps = h - mass @ h
     covariance = (mass[:, None] * steps).T @ steps
     deviation = np.sqrt(np.diagonal(covariance))
@@ -147,7 +148,7 @@ class _Moments(NamedTuple):
 def _moments_of(
     z: np.ndarray, bounds: np.ndarray, log_proposal: np.ndarray, profiles: Profiles, controls: _Controls
 ) -> _Moments:
-    """By the control variates that leave the least error, or without.
+    """The moments by the control variate of the least error, or without one.
 
     :param z: points (n, d). :param bounds: L there. :param profiles: the proposal.
     """
@@ -186,7 +187,7 @@ class _Controls(NamedTuple):
 
 
 def _fit(features: np.ndarray, values: np.ndarray, root: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Coefficients of a regression with weights root^2, and what it says of each value without this one, (n,)."""
+    """Coefficients of a regression with weights root^2, and leave-one-out predictions of the values, (n,)."""
     basis, triangle = np.linalg.qr(root[:, None] * features)
     coefficients = np.linalg.lstsq(triangle, basis.T @ (root * values), rcond=None)[0]
     leverage = np.minimum(np.sum(basis**2, axis=1), MOST_LEVERAGE)
@@ -194,7 +195,7 @@ def _fit(features: np.ndarray, values: np.ndarray, root: np.ndarray) -> tuple[np
 
 
 def _ceiling(roots: np.ndarray) -> np.ndarray:
-    """What a fitted polynomial is at most, (n,): far out it may lead anywhere."""
+    """An upper limit of the fitted polynomial, (n,), which may be anything far out."""
     return CEILING - FLATTEST * np.sum(roots**2, axis=1)
 
 
@@ -216,11 +217,11 @@ class _Sample(NamedTuple):
 
 
 def _combined(*samples: _Sample) -> _Moments:
-    """Of sums of averages over points."""
+    """The moments of a sum of measures, each an average over the points of a sample."""
     total = sum(np.mean(weights) for _, weights, *_ in samples)
     mean = sum(weights @ z / len(z) for z, weights, *_ in samples) / total
-    spreads = [(weights[:, None] * (z - mean)).T @ (z - mean) / len(z) for z, weights, *_ in samples]
-    covariance = np.sum(spreads, axis=0) / total
+    squares = [(weights[:, None] * (z - mean)).T @ (z - mean) / len(z) for z, weights, *_ in samples]
+    covariance = np.sum(squares, axis=0) / total
     if not (total > 0 and np.isfinite(covariance).all() and np.linalg.eigvalsh(covariance)[0] > 0):
         return _Moments(-np.inf, mean, covariance, np.inf)
     root, variance = np.linalg.cholesky(covariance), 0.0
@@ -253,8 +254,8 @@ def _design(
     mean: np.ndarray,
     covariance: np.ndarray,
 ) -> Design:
-    """Gaussians in h around points that are drawn together, so that these do not widen the whole: both in coordinates
-    in which the marginal is nearly Gaussian, and its shape stays.
+    """Gaussians in h around the points, which are shrunk towards their mean, so that the mixture is as wide as the
+    points were. Both in coordinates in which the marginal is nearly Gaussian, which keeps its shape.
 
     :param mean: of h, (d,), with ``covariance`` (d, d), which the design has too.
     """
@@ -271,15 +272,15 @@ def _design(
     bandwidth = len(h) ** (-1 / (h.shape[1] + 4)) if len(h) <= FEW else BANDWIDTH
     v = given.profiles.standard(np.linalg.solve(given.axes, (h - given.center).T).T)
     middle = mass @ v
-    spread = np.linalg.cholesky((mass[:, None] * (v - middle)).T @ (v - middle))
+    root = np.linalg.cholesky((mass[:, None] * (v - middle)).T @ (v - middle))
     z, along = given.profiles.from_standard(middle + np.sqrt(1 - bandwidth**2) * (v - middle))
     moved = given.center + z @ given.axes.T
-    kernel = given.axes @ (along[:, :, None] * (bandwidth * spread))
-    # These are the marginal's moments but for what curves within a Gaussian, and for chance.
+    kernel = given.axes @ (along[:, :, None] * (bandwidth * root))
+    # Mean and covariance are now about the marginal's, and become so exactly by one linear map.
     center = mass @ moved
     whole = (mass[:, None] * (moved - center)).T @ (moved - center) + np.einsum("k,kij,klj->il", mass, kernel, kernel)
-    turn = scale @ np.linalg.inv(np.linalg.cholesky(whole))
-    moved, kernel = mean + (moved - center) @ turn.T, turn @ kernel
+    correction = scale @ np.linalg.inv(np.linalg.cholesky(whole))
+    moved, kernel = mean + (moved - center) @ correction.T, correction @ kernel
     means = means + np.einsum("kpd,kd->kp", slopes, moved - h)
     if is_whole:
         roots = _rescaled(roots, mass, np.einsum("kpd,kd->kp", widths, moved - h))

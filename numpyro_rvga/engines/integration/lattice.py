@@ -12,7 +12,7 @@ from .nested import ABOVE, Design, Integral, Marginal, Mode, Moments, Point, Roo
 
 DROP = 10.0  # nats below the highest point, where the marginal is cut off
 SPACING = 0.75  # of a lattice, in standard deviations of the Gaussian at the mode
-SETTLED = 0.02  # change of means, in standard deviations, and of log standard deviations, when the spacing doubles
+CONVERGED = 0.02  # change of means, in standard deviations, and of log standard deviations, when the spacing doubles
 MAX_POINTS = 1_000
 MOST_AT_EDGE = math.log(1e-3)  # share of the mass in points whose neighbors are left out, in a complete lattice
 MAX_HALVINGS = 2
@@ -43,7 +43,7 @@ def integrate_lattice(marginal: Marginal, mode: Mode, moments: Moments) -> Integ
         means, variances = map(np.array, zip(*summaries))
         even = np.array([all(i % 2 == 0 for i in index) for index in kept])
         change = _change(bounds, means, variances, even)
-        if change < SETTLED or not complete:
+        if change < CONVERGED or not complete:
             break
     scale = spacing * mode.axes
     x_means, x_roots = zip(*[of_x[id(point)] for point in kept.values()])

@@ -1,6 +1,6 @@
-"""The marginal of a few parameters h, exp L(h): its mode, and what is known of its integral.
+"""The marginal of a few parameters h, exp L(h): its mode, and its integral as points with masses.
 
-L is the bound of :class:`~.maximized_bound.MaximizedBound`. Of x given h, a point knows the q that attains it.
+L is the bound of :class:`~.maximized_bound.MaximizedBound`. A point stores the q of x given h that attains it.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from ..maximized_bound import Maximum, Start
 
 NUM_TRIALS = 8  # points of the prior at which L is tried before its mode is sought, for each parameter,
 MOST_TRIALS = 64  # and at most
-STEP = 0.3  # of differences of gradients, in standard deviations of the mode as far as it is known
+STEP = 0.3  # of differences of gradients, in estimated standard deviations of the mode
 MAX_NARROWINGS = 3  # of a step that is too long
 FAR = 0.5  # nats: a step that lowers L by more is too long, as it should be a tenth of these
 MAX_SHORTENINGS = 6  # of a step along which gradients are compared, to a tenth,
 OVERSHOT = 10.0  # if L falls along it by so many nats, and so many times what its slope says
-MAX_CLIMBS = 4
-LEAST_RISE, LEAST_SLOPE = 1e-4, 1e-2  # nats, of a step and for each standard deviation: where a climb ends
+MAX_ASCENTS = 4
+LEAST_RISE, LEAST_SLOPE = 1e-4, 1e-2  # nats, of a step and for each standard deviation: where an ascent ends
 STEEP = 10.0  # nats for each standard deviation of the prior, beyond which that is no measure of L
 FLAT = 0.1  # nats for each standard deviation: a slope at a mode
 SAME_PLACE = 0.5  # standard deviations, within which axes are not measured again
-ABOVE = 0.5  # nats: by which a point may be higher than the mode that was found
+ABOVE = 0.5  # nats, by which a point may be higher than the mode
 DECONVOLUTIONS = 200
 KERNEL_REACH = 8.0  # standard deviations, beyond which a kernel is nothing in double precision
 FLATTEST = 3.0  # standard deviations of the prior: no Gaussian at a mode is wider
@@ -55,12 +55,12 @@ class Point(NamedTuple):
 
 
 class Marginal:
-    """L as a function on the host, which knows the points where it has been.
+    """L as a function on the host, which caches the points where it was evaluated.
 
     :param begin: h -> a start, from nothing.
     :param solve: h and a start -> :class:`~.maximized_bound.Maximum`.
-    :param gradient: h and the start that was found there -> L's gradient (d,), where ``solve`` leaves that out.
-    :param estimate: h and that start -> log p(y, h) and its standard error, where L is not to stand for it.
+    :param gradient: h and the maximizing q there -> L's gradient (d,), where ``solve`` leaves that out.
+    :param estimate: h and that q -> log p(y, h) and its standard error; None: L is taken for log p(y, h).
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Marginal:
     ):
         self._begin, self._solve, self._gradient, self._estimate = begin, solve, gradient, estimate
         self.points: list[Point] = []
-        self._known: dict[bytes, Point] = {}
+        self._cache: dict[bytes, Point] = {}
 
     def with_gradient(self, h: np.ndarray, near: Point | None = None) -> Point:
         """The same with L's gradient, also where that takes longer."""
@@ -82,11 +82,11 @@ class Marginal:
         gradient = np.asarray(self._gradient(point.h, point.start), np.float64)
         if not np.isfinite(gradient).all():
             point = point._replace(bound=-np.inf, evidence=-np.inf)
-        self._known[h.tobytes()] = point = point._replace(gradient=gradient)
+        self._cache[h.tobytes()] = point = point._replace(gradient=gradient)
         return point
 
     def estimated(self, point: Point) -> Point:
-        """With the evidence, where that is not L. Searches go by L: the difference is small, and takes longer."""
+        """The point with its estimate of log p(y, h), where there is one. Searches go by L: estimates take longer."""
         if self._estimate is None or not np.isfinite(point.bound):
             return point
         estimate = self._estimate(point.h, point.start)
@@ -94,10 +94,10 @@ class Marginal:
         return point._replace(evidence=evidence if np.isfinite(evidence) else -np.inf, error=float(estimate.error))
 
     def __call__(self, h: np.ndarray, near: Point | None = None) -> Point:
-        """L at h, from the q of a point that is near, or of the nearest one."""
-        known = self._known.get(h.tobytes())
-        if known is not None:
-            return known
+        """L at h. The solve starts from the q of ``near``, or of the nearest point in the cache."""
+        cached = self._cache.get(h.tobytes())
+        if cached is not None:
+            return cached
         if near is None and self.points:
             near = min(self.points, key=lambda point: float(np.sum((point.h - h) ** 2)))
         point = None if near is None else self._point(h, near.start)
@@ -105,11 +105,11 @@ class Marginal:
             point = self._point(h, self._begin(h))
         if np.isfinite(point.bound):
             self.points.append(point)
-            self._known[h.tobytes()] = point
+            self._cache[h.tobytes()] = point
         return point
 
-    def visited(self, h: np.ndarray, near: Point) -> Point:
-        """L at h, from the q of a point that is near. It is not remembered."""
+    def evaluate_uncached(self, h: np.ndarray, near: Point) -> Point:
+        """L at h. The solve starts from the q of ``near``. The point is not cached."""
         return self._point(h, near.start)
 
     def _point(self, h: np.ndarray, start: Start) -> Point:
@@ -140,10 +140,11 @@ def find_mode(
     start: np.ndarray | None = None,
     num_trials: int = NUM_TRIALS,
 ) -> Mode:
-    """Climb from the best of some points of the prior, which are all looked at: a marginal may be wide, or have several
-    modes.
+    """Ascend from the best of some points of the prior, at all of which L is evaluated: a marginal may be wide, or have
+    several modes.
 
-    :param mean: the prior's (d,), with ``deviation`` (d,). :param start: another point to look at first.
+    :param mean: the prior's, (d,). :param deviation: the prior's standard deviations, (d,).
+    :param start: another point, evaluated first.
     :param num_trials: so many points of the prior for each parameter, their number rounded up to a power of two.
     :raises ValueError: if L is finite nowhere.
     """
@@ -159,8 +160,8 @@ def find_mode(
     if not marginal.points:
         raise ValueError("the bound is finite at no value of the integrated sites that the prior proposes.")
     scale, axes, at = np.diag(_widths(marginal, deviation)), None, mean
-    for _ in range(MAX_CLIMBS):
-        best = _climb(marginal, scale)
+    for _ in range(MAX_ASCENTS):
+        best = _ascend(marginal, scale)
         if axes is None or np.max(np.abs(np.linalg.solve(axes, best.h - at))) > SAME_PLACE:
             axes, at = _axes(marginal, best, deviation, np.linalg.norm(scale, axis=1)), best.h
         is_flat = np.max(np.abs(axes.T @ marginal.with_gradient(best.h, best).gradient)) < FLAT
@@ -174,8 +175,8 @@ def _highest(marginal: Marginal) -> Point:
     return max(marginal.points, key=lambda point: point.bound)
 
 
-def _climb(marginal: Marginal, scale: np.ndarray) -> Point:
-    """From the highest point that is known, in coordinates t with h = point.h + scale t."""
+def _ascend(marginal: Marginal, scale: np.ndarray) -> Point:
+    """The highest point after L-BFGS from the highest one so far, in coordinates t with h = point.h + scale t."""
     import scipy.optimize  # here: slow to import, and seldom needed
 
     best, lowest = _highest(marginal), np.inf
@@ -199,8 +200,8 @@ def _climb(marginal: Marginal, scale: np.ndarray) -> Point:
 
 
 def _widths(marginal: Marginal, deviation: np.ndarray) -> np.ndarray:
-    """How far L reaches along each parameter (d,), as its gradients near the highest point say: less than the prior's
-    standard deviations, if L is steep there."""
+    """The width of L along each parameter (d,), by its gradients near the highest point: at most the prior's standard
+    deviations, and less if L is steep there."""
     best = marginal.with_gradient(_highest(marginal).h)
     slope, widths = np.asarray(best.gradient), deviation.copy()
     if not np.isfinite(best.bound) or np.max(np.abs(deviation * slope)) < STEEP:
@@ -212,7 +213,7 @@ def _widths(marginal: Marginal, deviation: np.ndarray) -> np.ndarray:
             fall = (slope - np.asarray(near.gradient))[i] if np.isfinite(near.bound) else np.inf
             if 0.5 * fall * step < max(OVERSHOT * abs(slope[i]) * step, OVERSHOT):
                 break
-            step *= 0.1  # there L is another function than here
+            step *= 0.1  # L is far from quadratic over so long a step
         curvature = fall / step if np.isfinite(fall) else 0.0
         if curvature > 0:
             widths[i] = min(deviation[i], 1 / np.sqrt(curvature))
@@ -223,7 +224,7 @@ def _axes(marginal: Marginal, mode: Point, deviation: np.ndarray, width: np.ndar
     """The symmetric root of the inverse of L's negative Hessian, by differences of its gradient. It turns the
     parameters, whose marginals are skewed, as little as possible.
 
-    :param deviation: the prior's, (d,). :param width: that of L, (d,), or more where it is not known.
+    :param deviation: the prior's, (d,). :param width: an upper bound of that of L, (d,).
     :raises NotFinite: if that is not finite.
     """
     columns: list[np.ndarray] = []
@@ -250,8 +251,8 @@ def _axes(marginal: Marginal, mode: Point, deviation: np.ndarray, width: np.ndar
 
 
 def _narrowed(marginal: Marginal, mode: Point, direction: np.ndarray, width: float) -> float:
-    """A standard deviation of L along a direction, if it is far less than ``width``: from how L falls, which takes less
-    time than gradients that tell nothing."""
+    """The standard deviation of L along a direction, if it is far less than ``width``; else ``width``. By values of L:
+    gradients over too long a step are of no use, and take longer."""
     for _ in range(MAX_NARROWINGS):
         drop = mode.bound - marginal(mode.h + STEP * width * direction, mode).bound
         if not np.isfinite(drop):
@@ -295,9 +296,12 @@ class Design(NamedTuple):
 
 
 class Integral(NamedTuple):
-    """:ivar log_evidence: the log of the integral of exp L; None if it was not found. :ivar info: how it was found.
-    :ivar converged: of the mass, at points where the bound is maximized.
-    :ivar error: the standard error of estimates of log p(y, h), on average."""
+    """The integral of exp L over h, and what the posterior takes.
+
+    :ivar log_evidence: the log of the integral; None where only draws of h were taken.
+    :ivar converged: the share of the mass at points where the bound is maximized. :ivar info: for the posterior's.
+    :ivar error: the standard error of estimates of log p(y, h), on average.
+    """
 
     design: Design
     log_evidence: float | None
@@ -315,11 +319,11 @@ class Integral(NamedTuple):
 
 
 Moments = Callable[[Point], tuple[np.ndarray, "Root"]]
-"""The mean (P,) of x at a point, and the Cholesky factor (P, P) of its covariance, or what a solve has left of it."""
+"""The mean (P,) of x at a point, and the Cholesky factor (P, P) of its covariance, or a :class:`SolvedRoot`."""
 
 
 def variances_of(root: Root) -> np.ndarray:
-    """(P,)."""
+    """The variances of x, (P,)."""
     return root.variance if isinstance(root, SolvedRoot) else np.sum(root**2, axis=1)
 
 

@@ -9,10 +9,10 @@ import numpy as np
 from .nested import Marginal, Mode
 
 FREEDOM = 7.0  # of the Student t that a Gaussian profile proposes from
-LOOK = 1.5  # where a profile is measured first, in standard deviations of the Gaussian at the mode
+FIRST_DISTANCE = 1.5  # where a profile is measured first, in standard deviations of the Gaussian at the mode
 NEARLY_GAUSSIAN = 0.1  # nats, by which the drop there may differ from a Gaussian's, to be taken for one
-NEAR_DROP, FAR_DROP = 1.5, 4.5  # nats: a profile is known from a drop below the first to one above the second
-MAX_LOOKS = 6  # on each side
+NEAR_DROP, FAR_DROP = 1.5, 4.5  # nats: a profile is measured from a drop below the first to one above the second
+MAX_POINTS = 6  # of a profile, on each side
 LEAST_SLOPE = 0.2  # of a profile beyond where it was measured, in nats for each standard deviation
 LAST_DROP = 30.0  # nats, where a profile ends
 NUM_CELLS = 4_000
@@ -71,7 +71,9 @@ class Profiles(NamedTuple):
         return z, slopes
 
 
-def measured(marginal: Marginal, mode: Mode, axes: np.ndarray, least_deviation: np.ndarray | None = None) -> Profiles:
+def profiles_of(
+    marginal: Marginal, mode: Mode, axes: np.ndarray, least_deviation: np.ndarray | None = None
+) -> Profiles:
     """The profiles along axes through the mode, (d, d).
 
     :param least_deviation: (d,), standard deviations that profiles have at least: those that are less are stretched.
@@ -120,22 +122,25 @@ class _Side(NamedTuple):
 
 def _side(marginal: Marginal, mode: Mode, direction: np.ndarray) -> _Side:
     points, drops, limit = {0.0: mode.point}, {0.0: 0.0}, np.inf
-    distance = LOOK
-    for _ in range(MAX_LOOKS):
-        nearest = min(points, key=lambda known: abs(known - distance))
+    distance = FIRST_DISTANCE
+    for _ in range(MAX_POINTS):
+        nearest = min(points, key=lambda other: abs(other - distance))
         point = marginal(mode.point.h + distance * direction, points[nearest])
         if np.isfinite(point.bound):
             points[distance], drops[distance] = point, max(mode.point.bound - point.bound, 0.0)
         else:
             limit = min(limit, distance)
-        known = sorted(points)
-        if distance == LOOK and abs(drops.get(LOOK, 0.0) - 0.5 * LOOK**2) < NEARLY_GAUSSIAN:
-            drops |= {factor * LOOK: factor**2 * drops[LOOK] for factor in (2, 3)}
+        measured = sorted(points)
+        if (
+            distance == FIRST_DISTANCE
+            and abs(drops.get(FIRST_DISTANCE, 0.0) - 0.5 * FIRST_DISTANCE**2) < NEARLY_GAUSSIAN
+        ):
+            drops |= {factor * FIRST_DISTANCE: factor**2 * drops[FIRST_DISTANCE] for factor in (2, 3)}
             break
-        if len(known) == 1 or drops[known[1]] > NEAR_DROP:
-            distance = 0.5 * min(limit, *known[1:], LOOK)
+        if len(measured) == 1 or drops[measured[1]] > NEAR_DROP:
+            distance = 0.5 * min(limit, *measured[1:], FIRST_DISTANCE)
         elif max(drops.values()) < FAR_DROP:
-            distance = min(2 * known[-1], 0.5 * (known[-1] + limit))
+            distance = min(2 * measured[-1], 0.5 * (measured[-1] + limit))
         else:
             break
     distances = np.array(sorted(drops))
