@@ -20,13 +20,13 @@ from .model.data.row_set import RowSet
 from .model.data.rows import Data, Rows
 from .progress import Bar
 from .results.groups.parts import (
+    EvaluatedGroups,
     GroupModel,
     GroupPart,
-    GroupPlace,
     Start,
     advanced,
     check_apart,
-    first_place,
+    initial_groups,
     message_of,
     start_from,
 )
@@ -188,7 +188,7 @@ class GroupCluster(Cluster):
         apart = self._submit(None, _are_apart, self._parts[0], *labels)
         start = self._submit(None, _start, self._parts[0], *samples)
         results = self._results_of([apart, start])[1]
-        self._places = [self._submit(n, _first_place, part, start) for n, part in enumerate(self._parts)]
+        self._places = [self._submit(n, _initial_groups, part, start) for n, part in enumerate(self._parts)]
         num_groups, num_rows = (sum(numbers) for numbers in zip(*counts))
         return results, num_groups, num_rows
 
@@ -221,11 +221,13 @@ def _group_part(model: GroupModel, data: Data | Iterable, is_first: bool) -> Gro
     return part
 
 
-def _first_place(part: GroupPart, start: Start) -> GroupPlace:
-    return first_place(len(part.labels), start)
+def _initial_groups(part: GroupPart, start: Start) -> EvaluatedGroups:
+    return initial_groups(len(part.labels), start)
 
 
-def _advanced(part: GroupPart, place: GroupPlace, step: float, shift: np.ndarray, shared: Shared) -> GroupPlace:
+def _advanced(
+    part: GroupPart, place: EvaluatedGroups, step: float, shift: np.ndarray, shared: Shared
+) -> EvaluatedGroups:
     return advanced(part.evaluations, place, step, shift, shared)
 
 
@@ -237,7 +239,9 @@ def _start(part: GroupPart, *samples: Rows) -> Start:
     return start_from(part.model, samples)
 
 
-def _write(number: int, part: GroupPart, place: GroupPlace, folder: str, names: list[str], root: np.ndarray) -> int:
+def _write(
+    number: int, part: GroupPart, place: EvaluatedGroups, folder: str, names: list[str], root: np.ndarray
+) -> int:
     return write_groups(folder, number, part.model.plate.index, part.labels, names, place.groups, root)
 
 

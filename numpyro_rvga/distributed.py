@@ -197,7 +197,7 @@ def run_groups(
         cluster = GroupCluster(client, retries, bar, of_all, parts)
         start, num_groups, num_rows = cluster.begin()
         result = in_group_rounds(start.shared, cluster.asked, limit)
-        engine, members = of_all.bound(start.head, len(np.unique(start.head[index])))
+        engine, members = of_all.bind(start.head, len(np.unique(start.head[index])))
         cluster.write(folder, members.of_members.entry_names, result.shared.root)
     error = result.errors[-1]
     if not error < TOLERANCE:

@@ -3,7 +3,7 @@
 import numpy as np
 from scipy.optimize import minimize
 
-from numpyro_rvga.core.groups.steps import Groups, GroupSums, conditionals, message, mixed, moved, settled
+from numpyro_rvga.core.groups.steps import Groups, GroupSums, conditionals, maximize_groups, message, mixed, take_step
 
 
 def made(n=4, d=2, k=3, seed=0):
@@ -48,7 +48,7 @@ def test_a_step_is_that_of_the_whole_matrix():
         np.testing.assert_allclose(precision, np.linalg.inv(np.linalg.inv(whole)[-k:, -k:]), rtol=1e-9)
         shift = step * np.linalg.solve(precision, told.gradient)
         np.testing.assert_allclose(shift, move[-k:], rtol=1e-9)
-        after = moved(groups, sums, step, shift)
+        after = take_step(groups, sums, step, shift)
         np.testing.assert_allclose(after.mean - groups.mean, move[:-k].reshape(n, d), rtol=1e-9)
         covariance, given = np.linalg.inv(whole), conditionals(after)
         spread = given.root @ given.root.swapaxes(1, 2) + given.slope @ covariance[-k:, -k:] @ given.slope.swapaxes(
@@ -77,7 +77,7 @@ def test_groups_settle_where_their_bound_is_highest_from_afar():
         return GroupSums(values, gradient, (rate + 1)[:, None, None], zeros, 0.0, np.zeros(1), np.zeros((1, 1)), 0.0)
 
     start = Groups(np.full((4, 1), -6.0), np.full((4, 1, 1), 0.3), np.zeros((4, 1, 1)))
-    groups, at = settled(evaluate, start, 40, 1e-14)
+    groups, at = maximize_groups(evaluate, start, 40, 1e-14)
     for g, count in enumerate(counts):
 
         def loss(x, count=count):

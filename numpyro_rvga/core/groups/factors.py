@@ -1,8 +1,8 @@
-"""What a stream keeps of its groups between blocks: Gaussian factors of s and z_g, to be solved with once more.
+"""What a stream keeps of its groups between blocks: Gaussian factors of s and z_g.
 
-Of each group that was seen, q(z_g | s) is kept, and the Gaussian factor in it that stands for the group's open terms:
-its prior p(z_g | s), and the last of its rows. A later block that has rows of the group takes that factor out of q, and
-the terms themselves in: what they say depends on how well z_g and s are known. In double precision, on the host.
+Of each group with rows, q(z_g | s) is kept, and the Gaussian factor in it that approximates the group's open terms: its
+prior p(z_g | s), and its last rows. A later block with rows of the group divides that factor out of q, and the terms
+themselves take its place: their approximation depends on q. In double precision, on the host.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class GroupSummaries(NamedTuple):
 
     :ivar precision: A_g, (n, d, d), :ivar coupling: C_g, (n, d, k), and :ivar linear: h_g, (n, d): q(z_g | s) is
         N(A_g^-1 (h_g - C_g s), A_g^-1).
-    :ivar prior: the factors of z_g and s that stand for p(z_g | s), and ``rows``: for the rows that are kept.
+    :ivar prior: factors of z_g and s that approximate p(z_g | s). :ivar rows: those of the rows that are kept.
     """
 
     precision: np.ndarray
@@ -104,7 +104,7 @@ def factors(values: np.ndarray, gradient: np.ndarray, precision: np.ndarray, mea
 
 
 def summarize(groups: Groups, mean: np.ndarray, root: np.ndarray, prior: OpenSums, rows: OpenSums) -> GroupSummaries:
-    """What is kept of groups. ``mean`` (k,) and ``root`` (k, k): of q(s).
+    """The summaries of groups. ``mean`` (k,) and ``root`` (k, k): of q(s).
 
     :param prior: sums at q over the groups' priors, and ``rows``: over the rows that are kept.
     """
@@ -168,9 +168,9 @@ def nothing(count: int, size: int, k: int) -> Rest:
 def rest_of_shared(
     evidence: float, mean: np.ndarray, precision: np.ndarray, prior: QuadraticFactors
 ) -> QuadraticFactors:
-    """What q(s) and the log evidence say, without the prior of s.
+    """The factor q(s) times the evidence, over the approximation of the prior of s.
 
-    :param mean: of q(s), and ``precision``. :param prior: the factor in q(s) that stands for p(s).
+    :param mean: of q(s), and ``precision``. :param prior: the factor in q(s) that approximates p(s).
     """
     constant = 0.5 * (np.linalg.slogdet(precision)[1] - len(mean) * LOG_TWO_PI - mean @ precision @ mean)
     both = QuadraticFactors(np.array([evidence + constant]), (precision @ mean)[None], precision[None])
@@ -178,9 +178,9 @@ def rest_of_shared(
 
 
 def rest_of_groups(old: GroupSummaries, weights: np.ndarray, indices: np.ndarray, count: int) -> Rest:
-    """What q says of some groups given s, without their open terms.
+    """The factor q(z_g | s) of some groups, over the approximation of their open terms.
 
-    :param old: the groups that were seen before. :param weights: of their rows, by group.
+    :param old: the groups that had rows before. :param weights: the multiplicity of their rows, by group.
     :param indices: theirs among ``count``.
     """
     size, k = old.coupling.shape[1:]

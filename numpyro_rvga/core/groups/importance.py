@@ -32,8 +32,8 @@ MOST_DRAWS = 256
 EVALUATIONS = 2**18  # of factors at once
 
 
-class Groups(NamedTuple):
-    """Entries of x.
+class Partition(NamedTuple):
+    """A partition of the entries of x.
 
     :ivar shared: (S,), those that are in no group. :ivar members: (G, D), padded with P where a group has fewer than D.
     :ivar group_of: (P,), the group of each entry, or -1.
@@ -64,7 +64,7 @@ class Estimate(NamedTuple):
     error: Array
 
 
-def independent_groups(coupled: np.ndarray) -> Groups:
+def independent_groups(coupled: np.ndarray) -> Partition:
     """The smallest set of shared entries, by how many others each is coupled with, that leaves small groups.
 
     :param coupled: (P, P), whether a factor depends on both.
@@ -85,10 +85,10 @@ def independent_groups(coupled: np.ndarray) -> Groups:
     for group, row in enumerate(members):
         entries = kept[label == group]
         row[: len(entries)] = entries
-    return Groups(np.flatnonzero(group_of < 0), members, group_of)
+    return Partition(np.flatnonzero(group_of < 0), members, group_of)
 
 
-def standard_nodes(groups: Groups) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def standard_nodes(groups: Partition) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Draws of the shared entries (R, M, S), and nodes (L, D) of a group with their log weights (L,), all standard."""
     import scipy.stats
 
@@ -104,7 +104,7 @@ def log_integral(
     base: CanonicalGaussian,
     chunks: Sequence[Sequence[Summands]],
     precision: Array,
-    groups: Groups,
+    groups: Partition,
 ) -> Estimate:
     """The log of the integral of exp(base + sum of the summands), over (2 pi)^(P / 2).
 
@@ -162,7 +162,7 @@ class _Grouped(NamedTuple):
     of_group: Array
 
 
-def _grouped(summand: Summands, groups: Groups) -> _Grouped:
+def _grouped(summand: Summands, groups: Partition) -> _Grouped:
     jacobian, count = summand.jacobian, len(groups.members)
     depends = jnp.any(lax.stop_gradient(jacobian) != 0, axis=1)
     group = jnp.max(jnp.where(depends, jnp.asarray(groups.group_of), -1), axis=1, initial=-1)

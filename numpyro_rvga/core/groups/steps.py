@@ -16,7 +16,7 @@ import numpy as np
 
 SHORTER = 0.25  # of a group's step that has lowered its bound
 LITTLE = 1e-4  # nats: where a step of all groups has gained no more, the next one would gain nothing
-NOTHING = 1e-9  # nats: where all groups have no more to gain, they are settled
+NOTHING = 1e-9  # nats: where full steps of all groups would gain no more, the groups are at their maximum
 
 
 class Groups(NamedTuple):
@@ -63,10 +63,10 @@ class GroupSums(NamedTuple):
 
 
 class Message(NamedTuple):
-    """What a part tells of its groups.
+    """A part's share of a step of q(s), of length t.
 
     :ivar value: E[log p] and the entropies of q(z_g | s). :ivar error: by how much that may be off.
-    :ivar precision: what (1 - t) times the precision of s lacks to that after the step, (k, k).
+    :ivar precision: (k, k). The precision of s after the step is (1 - t) times the old one, plus the sum over parts.
     :ivar gradient: in s, with the groups eliminated, (k,).
     """
 
@@ -110,9 +110,14 @@ def mixed(groups: Groups, target: GroupSums, step: float | np.ndarray) -> Groups
 
 
 def message(groups: Groups, at: GroupSums, step: float) -> Message:
-    """For a step of this length. NaN if it leaves a group no Gaussian.
+    """The share of a step of this length t. With A_g(t) and C_g(t) of :func:`mixed`, and the sums' gradients g and h_g,
 
-    :param at: sums at the groups' q.
+    precision = t H_s - sum_g C_g(t)^T A_g(t)^-1 C_g(t) + (1 - t) sum_g C_g^T A_g^-1 C_g,
+    gradient = g - sum_g C_g(t)^T A_g(t)^-1 h_g.
+
+    NaN if it leaves a group no Gaussian.
+
+    :param at: sums at the groups' q: H_s is their ``shared_precision``.
     """
     ahead = mixed(groups, at, step)
     inverse = _inverse_factors(ahead.precision)
@@ -126,19 +131,23 @@ def message(groups: Groups, at: GroupSums, step: float) -> Message:
     return Message(float(value), float(at.error), precision, gradient)
 
 
-def moved(groups: Groups, at: GroupSums, step: float, shift: np.ndarray) -> Groups:
-    """After a step of this length that moves the mean of s by ``shift``, (k,)."""
+def take_step(groups: Groups, at: GroupSums, step: float, shift: np.ndarray) -> Groups:
+    """The groups after a step of this length t that moves the mean of s by ``shift`` (k,):
+
+    mean_g + A_g(t)^-1 (t h_g - C_g(t) shift), with A_g(t) and C_g(t) of :func:`mixed`.
+    """
     ahead = mixed(groups, at, step)
     force = step * at.gradient - ahead.coupling @ shift
     return ahead._replace(mean=groups.mean + _solved(ahead.precision, force))
 
 
-def settled(
+def maximize_groups(
     evaluate: Callable[[Groups], GroupSums], groups: Groups, max_steps: int, rounding: float
 ) -> tuple[Groups, GroupSums]:
-    """The best groups for q(s) as it is. Each has a step length of its own, and none's share of the bound falls.
+    """The groups of the highest bound for a fixed q(s), by natural-gradient steps. Each has a step length of its own,
+    and no group's share of the bound falls.
 
-    :param evaluate: sums at q. :param rounding: relative, of these.
+    :param evaluate: groups -> sums at q. :param rounding: relative, of these.
     :return: the groups, and the sums at their q.
     """
     at = evaluate(groups)
@@ -174,7 +183,7 @@ def _to_gain(groups: Groups, at: GroupSums) -> float:
 
 
 def _chosen(choice: np.ndarray, first: Groups, second: Groups) -> Groups:
-    """For each group, one of two."""
+    """For each group, one of two, by ``choice`` (n,)."""
     return Groups(*[np.where(choice.reshape(-1, *[1] * (a.ndim - 1)), a, b) for a, b in zip(first, second)])
 
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from ...core.groups.importance import Estimate, Groups, Summands, independent_groups, log_integral
+from ...core.groups.importance import Estimate, Partition, Summands, independent_groups, log_integral
 from ...core.matrices.jacobians import SparseJacobian, times_root
 from ...core.updates.factors import Factors, Kind
 from ...core.updates.joint import base_terms
@@ -51,7 +51,7 @@ class EvidenceEstimate:
             self._estimate = engine.compiled(partial(self._estimated, self._groups))
         return self._estimate(params, chunks, start)
 
-    def _estimated(self, groups: Groups, params: Array, chunks: RowChunks, start: Start) -> Estimate:
+    def _estimated(self, groups: Partition, params: Array, chunks: RowChunks, start: Start) -> Estimate:
         state = self._bound.engine.program.initial_state_at(params)
         mean = state.mean + state.root @ start[0]
         inverse = jnp.linalg.inv(state.root)

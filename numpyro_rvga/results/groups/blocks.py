@@ -15,15 +15,15 @@ from ...engines.engine import Engine
 from ...engines.groups import GroupEvaluations, GroupTerms
 from ...model.data.rows import Rows, selected
 from ...model.members import Members
-from .parts import GroupModel, GroupPlace, advanced, message_of
+from .parts import EvaluatedGroups, GroupModel, advanced, message_of
 from .rounds import Parts, Shared
 from .rows import GroupRows, RowForm
 
 FEWEST = 16  # groups, and rows, that programs are compiled for
 
 
-class Bound(NamedTuple):
-    """The model, bound to as many groups as a block may have.
+class BlockModel(NamedTuple):
+    """The model, bound to as many groups as a block may have, and compiled.
 
     :ivar form: of the rows that are kept. :ivar head: rows that it was read with.
     """
@@ -36,21 +36,21 @@ class Bound(NamedTuple):
     head: Rows
 
     @classmethod
-    def of(cls, model: GroupModel, rows: Rows, slots: int, rows_kept: int) -> Bound:
-        """To ``slots`` groups."""
+    def of(cls, model: GroupModel, rows: Rows, slots: int, rows_kept: int) -> BlockModel:
+        """The model bound to ``slots`` groups."""
         index = model.plate.index
         head = selected(rows, slice(0, FEWEST // 2))  # as many rows as groups would seem to have a group each
-        engine, members = model.bound(head, slots)
+        engine, members = model.bind(head, slots)
         most = 0 if engine.program.has_gaussian_rows else rows_kept
         return cls(engine, members, GroupTerms(engine, members), RowForm.of(rows, index, most), index, head)
 
     @property
     def is_exact(self) -> bool:
-        """Whether Gaussian factors are the terms that they stand for."""
+        """Whether all terms of groups are Gaussian, so that their Gaussian factors are exact."""
         return self.engine.program.has_gaussian_rows and self.terms.has_gaussian_groups
 
     def pieces(self, labels: Sequence[Hashable]) -> list[Sequence[Hashable]]:
-        """Of labels, as many at a time as there are places for."""
+        """Labels in pieces of as many groups as the model is bound to."""
         size = self.members.number
         return [labels[start : start + size] for start in range(0, len(labels), size)]
 
@@ -81,35 +81,35 @@ class Bound(NamedTuple):
 class Piece:
     """Groups that are evaluated together, as one part of rounds: their priors, rows, and the rest.
 
-    :param groups: where they are looked for first. :param with_shared_prior: in one piece only.
-    :ivar place: where they are.
+    :param groups: where the search begins. :param with_shared_prior: in one piece only.
+    :ivar evaluated: the current groups.
     """
 
-    def __init__(self, bound: Bound, rows: GroupRows, groups: Groups, others: Rest, *, with_shared_prior: bool):
-        chunks, count = bound.chunks(rows), len(groups.mean)
-        self._sums = GroupEvaluations(bound.terms, chunks, count, with_shared_prior=with_shared_prior)
+    def __init__(self, model: BlockModel, rows: GroupRows, groups: Groups, others: Rest, *, with_shared_prior: bool):
+        chunks, count = model.chunks(rows), len(groups.mean)
+        self._sums = GroupEvaluations(model.terms, chunks, count, with_shared_prior=with_shared_prior)
         self._rest = others
-        self.place = self._next = GroupPlace(groups, None)
+        self.evaluated = self._next = EvaluatedGroups(groups, None)
 
     def _evaluations(self, mean: np.ndarray, root: np.ndarray, groups: Groups) -> GroupSums:
         """Sums at q."""
         return self._rest.added_to(self._sums(mean, root, groups), mean, root, groups)
 
     def advance(self, step: float, shift: np.ndarray, shared: Shared) -> Message:
-        """After a step of q(s); see :class:`Parts`."""
-        self._next = advanced(self._evaluations, self.place, step, shift, shared)
+        """The message after a step of q(s); see :class:`Parts`."""
+        self._next = advanced(self._evaluations, self.evaluated, step, shift, shared)
         return message_of(self._next, 1.0)
 
     def message(self, step: float) -> Message:
-        """For a step of this length from where the groups are."""
-        return message_of(self.place, step)
+        """The message for a step of this length from the current groups."""
+        return message_of(self.evaluated, step)
 
     def keep(self) -> None:
-        """Go on from the last advance."""
-        self.place = self._next
+        """Accept the last :meth:`advance`."""
+        self.evaluated = self._next
 
 
-def together(pieces: Sequence[Piece]) -> Parts:
+def as_parts(pieces: Sequence[Piece]) -> Parts:
     """All pieces as the parts of rounds."""
 
     def advance(step: float, shift: np.ndarray, shared: Shared) -> Message:

@@ -1,4 +1,4 @@
-"""One part of the data whose groups are its own: what its worker does in every round."""
+"""One part of the data whose groups are its own, and its share of every round."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy as np
 from jax import Array
 from jax.sharding import Mesh
 
-from ...core.groups.steps import Groups, GroupSums, Message, message, moved, settled
+from ...core.groups.steps import Groups, GroupSums, Message, maximize_groups, message, take_step
 from ...engines.batch import BatchSolver
 from ...engines.engine import Engine
 from ...engines.groups import GroupEvaluations, GroupTerms
@@ -68,8 +68,8 @@ class GroupModel(NamedTuple):
     rng_key: Array | None
     mesh: Mesh | None = None
 
-    def bound(self, rows: Rows, count: int) -> tuple[Engine, Members]:
-        """To rows of so many members, and perhaps one more, of which there are no rows."""
+    def bind(self, rows: Rows, count: int) -> tuple[Engine, Members]:
+        """The model bound to rows of ``count`` members, and perhaps one more, of which there are no rows."""
         key = default_key() if self.rng_key is None else self.rng_key
         apart = count + (num_rows(rows) == count)  # a plate that is as long as the rows would be one of theirs
         engines = Engines(self.model, self.options, self.improper_prior_scale, batch=True, mesh=self.mesh)
@@ -78,7 +78,7 @@ class GroupModel(NamedTuple):
 
     def solved(self, rows: Rows, count: int) -> tuple[Members, np.ndarray, np.ndarray]:
         """The members, and the best Gaussian's mean and a root of its covariance, of all latent sites at once."""
-        engine, members = self.bound(rows, count)
+        engine, members = self.bind(rows, count)
         engine.program.check_rows(rows)
         solver = BatchSolver(self.options, "incremental", "groups")
         fit = solver(engine, rows, progress_bar=False, started=time.perf_counter())
@@ -86,9 +86,9 @@ class GroupModel(NamedTuple):
 
 
 class Start(NamedTuple):
-    """What some groups tell of all.
+    """Where a search begins, from a solve of some groups.
 
-    :ivar shared: q(s). :ivar mean: of groups, (d,). :ivar precision: of a group not yet seen, (d, d).
+    :ivar shared: q(s). :ivar mean: of groups, (d,). :ivar precision: of a group without rows, (d, d).
     :ivar head: rows of two groups, for a program of the model.
     """
 
@@ -107,7 +107,7 @@ class GroupPart:
 
     def __init__(self, model: GroupModel, data: Data | Iterable, *, with_shared_prior: bool):
         index = model.plate.index
-        rows, _ = gathered(model.model, data, index, {**model.model_kwargs, model.plate.size: 1})
+        rows, _ = read_rows(model.model, data, index, {**model.model_kwargs, model.plate.size: 1})
         self.model, self._with_shared_prior = model, with_shared_prior
         self.labels, number = np.unique(rows[index], return_inverse=True)
         self.rows = rows | {index: number.astype(np.int32)}
@@ -119,7 +119,7 @@ class GroupPart:
     @functools.cached_property
     def evaluations(self) -> GroupEvaluations:
         """Compiled for this part."""
-        engine, members = self.model.bound(self.rows, len(self.labels))
+        engine, members = self.model.bind(self.rows, len(self.labels))
         engine.program.check_rows(self.rows)
         terms = GroupTerms(engine, members)
         chunks = terms.chunks(self.rows, self.rows[self.model.plate.index])
@@ -143,11 +143,11 @@ def sampled(rows: Rows, index: str, num_groups: int, most: int) -> Rows:
 
 def start_from(model: GroupModel, samples: Sequence[Rows]) -> Start:
     """From some groups of all parts, solved for together."""
-    index, count, moved_up = model.plate.index, 0, []
+    index, count, renumbered = model.plate.index, 0, []
     for rows in samples:
-        moved_up.append(rows | {index: rows[index] + np.int32(count)})
+        renumbered.append(rows | {index: rows[index] + np.int32(count)})
         count += int(rows[index].max()) + 1
-    rows = {name: np.concatenate([some[name] for some in moved_up]) for name in samples[0]}
+    rows = {name: np.concatenate([some[name] for some in renumbered]) for name in samples[0]}
     members, mean, root = model.solved(rows, count)
     covariance = root @ root.T
     shared = Shared(mean[members.shared], np.linalg.inv(covariance[np.ix_(members.shared, members.shared)]))
@@ -157,52 +157,52 @@ def start_from(model: GroupModel, samples: Sequence[Rows]) -> Start:
     return Start(shared, values.mean(axis=1), np.diag(1 / variance), selected(rows, rows[index] < 2))
 
 
-def started(model: GroupModel, rows: Rows, count: int) -> Start:
-    """From some of the groups of rows. What that solve does not reach, later ones do, so nothing is said of it."""
+def start_of(model: GroupModel, rows: Rows, count: int) -> Start:
+    """From some of the groups of rows. Without warnings: later solves go on from there."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         return start_from(model, [sampled(rows, model.plate.index, count, SAMPLE)])
 
 
-class GroupPlace(NamedTuple):
-    """Where a part's groups are, and the sums at q; None before the first evaluation."""
+class EvaluatedGroups(NamedTuple):
+    """A part's groups, and the sums at their q; None before the first evaluation."""
 
     groups: Groups
     at: GroupSums | None
 
 
-def first_place(count: int, start: Start) -> GroupPlace:
-    """Of so many groups, before anything was evaluated: all are alike."""
+def initial_groups(count: int, start: Start) -> EvaluatedGroups:
+    """``count`` groups before the first evaluation: all have the same Gaussian."""
     size, k = len(start.mean), len(start.shared.mean)
     precision = np.tile(start.precision, (count, 1, 1))
-    return GroupPlace(Groups(np.tile(start.mean, (count, 1)), precision, np.zeros((count, size, k))), None)
+    return EvaluatedGroups(Groups(np.tile(start.mean, (count, 1)), precision, np.zeros((count, size, k))), None)
 
 
 def advanced(
     evaluations: Callable[[np.ndarray, np.ndarray, Groups], GroupSums],
-    place: GroupPlace,
+    evaluated: EvaluatedGroups,
     step: float,
     shift: np.ndarray,
     shared: Shared,
-) -> GroupPlace:
-    """After a step of q(s) to ``shared``, with the groups settled there.
+) -> EvaluatedGroups:
+    """The groups after a step of q(s) to ``shared``, maximized there.
 
     :param evaluations: mean (k,) and root (k, k) of q(s), groups -> the sums there.
     """
-    groups, most = place.groups, MOST_AT_START
-    if place.at is not None:
-        groups, most = moved(groups, place.at, step, shift), MOST_STEPS
+    groups, most = evaluated.groups, MOST_AT_START
+    if evaluated.at is not None:
+        groups, most = take_step(groups, evaluated.at, step, shift), MOST_STEPS
     root = shared.root
-    return GroupPlace(*settled(lambda g: evaluations(shared.mean, root, g), groups, most, rounding()))
+    return EvaluatedGroups(*maximize_groups(lambda g: evaluations(shared.mean, root, g), groups, most, rounding()))
 
 
-def message_of(place: GroupPlace, step: float) -> Message:
-    """For a step of this length from a place."""
-    assert place.at is not None
-    return message(place.groups, place.at, step)
+def message_of(evaluated: EvaluatedGroups, step: float) -> Message:
+    """The part's message for a step of this length."""
+    assert evaluated.at is not None
+    return message(evaluated.groups, evaluated.at, step)
 
 
-def gathered(
+def read_rows(
     model: Callable,
     data: Data | Iterable,
     index: str,
@@ -309,7 +309,7 @@ def blocks_of_rows(model: GroupModel, data: Data | Iterable, block_size: int, ki
     plate = model.plate
     keywords, done, waiting = {**model.model_kwargs, plate.size: 1}, 0, []
     for block in [data] if isinstance(data, (Mapping, tuple)) else data:
-        rows, kind = gathered(model.model, block, plate.index, keywords, done, kind)
+        rows, kind = read_rows(model.model, block, plate.index, keywords, done, kind)
         if kind not in (None, *LABELS):
             raise ValueError(
                 f"array {plate.index!r} must have labels that are integers or strings, and they are {kind}."

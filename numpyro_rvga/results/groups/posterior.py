@@ -25,16 +25,16 @@ from ...model.data.rows import Data, Keywords, num_rows
 from ...model.members import Members
 from ...options import Info, is_count
 from ...streams.arrow import pyarrow_at_hand
-from .parts import LocalPlate, gathered, numbered
+from .parts import LocalPlate, numbered, read_rows
 
 MEAN, DEVIATION, SLOPE, ROOT = "{}.mean", "{}.sd", "given_shared.slope", "given_shared.root"
 
 
 class GroupSource(Protocol):
-    """What knows the groups of a posterior."""
+    """Where the groups of a posterior are stored."""
 
-    def knows(self, wanted: np.ndarray) -> np.ndarray:
-        """Of which labels it has groups: (g,) of (g,).
+    def contains(self, wanted: np.ndarray) -> np.ndarray:
+        """Which labels (g,) it has groups of, (g,).
 
         :raises ValueError: for labels of another kind than its own.
         """
@@ -62,7 +62,7 @@ class GroupPosterior:
     :param program: the model, bound to two groups. :param members: of this program.
     :param mean: of the shared sites, flattened in the order of :attr:`site_names`, ``(k,)``.
     :param scale: a square root of their covariance, ``(k, k)``.
-    :param elbo: the bound on log p(data); None where it is not known. :param info: what the run has to tell besides.
+    :param elbo: the bound on log p(data); None where it is not known. :param info: diagnostics of the run.
     :param groups: where the groups are. :param plate: theirs.
     :param num_rows: of all data. :param num_groups: likewise.
     """
@@ -156,7 +156,7 @@ class GroupPosterior:
         """
         program, plate = self.program, self.plate
         rows, number, labels = _numbered(self, data)
-        is_known = self.groups.knows(labels)
+        is_known = self.groups.contains(labels)
         order = np.argsort(~is_known, kind="stable")  # those that are known come first
         draw_key, model_key = jax.random.split(rng_key)
         draws = self.sample_posterior(
@@ -232,7 +232,7 @@ class GroupFiles(NamedTuple):
     folder: str
     index: str
 
-    def knows(self, wanted: np.ndarray) -> np.ndarray:
+    def contains(self, wanted: np.ndarray) -> np.ndarray:
         """See :class:`GroupSource`."""
         import pyarrow as pa
 
@@ -307,7 +307,7 @@ def _numbered(posterior: GroupPosterior, data: Data | Iterable) -> tuple[dict[st
     """Rows, checked; the number of the group of each; and the groups' labels."""
     program, plate = posterior.program, posterior.plate
     keywords: Keywords = {**program.model_kwargs, plate.size: 1}
-    rows, _ = gathered(program.model, data, plate.index, keywords)
+    rows, _ = read_rows(program.model, data, plate.index, keywords)
     labels, rows = numbered(rows, plate.index)
     number = rows[plate.index]
     return program.rows(rows | {plate.index: np.zeros_like(number)}, predicted=True), number, np.asarray(labels)

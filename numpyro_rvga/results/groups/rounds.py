@@ -1,9 +1,9 @@
 """Rounds over parts with groups of their own: the shared sites' Gaussian is moved to that of one solve of all rows.
 
-In a round every part settles its groups at q(s), and tells its share of the next natural-gradient step of q(s), with
-its groups eliminated (:mod:`~numpyro_rvga.core.groups.steps`). Where groups and shared sites depend on each other, as
-scales do, plain steps leave the same share of the error each time. So steps are combined with those before them
-(Anderson 1965), as long as the bound does not fall.
+In a round every part maximizes the bound over its groups at q(s), and sends its share of the next natural-gradient step
+of q(s), with its groups eliminated (:mod:`~numpyro_rvga.core.groups.steps`). Where groups and shared sites depend on
+each other, as scales do, plain steps leave the same share of the error each time. So steps are combined with those
+before them (Anderson 1965), as long as the bound does not fall.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from ..merging.summaries import TOLERANCE, distance
 
 MAX_ROUNDS = 40
 MAX_HALVINGS = 12
-REMEMBERED = 6  # rounds that a step is combined with
+MEMORY = 6  # rounds that a step is combined with
 RESOLVED = 1e-6  # of moves, see :func:`shares_of`
-FEWEST = 4  # rounds before how fast moves fall is known
+FEWEST = 4  # rounds before their errors are trusted
 
 
 class Shared(NamedTuple):
@@ -52,10 +52,10 @@ class Shared(NamedTuple):
 
 
 class Parts(NamedTuple):
-    """What rounds ask of all parts.
+    """The functions of all parts that rounds call.
 
     :ivar advance: length of the step, the shift of the mean, the new q(s) -> their message for a full step from there.
-    :ivar message: their message for a step of some length. :ivar keep: go on from the last advance.
+    :ivar message: their message for a step of some length. :ivar keep: accept the last advance.
     """
 
     advance: Callable[[float, np.ndarray, Shared], Message]
@@ -73,8 +73,8 @@ class GroupResult(NamedTuple):
     expectation_error: float
 
 
-class _Place(NamedTuple):
-    """:ivar ahead: where a full step leads."""
+class _Candidate(NamedTuple):
+    """A q(s) with the parts' message there. :ivar ahead: q(s) after a full step."""
 
     shared: Shared
     message: Message
@@ -92,7 +92,7 @@ def in_group_rounds(start: Shared, parts: Parts, rounds: int | None, tolerance: 
         ``tolerance``, in standard deviations.
     :raises ValueError: if the bound is not finite at the start.
     """
-    at = _place(start, parts.advance(1.0, np.zeros_like(start.mean), start))
+    at = _candidate(start, parts.advance(1.0, np.zeros_like(start.mean), start))
     parts.keep()
     if not math.isfinite(at.bound):
         raise ValueError("the bound is not finite where the search begins: are the priors proper?")
@@ -101,12 +101,12 @@ def in_group_rounds(start: Shared, parts: Parts, rounds: int | None, tolerance: 
         if rounds is None and len(errors) >= FEWEST and errors[-1] < tolerance:
             break
         least = at.bound - rounding() * (1 + abs(at.bound))
-        place = _combined_step(at, _combined(past), parts, least) or _plain_step(at, parts, least)
-        if place is None:
+        candidate = _combined_step(at, _combined(past), parts, least) or _plain_step(at, parts, least)
+        if candidate is None:
             break
-        at = place
+        at = candidate
         parts.keep()
-        past = [*past, at][-REMEMBERED:]
+        past = [*past, at][-MEMORY:]
         errors.append(_error(at, _combined(past)))
     return GroupResult(at.shared, at.bound, errors, at.message.error)
 
@@ -116,19 +116,19 @@ def rounding() -> float:
     return 8 * float(np.finfo(jnp.result_type(float)).eps)
 
 
-def _place(shared: Shared, message: Message) -> _Place:
+def _candidate(shared: Shared, message: Message) -> _Candidate:
     step = np.linalg.solve(message.precision, message.gradient) if np.isfinite(message.precision).all() else np.nan
-    return _Place(shared, message, Shared(shared.mean + step, message.precision))
+    return _Candidate(shared, message, Shared(shared.mean + step, message.precision))
 
 
-def _combined_step(at: _Place, predicted: Shared, parts: Parts, least: float) -> _Place | None:
+def _combined_step(at: _Candidate, predicted: Shared, parts: Parts, least: float) -> _Candidate | None:
     if predicted is at.ahead or not predicted.is_gaussian:
         return None
-    place = _place(predicted, parts.advance(1.0, predicted.mean - at.shared.mean, predicted))
-    return place if place.bound >= least and place.ahead.is_gaussian else None
+    candidate = _candidate(predicted, parts.advance(1.0, predicted.mean - at.shared.mean, predicted))
+    return candidate if candidate.bound >= least and candidate.ahead.is_gaussian else None
 
 
-def _plain_step(at: _Place, parts: Parts, least: float) -> _Place | None:
+def _plain_step(at: _Candidate, parts: Parts, least: float) -> _Candidate | None:
     """The first step that does not lower the bound."""
     for halvings in range(MAX_HALVINGS):
         step = 0.5**halvings
@@ -138,24 +138,23 @@ def _plain_step(at: _Place, parts: Parts, least: float) -> _Place | None:
             continue
         shift = step * np.linalg.solve(precision, message.gradient)
         shared = Shared(at.shared.mean + shift, precision)
-        place = _place(shared, parts.advance(step, shift, shared))
-        if place.bound >= least:
-            return place
+        candidate = _candidate(shared, parts.advance(step, shift, shared))
+        if candidate.bound >= least:
+            return candidate
     return None
 
 
-def _combined(past: Sequence[_Place]) -> Shared:
+def _combined(past: Sequence[_Candidate]) -> Shared:
     """The combination of steps whose sum of moves is shortest; the last step itself where there is but one."""
     last, before = past[-1], past[:-1]
-    if not before or not all(place.ahead.is_gaussian for place in past):
+    if not before or not all(candidate.ahead.is_gaussian for candidate in past):
         return last.ahead
     root = last.shared.root
-    moves = [_whitened(place.ahead.mean - place.shared.mean, place.ahead.precision - place.shared.precision, root)
-             for place in past]  # fmt: skip
+    moves = [_whitened(x.ahead.mean - x.shared.mean, x.ahead.precision - x.shared.precision, root) for x in past]
     mean, precision = last.ahead
-    for weight, place in zip(shares_of(moves, RESOLVED), before):
-        mean = mean - weight * (last.ahead.mean - place.ahead.mean)
-        precision = precision - weight * (last.ahead.precision - place.ahead.precision)
+    for weight, candidate in zip(shares_of(moves, RESOLVED), before):
+        mean = mean - weight * (last.ahead.mean - candidate.ahead.mean)
+        precision = precision - weight * (last.ahead.precision - candidate.ahead.precision)
     predicted = Shared(mean, precision)
     return predicted if predicted.is_gaussian else last.ahead
 
@@ -165,8 +164,8 @@ def _whitened(mean: np.ndarray, precision: np.ndarray, root: np.ndarray) -> np.n
     return np.concatenate([np.linalg.solve(root, mean), np.ravel(root.T @ precision @ root) / math.sqrt(2)])
 
 
-def _error(at: _Place, predicted: Shared) -> float:
-    """How far q(s) is from where it is bound for, in standard deviations."""
+def _error(at: _Candidate, predicted: Shared) -> float:
+    """The distance of q(s) from the next one, by a plain step or the combined one, in standard deviations."""
     return max(_distance(at.shared, at.ahead), _distance(at.shared, predicted))
 
 

@@ -1,4 +1,4 @@
-"""A sample of each group's rows, which a stream keeps to look at them again."""
+"""A sample of each group's rows, which a stream keeps for later solves."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class RowForm(NamedTuple):
         return np.concatenate([kept.totals(count)[:, None], vectors.reshape(count, -1)], axis=1)
 
     def unpacked(self, vectors: np.ndarray, index: str) -> GroupRows:
-        """The rows of groups, numbered by their places."""
+        """The rows of groups, numbered by their order in ``vectors``."""
         totals = vectors[:, 0].astype(int)
         counts = np.minimum(totals, self.most)
         every = vectors[:, 1:].reshape(len(vectors), self.most, self.width)
@@ -84,7 +84,7 @@ class GroupRows(NamedTuple):
     """Rows of groups that are numbered from zero.
 
     :ivar rows: without their groups. :ivar number: the group of each, (n,). :ivar key: a random number of each, (n,).
-    :ivar multiplicity: how many rows each stands for, (n,). :ivar index: the array that the model takes the groups in.
+    :ivar multiplicity: how many rows each represents, (n,). :ivar index: the array that the model takes the groups in.
     """
 
     rows: Rows
@@ -102,11 +102,11 @@ class GroupRows(NamedTuple):
         return np.bincount(self.number, minlength=count)
 
     def weights(self, count: int) -> np.ndarray:
-        """How many rows each one of a group stands for, (count,)."""
+        """The multiplicity of each group's rows, (count,)."""
         return self.totals(count) / np.maximum(self.counts(count), 1)
 
     def alone(self) -> GroupRows:
-        """Each stands for itself."""
+        """All of multiplicity one."""
         return self._replace(multiplicity=np.ones(len(self.number)))
 
     def sampled(self, most: int, count: int) -> GroupRows:
@@ -118,9 +118,9 @@ class GroupRows(NamedTuple):
         multiplicity = totals[number] / np.minimum(totals[number], most)
         return GroupRows(selected(self.rows, kept), number, self.key[kept], multiplicity, self.index)
 
-    def at(self, places: np.ndarray) -> GroupRows:
-        """With the groups in these places."""
-        return self._replace(number=places[self.number])
+    def at(self, indices: np.ndarray) -> GroupRows:
+        """With group i numbered ``indices[i]``."""
+        return self._replace(number=indices[self.number])
 
     def and_then(self, new: GroupRows | None) -> GroupRows:
         """With new rows."""
@@ -135,7 +135,7 @@ class GroupRows(NamedTuple):
 
 
 def new_rows(rows: Rows, number: np.ndarray, rng: np.random.Generator, index: str) -> GroupRows:
-    """Rows that are seen for the first time."""
+    """Rows of multiplicity one, with random keys."""
     return GroupRows(rows, number, rng.random(len(number)), np.ones(len(number)), index)
 
 

@@ -1,7 +1,7 @@
-"""One solve of a stream of groups: q of the shared sites and of some groups, from what was there and the rows at hand.
+"""One solve of a stream of groups: q of the shared sites and of some groups, from the q before and rows.
 
-The rows of a group that are kept are a sample of all that it has had. Each stands for several, and what looking at it
-again changes is taken to change for those too. Rows that are not kept are thus never seen again, and follow the sample.
+The kept rows of a group are a sample of all its rows. Each represents several: the change of its Gaussian factor in a
+later solve is taken for the change of the others' factors too.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ...core.groups.steps import Groups
 from ...engines.groups import GroupEvaluations
 from ...user_warnings import warn
 from ..merging.summaries import TOLERANCE
-from .blocks import Bound, Piece, together
+from .blocks import BlockModel, Piece, as_parts
 from .rounds import Shared, in_group_rounds
 from .rows import GroupRows
 
@@ -40,11 +40,11 @@ class SharedState(NamedTuple):
     evidence: float
 
 
-class Given(NamedTuple):
+class PieceInput(NamedTuple):
     """Some groups of a solve.
 
-    :ivar groups: where they are looked for first. :ivar earlier: those of which there were rows before, in ``places``
-        among them. :ivar kept: rows of these. :ivar new: rows.
+    :ivar groups: where the search begins, n of them. :ivar earlier: the m that had rows before.
+    :ivar places: their indices among the n, (m,). :ivar kept: rows kept of these. :ivar new: new rows, or None.
     """
 
     groups: Groups
@@ -54,13 +54,13 @@ class Given(NamedTuple):
     new: GroupRows | None
 
     def rows(self, *, alone: bool) -> GroupRows:
-        """Those kept and the new ones. ``alone``: each stands for itself."""
+        """The kept rows and the new ones. ``alone``: each of multiplicity one."""
         kept = self.kept.alone() if alone else self.kept
         return kept.at(self.places).and_then(self.new)
 
     @property
     def weights(self) -> np.ndarray:
-        """How many rows each kept one stands for, by group that there was."""
+        """The multiplicity of kept rows by group, (m,)."""
         return self.kept.weights(len(self.places))
 
 
@@ -71,7 +71,7 @@ class Solved(NamedTuple):
         the gradient in s, since some rows stand for others, (k, k).
     :ivar error: of the solve, in standard deviations of s.
     :ivar expectation_error: of the evidence, in nats.
-    :ivar stood_alone: whether it was given up that rows stand for others.
+    :ivar stood_alone: whether kept rows were given multiplicity one, as otherwise the solve failed.
     """
 
     moments: SharedState
@@ -81,7 +81,9 @@ class Solved(NamedTuple):
     stood_alone: bool
 
 
-def solved(bound: Bound, before: SharedState | None, start: Shared, given: Sequence[Callable[[], Given]]) -> Solved:
+def solved(
+    model: BlockModel, before: SharedState | None, start: Shared, given: Sequence[Callable[[], PieceInput]]
+) -> Solved:
     """q of the shared sites and of groups.
 
     :param before: None in the first block. :param start: q(s) that the search begins with.
@@ -91,9 +93,9 @@ def solved(bound: Bound, before: SharedState | None, start: Shared, given: Seque
     rows_stand_for_others = any((read().kept.multiplicity > 1).any() for read in given)
     for alone in (False, True) if rows_stand_for_others else (False,):
         is_last = alone or not rows_stand_for_others
-        pieces = _pieces(bound, before, given, alone=alone)
+        pieces = _pieces(model, before, given, alone=alone)
         try:
-            result = in_group_rounds(start, together(pieces), None, BLOCK_TOLERANCE)
+            result = in_group_rounds(start, as_parts(pieces), None, BLOCK_TOLERANCE)
         except ValueError:
             if is_last:
                 raise
@@ -106,20 +108,20 @@ def solved(bound: Bound, before: SharedState | None, start: Shared, given: Seque
             "standard deviations from the best Gaussian."
         )
     (mean, _), root = result.shared, result.shared.root
-    moments = SharedState(result.shared, _prior_factor(bound, mean, root), result.bound)
-    kept = (_kept(bound, read(), piece.place.groups, mean, root, alone=alone) for read, piece in zip(given, pieces))
+    moments = SharedState(result.shared, _prior_factor(model, mean, root), result.bound)
+    kept = (_kept(model, read(), piece.evaluated.groups, mean, root, alone=alone) for read, piece in zip(given, pieces))
     return Solved(moments, kept, result.errors[-1], result.expectation_error, alone)
 
 
 def _pieces(
-    bound: Bound, before: SharedState | None, given: Sequence[Callable[[], Given]], *, alone: bool
+    model: BlockModel, before: SharedState | None, given: Sequence[Callable[[], PieceInput]], *, alone: bool
 ) -> list[Piece]:
-    """The first one has what q(s) says."""
+    """The pieces to solve for together. The first one has the factor of q(s)."""
     pieces = []
     for number, read in enumerate(given):
         some = read()
-        rows, count, k = some.rows(alone=alone), len(some.groups.mean), bound.members.shared.size
-        others = nothing(count, len(bound.members.columns), k)
+        rows, count, k = some.rows(alone=alone), len(some.groups.mean), model.members.shared.size
+        others = nothing(count, len(model.members.columns), k)
         if before is not None:
             weights = np.ones(len(some.places)) if alone else some.weights
             others = rest_of_groups(some.earlier, weights, some.places, count)
@@ -127,32 +129,34 @@ def _pieces(
                 (mean, precision), prior, evidence = before
                 of_shared = rest_of_shared(evidence, mean, precision, prior)
                 others = others._replace(shared=others.shared.and_powers(of_shared, np.ones(1)))
-        pieces.append(Piece(bound, rows, some.groups, others, with_shared_prior=number == 0))
+        pieces.append(Piece(model, rows, some.groups, others, with_shared_prior=number == 0))
     return pieces
 
 
-def _prior_factor(bound: Bound, mean: np.ndarray, root: np.ndarray) -> QuadraticFactors:
+def _prior_factor(model: BlockModel, mean: np.ndarray, root: np.ndarray) -> QuadraticFactors:
     """That which stands for the prior of s in q(s)."""
-    size, k = len(bound.members.columns), len(mean)
+    size, k = len(model.members.columns), len(mean)
     nobody = Groups(np.zeros((0, size)), np.zeros((0, size, size)), np.zeros((0, size, k)))
-    sums = GroupEvaluations(bound.terms, [], 0, with_shared_prior=True)(mean, root, nobody)
+    sums = GroupEvaluations(model.terms, [], 0, with_shared_prior=True)(mean, root, nobody)
     moments = mean[None], (root @ root.T)[None]
     return factors(np.array([sums.shared_value]), sums.shared_gradient[None], sums.shared_precision[None], *moments)
 
 
 def _kept(
-    bound: Bound, some: Given, groups: Groups, mean: np.ndarray, root: np.ndarray, *, alone: bool
+    model: BlockModel, some: PieceInput, groups: Groups, mean: np.ndarray, root: np.ndarray, *, alone: bool
 ) -> tuple[GroupSummaries, GroupRows, np.ndarray]:
-    """As of :class:`Solved`. ``groups``: where the solve has left them."""
-    rows = some.rows(alone=False).sampled(bound.form.most, len(groups.mean))
+    """As of :class:`Solved`. ``groups``: the solution's."""
+    rows = some.rows(alone=False).sampled(model.form.most, len(groups.mean))
     variance, weights = np.zeros_like(root), some.weights
     if not alone and (weights > 1).any():
         again = Groups(*[x[some.places] for x in groups])
-        now = _summaries(bound, again, mean, root, some.kept).rows
+        now = _summaries(model, again, mean, root, some.kept).rows
         variance = sampling_variance(some.earlier.rows, now, weights, some.kept.counts(len(weights)), again, mean)
-    return _summaries(bound, groups, mean, root, rows), rows, variance
+    return _summaries(model, groups, mean, root, rows), rows, variance
 
 
-def _summaries(bound: Bound, groups: Groups, mean: np.ndarray, root: np.ndarray, rows: GroupRows) -> GroupSummaries:
+def _summaries(
+    model: BlockModel, groups: Groups, mean: np.ndarray, root: np.ndarray, rows: GroupRows
+) -> GroupSummaries:
     """What is kept of groups, with their rows, which count once each."""
-    return summarize(groups, mean, root, *bound.terms.open_sums(mean, root, groups, bound.chunks(rows.alone())))
+    return summarize(groups, mean, root, *model.terms.open_sums(mean, root, groups, model.chunks(rows.alone())))

@@ -27,16 +27,16 @@ from ...options import Info, check_choice
 from ...streams.opening import BAD_ROW_POLICIES
 from ...user_warnings import warn
 from ..merging.summaries import distance
-from .blocks import FEWEST, Bound
-from .parts import LABELS, GroupModel, Start, blocks_of_rows, first_place, numbered, started
+from .blocks import FEWEST, BlockModel
+from .parts import LABELS, GroupModel, Start, blocks_of_rows, initial_groups, numbered, start_of
 from .posterior import GroupFiles, GroupPosterior, checked_folder, write_groups
 from .rounds import Shared
 from .rows import new_rows
-from .solves import Given, SharedState, solved
+from .solves import PieceInput, SharedState, solved
 from .store import GroupStore
 
-GROWTH = 1.5  # of the number of rows, after which the priors of all groups in memory are looked at again
-SETTLED = 0.1  # standard deviations
+GROWTH = 1.5  # of the number of rows, after which all groups are solved for once more
+TOLERANCE = 0.1  # standard deviations
 MOST_PASSES = 10  # over groups that are not all in memory
 WRITTEN = 2**16  # groups of a file
 MISSING = "Leave such rows out, as update(..., on_bad_row='skip') does. See num_rows for how many were taken in before."
@@ -53,12 +53,12 @@ class GroupStream:
 
     def __init__(self, model: GroupModel, store: GroupStore, block_size: int, rows_kept: int):
         self._model, self._store, self._block_size, self._rows_kept = model, store, block_size, rows_kept
-        self._bound: Bound | None = None
+        self._block_model: BlockModel | None = None
         self._start: Start | None = None
         self._moments: SharedState | None = None
         self._kind: str | None = None
         self.num_rows, self._settled_at, self._version = 0, 0, 0
-        self._error, self._expectation_error, self._moved, self._looked_at = 0.0, 0.0, 0.0, 0
+        self._error, self._expectation_error, self._moved, self._num_revisited = 0.0, 0.0, 0.0, 0
         self._variance, self._stood_alone, self._num_skipped = np.zeros((1, 1)), False, 0
         try:
             state = store.saved_state()
@@ -98,7 +98,7 @@ class GroupStream:
             first, self._num_skipped = first + num_rows(rows), self._num_skipped + num_rows(rows) - num_rows(good)
 
     def _good(self, rows: Rows) -> Rows:
-        """Those of use."""
+        """The rows that can be used."""
         rows = selected(rows, finite_rows(rows))
         if not num_rows(rows):
             return rows
@@ -110,27 +110,27 @@ class GroupStream:
         index = self._model.plate.index
         check_finite(rows, first, MISSING)
         labels, rows = numbered(rows, index)
-        bound = self._program(rows, len(labels))
-        bound.engine.program.check_rows(rows, first)
-        rows = bound.form.fitted(rows) | {index: rows[index]}
+        block_model = self._program(rows, len(labels))
+        block_model.engine.program.check_rows(rows, first)
+        rows = block_model.form.fitted(rows) | {index: rows[index]}
         if self._start is None:
-            self._start = started(self._model, rows, len(labels))
+            self._start = start_of(self._model, rows, len(labels))
         vectors, places = self._store.read(labels)
-        earlier, kept = bound.unpacked(vectors)
-        groups = first_place(len(labels), self._start).groups
+        earlier, kept = block_model.unpacked(vectors)
+        groups = initial_groups(len(labels), self._start).groups
         if self._moments is not None:
             for mine, theirs in zip(groups, earlier.at(self._moments.shared.mean)):
                 mine[places] = theirs
         others = {name: array for name, array in rows.items() if name != index}
         new = new_rows(others, rows[index], np.random.default_rng(self.num_rows), index)
         try:
-            self._solve(bound, [labels], [lambda: Given(groups, earlier, kept, places, new)])
+            self._solve(block_model, [labels], [lambda: PieceInput(groups, earlier, kept, places, new)])
         except ValueError as error:
             raise ValueError(f"rows {first} to {first + num_rows(rows) - 1}: {error}") from error
         self.num_rows, self._kind = self.num_rows + num_rows(rows), LABELS[isinstance(labels[0], str)]
         self._store.make_room()
         if not self._settled_at:
-            self._settled_at = self._looked_at = self.num_rows  # all groups are in the first block
+            self._settled_at = self._num_revisited = self.num_rows  # all groups are in the first block
         elif self.num_rows > GROWTH * self._settled_at:
             self.settle()
 
@@ -144,45 +144,49 @@ class GroupStream:
         if self._settled_at == self.num_rows:
             return
         self._settled_at = self.num_rows
-        if self._bound is None or self._bound.is_exact:
+        if self._block_model is None or self._block_model.is_exact:
             return
-        before, error = self._so_far.shared, self._expectation_error
+        before, error = self._shared_state.shared, self._expectation_error
         for _ in range(MOST_PASSES):
-            start, parts, self._looked_at = self._so_far.shared, self._store.parts(), 0
+            start, parts, self._num_revisited = self._shared_state.shared, self._store.parts(), 0
             for labels in parts:
-                self._looked_at += self._look_at(self._bound, labels)
+                self._num_revisited += self._revisit(self._block_model, labels)
                 self._store.make_room()
-            last = distance(start, self._so_far.shared)
-            if len(parts) == 1 or last < SETTLED:
+            last = distance(start, self._shared_state.shared)
+            if len(parts) == 1 or last < TOLERANCE:
                 break
         else:
             warn(
                 f"after {MOST_PASSES} passes over the groups in the file, one still moves the shared sites by "
                 f"{last:.2g} standard deviations: keep more groups in memory."
             )
-        self._moved = distance(before, self._so_far.shared)
-        if len(parts) == 1 and self._looked_at == self.num_rows:  # the errors of blocks are no part of q any more
+        self._moved = distance(before, self._shared_state.shared)
+        if len(parts) == 1 and self._num_revisited == self.num_rows:  # the errors of blocks are no part of q any more
             self._expectation_error -= error
 
-    def _look_at(self, bound: Bound, labels: list[Hashable]) -> int:
-        """Solve for these groups without new rows; how many rows of theirs are kept."""
-        pieces = bound.pieces(labels)
-        return self._solve(bound, pieces, [partial(self._without_new_rows, bound, piece) for piece in pieces])
+    def _revisit(self, block_model: BlockModel, labels: list[Hashable]) -> int:
+        """Solve for these groups with their kept rows; the number of these rows."""
+        pieces = block_model.pieces(labels)
+        return self._solve(
+            block_model, pieces, [partial(self._without_new_rows, block_model, piece) for piece in pieces]
+        )
 
-    def _without_new_rows(self, bound: Bound, labels: Sequence[Hashable]) -> Given:
-        """Groups without new rows."""
-        groups, rows = bound.unpacked(self._store.read(labels)[0])
-        return Given(groups.at(self._so_far.shared.mean), groups, rows, np.arange(len(labels)), None)
+    def _without_new_rows(self, block_model: BlockModel, labels: Sequence[Hashable]) -> PieceInput:
+        """The input of a solve for these groups, without new rows."""
+        groups, rows = block_model.unpacked(self._store.read(labels)[0])
+        return PieceInput(groups.at(self._shared_state.shared.mean), groups, rows, np.arange(len(labels)), None)
 
-    def _solve(self, bound: Bound, pieces: Sequence[Sequence[Hashable]], given: Sequence[Callable[[], Given]]) -> int:
-        """For q(s) and these groups; how many rows of theirs are kept.
+    def _solve(
+        self, block_model: BlockModel, pieces: Sequence[Sequence[Hashable]], given: Sequence[Callable[[], PieceInput]]
+    ) -> int:
+        """Solve for q(s) and these groups, and store the result; the number of rows that are kept of them.
 
-        :param pieces: their labels. :param given: reads what is there of each piece.
+        :param pieces: their labels. :param given: reads the input of each piece.
         """
         start = self._moments.shared if self._moments is not None else self._first.shared
-        solution, num_kept = solved(bound, self._moments, start, given), 0
+        solution, num_kept = solved(block_model, self._moments, start, given), 0
         for labels, (groups, rows, variance) in zip(pieces, solution.kept):
-            self._store.write(labels, bound.packed(groups, rows))
+            self._store.write(labels, block_model.packed(groups, rows))
             self._variance = self._variance + variance
             num_kept += len(rows.number)
         self._moments = solution.moments
@@ -192,18 +196,18 @@ class GroupStream:
         self._version += 1
         return num_kept
 
-    def _program(self, rows: Rows, count: int) -> Bound:
-        """Of at least so many groups."""
+    def _program(self, rows: Rows, count: int) -> BlockModel:
+        """The model, bound to at least ``count`` groups."""
         slots = max(power_of_two(count), FEWEST)
-        if self._bound is None or slots > self._bound.members.number:
-            self._bound = Bound.of(self._model, rows, slots, self._rows_kept)
-        program = self._bound.engine.program
+        if self._block_model is None or slots > self._block_model.members.number:
+            self._block_model = BlockModel.of(self._model, rows, slots, self._rows_kept)
+        program = self._block_model.engine.program
         program.check_given(rows, program.example_row)
         check_row_shapes(rows, row_shapes(program.example_row), "that the stream has taken in")
-        return self._bound
+        return self._block_model
 
     @property
-    def _so_far(self) -> SharedState:
+    def _shared_state(self) -> SharedState:
         if self._moments is None:
             raise ValueError("the stream has taken in no rows yet: call update first.")
         return self._moments
@@ -222,18 +226,18 @@ class GroupStream:
         """
         if not self._store.has_file:
             raise ValueError("the stream has no file: make it with stream_groups(..., file='users.db').")
-        (shared, prior, evidence), bound, start = self._so_far, self._bound, self._first
-        assert bound is not None
+        (shared, prior, evidence), block_model, start = self._shared_state, self._block_model, self._first
+        assert block_model is not None
         self._store.save(
             {
-                "facts": self._facts,
-                "model": bound.engine.program.identity._asdict(),
-                "dtype": str(np.dtype(bound.engine.program.dtype)),
-                "head": bound.head,
-                "slots": bound.members.number,
+                "facts": self._options,
+                "model": block_model.engine.program.identity._asdict(),
+                "dtype": str(np.dtype(block_model.engine.program.dtype)),
+                "head": block_model.head,
+                "slots": block_model.members.number,
                 "start": [start.mean, start.precision, *start.shared, start.head],
                 "moments": [list(shared), list(prior), evidence],
-                "counts": [self.num_rows, self._settled_at, self._looked_at, self._num_skipped],
+                "counts": [self.num_rows, self._settled_at, self._num_revisited, self._num_skipped],
                 "errors": [self._error, self._expectation_error, self._moved, self._variance, self._stood_alone],
                 "labels": self._kind,
                 "in_memory": np.array(self._store.labels_in_memory),
@@ -245,29 +249,29 @@ class GroupStream:
         self._store.close()
 
     @property
-    def _facts(self) -> Info:
-        """What must be the same when a stream goes on."""
+    def _options(self) -> Info:
+        """The options that must be the same when a stream is resumed."""
         return {**self._model.plate._asdict(), "rows_kept": self._rows_kept}
 
     def _restore(self, state: Info) -> None:
         """:raises ValueError: for a file of another model, or of other options."""
-        for name, value in self._facts.items():
+        for name, value in self._options.items():
             if state["facts"][name] != value:
                 raise ValueError(f"the file is of a stream with {name}={state['facts'][name]!r}, not {value!r}.")
-        bound = Bound.of(self._model, state["head"], state["slots"], self._rows_kept)
-        dtype = str(np.dtype(bound.engine.program.dtype))
+        block_model = BlockModel.of(self._model, state["head"], state["slots"], self._rows_kept)
+        dtype = str(np.dtype(block_model.engine.program.dtype))
         if state["dtype"] != dtype:
             raise ValueError(f"the file is of a stream in {state['dtype']}, and JAX computes in {dtype} now.")
-        difference = ModelIdentity(**state["model"]).difference(bound.engine.program.identity)
+        difference = ModelIdentity(**state["model"]).difference(block_model.engine.program.identity)
         if difference is not None:
             raise ValueError(f"the file belongs to another model than the given one: {difference}.")
         mean, precision, *shared, head = state["start"]
         self._start = Start(Shared(*shared), mean, precision, head)
         shared, prior, evidence = state["moments"]
         self._moments = SharedState(Shared(*shared), QuadraticFactors(*prior), evidence)
-        self.num_rows, self._settled_at, self._looked_at, self._num_skipped = state["counts"]
+        self.num_rows, self._settled_at, self._num_revisited, self._num_skipped = state["counts"]
         self._error, self._expectation_error, self._moved, self._variance, self._stood_alone = state["errors"]
-        self._bound, self._kind = bound, state["labels"]
+        self._block_model, self._kind = block_model, state["labels"]
         self._store.read(state["in_memory"].tolist())
 
     # ------------------------------------------------------------------ results
@@ -286,11 +290,11 @@ class GroupStream:
         """
         if settle:
             self.settle()
-        shared, _, evidence = self._so_far
-        assert self._bound is not None
-        engine, members = self._bound.engine, self._bound.members
+        shared, _, evidence = self._shared_state
+        assert self._block_model is not None
+        engine, members = self._block_model.engine, self._block_model.members
         warn_of(self._expectation_error)
-        if self._sampling_error > SETTLED:
+        if self._sampling_error > TOLERANCE:
             warn(
                 f"some groups have had more rows than the {self._rows_kept} that are kept, and a sample stands for all "
                 f"of them: the shared sites may be off by {self._sampling_error:.2g} standard deviations. Keep more "
@@ -309,7 +313,7 @@ class GroupStream:
             "sampling_error": self._sampling_error,
             "moved": self._moved,
             "num_skipped": self._num_skipped,
-            "settled": self._bound.is_exact or self._settled_at == self.num_rows,
+            "settled": self._block_model.is_exact or self._settled_at == self.num_rows,
             "elbo_error": self._expectation_error,
         }
         program = engine.program
@@ -322,21 +326,21 @@ class GroupStream:
     @property
     def _sampling_error(self) -> float:
         """In standard deviations: three times what is expected, since also standard deviations are off."""
-        covariance = self._so_far.shared.root @ self._so_far.shared.root.T
+        covariance = self._shared_state.shared.root @ self._shared_state.shared.root.T
         variances = np.diag(covariance @ self._variance @ covariance) / np.diag(covariance)
         return 3 * float(np.sqrt(variances.max()))
 
     def _written(self, folder: str) -> GroupFiles:
-        shared, index = self._so_far.shared, self._model.plate.index
-        assert self._bound is not None
-        bound, names = self._bound, self._bound.members.of_members.entry_names
+        shared, index = self._shared_state.shared, self._model.plate.index
+        assert self._block_model is not None
+        block_model, names = self._block_model, self._block_model.members.of_members.entry_names
         for number, (labels, vectors) in enumerate(self._store.pieces(WRITTEN)):
             order = np.argsort(np.array(labels))
-            groups = bound.unpacked(vectors[order])[0].at(shared.mean)
+            groups = block_model.unpacked(vectors[order])[0].at(shared.mean)
             write_groups(folder, number, index, np.array(labels)[order], names, groups, shared.root)
         return GroupFiles(folder, index)
 
-    def knows(self, labels: np.ndarray, version: int) -> np.ndarray:
+    def contains(self, labels: np.ndarray, version: int) -> np.ndarray:
         """Of which groups there were rows.
 
         :raises ValueError: for labels of another kind, and if the stream has gone on.
@@ -349,12 +353,12 @@ class GroupStream:
         return is_known
 
     def read(self, labels: np.ndarray, version: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """What a posterior needs of groups.
+        """Of groups: means at the mean of the shared sites, slopes in these, and roots; see :class:`GroupSource`.
 
         :raises ValueError: naming a label of which there were no rows, and if the stream has gone on.
         """
         self._check_version(version)
-        assert self._bound is not None
+        assert self._block_model is not None
         self._check_kind(labels)
         wanted, where = np.unique(labels, return_inverse=True)
         vectors, places = self._store.read(wanted.tolist())
@@ -364,7 +368,7 @@ class GroupStream:
                 f"the stream has had no rows of group {missing}: leave it out, take new_groups=1 for it, or call "
                 "update with some."
             )
-        groups = self._bound.unpacked(vectors)[0].at(self._so_far.shared.mean)
+        groups = self._block_model.unpacked(vectors)[0].at(self._shared_state.shared.mean)
         given = conditionals(groups)
         self._store.make_room()
         return groups.mean[where], given.slope[where], given.root[where]
@@ -387,8 +391,8 @@ class _Streamed(NamedTuple):
     stream: GroupStream
     version: int
 
-    def knows(self, wanted: np.ndarray) -> np.ndarray:
-        return self.stream.knows(wanted, self.version)
+    def contains(self, wanted: np.ndarray) -> np.ndarray:
+        return self.stream.contains(wanted, self.version)
 
     def read(self, wanted: np.ndarray, members: Members) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         return self.stream.read(wanted, self.version)
