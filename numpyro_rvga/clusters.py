@@ -54,7 +54,7 @@ def current_client() -> Client:
 
 
 def results_of(client: Client, tasks: Sequence[Future], bar: Bar) -> list[Any]:
-    """What the tasks return, in their order; the others are given up as soon as one fails for good.
+    """The tasks' results, in their order. As soon as one fails for good, the others are canceled.
 
     :raises ValueError, NotImplementedError: if a run cannot succeed.
     :raises RuntimeError: if a run has failed too often.
@@ -150,15 +150,15 @@ class RunCluster(Cluster):
         return self._asked(_solved)
 
     def sums(self, state: State) -> Sums:
-        """Over the rows of all parts, at one state."""
+        """Sums over the rows of all parts, at one state."""
         return reduce(Sums.plus, self._asked(_sums, jax.tree.map(np.asarray, state)))
 
     def sample_of(self, totals: Sequence[int], counts: Sequence[int]) -> list[Rows]:
-        """So many of the rows of each part, drawn at random. ``totals``: how many there are."""
+        """A random sample of the rows of each part. ``totals``: how many there are."""
         return self._asked(_sample, of_each=list(zip(totals, counts)))
 
     def _asked(self, task: Callable, *arguments: Any, of_each: Sequence[tuple] | None = None) -> list[Any]:
-        """What a task makes of each part. ``of_each``: arguments that differ."""
+        """The result of a task for each part. ``of_each``: arguments that differ."""
         tasks = [
             self._submit(number, task, self._method, part, self._options, *arguments, *own)
             for number, (part, own) in enumerate(zip(self._parts, of_each or [()] * len(self._parts)))
@@ -255,10 +255,10 @@ def _solved(method: RVGA | BONG, part: Any, options: Mapping[str, Any]) -> tuple
 
 
 def _sums(method: RVGA, part: Any, options: Mapping[str, Any], state: State) -> Sums:
-    """Over the part's rows."""
+    """Sums over the part's rows."""
     return method.sums_at(state, part, **options)[0]
 
 
 def _sample(method: RVGA, part: Any, options: Mapping[str, Any], total: int, count: int) -> Rows:
-    """So many of the part's rows."""
+    """A random sample of the part's rows."""
     return method.sample_of(part, total, count, **options)

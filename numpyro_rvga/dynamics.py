@@ -145,7 +145,7 @@ class LinearDynamics:
                 )
 
     def __repr__(self) -> str:
-        """With functions by name, which tells a run from others after it has been started anew."""
+        """With functions by name, which are the same after a restart."""
         fields = [f"{name}={described(getattr(self, name))!r}" for name in (*COEFFICIENTS, "time")]
         return f"LinearDynamics({', '.join(fields)})"
 

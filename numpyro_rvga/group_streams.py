@@ -16,7 +16,7 @@ from .results.groups.stream import GroupStream
 
 
 class Method(Protocol):
-    """What a stream takes of :class:`RVGA`."""
+    """The part of :class:`RVGA` that a stream needs."""
 
     model: Callable
     options: Options

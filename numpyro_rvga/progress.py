@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 
 class Bar(Protocol):
-    """What is asked of tqdm's progress bar."""
+    """The part of tqdm's progress bar that is used."""
 
     def update(self, n: float = 1, /) -> Any: ...
 

@@ -215,7 +215,8 @@ class RVGA:
 
     @property
     def state(self) -> AnyState | None:
-        """Of the last run, after the last rows that it took in, also if it was stopped; for :meth:`posterior`."""
+        """The state of the last run after the last rows that it took in, also if it was stopped; for
+        :meth:`posterior`."""
         return self._family.state
 
     # ------------------------------------------------------------------ one call
@@ -374,7 +375,7 @@ class RVGA:
         on_bad_row: str = "raise",
         **model_kwargs: Any,
     ) -> Rows:
-        """So many of the ``total`` rows that can be used, drawn at random."""
+        """A random sample of the ``total`` usable rows."""
         _, source = self._opened_again(data, rng_key, on_bad_row, model_kwargs)
         return sample_of(source, total, count)
 
@@ -389,12 +390,12 @@ class RVGA:
 
     @property
     def last_engine(self) -> Engine:
-        """For the form of the last data.
+        """The engine for the form of the last data.
 
         :raises RuntimeError: before :meth:`init`.
         """
         return self._engines.last_engine
 
     def engine_of(self, program: Program) -> Engine:
-        """For a program of this model."""
+        """The engine for a program of this model."""
         return self._engines.of(program, default_key())

@@ -108,8 +108,8 @@ class Entries(NamedTuple):
         return mean + deviation * (z + shape)
 
     def _solved(self, natural: Array, z: Array) -> Array:
-        """By Newton's method for the logarithm of the smaller tail, which is concave: from the second step on it comes
-        from one side, and never passes the solution."""
+        """Quantiles by Newton's method for the logarithm of the smaller tail, which is concave: from the second step on
+        it comes from one side, and never passes the solution."""
         mean, variance, *_ = self._cumulants(natural)
         is_low = z < 0
         target, precision = norm.logcdf(-jnp.abs(z)), 8 * jnp.finfo(natural.dtype).eps

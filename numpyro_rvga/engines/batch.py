@@ -143,7 +143,7 @@ class BatchSolver:
     def _solved_densely(
         self, engine: Engine, rows: Rows, init: FullGaussian | None, record: Record, bar: Bar
     ) -> _Solved:
-        """By precisions that are whole matrices."""
+        """The solution with dense precisions."""
         program, learned = engine.program, None
         chunks, before = distinct_chunks_of(engine, rows), program.initial_state
         start = None
@@ -186,7 +186,7 @@ class BatchSolver:
 
 
 def _solved_sparsely(sparse: SparseEngine, rows: Rows, init: FullGaussian | None, record: Record) -> _Solved:
-    """By precisions of which one site is eliminated."""
+    """The solution with sparse precisions, of which one site is eliminated."""
     marginals = None
     if init is not None:
         variance: Any = np.sum(np.asarray(init.root) ** 2, axis=1)
@@ -210,7 +210,7 @@ def rows_info(reason: str | None) -> dict[str, str]:
 
 
 def _prior_itself(program: Program) -> Fit:
-    """What a model of Gaussian priors alone has for a posterior."""
+    """The posterior of a model of Gaussian priors alone."""
     facts = {"converged": True, "iterations": 0, "largest_decrement": 0.0, "elbo_error": 0.0}
     return Fit(program, program.initial_state, 0.0, facts)
 

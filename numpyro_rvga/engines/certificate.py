@@ -115,7 +115,7 @@ class Certificate:
         return certified._replace(state=stored(certified.state, certified.after, start))
 
     def sums(self, state: State, chunks: Chunks, total: int | None) -> Sums:
-        """Over all rows; see :meth:`__call__`."""
+        """Sums over all rows; see :meth:`__call__`."""
         size = self._chunk(total)
         return self._summed(*self._engine.devices.put((state.mean, state.root)), chunks(size), size)
 
@@ -250,7 +250,7 @@ def _row_factor_sums(block: Factors, site: RowFactors, root: Array) -> Sums:
 
 
 def _no_sums(state: State) -> Sums:
-    """Of no sites."""
+    """Sums of no sites."""
     size = state.mean.shape[0]
     return Sums(np.zeros(0), np.zeros((0, size)), np.zeros((0, size, size)), np.zeros(0))
 

@@ -151,7 +151,7 @@ def over_scattered_points(
 def at_posterior(
     engine: Engine, terms: Terms, evaluate: Evaluate, rows: Rows, shared: dict[str, Array], gaussian: Family
 ) -> Curvature:
-    """At the predictors' moments of all rows under a Gaussian of theta."""
+    """The curvatures at the predictors' moments of all rows under a Gaussian of theta."""
     program = engine.program
     gaussian = jax.tree.map(lambda x: jnp.asarray(x, program.dtype), gaussian)
 

@@ -105,7 +105,7 @@ class Effort(NamedTuple):
 
     @property
     def rows_can_do_with_few(self) -> bool:
-        """The same of those over rows."""
+        """Whether a search may begin with expectations over rows by few nodes, and end there."""
         return self._may_take_few_nodes and any(kind.few is not None for kind in self.joint_rows)
 
     @property
@@ -142,14 +142,14 @@ class Effort(NamedTuple):
         return terms.num_elements * count * size**2
 
     def _num_nodes(self, terms: Terms) -> int:
-        """Of the last rule, for one element of a row, and of the element's own integral."""
+        """The number of nodes of the last rule for one element of a row, times that of the element's own integral."""
         size = terms.num_predictors
         return terms.num_nodes * (num_cube_nodes(size) if size in CUBE_NODES else self.options.num_samples)
 
     # ------------------------------------------------------------------ when to stop
     def settings(self, block_size: int | None = None) -> Settings:
-        """For blocks of a stream, or a joint solve. What is left of each block adds up over a stream: a row's share of
-        the natural gradient must be small even after a million."""
+        """When a solve of a block of a stream, or a joint solve, stops. What is left of each block adds up over a
+        stream: a row's share of the natural gradient must be small even after a million."""
         exact = self.is_double and not self.is_sampled  # where two averages are mixed, a bound is no better than that
         tolerance, limit = 1e-8 if exact else 1e-6, self.options.max_iterations
         if block_size is not None:
@@ -163,14 +163,14 @@ class Effort(NamedTuple):
         return Settings(tolerance, limit, ROW_ITERATIONS if block_size == 1 else 0)
 
     def settings_around_a_stream(self) -> Settings:
-        """For a joint solve of the first rows of a stream, or of those kept."""
+        """When a joint solve of the first rows of a stream, or of its kept rows, stops."""
         settings = self.settings()
         if self.options.tolerance is None:
             settings = settings._replace(tolerance=ONE_PASS_TOLERANCE, rtol=1.0)
         return settings
 
     def settings_of_all(self, *, has_start: bool) -> Settings:
-        """For a joint solve of all rows."""
+        """When a joint solve of all rows stops."""
         settings = self.settings()
         if self.is_thorough and has_start:  # by other rules it is the best one already
             settings = settings._replace(tolerance=self.options.tolerance or BUDGET)

@@ -108,7 +108,7 @@ class Engine:
         self.stream = self.compiled(self._stream, ("with_absorbed",), routines=True)
 
     def bind(self, program: Program) -> Engine:
-        """The same for a program that differs in what the data determine: nothing is compiled anew.
+        """The engine for a program that differs in what the data determine: nothing is compiled anew.
 
         :param program: what :meth:`Program.bind` made of this engine's.
         """
@@ -136,13 +136,13 @@ class Engine:
         )
 
     def with_effort(self, effort: str, scheme: str | None = None) -> Engine:
-        """The same with other rules for its expectations, and by another scheme, if that is given."""
+        """The engine with other rules for its expectations, and another scheme, if one is given."""
         options = self.options if scheme is None else self.options._replace(scheme=scheme)
         parts = self.program, options, self.rng_key, self.movement, self.devices
         return self.once((effort, scheme), lambda: Engine(*parts, effort=effort)).bind(self.program)
 
     def once(self, key: Hashable, make: Callable[[], Made]) -> Made:
-        """What has compiled functions of its own: made once for all engines that run the same compiled functions.
+        """An object with compiled functions of its own, made once for all engines that run the same compiled functions.
 
         :param key: of what is made: its type, say.
         """
@@ -271,7 +271,7 @@ class Engine:
         return lambda optimum, number: other_means(problem.state, optimum, self.rng_key, number)
 
     def search_all(self, problem: JointProblem, *, alternating: bool = False) -> Search:
-        """What :meth:`solve_all` seeks."""
+        """The search of :meth:`solve_all`."""
         has_start = problem.init is not None
         settings = self.effort.settings_of_all(has_start=has_start)
         return self._search(settings, problem.num_chunks, has_start=has_start, alternating=alternating)
@@ -386,7 +386,7 @@ class Engine:
 
     # ------------------------------------------------------------------ rows as factors
     def _prepare(self, rows: dict, weights: Array) -> tuple:
-        """What does not depend on theta of rows (n, ...) with weights (n,): of affine predictors, their Jacobians and
+        """The parts of rows (n, ...) with weights (n,) that do not depend on theta: of affine predictors, Jacobians and
         values at theta = 0; see :func:`~.linearized.prepare`."""
         origin = jnp.zeros(self.program.layout.size, self.program.dtype)
         return prepare(self._row_terms, origin, rows, weights)

@@ -27,7 +27,7 @@ DEVIATIONS = 2.0  # of a standard error
 
 
 class Accuracy(NamedTuple):
-    """Of the expectations in a bound, in nats.
+    """The accuracy of the expectations in a bound, in nats.
 
     :ivar error: by how much they may be off, all together. Infinite: nodes far out meet a density that is zero or NaN.
     :ivar excess: the estimated excess of the bound: a search fits the nodes that it uses.
@@ -106,7 +106,7 @@ def warn_of(error: float) -> None:
 
 
 class _Sums(NamedTuple):
-    """Over factors of one kind.
+    """Sums over the factors of one kind.
 
     :ivar errors: as the rule estimates them; infinite if it does not.
     :ivar excess: the rule's values less those of each set of held-out nodes, (NUM_HELD_OUT,); None but for samples.
@@ -119,7 +119,8 @@ class _Sums(NamedTuple):
 
 
 def _accuracy(sums: _Sums, total: int, count: int) -> Accuracy:
-    """Of ``total`` rows, estimated from ``count``. The rule's own error is kept where it is below a standard error."""
+    """The accuracy over ``total`` rows, estimated from ``count``. The rule's own error is kept where it is below a
+    standard error."""
     scale = total / count
     errors = scale * float(sums.errors)
     if sums.excess is None:
@@ -138,7 +139,8 @@ def _together(parts: list[Accuracy]) -> Accuracy:
 
 
 def _compiled(engine: Engine, summed: Callable[[tuple, tuple, Array], list], level: int) -> Callable:
-    """Of rows and of the prior, by kind: ``program.prior_inputs``, mean, root and chunks of rows -> sums.
+    """A compiled function: ``program.prior_inputs``, mean, root and chunks of rows -> sums of rows and of the prior, by
+    kind.
 
     :param summed: kinds, factors and root -> sums by kind. :param level: LLVM's, see :class:`Compiled`.
     """

@@ -124,7 +124,7 @@ class GroupTerms:
         return _ArraysOfQ(*self._put((theta, root.astype(self._dtype), slope, own_root)))
 
     def prior_weights(self, count: int, *, with_shared: bool) -> list[np.ndarray]:
-        """Of the terms of the first ``count`` members."""
+        """Weights of prior terms: one for those of the first ``count`` members, else zero."""
         return [
             np.where(x.whose == NOBODY, float(with_shared), x.whose < count).astype(np.float32)[None]
             for x in self._prior
@@ -152,7 +152,7 @@ class GroupTerms:
         return _open_sums([of_prior], count), _open_sums(of_rows, count)
 
     def with_blocks(self, sums: GroupSums, mean: np.ndarray, root: np.ndarray) -> GroupSums:
-        """With multivariate normal priors of shared sites, which are no terms."""
+        """The sums with multivariate normal priors of shared sites, which are no terms."""
         value, gradient, precision = sums.shared_value, sums.shared_gradient, sums.shared_precision
         for block in self._blocks:
             loc, scale_tril = (np.asarray(x, np.float64) for x in block.moments(self._inputs))
@@ -212,7 +212,8 @@ class GroupTerms:
         members: tuple[Array, ...],
         whose: tuple[Array, ...] | None,
     ) -> tuple[tuple[Array, ...], tuple[Array, ...], Array]:
-        """Of each member, values, gradients and curvatures in its own entries; those in the shared entries; and errors.
+        """Sums over the terms of each member: values, gradients and curvatures in its own entries; those in the shared
+        entries; and errors.
 
         :param weights: of each site's terms, (n, E) or (n, 1). :param members: that they depend on, (n, E).
         :param whose: the members that they belong to, (n, E), of each of which there is a sum then. None: each belongs

@@ -41,7 +41,7 @@ class RowChunks(NamedTuple):
 
 
 class JointProblem(NamedTuple):
-    """What a joint solve takes.
+    """The input of a joint solve.
 
     :ivar state: the Gaussian before it. :ivar chunks: rows, prepared or not, with the chunks along the leading axis.
     :ivar prior_inputs: as ``program.prior_inputs``.
@@ -68,13 +68,13 @@ class JointProblem(NamedTuple):
 
     @property
     def num_rows(self) -> int:
-        """In all chunks, with those that pad."""
+        """The number of rows in all chunks, with padding."""
         first = self.chunks.weights if isinstance(self.chunks, RowChunks) else jax.tree.leaves(self.chunks)[0]
         return first.shape[0] * first.shape[1]
 
 
 class PriorProblem(NamedTuple):
-    """What a solve with the true prior alone takes.
+    """The input of a solve with the true prior alone.
 
     :ivar among: all entries of theta (P,) and the numbers of those that the state is of; None: it is of all.
     """
@@ -93,7 +93,7 @@ Suffices = Callable[[ErrorEstimates, float], bool]
 
 
 class Coarse(NamedTuple):
-    """The same problem by expectations that cost less, whose solution a search begins with.
+    """A problem with cheaper expectations, whose solution the search begins at.
 
     :ivar suffices: see :data:`Suffices`; None: others are needed.
     """
@@ -112,7 +112,7 @@ def search_for(
     mode: bool = False,
     alternating: bool = False,
 ) -> Search:
-    """What a joint solve of factors of these kinds seeks.
+    """The search of a joint solve of factors of these kinds.
 
     :param staged: see :func:`~numpyro_rvga.core.updates.objective.in_stages`.
     :param has_start: whether there is a q to start from. How far it is from the solution says nothing of the rows.
@@ -134,7 +134,8 @@ def whitened(before: State, mean: Array, root: Array) -> tuple[Array, Array]:
 
 
 def whitened_traced(origin: Array, scale: Array, mean: Array, root: Array) -> tuple[Array, Array]:
-    """The same inside a compiled function, in coordinates in which N(origin, scale scale^T) is standard normal."""
+    """:func:`whitened` inside a compiled function, in coordinates in which N(origin, scale scale^T) is standard
+    normal."""
     inverse = jnp.linalg.solve(root, scale)
     return jnp.linalg.solve(scale, mean - origin), inverse.T @ inverse
 
@@ -338,7 +339,7 @@ class _Ways(NamedTuple):
 
 
 def _expected_at(steps: Steps, state: SolverState) -> Expected:
-    """At the q of a state."""
+    """The expectations at the q of a state."""
     at = steps.propose(state._replace(step=jax.device_put(np.zeros_like(state.step))))
     return steps.evaluate(at, state.mean).slope
 

@@ -98,7 +98,8 @@ class _SiteExpectations:
         return _weighted(weight, self._rule.few(means, _with_local(covariances, local), values))
 
     def filtered(self, means: Array, covariances: Array, constants: tuple) -> Moments:
-        """What the extended Kalman filter takes (R-VGA paper, Theorem 3): the Fisher information is its curvature."""
+        """The moments of the extended Kalman filter (R-VGA paper, Theorem 3), whose curvature is the Fisher
+        information."""
         value, gradient, _ = jax.vmap(self.plugin)(means, covariances, constants)
         return value, gradient, -jax.vmap(self.information)(means, constants)
 
@@ -298,7 +299,7 @@ def density_of(terms: Terms) -> Callable:
 
 
 def _rule_by_draws(terms: Terms, rng_key: Array, *, more: bool) -> _Rule:
-    """Over nodes for theta itself."""
+    """Expectations over nodes for theta itself."""
     seed = key_numbers(rng_key)
 
     @functools.cache

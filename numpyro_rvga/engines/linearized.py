@@ -69,7 +69,7 @@ def factors_of(
     entries: Array,
     theta_of: Callable[[Array], Array] = lambda theta: theta,
 ) -> tuple[Factors, ...]:
-    """What was prepared, at theta.
+    """The factors at theta, from what was prepared.
 
     :param entries: theta (P,), in the order in which designs count its entries. :param theta_of: puts it in its own.
     """
@@ -121,8 +121,8 @@ def _density_of(terms: Terms, rows: dict) -> tuple:
 
 
 def merged_by_form(forms: list[list[int]], prepared: tuple) -> tuple:
-    """What was prepared, for the first site of each form with the factors of all sites of the form: there is less to
-    compile. For Jacobians that are whole matrices."""
+    """Prepared terms, those of all sites of a form merged into its first site: there is less to compile. For Jacobians
+    that are whole matrices."""
     return tuple(jax.tree.map(lambda *x: jnp.concatenate(x), *[prepared[i] for i in same]) for same in forms)
 
 
@@ -165,7 +165,7 @@ def absorbed_row_factors(absorbed_rows: AbsorbedRows, weights: Array) -> tuple[R
 
 
 def _shapes(terms: Terms) -> tuple[tuple[int, ...], ...]:
-    """Of the moments of one row's predictors: mean, covariance and error."""
+    """The shapes of the moments of one row's predictors: mean, covariance and error."""
     elements, c = terms.num_elements, terms.num_predictors
     return (elements, c), (elements, c, c), (elements,)
 

@@ -106,7 +106,7 @@ class MaximizedBound:
 
 
 class SparseMaximizedBound:
-    """The same of a :class:`~.sparse.SparseEngine`, whose q stay as its solves leave them.
+    """:class:`MaximizedBound` of a :class:`~.sparse.SparseEngine`, with packed precisions.
 
     A start is the mean of q and its precision's packed Cholesky factor, in the order of elimination. The solve begins
     with the precision that the log joint density has at this mean. The gradient is a function of its own: it takes the

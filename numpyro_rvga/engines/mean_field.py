@@ -98,8 +98,8 @@ class _Block(NamedTuple):
 
 
 class _At(NamedTuple):
-    """What there is at some natural parameters: the best Gaussian given these, the bound (minus infinity if there is
-    none), and where a step of length one leads from them."""
+    """An evaluation at some natural parameters: the best Gaussian given these, the bound (minus infinity if there is
+    none), and the full step from them."""
 
     natural: Array
     gaussian: State
@@ -129,7 +129,7 @@ class MeanFieldUpdates:
         self._compiled = Compiled(self._block)
 
     def bind(self, engine: Engine, given: SiteEntries) -> MeanFieldUpdates:
-        """The same for a program that differs in what the data determine; see :meth:`Engine.bind`."""
+        """The updates for a program that differs in what the data determine; see :meth:`Engine.bind`."""
         other = copy.copy(self)
         other.engine, other.given = engine, given
         return other
@@ -154,7 +154,7 @@ class MeanFieldUpdates:
 
     @property
     def numbers_per_row(self) -> int:
-        """In the Jacobians of a row at all nodes, or in these."""
+        """The number of entries of a row's Jacobians at all nodes, or of the nodes."""
         entries = 1 if self._is_shared else len(self.given.places)
         return max(entries, self.engine.numbers_per_row) * len(self._nodes.row_weights)
 
@@ -199,7 +199,7 @@ class MeanFieldUpdates:
         return self.engine.linearize(self.engine.prepare(rows, weight[None]), x)
 
     def _factors(self, x: Array, rows: dict, weights: Array, nodes: Array) -> tuple[Factors, ...]:
-        """Of each row at each node, (n K E, ...). ``nodes``: (K, H), or of each row (n, K, H)."""
+        """The factors of each row at each node, (n K E, ...). ``nodes``: (K, H), or of each row (n, K, H)."""
         of_row = jax.vmap(self._factors_of_one, (None, None, None, 0))
         factors = jax.vmap(of_row, (None, 0, 0, None if nodes.ndim == 2 else 0))(x, rows, weights, nodes)
         return jax.tree.map(lambda a: a.reshape(math.prod(a.shape[:3]), *a.shape[3:]), factors)
@@ -282,7 +282,8 @@ class MeanFieldUpdates:
         return jax.vmap(lambda h, index, values: h.at[:, index].set(values))(start, block.active, own)
 
     def _best_gaussian(self, block: _Block, nodes: Array, near: State) -> tuple[State, Array]:
-        """Of x, given q(h); and the bound, less the divergence of q(h). The prior's true terms take part.
+        """The best Gaussian of x given q(h), and the bound without the divergence of q(h). The prior's true terms take
+        part.
 
         :param near: where the search begins.
         """
@@ -316,8 +317,8 @@ class MeanFieldUpdates:
     def _gradient(
         self, natural: Array, points: Array, values: Array, active: Array | None
     ) -> tuple[Array, Array, Array]:
-        """Of the rows' expected log-likelihood in the expected statistics, (H, 2); by how much the expectation is more
-        than its sum over nodes; and the residual, relative to what the statistics explain."""
+        """The gradient (H, 2) of the rows' expected log-likelihood in the expected statistics; the expectation less its
+        sum over nodes; and the regression's residual, relative to what the statistics explain."""
         entries, nodes = self.given.entries, self._nodes
         statistics = entries.statistics(points)  # (A, H, 2)
         weights = jnp.asarray(nodes.weights, values.dtype)

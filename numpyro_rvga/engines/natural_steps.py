@@ -32,7 +32,7 @@ class Sums(NamedTuple):
     errors: Array | np.ndarray
 
     def plus(self, other: Sums) -> Sums:
-        """Over the terms of both."""
+        """The sums over the terms of both."""
         return Sums(*[a + b for a, b in zip(self, other)])
 
 

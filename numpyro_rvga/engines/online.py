@@ -97,7 +97,7 @@ class OnlineUpdates:
         self._exact_prior = Compiled(self._checked_with_exact_prior)
 
     def bind(self, engine: Engine, init: Array | None) -> OnlineUpdates:
-        """The same for a program that differs in what the data determine; see :meth:`Engine.bind`."""
+        """The updates for a program that differs in what the data determine; see :meth:`Engine.bind`."""
         other = copy.copy(self)
         other.engine = engine
         other._set_prior(init)
@@ -152,7 +152,7 @@ class OnlineUpdates:
         return start._replace(gaussian=gaussian, num_rows=Count.of(num_rows), has_exact_prior=jnp.asarray(True))
 
     def _converted(self, q: Family) -> Family:
-        """In the family of this method: a block-diagonal one has a block for each latent site."""
+        """A Gaussian in the family of this method: a block-diagonal one has a block for each latent site."""
         layout = self.engine.program.layout
         rank = min(self.options.rank, layout.size)
         return converted(q, self.options.family, rank, tuple(size for size in layout.sizes.values() if size))

@@ -118,14 +118,14 @@ class Engines:
         return Engine(program, self._options, rng_key, None, self.devices)
 
     def make_thorough(self, engine: Engine) -> Engine:
-        """From now on, thorough rules in place of the engine's: this engine is returned."""
+        """Replace the cached engine by one with thorough rules, which is returned."""
         self.last = engine.with_effort("thorough")
         self._cached = [(form, kwargs, self.last if other == engine else other) for form, kwargs, other in self._cached]
         return self.last
 
     @property
     def last_engine(self) -> Engine:
-        """That was asked for last.
+        """The engine that was asked for last.
 
         :raises RuntimeError: if none was.
         """
@@ -153,8 +153,8 @@ class Engines:
         return engine, rows, None
 
     def whole(self, data: Data, model_kwargs: Keywords, rng_key: Array, reason: Exception) -> tuple[Engine, Rows, str]:
-        """The same for a model that takes all data at once, which have their values when the model is read: data that
-        :meth:`cached_whole` does not know.
+        """As :meth:`together`, for a model that takes all data at once, with their values, when it is read. For data of
+        which :meth:`cached_whole` has none.
 
         :param reason: why it cannot take single rows.
         :raises ValueError, NotImplementedError: as :meth:`together`.
@@ -174,7 +174,7 @@ class Engines:
         return engine, program.as_taken(arrays), program.reason or ""
 
     def cached_whole(self, data: Data, model_kwargs: Keywords, rng_key: Array) -> tuple[Engine, Rows, str] | None:
-        """What :meth:`whole` made of these data before; None if it has not."""
+        """The result of :meth:`whole` for these data, if it was called before; else None."""
         form = _whole_form(rng_key)
         candidates = [(kwargs, engine) for other_form, kwargs, engine in self._cached if other_form == form]
         if not candidates:

@@ -21,7 +21,7 @@ NOTICEABLE = 0.1  # nats: an error that changes by so much within q moves a mean
 
 
 class Rounding(NamedTuple):
-    """Of the log likelihood, in nats.
+    """The rounding errors of the log likelihood, in nats.
 
     :ivar of_rows: the sum of all rows' absolute errors, on average over q.
     :ivar of_sum: the standard deviation over q of the error of their sum.
@@ -53,7 +53,7 @@ def is_worth_more(engine: Engine, state: State, rows: Rows, error: float, bound:
 
 
 def rounding_errors(engine: Engine, state: State, rows: Rows) -> Rounding | None:
-    """At draws from q; none in double precision. ``rows``: all, or a sample.
+    """The rounding errors at draws from q; zero in double precision. ``rows``: all, or a sample.
 
     None, if the model cannot be run in double precision: arrays that it holds may have been used in single.
     """

@@ -50,7 +50,7 @@ SHORT = 600  # parameters of chains and whole models: a single solve by whole ma
 
 
 class SparseProblem(NamedTuple):
-    """What a solve takes.
+    """The input of a solve.
 
     :ivar marginals: where it begins. :ivar chunks: what :attr:`SparseEngine.prepare` returns.
     :ivar packing: of precisions. :ivar borders: as of :class:`~.jacobians.SparseJacobian`, for the
@@ -90,7 +90,7 @@ class SparseEngine:
         self._solver = JointSolver(self.parts, engine.devices, engine.program.layout.size)
 
     def bind(self, engine: Engine) -> SparseEngine:
-        """The same for a program that differs in what the data determine; see :meth:`Engine.bind`."""
+        """The engine for a program that differs in what the data determine; see :meth:`Engine.bind`."""
         other = copy.copy(self)
         other.engine = engine
         return other
@@ -104,7 +104,7 @@ class SparseEngine:
     def problem(
         self, rows: Rows, marginals: DiagonalGaussian | None = None, weights: np.ndarray | None = None
     ) -> SparseProblem:
-        """For all rows. ``marginals``: where to begin; default: at the prior's."""
+        """The problem of all rows. ``marginals``: where to begin; default: at the prior's."""
         program, prior = self.engine.program, self.engine.program.marginals
         is_nearby = marginals is not None
         marginals = DiagonalGaussian(prior.mean, prior.variance) if marginals is None else marginals
@@ -202,11 +202,11 @@ class SparseEngine:
 
     @property
     def all_kinds(self) -> tuple[Kind, ...]:
-        """Of rows, the prior, and its Gaussian part."""
+        """The kinds of rows, of the prior, and of its Gaussian part."""
         return tuple(kind for kinds in self._kinds for kind in kinds)
 
     def search(self, num_chunks: int, *, has_start: bool = False) -> Search:
-        """What a solve seeks."""
+        """The search of a solve."""
         all_kinds, program = self.all_kinds, self.engine.program
         shapes = [(terms.num_elements, terms.num_predictors) for terms in program.terms]
         staged = (
@@ -240,7 +240,7 @@ class SparseEngine:
         return problem._replace(sums=tuple(x._replace(log_scale=a) for x, a in zip(problem.sums or (), scales)))
 
     def keeps_sums(self, problem: SparseProblem, chunks: RowChunks) -> SparseProblem:
-        """The same problem; without the sums of rows, if ``numpyro.param`` sites move more of rows than one scale."""
+        """The problem, without the sums of rows if ``numpyro.param`` sites move more of rows than one scale."""
         if problem.sums is None:
             return problem
         values = np.asarray(self.engine.program.params.values)
@@ -278,13 +278,13 @@ class SparseEngine:
 
 
 def _gaussian_kind(terms: Terms, options: Options) -> Kind:
-    """Of a prior's Gaussian terms, and of constants."""
+    """The kind of a prior's Gaussian terms, and of constants."""
     expectation = "exact" if terms.num_predictors else "linearized"
     return make_kind(terms, options._replace(expectation=expectation, scheme="implicit"), jax.random.key(0))
 
 
 def sparse_engine(engine: Engine, rows: Rows, *, given_params: bool = False) -> SparseEngine | None:
-    """For all rows there are; None if terms read more than a few entries of theta, or theta is short.
+    """The engine for all rows there are; None if terms depend on more than a few entries of theta, or theta is short.
 
     :param given_params: whether there may be ``numpyro.param`` sites, which stand still, and many solves.
     """

@@ -22,7 +22,7 @@ Families = dict[str, str]
 
 
 class BestFamily:
-    """What :class:`RVGA` does with ``family="auto"``: the same calls.
+    """:class:`RVGA` with ``family="auto"``: it has the same methods.
 
     :param full: what it does with one Gaussian. :param by_site: families by site -> what it does with these.
     """
@@ -38,7 +38,7 @@ class BestFamily:
 
     @property
     def state(self) -> Any:
-        """Of the last run."""
+        """The state of the last run."""
         return self._last.state
 
     def run(
@@ -81,7 +81,7 @@ class BestFamily:
 
     # ------------------------------------------------------------------ inside
     def _of(self, families: Families) -> FullFamily | SiteFamilies:
-        """What runs with these families, and one Gaussian of all other sites."""
+        """The method with these families, and one Gaussian of all other sites."""
         key = tuple(families.items())
         if families and key not in self._made:
             self._made[key] = self._by_site(families)

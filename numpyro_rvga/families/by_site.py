@@ -45,7 +45,7 @@ def check_unused(unused: Mapping[str, bool]) -> None:
 
 
 class SiteFamilies:
-    """What :class:`RVGA` does where ``family`` names sites: the same calls.
+    """:class:`RVGA` where ``family`` names sites: it has the same methods.
 
     :param families: one of ``FORMS`` by site.
     :param block_size: rows in one update; "auto": as many as fit.
@@ -131,7 +131,7 @@ class SiteFamilies:
 
     @property
     def last(self) -> tuple[Program, MeanFieldUpdates]:
-        """For the form of the last data.
+        """The program and the updates for the last data.
 
         :raises RuntimeError: before :meth:`init`.
         """

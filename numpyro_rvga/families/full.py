@@ -52,7 +52,7 @@ class _Repeat(NamedTuple):
 
 
 class FullFamily:
-    """What :class:`RVGA` does with ``family="full"``: the same calls.
+    """:class:`RVGA` with ``family="full"``: it has the same methods.
 
     :param engines: of the model. :param method: which posteriors go on with.
     """

@@ -197,7 +197,7 @@ class Integration:
         }
 
     def _estimate_of(self, bound: Bound) -> EvidenceEstimate | None:
-        """What stands in the bound's place, if anything does.
+        """The estimate of log p(y, h) in place of the bound; None: the bound.
 
         :raises NotImplementedError: for models of crossed effects.
         """
@@ -279,7 +279,7 @@ def _prior_moments(program: Program, *, is_long: bool) -> tuple[np.ndarray, np.n
 
 
 def _moments_of(bound: Bound, point: Point, dtype: DTypeLike) -> tuple[np.ndarray, Root]:
-    """Of x at a point."""
+    """Mean and root of x at a point."""
     if isinstance(bound, SparseMaximizedBound):
         mean, variance, factor = jax.device_get(bound.moments(point.start))
         return mean, SolvedRoot(factor, variance)

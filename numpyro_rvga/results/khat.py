@@ -86,7 +86,7 @@ class Khat:
 
 
 class Evidence(NamedTuple):
-    """What a verdict goes by.
+    """The numbers that a verdict is based on.
 
     :ivar khat: of p/q.
     :ivar relative_size: effective number of draws from q over the number of draws.
@@ -218,7 +218,7 @@ def is_unclear(evidence: Evidence) -> bool:
 
 
 def sure_moves(evidence: Evidence) -> dict[str, float]:
-    """By site, what a move is at least, but for chance."""
+    """Lower bounds of the moves by site, with their standard errors taken off."""
     return {site: move - SURE * evidence.errors[site] for site, move in evidence.moves.items()}
 
 
@@ -309,7 +309,7 @@ def _relative_sample_size(log_ratios: np.ndarray) -> float:
 
 
 def verdict(evidence: Evidence, share_elsewhere: float = 0.0) -> str:
-    """In words: how far moments move, which sites most, and what to do.
+    """A verdict in words: how far moments move, which sites most, and what to do.
 
     :param share_elsewhere: of the posterior, in other modes that searches have reached.
     """

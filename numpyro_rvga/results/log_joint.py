@@ -100,7 +100,7 @@ def _weighted(chunks: Iterable[dict[str, np.ndarray]], weights: np.ndarray) -> I
 
 
 def _whole_log_joint(program: Program, theta: Array, rows: Arrays) -> np.ndarray:
-    """Of a model that is run on all rows at once: a few draws at a time."""
+    """The log joint density of a model that is run on all rows at once, a few draws at a time."""
     inputs = program.inputs(rows)
     terms = jax.eval_shape(program.log_likelihood, theta[0], inputs)
     size = max(1, CHUNK_VALUES // max(1, sum(values.size for values in terms.values())))

@@ -85,7 +85,7 @@ def monte_carlo(posterior: Fitted, rng_key: Array, data: Data, num_samples: int)
 
 
 def plugin(posterior: Fitted, rng_key: Array, data: Data, num_samples: int) -> dict[str, Array]:
-    """The same at the mean of q.
+    """Predictions at the mean of q.
 
     :raises NotImplementedError: if the model has a latent value for each row.
     """

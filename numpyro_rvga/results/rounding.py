@@ -79,7 +79,7 @@ def widest_direction(root: np.ndarray) -> tuple[float, np.ndarray] | None:
 
 
 def _widest_of_low_rank(diagonal: np.ndarray, factor: np.ndarray) -> tuple[float, np.ndarray]:
-    """The same for the precision diag(diagonal) + factor^T factor, with factor (R, P)."""
+    """:func:`widest_direction` for the precision diag(diagonal) + factor^T factor, with factor (R, P)."""
     narrow = factor / diagonal
     inner = np.eye(len(factor)) + narrow @ factor.T
 

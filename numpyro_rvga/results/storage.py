@@ -164,7 +164,7 @@ def _read(path: str | os.PathLike) -> Info:
 
 
 def _gaussian(family: str, fields: Info) -> Any:
-    """Of a family by its name."""
+    """A Gaussian of a family by its name."""
     kind = STORED_FAMILIES[family]
     return MeanField.from_fields(fields) if kind is MeanField else kind(**_with_roots(fields))
 

@@ -179,12 +179,12 @@ def _block(batch: Any, columns: Columns, where: str) -> dict[str, np.ndarray]:
 
 
 def _names(of: str | Sequence[str]) -> Sequence[str]:
-    """Of the columns of one argument."""
+    """The names of one argument's columns."""
     return [of] if isinstance(of, str) else of
 
 
 def _dtypes(schema: Any, columns: Columns) -> dict[str, np.dtype]:
-    """What each argument's array has where no values are missing."""
+    """The dtype of each argument's array where no values are missing."""
     empty = schema.empty_table()
     dtypes = {}
     for name, of in columns.items():

@@ -96,7 +96,7 @@ class BlockPlan:
             )
 
     def sizes(self, engine: Engine, source: RowSource, most_rows: int) -> Sizes:
-        """What ``"auto"`` stands for.
+        """The sizes in numbers, in place of ``"auto"``.
 
         :param most_rows: of a step.
         :raises ValueError: for rows that are not in memory, if they are wanted all at once.
@@ -130,12 +130,13 @@ class BlockPlan:
         return Sizes(first, block, max(1, -(-chunk // block)) * block, memory, joint, keeps_rows)
 
     def sparse_engine(self, engine: Engine, rows: Rows) -> SparseEngine | None:
-        """For rows that are to be solved for together, if each depends on few entries of theta; None for others."""
+        """The engine for rows that are solved for together, if each depends on few entries of theta; None for
+        others."""
         most = 2 * JOINT_ROWS_PER_PARAMETER * engine.program.layout.size
         return sparse_engine(engine, rows) if self._chooses and num_rows(rows) <= most else None
 
     def num_distinct(self, rows: Rows, sizes: Sizes) -> int:
-        """Of rows that one solve may take together, each distinct one once; else that of all."""
+        """The number of rows, equal ones counted once if one solve may take them together."""
         return num_distinct(rows, sizes.first) if self._chooses and sizes.first else num_rows(rows)
 
     def takes_all(self, engine: Engine, distinct: int, sizes: Sizes) -> bool:

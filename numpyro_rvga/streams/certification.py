@@ -179,7 +179,7 @@ def warn_unless_converged(info: Info) -> None:
 
 
 def sample_of(source: RowSource, total: int, count: int) -> Rows:
-    """So many of a source's ``total`` rows, drawn at random; the same ones each time."""
+    """A random sample of a source's ``total`` rows, the same each time."""
     sample = _Sample(total, np.random.default_rng(0), count)
     for _ in sample.recorded((position, source.as_declared(rows)) for position, rows in chunks(source, SLICE)):
         pass
@@ -208,7 +208,7 @@ class _Sample:
 
 
 def _some(rows: Rows, most: int, rng: np.random.Generator) -> Rows:
-    """At most so many of the rows, at random."""
+    """At most ``most`` of the rows, at random."""
     if num_rows(rows) <= most:
         return rows
     return selected(rows, np.sort(rng.choice(num_rows(rows), most, replace=False)))

@@ -49,7 +49,7 @@ class RowMemory:
             self._prune()
 
     def items(self) -> KeptRows | None:
-        """What is kept; None if there is nothing."""
+        """The kept rows; None if there are none."""
         if not self._pieces:
             return None
         self._prune()

@@ -123,6 +123,6 @@ def _averaged(values: np.ndarray) -> tuple[float, float]:
 
 
 def _log_density(standard: np.ndarray, root: np.ndarray) -> np.ndarray:
-    """Of q at its draws, given what they are in its standard coordinates (K, P)."""
+    """log q at draws, from their standard coordinates (K, P)."""
     half_log_det = np.linalg.slogdet(root)[1]
     return -0.5 * np.sum(standard**2, axis=1) - half_log_det - 0.5 * root.shape[0] * math.log(2 * math.pi)

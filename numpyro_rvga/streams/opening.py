@@ -27,7 +27,7 @@ SEARCHED = 2**16  # rows among which there must be one with finite values
 
 @dataclass
 class PassOptions:
-    """What a user may ask of a pass; see :meth:`RVGA.run`.
+    """A user's options of a pass; see :meth:`RVGA.run`.
 
     :ivar opened: the checkpoint, looked at before any row is read; None if there is to be none.
     :raises ValueError: for options that do not exist or exclude each other, and for checkpoints that cannot be
@@ -55,7 +55,7 @@ class PassOptions:
 
     @property
     def most_rows(self) -> int:
-        """Of a step, for checkpoints to come in time."""
+        """The most rows of a step, so that checkpoints are written in time."""
         return sys.maxsize if self.checkpoint is None else self.every
 
 

@@ -128,6 +128,6 @@ def _waves(lengths: np.ndarray, order: np.ndarray, most_rows: int) -> list[np.nd
 
 
 def _even(length: int, count: int) -> np.ndarray:
-    """So many rows in parts that differ by one at most."""
+    """Rows in parts whose sizes differ by one at most."""
     ends = length * np.arange(count + 1) // count
     return np.diff(ends)

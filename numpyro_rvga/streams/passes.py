@@ -126,7 +126,7 @@ class Pass(ABC, Generic[S, R]):
 
     @abstractmethod
     def stored(self) -> Info:
-        """What a method has to know besides the state to go on from here, for checkpoints."""
+        """What a checkpoint stores besides the state, for the pass to go on from it."""
 
     @abstractmethod
     def restore(self, stored: Info) -> None:
@@ -315,7 +315,7 @@ class Pass(ABC, Generic[S, R]):
 
     # ------------------------------------------------------------------ checkpoints
     def _data_facts(self, state: S) -> Info:
-        """What changes if the rows or the prior do."""
+        """What identifies the rows and the prior, for checkpoints."""
         return {
             "on_bad_row": self._options.on_bad_row,
             "sites": {n: list(self._program.layout.shapes[n]) for n in self._program.layout.site_names},

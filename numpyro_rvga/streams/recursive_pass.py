@@ -164,7 +164,7 @@ class RecursivePass(Pass[State, StepInfo]):
 
     @property
     def facts(self) -> Info:
-        """Of all steps so far; see :meth:`RunSummary.facts`."""
+        """The summary of all steps so far; see :meth:`RunSummary.facts`."""
         return self._summary.facts()
 
     @property

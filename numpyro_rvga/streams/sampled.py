@@ -94,7 +94,7 @@ def _strata(sample: KeptRows, kept: KeptRows | None, num_rows: int) -> tuple[Str
 
 
 def _variance(certificate: Certificate, state: State, rows: Rows) -> float:
-    """Of the rows' expected log-likelihoods under q."""
+    """The variance of the rows' expected log-likelihoods under q."""
     return float(np.var(certificate.values_at(state, selected(rows, slice(MOST_ROWS))), ddof=1))
 
 

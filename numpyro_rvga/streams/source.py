@@ -211,7 +211,7 @@ def _numbers_of_others(left_out: np.ndarray, positions: np.ndarray) -> np.ndarra
 
 
 def _even(total: int, size: int) -> list[int]:
-    """So many rows in pieces of one size, but for the last."""
+    """Rows in pieces of one size, but for the last."""
     return [min(size, total - start) for start in range(0, total, size)]
 
 
@@ -276,7 +276,7 @@ def _has_no_rows(block: Any) -> bool:
 
 
 def _shapes(block: Any) -> list[tuple[int, ...]]:
-    """Of the arrays of a block."""
+    """The shapes of a block's arrays."""
     arrays = block.values() if isinstance(block, Mapping) else block if isinstance(block, (tuple, list)) else ()
     return [np.shape(array) for array in arrays if array is not None]
 

@@ -203,7 +203,7 @@ def from_nodes(density: Density, nodes: Nodes, order: int) -> Moments:
 def with_slopes(
     value: Array, gradient: Array, gradients: Array, z: Array, weights: Array, factor: Array, inverse: Array
 ) -> Moments:
-    """With the derivative of the sum in S, through S's Cholesky factor: exact for any nodes, were they few and random.
+    """The moments, with the derivative of the sum in S through S's Cholesky factor: exact for any nodes, few or random.
 
     :param gradients: at the nodes, (K, C), of which ``gradient`` is the weighted mean.
     """

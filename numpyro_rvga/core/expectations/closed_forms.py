@@ -41,8 +41,8 @@ class Exponential(NamedTuple):
 
 
 class Gamma(NamedTuple):
-    """The same, where the outcome is ``rate`` and not ``slope``: exponential, gamma with a known shape. u is their log
-    rate."""
+    """As :class:`Exponential`, where the outcome is ``rate`` and not ``slope``: exponential, gamma with a known shape.
+    u is their log rate."""
 
     slope: Array
     rate: Array

@@ -94,7 +94,7 @@ def by_draws(
 
 
 class _Cost(NamedTuple):
-    """Of one evaluation of phi: numbers that it computes, and those in its largest array."""
+    """The cost of one evaluation of phi: numbers that it computes, and those in its largest array."""
 
     numbers: int
     largest: int
@@ -126,7 +126,7 @@ def _at_points(function: Callable, points: Array, constants: PyTree, cost: _Cost
 def _at_few_or_others(
     function: Callable, points: Array, constants: PyTree, cost: _Cost, few: int, is_coarse: Array
 ) -> PyTree:
-    """The same at the first few points, or at all others; zeros elsewhere."""
+    """``function(point, constants)`` at the first few points, or at all others; zeros elsewhere."""
     start, stop = jnp.where(is_coarse, jnp.array([0, few]), jnp.array([few, len(points)]))
     size = min(few, 1 << (_num_at_once(cost).bit_length() - 1))  # both sets are whole batches
     return _at_some(jax.vmap(lambda point: function(point, constants)), points, size, start, stop)

@@ -113,7 +113,7 @@ def _as_one_step(function: Callable[[Array], Array]) -> Callable[[Array], Array]
 
 
 def _log_sum_exp(x: Array) -> Array:
-    """Over the last axis, with slopes where all is log(0)."""
+    """Log-sum-exp over the last axis, with zero slopes where all entries are log(0)."""
     return jax.nn.logsumexp(jnp.maximum(x, IMPOSSIBLE), axis=-1)
 
 
@@ -174,7 +174,7 @@ def _neighbors(scopes: Iterable[tuple[int, ...]], variables: Iterable[int]) -> d
 
 
 def _strides(sizes: Sequence[int]) -> np.ndarray:
-    """By how much an index into a flat table moves with each axis."""
+    """The strides of a flat table along each axis."""
     return np.cumprod([1, *sizes[::-1]])[::-1][1:]
 
 

@@ -126,7 +126,7 @@ def _at_once_or(
     covariances: Array,
     constants: PyTree,
 ) -> tuple[Moments, Array]:
-    """By ``rule`` for all, of so many points each, or by ``climb`` if these are more than ``most``."""
+    """All factors by ``rule``, of so many points each, or by ``climb`` if these are more than ``most``."""
     if len(means) * num_points > most:
         return climb(means, covariances, constants)
     return _in_chunks(jax.vmap(rule), num_points, (means, covariances, constants))
@@ -159,7 +159,7 @@ def _climb(
     covariances: Array,
     constants: PyTree,
 ) -> tuple[Moments, Array]:
-    """By the fifth-degree rule, and for factors whose errors are too large by one finer rule after the other."""
+    """All factors by the fifth-degree rule, and those whose errors are too large by one finer rule after the other."""
     factors, moments, errors = _by_first_rule(phi, num_predictors, tolerances, means, covariances, constants)
     result: tuple[Moments, Array] = moments, errors
     # The sum of all values, of which one is not finite, leads nowhere, however exact the others are.

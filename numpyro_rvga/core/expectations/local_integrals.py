@@ -57,7 +57,7 @@ def log_integral(log_integrand: LogIntegrand, nodes: Nodes) -> Array:
 
 
 def num_nodes(num_dimensions: int) -> int:
-    """Of one integral."""
+    """The number of nodes of one integral."""
     return NODES[num_dimensions] ** num_dimensions
 
 

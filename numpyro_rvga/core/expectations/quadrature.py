@@ -279,6 +279,6 @@ def _with_last(direction: Array) -> Array:
 
 
 def natural_size(root: Array, moments: Moments) -> Array:
-    """Of the natural gradient."""
+    """The length of the natural gradient."""
     _, gradient, hessian = moments
     return jnp.sum(jnp.abs(gradient @ root)) + jnp.sum(jnp.abs(product(product(root.T, hessian), root)))

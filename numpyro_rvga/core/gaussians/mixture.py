@@ -23,18 +23,18 @@ TOO_LITTLE = 30.0  # nats below what a point's density is at least: a million su
 
 
 class _FewCoordinates(NamedTuple):
-    """Of a mixture's components: entries of theta (c,), means and variances of these, (K, c)."""
+    """Some entries of theta (c,), with the components' means and variances of these, (K, c)."""
 
     indices: Array
     means: Array
     variances: Array
 
     def least_lengths(self, points: Array, k: Array) -> Array:
-        """Of points (..., P): squared lengths from the mean of component k, in its metric, are at least so long."""
+        """A lower bound of the squared distances of points (..., P) from the mean of component k, in its metric."""
         return jnp.max((points[..., self.indices] - self.means[k]) ** 2 / self.variances[k], axis=-1)
 
     def nearest(self, points: Array) -> Array:
-        """For points (n, P), the number of a component that is near them, (n,)."""
+        """The number of a component near each of the points (n, P), (n,)."""
 
         def closer(best: tuple[Array, Array], k: Array) -> tuple[tuple[Array, Array], None]:
             length = self.least_lengths(points, k)
@@ -132,7 +132,7 @@ class GaussianMixture:
         return jacobian @ self.scale_tril()
 
     def log_prob(self, theta: Array) -> Array:
-        """At theta (..., P). Of each point, components are passed over that cannot add to its density.
+        """log q at theta (..., P). Components that cannot add to a point's density are passed over.
 
         Points are taken in blocks of those that are near one component. What this one has there is less than the
         density, and what another could have at most follows from a few coordinates.
@@ -179,7 +179,7 @@ class GaussianMixture:
         return self.log_weights + log_normal(jnp.zeros(()), determinants, self.means.shape[1])
 
     def _in_few_coordinates(self) -> _FewCoordinates:
-        """In those in which the components are the farthest apart."""
+        """The coordinates in which the components are the farthest apart."""
         variances = variances_of(self.roots)
         apart = jnp.var(self.means, axis=0) / jnp.mean(variances, axis=0)
         indices = lax.top_k(apart, min(FEW, apart.size))[1]

@@ -30,8 +30,8 @@ class DenseRoot:
         return jnp.matmul(self.matrix, noise, precision="highest")
 
     def metric(self, count: int) -> Metric:
-        """Of the precision, for about so many steps. For many the root is inverted: products of matrices take a third
-        of the time of solves."""
+        """Squared lengths in the precision, of about ``count`` steps. For many the root is inverted: products of
+        matrices take a third of the time of solves."""
         if count < len(self.matrix):
             return lambda steps: jnp.sum(solve_lower(self.matrix, steps.T) ** 2, axis=0)
         inverse = solve_lower(self.matrix, jnp.eye(len(self.matrix), dtype=self.matrix.dtype))
@@ -49,7 +49,8 @@ class DenseRoot:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class PackedRoot:
-    """Of theta = (h, x) with h = kernel e and x = slopes h + R e', where R R^T is the inverse of a packed precision.
+    """A root of the covariance of theta = (h, x) with h = kernel e, x = slopes h + R e', R R^T a packed precision's
+    inverse.
 
     :ivar factor: the precision's, packed. :ivar packing: says how. :ivar kernel: (d, d), lower triangular.
     :ivar slopes: (P - d, d). :ivar places: (P,), the entries of theta that are h, and x in the order of the packing.

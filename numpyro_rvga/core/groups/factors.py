@@ -61,7 +61,7 @@ class GroupSummaries(NamedTuple):
     rows: QuadraticFactors
 
     def at(self, shared_mean: np.ndarray) -> Groups:
-        """With the means of z_g there, (k,)."""
+        """q(z_g | s) with the means of z_g at a mean of s, (k,)."""
         root = conditionals(Groups(self.linear, self.precision, self.coupling)).root
         mean = root @ (root.swapaxes(1, 2) @ (self.linear - self.coupling @ shared_mean)[..., None])
         return Groups(mean[..., 0], self.precision, self.coupling)
@@ -85,7 +85,7 @@ class GroupSummaries(NamedTuple):
 
 
 def packed_width(size: int, k: int) -> int:
-    """Of what is kept of a group with so many entries, as a vector. ``k``: entries of s."""
+    """The length of the vector of a group with ``size`` entries. ``k``: entries of s."""
     return sum(_sizes(size, k))
 
 
@@ -230,7 +230,7 @@ def _joined(own: np.ndarray, mixed: np.ndarray, shared: np.ndarray) -> np.ndarra
 
 
 def _half(matrices: np.ndarray) -> np.ndarray:
-    """Of symmetric ones: (n, e, e) -> (n, e (e + 1) / 2)."""
+    """The lower triangles of symmetric matrices: (n, e, e) -> (n, e (e + 1) / 2)."""
     rows, columns = np.tril_indices(matrices.shape[-1])
     return matrices[:, rows, columns]
 

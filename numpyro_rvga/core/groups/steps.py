@@ -31,7 +31,7 @@ class Groups(NamedTuple):
 
 
 class Conditionals(NamedTuple):
-    """The same as means and covariances.
+    """q(z_g | s) by slopes, roots and entropies.
 
     :ivar slope: of z_g's mean in s, (n, d, k). :ivar root: root root^T is its covariance given s, (n, d, d).
     :ivar entropy: (n,), -inf where there is no such Gaussian.
@@ -76,7 +76,7 @@ class Message(NamedTuple):
     gradient: np.ndarray
 
     def plus(self, other: Message) -> Message:
-        """Of both parts."""
+        """The message of both parts."""
         return Message(*[a + b for a, b in zip(self, other)])
 
 
@@ -94,14 +94,16 @@ def conditionals(groups: Groups) -> Conditionals:
 
 
 def covariances(groups: Groups, root: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Of z_g (n, d, d), and of z_g and s (n, d, k). ``root``: of the covariance of s, (k, k)."""
+    """Covariances of z_g (n, d, d), and of z_g and s (n, d, k). ``root``: of the covariance of s, (k, k)."""
     given = conditionals(groups)
     across = given.slope @ root
     return given.root @ given.root.swapaxes(1, 2) + across @ across.swapaxes(1, 2), across @ root.T
 
 
 def mixed(groups: Groups, target: GroupSums, step: float | np.ndarray) -> Groups:
-    """With precisions and couplings that a step of this length leads to; the means stay.
+    """The groups with the precisions and couplings after a step of this length; the means stay:
+
+    A_g(t) = (1 - t) A_g + t H_g,     C_g(t) = (1 - t) C_g + t H_gs, with H the sums' ``precision`` and ``coupling``.
 
     :param step: one for all, or of each group (n, 1, 1).
     """

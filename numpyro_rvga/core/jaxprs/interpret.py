@@ -91,7 +91,7 @@ def is_affine(closed: jex_core.ClosedJaxpr, varies: Sequence[bool]) -> bool:
     """
 
     def degree(eqn: JaxprEqn, degrees: list) -> list | None:
-        """Of each value: 0 if it is given, 1 if it is affine, and 2 for all others."""
+        """The degree of each value: 0 if it is given, 1 if it is affine, and 2 for all others."""
         if is_inlined(eqn):
             return None
         name, highest = eqn.primitive.name, max(degrees, default=0)

@@ -107,7 +107,7 @@ def _program(
 
 
 def _body(eqn: JaxprEqn) -> jex_core.ClosedJaxpr:
-    """What one step does."""
+    """The traced function of one step."""
     return jex_core.ClosedJaxpr(*inner_program(eqn))
 
 

@@ -58,7 +58,7 @@ def numbers_in(jaxpr) -> int:
 
 
 def numbers_of(eqn) -> int:
-    """The same of one equation."""
+    """The numbers that one equation computes."""
     times = UNKNOWN_LENGTH if eqn.primitive.name == "while" else eqn.params.get("length", 1)
     return times * sum(map(numbers_in, _jaxprs_of(eqn))) + sum(v.aval.size for v in eqn.outvars)
 

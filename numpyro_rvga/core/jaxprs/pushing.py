@@ -177,7 +177,7 @@ def combined(graph: NodeCache, shape, dtype, a: Node, b: Node) -> Node:
 
 # ---------------------------------------------------------------------- rules
 def _product(graph: NodeCache, node: Node, selection: Selection) -> Node | None:
-    """Of matrices, or of arrays of these."""
+    """The product of matrices, or of arrays of these."""
     if node.kind == AFFINE:
         return None
     contracted, batch = node.params["dimension_numbers"]
@@ -257,7 +257,7 @@ def _factorized(graph: NodeCache, node: Node, selection: Selection) -> Node | No
 
 
 def _solved(graph: NodeCache, node: Node, selection: Selection) -> Node | None:
-    """Of a triangular system with several right-hand sides, those that are asked for."""
+    """The solutions of a triangular system for those of its right-hand sides that are asked for."""
     if node.kind == AFFINE:
         return None
     (matrix, right), (matrix_shape, shape) = node.parents, node.in_shapes

@@ -27,7 +27,7 @@ class BorderPattern(NamedTuple):
 
 
 def border_pattern(columns: np.ndarray, rows: np.ndarray, num_columns: int, num_rows: int) -> BorderPattern | None:
-    """Of entries (n,), each of which may be named often; None if whole matrices are faster."""
+    """The pattern of entries (n,), which may be repeated; None if dense matrices are faster."""
     entries = np.unique(columns.astype(np.int64) * num_rows + rows)
     column, row = np.divmod(entries, num_rows)
     counts = np.bincount(column, minlength=num_columns)
@@ -51,7 +51,7 @@ class DenseBorder:
 
     @property
     def entries(self) -> Array:
-        """Those that are kept."""
+        """The entries that the pattern keeps."""
         return self.matrix.reshape(-1)
 
     def whole(self) -> Array:

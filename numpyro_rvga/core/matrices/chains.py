@@ -63,7 +63,7 @@ class ChainPacking:
         )
 
     def placed(self, jacobian: SparseJacobian, border: Array) -> ChainJacobian:
-        """With the places of its products. ``border``: not needed."""
+        """The Jacobian with the indices of its products in packed matrices. ``border``: not needed."""
         del border
         fields = {name: getattr(jacobian, name) for name in ("index", "values", "size", "num_diagonal", "num_leading")}
         return ChainJacobian(**fields, num_packed=self.size, packing=self)
@@ -78,7 +78,7 @@ class ChainPacking:
         return blocks.reshape(self.num_blocks * self.block, blocks.shape[-1])[: self.num_chain]
 
     def diagonal(self, x: Array) -> Array:
-        """Of the whole matrix, (h + k,)."""
+        """The diagonal of the whole matrix, (h + k,)."""
         blocks, _, _, corner = self.parts(x)
         of_chain = jnp.diagonal(blocks, axis1=1, axis2=2).reshape(-1)[: self.num_chain]
         return jnp.concatenate([of_chain, jnp.diagonal(corner)])
@@ -159,7 +159,7 @@ def _bordered(top: Array, border: Array, corner: Array) -> Array:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Chain(Bordered):
-    """With D block tridiagonal.
+    """Bordered precisions with D block tridiagonal.
 
     The Cholesky factor is [[L, 0], [W, M]]: L has lower triangular blocks L_i and blocks F_i below them, so that
     L_i L_i^T = D_i - F_{i-1} F_{i-1}^T and F_i = E_i L_i^-T, where E_i are the blocks below those of D.

@@ -52,7 +52,8 @@ class Packing:
         return (self.num_diagonal + place).astype(np.int32)
 
     def placed(self, jacobian: SparseJacobian, border: Array) -> SparseJacobian:
-        """With the places of its products. ``border``: those of :meth:`border_places`."""
+        """The Jacobian with the indices of its products in packed matrices. ``border``: those of
+        :meth:`border_places`."""
         return replace(jacobian, border=border, num_packed=self.size)
 
     def pack(self, diagonal: Array, border: Border, corner: Array) -> Array:
@@ -72,7 +73,7 @@ class Packing:
         return SparseBorder(entries, self.pattern, shape)
 
     def diagonal(self, x: Array) -> Array:
-        """Of the whole matrix, (h + k,)."""
+        """The diagonal of the whole matrix, (h + k,)."""
         diagonal, _, corner = self.parts(x)
         return jnp.concatenate([diagonal, jnp.diagonal(corner)])
 

@@ -86,7 +86,7 @@ class Dense(NamedTuple):
         return NARROWING * x
 
     def wider(self, x: Array) -> Array:
-        """What was made narrower."""
+        """The inverse of :meth:`narrower`."""
         return x / NARROWING
 
     def target(self, curvature: Array) -> Array:
@@ -107,20 +107,20 @@ class Dense(NamedTuple):
         return lambda vector: solve_lower(factor, solve_lower(factor, vector), transpose=True)
 
     def half_log_determinant(self, factor: Array) -> Array:
-        """Of the precision."""
+        """Half the log determinant of the precision."""
         return jnp.sum(jnp.log(jnp.diagonal(factor)))
 
     def covariance_root(self, factor: Array) -> Array:
-        """What the predictors' covariances are computed from: A (r, r) with A^T A the covariance."""
+        """A (r, r) with A^T A the covariance, from which the predictors' covariances are computed."""
         return solve_lower(factor, jnp.eye(len(factor), dtype=factor.dtype))
 
     def trace(self, x: Array, covariance_root: Array) -> Array:
-        """Of the base's precision times the covariance."""
+        """The trace of the base's precision times the covariance."""
         weighted = covariance_root if self.precision is None else covariance_root @ self.precision
         return jnp.sum(covariance_root * weighted)
 
     def products(self, factor: Array, covariance_root: Array, a: Array, b: Array) -> tuple[Array, Array]:
-        """Of differences of precisions, <a, a> and <a, b> in q's metric."""
+        """<a, a> and <a, b> of differences a and b of precisions, in q's metric: tr(Sigma a Sigma b)."""
         a, b = (covariance_root @ x @ covariance_root.T for x in (a, b))
         return jnp.sum(a * a), jnp.sum(a * b)
 
@@ -263,7 +263,7 @@ ArrowParts = tuple[Array, Border, Array]  # the diagonal (h,), the border (k, h)
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Arrow(Bordered):
-    """With D diagonal.
+    """Bordered precisions with D diagonal.
 
     The Cholesky factor is [[s, 0], [W, L]] with s = D^(1/2), W = B / s and L L^T = A - W W^T, and packed like the
     precision: work grows with h k^2 + k^3, not with (h + k)^3.

@@ -33,8 +33,8 @@ class Visited(NamedTuple):
 
 
 def shares_of(residuals: Sequence[np.ndarray], resolved: float) -> np.ndarray:
-    """By how much of the way the last T(x) is moved to each of those before it: such that the same combination of the
-    residuals T(x) - x is shortest.
+    """Weights w with which the last T(x) becomes T(x) - sum_i w_i (T(x) - T(x_i)): such that the same combination of
+    the residuals T(x) - x is shortest.
 
     :param resolved: of the longest change of residuals: what shorter ones say is rounding.
     """
@@ -43,7 +43,8 @@ def shares_of(residuals: Sequence[np.ndarray], resolved: float) -> np.ndarray:
 
 
 def entries_of_steps(search: Search, form: PrecisionForm, state: SolverState) -> Entries | None:
-    """By which full steps are combined; None where they are no map of natural parameters, or these are too many."""
+    """The entries of precisions, by which full steps are combined; None where they are no map of natural parameters, or
+    these are too many."""
     is_map = not (search.solves_for_mean or search.mode or search.alternating or search.by_decrement)
     return form.entries() if is_map and state.precision.size <= MOST_NUMBERS else None
 

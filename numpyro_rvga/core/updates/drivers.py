@@ -104,7 +104,7 @@ class Pending(NamedTuple):
 
 
 class Progress(NamedTuple):
-    """What the host sees of a state after each step, ().
+    """Numbers () of a state after each step, for the host.
 
     :ivar unfinished: whether there is another step. :ivar step: t of that step; 0 while the initial scale is sought.
     :ivar clamped: whether positive curvatures were left out.

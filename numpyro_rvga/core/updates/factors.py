@@ -36,7 +36,7 @@ Expect = Callable[..., tuple[Moments, Array]]
 
 
 class Kind(NamedTuple):
-    """What the factors of one kind have in common (static): phi, their log-likelihood as a function of the predictors.
+    """Factors of one kind (static): their log-likelihood phi as a function of the predictors, and its expectations.
 
     :ivar expect: of n factors with predictors u ~ N(mean, covariance): means (n, C), covariances (n, C, C) and
         constants (n, ...) -> E[phi] (n,), E[grad phi] (n, C), E[hess phi] (n, C, C); and by how many nats E[phi] may be
@@ -74,16 +74,16 @@ class Kind(NamedTuple):
         return jax.vmap(self.plugin)(predictors, nothing, constants)
 
     def by_few_nodes(self) -> Kind:
-        """With few nodes, where there is such a rule."""
+        """The kind with expectations by few nodes, where there is such a rule."""
         return self if self.few is None else self._replace(expect=self.few)
 
     def by_few_draws(self, is_coarse: Array | np.ndarray | None) -> Kind:
-        """With few draws if they will do, by a traced flag; None: as it is."""
+        """The kind with expectations by few draws where a traced flag says so; None: unchanged."""
         return self._replace(expect=partial(self.expect, is_coarse=is_coarse)) if self.has_few_draws else self
 
 
 def without_errors(moments: Callable[[Array, Array, PyTree], Moments]) -> Expect:
-    """What :class:`Kind` expects, from a function of n factors that is exact, or has no estimate of its errors."""
+    """``expect`` of a :class:`Kind`, from a function of n factors that is exact, or does not estimate its errors."""
 
     def expect(means: Array, covariances: Array, constants: PyTree) -> tuple[Moments, Array]:
         return moments(means, covariances, constants), jnp.zeros(len(means), means.dtype)

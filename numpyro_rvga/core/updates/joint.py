@@ -50,8 +50,8 @@ def solve_joint_traced(search: Search, joint: Joint) -> Solution:
 
 
 def solve_quadratic(search: Search, joint: Joint, mean: Array) -> Solution:
-    """The same where all factors are quadratic: one linear solve, from any mean, and a second step by the same factor
-    for what rounding has left."""
+    """The solution where all factors are quadratic: one linear solve, from any mean, and a second step by the same
+    factor for what rounding has left."""
     base, form, _ = joint.start()
 
     def slope_at(mean):
@@ -253,7 +253,7 @@ class SparseJoint:
 
     @property
     def form(self) -> Bordered:
-        """Of precisions."""
+        """How precisions are packed."""
         return packed_form((1 / self.marginals.variance)[self.order.indices], self.packing)
 
     def start(self) -> Start:

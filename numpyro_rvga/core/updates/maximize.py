@@ -248,7 +248,7 @@ def choose_target(
 
 
 def _exact(search: Search, form: PrecisionForm, curvature: Array) -> Target:
-    """Of the factors' exact curvature."""
+    """The target by the factors' exact curvature."""
     precision = form.target(curvature)
     return Target(precision, form.factor(precision) if search.keeps_factor else None, jnp.asarray(False))
 
@@ -256,8 +256,8 @@ def _exact(search: Search, form: PrecisionForm, curvature: Array) -> Target:
 def _clamped(
     search: Search, form: PrecisionForm, proposal: Proposal, exact: Target, clamped_curvature: Array
 ) -> Target:
-    """In place of an exact target that is not positive definite: the one without the factors' positive curvatures, if
-    the bound rises towards it."""
+    """The target in place of an exact one that is not positive definite: the one without the factors' positive
+    curvatures, if the bound rises towards it."""
     precision = form.target(clamped_curvature)
     factor = form.factor(precision)
     if search.mode or search.alternating:

@@ -31,7 +31,7 @@ FURTHEST = 10.0  # of a logarithm of a scale from the prior's, where a search st
 
 
 class NormalSums(NamedTuple):
-    """Of one site's terms.
+    """The sums of one site's terms.
 
     :ivar gram: sum v_i x_i x_i^T, packed. :ivar linear: sum v_i x_i p_i (r,), at the reference. :ivar squares:
         sum v_i p_i^2, likewise. :ivar weight: W. :ivar constant: what does not depend on theta or ``log_scale``.
@@ -161,7 +161,7 @@ class NormalRows(NamedTuple):
     precisions: Arrow
 
     def covariances(self, theta: Array, sigma: Packed | None) -> PyTree:
-        """By site: sum v_i x_i . Sigma x_i, Sigma j (r,) and j . Sigma j."""
+        """For each site: sum v_i x_i . Sigma x_i, Sigma j (r,) and j . Sigma j."""
         if sigma is None:
             return None
         packing = self.precisions.packing

@@ -39,7 +39,7 @@ def is_conservative(kinds: Sequence[Kind]) -> bool:
 
 
 class BlockObjective(NamedTuple):
-    """Of one block of factors that are affine in e.
+    """The objective of one block of factors that are affine in e.
 
     :ivar factors_at: e (r,) -> the factors with e as the origin.
     """
@@ -48,7 +48,7 @@ class BlockObjective(NamedTuple):
     factors_at: Callable[[Array], tuple[Factors, ...]]
 
     def predictor_covariances(self, mean: Array, covariance_root: Array) -> tuple[Array, ...]:
-        """What :meth:`expect` takes of Lambda^-1: the S_i, or the root itself where they are not kept.
+        """The S_i, which :meth:`expect` takes; or the root itself where they are not kept.
 
         :param covariance_root: as a form of precisions has it.
         """
@@ -118,7 +118,7 @@ class FactorSet(NamedTuple):
         return jax.tree.map(lambda x: x[0], self.chunks)
 
     def coarse(self, by_few_nodes: Callable[[Kind], bool], is_coarse: Array | np.ndarray | None) -> FactorSet:
-        """The same factors, whose expectations take few nodes.
+        """The factors with expectations that take few nodes.
 
         :param by_few_nodes: of which kinds. :param is_coarse: see :meth:`Kind.by_few_draws`.
         """
@@ -145,7 +145,7 @@ class FactorSet(NamedTuple):
         return lax.scan(body, nothing, (self.chunks, *arguments))
 
     def covariances(self, theta: Array, sigma: PyTree) -> PyTree:
-        """Those of predictors, by chunk. ``sigma``: as :func:`~.jacobians.covariance` takes it."""
+        """The covariances of predictors, by chunk. ``sigma``: as :func:`~.jacobians.covariance` takes it."""
         return self.map_reduce(lambda factors: ((), covariances(factors, sigma)), theta)[1]
 
     @property
@@ -192,7 +192,7 @@ def in_stages(
 
 @dataclass(frozen=True)
 class JointObjective:
-    """Of sets of factors, whose Jacobians are in the coordinates of theta.
+    """The objective of sets of factors, whose Jacobians are in the coordinates of theta.
 
     :ivar staged: whether each part is computed when it is asked for; see :func:`in_stages`. Otherwise :meth:`expect`
         computes the curvatures too, exact and clamped, and they are its ``hessians``: factors that are not affine are
@@ -232,14 +232,14 @@ class JointObjective:
         return self.coordinates.curvature(reduce(add_curvatures, curvatures))
 
     def sums_of_set(self, mean: Array, expected: Expected, number: int) -> Sums:
-        """Of one set, in the coordinates of theta, from what is expected at ``mean``."""
+        """Sums of one set, in the coordinates of theta, from the expectations at ``mean``."""
         before = sum(len(factor_set.kinds) for factor_set in self.sets[:number])
         value = jnp.sum(expected.error_estimates.values[before : before + len(self.sets[number].kinds)])
         curvature = self._curvature_of_set(mean, expected.hessians[number], number, False)
         return Sums(value, expected.gradients[number], curvature)
 
     def _curvature_of_set(self, mean: Array, hessians: PyTree, number: int, clamped: bool) -> Array:
-        """In the coordinates of theta."""
+        """The curvature of one set in the coordinates of theta."""
         if not self.staged:
             return hessians[clamped]
         return self.sets[number].curvature(self.coordinates.theta(mean), hessians, clamped)

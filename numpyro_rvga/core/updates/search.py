@@ -51,7 +51,7 @@ class Settings(NamedTuple):
 
 
 class Search(NamedTuple):
-    """What is sought, and how (static).
+    """The kind of optimum that a search seeks, and its method (static).
 
     :ivar log_concave: whether all factors are log-concave.
     :ivar by_decrement: whether steps must lower the decrement, not raise the bound: for expectations whose gradient

@@ -210,7 +210,7 @@ class _Sample(NamedTuple):
     sets: int = 1
 
     def variance_of_mean(self, values: np.ndarray) -> float:
-        """Of values (n,): by the sets' differences, or as if points were independent."""
+        """The variance of the mean of values (n,): by the sets' differences, or as if points were independent."""
         if self.sets == 1:
             return float(np.var(values) / len(values))
         return float(np.var(values.reshape(self.sets, -1).mean(axis=1)) / (self.sets - 1))
@@ -297,7 +297,7 @@ def _rescaled(roots: np.ndarray, mass: np.ndarray, log_scale: np.ndarray) -> np.
 
 
 def _slopes(z: np.ndarray, means: np.ndarray) -> np.ndarray:
-    """Of means (K, P) in z (K, d), by regressions in which near points count: (K, P, d)."""
+    """Slopes (K, P, d) of means (K, P) in z (K, d), by regressions weighted towards near points."""
     slopes = np.empty((*means.shape, z.shape[1]))
     for k, here in enumerate(z):
         steps = z - here

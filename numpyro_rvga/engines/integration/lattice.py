@@ -106,7 +106,7 @@ def _grow(marginal: Marginal, lattice: dict, mode: Mode, spacing: float) -> bool
 
 
 def _trusted(point: Point, mode: Mode) -> Point:
-    """Without a bound where a search has not converged, and yet ended above the mode: that is rounding."""
+    """The point; without a bound if its search has not converged, and yet ended above the mode, by rounding."""
     is_rounding = not point.converged and point.bound > mode.point.bound + ABOVE
     return point._replace(bound=-np.inf, evidence=-np.inf) if is_rounding else point
 
@@ -139,7 +139,7 @@ def _change(bounds: np.ndarray, means: np.ndarray, variances: np.ndarray, some: 
 
 
 def _lattice_slopes(kept: dict, means: np.ndarray, scale: np.ndarray) -> np.ndarray:
-    """Of x's mean in h, (K, P, d), by differences to the neighbors that there are."""
+    """Slopes of x's mean in h, (K, P, d), by differences to existing neighbors."""
     number = {index: k for k, index in enumerate(kept)}
     along = np.zeros((*means.shape, len(scale)))
     for index, k in number.items():
@@ -151,7 +151,7 @@ def _lattice_slopes(kept: dict, means: np.ndarray, scale: np.ndarray) -> np.ndar
 
 
 def _refined(kept: list[tuple[int, ...]], design: Design, bounds: np.ndarray, points: list[Point]) -> Design:
-    """The same on a finer lattice, by interpolation.
+    """The design on a finer lattice, by interpolation.
 
     With the hat functions of the coarse lattice, sum hat_k (f_k + f'_k (h - h_k) / 2) is exact for quadratic f. The
     standard deviations of x given h are interpolated as logarithms.

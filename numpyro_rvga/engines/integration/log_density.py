@@ -16,7 +16,7 @@ from ..maximized_bound import Maximum, Start
 
 
 def weighted_rows(program: Program, rows: Rows) -> tuple[Rows, np.ndarray]:
-    """What the log-likelihood takes of rows, each distinct one once, and how many rows each stands for."""
+    """The log-likelihood's inputs of the distinct rows, and their multiplicities."""
     inputs = program.inputs(rows)
     return once_each(inputs, np.ones(num_rows(inputs), program.dtype))
 
@@ -43,5 +43,5 @@ class LogDensity:
         return Maximum(value, gradient, start, jnp.asarray(True))
 
     def moments(self, params: Array, start: Start) -> Start:
-        """Of no entries."""
+        """The moments of no entries."""
         return start

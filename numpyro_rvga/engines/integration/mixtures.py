@@ -55,7 +55,7 @@ def _packed_roots(
     others: np.ndarray,
     bound: SparseMaximizedBound,
 ) -> PackedRoots:
-    """Of a mixture's components, as they were solved."""
+    """The roots of a mixture's components, packed as their solves left them."""
     factors, of_x = jax.tree.map(lambda x: x[kept], design.roots)
     kernels, slopes = np.linalg.cholesky(kernels @ np.swapaxes(kernels, 1, 2)), design.slopes[kept]
     variances = np.zeros((len(kept), len(indices) + len(others)))

@@ -75,7 +75,7 @@ class Marginal:
         self._cache: dict[bytes, Point] = {}
 
     def with_gradient(self, h: np.ndarray, near: Point | None = None) -> Point:
-        """The same with L's gradient, also where that takes longer."""
+        """L at h with its gradient, which may take a computation of its own."""
         point = self(h, near)
         if point.gradient is not None or self._gradient is None:
             return point
@@ -313,7 +313,7 @@ class Integral(NamedTuple):
     def over(
         cls, points: Sequence[Point], mass: np.ndarray, design: Design, log_evidence: float | None, info: Info
     ) -> Integral:
-        """From the points, and the mass of each."""
+        """The integral from its points and the mass of each."""
         converged, error = mass @ [point.converged for point in points], mass @ [point.error for point in points]
         return cls(design, log_evidence, float(converged), info, float(error))
 
@@ -328,7 +328,7 @@ def variances_of(root: Root) -> np.ndarray:
 
 
 def stacked(roots: Sequence[Root]) -> Any:
-    """Of all points, along a leading axis."""
+    """The roots of all points, along a leading axis."""
     return jax.tree.map(lambda *parts: np.stack(parts), *roots)
 
 

@@ -35,7 +35,7 @@ class Profile(NamedTuple):
 
 
 class Profiles(NamedTuple):
-    """Of all axes: a proposal in which they are independent, and two nonlinear coordinates of each.
+    """Profiles of all axes: a proposal in which they are independent, and two nonlinear coordinates of each.
 
     Along an axis the marginal is exp(-drop). A proposal with the density of a Student t, in place of a Gaussian of the
     root of twice the drop, has its skewness, and heavier tails.

@@ -69,7 +69,7 @@ class BlockModel(NamedTuple):
         return np.concatenate([kept.packed(), self.form.packed(rows, len(kept.linear))], axis=1)
 
     def unpacked(self, vectors: np.ndarray) -> tuple[GroupSummaries, GroupRows]:
-        """What is kept of groups, from one vector for each, with fewer or more zeros at its end."""
+        """The summaries and the kept rows of groups, from one vector for each, with fewer or more zeros at its end."""
         size, k = len(self.members.columns), self.members.shared.size
         end = packed_width(size, k)
         whole = np.zeros((len(vectors), end + self.form.packed_width))

@@ -46,7 +46,7 @@ class Shared(NamedTuple):
 
     @property
     def entropy(self) -> float:
-        """In nats."""
+        """The entropy of q(s), in nats."""
         k = len(self.mean)
         return 0.5 * k * (1 + math.log(2 * math.pi)) - 0.5 * float(np.linalg.slogdet(self.precision)[1])
 

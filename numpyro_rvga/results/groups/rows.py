@@ -46,12 +46,12 @@ class RowForm(NamedTuple):
 
     @property
     def width(self) -> int:
-        """Of a row, with its key."""
+        """The numbers of a row, with its key."""
         return 1 + sum(math.prod(shape) for shape in self.shapes.values())
 
     @property
     def packed_width(self) -> int:
-        """Of the vector of a group."""
+        """The length of a group's vector."""
         return 1 + self.most * self.width
 
     def packed(self, kept: GroupRows, count: int) -> np.ndarray:
@@ -110,7 +110,8 @@ class GroupRows(NamedTuple):
         return self._replace(multiplicity=np.ones(len(self.number)))
 
     def sampled(self, most: int, count: int) -> GroupRows:
-        """Of each of ``count`` groups those with the smallest keys: so many of all rows that it has had, at random."""
+        """The ``most`` rows of smallest keys of each of ``count`` groups: a random sample of all rows that it has
+        had."""
         order = np.lexsort((self.key, self.number))
         ordered = self.number[order]
         kept = np.sort(order[np.arange(len(order)) - np.searchsorted(ordered, ordered) < most])
@@ -123,7 +124,7 @@ class GroupRows(NamedTuple):
         return self._replace(number=indices[self.number])
 
     def and_then(self, new: GroupRows | None) -> GroupRows:
-        """With new rows."""
+        """These rows and new ones."""
         if new is None or not len(self.number):
             return new or self
         joined = {name: np.concatenate([array, new.rows[name]]) for name, array in self.rows.items()}

@@ -134,7 +134,7 @@ def _pieces(
 
 
 def _prior_factor(model: BlockModel, mean: np.ndarray, root: np.ndarray) -> QuadraticFactors:
-    """That which stands for the prior of s in q(s)."""
+    """The factor in q(s) that approximates the prior of s."""
     size, k = len(model.members.columns), len(mean)
     nobody = Groups(np.zeros((0, size)), np.zeros((0, size, size)), np.zeros((0, size, k)))
     sums = GroupEvaluations(model.terms, [], 0, with_shared_prior=True)(mean, root, nobody)
@@ -158,5 +158,5 @@ def _kept(
 def _summaries(
     model: BlockModel, groups: Groups, mean: np.ndarray, root: np.ndarray, rows: GroupRows
 ) -> GroupSummaries:
-    """What is kept of groups, with their rows, which count once each."""
+    """The summaries of groups with their kept rows, of multiplicity one."""
     return summarize(groups, mean, root, *model.terms.open_sums(mean, root, groups, model.chunks(rows.alone())))

@@ -56,12 +56,12 @@ class GroupStore:
 
     @property
     def num_bytes(self) -> int:
-        """Of the vectors in memory."""
+        """The size of the vectors in memory."""
         return sum(map(len, self._vectors.values()))
 
     @property
     def labels_in_memory(self) -> list[Hashable]:
-        """Those used last come last."""
+        """Labels of the vectors in memory, those used last at the end."""
         return list(self._vectors)
 
     def read(self, labels: Sequence[Hashable]) -> tuple[np.ndarray, np.ndarray]:
@@ -74,7 +74,7 @@ class GroupStore:
         return _padded([self._vectors[label] for label in present]), np.array(places, int)
 
     def write(self, labels: Sequence[Hashable], vectors: np.ndarray) -> None:
-        """Those of labels that were read before. New ones are entered."""
+        """Write the vectors of labels that were read before, or are new."""
         self._count += sum(label not in self._vectors for label in labels)
         for label, vector in zip(labels, _without_last_zeros(vectors)):
             self._vectors.pop(label, None)
@@ -157,7 +157,7 @@ class GroupStore:
             self._file.close()
 
     def _fetch(self, labels: list[Hashable]) -> None:
-        """To memory, from the file."""
+        """Read vectors from the file to memory."""
         if self._file is None:
             return
         for start in range(0, len(labels), AT_ONCE):
@@ -167,7 +167,7 @@ class GroupStore:
             self._vectors.update((label, self._checked(vector)) for label, vector in fetched)
 
     def _put(self, labels: list[Hashable]) -> None:
-        """To the file, what it lacks."""
+        """Write to the file those of the vectors that it lacks."""
         assert self._file is not None
         unsaved = self._unsaved.intersection(labels)
         entries = ((label, self._vectors[label]) for label in unsaved)
@@ -176,7 +176,7 @@ class GroupStore:
 
 
 def _without_last_zeros(vectors: np.ndarray) -> list[bytes]:
-    """Of each vector (n, w), the numbers up to the last whose bits are not zero: large integers may look like zeros."""
+    """The numbers of each vector (n, w) up to the last whose bits are not zero: large integers may look like zeros."""
     is_set = np.ascontiguousarray(vectors).view(np.int64) != 0
     lengths = np.max(is_set * np.arange(1, vectors.shape[1] + 1), axis=1, initial=0)
     return [vector[:length].tobytes() for vector, length in zip(vectors, lengths)]

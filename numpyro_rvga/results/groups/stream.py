@@ -325,7 +325,7 @@ class GroupStream:
 
     @property
     def _sampling_error(self) -> float:
-        """In standard deviations: three times what is expected, since also standard deviations are off."""
+        """In standard deviations: three times the expected error, as standard deviations are off too."""
         covariance = self._shared_state.shared.root @ self._shared_state.shared.root.T
         variances = np.diag(covariance @ self._variance @ covariance) / np.diag(covariance)
         return 3 * float(np.sqrt(variances.max()))
@@ -341,7 +341,7 @@ class GroupStream:
         return GroupFiles(folder, index)
 
     def contains(self, labels: np.ndarray, version: int) -> np.ndarray:
-        """Of which groups there were rows.
+        """Which groups had rows.
 
         :raises ValueError: for labels of another kind, and if the stream has gone on.
         """

@@ -261,7 +261,7 @@ def _check_different(parts: Sequence[Fitted]) -> None:
 
 
 def _state_of(part: Fitted, number: int) -> State:
-    """Of a posterior that comes without."""
+    """The state of a posterior that has none."""
     prior = part.program.initial_state
     if isinstance(part.gaussian, GaussianMixture):
         raise ValueError(f"part {number} is a mixture: merge Gaussian posteriors, then integrate hyperparameters out.")

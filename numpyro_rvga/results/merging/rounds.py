@@ -36,7 +36,7 @@ SampleOf = Callable[[Sequence[int], Sequence[int]], Sequence[Rows]]
 
 
 class Evaluations(NamedTuple):
-    """What steps take.
+    """The functions that steps call.
 
     :ivar sums: state -> sums over all parts' rows.
     :ivar evaluate: state, sums -> the bound and its natural gradient.
@@ -51,7 +51,7 @@ class Evaluations(NamedTuple):
 
 
 def evaluations_of(engine: Engine, start: State, sums: Callable[[State], Sums], sample_of: SampleOf) -> Evaluations:
-    """With what needs an engine of the same model. ``start``: before the first row."""
+    """The functions that steps call, by an engine of the model. ``start``: before the first row."""
     certificate = Certificate.of(engine)
 
     def with_exact_prior(state: State) -> State:

@@ -20,7 +20,8 @@ TOLERANCE = 0.01  # standard deviations that rounds may leave q off by
 
 
 def summary(after: State, before: State, origin: np.ndarray) -> CanonicalGaussian:
-    """What a run has made of its rows. Each state has its own approximation of prior terms that are not Gaussian.
+    """The Gaussian factor of a run's rows: its q over its prior. Each state has its own approximation of prior terms
+    that are not Gaussian.
 
     :param after: that it ended in. :param before: that it began with.
     """
