@@ -215,8 +215,7 @@ class RVGA:
 
     @property
     def state(self) -> AnyState | None:
-        """The state of the last run after the last rows that it took in, also if it was stopped; for
-        :meth:`posterior`."""
+        """The last run's state after the last rows that it took in, also if it was stopped; for :meth:`posterior`."""
         return self._family.state
 
     # ------------------------------------------------------------------ one call

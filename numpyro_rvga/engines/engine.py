@@ -215,36 +215,33 @@ class Engine:
         problem = JointProblem(state, prepared, prior_inputs, row_factors, init)
         new = new if absorbed_rows is None else absorbed_rows.num_new
         others = self._other_means(search, problem, len(weights))
-        with_error_estimates = self.effort.has_estimated_errors and absorbed_rows is None and not search.mode
-        options: Info = {"with_absorbed": with_absorbed, "with_error_estimates": with_error_estimates}
+        has_errors = self.effort.has_estimated_errors and absorbed_rows is None and not search.mode
+        options: Info = {"with_absorbed": with_absorbed, "with_error_estimates": has_errors, "other_means": others}
         problem, coarse = self._coarse(search, problem)
-        return self.joint_solver(search, problem, new, coarse=coarse, other_means=others, **options)
+        return self.joint_solver(search, problem, new, coarse=coarse, **options)
 
     def solve_all(
         self,
         problem: JointProblem,
         num_rows: ArrayLike,
         *,
-        alternating: bool = False,
-        on_step: Callable[[Progress], None] | None = None,
+        alternating: bool,
+        on_step: Callable[[Progress], None],
     ) -> tuple[State, StepInfo]:
         """The best Gaussian for all rows of a problem and the prior's own terms: FixedPointVI's solve.
 
         :param num_rows: how many are new to the state. :param alternating: mean and covariance in turn.
         """
         search = self.search_all(problem, alternating=alternating)
-        count = problem.num_rows
-        others = self._other_means(search, problem, count)
+        others = self._other_means(search, problem, problem.num_rows)
         if problem.num_chunks == 1 and isinstance(problem.chunks, RowChunks):  # prepared once, not at each step
             (rows, weights), params = problem.chunks, self._params_of(problem)
             rows = {name: array[0] for name, array in rows.items()}
             problem = problem._replace(chunks=self._prepare_block(rows | params, weights[0])[0])
-        options: Info = {
-            "on_step": on_step,
-            "with_error_estimates": self.effort.has_estimated_errors and not search.mode,
-        }
+        has_errors = self.effort.has_estimated_errors and not search.mode
+        options: Info = {"with_error_estimates": has_errors, "on_step": on_step, "other_means": others}
         problem, coarse = self._coarse(search, problem)
-        return self.joint_solver(search, problem, num_rows, coarse=coarse, other_means=others, **options)
+        return self.joint_solver(search, problem, num_rows, coarse=coarse, **options)
 
     def _coarse(self, search: Search, problem: JointProblem) -> tuple[JointProblem, Coarse | None]:
         """The problem, and what a search for its solution begins with, where it is far off."""
