@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from ...core.compilation import full_precision, jit, jit_once
+from ...core.compilation import Compiled, full_precision, jit, jit_once
 from ...core.expectations.by_nodes import power_of_two
 from ...core.jaxprs.interpret import depends_on, indexings
 from ..data.rows import Arrays, num_rows
@@ -35,7 +35,7 @@ class RowCheck:
         self.arrays = sorted(depends_on(lambda row: {"answer": traced_once(row)}, example)["answer"])
         self._message, self._shape = message, jax.eval_shape(traced_once, example).shape
 
-        @jit
+        @Compiled
         def many(arrays):
             return jax.vmap(lambda row: traced_once({**example, **{n: v[None] for n, v in row.items()}}))(arrays)
 
