@@ -15,7 +15,7 @@ from .core.gaussians import FAMILIES, PARAMETERIZATIONS
 from .core.gaussians.mean_field import MeanField
 from .core.gaussians.mixture import GaussianMixture
 from .core.updates.rules import RULES, Rule, UpdateRule
-from .dynamics import Dynamics, check_dynamics, facts_of
+from .dynamics import Dynamics, check_dynamics, dynamics_info
 from .engines.combinations import HESSIANS, PAPER_HESSIANS, PROJECTIONS, check_combination, check_rate
 from .engines.engine import Engine
 from .engines.online import OnlineOptions, OnlineState, OnlineUpdates, online_of
@@ -292,9 +292,9 @@ class BONG:
             if self.num_epochs is None:
                 how = {"every": callback_every, "block_size": self.block_size, "predict": prequential}
                 of_pass = {"source": source, "options": options, "bar": bar, "on_state": on_state}
-                taken = OnlinePass(online, self.rule, call_back, **how, **of_pass, checked=all_rows is not None)
-                state = taken(state, self._facts(rng_key, shuffled=source.order is not None))
-                info, absorbed = taken.facts(), taken.absorbed
+                row_pass = OnlinePass(online, self.rule, call_back, **how, **of_pass, checked=all_rows is not None)
+                state = row_pass(state, self._run_options(rng_key, shuffled=source.order is not None))
+                info, absorbed = row_pass.info(), row_pass.absorbed
             else:
                 how = {"block_size": self.block_size, "num_epochs": self.num_epochs, "shuffle": bool(self.shuffle)}
                 state, info = run_epochs(online, self.rule, state, head, bar, on_state, call_back, **how)
@@ -330,9 +330,9 @@ class BONG:
         arrays = online.engine.program.rows_to_absorb(data)
         length = num_rows(arrays)
         size = -(-length // self.block_size) * self.block_size
-        taken = jnp.minimum(jnp.arange(size), length - 1)
+        row_pass = jnp.minimum(jnp.arange(size), length - 1)
         weights = (jnp.arange(size) < length).astype(jnp.float32)
-        rows = {name: array[taken] for name, array in arrays.items()}
+        rows = {name: array[row_pass] for name, array in arrays.items()}
         return online.stream(state, rows, weights, online.rate(self.rule), block_size=self.block_size)[0]
 
     def posterior(self, state: OnlineState) -> Posterior:
@@ -386,14 +386,13 @@ class BONG:
         row_sets: tuple[RowSet, ...] = (),
     ) -> Posterior:
         """:param row_sets: what was taken in, if that is recorded."""
-        facts = self._described | info
-        facts |= facts_of(self.dynamics, state)
+        info = self._described | info | dynamics_info(self.dynamics, state)
         gaussian, program = online.with_exact_prior(state), online.engine.program
         count = int(state.num_rows)
-        return Posterior(program, gaussian, None, facts, self, state, num_rows=count, row_sets=row_sets)
+        return Posterior(program, gaussian, None, info, self, state, num_rows=count, row_sets=row_sets)
 
-    def _facts(self, rng_key: Array, *, shuffled: bool) -> Info:
-        """What a checkpoint compares: options that determine the result."""
-        facts = {"method": "BONG", "dynamics": repr(self.dynamics), "shuffle": shuffled, "block": self.block_size}
-        facts["rng_key"] = key_numbers(rng_key)
-        return facts | self.rule._asdict() | {"name": described(self.rule.name)} | self.options._asdict()
+    def _run_options(self, rng_key: Array, *, shuffled: bool) -> Info:
+        """The options that determine the result, which a checkpoint stores."""
+        method = {"method": "BONG", "dynamics": repr(self.dynamics), "shuffle": shuffled, "block": self.block_size}
+        method["rng_key"] = key_numbers(rng_key)
+        return method | self.rule._asdict() | {"name": described(self.rule.name)} | self.options._asdict()

@@ -20,7 +20,7 @@ from .results.groups.parts import GroupModel, LocalPlate
 from .results.groups.posterior import GroupFiles, GroupPosterior, checked_folder
 from .results.groups.rounds import in_group_rounds
 from .results.merging.merge import check_disjoint, defined, merged
-from .results.merging.rounds import checked_rounds, evaluations_of, facts_of, in_rounds, warn_of_one_exchange
+from .results.merging.rounds import checked_rounds, evaluations_of, in_rounds, rounds_info, warn_of_one_exchange
 from .results.merging.summaries import TOLERANCE
 from .results.posterior import Posterior
 from .rvga import RVGA
@@ -112,7 +112,7 @@ def run(
         posterior = method.posterior(state)
         warn_of_one_exchange(posterior.program, [int(state.num_rows) for state in states], remedy)
         return dataclasses.replace(posterior, info={**posterior.info, **info}, row_sets=runs)
-    posterior, info = method.posterior(result.state), info | facts_of(result, limit)
+    posterior, info = method.posterior(result.state), info | rounds_info(result, limit)
     return dataclasses.replace(posterior, elbo=result.evaluation.bound, info={**posterior.info, **info}, row_sets=runs)
 
 

@@ -172,7 +172,7 @@ def check_dynamics(dynamics: Any) -> None:
         raise ValueError(f"dynamics must be a RandomWalk, OrnsteinUhlenbeck or LinearDynamics, not {dynamics!r}.")
 
 
-def facts_of(dynamics: Dynamics | None, state: Any) -> Info:
+def dynamics_info(dynamics: Dynamics | None, state: Any) -> Info:
     """For the posterior's ``info``."""
     if dynamics is None:
         return {}

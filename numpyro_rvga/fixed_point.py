@@ -170,7 +170,7 @@ class FixedPointVI:
             not_integrated = {"not_integrated": why}
         nearby = None if init is None else FullGaussian(init.mean, init.scale)
         fit = self._solver(engine, rows, nearby, progress_bar=progress_bar, started=started)
-        info = {"schedule": self.schedule, "expectation": self.options.facts["expectation"], **not_integrated}
+        info = {"schedule": self.schedule, "expectation": self.options.as_info["expectation"], **not_integrated}
         return joint_posterior(fit, rows, reason, info, rng_key)
 
     @classmethod

@@ -30,7 +30,7 @@ class Options(NamedTuple):
     num_samples: int
 
     @property
-    def facts(self) -> dict[str, Any]:
+    def as_info(self) -> dict[str, Any]:
         """The options as plain values."""
         return self._asdict() | {"expectation": described(self.expectation)}
 

@@ -35,12 +35,12 @@ ROUNDINGS = 8  # units in the last place, for each entry
 
 class Fit(NamedTuple):
     """:ivar program: with the ``numpyro.param`` sites that were learned. :ivar bound: on the log evidence, or None.
-    :ivar facts: for the posterior's ``info``."""
+    :ivar info: for the posterior's ``info``."""
 
     program: Program
     state: State
     bound: float | None
-    facts: Info
+    info: Info
 
 
 _Solved = tuple[Program, State, StepInfo, Array | np.ndarray, Learned | None]
@@ -85,19 +85,19 @@ class BatchSolver:
                 raise error
             return self.of_mode(error, engine, rows, progress_bar=progress_bar, started=started)
         _check_proper(program, after, converged=bool(info.converged))
-        facts, bound, error = {}, float(after.log_evidence), 0.0
+        report, bound, error = {}, float(after.log_evidence), 0.0
         if self._options.has_bound and learned is None:
             error, excess = expectation_errors(engine, after, rows, info.error_estimates)
-            facts["elbo_error"], bound = error, bound - excess
+            report["elbo_error"], bound = error, bound - excess
             if is_worth_more(engine, after, rows, error, bound):
                 options = {"progress_bar": progress_bar, "started": started}
                 nearby = init if sparse is not None else FullGaussian(after.mean, after.root)
                 modes = modes_info(info.modes)
                 warn_of_modes(modes)
                 fit = self(engine.with_effort("thorough"), rows, nearby, **options)
-                return fit._replace(facts=modes | fit.facts)
+                return fit._replace(info=modes | fit.info)
             warn_of(error)
-        facts |= {
+        report |= {
             "converged": is_maximized(info, error),
             "iterations": int(info.iterations),
             "largest_decrement": float(info.decrement),
@@ -106,15 +106,15 @@ class BatchSolver:
         }
         has_bound = self._options.has_bound
         if not is_known(error):
-            has_bound, facts["log_evidence_estimate"] = False, bound
+            has_bound, report["log_evidence_estimate"] = False, bound
         if self._schedule != "gradient":
-            facts |= {"clamped_iterations": record.clamped, "cycling_iterations": record.cycling}
-        facts |= modes_info(info.modes)
-        warn_of_modes(facts)
+            report |= {"clamped_iterations": record.clamped, "cycling_iterations": record.cycling}
+        report |= modes_info(info.modes)
+        warn_of_modes(report)
         if learned is not None:
-            facts |= {"learned": learned.converged, "learning_bounds": np.asarray(learned.bounds)}
-        self._warn(program, facts, learned)
-        return Fit(program, after, bound if has_bound else None, facts)
+            report |= {"learned": learned.converged, "learning_bounds": np.asarray(learned.bounds)}
+        self._warn(program, report, learned)
+        return Fit(program, after, bound if has_bound else None, report)
 
     def of_mode(self, error: NotFinite, engine: Engine, rows: Rows, *, progress_bar: bool, started: float) -> Fit:
         """Laplace's approximation, where no Gaussian has a finite bound.
@@ -137,7 +137,7 @@ class BatchSolver:
             "approximation at the mode, as by RVGA(model, scheme='laplace'). khat(data) says how good it is, and "
             "resample(data) or NUTS mend it."
         )
-        return fit._replace(facts=fit.facts | {"scheme": "laplace", "no_bound": str(error)})
+        return fit._replace(info=fit.info | {"scheme": "laplace", "no_bound": str(error)})
 
     # ------------------------------------------------------------------ inside
     def _solved_densely(
@@ -165,9 +165,9 @@ class BatchSolver:
             after, info = engine.solve_all(problem, count, alternating=alternating, on_step=record.step)
         return program, *engine.devices.fetch((after, info)), before.mean, learned
 
-    def _warn(self, program: Program, facts: dict, learned: Learned | None) -> None:
-        if not facts["converged"]:
-            spent = facts["iterations"] >= self._options.max_iterations
+    def _warn(self, program: Program, report: dict, learned: Learned | None) -> None:
+        if not report["converged"]:
+            spent = report["iterations"] >= self._options.max_iterations
             reason = (
                 f"all {self._options.max_iterations} iterations were spent" if spent else "no step raises it by much"
             )
@@ -176,7 +176,7 @@ class BatchSolver:
                 remedy += "; or integrate the hyperparameters out: FixedPointVI(model, integrate='auto')"
             warn(
                 f"the bound is not maximized: {reason}, and the squared natural gradient is "
-                f"{facts['largest_decrement']:.2g} nats. {remedy}."
+                f"{report['largest_decrement']:.2g} nats. {remedy}."
             )
         if learned is not None and not learned.converged:
             warn(
@@ -211,8 +211,8 @@ def rows_info(reason: str | None) -> dict[str, str]:
 
 def _prior_itself(program: Program) -> Fit:
     """The posterior of a model of Gaussian priors alone."""
-    facts = {"converged": True, "iterations": 0, "largest_decrement": 0.0, "elbo_error": 0.0}
-    return Fit(program, program.initial_state, 0.0, facts)
+    report = {"converged": True, "iterations": 0, "largest_decrement": 0.0, "elbo_error": 0.0}
+    return Fit(program, program.initial_state, 0.0, report)
 
 
 def _check_proper(program: Program, state: State, *, converged: bool) -> None:

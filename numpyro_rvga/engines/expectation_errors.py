@@ -37,9 +37,7 @@ class Accuracy(NamedTuple):
     excess: float
 
 
-def expectation_errors(
-    engine: Engine, state: State, rows: Rows, error_estimates: ErrorEstimates | None = None
-) -> Accuracy:
+def expectation_errors(engine: Engine, state: State, rows: Rows, error_estimates: ErrorEstimates | None) -> Accuracy:
     """The accuracy of expectations at q, over the prior and all rows of a state, estimated from some of the rows.
 
     Rules of few nodes estimate their errors. Of samples, the standard error is that of several sets of held-out nodes,

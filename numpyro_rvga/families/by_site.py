@@ -101,13 +101,18 @@ class SiteFamilies:
         is_longer = source.is_longer_than(block)
         visited = ordered(source, self.shuffle, rng_key, useful=is_longer)
         start = self.state = updates.start if init is None else self._state_of(init, program, updates)
-        facts = {"method": "RVGA", "families": self.families, "block": block, "shuffle": visited.order is not None}
-        facts = facts | self.options.facts | {"rng_key": key_numbers(rng_key)}
+        run_options = {
+            "method": "RVGA",
+            "families": self.families,
+            "block": block,
+            "shuffle": visited.order is not None,
+        }
+        run_options = run_options | self.options.as_info | {"rng_key": key_numbers(rng_key)}
         on_state = partial(setattr, self, "state")
         with progress(progress_bar, source.total, "RVGA", "row") as bar:
             of_pass = {"program": program, "source": visited, "options": options, "bar": bar, "on_state": on_state}
             row_pass = MeanFieldPass(updates, block, checked=all_rows is not None, **of_pass)
-            state, info = row_pass(start, facts), row_pass.facts()
+            state, info = row_pass(start, run_options), row_pass.info()
         if not info["converged"]:
             warn("a block of rows was not solved: raise max_iterations, or take smaller blocks (block_size).")
         row_sets = (*getattr(init, "row_sets", ()), row_pass.absorbed)

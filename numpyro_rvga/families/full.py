@@ -13,7 +13,7 @@ from jax import Array
 
 from ..core.gaussians import FullGaussian
 from ..core.updates.state import State
-from ..dynamics import Dynamics, facts_of
+from ..dynamics import Dynamics, dynamics_info
 from ..engines.batch import BatchSolver, Fit, rows_info
 from ..engines.engine import Engine
 from ..engines.expectation_errors import expectation_errors, is_known, warn_of
@@ -214,7 +214,7 @@ class FullFamily:
             "rng_key": key_numbers(rng_key),
         }
         blocks = {"first block": sizes.first, "block": sizes.block, "memory": sizes.memory}
-        return method | self.blocks.options.facts | blocks | {"certify": self.certification.certify}
+        return method | self.blocks.options.as_info | blocks | {"certify": self.certification.certify}
 
     # ------------------------------------------------------------------ functional form
     def init(self, data: Data, *, rng_key: Array | None = None, **model_kwargs: Any) -> State:
@@ -240,7 +240,7 @@ class FullFamily:
         if state.prior_factor is not None:
             state, info = engine.with_exact_prior(state)
             summary.add(info)
-        return self._posterior(engine, state, summary.facts())
+        return self._posterior(engine, state, summary.info())
 
     # ------------------------------------------------------------------ inside
     def _run_jointly(
@@ -260,7 +260,7 @@ class FullFamily:
 
     def _joint_posterior(self, fit: Fit, rows: Rows, reason: str | None, rng_key: Array) -> Posterior:
         self.state = fit.state
-        info = {"scheme": self.options.scheme, "expectation": self.options.facts["expectation"]}
+        info = {"scheme": self.options.scheme, "expectation": self.options.as_info["expectation"]}
         if fit.bound is None:
             info["log_evidence_estimate"] = float(fit.state.log_evidence)
         return joint_posterior(fit, rows, reason, info, rng_key)
@@ -292,8 +292,8 @@ class FullFamily:
         if self.options.scheme in RECURSIONS:
             info["converged"] = None
         warn_unless_converged(info)
-        options = {"scheme": self.options.scheme, "expectation": self.options.facts["expectation"]}
-        info = options | rows_info(None) | info | facts_of(self.dynamics, state)
+        options = {"scheme": self.options.scheme, "expectation": self.options.as_info["expectation"]}
+        info = options | rows_info(None) | info | dynamics_info(self.dynamics, state)
         if self.options.scheme != "ekf" and self.options.expectation != "linearized":  # a Laplace evidence is one too
             evidence = float(state.log_evidence)
             if bound is None and engine.program.is_conjugate:

@@ -29,7 +29,7 @@ Row = Mapping[str, Array]
 
 
 def log_predictive(
-    program: Program, gaussian: Family, row: Row, rng_key: Array, num_samples: int, *, plugin: bool = False
+    program: Program, gaussian: Family, row: Row, rng_key: Array, num_samples: int, *, plugin: bool
 ) -> Callable[[Row], Array]:
     """The log predictive density of a row under q, with its predictors linearized in theta at q's mean.
 

@@ -33,7 +33,7 @@ def joint_posterior(fit: Fit, rows: Rows, reason: str | None, info: Info, rng_ke
         fit.program,
         FullGaussian(state.mean, state.root),
         fit.bound,
-        info | rows_info(reason) | fit.facts,
+        info | rows_info(reason) | fit.info,
         state=state,
         num_rows=int(state.num_rows),
         row_sets=(row_set(rows),) if reason is None else (),

@@ -76,9 +76,9 @@ class Certification:
         """
         findings = Findings(state, None, {}, {})
         if row_pass.is_one_solve:
-            bound, off = float(state.log_evidence), row_pass.facts["largest_decrement"]
+            bound, off = float(state.log_evidence), row_pass.info["largest_decrement"]
             info = _described(0, off, bound, bound)
-            info["converged"] = row_pass.facts["converged"] or off <= self._tolerance
+            info["converged"] = row_pass.info["converged"] or off <= self._tolerance
             findings = Findings(state, bound, info, row_pass.only_rows, row_pass.error_estimates)
         if not self.certifies(engine) or findings.rows:
             return findings
@@ -217,19 +217,19 @@ def _some(rows: Rows, most: int, rng: np.random.Generator) -> Rows:
 def _report(differences: list[Difference], *, silent: bool) -> None:
     """:raises ValueError: for a density that was read wrongly."""
     for each in differences:
-        facts = (
+        comparison = (
             f"under q its log-likelihood is {each.term:.6g} nats by what was read from the model, and "
             f"{each.mean:.6g} (standard error {each.error:.2g}) by NumPyro's own density at {2 * NUM_PAIRS} draws"
         )
         if each.misread:
             raise ValueError(
-                f"site {each.site!r} was read wrongly: {facts}. Please report this model; NUTS runs it, and "
+                f"site {each.site!r} was read wrongly: {comparison}. Please report this model; NUTS runs it, and "
                 "certify=False passes over this check."
             )
         if not silent:
             warn(
-                f"site {each.site!r}: {facts}. Its expectation is approximate here, so there is no bound, and q may "
-                "be off: compare with NUTS, or start NUTS from this posterior."
+                f"site {each.site!r}: {comparison}. Its expectation is approximate here, so there is no bound, and q "
+                "may be off: compare with NUTS, or start NUTS from this posterior."
             )
 
 

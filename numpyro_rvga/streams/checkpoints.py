@@ -109,9 +109,9 @@ class Checkpoint:
         return contents
 
     def _check_run(self, stored: Info, model: ModelIdentity) -> None:
-        facts = {name: value for name, value in self._run.items() if name != "model"}
-        for name in {**stored, **facts}:
-            theirs, ours = stored.get(name), facts.get(name)
+        options = {name: value for name, value in self._run.items() if name != "model"}
+        for name in {**stored, **options}:
+            theirs, ours = stored.get(name), options.get(name)
             if isinstance(ours, np.ndarray) and isinstance(theirs, np.ndarray):
                 same = ours.shape == theirs.shape and np.allclose(
                     ours, theirs, rtol=SIMILAR, atol=SIMILAR, equal_nan=True

@@ -57,6 +57,6 @@ class MeanFieldPass(Pass[MeanFieldState, MeanFieldInfo]):
             "last good state is kept as .state."
         )
 
-    def facts(self) -> Info:
+    def info(self) -> Info:
         """For the posterior's ``info``."""
         return {"num_blocks": self._num_blocks, "converged": self._largest < SETTLED} | self.skipped()

@@ -36,7 +36,7 @@ class CallBack:
             if returned is not None:
                 self._returned.append(returned)
 
-    def facts(self) -> Info:
+    def info(self) -> Info:
         return {"callback": self._returned} if self._returned else {}
 
 
@@ -110,16 +110,16 @@ class OnlinePass(Pass[OnlineState, BlockInfo]):
         self._on_state(after)  # which has the blocks before these rows
         _refuse_update(self._online, self._rule, after, rows, numbers)
 
-    def facts(self) -> Info:
+    def info(self) -> Info:
         """For the posterior's ``info``; with a last call back, if rows came after the one before."""
         if self._every is None or self.num_taken % self._every:
             self._call_back(self.state)
-        facts: Info = {"clipped": self._clipped}
+        info: Info = {"clipped": self._clipped}
         if self._predictive:
             done, left_out = self._source.stored_progress(self.done, self._left_out)
-            densities = facts["log_predictive"] = np.full(max(done, self.done), np.nan)
+            densities = info["log_predictive"] = np.full(max(done, self.done), np.nan)
             densities[np.setdiff1d(np.arange(len(densities)), left_out)] = np.concatenate(self._predictive)
-        return facts | self._call_back.facts() | self.skipped()
+        return info | self._call_back.info() | self.skipped()
 
 
 def run_epochs(
@@ -158,7 +158,7 @@ def run_epochs(
         state = state._replace(num_rows=all_rows)
         on_state(state)
         call_back(state)
-    return state, {"clipped": clipped} | call_back.facts()
+    return state, {"clipped": clipped} | call_back.info()
 
 
 def _refuse_update(online: OnlineUpdates, rule: Rule, state: OnlineState, rows: Rows, numbers: np.ndarray) -> None:

@@ -142,7 +142,7 @@ class Pass(ABC, Generic[S, R]):
         with contextlib.ExitStack() as held:
             if self._checkpoint is not None:
                 held.enter_context(self._checkpoint.held())
-                self._resume(self._checkpoint.read({**run, **self._data_facts(state)}, self._identity()))
+                self._resume(self._checkpoint.read({**run, **self._data_identity(state)}, self._identity()))
             feed = Feed(self._source, self.done, self._usable if self._options.skips and not self._checked else None)
             offset = self.num_taken
             held.callback(self._close, pending)  # also when it is interrupted, or the source fails
@@ -314,7 +314,7 @@ class Pass(ABC, Generic[S, R]):
         return to_blame
 
     # ------------------------------------------------------------------ checkpoints
-    def _data_facts(self, state: S) -> Info:
+    def _data_identity(self, state: S) -> Info:
         """What identifies the rows and the prior, for checkpoints."""
         return {
             "on_bad_row": self._options.on_bad_row,

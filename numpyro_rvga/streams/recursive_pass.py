@@ -63,7 +63,7 @@ class RecursivePass(Pass[State, StepInfo]):
         *,
         sampled_by: Array | None,
         sample_numbers: int,
-        nearby: FullGaussian | None = None,
+        nearby: FullGaussian | None,
         **of_pass: Any,
     ):
         super().__init__(engine.program, movement=engine.movement, **of_pass)
@@ -158,14 +158,14 @@ class RecursivePass(Pass[State, StepInfo]):
             state, info = self._engine.with_exact_prior(state)
             summary.add(info)
         first, count = min(sizes.first, self.num_taken), self.done + len(self._source.left_out)
-        facts = {"num_rows": count, "block_size": sizes.block, "first_block": first}
-        facts["kept_rows"] = 0 if kept is None else num_rows(kept.rows)
-        return state, summary.facts() | facts | self.skipped()
+        num_kept = 0 if kept is None else num_rows(kept.rows)
+        counts = {"num_rows": count, "block_size": sizes.block, "first_block": first, "kept_rows": num_kept}
+        return state, summary.info() | counts | self.skipped()
 
     @property
-    def facts(self) -> Info:
-        """The summary of all steps so far; see :meth:`RunSummary.facts`."""
-        return self._summary.facts()
+    def info(self) -> Info:
+        """The summary of all steps so far; see :meth:`RunSummary.info`."""
+        return self._summary.info()
 
     @property
     def is_one_solve(self) -> bool:
@@ -248,9 +248,9 @@ class RunSummary:
         self._iterations, self._steps, self._converged, self._decrement, modes = stored
         self._modes = tuple(modes)
 
-    def facts(self) -> Info:
+    def info(self) -> Info:
         """For the posterior's ``info``: whether every step was solved to its tolerance, their mean number of
         iterations, and the largest squared natural gradient that one has left, in nats."""
         mean_iterations = self._iterations / max(self._steps, 1)
-        facts = {"converged": self._converged, "mean_iterations": mean_iterations, "largest_decrement": self._decrement}
-        return facts | modes_info(self._modes)
+        info = {"converged": self._converged, "mean_iterations": mean_iterations, "largest_decrement": self._decrement}
+        return info | modes_info(self._modes)

@@ -68,8 +68,8 @@ class RowSource:
             pieces = _even(self.total, self._pieces) if isinstance(self._pieces, int) else self._pieces
             rounds = rounds_of(pieces, sum(x[0].size for x in self.peek(1).values()), rng_key)
         order = RandomOrder(lambda row: RowSource(lambda _: self._open_at(row)).take, rounds, rng_key)
-        facts: dict[str, Any] = {"left_out": self.left_out, "about": self._about, "dtypes": self._dtypes}
-        return RowSource(order.open_at, self.total, seekable=True, order=order, **facts)
+        options: dict[str, Any] = {"left_out": self.left_out, "about": self._about, "dtypes": self._dtypes}
+        return RowSource(order.open_at, self.total, seekable=True, order=order, **options)
 
     def rewind(self) -> None:
         """Begin again, if rows can be read again."""
@@ -99,9 +99,9 @@ class RowSource:
             pieces = np.asarray(pieces) - np.diff(np.searchsorted(left_out, ends), prepend=0)
         total = None if self.total is None else self.total - len(left_out)
         numbers = self.numbers(left_out)
-        facts: dict[str, Any] = {"about": self._about, "dtypes": self._dtypes}
+        options: dict[str, Any] = {"about": self._about, "dtypes": self._dtypes}
         return RowSource(
-            rest, total, seekable=True, pieces=pieces, left_out=np.union1d(self.left_out, numbers), **facts
+            rest, total, seekable=True, pieces=pieces, left_out=np.union1d(self.left_out, numbers), **options
         )
 
     def row(self, position: int) -> int:

@@ -236,7 +236,7 @@ def constant_value(node: Node) -> np.ndarray | None:
         return np.asarray(evaluate_nodes([node], {})[0])
 
 
-def selection_of(eqn: JaxprEqn, indices: Sequence[Index] | None = None) -> Selection | None:
+def selection_of(eqn: JaxprEqn, indices: Sequence[Index] | None) -> Selection | None:
     """What an equation selects from its first input; None if that is not of this form.
 
     :param indices: of a gather, one for each column of its indices; of a dynamic slice, one for each axis. They have

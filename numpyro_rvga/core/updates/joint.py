@@ -158,7 +158,7 @@ class DenseJoint:
                 factors = self.prior.linearize(self.prior.first, mean)
                 sums = evaluate(self.prior.kinds, factors, None if mode else root.T)
             else:
-                sums = self.objective.sums_of_set(solution.mean, expected, 0)
+                sums = self.objective.sums_of_first_set(solution.mean, expected)
             prior_factor = CanonicalGaussian.expected(*sums, mean, None if mode else root)
         moved = State(mean, jnp.zeros_like(mean), root, bound, prior_factor, state.num_rows + num_rows)
         ok = jnp.isfinite(bound) & jnp.all(jnp.isfinite(mean)) & jnp.all(jnp.isfinite(root))

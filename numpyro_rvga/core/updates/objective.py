@@ -231,12 +231,10 @@ class JointObjective:
         curvatures = [self._curvature_of_set(mean, h, i, clamped) for i, h in enumerate(hessians)]
         return self.coordinates.curvature(reduce(add_curvatures, curvatures))
 
-    def sums_of_set(self, mean: Array, expected: Expected, number: int) -> Sums:
-        """Sums of one set, in the coordinates of theta, from the expectations at ``mean``."""
-        before = sum(len(factor_set.kinds) for factor_set in self.sets[:number])
-        value = jnp.sum(expected.error_estimates.values[before : before + len(self.sets[number].kinds)])
-        curvature = self._curvature_of_set(mean, expected.hessians[number], number, False)
-        return Sums(value, expected.gradients[number], curvature)
+    def sums_of_first_set(self, mean: Array, expected: Expected) -> Sums:
+        """Sums of the first set, in the coordinates of theta, from the expectations at ``mean``."""
+        value = jnp.sum(expected.error_estimates.values[: len(self.sets[0].kinds)])
+        return Sums(value, expected.gradients[0], self._curvature_of_set(mean, expected.hessians[0], 0, False))
 
     def _curvature_of_set(self, mean: Array, hessians: PyTree, number: int, clamped: bool) -> Array:
         """The curvature of one set in the coordinates of theta."""

@@ -128,7 +128,7 @@ def explicit_step(
 
 
 def scan_blocks(
-    make_step: Callable, state: State, blocks, counts: Array, movement: Movement | None = None, rows: dict | None = None
+    make_step: Callable, state: State, blocks, counts: Array, movement: Movement | None, rows: dict | None
 ) -> tuple[State, StepInfo]:
     """One step a block: ``make_step(block) -> step``; blocks is a pytree with a leading axis, counts its rows.
 

@@ -266,7 +266,7 @@ class ModelRuns:
         replayed, arguments = self._call(unconstrained, rows, key)
         return self._replay.entry(name, *arguments) if replayed else self._records_of(*arguments)[name]
 
-    def _call(self, unconstrained, rows, key=None) -> tuple[bool, tuple]:
+    def _call(self, unconstrained, rows, key) -> tuple[bool, tuple]:
         """Whether a run is one that has been traced, or can be; and the arguments of :meth:`_records_of`."""
         arrays = {name: value for name, value in rows.items() if name not in SHARED}
         params = rows.get(PARAMS, self.params.values)

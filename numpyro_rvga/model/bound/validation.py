@@ -27,8 +27,8 @@ def find_row_plates(
     rows: Arrays,
     model_kwargs: Keywords,
     *,
-    concrete: bool = False,
-    evaluates: bool = False,
+    concrete: bool,
+    evaluates: bool,
 ) -> tuple[frozenset[str], list[str]]:
     """Plates around observed sites whose size is the number of rows, or that subsample them; and these sites.
 

@@ -25,7 +25,7 @@ from ...model.data.rows import Rows, equal
 from ...model.identity import model_identity
 from ...options import Info, Options, default_key
 from ..fitted import Fitted
-from .rounds import Result, checked_rounds, evaluations_of, facts_of, in_rounds, warn_of_one_exchange
+from .rounds import Result, checked_rounds, evaluations_of, in_rounds, rounds_info, warn_of_one_exchange
 from .summaries import merged_state
 
 P = TypeVar("P", bound=Fitted)
@@ -89,7 +89,7 @@ def _merged_fields(parts: Sequence[Fitted], data: Sequence[Any] | None, rounds: 
     if isinstance(states[0], State):
         if data is not None and not (first.program.is_conjugate and limit is None):
             result = _in_rounds(parts, states, list(data), limit)
-            info |= facts_of(result, limit)
+            info |= rounds_info(result, limit)
             state = result.state
             return common | _fields(FullGaussian(state.mean, state.root), state, result.evaluation.bound)
         state = merged(first.program.initial_state, states)

@@ -220,7 +220,7 @@ def warn_of_one_exchange(program: Program, counts: Sequence[int], remedy: str) -
     )
 
 
-def facts_of(result: Result, rounds: int | None) -> dict:
+def rounds_info(result: Result, rounds: int | None) -> dict:
     """For the posterior's ``info``, with a warning if q is not yet that of all rows."""
     error = result.errors[-1]
     if not error < TOLERANCE:
