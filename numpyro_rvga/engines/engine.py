@@ -95,7 +95,8 @@ class Engine:
         self.devices = Devices(None) if devices is None else devices
         # Within other compiled functions: a model's predictors are then traced once for each of these, not each time.
         # By site: predictors at theta (n E, C), their Jacobians (n E, C, P), and constants.
-        self.prepare, self.linearize = jit(self._prepare), jit(partial(factors_of, self._row_terms))
+        self.prepare = jit(self._prepare, static_argnames="once")
+        self.linearize = jit(partial(factors_of, self._row_terms))
         of_forms = [self._prior_terms[same[0]] for same in self._prior_forms]
         self._prepare_prior = jit(self._prior_prepared)
         self._linearize_prior = jit(partial(factors_of, of_forms))
@@ -383,11 +384,10 @@ class Engine:
         return explicit_step(self.kinds, linearize_block)
 
     # ------------------------------------------------------------------ rows as factors
-    def _prepare(self, rows: dict, weights: Array) -> tuple:
-        """The parts of rows (n, ...) with weights (n,) that do not depend on theta: of affine predictors, Jacobians and
-        values at theta = 0; see :func:`~.linearized.prepare`."""
+    def _prepare(self, rows: dict, weights: Array, *, once: bool = False) -> tuple:
+        """What of rows (n, ...) with weights (n,) does not depend on theta; see :func:`~.linearized.prepare`."""
         origin = jnp.zeros(self.program.layout.size, self.program.dtype)
-        return prepare(self._row_terms, origin, rows, weights)
+        return prepare(self._row_terms, origin, rows, weights, once=once)
 
     def prior_set(self, inputs: dict) -> FactorSet:
         """The prior's terms. ``inputs``: as ``program.prior_inputs``."""

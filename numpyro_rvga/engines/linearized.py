@@ -47,16 +47,19 @@ def _one_factor(theta: Array, weight: Array, values: PyTree) -> Factors:
     )
 
 
-def prepare(terms_and_patterns: Iterable[PatternedTerms], origin: Array, rows: dict, weights: Array) -> tuple:
+def prepare(
+    terms_and_patterns: Iterable[PatternedTerms], origin: Array, rows: dict, weights: Array, *, once: bool = False
+) -> tuple:
     """Everything about rows that does not depend on theta: (n E, ...) arrays by site.
 
     :param origin: theta = 0.
+    :param once: whether factors are needed at a single theta: affine predictors wait for it too.
     """
     prepared = []
     for terms, pattern in terms_and_patterns:
         values = constants(terms, rows)
         weight = jnp.broadcast_to(weights[:, None].astype(origin.dtype), (len(weights), terms.num_elements))
-        if terms.is_affine:
+        if terms.is_affine and not once:
             prepared.append(factors_at(terms, pattern, origin, rows, weight, values))
         else:
             prepared.append((rows, weight, values))
@@ -75,7 +78,7 @@ def factors_of(
     """
     factors = []
     for (terms, pattern), affine_part in zip(terms_and_patterns, prepared):
-        if terms.is_affine:
+        if isinstance(affine_part, Factors):
             factors.append(
                 affine_part._replace(predictors=affine_part.predictors + times_vector(affine_part.jacobian, entries))
             )

@@ -15,7 +15,7 @@ from jax import Array, lax
 from ..core.compilation import Compiled
 from ..core.gaussians import DiagonalGaussian, Family, FullGaussian, LowRankGaussian, Movement, converted
 from ..core.updates.estimators import Observation, implicit, make_estimator
-from ..core.updates.rules import Rule, Updated, iterate, update
+from ..core.updates.rules import Rule, Updated, iterate, unwatched_update, update
 from ..core.updates.state import CanonicalGaussian, Count, new_state
 from ..dynamics import Dynamics, movement_of
 from ..initialization import initial_location
@@ -26,6 +26,7 @@ from .engine import Engine
 RANDOM_SHARE = 0.01  # of the precision, in a low-rank factor from which plain gradients start
 MANY_PARAMETERS = 10_000  # from which passes over arrays of them take most of a step
 MOST_UNROLLED = 10  # steps for a row, of networks with convolutions; each is compiled by itself
+SEMIDEFINITE = ("lin-hess", "lin-ef", "mc-ef", "mc-fisher")  # Hessians without a negative part
 PREDICTIVE_SAMPLES = 100  # of the predictors of a row that has more than three
 
 
@@ -92,6 +93,7 @@ class OnlineUpdates:
             self.movement = movement_of(dynamics, engine.program, self.start.mean, root)
         long_arrays = engine.program.layout.size >= MANY_PARAMETERS
         self.stream = Compiled(self._stream, ("block_size", "predict"), long_arrays=long_arrays)
+        self.unwatched_stream = Compiled(self._unwatched_stream, ("block_size",), long_arrays=long_arrays)
         self.one_block = Compiled(self._one_block, ("predict",), long_arrays=long_arrays)
         self.one_iteration = Compiled(self._one_iteration)
         self._exact_prior = Compiled(self._checked_with_exact_prior)
@@ -197,6 +199,40 @@ class OnlineUpdates:
         (state, _), info = lax.scan(body, (state, jnp.asarray(True)), jnp.arange(0, len(weights), block_size))
         return state, info
 
+    @property
+    def may_look_later(self) -> bool:
+        """Whether an update that leaves no Gaussian is still plain to see after further ones."""
+        rule, options = self.rule, self.options
+        is_plain = rule.name == "bong" and rule.parameterization == "natural" and rule.projection is None
+        concave = options.hessian == "expected" and all(kind.concave for kind in self.engine.kinds)
+        semidefinite = concave or options.hessian in SEMIDEFINITE
+        return options.family == "diagonal" and is_plain and semidefinite and self.movement is None
+
+    def _unwatched_stream(
+        self, state: OnlineState, rows: dict, weights: Array, rate: Array | None = None, *, block_size: int
+    ) -> tuple[OnlineState, BlockInfo]:
+        """As :meth:`_stream`, but for the look at each result, which takes more time than an update of long arrays. If
+        the last result is no Gaussian, no block is ok, and the state is none.
+
+        :param weights: zero for rows that pad the last blocks, and for no others.
+        """
+
+        def body(i: Array, state: OnlineState) -> OnlineState:
+            block = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, i * block_size, block_size), (rows, weights))
+            estimate = partial(self._estimate, self.observation(*block))
+            key = jax.random.fold_in(state.rng_key, state.num_blocks)
+            count = jnp.sum(block[1] > 0).astype(jnp.int32)
+            return state._replace(
+                gaussian=unwatched_update(state.gaussian, estimate, key),
+                num_rows=state.num_rows + count,
+                num_blocks=state.num_blocks + 1,
+            )
+
+        with_rows = jnp.sum(weights > 0)
+        state = lax.fori_loop(0, -(-with_rows // block_size), body, state)
+        ok = jnp.broadcast_to(state.gaussian.is_valid(), (len(weights) // block_size,))
+        return state, BlockInfo(ok, jnp.zeros_like(ok), None)
+
     def _one_block(
         self,
         state: OnlineState,
@@ -249,7 +285,7 @@ class OnlineUpdates:
 
     # ------------------------------------------------------------------ rows
     def observation(self, rows: dict, weights: Array) -> Observation:
-        prepared = self.engine.prepare(rows, weights)
+        prepared = self.engine.prepare(rows, weights, once=self.rule.num_iters == 1)
         weights = weights.astype(self.start.mean.dtype)
         linearize, drawn = partial(self.engine.linearize, prepared), partial(drawn_log_likelihood, self.engine.program)
         return Observation(self.engine.kinds, linearize, rows, self._log_lik, weights, drawn)

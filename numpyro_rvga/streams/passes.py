@@ -105,6 +105,10 @@ class Pass(ABC, Generic[S, R]):
         :param offset: how many rows came before.
         """
 
+    def looked_at(self, step: Pending[S, R]) -> Pending[S, R]:
+        """The step with a result and a report that can be judged."""
+        return step
+
     @abstractmethod
     def failed(self, report: R, length: int) -> tuple[int, int] | None:
         """The first row of the first block that left no finite Gaussian, and the one after its last; None if all are
@@ -207,6 +211,7 @@ class Pass(ABC, Generic[S, R]):
         """
         step = pending.popleft()
         try:
+            step = self.looked_at(step)
             bad = self._bad_rows(step)
             if not len(bad):
                 self._accept(step)

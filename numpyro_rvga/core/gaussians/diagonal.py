@@ -67,6 +67,15 @@ class DiagonalGaussian:
         """With a projection: the step of one from the prior itself, see :meth:`projected_step`."""
         if projection is not None:
             return self.projected_step(derivatives, projection)
+        return nan_if_invalid(self._stepped(derivatives, step, parameterization, prior))
+
+    def _stepped(
+        self,
+        derivatives: ExpectedDerivatives,
+        step: Array | float,
+        parameterization: str,
+        prior: DiagonalGaussian | None,
+    ) -> DiagonalGaussian:
         excess, gradient = derivatives.curvature_diagonal(), derivatives.gradient
         if prior is not None:
             excess = excess + 1 / prior.variance - 1 / self.variance
@@ -75,7 +84,15 @@ class DiagonalGaussian:
             variance = gain = self.variance / (1 + step * excess * self.variance)
         else:
             variance, gain = self.variance * (1 - step * excess * self.variance), self.variance
-        return nan_if_invalid(DiagonalGaussian(self.mean + step * gain * gradient, variance))
+        return DiagonalGaussian(self.mean + step * gain * gradient, variance)
+
+    def unwatched_step(self, derivatives: ExpectedDerivatives) -> DiagonalGaussian:
+        """The natural step of one from the prior itself, without the passes that see whether the result is a Gaussian.
+
+        For H without a negative part. Then what makes the result no Gaussian outlives further such steps: entries that
+        are not finite, and variances of zero.
+        """
+        return self._stepped(derivatives, 1.0, "natural", None)
 
     def projected_step(self, derivatives: ExpectedDerivatives, projection: str) -> DiagonalGaussian:
         """The mean of the full update, with the diagonal of its precision or covariance.
