@@ -14,7 +14,7 @@ import numpy as np
 from .bong import BONG
 from .core.groups.steps import Message
 from .core.updates.state import State
-from .engines.certificate import Sums
+from .engines.certificate import SiteSums
 from .engines.online import OnlineState
 from .model.data.row_set import RowSet
 from .model.data.rows import Data, Rows
@@ -23,7 +23,7 @@ from .results.groups.parts import (
     EvaluatedGroups,
     GroupModel,
     GroupPart,
-    Start,
+    GroupStart,
     advanced,
     check_apart,
     initial_groups,
@@ -149,9 +149,9 @@ class RunCluster(Cluster):
         """Each part's state after a run from the prior, what that has to tell, and which rows it has taken in."""
         return self._asked(_solved)
 
-    def sums(self, state: State) -> Sums:
+    def sums(self, state: State) -> SiteSums:
         """Sums over the rows of all parts, at one state."""
-        return reduce(Sums.plus, self._asked(_sums, jax.tree.map(np.asarray, state)))
+        return reduce(SiteSums.plus, self._asked(_sums, jax.tree.map(np.asarray, state)))
 
     def sample_of(self, totals: Sequence[int], counts: Sequence[int]) -> list[Rows]:
         """A random sample of the rows of each part. ``totals``: how many there are."""
@@ -180,7 +180,7 @@ class GroupCluster(Cluster):
         self._next: list[Future] = []
         self.asked = Parts(self._advance, self._message, self._keep)
 
-    def begin(self) -> tuple[Start, int, int]:
+    def begin(self) -> tuple[GroupStart, int, int]:
         """Where the rounds begin, and how many groups and rows there are."""
         counts = self._results_of([self._submit(n, GroupPart.counts, part) for n, part in enumerate(self._parts)])
         samples = [self._submit(n, GroupPart.sample, part, len(self._parts)) for n, part in enumerate(self._parts)]
@@ -221,7 +221,7 @@ def _group_part(model: GroupModel, data: Data | Iterable, is_first: bool) -> Gro
     return part
 
 
-def _initial_groups(part: GroupPart, start: Start) -> EvaluatedGroups:
+def _initial_groups(part: GroupPart, start: GroupStart) -> EvaluatedGroups:
     return initial_groups(len(part.labels), start)
 
 
@@ -235,7 +235,7 @@ def _are_apart(part: GroupPart, *labels: np.ndarray) -> None:
     check_apart(part.model.plate.name, list(labels))
 
 
-def _start(part: GroupPart, *samples: Rows) -> Start:
+def _start(part: GroupPart, *samples: Rows) -> GroupStart:
     return start_from(part.model, samples)
 
 
@@ -254,7 +254,7 @@ def _solved(method: RVGA | BONG, part: Any, options: Mapping[str, Any]) -> tuple
     return jax.tree.map(np.asarray, state), dict(posterior.info), posterior.row_sets
 
 
-def _sums(method: RVGA, part: Any, options: Mapping[str, Any], state: State) -> Sums:
+def _sums(method: RVGA, part: Any, options: Mapping[str, Any], state: State) -> SiteSums:
     """Sums over the part's rows."""
     return method.sums_at(state, part, **options)[0]
 

@@ -14,7 +14,7 @@ from .core.expectations.by_nodes import Expectation
 from .core.gaussians import FAMILIES
 from .core.updates.state import State
 from .dynamics import Dynamics, check_dynamics
-from .engines.certificate import Sums
+from .engines.certificate import SiteSums
 from .engines.engine import Engine
 from .engines.mean_field import MeanFieldState
 from .engines.online import OnlineState
@@ -359,7 +359,7 @@ class RVGA:
         rng_key: Array | None = None,
         on_bad_row: str = "raise",
         **model_kwargs: Any,
-    ) -> tuple[Sums, RowSet]:
+    ) -> tuple[SiteSums, RowSet]:
         """Sums over the rows of their expected log-likelihoods and derivatives at a state, and which rows these are."""
         engine, source = self._opened_again(data, rng_key, on_bad_row, model_kwargs)
         return sums_at(engine, state, source)

@@ -26,7 +26,7 @@ from .natural_steps import (
     SHORTER,
     BoundEvaluation,
     Noise,
-    Sums,
+    SiteSums,
     best_step,
     evaluate_bound,
     in_double,
@@ -114,12 +114,12 @@ class Certificate:
         certified = self._ascend(evaluate, state, tolerance, max_looks)
         return certified._replace(state=stored(certified.state, certified.after, start))
 
-    def sums(self, state: State, chunks: Chunks, total: int | None) -> Sums:
+    def sums(self, state: State, chunks: Chunks, total: int | None) -> SiteSums:
         """Sums over all rows; see :meth:`__call__`."""
         size = self._chunk(total)
         return self._summed(*self._engine.devices.put((state.mean, state.root)), chunks(size), size)
 
-    def evaluate(self, start: State, state: State, rows: Sums) -> BoundEvaluation:
+    def evaluate(self, start: State, state: State, rows: SiteSums) -> BoundEvaluation:
         """The bound at a state and its natural gradient. ``start``: before the first row. ``rows``: sums over all."""
         placed = self._engine.devices.put((state.mean, state.root))
         prior = self._of_prior(self._engine.program.prior_inputs, *placed)
@@ -166,7 +166,7 @@ class Certificate:
                 step = min(step, SHORTER * taken.step)
         return Certified(state, num_evaluations, before, at)
 
-    def terms_at(self, state: State, rows: Rows) -> Sums:
+    def terms_at(self, state: State, rows: Rows) -> SiteSums:
         """Sums over some rows at the state's q."""
         size = self._size or self._chunk(num_rows(rows))  # as for all rows: nothing is compiled anew
         starts = range(0, num_rows(rows), size)
@@ -186,7 +186,7 @@ class Certificate:
             size = -(-total // -(-total // size))
         return self._engine.devices.padded(size)
 
-    def _summed(self, mean: Array, root: Array, chunks: Iterable[tuple], size: int) -> Sums:
+    def _summed(self, mean: Array, root: Array, chunks: Iterable[tuple], size: int) -> SiteSums:
         """Sums over chunks of rows, weights and, if given, absorbed moments; in double precision."""
         total: PyTree = None
         pending: deque = deque()
@@ -208,7 +208,7 @@ class Certificate:
     # ------------------------------------------------------------------ compiled
     def _row_sums(
         self, mean: Array, root: Array, rows: dict, weights: Array, absorbed: tuple[Absorbed, ...] | None = None
-    ) -> Sums:
+    ) -> SiteSums:
         """Sums over the rows; with ``absorbed``, less the sums over their Gaussian summaries in the state."""
         engine = self._engine
         factors = engine.linearize(engine.prepare(rows, weights), mean)
@@ -224,35 +224,35 @@ class Certificate:
         factors = engine.linearize(engine.prepare(rows, weights), mean)
         return expected_values(engine.kinds, factors, root.T, (len(weights),))
 
-    def _prior_sums(self, prior_inputs: dict, mean: Array, root: Array) -> Sums:
+    def _prior_sums(self, prior_inputs: dict, mean: Array, root: Array) -> SiteSums:
         prior: FactorSet = self._engine.prior_set(prior_inputs)
         return _sums(prior.kinds, prior.linearize(prior.first, mean), root)
 
 
-def _sums(kinds: tuple, factors: tuple, root: Array) -> Sums:
+def _sums(kinds: tuple, factors: tuple, root: Array) -> SiteSums:
     """For each site: the sums over its factors of E[phi], J^T g, -J^T G J and the errors, at q = N(., root root^T)."""
     size = root.shape[0]
     sums = []
     for kind, block, covariance in zip(kinds, factors, covariances(factors, root.T)):
         (value, gradient, hessian), errors = kind.expect(block.predictors, covariance, block.constants)
         curvature = add_curvatures(gram(block.jacobian, -hessian), jnp.zeros((size, size), root.dtype))
-        sums.append(Sums(jnp.sum(value), vjp(block.jacobian, gradient), curvature, jnp.sum(errors)))
+        sums.append(SiteSums(jnp.sum(value), vjp(block.jacobian, gradient), curvature, jnp.sum(errors)))
     zeros = [jnp.zeros((0, *shape), root.dtype) for shape in ((), (size,), (size, size), ())]
-    return Sums(*[jnp.stack(parts) for parts in zip(*sums)]) if sums else Sums(*zeros)
+    return SiteSums(*[jnp.stack(parts) for parts in zip(*sums)]) if sums else SiteSums(*zeros)
 
 
-def _row_factor_sums(block: Factors, site: RowFactors, root: Array) -> Sums:
+def _row_factor_sums(block: Factors, site: RowFactors, root: Array) -> SiteSums:
     """Sums over the Gaussian approximations of n factors, expected under q."""
     value, gradient, curvature = quadratic_sums(block, site)
     scaled = block.jacobian @ root
     trace = jnp.einsum("ncr,ncd,ndr->", scaled, site.precision, scaled)
-    return Sums(value - 0.5 * trace, gradient, curvature, jnp.zeros((), value.dtype))
+    return SiteSums(value - 0.5 * trace, gradient, curvature, jnp.zeros((), value.dtype))
 
 
-def _no_sums(state: State) -> Sums:
+def _no_sums(state: State) -> SiteSums:
     """Sums of no sites."""
     size = state.mean.shape[0]
-    return Sums(np.zeros(0), np.zeros((0, size)), np.zeros((0, size, size)), np.zeros(0))
+    return SiteSums(np.zeros(0), np.zeros((0, size)), np.zeros((0, size, size)), np.zeros(0))
 
 
 def _noise_floor(at: BoundEvaluation) -> float:
@@ -260,7 +260,7 @@ def _noise_floor(at: BoundEvaluation) -> float:
     return 0.0 if at.noise is None else NOISE_FACTOR * at.noise.squared
 
 
-def _noise(state: State, batches: list[Sums]) -> Noise:
+def _noise(state: State, batches: list[SiteSums]) -> Noise:
     """Estimated from the differences between batches."""
     root, count = in_double(state.root), len(batches)
 
@@ -273,5 +273,5 @@ def _noise(state: State, batches: list[Sums]) -> Noise:
     return Noise(float(error([np.asarray(batch.values.sum()) for batch in batches])), gradient, squared)
 
 
-def _added(total: Sums | None, sums: Sums) -> Sums:
+def _added(total: SiteSums | None, sums: SiteSums) -> SiteSums:
     return sums if total is None else total.plus(sums)

@@ -18,7 +18,7 @@ from ..core.matrices.precisions import PrecisionForm
 from ..core.pytrees import PyTree
 from ..core.updates.drivers import Evaluated, Pending, Progress, StepParts, Steps, begun_again, solve
 from ..core.updates.factors import ErrorEstimates, Expected, Kind
-from ..core.updates.joint import Joint, Start, solve_joint_traced
+from ..core.updates.joint import Joint, SolveStart, solve_joint_traced
 from ..core.updates.maximize import solution
 from ..core.updates.objective import is_conservative, is_log_concave
 from ..core.updates.search import Search, Settings, Solution, SolverState
@@ -165,7 +165,7 @@ class JointSolver:
         slope: Any = None if each is None else Expected(each, each, None, each, each)
         evaluated = None if each is None else Evaluated(each, slope, each, each)
 
-        def start(problem: PyTree, *, search: Search) -> Start:
+        def start(problem: PyTree, *, search: Search) -> SolveStart:
             return joint(search, problem).start()
 
         self._begin = [Compiled(start, ("search",), each, level=level) for level in (1, 0)]
@@ -247,7 +247,7 @@ class JointSolver:
         others = [again(other_means(first[0], number)) for number in range(times)]
         return best_of([first, *[other for other in others if other is not None]])
 
-    def _steps(self, search: Search, problem: PyTree, start: Start, coarse: Coarse | None = None) -> Steps:
+    def _steps(self, search: Search, problem: PyTree, start: SolveStart, coarse: Coarse | None = None) -> Steps:
         """The compiled functions of a problem, which the host calls in turn.
 
         :param coarse: which expectations are taken in place of the problem's own.

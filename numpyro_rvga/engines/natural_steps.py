@@ -19,7 +19,7 @@ FLAT = 0.5  # of q's precision: where a full step takes more than this,
 WIDENED = 1 / 3  # steps are shortened to take this much
 
 
-class Sums(NamedTuple):
+class SiteSums(NamedTuple):
     """Sums over the terms of each of S sites, at q.
 
     :ivar values: E[phi], (S,). :ivar gradients: its gradient in the mean, (S, P).
@@ -31,9 +31,9 @@ class Sums(NamedTuple):
     curvatures: Array | np.ndarray
     errors: Array | np.ndarray
 
-    def plus(self, other: Sums) -> Sums:
+    def plus(self, other: SiteSums) -> SiteSums:
         """The sums over the terms of both."""
-        return Sums(*[a + b for a, b in zip(self, other)])
+        return SiteSums(*[a + b for a, b in zip(self, other)])
 
 
 class Noise(NamedTuple):
@@ -59,7 +59,7 @@ class BoundEvaluation(NamedTuple):
     """
 
     bound: float
-    prior: Sums
+    prior: SiteSums
     gradient: np.ndarray
     precision: np.ndarray
     error: float
@@ -99,7 +99,7 @@ def without_prior_factor(state: State, origin: np.ndarray | None = None) -> Cano
     return with_prior_factor(joint_density(state, origin), state, -1.0)
 
 
-def evaluate_bound(state: State, base: CanonicalGaussian, rows: Sums, prior: Sums) -> BoundEvaluation:
+def evaluate_bound(state: State, base: CanonicalGaussian, rows: SiteSums, prior: SiteSums) -> BoundEvaluation:
     """The bound at q, its natural gradient and the precision of a full step, from sums over rows and prior terms:
 
     L = log prior + sum E_q[log p_i] + entropy,     b = Lambda_0 (mu_0 - mu) + sum J_i^T g_i,

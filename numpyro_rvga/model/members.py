@@ -14,7 +14,7 @@ from ..core.expectations.by_nodes import power_of_two
 from .data.rows import Arrays, num_rows, pad, selected
 from .layout import Layout, layout_of
 from .program import Program
-from .terms.reads import along
+from .terms.reads import directions_along
 from .terms.terms import Terms, linearize_along, split_rows
 
 NOBODY = -1
@@ -171,7 +171,7 @@ def _pushed(changes: Callable, members: Members, theta: Array, rows: Arrays) -> 
     """Changes of predictors along ones, numbers of members, and random numbers: (n E, C, 3 d)."""
     probe = np.zeros((len(members.columns), theta.size), theta.dtype)
     np.put_along_axis(probe, members.columns, _probe(members), axis=1)
-    directions = np.concatenate([along(members.columns, theta.size, theta.dtype), probe])
+    directions = np.concatenate([directions_along(members.columns, theta.size, theta.dtype), probe])
     shared, own = split_rows(rows)
     if not own:
         return np.asarray(changes(shared, theta, directions), np.float64)

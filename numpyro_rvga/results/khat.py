@@ -91,14 +91,14 @@ class Evidence(NamedTuple):
     :ivar khat: of p/q.
     :ivar relative_size: effective number of draws from q over the number of draws.
     :ivar moves: by site, with ``errors``.
-    :ivar can_integrate: whether integrating hyperparameters out has not been tried yet.
+    :ivar may_integrate: whether integrating hyperparameters out has not been tried yet.
     """
 
     khat: float
     relative_size: float
     moves: dict[str, float]
     errors: dict[str, float]
-    can_integrate: bool = False
+    may_integrate: bool = False
 
 
 def khat(
@@ -202,11 +202,11 @@ def _evidence(posterior: Fitted, draws: Draws) -> Evidence:
         0.0 if are_equal(of_q) else _psis_khat(of_q),
         _relative_sample_size(of_q),
         *_by_site(draws.indices, moves, errors),
-        can_integrate(posterior),
+        integration_is_left(posterior),
     )
 
 
-def can_integrate(posterior: Fitted) -> bool:
+def integration_is_left(posterior: Fitted) -> bool:
     """Whether integrating hyperparameters out has not been tried yet."""
     return not {"integrated", "not_integrated"} & set(posterior.info)
 
@@ -327,7 +327,7 @@ def verdict(evidence: Evidence, share_elsewhere: float = 0.0) -> str:
         grade, what = ("bad", "much") if moved > LARGE else ("doubtful", "part")
         return (
             f"{grade}. q misses {what} of the posterior: reweighted, its moments move, in standard deviations: "
-            f"{listed}. {remedy(evidence.khat, evidence.can_integrate)}"
+            f"{listed}. {remedy(evidence.khat, evidence.may_integrate)}"
         )
     if share_elsewhere > NOTICEABLE:
         return (
@@ -344,9 +344,9 @@ def verdict(evidence: Evidence, share_elsewhere: float = 0.0) -> str:
     return "good. Reweighted, no mean and no log standard deviation moves by more than 0.1."
 
 
-def remedy(khat: float, can_integrate: bool) -> str:
+def remedy(khat: float, may_integrate: bool) -> str:
     """What to do where q misses part of the posterior."""
-    steps = ["integrate hyperparameters out (posterior.integrate(data))"] if can_integrate else []
+    steps = ["integrate hyperparameters out (posterior.integrate(data))"] if may_integrate else []
     if khat <= RESAMPLED:
         steps.append("correct the draws (posterior.resample(data))")
     steps.append("run NUTS from here (posterior.nuts())")

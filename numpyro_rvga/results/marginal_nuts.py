@@ -8,7 +8,7 @@ import numpy as np
 from jax import Array
 from numpyro.diagnostics import effective_sample_size, gelman_rubin
 
-from ..engines.integration.hamiltonian import Chain, Draw, Evaluate, Position
+from ..engines.integration.hamiltonian import Draw, Evaluate, NutsChain, Position
 from ..engines.integration.nested import Design, Integral, Marginal, Mode, Moments, Point, stacked
 from ..options import Info, key_numbers
 from .arviz import smoothed
@@ -43,7 +43,7 @@ def integrate_by_nuts(marginal: Marginal, mode: Mode, moments: Moments, rng_key:
         return Position(z, point.bound, slope, point)
 
     rng = np.random.default_rng(key_numbers(rng_key))
-    chains = [Chain(evaluate, _start(evaluate, mode, rng), rng).draws(NUM_WARMUP) for _ in range(NUM_CHAINS)]
+    chains = [NutsChain(evaluate, _start(evaluate, mode, rng), rng).draws(NUM_WARMUP) for _ in range(NUM_CHAINS)]
     draws, effective, r_hat = _until_enough(chains)
     h = center + np.array([draw.position.z for draw in draws]) @ axes.T
     every = -(-len(h) * mode.point.start[0].size ** 2 // MOST_NUMBERS) or 1

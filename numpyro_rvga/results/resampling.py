@@ -12,7 +12,7 @@ from jax import Array
 from ..model.data.rows import Data
 from .arviz import converted, smoothed
 from .fitted import Fitted
-from .khat import NEARLY_EQUAL, RESAMPLED, can_integrate, remedy
+from .khat import NEARLY_EQUAL, RESAMPLED, integration_is_left, remedy
 from .log_joint import all_rows, draws_with_density, impossible_if_undefined, is_density, log_joint
 
 OVERSAMPLING = 4  # draws for each that is kept
@@ -64,7 +64,7 @@ def resample(
     if shape > RESAMPLED and relative_size < NEARLY_EQUAL:
         raise ValueError(
             f"the draws cannot be resampled: Pareto k = {shape:.2f}, above {RESAMPLED}, so a few of them would have "
-            f"all the weight. {remedy(shape, can_integrate(posterior))}"
+            f"all the weight. {remedy(shape, integration_is_left(posterior))}"
         )
     bounds = np.cumsum(np.exp(log_weights))
     places = (np.arange(num_samples) + np.asarray(jax.random.uniform(place_key, (num_samples,)))) / num_samples

@@ -10,7 +10,7 @@ from jax import Array
 
 from ..core.updates.factors import ErrorEstimates
 from ..core.updates.state import State
-from ..engines.certificate import Certificate, Sums
+from ..engines.certificate import Certificate, SiteSums
 from ..engines.engine import Engine
 from ..model.data.row_set import RowSet, row_digests
 from ..model.data.rows import Rows, joined, num_rows, selected
@@ -145,7 +145,7 @@ class Certification:
         return Findings(certified.state, certified.after.bound, info, sample.rows)
 
 
-def sums_at(engine: Engine, state: State, source: RowSource) -> tuple[Sums, RowSet]:
+def sums_at(engine: Engine, state: State, source: RowSource) -> tuple[SiteSums, RowSet]:
     """Sums over all rows of a source, and which rows these are."""
     row_set = RowSet()
 

@@ -43,7 +43,7 @@ S = TypeVar("S", bound=Any)  # a method's state. ``time``: of its last row, if p
 R = TypeVar("R")
 
 
-class Pending(NamedTuple, Generic[S, R]):
+class PendingStep(NamedTuple, Generic[S, R]):
     """A compiled step under way.
 
     :ivar offset: how many rows were taken in before.
@@ -163,7 +163,7 @@ class Pass(ABC, Generic[S, R]):
             raise ValueError(f"none of the {self.done + len(self._source.left_out)} rows can be used.")
         return self.state
 
-    def _close(self, pending: deque[Pending[S, R]]) -> None:
+    def _close(self, pending: deque[PendingStep[S, R]]) -> None:
         """Finish steps under way, as long as they are good, and write the last checkpoint."""
         while pending and not self._finish(pending):
             pass
@@ -188,13 +188,13 @@ class Pass(ABC, Generic[S, R]):
         """The rows of the source that were left out, in its own order."""
         return np.sort(np.array([self._source.row(int(position)) for position in self._left_out], np.int64))
 
-    def _begin(self, state: S, piece: Piece, offset: int, weights: np.ndarray | None = None) -> Pending[S, R]:
+    def _begin(self, state: S, piece: Piece, offset: int, weights: np.ndarray | None = None) -> PendingStep[S, R]:
         """A step under way.
 
         :param weights: zero for rows that are left out for a trial; None: all count.
         """
         if not piece.num_rows:
-            return Pending(state, piece, offset, lambda: np.ones(0, bool), state, None)
+            return PendingStep(state, piece, offset, lambda: np.ones(0, bool), state, None)
         is_checked = self._checked or self._options.skips
         in_support = (lambda: np.ones(piece.num_rows, bool)) if is_checked else self._program.begin_check(piece.rows)
         rows = piece.rows
@@ -202,9 +202,9 @@ class Pass(ABC, Generic[S, R]):
             weights = np.ones(piece.num_rows, np.float32)
         else:
             rows, weights = replaced(rows, weights > 0)
-        return Pending(state, piece, offset, in_support, *self.step(state, rows, weights, offset))
+        return PendingStep(state, piece, offset, in_support, *self.step(state, rows, weights, offset))
 
-    def _finish(self, pending: deque[Pending[S, R]]) -> list[Piece]:
+    def _finish(self, pending: deque[PendingStep[S, R]]) -> list[Piece]:
         """Wait for the result of the first step under way.
 
         :return: pieces that have to be taken anew, without the rows that must be left out; none if the result is good.
@@ -223,7 +223,7 @@ class Pass(ABC, Generic[S, R]):
         pending.clear()
         return again
 
-    def _accept(self, step: Pending[S, R]) -> None:
+    def _accept(self, step: PendingStep[S, R]) -> None:
         """Go on from the result of a step."""
         self._is_consistent = False
         piece = step.piece
@@ -247,7 +247,7 @@ class Pass(ABC, Generic[S, R]):
         if not self._checked and not self._options.skips and piece.num_rows:
             check_finite_at(self._source, piece.rows, int(piece.positions[0]))
 
-    def _bad_rows(self, step: Pending[S, R]) -> np.ndarray:
+    def _bad_rows(self, step: PendingStep[S, R]) -> np.ndarray:
         """The rows of a step that have to be left out for it to be good.
 
         :raises ValueError: if there are any, and they are not skipped.
@@ -271,7 +271,7 @@ class Pass(ABC, Generic[S, R]):
                 self.raise_bad_rows(step.before, step.after, rows, np.array(numbers))
         return self._to_blame(step, first, stop)
 
-    def _late_rows(self, step: Pending[S, R]) -> np.ndarray:
+    def _late_rows(self, step: PendingStep[S, R]) -> np.ndarray:
         """The rows of a step that come after others of later times.
 
         :raises ValueError: if there are any, and they are not skipped; and for times with too many digits.
@@ -297,10 +297,10 @@ class Pass(ABC, Generic[S, R]):
                 )
         return late
 
-    def _failed(self, step: Pending[S, R]) -> tuple[int, int] | None:
+    def _failed(self, step: PendingStep[S, R]) -> tuple[int, int] | None:
         return None if step.report is None else self.failed(step.report, step.piece.num_rows)
 
-    def _to_blame(self, step: Pending[S, R], first: int, stop: int) -> np.ndarray:
+    def _to_blame(self, step: PendingStep[S, R], first: int, stop: int) -> np.ndarray:
         """The rows of a block that are to blame for its failure."""
 
         def fails(kept: np.ndarray) -> bool:

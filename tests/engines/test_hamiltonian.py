@@ -4,7 +4,7 @@ import numpy as np
 from numpyro.diagnostics import effective_sample_size
 from scipy.special import digamma, polygamma
 
-from numpyro_rvga.engines.integration.hamiltonian import Chain, Position
+from numpyro_rvga.engines.integration.hamiltonian import NutsChain, Position
 
 NUM_DRAWS = 3000
 
@@ -16,7 +16,7 @@ def draws_of(log_density, slope, size, num_draws=NUM_DRAWS):
         visits.append(near)
         return Position(z, log_density(z), slope(z), len(visits))
 
-    chain = Chain(evaluate, evaluate(np.zeros(size), None), np.random.default_rng(0)).draws(150)
+    chain = NutsChain(evaluate, evaluate(np.zeros(size), None), np.random.default_rng(0)).draws(150)
     draws = [next(chain) for _ in range(num_draws)]
     return np.array([draw.position.z for draw in draws]), draws, visits
 

@@ -11,7 +11,7 @@ import pytest
 
 from numpyro_rvga import BONG, RVGA, FixedPointVI, Posterior
 from numpyro_rvga.core.updates.state import new_state
-from numpyro_rvga.engines.certificate import BoundEvaluation, Sums
+from numpyro_rvga.engines.certificate import BoundEvaluation, SiteSums
 from numpyro_rvga.results.merging import rounds
 from numpyro_rvga.results.merging.rounds import Evaluations, in_rounds
 
@@ -246,7 +246,9 @@ def overshooting(seen):
         precision, linear = natural(state)
         factor = np.array([precision - 1, linear]) + 3 * (target - [precision, linear])
         mean = linear / precision
-        return Sums(np.zeros(1), np.array([[factor[1] - factor[0] * mean]]), factor[0].reshape(1, 1, 1), np.zeros(1))
+        return SiteSums(
+            np.zeros(1), np.array([[factor[1] - factor[0] * mean]]), factor[0].reshape(1, 1, 1), np.zeros(1)
+        )
 
     def evaluate(state, _):
         seen.append(state)

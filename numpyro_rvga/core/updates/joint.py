@@ -32,7 +32,7 @@ from .search import Base, Search, Solution, SolverState, standard_base
 from .state import Absorbed, CanonicalGaussian, Count, RowFactors, State, StepInfo
 
 
-class Start(NamedTuple):
+class SolveStart(NamedTuple):
     """Where a solve begins, and in what terms.
 
     :ivar base: the bound's part that is not the factors'. :ivar form: of precisions. :ivar state: not yet evaluated.
@@ -132,7 +132,7 @@ class DenseJoint:
         coordinates = Coordinates(self.state.mean, self.state.root, self._is_weighted)
         return JointObjective((self.prior, self.rows), coordinates, self.search.staged)
 
-    def start(self) -> Start:
+    def start(self) -> SolveStart:
         """Where the search begins."""
         state, size, dtype = self.state, self.state.mean.size, self.state.mean.dtype
         factors = self._factors_at(jnp.zeros(size, dtype)) if self.row_factors else ()
@@ -141,7 +141,7 @@ class DenseJoint:
         if self.starts is not None:
             mean = _most_probable(self.objective, base, self.starts)
         form = Weighted(jnp.eye(size, dtype=dtype), state.root) if self._is_weighted else Dense(base.precision)
-        return Start(base, form, maximize.init(self.search, form, mean, precision))
+        return SolveStart(base, form, maximize.init(self.search, form, mean, precision))
 
     def absorb(self, solution: Solution, num_rows: Array, expected: Expected | None) -> tuple[State, StepInfo]:
         """The state after the solution.
@@ -256,11 +256,11 @@ class SparseJoint:
         """How precisions are packed."""
         return packed_form((1 / self.marginals.variance)[self.order.indices], self.packing)
 
-    def start(self) -> Start:
+    def start(self) -> SolveStart:
         mean, form = self.marginals.mean, self.form
         flat = Base(None, None, jnp.asarray(0.5 * mean.size * math.log(2 * math.pi), mean.dtype))  # of the entropy
         mean, precision = (mean[self.order.indices], None) if self.init is None else self.init
-        return Start(flat, form, maximize.init(self.search, form, mean, precision))
+        return SolveStart(flat, form, maximize.init(self.search, form, mean, precision))
 
     def absorb(self, solution: Solution, num_rows: Array, expected: Expected | None) -> tuple[State, StepInfo]:
         form, back, prior = self.form, self.order.back, self.prior

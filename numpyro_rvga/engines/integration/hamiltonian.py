@@ -86,7 +86,7 @@ class _StepSize:
         self.average = float(np.exp(weight * log_step + (1 - weight) * np.log(self.average)))
 
 
-class Chain:
+class NutsChain:
     """Draws from a log density whose scale is about one.
 
     :param evaluate: of the log density. :param start: z (d,), where it is finite.

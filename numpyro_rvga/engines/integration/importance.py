@@ -84,7 +84,7 @@ def integrate_by_importance(
     }
     mean, covariance = center + axes @ of_z.mean, axes @ of_z.covariance @ axes.T
     log_evidence = of_z.log_integral + np.linalg.slogdet(axes)[1]
-    design = _design(points, mass, moments, Coordinates(center, axes, profiles), mean, covariance)
+    design = _design(points, mass, moments, ProfileCoordinates(center, axes, profiles), mean, covariance)
     return Integral.over(points, mass, design, float(log_evidence), info)
 
 
@@ -238,7 +238,7 @@ def _polynomials(z: np.ndarray, degree: int) -> np.ndarray:
     return np.stack([np.prod(z[:, list(c)], axis=1) for c in chosen], axis=1)
 
 
-class Coordinates(NamedTuple):
+class ProfileCoordinates(NamedTuple):
     """h = center + axes z, and of each z the coordinates of its profile."""
 
     center: np.ndarray
@@ -250,7 +250,7 @@ def _design(
     points: list[Point],
     mass: np.ndarray,
     moments: Moments,
-    given: Coordinates,
+    given: ProfileCoordinates,
     mean: np.ndarray,
     covariance: np.ndarray,
 ) -> Design:

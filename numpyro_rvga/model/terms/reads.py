@@ -18,7 +18,7 @@ from .terms import Terms, linearize_along, split_rows
 CHUNK = 2**16  # rows that are probed together
 
 
-def along(columns: Sequence[np.ndarray] | np.ndarray, size: int, dtype) -> np.ndarray:
+def directions_along(columns: Sequence[np.ndarray] | np.ndarray, size: int, dtype) -> np.ndarray:
     """Two directions along each column: all ones, and the position in it: (2 S, P)."""
     count = len(columns)
     directions = np.zeros((2 * count, size), dtype)
@@ -27,9 +27,12 @@ def along(columns: Sequence[np.ndarray] | np.ndarray, size: int, dtype) -> np.nd
     return directions
 
 
-def read(changes: Array, count: int) -> tuple[Array, Array]:
-    """Of predictors that change so along the directions of :func:`along` (n, C, 2 S): their derivatives in the one
-    entry of each column that they depend on (n, C, S), and its position there (n, S)."""
+def derivatives_and_positions(changes: Array, count: int) -> tuple[Array, Array]:
+    """The derivatives of predictors in the one entry of each column that they depend on (n, C, S), and the position of
+    that entry in the column (n, S).
+
+    :param changes: their derivatives along the directions of :func:`directions_along`, (n, C, 2 S). :param count: S.
+    """
     values, numbers = changes[..., :count], changes[..., count : 2 * count]
     largest = jnp.argmax(jnp.abs(values), axis=1, keepdims=True)
     value, number = (jnp.take_along_axis(x, largest, axis=1)[:, 0] for x in (values, numbers))
@@ -50,7 +53,7 @@ class Cut(NamedTuple):
 
     @property
     def key(self) -> tuple:
-        """Of equal cuts of one theta."""
+        """Equal for equal cuts of one theta."""
         return len(self.columns), self.width
 
     @classmethod
@@ -71,10 +74,12 @@ class Cut(NamedTuple):
 
 
 class Reads(NamedTuple):
-    """What terms depend on: of columns, (S,), whether any term depends on them, whether no term depends on two of their
-    entries, and the share of terms that depend on entries in both of their halves.
+    """The entries of theta that terms depend on, by column.
 
-    ``span``: the most time that lies between two entries of a chain on which a term depends.
+    :ivar is_read: whether any term depends on a column, (S,).
+    :ivar reads_one: whether no term depends on two entries of a column, (S,).
+    :ivar share_crossing: the share of terms that depend on entries in both halves of a column, (S,).
+    :ivar span: the most time between two entries of a chain that one term depends on, ().
     """
 
     is_read: np.ndarray | Array
@@ -84,7 +89,8 @@ class Reads(NamedTuple):
 
 
 class Reader:
-    """Finds what the terms of each site depend on, at some theta. One function of all compiles sooner than many.
+    """Finds which entries the terms of each site depend on, at some theta: one function of all terms, which compiles
+    sooner than many.
 
     :param size: of theta.
     """
@@ -119,7 +125,7 @@ class Reader:
 
 
 class _Probes(NamedTuple):
-    """Directions along columns, and what is known of their entries.
+    """Directions along columns, and their entries.
 
     :ivar directions: (4 S, P): two along each column, a random one, and its first half.
     :ivar random: the random direction's entries, by column, (S, longest). :ivar times: theirs, -1 outside of a chain.
@@ -139,15 +145,15 @@ class _Probes(NamedTuple):
             one_column[i, column], first_half[i, half] = random[column], random[half]
         longest = max(map(len, columns))
         return cls(
-            np.concatenate([along(columns, size, dtype), one_column, first_half]),
+            np.concatenate([directions_along(columns, size, dtype), one_column, first_half]),
             jnp.asarray(np.stack([np.resize(random[column], longest) for column in columns])),
             jnp.asarray(np.stack([np.resize(-1 if times is None else times, longest) for times in cut.times])),
         )
 
     def reads(self, changes: Array, cut: Cut) -> Reads:
-        """Of terms whose predictors change so along the directions, (n, C, 4 S)."""
+        """The reads of terms. ``changes``: their predictors' derivatives along the directions, (n, C, 4 S)."""
         count, longest = self.random.shape
-        values, place = read(changes, count)
+        values, place = derivatives_and_positions(changes, count)
         actual, half = changes[..., 2 * count : 3 * count], changes[..., 3 * count :]
         at = jnp.arange(count), jnp.clip(place, 0, longest - 1)
         error = jnp.abs(values * self.random[at][:, None] - actual)

@@ -22,7 +22,7 @@ from ...core.matrices.jacobians import SparseJacobian
 from ...core.updates.joint import EliminationOrder
 from ..data.rows import Arrays
 from ..layout import Layout
-from .reads import Cut, Reader, Reads, along, read
+from .reads import Cut, Reader, Reads, derivatives_and_positions, directions_along
 from .terms import Terms, linearize_along, merged, predictors_of, split_rows
 
 FEWEST_PARAMETERS = 200  # below, whole matrices are small
@@ -80,9 +80,9 @@ def sparse_jacobian(terms: Terms, pattern: Pattern, theta: Array, rows: Arrays) 
     """Predictors at theta (n E, C), and their Jacobians."""
     if not terms.num_predictors:
         return _without_predictors(terms, pattern, theta, rows)
-    directions = along(pattern.columns, theta.size, theta.dtype)
+    directions = directions_along(pattern.columns, theta.size, theta.dtype)
     predictors, changes = linearize_along(terms, theta, directions, rows)
-    values, place = read(changes, len(pattern.columns))
+    values, place = derivatives_and_positions(changes, len(pattern.columns))
     starts = np.cumsum([0, *[len(column) for column in pattern.columns]])[:-1]
     numbers = jnp.asarray(pattern.place[np.concatenate(pattern.columns)], jnp.int32)
     lengths = np.array([len(column) for column in pattern.columns])
@@ -92,7 +92,7 @@ def sparse_jacobian(terms: Terms, pattern: Pattern, theta: Array, rows: Arrays) 
 
 
 def _without_predictors(terms: Terms, pattern: Pattern, theta: Array, rows: Arrays) -> tuple[Array, SparseJacobian]:
-    """Of terms that theta does not enter."""
+    """Jacobians of zeros, for terms that theta does not enter."""
     predictors = merged(predictors_of(terms, theta, rows))
     index = jnp.full((len(predictors), 1), pattern.place[pattern.columns[0][0]], jnp.int32)
     values = jnp.zeros((len(predictors), 0, 1), theta.dtype)
@@ -100,7 +100,7 @@ def _without_predictors(terms: Terms, pattern: Pattern, theta: Array, rows: Arra
 
 
 def selecting_pattern(size: int) -> Pattern:
-    """Of terms that depend on one entry of theta."""
+    """The pattern of terms that depend on one entry of theta."""
     return Pattern((np.arange(size),), np.arange(size), size, 1)
 
 
@@ -141,7 +141,7 @@ def find_sparsity(
         return readers[key](rows)
 
     def reads_of(cut: Cut) -> list[Reads]:
-        """Of all terms; of a few rows only, if they depend on too many entries."""
+        """The reads of all terms; of a few rows' terms only, if these depend on too many entries."""
         of_few = reads_by(cut, row_terms, False, few) if is_large else []
         if is_large and _too_many(of_few, cut).any():
             return of_few
@@ -163,8 +163,8 @@ def find_sparsity(
 def _sparsity(
     row_terms: tuple[Terms, ...], prior_terms: tuple[Terms, ...], cut: Cut, all_reads: list[Reads]
 ) -> Sparsity | None:
-    """What the reads of terms come to: the chain is eliminated, or the longest of the columns of which no term depends
-    on two entries."""
+    """The sparsity that the reads of terms allow. The chain is eliminated, or the longest of the columns of which no
+    term depends on two entries."""
     columns, reads_one = cut.columns, _reads_one(all_reads)
     whole, split = [np.flatnonzero(chosen & ~cut.in_chain) for chosen in (reads_one, ~reads_one)]
     if cut.width:
@@ -208,7 +208,7 @@ def _too_many(all_reads: list[Reads], cut: Cut) -> np.ndarray:
 
 
 def _chain_length(all_reads: list[Reads], cut: Cut) -> int | None:
-    """Of the columns of which terms depend on too many entries, if these lie close to each other."""
+    """The length of the columns of which terms depend on too many entries, if these entries lie close to each other."""
     too_many = _too_many(all_reads, cut)
     lengths = {len(column) for column, is_one in zip(cut.columns, too_many) if is_one}
     is_short = sum(len(column) for column in cut.columns if len(column) in lengths) < FEWEST_IN_CHAIN

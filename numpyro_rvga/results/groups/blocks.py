@@ -78,7 +78,7 @@ class BlockModel(NamedTuple):
         return GroupSummaries.unpacked(whole[:, :end], size, k), self.form.unpacked(whole[:, end:], self.index)
 
 
-class Piece:
+class GroupPiece:
     """Groups that are evaluated together, as one part of rounds: their priors, rows, and the rest.
 
     :param groups: where the search begins. :param with_shared_prior: in one piece only.
@@ -109,7 +109,7 @@ class Piece:
         self.evaluated = self._next
 
 
-def as_parts(pieces: Sequence[Piece]) -> Parts:
+def as_parts(pieces: Sequence[GroupPiece]) -> Parts:
     """All pieces as the parts of rounds."""
 
     def advance(step: float, shift: np.ndarray, shared: Shared) -> Message:

@@ -22,7 +22,7 @@ from ...model.data.arguments import named_rows
 from ...model.data.rows import Data, Keywords, Rows, joined, num_rows, selected
 from ...model.members import Members, members_of
 from ...options import Options, default_key
-from .rounds import Shared, rounding
+from .rounds import Shared, relative_rounding
 
 SAMPLE = 200  # groups that are solved for first
 MOST_AT_START, MOST_STEPS = 30, 10  # of groups, in a round
@@ -85,7 +85,7 @@ class GroupModel(NamedTuple):
         return members, np.asarray(fit.state.mean, np.float64), np.asarray(fit.state.root, np.float64)
 
 
-class Start(NamedTuple):
+class GroupStart(NamedTuple):
     """Where a search begins, from a solve of some groups.
 
     :ivar shared: q(s). :ivar mean: of groups, (d,). :ivar precision: of a group without rows, (d, d).
@@ -141,7 +141,7 @@ def sampled(rows: Rows, index: str, num_groups: int, most: int) -> Rows:
     return rows | {index: np.searchsorted(groups, rows[index]).astype(np.int32)}
 
 
-def start_from(model: GroupModel, samples: Sequence[Rows]) -> Start:
+def start_from(model: GroupModel, samples: Sequence[Rows]) -> GroupStart:
     """From some groups of all parts, solved for together."""
     index, count, renumbered = model.plate.index, 0, []
     for rows in samples:
@@ -154,10 +154,10 @@ def start_from(model: GroupModel, samples: Sequence[Rows]) -> Start:
     columns = members.columns[:, :count]
     values, variances = mean[columns], np.diagonal(covariance)[columns]
     variance = values.var(axis=1) + variances.mean(axis=1)
-    return Start(shared, values.mean(axis=1), np.diag(1 / variance), selected(rows, rows[index] < 2))
+    return GroupStart(shared, values.mean(axis=1), np.diag(1 / variance), selected(rows, rows[index] < 2))
 
 
-def start_of(model: GroupModel, rows: Rows, count: int) -> Start:
+def start_from_some(model: GroupModel, rows: Rows, count: int) -> GroupStart:
     """From some of the groups of rows. Without warnings: later solves go on from there."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
@@ -171,7 +171,7 @@ class EvaluatedGroups(NamedTuple):
     at: GroupSums | None
 
 
-def initial_groups(count: int, start: Start) -> EvaluatedGroups:
+def initial_groups(count: int, start: GroupStart) -> EvaluatedGroups:
     """``count`` groups before the first evaluation: all have the same Gaussian."""
     size, k = len(start.mean), len(start.shared.mean)
     precision = np.tile(start.precision, (count, 1, 1))
@@ -193,7 +193,9 @@ def advanced(
     if evaluated.at is not None:
         groups, most = take_step(groups, evaluated.at, step, shift), MOST_STEPS
     root = shared.root
-    return EvaluatedGroups(*maximize_groups(lambda g: evaluations(shared.mean, root, g), groups, most, rounding()))
+    return EvaluatedGroups(
+        *maximize_groups(lambda g: evaluations(shared.mean, root, g), groups, most, relative_rounding())
+    )
 
 
 def message_of(evaluated: EvaluatedGroups, step: float) -> Message:

@@ -100,7 +100,7 @@ def in_group_rounds(start: Shared, parts: Parts, rounds: int | None, tolerance: 
     while len(errors) < (MAX_ROUNDS if rounds is None else rounds):
         if rounds is None and len(errors) >= FEWEST and errors[-1] < tolerance:
             break
-        least = at.bound - rounding() * (1 + abs(at.bound))
+        least = at.bound - relative_rounding() * (1 + abs(at.bound))
         candidate = _combined_step(at, _combined(past), parts, least) or _plain_step(at, parts, least)
         if candidate is None:
             break
@@ -111,7 +111,7 @@ def in_group_rounds(start: Shared, parts: Parts, rounds: int | None, tolerance: 
     return GroupResult(at.shared, at.bound, errors, at.message.error)
 
 
-def rounding() -> float:
+def relative_rounding() -> float:
     """Relative, of sums of expectations."""
     return 8 * float(np.finfo(jnp.result_type(float)).eps)
 

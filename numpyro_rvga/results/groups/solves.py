@@ -25,7 +25,7 @@ from ...core.groups.steps import Groups
 from ...engines.groups import GroupEvaluations
 from ...user_warnings import warn
 from ..merging.summaries import TOLERANCE
-from .blocks import BlockModel, Piece, as_parts
+from .blocks import BlockModel, GroupPiece, as_parts
 from .rounds import Shared, in_group_rounds
 from .rows import GroupRows
 
@@ -115,7 +115,7 @@ def solved(
 
 def _pieces(
     model: BlockModel, before: SharedState | None, given: Sequence[Callable[[], PieceInput]], *, alone: bool
-) -> list[Piece]:
+) -> list[GroupPiece]:
     """The pieces to solve for together. The first one has the factor of q(s)."""
     pieces = []
     for number, read in enumerate(given):
@@ -129,7 +129,7 @@ def _pieces(
                 (mean, precision), prior, evidence = before
                 of_shared = rest_of_shared(evidence, mean, precision, prior)
                 others = others._replace(shared=others.shared.and_powers(of_shared, np.ones(1)))
-        pieces.append(Piece(model, rows, some.groups, others, with_shared_prior=number == 0))
+        pieces.append(GroupPiece(model, rows, some.groups, others, with_shared_prior=number == 0))
     return pieces
 
 

@@ -28,7 +28,7 @@ from ...streams.opening import BAD_ROW_POLICIES
 from ...user_warnings import warn
 from ..merging.summaries import distance
 from .blocks import FEWEST, BlockModel
-from .parts import LABELS, GroupModel, Start, blocks_of_rows, initial_groups, numbered, start_of
+from .parts import LABELS, GroupModel, GroupStart, blocks_of_rows, initial_groups, numbered, start_from_some
 from .posterior import GroupFiles, GroupPosterior, checked_folder, write_groups
 from .rounds import Shared
 from .rows import new_rows
@@ -54,7 +54,7 @@ class GroupStream:
     def __init__(self, model: GroupModel, store: GroupStore, block_size: int, rows_kept: int):
         self._model, self._store, self._block_size, self._rows_kept = model, store, block_size, rows_kept
         self._block_model: BlockModel | None = None
-        self._start: Start | None = None
+        self._start: GroupStart | None = None
         self._moments: SharedState | None = None
         self._kind: str | None = None
         self.num_rows, self._settled_at, self._version = 0, 0, 0
@@ -114,7 +114,7 @@ class GroupStream:
         block_model.engine.program.check_rows(rows, first)
         rows = block_model.form.fitted(rows) | {index: rows[index]}
         if self._start is None:
-            self._start = start_of(self._model, rows, len(labels))
+            self._start = start_from_some(self._model, rows, len(labels))
         vectors, places = self._store.read(labels)
         earlier, kept = block_model.unpacked(vectors)
         groups = initial_groups(len(labels), self._start).groups
@@ -213,7 +213,7 @@ class GroupStream:
         return self._moments
 
     @property
-    def _first(self) -> Start:
+    def _first(self) -> GroupStart:
         assert self._start is not None
         return self._start
 
@@ -266,7 +266,7 @@ class GroupStream:
         if difference is not None:
             raise ValueError(f"the file belongs to another model than the given one: {difference}.")
         mean, precision, *shared, head = state["start"]
-        self._start = Start(Shared(*shared), mean, precision, head)
+        self._start = GroupStart(Shared(*shared), mean, precision, head)
         shared, prior, evidence = state["moments"]
         self._moments = SharedState(Shared(*shared), QuadraticFactors(*prior), evidence)
         self.num_rows, self._settled_at, self._num_revisited, self._num_skipped = state["counts"]

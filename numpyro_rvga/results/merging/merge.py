@@ -18,7 +18,7 @@ from ...core.gaussians import BlockDiagonalGaussian, DiagonalGaussian, Family, F
 from ...core.gaussians.mean_field import MeanField
 from ...core.gaussians.mixture import GaussianMixture
 from ...core.updates.state import Count, State, new_state
-from ...engines.certificate import Sums
+from ...engines.certificate import SiteSums
 from ...engines.engine import Engine
 from ...model.data.row_set import RowSet, total
 from ...model.data.rows import Rows, equal
@@ -126,14 +126,14 @@ def _in_rounds(parts: list[Fitted], states: list[State], blocks: list[Any], limi
         {"on_bad_row": "skip" if "num_skipped" in part.info else "raise", **part.program.model_kwargs} for part in parts
     ]
 
-    def sums(state: State) -> Sums:
+    def sums(state: State) -> SiteSums:
         of_parts = []
         for number, (part, block) in enumerate(zip(parts, blocks)):
             of_part, rows = part.continuation.sums_at(state, block, **options[number])
             if part.row_sets and rows != total(part.row_sets):
                 raise ValueError(f"block {number} of data does not hold the rows that part {number} has taken in.")
             of_parts.append(of_part)
-        return reduce(Sums.plus, of_parts)
+        return reduce(SiteSums.plus, of_parts)
 
     def sample_of(*numbers: Sequence[int]) -> list[Rows]:
         of_parts = zip(parts, blocks, options, *numbers)

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ...core.updates.state import CanonicalGaussian, Count, State
-from ...engines.certificate import BoundEvaluation, Certificate, Sums
+from ...engines.certificate import BoundEvaluation, Certificate, SiteSums
 from ...engines.engine import Engine
 from ...engines.natural_steps import with_prior_factor, without_prior_factor
 from ...model import Program
@@ -44,20 +44,20 @@ class Evaluations(NamedTuple):
     :ivar of_sample: the number of rows of each part -> the state of a sample of them; see :func:`state_of_sample`.
     """
 
-    sums: Callable[[State], Sums]
-    evaluate: Callable[[State, Sums], BoundEvaluation]
+    sums: Callable[[State], SiteSums]
+    evaluate: Callable[[State, SiteSums], BoundEvaluation]
     with_exact_prior: Callable[[State], State]
     of_sample: Callable[[Sequence[int]], State | None]
 
 
-def evaluations_of(engine: Engine, start: State, sums: Callable[[State], Sums], sample_of: SampleOf) -> Evaluations:
+def evaluations_of(engine: Engine, start: State, sums: Callable[[State], SiteSums], sample_of: SampleOf) -> Evaluations:
     """The functions that steps call, by an engine of the model. ``start``: before the first row."""
     certificate = Certificate.of(engine)
 
     def with_exact_prior(state: State) -> State:
         return state if state.prior_factor is None else engine.with_exact_prior(state)[0]
 
-    def evaluate(state: State, rows: Sums) -> BoundEvaluation:
+    def evaluate(state: State, rows: SiteSums) -> BoundEvaluation:
         return certificate.evaluate(start, state, rows)
 
     def of_sample(counts: Sequence[int]) -> State | None:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ...core.updates.state import CanonicalGaussian, Count, State
-from ...engines.certificate import Sums
+from ...engines.certificate import SiteSums
 from ...engines.natural_steps import joint_density, without_prior_factor
 
 TOLERANCE = 0.01  # standard deviations that rounds may leave q off by
@@ -28,7 +28,7 @@ def summary(after: State, before: State, origin: np.ndarray) -> CanonicalGaussia
     return without_prior_factor(after, origin).plus(without_prior_factor(before, origin), -1.0)
 
 
-def row_factor(state: State, sums: Sums, origin: np.ndarray) -> CanonicalGaussian:
+def row_factor(state: State, sums: SiteSums, origin: np.ndarray) -> CanonicalGaussian:
     """The Gaussian factor with the value, gradient and curvature of the rows' expected log-likelihood at q.
 
     :param sums: over the rows, at the state.
