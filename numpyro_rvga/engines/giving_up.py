@@ -23,25 +23,25 @@ class StepCount:
     """
 
     def __init__(self, lowest: float = -np.inf, most: int | None = None):
-        self.taken, self.is_hopeless = 0, False
+        self.count, self.is_hopeless = 0, False
         self._lowest, self._most = lowest, most
 
     def gives_up(self, progress: Progress) -> bool:
         """Whether to give up after one more step."""
-        self.taken += 1
+        self.count += 1
         too_low = float(progress.bound + FORESEEN * progress.decrement) < self._lowest
-        self.is_hopeless = too_low or (self._most is not None and self.taken > self._most)
+        self.is_hopeless = too_low or (self._most is not None and self.count > self._most)
         return self.is_hopeless
 
 
 class Crawl:
-    """Sees whether a search crawls: as many steps again, like the last ones, would come nowhere near its end."""
+    """Detects a search that crawls: as many steps again, like the last ones, would come nowhere near its end."""
 
     def __init__(self):
         self._accepted: deque[tuple[float, float]] = deque(maxlen=1 + LAST_STEPS)  # bounds and squared gradients
         self._iterations = 0
 
-    def sees(self, progress: Progress) -> bool:
+    def detects(self, progress: Progress) -> bool:
         """Whether it does so, after one more step."""
         iterations, bound, decrement = int(progress.iterations), float(progress.bound), float(progress.decrement)
         if iterations < self._iterations:  # the bound has become another one

@@ -190,6 +190,10 @@ class JointSolver:
     ) -> tuple[State, StepInfo]:
         """The state after ``num_rows`` new rows.
 
+        A search begins by coarse expectations, if there are any, and goes on by exact ones where those do not suffice.
+        With ``other_means`` there are more searches, from these: to look for other modes, if the first one has ended
+        near a maximum, and else to come nearer to one.
+
         :param with_absorbed: report the moments of the rows' predictors.
         :param with_error_estimates: report the factors' expected values and their errors, by kind.
         :param coarse: what the search begins with, or None.
@@ -198,8 +202,9 @@ class JointSolver:
         if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((problem, num_rows))):
             return self._traced(problem, num_rows, search=search, with_absorbed=with_absorbed)
         start = self._begin[self._is_little_work(search, problem)](problem, search=search)
-        few = None if coarse is None else self._steps(search, problem, start, coarse)
-        ways = _Ways(search, self._steps(search, problem, start), few, None if coarse is None else coarse.suffices)
+        coarse_steps = None if coarse is None else self._steps(search, problem, start, coarse)
+        suffices = None if coarse is None else coarse.suffices
+        levels = _CoarseToFine(search, self._steps(search, problem, start), coarse_steps, suffices)
 
         def finished(state: SolverState, steps: Steps) -> tuple[State, StepInfo]:
             expected = _expected_at(steps, state) if with_error_estimates else None
@@ -210,37 +215,37 @@ class JointSolver:
         is_dear = self._is_long and not search.mode  # a density may rise without end
 
         def is_enough(at: Progress) -> bool:
-            return of_first.gives_up(at) or (is_dear and crawl.sees(at))
+            return of_first.gives_up(at) or (is_dear and crawl.detects(at))
 
-        state, steps, _ = ways.begin(start.state, of_first)
+        state, steps, _ = levels.begin(start.state, of_first)
         state = solve(search, steps, state, on_step=on_step, is_enough=is_enough)
-        first = finished(*ways.checked(state, steps, on_step=on_step, is_enough=is_enough))
+        first = finished(*levels.refined(state, steps, on_step=on_step, is_enough=is_enough))
         if other_means is None:
             return first
         highest = float(first[0].log_evidence) if bool(first[1].ok) else -np.inf
 
         def check(mean: np.ndarray) -> tuple[State, StepInfo] | None:
             """Where a search from another mean ends; None if that is where the first one did, or it leads nowhere."""
-            count = StepCount(highest - LOWEST, max(FEWEST_STEPS, STEPS_OF_A_CHECK * of_first.taken))
+            count = StepCount(highest - LOWEST, max(FEWEST_STEPS, STEPS_OF_A_CHECK * of_first.count))
 
             def is_near(at: Progress) -> bool:
                 return count.gives_up(at) or float(at.decrement) <= NEAR
 
-            state, steps, is_found = ways.begin(start.state._replace(mean=mean), count)
-            if count.is_hopeless or (is_found and not are_apart(finished(state, steps), first)):
+            state, steps, is_solved = levels.begin(start.state._replace(mean=mean), count)
+            if count.is_hopeless or (is_solved and not are_apart(finished(state, steps), first)):
                 return None
             state = solve(search, steps, state, is_enough=is_near)
             if count.is_hopeless or not are_apart(finished(state, steps), first):
                 return None
             state = solve(search, steps, state, is_enough=count.gives_up)
-            state, steps = ways.checked(state, steps, is_enough=count.gives_up)
+            state, steps = levels.refined(state, steps, is_enough=count.gives_up)
             return None if count.is_hopeless else finished(state, steps)
 
         def retry(mean: np.ndarray) -> tuple[State, StepInfo]:
-            state, steps, _ = ways.begin(start.state._replace(mean=mean), StepCount())
+            state, steps, _ = levels.begin(start.state._replace(mean=mean), StepCount())
             count = StepCount(highest)
             state = solve(search, steps, state, is_enough=count.gives_up)
-            return finished(*ways.checked(state, steps, is_enough=count.gives_up))
+            return finished(*levels.refined(state, steps, is_enough=count.gives_up))
 
         has_ended = bool(first[1].converged) or float(first[1].decrement) <= NEAR
         again, times = (check, NUM_CHECKS) if has_ended else (retry, NUM_RETRIES)
@@ -283,59 +288,59 @@ class JointSolver:
         return _absorbed(joint, solve_joint_traced(search, joint), num_rows, with_absorbed)
 
 
-class _Ways(NamedTuple):
-    """By which expectations a search finds its solution.
+class _CoarseToFine(NamedTuple):
+    """The steps of a search: by coarse expectations first, and by exact ones where those do not suffice.
 
-    :ivar exact: steps by the problem's own. :ivar few: by those that it begins with, or None.
+    :ivar exact: steps by the problem's own expectations. :ivar coarse: by cheaper ones, or None.
     :ivar suffices: see :data:`Suffices`.
     """
 
     search: Search
     exact: Steps
-    few: Steps | None
+    coarse: Steps | None
     suffices: Suffices | None
 
     def begin(self, state: SolverState, count: StepCount) -> tuple[SolverState, Steps, bool]:
-        """A state near the solution, and the steps that lead on from there: the few, if they seem to suffice. The state
-        that was given, if they lead nowhere. And whether the few have found a solution of their own.
+        """A state near the solution by the coarse steps, or ``state`` where they lead nowhere; the steps to go on with,
+        which are the coarse ones if these seem to suffice; and whether the coarse ones have reached a solution.
 
-        :param count: by which the search is given up. One that crawls is, too.
+        :param count: gives up the search. One that crawls is given up too.
         """
-        if self.few is None:
+        if self.coarse is None:
             return state, self.exact, False
         crawl = Crawl()
 
         def is_enough(at: Progress) -> bool:
-            return count.gives_up(at) or crawl.sees(at) or float(at.decrement) <= ROUGHLY
+            return count.gives_up(at) or crawl.detects(at) or float(at.decrement) <= ROUGHLY
 
-        near = solve(self.search, self.few, state, is_enough=is_enough)
+        near = solve(self.search, self.coarse, state, is_enough=is_enough)
         if count.is_hopeless:
             return state, self.exact, False
         if not float(near.evaluation.decrement) <= ROUGHLY:
-            return self._higher(begun_again(near), state), self.exact, False
-        if self._will_do(near):
-            return near, self.few, True
+            return self._of_highest_bound(begun_again(near), state), self.exact, False
+        if self._coarse_suffices(near):
+            return near, self.coarse, True
         return begun_again(near), self.exact, True
 
-    def _higher(self, *states: SolverState) -> SolverState:
-        """The one of the highest bound by the exact expectations: few nodes may lead to where they alone are high."""
+    def _of_highest_bound(self, *states: SolverState) -> SolverState:
+        """The state of the highest bound by exact expectations: a bound by few nodes may be high where it alone is."""
         evaluated = [solve(self.search, self.exact, state, is_enough=lambda at: True) for state in states]
         bounds = np.array([float(state.evaluation.bound) for state in evaluated])
         return evaluated[int(np.argmax(np.where(np.isnan(bounds), -np.inf, bounds)))]
 
-    def checked(self, state: SolverState, steps: Steps, **options: Any) -> tuple[SolverState, Steps]:
-        """The solution that these steps have led to; or that of the exact ones, if the few do not suffice.
+    def refined(self, state: SolverState, steps: Steps, **options: Any) -> tuple[SolverState, Steps]:
+        """The solution that ``steps`` have led to; or that of the exact ones, if the coarse do not suffice.
 
         :param options: of :func:`~numpyro_rvga.core.updates.drivers.solve`.
         """
-        if steps is self.exact or self._will_do(state):
+        if steps is self.exact or self._coarse_suffices(state):
             return state, steps
         return solve(self.search, self.exact, begun_again(state), **options), self.exact
 
-    def _will_do(self, state: SolverState) -> bool:
-        if self.few is None or self.suffices is None:
+    def _coarse_suffices(self, state: SolverState) -> bool:
+        if self.coarse is None or self.suffices is None:
             return False
-        return self.suffices(_expected_at(self.few, state).error_estimates, float(state.evaluation.bound))
+        return self.suffices(_expected_at(self.coarse, state).error_estimates, float(state.evaluation.bound))
 
 
 def _expected_at(steps: Steps, state: SolverState) -> Expected:

@@ -137,12 +137,12 @@ class SparseEngine:
 
     def _normal_rows(self, problem: SparseProblem) -> list[tuple[object, Factors]]:
         """Form and factors of each site, of all chunks, at theta = 0."""
-        form, found = self._form(problem), []
+        form, by_site = self._form(problem), []
         for terms, prepared, at in zip(self.engine.program.terms, problem.chunks[0], problem.borders[0]):
             factors, at = merged((prepared, at))
             jacobian = form.packing.placed(factors.jacobian, jnp.asarray(at))
-            found.append((terms.closed_form, factors._replace(jacobian=jacobian)))
-        return found
+            by_site.append((terms.closed_form, factors._replace(jacobian=jacobian)))
+        return by_site
 
     def _sums_of(self, problem: SparseProblem) -> tuple[Array, tuple[NormalSums, ...], tuple[Array, Array]]:
         """Whether each site has one scale; the sums if so, and where they say that a search starts."""
