@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 Kept = TypeVar("Kept")
 RETRIES = 3
-PATIENCE = 60  # seconds without a result, after which it is looked whether there are workers at all
+PATIENCE = 60  # seconds without a result, after which the number of workers is checked
 REFUSALS = (ValueError, NotImplementedError, TypeError)  # of data and models, which are the same the next time
 
 

@@ -74,9 +74,9 @@ def stream_groups(
     :param index: the model's argument that has the group of each row. In the data its values are labels, integers
         or strings; the model is given the number of the group within its block, from zero.
     :param size: the model's argument that is the number of groups, the size of the plate.
-    :param rows_kept: of each group, at most, chosen at random. These are looked at again when more rows of the
-        group come, and whenever the stream has grown by half. Of groups with more rows, what looking again changes
-        for those kept is taken to change for the others. A warning says so where that may leave the shared sites
+    :param rows_kept: of each group, at most, chosen at random. These are evaluated again when more rows of the
+        group come, and whenever the stream has grown by half. Of groups with more rows, the change for those kept is
+        taken for that of the others too. A warning says so where that may leave the shared sites
         off by 0.1 standard deviations. None are kept where rows are linear and Gaussian.
     :param block_size: rows that are solved for together.
     :param file: for :meth:`GroupStream.save`, and for groups that are not in memory. An SQLite database.

@@ -36,7 +36,7 @@ from ..options import key_numbers
 from .engine import Engine
 from .joint_solver import search_for, whitened_traced
 
-MOST_IN_GRID = 2  # entries that a row depends on; of more, all are in nodes that are spread at random
+MOST_IN_GRID = 2  # entries that a row depends on; of more, nodes are random in all entries
 NODES = {1: 32, 2: 20}  # along each axis of a grid, by the number of its axes
 MORE_NODES = 4  # times ``num_samples``, for regressions on all entries at once
 SHORTEST_STEP = 1e-6

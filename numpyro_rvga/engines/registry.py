@@ -272,7 +272,7 @@ def _whole_form(rng_key: Array) -> tuple:
 
 
 def _as_models_take_them(arrays: Rows) -> list[tuple[dict, bool]]:
-    """As they are; as NumPy's, whose values models can look at; as JAX's, which latent indices can index; and with all
+    """As they are; as NumPy's, whose values models can read; as JAX's, which latent indices can index; and with all
     that a model computes of them in JAX computed when it is read, which takes long."""
     numpy, jax_arrays = ({n: convert(x) for n, x in arrays.items()} for convert in (np.asarray, jnp.asarray))
     variants: list[tuple[dict, bool]] = [(arrays, False)]

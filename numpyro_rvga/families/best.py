@@ -108,7 +108,7 @@ class BestFamily:
         return dataclasses.replace(best.posterior, info=info)
 
     def _attempt(self, families: Families, run: Callable[[Families], Posterior]) -> _Attempt | None:
-        """None if the model has no such posterior, or its bound is not exact: that of nodes spread at random."""
+        """None if the model has no such posterior, or its bound is not exact: that of random nodes."""
         try:
             attempt = _Attempt.of(families, run)
         except (ValueError, NotImplementedError):  # of the families: with one Gaussian there was none

@@ -30,8 +30,8 @@ from ..streams.opening import PassOptions, open_source, ordered, usable_source
 from ..user_warnings import warn
 
 BLOCK_NUMBERS = 2**22  # in the Jacobians of a block's rows at all nodes
-MOST_LOOKED_AT = 1024  # rows, to see how many entries one depends on
-STREAM_ROWS = 2048  # of a block, if it is not known how many rows there are
+MOST_LOOKED_AT = 1024  # rows, by which it is determined how many entries one depends on
+STREAM_ROWS = 2048  # of a block, if the number of rows is unknown
 
 
 def check_unused(unused: Mapping[str, bool]) -> None:
@@ -146,7 +146,7 @@ class SiteFamilies:
 
     @property
     def has_exact_bound(self) -> bool:
-        """Whether the rows of the last data take nodes of a grid, and not such as are spread at random."""
+        """Whether the rows of the last data take nodes of a grid, not random ones."""
         return self.last[1].width <= MOST_IN_GRID
 
     # ------------------------------------------------------------------ inside

@@ -24,7 +24,7 @@ from ..core.jaxprs.interpret import interpret, is_inlined
 from ..core.jaxprs.primitives import equations_of
 from .program import Program
 
-PROBE = 0.5  # the value, and minus the value, at which the density is looked at
+PROBE = 0.5  # the value, and minus the value, at which the density is evaluated
 HAVE_NO_VALUE_BELOW_ZERO = frozenset("log sqrt rsqrt pow cholesky".split())
 ARE_POSITIVE = frozenset("exp exp2 logistic abs square cosh erfc".split())
 
@@ -89,7 +89,7 @@ def _positive_sites(program: Program) -> tuple[str, ...]:
     """Latent sites of real numbers that may not be negative: where all of them are positive, the model's density has a
     value, and it has none (NaN) if one of them is negative.
 
-    :param program: of the model. Its example rows are looked at.
+    :param program: of the model. Its example rows are evaluated.
     """
     candidates = _of_logarithms(program)
     if not candidates:

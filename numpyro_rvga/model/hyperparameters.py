@@ -62,7 +62,7 @@ def choose_sites(program: Program, conditional: Callable[[tuple[str, ...]], Prog
         return next(each for each in _all_terms(conditional(tuple(given))) if each.terms.site == site)
 
     def is_simple_given(site: str, given: Sequence[str]) -> bool:
-        """Whether a site's terms are simple once some latent sites stand still, at any place."""
+        """Whether a site's terms are simple given some latent sites, at any value of these."""
         return len(given) == len(program.layout.site_names) or _is_simple(terms_given(site, given), program.dtype)
 
     sizes = program.layout.sizes
@@ -70,11 +70,11 @@ def choose_sites(program: Program, conditional: Callable[[tuple[str, ...]], Prog
     coupled = {}
     for each in _all_terms(program):
         if not _is_simple(each, program.dtype):
-            coupled |= dict.fromkeys(each.terms.sites, _sites_seen(program, each))
-    chosen = [name for name in constrained if any(name in seen for seen in coupled.values())]
-    left = {site: seen for site, seen in coupled.items() if not is_simple_given(site, chosen)}
+            coupled |= dict.fromkeys(each.terms.sites, _sites_read(program, each))
+    chosen = [name for name in constrained if any(name in sites_read for sites_read in coupled.values())]
+    left = {site: sites_read for site, sites_read in coupled.items() if not is_simple_given(site, chosen)}
     if left:
-        real = sorted({name for seen in left.values() for name in seen} & program.real_sites)
+        real = sorted({name for sites_read in left.values() for name in sites_read} & program.real_sites)
         small = sorted((name for name in real if sizes[name] <= MOST_ADDED), key=lambda name: sizes[name])
         added = next(
             (
@@ -86,7 +86,9 @@ def choose_sites(program: Program, conditional: Callable[[tuple[str, ...]], Prog
             None,
         )
         if added is None:
-            return Choice((), f"the terms of site {next(iter(left))!r} see no few sites less by affine predictors")
+            return Choice(
+                (), f"the terms of site {next(iter(left))!r} have no affine predictors, whichever few sites are given"
+            )
         chosen += added
     chosen = _without_needless({name: sizes[name] for name in chosen}, coupled, terms_given)
     if not chosen:
@@ -97,21 +99,21 @@ def choose_sites(program: Program, conditional: Callable[[tuple[str, ...]], Prog
 
 
 def _without_needless(sizes: dict[str, int], coupled: dict[str, frozenset[str]], terms_given: Callable) -> list[str]:
-    """Without the sites that all terms do without, the largest first.
+    """The sites without those that no term needs as given, the largest first.
 
     :param sizes: of the sites, by name.
     """
     chosen = list(sizes)
     for name in sorted(chosen, key=lambda name: -sizes[name]):
         others = [other for other in chosen if other != name]
-        seeing = [site for site, seen in coupled.items() if name in seen]
-        if others and all(_is_of_one_predictor(terms_given(site, others).terms) for site in seeing):
+        readers = [site for site, sites_read in coupled.items() if name in sites_read]
+        if others and all(_is_of_one_predictor(terms_given(site, others).terms) for site in readers):
             chosen = others
     return chosen
 
 
 def _all_terms(program: Program) -> Iterator[SiteTerms]:
-    """Those that are not Gaussian."""
+    """The terms of rows, and those of the prior that are not Gaussian."""
     rows = program.inputs(program.example_rows) | program.shared_elsewhere
     yield from (SiteTerms(terms, rows, program.layout.size) for terms in program.terms)
     prior_rows = program.prior_inputs | program.shared_elsewhere
@@ -135,7 +137,7 @@ def _is_concave(of_site: SiteTerms, dtype: DTypeLike) -> bool:
     terms, (shared, own) = of_site.terms, split_rows(of_site.rows)
     num_rows = min((len(array) for array in own.values()), default=1)
     probes = jnp.asarray(np.random.default_rng(0).normal(size=(NUM_PROBES, terms.num_predictors)), dtype)
-    places = np.arange(NUM_PROBES) % (num_rows * terms.num_elements)
+    numbers = np.arange(NUM_PROBES) % (num_rows * terms.num_elements)
     start = jnp.zeros(of_site.size + terms.num_local, dtype)
 
     def at(probe, number, element):
@@ -143,8 +145,8 @@ def _is_concave(of_site: SiteTerms, dtype: DTypeLike) -> bool:
         jacobian = jax.jacrev(lambda theta: terms.predictors(theta, row, element))(start)
         return jax.hessian(terms.density)(probe, terms.constants(row, element)), jacobian
 
-    numbers, elements = (jnp.asarray(x, jnp.int32) for x in np.divmod(places, terms.num_elements))
-    evaluated = at_once(lambda: jax.vmap(at)(probes, numbers, elements))
+    row_numbers, elements = (jnp.asarray(x, jnp.int32) for x in np.divmod(numbers, terms.num_elements))
+    evaluated = at_once(lambda: jax.vmap(at)(probes, row_numbers, elements))
     hessians, jacobians = (np.asarray(x, np.float64) for x in evaluated)
     if not (np.isfinite(hessians).all() and np.isfinite(jacobians).all()):
         return False
@@ -157,7 +159,7 @@ def _is_concave(of_site: SiteTerms, dtype: DTypeLike) -> bool:
     return bool(np.all(curvatures.max(axis=1) <= 100 * float(jnp.finfo(dtype).eps) * sizes))
 
 
-def _sites_seen(program: Program, of_site: SiteTerms) -> frozenset[str]:
+def _sites_read(program: Program, of_site: SiteTerms) -> frozenset[str]:
     """The latent sites that a term's predictors depend on."""
     depends = depends_on_entries([of_site.terms], of_site.size, program.dtype, of_site.rows)
     by_site = program.layout.unravel(depends)

@@ -55,7 +55,7 @@ class Layout(NamedTuple):
         if not self.site_names:  # XLA has no split into nothing
             return {}
         sizes, axis = list(self.sizes.values()), np.ndim(theta) - 1
-        if isinstance(theta, np.ndarray):  # known also where a function is traced
+        if isinstance(theta, np.ndarray):  # a constant also where a function is traced
             pieces = np.split(theta, np.cumsum(sizes)[:-1], axis=axis)
         else:
             pieces = lax.split(theta, sizes, axis=axis)  # gradients are joined, not added up

@@ -18,7 +18,7 @@ from .terms.reads import directions_along
 from .terms.terms import Terms, linearize_along, split_rows
 
 NOBODY = -1
-CHUNK = 2**16  # rows that are looked at together
+CHUNK = 2**16  # rows that are evaluated together
 
 
 class Members(NamedTuple):
@@ -145,7 +145,7 @@ def whose(terms: Terms, members: Members, of: np.ndarray, axis: int | None) -> n
     """The member that each prior term belongs to, (E,), also if it depends on none; ``NOBODY``: to none.
 
     :param of: of :func:`member_of_prior`. :param axis: along which the site's plate has the members; None: it has none.
-    :raises ValueError: for terms in the plate whose member is not known.
+    :raises ValueError: for terms in the plate whose member cannot be determined.
     """
     if axis is None or (of != NOBODY).all():
         return of

@@ -32,7 +32,7 @@ class Program(BoundLikelihood):
     """A model, its data's form and its keyword arguments, read once.
 
     :param all_rows: all rows, which priors and deterministic sites may read, if they are at hand.
-    :param constants: what all rows determine of such a prior, if that is known already.
+    :param constants: what all rows determine of such a prior, from an earlier reading.
     :param options: the fields of :class:`~.bound.model_runs.ReadingOptions`.
     :param model: and all others: see :class:`BoundModel`.
     :ivar reason: why a whole program is one.

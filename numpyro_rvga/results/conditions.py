@@ -41,7 +41,7 @@ class SiteConditions:
     """The conditions for the densities of one observed site.
 
     :param num_predictors: C, the numbers through which theta enters a density.
-    :param rows: the row of each density that was looked at over the grid, ``(densities,)``.
+    :param rows: the row of each density that was evaluated over the grid, ``(densities,)``.
     :param elements: its place among the row's elements, ``(densities,)``.
     :param grid: over the grid of (m, v).
     :param posterior: at the (m, v) of all rows under the posterior, if there is one.

@@ -14,7 +14,7 @@ from ..user_warnings import warn
 from .fitted import Fitted
 
 LOST = 5e-3  # relative error of a variance, from one rounding of the precision: sums of many rows round often
-MAX_NUMBERS = 2**26  # in the arrays of a Gaussian that is looked at
+MAX_NUMBERS = 2**26  # in the arrays of a Gaussian that is checked
 MAX_EXACT = 1000  # entries whose conditional variances are computed; beyond, they are estimated
 NUM_PROBES = 64  # for such an estimate: a standard error of a sixth
 MAX_FACTORIZED = 4000  # entries, if the root is not triangular

@@ -29,7 +29,7 @@ SEARCHED = 2**16  # rows among which there must be one with finite values
 class PassOptions:
     """A user's options of a pass; see :meth:`RVGA.run`.
 
-    :ivar opened: the checkpoint, looked at before any row is read; None if there is to be none.
+    :ivar opened: the checkpoint, checked before any row is read; None if there is to be none.
     :raises ValueError: for options that do not exist or exclude each other, and for checkpoints that cannot be
         written.
     """

@@ -1,9 +1,9 @@
 """One pass over rows: pieces through compiled steps, with checkpoints, and without the rows that cannot be used.
 
 A source hands out rows in pieces (:mod:`~.feed`), and a method's step takes a state and a piece to a state. Steps are
-begun one after the other, up to ``PREFETCH`` of them before the first result is looked at, so that reading and
-computing go on at the same time. Results are looked at in order. One that is not finite is undone with all that follow:
-the rows to blame are found by halving, left out or named, and the others are taken anew.
+begun one after the other, up to ``PREFETCH`` of them before the first result is checked, so that reading and computing
+go on at the same time. Results are checked in order. One that is not finite is undone with all that follow: the rows
+that cause it are found by halving, left out or named, and the others are taken anew.
 
 A subclass is the pass of one method: :class:`~.recursive_pass.RecursivePass` (RVGA), :class:`~.online_pass.OnlinePass`
 (BONG) and :class:`~.mean_field_pass.MeanFieldPass` (RVGA with families by site).

@@ -49,7 +49,7 @@ def estimated(certificate: Certificate, state: State, row_pass: RecursivePass, m
         warn(
             "q may not be the best Gaussian: a sample of the rows leaves a squared natural gradient of "
             f"{after.squared_natural_gradient:.2g} nats, with noise of {noise.squared:.2g}. Rows that can be "
-            "read again (arrays, a list of blocks, ParquetRows) are looked at to the end."
+            "read again (arrays, a list of blocks, ParquetRows) are evaluated at the end."
         )
     info = {
         "looks": certified.num_evaluations,

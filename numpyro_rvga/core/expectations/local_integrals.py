@@ -1,7 +1,7 @@
 """Integrals of exp(h(z)) over z in R^K, K up to three, by nodes that go where the integrand is.
 
-Nothing is known of h but its values: how wide it is, where it has its mode, whether its tails are those of a normal or
-of a Student t. One dimension: grids that narrow down on the mode, then the distances at which h has fallen enough on
+Width, mode and tails of h, which may be those of a normal or of a Student t, are found from its values alone. One
+dimension: grids that narrow down on the mode, then the distances at which h has fallen enough on
 either side, then the trapezoidal rule in t, z = mode + scale sinh(t), whose error falls exponentially with the number
 of nodes for analytic integrands (Trefethen and Weideman, The exponentially convergent trapezoidal rule, 2014). Two and
 three: the mode by Levenberg and Marquardt's method, and the same rule along the axes of the curvature there.
@@ -28,7 +28,7 @@ GRID = 16  # points of each grid that narrows down on the mode
 WIDEST = 16.0  # the first grid is sinh of a grid from minus this to this: up to 4e6
 NEAR_MODE = 2.0  # nats: the grids narrow down on what is less than this below the best
 MAX_GRIDS = 24
-FURTHEST = 11  # powers of four, times the scale: where tails are looked for
+FURTHEST = 11  # powers of four, times the scale: the furthest point of a tail
 REFINED = 6  # distances between two powers of four
 MARGIN = 1.15  # of the box in two and three dimensions: the integrand's axes turn away from the mode
 MAX_STEPS = 60

@@ -1,11 +1,11 @@
 """Loops whose steps hand on no result of the step before, or only multiples of it: all steps at once.
 
-State-space models are written as a scan whose carry is the state. Once the states of all steps are known, as latent
-sites are, a step takes nothing of the step before but its state; so the loop is an operation on arrays, and each term
+State-space models are written as a scan whose carry is the state. Given the states of all steps, which are latent
+sites, a step takes nothing of the step before but its state; so the loop is an operation on arrays, and each term
 depends on the few states that it names. Seasons, trends and sums hand on more, c_t = A_t c_(t-1) + b_t, where A_t takes
 constants alone: then all c are one product of a constant matrix and all b.
 
-Other loops stay loops, but what their steps return of constants alone is known before they run.
+Other loops stay loops, but their outputs that depend on constants alone are computed beforehand.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MOST_NUMBERS = 2**22  # in the matrix that takes the place of a linear loop
 
 
 class Stage(NamedTuple):
-    """Carried values that are computed together, once those of earlier stages are known.
+    """Carried values that are computed together, after those of earlier stages.
 
     :ivar slopes: of the values after a step in those before it, raveled (n, n), as a program of these and of all inputs
         of the step; None: they do not depend on them.
@@ -47,14 +47,14 @@ def in_parallel(eqn: JaxprEqn, is_constant: Sequence[bool]) -> jex_core.ClosedJa
     :param is_constant: of the equation's inputs, whether each is a constant.
     :return: None if a carried value is left that is none of these.
     """
-    _, sources, alone, known = _dependences(eqn, is_constant)
+    _, sources, alone, precomputed = _dependences(eqn, is_constant)
     carries = frozenset(sources)
     stages: list[Stage] = []
     resolved = alone
     while resolved != carries:
         left = sorted(carries - resolved)
         ready = [c for c in left if sources[c] & carries <= resolved]
-        stage = Stage(ready, None) if ready else _linear_stage(eqn, left, sources, known)
+        stage = Stage(ready, None) if ready else _linear_stage(eqn, left, sources, precomputed)
         if stage is None:
             return None
         stages.append(stage)
@@ -67,8 +67,8 @@ def constant_outputs(eqn: JaxprEqn, is_constant: Sequence[bool]) -> tuple[list[i
 
     :return: None if there are none.
     """
-    takes, sources, _, known = _dependences(eqn, is_constant)
-    numbers = [i for i, own in enumerate(takes) if own <= known]
+    takes, sources, _, precomputed = _dependences(eqn, is_constant)
+    numbers = [i for i, own in enumerate(takes) if own <= precomputed]
     alone = sources.keys() & frozenset().union(*[takes[i] for i in numbers])
     while (more := alone.union(*[sources.keys() & sources[c] for c in alone])) != alone:
         alone = more
@@ -79,13 +79,13 @@ class _Dependences(NamedTuple):
     """Which inputs the results of a scan's step take.
 
     :ivar takes: by output. :ivar sources: by carried value, as an input: those of its value after the step.
-    :ivar alone: carried values that take constants and each other only. :ivar known: these, and all constants.
+    :ivar alone: carried values that take constants and each other only. :ivar precomputed: these, and all constants.
     """
 
     takes: list[frozenset[int]]
     sources: dict[int, frozenset[int]]
     alone: frozenset[int]
-    known: frozenset[int]
+    precomputed: frozenset[int]
 
 
 def _dependences(eqn: JaxprEqn, is_constant: Sequence[bool]) -> _Dependences:
@@ -112,11 +112,11 @@ def _body(eqn: JaxprEqn) -> jex_core.ClosedJaxpr:
 
 
 def _linear_stage(
-    eqn: JaxprEqn, left: list[int], sources: dict[int, frozenset[int]], known: frozenset[int]
+    eqn: JaxprEqn, left: list[int], sources: dict[int, frozenset[int]], precomputed: frozenset[int]
 ) -> Stage | None:
     """A carried value that is linear in itself, or all that are left together.
 
-    :param sources: which inputs of a step each takes. :param known: inputs of a step that are constants.
+    :param sources: which inputs of a step each takes. :param precomputed: inputs of a step that are constants.
     """
     body, start = _body(eqn), scan_counts(eqn)[0]
     for group in [*([c] for c in left), left]:
@@ -132,7 +132,7 @@ def _linear_stage(
             jnp.zeros(size, avals[0].dtype), *[jnp.zeros(aval.shape, aval.dtype) for aval in body.in_avals]
         )
         takes = sources_of(slopes, [frozenset(), *[frozenset([i]) for i in range(len(body.in_avals))]])[0]
-        if takes <= known:
+        if takes <= precomputed:
             return Stage(group, slopes)
     return None
 
@@ -172,7 +172,7 @@ def _at_once(
     """Some outputs of a scan, all steps at once.
 
     :param alone: carried values that take constants and each other only: a scan of their own. :param stages: others,
-        in an order in which each takes what is known before it. :param numbers: of the outputs.
+        in an order in which each takes the results of those before it. :param numbers: of the outputs.
     """
     params, body, (start, count) = eqn.params, _body(eqn), scan_counts(eqn)
     length = params["length"]
@@ -192,7 +192,7 @@ def _at_once(
         return [*arguments[:start], *(zeros | carried).values(), *arguments[stop:]]
 
     def at_steps(numbers: list[int]) -> list[Array]:
-        """Some outputs of all steps, by what is known of their inputs."""
+        """Some outputs of all steps, from the inputs that are computed so far."""
         return each(of_outputs(body, numbers), with_carried(arguments, before))
 
     def slopes_of(program: jex_core.ClosedJaxpr) -> Array:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-DENSE_SPEEDUP = 1_000  # of a multiplication in a product of matrices, over one whose places are looked up
+DENSE_SPEEDUP = 1_000  # of a multiplication in a product of matrices, over one whose indices are looked up
 
 
 class BorderPattern(NamedTuple):

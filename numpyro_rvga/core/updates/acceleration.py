@@ -87,5 +87,5 @@ def accelerated(state: SolverState, history: Sequence[Visited], entries: Entries
         target=jax.device_put(precision.astype(dtype)),
         gradient=jax.device_put((linear - entries.times(precision, mean)).astype(dtype)),  # a full step leads there
     )
-    short_of_full = np.nextafter(dtype.type(1), dtype.type(0))  # whose factor is not known yet
+    short_of_full = np.nextafter(dtype.type(1), dtype.type(0))  # so that its factor is computed
     return state._replace(evaluation=evaluation, step=jax.device_put(short_of_full))

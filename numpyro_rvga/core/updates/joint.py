@@ -146,7 +146,7 @@ class DenseJoint:
     def absorb(self, solution: Solution, num_rows: Array, expected: Expected | None) -> tuple[State, StepInfo]:
         """The state after the solution.
 
-        :param num_rows: how many are new to the state. :param expected: over the factors there, if it is known.
+        :param num_rows: how many are new to the state. :param expected: over the factors there, if computed.
         """
         state, mode = self.state, self.search.mode
         bound = solution.bound - jnp.sum(jnp.log(jnp.diagonal(solution.root))) if mode else solution.bound

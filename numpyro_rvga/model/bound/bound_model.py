@@ -41,8 +41,8 @@ class BoundModel(ModelRuns):
     :param rows: data arrays by argument name, checked (see :func:`checked_rows`).
     :param model_kwargs: passed to every call of the model unchanged.
     :param params: values of the ``numpyro.param`` sites, in unconstrained space; default: where the model starts them.
-    :param row_plates: plates over the rows, if they are known already and ``rows`` are a few.
-    :param row_facts: facts of latent variables of single rows, if they are known already.
+    :param row_plates: plates over the rows, from an earlier reading, if ``rows`` are a few.
+    :param row_facts: facts of latent variables of single rows, from an earlier reading.
     :ivar plates: names of the plates around each site. :ivar observed_sites: without auxiliary factors.
     """
 

@@ -78,7 +78,7 @@ class BoundPrior(BoundModel):
         """The prior of sites that read the data, and what all rows determine of it.
 
         :param usable: all rows that are fine, if they are at hand.
-        :param constants: what they determine, if it is known already.
+        :param constants: what they determine, from an earlier reading.
         :raises ValueError: if rows are needed and not at hand.
         """
         if constants is not None:

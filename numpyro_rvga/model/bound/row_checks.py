@@ -151,7 +151,7 @@ def _held(rows: Arrays, row: int, arrays: Iterable[str], separator: str = " and 
 
 def check_whole_support(program: BoundModel, site: str, rows: Mapping[str, np.ndarray], first_row: int) -> None:
     """:raises ValueError: naming the row, if an outcome of a whole program lies outside of its distribution's support.
-    Values that are computed of latent sites are not looked at."""
+    Values that are computed from latent sites are not checked."""
     if program.is_value_of_latents(site):
         return
     bad = np.argwhere(~np.asarray(jit_once(lambda: _elements_inside(program, site, program.example_row))()))

@@ -14,8 +14,8 @@ from scipy.sparse.csgraph import connected_components
 from ...core.compilation import jit_once
 from .local_sites import LocalSites
 
-PLACES = 3  # at which each variable's states are tried
-SLOPES = 8  # places at which slopes in continuous variables are taken
+POINTS = 3  # at which each variable's states are tried
+SLOPES = 8  # points at which slopes in continuous variables are taken
 PAIRS = 128  # of joint states that differ in half of the variables
 ROUNDING = 64.0  # units in the last place, by which two runs of one computation may differ
 Terms = Callable[[Array, Mapping[str, Array]], Array]
@@ -24,20 +24,21 @@ Terms = Callable[[Array, Mapping[str, Array]], Array]
 def dependence(terms: Terms, local: LocalSites, size: int, dtype: jnp.dtype) -> np.ndarray:
     """Which terms change with which variables (terms, K + D).
 
-    Each discrete variable is set to all its states, at a few places. A term may depend on it at few others only, as the
-    truth does not matter where somebody guesses. So half of the variables are changed at once, at many places: a term
-    that changes though none of its own variables did has one more, which is then looked for there.
+    Each discrete variable is set to all its states, at a few points. A term may depend on it at few other points only:
+    the correct answer to a question does not matter where it is guessed. So half of the variables are changed at once,
+    at many points. A term that changes, though none of its own variables did, depends on another one. Each variable is
+    then tried at that point.
 
     :param terms: (theta and z (P + K,), discrete variables) -> terms.
     :param size: P.
     """
     trials = _Trials(terms, local, size, dtype)
-    slopes, changes = trials.slopes(), trials.changes(*trials.place())
-    for _ in range(PLACES - 1):
-        changes |= trials.changes(*trials.place())
+    slopes, changes = trials.slopes(), trials.changes(*trials.point())
+    for _ in range(POINTS - 1):
+        changes |= trials.changes(*trials.point())
     while len(local.entries) > 1 and (missed := trials.missed(changes)) is not None:
-        term, changed, place = missed
-        changes |= trials.changes(*place)
+        term, changed, point = missed
+        changes |= trials.changes(*point)
         if not (changes[term] & changed).any():  # several together
             changes[term] |= changed
     return np.concatenate([slopes, changes], axis=1)
@@ -70,23 +71,23 @@ class _Trials:
         self.num_continuous = local.continuous.size
         self._num_states = np.array([len(local.states[name]) for name, _ in local.entries], int)
 
-    def place(self) -> tuple[np.ndarray, np.ndarray]:
-        """theta and z (P + K,), and states (D,)."""
+    def point(self) -> tuple[np.ndarray, np.ndarray]:
+        """A random point: theta and z (P + K,), and states (D,)."""
         theta = 0.5 * self._rng.normal(size=self._size + self.num_continuous)
         return theta.astype(self._dtype), self._rng.integers(self._num_states)
 
     def slopes(self) -> np.ndarray:
-        """Which terms have slopes in z at some of the places, (terms, K)."""
+        """Which terms have slopes in z at some of the points, (terms, K)."""
 
-        def of_place(theta: Array, states: Array) -> Array:
+        def of_point(theta: Array, states: Array) -> Array:
             def terms(z: Array) -> Array:
                 return self._terms(theta.at[self._size :].set(z), self._values(states))
 
             return jax.jacfwd(terms)(theta[self._size :]) != 0
 
-        thetas, states = map(np.stack, zip(*[self.place() for _ in range(SLOPES)]))
-        of_places = jit_once(lambda: lax.map(lambda at: of_place(*at), (jnp.asarray(thetas), jnp.asarray(states))))()
-        return np.any(np.asarray(of_places), axis=0)
+        thetas, states = map(np.stack, zip(*[self.point() for _ in range(SLOPES)]))
+        of_points = jit_once(lambda: lax.map(lambda at: of_point(*at), (jnp.asarray(thetas), jnp.asarray(states))))()
+        return np.any(np.asarray(of_points), axis=0)
 
     def changes(self, theta: np.ndarray, states: np.ndarray) -> np.ndarray:
         """Which terms change with which variable, set to each of its states, (terms, D)."""
@@ -97,7 +98,7 @@ class _Trials:
 
         :param variables: of each term, (terms, D).
         """
-        thetas, before = map(np.stack, zip(*[self.place() for _ in range(PAIRS)]))
+        thetas, before = map(np.stack, zip(*[self.point() for _ in range(PAIRS)]))
         changed = self._rng.random(before.shape) < 0.5
         after = np.where(changed, self._rng.integers(self._num_states, size=before.shape), before)
         expected = changed.astype(np.float32) @ variables.T.astype(np.float32) > 0  # floats, whose products are fast
