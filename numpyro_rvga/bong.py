@@ -356,7 +356,7 @@ class BONG:
         return self._of_engine(self._engines.last_engine, default_key())
 
     def online_of(self, program: Program, rng_key: Array) -> OnlineUpdates:
-        """The same for a program of this model."""
+        """The updates for a program of this model."""
         return self._of_engine(self._engines.of(program, rng_key), rng_key)
 
     def _of_engine(self, engine: Engine, rng_key: Array) -> OnlineUpdates:

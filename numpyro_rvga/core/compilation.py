@@ -59,7 +59,7 @@ def at_once(function: Callable[[], Tree]) -> Tree:
 
 
 def abstractly(function: Callable[..., Tree], *arguments: Any) -> Tree:
-    """What a function returns for arguments of these shapes, without values: for what of it is no array."""
+    """A function's result for arguments of these shapes, without computing values: for its parts that are no arrays."""
     returned: list[Tree] = []
 
     def run(*arguments: Any) -> None:

@@ -92,7 +92,7 @@ def describe_bad_rows(
 
 
 def possible_point(program: Program, rows: Arrays) -> np.ndarray | None:
-    """Of some points of the prior, the one of largest density (P,); None if that is zero, or no number, at all."""
+    """The point of largest density (P,) among some of the prior; None if the density is zero or NaN at all of them."""
     inputs = program.inputs(rows)
 
     def log_joint(theta: Array) -> Array:

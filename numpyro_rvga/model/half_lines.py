@@ -111,7 +111,7 @@ def _positive_sites(program: Program) -> tuple[str, ...]:
 
 
 def _log_densities(program: Program, theta: Array, rows: Mapping[str, Any]) -> list[Array]:
-    """Of the example rows, given any variables of theirs, and of the latents."""
+    """Log densities of the example rows, given values of their own variables, and of the latent sites."""
     latents, _ = program.row_latents_of(rows, np.random.default_rng(0))
     return [*program.site_elements(theta, rows, latents).values(), program.log_prior(theta)]
 

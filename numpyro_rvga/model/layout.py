@@ -43,7 +43,7 @@ class Layout(NamedTuple):
 
     @property
     def entry_names(self) -> list[str]:
-        """Of the entries of theta: ``a[0, 2]``, or ``a`` for a site of one number."""
+        """The names of the entries of theta: ``a[0, 2]``, or ``a`` for a site of one number."""
         return [
             f"{name}[{', '.join(map(str, index))}]" if index else name
             for name in self.site_names

@@ -57,7 +57,7 @@ class Members(NamedTuple):
 
 
 def members_of(program: Program, plate: str, count: int) -> Members:
-    """Of a plate with ``count`` members.
+    """The members of a plate that has ``count`` of them.
 
     :raises ValueError: if no latent site is in the plate, or all are.
     """
@@ -158,7 +158,7 @@ def whose(terms: Terms, members: Members, of: np.ndarray, axis: int | None) -> n
 
 
 def changes_of(terms: Terms) -> Callable[[Arrays, Array, Array], Array]:
-    """Of predictors along directions, at theta, compiled."""
+    """A compiled function: the derivatives of predictors along directions, at theta."""
 
     @jit_once
     def changes(rows, theta, directions):

@@ -68,7 +68,7 @@ class Program(BoundLikelihood):
         self.data_rows = self._rows_to_keep(all_rows)
 
     def _find_checks(self) -> tuple[list[Callable], list[RowCheck]]:
-        """Of all data at once, and of single rows."""
+        """The checks of all data at once, and those of single rows."""
         if self.whole:
             of_support = [partial(check_whole_support, self, site) for site in self.observed_sites]
             return [*of_support, partial(check_whole_indices, self._observed_parameters)], []
@@ -103,17 +103,17 @@ class Program(BoundLikelihood):
         return other
 
     def __deepcopy__(self, memo: dict) -> Program:
-        """The same: no program changes, and what it has compiled stays."""
+        """The program itself: programs do not change, and keep what they have compiled."""
         return self
 
     def with_params(self, values: Array | np.ndarray) -> Program:
-        """The same at other values (K,) of the ``numpyro.param`` sites, in unconstrained space."""
+        """The program at other values (K,) of the ``numpyro.param`` sites, in unconstrained space."""
         other = self._copied()
         other.params = self.params._replace(values=jnp.asarray(values, self.dtype))
         return other
 
     def bind(self, rows: Rows, all_rows: Rows | None) -> Program | None:
-        """The same for other data of this form; None if these data make it another program.
+        """The program for other data of this form; None if these data make it another program.
 
         :param rows: as for the constructor, and ``all_rows`` too.
         :raises ValueError: for a prior that reads all rows, if these are not at hand.
@@ -131,7 +131,7 @@ class Program(BoundLikelihood):
         return other
 
     def _copied(self) -> Program:
-        """Without what depends on parameters or data."""
+        """A copy without the cached properties that depend on parameters or data."""
         other = copy.copy(self)
         for name in ("identity", "_moments_of_draws", "initial_state", "independent_prior", "marginals"):
             other.__dict__.pop(name, None)
@@ -222,7 +222,8 @@ class Program(BoundLikelihood):
         return index_check(self, parameters) if indexes(parameters, self.example_row) else None
 
     def _observed_parameters(self, rows: Arrays | None = None) -> list:
-        """What the model makes of rows, at one theta. ``rows``: default: all that are part of a whole program."""
+        """The parameters of the observed sites' distributions, at one theta. ``rows``: default: all that are part of a
+        whole program."""
         theta = jnp.zeros(self.layout.size + self.local.size, self.dtype)
         records = self._records(self._unravel(theta), {**(self.example_row if rows is None else rows), **self.shared})
         return [numbers_of(records[site].fn) for site in self._row_sites]
@@ -302,7 +303,7 @@ def _read_again(
     data_rows: Rows | None,
     reason: str | None,
 ) -> Program:
-    """What :meth:`Program.__reduce__` took apart."""
+    """The program that :meth:`Program.__reduce__` describes."""
     program = Program(model, rows, model_kwargs, **options)
     program.data_rows, program.reason = data_rows, reason
     return program

@@ -31,7 +31,7 @@ DRAWN_NUMBERS = 2**22  # in the arrays of all rows, for draws that are computed 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Fitted:
-    """What :class:`~.posterior.Posterior` holds: q over a model's latent sites, with its moments, draws and density.
+    """q over a model's latent sites, with its moments, draws and density: the base of :class:`~.posterior.Posterior`.
     Parameters are as there."""
 
     program: Program
@@ -214,7 +214,7 @@ class Fitted:
 
     @functools.cached_property
     def _deterministic_of_data(self) -> Callable[[Array, dict[str, ArrayLike]], dict[str, Array]]:
-        """Of theta (n, P) and rows, as many draws at a time as memory has room for."""
+        """Deterministic sites that read the data, at theta (n, P), as many draws at a time as memory has room for."""
 
         @jit
         def of_draws(theta: Array, rows: dict[str, Array]) -> dict[str, Array]:

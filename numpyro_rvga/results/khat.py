@@ -160,7 +160,7 @@ def khat(
 
 
 class Draws(NamedTuple):
-    """Those from q first, then the wider ones.
+    """Draws from q, then the wider ones.
 
     :ivar z: parameters, in standard deviations of q, and deterministic sites, as normal scores, (n, P + D).
     :ivar log_ratios: log p / q, (n,), at some undefined. :ivar log_mixture: of mixture / q, (n,).
@@ -270,7 +270,7 @@ def _drawn(num_samples: int) -> Callable:
 
 
 def _moves(z: np.ndarray, log_weights: np.ndarray, log_mixture: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Of each parameter, the larger of its mean's move and that of its log standard deviation, with standard errors.
+    """For each parameter, the larger of its mean's move and its log standard deviation's, with standard errors.
 
     Under q both moments are given: the draws' own noise is taken out by weighting them for q as well.
     """

@@ -70,7 +70,7 @@ def is_density(log_p: np.ndarray) -> bool:
 
 
 def impossible_if_undefined(log_ratios: np.ndarray) -> np.ndarray:
-    """With minus infinity in place of NaN and infinity: draws without a density weigh nothing."""
+    """The values with minus infinity in place of NaN and infinity: draws without a density have weight zero."""
     return np.where(np.isnan(log_ratios) | np.isposinf(log_ratios), -np.inf, log_ratios)
 
 

@@ -141,7 +141,7 @@ def load(cls: type[P], path: str | os.PathLike, model: Callable, **model_kwargs:
 
 
 def _read(path: str | os.PathLike) -> Info:
-    """What :func:`save` wrote, by name.
+    """The contents of a file that :func:`save` wrote, by name.
 
     :raises ValueError: if the file is no posterior's.
     """

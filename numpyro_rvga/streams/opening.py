@@ -143,7 +143,7 @@ def ordered(source: RowSource, shuffle: bool | str, rng_key: jax.Array, *, usefu
 
 
 def with_finite_head(rows: Rows) -> Rows:
-    """The same number of rows, of which the first hold finite values."""
+    """As many rows, the first of which hold finite values."""
     finite = finite_rows({name: array[:HEAD] for name, array in rows.items()})
     if finite.all():
         return rows

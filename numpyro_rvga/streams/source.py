@@ -60,7 +60,7 @@ class RowSource:
         return self.seekable and self.total is not None
 
     def in_random_order(self, rng_key: Array) -> RowSource:
-        """The same rows in an order that the key determines. For a source in the order of the data."""
+        """The source's rows in an order that the key determines. For a source in the order of the data."""
         assert self.total is not None
         if self._pieces is None:
             rounds = one_round(self.total)
@@ -125,14 +125,14 @@ class RowSource:
         return done, np.union1d(before, self.numbers(left_out))
 
     def restored_progress(self, done: int, left_out: np.ndarray) -> tuple[int, np.ndarray]:
-        """What :meth:`stored_progress` was given, from what it gave."""
+        """The inverse of :meth:`stored_progress`."""
         if self.order is not None:
             return done, left_out
         later = np.setdiff1d(left_out, self.left_out)
         return done - int(np.searchsorted(self.left_out, done)), later - np.searchsorted(self.left_out, later)
 
     def about(self, number: int) -> str:
-        """What else there is to say of where a row lies, given its number in the data."""
+        """Where a row lies, given its number in the data, for messages."""
         return "" if self._about is None else f" {self._about(number)}"
 
     def as_declared(self, rows: Rows) -> Rows:

@@ -106,7 +106,8 @@ def _given_neighbors(step: Step, values: Array, states: Array) -> Array:
 
 
 def _as_one_step(function: Callable[[Array], Array]) -> Callable[[Array], Array]:
-    """The same function, into which nothing that reads programs looks: its tables need all of their entries anyway."""
+    """The function as one primitive, which readers of traced programs do not open: its tables need all entries
+    anyway."""
     whole = jax.custom_jvp(function)
     whole.defjvp(lambda primals, tangents: jax.jvp(function, primals, tangents))
     return whole

@@ -87,7 +87,7 @@ class BlockDiagonalGaussian:
         prior: BlockDiagonalGaussian | None = None,
         projection: str | None = None,
     ) -> BlockDiagonalGaussian:
-        """With a projection: the step of one from the prior itself, see :meth:`projected_step`."""
+        """The natural step. With a projection, that of length one from the prior itself, see :meth:`projected_step`."""
         if projection is not None:
             return self.projected_step(derivatives, projection)
         priors = [None] * len(self.roots) if prior is None else prior.blocks

@@ -64,7 +64,7 @@ class DiagonalGaussian:
         prior: DiagonalGaussian | None = None,
         projection: str | None = None,
     ) -> DiagonalGaussian:
-        """With a projection: the step of one from the prior itself, see :meth:`projected_step`."""
+        """The natural step. With a projection, that of length one from the prior itself, see :meth:`projected_step`."""
         if projection is not None:
             return self.projected_step(derivatives, projection)
         return nan_if_invalid(self._stepped(derivatives, step, parameterization, prior))

@@ -131,5 +131,5 @@ def root_of(roots: Array | PackedRoots, k: int | Array) -> DenseRoot | PackedRoo
 
 
 def variances_of(roots: Array | PackedRoots) -> Array:
-    """Of the entries of theta, (K, P)."""
+    """The variances of the entries of theta, (K, P)."""
     return roots.variances if isinstance(roots, PackedRoots) else jnp.sum(roots**2, axis=2)

@@ -38,7 +38,7 @@ class ExpectedDerivatives(NamedTuple):
         return self.weight is not None or self.diagonal is not None
 
     def clipped(self) -> ExpectedDerivatives:
-        """The same without the negative parts of ``weight`` and ``diagonal``: H is positive semi-definite."""
+        """The derivatives without the negative parts of ``weight`` and ``diagonal``: H is positive semi-definite."""
         weight = None if self.weight is None else positive_part(self.weight)
         diagonal = None if self.diagonal is None else jnp.maximum(self.diagonal, 0.0)
         return self._replace(weight=weight, diagonal=diagonal)

@@ -34,7 +34,7 @@ def is_pointwise_call(eqn: JaxprEqn) -> bool:
 
 
 def pointwise_apply(eqn: JaxprEqn) -> Callable:
-    """What an elementwise equation does, on arrays of one shape, whichever that is."""
+    """The function of an elementwise equation, on arrays of any one shape."""
     special = special_function(eqn)
     if special is not None:
         return special

@@ -63,7 +63,7 @@ def in_parallel(eqn: JaxprEqn, is_constant: Sequence[bool]) -> jex_core.ClosedJa
 
 
 def constant_outputs(eqn: JaxprEqn, is_constant: Sequence[bool]) -> tuple[list[int], jex_core.ClosedJaxpr] | None:
-    """Those outputs of a scan that depend on constants alone: their numbers, and a program of the same inputs.
+    """The outputs of a scan that depend on constants alone: their numbers, and a program of the same inputs.
 
     :return: None if there are none.
     """
@@ -213,7 +213,7 @@ def _at_once(
 
 
 def _added_up(slopes: Array, added: list[Array]) -> list[Array]:
-    """What each step starts from: c_t = A_(t-1) c_(t-1) + b_t, with c_0 = b_0.
+    """The carried values before each step: c_t = A_(t-1) c_(t-1) + b_t, with c_0 = b_0.
 
     :param slopes: A, (T, n, n). :param added: b, arrays (T, ...) of n numbers for each step together.
     """
@@ -235,7 +235,7 @@ def _added_up(slopes: Array, added: list[Array]) -> list[Array]:
 
 
 def _histories(eqn: JaxprEqn, is_constant: Sequence[bool], alone: list[int], arguments: list[Array]) -> list[Array]:
-    """What each step starts from, of carried values that take constants only."""
+    """The carried values before each step, of those that take constants only."""
     body, (start, count) = _body(eqn), scan_counts(eqn)
     stop = start + count
     program, avals = of_outputs(body, [c - start for c in alone]), body.in_avals

@@ -132,7 +132,7 @@ def select_entries(selection: Selection) -> Callable[..., Array]:
 
 
 def _as_slices(selection: Selection) -> tuple[slice, ...] | None:
-    """The same as slices and a reshape; None if it is none."""
+    """The selection as slices and a reshape; None if it is not of this form."""
     slices, last = [], -1
     for index in selection.indices:
         if not index.is_constant:
@@ -180,7 +180,7 @@ def _index_at(index: Index, outer: Selection) -> Index:
 
 
 def possible_values(index: Index) -> np.ndarray | None:
-    """Those that the index may have; None if they may be any."""
+    """The values that the index may have; None if they may be any."""
     if index.is_constant:
         return np.unique(index.numbers)
     return index.node.params if index.node.name == "index" else None
@@ -237,7 +237,7 @@ def constant_value(node: Node) -> np.ndarray | None:
 
 
 def selection_of(eqn: JaxprEqn, indices: Sequence[Index] | None) -> Selection | None:
-    """What an equation selects from its first input; None if that is not of this form.
+    """The selection that an equation makes from its first input; None if it makes none.
 
     :param indices: of a gather, one for each column of its indices; of a dynamic slice, one for each axis. They have
         the shape of the gather's batch axes, or none.

@@ -42,7 +42,7 @@ class Factorization(NamedTuple):
     density: Callable[[jax.Array, tuple], jax.Array]
 
     def at_most(self, size: int) -> Factorization:
-        """With all of theta (P,) as predictors, where these would be more numbers. ``size``: P."""
+        """The factorization; with theta (P,) itself as predictors, where these would be more numbers. ``size``: P."""
         if self.num_predictors <= size:
             return self
 

@@ -179,7 +179,7 @@ def positive_part(matrix: Array) -> Array:
 
 
 def positive_part_in_units(matrix: Array) -> Array:
-    """The same in units in which the matrix's rows are of about one size.
+    """:func:`positive_part` in units in which the matrix's rows are of about one size.
 
     Eigenvalues are as exact as the largest: in the units of the data, what is small would be lost beside what is large.
     """

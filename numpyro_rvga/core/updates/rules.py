@@ -68,7 +68,7 @@ class Rule(NamedTuple):
         return isinstance(self.name, str) and not self.is_natural
 
     def at(self, learning_rate: Array | None) -> Rule:
-        """The same rule with another learning rate, which may be traced; None: unchanged."""
+        """The rule with another learning rate, which may be traced; None: unchanged."""
         return self if learning_rate is None else self._replace(learning_rate=learning_rate)
 
 

@@ -65,7 +65,7 @@ class CanonicalGaussian(NamedTuple):
         return self.constant + self.linear @ change - 0.5 * change @ product, self.linear - product
 
     def about(self, center: Array | np.ndarray) -> CanonicalGaussian:
-        """The same factor about another center."""
+        """The factor about another center."""
         value, gradient = self.at(center)
         return CanonicalGaussian(self.precision, gradient, value, center)
 

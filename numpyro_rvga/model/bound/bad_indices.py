@@ -29,7 +29,8 @@ class _MoreDistributions(ValueError):
 
 
 def explained(model: Callable, rows: Arrays, model_kwargs: Keywords, error: Exception) -> BadData | None:
-    """What the error of a model that cannot be run on its rows means, if other integers or columns would mend it."""
+    """An explanation of the error of a model that cannot be run on its rows; None unless other integers or columns mend
+    it."""
     forms = {name: jax.ShapeDtypeStruct(array.shape, array.dtype) for name, array in rows.items()}
 
     def failure(changed: Mapping[str, jax.ShapeDtypeStruct]) -> Exception | None:

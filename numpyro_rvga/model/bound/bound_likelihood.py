@@ -39,7 +39,7 @@ MOST_PARAMETERS_DRAWN = 100  # of rows without structure, as networks are: more 
 
 
 class BoundLikelihood(BoundPrior):
-    """The same with the terms of its rows.
+    """A bound model with its prior and the terms of its rows.
 
     :ivar terms: of each observed site, and of what is integrated out of rows.
     :ivar row_facts: facts of latent variables of single rows; None if nothing is integrated out.
@@ -70,7 +70,7 @@ class BoundLikelihood(BoundPrior):
         return checks
 
     def _all_terms(self, integrated: list[Terms]) -> tuple[Terms, ...]:
-        """Those of row sites. Of a whole program they are cut into as many equal pieces as go into all of them.
+        """The terms of row sites. Those of a whole program are cut into as many equal pieces as divide all of them.
 
         :param integrated: of sites that latent variables are integrated out of."""
         theta = jax.ShapeDtypeStruct((self.layout.size + self.local.size,), self.dtype)
@@ -106,8 +106,8 @@ class BoundLikelihood(BoundPrior):
     def _integrated_terms(
         self, rows: Arrays, facts: RowFacts | None, checks: list[RowCheck]
     ) -> list[tuple[Terms | None, bool, Draw]]:
-        """With whether the integrand is a Gaussian, which ``checks`` are to find in later rows too, and draws of the
-        variables."""
+        """The terms of each component, whether its integrand is Gaussian, and draws of its variables. ``checks`` are
+        extended by checks that it is so in later rows too."""
         if self.row_latents is None or not self._components:
             return []
         theta = jax.ShapeDtypeStruct((self.layout.size,), self.dtype)
@@ -129,7 +129,7 @@ class BoundLikelihood(BoundPrior):
         return result
 
     def _row_records(self, theta: Array, row: Arrays, states: Mapping[str, Array]) -> dict[str, SiteRecord]:
-        """Of a run on one row. theta: (P + K,), with the row's own continuous variables."""
+        """The records of a run on one row. theta: (P + K,), with the row's own continuous variables."""
         assert self.row_latents is not None
         size = self.layout.size
         sites = self.layout.unravel(theta[:size]) | self.row_latents.continuous.unravel(theta[size:])
@@ -188,7 +188,7 @@ class BoundLikelihood(BoundPrior):
 
     # ------------------------------------------------------------------ densities
     def inputs(self, rows: Arrays) -> dict[str, Any]:
-        """What the terms take for these rows.
+        """The terms' inputs for these rows.
 
         :raises ValueError: for rows other than the program's own, if the model always runs on all of these.
         """
@@ -248,7 +248,7 @@ class BoundLikelihood(BoundPrior):
         return jax.vmap(one)({name: jnp.asarray(value) for name, value in rows.items()})
 
     def _log_integral(self, terms: Terms, theta: Array, row: Arrays) -> Array:
-        """Of one row's terms, in the shape of the outcomes if these are what remains, and else in all."""
+        """The log-likelihood of one row's terms: in the shape of the outcomes where each has a term, else their sum."""
         (values,) = terms.log_probs(theta, {**row, **self.shared})
         component = self._integrated[terms.site]
         if terms.site not in self._row_sites:
@@ -261,7 +261,7 @@ class BoundLikelihood(BoundPrior):
 
     @functools.cached_property
     def _integrated(self) -> dict[str, Component]:
-        """What latent variables are integrated out of, by the names of the observed sites."""
+        """The components that latent variables are integrated out of, by the names of their observed sites."""
         row_sites = set(self._row_sites)
         return {c.name: c for c in self._components if row_sites.intersection(c.outcomes)}
 
@@ -272,7 +272,7 @@ class BoundLikelihood(BoundPrior):
 
     @property
     def likelihood_sites(self) -> tuple[str, ...]:
-        """What :meth:`log_likelihood` gives of observed sites: those that latent variables tie together are one."""
+        """The names of :meth:`log_likelihood`'s results: observed sites that latent variables tie together are one."""
         outside = [name for name in self.observed_sites if name not in self._tied]
         return (*outside, *self._integrated)
 
@@ -312,7 +312,7 @@ class BoundLikelihood(BoundPrior):
         return int(np.max(sizes[3, 3] - sizes[3, 2] - sizes[2, 3] + sizes[2, 2]))
 
     def _equations(self, num_rows: int, num_thetas: int) -> list:
-        """Those of the log-likelihoods of rows at each theta."""
+        """The equations of the traced log-likelihoods of rows at each theta."""
         theta = jax.ShapeDtypeStruct((num_thetas, self.layout.size), self.dtype)
         inputs = self.inputs(self.example_rows)
         rows = {name: jax.ShapeDtypeStruct((num_rows, *x.shape[1:]), x.dtype) for name, x in inputs.items()}

@@ -124,7 +124,7 @@ class BoundModel(ModelRuns):
         return frozenset(name for name, site in self.sites.items() if site.is_discrete and not site.is_observed)
 
     def _choose_examples(self, rows: Arrays) -> None:
-        """Some rows and one of them, to find things out; all of them, twice, if the model takes no fewer."""
+        """Set example rows: some and one of them, to read the model with; all of them, twice, for a whole program."""
         if self.whole:
             self.example_rows = self.example_row = dict(rows)
             return
@@ -207,12 +207,12 @@ class BoundModel(ModelRuns):
     # ------------------------------------------------------------------ questions about it
     @property
     def shared(self) -> dict[str, Array]:
-        """What the terms take besides rows: the ``numpyro.param`` sites, if there are any."""
+        """The terms' inputs besides rows: the ``numpyro.param`` sites, if there are any."""
         return {PARAMS: self.params.values} if self.params.layout.size else {}
 
     @property
     def shared_elsewhere(self) -> dict[str, Array]:
-        """The same with other values, to find out by trying what terms depend on: where ``numpyro.param`` sites start,
+        """Such inputs with other values, to see which inputs terms depend on: where ``numpyro.param`` sites start,
         often at zero, a product may not depend on its other factor, and states may be alike."""
         noise = np.random.default_rng(0).normal(scale=0.5, size=self.params.layout.size)
         return {name: values + noise.astype(self.dtype) for name, values in self.shared.items()}
@@ -241,7 +241,7 @@ class BoundModel(ModelRuns):
 
     @property
     def continuous_local_names(self) -> tuple[str, ...]:
-        """Those of them that are no discrete ones, which NumPyro sums over too."""
+        """The continuous ones of :attr:`local_names`; NumPyro sums over the others itself."""
         return self.local.site_names if self.row_latents is None else self.row_latents.continuous.site_names
 
     def row_latents_of(self, rows: Arrays, rng: np.random.Generator) -> tuple[tuple, tuple]:
@@ -291,7 +291,7 @@ class BoundModel(ModelRuns):
 
     @property
     def flat_sites(self) -> frozenset[str]:
-        """Those whose prior is improper, and stays so."""
+        """The latent sites whose prior is improper, and stays so."""
         return self._improper if self.improper_prior_scale is None else frozenset()
 
 

@@ -41,7 +41,7 @@ MOST_CHECKED = 1000  # parameters of which the prior's whole precision matrix is
 
 
 class BoundPrior(BoundModel):
-    """The same with its prior.
+    """A bound model with its prior.
 
     :ivar prior: its terms. :ivar data_prior: the prior of sites that read the data; None if none do.
     :ivar constants: what all rows determine of that.
@@ -92,7 +92,7 @@ class BoundPrior(BoundModel):
         return prior, prior.constants(usable)
 
     def _data_prior_of(self, total: int) -> DataPrior:
-        """Of ``total`` rows."""
+        """The prior of sites that read the data, of ``total`` rows."""
         theta, params = jax.device_put(np.zeros(self.layout.size, self.dtype)), self.params.values
 
         def records(rows, theta, params):
@@ -146,7 +146,7 @@ class BoundPrior(BoundModel):
         return self._proper(self._record(name, sites, row if own else {**self.example_row, **row}))
 
     def _run_all(self, theta: Array, row: Arrays) -> dict[str, SiteRecord]:
-        """Of a whole program: as ``_site_runner``, for all sites at once."""
+        """The records of all sites of a whole program, as ``_site_runner`` gives those of one."""
         return self.records(theta, {**self.example_row, **row})
 
     def site_given(self, site: str, given: Mapping[str, Array]) -> tuple[Callable, Layout, dict[str, Any]]:
@@ -171,7 +171,7 @@ class BoundPrior(BoundModel):
     # ------------------------------------------------------------------ Gaussian approximations
     @property
     def prior_inputs(self) -> dict[str, Any]:
-        """What the prior's terms take: the ``numpyro.param`` sites, and what the data determine of the prior."""
+        """The prior terms' inputs: the ``numpyro.param`` sites, and the arrays that the data determine."""
         return self.shared if self.constants is None else self.shared | {CONSTANTS: self.constants.arrays[0]}
 
     @property
@@ -192,7 +192,7 @@ class BoundPrior(BoundModel):
 
     @functools.cached_property
     def _moments_of_draws(self) -> FullGaussian | None:
-        """Of the Gaussian that approximates the prior; None if it is Gaussian itself."""
+        """The moments of the Gaussian that approximates the prior; None if the prior is Gaussian itself."""
         if self._is_gaussian and not (self.whole and self._is_flat_somewhere):
             return None
         draws = self._prior_draws(self._draw_constants)
@@ -200,7 +200,7 @@ class BoundPrior(BoundModel):
 
     @property
     def _is_real(self) -> np.ndarray:
-        """Of each entry of theta, whether its site has no constraint."""
+        """Whether the site of each entry of theta has no constraint, (P,)."""
         return np.concatenate([np.full(size, self.sites[name].is_real) for name, size in self.layout.sizes.items()])
 
     @functools.cached_property
@@ -210,7 +210,8 @@ class BoundPrior(BoundModel):
         return initial_state(self.prior, self.layout.size, self.dtype, self._moments_of_draws, parts)
 
     def initial_state_at(self, params: Array | np.ndarray) -> State:
-        """The same as a differentiable function of the ``numpyro.param`` sites (K,), in unconstrained space."""
+        """:attr:`initial_state` as a differentiable function of the ``numpyro.param`` sites (K,), in unconstrained
+        space."""
         return state_at(
             self.prior, self.layout.size, self.dtype, self._moments_of_draws, self.prior_inputs | {PARAMS: params}
         )

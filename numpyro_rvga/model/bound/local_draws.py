@@ -44,7 +44,7 @@ def draw_states(program: BoundLikelihood, rng_key: Array, theta: Array) -> tuple
 def _drawn_of_row(
     program: BoundLikelihood, rng_key: Array, theta: Array, row: Arrays
 ) -> tuple[dict[str, Array], Array, dict[str, Array]]:
-    """Of the sites that something is observed of: states, their log probability, and unconstrained values."""
+    """Draws of the sites that outcomes depend on: states, their log probability, and unconstrained values."""
     latents = program.row_latents
     assert latents is not None
     seen, log_prob = _observed_of(program), jnp.zeros((), program.dtype)
@@ -67,7 +67,7 @@ def partly_observed(program: BoundLikelihood) -> str | None:
 
 
 def _observed_of(program: BoundLikelihood) -> set[str]:
-    """The sites that something is observed of.
+    """The sites that outcomes depend on.
 
     :raises NotImplementedError: for a site of which that is so for some entries only.
     """
@@ -80,7 +80,7 @@ def _observed_of(program: BoundLikelihood) -> set[str]:
 
 
 def _entries_drawn(program: BoundLikelihood) -> dict[str, list[bool]]:
-    """Of each local site, which entries are drawn with the terms that they share."""
+    """Which entries of each local site are drawn with the terms that they share."""
     latents = program.row_latents
     assert latents is not None
     components = [component for component, _ in program.row_parts]

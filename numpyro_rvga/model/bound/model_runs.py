@@ -105,7 +105,7 @@ def _evaluated(trace: _Trace, arrays: list[Array]) -> Any:
 
 
 def _entry_of(trace: _Trace, name: str | None) -> _Trace:
-    """Of the mapping that a trace returns, with the equations that the entry depends on."""
+    """The trace of one entry of the mapping, with the equations that the entry depends on."""
     numbers = jax.tree.unflatten(trace.structure, list(range(len(trace.static))))[name]
     kept, structure = jax.tree.flatten(numbers)
     place = np.cumsum(trace.is_traced) - 1  # among the jaxpr's outputs
@@ -127,7 +127,7 @@ class Parameters(NamedTuple):
     values: Array
 
     def constrained(self, values: Array) -> dict[str, Array]:
-        """By name, from (K,)."""
+        """The constrained parameters by name, from (K,)."""
         return {name: self.transforms[name](value) for name, value in self.layout.unravel(values).items()}
 
 
@@ -204,7 +204,7 @@ class ModelRuns:
         self._any_key = np.zeros(key.shape, key.dtype)  # where any draws will do
 
     def evaluating(self) -> contextlib.AbstractContextManager:
-        """In which the model runs: what it computes of data in JAX has a value there, if it needs that."""
+        """A context to run the model in: what it computes from data in JAX has a value there, if it needs one."""
         return jax.ensure_compile_time_eval() if self.evaluates else contextlib.nullcontext()
 
     def call_arguments(self, rows: Arrays) -> tuple[tuple, dict]:
@@ -248,11 +248,12 @@ class ModelRuns:
         return [name for name, its_type in self._types.items() if its_type == site_type]
 
     def jitted(self, function: Callable[[Arrays], Tree], rows: Arrays) -> Tree:
-        """What a function of rows returns, compiled. A whole program's data have their values there."""
+        """The result of a function of rows, compiled. A whole program's data have their values there."""
         return jit_once(lambda: function(rows))() if self.whole else jit(function)(rows)
 
     def abstractly(self, function: Callable[[Arrays], Tree], rows: Arrays) -> Tree:
-        """What a function returns for rows of these shapes. A whole program's data have their values there."""
+        """A function's result for rows of these shapes, without computing values. A whole program's data have their
+        values there."""
         return abstractly(lambda: function(rows)) if self.whole else abstractly(function, rows)
 
     def _records(self, unconstrained, rows, key=None) -> dict[str, SiteRecord]:
@@ -304,7 +305,7 @@ class ModelRuns:
         return records if self._replays else {}
 
     def _describe(self, rows, unconstrained: Mapping[str, Array] | None = None) -> Description:
-        """Static facts of all sites on these rows, and their plates, without running the model.
+        """The static description of all sites on these rows, and their plates; see :data:`Description`.
 
         :param unconstrained: values of some latent sites, as they will be given again; default: all are drawn.
         """

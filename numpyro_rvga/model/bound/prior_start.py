@@ -106,7 +106,8 @@ def marginals(
 def independent_prior(
     prior: Prior, marginals: PriorMarginals, size: int, dtype: DTypeLike, shared: Arrays
 ) -> IndependentPrior:
-    """From the :func:`marginals` and what they approximate. Takes no (P, P) array where there are few ``indices``."""
+    """The independent Gaussian of the :func:`marginals`, with the factor in it that is approximate. Takes no (P, P)
+    array where there are few ``indices``."""
     mean, variance, indices, coupling, separate = marginals
     factor = None
     if len(indices):
@@ -175,7 +176,7 @@ def initial_state(
 
 
 def state_at(prior: Prior, size: int, dtype: DTypeLike, moments: FullGaussian | None, shared: Arrays) -> State:
-    """The same as a differentiable function of the ``numpyro.param`` sites."""
+    """:func:`initial_state` as a differentiable function of the ``numpyro.param`` sites."""
     moments = jax.tree.map(lambda x: jnp.asarray(x, dtype), moments)
     parts = gaussian_parts(prior, size, dtype, shared)
     return _assembled(jnp, prior, size, moments, *parts)
@@ -210,7 +211,7 @@ def _assembled(
 
 
 def _other_indices(prior: Prior, size: int) -> np.ndarray:
-    """Of the entries of theta outside the multivariate normal sites."""
+    """The indices of the entries of theta outside the multivariate normal sites."""
     is_other = np.ones(size, bool)
     for site in prior.normal_sites:
         is_other[site.start : site.stop] = False
@@ -218,7 +219,8 @@ def _other_indices(prior: Prior, size: int) -> np.ndarray:
 
 
 def _approximating_factor(xp: Any, moments: FullGaussian, exact: CanonicalGaussian) -> CanonicalGaussian:
-    """What approximates the terms that are not Gaussian: N(mean, root root^T), divided by the exact Gaussian terms."""
+    """The approximation of the terms that are not Gaussian: N(mean, root root^T), divided by the exact Gaussian
+    terms."""
     mean, root = moments.mean, moments.root
     log_density = -0.5 * len(mean) * math.log(2 * math.pi) - xp.sum(xp.log(xp.diagonal(root)))
     inverse = xp.linalg.inv(root)
@@ -285,7 +287,7 @@ def _sum_of_separate(all_terms: list[Terms], size: int, dtype: DTypeLike, shared
 
 
 def _normal_log_density(site: MultivariateNormalSite, size: int, dtype: DTypeLike, shared: Arrays) -> CanonicalGaussian:
-    """Of a multivariate normal site."""
+    """The log density of a multivariate normal site."""
     loc, scale_tril = site.moments(shared)
     inverse = jax.scipy.linalg.solve_triangular(scale_tril, jnp.eye(len(loc), dtype=dtype), lower=True)
     whitened = inverse @ loc

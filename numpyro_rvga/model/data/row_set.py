@@ -31,7 +31,7 @@ class RowSet(NamedTuple):
         return RowSet(self.num_rows + other.num_rows, (self.digest + other.digest) % 2**64)
 
     def with_rows(self, digests: np.ndarray) -> RowSet:
-        """With rows of these digests (n,) too."""
+        """The set with rows of these digests (n,) too."""
         return self + RowSet(len(digests), int(np.sum(digests, dtype=np.uint64)))
 
 

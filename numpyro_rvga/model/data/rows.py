@@ -25,7 +25,7 @@ def num_rows(rows: Arrays) -> int:
 
 
 def common_length(arrays: Arrays) -> int | None:
-    """Of the leading axes of arrays; None if they have none in common."""
+    """The common length of arrays' leading axes; None if there is none."""
     lengths = {np.shape(array)[:1] for array in arrays.values()}
     return next(iter(lengths))[0] if len(lengths) == 1 and () not in lengths else None
 
@@ -68,7 +68,7 @@ def joined(pieces: list[Rows]) -> Rows:
 
 
 def snapshot(keywords: Keywords) -> dict[str, Any]:
-    """With copies of arrays that may be written to."""
+    """The keywords with copies of arrays that may be written to."""
     return jax.tree.map(lambda value: value.copy() if isinstance(value, np.ndarray) else value, dict(keywords))
 
 

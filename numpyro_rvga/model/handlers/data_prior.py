@@ -16,7 +16,7 @@ from .tracing import SiteRecord
 
 
 class PriorConstants(NamedTuple):
-    """What data determine of a prior.
+    """The arrays of a prior that data determine.
 
     :ivar num_rows: of the data. :ivar arrays: residuals of :class:`DataPrior`'s ``records`` and ``draw``.
     """
@@ -26,7 +26,7 @@ class PriorConstants(NamedTuple):
 
 
 class SiteArrays(NamedTuple):
-    """What of a latent site's record is made of arrays."""
+    """The parts of a latent site's record that are arrays."""
 
     fn: Distribution
     value: Array

@@ -79,7 +79,7 @@ def readable(error: Exception) -> Exception:
 
 
 def of_stream(error: Exception) -> Exception:
-    """What an error means for rows that come block by block."""
+    """The error for rows that come block by block."""
     if needs_numbers(error):
         return ValueError(
             f"the model needs the values of the data{_in_line(error)}, and those of a stream have none when the model "

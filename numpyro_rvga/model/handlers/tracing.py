@@ -45,7 +45,7 @@ class SiteRecord(NamedTuple):
 
 
 class SiteInfo(NamedTuple):
-    """What is static about a sample site: shapes, plates and kinds, without its values.
+    """The static description of a sample site: shapes, plates and kinds, without its values.
 
     :ivar unconstrained_shape: of a latent; None if observed.
     :ivar is_normal: whether it is a normal distribution with independent elements.
@@ -198,7 +198,7 @@ def run_model(
 
 
 def _advice(error: Exception, model: Callable, rows: Arrays, model_kwargs: Keywords) -> Iterator[str]:
-    """What may help the author of a model that failed."""
+    """Advice to the author of a model that failed."""
     given = ", ".join(f"{name} {jnp.result_type(array)}{list(jnp.shape(array))}" for name, array in rows.items())
     yield f"The model failed on data of {given}."
     absent = absent_arguments(model, [*rows, *model_kwargs])
@@ -260,7 +260,7 @@ def site_info(record: SiteRecord) -> SiteInfo:
 
 
 def log_prob_shape(record: SiteRecord) -> tuple[int, ...]:
-    """Of the site's log density, times its weight."""
+    """The shape of the site's log density, times its weight."""
     of_value = jnp.shape(record.value)[: jnp.ndim(record.value) - record.fn.event_dim]
     return np.broadcast_shapes(of_value, record.fn.batch_shape, jnp.shape(record.weight))
 

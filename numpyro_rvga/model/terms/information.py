@@ -47,7 +47,7 @@ def information_of(
     row: PyTree,
     kind: type,
 ) -> Information | None:
-    """Of a site's terms; None if it is not known.
+    """The Fisher information of a site's terms; None if there is no formula for it.
 
     :param run_site: (theta, row) -> the site's record. :param split: of the term, as a function of theta, row, element.
     :param kind: the distribution's type.

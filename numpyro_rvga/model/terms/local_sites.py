@@ -38,7 +38,7 @@ class LocalSites(NamedTuple):
         return [(name, i) for name, shape in self.shapes.items() for i in range(math.prod(shape))]
 
     def split(self, values: Array | np.ndarray) -> dict[str, Array]:
-        """What belongs to the discrete variables (..., D), by site."""
+        """Values of the discrete variables (..., D), by site."""
         return layout_of(self.shapes).unravel(values)
 
     def first_states(self) -> dict[str, Array]:

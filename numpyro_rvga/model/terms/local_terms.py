@@ -77,7 +77,7 @@ def local_terms(
 def _summed_terms(
     component: Component, table: Callable, num_continuous: int, theta: jax.ShapeDtypeStruct, row: Arrays
 ) -> tuple[Terms | None, bool, Draw]:
-    """Those of a component that is only summed over states.
+    """The terms of a component that is only summed over states.
 
     :param table: (theta and z, row, element) -> terms by assignment, (A, n).
     """

@@ -34,7 +34,7 @@ RunSite = Callable[[Array, Arrays], SiteRecord]
 
 
 class _Example(NamedTuple):
-    """What is static about a site.
+    """The static properties of a site's terms.
 
     :ivar kind: the distribution's type.
     :ivar supports: its parameters' constraints, None if they cannot be named.
@@ -141,7 +141,7 @@ def affine_terms(site: str, count: int, split: Factorization) -> Terms:
 
 
 def _informed(terms: Terms, information: Information | None) -> Terms:
-    """With the Fisher information, whose constants go along."""
+    """The terms with their Fisher information, and its constants."""
     if information is None:
         return terms
 

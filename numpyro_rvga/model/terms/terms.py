@@ -96,7 +96,7 @@ def predictors_of(terms: Terms, theta: Array, rows: Arrays) -> Array:
 
 
 def constants(terms: Terms, rows: Arrays) -> Any:
-    """What the densities need of the rows: a pytree of (n, E, ...) arrays."""
+    """The densities' constants of the rows: a pytree of (n, E, ...) arrays."""
 
     return over_rows(terms.constants, terms.num_elements, rows)
 
@@ -121,7 +121,7 @@ def over_rows(function, num_elements, rows):
 
 
 def split_rows(rows: Arrays) -> tuple[dict[str, np.ndarray | Array], dict[str, np.ndarray | Array]]:
-    """What all rows share, and what they have of their own."""
+    """The arrays that all rows share, and those of single rows."""
     shared = {name: rows[name] for name in rows if name in SHARED}
     return shared, {name: rows[name] for name in rows if name not in SHARED}
 

@@ -55,7 +55,7 @@ class LocalPlate(NamedTuple):
 
 
 class GroupModel(NamedTuple):
-    """What all parts have in common.
+    """The model, options and plate that all parts share.
 
     :ivar mesh: devices that share the rows of a solve.
     """
@@ -259,7 +259,7 @@ def check_apart(plate: str, all_labels: list[np.ndarray]) -> None:
 
 
 def label_kind(labels: Any, index: str, first_row: int, before: str | None = None) -> str | None:
-    """What the labels of some rows are, such as "integers" or "strings".
+    """The kind of some rows' labels, such as "integers" or "strings".
 
     :param index: the array of labels. :param first_row: the number of the first row.
     :param before: what those of earlier rows are, or None. So are these, if there are none.

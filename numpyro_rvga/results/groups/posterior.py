@@ -208,7 +208,7 @@ class GroupPosterior:
 
     @functools.cached_property
     def _group_axes(self) -> dict[str, int]:
-        """Of sites inside the plate, along which its members lie."""
+        """The axis of each site inside the plate along which its members lie."""
         plate = self.plate.name
         sites = {*self.group_site_names, *self.program.deterministic.of_latents}
         return {n: self.program.plates[n].index(plate) for n in sites if plate in self.program.plates.get(n, ())}
