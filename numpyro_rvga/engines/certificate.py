@@ -151,20 +151,20 @@ class Certificate:
         self, evaluate: Callable[[State], BoundEvaluation], state: State, tolerance: float, max_looks: int
     ) -> Certified:
         """Natural-gradient steps while the squared natural gradient exceeds the tolerance, and evaluations are left."""
-        before = at = evaluate(state)
+        before = current = evaluate(state)
         num_evaluations, step = 1, 1.0
-        while at.squared_natural_gradient > tolerance + _noise_floor(at) and num_evaluations < max_looks:
-            taken = natural_step(state, at, step)
+        while current.squared_natural_gradient > tolerance + _noise_floor(current) and num_evaluations < max_looks:
+            taken = natural_step(state, current, step)
             if taken is None:
                 break
             after = evaluate(taken.state)
             num_evaluations += 1
-            step = best_step(taken, at, after)
-            if self._is_better(after, at):
-                state, at = taken.state, after
+            step = best_step(taken, current, after)
+            if self._is_better(after, current):
+                state, current = taken.state, after
             else:
                 step = min(step, SHORTER * taken.step)
-        return Certified(state, num_evaluations, before, at)
+        return Certified(state, num_evaluations, before, current)
 
     def terms_at(self, state: State, rows: Rows) -> SiteSums:
         """Sums over some rows at the state's q."""
@@ -197,13 +197,13 @@ class Certificate:
                 total = _added(total, in_double(pending.popleft()))
         return reduce(_added, map(in_double, pending), total)
 
-    def _is_better(self, after: BoundEvaluation, at: BoundEvaluation) -> bool:
+    def _is_better(self, after: BoundEvaluation, before: BoundEvaluation) -> bool:
         """Whether the bound is higher; or, where rounding hides that or there is none, the natural gradient shorter."""
-        nearer = after.squared_natural_gradient < at.squared_natural_gradient
+        nearer = after.squared_natural_gradient < before.squared_natural_gradient
         if not all(kind.conservative for kind in self._engine.kinds):
             return nearer
-        rounding = 8 * float(np.finfo(self._engine.program.dtype).eps) * abs(at.bound)
-        return after.bound > at.bound + rounding or (after.bound > at.bound - rounding and nearer)
+        rounding = 8 * float(np.finfo(self._engine.program.dtype).eps) * abs(before.bound)
+        return after.bound > before.bound + rounding or (after.bound > before.bound - rounding and nearer)
 
     # ------------------------------------------------------------------ compiled
     def _row_sums(
@@ -255,9 +255,9 @@ def _no_sums(state: State) -> SiteSums:
     return SiteSums(np.zeros(0), np.zeros((0, size)), np.zeros((0, size, size)), np.zeros(0))
 
 
-def _noise_floor(at: BoundEvaluation) -> float:
+def _noise_floor(evaluation: BoundEvaluation) -> float:
     """The squared natural gradient that sampling errors alone may produce."""
-    return 0.0 if at.noise is None else NOISE_FACTOR * at.noise.squared
+    return 0.0 if evaluation.noise is None else NOISE_FACTOR * evaluation.noise.squared
 
 
 def _noise(state: State, batches: list[SiteSums]) -> Noise:

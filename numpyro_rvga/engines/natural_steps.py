@@ -78,10 +78,10 @@ class BoundEvaluation(NamedTuple):
 
 def joint_density(state: State, origin: np.ndarray) -> CanonicalGaussian:
     """log q + log evidence, in double precision. ``origin``: of the result, (P,)."""
-    at = in_double(state)
-    inverse = np.linalg.inv(at.root)
-    shift = inverse @ (at.mean + at.mean_error - origin)
-    constant = float(at.log_evidence) - 0.5 * shift @ shift - _half_log_det(at.root)
+    q = in_double(state)
+    inverse = np.linalg.inv(q.root)
+    shift = inverse @ (q.mean + q.mean_error - origin)
+    constant = float(q.log_evidence) - 0.5 * shift @ shift - _half_log_det(q.root)
     constant -= 0.5 * len(shift) * math.log(2 * math.pi)
     return CanonicalGaussian(inverse.T @ inverse, inverse.T @ shift, constant, origin)
 
@@ -109,17 +109,17 @@ def evaluate_bound(state: State, base: CanonicalGaussian, rows: SiteSums, prior:
 
     :param base: the log density that the run starts from, without its approximation of the prior terms.
     """
-    at, precision = in_double(state), base.precision
-    value, linear = base.at(at.mean)
-    value = value - 0.5 * np.sum(at.root * (precision @ at.root))
-    size = len(at.mean)
-    entropy = _half_log_det(at.root) + 0.5 * size * (1 + math.log(2 * math.pi))
+    q, precision = in_double(state), base.precision
+    value, linear = base.at(q.mean)
+    value = value - 0.5 * np.sum(q.root * (precision @ q.root))
+    size = len(q.mean)
+    entropy = _half_log_det(q.root) + 0.5 * size * (1 + math.log(2 * math.pi))
     bound = float(value + entropy + rows.values.sum() + prior.values.sum())
     gradient = linear + rows.gradients.sum(axis=0) + prior.gradients.sum(axis=0)
     target = precision + rows.curvatures.sum(axis=0) + prior.curvatures.sum(axis=0)
-    target = at.root.T @ target @ at.root
+    target = q.root.T @ target @ q.root
     error = float(rows.errors.sum() + prior.errors.sum())
-    return BoundEvaluation(bound, prior, at.root.T @ gradient, 0.5 * (target + target.T), error)
+    return BoundEvaluation(bound, prior, q.root.T @ gradient, 0.5 * (target + target.T), error)
 
 
 class NaturalStep(NamedTuple):
@@ -136,7 +136,7 @@ class NaturalStep(NamedTuple):
     change: np.ndarray
 
 
-def natural_step(state: State, at: BoundEvaluation, step: float) -> NaturalStep | None:
+def natural_step(state: State, evaluation: BoundEvaluation, step: float) -> NaturalStep | None:
     """A natural-gradient step of length t; None if it leaves no Gaussian.
 
     Lambda' = (1 - t) Lambda + t E_q[-hess],     mean' = mean + t Sigma' gradient,
@@ -145,10 +145,10 @@ def natural_step(state: State, at: BoundEvaluation, step: float) -> NaturalStep 
 
     :param step: its length at most: it is halved until Lambda' is positive definite.
     """
-    if not (np.isfinite(at.precision).all() and np.isfinite(at.gradient).all()):
+    if not (np.isfinite(evaluation.precision).all() and np.isfinite(evaluation.gradient).all()):
         return None
-    old, identity = in_double(state), np.eye(len(at.gradient))
-    off = at.precision - identity
+    old, identity = in_double(state), np.eye(len(evaluation.gradient))
+    off = evaluation.precision - identity
     smallest = float(np.linalg.eigvalsh(off)[0])
     if smallest < -FLAT:  # the curvatures of a much wider q are different ones
         step = min(step, -WIDENED / smallest)
@@ -159,9 +159,9 @@ def natural_step(state: State, at: BoundEvaluation, step: float) -> NaturalStep 
             step *= SHORTER
             continue
         inverse = np.linalg.inv(factor)
-        shift = step * (inverse @ at.gradient)
+        shift = step * (inverse @ evaluation.gradient)
         whitened_shift = inverse.T @ shift
-        slope = float(at.gradient @ whitened_shift + 0.5 * step * np.sum(off * off))
+        slope = float(evaluation.gradient @ whitened_shift + 0.5 * step * np.sum(off * off))
         after = _in_precision(state, old.mean + old.root @ whitened_shift, old.root @ inverse.T)
         return NaturalStep(after, step, slope, shift, step * (inverse @ off @ inverse.T))
     return None
@@ -185,16 +185,16 @@ def _in_precision(state: State, mean: np.ndarray, root: np.ndarray) -> State:
     return state._replace(**arrays)
 
 
-def stored(state: State, at: BoundEvaluation, start: State) -> State:
+def stored(state: State, evaluation: BoundEvaluation, start: State) -> State:
     """The state with the new bound, and with the approximation of the prior terms at the new q."""
     dtype = state.mean.dtype
     site: Any = None
     if start.prior_factor is not None:
         old = in_double(state)
-        value, gradient = at.prior.values.sum(), at.prior.gradients.sum(axis=0)
-        site = CanonicalGaussian.expected(value, gradient, at.prior.curvatures.sum(axis=0), old.mean, old.root)
+        value, gradient = evaluation.prior.values.sum(), evaluation.prior.gradients.sum(axis=0)
+        site = CanonicalGaussian.expected(value, gradient, evaluation.prior.curvatures.sum(axis=0), old.mean, old.root)
         site = jax.tree.map(lambda x: np.asarray(x, dtype), site)
-    return jax.device_put(state._replace(log_evidence=jnp.asarray(at.bound, dtype), prior_factor=site))
+    return jax.device_put(state._replace(log_evidence=jnp.asarray(evaluation.bound, dtype), prior_factor=site))
 
 
 def _half_log_det(root: np.ndarray) -> float:

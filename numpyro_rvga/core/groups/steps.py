@@ -111,7 +111,7 @@ def mixed(groups: Groups, target: GroupSums, step: float | np.ndarray) -> Groups
     return Groups(groups.mean, precision, (1 - step) * groups.coupling + step * target.coupling)
 
 
-def message(groups: Groups, at: GroupSums, step: float) -> Message:
+def message(groups: Groups, sums: GroupSums, step: float) -> Message:
     """The share of a step of this length t. With A_g(t) and C_g(t) of :func:`mixed`, and the sums' gradients g and h_g,
 
     precision = t H_s - sum_g C_g(t)^T A_g(t)^-1 C_g(t) + (1 - t) sum_g C_g^T A_g^-1 C_g,
@@ -119,27 +119,27 @@ def message(groups: Groups, at: GroupSums, step: float) -> Message:
 
     NaN if it leaves a group no Gaussian.
 
-    :param at: sums at the groups' q: H_s is their ``shared_precision``.
+    :param sums: sums at the groups' q: H_s is their ``shared_precision``.
     """
-    ahead = mixed(groups, at, step)
+    ahead = mixed(groups, sums, step)
     inverse = _inverse_factors(ahead.precision)
     halves = _stacked(inverse @ ahead.coupling)
-    precision = step * at.shared_precision - halves.T @ halves
+    precision = step * sums.shared_precision - halves.T @ halves
     if step < 1:
         before = _stacked(_inverse_factors(groups.precision) @ groups.coupling)
         precision = precision + (1 - step) * before.T @ before
-    gradient = at.shared_gradient - halves.T @ np.ravel(inverse @ at.gradient[..., None])
-    value = at.values.sum() + at.shared_value + conditionals(groups).entropy.sum()
-    return Message(float(value), float(at.error), precision, gradient)
+    gradient = sums.shared_gradient - halves.T @ np.ravel(inverse @ sums.gradient[..., None])
+    value = sums.values.sum() + sums.shared_value + conditionals(groups).entropy.sum()
+    return Message(float(value), float(sums.error), precision, gradient)
 
 
-def take_step(groups: Groups, at: GroupSums, step: float, shift: np.ndarray) -> Groups:
+def take_step(groups: Groups, sums: GroupSums, step: float, shift: np.ndarray) -> Groups:
     """The groups after a step of this length t that moves the mean of s by ``shift`` (k,):
 
     mean_g + A_g(t)^-1 (t h_g - C_g(t) shift), with A_g(t) and C_g(t) of :func:`mixed`.
     """
-    ahead = mixed(groups, at, step)
-    force = step * at.gradient - ahead.coupling @ shift
+    ahead = mixed(groups, sums, step)
+    force = step * sums.gradient - ahead.coupling @ shift
     return ahead._replace(mean=groups.mean + _solved(ahead.precision, force))
 
 
@@ -152,15 +152,15 @@ def maximize_groups(
     :param evaluate: groups -> sums at q. :param rounding: relative, of these.
     :return: the groups, and the sums at their q.
     """
-    at = evaluate(groups)
-    bounds, steps = at.values + conditionals(groups).entropy, np.ones(len(groups.mean))
+    sums = evaluate(groups)
+    bounds, steps = sums.values + conditionals(groups).entropy, np.ones(len(groups.mean))
     for _ in range(max_steps):
         lost = rounding * (1 + np.abs(bounds))
         unresolved = lost.sum()
-        if _to_gain(groups, at) <= NOTHING + unresolved:
+        if _to_gain(groups, sums) <= NOTHING + unresolved:
             break
-        ahead = mixed(groups, at, steps[:, None, None])
-        ahead = ahead._replace(mean=groups.mean + _solved(ahead.precision, steps[:, None] * at.gradient))
+        ahead = mixed(groups, sums, steps[:, None, None])
+        ahead = ahead._replace(mean=groups.mean + _solved(ahead.precision, steps[:, None] * sums.gradient))
         is_gaussian = np.isfinite(conditionals(ahead).entropy) & np.all(np.isfinite(ahead.mean), axis=1)
         ahead = _chosen(is_gaussian, ahead, groups)
         after = evaluate(ahead)
@@ -169,18 +169,18 @@ def maximize_groups(
         rise = np.sum(np.abs(reached - bounds), where=better)
         groups, bounds = _chosen(better, ahead, groups), np.where(better, reached, bounds)
         steps = np.where(better, 1.0, SHORTER * steps)
-        at = after if better.all() else evaluate(groups)
+        sums = after if better.all() else evaluate(groups)
         if better.all() and rise <= LITTLE + unresolved:
             break
-    return groups, at
+    return groups, sums
 
 
-def _to_gain(groups: Groups, at: GroupSums) -> float:
+def _to_gain(groups: Groups, sums: GroupSums) -> float:
     """Nats by which full steps of all groups raise the bound, to second order; NaN where there are no Gaussians."""
     inverse = _inverse_factors(groups.precision)
     with np.errstate(invalid="ignore", over="ignore"):
-        halves = inverse @ at.gradient[..., None]
-        changes = inverse @ (at.precision - groups.precision) @ np.swapaxes(inverse, 1, 2)
+        halves = inverse @ sums.gradient[..., None]
+        changes = inverse @ (sums.precision - groups.precision) @ np.swapaxes(inverse, 1, 2)
     return 0.5 * float(np.sum(halves**2)) + 0.25 * float(np.sum(changes**2))
 
 

@@ -51,9 +51,9 @@ def entries_of_steps(search: Search, form: PrecisionForm, state: SolverState) ->
 
 def visited(state: SolverState, entries: Entries) -> Visited:
     """Where a search stands, and where a full step leads."""
-    at = state.evaluation
+    evaluation = state.evaluation
     mean, precision, gradient, target = (
-        np.asarray(x, np.float64) for x in (state.mean, state.precision, at.gradient, at.target)
+        np.asarray(x, np.float64) for x in (state.mean, state.precision, evaluation.gradient, evaluation.target)
     )
     return Visited(precision, entries.times(precision, mean), target, entries.times(target, mean) + gradient)
 

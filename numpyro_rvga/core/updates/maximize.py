@@ -63,27 +63,27 @@ def init(search: Search, form: PrecisionForm, mean: Array, precision: Array | No
 
 def propose(search: Search, form: PrecisionForm, state: SolverState) -> Proposal:
     """The q to evaluate next: Lambda(t) and m(t), between where the search stands (t = 0) and a full step (t = 1)."""
-    t, at = state.step, state.evaluation
+    t, evaluation = state.step, state.evaluation
     starting = t == 0
-    change = at.target - state.precision
+    change = evaluation.target - state.precision
     if search.alternating:
         change = jnp.where(state.updating_mean, 0.0, change)
     keeps_precision = starting | (state.updating_mean & search.alternating)
     if search.mode:
-        precision, factor = state.precision, at.target_factor
+        precision, factor = state.precision, evaluation.target_factor
     else:  # Not precision + t change, which would lose a target far smaller than the precision.
-        mixed = (1 - t) * state.precision + t * at.target
+        mixed = (1 - t) * state.precision + t * evaluation.target
         precision = jnp.where(keeps_precision, state.precision, mixed)
         if search.keeps_factor:
             full = ~keeps_precision & (t == 1)
-            factor = lax.cond(full, lambda: at.target_factor, lambda: form.factor(precision))
+            factor = lax.cond(full, lambda: evaluation.target_factor, lambda: form.factor(precision))
         else:
             factor = form.factor(precision)
     mean = state.mean
     if not search.solves_for_mean:
-        metric = form.factor(at.target) if search.alternating else factor
+        metric = form.factor(evaluation.target) if search.alternating else factor
         keeps_mean = starting | (~state.updating_mean & search.alternating)
-        mean = jnp.where(keeps_mean, mean, mean + t * form.solver(metric)(at.gradient))
+        mean = jnp.where(keeps_mean, mean, mean + t * form.solver(metric)(evaluation.gradient))
     covariance_root = None if search.mode else form.covariance_root(factor)
     return Proposal(mean, precision, factor, covariance_root, change)
 
@@ -136,14 +136,14 @@ def update(
 
 def _next_step(search: Search, state: SolverState, mean: Array, new: Evaluation, along: Array) -> Array:
     """The step at which the bound's slope along this move would have vanished (secant): T(V) may oscillate."""
-    dtype, t, at = mean.dtype, state.step, state.evaluation
+    dtype, t, evaluation = mean.dtype, state.step, state.evaluation
     if search.mode:
         return jnp.ones((), dtype)
     direction = (mean - state.mean) / t
-    rise = at.covariance_decrement
+    rise = evaluation.covariance_decrement
     if search.alternating:
         rise = jnp.where(state.updating_mean, 0.0, rise)
-    before = at.gradient @ direction + rise
+    before = evaluation.gradient @ direction + rise
     after = new.gradient @ direction + along
     best = t * before / (before - after)
     is_usable = (after < before) & jnp.isfinite(best) & (jnp.abs(best - 1) > NEARLY_FULL)
@@ -159,7 +159,7 @@ def _after_start(search: Search, form: PrecisionForm, state: SolverState, mean: 
     """A wider start was the better one, or: narrow it further, or go on from it."""
     finite = jnp.isfinite(new.bound) & jnp.all(jnp.isfinite(new.gradient))
     if not search.seek_scale:
-        done, at = finite, new
+        done, evaluation = finite, new
         precision = jnp.where(finite, state.precision, form.narrower(state.precision))
     else:
         before = state.evaluation.bound
@@ -167,11 +167,13 @@ def _after_start(search: Search, form: PrecisionForm, state: SolverState, mean: 
         better = finite & ~(new.bound <= jnp.maximum(before, share * before))
         done = finite & ~better
         precision = jnp.where(done, form.wider(state.precision), form.narrower(state.precision))
-        at = jax.tree.map(lambda a, b: jnp.where(better, a, b), new, state.evaluation)
+        evaluation = jax.tree.map(lambda a, b: jnp.where(better, a, b), new, state.evaluation)
     count = jnp.where(done, 0, state.iterations + 1)
     step = done.astype(state.mean.dtype)
     mean = jnp.where(done, mean, state.mean)
-    return SolverState(count, step, mean, precision, at, at.decrement, count > MAX_NARROWINGS, state.updating_mean)
+    return SolverState(
+        count, step, mean, precision, evaluation, evaluation.decrement, count > MAX_NARROWINGS, state.updating_mean
+    )
 
 
 def _after_step(
@@ -179,14 +181,14 @@ def _after_step(
 ) -> SolverState:
     """The state after a step was tried: where it led, if that is no worse, else as it was, with half the step to try
     next."""
-    at = state.evaluation
-    merit, before = (-new.decrement, -at.decrement) if search.by_decrement else (new.bound, at.bound)
+    evaluation = state.evaluation
+    merit, before = (-new.decrement, -evaluation.decrement) if search.by_decrement else (new.bound, evaluation.bound)
     accepted = merit >= before - rounding(search, mean, before)
     if not search.mode:  # a bound of infinity is no rise, but a density of infinity says that there is no mode
         accepted = accepted & jnp.isfinite(merit) & jnp.isfinite(new.decrement)
     resolvable = rounding(search, mean, new.bound)  # gains below rounding error may be losses
-    near = (new.decrement <= resolvable) & (new.decrement > 0.5 * at.decrement)
-    hidden = (merit - before <= resolvable) & (new.decrement > LITTLE_LESS * at.decrement)
+    near = (new.decrement <= resolvable) & (new.decrement > 0.5 * evaluation.decrement)
+    hidden = (merit - before <= resolvable) & (new.decrement > LITTLE_LESS * evaluation.decrement)
     idle = accepted & (near | hidden)
     updating_mean = state.updating_mean
     if search.alternating:
@@ -195,8 +197,8 @@ def _after_step(
     after = SolverState(
         state.iterations + 1, next_step, mean, proposal.precision, new, state.initial_decrement, idle, updating_mean
     )
-    is_lost = state.step * at.decrement <= LOST * rounding(search, state.mean, before)
-    shortest = jnp.where(MIN_STEP * at.decrement > 1, SHORTEST_STEP, MIN_STEP)
+    is_lost = state.step * evaluation.decrement <= LOST * rounding(search, state.mean, before)
+    shortest = jnp.where(MIN_STEP * evaluation.decrement > 1, SHORTEST_STEP, MIN_STEP)
     halved = state._replace(step=0.5 * state.step, stuck=is_lost | (state.step < shortest))
     return jax.tree.map(lambda a, b: jnp.where(accepted, a, b), after, halved)
 
@@ -226,11 +228,11 @@ def unfinished(search: Search, state: SolverState) -> Array:
 
 def solution(search: Search, form: PrecisionForm, state: SolverState) -> Solution:
     """The result of the search."""
-    at = state.evaluation
-    converged = at.decrement <= jnp.maximum(search.settings.tolerance, rounding(search, state.mean, at.bound))
-    root = at.target_factor if search.mode else form.factor(state.precision)
-    converged = converged & jnp.isfinite(at.bound)
-    return Solution(state.mean, root, at.bound, at.decrement, state.iterations, converged)
+    evaluation = state.evaluation
+    tolerance = jnp.maximum(search.settings.tolerance, rounding(search, state.mean, evaluation.bound))
+    converged = (evaluation.decrement <= tolerance) & jnp.isfinite(evaluation.bound)
+    root = evaluation.target_factor if search.mode else form.factor(state.precision)
+    return Solution(state.mean, root, evaluation.bound, evaluation.decrement, state.iterations, converged)
 
 
 def choose_target(

@@ -92,23 +92,23 @@ def in_group_rounds(start: Shared, parts: Parts, rounds: int | None, tolerance: 
         ``tolerance``, in standard deviations.
     :raises ValueError: if the bound is not finite at the start.
     """
-    at = _candidate(start, parts.advance(1.0, np.zeros_like(start.mean), start))
+    current = _candidate(start, parts.advance(1.0, np.zeros_like(start.mean), start))
     parts.keep()
-    if not math.isfinite(at.bound):
+    if not math.isfinite(current.bound):
         raise ValueError("the bound is not finite where the search begins: are the priors proper?")
-    past, errors = [at], [_error(at, _combined([at]))]
+    past, errors = [current], [_error(current, _combined([current]))]
     while len(errors) < (MAX_ROUNDS if rounds is None else rounds):
         if rounds is None and len(errors) >= FEWEST and errors[-1] < tolerance:
             break
-        least = at.bound - relative_rounding() * (1 + abs(at.bound))
-        candidate = _combined_step(at, _combined(past), parts, least) or _plain_step(at, parts, least)
+        least = current.bound - relative_rounding() * (1 + abs(current.bound))
+        candidate = _combined_step(current, _combined(past), parts, least) or _plain_step(current, parts, least)
         if candidate is None:
             break
-        at = candidate
+        current = candidate
         parts.keep()
-        past = [*past, at][-MEMORY:]
-        errors.append(_error(at, _combined(past)))
-    return GroupResult(at.shared, at.bound, errors, at.message.error)
+        past = [*past, current][-MEMORY:]
+        errors.append(_error(current, _combined(past)))
+    return GroupResult(current.shared, current.bound, errors, current.message.error)
 
 
 def relative_rounding() -> float:
@@ -121,23 +121,23 @@ def _candidate(shared: Shared, message: Message) -> _Candidate:
     return _Candidate(shared, message, Shared(shared.mean + step, message.precision))
 
 
-def _combined_step(at: _Candidate, predicted: Shared, parts: Parts, least: float) -> _Candidate | None:
-    if predicted is at.ahead or not predicted.is_gaussian:
+def _combined_step(current: _Candidate, predicted: Shared, parts: Parts, least: float) -> _Candidate | None:
+    if predicted is current.ahead or not predicted.is_gaussian:
         return None
-    candidate = _candidate(predicted, parts.advance(1.0, predicted.mean - at.shared.mean, predicted))
+    candidate = _candidate(predicted, parts.advance(1.0, predicted.mean - current.shared.mean, predicted))
     return candidate if candidate.bound >= least and candidate.ahead.is_gaussian else None
 
 
-def _plain_step(at: _Candidate, parts: Parts, least: float) -> _Candidate | None:
+def _plain_step(current: _Candidate, parts: Parts, least: float) -> _Candidate | None:
     """The first step that does not lower the bound."""
     for halvings in range(MAX_HALVINGS):
         step = 0.5**halvings
-        message = parts.message(step) if halvings else at.message
-        precision = (1 - step) * at.shared.precision + message.precision
-        if not Shared(at.shared.mean, precision).is_gaussian or not np.isfinite(message.gradient).all():
+        message = parts.message(step) if halvings else current.message
+        precision = (1 - step) * current.shared.precision + message.precision
+        if not Shared(current.shared.mean, precision).is_gaussian or not np.isfinite(message.gradient).all():
             continue
         shift = step * np.linalg.solve(precision, message.gradient)
-        shared = Shared(at.shared.mean + shift, precision)
+        shared = Shared(current.shared.mean + shift, precision)
         candidate = _candidate(shared, parts.advance(step, shift, shared))
         if candidate.bound >= least:
             return candidate
@@ -164,9 +164,9 @@ def _whitened(mean: np.ndarray, precision: np.ndarray, root: np.ndarray) -> np.n
     return np.concatenate([np.linalg.solve(root, mean), np.ravel(root.T @ precision @ root) / math.sqrt(2)])
 
 
-def _error(at: _Candidate, predicted: Shared) -> float:
+def _error(current: _Candidate, predicted: Shared) -> float:
     """The distance of q(s) from the next one, by a plain step or the combined one, in standard deviations."""
-    return max(_distance(at.shared, at.ahead), _distance(at.shared, predicted))
+    return max(_distance(current.shared, current.ahead), _distance(current.shared, predicted))
 
 
 def _distance(one: Shared, other: Shared) -> float:

@@ -139,13 +139,13 @@ class _Steps:
             return None
         return self._evaluated(state, without_prior_factor(state, self._origin).plus(self._base, -1.0))
 
-    def after(self, at: _Evaluated) -> tuple[_Evaluated, float] | None:
+    def after(self, current: _Evaluated) -> tuple[_Evaluated, float] | None:
         """Where the first step that does not lower the bound leads, and its length."""
         for halvings in range(MAX_HALVINGS):
             step = 0.5**halvings
-            factor = at.rows.plus(at.rows, -step).plus(at.target, step)
-            evaluated = self._evaluated(self._state(at.state, factor) if halvings else at.ahead, factor)
-            if evaluated is not None and evaluated.evaluation.bound >= at.evaluation.bound - _rounding(at):
+            factor = current.rows.plus(current.rows, -step).plus(current.target, step)
+            evaluated = self._evaluated(self._state(current.state, factor) if halvings else current.ahead, factor)
+            if evaluated is not None and evaluated.evaluation.bound >= current.evaluation.bound - _rounding(current):
                 return evaluated, step
         return None
 
@@ -176,20 +176,20 @@ def in_rounds(start: State, states: Sequence[State], evaluations: Evaluations, r
     """
     origin, num_rows = np.asarray(states[0].mean, np.float64), sum(int(state.num_rows) for state in states)
     summaries = [summary(state, start, origin) for state in states]
-    steps, at = _Steps(start, evaluations, origin, num_rows), None
+    steps, current = _Steps(start, evaluations, origin, num_rows), None
     if rounds != 1 and steps.are_apart(states, summaries):
-        at = steps.from_sample([int(state.num_rows) for state in states])
-    at = steps.from_nothing(added(summaries[0], summaries[1:])) if at is None else at
-    if at is None:
+        current = steps.from_sample([int(state.num_rows) for state in states])
+    current = steps.from_nothing(added(summaries[0], summaries[1:])) if current is None else current
+    if current is None:
         return None
-    errors = [at.move]
+    errors = [current.move]
     while len(errors) < (MAX_ROUNDS if rounds is None else rounds) and not (rounds is None and errors[-1] < TOLERANCE):
-        step = steps.after(at)
+        step = steps.after(current)
         if step is None:
             break
-        errors.append(_error(at.move, step[0].move, step[1]))
-        at = step[0]
-    return Result(at.state, at.evaluation, errors)
+        errors.append(_error(current.move, step[0].move, step[1]))
+        current = step[0]
+    return Result(current.state, current.evaluation, errors)
 
 
 def _error(before: float, after: float, step: float) -> float:
@@ -203,8 +203,8 @@ def _error(before: float, after: float, step: float) -> float:
     return after * float(np.clip(step / max(1 - share_left, 1 / MOST_TO_COME), 1.0, MOST_TO_COME))
 
 
-def _rounding(at: _Evaluated) -> float:
-    return 8 * float(np.finfo(at.state.mean.dtype).eps) * abs(at.evaluation.bound)
+def _rounding(current: _Evaluated) -> float:
+    return 8 * float(np.finfo(current.state.mean.dtype).eps) * abs(current.evaluation.bound)
 
 
 def warn_of_one_exchange(program: Program, counts: Sequence[int], remedy: str) -> None:
