@@ -2,8 +2,8 @@
 
 Each is a weighted sum E[phi] = sum_k w_k phi(m + L z_k), L L^T = S, with its own slopes in m and S as E[grad phi] and
 E[hess phi] / 2. All factors begin with a rule of few nodes, which is exact for polynomials of the fifth degree. A few
-more nodes, further out, measure by how much phi is none. Factors of which that matters go on to the next rule, and only
-they pay: a compiled loop takes them a batch at a time.
+more nodes, further out, measure by how much phi is not such a polynomial. Only factors with errors that matter go on to
+the next rule: a compiled loop takes them a batch at a time.
 
 Where factors are few, a compiled ladder costs more than it saves: then all take a rule of many nodes at once. A search
 begins with the few nodes in either case, and mostly ends there, see
@@ -74,25 +74,25 @@ def expectations(
     :param effort: ``"few"``: the fifth-degree rule alone.
         ``"direct"``: a rule of many nodes for all, if that is little work. It takes a fifth of the time to compile.
         ``"thorough"``: also the rule that kinks need in two or three dimensions; it takes long to compile.
-    :param cost: of how many nodes a value of phi is an integral, which is as much dearer, and no more exact than these;
-        one: it is none.
+    :param cost: the number of nodes of which each value of phi is itself an integral; one, if it is none. A value takes
+        as much longer, and is as exact as these.
     """
     tolerances = (ENOUGH, FAIRLY_SMALL) if cost > 1 else (EXACT, SMALL)
     if effort == "few":
         first = partial(_by_first_rule, phi, num_predictors, tolerances)
         return _differentiable(lambda *factors: first(*factors)[1:], phi, num_predictors)
     batch_points = max(BATCH_POINTS // cost, LEAST_POINTS)
-    measure = partial(_climb, phi, num_predictors, nodes, effort == "thorough", tolerances, batch_points)
+    measure = partial(_by_ladder, phi, num_predictors, nodes, effort == "thorough", tolerances, batch_points)
     if effort == "direct" and (nodes is not None or num_predictors in CUBE_NODES):
         most = DIRECT_POINTS if cost == 1 else DIRECT_NODES // cost
-        measure = partial(_at_once_or, measure, *_direct(phi, num_predictors, nodes), most)
+        measure = partial(_direct_or_ladder, measure, *_direct(phi, num_predictors, nodes), most)
     return _differentiable(measure, phi, num_predictors)
 
 
 def _by_first_rule(
     phi: PHI, num_predictors: int, tolerances: Tolerances, means: Array, covariances: Array, constants: PyTree
 ) -> tuple[Factor, Moments, Array]:
-    """The factors, and what the fifth-degree rule finds."""
+    """n factors, with the moments (n, ...) and their errors (n,) by the fifth-degree rule."""
     num_points = len(fifth_degree_nodes(num_predictors)[0])
     first = jax.vmap(partial(_first_rule, phi, tolerances))
     return _in_chunks(first, num_points, (means, covariances, constants))
@@ -117,8 +117,8 @@ def _in_chunks(function: Callable, num_points: int, arguments: tuple) -> PyTree:
     return jax.tree.map(lambda x: x.swapaxes(0, 1).reshape(size * count, *x.shape[2:])[:total], results)
 
 
-def _at_once_or(
-    climb: Callable,
+def _direct_or_ladder(
+    ladder: Callable,
     rule: Callable,
     num_points: int,
     most: int,
@@ -126,9 +126,9 @@ def _at_once_or(
     covariances: Array,
     constants: PyTree,
 ) -> tuple[Moments, Array]:
-    """All factors by ``rule``, of so many points each, or by ``climb`` if these are more than ``most``."""
+    """All factors by ``rule``, of so many points each, or by ``ladder`` if these are more than ``most``."""
     if len(means) * num_points > most:
-        return climb(means, covariances, constants)
+        return ladder(means, covariances, constants)
     return _in_chunks(jax.vmap(rule), num_points, (means, covariances, constants))
 
 
@@ -143,12 +143,12 @@ def _direct(phi: PHI, num_predictors: int, nodes: tuple | None) -> tuple[Callabl
         factor = factor_of(*arguments)
         values, gradients = at_nodes(phi, factor, z)
         moments, error, _, _ = fifth_degree(factor, values[:count], gradients[:count])
-        return _weighed((moments, error), spread_out(nodes, factor, values[count:], gradients[count:]))
+        return _more_exact((moments, error), spread_out(nodes, factor, values[count:], gradients[count:]))
 
     return mean_of_two, len(z)
 
 
-def _climb(
+def _by_ladder(
     phi: PHI,
     num_predictors: int,
     nodes: tuple | None,
@@ -162,7 +162,7 @@ def _climb(
     """All factors by the fifth-degree rule, and those whose errors are too large by one finer rule after the other."""
     factors, moments, errors = _by_first_rule(phi, num_predictors, tolerances, means, covariances, constants)
     result: tuple[Moments, Array] = moments, errors
-    # The sum of all values, of which one is not finite, leads nowhere, however exact the others are.
+    # If one value is not finite, the sum of all is of no use, however exact the others are.
     is_finite = jnp.all(jnp.isfinite(moments[0]))
     for least, rule, num_points in _finer(num_predictors, nodes, thorough):
         size = min(max(batch_points // num_points, 1), MOST_BATCH)
@@ -174,7 +174,7 @@ def _climb(
 def _first_rule(
     phi: PHI, tolerances: Tolerances, mean: Array, covariance: Array, constants: PyTree
 ) -> tuple[Factor, Moments, Array]:
-    """The factor, and what the fifth-degree rule finds."""
+    """One factor, with its moments and their error by the fifth-degree rule."""
     factor = factor_of(mean, covariance, constants)
     points, _, _ = fifth_degree_nodes(mean.size)
     moments, error, direction, slope = fifth_degree(factor, *at_nodes(phi, factor, points))
@@ -199,32 +199,32 @@ def _finer(num_predictors: int, nodes: tuple | None, thorough: bool) -> list[tup
 def _refined(rule: Callable, size: int, factors: Factor, hard: Array, result: PyTree) -> PyTree:
     """The results, by this rule for the hard factors, ``size`` at a time."""
     if len(hard) == 1:
-        return lax.cond(hard[0], lambda: _weighed(result, rule(factors)), lambda: result)
+        return lax.cond(hard[0], lambda: _more_exact(result, rule(factors)), lambda: result)
     total, size = len(hard), min(size, len(hard))
     count = jnp.sum(hard)
-    places = jnp.argsort(~hard, stable=True)
-    places = jnp.concatenate([places, jnp.full(size - 1, total, places.dtype)])
+    indices = jnp.argsort(~hard, stable=True)
+    indices = jnp.concatenate([indices, jnp.full(size - 1, total, indices.dtype)])
 
     def take_batch(carry: tuple[Array, Any]) -> tuple[Array, Any]:
         start, result = carry
-        chosen = lax.dynamic_slice(places, (start,), (size,))
+        chosen = lax.dynamic_slice(indices, (start,), (size,))
         some, before = jax.tree.map(lambda x: x.at[chosen].get(mode="clip"), (factors, result))
-        new = _weighed(before, rule(some))
+        new = _more_exact(before, rule(some))
         target = jnp.where(start + jnp.arange(size) < count, chosen, total)  # out of bounds: dropped
         return start + size, jax.tree.map(lambda old, x: old.at[target].set(x, mode="drop"), result, new)
 
     return lax.while_loop(lambda carry: carry[0] < count, take_batch, (jnp.zeros((), count.dtype), result))[1]
 
 
-def _weighed(before: PyTree, after: PyTree) -> PyTree:
-    """The results after, and those before where their errors are smaller; of one factor or of many. Where both errors
-    are alike it is a mean of both: a search would not come to rest at a q where the results jump."""
+def _more_exact(before: PyTree, after: PyTree) -> PyTree:
+    """A mean of two results, of one factor or of many, with weights 1 / error^2: the more exact one where errors differ
+    much. Without a jump between the two, at which a search would not come to rest."""
     is_usable = after[1] < jnp.inf  # rules with nodes farther out may find NaN
     ratio = jnp.where(is_usable, before[1] / after[1], 0.0)
-    share = jnp.nan_to_num(1 / (1 + ratio**-2))
+    weight = jnp.nan_to_num(1 / (1 + ratio**-2))
 
     def mixed(a: Array, b: Array) -> Array:
-        w = share.reshape(*share.shape, *[1] * (a.ndim - share.ndim))
+        w = weight.reshape(*weight.shape, *[1] * (a.ndim - weight.ndim))
         return jnp.where(w > 0, w * b, 0.0) + jnp.where(w < 1, (1 - w) * a, 0.0)
 
     return jax.tree.map(mixed, before, after)
@@ -232,9 +232,9 @@ def _weighed(before: PyTree, after: PyTree) -> PyTree:
 
 # ---------------------------------------------------------------------- derivatives in what phi takes
 def _differentiable(expect: Callable, phi: PHI, num_predictors: int) -> Callable:
-    """``expect``, which finds moments and their errors; the value may be differentiated (once, backwards). Loops may
-    not, and need not: gradient and curvature are the slopes in mean and covariance, and those in phi's constants are
-    expectations too."""
+    """``expect`` (means, covariances, constants -> moments and their errors), whose value can be differentiated once,
+    in reverse mode. Its loops are not: E[grad phi] and E[hess phi] / 2 are the slopes in mean and covariance, and the
+    slopes in phi's constants are expectations too."""
     if num_predictors in SLOPE_NODES:
         z, weights = hermite_rule(num_predictors, SLOPE_NODES[num_predictors])
     else:

@@ -1,7 +1,7 @@
 """The forms in which a solve keeps precisions: as matrices, as weights of rows, or packed (see also :mod:`~.chains`).
 
-An array x of a form represents a precision. What represents its Cholesky factor is NaN where it is not positive
-definite. Forms are pytrees: arguments of compiled functions.
+An array x of a form represents a precision. Another array represents its Cholesky factor, with NaN where the precision
+is not positive definite. Forms are pytrees: arguments of compiled functions.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ LEAST_PROBES, MOST_PROBES = 8, 32
 
 
 class WholeMatrix:
-    """How the arrays of a form stand for symmetric matrices, on the host: as they are, (r, r)."""
+    """Arrays that are symmetric matrices (r, r), on the host."""
 
     @staticmethod
     def times(x: np.ndarray, vector: np.ndarray) -> np.ndarray:
@@ -40,14 +40,15 @@ class WholeMatrix:
 
     @staticmethod
     def diagonal(x: np.ndarray) -> np.ndarray:
-        """(r,)."""
+        """The diagonal, (r,)."""
         return np.diagonal(x)
 
 
 class PackedMatrix(NamedTuple):
-    """The same of arrays (z,) of entries.
+    """Arrays (z,) of the entries of symmetric matrices.
 
-    :ivar row: (z,). :ivar column: (z,). :ivar count: (z,), two for an entry that stands for the other side too.
+    :ivar row: (z,). :ivar column: (z,). :ivar count: (z,), two for an entry off the diagonal, given once for both
+        sides.
     """
 
     row: np.ndarray
@@ -82,7 +83,7 @@ class Dense(NamedTuple):
         return jnp.eye(mean.size, dtype=mean.dtype)
 
     def narrower(self, x: Array) -> Array:
-        """A precision so much larger."""
+        """``NARROWING`` times the precision."""
         return NARROWING * x
 
     def wider(self, x: Array) -> Array:
@@ -125,14 +126,14 @@ class Dense(NamedTuple):
         return jnp.sum(a * a), jnp.sum(a * b)
 
     def entries(self) -> WholeMatrix:
-        """How arrays stand for matrices. None, of other forms: they do not without the form."""
+        """How arrays are read as matrices, on the host; None for forms whose arrays are no matrices by themselves."""
         return WholeMatrix()
 
 
 class Weighted(NamedTuple):
-    """Precisions ``precision + frame^T diag(w) frame`` as their w (n,): what selections, seen through a frame, make of
-    the base's. Beside a factorization and a triangular solve, an iteration then takes two products of matrices, not
-    eight.
+    """Precisions ``precision + frame^T diag(w) frame`` as their w (n,): those of factors that each depend on one
+    entry of frame e. Beside a factorization and a triangular solve, an iteration then takes two products of matrices,
+    not eight.
 
     :ivar frame: (n, r).
     """
@@ -161,7 +162,7 @@ class Weighted(NamedTuple):
     solver, half_log_determinant = Dense.solver, Dense.half_log_determinant
 
     def covariance_root(self, factor: Array) -> Array:
-        """In the coordinates of the selections: A (r, n)."""
+        """A (r, n) with A^T A the covariance of the entries that factors depend on."""
         return solve_lower(factor, self.frame.T)
 
     def trace(self, x: Array, covariance_root: Array) -> Array:
