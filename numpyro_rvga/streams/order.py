@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
 
 import numpy as np
 from jax import Array
@@ -17,52 +16,39 @@ FEWEST_PIECES, MOST_PIECES = 8, 256  # from places all over the data that are re
 OPEN_NUMBERS = 2**27  # in pieces that are read by turns, if they are more than the fewest
 
 
-class Round(NamedTuple):
-    """Rows that are read together and handed out in random order.
-
-    :ivar position: how many rows are handed out before them. :ivar parts: (K, 2), first row in the data and length.
-    """
-
-    position: int
-    parts: np.ndarray
-
-    @property
-    def length(self) -> int:
-        return int(self.parts[:, 1].sum())
-
-
 class RandomOrder:
-    """Rows in an order that the key and the sizes determine, from any position on.
+    """Rows in an order that the key and the sizes determine.
 
     :param reader_at: row -> a function that reads so many of the rows that follow it.
+    :param rounds: the parts of the data that are read together and handed out in random order, one round after the
+        other, (K, 2) each: a part's first row in the data and its number of rows.
     """
 
     def __init__(
-        self, reader_at: Callable[[int], Callable[[int], Rows | None]], rounds: Sequence[Round], rng_key: Array
+        self, reader_at: Callable[[int], Callable[[int], Rows | None]], rounds: Sequence[np.ndarray], rng_key: Array
     ):
         self._reader_at, self._rounds = reader_at, rounds
+        self._ends = np.cumsum([parts[:, 1].sum() for parts in rounds])
         self._seed = key_numbers(rng_key)
         self._last: tuple[int, np.ndarray] | None = None
 
-    def open_at(self, position: int) -> Iterator[Rows]:
-        """The rows from a position in the order on, in blocks."""
+    def blocks(self) -> Iterator[Rows]:
+        """All rows, in blocks."""
         readers: dict[int, Callable[[int], Rows | None]] = {}
-        for number, each in enumerate(self._rounds):
-            if each.position + each.length <= position:
-                continue
-            readers = {int(row): readers.get(int(row)) or self._reader_at(int(row)) for row in each.parts[:, 0]}
-            rows = joined([_all_of(readers[int(row)], int(row), int(length)) for row, length in each.parts])
-            readers = {int(row + length): readers[int(row)] for row, length in each.parts}
+        for number, parts in enumerate(self._rounds):
+            readers = {int(row): readers.get(int(row)) or self._reader_at(int(row)) for row in parts[:, 0]}
+            rows = joined([_all_of(readers[int(row)], int(row), int(length)) for row, length in parts])
+            readers = {int(row + length): readers[int(row)] for row, length in parts}
             order = self._order_of(number)
-            for start in range(max(position - each.position, 0), len(order), SLICE):
+            for start in range(0, len(order), SLICE):
                 yield selected(rows, order[start : start + SLICE])
 
     def number(self, position: int) -> int:
         """The number in the data of the row at a position in the order."""
-        ends = np.cumsum([each.length for each in self._rounds])
-        index = int(np.searchsorted(ends, position, side="right"))
-        row = int(self._order_of(index)[position - self._rounds[index].position])
-        for first, length in self._rounds[index].parts:
+        index = int(np.searchsorted(self._ends, position, side="right"))
+        order = self._order_of(index)
+        row = int(order[position - self._ends[index] + len(order)])
+        for first, length in self._rounds[index]:
             if row < length:
                 return int(first) + row
             row -= int(length)
@@ -71,7 +57,7 @@ class RandomOrder:
     def _order_of(self, number: int) -> np.ndarray:
         if self._last is None or self._last[0] != number:
             rng = np.random.default_rng([*self._seed, number])
-            self._last = number, rng.permutation(self._rounds[number].length)
+            self._last = number, rng.permutation(int(self._rounds[number][:, 1].sum()))
         return self._last[1]
 
 
@@ -87,12 +73,12 @@ def _all_of(reader: Callable[[int], Rows | None], row: int, length: int) -> Rows
     return rows
 
 
-def one_round(total: int) -> list[Round]:
+def one_round(total: int) -> list[np.ndarray]:
     """For rows in memory: all at once."""
-    return [Round(0, np.array([[0, total]]))]
+    return [np.array([[0, total]])]
 
 
-def rounds_of(pieces: Sequence[int], numbers_per_row: int, rng_key: Array) -> list[Round]:
+def rounds_of(pieces: Sequence[int], numbers_per_row: int, rng_key: Array) -> list[np.ndarray]:
     """For rows in files: pieces from all over the data are taken together, and each round has a share of each.
 
     :param pieces: the data's pieces, as numbers of rows that are fast to read one after the other.
@@ -105,15 +91,14 @@ def rounds_of(pieces: Sequence[int], numbers_per_row: int, rng_key: Array) -> li
     lengths = np.concatenate([_even(length, cuts) for length in lengths])
     starts = np.cumsum(lengths) - lengths
     order = np.random.default_rng(key_numbers(rng_key)).permutation(len(lengths))
-    rounds, position = [], 0
+    rounds = []
     for together in _waves(lengths, order, max(capacity, OPEN_NUMBERS // numbers_per_row)):
         count = -(-int(lengths[together].sum()) // capacity)
         shares = np.stack([_even(length, count) for length in lengths[together]])
         firsts = starts[together][:, None] + np.cumsum(shares, axis=1) - shares
         for first, share in zip(firsts.T, shares.T):
             taken = share > 0
-            rounds.append(Round(position, np.stack([first[taken], share[taken]], axis=1)))
-            position += int(share.sum())
+            rounds.append(np.stack([first[taken], share[taken]], axis=1))
     return rounds
 
 

@@ -15,7 +15,7 @@ from ..model.data.arrays import as_data_array
 from ..model.data.rows import Keywords, Rows, joined, num_rows, selected
 from .order import RandomOrder, one_round, rounds_of
 
-SLICE = 2**16  # rows that are passed over at a time
+SLICE = 2**16  # rows that are read at a time, where all are read once more
 NOTHING = np.zeros(0, np.int64)
 PIECE = 2**16  # rows of a source that does not say which of them are fast to read one after the other
 
@@ -69,11 +69,13 @@ class RowSource:
             rounds = rounds_of(pieces, sum(x[0].size for x in self.peek(1).values()), rng_key)
         order = RandomOrder(lambda row: RowSource(lambda _: self._open_at(row)).take, rounds, rng_key)
         options: dict[str, Any] = {"left_out": self.left_out, "about": self._about, "dtypes": self._dtypes}
-        return RowSource(order.open_at, self.total, seekable=True, order=order, **options)
+        return RowSource(lambda _: order.blocks(), self.total, seekable=True, order=order, **options)
 
     def rewind(self) -> None:
         """Begin again, if rows can be read again."""
-        self.skip(0)
+        if self.seekable:
+            self._blocks, self._read, self._num_held = self._open_at(0), 0, 0
+            self._held.clear()
 
     def without(self, left_out: np.ndarray) -> RowSource:
         """The other rows, in the order of the data, of a source of all rows that can be read again.
@@ -166,22 +168,6 @@ class RowSource:
         self._held.appendleft(rows)
         self._num_held += num_rows(rows)
         return rows
-
-    def skip(self, count: int) -> None:
-        """Pass over rows.
-
-        :raises ValueError: if there are not so many.
-        """
-        if self.seekable:
-            self._blocks, self._read, self._num_held = self._open_at(count), count, 0
-            self._held.clear()
-            return
-        left = count
-        while left:
-            rows = self.take(min(left, SLICE))
-            if rows is None:
-                raise ValueError(f"the data end after {count - left} rows, and {count} have been taken in before.")
-            left -= num_rows(rows)
 
     def is_longer_than(self, size: int) -> bool:
         if self.total is not None:
