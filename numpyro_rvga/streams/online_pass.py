@@ -18,7 +18,7 @@ from ..model.bad_rows import describe_bad_rows
 from ..model.data.rows import Rows, num_rows, pad, selected
 from ..options import Info, key_numbers
 from ..progress import Bar
-from .passes import Pass, Pending, first_failed, rows_named
+from .passes import Pass, PendingStep, first_failed, rows_named
 
 CHUNK_BLOCKS = 1024
 CHUNK_NUMBERS = 2**24  # in the Jacobians of the rows that are worked on between updates of the progress bar
@@ -91,7 +91,7 @@ class OnlinePass(Pass[OnlineState, BlockInfo]):
     def _padded(self, rows: Rows, weights: np.ndarray) -> tuple:
         return *jax.device_put(pad(rows, self._chunk, weights)), self._rate
 
-    def looked_at(self, step: Pending[OnlineState, BlockInfo]) -> Pending[OnlineState, BlockInfo]:
+    def looked_at(self, step: PendingStep[OnlineState, BlockInfo]) -> PendingStep[OnlineState, BlockInfo]:
         if step.report is None or not self._looks_later or np.all(step.report.ok):
             return step
         after, report = self._watched(step.before, step.piece.rows, np.ones(step.piece.num_rows, np.float32))

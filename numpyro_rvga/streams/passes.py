@@ -105,7 +105,7 @@ class Pass(ABC, Generic[S, R]):
         :param offset: how many rows came before.
         """
 
-    def looked_at(self, step: Pending[S, R]) -> Pending[S, R]:
+    def looked_at(self, step: PendingStep[S, R]) -> PendingStep[S, R]:
         """The step with a result and a report that can be judged."""
         return step
 
