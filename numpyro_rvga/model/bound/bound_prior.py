@@ -36,6 +36,7 @@ from .prior_start import (
     moments_of_draws,
     state_at,
 )
+from .unread_entries import NAME, record_of_unread, unread_entries
 
 MOST_CHECKED = 1000  # parameters of which the prior's whole precision matrix is checked
 
@@ -47,12 +48,14 @@ class BoundPrior(BoundModel):
     :ivar constants: what all rows determine of that.
     :ivar mixed_sites: latent sites whose prior depends on states that are summed over; see :class:`BoundLikelihood`.
     :ivar mixed_priors: terms of these, with the states summed out, that no outcome enters.
+    :ivar unread: by site, the indices of entries on which the log density does not depend.
     """
 
     data_prior: DataPrior | None = None
     constants: PriorConstants | None = None
     mixed_sites: frozenset[str] = frozenset()
     mixed_priors: tuple[Terms, ...] = ()
+    unread: Mapping[str, np.ndarray] = MappingProxyType({})
     _arrays_read: Mapping[str, frozenset[str]] = MappingProxyType({})
 
     # ------------------------------------------------------------------ reading it
@@ -109,6 +112,9 @@ class BoundPrior(BoundModel):
         self._arrays_read = self._find_prior_arrays()
         if self._arrays_read:
             self.data_prior, self.constants = self._read_data_prior(None if constants else usable(), constants)
+        if self.whole and self.row_latents is None:
+            records = lambda sites: self._records(sites, self.example_row)  # noqa: E731
+            self.unread = unread_entries(records, self.layout, self.dtype)
         self.prior = self._find_prior()
         self._gaussian_parts = jit_once(lambda inputs: gaussian_parts(self.prior, self.layout.size, self.dtype, inputs))
         self._prior_draws = jit_once(self._many_draws)
@@ -132,7 +138,8 @@ class BoundPrior(BoundModel):
     @property
     def _own_prior_sites(self) -> list[str]:
         """Sites of the prior each of which is a sum of terms by itself."""
-        return [name for name in (*self.layout.site_names, *self._prior_sites) if name not in self.mixed_sites]
+        names = [name for name in (*self.layout.site_names, *self._prior_sites) if name not in self.mixed_sites]
+        return [*names, *(NAME + name for name in self.unread)]
 
     def _site_runner(self, name: str) -> Callable[[Array, Arrays], SiteRecord]:
         """theta, and rows or what the prior's terms take -> a site's record."""
@@ -140,6 +147,9 @@ class BoundPrior(BoundModel):
 
     def _proper_record(self, name: str, sites: Mapping[str, Array], row: Arrays) -> SiteRecord:
         """:param sites: values of latent sites, in unconstrained space."""
+        if name.startswith(NAME):
+            of_site = name.removeprefix(NAME)
+            return record_of_unread(of_site, self.unread[of_site], sites[of_site])
         if name in self._arrays_read:
             return self._proper(self._data_records(self.layout.ravel(sites), row)[name])
         own = any(key not in SHARED for key in row)
@@ -296,8 +306,10 @@ class BoundPrior(BoundModel):
 
     def log_priors(self, theta: Array) -> dict[str, Array]:
         """The terms of :meth:`log_prior` by site."""
-        records = self.prior_records(self.layout.unravel(theta))
-        own = {name: jnp.sum(elements(self._proper(records[name]))) for name in self._own_prior_sites}
+        sites = self.layout.unravel(theta)
+        records = {name: self._proper(record) for name, record in self.prior_records(sites).items()}
+        records |= {NAME + name: record_of_unread(name, at, sites[name]) for name, at in self.unread.items()}
+        own = {name: jnp.sum(elements(records[name])) for name in self._own_prior_sites}
         return own | {terms.site: jnp.sum(terms.log_probs(theta, self.prior_inputs)) for terms in self.mixed_priors}
 
     def unconstrain(self, sites: Mapping[str, Array]) -> Array:
