@@ -16,21 +16,18 @@ from jax.typing import ArrayLike
 from ..core.compilation import Compiled, jit, jit_once
 from ..core.matrices.precisions import PrecisionForm
 from ..core.pytrees import PyTree
-from ..core.updates.drivers import Evaluated, Pending, Progress, StepParts, Steps, begun_again, solve
-from ..core.updates.factors import ErrorEstimates, Expected, Kind
+from ..core.updates.drivers import Evaluated, Pending, Progress, StepParts, Steps, solve
+from ..core.updates.factors import Expected, Kind
 from ..core.updates.joint import Joint, SolveStart, solve_joint_traced
 from ..core.updates.maximize import solution
 from ..core.updates.objective import is_conservative, is_log_concave
 from ..core.updates.search import Search, Settings, Solution, SolverState
 from ..core.updates.state import RowFactors, State, StepInfo
 from .devices import Devices
-from .giving_up import Crawl, StepCount
-from .starts import LOWEST, MOST_PARAMETERS, NEAR, NUM_CHECKS, NUM_RETRIES, are_apart, best_of
+from .searches import Crawl, Searches, StepCount, Suffices, expected_at
+from .starts import MOST_PARAMETERS, Solved
 
-ROUGHLY = 0.01  # nats: the squared natural gradient at which a search by few nodes has done its part
 FEW_PARAMETERS = 24  # with which steps of q are little work
-STEPS_OF_A_CHECK = 2  # times as many as the first search took, from another start, after which it is given up;
-FEWEST_STEPS = 40  # but not before this many
 
 
 class RowChunks(NamedTuple):
@@ -88,14 +85,10 @@ class PriorProblem(NamedTuple):
         return 0
 
 
-Suffices = Callable[[ErrorEstimates, float], bool]
-"""Error estimates of the factors' expectations at a solution, and its bound -> whether no others are needed."""
-
-
 class Coarse(NamedTuple):
     """A problem with cheaper expectations, whose solution the search begins at.
 
-    :ivar suffices: see :data:`Suffices`; None: others are needed.
+    :ivar suffices: see :data:`~.searches.Suffices`; None: others are needed.
     """
 
     search: Search
@@ -187,7 +180,7 @@ class JointSolver:
         on_step: Callable[[Progress], None] | None = None,
         coarse: Coarse | None = None,
         other_means: Callable[[State, int], np.ndarray] | None = None,
-    ) -> tuple[State, StepInfo]:
+    ) -> Solved:
         """The state after ``num_rows`` new rows.
 
         A search begins by coarse expectations, if there are any, and goes on by exact ones where those do not suffice.
@@ -204,53 +197,23 @@ class JointSolver:
         start = self._begin[self._is_little_work(search, problem)](problem, search=search)
         coarse_steps = None if coarse is None else self._steps(search, problem, start, coarse)
         suffices = None if coarse is None else coarse.suffices
-        levels = _CoarseToFine(search, self._steps(search, problem, start), coarse_steps, suffices)
 
-        def finished(state: SolverState, steps: Steps) -> tuple[State, StepInfo]:
-            expected = _expected_at(steps, state) if with_error_estimates else None
+        def finished(state: SolverState, steps: Steps) -> Solved:
+            expected = expected_at(steps, state) if with_error_estimates else None
             options = {"search": search, "with_absorbed": with_absorbed}
             return self._finish(problem, start.form, state, expected, num_rows, **options)
 
-        of_first, crawl = StepCount(), Crawl()
+        searches = Searches(search, start.state, self._steps(search, problem, start), coarse_steps, suffices, finished)
+        count, crawl = StepCount(), Crawl()
         is_dear = self._is_long and not search.mode  # a density may rise without end
 
         def is_enough(at: Progress) -> bool:
-            return of_first.gives_up(at) or (is_dear and crawl.detects(at))
+            return count.gives_up(at) or (is_dear and crawl.detects(at))
 
-        state, steps, _ = levels.begin(start.state, of_first)
+        state, steps, _ = searches.begin(start.state, count)
         state = solve(search, steps, state, on_step=on_step, is_enough=is_enough)
-        first = finished(*levels.refined(state, steps, on_step=on_step, is_enough=is_enough))
-        if other_means is None:
-            return first
-        highest = float(first[0].log_evidence) if bool(first[1].ok) else -np.inf
-
-        def check(mean: np.ndarray) -> tuple[State, StepInfo] | None:
-            """Where a search from another mean ends; None if that is where the first one did, or it leads nowhere."""
-            count = StepCount(highest - LOWEST, max(FEWEST_STEPS, STEPS_OF_A_CHECK * of_first.count))
-
-            def is_near(at: Progress) -> bool:
-                return count.gives_up(at) or float(at.decrement) <= NEAR
-
-            state, steps, is_solved = levels.begin(start.state._replace(mean=mean), count)
-            if count.is_hopeless or (is_solved and not are_apart(finished(state, steps), first)):
-                return None
-            state = solve(search, steps, state, is_enough=is_near)
-            if count.is_hopeless or not are_apart(finished(state, steps), first):
-                return None
-            state = solve(search, steps, state, is_enough=count.gives_up)
-            state, steps = levels.refined(state, steps, is_enough=count.gives_up)
-            return None if count.is_hopeless else finished(state, steps)
-
-        def retry(mean: np.ndarray) -> tuple[State, StepInfo]:
-            state, steps, _ = levels.begin(start.state._replace(mean=mean), StepCount())
-            count = StepCount(highest)
-            state = solve(search, steps, state, is_enough=count.gives_up)
-            return finished(*levels.refined(state, steps, is_enough=count.gives_up))
-
-        has_ended = bool(first[1].converged) or float(first[1].decrement) <= NEAR
-        again, times = (check, NUM_CHECKS) if has_ended else (retry, NUM_RETRIES)
-        others = [again(other_means(first[0], number)) for number in range(times)]
-        return best_of([first, *[other for other in others if other is not None]])
+        first = finished(*searches.refined(state, steps, on_step=on_step, is_enough=is_enough))
+        return first if other_means is None else searches.with_other_starts(first, other_means, count.count)
 
     def _steps(self, search: Search, problem: PyTree, start: SolveStart, coarse: Coarse | None = None) -> Steps:
         """The compiled functions of a problem, which the host calls in turn.
@@ -286,67 +249,6 @@ class JointSolver:
     ) -> tuple[State, StepInfo]:
         joint = self._joint(search, problem)
         return _absorbed(joint, solve_joint_traced(search, joint), num_rows, with_absorbed)
-
-
-class _CoarseToFine(NamedTuple):
-    """The steps of a search: by coarse expectations first, and by exact ones where those do not suffice.
-
-    :ivar exact: steps by the problem's own expectations. :ivar coarse: by cheaper ones, or None.
-    :ivar suffices: see :data:`Suffices`.
-    """
-
-    search: Search
-    exact: Steps
-    coarse: Steps | None
-    suffices: Suffices | None
-
-    def begin(self, state: SolverState, count: StepCount) -> tuple[SolverState, Steps, bool]:
-        """A state near the solution by the coarse steps, or ``state`` where they lead nowhere; the steps to go on with,
-        which are the coarse ones if these seem to suffice; and whether the coarse ones have reached a solution.
-
-        :param count: gives up the search. One that crawls is given up too.
-        """
-        if self.coarse is None:
-            return state, self.exact, False
-        crawl = Crawl()
-
-        def is_enough(at: Progress) -> bool:
-            return count.gives_up(at) or crawl.detects(at) or float(at.decrement) <= ROUGHLY
-
-        near = solve(self.search, self.coarse, state, is_enough=is_enough)
-        if count.is_hopeless:
-            return state, self.exact, False
-        if not float(near.evaluation.decrement) <= ROUGHLY:
-            return self._of_highest_bound(begun_again(near), state), self.exact, False
-        if self._coarse_suffices(near):
-            return near, self.coarse, True
-        return begun_again(near), self.exact, True
-
-    def _of_highest_bound(self, *states: SolverState) -> SolverState:
-        """The state of the highest bound by exact expectations: a bound by few nodes may be high where it alone is."""
-        evaluated = [solve(self.search, self.exact, state, is_enough=lambda at: True) for state in states]
-        bounds = np.array([float(state.evaluation.bound) for state in evaluated])
-        return evaluated[int(np.argmax(np.where(np.isnan(bounds), -np.inf, bounds)))]
-
-    def refined(self, state: SolverState, steps: Steps, **options: Any) -> tuple[SolverState, Steps]:
-        """The solution that ``steps`` have led to; or that of the exact ones, if the coarse do not suffice.
-
-        :param options: of :func:`~numpyro_rvga.core.updates.drivers.solve`.
-        """
-        if steps is self.exact or self._coarse_suffices(state):
-            return state, steps
-        return solve(self.search, self.exact, begun_again(state), **options), self.exact
-
-    def _coarse_suffices(self, state: SolverState) -> bool:
-        if self.coarse is None or self.suffices is None:
-            return False
-        return self.suffices(_expected_at(self.coarse, state).error_estimates, float(state.evaluation.bound))
-
-
-def _expected_at(steps: Steps, state: SolverState) -> Expected:
-    """The expectations at the q of a state."""
-    at = steps.propose(state._replace(step=jax.device_put(np.zeros_like(state.step))))
-    return steps.evaluate(at, state.mean).slope
 
 
 def _absorbed(
