@@ -15,7 +15,7 @@ from jax import Array, lax
 from ..core.compilation import Compiled
 from ..core.gaussians import DiagonalGaussian, Family, FullGaussian, LowRankGaussian, Movement, converted
 from ..core.updates.estimators import Observation, implicit, make_estimator
-from ..core.updates.rules import Rule, Updated, iterate, unwatched_update, update
+from ..core.updates.rules import Rule, Updated, iterate, update
 from ..core.updates.state import CanonicalGaussian, Count, new_state
 from ..dynamics import Dynamics, movement_of
 from ..initialization import initial_location
@@ -93,7 +93,7 @@ class OnlineUpdates:
             self.movement = movement_of(dynamics, engine.program, self.start.mean, root)
         long_arrays = engine.program.layout.size >= MANY_PARAMETERS
         self.stream = Compiled(self._stream, ("block_size", "predict"), long_arrays=long_arrays)
-        self.unwatched_stream = Compiled(self._unwatched_stream, ("block_size",), long_arrays=long_arrays)
+        self.unchecked_stream = Compiled(self._unchecked_stream, ("block_size",), long_arrays=long_arrays)
         self.one_block = Compiled(self._one_block, ("predict",), long_arrays=long_arrays)
         self.one_iteration = Compiled(self._one_iteration)
         self._exact_prior = Compiled(self._checked_with_exact_prior)
@@ -200,19 +200,19 @@ class OnlineUpdates:
         return state, info
 
     @property
-    def may_look_later(self) -> bool:
-        """Whether an update that leaves no Gaussian is still plain to see after further ones."""
+    def may_check_later(self) -> bool:
+        """Whether an update that leaves no Gaussian is still detected after further ones."""
         rule, options = self.rule, self.options
         is_plain = rule.name == "bong" and rule.parameterization == "natural" and rule.projection is None
         concave = options.hessian == "expected" and all(kind.concave for kind in self.engine.kinds)
         semidefinite = concave or options.hessian in SEMIDEFINITE
         return options.family == "diagonal" and is_plain and semidefinite and self.movement is None
 
-    def _unwatched_stream(
+    def _unchecked_stream(
         self, state: OnlineState, rows: dict, weights: Array, rate: Array | None = None, *, block_size: int
     ) -> tuple[OnlineState, BlockInfo]:
-        """As :meth:`_stream`, but for the look at each result, which takes more time than an update of long arrays. If
-        the last result is no Gaussian, no block is ok, and the state is none.
+        """As :meth:`_stream` with BONG's natural steps, but without a check of each result, which takes longer than an
+        update of long arrays. If the last result is no Gaussian, no block is ok, and the state is none.
 
         :param weights: zero for rows that pad the last blocks, and for no others.
         """
@@ -220,10 +220,10 @@ class OnlineUpdates:
         def body(i: Array, state: OnlineState) -> OnlineState:
             block = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, i * block_size, block_size), (rows, weights))
             estimate = partial(self._estimate, self.observation(*block))
-            key = jax.random.fold_in(state.rng_key, state.num_blocks)
+            key, _ = jax.random.split(jax.random.fold_in(state.rng_key, state.num_blocks))
             count = jnp.sum(block[1] > 0).astype(jnp.int32)
             return state._replace(
-                gaussian=unwatched_update(state.gaussian, estimate, key),
+                gaussian=state.gaussian.unchecked_step(estimate(key, state.gaussian)),
                 num_rows=state.num_rows + count,
                 num_blocks=state.num_blocks + 1,
             )

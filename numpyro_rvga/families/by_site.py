@@ -30,7 +30,7 @@ from ..streams.opening import PassOptions, open_source, ordered, usable_source
 from ..user_warnings import warn
 
 BLOCK_NUMBERS = 2**22  # in the Jacobians of a block's rows at all nodes
-MOST_LOOKED_AT = 1024  # rows, by which it is determined how many entries one depends on
+EXAMPLE_ROWS = 1024  # by which it is determined how many entries one depends on
 STREAM_ROWS = 2048  # of a block, if the number of rows is unknown
 
 
@@ -179,7 +179,7 @@ class SiteFamilies:
 
         def make() -> MeanFieldUpdates:
             others = np.setdiff1d(np.arange(program.layout.size), given.places)
-            some = selected(rows, linspace_indices(num_rows(rows), MOST_LOOKED_AT))
+            some = selected(rows, linspace_indices(num_rows(rows), EXAMPLE_ROWS))
             return MeanFieldUpdates(engine, given, others, some)
 
         self._last = program, engine.once(MeanFieldUpdates, make).bind(engine, given)

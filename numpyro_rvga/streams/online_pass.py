@@ -75,26 +75,27 @@ class OnlinePass(Pass[OnlineState, BlockInfo]):
     def step(self, state: OnlineState, rows: Rows, weights: np.ndarray, offset: int) -> tuple[OnlineState, BlockInfo]:
         if self._online.one_by_one:
             return self._one_by_one(state, rows, weights)
-        if self._looks_later and weights.all():
-            return self._online.unwatched_stream(state, *self._padded(rows, weights), block_size=self._block)
-        return self._watched(state, rows, weights)
+        if self._checks_later and weights.all():
+            return self._online.unchecked_stream(state, *self._padded(rows, weights), block_size=self._block)
+        return self._checked_step(state, rows, weights)
 
     @property
-    def _looks_later(self) -> bool:
-        """Whether steps are taken without a look at each update, and once more with it if there is need."""
-        return self._online.may_look_later and self._predict is None and not self._online.one_by_one
+    def _checks_later(self) -> bool:
+        """Whether steps are taken without a check of each update, and once more with it if the last result is no
+        Gaussian."""
+        return self._online.may_check_later and self._predict is None and not self._online.one_by_one
 
-    def _watched(self, state: OnlineState, rows: Rows, weights: np.ndarray) -> tuple[OnlineState, BlockInfo]:
+    def _checked_step(self, state: OnlineState, rows: Rows, weights: np.ndarray) -> tuple[OnlineState, BlockInfo]:
         arguments = self._padded(rows, weights)
         return self._online.stream(state, *arguments, block_size=self._block, predict=self._predict)
 
     def _padded(self, rows: Rows, weights: np.ndarray) -> tuple:
         return *jax.device_put(pad(rows, self._chunk, weights)), self._rate
 
-    def looked_at(self, step: PendingStep[OnlineState, BlockInfo]) -> PendingStep[OnlineState, BlockInfo]:
-        if step.report is None or not self._looks_later or np.all(step.report.ok):
+    def rechecked(self, step: PendingStep[OnlineState, BlockInfo]) -> PendingStep[OnlineState, BlockInfo]:
+        if step.report is None or not self._checks_later or np.all(step.report.ok):
             return step
-        after, report = self._watched(step.before, step.piece.rows, np.ones(step.piece.num_rows, np.float32))
+        after, report = self._checked_step(step.before, step.piece.rows, np.ones(step.piece.num_rows, np.float32))
         return step._replace(after=after, report=report)
 
     def _one_by_one(self, state: OnlineState, rows: Rows, weights: np.ndarray) -> tuple[OnlineState, BlockInfo]:

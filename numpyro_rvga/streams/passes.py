@@ -105,8 +105,8 @@ class Pass(ABC, Generic[S, R]):
         :param offset: how many rows came before.
         """
 
-    def looked_at(self, step: PendingStep[S, R]) -> PendingStep[S, R]:
-        """The step with a result and a report that can be judged."""
+    def rechecked(self, step: PendingStep[S, R]) -> PendingStep[S, R]:
+        """The step, taken once more with a report of each block if it was taken without and has failed."""
         return step
 
     @abstractmethod
@@ -211,7 +211,7 @@ class Pass(ABC, Generic[S, R]):
         """
         step = pending.popleft()
         try:
-            step = self.looked_at(step)
+            step = self.rechecked(step)
             bad = self._bad_rows(step)
             if not len(bad):
                 self._accept(step)

@@ -86,8 +86,8 @@ class DiagonalGaussian:
             variance, gain = self.variance * (1 - step * excess * self.variance), self.variance
         return DiagonalGaussian(self.mean + step * gain * gradient, variance)
 
-    def unwatched_step(self, derivatives: ExpectedDerivatives) -> DiagonalGaussian:
-        """The natural step of one from the prior itself, without the passes that see whether the result is a Gaussian.
+    def unchecked_step(self, derivatives: ExpectedDerivatives) -> DiagonalGaussian:
+        """The natural step of one from the prior itself, without checking whether the result is a Gaussian.
 
         For H without a negative part. Then what makes the result no Gaussian outlives further such steps: entries that
         are not finite, and variances of zero.

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from ..gaussians import DiagonalGaussian, ExpectedDerivatives, Family, gradient_step, has_diverged
+from ..gaussians import ExpectedDerivatives, Family, gradient_step, has_diverged
 from ..gaussians.steps import nan_if_invalid, shifted
 from ..pytrees import PyTree
 
@@ -110,16 +110,6 @@ def update(
 
         q, clipped = lax.fori_loop(1, rule.num_iters, body, (q, clipped), unroll=unroll or None)
     return Updated(q, clipped, _is_ok(rule, q, prior))
-
-
-def unwatched_update(
-    prior: DiagonalGaussian, estimate: Callable[[Array, Family], ExpectedDerivatives], rng_key: Array
-) -> DiagonalGaussian:
-    """q after a block of rows by BONG's natural step, as :func:`update` has it, without a look whether q is a Gaussian.
-
-    :param estimate: as for :func:`update`, of H without a negative part.
-    """
-    return prior.unwatched_step(estimate(jax.random.split(rng_key)[0], prior))
 
 
 def iterate(

@@ -34,7 +34,7 @@ from . import validation
 from .bound_prior import BoundPrior
 from .row_checks import RowCheck, quadratic_check, states_check
 
-MOST_LOOKED_AT = 256  # rows, to find out on which predictors theta has a say
+EXAMPLE_ROWS = 256  # by which it is determined which predictors depend on theta
 MOST_PARAMETERS_DRAWN = 100  # of rows without structure, as networks are: more take minutes
 
 
@@ -115,7 +115,7 @@ class BoundLikelihood(BoundPrior):
         if not self.whole:
             row = {**self.example_row, **self.shared}
             every: dict[str, Any] = dict(rows)
-            some = selected(every, linspace_indices(num_rows(rows), MOST_LOOKED_AT)) | self.shared
+            some = selected(every, linspace_indices(num_rows(rows), EXAMPLE_ROWS)) | self.shared
         result = []
         for i, component in enumerate(self._components):
 

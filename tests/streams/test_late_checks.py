@@ -1,4 +1,4 @@
-"""BONG with diagonals looks whether q is a Gaussian after many rows, not after each: nothing else may come of it."""
+"""BONG with diagonals checks whether q is a Gaussian after many rows, not after each: nothing else may come of it."""
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ from numpyro_rvga.engines.online import OnlineUpdates
 
 SCALE, NOISE, SIZE = 0.5, 0.7, 3
 HUGE = 1e200  # its square is infinite, and leaves a variance of zero
-LATE, EARLY = "unwatched_stream", "stream"
+LATE, EARLY = "unchecked_stream", "stream"
 
 
 def linear(X, y=None):
@@ -55,7 +55,7 @@ def calls(monkeypatch):
 
 
 @pytest.mark.parametrize("block_size, every", [(1, None), (1, 7), (4, None), (4, 8)])
-def test_blocks_that_are_looked_at_late_follow_the_equations(calls, block_size, every):
+def test_blocks_that_are_checked_late_follow_the_equations(calls, block_size, every):
     rows = data(22)
     bong = BONG(linear, family="diagonal", shuffle=False, block_size=block_size)
     callback = None if every is None else (lambda posterior: posterior.num_rows)
@@ -103,7 +103,7 @@ def test_rows_that_leave_no_gaussian_may_be_left_out(block_size):
     ],
     ids=str,
 )
-def test_where_a_failure_could_be_hidden_by_later_rows_each_is_looked_at(calls, options):
+def test_where_a_failure_could_be_hidden_by_later_rows_each_is_checked(calls, options):
     """Noise makes a variance of zero positive again, and so may steps whose curvature is of any sign."""
     bong = BONG(linear, shuffle=False, **{"family": "diagonal"} | options)
     bong.run(data(12), progress_bar=False)
@@ -123,6 +123,6 @@ def test_what_is_no_gaussian_stays_none_through_later_rows(entry, value):
     broken = {entry: getattr(state.gaussian, entry).at[1].set(value)}
     gaussian = type(state.gaussian)(**{"mean": state.gaussian.mean, "variance": state.gaussian.variance} | broken)
     taken = jax.device_put((rows, np.ones(30, np.float32)))
-    after, report = bong.online.unwatched_stream(state._replace(gaussian=gaussian), *taken, None, block_size=1)
+    after, report = bong.online.unchecked_stream(state._replace(gaussian=gaussian), *taken, None, block_size=1)
     assert not bool(after.gaussian.is_valid()) and not np.any(report.ok)
-    assert bool(jnp.all(bong.online.unwatched_stream(state, *taken, None, block_size=1)[1].ok))
+    assert bool(jnp.all(bong.online.unchecked_stream(state, *taken, None, block_size=1)[1].ok))
