@@ -173,27 +173,27 @@ class FullFamily:
             row_pass(engine.devices.put(start), self._run_options(rng_key, sizes, shuffled=visited.order is not None))
             state, info = row_pass.finished()
             state = engine.devices.fetch(state)
-        findings = self.certification(engine, start, state, source, row_pass, rng_key)
-        info |= findings.info | ({} if repeat is None else repeat.modes)
+        result = self.certification(engine, start, state, source, row_pass, rng_key)
+        info |= result.info | ({} if repeat is None else repeat.modes)
         if self.certification.certifies(engine):
             rows = without(head, row_pass.left_out)
             if "elbo_error" not in info or engine.effort.is_sampled:
-                info["elbo_error"], excess = expectation_errors(engine, findings.state, rows, findings.error_estimates)
-                findings = findings.lowered(excess)
+                info["elbo_error"], excess = expectation_errors(engine, result.state, rows, result.error_estimates)
+                result = result.lowered(excess)
             can_repeat = source.seekable and options.checkpoint is None
-            if can_repeat and is_worth_more(engine, findings.state, rows, info["elbo_error"], findings.bound):
+            if can_repeat and is_worth_more(engine, result.state, rows, info["elbo_error"], result.bound):
                 is_near = info["squared_natural_gradient"] <= NEARBY and row_pass.is_one_solve and sparse is None
                 nearby = FullGaussian(state.mean, state.root) if is_near else None
                 return _Repeat(nearby, modes_info(info.get("modes", ())))
             warn_of(info["elbo_error"])
         warn_of_modes(info)
-        bound = self.certification.checked(engine, findings, rng_key)
+        bound = self.certification.checked(engine, result, rng_key)
         if not is_known(info.get("elbo_error", 0.0)):
-            bound, info["log_evidence_estimate"] = None, findings.bound
+            bound, info["log_evidence_estimate"] = None, result.bound
         row_sets = (*getattr(init, "row_sets", ()), row_pass.absorbed)
         if int(start.num_rows):
             bound = None
-        return self._posterior(engine, findings.state, info, bound, row_sets)
+        return self._posterior(engine, result.state, info, bound, row_sets)
 
     def _sizes_in_memory(self, engine: Engine, rows: Rows, sizes: Sizes) -> tuple[Sizes, SparseEngine | None]:
         """The sizes of one solve of all rows, if it may take them; and its engine, if each row sees few parameters."""

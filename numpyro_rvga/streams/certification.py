@@ -25,8 +25,10 @@ FEWEST_ROWS, MOST_NUMBERS = 500, 2**23  # of a check without a bound: rows, and 
 APPROXIMATE = ("probit", "sigma_points")  # expectations without error control, by the user's choice
 
 
-class Findings(NamedTuple):
-    """:ivar bound: at the state, if there is one. :ivar info: for the posterior's ``info``.
+class CertifiedState(NamedTuple):
+    """A state after a pass, and what evaluations of all rows say of it.
+
+    :ivar bound: at the state, if there is one. :ivar info: for the posterior's ``info``.
     :ivar rows: some or all of the rows that the bound was evaluated on; none if it was not.
     :ivar error_estimates: of all factors at the state, or None."""
 
@@ -36,7 +38,7 @@ class Findings(NamedTuple):
     rows: Rows
     error_estimates: ErrorEstimates | None = None
 
-    def lowered(self, excess: float) -> Findings:
+    def lowered(self, excess: float) -> CertifiedState:
         """The bound less ``excess`` nats."""
         return self if self.bound is None else self._replace(bound=self.bound - excess)
 
@@ -67,21 +69,21 @@ class Certification:
         source: RowSource,
         row_pass: RecursivePass,
         rng_key: Array,
-    ) -> Findings:
+    ) -> CertifiedState:
         """The result of evaluations of all rows, and of steps on them.
 
         :param start: before the first row. :param state: after the last.
         :param source: of all rows, in their own order. :param row_pass: the pass.
         :param rng_key: of the sample of rows, for streams of which one is kept.
         """
-        findings = Findings(state, None, {}, {})
+        result = CertifiedState(state, None, {}, {})
         if row_pass.is_one_solve:
             bound, off = float(state.log_evidence), row_pass.info["largest_decrement"]
             info = _described(0, off, bound, bound)
             info["converged"] = row_pass.info["converged"] or off <= self._tolerance
-            findings = Findings(state, bound, info, row_pass.only_rows, row_pass.error_estimates)
-        if not self.certifies(engine) or findings.rows:
-            return findings
+            result = CertifiedState(state, bound, info, row_pass.only_rows, row_pass.error_estimates)
+        if not self.certifies(engine) or result.rows:
+            return result
         certificate, rng = Certificate.of(engine), np.random.default_rng(key_numbers(rng_key))
         if source.seekable:
             state = stepped(certificate, state, row_pass)
@@ -89,31 +91,31 @@ class Certification:
             return self._evaluated(engine, start, state, source, row_pass.num_taken, rng)
         sample = row_pass.sample.items()
         if sample is None:
-            return findings
+            return result
         if row_pass.sample.holds_all:
             source = rows_in_memory(sample.rows)
             return self._evaluated(engine, start, state, source, row_pass.num_taken, rng)
         state, info = estimated(certificate, state, row_pass, self._max_looks)
-        return Findings(state, None, info, sample.rows)
+        return CertifiedState(state, None, info, sample.rows)
 
-    def checked(self, engine: Engine, findings: Findings, rng_key: Array) -> float | None:
+    def checked(self, engine: Engine, result: CertifiedState, rng_key: Array) -> float | None:
         """The bound, if the model itself agrees.
 
         :param rng_key: for draws of theta.
         :raises ValueError: naming a site whose density is not what was read.
         """
-        if not findings.rows or not self.certifies(engine):
-            return findings.bound
+        if not result.rows or not self.certifies(engine):
+            return result.bound
         check = engine.once(ModelCheck, lambda: ModelCheck(engine, Certificate.of(engine)))
         if engine.program.local_names or check.is_done:
-            return findings.bound
+            return result.bound
         rng = np.random.default_rng(key_numbers(rng_key))
-        state, bound, count = findings.state, findings.bound, num_rows(findings.rows)
+        state, bound, count = result.state, result.bound, num_rows(result.rows)
         if count == int(state.num_rows) <= MOST_ROWS and engine.program.is_proper:
-            differences = check(state, findings.rows, bound, rng)
+            differences = check(state, result.rows, bound, rng)
         else:
             most = min(MOST_ROWS, max(FEWEST_ROWS, MOST_NUMBERS // engine.numbers_per_row))
-            differences = check(state, _some(findings.rows, most, rng), None, rng)
+            differences = check(state, _some(result.rows, most, rng), None, rng)
         if not differences:
             return bound
         _report(differences, silent=engine.options.expectation in APPROXIMATE)
@@ -127,9 +129,9 @@ class Certification:
         source: RowSource,
         total: int,
         rng: np.random.Generator,
-    ) -> Findings:
+    ) -> CertifiedState:
         """The bound and its natural gradient on all rows, which are read again, after natural-gradient steps."""
-        implicit, sample = engine.options.scheme == "implicit", _Sample(total, rng)
+        implicit, sample = engine.options.scheme == "implicit", _SampledRows(total, rng)
         certified = Certificate.of(engine)(
             start,
             state,
@@ -142,7 +144,7 @@ class Certification:
         off = certified.after.squared_natural_gradient
         info = _described(certified.num_evaluations, off, certified.before.bound, certified.after.bound)
         info |= {"converged": off <= self._tolerance if implicit else None, "elbo_error": certified.after.error}
-        return Findings(certified.state, certified.after.bound, info, sample.rows)
+        return CertifiedState(certified.state, certified.after.bound, info, sample.rows)
 
 
 def sums_at(engine: Engine, state: State, source: RowSource) -> tuple[SiteSums, RowSet]:
@@ -180,13 +182,13 @@ def warn_unless_converged(info: Info) -> None:
 
 def sample_of(source: RowSource, total: int, count: int) -> Rows:
     """A random sample of a source's ``total`` rows, the same each time."""
-    sample = _Sample(total, np.random.default_rng(0), count)
+    sample = _SampledRows(total, np.random.default_rng(0), count)
     for _ in sample.recorded((position, source.as_declared(rows)) for position, rows in chunks(source, SLICE)):
         pass
     return sample.rows
 
 
-class _Sample:
+class _SampledRows:
     """A random sample of ``most`` of a source's ``total`` rows, taken from the chunks of the first reading."""
 
     def __init__(self, total: int, rng: np.random.Generator, most: int = MOST_ROWS):
