@@ -13,7 +13,7 @@ import numpy as np
 
 from .bong import BONG
 from .clusters import RETRIES, GroupCluster, RunCluster, current_client
-from .engines.expectation_errors import is_known, warn_of
+from .engines.expectation_errors import has_finite_bound, warn_of
 from .options import Info
 from .progress import progress
 from .results.groups.parts import GroupModel, LocalPlate
@@ -216,7 +216,7 @@ def run_groups(
     }
     mean, scale = (jnp.asarray(x, engine.program.dtype) for x in (result.shared.mean, result.shared.root))
     seen = (GroupFiles(folder, index), local, num_rows, num_groups)
-    bound = result.bound if is_known(result.expectation_error) else None
+    bound = result.bound if has_finite_bound(result.expectation_error) else None
     return GroupPosterior(engine.program, members, mean, scale, bound, info, *seen)
 
 

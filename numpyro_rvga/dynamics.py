@@ -176,8 +176,8 @@ def dynamics_info(dynamics: Dynamics | None, state: Any) -> Info:
     """For the posterior's ``info``."""
     if dynamics is None:
         return {}
-    facts: Info = {"dynamics": type(dynamics).__name__}
-    return facts if dynamics.time is None else facts | {"time": float(state.time)}
+    info: Info = {"dynamics": type(dynamics).__name__}
+    return info if dynamics.time is None else info | {"time": float(state.time)}
 
 
 def _by_parameter(scales: Mapping[str, Any], layout: Layout) -> Array:

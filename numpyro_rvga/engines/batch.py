@@ -19,7 +19,7 @@ from ..progress import Bar, progress
 from ..user_warnings import warn
 from .effort import BUDGET
 from .engine import Engine
-from .expectation_errors import expectation_errors, is_known, warn_of
+from .expectation_errors import expectation_errors, has_finite_bound, warn_of
 from .gradient_ascent import GradientAscent, Record
 from .joint_solver import JointProblem, whitened
 from .maximized_bound import Learned, MaximizedBound, learn
@@ -105,7 +105,7 @@ class BatchSolver:
             "seconds": np.asarray(record.seconds),
         }
         has_bound = self._options.has_bound
-        if not is_known(error):
+        if not has_finite_bound(error):
             has_bound, report["log_evidence_estimate"] = False, bound
         if self._schedule != "gradient":
             report |= {"clamped_iterations": record.clamped, "cycling_iterations": record.cycling}

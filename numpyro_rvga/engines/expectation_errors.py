@@ -84,14 +84,15 @@ def expectation_errors(engine: Engine, state: State, rows: Rows, error_estimates
     return _together([_accuracy(x, total, count) for x in of_some] + [_accuracy(x, 1, 1) for x in of_prior])
 
 
-def is_known(error: float) -> bool:
-    """Whether it is finite. Otherwise the bound is minus infinity or undefined, whatever its value over the nodes."""
+def has_finite_bound(error: float) -> bool:
+    """Whether an error of expectations is finite. Otherwise the bound is minus infinity or undefined, whatever its
+    value over the nodes."""
     return math.isfinite(error)
 
 
 def warn_of(error: float) -> None:
     """If the expectations are so inexact that the user should know."""
-    if not is_known(error):
+    if not has_finite_bound(error):
         warn(
             "q reaches places where the model's density is zero or NaN, which the nodes of the search have not met: "
             "elbo is None. khat(data) says how far off q is; NUTS stays where the density is positive."

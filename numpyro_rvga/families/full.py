@@ -16,7 +16,7 @@ from ..core.updates.state import State
 from ..dynamics import Dynamics, dynamics_info
 from ..engines.batch import BatchSolver, Fit, rows_info
 from ..engines.engine import Engine
-from ..engines.expectation_errors import expectation_errors, is_known, warn_of
+from ..engines.expectation_errors import expectation_errors, has_finite_bound, warn_of
 from ..engines.registry import Engines
 from ..engines.rounding_errors import is_worth_more
 from ..engines.sparse import SparseEngine
@@ -188,7 +188,7 @@ class FullFamily:
             warn_of(info["elbo_error"])
         warn_of_modes(info)
         bound = self.certification.checked(engine, result, rng_key)
-        if not is_known(info.get("elbo_error", 0.0)):
+        if not has_finite_bound(info.get("elbo_error", 0.0)):
             bound, info["log_evidence_estimate"] = None, result.bound
         row_sets = (*getattr(init, "row_sets", ()), row_pass.absorbed)
         if int(start.num_rows):

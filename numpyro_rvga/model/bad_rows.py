@@ -136,9 +136,9 @@ def check_reading(program: Program) -> None:
     points = program.points_of_prior(NUM_DRAWS, scale=0.5)
     terms, own, size = jax.device_get(at_once(lambda: jax.lax.map(both, points)))
     for name, values in terms.items():
-        is_known = np.isfinite(own[name])
-        apart = np.where(is_known, np.abs(values - np.where(is_known, own[name], 0.0)), 0.0)
-        if np.any(~(apart <= SAME * np.maximum(size[name], 1.0)) & is_known):
+        is_finite = np.isfinite(own[name])
+        apart = np.where(is_finite, np.abs(values - np.where(is_finite, own[name], 0.0)), 0.0)
+        if np.any(~(apart <= SAME * np.maximum(size[name], 1.0)) & is_finite):
             worst = int(np.argmax(np.nan_to_num(apart, nan=np.inf)))
             raise ValueError(
                 f"site {name!r} was read wrongly: at a draw its log density is {own[name][worst]:.6g} nats, and "

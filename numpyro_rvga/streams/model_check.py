@@ -87,8 +87,10 @@ class ModelCheck:
         terms = self._certificate.terms_at(state, rows)
         for terms_of, term, gradient, curvature, _ in zip(self._engine.program.terms, *terms):
             own = np.asarray(by_site[terms_of.site], np.float64)
-            slope, bend = root.T @ gradient, root.T @ curvature @ root
-            quadratic = standard @ slope + 0.5 * (np.trace(bend) - np.sum(standard * (standard @ bend), axis=1))
+            slope, precision = root.T @ gradient, root.T @ curvature @ root
+            quadratic = standard @ slope + 0.5 * (
+                np.trace(precision) - np.sum(standard * (standard @ precision), axis=1)
+            )
             average = _averaged(own - quadratic)
             if not agrees(term, *average, exact=terms_of.is_affine, rounding=self._rounding(term)):
                 read = self._read(rows, points) if read is None else read

@@ -180,20 +180,20 @@ def gaussian_log_scale(mean: Array, covariance: Array, c: GaussianLogScale) -> t
 
 
 def laplace(mean: Array, covariance: Array, c: Laplace) -> tuple[Array, Array, Array]:
-    distance, slope, bend = _folded_normal(c.target - mean[0], covariance[0, 0])
+    distance, slope, second_derivative = _folded_normal(c.target - mean[0], covariance[0, 0])
     k = c.weight / c.scale
     value = -k * distance - c.weight * jnp.log(2 * c.scale) + c.constant
-    return value, (k * slope)[None], (-k * bend)[None, None]
+    return value, (k * slope)[None], (-k * second_derivative)[None, None]
 
 
 def laplace_log_scale(mean: Array, covariance: Array, c: LaplaceLogScale) -> tuple[Array, Array, Array]:
     """exp(-u[1]) tilts the Gaussian of u[0]: its mean moves by -cov(u[0], u[1]), its variance stays."""
     k = c.weight * jnp.exp(-mean[1] + 0.5 * covariance[1, 1])
-    distance, slope, bend = _folded_normal(c.target - mean[0] + covariance[0, 1], covariance[0, 0])
+    distance, slope, second_derivative = _folded_normal(c.target - mean[0] + covariance[0, 1], covariance[0, 0])
     value = -k * distance - c.weight * (mean[1] + jnp.log(2.0)) + c.constant
     gradient = jnp.stack([k * slope, k * distance - c.weight])
     cross = -k * slope
-    return value, gradient, jnp.stack([jnp.stack([-k * bend, cross]), jnp.stack([cross, -k * distance])])
+    return value, gradient, jnp.stack([jnp.stack([-k * second_derivative, cross]), jnp.stack([cross, -k * distance])])
 
 
 def _folded_normal(mean: Array, variance: Array) -> tuple[Array, Array, Array]:

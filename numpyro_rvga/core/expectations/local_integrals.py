@@ -133,10 +133,10 @@ def _maximum(h: LogIntegrand, size: int, dtype: jnp.dtype) -> tuple[Array, Array
     starts = np.concatenate([np.zeros((1, size)), *[s * np.eye(size) for s in (1, -1, 4, -4, 16, -16)]])
     starts = jnp.asarray(starts, dtype)
     values = jax.vmap(h)(starts)
-    slope, bend = jax.grad(h), jax.hessian(h)
+    gradient_of, hessian_of = jax.grad(h), jax.hessian(h)
 
     def curvature(z: Array) -> tuple[Array, Array, Array]:
-        gradient, hessian = slope(z), bend(z)
+        gradient, hessian = gradient_of(z), hessian_of(z)
         size_of_both = jnp.sqrt(jnp.sum(hessian**2)) + gradient @ gradient
         return gradient, positive_part(-hessian), size_of_both
 

@@ -50,8 +50,8 @@ class Graph(NodeCache):
             if program is not None:
                 return self.interpret(program.jaxpr, program.consts, inputs)
             outputs = self.whole(eqn, inputs, OPAQUE)
-            if known := constant_outputs(eqn, [v.is_constant for v in inputs]):
-                numbers, program = known
+            if constants := constant_outputs(eqn, [v.is_constant for v in inputs]):
+                numbers, program = constants
                 for i, value in zip(numbers, self.interpret(program.jaxpr, program.consts, inputs)):
                     outputs[i] = value
             return outputs

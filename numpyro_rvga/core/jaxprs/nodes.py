@@ -120,15 +120,15 @@ class NodeCache:
 
 
 def ancestors(roots: Sequence[Node], stop: Callable[[Node], bool] = lambda n: False) -> list[Node]:
-    seen, stack = {}, list(roots)
+    visited, stack = {}, list(roots)
     while stack:
         node = stack.pop()
-        if node.serial in seen:
+        if node.serial in visited:
             continue
-        seen[node.serial] = node
+        visited[node.serial] = node
         if not stop(node):
             stack.extend(node.parents)
-    return [seen[k] for k in sorted(seen)]  # parents are always older than children
+    return [visited[k] for k in sorted(visited)]  # parents are always older than children
 
 
 def evaluate_nodes(roots: Sequence[Node], environment: dict[int, jax.Array]) -> list[jax.Array]:

@@ -189,13 +189,13 @@ def _after_step(
     resolvable = rounding(search, mean, new.bound)  # gains below rounding error may be losses
     near = (new.decrement <= resolvable) & (new.decrement > 0.5 * evaluation.decrement)
     hidden = (merit - before <= resolvable) & (new.decrement > LITTLE_LESS * evaluation.decrement)
-    idle = accepted & (near | hidden)
+    stuck = accepted & (near | hidden)
     updating_mean = state.updating_mean
     if search.alternating:
         share = jnp.where(updating_mean, new.decrement - new.covariance_decrement, new.covariance_decrement)
         updating_mean = updating_mean ^ (share <= 0.5 * _tolerance(search.settings, state))
     after = SolverState(
-        state.iterations + 1, next_step, mean, proposal.precision, new, state.initial_decrement, idle, updating_mean
+        state.iterations + 1, next_step, mean, proposal.precision, new, state.initial_decrement, stuck, updating_mean
     )
     is_lost = state.step * evaluation.decrement <= LOST * rounding(search, state.mean, before)
     shortest = jnp.where(MIN_STEP * evaluation.decrement > 1, SHORTEST_STEP, MIN_STEP)

@@ -47,7 +47,7 @@ def _drawn_of_row(
     """Draws of the sites that outcomes depend on: states, their log probability, and unconstrained values."""
     latents = program.row_latents
     assert latents is not None
-    seen, log_prob = _observed_of(program), jnp.zeros((), program.dtype)
+    observed, log_prob = _observed_of(program), jnp.zeros((), program.dtype)
     z = jnp.zeros(latents.continuous.size, program.dtype)
     states = jnp.zeros(len(latents.entries), int)
     for key, (component, draw) in zip(jax.random.split(rng_key, len(program.row_parts)), program.row_parts):
@@ -57,8 +57,8 @@ def _drawn_of_row(
         z = z.at[component.continuous].set(values)
         states = states.at[component.discrete].set(state)
         log_prob = log_prob + jnp.sum(log_probs)
-    given = {name: x for name, x in latents.continuous.unravel(z).items() if name in seen}
-    return {name: value for name, value in latents.split(states).items() if name in seen}, log_prob, given
+    given = {name: x for name, x in latents.continuous.unravel(z).items() if name in observed}
+    return {name: value for name, value in latents.split(states).items() if name in observed}, log_prob, given
 
 
 def partly_observed(program: BoundLikelihood) -> str | None:

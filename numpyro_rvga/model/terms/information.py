@@ -105,7 +105,7 @@ def _by_outcome(
     if split.num_predictors != 1:
         return None
 
-    def facts(t, r, e):
+    def attributes_of(t, r, e):
         record = run_site(t, r)
         fn, mask = base_distribution(record.fn)
         attributes = {"mean": fn.mean, "variance": fn.variance, "weight": mask * record.weight}
@@ -113,7 +113,7 @@ def _by_outcome(
         shape = jnp.shape(record.value)
         return {n: jnp.ravel(jnp.broadcast_to(jnp.asarray(x, t.dtype), shape))[e] for n, x in attributes.items()}
 
-    reading = Reading(facts, theta, row, jax.ShapeDtypeStruct((), jnp.int32))
+    reading = Reading(attributes_of, theta, row, jax.ShapeDtypeStruct((), jnp.int32))
     mean, variance, weight = (reading.split(name) for name in ("mean", "variance", "weight"))
     if mean.num_predictors != 1 or variance.num_predictors != 1 or weight.num_predictors:
         return None
@@ -126,13 +126,17 @@ def _by_outcome(
         begin, slope = split.predictors(zero, arguments)[0], jax.jacrev(split.predictors)(zero, arguments)[0]
         square = slope @ slope
 
-        def seen(other: Factorization) -> tuple:
+        def in_multiples(other: Factorization) -> tuple:
             """The other's predictor as a multiple of the term's, and an offset."""
             along = jax.jacrev(other.predictors)(zero, arguments)[0] @ slope
             scale = jnp.where(square > 0, along / jnp.where(square > 0, square, 1.0), 0.0)
             return scale, other.predictors(zero, arguments)[0] - scale * begin, other.constants(arguments)
 
-        return seen(mean), seen(variance), weight.density(jnp.zeros(0, theta.dtype), weight.constants(arguments))
+        return (
+            in_multiples(mean),
+            in_multiples(variance),
+            weight.density(jnp.zeros(0, theta.dtype), weight.constants(arguments)),
+        )
 
     def of(u, arguments):
         of_mean, of_variance, times = arguments

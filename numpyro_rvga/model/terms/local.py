@@ -103,11 +103,11 @@ def components_of(
         places = continuous, discrete - num_continuous, index_in_site[members]
         groups.setdefault(form_of(members, variables), []).append(places)
     has_outcomes = {form: any(site in observed for site, _ in form[2]) for form in groups}
-    seen = {owner for form, has in has_outcomes.items() if has for owner in form[1]}
+    reaching_outcomes = {owner for form, has in has_outcomes.items() if has for owner in form[1]}
     components = [  # what nothing is observed of integrates to one, and is drawn only
         _component(local, *form, *map(np.array, zip(*members)), observed)
         for form, members in groups.items()
-        if has_outcomes[form] or (not form[0] and seen.intersection(form[1]))
+        if has_outcomes[form] or (not form[0] and reaching_outcomes.intersection(form[1]))
     ]
     names = [component.name for component in components]
     return tuple(

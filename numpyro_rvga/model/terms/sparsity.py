@@ -183,15 +183,15 @@ def _sparsity(
     patterns = {}
     sides = [(False, terms) for terms in row_terms] + [(True, terms) for terms in prior_terms]
     for (in_prior, terms), reads in zip(sides, all_reads):
-        seen = [columns[i] for i in leading if reads.is_read[i]]
-        num_leading = len(seen)
+        slots = [columns[i] for i in leading if reads.is_read[i]]
+        num_leading = len(slots)
         for i in (i for i in others if reads.is_read[i]):
-            seen += [columns[i]] if reads_one[i] else list(columns[i][:, None])
+            slots += [columns[i]] if reads_one[i] else list(columns[i][:, None])
         if not terms.num_predictors:
-            seen = [order.indices[-1:]]
-        if not seen or len(seen) > MOST_SLOTS:
+            slots = [order.indices[-1:]]
+        if not slots or len(slots) > MOST_SLOTS:
             return None
-        patterns[in_prior, terms.site] = Pattern(tuple(seen), order.back, order.num_diagonal, num_leading)
+        patterns[in_prior, terms.site] = Pattern(tuple(slots), order.back, order.num_diagonal, num_leading)
     counts = [(t.num_elements, t.num_predictors, len(patterns[False, t.site].columns)) for t in row_terms]
     return Sparsity(order, patterns, sum(e * k * (c + 2 * k) for e, c, k in counts), block)
 
