@@ -80,6 +80,39 @@ def test_the_posterior_is_that_of_the_marginal_model(model, by_hand):
     np.testing.assert_allclose(found.elbo, expected.elbo, atol=1e-3)
 
 
+def one_factor(y):
+    """Each row depends on 18 parameters, all that there are."""
+    loadings = numpyro.sample("loadings", dist.LogNormal(0, 0.5).expand([9]).to_event(1))
+    noise = numpyro.sample("noise", dist.LogNormal(-1, 0.5).expand([9]).to_event(1))
+    with numpyro.plate("rows", len(y)):
+        f = numpyro.sample("f", dist.Normal(0, 1))
+        numpyro.sample("y", dist.Normal(f[..., None] * loadings, noise).to_event(1), obs=y)
+
+
+def one_factor_by_hand(y):
+    loadings = numpyro.sample("loadings", dist.LogNormal(0, 0.5).expand([9]).to_event(1))
+    noise = numpyro.sample("noise", dist.LogNormal(-1, 0.5).expand([9]).to_event(1))
+    with numpyro.plate("rows", len(y)):
+        covariance = jnp.outer(loadings, loadings) + jnp.diag(noise**2)
+        numpyro.sample("y", dist.MultivariateNormal(jnp.zeros(9), covariance), obs=y)
+
+
+def test_rows_that_depend_on_many_parameters_are_one_factor_of_all():
+    """Each row by itself would take as many draws as all rows together do."""
+    rng = np.random.default_rng(4)
+    data = {"y": rng.normal(size=(30, 1)) * np.linspace(0.5, 1.5, 9) + 0.4 * rng.normal(size=(30, 9))}
+    found, expected = (RVGA(model).run(data, progress_bar=False) for model in (one_factor, one_factor_by_hand))
+    assert [terms.by_draws for terms in found.program.terms] == [True]
+    deviations = np.sqrt(np.diagonal(expected.covariance))
+    assert np.abs(found.mean - expected.mean).max() < 0.05 * np.min(deviations)
+    np.testing.assert_allclose(np.sqrt(np.diagonal(found.covariance)), deviations, rtol=0.05)
+    assert abs(found.elbo - expected.elbo) < 0.02
+    draws = found.sample_posterior(jax.random.key(0), (2000,), data=data)  # the row's own given the others: by Bayes
+    precise = np.asarray(draws["loadings"] / draws["noise"] ** 2)
+    means = (precise @ data["y"].T) / (1 + np.sum(np.asarray(draws["loadings"]) * precise, axis=1, keepdims=True))
+    np.testing.assert_allclose(np.mean(np.asarray(draws["f"]), axis=0), np.mean(means, axis=0), atol=0.05)
+
+
 def test_options_are_checked():
     with pytest.raises(ValueError, match="local must be one of 'auto', 'marginal', 'prior'"):
         RVGA(schools, local="exact")

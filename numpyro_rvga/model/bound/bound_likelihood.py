@@ -26,7 +26,7 @@ from ..terms.local import Component, components_of
 from ..terms.local_sites import RowFacts, most_states, states_at
 from ..terms.local_terms import Draw, local_terms
 from ..terms.recognition import in_tilted_form
-from ..terms.site_terms import site_terms
+from ..terms.site_terms import MAX_PREDICTORS, of_theta, site_terms
 from ..terms.sparsity import Sparsity, are_selections, find_sparsity
 from ..terms.sums_of_sites import sums_of_sites
 from ..terms.terms import Terms, by_piece, linearize
@@ -75,8 +75,7 @@ class BoundLikelihood(BoundPrior):
         :param integrated: of sites that latent variables are integrated out of."""
         theta = jax.ShapeDtypeStruct((self.layout.size + self.local.size,), self.dtype)
         row = self.shared if self.whole else {**self.example_row, **self.shared}
-        few = self.whole or self.layout.size <= MOST_PARAMETERS_DRAWN
-        by_draws = self.options.by_draws and not self.local.size and few
+        by_draws = self._takes_draws
         sites = [name for name in self._row_sites if name not in self._tied]
         all_terms = []
         if self.whole and not self.options.prefer_parameters:
@@ -125,8 +124,17 @@ class BoundLikelihood(BoundPrior):
                 checks.extend([check] if holds else [])
                 return holds
 
-            result.append(local_terms(self._row_records, self.row_latents, component, theta, row, some, is_quadratic))
+            found = local_terms(self._row_records, self.row_latents, component, theta, row, some, is_quadratic)
+            if found[0] is not None and self._takes_draws and found[0].num_predictors > MAX_PREDICTORS:
+                found = of_theta(found[0], self.layout.size), *found[1:]
+            result.append(found)
         return result
+
+    @property
+    def _takes_draws(self) -> bool:
+        """Whether expectations of what has no structure are taken over draws of theta."""
+        few = self.whole or self.layout.size <= MOST_PARAMETERS_DRAWN
+        return self.options.by_draws and not self.local.size and few
 
     def _row_records(self, theta: Array, row: Arrays, states: Mapping[str, Array]) -> dict[str, SiteRecord]:
         """The records of a run on one row. theta: (P + K,), with the row's own continuous variables."""

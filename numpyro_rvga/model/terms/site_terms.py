@@ -128,6 +128,16 @@ def theta_terms(site: str, size: int, density: Callable[[Array, Arrays], Array])
     return Terms(site, 1, size, True, lambda theta, *_: theta, lambda row, _: row, density, None, by_draws=True)
 
 
+def of_theta(terms: Terms, size: int) -> Terms:
+    """The terms of a row as one of all of theta (P,): rows of many predictors are then one factor together."""
+
+    def density(theta, row):
+        elements = jnp.arange(terms.num_elements, dtype=jnp.int32)
+        return jnp.sum(jax.vmap(lambda element: terms.log_prob(theta, row, element))(elements))
+
+    return theta_terms(terms.site, size, density)._replace(num_nodes=terms.num_nodes)
+
+
 def affine_terms(site: str, count: int, split: Factorization) -> Terms:
     """The terms of so many elements, from a split of one, whose constants are those of (row, element)."""
 
