@@ -37,7 +37,7 @@ ENOUGH = 1e-3  # nats that a step towards the mode could still gain
 LogIntegrand = Callable[[Array], Array]
 
 
-class Nodes(NamedTuple):
+class LocalNodes(NamedTuple):
     """Where an integrand is evaluated.
 
     :ivar points: z, (N, K). :ivar log_weights: logarithms of the weights, (N,).
@@ -51,7 +51,7 @@ class Nodes(NamedTuple):
     steps: Array
 
 
-def log_integral(log_integrand: LogIntegrand, nodes: Nodes) -> Array:
+def log_integral(log_integrand: LogIntegrand, nodes: LocalNodes) -> Array:
     """log of the integral of exp(h), over nodes that were placed for h, or for one that is much like it."""
     return logsumexp(jax.vmap(log_integrand)(nodes.points) + nodes.log_weights)
 
@@ -61,7 +61,7 @@ def num_nodes(num_dimensions: int) -> int:
     return NODES[num_dimensions] ** num_dimensions
 
 
-def place_nodes(log_integrand: LogIntegrand, num_dimensions: int, dtype: jnp.dtype) -> Nodes:
+def place_nodes(log_integrand: LogIntegrand, num_dimensions: int, dtype: jnp.dtype) -> LocalNodes:
     """Nodes for the integral of exp(h), along the axes of its mode and as far as it reaches from there.
 
     They are not to be differentiated: an integral's derivatives are those of :func:`log_integral` over fixed nodes, as
@@ -92,7 +92,7 @@ def place_nodes(log_integrand: LogIntegrand, num_dimensions: int, dtype: jnp.dty
 
     steps = tensor(steps)
     volume = jnp.log(jnp.abs(axes[0, 0])) if num_dimensions == 1 else jnp.linalg.slogdet(axes)[1]
-    return Nodes(mode + tensor(jnp.sinh(t)) @ axes.T, jnp.sum(jnp.log(steps), axis=1) + volume, axes, steps)
+    return LocalNodes(mode + tensor(jnp.sinh(t)) @ axes.T, jnp.sum(jnp.log(steps), axis=1) + volume, axes, steps)
 
 
 def _finite_or_low(value: Array) -> Array:

@@ -8,6 +8,8 @@ normal stands for them: the posterior of all else stays as it is.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import reduce
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -38,7 +40,7 @@ def unread_entries(
         return {}
 
     def log_density(theta: Array) -> Array:
-        return sum(jnp.sum(elements(record)) for record in records(layout.unravel(theta)).values())
+        return reduce(jnp.add, [jnp.sum(elements(record)) for record in records(layout.unravel(theta)).values()])
 
     def slopes(thetas: Array) -> dict[str, Array]:
         return jax.vmap(lambda theta: layout.unravel(jax.grad(log_density)(theta)))(thetas)
@@ -58,7 +60,7 @@ def record_of_unread(name: str, indices: np.ndarray, unconstrained: Array) -> Si
     return SiteRecord(NAME + name, normal, z, None, None, 1.0, (), is_observed=True, is_auxiliary=True)
 
 
-def _is_masked(fn: Distribution) -> bool:
+def _is_masked(fn: Any) -> bool:
     """Whether entries may be masked out, one by one."""
     while isinstance(fn, Distribution):
         if isinstance(fn, dist.MaskedDistribution) and not isinstance(fn._mask, bool):
