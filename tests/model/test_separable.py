@@ -8,6 +8,7 @@ import numpyro
 import numpyro.distributions as dist
 import pytest
 from numpyro import handlers
+from numpyro.distributions.transforms import AffineTransform, OrderedTransform, StickBreakingTransform
 from numpyro.infer.util import potential_energy
 
 from numpyro_rvga.model.program import Program
@@ -37,6 +38,18 @@ def walk(y):
     numpyro.sample("y", dist.Normal(s[-1], 1.0), obs=y)
 
 
+def cutpoints(y):
+    normal = dist.Normal(jnp.arange(3.0), 2.0).expand([2, 3]).to_event(1)
+    c = numpyro.sample("c", dist.TransformedDistribution(normal, OrderedTransform()))
+    center = numpyro.sample("center", dist.Normal(0, 1))
+    with numpyro.plate("groups", 2):
+        normal = dist.MultivariateNormal(center * jnp.ones(3), 0.5 * jnp.eye(3) + 0.5)
+        shares = numpyro.sample("shares", dist.TransformedDistribution(normal, StickBreakingTransform()))
+        rate = numpyro.sample("rate", dist.LogNormal(center, 0.7))
+        numpyro.sample("bounded", dist.TransformedDistribution(dist.Normal(0, 1), AffineTransform(1.0, 2.0)))
+    numpyro.sample("y", dist.Normal(c[0, 1] + shares[1, 0] + rate[0], 1.0), obs=y)
+
+
 def weighted(y):
     with handlers.scale(scale=0.3):
         numpyro.sample("s", dist.GaussianRandomWalk(1.0, num_steps=4))
@@ -44,7 +57,7 @@ def weighted(y):
     numpyro.sample("y", dist.Normal(a, 1.0), obs=y)
 
 
-@pytest.mark.parametrize("model", [correlations, learned_concentration, walk, weighted])
+@pytest.mark.parametrize("model", [correlations, learned_concentration, walk, weighted, cutpoints])
 def test_the_terms_sum_to_numpyros_density_in_unconstrained_space(model):
     program = Program(model, DATA, {})
     theta = jnp.asarray(np.random.default_rng(0).normal(size=(3, program.layout.size)))
@@ -58,6 +71,7 @@ def test_the_terms_sum_to_numpyros_density_in_unconstrained_space(model):
         (correlations, {"L": (6, 1), "R": (3, 1)}),
         (learned_concentration, {"eta": (1, 1), "L": (6, 2)}),
         (walk, {"scale": (1, 1), "s": (6, 2)}),
+        (cutpoints, {}),  # normal, all of it
     ],
 )
 def test_each_term_has_few_predictors(model, shapes):

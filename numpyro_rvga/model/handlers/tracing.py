@@ -363,7 +363,19 @@ def separate_terms(fn: distributions.Distribution, value: Array, unconstrained: 
     if isinstance(fn, distributions.GaussianRandomWalk):
         steps = jnp.diff(value, axis=-1, prepend=0.0)
         return distributions.Normal(0.0, jnp.expand_dims(fn.scale, -1)).log_prob(steps)
+    if isinstance(fn, distributions.TransformedDistribution) and _is_mapped_as_its_support_is(fn):
+        base, mask = base_distribution(fn.base_dist)
+        return base.log_prob(unconstrained) if mask is True else None
     return None
+
+
+def _is_mapped_as_its_support_is(fn: distributions.TransformedDistribution) -> bool:
+    """Whether a distribution is another one, mapped as unconstrained space is mapped to its support, as those of
+    ordered cutpoints are: there it is the other one, and the transform's Jacobians cancel."""
+    if type(fn).log_prob is not distributions.TransformedDistribution.log_prob or len(fn.transforms) != 1:
+        return False
+    transform = site_transform(fn)
+    return type(transform) is type(fn.transforms[0]) and bool(transform == fn.transforms[0])
 
 
 def _partial_correlations(fn: Any, x: Array) -> Array:
