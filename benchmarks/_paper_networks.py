@@ -66,27 +66,33 @@ def follow(problem: Problem, method: BONG) -> tuple[list[int], dict[str, list[li
     return [rows for rows, _ in found], {name: [scores[name] for _, scores in found] for name in PREDICTIVES}
 
 
-def gradient_descent(problem: Problem) -> tuple[str, list[int], list[list[float]]]:
-    """One pass of stochastic gradient descent, one row at a time, with the rate that ends best on rows held out."""
+def gradient_descent(problem: Problem, passes: int = 1) -> tuple[str, list[int], list[list[float]], Any]:
+    """Stochastic gradient descent, one row at a time, with the rate that ends best on rows held out.
+
+    :return: a label with the rate; rows absorbed in the last pass, and measures there; the weights at the end.
+    """
     start = problem.module.init(jax.random.key(0), problem.train["X"][:1])
 
     def loss(weights, x, y):
         return optax.softmax_cross_entropy_with_integer_labels(problem.module.apply(weights, x), y).mean()
 
-    def descend(rate, looks):
-        optimizer = optax.sgd(rate)
+    @jax.jit
+    def descend(weights, rate, X, y):
+        def step(weights, row):
+            slopes = jax.grad(loss)(weights, *(x[None] for x in row))
+            return jax.tree.map(lambda w, slope: w - rate * slope, weights, slopes), None
 
-        @jax.jit
-        def step(weights, memory, x, y):
-            turn, memory = optimizer.update(jax.grad(loss)(weights, x, y), memory)
-            return optax.apply_updates(weights, turn), memory
+        return jax.lax.scan(step, weights, (X, y))[0]
 
-        weights, memory, seen = start, optimizer.init(start), []
-        X, y = problem.train["X"], problem.train["y"]
-        for row in range(looks[-1]):
-            weights, memory = step(weights, memory, X[row : row + 1], y[row : row + 1])
-            if row + 1 in looks:
-                seen.append(weights)
+    def run(rate, looks):
+        X, y = jnp.asarray(problem.train["X"]), jnp.asarray(problem.train["y"])
+        weights = start
+        for _ in range(passes - 1):
+            weights = descend(weights, rate, X[: looks[-1]], y[: looks[-1]])
+        seen = []
+        for begin, end in zip([0, *looks], looks):
+            weights = descend(weights, rate, X[begin:end], y[begin:end])
+            seen.append(weights)
         return seen
 
     def probabilities(weights, X):
@@ -94,10 +100,10 @@ def gradient_descent(problem: Problem) -> tuple[str, list[int], list[list[float]
 
     total, held_out = len(problem.train["y"]), problem.held_out
     looks = list(range(total // NUM_LOOKS, total + 1, total // NUM_LOOKS))
-    runs = {rate: descend(rate, looks) for rate in SGD_RATES}
+    runs = {rate: run(rate, looks) for rate in SGD_RATES}
     rate = min(runs, key=lambda rate: loss(runs[rate][-1], held_out["X"], held_out["y"]))
     scores = [measure(problem.test["y"], probabilities(weights, problem.test["X"])) for weights in runs[rate]]
-    return f"SGD, plug-in ({rate:g})", looks, scores
+    return f"SGD, plug-in ({rate:g})", looks, scores, runs[rate][-1]
 
 
 def panels(curves: dict[str, tuple[list[int], dict[str, list[list[float]]], dict]]) -> list[dict[str, Any]]:
@@ -165,7 +171,7 @@ def families(folder: Path | None, quick: bool) -> Iterator[list[dict[str, Any]]]
         for (label, (options, dashes)), color in colored(FAMILIES, quick)
     )
     yield from followed(problem, candidates, curves)
-    label, looks, scores = gradient_descent(problem)
+    label, looks, scores, _ = gradient_descent(problem)
     show(label, {"plugin": scores})
     curves[label] = looks, {"plugin": scores}, {"color": REFERENCE, "ls": ":"}
     yield panels(curves)

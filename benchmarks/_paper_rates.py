@@ -1,13 +1,21 @@
-"""How much hangs on the learning rate, for a network with two hidden layers of 20 that learns a robot arm's torque."""
+"""How much hangs on the learning rate, for a network with two hidden layers of 20 that learns a robot arm's torque.
+
+Prior and noise are the BONG paper's (B.3): a standard deviation of one about weights that a layer would start from, and
+a tenth of the targets' variance.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
-from network_regression import arm, model, split, starting_weights
+import numpyro
+import numpyro.distributions as dist
+from network_regression import arm, network, shapes, split
 from plots import COLORS
 
 from numpyro_rvga import BONG
@@ -20,13 +28,29 @@ RULES = {
     "bog": {"rule": "bog"},  # BBB of one step is the same
     "bbb, 10 steps": {"rule": "bbb", "num_iters": 10},
 }
-HESSIANS = {"lin-hess": {}, "mc-ef": {"num_samples": 100}}
+HESSIANS = {"lin-hess": ({}, 3), "mc-ef": ({"num_samples": 100}, 1)}  # trials, each of other weights and order
 BEST = {"1 step": ("blr, 1 step", "bog"), "10 steps": ("blr, 10 steps", "bbb, 10 steps", "bog")}
 NUM_ROWS = 1000
 NUM_LOOKS = 10
-PRIOR_SCALE = 0.1
+PRIOR_SCALE = 1.0
+NOISE = math.sqrt(0.1)  # where targets have standard deviation one
 TOP = 3.0  # nats, above which nothing is drawn
-Curve = tuple[list[int], list[float]]
+Curve = tuple[list[int], np.ndarray]
+
+
+def model(X, y=None, start=None):
+    w = numpyro.sample("w", dist.Normal(start, PRIOR_SCALE).to_event(1))
+    with numpyro.plate("rows", X.shape[0]):
+        numpyro.sample("y", dist.Normal(network(w, X), NOISE), obs=y)
+
+
+def starting_weights(num_inputs: int, seed: int) -> np.ndarray:
+    """Independent, of variance one over the number of a layer's inputs; biases zero."""
+    rng, layers = np.random.default_rng(seed), []
+    for size, width in shapes(num_inputs):
+        weights = rng.normal(size=(size - 1, width)) / math.sqrt(size - 1)
+        layers.append(np.concatenate([np.zeros((1, width)), weights]).ravel())
+    return np.concatenate(layers).astype(np.float32)
 
 
 def load(folder: Path | None, quick: bool) -> tuple[dict, dict]:
@@ -34,44 +58,58 @@ def load(folder: Path | None, quick: bool) -> tuple[dict, dict]:
     return {name: array[: 100 if quick else NUM_ROWS] for name, array in train.items()}, test
 
 
-def follow(train: dict, test: dict, method: BONG) -> Curve:
-    """Rows absorbed, and NLPD there; as far as the run came, if an update was refused."""
-    rows, scores = [], []
+def follow(train: dict, test: dict, method: BONG, trials: int) -> Curve | None:
+    """Rows absorbed, and there the NLPD of each trial; None if an update of any was refused."""
 
     def look(posterior):
-        rows.append(posterior.num_rows)
-        scores.append(nlpd(posterior, test, method="plugin"))
+        return posterior.num_rows, nlpd(posterior, test, method="plugin")
 
-    start = starting_weights(train["X"].shape[1])
-    every = len(train["y"]) // NUM_LOOKS
-    try:
-        method.run(train, callback=look, callback_every=every, progress_bar=False, start=start, prior_scale=PRIOR_SCALE)
-    except ValueError as error:
-        print(f"  refused: {error}", flush=True)
-    return rows, scores
+    runs, every = [], len(train["y"]) // NUM_LOOKS
+    for seed in range(trials):
+        start, key = starting_weights(train["X"].shape[1], seed), jax.random.key(seed)
+        try:
+            posterior = method.run(
+                train, rng_key=key, callback=look, callback_every=every, progress_bar=False, start=start
+            )
+        except ValueError as error:
+            print(f"  refused: {error}", flush=True)
+            return None
+        runs.append([score for _, score in posterior.info["callback"]])
+    return [rows for rows, _ in posterior.info["callback"]], np.array(runs)
+
+
+def said_of(curve: Curve | None) -> str:
+    if curve is None:
+        return "refused"
+    ends = curve[1][:, -1]
+    return f"{ends.mean():.3f}" + (f" ± {ends.std():.3f}" if len(ends) > 1 else "")
 
 
 def rates(folder: Path | None, quick: bool) -> Iterator[list[dict[str, Any]]]:
     train, test = load(folder, quick)
     tried = RATES[-1:] if quick else RATES
     panels, bests = [], []
-    for hessian, sampling in HESSIANS.items():
+    for hessian, (sampling, trials) in HESSIANS.items():
+        trials = 1 if quick else trials
         options = {"family": "low-rank", "hessian": hessian} | sampling
-        bong = {"bong": (*follow(train, test, BONG(model, **options)), {"color": "black"})}
+        of_bong = follow(train, test, BONG(model, **options), trials)
+        print(f"{hessian} bong {said_of(of_bong)}", flush=True)
+        bong = {} if of_bong is None else {"bong": (*of_bong, {"color": "black"})}
         best = {}
         for rule, steps in RULES.items():
             method = BONG(model, **options, **steps)
-            found = {rate: follow(train, test, method.with_learning_rate(rate)) for rate in tried}
+            found = {rate: follow(train, test, method.with_learning_rate(rate), trials) for rate in tried}
             curves = {
                 f"learning rate {rate:g}": (*curve, {"color": color})
                 for (rate, curve), color in zip(found.items(), COLORS)
+                if curve is not None
             }
-            ends = {rate: scores[-1] for rate, (rows, scores) in found.items() if rows and rows[-1] == len(train["y"])}
+            ends = {rate: curve[1][:, -1].mean() for rate, curve in found.items() if curve is not None}
             ends = {rate: score for rate, score in ends.items() if np.isfinite(score)}
             if ends:
                 best[rule] = found[min(ends, key=ends.get)]
-            said = "  ".join(f"{rate:g}: {score:.3f}" for rate, score in ends.items())
-            print(f"{hessian} {rule:14s} NLPD at the end: {said}; bong {bong['bong'][1][-1]:.3f}", flush=True)
+            said = "  ".join(f"{rate:g}: {said_of(curve)}" for rate, curve in found.items())
+            print(f"{hessian} {rule:14s} NLPD at the end: {said}", flush=True)
             panels.append(panel(f"{rule}, {hessian}", bong | curves))
             yield panels
         for title, rules in BEST.items():
@@ -84,9 +122,9 @@ def rates(folder: Path | None, quick: bool) -> Iterator[list[dict[str, Any]]]:
     yield panels + bests
 
 
-def panel(title: str, curves: dict[str, tuple[list[int], list[float], dict]]) -> dict[str, Any]:
+def panel(title: str, curves: dict[str, tuple[list[int], np.ndarray, dict]]) -> dict[str, Any]:
     drawn = {
-        label: {"rows": rows, "values": [v if v < TOP else None for v in values], "style": style}
+        label: {"rows": rows, "values": [v if v < TOP else None for v in values.mean(0).tolist()], "style": style}
         for label, (rows, values, style) in curves.items()
     }
     shared = {"scale": "linear", "row_scale": "linear", "columns": 4, "curves": drawn}

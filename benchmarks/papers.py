@@ -9,7 +9,9 @@ Parts, and the figures whose settings they take:
 - rules: error rate, NLPD and calibration of a network by rows absorbed, for rules and curvatures ("Bayesian online
   natural gradient", figures 1, 5, 7);
 - families: the same for families of Gaussians, with diagonal Kalman filters and stochastic gradient descent (the same
-  paper, figures 2, 6, 8; "Diagonal extended Kalman filters", figures 1 and 4);
+  paper, figures 2, 6, 8; "Diagonal extended Kalman filters", figures 1 and 2);
+- filters, maps: the same for the full Kalman filter beside the diagonal ones, and probabilities in the plane of two
+  inputs ("Diagonal extended Kalman filters", figures 4 and 3);
 - rates: NLPD of a network for regression by rows absorbed, for learning rates ("Bayesian online natural gradient",
   figures 9 to 13);
 - claims: a table of what the papers say of rules, curvatures and families, and whether it holds for tuned methods from
@@ -35,19 +37,24 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))  # their problems are taken over
 
 from _paper_claims import claims
+from _paper_filters import filters, maps
 from _paper_inclusive import inclusive
 from _paper_networks import families, rules
 from _paper_posteriors import posteriors
 from _paper_rates import rates
 from _results import parser, write
+from matplotlib.axes import Axes
 from matplotlib.ticker import LogLocator, NullLocator
 from plots import plt, save
 
 TABLES = {"claims": claims, "inclusive": inclusive}
-PARTS = {"posteriors": posteriors, "rules": rules, "families": families, "rates": rates} | TABLES
+FIGURES = {"posteriors": posteriors, "rules": rules, "families": families, "rates": rates}
+PARTS = FIGURES | {"filters": filters, "maps": maps} | TABLES
 
 
 def draw(results: dict[str, Any], path: Path) -> None:
@@ -59,6 +66,9 @@ def draw(results: dict[str, Any], path: Path) -> None:
     for axis in axes.flat[len(panels) :]:
         axis.set_visible(False)
     for axis, panel in zip(axes.flat, panels):
+        if "map" in panel:
+            draw_map(axis, panel)
+            continue
         for label, curve in panel["curves"].items():
             axis.plot(curve["rows"], curve["values"], label=label, lw=1.4, **curve["style"])
         axis.set_title(panel["title"], fontsize=9)
@@ -72,11 +82,25 @@ def draw(results: dict[str, Any], path: Path) -> None:
             axis.yaxis.set_minor_locator(NullLocator())
         axis.set_ylim(top=panel.get("top"))
         axis.tick_params(labelsize=7)
-    for axis in axes.flat[len(panels) - columns : len(panels)]:
-        axis.set_xlabel("rows absorbed", fontsize=8)
     handles = {label: handle for axis in axes.flat for handle, label in zip(*axis.get_legend_handles_labels())}
-    figure.legend(handles.values(), handles, loc="outside lower center", ncols=4, fontsize=8)
+    if handles:
+        for axis in axes.flat[len(panels) - columns : len(panels)]:
+            axis.set_xlabel("rows absorbed", fontsize=8)
+        figure.legend(handles.values(), handles, loc="outside lower center", ncols=4, fontsize=8)
     save(figure, path.parent, path.stem)
+
+
+def draw_map(axis: Axes, panel: dict[str, Any]) -> None:
+    """The probability of the second of two classes, with the rows that were learned."""
+    axis.imshow(
+        panel["map"], extent=np.ravel(panel["edges"]), origin="lower", cmap="RdBu_r", vmin=0, vmax=1, aspect="auto"
+    )
+    X, y = np.array(panel["points"]["X"]), np.array(panel["points"]["y"])
+    for label, color in enumerate(("#2166ac", "#b2182b")):
+        axis.plot(*X[y == label].T, "o", color=color, ms=2.5, mec="white", mew=0.3)
+    axis.set_title(panel["title"], fontsize=8)
+    axis.set_xticks([])
+    axis.set_yticks([])
 
 
 def main() -> None:

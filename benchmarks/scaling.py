@@ -40,6 +40,15 @@ REPEATS = 3
 STEPS = 10  # of BONG
 OUTPUTS = 10
 FAMILIES = [("diagonal", "lin-hess"), ("diagonal", "mc-ef"), ("low-rank", "lin-hess"), ("low-rank", "mc-ef")]
+RATE = {"learning_rate": 0.01}  # it changes no time
+RULES = {  # BBB with one step is BOG
+    "bong": {},
+    "bog": {"rule": "bog"} | RATE,
+    "blr, 1 step": {"rule": "blr"} | RATE,
+    "blr, 10 steps": {"rule": "blr", "num_iters": 10} | RATE,
+    "bbb, 10 steps": {"rule": "bbb", "num_iters": 10} | RATE,
+}
+BOTH = (np.float32, np.float64)
 
 
 class Measured(NamedTuple):
@@ -55,11 +64,13 @@ class Part(NamedTuple):
     :ivar axis: what grows.
     :ivar sizes: its values.
     :ivar measure: of a size and a dtype.
+    :ivar dtypes: each has a curve.
     """
 
     axis: str
     sizes: tuple[int, ...]
     measure: Callable[[int, type], Measured]
+    dtypes: tuple[type, ...] = BOTH
 
 
 # ---------------------------------------------------------------------- what is measured
@@ -119,8 +130,11 @@ def predictors(count: int, dtype: type) -> Measured:
     return measured(RVGA(softmax, block_size=128, **PASS), rows)
 
 
-def bong_step(family: str, hessian: str, size: int, dtype: type, rank: int = 10) -> Measured:
-    """A step of a softmax model whose logits are sums of ``size`` weights, squashed."""
+def bong_step(family: str, hessian: str, size: int, dtype: type, *, rank: int = 10, **options: Any) -> Measured:
+    """What BONG or another rule does for a row of a softmax model whose logits are sums of ``size`` weights, squashed.
+
+    Memory is above that of the state.
+    """
 
     def squashed(X, y=None):
         w = numpyro.sample("w", dist.Normal(0, 1).expand([size]).to_event(1))
@@ -131,8 +145,11 @@ def bong_step(family: str, hessian: str, size: int, dtype: type, rank: int = 10)
     rng = np.random.default_rng(0)
     rows = {"X": rng.normal(size=(2, size // OUTPUTS)).astype(dtype) / math.sqrt(size), "y": np.array([0, 1])}
     rows["X"] = rows["X"].astype(dtype)
-    bong = BONG(squashed, family=family, hessian=hessian, rank=rank, num_samples=10)
-    return Measured(1e-3 * medians({0: step_of(bong, rows)}, STEPS)[0])
+    step = step_of(BONG(squashed, family=family, hessian=hessian, rank=rank, num_samples=10, **options), rows)
+    seconds = 1e-3 * medians({0: step}, STEPS)[0]
+    with Memory() as memory:
+        jax.block_until_ready(step())
+    return Measured(seconds, memory.mebibytes)
 
 
 PARTS = {
@@ -148,6 +165,22 @@ PARTS |= {
         "weights", (1_000, 10_000, 100_000, 1_000_000), lambda p, d, f=family, h=hessian: bong_step(f, h, p, d)
     )
     for family, hessian in FAMILIES
+}
+PARTS |= {
+    f"{rule}, {family}": Part(
+        "weights",
+        (1_000, 10_000, 100_000, 1_000_000) if family == "low-rank" else (100, 300, 1_000, 3_000),
+        lambda p, d, f=family, o=options: bong_step(f, "lin-hess", p, d, **o),
+        (np.float32,),
+    )
+    for family in ("low-rank", "full")
+    for rule, options in RULES.items()
+}
+PARTS |= {
+    f"bong, full, {hessian}": Part(
+        "weights", (100, 300, 1_000), lambda p, d, h=hessian: bong_step("full", h, p, d), (np.float32,)
+    )
+    for hessian in ("mc-ef", "mc-hess")
 }
 PARTS["BONG, rank"] = Part(
     "rank (100,000 weights)", (5, 10, 20, 40), lambda r, d: bong_step("low-rank", "lin-hess", 100_000, d, rank=r)
@@ -169,7 +202,7 @@ def iteration(num_rows: int, size: int, dtype: type) -> Measured:
 # ---------------------------------------------------------------------- runs
 def run(name: str, part: Part) -> Iterator[dict[str, Any]]:
     """A curve for each dtype."""
-    for dtype in (np.float32, np.float64):
+    for dtype in part.dtypes:
         with jax.enable_x64(dtype is np.float64):
             found = [part.measure(size, dtype) for size in part.sizes]
         seconds, mebibytes = zip(*found)
@@ -187,8 +220,10 @@ PANELS = {
     "against parameters (10,000 rows)": ("RVGA, parameters", "FixedPointVI, parameters"),
     "RVGA against predictors, and rows of a block": ("RVGA, predictors", "RVGA, block"),
     "a step of BONG against weights": tuple(f"BONG, {family}, {hessian}" for family, hessian in FAMILIES),
+    "a row by rule against weights (low rank of ten)": tuple(f"{rule}, low-rank" for rule in RULES),
+    "a row by rule against weights (full)": tuple(f"{rule}, full" for rule in RULES),
 }
-COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7")
+COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00")
 
 
 def draw(results: dict[str, Any], path: Path) -> None:
