@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import reduce
+from functools import partial, reduce
 from typing import NamedTuple
 
 import jax
@@ -15,7 +15,7 @@ from jax import Array
 
 from ..core.matrices.jacobians import gram, vjp
 from ..core.pytrees import PyTree
-from ..core.updates.factors import Factors, add_curvatures, covariances, expected_values
+from ..core.updates.factors import Factors, Kind, add_curvatures, covariances, expected_values
 from ..core.updates.objective import FactorSet
 from ..core.updates.row_factors import quadratic_sums, row_factors_of
 from ..core.updates.state import Absorbed, RowFactors, State
@@ -74,7 +74,9 @@ class Certificate:
     def __init__(self, engine: Engine):
         self._engine = engine
         self._size: int | None = None
-        self._of_rows = engine.compiled(self._row_sums)
+        self._of_rows = engine.compiled(partial(self._row_sums, engine.kinds))
+        few = tuple(kind.by_few_nodes() for kind in engine.kinds)
+        self._by_few_nodes = engine.compiled(partial(self._row_sums, few)) if engine.effort.may_take_few_sums else None
         self._of_prior = engine.compiled(self._prior_sums)
         self._of_each = engine.compiled(self._row_values)
 
@@ -108,7 +110,7 @@ class Certificate:
 
         def evaluate(state: State) -> BoundEvaluation:
             mean, root = put((state.mean, state.root))
-            rows = self._summed(mean, root, chunks(size), size)
+            rows = self._summed(mean, root, chunks(size), size, total)
             return evaluate_bound(state, base, rows, in_double(self._of_prior(prior_inputs, mean, root)))
 
         certified = self._ascend(evaluate, state, tolerance, max_looks)
@@ -117,7 +119,7 @@ class Certificate:
     def sums(self, state: State, chunks: Chunks, total: int | None) -> SiteSums:
         """Sums over all rows; see :meth:`__call__`."""
         size = self._chunk(total)
-        return self._summed(*self._engine.devices.put((state.mean, state.root)), chunks(size), size)
+        return self._summed(*self._engine.devices.put((state.mean, state.root)), chunks(size), size, total)
 
     def evaluate(self, start: State, state: State, rows: SiteSums) -> BoundEvaluation:
         """The bound at a state and its natural gradient. ``start``: before the first row. ``rows``: sums over all."""
@@ -172,7 +174,8 @@ class Certificate:
         starts = range(0, num_rows(rows), size)
         pieces = [selected(rows, slice(start, start + size)) for start in starts]
         mean, root = self._engine.devices.put((state.mean, state.root))
-        return self._summed(mean, root, [(piece, np.ones(num_rows(piece), np.float32)) for piece in pieces], size)
+        weighted = [(piece, np.ones(num_rows(piece), np.float32)) for piece in pieces]
+        return self._summed(mean, root, weighted, size, num_rows(rows))
 
     def values_at(self, state: State, rows: Rows) -> np.ndarray:
         """The expected log-likelihood of each row, (n,)."""
@@ -186,16 +189,42 @@ class Certificate:
             size = -(-total // -(-total // size))
         return self._engine.devices.padded(size)
 
-    def _summed(self, mean: Array, root: Array, chunks: Iterable[tuple], size: int) -> SiteSums:
-        """Sums over chunks of rows, weights and, if given, absorbed moments; in double precision."""
+    def _summed(
+        self, mean: Array, root: Array, chunks: Iterable[tuple], size: int, num_rows: int | None = None
+    ) -> SiteSums:
+        """Sums over chunks of rows, weights and, if given, absorbed moments; in double precision.
+
+        :param num_rows: of all chunks. If it is given, few nodes are taken until their errors are too large.
+        """
         total: PyTree = None
+        evaluate = self._of_rows if num_rows is None or self._by_few_nodes is None else self._by_few_nodes
+        num_rows = num_rows or size
         pending: deque = deque()
+
+        def add_first() -> None:
+            nonlocal total, evaluate
+            arguments, taken, sums = pending.popleft()
+            sums = in_double(sums)
+            if taken is not self._of_rows and not self._few_nodes_suffice(sums, size, num_rows):
+                evaluate = self._of_rows
+                sums = in_double(evaluate(mean, root, *arguments))
+            total = _added(total, sums)
+
         for rows, weights, *absorbed in chunks:
             (rows, *absorbed), weights = pad((rows, *absorbed), size, weights)
-            pending.append(self._of_rows(mean, root, *self._engine.devices.put_rows((rows, weights, *absorbed))))
+            arguments = self._engine.devices.put_rows((rows, weights, *absorbed))
+            pending.append((arguments, evaluate, evaluate(mean, root, *arguments)))
             if len(pending) > AHEAD:
-                total = _added(total, in_double(pending.popleft()))
-        return reduce(_added, map(in_double, pending), total)
+                add_first()
+        while pending:
+            add_first()
+        return total
+
+    def _few_nodes_suffice(self, sums: SiteSums, size: int, num_rows: int) -> bool:
+        """Whether the errors of a chunk are no more than its share of what is of no consequence in all."""
+        share = size / max(num_rows, size)
+        allowed = self._engine.effort.allowed_error(float(np.sum(sums.values)) / share, num_rows)
+        return float(np.sum(sums.errors)) <= share * allowed
 
     def _is_better(self, after: BoundEvaluation, before: BoundEvaluation) -> bool:
         """Whether the bound is higher; or, where rounding hides that or there is none, the natural gradient shorter."""
@@ -207,15 +236,21 @@ class Certificate:
 
     # ------------------------------------------------------------------ compiled
     def _row_sums(
-        self, mean: Array, root: Array, rows: dict, weights: Array, absorbed: tuple[Absorbed, ...] | None = None
+        self,
+        kinds: tuple[Kind, ...],
+        mean: Array,
+        root: Array,
+        rows: dict,
+        weights: Array,
+        absorbed: tuple[Absorbed, ...] | None = None,
     ) -> SiteSums:
         """Sums over the rows; with ``absorbed``, less the sums over their Gaussian summaries in the state."""
         engine = self._engine
         factors = engine.linearize(engine.prepare(rows, weights), mean)
-        sums = _sums(engine.kinds, factors, root)
+        sums = _sums(kinds, factors, root)
         if absorbed is None:
             return sums
-        approximations = row_factors_of(engine.kinds, factors, merged(absorbed))
+        approximations = row_factors_of(kinds, factors, merged(absorbed))
         approximated = [_row_factor_sums(*each, root) for each in zip(factors, approximations)]
         return jax.tree.map(lambda x, *parts: x - jnp.stack(parts), sums, *approximated)
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import numpyro
 from jax import Array, lax
 from numpyro import handlers
@@ -29,7 +30,7 @@ class OwnDensity:
             lambda rows, points: lax.map(lambda theta: self._at(theta, rows), points, batch_size=BATCH)
         )
 
-    def __call__(self, rows: Arrays, points: Array) -> tuple[dict[str, Array], Array]:
+    def __call__(self, rows: Arrays, points: Array | np.ndarray) -> tuple[dict[str, Array], Array]:
         """Log likelihoods of all rows by observed site, and the log joint density in unconstrained space, each (K,).
 
         :param rows: data arrays by argument name. :param points: theta, (K, P).
@@ -42,7 +43,7 @@ class OwnDensity:
         trace: dict[str, Any] = {}
 
         def model(*args, **kwargs):
-            whole = _AllRows(program.model, program.row_plates, num_rows(rows))
+            whole = _AllRows(_WholeJacobians(program.model), program.row_plates, num_rows(rows))
             trace.update(handlers.trace(handlers.seed(whole, rng_seed=0)).get_trace(*args, **kwargs))
 
         with handlers.block(), numpyro.validation_enabled(False):
@@ -68,6 +69,15 @@ def _log_prob(site: dict[str, Any]) -> Array:
     intermediates = [site["intermediates"]] if site["intermediates"] else []
     log_prob = jnp.sum(site["fn"].log_prob(site["value"], *intermediates))
     return log_prob if site["scale"] is None else site["scale"] * log_prob
+
+
+class _WholeJacobians(Messenger):
+    """Keeps the Jacobians of transforms as they are: NumPyro takes ``handlers.scale`` around a site for its Jacobian
+    too, which makes the density depend on the transform."""
+
+    def process_message(self, msg: dict) -> None:
+        if msg["type"] == "sample" and msg["name"].startswith("_") and msg["name"].endswith("_log_det"):
+            msg["scale"] = None
 
 
 class _AllRows(Messenger):

@@ -16,7 +16,7 @@ from ..model.data.row_set import RowSet, row_digests
 from ..model.data.rows import Rows, joined, num_rows, selected
 from ..options import Info, check_choice, is_count, key_numbers
 from ..user_warnings import warn
-from .model_check import MOST_ROWS, NUM_PAIRS, Difference, ModelCheck
+from .model_check import MOST_CONFIRMED, MOST_ROWS, NUM_PAIRS, Difference, ModelCheck
 from .recursive_pass import RecursivePass
 from .sampled import estimated, stepped
 from .source import SLICE, RowSource, chunks, rows_in_memory
@@ -111,11 +111,13 @@ class Certification:
             return result.bound
         rng = np.random.default_rng(key_numbers(rng_key))
         state, bound, count = result.state, result.bound, num_rows(result.rows)
-        if count == int(state.num_rows) <= MOST_ROWS and engine.program.is_proper:
-            differences = check(state, result.rows, bound, rng)
-        else:
-            most = min(MOST_ROWS, max(FEWEST_ROWS, MOST_NUMBERS // engine.numbers_per_row))
-            differences = check(state, _some(result.rows, most, rng), None, rng)
+        are_all = count == int(state.num_rows) and engine.program.is_proper
+        has_bound = are_all and bound is not None and count <= MOST_CONFIRMED
+        if has_bound and check.confirms(state, result.rows, bound, rng):
+            return bound
+        most = min(MOST_ROWS, max(FEWEST_ROWS, MOST_NUMBERS // engine.numbers_per_row))
+        some = result.rows if are_all and count <= MOST_ROWS else _some(result.rows, most, rng)
+        differences = check.differences(state, some, rng)
         if not differences:
             return bound
         _report(differences, silent=engine.options.expectation in APPROXIMATE)

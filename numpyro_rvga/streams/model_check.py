@@ -12,11 +12,12 @@ from ..core.compilation import jit_once
 from ..core.updates.state import State
 from ..engines.certificate import Certificate
 from ..engines.engine import Engine
-from ..model.data.rows import Rows
+from ..model.data.rows import Rows, num_rows
 from ..model.own_density import BATCH, OwnDensity
 
-NUM_PAIRS = 32  # of draws and their mirror images
-MOST_ROWS = 10_000
+NUM_PAIRS, FEWEST_PAIRS = 32, 8  # of draws and their mirror images
+MOST_ROWS = 10_000  # at all pairs of draws,
+MOST_CONFIRMED = MOST_ROWS * NUM_PAIRS // FEWEST_PAIRS  # and of a bound that the fewest confirm
 STANDARD_ERRORS = 5.0  # that the draws' mean and the bound's term may differ by,
 MOST_UNCERTAIN = 1.0  # nats, of expectations that are not exact
 SLACK = 0.05  # besides so many nats
@@ -67,22 +68,24 @@ class ModelCheck:
         """Whether nothing is left to find out: other data are read alike, and expectations in closed form are exact."""
         return self._is_exact and self._has_passed
 
-    def __call__(self, state: State, rows: Rows, bound: float | None, rng: np.random.Generator) -> list[Difference]:
-        """The sites of rows whose expected log-likelihood under q is not what the model says.
+    def confirms(self, state: State, rows: Rows, bound: float, rng: np.random.Generator) -> bool:
+        """Whether draws agree with a bound on the evidence of all rows.
 
-        :param rows: some rows, or all. :param bound: on the evidence of these rows, if they are all, or None.
+        :param rows: all, at most MOST_CONFIRMED.
         """
-        mean, root = (np.asarray(x, np.float64) for x in (state.mean, state.root))
-        half = rng.normal(size=(NUM_PAIRS, len(mean)))
-        standard = np.concatenate([half, -half])
-        points = (mean + standard @ root.T).astype(self._engine.program.dtype)
-        by_site, joint = self._own(rows, points)
-        if bound is not None:
-            average = _averaged(np.asarray(joint) - _log_density(standard, root))
-            exact = all(terms.is_affine for terms in self._engine.program.terms)
-            if agrees(bound, *average, exact=exact, rounding=self._rounding(bound)):
-                self._has_passed = True
-                return []
+        num_pairs = min(NUM_PAIRS, max(FEWEST_PAIRS, MOST_ROWS * NUM_PAIRS // max(num_rows(rows), 1)))
+        standard, points = self._draws(state, num_pairs, rng)
+        joint = self._own(rows, points)[1]
+        average = _averaged(np.asarray(joint) - _log_density(standard, np.asarray(state.root, np.float64)))
+        exact = all(terms.is_affine for terms in self._engine.program.terms)
+        agree = agrees(bound, *average, exact=exact, rounding=self._rounding(bound))
+        self._has_passed |= agree
+        return agree
+
+    def differences(self, state: State, rows: Rows, rng: np.random.Generator) -> list[Difference]:
+        """The sites of some rows, or all, whose expected log-likelihood under q is not what the model says."""
+        standard, points = self._draws(state, NUM_PAIRS, rng)
+        root, by_site = np.asarray(state.root, np.float64), self._own(rows, points)[0]
         differences, read = [], None
         terms = self._certificate.terms_at(state, rows)
         for terms_of, term, gradient, curvature, _ in zip(self._engine.program.terms, *terms):
@@ -98,6 +101,13 @@ class ModelCheck:
                 differences.append(Difference(terms_of.site, float(term), *average, misread))
         self._has_passed = not differences
         return differences
+
+    def _draws(self, state: State, num_pairs: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+        """Draws from q and their mirror images, (2 n, P): in standard coordinates, and theta."""
+        mean, root = (np.asarray(x, np.float64) for x in (state.mean, state.root))
+        half = rng.normal(size=(num_pairs, len(mean)))
+        standard = np.concatenate([half, -half])
+        return standard, (mean + standard @ root.T).astype(self._engine.program.dtype)
 
     def _is_same(self, read: np.ndarray, own: np.ndarray) -> bool:
         """Where one is not finite, the other is not either: both say that the point is impossible."""
@@ -120,8 +130,8 @@ class ModelCheck:
 
 def _averaged(values: np.ndarray) -> tuple[float, float]:
     """Mean and standard error over draws and their mirror images (2 n,)."""
-    pairs = 0.5 * (values[:NUM_PAIRS] + values[NUM_PAIRS:])
-    return float(np.mean(pairs)), float(np.std(pairs, ddof=1) / math.sqrt(NUM_PAIRS))
+    pairs = values.reshape(2, -1).mean(axis=0)
+    return float(np.mean(pairs)), float(np.std(pairs, ddof=1) / math.sqrt(len(pairs)))
 
 
 def _log_density(standard: np.ndarray, root: np.ndarray) -> np.ndarray:

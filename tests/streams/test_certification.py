@@ -12,10 +12,13 @@ import numpyro.distributions as dist
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from numpyro import handlers
 from shared_methods import shared
 
 from numpyro_rvga import RVGA, FixedPointVI, ParquetRows, RandomWalk
+from numpyro_rvga.engines.certificate import Certificate
 from numpyro_rvga.model.own_density import OwnDensity
+from numpyro_rvga.streams.model_check import ModelCheck
 
 NUM_ROWS = 6000
 SHAPE = 1.5
@@ -134,6 +137,44 @@ def test_the_bound_and_its_natural_gradient_are_those_of_quadrature():
     np.testing.assert_allclose(posterior.elbo, bound, atol=1e-6)
     np.testing.assert_allclose(posterior.info["squared_natural_gradient"], squared, rtol=1e-5)
     assert squared > 0.01  # rows that are sorted
+
+
+NUM_OF_FEW = 4500
+LOG_DENSITIES = {
+    "student": lambda y, line: dist.StudentT(4.0, line).log_prob(y),
+    "kinked": lambda y, line: -4 * jnp.abs(y - line),
+}
+
+
+@pytest.mark.parametrize(("kind", "suffice"), [("student", True), ("kinked", False)])
+def test_few_nodes_are_taken_for_the_bound_where_these_suffice(kind, suffice, monkeypatch):
+    """Against a grid of 20,001 points, which kinks need."""
+    log_density, rows = LOG_DENSITIES[kind], made("normal", NUM_OF_FEW)
+
+    def model(X, y):
+        w = numpyro.sample("w", dist.Normal(0, 2).expand([3]).to_event(1))
+        with numpyro.plate("rows", len(X)):
+            numpyro.factor("y", log_density(y, X @ w))
+
+    found, suffices = [], Certificate._few_nodes_suffice
+
+    def seen(*arguments):
+        found.append(suffices(*arguments))
+        return found[-1]
+
+    monkeypatch.setattr(Certificate, "_few_nodes_suffice", seen)
+    posterior = run(RVGA(model, shuffle=False, block_size=1, certificate_tolerance=1e6), rows)
+    assert found and all(found) == suffice
+    mean, covariance, X = np.asarray(posterior.mean), np.asarray(posterior.covariance), rows["X"]
+    grid = np.linspace(-8, 8, 20_001)
+    weights = np.exp(-0.5 * grid**2) / np.exp(-0.5 * grid**2).sum()
+    line, deviation = X @ mean, np.sqrt(np.einsum("np,pq,nq->n", X, covariance, X))
+    expected = sum(
+        float(np.sum(log_density(rows["y"][part, None], line[part, None] + deviation[part, None] * grid) @ weights))
+        for part in np.array_split(np.arange(NUM_OF_FEW), 45)
+    )
+    kl = 0.5 * ((np.trace(covariance) + mean @ mean) / 4 - 3 + 3 * np.log(4.0) - np.linalg.slogdet(covariance)[1])
+    np.testing.assert_allclose(posterior.elbo, expected - kl, atol=2e-3)
 
 
 def test_rows_that_were_left_out_are_left_out_again():
@@ -256,6 +297,47 @@ def test_a_site_that_is_read_wrongly_is_an_error_that_names_it(num_rows, monkeyp
         patch.setattr(OwnDensity, "__call__", twice)
         run(method, made("poisson", num_rows))
     assert run(method, made("poisson", num_rows)).elbo is not None
+
+
+def overdispersed(X, y=None):
+    w = numpyro.sample("w", dist.Normal(0, 2).expand([X.shape[1]]).to_event(1))
+    concentration = numpyro.sample("concentration", dist.Exponential(0.1))
+    with numpyro.plate("rows", len(X)):
+        numpyro.sample("y", dist.NegativeBinomial2(jnp.exp(X @ w), concentration), obs=y)
+
+
+def scaled_prior(X, y=None):
+    with handlers.scale(scale=0.05):
+        scale = numpyro.sample("scale", dist.Exponential(1.0))
+    with numpyro.plate("rows", len(X)):
+        numpyro.sample("y", dist.Normal(0, scale), obs=y)
+
+
+@pytest.mark.parametrize(
+    ("model", "kind", "num_rows"), [(overdispersed, "poisson", 20_000), (scaled_prior, "normal", 400)]
+)
+def test_draws_confirm_the_bound_of_one_solve_and_nothing_else_is_asked(model, kind, num_rows, monkeypatch):
+    confirmed, confirms = [], ModelCheck.confirms
+
+    def seen(*arguments):
+        confirmed.append(confirms(*arguments))
+        return confirmed[-1]
+
+    monkeypatch.setattr(ModelCheck, "confirms", seen)
+    rows = made(kind, num_rows)  # so many parameters that all rows are one solve
+    rows["X"] = np.column_stack([rows["X"], np.random.default_rng(1).normal(size=(num_rows, 8))])
+    posterior = run(RVGA(model), rows)
+    assert confirmed == [True] and posterior.elbo is not None
+
+
+def test_a_scaled_prior_is_scaled_in_the_sites_own_space():
+    rows = made("normal", 5)
+    posterior = run(FixedPointVI(scaled_prior), rows)
+    scales = np.exp(np.linspace(-4, 6, 20_001))
+    log_density = dist.Normal(0, scales[:, None]).log_prob(rows["y"]).sum(axis=1) - 0.05 * scales
+    log_density = np.asarray(log_density) + np.log(scales)  # over the logarithm of the scale
+    evidence = np.log(np.sum(np.exp(log_density - log_density.max())) * 10 / 20_000) + log_density.max()
+    assert evidence - 0.05 < posterior.elbo < evidence
 
 
 @pytest.mark.parametrize(
