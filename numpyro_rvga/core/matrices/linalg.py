@@ -74,16 +74,16 @@ def inverse_from_cholesky(factor: Array, max_halvings: int = MAX_HALVINGS) -> Ar
 def cholesky_by_columns(matrix: Array) -> Array:
     """``lax.linalg.cholesky`` as elementwise arithmetic, for small matrices (..., n, n)."""
     n = matrix.shape[-1]
-    places = jnp.arange(n)
+    indices = jnp.arange(n)
 
     def eliminate(j: Any, factor: Array) -> Array:
         before = jnp.sum(factor * lax.dynamic_index_in_dim(factor, j, -2), axis=-1)
         rest = lax.dynamic_index_in_dim(matrix, j, -1, keepdims=False) - before
         column = rest / jnp.sqrt(lax.dynamic_index_in_dim(rest, j, -1))
-        column = jnp.where(places < j, 0.0, column)
+        column = jnp.where(indices < j, 0.0, column)
         return lax.dynamic_update_index_in_dim(factor, column, j, -1)
 
-    return _in_turn(n, eliminate, jnp.zeros_like(matrix))
+    return _all_steps(n, eliminate, jnp.zeros_like(matrix))
 
 
 def solve_triangular(
@@ -105,21 +105,21 @@ def solve_triangular(
     if transpose_a:
         a, lower = jnp.swapaxes(a, -1, -2), not lower
     n = a.shape[-1]
-    places = jnp.arange(n)
+    indices = jnp.arange(n)
 
     def substitute(step: Any, solved: Array) -> Array:
         i = step if lower else n - 1 - step
         row = lax.dynamic_index_in_dim(a, i, -2, keepdims=False)
-        used = jnp.where((places < i) if lower else (places > i), row, 0.0)[..., None] * solved
+        used = jnp.where((indices < i) if lower else (indices > i), row, 0.0)[..., None] * solved
         rest = lax.dynamic_index_in_dim(b, i, -2, keepdims=False) - jnp.sum(used, axis=-2)
         if not unit_diagonal:
             rest = rest / lax.dynamic_index_in_dim(row, i, -1)
         return lax.dynamic_update_index_in_dim(solved, rest, i, -2)
 
-    return _in_turn(n, substitute, jnp.zeros_like(b))
+    return _all_steps(n, substitute, jnp.zeros_like(b))
 
 
-def _in_turn(n: int, step: Callable[[Any, Array], Array], start: Array) -> Array:
+def _all_steps(n: int, step: Callable[[Any, Array], Array], start: Array) -> Array:
     """Steps 0 to n - 1 of a factorization: one by one where they are few, and else a loop, which compiles many times
     faster (with derivatives and n = 12, 16 times) and is as fast."""
     if n > UNROLL:
@@ -141,13 +141,13 @@ def semidefinite_factor(matrix: Array) -> tuple[Array, Array]:
         root = jnp.sqrt(jnp.where(alive, matrix, 1.0))
         return jnp.where(alive, root, 0.0), jnp.where(alive, 1 / root, 0.0)
     floor = jnp.finfo(dtype).eps * n * jnp.diagonal(matrix)
-    places = jnp.arange(n)
+    indices = jnp.arange(n)
 
     def eliminate(j: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         rest, factor, inverse = carry
-        here, alive = places == j, rest[j, j] > floor[j]
+        here, alive = indices == j, rest[j, j] > floor[j]
         scale = jnp.where(alive, 1 / jnp.sqrt(jnp.where(alive, rest[j, j], 1.0)), 0.0)
-        column = jnp.where(places < j, 0.0, scale * rest[:, j])
+        column = jnp.where(indices < j, 0.0, scale * rest[:, j])
         row = scale * (here.astype(dtype) - jnp.sum(factor[j][:, None] * inverse, axis=0))
         factor = jnp.where(here, column[:, None], factor)
         return rest - jnp.outer(column, column), factor, jnp.where(here[:, None], row, inverse)

@@ -124,10 +124,11 @@ class BoundLikelihood(BoundPrior):
                 checks.extend([check] if holds else [])
                 return holds
 
-            found = local_terms(self._row_records, self.row_latents, component, theta, row, some, is_quadratic)
-            if found[0] is not None and self._takes_draws and found[0].num_predictors > MAX_PREDICTORS:
-                found = of_theta(found[0], self.layout.size), *found[1:]
-            result.append(found)
+            of_site = (self._row_records, self.row_latents, component, theta, row, some, is_quadratic)
+            terms, is_gaussian, draw = local_terms(*of_site)
+            if terms is not None and self._takes_draws and terms.num_predictors > MAX_PREDICTORS:
+                terms = of_theta(terms, self.layout.size)
+            result.append((terms, is_gaussian, draw))
         return result
 
     @property
