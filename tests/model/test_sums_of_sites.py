@@ -6,6 +6,7 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 import pytest
+from numpyro import handlers
 from references import potential_of
 
 from numpyro_rvga import RVGA, FixedPointVI
@@ -58,7 +59,7 @@ def each_its_own(**data):
 
 
 def with_closed_forms(**data):
-    """Totals, one by one: of a log rate that is an entry of theta."""
+    """Totals, one by one: of a log rate that is an entry of theta. Together they keep their closed form."""
     level = numpyro.sample("level", dist.Normal(0, 3))
     for name, row in data.items():
         numpyro.sample(f"{name}_total", dist.Poisson(jnp.exp(level)), obs=row.sum())
@@ -66,7 +67,7 @@ def with_closed_forms(**data):
 
 @pytest.mark.parametrize(
     ("model", "num_terms"),
-    [(release_by_release, 1), (with_years, 1), (each_its_own, NUM_RELEASES), (with_closed_forms, NUM_RELEASES)],
+    [(release_by_release, 1), (with_years, 1), (each_its_own, NUM_RELEASES), (with_closed_forms, 1)],
 )
 def test_sites_are_summed_where_the_sum_needs_no_more_predictors(model, num_terms):
     posterior = RVGA(model, scheme="laplace").run(DATA, progress_bar=False)
@@ -102,3 +103,48 @@ def test_hyperparameters_are_looked_for_in_each_of_the_sites(posterior):
     found = FixedPointVI(release_by_release, integrate="auto").run(DATA, progress_bar=False)
     assert found.info["integrated"] and found.info["converged"]
     np.testing.assert_allclose(found.mean, posterior.mean, atol=0.01)
+
+
+NOISE = 0.6
+
+
+def autoregression(y, is_observed):
+    c = numpyro.sample("c", dist.Normal(0, 1))
+    slopes = numpyro.sample("slopes", dist.Normal(0, 0.5).expand([2]).to_event(1))
+    for t in range(2, len(y)):
+        location = c + slopes[0] * y[t - 1] + slopes[1] * y[t - 2]
+        with handlers.mask(mask=is_observed[t]), handlers.scale(scale=0.5 + 0.5 * (t % 2)):
+            numpyro.sample(f"y_{t}", dist.Normal(location, NOISE), obs=y[t])
+
+
+@pytest.mark.parametrize("method", [RVGA, FixedPointVI])
+def test_like_sites_of_a_loop_are_the_elements_of_one_with_the_conjugate_posterior(method):
+    rng = np.random.default_rng(0)
+    y, is_observed = rng.normal(size=30), rng.random(30) < 0.8
+    posterior = method(autoregression).run({"y": y, "is_observed": is_observed}, progress_bar=False)
+    assert [len(terms.sites) for terms in posterior.program.terms] == [28]
+    design = np.column_stack([np.ones(28), y[1:-1], y[:-2]])
+    weights = is_observed[2:] * (0.5 + 0.5 * (np.arange(2, 30) % 2)) / NOISE**2
+    precision = (design.T * weights) @ design + np.diag([1.0, 4.0, 4.0])
+    np.testing.assert_allclose(posterior.mean, np.linalg.solve(precision, design.T @ (weights * y[2:])), atol=1e-6)
+    np.testing.assert_allclose(posterior.covariance, np.linalg.inv(precision), atol=1e-6)
+
+
+def of_several_scales(y):
+    location = numpyro.sample("location", dist.Normal(0, 5))
+    scales = numpyro.sample("scales", dist.LogNormal(0, 0.5).expand([5]).to_event(1))
+    for t in range(5):
+        numpyro.sample(f"y_{t}", dist.Normal(location, scales[t]), obs=y[t])
+
+
+def of_probabilities(y):
+    """One by one they have a closed form. Together the affine functions are not read off the probabilities."""
+    level = numpyro.sample("level", dist.Normal(0, 5).expand([5]).to_event(1))
+    for t in range(5):
+        numpyro.sample(f"y_{t}", dist.Bernoulli(jax.nn.sigmoid(level[t])), obs=y[t])
+
+
+@pytest.mark.parametrize(("model", "num_terms"), [(of_several_scales, 1), (of_probabilities, 5)])
+def test_sites_with_closed_forms_keep_them(model, num_terms):
+    posterior = RVGA(model).run({"y": np.array([0, 1, 1, 0, 1])}, progress_bar=False)
+    assert [terms.closed_form is not None for terms in posterior.program.terms] == [True] * num_terms

@@ -215,7 +215,7 @@ class BoundLikelihood(BoundPrior):
         length = common_length(rows)
         if length is not None:
             return length
-        return sum(terms.num_elements * self._num_pieces + len(terms.sites) - 1 for terms in self.terms)
+        return sum(max(terms.num_elements * self._num_pieces, len(terms.sites)) for terms in self.terms)
 
     def log_likelihood(self, theta: Array, rows: Arrays, site: str | None = None) -> dict[str, Array]:
         """Log-likelihood of each row by observed site, (n, *elements); auxiliary factors under their own names.

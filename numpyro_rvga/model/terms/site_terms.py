@@ -68,9 +68,10 @@ def site_terms(
     """
     example = _example_of(run_site, theta, row)
     count = example.num_elements
-    closed = _closed_form_terms(run_site, site, theta, row, example)
-    if closed is not None:
-        return closed
+    if not example.has_jacobian:  # a transformed latent's log-Jacobian is no part of the closed form
+        closed = closed_form_terms(run_site, site, theta, row, count, example.kind)
+        if closed is not None:
+            return closed
     split = None
     total = lambda u, r: jnp.sum(elements(run_site(u, r)))  # noqa: E731
     if not prefer_parameters:
@@ -166,11 +167,15 @@ def _informed(terms: Terms, information: Information | None) -> Terms:
 
 
 # ---------------------------------------------------------------------- closed-form expectations
-def _closed_form_terms(
-    run_site: RunSite, site: str, theta: jax.ShapeDtypeStruct, row: Arrays, example: _Example
+def closed_form_terms(
+    run_site: RunSite, site: str, theta: jax.ShapeDtypeStruct, row: Arrays, num_elements: int, kind_of_site: type
 ) -> Terms | None:
-    patterns = patterns_of(example.kind)
-    if not patterns or example.has_jacobian:  # a transformed latent's log-Jacobian is no part of the closed form
+    """A site's terms with expectations in closed form; None if there are none.
+
+    :param kind_of_site: the distribution's type.
+    """
+    patterns = patterns_of(kind_of_site)
+    if not patterns:
         return None
     names = {name for pattern in patterns for name in (*pattern.fixed, *(n for n, _ in pattern.parameters))}
 
@@ -200,7 +205,7 @@ def _closed_form_terms(
             nothing = jnp.zeros(0, theta.dtype)
             return pattern.coefficients(*[f.density(nothing, f.constants((r, e))) for f in fixed])
 
-        terms = Terms(site, example.num_elements, len(free), True, predictors, constants, cf.DENSITIES[kind], kind)
+        terms = Terms(site, num_elements, len(free), True, predictors, constants, cf.DENSITIES[kind], kind)
         return terms._replace(information=cf.INFORMATION.get(kind))
     return None
 

@@ -1,4 +1,4 @@
-"""Sites of a whole program that are worth one term for all of them, as a loop in Python makes them."""
+"""Sites of a whole program that are worth one term, or like terms, for all of them, as a loop in Python makes them."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from .site_terms import (
     MAX_PREDICTORS,
     MIN_PREDICTORS,
     affine_terms,
+    closed_form_terms,
     numbers_of_one,
     theta_terms,
 )
@@ -37,7 +38,7 @@ RunAll = Callable[[Array, Arrays], dict[str, SiteRecord]]
 def sums_of_sites(
     run_all: RunAll, sites: list[str], theta: jax.ShapeDtypeStruct, row: Arrays, *, by_draws: bool
 ) -> list[Terms]:
-    """Terms each of which is the sum of several sites, whose names it has.
+    """Terms of several sites each, whose names they have: their sum, or one term for each of them.
 
     :param run_all: (theta, row) -> the records of all sites. :param by_draws: see :func:`~.site_terms.site_terms`.
     """
@@ -45,8 +46,9 @@ def sums_of_sites(
     if by_draws and (together := _ends_of_one_computation(run_all, sites, theta, row)):
         sums.append(_by_draws(run_all, together, theta))
         left = [name for name in sites if name not in together]
+    closed, left = _like_sites(run_all, left, theta, row)
     few = _sum_of_few_predictors(run_all, left, theta, row, by_draws=by_draws)
-    return sums if few is None else [*sums, few]
+    return [*sums, *closed, *([] if few is None else [few])]
 
 
 def _ends_of_one_computation(run_all: RunAll, sites: list[str], theta: jax.ShapeDtypeStruct, row: Arrays) -> list[str]:
@@ -78,14 +80,16 @@ def _sum_of_few_predictors(
     run_all: RunAll, sites: list[str], theta: jax.ShapeDtypeStruct, row: Arrays, *, by_draws: bool
 ) -> Terms | None:
     """One term for all sites of one term each, if it depends on no more predictors than one of them, or on few: it is
-    compiled once, and computes once what they share. Sites that may have a closed form stay apart."""
+    compiled once, and computes once what they share.
+
+    :param sites: those that have no closed form.
+    """
     if len(sites) < FEWEST_SUMMED:
         return None
 
     def singles(t, r):
         records = run_all(t, r)
-        may_be_closed = {name: patterns_of(type(base_distribution(records[name].fn)[0])) for name in sites}
-        return [name for name in sites if elements(records[name]).shape == (1,) and not may_be_closed[name]]
+        return [name for name in sites if elements(records[name]).shape == (1,)]
 
     summed = abstractly(singles, theta, row)
     if len(summed) < FEWEST_SUMMED:
@@ -103,6 +107,65 @@ def _sum_of_few_predictors(
     if total.num_predictors > MAX_PREDICTORS:
         return _by_draws(run_all, summed, theta) if by_draws else None
     return affine_terms(_range_of(summed), 1, total.at_most(theta.shape[0]))._replace(summed=tuple(summed))
+
+
+def _like_sites(
+    run_all: RunAll, sites: list[str], theta: jax.ShapeDtypeStruct, row: Arrays
+) -> tuple[list[Terms], list[str]]:
+    """The terms in closed form of sites of one distribution, as if they were the elements of one site, which is
+    compiled once. And the sites that have no closed form, each for itself either."""
+
+    def kinds(t, r):
+        records = run_all(t, r)
+        return {name: type(base_distribution(records[name].fn)[0]) for name in sites if _may_be_stacked(records[name])}
+
+    by_kind: dict[type, list[str]] = {}
+    for name, kind in abstractly(kinds, theta, row).items():
+        by_kind.setdefault(kind, []).append(name)
+
+    def closed_form(names: list[str], kind: type) -> Terms | None:
+        def run_stacked(t, r):
+            records = run_all(t, r)
+            return _stacked([records[name] for name in names])
+
+        return closed_form_terms(run_stacked, _range_of(names), theta, row, len(names), kind)
+
+    terms, left = [], sites
+    for kind, names in by_kind.items():
+        together = closed_form(names, kind) if len(names) >= FEWEST_SUMMED else None
+        if together is not None:
+            terms.append(together._replace(summed=tuple(names)))
+        if together is not None or closed_form(names[:1], kind) is not None:
+            left = [name for name in left if name not in names]
+    return terms, left
+
+
+def _may_be_stacked(record: SiteRecord) -> bool:
+    """Whether a site is observed, has one element, and may have a closed form."""
+    kind = type(base_distribution(record.fn)[0])
+    return record.is_observed and elements(record).shape == (1,) and bool(patterns_of(kind))
+
+
+def _stacked(records: list[SiteRecord]) -> SiteRecord:
+    """Sites of one distribution and one element each as one site."""
+
+    def stack(numbers: list) -> Array:
+        return jnp.stack([jnp.reshape(x, ()) for x in numbers])
+
+    fns, masks = zip(*[base_distribution(record.fn) for record in records])
+    logged = {name for pattern in patterns_of(type(fns[0])) for name, link in pattern.parameters if link == "log"}
+    parameters = {}
+    for name in fns[0].arg_constraints:
+        values = [getattr(fn, name) for fn in fns]
+        # Of exponentials it is the exponents that are stacked: their affine functions are read off them.
+        parameters[name] = jnp.exp(stack([jnp.log(x) for x in values])) if name in logged else stack(values)
+    fn = type(fns[0])(**parameters)
+    return records[0]._replace(
+        fn=fn if all(mask is True for mask in masks) else fn.mask(stack(list(masks))),
+        value=stack([record.value for record in records]),
+        weight=stack([record.weight for record in records]),
+        plates=(),
+    )
 
 
 def _by_draws(run_all: RunAll, sites: list[str], theta: jax.ShapeDtypeStruct) -> Terms:

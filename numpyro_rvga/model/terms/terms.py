@@ -33,7 +33,7 @@ class Terms(NamedTuple):
     :ivar by_draws: whether the predictors are all of theta, for lack of structure. The rows of a solve are then one
         factor, whose expectation is taken over draws of theta.
     :ivar num_nodes: where each density is a numerical integral: of how many nodes. Elsewhere one.
-    :ivar summed: the names of the sites whose sum they are, if these are several.
+    :ivar summed: the names of the sites whose terms they are, or whose sum, if these are several.
     """
 
     site: str
