@@ -86,7 +86,7 @@ def is_shared(mesh):
     devices = method.last_engine.devices
     rows = devices.put_rows({name: array[:1000] for name, array in data().items()})
     compiled = jax.jit(method.update).lower(devices.put(state), rows)
-    terms = groups(mesh)._bound.terms
+    terms = groups(mesh)._block_model.terms
     user = np.arange(8, dtype=np.int32)
     ((of_groups, *_),) = terms.chunks({"X": np.ones((8, 5)), "y": np.ones(8), "user": user}, user)
     shapes = [{shard.data.shape[0] for shard in array.addressable_shards} for array in (rows["y"], of_groups["y"])]

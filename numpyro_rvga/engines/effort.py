@@ -129,6 +129,11 @@ class Effort(NamedTuple):
         points = num_rows * sum(terms.num_elements * self._num_nodes(terms) for _, terms in pairs)
         return all(kind.few is not None or kind.has_few_draws for kind, _ in pairs) and 0 < points <= FEW_POINTS
 
+    def takes_one_rule(self, num_rows: int) -> bool:
+        """Whether each row's expectation is by one rule of many nodes, which is compiled as fast as few nodes are.
+        Random nodes do not count: their averages are not smooth enough to begin with."""
+        return self.level == "usual" and not self.is_sampled and self.is_little_work(num_rows)
+
     def is_little_work(self, num_rows: int, *, by_few_nodes: bool = False) -> bool:
         """Whether an evaluation takes so little time that it is not worth being compiled well."""
         if any(terms.by_draws for terms in self.row_terms) or num_rows == 1:  # one row may be all data

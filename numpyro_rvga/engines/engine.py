@@ -251,8 +251,7 @@ class Engine:
         if self.effort.has_few_draws:
             few, many = (problem._replace(is_coarse=np.asarray(flag)) for flag in (True, False))
             return many, Coarse(search, few)
-        is_little = self.effort.level == "usual" and self._is_little_work(search, problem)
-        if is_little or not self.effort.can_do_with_few:  # one rule of many nodes is compiled as fast
+        if not self.effort.can_do_with_few or self.effort.takes_one_rule(problem.num_rows):
             return problem, None
         suffices = partial(self.effort.few_nodes_suffice, problem.num_rows)
         return problem, Coarse(search._replace(by_few_nodes=True), problem, suffices)
