@@ -43,11 +43,11 @@ class OwnDensity:
         trace: dict[str, Any] = {}
 
         def model(*args, **kwargs):
-            whole = _AllRows(_WholeJacobians(program.model), program.row_plates, num_rows(rows))
+            whole = _AllRows(program.model, program.row_plates, num_rows(rows))
             trace.update(handlers.trace(handlers.seed(whole, rng_seed=0)).get_trace(*args, **kwargs))
 
         with handlers.block(), numpyro.validation_enabled(False):
-            joint = -potential_energy(model, args, kwargs, program.layout.unravel(theta))
+            joint = _log_density(model, args, kwargs, program.layout.unravel(theta))
             sites = [trace[terms.site] for terms in program.terms]
             return {site["name"]: _log_prob(site) for site in sites}, joint
 
@@ -61,7 +61,12 @@ def log_joint(program: Program, theta: Array, states: Mapping[str, Array]) -> Ar
     args, kwargs = program.call_arguments(program.example_row)
     model = handlers.substitute(handlers.block(handlers.seed(program.model, rng_seed=0), hide=hidden), data=given)
     with program.evaluating(), handlers.block(), numpyro.validation_enabled(False):
-        return -potential_energy(model, args, kwargs, program.layout.unravel(theta))
+        return _log_density(model, args, kwargs, program.layout.unravel(theta))
+
+
+def _log_density(model: Callable, args: tuple, kwargs: dict, unconstrained: dict[str, Array]) -> Array:
+    """NumPyro's log joint density in unconstrained space."""
+    return -potential_energy(_WholeJacobians(model), args, kwargs, unconstrained)
 
 
 def _log_prob(site: dict[str, Any]) -> Array:

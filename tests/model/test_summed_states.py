@@ -7,6 +7,7 @@ import numpyro
 import numpyro.distributions as dist
 import pytest
 from jax.scipy.special import logsumexp
+from numpyro import handlers
 from numpyro.contrib.control_flow import scan
 from scipy import optimize, stats
 
@@ -34,6 +35,19 @@ def change_point_by_hand(counts):
     before = jnp.arange(n) < jnp.arange(n)[:, None]
     each = dist.Poisson(jnp.where(before, early, late)).log_prob(counts).sum(axis=1)
     numpyro.factor("y", logsumexp(each) - jnp.log(n))
+    return early, late
+
+
+def scaled_rates(counts):
+    """The prior of positive sites is scaled, and not their Jacobians."""
+    with handlers.scale(scale=0.3):
+        early, late = numpyro.sample("early", dist.Gamma(2, 0.5)), numpyro.sample("late", dist.Gamma(2, 0.5))
+    change = numpyro.sample("change", dist.DiscreteUniform(0, len(counts) - 1))
+    numpyro.sample("y", dist.Poisson(jnp.where(jnp.arange(len(counts)) < change, early, late)), obs=counts)
+
+
+def scaled_rates_by_hand(counts):
+    numpyro.factor("scaled", -0.7 * dist.Gamma(2, 0.5).log_prob(jnp.stack(change_point_by_hand(counts))).sum())
 
 
 def voters(item, voter, vote):
@@ -58,6 +72,7 @@ def voters_by_hand(votes):
     "model, data, by_hand, data_by_hand",
     [
         (change_point, COUNTS, change_point_by_hand, COUNTS),
+        (scaled_rates, COUNTS, scaled_rates_by_hand, COUNTS),
         (voters, VOTES, voters_by_hand, {"votes": VOTES["vote"].reshape(20, 3)}),
     ],
 )
