@@ -76,7 +76,8 @@ class Certificate:
         self._size: int | None = None
         self._of_rows = engine.compiled(partial(self._row_sums, engine.kinds))
         few = tuple(kind.by_few_nodes() for kind in engine.kinds)
-        self._by_few_nodes = engine.compiled(partial(self._row_sums, few)) if engine.effort.may_take_few_sums else None
+        takes_few = engine.effort.rows_can_do_with_few and not engine.effort.is_thorough
+        self._by_few_nodes = engine.compiled(partial(self._row_sums, few)) if takes_few else None
         self._of_prior = engine.compiled(self._prior_sums)
         self._of_each = engine.compiled(self._row_values)
 

@@ -109,11 +109,6 @@ class Effort(NamedTuple):
         return self._may_take_few_nodes and any(kind.few is not None for kind in self.joint_rows)
 
     @property
-    def may_take_few_sums(self) -> bool:
-        """Whether sums over all rows of a stream may be by few nodes."""
-        return self.level == "usual" and any(kind.few is not None for kind in self.rows)
-
-    @property
     def _may_take_few_nodes(self) -> bool:
         return self.level in ("usual", "thorough") and not self.has_few_draws
 

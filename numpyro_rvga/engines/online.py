@@ -187,9 +187,7 @@ class OnlineUpdates:
 
         def body(carry, start):
             state, alive = carry
-            # A slice of rows as they come: a block's own axis would cost a copy of all rows.
-            block = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, start, block_size), (rows, weights))
-            count = jnp.sum(block[1] > 0).astype(jnp.int32)
+            block, count = _block_at(start, block_size, rows, weights)
             advance = lambda: self._one_block(state, *block, count, rate, predict=predict)  # noqa: E731
             after, info = lax.cond(
                 alive & (count > 0), advance, lambda: (state, self._nothing(alive, block[1], predict))
@@ -209,7 +207,7 @@ class OnlineUpdates:
         return options.family == "diagonal" and is_plain and semidefinite and self.movement is None
 
     def _unchecked_stream(
-        self, state: OnlineState, rows: dict, weights: Array, rate: Array | None = None, *, block_size: int
+        self, state: OnlineState, rows: dict, weights: Array, *, block_size: int
     ) -> tuple[OnlineState, BlockInfo]:
         """As :meth:`_stream` with BONG's natural steps, but without a check of each result, which takes longer than an
         update of long arrays. If the last result is no Gaussian, no block is ok, and the state is none.
@@ -218,10 +216,9 @@ class OnlineUpdates:
         """
 
         def body(i: Array, state: OnlineState) -> OnlineState:
-            block = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, i * block_size, block_size), (rows, weights))
+            block, count = _block_at(i * block_size, block_size, rows, weights)
             estimate = partial(self._estimate, self.observation(*block))
             key, _ = jax.random.split(jax.random.fold_in(state.rng_key, state.num_blocks))
-            count = jnp.sum(block[1] > 0).astype(jnp.int32)
             return state._replace(
                 gaussian=state.gaussian.unchecked_step(estimate(key, state.gaussian)),
                 num_rows=state.num_rows + count,
@@ -385,3 +382,10 @@ def _divided(q: FullGaussian, site: CanonicalGaussian) -> FullGaussian:
 def _precision(root: Array) -> Array:
     inverse = jnp.linalg.inv(root)
     return inverse.T @ inverse
+
+
+def _block_at(start: Array, size: int, rows: dict, weights: Array) -> tuple[tuple[dict, Array], Array]:
+    """A block of rows with their weights, and how many of them count. A slice of the rows as they come: an axis of
+    blocks would cost a copy of all rows."""
+    block = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, start, size), (rows, weights))
+    return block, jnp.sum(block[1] > 0).astype(jnp.int32)

@@ -86,11 +86,11 @@ class OnlinePass(Pass[OnlineState, BlockInfo]):
         return self._online.may_check_later and self._predict is None and not self._online.one_by_one
 
     def _checked_step(self, state: OnlineState, rows: Rows, weights: np.ndarray) -> tuple[OnlineState, BlockInfo]:
-        arguments = self._padded(rows, weights)
-        return self._online.stream(state, *arguments, block_size=self._block, predict=self._predict)
+        padded = self._padded(rows, weights)
+        return self._online.stream(state, *padded, self._rate, block_size=self._block, predict=self._predict)
 
     def _padded(self, rows: Rows, weights: np.ndarray) -> tuple:
-        return *jax.device_put(pad(rows, self._chunk, weights)), self._rate
+        return jax.device_put(pad(rows, self._chunk, weights))
 
     def rechecked(self, step: PendingStep[OnlineState, BlockInfo]) -> PendingStep[OnlineState, BlockInfo]:
         if step.report is None or not self._checks_later or np.all(step.report.ok):

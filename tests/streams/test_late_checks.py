@@ -123,6 +123,6 @@ def test_what_is_no_gaussian_stays_none_through_later_rows(entry, value):
     broken = {entry: getattr(state.gaussian, entry).at[1].set(value)}
     gaussian = type(state.gaussian)(**{"mean": state.gaussian.mean, "variance": state.gaussian.variance} | broken)
     taken = jax.device_put((rows, np.ones(30, np.float32)))
-    after, report = bong.online.unchecked_stream(state._replace(gaussian=gaussian), *taken, None, block_size=1)
+    after, report = bong.online.unchecked_stream(state._replace(gaussian=gaussian), *taken, block_size=1)
     assert not bool(after.gaussian.is_valid()) and not np.any(report.ok)
-    assert bool(jnp.all(bong.online.unchecked_stream(state, *taken, None, block_size=1)[1].ok))
+    assert bool(jnp.all(bong.online.unchecked_stream(state, *taken, block_size=1)[1].ok))

@@ -82,7 +82,7 @@ def _sum_of_few_predictors(
     """One term for all sites of one term each, if it depends on no more predictors than one of them, or on few: it is
     compiled once, and computes once what they share.
 
-    :param sites: those that have no closed form.
+    :param sites: none of one term that has a closed form.
     """
     if len(sites) < FEWEST_SUMMED:
         return None
@@ -114,6 +114,8 @@ def _like_sites(
 ) -> tuple[list[Terms], list[str]]:
     """The terms in closed form of sites of one distribution, as if they were the elements of one site, which is
     compiled once. And the sites that have no closed form, each for itself either."""
+    if len(sites) < FEWEST_SUMMED:
+        return [], sites
 
     def kinds(t, r):
         records = run_all(t, r)
