@@ -93,9 +93,8 @@ class FullFamily:
         run_jointly = partial(self._run_jointly, rng_key=rng_key, progress_bar=progress_bar, started=started)
         options, joint_data = PassOptions(checkpoint, every, resume, on_bad_row), None
         if self.blocks.may_be_joint and not options.skips and init is None and checkpoint is None:
-            joint_data = (
-                data if isinstance(data, (Mapping, tuple)) else None
-            )  # one solve may take the place of the pass
+            # One solve may take the place of the pass.
+            joint_data = data if isinstance(data, (Mapping, tuple)) else None
         cached = None if joint_data is None else self._engines.cached_whole(joint_data, model_kwargs, rng_key)
         if cached is not None:
             return run_jointly(*cached)
