@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from ..core.compilation import Compiled
+from ..core.compilation import Compiled, single_kernel
 from ..core.gaussians import DiagonalGaussian, Family, FullGaussian, LowRankGaussian, Movement, converted
 from ..core.updates.estimators import Observation, implicit, make_estimator
 from ..core.updates.rules import Rule, Updated, iterate, update
@@ -92,8 +92,10 @@ class OnlineUpdates:
             root = self.start.root if isinstance(self.start, FullGaussian) else self.start.deviation()
             self.movement = movement_of(dynamics, engine.program, self.start.mean, root)
         long_arrays = engine.program.layout.size >= MANY_PARAMETERS
-        self.stream = Compiled(self._stream, ("block_size", "predict"), long_arrays=long_arrays)
-        self.unchecked_stream = Compiled(self._unchecked_stream, ("block_size",), long_arrays=long_arrays)
+        self.stream = Compiled(self._stream, ("block_size", "predict"), routines=True, long_arrays=long_arrays)
+        self.unchecked_stream = Compiled(
+            self._unchecked_stream, ("block_size",), routines=True, long_arrays=long_arrays
+        )
         self.one_block = Compiled(self._one_block, ("predict",), long_arrays=long_arrays)
         self.one_iteration = Compiled(self._one_iteration)
         self._exact_prior = Compiled(self._checked_with_exact_prior)
@@ -194,7 +196,8 @@ class OnlineUpdates:
             )
             return (after, info.ok), info
 
-        (state, _), info = lax.scan(body, (state, jnp.asarray(True)), jnp.arange(0, len(weights), block_size))
+        starts = jnp.arange(0, len(weights), block_size)
+        (state, _), info = lax.scan(single_kernel(body), (state, jnp.asarray(True)), starts)
         return state, info
 
     @property
@@ -226,7 +229,7 @@ class OnlineUpdates:
             )
 
         with_rows = jnp.sum(weights > 0)
-        state = lax.fori_loop(0, -(-with_rows // block_size), body, state)
+        state = lax.fori_loop(0, -(-with_rows // block_size), single_kernel(body), state)
         ok = jnp.broadcast_to(state.gaussian.is_valid(), (len(weights) // block_size,))
         return state, BlockInfo(ok, jnp.zeros_like(ok), None)
 

@@ -8,7 +8,16 @@ import numpyro.distributions as dist
 import pytest
 
 from numpyro_rvga import BONG, RVGA
-from numpyro_rvga.core.compilation import LLVM_LEVEL, OLDER_EMITTERS, Compiled, _exist, _options, single_kernel
+from numpyro_rvga.core import compilation
+from numpyro_rvga.core.compilation import (
+    LLVM_LEVEL,
+    OLDER_EMITTERS,
+    Compiled,
+    _exist,
+    _options,
+    single_kernel,
+    with_routines,
+)
 from numpyro_rvga.core.jaxprs.primitives import equations
 
 ROUTINE = "xla_cpu_small_call"
@@ -35,6 +44,12 @@ def doublings(x):
     return jax.lax.while_loop(lambda y: y @ y < 100, lambda y: 2 * y + jnp.exp(-y), x)
 
 
+def many_operations(x):
+    for _ in range(3000):
+        x = x + 1
+    return x
+
+
 def test_a_function_of_a_few_numbers_is_single_kernel_on_cpus():
     x = jnp.arange(1.0, 4.0)
     wrapped = jax.jit(single_kernel(doublings))
@@ -43,12 +58,81 @@ def test_a_function_of_a_few_numbers_is_single_kernel_on_cpus():
     assert (ROUTINE in wrapped.lower(x).as_text()) == (jax.default_backend() == "cpu")
 
 
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: x @ x[0],
+        lambda x: x * jnp.sum(jnp.cos(x[0] @ x @ x[1]) * jnp.arange(40_000.0)),
+        lambda x: jnp.einsum("ij,ijk->ik", x, jnp.stack([x, x])),
+    ],
+)
+def test_a_product_with_a_vector_and_a_long_sum_have_a_place_in_a_routine(function):
+    x = jnp.array([[2.0, 1.0], [1.0, 2.0]])
+    compiled = Compiled(lambda x: single_kernel(function)(x), routines=True)
+    np.testing.assert_allclose(compiled(x), function(x), rtol=1e-6)
+    lowered = jax.jit(single_kernel(function)).lower(x)
+    assert (ROUTINE in lowered.as_text()) == (jax.default_backend() == "cpu")
+
+
+@pytest.mark.parametrize("function", [lambda x: jnp.full(2**17, x[0, 0]), many_operations])
+def test_long_arrays_and_many_operations_are_no_routine(function):
+    assert ROUTINE not in jax.jit(single_kernel(function)).lower(jnp.ones((2, 2))).as_text()
+
+
+def test_what_the_compiler_refuses_as_a_routine_is_compiled_by_operations():
+    def function(x):
+        if with_routines.get():
+            raise jax.errors.JaxRuntimeError("UNIMPLEMENTED: as a routine")
+        return single_kernel(doublings)(x)
+
+    x = jnp.arange(1.0, 4.0)
+    compiled = Compiled(function, routines=True)
+    for _ in range(2):
+        np.testing.assert_allclose(compiled(x), doublings(x), rtol=1e-6)
+    assert with_routines.get()
+    with pytest.raises(jax.errors.JaxRuntimeError, match="UNIMPLEMENTED"):
+        Compiled(function)(x)
+
+
 @pytest.mark.parametrize("function", [jnp.linalg.cholesky, jnp.sort, lambda x: x @ x, lambda x: x.at[:, [0, 1]].add(1)])
 def test_what_has_no_place_in_a_routine_is_left_as_it_is(function):
     x = jnp.array([[2.0, 1.0], [1.0, 2.0]])
     wrapped = jax.jit(single_kernel(lambda x: jax.lax.cond(x[0, 0] > 0, function, jnp.negative, x)))
     np.testing.assert_allclose(wrapped(x), function(x), rtol=1e-6)
     assert ROUTINE not in wrapped.lower(x).as_text()
+
+
+def regression(X, y=None):
+    b = numpyro.sample("b", dist.Normal(0, 1).expand([3]).to_event(1))
+    scale = numpyro.sample("scale", dist.HalfNormal(1))
+    with numpyro.plate("rows", len(X)):
+        numpyro.sample("y", dist.Normal(X @ b, scale), obs=y)
+
+
+def counts(X, y=None):
+    b = numpyro.sample("b", dist.Normal(0, 1).expand([3]).to_event(1))
+    with numpyro.plate("rows", len(X)):
+        numpyro.sample("y", dist.NegativeBinomial2(jnp.exp(X @ b), 2.0), obs=y)
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="routines are for CPUs")
+@pytest.mark.parametrize("model", [regression, counts])
+@pytest.mark.parametrize(
+    "method",
+    [
+        lambda model: RVGA(model, block_size=1, shuffle=False, certify=False),
+        lambda model: BONG(model, hessian="lin-hess"),
+        lambda model: BONG(model, hessian="lin-hess", family="diagonal"),
+    ],
+    ids=["RVGA", "BONG", "BONG, diagonal"],
+)
+def test_the_update_by_a_row_is_one_routine(monkeypatch, model, method):
+    routines = []
+    as_routine = compilation._as_routine
+    monkeypatch.setattr(compilation, "_as_routine", lambda f: routines.append(f.__name__) or as_routine(f))
+    X = np.random.default_rng(0).normal(size=(30, 3))
+    method(model).run({"X": X, "y": (X[:, 0] > 0).astype(int)}, progress_bar=False)
+    assert "body" in routines  # of the loop over rows
 
 
 def test_what_the_user_has_set_is_left_to_the_user(monkeypatch):

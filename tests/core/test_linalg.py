@@ -178,3 +178,27 @@ def test_inverses_by_halves_are_numpys(size):
     matrix = a @ a + size * np.eye(size)
     inverse = linalg.inverse_from_cholesky(jnp.asarray(np.linalg.cholesky(matrix)))
     np.testing.assert_allclose(inverse, np.linalg.inv(matrix), atol=1e-12)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 5])
+@pytest.mark.parametrize("apart", [1.0, 1e-7, 0.0], ids=["general", "nearly equal", "equal"])
+def test_rows_are_a_triangular_matrix_times_an_orthonormal_basis(count, apart):
+    rng = np.random.default_rng(0)
+    rows = 1e3 * (rng.normal(size=9) + apart * rng.normal(size=(count, 9)))
+    reduced, basis = linalg.row_space(jnp.asarray(rows))
+    np.testing.assert_allclose(reduced @ basis, rows, atol=1e-4 * np.abs(rows).max() * 1e-3)
+    np.testing.assert_allclose(reduced, np.tril(reduced))
+    if apart == 1:
+        np.testing.assert_allclose(basis @ basis.T, np.eye(count), atol=1e-12)
+    assert np.linalg.eigvalsh(basis @ basis.T).max() < 1 + 1e-12  # no direction counts twice
+
+
+def test_rows_of_zeros_span_nothing():
+    reduced, _ = linalg.row_space(jnp.zeros((2, 5)))
+    np.testing.assert_allclose(reduced, 0)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 5])
+def test_few_rows_times_a_matrix_are_their_product(count):
+    rows, matrix = np.random.default_rng(0).normal(size=(count, 6)), symmetric(6)
+    np.testing.assert_allclose(linalg.few_times(jnp.asarray(rows), jnp.asarray(matrix)), rows @ matrix, rtol=1e-12)

@@ -82,7 +82,7 @@ def fifth_degree(factor: Factor, values: Array, gradients: Array) -> tuple[Momen
     bent = far - node - ((FAR - reach) / reach)[:, None, None] * (node - slopes[0])
     bent = bent[jnp.argmax(error)]
     bent = bent[jnp.argmax(jnp.sum(bent * bent, axis=1))]
-    direction = _unit(bent, 0.0, jnp.zeros(size, dtype).at[-1].set(1.0))
+    direction = _unit(bent, 0.0, jnp.asarray(np.eye(size)[-1], dtype))
     total = jnp.sum(error) if size <= MOST_DIAGONAL else size * jnp.sum(error)
     total = jnp.where(jnp.isnan(total), jnp.inf, total)  # phi is not defined farther out
     return moments, total, direction, gradients[0]
@@ -270,7 +270,7 @@ def _unit(vector: Array, least: Array | float, default: Array) -> Array:
 
 def _with_last(direction: Array) -> Array:
     """An orthogonal matrix (Householder's) whose last column is a unit vector."""
-    unit = jnp.zeros_like(direction).at[-1].set(1.0)
+    unit = jnp.asarray(np.eye(len(direction))[-1], direction.dtype)
     v = unit - direction
     square = v @ v
     is_usable = square > 0

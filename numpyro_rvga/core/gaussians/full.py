@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from ..matrices.linalg import cholesky, inverse, lower_from_root, row_space, solve_lower
+from ..matrices.linalg import cholesky, few_times, inverse, lower_from_root, product, row_space, solve_lower
 from .steps import ExpectedDerivatives, Transition, log_normal, nan_if_invalid, shifted
 
 
@@ -200,7 +200,7 @@ class FullGaussian:
 
     def _narrow_step(self, derivatives: ExpectedDerivatives, step: Array | float, natural: bool) -> FullGaussian:
         """The step from the prior itself, in the row space of ``factor @ root``: two reads of the root, one write."""
-        rows = jnp.concatenate([derivatives.factor, derivatives.gradient[None]]) @ self.root
+        rows = few_times(jnp.concatenate([derivatives.factor, derivatives.gradient[None]]), self.root)
         reduced, basis = row_space(rows[:-1])
         excess = _weighted(reduced, derivatives.weight, step, natural)
         move = rows[-1]
@@ -220,11 +220,11 @@ class FullGaussian:
 
     def _moved(self, move: Array, excess: Array, basis: Array) -> FullGaussian:
         """N(mean + root move, .) of the root ``root @ (I + basis^T excess basis)``, in one read and one write."""
-        products = self.root @ jnp.concatenate([basis, move[None]]).T
-        columns, shift = products[:, :-1] @ excess, products[:, -1]
+        products = few_times(jnp.concatenate([basis, move[None]]), self.root.T)
+        columns, shift = product(products[:-1].T, excess), products[-1]
         # An upper bound of all entries: a pass over the root would cost as much as the step.
         fine = jnp.isfinite(jnp.sum(jnp.max(jnp.abs(columns), axis=0) * jnp.max(jnp.abs(basis), axis=1)))
-        return FullGaussian(jnp.where(fine, self.mean + shift, jnp.nan), self.root + columns @ basis)
+        return FullGaussian(jnp.where(fine, self.mean + shift, jnp.nan), self.root + product(columns, basis))
 
     def coordinates(self, parameterization: str) -> tuple[Array, Array]:
         covariance = self.root @ self.root.T
@@ -269,8 +269,8 @@ class FullGaussian:
 
 def _weighted(reduced: Array, weight: Array | None, step: Array | float, natural: bool) -> Array:
     """C - I, with C as of :func:`_change` for the excess ``reduced^T weight reduced``."""
-    weighted = reduced if weight is None else weight @ reduced
-    change = _change(reduced.T @ weighted, step, natural)
+    weighted = reduced if weight is None else product(weight, reduced)
+    change = _change(product(reduced.T, weighted), step, natural)
     return change - jnp.eye(len(change), dtype=change.dtype)
 
 

@@ -109,7 +109,8 @@ def gram(jacobian: Array | SparseJacobian, weights: Array) -> Array:
     if isinstance(jacobian, SparseJacobian):
         return jacobian.gram(weights)
     n, c, r = jacobian.shape
-    return jacobian.reshape(n * c, r).T @ product(weights, jacobian).reshape(n * c, r)
+    rows, weighted = (x.reshape(n * c, r) for x in (jacobian, product(weights, jacobian)))
+    return product(rows.T, weighted) if r <= MOST_UNROLLED else rows.T @ weighted
 
 
 def covariance(jacobian: Array | SparseJacobian, sigma: Array | Packed) -> Array:
@@ -124,7 +125,7 @@ def covariance(jacobian: Array | SparseJacobian, sigma: Array | Packed) -> Array
         return jnp.einsum("nca,nab,ndb->ncd", jacobian.values, jacobian.entries(matrix), jacobian.values)
     n, c, r = jacobian.shape
     assert not isinstance(sigma, Packed)
-    rotated = (sigma @ jacobian.reshape(n * c, r).T).reshape(sigma.shape[0], n, c)
+    rotated = product(sigma, jacobian.reshape(n * c, r).T).reshape(sigma.shape[0], n, c)
     if not 0 < sigma.shape[0] <= MOST_UNROLLED:
         return jnp.einsum("rnc,rnd->ncd", rotated, rotated)
     return product(rotated.transpose(1, 2, 0), rotated.transpose(1, 0, 2))

@@ -15,6 +15,7 @@ UNROLL = 3  # the largest n for which n x n matrices are unrolled
 SMALL = 200  # the largest size at which a matrix is inverted by two triangular solves with the identity
 MAX_HALVINGS = 2  # of a larger one: more would save little time, and each compiles twice as many operations
 MOST_UNROLLED = 7  # the largest n of matrices that XLA multiplies slowly on CPUs: 4 x 4 five times as long as 8 x 8
+SINGLE_KERNEL_SIZE = 2**16  # the largest array in a function that is compiled as a single kernel
 MOST_ADDED = 64  # the largest number of rows that are added one by one
 PIECE = 1024  # columns that are multiplied at once
 MOST_FACTORED = 16  # the largest size of a matrix whose root is its semidefinite factor
@@ -178,6 +179,14 @@ def product(a: Array, b: Array) -> Array:
     return sum(a[..., :, k, None] * b[..., None, k, :] for k in range(1, a.shape[-1])) + a[..., :, :1] * b[..., :1, :]
 
 
+def few_times(rows: Array, matrix: Array) -> Array:
+    """rows @ matrix, for rows (K, n): one by one if they are few. Unlike a product of matrices, one with a vector has a
+    place in a single kernel, and is as fast."""
+    if not 1 < len(rows) <= UNROLL or matrix.size > SINGLE_KERNEL_SIZE:
+        return rows @ matrix
+    return jnp.stack([row @ matrix for row in rows])
+
+
 def positive_part(matrix: Array) -> Array:
     """The nearest positive semi-definite matrix to a symmetric one. Shape ``(..., n, n)``."""
     n = matrix.shape[-1]
@@ -281,5 +290,15 @@ def row_space(rows: Array) -> tuple[Array, Array]:
     count, size = rows.shape
     floor = jnp.finfo(rows.dtype).eps ** 0.5 * jnp.max(jnp.abs(rows))
     columns = jnp.concatenate([rows.T, floor * jnp.eye(count, dtype=rows.dtype)])
-    orthogonal, upper = jnp.linalg.qr(columns)
-    return upper.T, orthogonal[:size].T
+    if count > UNROLL:
+        orthogonal, upper = jnp.linalg.qr(columns)
+        return upper.T, orthogonal[:size].T
+    basis: list[Array] = []
+    for column in columns.T:
+        for _ in range(2):  # the second time removes what rounding errors of the first have left
+            column = column - sum((unit @ column) * unit for unit in basis)
+        length = jnp.sqrt(column @ column)
+        basis.append(column / jnp.where(length > 0, length, 1.0))
+    orthogonal = jnp.stack(basis)
+    reduced = jnp.stack([jnp.stack([column @ unit for unit in basis]) for column in columns.T])
+    return jnp.tril(reduced), orthogonal[:, :size]

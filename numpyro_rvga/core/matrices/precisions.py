@@ -17,7 +17,7 @@ from jax import Array
 
 from ..pytrees import PyTree
 from .jacobians import Packed
-from .linalg import cholesky, inverse_from_cholesky, solve_lower
+from .linalg import cholesky, inverse_from_cholesky, product, solve_lower
 from .packing import Border, Packing
 
 NARROWING = 256.0  # of the start's covariance, at a time
@@ -117,12 +117,12 @@ class Dense(NamedTuple):
 
     def trace(self, x: Array, covariance_root: Array) -> Array:
         """The trace of the base's precision times the covariance."""
-        weighted = covariance_root if self.precision is None else covariance_root @ self.precision
+        weighted = covariance_root if self.precision is None else product(covariance_root, self.precision)
         return jnp.sum(covariance_root * weighted)
 
     def products(self, factor: Array, covariance_root: Array, a: Array, b: Array) -> tuple[Array, Array]:
         """<a, a> and <a, b> of differences a and b of precisions, in q's metric: tr(Sigma a Sigma b)."""
-        a, b = (covariance_root @ x @ covariance_root.T for x in (a, b))
+        a, b = (product(product(covariance_root, x), covariance_root.T) for x in (a, b))
         return jnp.sum(a * a), jnp.sum(a * b)
 
     def entries(self) -> WholeMatrix:

@@ -18,7 +18,7 @@ from jax import Array
 from jax.scipy.linalg import block_diag
 
 from ..gaussians import DiagonalGaussian, ExpectedDerivatives, Family
-from ..matrices.linalg import positive_part, semidefinite_factor, semidefinite_root
+from ..matrices.linalg import positive_part, product, semidefinite_factor, semidefinite_root
 from ..pytrees import PyTree
 from .factors import Factors, Kind
 from .recursion import solve_block
@@ -129,7 +129,7 @@ def _pulled_back(parts: list[_Part]) -> ExpectedDerivatives:
     gradient = slopes @ jnp.concatenate(flat)
 
     def rooted(part: _Part) -> Array:
-        return jnp.einsum("ncd,ncp->ndp", semidefinite_root(-part.hessians), part.jacobian)
+        return product(jnp.swapaxes(semidefinite_root(-part.hessians), 1, 2), part.jacobian)
 
     factor = jnp.concatenate(
         [rooted(part).reshape(rows.shape) if part.semidefinite else rows for part, rows in zip(parts, flat)]

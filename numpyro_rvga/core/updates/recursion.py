@@ -16,7 +16,7 @@ from jax import Array, lax
 
 from ..compilation import single_kernel
 from ..gaussians import FullGaussian, Movement
-from ..matrices.linalg import cholesky, row_space, solve_lower
+from ..matrices.linalg import cholesky, few_times, product, row_space, solve_lower
 from ..matrices.precisions import Dense
 from .drivers import solve_traced
 from .factors import Factors, Kind, covariances, curvature_of, evaluate, expect
@@ -144,13 +144,15 @@ def scan_blocks(
         keep = info.ok & (count > 0)
         return jax.tree.map(lambda new, old: jnp.where(keep, new, old), after, carry), info
 
-    return lax.scan(body, state, (blocks, counts, rows))
+    return lax.scan(single_kernel(body), state, (blocks, counts, rows))
 
 
 def _subspace(root: Array, factors: tuple[Factors, ...]) -> tuple[list[Array], Array | None]:
     """Jacobians J_i S in coordinates of the span of their rows, (n, C, r), and its orthonormal basis (r, P); None: all
     of R^P."""
-    whitened = [f.jacobian @ root for f in factors]
+    whitened = [
+        few_times(f.jacobian.reshape(-1, f.jacobian.shape[-1]), root).reshape(f.jacobian.shape) for f in factors
+    ]
     sizes = [z.shape[0] * z.shape[1] for z in whitened]
     total, size = sum(sizes), root.shape[0]
     if total >= size:
@@ -185,10 +187,10 @@ def _move(
         root = solve_lower(precision_root, state.root.T).T
         change = state.root @ move
     else:
-        scale = state.root @ basis.T
+        scale = few_times(basis, state.root.T).T
         change = scale @ move
         shrink = identity - solve_lower(precision_root, identity).T
-        root = state.root - (scale @ shrink) @ basis
+        root = state.root - product(product(scale, shrink), basis)
     mean, error = _compensated_add(state.mean, state.mean_error, change)
     evidence = state.log_evidence + jnp.where(ok, bound, 0.0)
     count = state.num_rows + jnp.where(ok, num_rows, 0)
