@@ -91,12 +91,10 @@ class OnlineUpdates:
         if dynamics is not None:
             root = self.start.root if isinstance(self.start, FullGaussian) else self.start.deviation()
             self.movement = movement_of(dynamics, engine.program, self.start.mean, root)
-        long_arrays = engine.program.layout.size >= MANY_PARAMETERS
-        self.stream = Compiled(self._stream, ("block_size", "predict"), routines=True, long_arrays=long_arrays)
-        self.unchecked_stream = Compiled(
-            self._unchecked_stream, ("block_size",), routines=True, long_arrays=long_arrays
-        )
-        self.one_block = Compiled(self._one_block, ("predict",), long_arrays=long_arrays)
+        options: dict[str, Any] = {"routines": True, "long_arrays": engine.program.layout.size >= MANY_PARAMETERS}
+        self.stream = Compiled(self._stream, ("block_size", "predict"), **options)
+        self.unchecked_stream = Compiled(self._unchecked_stream, ("block_size",), **options)
+        self.one_block = Compiled(self._one_block, ("predict",), **options)  # rounds as the stream does
         self.one_iteration = Compiled(self._one_iteration)
         self._exact_prior = Compiled(self._checked_with_exact_prior)
 
