@@ -30,6 +30,8 @@ from ..model.data.rows import Arrays, Data
 from ..options import key_numbers
 from .derived import normal_scores
 from .fitted import Fitted
+from .integral_errors import NOTICEABLE as NOTICEABLE_ERROR
+from .integral_errors import integral_error
 from .log_joint import (
     all_rows,
     are_equal,
@@ -154,6 +156,11 @@ def khat(
     text = verdict(evidence, share_of_others(posterior.info))
     if is_of_points(posterior) and not has_mixed(posterior.info["integration"]):
         text = NOT_MIXED
+    if text.startswith("good") and (error := integral_error(posterior, rows)) > NOTICEABLE_ERROR:
+        text = (
+            "doubtful. The integrals over latent variables of single rows are inexact: by more nodes, the log "
+            f"likelihood changes by {error:.2g} nats among draws from q. Compare with NUTS."
+        )
     if (number := int(np.isnan(of_q).sum())) > 0:
         text += f" The log joint is NaN at {number} of {num_samples} draws: these count as impossible, as in NUTS."
     return Khat(evidence.khat, text, evidence.moves, evidence.errors)

@@ -15,7 +15,13 @@ from jax.scipy.special import logsumexp
 
 from ...core.compilation import at_once, jit
 from ...core.expectations.by_nodes import linearized
-from ...core.expectations.local_integrals import MAX_DIMENSIONS, log_integral, num_nodes, place_nodes
+from ...core.expectations.local_integrals import (
+    MAX_DIMENSIONS,
+    finer_log_integral,
+    log_integral,
+    num_nodes,
+    place_nodes,
+)
 from ...core.jaxprs.symbolic import Factorization, factorize
 from ...core.matrices.linalg import cholesky, solve_lower
 from ..data.rows import Arrays
@@ -67,10 +73,12 @@ def local_terms(
             f"and integrals over more than {MAX_DIMENSIONS} dimensions are not taken, unless all is Normal. If "
             "they are Normal additions of known scale, RVGA(model, local='prior') takes them."
         )
-    predictors, density = partial(split.kept_predictors, kept), jit(partial(split.integrated, kept, quadratic))
+    integral = _gaussian_integral if quadratic else _integral
+    predictors, density = partial(split.kept_predictors, kept), jit(partial(split.integrated, kept, integral))
     terms = Terms(component.name, component.size, len(kept), True, predictors, split.constants, density, None)
     if not quadratic:
-        terms = terms._replace(num_nodes=count * num_nodes(component.continuous.shape[1]))
+        finer = jit(partial(split.integrated, kept, _finer_integral))
+        terms = terms._replace(num_nodes=count * num_nodes(component.continuous.shape[1]), finer=finer)
     return terms, quadratic, partial(split.drawn, kept, quadratic)
 
 
@@ -140,9 +148,8 @@ class _Split:
     def _joint(self, kept: np.ndarray, z: Array, u: Array, of_state: Any, fixed: Array, slopes: Array) -> Array:
         return self.density(fixed.at[kept].set(u) + slopes @ z, of_state)
 
-    def integrated(self, kept: np.ndarray, quadratic: bool, u: Array, constants: tuple) -> Array:
+    def integrated(self, kept: np.ndarray, integral: Callable, u: Array, constants: tuple) -> Array:
         by_state, fixed, slopes = constants
-        integral = _gaussian_integral if quadratic else _integral
 
         def one(of_state):
             log_joint = self.log_joint(kept, u, of_state, fixed, slopes)
@@ -190,6 +197,10 @@ def _drawn(log_joint: Callable, rng_key: Array, size: int, dtype: jnp.dtype) -> 
 def _integral(log_joint: Callable, still: Callable, size: int, dtype: jnp.dtype) -> Array:
     """:param still: the same, not to be differentiated."""
     return log_integral(log_joint, place_nodes(still, size, dtype))
+
+
+def _finer_integral(log_joint: Callable, still: Callable, size: int, dtype: jnp.dtype) -> Array:
+    return finer_log_integral(log_joint, size, dtype)
 
 
 def _gaussian_integral(log_joint: Callable, still: Callable, size: int, dtype: jnp.dtype) -> Array:

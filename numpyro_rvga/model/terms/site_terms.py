@@ -132,11 +132,15 @@ def theta_terms(site: str, size: int, density: Callable[[Array, Arrays], Array])
 def of_theta(terms: Terms, size: int) -> Terms:
     """The terms of a row as one of all of theta (P,): rows of many predictors are then one factor together."""
 
-    def density(theta, row):
-        elements = jnp.arange(terms.num_elements, dtype=jnp.int32)
-        return jnp.sum(jax.vmap(lambda element: terms.log_prob(theta, row, element))(elements))
+    def density_by(terms: Terms) -> Callable[[Array, Arrays], Array]:
+        def density(theta, row):
+            elements = jnp.arange(terms.num_elements, dtype=jnp.int32)
+            return jnp.sum(jax.vmap(lambda element: terms.log_prob(theta, row, element))(elements))
 
-    return theta_terms(terms.site, size, density)._replace(num_nodes=terms.num_nodes)
+        return density
+
+    finer = density_by(terms._replace(density=terms.finer)) if terms.finer else None
+    return theta_terms(terms.site, size, density_by(terms))._replace(num_nodes=terms.num_nodes, finer=finer)
 
 
 def affine_terms(site: str, count: int, split: Factorization) -> Terms:

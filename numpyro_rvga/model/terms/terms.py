@@ -33,6 +33,7 @@ class Terms(NamedTuple):
     :ivar by_draws: whether the predictors are all of theta, for lack of structure. The rows of a solve are then one
         factor, whose expectation is taken over draws of theta.
     :ivar num_nodes: where each density is a numerical integral: of how many nodes. Elsewhere one.
+    :ivar finer: such a density by more nodes, for comparison.
     :ivar summed: the names of the sites whose terms they are, or whose sum, if these are several.
     """
 
@@ -49,6 +50,7 @@ class Terms(NamedTuple):
     of_all_rows: bool = False
     by_draws: bool = False
     num_nodes: int = 1
+    finer: Callable[[Array, PyTree], Array] | None = None
     summed: tuple[str, ...] = ()
 
     @property
