@@ -21,6 +21,7 @@ from numpyro.primitives import Messenger
 from ..data.arguments import absent_arguments, split_call
 from ..data.rows import Arrays, Keywords, common_length
 from .failures import needs_numbers
+from .stable_densities import with_stable_density
 
 REACH = 2.0  # in unconstrained space, of sites that cannot be drawn: as NumPyro starts NUTS
 
@@ -236,7 +237,7 @@ def sample_sites(trace: dict, runner: RowRunner) -> dict[str, SiteRecord]:
             weight = weight / runner.plate_ratio.get(plate, 1.0)
         records[name] = SiteRecord(
             name,
-            site["fn"],
+            with_stable_density(site["fn"]),
             site["value"],
             runner.unconstrained.get(name),
             runner.log_abs_det.get(name),
