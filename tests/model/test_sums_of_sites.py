@@ -138,13 +138,53 @@ def of_several_scales(y):
 
 
 def of_probabilities(y):
-    """One by one they have a closed form. Together the affine functions are not read off the probabilities."""
+    """Together, too, their probabilities are the logistic function of an entry."""
     level = numpyro.sample("level", dist.Normal(0, 5).expand([5]).to_event(1))
     for t in range(5):
         numpyro.sample(f"y_{t}", dist.Bernoulli(jax.nn.sigmoid(level[t])), obs=y[t])
 
 
-@pytest.mark.parametrize(("model", "num_terms"), [(of_several_scales, 1), (of_probabilities, 5)])
+def of_unlike_probabilities(y):
+    """One by one they have a closed form. Together the affine functions are not read off the probabilities."""
+    level = numpyro.sample("level", dist.Normal(0, 5).expand([5]).to_event(1))
+    for t in range(5):
+        before = level[t - 1] if t % 2 else 0.0
+        numpyro.sample(f"y_{t}", dist.Bernoulli(jax.nn.sigmoid(level[t] + before)), obs=y[t])
+
+
+def graded(y):
+    """Items one by one, of several persons each."""
+    slopes = numpyro.sample("slopes", dist.LogNormal(0, 0.5).expand([5]).to_event(1))
+    cutpoints = numpyro.sample("cutpoints", dist.Normal(0, 1).expand([5]).to_event(1))
+    with numpyro.plate("persons", 7):
+        ability = numpyro.sample("ability", dist.Normal(0, 1))
+    for j in range(5):
+        limits = cutpoints[j] + jnp.array([-0.5, 0.5])
+        outcomes = (jnp.arange(7) + j + y[j]) % 3
+        numpyro.sample(f"y_{j}", dist.OrderedLogistic(slopes[j] * ability, limits), obs=outcomes)
+
+
+def test_like_sites_of_several_elements_are_one_term_without_a_closed_form():
+    """The terms' sum is that of the sites, at any theta."""
+    y = np.array([0, 1, 1, 0, 1])
+    program = FixedPointVI(graded).run({"y": y}, progress_bar=False).program
+    assert [terms.summed for terms in program.terms] == [tuple(f"y_{j}" for j in range(5))]
+    assert program.terms[0].num_predictors == 3
+    theta = np.random.default_rng(0).normal(size=program.layout.size)
+    sites = program.layout.unravel(theta)
+    ability = np.asarray(sites["ability"])
+    expected = 0.0
+    for j in range(5):
+        limits = sites["cutpoints"][j] + np.array([-0.5, 0.5])
+        predictor = np.exp(sites["slopes"][j]) * ability
+        expected += float(dist.OrderedLogistic(predictor, limits).log_prob((np.arange(7) + j + y[j]) % 3).sum())
+    found = program.terms[0].log_probs(jnp.asarray(theta), program.rows({"y": y}))
+    np.testing.assert_allclose(np.sum(found), expected, rtol=1e-10)
+
+
+@pytest.mark.parametrize(
+    ("model", "num_terms"), [(of_several_scales, 1), (of_probabilities, 1), (of_unlike_probabilities, 5)]
+)
 def test_sites_with_closed_forms_keep_them(model, num_terms):
     posterior = RVGA(model).run({"y": np.array([0, 1, 1, 0, 1])}, progress_bar=False)
     assert [terms.closed_form is not None for terms in posterior.program.terms] == [True] * num_terms

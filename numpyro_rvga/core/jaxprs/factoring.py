@@ -59,7 +59,9 @@ def with_other(graph: NodeCache, product: Node, array: Value) -> Value:
     shape = () if math.prod(array.shape) == 1 else array.shape
 
     def make() -> Node:
-        node = Node(POINTWISE, shape, array.dtype, parents, product.apply, [shape] * 2, product.name)
+        node = Node(
+            POINTWISE, shape, array.dtype, parents, product.apply, [shape] * 2, product.name, params=product.params
+        )
         node.operand = array
         return node
 

@@ -13,6 +13,7 @@ from jax.lax import GatherScatterMode
 
 from .elementwise import is_pointwise_call, pointwise_apply
 from .factoring import factored, is_product, multiplied, with_other
+from .indices import columns_of, index_of
 from .interpret import interpret, is_inlined
 from .nodes import AFFINE, CONSTANT, OPAQUE, POINTWISE, Node, NodeCache, Value, ancestors
 from .parallel_loops import constant_outputs, in_parallel
@@ -26,7 +27,7 @@ from .primitives import (
     is_float,
     special_function,
 )
-from .pushing import columns_of, combined, index_of, materialize, selected_value, unwrap
+from .pushing import combined, materialize, selected_value, unwrap
 from .selection import Selection, are_inside, broadcast_selection, constant_index, everything, reshaped, selection_of
 
 
@@ -141,7 +142,8 @@ class Graph(NodeCache):
             if kind != AFFINE:
                 kind = CONSTANT if all(p.kind == CONSTANT for p in parents) else POINTWISE
             key = ("sum", sign, name, inner, None if a is None else a.serial, b.serial)
-            return self.node(key, lambda: Node(kind, inner, out.dtype, parents, apply, [inner] * len(parents), name))
+            made = partial(Node, kind, inner, out.dtype, parents, apply, [inner] * len(parents), name)
+            return self.node(key, lambda: made(params={"sign": sign}))
 
         affine = plus(x.affine, y.affine, AFFINE, "sum")
         rest = plus(x.rest, y.rest, POINTWISE, "sum")
@@ -175,7 +177,10 @@ class Graph(NodeCache):
         key = (eqn.primitive.name, kind, inner, tuple(p.serial for p in parents), freeze(eqn.params))
         apply = pointwise_apply(eqn)
         return self.node(
-            key, lambda: Node(kind, inner, out.dtype, parents, apply, [inner] * len(parents), eqn.primitive.name)
+            key,
+            lambda: Node(
+                kind, inner, out.dtype, parents, apply, [inner] * len(parents), eqn.primitive.name, params=eqn.params
+            ),
         )
 
     # ------------------------------------------------------------------ elementwise operations
@@ -232,6 +237,7 @@ class Graph(NodeCache):
                     lambda a, c: a * c,
                     [affine.shape, ()],
                     "mul",
+                    params={},
                 ),
             )
             total = Value(exponent.shape, exponent.dtype, node, None)
@@ -240,7 +246,7 @@ class Graph(NodeCache):
         parent = materialize(self, total)
         result = self.node(
             ("exp", parent.serial),
-            lambda: Node(POINTWISE, parent.shape, total.dtype, [parent], jnp.exp, name="exp", operand=total),
+            lambda: Node(POINTWISE, parent.shape, total.dtype, [parent], jnp.exp, name="exp", operand=total, params={}),
         )
         return Value(total.shape, total.dtype, None, result)
 
@@ -312,7 +318,9 @@ def plus_offset(graph: Graph, affine: Node, offset: Node, out) -> Node:
     inner = out.shape if max(affine.size, offset.size) > 1 else ()
     return graph.node(
         ("offset", affine.serial, offset.serial, inner),
-        lambda: Node(AFFINE, inner, out.dtype, [affine, offset], lambda x, y: x + y, [inner, inner], "offset"),
+        lambda: Node(
+            AFFINE, inner, out.dtype, [affine, offset], lambda x, y: x + y, [inner, inner], "offset", params={}
+        ),
     )
 
 

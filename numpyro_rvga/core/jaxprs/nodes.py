@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,7 @@ from jax.typing import DTypeLike
 
 CONSTANT, AFFINE, POINTWISE, OPAQUE = "constant", "affine", "pointwise", "opaque"
 
+Made = TypeVar("Made", bound="Node | None")
 _serial = itertools.count()
 
 
@@ -109,7 +110,7 @@ class NodeCache:
         node = make() if number is None else self.node(("number", str(array.dtype), number.tobytes()), make)
         return Value(array.shape, array.dtype, None, node)
 
-    def node(self, key, make: Callable[[], Node]) -> Node:
+    def node(self, key: Any, make: Callable[[], Made]) -> Made:
         try:
             hash(key)
         except TypeError:

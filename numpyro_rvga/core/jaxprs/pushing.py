@@ -6,22 +6,23 @@ over, or that an operation runs along, follow those of the result.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from .like_pieces import LikePieces, chosen_from_pieces, inside_piece, only_piece, piece_number
 from .nodes import AFFINE, CONSTANT, OPAQUE, POINTWISE, Node, NodeCache, Value
-from .primitives import ARITHMETIC
+from .primitives import ARITHMETIC, freeze
 from .selection import (
     Index,
     Selection,
     broadcast_selection,
-    clamped,
     composed,
-    constant_index,
-    constant_value,
     everything,
     of_indices,
     picked,
@@ -68,11 +69,13 @@ def _selected(graph: NodeCache, node: Node, selection: Selection) -> Node:
     of_affine = node.leaf_of or node.unwraps
     if of_affine is not None:
         return unwrap(graph, selected(graph, of_affine, selection))
+    if node.name == "pieces" and node.kind == POINTWISE:
+        return _from_pieces_again(graph, node, selection)
     if node.parents and (node.kind == POINTWISE or (node.kind == AFFINE and node.name in ARITHMETIC)):
         shape = () if selection.size == 1 else selection.shape
         parents = [selected(graph, parent, selection) for parent in node.parents]
         in_shapes = [shape if s != () else () for s in node.in_shapes]
-        made = Node(node.kind, shape, node.dtype, parents, node.apply, in_shapes, node.name)
+        made = Node(node.kind, shape, node.dtype, parents, node.apply, in_shapes, node.name, params=node.params)
         if node.operand is not None:
             made.operand = selected_value(graph, node.operand, selection)
         return made
@@ -130,7 +133,17 @@ def unwrap(graph: NodeCache, affine: Node) -> Node:
         parents = [unwrap(graph, p) if p.kind == AFFINE else p for p in affine.parents]
         key = ("unwrap", affine.serial)
         return graph.node(
-            key, lambda: Node(POINTWISE, affine.shape, affine.dtype, parents, affine.apply, affine.in_shapes)
+            key,
+            lambda: Node(
+                POINTWISE,
+                affine.shape,
+                affine.dtype,
+                parents,
+                affine.apply,
+                affine.in_shapes,
+                affine.name,
+                params=affine.params,
+            ),
         )
     if affine.name == "concatenate" and any(p.kind == CONSTANT for p in affine.parents):
         return graph.node(("unwrap", affine.serial), lambda: _pieces(graph, affine))
@@ -171,7 +184,7 @@ def combined(graph: NodeCache, shape, dtype, a: Node, b: Node) -> Node:
     inner = shape if max(a.size, b.size) > 1 else ()
     return graph.node(
         ("combine", a.serial, b.serial, inner),
-        lambda: Node(POINTWISE, inner, dtype, [a, b], lambda x, y: x + y, [inner, inner]),
+        lambda: Node(POINTWISE, inner, dtype, [a, b], lambda x, y: x + y, [inner, inner], "combined", params={}),
     )
 
 
@@ -297,38 +310,49 @@ def _stacked(graph: NodeCache, node: Node, selection: Selection) -> Node | None:
 def _of_pieces(
     graph: NodeCache, node: Node, selection: Selection, axis: int, lengths: list[int], *, keeps_axis: bool
 ) -> Node | None:
-    """Of the one piece in which all entries lie; or of all pieces, of which one is chosen for each entry."""
     index, starts = selection.indices[axis], np.cumsum([0, *lengths])
+    piece = only_piece(starts, index)
+    if piece is None and node.kind == AFFINE:
+        return None
 
-    def of_piece(i: int, inside: Index) -> Node:
+    def of_piece(i: int) -> Node:
+        inside = inside_piece(index, starts, i)
         indices = [inside if a == axis else other for a, other in enumerate(selection.indices)]
         kept = tuple(x for a, x in enumerate(indices) if keeps_axis or a != axis)
         return selected(graph, node.parents[i], Selection(selection.shape, kept))
 
+    made = _from_pieces(graph, of_piece, starts, index, selection.shape, node.dtype)
+    return made if node.kind != AFFINE or made.kind == AFFINE else None
+
+
+def _from_pieces(
+    graph: NodeCache, of_piece: Callable[[int], Node], starts: np.ndarray, index: Index, shape: tuple, dtype: Any
+) -> Node:
+    """Of the one piece in which all entries lie; of what all pieces have in common; or of all, one for each entry.
+
+    :param of_piece: the number of a piece -> the entries, if they lie in it.
+    """
+    piece = only_piece(starts, index)
+    if piece is not None:
+        return of_piece(piece)
+    pieces = [of_piece(i) for i in range(len(starts) - 1)]
+    if not index.is_constant and math.prod(index.shape) == 1:
+        like = LikePieces(graph, piece_number(graph, starts, index), partial(unwrap, graph), partial(selected, graph))
+        one = like.one_of(pieces)
+        if one is not None:
+            return one
     if index.is_constant:
-        pieces = np.unique(np.searchsorted(starts, index.numbers, side="right") - 1)
-        if len(pieces) == 1:
-            node_of_piece = of_piece(int(pieces[0]), constant_index(index.value - starts[pieces[0]]))
-            return node_of_piece if node.kind != AFFINE or node_of_piece.kind == AFFINE else None
-    if node.kind == AFFINE:
-        return None
-    sides = [
-        of_piece(i, clamped(index, int(start), length - 1)) for i, (start, length) in enumerate(zip(starts, lengths))
-    ]
-    shape = selection.shape
-    if index.is_constant:
-        positions = graph.constant(np.broadcast_to(index.numbers, shape)).rest
+        positions = graph.constant(np.broadcast_to(index.numbers, shape)).rest_node
     else:
         positions = selected(graph, index.node, broadcast_selection(index.shape, shape))
+    return chosen_from_pieces(pieces, positions, starts, index, shape, dtype)
 
-    def apply(*arrays: Array) -> Array:
-        result = arrays[0]
-        for start, array in zip(starts[1:], arrays[1:-1]):
-            result = jnp.where(arrays[-1] >= int(start), array, result)
-        return result.astype(node.dtype)
 
-    kind = CONSTANT if all(side.kind == CONSTANT for side in sides) else POINTWISE
-    return Node(kind, shape, node.dtype, [*sides, positions], apply, [shape] * (len(sides) + 1), "pieces")
+def _from_pieces_again(graph: NodeCache, node: Node, selection: Selection) -> Node:
+    """Of entries each of which lies in a piece already."""
+    index = composed(Selection(node.shape, (node.params["places"],)), selection).indices[0]
+    of_piece = lambda i: selected(graph, node.parents[i], selection)  # noqa: E731
+    return _from_pieces(graph, of_piece, np.array(node.params["starts"]), index, selection.shape, node.dtype)
 
 
 def _value(index: Index, nodes: Sequence[Array]) -> Array:
@@ -349,7 +373,9 @@ def _made(
     traced = [index for index in indices if not index.is_constant]
     parents = [*[parent for parent, _ in sides], *[index.value for index in traced]]
     in_shapes = [*[shape for _, shape in sides], *[index.shape for index in traced]]
-    return Node(OPAQUE, selection.shape, node.dtype, parents, apply, in_shapes, "pushed")
+    constant = tuple(index.key for index in indices if index.is_constant)
+    params = {"of": node.name, "params": freeze(node.params), "in_shapes": node.in_shapes, "indices": constant}
+    return Node(OPAQUE, selection.shape, node.dtype, parents, apply, in_shapes, "pushed", params=params)
 
 
 RULES: dict[str, Callable[..., Node | None]] = {
@@ -361,32 +387,3 @@ RULES: dict[str, Callable[..., Node | None]] = {
     **dict.fromkeys(REDUCTIONS, _reduction),
     **dict.fromkeys(CUMULATIVE, _cumulative),
 }
-
-
-# ---------------------------------------------------------------------- indices that a program computes
-def columns_of(indices: Value) -> list[Index]:
-    """The columns of a gather's indices, as far as each by itself is constant."""
-    node, shape = indices.rest, indices.shape
-    assert node is not None
-    count = shape[-1]
-    if node.name == "concatenate" and len(node.parents) == count and node.params["dimension"] == len(shape) - 1:
-        return [index_of(parent, shape[:-1]) for parent in node.parents]
-    if count == 1:
-        return [index_of(node, shape[:-1])]
-    whole = constant_value(node)
-    if whole is not None:
-        return [constant_index(whole.reshape(shape)[..., i]) for i in range(count)]
-    return [Index(shape[:-1], _column(node, shape, i), ("column", node.serial, i)) for i in range(count)]
-
-
-def _column(node: Node, shape: tuple[int, ...], i: int) -> Node:
-    apply = lambda array: array[..., i]  # noqa: E731
-    return Node(CONSTANT, shape[:-1], node.dtype, [node], apply, [shape], f"column {i}")
-
-
-def index_of(node: Node, shape: tuple[int, ...]) -> Index:
-    """A constant, of so many places, as an index."""
-    value = constant_value(node)
-    if value is not None:
-        return constant_index(np.broadcast_to(value, shape) if value.ndim == 0 else value.reshape(shape))
-    return Index(tuple(shape), node)

@@ -362,6 +362,13 @@ def clamped(index: Index, start: int, largest: int) -> Index:
     return _made(index, index.shape, apply, ("clamped", index.key, start, largest), np.arange(largest + 1))
 
 
+def within(index: Index, length: int) -> Index:
+    """Traced places in pieces of one length, laid one after the other: each inside its piece."""
+    if length == 1:
+        return constant_index(np.zeros((1,) * len(index.shape)))
+    return _made(index, index.shape, lambda i: i % length, ("within", index.key, length), np.arange(length))
+
+
 def _plus(start: Index, steps: Index) -> Index:
     if start.is_constant:
         return constant_index(start.numbers + steps.numbers)

@@ -30,6 +30,7 @@ from .terms import Terms
 REPEATED_SITES = 2.0  # times what all compute together: sites that go on from each other; each is also compiled
 FEWEST_SUMMED = 4  # sites of one term each
 EXACT_PREDICTORS = 3  # rules for which are as exact as for fewer
+NAMED_TWICE = 1  # a predictor of like sites, where the number of the site is in an index
 TOTAL = "the sum of all"
 
 RunAll = Callable[[Array, Arrays], dict[str, SiteRecord]]
@@ -48,7 +49,9 @@ def sums_of_sites(
         left = [name for name in sites if name not in together]
     closed, left = _like_sites(run_all, left, theta, row)
     few = _sum_of_few_predictors(run_all, left, theta, row, by_draws=by_draws)
-    return [*sums, *closed, *([] if few is None else [few])]
+    if few is not None:
+        sums, left = [*sums, few], [name for name in left if name not in few.summed]
+    return [*sums, *closed, *_like_terms(run_all, left, theta, row)]
 
 
 def _ends_of_one_computation(run_all: RunAll, sites: list[str], theta: jax.ShapeDtypeStruct, row: Arrays) -> list[str]:
@@ -114,45 +117,70 @@ def _like_sites(
 ) -> tuple[list[Terms], list[str]]:
     """The terms in closed form of sites of one distribution, as if they were the elements of one site, which is
     compiled once. And the sites that have no closed form, each for itself either."""
-    if len(sites) < FEWEST_SUMMED:
-        return [], sites
-
-    def kinds(t, r):
-        records = run_all(t, r)
-        return {name: type(base_distribution(records[name].fn)[0]) for name in sites if _may_be_stacked(records[name])}
-
-    by_kind: dict[type, list[str]] = {}
-    for name, kind in abstractly(kinds, theta, row).items():
-        by_kind.setdefault(kind, []).append(name)
-
-    def closed_form(names: list[str], kind: type) -> Terms | None:
-        def run_stacked(t, r):
-            records = run_all(t, r)
-            return _stacked([records[name] for name in names])
-
-        return closed_form_terms(run_stacked, _range_of(names), theta, row, len(names), kind)
-
     terms, left = [], sites
-    for kind, names in by_kind.items():
-        together = closed_form(names, kind) if len(names) >= FEWEST_SUMMED else None
+    for (kind, size), names in _by_kind(run_all, sites, theta, row).items():
+        if not patterns_of(kind):
+            continue
+
+        def closed_form(names: list[str], kind: type = kind, size: int = size) -> Terms | None:
+            def run_stacked(t, r):
+                records = run_all(t, r)
+                return _stacked([records[name] for name in names])
+
+            return closed_form_terms(run_stacked, _range_of(names), theta, row, len(names) * size, kind)
+
+        together = closed_form(names)
         if together is not None:
             terms.append(together._replace(summed=tuple(names)))
-        if together is not None or closed_form(names[:1], kind) is not None:
+        if together is not None or closed_form(names[:1]) is not None:
             left = [name for name in left if name not in names]
     return terms, left
 
 
-def _may_be_stacked(record: SiteRecord) -> bool:
-    """Whether a site is observed, has one element, and may have a closed form."""
-    kind = type(base_distribution(record.fn)[0])
-    return record.is_observed and elements(record).shape == (1,) and bool(patterns_of(kind))
+def _like_terms(run_all: RunAll, sites: list[str], theta: jax.ShapeDtypeStruct, row: Arrays) -> list[Terms]:
+    """Of sites of one distribution without a closed form: their terms as those of one site, if each then has about as
+    few predictors as by itself. Otherwise they are not computed alike."""
+    found = []
+    for (_, size), names in _by_kind(run_all, sites, theta, row).items():
+
+        def values(t, r, e, names=names, size=size):
+            records = run_all(t, r)
+            each = [elements(records[name]) for name in names]
+            return {TOTAL: jnp.ravel(jnp.stack(each))[e], names[0]: each[0][e % size]}
+
+        reading = Reading(values, theta, row, ELEMENT)
+        together = reading.split(TOTAL)
+        most = reading.split(names[0]).num_predictors + NAMED_TWICE
+        if together.num_predictors <= min(MAX_PREDICTORS, most):
+            terms = affine_terms(_range_of(names), len(names) * size, together.at_most(theta.shape[0]))
+            found.append(terms._replace(summed=tuple(names)))
+    return found
+
+
+def _by_kind(
+    run_all: RunAll, sites: list[str], theta: jax.ShapeDtypeStruct, row: Arrays
+) -> dict[tuple[type, int], list[str]]:
+    """Observed sites of independent elements by distribution and number of elements, where there are enough."""
+    if len(sites) < FEWEST_SUMMED:
+        return {}
+
+    def kinds(t, r):
+        records, found = run_all(t, r), {}
+        for name in sites:
+            record = records[name]
+            size = elements(record).size
+            if record.is_observed and size == jnp.size(record.value):
+                found.setdefault((type(base_distribution(record.fn)[0]), size), []).append(name)
+        return found
+
+    return {kind: names for kind, names in abstractly(kinds, theta, row).items() if len(names) >= FEWEST_SUMMED}
 
 
 def _stacked(records: list[SiteRecord]) -> SiteRecord:
-    """Sites of one distribution and one element each as one site."""
+    """Sites of one distribution and one number of elements as one site."""
 
     def stack(numbers: list) -> Array:
-        return jnp.stack([jnp.reshape(x, ()) for x in numbers])
+        return jnp.concatenate([jnp.ravel(jnp.broadcast_to(x, jnp.shape(r.value))) for x, r in zip(numbers, records)])
 
     fns, masks = zip(*[base_distribution(record.fn) for record in records])
     logged = {name for pattern in patterns_of(type(fns[0])) for name, link in pattern.parameters if link == "log"}
