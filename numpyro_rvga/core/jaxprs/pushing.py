@@ -373,8 +373,8 @@ def _made(
     traced = [index for index in indices if not index.is_constant]
     parents = [*[parent for parent, _ in sides], *[index.value for index in traced]]
     in_shapes = [*[shape for _, shape in sides], *[index.shape for index in traced]]
-    constant = tuple(index.key for index in indices if index.is_constant)
-    params = {"of": node.name, "params": freeze(node.params), "in_shapes": node.in_shapes, "indices": constant}
+    numbers = tuple(index.key if index.is_constant else None for index in indices)
+    params = {"of": node.name, "params": freeze(node.params), "in_shapes": node.in_shapes, "indices": numbers}
     return Node(OPAQUE, selection.shape, node.dtype, parents, apply, in_shapes, "pushed", params=params)
 
 

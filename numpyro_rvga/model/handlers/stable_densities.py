@@ -30,10 +30,11 @@ class StableOrderedLogistic(dist.OrderedLogistic):
             jnp.take_along_axis(cutpoints, jnp.clip(place, 0, count - 1)[..., None], axis=-1, mode="clip")[..., 0]
             for place in (category - 1, category)
         )
-        apart = jnp.where(has_lower & has_upper, upper - lower, 1.0)
+        above, below = upper - self.predictor, self.predictor - lower
+        apart = above + below  # and not upper - lower: a third function of theta, which expectations would be over
         of_both = jnp.where(apart > 0, jnp.log(-jnp.expm1(-jnp.where(apart > 0, apart, 1.0))), -jnp.inf)
-        total = jnp.where(has_upper, jax.nn.log_sigmoid(upper - self.predictor), 0.0)
-        total = total + jnp.where(has_lower, jax.nn.log_sigmoid(self.predictor - lower), 0.0)
+        total = jnp.where(has_upper, jax.nn.log_sigmoid(above), 0.0)
+        total = total + jnp.where(has_lower, jax.nn.log_sigmoid(below), 0.0)
         return total + jnp.where(has_lower & has_upper, of_both, 0.0)
 
 
