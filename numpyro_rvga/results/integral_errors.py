@@ -26,9 +26,9 @@ def integral_error(posterior: Fitted, rows: Arrays) -> float:
     if not pairs:
         return 0.0
     inputs, scale = program.inputs(rows), 1.0
-    if not program.whole and num_rows(inputs) > MOST_ROWS:
-        scale = num_rows(inputs) / MOST_ROWS
-        inputs = selected(inputs, linspace_indices(num_rows(inputs), MOST_ROWS))
+    if not program.whole:
+        count, inputs = num_rows(inputs), selected(inputs, linspace_indices(num_rows(inputs), MOST_ROWS))
+        scale = count / num_rows(inputs)
 
     @jit
     def errors(theta: Array, inputs: Arrays) -> Array:

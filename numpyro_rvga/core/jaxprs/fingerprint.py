@@ -47,20 +47,21 @@ def _of_program(jaxpr: Jaxpr, consts: Iterable) -> list[str]:
     inputs = [
         _digest("input", str(i), str(form_of(v).shape), str(form_of(v).dtype)) for i, v in enumerate(jaxpr.invars)
     ]
-    return interpret(jaxpr, list(consts), inputs, _of_equation, _of_value)
+    return interpret(jaxpr, list(consts), inputs, _of_equation, digest_of)
 
 
 def _of_equation(eqn: JaxprEqn, inputs: list[str]) -> list[str] | None:
     if is_inlined(eqn):
         return None
     if eqn.primitive.name == "custom_jvp_call":
-        return interpret(*inner_program(eqn), inputs, _of_equation, _of_value)
-    params = [f"{name}={_of_value(eqn.params[name])}" for name in sorted(set(eqn.params) - INCIDENTAL)]
+        return interpret(*inner_program(eqn), inputs, _of_equation, digest_of)
+    params = [f"{name}={digest_of(eqn.params[name])}" for name in sorted(set(eqn.params) - INCIDENTAL)]
     whole = _digest(eqn.primitive.name, *params, *inputs)
     return [_digest(whole, str(number)) for number in range(len(eqn.outvars))]
 
 
-def _of_value(value: Any) -> str:
+def digest_of(value: Any) -> str:
+    """A digest of a constant, of a program, or of a parameter of an equation."""
     if isinstance(value, _Digest):
         return value
     if isinstance(value, jex_core.ClosedJaxpr):
@@ -69,9 +70,9 @@ def _of_value(value: Any) -> str:
         constants = [_digest("constant", str(number)) for number in range(len(value.constvars))]
         return _digest("program", *_of_program(value, map(_Digest, constants)))
     if isinstance(value, Mapping):
-        return _digest("mapping", *[f"{key}={_of_value(value[key])}" for key in sorted(value, key=str)])
+        return _digest("mapping", *[f"{key}={digest_of(value[key])}" for key in sorted(value, key=str)])
     if isinstance(value, (tuple, list)):
-        return _digest("sequence", *map(_of_value, value))
+        return _digest("sequence", *map(digest_of, value))
     if isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
         value = jax.random.key_data(value)
     if isinstance(value, (np.ndarray, np.generic, jax.Array, bool, int, float, complex)):

@@ -14,7 +14,7 @@ import numpy as np
 from jax import Array
 from jax.extend.core import ClosedJaxpr
 
-from .fingerprint import INCIDENTAL
+from .fingerprint import INCIDENTAL, digest_of
 from .nodes import CONSTANT, POINTWISE, Node, NodeCache, Value
 from .primitives import freeze
 from .selection import Index, Selection, clamped, within
@@ -63,9 +63,9 @@ class LikePieces:
             return None
         if all(node.selection is not None for node in nodes):
             return self._selection(nodes)
-        if any(_operation(node) is None or _operation(node) != _operation(first) for node in nodes):
-            return None
-        return self._step(nodes)
+        operation, *others = map(_operation, nodes)
+        is_one = operation is not None and all(other == operation for other in others)
+        return self._step(nodes) if is_one else None
 
     def _constant(self, nodes: Nodes) -> Node | None:
         """Of constants of one shape: they are computed for each row, and the piece's is chosen."""
@@ -110,16 +110,15 @@ class LikePieces:
         """Of one operation."""
         first = nodes[0]
         parents = [self.one_of(of_parent) for of_parent in zip(*[node.parents for node in nodes])]
-        if not parents or any(parent is None for parent in parents):
+        alike = [parent for parent in parents if parent is not None]
+        if not alike or len(alike) < len(parents):
             return None
-        params = dict(first.params)
-        if "places" in params:
-            params["places"] = self._index([node.params["places"] for node in nodes])
-            if params["places"] is None:
+        made = first.of(alike, first.kind, first.shape, first.in_shapes)
+        if "places" in first.params:
+            places = self._index([node.params["places"] for node in nodes])
+            if places is None:
                 return None
-        made = Node(
-            first.kind, first.shape, first.dtype, parents, first.apply, first.in_shapes, first.name, params=params
-        )
+            made.params = first.params | {"places": places}
         if all(node.operand is not None for node in nodes):
             made.operand = self._value([node.operand for node in nodes])
         return made
@@ -137,6 +136,19 @@ class LikePieces:
 
 def _are_constant(nodes: Nodes) -> bool:
     return all(node.kind == CONSTANT and node.size == nodes[0].size for node in nodes)
+
+
+def _operation(node: Node) -> tuple | None:
+    """What a step does to its parents: equal for equal operations; None if that is not known."""
+    if not node.name or not isinstance(node.params, dict):
+        return None
+    return node.name, freeze(
+        {k: _comparable(v) for k, v in node.params.items() if k not in INCIDENTAL and k != "places"}
+    )
+
+
+def _comparable(value: Any) -> Any:
+    return digest_of(value) if isinstance(value, ClosedJaxpr) else value
 
 
 # ---------------------------------------------------------------------- pieces laid one after the other
@@ -187,18 +199,3 @@ def chosen_from_pieces(
     kind = CONSTANT if all(piece.kind == CONSTANT for piece in pieces) else POINTWISE
     params = {"starts": tuple(starts.tolist()), "places": index}
     return Node(kind, shape, dtype, [*pieces, positions], apply, [shape] * (len(pieces) + 1), "pieces", params=params)
-
-
-def _operation(node: Node) -> tuple | None:
-    """What a step does to its parents: equal for equal operations; None if that is not known."""
-    if not node.name or not isinstance(node.params, dict):
-        return None
-    return node.name, freeze(
-        {k: _comparable(v) for k, v in node.params.items() if k not in INCIDENTAL and k != "places"}
-    )
-
-
-def _comparable(value: Any) -> Any:
-    if isinstance(value, ClosedJaxpr):
-        return object() if value.consts else str(value.jaxpr)
-    return value

@@ -54,6 +54,10 @@ class Node:
     def size(self) -> int:
         return math.prod(self.shape)
 
+    def of(self, parents: Sequence[Node], kind: str, shape: Sequence[int], in_shapes: Sequence) -> Node:
+        """The same step of other parents."""
+        return Node(kind, shape, self.dtype, parents, self.apply, in_shapes, self.name, params=self.params)
+
     @property
     def affine(self) -> Node:
         """The affine node that a predictor replaces."""

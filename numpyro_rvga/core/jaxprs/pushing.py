@@ -75,7 +75,7 @@ def _selected(graph: NodeCache, node: Node, selection: Selection) -> Node:
         shape = () if selection.size == 1 else selection.shape
         parents = [selected(graph, parent, selection) for parent in node.parents]
         in_shapes = [shape if s != () else () for s in node.in_shapes]
-        made = Node(node.kind, shape, node.dtype, parents, node.apply, in_shapes, node.name, params=node.params)
+        made = node.of(parents, node.kind, shape, in_shapes)
         if node.operand is not None:
             made.operand = selected_value(graph, node.operand, selection)
         return made
@@ -132,19 +132,7 @@ def unwrap(graph: NodeCache, affine: Node) -> Node:
     if affine.name in ("mul", "div", "neg", "copy", "convert_element_type", "offset"):
         parents = [unwrap(graph, p) if p.kind == AFFINE else p for p in affine.parents]
         key = ("unwrap", affine.serial)
-        return graph.node(
-            key,
-            lambda: Node(
-                POINTWISE,
-                affine.shape,
-                affine.dtype,
-                parents,
-                affine.apply,
-                affine.in_shapes,
-                affine.name,
-                params=affine.params,
-            ),
-        )
+        return graph.node(key, lambda: affine.of(parents, POINTWISE, affine.shape, affine.in_shapes))
     if affine.name == "concatenate" and any(p.kind == CONSTANT for p in affine.parents):
         return graph.node(("unwrap", affine.serial), lambda: _pieces(graph, affine))
     if num_distinct(affine) < affine.size:

@@ -34,6 +34,7 @@ NAMED_TWICE = 1  # a predictor of like sites, where the number of the site is in
 TOTAL = "the sum of all"
 
 RunAll = Callable[[Array, Arrays], dict[str, SiteRecord]]
+Kinds = dict[tuple[type, int], list[str]]  # a distribution and a number of elements -> the sites that have these
 
 
 def sums_of_sites(
@@ -47,11 +48,12 @@ def sums_of_sites(
     if by_draws and (together := _ends_of_one_computation(run_all, sites, theta, row)):
         sums.append(_by_draws(run_all, together, theta))
         left = [name for name in sites if name not in together]
-    closed, left = _like_sites(run_all, left, theta, row)
+    kinds = _by_kind(run_all, left, theta, row)
+    closed, left = _like_sites(run_all, left, kinds, theta, row)
     few = _sum_of_few_predictors(run_all, left, theta, row, by_draws=by_draws)
     if few is not None:
         sums, left = [*sums, few], [name for name in left if name not in few.summed]
-    return [*sums, *closed, *_like_terms(run_all, left, theta, row)]
+    return [*sums, *closed, *_like_terms(run_all, _enough_of(kinds, left), theta, row)]
 
 
 def _ends_of_one_computation(run_all: RunAll, sites: list[str], theta: jax.ShapeDtypeStruct, row: Arrays) -> list[str]:
@@ -113,12 +115,12 @@ def _sum_of_few_predictors(
 
 
 def _like_sites(
-    run_all: RunAll, sites: list[str], theta: jax.ShapeDtypeStruct, row: Arrays
+    run_all: RunAll, sites: list[str], kinds: Kinds, theta: jax.ShapeDtypeStruct, row: Arrays
 ) -> tuple[list[Terms], list[str]]:
     """The terms in closed form of sites of one distribution, as if they were the elements of one site, which is
     compiled once. And the sites that have no closed form, each for itself either."""
     terms, left = [], sites
-    for (kind, size), names in _by_kind(run_all, sites, theta, row).items():
+    for (kind, size), names in kinds.items():
         if not patterns_of(kind):
             continue
 
@@ -137,11 +139,11 @@ def _like_sites(
     return terms, left
 
 
-def _like_terms(run_all: RunAll, sites: list[str], theta: jax.ShapeDtypeStruct, row: Arrays) -> list[Terms]:
+def _like_terms(run_all: RunAll, kinds: Kinds, theta: jax.ShapeDtypeStruct, row: Arrays) -> list[Terms]:
     """Of sites of one distribution without a closed form: their terms as those of one site, if each then has about as
     few predictors as by itself. Otherwise they are not computed alike."""
     found = []
-    for (_, size), names in _by_kind(run_all, sites, theta, row).items():
+    for (_, size), names in kinds.items():
 
         def values(t, r, e, names=names, size=size):
             records = run_all(t, r)
@@ -157,9 +159,7 @@ def _like_terms(run_all: RunAll, sites: list[str], theta: jax.ShapeDtypeStruct, 
     return found
 
 
-def _by_kind(
-    run_all: RunAll, sites: list[str], theta: jax.ShapeDtypeStruct, row: Arrays
-) -> dict[tuple[type, int], list[str]]:
+def _by_kind(run_all: RunAll, sites: list[str], theta: jax.ShapeDtypeStruct, row: Arrays) -> Kinds:
     """Observed sites of independent elements by distribution and number of elements, where there are enough."""
     if len(sites) < FEWEST_SUMMED:
         return {}
@@ -173,7 +173,13 @@ def _by_kind(
                 found.setdefault((type(base_distribution(record.fn)[0]), size), []).append(name)
         return found
 
-    return {kind: names for kind, names in abstractly(kinds, theta, row).items() if len(names) >= FEWEST_SUMMED}
+    return _enough_of(abstractly(kinds, theta, row), sites)
+
+
+def _enough_of(kinds: Kinds, sites: list[str]) -> Kinds:
+    """Those of the sites, where there are still enough of a kind."""
+    of_sites = {kind: [name for name in names if name in sites] for kind, names in kinds.items()}
+    return {kind: names for kind, names in of_sites.items() if len(names) >= FEWEST_SUMMED}
 
 
 def _stacked(records: list[SiteRecord]) -> SiteRecord:
