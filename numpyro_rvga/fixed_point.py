@@ -57,7 +57,8 @@ class FixedPointVI:
     :param float improper_prior_scale: standard deviation, in unconstrained space, of the normal that replaces improper
         priors. None (default) refuses them.
     :param float tolerance: squared length of the natural gradient, in nats, at which the bound is maximized. Default:
-        1e-8 in float64, 1e-6 in float32. Also the rise of the bound in the last step of learning; default: 1e-5.
+        1e-8 in float64, 1e-6 in float32 and by L-BFGS. Also the rise of the bound in the last step of learning;
+        default: 1e-5.
     :param int max_iterations: of the fixed point, or of L-BFGS.
     :param int num_samples: nodes of Monte Carlo expectations.
     :param integrate: latent sites to integrate out. The result is then a mixture of Gaussians, one at each of many

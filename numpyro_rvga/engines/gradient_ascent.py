@@ -21,6 +21,7 @@ from .engine import Engine
 from .joint_solver import JointProblem, whitened
 
 GRADIENT_STEPS = 20  # between evaluations of the natural gradient
+TOLERANCE = 1e-6  # nats: L-BFGS compares values of the bound, and smaller rises are lost in their rounding
 CYCLE = 0.5  # best step of a map that reverses the sign of errors and keeps their size
 
 
@@ -68,7 +69,8 @@ class GradientAscent:
         engine, before = self._engine, problem.state
         # No step of the fixed point: where the search would begin, and how good that is.
         search = engine.search_all(problem)
-        search = search._replace(settings=search.settings._replace(max_iterations=0))
+        tolerance = engine.options.tolerance or max(TOLERANCE, search.settings.tolerance)
+        search = search._replace(settings=search.settings._replace(max_iterations=0, tolerance=tolerance))
 
         def evaluate(problem: JointProblem) -> tuple[State, StepInfo]:
             return engine.joint_solver(search._replace(seek_scale=problem.init is None), problem, num_rows)
