@@ -27,7 +27,7 @@ from .devices import Devices
 from .searches import Crawl, Searches, StepCount, Suffices, expected_at
 from .starts import MOST_PARAMETERS, Solved
 
-FEW_PARAMETERS = 24  # with which steps of q are little work
+FEW_PARAMETERS = 200  # with which steps of q are so little work that compiling them well costs more
 
 
 class RowChunks(NamedTuple):
