@@ -18,7 +18,7 @@ from ..model import Program
 from ..model.data.rows import Arrays, Data
 from . import prediction
 from .fitted import Fitted
-from .log_joint import are_equal, chunks_of_log_likelihood, observed_values, rows_with_outcome, summed
+from .log_joint import are_equal, observed_values, rows_with_outcome
 
 
 def to_arviz(
@@ -87,8 +87,8 @@ def converted(
     }
     fixed: dict[str, Mapping[str, ArrayLike]] = {}
     if rows is not None:
-        chunks = list(chunks_of_log_likelihood(program, theta, rows))
-        stats["log_p"] = summed(program, theta, chunks)
+        chunks = list(posterior.log_densities.chunks(theta, rows))
+        stats["log_p"] = posterior.log_densities.summed(theta, chunks)
         sampled["log_likelihood"] = {site: _in_model_order(program, site, chunks) for site in program.likelihood_sites}
         sampled["posterior_predictive"] = prediction.at_draws(posterior, predictive_key, rows, theta)
         fixed["observed_data"] = jax.device_get(program.jitted(partial(observed_values, program), rows))

@@ -5,10 +5,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import numpyro.distributions as dist
 from jax import Array
 from jax.typing import ArrayLike
@@ -25,6 +27,8 @@ from ..model import Program
 from ..model.data.row_set import RowSet
 from ..options import Info
 from .derived import derived_sites
+from .forward import ForwardRuns
+from .log_densities import LogDensities
 
 DRAWN_NUMBERS = 2**22  # in the arrays of all rows, for draws that are computed together
 
@@ -97,7 +101,6 @@ class Fitted:
         """The Cholesky factor of the covariance: lower triangular with a positive diagonal, shape ``(P, P)``."""
         return self.gaussian.scale_tril()
 
-    @full_precision()
     def sample_unconstrained(self, rng_key: Array, sample_shape: tuple[int, ...] = ()) -> Array:
         """Draw flat unconstrained vectors theta from q.
 
@@ -106,8 +109,7 @@ class Fitted:
         :return: shape ``(*sample_shape, P)``.
         """
         check_shape(sample_shape)
-        standard = jax.random.normal(rng_key, (*sample_shape, self.gaussian.noise_size), self.mean.dtype)
-        return self.gaussian.transform(standard)
+        return _drawn(self.gaussian, rng_key, shape=tuple(sample_shape))
 
     def constrain(self, theta: Array, rows: Mapping[str, ArrayLike] | None = None) -> dict[str, Array]:
         """The model's sites at flat unconstrained vectors.
@@ -116,10 +118,12 @@ class Fitted:
         :param rows: arrays by argument name, as for ``data`` of :meth:`sample_posterior`.
         :return: the sites that :meth:`sample_posterior` returns, each of shape ``(..., *site_shape)``.
         """
-        batch_shape, flat = theta.shape[:-1], jnp.reshape(theta, (-1, theta.shape[-1]))
+        batch_shape, flat = theta.shape[:-1], theta if theta.ndim == 2 else jnp.reshape(theta, (-1, theta.shape[-1]))
         sites, rows = self.constrain_latents(flat), self.program.data_rows if rows is None else rows
         if self.program.deterministic.of_data and rows is not None:
             sites |= self._deterministic_of_data(flat, dict(rows))
+        if len(batch_shape) == 1:
+            return sites
         return {name: jnp.reshape(value, (*batch_shape, *value.shape[1:])) for name, value in sites.items()}
 
     @functools.cached_property
@@ -131,6 +135,16 @@ class Fitted:
     def derived_sites(self) -> Callable[[Array], dict[str, Array]]:
         """theta (n, P) -> deterministic sites, see :func:`~.derived.derived_sites`."""
         return derived_sites(self.program)
+
+    @functools.cached_property
+    def log_densities(self) -> LogDensities:
+        """The model's log densities at theta (n, P)."""
+        return LogDensities(self.program)
+
+    @functools.cached_property
+    def forward_runs(self) -> ForwardRuns:
+        """The model's observed and other sites, given its latent ones."""
+        return ForwardRuns(self.program)
 
     def median(self) -> dict[str, Array]:
         """The median of q's marginals, as :meth:`~numpyro.infer.autoguide.AutoMultivariateNormal.median` has it.
@@ -149,7 +163,7 @@ class Fitted:
             transform acts elementwise (not for a simplex, say), and for a deterministic site only where it is a
             monotone function of one latent value.
         """
-        return self.constrain(self._marginal_quantiles(jnp.full((1,), 0.5, self.mean.dtype)))
+        return self.constrain(_marginal_quantiles(self.gaussian, np.full(1, 0.5, self.mean.dtype)))
 
     def quantiles(self, quantiles: ArrayLike | Sequence[float]) -> dict[str, Array]:
         """Quantiles of q's marginals, as :meth:`~numpyro.infer.autoguide.AutoMultivariateNormal.quantiles` has them.
@@ -168,14 +182,7 @@ class Fitted:
         :return: dict of sites of shape ``(*quantiles.shape, *site_shape)``: the marginal quantiles in unconstrained
             space, pushed through the model's transforms. The caveat of :meth:`median` holds.
         """
-        probabilities = jnp.asarray(quantiles, self.mean.dtype)[..., None]
-        return self.constrain(self._marginal_quantiles(probabilities))
-
-    def _marginal_quantiles(self, probabilities: Array) -> Array:
-        """In unconstrained space, (..., P), at (..., 1)."""
-        if isinstance(self.gaussian, GaussianMixture | MeanField):
-            return self.gaussian.marginal_quantiles(probabilities)
-        return dist.Normal(self.mean, self.gaussian.deviation()).icdf(probabilities)
+        return self.constrain(_marginal_quantiles(self.gaussian, np.asarray(quantiles, self.mean.dtype)[..., None]))
 
     def log_prob(self, sites: Mapping[str, ArrayLike]) -> Array:
         """The log density log q(theta) of the unconstrained vector theta that belongs to ``sites``.
@@ -203,14 +210,13 @@ class Fitted:
         theta = self._unconstrain(batch)
         return self.log_prob_unconstrained(jnp.reshape(theta, (*batch_shape, self.mean.size)))
 
-    @full_precision()
     def log_prob_unconstrained(self, theta: Array) -> Array:
         """The log density of q at flat unconstrained vectors.
 
         :param theta: shape ``(..., P)``.
         :return: shape ``(...)``.
         """
-        return self.gaussian.log_prob(theta)
+        return _log_density(self.gaussian, theta)
 
     @functools.cached_property
     def _deterministic_of_data(self) -> Callable[[Array, dict[str, ArrayLike]], dict[str, Array]]:
@@ -242,6 +248,24 @@ class Fitted:
             if value.shape != expected:
                 raise ValueError(f"site '{name}' must have shape {expected}, not {value.shape}.")
         return values, batch_shape
+
+
+@partial(jit, static_argnames="shape")
+def _drawn(gaussian: Family | GaussianMixture | MeanField, rng_key: Array, *, shape: tuple[int, ...]) -> Array:
+    return gaussian.transform(jax.random.normal(rng_key, (*shape, gaussian.noise_size), gaussian.mean.dtype))
+
+
+@jit
+def _log_density(gaussian: Family | GaussianMixture | MeanField, theta: Array) -> Array:
+    return gaussian.log_prob(theta)
+
+
+@jit
+def _marginal_quantiles(gaussian: Family | GaussianMixture | MeanField, probabilities: Array) -> Array:
+    """In unconstrained space, (..., P), at (..., 1)."""
+    if isinstance(gaussian, GaussianMixture | MeanField):
+        return gaussian.marginal_quantiles(probabilities)
+    return dist.Normal(gaussian.mean, gaussian.deviation()).icdf(probabilities)
 
 
 def check_shape(sample_shape: tuple[int, ...]) -> None:

@@ -15,7 +15,7 @@ from ..model.data.rows import Arrays, Rows
 from ..options import Info
 from ..streams.model_check import agrees
 from ..user_warnings import warn
-from .log_joint import draws_with_density, log_joint
+from .log_joint import draws_with_density
 from .posterior import Posterior
 from .rounding import warn_of_lost_digits
 
@@ -53,7 +53,7 @@ def confirmed(posterior: Posterior, rows: Arrays, rng_key: Array) -> Posterior:
     if bound is None or all(terms.is_affine for terms in (*program.terms, *program.prior.terms)):
         return posterior
     theta, log_q = draws_with_density(posterior, rng_key, NUM_DRAWS)
-    log_ratios = log_joint(program, theta, rows) - log_q
+    log_ratios = posterior.log_densities.joint(theta, rows) - log_q
     mean, error = float(np.mean(log_ratios)), float(np.std(log_ratios, ddof=1)) / math.sqrt(NUM_DRAWS)
     if agrees(bound, mean, error, exact=False):
         return posterior

@@ -39,7 +39,6 @@ from .log_joint import (
     impossible_if_undefined,
     is_density,
     is_of_points,
-    log_joint,
 )
 from .marginal_nuts import has_mixed
 
@@ -197,7 +196,7 @@ def _weighed(posterior: Fitted, rng_key: Array, num_samples: int, rows: Arrays) 
         theta, log_q, z, log_mixture = _draws(posterior, rng_key, num_samples)
     scores, of_scores = normal_scores(posterior.derived_sites(theta), _normalized(-log_mixture))
     indices = posterior.program.layout.indices | {name: z.shape[1] + columns for name, columns in of_scores.items()}
-    log_ratios = log_joint(posterior.program, theta, rows) - log_q
+    log_ratios = posterior.log_densities.joint(theta, rows) - log_q
     return Draws(np.concatenate([z, scores], axis=1), log_ratios, log_mixture, num_samples, indices)
 
 

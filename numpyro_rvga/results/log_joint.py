@@ -1,27 +1,22 @@
-"""The log joint density of a model at draws of its latent sites, over all rows."""
+"""What a log joint density is compared with: all rows of a posterior, and draws from it with their density."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array, lax
+from jax import Array
 
 from ..core.compilation import jit
 from ..core.gaussians.mixture import GaussianMixture
 from ..model import Program
-from ..model.data.row_set import once_each
-from ..model.data.rows import Arrays, Data, num_rows, selected
+from ..model.data.rows import Arrays, Data
 from ..model.handlers.tracing import run_model
 from .fitted import Fitted
 
-# Bounds the memory of a chunk of rows: draws times rows times elements of an observed site.
-CHUNK_VALUES = 2**20
-BATCH = 16  # draws of theta at which a model of all data runs at once
 MOST_UNDEFINED = 0.01  # of draws, where the log joint may be NaN: NUTS takes such points for impossible too
 
 
@@ -55,14 +50,6 @@ def all_rows(posterior: Fitted, data: Data) -> dict[str, Any]:
     return rows
 
 
-def log_joint(program: Program, theta: Array, rows: Arrays) -> np.ndarray:
-    """The log joint density in unconstrained space at theta (n, P), with all row terms, summed in float64: (n,)."""
-    if program.whole:
-        return _whole_log_joint(program, theta, rows)
-    rows, weights = once_each({n: np.asarray(x) for n, x in rows.items()}, np.ones(num_rows(rows)))
-    return summed(program, theta, _weighted(chunks_of_log_likelihood(program, theta, rows), weights))
-
-
 def is_density(log_p: np.ndarray) -> bool:
     """Whether the log joint at draws (n,) is finite or minus infinity but for a few NaN, and finite somewhere."""
     undefined = np.isnan(log_p)
@@ -78,63 +65,6 @@ def are_equal(log_ratios: np.ndarray) -> bool:
     """Whether all are, but for rounding and for a few draws that are impossible: no tail can be fitted to them."""
     finite = log_ratios[np.isfinite(log_ratios)]
     return bool(len(finite) > 0.5 * len(log_ratios) and np.ptp(finite) < np.finfo(np.float32).eps)
-
-
-def summed(program: Program, theta: Array, chunks: Iterable[dict[str, np.ndarray]]) -> np.ndarray:
-    """The same from the row terms of chunks of rows."""
-    total = np.asarray(jit(jax.vmap(program.log_prior))(theta), np.float64)
-    for terms in chunks:
-        for values in terms.values():
-            total = total + values.reshape(len(total), -1).sum(axis=1, dtype=np.float64)
-    return total
-
-
-def _weighted(chunks: Iterable[dict[str, np.ndarray]], weights: np.ndarray) -> Iterator[dict[str, np.ndarray]]:
-    """Row terms of chunks of rows, (draws, rows of the chunk, *elements), each times the weight of its row."""
-    start = 0
-    for terms in chunks:
-        stop = start + next(iter(terms.values())).shape[1]
-        some = weights[start:stop]
-        yield {site: values * some.reshape(-1, *[1] * (values.ndim - 2)) for site, values in terms.items()}
-        start = stop
-
-
-def _whole_log_joint(program: Program, theta: Array, rows: Arrays) -> np.ndarray:
-    """The log joint density of a model that is run on all rows at once, a few draws at a time."""
-    inputs = program.inputs(rows)
-    terms = jax.eval_shape(program.log_likelihood, theta[0], inputs)
-    size = max(1, CHUNK_VALUES // max(1, sum(values.size for values in terms.values())))
-
-    @jit
-    def evaluate(theta):
-        return jax.vmap(program.log_prior)(theta), jax.vmap(program.log_likelihood, (0, None))(theta, inputs)
-
-    totals = []
-    for start in range(0, len(theta), size):
-        some = theta[start : start + size]
-        padded = jnp.concatenate([some, jnp.broadcast_to(some[:1], (min(size, len(theta)) - len(some), some.shape[1]))])
-        prior, terms = jax.device_get(evaluate(padded))
-        total = prior.astype(np.float64)
-        for values in terms.values():
-            total = total + values.reshape(len(total), -1).sum(axis=1, dtype=np.float64)
-        totals.append(total[: len(some)])
-    return np.concatenate(totals)
-
-
-def chunks_of_log_likelihood(program: Program, theta: Array, rows: Arrays) -> Iterator[dict[str, np.ndarray]]:
-    """The row terms of successive chunks of rows, each of shape (num_samples, rows of the chunk, *elements)."""
-    if program.whole:
-        inputs = program.inputs(rows)
-        at_all = jit(lambda theta: lax.map(lambda at: program.log_likelihood(at, inputs), theta, batch_size=BATCH))
-        yield jax.device_get(at_all(theta))
-        return
-    examples = jax.eval_shape(program.log_likelihood, theta[0], program.inputs(program.example_rows))
-    elements = max(values.size // values.shape[0] for values in examples.values())
-    chunk_size = max(1, CHUNK_VALUES // (len(theta) * max(elements, program.largest_array)))
-    evaluate = jit(jax.vmap(program.log_likelihood, in_axes=(0, None)))
-    inputs = program.inputs(rows)
-    for start in range(0, num_rows(inputs), chunk_size):
-        yield jax.device_get(evaluate(theta, selected(inputs, slice(start, start + chunk_size))))
 
 
 def observed_values(program: Program, rows: Arrays) -> dict[str, Array]:

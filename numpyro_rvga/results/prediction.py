@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -14,8 +13,6 @@ import numpyro.distributions as dist
 from jax import Array
 from jax.typing import ArrayLike
 from numpyro import handlers
-from numpyro.distributions.batch_util import promote_batch_shape
-from numpyro.infer import Predictive
 from numpyro.primitives import Messenger
 
 from ..core.compilation import jit
@@ -23,10 +20,11 @@ from ..core.gaussians.mixture import GaussianMixture
 from ..model import Program
 from ..model.bound.local_draws import draw_row_latents
 from ..model.data.rows import Arrays, Data, num_rows
-from ..model.handlers.tracing import RowRunner, base_distribution
+from ..model.handlers.tracing import base_distribution
 from ..model.terms.site_terms import unconstrained_parameters
 from ..options import check_choice
 from .fitted import Fitted
+from .forward import Unconditioned
 from .log_joint import rows_with_outcome
 
 PROBIT_SCALE = math.sqrt(8 / math.pi)
@@ -177,39 +175,9 @@ def local_latents(posterior: Fitted, rng_key: Array, rows: Arrays, theta: Array)
     return _forward(posterior, rng_key, rows, theta, set(program.local_names))
 
 
-class Unconditioned(handlers.uncondition):
-    """Draws outcomes, also of the steps of NumPyro's scan. Their distributions are stacked: NumPyro adds the leading
-    axis to their own batch shape, but not to those of the distributions that they are made of, by which they are drawn.
-    """
-
-    def __init__(self, runner: RowRunner):
-        super().__init__(runner)
-        self._runner = runner
-
-    def process_message(self, msg: dict) -> None:
-        super().process_message(msg)
-        if msg["type"] == "sample" and msg["name"] in self._runner.scanned:
-            msg["fn"] = _stacked(msg["fn"])
-
-
-def _stacked(fn: dist.Distribution) -> dist.Distribution:
-    parts = {name: part for name, part in vars(fn).items() if isinstance(part, dist.Distribution)}
-    stacked = copy.copy(fn)
-    for name, part in parts.items():
-        setattr(stacked, name, promote_batch_shape(_stacked(part)))
-    return stacked
-
-
 def _forward(posterior, rng_key, rows, theta, names: set[str]) -> dict[str, Array]:
-    program = posterior.program
     sites = posterior.constrain_latents(theta)
-    latents = {name: sites[name] for name in posterior.site_names}
-    model = Unconditioned(program.runner(num_rows(rows)))
-    predict = Predictive(model, latents, return_sites=sorted(names))
-    taken = rows if program.whole else {name: jnp.asarray(values) for name, values in rows.items()}
-    arguments, keywords = program.call_arguments(taken)
-    with program.evaluating():
-        return predict(rng_key, *arguments, **keywords)
+    return posterior.forward_runs(rng_key, {name: sites[name] for name in posterior.site_names}, rows, names)
 
 
 def _at_new_rows(posterior, rng_key, rows, theta, names: set[str]) -> dict[str, Array]:

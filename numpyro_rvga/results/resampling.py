@@ -6,14 +6,16 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
 from ..model.data.rows import Data
+from ..options import key_numbers
 from .arviz import converted, smoothed
 from .fitted import Fitted
 from .khat import NEARLY_EQUAL, RESAMPLED, integration_is_left, remedy
-from .log_joint import all_rows, draws_with_density, impossible_if_undefined, is_density, log_joint
+from .log_joint import all_rows, draws_with_density, impossible_if_undefined, is_density
 
 OVERSAMPLING = 4  # draws for each that is kept
 LEAST_DRAWS = 400
@@ -51,12 +53,9 @@ def resample(
     :raises NotImplementedError: after a run with dynamics.
     """
     rows = all_rows(posterior, data)
-    draw_key, place_key, order_key, predictive_key = jax.random.split(
-        jax.random.key(0) if rng_key is None else rng_key, 4
-    )
-    program = posterior.program
+    draw_key, place_key, predictive_key = jax.random.split(jax.random.key(0) if rng_key is None else rng_key, 3)
     theta, log_q = draws_with_density(posterior, draw_key, max(LEAST_DRAWS, OVERSAMPLING * num_samples))
-    log_p = log_joint(program, theta, rows)
+    log_p = posterior.log_densities.joint(theta, rows)
     if not is_density(log_p):
         raise ValueError("the draws cannot be resampled: the log joint is not a finite number at some of them.")
     log_weights, shape = smoothed(impossible_if_undefined(log_p - log_q))
@@ -67,7 +66,9 @@ def resample(
             f"all the weight. {remedy(shape, integration_is_left(posterior))}"
         )
     bounds = np.cumsum(np.exp(log_weights))
-    places = (np.arange(num_samples) + np.asarray(jax.random.uniform(place_key, (num_samples,)))) / num_samples
+    rng = np.random.default_rng(key_numbers(place_key))
+    places = (np.arange(num_samples) + rng.uniform(size=num_samples)) / num_samples
     chosen = np.minimum(np.searchsorted(bounds / bounds[-1], places), len(bounds) - 1)
-    chosen = np.asarray(jax.random.permutation(order_key, chosen))
-    return converted(posterior, theta[chosen], rows, predictive_key, coords, dims)
+    return converted(
+        posterior, jnp.asarray(np.asarray(theta)[rng.permutation(chosen)]), rows, predictive_key, coords, dims
+    )

@@ -12,7 +12,6 @@ from scipy.special import gammaln
 
 from numpyro_rvga import RVGA, FixedPointVI
 from numpyro_rvga.model.data.row_set import num_distinct, once_each
-from numpyro_rvga.results.log_joint import log_joint
 
 NUM_ROWS = 9000
 COUNTS = np.array([[2500, 1500], [1000, 4000]])  # x by y
@@ -75,7 +74,7 @@ def test_rows_left_out_do_not_count(data, counted):
 def test_log_joint_is_that_of_the_model_on_all_rows(data):
     posterior = RVGA(bernoulli).run(data, progress_bar=False)
     theta = jnp.array([[-0.5, 1.8], [0.3, 0.1]])
-    found = log_joint(posterior.program, theta, data)
+    found = posterior.log_densities.joint(theta, data)
     expected = [log_density(bernoulli, (), data, {"a": a, "b": b})[0] for a, b in theta]
     np.testing.assert_allclose(found, expected, rtol=1e-5)
 

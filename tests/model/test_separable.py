@@ -12,7 +12,7 @@ from numpyro.distributions.transforms import AffineTransform, OrderedTransform, 
 from numpyro.infer.util import potential_energy
 
 from numpyro_rvga.model.program import Program
-from numpyro_rvga.results.log_joint import log_joint
+from numpyro_rvga.results.log_densities import LogDensities
 
 DATA = {"y": np.array([0.3, -0.2, 1.1, 0.4, 0.0], np.float64)}
 
@@ -62,7 +62,7 @@ def test_the_terms_sum_to_numpyros_density_in_unconstrained_space(model):
     program = Program(model, DATA, {})
     theta = jnp.asarray(np.random.default_rng(0).normal(size=(3, program.layout.size)))
     expected = [-potential_energy(model, (), DATA, program.layout.unravel(at)) for at in theta]
-    np.testing.assert_allclose(log_joint(program, theta, DATA), expected, rtol=2e-5)
+    np.testing.assert_allclose(LogDensities(program).joint(theta, DATA), expected, rtol=2e-5)
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,9 @@ import numpyro.distributions as dist
 import pytest
 from gaussian_posteriors import exact_regression, posterior_of, regression_data
 
-import numpyro_rvga.results.khat
-import numpyro_rvga.results.log_joint
+from numpyro_rvga.results import log_densities
 from numpyro_rvga.results.khat import Evidence, verdict
+from numpyro_rvga.results.log_densities import LogDensities
 
 
 @pytest.fixture(scope="module")
@@ -143,8 +143,8 @@ def test_khat_refuses_few_draws(data):
 def test_khat_of_constant_ratios_is_zero(data, monkeypatch):
     posterior = exact_regression(data)
     monkeypatch.setattr(
-        numpyro_rvga.results.khat,
-        "log_joint",
+        LogDensities,
+        "joint",
         lambda _, theta, __: np.asarray(posterior.log_prob_unconstrained(theta), np.float64) - 3.0,
     )
     assert posterior.khat(data).khat == 0.0
@@ -161,15 +161,15 @@ def test_khat_reads_as_a_sentence(data):
 def test_khat_does_not_depend_on_the_chunks_of_rows(data, monkeypatch, chunk_values):
     posterior = exact_regression(data, 0.6)
     expected = posterior.khat(data, num_samples=100).khat
-    monkeypatch.setattr(numpyro_rvga.results.log_joint, "CHUNK_VALUES", chunk_values)
+    monkeypatch.setattr(log_densities, "CHUNK_VALUES", chunk_values)
     assert posterior.khat(data, num_samples=100).khat == pytest.approx(expected, abs=1e-2)
 
 
 def test_chunks_of_rows_bound_the_memory(data, monkeypatch):
     posterior = exact_regression(data)
     theta = posterior.sample_unconstrained(jax.random.key(0), (100,))
-    monkeypatch.setattr(numpyro_rvga.results.log_joint, "CHUNK_VALUES", 7 * 100)
-    chunks = list(numpyro_rvga.results.log_joint.chunks_of_log_likelihood(posterior.program, theta, data))
+    monkeypatch.setattr(log_densities, "CHUNK_VALUES", 7 * 100)
+    chunks = list(posterior.log_densities.chunks(theta, data))
     assert [chunk["y"].shape for chunk in chunks] == [(100, 7)] * 5 + [(100, 5)]
 
 

@@ -114,6 +114,34 @@ def test_log_prob_refuses_missing_and_misshapen_sites(posterior):
         posterior.log_prob(draws | {"shift": jnp.ones(())})
 
 
+# ---------------------------------------------------------------------- what is compiled
+def centered(X, y=None):
+    """By the mean of all rows: no row stands alone."""
+    regression(X - X.mean(axis=0), y)
+
+
+ANSWERS = {
+    "khat": lambda posterior, data: posterior.khat(data, num_samples=200),
+    "log_prob": lambda posterior, data: posterior.log_prob(posterior.median()),
+    "predictive": lambda posterior, data: posterior.predictive(KEY, {"X": data["X"]}, num_samples=10),
+    "quantiles": lambda posterior, data: posterior.quantiles([0.1, 0.9]),
+    "sample_posterior": lambda posterior, data: posterior.sample_posterior(KEY, (10,), data=data),
+}
+
+
+@pytest.mark.parametrize("answer", ANSWERS)
+@pytest.mark.parametrize("model", [regression, centered])
+def test_a_posterior_compiles_what_it_is_asked_once(model, answer):
+    data = regression_data(seed=5)
+    posterior = RVGA(model).run(data, progress_bar=False)
+    first = ANSWERS[answer](posterior, data)
+    compiled: list[str] = []
+    jax.monitoring.register_event_duration_secs_listener(lambda event, *_, **__: compiled.append(event))
+    second = ANSWERS[answer](posterior, data)
+    assert not [event for event in compiled if "backend_compile" in event]
+    jax.tree.map(np.testing.assert_array_equal, jax.tree.leaves(second), jax.tree.leaves(first))
+
+
 # ---------------------------------------------------------------------- summary
 def test_summary_prints_the_moments_of_constrained_sites(posterior, capsys):
     posterior.print_summary(prob=0.8)

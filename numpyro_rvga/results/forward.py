@@ -1,0 +1,74 @@
+"""A model run forward: outcomes and other sites drawn anew, given its latent sites."""
+
+from __future__ import annotations
+
+import copy
+
+import numpyro.distributions as dist
+from jax import Array
+from numpyro import handlers
+from numpyro.distributions.batch_util import promote_batch_shape
+from numpyro.infer import Predictive
+
+from ..core.compilation import Compiled
+from ..model import Program
+from ..model.data.rows import Arrays, num_rows
+from ..model.handlers.tracing import RowRunner
+
+
+class ForwardRuns:
+    """Compiled once for each number of draws and of rows."""
+
+    def __init__(self, program: Program):
+        self._program = program
+        self._given_rows = Compiled(self._drawn, ("names",))
+        self._own_rows = Compiled(self._drawn_of_own, ("names", "arrays"))
+
+    def __call__(self, rng_key: Array, latents: dict[str, Array], rows: Arrays, names: set[str]) -> dict[str, Array]:
+        """Draws of the sites ``names``, each of shape (n, *site_shape).
+
+        :param latents: values of the latent sites, each of shape (n, *site_shape).
+        :param rows: any; of a program of all data its own, or some of their arrays.
+        """
+        chosen = tuple(sorted(names))
+        if self._program.whole:
+            return self._own_rows(rng_key, latents, names=chosen, arrays=tuple(sorted(rows)))
+        return self._given_rows(rng_key, latents, dict(rows), names=chosen)
+
+    def _drawn(
+        self, rng_key: Array, latents: dict[str, Array], rows: Arrays, *, names: tuple[str, ...]
+    ) -> dict[str, Array]:
+        model = Unconditioned(self._program.runner(num_rows(rows)))
+        arguments, keywords = self._program.call_arguments(rows)
+        with self._program.evaluating():
+            return Predictive(model, latents, return_sites=list(names))(rng_key, *arguments, **keywords)
+
+    def _drawn_of_own(
+        self, rng_key: Array, latents: dict[str, Array], *, names: tuple[str, ...], arrays: tuple[str, ...]
+    ) -> dict[str, Array]:
+        """The same of the program's own rows, whose values the model may read."""
+        rows = {name: self._program.example_rows[name] for name in arrays}
+        return self._drawn(rng_key, latents, rows, names=names)
+
+
+class Unconditioned(handlers.uncondition):
+    """Draws outcomes, also of the steps of NumPyro's scan. Their distributions are stacked: NumPyro adds the leading
+    axis to their own batch shape, but not to those of the distributions that they are made of, by which they are drawn.
+    """
+
+    def __init__(self, runner: RowRunner):
+        super().__init__(runner)
+        self._runner = runner
+
+    def process_message(self, msg: dict) -> None:
+        super().process_message(msg)
+        if msg["type"] == "sample" and msg["name"] in self._runner.scanned:
+            msg["fn"] = _stacked(msg["fn"])
+
+
+def _stacked(fn: dist.Distribution) -> dist.Distribution:
+    parts = {name: part for name, part in vars(fn).items() if isinstance(part, dist.Distribution)}
+    stacked = copy.copy(fn)
+    for name, part in parts.items():
+        setattr(stacked, name, promote_batch_shape(_stacked(part)))
+    return stacked
