@@ -16,7 +16,7 @@ from .core.gaussians.mean_field import MeanField
 from .core.gaussians.mixture import GaussianMixture
 from .core.updates.rules import RULES, Rule, UpdateRule
 from .dynamics import Dynamics, check_dynamics, dynamics_info
-from .engines.combinations import HESSIANS, PAPER_HESSIANS, PROJECTIONS, check_combination, check_rate
+from .engines.combinations import DIAGONALS, HESSIANS, PAPER_HESSIANS, PROJECTIONS, check_combination, check_rate
 from .engines.engine import Engine
 from .engines.online import OnlineOptions, OnlineState, OnlineUpdates, online_of
 from .engines.registry import Engines
@@ -93,8 +93,9 @@ class BONG:
     :param projection: for ``rule="bong"`` with the (block-)diagonal family: project the full update. ``"exclusive"``
         keeps the diagonal (blocks) of its precision, the minimizer of KL(q || full) (VD-EKF). ``"inclusive"`` keeps the
         diagonal of its covariance, the minimizer of KL(full || q) (FD-EKF). None (default) takes the family's own
-        natural gradient, whose mean overshoots where many parameters explain the same row. For ``"bong"`` and ``"blr"``
-        with the low-rank family: ``"first"`` projects the precision before the mean takes its step (SLANG); None after.
+        natural gradient, whose mean overshoots where many parameters explain the same row. The low-rank family keeps
+        leading directions. For ``"bong"`` and ``"implicit"``, ``"exclusive"`` takes two steps from there towards the
+        least KL(q || full) (L-RVGA). For ``"bong"`` and ``"blr"``, ``"first"`` projects before the mean moves (SLANG).
     :param dynamics: how parameters move before each block (:class:`RandomWalk`, :class:`OrnsteinUhlenbeck`,
         :class:`LinearDynamics`).
     :param int block_size: rows in one update. One row is the most accurate; larger blocks are faster.
@@ -115,6 +116,7 @@ class BONG:
 
     1. *Bayesian online natural gradient (BONG)*, M. Jones, P. Chang, K. Murphy (2024)
     2. *Diagonal extended Kalman filters for online learning*, P. Chang, K. Murphy, M. Jones (2022)
+    3. *Limited-memory recursive variational Gaussian approximation*, M. Lambert, S. Bonnabel, F. Bach (2023)
     """
 
     def __init__(
@@ -148,7 +150,7 @@ class BONG:
             if not is_count(value, 1):
                 raise ValueError(f"{name} must be a positive integer, not {value!r}.")
         check_combination(rule, hessian, family, parameterization, learning_rate, num_iters, projection)
-        if rule == "implicit" and "exclusive" in FAMILIES[family].projections:
+        if rule == "implicit" and family in DIAGONALS:
             projection = projection or "exclusive"
         check_dynamics(dynamics)
         if num_epochs is not None and (rule not in ("blr", "bbb") or num_iters != 1 or dynamics is not None):

@@ -28,6 +28,12 @@ def two_sites(X, y=None, count=None):
         numpyro.sample("count", dist.Poisson(jnp.exp(0.5 * X @ w)), obs=count)
 
 
+def normal(X, y=None):
+    w = numpyro.sample("w", dist.Normal(0, SCALE).expand([X.shape[1]]).to_event(1))
+    with numpyro.plate("rows", len(X)):
+        numpyro.sample("y", dist.Normal(X @ w, 1.0), obs=y)
+
+
 def data(n, d=3, seed=0):
     rng = np.random.default_rng(seed)
     X = rng.normal(size=(n, d)) + 0.8 * rng.normal(size=(n, 1))
@@ -127,6 +133,45 @@ def test_memory_is_linear_in_the_number_of_parameters():
     of_both, of_first = (method.run(rows, progress_bar=False).mean for rows in (both, first))
     np.testing.assert_allclose(of_both[:20_000], of_first[:20_000], rtol=1e-6)
     assert np.ptp(of_both[20_000:]) < 1e-6 and of_both[-1] > 0
+
+
+EXCLUSIVE = [{"rule": "bong"}, {"rule": "implicit", "hessian": "auto"}]
+
+
+@pytest.mark.parametrize("options, block_size", list(zip(EXCLUSIVE, [40, 1])), ids=str)
+def test_exclusive_low_rank_projections_end_nearer_to_the_exact_posterior(options, block_size):
+    """Of Normal rows, whose posterior is known, in columns of unequal scales."""
+    rows = data(40, d=10)
+    rows["X"] *= np.geomspace(0.2, 5.0, 10)
+    precision = np.eye(10) / SCALE**2 + rows["X"].T @ rows["X"]
+    mean = np.linalg.solve(precision, rows["X"].T @ rows["y"])
+
+    def divergence(projection):
+        method = BONG(
+            normal, family="low-rank", rank=2, projection=projection, block_size=block_size, shuffle=False, **options
+        )
+        q = method.run(rows, progress_bar=False)
+        shift, covariance = np.asarray(q.mean) - mean, np.asarray(q.covariance)
+        log_ratio = -np.linalg.slogdet(covariance)[1] - np.linalg.slogdet(precision)[1]
+        if block_size == len(rows["y"]):
+            np.testing.assert_allclose(q.mean, mean, rtol=1e-6)
+        np.testing.assert_allclose(np.diag(np.linalg.inv(covariance)), np.diag(precision), rtol=1e-8)
+        return 0.5 * (np.trace(precision @ covariance) + shift @ precision @ shift - 10 + log_ratio)
+
+    assert divergence("exclusive") < 0.95 * divergence(None)
+
+
+@pytest.mark.parametrize("options", EXCLUSIVE, ids=str)
+def test_memory_of_exclusive_projections_is_linear_in_the_number_of_parameters(options):
+    """Here too a matrix of all parameters would take 20 GB. The diagonal of the precision is that of all rows."""
+    X = np.random.default_rng(0).normal(size=(4, 50_000)) / 100
+    rows = {"X": X, "y": np.ones(4)}
+    method = BONG(normal, family="low-rank", rank=2, projection="exclusive", shuffle=False, **options)
+    method.run(rows, progress_bar=False)
+    q = method.state.gaussian
+    diagonal = np.asarray(q.diagonal) + np.sum(np.asarray(q.factor) ** 2, axis=0)
+    np.testing.assert_allclose(diagonal, 1 / SCALE**2 + np.sum(X**2, axis=0), rtol=1e-8)
+    assert np.linalg.matrix_rank(q.factor) == 2
 
 
 def test_the_functional_form_is_run_and_posteriors_go_on():

@@ -10,6 +10,7 @@ from ..options import EXPECTATIONS
 PAPER_HESSIANS = ("lin-hess", "lin-ef", "mc-hess", "mc-ef", "mc-fisher", "delta-hess")
 HESSIANS = (*PAPER_HESSIANS, *(name for name in EXPECTATIONS if name != "linearized"))
 OF_ANY_SIGN = ("mc-hess", "delta-hess")
+DIAGONALS = ("diagonal", "block-diagonal")  # in which RVGA's steps are projections of the full update
 PROJECTIONS = (None, *dict.fromkeys(name for family in FAMILIES.values() for name in family.projections))
 
 

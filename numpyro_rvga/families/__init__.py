@@ -7,7 +7,7 @@ from typing import Any
 
 from ..bong import BONG
 from ..core.expectations.by_nodes import Expectation
-from ..core.gaussians import FAMILIES
+from ..engines.combinations import DIAGONALS
 
 
 def online_method(
@@ -29,7 +29,7 @@ def online_method(
     for name, is_given in unused.items():
         if is_given:
             raise ValueError(f"family={family!r} takes a plain pass over the rows: leave {name} at its default.")
-    projects = scheme == "explicit" and "exclusive" in FAMILIES[family].projections
+    projects = scheme == "explicit" and family in DIAGONALS
     return BONG(
         model,
         rule="implicit" if scheme == "implicit" else "bong",

@@ -8,12 +8,14 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jax import Array, lax
 from jax.scipy.linalg import cho_solve
 
 from ..matrices.linalg import cholesky, column_sums, inverse, scaled_columns, solve_lower, sums_over_columns
 from .full import FullGaussian
 from .steps import ExpectedDerivatives, Transition, log_normal, shifted
+
+EXCLUSIVE_STEPS = 2  # in a stream more hardly change the end: the next row's projection begins where these have come
 
 
 @jax.tree_util.register_dataclass
@@ -23,7 +25,8 @@ class LowRankGaussian:
 
     A step adds rows to the factor. The mean takes the full step. Of the precision, the R leading directions and the
     diagonal of the rest are kept, so that the result is a member of the family. With ``projection="first"`` the mean
-    takes its step with the precision that is kept (SLANG, algorithm 1).
+    takes its step with the precision that is kept (SLANG, algorithm 1). With ``projection="exclusive"`` steps of
+    :func:`nearer` follow, towards the member of the family with the least KL(q || full) (limited-memory R-VGA).
 
     :ivar mean: (P,). :ivar diagonal: (P,), positive. :ivar factor: (R, P).
     """
@@ -31,7 +34,7 @@ class LowRankGaussian:
     mean: Array
     diagonal: Array
     factor: Array
-    projections: ClassVar[tuple[str, ...]] = ("first",)
+    projections: ClassVar[tuple[str, ...]] = ("first", "exclusive")
 
     @property
     def noise_size(self) -> int:
@@ -99,8 +102,9 @@ class LowRankGaussian:
             rows = [jnp.sqrt(1 - step) * self.factor, jnp.sqrt(step) * prior.factor, added]
             diagonal = (1 - step) * self.diagonal + step * prior.diagonal
             gradient = derivatives.gradient + prior._precision_times(prior.mean - self.mean)
-        if projection is None:
-            return projected(self.mean, step * gradient, diagonal, rows, len(self.factor))
+        if projection != "first":
+            steps = EXCLUSIVE_STEPS if projection == "exclusive" else 0
+            return projected(self.mean, step * gradient, diagonal, rows, len(self.factor), steps)
         after = projected(self.mean, jnp.zeros_like(self.mean), diagonal, rows, len(self.factor))
         return shifted(after, step * after.covariance_times(gradient))
 
@@ -198,14 +202,16 @@ class LowRankGaussian:
         return jnp.sum(jnp.log(self.diagonal)) + 2 * jnp.sum(jnp.log(jnp.diagonal(root)))
 
 
-def projected(mean: Array, information: Array, diagonal: Array, rows: list[Array], rank: int) -> LowRankGaussian:
+def projected(
+    mean: Array, information: Array, diagonal: Array, rows: list[Array], rank: int, num_steps: int = 0
+) -> LowRankGaussian:
     """N(mean + Lambda^-1 information, Lambda^-1), projected to the family.
 
     Lambda is diag(diagonal) plus the sum of rows_i^T rows_i. Of the sum, ``rank`` leading directions are kept, and the
     diagonal of the rest. The rows (K_i, P) are read twice: once for all products, and once for all linear combinations.
     Of more rows than parameters, (P, P) rows with the same sum are taken instead: the cost is K P min(K, P).
 
-    :param information: (P,).
+    :param information: (P,). :param num_steps: of :func:`nearer`, which follow.
     """
     if sum(map(len, rows)) > len(mean):
         rows = [jnp.linalg.qr(jnp.concatenate(rows), mode="r")]
@@ -224,10 +230,47 @@ def projected(mean: Array, information: Array, diagonal: Array, rows: list[Array
     kept = sum((part @ r for part, r in zip(parts[1:], rows[1:])), start=parts[0] @ rows[0])
     mean = mean + (information - sum(part @ r for part, r in zip(jnp.split(weights, ends), rows))) / diagonal
     dropped = sum(column_sums(r**2) for r in rows) - column_sums(kept**2)
-    diagonal = diagonal + jnp.maximum(dropped, 0.0)
+    q = LowRankGaussian(mean, diagonal + jnp.maximum(dropped, 0.0), kept)
+    if num_steps:
+        q = lax.fori_loop(0, num_steps, lambda _, q: nearer(q, diagonal, rows), q)
     # Finite squares of the rows are part of the diagonal, so the factor needs no test of its own.
-    fine = jnp.all(jnp.isfinite(diagonal) & (diagonal > 0))
-    return LowRankGaussian(jnp.where(fine, mean, jnp.nan), diagonal, kept)
+    fine = jnp.all(jnp.isfinite(q.diagonal) & (q.diagonal > 0))
+    return replace(q, mean=jnp.where(fine, q.mean, jnp.nan))
+
+
+def nearer(q: LowRankGaussian, diagonal: Array, rows: list[Array]) -> LowRankGaussian:
+    """q with a factor and a diagonal for which KL(q || N(mean, S^-1)) is smaller.
+
+    S is diag(diagonal) plus the sum of rows_i^T rows_i. The divergence is, with precisions in the place of covariances,
+    minus the log-likelihood of factor analysis: S is the covariance of data x, and x given R standard normal factors z
+    is N(W^T z, diag(psi)). This is a step of its EM algorithm, with the factors' covariance among its parameters
+    (PX-EM). In suitable units z given x is N(N x, I), with the N of :meth:`LowRankGaussian._narrowing`. So, over x with
+    the covariance S, z has the covariance G = I + N S N^T, and its covariance with x is N S. The M step regresses x on
+    z, in units in which G is the identity:
+
+        W' = L^-1 N S, with L L^T = G,        psi' = diag(S) - diag(W'^T W').
+
+    S is not formed: the cost is P R (R + K) for K rows. The fixed points are the stationary points of the divergence.
+    psi' is computed as the variance of the residual x - W'^T L^-1 z, a sum of squares: in the difference what is small
+    beside a large factor is lost.
+    """
+
+    def products(psi, factor, diagonal, *rows):
+        narrow = factor / psi
+        return narrow @ factor.T, (narrow * diagonal) @ narrow.T, tuple(narrow @ r.T for r in rows)
+
+    inner, own, along = sums_over_columns(products, q.diagonal, q.factor, diagonal, *rows)
+    identity = jnp.eye(len(inner), dtype=inner.dtype)
+    inner = jnp.linalg.cholesky(identity + inner)  # the units: N = inner^-1 W diag(psi)^-1
+    along = [solve_lower(inner, a) for a in along]
+    own = identity + solve_lower(inner, solve_lower(inner, own).T)
+    root = jnp.linalg.cholesky(own + sum(a @ a.T for a in along))
+    own, along = solve_lower(root, jnp.linalg.cholesky(own)), [solve_lower(root, a) for a in along]
+    narrow = solve_lower(root, solve_lower(inner, identity)) @ (q.factor / q.diagonal)
+    factor = narrow * diagonal + sum(a @ r for a, r in zip(along, rows))
+    rest = diagonal * (1 - 2 * column_sums(factor * narrow)) + column_sums((own.T @ factor) ** 2)
+    rest = rest + sum(column_sums((r - a.T @ factor) ** 2) for a, r in zip(along, rows))
+    return replace(q, diagonal=rest, factor=factor)
 
 
 def leading_part(mean: Array, precision: Array, rank: int) -> LowRankGaussian:
