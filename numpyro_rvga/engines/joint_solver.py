@@ -40,7 +40,8 @@ class RowChunks(NamedTuple):
 class JointProblem(NamedTuple):
     """The input of a joint solve.
 
-    :ivar state: the Gaussian before it. :ivar chunks: rows, prepared or not, with the chunks along the leading axis.
+    :ivar state: the Gaussian before it. :ivar chunks: rows, prepared or not, with the chunks along the leading axis. A
+        model of priors alone has no arrays there.
     :ivar prior_inputs: as ``program.prior_inputs``.
     :ivar row_factors: by which the rows are part of the state; None: they are not.
     :ivar init: mean and precision of a q to start from, in the state's standard coordinates, or None.
@@ -66,8 +67,10 @@ class JointProblem(NamedTuple):
     @property
     def num_rows(self) -> int:
         """The number of rows in all chunks, with padding."""
-        first = self.chunks.weights if isinstance(self.chunks, RowChunks) else jax.tree.leaves(self.chunks)[0]
-        return first.shape[0] * first.shape[1]
+        if isinstance(self.chunks, RowChunks):
+            return self.chunks.weights.size
+        arrays = jax.tree.leaves(self.chunks)
+        return arrays[0].shape[0] * arrays[0].shape[1] if arrays else 0
 
 
 class PriorProblem(NamedTuple):

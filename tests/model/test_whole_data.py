@@ -161,6 +161,18 @@ def test_a_model_of_priors_alone_gives_the_prior(method):
     np.testing.assert_allclose(posterior.covariance, [[4.0, 4.0], [4.0, 5.0]], atol=1e-6)
 
 
+@pytest.mark.parametrize("method", [RVGA, FixedPointVI])
+def test_a_model_of_priors_alone_gives_the_best_gaussian_of_them(method):
+    """E[g] = exp(m + v / 2) = shape / rate and 1 / v = rate E[g] where the bound is highest, for g = exp(theta)."""
+
+    def model():
+        numpyro.sample("g", dist.Gamma(3.0, 2.0))
+
+    posterior = method(model).run({}, progress_bar=False)
+    np.testing.assert_allclose(posterior.mean, [np.log(1.5) - 1 / 6], atol=1e-4)
+    np.testing.assert_allclose(posterior.covariance, [[1 / 3]], rtol=1e-4)
+
+
 def plain(x, y):
     b = coefficients()
     with numpyro.plate("rows", len(x)):
