@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import jax
@@ -250,7 +249,7 @@ class Fitted:
         return values, batch_shape
 
 
-@partial(jit, static_argnames="shape")
+@functools.partial(jit, static_argnames="shape")
 def _drawn(gaussian: Family | GaussianMixture | MeanField, rng_key: Array, *, shape: tuple[int, ...]) -> Array:
     return gaussian.transform(jax.random.normal(rng_key, (*shape, gaussian.noise_size), gaussian.mean.dtype))
 

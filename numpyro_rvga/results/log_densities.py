@@ -6,7 +6,6 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
@@ -71,13 +70,10 @@ class LogDensities:
         inputs = self._program.inputs(rows)
         terms = jax.eval_shape(self._program.log_likelihood, _one_of(theta), inputs)
         size = max(1, CHUNK_VALUES // max(1, sum(values.size for values in terms.values())))
-        totals = []
-        for start in range(0, len(theta), size):
-            some = theta[start : start + size]
-            padded = jnp.concatenate(
-                [some, jnp.broadcast_to(some[:1], (min(size, len(theta)) - len(some), some.shape[1]))]
-            )
-            priors, terms = jax.device_get(self._both(padded, inputs))
+        draws, totals = np.asarray(theta), []
+        for start in range(0, len(draws), size):
+            some = draws[start : start + size]
+            priors, terms = jax.device_get(self._both(pad(some, min(size, len(draws)))[0], inputs))
             totals.append((priors.astype(np.float64) + _sum_of_rows(terms, len(priors)))[: len(some)])
         return np.concatenate(totals)
 
