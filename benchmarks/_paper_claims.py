@@ -21,6 +21,7 @@ from numpyro_rvga import BONG, init_to_module
 from numpyro_rvga.metrics import misclassification, nlpd
 
 NUM_TEST = 500
+EIGHTHS = (1, 2, 4)  # of the rows, after which predictions are scored too
 PREDICTIVES = ("plugin", "linearized", "monte_carlo")
 LOW_RANK = {"family": "low-rank", "rank": 10}
 DIAGONAL = {"family": "diagonal"}
@@ -109,14 +110,14 @@ class Found(NamedTuple):
     """Of a method.
 
     :ivar chosen: its prior scale and learning rate. :ivar tried: NLPD of rows held out, for each choice.
-    :ivar halfway: NLPD at the mean after half of the rows, of each seed.
+    :ivar earlier: NLPD at the mean after fewer rows, by their number, of each seed.
     :ivar nlpd: of each way to predict, of each seed. :ivar errors: error rates at the mean, of each seed.
     :ivar ms: processor milliseconds for a row, compiled.
     """
 
     chosen: tuple[float, float]
     tried: dict[str, float]
-    halfway: list[float]
+    earlier: dict[int, list[float]]
     nlpd: dict[str, list[float]]
     errors: list[float]
     ms: float
@@ -163,23 +164,25 @@ def found_of(problem: Problem, options: dict[str, Any], effort: Effort) -> Found
     if choice is None:
         return None
     method, chosen, tried = choice
-    halves, scores, errors = [], {way: [] for way in PREDICTIVES}, []
-    half = len(problem.train["y"]) // 2
+    scores, errors = {way: [] for way in PREDICTIVES}, []
+    eighth = len(problem.train["y"]) // 8
+    earlier = {count * eighth: [] for count in EIGHTHS}
 
-    def at_half(posterior: Any) -> float | None:
-        return nlpd(posterior, problem.test, method="plugin") if posterior.num_rows == half else None
+    def score(posterior: Any) -> None:
+        if posterior.num_rows in earlier:
+            earlier[posterior.num_rows].append(nlpd(posterior, problem.test, method="plugin"))
 
     for seed in range(1, 1 + effort.num_seeds):
-        posterior = run(method, problem.train, seed, callback=at_half, callback_every=half)
+        posterior = run(method, problem.train, seed, callback=score, callback_every=eighth)
         if posterior is None:
             return None
-        halves += posterior.info["callback"]
         for way in PREDICTIVES:
             scores[way].append(nlpd(posterior, problem.test, method=way, num_samples=effort.num_draws))
         errors.append(misclassification(posterior, problem.test, method="plugin"))
+    half = 4 * eighth
     start = time.process_time()
     run(method, {name: array[:half] for name, array in problem.train.items()}, 1)
-    return Found(chosen, tried, halves, scores, errors, 1000 * (time.process_time() - start) / half)
+    return Found(chosen, tried, earlier, scores, errors, 1000 * (time.process_time() - start) / half)
 
 
 def claims(folder: Path | None, quick: bool) -> Iterator[list[dict[str, Any]]]:
@@ -210,7 +213,8 @@ def claims(folder: Path | None, quick: bool) -> Iterator[list[dict[str, Any]]]:
 
 def said_of(found: Found) -> str:
     ends = "  ".join(f"{way} {np.mean(x):.3f} ± {np.std(x):.3f}" for way, x in found.nlpd.items())
-    chosen = f"prior sd {found.chosen[0]:g}, rate {found.chosen[1]:g}; halfway {np.mean(found.halfway):.3f}"
+    after = ", ".join(f"{np.mean(x):.3f} after {rows}" for rows, x in found.earlier.items())
+    chosen = f"prior sd {found.chosen[0]:g}, rate {found.chosen[1]:g}; {after}"
     return f"{chosen}; {ends}; errors {np.mean(found.errors):.3f}; {found.ms:.2f} ms"
 
 

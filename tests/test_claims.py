@@ -14,7 +14,8 @@ def benchmark(import_benchmark):
 
 
 def found(benchmark, scores, ms=1.0):
-    return benchmark.Found((1.0, 1.0), {}, scores, {"plugin": scores, "linearized": [9.0] * len(scores)}, [0.1], ms)
+    nlpd = {"plugin": scores, "linearized": [9.0] * len(scores)}
+    return benchmark.Found((1.0, 1.0), {}, {50: scores}, nlpd, [0.1], ms)
 
 
 @pytest.mark.parametrize(
