@@ -110,6 +110,8 @@ class _SiteExpectations:
         if self._rule.held_out is not None:
             return _weighted(weight, self._rule.held_out(means, covariances, values))
         count, size = self._options.num_samples, self._terms.num_predictors
+        if self._terms.num_nodes > 1:  # each value is an integral itself: all sets take no more than a search does
+            count = max(count // NUM_HELD_OUT, 2)
         sets = [ex.monte_carlo_points([number, *self._seed], count, size) for number in range(1, NUM_HELD_OUT + 1)]
         z, weights = (np.stack(parts) for parts in zip(*sets))
 

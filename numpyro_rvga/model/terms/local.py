@@ -200,8 +200,14 @@ def terms_by_state(
 
     def at(values: dict[str, Array]) -> Array:
         of_sites = records(theta, row, values)
-        return jnp.concatenate([elements(of_sites[name])[jnp.asarray(own)[element]] for name, own in sites.items()])
+        return jnp.concatenate([elements(of_sites[name])[places_of(own, element)] for name, own in sites.items()])
 
     if component.num_assignments == 1:
         return at({name: values[0] for name, values in states.items()})[None]
     return jax.vmap(at)(states)
+
+
+def places_of(places: np.ndarray, element: Array | int) -> Array | np.ndarray:
+    """Those of one element, out of a component's (E, n): known if it has no other. What they index is then no gather,
+    which would take most of the time where it is differentiated."""
+    return places[0] if len(places) == 1 else jnp.asarray(places)[element]

@@ -22,10 +22,11 @@ from ...core.expectations.local_integrals import (
     num_nodes,
     place_nodes,
 )
+from ...core.jaxprs.joining import without_joining
 from ...core.jaxprs.symbolic import Factorization, factorize
 from ...core.matrices.linalg import cholesky, solve_lower
 from ..data.rows import Arrays
-from .local import Component, Records, terms_by_state
+from .local import Component, Records, places_of, terms_by_state
 from .local_sites import LocalSites
 from .site_terms import ELEMENT, affine_terms
 from .terms import Terms, over_rows
@@ -134,7 +135,7 @@ class _Split:
         unknown = jnp.full(self._size, jnp.nan, self._dtype)
         zero = jnp.zeros(self._num_continuous, self._dtype)
         slopes = jax.jacfwd(lambda z: self._predictors(jnp.zeros_like(unknown), z, row, element))(zero)
-        indices = jnp.asarray(self._component.continuous)[element]
+        indices = places_of(self._component.continuous, element)
         return by_state, self._predictors(unknown, zero, row, element), slopes[:, indices]
 
     def log_joint(self, kept: np.ndarray, u: Array, of_state: Any, fixed: Array, slopes: Array) -> Callable:
@@ -143,10 +144,21 @@ class _Split:
         z = jax.ShapeDtypeStruct((slopes.shape[1],), self._dtype)
         inner = factorize(partial(self._joint, kept), z, *arguments)
         values = inner.constants(arguments)
-        return lambda z: inner.density(inner.predictors(z, arguments), values)
+
+        def of_z(z: Array, arguments: tuple, values: tuple) -> Array:
+            return inner.density(inner.predictors(z, arguments), values)
+
+        evaluated = without_joining(of_z, z, arguments, values)
+        return lambda z: evaluated(z, arguments, values)
 
     def _joint(self, kept: np.ndarray, z: Array, u: Array, of_state: Any, fixed: Array, slopes: Array) -> Array:
-        return self.density(fixed.at[kept].set(u) + slopes @ z, of_state)
+        is_kept = np.isin(np.arange(self.num_predictors), kept)
+        starts = np.flatnonzero(np.diff(is_kept, prepend=~is_kept[:1]))
+        runs = zip(starts, [*starts[1:], self.num_predictors])
+        parts = [
+            (u[is_kept[:a].sum() : is_kept[:b].sum()] if is_kept[a] else fixed[a:b]) + slopes[a:b] @ z for a, b in runs
+        ]
+        return self.density(jnp.concatenate(parts), of_state)
 
     def integrated(self, kept: np.ndarray, integral: Callable, u: Array, constants: tuple) -> Array:
         by_state, fixed, slopes = constants
