@@ -90,9 +90,8 @@ class Selection(NamedTuple):
 def constant_index(value: np.ndarray) -> Index:
     value = np.asarray(value, np.int32)
     for axis in range(value.ndim):
-        first = value.take([0], axis) if value.shape[axis] > 1 else value
-        if first is not value and (value == first).all():
-            value = first
+        first = value.take([0], axis) if value.shape[axis] else value
+        value = first if (value == first).all() else value
     return Index(value.shape, value)
 
 
@@ -127,18 +126,15 @@ def select_entries(selection: Selection) -> Callable[..., Array]:
             lengths = np.broadcast_shapes(*[index.shape for index in selection.indices])
             return jnp.broadcast_to(jnp.reshape(operand[slices], lengths), selection.shape)
         operand, rest = jnp.asarray(operand), iter(nodes)
-        positions = [index.value if index.is_constant else next(rest) for index in selection.indices]
-        positions = [
-            jnp.asarray(position).astype(jnp.uint32) for position in positions
-        ]  # unsigned: none counts from the end
-        return jnp.broadcast_to(operand[tuple(positions)], selection.shape)
+        values = [index.value if index.is_constant else next(rest) for index in selection.indices]
+        positions = tuple(jnp.asarray(value).astype(jnp.uint32) for value in values)  # unsigned: none is from the end
+        return jnp.broadcast_to(operand[positions], selection.shape)
 
     return apply
 
 
 def _as_slices(selection: Selection) -> tuple[slice, ...] | None:
-    """The selection as slices, a reshape and a broadcast, which take less time than a gather, and much less where they
-    are differentiated; None if it is not of this form."""
+    """The selection as slices, a reshape and a broadcast, which a derivative passes faster than a gather; or None."""
     slices, last = [], -1
     for index in selection.indices:
         if not index.is_constant:
