@@ -10,10 +10,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jax import Array, lax
 
 from ...core.compilation import jit_once
 from ...core.gaussians import FullGaussian
+from ...core.jaxprs.given_bits import of_given_bits
 from ...core.updates.state import State
 from ..data.arguments import CONSTANTS, PARAMS, SHARED
 from ..data.rows import Arrays, Rows, num_rows
@@ -117,7 +118,6 @@ class BoundPrior(BoundModel):
             self.unread = unread_entries(records, self.layout, self.dtype)
         self.prior = self._find_prior()
         self._gaussian_parts = jit_once(lambda inputs: gaussian_parts(self.prior, self.layout.size, self.dtype, inputs))
-        self._prior_draws = jit_once(self._many_draws)
 
     def _find_prior(self) -> Prior:
         theta = jax.ShapeDtypeStruct((self.layout.size,), self.dtype)
@@ -205,7 +205,7 @@ class BoundPrior(BoundModel):
         """The moments of the Gaussian that approximates the prior; None if the prior is Gaussian itself."""
         if self._is_gaussian and not (self.whole and self._is_flat_somewhere):
             return None
-        draws = self._prior_draws(self._draw_constants)
+        draws = self._draws_of_prior(NUM_DRAWS, NUM_DRAWS)
         return moments_of_draws(self.prior, self.layout.size, draws, self._is_real)
 
     @property
@@ -226,8 +226,21 @@ class BoundPrior(BoundModel):
             self.prior, self.layout.size, self.dtype, self._moments_of_draws, self.prior_inputs | {PARAMS: params}
         )
 
-    def _many_draws(self, constants: tuple[Array, ...] | None) -> Array:
-        return jax.vmap(self._draw_prior, (0, None))(jax.random.split(jax.random.key(0), NUM_DRAWS), constants)
+    def _draws_of_prior(self, count: int, batch: int, indices: np.ndarray | None = None) -> Array:
+        """Entries of draws from the prior, (count, P), made so many at a time. ``indices``: of the entries, all by
+        default."""
+        key = jax.eval_shape(lambda: jax.random.key(0))
+        draw = of_given_bits(self._draw_prior, key, self._draw_constants)
+
+        def draws(words: Array, constants: tuple[Array, ...] | None) -> Array:
+            def drawn(each: tuple[Array, Array]) -> Array:
+                theta = draw.function(*each, constants)
+                return theta if indices is None else theta[indices]
+
+            each = words, jax.random.split(jax.random.key(0), count)
+            return jax.vmap(drawn)(each) if batch >= count else lax.map(drawn, each, batch_size=batch)
+
+        return jit_once(draws)(draw.words(count), self._draw_constants)
 
     @functools.cached_property
     def independent_prior(self) -> IndependentPrior:
@@ -237,8 +250,8 @@ class BoundPrior(BoundModel):
     @functools.cached_property
     def marginals(self) -> PriorMarginals:
         """The entries of theta under the prior, each for itself."""
-        draw = lambda rng_key: self._draw_prior(rng_key, self._draw_constants)  # noqa: E731
-        return marginals(self.prior, self.layout.size, self.dtype, draw, self.prior_inputs, self._is_real)
+        prior, size, shared = self.prior, self.layout.size, self.prior_inputs
+        return marginals(prior, size, self.dtype, self._draws_of_prior, shared, self._is_real)
 
     # ------------------------------------------------------------------ draws and densities
     def prior_records(self, unconstrained: Mapping[str, Array]) -> dict[str, SiteRecord]:

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array, lax
+from jax import Array
 from jax.typing import DTypeLike
 
-from ...core.compilation import at_once, jit_once
+from ...core.compilation import at_once
 from ...core.expectations.by_nodes import linearized
 from ...core.expectations.closed_forms import Gaussian, gaussian
 from ...core.gaussians import FullGaussian
@@ -69,11 +69,12 @@ class IndependentPrior(NamedTuple):
 
 # ---------------------------------------------------------------------- a Gaussian of independent entries
 def marginals(
-    prior: Prior, size: int, dtype: DTypeLike, draw: Callable[[Array], Array], shared: Arrays, is_real: np.ndarray
+    prior: Prior, size: int, dtype: DTypeLike, draws: Callable[..., Array], shared: Arrays, is_real: np.ndarray
 ) -> PriorMarginals:
     """The moments of each entry. Takes no (P, P) array.
 
-    :param draw: rng_key -> theta (P,), a draw from the prior.
+    :param draws: (number, how many are made at a time, indices (S,) of entries) -> these of draws from the prior,
+        (number, S).
     :param shared: what the terms depend on besides theta.
     :param is_real: of each entry, whether its site has no constraint, (P,).
     :raises ValueError: for a prior that is not proper.
@@ -93,10 +94,7 @@ def marginals(
     if len(indices):
         count = int(np.clip(MOST_NUMBERS // size, LEAST_DRAWS, NUM_DRAWS))
         batch = max(1, min(count, BATCH_NUMBERS // size))
-        draws = jit_once(
-            lambda key: lax.map(lambda k: draw(k)[indices], jax.random.split(key, count), batch_size=batch)
-        )
-        cut = _winsorized(np.asarray(draws(jax.random.key(0)), np.float64))
+        cut = _winsorized(np.asarray(draws(count, batch, indices), np.float64))
         center, deviation = _moments_of(cut)
         variance[indices] = deviation**2
         mean[indices] = _start_of(center, deviation, is_real[indices])

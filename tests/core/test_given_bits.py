@@ -1,0 +1,49 @@
+"""Draws of bits that NumPy makes have the distributions of those of a key."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro.distributions as dist
+import pytest
+import scipy.stats
+
+from numpyro_rvga.core.jaxprs.given_bits import of_given_bits
+
+COUNT = 4000
+
+
+def drawn(draw):
+    given = of_given_bits(draw, jax.random.key(0))
+    keys = jax.random.split(jax.random.key(1), COUNT)
+    return given, np.asarray(jax.jit(jax.vmap(given.function))(given.words(COUNT), keys))
+
+
+@pytest.mark.parametrize("x64", [True, False])
+@pytest.mark.parametrize(
+    "site, expected",
+    [
+        (dist.Normal(1.0, 2.0).expand([3]), scipy.stats.norm(1, 2)),
+        (dist.HalfCauchy(1.0).expand([2]), scipy.stats.halfcauchy()),
+        (dist.Exponential(0.5), scipy.stats.expon(scale=2)),
+        (dist.Gamma(2.0, 1.0), scipy.stats.gamma(2)),  # drawn in a loop, from the key
+    ],
+)
+def test_draws_have_their_distribution(site, expected, x64):
+    with jax.enable_x64(x64) if hasattr(jax, "enable_x64") else jax.experimental.enable_x64(x64):
+        _, draws = drawn(lambda key: site.sample(key).ravel())
+    for entry in draws.T:
+        assert scipy.stats.kstest(entry, expected.cdf).pvalue > 1e-3
+    if draws.shape[1] > 1:
+        assert abs(scipy.stats.spearmanr(draws[:, 0], draws[:, 1])[0]) < 0.05
+
+
+def test_each_place_takes_words_of_its_own_and_compiles_no_generator():
+    def draw(key):
+        one, other = jax.random.split(key)
+        return jnp.stack([jax.random.uniform(one, dtype=jnp.float32), jax.random.uniform(other, dtype=jnp.float32)])
+
+    given, draws = drawn(draw)
+    assert given.num_words == 2
+    assert abs(np.corrcoef(draws.T)[0, 1]) < 0.05
+    text = jax.jit(given.function).lower(given.words(1)[0], jax.random.key(0)).as_text()
+    assert "threefry" not in text
