@@ -25,7 +25,11 @@ def drawn(draw):
         (dist.Normal(1.0, 2.0).expand([3]), scipy.stats.norm(1, 2)),
         (dist.HalfCauchy(1.0).expand([2]), scipy.stats.halfcauchy()),
         (dist.Exponential(0.5), scipy.stats.expon(scale=2)),
-        (dist.Gamma(2.0, 1.0), scipy.stats.gamma(2)),  # drawn in a loop, from the key
+        (dist.Gamma(2.0, 1.0), scipy.stats.gamma(2)),
+        (dist.Gamma(0.3, 1.0).expand([2]), scipy.stats.gamma(0.3)),
+        (dist.InverseGamma(40.0, 2.0), scipy.stats.invgamma(40, scale=2)),
+        (dist.StudentT(3.0, 1.0, 2.0), scipy.stats.t(3, 1, 2)),
+        (dist.Beta(0.5, 2.0), scipy.stats.beta(0.5, 2)),
     ],
 )
 def test_draws_have_their_distribution(site, expected, x64):
@@ -35,6 +39,13 @@ def test_draws_have_their_distribution(site, expected, x64):
         assert scipy.stats.kstest(entry, expected.cdf).pvalue > 1e-3
     if draws.shape[1] > 1:
         assert abs(scipy.stats.spearmanr(draws[:, 0], draws[:, 1])[0]) < 0.05
+
+
+def test_numbers_drawn_in_a_loop_are_the_keys():
+    given, draws = drawn(dist.Poisson(3.5).sample)
+    assert given.num_words == 0
+    probabilities = scipy.stats.poisson(3.5).pmf(np.arange(20))
+    np.testing.assert_allclose(np.bincount(draws, minlength=20)[:20] / COUNT, probabilities, atol=0.03)
 
 
 def test_each_place_takes_words_of_its_own_and_compiles_no_generator():
