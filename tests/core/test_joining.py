@@ -19,11 +19,16 @@ def of_split(x, y):
     return jnp.sum(jnp.sin(first)) + jnp.sum(middle**3) + jnp.sum(jnp.concatenate([last, x])[1:4])
 
 
+def of_nothing(x, y):
+    first, none, last = jnp.split(jnp.concatenate([x, y]), [4, 4])
+    return jnp.sum(first**2) + jnp.sum(none) * last[0] + jnp.sum(jnp.concatenate([y, x])[2:2])
+
+
 def of_inner_program(x, y):
     return jax.jit(lambda z: jnp.sum(z[:2] * z[3:5]))(jnp.concatenate([y, x]))
 
 
-@pytest.mark.parametrize("function", [of_slices, of_split, of_inner_program])
+@pytest.mark.parametrize("function", [of_slices, of_split, of_nothing, of_inner_program])
 def test_values_and_derivatives_are_the_same(function):
     x, y = jnp.array([0.3, -1.2, 0.7]), jnp.array([1.5, 0.2, -0.4])
     evaluated = without_joining(function, x, y)

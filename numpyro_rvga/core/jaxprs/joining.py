@@ -36,7 +36,7 @@ class _Joined(NamedTuple):
             for part, end in zip(self.parts, ends)
             if end > start and end - len(part) < stop
         ]
-        return taken[0] if len(taken) == 1 else _Joined(tuple(taken))
+        return _Joined(tuple(taken)) if len(taken) > 1 else [*taken, self.parts[0][:0]][0]
 
 
 def without_joining(function: Callable[..., Array], *args: PyTree) -> Callable[..., Array]:
