@@ -223,7 +223,8 @@ def shown(value: Any) -> str:
 
 
 def compared(claim: Claim, better: Found | None, worse: Found | None) -> dict[str, Any]:
-    """Whether a claim holds: "yes" or "no" where the seeds' mean difference is above two of its standard errors.
+    """Whether a claim holds: "yes" or "no" where the seeds' mean difference is above two of its standard errors. After
+    fewer rows, this is said of predictions at the mean.
 
     :param better: and ``worse``: None if refused, which is worse than any number.
     """
@@ -237,13 +238,24 @@ def compared(claim: Claim, better: Found | None, worse: Found | None) -> dict[st
     if claim.measure == "ms":
         return {"first": better.ms, "second": worse.ms, "holds": "yes" if better.ms < worse.ms else "no"}
     difference = worse.best() - better.best()
-    error = difference.std(ddof=1) / np.sqrt(len(difference))
-    clear = abs(difference.mean()) > 2 * error
+    earlier = {rows: np.subtract(worse.earlier[rows], better.earlier[rows]) for rows in better.earlier}
     return {
         "first": float(better.best().mean()),
         "second": float(worse.best().mean()),
         "difference": float(difference.mean()),
-        "standard error": float(error),
+        "standard error": standard_error(difference),
         "starts": f"{int(np.sum(difference > 0))} of {len(difference)}",
-        "holds": ("yes" if difference.mean() > 0 else "no") if clear else "no difference",
+        **{f"after {rows}": judged(x) for rows, x in earlier.items()},
+        "holds": judged(difference),
     }
+
+
+def standard_error(difference: np.ndarray) -> float:
+    return float(difference.std(ddof=1) / np.sqrt(len(difference)))
+
+
+def judged(difference: np.ndarray) -> str:
+    """Of the starts' differences, above zero where a claim holds."""
+    if abs(difference.mean()) <= 2 * standard_error(difference):
+        return "no difference"
+    return "yes" if difference.mean() > 0 else "no"

@@ -30,7 +30,7 @@ def test_a_claim_is_judged_start_by_start(benchmark, worse, holds, starts):
     scores = [0.3, 0.4, 0.35]
     said = benchmark.compared(benchmark.CLAIMS[0], found(benchmark, scores), found(benchmark, worse))
     difference = np.subtract(worse, scores)
-    assert (said["holds"], said["starts"]) == (holds, starts)
+    assert (said["holds"], said["after 50"], said["starts"]) == (holds, holds, starts)
     assert said["difference"] == pytest.approx(difference.mean())
     assert said["standard error"] == pytest.approx(np.sqrt(np.sum((difference - difference.mean()) ** 2) / 2 / 3))
 
