@@ -33,7 +33,7 @@ def drawn(draw):
     ],
 )
 def test_draws_have_their_distribution(site, expected, x64):
-    with jax.enable_x64(x64) if hasattr(jax, "enable_x64") else jax.experimental.enable_x64(x64):
+    with jax.enable_x64(x64):
         _, draws = drawn(lambda key: site.sample(key).ravel())
     for entry in draws.T:
         assert scipy.stats.kstest(entry, expected.cdf).pvalue > 1e-3

@@ -18,8 +18,8 @@ from jax.extend.core import JaxprEqn
 from jax.scipy.special import ndtri
 
 from ..pytrees import PyTree
-from .interpret import interpret, is_inlined
-from .primitives import form_of, results
+from .interpret import inlined_results, interpret, is_inlined
+from .primitives import form_of
 
 WORD = 32  # bits
 PROPOSALS = 4  # of a gamma variable, of which one in twenty is rejected: all are in one draw of 100,000
@@ -64,7 +64,7 @@ def of_given_bits(function: Callable[..., PyTree], rng_key: Array, *args: PyTree
             nonlocal first
             taken = _num_words(eqn)
             if not taken:
-                return None if is_inlined(eqn) else results(eqn, inputs)
+                return inlined_results(eqn, inputs)
             own = words[first : first + taken]
             first += taken
             if eqn.primitive.name == "random_bits":

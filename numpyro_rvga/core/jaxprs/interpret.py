@@ -61,6 +61,11 @@ def is_inlined(eqn: JaxprEqn) -> bool:
     return eqn.primitive.name in INLINED_PRIMITIVES and ("jaxpr" in eqn.params or "call_jaxpr" in eqn.params)
 
 
+def inlined_results(eqn: JaxprEqn, inputs: list) -> list | None:
+    """The rule that evaluates an equation, or has the program that it calls read in its place."""
+    return None if is_inlined(eqn) else results(eqn, inputs)
+
+
 def depends_on(function: Callable[[dict], dict], inputs: dict[str, Any]) -> dict[str, frozenset[str]]:
     """The names of the inputs that each named output depends on, read from the jaxpr."""
     names = sorted(inputs)
@@ -169,9 +174,7 @@ def partial_evaluation(function: Callable, data: PyTree, *parameters: Any) -> Pa
 
 
 def _evaluate_inlined(closed: Any, leaves: Sequence) -> list:
-    return interpret(
-        closed.jaxpr, closed.consts, leaves, lambda eqn, inputs: None if is_inlined(eqn) else results(eqn, inputs)
-    )
+    return interpret(closed.jaxpr, closed.consts, leaves, inlined_results)
 
 
 def of_outputs(closed: jex_core.ClosedJaxpr, numbers: Sequence[int]) -> jex_core.ClosedJaxpr:
@@ -234,7 +237,7 @@ def indexings(function: Callable, *args: Any) -> list[Indexing]:
     def evaluate(eqn, inputs):
         if _is_plain(eqn):
             result.append(_indexing(eqn, *inputs))
-        return None if is_inlined(eqn) else results(eqn, inputs)
+        return inlined_results(eqn, inputs)
 
     interpret(closed.jaxpr, closed.consts, jax.tree.leaves(args), evaluate)
     return result
