@@ -41,6 +41,12 @@ def test_draws_have_their_distribution(site, expected, x64):
         assert abs(scipy.stats.spearmanr(draws[:, 0], draws[:, 1])[0]) < 0.05
 
 
+def test_words_are_spread_so_evenly_that_moments_are_nearly_exact():
+    _, draws = drawn(lambda key: dist.Normal(1.0, 2.0).expand([3]).sample(key))
+    np.testing.assert_allclose(draws.mean(axis=0), 1.0, atol=1e-3)  # 0.03 is a standard error of independent draws
+    np.testing.assert_allclose(draws.std(axis=0), 2.0, rtol=1e-3)
+
+
 def test_numbers_drawn_in_a_loop_are_the_keys():
     given, draws = drawn(dist.Poisson(3.5).sample)
     assert given.num_words == 0

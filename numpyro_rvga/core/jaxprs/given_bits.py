@@ -38,8 +38,11 @@ class GivenBits(NamedTuple):
     function: Callable[..., PyTree]
 
     def words(self, count: int) -> np.ndarray:
-        """Random words for ``count`` draws, (count, num_words): the same at each call."""
-        return np.random.default_rng(0).integers(2**WORD, size=(count, self.num_words), dtype=np.uint32)
+        """Random words for ``count`` draws, (count, num_words): the same at each call. Each is spread evenly among the
+        draws, a Latin hypercube: moments of what one word determines are then nearly exact."""
+        rng = np.random.default_rng(0)
+        strata = rng.permuted(np.tile(np.arange(count)[:, None], self.num_words), axis=0)
+        return ((strata + rng.random(strata.shape)) * (2**WORD / count)).astype(np.uint32)
 
 
 def of_given_bits(function: Callable[..., PyTree], rng_key: Array, *args: PyTree) -> GivenBits:
