@@ -209,11 +209,7 @@ class SparseEngine:
         """The search of a solve."""
         all_kinds, program = self.all_kinds, self.engine.program
         shapes = [(terms.num_elements, terms.num_predictors) for terms in program.terms]
-        staged = (
-            self.sparsity.block is None
-            and self._is_affine
-            and in_stages(self._kinds[0], all_kinds, shapes, program.layout.size, num_chunks)
-        )
+        staged = self._is_affine and in_stages(self._kinds[0], all_kinds, shapes, program.layout.size, num_chunks)
         return search_for(all_kinds, self.engine.effort.settings(), staged=staged, has_start=has_start)
 
     def parts(self, search: Search, problem: SparseProblem) -> SparseJoint:

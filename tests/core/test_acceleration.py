@@ -75,3 +75,22 @@ def test_scales_and_what_they_scale_take_fewer_steps_to_a_better_gaussian(double
     assert found.elbo > plain.elbo - 1e-3
     deviation = np.sqrt(np.diagonal(plain.covariance))
     assert np.max(np.abs(found.mean - plain.mean) / deviation) < 0.1
+
+
+def counts_of_walk(y):
+    scale = numpyro.sample("scale", dist.HalfNormal(1.0))
+    level = numpyro.sample("level", dist.GaussianRandomWalk(scale, len(y)))
+    with numpyro.plate("rows", len(y)):
+        numpyro.sample("y", dist.Poisson(jnp.exp(level)), obs=y)
+
+
+@pytest.mark.parametrize("double", [True, False], ids=["float64", "float32"])
+def test_steps_after_which_the_mean_is_solved_for_are_combined_too(double, monkeypatch):
+    rng = np.random.default_rng(0)
+    data = {"y": rng.poisson(np.exp(0.2 * np.cumsum(rng.normal(size=60)))).astype(float)}
+    with jax.enable_x64(double):
+        fast = FixedPointVI(counts_of_walk).run(data, progress_bar=False)
+        monkeypatch.setattr("numpyro_rvga.core.updates.drivers.NEAR", -1.0)
+        slow = FixedPointVI(counts_of_walk).run(data, progress_bar=False)
+    assert fast.info["iterations"] < 0.6 * slow.info["iterations"]
+    assert fast.elbo > slow.elbo - (1e-6 if double else 1e-3)

@@ -86,4 +86,4 @@ def test_a_search_that_crawls_far_from_its_end_is_left_with_a_warning():
     with unconverged, approximate:
         posterior = RVGA(horseshoe).run({"x": x, "y": x[:, 0]}, progress_bar=False)
     assert posterior.info["squared_natural_gradient"] > 10
-    assert posterior.info["mean_iterations"] < 50
+    assert posterior.info["mean_iterations"] < 100  # of 500 that it may take

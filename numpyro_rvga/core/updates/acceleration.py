@@ -1,9 +1,9 @@
 """Anderson's acceleration of a search (Anderson, 1965; Walker and Ni, 2011).
 
-A full step is a map x -> T(x) of q's natural parameters x = (Lambda, Lambda m). Where it converges slowly, as where
-scales and what they scale are sought together, the last few x and T(x) tell more: the next x is the combination of the
-T(x) that belongs to the combination of the x whose residuals T(x) - x cancel best. It is a step like any other: taken
-if it raises the bound, and forgotten with all before it if not.
+A full step is a map x -> T(x) of q's natural parameters x = (Lambda, Lambda m), or of Lambda if the mean is solved for
+after each step. Where it converges slowly, as where scales and what they scale are sought together, the last few x and
+T(x) tell more: the next x is the combination of the T(x) that belongs to the combination of the x whose residuals T(x)
+- x cancel best. It is a step like any other: taken if it raises the bound, and forgotten with all before it if not.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def shares_of(residuals: Sequence[np.ndarray], resolved: float) -> np.ndarray:
 def entries_of_steps(search: Search, form: PrecisionForm, state: SolverState) -> Entries | None:
     """The entries of precisions, by which full steps are combined; None where they are no map of natural parameters, or
     these are too many."""
-    is_map = not (search.solves_for_mean or search.mode or search.alternating or search.by_decrement)
+    is_map = not (search.mode or search.alternating or search.by_decrement)
     return form.entries() if is_map and state.precision.size <= MOST_NUMBERS else None
 
 

@@ -32,7 +32,8 @@ from .search import Base, Proposal, Search, Solution, SolverState
 
 MAX_MEAN_STEPS = 20  # Newton steps of the mean after one of the covariance, where they need no matrix product
 INNER_RTOL = 0.01  # of the squared natural gradient before a step: where the mean is solved well enough for now
-BACKTRACK = 0.25  # of a Newton step of the mean that lowered the bound
+LEAST_RISE = 0.1  # of what its gradient foretold, that a Newton step of the mean must bring (Armijo, 1966), or else
+BACKTRACK = 0.25  # of it is tried
 
 
 # ---------------------------------------------------------------------- inside a compiled function
@@ -81,7 +82,8 @@ def _solve_mean_traced(
         count, tried, mean, slope, length = carry
         new = slope_at(tried, covariances)
         move = solver(new.gradient)
-        better = (count == 0) | (new.value > slope.value)
+        foretold = slope.gradient @ (tried - mean)
+        better = (count == 0) | (new.value > slope.value + LEAST_RISE * foretold)
         taken = (tried, new, new.gradient @ move)
         best = jax.tree.map(lambda a, b: jnp.where(better, a, b), taken, (mean, slope, length))
         return count + 1, jnp.where(better, tried + move, mean + BACKTRACK * (tried - mean)), *best
@@ -239,15 +241,17 @@ def _solve_mean(
     :param best: before them. :param tolerance: squared length of the mean's natural gradient at which to stop.
     """
     mean, move, value, length = _on_host(best)
+    share = 1.0  # of the Newton step that is tried
     for _ in range(MAX_MEAN_STEPS):
         if length <= tolerance:
             break
         new = evaluate(pending, mean + move)
         new_mean, new_move, new_value, new_length = _on_host(new)
-        if new_value > value:
+        if new_value > value + LEAST_RISE * share * length:
             best, mean, move, value, length = new, new_mean, new_move, new_value, new_length
+            share = 1.0
         else:
-            move = BACKTRACK * move
+            move, share = BACKTRACK * move, BACKTRACK * share
     return best
 
 
