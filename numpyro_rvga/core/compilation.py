@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import math
 import os
 from collections.abc import Callable, Generator
@@ -16,6 +17,7 @@ from jax.core import Tracer
 from jax.experimental.xla_metadata import set_xla_metadata
 from jax.extend import core as jex_core
 
+from .jaxprs.lapack_calls import in_turn, may_wait_for_ever
 from .jaxprs.primitives import POINTWISE_PRIMITIVES, SELECTING_PRIMITIVES, equations
 from .matrices.linalg import SINGLE_KERNEL_SIZE
 
@@ -49,9 +51,22 @@ def full_precision() -> Generator[None]:
         yield
 
 
-def jit(function: Callable, **options: Any) -> Any:
-    """``jax.jit`` of the function in :func:`full_precision`."""
-    return jax.jit(full_precision()(function), **options)
+def jit(function: Callable, *, static_argnames: str | tuple[str, ...] = (), **options: Any) -> Any:
+    """``jax.jit`` of the function in :func:`full_precision`, and with no two calls of LAPACK at the same time that may
+    wait for each other."""
+    inner = jax.jit(full_precision()(function), static_argnames=static_argnames)
+
+    @functools.wraps(function)
+    def run(*args: Any, **options: Any) -> Any:
+        traced = inner.trace(*args, **options)
+        if jax.default_backend() != "cpu" or not may_wait_for_ever(traced.jaxpr.jaxpr):
+            return inner(*args, **options)
+        given = inspect.signature(function).bind(*args, **options)
+        inputs = [value for name, value in given.arguments.items() if name not in static]
+        return jax.tree.unflatten(jax.tree.structure(traced.out_info), in_turn(traced.jaxpr)(*jax.tree.leaves(inputs)))
+
+    static = {static_argnames} if isinstance(static_argnames, str) else set(static_argnames)
+    return jax.jit(run, static_argnames=static_argnames, **options)
 
 
 def jit_once(function: Callable) -> Callable:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import jax
@@ -171,7 +172,7 @@ def local_latents(posterior: Fitted, rng_key: Array, rows: Arrays, theta: Array)
     if program.row_latents is not None:
         given = {name: jnp.asarray(array) for name, array in rows_with_outcome(program, rows).items()}
         keys = jax.random.split(rng_key, len(theta))
-        return jit(jax.lax.map, static_argnums=0)(lambda at: draw_row_latents(program, *at, given), (keys, theta))
+        return jit(partial(jax.lax.map, lambda at: draw_row_latents(program, *at, given)))((keys, theta))
     return _forward(posterior, rng_key, rows, theta, set(program.local_names))
 
 

@@ -83,14 +83,17 @@ def special_function(eqn) -> Callable | None:
     return SPECIAL_FUNCTIONS.get(eqn.params.get("name") if inlined else eqn.primitive.name)
 
 
-def binder(eqn) -> Callable:
-    """A function of the equation's inputs that returns its outputs. Small LAPACK calls are unrolled."""
-    small = bool(eqn.invars) and max(eqn.invars[0].aval.shape[-1:], default=0) <= UNROLLED_SIZE
+def binder(eqn, *, unrolled: bool = True, **changed: Any) -> Callable:
+    """A function of the equation's inputs that returns its outputs.
+
+    :param unrolled: whether small LAPACK calls are. :param changed: parameters in place of the equation's.
+    """
+    small = unrolled and bool(eqn.invars) and max(eqn.invars[0].aval.shape[-1:], default=0) <= UNROLLED_SIZE
     if eqn.primitive.name == "triangular_solve" and small:
         return partial(solve_triangular, **eqn.params)
     if eqn.primitive.name == "cholesky" and small:
         return cholesky_by_columns
-    bind_params = eqn.primitive.get_bind_params(eqn.params)
+    bind_params = eqn.primitive.get_bind_params(eqn.params | changed)
     functions, params = (
         bind_params if isinstance(bind_params, tuple) else ((), bind_params)
     )  # the form depends on the JAX version
