@@ -12,6 +12,7 @@ import numpyro
 import numpyro.distributions as dist
 import pytest
 from group_models import dense_posterior, design_of, off
+from shared_methods import shared
 
 from numpyro_rvga import BONG, RVGA, FixedPointVI
 
@@ -86,7 +87,7 @@ def check_linear(stream, linear):
 def test_linear_gaussian_streams_are_exact(linear, order):
     data = linear[0]
     rows = np.arange(47) if order == "as it comes" else np.argsort(data["user"], kind="stable")
-    stream = RVGA(measured).stream_groups(**PLATE, block_size=10)
+    stream = shared(RVGA, measured).stream_groups(**PLATE, block_size=10)
     stream.update(in_order(data, rows[:23]))
     stream.update([in_order(data, rows[23:25]), in_order(data, rows[25:])])
     check_linear(stream, linear)
@@ -98,14 +99,14 @@ def test_groups_that_went_to_the_file_come_back_with_their_rows(linear, tmp_path
     rows = np.argsort(data["user"], kind="stable")
     rows = np.concatenate([rows[::2], rows[1::2]])  # every group twice, apart
     options = {**PLATE, "block_size": 5, "file": tmp_path / "users.db", "groups_in_memory": 2}
-    stream = RVGA(measured).stream_groups(**options)
+    stream = shared(RVGA, measured).stream_groups(**options)
     stream.update(in_order(data, rows[:30]))
     stream.save()
     stream.update(in_order(data, rows[30:40]))
     with pytest.raises(ValueError, match=r"users.db cannot be opened .*Close that first"):
-        RVGA(measured).stream_groups(**options, resume=True)
+        shared(RVGA, measured).stream_groups(**options, resume=True)
     stream.close()  # what came after it was saved is lost
-    again = RVGA(measured).stream_groups(**options, resume=True)
+    again = shared(RVGA, measured).stream_groups(**options, resume=True)
     assert again.num_rows == 30
     again.update(in_order(data, rows[30:]))
     check_linear(again, linear)
@@ -121,12 +122,12 @@ def test_groups_that_went_to_the_file_come_back_with_their_rows(linear, tmp_path
 def test_a_stream_that_nobody_has_any_more_leaves_its_file(linear, tmp_path):
     """Python 3.13 and later warn of a database that is not closed, and warnings are errors here."""
     options = {**PLATE, "file": tmp_path / "users.db"}
-    stream = RVGA(measured).stream_groups(**options)
+    stream = shared(RVGA, measured).stream_groups(**options)
     stream.update(in_order(linear[0], np.arange(5)))
     stream.save()
     del stream
     gc.collect()
-    assert RVGA(measured).stream_groups(**options, resume=True).num_rows == 5
+    assert shared(RVGA, measured).stream_groups(**options, resume=True).num_rows == 5
 
 
 @pytest.fixture(scope="module")
@@ -139,18 +140,18 @@ def chosen():
 
 @pytest.fixture(scope="module")
 def best(chosen):
-    return FixedPointVI(choices).run(chosen, num_users=60, progress_bar=False)
+    return shared(FixedPointVI, choices).run(chosen, num_users=60, progress_bar=False)
 
 
 @pytest.mark.parametrize("order, in_memory, tolerance", [("random", None, 0.02), ("by group", 40, 0.2)])
 def test_choices_meet_the_best_gaussian_of_all_rows(chosen, best, order, in_memory, tolerance, tmp_path):
     rows = np.random.default_rng(1).permutation(240) if order == "random" else np.arange(240)
     options = {**PLATE, "block_size": 60, "file": tmp_path / "users.db", "groups_in_memory": in_memory}
-    stream = RVGA(choices).stream_groups(**options)
+    stream = shared(RVGA, choices).stream_groups(**options)
     stream.update(in_order(chosen, rows[:150]))
     stream.save()
     stream.close()
-    stream = RVGA(choices).stream_groups(**options, resume=True)
+    stream = shared(RVGA, choices).stream_groups(**options, resume=True)
     stream.update(in_order(chosen, rows[150:]))
     early = stream.posterior(settle=False)
     assert off(early, best) < 1 and not early.info["settled"]
@@ -170,11 +171,11 @@ def test_a_sample_of_the_rows_of_a_group_stands_for_all(order, tolerance):
     rng = np.random.default_rng(2)
     user = np.repeat(np.arange(40), 12)
     data = {"user": user, "y": rng.poisson(np.exp(rng.normal(1, 0.7, 40))[user])}
-    best = FixedPointVI(counts).run(data, num_users=40, progress_bar=False)
+    best = shared(FixedPointVI, counts).run(data, num_users=40, progress_bar=False)
     share = np.bincount(user, data["y"])[user]
     rows = rng.permutation(len(user)) if order == "random" else np.lexsort((user, share))
     with jax.enable_x64(False):
-        stream = RVGA(counts).stream_groups(**PLATE, block_size=100, rows_kept=3)
+        stream = shared(RVGA, counts).stream_groups(**PLATE, block_size=100, rows_kept=3)
         stream.update(in_order(data, rows))
         found = stream.posterior()
         assert found.mean.dtype == np.float32
@@ -183,7 +184,7 @@ def test_a_sample_of_the_rows_of_a_group_stands_for_all(order, tolerance):
 
 
 def test_groups_without_rows_are_drawn_given_the_shared_sites(chosen, tmp_path):
-    stream = RVGA(choices).stream_groups(**PLATE)
+    stream = shared(RVGA, choices).stream_groups(**PLATE)
     stream.update(chosen)
     found = stream.posterior()
     draws = found.sample_posterior(jax.random.key(0), (2000,), groups=[3], new_groups=2)
@@ -213,7 +214,7 @@ def test_groups_without_rows_are_drawn_given_the_shared_sites(chosen, tmp_path):
 
 
 def test_a_sample_that_cannot_stand_for_all_is_told_of(chosen):
-    stream = RVGA(choices).stream_groups(**PLATE, block_size=60, rows_kept=1)
+    stream = shared(RVGA, choices).stream_groups(**PLATE, block_size=60, rows_kept=1)
     stream.update(in_order(chosen, np.argsort(chosen["y"], kind="stable")))
     with pytest.warns(UserWarning, match="of groups with more rows than are kept|more rows than the 1 that are kept"):
         stream.posterior()
@@ -226,7 +227,7 @@ def test_bad_rows_are_skipped_as_if_they_had_never_been_there(chosen):
     good = in_order(bad, np.setdiff1d(np.arange(120), [0, 3, 50, 119]))
     found = []
     for data in (bad, good):
-        stream = RVGA(choices).stream_groups(**PLATE)
+        stream = shared(RVGA, choices).stream_groups(**PLATE)
         stream.update(data, on_bad_row="skip")
         found.append(stream.posterior())
     np.testing.assert_array_equal(found[0].mean, found[1].mean)
@@ -236,13 +237,13 @@ def test_bad_rows_are_skipped_as_if_they_had_never_been_there(chosen):
 
 
 def test_numbers_that_the_type_of_earlier_rows_cannot_hold_are_refused(chosen):
-    stream = RVGA(choices).stream_groups(**PLATE)
+    stream = shared(RVGA, choices).stream_groups(**PLATE)
     first = {**in_order(chosen, np.arange(40)), "x": np.arange(40) % 3}
     stream.update(first)
     stream.update({**first, "x": first["x"] * 1.0, "y": first["y"] * 1.0})
     with pytest.raises(ValueError, match=r"'x' was of type int64 in the first rows .* begin with rows of that type"):
         stream.update({**first, "x": first["x"] + 0.5})
-    again = RVGA(choices).stream_groups(**PLATE)
+    again = shared(RVGA, choices).stream_groups(**PLATE)
     again.update(first)
     again.update(first)
     np.testing.assert_array_equal(stream.posterior().mean, again.posterior().mean)
@@ -305,14 +306,14 @@ def test_what_no_stream_can_use_is_refused(chosen, tmp_path):
 def test_files_of_other_streams_are_refused(linear, tmp_path):
     file = tmp_path / "users.db"
     data = in_order(linear[0], np.arange(12))
-    stream = RVGA(measured).stream_groups(**PLATE, file=file)
+    stream = shared(RVGA, measured).stream_groups(**PLATE, file=file)
     stream.update(data)
     stream.save()
     stream.close()
     with pytest.raises(ValueError, match="exists: pass resume=True"):
-        RVGA(measured).stream_groups(**PLATE, file=file)
+        shared(RVGA, measured).stream_groups(**PLATE, file=file)
     with pytest.raises(ValueError, match="rows_kept=16, not 4"):
-        RVGA(measured).stream_groups(**PLATE, file=file, resume=True, rows_kept=4)
+        shared(RVGA, measured).stream_groups(**PLATE, file=file, resume=True, rows_kept=4)
 
     def other(user, X, num_users, y=None):
         with numpyro.handlers.scale(scale=2.0):
@@ -321,20 +322,20 @@ def test_files_of_other_streams_are_refused(linear, tmp_path):
     with pytest.raises(ValueError, match="belongs to another model than the given one"):
         RVGA(other).stream_groups(**PLATE, file=file, resume=True)
     with jax.enable_x64(False), pytest.raises(ValueError, match="a stream in float64, and JAX computes in float32"):
-        RVGA(measured).stream_groups(**PLATE, file=file, resume=True)
+        shared(RVGA, measured).stream_groups(**PLATE, file=file, resume=True)
     (tmp_path / "text").write_text("no database " * 100)
     with pytest.raises(ValueError, match="is no file of a stream of groups"):
-        RVGA(measured).stream_groups(**PLATE, file=tmp_path / "text", resume=True)
+        shared(RVGA, measured).stream_groups(**PLATE, file=tmp_path / "text", resume=True)
     with contextlib.closing(sqlite3.connect(file)) as database, database:
         database.execute("UPDATE vectors SET vector = x'00'")
     with pytest.raises(ValueError, match="is damaged"):
-        RVGA(measured).stream_groups(**PLATE, file=file, resume=True)
+        shared(RVGA, measured).stream_groups(**PLATE, file=file, resume=True)
 
 
 def test_what_is_kept_of_a_group_is_short(chosen):
     """With k = 3 shared entries and one of its own: its posterior given these, two factors of 4, and four rows of three
     numbers with their count; zeros at the end take none. A look at all groups, in pieces, takes as much again."""
-    stream = RVGA(choices).stream_groups(**PLATE, block_size=240)
+    stream = shared(RVGA, choices).stream_groups(**PLATE, block_size=240)
     for first in range(0, 600, 60):
         stream.update({**chosen, "user": chosen["user"] + first})
     all_numbers = 8 * (1 + 3 + 1 + 2 * (1 + 4 + 10) + 1 + 4 * 3)
