@@ -52,20 +52,20 @@ def full_precision() -> Generator[None]:
 
 
 def jit(function: Callable, *, static_argnames: str | tuple[str, ...] = (), **options: Any) -> Any:
-    """``jax.jit`` of the function in :func:`full_precision`, and with no two calls of LAPACK at the same time that may
-    wait for each other."""
+    """``jax.jit`` of the function in :func:`full_precision`, and on CPUs with calls of LAPACK that could wait for each
+    other one after the other: see :mod:`~.jaxprs.lapack_calls`."""
     inner = jax.jit(full_precision()(function), static_argnames=static_argnames)
+    static = {static_argnames} if isinstance(static_argnames, str) else set(static_argnames)
 
     @functools.wraps(function)
-    def run(*args: Any, **options: Any) -> Any:
-        traced = inner.trace(*args, **options)
+    def run(*args: Any, **named: Any) -> Any:
+        traced = inner.trace(*args, **named)
         if jax.default_backend() != "cpu" or not may_wait_for_ever(traced.jaxpr.jaxpr):
-            return inner(*args, **options)
-        given = inspect.signature(function).bind(*args, **options)
-        inputs = [value for name, value in given.arguments.items() if name not in static]
-        return jax.tree.unflatten(jax.tree.structure(traced.out_info), in_turn(traced.jaxpr)(*jax.tree.leaves(inputs)))
+            return inner(*args, **named)
+        arguments = inspect.signature(function).bind(*args, **named).arguments
+        inputs = jax.tree.leaves([value for name, value in arguments.items() if name not in static])
+        return jax.tree.unflatten(jax.tree.structure(traced.out_info), in_turn(traced.jaxpr)(*inputs))
 
-    static = {static_argnames} if isinstance(static_argnames, str) else set(static_argnames)
     return jax.jit(run, static_argnames=static_argnames, **options)
 
 
