@@ -115,7 +115,7 @@ def test_few_calls_lead_from_run_to_the_mathematics(monkeypatch):
     for method in (RVGA(model), FixedPointVI(model)):
         depths.append([])
         method.run(data, progress_bar=False)
-    assert max(depths[0]) <= 15 and max(depths[1]) <= 13, depths
+    assert max(depths[0]) <= 16 and max(depths[1]) <= 13, depths  # two of them compile
 
 
 def test_heavy_modules_are_imported_when_needed():
