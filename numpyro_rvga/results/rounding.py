@@ -61,9 +61,9 @@ def widest_direction(root: np.ndarray) -> tuple[float, np.ndarray] | None:
     """
     size = len(root)
     root = root / np.linalg.norm(root, axis=1, keepdims=True)
-    order = np.argsort(np.argmax(root != 0, axis=1), kind="stable")
-    upper = root[order]
-    triangular = not np.any(np.tril(upper, -1))
+    first = np.argmax(root != 0, axis=1)
+    order = np.argsort(first, kind="stable")
+    upper, triangular = root[order], bool(np.all(first[order] >= np.arange(size)))
     if not triangular and size > MAX_FACTORIZED:
         return None
     probes = np.eye(size)
