@@ -7,8 +7,8 @@ calls at the same time as there are threads wait for ever. Two are enough on a m
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from functools import reduce
+from collections.abc import Callable, Sequence
+from itertools import islice
 from typing import Any
 
 import jax
@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.extend import core as jex_core
 
-from .primitives import binder, form_of
+from .primitives import binder, equations, equations_of, form_of, inner_program, jaxprs_of
 
 LAPACK_PRIMITIVES = frozenset(
     "cholesky eig eigh geqp3 geqrf hessenberg householder_product lu schur svd triangular_solve tridiagonal".split()
@@ -25,7 +25,7 @@ LAPACK_PRIMITIVES = frozenset(
 
 def may_wait_for_ever(jaxpr: jex_core.Jaxpr) -> bool:
     """Whether a program has two calls for batches: XLA may start them at the same time."""
-    return _num_calls(jaxpr) > 1
+    return len(list(islice(filter(_is_for_a_batch, equations(jaxpr)), 2))) > 1
 
 
 def in_turn(closed: jex_core.ClosedJaxpr) -> Callable[..., list[Any]]:
@@ -33,29 +33,8 @@ def in_turn(closed: jex_core.ClosedJaxpr) -> Callable[..., list[Any]]:
     return lambda *inputs: _evaluate(closed.jaxpr, closed.consts, inputs, None)[0]
 
 
-def _num_calls(jaxpr: jex_core.Jaxpr) -> int:
-    """How many calls for batches it has, those of a loop once; no more than two are counted."""
-    count = 0
-    for eqn in jaxpr.eqns:
-        count += _num_calls_of(eqn)
-        if count > 1:
-            break
-    return count
-
-
-def _num_calls_of(eqn: jex_core.JaxprEqn) -> int:
-    if eqn.primitive.name in LAPACK_PRIMITIVES:
-        return int(math.prod(form_of(eqn.invars[0]).shape[:-2]) > 1)
-    return reduce(lambda count, closed: count + _num_calls(closed.jaxpr), _programs_in(eqn), 0)
-
-
-def _programs_in(eqn: jex_core.JaxprEqn) -> Iterator[jex_core.ClosedJaxpr]:
-    for value in eqn.params.values():
-        for each in value if isinstance(value, tuple) else (value,):
-            if isinstance(each, jex_core.ClosedJaxpr):
-                yield each
-            elif isinstance(each, jex_core.Jaxpr):
-                yield jex_core.ClosedJaxpr(each, ())
+def _is_for_a_batch(eqn: jex_core.JaxprEqn) -> bool:
+    return eqn.primitive.name in LAPACK_PRIMITIVES and math.prod(form_of(eqn.invars[0]).shape[:-2]) > 1
 
 
 def _evaluate(jaxpr: jex_core.Jaxpr, consts: Sequence[Any], inputs: Sequence[Any], last: Any) -> tuple[list[Any], Any]:
@@ -67,16 +46,17 @@ def _evaluate(jaxpr: jex_core.Jaxpr, consts: Sequence[Any], inputs: Sequence[Any
 
     for eqn in jaxpr.eqns:
         given = [read(v) for v in eqn.invars]
-        outputs, last = _in_turn(eqn, given, last) if _num_calls_of(eqn) else (_bound(eqn, given), last)
+        has_calls = any(map(_is_for_a_batch, equations_of(eqn)))
+        outputs, last = _in_turn(eqn, given, last) if has_calls else (_bound(eqn, given), last)
         values.update(zip(eqn.outvars, outputs))
     return [read(v) for v in jaxpr.outvars], last
 
 
 def _in_turn(eqn: jex_core.JaxprEqn, inputs: list[Any], last: Any) -> tuple[list[Any], Any]:
     """The outputs of an equation with calls, which begin once ``last`` is there, and a result of its last call."""
-    programs, is_loop = list(_programs_in(eqn)), eqn.primitive.name in ("while", "scan", "cond")
-    if len(programs) == 1 and not is_loop:
-        return _evaluate(programs[0].jaxpr, programs[0].consts, inputs, last)
+    is_loop = eqn.primitive.name in ("while", "scan", "cond")
+    if len(jaxprs_of(eqn)) == 1 and not is_loop:
+        return _evaluate(*inner_program(eqn), inputs, last)
     at = next((i for i, x in enumerate(inputs) if _has_numbers(x)), None)
     if last is not None and at is not None:
         inputs[at] = _after(last, inputs[at])

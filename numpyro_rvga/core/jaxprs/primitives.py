@@ -48,7 +48,7 @@ def equations(jaxpr) -> Iterator:
 def equations_of(eqn) -> Iterator:
     """An equation, and those of the jaxprs inside it."""
     yield eqn
-    for inner in _jaxprs_of(eqn):
+    for inner in jaxprs_of(eqn):
         yield from equations(inner)
 
 
@@ -60,12 +60,13 @@ def numbers_in(jaxpr) -> int:
 def numbers_of(eqn) -> int:
     """The numbers that one equation computes."""
     times = UNKNOWN_LENGTH if eqn.primitive.name == "while" else eqn.params.get("length", 1)
-    return times * sum(map(numbers_in, _jaxprs_of(eqn))) + sum(v.aval.size for v in eqn.outvars)
+    return times * sum(map(numbers_in, jaxprs_of(eqn))) + sum(v.aval.size for v in eqn.outvars)
 
 
-def _jaxprs_of(eqn) -> list:
+def jaxprs_of(eqn) -> list:
     """The jaxprs inside an equation."""
-    return [x for x in jax.tree.leaves(list(eqn.params.values())) if hasattr(x, "eqns")]
+    parameters = (x if isinstance(x, tuple | list) else (x,) for x in eqn.params.values())
+    return [x for several in parameters for x in several if hasattr(x, "eqns")]
 
 
 def form_of(variable) -> jax.ShapeDtypeStruct:
