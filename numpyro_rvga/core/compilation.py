@@ -30,7 +30,8 @@ with_routines: ContextVar[bool] = ContextVar("with_routines", default=True)  # w
 OLDER_EMITTERS = ("xla_cpu_use_fusion_emitters", False)
 FEW_PARTS = ("xla_cpu_parallel_codegen_split_count", 4)  # more cost more than their threads gain
 LLVM_LEVEL = "xla_backend_optimization_level"
-NO_LIBRARY = ("xla_cpu_experimental_ynn_fusion_type", "")  # newer versions call one for long sums; no kernel can
+# Some versions call a library for sums: it has ended whole processes (jaxlib 0.10.2, a segmentation fault in slinky).
+NO_LIBRARY = ("xla_cpu_experimental_ynn_fusion_type", "")
 MOST_EQUATIONS = 2000  # in a single kernel: what more take to compile, few rows win back
 # With products that have a vector, what XLA can fuse into one kernel: nothing that calls a library, and no scatter.
 ROUTINE_PRIMITIVES = frozenset(
@@ -212,8 +213,6 @@ def _options(level: int, *, long_arrays: bool = False, routines: bool = False) -
     options = _wanted(level)
     if long_arrays:
         options.pop(OLDER_EMITTERS[0])
-    if not routines:
-        options.pop(NO_LIBRARY[0])
     used = {name: value for name, value in options.items() if name in _supported_options() and name not in chosen}
     if routines and LLVM_LEVEL in _supported_options():  # at level 0, a second routine of other types may never end
         used[LLVM_LEVEL] = 1

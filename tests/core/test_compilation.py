@@ -142,6 +142,16 @@ def test_what_the_user_has_set_is_left_to_the_user(monkeypatch):
     assert LLVM_LEVEL not in _options(1)
 
 
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="the library is for CPUs")
+@pytest.mark.parametrize("level", [0, 1])
+def test_no_sum_calls_the_library_that_has_ended_processes(monkeypatch, level):
+    monkeypatch.setenv("XLA_FLAGS", "")
+    x = jnp.ones((300, 200))
+    options = _options(level)
+    program = jax.jit(lambda x: jnp.sum(x * x), compiler_options=options).lower(x).compile().as_text()
+    assert "reduce" in program and "ynn_fusion" not in program
+
+
 def test_functions_of_long_arrays_have_the_compilers_own_emitters(monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", "")
     name, chosen = OLDER_EMITTERS
