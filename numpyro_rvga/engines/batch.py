@@ -87,9 +87,9 @@ class BatchSolver:
         _check_proper(program, after, converged=bool(info.converged))
         report, bound, error = {}, float(after.log_evidence), 0.0
         if self._options.has_bound and learned is None:
-            error, excess = expectation_errors(engine, after, rows, info.error_estimates)
+            error, excess, mendable = expectation_errors(engine, after, rows, info.error_estimates)
             report["elbo_error"], bound = error, bound - excess
-            if is_worth_more(engine, after, rows, error, bound):
+            if is_worth_more(engine, after, rows, mendable, bound):
                 options = {"progress_bar": progress_bar, "started": started}
                 nearby = init if sparse is not None else FullGaussian(after.mean, after.root)
                 modes = modes_info(info.modes)

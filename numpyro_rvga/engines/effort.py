@@ -44,7 +44,8 @@ class Effort(NamedTuple):
     def calls_for_more(self, error: float, bound: float | None, num_rows: int) -> bool:
         """Whether a thorough engine is worth its time: it leaves the rounding errors of the values that are added up.
 
-        :param error: by how many nats expectations may be off, all together. :param bound: of which they are a part.
+        :param error: by how many nats those expectations may be off that it finds better.
+        :param bound: of which they are a part.
         """
         allowed = ENOUGH_DRAWS if self.takes_draws else self.allowed_error(bound, num_rows)
         return self.can_be_thorough and error > allowed
@@ -75,16 +76,24 @@ class Effort(NamedTuple):
 
     @property
     def can_be_thorough(self) -> bool:
-        """Whether there are expectations that a thorough engine finds better. Where rows have more predictors, what may
-        be off is due to them, and nothing is gained."""
-        if self.takes_draws:
-            return not self.is_thorough
-        pairs = [*zip(self.rows, self.row_terms)]
-        if not self.is_sampled:
-            pairs += zip(self.prior, self.prior_terms)
-        return not self.is_thorough and any(
-            kind.has_errors and terms.num_predictors in CUBE_NODES for kind, terms in pairs
-        )
+        """Whether there are expectations that a thorough engine finds better."""
+        return not self.is_thorough and (self.prior_is_mended or any(self.rows_mended))
+
+    @property
+    def rows_mended(self) -> tuple[bool, ...]:
+        """By kind: whether a thorough engine finds the expectations better. Where factors have more predictors, nothing
+        is gained."""
+        pairs = zip(self.rows, self.row_terms)
+        return tuple(self.takes_draws or self._has_finer_rule(*each) for each in pairs)
+
+    @property
+    def prior_is_mended(self) -> bool:
+        """Whether a thorough engine finds expectations over the prior better."""
+        pairs = zip(self.prior, self.prior_terms)
+        return not self.is_sampled and any(self._has_finer_rule(*each) for each in pairs)
+
+    def _has_finer_rule(self, kind: Kind, terms: Terms) -> bool:
+        return kind.has_errors and terms.num_predictors in CUBE_NODES
 
     @property
     def has_estimated_errors(self) -> bool:

@@ -31,10 +31,12 @@ class Accuracy(NamedTuple):
 
     :ivar error: by how much they may be off, all together. Infinite: nodes far out meet a density that is zero or NaN.
     :ivar excess: the estimated excess of the bound: a search fits the nodes that it uses.
+    :ivar mendable: the part of the error that a thorough engine finds better.
     """
 
     error: float
     excess: float
+    mendable: float = 0.0
 
 
 def expectation_errors(engine: Engine, state: State, rows: Rows, error_estimates: ErrorEstimates | None) -> Accuracy:
@@ -51,10 +53,11 @@ def expectation_errors(engine: Engine, state: State, rows: Rows, error_estimates
     if not num_rows(rows) or all(not kind.has_errors and kind.held_out is None for kind in kinds):
         return Accuracy(0.0, 0.0)
     if error_estimates is not None:
-        error = float(np.sum(np.asarray(error_estimates.errors)))
+        of_kinds = [Accuracy(float(error), 0.0) for error in np.asarray(error_estimates.errors)]
         allowed = engine.effort.allowed_error(float(state.log_evidence), int(state.num_rows))
-        if error <= allowed or all(kind.held_out is None for kind in kinds):
-            return Accuracy(error, 0.0)
+        accuracy = _together(engine, of_kinds)
+        if accuracy.error <= allowed or all(kind.held_out is None for kind in kinds):
+            return accuracy
     most = MOST_ROWS
     if any(kind.held_out is not None and not t.by_draws for kind, t in zip(engine.kinds, engine.program.terms)):
         most = min(most, MOST_NODES // (NUM_HELD_OUT * engine.options.num_samples))
@@ -72,16 +75,17 @@ def expectation_errors(engine: Engine, state: State, rows: Rows, error_estimates
     if error_estimates is not None and count == total:  # only the held-out nodes are to be compiled then
         held_out = engine.once(("held-out values", level), lambda: _compiled(engine, _held_out_values, level))
         of_rows, of_prior = jax.device_get(held_out(*arguments))
-        of_kinds = [
+        sums = [
             _Sums(error, None if values is None else value - values, np.zeros(()))
             for value, error, values in zip(
                 error_estimates.values, error_estimates.errors, [*of_prior, *of_rows]
             )  # prior first
         ]
-        return _together([_accuracy(x, 1, 1) for x in of_kinds])
-    sums = engine.once(("expectation errors", level), lambda: _compiled(engine, _summed, level))
-    of_some, of_prior = jax.device_get(sums(*arguments))
-    return _together([_accuracy(x, total, count) for x in of_some] + [_accuracy(x, 1, 1) for x in of_prior])
+        return _together(engine, [_accuracy(x, 1, 1) for x in sums])
+    summed = engine.once(("expectation errors", level), lambda: _compiled(engine, _summed, level))
+    of_some, of_prior = jax.device_get(summed(*arguments))
+    of_prior = [_accuracy(x, 1, 1) for x in of_prior]
+    return _together(engine, of_prior + [_accuracy(x, total, count) for x in of_some])
 
 
 def has_finite_bound(error: float) -> bool:
@@ -133,8 +137,15 @@ def _accuracy(sums: _Sums, total: int, count: int) -> Accuracy:
     return Accuracy(errors, 0.0) if errors <= standard_error else Accuracy(standard_error, float(np.mean(excess)))
 
 
-def _together(parts: list[Accuracy]) -> Accuracy:
-    return Accuracy(sum(part.error for part in parts), sum(part.excess for part in parts))
+def _together(engine: Engine, of_kinds: list[Accuracy]) -> Accuracy:
+    """The accuracy of all kinds, of which the rows' are the last."""
+    of_rows = engine.effort.rows_mended
+    is_mended = [engine.effort.prior_is_mended] * (len(of_kinds) - len(of_rows)) + [*of_rows]
+    return Accuracy(
+        sum(each.error for each in of_kinds),
+        sum(each.excess for each in of_kinds),
+        sum(each.error for each, is_one in zip(of_kinds, is_mended) if is_one),
+    )
 
 
 def _compiled(engine: Engine, summed: Callable[[tuple, tuple, Array], list], level: int) -> Callable:

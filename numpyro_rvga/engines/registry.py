@@ -117,11 +117,15 @@ class Engines:
             return self.last
         return Engine(program, self._options, rng_key, None, self.devices)
 
-    def make_thorough(self, engine: Engine) -> Engine:
-        """Replace the cached engine by one with thorough rules, which is returned."""
-        self.last = engine.with_effort("thorough")
-        self._cached = [(form, kwargs, self.last if other == engine else other) for form, kwargs, other in self._cached]
-        return self.last
+    def make_thorough(self, engine: Engine, *, replaces: bool) -> Engine:
+        """An engine with thorough rules, which is the last one now.
+
+        :param replaces: whether later runs begin with it, too.
+        """
+        thorough = self.last = engine.with_effort("thorough")
+        if replaces:
+            self._cached = [(form, kwargs, thorough if e == engine else e) for form, kwargs, e in self._cached]
+        return thorough
 
     @property
     def last_engine(self) -> Engine:

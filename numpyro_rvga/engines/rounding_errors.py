@@ -35,7 +35,7 @@ def is_worth_more(engine: Engine, state: State, rows: Rows, error: float, bound:
     """Whether the expectations of a thorough engine are worth their time. They are not where rounding is what is left,
     and a warning says so if that may move q.
 
-    :param rows: all, or a sample. :param error: by how many nats expectations may be off, all together.
+    :param rows: all, or a sample. :param error: by how many nats those expectations may be off that it finds better.
     :param bound: of which they are a part.
     """
     if not engine.effort.calls_for_more(error, bound, int(state.num_rows)):

@@ -103,8 +103,8 @@ class FullFamily:
             try:
                 source, head, all_rows = open_source(data, self.model, model_kwargs, options, self._shuffle)
                 engine = self._engines.get(head, model_kwargs, rng_key, all_rows if init is None else None)
-                if repeat is not None and not engine.effort.is_thorough:
-                    engine = self._engines.make_thorough(engine)
+                if repeat is not None:  # what is compiled of a search from nearby is of no use to one from afar
+                    engine = self._engines.make_thorough(engine, replaces=repeat.nearby is None)
                 engine.program.check_prior()
             except BadData:
                 raise
@@ -176,11 +176,12 @@ class FullFamily:
         info |= result.info | ({} if repeat is None else repeat.modes)
         if self.certification.certifies(engine):
             rows = without(head, row_pass.left_out)
+            mendable = info.get("elbo_error", 0.0)
             if "elbo_error" not in info or engine.effort.is_sampled:
-                info["elbo_error"], excess = expectation_errors(engine, result.state, rows, result.error_estimates)
-                result = result.lowered(excess)
+                error, excess, mendable = expectation_errors(engine, result.state, rows, result.error_estimates)
+                info["elbo_error"], result = error, result.lowered(excess)
             can_repeat = source.seekable and options.checkpoint is None
-            if can_repeat and is_worth_more(engine, result.state, rows, info["elbo_error"], result.bound):
+            if can_repeat and is_worth_more(engine, result.state, rows, mendable, result.bound):
                 is_near = info["squared_natural_gradient"] <= NEARBY and row_pass.is_one_solve and sparse is None
                 nearby = FullGaussian(state.mean, state.root) if is_near else None
                 return _Repeat(nearby, modes_info(info.get("modes", ())))

@@ -11,6 +11,7 @@ from scipy.optimize import curve_fit
 from numpyro_rvga import RVGA, FixedPointVI
 from numpyro_rvga.engines.engine import Engine
 from numpyro_rvga.engines.joint_solver import JointSolver
+from numpyro_rvga.families import full
 
 
 def bounded_scale(x, y=None):
@@ -149,8 +150,9 @@ def test_finer_rules_go_on_from_what_the_others_have_found(monkeypatch):
     np.testing.assert_allclose(posterior.elbo, value.mean() + entropy, atol=4 * value.std() / np.sqrt(len(value)))
 
 
-def test_thorough_searches_begin_with_few_nodes(monkeypatch):
+def test_thorough_searches_from_afar_begin_with_few_nodes(monkeypatch):
     """Where q is wide, the finest rules take longest."""
+    monkeypatch.setattr(full, "NEARBY", -np.inf)  # as where the usual rules have led nowhere
     method, known = RVGA(bent), {"x": np.zeros(5), "y": np.array([-1.0, 0.0, 0.3, 0.5, 4.0])}
     made = evaluations(monkeypatch)
     first = method.run(known, progress_bar=False)
@@ -159,6 +161,16 @@ def test_thorough_searches_begin_with_few_nodes(monkeypatch):
     again = method.run(known, progress_bar=False)
     assert made[0] and not made[-1]
     np.testing.assert_allclose(again.elbo, first.elbo, atol=1e-6)
+
+
+def test_a_second_run_by_finer_rules_compiles_nothing_of_the_model(caplog):
+    method, known = RVGA(bent), {"x": np.zeros(5), "y": np.array([-1.0, 0.0, 0.3, 0.5, 4.0])}
+    with jax.log_compiles(), caplog.at_level("WARNING"):
+        first = method.run(known, progress_bar=False)
+        assert method.last_engine.effort.is_thorough and "jit(evaluate)" in caplog.text
+        caplog.clear()
+        again = method.run(known, progress_bar=False)
+    assert "jit(evaluate)" not in caplog.text and again.elbo == first.elbo
 
 
 @jax.tree_util.register_pytree_node_class
@@ -203,3 +215,19 @@ def test_errors_of_rounding_call_for_no_finer_rules():
     deviation = np.sqrt(np.diagonal(double.covariance))
     np.testing.assert_allclose((single.mean - double.mean) / deviation, 0, atol=5e-3)
     np.testing.assert_allclose(single.elbo, double.elbo, rtol=8 * np.finfo(np.float32).eps)
+
+
+def mixed(x, y, z):
+    """Rows of one predictor, whose rules can be finer, and of five, whose errors are the larger ones."""
+    a, b = numpyro.sample("a", dist.Normal(0, 1)), numpyro.sample("b", dist.Normal(0, 1).expand([3]).to_event(1))
+    scale = numpyro.sample("scale", dist.LogNormal(0, 1))
+    numpyro.sample("y", dist.StudentT(3, a, 1), obs=y)
+    numpyro.sample("z", dist.StudentT(3, a + b[0] * x + jnp.tanh(b[1]) * jnp.exp(b[2]), scale), obs=z)
+
+
+def test_what_finer_rules_cannot_mend_does_not_call_for_them():
+    rng, method = np.random.default_rng(0), RVGA(mixed)
+    x, y, z = rng.normal(size=(3, 20))
+    posterior = method.run({"x": x, "y": y, "z": z}, progress_bar=False)
+    assert posterior.info["elbo_error"] > 2e-3 and not method.last_engine.effort.is_thorough
+    assert method.last_engine.effort.can_be_thorough
