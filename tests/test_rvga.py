@@ -313,9 +313,22 @@ def test_functional_form_is_pure_and_works_under_jit():
     assert posterior.num_rows == 90
 
 
-def test_a_second_run_of_the_same_shapes_compiles_nothing():
-    rows = data("groups")
-    rvga = RVGA(hierarchical, first_block=30)
+def measured_with_error(X, y):
+    """A latent variable of each row, and a deterministic site that reads the data."""
+    slope, scale = numpyro.sample("slope", dist.Normal(0, 2)), numpyro.sample("scale", dist.HalfNormal(1))
+    numpyro.deterministic("average", slope * jnp.mean(X))
+    with numpyro.plate("rows", len(X)):
+        true = numpyro.sample("true", dist.Normal(0, 1))
+        numpyro.sample("x", dist.Normal(true, 0.5), obs=X[:, 0])
+        numpyro.sample("y", dist.Normal(slope * true, scale), obs=y)
+
+
+@pytest.mark.parametrize(
+    "model, name, options", [(hierarchical, "groups", {"first_block": 30}), (measured_with_error, "linear", {})]
+)
+def test_a_second_run_of_the_same_shapes_compiles_nothing(model, name, options):
+    rows = data(name)
+    rvga = RVGA(model, **options)
     rvga.run(rows, progress_bar=False)
     other = {**rows, "y": 1 - rows["y"]}
     compiled: list[str] = []
