@@ -22,7 +22,7 @@ from jax.scipy.stats import norm
 from jax.scipy.stats import t as student
 from numpyro.infer.importance import _psis_khat
 
-from ..core.compilation import jit_once
+from ..core.compilation import Compiled
 from ..core.gaussians.mean_field import MeanField
 from ..core.gaussians.mixture import GaussianMixture
 from ..engines.starts import NOTICEABLE, share_of_others
@@ -234,26 +234,31 @@ def _draws(posterior: Fitted, rng_key: Array, num_samples: int) -> tuple[Array, 
     The wider draws are of the Gaussian with q's moments, which q itself is unless it is no Gaussian.
     """
     q = posterior.gaussian
-    is_gaussian = not isinstance(q, GaussianMixture | MeanField)
-    gaussian = q if is_gaussian else q.as_full()
+    is_gaussian, size, dtype = not isinstance(q, GaussianMixture | MeanField), q.mean.size, q.mean.dtype
     draw_key, wide_key = jax.random.split(rng_key)
     of_mixture = None if is_gaussian else posterior.sample_unconstrained(draw_key, (num_samples,))
-    count, dtype, rng = int(num_samples * SHARE), gaussian.mean.dtype, np.random.default_rng(key_numbers(wide_key))
-    noise = rng.normal(size=(count, gaussian.noise_size)).astype(dtype)  # JAX's samplers take seconds to compile
-    coordinates = rng.integers(0, gaussian.mean.size, count)
+    count, rng = int(num_samples * SHARE), np.random.default_rng(key_numbers(wide_key))
+    noise_size = q.noise_size if is_gaussian else size
+    noise = rng.normal(size=(count, noise_size)).astype(dtype)  # JAX's samplers take seconds to compile
+    coordinates = rng.integers(0, size, count)
     wide = (WIDER * rng.standard_t(DEGREES, count)).astype(dtype)
 
-    theta, *rest = _drawn(num_samples)(q, gaussian, draw_key, of_mixture, noise, coordinates, wide)
+    # A mixture's density is a sum over hundreds of components at each draw: that is worth being compiled well.
+    compiled = _drawn(num_samples, level=1 if isinstance(q, GaussianMixture) else 0)
+    theta, *rest = compiled(q, draw_key, of_mixture, noise, coordinates, wide)
     log_q, standard, log_mixture = (np.asarray(x, np.float64) for x in rest)
     return theta, log_q, standard, log_mixture
 
 
 @functools.cache
-def _drawn(num_samples: int) -> Callable:
-    """A compiled function: so many draws of q and the wider ones, log q, and the others of :func:`_draws`."""
+def _drawn(num_samples: int, level: int) -> Callable:
+    """A compiled function: so many draws of q and the wider ones, log q, and the others of :func:`_draws`.
 
-    @jit_once
-    def drawn(q, gaussian, key, of_mixture, noise, coordinates, wide):
+    :param level: of optimization, see :class:`~numpyro_rvga.core.compilation.Compiled`.
+    """
+
+    def drawn(q, key, of_mixture, noise, coordinates, wide):
+        gaussian = q if of_mixture is None else q.as_full()
         theta, mean, deviation, count = of_mixture, gaussian.mean, gaussian.deviation(), len(noise)
         if theta is None:
             theta = gaussian.transform(jax.random.normal(key, (num_samples, gaussian.noise_size), mean.dtype))
@@ -272,7 +277,7 @@ def _drawn(num_samples: int) -> Callable:
         share = count / len(both)
         return both, log_q, standard, jnp.logaddexp(math.log1p(-share), math.log(share) + log_wider)
 
-    return drawn
+    return Compiled(drawn, level=level)
 
 
 def _moves(z: np.ndarray, log_weights: np.ndarray, log_mixture: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -22,7 +22,7 @@ from gaussian_posteriors import (
 from scipy import stats
 from scipy.special import expit
 
-from numpyro_rvga import RVGA, Posterior
+from numpyro_rvga import RVGA, FixedPointVI, Posterior
 from numpyro_rvga.core.gaussians import FullGaussian
 
 KEY = jax.random.key(3)
@@ -120,6 +120,14 @@ def centered(X, y=None):
     regression(X - X.mean(axis=0), y)
 
 
+def shrunk(X, y=None):
+    """Given the scale, all is Normal."""
+    scale = numpyro.sample("scale", dist.HalfNormal(1))
+    slopes = numpyro.sample("slopes", dist.Normal(0, scale).expand([X.shape[1]]).to_event(1))
+    with numpyro.plate("rows", len(X)):
+        numpyro.sample("y", dist.Normal(X @ slopes, 1), obs=y)
+
+
 ANSWERS = {
     "khat": lambda posterior, data: posterior.khat(data, num_samples=200),
     "log_prob": lambda posterior, data: posterior.log_prob(posterior.median()),
@@ -130,10 +138,14 @@ ANSWERS = {
 
 
 @pytest.mark.parametrize("answer", ANSWERS)
-@pytest.mark.parametrize("model", [regression, centered])
-def test_a_posterior_compiles_what_it_is_asked_once(model, answer):
+@pytest.mark.parametrize(
+    "method",
+    [RVGA(regression), RVGA(centered), FixedPointVI(shrunk, integrate=["scale"])],
+    ids=["regression", "centered", "integrated"],
+)
+def test_a_posterior_compiles_what_it_is_asked_once(method, answer):
     data = regression_data(seed=5)
-    posterior = RVGA(model).run(data, progress_bar=False)
+    posterior = method.run(data, progress_bar=False)
     first = ANSWERS[answer](posterior, data)
     compiled: list[str] = []
     jax.monitoring.register_event_duration_secs_listener(lambda event, *_, **__: compiled.append(event))

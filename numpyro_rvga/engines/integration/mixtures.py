@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 from jax.typing import DTypeLike
 
 from ...core.compilation import jit
@@ -43,8 +43,13 @@ def mixture_of(
     roots[:, indices, : len(indices)] = kernels
     roots[:, others, : len(indices)] = design.slopes[kept] @ kernels
     roots[:, others, len(indices) :] = design.roots[kept]
-    lower = jit(lambda roots: lax.map(lower_from_root, roots))(roots)
-    return GaussianMixture(log_weights, means, lower)
+    return GaussianMixture(log_weights, means, _lower_from_roots(roots))
+
+
+@jit
+def _lower_from_roots(roots: Array) -> Array:
+    """Lower triangular roots of the same products, (K, P, P)."""
+    return lax.map(lower_from_root, roots)
 
 
 def _packed_roots(
