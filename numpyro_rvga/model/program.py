@@ -122,7 +122,7 @@ class Program(BoundLikelihood):
             return self if self.holds(rows) else None
         if self.data_prior is None and not self.deterministic.of_data and self.row_latents is None:
             return self
-        other = copy.copy(self) if self.data_prior is None else self._copied()
+        other = copy.copy(self) if self.data_prior is None else self._copied()  # a prior that reads no data is the same
         other.data_rows = self._rows_to_keep(all_rows)
         if self.data_prior is not None:
             data_prior, other.constants = self._read_data_prior(self._usable(all_rows))

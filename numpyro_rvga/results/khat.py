@@ -234,14 +234,14 @@ def _draws(posterior: Fitted, rng_key: Array, num_samples: int) -> tuple[Array, 
     The wider draws are of the Gaussian with q's moments, which q itself is unless it is no Gaussian.
     """
     q = posterior.gaussian
-    is_gaussian, size, dtype = not isinstance(q, GaussianMixture | MeanField), q.mean.size, q.mean.dtype
+    mean, is_gaussian = q.mean, not isinstance(q, GaussianMixture | MeanField)
     draw_key, wide_key = jax.random.split(rng_key)
     of_mixture = None if is_gaussian else posterior.sample_unconstrained(draw_key, (num_samples,))
     count, rng = int(num_samples * SHARE), np.random.default_rng(key_numbers(wide_key))
-    noise_size = q.noise_size if is_gaussian else size
-    noise = rng.normal(size=(count, noise_size)).astype(dtype)  # JAX's samplers take seconds to compile
-    coordinates = rng.integers(0, size, count)
-    wide = (WIDER * rng.standard_t(DEGREES, count)).astype(dtype)
+    noise_size = q.noise_size if is_gaussian else mean.size
+    noise = rng.normal(size=(count, noise_size)).astype(mean.dtype)  # JAX's samplers take seconds to compile
+    coordinates = rng.integers(0, mean.size, count)
+    wide = (WIDER * rng.standard_t(DEGREES, count)).astype(mean.dtype)
 
     # A mixture's density is a sum over hundreds of components at each draw: that is worth being compiled well.
     compiled = _drawn(num_samples, level=1 if isinstance(q, GaussianMixture) else 0)
