@@ -18,7 +18,15 @@ from ..model.bound.validation import check_independence
 from ..model.data.arguments import BadData, NotRows, checked_rows, has_frames, whole_data
 from ..model.data.rows import Data, Keywords, Rows, num_rows, same, snapshot
 from ..model.half_lines import read_on_positive_half
-from ..model.handlers.failures import LocalLatents, UnboundedStates, is_fault, of_stream, readable, why_not_rows
+from ..model.handlers.failures import (
+    LocalLatents,
+    LocalStates,
+    UnboundedStates,
+    is_fault,
+    of_stream,
+    readable,
+    why_not_rows,
+)
 from ..model.program import Program
 from ..options import Info, Options, key_numbers
 from ..user_warnings import warn
@@ -245,8 +253,8 @@ class Engines:
         }
         try:
             program = self._read(rows, model_kwargs, **options)
-        except LocalLatents:
-            if self._local != "auto":
+        except LocalLatents as error:
+            if self._local != "auto" and not (self._batch and isinstance(error, LocalStates)):
                 raise
             program = self._read(rows, model_kwargs, **options | {"local": "marginal"})
         if not self._whole:

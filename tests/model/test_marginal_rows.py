@@ -83,6 +83,27 @@ def test_states_that_another_latent_bounds_are_all_summed_over():
     np.testing.assert_allclose(found.elbo, expected.elbo, atol=1e-3)
 
 
+@pytest.mark.parametrize("method", [RVGA, FixedPointVI])
+def test_rows_whose_latents_are_all_discrete_are_rows_for_both_methods(method):
+    def enumerated(y):
+        means = numpyro.sample("means", dist.Normal(jnp.array([-1.0, 1.0]), 0.2).to_event(1))
+        with numpyro.plate("rows", len(y)):
+            z = numpyro.sample("z", dist.Bernoulli(0.3))
+            numpyro.sample("y", dist.Normal(means[z], 0.5), obs=y)
+
+    def mixture(y):
+        means = numpyro.sample("means", dist.Normal(jnp.array([-1.0, 1.0]), 0.2).to_event(1))
+        with numpyro.plate("rows", len(y)):
+            parts = dist.Normal(means, 0.5)
+            numpyro.sample("y", dist.MixtureSameFamily(dist.Categorical(jnp.array([0.7, 0.3])), parts), obs=y)
+
+    data = {"y": np.array([-1.2, -0.9, -1.1, 0.8, 1.3, 0.1], np.float32)}
+    found, expected = (method(model).run(data, progress_bar=False) for model in (enumerated, mixture))
+    assert found.program.row_latents is not None and not found.program.whole
+    np.testing.assert_allclose(found.mean, expected.mean, atol=1e-3)
+    np.testing.assert_allclose(found.elbo, expected.elbo, atol=2e-3)
+
+
 def test_nothing_is_integrated_out_where_rows_have_states_and_no_choice_of_sites_helps():
     def augmented(y):
         omega, p = numpyro.sample("omega", dist.Uniform(0, 1)), numpyro.sample("p", dist.Uniform(0, 1))

@@ -14,7 +14,7 @@ import numpy as np
 from ...core.compilation import abstractly, at_once, jit_once
 from ..data.arguments import absent_arguments
 from ..data.rows import Arrays, Keywords, common_length
-from ..handlers.failures import FORWARD, CoupledRows, LocalLatents
+from ..handlers.failures import FORWARD, CoupledRows, LocalLatents, LocalStates
 from ..handlers.tracing import SiteInfo, SiteRecord, plates_of, run_model, sample_sites
 from ..layout import Layout
 from ..terms.terms import linearize
@@ -111,7 +111,8 @@ def check_continuous(sites: Mapping[str, SiteInfo], local_names: frozenset[str],
         if name in local_names and local == "marginal":
             continue
         if name in local_names:
-            raise LocalLatents(
+            are_states = all(sites[local_name].is_discrete for local_name in local_names)
+            raise (LocalStates if are_states else LocalLatents)(
                 f"site {name!r} is a discrete latent variable of each row, which local='prior' does not take. "
                 "RVGA(model, local='marginal') sums over its states."
             )

@@ -39,6 +39,10 @@ class LocalLatents(CoupledRows):
     """Latent variables of single rows for which their conditional prior cannot stand."""
 
 
+class LocalStates(LocalLatents):
+    """Latent variables of single rows that are all discrete, and so summed out or nothing."""
+
+
 class UnboundedStates(NotImplementedError):
     """Discrete latent variables with too many states to sum over."""
 
