@@ -71,7 +71,8 @@ class FixedPointVI:
         group of them at a time. This is closer, and takes longer. It is a lower bound in expectation only:
         ``info["elbo_error"]`` is its standard error.
     :param mesh: devices that share the rows; see :class:`RVGA`.
-    :param str local: latent variables of single rows: ``"marginal"`` or ``"prior"``; see :class:`RVGA`.
+    :param str local: latent variables of single rows: ``"marginal"`` or ``"prior"``; see :class:`RVGA`. If all of them
+        are discrete, each row sums over its states in either case.
     :raises ValueError: for options that do not exist or exclude each other.
 
     **References**

@@ -111,7 +111,7 @@ def check_continuous(sites: Mapping[str, SiteInfo], local_names: frozenset[str],
         if name in local_names and local == "marginal":
             continue
         if name in local_names:
-            are_states = all(sites[local_name].is_discrete for local_name in local_names)
+            are_states = all(sites[of_row].is_discrete for of_row in local_names)
             raise (LocalStates if are_states else LocalLatents)(
                 f"site {name!r} is a discrete latent variable of each row, which local='prior' does not take. "
                 "RVGA(model, local='marginal') sums over its states."

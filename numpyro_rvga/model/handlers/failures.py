@@ -40,7 +40,7 @@ class LocalLatents(CoupledRows):
 
 
 class LocalStates(LocalLatents):
-    """Latent variables of single rows that are all discrete, and so summed out or nothing."""
+    """Latent variables of single rows that are all discrete: summing over their states leaves out nothing of q."""
 
 
 class UnboundedStates(NotImplementedError):
