@@ -138,6 +138,13 @@ class Effort(NamedTuple):
         Random nodes do not count: their averages are not smooth enough to begin with."""
         return self.level == "usual" and not self.is_sampled and self.is_little_work(num_rows)
 
+    def takes_values_by_many_nodes(self, num_rows: int) -> bool:
+        """Whether a search may end by few nodes, and the bound be evaluated by many at its end alone."""
+        pairs = [(kind, terms) for kind, terms in zip(self.joint_rows, self.row_terms) if kind.few is not None]
+        points = num_rows * sum(terms.num_elements * self._num_nodes(terms) for _, terms in pairs)
+        have_values = all(kind.values is not None for kind, _ in pairs) and not any(kind.sampled for kind in self.prior)
+        return have_values and self.level == "usual" and points <= FEW_POINTS
+
     def is_little_work(self, num_rows: int, *, by_few_nodes: bool = False) -> bool:
         """Whether an evaluation takes so little time that it is not worth being compiled well."""
         if any(terms.by_draws for terms in self.row_terms) or num_rows == 1:  # one row may be all data

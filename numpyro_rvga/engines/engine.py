@@ -79,8 +79,7 @@ class Engine:
         *,
         effort: str = "usual",
     ):
-        self.program, self.options, self.movement = program, options, movement
-        self.rng_key = rng_key
+        self.program, self.options, self.movement, self.rng_key = program, options, movement, rng_key
         self.made: dict[Hashable, Any] = {}  # see once()
         self.effort = self._effort(effort)
         self.kinds, self.prior_kinds = self.effort.rows, self.effort.prior
@@ -254,7 +253,9 @@ class Engine:
         if not self.effort.can_do_with_few or self.effort.takes_one_rule(problem.num_rows):
             return problem, None
         suffices = partial(self.effort.few_nodes_suffice, problem.num_rows)
-        return problem, Coarse(search._replace(by_few_nodes=True), problem, suffices)
+        may_end = problem.row_factors is None and self.effort.takes_values_by_many_nodes(problem.num_rows)
+        few = problem._replace(is_corrected=np.asarray(False)) if may_end else problem
+        return problem, Coarse(search._replace(by_few_nodes=True), few, suffices)
 
     def _other_means(self, search: Search, problem: JointProblem, num_rows: int) -> Callable | None:
         """Where a search from the prior begins again, see :mod:`~.starts`; None where that is not worth its time."""
@@ -271,8 +272,8 @@ class Engine:
     def search_all(self, problem: JointProblem, *, alternating: bool = False) -> Search:
         """The search of :meth:`solve_all`."""
         has_start = problem.init is not None
-        settings = self.effort.settings_of_all(has_start=has_start)
-        return self._search(settings, problem.num_chunks, has_start=has_start, alternating=alternating)
+        options = {"has_start": has_start, "alternating": alternating}
+        return self._search(self.effort.settings_of_all(has_start=has_start), problem.num_chunks, **options)
 
     def _search(self, settings: Settings, num_chunks: int, **choices: bool) -> Search:
         """``choices``: see :func:`search_for`."""
@@ -302,7 +303,7 @@ class Engine:
         rows, prior = FactorSet(self.effort.joint_rows, linearize, problem.chunks), self.prior_set(problem.prior_inputs)
         return DenseJoint(
             search,
-            rows.coarse(lambda kind: search.by_few_nodes, problem.is_coarse),
+            rows.coarse(lambda kind: search.by_few_nodes, problem.is_coarse, problem.is_corrected),
             prior.coarse(lambda kind: search.by_few_nodes and kind.sampled, problem.is_coarse),  # others have few terms
             problem.state,
             row_factors=problem.row_factors,

@@ -17,7 +17,7 @@ from ..core.compilation import Compiled, jit, jit_once
 from ..core.matrices.precisions import PrecisionForm
 from ..core.pytrees import PyTree
 from ..core.updates.drivers import Evaluated, Pending, Progress, StepParts, Steps, solve
-from ..core.updates.factors import Expected, Kind
+from ..core.updates.factors import ErrorEstimates, Expected, Kind
 from ..core.updates.joint import Joint, SolveStart, solve_joint_traced
 from ..core.updates.maximize import solution
 from ..core.updates.objective import is_conservative, is_log_concave
@@ -46,6 +46,8 @@ class JointProblem(NamedTuple):
     :ivar row_factors: by which the rows are part of the state; None: they are not.
     :ivar init: mean and precision of a q to start from, in the state's standard coordinates, or None.
     :ivar is_coarse: whether expectations take few draws; None: they cannot.
+    :ivar is_corrected: whether those by few nodes are corrected, see :class:`~numpyro_rvga.core.updates.factors.Kind`;
+        None: they are not checked so.
     """
 
     state: State
@@ -54,6 +56,7 @@ class JointProblem(NamedTuple):
     row_factors: tuple[RowFactors, ...] | None = None
     init: tuple[Array, Array] | None = None
     is_coarse: Array | np.ndarray | None = None
+    is_corrected: Array | np.ndarray | None = None
 
     @property
     def is_far(self) -> bool:
@@ -97,6 +100,13 @@ class Coarse(NamedTuple):
     search: Search
     problem: Any
     suffices: Suffices | None = None
+
+    @property
+    def corrected(self) -> Coarse | None:
+        """The same expectations, corrected; None: they cannot be."""
+        if self.problem.is_corrected is None:
+            return None
+        return self._replace(problem=self.problem._replace(is_corrected=np.asarray(True)))
 
 
 def search_for(
@@ -169,6 +179,7 @@ class JointSolver:
         self._propose = Compiled(parts.propose, ("search",), pending, level=level)
         self._evaluate = [Compiled(parts.evaluate, ("search",), evaluated, level=level) for level in (1, 0)]
         self._update = Compiled(parts.update, ("search",), each, level=level)
+        self._values = Compiled(parts.values, ("search",), each)
         self._finish = Compiled(self._finished, ("search", "with_absorbed"), each, level=level)
         self._traced = jit(self._solved_traced, static_argnames=("search", "with_absorbed"))
 
@@ -198,15 +209,19 @@ class JointSolver:
         if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((problem, num_rows))):
             return self._traced(problem, num_rows, search=search, with_absorbed=with_absorbed)
         start = self._begin[self._is_little_work(search, problem)](problem, search=search)
-        coarse_steps = None if coarse is None else self._steps(search, problem, start, coarse)
-        suffices = None if coarse is None else coarse.suffices
+        steps_by = partial(self._steps, search, problem, start)
+        cheap = None if coarse is None else steps_by(coarse)
+        corrected = None if coarse is None or coarse.corrected is None else steps_by(coarse.corrected)
 
         def finished(state: SolverState, steps: Steps) -> Solved:
             expected = expected_at(steps, state) if with_error_estimates else None
+            if coarse is not None and coarse.corrected is not None and steps is cheap and expected is not None:
+                state, expected = self._with_finer_values(coarse, steps, state, expected)
             options = {"search": search, "with_absorbed": with_absorbed}
             return self._finish(problem, start.form, state, expected, num_rows, **options)
 
-        searches = Searches(search, start.state, self._steps(search, problem, start), coarse_steps, suffices, finished)
+        suffices = None if coarse is None else coarse.suffices
+        searches = Searches(search, start.state, steps_by(), cheap, corrected, suffices, finished)
         count, crawl = StepCount(), Crawl()
         is_dear = self._is_long and not search.mode  # a density may rise without end
 
@@ -232,6 +247,26 @@ class JointSolver:
             partial(evaluate, at, base, form, search=of),
             partial(self._update, problem, form, search=search),
         )
+
+    def _with_finer_values(
+        self, coarse: Coarse, steps: Steps, state: SolverState, expected: Expected
+    ) -> tuple[SolverState, Expected]:
+        """The end of a search by few nodes, and the expectations there, with the rows' values and the bound by many
+        nodes where those of few do not suffice."""
+        before, bound = expected.error_estimates, state.evaluation.bound
+        assert coarse.suffices is not None
+        if coarse.suffices(before, float(bound)):
+            return state, expected
+        pending = steps.propose(state._replace(step=jax.device_put(np.zeros_like(state.step))))
+        of_rows = self._values(coarse.problem, pending, search=coarse.search)
+        values, errors = (np.array(x) for x in (before.values, before.errors))
+        for place, finer in enumerate(jax.device_get(of_rows), start=len(values) - len(of_rows)):
+            if finer is not None:
+                values[place], errors[place] = finer
+        bound = bound + np.sum(values - before.values)
+        finer = ErrorEstimates(jnp.asarray(values), jnp.asarray(errors))
+        state = state._replace(evaluation=state.evaluation._replace(bound=bound))
+        return state, expected._replace(error_estimates=finer)
 
     def _finished(
         self,

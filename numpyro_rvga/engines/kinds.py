@@ -33,7 +33,8 @@ from jax import Array
 from ..core.expectations import by_nodes as ex
 from ..core.expectations import closed_forms as cf
 from ..core.expectations.draws import by_draws
-from ..core.expectations.ladder import expectations
+from ..core.expectations.ladder import expectations, values_by_many_nodes
+from ..core.expectations.quadrature import TENSOR_NODES
 from ..core.expectations.tilted import TiltedForm, tilted
 from ..core.matrices.linalg import semidefinite_factor
 from ..core.updates.factors import Expect, Kind, Moments, without_errors
@@ -69,6 +70,7 @@ def make_kind(terms: Terms, options: Options, rng_key: Array, *, effort: str = "
         information=site.information if has_information else None,
         has_errors=rule.has_errors,
         few=None if rule.few is None else site.few,
+        values=None if rule.values is None else site.values,
         has_few_draws=rule.has_few_draws,
         held_out=site.held_out if sampled else None,
     )
@@ -92,10 +94,15 @@ class _SiteExpectations:
         moments = jax.vmap(self._rule.finest)(means, covariances, values)
         return _weighted(weight, moments), jnp.zeros(len(means), means.dtype)
 
-    def few(self, means: Array, covariances: Array, constants: tuple) -> tuple[Moments, Array]:
+    def few(self, means: Array, covariances: Array, constants: tuple, **is_corrected: Array) -> tuple[Moments, Array]:
         weight, values, local = constants
         assert self._rule.few is not None
-        return _weighted(weight, self._rule.few(means, _with_local(covariances, local), values))
+        return _weighted(weight, self._rule.few(means, _with_local(covariances, local), values, **is_corrected))
+
+    def values(self, means: Array, covariances: Array, constants: tuple) -> tuple[Array, Array]:
+        weight, values, local = constants
+        assert self._rule.values is not None
+        return _weighted(weight, self._rule.values(means, _with_local(covariances, local), values))
 
     def filtered(self, means: Array, covariances: Array, constants: tuple) -> Moments:
         """The moments of the extended Kalman filter (R-VGA paper, Theorem 3), whose curvature is the Fisher
@@ -173,6 +180,7 @@ class _Rule(NamedTuple):
     of_many: Expect | None = None
     has_errors: bool = False
     few: Expect | None = None
+    values: Callable | None = None
     has_few_draws: bool = False
     held_out: Callable | None = None
 
@@ -261,7 +269,11 @@ def _rule(name: str | ex.Expectation, terms: Terms, options: Options, rng_key: A
         for each in (effort, "few")
     )
     finest = at_density(partial(ex.quadrature, 1) if nodes is None else over_nodes)
-    return _Rule(finest, True, expect, has_errors=True, few=few if options.expectation == "auto" else None)
+    if options.expectation != "auto":
+        return _Rule(finest, True, expect, has_errors=True)
+    is_tensor = terms.num_predictors in TENSOR_NODES  # of one predictor, panels are soon compiled
+    values = values_by_many_nodes(terms.density) if is_tensor else None
+    return _Rule(finest, True, expect, has_errors=True, few=few, values=values)
 
 
 def _nodes_of(name: str, terms: Terms, options: Options, rng_key: Array) -> tuple[np.ndarray, np.ndarray] | None:

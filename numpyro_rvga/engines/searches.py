@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -16,6 +17,7 @@ from ..core.updates.state import State
 from .starts import LOWEST, NEAR, NUM_CHECKS, NUM_RETRIES, Solved, are_apart, best_of
 
 ROUGHLY = 0.01  # nats: the squared natural gradient at which a search by coarse expectations has done its part
+LEFT = 1e-3  # nats: the same by corrected coarse expectations, at which better ones would hardly move q
 STEPS_OF_A_CHECK = 2  # times as many as the first search took, from another start, after which it is given up;
 FEWEST_STEPS = 40  # but not before this many
 FORESEEN = 100.0  # times its squared natural gradient: the most by which a search will still raise its bound
@@ -76,6 +78,8 @@ class Searches(NamedTuple):
 
     :ivar start: the state that the first one begins with.
     :ivar exact: steps by the problem's own expectations. :ivar coarse: by cheaper ones, or None.
+    :ivar corrected: by the coarse ones, corrected roughly: where these hardly move q, nor would the exact ones. Or
+        None.
     :ivar suffices: see :data:`Suffices`.
     :ivar finished: the end of a search and the steps that led there -> its solution.
     """
@@ -84,6 +88,7 @@ class Searches(NamedTuple):
     start: SolverState
     exact: Steps
     coarse: Steps | None
+    corrected: Steps | None
     suffices: Suffices | None
     finished: Callable[[SolverState, Steps], Solved]
 
@@ -97,16 +102,20 @@ class Searches(NamedTuple):
             return state, self.exact, False
         crawl = Crawl()
 
-        def is_enough(at: Progress) -> bool:
-            return count.gives_up(at) or crawl.detects(at) or float(at.decrement) <= ROUGHLY
+        def is_enough(least: float, at: Progress) -> bool:
+            return count.gives_up(at) or crawl.detects(at) or float(at.decrement) <= least
 
-        near = solve(self.search, self.coarse, state, is_enough=is_enough)
+        near = solve(self.search, self.coarse, state, is_enough=partial(is_enough, ROUGHLY))
         if count.is_hopeless:
             return state, self.exact, False
         if not float(near.evaluation.decrement) <= ROUGHLY:
             return self._of_highest_bound(begun_again(near), state), self.exact, False
         if self._coarse_suffices(near):
             return near, self.coarse, True
+        if self.corrected is not None:
+            near = solve(self.search, self.coarse, near, is_enough=partial(is_enough, LEFT))
+            if self._coarse_suffices(near):
+                return near, self.coarse, True
         return begun_again(near), self.exact, True
 
     def refined(self, state: SolverState, steps: Steps, **options: Any) -> tuple[SolverState, Steps]:
@@ -172,7 +181,12 @@ class Searches(NamedTuple):
     def _coarse_suffices(self, state: SolverState) -> bool:
         if self.coarse is None or self.suffices is None:
             return False
-        return self.suffices(expected_at(self.coarse, state).error_estimates, float(state.evaluation.bound))
+        if self.suffices(expected_at(self.coarse, state).error_estimates, float(state.evaluation.bound)):
+            return True
+        if self.corrected is None or not float(state.evaluation.decrement) <= LEFT:
+            return False
+        after = solve(self.search, self.corrected, begun_again(state), is_enough=lambda at: True)
+        return float(after.evaluation.decrement) <= LEFT
 
 
 def _bound(solved: Solved) -> float:

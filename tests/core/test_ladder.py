@@ -9,7 +9,7 @@ from scipy import stats
 
 from numpyro_rvga.core.expectations import ladder
 from numpyro_rvga.core.expectations.by_nodes import hermite_rule, monte_carlo_points
-from numpyro_rvga.core.expectations.ladder import expectations
+from numpyro_rvga.core.expectations.ladder import expectations, values_by_many_nodes
 
 
 def negative_binomial(u, y):
@@ -148,6 +148,33 @@ def test_few_nodes_are_exact_where_factors_are_narrow(phi, size):
     assert errors.max() < 1e-8
     for a, b in zip(few, by_many_nodes(phi, *known, {1: 1, 2: 40, 3: 12}[size])):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("degree", [6, 7])
+def test_what_few_nodes_miss_of_the_next_derivatives_is_what_corrected_ones_add(degree):
+    """E[d/dz z^7] = 105 and E[d^2/dz^2 z^6] = 90, of which three nodes find 63 and 54."""
+    few = expectations(lambda u, y: u[0] ** degree, 1, effort="few")
+    one = jnp.zeros((1, 1)), jnp.ones((1, 1, 1)), jnp.zeros(1)
+
+    def slopes(**options):
+        (_, gradient, hessian), _ = few(*one, **options)
+        return [float(gradient[0, 0]), float(hessian[0, 0, 0])]
+
+    assert slopes(is_corrected=jnp.asarray(False)) == slopes()
+    np.testing.assert_allclose(slopes(), (0, 54) if degree == 6 else (63, 0), atol=1e-4)
+    exact = (0, 90) if degree == 6 else (105, 0)
+    np.testing.assert_allclose(slopes(is_corrected=jnp.asarray(True)), exact, rtol=0.05, atol=1e-3)
+
+
+@pytest.mark.parametrize("deviation", [0.3, 1.0])
+@pytest.mark.parametrize("phi, size", [each for each in SMOOTH if each[1] > 1])
+def test_values_by_many_nodes_are_as_exact_as_they_say(phi, size, deviation, monkeypatch):
+    monkeypatch.setattr(ladder, "CACHED_POINTS", 4096)  # in several chunks
+    means, covariances, outcomes = factors(size, deviation)
+    values, errors = values_by_many_nodes(phi)(means, covariances, outcomes)
+    exact, _, _ = by_many_nodes(phi, means, covariances, outcomes, {2: 80, 3: 30}[size])
+    assert np.all(np.abs(values - exact) <= errors + 1e-6)
+    assert np.all(errors < 0.1)
 
 
 @pytest.mark.parametrize("effort", ["few", "direct", "usual"])

@@ -91,6 +91,62 @@ def test_where_few_nodes_suffice_no_others_are_compiled(monkeypatch):
     assert compiled and all(compiled) and 0 < narrow.info["elbo_error"] < 1e-3
 
 
+GROUPS = np.repeat(np.arange(12), 25)
+
+
+def effects(group, y=None):
+    """Rows of three predictors, whose values few nodes find less exactly than q."""
+    intercept = numpyro.sample("intercept", dist.Normal(0, 2))
+    scale = numpyro.sample("scale", dist.HalfNormal(1))
+    z = numpyro.sample("z", dist.Normal(0, 1).expand([12]).to_event(1))
+    with numpyro.plate("rows", len(group)):
+        numpyro.sample("y", dist.Bernoulli(logits=intercept + scale * z[group]), obs=y)
+
+
+def bound_of_effects(mean, covariance, y):
+    """By 30 nodes along each predictor of a group, with theta = (intercept, log scale, z)."""
+    nodes, weights = np.polynomial.hermite_e.hermegauss(30)
+    noise = np.stack([x.ravel() for x in np.meshgrid(nodes, nodes, nodes)])
+    weights = np.einsum("i,j,k->ijk", weights, weights, weights).ravel() / weights.sum() ** 3
+    value = 0.0
+    for group in range(12):
+        among = [0, 1, 2 + group]
+        at = mean[among, None] + np.linalg.cholesky(covariance[np.ix_(among, among)]) @ noise
+        logits = at[0] + np.exp(at[1]) * at[2]
+        successes, total = y[group == GROUPS].sum(), np.sum(group == GROUPS)
+        value += weights @ (successes * logits - total * np.logaddexp(0, logits))
+    second = mean**2 + np.diag(covariance)
+    prior = -0.5 * second[0] / 4 - np.log(2) - 0.5 * np.log(2 * np.pi)
+    prior += 0.5 * np.log(2 / np.pi) + mean[1] - 0.5 * np.exp(2 * mean[1] + 2 * covariance[1, 1])
+    prior += -0.5 * second[2:].sum() - 6 * np.log(2 * np.pi)
+    entropy = 0.5 * np.linalg.slogdet(covariance)[1] + 7 * (1 + np.log(2 * np.pi))
+    return value + prior + entropy
+
+
+@pytest.mark.parametrize("method", [RVGA, FixedPointVI])
+def test_where_few_nodes_find_q_the_bound_there_is_by_many(method, monkeypatch):
+    rng = np.random.default_rng(0)
+    y = rng.binomial(1, 1 / (1 + np.exp(-rng.normal(size=12)[GROUPS])))
+    with jax.enable_x64(True):
+        made = evaluations(monkeypatch)
+        found = method(effects).run({"group": GROUPS, "y": y}, progress_bar=False)
+        assert made and all(made) and found.info["converged"] and 0 < found.info["elbo_error"] < 1e-3
+        monkeypatch.setattr(Engine, "_coarse", lambda self, search, problem: (problem, None))
+        by_many = method(effects).run({"group": GROUPS, "y": y}, progress_bar=False)
+    bound, best = (bound_of_effects(q.mean, q.covariance, y) for q in (found, by_many))
+    np.testing.assert_allclose(found.elbo, bound, atol=1e-4)
+    assert best - 1e-4 < bound < best + 1e-6
+
+
+def test_where_few_nodes_are_off_by_more_than_hardly_many_go_on(monkeypatch):
+    """Two outcomes for each of twelve groups: z and the scale stay wide."""
+    made = evaluations(monkeypatch)
+    y = np.random.default_rng(0).binomial(1, 0.5 + 0.45 * np.resize([1, -1], 12)[GROUPS])
+    few = np.arange(len(y)) % 25 < 2
+    FixedPointVI(effects).run({"group": np.tile(GROUPS[few], 9), "y": np.tile(y[few], 9)}, progress_bar=False)
+    assert made[0] and not made[-1]
+
+
 @pytest.mark.parametrize("method", [RVGA, FixedPointVI])
 def test_so_few_rows_that_many_nodes_are_little_work_take_these_alone(method, monkeypatch):
     compiled = evaluations(monkeypatch)

@@ -40,6 +40,7 @@ from .quadrature import (
     num_cube_nodes,
     spread_out,
     tensor,
+    value_by_cube,
 )
 
 EXACT = {64: 1e-8, 32: 1e-6}  # nats: an error of no consequence, by the precision's bits
@@ -80,7 +81,12 @@ def expectations(
     tolerances = (ENOUGH, FAIRLY_SMALL) if cost > 1 else (EXACT, SMALL)
     if effort == "few":
         first = partial(_by_first_rule, phi, num_predictors, tolerances)
-        return _differentiable(lambda *factors: first(*factors)[1:], phi, num_predictors)
+        few = _differentiable(lambda *factors: first(*factors)[1:], phi, num_predictors)
+
+        def by_few_nodes(*factors: Any, is_corrected: Array | None = None) -> tuple[Moments, Array]:
+            return few(*factors) if is_corrected is None else first(*factors, is_corrected=is_corrected)[1:]
+
+        return by_few_nodes
     batch_points = max(BATCH_POINTS // cost, LEAST_POINTS)
     measure = partial(_by_ladder, phi, num_predictors, nodes, effort == "thorough", tolerances, batch_points)
     if effort == "direct" and (nodes is not None or num_predictors in CUBE_NODES):
@@ -89,12 +95,29 @@ def expectations(
     return _differentiable(measure, phi, num_predictors)
 
 
+def values_by_many_nodes(phi: PHI) -> Callable[[Array, Array, PyTree], tuple[Array, Array]]:
+    """(means (n, C), covariances (n, C, C), constants (n, ...)) -> E[phi] of n factors and the estimated errors, (n,)
+    each, by many nodes for all. Without slopes, which take longer to compile and to compute."""
+
+    def values(means: Array, covariances: Array, constants: PyTree) -> tuple[Array, Array]:
+        of_each = jax.vmap(lambda *factor: value_by_cube(phi, factor_of(*factor)))
+        return _in_chunks(of_each, num_cube_nodes(means.shape[1]), (means, covariances, constants))
+
+    return values
+
+
 def _by_first_rule(
-    phi: PHI, num_predictors: int, tolerances: Tolerances, means: Array, covariances: Array, constants: PyTree
+    phi: PHI,
+    num_predictors: int,
+    tolerances: Tolerances,
+    means: Array,
+    covariances: Array,
+    constants: PyTree,
+    is_corrected: Array | None = None,
 ) -> tuple[Factor, Moments, Array]:
     """n factors, with the moments (n, ...) and their errors (n,) by the fifth-degree rule."""
     num_points = len(fifth_degree_nodes(num_predictors)[0])
-    first = jax.vmap(partial(_first_rule, phi, tolerances))
+    first = jax.vmap(partial(_first_rule, phi, tolerances, is_corrected=is_corrected))
     return _in_chunks(first, num_points, (means, covariances, constants))
 
 
@@ -172,12 +195,17 @@ def _by_ladder(
 
 
 def _first_rule(
-    phi: PHI, tolerances: Tolerances, mean: Array, covariance: Array, constants: PyTree
+    phi: PHI,
+    tolerances: Tolerances,
+    mean: Array,
+    covariance: Array,
+    constants: PyTree,
+    is_corrected: Array | None = None,
 ) -> tuple[Factor, Moments, Array]:
     """One factor, with its moments and their error by the fifth-degree rule."""
     factor = factor_of(mean, covariance, constants)
     points, _, _ = fifth_degree_nodes(mean.size)
-    moments, error, direction, slope = fifth_degree(factor, *at_nodes(phi, factor, points))
+    moments, error, direction, slope = fifth_degree(factor, *at_nodes(phi, factor, points), is_corrected)
     exact, small = tolerances
     tolerance = jnp.maximum(exact[jnp.finfo(mean.dtype).bits], small * natural_size(factor.root, moments))
     return factor._replace(direction=direction, slope=slope, tolerance=tolerance), moments, error

@@ -32,6 +32,7 @@ MOST_DIAGONAL = 3  # predictors, for which diagonals are probed too
 FAR = 4.5  # standard deviations: where phi is compared with the polynomial
 ROUNDINGS = 500.0  # units in phi's last place: what rounding makes of no difference there
 SHARE = 1 / 150  # of what phi differs there: of the sixth derivative's part, 1/167 is missing in the curvature
+ODD_SHARE = 1 / 645  # of the seventh derivative's part: what is missing in the gradient
 
 PHI = Callable[[Array, PyTree], Array]
 
@@ -59,7 +60,9 @@ def factor_of(mean: Array, covariance: Array, constants: PyTree) -> Factor:
     return Factor(mean, *semidefinite_factor(covariance), nothing, nothing, nothing[0], constants)
 
 
-def fifth_degree(factor: Factor, values: Array, gradients: Array) -> tuple[Moments, Array, Array, Array]:
+def fifth_degree(
+    factor: Factor, values: Array, gradients: Array, is_corrected: Array | None = None
+) -> tuple[Moments, Array, Array, Array]:
     """McNamee and Stenger's rule (1967): the mean, and points on axes and diagonals. With its error, the direction in
     which phi departs from a polynomial, and its gradient at the mean.
 
@@ -74,9 +77,13 @@ def fifth_degree(factor: Factor, values: Array, gradients: Array) -> tuple[Momen
     moments = _summed(values[used], gradients[used], (points[used], weights), factor)
     slopes = gradients @ factor.root  # in the coordinates z
     at = values[indices], jnp.einsum("lkc,lc->lk", slopes[indices], jnp.asarray(units, dtype))
-    off = jax.vmap(partial(_off_polynomial, FAR))(jnp.asarray(reach, dtype), *at)
+    even, odd = jax.vmap(partial(_off_polynomial, FAR))(jnp.asarray(reach, dtype), *at)
+    off = jnp.abs(even) + jnp.abs(odd)
     rounding = ROUNDINGS * jnp.finfo(dtype).eps * jnp.max(jnp.abs(values[used]))
     error = SHARE * jnp.where(off <= rounding, 0.0, off)  # NaN stays
+    if is_corrected is not None:
+        parts = (jnp.where(is_corrected & (off > rounding), x, 0.0) for x in (even, odd))
+        moments = _corrected(moments, factor, jnp.asarray(units, dtype), *parts)
     # Where phi has a kink, its gradient's second differences are along the kink's normal.
     node, far = slopes[indices[:, 1:3]], slopes[indices[:, 3:5]]
     bent = far - node - ((FAR - reach) / reach)[:, None, None] * (node - slopes[0])
@@ -113,8 +120,21 @@ def fifth_degree_nodes(size: int) -> tuple[np.ndarray, np.ndarray, tuple]:
     return points, np.array(weights), (units, reach, indices)
 
 
-def _off_polynomial(far: float, reach: Array, values: Array, slopes: Array) -> Array:
-    """By how much phi at +-far is off the polynomial through its values and slopes at 0 and +-reach: (5,) each."""
+def _corrected(moments: Moments, factor: Factor, units: Array, even: Array, odd: Array) -> Moments:
+    """The moments with gradient and curvature corrected for the sixth and seventh derivatives along lines.
+
+    :param units: of the lines, (lines, C). :param even: what phi is off the polynomial farther out, (lines,): the part
+        of even degree. :param odd: that of odd degree.
+    """
+    value, gradient, hessian = moments
+    slope = ODD_SHARE * odd @ units @ factor.inverse
+    in_z = SHARE * jnp.einsum("l,lc,ld->cd", even, units, units)
+    return value, gradient + slope, hessian + product(product(factor.inverse.T, in_z), factor.inverse)
+
+
+def _off_polynomial(far: float, reach: Array, values: Array, slopes: Array) -> tuple[Array, Array]:
+    """By how much phi at +-far is off the polynomial through its values and slopes at 0 and +-reach, (5,) each: the
+    parts of even and of odd degree."""
     even, odd = 0.5 * (values[1] + values[2]) - values[0], 0.5 * (values[1] - values[2]) - reach * slopes[0]
     even_slope, odd_slope = 0.5 * (slopes[1] - slopes[2]), 0.5 * (slopes[1] + slopes[2]) - slopes[0]
     b = (0.5 * reach * even_slope - even) / reach**4
@@ -123,7 +143,7 @@ def _off_polynomial(far: float, reach: Array, values: Array, slopes: Array) -> A
     c = odd / reach**3 - d * reach**2
     even_off = 0.5 * (values[3] + values[4]) - values[0] - a * far**2 - b * far**4
     odd_off = 0.5 * (values[3] - values[4]) - far * slopes[0] - c * far**3 - d * far**5
-    return jnp.abs(even_off) + jnp.abs(odd_off)
+    return even_off, odd_off
 
 
 def by_cube(phi: PHI, factor: Factor) -> tuple[Moments, Array]:
@@ -144,6 +164,17 @@ def by_cube(phi: PHI, factor: Factor) -> tuple[Moments, Array]:
     usable = jnp.isfinite(error)
     change, gradient, hessian = jax.tree.map(lambda x: jnp.where(usable, x[2], x[0]), rules)
     return (values[0] + change, gradient, hessian), jnp.where(usable, error, jnp.inf)
+
+
+def value_by_cube(phi: PHI, factor: Factor) -> tuple[Array, Array]:
+    """As :func:`by_cube`, E[phi] alone and by how much it may be off."""
+    z, weights = _cube_nodes(factor.mean.size)
+    points = factor.mean + jnp.asarray(z, factor.mean.dtype) @ factor.root.T
+    values = jax.vmap(lambda u: phi(u, factor.constants))(points)
+    changes = [jnp.sum(jnp.where(w != 0, w * (values - values[0]), 0.0)) for w in jnp.asarray(weights, values.dtype)]
+    error = jnp.abs(changes[1] - changes[2])
+    usable = jnp.isfinite(error)
+    return values[0] + jnp.where(usable, changes[2], changes[0]), jnp.where(usable, error, jnp.inf)
 
 
 def num_cube_nodes(num_predictors: int) -> int:

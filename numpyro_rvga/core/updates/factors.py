@@ -50,7 +50,9 @@ class Kind(NamedTuple):
     :ivar information: (mean, constants) -> the Fisher information (C, C), which replaces minus the Hessian where
         that is no curvature to go by.
     :ivar has_errors: whether ``expect`` estimates its errors. Else they are zero.
-    :ivar few: the same by few nodes; None: there is no such rule.
+    :ivar few: the same by few nodes; None: there is no such rule. With ``is_corrected``, a traced flag, gradient and
+        curvature are corrected for the derivatives that few nodes miss, roughly: whether they are missed.
+    :ivar values: E[phi] (n,) and its errors (n,) alone, by many nodes; None: there is no such rule.
     :ivar has_few_draws: whether ``expect`` takes ``is_coarse`` too, a traced flag or None: whether few draws will do.
     :ivar held_out: of n factors, E[phi] over R sets of nodes that no search uses, (n, R); None but for samples.
     """
@@ -65,6 +67,7 @@ class Kind(NamedTuple):
     information: Callable[[Array, tuple], Array] | None = None
     has_errors: bool = False
     few: Expect | None = None
+    values: Callable[[Array, Array, tuple], tuple[Array, Array]] | None = None
     has_few_draws: bool = False
     held_out: Callable[[Array, Array, tuple], Array] | None = None
 
@@ -73,9 +76,14 @@ class Kind(NamedTuple):
         nothing = jnp.zeros((*predictors.shape, predictors.shape[1]), predictors.dtype)
         return jax.vmap(self.plugin)(predictors, nothing, constants)
 
-    def by_few_nodes(self) -> Kind:
-        """The kind with expectations by few nodes, where there is such a rule."""
-        return self if self.few is None else self._replace(expect=self.few)
+    def by_few_nodes(self, is_corrected: Array | np.ndarray | None = None) -> Kind:
+        """The kind with expectations by few nodes, where there is such a rule.
+
+        :param is_corrected: a traced flag; see :class:`Kind`.
+        """
+        if self.few is None:
+            return self
+        return self._replace(expect=self.few if is_corrected is None else partial(self.few, is_corrected=is_corrected))
 
     def by_few_draws(self, is_coarse: Array | np.ndarray | None) -> Kind:
         """The kind with expectations by few draws where a traced flag says so; None: unchanged."""
@@ -169,6 +177,18 @@ def expect(
         hessians.append(h)
     error_estimates = ErrorEstimates(*[jnp.stack(x) if x else jnp.zeros(0) for x in (values, errors)])
     return Totals(value, gradient, error_estimates), tuple(hessians)
+
+
+def values_by_many_nodes(
+    kinds: tuple[Kind, ...], blocks: tuple[Factors, ...], covariances: tuple[Array, ...]
+) -> list[tuple[Array, Array] | None]:
+    """By kind: the sums over factors of E[phi] and of its errors, by many nodes; None where there is no such rule."""
+    return [
+        None
+        if kind.values is None
+        else jax.tree.map(jnp.sum, kind.values(block.predictors, covariance, block.constants))
+        for kind, block, covariance in zip(kinds, blocks, covariances)
+    ]
 
 
 def curvature_of(
