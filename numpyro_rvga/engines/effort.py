@@ -20,6 +20,7 @@ ROUNDING = 8.0  # units in the bound's last place, of two rules that are compare
 ENOUGH_DRAWS = 0.5  # and those over draws of theta for more draws
 FEW_POINTS = 2**24  # of all rows at the nodes of the last rule
 FEW_INTEGRANDS = 2**19  # of rows' own integrals at all nodes, for which the budget is that of other expectations
+LEFT_BY_RULES, LEFT_BY_AVERAGES = 1e-3, 1e-2  # nats: the squared natural gradient, at most
 LITTLE_WORK = 2**18  # numbers: entries of the Hessians at the nodes of all factors together
 NUMBERS_OF_CLOSED_FORMS = 128  # as which an expectation without nodes counts
 
@@ -138,12 +139,19 @@ class Effort(NamedTuple):
         Random nodes do not count: their averages are not smooth enough to begin with."""
         return self.level == "usual" and not self.is_sampled and self.is_little_work(num_rows)
 
-    def takes_values_by_many_nodes(self, num_rows: int) -> bool:
+    def may_end_by_few_nodes(self, num_rows: int) -> bool:
         """Whether a search may end by few nodes, and the bound be evaluated by many at its end alone."""
         pairs = [(kind, terms) for kind, terms in zip(self.joint_rows, self.row_terms) if kind.few is not None]
         points = num_rows * sum(terms.num_elements * self._num_nodes(terms) for _, terms in pairs)
-        have_values = all(kind.values is not None for kind, _ in pairs) and not any(kind.sampled for kind in self.prior)
+        have_values = all(kind.values is not None or kind.held_out is not None for kind, _ in pairs)
         return have_values and self.level == "usual" and points <= FEW_POINTS
+
+    @property
+    def left_by_few_nodes(self) -> float:
+        """The squared natural gradient, in nats, that a search by few nodes may leave of others. Averages over many
+        nodes leave more."""
+        is_sampled = self.is_sampled or any(kind.sampled for kind in self.prior)
+        return LEFT_BY_AVERAGES if is_sampled else LEFT_BY_RULES
 
     def is_little_work(self, num_rows: int, *, by_few_nodes: bool = False) -> bool:
         """Whether an evaluation takes so little time that it is not worth being compiled well."""

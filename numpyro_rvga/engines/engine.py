@@ -253,9 +253,9 @@ class Engine:
         if not self.effort.can_do_with_few or self.effort.takes_one_rule(problem.num_rows):
             return problem, None
         suffices = partial(self.effort.few_nodes_suffice, problem.num_rows)
-        may_end = problem.row_factors is None and self.effort.takes_values_by_many_nodes(problem.num_rows)
+        may_end = problem.row_factors is None and self.effort.may_end_by_few_nodes(problem.num_rows)
         few = problem._replace(is_corrected=np.asarray(False)) if may_end else problem
-        return problem, Coarse(search._replace(by_few_nodes=True), few, suffices)
+        return problem, Coarse(search._replace(by_few_nodes=True), few, suffices, self.effort.left_by_few_nodes)
 
     def _other_means(self, search: Search, problem: JointProblem, num_rows: int) -> Callable | None:
         """Where a search from the prior begins again, see :mod:`~.starts`; None where that is not worth its time."""
@@ -304,7 +304,7 @@ class Engine:
         return DenseJoint(
             search,
             rows.coarse(lambda kind: search.by_few_nodes, problem.is_coarse, problem.is_corrected),
-            prior.coarse(lambda kind: search.by_few_nodes and kind.sampled, problem.is_coarse),  # others have few terms
+            prior.coarse(lambda kind: search.by_few_nodes and kind.sampled, problem.is_coarse, problem.is_corrected),
             problem.state,
             row_factors=problem.row_factors,
             starts=self._starts if problem.row_factors is None and problem.init is None else None,

@@ -95,11 +95,13 @@ class Coarse(NamedTuple):
     """A problem with cheaper expectations, whose solution the search begins at.
 
     :ivar suffices: see :data:`~.searches.Suffices`; None: others are needed.
+    :ivar left: the squared natural gradient by corrected expectations, in nats, up to which these suffice for q.
     """
 
     search: Search
     problem: Any
     suffices: Suffices | None = None
+    left: float = 0.0
 
     @property
     def corrected(self) -> Coarse | None:
@@ -220,8 +222,8 @@ class JointSolver:
             options = {"search": search, "with_absorbed": with_absorbed}
             return self._finish(problem, start.form, state, expected, num_rows, **options)
 
-        suffices = None if coarse is None else coarse.suffices
-        searches = Searches(search, start.state, steps_by(), cheap, corrected, suffices, finished)
+        suffices, left = (None, 0.0) if coarse is None else (coarse.suffices, coarse.left)
+        searches = Searches(search, start.state, steps_by(), cheap, corrected, suffices, left, finished)
         count, crawl = StepCount(), Crawl()
         is_dear = self._is_long and not search.mode  # a density may rise without end
 

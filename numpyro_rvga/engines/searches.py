@@ -17,7 +17,7 @@ from ..core.updates.state import State
 from .starts import LOWEST, NEAR, NUM_CHECKS, NUM_RETRIES, Solved, are_apart, best_of
 
 ROUGHLY = 0.01  # nats: the squared natural gradient at which a search by coarse expectations has done its part
-LEFT = 1e-3  # nats: the same by corrected coarse expectations, at which better ones would hardly move q
+CLOSE = 1e-3  # and at which a step by corrected ones shows by how much they are off
 STEPS_OF_A_CHECK = 2  # times as many as the first search took, from another start, after which it is given up;
 FEWEST_STEPS = 40  # but not before this many
 FORESEEN = 100.0  # times its squared natural gradient: the most by which a search will still raise its bound
@@ -80,7 +80,7 @@ class Searches(NamedTuple):
     :ivar exact: steps by the problem's own expectations. :ivar coarse: by cheaper ones, or None.
     :ivar corrected: by the coarse ones, corrected roughly: where these hardly move q, nor would the exact ones. Or
         None.
-    :ivar suffices: see :data:`Suffices`.
+    :ivar suffices: see :data:`Suffices`. :ivar left: see :class:`~.joint_solver.Coarse`.
     :ivar finished: the end of a search and the steps that led there -> its solution.
     """
 
@@ -90,6 +90,7 @@ class Searches(NamedTuple):
     coarse: Steps | None
     corrected: Steps | None
     suffices: Suffices | None
+    left: float
     finished: Callable[[SolverState, Steps], Solved]
 
     def begin(self, state: SolverState, count: StepCount) -> tuple[SolverState, Steps, bool]:
@@ -113,7 +114,7 @@ class Searches(NamedTuple):
         if self._coarse_suffices(near):
             return near, self.coarse, True
         if self.corrected is not None:
-            near = solve(self.search, self.coarse, near, is_enough=partial(is_enough, LEFT))
+            near = solve(self.search, self.coarse, near, is_enough=partial(is_enough, CLOSE))
             if self._coarse_suffices(near):
                 return near, self.coarse, True
         return begun_again(near), self.exact, True
@@ -183,10 +184,10 @@ class Searches(NamedTuple):
             return False
         if self.suffices(expected_at(self.coarse, state).error_estimates, float(state.evaluation.bound)):
             return True
-        if self.corrected is None or not float(state.evaluation.decrement) <= LEFT:
+        if self.corrected is None or not float(state.evaluation.decrement) <= CLOSE:
             return False
         after = solve(self.search, self.corrected, begun_again(state), is_enough=lambda at: True)
-        return float(after.evaluation.decrement) <= LEFT
+        return float(after.evaluation.decrement) <= self.left
 
 
 def _bound(solved: Solved) -> float:

@@ -138,6 +138,33 @@ def test_where_few_nodes_find_q_the_bound_there_is_by_many(method, monkeypatch):
     assert best - 1e-4 < bound < best + 1e-6
 
 
+def crossed(row, column, y=None):
+    """Rows of five predictors."""
+    intercept = numpyro.sample("intercept", dist.Normal(0, 2))
+    scales = numpyro.sample("scales", dist.HalfNormal(1).expand([2]).to_event(1))
+    a = numpyro.sample("a", dist.Normal(0, 1).expand([10]).to_event(1))
+    b = numpyro.sample("b", dist.Normal(0, 1).expand([15]).to_event(1))
+    with numpyro.plate("rows", len(row)):
+        rate = jnp.exp(intercept + scales[0] * a[row] + scales[1] * b[column])
+        numpyro.sample("y", dist.Poisson(rate), obs=y)
+
+
+def test_where_few_nodes_of_many_predictors_find_q_no_others_are_compiled(monkeypatch):
+    rng = np.random.default_rng(0)
+    row, column = rng.integers(0, 10, 200), rng.integers(0, 15, 200)
+    y = rng.poisson(np.exp(0.5 * rng.normal(size=10)[row] + 0.3 * rng.normal(size=15)[column]))
+    known = {"row": row, "column": column, "y": y}
+    made = evaluations(monkeypatch)
+    found = FixedPointVI(crossed).run(known, progress_bar=False)
+    assert made and all(made) and found.info["converged"]
+    monkeypatch.setattr(Engine, "_coarse", lambda self, search, problem: (problem, None))
+    by_many = FixedPointVI(crossed, num_samples=2048).run(known, progress_bar=False)
+    deviation = np.sqrt(np.diagonal(by_many.covariance))
+    np.testing.assert_allclose((found.mean - by_many.mean) / deviation, 0, atol=0.02)
+    np.testing.assert_allclose(np.sqrt(np.diagonal(found.covariance)), deviation, rtol=0.02)
+    np.testing.assert_allclose(found.elbo, by_many.elbo, atol=found.info["elbo_error"] + by_many.info["elbo_error"])
+
+
 def test_where_few_nodes_are_off_by_more_than_hardly_many_go_on(monkeypatch):
     """Two outcomes for each of twelve groups: z and the scale stay wide."""
     made = evaluations(monkeypatch)

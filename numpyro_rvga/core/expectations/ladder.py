@@ -27,6 +27,7 @@ from .by_nodes import PANEL_NODES, Moments, hermite_rule
 from .quadrature import (
     ACROSS,
     CUBE_NODES,
+    MOST_DIAGONAL,
     PHI,
     TENSOR_NODES,
     Factor,
@@ -40,6 +41,7 @@ from .quadrature import (
     num_cube_nodes,
     spread_out,
     tensor,
+    turned,
     value_by_cube,
 )
 
@@ -204,6 +206,8 @@ def _first_rule(
 ) -> tuple[Factor, Moments, Array]:
     """One factor, with its moments and their error by the fifth-degree rule."""
     factor = factor_of(mean, covariance, constants)
+    if is_corrected is not None and mean.size > MOST_DIAGONAL:  # mixed derivatives show at other nodes alone
+        factor = turned(factor, is_corrected)
     points, _, _ = fifth_degree_nodes(mean.size)
     moments, error, direction, slope = fifth_degree(factor, *at_nodes(phi, factor, points), is_corrected)
     exact, small = tolerances

@@ -54,6 +54,14 @@ class Factor(NamedTuple):
     constants: PyTree
 
 
+def turned(factor: Factor, is_turned: Array) -> Factor:
+    """The factor with another root of its covariance, if a traced flag says so: its nodes are then elsewhere."""
+    size, dtype = factor.mean.size, factor.mean.dtype
+    rotation = np.linalg.qr(np.random.default_rng(0).normal(size=(size, size)))[0]
+    rotation = jnp.where(is_turned, jnp.asarray(rotation, dtype), jnp.eye(size, dtype=dtype))
+    return factor._replace(root=factor.root @ rotation, inverse=rotation.T @ factor.inverse)
+
+
 def factor_of(mean: Array, covariance: Array, constants: PyTree) -> Factor:
     """Before any evaluation of phi."""
     nothing = jnp.zeros_like(mean)

@@ -51,7 +51,7 @@ class Kind(NamedTuple):
         that is no curvature to go by.
     :ivar has_errors: whether ``expect`` estimates its errors. Else they are zero.
     :ivar few: the same by few nodes; None: there is no such rule. With ``is_corrected``, a traced flag, gradient and
-        curvature are corrected for the derivatives that few nodes miss, roughly: whether they are missed.
+        curvature are those by few other nodes, or corrected for derivatives that few nodes miss: how far they are off.
     :ivar values: E[phi] (n,) and its errors (n,) alone, by many nodes; None: there is no such rule.
     :ivar has_few_draws: whether ``expect`` takes ``is_coarse`` too, a traced flag or None: whether few draws will do.
     :ivar held_out: of n factors, E[phi] over R sets of nodes that no search uses, (n, R); None but for samples.

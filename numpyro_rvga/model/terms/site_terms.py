@@ -15,6 +15,7 @@ from numpyro.distributions.transforms import IdentityTransform, biject_to
 
 from ...core.compilation import abstractly
 from ...core.expectations import closed_forms as cf
+from ...core.jaxprs.addends import addends_of
 from ...core.jaxprs.primitives import numbers_in
 from ...core.jaxprs.symbolic import Factorization, Reading, factorize
 from ..data.rows import Arrays
@@ -83,6 +84,10 @@ def site_terms(
                 return affine_terms(site, 1, of_all.at_most(theta.shape[0]))
             if num_predictors >= MIN_PREDICTORS:
                 return theta_terms(site, theta.shape[0], total)
+        if num_predictors >= MIN_PREDICTORS and count == 1 and not example.has_jacobian:
+            addends = _addend_terms(total, site, theta, row, min(num_predictors - 1, MAX_PREDICTORS))
+            if addends is not None:
+                return addends
         if num_predictors <= MAX_PREDICTORS:
             return affine_terms(site, count, split.at_most(theta.shape[0]))
         if by_draws:
@@ -93,6 +98,19 @@ def site_terms(
         information = information_of(run_site, split, theta, row, example.kind) if prefer_parameters else None
         return _informed(affine_terms(site, count, split), information)
     return parameters
+
+
+def _addend_terms(
+    total: Callable[[Array, Arrays], Array], site: str, theta: jax.ShapeDtypeStruct, row: Arrays, most: int
+) -> Terms | None:
+    """The terms of a site whose log density is a sum over an array, as ``numpyro.factor`` takes it; None if it is none,
+    or the terms have more predictors than ``most``."""
+    addends = addends_of(total, theta, row)
+    if addends is None:
+        return None
+    count = jax.eval_shape(addends, theta, row).shape[0]
+    split = factorize(lambda t, r, e: addends(t, r)[e], theta, row, ELEMENT)
+    return affine_terms(site, count, split) if split.num_predictors <= most else None
 
 
 def _repeats_the_model(
