@@ -39,7 +39,11 @@ class Record:
         self.clamped = self.cycling = 0
 
     def step(self, progress: Progress) -> None:
-        """A step of the fixed point."""
+        """A step of the fixed point. One of a number that is here already begins a search by other expectations."""
+        number = int(progress.iterations)
+        del self.bounds[number:], self.seconds[number:]
+        if number == 0:
+            self.clamped = self.cycling = 0
         self.clamped += bool(progress.clamped)
         self.cycling += bool(progress.step <= CYCLE)
         self.add([float(progress.bound)])

@@ -216,11 +216,12 @@ class JointSolver:
         corrected = None if coarse is None or coarse.corrected is None else steps_by(coarse.corrected)
 
         def finished(state: SolverState, steps: Steps) -> Solved:
-            expected = expected_at(steps, state) if with_error_estimates else None
+            expected, before = expected_at(steps, state) if with_error_estimates else None, state.evaluation.bound
             if coarse is not None and coarse.corrected is not None and steps is cheap and expected is not None:
                 state, expected = self._with_finer_values(coarse, steps, state, expected)
             options = {"search": search, "with_absorbed": with_absorbed}
-            return self._finish(problem, start.form, state, expected, num_rows, **options)
+            after, info = self._finish(problem, start.form, state, expected, num_rows, **options)
+            return after, info._replace(refinement=state.evaluation.bound - before)
 
         suffices, left = (None, 0.0) if coarse is None else (coarse.suffices, coarse.left)
         searches = Searches(search, start.state, steps_by(), cheap, corrected, suffices, left, finished)
@@ -230,7 +231,7 @@ class JointSolver:
         def is_enough(at: Progress) -> bool:
             return count.gives_up(at) or (is_dear and crawl.detects(at))
 
-        state, steps, _ = searches.begin(start.state, count)
+        state, steps, _ = searches.begin(start.state, count, on_step)
         state = solve(search, steps, state, on_step=on_step, is_enough=is_enough)
         first = finished(*searches.refined(state, steps, on_step=on_step, is_enough=is_enough))
         return first if other_means is None else searches.with_other_starts(first, other_means, count.count)

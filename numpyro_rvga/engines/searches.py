@@ -93,7 +93,9 @@ class Searches(NamedTuple):
     left: float
     finished: Callable[[SolverState, Steps], Solved]
 
-    def begin(self, state: SolverState, count: StepCount) -> tuple[SolverState, Steps, bool]:
+    def begin(
+        self, state: SolverState, count: StepCount, on_step: Callable[[Progress], None] | None = None
+    ) -> tuple[SolverState, Steps, bool]:
         """A state near the solution by the coarse steps, or ``state`` where they lead nowhere; the steps to go on with,
         which are the coarse ones if these seem to suffice; and whether the coarse ones have reached a solution.
 
@@ -106,7 +108,7 @@ class Searches(NamedTuple):
         def is_enough(least: float, at: Progress) -> bool:
             return count.gives_up(at) or crawl.detects(at) or float(at.decrement) <= least
 
-        near = solve(self.search, self.coarse, state, is_enough=partial(is_enough, ROUGHLY))
+        near = solve(self.search, self.coarse, state, on_step, is_enough=partial(is_enough, ROUGHLY))
         if count.is_hopeless:
             return state, self.exact, False
         if not float(near.evaluation.decrement) <= ROUGHLY:
@@ -114,7 +116,7 @@ class Searches(NamedTuple):
         if self._coarse_suffices(near):
             return near, self.coarse, True
         if self.corrected is not None:
-            near = solve(self.search, self.coarse, near, is_enough=partial(is_enough, CLOSE))
+            near = solve(self.search, self.coarse, near, on_step, is_enough=partial(is_enough, CLOSE))
             if self._coarse_suffices(near):
                 return near, self.coarse, True
         return begun_again(near), self.exact, True

@@ -33,8 +33,20 @@ def of_a_program(x, y):
     return jax.jit(lambda x: jnp.mean(Normal(x, 1.0).log_prob(y)))(x)
 
 
+def with_made_numbers(x, y):
+    return -jnp.sum(jnp.arange(1.0, 6.0) * x) + jax.lax.iota(jnp.float32, 1)[0]
+
+
 @pytest.mark.parametrize(
-    "function, count", [(neighbors, 4), (quadratic_form, 5), (with_normalizer, 5), (of_two_sums, 8), (of_a_program, 5)]
+    "function, count",
+    [
+        (neighbors, 4),
+        (quadratic_form, 5),
+        (with_normalizer, 5),
+        (of_two_sums, 8),
+        (of_a_program, 5),
+        (with_made_numbers, 5),
+    ],
 )
 def test_addends_add_up_to_the_number(function, count):
     addends = addends_of(function, X, Y)

@@ -63,7 +63,7 @@ def _evaluated(eqn: JaxprEqn, inputs: list) -> list | None:
     """An equation's outputs; None if it calls a program."""
     if is_inlined(eqn):
         return None
-    if len(eqn.outvars) == 1 and form_of(eqn.outvars[0]).size == 1:
+    if inputs and len(eqn.outvars) == 1 and form_of(eqn.outvars[0]).size == 1:
         number = _as_sum(eqn, inputs)
         if number is not None:
             return [number]
