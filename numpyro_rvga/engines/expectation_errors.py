@@ -82,7 +82,9 @@ def expectation_errors(engine: Engine, state: State, rows: Rows, error_estimates
             )  # prior first
         ]
         return _together(engine, [_accuracy(x, 1, 1) for x in sums])
-    summed = engine.once(("expectation errors", level), lambda: _compiled(engine, _summed, level))
+    few = error_estimates is not None and bool(error_estimates.by_few_nodes)
+    key = "expectation errors", level, few
+    summed = engine.once(key, lambda: _compiled(engine, _summed, level, by_few_nodes=few))
     of_some, of_prior = jax.device_get(summed(*arguments))
     of_prior = [_accuracy(x, 1, 1) for x in of_prior]
     return _together(engine, of_prior + [_accuracy(x, total, count) for x in of_some])
@@ -148,19 +150,25 @@ def _together(engine: Engine, of_kinds: list[Accuracy]) -> Accuracy:
     )
 
 
-def _compiled(engine: Engine, summed: Callable[[tuple, tuple, Array], list], level: int) -> Callable:
+def _compiled(
+    engine: Engine, summed: Callable[[tuple, tuple, Array], list], level: int, *, by_few_nodes: bool = False
+) -> Callable:
     """A compiled function: ``program.prior_inputs``, mean, root and chunks of rows -> sums of rows and of the prior, by
     kind.
 
     :param summed: kinds, factors and root -> sums by kind. :param level: LLVM's, see :class:`Compiled`.
+    :param by_few_nodes: whether averages over many nodes are replaced by expectations by few.
     """
+
+    def taken(kinds: tuple[Kind, ...]) -> tuple[Kind, ...]:
+        return tuple(kind.by_few_nodes() if by_few_nodes and kind.sampled else kind for kind in kinds)
 
     def of_all(prior_inputs: dict, mean: Array, root: Array, chunks: tuple) -> tuple[list, list]:
         def of_chunk(chunk):
-            return summed(engine.kinds, engine.linearize(engine.prepare(*chunk), mean), root)
+            return summed(taken(engine.kinds), engine.linearize(engine.prepare(*chunk), mean), root)
 
         prior = engine.prior_set(prior_inputs)
-        of_prior = summed(prior.kinds, prior.linearize(prior.first, mean), root)
+        of_prior = summed(taken(prior.kinds), prior.linearize(prior.first, mean), root)
         return jax.tree.map(lambda x: jnp.sum(x, axis=0), jax.lax.map(of_chunk, chunks)), of_prior
 
     return engine.compiled(of_all, level=level)

@@ -216,12 +216,18 @@ class JointSolver:
         corrected = None if coarse is None or coarse.corrected is None else steps_by(coarse.corrected)
 
         def finished(state: SolverState, steps: Steps) -> Solved:
-            expected, before = expected_at(steps, state) if with_error_estimates else None, state.evaluation.bound
-            if coarse is not None and coarse.corrected is not None and steps is cheap and expected is not None:
-                state, expected = self._with_finer_values(coarse, steps, state, expected)
+            expected, refinement = expected_at(steps, state) if with_error_estimates else None, None
+            by_few = coarse is not None and coarse.corrected is not None and steps is cheap
+            if by_few and expected is not None:
+                expected, refinement = self._with_finer_values(coarse, steps, state, expected)
+                bound: Any = self._devices.put(np.asarray(state.evaluation.bound) + refinement)
+                state = state._replace(evaluation=state.evaluation._replace(bound=bound))
             options = {"search": search, "with_absorbed": with_absorbed}
             after, info = self._finish(problem, start.form, state, expected, num_rows, **options)
-            return after, info._replace(refinement=state.evaluation.bound - before)
+            if refinement is None:
+                return after, info
+            estimates = info.error_estimates._replace(by_few_nodes=True)
+            return after, info._replace(refinement=refinement, error_estimates=estimates)
 
         suffices, left = (None, 0.0) if coarse is None else (coarse.suffices, coarse.left)
         searches = Searches(search, start.state, steps_by(), cheap, corrected, suffices, left, finished)
@@ -253,23 +259,21 @@ class JointSolver:
 
     def _with_finer_values(
         self, coarse: Coarse, steps: Steps, state: SolverState, expected: Expected
-    ) -> tuple[SolverState, Expected]:
-        """The end of a search by few nodes, and the expectations there, with the rows' values and the bound by many
-        nodes where those of few do not suffice."""
-        before, bound = expected.error_estimates, state.evaluation.bound
+    ) -> tuple[Expected, np.ndarray]:
+        """The expectations where a search by few nodes has ended, with the rows' values by many nodes where those of
+        few do not suffice; and what that adds to the bound."""
+        before: Any = jax.device_get(expected.error_estimates)
         assert coarse.suffices is not None
-        if coarse.suffices(before, float(bound)):
-            return state, expected
+        if coarse.suffices(before, float(state.evaluation.bound)):
+            return expected, np.zeros_like(before.values[0])
         pending = steps.propose(state._replace(step=jax.device_put(np.zeros_like(state.step))))
         of_rows = self._values(coarse.problem, pending, search=coarse.search)
-        values, errors = (np.array(x) for x in (before.values, before.errors))
+        values, errors = np.array(before.values), np.array(before.errors)
         for place, finer in enumerate(jax.device_get(of_rows), start=len(values) - len(of_rows)):
             if finer is not None:
                 values[place], errors[place] = finer
-        bound = bound + np.sum(values - before.values)
-        finer = ErrorEstimates(jnp.asarray(values), jnp.asarray(errors))
-        state = state._replace(evaluation=state.evaluation._replace(bound=bound))
-        return state, expected._replace(error_estimates=finer)
+        placed: Any = self._devices.put((values, errors))
+        return expected._replace(error_estimates=ErrorEstimates(*placed)), np.sum(values - before.values)
 
     def _finished(
         self,

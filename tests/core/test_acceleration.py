@@ -14,6 +14,7 @@ from numpyro_rvga.core.matrices.precisions import Dense, WholeMatrix
 from numpyro_rvga.core.updates.acceleration import accelerated, visited
 from numpyro_rvga.core.updates.maximize import init
 from numpyro_rvga.core.updates.search import Search, Settings
+from numpyro_rvga.engines.effort import Effort
 
 PRECISION = np.array([[3.0, 1.0], [1.0, 2.0]])
 LINEAR = np.array([1.0, -2.0])
@@ -67,6 +68,7 @@ def test_scales_and_what_they_scale_take_fewer_steps_to_a_better_gaussian(double
     data = {"actor": actor, "treatment": treatment, "pulled": (rng.random(168) < 1 / (1 + np.exp(-logits))).astype(int)}
     with jax.enable_x64(double), warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # where rounding stops the search
+        monkeypatch.setattr(Effort, "may_end_by_few_nodes", lambda self, num_rows: False)  # in fewer steps
         found = FixedPointVI(actors).run(data, progress_bar=False)
         monkeypatch.setattr("numpyro_rvga.core.updates.drivers.NEAR", -1.0)
         plain = FixedPointVI(actors, max_iterations=2000).run(data, progress_bar=False)

@@ -33,6 +33,10 @@ def of_a_program(x, y):
     return jax.jit(lambda x: jnp.mean(Normal(x, 1.0).log_prob(y)))(x)
 
 
+def of_counts(x, y):
+    return jnp.sum(jnp.asarray(x > 0, jnp.int32)) * 2 - x.sum()
+
+
 def with_made_numbers(x, y):
     return -jnp.sum(jnp.arange(1.0, 6.0) * x) + jax.lax.iota(jnp.float32, 1)[0]
 
@@ -46,6 +50,7 @@ def with_made_numbers(x, y):
         (of_two_sums, 8),
         (of_a_program, 5),
         (with_made_numbers, 5),
+        (of_counts, 10),
     ],
 )
 def test_addends_add_up_to_the_number(function, count):
@@ -63,7 +68,13 @@ def test_the_addends_of_a_multiple_depend_on_what_each_is_of():
 
 
 @pytest.mark.parametrize(
-    "function", [lambda x, y: x[0], lambda x, y: jnp.log(jnp.sum(x**2)), lambda x, y: jnp.sum(x) * jnp.sum(y)]
+    "function",
+    [
+        lambda x, y: x[0],
+        lambda x, y: jnp.log(jnp.sum(x**2)),
+        lambda x, y: jnp.sum(x) * jnp.sum(y),
+        lambda x, y: jnp.tensordot(jnp.outer(x, y), jnp.outer(x, x), axes=((0, 1), (1, 0))),
+    ],
 )
 def test_what_is_no_sum_has_no_addends(function):
     assert addends_of(function, X, Y) is None

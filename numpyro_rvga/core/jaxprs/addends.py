@@ -52,7 +52,7 @@ def addends_of(function: Callable[..., Array], *args: PyTree) -> Callable[..., A
         return interpret(closed.jaxpr, closed.consts, jax.tree.leaves(args), _evaluated)[0]
 
     def addends(*args: PyTree) -> Array:
-        return jnp.concatenate(evaluated(*args).parts)
+        return jnp.concatenate(evaluated(*args).parts).astype(form_of(closed.jaxpr.outvars[0]).dtype)
 
     is_sum = []
     jax.eval_shape(lambda *args: is_sum.append(isinstance(evaluated(*args), _Sum)), *args)
@@ -76,7 +76,7 @@ def _as_sum(eqn: JaxprEqn, inputs: list) -> _Sum | None:
     name, (first, *others) = eqn.primitive.name, inputs
     if name == "reduce_sum" and not isinstance(first, _Sum) and form_of(eqn.invars[0]).size > 1:
         return _Sum((jnp.ravel(first),))
-    if name == "dot_general" and form_of(eqn.invars[0]).size > 1:
+    if name == "dot_general" and all(map(_is_vector, eqn.invars)):
         return _Sum((jnp.ravel(first) * jnp.ravel(others[0]),))
     if not any(isinstance(x, _Sum) for x in inputs):
         return None
@@ -94,3 +94,8 @@ def _as_sum(eqn: JaxprEqn, inputs: list) -> _Sum | None:
             b = b.times(-1) if isinstance(b, _Sum) else -b
         return a.plus(b) if isinstance(a, _Sum) else b.plus(a)
     return None
+
+
+def _is_vector(variable: Any) -> bool:
+    """Whether it has several entries, along one axis."""
+    return sum(size > 1 for size in form_of(variable).shape) == 1

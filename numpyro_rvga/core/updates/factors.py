@@ -100,10 +100,14 @@ def without_errors(moments: Callable[[Array, Array, PyTree], Moments]) -> Expect
 
 
 class ErrorEstimates(NamedTuple):
-    """The factors' expected values and the estimated errors of these, summed by kind: (kinds,) each."""
+    """The factors' expected values and the estimated errors of these, summed by kind: (kinds,) each.
+
+    :ivar by_few_nodes: True where a search has ended by few nodes; else None.
+    """
 
     values: Array
     errors: Array
+    by_few_nodes: bool | None = None
 
 
 class Totals(NamedTuple):
@@ -175,7 +179,8 @@ def expect(
         errors.append(jnp.sum(error))
         value, gradient = value + values[-1], gradient + vjp(block.jacobian, g)
         hessians.append(h)
-    error_estimates = ErrorEstimates(*[jnp.stack(x) if x else jnp.zeros(0) for x in (values, errors)])
+    by_kind = [jnp.stack(x) if x else jnp.zeros(0) for x in (values, errors)]
+    error_estimates = ErrorEstimates(by_kind[0], by_kind[1])
     return Totals(value, gradient, error_estimates), tuple(hessians)
 
 

@@ -137,7 +137,7 @@ class StepInfo(NamedTuple):
     absorbed: tuple[Absorbed, ...] = ()
     modes: tuple[float, ...] = ()
     error_estimates: ErrorEstimates | None = None
-    refinement: Array | None = None
+    refinement: Array | np.ndarray | None = None
 
 
 def new_state(mean: Array, root: Array, prior_factor: CanonicalGaussian | None) -> State:
