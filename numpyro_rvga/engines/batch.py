@@ -97,12 +97,12 @@ class BatchSolver:
                 fit = self(engine.with_effort("thorough"), rows, nearby, **options)
                 return fit._replace(info=modes | fit.info)
             warn_of(error)
-        refinement = 0.0 if info.refinement is None else float(info.refinement)
+        refinement = None if info.error_estimates is None else info.error_estimates.refinement
         report |= {
             "converged": is_maximized(info, error),
             "iterations": int(info.iterations),
             "largest_decrement": float(info.decrement),
-            "bounds": np.asarray(record.bounds) + refinement,  # all by as much as the last
+            "bounds": np.asarray(record.bounds) + float(refinement or 0.0),  # all by as much as the last
             "seconds": np.asarray(record.seconds),
         }
         has_bound = self._options.has_bound

@@ -20,7 +20,7 @@ ROUNDING = 8.0  # units in the bound's last place, of two rules that are compare
 ENOUGH_DRAWS = 0.5  # and those over draws of theta for more draws
 FEW_POINTS = 2**24  # of all rows at the nodes of the last rule
 FEW_INTEGRANDS = 2**19  # of rows' own integrals at all nodes, for which the budget is that of other expectations
-LEFT_BY_RULES, LEFT_BY_AVERAGES = 1e-3, 1e-2  # nats: the squared natural gradient, at most
+RULES_TOLERANCE, AVERAGES_TOLERANCE = 1e-3, 1e-2  # nats: the squared natural gradient, at most
 LITTLE_WORK = 2**18  # numbers: entries of the Hessians at the nodes of all factors together
 NUMBERS_OF_CLOSED_FORMS = 128  # as which an expectation without nodes counts
 
@@ -147,11 +147,11 @@ class Effort(NamedTuple):
         return have_values and self.level == "usual" and points <= FEW_POINTS
 
     @property
-    def left_by_few_nodes(self) -> float:
+    def few_nodes_tolerance(self) -> float:
         """The squared natural gradient, in nats, that a search by few nodes may leave of others. Averages over many
         nodes leave more."""
         is_sampled = self.is_sampled or any(kind.sampled for kind in self.prior)
-        return LEFT_BY_AVERAGES if is_sampled else LEFT_BY_RULES
+        return AVERAGES_TOLERANCE if is_sampled else RULES_TOLERANCE
 
     def is_little_work(self, num_rows: int, *, by_few_nodes: bool = False) -> bool:
         """Whether an evaluation takes so little time that it is not worth being compiled well."""

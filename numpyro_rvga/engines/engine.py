@@ -255,7 +255,7 @@ class Engine:
         suffices = partial(self.effort.few_nodes_suffice, problem.num_rows)
         may_end = problem.row_factors is None and self.effort.may_end_by_few_nodes(problem.num_rows)
         few = problem._replace(is_corrected=np.asarray(False)) if may_end else problem
-        return problem, Coarse(search._replace(by_few_nodes=True), few, suffices, self.effort.left_by_few_nodes)
+        return problem, Coarse(search._replace(by_few_nodes=True), few, suffices, self.effort.few_nodes_tolerance)
 
     def _other_means(self, search: Search, problem: JointProblem, num_rows: int) -> Callable | None:
         """Where a search from the prior begins again, see :mod:`~.starts`; None where that is not worth its time."""

@@ -82,7 +82,7 @@ def expectation_errors(engine: Engine, state: State, rows: Rows, error_estimates
             )  # prior first
         ]
         return _together(engine, [_accuracy(x, 1, 1) for x in sums])
-    few = error_estimates is not None and bool(error_estimates.by_few_nodes)
+    few = error_estimates is not None and error_estimates.refinement is not None
     key = "expectation errors", level, few
     summed = engine.once(key, lambda: _compiled(engine, _summed, level, by_few_nodes=few))
     of_some, of_prior = jax.device_get(summed(*arguments))

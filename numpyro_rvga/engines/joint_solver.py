@@ -24,7 +24,7 @@ from ..core.updates.objective import is_conservative, is_log_concave
 from ..core.updates.search import Search, Settings, Solution, SolverState
 from ..core.updates.state import RowFactors, State, StepInfo
 from .devices import Devices
-from .searches import Crawl, Searches, StepCount, Suffices, expected_at
+from .searches import Crawl, Searches, StepCount, Suffices, at_rest, expected_at
 from .starts import MOST_PARAMETERS, Solved
 
 FEW_PARAMETERS = 200  # with which steps of q are so little work that compiling them well costs more
@@ -95,13 +95,13 @@ class Coarse(NamedTuple):
     """A problem with cheaper expectations, whose solution the search begins at.
 
     :ivar suffices: see :data:`~.searches.Suffices`; None: others are needed.
-    :ivar left: the squared natural gradient by corrected expectations, in nats, up to which these suffice for q.
+    :ivar tolerance: the squared natural gradient by corrected expectations, in nats, up to which these suffice for q.
     """
 
     search: Search
     problem: Any
     suffices: Suffices | None = None
-    left: float = 0.0
+    tolerance: float = 0.0
 
     @property
     def corrected(self) -> Coarse | None:
@@ -217,8 +217,7 @@ class JointSolver:
 
         def finished(state: SolverState, steps: Steps) -> Solved:
             expected, refinement = expected_at(steps, state) if with_error_estimates else None, None
-            by_few = coarse is not None and coarse.corrected is not None and steps is cheap
-            if by_few and expected is not None:
+            if coarse is not None and corrected is not None and steps is cheap and expected is not None:
                 expected, refinement = self._with_finer_values(coarse, steps, state, expected)
                 bound: Any = self._devices.put(np.asarray(state.evaluation.bound) + refinement)
                 state = state._replace(evaluation=state.evaluation._replace(bound=bound))
@@ -226,11 +225,10 @@ class JointSolver:
             after, info = self._finish(problem, start.form, state, expected, num_rows, **options)
             if refinement is None:
                 return after, info
-            estimates = info.error_estimates._replace(by_few_nodes=True)
-            return after, info._replace(refinement=refinement, error_estimates=estimates)
+            return after, info._replace(error_estimates=info.error_estimates._replace(refinement=refinement))
 
-        suffices, left = (None, 0.0) if coarse is None else (coarse.suffices, coarse.left)
-        searches = Searches(search, start.state, steps_by(), cheap, corrected, suffices, left, finished)
+        suffices, tolerance = (None, 0.0) if coarse is None else (coarse.suffices, coarse.tolerance)
+        searches = Searches(search, start.state, steps_by(), cheap, corrected, suffices, tolerance, finished)
         count, crawl = StepCount(), Crawl()
         is_dear = self._is_long and not search.mode  # a density may rise without end
 
@@ -266,8 +264,7 @@ class JointSolver:
         assert coarse.suffices is not None
         if coarse.suffices(before, float(state.evaluation.bound)):
             return expected, np.zeros_like(before.values[0])
-        pending = steps.propose(state._replace(step=jax.device_put(np.zeros_like(state.step))))
-        of_rows = self._values(coarse.problem, pending, search=coarse.search)
+        of_rows = self._values(coarse.problem, at_rest(steps, state), search=coarse.search)
         values, errors = np.array(before.values), np.array(before.errors)
         for place, finer in enumerate(jax.device_get(of_rows), start=len(values) - len(of_rows)):
             if finer is not None:

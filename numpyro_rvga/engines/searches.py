@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from ..core.updates.drivers import Progress, Steps, begun_again, solve
+from ..core.updates.drivers import Pending, Progress, Steps, begun_again, solve
 from ..core.updates.factors import ErrorEstimates, Expected
 from ..core.updates.search import Search, SolverState
 from ..core.updates.state import State
@@ -80,7 +80,7 @@ class Searches(NamedTuple):
     :ivar exact: steps by the problem's own expectations. :ivar coarse: by cheaper ones, or None.
     :ivar corrected: by the coarse ones, corrected roughly: where these hardly move q, nor would the exact ones. Or
         None.
-    :ivar suffices: see :data:`Suffices`. :ivar left: see :class:`~.joint_solver.Coarse`.
+    :ivar suffices: see :data:`Suffices`. :ivar tolerance: see :class:`~.joint_solver.Coarse`.
     :ivar finished: the end of a search and the steps that led there -> its solution.
     """
 
@@ -90,7 +90,7 @@ class Searches(NamedTuple):
     coarse: Steps | None
     corrected: Steps | None
     suffices: Suffices | None
-    left: float
+    tolerance: float
     finished: Callable[[SolverState, Steps], Solved]
 
     def begin(
@@ -189,7 +189,7 @@ class Searches(NamedTuple):
         if self.corrected is None or not float(state.evaluation.decrement) <= CLOSE:
             return False
         after = solve(self.search, self.corrected, begun_again(state), is_enough=lambda at: True)
-        return float(after.evaluation.decrement) <= self.left
+        return float(after.evaluation.decrement) <= self.tolerance
 
 
 def _bound(solved: Solved) -> float:
@@ -199,5 +199,9 @@ def _bound(solved: Solved) -> float:
 
 def expected_at(steps: Steps, state: SolverState) -> Expected:
     """The expectations at the q of a state."""
-    at = steps.propose(state._replace(step=jax.device_put(np.zeros_like(state.step))))
-    return steps.evaluate(at, state.mean).slope
+    return steps.evaluate(at_rest(steps, state), state.mean).slope
+
+
+def at_rest(steps: Steps, state: SolverState) -> Pending:
+    """The q of a state as what is to be evaluated next."""
+    return steps.propose(state._replace(step=jax.device_put(np.zeros_like(state.step))))

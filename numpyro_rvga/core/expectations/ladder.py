@@ -39,9 +39,9 @@ from .quadrature import (
     iterated,
     natural_size,
     num_cube_nodes,
+    rotated,
     spread_out,
     tensor,
-    turned,
     value_by_cube,
 )
 
@@ -207,7 +207,7 @@ def _first_rule(
     """One factor, with its moments and their error by the fifth-degree rule."""
     factor = factor_of(mean, covariance, constants)
     if is_corrected is not None and mean.size > MOST_DIAGONAL:  # mixed derivatives show at other nodes alone
-        factor = turned(factor, is_corrected)
+        factor = rotated(factor, is_corrected)
     points, _, _ = fifth_degree_nodes(mean.size)
     moments, error, direction, slope = fifth_degree(factor, *at_nodes(phi, factor, points), is_corrected)
     exact, small = tolerances

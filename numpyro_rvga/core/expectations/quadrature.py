@@ -54,11 +54,11 @@ class Factor(NamedTuple):
     constants: PyTree
 
 
-def turned(factor: Factor, is_turned: Array) -> Factor:
+def rotated(factor: Factor, is_rotated: Array) -> Factor:
     """The factor with another root of its covariance, if a traced flag says so: its nodes are then elsewhere."""
     size, dtype = factor.mean.size, factor.mean.dtype
     rotation = np.linalg.qr(np.random.default_rng(0).normal(size=(size, size)))[0]
-    rotation = jnp.where(is_turned, jnp.asarray(rotation, dtype), jnp.eye(size, dtype=dtype))
+    rotation = jnp.where(is_rotated, jnp.asarray(rotation, dtype), jnp.eye(size, dtype=dtype))
     return factor._replace(root=factor.root @ rotation, inverse=rotation.T @ factor.inverse)
 
 
@@ -177,8 +177,7 @@ def by_cube(phi: PHI, factor: Factor) -> tuple[Moments, Array]:
 def value_by_cube(phi: PHI, factor: Factor) -> tuple[Array, Array]:
     """As :func:`by_cube`, E[phi] alone and by how much it may be off."""
     z, weights = _cube_nodes(factor.mean.size)
-    points = factor.mean + jnp.asarray(z, factor.mean.dtype) @ factor.root.T
-    values = jax.vmap(lambda u: phi(u, factor.constants))(points)
+    values = jax.vmap(lambda u: phi(u, factor.constants))(_points(factor, z))
     changes = [jnp.sum(jnp.where(w != 0, w * (values - values[0]), 0.0)) for w in jnp.asarray(weights, values.dtype)]
     error = jnp.abs(changes[1] - changes[2])
     usable = jnp.isfinite(error)
@@ -238,8 +237,12 @@ def spread_out(nodes: tuple, factor: Factor, values: Array, gradients: Array) ->
 
 def at_nodes(phi: PHI, factor: Factor, z: np.ndarray | Array) -> tuple[Array, Array]:
     """Values (K,) and gradients (K, C) at positions (K, C)."""
-    points = factor.mean + jnp.asarray(z, factor.mean.dtype) @ factor.root.T
-    return jax.vmap(jax.value_and_grad(lambda u: phi(u, factor.constants)))(points)
+    return jax.vmap(jax.value_and_grad(lambda u: phi(u, factor.constants)))(_points(factor, z))
+
+
+def _points(factor: Factor, z: np.ndarray | Array) -> Array:
+    """Predictors (K, C) at positions (K, C)."""
+    return factor.mean + jnp.asarray(z, factor.mean.dtype) @ factor.root.T
 
 
 def _summed(values: Array, gradients: Array, nodes: tuple[Any, Any], factor: Factor) -> Moments:

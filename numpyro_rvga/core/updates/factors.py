@@ -102,12 +102,12 @@ def without_errors(moments: Callable[[Array, Array, PyTree], Moments]) -> Expect
 class ErrorEstimates(NamedTuple):
     """The factors' expected values and the estimated errors of these, summed by kind: (kinds,) each.
 
-    :ivar by_few_nodes: True where a search has ended by few nodes; else None.
+    :ivar refinement: what finer rules have added to the values, where a search has ended by few nodes; else None.
     """
 
     values: Array
     errors: Array
-    by_few_nodes: bool | None = None
+    refinement: Array | np.ndarray | None = None
 
 
 class Totals(NamedTuple):

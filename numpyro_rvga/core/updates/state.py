@@ -126,7 +126,6 @@ class StepInfo(NamedTuple):
     :ivar absorbed: moments of the factors' predictors, by kind; empty unless asked for.
     :ivar modes: bounds of the modes that several starts led to, that of q first; empty for one mode.
     :ivar error_estimates: of the factors' expectations at q, the prior's first; None where there are none.
-    :ivar refinement: what other expectations than the search's have added to the bound at its end, or None.
     """
 
     bound: Array
@@ -137,7 +136,6 @@ class StepInfo(NamedTuple):
     absorbed: tuple[Absorbed, ...] = ()
     modes: tuple[float, ...] = ()
     error_estimates: ErrorEstimates | None = None
-    refinement: Array | np.ndarray | None = None
 
 
 def new_state(mean: Array, root: Array, prior_factor: CanonicalGaussian | None) -> State:
