@@ -234,14 +234,19 @@ class Engine:
         """
         search = self.search_all(problem, alternating=alternating)
         others = self._other_means(search, problem, problem.num_rows)
-        if problem.num_chunks == 1 and isinstance(problem.chunks, RowChunks):  # prepared once, not at each step
-            (rows, weights), params = problem.chunks, self._params_of(problem)
-            rows = {name: array[0] for name, array in rows.items()}
-            problem = problem._replace(chunks=self._prepare_block(rows | params, weights[0])[0])
+        problem = self.prepared_once(problem)
         has_errors = self.effort.has_estimated_errors and not search.mode
         options: Info = {"with_error_estimates": has_errors, "on_step": on_step, "other_means": others}
         problem, coarse = self._coarse(search, problem)
         return self.joint_solver(search, problem, num_rows, coarse=coarse, **options)
+
+    def prepared_once(self, problem: JointProblem) -> JointProblem:
+        """The problem with its rows prepared, where they are one chunk, and not at each step."""
+        if problem.num_chunks > 1 or not isinstance(problem.chunks, RowChunks):
+            return problem
+        (rows, weights), params = problem.chunks, self._params_of(problem)
+        rows = {name: array[0] for name, array in rows.items()}
+        return problem._replace(chunks=self._prepare_block(rows | params, weights[0])[0])
 
     def _coarse(self, search: Search, problem: JointProblem) -> tuple[JointProblem, Coarse | None]:
         """The problem, and what a search for its solution begins with, where it is far off."""

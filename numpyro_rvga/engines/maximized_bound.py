@@ -74,6 +74,7 @@ class MaximizedBound:
         state = program.initial_state_at(params)
         problem = JointProblem(state, chunks, program.prior_inputs | {PARAMS: params}, init=start)
         search = self.engine.search_all(problem)
+        problem = self.engine.prepared_once(problem)
         return search, self.engine.joint_parts(search, problem)
 
     def _begin(self, params: Array | np.ndarray, chunks: RowChunks) -> Start:

@@ -199,3 +199,27 @@ def test_a_search_ends_where_errors_of_the_expectations_hide_what_a_step_would_g
     found = solved(objective, search, design.shape[-1], driver)
     assert int(found.iterations) < 100
     np.testing.assert_allclose(found.bound, exact.bound, rtol=1e-9)
+
+
+@pytest.mark.parametrize("driver", ["host", "traced"])
+def test_the_mean_is_solved_for_where_rounding_of_the_bound_hides_its_steps(driver):
+    """Otherwise a Newton step that the bound does not show is shortened until it is none, at an evaluation each."""
+    kind, design, constants, exact = solution_of("logistic")
+    search = Search(Settings(1e-12, 200, rtol=None), True, staged=True)
+
+    def count(constant):
+        evaluations = []
+
+        class Shifted(BlockObjective):
+            def expect(self, mean, covariances):
+                jax.debug.callback(lambda: evaluations.append(1))
+                expected = super().expect(mean, covariances)
+                return expected._replace(value=expected.value + constant)
+
+        objective = Shifted((kind,), lambda e: (Factors(design @ e, design, constants),))
+        found = solved(objective, search, design.shape[-1], driver)
+        jax.effects_barrier()
+        np.testing.assert_allclose(found.mean, exact.mean, rtol=1e-6)
+        return len(evaluations)
+
+    assert count(1e10) <= count(0.0)  # its last digit is 2e-6 nats

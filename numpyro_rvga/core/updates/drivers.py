@@ -26,7 +26,7 @@ from ..matrices.precisions import PrecisionForm
 from ..pytrees import PyTree
 from .acceleration import MEMORY, NEAR, accelerated, entries_of_steps, visited
 from .factors import Expected
-from .maximize import choose_target, propose, solution, unfinished, update, with_base
+from .maximize import choose_target, propose, rounding_of_sum, solution, unfinished, update, with_base
 from .objective import Objective
 from .search import Base, Proposal, Search, Solution, SolverState
 
@@ -82,9 +82,11 @@ def _solve_mean_traced(
         count, tried, mean, slope, length = carry
         new = slope_at(tried, covariances)
         move = solver(new.gradient)
-        foretold = slope.gradient @ (tried - mean)
-        better = (count == 0) | (new.value > slope.value + LEAST_RISE * foretold)
-        taken = (tried, new, new.gradient @ move)
+        foretold, new_length = slope.gradient @ (tried - mean), new.gradient @ move
+        rises = new.value > slope.value + LEAST_RISE * foretold
+        is_hidden = foretold <= rounding_of_sum(slope.value, mean.dtype)
+        better = (count == 0) | rises | (is_hidden & (new_length < length))
+        taken = (tried, new, new_length)
         best = jax.tree.map(lambda a, b: jnp.where(better, a, b), taken, (mean, slope, length))
         return count + 1, jnp.where(better, tried + move, mean + BACKTRACK * (tried - mean)), *best
 
@@ -253,7 +255,8 @@ def _solve_mean(
             break
         new = evaluate(pending, mean + move)
         new_mean, new_move, new_value, new_length = _on_host(new)
-        if new_value > value + LEAST_RISE * share * length:
+        is_hidden = share * length <= rounding_of_sum(value, mean.dtype)
+        if new_value > value + LEAST_RISE * share * length or (is_hidden and new_length < length):
             best, mean, move, value, length = new, new_mean, new_move, new_value, new_length
             share = 1.0
         else:

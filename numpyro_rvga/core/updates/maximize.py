@@ -25,9 +25,12 @@ evaluation -> state). :mod:`~.drivers` takes one after the other.
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.typing import DTypeLike
 
 from ..matrices.precisions import PrecisionForm
 from ..pytrees import PyTree
@@ -35,10 +38,13 @@ from .factors import Expected
 from .objective import Objective
 from .search import Base, Evaluation, Proposal, Search, Settings, Solution, SolverState, Target
 
+Number = TypeVar("Number", Array, float)
+
 MIN_STEP = 2.0**-30
 SHORTEST_STEP = 2.0**-90  # the same, where a step of MIN_STEP should still raise the bound by a nat
 SHORTEST_FIRST_TRY = 0.1
 NEARLY_FULL = 0.05  # a full step forgets the old precision, however large, and is taken in place of one so near
+ROUNDINGS = 8.0  # units in the last place, by which a sum may be off
 LOST = 2.0**-8  # of rounding: a rise that no step can show
 MAX_NARROWINGS = 10
 LITTLE_LESS = 0.9  # of the decrement that a step has left: where the bound has not risen either, none will raise it
@@ -207,7 +213,12 @@ def rounding(search: Search, mean: Array, merit: Array) -> Array:
     """The rounding error of a bound, or of what else is compared. In a bound the covariance's trace cancels, which is
     of about the dimension and may be far larger."""
     canceling = 0 if search.mode or search.by_decrement else mean.size
-    return 8 * jnp.finfo(mean.dtype).eps * (canceling + jnp.abs(merit))
+    return rounding_of_sum(canceling + jnp.abs(merit), mean.dtype)
+
+
+def rounding_of_sum(value: Number, dtype: DTypeLike) -> Number:
+    """The rounding error of a sum over all factors."""
+    return ROUNDINGS * float(jnp.finfo(dtype).eps) * abs(value)
 
 
 def _tolerance(settings: Settings, state: SolverState) -> Array:
