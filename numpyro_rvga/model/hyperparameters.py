@@ -85,11 +85,11 @@ def choose_sites(program: Program, conditional: Callable[[tuple[str, ...]], Prog
             ),
             None,
         )
-        if added is None:
+        if added is None and not (chosen and all(terms_given(site, chosen).terms.is_affine for site in left)):
             return Choice(
                 (), f"the terms of site {next(iter(left))!r} have no affine predictors, whichever few sites are given"
             )
-        chosen += added
+        chosen += added or ()
     chosen = _without_needless({name: sizes[name] for name in chosen}, coupled, terms_given)
     if not chosen:
         return Choice((), "the model is a latent Gaussian model as it is")

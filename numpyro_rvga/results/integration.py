@@ -46,7 +46,7 @@ DEFAULTS = Options("implicit", "auto", "auto", None, 500, 256)
 Bound = MaximizedBound | SparseMaximizedBound | LogDensity
 
 MOST_ON_LATTICE = 2  # parameters
-MOST_BY_IMPORTANCE = 6
+FEW_BY_IMPORTANCE, MOST_BY_IMPORTANCE = 6, 30
 MOST_INTEGRATED = 200
 FEW_TRIALS = 2  # of the prior for each parameter, where each point takes long
 LEAST_SHARE = 0.02  # effective sample size over the number of points, below which NUTS takes over
@@ -82,14 +82,14 @@ class Integration:
         too_long = (
             f"the model has {program.layout.size} parameters, of which each component of a mixture would have a full "
             f"covariance: that is possible for at most {MOST_PARAMETERS}, unless each row depends on a few, as rows of "
-            f"crossed effects do, and at most {MOST_BY_IMPORTANCE} are integrated out"
+            f"crossed effects do, and at most {FEW_BY_IMPORTANCE} are integrated out"
         )
         is_long = program.layout.size > MOST_PARAMETERS
         if is_long and program.find_sparsity(program.inputs(rows)) is None:
             if sites != "auto":
                 raise ValueError(f"{too_long}. Leave integrate at False.")
             return Choice((), too_long)
-        most = MOST_BY_IMPORTANCE if is_long else MOST_INTEGRATED
+        most = FEW_BY_IMPORTANCE if is_long else MOST_INTEGRATED
         if program.params.layout.size:
             return Choice((), "the model has numpyro.param sites, which are learned instead")
         if sites == "auto":
@@ -113,7 +113,7 @@ class Integration:
                 f"{unknown[0] if unknown else 'none'!r}."
             )
         if set(sites) == set(program.layout.site_names):
-            most = MOST_BY_IMPORTANCE  # no Gaussian is left, so that no mixture of a few is the posterior
+            most = FEW_BY_IMPORTANCE  # no Gaussian is left, so that no mixture of a few is the posterior
             if program.row_latents is not None:
                 raise ValueError(f"integrate={list(sites)!r} leaves no site that is Gaussian given these: name fewer.")
         size = sum(program.layout.sizes[name] for name in sites)
@@ -175,7 +175,8 @@ class Integration:
             if len(indices) <= MOST_ON_LATTICE:
                 integral = integrate_lattice(marginal, mode, moments)
             elif len(indices) <= MOST_BY_IMPORTANCE:
-                precision = (NUM_POINTS, TOLERANCE) if solved is None else (FEW_POINTS, ROUGH_TOLERANCE)
+                tolerance = TOLERANCE if len(indices) <= FEW_BY_IMPORTANCE else ROUGH_TOLERANCE
+                precision = NUM_POINTS if solved is None else FEW_POINTS, tolerance
                 integral = integrate_by_importance(marginal, mode, moments, smoothed, *precision)
             if integral is None or (_is_too_rough(integral) and solved is None):
                 integral = integrate_by_nuts(marginal, mode, moments, rng_key)
@@ -289,7 +290,7 @@ def _moments_of(bound: Bound, point: Point, dtype: DTypeLike) -> tuple[np.ndarra
 
 def _may_be_integrated_whole(program: Program) -> bool:
     """Whether quadrature over all sites finds more than one Gaussian does."""
-    return program.layout.size <= MOST_BY_IMPORTANCE and program.row_latents is None and not program.is_conjugate
+    return program.layout.size <= FEW_BY_IMPORTANCE and program.row_latents is None and not program.is_conjugate
 
 
 def _marginal(bound: Bound, estimate: EvidenceEstimate | None, chunks: Any, dtype: DTypeLike, bar: Bar) -> Marginal:
@@ -308,8 +309,11 @@ def _marginal(bound: Bound, estimate: EvidenceEstimate | None, chunks: Any, dtyp
 
 
 def _is_too_rough(integral: Integral) -> bool:
-    """Whether few of the points count."""
-    info = integral.info
+    """Whether few of the points count, or moments by these may be off."""
+    return _few_count(integral.info) or integral.info.get("error", 0.0) > UNSETTLED
+
+
+def _few_count(info: Info) -> bool:
     return info["method"] != "lattice" and (info["relative_sample_size"] < LEAST_SHARE or info["khat"] > MOST_KHAT)
 
 
@@ -330,10 +334,15 @@ def _warn(integral: Integral, sites: tuple[str, ...]) -> None:
             f"the chains of {names} have not mixed: R-hat = {info['r_hat']:.2f}, and "
             f"{info['effective_sample_size']:.0f} effective draws. Compare with NUTS, started from posterior.nuts()."
         )
-    if _is_too_rough(integral):
+    if _few_count(info):
         problems.append(
             f"few of the {len(info['points'])} points of {names} count (Pareto k = {info['khat']:.2f}): compare with "
             "NUTS, started from posterior.nuts()."
+        )
+    elif info.get("error", 0.0) > UNSETTLED:
+        problems.append(
+            f"{len(info['points'])} points of {names} leave an error of {info['error']:.2f} standard deviations: "
+            "compare with NUTS, started from posterior.nuts()."
         )
     if integral.converged <= CONVERGED:
         problems.append(

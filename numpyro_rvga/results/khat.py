@@ -54,8 +54,8 @@ SURE = 2.0  # standard errors
 UNSURE = 0.1  # standard error of a move above which no verdict is given
 LISTED = 3  # sites that a verdict names
 NOT_MIXED = (
-    "doubtful. The chains of the integrated sites have not mixed, and q is no better than these. Run NUTS from here "
-    "(posterior.nuts())."
+    "doubtful. The draws of the integrated sites are too few or have not mixed, and q is no better than these. Run "
+    "NUTS from here (posterior.nuts())."
 )
 RESAMPLED = 0.7  # Pareto k up to which draws can be resampled
 

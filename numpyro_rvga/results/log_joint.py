@@ -77,13 +77,14 @@ def observed_values(program: Program, rows: Arrays) -> dict[str, Array]:
 
 
 def is_of_points(posterior: Fitted) -> bool:
-    """Whether the posterior's components are at draws of NUTS, which give no density of the integrated sites."""
-    return posterior.info.get("integration", {}).get("method") == "nuts"
+    """Whether the posterior's components are at points that are too far apart to give a density of the integrated
+    sites."""
+    return "bounds" in posterior.info.get("integration", {})
 
 
 def draws_with_density(posterior: Fitted, rng_key: Array, count: int) -> tuple[Array, np.ndarray]:
-    """theta (n, P) and log q (n,). Of points that NUTS has drawn by exp L(h), with the weights that make it the
-    evidence, it is the log evidence of h plus log q(x | h), up to a constant, at these very points."""
+    """theta (n, P) and log q (n,). Where there are but points of h, whose masses follow the evidence, it is the log
+    evidence of h plus log q(x | h), up to a constant, at these very points."""
     gaussian = posterior.gaussian
     if not (isinstance(gaussian, GaussianMixture) and is_of_points(posterior)):
         theta = posterior.sample_unconstrained(rng_key, (count,))

@@ -8,8 +8,9 @@ import numpy as np
 from jax import Array
 from numpyro.diagnostics import effective_sample_size, gelman_rubin
 
+from ..engines.integration.design import narrow_design, thinned
 from ..engines.integration.hamiltonian import Draw, Evaluate, NutsChain, Position
-from ..engines.integration.nested import Design, Integral, Marginal, Mode, Moments, Point, stacked
+from ..engines.integration.nested import Integral, Marginal, Mode, Moments, Point
 from ..options import Info, key_numbers
 from .arviz import smoothed
 
@@ -17,16 +18,13 @@ NUM_CHAINS = 2
 NUM_WARMUP, MOST_DRAWS = 150, 1000  # of each chain; it starts in the coordinates of the mode's Gaussian
 FIRST_DRAWS, MORE_DRAWS = 200, 50  # of each chain, before it is asked whether these are enough
 ENOUGH, ENOUGH_R_HAT = 400, 1.02  # effective draws, and R-hat, at which they are
-MOST_NUMBERS = 2**25  # in the roots of all points
-NEGLIGIBLE = 1e-6  # weight of a draw that is left out
 MOST_R_HAT = 1.05
 LEAST_DRAWS = 100  # effective
-BANDWIDTH = 0.02  # of the Gaussians in h, in standard deviations of h: with so many parameters they give no density
 
 
 def has_mixed(info: Info) -> bool:
-    """Whether the chains agree, and their draws are enough; of an integral's ``info``."""
-    return info["r_hat"] <= MOST_R_HAT and info["effective_sample_size"] >= LEAST_DRAWS
+    """Whether the chains agree, and their draws are enough; of an integral's ``info``. Importance sampling has none."""
+    return info.get("r_hat", 1.0) <= MOST_R_HAT and info["effective_sample_size"] >= LEAST_DRAWS
 
 
 def integrate_by_nuts(marginal: Marginal, mode: Mode, moments: Moments, rng_key: Array) -> Integral:
@@ -46,29 +44,16 @@ def integrate_by_nuts(marginal: Marginal, mode: Mode, moments: Moments, rng_key:
     chains = [NutsChain(evaluate, _start(evaluate, mode, rng), rng).draws(NUM_WARMUP) for _ in range(NUM_CHAINS)]
     draws, effective, r_hat = _until_enough(chains)
     h = center + np.array([draw.position.z for draw in draws]) @ axes.T
-    every = -(-len(h) * mode.point.start[0].size ** 2 // MOST_NUMBERS) or 1
-    points = [marginal.estimated(draw.position.point) for draw in draws][::every]
+    points = [marginal.estimated(draw.position.point) for draw in draws]
     log_weights, khat = smoothed(np.array([point.evidence - point.bound for point in points]))
     mass = np.exp(log_weights)
-    some = np.flatnonzero(mass > NEGLIGIBLE)
-    points, mass = [points[k] for k in some], mass[some] / mass[some].sum()
-    kept = np.array([point.h for point in points])
-    means, roots = zip(*[moments(point) for point in points])
-    mean = mass @ kept if khat else np.mean(h, axis=0)
-    covariance = np.atleast_2d(np.cov(kept.T, aweights=mass) if khat else np.cov(h.T))
-    design = Design(
-        mean + np.sqrt(1 - BANDWIDTH**2) * (kept - mean),
-        mass,
-        np.array(means),
-        stacked(roots),
-        np.zeros((len(points), len(means[0]), size)),
-        BANDWIDTH * np.linalg.cholesky(covariance),
-        is_weighted=True,
-    )
+    mean, covariance = mass @ h, np.atleast_2d(np.cov(h.T, aweights=mass))
+    points, mass = thinned(points, mass, moments)
+    design = narrow_design(points, mass, moments, mean, covariance)
     info = {
         "method": "nuts",
         "evaluations": len(marginal.points) + num_evaluations,
-        "points": kept,
+        "points": np.array([point.h for point in points]),
         "mass": mass,
         "bounds": np.array([point.evidence for point in points]),
         "effective_sample_size": effective,

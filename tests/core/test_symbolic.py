@@ -123,6 +123,7 @@ EXAMPLES = {
     ),
     "nothing": Example(lambda t, g: jnp.cos(t[g]) + jnp.sum(jnp.exp(t[:0]) * t[1]), 1, (G,)),
     "no steps": Example(no_steps, 1, (G,)),
+    "joined with nothing": Example(lambda t, g: jnp.concatenate([jnp.tanh(t), jnp.sin(t[:0])])[g], 1, (G,)),
     "squeezed": Example(lambda t: jnp.squeeze(jnp.sin(t[None, 2:3])), 1),
     "non-centered group effect": Example(non_centered, 2, (G,)),
     # indexing moves through products, solves and joins

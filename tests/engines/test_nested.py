@@ -142,11 +142,10 @@ def test_change_of_moments_is_the_largest_in_standard_deviations():
 def test_many_points_are_enough_when_twice_as_many_change_little():
     """As independent points, they might be off by twice as much as they are."""
     case = Skewed(5, shape=10.0)
-    *_, integral, _ = integrated(case)
-    z = integral.info["points"] @ case.turn.T
-    mean = integral.info["mass"] @ z
-    assert len(z) <= 512
-    np.testing.assert_allclose((mean - special.digamma(10.0)) / np.sqrt(special.polygamma(1, 10.0)), 0, atol=0.1)
+    *_, integral, mixture = integrated(case)
+    mean = case.turn @ np.asarray(mixture.mean)[:5]
+    assert len(integral.info["points"]) <= 512
+    np.testing.assert_allclose((mean - special.digamma(10.0)) / np.sqrt(special.polygamma(1, 10.0)), 0, atol=0.05)
     np.testing.assert_allclose(integral.log_evidence, 3.0, atol=0.03)
 
 

@@ -157,6 +157,8 @@ def only_piece(starts: np.ndarray, index: Index) -> int | None:
 
     :param starts: where each piece starts, and where the last ends.
     """
+    if len(starts) == 2:
+        return 0
     if not index.is_constant:
         return None
     pieces = np.unique(np.searchsorted(starts, index.numbers, side="right") - 1)

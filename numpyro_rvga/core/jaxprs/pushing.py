@@ -287,17 +287,20 @@ def _solved(graph: NodeCache, node: Node, selection: Selection) -> Node | None:
 
 def _concatenated(graph: NodeCache, node: Node, selection: Selection) -> Node | None:
     axis = node.params["dimension"]
-    lengths = [shape[axis] for shape in node.in_shapes]
-    return _of_pieces(graph, node, selection, axis, lengths, keeps_axis=True)
+    parts = [(parent, shape[axis]) for parent, shape in zip(node.parents, node.in_shapes) if shape[axis] > 0]
+    return _of_pieces(graph, node, selection, axis, parts, keeps_axis=True)
 
 
 def _stacked(graph: NodeCache, node: Node, selection: Selection) -> Node | None:
-    return _of_pieces(graph, node, selection, node.params["axis"], [1] * len(node.parents), keeps_axis=False)
+    parts = [(parent, 1) for parent in node.parents]
+    return _of_pieces(graph, node, selection, node.params["axis"], parts, keeps_axis=False)
 
 
 def _of_pieces(
-    graph: NodeCache, node: Node, selection: Selection, axis: int, lengths: list[int], *, keeps_axis: bool
+    graph: NodeCache, node: Node, selection: Selection, axis: int, parts: list[tuple[Node, int]], *, keeps_axis: bool
 ) -> Node | None:
+    """:param parts: the arrays along the axis, with their lengths."""
+    parents, lengths = zip(*parts)
     index, starts = selection.indices[axis], np.cumsum([0, *lengths])
     piece = only_piece(starts, index)
     if piece is None and node.kind == AFFINE:
@@ -307,7 +310,7 @@ def _of_pieces(
         inside = inside_piece(index, starts, i)
         indices = [inside if a == axis else other for a, other in enumerate(selection.indices)]
         kept = tuple(x for a, x in enumerate(indices) if keeps_axis or a != axis)
-        return selected(graph, node.parents[i], Selection(selection.shape, kept))
+        return selected(graph, parents[i], Selection(selection.shape, kept))
 
     made = _from_pieces(graph, of_piece, starts, index, selection.shape, node.dtype)
     return made if node.kind != AFFINE or made.kind == AFFINE else None

@@ -1,41 +1,43 @@
-"""The integral of exp L(h) over three to six parameters h, by importance sampling at randomized quasi-random points.
+"""The integral of exp L(h) over three to thirty parameters h, by importance sampling.
 
-A polynomial that is fitted to L at the points is a control variate. The integral and the moments of exp(polynomial) are
-averages over thousands of points, and only the difference exp(L) - exp(polynomial) is averaged over few. So the less L
-differs from the polynomial, the fewer points it takes.
+A polynomial f is fitted to L and its gradients at the points. The integral and the moments of exp(f) are averages over
+thousands of points, and only the difference exp(L) - exp(f) is averaged over few: f is a control variate. It is also
+the next proposal: the first points are those of the profiles of L along its axes, and the later ones follow exp(f). So
+the less L differs from a polynomial, the fewer points it takes.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
+from scipy.special import logsumexp
 
 from ...core.expectations.by_nodes import power_of_two
-from .nested import Design, Integral, Marginal, Mode, Moments, Point, stacked, variances_of
+from .design import FEW, ProfileCoordinates, narrow_design, thinned, wide_design
+from .nested import Integral, Marginal, Mode, Moments, Point
+from .polynomials import Polynomial, fit
 from .profiles import Profiles, profiles_of
 
 NUM_POINTS = 128  # at most, for each parameter, their number rounded up to a power of two
 FEW_POINTS = 32  # likewise, where each takes much memory
+MOST_POINTS = 1024
+MOST_WITH_DENSITY = 6  # parameters: of more, the points are too far apart for Gaussians around them,
+LEAST_WITHOUT = 256  # and are so many at least, as draws that stand for themselves
 FIRST_POINTS, FIRST_SHARE = 32, 16  # so many points are tried first, or one in so many of the most
 LEAST_SHARE = 0.2  # effective sample size over the number of points, below which the proposal is fitted anew
-MOST_KHAT = 0.5  # above which it is, too
+MOST_KHAT = 0.7  # above which it is, too
+HOPELESS_SHARE = 0.02  # below which it is so at once
 MAX_FITS = 3
-FEW = 128  # points, up to which the Gaussians are as wide as Scott's rule says: L is nearly quadratic then
-BANDWIDTH = 0.2  # else, in standard deviations of h: x given h is not one Gaussian for long
-REACH = 0.6  # of the regressions for the slopes of x's mean: a bandwidth, in standard deviations of h
 CONTROL_SETS, NUM_CONTROLS = 8, 2**12  # so many points at which a polynomial is evaluated
-DEGREES = (3, 2)  # of polynomials that are tried
-POINTS_PER_COEFFICIENT = 1.5  # at least: with fewer, the fit would be an interpolation
-MOST_LEVERAGE = 0.99
+OF_PROFILES = 0.25  # of the later points: in the tails, a polynomial may be far too low
+CONTROLS_PER_POINT = 4  # effective ones, for each point that is drawn from them
+DEGREES = (2, 3)  # of polynomials that are tried
 CEILING, FLATTEST = 1.0, 0.25  # above the highest point, and how fast it falls: along the axes, L falls by roots^2 / 2
 LEAST_WEIGHT = 1e-4  # of a point in the fit, over the largest: far ones keep the polynomial low
-MOST_RESCALED = 2.0  # log of how much x is widened or narrowed where points are moved
 TOLERANCE = 0.03  # standard error, or the change when many points become twice as many, in standard deviations
-ROUGH_TOLERANCE = 0.04  # where each point takes much memory and time
-NEGLIGIBLE = 1e-6  # mass of a point that is left out
+ROUGH_TOLERANCE = 0.04  # where many parameters take many points
 
 Smoothed = Callable[[np.ndarray], tuple[np.ndarray, float]]
 """Log importance ratios (n,) -> normalized log weights, their tail smoothed, and the Pareto k."""
@@ -59,11 +61,10 @@ def integrate_by_importance(
     size = len(mode.point.h)
     center, axes = mode.point.h, mode.axes
     profiles = profiles_of(marginal, mode, axes)
-    count = num_points * power_of_two(size)
+    most = min(num_points * power_of_two(size), MOST_POINTS)
     for seed in range(MAX_FITS):
-        points, log_proposal, of_z = _sampled(marginal, center, axes, profiles, count, tolerance, seed)
-        log_ratios = np.array([point.evidence for point in points]) - log_proposal
-        log_weights, khat = smoothed(log_ratios)
+        sample, of_z = _sampled(marginal, ProfileCoordinates(center, axes, profiles), most, tolerance, seed)
+        log_weights, khat = smoothed(sample.log_ratios)
         mass = np.exp(log_weights)
         effective = 1 / np.sum(mass**2)
         if effective < size + 1:
@@ -71,9 +72,10 @@ def integrate_by_importance(
         share = effective / len(mass)
         if (share > LEAST_SHARE and khat < MOST_KHAT) or seed + 1 == MAX_FITS:
             break
-        axes = _axes_of(np.array([point.h for point in points]), mass)
-        z = np.linalg.solve(axes, (np.array([point.h for point in points]) - center).T).T
+        axes = _axes_of(np.array([point.h for point in sample.points]), mass)
+        z = np.linalg.solve(axes, (np.array([point.h for point in sample.points]) - center).T).T
         profiles = profiles_of(marginal, mode, axes, np.sqrt(mass @ z**2))
+    points, mass = thinned(sample.points, mass, moments)
     info = {
         "method": "importance",
         "evaluations": len(marginal.points),
@@ -81,34 +83,135 @@ def integrate_by_importance(
         "mass": mass,
         "relative_sample_size": float(share),
         "khat": float(khat),
+        "error": of_z.error,
     }
     mean, covariance = center + axes @ of_z.mean, axes @ of_z.covariance @ axes.T
     log_evidence = of_z.log_integral + np.linalg.slogdet(axes)[1]
-    design = _design(points, mass, moments, ProfileCoordinates(center, axes, profiles), mean, covariance)
+    if size > MOST_WITH_DENSITY:
+        design = narrow_design(points, mass, moments, mean, covariance)
+        info |= {"bounds": np.array([point.evidence for point in points]), "effective_sample_size": float(effective)}
+    else:
+        given = ProfileCoordinates(center, axes, profiles)
+        design = wide_design(points, mass, moments, given, mean, covariance)
     return Integral.over(points, mass, design, float(log_evidence), info)
 
 
+class _Surrogate(NamedTuple):
+    """exp(f) with a polynomial f. :ivar log_weights: of the controls, (N,), whose mean is its integral."""
+
+    polynomial: Polynomial
+    log_weights: np.ndarray
+
+    @property
+    def log_integral(self) -> float:
+        return float(logsumexp(self.log_weights)) - np.log(len(self.log_weights))
+
+    @property
+    def effective(self) -> float:
+        """How many of the controls have weight."""
+        weights = np.exp(self.log_weights - np.max(self.log_weights))
+        return float(np.sum(weights) ** 2 / np.sum(weights**2))
+
+
+class _Proposal(NamedTuple):
+    """Where ``count`` points come from: the profiles, or the normalized surrogate."""
+
+    count: int
+    surrogate: _Surrogate | None = None
+
+
+class _Sample(NamedTuple):
+    """Points h = center + axes z with their evidence.
+
+    :ivar z: (n, d). :ivar gradients: of L in z, (n, d). :ivar log_proposal: the log density of z, (n,).
+    """
+
+    points: list[Point]
+    z: np.ndarray
+    gradients: np.ndarray
+    log_proposal: np.ndarray
+
+    @property
+    def log_ratios(self) -> np.ndarray:
+        """Log importance ratios, (n,)."""
+        return np.array([point.evidence for point in self.points]) - self.log_proposal
+
+
 def _sampled(
-    marginal: Marginal, center: np.ndarray, axes: np.ndarray, profiles: Profiles, most: int, tolerance: float, seed: int
-) -> tuple[list[Point], np.ndarray, _Moments]:
-    """Points, the log density of their coordinates z, and moments of z. The number of points doubles, up to ``most``,
-    until the moments' error is below ``tolerance``. The first half of quasi-random points is quasi-random too, so the
-    change by the second half is about the error of the first, and more than that of both. Of few points, around which
-    Gaussians are wide, that is not enough."""
+    marginal: Marginal, given: ProfileCoordinates, most: int, tolerance: float, seed: int
+) -> tuple[_Sample, _Moments]:
+    """Points, and moments of z. The number of points doubles, up to ``most``, until the moments' error is below
+    ``tolerance``. The change by the second half is about the error of the first, and more than that of both. Of few
+    points, around which Gaussians are wide, that is not enough."""
+    center, axes, profiles = given
+    controls, rng = _Controls.of(profiles), np.random.default_rng(seed)
     points: list[Point] = []
-    by_half = None
-    controls = _Controls.of(profiles)
-    count = max(most // FIRST_SHARE, FIRST_POINTS)
+    z, by_half = np.empty((0, len(center))), None
+    new = [_Proposal(max(most // FIRST_SHARE, FIRST_POINTS))]
+    proposals: list[_Proposal] = []
     while True:
-        z, log_proposal = _proposed(profiles, count, seed)
-        points += [marginal.estimated(marginal(center + axes @ one)) for one in z[len(points) :]]
-        bounds = np.array([point.evidence for point in points])
-        moments = _moments_of(z, bounds, log_proposal, profiles, controls)
-        change = np.inf if by_half is None or count <= FEW else moments.change_from(by_half)
-        if min(moments.error, change) < tolerance or count >= most:
-            return points, log_proposal, moments
-        by_half = moments
-        count *= 2
+        for proposal in new:
+            z = np.concatenate([z, _drawn(proposal, proposals, profiles, controls, seed, rng)])
+            proposals.append(proposal)
+        points += [marginal.estimated(marginal.with_gradient(center + axes @ one)) for one in z[len(points) :]]
+        gradients = np.array([_finite_gradient(point) for point in points]) @ axes
+        sample = _Sample(points, z, gradients, _log_density(proposals, profiles, z))
+        moments, surrogate = _moments_of(sample, profiles, controls)
+        change = np.inf if by_half is None or len(z) <= FEW else moments.change_from(by_half)
+        is_enough = min(moments.error, change) < tolerance and (
+            len(center) <= MOST_WITH_DENSITY or len(z) >= LEAST_WITHOUT
+        )
+        if is_enough or len(z) >= most or _is_hopeless(sample):
+            return sample, moments
+        by_half, new = moments, _next_proposals(surrogate, len(z))
+
+
+def _finite_gradient(point: Point) -> np.ndarray:
+    if point.gradient is None or not np.isfinite(point.bound):
+        return np.zeros_like(point.h)
+    return point.gradient
+
+
+def _is_hopeless(sample: _Sample) -> bool:
+    """Whether so few points have weight that more of them would not help."""
+    weights = np.exp(sample.log_ratios - np.max(sample.log_ratios))
+    return len(weights) > FEW and np.sum(weights) ** 2 < HOPELESS_SHARE * len(weights) * np.sum(weights**2)
+
+
+def _next_proposals(surrogate: _Surrogate | None, count: int) -> list[_Proposal]:
+    """The surrogate for most of so many points, if enough of the controls have weight in it; else the profiles."""
+    if surrogate is None or surrogate.effective < CONTROLS_PER_POINT * count:
+        return [_Proposal(count)]
+    of_profiles = int(OF_PROFILES * count)
+    return [_Proposal(of_profiles), _Proposal(count - of_profiles, surrogate)]
+
+
+def _drawn(
+    proposal: _Proposal,
+    before: list[_Proposal],
+    profiles: Profiles,
+    controls: _Controls,
+    seed: int,
+    rng: np.random.Generator,
+) -> np.ndarray:
+    """The points z (n, d) of a proposal. ``before``: other proposals, whose quasi-random points are passed over."""
+    if proposal.surrogate is None:
+        taken = sum(other.count for other in before if other.surrogate is None)
+        return _proposed(profiles, taken + proposal.count, seed)[taken:]
+    log_weights = proposal.surrogate.log_weights
+    weights = np.exp(log_weights - log_weights.max())
+    return controls.z[rng.choice(len(weights), proposal.count, replace=False, p=weights / weights.sum())]
+
+
+def _log_density(proposals: list[_Proposal], profiles: Profiles, z: np.ndarray) -> np.ndarray:
+    """The log density (n,) of points that come from all proposals, as many from each as it has."""
+    of_profiles, roots = profiles.log_density(z), profiles.roots(z).values
+    each = [
+        of_profiles if other is None else _limited(other.polynomial, roots) - other.log_integral
+        for _, other in proposals
+    ]
+    counts = np.array([proposal.count for proposal in proposals], float)
+    return logsumexp(each, axis=0, b=(counts / counts.sum())[:, None])
 
 
 def _axes_of(h: np.ndarray, mass: np.ndarray) -> np.ndarray:
@@ -120,11 +223,11 @@ def _axes_of(h: np.ndarray, mass: np.ndarray) -> np.ndarray:
     return deviation[:, None] * (vectors * np.sqrt(np.maximum(values, 1e-6 * values.max()))) @ vectors.T
 
 
-def _proposed(profiles: Profiles, count: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Quasi-random points z (n, d) and their log density."""
+def _proposed(profiles: Profiles, count: int, seed: int) -> np.ndarray:
+    """Quasi-random points z (n, d) of the profiles."""
     import scipy.stats  # here: slow to import, and seldom needed
 
-    uniform = scipy.stats.qmc.Sobol(len(profiles.axes), rng=seed).random(count)
+    uniform = scipy.stats.qmc.Sobol(len(profiles.axes), rng=seed).random(power_of_two(count))[:count]
     return profiles.propose(np.clip(uniform, 1e-12, 1 - 1e-12))
 
 
@@ -145,31 +248,27 @@ class _Moments(NamedTuple):
         return float(np.max([of_integral, *of_mean, *np.abs(np.log(deviation / before))]))
 
 
-def _moments_of(
-    z: np.ndarray, bounds: np.ndarray, log_proposal: np.ndarray, profiles: Profiles, controls: _Controls
-) -> _Moments:
-    """The moments by the control variate of the least error, or without one.
-
-    :param z: points (n, d). :param bounds: L there. :param profiles: the proposal.
-    """
-    shift = np.max(bounds)
-    ratios = np.exp(bounds - shift - log_proposal)
-    roots = profiles.roots(z)
-    candidates = [_combined(_Sample(z, ratios))]
-    finite = np.isfinite(bounds)
-    values, root = np.where(finite, bounds - shift, 0.0), np.sqrt(finite * (ratios / ratios.max() + LEAST_WEIGHT))
+def _moments_of(sample: _Sample, profiles: Profiles, controls: _Controls) -> tuple[_Moments, _Surrogate | None]:
+    """The moments by the control variate of the least error, or without one, and the best surrogate."""
+    evidence = np.array([point.evidence for point in sample.points])
+    shift, finite = np.max(evidence), np.isfinite(evidence)
+    ratios = np.exp(evidence - shift - sample.log_proposal)
+    at = profiles.roots(sample.z)
+    plain, best, surrogate = _combined(_Weighted(sample.z, ratios)), None, None
+    values, root = np.where(finite, evidence - shift, 0.0), np.sqrt(finite * (ratios / ratios.max() + LEAST_WEIGHT))
     for degree in DEGREES:
-        features = _polynomials(roots, degree)
-        size = features.shape[1]
-        if POINTS_PER_COEFFICIENT * size > np.sum(finite):
+        fitted = fit(at, values, sample.gradients, root, degree)
+        if fitted is None:
             continue
-        coefficients, without_own = _fit(features, values, root)
-        own = np.exp(np.minimum(_polynomials(controls.roots, degree) @ coefficients, _ceiling(controls.roots)))
-        beyond = ratios - np.exp(np.minimum(without_own, _ceiling(roots)) - log_proposal)
-        own_weights = own / np.exp(controls.log_proposal)
-        candidates.append(_combined(_Sample(controls.z, own_weights, sets=CONTROL_SETS), _Sample(z, beyond)))
-    best = min(candidates, key=lambda moments: moments.error)
-    return best._replace(log_integral=best.log_integral + shift)
+        tried = _Surrogate(fitted.polynomial, _limited(fitted.polynomial, controls.roots) - controls.log_proposal)
+        beyond = ratios - np.exp(np.minimum(fitted.without_own, _ceiling(at.values)) - sample.log_proposal)
+        own = _Weighted(controls.z, np.exp(tried.log_weights), sets=CONTROL_SETS)
+        moments = _combined(own, _Weighted(sample.z, beyond))
+        if best is None or moments.error < best.error:
+            best, surrogate = moments, tried
+    if best is None or plain.error < best.error:
+        best = plain
+    return best._replace(log_integral=best.log_integral + shift), surrogate
 
 
 class _Controls(NamedTuple):
@@ -181,17 +280,13 @@ class _Controls(NamedTuple):
 
     @classmethod
     def of(cls, profiles: Profiles) -> _Controls:
-        sets = [_proposed(profiles, NUM_CONTROLS, MAX_FITS + seed) for seed in range(CONTROL_SETS)]
-        z, log_proposal = (np.concatenate(parts) for parts in zip(*sets))
-        return cls(z, profiles.roots(z), log_proposal)
+        z = np.concatenate([_proposed(profiles, NUM_CONTROLS, MAX_FITS + seed) for seed in range(CONTROL_SETS)])
+        return cls(z, profiles.roots(z).values, profiles.log_density(z))
 
 
-def _fit(features: np.ndarray, values: np.ndarray, root: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Coefficients of a regression with weights root^2, and leave-one-out predictions of the values, (n,)."""
-    basis, triangle = np.linalg.qr(root[:, None] * features)
-    coefficients = np.linalg.lstsq(triangle, basis.T @ (root * values), rcond=None)[0]
-    leverage = np.minimum(np.sum(basis**2, axis=1), MOST_LEVERAGE)
-    return coefficients, values - (values - features @ coefficients) / (1 - leverage)
+def _limited(polynomial: Polynomial, roots: np.ndarray) -> np.ndarray:
+    """The polynomial (n,) up to its upper limit."""
+    return np.minimum(polynomial(roots), _ceiling(roots))
 
 
 def _ceiling(roots: np.ndarray) -> np.ndarray:
@@ -199,7 +294,7 @@ def _ceiling(roots: np.ndarray) -> np.ndarray:
     return CEILING - FLATTEST * np.sum(roots**2, axis=1)
 
 
-class _Sample(NamedTuple):
+class _Weighted(NamedTuple):
     """Points (n, d) with weights (n,).
 
     :ivar sets: of quasi-random points, each of its own randomization, that are one after the other.
@@ -216,7 +311,7 @@ class _Sample(NamedTuple):
         return float(np.var(values.reshape(self.sets, -1).mean(axis=1)) / (self.sets - 1))
 
 
-def _combined(*samples: _Sample) -> _Moments:
+def _combined(*samples: _Weighted) -> _Moments:
     """The moments of a sum of measures, each an average over the points of a sample."""
     total = sum(np.mean(weights) for _, weights, *_ in samples)
     mean = sum(weights @ z / len(z) for z, weights, *_ in samples) / total
@@ -229,79 +324,3 @@ def _combined(*samples: _Sample) -> _Moments:
         lengths = np.linalg.norm(np.linalg.solve(root, (sample.z - mean).T), axis=0) ** 2
         variance += sample.variance_of_mean(sample.weights * (1 + lengths / len(mean)) / total)
     return _Moments(float(np.log(total)), mean, covariance, float(np.sqrt(variance)))
-
-
-def _polynomials(z: np.ndarray, degree: int) -> np.ndarray:
-    """All monomials of the columns up to a degree, (n, number)."""
-    size = z.shape[1]
-    chosen = [c for d in range(degree + 1) for c in itertools.combinations_with_replacement(range(size), d)]
-    return np.stack([np.prod(z[:, list(c)], axis=1) for c in chosen], axis=1)
-
-
-class ProfileCoordinates(NamedTuple):
-    """h = center + axes z, and of each z the coordinates of its profile."""
-
-    center: np.ndarray
-    axes: np.ndarray
-    profiles: Profiles
-
-
-def _design(
-    points: list[Point],
-    mass: np.ndarray,
-    moments: Moments,
-    given: ProfileCoordinates,
-    mean: np.ndarray,
-    covariance: np.ndarray,
-) -> Design:
-    """Gaussians in h around the points, which are shrunk towards their mean, so that the mixture is as wide as the
-    points were. Both in coordinates in which the marginal is nearly Gaussian, which keeps its shape.
-
-    :param mean: of h, (d,), with ``covariance`` (d, d), which the design has too.
-    """
-    kept = np.flatnonzero(mass > NEGLIGIBLE)
-    mass = mass[kept] / mass[kept].sum()
-    h = np.array([points[k].h for k in kept])
-    means, roots = zip(*[moments(points[k]) for k in kept])
-    means, roots = np.array(means), stacked(roots)
-    scale = np.linalg.cholesky(covariance)
-    is_whole = isinstance(roots, np.ndarray)
-    values = np.concatenate([means, 0.5 * np.log(variances_of(roots))], axis=1) if is_whole else means
-    slopes = _slopes(np.linalg.solve(scale, (h - mean).T).T, values) @ np.linalg.inv(scale)
-    slopes, widths = np.split(slopes, [means.shape[1]], axis=1)
-    bandwidth = len(h) ** (-1 / (h.shape[1] + 4)) if len(h) <= FEW else BANDWIDTH
-    v = given.profiles.standard(np.linalg.solve(given.axes, (h - given.center).T).T)
-    middle = mass @ v
-    root = np.linalg.cholesky((mass[:, None] * (v - middle)).T @ (v - middle))
-    z, along = given.profiles.from_standard(middle + np.sqrt(1 - bandwidth**2) * (v - middle))
-    moved = given.center + z @ given.axes.T
-    kernel = given.axes @ (along[:, :, None] * (bandwidth * root))
-    # Mean and covariance are now about the marginal's, and become so exactly by one linear map.
-    center = mass @ moved
-    whole = (mass[:, None] * (moved - center)).T @ (moved - center) + np.einsum("k,kij,klj->il", mass, kernel, kernel)
-    correction = scale @ np.linalg.inv(np.linalg.cholesky(whole))
-    moved, kernel = mean + (moved - center) @ correction.T, correction @ kernel
-    means = means + np.einsum("kpd,kd->kp", slopes, moved - h)
-    if is_whole:
-        roots = _rescaled(roots, mass, np.einsum("kpd,kd->kp", widths, moved - h))
-    return Design(moved, mass, means, roots, slopes, kernel, is_weighted=True)
-
-
-def _rescaled(roots: np.ndarray, mass: np.ndarray, log_scale: np.ndarray) -> np.ndarray:
-    """Roots (K, P, P) of components whose standard deviations (K, P) become exp(log_scale) times as large, but for a
-    factor that leaves the average variance as it is: within a component they are the same on both sides."""
-    variances = np.sum(roots**2, axis=2)
-    scale = np.exp(np.clip(log_scale, -MOST_RESCALED, MOST_RESCALED))
-    scale *= np.sqrt((mass @ variances) / (mass @ (scale**2 * variances)))
-    return scale[:, :, None] * roots
-
-
-def _slopes(z: np.ndarray, means: np.ndarray) -> np.ndarray:
-    """Slopes (K, P, d) of means (K, P) in z (K, d), by regressions weighted towards near points."""
-    slopes = np.empty((*means.shape, z.shape[1]))
-    for k, here in enumerate(z):
-        steps = z - here
-        root = np.exp(-0.25 * np.sum(steps**2, axis=1) / REACH**2)
-        regressors = np.column_stack([np.ones(len(z)), steps])
-        slopes[k] = np.linalg.lstsq(root[:, None] * regressors, root[:, None] * means, rcond=None)[0][1:].T
-    return slopes

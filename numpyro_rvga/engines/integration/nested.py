@@ -72,6 +72,7 @@ class Marginal:
     ):
         self._begin, self._solve, self._gradient, self._estimate = begin, solve, gradient, estimate
         self.points: list[Point] = []
+        self._places: np.ndarray | None = None  # their h, (K, d)
         self._cache: dict[bytes, Point] = {}
 
     def with_gradient(self, h: np.ndarray, near: Point | None = None) -> Point:
@@ -98,13 +99,15 @@ class Marginal:
         cached = self._cache.get(h.tobytes())
         if cached is not None:
             return cached
-        if near is None and self.points:
-            near = min(self.points, key=lambda point: float(np.sum((point.h - h) ** 2)))
+        if near is None and self._places is not None:
+            near = self.points[int(np.argmin(np.sum((self._places - h) ** 2, axis=1)))]
         point = None if near is None else self._point(h, near.start)
         if point is None or not np.isfinite(point.bound):
             point = self._point(h, self._begin(h))
         if np.isfinite(point.bound):
             self.points.append(point)
+            here = point.h[None]
+            self._places = here if self._places is None else np.concatenate([self._places, here])
             self._cache[h.tobytes()] = point
         return point
 

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from .nested import Marginal, Mode
+from .polynomials import Coordinates
 
 FREEDOM = 7.0  # of the Student t that a Gaussian profile proposes from
 FIRST_DISTANCE = 1.5  # where a profile is measured first, in standard deviations of the Gaussian at the mode
@@ -33,6 +34,10 @@ class Profile(NamedTuple):
     proposed: np.ndarray
     standard: np.ndarray
 
+    def cells(self, z: np.ndarray) -> np.ndarray:
+        """The numbers of the cells in which points (n,) lie."""
+        return np.clip(np.searchsorted(self.edges, z, side="right") - 1, 0, NUM_CELLS - 1)
+
 
 class Profiles(NamedTuple):
     """Profiles of all axes: a proposal in which they are independent, and two nonlinear coordinates of each.
@@ -43,19 +48,21 @@ class Profiles(NamedTuple):
 
     axes: tuple[Profile, ...]
 
-    def propose(self, uniform: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Points z (n, d) for points (n, d) of the unit cube, and their log density (n,)."""
-        z = np.empty_like(uniform)
-        log_density = np.zeros(len(uniform))
-        for j, profile in enumerate(self.axes):
-            z[:, j] = np.interp(uniform[:, j], profile.proposed, profile.edges)
-            cell = np.searchsorted(profile.edges, z[:, j], side="right") - 1
-            log_density += profile.log_density[np.clip(cell, 0, NUM_CELLS - 1)]
-        return z, log_density
+    def propose(self, uniform: np.ndarray) -> np.ndarray:
+        """Points z (n, d) for points (n, d) of the unit cube."""
+        return np.stack([np.interp(uniform[:, j], p.proposed, p.edges) for j, p in enumerate(self.axes)], axis=1)
 
-    def roots(self, z: np.ndarray) -> np.ndarray:
+    def log_density(self, z: np.ndarray) -> np.ndarray:
+        """The log density (n,) of what is proposed, at points (n, d)."""
+        by_axis = [profile.log_density[profile.cells(z[:, j])] for j, profile in enumerate(self.axes)]
+        outside = [(z[:, j] < p.edges[0]) | (z[:, j] > p.edges[-1]) for j, p in enumerate(self.axes)]
+        return np.where(np.any(outside, axis=0), -np.inf, np.sum(by_axis, axis=0))
+
+    def roots(self, z: np.ndarray) -> Coordinates:
         """Signed roots of twice the drop along each axis, (n, d): those of a Gaussian are z."""
-        return np.stack([np.interp(z[:, j], p.edges, p.roots) for j, p in enumerate(self.axes)], axis=1)
+        values = [np.interp(z[:, j], p.edges, p.roots) for j, p in enumerate(self.axes)]
+        slopes = [(np.diff(p.roots) / np.diff(p.edges))[p.cells(z[:, j])] for j, p in enumerate(self.axes)]
+        return Coordinates(np.stack(values, axis=1), np.stack(slopes, axis=1))
 
     def standard(self, z: np.ndarray) -> np.ndarray:
         """Coordinates (n, d) in which exp(-drop) along each axis is standard normal."""

@@ -260,12 +260,12 @@ def _parameter_terms(
     value = lambda t, r: run_site(t, r).value  # noqa: E731
     if supports is None or _moves(value, theta, row):  # latent sites have no parameters apart from their value
         return None
-    transforms = [biject_to(s) for s in supports]
 
     def leaves(t, r):
         return jax.tree.leaves(base_distribution(run_site(t, r).fn)[0])
 
     moving = [i for i in range(len(supports)) if _moves(lambda t, r, i=i: leaves(t, r)[i], theta, row)]
+    transforms = {i: biject_to(supports[i]) for i in moving}  # numbers, as of trials, have none
     shapes = [jax.eval_shape(lambda t, r, i=i: transforms[i].inv(leaves(t, r)[i]), theta, row).shape for i in moving]
     sizes = [int(np.prod(s)) for s in shapes]
 

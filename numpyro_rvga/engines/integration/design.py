@@ -1,0 +1,154 @@
+"""From weighted points of h to Gaussians in h around them, and x given h there: what a mixture is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from .nested import Design, Moments, Point, stacked, variances_of
+from .profiles import Profiles
+
+FEW = 128  # points, up to which the Gaussians are as wide as Scott's rule says: L is nearly quadratic then
+BANDWIDTH = 0.2  # else, in standard deviations of h: x given h is not one Gaussian for long
+REACH = 0.6  # of the regressions for the slopes of x's mean: a bandwidth, in standard deviations of h,
+NEIGHBORS = 4  # and at least so that it has as many near points, for each coefficient
+RIDGE = 1e-9
+MOST_RESCALED = 2.0  # log of how much x is widened or narrowed where points are moved
+NEGLIGIBLE = 1e-6  # mass of a point that is left out
+MOST_NUMBERS = 2**26  # in the roots of all points
+NARROW = 0.02  # standard deviations of h: a bandwidth, where many parameters leave no point near another
+LEAST_LEFT = 0.5  # of the effective sample size, by calibration,
+FLOOR = 2.0  # times a negligible mass: none of the points is lost by it
+
+
+class ProfileCoordinates(NamedTuple):
+    """h = center + axes z, and of each z the coordinates of its profile."""
+
+    center: np.ndarray
+    axes: np.ndarray
+    profiles: Profiles
+
+
+def wide_design(
+    points: Sequence[Point],
+    mass: np.ndarray,
+    moments: Moments,
+    given: ProfileCoordinates,
+    mean: np.ndarray,
+    covariance: np.ndarray,
+) -> Design:
+    """Gaussians in h around the points, which are shrunk towards their mean, so that the mixture is as wide as the
+    points were. Both in coordinates in which the marginal is nearly Gaussian, which keeps its shape.
+
+    :param mean: of h, (d,), with ``covariance`` (d, d), which the design has too.
+    """
+    h, means, roots = _components(points, moments)
+    scale = np.linalg.cholesky(covariance)
+    is_whole = isinstance(roots, np.ndarray)
+    values = np.concatenate([means, 0.5 * np.log(variances_of(roots))], axis=1) if is_whole else means
+    slopes = _slopes(np.linalg.solve(scale, (h - mean).T).T, values) @ np.linalg.inv(scale)
+    slopes, widths = np.split(slopes, [means.shape[1]], axis=1)
+    bandwidth = len(h) ** (-1 / (h.shape[1] + 4)) if len(h) <= FEW else BANDWIDTH
+    v = given.profiles.standard(np.linalg.solve(given.axes, (h - given.center).T).T)
+    middle = mass @ v
+    root = np.linalg.cholesky((mass[:, None] * (v - middle)).T @ (v - middle))
+    z, along = given.profiles.from_standard(middle + np.sqrt(1 - bandwidth**2) * (v - middle))
+    moved = given.center + z @ given.axes.T
+    kernel = given.axes @ (along[:, :, None] * (bandwidth * root))
+    # Mean and covariance are now about the marginal's, and become so exactly by one linear map.
+    center = mass @ moved
+    whole = (mass[:, None] * (moved - center)).T @ (moved - center) + np.einsum("k,kij,klj->il", mass, kernel, kernel)
+    correction = scale @ np.linalg.inv(np.linalg.cholesky(whole))
+    moved, kernel = mean + (moved - center) @ correction.T, correction @ kernel
+    means = means + np.einsum("kpd,kd->kp", slopes, moved - h)
+    if is_whole:
+        roots = _rescaled(roots, mass, np.einsum("kpd,kd->kp", widths, moved - h))
+    return Design(moved, mass, means, roots, slopes, kernel, is_weighted=True)
+
+
+def narrow_design(
+    points: Sequence[Point], mass: np.ndarray, moments: Moments, mean: np.ndarray, covariance: np.ndarray
+) -> Design:
+    """Gaussians in h around the points that are so narrow that x given h is the same within each.
+
+    :param mean: of h, (d,), with ``covariance`` (d, d), of which the design has the mean and the variances, if other
+        masses that are not far from these have them.
+    """
+    h, means, roots = _components(points, moments)
+    mass = _calibrated((h - mean) / np.sqrt(np.diagonal(covariance)), mass)
+    middle = mass @ h
+    around = np.atleast_2d(np.cov(h.T, aweights=mass))
+    slopes = np.zeros((*means.shape, h.shape[1]))
+    moved, kernel = middle + np.sqrt(1 - NARROW**2) * (h - middle), NARROW * np.linalg.cholesky(around)
+    return Design(moved, mass, means, roots, slopes, kernel, is_weighted=True)
+
+
+def thinned(points: Sequence[Point], mass: np.ndarray, moments: Moments) -> tuple[list[Point], np.ndarray]:
+    """The points that count and their masses, or of too many some."""
+    kept = np.flatnonzero(mass > NEGLIGIBLE)
+    numbers = sum(np.size(x) for x in jax.tree.leaves(moments(points[kept[0]])[1]))
+    kept = kept[:: max(1, -(-len(kept) * numbers // MOST_NUMBERS))]
+    return [points[k] for k in kept], mass[kept] / mass[kept].sum()
+
+
+def _components(points: Sequence[Point], moments: Moments) -> tuple[np.ndarray, np.ndarray, Any]:
+    """h (K, d), means (K, P) and roots of x."""
+    means, roots = zip(*[moments(point) for point in points])
+    return np.array([point.h for point in points]), np.array(means), stacked(roots)
+
+
+def _calibrated(z: np.ndarray, mass: np.ndarray) -> np.ndarray:
+    """Masses (K,) with which points (K, d) have means of zero and variances of one: of all such masses, those with the
+    least relative entropy to the ones that are given (exponential tilting). Those, if there are none near by."""
+    import scipy.optimize  # here: slow to import, and seldom needed
+
+    features = np.concatenate([z, z**2 - 1], axis=1)
+
+    def tilted(tilt: np.ndarray) -> tuple[float, np.ndarray]:
+        exponent = features @ tilt
+        weights = mass * np.exp(exponent - exponent.max())
+        return float(np.log(weights.sum()) + exponent.max()), weights / weights.sum()
+
+    def slope(tilt: np.ndarray) -> np.ndarray:
+        return tilted(tilt)[1] @ features
+
+    def curvature(tilt: np.ndarray) -> np.ndarray:
+        weights = tilted(tilt)[1]
+        off = features - weights @ features
+        return (weights[:, None] * off).T @ off
+
+    start = np.zeros(features.shape[1])
+    found = scipy.optimize.minimize(
+        lambda tilt: tilted(tilt)[0], start, jac=slope, hess=curvature, method="trust-exact", options={"maxiter": 50}
+    )
+    new = np.maximum(tilted(found.x)[1], FLOOR * NEGLIGIBLE)
+    return new / new.sum() if np.sum(mass**2) > LEAST_LEFT * np.sum(new**2) else mass
+
+
+def _rescaled(roots: np.ndarray, mass: np.ndarray, log_scale: np.ndarray) -> np.ndarray:
+    """Roots (K, P, P) of components whose standard deviations (K, P) become exp(log_scale) times as large, but for a
+    factor that leaves the average variance as it is: within a component they are the same on both sides."""
+    variances = np.sum(roots**2, axis=2)
+    scale = np.exp(np.clip(log_scale, -MOST_RESCALED, MOST_RESCALED))
+    scale *= np.sqrt((mass @ variances) / (mass @ (scale**2 * variances)))
+    return scale[:, :, None] * roots
+
+
+def _slopes(z: np.ndarray, means: np.ndarray) -> np.ndarray:
+    """Slopes (K, P, d) of means (K, P) in z (K, d), by regressions weighted towards near points."""
+    count, size = z.shape
+    squares = np.sum(z**2, axis=1)
+    distances = np.maximum(squares[:, None] + squares - 2 * z @ z.T, 0)
+    last = min(NEIGHBORS * (size + 1), count) - 1
+    bandwidths = np.maximum(REACH**2, np.partition(distances, last, axis=1)[:, last])
+    weights = np.exp(-0.5 * distances / bandwidths[:, None])
+    regressors = np.column_stack([np.ones(count), z])
+    grams = (weights @ (regressors[:, :, None] * regressors[:, None]).reshape(count, -1)).reshape(count, size + 1, -1)
+    grams += RIDGE * np.trace(grams, axis1=1, axis2=2)[:, None, None] * np.eye(size + 1)
+    slopes = np.empty((count, means.shape[1], size))
+    for k in range(count):
+        slopes[k] = np.linalg.solve(grams[k], (regressors * weights[k][:, None]).T @ means)[1:].T
+    return slopes
