@@ -146,6 +146,11 @@ class Effort(NamedTuple):
         have_values = all(kind.values is not None or kind.held_out is not None for kind, _ in pairs)
         return have_values and self.level == "usual" and points <= FEW_POINTS
 
+    def many_solves_take_few_nodes(self, num_rows: int) -> bool:
+        """Whether many solves of near problems are worth few nodes each, and a bound by many at the end."""
+        is_possible = self.rows_can_do_with_few and self.may_end_by_few_nodes(num_rows)
+        return is_possible and not self.is_little_work(num_rows)
+
     @property
     def few_nodes_tolerance(self) -> float:
         """The squared natural gradient, in nats, that a search by few nodes may leave of others. Averages over many

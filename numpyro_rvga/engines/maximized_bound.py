@@ -52,28 +52,49 @@ class MaximizedBound:
     kernel's length scale changes; the same q over function values would not.)
 
     :ivar engine: of which it is. :ivar is_exact: whether L(h) is log p(y, h): all terms are quadratic given h.
+    :ivar by_few_nodes: whether expectations are by few nodes. What :meth:`by_many_nodes` is for then.
     :ivar begin: params (K,) and chunks of rows, as :func:`~.row_chunks.chunks_of` makes them -> a start.
     :ivar solve: params, chunks and a start -> :class:`Maximum`.
     :ivar moments: params and a start -> mean (P,) and Cholesky factor (P, P) of the covariance of theta.
     """
 
     @classmethod
-    def of(cls, engine: Engine) -> MaximizedBound:
+    def of(cls, engine: Engine, *, by_few_nodes: bool = False) -> MaximizedBound:
         """The one of an engine, made for what its data determine of the prior."""
-        return engine.once((cls, engine.program), lambda: cls(engine))
+        return engine.once((cls, engine.program, by_few_nodes), lambda: cls(engine, by_few_nodes=by_few_nodes))
 
-    def __init__(self, engine: Engine):
-        self.engine, self.is_exact = engine, is_quadratic((*engine.kinds, *engine.prior_kinds))
+    def __init__(self, engine: Engine, *, by_few_nodes: bool = False):
+        self.engine, self.by_few_nodes = engine, by_few_nodes
+        self.is_exact = is_quadratic((*engine.kinds, *engine.prior_kinds))
         _ = engine.program.initial_state  # what is drawn from the prior is drawn here, outside of compiled functions
         self.begin = self._begin if self.is_exact else engine.compiled(self._begin)
         self.solve, self.moments = engine.compiled(self._solve), engine.compiled(self._moments)
+        self._left, self.by_many_nodes = engine.compiled(self._left_by_few_nodes), engine.compiled(self._by_many_nodes)
 
-    def _parts(self, params: Array | np.ndarray, chunks: RowChunks, start: Start) -> tuple[Search, DenseJoint]:
-        """What is sought at these parameters."""
+    def few_nodes_suffice(self, params: Array, chunks: RowChunks, start: Start) -> bool:
+        """Whether expectations of more nodes would hardly move the q that was found."""
+        return float(self._left(params, chunks, start)) <= self.engine.effort.few_nodes_tolerance
+
+    def _parts(
+        self,
+        params: Array | np.ndarray,
+        chunks: RowChunks,
+        start: Start,
+        *,
+        by_few_nodes: bool | None = None,
+        is_corrected: Array | None = None,
+    ) -> tuple[Search, DenseJoint]:
+        """What is sought at these parameters.
+
+        :param by_few_nodes: default: as this bound is. :param is_corrected: see
+            :class:`~numpyro_rvga.core.updates.factors.Kind`.
+        """
+        by_few_nodes = self.by_few_nodes if by_few_nodes is None else by_few_nodes
         program = self.engine.program
         state = program.initial_state_at(params)
-        problem = JointProblem(state, chunks, program.prior_inputs | {PARAMS: params}, init=start)
-        search = self.engine.search_all(problem)
+        inputs = program.prior_inputs | {PARAMS: params}
+        problem = JointProblem(state, chunks, inputs, init=start, is_corrected=is_corrected)
+        search = self.engine.search_all(problem)._replace(by_few_nodes=by_few_nodes)
         problem = self.engine.prepared_once(problem)
         return search, self.engine.joint_parts(search, problem)
 
@@ -99,6 +120,19 @@ class MaximizedBound:
             return bound_at(joint, joint.start().base, mean, inverse.T)[0]
 
         return Maximum(_bound_of(solution), jax.grad(bound)(params), (mean, root @ root.T), solution.converged)
+
+    def _left_by_few_nodes(self, params: Array, chunks: RowChunks, start: Start) -> Array:
+        """The squared natural gradient at q by corrected expectations."""
+        search, joint = self._parts(params, chunks, start, is_corrected=jnp.asarray(True))
+        at_rest = search._replace(settings=search.settings._replace(min_iterations=0, max_iterations=0))
+        return solve_joint_traced(at_rest, joint).decrement
+
+    def _by_many_nodes(self, params: Array, chunks: RowChunks, start: Start) -> Array:
+        """The bound at a q, by many nodes."""
+        mean, precision = start
+        _, joint = self._parts(params, chunks, start, by_few_nodes=False)
+        inverse = solve_lower(jnp.linalg.cholesky(precision), jnp.eye(mean.size, dtype=mean.dtype))
+        return bound_at(joint, joint.start().base, mean, inverse.T)[0]
 
     def _moments(self, params: Array, start: Start) -> tuple[Array, Array]:
         state, (mean, precision) = self.engine.program.initial_state_at(params), start

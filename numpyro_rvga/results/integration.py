@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -12,6 +12,7 @@ from jax import Array
 from jax.sharding import Mesh
 from jax.typing import ArrayLike, DTypeLike
 
+from ..core.groups.importance import Estimate
 from ..engines.engine import Engine
 from ..engines.integration.evidence_estimate import EvidenceEstimate
 from ..engines.integration.importance import (
@@ -171,6 +172,10 @@ class Integration:
             marginal = _marginal(bound, self._estimate_of(bound), chunks, program.dtype, bar)
             nearby = None if start is None else np.asarray(start)[indices]
             mode = find_mode(marginal, mean, deviation, nearby, NUM_TRIALS if solved is None else FEW_TRIALS)
+            if isinstance(bound, MaximizedBound) and bound.by_few_nodes and not _is_found(bound, chunks, mode.point):
+                bound = MaximizedBound.of(bound.engine)
+                marginal = _marginal(bound, self._estimate_of(bound), chunks, program.dtype, bar)
+                mode = find_mode(marginal, mean, deviation, mode.point.h, FEW_TRIALS)
             integral = None
             if len(indices) <= MOST_ON_LATTICE:
                 integral = integrate_lattice(marginal, mode, moments)
@@ -197,13 +202,16 @@ class Integration:
             "num_rows": program.count_rows(rows),
         }
 
-    def _estimate_of(self, bound: Bound) -> EvidenceEstimate | None:
+    def _estimate_of(self, bound: Bound) -> Callable[..., Estimate] | None:
         """The estimate of log p(y, h) in place of the bound; None: the bound.
 
         :raises NotImplementedError: for models of crossed effects.
         """
-        if self._marginal == "bound" or isinstance(bound, LogDensity) or bound.is_exact:
+        if isinstance(bound, LogDensity) or bound.is_exact:
             return None
+        if self._marginal == "bound":
+            is_rough = isinstance(bound, MaximizedBound) and bound.by_few_nodes
+            return (lambda *at: Estimate(bound.by_many_nodes(*at), jnp.zeros(()))) if is_rough else None
         if isinstance(bound, SparseMaximizedBound):
             raise NotImplementedError(
                 f"marginal='importance' takes whole matrices, of at most {MOST_PARAMETERS} parameters: use "
@@ -248,7 +256,9 @@ class Integration:
                 )
             chunks = chunks_of(engine, rows, sparse.sparsity.numbers_per_row)
             return SparseMaximizedBound(sparse, sparse.problem(rows), chunks), chunks
-        return MaximizedBound.of(engine), distinct_chunks_of(engine, rows)
+        chunks = distinct_chunks_of(engine, rows)
+        by_few_nodes = engine.effort.many_solves_take_few_nodes(chunks.weights.size)
+        return MaximizedBound.of(engine, by_few_nodes=by_few_nodes), chunks
 
 
 def integrate(
@@ -293,7 +303,9 @@ def _may_be_integrated_whole(program: Program) -> bool:
     return program.layout.size <= FEW_BY_IMPORTANCE and program.row_latents is None and not program.is_conjugate
 
 
-def _marginal(bound: Bound, estimate: EvidenceEstimate | None, chunks: Any, dtype: DTypeLike, bar: Bar) -> Marginal:
+def _marginal(
+    bound: Bound, estimate: Callable[..., Estimate] | None, chunks: Any, dtype: DTypeLike, bar: Bar
+) -> Marginal:
     def solve(h, start):
         bar.update(1)
         return bound.solve(jnp.asarray(h, dtype), chunks, start)
@@ -306,6 +318,11 @@ def _marginal(bound: Bound, estimate: EvidenceEstimate | None, chunks: Any, dtyp
     if estimate is not None:
         estimated = lambda h, start: estimate(jnp.asarray(h, dtype), chunks, start)  # noqa: E731
     return Marginal(lambda h: bound.begin(jnp.asarray(h, dtype), chunks), solve, gradient, estimated)
+
+
+def _is_found(bound: MaximizedBound, chunks: Any, point: Point) -> bool:
+    """Whether few nodes have found q at a point."""
+    return bound.few_nodes_suffice(jnp.asarray(point.h, bound.engine.program.dtype), chunks, point.start)
 
 
 def _is_too_rough(integral: Integral) -> bool:

@@ -34,10 +34,10 @@ CONTROL_SETS, NUM_CONTROLS = 8, 2**12  # so many points at which a polynomial is
 OF_PROFILES = 0.25  # of the later points: in the tails, a polynomial may be far too low
 CONTROLS_PER_POINT = 4  # effective ones, for each point that is drawn from them
 DEGREES = (2, 3)  # of polynomials that are tried
-CEILING, FLATTEST = 1.0, 0.25  # above the highest point, and how fast it falls: along the axes, L falls by roots^2 / 2
+MARGIN = 1.0  # nats above the points, up to which polynomials are taken at their word
 LEAST_WEIGHT = 1e-4  # of a point in the fit, over the largest: far ones keep the polynomial low
 TOLERANCE = 0.03  # standard error, or the change when many points become twice as many, in standard deviations
-ROUGH_TOLERANCE = 0.04  # where many parameters take many points
+ROUGH_TOLERANCE = 0.05  # where many parameters take many points
 
 Smoothed = Callable[[np.ndarray], tuple[np.ndarray, float]]
 """Log importance ratios (n,) -> normalized log weights, their tail smoothed, and the Pareto k."""
@@ -97,9 +97,14 @@ def integrate_by_importance(
 
 
 class _Surrogate(NamedTuple):
-    """exp(f) with a polynomial f. :ivar log_weights: of the controls, (N,), whose mean is its integral."""
+    """exp(f): along the axes L falls by roots^2 / 2, and what f adds to that is a polynomial up to a limit.
+
+    :ivar limit: above it, a polynomial may be anything: it is little more than what L adds at the points.
+    :ivar log_weights: f less the log density of the profiles at the controls, (N,): the mean of exp is its integral.
+    """
 
     polynomial: Polynomial
+    limit: float
     log_weights: np.ndarray
 
     @property
@@ -111,6 +116,16 @@ class _Surrogate(NamedTuple):
         """How many of the controls have weight."""
         weights = np.exp(self.log_weights - np.max(self.log_weights))
         return float(np.sum(weights) ** 2 / np.sum(weights**2))
+
+    def log_density(self, roots: np.ndarray) -> np.ndarray:
+        """Of points (n, d)."""
+        return _limited(self.polynomial(roots), roots, self.limit) - self.log_integral
+
+
+def _limited(values: np.ndarray, roots: np.ndarray, limit: float) -> np.ndarray:
+    """A polynomial's values (n,) at points (n, d), limited."""
+    fall = -0.5 * np.sum(roots**2, axis=1)
+    return fall + np.minimum(values - fall, limit)
 
 
 class _Proposal(NamedTuple):
@@ -206,10 +221,7 @@ def _drawn(
 def _log_density(proposals: list[_Proposal], profiles: Profiles, z: np.ndarray) -> np.ndarray:
     """The log density (n,) of points that come from all proposals, as many from each as it has."""
     of_profiles, roots = profiles.log_density(z), profiles.roots(z).values
-    each = [
-        of_profiles if other is None else _limited(other.polynomial, roots) - other.log_integral
-        for _, other in proposals
-    ]
+    each = [of_profiles if surrogate is None else surrogate.log_density(roots) for _, surrogate in proposals]
     counts = np.array([proposal.count for proposal in proposals], float)
     return logsumexp(each, axis=0, b=(counts / counts.sum())[:, None])
 
@@ -256,12 +268,15 @@ def _moments_of(sample: _Sample, profiles: Profiles, controls: _Controls) -> tup
     at = profiles.roots(sample.z)
     plain, best, surrogate = _combined(_Weighted(sample.z, ratios)), None, None
     values, root = np.where(finite, evidence - shift, 0.0), np.sqrt(finite * (ratios / ratios.max() + LEAST_WEIGHT))
+    added = (values + 0.5 * np.sum(at.values**2, axis=1))[finite]
+    limit = float(np.max(added)) + MARGIN
     for degree in DEGREES:
         fitted = fit(at, values, sample.gradients, root, degree)
         if fitted is None:
             continue
-        tried = _Surrogate(fitted.polynomial, _limited(fitted.polynomial, controls.roots) - controls.log_proposal)
-        beyond = ratios - np.exp(np.minimum(fitted.without_own, _ceiling(at.values)) - sample.log_proposal)
+        log_weights = _limited(fitted.polynomial(controls.roots), controls.roots, limit) - controls.log_proposal
+        tried = _Surrogate(fitted.polynomial, limit, log_weights)
+        beyond = ratios - np.exp(_limited(fitted.without_own, at.values, limit) - sample.log_proposal)
         own = _Weighted(controls.z, np.exp(tried.log_weights), sets=CONTROL_SETS)
         moments = _combined(own, _Weighted(sample.z, beyond))
         if best is None or moments.error < best.error:
@@ -282,16 +297,6 @@ class _Controls(NamedTuple):
     def of(cls, profiles: Profiles) -> _Controls:
         z = np.concatenate([_proposed(profiles, NUM_CONTROLS, MAX_FITS + seed) for seed in range(CONTROL_SETS)])
         return cls(z, profiles.roots(z).values, profiles.log_density(z))
-
-
-def _limited(polynomial: Polynomial, roots: np.ndarray) -> np.ndarray:
-    """The polynomial (n,) up to its upper limit."""
-    return np.minimum(polynomial(roots), _ceiling(roots))
-
-
-def _ceiling(roots: np.ndarray) -> np.ndarray:
-    """An upper limit of the fitted polynomial, (n,), which may be anything far out."""
-    return CEILING - FLATTEST * np.sum(roots**2, axis=1)
 
 
 class _Weighted(NamedTuple):
