@@ -244,9 +244,8 @@ class Engine:
         """The problem with its rows prepared, where they are one chunk, and not at each step."""
         if problem.num_chunks > 1 or not isinstance(problem.chunks, RowChunks):
             return problem
-        (rows, weights), params = problem.chunks, self._params_of(problem)
-        rows = {name: array[0] for name, array in rows.items()}
-        return problem._replace(chunks=self._prepare_block(rows | params, weights[0])[0])
+        rows = {name: array[0] for name, array in problem.chunks.rows.items()} | self._params_of(problem)
+        return problem._replace(chunks=self._prepare_block(rows, problem.chunks.weights[0])[0])
 
     def _coarse(self, search: Search, problem: JointProblem) -> tuple[JointProblem, Coarse | None]:
         """The problem, and what a search for its solution begins with, where it is far off."""
@@ -269,8 +268,7 @@ class Engine:
         if is_concave or search.mode or is_informed or self.devices.count > 1 or int(problem.state.num_rows):
             return None
         is_dear = self.effort.takes_draws or self.program.row_latents is not None or self.effort.is_thorough
-        size = self.program.layout.size
-        if is_dear or size > MOST_PARAMETERS or num_rows * self.numbers_per_row > MOST_NUMBERS:
+        if is_dear or self.program.layout.size > MOST_PARAMETERS or num_rows * self.numbers_per_row > MOST_NUMBERS:
             return None
         return lambda optimum, number: other_means(problem.state, optimum, self.rng_key, number)
 
@@ -345,8 +343,7 @@ class Engine:
         prior = self.prior_set(problem.prior_inputs)
         if problem.among is not None:
             prior = prior._replace(linearize=partial(at_indices, prior.linearize, *problem.among))
-        nothing = FactorSet((), lambda chunk, theta: ())
-        return DenseJoint(search, nothing, prior, problem.state)
+        return DenseJoint(search, FactorSet((), lambda chunk, theta: ()), prior, problem.state)
 
     def _prepared_block(self, rows: dict, weights: Array) -> tuple[tuple, Array]:
         """Rows as a problem's only chunk, and how many they are."""
@@ -365,18 +362,16 @@ class Engine:
         factors = self.linearize(self.prepare(rows, weights), state.mean)
         whitened = tuple(times_root(f.jacobian, state.root) for f in factors)
         row_factors, residuals = row_factors_and_residuals(self.kinds, factors, whitened, merged(absorbed))
-        count = len(weights)
-        row_factors = jax.tree.map(lambda x: x.reshape(count, -1, *x.shape[1:]), row_factors)
-        return reduce(jnp.add, [jnp.sum(x.reshape(count, -1), axis=1) for x in residuals]), row_factors
+        row_factors = jax.tree.map(lambda x: x.reshape(len(weights), -1, *x.shape[1:]), row_factors)
+        return reduce(jnp.add, [jnp.sum(x.reshape(len(weights), -1), axis=1) for x in residuals]), row_factors
 
     def _stream(
         self, state: State, rows: dict, weights: Array, *, with_absorbed: bool = False
     ) -> tuple[State, StepInfo]:
         """The state after blocks of rows, one after the other: (blocks, B, ...) arrays, weights (blocks, B)."""
-        block_size = weights.shape[1]
         blocks = jax.vmap(self.prepare)(rows, weights)
         counts = jnp.sum(weights, axis=1).astype(jnp.int32)
-        step = partial(self._step, with_absorbed, block_size)
+        step = partial(self._step, with_absorbed, weights.shape[1])
         state, info = scan_blocks(step, state, blocks, counts, self.movement, rows if self.is_moving else None)
         return state, info._replace(absorbed=by_row(info.absorbed, self.program.terms))
 

@@ -1,4 +1,4 @@
-"""The bound, maximized given the hyperparameters: where rows are many, few nodes find q, and many evaluate the bound."""
+"""The bound, maximized given the hyperparameters: for many rows, few nodes find q and many evaluate the bound there."""
 
 import jax
 import jax.numpy as jnp
