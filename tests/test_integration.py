@@ -337,6 +337,22 @@ def imperfect_test(place, laboratory, y=None):
         numpyro.sample("y", dist.Bernoulli(probs=positive), obs=y)
 
 
+@jax.custom_vjp
+def decayed(rate):
+    return jnp.exp(-rate)
+
+
+decayed.defvjp(lambda rate: (jnp.exp(-rate), rate), lambda rate, cotangent: (-decayed(rate) * cotangent,))
+
+
+def backwards_alone(x, y=None):
+    """A function that has no forward derivative, as the solution of a differential equation."""
+    rate, sigma = numpyro.sample("rate", dist.HalfNormal(1)), numpyro.sample("sigma", dist.HalfNormal(1))
+    level = numpyro.sample("level", dist.Normal(0, 1))
+    with numpyro.plate("rows", x.shape[0]):
+        numpyro.sample("y", dist.Normal(level + decayed(rate) * x, sigma), obs=y)
+
+
 @pytest.mark.parametrize(
     ("model", "data", "kwargs", "sites"),
     [
@@ -346,6 +362,7 @@ def imperfect_test(place, laboratory, y=None):
         (shares, {"total": np.full(8, 9), "y": np.arange(8)}, {}, ("a", "b")),
         (looks_at_values, {"x": np.arange(-1, 7) % 7, "y": np.arange(8.0)}, {}, ("scale",)),
         (process, {"number": np.arange(5), "count": np.arange(5)}, {"places": np.arange(5.0)}, ("length", "variance")),
+        (backwards_alone, LINE, {}, ("rate", "sigma")),
         (process_of_trials, {"places": np.arange(6.0), "y": np.arange(6) % 4}, {}, ("length", "scale")),
         (
             imperfect_test,

@@ -21,6 +21,7 @@ from .terms.terms import Terms, split_rows
 NUM_PROBES = 16  # points at which a log density's Hessian is evaluated
 MOST_ADDED = 6  # entries of a site that is real and would be integrated out nevertheless
 MOST_SITES = 2  # of such sites together
+MOST_PREDICTORS = 8  # of terms that are not log-concave: networks have more, and more than one mode
 
 
 class Choice(NamedTuple):
@@ -85,7 +86,7 @@ def choose_sites(program: Program, conditional: Callable[[tuple[str, ...]], Prog
             ),
             None,
         )
-        if added is None and not (chosen and all(terms_given(site, chosen).terms.is_affine for site in left)):
+        if added is None and not (chosen and all(_is_affine_in_few(terms_given(site, chosen).terms) for site in left)):
             return Choice(
                 (), f"the terms of site {next(iter(left))!r} have no affine predictors, whichever few sites are given"
             )
@@ -120,6 +121,11 @@ def _all_terms(program: Program) -> Iterator[SiteTerms]:
     yield from (SiteTerms(terms, prior_rows, program.layout.size) for terms in program.prior.terms)
 
 
+def _is_affine_in_few(terms: Terms) -> bool:
+    """Whether terms see the latent sites by a few affine predictors."""
+    return terms.is_affine and not terms.by_draws and terms.num_predictors <= MOST_PREDICTORS
+
+
 def _is_of_one_predictor(terms: Terms) -> bool:
     """Whether terms see the latent sites by one affine predictor, or are Gaussian: in any row."""
     return terms.is_affine and (terms.num_predictors <= 1 or terms.closed_form is Gaussian)
@@ -143,7 +149,8 @@ def _is_concave(of_site: SiteTerms, dtype: DTypeLike) -> bool:
     def at(probe, number, element):
         row = shared | {name: jnp.asarray(array)[number][None] for name, array in own.items()}
         jacobian = jax.jacrev(lambda theta: terms.predictors(theta, row, element))(start)
-        return jax.hessian(terms.density)(probe, terms.constants(row, element)), jacobian
+        hessian = jax.jacrev(jax.grad(terms.density))  # some functions, as of differential equations, have no other
+        return hessian(probe, terms.constants(row, element)), jacobian
 
     row_numbers, elements = (jnp.asarray(x, jnp.int32) for x in np.divmod(numbers, terms.num_elements))
     evaluated = at_once(lambda: jax.vmap(at)(probes, row_numbers, elements))
