@@ -7,7 +7,7 @@ import pytest
 from scipy import special, stats
 
 from numpyro_rvga.core.groups.importance import Estimate
-from numpyro_rvga.engines.integration.importance import _Moments, integrate_by_importance
+from numpyro_rvga.engines.integration.importance import _Moments, _stratified, integrate_by_importance
 from numpyro_rvga.engines.integration.lattice import integrate_lattice
 from numpyro_rvga.engines.integration.mixtures import mixture_of
 from numpyro_rvga.engines.integration.nested import Marginal, Mode, Point, _axes, find_mode, kernel_weights
@@ -147,6 +147,18 @@ def test_many_points_are_enough_when_twice_as_many_change_little():
     assert len(integral.info["points"]) <= 512
     np.testing.assert_allclose((mean - special.digamma(10.0)) / np.sqrt(special.polygamma(1, 10.0)), 0, atol=0.05)
     np.testing.assert_allclose(integral.log_evidence, 3.0, atol=0.03)
+
+
+def test_points_are_drawn_evenly():
+    """Their averages are nearer to the weighted ones than those of independent draws, and none is drawn twice."""
+    rng = np.random.default_rng(0)
+    points = rng.uniform(-4, 4, size=(4096, 2))
+    weights = stats.norm.pdf(points).prod(axis=1)
+    sets = [_stratified(points, weights, 48, rng) for _ in range(200)]
+    assert all(len(set(drawn)) == 48 for drawn in sets)
+    off = np.array([points[drawn].mean(axis=0) for drawn in sets]) - weights @ points / weights.sum()
+    np.testing.assert_allclose(off.mean(axis=0), 0, atol=0.02)
+    assert np.all(off.std(axis=0) < 0.5 / np.sqrt(48))
 
 
 def test_searches_that_came_to_nothing_do_not_count():

@@ -162,6 +162,7 @@ def _sampled(
     controls, rng = _Controls.of(profiles), np.random.default_rng(seed)
     points: list[Point] = []
     z, by_half = np.empty((0, len(center))), None
+    least = LEAST_WITHOUT if len(center) > MOST_WITH_DENSITY else 0
     new = [_Proposal(max(most // FIRST_SHARE, FIRST_POINTS))]
     proposals: list[_Proposal] = []
     while True:
@@ -173,9 +174,7 @@ def _sampled(
         sample = _Sample(points, z, gradients, _log_density(proposals, profiles, z))
         moments, surrogate = _moments_of(sample, profiles, controls)
         change = np.inf if by_half is None or len(z) <= FEW else moments.change_from(by_half)
-        is_enough = min(moments.error, change) < tolerance and (
-            len(center) <= MOST_WITH_DENSITY or len(z) >= LEAST_WITHOUT
-        )
+        is_enough = min(moments.error, change) < tolerance and len(z) >= least
         if is_enough or len(z) >= most or _is_hopeless(sample):
             return sample, moments
         by_half, new = moments, _next_proposals(surrogate, len(z))
@@ -214,8 +213,26 @@ def _drawn(
         taken = sum(other.count for other in before if other.surrogate is None)
         return _proposed(profiles, taken + proposal.count, seed)[taken:]
     log_weights = proposal.surrogate.log_weights
-    weights = np.exp(log_weights - log_weights.max())
-    return controls.z[rng.choice(len(weights), proposal.count, replace=False, p=weights / weights.sum())]
+    return controls.z[_stratified(controls.roots, np.exp(log_weights - log_weights.max()), proposal.count, rng)]
+
+
+def _stratified(points: np.ndarray, weights: np.ndarray, count: int, rng: np.random.Generator) -> list[int]:
+    """The numbers of so many of the points (N, d), one from each of as many cells of equal weight. Cells are cut in two
+    along the axis of their largest variance."""
+    cells, drawn = [(np.flatnonzero(weights > 0), count)], []
+    while cells:
+        cell, size = cells.pop()
+        share = weights[cell] / weights[cell].sum()
+        if size == 1:
+            drawn.append(int(rng.choice(cell, p=share)))
+            continue
+        axis = np.argmax(share @ (points[cell] - share @ points[cell]) ** 2)
+        cell = cell[np.argsort(points[cell, axis])]
+        below = np.cumsum(weights[cell])
+        half = size // 2
+        cut = np.clip(np.searchsorted(below, below[-1] * half / size), half, len(cell) - (size - half))
+        cells += [(cell[:cut], half), (cell[cut:], size - half)]
+    return drawn
 
 
 def _log_density(proposals: list[_Proposal], profiles: Profiles, z: np.ndarray) -> np.ndarray:
