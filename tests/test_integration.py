@@ -264,6 +264,36 @@ def test_mixtures_cannot_be_merged(schools):
         Posterior.merge([schools["centered"], schools["centered"]])
 
 
+def test_float32_takes_scales_that_are_far_from_one():
+    """Given a scale of one, the precision of a level with a deviation of 500 would be lost in rounding."""
+
+    def raw_scale(group, y=None):
+        level, spread = numpyro.sample("level", dist.Normal(0, 500)), numpyro.sample("spread", dist.HalfNormal(100))
+        with numpyro.plate("groups", 170):
+            effect = numpyro.sample("effect", dist.Normal(level, spread))
+        with numpyro.plate("rows", len(group)):
+            numpyro.sample("y", dist.Normal(effect[group], 100.0), obs=y)
+
+    rng = np.random.default_rng(0)
+    group = np.arange(340) % 170
+    data = {"group": group, "y": np.round(800 + 60 * rng.normal(size=170)[group] + 100 * rng.normal(size=340))}
+    with jax.enable_x64(False):
+        posterior = FixedPointVI(raw_scale, integrate="auto").run(data, progress_bar=False)
+    assert posterior.info["integrated"] == ["spread"]
+    averages = data["y"].reshape(2, 170).mean(axis=0)
+    spread = np.linspace(0.5, 150, 600)
+    variance = spread**2 + 100.0**2 / 2
+    precision = 170 / variance + 500.0**-2
+    mean = np.sum(averages) / variance / precision
+    quadratic = np.sum(averages**2) / variance - precision * mean**2
+    log_weight = -0.5 * (170 * np.log(variance) + np.log(precision) + quadratic) - 0.5 * (spread / 100) ** 2
+    weight = np.exp(log_weight - logsumexp(log_weight))
+    draws = np.asarray(posterior.sample_posterior(KEY, (20_000,))["spread"], np.float64)
+    expected = weight @ spread
+    deviation = np.sqrt(weight @ (spread - expected) ** 2)
+    assert abs(draws.mean() - expected) < 0.1 * deviation and abs(np.log(draws.std() / deviation)) < 0.1
+
+
 def test_float32_finds_the_same():
     with jax.enable_x64(False):
         single = {name: array.astype(np.float32) for name, array in SCHOOLS.items()}

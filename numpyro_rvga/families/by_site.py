@@ -165,7 +165,8 @@ class SiteFamilies:
             given = self._given_of(program)
             key = tuple(given.sites.items())
             if key not in self._conditional:
-                model = conditional_model(self.model, given.sites, has_prior=False)
+                starts = {name: np.zeros(shape) for name, shape in given.sites.items()}
+                model = conditional_model(self.model, starts, has_prior=False)
                 self._conditional[key] = Engines(model, self.options, self._scale, batch=True)
             engine = self._conditional[key].get(rows, dict(model_kwargs), rng_key, all_rows)
         except Exception as error:

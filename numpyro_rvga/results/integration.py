@@ -223,9 +223,10 @@ class Integration:
         """The model given these sites."""
         key = frozenset(sites), program.whole, program.evaluates, program.row_latents is None
         if key not in self._engines:
-            shapes = {name: program.layout.shapes[name] for name in program.layout.site_names if name in sites}
+            means, _ = _prior_moments(program, is_long=program.layout.size > MOST_PARAMETERS)
+            starts = {name: np.asarray(x) for name, x in program.layout.unravel(means).items() if name in sites}
             self._engines[key] = Engines(
-                conditional_model(program.model, shapes),
+                conditional_model(program.model, starts),
                 self._options,
                 self._scale,
                 batch=True,

@@ -38,17 +38,18 @@ class Given(Messenger):
             msg["fn"] = msg["fn"].mask(False)
 
 
-def conditional_model(model: Callable, sites: Mapping[str, tuple[int, ...]], *, has_prior: bool = True) -> Callable:
-    """The model with some latent sites as ``numpyro.param`` sites, named ``PREFIX + name``, which start at zero.
+def conditional_model(model: Callable, sites: Mapping[str, np.ndarray], *, has_prior: bool = True) -> Callable:
+    """The model with some latent sites as ``numpyro.param`` sites, named ``PREFIX + name``.
 
     Its log joint density is that of the model, as a density of all sites in unconstrained space.
 
-    :param sites: unconstrained shapes by name. :param has_prior: whether their prior is a part of the density.
+    :param sites: where they start, in unconstrained space. :param has_prior: whether their prior is a part of the
+        density.
     """
 
     @functools.wraps(model)
     def conditional(*args, **kwargs):
-        values = {name: numpyro.param(PREFIX + name, np.zeros(shape)) for name, shape in sites.items()}
+        values = {name: numpyro.param(PREFIX + name, start) for name, start in sites.items()}
         given = Given(model, values, has_prior=has_prior)
         outcome = given(*args, **kwargs)
         if has_prior:
