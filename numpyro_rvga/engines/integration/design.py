@@ -13,8 +13,7 @@ from .profiles import Profiles
 
 FEW = 128  # points, up to which the Gaussians are as wide as Scott's rule says: L is nearly quadratic then
 BANDWIDTH = 0.2  # else, in standard deviations of h: x given h is not one Gaussian for long
-REACH = 0.6  # of the regressions for the slopes of x's mean: a bandwidth, in standard deviations of h,
-NEIGHBORS = 4  # and at least so that it has as many near points, for each coefficient
+REACH = 0.6  # of the regressions for the slopes of x's mean: a bandwidth, in standard deviations of h
 RIDGE = 1e-9
 MOST_RESCALED = 2.0  # log of how much x is widened or narrowed where points are moved
 NEGLIGIBLE = 1e-6  # mass of a point that is left out
@@ -142,9 +141,7 @@ def _slopes(z: np.ndarray, means: np.ndarray) -> np.ndarray:
     count, size = z.shape
     squares = np.sum(z**2, axis=1)
     distances = np.maximum(squares[:, None] + squares - 2 * z @ z.T, 0)
-    last = min(NEIGHBORS * (size + 1), count) - 1
-    bandwidths = np.maximum(REACH**2, np.partition(distances, last, axis=1)[:, last])
-    weights = np.exp(-0.5 * distances / bandwidths[:, None])
+    weights = np.exp(-0.5 * distances / REACH**2)
     regressors = np.column_stack([np.ones(count), z])
     grams = (weights @ (regressors[:, :, None] * regressors[:, None]).reshape(count, -1)).reshape(count, size + 1, -1)
     grams += RIDGE * np.trace(grams, axis1=1, axis2=2)[:, None, None] * np.eye(size + 1)

@@ -32,6 +32,7 @@ HOPELESS_SHARE = 0.02  # below which it is so at once
 MAX_FITS = 3
 CONTROL_SETS, NUM_CONTROLS = 8, 2**12  # so many points at which a polynomial is evaluated
 OF_PROFILES = 0.25  # of the later points: in the tails, a polynomial may be far too low
+GOOD_SHARE = 0.78  # of the points, above which these stay with the profiles
 CONTROLS_PER_POINT = 4  # effective ones, for each point that is drawn from them
 DEGREES = (2, 3)  # of polynomials that are tried
 MARGIN = 1.0  # nats above the points, up to which polynomials are taken at their word
@@ -151,6 +152,12 @@ class _Sample(NamedTuple):
         """Log importance ratios, (n,)."""
         return np.array([point.evidence for point in self.points]) - self.log_proposal
 
+    @property
+    def share(self) -> float:
+        """The effective sample size over the number of points."""
+        weights = np.exp(self.log_ratios - np.max(self.log_ratios))
+        return float(np.sum(weights) ** 2 / (len(weights) * np.sum(weights**2)))
+
 
 def _sampled(
     marginal: Marginal, given: ProfileCoordinates, most: int, tolerance: float, seed: int
@@ -175,9 +182,10 @@ def _sampled(
         moments, surrogate = _moments_of(sample, profiles, controls)
         change = np.inf if by_half is None or len(z) <= FEW else moments.change_from(by_half)
         is_enough = min(moments.error, change) < tolerance and len(z) >= least
-        if is_enough or len(z) >= most or _is_hopeless(sample):
+        is_hopeless = len(z) > FEW and sample.share < HOPELESS_SHARE
+        if is_enough or len(z) >= most or is_hopeless:
             return sample, moments
-        by_half, new = moments, _next_proposals(surrogate, len(z))
+        by_half, new = moments, _next_proposals(surrogate, sample, proposals)
 
 
 def _finite_gradient(point: Point) -> np.ndarray:
@@ -186,15 +194,11 @@ def _finite_gradient(point: Point) -> np.ndarray:
     return point.gradient
 
 
-def _is_hopeless(sample: _Sample) -> bool:
-    """Whether so few points have weight that more of them would not help."""
-    weights = np.exp(sample.log_ratios - np.max(sample.log_ratios))
-    return len(weights) > FEW and np.sum(weights) ** 2 < HOPELESS_SHARE * len(weights) * np.sum(weights**2)
-
-
-def _next_proposals(surrogate: _Surrogate | None, count: int) -> list[_Proposal]:
-    """The surrogate for most of so many points, if enough of the controls have weight in it; else the profiles."""
-    if surrogate is None or surrogate.effective < CONTROLS_PER_POINT * count:
+def _next_proposals(surrogate: _Surrogate | None, sample: _Sample, before: list[_Proposal]) -> list[_Proposal]:
+    """The surrogate for most of as many points again, if enough of the controls have weight in it. Else the profiles,
+    and where these alone are good: their quasi-random points are more even."""
+    count, are_good = len(sample.z), sample.share > GOOD_SHARE and all(other.surrogate is None for other in before)
+    if surrogate is None or are_good or surrogate.effective < CONTROLS_PER_POINT * count:
         return [_Proposal(count)]
     of_profiles = int(OF_PROFILES * count)
     return [_Proposal(of_profiles), _Proposal(count - of_profiles, surrogate)]
