@@ -16,6 +16,7 @@ from jax import Array
 from ..core.matrices.jacobians import gram, vjp
 from ..core.pytrees import PyTree
 from ..core.updates.factors import Factors, Kind, add_curvatures, covariances, expected_values
+from ..core.updates.maximize import rounding_of_sum
 from ..core.updates.objective import FactorSet
 from ..core.updates.row_factors import quadratic_sums, row_factors_of
 from ..core.updates.state import Absorbed, RowFactors, State
@@ -232,7 +233,7 @@ class Certificate:
         nearer = after.squared_natural_gradient < before.squared_natural_gradient
         if not all(kind.conservative for kind in self._engine.kinds):
             return nearer
-        rounding = 8 * float(np.finfo(self._engine.program.dtype).eps) * abs(before.bound)
+        rounding = rounding_of_sum(before.bound, self._engine.program.dtype)
         return after.bound > before.bound + rounding or (after.bound > before.bound - rounding and nearer)
 
     # ------------------------------------------------------------------ compiled

@@ -17,9 +17,8 @@ from ..engines.engine import Engine
 from ..engines.integration.evidence_estimate import EvidenceEstimate
 from ..engines.integration.importance import (
     FEW_POINTS,
+    MOST_WITH_DENSITY,
     NUM_POINTS,
-    ROUGH_TOLERANCE,
-    TOLERANCE,
     integrate_by_importance,
 )
 from ..engines.integration.lattice import integrate_lattice
@@ -47,7 +46,7 @@ DEFAULTS = Options("implicit", "auto", "auto", None, 500, 256)
 Bound = MaximizedBound | SparseMaximizedBound | LogDensity
 
 MOST_ON_LATTICE = 2  # parameters
-FEW_BY_IMPORTANCE, MOST_BY_IMPORTANCE = 6, 30
+MOST_BY_IMPORTANCE = 30
 MOST_INTEGRATED = 200
 FEW_TRIALS = 2  # of the prior for each parameter, where each point takes long
 LEAST_SHARE = 0.02  # effective sample size over the number of points, below which NUTS takes over
@@ -83,14 +82,14 @@ class Integration:
         too_long = (
             f"the model has {program.layout.size} parameters, of which each component of a mixture would have a full "
             f"covariance: that is possible for at most {MOST_PARAMETERS}, unless each row depends on a few, as rows of "
-            f"crossed effects do, and at most {FEW_BY_IMPORTANCE} are integrated out"
+            f"crossed effects do, and at most {MOST_WITH_DENSITY} are integrated out"
         )
         is_long = program.layout.size > MOST_PARAMETERS
         if is_long and program.find_sparsity(program.inputs(rows)) is None:
             if sites != "auto":
                 raise ValueError(f"{too_long}. Leave integrate at False.")
             return Choice((), too_long)
-        most = FEW_BY_IMPORTANCE if is_long else MOST_INTEGRATED
+        most = MOST_WITH_DENSITY if is_long else MOST_INTEGRATED
         if program.params.layout.size:
             return Choice((), "the model has numpyro.param sites, which are learned instead")
         if sites == "auto":
@@ -114,7 +113,7 @@ class Integration:
                 f"{unknown[0] if unknown else 'none'!r}."
             )
         if set(sites) == set(program.layout.site_names):
-            most = FEW_BY_IMPORTANCE  # no Gaussian is left, so that no mixture of a few is the posterior
+            most = MOST_WITH_DENSITY  # no Gaussian is left, so that no mixture of a few is the posterior
             if program.row_latents is not None:
                 raise ValueError(f"integrate={list(sites)!r} leaves no site that is Gaussian given these: name fewer.")
         size = sum(program.layout.sizes[name] for name in sites)
@@ -163,7 +162,7 @@ class Integration:
         others = np.setdiff1d(np.arange(program.layout.size), indices)
         bound, chunks = self._bound_of(program, sites, rows, rng_key)
         solved = bound if isinstance(bound, SparseMaximizedBound) else None
-        mean, deviation = (x[indices] for x in _prior_moments(program, is_long=solved is not None))
+        mean, deviation = (x[indices] for x in _prior_moments(program))
 
         def moments(point):
             return _moments_of(bound, point, program.dtype)
@@ -180,9 +179,8 @@ class Integration:
             if len(indices) <= MOST_ON_LATTICE:
                 integral = integrate_lattice(marginal, mode, moments)
             elif len(indices) <= MOST_BY_IMPORTANCE:
-                tolerance = TOLERANCE if len(indices) <= FEW_BY_IMPORTANCE else ROUGH_TOLERANCE
-                precision = NUM_POINTS if solved is None else FEW_POINTS, tolerance
-                integral = integrate_by_importance(marginal, mode, moments, smoothed, *precision)
+                num_points = NUM_POINTS if solved is None else FEW_POINTS
+                integral = integrate_by_importance(marginal, mode, moments, smoothed, num_points)
             if integral is None or (_is_too_rough(integral) and solved is None):
                 integral = integrate_by_nuts(marginal, mode, moments, rng_key)
         _warn(integral, sites)
@@ -223,7 +221,7 @@ class Integration:
         """The model given these sites."""
         key = frozenset(sites), program.whole, program.evaluates, program.row_latents is None
         if key not in self._engines:
-            means, _ = _prior_moments(program, is_long=program.layout.size > MOST_PARAMETERS)
+            means, _ = _prior_moments(program)
             starts = {name: np.asarray(x) for name, x in program.layout.unravel(means).items() if name in sites}
             self._engines[key] = Engines(
                 conditional_model(program.model, starts),
@@ -282,9 +280,9 @@ def integrate(
     return {"info": dict(posterior.info) | {"not_integrated": reason}} if fields is None else fields
 
 
-def _prior_moments(program: Program, *, is_long: bool) -> tuple[np.ndarray, np.ndarray]:
+def _prior_moments(program: Program) -> tuple[np.ndarray, np.ndarray]:
     """Means and standard deviations of theta, (P,)."""
-    if is_long:
+    if program.layout.size > MOST_PARAMETERS:
         return program.marginals.mean, np.sqrt(program.marginals.variance)
     prior = program.initial_state
     return np.asarray(prior.mean), np.linalg.norm(np.asarray(prior.root), axis=1)
@@ -301,7 +299,7 @@ def _moments_of(bound: Bound, point: Point, dtype: DTypeLike) -> tuple[np.ndarra
 
 def _may_be_integrated_whole(program: Program) -> bool:
     """Whether quadrature over all sites finds more than one Gaussian does."""
-    return program.layout.size <= FEW_BY_IMPORTANCE and program.row_latents is None and not program.is_conjugate
+    return program.layout.size <= MOST_WITH_DENSITY and program.row_latents is None and not program.is_conjugate
 
 
 def _marginal(

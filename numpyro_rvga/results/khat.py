@@ -25,6 +25,7 @@ from numpyro.infer.importance import _psis_khat
 from ..core.compilation import Compiled
 from ..core.gaussians.mean_field import MeanField
 from ..core.gaussians.mixture import GaussianMixture
+from ..engines.integration.importance import relative_sample_size
 from ..engines.starts import NOTICEABLE, share_of_others
 from ..model.data.rows import Arrays, Data
 from ..options import key_numbers
@@ -206,7 +207,7 @@ def _evidence(posterior: Fitted, draws: Draws) -> Evidence:
     of_q = log_ratios[: draws.num_samples]
     return Evidence(
         0.0 if are_equal(of_q) else _psis_khat(of_q),
-        _relative_sample_size(of_q),
+        relative_sample_size(of_q),
         *_by_site(draws.indices, moves, errors),
         integration_is_left(posterior),
     )
@@ -311,12 +312,6 @@ def _by_site(indices: Mapping[str, np.ndarray], moves: np.ndarray, errors: np.nd
             worst = entries.flat[np.argmax(moves[entries])]
             of_moves[name], of_errors[name] = float(moves[worst]), float(errors[worst])
     return of_moves, of_errors
-
-
-def _relative_sample_size(log_ratios: np.ndarray) -> float:
-    """Effective sample size of the importance weights over the number of draws."""
-    weights = np.exp(log_ratios - log_ratios.max())
-    return float(weights.sum() ** 2 / (weights**2).sum() / len(weights))
 
 
 def verdict(evidence: Evidence, share_elsewhere: float = 0.0) -> str:

@@ -23,7 +23,7 @@ LEAST_DRAWS = 100  # effective
 
 
 def has_mixed(info: Info) -> bool:
-    """Whether the chains agree, and their draws are enough; of an integral's ``info``. Importance sampling has none."""
+    """Whether the chains agree, and their draws are enough; of an integral's ``info``."""
     return info.get("r_hat", 1.0) <= MOST_R_HAT and info["effective_sample_size"] >= LEAST_DRAWS
 
 

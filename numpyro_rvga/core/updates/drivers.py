@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
+from jax.typing import DTypeLike
 
 from ..matrices.precisions import PrecisionForm
 from ..pytrees import PyTree
@@ -83,9 +84,8 @@ def _solve_mean_traced(
         new = slope_at(tried, covariances)
         move = solver(new.gradient)
         foretold, new_length = slope.gradient @ (tried - mean), new.gradient @ move
-        rises = new.value > slope.value + LEAST_RISE * foretold
-        is_hidden = foretold <= rounding_of_sum(slope.value, mean.dtype)
-        better = (count == 0) | rises | (is_hidden & (new_length < length))
+        is_progress = _is_progress(new.value, slope.value, foretold, mean.dtype, is_shorter=new_length < length)
+        better = (count == 0) | is_progress
         taken = (tried, new, new_length)
         best = jax.tree.map(lambda a, b: jnp.where(better, a, b), taken, (mean, slope, length))
         return count + 1, jnp.where(better, tried + move, mean + BACKTRACK * (tried - mean)), *best
@@ -96,6 +96,13 @@ def _solve_mean_traced(
     begin = (jnp.zeros((), jnp.int32), mean, mean, nothing, unknown)
     _, _, mean, slope, _ = lax.while_loop(is_unsolved, next_evaluation, begin)
     return mean, slope
+
+
+def _is_progress(new_value: Any, value: Any, foretold: Any, dtype: DTypeLike, *, is_shorter: Any) -> Any:
+    """Whether a step of the mean has brought a share of the rise that it foretold; or, where rounding would hide that
+    rise, a shorter gradient. Of traced numbers, or of the host's."""
+    rises = new_value > value + LEAST_RISE * foretold
+    return rises | ((foretold <= rounding_of_sum(value, dtype)) & is_shorter)
 
 
 # ---------------------------------------------------------------------- from the host
@@ -255,8 +262,7 @@ def _solve_mean(
             break
         new = evaluate(pending, mean + move)
         new_mean, new_move, new_value, new_length = _on_host(new)
-        is_hidden = share * length <= rounding_of_sum(value, mean.dtype)
-        if new_value > value + LEAST_RISE * share * length or (is_hidden and new_length < length):
+        if _is_progress(new_value, value, share * length, mean.dtype, is_shorter=new_length < length):
             best, mean, move, value, length = new, new_mean, new_move, new_value, new_length
             share = 1.0
         else:

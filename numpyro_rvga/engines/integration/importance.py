@@ -1,8 +1,8 @@
 """The integral of exp L(h) over three to thirty parameters h, by importance sampling.
 
 A polynomial f is fitted to L and its gradients at the points. The integral and the moments of exp(f) are averages over
-thousands of points, and only the difference exp(L) - exp(f) is averaged over few: f is a control variate. It is also
-the next proposal: the first points are those of the profiles of L along its axes, and the later ones follow exp(f). So
+thousands of points, and only the difference exp(L) - exp(f) is averaged over few: f is a control variate. The first
+points are those of the profiles of L along its axes. Where these are no good proposal, later points follow exp(f). So
 the less L differs from a polynomial, the fewer points it takes.
 """
 
@@ -36,6 +36,7 @@ GOOD_SHARE = 0.78  # of the points, above which these stay with the profiles
 CONTROLS_PER_POINT = 4  # effective ones, for each point that is drawn from them
 DEGREES = (2, 3)  # of polynomials that are tried
 MARGIN = 1.0  # nats above the points, up to which polynomials are taken at their word
+SINGULAR = 1e-12  # of a covariance: its smallest eigenvalue over the largest
 LEAST_WEIGHT = 1e-4  # of a point in the fit, over the largest: far ones keep the polynomial low
 TOLERANCE = 0.03  # standard error, or the change when many points become twice as many, in standard deviations
 ROUGH_TOLERANCE = 0.05  # where many parameters take many points
@@ -50,13 +51,11 @@ def integrate_by_importance(
     moments: Moments,
     smoothed: Smoothed,
     num_points: int = NUM_POINTS,
-    tolerance: float = TOLERANCE,
 ) -> Integral | None:
     """The integral by points of a proposal that is as wide and skewed as the marginal along the axes of its mode. Where
     few points have most of the weight, the axes are those of the weighted points, once more.
 
     :param num_points: at most, for each parameter.
-    :param tolerance: of the means, in standard deviations, and of log standard deviations.
     :return: None if so few points have weight that they span no volume.
     """
     size = len(mode.point.h)
@@ -64,7 +63,7 @@ def integrate_by_importance(
     profiles = profiles_of(marginal, mode, axes)
     most = min(num_points * power_of_two(size), MOST_POINTS)
     for seed in range(MAX_FITS):
-        sample, of_z = _sampled(marginal, ProfileCoordinates(center, axes, profiles), most, tolerance, seed)
+        sample, of_z = _sampled(marginal, ProfileCoordinates(center, axes, profiles), most, seed)
         log_weights, khat = smoothed(sample.log_ratios)
         mass = np.exp(log_weights)
         effective = 1 / np.sum(mass**2)
@@ -97,6 +96,12 @@ def integrate_by_importance(
     return Integral.over(points, mass, design, float(log_evidence), info)
 
 
+def relative_sample_size(log_ratios: np.ndarray) -> float:
+    """Effective sample size of importance weights over their number."""
+    weights = np.exp(log_ratios - log_ratios.max())
+    return float(weights.sum() ** 2 / (weights**2).sum() / len(weights))
+
+
 class _Surrogate(NamedTuple):
     """exp(f): along the axes L falls by roots^2 / 2, and what f adds to that is a polynomial up to a limit.
 
@@ -115,8 +120,7 @@ class _Surrogate(NamedTuple):
     @property
     def effective(self) -> float:
         """How many of the controls have weight."""
-        weights = np.exp(self.log_weights - np.max(self.log_weights))
-        return float(np.sum(weights) ** 2 / np.sum(weights**2))
+        return len(self.log_weights) * relative_sample_size(self.log_weights)
 
     def log_density(self, roots: np.ndarray) -> np.ndarray:
         """Of points (n, d)."""
@@ -155,21 +159,19 @@ class _Sample(NamedTuple):
     @property
     def share(self) -> float:
         """The effective sample size over the number of points."""
-        weights = np.exp(self.log_ratios - np.max(self.log_ratios))
-        return float(np.sum(weights) ** 2 / (len(weights) * np.sum(weights**2)))
+        return relative_sample_size(self.log_ratios)
 
 
-def _sampled(
-    marginal: Marginal, given: ProfileCoordinates, most: int, tolerance: float, seed: int
-) -> tuple[_Sample, _Moments]:
-    """Points, and moments of z. The number of points doubles, up to ``most``, until the moments' error is below
-    ``tolerance``. The change by the second half is about the error of the first, and more than that of both. Of few
+def _sampled(marginal: Marginal, given: ProfileCoordinates, most: int, seed: int) -> tuple[_Sample, _Moments]:
+    """Points, and moments of z. The number of points doubles, up to ``most``, until the moments' error is within the
+    tolerance. The change by the second half is about the error of the first, and more than that of both. Of few
     points, around which Gaussians are wide, that is not enough."""
     center, axes, profiles = given
     controls, rng = _Controls.of(profiles), np.random.default_rng(seed)
     points: list[Point] = []
     z, by_half = np.empty((0, len(center))), None
-    least = LEAST_WITHOUT if len(center) > MOST_WITH_DENSITY else 0
+    has_density = len(center) <= MOST_WITH_DENSITY
+    tolerance, least = (TOLERANCE, 0) if has_density else (ROUGH_TOLERANCE, LEAST_WITHOUT)
     new = [_Proposal(max(most // FIRST_SHARE, FIRST_POINTS))]
     proposals: list[_Proposal] = []
     while True:
@@ -337,13 +339,19 @@ class _Weighted(NamedTuple):
         return float(np.var(values.reshape(self.sets, -1).mean(axis=1)) / (self.sets - 1))
 
 
+def _is_regular(covariance: np.ndarray) -> bool:
+    """Whether a covariance has a Cholesky factor, whatever rounding does."""
+    values = np.linalg.eigvalsh(covariance)
+    return bool(values[0] > SINGULAR * values[-1])
+
+
 def _combined(*samples: _Weighted) -> _Moments:
     """The moments of a sum of measures, each an average over the points of a sample."""
     total = sum(np.mean(weights) for _, weights, *_ in samples)
     mean = sum(weights @ z / len(z) for z, weights, *_ in samples) / total
     squares = [(weights[:, None] * (z - mean)).T @ (z - mean) / len(z) for z, weights, *_ in samples]
     covariance = np.sum(squares, axis=0) / total
-    if not (total > 0 and np.isfinite(covariance).all() and np.linalg.eigvalsh(covariance)[0] > 0):
+    if not (total > 0 and np.isfinite(covariance).all() and _is_regular(covariance)):
         return _Moments(-np.inf, mean, covariance, np.inf)
     root, variance = np.linalg.cholesky(covariance), 0.0
     for sample in samples:

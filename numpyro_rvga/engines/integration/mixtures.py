@@ -13,9 +13,8 @@ from ...core.gaussians.mixture import GaussianMixture
 from ...core.gaussians.packed_roots import PackedRoots
 from ...core.matrices.linalg import lower_from_root
 from ..maximized_bound import SparseMaximizedBound
+from .design import NEGLIGIBLE
 from .nested import Design, kernel_weights
-
-NEGLIGIBLE = 1e-6  # weight of a component that is left out
 
 
 def mixture_of(

@@ -75,12 +75,10 @@ def _exponents(size: int, degree: int) -> np.ndarray:
 
 def _monomials(values: np.ndarray, exponents: np.ndarray) -> np.ndarray:
     """(n, F) at coordinates (n, d)."""
-    powers = values[None] ** np.arange(exponents.max() + 1)[:, None, None]
-    result = np.ones((len(values), len(exponents)))
-    for axis, exponent in enumerate(exponents.T):
-        some = np.flatnonzero(exponent)
-        result[:, some] *= powers[exponent[some], :, axis].T
-    return result
+    powers = np.cumprod([np.ones_like(values), *[values] * int(exponents.max())], axis=0).transpose(0, 2, 1)
+    first, second = np.argsort(-exponents, axis=1, kind="stable")[:, :2].T  # no monomial is of more than two
+    monomials = np.arange(len(exponents))
+    return (powers[exponents[monomials, first], first] * powers[exponents[monomials, second], second]).T
 
 
 def _monomial_slopes(values: np.ndarray, exponents: np.ndarray) -> np.ndarray:
