@@ -44,3 +44,23 @@ def import_benchmark() -> Iterator[Callable[[str], ModuleType]]:
         for folder in ("examples", "benchmarks"):
             patch.syspath_prepend(Path(__file__).parents[1] / folder)
         yield pytest.importorskip
+
+
+@pytest.fixture
+def count_compilations() -> Iterator[Callable[[Callable[[], object]], int]]:
+    """A function -> how many programs XLA compiles, or takes from a file, while it runs."""
+    import jax  # here: after the settings above
+
+    events: list[str] = []
+
+    def listen(event: str, *_: object, **__: object) -> None:
+        events.append(event)
+
+    def count(function: Callable[[], object]) -> int:
+        events.clear()
+        function()
+        return sum("backend_compile" in event for event in events)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    yield count
+    jax.monitoring.unregister_event_duration_listener(listen)

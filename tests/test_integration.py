@@ -103,6 +103,13 @@ def schools():
     }
 
 
+@pytest.mark.parametrize("sites", [["log_sigma"], ["log_sigma", "slope"]], ids=["some sites", "all sites"])
+def test_a_second_run_compiles_nothing(sites, count_compilations):
+    method = FixedPointVI(straight_line, integrate=sites)
+    method.run(LINE, progress_bar=False)
+    assert count_compilations(lambda: method.run(LINE, progress_bar=False)) == 0
+
+
 @pytest.fixture(scope="module")
 def binary(import_benchmark):
     """50 groups of 3 rows. log tau has mean -0.24 and standard deviation 0.708 (40,000 draws of NUTS: +-0.008)."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any, NamedTuple
 
 import jax
@@ -10,8 +11,9 @@ import numpy as np
 from jax import Array
 
 from ..core.compilation import Compiled
-from ..core.matrices.chains import packed_form
+from ..core.matrices.chains import ChainPacking, packed_form
 from ..core.matrices.linalg import lower_from_root, solve_lower
+from ..core.matrices.packing import Packing
 from ..core.updates.joint import DenseJoint, SparseJoint, bound_at, curvature_at, solve_joint_traced, solve_quadratic
 from ..core.updates.objective import is_quadratic
 from ..core.updates.search import Search, Solution
@@ -149,14 +151,25 @@ class SparseMaximizedBound:
 
     :ivar is_exact: as of :class:`MaximizedBound`.
     :ivar begin: params (K,) and chunks of rows -> a start. :ivar solve: params, chunks and a start -> :class:`Maximum`,
-        without the gradient. :ivar gradient: params, chunks and the start that was found -> (K,).
-    :ivar moments: that start -> mean and variances of x, (P,), and the packed factor. :ivar packing: says how.
+        without the gradient. :ivar gradient: params, chunks and the start that was found -> (K,), and the variances of
+        x, (P,), which it takes. :ivar variances: that start -> these alone. :ivar packing: of precisions.
     """
 
-    def __init__(self, sparse: SparseEngine, problem: SparseProblem, chunks: RowChunks):
+    packing: Packing | ChainPacking
+    _problem: SparseProblem
+
+    @classmethod
+    def of(cls, sparse: SparseEngine, problem: SparseProblem, chunks: RowChunks) -> SparseMaximizedBound:
+        """The one of an engine, made for what its data determine of the prior."""
+        problem = sparse.keeps_sums(problem, chunks)._replace(init=None)
+        num_chunks = chunks.weights.shape[0] if problem.sums is None else 1
+        key = cls, sparse, sparse.engine.program, num_chunks
+        bound = copy.copy(sparse.engine.once(key, lambda: cls(sparse, num_chunks)))
+        bound._problem, bound.packing = problem, problem.packing
+        return bound
+
+    def __init__(self, sparse: SparseEngine, num_chunks: int):
         self.engine, self._sparse, self._order = sparse.engine, sparse, sparse.sparsity.order
-        self._problem, self.packing = sparse.keeps_sums(problem, chunks)._replace(init=None), problem.packing
-        num_chunks = chunks.weights.shape[0] if self._problem.sums is None else 1
         self._search = sparse.search(num_chunks, has_start=True)
         self.is_exact = is_quadratic(sparse.all_kinds)
         everywhere = sparse.engine.devices.everywhere
@@ -176,12 +189,15 @@ class SparseMaximizedBound:
     def solve(self, params: Array, chunks: RowChunks, start: Start) -> Maximum:
         return self._solve(self._problem, params, chunks, start[0])
 
-    def gradient(self, params: Array, chunks: RowChunks, start: Start) -> Array:
+    def gradient(self, params: Array, chunks: RowChunks, start: Start) -> tuple[Array, Array]:
         return self._gradient(self._problem, params, chunks, start)
 
-    def moments(self, start: Start) -> tuple[Array, Array, Array]:
-        mean, root = start
-        return mean[self._order.back], self._variances(self._problem, root), root
+    def variances(self, start: Start) -> Array:
+        return self._variances(self._problem, start[1])
+
+    def mean(self, start: Start) -> Array:
+        """The mean of x, (P,)."""
+        return start[0][self._order.back]
 
     # ------------------------------------------------------------------ compiled
     def _parts(
@@ -198,7 +214,9 @@ class SparseMaximizedBound:
         curvature = curvature_at(search, joint.objective, mean)
         return _maximum_of(solve_joint_traced(search, self._parts(problem, params, chunks, (mean, curvature))))
 
-    def _gradient_at(self, problem: SparseProblem, params: Array, chunks: RowChunks, start: Start) -> Array:
+    def _gradient_at(
+        self, problem: SparseProblem, params: Array, chunks: RowChunks, start: Start
+    ) -> tuple[Array, Array]:
         mean, root = start
         covariance = self._parts(problem, params, chunks).form.covariance_root(root)
 
@@ -206,7 +224,7 @@ class SparseMaximizedBound:
             objective = self._parts(problem, params, chunks).objective
             return objective.expect(mean, objective.predictor_covariances(mean, covariance))[0]
 
-        return jax.grad(expected)(params)
+        return jax.grad(expected)(params), problem.packing.diagonal(covariance.array)[self._order.back]
 
     def _variances_of(self, problem: SparseProblem, root: Array) -> Array:
         form = packed_form(jnp.ones(self._order.indices.size, root.dtype), problem.packing)

@@ -46,6 +46,7 @@ from .linearized import PatternedTerms, factors_of, prepare
 from .row_chunks import chunks_of
 
 DENSE = "dense"
+SCATTER_COST = 8  # of a number that is added to a place of its own, over one of two arrays that are added
 SHORT = 600  # parameters of chains and whole models: a single solve by whole matrices ends sooner
 
 
@@ -122,13 +123,13 @@ class SparseEngine:
         return problem._replace(sums=sums, init=None if is_nearby else start)
 
     def _may_be_summed(self, problem: SparseProblem) -> bool:
-        """Whether rows may be Normal terms of one scale, and are so many that their sums are fewer numbers."""
+        """Whether rows may be Normal terms of one scale, and are so many that their sums take less time."""
         is_normal = all(terms.closed_form in FORMS and not terms.num_local for terms in self.engine.program.terms)
         if not (is_normal and isinstance(problem.packing, Packing)):
             return False
         widths = [len(pattern.columns) for pattern in self._patterns[0]]
         counts = [borders.shape[0] * borders.shape[1] for borders in problem.borders[0]]
-        return sum(n * k**2 for n, k in zip(counts, widths)) > problem.packing.size
+        return SCATTER_COST * sum(n * k**2 for n, k in zip(counts, widths)) > problem.packing.size
 
     def _form(self, problem: SparseProblem) -> Arrow:
         form = packed_form(problem.marginals.variance[self.sparsity.order.indices] ** -1.0, problem.packing)
@@ -291,7 +292,7 @@ def sparse_engine(engine: Engine, rows: Rows, *, given_params: bool = False) -> 
     program, sparsity = engine.program, None
     is_short = program.layout.size < SHORT and not given_params
     if not (is_short and program.whole):
-        sparsity = program.find_sparsity(program.inputs(rows), engine.made)
+        sparsity = program.find_sparsity(program.inputs(rows))
     if sparsity is None or (is_short and sparsity.block is not None):
         engine.made[DENSE] = True
         return None

@@ -158,9 +158,9 @@ def _is_concave(of_site: SiteTerms, dtype: DTypeLike) -> bool:
     if not (np.isfinite(hessians).all() and np.isfinite(jacobians).all()):
         return False
     lengths = np.linalg.norm(jacobians, axis=2, keepdims=True)
-    directions = np.linalg.svd(jacobians / np.where(lengths > 0, lengths, 1))  # of the predictors
+    directions = np.linalg.svd(jacobians / np.where(lengths > 0, lengths, 1), full_matrices=False)  # of the predictors
     scales = directions.S[:, None, :]
-    along = directions.U[:, :, : scales.shape[2]] * scales
+    along = directions.U * scales
     curvatures = np.linalg.eigvalsh(np.swapaxes(along, 1, 2) @ hessians @ along)
     sizes = np.abs(np.linalg.eigvalsh(hessians)).max(axis=1) * scales.max(axis=(1, 2)) ** 2
     return bool(np.all(curvatures.max(axis=1) <= 100 * float(jnp.finfo(dtype).eps) * sizes))

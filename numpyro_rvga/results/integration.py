@@ -68,10 +68,11 @@ class Integration:
         self._options, self._scale, self._mesh, self._marginal = options, improper_prior_scale, mesh, marginal
         self._engines: dict[tuple, Engines] = {}
         self._choices: dict[tuple, Choice] = {}
+        self._log_density: LogDensity | None = None
 
     def __getstate__(self) -> dict[str, object]:
         """Without what is compiled, for other processes."""
-        return self.__dict__ | {"_engines": {}, "_choices": {}}
+        return self.__dict__ | {"_engines": {}, "_choices": {}, "_log_density": None}
 
     def choose(self, program: Program, sites: str | Sequence[str], rows: Rows) -> Choice:
         """The sites to integrate out, from what the user has said.
@@ -238,7 +239,9 @@ class Integration:
     def _bound_of(self, program: Program, sites: tuple[str, ...], rows: Rows, rng_key: Array) -> tuple[Bound, Any]:
         """The maximized bound as a function of the sites, and the rows in the form that it takes."""
         if len(sites) == len(program.layout.site_names):
-            return LogDensity(program), weighted_rows(program, rows)
+            if self._log_density is None or self._log_density.program is not program:
+                self._log_density = LogDensity(program)
+            return self._log_density, weighted_rows(program, rows)
         engine = self._conditional(program, sites, rows, rng_key)
         left = [name for name in program.layout.site_names if name not in sites]
         if list(engine.program.layout.site_names) != left:
@@ -254,7 +257,7 @@ class Integration:
                     "parameters: integrate other sites, or leave integrate at False."
                 )
             chunks = chunks_of(engine, rows, sparse.sparsity.numbers_per_row)
-            return SparseMaximizedBound(sparse, sparse.problem(rows), chunks), chunks
+            return SparseMaximizedBound.of(sparse, sparse.problem(rows), chunks), chunks
         chunks = distinct_chunks_of(engine, rows)
         by_few_nodes = engine.effort.many_solves_take_few_nodes(chunks.weights.size)
         return MaximizedBound.of(engine, by_few_nodes=by_few_nodes), chunks
@@ -291,7 +294,8 @@ def _prior_moments(program: Program) -> tuple[np.ndarray, np.ndarray]:
 def _moments_of(bound: Bound, point: Point, dtype: DTypeLike) -> tuple[np.ndarray, Root]:
     """Mean and root of x at a point."""
     if isinstance(bound, SparseMaximizedBound):
-        mean, variance, factor = jax.device_get(bound.moments(point.start))
+        variance = bound.variances(point.start) if point.variance is None else point.variance
+        mean, variance, factor = jax.device_get((bound.mean(point.start), variance, point.start[1]))
         return mean, SolvedRoot(factor, variance)
     mean, root = bound.moments(jnp.asarray(point.h, dtype), point.start)
     return np.asarray(mean, np.float64), np.asarray(root, np.float64)

@@ -66,9 +66,10 @@ def widest_direction(root: np.ndarray) -> tuple[float, np.ndarray] | None:
     upper, triangular = root[order], bool(np.all(first[order] >= np.arange(size)))
     if not triangular and size > MAX_FACTORIZED:
         return None
-    probes = np.eye(size)
     if size > MAX_EXACT:
         probes = np.random.default_rng(1).normal(size=(size, NUM_PROBES)) / math.sqrt(NUM_PROBES)
+    else:
+        probes = np.eye(size)
     try:
         inverse = solve_triangular(upper, probes, trans=1) if triangular else np.linalg.solve(upper.T, probes)
     except np.linalg.LinAlgError:

@@ -121,7 +121,7 @@ def test_axes_of_a_narrow_mode_take_two_gradients_each():
 
     def gradient(h, start):
         slopes.append(h)
-        return -h / scale**2
+        return -h / scale**2, np.zeros(0)
 
     marginal = Marginal(
         lambda h: None, lambda h, start: Maximum(-0.5 * np.sum((h / scale) ** 2), None, start, True), gradient

@@ -26,6 +26,7 @@ class LogDensity:
     entries, for which there is nothing to maximize. Its chunks of rows are :func:`weighted_rows`."""
 
     def __init__(self, program: Program):
+        self.program = program
         self._nothing = jnp.zeros(0, program.dtype), jnp.zeros((0, 0), program.dtype)
 
         def log_joint(h: Array, rows: dict[str, Array], weights: Array) -> Array:

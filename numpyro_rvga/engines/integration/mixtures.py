@@ -60,7 +60,8 @@ def _packed_roots(
     bound: SparseMaximizedBound,
 ) -> PackedRoots:
     """The roots of a mixture's components, packed as their solves left them."""
-    factors, of_x = jax.tree.map(lambda x: x[kept], design.roots)
+    # All of them are not copied: they are hundreds of megabytes.
+    factors, of_x = design.roots if len(kept) == len(design.h) else jax.tree.map(lambda x: x[kept], design.roots)
     kernels, slopes = np.linalg.cholesky(kernels @ np.swapaxes(kernels, 1, 2)), design.slopes[kept]
     variances = np.zeros((len(kept), len(indices) + len(others)))
     variances[:, indices] = np.sum(kernels**2, axis=2)

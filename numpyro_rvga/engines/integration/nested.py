@@ -42,6 +42,7 @@ class Point(NamedTuple):
 
     :ivar h: (d,). :ivar bound: L, minus infinity where there is none. :ivar gradient: (d,); None if it is not known.
     :ivar start: the q that attains it. :ivar converged: whether it does.
+    :ivar variance: of x there, (P,), where the gradient took it; else None.
     :ivar evidence: what the marginal takes for log p(y, h): L, or an estimate. :ivar error: its standard error.
     """
 
@@ -52,6 +53,7 @@ class Point(NamedTuple):
     converged: bool
     evidence: float
     error: float = 0.0
+    variance: Array | None = None
 
 
 class Marginal:
@@ -59,7 +61,8 @@ class Marginal:
 
     :param begin: h -> a start, from nothing.
     :param solve: h and a start -> :class:`~.maximized_bound.Maximum`.
-    :param gradient: h and the maximizing q there -> L's gradient (d,), where ``solve`` leaves that out.
+    :param gradient: h and the maximizing q there -> L's gradient (d,), and variances of x (P,), where ``solve`` leaves
+        that out.
     :param estimate: h and that q -> log p(y, h) and its standard error; None: L is taken for log p(y, h).
     """
 
@@ -67,7 +70,7 @@ class Marginal:
         self,
         begin: Callable[[np.ndarray], Start],
         solve: Callable[[np.ndarray, Start], Maximum],
-        gradient: Callable[[np.ndarray, Start], Array] | None = None,
+        gradient: Callable[[np.ndarray, Start], tuple[Array, Array]] | None = None,
         estimate: Callable[[np.ndarray, Start], Estimate] | None = None,
     ):
         self._begin, self._solve, self._gradient, self._estimate = begin, solve, gradient, estimate
@@ -80,10 +83,11 @@ class Marginal:
         point = self(h, near)
         if point.gradient is not None or self._gradient is None:
             return point
-        gradient = np.asarray(self._gradient(point.h, point.start), np.float64)
+        of_device, variance = self._gradient(point.h, point.start)
+        gradient = np.asarray(of_device, np.float64)
         if not np.isfinite(gradient).all():
             point = point._replace(bound=-np.inf, evidence=-np.inf)
-        self._cache[h.tobytes()] = point = point._replace(gradient=gradient)
+        self._cache[h.tobytes()] = point = point._replace(gradient=gradient, variance=variance)
         return point
 
     def estimated(self, point: Point) -> Point:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Hashable, Mapping, MutableMapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -51,6 +51,7 @@ class BoundLikelihood(BoundPrior):
     # ------------------------------------------------------------------ reading it
     def _read_likelihood(self, rows: Arrays, row_facts: RowFacts | None) -> list[RowCheck]:
         """Set the terms, and which priors they are part of. What is returned checks that later rows are like these."""
+        self._readers: dict = {}  # what :meth:`find_sparsity` has compiled, for copies of the program too
         self._components, checks = self._find_components(), []
         integrated = self._integrated_terms(rows, row_facts, checks)
         self.mixed_sites = frozenset(self._tied.intersection(self.layout.site_names))
@@ -340,10 +341,10 @@ class BoundLikelihood(BoundPrior):
         own = () if self.row_latents is None else self.row_latents.site_names
         return {name: elements(records[name]) for name in (*self._row_sites, *own)}
 
-    def find_sparsity(self, rows: Arrays, readers: MutableMapping[Hashable, Any] | None = None) -> Sparsity | None:
+    def find_sparsity(self, rows: Arrays) -> Sparsity | None:
         """The few entries of theta that each term depends on in any row; None if they are many, or theta is short.
 
-        :param rows: as :meth:`inputs` gives them. :param readers: as of :func:`~.sparsity.find_sparsity`.
+        :param rows: as :meth:`inputs` gives them.
         """
         exact = all(t.closed_form is Gaussian or not t.num_predictors for t in self.prior.gaussian)
         prior_terms = (*self.prior.gaussian, *self.prior.terms)
@@ -357,7 +358,7 @@ class BoundLikelihood(BoundPrior):
             prior_terms,
             dict(rows) | self.shared_elsewhere,
             self.prior_inputs | self.shared_elsewhere,
-            {} if readers is None else readers,
+            self._readers,
         )
 
     @property
