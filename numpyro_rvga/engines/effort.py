@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..core.expectations.quadrature import CUBE_NODES, fifth_degree_nodes, num_cube_nodes
+from ..core.expectations.quadrature import CUBE_NODES, TENSOR_NODES, fifth_degree_nodes, num_cube_nodes
 from ..core.updates.factors import ErrorEstimates, Kind
 from ..core.updates.search import Settings
 from ..model.terms.terms import Terms
@@ -22,6 +22,7 @@ FEW_POINTS = 2**24  # of all rows at the nodes of the last rule
 FEW_INTEGRANDS = 2**19  # of rows' own integrals at all nodes, for which the budget is that of other expectations
 RULES_TOLERANCE, AVERAGES_TOLERANCE = 1e-3, 1e-2  # nats: the squared natural gradient, at most
 LITTLE_WORK = 2**18  # numbers: entries of the Hessians at the nodes of all factors together
+LITTLE_WORK_OF_MANY = 2**14  # the same, of each of many evaluations
 NUMBERS_OF_CLOSED_FORMS = 128  # as which an expectation without nodes counts
 
 
@@ -140,16 +141,26 @@ class Effort(NamedTuple):
         return self.level == "usual" and not self.is_sampled and self.is_little_work(num_rows)
 
     def may_end_by_few_nodes(self, num_rows: int) -> bool:
-        """Whether a search may end by few nodes, and the bound be evaluated by many at its end alone."""
-        pairs = [(kind, terms) for kind, terms in zip(self.joint_rows, self.row_terms) if kind.few is not None]
-        points = num_rows * sum(terms.num_elements * self._num_nodes(terms) for _, terms in pairs)
-        have_values = all(kind.values is not None or kind.held_out is not None for kind, _ in pairs)
-        return have_values and self.level == "usual" and points <= FEW_POINTS
+        """Whether a search may end by few nodes, and the bound be evaluated by many at its end alone. Not over one
+        predictor: the finer rule is compiled as soon."""
+        of_several = all(t.num_predictors in TENSOR_NODES or kind.held_out is not None for kind, t in self._with_few)
+        return of_several and self._have_values(num_rows)
 
     def many_solves_take_few_nodes(self, num_rows: int) -> bool:
         """Whether many solves of near problems are worth few nodes each, and a bound by many at the end."""
-        is_possible = self.rows_can_do_with_few and self.may_end_by_few_nodes(num_rows)
-        return is_possible and not self.is_little_work(num_rows)
+        is_possible = self.rows_can_do_with_few and self._have_values(num_rows)
+        return is_possible and not self.is_little_work(num_rows, most=LITTLE_WORK_OF_MANY)
+
+    @property
+    def _with_few(self) -> list[tuple[Kind, Terms]]:
+        """The rows' kinds that have expectations by few nodes."""
+        return [pair for pair in zip(self.joint_rows, self.row_terms) if pair[0].few is not None]
+
+    def _have_values(self, num_rows: int) -> bool:
+        """Whether the bound can be evaluated by many nodes, where expectations are by few."""
+        points = num_rows * sum(terms.num_elements * self._num_nodes(terms) for _, terms in self._with_few)
+        have_values = all(kind.values is not None or kind.held_out is not None for kind, _ in self._with_few)
+        return have_values and self.level == "usual" and points <= FEW_POINTS
 
     @property
     def few_nodes_tolerance(self) -> float:
@@ -158,13 +169,16 @@ class Effort(NamedTuple):
         is_sampled = self.is_sampled or any(kind.sampled for kind in self.prior)
         return AVERAGES_TOLERANCE if is_sampled else RULES_TOLERANCE
 
-    def is_little_work(self, num_rows: int, *, by_few_nodes: bool = False) -> bool:
-        """Whether an evaluation takes so little time that it is not worth being compiled well."""
+    def is_little_work(self, num_rows: int, *, by_few_nodes: bool = False, most: int = LITTLE_WORK) -> bool:
+        """Whether an evaluation takes so little time that it is not worth being compiled well.
+
+        :param most: numbers that are little work.
+        """
         if any(terms.by_draws for terms in self.row_terms) or num_rows == 1:  # one row may be all data
             return False
         of_row = sum(self._num_numbers(*each, by_few_nodes) for each in zip(self.joint_rows, self.row_terms))
         of_prior = sum(self._num_numbers(*each, False) for each in zip(self.prior, self.prior_terms))
-        return num_rows * of_row + of_prior <= LITTLE_WORK
+        return num_rows * of_row + of_prior <= most
 
     def _num_numbers(self, kind: Kind, terms: Terms, by_few_nodes: bool) -> int:
         """Entries of the Hessians at the nodes of a row's elements."""

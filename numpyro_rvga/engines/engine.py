@@ -174,7 +174,7 @@ class Engine:
         return Compiled(function, static_argnames, self.devices.everywhere, routines=routines, level=level)
 
     def _is_little_work(self, search: Search, problem: JointProblem | PriorProblem) -> bool:
-        return self.effort.is_little_work(problem.num_rows, by_few_nodes=search.by_few_nodes)
+        return self.effort.is_little_work(problem.num_rows, by_few_nodes=search.nodes != "usual")
 
     @property
     def is_moving(self) -> bool:
@@ -259,7 +259,7 @@ class Engine:
         suffices = partial(self.effort.few_nodes_suffice, problem.num_rows)
         may_end = problem.row_factors is None and self.effort.may_end_by_few_nodes(problem.num_rows)
         few = problem._replace(is_corrected=np.asarray(False)) if may_end else problem
-        return problem, Coarse(search._replace(by_few_nodes=True), few, suffices, self.effort.few_nodes_tolerance)
+        return problem, Coarse(search._replace(nodes="few"), few, suffices, self.effort.few_nodes_tolerance)
 
     def _other_means(self, search: Search, problem: JointProblem, num_rows: int) -> Callable | None:
         """Where a search from the prior begins again, see :mod:`~.starts`; None where that is not worth its time."""
@@ -306,8 +306,8 @@ class Engine:
         rows, prior = FactorSet(self.effort.joint_rows, linearize, problem.chunks), self.prior_set(problem.prior_inputs)
         return DenseJoint(
             search,
-            rows.coarse(lambda kind: search.by_few_nodes, problem.is_coarse, problem.is_corrected),
-            prior.coarse(lambda kind: search.by_few_nodes and kind.sampled, problem.is_coarse, problem.is_corrected),
+            rows.with_kinds(partial(problem.kind_of_row, search)),
+            prior.with_kinds(partial(problem.kind_of_prior, search)),
             problem.state,
             row_factors=problem.row_factors,
             starts=self._starts if problem.row_factors is None and problem.init is None else None,

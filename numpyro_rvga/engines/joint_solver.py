@@ -17,14 +17,14 @@ from ..core.compilation import Compiled, jit, jit_once
 from ..core.matrices.precisions import PrecisionForm
 from ..core.pytrees import PyTree
 from ..core.updates.drivers import Evaluated, Pending, Progress, StepParts, Steps, solve
-from ..core.updates.factors import ErrorEstimates, Expected, Kind
+from ..core.updates.factors import Expected, Kind
 from ..core.updates.joint import Joint, SolveStart, solve_joint_traced
 from ..core.updates.maximize import solution
 from ..core.updates.objective import is_conservative, is_log_concave
 from ..core.updates.search import Search, Settings, Solution, SolverState
 from ..core.updates.state import RowFactors, State, StepInfo
 from .devices import Devices
-from .searches import Crawl, Searches, StepCount, Suffices, at_rest, expected_at
+from .searches import Crawl, Searches, StepCount, Suffices, expected_at
 from .starts import MOST_PARAMETERS, Solved
 
 FEW_PARAMETERS = 200  # with which steps of q are so little work that compiling them well costs more
@@ -57,6 +57,18 @@ class JointProblem(NamedTuple):
     init: tuple[Array, Array] | None = None
     is_coarse: Array | np.ndarray | None = None
     is_corrected: Array | np.ndarray | None = None
+
+    def kind_of_row(self, search: Search, kind: Kind) -> Kind:
+        """The kind with the expectations that a search asks for."""
+        if search.nodes == "few":
+            kind = kind.by_few_nodes(self.is_corrected)
+        elif search.nodes == "values":
+            kind = kind.values_alone()
+        return kind.by_few_draws(self.is_coarse)
+
+    def kind_of_prior(self, search: Search, kind: Kind) -> Kind:
+        """The same of a prior term. Those of many nodes are few, if they are no averages."""
+        return self.kind_of_row(search, kind) if kind.sampled else kind.by_few_draws(self.is_coarse)
 
     @property
     def is_far(self) -> bool:
@@ -181,7 +193,6 @@ class JointSolver:
         self._propose = Compiled(parts.propose, ("search",), pending, level=level)
         self._evaluate = [Compiled(parts.evaluate, ("search",), evaluated, level=level) for level in (1, 0)]
         self._update = Compiled(parts.update, ("search",), each, level=level)
-        self._values = Compiled(parts.values, ("search",), each)
         self._finish = Compiled(self._finished, ("search", "with_absorbed"), each, level=level)
         self._traced = jit(self._solved_traced, static_argnames=("search", "with_absorbed"))
 
@@ -218,7 +229,7 @@ class JointSolver:
         def finished(state: SolverState, steps: Steps) -> Solved:
             expected, refinement = expected_at(steps, state) if with_error_estimates else None, None
             if coarse is not None and corrected is not None and steps is cheap and expected is not None:
-                expected, refinement = self._with_finer_values(coarse, steps, state, expected)
+                expected, refinement = self._with_finer_values(coarse, steps_by, state, expected)
                 bound: Any = self._devices.put(np.asarray(state.evaluation.bound) + refinement)
                 state = state._replace(evaluation=state.evaluation._replace(bound=bound))
             options = {"search": search, "with_absorbed": with_absorbed}
@@ -256,7 +267,7 @@ class JointSolver:
         )
 
     def _with_finer_values(
-        self, coarse: Coarse, steps: Steps, state: SolverState, expected: Expected
+        self, coarse: Coarse, steps_by: Callable[[Coarse], Steps], state: SolverState, expected: Expected
     ) -> tuple[Expected, np.ndarray]:
         """The expectations where a search by few nodes has ended, with the rows' values by many nodes where those of
         few do not suffice; and what that adds to the bound."""
@@ -264,13 +275,9 @@ class JointSolver:
         assert coarse.suffices is not None
         if coarse.suffices(before, float(state.evaluation.bound)):
             return expected, np.zeros_like(before.values[0])
-        of_rows = self._values(coarse.problem, at_rest(steps, state), search=coarse.search)
-        values, errors = np.array(before.values), np.array(before.errors)
-        for place, finer in enumerate(jax.device_get(of_rows), start=len(values) - len(of_rows)):
-            if finer is not None:
-                values[place], errors[place] = finer
-        placed: Any = self._devices.put((values, errors))
-        return expected._replace(error_estimates=ErrorEstimates(*placed)), np.sum(values - before.values)
+        many = coarse._replace(search=coarse.search._replace(nodes="values"))
+        finer = expected_at(steps_by(many), state).error_estimates
+        return expected._replace(error_estimates=finer), np.sum(jax.device_get(finer.values) - before.values)
 
     def _finished(
         self,

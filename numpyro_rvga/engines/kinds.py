@@ -34,7 +34,7 @@ from ..core.expectations import by_nodes as ex
 from ..core.expectations import closed_forms as cf
 from ..core.expectations.draws import by_draws
 from ..core.expectations.ladder import expectations, values_by_many_nodes
-from ..core.expectations.quadrature import TENSOR_NODES
+from ..core.expectations.quadrature import CUBE_NODES
 from ..core.expectations.tilted import TiltedForm, tilted
 from ..core.matrices.linalg import semidefinite_factor
 from ..core.updates.factors import Expect, Kind, Moments, without_errors
@@ -271,8 +271,7 @@ def _rule(name: str | ex.Expectation, terms: Terms, options: Options, rng_key: A
     finest = at_density(partial(ex.quadrature, 1) if nodes is None else over_nodes)
     if options.expectation != "auto":
         return _Rule(finest, True, expect, has_errors=True)
-    is_tensor = terms.num_predictors in TENSOR_NODES  # of one predictor, panels are soon compiled
-    values = values_by_many_nodes(terms.density) if is_tensor else None
+    values = values_by_many_nodes(terms.density) if terms.num_predictors in CUBE_NODES else None
     return _Rule(finest, True, expect, has_errors=True, few=few, values=values)
 
 

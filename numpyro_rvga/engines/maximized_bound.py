@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,15 @@ from ..core.compilation import Compiled
 from ..core.matrices.chains import ChainPacking, packed_form
 from ..core.matrices.linalg import lower_from_root, solve_lower
 from ..core.matrices.packing import Packing
-from ..core.updates.joint import DenseJoint, SparseJoint, bound_at, curvature_at, solve_joint_traced, solve_quadratic
+from ..core.updates.joint import (
+    DenseJoint,
+    SparseJoint,
+    base_terms,
+    bound_at,
+    curvature_at,
+    solve_joint_traced,
+    solve_quadratic,
+)
 from ..core.updates.objective import is_quadratic
 from ..core.updates.search import Search, Solution
 from ..model.data.arguments import PARAMS
@@ -69,9 +77,10 @@ class MaximizedBound:
         self.engine, self.by_few_nodes = engine, by_few_nodes
         self.is_exact = is_quadratic((*engine.kinds, *engine.prior_kinds))
         _ = engine.program.initial_state  # what is drawn from the prior is drawn here, outside of compiled functions
-        self.begin = self._begin if self.is_exact else engine.compiled(self._begin)
+        self.begin = self._begin if self.is_exact else engine.compiled(self._begin, level=0)  # seldom called
         self.solve, self.moments = engine.compiled(self._solve), engine.compiled(self._moments)
-        self._left, self.by_many_nodes = engine.compiled(self._left_by_few_nodes), engine.compiled(self._by_many_nodes)
+        self._left = engine.compiled(self._left_by_few_nodes, level=0)  # called once
+        self.by_many_nodes = engine.compiled(self._by_many_nodes)
 
     def few_nodes_suffice(self, params: Array, chunks: RowChunks, start: Start) -> bool:
         """Whether expectations of more nodes would hardly move the q that was found."""
@@ -83,20 +92,20 @@ class MaximizedBound:
         chunks: RowChunks,
         start: Start,
         *,
-        by_few_nodes: bool | None = None,
+        nodes: Literal["usual", "few", "values"] | None = None,
         is_corrected: Array | None = None,
     ) -> tuple[Search, DenseJoint]:
         """What is sought at these parameters.
 
-        :param by_few_nodes: default: as this bound is. :param is_corrected: see
-            :class:`~numpyro_rvga.core.updates.factors.Kind`.
+        :param nodes: see :class:`~numpyro_rvga.core.updates.search.Search`; default: few, if this bound is by few.
+        :param is_corrected: see :class:`~numpyro_rvga.core.updates.factors.Kind`.
         """
-        by_few_nodes = self.by_few_nodes if by_few_nodes is None else by_few_nodes
+        nodes = nodes or ("few" if self.by_few_nodes else "usual")
         program = self.engine.program
         state = program.initial_state_at(params)
         inputs = program.prior_inputs | {PARAMS: params}
         problem = JointProblem(state, chunks, inputs, init=start, is_corrected=is_corrected)
-        search = self.engine.search_all(problem)._replace(by_few_nodes=by_few_nodes)
+        search = self.engine.search_all(problem)._replace(nodes=nodes)
         problem = self.engine.prepared_once(problem)
         return search, self.engine.joint_parts(search, problem)
 
@@ -125,16 +134,18 @@ class MaximizedBound:
 
     def _left_by_few_nodes(self, params: Array, chunks: RowChunks, start: Start) -> Array:
         """The squared natural gradient at q by corrected expectations."""
-        search, joint = self._parts(params, chunks, start, is_corrected=jnp.asarray(True))
-        at_rest = search._replace(settings=search.settings._replace(min_iterations=0, max_iterations=0))
-        return solve_joint_traced(at_rest, joint).decrement
+        (mean, precision), (_, joint) = start, self._parts(params, chunks, start, is_corrected=jnp.asarray(True))
+        base, root = joint.start().base, _covariance_root(precision)
+        of_base, linear = base_terms(base, mean)
+        sums = bound_at(joint, base, mean, root)[1]
+        in_mean = root.T @ (sums.gradient + linear - of_base @ mean)
+        in_covariance = root.T @ (of_base + sums.curvature - precision) @ root
+        return jnp.sum(in_mean**2) + 0.5 * jnp.sum(in_covariance**2)
 
     def _by_many_nodes(self, params: Array, chunks: RowChunks, start: Start) -> Array:
         """The bound at a q, by many nodes."""
-        mean, precision = start
-        _, joint = self._parts(params, chunks, start, by_few_nodes=False)
-        inverse = solve_lower(jnp.linalg.cholesky(precision), jnp.eye(mean.size, dtype=mean.dtype))
-        return bound_at(joint, joint.start().base, mean, inverse.T)[0]
+        (mean, precision), (_, joint) = start, self._parts(params, chunks, start, nodes="values")
+        return bound_at(joint, joint.start().base, mean, _covariance_root(precision))[0]
 
     def _moments(self, params: Array, start: Start) -> tuple[Array, Array]:
         state, (mean, precision) = self.engine.program.initial_state_at(params), start
@@ -229,6 +240,11 @@ class SparseMaximizedBound:
     def _variances_of(self, problem: SparseProblem, root: Array) -> Array:
         form = packed_form(jnp.ones(self._order.indices.size, root.dtype), problem.packing)
         return form.variances(root)[self._order.back]
+
+
+def _covariance_root(precision: Array) -> Array:
+    """An upper triangular root (P, P) of the precision's inverse."""
+    return solve_lower(jnp.linalg.cholesky(precision), jnp.eye(len(precision), dtype=precision.dtype)).T
 
 
 def _maximum_of(solution: Solution) -> Maximum:

@@ -83,7 +83,7 @@ def expectations(
     tolerances = (ENOUGH, FAIRLY_SMALL) if cost > 1 else (EXACT, SMALL)
     if effort == "few":
         first = partial(_by_first_rule, phi, num_predictors, tolerances)
-        few = _differentiable(lambda *factors: first(*factors)[1:], phi, num_predictors)
+        few = _differentiable(lambda *factors: first(*factors)[1:], phi, fifth_degree_nodes(num_predictors)[:2])
 
         def by_few_nodes(*factors: Any, is_corrected: Array | None = None) -> tuple[Moments, Array]:
             return few(*factors) if is_corrected is None else first(*factors, is_corrected=is_corrected)[1:]
@@ -94,7 +94,11 @@ def expectations(
     if effort == "direct" and (nodes is not None or num_predictors in CUBE_NODES):
         most = DIRECT_POINTS if cost == 1 else DIRECT_NODES // cost
         measure = partial(_direct_or_ladder, measure, *_direct(phi, num_predictors, nodes), most)
-    return _differentiable(measure, phi, num_predictors)
+    if num_predictors in SLOPE_NODES:
+        slope_nodes = hermite_rule(num_predictors, SLOPE_NODES[num_predictors])
+    else:
+        slope_nodes = fifth_degree_nodes(num_predictors)[:2]
+    return _differentiable(measure, phi, slope_nodes)
 
 
 def values_by_many_nodes(phi: PHI) -> Callable[[Array, Array, PyTree], tuple[Array, Array]]:
@@ -263,15 +267,14 @@ def _more_exact(before: PyTree, after: PyTree) -> PyTree:
 
 
 # ---------------------------------------------------------------------- derivatives in what phi takes
-def _differentiable(expect: Callable, phi: PHI, num_predictors: int) -> Callable:
+def _differentiable(expect: Callable, phi: PHI, slope_nodes: tuple[np.ndarray, np.ndarray]) -> Callable:
     """``expect`` (means, covariances, constants -> moments and their errors), whose value can be differentiated once,
     in reverse mode. Its loops are not: E[grad phi] and E[hess phi] / 2 are the slopes in mean and covariance, and the
-    slopes in phi's constants are expectations too."""
-    if num_predictors in SLOPE_NODES:
-        z, weights = hermite_rule(num_predictors, SLOPE_NODES[num_predictors])
-    else:
-        z, weights, _ = fifth_degree_nodes(num_predictors)
-        z = z[: len(weights)]
+    slopes in phi's constants are expectations too.
+
+    :param slope_nodes: at which these are: positions (K, C), of which the first are used, and as many weights.
+    """
+    z, weights = slope_nodes[0][: len(slope_nodes[1])], slope_nodes[1]
 
     def of_constants(mean: Array, covariance: Array, constants: PyTree) -> Array:
         root, _ = semidefinite_factor(covariance)

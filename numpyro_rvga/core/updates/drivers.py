@@ -175,12 +175,6 @@ class StepParts(NamedTuple):
         move = form.solver(pending.proposal.factor)(slope.gradient)
         return Evaluated(mean, slope, move, slope.gradient @ move)
 
-    def values(self, problem: PyTree, pending: Pending, *, search: Search) -> list[tuple[Array, Array] | None]:
-        """Not a part of a step: sums over rows of E[phi] and its errors at the proposal, by many nodes, by kind; None
-        where there is no such rule."""
-        objective: Any = self.objective_of(search, problem)
-        return objective.values_by_many_nodes(pending.proposal.mean, pending.covariances)
-
     def update(
         self, problem: PyTree, form: PrecisionForm, pending: Pending, evaluated: Evaluated, *, search: Search
     ) -> tuple[SolverState, Progress]:

@@ -85,6 +85,18 @@ class Kind(NamedTuple):
             return self
         return self._replace(expect=self.few if is_corrected is None else partial(self.few, is_corrected=is_corrected))
 
+    def values_alone(self) -> Kind:
+        """The kind with expectations by many nodes that have no derivatives; by few nodes, where there are none."""
+        if self.values is None:
+            return self.by_few_nodes()
+
+        def expect(means: Array, covariances: Array, constants: tuple) -> tuple[Moments, Array]:
+            assert self.values is not None
+            values, errors = self.values(means, covariances, constants)
+            return (values, jnp.zeros_like(means), jnp.zeros_like(covariances)), errors
+
+        return self._replace(expect=expect)
+
     def by_few_draws(self, is_coarse: Array | np.ndarray | None) -> Kind:
         """The kind with expectations by few draws where a traced flag says so; None: unchanged."""
         return self._replace(expect=partial(self.expect, is_coarse=is_coarse)) if self.has_few_draws else self
@@ -182,18 +194,6 @@ def expect(
     by_kind = [jnp.stack(x) if x else jnp.zeros(0) for x in (values, errors)]
     error_estimates = ErrorEstimates(by_kind[0], by_kind[1])
     return Totals(value, gradient, error_estimates), tuple(hessians)
-
-
-def values_by_many_nodes(
-    kinds: tuple[Kind, ...], blocks: tuple[Factors, ...], covariances: tuple[Array, ...]
-) -> list[tuple[Array, Array] | None]:
-    """By kind: the sums over factors of E[phi] and of its errors, by many nodes; None where there is no such rule."""
-    return [
-        None
-        if kind.values is None
-        else jax.tree.map(jnp.sum, kind.values(block.predictors, covariance, block.constants))
-        for kind, block, covariance in zip(kinds, blocks, covariances)
-    ]
 
 
 def curvature_of(

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array, lax
 
 from ..pytrees import PyTree
@@ -29,7 +28,6 @@ from .factors import (
     covariances,
     curvature_of,
     expect,
-    values_by_many_nodes,
 )
 from .normal_rows import NormalRows
 
@@ -128,18 +126,9 @@ class FactorSet(NamedTuple):
     def first(self) -> PyTree:
         return jax.tree.map(lambda x: x[0], self.chunks)
 
-    def coarse(
-        self,
-        by_few_nodes: Callable[[Kind], bool],
-        is_coarse: Array | np.ndarray | None,
-        is_corrected: Array | np.ndarray | None = None,
-    ) -> FactorSet:
-        """The factors with expectations that take few nodes.
-
-        :param by_few_nodes: of which kinds. :param is_coarse: see :meth:`Kind.by_few_draws`.
-        """
-        kinds = (kind.by_few_nodes(is_corrected) if by_few_nodes(kind) else kind for kind in self.kinds)
-        return self._replace(kinds=tuple(kind.by_few_draws(is_coarse) for kind in kinds))
+    def with_kinds(self, change: Callable[[Kind], Kind]) -> FactorSet:
+        """The factors with other expectations."""
+        return self._replace(kinds=tuple(map(change, self.kinds)))
 
     def map_reduce(self, function: Callable, theta: Array, *arguments: Any) -> tuple[Any, Any]:
         """``function(factors of a chunk at theta, *arguments)`` returns a pair: the sum of the first over chunks, and
@@ -168,14 +157,6 @@ class FactorSet(NamedTuple):
     def expected(self) -> Callable[[Array, PyTree], tuple[Totals, PyTree]]:
         """theta and covariances (None: of a point mass) -> sums over factors, and the Hessians by chunk."""
         return partial(self.map_reduce, partial(expect, self.kinds))
-
-    def values_by_many_nodes(self, theta: Array, sigma: PyTree) -> list[tuple[Array, Array] | None]:
-        """See :func:`~.factors.values_by_many_nodes`."""
-
-        def of_factors(factors: tuple[Factors, ...]) -> tuple[list, tuple[()]]:
-            return values_by_many_nodes(self.kinds, factors, covariances(factors, sigma)), ()
-
-        return self.map_reduce(of_factors, theta)[0]
 
     def curvature(self, theta: Array, hessians: PyTree, clamped: bool) -> Array:
         """Minus the Hessian, summed. ``clamped``: with each G_i's negative part only."""
@@ -254,12 +235,6 @@ class JointObjective:
     def curvature(self, mean: Array, hessians: PyTree, clamped: bool) -> Array:
         curvatures = [self._curvature_of_set(mean, h, i, clamped) for i, h in enumerate(hessians)]
         return self.coordinates.curvature(reduce(add_curvatures, curvatures))
-
-    def values_by_many_nodes(self, mean: Array, covariances: PyTree) -> list[tuple[Array, Array] | None]:
-        """Of the last set's factors, by kind; see :func:`~.factors.values_by_many_nodes`. It is not staged."""
-        assert isinstance(self.sets[-1], FactorSet)
-        theta, sigma = self.coordinates.theta(mean), self.coordinates.covariance(covariances)
-        return self.sets[-1].values_by_many_nodes(theta, sigma)
 
     def sums_of_first_set(self, mean: Array, expected: Expected) -> Sums:
         """Sums of the first set, in the coordinates of theta, from the expectations at ``mean``."""

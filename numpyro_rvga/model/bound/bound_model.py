@@ -10,9 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.core import Tracer
 from numpyro.distributions.transforms import IdentityTransform
 
-from ...core.compilation import at_once
+from ...core.compilation import abstractly, at_once
 from ...core.jaxprs.interpret import depends_on
 from ...core.pytrees import PyTree
 from ..data.arguments import PARAMS, absent_arguments
@@ -188,11 +189,17 @@ class BoundModel(ModelRuns):
 
         :raises NotImplementedError: for sites that hold more than an array.
         """
-        theta = jax.device_put(np.zeros(self.layout.size + self.local.size, self.dtype))
         if not self._names_of("param"):
             return self.params
-        trace, _ = self._run(self.example_row, self._unravel(theta))
-        sites = {name: site for name, site in trace.items() if site["type"] == "param"}
+        theta = jax.device_put(np.zeros(self.layout.size + self.local.size, self.dtype))
+
+        def param_sites():
+            trace, _ = self._run(self.example_row, self._unravel(theta))
+            return {name: site for name, site in trace.items() if site["type"] == "param"}
+
+        sites = abstractly(param_sites)
+        if any(isinstance(x, Tracer) for site in sites.values() for x in jax.tree.leaves(site["value"])):
+            sites = param_sites()  # they start at what functions of the model return
 
         def log_joint(values):
             records = sample_sites(*self._run(self.example_row, self._unravel(theta), params=values))
