@@ -451,6 +451,55 @@ def test_auto_takes_all_sites_of_a_model_of_few_parameters():
     assert mixture.elbo == pytest.approx(logsumexp(log_joint) + 2 * np.log(axis[1] - axis[0]), abs=0.01)
 
 
+def stationary(y):
+    """The second coefficient's prior ends where the first one says, and rows depend on those before."""
+    a = numpyro.sample("a", dist.Uniform(0, 0.5))
+    b = numpyro.sample("b", dist.Uniform(0, 1 - a))
+    numpyro.sample("y", dist.Normal(a * y[1:-1] + b * y[:-2], 0.5), obs=y[2:])
+
+
+@pytest.mark.parametrize(("sites", "integrated"), [("auto", ["b"]), (["a", "b"], ["a", "b"])], ids=["auto", "all"])
+def test_few_parameters_of_data_that_are_no_rows_are_integrated_out(sites, integrated):
+    y = 0.5 * np.random.default_rng(0).normal(size=40)
+    for t in range(2, 40):
+        y[t] += 0.3 * y[t - 1] + 0.4 * y[t - 2]
+    mixture = FixedPointVI(stationary, integrate=sites).run({"y": y}, progress_bar=False)
+    assert mixture.info["integrated"] == integrated
+    a, share = (x.ravel() for x in np.meshgrid(*[(np.arange(400) + 0.5) / 400] * 2, indexing="ij"))
+    a, b = 0.5 * a, share * (1 - 0.5 * a)  # uniform in the prior
+    log_likelihood = stats.norm.logpdf(y[2:], a[:, None] * y[1:-1] + b[:, None] * y[:-2], 0.5).sum(axis=1)
+    assert mixture.elbo == pytest.approx(logsumexp(log_likelihood) - np.log(len(a)), abs=0.04)  # one bound is lower
+    mass = np.exp(log_likelihood - logsumexp(log_likelihood))
+    draws = mixture.sample_posterior(KEY, (20_000,))
+    for name, values in (("a", a), ("b", b)):
+        mean = mass @ values
+        assert abs(draws[name].mean() - mean) < 0.05 * np.sqrt(mass @ (values - mean) ** 2)
+
+
+def wave(t, y):
+    frequency = numpyro.sample("frequency", dist.Normal(0, 1))
+    scale = numpyro.sample("scale", dist.HalfNormal(1))
+    with numpyro.plate("rows", len(t)):
+        numpyro.sample("y", dist.Normal(jnp.sin(frequency * t), scale), obs=y)
+
+
+def test_of_several_maxima_given_the_scale_the_highest_is_taken():
+    """A search from the prior's mean ends there."""
+    t = np.linspace(0, 3, 40)
+    y = np.sin(1.7 * t) + 0.2 * np.random.default_rng(0).normal(size=40)
+    mixture = FixedPointVI(wave, integrate=["scale"]).run({"t": t, "y": y}, progress_bar=False)
+    frequency, log_scale = np.meshgrid(np.linspace(1, 2.4, 1401), np.linspace(-3, 1, 201), indexing="ij")
+    squares = np.sum((y - np.sin(frequency[..., None] * t)) ** 2, axis=-1)
+    log_joint = -0.5 * squares * np.exp(-2 * log_scale) - 40 * (log_scale + 0.5 * np.log(2 * np.pi)) + log_scale
+    log_joint += stats.norm.logpdf(frequency) + stats.halfnorm.logpdf(np.exp(log_scale))
+    mass = np.exp(log_joint - logsumexp(log_joint))
+    mean = np.sum(mass * frequency)
+    deviation = np.sqrt(np.sum(mass * (frequency - mean) ** 2))
+    draws = mixture.sample_posterior(KEY, (10_000,))["frequency"]
+    assert abs(float(draws.mean()) - mean) < 0.05 * deviation
+    assert mixture.elbo == pytest.approx(logsumexp(log_joint) + np.log(0.001 * 0.02), abs=0.02)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

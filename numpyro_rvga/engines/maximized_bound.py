@@ -23,7 +23,7 @@ from ..core.updates.joint import (
     solve_joint_traced,
     solve_quadratic,
 )
-from ..core.updates.objective import is_quadratic
+from ..core.updates.objective import is_log_concave, is_quadratic
 from ..core.updates.search import Search, Solution
 from ..model.data.arguments import PARAMS
 from ..progress import Bar
@@ -63,7 +63,9 @@ class MaximizedBound:
 
     :ivar engine: of which it is. :ivar is_exact: whether L(h) is log p(y, h): all terms are quadratic given h.
     :ivar by_few_nodes: whether expectations are by few nodes. What :meth:`by_many_nodes` is for then.
-    :ivar begin: params (K,) and chunks of rows, as :func:`~.row_chunks.chunks_of` makes them -> a start.
+    :ivar is_log_concave: whether no q but the best one is a maximum, whatever the parameters.
+    :ivar begin: params (K,), chunks of rows, as :func:`~.row_chunks.chunks_of` makes them, and a mean (P,), default the
+        prior's -> a start.
     :ivar solve: params, chunks and a start -> :class:`Maximum`.
     :ivar moments: params and a start -> mean (P,) and Cholesky factor (P, P) of the covariance of theta.
     """
@@ -76,8 +78,9 @@ class MaximizedBound:
     def __init__(self, engine: Engine, *, by_few_nodes: bool = False):
         self.engine, self.by_few_nodes = engine, by_few_nodes
         self.is_exact = is_quadratic((*engine.kinds, *engine.prior_kinds))
+        self.is_log_concave = is_log_concave((*engine.kinds, *engine.prior_kinds))
         _ = engine.program.initial_state  # what is drawn from the prior is drawn here, outside of compiled functions
-        self.begin = self._begin if self.is_exact else engine.compiled(self._begin, level=0)  # seldom called
+        self._begun = engine.compiled(self._begin, level=0)  # seldom called
         self.solve, self.moments = engine.compiled(self._solve), engine.compiled(self._moments)
         self._left = engine.compiled(self._left_by_few_nodes, level=0)  # called once
         self.by_many_nodes = engine.compiled(self._by_many_nodes)
@@ -109,12 +112,13 @@ class MaximizedBound:
         problem = self.engine.prepared_once(problem)
         return search, self.engine.joint_parts(search, problem)
 
-    def _begin(self, params: Array | np.ndarray, chunks: RowChunks) -> Start:
+    def begin(self, params: Array | np.ndarray, chunks: RowChunks, mean: Array | np.ndarray | None = None) -> Start:
         program = self.engine.program
-        mean = jnp.zeros(program.layout.size, program.dtype)
+        mean = jnp.zeros(program.layout.size, program.dtype) if mean is None else jnp.asarray(mean, program.dtype)
+        return (mean, jnp.eye(mean.size, dtype=mean.dtype)) if self.is_exact else self._begun(params, chunks, mean)
+
+    def _begin(self, params: Array | np.ndarray, chunks: RowChunks, mean: Array) -> Start:
         precision = jnp.eye(mean.size, dtype=mean.dtype)
-        if self.is_exact:
-            return mean, precision
         search, joint = self._parts(params, chunks, (mean, precision))
         curvature = curvature_at(search, joint.objective, mean)
         return mean, precision + jnp.where(jnp.isfinite(curvature), curvature, 0.0)
@@ -160,7 +164,7 @@ class SparseMaximizedBound:
     with the precision that the log joint density has at this mean. The gradient is a function of its own: it takes the
     covariances of predictors, and with them as long as the solve itself.
 
-    :ivar is_exact: as of :class:`MaximizedBound`.
+    :ivar is_exact: as of :class:`MaximizedBound`, and ``is_log_concave``.
     :ivar begin: params (K,) and chunks of rows -> a start. :ivar solve: params, chunks and a start -> :class:`Maximum`,
         without the gradient. :ivar gradient: params, chunks and the start that was found -> (K,), and the variances of
         x, (P,), which it takes. :ivar variances: that start -> these alone. :ivar packing: of precisions.
@@ -182,7 +186,7 @@ class SparseMaximizedBound:
     def __init__(self, sparse: SparseEngine, num_chunks: int):
         self.engine, self._sparse, self._order = sparse.engine, sparse, sparse.sparsity.order
         self._search = sparse.search(num_chunks, has_start=True)
-        self.is_exact = is_quadratic(sparse.all_kinds)
+        self.is_exact, self.is_log_concave = is_quadratic(sparse.all_kinds), is_log_concave(sparse.all_kinds)
         everywhere = sparse.engine.devices.everywhere
         self._solve = Compiled(self._solved, out_shardings=everywhere, long_arrays=True)  # called a hundred times
         self._gradient = sparse.engine.compiled(self._gradient_at)
@@ -193,9 +197,11 @@ class SparseMaximizedBound:
         """(P,), the entry of x that comes first, second, ... in the order of elimination."""
         return self._order.indices
 
-    def begin(self, params: Array, chunks: RowChunks) -> Start:
-        """A start, from nothing."""
-        return jnp.asarray(self.engine.program.marginals.mean[self.indices], self.engine.program.dtype), ()
+    def begin(self, params: Array, chunks: RowChunks, mean: np.ndarray | None = None) -> Start:
+        """A start, from nothing. ``mean``: (P,), in standard deviations of the prior from its mean."""
+        prior, dtype = self.engine.program.marginals, self.engine.program.dtype
+        mean = prior.mean if mean is None else prior.mean + np.sqrt(prior.variance) * mean
+        return jnp.asarray(mean[self.indices], dtype), ()
 
     def solve(self, params: Array, chunks: RowChunks, start: Start) -> Maximum:
         return self._solve(self._problem, params, chunks, start[0])

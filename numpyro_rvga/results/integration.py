@@ -24,7 +24,7 @@ from ..engines.integration.importance import (
 from ..engines.integration.lattice import integrate_lattice
 from ..engines.integration.log_density import LogDensity, weighted_rows
 from ..engines.integration.mixtures import mixture_of
-from ..engines.integration.nested import NUM_TRIALS, Integral, Marginal, Point, Root, SolvedRoot, find_mode
+from ..engines.integration.nested import NUM_TRIALS, Integral, Marginal, Mode, Point, Root, SolvedRoot, find_mode
 from ..engines.maximized_bound import MaximizedBound, SparseMaximizedBound
 from ..engines.registry import Engines
 from ..engines.row_chunks import chunks_of, distinct_chunks_of
@@ -48,6 +48,8 @@ Bound = MaximizedBound | SparseMaximizedBound | LogDensity
 MOST_ON_LATTICE = 2  # parameters
 MOST_BY_IMPORTANCE = 30
 MOST_INTEGRATED = 200
+NUM_OTHER_STARTS = 6  # of q given the best hyperparameters, where it may have other maxima:
+HIGHER = 0.5  # nats, by which one is better
 FEW_TRIALS = 2  # of the prior for each parameter, where each point takes long
 LEAST_SHARE = 0.02  # effective sample size over the number of points, below which NUTS takes over
 MOST_PARAMETERS = 500
@@ -100,9 +102,9 @@ class Integration:
                     program, lambda given: self._conditional(program, given, rows, default_key()).program
                 )
             choice = self._choices[key]
-            if not choice.sites and _may_be_integrated_whole(program):
-                return Choice(program.layout.site_names)
             size = sum(program.layout.sizes[name] for name in choice.sites)
+            if not 0 < size <= MOST_ON_LATTICE and _may_be_integrated_whole(program):
+                return Choice(program.layout.site_names)
             if size > most:
                 names = ", ".join(choice.sites)
                 return Choice((), f"{names}: {size} entries, and at most {most} can be integrated out")
@@ -169,13 +171,21 @@ class Integration:
             return _moments_of(bound, point, program.dtype)
 
         with progress(progress_bar, None, "L(h)", "it") as bar:
-            marginal = _marginal(bound, self._estimate_of(bound), chunks, program.dtype, bar)
+
+            def found(nearby: np.ndarray | None, num_trials: int) -> tuple[Marginal, Mode]:
+                marginal = _marginal(bound, self._estimate_of(bound), chunks, program.dtype, bar)
+                mode = find_mode(marginal, mean, deviation, nearby, num_trials)
+                other = _from_other_starts(bound, marginal, mode.point.h, chunks, len(others), program.dtype)
+                if other is None or other.bound <= mode.point.bound + HIGHER:
+                    return marginal, mode
+                marginal = marginal.begun_again(other)
+                return marginal, find_mode(marginal, mean, deviation, other.h, FEW_TRIALS)
+
             nearby = None if start is None else np.asarray(start)[indices]
-            mode = find_mode(marginal, mean, deviation, nearby, NUM_TRIALS if solved is None else FEW_TRIALS)
+            marginal, mode = found(nearby, NUM_TRIALS if solved is None else FEW_TRIALS)
             if isinstance(bound, MaximizedBound) and bound.by_few_nodes and not _is_found(bound, chunks, mode.point):
                 bound = MaximizedBound.of(bound.engine)
-                marginal = _marginal(bound, self._estimate_of(bound), chunks, program.dtype, bar)
-                mode = find_mode(marginal, mean, deviation, mode.point.h, FEW_TRIALS)
+                marginal, mode = found(mode.point.h, FEW_TRIALS)
             integral = None
             if len(indices) <= MOST_ON_LATTICE:
                 integral = integrate_lattice(marginal, mode, moments)
@@ -302,7 +312,7 @@ def _moments_of(bound: Bound, point: Point, dtype: DTypeLike) -> tuple[np.ndarra
 
 
 def _may_be_integrated_whole(program: Program) -> bool:
-    """Whether quadrature over all sites finds more than one Gaussian does."""
+    """Whether quadrature over all sites finds more than one Gaussian does, and takes less than bounds given many."""
     return program.layout.size <= MOST_WITH_DENSITY and program.row_latents is None and not program.is_conjugate
 
 
@@ -321,6 +331,20 @@ def _marginal(
     if estimate is not None:
         estimated = lambda h, start: estimate(jnp.asarray(h, dtype), chunks, start)  # noqa: E731
     return Marginal(lambda h: bound.begin(jnp.asarray(h, dtype), chunks), solve, gradient, estimated)
+
+
+def _from_other_starts(
+    bound: Bound, marginal: Marginal, h: np.ndarray, chunks: Any, size: int, dtype: DTypeLike
+) -> Point | None:
+    """The highest of the points at h that solves from draws of the prior lead to; None where one start is as good as
+    others.
+
+    :param size: of x.
+    """
+    if bound.is_log_concave:
+        return None
+    draws = np.random.default_rng(0).normal(size=(NUM_OTHER_STARTS, size))
+    return marginal.from_elsewhere(h, (bound.begin(jnp.asarray(h, dtype), chunks, draw) for draw in draws))
 
 
 def _is_found(bound: MaximizedBound, chunks: Any, point: Point) -> bool:

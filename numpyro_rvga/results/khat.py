@@ -181,11 +181,20 @@ class Draws(NamedTuple):
     indices: dict[str, np.ndarray]
 
     def joined(self, others: list[Draws]) -> Draws:
-        every, count = [self, *others], self.num_samples
+        """With other draws, of the sites that all have: those that are not finite somewhere have no scores."""
+        names = [name for name in self.indices if all(name in draws.indices for draws in others)]
+        every, count = [draws._of_sites(names) for draws in (self, *others)], self.num_samples
         heads = zip(*(tuple(array[:count] for array in draws[:3]) for draws in every), strict=True)
         tails = zip(*(tuple(array[count:] for array in draws[:3]) for draws in every), strict=True)
         arrays = [np.concatenate(parts) for parts in zip(map(np.concatenate, heads), map(np.concatenate, tails))]
-        return Draws(*arrays, num_samples=count * len(every), indices=self.indices)
+        return Draws(*arrays, num_samples=count * len(every), indices=every[0].indices)
+
+    def _of_sites(self, names: list[str]) -> Draws:
+        """The draws of these sites alone."""
+        columns = [self.indices[name] for name in names]
+        ends = np.cumsum([len(of_site) for of_site in columns])
+        places = np.split(np.arange(ends[-1]), ends[:-1])
+        return self._replace(z=self.z[:, np.concatenate(columns)], indices=dict(zip(names, places)))
 
 
 def _weighed(posterior: Fitted, rng_key: Array, num_samples: int, rows: Arrays) -> Draws:

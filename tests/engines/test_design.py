@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from numpyro_rvga.engines.integration import design
-from numpyro_rvga.engines.integration.design import narrow_design, thinned
+from numpyro_rvga.engines.integration.design import _slopes, narrow_design, thinned
 from numpyro_rvga.engines.integration.nested import Point
 
 
@@ -42,3 +42,12 @@ def test_points_without_mass_are_left_out_and_some_of_too_many(most, expected, m
     kept, masses = thinned(points, mass, moments)
     assert len(kept) == len(masses) == expected
     np.testing.assert_allclose(masses.sum(), 1)
+
+
+def test_slopes_do_not_depend_on_where_zero_is():
+    """Points in five dimensions are far apart: what keeps their slopes small must not draw means to zero."""
+    z = np.random.default_rng(0).normal(size=(60, 5)) * 2
+    means = np.tanh(z @ np.random.default_rng(1).normal(size=(5, 3)))
+    np.testing.assert_allclose(_slopes(z, 1000.0 + means), _slopes(z, means), atol=1e-6)
+    near, slopes = 0.3 * z, np.arange(15.0).reshape(5, 3)
+    np.testing.assert_allclose(_slopes(near, 1000.0 + near @ slopes).mean(axis=0), slopes.T, atol=1e-3)

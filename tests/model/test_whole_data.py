@@ -295,3 +295,22 @@ def test_a_fault_of_the_package_while_rows_are_read_is_reported(monkeypatch):
 def test_a_model_that_fails_on_few_rows_is_no_fault_of_the_package():
     posterior = RVGA(fails_on_few_rows).run({"x": X, "y": Y}, progress_bar=False)
     assert "KeyError: 'few'" in posterior.info["reason"] and "in line" in posterior.info["reason"]
+
+
+def partial_likelihood(x, event):
+    """Cox's: rows are sorted by time, the longest first, and the risk set of each are those before it."""
+    b = numpyro.sample("b", dist.Normal(0.0, 3.0))
+    numpyro.factor("risk", jnp.sum(event * (b * x - jax.lax.cumlogsumexp(b * x))))
+
+
+def test_rows_are_coupled_though_the_first_ones_say_nothing():
+    rng = np.random.default_rng(0)
+    x, event = rng.normal(size=60), (np.arange(60) >= 20).astype(float)  # the longest times are censored
+    posterior = RVGA(partial_likelihood).run({"x": x, "event": event}, progress_bar=False)
+    assert posterior.info["rows"] == "joint"
+    axis = np.linspace(-3, 3, 3001)
+    at_risk = np.logaddexp.accumulate(axis[:, None] * x, axis=1)
+    log_joint = np.sum(event * (axis[:, None] * x - at_risk), axis=1) - 0.5 * (axis / 3) ** 2
+    mass = np.exp(log_joint - log_joint.max())
+    mean = mass @ axis / mass.sum()
+    assert abs(float(posterior.mean[0]) - mean) < 0.02 * np.sqrt(mass @ (axis - mean) ** 2 / mass.sum())

@@ -12,7 +12,7 @@ import pytest
 from gaussian_posteriors import exact_regression, posterior_of, regression_data
 
 from numpyro_rvga.results import log_densities
-from numpyro_rvga.results.khat import Evidence, verdict
+from numpyro_rvga.results.khat import Draws, Evidence, verdict
 from numpyro_rvga.results.log_densities import LogDensities
 
 
@@ -216,3 +216,11 @@ def test_a_few_draws_without_a_density_count_as_impossible():
 def test_verdicts_say_what_can_be_done(khat, can_integrate, steps):
     evidence = Evidence(khat, 0.5, {"x": 0.3}, {"x": 0.01}, can_integrate)
     assert f"standard deviations: 'x' by 0.30. {steps}" in verdict(evidence)
+
+
+def test_sites_that_are_undefined_in_some_batches_are_left_out_of_all():
+    some = Draws(np.arange(8.0).reshape(4, 2), np.zeros(4), np.zeros(4), 3, {"x": np.array([0]), "y": np.array([1])})
+    others = Draws(np.array([[9.0]] * 4), np.ones(4), np.ones(4), 3, {"x": np.array([0])})
+    joined = some.joined([others])
+    np.testing.assert_array_equal(joined.z[:, 0], [0, 2, 4, 9, 9, 9, 6, 9])
+    assert joined.num_samples == 6 and list(joined.indices) == ["x"]

@@ -137,15 +137,15 @@ def _rescaled(roots: np.ndarray, mass: np.ndarray, log_scale: np.ndarray) -> np.
 
 
 def _slopes(z: np.ndarray, means: np.ndarray) -> np.ndarray:
-    """Slopes (K, P, d) of means (K, P) in z (K, d), by regressions weighted towards near points."""
+    """Slopes (K, P, d) of means (K, P) in z (K, d), by regressions weighted towards near points, of differences from
+    each point: what keeps coefficients small then draws means to its own, and not to zero."""
     count, size = z.shape
-    squares = np.sum(z**2, axis=1)
-    distances = np.maximum(squares[:, None] + squares - 2 * z @ z.T, 0)
-    weights = np.exp(-0.5 * distances / REACH**2)
-    regressors = np.column_stack([np.ones(count), z])
-    grams = (weights @ (regressors[:, :, None] * regressors[:, None]).reshape(count, -1)).reshape(count, size + 1, -1)
-    grams += RIDGE * np.trace(grams, axis1=1, axis2=2)[:, None, None] * np.eye(size + 1)
     slopes = np.empty((count, means.shape[1], size))
     for k in range(count):
-        slopes[k] = np.linalg.solve(grams[k], (regressors * weights[k][:, None]).T @ means)[1:].T
+        steps = z - z[k]
+        regressors = np.column_stack([np.ones(count), steps])
+        weighted = regressors * np.exp(-0.5 * np.sum(steps**2, axis=1, keepdims=True) / REACH**2)
+        gram = weighted.T @ regressors
+        gram += RIDGE * np.trace(gram) * np.eye(size + 1)
+        slopes[k] = np.linalg.solve(gram, weighted.T @ (means - means[k]))[1:].T
     return slopes

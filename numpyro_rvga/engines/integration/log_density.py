@@ -16,8 +16,10 @@ from ..maximized_bound import Maximum, Start
 
 
 def weighted_rows(program: Program, rows: Rows) -> tuple[Rows, np.ndarray]:
-    """The log-likelihood's inputs of the distinct rows, and their multiplicities."""
+    """The log-likelihood's inputs of the distinct rows, and their multiplicities: of a whole program, one."""
     inputs = program.inputs(rows)
+    if program.whole:
+        return inputs, np.ones(1, program.dtype)
     return once_each(inputs, np.ones(num_rows(inputs), program.dtype))
 
 
@@ -31,11 +33,15 @@ class LogDensity:
 
         def log_joint(h: Array, rows: dict[str, Array], weights: Array) -> Array:
             terms = program.log_likelihood(h, rows).values()
+            if program.whole:
+                return program.log_prior(h) + sum(jnp.sum(x) for x in terms)
             return program.log_prior(h) + sum(weights @ jnp.sum(x.reshape(len(x), -1), axis=1) for x in terms)
 
         self._evaluate = jit(jax.value_and_grad(log_joint))
 
-    def begin(self, params: Array, chunks: PyTree) -> Start:
+    is_log_concave = True  # in the entries that are none
+
+    def begin(self, params: Array, chunks: PyTree, mean: np.ndarray | None = None) -> Start:
         """There is nothing to start from."""
         return self._nothing
 

@@ -5,7 +5,7 @@ L is the bound of :class:`~.maximized_bound.MaximizedBound`. A point stores the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -109,11 +109,25 @@ class Marginal:
         if point is None or not np.isfinite(point.bound):
             point = self._point(h, self._begin(h))
         if np.isfinite(point.bound):
-            self.points.append(point)
-            here = point.h[None]
-            self._places = here if self._places is None else np.concatenate([self._places, here])
-            self._cache[h.tobytes()] = point
+            self._keep(point)
         return point
+
+    def from_elsewhere(self, h: np.ndarray, starts: Iterable[Start]) -> Point:
+        """The highest of the points at h to which solves from some starts lead: given h, the bound may have several
+        maxima."""
+        return max((self._point(h, start) for start in starts), key=lambda point: point.bound)
+
+    def begun_again(self, point: Point) -> Marginal:
+        """The marginal that knows this point alone, from whose q others are then reached."""
+        other = Marginal(self._begin, self._solve, self._gradient, self._estimate)
+        other._keep(point)
+        return other
+
+    def _keep(self, point: Point) -> None:
+        here = point.h[None]
+        self.points.append(point)
+        self._places = here if self._places is None else np.concatenate([self._places, here])
+        self._cache[point.h.tobytes()] = point
 
     def evaluate_uncached(self, h: np.ndarray, near: Point) -> Point:
         """L at h. The solve starts from the q of ``near``. The point is not cached."""

@@ -17,7 +17,7 @@ from ...core.compilation import abstractly, at_once
 from ...core.jaxprs.interpret import depends_on
 from ...core.pytrees import PyTree
 from ..data.arguments import PARAMS, absent_arguments
-from ..data.rows import Arrays, Keywords, num_rows
+from ..data.rows import Arrays, Keywords, linspace_indices, num_rows
 from ..handlers.conditional import PREFIX
 from ..handlers.tracing import (
     base_distribution,
@@ -125,11 +125,13 @@ class BoundModel(ModelRuns):
         return frozenset(name for name, site in self.sites.items() if site.is_discrete and not site.is_observed)
 
     def _choose_examples(self, rows: Arrays) -> None:
-        """Set example rows: some and one of them, to read the model with; all of them, twice, for a whole program."""
+        """Set example rows: some and one of them, to read the model with; all of them, twice, for a whole program. Some
+        are from all over: the first may be alike, sorted by an outcome or a group."""
         if self.whole:
             self.example_rows = self.example_row = dict(rows)
             return
-        taken = np.arange(validation.CHECKED_ROWS) % num_rows(rows)
+        count = validation.CHECKED_ROWS
+        taken = np.resize(linspace_indices(num_rows(rows), count), count)
         some = {name: array[taken] for name, array in rows.items()}
         one = {name: array[:1] for name, array in rows.items()}
         self.example_rows, self.example_row = jax.device_put((some, one), may_alias=False)
@@ -272,9 +274,13 @@ class BoundModel(ModelRuns):
     @functools.cached_property
     def real_sites(self) -> frozenset[str]:
         """The latent sites whose support is the whole real line."""
-        records = self.abstractly(lambda rows: sample_sites(*self._run(rows, {})), self.example_row)
-        transforms = {name: site_transform(records[name].fn) for name in self.layout.site_names}
-        return frozenset(name for name, own in transforms.items() if isinstance(own, IdentityTransform))
+
+        def found(rows):
+            records = sample_sites(*self._run(rows, {}))
+            transforms = {name: site_transform(records[name].fn) for name in self.layout.site_names}
+            return frozenset(name for name, own in transforms.items() if isinstance(own, IdentityTransform))
+
+        return self.abstractly(found, self.example_row)
 
     def outcome_arrays(self, site: str) -> set[str]:
         """The data arrays from which an observed site's values are taken. Of a whole program: those that are them."""
